@@ -1,0 +1,56 @@
+// halfbyte dequantize IN -o OUT
+#include <CLI/App.hpp>
+#include <memory>
+
+#include "command.h"
+#include "halfbyte/checkpoint.hpp"
+#include "options.h"
+#include "progress.h"
+#include "report.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+struct Arguments {
+  std::string input, dtype;
+  Destination destination;
+  ComputeArguments compute;
+};
+
+void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  DequantizeOptions options;
+  if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+  options.dry_run = arguments.destination.dry_run;
+  options.force = force;
+  options.num_threads = arguments.compute.num_threads;
+  const RunInfo info = {"dequantized", select_device(arguments.compute.device), options.dry_run,
+                        /*verified=*/false};
+  ProgressBar progress(arguments.compute.progress == "auto");
+  options.progress = progress.function();
+  describe(dequantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);
+}
+
+}  // namespace
+
+void add_dequantize_command(CLI::App& app, Command& command) {
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App& sub = *app.add_subcommand("dequantize", "Make the quantized weights of a checkpoint dense again");
+  sub.add_option("IN", arguments->input, "A .safetensors file or a model directory")
+      ->required()
+      ->option_text("REQUIRED");
+  add_destination_options(sub, arguments->destination);
+  sub.add_option("--dtype", arguments->dtype, "f32, f16 or bf16 (default: what each weight was before)")
+      ->option_text("DTYPE");
+  add_compute_options(sub, arguments->compute);
+  add_report_options(sub, command);
+  sub.callback([arguments, &command] {
+    check_destination(arguments->destination);
+    command.name = "dequantize";
+    command.run = [arguments, &command](std::string& text, Json& document) {
+      run(*arguments, command.force, text, document);
+    };
+  });
+}
+
+}  // namespace halfbyte::cli

@@ -1,0 +1,106 @@
+// halfbyte inspect PATH
+#include <fmt/format.h>
+
+#include <CLI/App.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "command.h"
+#include "halfbyte/checkpoint.hpp"
+#include "options.h"
+#include "output.h"
+#include "report.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+// The dtypes of the stored parts: "BF16", "F32+U8".
+std::string stored_as(const Checkpoint& checkpoint, const Weight& weight) {
+  std::set<std::string> dtypes;
+  for (const int part : weight.parts) dtypes.insert(checkpoint.tensors()[static_cast<size_t>(part)].dtype);
+  return fmt::format("{}", fmt::join(dtypes, "+"));
+}
+
+Json tensor_json(const StoredTensor& tensor) {
+  return {{"name", tensor.name}, {"dtype", tensor.dtype},   {"shape", tensor.shape},
+          {"file", tensor.file}, {"offset", tensor.offset}, {"num_bytes", tensor.num_bytes}};
+}
+
+Json weight_json(const Weight& weight) {
+  return {{"name", weight.name},
+          {"shape", weight.shape},
+          {"dtype", weight.dtype ? Json(to_string(*weight.dtype)) : Json()},
+          {"layout", weight.layout ? Json(to_string(*weight.layout)) : Json()},
+          {"spec", weight.layout ? spec_json(weight.spec) : Json()},
+          {"parts", weight.parts},
+          {"num_bytes", weight.num_bytes},
+          {"bits_per_weight", bits_per_weight(weight)}};
+}
+
+void run(const std::string& path, std::string& text, Json& document) {
+  document["path"] = path;
+  document["valid"] = false;
+  const Checkpoint checkpoint = Checkpoint::open(path);
+  document["valid"] = true;
+
+  Table table({{"name"},
+               {"shape"},
+               {"stored as"},
+               {"format"},
+               {"group"},
+               {"layout"},
+               {"bits/weight", Align::right},
+               {"bytes", Align::right}});
+  Json weights = Json::array(), tensors = Json::array();
+  BitsPerWeight bits;
+  int64_t num_quantized = 0;
+  uint64_t num_bytes = 0;
+  for (const Weight& weight : checkpoint.weights()) {
+    const bool quantized = weight.layout.has_value();
+    if (quantized) {
+      ++num_quantized;
+      bits.add(weight.num_bytes, weight.shape);
+    }
+    num_bytes += weight.num_bytes;
+    table.add_row({printable(weight.name), format_shape(weight.shape), stored_as(checkpoint, weight),
+                   quantized ? format_name(weight.spec) : "-", quantized ? group_name(weight.spec) : "-",
+                   quantized ? to_string(*weight.layout) : "-",
+                   fmt::format("{:.3f}", bits_per_weight(weight)), fmt::format("{}", weight.num_bytes)});
+    weights.push_back(weight_json(weight));
+  }
+  for (const StoredTensor& tensor : checkpoint.tensors()) tensors.push_back(tensor_json(tensor));
+
+  const int64_t num_dense = static_cast<int64_t>(checkpoint.weights().size()) - num_quantized;
+  text += table.text() + "\n";
+  text += summary_line("quantized",
+                       fmt::format("{} weights, {:.3f} bits per weight", num_quantized, bits.value()));
+  text += summary_line("dense", fmt::format("{} weights", num_dense));
+  text += summary_line("bytes", fmt::format("{} ({})", num_bytes, format_bytes(num_bytes)));
+  text += summary_line("valid", "yes");
+
+  document["is_directory"] = checkpoint.is_directory();
+  document["num_quantized"] = num_quantized;
+  document["num_bytes"] = num_bytes;
+  document["bits_per_weight"] = bits.value();
+  document["weights"] = std::move(weights);
+  document["tensors"] = std::move(tensors);
+}
+
+}  // namespace
+
+void add_inspect_command(CLI::App& app, Command& command) {
+  const auto path = std::make_shared<std::string>();
+  CLI::App& sub = *app.add_subcommand("inspect", "Show the weights of a checkpoint and how they are stored");
+  sub.add_option("PATH", *path, "A .safetensors file or a model directory")
+      ->required()
+      ->option_text("REQUIRED");
+  add_report_options(sub, command);
+  sub.callback([path, &command] {
+    command.name = "inspect";
+    command.run = [path](std::string& text, Json& document) { run(*path, text, document); };
+  });
+}
+
+}  // namespace halfbyte::cli

@@ -1,0 +1,133 @@
+// The command line tool: parses, runs one subcommand, prints, and turns errors into exit codes.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+
+#include "command.h"
+#include "halfbyte/error.hpp"
+#include "halfbyte/system.hpp"
+#include "output.h"
+#include "progress.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+constexpr int kSchemaVersion = 1;
+
+// A file opened later must not become a standard stream by accident: messages would be written into it.
+void open_missing_standard_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(fd, F_GETFD) == -1) ::open("/dev/null", O_RDWR);
+}
+
+struct Failure {
+  ErrorCode code = ErrorCode::ok;
+  std::string message;
+};
+
+// Runs `action`; what it throws is returned.
+template <class Action>
+std::optional<Failure> attempt(const Action& action) {
+  try {
+    action();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return Failure{error.code(), error.what()};
+  } catch (const std::bad_alloc&) {
+    return Failure{ErrorCode::no_memory, "out of memory"};
+  } catch (const std::exception& error) {
+    return Failure{ErrorCode::bug, fmt::format("internal error: {}", error.what())};
+  }
+}
+
+void print_failure(const Failure& failure, const std::string& command) {
+  std::string text = fmt::format("halfbyte: error: {}\n", failure.message);
+  if (failure.code == ErrorCode::usage)
+    text += fmt::format("Try 'halfbyte {}{}--help'.\n", command, command.empty() ? "" : " ");
+  write_stderr(text);
+}
+
+int run(const Command& command) {
+  Json document = {{"schema_version", kSchemaVersion}, {"command", command.name}, {"ok", true}};
+  std::string text;
+  std::optional<ReportFile> json_file;
+  const auto failure = attempt([&] {
+    if (!command.json_path.empty() && command.json_path != "-")
+      json_file.emplace(command.json_path, command.force);
+    command.run(text, document);
+  });
+  if (failure) {
+    document["ok"] = false;
+    document["error"] = {{"code", to_string(failure->code)}, {"message", failure->message}};
+  }
+  const auto json = [&] {
+    return document.dump(2, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace) + "\n";
+  };
+  // Each on its own: where one cannot be written, the other still is.
+  const auto json_failure = attempt([&] {
+    if (json_file) json_file->commit(json());
+  });
+  const auto stdout_failure = attempt([&] { write_stdout(command.json_path == "-" ? json() : text); });
+
+  ErrorCode exit_code = ErrorCode::ok;
+  for (const auto& problem : {failure, json_failure, stdout_failure}) {
+    if (!problem) continue;
+    print_failure(*problem, command.name);
+    if (exit_code == ErrorCode::ok) exit_code = problem->code;
+  }
+  return static_cast<int>(exit_code);
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app("Low-bit weights: quantizes, dequantizes and inspects checkpoints.", "halfbyte");
+  app.set_version_flag("--version", fmt::format("halfbyte {}", system_info().version));
+  app.require_subcommand(0, 1);
+  Command command;
+  add_quantize_command(app, command);
+  add_dequantize_command(app, command);
+  add_inspect_command(app, command);
+  add_compare_command(app, command);
+  add_doctor_command(app, command);
+  try {
+    app.parse(argc, argv);
+    // Not left to the parser, which would say this of a misspelled subcommand too.
+    if (app.get_subcommands().empty()) throw CLI::RequiredError("A subcommand");
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) {  // --help, --version
+      std::ostringstream text;
+      app.exit(error, text, text);
+      write_stdout(text.str());
+      return 0;
+    }
+    const auto subcommands = app.get_subcommands();
+    print_failure({ErrorCode::usage, printable(error.what())},
+                  subcommands.empty() ? "" : subcommands.back()->get_name());
+    return static_cast<int>(ErrorCode::usage);
+  }
+  return run(command);
+}
+
+}  // namespace
+
+}  // namespace halfbyte::cli
+
+int main(int argc, char** argv) {
+  using namespace halfbyte::cli;
+  open_missing_standard_streams();
+  install_signal_handlers();
+  int exit_code = 0;
+  if (const auto failure = attempt([&] { exit_code = parse_and_run(argc, argv); })) {
+    print_failure(*failure, "");
+    return static_cast<int>(failure->code);
+  }
+  return exit_code;
+}

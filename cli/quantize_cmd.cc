@@ -1,0 +1,158 @@
+// halfbyte quantize IN -o OUT
+#include <fmt/format.h>
+
+#include <CLI/App.hpp>
+#include <charconv>
+#include <memory>
+
+#include "command.h"
+#include "halfbyte/checkpoint.hpp"
+#include "options.h"
+#include "output.h"
+#include "progress.h"
+#include "report.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+// As typed; words are checked when the command runs.
+struct Arguments {
+  std::string input;
+  std::string format = "nf4";
+  std::string group_size, layout, scale_rule, scale_dtype, table;
+  std::string nonfinite = "error";
+  std::string fallback;
+  std::vector<std::string> include, exclude;
+  bool asymmetric = false, double_quant = false, no_verify = false;
+  Destination destination;
+  ComputeArguments compute;
+};
+
+// The whole of `text` as a number, whatever the locale.
+template <class T>
+bool parse_number(std::string_view text, T& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+void parse_group_size(const std::string& text, QuantizeOptions& options) {
+  if (text == "channel") {
+    options.granularity = Granularity::channel;
+  } else if (text == "tensor") {
+    options.granularity = Granularity::tensor;
+  } else if (int64_t size = 0; parse_number(text, size)) {
+    options.group_size = size;
+  } else {
+    throw Error(ErrorCode::usage,
+                fmt::format("--group-size: expected a number of elements, channel or tensor, got '{}'",
+                            printable(text)));
+  }
+}
+
+std::array<float, 16> parse_table(std::string_view text) {
+  std::array<float, 16> table = {};
+  size_t count = 0;
+  for (bool more = true; more; ++count) {
+    const size_t comma = text.find(',');
+    const std::string_view word = text.substr(0, comma);
+    float value = 0;
+    if (!parse_number(word, value))
+      throw Error(ErrorCode::usage,
+                  fmt::format("--table: value {} is not a number: '{}'", count, printable(word)));
+    if (count < table.size()) table[count] = value;
+    more = comma != std::string_view::npos;
+    if (more) text.remove_prefix(comma + 1);
+  }
+  if (count != table.size())
+    throw Error(ErrorCode::usage,
+                fmt::format("--table: expected 16 values separated by commas, got {}", count));
+  return table;
+}
+
+QuantizeOptions to_options(const Arguments& arguments, bool force) {
+  QuantizeOptions options;
+  options.format = find_format(arguments.format).format;
+  if ((options.format == Format::lut4) != !arguments.table.empty())
+    throw Error(ErrorCode::usage,
+                fmt::format("--format lut4 and --table go together, got --format {} and {} table",
+                            arguments.format, arguments.table.empty() ? "no" : "a"));
+  if (!arguments.table.empty()) options.table = parse_table(arguments.table);
+  options.asymmetric = arguments.asymmetric;
+  options.double_quant = arguments.double_quant;
+  if (!arguments.group_size.empty()) parse_group_size(arguments.group_size, options);
+  if (!arguments.layout.empty()) options.layout = parse_layout(arguments.layout);
+  if (!arguments.scale_rule.empty()) options.scale_rule = parse_scale_rule(arguments.scale_rule);
+  if (!arguments.scale_dtype.empty()) options.scale_dtype = parse_dtype(arguments.scale_dtype);
+  options.nonfinite = arguments.nonfinite == "error" ? NonFinite::error : NonFinite::keep_dense;
+  options.include = arguments.include;
+  options.exclude = arguments.exclude;
+  options.fallback_dense = arguments.fallback == "dense";
+  options.dry_run = arguments.destination.dry_run;
+  options.verify = !arguments.no_verify;
+  options.force = force;
+  options.num_threads = arguments.compute.num_threads;
+  return options;
+}
+
+void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  QuantizeOptions options = to_options(arguments, force);
+  const RunInfo info = {"quantized", select_device(arguments.compute.device), options.dry_run,
+                        options.verify && !options.dry_run};
+  ProgressBar progress(arguments.compute.progress == "auto");
+  options.progress = progress.function();
+  describe(quantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);
+}
+
+}  // namespace
+
+void add_quantize_command(CLI::App& app, Command& command) {
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App& sub = *app.add_subcommand("quantize", "Quantize the weights of a checkpoint");
+  const auto add = [&](const std::string& name, auto& value, const char* placeholder,
+                       const std::string& help) {
+    return sub.add_option(name, value, help)->option_text(placeholder);
+  };
+
+  std::string formats;
+  for (const FormatInfo& format : all_formats())
+    formats += fmt::format("{}{}", formats.empty() ? "" : ", ", format.name);
+
+  add("IN", arguments->input, "REQUIRED", "A .safetensors file or a model directory")->required();
+  add_destination_options(sub, arguments->destination);
+  add("--format", arguments->format, "FORMAT", fmt::format("{} (default nf4)", formats));
+  add("--layout", arguments->layout, "LAYOUT",
+      "How the file stores it: halfbyte, bitsandbytes, compressed-tensors or mlx (default: by format)");
+  add("--group-size", arguments->group_size, "SIZE",
+      "Elements that share a scale, or channel (a row), or tensor (default: by layout)");
+  sub.add_flag("--asymmetric", arguments->asymmetric, "Integer formats: with a zero point");
+  sub.add_flag("--double-quant", arguments->double_quant, "Quantize the scales to 8 bits in turn");
+  add("--scale-rule", arguments->scale_rule, "RULE",
+      "absmax, half-range, signed-max, minmax or mlx-edge (default: by format and layout)");
+  add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f32, f16 or bf16 (default: by layout)");
+  add("--table", arguments->table, "V0,...,V15", "The 16 values of lut4, ascending");
+  add("--include", arguments->include, "REGEX",
+      "Quantize the weights whose name it matches, instead of the linear layers (repeatable)")
+      ->allow_extra_args(false);
+  add("--exclude", arguments->exclude, "REGEX", "Keep the weights whose name it matches dense (repeatable)")
+      ->allow_extra_args(false);
+  add("--nonfinite", arguments->nonfinite, "POLICY",
+      "A weight with NaN or infinity: error (default) or keep-dense")
+      ->check(CLI::IsMember({"error", "keep-dense"}));
+  add("--fallback", arguments->fallback, "dense",
+      "Keep a weight dense that the layout cannot hold (default: an error)")
+      ->check(CLI::IsMember({"dense"}));
+  sub.add_flag("--no-verify", arguments->no_verify,
+               "Do not read the output back and compare it with the input");
+  add_compute_options(sub, arguments->compute);
+  add_report_options(sub, command);
+  sub.callback([arguments, &command] {
+    check_destination(arguments->destination);
+    command.name = "quantize";
+    command.run = [arguments, &command](std::string& text, Json& document) {
+      run(*arguments, command.force, text, document);
+    };
+  });
+}
+
+}  // namespace halfbyte::cli

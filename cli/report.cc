@@ -1,0 +1,181 @@
+#include "report.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "output.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+// "reason: 3 (a, b, c)", a line for each text that `field` has; the names only where they are few.
+std::string by_text(std::span<const WeightReport> weights, std::string WeightReport::*field) {
+  constexpr size_t kMaxNames = 8;
+  std::map<std::string, std::vector<std::string>> names;
+  for (const WeightReport& weight : weights)
+    if (!(weight.*field).empty()) names[weight.*field].push_back(printable(weight.name));
+  std::string text;
+  for (const auto& [what, list] : names) {
+    text += fmt::format("  {}: {}", printable(what), list.size());
+    if (list.size() <= kMaxNames) text += fmt::format(" ({})", fmt::join(list, ", "));
+    text += "\n";
+  }
+  return text;
+}
+
+// The names of the files of a directory.
+std::string join_names(std::span<const std::string> names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + printable(name);
+  return text;
+}
+
+Table weight_table(const CheckpointReport& report) {
+  bool measured = false;
+  for (const WeightReport& weight : report.weights) measured |= weight.measured;
+  std::vector<Table::Column> columns = {
+      {"name"}, {"shape"}, {"format"}, {"group"}, {"bits/weight", Align::right}};
+  if (measured)
+    for (const char* title : {"max error", "relative RMSE", "SNR dB"})
+      columns.push_back({title, Align::right});
+  Table table(std::move(columns));
+  for (const WeightReport& weight : report.weights) {
+    if (!weight.quantized) continue;
+    std::vector<std::string> row = {printable(weight.name), format_shape(weight.shape),
+                                    format_name(weight.spec), group_name(weight.spec),
+                                    fmt::format("{:.3f}", weight.bits_per_weight)};
+    if (weight.measured)
+      row.insert(row.end(), {fmt::format("{:.4g}", weight.max_error),
+                             fmt::format("{:.4g}", weight.relative_rmse), format_snr(weight.snr_db)});
+    table.add_row(std::move(row));
+  }
+  return table;
+}
+
+Json weight_json(const WeightReport& weight) {
+  Json json = {{"name", weight.name},
+               {"shape", weight.shape},
+               {"dtype", weight.dtype},
+               {"quantized", weight.quantized},
+               {"reason", weight.reason},
+               {"note", weight.note},
+               {"spec", weight.quantized ? spec_json(weight.spec) : Json()},
+               {"source_bytes", weight.source_bytes},
+               {"output_bytes", weight.output_bytes},
+               {"bits_per_weight", weight.bits_per_weight},
+               {"measured", weight.measured}};
+  if (weight.measured) {
+    json["max_error"] = weight.max_error;
+    json["max_error_index"] = weight.max_error_index;
+    json["relative_rmse"] = weight.relative_rmse;
+    json["snr_db"] = weight.snr_db;
+  }
+  return json;
+}
+
+}  // namespace
+
+std::string format_name(const QuantSpec& spec) {
+  return fmt::format("{}{}{}", info(spec.format).name, spec.asymmetric ? " asymmetric" : "",
+                     spec.double_quant ? " double-quant" : "");
+}
+
+std::string group_name(const QuantSpec& spec) {
+  switch (spec.granularity) {
+    case Granularity::group:
+      return fmt::format("{}", spec.group_size);
+    case Granularity::flat:
+      return fmt::format("{} flat", spec.group_size);
+    default:
+      return to_string(spec.granularity);
+  }
+}
+
+Json spec_json(const QuantSpec& spec) {
+  const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
+  Json json = {{"format", info(spec.format).name},
+               {"asymmetric", spec.asymmetric},
+               {"granularity", to_string(spec.granularity)},
+               {"group_size", grouped ? Json(spec.group_size) : Json()},
+               {"scale_rule", to_string(spec.scale_rule)},
+               {"scale_dtype", to_string(spec.scale_dtype)},
+               {"code_scale", spec.code_scale == CodeScale::stored ? "stored" : "unrounded"},
+               {"double_quant", spec.double_quant}};
+  if (spec.format == Format::lut4) json["table"] = spec.table;
+  return json;
+}
+
+void BitsPerWeight::add(uint64_t weight_bytes, std::span<const int64_t> shape) {
+  double product = 1;
+  for (const int64_t extent : shape) product *= static_cast<double>(extent);
+  num_bytes += static_cast<double>(weight_bytes);
+  num_elements += product;
+}
+
+void describe(const CheckpointReport& report, const RunInfo& run, std::string& text, Json& document) {
+  BitsPerWeight bits;
+  uint64_t dense_bytes = 0;
+  Json weights = Json::array();
+  for (const WeightReport& weight : report.weights) {
+    if (weight.quantized)
+      bits.add(weight.output_bytes, weight.shape);
+    else
+      dense_bytes += weight.source_bytes;
+    weights.push_back(weight_json(weight));
+  }
+  const double share = report.source_bytes == 0 ? 0
+                                                : static_cast<double>(report.quantized_source_bytes) /
+                                                      static_cast<double>(report.source_bytes);
+  const int64_t num_dense = static_cast<int64_t>(report.weights.size()) - report.num_quantized;
+
+  if (const Table table = weight_table(report); !table.empty()) text += table.text() + "\n";
+  text += summary_line(run.verb, fmt::format("{} weights, {:.1f}% of the bytes, {:.3f} bits per weight",
+                                             report.num_quantized, 100 * share, bits.value()));
+  text += summary_line("dense", fmt::format("{} weights, {}", num_dense, format_bytes(dense_bytes)));
+  text += by_text(report.weights, &WeightReport::reason);
+  if (const std::string notes = by_text(report.weights, &WeightReport::note); !notes.empty())
+    text += "notes\n" + notes;
+  text += summary_line("layout", report.layout ? to_string(*report.layout) : "-");
+  text += summary_line("bytes",
+                       fmt::format("{} -> {} ({} -> {})", report.source_bytes, report.output_bytes,
+                                   format_bytes(report.source_bytes), format_bytes(report.output_bytes)));
+  text +=
+      summary_line("memory", fmt::format("at most {} of buffers", format_bytes(report.peak_buffer_bytes)));
+  text += summary_line("device", run.device);
+  if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
+  if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));
+  if (run.dry_run) {
+    text += summary_line("output", "nothing written (dry run)");
+  } else {
+    const std::string verify =
+        run.verified ? fmt::format("verify {:.2f} s", report.verify_seconds) : "not verified";
+    text += summary_line("time", fmt::format("run {:.2f} s, sync {:.2f} s, {}", report.run_seconds,
+                                             report.sync_seconds, verify));
+    text += summary_line("output", printable(report.output));
+  }
+
+  document["input"] = report.input;
+  document["output"] = report.output;
+  document["dry_run"] = run.dry_run;
+  document["verified"] = run.verified;
+  document["device"] = run.device;
+  document["layout"] = report.layout ? Json(to_string(*report.layout)) : Json();
+  document["weights"] = std::move(weights);
+  document["copied_files"] = report.copied_files;
+  document["skipped_files"] = report.skipped_files;
+  document["source_bytes"] = report.source_bytes;
+  document["output_bytes"] = report.output_bytes;
+  document["quantized_source_bytes"] = report.quantized_source_bytes;
+  document["quantized_share"] = share;
+  document["bits_per_weight"] = bits.value();
+  document["num_quantized"] = report.num_quantized;
+  document["peak_buffer_bytes"] = report.peak_buffer_bytes;
+  document["run_seconds"] = report.run_seconds;
+  document["sync_seconds"] = report.sync_seconds;
+  document["verify_seconds"] = report.verify_seconds;
+}
+
+}  // namespace halfbyte::cli

@@ -1,0 +1,175 @@
+// Checkpoints: safetensors files and Hugging Face model directories, dense or quantized, in the
+// layouts of several tools. The command line tool and the Python package use nothing else.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "halfbyte/error.hpp"
+#include "halfbyte/format.hpp"
+#include "halfbyte/tensor.hpp"
+
+namespace halfbyte {
+
+// How quantized weights are stored in a file (docs/formats.md).
+enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
+const char* to_string(Layout layout);  // "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
+Layout parse_layout(std::string_view word);
+
+// One tensor as stored in a safetensors file.
+struct StoredTensor {
+  std::string name;
+  std::string dtype;  // as the file spells it: "BF16", "U8", "F8_E4M3", ...
+  std::vector<int64_t> shape;
+  std::string file;     // name of the file within the directory (or of the file itself)
+  uint64_t offset = 0;  // bytes from the start of the file
+  uint64_t num_bytes = 0;
+};
+
+// One weight as a model sees it: a dense tensor, or the parts of a quantized one.
+struct Weight {
+  std::string name;            // "model.layers.0.mlp.up_proj.weight"
+  std::vector<int64_t> shape;  // logical: of the dense weight
+  // Dense: as stored, empty if the dtype is none of ours. Quantized: the dtype it had before.
+  std::optional<DType> dtype;
+  std::optional<Layout> layout;  // set iff quantized
+  QuantSpec spec;                // where quantized
+  std::vector<int> parts;        // indices into Checkpoint::tensors(); a dense weight has one
+  uint64_t num_bytes = 0;        // of all parts
+};
+
+class Checkpoint {
+ public:
+  // `path`: a .safetensors file, or a directory with model.safetensors or an index and shards.
+  // Validates every header, and that the parts of each quantized weight fit together.
+  // Throws Error(bad_input) naming file, tensor or byte; Error(io).
+  static Checkpoint open(const std::string& path);
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+  bool is_directory() const;
+  std::span<const StoredTensor> tensors() const;
+  std::span<const Weight> weights() const;          // sorted by name
+  const Weight* find(std::string_view name) const;  // null if there is none
+  // Raw bytes [offset, offset + bytes.size()) of a stored tensor. Thread safe.
+  void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
+  // Elements [begin, begin + count) of the row-major weight, decoded to `dtype` (f32, f16, bf16,
+  // f64). Thread safe; uses the calling thread only.
+  void decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, void* out) const;
+
+  struct Impl;
+  const Impl& impl() const { return *impl_; }
+
+ private:
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+struct Progress {
+  const char* phase;  // "quantize", "dequantize", "verify", "compare", "sync"
+  uint64_t done_bytes;
+  uint64_t total_bytes;
+};
+// Called from any thread, one call at a time; returns false to cancel: Error(cancelled), no output.
+using ProgressFunction = std::function<bool(const Progress&)>;
+
+enum class NonFinite : uint8_t { error, keep_dense };
+
+// What is not set follows the layout (DESIGN of defaults: docs/formats.md).
+struct QuantizeOptions {
+  Format format = Format::nf4;
+  bool asymmetric = false;
+  bool double_quant = false;
+  std::array<float, 16> table = {};        // lut4 only
+  std::optional<Layout> layout;            // default by format
+  std::optional<Granularity> granularity;  // group, channel or tensor
+  std::optional<int64_t> group_size;       // with Granularity::group (or when only this is set)
+  std::optional<ScaleRule> scale_rule;
+  std::optional<DType> scale_dtype;
+  NonFinite nonfinite = NonFinite::error;
+  std::vector<std::string> include;  // ECMAScript regular expressions searched in the names; where
+                                     // given they replace the default choice of linear weights
+  std::vector<std::string> exclude;
+  bool fallback_dense = false;  // a selected tensor the layout cannot hold stays dense
+  bool dry_run = false;         // plan and report only
+  bool verify = true;
+  bool force = false;   // replace an existing output
+  int num_threads = 0;  // 0: all
+  ProgressFunction progress;
+};
+
+// What happened (or would happen) to one weight.
+struct WeightReport {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::string dtype;  // of the source, as stored ("BF16")
+  bool quantized = false;
+  std::string
+      reason;  // why a weight stayed dense: "not selected", "excluded", "fallback: ...", "non-finite: ..."
+  std::string note;  // "scales in f32: f16 cannot hold them"
+  QuantSpec spec;    // where quantized
+  uint64_t source_bytes = 0;
+  uint64_t output_bytes = 0;
+  double bits_per_weight = 0;  // output bits per element
+  // Error of the decoded output against the source, where verified. 0-filled otherwise.
+  bool measured = false;
+  double max_error = 0;  // largest |x_hat - x|
+  int64_t max_error_index = 0;
+  double relative_rmse = 0;  // sqrt(sum (x_hat - x)^2 / sum x^2); 0 where both are 0
+  double snr_db = 0;         // -20 log10(relative_rmse); +inf where exact
+};
+
+struct CheckpointReport {
+  std::string input, output;
+  std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
+  std::vector<WeightReport> weights;
+  std::vector<std::string> copied_files, skipped_files;  // of a directory
+  uint64_t source_bytes = 0, output_bytes = 0;           // of tensors
+  uint64_t quantized_source_bytes = 0;                   // share = this / source_bytes
+  int64_t num_quantized = 0;
+  uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory, as planned
+  double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
+};
+
+// Reads `input`, writes `output`: file -> file, directory -> directory. The output is written to a
+// temporary sibling, synced and renamed; after any failure there is none. Unless options.verify is
+// false, the written files are read back by an independent unpacker and compared with the source
+// first. Memory is bounded by row blocks (and the scales of double-quantized weights).
+CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
+                                     const QuantizeOptions& options);
+
+struct DequantizeOptions {
+  std::optional<DType> dtype;  // f32, f16, bf16; default: what each weight was before
+  bool dry_run = false;
+  bool force = false;
+  int num_threads = 0;
+  ProgressFunction progress;
+};
+// Every quantized weight becomes dense; config.json loses what quantization had added to it.
+CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
+                                       const DequantizeOptions& options);
+
+struct CompareRow {
+  std::string name;
+  std::string problem;  // "missing in B", "shape [2, 3] against [2, 4]"; empty if compared
+  double max_error = 0;
+  int64_t max_error_index = 0;
+  double relative_rmse = 0;
+  double snr_db = 0;
+};
+// Compares the decoded weights of two checkpoints (A is the reference). Rows with a problem first,
+// then worst SNR first.
+std::vector<CompareRow> compare_checkpoints(const std::string& a, const std::string& b, int num_threads = 0,
+                                            ProgressFunction progress = {});
+
+// Bits per element of a weight as stored.
+double bits_per_weight(const Weight& weight);
+
+}  // namespace halfbyte

@@ -1,0 +1,105 @@
+// Formats of low-bit weights and the specification of a quantization.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "halfbyte/tensor.hpp"
+
+namespace halfbyte {
+
+enum class Format : uint8_t {
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule) name,
+#include "halfbyte/formats.def"
+#undef HALFBYTE_FORMAT
+};
+
+enum class FormatKind : uint8_t { table, integer, affine };
+
+// How the statistics of a group become its scale (and zero point or bias). With qmin, qmax the
+// bounds of the signed codes and L = 2^bits - 1; src/formats/scale.h is the definition.
+enum class ScaleRule : uint8_t {
+  absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table)
+  half_range,  // absmax / ((qmax - qmin) / 2)
+  signed_max,  // (the value of largest magnitude) / qmin: the scale may be negative
+  minmax,      // integer: (max - min) / L over the range extended to contain 0, with a zero point;
+               // affine: (max - min) / L, bias = min
+  mlx_edge,    // affine: the rule of MLX, in which 0 and the larger edge are exact
+};
+
+// What shares one scale.
+enum class Granularity : uint8_t {
+  tensor,   // all elements
+  channel,  // a row: everything along the last axis
+  group,    // `group_size` consecutive elements along the last axis; the last group of a row may be short
+  flat,     // `group_size` consecutive elements of the flattened tensor, across rows
+};
+
+// Which scale decides the codes.
+enum class CodeScale : uint8_t {
+  stored,     // the scale (zero point, bias) as rounded to `scale_dtype`: the contract of halfbyte
+  unrounded,  // the scale before rounding: what MLX does
+};
+
+struct FormatInfo {
+  Format format;
+  const char* name;
+  FormatKind kind;
+  int bits;
+  ScaleRule default_rule;
+};
+
+std::span<const FormatInfo> all_formats();
+const FormatInfo& info(Format format);
+// These throw Error(usage) naming the known words.
+const FormatInfo& find_format(std::string_view name);
+ScaleRule parse_scale_rule(std::string_view word);  // "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
+const char* to_string(ScaleRule rule);
+const char* to_string(Granularity granularity);
+
+// Everything that determines the bytes of a quantized tensor, except its layout.
+struct QuantSpec {
+  Format format = Format::nf4;
+  bool asymmetric = false;  // integer formats: with an integer zero point
+  Granularity granularity = Granularity::group;
+  int64_t group_size = 64;  // elements; used by Granularity::group and flat
+  ScaleRule scale_rule = ScaleRule::absmax;
+  DType scale_dtype = DType::f32;  // of scales and biases: f32, f16, bf16; f64 only for f64 data
+  CodeScale code_scale = CodeScale::stored;
+  bool double_quant = false;         // the scales are quantized to 8 bits in turn (needs f32 scales)
+  std::array<float, 16> table = {};  // lut4 only: the values, ascending
+
+  bool operator==(const QuantSpec&) const = default;
+};
+
+// Throws Error(usage) naming the field, the rule and the value where `spec` is inconsistent.
+void check_spec(const QuantSpec& spec);
+
+// The quantized form of a row-major matrix [rows, cols] (leading axes of a higher-rank tensor are
+// folded into rows), in the native layout:
+//   codes   [rows, row_bytes]: each row a little-endian bit stream, element i at bit i * bits,
+//           padded to a whole byte with the code of zero; integer codes stored as q - qmin.
+//           Granularity::flat: one such row holding all rows * cols elements.
+//   scales  [rows, groups_per_row] of spec.scale_dtype (one value for Granularity::tensor)
+//   zeros   like scales, u8: zero point - qmin (asymmetric integer formats)
+//   biases  like scales (affine formats)
+struct QuantShape {
+  int64_t rows = 0;            // rows of codes (1 for Granularity::flat)
+  int64_t cols = 0;            // elements of such a row
+  int64_t row_bytes = 0;       // bytes of codes of such a row
+  int64_t group_size = 0;      // elements that share a scale within a row
+  int64_t groups_per_row = 0;  // 0 for an empty row
+  int64_t num_groups = 0;      // scales in all
+  int64_t code_bytes() const { return rows * row_bytes; }
+};
+
+// Throws Error(usage) for negative extents or sizes beyond 2^63 - 1 bits.
+QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols);
+
+bool has_zeros(const QuantSpec& spec);   // asymmetric integer
+bool has_biases(const QuantSpec& spec);  // affine
+
+}  // namespace halfbyte

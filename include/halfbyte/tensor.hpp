@@ -1,0 +1,45 @@
+// Element types and non-owning tensor views.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace halfbyte {
+
+enum class DType : uint8_t { f32, f16, bf16, f64, i8, u8, i32, u32, i64 };
+
+// "f32", "bf16", ...: the words used by the command line, Python and reports.
+const char* to_string(DType dtype);
+// Throws Error(usage) naming the known words.
+DType parse_dtype(std::string_view word);
+// Bytes of one element.
+int64_t size_of(DType dtype);
+inline bool is_floating(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f64;
+}
+
+enum class DeviceKind : uint8_t { cpu, cuda };
+
+struct Device {
+  DeviceKind kind = DeviceKind::cpu;
+  int index = 0;  // of a CUDA device
+  bool operator==(const Device&) const = default;
+};
+
+// A view of memory owned by somebody else. `shape` in elements, `strides` in elements (empty:
+// contiguous, row-major). Extents are 64-bit; rank 0 is one element.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+  Device device;
+};
+
+// Product of the extents. Throws Error(usage) if one is negative or the product exceeds 2^63 - 1.
+int64_t num_elements(const TensorView& tensor);
+bool is_contiguous(const TensorView& tensor);
+
+}  // namespace halfbyte

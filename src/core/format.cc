@@ -1,0 +1,175 @@
+#include "core/format.h"
+
+#include <cmath>
+
+#include "core/words.h"
+#include "formats/bits.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr FormatInfo kFormats[] = {
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule) \
+  {Format::name, #name, FormatKind::kind, bits, ScaleRule::default_rule},
+#include "halfbyte/formats.def"
+#undef HALFBYTE_FORMAT
+};
+
+constexpr std::array<Word<ScaleRule>, 5> kScaleRules{{{ScaleRule::absmax, "absmax"},
+                                                      {ScaleRule::half_range, "half-range"},
+                                                      {ScaleRule::signed_max, "signed-max"},
+                                                      {ScaleRule::minmax, "minmax"},
+                                                      {ScaleRule::mlx_edge, "mlx-edge"}}};
+
+constexpr std::array<Word<Granularity>, 4> kGranularities{{{Granularity::tensor, "tensor"},
+                                                           {Granularity::channel, "channel"},
+                                                           {Granularity::group, "group"},
+                                                           {Granularity::flat, "flat"}}};
+
+bool rule_fits(const FormatInfo& format, bool asymmetric, ScaleRule rule) {
+  switch (format.kind) {
+    case FormatKind::table:
+      return rule == ScaleRule::absmax;
+    case FormatKind::affine:
+      return rule == ScaleRule::minmax || rule == ScaleRule::mlx_edge;
+    case FormatKind::integer:
+      return asymmetric ? rule == ScaleRule::minmax
+                        : rule == ScaleRule::absmax || rule == ScaleRule::half_range ||
+                              rule == ScaleRule::signed_max;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::span<const FormatInfo> all_formats() { return kFormats; }
+
+const FormatInfo& info(Format format) { return kFormats[static_cast<size_t>(format)]; }
+
+const FormatInfo& find_format(std::string_view name) {
+  std::string known;
+  for (const FormatInfo& format : kFormats) {
+    if (name == format.name) return format;
+    known += known.empty() ? "" : ", ";
+    known += format.name;
+  }
+  HALFBYTE_FAIL(usage, "unknown format '{}': must be one of {}", name, known);
+}
+
+ScaleRule parse_scale_rule(std::string_view word) { return value_of(kScaleRules, word, "scale rule"); }
+const char* to_string(ScaleRule rule) { return word_of(kScaleRules, rule); }
+const char* to_string(Granularity granularity) { return word_of(kGranularities, granularity); }
+
+void check_spec(const QuantSpec& spec) {
+  const FormatInfo& format = info(spec.format);
+  HALFBYTE_CHECK(!spec.asymmetric || format.kind == FormatKind::integer, usage,
+                 "spec: asymmetric needs an integer format, got {}", format.name);
+  HALFBYTE_CHECK(rule_fits(format, spec.asymmetric, spec.scale_rule), usage,
+                 "spec: scale rule {} does not fit format {}{}", to_string(spec.scale_rule), format.name,
+                 spec.asymmetric ? " asymmetric" : "");
+  if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat)
+    HALFBYTE_CHECK(spec.group_size > 0, usage, "spec: group_size must be positive, got {}", spec.group_size);
+  HALFBYTE_CHECK(is_floating(spec.scale_dtype), usage,
+                 "spec: scale dtype must be f32, f16, bf16 or f64, got {}", to_string(spec.scale_dtype));
+  HALFBYTE_CHECK(
+      !spec.double_quant || (format.kind != FormatKind::affine && spec.scale_dtype == DType::f32), usage,
+      "spec: double quantization needs f32 scales and a format without biases, got {} with {} scales",
+      format.name, to_string(spec.scale_dtype));
+  if (spec.format == Format::lut4) {
+    float largest = 0;
+    for (size_t i = 0; i < spec.table.size(); ++i) {
+      HALFBYTE_CHECK(std::isfinite(spec.table[i]) && (i == 0 || spec.table[i - 1] < spec.table[i]), usage,
+                     "spec: the values of a lut4 table must be finite and ascending; value {} is {}", i,
+                     spec.table[i]);
+      largest = std::max(largest, std::fabs(spec.table[i]));
+    }
+  }
+}
+
+bool has_zeros(const QuantSpec& spec) { return spec.asymmetric; }
+bool has_biases(const QuantSpec& spec) { return info(spec.format).kind == FormatKind::affine; }
+
+QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols) {
+  check_spec(spec);
+  HALFBYTE_CHECK(rows >= 0 && cols >= 0, usage, "quant_shape: extents must not be negative, got [{}, {}]",
+                 rows, cols);
+  const int bits = info(spec.format).bits;
+  int64_t num_bits = 0;
+  HALFBYTE_CHECK(!__builtin_mul_overflow(rows, cols, &num_bits) &&
+                     !__builtin_mul_overflow(num_bits, bits + 8, &num_bits),
+                 usage, "quant_shape: [{}, {}] at {} bits exceeds 2^63 - 1 bits", rows, cols, bits);
+  QuantShape shape;
+  shape.rows = spec.granularity == Granularity::flat ? 1 : rows;
+  shape.cols = spec.granularity == Granularity::flat ? rows * cols : cols;
+  shape.row_bytes = formats::packed_bytes(shape.cols, bits);
+  const bool sized = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
+  shape.group_size = sized ? spec.group_size : shape.cols;
+  shape.groups_per_row = shape.cols == 0 ? 0 : (shape.cols - 1) / shape.group_size + 1;
+  shape.num_groups = shape.rows * shape.groups_per_row;
+  if (spec.granularity == Granularity::tensor) shape.num_groups = 1;
+  return shape;
+}
+
+formats::ScaleType scale_type(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return formats::ScaleType::f32;
+    case DType::f16:
+      return formats::ScaleType::f16;
+    case DType::bf16:
+      return formats::ScaleType::bf16;
+    case DType::f64:
+      return formats::ScaleType::f64;
+    default:
+      HALFBYTE_FAIL(bug, "scale_type: {} is not a scale dtype", to_string(dtype));
+  }
+}
+
+std::span<const float, 16> table_values(Format format) {
+  switch (format) {
+    case Format::nf4:
+      return formats::kNf4.values;
+    case Format::fp4:
+      return formats::kFp4.values;
+    case Format::fp4_e2m1:
+      return formats::kFp4E2m1.values;
+    default:
+      HALFBYTE_FAIL(bug, "table_values: {} has no table", info(format).name);
+  }
+}
+
+formats::Codec make_codec(const QuantSpec& spec) {
+  const FormatInfo& format = info(spec.format);
+  formats::Codec codec;
+  codec.kind = static_cast<formats::Kind>(format.kind);
+  codec.rule = static_cast<formats::Rule>(spec.scale_rule);
+  codec.scale_type = scale_type(spec.scale_dtype);
+  codec.bits = static_cast<formats::u8>(format.bits);
+  codec.asymmetric = spec.asymmetric;
+  codec.unrounded_code_scale = spec.code_scale == CodeScale::unrounded;
+  switch (spec.format) {
+    case Format::nf4:
+      codec.book = formats::kNf4;
+      break;
+    case Format::fp4:
+      codec.book = formats::kFp4;
+      break;
+    case Format::fp4_e2m1:
+      codec.book = formats::kFp4E2m1;
+      break;
+    case Format::lut4: {
+      float values[16];
+      for (size_t i = 0; i < 16; ++i) values[i] = spec.table[i];
+      codec.book = formats::make_code_book(values, formats::Tie::lower);
+      break;
+    }
+    default:
+      break;
+  }
+  return codec;
+}
+
+static_assert(static_cast<int>(FormatKind::affine) == static_cast<int>(formats::Kind::affine));
+static_assert(static_cast<int>(ScaleRule::mlx_edge) == static_cast<int>(formats::Rule::mlx_edge));
+
+}  // namespace halfbyte

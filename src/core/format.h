@@ -1,0 +1,19 @@
+// From the public description of a quantization to what the kernels use.
+#pragma once
+
+#include <span>
+
+#include "formats/codec.h"
+#include "halfbyte/format.hpp"
+
+namespace halfbyte {
+
+// The choices of `spec` resolved. `spec` must have passed check_spec.
+formats::Codec make_codec(const QuantSpec& spec);
+
+formats::ScaleType scale_type(DType dtype);  // f32, f16, bf16, f64 only
+
+// The sixteen values of a table format, by code. lut4 has none of its own: see QuantSpec::table.
+std::span<const float, 16> table_values(Format format);
+
+}  // namespace halfbyte

@@ -1,0 +1,71 @@
+#include "cpu/parallel.h"
+
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <algorithm>
+
+#ifdef HALFBYTE_TSAN
+#include <sanitizer/tsan_interface.h>
+#endif
+
+namespace halfbyte {
+namespace {
+
+// ThreadSanitizer cannot look into libtbb. Its build compiles this file without it (CMakeLists.txt) and is
+// told here what order holds. In other builds this is nothing.
+#ifdef HALFBYTE_TSAN
+void acquire(void* order) { __tsan_acquire(order); }
+void release(void* order) { __tsan_release(order); }
+#else
+void acquire(void*) {}
+void release(void*) {}
+#endif
+
+template <void (*action)(void*)>
+struct AtExit {  // of the scope, by an exception too
+  void* order;
+  ~AtExit() { action(order); }
+};
+
+}  // namespace
+
+int max_threads() { return tbb::this_task_arena::max_concurrency(); }
+
+// More threads than TBB has make it print a warning.
+int effective_threads(int num_threads) {
+  return num_threads > 0 ? std::min(num_threads, max_threads()) : max_threads();
+}
+
+namespace internal {
+
+void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, RangeBody body) {
+  if (n <= 0) return;
+  grain = std::max<int64_t>(grain, 1);
+  const int threads = effective_threads(num_threads);
+  if (threads == 1) {
+    for (int64_t begin = 0; begin < n; begin += grain) body(context, begin, std::min(n, begin + grain), 0);
+    return;
+  }
+  char started, finished;  // their addresses name the orders: caller -> bodies, bodies -> return
+  release(&started);
+  const AtExit<acquire> joined{&finished};
+  // An arena of its own: the limit holds, and worker numbers are dense. A nested call therefore
+  // never steals an outer task, so scratch memory indexed by the worker stays private.
+  tbb::task_arena arena(threads);
+  arena.execute([&] {
+    tbb::parallel_for(
+        tbb::blocked_range<int64_t>(0, n, static_cast<size_t>(grain)),
+        [&](const tbb::blocked_range<int64_t>& range) {
+          acquire(&started);
+          const AtExit<release> done{&finished};
+          for (int64_t begin = range.begin(); begin < range.end(); begin += grain)
+            body(context, begin, std::min(range.end(), begin + grain),
+                 tbb::this_task_arena::current_thread_index());
+        },
+        tbb::simple_partitioner());
+  });
+}
+
+}  // namespace internal
+}  // namespace halfbyte

@@ -1,0 +1,103 @@
+// Helpers of the SIMD kernels, compiled once per target. Include after highway.h, inside a file that
+// foreach_target.h compiles.
+#if defined(HALFBYTE_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HALFBYTE_CPU_SIMD_INL_H_
+#undef HALFBYTE_CPU_SIMD_INL_H_
+#else
+#define HALFBYTE_CPU_SIMD_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+#include "formats/bits.h"
+#include "formats/convert.h"
+#include "halfbyte/tensor.hpp"
+#include "hwy/highway.h"
+
+// Targets with vectors; the others call the scalar references.
+#define HALFBYTE_SIMD (HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128)
+// 512-bit vectors with 16-bit permutes: vpermw has no portable form in Highway.
+#define HALFBYTE_AVX512 (HWY_TARGET <= HWY_AVX3)
+// 512-bit vectors with byte permutes over the whole vector.
+#define HALFBYTE_VBMI (HWY_TARGET <= HWY_AVX3_DL)
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+#if HALFBYTE_SIMD
+
+// Elements of dtype T as lanes of the type their arithmetic is done in.
+struct F32 {
+  using Memory = float;
+  using Bits = int32_t;
+  using Compute = float;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const Memory* x) {
+    return hn::LoadU(d, x);
+  }
+};
+struct F64 {
+  using Memory = double;
+  using Bits = int64_t;
+  using Compute = double;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const Memory* x) {
+    return hn::LoadU(d, x);
+  }
+};
+struct BF16 {
+  using Memory = uint16_t;
+  using Bits = int16_t;
+  using Compute = float;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const Memory* x) {
+    const hn::Rebind<uint16_t, D> d16;
+    const hn::Rebind<uint32_t, D> d32;
+    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, x))));
+  }
+};
+struct F16 {
+  using Memory = uint16_t;
+  using Bits = int16_t;
+  using Compute = float;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const Memory* x) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(x)));
+  }
+};
+
+// f32 lanes to bf16 bits, round half to even, NaN quiet (Highway 1.0.3 truncates).
+template <class D32>
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D32>> to_bf16(D32 d, hn::Vec<D32> v) {
+  const hn::RebindToUnsigned<D32> du32;
+  const hn::Rebind<uint16_t, D32> du16;
+  const auto bits = hn::BitCast(du32, v);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1u));
+  const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7FFFu)));
+  const auto quiet = hn::Or(bits, hn::Set(du32, 0x400000u));
+  const auto is_nan = hn::RebindMask(du32, hn::IsNaN(v));
+  return hn::TruncateTo(du16, hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded)));
+}
+
+// Copies n bytes past the caches: `to` is written once and read by nobody soon. Whole cache lines are
+// streamed, the ragged ends stored.
+HWY_INLINE void stream_copy(uint8_t* to, const uint8_t* from, size_t n) {
+  const hn::ScalableTag<uint8_t> d;
+  const size_t N = hn::Lanes(d);
+  const size_t head = std::min(n, (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64);
+  std::memcpy(to, from, head);
+  size_t i = head;
+  for (; i + 64 <= n; i += 64)
+    for (size_t j = 0; j < 64; j += N) hn::Stream(hn::LoadU(d, from + i + j), d, to + i + j);
+  std::memcpy(to + i, from + i, n - i);
+}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HALFBYTE_CPU_SIMD_INL_H_

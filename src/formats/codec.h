@@ -1,0 +1,200 @@
+// How a format turns the statistics of a group into its parameters, a value into a code and a code
+// into a value. F is float, or double for f64 data.
+#pragma once
+
+#include "formats/convert.h"
+#include "formats/tables.h"
+
+namespace halfbyte::formats {
+
+enum class Kind : u8 { table, integer, affine };
+enum class Rule : u8 { absmax, half_range, signed_max, minmax, mlx_edge };
+
+// A format with all its choices made: what a kernel needs to know of a QuantSpec.
+struct Codec {
+  Kind kind = Kind::table;
+  Rule rule = Rule::absmax;
+  ScaleType scale_type = ScaleType::f32;
+  u8 bits = 4;
+  bool asymmetric = false;            // integer with a zero point
+  bool unrounded_code_scale = false;  // codes from the parameters before they are rounded to scale_type
+  CodeBook book = {};                 // table formats
+
+  constexpr bool operator==(const Codec&) const = default;
+
+  HALFBYTE_FN int levels() const { return (1 << bits) - 1; }  // largest stored code
+  HALFBYTE_FN int highest_code() const { return kind == Kind::table ? book.code_of_rank[15] : levels(); }
+  HALFBYTE_FN int qmin() const { return -(1 << (bits - 1)); }
+  HALFBYTE_FN int qmax() const { return (1 << (bits - 1)) - 1; }
+};
+
+// The parameters of a group. `scale` and `bias` are stored; codes are decided by code_scale, code_bias.
+template <class F>
+struct GroupParams {
+  F scale = 0, bias = 0;
+  F code_scale = 0, code_bias = 0;
+  int zero_point = 0;   // signed; stored as zero_point - qmin
+  bool held = true;     // false: scale_type cannot hold the scale or bias, or a code has no finite value
+  bool coarse = false;  // the stored scale keeps fewer than 8 significant bits
+};
+
+// The value of a stored code.
+template <class F>
+HALFBYTE_FN F decode(int code, F scale, F bias, int zero_point, const Codec& codec) {
+  switch (codec.kind) {
+    case Kind::table:
+      return static_cast<F>(codec.book.values[code]) * scale;
+    case Kind::integer:
+      return static_cast<F>(code + codec.qmin() - zero_point) * scale;
+    case Kind::affine:
+      break;
+  }
+  return static_cast<F>(code) * scale + bias;
+}
+
+// `scale` as stored, never 0 for a scale that is not 0.
+template <class F>
+HALFBYTE_FN F stored_scale(F scale, ScaleType type) {
+  const F result = stored(scale, type);
+  if (result != 0 || scale == 0) return result;
+  F smallest = 0;
+  switch (type) {
+    case ScaleType::f16:
+      smallest = static_cast<F>(5.9604644775390625e-8);
+      break;  // 2^-24
+    case ScaleType::bf16:
+      smallest = static_cast<F>(bf16_to_f32(1));
+      break;  // 2^-133
+    case ScaleType::f32:
+      smallest = static_cast<F>(bit_cast<float>(static_cast<u32>(1)));
+      break;  // 2^-149
+    case ScaleType::f64:
+      smallest = bit_cast<F>(static_cast<typename Float<F>::Bits>(1));
+      break;
+  }
+  return scale < 0 ? -smallest : smallest;
+}
+
+// a / b where the true quotient is not 0: an underflow gives the smallest subnormal.
+template <class F>
+HALFBYTE_FN F nonzero_quotient(F a, F b) {
+  const F quotient = a / b;
+  if (quotient != 0) return quotient;
+  const F smallest = bit_cast<F>(static_cast<typename Float<F>::Bits>(1));
+  return (a < 0) != (b < 0) ? -smallest : smallest;
+}
+
+// (max - min) / levels without overflow; 0 only for an empty range.
+template <class F>
+HALFBYTE_FN F range_step(F min, F max, F levels) {
+  const F range = max - min;
+  if (!is_finite(range)) return max / levels - min / levels;
+  return range == 0 ? 0 : nonzero_quotient(range, levels);
+}
+
+// The statistics of a group (of its finite values; min > max if there are none) to its parameters.
+// Sources of the rules: absmax, half_range: PyTorch's observers and compressed-tensors; signed_max:
+// GGML's Q4_0; mlx_edge: the affine quantizer of MLX, CPU form.
+template <class F>
+HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
+  if (min > max) min = max = 0;
+  min += 0;  // -0 becomes +0
+  max += 0;
+  const F absmax = formats::max(-min, max);
+  const F levels = static_cast<F>(codec.levels());
+  F scale = 0, bias = 0;
+  bool may_underflow = true;  // a scale too small for its type is a loss
+  switch (codec.rule) {
+    case Rule::absmax: {
+      const F largest =
+          codec.kind == Kind::table ? static_cast<F>(codec.book.max_magnitude) : static_cast<F>(codec.qmax());
+      if (absmax != 0) scale = nonzero_quotient(absmax, largest);
+      break;
+    }
+    case Rule::half_range:
+      if (absmax != 0) scale = nonzero_quotient(absmax, levels / 2);
+      break;
+    case Rule::signed_max:  // where both ends are equally far, the negative one
+      if (absmax != 0) scale = nonzero_quotient(-min >= max ? min : max, static_cast<F>(codec.qmin()));
+      break;
+    case Rule::minmax:
+      if (codec.kind == Kind::integer) {
+        min = formats::min(min, static_cast<F>(0));
+        max = formats::max(max, static_cast<F>(0));
+        scale = range_step(min, max, levels);
+      } else {
+        bias = min;
+        scale = max == min ? 1 : range_step(min, max, levels);
+      }
+      break;
+    case Rule::mlx_edge: {
+      const F floor = static_cast<F>(1e-7f);
+      const F step = range_step(min, max, levels);
+      may_underflow = step > floor;
+      scale = formats::max(step, floor);
+      const bool low_edge = abs(min) > abs(max);
+      if (!low_edge) scale = -scale;
+      const F edge = low_edge ? min : max;
+      const F q0 = round_half_even(edge / scale);
+      if (q0 != 0) {
+        scale = edge / q0;
+        bias = edge;
+      }
+      break;
+    }
+  }
+  GroupParams<F> params;
+  params.scale = stored_scale(scale, codec.scale_type);
+  params.bias = stored(bias, codec.scale_type);
+  params.code_scale = codec.unrounded_code_scale ? scale : params.scale;
+  params.code_bias = codec.unrounded_code_scale ? bias : params.bias;
+  params.held = is_finite(params.scale) && is_finite(params.bias);
+  const F smallest = static_cast<F>(codec.scale_type == ScaleType::f16    ? 0x1p-17
+                                    : codec.scale_type == ScaleType::bf16 ? 0x1p-126
+                                                                          : 0);
+  params.coarse = may_underflow && scale != 0 && abs(scale) < smallest;
+  if (codec.asymmetric) {
+    // min / scale is in [-levels - 1, 0] up to the rounding of the scale; a coarse scale may exceed it.
+    const F low = params.code_scale == 0 ? 0 : formats::max(-levels, min / params.code_scale);
+    params.zero_point = codec.qmin() - static_cast<int>(round_half_even(low));
+  }
+  const F lowest = decode(0, params.scale, params.bias, params.zero_point, codec);
+  const F highest = decode(codec.highest_code(), params.scale, params.bias, params.zero_point, codec);
+  if (!is_finite(lowest) || !is_finite(highest)) params.held = false;
+  return params;
+}
+
+// The stored code (0 .. levels) of a finite x.
+template <class F>
+HALFBYTE_FN int encode(F x, const GroupParams<F>& params, const Codec& codec) {
+  const F scale = params.code_scale;
+  switch (codec.kind) {
+    case Kind::table:
+      return scale == 0 ? codec.book.zero_code : table_encode(codec.book, x / scale);
+    case Kind::integer: {
+      if (scale == 0) return params.zero_point - codec.qmin();
+      // Clamping before rounding gives the same: the bounds are integers.
+      const F low = static_cast<F>(codec.qmin() - params.zero_point);
+      const F high = static_cast<F>(codec.qmax() - params.zero_point);
+      return static_cast<int>(round_half_even(clamp(x / scale, low, high)) - low);
+    }
+    case Kind::affine:
+      break;
+  }
+  F distance = x - params.code_bias;
+  F quotient = distance / scale;
+  if (!is_finite(distance)) {  // overflow: halving is exact up here
+    distance = x / 2 - params.code_bias / 2;
+    quotient = distance / (scale / 2);
+  }
+  return static_cast<int>(
+      round_half_even(clamp(quotient, static_cast<F>(0), static_cast<F>(codec.levels()))));
+}
+
+// The code of zero: what padding and non-finite elements get.
+template <class F>
+HALFBYTE_FN int zero_code(const GroupParams<F>& params, const Codec& codec) {
+  return encode(static_cast<F>(0), params, codec);
+}
+
+}  // namespace halfbyte::formats

@@ -1,0 +1,116 @@
+// Conversions between f32, f64 and the 16-bit floating types, round half to even, one rounding.
+#pragma once
+
+#include "formats/common.h"
+
+namespace halfbyte::formats {
+
+HALFBYTE_FN float bf16_to_f32(u16 bits) { return bit_cast<float>(static_cast<u32>(bits) << 16); }
+
+HALFBYTE_FN u16 f32_to_bf16(float x) {
+  const u32 bits = bit_cast<u32>(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<u16>((bits >> 16) | 0x40u);  // quiet NaN
+  return static_cast<u16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+HALFBYTE_FN float f16_to_f32(u16 bits) {
+  const u32 sign = (bits & 0x8000u) << 16;
+  const u32 magnitude = bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u)  // Inf, NaN
+    return bit_cast<float>(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
+  if (magnitude < 0x400u) {  // zero, subnormal: exact in f32
+    const float value = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -value : value;
+  }
+  return bit_cast<float>(sign | ((magnitude << 13) + 0x38000000u));
+}
+
+HALFBYTE_FN u16 f32_to_f16(float x) {
+  const u32 bits = bit_cast<u32>(x);
+  const u32 sign = (bits >> 16) & 0x8000u;
+  const u32 magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u)
+    return static_cast<u16>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));  // quiet NaN
+  if (magnitude >= 0x477FF000u) return static_cast<u16>(sign | 0x7C00u);     // 65520 and above: Inf
+  if (magnitude < 0x38800000u) {                                             // below 2^-14: subnormal
+    // Adding 1/2 makes the unit in the last place 2^-24, the step of the subnormals.
+    const float shifted = bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<u16>(sign | (bit_cast<u32>(shifted) - 0x3F000000u));
+  }
+  const u32 rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1u);
+  return static_cast<u16>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// f64 -> f32 rounded to odd: a second rounding to 16 bits is then the rounding of the f64.
+HALFBYTE_FN float round_to_odd(double x) {
+  const float nearest = static_cast<float>(x);
+  if (!is_finite(nearest) || static_cast<double>(nearest) == x) return nearest;
+  u32 bits = bit_cast<u32>(nearest);
+  if (bits & 1u) return nearest;
+  const bool too_large = abs(static_cast<double>(nearest)) > abs(x);
+  bits = too_large ? bits - 1 : bits + 1;
+  return bit_cast<float>(bits);
+}
+
+HALFBYTE_FN u16 to_bf16(float x) { return f32_to_bf16(x); }
+HALFBYTE_FN u16 to_bf16(double x) { return f32_to_bf16(round_to_odd(x)); }
+HALFBYTE_FN u16 to_f16(float x) { return f32_to_f16(x); }
+HALFBYTE_FN u16 to_f16(double x) { return f32_to_f16(round_to_odd(x)); }
+
+// The types a scale or bias can be stored in.
+enum class ScaleType : u8 { f32, f16, bf16, f64 };
+
+// x after being stored as `type` and loaded again.
+template <class F>
+HALFBYTE_FN F stored(F x, ScaleType type) {
+  switch (type) {
+    case ScaleType::f16:
+      return static_cast<F>(f16_to_f32(to_f16(x)));
+    case ScaleType::bf16:
+      return static_cast<F>(bf16_to_f32(to_bf16(x)));
+    case ScaleType::f32:
+      return static_cast<F>(static_cast<float>(x));
+    case ScaleType::f64:
+      break;
+  }
+  return x;
+}
+
+HALFBYTE_FN int scale_bytes(ScaleType type) {
+  return type == ScaleType::f64 ? 8 : type == ScaleType::f32 ? 4 : 2;
+}
+
+// Element `index` of an array of scales. `value` must be representable (see `stored`).
+template <class F>
+HALFBYTE_FN void store_scale(void* scales, i64 index, F value, ScaleType type) {
+  switch (type) {
+    case ScaleType::f32:
+      static_cast<float*>(scales)[index] = static_cast<float>(value);
+      break;
+    case ScaleType::f16:
+      static_cast<u16*>(scales)[index] = to_f16(value);
+      break;
+    case ScaleType::bf16:
+      static_cast<u16*>(scales)[index] = to_bf16(value);
+      break;
+    case ScaleType::f64:
+      static_cast<double*>(scales)[index] = static_cast<double>(value);
+      break;
+  }
+}
+template <class F>
+HALFBYTE_FN F load_scale(const void* scales, i64 index, ScaleType type) {
+  switch (type) {
+    case ScaleType::f16:
+      return static_cast<F>(f16_to_f32(static_cast<const u16*>(scales)[index]));
+    case ScaleType::bf16:
+      return static_cast<F>(bf16_to_f32(static_cast<const u16*>(scales)[index]));
+    case ScaleType::f32:
+      return static_cast<F>(static_cast<const float*>(scales)[index]);
+    case ScaleType::f64:
+      break;
+  }
+  return static_cast<F>(static_cast<const double*>(scales)[index]);
+}
+
+}  // namespace halfbyte::formats

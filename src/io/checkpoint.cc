@@ -1,0 +1,420 @@
+#include "io/checkpoint.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <type_traits>
+
+#include "core/checks.h"
+#include "core/format.h"
+#include "io/config.h"
+#include "io/json.h"
+#include "io/safetensors.h"
+
+namespace halfbyte {
+
+using io::printable;
+
+namespace io {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kModelFile = "model.safetensors";
+constexpr uint64_t kMaxSmallBytes = 64 * 1024;
+constexpr int64_t kMaxElements = int64_t{1} << 56;
+
+std::string lower_case(std::string text) {
+  for (char& c : text)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return text;
+}
+
+std::vector<std::string> list_names(const std::string& directory) {
+  std::error_code error;
+  std::vector<std::string> names;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
+    names.push_back(it->path().filename().string());
+  HALFBYTE_CHECK(!error, io, "cannot list directory \"{}\": {}", printable(directory), error.message());
+  std::ranges::sort(names);
+  return names;
+}
+
+void add_file(Checkpoint::Impl& checkpoint, const std::string& name, InputFile input) {
+  SafetensorsHeader header = read_safetensors_header(input, name);
+  for (StoredTensor& tensor : header.tensors) checkpoint.tensors.push_back(std::move(tensor));
+  checkpoint.file_of.resize(checkpoint.tensors.size(), checkpoint.files.size());
+  checkpoint.files.push_back({name, std::move(input), std::move(header.metadata)});
+}
+
+// Name of a tensor -> name of its file.
+using WeightMap = std::map<std::string, std::string>;
+
+WeightMap parse_index(const std::string& text) {
+  const auto json = parse_json<nlohmann::json>(text, kIndexFile);
+  const nlohmann::json& map = json_member(json, "weight_map", kIndexFile);
+  HALFBYTE_CHECK(map.is_object(), bad_input, "{}: \"weight_map\" must be an object", kIndexFile);
+  WeightMap files;
+  for (const auto& [tensor, file] : map.items()) {
+    HALFBYTE_CHECK(file.is_string(), bad_input, "{}: the file of tensor \"{}\" must be a string", kIndexFile,
+                   printable(tensor));
+    files[tensor] = file.get<std::string>();
+  }
+  return files;
+}
+
+void add_shards(Checkpoint::Impl& checkpoint, const WeightMap& weight_map) {
+  std::map<std::string, std::string> shards;  // in lower case -> as written
+  for (const auto& [tensor, file] : weight_map) {
+    const auto [shard, added] = shards.emplace(lower_case(file), file);
+    HALFBYTE_CHECK(added || shard->second == file, bad_input,
+                   "{}: files \"{}\" and \"{}\" differ by case only", kIndexFile, printable(shard->second),
+                   printable(file));
+  }
+  for (const auto& [key, file] : shards)
+    add_file(checkpoint, file, InputFile::open_beneath(checkpoint.path, file));
+}
+
+// The files must hold what the index says, no more and no less.
+void check_index(const Checkpoint::Impl& checkpoint, const WeightMap& weight_map) {
+  for (const StoredTensor& tensor : checkpoint.tensors) {
+    const auto entry = weight_map.find(tensor.name);
+    HALFBYTE_CHECK(entry != weight_map.end(), bad_input, "{}: tensor \"{}\" of {} is not listed", kIndexFile,
+                   printable(tensor.name), printable(tensor.file));
+    HALFBYTE_CHECK(entry->second == tensor.file, bad_input, "{}: tensor \"{}\" is listed in {} but is in {}",
+                   kIndexFile, printable(tensor.name), printable(entry->second), printable(tensor.file));
+  }
+  for (const auto& [tensor, file] : weight_map)
+    HALFBYTE_CHECK(checkpoint.by_name.contains(tensor), bad_input, "{}: tensor \"{}\" is not in {}",
+                   kIndexFile, printable(tensor), printable(file));
+}
+
+void index_tensors(Checkpoint::Impl& checkpoint) {
+  for (size_t i = 0; i < checkpoint.tensors.size(); ++i) {
+    const StoredTensor& tensor = checkpoint.tensors[i];
+    const auto [other, added] = checkpoint.by_name.emplace(tensor.name, static_cast<int>(i));
+    HALFBYTE_CHECK(added, bad_input, "tensor \"{}\" is in {} and in {}", printable(tensor.name),
+                   printable(checkpoint.tensors[static_cast<size_t>(other->second)].file),
+                   printable(tensor.file));
+  }
+}
+
+void open_directory(Checkpoint::Impl& checkpoint) {
+  const std::vector<std::string> names = list_names(checkpoint.path);
+  const auto has = [&](const char* name) { return std::ranges::binary_search(names, name); };
+  if (has(kConfigFile))
+    checkpoint.config = read_text(InputFile::open_beneath(checkpoint.path, kConfigFile), kMaxConfigBytes);
+  if (has(kIndexFile)) {
+    checkpoint.index = read_text(InputFile::open_beneath(checkpoint.path, kIndexFile), kMaxHeaderBytes);
+    const WeightMap weight_map = parse_index(checkpoint.index);
+    // Some tools would read one, some the other.
+    const bool listed =
+        std::ranges::any_of(weight_map, [](const auto& entry) { return entry.second == kModelFile; });
+    HALFBYTE_CHECK(!has(kModelFile) || listed, bad_input,
+                   "directory \"{}\" has both {} and an index that does not list it",
+                   printable(checkpoint.path), kModelFile);
+    add_shards(checkpoint, weight_map);
+    index_tensors(checkpoint);
+    check_index(checkpoint, weight_map);
+    return;
+  }
+  std::vector<std::string> models;
+  for (const std::string& name : names)
+    if (name.ends_with(".safetensors")) models.push_back(name);
+  if (has(kModelFile)) models = {kModelFile};
+  HALFBYTE_CHECK(!models.empty(), bad_input, "directory \"{}\" has no .safetensors file",
+                 printable(checkpoint.path));
+  HALFBYTE_CHECK(models.size() == 1, bad_input,
+                 "directory \"{}\" has {} .safetensors files but no {}: \"{}\", \"{}\"{}",
+                 printable(checkpoint.path), models.size(), kIndexFile, printable(models[0]),
+                 printable(models[1]), models.size() > 2 ? ", ..." : "");
+  add_file(checkpoint, models[0], InputFile::open_beneath(checkpoint.path, models[0]));
+  index_tensors(checkpoint);
+}
+
+void check_shape(const QuantizedWeight& weight) {
+  const auto fail = [&] {
+    HALFBYTE_FAIL(bad_input, "weight \"{}\" has an impossible shape [{}]", printable(weight.name),
+                  fmt::join(weight.shape, ", "));
+  };
+  if (weight.shape.empty() || weight.shape.size() > 32) fail();
+  int64_t product = 1;
+  for (const int64_t extent : weight.shape)
+    if (extent < 0 || __builtin_mul_overflow(product, std::max<int64_t>(extent, 1), &product) ||
+        product > kMaxElements)
+      fail();
+}
+
+// Finds the parts of a quantized weight.
+Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std::vector<char>& used) {
+  const QuantizedWeight& quantized = stored.weight;
+  check_shape(quantized);
+  Weight weight{quantized.name, quantized.shape, quantized.dtype, quantized.layout, quantized.spec, {}, 0};
+  for (const Part& part : parts_of(quantized)) {
+    const auto found = checkpoint.by_name.find(part.name);
+    HALFBYTE_CHECK(found != checkpoint.by_name.end(), bad_input,
+                   "weight \"{}\" in layout {} has no tensor \"{}\"", printable(quantized.name),
+                   to_string(quantized.layout), printable(part.name));
+    const auto index = static_cast<size_t>(found->second);
+    const StoredTensor& tensor = checkpoint.tensors[index];
+    const bool shape_fits = part.role == Role::constant || tensor.shape == part.shape;
+    HALFBYTE_CHECK(
+        tensor.dtype == part.dtype && shape_fits, bad_input,
+        "tensor \"{}\" does not fit weight \"{}\" [{}] in layout {}: it must be {} [{}], not {} [{}]",
+        printable(tensor.name), printable(quantized.name), fmt::join(quantized.shape, ", "),
+        to_string(quantized.layout), part.dtype, fmt::join(part.shape, ", "), tensor.dtype,
+        fmt::join(tensor.shape, ", "));
+    HALFBYTE_CHECK(!used[index], bad_input, "tensor \"{}\" belongs to two quantized weights",
+                   printable(tensor.name));
+    used[index] = 1;
+    if (part.role != Role::constant) stored.parts[static_cast<size_t>(part.role)] = &tensor;
+    weight.parts.push_back(found->second);
+    weight.num_bytes += tensor.num_bytes;
+  }
+  return weight;
+}
+
+void make_weights(Checkpoint::Impl& checkpoint) {
+  std::vector<QuantizedWeight> found;
+  for (const LayoutInfo* layout : all_layouts()) layout->match(checkpoint, found);
+  for (QuantizedWeight& weight : found) checkpoint.quantized.push_back({std::move(weight), {}});
+
+  struct Entry {
+    Weight weight;
+    int quantized;
+  };
+  std::vector<Entry> entries;
+  std::vector<char> used(checkpoint.tensors.size(), 0);
+  for (size_t i = 0; i < checkpoint.quantized.size(); ++i)
+    entries.push_back({make_weight(checkpoint, checkpoint.quantized[i], used), static_cast<int>(i)});
+  for (size_t i = 0; i < checkpoint.tensors.size(); ++i) {
+    const StoredTensor& tensor = checkpoint.tensors[i];
+    if (used[i]) continue;
+    entries.push_back({{tensor.name,
+                        tensor.shape,
+                        dtype_from_safetensors(tensor.dtype),
+                        {},
+                        {},
+                        {static_cast<int>(i)},
+                        tensor.num_bytes},
+                       -1});
+  }
+  const auto name_of = [](const Entry& entry) -> const std::string& { return entry.weight.name; };
+  std::ranges::sort(entries, {}, name_of);
+  const auto twice = std::ranges::adjacent_find(entries, {}, name_of);
+  HALFBYTE_CHECK(twice == entries.end(), bad_input,
+                 "weight \"{}\" is there twice: quantized and dense, or in two layouts",
+                 printable(twice->weight.name));
+  for (Entry& entry : entries) {
+    checkpoint.weights.push_back(std::move(entry.weight));
+    checkpoint.quantized_of.push_back(entry.quantized);
+  }
+}
+
+template <class Body>
+void with_type(DType dtype, const Body& body) {
+  using formats::ScaleType;
+  switch (scale_type(dtype)) {
+    case ScaleType::f32:
+      return body(std::integral_constant<ScaleType, ScaleType::f32>());
+    case ScaleType::f16:
+      return body(std::integral_constant<ScaleType, ScaleType::f16>());
+    case ScaleType::bf16:
+      return body(std::integral_constant<ScaleType, ScaleType::bf16>());
+    case ScaleType::f64:
+      return body(std::integral_constant<ScaleType, ScaleType::f64>());
+  }
+}
+
+}  // namespace
+
+void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype) {
+  if (from_dtype == to_dtype) {
+    std::memcpy(to, from, static_cast<size_t>(count * size_of(to_dtype)));
+    return;
+  }
+  with_type(from_dtype, [&](auto from_type) {
+    with_type(to_dtype, [&](auto to_type) {
+      constexpr bool kWide = from_type() == formats::ScaleType::f64 || to_type() == formats::ScaleType::f64;
+      using Wide = std::conditional_t<kWide, double, float>;
+      for (int64_t i = 0; i < count; ++i)
+        formats::store_scale(to, i, formats::load_scale<Wide>(from, i, from_type()), to_type());
+    });
+  });
+}
+
+int64_t num_elements(const Weight& weight) {
+  if (std::ranges::find(weight.shape, 0) != weight.shape.end()) return 0;  // the others may overflow
+  int64_t product = 1;
+  for (const int64_t extent : weight.shape) product *= extent;
+  return product;
+}
+
+void Decoder::decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out) {
+  const StoredWeight* quantized = checkpoint_.quantized_weight(weight);
+  if (quantized == nullptr) return decode_dense(weight, begin, count, dtype, out);
+  const int64_t size = size_of(dtype), end = begin + count;
+  while (begin < end) {
+    const Block block = block_at(quantized->weight, begin, std::min(kBlockElements, end - begin));
+    const int64_t skip = begin - block.begin, taken = std::min(block.count - skip, end - begin);
+    if (taken == block.count) {
+      decode_block(*quantized, block, dtype, out);
+    } else {
+      std::byte* decoded = decoded_.reserve(block.count * size);
+      decode_block(*quantized, block, dtype, decoded);
+      std::memcpy(out, decoded + skip * size, static_cast<size_t>(taken * size));
+    }
+    out += taken * size;
+    begin += taken;
+  }
+}
+
+void Decoder::decode_dense(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out) {
+  const StoredTensor& tensor = checkpoint_.tensors[static_cast<size_t>(weight.parts.front())];
+  const int64_t source_size = size_of(*weight.dtype), size = size_of(dtype);
+  for (int64_t done = 0; done < count;) {
+    const int64_t chunk = std::min(count - done, kBlockElements);
+    const auto offset = static_cast<uint64_t>((begin + done) * source_size);
+    const auto num_bytes = static_cast<size_t>(chunk * source_size);
+    if (dtype == *weight.dtype) {
+      checkpoint_.read(tensor, offset, {out + done * size, num_bytes});
+    } else {
+      std::byte* stored = stored_.reserve(chunk * source_size);
+      checkpoint_.read(tensor, offset, {stored, num_bytes});
+      convert_elements(stored, *weight.dtype, chunk, out + done * size, dtype);
+    }
+    done += chunk;
+  }
+}
+
+void Decoder::decode_block(const StoredWeight& quantized, const Block& block, DType dtype, std::byte* out) {
+  const QuantizedView view = native_view(quantized.weight, block, native_);
+  for (const Role role : block_roles(quantized.weight.spec)) {
+    if (role == Role::scales && quantized.weight.spec.double_quant) {
+      read_quantized_scales(quantized, block);
+    } else {
+      read_part(quantized, block, role);
+    }
+  }
+  dequantize(view, {out, dtype, {block.rows, block.cols}, {}, {}}, {1});
+}
+
+void Decoder::read_part(const StoredWeight& quantized, const Block& block, Role role) {
+  const StoredRange range = stored_range(quantized.weight, block, role);
+  std::byte* stored = stored_.reserve(static_cast<int64_t>(range.num_bytes));
+  checkpoint_.read(quantized.part(role), range.offset, {stored, range.num_bytes});
+  to_native(quantized.weight, block, role, stored, native_.of(role).data());
+}
+
+void Decoder::read_quantized_scales(const StoredWeight& quantized, const Block& block) {
+  // From the last scale that begins a block of scales.
+  const int64_t first = block.first_group / kDoubleQuantBlock * kDoubleQuantBlock;
+  const int64_t count = block.first_group + block.shape.num_groups - first;
+  const int64_t num_absmax = (count + kDoubleQuantBlock - 1) / kDoubleQuantBlock;
+  const int64_t absmax_bytes = num_absmax * static_cast<int64_t>(sizeof(float));
+  std::byte* codes = stored_.reserve(count);
+  std::byte* absmax = absmax_.reserve(absmax_bytes);
+  checkpoint_.read(quantized.part(Role::scales), static_cast<uint64_t>(first),
+                   {codes, static_cast<size_t>(count)});
+  checkpoint_.read(quantized.part(Role::scales_absmax),
+                   static_cast<uint64_t>(first / kDoubleQuantBlock) * sizeof(float),
+                   {absmax, static_cast<size_t>(absmax_bytes)});
+  auto* scales = reinterpret_cast<float*>(expanded_.reserve(count * static_cast<int64_t>(sizeof(float))));
+  const std::vector<float>& map = quantized.weight.scales_map;
+  double_dequantize(
+      {reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(absmax), quantized.weight.scales_offset},
+      count, scales, map.empty() ? nullptr : map.data());
+  std::memcpy(native_.scales.data(), scales + (block.first_group - first),
+              static_cast<size_t>(block.shape.num_groups) * sizeof(float));
+}
+
+}  // namespace io
+
+const io::StoredWeight* Checkpoint::Impl::quantized_weight(const Weight& weight) const {
+  const int index = quantized_of[static_cast<size_t>(&weight - weights.data())];
+  return index < 0 ? nullptr : &quantized[static_cast<size_t>(index)];
+}
+
+const StoredTensor* Checkpoint::Impl::find(const std::string& name) const {
+  const auto found = by_name.find(name);
+  return found == by_name.end() ? nullptr : &tensors[static_cast<size_t>(found->second)];
+}
+
+void Checkpoint::Impl::read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const {
+  const auto found = by_name.find(tensor.name);
+  HALFBYTE_CHECK(found != by_name.end(), usage, "read: no tensor \"{}\"", printable(tensor.name));
+  const auto index = static_cast<size_t>(found->second);
+  const StoredTensor& own = tensors[index];
+  HALFBYTE_CHECK(offset <= own.num_bytes && bytes.size() <= own.num_bytes - offset, usage,
+                 "read: bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset,
+                 bytes.size(), printable(own.name), own.num_bytes);
+  files[file_of[index]].input.read(own.offset + offset, bytes);
+}
+
+std::string Checkpoint::Impl::read_text(const StoredTensor& tensor) const {
+  HALFBYTE_CHECK(tensor.num_bytes <= io::kMaxSmallBytes, bad_input,
+                 "tensor \"{}\" has {} bytes, more than {}", printable(tensor.name), tensor.num_bytes,
+                 io::kMaxSmallBytes);
+  std::string text(tensor.num_bytes, '\0');
+  read(tensor, 0, std::as_writable_bytes(std::span(text)));
+  return text;
+}
+
+Checkpoint Checkpoint::open(const std::string& path) {
+  auto impl = std::make_unique<Impl>();
+  impl->path = path;
+  std::error_code error;
+  impl->is_directory = std::filesystem::is_directory(path, error);
+  if (impl->is_directory) {
+    io::open_directory(*impl);
+  } else {
+    io::add_file(*impl, path.substr(path.rfind('/') + 1), io::InputFile::open(path));
+    io::index_tensors(*impl);
+  }
+  io::make_weights(*impl);
+  return Checkpoint(std::move(impl));
+}
+
+Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
+Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
+Checkpoint::~Checkpoint() = default;
+
+bool Checkpoint::is_directory() const { return impl_->is_directory; }
+std::span<const StoredTensor> Checkpoint::tensors() const { return impl_->tensors; }
+std::span<const Weight> Checkpoint::weights() const { return impl_->weights; }
+
+const Weight* Checkpoint::find(std::string_view name) const {
+  const auto weight = std::ranges::lower_bound(impl_->weights, name, {}, &Weight::name);
+  return weight != impl_->weights.end() && weight->name == name ? &*weight : nullptr;
+}
+
+void Checkpoint::read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const {
+  impl_->read(tensor, offset, bytes);
+}
+
+void Checkpoint::decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, void* out) const {
+  const Weight* own = find(weight.name);
+  HALFBYTE_CHECK(own != nullptr, usage, "decode: no weight \"{}\"", printable(weight.name));
+  HALFBYTE_CHECK(own->dtype && is_floating(*own->dtype), usage,
+                 "decode: weight \"{}\" is {}, not f32, f16, bf16 or f64", printable(own->name),
+                 impl_->tensors[static_cast<size_t>(own->parts.front())].dtype);
+  HALFBYTE_CHECK(is_floating(dtype), usage, "decode: dtype must be f32, f16, bf16 or f64, got {}",
+                 to_string(dtype));
+  const int64_t n = io::num_elements(*own);
+  HALFBYTE_CHECK(begin >= 0 && count >= 0 && begin <= n && count <= n - begin, usage,
+                 "decode: elements [{}, {} + {}) are not within weight \"{}\" of {}", begin, begin, count,
+                 printable(own->name), n);
+  io::Decoder(*impl_).decode(*own, begin, count, dtype, static_cast<std::byte*>(out));
+}
+
+double bits_per_weight(const Weight& weight) {
+  const int64_t n = io::num_elements(weight);
+  return n == 0 ? 0 : 8 * static_cast<double>(weight.num_bytes) / static_cast<double>(n);
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,84 @@
+// Inside of Checkpoint: its files, tensors and how the quantized weights are read.
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "halfbyte/checkpoint.hpp"
+#include "io/file.h"
+#include "io/layout.h"
+
+namespace halfbyte {
+namespace io {
+
+using Metadata = std::vector<std::pair<std::string, std::string>>;
+
+// A quantized weight and where its parts are.
+struct StoredWeight {
+  QuantizedWeight weight;
+  std::array<const StoredTensor*, 5> parts = {};  // by role, without the constants
+
+  const StoredTensor& part(Role role) const { return *parts[static_cast<size_t>(role)]; }
+};
+
+}  // namespace io
+
+struct Checkpoint::Impl {
+  struct File {
+    std::string name;
+    io::InputFile input;
+    io::Metadata metadata;
+  };
+
+  std::string path;
+  bool is_directory = false;
+  std::vector<File> files;
+  std::vector<StoredTensor> tensors;
+  std::vector<size_t> file_of;                        // for each tensor
+  std::unordered_map<std::string_view, int> by_name;  // of the tensors
+  std::string config, index;  // texts of config.json and the index of shards; empty: there is none
+  std::vector<Weight> weights;
+  std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
+  std::vector<io::StoredWeight> quantized;
+
+  const StoredTensor* find(const std::string& name) const;
+  void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
+  // All bytes of a small tensor; Error(bad_input) naming it if it has more than 64 KiB.
+  std::string read_text(const StoredTensor& tensor) const;
+  // The file with the first part of a weight.
+  size_t file_index(const Weight& weight) const { return file_of[static_cast<size_t>(weight.parts.front())]; }
+  // Null for a dense weight. `weight` must be one of `weights`.
+  const io::StoredWeight* quantized_weight(const Weight& weight) const;
+};
+
+namespace io {
+
+int64_t num_elements(const Weight& weight);
+// One rounding, half to even, between f32, f16, bf16 and f64.
+void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);
+
+// Decodes ranges of weights. Keeps its buffers, so one thread at a time.
+class Decoder {
+ public:
+  explicit Decoder(const Checkpoint::Impl& checkpoint) : checkpoint_(checkpoint) {}
+  // As Checkpoint::decode; `weight` must be one of the checkpoint's own, the range within it.
+  void decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
+
+ private:
+  void decode_dense(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
+  void decode_block(const StoredWeight& quantized, const Block& block, DType dtype, std::byte* out);
+  // Reads what the block has in the part of this role into its native buffer.
+  void read_part(const StoredWeight& quantized, const Block& block, Role role);
+  void read_quantized_scales(const StoredWeight& quantized, const Block& block);
+
+  const Checkpoint::Impl& checkpoint_;
+  NativeBuffers native_;
+  Buffer stored_, absmax_, expanded_, decoded_;
+};
+
+}  // namespace io
+}  // namespace halfbyte

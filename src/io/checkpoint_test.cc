@@ -1,0 +1,1174 @@
+// Reading, quantizing, verifying, dequantizing and comparing checkpoints, and everything that is refused.
+#include <gtest/gtest.h>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "core/checks.h"
+#include "halfbyte/ops.hpp"
+#include "io/checkpoint.h"
+#include "io/config.h"
+#include "io/safetensors.h"
+#include "io/test_directory.h"
+#include "io/verify.h"
+
+namespace halfbyte {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+struct Tensor {
+  std::string name;
+  std::string dtype;
+  std::vector<int64_t> shape;
+  std::vector<std::byte> bytes;
+};
+
+int64_t product(const std::vector<int64_t>& shape) {
+  int64_t n = 1;
+  for (const int64_t extent : shape) n *= extent;
+  return n;
+}
+
+std::vector<std::byte> to_bytes(const std::vector<float>& values, DType dtype) {
+  std::vector<std::byte> bytes(values.size() * static_cast<size_t>(size_of(dtype)));
+  io::convert_elements(reinterpret_cast<const std::byte*>(values.data()), DType::f32,
+                       static_cast<int64_t>(values.size()), bytes.data(), dtype);
+  return bytes;
+}
+
+Tensor make_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                   std::vector<float> values) {
+  return {name, io::dtype_to_safetensors(dtype), shape, to_bytes(values, dtype)};
+}
+
+// Normal values; some groups are zero, constant or of one sign.
+Tensor random_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                     unsigned seed = 1) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> normal(0, 0.02f);
+  std::vector<float> values(static_cast<size_t>(product(shape)));
+  for (float& value : values) value = normal(rng);
+  for (size_t i = 64; i < std::min<size_t>(values.size(), 128); ++i) values[i] = 0;
+  for (size_t i = 192; i < std::min<size_t>(values.size(), 256); ++i) values[i] = 0.5f;
+  for (size_t i = 256; i < std::min<size_t>(values.size(), 320); ++i) values[i] = -std::abs(values[i]);
+  return make_tensor(name, dtype, shape, values);
+}
+
+void write_model(const fs::path& path, const std::vector<Tensor>& tensors,
+                 const io::Metadata& metadata = {}) {
+  std::vector<StoredTensor> stored;
+  for (const Tensor& tensor : tensors) stored.push_back({tensor.name, tensor.dtype, tensor.shape, "", 0, 0});
+  const io::SafetensorsLayout layout = io::lay_out_safetensors(stored, metadata);
+  std::string text = layout.prefix;
+  text.resize(layout.file_bytes);
+  for (const StoredTensor& place : stored)
+    for (const Tensor& tensor : tensors)
+      if (tensor.name == place.name && !tensor.bytes.empty())
+        std::memcpy(text.data() + place.offset, tensor.bytes.data(), tensor.bytes.size());
+  write_file(path, text);
+}
+
+std::string index_of(const std::vector<std::pair<std::string, std::string>>& weight_map) {
+  json index = {{"metadata", {{"total_size", 1}, {"note", "kept"}}}, {"weight_map", json::object()}};
+  for (const auto& [name, file] : weight_map) index["weight_map"][name] = file;
+  return index.dump();
+}
+
+std::vector<std::byte> decode_all(const Checkpoint& checkpoint, const std::string& name, DType dtype) {
+  const Weight* weight = checkpoint.find(name);
+  if (weight == nullptr) throw std::runtime_error("no weight " + name);
+  const int64_t n = product(weight->shape);
+  std::vector<std::byte> out(static_cast<size_t>(n * size_of(dtype)));
+  checkpoint.decode(*weight, 0, n, dtype, out.data());
+  return out;
+}
+
+// What the operations give for the whole tensor at once.
+std::vector<std::byte> expected_values(const Tensor& tensor, QuantSpec spec, DType dtype) {
+  std::vector<std::byte> x = tensor.bytes;
+  const DType source = *io::dtype_from_safetensors(tensor.dtype);
+  const QuantizedTensor q = quantize({x.data(), source, tensor.shape, {}, {}}, spec);
+  std::vector<std::byte> y(static_cast<size_t>(product(tensor.shape) * size_of(dtype)));
+  dequantize(q, {y.data(), dtype, tensor.shape, {}, {}});
+  return y;
+}
+
+class CheckpointTest : public ::testing::Test {
+ protected:
+  CheckpointTest() {
+    // In memory where possible: every output is synced.
+    const fs::path base = fs::is_directory("/dev/shm") ? fs::path("/dev/shm") : fs::temp_directory_path();
+    std::string pattern = (base / "halfbyte-checkpoint-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp");
+    dir_ = pattern;
+  }
+  ~CheckpointTest() override { fs::remove_all(dir_); }
+
+  std::string path(const std::string& name) const { return (dir_ / name).string(); }
+  // Writes "in.safetensors".
+  std::string write_input(const std::vector<Tensor>& tensors, const io::Metadata& metadata = {}) {
+    write_model(dir_ / "in.safetensors", tensors, metadata);
+    return path("in.safetensors");
+  }
+  // A directory "model" of two shards with all that belongs to it.
+  std::string write_model_directory() {
+    fs::create_directories(dir_ / "model/sub");
+    write_model(dir_ / "model/model-00001-of-00002.safetensors",
+                {random_tensor("model.embed_tokens.weight", DType::bf16, {32, 256}),
+                 random_tensor("model.layers.0.mlp.up_proj.weight", DType::bf16, {24, 256}),
+                 random_tensor("model.layers.0.input_layernorm.weight", DType::bf16, {256})},
+                {{"format", "pt"}, {"origin", "test"}});
+    write_model(dir_ / "model/model-00002-of-00002.safetensors",
+                {random_tensor("model.layers.1.mlp.up_proj.weight", DType::bf16, {24, 256}),
+                 random_tensor("model.layers.1.mlp.gate.weight", DType::bf16, {8, 256}),
+                 random_tensor("lm_head.weight", DType::bf16, {32, 256})});
+    write_file(dir_ / "model/model.safetensors.index.json",
+               index_of({{"model.embed_tokens.weight", "model-00001-of-00002.safetensors"},
+                         {"model.layers.0.mlp.up_proj.weight", "model-00001-of-00002.safetensors"},
+                         {"model.layers.0.input_layernorm.weight", "model-00001-of-00002.safetensors"},
+                         {"model.layers.1.mlp.up_proj.weight", "model-00002-of-00002.safetensors"},
+                         {"model.layers.1.mlp.gate.weight", "model-00002-of-00002.safetensors"},
+                         {"lm_head.weight", "model-00002-of-00002.safetensors"}}));
+    write_file(dir_ / "model/config.json", kConfig);
+    write_file(dir_ / "model/tokenizer.json", "{}");
+    write_file(dir_ / "model/sub/code.py", "pass");
+    write_file(dir_ / "model/pytorch_model.bin", "old");
+    write_file(dir_ / "model/consolidated.safetensors", "other");
+    fs::create_directories(dir_ / "model/.cache");
+    write_file(dir_ / "model/.cache/x", "hidden");
+    return path("model");
+  }
+  // Files that a run leaves behind beside `kept`.
+  std::vector<std::string> names() const {
+    std::vector<std::string> list;
+    for (const auto& entry : fs::directory_iterator(dir_)) list.push_back(entry.path().filename().string());
+    std::ranges::sort(list);
+    return list;
+  }
+
+  static constexpr const char* kConfig =
+      R"({"model_type": "llama", "dtype": "bfloat16", "rms_norm_eps": 1e-05})";
+  fs::path dir_;
+};
+
+QuantizeOptions options_for(Format format, std::optional<Layout> layout = {}) {
+  QuantizeOptions options;
+  options.format = format;
+  options.layout = layout;
+  if (format == Format::lut4)
+    options.table = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return options;
+}
+
+struct Case {
+  QuantizeOptions options;
+  std::vector<int64_t> shape;
+};
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  const std::vector<std::vector<int64_t>> any = {{1, 1}, {3, 129}, {7, 64}, {33, 200}, {1, 4097}, {9, 5}};
+  const auto add = [&](const QuantizeOptions& options, const std::vector<std::vector<int64_t>>& shapes) {
+    for (const auto& shape : shapes) cases.push_back({options, shape});
+  };
+  for (const Format format : {Format::nf4, Format::fp4})
+    for (const int64_t size : {32, 64, 4096})
+      for (const bool double_quant : {false, true}) {
+        QuantizeOptions options = options_for(format, Layout::bitsandbytes);
+        options.group_size = size;
+        options.double_quant = double_quant;
+        add(options, any);
+      }
+  for (const Format format : {Format::int4, Format::int8})
+    for (const bool asymmetric : {false, true}) {
+      QuantizeOptions options = options_for(format, Layout::compressed_tensors);
+      options.asymmetric = asymmetric;
+      add(options, {{1, 128}, {7, 256}, {33, 384}});
+      options.group_size = 8;
+      add(options, {{9, 24}, {16, 8}});
+      options.group_size.reset();
+      options.granularity = Granularity::channel;
+      add(options, {{3, 129}, {7, 5}, {17, 200}});
+      if (!asymmetric) options.scale_rule = ScaleRule::absmax;
+      add(options, {{5, 77}});
+    }
+  for (const Format format : {Format::affine2, Format::affine3, Format::affine4, Format::affine5,
+                              Format::affine6, Format::affine8}) {
+    QuantizeOptions options = options_for(format, Layout::mlx);
+    for (const int64_t size : {32, 64, 128}) {
+      options.group_size = size;
+      add(options, {{1, 128}, {7, 256}, {33, 384}});
+    }
+    options.scale_rule = ScaleRule::minmax;
+    add(options, {{9, 256}});
+  }
+  for (const FormatInfo& format : all_formats())
+    for (const Granularity granularity :
+         {Granularity::group, Granularity::channel, Granularity::tensor, Granularity::flat}) {
+      QuantizeOptions options = options_for(format.format, Layout::halfbyte);
+      options.granularity = granularity;
+      add(options, any);
+      if (format.kind == FormatKind::integer) {
+        options.asymmetric = true;
+        add(options, {{7, 65}, {3, 1}});
+        options.asymmetric = false;
+        options.scale_rule = ScaleRule::signed_max;
+        add(options, {{7, 65}});
+        options.scale_rule.reset();
+      }
+      if (format.kind != FormatKind::affine) {
+        options.double_quant = true;
+        add(options, {{33, 200}, {3, 5}});
+        options.double_quant = false;
+      }
+      if (granularity == Granularity::group) {
+        options.group_size = 48;
+        options.scale_dtype = DType::bf16;
+        add(options, {{7, 100}});
+      }
+    }
+  return cases;
+}
+
+TEST_F(CheckpointTest, RoundTripEveryLayoutFormatGranularityAndShape) {
+  for (const Case& c : all_cases())
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      const Tensor tensor = random_tensor("a.weight", dtype, c.shape);
+      const std::string input = write_input({tensor});
+      QuantizeOptions options = c.options;
+      options.force = true;
+      options.num_threads = 1;
+      const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+      ASSERT_EQ(report.num_quantized, 1);
+      const WeightReport& weight = report.weights[0];
+      SCOPED_TRACE(fmt::format(
+          "{} {} {} group {} asymmetric {} double {} of {} [{}]", to_string(*report.layout),
+          info(weight.spec.format).name, to_string(weight.spec.granularity), weight.spec.group_size,
+          weight.spec.asymmetric, weight.spec.double_quant, to_string(dtype), fmt::join(c.shape, ", ")));
+      EXPECT_TRUE(weight.measured);
+      EXPECT_EQ(report.output_bytes, weight.output_bytes);
+
+      const Checkpoint written = Checkpoint::open(path("out"));
+      ASSERT_EQ(written.weights().size(), 1u);
+      EXPECT_EQ(written.weights()[0].name, "a.weight");
+      EXPECT_EQ(written.weights()[0].shape, c.shape);
+      EXPECT_EQ(written.weights()[0].dtype, dtype);
+      EXPECT_EQ(written.weights()[0].layout, report.layout);
+      EXPECT_EQ(written.weights()[0].num_bytes, weight.output_bytes);
+      EXPECT_EQ(written.weights()[0].spec.format, weight.spec.format);
+      EXPECT_EQ(bits_per_weight(written.weights()[0]), weight.bits_per_weight);
+      for (const DType out : {DType::f32, dtype})
+        ASSERT_EQ(decode_all(written, "a.weight", out), expected_values(tensor, weight.spec, out));
+    }
+}
+
+TEST_F(CheckpointTest, DecodesAnyRange) {
+  for (const Case& c : all_cases()) {
+    if (c.shape != std::vector<int64_t>{33, 200} && c.shape != std::vector<int64_t>{33, 384}) continue;
+    const std::string input = write_input({random_tensor("a.weight", DType::bf16, c.shape)});
+    QuantizeOptions options = c.options;
+    options.force = true;
+    options.verify = false;
+    quantize_checkpoint(input, path("out"), options);
+    const Checkpoint written = Checkpoint::open(path("out"));
+    const std::vector<std::byte> all = decode_all(written, "a.weight", DType::f32);
+    const int64_t n = product(c.shape);
+    std::mt19937 rng(7);
+    for (int i = 0; i < 20; ++i) {
+      const int64_t begin = std::uniform_int_distribution<int64_t>(0, n)(rng);
+      const int64_t count = std::uniform_int_distribution<int64_t>(0, n - begin)(rng);
+      std::vector<float> part(static_cast<size_t>(count));
+      written.decode(*written.find("a.weight"), begin, count, DType::f32, part.data());
+      ASSERT_EQ(std::memcmp(part.data(), all.data() + begin * 4, static_cast<size_t>(count * 4)), 0)
+          << info(c.options.format).name << " [" << begin << ", +" << count << ")";
+    }
+  }
+}
+
+// Several blocks: larger than kBlockElements, in rows that a block does not divide.
+TEST_F(CheckpointTest, LargeTensorsAreTheSameForEveryNumberOfThreads) {
+  const Tensor tensor = random_tensor("a.weight", DType::bf16, {300, 2048});
+  const std::string input = write_input({tensor, random_tensor("b.norm.weight", DType::bf16, {3, 799'999})});
+  std::vector<QuantizeOptions> runs = {options_for(Format::nf4), options_for(Format::int4),
+                                       options_for(Format::affine3), options_for(Format::int5)};
+  runs[0].double_quant = true;
+  runs[1].asymmetric = true;
+  runs[3].granularity = Granularity::tensor;
+  for (QuantizeOptions& options : runs) {
+    options.force = true;
+    std::string first;
+    WeightReport first_report;
+    for (const int threads : {1, 2, 16}) {
+      options.num_threads = threads;
+      const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+      const std::string bytes = read_file(path("out"));
+      const WeightReport& weight = report.weights[0];
+      if (first.empty()) {
+        first = bytes;
+        first_report = weight;
+        EXPECT_EQ(decode_all(Checkpoint::open(path("out")), "a.weight", DType::f32),
+                  expected_values(tensor, weight.spec, DType::f32));
+      }
+      EXPECT_TRUE(bytes == first) << info(options.format).name << ", " << threads << " threads";
+      EXPECT_EQ(weight.relative_rmse, first_report.relative_rmse);
+      EXPECT_EQ(weight.max_error, first_report.max_error);
+      EXPECT_EQ(weight.max_error_index, first_report.max_error_index);
+    }
+  }
+}
+
+TEST_F(CheckpointTest, ReportsTheError) {
+  const Tensor tensor = random_tensor("a.weight", DType::f32, {64, 256});
+  const std::string input = write_input({tensor});
+  const CheckpointReport report = quantize_checkpoint(input, path("out"), options_for(Format::nf4));
+  const std::vector<std::byte> decoded = decode_all(Checkpoint::open(path("out")), "a.weight", DType::f32);
+  double error2 = 0, source2 = 0, largest = 0;
+  int64_t index = 0;
+  for (int64_t i = 0; i < 64 * 256; ++i) {
+    float x, y;
+    std::memcpy(&x, tensor.bytes.data() + i * 4, 4);
+    std::memcpy(&y, decoded.data() + i * 4, 4);
+    const double error = static_cast<double>(y) - static_cast<double>(x);
+    error2 += error * error;
+    source2 += static_cast<double>(x) * static_cast<double>(x);
+    if (std::abs(error) > largest) largest = std::abs(error), index = i;
+  }
+  EXPECT_EQ(report.weights[0].max_error, largest);
+  EXPECT_EQ(report.weights[0].max_error_index, index);
+  EXPECT_NEAR(report.weights[0].relative_rmse, std::sqrt(error2 / source2), 1e-12);
+  EXPECT_NEAR(report.weights[0].snr_db, -10 * std::log10(error2 / source2), 1e-9);
+  EXPECT_EQ(report.weights[0].bits_per_weight,
+            8 * static_cast<double>(report.weights[0].output_bytes) / (64 * 256));
+
+  const std::vector<CompareRow> rows = compare_checkpoints(input, path("out"));
+  ASSERT_EQ(rows.size(), 1u);
+  EXPECT_EQ(rows[0].max_error, largest);
+  EXPECT_EQ(rows[0].max_error_index, index);
+  EXPECT_NEAR(rows[0].relative_rmse, std::sqrt(error2 / source2), 1e-12);
+}
+
+// ---- Bytes that the libraries of the layouts give (executed, see docs/formats.md)
+
+std::string hex_of(const Checkpoint& checkpoint, const std::string& name) {
+  for (const StoredTensor& tensor : checkpoint.tensors()) {
+    if (tensor.name != name) continue;
+    std::vector<std::byte> bytes(tensor.num_bytes);
+    checkpoint.read(tensor, 0, bytes);
+    std::string hex;
+    for (const std::byte byte : bytes) hex += fmt::format("{:02x}", static_cast<int>(byte));
+    return hex;
+  }
+  return "no tensor " + name;
+}
+
+const std::vector<float> kSmall = {0.1f, -0.2f, 0.3f,  -0.4f, 0.5f,   -0.6f,
+                                   0.7f, -0.8f, 0.05f, 0,     -0.33f, 0.66f};
+
+TEST_F(CheckpointTest, BytesOfBitsandbytes) {
+  const std::string input =
+      write_input({make_tensor("a.weight", DType::f32, {2, 6}, kSmall),
+                   make_tensor("b.weight", DType::f32, {1, 5}, {kSmall.begin(), kSmall.begin() + 5})});
+  quantize_checkpoint(input, path("nf4"), options_for(Format::nf4));
+  const Checkpoint nf4 = Checkpoint::open(path("nf4"));
+  EXPECT_EQ(hex_of(nf4, "a.weight"), "94b2d1f0873e");
+  EXPECT_EQ(hex_of(nf4, "a.weight.absmax"), "cdcc4c3f");
+  EXPECT_EQ(hex_of(nf4, "b.weight"), "93d1f7");
+  EXPECT_EQ(nf4.impl().read_text(*nf4.impl().find("a.weight.quant_state.bitsandbytes__nf4")),
+            R"({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [2, 6]})");
+  quantize_checkpoint(input, path("fp4"), options_for(Format::fp4));
+  EXPECT_EQ(hex_of(Checkpoint::open(path("fp4")), "a.weight"), "6f4d2a3b10c2");
+
+  QuantizeOptions nested = options_for(Format::nf4);
+  nested.double_quant = true;
+  std::vector<float> scaled;
+  for (const float absmax : {0.8f, 0.5f, 0.9f, 0.6f}) scaled.insert(scaled.end(), 64, absmax);
+  quantize_checkpoint(write_input({make_tensor("a.weight", DType::f32, {4, 64}, scaled)}), path("nested"),
+                      nested);
+  const Checkpoint written = Checkpoint::open(path("nested"));
+  EXPECT_EQ(hex_of(written, "a.weight.absmax"), "db00ff23");
+  const auto state =
+      json::parse(written.impl().read_text(*written.impl().find("a.weight.quant_state.bitsandbytes__nf4")));
+  EXPECT_EQ(state["nested_offset"].get<double>(),
+            static_cast<double>(written.impl().quantized[0].weight.scales_offset));
+  EXPECT_NEAR(state["nested_offset"].get<double>(), 0.7, 1e-6);
+}
+
+TEST_F(CheckpointTest, BytesOfCompressedTensors) {
+  const std::string input = write_input({make_tensor(
+      "a.weight", DType::f32, {2, 8},
+      {0.7f, -0.8f, 0.05f, 0, -0.33f, 0.66f, 0.12f, -0.5f, 0.1f, 0.2f, 0.3f, 0.4f, 0.5f, 0.6f, 0.7f, 0.8f})});
+  QuantizeOptions options = options_for(Format::int4);
+  options.group_size = 8;
+  quantize_checkpoint(input, path("symmetric"), options);
+  const Checkpoint symmetric = Checkpoint::open(path("symmetric"));
+  EXPECT_EQ(hex_of(symmetric, "a.weight_packed"), "0f88e539a9cbedff");
+  EXPECT_EQ(hex_of(symmetric, "a.weight_shape"), "02000000000000000800000000000000");
+  options.asymmetric = true;
+  quantize_checkpoint(input, path("asymmetric"), options);
+  const Checkpoint asymmetric = Checkpoint::open(path("asymmetric"));
+  EXPECT_EQ(hex_of(asymmetric, "a.weight_packed"), "0f88f5394286b9fd");
+  EXPECT_EQ(hex_of(asymmetric, "a.weight_zero_point"), "08000000");
+}
+
+TEST_F(CheckpointTest, CompressedTensorsPadsWithZeroBitsAndWritesEpsForZeroGroups) {
+  std::vector<float> values(2 * 9, 0.0f);
+  values[0] = 7;
+  const std::string input = write_input({make_tensor("a.weight", DType::bf16, {2, 9}, values)});
+  QuantizeOptions options = options_for(Format::int4);
+  options.granularity = Granularity::channel;
+  options.scale_rule = ScaleRule::absmax;
+  quantize_checkpoint(input, path("out"), options);
+  const Checkpoint written = Checkpoint::open(path("out"));
+  EXPECT_EQ(hex_of(written, "a.weight_packed"),
+            "8f88888808000000"
+            "8888888808000000");
+  EXPECT_EQ(hex_of(written, "a.weight_scale"),
+            "803f"
+            "003c");  // 1, 2^-7
+}
+
+TEST_F(CheckpointTest, BytesOfMlx) {
+  std::vector<float> values;
+  for (int i = 0; i < 32; ++i) values.push_back(static_cast<float>(i - 10) / 16);
+  const std::string input = write_input({make_tensor("a.weight", DType::f32, {1, 32}, values)});
+  QuantizeOptions options = options_for(Format::affine4);
+  options.group_size = 32;
+  quantize_checkpoint(input, path("4"), options);
+  const Checkpoint four = Checkpoint::open(path("4"));
+  EXPECT_EQ(hex_of(four, "a.weight"), "efdecdbcabaa99887766554433221100");
+  EXPECT_EQ(hex_of(four, "a.biases"), "0000a83f");
+  options.format = Format::affine3;
+  quantize_checkpoint(input, path("3"), options);
+  EXPECT_EQ(hex_of(Checkpoint::open(path("3")), "a.weight"), "ff6fdb6d5b92dc36494a1200");
+}
+
+// ---- Directories
+
+TEST_F(CheckpointTest, DirectoryAndBack) {
+  const std::string input = write_model_directory();
+  const Format formats[] = {Format::nf4, Format::int4, Format::affine4, Format::int6};
+  for (const Format format : formats) {
+    const std::string name = info(format).name;
+    const CheckpointReport report = quantize_checkpoint(input, path(name), options_for(format));
+    SCOPED_TRACE(name);
+    EXPECT_EQ(report.num_quantized, 2);
+    EXPECT_EQ(report.copied_files, (std::vector<std::string>{"sub/code.py", "tokenizer.json"}));
+    EXPECT_EQ(report.skipped_files,
+              (std::vector<std::string>{".cache/", "consolidated.safetensors", "pytorch_model.bin"}));
+    EXPECT_EQ(read_file(dir_ / name / "sub/code.py"), "pass");
+    EXPECT_FALSE(fs::exists(dir_ / name / "pytorch_model.bin"));
+    EXPECT_FALSE(fs::exists(dir_ / name / ".cache"));
+
+    const json index = json::parse(read_file(dir_ / name / "model.safetensors.index.json"));
+    const Checkpoint written = Checkpoint::open(path(name));  // checks the weight map
+    EXPECT_EQ(index["metadata"]["note"], "kept");
+    EXPECT_EQ(index["metadata"]["total_size"], report.output_bytes);
+    EXPECT_TRUE(written.find("model.layers.0.mlp.up_proj.weight")->layout.has_value());
+    EXPECT_FALSE(written.find("model.layers.1.mlp.gate.weight")->layout.has_value());
+    EXPECT_FALSE(written.find("lm_head.weight")->layout.has_value());
+
+    const CheckpointReport back = dequantize_checkpoint(path(name), path(name + "-back"), {});
+    EXPECT_EQ(back.num_quantized, 2);
+    EXPECT_EQ(back.layout, report.layout);
+    EXPECT_EQ(json::parse(read_file(dir_ / (name + "-back") / "config.json")), json::parse(kConfig));
+    const Checkpoint dense = Checkpoint::open(path(name + "-back")), source = Checkpoint::open(input);
+    ASSERT_EQ(dense.tensors().size(), source.tensors().size());
+    for (size_t i = 0; i < source.weights().size(); ++i) {
+      const Weight &a = source.weights()[i], &b = dense.weights()[i];
+      EXPECT_EQ(a.name, b.name);
+      EXPECT_EQ(a.shape, b.shape);
+      EXPECT_EQ(a.dtype, b.dtype);
+      EXPECT_EQ(source.impl().tensors[static_cast<size_t>(a.parts[0])].file,
+                dense.impl().tensors[static_cast<size_t>(b.parts[0])].file);
+      EXPECT_EQ(decode_all(written, a.name, DType::bf16), decode_all(dense, a.name, DType::bf16));
+    }
+    for (const CompareRow& row : compare_checkpoints(path(name), path(name + "-back"))) {
+      EXPECT_EQ(row.problem, "");
+      EXPECT_GT(row.snr_db, 40);
+    }
+  }
+}
+
+TEST_F(CheckpointTest, Configs) {
+  const std::string input = write_model_directory();
+  QuantizeOptions options = options_for(Format::nf4);
+  options.double_quant = true;
+  quantize_checkpoint(input, path("nf4"), options);
+  EXPECT_EQ(json::parse(read_file(dir_ / "nf4/config.json"))["quantization_config"], json::parse(R"({
+    "quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": true, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+    "llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp.gate"]})"));
+  quantize_checkpoint(input, path("int4"), options_for(Format::int4));
+  const json int4 = json::parse(read_file(dir_ / "int4/config.json"));
+  EXPECT_EQ(int4["quantization_config"], json::parse(R"({
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+    "ignore": ["lm_head", "model.layers.1.mlp.gate"], "config_groups": {"group_0": {"targets": ["Linear"],
+    "input_activations": null, "output_activations": null, "weights": {"num_bits": 4, "type": "int", "symmetric": true,
+    "strategy": "group", "group_size": 128, "dynamic": false}}}})"));
+  EXPECT_EQ(int4["rms_norm_eps"], 1e-05);
+  quantize_checkpoint(input, path("mlx"), options_for(Format::affine4));
+  const json mlx = json::parse(read_file(dir_ / "mlx/config.json"));
+  EXPECT_EQ(mlx["quantization"], json::parse(R"({"group_size": 64, "bits": 4, "mode": "affine"})"));
+  EXPECT_EQ(mlx["quantization_config"], mlx["quantization"]);
+  quantize_checkpoint(input, path("int6"), options_for(Format::int6));
+  EXPECT_EQ(
+      json::parse(read_file(dir_ / "int6/config.json"))["quantization_config"],
+      json::parse(R"({"quant_method": "halfbyte", "version": 1, "format": "int6", "granularity": "group",
+                            "group_size": 64})"));
+  DequantizeOptions to_f16;
+  to_f16.dtype = DType::f16;
+  dequantize_checkpoint(path("int6"), path("f16"), to_f16);
+  EXPECT_EQ(json::parse(read_file(dir_ / "f16/config.json"))["dtype"], "float16");
+  EXPECT_EQ(Checkpoint::open(path("f16")).find("model.layers.0.mlp.up_proj.weight")->dtype, DType::f16);
+
+  // Everything that is quantized leaves lm_head out of the skipped modules.
+  options.include = {"proj", "lm_head"};
+  quantize_checkpoint(input, path("all"), options);
+  EXPECT_EQ(json::parse(read_file(dir_ / "all/config.json"))["quantization_config"]["llm_int8_skip_modules"],
+            json::parse(R"(["model.layers.1.mlp.gate"])"));
+}
+
+TEST_F(CheckpointTest, Metadata) {
+  const auto metadata = [&](const std::string& name) {
+    return Checkpoint::open(path(name)).impl().files[0].metadata;
+  };
+  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 64});
+  const std::string input = write_input({tensor}, {{"origin", "x"}});
+  quantize_checkpoint(input, path("nf4"), options_for(Format::nf4));
+  EXPECT_EQ(metadata("nf4"), (io::Metadata{{"origin", "x"}, {"format", "pt"}}));
+  quantize_checkpoint(input, path("mlx"), options_for(Format::affine4));
+  EXPECT_EQ(metadata("mlx"),
+            (io::Metadata{{"origin", "x"},
+                          {"format", "mlx"},
+                          {"quantization", R"({"group_size":64,"bits":4,"mode":"affine"})"}}));
+  dequantize_checkpoint(path("mlx"), path("dense"), {});
+  EXPECT_EQ(metadata("dense"), (io::Metadata{{"origin", "x"}, {"format", "pt"}}));
+}
+
+// ---- What is selected
+
+TEST_F(CheckpointTest, SelectsLinearWeights) {
+  std::vector<Tensor> tensors;
+  const auto add = [&](const std::string& name, const std::vector<int64_t>& shape,
+                       DType dtype = DType::bf16) { tensors.push_back(random_tensor(name, dtype, shape)); };
+  const std::vector<std::string> selected = {
+      "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight",
+      "encoder.layer.0.output.dense.weight", "model.layers.0.mlp.experts.down_proj"};
+  for (const std::string& name : selected)
+    add(name, name.ends_with("weight") ? std::vector<int64_t>{4, 64} : std::vector<int64_t>{2, 4, 64});
+  for (const std::string name :
+       {"model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight", "output.weight",
+        "shared.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.block_sparse_moe.router.weight",
+        "model.norm.weight", "decoder.relative_attention_bias.weight", "lora_A.default",
+        "model.experts.bias"})
+    add(name, {4, 64});
+  add("model.layers.0.input_layernorm.bias", {64});
+  add("conv.weight", {2, 2, 64});
+  add("f64.weight", {2, 64}, DType::f64);
+  add("empty.weight", {0, 64});
+  add(std::string(1100, 'a') + ".weight", {4, 64});
+  const std::string input = write_input(tensors);
+  QuantizeOptions options = options_for(Format::nf4);
+  options.dry_run = true;
+  const auto quantized = [&] {
+    std::vector<std::string> names;
+    for (const WeightReport& weight : quantize_checkpoint(input, "", options).weights)
+      if (weight.quantized) names.push_back(weight.name);
+    return names;
+  };
+  std::vector<std::string> sorted = selected;
+  std::ranges::sort(sorted);
+  EXPECT_EQ(quantized(), sorted);
+  options.exclude = {"gate_proj", "^encoder"};
+  EXPECT_EQ(quantized(), (std::vector<std::string>{"model.layers.0.mlp.experts.down_proj",
+                                                   "model.layers.0.self_attn.q_proj.weight"}));
+  options.exclude.clear();
+  options.include = {"lora_A", "lm_head", "empty"};
+  EXPECT_EQ(quantized(), (std::vector<std::string>{"lm_head.weight", "lora_A.default"}));
+  for (const WeightReport& weight : quantize_checkpoint(input, "", options).weights) {
+    const std::string reason = weight.quantized                ? ""
+                               : weight.name == "empty.weight" ? "empty"
+                                                               : "not selected";
+    EXPECT_EQ(weight.reason, reason) << weight.name;
+  }
+  options.include = {"f64"};
+  expect_error(ErrorCode::usage, "\"f64.weight\", which is F64", [&] { quantized(); });
+  options.include = {"nothing"};
+  expect_error(ErrorCode::usage, "nothing to quantize", [&] { quantized(); });
+  options.include = {"["};
+  expect_error(ErrorCode::usage, "include: \"[\" is not a regular expression", [&] { quantized(); });
+  options.include = {};
+  options.exclude = {"("};
+  expect_error(ErrorCode::usage, "exclude: \"(\" is not a regular expression", [&] { quantized(); });
+  EXPECT_EQ(names(), (std::vector<std::string>{"in.safetensors"}));  // dry runs write nothing
+}
+
+TEST_F(CheckpointTest, ExpertsOfThreeDimensions) {
+  // 9 rows: words of zero points must not run from one expert into the next.
+  const Tensor tensor = random_tensor("mlp.experts.gate_up_proj", DType::bf16, {3, 9, 256});
+  const std::string input = write_input({tensor});
+  QuantizeOptions asymmetric = options_for(Format::int4);
+  asymmetric.asymmetric = true;
+  for (const QuantizeOptions& options : {options_for(Format::nf4), options_for(Format::int4), asymmetric,
+                                         options_for(Format::affine4), options_for(Format::int3)}) {
+    const std::string output = path(fmt::format("{}{}", info(options.format).name, options.asymmetric));
+    const CheckpointReport report = quantize_checkpoint(input, output, options);
+    const Checkpoint written = Checkpoint::open(output);
+    // MLX has no name for a weight that is not called so.
+    const std::string name = report.layout == Layout::mlx ? tensor.name + ".weight" : tensor.name;
+    ASSERT_NE(written.find(name), nullptr);
+    EXPECT_EQ(written.find(name)->shape, tensor.shape);
+    EXPECT_EQ(decode_all(written, name, DType::f32),
+              expected_values(tensor, report.weights[0].spec, DType::f32));
+  }
+  const Checkpoint packed = Checkpoint::open(path("int4true"));
+  EXPECT_EQ(packed.impl().find("mlp.experts.gate_up_proj_zero_point")->shape,
+            (std::vector<int64_t>{3, 2, 2}));
+}
+
+// ---- What is refused
+
+TEST_F(CheckpointTest, LayoutsRefuseWhatTheyCannotSay) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 128})});
+  const auto refused = [&](const char* text, Format format, std::optional<Layout> layout, const auto& set) {
+    QuantizeOptions options = options_for(format, layout);
+    set(options);
+    expect_error(ErrorCode::usage, text, [&] { quantize_checkpoint(input, path("out"), options); });
+  };
+  const auto none = [](QuantizeOptions&) {};
+  refused("layout mlx: format must be affine2 or", Format::nf4, Layout::mlx, none);
+  refused("layout bitsandbytes: format must be nf4 or fp4, got int4", Format::int4, Layout::bitsandbytes,
+          none);
+  refused("layout compressed-tensors: format must be int4 or int8, got int3", Format::int3,
+          Layout::compressed_tensors, none);
+  refused("layout mlx: group size must be 32 or 64 or 128, got 48", Format::affine4, {},
+          [](auto& o) { o.group_size = 48; });
+  refused("layout bitsandbytes: group size must be", Format::nf4, {}, [](auto& o) { o.group_size = 16; });
+  refused("layout bitsandbytes: granularity must be flat, got channel", Format::nf4, {},
+          [](auto& o) { o.granularity = Granularity::channel; });
+  refused("layout compressed-tensors: granularity must be group or channel, got tensor", Format::int4, {},
+          [](auto& o) { o.granularity = Granularity::tensor; });
+  refused("layout compressed-tensors: scale dtype must be that of the weights, which is bf16, got f32",
+          Format::int4, {}, [](auto& o) { o.scale_dtype = DType::f32; });
+  refused("layout bitsandbytes: scale dtype must be f32, got f16", Format::nf4, {},
+          [](auto& o) { o.scale_dtype = DType::f16; });
+  refused("layout halfbyte: scale dtype must be", Format::int3, {},
+          [](auto& o) { o.scale_dtype = DType::f64; });
+  refused("layout compressed-tensors: scale rule must be half-range or absmax, got signed-max", Format::int4,
+          {}, [](auto& o) { o.scale_rule = ScaleRule::signed_max; });
+  refused("layout compressed-tensors: double quantization must be off", Format::int4, {},
+          [](auto& o) { o.double_quant = true; });
+  refused("layout bitsandbytes: has no zero points", Format::nf4, {}, [](auto& o) { o.asymmetric = true; });
+  refused("does not fit format", Format::int4, {},
+          [](auto& o) { o.asymmetric = true, o.scale_rule = ScaleRule::absmax; });
+  refused("group size 64 does not go with granularity channel", Format::int3, {},
+          [](auto& o) { o.granularity = Granularity::channel, o.group_size = 64; });
+  refused("group_size must be positive, got 0", Format::int3, {}, [](auto& o) { o.group_size = 0; });
+  refused("num_threads must not be negative", Format::nf4, {}, [](auto& o) { o.num_threads = -1; });
+  EXPECT_EQ(names(), (std::vector<std::string>{"in.safetensors"}));
+}
+
+TEST_F(CheckpointTest, ShapesThatDoNotFit) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 128}),
+                                         random_tensor("b.weight", DType::bf16, {4, 100}),
+                                         random_tensor("c.weight", DType::bf16, {4, 4})});
+  QuantizeOptions options = options_for(Format::int4);
+  expect_error(ErrorCode::bad_input,
+               "2 of the selected weights cannot be quantized: \"b.weight\", \"c.weight\" (layout "
+               "compressed-tensors: 100 columns are not a multiple of the group size 128)",
+               [&] { quantize_checkpoint(input, path("out"), options); });
+  options.fallback_dense = true;
+  const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+  EXPECT_EQ(report.num_quantized, 1);
+  EXPECT_EQ(report.weights[1].reason,
+            "fallback: layout compressed-tensors: 100 columns are not a multiple of the group size 128");
+  EXPECT_FALSE(Checkpoint::open(path("out")).find("b.weight")->layout.has_value());
+  options.granularity = Granularity::channel;
+  options.force = true;
+  EXPECT_EQ(quantize_checkpoint(input, path("out"), options).num_quantized, 2);
+  options.include = {"c.weight"};
+  expect_error(ErrorCode::usage, "4 columns are fewer than 5",
+               [&] { quantize_checkpoint(input, path("out"), options); });
+}
+
+TEST_F(CheckpointTest, QuantizedInputIsRefused) {
+  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 128});
+  const std::string input = write_input({tensor});
+  for (const Format format : {Format::nf4, Format::int4, Format::affine4, Format::int3}) {
+    const std::string output = path(info(format).name);
+    quantize_checkpoint(input, output, options_for(format));
+    expect_error(ErrorCode::bad_input, "weight \"a.weight\" is already quantized",
+                 [&] { quantize_checkpoint(output, path("again"), options_for(Format::nf4)); });
+  }
+  for (Tensor extra :
+       {Tensor{"b.qweight", "I32", {1}, {}}, Tensor{"b.SCB", "F32", {1}, {}},
+        Tensor{"b.weight_scale_inv", "F32", {1}, {}}, Tensor{"b.weight", "F8_E4M3", {2, 2}, {}}}) {
+    extra.bytes.resize(4);
+    write_input({tensor, extra});
+    expect_error(ErrorCode::bad_input, "belongs to a model that is already quantized",
+                 [&] { quantize_checkpoint(input, path("again"), options_for(Format::nf4)); });
+  }
+  const std::string model = write_model_directory();
+  write_file(dir_ / "model/config.json", R"({"quantization_config": {"quant_method": "fp8"}})");
+  expect_error(ErrorCode::bad_input, "already quantized (fp8)",
+               [&] { quantize_checkpoint(model, path("again"), options_for(Format::nf4)); });
+  write_file(dir_ / "model/config.json", R"({"quantization_config": null})");
+  EXPECT_EQ(quantize_checkpoint(model, path("again"), options_for(Format::nf4)).num_quantized, 2);
+  write_file(dir_ / "model/config.json", R"({"a": 1, "a": 2})");
+  expect_error(ErrorCode::bad_input, "config.json: duplicate key \"a\"",
+               [&] { quantize_checkpoint(model, path("more"), options_for(Format::nf4)); });
+  write_input({tensor});
+  expect_error(ErrorCode::bad_input, "has no quantized weights",
+               [&] { dequantize_checkpoint(input, path("dense"), {}); });
+}
+
+TEST_F(CheckpointTest, NonFiniteWeights) {
+  std::vector<float> values(256, 0.5f);
+  values[70] = std::numeric_limits<float>::quiet_NaN();
+  values[200] = std::numeric_limits<float>::infinity();
+  const Tensor good = random_tensor("good.weight", DType::f32, {4, 64});
+  const Tensor bad = make_tensor("bad.weight", DType::f32, {4, 64}, values);
+  const std::string input = write_input({good, bad});
+  for (const Format format : {Format::nf4, Format::affine4, Format::int3}) {
+    QuantizeOptions options = options_for(format);
+    if (format == Format::int3) options.granularity = Granularity::tensor;
+    expect_error(ErrorCode::bad_input, "\"bad.weight\" (non-finite: 2 elements, the first at index 70)",
+                 [&] { quantize_checkpoint(input, path("out"), options); });
+    EXPECT_EQ(names(), (std::vector<std::string>{"in.safetensors"}));
+    options.nonfinite = NonFinite::keep_dense;
+    const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+    EXPECT_EQ(report.num_quantized, 1);
+    EXPECT_EQ(report.weights[0].reason, "non-finite: 2 elements, the first at index 70");
+    EXPECT_EQ(hex_of(Checkpoint::open(path("out")), "bad.weight"),
+              hex_of(Checkpoint::open(input), "bad.weight"));
+    EXPECT_TRUE(Checkpoint::open(path("out")).find("good.weight")->layout.has_value());
+    fs::remove(path("out"));
+  }
+}
+
+TEST_F(CheckpointTest, ScalesThatF16CannotHold) {
+  std::vector<float> large(256, 3e6f), small(256, 1e-7f);
+  const Tensor good = random_tensor("good.weight", DType::f32, {4, 64});
+  const Tensor a = make_tensor("large.weight", DType::f32, {4, 64}, large),
+               b = make_tensor("small.weight", DType::f32, {4, 64}, small);
+  const std::string input = write_input({good, a, b});
+  QuantizeOptions options = options_for(Format::int5);
+  const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+  for (const WeightReport& weight : report.weights) {
+    const bool wide = weight.name != "good.weight";
+    EXPECT_EQ(weight.note, wide ? "scales in f32: f16 cannot hold them" : "");
+    EXPECT_EQ(weight.spec.scale_dtype, wide ? DType::f32 : DType::f16);
+    EXPECT_TRUE(weight.measured);
+  }
+  EXPECT_EQ(decode_all(Checkpoint::open(path("out")), "small.weight", DType::f32),
+            expected_values(b, report.weights[2].spec, DType::f32));
+  options.force = true;
+  options.scale_dtype = DType::f16;
+  expect_error(ErrorCode::bad_input, "cannot quantize \"large.weight\" (f16 cannot hold 4 scales)",
+               [&] { quantize_checkpoint(input, path("out"), options); });
+  options.fallback_dense = true;
+  const CheckpointReport f16 = quantize_checkpoint(input, path("out"), options);
+  EXPECT_EQ(f16.num_quantized, 2);
+  EXPECT_EQ(f16.weights[1].reason, "fallback: f16 cannot hold 4 scales");
+  EXPECT_EQ(f16.weights[2].note, "4 scales keep fewer than 8 significant bits in f16");
+}
+
+TEST_F(CheckpointTest, OutputPaths) {
+  const std::string model = write_model_directory();
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 64})});
+  QuantizeOptions options = options_for(Format::nf4);
+  options.force = true;
+  expect_error(ErrorCode::usage, "is the input", [&] { quantize_checkpoint(input, input, options); });
+  expect_error(ErrorCode::usage, "is the input",
+               [&] { quantize_checkpoint(model, path("model/../model/"), options); });
+  fs::create_symlink("in.safetensors", path("link"));
+  expect_error(ErrorCode::usage, "is the input", [&] { quantize_checkpoint(input, path("link"), options); });
+  EXPECT_EQ(quantize_checkpoint(path("link"), path("out"), options).num_quantized,
+            1);  // an input may be a link
+  expect_error(ErrorCode::usage, "inside of the input",
+               [&] { quantize_checkpoint(model, model + "/out", options); });
+  expect_error(ErrorCode::usage, "inside of the output",
+               [&] { quantize_checkpoint(model, dir_.string(), options); });
+  expect_error(ErrorCode::io, "", [&] { quantize_checkpoint(input, path("missing/out"), options); });
+  expect_error(ErrorCode::usage, "empty", [&] { quantize_checkpoint(input, "", options); });
+  options.force = false;
+  expect_error(ErrorCode::exists, "out", [&] { quantize_checkpoint(input, path("out"), options); });
+  fs::create_directory(path("dir"));
+  expect_error(ErrorCode::exists, "dir", [&] { quantize_checkpoint(model, path("dir"), options); });
+  options.force = true;
+  EXPECT_EQ(quantize_checkpoint(model, path("dir"), options).num_quantized, 2);
+  fs::create_symlink("/etc/passwd", model + "/notes.txt");
+  expect_error(ErrorCode::bad_input, "is a link",
+               [&] { quantize_checkpoint(model, path("linked"), options); });
+  for (const std::string& name : names()) EXPECT_FALSE(name.starts_with('.')) << name;
+}
+
+TEST_F(CheckpointTest, TensorNamesThatClash) {
+  const Tensor weight = random_tensor("a.weight", DType::bf16, {4, 64});
+  const std::string input = write_input({weight, random_tensor("a.weight.absmax", DType::f32, {4}),
+                                         random_tensor("a.scales", DType::f32, {4})});
+  expect_error(ErrorCode::bad_input, "would write tensor \"a.weight.absmax\"",
+               [&] { quantize_checkpoint(input, path("out"), options_for(Format::nf4)); });
+  expect_error(ErrorCode::bad_input, "would write tensor \"a.scales\"",
+               [&] { quantize_checkpoint(input, path("out"), options_for(Format::affine4)); });
+}
+
+TEST_F(CheckpointTest, CancelLeavesNothing) {
+  const std::string model = write_model_directory();
+  for (const char* phase : {"quantize", "verify", "sync"}) {
+    QuantizeOptions options = options_for(Format::nf4);
+    bool seen = false;
+    options.progress = [&](const Progress& progress) {
+      EXPECT_LE(progress.done_bytes, progress.total_bytes);
+      seen |= progress.phase == std::string(phase);
+      return !seen;
+    };
+    expect_error(ErrorCode::cancelled, phase, [&] { quantize_checkpoint(model, path("out"), options); });
+    EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
+  }
+  quantize_checkpoint(model, path("out"), options_for(Format::nf4));
+  DequantizeOptions options;
+  options.progress = [](const Progress&) { return false; };
+  expect_error(ErrorCode::cancelled, "dequantize",
+               [&] { dequantize_checkpoint(path("out"), path("dense"), options); });
+  expect_error(ErrorCode::cancelled, "compare",
+               [&] { compare_checkpoints(model, path("out"), 0, options.progress); });
+  EXPECT_EQ(names(), (std::vector<std::string>{"model", "out"}));
+}
+
+// ---- Verification
+
+// Every damage to the bytes of codes, and to the leading bytes of scales and zero points, must be found.
+TEST_F(CheckpointTest, VerifyFindsDamage) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {10, 256}, 3),
+                                         random_tensor("b.norm.weight", DType::bf16, {3, 7})});
+  const Checkpoint source = Checkpoint::open(input);
+  std::vector<QuantizeOptions> runs = {
+      options_for(Format::nf4),     options_for(Format::nf4),  options_for(Format::fp4),
+      options_for(Format::int4),    options_for(Format::int4), options_for(Format::affine4),
+      options_for(Format::affine2), options_for(Format::int5), options_for(Format::lut4)};
+  runs[1].double_quant = true;
+  runs[4].asymmetric = true;
+  for (QuantizeOptions& options : runs) {
+    options.force = true;
+    options.verify = false;
+    quantize_checkpoint(input, path("out"), options);
+    const std::string good = read_file(path("out"));
+    const Checkpoint written = Checkpoint::open(path("out"));
+    const io::QuantizedWeight& quantized = written.impl().quantized.at(0).weight;
+    const auto verify = [&] {
+      WeightReport report;
+      const io::VerifyItem items[] = {{source.find("a.weight"), &quantized, &report},
+                                      {source.find("b.norm.weight"), nullptr, nullptr}};
+      io::ProgressReporter reporter({});
+      io::ProgressPhase progress(reporter, "verify", 1);
+      io::verify_file(source.impl(), path("out"), items, 1, progress);
+    };
+    verify();
+    int64_t num_missed = 0, num_tried = 0;
+    for (const StoredTensor& tensor : written.tensors()) {
+      const bool is_scale = tensor.name.ends_with("scales") || tensor.name.ends_with("scale") ||
+                            tensor.name.ends_with("biases") || tensor.name.ends_with("absmax");
+      const size_t step = is_scale && tensor.dtype != "U8" ? tensor.dtype == "F32" ? 4 : 2 : 1;
+      for (uint64_t i = step - 1; i < tensor.num_bytes; i += step) {
+        std::string bad = good;
+        bad[tensor.offset + i] = static_cast<char>(bad[tensor.offset + i] ^ 0x42);
+        write_file(path("out"), bad);
+        ++num_tried;
+        try {
+          verify();
+          ++num_missed;
+        } catch (const Error& error) {
+          EXPECT_EQ(to_string(error.code()), std::string("VERIFY")) << error.what();
+        }
+      }
+    }
+    // What stays: the scale of a group of zeros, the sign of a zero, padding.
+    EXPECT_LE(num_missed, num_tried / 20)
+        << info(options.format).name << options.double_quant << options.asymmetric;
+  }
+}
+
+// No format, scale or magnitude makes it fail on what was written right.
+TEST_F(CheckpointTest, VerifyAcceptsEveryMagnitude) {
+  std::mt19937 rng(11);
+  const auto magnitudes = [&](const std::vector<int64_t>& shape, int kind) {
+    std::normal_distribution<float> normal;
+    std::uniform_int_distribution<int> exponent(-149, 100);
+    std::vector<float> values(static_cast<size_t>(product(shape)));
+    int group_exponent = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (i % 32 == 0) group_exponent = exponent(rng);
+      const int e = kind == 0 ? group_exponent : kind == 1 ? exponent(rng) : -20;
+      values[i] = std::ldexp(normal(rng), e);
+      if (kind == 2) values[i] += static_cast<float>(group_exponent);  // far from zero, close to each other
+    }
+    return values;
+  };
+  for (const Case& c : all_cases())
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+      for (int kind = 0; kind < 3; ++kind) {
+        std::vector<float> values = magnitudes(c.shape, kind);
+        if (dtype == DType::f16)
+          for (float& value : values) value = std::clamp(value, -65504.0f, 65504.0f);
+        QuantizeOptions options = c.options;
+        options.force = true;
+        options.num_threads = 1;
+        const std::string input = write_input(
+            {make_tensor("a.weight", dtype, c.shape, values), random_tensor("b.weight", dtype, c.shape)});
+        try {
+          quantize_checkpoint(input, path("out"), options);
+        } catch (const Error& error) {
+          EXPECT_NE(std::string(error.what()).find("cannot hold"), std::string::npos)
+              << error.what() << "\n  " << info(options.format).name << " kind " << kind << " rule "
+              << (options.scale_rule ? to_string(*options.scale_rule) : "default") << " double_quant "
+              << options.double_quant << " of " << to_string(dtype);
+        }
+      }
+}
+
+// ---- Reading what others wrote
+
+TEST_F(CheckpointTest, PartsMustFitTogether) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 128})});
+  for (const Format format : {Format::nf4, Format::int4, Format::affine4, Format::int3}) {
+    const std::string output = path(info(format).name);
+    quantize_checkpoint(input, output, options_for(format));
+    std::vector<Tensor> tensors;
+    const Checkpoint written = Checkpoint::open(output);
+    for (const StoredTensor& stored : written.tensors()) {
+      tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
+      written.read(stored, 0, tensors.back().bytes);
+    }
+    const io::Metadata metadata = written.impl().files[0].metadata;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      SCOPED_TRACE(tensors[i].name);
+      // Without one of them: not a quantized weight, or an error, but never another weight.
+      std::vector<Tensor> fewer = tensors;
+      fewer.erase(fewer.begin() + static_cast<int64_t>(i));
+      write_model(path("damaged"), fewer, metadata);
+      try {
+        const Checkpoint opened = Checkpoint::open(path("damaged"));
+        for (const Weight& weight : opened.weights()) EXPECT_FALSE(weight.layout.has_value());
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::bad_input) << error.what();
+      }
+      // With one row more.
+      std::vector<Tensor> larger = tensors;
+      larger[i].bytes.resize(larger[i].bytes.size() * 2);
+      larger[i].shape[0] *= 2;
+      write_model(path("damaged"), larger, metadata);
+      if (tensors[i].name.find("quant_s") == std::string::npos)
+        expect_error(ErrorCode::bad_input, "a.", [&] { Checkpoint::open(path("damaged")); });
+      // Of another dtype of the same size.
+      std::vector<Tensor> other = tensors;
+      other[i].dtype = tensors[i].dtype == "U8"     ? "I8"
+                       : tensors[i].dtype == "BF16" ? "I16"
+                       : tensors[i].dtype == "I64"  ? "F64"
+                                                    : "U16";
+      if (other[i].dtype == "U16") other[i].shape.back() *= 2;
+      write_model(path("damaged"), other, metadata);
+      try {
+        const Checkpoint opened = Checkpoint::open(path("damaged"));
+        for (const Weight& weight : opened.weights()) EXPECT_FALSE(weight.layout.has_value());
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::bad_input) << error.what();
+      }
+    }
+  }
+}
+
+TEST_F(CheckpointTest, MlxNeedsToBeToldItsGrid) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 128})});
+  quantize_checkpoint(input, path("mlx"), options_for(Format::affine4));
+  std::vector<Tensor> tensors;
+  const Checkpoint written = Checkpoint::open(path("mlx"));
+  for (const StoredTensor& stored : written.tensors()) {
+    tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
+    written.read(stored, 0, tensors.back().bytes);
+  }
+  fs::create_directory(path("model"));
+  write_model(path("model/model.safetensors"), tensors);
+  expect_error(ErrorCode::bad_input, "config.json", [&] { Checkpoint::open(path("model")); });
+  write_file(path("model/config.json"), R"({"quantization": {"group_size": 64, "bits": 4}})");
+  EXPECT_EQ(Checkpoint::open(path("model")).weights()[0].spec.group_size, 64);
+  write_file(path("model/config.json"),
+             R"({"quantization": {"group_size": 32, "bits": 3, "a": {"group_size": 64, "bits": 4}}})");
+  EXPECT_EQ(Checkpoint::open(path("model")).weights()[0].spec.format, Format::affine4);
+  write_file(path("model/config.json"), R"({"quantization": {"group_size": 32, "bits": 4}})");
+  expect_error(ErrorCode::bad_input, "does not fit weight \"a.weight\"",
+               [&] { Checkpoint::open(path("model")); });
+  write_file(path("model/config.json"), R"({"quantization": {"group_size": 64, "bits": 7}})");
+  expect_error(ErrorCode::bad_input, "7 bits", [&] { Checkpoint::open(path("model")); });
+}
+
+TEST_F(CheckpointTest, BitsandbytesStatesOfOthers) {
+  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 64});
+  quantize_checkpoint(write_input({tensor}), path("out"), options_for(Format::nf4));
+  const Checkpoint written = Checkpoint::open(path("out"));
+  std::vector<Tensor> tensors;
+  for (const StoredTensor& stored : written.tensors()) {
+    tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
+    written.read(stored, 0, tensors.back().bytes);
+  }
+  const auto with_state = [&](const std::string& text) {
+    std::vector<Tensor> changed = tensors;
+    for (Tensor& t : changed)
+      if (t.name.find("quant_state") != std::string::npos) {
+        t.bytes.assign(reinterpret_cast<const std::byte*>(text.data()),
+                       reinterpret_cast<const std::byte*>(text.data()) + text.size());
+        t.shape = {static_cast<int64_t>(text.size())};
+      }
+    write_model(path("state"), changed);
+    return Checkpoint::open(path("state"));
+  };
+  const auto ok = R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[4,64]}   )";
+  EXPECT_EQ(decode_all(with_state(ok), "a.weight", DType::f32), decode_all(written, "a.weight", DType::f32));
+  for (const auto& [state, text] : std::vector<std::pair<std::string, std::string>>{
+           {"", "not valid JSON"},
+           {"[]", "expected an object"},
+           {R"({"quant_type":"fp4","blocksize":64,"dtype":"bfloat16","shape":[4,64]})",
+            "differs from the name"},
+           {R"({"quant_type":"nf4","blocksize":48,"dtype":"bfloat16","shape":[4,64]})",
+            "\"blocksize\" must be one of"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"int8","shape":[4,64]})", "\"dtype\" must be"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16"})", "no \"shape\""},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[4,-64]})", "impossible shape"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[]})", "impossible shape"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[4611686018427387904,4]})",
+            "impossible shape"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[1e3,4]})",
+            "must hold integers"},
+           {R"({"quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[8,64]})",
+            "does not fit weight"},
+           {R"({"quant_type":"nf4","quant_type":"nf4","blocksize":64,"dtype":"bfloat16","shape":[4,64]})",
+            "duplicate key"}})
+    expect_error(ErrorCode::bad_input, text, [&] { with_state(state); });
+
+  // The same bytes under a floating dtype, as sharded training stores them.
+  for (Tensor& t : tensors)
+    if (t.name == "a.weight") t.dtype = "BF16", t.shape = {64, 1};
+  write_model(path("storage"), tensors);
+  EXPECT_EQ(decode_all(Checkpoint::open(path("storage")), "a.weight", DType::f32),
+            decode_all(written, "a.weight", DType::f32));
+}
+
+TEST_F(CheckpointTest, IndexFaults) {
+  const std::string model = write_model_directory();
+  const std::string index_path = model + "/model.safetensors.index.json";
+  const json good = json::parse(read_file(index_path));
+  const auto refused = [&](const std::string& text, const std::string& index) {
+    write_file(index_path, index);
+    expect_error(ErrorCode::bad_input, text, [&] { Checkpoint::open(model); });
+  };
+  const auto changed = [&](const std::string& tensor, const json& file) {
+    json index = good;
+    index["weight_map"][tensor] = file;
+    return index.dump();
+  };
+  write_model(dir_ / "outside.safetensors", {random_tensor("x.weight", DType::bf16, {2, 2})});
+  for (const std::string file : {"../outside.safetensors", "/etc/passwd", "..", "", "sub/code.py"})
+    refused("is not the name of a file within", changed("x.weight", file));
+  refused("does not exist", changed("x.weight", "missing.safetensors"));
+  refused("is a directory", changed("x.weight", "sub"));
+  fs::create_symlink("../outside.safetensors", model + "/link.safetensors");
+  refused("is a link", changed("x.weight", "link.safetensors"));
+  fs::remove(model + "/link.safetensors");
+  refused("differ by case only", changed("x.weight", "MODEL-00001-of-00002.safetensors"));
+  refused("tensor \"x.weight\" is not in model-00001-of-00002.safetensors",
+          changed("x.weight", "model-00001-of-00002.safetensors"));
+  refused(
+      "tensor \"lm_head.weight\" is listed in model-00001-of-00002.safetensors but is in "
+      "model-00002-of-00002.safetensors",
+      changed("lm_head.weight", "model-00001-of-00002.safetensors"));
+  refused("must be a string", changed("lm_head.weight", 7));
+  json index = good;
+  index["weight_map"].erase("lm_head.weight");
+  refused("tensor \"lm_head.weight\" of model-00002-of-00002.safetensors is not listed", index.dump());
+  refused("no \"weight_map\"", "{}");
+  refused("must be an object", R"({"weight_map": []})");
+  refused("not valid JSON at byte", "{\"weight_map\": {},}");
+  refused("duplicate key", R"({"weight_map": {"a": "x", "a": "y"}})");
+  refused("NUL", std::string("{\"weight_map\": {}}\0", 19));
+  refused("deeper", std::string(100, '[') + std::string(100, ']'));
+  write_file(index_path, good.dump());
+  write_model(model + "/model-00002-of-00002.safetensors",
+              {random_tensor("model.embed_tokens.weight", DType::bf16, {2, 2})});
+  expect_error(
+      ErrorCode::bad_input,
+      "\"model.embed_tokens.weight\" is in model-00001-of-00002.safetensors and in model-00002-of-00002",
+      [&] { Checkpoint::open(model); });
+  write_file(model + "/model.safetensors", "");
+  expect_error(ErrorCode::bad_input, "both model.safetensors and an index", [&] { Checkpoint::open(model); });
+}
+
+TEST_F(CheckpointTest, DirectoriesWithoutIndex) {
+  fs::create_directory(path("model"));
+  expect_error(ErrorCode::bad_input, "has no .safetensors file", [&] { Checkpoint::open(path("model")); });
+  expect_error(ErrorCode::io, "nowhere", [&] { Checkpoint::open(path("nowhere")); });
+  write_model(path("model/a.safetensors"), {random_tensor("a.weight", DType::bf16, {2, 64})});
+  EXPECT_EQ(Checkpoint::open(path("model")).weights().size(), 1u);
+  const CheckpointReport report = quantize_checkpoint(path("model"), path("out"), options_for(Format::nf4));
+  EXPECT_EQ(report.num_quantized, 1);
+  EXPECT_TRUE(fs::exists(path("out/a.safetensors")));
+  write_model(path("model/b.safetensors"), {random_tensor("b.weight", DType::bf16, {2, 64})});
+  expect_error(ErrorCode::bad_input, "has 2 .safetensors files but no",
+               [&] { Checkpoint::open(path("model")); });
+  write_model(path("model/model.safetensors"), {random_tensor("c.weight", DType::bf16, {2, 64})});
+  EXPECT_EQ(Checkpoint::open(path("model")).weights()[0].name, "c.weight");
+}
+
+TEST_F(CheckpointTest, Compare) {
+  std::vector<float> values(128, 1.0f), changed = values, nan = values;
+  changed[77] = 1.5f;
+  nan[3] = std::numeric_limits<float>::quiet_NaN();
+  const auto write = [&](const std::string& name, const std::vector<Tensor>& tensors) {
+    write_model(dir_ / name, tensors);
+    return path(name);
+  };
+  const Tensor integers{"ids", "I64", {2}, std::vector<std::byte>(16, std::byte{1})};
+  Tensor other = integers;
+  other.bytes[9] = std::byte{2};
+  const std::string a =
+      write("a", {make_tensor("changed", DType::f32, {2, 64}, values),
+                  make_tensor("equal", DType::bf16, {128}, values),
+                  make_tensor("nan", DType::f32, {128}, nan), make_tensor("only_a", DType::f32, {1}, {1}),
+                  make_tensor("reshaped", DType::f32, {2, 64}, values), integers});
+  const std::string b =
+      write("b", {make_tensor("changed", DType::f16, {2, 64}, changed),
+                  make_tensor("equal", DType::f32, {128}, values), make_tensor("nan", DType::f32, {128}, nan),
+                  make_tensor("only_b", DType::f32, {1}, {1}),
+                  make_tensor("reshaped", DType::f32, {64, 2}, values), other});
+  const std::vector<CompareRow> rows = compare_checkpoints(a, b);
+  std::vector<std::string> text;
+  for (const CompareRow& row : rows) text.push_back(row.name + ": " + row.problem);
+  EXPECT_EQ(text, (std::vector<std::string>{"ids: bytes differ", "nan: not finite", "only_a: missing in B",
+                                            "only_b: missing in A", "reshaped: shape [2, 64] against [64, 2]",
+                                            "changed: ", "equal: "}));
+  EXPECT_EQ(rows[5].max_error, 0.5);
+  EXPECT_EQ(rows[5].max_error_index, 77);
+  EXPECT_DOUBLE_EQ(rows[5].relative_rmse, std::sqrt(0.25 / 128));
+  EXPECT_EQ(rows[6].snr_db, std::numeric_limits<double>::infinity());
+}
+
+TEST_F(CheckpointTest, DecodeRefusesWrongArguments) {
+  const std::string input = write_input(
+      {random_tensor("a.weight", DType::bf16, {2, 64}), {"ids", "I64", {1}, std::vector<std::byte>(8)}});
+  const Checkpoint checkpoint = Checkpoint::open(input);
+  const Weight& weight = *checkpoint.find("a.weight");
+  float out[256];
+  expect_error(ErrorCode::usage, "not within", [&] { checkpoint.decode(weight, 100, 29, DType::f32, out); });
+  expect_error(ErrorCode::usage, "not within", [&] { checkpoint.decode(weight, -1, 2, DType::f32, out); });
+  expect_error(ErrorCode::usage, "dtype must be", [&] { checkpoint.decode(weight, 0, 1, DType::i8, out); });
+  expect_error(ErrorCode::usage, "is I64",
+               [&] { checkpoint.decode(*checkpoint.find("ids"), 0, 1, DType::f32, out); });
+  expect_error(ErrorCode::usage, "not within",
+               [&] { checkpoint.read(checkpoint.tensors()[0], 1, std::as_writable_bytes(std::span(out))); });
+  EXPECT_EQ(checkpoint.find("b"), nullptr);
+}
+
+}  // namespace
+}  // namespace halfbyte

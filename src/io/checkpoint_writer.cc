@@ -1,0 +1,185 @@
+#include "io/checkpoint_writer.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "core/checks.h"
+#include "io/json.h"
+#include "io/safetensors.h"
+
+namespace halfbyte::io {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+// Weights in other forms.
+constexpr std::string_view kSkippedEndings[] = {".safetensors", ".bin",     ".pt",   ".pth",
+                                                ".h5",          ".msgpack", ".gguf", ".onnx"};
+
+bool is_skipped_file(const std::string& name) {
+  return std::ranges::any_of(kSkippedEndings,
+                             [&](std::string_view ending) { return name.ends_with(ending); });
+}
+bool is_skipped_directory(const std::string& name) { return name.starts_with('.') || name == "original"; }
+
+// `prefix` is the relative path of the directory, with a slash at its end.
+void find_side_files(const Checkpoint::Impl& input, const std::string& prefix, SideFiles& files) {
+  std::error_code error;
+  std::vector<fs::directory_entry> entries;
+  const fs::path directory = fs::path(input.path) / prefix;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
+    entries.push_back(*it);
+  HALFBYTE_CHECK(!error, io, "cannot list directory \"{}\": {}", printable(directory.string()),
+                 error.message());
+  std::ranges::sort(entries);
+  for (const fs::directory_entry& entry : entries) {
+    const std::string name = entry.path().filename().string(), path = prefix + name;
+    const fs::file_status status = entry.symlink_status(error);
+    HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry.path().string()), error.message());
+    HALFBYTE_CHECK(
+        !fs::is_symlink(status), bad_input,
+        "\"{}\" is a link, and links are not followed below a model directory (a Hugging Face cache "
+        "snapshot consists of links: make a real copy with cp -rL)",
+        printable(entry.path().string()));
+    if (fs::is_directory(status)) {
+      if (is_skipped_directory(name)) {
+        files.skipped.push_back(path + "/");
+      } else {
+        find_side_files(input, path + "/", files);
+      }
+    } else if (prefix.empty() &&
+               (name == kConfigFile || name == kIndexFile ||
+                std::ranges::find(input.files, name, &Checkpoint::Impl::File::name) != input.files.end())) {
+      continue;
+    } else if (!fs::is_regular_file(status) || is_skipped_file(name)) {
+      files.skipped.push_back(path);
+    } else {
+      files.copied.push_back(path);
+    }
+  }
+}
+
+fs::path canonical(const std::string& path) {
+  std::error_code error;
+  const fs::path result = fs::weakly_canonical(fs::absolute(path, error), error);
+  HALFBYTE_CHECK(!error, io, "cannot resolve \"{}\": {}", printable(path), error.message());
+  return result.has_filename() ? result : result.parent_path();  // without a slash at its end
+}
+
+// Whether `path`, which need not exist, is inside of `directory`.
+bool is_inside(const std::string& path, const std::string& directory) {
+  const fs::path outer = canonical(directory), inner = canonical(path);
+  return std::ranges::mismatch(outer, inner).in1 == outer.end();
+}
+
+}  // namespace
+
+SideFiles find_side_files(const Checkpoint::Impl& input) {
+  SideFiles files;
+  if (input.is_directory) find_side_files(input, "", files);
+  return files;
+}
+
+void check_output_path(const std::string& input, const std::string& output) {
+  HALFBYTE_CHECK(!output.empty(), usage, "the output path is empty");
+  HALFBYTE_CHECK(!same_file(input, output), usage, "output \"{}\" is the input", printable(output));
+  std::error_code error;
+  HALFBYTE_CHECK(!fs::is_directory(input, error) || !is_inside(output, input), usage,
+                 "output \"{}\" is inside of the input \"{}\"", printable(output), printable(input));
+  // Replacing it would remove the input.
+  HALFBYTE_CHECK(!fs::is_directory(output, error) || !is_inside(input, output), usage,
+                 "input \"{}\" is inside of the output \"{}\"", printable(input), printable(output));
+}
+
+void set_metadata(Metadata& metadata, const std::string& key, const std::string& value) {
+  std::erase_if(metadata, [&](const auto& entry) { return entry.first == key; });
+  metadata.emplace_back(key, value);
+}
+
+CheckpointWriter::CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force)
+    : input_(input), output_(output), force_(force) {
+  check_output_path(input.path, output);
+  if (input.is_directory) directory_ = std::make_unique<OutputDirectory>(output, force);
+}
+
+void CheckpointWriter::begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata) {
+  file_.reset();
+  file_index_ = index;
+  tensors_ = std::move(tensors);
+  const SafetensorsLayout layout = lay_out_safetensors(tensors_, metadata);
+  by_name_.clear();
+  for (const StoredTensor& tensor : tensors_) {
+    HALFBYTE_CHECK(!weight_map_.contains(tensor.name), bad_input, "tensor \"{}\" would be written twice",
+                   printable(tensor.name));
+    by_name_[tensor.name] = &tensor;
+  }
+  const std::string path =
+      directory_ ? directory_->temporary_path() + "/" + input_.files[index].name : output_;
+  file_ = std::make_unique<OutputFile>(path, layout.file_bytes, force_);
+  file_->write(0, std::as_bytes(std::span(layout.prefix)));
+}
+
+void CheckpointWriter::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {
+  HALFBYTE_CHECK(offset <= tensor.num_bytes && bytes.size() <= tensor.num_bytes - offset, bug,
+                 "bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset, bytes.size(),
+                 printable(tensor.name), tensor.num_bytes);
+  file_->write(tensor.offset + offset, bytes);
+}
+
+void CheckpointWriter::commit_file() {
+  input_.files[file_index_].input.check_unchanged();
+  file_->commit();
+  file_.reset();
+  for (const StoredTensor& tensor : tensors_) {
+    weight_map_[tensor.name] = input_.files[file_index_].name;
+    total_bytes_ += tensor.num_bytes;
+  }
+}
+
+std::string CheckpointWriter::index_text() const {
+  nlohmann::json index = parse_json<nlohmann::json>(input_.index, kIndexFile);
+  if (!index["metadata"].is_object()) index["metadata"] = nlohmann::json::object();
+  index["metadata"]["total_size"] = total_bytes_;
+  index["weight_map"] = weight_map_;
+  return index.dump(2) + "\n";
+}
+
+void CheckpointWriter::write_text(const std::string& name, const std::string& text) {
+  OutputFile file(directory_->temporary_path() + "/" + name, text.size(), false);
+  file.write(0, std::as_bytes(std::span(text)));
+  file.commit();
+}
+
+void CheckpointWriter::copy_file(const std::string& name) {
+  const fs::path target = fs::path(directory_->temporary_path()) / name;
+  std::error_code error;
+  fs::create_directories(target.parent_path(), error);
+  HALFBYTE_CHECK(!error, io, "cannot make directory \"{}\": {}", printable(target.parent_path().string()),
+                 error.message());
+  const fs::path source = fs::path(input_.path) / name;
+  const InputFile from = InputFile::open_beneath(source.parent_path().string(), source.filename().string());
+  OutputFile to(target.string(), from.size(), false);
+  Buffer buffer;
+  for (uint64_t offset = 0; offset < from.size();) {
+    const uint64_t count = std::min<uint64_t>(from.size() - offset, kCopyBytes);
+    const std::span<std::byte> bytes(buffer.reserve(kCopyBytes), count);
+    from.read(offset, bytes);
+    to.write(offset, bytes);
+    offset += count;
+  }
+  from.check_unchanged();
+  to.commit();
+}
+
+void CheckpointWriter::finish(const SideFiles& side_files, const std::string& config) {
+  if (!directory_) return;
+  for (const std::string& name : side_files.copied) copy_file(name);
+  if (!input_.index.empty()) write_text(kIndexFile, index_text());
+  if (!config.empty()) write_text(kConfigFile, config);  // last: it says what the rest is
+  directory_->commit();
+}
+
+}  // namespace halfbyte::io

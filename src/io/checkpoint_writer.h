@@ -1,0 +1,69 @@
+// Writes a checkpoint beside the one it is made from: the same files, other tensors.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "io/checkpoint.h"
+#include "io/progress.h"
+
+namespace halfbyte::io {
+
+// Files of a model directory besides its tensors: relative paths.
+struct SideFiles {
+  std::vector<std::string> copied;   // without config.json and the index, which are rewritten
+  std::vector<std::string> skipped;  // weights in other forms, hidden directories
+};
+// Error(bad_input) for links. Nothing for a checkpoint that is a single file.
+SideFiles find_side_files(const Checkpoint::Impl& input);
+
+// Error(usage) if the output is the input, or one is inside the other.
+void check_output_path(const std::string& input, const std::string& output);
+
+// Sets or replaces a key.
+void set_metadata(Metadata& metadata, const std::string& key, const std::string& value);
+
+class CheckpointWriter {
+ public:
+  // Checks the output path and makes what keeps the output invisible until it is complete.
+  CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force);
+
+  // Begins the file in the place of file `index` of the input: reserves its space, writes its header.
+  // A file that was begun and not committed is forgotten.
+  void begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata);
+  // A tensor of the current file.
+  const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
+  // Thread safe for disjoint ranges.
+  void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
+  // To read it back.
+  const std::string& temporary_path() const { return file_->temporary_path(); }
+  void sync() { file_->sync(); }
+  void commit_file();
+
+  // Copies the other files, writes index and config (where not empty), makes the output visible.
+  void finish(const SideFiles& side_files, const std::string& config);
+
+ private:
+  void write_text(const std::string& name, const std::string& text);
+  void copy_file(const std::string& name);
+  std::string index_text() const;
+
+  const Checkpoint::Impl& input_;
+  std::string output_;
+  bool force_;
+  std::unique_ptr<OutputDirectory> directory_;  // null for a single file
+  std::unique_ptr<OutputFile> file_;            // the current one
+  size_t file_index_ = 0;
+  std::vector<StoredTensor> tensors_;  // of the current file
+  std::unordered_map<std::string_view, const StoredTensor*> by_name_;
+  std::map<std::string, std::string> weight_map_;  // of the committed files
+  uint64_t total_bytes_ = 0;
+};
+
+// A tensor that is copied unchanged, in tasks of this size.
+inline constexpr int64_t kCopyBytes = int64_t{4} << 20;
+
+}  // namespace halfbyte::io

@@ -1,0 +1,150 @@
+#include "io/config.h"
+
+#include <nlohmann/json.hpp>
+
+#include "core/words.h"
+#include "io/json.h"
+
+namespace halfbyte::io {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kName = "config.json";
+constexpr std::array<Word<DType>, 3> kTorchNames{
+    {{DType::f32, "float32"}, {DType::f16, "float16"}, {DType::bf16, "bfloat16"}}};
+
+Json parse_config(const std::string& text) {
+  Json config = parse_json<Json>(text, kName);
+  HALFBYTE_CHECK(config.is_object(), bad_input, "{}: expected an object, got {}", kName, config.type_name());
+  return config;
+}
+
+std::string dump(const Json& config) { return config.dump(2) + "\n"; }
+
+Json bitsandbytes_entry(const ModelQuantization& q) {
+  return {{"quant_method", "bitsandbytes"},
+          {"load_in_4bit", true},
+          {"load_in_8bit", false},
+          {"bnb_4bit_quant_type", info(q.spec.format).name},
+          {"bnb_4bit_use_double_quant", q.spec.double_quant},
+          {"bnb_4bit_compute_dtype", torch_name(q.weight_dtype)},
+          {"bnb_4bit_quant_storage", "uint8"},
+          {"llm_int8_skip_modules", q.dense_modules}};
+}
+
+// Its readers refuse keys that they do not know: no more than these.
+Json compressed_tensors_entry(const ModelQuantization& q) {
+  const bool grouped = q.spec.granularity == Granularity::group;
+  const Json weights = {{"num_bits", info(q.spec.format).bits},
+                        {"type", "int"},
+                        {"symmetric", !q.spec.asymmetric},
+                        {"strategy", to_string(q.spec.granularity)},
+                        {"group_size", grouped ? Json(q.spec.group_size) : Json()},
+                        {"dynamic", false}};
+  const Json group = {{"targets", Json::array({"Linear"})},
+                      {"input_activations", nullptr},
+                      {"output_activations", nullptr},
+                      {"weights", weights}};
+  return {{"quant_method", "compressed-tensors"},
+          {"format", "pack-quantized"},
+          {"quantization_status", "compressed"},
+          {"ignore", q.dense_modules},
+          {"config_groups", Json::object({{"group_0", group}})}};
+}
+
+Json mlx_entry(const QuantSpec& spec) {
+  return {{"group_size", spec.group_size}, {"bits", info(spec.format).bits}, {"mode", "affine"}};
+}
+
+Json halfbyte_entry(const QuantSpec& spec) {
+  Json entry = {{"quant_method", "halfbyte"},
+                {"version", 1},
+                {"format", info(spec.format).name},
+                {"granularity", to_string(spec.granularity)}};
+  if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat)
+    entry["group_size"] = spec.group_size;
+  return entry;
+}
+
+MlxGrid mlx_grid(const nlohmann::json& object, const std::string& what) {
+  const int64_t bits = json_integer(object, "bits", what);
+  HALFBYTE_CHECK(bits >= 1 && bits <= 8, bad_input, "{}: \"bits\" must be within [1, 8], got {}", what, bits);
+  return {static_cast<int>(bits), json_integer(object, "group_size", what)};
+}
+
+MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& what) {
+  MlxGrids grids;
+  if (!quantization.is_object()) return grids;
+  if (quantization.contains("bits") && quantization.contains("group_size"))
+    grids.all = mlx_grid(quantization, what);
+  for (const auto& [module, value] : quantization.items())
+    if (value.is_object()) grids.modules[module] = mlx_grid(value, what + " of module \"" + module + "\"");
+  return grids;
+}
+
+}  // namespace
+
+const char* torch_name(DType dtype) { return word_of(kTorchNames, dtype); }
+
+std::optional<DType> dtype_from_torch(std::string_view name) {
+  for (const auto& word : kTorchNames)
+    if (name == word.text) return word.value;
+  return {};
+}
+
+std::string quant_method(const std::string& config) {
+  const Json json = parse_config(config);
+  for (const char* key : {"quantization_config", "quantization"}) {
+    const auto entry = json.find(key);
+    if (entry == json.end() || entry->is_null()) continue;
+    if (entry->is_object() && entry->contains("quant_method") && (*entry)["quant_method"].is_string())
+      return (*entry)["quant_method"].get<std::string>();
+    return "mlx";
+  }
+  return "";
+}
+
+MlxGrids mlx_grids_of_config(const std::string& config) {
+  const auto json = parse_json<nlohmann::json>(config, kName);
+  if (!json.is_object() || !json.contains("quantization")) return {};
+  return mlx_grids_of(json["quantization"], std::string(kName) + ": quantization");
+}
+
+MlxGrids mlx_grids(const std::string& quantization) {
+  const std::string what = "__metadata__: quantization";
+  return mlx_grids_of(parse_json<nlohmann::json>(quantization, what), what);
+}
+
+std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dump(); }
+
+std::string with_quantization(const std::string& config, const ModelQuantization& quantization) {
+  Json json = parse_config(config);
+  switch (quantization.layout) {
+    case Layout::bitsandbytes:
+      json["quantization_config"] = bitsandbytes_entry(quantization);
+      break;
+    case Layout::compressed_tensors:
+      json["quantization_config"] = compressed_tensors_entry(quantization);
+      break;
+    case Layout::mlx:
+      json["quantization"] = mlx_entry(quantization.spec);
+      json["quantization_config"] = mlx_entry(quantization.spec);
+      break;
+    case Layout::halfbyte:
+      json["quantization_config"] = halfbyte_entry(quantization.spec);
+      break;
+  }
+  return dump(json);
+}
+
+std::string without_quantization(const std::string& config, std::optional<DType> dtype) {
+  Json json = parse_config(config);
+  json.erase("quantization_config");
+  json.erase("quantization");
+  for (const char* key : {"dtype", "torch_dtype"})
+    if (dtype && json.contains(key)) json[key] = torch_name(*dtype);
+  return dump(json);
+}
+
+}  // namespace halfbyte::io

@@ -1,0 +1,51 @@
+// config.json of a model directory: what it says about quantization. The only place that edits it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "halfbyte/checkpoint.hpp"
+
+namespace halfbyte::io {
+
+inline constexpr uint64_t kMaxConfigBytes = uint64_t{4} << 20;
+
+// "bfloat16": the dtype in PyTorch's words; f32, f16 and bf16 only.
+const char* torch_name(DType dtype);
+std::optional<DType> dtype_from_torch(std::string_view name);
+
+// Texts are whole config.json documents; what cannot be understood is Error(bad_input).
+
+// "quant_method" of a config that has a quantization ("mlx" where it names none); empty if it has none.
+std::string quant_method(const std::string& config);
+
+// How many bits and which groups an MLX model has: its tensors alone do not tell.
+struct MlxGrid {
+  int bits = 0;
+  int64_t group_size = 0;
+};
+struct MlxGrids {
+  std::optional<MlxGrid> all;
+  std::map<std::string, MlxGrid> modules;  // that differ from `all`
+};
+// From the "quantization" of a config, or from that object alone (as in a file's metadata).
+MlxGrids mlx_grids_of_config(const std::string& config);
+MlxGrids mlx_grids(const std::string& quantization);
+// That object for `spec`.
+std::string mlx_quantization(const QuantSpec& spec);
+
+struct ModelQuantization {
+  Layout layout;
+  QuantSpec spec;
+  DType weight_dtype;                      // of the weights before
+  std::vector<std::string> dense_modules;  // linear layers that are not quantized
+};
+std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
+// Without what with_quantization has added; `dtype` replaces the one the config names.
+std::string without_quantization(const std::string& config, std::optional<DType> dtype);
+
+}  // namespace halfbyte::io

@@ -1,0 +1,171 @@
+// Makes the quantized weights of a checkpoint dense, file by file; everything else is copied.
+#include <algorithm>
+#include <chrono>
+
+#include "core/checks.h"
+#include "cpu/parallel.h"
+#include "io/checkpoint_writer.h"
+#include "io/config.h"
+#include "io/safetensors.h"
+
+namespace halfbyte {
+namespace io {
+namespace {
+
+struct Task {
+  const Weight* weight;
+  int64_t begin, count;  // elements to decode, or bytes to copy
+};
+
+class Dequantizer {
+ public:
+  Dequantizer(const Checkpoint& input, const std::string& output, const DequantizeOptions& options)
+      : input_(input.impl()), output_(output), options_(options), reporter_(options.progress) {}
+
+  CheckpointReport run();
+
+ private:
+  void plan();
+  DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
+  Metadata metadata_of(size_t file) const;
+  void write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress);
+  uint64_t run_task(CheckpointWriter& writer, const Task& task, Decoder& decoder, Buffer& buffer) const;
+
+  const Checkpoint::Impl& input_;
+  const std::string& output_;
+  const DequantizeOptions& options_;
+  ProgressReporter reporter_;
+  std::vector<std::vector<const Weight*>> weights_of_file_;
+  std::vector<std::vector<Task>> tasks_of_file_;
+  SideFiles side_files_;
+  CheckpointReport report_;
+};
+
+void Dequantizer::plan() {
+  HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
+                 options_.num_threads);
+  const auto dtype = options_.dtype.value_or(DType::f32);
+  HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
+                 to_string(dtype));
+  weights_of_file_.resize(input_.files.size());
+  tasks_of_file_.resize(input_.files.size());
+  int64_t buffer_bytes = 0;
+  for (const Weight& weight : input_.weights) {
+    const size_t file = input_.file_index(weight);
+    weights_of_file_[file].push_back(&weight);
+    const StoredWeight* quantized = input_.quantized_weight(weight);
+    const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
+    const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t count =
+          quantized ? block_at(quantized->weight, begin).count : std::min(kCopyBytes, n - begin);
+      tasks_of_file_[file].push_back({&weight, begin, count});
+      // Decoded, and at most once more for the parts, in their stored and their native form.
+      buffer_bytes = std::max(buffer_bytes, count * (quantized ? size + 8 : 1));
+      begin += count;
+    }
+    WeightReport& report = report_.weights.emplace_back();
+    report.name = weight.name;
+    report.shape = weight.shape;
+    report.dtype = quantized ? dtype_to_safetensors(dtype_of(weight))
+                             : input_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
+    report.quantized = quantized != nullptr;
+    report.reason = quantized ? "" : "dense";
+    report.spec = weight.spec;
+    report.source_bytes = weight.num_bytes;
+    report.output_bytes = static_cast<uint64_t>(n * size);
+    const int64_t elements = num_elements(weight);
+    report.bits_per_weight =
+        elements == 0 ? 0 : 8 * static_cast<double>(report.output_bytes) / static_cast<double>(elements);
+    report_.source_bytes += report.source_bytes;
+    report_.output_bytes += report.output_bytes;
+    if (!quantized) continue;
+    if (!report_.layout) report_.layout = weight.layout;
+    report_.quantized_source_bytes += weight.num_bytes;
+    ++report_.num_quantized;
+  }
+  HALFBYTE_CHECK(report_.num_quantized > 0, bad_input,
+                 "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
+  report_.peak_buffer_bytes = static_cast<uint64_t>(buffer_bytes * effective_threads(options_.num_threads));
+  side_files_ = find_side_files(input_);
+}
+
+Metadata Dequantizer::metadata_of(size_t file) const {
+  Metadata metadata = input_.files[file].metadata;
+  if (report_.layout == Layout::mlx) {
+    std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
+    set_metadata(metadata, "format", "pt");
+  }
+  return metadata;
+}
+
+uint64_t Dequantizer::run_task(CheckpointWriter& writer, const Task& task, Decoder& decoder,
+                               Buffer& buffer) const {
+  const Weight& weight = *task.weight;
+  const int64_t size = weight.layout ? size_of(dtype_of(weight)) : 1;
+  const std::span<std::byte> bytes(buffer.reserve(task.count * size), static_cast<size_t>(task.count * size));
+  if (weight.layout) {
+    decoder.decode(weight, task.begin, task.count, dtype_of(weight), bytes.data());
+  } else {
+    input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
+                bytes);
+  }
+  writer.write(writer.tensor(weight.name), static_cast<uint64_t>(task.begin * size), bytes);
+  return bytes.size();
+}
+
+void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress) {
+  std::vector<StoredTensor> tensors;
+  for (const Weight* weight : weights_of_file_[file]) {
+    const StoredTensor& first = input_.tensors[static_cast<size_t>(weight->parts.front())];
+    const std::string dtype = weight->layout ? dtype_to_safetensors(dtype_of(*weight)) : first.dtype;
+    tensors.push_back({weight->name, dtype, weight->shape, "", 0, 0});
+  }
+  writer.begin_file(file, std::move(tensors), metadata_of(file));
+  const std::vector<Task>& tasks = tasks_of_file_[file];
+  const auto num_workers = static_cast<size_t>(effective_threads(options_.num_threads));
+  std::vector<Decoder> decoders;
+  for (size_t i = 0; i < num_workers; ++i) decoders.emplace_back(input_);
+  std::vector<Buffer> buffers(num_workers);
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, options_.num_threads,
+               [&](int64_t begin, int64_t end, int worker) {
+                 const auto w = static_cast<size_t>(worker);
+                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+                   progress.add(run_task(writer, tasks[i], decoders[w], buffers[w]));
+               });
+}
+
+CheckpointReport Dequantizer::run() {
+  report_.input = input_.path;
+  report_.output = output_;
+  plan();
+  report_.copied_files = side_files_.copied;
+  report_.skipped_files = side_files_.skipped;
+  const std::string config = input_.config.empty() ? "" : without_quantization(input_.config, options_.dtype);
+  if (options_.dry_run) return std::move(report_);
+
+  ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
+  CheckpointWriter writer(input_, output_, options_.force);
+  for (size_t file = 0; file < input_.files.size(); ++file) {
+    const auto start = std::chrono::steady_clock::now();
+    write_file(writer, file, progress);
+    const auto written = std::chrono::steady_clock::now();
+    writer.sync();
+    writer.commit_file();
+    const auto synced = std::chrono::steady_clock::now();
+    report_.run_seconds += std::chrono::duration<double>(written - start).count();
+    report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
+  }
+  writer.finish(side_files_, config);
+  return std::move(report_);
+}
+
+}  // namespace
+}  // namespace io
+
+CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
+                                       const DequantizeOptions& options) {
+  return io::Dequantizer(Checkpoint::open(input), output, options).run();
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,339 @@
+#include "io/layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/format.h"
+#include "core/words.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr std::array<Word<Layout>, 4> kLayouts{{{Layout::halfbyte, "halfbyte"},
+                                                {Layout::bitsandbytes, "bitsandbytes"},
+                                                {Layout::compressed_tensors, "compressed-tensors"},
+                                                {Layout::mlx, "mlx"}}};
+
+}  // namespace
+
+const char* to_string(Layout layout) { return word_of(kLayouts, layout); }
+Layout parse_layout(std::string_view word) { return value_of(kLayouts, word, "layout"); }
+
+namespace io {
+namespace {
+
+constexpr int64_t kWordBytes = 4;  // of packed zero points
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+int bits_of(const QuantizedWeight& weight) { return info(weight.spec.format).bits; }
+
+bool packs_zeros(const QuantizedWeight& weight) {
+  return layout_info(weight.layout).packs_zeros && has_zeros(weight.spec);
+}
+
+// Zero points in a word: 8 or 4.
+int64_t zeros_per_word(const QuantizedWeight& weight) { return 8 * kWordBytes / bits_of(weight); }
+
+int64_t stored_row_bytes(const QuantizedWeight& weight, const QuantShape& shape) {
+  return round_up(shape.row_bytes, layout_info(weight.layout).row_align_bytes);
+}
+
+// Rows that are stored as one matrix: those of an expert.
+int64_t rows_per_matrix(const QuantizedWeight& weight) {
+  return weight.shape.size() < 2 ? 1 : weight.shape[weight.shape.size() - 2];
+}
+
+template <class T, class ToText>
+void check_allowed(const LayoutInfo& layout, const char* what, const std::vector<T>& allowed, T value,
+                   const ToText& text) {
+  if (allowed.empty() || std::ranges::find(allowed, value) != allowed.end()) return;
+  std::string words;
+  for (const T& word : allowed) words += fmt::format("{}{}", words.empty() ? "" : " or ", text(word));
+  HALFBYTE_FAIL(usage, "layout {}: {} must be {}, got {}", layout.name, what, words, text(value));
+}
+
+float epsilon(DType dtype) {
+  return dtype == DType::f32 ? 0x1p-23f : dtype == DType::f16 ? 0x1p-10f : 0x1p-7f;
+}
+
+void replace_zero_scales(std::byte* scales, int64_t count, DType dtype) {
+  const auto type = scale_type(dtype);
+  for (int64_t i = 0; i < count; ++i)
+    if (formats::load_scale<float>(scales, i, type) == 0)
+      formats::store_scale(scales, i, epsilon(dtype), type);
+}
+
+// zeros [rows, groups] of bytes -> words [ceil(rows / per_word), groups], and back.
+void pack_zeros(const uint8_t* zeros, int64_t rows, int64_t groups, int bits, std::byte* stored) {
+  const int64_t per_word = 8 * kWordBytes / bits;
+  for (int64_t first = 0; first < rows; first += per_word)
+    for (int64_t group = 0; group < groups; ++group) {
+      uint32_t word = 0;
+      for (int64_t i = 0; i < std::min(per_word, rows - first); ++i)
+        word |= static_cast<uint32_t>(zeros[(first + i) * groups + group]) << (i * bits);
+      std::memcpy(stored + (first / per_word * groups + group) * kWordBytes, &word, kWordBytes);
+    }
+}
+void unpack_zeros(const std::byte* stored, int64_t rows, int64_t groups, int bits, uint8_t* zeros) {
+  const int64_t per_word = 8 * kWordBytes / bits;
+  const uint32_t mask = (1u << bits) - 1;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t group = 0; group < groups; ++group) {
+      uint32_t word;
+      std::memcpy(&word, stored + (row / per_word * groups + group) * kWordBytes, kWordBytes);
+      zeros[row * groups + group] = static_cast<uint8_t>(word >> (row % per_word * bits) & mask);
+    }
+}
+
+void swap_nibbles(const std::byte* from, std::byte* to, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; ++i) to[i] = from[i] << 4 | from[i] >> 4;
+}
+
+}  // namespace
+
+int64_t QuantizedWeight::rows() const {
+  int64_t product = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) product *= shape[i];
+  return product;
+}
+
+std::span<const LayoutInfo* const> all_layouts() {
+  // In the order of preference for a format that several hold.
+  static const std::array<const LayoutInfo*, 4> layouts = {
+      &bitsandbytes_layout(), &compressed_tensors_layout(), &mlx_layout(), &halfbyte_layout()};
+  return layouts;
+}
+
+const LayoutInfo& layout_info(Layout layout) {
+  for (const LayoutInfo* row : all_layouts())
+    if (row->layout == layout) return *row;
+  HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(layout));
+}
+
+const LayoutInfo& default_layout(Format format) {
+  for (const LayoutInfo* row : all_layouts())
+    if (row->formats.empty() || std::ranges::find(row->formats, format) != row->formats.end()) return *row;
+  HALFBYTE_FAIL(bug, "no layout for format {}", info(format).name);
+}
+
+QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options, DType dtype) {
+  const FormatInfo& format = info(options.format);
+  const auto word = [](auto value) { return to_string(value); };
+  QuantSpec spec;
+  spec.format = options.format;
+  spec.asymmetric = options.asymmetric;
+  spec.double_quant = options.double_quant;
+  spec.table = options.table;
+  spec.code_scale = layout.code_scale;
+  check_allowed(layout, "format", layout.formats, spec.format, [](Format f) { return info(f).name; });
+  HALFBYTE_CHECK(layout.asymmetric || !spec.asymmetric, usage,
+                 "layout {}: has no zero points: asymmetric must be off", layout.name);
+  HALFBYTE_CHECK(layout.double_quant || !spec.double_quant, usage,
+                 "layout {}: double quantization must be off", layout.name);
+
+  spec.granularity = options.granularity.value_or(layout.granularities.front());
+  check_allowed(layout, "granularity", layout.granularities, spec.granularity, word);
+  if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat) {
+    spec.group_size = options.group_size.value_or(layout.default_group_size);
+    check_allowed(layout, "group size", layout.group_sizes, spec.group_size,
+                  [](int64_t size) { return size; });
+  } else {
+    HALFBYTE_CHECK(!options.group_size, usage, "group size {} does not go with granularity {}",
+                   *options.group_size, to_string(spec.granularity));
+  }
+
+  const ScaleRule rule = layout.scale_rules.empty() ? format.default_rule : layout.scale_rules.front();
+  spec.scale_rule = options.scale_rule.value_or(spec.asymmetric ? ScaleRule::minmax : rule);
+  if (!spec.asymmetric) check_allowed(layout, "scale rule", layout.scale_rules, spec.scale_rule, word);
+
+  switch (layout.scale_dtypes) {
+    case ScaleDTypes::f32:
+      spec.scale_dtype = options.scale_dtype.value_or(DType::f32);
+      check_allowed(layout, "scale dtype", {DType::f32}, spec.scale_dtype, word);
+      break;
+    case ScaleDTypes::of_weight:
+      spec.scale_dtype = options.scale_dtype.value_or(dtype);
+      HALFBYTE_CHECK(spec.scale_dtype == dtype, usage,
+                     "layout {}: scale dtype must be that of the weights, which is {}, got {}", layout.name,
+                     to_string(dtype), to_string(spec.scale_dtype));
+      break;
+    case ScaleDTypes::any:
+      spec.scale_dtype = options.scale_dtype.value_or(spec.double_quant ? DType::f32 : DType::f16);
+      check_allowed(layout, "scale dtype", {DType::f32, DType::f16, DType::bf16}, spec.scale_dtype, word);
+      break;
+  }
+  check_spec(spec);
+  return spec;
+}
+
+std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape) {
+  const int64_t cols = shape.back();
+  if (layout.whole_groups && spec.granularity == Granularity::group && cols % spec.group_size != 0)
+    return fmt::format("layout {}: {} columns are not a multiple of the group size {}", layout.name, cols,
+                       spec.group_size);
+  if (cols < layout.min_cols)
+    return fmt::format("layout {}: {} columns are fewer than {}", layout.name, cols, layout.min_cols);
+  return "";
+}
+
+std::vector<Part> parts_of(const QuantizedWeight& weight) { return layout_info(weight.layout).parts(weight); }
+
+std::vector<int64_t> with_last(std::span<const int64_t> shape, int64_t last) {
+  std::vector<int64_t> result(shape.begin(), shape.end());
+  result.back() = last;
+  return result;
+}
+
+std::byte* Buffer::reserve(int64_t num_bytes) {
+  if (num_bytes > num_bytes_) {
+    data_.reset();  // before the new one: never both
+    data_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_bytes));
+    num_bytes_ = num_bytes;
+  }
+  return data_.get();
+}
+
+Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_elements) {
+  const int64_t cols = weight.cols(), num_rows = weight.rows(), num_elements = num_rows * cols;
+  Block block;
+  if (weight.spec.granularity == Granularity::flat) {
+    const int64_t unit = 8 * std::min(weight.spec.group_size, num_elements);
+    block.begin = element / unit * unit;
+    block.count = std::min(num_elements - block.begin, std::max(unit, max_elements / unit * unit));
+    block.rows = 1;
+    block.cols = block.count;
+    block.first_group = block.begin / weight.spec.group_size;
+  } else {
+    // Words of zero points hold up to 8 rows of one matrix.
+    const int64_t unit = packs_zeros(weight) ? 8 : 1;
+    const int64_t matrix_rows = packs_zeros(weight) ? rows_per_matrix(weight) : num_rows;
+    const int64_t row = element / cols;
+    const int64_t matrix = row / matrix_rows * matrix_rows;
+    block.first_row = matrix + (row - matrix) / unit * unit;
+    block.rows =
+        std::min(matrix + matrix_rows - block.first_row, std::max(unit, max_elements / cols / unit * unit));
+    block.cols = cols;
+    block.begin = block.first_row * cols;
+    block.count = block.rows * cols;
+  }
+  block.shape = quant_shape(weight.spec, block.rows, block.cols);
+  if (weight.spec.granularity == Granularity::channel || weight.spec.granularity == Granularity::group)
+    block.first_group = block.first_row * block.shape.groups_per_row;
+  return block;
+}
+
+StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role) {
+  int64_t offset = 0, num_bytes = 0;
+  if (role == Role::codes && weight.spec.granularity == Granularity::flat) {
+    offset = block.begin / 8 * bits_of(weight);
+    num_bytes = block.shape.row_bytes;
+  } else if (role == Role::codes) {
+    offset = block.first_row * stored_row_bytes(weight, block.shape);
+    num_bytes = block.rows * stored_row_bytes(weight, block.shape);
+  } else if (role == Role::zeros && packs_zeros(weight)) {
+    const int64_t matrix_rows = rows_per_matrix(weight), per_word = zeros_per_word(weight);
+    const int64_t word_rows = block.first_row / matrix_rows * (round_up(matrix_rows, per_word) / per_word) +
+                              block.first_row % matrix_rows / per_word;
+    offset = word_rows * block.shape.groups_per_row * kWordBytes;
+    num_bytes = round_up(block.rows, per_word) / per_word * block.shape.groups_per_row * kWordBytes;
+  } else {
+    const int64_t size = role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype);
+    offset = block.first_group * size;
+    num_bytes = block.shape.num_groups * size;
+  }
+  return {static_cast<uint64_t>(offset), static_cast<uint64_t>(num_bytes)};
+}
+
+int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role) {
+  if (role == Role::codes) return block.shape.code_bytes();
+  return block.shape.num_groups * (role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype));
+}
+
+std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block& block, Role role,
+                                     std::byte* native, Buffer& scratch) {
+  const LayoutInfo& layout = layout_info(weight.layout);
+  const auto num_bytes = static_cast<int64_t>(stored_range(weight, block, role).num_bytes);
+  std::byte* stored = native;
+  if (role == Role::codes && layout.high_nibble_first) {
+    swap_nibbles(native, native, num_bytes);
+  } else if (role == Role::codes && layout.row_align_bytes > 1) {
+    const int64_t row_bytes = block.shape.row_bytes, stored_row = stored_row_bytes(weight, block.shape);
+    const int used_bits = static_cast<int>(block.cols * bits_of(weight) % 8);
+    if (stored_row != row_bytes) stored = scratch.reserve(num_bytes);
+    for (int64_t row = 0; row < block.rows; ++row) {
+      std::byte* const end = stored + row * stored_row + row_bytes;
+      if (stored != native) {
+        std::memcpy(end - row_bytes, native + row * row_bytes, static_cast<size_t>(row_bytes));
+        std::memset(end, 0, static_cast<size_t>(stored_row - row_bytes));
+      }
+      if (used_bits != 0) end[-1] &= static_cast<std::byte>((1 << used_bits) - 1);
+    }
+  } else if (role == Role::zeros && packs_zeros(weight)) {
+    stored = scratch.reserve(num_bytes);
+    pack_zeros(reinterpret_cast<const uint8_t*>(native), block.rows, block.shape.groups_per_row,
+               bits_of(weight), stored);
+  } else if (role == Role::scales && layout.zero_scale_is_eps) {
+    replace_zero_scales(native, block.shape.num_groups, weight.spec.scale_dtype);
+  }
+  return {stored, static_cast<size_t>(num_bytes)};
+}
+
+void to_native(const QuantizedWeight& weight, const Block& block, Role role, const std::byte* stored,
+               std::byte* native) {
+  const LayoutInfo& layout = layout_info(weight.layout);
+  const int64_t num_bytes = native_bytes(weight, block, role);
+  if (role == Role::codes && layout.high_nibble_first) {
+    swap_nibbles(stored, native, num_bytes);
+  } else if (role == Role::codes && stored_row_bytes(weight, block.shape) != block.shape.row_bytes) {
+    const int64_t row_bytes = block.shape.row_bytes, stored_row = stored_row_bytes(weight, block.shape);
+    for (int64_t row = 0; row < block.rows; ++row)
+      std::memcpy(native + row * row_bytes, stored + row * stored_row, static_cast<size_t>(row_bytes));
+  } else if (role == Role::zeros && packs_zeros(weight)) {
+    unpack_zeros(stored, block.rows, block.shape.groups_per_row, bits_of(weight),
+                 reinterpret_cast<uint8_t*>(native));
+  } else {
+    std::memcpy(native, stored, static_cast<size_t>(num_bytes));
+  }
+}
+
+Buffer& NativeBuffers::of(Role role) {
+  switch (role) {
+    case Role::codes:
+      return codes;
+    case Role::scales:
+      return scales;
+    case Role::zeros:
+      return zeros;
+    case Role::biases:
+      return biases;
+    default:
+      HALFBYTE_FAIL(bug, "no native buffer for role {}", static_cast<int>(role));
+  }
+}
+
+QuantizedView native_view(const QuantizedWeight& weight, const Block& block, NativeBuffers& buffers) {
+  QuantizedView view;
+  view.spec = weight.spec;
+  view.spec.double_quant = false;  // the scales of a block are always expanded
+  view.rows = block.rows;
+  view.cols = block.cols;
+  for (const Role role : block_roles(weight.spec))
+    buffers.of(role).reserve(native_bytes(weight, block, role));
+  view.codes = reinterpret_cast<uint8_t*>(buffers.codes.data());
+  view.scales = buffers.scales.data();
+  if (has_zeros(weight.spec)) view.zeros = reinterpret_cast<uint8_t*>(buffers.zeros.data());
+  if (has_biases(weight.spec)) view.biases = buffers.biases.data();
+  return view;
+}
+
+std::vector<Role> block_roles(const QuantSpec& spec) {
+  std::vector<Role> roles = {Role::codes, Role::scales};
+  if (has_zeros(spec)) roles.push_back(Role::zeros);
+  if (has_biases(spec)) roles.push_back(Role::biases);
+  return roles;
+}
+
+}  // namespace io
+}  // namespace halfbyte

@@ -1,0 +1,154 @@
+// How each tool stores quantized weights. A layout is one row of a table: what it can hold, how its codes
+// are packed, which tensors it writes, and how it finds them again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "halfbyte/checkpoint.hpp"
+#include "halfbyte/ops.hpp"
+
+namespace halfbyte::io {
+
+// What a stored tensor is to a quantized weight.
+enum class Role : uint8_t {
+  codes,
+  scales,  // u8 where they are quantized in turn (double quantization)
+  zeros,
+  biases,
+  scales_absmax,  // double quantization: one value for 256 scales
+  constant,       // all bytes follow from the description of the weight
+};
+
+struct Part {
+  Role role;
+  std::string name;
+  std::string dtype;  // as safetensors spells it
+  std::vector<int64_t> shape;
+  std::string content = {};  // of a constant
+};
+
+// Everything about a quantized weight but its codes and scales.
+struct QuantizedWeight {
+  std::string name;
+  std::vector<int64_t> shape;  // of the dense weight; at least one extent
+  DType dtype = DType::f32;    // of the dense weight
+  Layout layout = Layout::halfbyte;
+  QuantSpec spec;
+  float scales_offset = 0;             // double quantization
+  std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
+  std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
+
+  int64_t cols() const { return shape.back(); }
+  int64_t rows() const;  // product of the leading extents
+  QuantShape quant_shape() const { return halfbyte::quant_shape(spec, rows(), cols()); }
+};
+
+// Which dtypes the scales and biases of a layout have.
+enum class ScaleDTypes : uint8_t { f32, of_weight, any };
+
+struct LayoutInfo {
+  Layout layout;
+  const char* name;
+  // What it can hold. The first entry of a list is the default; an empty list allows everything and
+  // leaves the default to the format.
+  std::vector<Format> formats = {};
+  bool asymmetric = false;
+  bool double_quant = false;
+  std::vector<Granularity> granularities = {};
+  std::vector<int64_t> group_sizes = {};
+  int64_t default_group_size = 64;
+  bool whole_groups = false;                // a row is a multiple of the group size
+  int64_t min_cols = 0;                     // a row has at least so many elements
+  std::vector<ScaleRule> scale_rules = {};  // with a zero point it is always minmax
+  ScaleDTypes scale_dtypes = ScaleDTypes::any;
+  CodeScale code_scale = CodeScale::stored;
+  // How what it stores differs from the native layout (QuantShape).
+  bool high_nibble_first = false;
+  int64_t row_align_bytes = 1;     // rows of codes are padded to it with zero bits
+  bool packs_zeros = false;        // zero points like codes, in words of 32 bits along the rows
+  bool zero_scale_is_eps = false;  // the scale of an all-zero group is the epsilon of its dtype
+
+  std::vector<Part> (*parts)(const QuantizedWeight& weight);
+  // Appends the weights that it recognises by their tensors.
+  void (*match)(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found);
+};
+
+std::span<const LayoutInfo* const> all_layouts();
+const LayoutInfo& layout_info(Layout layout);
+const LayoutInfo& bitsandbytes_layout();
+const LayoutInfo& compressed_tensors_layout();
+const LayoutInfo& mlx_layout();
+const LayoutInfo& halfbyte_layout();
+
+// The first layout that holds the format.
+const LayoutInfo& default_layout(Format format);
+
+// The spec that the options ask for, open choices filled in, for weights of `dtype`. Error(usage) naming
+// layout, rule and value where the layout does not allow one.
+QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options, DType dtype);
+// Why the layout cannot hold a weight of this shape; empty if it can.
+std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape);
+
+// The tensors of a weight. Those of scales_absmax and constants are known only with scales_offset; their
+// sizes do not depend on it.
+std::vector<Part> parts_of(const QuantizedWeight& weight);
+
+// shape[:-1] + [last]
+std::vector<int64_t> with_last(std::span<const int64_t> shape, int64_t last);
+
+// Memory that grows without being copied or cleared.
+class Buffer {
+ public:
+  std::byte* reserve(int64_t num_bytes);
+  std::byte* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<std::byte[]> data_;
+  int64_t num_bytes_ = 0;
+};
+
+// A range of a weight that can be quantized, stored and read on its own: whole rows, or (flat) whole groups
+// that fill whole bytes.
+struct Block {
+  int64_t begin = 0, count = 0;  // elements of the row-major weight
+  int64_t rows = 0, cols = 0;    // as a matrix
+  int64_t first_row = 0;         // of codes (flat: 0)
+  int64_t first_group = 0;
+  QuantShape shape;  // of the block
+};
+// Large enough to hide the cost of a read, small enough for the second-level cache.
+inline constexpr int64_t kBlockElements = 256 * 1024;
+// The block of at most max_elements, or else as small as possible, that begins where the element can be
+// reached first.
+Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_elements = kBlockElements);
+
+// The bytes that a block has in the part of this role (codes, scales, zeros or biases; scales that are
+// not quantized in turn).
+struct StoredRange {
+  uint64_t offset = 0, num_bytes = 0;
+};
+StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role);
+// Bytes of the same in the native layout.
+int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role);
+// Converts those of a block; may change `native`, and may use `scratch` for the result.
+std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block& block, Role role,
+                                     std::byte* native, Buffer& scratch);
+void to_native(const QuantizedWeight& weight, const Block& block, Role role, const std::byte* stored,
+               std::byte* native);
+
+// The native form of a block.
+struct NativeBuffers {
+  Buffer codes, scales, zeros, biases;
+  Buffer& of(Role role);
+};
+// What quantize and dequantize work on: the buffers, large enough.
+QuantizedView native_view(const QuantizedWeight& weight, const Block& block, NativeBuffers& buffers);
+// Roles with data for each block.
+std::vector<Role> block_roles(const QuantSpec& spec);
+
+}  // namespace halfbyte::io

@@ -1,0 +1,60 @@
+// Progress of a long operation: told to one caller at a time, about ten times a second.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <utility>
+
+#include "core/checks.h"
+#include "halfbyte/checkpoint.hpp"
+
+namespace halfbyte::io {
+
+class ProgressReporter {
+ public:
+  explicit ProgressReporter(ProgressFunction function) : function_(std::move(function)) {}
+
+  // Thread safe. Error(cancelled) where the caller says so.
+  void report(const Progress& progress) {
+    if (!function_) return;
+    const bool last = progress.done_bytes >= progress.total_bytes;
+    const int64_t now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::milliseconds(1);
+    if (!last && now < next_) return;
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (last) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return;
+    }
+    next_ = now + 100;
+    HALFBYTE_CHECK(function_(progress), cancelled, "{} was cancelled", progress.phase);
+  }
+
+ private:
+  ProgressFunction function_;
+  std::mutex mutex_;
+  std::atomic<int64_t> next_ = 0;
+};
+
+// Counts the bytes of one phase of the operation.
+class ProgressPhase {
+ public:
+  ProgressPhase(ProgressReporter& reporter, const char* name, uint64_t total_bytes)
+      : reporter_(reporter), name_(name), total_bytes_(total_bytes) {}
+
+  void add(uint64_t num_bytes) {
+    const uint64_t done = done_bytes_ += num_bytes;
+    reporter_.report({name_, done, total_bytes_});
+  }
+  // What was added must be done again.
+  void take_back(uint64_t num_bytes) { done_bytes_ -= num_bytes; }
+
+ private:
+  ProgressReporter& reporter_;
+  const char* name_;
+  uint64_t total_bytes_;
+  std::atomic<uint64_t> done_bytes_ = 0;
+};
+
+}  // namespace halfbyte::io

@@ -1,0 +1,612 @@
+// Quantizes a checkpoint file by file. The sizes of all output tensors are known before the first byte is
+// read, so blocks of all weights of a file are read, quantized and written in any order, in parallel.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <regex>
+#include <set>
+
+#include "core/checks.h"
+#include "cpu/parallel.h"
+#include "io/checkpoint_writer.h"
+#include "io/config.h"
+#include "io/safetensors.h"
+#include "io/verify.h"
+
+namespace halfbyte {
+namespace io {
+namespace {
+
+constexpr size_t kMaxMatchedName = 1024;  // std::regex recurses
+
+// The regular expressions of --include or --exclude.
+class NameFilter {
+ public:
+  NameFilter(const char* option, const std::vector<std::string>& expressions) : option_(option) {
+    for (const std::string& text : expressions) try {
+        expressions_.emplace_back(text, std::regex::ECMAScript | std::regex::optimize);
+      } catch (const std::regex_error& error) {
+        HALFBYTE_FAIL(usage, "{}: \"{}\" is not a regular expression: {}", option_, printable(text),
+                      error.what());
+      }
+  }
+  bool matches(const std::string& name) const {
+    if (name.size() > kMaxMatchedName) return false;
+    try {
+      return std::ranges::any_of(expressions_,
+                                 [&](const std::regex& e) { return std::regex_search(name, e); });
+    } catch (const std::regex_error& error) {
+      HALFBYTE_FAIL(usage, "{}: too complex for \"{}\": {}", option_, printable(name), error.what());
+    }
+  }
+
+ private:
+  const char* option_;
+  std::vector<std::regex> expressions_;
+};
+
+// Names of embeddings; of heads, norms and routers, which lose more than they save.
+const NameFilter& embedding_names() {
+  static const NameFilter filter("embeddings",
+                                 {R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)"});
+  return filter;
+}
+const NameFilter& kept_names() {
+  static const NameFilter filter("kept", {R"(lm_head|^(output|head)\.weight$|norm|(gate|router)\.weight$)"});
+  return filter;
+}
+
+bool is_quantizable(const std::optional<DType>& dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+// One weight of the input and what becomes of it.
+struct Item {
+  const Weight* source;
+  size_t report;          // its place in CheckpointReport::weights
+  bool quantize = false;  // false: copied
+  QuantizedWeight target = {};
+  std::vector<Part> parts = {};
+  // What running has brought.
+  ValueRange range = {};  // Granularity::tensor
+  QuantizeStatus status = {};
+  std::vector<float> scales = {};  // double quantization
+};
+
+class Quantizer {
+ public:
+  Quantizer(const Checkpoint& input, const std::string& output, const QuantizeOptions& options)
+      : input_(input.impl()),
+        output_(output),
+        options_(options),
+        layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
+        reporter_(options.progress) {}
+
+  CheckpointReport run();
+
+ private:
+  struct Task {
+    size_t item;
+    int64_t begin, count;  // elements to quantize, or bytes to copy
+  };
+  struct Scratch {
+    Buffer source, stored;
+    NativeBuffers native;
+  };
+
+  void plan();
+  void refuse_quantized() const;
+  void select();
+  void keep_dense(Item& item, const std::string& reason);
+  void set_target(Item& item, const QuantSpec& spec);
+  std::string config_text() const;
+  Metadata metadata_of(size_t file) const;
+  std::vector<StoredTensor> tensors_of(std::span<const size_t> items) const;
+  std::vector<Task> tasks_of(std::span<const size_t> items) const;
+  uint64_t buffer_bytes(std::span<const size_t> items) const;
+
+  void run_file(CheckpointWriter& writer, size_t file);
+  void write_file(CheckpointWriter& writer, size_t file);
+  void find_ranges(const std::vector<Task>& tasks);
+  TensorView read_block(const Item& item, const Block& block, Buffer& buffer) const;
+  void copy_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) const;
+  QuantizeStatus quantize_block(CheckpointWriter& writer, const Task& task, Scratch& scratch);
+  void finish_weight(CheckpointWriter& writer, Item& item) const;
+  bool plan_again(size_t file);
+  void verify(CheckpointWriter& writer, size_t file);
+
+  WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
+
+  const Checkpoint::Impl& input_;
+  const std::string& output_;
+  const QuantizeOptions& options_;
+  const LayoutInfo& layout_;
+  ProgressReporter reporter_;
+  std::vector<Item> items_;
+  std::vector<std::vector<size_t>> items_of_file_;
+  SideFiles side_files_;
+  CheckpointReport report_;
+  std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// "a", "b", "c" and 4 more
+std::string name_list(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 3;
+  std::string text;
+  for (size_t i = 0; i < std::min(kShown, names.size()); ++i)
+    text += fmt::format("{}\"{}\"", i == 0 ? "" : ", ", printable(names[i]));
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+// ---- The plan
+
+// Quantizing what was quantized before measures its error against the wrong weights.
+void Quantizer::refuse_quantized() const {
+  for (const Weight& weight : input_.weights)
+    HALFBYTE_CHECK(!weight.layout, bad_input,
+                   "weight \"{}\" is already quantized (layout {}): dequantize it first",
+                   printable(weight.name), to_string(*weight.layout));
+  const std::string method = input_.config.empty() ? "" : quant_method(input_.config);
+  HALFBYTE_CHECK(method.empty(), bad_input,
+                 "\"{}\": config.json says that the model is already quantized ({})", printable(input_.path),
+                 printable(method));
+  // Tensors that only quantized models of other tools have.
+  constexpr std::string_view kEndings[] = {".qweight", ".SCB", ".weight_packed", ".weight_scale",
+                                           ".weight_scale_inv"};
+  for (const StoredTensor& tensor : input_.tensors) {
+    // A matrix of small floats is no weight as it was trained.
+    const bool low_bits =
+        tensor.shape.size() >= 2 && tensor.dtype.starts_with('F') &&
+        safetensors_dtype_bits(tensor.dtype) <= 8 &&
+        (tensor.name.ends_with(".weight") || tensor.name.find("experts") != std::string::npos);
+    const bool by_name =
+        std::ranges::any_of(kEndings, [&](std::string_view e) { return tensor.name.ends_with(e); });
+    HALFBYTE_CHECK(!low_bits && !by_name, bad_input,
+                   "tensor \"{}\" ({}) belongs to a model that is already quantized", printable(tensor.name),
+                   tensor.dtype);
+  }
+}
+
+// Chooses the weights to quantize, and says why the others stay dense.
+void Quantizer::select() {
+  const NameFilter include("include", options_.include), exclude("exclude", options_.exclude);
+  for (const Weight& weight : input_.weights) {
+    Item& item = items_.emplace_back(Item{&weight, report_.weights.size()});
+    WeightReport& report = report_.weights.emplace_back();
+    report.name = weight.name;
+    report.shape = weight.shape;
+    report.dtype = input_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
+    report.source_bytes = weight.num_bytes;
+    report_.source_bytes += weight.num_bytes;
+
+    const std::string& name = weight.name;
+    const bool experts = name.find("experts") != std::string::npos;
+    const bool rank_fits = weight.shape.size() == 2 || (weight.shape.size() == 3 && experts);
+    const bool excluded = exclude.matches(name);
+    bool chosen = false;
+    if (options_.include.empty()) {
+      chosen = rank_fits && is_quantizable(weight.dtype) && name.size() <= kMaxMatchedName &&
+               (name.ends_with(".weight") || weight.shape.size() == 3) && !embedding_names().matches(name) &&
+               !kept_names().matches(name);
+    } else if (rank_fits && include.matches(name)) {
+      HALFBYTE_CHECK(is_quantizable(weight.dtype) || excluded, usage,
+                     "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
+                     printable(name), report.dtype);
+      chosen = true;
+    }
+    if (!chosen) {
+      keep_dense(item, "not selected");
+    } else if (excluded) {
+      keep_dense(item, "excluded");
+    } else if (num_elements(weight) == 0) {
+      keep_dense(item, "empty");
+    } else {
+      item.quantize = true;
+    }
+  }
+}
+
+void Quantizer::keep_dense(Item& item, const std::string& reason) {
+  item.quantize = false;
+  WeightReport& report = report_of(item);
+  report.quantized = false;
+  report.reason = reason;
+  report.note.clear();
+  report.spec = {};
+  report.output_bytes = report.source_bytes;
+  const int64_t n = num_elements(*item.source);
+  report.bits_per_weight = n == 0 ? 0 : 8 * static_cast<double>(report.output_bytes) / static_cast<double>(n);
+}
+
+void Quantizer::set_target(Item& item, const QuantSpec& spec) {
+  item.target = {item.source->name, item.source->shape, *item.source->dtype, layout_.layout, spec};
+  item.parts = parts_of(item.target);
+  WeightReport& report = report_of(item);
+  report.quantized = true;
+  report.spec = spec;
+  report.output_bytes = 0;
+  for (const Part& part : item.parts) {
+    uint64_t num_bytes = static_cast<uint64_t>(safetensors_dtype_bits(part.dtype) / 8);
+    for (const int64_t extent : part.shape) num_bytes *= static_cast<uint64_t>(extent);
+    report.output_bytes += num_bytes;
+  }
+  report.bits_per_weight =
+      8 * static_cast<double>(report.output_bytes) / static_cast<double>(num_elements(*item.source));
+}
+
+void Quantizer::plan() {
+  HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
+                 options_.num_threads);
+  // Wrong options are reported even where nothing would be quantized.
+  resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16));
+  refuse_quantized();
+  select();
+  std::vector<std::string> not_held;
+  std::string first_reason;
+  for (Item& item : items_) {
+    if (!item.quantize) continue;
+    const QuantSpec spec = resolve_spec(layout_, options_, *item.source->dtype);
+    const std::string reason = cannot_hold(layout_, spec, item.source->shape);
+    if (reason.empty()) {
+      set_target(item, spec);
+    } else {
+      keep_dense(item, "fallback: " + reason);
+      not_held.push_back(item.source->name);
+      if (first_reason.empty()) first_reason = reason;
+    }
+  }
+  HALFBYTE_CHECK(
+      not_held.empty() || options_.fallback_dense, bad_input,
+      "{} of the selected weights cannot be quantized: {} ({}); exclude them, or let them stay dense with "
+      "--fallback dense",
+      not_held.size(), name_list(not_held), first_reason);
+  const bool any = std::ranges::any_of(items_, &Item::quantize);
+  HALFBYTE_CHECK(any, usage, "nothing to quantize in \"{}\": {} tensors, {}", printable(input_.path),
+                 input_.tensors.size(),
+                 !not_held.empty() ? first_reason
+                 : options_.include.empty()
+                     ? "none is a matrix of F32, F16 or BF16 of a linear layer that is not excluded"
+                     : "none that include selects is a matrix that is not excluded");
+  items_of_file_.resize(input_.files.size());
+  for (size_t i = 0; i < items_.size(); ++i)
+    items_of_file_[input_.file_index(*items_[i].source)].push_back(i);
+  // Names must be unique over all files.
+  std::set<std::string> names;
+  for (const auto& items : items_of_file_)
+    for (const StoredTensor& tensor : tensors_of(items))
+      HALFBYTE_CHECK(names.insert(tensor.name).second, bad_input,
+                     "layout {} would write tensor \"{}\", but the input has one of this name", layout_.name,
+                     printable(tensor.name));
+  side_files_ = find_side_files(input_);
+  if (!input_.config.empty()) config_text();  // it must be valid before hours of work
+}
+
+// Modules that a loader would otherwise replace by quantized ones.
+std::string Quantizer::config_text() const {
+  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}};
+  std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
+  std::set<std::string> modules = {"lm_head"};
+  for (const Item& item : items_) {
+    const std::string& name = item.source->name;
+    const std::string module = name.ends_with(".weight") ? name.substr(0, name.size() - 7) : "";
+    if (item.quantize) {
+      if (elements.empty()) quantization.spec = item.target.spec;
+      elements[item.target.dtype] += num_elements(*item.source);
+      if (module == "lm_head") modules.erase(module);
+    } else if (!module.empty() && item.source->shape.size() == 2 && !embedding_names().matches(name)) {
+      modules.insert(module);
+    }
+  }
+  if (elements.empty()) return input_.config;
+  quantization.weight_dtype =
+      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
+  quantization.dense_modules.assign(modules.begin(), modules.end());
+  return with_quantization(input_.config, quantization);
+}
+
+Metadata Quantizer::metadata_of(size_t file) const {
+  Metadata metadata = input_.files[file].metadata;
+  if (layout_.layout == Layout::mlx) {
+    set_metadata(metadata, "format", "mlx");
+    for (const size_t i : items_of_file_[file])
+      if (items_[i].quantize) {
+        set_metadata(metadata, "quantization", mlx_quantization(items_[i].target.spec));
+        break;
+      }
+  } else {
+    set_metadata(metadata, "format", "pt");  // older readers demand it
+  }
+  return metadata;
+}
+
+std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) const {
+  std::vector<StoredTensor> tensors;
+  for (const size_t i : items) {
+    const Item& item = items_[i];
+    if (item.quantize) {
+      for (const Part& part : item.parts) tensors.push_back({part.name, part.dtype, part.shape, "", 0, 0});
+    } else {
+      const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
+      tensors.push_back({source.name, source.dtype, source.shape, "", 0, 0});
+    }
+  }
+  return tensors;
+}
+
+std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) const {
+  std::vector<Task> tasks;
+  for (const size_t i : items) {
+    const Item& item = items_[i];
+    if (item.quantize) {
+      for (int64_t begin = 0, n = num_elements(*item.source); begin < n;) {
+        const int64_t count = block_at(item.target, begin).count;
+        tasks.push_back({i, begin, count});
+        begin += count;
+      }
+    } else {
+      const auto num_bytes = static_cast<int64_t>(item.source->num_bytes);
+      for (int64_t begin = 0; begin < num_bytes; begin += kCopyBytes)
+        tasks.push_back({i, begin, std::min(kCopyBytes, num_bytes - begin)});
+    }
+  }
+  return tasks;
+}
+
+// Upper bound of the buffers of one file.
+uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
+  int64_t per_thread = 0, scales = 0;
+  for (const size_t i : items) {
+    const Item& item = items_[i];
+    if (!item.quantize) {
+      per_thread = std::max(per_thread, std::min(kCopyBytes, static_cast<int64_t>(item.source->num_bytes)));
+      continue;
+    }
+    const Block block = block_at(item.target, 0);  // none is larger
+    int64_t num_bytes = block.count * size_of(item.target.dtype);
+    for (const Role role : block_roles(item.target.spec))
+      num_bytes += native_bytes(item.target, block, role) +
+                   static_cast<int64_t>(stored_range(item.target, block, role).num_bytes);
+    per_thread = std::max({per_thread, num_bytes, verify_buffer_bytes(item.target)});
+    // As f32, and as the codes that they become.
+    if (item.target.spec.double_quant) scales += 5 * item.target.quant_shape().num_groups;
+  }
+  return static_cast<uint64_t>(per_thread * effective_threads(options_.num_threads) + scales);
+}
+
+// ---- The run
+
+TensorView Quantizer::read_block(const Item& item, const Block& block, Buffer& buffer) const {
+  const int64_t size = size_of(item.target.dtype);
+  std::byte* data = buffer.reserve(block.count * size);
+  const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
+  input_.read(source, static_cast<uint64_t>(block.begin * size),
+              {data, static_cast<size_t>(block.count * size)});
+  return {data, item.target.dtype, {block.rows, block.cols}, {}, {}};
+}
+
+void Quantizer::copy_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) const {
+  const Item& item = items_[task.item];
+  const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
+  const std::span<std::byte> bytes(scratch.source.reserve(task.count), static_cast<size_t>(task.count));
+  input_.read(source, static_cast<uint64_t>(task.begin), bytes);
+  writer.write(writer.tensor(source.name), static_cast<uint64_t>(task.begin), bytes);
+}
+
+QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) {
+  Item& item = items_[task.item];
+  const QuantSpec& spec = item.target.spec;
+  const Block block = block_at(item.target, task.begin);
+  const TensorView x = read_block(item, block, scratch.source);
+  const QuantizedView view = native_view(item.target, block, scratch.native);
+  QuantizeStatus status =
+      quantize(x, view, {1}, spec.granularity == Granularity::tensor ? &item.range : nullptr);
+  if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
+  for (const Part& part : item.parts) {
+    if (part.role == Role::constant || part.role == Role::scales_absmax) continue;
+    if (part.role != Role::codes && spec.granularity == Granularity::tensor && block.begin > 0) continue;
+    std::byte* native = scratch.native.of(part.role).data();
+    if (part.role == Role::scales && spec.double_quant) {
+      std::memcpy(item.scales.data() + block.first_group, native,
+                  static_cast<size_t>(block.shape.num_groups) * sizeof(float));
+    } else {
+      writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role).offset,
+                   to_stored(item.target, block, part.role, native, scratch.stored));
+    }
+  }
+  return status;
+}
+
+// What is known only after the last block.
+void Quantizer::finish_weight(CheckpointWriter& writer, Item& item) const {
+  const auto num_scales = static_cast<int64_t>(item.scales.size());
+  std::vector<uint8_t> codes(item.scales.size());
+  std::vector<float> absmax(static_cast<size_t>((num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock));
+  if (item.target.spec.double_quant) {
+    DoubleQuantizedView view{codes.data(), absmax.data(), 0};
+    double_quantize(item.scales.data(), num_scales, view);
+    item.target.scales_offset = view.offset;
+    item.parts = parts_of(item.target);
+    item.scales = {};
+  }
+  for (const Part& part : item.parts) {
+    const StoredTensor& tensor = writer.tensor(part.name);
+    if (part.role == Role::constant) writer.write(tensor, 0, std::as_bytes(std::span(part.content)));
+    if (part.role == Role::scales) writer.write(tensor, 0, std::as_bytes(std::span(codes)));
+    if (part.role == Role::scales_absmax) writer.write(tensor, 0, std::as_bytes(std::span(absmax)));
+  }
+}
+
+// The range of every weight with one scale for all of it.
+void Quantizer::find_ranges(const std::vector<Task>& tasks) {
+  std::vector<Task> wanted;
+  for (const Task& task : tasks)
+    if (items_[task.item].quantize && items_[task.item].target.spec.granularity == Granularity::tensor)
+      wanted.push_back(task);
+  std::vector<ValueRange> ranges(wanted.size());
+  std::vector<Buffer> buffers(static_cast<size_t>(effective_threads(options_.num_threads)));
+  parallel_for(static_cast<int64_t>(wanted.size()), 1, options_.num_threads,
+               [&](int64_t begin, int64_t end, int worker) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const Task& task = wanted[static_cast<size_t>(i)];
+                   const Item& item = items_[task.item];
+                   const Block block = block_at(item.target, task.begin);
+                   const TensorView x = read_block(item, block, buffers[static_cast<size_t>(worker)]);
+                   ranges[static_cast<size_t>(i)] = value_range(x, {1});
+                 }
+               });
+  for (const Task& task : wanted) items_[task.item].range = {};
+  for (size_t i = 0; i < wanted.size(); ++i) {  // non-finite elements are counted by quantize
+    ValueRange& range = items_[wanted[i].item].range;
+    range.min = std::min(range.min, ranges[i].min);
+    range.max = std::max(range.max, ranges[i].max);
+  }
+}
+
+void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
+  const std::vector<size_t>& items = items_of_file_[file];
+  writer.begin_file(file, tensors_of(items), metadata_of(file));
+  const std::vector<Task> tasks = tasks_of(items);
+  for (const size_t i : items)
+    if (items_[i].quantize && items_[i].target.spec.double_quant)
+      items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
+  find_ranges(tasks);
+  std::vector<QuantizeStatus> status(tasks.size());
+  std::vector<Scratch> scratch(static_cast<size_t>(effective_threads(options_.num_threads)));
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, options_.num_threads,
+               [&](int64_t begin, int64_t end, int worker) {
+                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+                   const Task& task = tasks[i];
+                   const Item& item = items_[task.item];
+                   Scratch& own = scratch[static_cast<size_t>(worker)];
+                   if (item.quantize) {
+                     status[i] = quantize_block(writer, task, own);
+                     quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
+                   } else {
+                     copy_block(writer, task, own);
+                     quantize_phase_->add(static_cast<uint64_t>(task.count));
+                   }
+                 }
+               });
+  for (const size_t i : items) items_[i].status = {};
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    QuantizeStatus& total = items_[tasks[i].item].status;
+    if (total.num_nonfinite == 0) total.first_nonfinite = status[i].first_nonfinite;
+    total.num_nonfinite += status[i].num_nonfinite;
+    total.num_unheld_scales += status[i].num_unheld_scales;
+    total.num_coarse_scales += status[i].num_coarse_scales;
+  }
+  parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
+               [&](int64_t begin, int64_t end, int) {
+                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+                   if (items_[items[i]].quantize) finish_weight(writer, items_[items[i]]);
+               });
+}
+
+// After a file was written: whether what its data brought changes the plan, so that it must be written again.
+bool Quantizer::plan_again(size_t file) {
+  const bool may_widen = layout_.scale_dtypes == ScaleDTypes::any && !options_.scale_dtype;
+  bool changed = false;
+  std::vector<std::string> failed;
+  std::string first_reason;
+  for (const size_t i : items_of_file_[file]) {
+    Item& item = items_[i];
+    if (!item.quantize) continue;
+    const QuantizeStatus& status = item.status;
+    const QuantSpec spec = item.target.spec;
+    const char* dtype = to_string(spec.scale_dtype);
+    if (status.num_nonfinite == 0 && may_widen && spec.scale_dtype == DType::f16 &&
+        status.num_unheld_scales + status.num_coarse_scales > 0) {
+      QuantSpec wide = spec;
+      wide.scale_dtype = DType::f32;
+      set_target(item, wide);
+      report_of(item).note = "scales in f32: f16 cannot hold them";
+      changed = true;
+    } else if (!status.ok()) {
+      const bool nonfinite = status.num_nonfinite > 0;
+      const std::string reason =
+          nonfinite ? fmt::format("non-finite: {} elements, the first at index {}", status.num_nonfinite,
+                                  status.first_nonfinite)
+                    : fmt::format("{} cannot hold {} scales", dtype, status.num_unheld_scales);
+      if (nonfinite ? options_.nonfinite == NonFinite::keep_dense : options_.fallback_dense) {
+        keep_dense(item, nonfinite ? reason : "fallback: " + reason);
+        changed = true;
+      } else {
+        failed.push_back(item.source->name);
+        if (first_reason.empty()) first_reason = reason;
+      }
+    } else if (status.num_coarse_scales > 0) {
+      report_of(item).note =
+          fmt::format("{} scales keep fewer than 8 significant bits in {}", status.num_coarse_scales, dtype);
+    }
+  }
+  HALFBYTE_CHECK(failed.empty(), bad_input, "cannot quantize {} ({})", name_list(failed), first_reason);
+  return changed;
+}
+
+void Quantizer::verify(CheckpointWriter& writer, size_t file) {
+  std::vector<VerifyItem> checks;
+  for (const size_t i : items_of_file_[file])
+    checks.push_back(
+        {items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
+  verify_file(input_, writer.temporary_path(), checks, options_.num_threads, *verify_phase_);
+}
+
+void Quantizer::run_file(CheckpointWriter& writer, size_t file) {
+  uint64_t source_bytes = 0;
+  for (const size_t i : items_of_file_[file]) source_bytes += items_[i].source->num_bytes;
+  const auto start = std::chrono::steady_clock::now();
+  for (write_file(writer, file); plan_again(file); write_file(writer, file))
+    quantize_phase_->take_back(source_bytes);
+  report_.run_seconds += seconds_since(start);
+
+  const auto verify_start = std::chrono::steady_clock::now();
+  if (options_.verify) verify(writer, file);
+  report_.verify_seconds += seconds_since(verify_start);
+
+  const auto sync_start = std::chrono::steady_clock::now();
+  reporter_.report({"sync", source_bytes, source_bytes});
+  writer.sync();
+  writer.commit_file();
+  report_.sync_seconds += seconds_since(sync_start);
+}
+
+CheckpointReport Quantizer::run() {
+  report_.input = input_.path;
+  report_.output = output_;
+  report_.layout = layout_.layout;
+  plan();
+  report_.copied_files = side_files_.copied;
+  report_.skipped_files = side_files_.skipped;
+  for (const auto& items : items_of_file_)
+    report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, buffer_bytes(items));
+  if (!options_.dry_run) {
+    quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", report_.source_bytes);
+    verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", report_.source_bytes);
+    CheckpointWriter writer(input_, output_, options_.force);
+    for (size_t file = 0; file < input_.files.size(); ++file) run_file(writer, file);
+    writer.finish(side_files_, input_.config.empty() ? "" : config_text());
+  }
+  for (const WeightReport& weight : report_.weights) {
+    report_.output_bytes += weight.output_bytes;
+    report_.quantized_source_bytes += weight.quantized ? weight.source_bytes : 0;
+    report_.num_quantized += weight.quantized ? 1 : 0;
+  }
+  return std::move(report_);
+}
+
+}  // namespace
+}  // namespace io
+
+CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
+                                     const QuantizeOptions& options) {
+  return io::Quantizer(Checkpoint::open(input), output, options).run();
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,620 @@
+#include "io/verify.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "core/checks.h"
+#include "core/format.h"
+#include "cpu/parallel.h"
+#include "io/config.h"
+#include "io/safetensors.h"
+
+namespace halfbyte::io {
+namespace {
+
+// Small, so that source and decoded values stay in the second-level cache. Fixed: sums are added block by
+// block.
+constexpr int64_t kVerifyElements = 64 * 1024;
+constexpr double kTiny = 0x1p-148;     // of products that underflow
+constexpr double kF32Slack = 0x1p-22;  // of the roundings of one decoding in f32, relative
+
+// The written file, as a stranger would open it.
+class WrittenFile {
+ public:
+  WrittenFile(const std::string& path, const std::string& name)
+      : name_(name), input_(InputFile::open(path)), header_(read_safetensors_header(input_, name)) {
+    for (const StoredTensor& tensor : header_.tensors) by_name_[tensor.name] = &tensor;
+  }
+
+  const StoredTensor& take(const std::string& name, std::string_view dtype,
+                           const std::vector<int64_t>& shape) {
+    const auto found = by_name_.find(name);
+    HALFBYTE_CHECK(found != by_name_.end(), verify, "verify: {} has no tensor \"{}\"", printable(name_),
+                   printable(name));
+    const StoredTensor& tensor = *found->second;
+    HALFBYTE_CHECK(tensor.dtype == dtype && tensor.shape == shape, verify,
+                   "verify: tensor \"{}\" is {} [{}], not {} [{}]", printable(name), tensor.dtype,
+                   fmt::join(tensor.shape, ", "), dtype, fmt::join(shape, ", "));
+    ++num_taken_;
+    return tensor;
+  }
+  // A tensor that must hold exactly these bytes.
+  void take_constant(const std::string& name, std::string_view dtype, const std::vector<int64_t>& shape,
+                     std::span<const std::byte> expected) {
+    const std::vector<std::byte> bytes = read_all(take(name, dtype, shape));
+    HALFBYTE_CHECK(std::ranges::equal(bytes, expected), verify, "verify: tensor \"{}\" has a wrong value",
+                   printable(name));
+  }
+  nlohmann::json take_json(const std::string& name) {
+    const auto found = by_name_.find(name);
+    const int64_t num_bytes = found == by_name_.end() ? 0 : static_cast<int64_t>(found->second->num_bytes);
+    const std::vector<std::byte> bytes = read_all(take(name, "U8", {num_bytes}));
+    return nlohmann::json::parse(reinterpret_cast<const char*>(bytes.data()),
+                                 reinterpret_cast<const char*>(bytes.data()) + bytes.size());
+  }
+  void check_all_taken() const {
+    HALFBYTE_CHECK(num_taken_ == header_.tensors.size(), verify, "verify: {} has {} tensors, not {}",
+                   printable(name_), header_.tensors.size(), num_taken_);
+  }
+
+  std::vector<std::byte> read_all(const StoredTensor& tensor) const {
+    std::vector<std::byte> bytes(tensor.num_bytes);
+    input_.read(tensor.offset, bytes);
+    return bytes;
+  }
+  void read(const StoredTensor& tensor, int64_t offset, int64_t num_bytes, std::byte* out) const {
+    input_.read(tensor.offset + static_cast<uint64_t>(offset), {out, static_cast<size_t>(num_bytes)});
+  }
+
+ private:
+  std::string name_;
+  InputFile input_;
+  SafetensorsHeader header_;
+  std::unordered_map<std::string_view, const StoredTensor*> by_name_;
+  size_t num_taken_ = 0;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Largest difference between x and x as a scale of `dtype`, which is never rounded to 0.
+double rounding(DType dtype, double x) {
+  x = std::abs(x);
+  switch (dtype) {
+    case DType::f16:
+      return std::max(x * 0x1p-11, 0x1p-24);
+    case DType::bf16:
+      return std::max(x * 0x1p-8, 0x1p-133);
+    default:
+      return std::max(x * 0x1p-24, kTiny);
+  }
+}
+
+// A bound that a finite value keeps, and an infinite one never.
+float finite_bound(double bound) {
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return static_cast<float>(std::clamp(bound, -kMax, kMax));
+}
+
+// The parameters of one group.
+struct Group {
+  float scale = 0, bias = 0;
+  int zero = 0;            // code of zero (integer formats)
+  double scale_error = 0;  // of a scale that was quantized in turn
+};
+
+// Buffers of one thread.
+struct VerifyBuffers {
+  Buffer raw, source, x, y, codes;
+  std::vector<Group> groups;
+};
+
+// A quantized weight in the written file.
+class Unpacker {
+ public:
+  Unpacker(WrittenFile& file, const QuantizedWeight& weight);
+  // Decodes elements [begin, begin + count): whole rows, or (flat) from the first of a group whose codes
+  // begin with a byte. Every element must be as near to x as its neighbouring levels allow.
+  void decode(int64_t begin, int64_t count, const float* x, VerifyBuffers& buffers) const;
+
+ private:
+  void open();
+  void open_bitsandbytes();
+  void open_compressed_tensors();
+  void open_mlx();
+  void open_halfbyte();
+  void find_cells();
+  void read_codes(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
+  void read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
+  void read_quantized_scales(int64_t first, int64_t count, VerifyBuffers& buffers) const;
+  void read_zeros(int64_t first_row, int64_t first, int64_t count, VerifyBuffers& buffers) const;
+  void decode_table(const Group& group, const uint8_t* codes, const float* x, int64_t count, int64_t index,
+                    float* y) const;
+  void decode_integer(const Group& group, const uint8_t* codes, const float* x, int64_t count, int64_t index,
+                      float* y) const;
+  [[noreturn]] void fail(int64_t index, float x, float y) const {
+    HALFBYTE_FAIL(verify,
+                  "verify: weight \"{}\" element {} is {} but decodes to {}, which is not the nearest level",
+                  printable(weight_.name), index, x, y);
+  }
+
+  WrittenFile& file_;
+  const QuantizedWeight& weight_;
+  const QuantSpec& spec_;
+  const int bits_;
+  int64_t rows_, cols_, groups_per_row_, num_groups_;
+  const StoredTensor *codes_ = nullptr, *scales_ = nullptr, *zeros_ = nullptr, *biases_ = nullptr,
+                     *absmax_ = nullptr;
+  int64_t row_bytes_ = 0;  // stored, where not flat
+  bool high_nibble_first_ = false;
+  bool zeros_in_words_ = false;
+  // Table formats: the values, what is nearest to each of them, the largest magnitude.
+  struct Cell {
+    float low, high;
+  };
+  std::array<float, 16> table_ = {};
+  std::array<Cell, 16> cells_ = {};
+  float largest_ = 0;
+  std::vector<float> scale_map_;  // double quantization
+  float scale_offset_ = 0;
+};
+
+Unpacker::Unpacker(WrittenFile& file, const QuantizedWeight& weight)
+    : file_(file), weight_(weight), spec_(weight.spec), bits_(info(weight.spec.format).bits) {
+  cols_ = weight.shape.back();
+  rows_ = 1;
+  for (size_t i = 0; i + 1 < weight.shape.size(); ++i) rows_ *= weight.shape[i];
+  const int64_t n = rows_ * cols_;
+  switch (spec_.granularity) {
+    case Granularity::tensor:
+      groups_per_row_ = num_groups_ = 1;
+      break;
+    case Granularity::channel:
+      groups_per_row_ = 1, num_groups_ = rows_;
+      break;
+    case Granularity::group:
+      groups_per_row_ = ceil_div(cols_, spec_.group_size), num_groups_ = rows_ * groups_per_row_;
+      break;
+    case Granularity::flat:
+      groups_per_row_ = num_groups_ = ceil_div(n, spec_.group_size);
+      break;
+  }
+  try {
+    open();
+  } catch (const nlohmann::json::exception& error) {
+    HALFBYTE_FAIL(verify, "verify: the description of weight \"{}\" is damaged: {}", printable(weight.name),
+                  error.what());
+  }
+  find_cells();
+}
+
+void Unpacker::open() {
+  switch (weight_.layout) {
+    case Layout::bitsandbytes:
+      open_bitsandbytes();
+      break;
+    case Layout::compressed_tensors:
+      open_compressed_tensors();
+      break;
+    case Layout::mlx:
+      open_mlx();
+      break;
+    case Layout::halfbyte:
+      open_halfbyte();
+      break;
+  }
+}
+
+// Half way to the neighbours; at the ends, to the largest magnitude that a scale stands for.
+void Unpacker::find_cells() {
+  for (const float value : table_) largest_ = std::max(largest_, std::abs(value));
+  for (size_t c = 0; c < 16; ++c) {
+    std::optional<float> below, above;
+    for (const float value : table_) {
+      if (value < table_[c]) below = std::max(below.value_or(value), value);
+      if (value > table_[c]) above = std::min(above.value_or(value), value);
+    }
+    cells_[c] = {below ? (table_[c] + *below) / 2 : -largest_, above ? (table_[c] + *above) / 2 : largest_};
+  }
+}
+
+void Unpacker::open_bitsandbytes() {
+  const std::string& name = weight_.name;
+  high_nibble_first_ = true;
+  codes_ = &file_.take(name, "U8", {ceil_div(rows_ * cols_, 2), 1});
+  scales_ = &file_.take(name + ".absmax", spec_.double_quant ? "U8" : "F32", {num_groups_});
+  std::ranges::copy(table_values(spec_.format), table_.begin());
+  file_.take_constant(name + ".quant_map", "F32", {16}, std::as_bytes(std::span(table_)));
+  const std::string type = info(spec_.format).name;
+  const nlohmann::json state = file_.take_json(name + ".quant_state.bitsandbytes__" + type);
+  const bool fits = state.value("quant_type", "") == type &&
+                    state.value("blocksize", int64_t{0}) == spec_.group_size &&
+                    state.value("dtype", "") == torch_name(weight_.dtype) &&
+                    state.value("shape", std::vector<int64_t>()) == weight_.shape;
+  HALFBYTE_CHECK(fits, verify, "verify: the quant_state of \"{}\" is wrong: {}", printable(name),
+                 state.dump());
+  if (!spec_.double_quant) return;
+  absmax_ = &file_.take(name + ".nested_absmax", "F32", {ceil_div(num_groups_, 256)});
+  scale_map_.assign(double_quant_map(), double_quant_map() + 256);
+  file_.take_constant(name + ".nested_quant_map", "F32", {256}, std::as_bytes(std::span(scale_map_)));
+  HALFBYTE_CHECK(state.value("nested_blocksize", 0) == 256 && state.value("nested_dtype", "") == "float32",
+                 verify, "verify: the quant_state of \"{}\" is wrong: {}", printable(name), state.dump());
+  scale_offset_ = static_cast<float>(state.value("nested_offset", std::numeric_limits<double>::quiet_NaN()));
+}
+
+void Unpacker::open_compressed_tensors() {
+  const std::string& name = weight_.name;
+  std::vector<int64_t> shape = weight_.shape;
+  const auto rank = static_cast<int64_t>(shape.size());
+  file_.take_constant(name + "_shape", "I64", {rank}, std::as_bytes(std::span(weight_.shape)));
+  shape.back() = ceil_div(cols_ * bits_, 32);
+  row_bytes_ = 4 * shape.back();
+  codes_ = &file_.take(name + "_packed", "I32", shape);
+  shape.back() = groups_per_row_;
+  scales_ = &file_.take(name + "_scale", dtype_to_safetensors(weight_.dtype), shape);
+  if (!spec_.asymmetric) return;
+  zeros_in_words_ = true;
+  shape[shape.size() - 2] = ceil_div(shape[shape.size() - 2] * bits_, 32);
+  zeros_ = &file_.take(name + "_zero_point", "I32", shape);
+}
+
+void Unpacker::open_mlx() {
+  std::string module = weight_.name;
+  if (module.ends_with(".weight")) module.resize(module.size() - std::strlen(".weight"));
+  std::vector<int64_t> shape = weight_.shape;
+  row_bytes_ = cols_ * bits_ / 8;
+  shape.back() = cols_ * bits_ / 32;
+  codes_ = &file_.take(module + ".weight", "U32", shape);
+  shape.back() = groups_per_row_;
+  scales_ = &file_.take(module + ".scales", dtype_to_safetensors(weight_.dtype), shape);
+  biases_ = &file_.take(module + ".biases", dtype_to_safetensors(weight_.dtype), shape);
+}
+
+void Unpacker::open_halfbyte() {
+  const std::string& name = weight_.name;
+  const bool flat = spec_.granularity == Granularity::flat, tensor = spec_.granularity == Granularity::tensor;
+  std::vector<int64_t> shape = weight_.shape;
+  row_bytes_ = ceil_div(cols_ * bits_, 8);
+  shape.back() = row_bytes_;
+  if (flat) shape = {ceil_div(rows_ * cols_ * bits_, 8)};
+  codes_ = &file_.take(name, "U8", shape);
+  shape = weight_.shape;
+  shape.back() = groups_per_row_;
+  if (flat || tensor) shape = {num_groups_};
+  const char* dtype = dtype_to_safetensors(spec_.scale_dtype);
+  scales_ = &file_.take(name + ".scales", spec_.double_quant ? "U8" : dtype, shape);
+  if (spec_.asymmetric) zeros_ = &file_.take(name + ".zeros", "U8", shape);
+  if (info(spec_.format).kind == FormatKind::affine) biases_ = &file_.take(name + ".biases", dtype, shape);
+  if (spec_.format == Format::lut4) {
+    file_.take_constant(name + ".table", "F32", {16}, std::as_bytes(std::span(spec_.table)));
+    table_ = spec_.table;
+  } else if (info(spec_.format).kind == FormatKind::table) {
+    std::ranges::copy(table_values(spec_.format), table_.begin());
+  }
+  const nlohmann::json json = file_.take_json(name + ".quant_spec");
+  const bool sized = flat || spec_.granularity == Granularity::group;
+  const bool fits = json.value("version", 0) == 1 && json.value("format", "") == info(spec_.format).name &&
+                    json.value("asymmetric", !spec_.asymmetric) == spec_.asymmetric &&
+                    json.value("granularity", "") == to_string(spec_.granularity) &&
+                    (!sized || json.value("group_size", int64_t{0}) == spec_.group_size) &&
+                    json.value("scale_dtype", "") == to_string(spec_.scale_dtype) &&
+                    json.value("double_quant", !spec_.double_quant) == spec_.double_quant &&
+                    json.value("shape", std::vector<int64_t>()) == weight_.shape &&
+                    json.value("dtype", "") == to_string(weight_.dtype);
+  HALFBYTE_CHECK(fits, verify, "verify: the quant_spec of \"{}\" is wrong: {}", printable(name), json.dump());
+  if (!spec_.double_quant) return;
+  absmax_ = &file_.take(name + ".scales_absmax", "F32", {ceil_div(num_groups_, 256)});
+  scale_map_.assign(double_quant_map(), double_quant_map() + 256);
+  scale_offset_ = static_cast<float>(json.value("scales_offset", std::numeric_limits<double>::quiet_NaN()));
+}
+
+// The first `count` codes of a little-endian bit stream (or with the first code of a byte in its high
+// nibble).
+void unpack_codes(const std::byte* bytes, int64_t count, int bits, bool high_nibble_first, uint8_t* codes) {
+  const auto* in = reinterpret_cast<const uint8_t*>(bytes);
+  if (bits == 8) {
+    std::memcpy(codes, in, static_cast<size_t>(count));
+  } else if (bits == 4) {
+    const int first = high_nibble_first ? 4 : 0, second = 4 - first;
+    for (int64_t i = 0; i < count / 2; ++i) {
+      codes[2 * i] = in[i] >> first & 15;
+      codes[2 * i + 1] = in[i] >> second & 15;
+    }
+    if (count % 2 == 1) codes[count - 1] = in[count / 2] >> first & 15;
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t bit = i * bits;
+      const int shift = static_cast<int>(bit % 8);
+      int word = in[bit / 8];
+      if (shift + bits > 8) word |= in[bit / 8 + 1] << 8;
+      codes[i] = static_cast<uint8_t>(word >> shift & ((1 << bits) - 1));
+    }
+  }
+}
+
+void Unpacker::read_codes(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  auto* codes = reinterpret_cast<uint8_t*>(buffers.codes.reserve(count));
+  if (spec_.granularity == Granularity::flat) {
+    const int64_t num_bytes = ceil_div(count * bits_, 8);
+    std::byte* raw = buffers.raw.reserve(num_bytes);
+    file_.read(*codes_, begin * bits_ / 8, num_bytes, raw);
+    unpack_codes(raw, count, bits_, high_nibble_first_, codes);
+  } else {
+    const int64_t rows = count / cols_;
+    std::byte* raw = buffers.raw.reserve(rows * row_bytes_);
+    file_.read(*codes_, begin / cols_ * row_bytes_, rows * row_bytes_, raw);
+    for (int64_t row = 0; row < rows; ++row)
+      unpack_codes(raw + row * row_bytes_, cols_, bits_, high_nibble_first_, codes + row * cols_);
+  }
+}
+
+void Unpacker::read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  int64_t first = 0, num = 1;
+  if (spec_.granularity == Granularity::flat) {
+    first = begin / spec_.group_size;
+    num = ceil_div(begin + count, spec_.group_size) - first;
+  } else if (spec_.granularity != Granularity::tensor) {
+    first = begin / cols_ * groups_per_row_;
+    num = count / cols_ * groups_per_row_;
+  }
+  buffers.groups.assign(static_cast<size_t>(num), {});
+  const int64_t size = size_of(spec_.scale_dtype);
+  const auto read_values = [&](const StoredTensor& tensor, float Group::*field) {
+    std::byte* raw = buffers.raw.reserve(num * size);
+    file_.read(tensor, first * size, num * size, raw);
+    float value = 0;
+    for (int64_t i = 0; i < num; ++i) {
+      convert_elements(raw + i * size, spec_.scale_dtype, 1, reinterpret_cast<std::byte*>(&value),
+                       DType::f32);
+      buffers.groups[static_cast<size_t>(i)].*field = value;
+    }
+  };
+  if (spec_.double_quant) {
+    read_quantized_scales(first, num, buffers);
+  } else {
+    read_values(*scales_, &Group::scale);
+  }
+  if (biases_) read_values(*biases_, &Group::bias);
+  for (Group& group : buffers.groups) group.zero = 1 << (bits_ - 1);
+  if (zeros_) read_zeros(begin / cols_, first, num, buffers);
+}
+
+void Unpacker::read_quantized_scales(int64_t first, int64_t count, VerifyBuffers& buffers) const {
+  const int64_t first_absmax = first / 256, num_absmax = ceil_div(first + count, 256) - first_absmax;
+  std::vector<float> absmax(static_cast<size_t>(num_absmax));
+  file_.read(*absmax_, first_absmax * 4, num_absmax * 4, reinterpret_cast<std::byte*>(absmax.data()));
+  std::byte* raw = buffers.raw.reserve(count);
+  file_.read(*scales_, first, count, raw);
+  for (int64_t i = 0; i < count; ++i) {
+    Group& group = buffers.groups[static_cast<size_t>(i)];
+    const auto code = static_cast<size_t>(raw[i]);
+    const float value = scale_map_[code],
+                unit = absmax[static_cast<size_t>((first + i) / 256 - first_absmax)];
+    const float below = code == 0 ? -1 : scale_map_[code - 1], above = code == 255 ? 1 : scale_map_[code + 1];
+    group.scale = value * unit + scale_offset_;
+    group.scale_error = static_cast<double>(std::max(value - below, above - value)) / 2 * unit +
+                        (std::abs(group.scale) + std::abs(scale_offset_) + unit) * kF32Slack;
+  }
+}
+
+void Unpacker::read_zeros(int64_t first_row, int64_t first, int64_t count, VerifyBuffers& buffers) const {
+  if (!zeros_in_words_) {
+    std::byte* raw = buffers.raw.reserve(count);
+    file_.read(*zeros_, first, count, raw);
+    for (int64_t i = 0; i < count; ++i)
+      buffers.groups[static_cast<size_t>(i)].zero = static_cast<int>(raw[i]);
+    return;
+  }
+  // Zero point of row r: bits (r % per_word) * bits of word r / per_word of its column. The rows are of one
+  // matrix.
+  const int64_t matrix_rows = weight_.shape[weight_.shape.size() - 2], per_word = 32 / bits_;
+  const int64_t row = first_row % matrix_rows, last_row = row + count / groups_per_row_ - 1;
+  const int64_t first_word = row / per_word, num_words = last_row / per_word + 1 - first_word;
+  std::byte* raw = buffers.raw.reserve(num_words * groups_per_row_ * 4);
+  file_.read(*zeros_,
+             (first_row / matrix_rows * ceil_div(matrix_rows, per_word) + first_word) * groups_per_row_ * 4,
+             num_words * groups_per_row_ * 4, raw);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t r = row + i / groups_per_row_, column = i % groups_per_row_;
+    uint32_t word;
+    std::memcpy(&word, raw + ((r / per_word - first_word) * groups_per_row_ + column) * 4, 4);
+    buffers.groups[static_cast<size_t>(i)].zero =
+        static_cast<int>(word >> (r % per_word * bits_) & ((1u << bits_) - 1));
+  }
+}
+
+void Unpacker::decode(int64_t begin, int64_t count, const float* x, VerifyBuffers& buffers) const {
+  read_codes(begin, count, buffers);
+  read_groups(begin, count, buffers);
+  const auto* codes = reinterpret_cast<const uint8_t*>(buffers.codes.data());
+  auto* y = reinterpret_cast<float*>(buffers.y.reserve(count * 4));
+  const bool table = info(spec_.format).kind == FormatKind::table;
+  const bool flat = spec_.granularity == Granularity::flat, one = spec_.granularity == Granularity::tensor;
+  const int64_t row_length = flat ? count : cols_;
+  const bool sized = flat || spec_.granularity == Granularity::group;
+  const int64_t group_length = sized ? spec_.group_size : cols_;
+  const Group* group = buffers.groups.data();
+  for (int64_t row = 0; row < count; row += row_length)
+    for (int64_t column = 0; column < row_length; column += group_length) {
+      const int64_t at = row + column, n = std::min(group_length, row_length - column);
+      if (table) {
+        decode_table(*group, codes + at, x + at, n, begin + at, y + at);
+      } else {
+        decode_integer(*group, codes + at, x + at, n, begin + at, y + at);
+      }
+      if (!one) ++group;
+    }
+}
+
+void Unpacker::decode_table(const Group& group, const uint8_t* codes, const float* x, int64_t count,
+                            int64_t index, float* y) const {
+  const double scale = group.scale;
+  const double slack = largest_ * (scale * kF32Slack + 2 * group.scale_error) + kTiny;
+  const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale);
+  float level[16], lower[16], upper[16];
+  for (size_t c = 0; c < 16; ++c) {
+    const Cell& cell = cells_[c];
+    level[c] = table_[c] * group.scale;
+    lower[c] = finite_bound(cell.low * scale - (cell.low == -largest_ ? end_slack : slack));
+    upper[c] = finite_bound(cell.high * scale + (cell.high == largest_ ? end_slack : slack));
+  }
+  bool good = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t c = codes[i];
+    y[i] = level[c];
+    good &= (x[i] >= lower[c]) & (x[i] <= upper[c]);
+  }
+  if (good) return;
+  for (int64_t i = 0; i < count; ++i)
+    if (!(x[i] >= lower[codes[i]] && x[i] <= upper[codes[i]])) fail(index + i, x[i], y[i]);
+}
+
+void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const float* x, int64_t count,
+                              int64_t index, float* y) const {
+  const bool affine = biases_ != nullptr;
+  const float scale = group.scale, bias = group.bias;
+  const int zero = affine ? 0 : group.zero;
+  if (affine) {
+    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<float>(codes[i]) * scale + bias;
+  } else {
+    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<float>(codes[i] - zero) * scale;
+  }
+  const double step = std::abs(scale), levels = (1 << bits_) - 1;
+  const double stored_error =
+      levels * rounding(spec_.scale_dtype, scale) + (affine ? rounding(spec_.scale_dtype, bias) : 0);
+  const double slack =
+      (levels * step + std::abs(bias)) * kF32Slack + (levels + 1) * group.scale_error + kTiny;
+  const double unrounded = spec_.code_scale == CodeScale::unrounded ? stored_error : 0;
+  // Of a value within the levels to its own; of a value outside to the last one: no rule clips more than one
+  // step.
+  const float near = finite_bound(step / 2 + slack + unrounded),
+              far = finite_bound(step + slack + stored_error);
+  bool good = true;
+  for (int64_t i = 0; i < count; ++i) good &= std::abs(x[i] - y[i]) <= near;
+  if (good) return;
+  const float end_a = static_cast<float>(-zero) * scale + bias;
+  const float end_b = static_cast<float>((1 << bits_) - 1 - zero) * scale + bias;
+  for (int64_t i = 0; i < count; ++i) {
+    const float inside = std::clamp(x[i], std::min(end_a, end_b), std::max(end_a, end_b));
+    if (!(std::abs(inside - y[i]) <= near && std::abs(x[i] - inside) <= far)) fail(index + i, x[i], y[i]);
+  }
+}
+
+}  // namespace
+
+void ErrorSums::add(const float* source, const float* decoded, int64_t count, int64_t first_index) {
+  // Four sums each, so that additions need not wait for each other.
+  double error2[4] = {}, source2[4] = {}, largest[4] = {};
+  const int64_t whole = count / 4 * 4;
+  const auto add_one = [&](int64_t i, int lane) {
+    const double x = source[i], error = static_cast<double>(decoded[i]) - x;
+    error2[lane] += error * error;
+    source2[lane] += x * x;
+    largest[lane] = std::max(largest[lane], std::abs(error));
+  };
+  for (int64_t i = 0; i < whole; i += 4)
+    for (int lane = 0; lane < 4; ++lane) add_one(i + lane, lane);
+  for (int64_t i = whole; i < count; ++i) add_one(i, 0);
+  squared_error += (error2[0] + error2[1]) + (error2[2] + error2[3]);
+  squared_source += (source2[0] + source2[1]) + (source2[2] + source2[3]);
+  const double most = std::max(std::max(largest[0], largest[1]), std::max(largest[2], largest[3]));
+  if (most <= max_error) return;
+  max_error = most;
+  for (int64_t i = 0; i < count; ++i)
+    if (std::abs(static_cast<double>(decoded[i]) - static_cast<double>(source[i])) == most) {
+      max_error_index = first_index + i;
+      return;
+    }
+}
+
+void ErrorSums::merge(const ErrorSums& later) {
+  if (later.max_error > max_error) max_error = later.max_error, max_error_index = later.max_error_index;
+  squared_error += later.squared_error;
+  squared_source += later.squared_source;
+}
+
+double ErrorSums::relative_rmse() const {
+  return squared_error == 0 ? 0 : std::sqrt(squared_error / squared_source);
+}
+double ErrorSums::snr_db() const { return -20 * std::log10(relative_rmse()); }
+
+int64_t verify_buffer_bytes(const QuantizedWeight& weight) {
+  const Block block = block_at(weight, 0, kVerifyElements);
+  const int64_t per_element = size_of(weight.dtype) + 2 * static_cast<int64_t>(sizeof(float)) + 2;
+  return block.count * per_element +
+         block.shape.num_groups * static_cast<int64_t>(sizeof(Group) + sizeof(float));
+}
+
+void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
+                 int num_threads, ProgressPhase& progress) {
+  WrittenFile file(path, path.substr(path.rfind('/') + 1));
+  std::vector<std::unique_ptr<Unpacker>> unpackers(items.size());
+  std::vector<const StoredTensor*> copies(items.size());
+  struct Task {
+    size_t item;
+    int64_t begin, count;  // elements, or bytes of a copy
+  };
+  std::vector<Task> tasks;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Weight& weight = *items[i].source;
+    if (const QuantizedWeight* quantized = items[i].quantized) {
+      unpackers[i] = std::make_unique<Unpacker>(file, *quantized);
+      for (int64_t begin = 0, n = num_elements(weight); begin < n; begin += tasks.back().count)
+        tasks.push_back({i, begin, block_at(*quantized, begin, kVerifyElements).count});
+    } else {
+      const StoredTensor& tensor = source.tensors[static_cast<size_t>(weight.parts.front())];
+      copies[i] = &file.take(tensor.name, tensor.dtype, tensor.shape);
+      const auto num_bytes = static_cast<int64_t>(tensor.num_bytes);
+      for (int64_t begin = 0; begin < num_bytes; begin += tasks.back().count)
+        tasks.push_back({i, begin, std::min(4 * kVerifyElements, num_bytes - begin)});
+    }
+  }
+  file.check_all_taken();
+
+  std::vector<ErrorSums> sums(tasks.size());
+  std::vector<VerifyBuffers> buffers(static_cast<size_t>(effective_threads(num_threads)));
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_threads,
+               [&](int64_t first, int64_t last, int worker) {
+                 VerifyBuffers& own = buffers[static_cast<size_t>(worker)];
+                 for (auto t = static_cast<size_t>(first); t < static_cast<size_t>(last); ++t) {
+                   const auto [item, begin, count] = tasks[t];
+                   const Weight& weight = *items[item].source;
+                   const StoredTensor& tensor = source.tensors[static_cast<size_t>(weight.parts.front())];
+                   const int64_t size = unpackers[item] ? size_of(*weight.dtype) : 1;
+                   const auto num_bytes = static_cast<size_t>(count * size);
+                   std::byte* raw = own.source.reserve(count * size);
+                   source.read(tensor, static_cast<uint64_t>(begin * size), {raw, num_bytes});
+                   if (unpackers[item]) {
+                     std::byte* x = own.x.reserve(count * 4);
+                     convert_elements(raw, *weight.dtype, count, x, DType::f32);
+                     unpackers[item]->decode(begin, count, reinterpret_cast<const float*>(x), own);
+                     sums[t].add(reinterpret_cast<const float*>(x),
+                                 reinterpret_cast<const float*>(own.y.data()), count, begin);
+                   } else {
+                     std::byte* copy = own.x.reserve(count);
+                     file.read(*copies[item], begin, count, copy);
+                     HALFBYTE_CHECK(std::memcmp(raw, copy, num_bytes) == 0, verify,
+                                    "verify: tensor \"{}\" differs from the input within bytes [{}, {})",
+                                    printable(tensor.name), begin, begin + count);
+                   }
+                   progress.add(num_bytes);
+                 }
+               });
+  std::vector<ErrorSums> totals(items.size());
+  for (size_t t = 0; t < tasks.size(); ++t) totals[tasks[t].item].merge(sums[t]);
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!items[i].quantized) continue;
+    WeightReport& report = *items[i].report;
+    report.measured = true;
+    report.max_error = totals[i].max_error;
+    report.max_error_index = totals[i].max_error_index;
+    report.relative_rmse = totals[i].relative_rmse();
+    report.snr_db = totals[i].snr_db();
+  }
+}
+
+}  // namespace halfbyte::io

@@ -1,0 +1,40 @@
+// Reads a written file back and compares it with its source. Unpacks the layouts by itself, as their
+// specifications say: it shares no packing and no decoding with the code that wrote the file.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "io/checkpoint.h"
+#include "io/progress.h"
+
+namespace halfbyte::io {
+
+// Differences between a weight and what was decoded.
+struct ErrorSums {
+  double max_error = 0;
+  int64_t max_error_index = 0;  // the first
+  double squared_error = 0, squared_source = 0;
+
+  // Elements of the weight from `first_index` on.
+  void add(const float* source, const float* decoded, int64_t count, int64_t first_index);
+  void merge(const ErrorSums& later);
+  double relative_rmse() const;
+  double snr_db() const;
+};
+
+struct VerifyItem {
+  const Weight* source;              // of the checkpoint that was quantized
+  const QuantizedWeight* quantized;  // what it became; null if it was copied
+  WeightReport* report;              // receives the figures
+};
+
+// Bytes of buffers that verifying a weight takes on each thread.
+int64_t verify_buffer_bytes(const QuantizedWeight& weight);
+
+// `path` must hold the items and nothing else. Copied tensors must be equal; every decoded element must be as
+// near to its source as rounding to the nearest level allows. Error(verify) naming tensor, index and values.
+void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
+                 int num_threads, ProgressPhase& progress);
+
+}  // namespace halfbyte::io

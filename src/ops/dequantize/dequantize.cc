@@ -1,0 +1,91 @@
+#include "ops/dequantize/dequantize.h"
+
+#include <algorithm>
+
+#include "cpu/parallel.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int64_t kSpanElements = 16384;  // a task: its output fits a core's share of L2
+// An output beyond this does not stay in the caches: write past them and save reading the lines first.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+void run_cpu(const DequantizeProblem& problem) {
+  const QuantShape& shape = problem.shape;
+  const int64_t spans_per_row = (shape.cols + kSpanElements - 1) / kSpanElements;
+  const int64_t grain = std::max<int64_t>(1, kSpanElements * spans_per_row / shape.cols);
+  parallel_for(shape.rows * spans_per_row, grain, problem.num_threads, [&](int64_t first, int64_t last, int) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t begin = i % spans_per_row * kSpanElements;
+      dequantize_span_cpu(problem, {i / spans_per_row, begin, std::min(shape.cols, begin + kSpanElements)});
+    }
+  });
+}
+
+constexpr Variant<DequantizeProblem, void> kVariants[] = {
+    {"dequantize_cpu", DeviceKind::cpu, [](const DequantizeProblem&) { return std::string(); }, run_cpu},
+};
+
+}  // namespace
+
+void dequantize(const QuantizedView& in, const TensorView& y, Execution execution) {
+  const int64_t n = num_elements(y);
+  HALFBYTE_CHECK(is_floating(y.dtype), usage, "dequantize: y must be f32, f16, bf16 or f64, got {}",
+                 to_string(y.dtype));
+  HALFBYTE_CHECK(is_contiguous(y), usage, "dequantize: y must be contiguous");
+  HALFBYTE_CHECK(y.data != nullptr || n == 0, usage, "dequantize: y has {} elements but no data", n);
+  HALFBYTE_CHECK(
+      !in.spec.double_quant, usage,
+      "dequantize: in.spec.double_quant must be false here: decode the scales with double_dequantize");
+  const QuantShape shape = quant_shape(in.spec, in.rows, in.cols);
+  HALFBYTE_CHECK(n == in.rows * in.cols && (n == 0 || (y.shape.empty() ? 1 : y.shape.back()) == in.cols),
+                 usage, "dequantize: y must have the {} x {} elements of in, got {}", in.rows, in.cols, n);
+  if (n == 0) return;
+  HALFBYTE_CHECK(in.codes != nullptr && in.scales != nullptr, usage,
+                 "dequantize: in.codes and in.scales must not be null");
+  HALFBYTE_CHECK(
+      (in.zeros != nullptr) == has_zeros(in.spec) && (in.biases != nullptr) == has_biases(in.spec), usage,
+      "dequantize: in.zeros must be given exactly for asymmetric integer formats, in.biases for affine ones");
+  DequantizeProblem problem;
+  problem.shape = shape;
+  problem.codec = make_codec(in.spec);
+  problem.one_group = in.spec.granularity == Granularity::tensor;
+  problem.codes = in.codes;
+  problem.scales = in.scales;
+  problem.zeros = in.zeros;
+  problem.biases = in.biases;
+  problem.y = y.data;
+  problem.dtype = y.dtype;
+  problem.stream = n * size_of(y.dtype) >= kStreamBytes;
+  problem.num_threads = execution.num_threads;
+  choose<DequantizeProblem, void>("dequantize", kVariants, problem, y.device.kind).run(problem);
+}
+
+void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution) {
+  const int64_t cols = q.shape.empty() ? 1 : q.shape.back();
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < q.shape.size(); ++i) rows *= q.shape[i];
+  HALFBYTE_CHECK(y.shape == q.shape, usage, "dequantize: y must have the shape of q");
+  QuantSpec stored = q.spec;
+  stored.double_quant = false;
+  std::vector<float> scales;
+  // The view is read only.
+  QuantizedView view{stored,
+                     rows,
+                     cols,
+                     const_cast<uint8_t*>(q.codes.data()),
+                     const_cast<uint8_t*>(q.scales.data()),
+                     q.zeros.empty() ? nullptr : const_cast<uint8_t*>(q.zeros.data()),
+                     q.biases.empty() ? nullptr : const_cast<uint8_t*>(q.biases.data())};
+  if (q.spec.double_quant) {
+    scales.resize(q.scales.size());
+    const DoubleQuantizedView nested{const_cast<uint8_t*>(q.scales.data()),
+                                     const_cast<float*>(q.scales_absmax.data()), q.scales_offset};
+    double_dequantize(nested, static_cast<int64_t>(scales.size()), scales.data());
+    view.scales = scales.data();
+  }
+  dequantize(view, y, execution);
+}
+
+}  // namespace halfbyte

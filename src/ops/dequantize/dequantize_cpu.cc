@@ -1,0 +1,275 @@
+// SIMD kernels of `dequantize`: codes of a chunk to bytes, values to a buffer in L1, the buffer to memory
+// (streamed where the output is large). With AVX-512 and at most 4 bits, 16-bit outputs skip the arithmetic:
+// a group has at most 16 values, converted once and looked up with vpermw.
+#include <algorithm>
+
+#include "ops/dequantize/dequantize_ref.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/dequantize/dequantize_cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+//
+#include "cpu/simd-inl.h"
+#include "hwy/cache_control.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+// Elements of a chunk: 16 KiB of f32, half of L1. A multiple of 8, so chunks start at whole bytes.
+constexpr int64_t kChunk = 4096;
+
+// n codes (n rounded up to 8) of a bit stream to one a byte.
+HWY_INLINE void unpack(const uint8_t* HWY_RESTRICT packed, int64_t n, int bits, uint8_t* HWY_RESTRICT codes) {
+  const int64_t num_bytes = formats::packed_bytes(n, bits);
+  if (bits == 8) {
+    std::memcpy(codes, packed, static_cast<size_t>(n));
+    return;
+  }
+  int64_t i = 0;
+  if (bits == 4) {
+    const hn::ScalableTag<uint16_t> d16;
+    const hn::Rebind<uint8_t, decltype(d16)> d8;
+    const auto N = static_cast<int64_t>(hn::Lanes(d16));
+    for (; i + 2 * N <= n; i += 2 * N) {
+      const auto bytes = hn::PromoteTo(d16, hn::LoadU(d8, packed + i / 2));
+      const auto pairs = hn::And(hn::Or(bytes, hn::ShiftLeft<4>(bytes)), hn::Set(d16, uint16_t{0x0F0F}));
+      hn::StoreU(pairs, d16, reinterpret_cast<uint16_t*>(codes + i));
+    }
+  }
+  for (; i < n; i += 8) {
+    uint64_t eight = 0;
+    const int64_t at = i / 8 * bits;
+    std::memcpy(&eight, packed + at, static_cast<size_t>(std::min<int64_t>(bits, num_bytes - at)));
+    eight = formats::unpack8(eight, bits);
+    std::memcpy(codes + i, &eight, 8);
+  }
+}
+
+// Values of n codes of one group (rounded up to whole vectors) to a buffer of the output type.
+template <class F>
+class Decoder {
+ public:
+  explicit Decoder(const DequantizeProblem& problem) : codec_(problem.codec), dtype_(problem.dtype) {}
+
+  HWY_INLINE void decode(const uint8_t* HWY_RESTRICT codes, int64_t n, const GroupDecode<F>& group,
+                         uint8_t* HWY_RESTRICT out) const {
+    switch (dtype_) {
+      case DType::f32:
+        return decode_as<DType::f32>(codes, n, group, out);
+      case DType::f16:
+        return decode_as<DType::f16>(codes, n, group, out);
+      case DType::bf16:
+        return decode_as<DType::bf16>(codes, n, group, out);
+      default:
+        return decode_as<DType::f64>(codes, n, group, out);
+    }
+  }
+
+ private:
+  template <DType kDType>
+  HWY_INLINE void decode_as(const uint8_t* HWY_RESTRICT codes, int64_t n, const GroupDecode<F>& group,
+                            uint8_t* HWY_RESTRICT out) const {
+    const hn::ScalableTag<F> d;
+    const auto N = static_cast<int64_t>(hn::Lanes(d));
+    const auto scale = hn::Set(d, group.scale), bias = hn::Set(d, group.bias);
+    if (codec_.kind == formats::Kind::table) {
+      HWY_ALIGN F values[16];
+      for (int i = 0; i < 16; ++i) values[i] = static_cast<F>(codec_.book.values[i]) * group.scale;
+      for (int64_t i = 0; i < n; i += N) store<kDType>(lookup(d, values, codes + i), i, out);
+      return;
+    }
+    const bool affine = codec_.kind == formats::Kind::affine;
+    const auto zero = hn::Set(d, affine ? F{0} : static_cast<F>(codec_.qmin() - group.zero_point));
+    for (int64_t i = 0; i < n; i += N) {
+      auto v = hn::Mul(hn::Add(load_codes(d, codes + i), zero), scale);
+      if (affine) v = hn::Add(v, bias);
+      store<kDType>(v, i, out);
+    }
+  }
+
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load_codes(D d, const uint8_t* codes) {
+    const hn::Rebind<uint8_t, D> d8;
+    const hn::Rebind<int32_t, D> d32;
+    const auto v = hn::PromoteTo(d32, hn::LoadU(d8, codes));
+    if constexpr (sizeof(F) == 8)
+      return hn::PromoteTo(d, v);
+    else
+      return hn::ConvertTo(d, v);
+  }
+
+  template <class D>
+  static HWY_INLINE hn::Vec<D> lookup(D d, const F* HWY_RESTRICT values, const uint8_t* codes) {
+#if HWY_MAX_BYTES >= 32
+    if constexpr (sizeof(F) == 4) {
+      const hn::Rebind<uint8_t, D> d8;
+      const hn::Rebind<int32_t, D> d32;
+      const auto code = hn::PromoteTo(d32, hn::LoadU(d8, codes));
+#if HWY_MAX_BYTES >= 64
+      return hn::TableLookupLanes(hn::Load(d, values), hn::IndicesFromVec(d, code));
+#else
+      const auto index = hn::IndicesFromVec(d, hn::And(code, hn::Set(d32, 7)));
+      const auto upper = hn::RebindMask(d, hn::Gt(code, hn::Set(d32, 7)));
+      return hn::IfThenElse(upper, hn::TableLookupLanes(hn::Load(d, values + 8), index),
+                            hn::TableLookupLanes(hn::Load(d, values), index));
+#endif
+    }
+#endif
+    HWY_ALIGN F lanes[HWY_MAX_BYTES / sizeof(F)];
+    for (size_t j = 0; j < hn::Lanes(d); ++j) lanes[j] = values[codes[j] & 15];
+    return hn::Load(d, lanes);
+  }
+
+  template <DType kDType, class V>
+  static HWY_INLINE void store(V v, int64_t i, uint8_t* HWY_RESTRICT out) {
+    const hn::ScalableTag<F> d;
+    if constexpr (kDType == DType::bf16 && sizeof(F) == 4) {
+      const hn::Rebind<uint16_t, decltype(d)> d16;
+      hn::StoreU(to_bf16(d, v), d16, reinterpret_cast<uint16_t*>(out) + i);
+    } else if constexpr (kDType == DType::f16 && sizeof(F) == 4) {
+      const hn::Rebind<hwy::float16_t, decltype(d)> d16;
+      hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(out) + i);
+    } else {
+      hn::StoreU(v, d, reinterpret_cast<F*>(out) + i);
+    }
+  }
+
+  const formats::Codec& codec_;
+  const DType dtype_;
+};
+
+#if HALFBYTE_AVX512
+
+// The sixteen values of a group of 4-bit codes in a 16-bit output type.
+template <bool kBF16>
+HWY_INLINE __m256i group_table(const formats::Codec& codec, const GroupDecode<float>& group) {
+  const __m512 lane = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512 scale = _mm512_set1_ps(group.scale);
+  __m512 v;
+  switch (codec.kind) {
+    case formats::Kind::table:
+      v = _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
+      break;
+    case formats::Kind::integer:
+      v = _mm512_mul_ps(
+          _mm512_add_ps(lane, _mm512_set1_ps(static_cast<float>(codec.qmin() - group.zero_point))), scale);
+      break;
+    default:
+      v = _mm512_add_ps(_mm512_mul_ps(lane, scale), _mm512_set1_ps(group.bias));
+      break;
+  }
+  if constexpr (kBF16) {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
+  } else {
+    return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+}
+
+template <bool kBF16>
+HWY_INLINE void decode_nibbles(const DequantizeProblem& problem, int64_t row, int64_t begin, int64_t n,
+                               uint16_t* out) {
+  const formats::Codec codec = problem.codec;
+  const uint8_t* packed = problem.codes + row * problem.shape.row_bytes + begin / 2;
+  const int64_t group_size = problem.one_group ? problem.shape.cols : problem.shape.group_size;
+  int64_t group = problem.one_group ? 0 : row * problem.shape.groups_per_row + begin / group_size;
+  int64_t end = group_size - begin % group_size;
+  const __m512i mask = _mm512_set1_epi32(0x000F000F);
+  for (int64_t i = 0; i < n; end += group_size, ++group) {
+    const __m512i table =
+        _mm512_castsi256_si512(group_table<kBF16>(codec, load_group<float>(problem, group)));
+    for (const int64_t stop = std::min(n, end); i < stop; i += 32) {
+      const __m512i bytes =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + i / 2)));
+      // Byte b of a lane to the codes of its two elements, low nibble first: (b | b << 12) & mask.
+      const __m512i codes = _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), mask, 0xA8);
+      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(codes, table));
+    }
+  }
+}
+
+#endif  // HALFBYTE_AVX512
+
+template <class F>
+HWY_INLINE void dequantize_span(const DequantizeProblem& problem, const DequantizeSpan& span) {
+  const formats::Codec& codec = problem.codec;
+  const QuantShape& shape = problem.shape;
+  const size_t element_bytes = static_cast<size_t>(size_of(problem.dtype));
+  const uint8_t* row_codes = problem.codes + span.row * shape.row_bytes;
+  uint8_t* y = static_cast<uint8_t*>(problem.y) + static_cast<size_t>(span.row * shape.cols) * element_bytes;
+  const Decoder<F> decoder(problem);
+  // Room for whole vectors beyond the last element.
+  alignas(64) uint8_t codes[kChunk + HWY_MAX_BYTES];
+  alignas(64) uint8_t values[kChunk * sizeof(F) + HWY_MAX_BYTES];
+  for (int64_t begin = span.begin; begin < span.end; begin += kChunk) {
+    const int64_t n = std::min(kChunk, span.end - begin);
+    bool done = false;
+#if HALFBYTE_AVX512
+    if constexpr (sizeof(F) == 4) {
+      const bool sixteen = problem.dtype == DType::bf16 || problem.dtype == DType::f16;
+      if (codec.bits == 4 && sixteen && n % 32 == 0 && (problem.one_group || shape.group_size % 32 == 0)) {
+        auto* out = reinterpret_cast<uint16_t*>(values);
+        if (problem.dtype == DType::bf16)
+          decode_nibbles<true>(problem, span.row, begin, n, out);
+        else
+          decode_nibbles<false>(problem, span.row, begin, n, out);
+        done = true;
+      }
+    }
+#endif
+    if (!done) {
+      unpack(row_codes + begin / 8 * codec.bits, n, codec.bits, codes);
+      for (int64_t i = 0; i < n;) {
+        const int64_t column = begin + i;
+        const int64_t end =
+            problem.one_group ? n : std::min(n, i + shape.group_size - column % shape.group_size);
+        decoder.decode(codes + i, end - i, load_group<F>(problem, group_of(problem, span.row, column)),
+                       values + static_cast<size_t>(i) * element_bytes);
+        i = end;
+      }
+    }
+    uint8_t* to = y + static_cast<size_t>(begin) * element_bytes;
+    if (problem.stream)
+      stream_copy(to, values, static_cast<size_t>(n) * element_bytes);
+    else
+      std::memcpy(to, values, static_cast<size_t>(n) * element_bytes);
+  }
+  if (problem.stream) hwy::FlushStream();
+}
+
+void DequantizeSpanCpu(const DequantizeProblem& problem, const DequantizeSpan& span) {
+  if (problem.dtype == DType::f64)
+    dequantize_span<double>(problem, span);
+  else
+    dequantize_span<float>(problem, span);
+}
+
+#else  // !HALFBYTE_SIMD
+
+void DequantizeSpanCpu(const DequantizeProblem& problem, const DequantizeSpan& span) {
+  dequantize_span_ref(problem, span);
+}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace halfbyte {
+HWY_EXPORT(DequantizeSpanCpu);
+
+void dequantize_span_cpu(const DequantizeProblem& problem, const DequantizeSpan& span) {
+  HWY_DYNAMIC_DISPATCH(DequantizeSpanCpu)(problem, span);
+}
+
+}  // namespace halfbyte
+#endif  // HWY_ONCE

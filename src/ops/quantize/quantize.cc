@@ -1,0 +1,215 @@
+#include "ops/quantize/quantize.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cpu/parallel.h"
+
+namespace halfbyte {
+namespace {
+
+// Elements a task: large against the cost of scheduling, small against a core's share of L2.
+constexpr int64_t kSpanElements = 16384;
+// A larger group is split between threads: its range first, then its codes.
+constexpr int64_t kSplitGroup = int64_t{1} << 20;
+
+// Least multiple of 8 columns and whole groups that is at least kSpanElements.
+int64_t span_columns(const QuantShape& shape, bool whole_groups) {
+  const int64_t step = whole_groups ? std::lcm<int64_t>(std::min(shape.group_size, shape.cols + 8), 8) : 8;
+  return (kSpanElements + step - 1) / step * step;
+}
+
+// Calls run(span) for the columns [begin, end) of `rows` rows from `row`, in parallel.
+template <class Run>
+QuantizeStatus for_each_span(int64_t row, int64_t rows, int64_t begin, int64_t end, int64_t columns,
+                             const formats::GroupParams<double>* params, int num_threads, const Run& run) {
+  const int64_t spans_per_row = (end - begin + columns - 1) / columns;
+  const int64_t grain =
+      std::max<int64_t>(1, kSpanElements * spans_per_row / std::max<int64_t>(1, end - begin));
+  std::vector<QuantizeStatus> status(static_cast<size_t>(effective_threads(num_threads)));
+  parallel_for(rows * spans_per_row, grain, num_threads, [&](int64_t first, int64_t last, int worker) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t start = begin + i % spans_per_row * columns;
+      const QuantizeSpan span{row + i / spans_per_row, start, std::min(end, start + columns), params};
+      merge(status[static_cast<size_t>(worker)], run(span));
+    }
+  });
+  QuantizeStatus total;
+  for (const QuantizeStatus& part : status) merge(total, part);
+  return total;
+}
+
+formats::GroupParams<double> params_of_range(const QuantizeProblem& problem, const ValueRange& range) {
+  if (problem.dtype == DType::f64) return formats::group_params(range.min, range.max, problem.codec);
+  return convert_params<double>(
+      formats::group_params(static_cast<float>(range.min), static_cast<float>(range.max), problem.codec));
+}
+
+QuantizeStatus run_cpu(const QuantizeProblem& checked) {
+  QuantizeProblem problem = checked;
+  const std::shared_ptr<const void> prepared = prepare_quantize_cpu(problem);
+  problem.prepared = prepared.get();
+  const QuantShape& shape = problem.shape;
+  const auto run = [&](const QuantizeSpan& span) { return quantize_span_cpu(problem, span); };
+  if (problem.one_group)
+    return for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, false), &problem.params,
+                         problem.num_threads, run);
+  if (shape.group_size <= kSplitGroup || shape.group_size % 8 != 0)
+    return for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, true), nullptr,
+                         problem.num_threads, run);
+  QuantizeStatus status;
+  for (int64_t index = 0; index < shape.num_groups; ++index) {
+    const int64_t row = index / shape.groups_per_row;
+    const int64_t begin = index % shape.groups_per_row * shape.group_size;
+    const int64_t end = std::min(shape.cols, begin + shape.group_size);
+    const int64_t first = row * shape.cols + begin;
+    const std::byte* data = static_cast<const std::byte*>(problem.x) + first * size_of(problem.dtype);
+    const TensorView group{const_cast<std::byte*>(data), problem.dtype, {end - begin}, {}, {}};
+    const auto params = params_of_range(problem, value_range(group, {problem.num_threads}));
+    store_params(problem, index, params);
+    count(status, params);
+    merge(status,
+          for_each_span(row, 1, begin, end, span_columns(shape, false), &params, problem.num_threads, run));
+  }
+  return status;
+}
+
+constexpr Variant<QuantizeProblem, QuantizeStatus> kVariants[] = {
+    {"quantize_cpu", DeviceKind::cpu, [](const QuantizeProblem&) { return std::string(); }, run_cpu},
+};
+
+int64_t leading_rows(const TensorView& x) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < x.shape.size(); ++i) rows *= x.shape[i];
+  return rows;
+}
+
+// The checks that a value and a quantized tensor share: `op` and `name` for the message.
+void check_values(const char* op, const char* name, const TensorView& x) {
+  const int64_t n = num_elements(x);
+  HALFBYTE_CHECK(is_floating(x.dtype), usage, "{}: {} must be f32, f16, bf16 or f64, got {}", op, name,
+                 to_string(x.dtype));
+  HALFBYTE_CHECK(is_contiguous(x), usage, "{}: {} must be contiguous", op, name);
+  HALFBYTE_CHECK(x.data != nullptr || n == 0, usage, "{}: {} has {} elements but no data", op, name, n);
+}
+
+}  // namespace
+
+void merge(QuantizeStatus& into, const QuantizeStatus& from) {
+  if (from.num_nonfinite != 0 && (into.num_nonfinite == 0 || from.first_nonfinite < into.first_nonfinite))
+    into.first_nonfinite = from.first_nonfinite;
+  into.num_nonfinite += from.num_nonfinite;
+  into.num_unheld_scales += from.num_unheld_scales;
+  into.num_coarse_scales += from.num_coarse_scales;
+}
+
+void merge(ValueRange& into, const ValueRange& from) {
+  into.min = std::min(into.min, from.min);
+  into.max = std::max(into.max, from.max);
+  if (from.num_nonfinite != 0 && (into.num_nonfinite == 0 || from.first_nonfinite < into.first_nonfinite))
+    into.first_nonfinite = from.first_nonfinite;
+  into.num_nonfinite += from.num_nonfinite;
+}
+
+QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution,
+                        const ValueRange* range) {
+  check_values("quantize", "x", x);
+  const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
+  const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
+  HALFBYTE_CHECK(out.rows == leading_rows(x) && out.cols == cols, usage,
+                 "quantize: out must have the rows and columns of x, [{}, {}], got [{}, {}]", leading_rows(x),
+                 cols, out.rows, out.cols);
+  HALFBYTE_CHECK(
+      !out.spec.double_quant, usage,
+      "quantize: out.spec.double_quant must be false here: quantize the scales with double_quantize");
+  HALFBYTE_CHECK(out.spec.scale_dtype != DType::f64 || x.dtype == DType::f64, usage,
+                 "quantize: f64 scales need f64 data, got {}", to_string(x.dtype));
+  HALFBYTE_CHECK(out.codes != nullptr || shape.code_bytes() == 0, usage, "quantize: out.codes is null");
+  HALFBYTE_CHECK(out.scales != nullptr || shape.num_groups == 0, usage, "quantize: out.scales is null");
+  HALFBYTE_CHECK((out.zeros != nullptr) == has_zeros(out.spec) || shape.num_groups == 0, usage,
+                 "quantize: out.zeros must be given exactly for asymmetric integer formats");
+  HALFBYTE_CHECK((out.biases != nullptr) == has_biases(out.spec) || shape.num_groups == 0, usage,
+                 "quantize: out.biases must be given exactly for affine formats");
+
+  QuantizeProblem problem;
+  problem.x = x.data;
+  problem.dtype = x.dtype;
+  problem.shape = shape;
+  problem.codec = make_codec(out.spec);
+  problem.codes = out.codes;
+  problem.scales = out.scales;
+  problem.zeros = out.zeros;
+  problem.biases = out.biases;
+  problem.num_threads = execution.num_threads;
+  QuantizeStatus status;
+  if (out.spec.granularity == Granularity::tensor) {
+    problem.one_group = true;
+    problem.params = params_of_range(problem, range ? *range : value_range(x, execution));
+    store_params(problem, 0, problem.params);
+    count(status, problem.params);
+  }
+  if (shape.rows == 0 || shape.cols == 0) return status;
+  const auto& variant =
+      choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
+  merge(status, variant.run(problem));
+  return status;
+}
+
+ValueRange value_range(const TensorView& x, Execution execution) {
+  check_values("value_range", "x", x);
+  const int64_t n = num_elements(x);
+  const int64_t chunks = (n + kSpanElements - 1) / kSpanElements;
+  std::vector<ValueRange> parts(static_cast<size_t>(effective_threads(execution.num_threads)));
+  parallel_for(chunks, 4, execution.num_threads, [&](int64_t first, int64_t last, int worker) {
+    const int64_t begin = first * kSpanElements, end = std::min(n, last * kSpanElements);
+    const std::byte* data = static_cast<const std::byte*>(x.data) + begin * size_of(x.dtype);
+    ValueRange range = value_range_cpu(data, x.dtype, end - begin);
+    if (range.num_nonfinite != 0) range.first_nonfinite += begin;
+    merge(parts[static_cast<size_t>(worker)], range);
+  });
+  ValueRange total;
+  for (const ValueRange& part : parts) merge(total, part);
+  return total;
+}
+
+QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution) {
+  check_values("quantize", "x", x);
+  QuantSpec stored = spec;
+  stored.double_quant = false;
+  const int64_t rows = leading_rows(x), cols = x.shape.empty() ? 1 : x.shape.back();
+  check_spec(spec);
+  const QuantShape shape = quant_shape(stored, rows, cols);
+  const auto groups = static_cast<size_t>(shape.num_groups);
+  const size_t scale_bytes = groups * static_cast<size_t>(size_of(spec.scale_dtype));
+  QuantizedTensor q;
+  q.spec = spec;
+  q.shape = x.shape;
+  q.codes.resize(static_cast<size_t>(shape.code_bytes()));
+  q.scales.resize(scale_bytes);
+  if (has_zeros(spec)) q.zeros.resize(groups);
+  if (has_biases(spec)) q.biases.resize(scale_bytes);
+  const QuantizedView view{stored,
+                           rows,
+                           cols,
+                           q.codes.data(),
+                           q.scales.data(),
+                           has_zeros(spec) ? q.zeros.data() : nullptr,
+                           has_biases(spec) ? q.biases.data() : nullptr};
+  const QuantizeStatus status = quantize(x, view, execution);
+  HALFBYTE_CHECK(status.num_nonfinite == 0, bad_input,
+                 "quantize: x has {} non-finite elements, the first at index {}", status.num_nonfinite,
+                 status.first_nonfinite);
+  HALFBYTE_CHECK(status.num_unheld_scales == 0, bad_input, "quantize: {} cannot hold {} of {} scales",
+                 to_string(spec.scale_dtype), status.num_unheld_scales, groups);
+  if (spec.double_quant) {
+    std::vector<uint8_t> codes(groups);
+    q.scales_absmax.resize((groups + kDoubleQuantBlock - 1) / kDoubleQuantBlock);
+    DoubleQuantizedView nested{codes.data(), q.scales_absmax.data(), 0};
+    double_quantize(reinterpret_cast<const float*>(q.scales.data()), shape.num_groups, nested);
+    q.scales = std::move(codes);
+    q.scales_offset = nested.offset;
+  }
+  return q;
+}
+
+}  // namespace halfbyte

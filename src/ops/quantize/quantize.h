@@ -1,0 +1,71 @@
+// What the variants of `quantize` share.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "core/format.h"
+#include "core/variant.h"
+#include "halfbyte/ops.hpp"
+
+namespace halfbyte {
+
+// A checked problem. Arrays as QuantShape describes them; x row-major [shape.rows, shape.cols].
+struct QuantizeProblem {
+  const void* x = nullptr;
+  DType dtype = DType::f32;
+  QuantShape shape;
+  formats::Codec codec;
+  // Granularity::tensor: what all elements share, decided before.
+  bool one_group = false;
+  formats::GroupParams<double> params;
+  uint8_t* codes = nullptr;
+  void* scales = nullptr;
+  uint8_t* zeros = nullptr;
+  void* biases = nullptr;
+  int num_threads = 0;
+  const void* prepared = nullptr;  // what prepare_quantize_cpu made of the rest
+};
+
+// Columns [begin, end) of one row. begin is a multiple of 8 (so that codes start at a byte) and,
+// unless the parameters are given, the start of a group; end likewise, or the end of the row.
+struct QuantizeSpan {
+  int64_t row = 0, begin = 0, end = 0;
+  const formats::GroupParams<double>* params = nullptr;  // given: of all elements; scales are not written
+};
+
+void merge(QuantizeStatus& into, const QuantizeStatus& from);
+void merge(ValueRange& into, const ValueRange& from);
+// Counts what is wrong with the parameters of a group.
+template <class F>
+void count(QuantizeStatus& status, const formats::GroupParams<F>& params) {
+  status.num_unheld_scales += params.held ? 0 : 1;
+  status.num_coarse_scales += params.coarse ? 1 : 0;
+}
+
+// Writes the parameters of group `index`; the stored values are exact in every F.
+template <class F>
+void store_params(const QuantizeProblem& problem, int64_t index, const formats::GroupParams<F>& params) {
+  formats::store_scale(problem.scales, index, params.scale, problem.codec.scale_type);
+  if (problem.zeros) problem.zeros[index] = static_cast<uint8_t>(params.zero_point - problem.codec.qmin());
+  if (problem.biases) formats::store_scale(problem.biases, index, params.bias, problem.codec.scale_type);
+}
+
+template <class To, class From>
+formats::GroupParams<To> convert_params(const formats::GroupParams<From>& from) {
+  return {static_cast<To>(from.scale),
+          static_cast<To>(from.bias),
+          static_cast<To>(from.code_scale),
+          static_cast<To>(from.code_bias),
+          from.zero_point,
+          from.held,
+          from.coarse};
+}
+
+// SIMD kernels, dispatched at run time. The preparation is shared by all spans of a problem; null if it has
+// none.
+std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem);
+QuantizeStatus quantize_span_cpu(const QuantizeProblem& problem, const QuantizeSpan& span);
+ValueRange value_range_cpu(const void* x, DType dtype, int64_t n);
+
+}  // namespace halfbyte

@@ -1,0 +1,498 @@
+#include <sys/mman.h>
+
+#include "ops/testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::Parts;
+using testing::Values;
+
+void expect_equal(const Parts& expected, const Parts& actual) {
+  EXPECT_TRUE(actual.guards_intact());
+  EXPECT_TRUE(expected.same_bytes(actual));
+  EXPECT_EQ(expected.status.num_nonfinite, actual.status.num_nonfinite);
+  EXPECT_EQ(expected.status.first_nonfinite, actual.status.first_nonfinite);
+  EXPECT_EQ(expected.status.num_unheld_scales, actual.status.num_unheld_scales);
+  EXPECT_EQ(expected.status.num_coarse_scales, actual.status.num_coarse_scales);
+}
+
+TEST(Quantize, EveryFormatDTypeAndLengthEqualsTheOracleOnEveryTarget) {
+  const int64_t step = testing::kSanitized ? 13 : 1;
+  uint64_t seed = 1;
+  for (const DType dtype : testing::kFloatDTypes) {
+    for (QuantSpec spec : testing::all_specs()) {
+      Values x = testing::random_values(dtype, 1100, ++seed);
+      for (int64_t n = 0; n <= 1100; n += step) {
+        spec.group_size = n % 3 == 0 ? 64 : n % 3 == 1 ? 32 : 1 + n % 150;
+        spec.scale_dtype = n % 5 == 0 ? DType::f16 : n % 5 == 1 ? DType::bf16 : DType::f32;
+        const Parts expected = testing::oracle_quantize(x, spec, 1, n);
+        testing::for_each_target([&](const char*) {
+          expect_equal(expected, testing::quantize_parts(x, spec, 1, n));
+          if (::testing::Test::HasFailure())
+            FAIL() << testing::describe(spec) << ' ' << to_string(dtype) << " n " << n;
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Quantize, EveryGranularityGroupSizeAndThreadCountEqualsTheOracle) {
+  std::mt19937_64 random(7);
+  const int cases = testing::kSanitized ? 60 : 600;
+  const auto specs = testing::all_specs();
+  for (int i = 0; i < cases; ++i) {
+    QuantSpec spec = specs[random() % specs.size()];
+    spec.granularity = static_cast<Granularity>(random() % 4);
+    const int64_t sizes[] = {1, 3, 7, 8, 16, 32, 50, 64, 96, 100, 128, 256, 1000};
+    spec.group_size = sizes[random() % 13];
+    const DType scale_dtypes[] = {DType::f32, DType::f16, DType::bf16};
+    spec.scale_dtype = scale_dtypes[random() % 3];
+    if (random() % 2 && info(spec.format).kind == FormatKind::affine) spec.code_scale = CodeScale::unrounded;
+    const DType dtype = testing::kFloatDTypes[random() % 4];
+    if (dtype == DType::f64 && random() % 2) spec.scale_dtype = DType::f64;
+    const auto rows = static_cast<int64_t>(random() % 40), cols = static_cast<int64_t>(random() % 3000);
+    Values x = testing::random_values(dtype, rows * cols, random());
+    SCOPED_TRACE(fmt::format("{} {} [{}, {}]", testing::describe(spec), to_string(dtype), rows, cols));
+    const Parts expected = testing::oracle_quantize(x, spec, rows, cols);
+    testing::for_each_target([&](const char*) {
+      for (const int threads : {1, 2, 3, 16})
+        expect_equal(expected, testing::quantize_parts(x, spec, rows, cols, threads));
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST(Quantize, NonFiniteElementsAreCountedAndGetTheCodeOfZero) {
+  std::mt19937_64 random(11);
+  const auto specs = testing::all_specs();
+  for (const DType dtype : testing::kFloatDTypes) {
+    for (const QuantSpec& spec : specs) {
+      Values clean = testing::random_values(dtype, 512, random());
+      Values x;
+      x.dtype = dtype;
+      for (size_t i = 0; i < 512; ++i) {
+        const double bad[] = {NAN, INFINITY, -INFINITY};
+        x.push_back(i % 97 == 40 ? bad[random() % 3] : i >= 448 ? static_cast<double>(NAN) : clean.exact[i]);
+      }
+      const Parts expected = testing::oracle_quantize(x, spec, 1, 512);
+      EXPECT_EQ(expected.status.first_nonfinite, 40);
+      EXPECT_GE(expected.status.num_nonfinite, 5 + 64 - 1);
+      testing::for_each_target(
+          [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 1, 512)); });
+      EXPECT_THROW(quantize(x.view({512}), spec), Error);
+      if (HasFailure()) FAIL() << testing::describe(spec) << ' ' << to_string(dtype);
+    }
+  }
+}
+
+// All bf16 values against many scales: four groups a time, each holding every value that is not larger than
+// the one that sets its scale.
+TEST(Quantize, AllBf16ValuesAgainstManyScales) {
+  const int num_scales = testing::kSanitized ? 8 : 4096;
+  const int64_t n = 0x10000;
+  std::mt19937_64 random(3);
+  std::vector<uint16_t> scales;  // half of them where weights are, half anywhere
+  for (int i = 0; i < num_scales; ++i)
+    scales.push_back(static_cast<uint16_t>(i % 2 ? 1 + random() % 0x7F7F : 0x3800 + random() % 0x800));
+  std::vector<QuantSpec> specs(5);
+  specs[0].format = Format::nf4;
+  specs[1].format = Format::fp4;
+  specs[2].format = Format::int4;
+  specs[3].format = Format::affine4;
+  specs[3].scale_rule = ScaleRule::minmax;
+  specs[4].format = Format::int8;
+  specs[4].scale_rule = ScaleRule::half_range;
+  std::vector<uint16_t> x(4 * n);
+  std::vector<uint8_t> expected(4 * n);
+  for (QuantSpec spec : specs) {
+    spec.granularity = Granularity::flat;
+    spec.group_size = n;
+    const formats::Codec codec = make_codec(spec);
+    for (size_t first = 0; first < scales.size(); first += 4) {
+      for (size_t group = 0; group < 4; ++group) {
+        const uint16_t largest = scales[first + group];
+        const float absmax = formats::bf16_to_f32(largest);
+        const auto params = formats::group_params(-absmax, absmax, codec);
+        for (size_t v = 0; v < n; ++v) {
+          const auto bits = static_cast<uint16_t>((v & 0x7FFF) <= largest ? v : largest);
+          x[group * n + v] = bits;
+          expected[group * n + v] =
+              static_cast<uint8_t>(formats::encode(formats::bf16_to_f32(bits), params, codec));
+        }
+      }
+      testing::for_each_target([&](const char* target) {
+        if (std::string_view(target) == "SCALAR") return;  // the rule itself, slowly
+        Parts actual(spec, 1, 4 * n);
+        quantize({x.data(), DType::bf16, {1, 4 * n}, {}, {}}, actual.view(), {1});
+        for (int64_t i = 0; i < 4 * n; ++i) {
+          const int code = formats::get_code(actual.codes.data(), i, codec.bits);
+          if (code != expected[static_cast<size_t>(i)])
+            FAIL() << testing::describe(spec) << " value " << x[static_cast<size_t>(i)] << " scale "
+                   << scales[first + static_cast<size_t>(i / n)] << ": " << code << " instead of "
+                   << int{expected[static_cast<size_t>(i)]};
+        }
+      });
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// Enough elements for the kernels that prepare thresholds first.
+TEST(Quantize, LargeBf16TablesEqualTheOracle) {
+  std::mt19937_64 random(13);
+  for (QuantSpec spec : testing::all_specs()) {
+    if (info(spec.format).kind != FormatKind::table) continue;
+    for (const DType scale_dtype : {DType::f32, DType::f16, DType::bf16})
+      for (const int64_t group_size : {32, 64, 96, 128, 256, 4096}) {
+        spec.scale_dtype = scale_dtype;
+        spec.group_size = group_size;
+        spec.granularity = group_size % 64 == 0 ? Granularity::group : Granularity::flat;
+        const int64_t rows = 9, cols = 8192 + 64 + static_cast<int64_t>(random() % 3);
+        Values x = testing::random_values(DType::bf16, rows * cols, random());
+        if (group_size == 96)
+          x.bytes[2 * 70001] = 0x80, x.bytes[2 * 70001 + 1] = 0x7F, x.exact[70001] = INFINITY;
+        const Parts expected = testing::oracle_quantize(x, spec, rows, cols);
+        testing::for_each_target([&](const char*) {
+          for (const int threads : {1, 3})
+            expect_equal(expected, testing::quantize_parts(x, spec, rows, cols, threads));
+        });
+        if (HasFailure()) FAIL() << testing::describe(spec);
+      }
+  }
+}
+
+// f32 values within two units of every decision threshold.
+TEST(Quantize, NeighboursOfEveryThreshold) {
+  std::mt19937_64 random(5);
+  const int num_scales = testing::kSanitized ? 20 : 2000;
+  for (QuantSpec spec : testing::all_specs()) {
+    spec.granularity = Granularity::channel;
+    for (int s = 0; s < num_scales / 10; ++s) {
+      const double exponent =
+          s % 4 == 0 ? static_cast<double>(random() % 240) - 120 : static_cast<double>(random() % 10) - 8;
+      const auto absmax = static_cast<float>(
+          std::ldexp(1 + static_cast<double>(random() % (1 << 23)) / (1 << 23), static_cast<int>(exponent)));
+      const formats::Codec codec = make_codec(spec);
+      const auto params = formats::group_params(-absmax, absmax, codec);
+      Values x;
+      x.push_back(static_cast<double>(absmax));
+      x.push_back(-static_cast<double>(absmax));
+      const auto add = [&](double threshold) {
+        const auto nearest = static_cast<float>(threshold);
+        if (std::fabs(nearest) >= absmax) return;
+        float v = std::nextafter(std::nextafter(nearest, -INFINITY), -INFINITY);
+        for (int i = 0; i < 5; ++i, v = std::nextafter(v, INFINITY)) x.push_back(static_cast<double>(v));
+      };
+      const auto scale = static_cast<double>(params.code_scale);
+      if (codec.kind == formats::Kind::table)
+        for (const double edge : codec.book.edges_f64) add(edge * scale);
+      else
+        for (int q = -260; q <= 260; ++q) add((q + 0.5) * scale + static_cast<double>(params.code_bias));
+      const auto n = static_cast<int64_t>(x.exact.size());
+      const Parts expected = testing::oracle_quantize(x, spec, 1, n);
+      testing::for_each_target(
+          [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 1, n)); });
+      if (HasFailure()) FAIL() << testing::describe(spec) << " absmax " << absmax;
+    }
+  }
+}
+
+TEST(Quantize, ReadsNothingBeyondItsInputAndWritesEveryByte) {
+  const size_t page = 4096;
+  auto* memory = static_cast<uint8_t*>(
+      mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(memory, MAP_FAILED);
+  ASSERT_EQ(mprotect(memory + page, page, PROT_NONE), 0);
+  for (const DType dtype : testing::kFloatDTypes) {
+    for (const QuantSpec& spec : testing::all_specs()) {
+      for (int64_t n = 1; n < 200; n += 7) {
+        Values x = testing::random_values(dtype, n, static_cast<uint64_t>(n));
+        uint8_t* at_end = memory + page - x.bytes.size();
+        std::memcpy(at_end, x.bytes.data(), x.bytes.size());
+        const Parts expected = testing::oracle_quantize(x, spec, 1, n);
+        testing::for_each_target([&](const char*) {
+          for (const uint8_t poison : {uint8_t{0}, uint8_t{0xFF}}) {
+            Parts actual(spec, 1, n);
+            std::fill(actual.codes.begin(), actual.codes.end() - Parts::kGuard, poison);
+            quantize({at_end, dtype, {1, n}, {}, {}}, actual.view(), {1});
+            EXPECT_TRUE(expected.same_bytes(actual)) << testing::describe(spec) << " n " << n;
+          }
+        });
+      }
+    }
+  }
+  munmap(memory, 2 * page);
+}
+
+TEST(Quantize, GroupsAreIndependentAndScalingByAPowerOfTwoKeepsTheCodes) {
+  for (QuantSpec spec : testing::all_specs()) {
+    if (spec.scale_rule == ScaleRule::mlx_edge) continue;  // its scale has a fixed floor
+    Values x, doubled;
+    std::mt19937_64 random(9);
+    std::normal_distribution<double> normal;
+    for (int i = 0; i < 1024; ++i) x.push_back(normal(random));
+    for (const double v : x.exact) doubled.push_back(v * 0x1p20);
+    const Parts a = testing::quantize_parts(x, spec, 4, 256),
+                b = testing::quantize_parts(doubled, spec, 4, 256);
+    EXPECT_EQ(a.codes, b.codes) << testing::describe(spec);
+    const Parts one_row = testing::quantize_parts(x, spec, 1, 1024);
+    EXPECT_EQ(a.codes, one_row.codes) << testing::describe(spec);
+    EXPECT_EQ(a.scales, one_row.scales) << testing::describe(spec);
+  }
+}
+
+TEST(Quantize, DegenerateGroupsRoundTrip) {
+  for (const DType dtype : testing::kFloatDTypes) {
+    for (const QuantSpec& spec : testing::all_specs()) {
+      const double smallest = dtype == DType::f16    ? 0x1p-24
+                              : dtype == DType::bf16 ? 0x1p-133
+                              : dtype == DType::f32  ? 0x1p-149
+                                                     : 0x1p-149;
+      for (const double constant : {0.0, -0.0, 1.0, -1.0, 3.140625, 1000.0, smallest, -smallest}) {
+        // The user's table has its largest magnitude on one side only.
+        if (spec.format == Format::lut4 && constant > 0) continue;
+        Values x;
+        x.dtype = dtype;
+        for (int i = 0; i < 64; ++i) x.push_back(constant);
+        const QuantizedTensor q = quantize(x.view({64}), spec);
+        std::vector<double> y(64, 12345.0);
+        dequantize(q, {y.data(), DType::f64, {64}, {}, {}});
+        for (const double v : y) {
+          SCOPED_TRACE(fmt::format("{} {} constant {}", testing::describe(spec), to_string(dtype), constant));
+          if (constant == 0) {
+            ASSERT_EQ(v, 0.0);
+            ASSERT_FALSE(std::signbit(v));
+          } else if (spec.scale_rule == ScaleRule::half_range) {
+            // The grid is centred between codes: the end of the range is half a step away.
+            ASSERT_NEAR(v, constant, std::fabs(constant) / 2);
+          } else {
+            ASSERT_NEAR(v, constant,
+                        std::fabs(constant) * 1e-6 + (std::fabs(constant) < 1e-30 ? std::fabs(constant) : 0));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Quantize, HugeRangesDoNotOverflow) {
+  for (const Format format : {Format::affine4, Format::int4}) {
+    const QuantSpec spec{
+        .format = format, .asymmetric = format == Format::int4, .scale_rule = ScaleRule::minmax};
+    Values x, beyond;
+    for (int i = 0; i < 64; ++i) {
+      x.push_back(-3e38 + i * (3.3e38 / 63));
+      beyond.push_back(-3e38 +
+                       i * (6e38 / 63));  // 15 * scale is beyond f32: reported, not written as infinity
+    }
+    std::vector<float> y(64);
+    dequantize(quantize(x.view({64}), spec), {y.data(), DType::f32, {64}, {}, {}});
+    for (size_t i = 0; i < 64; ++i) EXPECT_NEAR(static_cast<double>(y[i]), x.exact[i], 1.2e37) << i;
+    if (format == Format::affine4) {
+      EXPECT_EQ(testing::quantize_parts(beyond, spec, 1, 64).status.num_unheld_scales, 1);
+    }
+    EXPECT_EQ(testing::oracle_quantize(beyond, spec, 1, 64).codes,
+              testing::quantize_parts(beyond, spec, 1, 64).codes);
+  }
+}
+
+TEST(Quantize, ScalesThatADTypeCannotHoldOrOnlyCoarselyAreCounted) {
+  QuantSpec spec{.format = Format::int8, .scale_dtype = DType::f16};
+  const auto status = [&](double scale) {
+    Values x;
+    for (int i = 0; i < 128; ++i) x.push_back(scale * 127 * (i % 2 ? 1 : -1));
+    return testing::quantize_parts(x, spec, 1, 128).status;
+  };
+  EXPECT_EQ(status(1e7).num_unheld_scales, 2);
+  EXPECT_EQ(status(1e-7).num_unheld_scales, 0);
+  EXPECT_EQ(status(1e-7).num_coarse_scales, 2);
+  EXPECT_EQ(status(1e-3).num_coarse_scales, 0);
+  spec.scale_dtype = DType::bf16;
+  EXPECT_EQ(status(1e-7).num_coarse_scales, 0);
+  EXPECT_EQ(status(1e-40).num_coarse_scales, 2);
+  Values huge;
+  for (int i = 0; i < 64; ++i) huge.push_back(1e7 * 127);
+  spec.scale_dtype = DType::f16;
+  EXPECT_THROW(quantize(huge.view({64}), spec), Error);
+}
+
+TEST(Quantize, GivenRangeEqualsThatOfTheWholeTensor) {
+  for (QuantSpec spec : testing::all_specs()) {
+    spec.granularity = Granularity::tensor;
+    Values x = testing::random_values(DType::bf16, 64 * 100, 21);
+    const Parts whole = testing::quantize_parts(x, spec, 64, 100);
+    ValueRange range;
+    for (int64_t row = 0; row < 64; row += 16) {
+      const ValueRange part = value_range({x.bytes.data() + row * 200, DType::bf16, {16, 100}, {}, {}});
+      range.min = std::min(range.min, part.min);
+      range.max = std::max(range.max, part.max);
+    }
+    std::vector<uint8_t> codes;
+    for (int64_t row = 0; row < 64; row += 16) {
+      Parts part(spec, 16, 100);
+      quantize({x.bytes.data() + row * 200, DType::bf16, {16, 100}, {}, {}}, part.view(), {1}, &range);
+      codes.insert(codes.end(), part.codes.begin(), part.codes.end() - Parts::kGuard);
+      EXPECT_EQ(part.scales, whole.scales);
+    }
+    codes.insert(codes.end(), Parts::kGuard, Parts::kPoison);
+    EXPECT_EQ(codes, whole.codes) << testing::describe(spec);
+  }
+}
+
+TEST(Quantize, LargeGroupsAreSplitBetweenThreadsWithTheSameBytes) {
+  const int64_t n = (int64_t{1} << 20) + 4096 + 24;
+  for (QuantSpec spec : {QuantSpec{.format = Format::nf4},
+                         QuantSpec{.format = Format::affine3, .scale_rule = ScaleRule::minmax}}) {
+    spec.granularity = Granularity::flat;
+    spec.group_size = (int64_t{1} << 20) + 16;
+    Values x = testing::random_values(DType::bf16, n, 2);
+    const Parts expected = testing::oracle_quantize(x, spec, 1, n);
+    for (const int threads : {1, 2, 5})
+      expect_equal(expected, testing::quantize_parts(x, spec, 1, n, threads));
+  }
+}
+
+// ---- Golden facts -------------------------------------------------------------------------------
+
+std::vector<int> codes_of(const std::vector<double>& values, const QuantSpec& spec, DType dtype = DType::f32,
+                          std::vector<float>* scales = nullptr) {
+  Values x;
+  x.dtype = dtype;
+  for (const double v : values) x.push_back(v);
+  const QuantizedTensor q = quantize(x.view({static_cast<int64_t>(values.size())}), spec);
+  const int bits = info(spec.format).bits;
+  std::vector<int> codes;
+  for (size_t i = 0; i < values.size(); ++i) {
+    int code = formats::get_code(q.codes.data(), static_cast<int64_t>(i), bits);
+    if (info(spec.format).kind == FormatKind::integer) code -= 1 << (bits - 1);
+    codes.push_back(code);
+  }
+  if (scales != nullptr && spec.scale_dtype == DType::f32)
+    for (size_t i = 0; i + 4 <= q.scales.size(); i += 4) {
+      float s;
+      std::memcpy(&s, q.scales.data() + i, 4);
+      scales->push_back(s);
+    }
+  return codes;
+}
+
+TEST(QuantizeGolden, Nf4) {
+  std::vector<float> scales;
+  EXPECT_EQ(codes_of({-2, -1, -.5, -0.0, .1, .5, 1, 2}, {}, DType::f32, &scales),
+            (std::vector{0, 2, 4, 7, 8, 10, 12, 15}));
+  EXPECT_EQ(scales, std::vector<float>{2});
+  Values x;
+  for (const double v : {-2., -1., -.5, -0., .1, .5, 1., 2.}) x.push_back(v);
+  const QuantizedTensor q = quantize(x.view({8}), QuantSpec{});
+  EXPECT_EQ(q.codes, (std::vector<uint8_t>{0x20, 0x74, 0xA8, 0xFC}));
+  std::vector<float> y(8);
+  dequantize(q, {y.data(), DType::f32, {8}, {}, {}});
+  EXPECT_EQ(y, (std::vector<float>{-2, -1.0501461f, -0.568882763f, 0, 0.159160599f, 0.492224604f,
+                                   0.881419659f, 2}));
+}
+
+TEST(QuantizeGolden, Nf4ThresholdsTakeTheUpperCodeJustAboveTheExactMidpoint) {
+  const uint32_t values[] = {0xBF591CD8, 0xBF1C5270, 0xBEADEA76, 0xBE703CEC,
+                             0x3F006D04, 0x3F5C89DA, 0x3DF64863};
+  const int codes[] = {1, 2, 4, 5, 13, 15, 9};
+  for (int i = 0; i < 7; ++i) {
+    const auto v = static_cast<double>(formats::bit_cast<float>(values[i]));
+    EXPECT_EQ(codes_of({1, v}, {})[1], codes[i]) << i;
+  }
+}
+
+TEST(QuantizeGolden, IntegerRounding) {
+  QuantSpec int4{.format = Format::int4};
+  EXPECT_EQ(codes_of({-7, -3.5, -.5, .5, 1.5, 2.5, 3.49, 7}, int4), (std::vector{-7, -4, 0, 0, 2, 2, 3, 7}));
+  QuantSpec int8{.format = Format::int8};
+  std::vector<float> scales;
+  EXPECT_EQ(codes_of({-1, -.5, .00390625, .1, .25, .5, .75, 1}, int8, DType::f32, &scales),
+            (std::vector{-127, -64, 0, 13, 32, 64, 95, 127}));
+  EXPECT_EQ(formats::bit_cast<uint32_t>(scales[0]), 0x3C010204u);
+  QuantSpec asymmetric{.format = Format::int4, .asymmetric = true, .scale_rule = ScaleRule::minmax};
+  scales.clear();
+  // Offset codes 0 3 5 6 7 10 13 15 with zero point 5.
+  EXPECT_EQ(codes_of({-1, -.5, 0, .25, .5, 1, 1.5, 2}, asymmetric, DType::f32, &scales),
+            (std::vector{-8, -5, -3, -2, -1, 2, 5, 7}));
+  EXPECT_EQ(formats::bit_cast<uint32_t>(scales[0]), 0x3E4CCCCDu);
+  // Division, not multiplication by the reciprocal: 0.0015 / 0.001 is 1.5 in f32, and f64 is f64.
+  QuantSpec given{.format = Format::int8, .granularity = Granularity::tensor};
+  const auto code_with_scale = [&](double value, double scale, DType dtype) {
+    Values x;
+    x.dtype = dtype;
+    x.push_back(value);
+    given.scale_dtype = dtype;
+    const ValueRange range{-scale * 127, scale * 127, 0, -1};
+    const Parts parts = testing::quantize_parts(x, given, 1, 1, 1, &range);
+    return int{parts.codes[0]} - 128;
+  };
+  EXPECT_EQ(code_with_scale(0.15, 0.1, DType::f64), 1);
+  EXPECT_EQ(code_with_scale(2.5000000001, 1, DType::f64), 3);
+  EXPECT_EQ(code_with_scale(2.5000000001, 1, DType::f32), 2);
+}
+
+TEST(QuantizeGolden, CompressedTensorsVectors) {
+  const std::vector<double> w = {0.7, -0.8, 0.05, 0.0, -0.33, 0.66, 0.12, -0.5,
+                                 0.1, 0.2,  0.3,  0.4, 0.5,   0.6,  0.7,  0.8};
+  QuantSpec spec{.format = Format::int4, .group_size = 8, .scale_rule = ScaleRule::half_range};
+  std::vector<float> scales;
+  EXPECT_EQ(codes_of(w, spec, DType::f32, &scales),
+            (std::vector{7, -8, 0, 0, -3, 6, 1, -5, 1, 2, 3, 4, 5, 6, 7, 7}));
+  EXPECT_FLOAT_EQ(scales[0], 0.1066666692f);
+  spec.asymmetric = true;
+  spec.scale_rule = ScaleRule::minmax;
+  scales.clear();
+  EXPECT_EQ(codes_of(w, spec, DType::f32, &scales),
+            (std::vector{7, -8, 0, 0, -3, 7, 1, -5, -6, -4, -2, 0, 1, 3, 5, 7}));
+  EXPECT_FLOAT_EQ(scales[0], 0.1000000015f);
+  EXPECT_FLOAT_EQ(scales[1], 0.0533333346f);
+}
+
+TEST(QuantizeGolden, AffineVectors) {
+  QuantSpec spec{.format = Format::affine4, .scale_rule = ScaleRule::minmax};
+  std::vector<float> scales;
+  EXPECT_EQ(codes_of({0, .5, 1.5, 2.5, 3.5, 7.5, 14.5, 15}, spec, DType::f32, &scales),
+            (std::vector{0, 0, 2, 2, 4, 8, 14, 15}));
+  EXPECT_EQ(scales[0], 1.0f);
+  EXPECT_EQ(codes_of({3.14, 3.14, 3.14}, spec, DType::f32, &scales), (std::vector{0, 0, 0}));
+  EXPECT_EQ(scales[1], 1.0f);
+  EXPECT_EQ(codes_of({-3, -2.5, -2, -1}, spec), (std::vector{0, 4, 7, 15}));
+  spec.scale_rule = ScaleRule::mlx_edge;
+  spec.code_scale = CodeScale::unrounded;
+  scales.clear();
+  EXPECT_EQ(codes_of({-1, -.5, 0, .25, .5, 1, 1.5, 2}, spec, DType::f32, &scales),
+            (std::vector{15, 12, 10, 9, 8, 5, 2, 0}));
+  EXPECT_FLOAT_EQ(scales[0], -0.2f);
+  EXPECT_EQ(codes_of({-3, -2.5, -2, -1}, spec), (std::vector{0, 4, 7, 15}));
+  EXPECT_EQ(codes_of({1, 2, 2.5, 3}, spec), (std::vector{15, 7, 4, 0}));
+  scales.clear();
+  EXPECT_EQ(codes_of({0, 0, 0, 0}, spec, DType::f32, &scales), (std::vector{0, 0, 0, 0}));
+  EXPECT_EQ(scales[0], -1e-7f);
+}
+
+TEST(QuantizeGolden, BadArgumentsAreNamed) {
+  Values x = testing::random_values(DType::f32, 64, 1);
+  const auto message = [&](const QuantSpec& spec) {
+    try {
+      quantize(x.view({64}), spec);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage);
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  EXPECT_NE(message({.group_size = 0}).find("group_size must be positive, got 0"), std::string::npos);
+  EXPECT_NE(message({.asymmetric = true}).find("asymmetric needs an integer format, got nf4"),
+            std::string::npos);
+  EXPECT_NE(message({.scale_rule = ScaleRule::minmax}).find("scale rule minmax does not fit format nf4"),
+            std::string::npos);
+  EXPECT_NE(message({.scale_dtype = DType::i8}).find("got i8"), std::string::npos);
+  EXPECT_NE(message({.scale_dtype = DType::f64}).find("f64 scales need f64 data, got f32"),
+            std::string::npos);
+  EXPECT_NE(message({.format = Format::lut4}).find("ascending"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace halfbyte

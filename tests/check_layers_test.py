@@ -1,0 +1,85 @@
+"""tools/check_layers.py finds what it is there for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKER = ROOT / "tools" / "check_layers.py"
+
+
+def check(root):
+    return subprocess.run([sys.executable, CHECKER, root], capture_output=True, text=True)
+
+
+def test_this_tree_is_clean():
+    result = check(ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+ALLOWED = [
+    ("include/halfbyte/ops.hpp", '#include <vector>\n#include "halfbyte/tensor.hpp"'),
+    ("src/formats/codec.h", '#include "formats/tables.h"'),
+    ("src/core/error.cc", "#include <fmt/format.h>"),
+    ("src/cpu/parallel.cc", "#include <tbb/parallel_for.h>"),
+    ("src/ops/quantize/quantize_cpu.cc", '#define HWY_TARGET_INCLUDE "ops/quantize/quantize_cpu.cc"'),
+    ("src/ops/quantize/quantize_cpu.cc", '#include "hwy/foreach_target.h"'),
+    ("src/ops/quantize/quantize_test.cc", '#include <gtest/gtest.h>\n#include "ops/dequantize/dequantize_ref.h"'),
+    ("src/ops/quantize/quantize.cu", '#include "cuda/device/reduce.cuh"\n#include "formats/codec.h"'),
+    ("src/io/file.cc", '#include <sys/stat.h>\n#include "cpu/parallel.h"'),
+    ("cli/main.cc", '#include <CLI/CLI.hpp>\n#include "halfbyte/checkpoint.hpp"\n#include "output.h"'),
+    ("src/formats/tables.h", "float x = 0.6961928f;"),
+    ("tests/golden/nf4.h", "0xbf3239b1"),
+]
+
+REFUSED = [
+    ("include/halfbyte/ops.hpp", '#include "core/checks.h"'),
+    ("include/halfbyte/ops.hpp", "#include <fmt/format.h>"),
+    ("src/formats/codec.h", "#include <cstdint>"),
+    ("src/formats/codec.h", '#include "halfbyte/format.hpp"'),
+    ("src/core/error.cc", '#include "cpu/parallel.h"'),
+    ("src/core/error.cc", '#include "ops/quantize/quantize.h"'),
+    ("src/cpu/parallel.h", "#include <tbb/parallel_for.h>"),
+    ("src/cpu/parallel.cc", '#include "cuda/jit.h"'),
+    ("src/cuda/driver.cc", "#include <cuda.h>"),
+    ("src/cuda/nvrtc.cc", "#include <nvrtc.h>"),
+    ("src/cuda/jit.cc", '#include "cpu/parallel.h"'),
+    ("src/cuda/device/reduce.cuh", "#include <cuda_fp16.h>"),
+    ("src/ops/quantize/quantize.cu", "#include <type_traits>"),
+    ("src/ops/quantize/quantize_cpu.cc", '#include "cuda/jit.h"'),
+    ("src/ops/quantize/quantize_cuda.cc", '#include "cpu/parallel.h"'),
+    ("src/ops/quantize/quantize.cc", "#include <hwy/highway.h>"),
+    ("src/ops/quantize/quantize.cc", '#include "ops/dequantize/dequantize.h"'),
+    ("src/ops/quantize/quantize_test.cc", '#include "ops/dequantize/dequantize.h"'),
+    ("src/io/layout.h", "#include <nlohmann/json.hpp>"),
+    ("src/io/layout.cc", '#include "ops/quantize/quantize.h"'),
+    ("src/io/layout.cc", '#include "cpu/simd-inl.h"'),
+    ("cli/main.cc", '#include "io/file.h"'),
+    ("cli/main.cc", "#include <boost/any.hpp>"),
+    ("src/ops/quantize/quantize_cpu.cc", '#define HWY_TARGET_INCLUDE "ops/dequantize/dequantize_cpu.cc"'),
+    ("src/ops/quantize/quantize_cpu.cc", "const float edge = -0.69619280f;"),
+    ("tools/plot.py", "NF4 = [0x3e24cae3]"),
+]
+
+
+def write(root, path, text):
+    file = root / path
+    file.parent.mkdir(parents=True)
+    file.write_text(f"// A comment.\n{text}\n")
+
+
+@pytest.mark.parametrize("path, text", ALLOWED)
+def test_allowed(tmp_path, path, text):
+    write(tmp_path, path, text)
+    result = check(tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("path, text", REFUSED)
+def test_refused(tmp_path, path, text):
+    write(tmp_path, path, text)
+    result = check(tmp_path)
+    assert result.returncode == 1
+    assert result.stdout.startswith(f"{path}:2: "), result.stdout

@@ -1,0 +1,657 @@
+"""The command line tool as a user meets it: what it prints, writes and returns."""
+
+import json
+import math
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import TINY_LLAMA
+from independent import safetensors_io as st
+
+MODEL = TINY_LLAMA
+NUM_LINEAR = 28  # 4 layers of 7 projections; lm_head, the embedding and 9 norms stay dense
+
+OK, USAGE, BAD_INPUT, VERIFY, DEVICE, IO, EXISTS, CANCELLED = 0, 2, 3, 4, 5, 6, 8, 130
+
+
+@pytest.fixture(scope="session", autouse=True)
+def use_cli(cli):
+    global CLI
+    CLI = str(cli)
+
+
+def run(*args, code=OK, **options):
+    """Runs the tool, checks its exit code and returns the finished process."""
+    result = subprocess.run([CLI, *map(str, args)], capture_output=True, text=True, timeout=60, **options)
+    assert result.returncode == code, f"{args}: exit {result.returncode}\n{result.stdout}\n{result.stderr}"
+    if code == OK:
+        assert result.stderr == ""
+    else:
+        assert result.stderr.startswith("halfbyte: error: ")
+    return result
+
+
+def fails(*args, code, **options):
+    """The error message of a run that must fail with `code`."""
+    result = run(*args, code=code, **options)
+    assert result.stdout == ""
+    return result.stderr
+
+
+def run_json(*args, code=OK, **options):
+    document = json.loads(run(*args, "--json", "-", code=code, **options).stdout)
+    assert document["schema_version"] == 1
+    assert document["command"] == args[0]
+    assert document["ok"] == (code == OK)
+    return document
+
+
+def linear(rows, cols):
+    """A weight in bf16."""
+    return st.from_f32(np.random.default_rng(0).standard_normal((rows, cols)) * 0.02, "BF16")
+
+
+def write_file(path, tensors):
+    st.write(path, tensors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory):
+    """tiny-llama in nf4, and what the run printed."""
+    output = tmp_path_factory.mktemp("nf4") / "out"
+    text = run("quantize", MODEL, "-o", output, "--format", "nf4").stdout
+    return output, text
+
+
+# Help, version, doctor
+
+
+def test_version_and_help():
+    assert re.fullmatch(r"halfbyte \d+\.\d+\.\d+\n", run("--version").stdout)
+    assert "Usage: halfbyte" in run("--help").stdout
+    for command in ["quantize", "dequantize", "inspect", "compare", "doctor"]:
+        text = run(command, "--help").stdout
+        assert f"halfbyte {command}" in text and "--json" in text
+    text = run("quantize", "--help").stdout
+    for word in ["nf4", "affine8", "compressed-tensors", "half-range", "keep-dense", "--double-quant"]:
+        assert word in text
+
+
+def test_doctor():
+    text = run("doctor").stdout
+    document = run_json("doctor")
+    assert f"halfbyte {document['version']}\n" == run("--version").stdout
+    assert document["num_threads"] >= 1 and document["memory_bytes"] > 2**28
+    assert document["simd_target"] in document["compiled_targets"]
+    for label, value in [
+        ("version", document["version"]),
+        ("build", document["build_type"]),
+        ("compiler", document["compiler"]),
+        ("SIMD", document["simd_target"]),
+        ("threads", str(document["num_threads"])),
+        ("memory", "GiB"),
+        ("CUDA", document["cuda_status"]),
+    ]:
+        (line,) = [line for line in text.splitlines() if line.startswith(label)]
+        assert value in line
+
+
+# inspect
+
+
+def test_inspect_dense():
+    stored = {name: tensor.data for name, tensor in st.read_directory(MODEL)[0].items()}
+    document = run_json("inspect", MODEL)
+    assert document["valid"] is True and document["is_directory"] is True
+    assert [weight["name"] for weight in document["weights"]] == sorted(stored)
+    assert document["num_quantized"] == 0
+    assert document["num_bytes"] == sum(2 * array.size for array in stored.values())
+    for weight in document["weights"]:
+        assert weight["shape"] == list(stored[weight["name"]].shape)
+        assert (weight["dtype"], weight["layout"], weight["bits_per_weight"]) == ("bf16", None, 16)
+        (part,) = [document["tensors"][index] for index in weight["parts"]]
+        assert (part["name"], part["dtype"], part["file"]) == (weight["name"], "BF16", "model.safetensors")
+    text = run("inspect", MODEL).stdout
+    assert re.search(r"^lm_head\.weight +\[256, 256\] +BF16 +- +- +- +16\.000 +131072$", text, re.M)
+    assert re.search(r"^valid +yes$", text, re.M)
+    file_text = run("inspect", MODEL / "model.safetensors").stdout
+    assert file_text == text
+
+
+def test_inspect_quantized(nf4):
+    document = run_json("inspect", nf4[0])
+    assert document["num_quantized"] == NUM_LINEAR
+    # Codes and one f32 scale for 64 weights, and the names of bitsandbytes' quant_state beside them.
+    assert 4.5 <= document["bits_per_weight"] < 4.6
+    weights = {weight["name"]: weight for weight in document["weights"]}
+    spec = weights["model.layers.1.mlp.up_proj.weight"]["spec"]
+    assert (spec["format"], spec["group_size"], spec["scale_dtype"]) == ("nf4", 64, "f32")
+    assert weights["model.layers.1.mlp.up_proj.weight"]["layout"] == "bitsandbytes"
+    assert weights["model.layers.1.mlp.up_proj.weight"]["shape"] == [768, 256]
+    assert weights["lm_head.weight"]["spec"] is None
+    text = run("inspect", nf4[0]).stdout
+    assert re.search(
+        r"mlp\.up_proj\.weight +\[768, 256\] +F32\+U8 +nf4 +64 flat +bitsandbytes +4\.\d+ ", text
+    )
+
+
+def test_inspect_invalid(tmp_path):
+    blob = (MODEL / "model.safetensors").read_bytes()
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(blob[:-1])
+    assert "broken.safetensors" in fails("inspect", broken, code=BAD_INPUT)
+    document = run_json("inspect", broken, code=BAD_INPUT)
+    assert document["valid"] is False
+    assert document["error"]["code"] == "BAD_INPUT"
+    assert "broken.safetensors" in document["error"]["message"]
+    assert "missing" in fails("inspect", tmp_path / "missing", code=IO)
+    fails("inspect", tmp_path, code=BAD_INPUT)  # a directory without a checkpoint
+
+
+def test_hostile_names_are_escaped(tmp_path):
+    name = "a\x1b[31m\u202e\x7f\u0085\n.weight"
+    path = write_file(tmp_path / "x.safetensors", {name: linear(4, 64)})
+    for text in [
+        run("inspect", path).stdout,
+        run("quantize", path, "-o", tmp_path / "out", "--include", ".").stdout,
+        run("inspect", path, "--json", "-").stdout,
+    ]:
+        assert text.isascii() and all(char == "\n" or " " <= char <= "~" for char in text)
+        assert r"a\u001b[31m\u202e" in text
+    assert run_json("inspect", path)["weights"][0]["name"] == name
+
+
+# quantize, dequantize, compare
+
+
+def test_quantize_report(nf4):
+    output, text = nf4
+    row = re.search(
+        r"^model\.layers\.0\.mlp\.up_proj\.weight +\[768, 256\] +nf4 +64 flat +4\.\d+ .*$", text, re.M
+    )
+    max_error, rmse, snr = map(float, row.group(0).split()[-3:])
+    assert 0 < max_error < 1 and abs(snr + 20 * math.log10(rmse)) < 0.01 and 18 < snr < 25
+    assert len(re.findall(r" nf4 ", text)) == NUM_LINEAR
+    for pattern in [
+        rf"^quantized +{NUM_LINEAR} weights, 9\d\.\d% of the bytes, 4\.\d+ bits per weight$",
+        r"^dense +11 weights",
+        r"^layout +bitsandbytes$",
+        r"^bytes +6558208 -> \d+ \(6\.25 MiB -> \d\.\d\d MiB\)$",
+        r"^device +cpu \(CUDA: .+\)$",
+        r"^time +run \d+\.\d\d s, sync \d+\.\d\d s, verify \d+\.\d\d s$",
+        rf"^output +{re.escape(str(output))}$",
+    ]:
+        assert re.search(pattern, text, re.M), pattern
+
+
+def test_quantize_json_agrees_with_numpy(tmp_path):
+    document = run_json("quantize", MODEL, "-o", tmp_path / "q", "--format", "int4")
+    assert document["layout"] == "compressed-tensors" and document["dry_run"] is False
+    weights = {weight["name"]: weight for weight in document["weights"]}
+    quantized = [weight for weight in weights.values() if weight["quantized"]]
+    assert len(quantized) == document["num_quantized"] == NUM_LINEAR
+    assert sum(weight["source_bytes"] for weight in quantized) == document["quantized_source_bytes"]
+    assert document["quantized_share"] == document["quantized_source_bytes"] / document["source_bytes"]
+    assert weights["model.norm.weight"]["reason"] == "not selected"
+    assert "max_error" not in weights["model.norm.weight"]
+
+    run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "f32")
+    before, after = (
+        {name: st.to_f32(tensor).astype(np.float64) for name, tensor in st.read_directory(path)[0].items()}
+        for path in (MODEL, tmp_path / "d")
+    )
+    rows = run_json("compare", MODEL, tmp_path / "d")["rows"]
+    assert sorted(row["name"] for row in rows) == sorted(before)
+    for row in rows:
+        error = np.abs(after[row["name"]] - before[row["name"]])
+        assert row["max_error"] == error.max()
+        assert error.flat[row["max_error_index"]] == error.max()
+        rmse = math.sqrt((error**2).sum() / (before[row["name"]] ** 2).sum())
+        assert row["relative_rmse"] == pytest.approx(rmse, rel=1e-9)
+        if rmse == 0:
+            assert row["snr_db"] is None  # JSON has no infinity
+        else:
+            assert row["snr_db"] == pytest.approx(-20 * math.log10(rmse), rel=1e-9)
+            report = weights[row["name"]]
+            for field in ["max_error", "max_error_index", "relative_rmse", "snr_db"]:
+                assert report[field] == pytest.approx(row[field], rel=1e-9)
+
+
+def test_compare_text(nf4):
+    lines = run("compare", MODEL, nf4[0]).stdout.splitlines()
+    snr = [float(line.split()[-1]) for line in lines if "_proj" in line]
+    assert len(snr) == NUM_LINEAR and snr == sorted(snr)
+    assert sum(line.endswith(" exact") for line in lines) == 11 + 1  # and the summary
+    assert f"worst SNR    {snr[0]:.2f} dB" in lines
+    (mean,) = [float(line.split()[2]) for line in lines if line.startswith("mean SNR")]
+    assert mean == pytest.approx(sum(snr) / len(snr), abs=0.02)
+
+    document = run_json("compare", MODEL, MODEL)
+    assert document["num_exact"] == document["num_compared"] == 39
+    assert document["worst_snr_db"] is None and document["num_problems"] == 0
+    assert "worst SNR    exact" in run("compare", MODEL, MODEL).stdout
+
+
+def test_compare_problems(tmp_path):
+    a = write_file(tmp_path / "a", {"same": linear(2, 8), "only_a": linear(2, 8), "shape": linear(2, 8)})
+    b = write_file(tmp_path / "b", {"same": linear(2, 8), "only_b": linear(2, 8), "shape": linear(2, 4)})
+    result = run("compare", a, b, code=VERIFY)
+    assert "3 of 4 weights could not be compared" in result.stderr
+    problems = result.stdout.splitlines()[:3]
+    assert sorted(line.split(":")[0] for line in problems) == ["only_a", "only_b", "shape"]
+    assert "[2, 8]" in result.stdout and "[2, 4]" in result.stdout
+    document = run_json("compare", a, b, code=VERIFY)
+    assert [row["name"] for row in document["rows"] if not row["problem"]] == ["same"]
+    assert document["num_problems"] == 3 and document["error"]["code"] == "VERIFY"
+
+
+def test_dry_run_writes_nothing_and_predicts_the_run(tmp_path, nf4):
+    text = run("quantize", MODEL, "--dry-run").stdout
+    assert "nothing written (dry run)" in text and "memory" in text
+    assert "max error" not in text and "SNR" not in text
+    assert list(tmp_path.iterdir()) == []
+
+    plan = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run")
+    run_report = run_json("quantize", MODEL, "-o", tmp_path / "out")
+    for field in ["source_bytes", "output_bytes", "bits_per_weight", "num_quantized", "layout"]:
+        assert plan[field] == run_report[field], field
+    assert plan["peak_buffer_bytes"] > 0
+    assert not any(weight["measured"] for weight in plan["weights"])
+
+    text = run("dequantize", nf4[0], "-o", tmp_path / "dense", "--dry-run").stdout
+    assert "dequantized" in text and not (tmp_path / "dense").exists()
+
+
+def test_options_reach_the_specification(tmp_path):
+    def spec(*options):
+        document = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", *options)
+        (found,) = {json.dumps(weight["spec"]) for weight in document["weights"] if weight["quantized"]}
+        return document["layout"], json.loads(found)
+
+    layout, found = spec("--format", "int4", "--asymmetric", "--group-size", "32")
+    assert layout == "compressed-tensors"
+    assert (found["asymmetric"], found["group_size"], found["scale_rule"]) == (True, 32, "minmax")
+    layout, found = spec("--format", "int8", "--group-size", "channel", "--scale-rule", "absmax")
+    assert (found["granularity"], found["group_size"], found["scale_rule"]) == ("channel", None, "absmax")
+    layout, found = spec("--format", "affine3")
+    assert (layout, found["scale_rule"], found["code_scale"]) == ("mlx", "mlx-edge", "unrounded")
+    layout, found = spec("--format", "nf4", "--layout", "halfbyte", "--scale-dtype", "bf16")
+    assert (layout, found["granularity"], found["scale_dtype"]) == ("halfbyte", "group", "bf16")
+    layout, found = spec("--double-quant")
+    assert (layout, found["double_quant"]) == ("bitsandbytes", True)
+    values = [i / 8 - 1 for i in range(16)]
+    layout, found = spec("--format", "lut4", "--table", ",".join(map(str, values)))
+    assert (layout, found["format"], found["table"]) == ("halfbyte", "lut4", values)
+
+
+def test_include_and_exclude(tmp_path):
+    def quantized(*options):
+        document = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", *options)
+        return {weight["name"] for weight in document["weights"] if weight["quantized"]}
+
+    # Brackets and commas belong to the expression; each option takes one.
+    assert quantized("--include", "[01].self_attn.[kq]_proj") == {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 1) for name in "kq"
+    }
+    assert quantized("--include", "k_proj", "--include", "q_proj", "--exclude", r"layers\.[1-3]") == {
+        f"model.layers.0.self_attn.{name}_proj.weight" for name in "kq"
+    }
+    assert quantized("--include", "lm_head") == {"lm_head.weight"}
+    assert len(quantized("--exclude", "mlp")) == 16
+    assert "(" in fails("quantize", MODEL, "-o", tmp_path / "out", "--include", "(", code=USAGE)
+
+    document = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", "--exclude", "mlp")
+    (weight,) = [w for w in document["weights"] if w["name"] == "model.layers.0.mlp.up_proj.weight"]
+    assert weight["reason"] == "excluded"
+
+
+def test_fallback(tmp_path):
+    path = write_file(
+        tmp_path / "in.safetensors", {"good_proj.weight": linear(8, 256), "odd_proj.weight": linear(8, 100)}
+    )
+    output = tmp_path / "out.safetensors"
+    message = fails("quantize", path, "-o", output, "--format", "int4", "--include", ".", code=BAD_INPUT)
+    assert "odd_proj.weight" in message and "100" in message and "128" in message
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+    text = run(
+        "quantize", path, "-o", output, "--format", "int4", "--include", ".", "--fallback", "dense"
+    ).stdout
+    assert re.search(r"^  fallback: .*100.*: 1 \(odd_proj\.weight\)$", text, re.M)
+    weights = {weight["name"]: weight for weight in run_json("inspect", output)["weights"]}
+    assert weights["odd_proj.weight"]["layout"] is None
+    assert weights["good_proj.weight"]["layout"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nonfinite(tmp_path, value):
+    weights = np.ones((8, 64), np.float32)
+    weights[3, 5] = weights[3, 6] = value
+    path = write_file(
+        tmp_path / "in.safetensors", {"bad.weight": st.Tensor("F32", weights), "good.weight": linear(8, 64)}
+    )
+    output = tmp_path / "out.safetensors"
+    message = fails("quantize", path, "-o", output, "--include", ".", code=BAD_INPUT)
+    assert "bad.weight" in message and re.search(r"\b2\b", message) and str(3 * 64 + 5) in message
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+    text = run("quantize", path, "-o", output, "--include", ".", "--nonfinite", "keep-dense").stdout
+    assert re.search(r"^  non-finite: .*\(bad\.weight\)$", text, re.M)
+    weights = {weight["name"]: weight for weight in run_json("inspect", output)["weights"]}
+    assert weights["bad.weight"]["layout"] is None and weights["good.weight"]["layout"] == "bitsandbytes"
+
+
+def test_dequantize(tmp_path, nf4):
+    text = run("dequantize", nf4[0], "-o", tmp_path / "f16", "--dtype", "f16").stdout
+    assert re.search(rf"^dequantized +{NUM_LINEAR} weights", text, re.M)
+    run("dequantize", nf4[0], "-o", tmp_path / "default")
+    dtypes = lambda path: {weight["dtype"] for weight in run_json("inspect", path)["weights"]}
+    assert dtypes(tmp_path / "f16") == {"f16", "bf16"}  # what had been dense stays as it was
+    assert dtypes(tmp_path / "default") == {"bf16"}
+    assert "quantization_config" not in json.loads((tmp_path / "default/config.json").read_text())
+
+
+def test_no_verify(tmp_path, nf4):
+    text = run("quantize", MODEL, "-o", tmp_path / "out", "--no-verify").stdout
+    assert "not verified" in text and "SNR" not in text
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (nf4[0] / "model.safetensors").read_bytes()
+
+
+def test_same_bytes_for_any_thread_count(tmp_path):
+    source = MODEL / "model.safetensors"
+    for threads in [1, 2, 5]:
+        run("quantize", source, "-o", tmp_path / f"{threads}", "--threads", threads)
+    assert len({(tmp_path / f"{threads}").read_bytes() for threads in [1, 2, 5]}) == 1
+
+
+# Wrong usage and outputs
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ([], ["subcommand"]),
+        (["frobnicate"], ["frobnicate"]),
+        (["inspect"], ["PATH"]),
+        (["quantize", "{in}"], ["--output"]),
+        (["quantize", "{in}", "-o", "{out}", "--bogus"], ["--bogus"]),
+        (["quantize", "{in}", "-o", "{out}", "--format", "nf5"], ["nf5", "fp4_e2m1"]),
+        (["quantize", "{in}", "-o", "{out}", "--layout", "gguf"], ["gguf", "bitsandbytes"]),
+        (["quantize", "{in}", "-o", "{out}", "--group-size", "6x"], ["--group-size", "6x", "channel"]),
+        (["quantize", "{in}", "-o", "{out}", "--group-size", "0"], ["group size", "got 0"]),
+        (["quantize", "{in}", "-o", "{out}", "--group-size", "-64"], ["-64"]),
+        (["quantize", "{in}", "-o", "{out}", "--scale-rule", "max"], ["max", "half-range"]),
+        (["quantize", "{in}", "-o", "{out}", "--scale-dtype", "f8"], ["f8", "bf16"]),
+        (["quantize", "{in}", "-o", "{out}", "--threads", "-1"], ["--threads", "-1"]),
+        (["quantize", "{in}", "-o", "{out}", "--threads", "two"], ["--threads", "two"]),
+        (["quantize", "{in}", "-o", "{out}", "--nonfinite", "skip"], ["--nonfinite", "keep-dense"]),
+        (["quantize", "{in}", "-o", "{out}", "--fallback", "f16"], ["--fallback", "dense"]),
+        (["quantize", "{in}", "-o", "{out}", "--device", "tpu"], ["--device", "tpu"]),
+        (["quantize", "{in}", "-o", "{out}", "--device", "cuda:x"], ["--device", "cuda:x"]),
+        (["quantize", "{in}", "-o", "{out}", "--format", "lut4"], ["lut4", "--table"]),
+        (["quantize", "{in}", "-o", "{out}", "--table", "1,2"], ["--table"]),
+        (["quantize", "{in}", "-o", "{out}", "--format", "lut4", "--table", "-1,x"], ["--table", "x"]),
+        (["quantize", "{in}", "-o", "{out}", "--format", "lut4", "--table", "-1,0"], ["16", "2"]),
+        (
+            ["quantize", "{in}", "-o", "{out}", "--format", "nf4", "--asymmetric"],
+            ["asymmetric", "zero point"],
+        ),
+        (["dequantize", "{in}", "-o", "{out}", "--dtype", "i8"], ["i8"]),
+        (["inspect", "{in}", "--json", "/dev/null", "--force"], ["--json", "regular file"]),
+    ],
+)
+def test_wrong_usage(tmp_path, args, words):
+    args = [arg.format(**{"in": MODEL, "out": tmp_path / "out"}) for arg in args]
+    message = fails(*args, code=USAGE)
+    assert all(word in message for word in words), message
+    assert re.search(r"^Try 'halfbyte .*--help'\.$", message, re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_is_never_a_silent_choice(tmp_path):
+    for device in ["cuda", "cuda:1"]:
+        message = fails("quantize", MODEL, "-o", tmp_path / "out", "--device", device, code=DEVICE)
+        assert device in message and run_json("doctor")["cuda_status"] in message
+        assert list(tmp_path.iterdir()) == []
+    text = run("quantize", MODEL, "-o", tmp_path / "out", "--device", "cpu").stdout
+    assert re.search(r"^device +cpu$", text, re.M)
+
+
+def test_existing_output(tmp_path):
+    source = MODEL / "model.safetensors"
+    output = tmp_path / "out.safetensors"
+    output.write_text("precious")
+    message = fails("quantize", source, "-o", output, code=EXISTS)
+    assert "out.safetensors" in message and output.read_text() == "precious"
+    run("quantize", source, "-o", output, "--force")
+    assert run_json("inspect", output)["num_quantized"] == NUM_LINEAR
+
+    directory = tmp_path / "dir"
+    run("quantize", MODEL, "-o", directory)
+    (directory / "mine").write_text("precious")
+    fails("quantize", MODEL, "-o", directory, code=EXISTS)
+    assert (directory / "mine").read_text() == "precious"
+    run("quantize", MODEL, "-o", directory, "--force")
+    assert run_json("inspect", directory)["num_quantized"] == NUM_LINEAR
+    assert sorted(os.listdir(tmp_path)) == ["dir", "out.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["same", "symlink", "hard link"])
+def test_output_is_the_input(tmp_path, kind):
+    source = tmp_path / "in.safetensors"
+    shutil.copy(MODEL / "model.safetensors", source)
+    output = source if kind == "same" else tmp_path / "link"
+    if kind == "symlink":
+        output.symlink_to(source)
+    elif kind == "hard link":
+        output.hardlink_to(source)
+    for force in [[], ["--force"]]:
+        result = subprocess.run(
+            [CLI, "quantize", source, "-o", output, *force], capture_output=True, text=True
+        )
+        assert result.returncode in (USAGE, EXISTS) and "halfbyte: error: " in result.stderr
+        assert source.read_bytes() == (MODEL / "model.safetensors").read_bytes()
+
+
+def test_missing_parent(tmp_path):
+    assert "nowhere" in fails("quantize", MODEL, "-o", tmp_path / "nowhere/out", code=IO)
+
+
+def test_read_only_directory():
+    # Permissions do not bind root, and another user may not reach the checkout or pytest's directories.
+    as_nobody = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv to run as another user")
+        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        shutil.copy(CLI, directory / "halfbyte")
+        shutil.copy(MODEL / "model.safetensors", directory / "in.safetensors")
+        directory.chmod(0o555)
+        command = [*as_nobody, "./halfbyte", "quantize", "in.safetensors", "-o", "out.safetensors"]
+        result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+        assert result.returncode == IO, result.stderr
+        assert "out.safetensors" in result.stderr and "Permission denied" in result.stderr
+        assert sorted(os.listdir(directory)) == ["halfbyte", "in.safetensors"]
+        directory.chmod(0o755)
+
+
+# JSON
+
+
+def test_json_file(tmp_path):
+    path = tmp_path / "report.json"
+    text = run("inspect", MODEL, "--json", path).stdout
+    assert text == run("inspect", MODEL).stdout
+    assert json.loads(path.read_text()) == run_json("inspect", MODEL)
+
+    path.write_text("old")
+    assert "report.json" in fails("inspect", MODEL, "--json", path, code=EXISTS)
+    assert path.read_text() == "old"
+    run("inspect", MODEL, "--json", path, "--force")
+    assert json.loads(path.read_text())["ok"] is True
+    assert os.listdir(tmp_path) == ["report.json"]
+
+    # Known before the work begins, and no output is left.
+    fails("quantize", MODEL, "-o", tmp_path / "out", "--json", tmp_path / "none/x", code=IO)
+    assert os.listdir(tmp_path) == ["report.json"]
+
+    fails("inspect", tmp_path, "--json", tmp_path / "failed.json", code=BAD_INPUT)
+    assert json.loads((tmp_path / "failed.json").read_text())["error"]["code"] == "BAD_INPUT"
+
+
+def test_json_never_replaces_the_output(tmp_path):
+    output = tmp_path / "out.safetensors"
+    source = MODEL / "model.safetensors"
+    result = run("quantize", source, "-o", output, "--json", output, code=EXISTS)
+    assert "--json" in result.stderr
+    assert run_json("inspect", output)["num_quantized"] == NUM_LINEAR
+
+
+# Terminals, signals, streams, locale
+
+
+def run_on_terminal(*args, environment=None):
+    """stdout (a pipe) and what a terminal at stderr has received."""
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [CLI, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**os.environ, **(environment or {})},
+    )
+    os.close(terminal)
+    received = b""
+    try:
+        while chunk := os.read(master, 65536):
+            received += chunk
+    except OSError:  # the other side is closed
+        pass
+    os.close(master)
+    stdout = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == OK, received
+    return stdout, received.decode()
+
+
+def test_progress(tmp_path):
+    stdout, bar = run_on_terminal("quantize", MODEL, "-o", tmp_path / "a", environment={"NO_COLOR": "1"})
+    assert "\r" not in stdout
+    assert re.search(r"\rquantize +\d+% \[#*\.*\]  \S+ \S?i?B / \S+ MiB  \S+ \S+/s  ETA (\d+:\d\d|-:--)", bar)
+    assert re.search(r"100% \[#+\]", bar) and re.search(r"\rverify +\d+%", bar)
+    assert "\x1b" not in bar and "\n" not in bar
+    assert all(len(line) <= 79 for line in bar.split("\r"))
+    assert bar.endswith("\r" + " " * 79 + "\r")
+    assert run_on_terminal("quantize", MODEL, "-o", tmp_path / "b", "--progress", "never")[1] == ""
+    # run() checks that stderr is empty where it is not a terminal.
+    run("quantize", MODEL, "-o", tmp_path / "c", "--progress", "auto")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """2 GiB of zeros, without the disk space."""
+    path = tmp_path_factory.mktemp("large") / "in.safetensors"
+    rows, cols = 2**18, 2**12
+    header = {"proj.weight": {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [0, 2 * rows * cols]}}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 2 * rows * cols)
+    return path
+
+
+def start_long_run(large, output):
+    """A run that is at work: its temporary output exists."""
+    process = subprocess.Popen(
+        [CLI, "quantize", large, "-o", output, "--threads", "1", "--include", "."],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test runner in the background may have them ignored.
+        preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in (signal.SIGINT, signal.SIGHUP)],
+    )
+    deadline = time.monotonic() + 30
+    while not list(output.parent.glob(".out*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_cancels(tmp_path, large, number):
+    process = start_long_run(large, tmp_path / "out.safetensors")
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == CANCELLED, stderr
+    assert stdout == "" and stderr.startswith("halfbyte: error: ") and "cancel" in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_second_signal_kills(tmp_path, large):
+    process = start_long_run(large, tmp_path / "out.safetensors")
+    process.send_signal(signal.SIGSTOP)  # so that both are pending at once
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    try:
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    except ProcessLookupError:
+        pass
+    process.communicate(timeout=30)
+    assert process.returncode in (CANCELLED, -signal.SIGINT)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_failed_standard_output():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([CLI, "inspect", MODEL], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == IO
+    assert result.stderr == "halfbyte: error: cannot write to standard output: No space left on device\n"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run([CLI, "inspect", MODEL], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert result.returncode == IO and "Broken pipe" in result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path, nf4, closed):
+    # A data file that got descriptor 1 or 2 would have the report written into it.
+    output = tmp_path / "out"
+    subprocess.run(["sh", "-c", f'"$0" quantize "$1" -o "$2" {closed}', CLI, MODEL, output], check=True)
+    assert (output / "model.safetensors").read_bytes() == (nf4[0] / "model.safetensors").read_bytes()
+
+
+def test_locale_changes_nothing(tmp_path, nf4):
+    locale = tmp_path / "locale"
+    locale.mkdir()
+    built = (
+        shutil.which("localedef")
+        and subprocess.run(
+            ["localedef", "-i", "de_DE", "-f", "UTF-8", locale / "de_DE.UTF-8"], capture_output=True
+        ).returncode
+        == 0
+    )
+    if not built:
+        pytest.skip("needs localedef and the de_DE locale")
+    environment = {**os.environ, "LC_ALL": "de_DE.UTF-8", "LOCPATH": str(locale), "TZ": "Asia/Tokyo"}
+    table = ["--format", "lut4", "--table", ",".join(str(i / 8 - 0.5) for i in range(16))]
+    for options in [["--format", "nf4"], table]:
+        arguments = ["quantize", MODEL / "model.safetensors", *options]
+        run(*arguments, "-o", tmp_path / "a", "--force")
+        text = run(*arguments, "-o", tmp_path / "b", "--force", env=environment).stdout
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert re.search(r"run \d+\.\d\d s", text)
+    assert json.loads(run("inspect", nf4[0], "--json", "-", env=environment).stdout)["ok"]

@@ -1,0 +1,34 @@
+"""Fixtures of the tests that drive the command line tool."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_LLAMA = ROOT / "examples" / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def cli():
+    """The path of the tool: $HALFBYTE_CLI, or that of the release preset."""
+    path = Path(os.environ.get("HALFBYTE_CLI", ROOT / "build" / "release" / "halfbyte")).resolve()
+    if not path.is_file():
+        pytest.fail(f"{path} does not exist: build it, or set HALFBYTE_CLI")
+    return path
+
+
+@pytest.fixture(scope="session")
+def halfbyte(cli):
+    """Runs the tool and checks its exit code."""
+
+    def run(*arguments, expect=0):
+        command = [str(cli), *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == expect, (
+            f"{' '.join(command)}: exit {result.returncode}, expected {expect}\n{result.stderr}"
+        )
+        return result
+
+    return run

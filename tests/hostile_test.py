@@ -1,0 +1,963 @@
+"""Malformed, malicious and merely odd input: each is refused with the right exit code and a message
+that says where, or accepted without a difference; never a crash, a hang, or a file left behind."""
+
+import itertools
+import json
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from independent import safetensors_io as st
+
+BAD_INPUT, USAGE, IO, EXISTS = 3, 2, 6, 8
+# Of the processor, so that a busy machine does not fail the test. What sleeps runs into TIMEOUT.
+MAX_SECONDS = 2.0
+TIMEOUT = 60
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+class Outcome(NamedTuple):
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def message(self):
+        return self.stderr.decode()
+
+
+def processor_seconds(usage):
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.fixture(scope="session")
+def invoke(cli):
+    """Runs the tool on hostile input: it must exit by itself, soon."""
+
+    def run(*arguments, **options):
+        command = [cli, *map(str, arguments)]
+        before = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, **options)
+        seconds = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
+        outcome = Outcome(done.returncode, done.stdout, done.stderr)
+        assert outcome.code >= 0, f"killed by signal {-outcome.code}: {outcome.message}"
+        assert seconds < MAX_SECONDS, f"took {seconds:.2f} s"
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def out_dir(tmp_path):
+    path = tmp_path / "out"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def refused(invoke, out_dir):
+    """Both commands refuse the path with one code, and a message that matches; nothing is left."""
+
+    def check(path, pattern, code=BAD_INPUT):
+        before = snapshot(path.parent)
+        for arguments in (["inspect", path], ["quantize", path, "-o", out_dir / "out"]):
+            outcome = invoke(*arguments)
+            what = f"{arguments[0]}: exit {outcome.code}: {outcome.message}"
+            assert outcome.code == code, what
+            assert re.search(pattern, outcome.message), what
+            assert len(outcome.message) < 4096, f"a message of {len(outcome.message)} bytes"
+        assert list(out_dir.iterdir()) == []
+        assert snapshot(path.parent) == before
+
+    return check
+
+
+def snapshot(directory):
+    return {p: p.lstat().st_mtime_ns for p in directory.rglob("*")}
+
+
+def raw(header, data=b"", header_bytes=None):
+    """A file of any header text and length field."""
+    header = header.encode() if isinstance(header, str) else header
+    length = len(header) if header_bytes is None else header_bytes
+    return length.to_bytes(8, "little") + header + data
+
+
+def entry(dtype="U8", shape="[4]", offsets="[0,4]"):
+    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+
+
+def one(data=b"\0" * 4, name="w", **fields):
+    """A file of one tensor."""
+    return raw(f'{{"{name}":{entry(**fields)}}}', data)
+
+
+GOOD = entry()
+EIGHT = b"\0" * 8
+OFFSET = r"(byte|offset|position)\D*\d+"
+
+REFUSED = {
+    # F1, F2: no room for a header
+    "F1 empty": (b"", r"(?i)byte"),
+    "F1 seven bytes": (b"\x02" + b"\0" * 6, r"(?i)byte"),
+    "F2 header longer than the file": (raw("{}", header_bytes=3), r"(?i)header"),
+    "F2 header of 2^63 bytes": (raw("{}", header_bytes=2**63), r"(?i)header"),
+    "F2 header of 2^64 - 1 bytes": (raw("{}", header_bytes=2**64 - 1), r"(?i)header"),
+    "F2 header of 2^64 - 8 bytes": (raw("{}", header_bytes=2**64 - 8), r"(?i)header"),
+    "F2 header of no bytes": (raw("", EIGHT), r"(?i)header"),
+    "F2 header of one byte": (raw("{", EIGHT), r"(?i)header"),
+    # F3: text
+    "F3 not UTF-8": (raw(b'{"w\xff":' + GOOD.encode() + b"}", EIGHT[:4]), OFFSET),
+    "F3 overlong slash": (raw(b'{"w\xc0\xaf":' + GOOD.encode() + b"}", EIGHT[:4]), OFFSET),
+    "F3 overlong, three bytes": (
+        raw(b'{"w\xe0\x80\xaf":' + GOOD.encode() + b"}", EIGHT[:4]),
+        OFFSET,
+    ),
+    "F3 surrogate in UTF-8": (
+        raw(b'{"w\xed\xa0\x80":' + GOOD.encode() + b"}", EIGHT[:4]),
+        OFFSET,
+    ),
+    "F3 beyond U+10FFFF": (
+        raw(b'{"w\xf4\x90\x80\x80":' + GOOD.encode() + b"}", EIGHT[:4]),
+        OFFSET,
+    ),
+    "F3 cut UTF-8": (raw(b'{"w\xe2\x82":' + GOOD.encode() + b"}", EIGHT[:4]), OFFSET),
+    "F3 lone surrogate escape": (one(name=r"w\ud800"), OFFSET),
+    "F3 bad escape": (one(name=r"w\x41"), OFFSET),
+    "F3 not JSON": (raw('{"w" = 4}   '), OFFSET),
+    "F3 cut JSON": (raw('{"w":{"dtype":"U8"'), OFFSET),
+    "F3 only a brace": (raw("{ "), OFFSET),
+    "F3 NUL in a string": (raw('{"w\0":' + GOOD + "}", EIGHT[:4]), OFFSET),
+    "F3 NUL between tokens": (raw('{"w":\0' + GOOD + "}", EIGHT[:4]), OFFSET),
+    "F3 newline in a string": (raw('{"w\n":' + GOOD + "}", EIGHT[:4]), OFFSET),
+    "F3 trailing comma": (raw('{"w":' + GOOD + ",}", EIGHT[:4]), OFFSET),
+    "F3 trailing comma in a list": (one(shape="[4,]"), OFFSET),
+    "F3 comment": (raw('{/* */"w":' + GOOD + "}", EIGHT[:4]), OFFSET),
+    "F3 line comment": (raw('{"w":' + GOOD + "//\n}", EIGHT[:4]), OFFSET),
+    "F3 NaN": (one(shape="[NaN]"), OFFSET),
+    "F3 Infinity": (one(shape="[Infinity]"), OFFSET),
+    "F3 leading zero": (one(shape="[04]"), OFFSET),
+    "F3 plus sign": (one(shape="[+4]"), OFFSET),
+    "F3 hexadecimal": (one(shape="[0x4]"), OFFSET),
+    "F3 single quotes": (raw("{'w':" + GOOD + "}", EIGHT[:4]), OFFSET),
+    "F3 deep lists": (raw('{"w":' + "[" * 100_000 + "]" * 100_000 + "}"), r"."),
+    "F3 deep objects": (raw('{"w":' * 50_000 + "1" + "}" * 50_000), r"."),
+    # F4: the outermost value
+    "F4 list": (raw("[1,2,3] "), r"(?i)object|\{|byte"),
+    "F4 string": (raw('"header"'), r"(?i)object|\{|byte"),
+    "F4 number": (raw("12345678"), r"(?i)object|\{|byte"),
+    "F4 null": (raw("null    "), r"(?i)object|\{|byte"),
+    "F4 byte order mark": (raw(b"\xef\xbb\xbf{}"), r"(?i)object|\{|byte"),
+    "F4 second value": (raw("{}{}"), OFFSET),
+    "F4 text after the object": (raw("{}  x"), OFFSET),
+    "F4 NUL padding": (raw("{}\0\0\0\0\0\0"), OFFSET),
+    # F5: duplicate keys
+    "F5 tensor": (raw(f'{{"w":{GOOD},"w":{GOOD}}}', EIGHT[:4]), r"(?i)\bw\b.*(duplicate|twice)"),
+    "F5 tensor, scanner differential": (
+        raw(f'{{"w":{GOOD},"w":{entry("F32", "[1]")}}}', EIGHT[:4]),
+        r"(?i)duplicate|twice",
+    ),
+    "F5 tensor, by escape": (raw(f'{{"w":{GOOD},"\\u0077":{GOOD}}}', EIGHT[:4]), r"(?i)duplicate|twice"),
+    "F5 metadata": (
+        raw(f'{{"__metadata__":{{}},"w":{GOOD},"__metadata__":{{}}}}', EIGHT[:4]),
+        r"(?i)duplicate|twice",
+    ),
+    "F5 metadata key": (
+        raw(f'{{"__metadata__":{{"a":"1","a":"2"}},"w":{GOOD}}}', EIGHT[:4]),
+        r"(?i)duplicate|twice",
+    ),
+    "F5 dtype": (raw('{"w":{"dtype":"U8",' + GOOD[1:] + "}", EIGHT[:4]), r"(?i)duplicate|twice"),
+    "F5 offsets, by escape": (
+        raw('{"w":{"data\\u005foffsets":[0,4],' + GOOD[1:] + "}", EIGHT[:4]),
+        r"(?i)duplicate|twice",
+    ),
+    # F6: offsets, shapes and entries
+    "F6 reversed": (one(offsets="[4,0]"), r"\bw\b"),
+    "F6 negative": (one(offsets="[-4,0]"), r"\bw\b"),
+    "F6 minus zero": (one(offsets="[-0,4]"), r"\bw\b"),
+    "F6 fractional": (one(offsets="[0,4.5]"), r"\bw\b"),
+    "F6 float of a whole number": (one(offsets="[0,4.0]"), r"\bw\b"),
+    "F6 exponent": (one(offsets="[0,4e0]"), r"\bw\b"),
+    "F6 2^64": (one(offsets="[0,18446744073709551616]"), r"\bw\b"),
+    "F6 2^64 + 4": (one(offsets="[0,18446744073709551620]"), r"\bw\b"),
+    "F6 2^64 - 1": (one(offsets="[0,18446744073709551615]"), r"\bw\b"),
+    "F6 1e400": (one(offsets="[0,1e400]"), OFFSET),
+    "F6 one": (one(offsets="[4]"), r"\bw\b"),
+    "F6 three": (one(offsets="[0,4,4]"), r"\bw\b"),
+    "F6 none": (one(offsets="[]"), r"\bw\b"),
+    "F6 past the end": (one(shape="[5]", offsets="[0,5]"), r"\bw\b"),
+    "F6 strings": (one(offsets='["0","4"]'), r"\bw\b"),
+    "F6 null": (one(offsets="null"), r"\bw\b"),
+    "F6 nested": (one(offsets="[[0,4]]"), r"\bw\b"),
+    "F6 shape of a negative extent": (one(shape="[-4]"), r"\bw\b"),
+    "F6 shape of a fraction": (one(shape="[4.0]"), r"\bw\b"),
+    "F6 shape of true": (one(shape="[true,4]"), r"\bw\b"),
+    "F6 shape of a string": (one(shape='["4"]'), r"\bw\b"),
+    "F6 shape null": (one(shape="null"), r"\bw\b"),
+    "F6 shape a number": (one(shape="4"), r"\bw\b"),
+    "F6 entry a number": (raw('{"w":4}   '), r"\bw\b"),
+    "F6 entry a list": (raw('{"w":[0,4]}   '), r"\bw\b"),
+    "F6 entry empty": (raw('{"w":{}}'), r"\bw\b"),
+    "F6 no dtype": (raw('{"w":{"shape":[4],"data_offsets":[0,4]}}', EIGHT[:4]), r"\bw\b.*dtype"),
+    "F6 no shape": (raw('{"w":{"dtype":"U8","data_offsets":[0,4]}}', EIGHT[:4]), r"\bw\b.*shape"),
+    "F6 no offsets": (raw('{"w":{"dtype":"U8","shape":[4]}}', EIGHT[:4]), r"\bw\b.*offsets"),
+    "F6 dtype a number": (raw('{"w":{"dtype":8,"shape":[4],"data_offsets":[0,4]}}', EIGHT[:4]), r"\bw\b"),
+    # F7: the data is tiled by the tensors
+    "F7 overlap": (
+        raw(f'{{"a":{GOOD},"w":{entry(offsets="[2,6]")}}}', EIGHT[:6]),
+        r"\b[aw]\b",
+    ),
+    "F7 same bytes": (raw(f'{{"a":{GOOD},"w":{GOOD}}}', EIGHT[:4]), r"\b[aw]\b"),
+    "F7 hole": (raw(f'{{"a":{GOOD},"w":{entry(offsets="[5,9]")}}}', b"\0" * 9), r"\bw\b|\d"),
+    "F7 first offset": (one(b"\0" * 6, offsets="[2,6]"), r"\bw\b|\d"),
+    "F7 bytes after the last tensor": (one(b"\0" * 5), r"(?i)\d.*byte|byte.*\d"),
+    "F7 bytes and no tensor": (raw("{}", b"\0"), r"(?i)\d.*byte|byte.*\d"),
+    "F7 missing bytes": (one(b"\0" * 3), r"\bw\b|\d"),
+    # F8: sizes
+    "F8 [2, 2^64 - 2]": (one(shape=f"[2,{2**64 - 2}]"), r"\bw\b"),
+    "F8 [2, 2^63 - 1] of 4 bytes": (one(dtype="F32", shape=f"[2,{2**63 - 1}]"), r"\bw\b"),
+    "F8 4 mod 2^64": (one(shape="[4194305,4194305,211106198978564]"), r"\bw\b"),
+    "F8 2^64": (one(shape=f"[{2**64}]"), r"\bw\b"),
+    "F8 bits overflow": (one(dtype="F64", shape=f"[{2**61}]", offsets="[0,0]", data=b""), r"\bw\b"),
+    "F8 size against shape": (one(shape="[3]"), r"\bw\b"),
+    "F8 size against dtype": (one(dtype="F32"), r"\bw\b"),
+    # F9: ranks
+    "F9 rank 33": (one(shape="[4" + ",1" * 32 + "]"), r"\bw\b"),
+    "F9 rank 1,000,000": (one(shape="[4" + ",1" * 999_999 + "]"), r"."),
+    # F10, F11: dtypes
+    **{
+        f"F10 dtype {dtype!r}": (one(dtype=dtype), r"\bw\b")
+        for dtype in ("X7", "U4", "I4", "f32", "float32", "", "U8 ", "F8")
+    },
+    "F11 F4 [3] in 1 byte": (one(dtype="F4", shape="[3]", offsets="[0,1]", data=b"\0"), r"\bw\b"),
+    "F11 F4 [3] in 2 bytes": (one(dtype="F4", shape="[3]", offsets="[0,2]", data=b"\0\0"), r"\bw\b"),
+    "F11 F6 [3] in 2 bytes": (
+        one(dtype="F6_E2M3", shape="[3]", offsets="[0,2]", data=b"\0\0"),
+        r"\bw\b",
+    ),
+    "F11 F6 [5] in 4 bytes": (
+        one(dtype="F6_E3M2", shape="[5]", offsets="[0,4]", data=EIGHT[:4]),
+        r"\bw\b",
+    ),
+    # F15: metadata
+    **{
+        f"F15 metadata {value}": (
+            raw(f'{{"__metadata__":{value},"w":{GOOD}}}', EIGHT[:4]),
+            r"__metadata__",
+        )
+        for value in ('"pt"', "[]", "null", "1", '{"a":1}', '{"a":null}', '{"a":["b"]}',
+                      '{"a":{}}', '{"a":true}')
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(refused, tmp_path, name):
+    content, pattern = REFUSED[name]
+    path = tmp_path / "in" / "hostile.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    refused(path, pattern)
+
+
+def test_f1_missing_file(refused, tmp_path):
+    refused(tmp_path / "none.safetensors", r"none\.safetensors", IO)
+
+
+def test_f1_directory_without_a_model(refused, tmp_path):
+    (tmp_path / "model").mkdir()
+    refused(tmp_path / "model", r"model")
+
+
+def test_f1_fifo(refused, tmp_path):
+    path = tmp_path / "in" / "fifo.safetensors"
+    path.parent.mkdir()
+    os.mkfifo(path)
+    refused(path, r"fifo\.safetensors")
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/zero"])
+def test_f1_device(invoke, out_dir, device):
+    for arguments in (["inspect", device], ["quantize", device, "-o", out_dir / "out"]):
+        outcome = invoke(*arguments)
+        assert outcome.code == BAD_INPUT and device in outcome.message
+    assert list(out_dir.iterdir()) == []
+
+
+def test_f1_directory_in_place_of_the_file(refused, tmp_path):
+    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
+    refused(tmp_path / "model", r"model\.safetensors")
+
+
+def test_f2_header_above_the_limit(refused, tmp_path):
+    """A sparse file that does hold the header."""
+    path = tmp_path / "in" / "sparse.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(raw("{}", header_bytes=100_000_001))
+    os.truncate(path, 200_000_000)
+    refused(path, r"(?i)header")
+
+
+# What is odd but valid
+
+
+def weights():
+    """Something to quantize, and something to copy."""
+    rng = np.random.default_rng(5)
+    return {
+        WEIGHT: st.from_f32(rng.standard_normal((2, 65)).astype(np.float32), "BF16"),
+        "model.norm.weight": st.from_f32(rng.standard_normal(3).astype(np.float32), "F32"),
+        "flag": st.Tensor("U8", np.array([7], np.uint8)),
+    }
+
+
+def header_and_data(tensors, order=None):
+    """Tensors one after the other, in any order."""
+    header, data = {}, b""
+    for name in order or tensors:
+        dtype, values = tensors[name]
+        end = len(data) + values.nbytes
+        header[name] = {"dtype": dtype, "shape": list(values.shape)}
+        header[name]["data_offsets"] = [len(data), end]
+        data += values.tobytes()
+    return header, data
+
+
+def compact(header):
+    return json.dumps(header, separators=(",", ":"))
+
+
+def odd_files():
+    header, data = header_and_data(weights())
+    text = compact(header)
+    yield "F4 leading spaces", raw("   " + text, data), {}
+    yield "F4 trailing spaces", raw(text + " " * 21, data), {}
+    yield "F3 white space anywhere", raw(json.dumps(header, indent="\t"), data), {}
+    yield "F5 escaped names", raw(text.replace("weight", "w\\u0065ight"), data), {}
+    yield "reversed header", raw(compact(dict(reversed(header.items()))), data), {}
+    for order in itertools.permutations(weights()):
+        shuffled, shuffled_data = header_and_data(weights(), order)
+        yield f"F12 data order {order}", raw(compact(shuffled), shuffled_data), {}
+    for pad in range(8):
+        yield f"F12 header padded by {pad}", raw(text + " " * pad, data), {}
+
+    def extra(name, dtype, shape, data_bytes=b""):
+        # At the front, where its size shifts all that follows.
+        shifted = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data_bytes)]}}
+        for key, fields in header.items():
+            begin, end = (offset + len(data_bytes) for offset in fields["data_offsets"])
+            shifted[key] = fields | {"data_offsets": [begin, end]}
+        return raw(compact(shifted), data_bytes + data), {name: (dtype, shape, data_bytes)}
+
+    yield "F9 zero-size", *extra("empty", "F32", [3, 0, 5])
+    yield "F9 zero-size, one axis", *extra("empty", "BF16", [0])
+    yield "F9 rank 0", *extra("scalar", "F32", [], b"\1\2\3\4")
+    yield "F9 rank 9", *extra("high", "U8", [1] * 8 + [3], b"\1\2\3")
+    yield "F9 rank 32", *extra("high", "U8", [1] * 31 + [3], b"\1\2\3")
+    for dtype, shape, num_bytes in [
+        ("BOOL", [3], 3), ("I8", [3], 3), ("U8", [3], 3), ("I16", [3], 6), ("U16", [3], 6),
+        ("I32", [3], 12), ("U32", [3], 12), ("I64", [3], 24), ("U64", [3], 24), ("F64", [3], 24),
+        ("F8_E4M3", [3], 3), ("F8_E5M2", [3], 3), ("F8_E8M0", [3], 3), ("F8_E4M3FNUZ", [3], 3),
+        ("F8_E5M2FNUZ", [3], 3), ("C64", [3], 24), ("F4", [4], 2), ("F6_E2M3", [4], 3),
+        ("F6_E3M2", [4], 3), ("F16", [3], 6), ("BF16", [3], 6), ("F32", [3], 12),
+    ]:  # fmt: skip
+        yield f"F10 {dtype}", *extra("other", dtype, shape, bytes(range(num_bytes)))
+    yield "F10 I8 linear weight", *extra("model.layers.1.mlp.up_proj.weight", "I8", [2, 2], b"1234")
+
+
+ODD = {name: (content, extra) for name, content, extra in odd_files()}
+
+
+@pytest.fixture(scope="module")
+def normal(halfbyte, tmp_path_factory):
+    """Tensors of the quantized normal file."""
+    path = tmp_path_factory.mktemp("normal")
+    st.write(path / "in.safetensors", weights(), {"format": "pt"})
+    halfbyte("quantize", path / "in.safetensors", "-o", path / "out.safetensors")
+    return st.read(path / "out.safetensors")[0]
+
+
+def raw_tensors(path):
+    """{name: (dtype, shape, bytes)}, dtypes that NumPy lacks included."""
+    blob = path.read_bytes()
+    start = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: (
+            fields["dtype"],
+            fields["shape"],
+            blob[start + fields["data_offsets"][0] : start + fields["data_offsets"][1]],
+        )
+        for name, fields in header.items()
+    }
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_accepted(invoke, normal, tmp_path, name):
+    content, extra = ODD[name]
+    path, out = tmp_path / "odd.safetensors", tmp_path / "out.safetensors"
+    path.write_bytes(content)
+    for arguments in (["inspect", path], ["quantize", path, "-o", out]):
+        outcome = invoke(*arguments)
+        assert outcome.code == 0, outcome.message
+    found = raw_tensors(out)
+    expected = {
+        key: (tensor.dtype, list(tensor.data.shape), tensor.data.tobytes())
+        for key, tensor in normal.items()
+    }
+    assert found == expected | extra
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        raw("{}"),
+        raw("{}      "),
+        raw('{"__metadata__":{}}'),
+        one(b"", shape="[0]", offsets="[0,0]"),
+        raw("{" + ",".join(f'"w{i}":{entry("F32", "[0,7]", "[0,0]")}' for i in range(1000)) + "}"),
+    ],
+    ids=["no tensors", "padded", "only metadata", "0 bytes", "1000 of 0 bytes"],
+)
+def test_f9_files_without_data(invoke, tmp_path, content):
+    path = tmp_path / "empty.safetensors"
+    path.write_bytes(content)
+    assert invoke("inspect", path).code == 0
+
+
+def test_f8_zero_among_large_extents(invoke, tmp_path):
+    """One answer, whatever the order of the extents."""
+    codes = set()
+    for shape in itertools.permutations([0, 2**64 - 1, 2]):
+        path = tmp_path / "zero.safetensors"
+        path.write_bytes(one(b"", shape=str(list(shape)), offsets="[0,0]"))
+        codes.add(invoke("inspect", path).code)
+    assert len(codes) == 1 and codes <= {0, BAD_INPUT}
+
+
+def test_f10_asked_for_an_integer_tensor(invoke, out_dir, tmp_path):
+    tensors = weights() | {"table": st.Tensor("I64", np.zeros((2, 64), np.int64))}
+    path = tmp_path / "in.safetensors"
+    st.write(path, tensors)
+    outcome = invoke("quantize", path, "-o", out_dir / "out", "--include", "table")
+    assert outcome.code == USAGE and "table" in outcome.message and "I64" in outcome.message
+    assert list(out_dir.iterdir()) == []
+
+
+# F13: resources
+
+
+class Measured(NamedTuple):
+    code: int
+    seconds: float
+    peak_bytes: int
+
+
+def measure(command):
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return Measured(child.returncode, processor_seconds(usage), usage.ru_maxrss * 1024)
+
+
+HEADER_BYTES = 100_000_000
+
+
+def write_many_entries(file):
+    """A million tensors of one byte, named so that the header is just below its limit."""
+    count = 1_000_000
+    file.write(bytes(8) + b"{")
+    for begin in range(0, count, 10_000):
+        text = ",".join(
+            f'"{"x" * 25}{i:07}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}'
+            for i in range(begin, begin + 10_000)
+        )
+        file.write((b"," if begin else b"") + text.encode())
+    file.write(b"}")
+    header_bytes = file.tell() - 8
+    assert 0.9 * HEADER_BYTES < header_bytes <= HEADER_BYTES, header_bytes
+    file.write(bytes(count))
+    file.seek(0)
+    file.write(header_bytes.to_bytes(8, "little"))
+
+
+def write_spaces(file):
+    file.write(HEADER_BYTES.to_bytes(8, "little") + b"{" + b" " * (HEADER_BYTES - 2) + b"}")
+
+
+def write_long_name(file):
+    rest = '":' + GOOD + "}"
+    name_bytes = HEADER_BYTES - len(rest) - 2
+    file.write(HEADER_BYTES.to_bytes(8, "little") + b'{"' + b"n" * name_bytes + rest.encode())
+    file.write(EIGHT[:4])
+
+
+def write_long_shape(file):
+    rest = "]}}"
+    start = '{"w":{"dtype":"U8","data_offsets":[0,1],"shape":[1'
+    ones = ",1" * ((HEADER_BYTES - len(start) - len(rest)) // 2)
+    text = start + ones + rest
+    file.write(len(text).to_bytes(8, "little") + text.encode() + b"\0")
+
+
+def write_deep_lists(file):
+    file.write(HEADER_BYTES.to_bytes(8, "little") + b'{"w":' + b"[" * (HEADER_BYTES - 5))
+
+
+def write_large_metadata(file):
+    text = '{"__metadata__":{"a":"' + "m" * 50_000_000 + '"},"w":' + GOOD + "}"
+    file.write(len(text).to_bytes(8, "little") + text.encode() + EIGHT[:4])
+
+
+@pytest.mark.parametrize(
+    "write, codes",
+    [
+        (write_many_entries, {0, BAD_INPUT}),
+        (write_spaces, {0, BAD_INPUT}),
+        (write_long_name, {0, BAD_INPUT}),
+        (write_long_shape, {BAD_INPUT}),
+        (write_deep_lists, {BAD_INPUT}),
+        (write_large_metadata, {0, BAD_INPUT}),
+    ],
+)
+def test_f13_large_headers(cli, tmp_path, write, codes):
+    """Done or refused in 2 s (machines that run tests are allowed twice that) and in 64 MiB + 8x
+    the header."""
+    path = tmp_path / "large.safetensors"
+    with open(path, "wb") as file:
+        write(file)
+    measured = measure([cli, "inspect", path])
+    path.unlink()
+    assert measured.code in codes
+    assert measured.seconds < 2 * MAX_SECONDS
+    assert measured.peak_bytes < (64 << 20) + 8 * HEADER_BYTES
+
+
+# F14: names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../x", "/etc/passwd", "a/../../b", "C:\\x", "a\u0000b", "\u001b[31mred",
+        "\u001b]0;title\u0007", "line\nbreak", "tab\t", "\u202egnp.exe", "\u2066x\u2069", "\u009b31m",
+        "\u007f", "\ufeff", "\U0001f600", "n" * 1_000_000, "{}{0}%s%n", "__metadata__ ",
+    ],
+    ids=lambda name: ascii(name)[:20],
+)  # fmt: skip
+def test_f14_names_are_escaped(invoke, tmp_path, out_dir, name):
+    """A name is never a path, and what is printed of it cannot steer a terminal."""
+    tensors = weights() | {name: st.Tensor("U8", np.zeros(4, np.uint8))}
+    path = tmp_path / "in" / "names.safetensors"
+    path.parent.mkdir()
+    st.write(path, tensors)
+    before = snapshot(path.parent)
+    inspected = invoke("inspect", path)
+    quantized = invoke("quantize", path, "-o", out_dir / "out.safetensors")
+    assert inspected.code == quantized.code and inspected.code in (0, BAD_INPUT)
+    for outcome in (inspected, quantized):
+        for text in (outcome.stdout.decode(), outcome.stderr.decode()):
+            assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+            assert "line\nbreak" not in text
+    assert snapshot(path.parent) == before
+    if quantized.code == 0:
+        assert [p.name for p in out_dir.iterdir()] == ["out.safetensors"]
+        assert raw_tensors(out_dir / "out.safetensors")[name] == ("U8", [4], EIGHT[:4])
+
+
+def test_f14_name_of_a_bad_tensor_is_escaped(invoke, tmp_path):
+    path = tmp_path / "names.safetensors"
+    path.write_bytes(one(name=r"w\u001b[31m\u202e", shape="[3]"))
+    outcome = invoke("inspect", path)
+    assert outcome.code == BAD_INPUT
+    assert not re.search("[\x1b\u202e]", outcome.message)
+    assert "w" in outcome.message
+
+
+# F15: metadata
+
+
+def test_f15_metadata_is_kept_but_for_our_keys(halfbyte, tmp_path):
+    st.write(tmp_path / "in.safetensors", weights(), {"format": "np", "author": '\u00fc\n"x"'})
+    out = tmp_path / "out.safetensors"
+    halfbyte("quantize", tmp_path / "in.safetensors", "-o", out, "--layout", "bitsandbytes")
+    _, metadata = st.read(out)
+    assert metadata == {"format": "pt", "author": '\u00fc\n"x"'}
+
+
+# F16: the index of a sharded model
+
+SHARD, OTHER = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def sharded(path):
+    """A valid model of two shards; returns its index."""
+    path.mkdir()
+    tensors = weights()
+    names = sorted(tensors)
+    st.write(path / SHARD, {name: tensors[name] for name in names[:1]})
+    st.write(path / OTHER, {name: tensors[name] for name in names[1:]})
+    (path / "config.json").write_text("{}")
+    total_bytes = sum(tensor.data.nbytes for tensor in tensors.values())
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {names[0]: SHARD} | dict.fromkeys(names[1:], OTHER),
+    }
+    write_index(path, index)
+    return index
+
+
+def write_index(path, index):
+    text = index if isinstance(index, (str, bytes)) else json.dumps(index)
+    text = text.encode() if isinstance(text, str) else text
+    (path / "model.safetensors.index.json").write_bytes(text)
+
+
+def remap(path, index, file):
+    """All tensors of the first shard are said to be in `file`."""
+    for name, shard in index["weight_map"].items():
+        if shard == SHARD:
+            index["weight_map"][name] = file
+    write_index(path, index)
+
+
+def parent_path(path, index):
+    os.rename(path / SHARD, path.parent / "x.safetensors")
+    remap(path, index, "../x.safetensors")
+
+
+def absolute_path(path, index):
+    remap(path, index, str(path / SHARD))
+
+
+def subdirectory(path, index):
+    (path / "sub").mkdir()
+    os.rename(path / SHARD, path / "sub" / SHARD)
+    remap(path, index, f"sub/{SHARD}")
+
+
+def dot_path(path, index):
+    remap(path, index, f"./{SHARD}")
+
+
+def backslash_path(path, index):
+    remap(path, index, f"..\\{SHARD}")
+
+
+def nul_in_path(path, index):
+    remap(path, index, f"{SHARD}\0.txt")
+
+
+def symlink_out(path, index):
+    os.rename(path / SHARD, path.parent / "outside.safetensors")
+    os.symlink(path.parent / "outside.safetensors", path / SHARD)
+
+
+def symlink_loop(path, index):
+    (path / SHARD).unlink()
+    os.symlink(SHARD, path / SHARD)
+
+
+def symlink_to_device(path, index):
+    (path / SHARD).unlink()
+    os.symlink("/dev/zero", path / SHARD)
+
+
+def missing_shard(path, index):
+    (path / SHARD).unlink()
+
+
+def shard_is_fifo(path, index):
+    (path / SHARD).unlink()
+    os.mkfifo(path / SHARD)
+
+
+def shard_is_directory(path, index):
+    (path / SHARD).unlink()
+    (path / SHARD).mkdir()
+
+
+def shard_is_index(path, index):
+    remap(path, index, "model.safetensors.index.json")
+
+
+def empty_name(path, index):
+    remap(path, index, "")
+
+
+def dot_name(path, index):
+    remap(path, index, ".")
+
+
+def wrong_shard(path, index):
+    index["weight_map"]["flag"] = OTHER
+    write_index(path, index)
+
+
+def swapped_shards(path, index):
+    os.rename(path / SHARD, path / "t")
+    os.rename(path / OTHER, path / SHARD)
+    os.rename(path / "t", path / OTHER)
+
+
+def not_in_the_index(path, index):
+    del index["weight_map"][WEIGHT]
+    write_index(path, index)
+
+
+def not_in_any_shard(path, index):
+    index["weight_map"]["ghost"] = OTHER
+    write_index(path, index)
+
+
+def in_two_shards(path, index):
+    st.write(path / OTHER, weights())
+
+
+def case_clash(path, index):
+    upper = OTHER.replace("model", "MODEL").replace("00002-of", "00001-of")
+    os.rename(path / OTHER, path / upper)
+    for name, shard in index["weight_map"].items():
+        if shard == OTHER:
+            index["weight_map"][name] = upper
+    write_index(path, index)
+
+
+def damaged_shard(path, index):
+    os.truncate(path / SHARD, os.path.getsize(path / SHARD) - 1)
+
+
+def replace_index(text):
+    def fault(path, index):
+        write_index(path, text)
+
+    return fault
+
+
+def duplicate_in_index(path, index):
+    write_index(path, json.dumps(index).replace('"flag":', f'"flag": "{OTHER}", "flag":'))
+
+
+INDEX_FAULTS = {
+    "parent directory": (parent_path, r"\.\./x\.safetensors|flag"),
+    "absolute path": (absolute_path, SHARD),
+    "separator": (subdirectory, SHARD),
+    "dot and separator": (dot_path, SHARD),
+    "backslash": (backslash_path, SHARD),
+    "NUL": (nul_in_path, SHARD),
+    "symlink out of the directory": (symlink_out, SHARD),
+    "symlink loop": (symlink_loop, SHARD),
+    "symlink to a device": (symlink_to_device, SHARD),
+    "missing shard": (missing_shard, SHARD),
+    "shard is a FIFO": (shard_is_fifo, SHARD),
+    "shard is a directory": (shard_is_directory, SHARD),
+    "shard is the index": (shard_is_index, r"index\.json"),
+    "empty name": (empty_name, r'file name ""'),
+    "name is a dot": (dot_name, r'file name "\."'),
+    "tensor in the wrong shard": (wrong_shard, r"flag"),
+    "shards swapped": (swapped_shards, r"."),
+    "tensor not in the index": (not_in_the_index, re.escape(WEIGHT)),
+    "tensor in no shard": (not_in_any_shard, r"ghost"),
+    "tensor in two shards": (in_two_shards, r"flag"),
+    "case clash": (case_clash, r"(?i)case|MODEL-"),
+    "damaged shard": (damaged_shard, SHARD),
+    "index is empty": (replace_index(""), r"index\.json"),
+    "index is not JSON": (replace_index('{"weight_map": }'), r"index\.json"),
+    "index is not UTF-8": (replace_index(b'{"weight_map":{"\xff":"a"}}'), r"index\.json"),
+    "index is a list": (replace_index("[]"), r"index\.json"),
+    "index without weight_map": (replace_index('{"metadata":{}}'), r"weight_map"),
+    "weight_map is a list": (replace_index('{"weight_map":[]}'), r"weight_map"),
+    "shard name is a number": (replace_index('{"weight_map":{"flag":1}}'), r"flag|weight_map"),
+    "index is deep": (replace_index("[" * 1_000_000), r"index\.json"),
+    "duplicate in the index": (duplicate_in_index, r"flag|(?i:duplicate)"),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_FAULTS)
+def test_f16_index(refused, tmp_path, name):
+    fault, pattern = INDEX_FAULTS[name]
+    path = tmp_path / "in" / "model"
+    path.parent.mkdir()
+    index = sharded(path)
+    fault(path, index)
+    refused(path, pattern)
+
+
+def test_f16_valid_index(invoke, out_dir, tmp_path):
+    sharded(tmp_path / "model")
+    assert invoke("inspect", tmp_path / "model").code == 0
+    assert invoke("quantize", tmp_path / "model", "-o", out_dir / "out").code == 0
+
+
+# F17: damage anywhere
+
+
+def small_file():
+    tensors = {
+        WEIGHT: st.from_f32(np.arange(64, dtype=np.float32).reshape(2, 32), "BF16"),
+        "b": st.from_f32(np.arange(8, dtype=np.float32), "F32"),
+    }
+    header, order = st.header_of(tensors)
+    text = compact(header).encode()
+    text += b" " * (-len(text) % 8)
+    return raw(text, b"".join(tensors[name].data.tobytes() for name in order)), len(text)
+
+
+def test_f17_truncated_anywhere(invoke, tmp_path):
+    content, _ = small_file()
+    path = tmp_path / "cut.safetensors"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        outcome = invoke("inspect", path)
+        assert outcome.code == BAD_INPUT and outcome.message, f"cut to {length} bytes"
+    path.write_bytes(content)
+    assert invoke("inspect", path).code == 0
+
+
+def test_f17_flipped_bits(invoke, tmp_path):
+    content, header_bytes = small_file()
+    path = tmp_path / "flipped.safetensors"
+    for bit in range(0, 8 * (8 + header_bytes), 5):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(flipped)
+        outcome = invoke("inspect", path)
+        assert outcome.code in (0, BAD_INPUT), f"bit {bit}: exit {outcome.code}"
+        assert outcome.code == 0 or outcome.message, f"bit {bit}"
+
+
+# O1, O6: the output
+
+
+@pytest.fixture
+def input_file(tmp_path):
+    path = tmp_path / "input.safetensors"
+    st.write(path, weights())
+    return path
+
+
+def unchanged(path, content):
+    return path.read_bytes() == content
+
+
+def test_o1_existing_file(invoke, input_file, tmp_path):
+    out = tmp_path / "out.safetensors"
+    out.write_bytes(b"precious")
+    outcome = invoke("quantize", input_file, "-o", out)
+    assert outcome.code == EXISTS and "out.safetensors" in outcome.message
+    assert out.read_bytes() == b"precious"
+    assert invoke("quantize", input_file, "-o", out, "--force").code == 0
+    assert WEIGHT + ".absmax" in st.read(out)[0]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+def test_o1_existing_directory(invoke, tmp_path, occupied):
+    sharded(tmp_path / "model")
+    out = tmp_path / "out"
+    out.mkdir()
+    if occupied:
+        (out / "precious").write_bytes(b"precious")
+    before = snapshot(out)
+    outcome = invoke("quantize", tmp_path / "model", "-o", out)
+    assert outcome.code == EXISTS and "out" in outcome.message
+    assert snapshot(out) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize("how", ["itself", "hard link", "symlink", "dotted path"])
+def test_o1_output_is_the_input(invoke, input_file, tmp_path, how):
+    content = input_file.read_bytes()
+    out = tmp_path / "alias.safetensors"
+    if how == "itself":
+        out = input_file
+    elif how == "hard link":
+        os.link(input_file, out)
+    elif how == "symlink":
+        os.symlink(input_file, out)
+    else:
+        (tmp_path / "d").mkdir()
+        out = tmp_path / "d" / ".." / input_file.name
+    before = snapshot(tmp_path)
+    outcome = invoke("quantize", input_file, "-o", out)
+    assert outcome.code in (USAGE, EXISTS) and outcome.message
+    assert unchanged(input_file, content) and snapshot(tmp_path) == before
+
+    # With --force it is refused, or the complete new file takes the place of the old one.
+    outcome = invoke("quantize", input_file, "-o", out, "--force")
+    if outcome.code == 0:
+        assert WEIGHT + ".absmax" in st.read(out)[0]
+    else:
+        assert outcome.code in (USAGE, EXISTS) and outcome.message
+        assert unchanged(input_file, content) and snapshot(tmp_path) == before
+
+
+def test_o1_output_is_the_input_directory(invoke, tmp_path):
+    sharded(tmp_path / "model")
+    before = {p: p.read_bytes() for p in (tmp_path / "model").iterdir()}
+    for arguments in ([], ["--force"]):
+        outcome = invoke("quantize", tmp_path / "model", "-o", tmp_path / "model", *arguments)
+        if outcome.code != 0:
+            assert outcome.code in (USAGE, EXISTS) and outcome.message
+            assert {p: p.read_bytes() for p in (tmp_path / "model").iterdir()} == before
+        else:
+            assert arguments == ["--force"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_o1_dangling_symlink(invoke, input_file, tmp_path):
+    os.symlink(tmp_path / "elsewhere", tmp_path / "out.safetensors")
+    outcome = invoke("quantize", input_file, "-o", tmp_path / "out.safetensors")
+    assert outcome.code == EXISTS, outcome.message
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_o1_missing_parent(invoke, input_file, tmp_path):
+    outcome = invoke("quantize", input_file, "-o", tmp_path / "none" / "out.safetensors")
+    assert outcome.code == IO and "none" in outcome.message
+    assert [p.name for p in tmp_path.iterdir()] == [input_file.name]
+
+
+def test_o1_parent_is_a_symlink(invoke, input_file, tmp_path):
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    outcome = invoke("quantize", input_file, "-o", tmp_path / "link" / "out.safetensors")
+    assert outcome.code == 0, outcome.message
+    assert [p.name for p in (tmp_path / "real").iterdir()] == ["out.safetensors"]
+
+
+@pytest.fixture
+def unprivileged():
+    """A directory that all can reach, and options that run a child as a user whom file modes bind."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+        yield Path(directory), nobody if os.geteuid() == 0 else {}
+
+
+def test_o6_read_only_directory(invoke, unprivileged):
+    directory, options = unprivileged
+    st.write(directory / "input.safetensors", weights())
+    (directory / "locked").mkdir()
+    (directory / "locked").chmod(0o555)
+    out = directory / "locked" / "out.safetensors"
+    outcome = invoke("quantize", directory / "input.safetensors", "-o", out, **options)
+    assert outcome.code == IO and "locked" in outcome.message, outcome.message
+    assert list((directory / "locked").iterdir()) == []
+
+
+def test_o6_unreadable_input(invoke, unprivileged):
+    directory, options = unprivileged
+    path = directory / "secret.safetensors"
+    st.write(path, weights())
+    path.chmod(0)
+    outcome = invoke("inspect", path, **options)
+    assert outcome.code == IO and "secret.safetensors" in outcome.message, outcome.message

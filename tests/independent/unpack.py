@@ -1,0 +1,239 @@
+"""Unpackers: from the tensors of a quantized checkpoint to codes, scales and f32 weights.
+
+`weights(tensors, config)` finds every quantized weight of a model directory in any of the layouts.
+A weight is decoded as the contract says, each operation one f32 rounding:
+table: value * scale; integer: (q - zero point) * scale; affine: q * scale, then + bias.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import safetensors_io as st
+from .encode import FILE_DTYPE, bits_of
+from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
+
+
+@dataclass
+class Unpacked:
+    """Group values have the shape [rows, groups]; codes and weights that of the dense weight."""
+
+    spec: dict  # format, granularity, group_size, ...
+    codes: np.ndarray
+    scales: np.ndarray
+    weights: np.ndarray
+    zeros: np.ndarray | None = None
+    biases: np.ndarray | None = None
+    dtype: str | None = None  # of the dense weight, where the layout records it
+    keys: list = field(default_factory=list)  # of all its parts
+    double_quant: tuple | None = None  # (codes, absmax, offset) of the scales
+
+
+def bit_stream(packed, bits, count):
+    """Codes of little-endian bit streams along the last axis: element i at bit i * bits."""
+    data = np.ascontiguousarray(packed).view(np.uint8)
+    planes = np.unpackbits(data, axis=-1, bitorder="little")[..., : count * bits]
+    planes = planes.reshape(*data.shape[:-1], count, bits)
+    return (planes << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
+
+
+def high_nibble_first(packed, count):
+    data = packed.reshape(-1)
+    return np.stack([data >> 4, data & 15], axis=1).reshape(-1)[:count]
+
+
+def _spread(per_group, cols, group_size):
+    return np.repeat(per_group, group_size, axis=1)[:, :cols]
+
+
+def _decode(spec, codes, scales, zeros=None, biases=None, table=None, **extra):
+    """Codes [rows, cols] with group values [rows, groups], as `spec` cuts them."""
+    shape = spec["shape"]
+    if spec["granularity"] in ("tensor", "flat"):
+        rows = codes.reshape(1, -1)
+        scales = scales.reshape(1, -1)
+    else:
+        rows = codes.reshape(-1, shape[-1])
+    cols = rows.shape[1]
+    size = cols if spec["granularity"] in ("tensor", "channel") else spec["group_size"]
+    per_group = (len(rows), -(-cols // size))
+    scales = scales.reshape(per_group)
+    scale = _spread(scales, cols, size)
+    assert scale.dtype == np.float32
+
+    if table is not None:
+        weights = table[rows] * scale
+    elif biases is not None:
+        biases = biases.reshape(per_group)
+        weights = rows.astype(np.float32) * scale + _spread(biases, cols, size)
+    else:
+        if zeros is not None:
+            zeros = zeros.reshape(per_group).astype(np.int32)
+        offset = 0 if zeros is None else _spread(zeros, cols, size)
+        weights = (rows.astype(np.int32) - offset).astype(np.float32) * scale
+    return Unpacked(
+        spec, codes.reshape(shape), scales, weights.reshape(shape), zeros, biases, **extra
+    )
+
+
+def double_dequantize(codes, absmax, offset, table):
+    block = np.repeat(absmax, DOUBLE_QUANT_BLOCK)[: codes.size]
+    return table[codes.reshape(-1)] * block + np.float32(offset)
+
+
+def bitsandbytes(tensors, name):
+    """`name` is P.weight; its parts are P.weight.absmax, ..."""
+    states = [k for k in tensors if k.startswith(f"{name}.quant_state.bitsandbytes__")]
+    assert len(states) == 1, states
+    state = json.loads(tensors[states[0]].data.tobytes())
+    assert states[0].endswith(state["quant_type"])
+    keys = [name, f"{name}.absmax", f"{name}.quant_map", states[0]]
+    count = int(np.prod(state["shape"], dtype=np.int64))
+    codes = high_nibble_first(tensors[name].data, count)
+    absmax = tensors[f"{name}.absmax"].data
+    nested = f"{name}.nested_absmax" in tensors
+    double_quant = None
+    if nested:
+        keys += [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
+        double_quant = (absmax, tensors[f"{name}.nested_absmax"].data, state["nested_offset"])
+        absmax = double_dequantize(*double_quant, tensors[f"{name}.nested_quant_map"].data)
+    spec = {
+        "format": state["quant_type"],
+        "granularity": "flat",
+        "group_size": state["blocksize"],
+        "shape": state["shape"],
+    }
+    # Code 8 of fp4 decodes to +0: a table that holds -0 is read as +0.
+    table = tensors[f"{name}.quant_map"].data + np.float32(0)
+    return _decode(
+        spec,
+        codes,
+        absmax,
+        table=table,
+        dtype=state["dtype"],
+        keys=keys,
+        double_quant=double_quant,
+    )
+
+
+def compressed_tensors(tensors, name, config):
+    """`name` is P.weight; its parts are P.weight_packed, ..."""
+    args = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    bits = args["num_bits"]
+    keys = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
+    shape = tensors[keys[2]].data.tolist()
+    codes = bit_stream(tensors[keys[0]].data, bits, shape[-1]).astype(np.int32) - 2 ** (bits - 1)
+    scale = tensors[keys[1]]
+    zeros = None
+    if not args["symmetric"]:
+        keys.append(f"{name}_zero_point")
+        # Packed along the output axis: the words run down the rows of a group.
+        packed = np.moveaxis(tensors[keys[3]].data, -2, -1)
+        zeros = np.moveaxis(bit_stream(packed, bits, shape[-2]), -1, -2).astype(np.int32)
+        zeros -= 2 ** (bits - 1)
+    spec = {
+        "format": f"int{bits}",
+        "asymmetric": not args["symmetric"],
+        "granularity": args["strategy"],
+        "group_size": args.get("group_size"),
+        "shape": shape,
+    }
+    assert codes.shape == tuple(shape)
+    return _decode(spec, codes, st.to_f32(scale), zeros, dtype=scale.dtype, keys=keys)
+
+
+def mlx(tensors, name, config):
+    """`name` is P.weight; its parts are P.weight, P.scales, P.biases."""
+    module = name.removesuffix(".weight")
+    quantization = config["quantization"]
+    args = quantization.get(module, quantization)
+    assert args.get("mode", "affine") == "affine"
+    packed = tensors[name].data
+    cols = packed.shape[-1] * 32 // args["bits"]
+    codes = bit_stream(packed, args["bits"], cols)
+    scales, biases = tensors[f"{module}.scales"], tensors[f"{module}.biases"]
+    assert scales.data.shape[-1] * args["group_size"] == cols
+    spec = {
+        "format": f"affine{args['bits']}",
+        "granularity": "group",
+        "group_size": args["group_size"],
+        "shape": list(codes.shape),
+    }
+    return _decode(
+        spec,
+        codes,
+        st.to_f32(scales),
+        biases=st.to_f32(biases),
+        dtype=scales.dtype,
+        keys=[name, f"{module}.scales", f"{module}.biases"],
+    )
+
+
+def halfbyte(tensors, name):
+    """`name` is P.weight; its parts are P.weight.scales, ..."""
+    keys = [name, f"{name}.scales", f"{name}.quant_spec"]
+
+    def part(suffix):
+        keys.append(f"{name}.{suffix}")
+        return tensors[keys[-1]]
+
+    spec = json.loads(tensors[keys[2]].data.tobytes())
+    assert spec["version"] == 1
+    format, shape = spec["format"], spec["shape"]
+    bits = bits_of(format)
+    count = int(np.prod(shape, dtype=np.int64))
+    cols = count if spec["granularity"] == "flat" else shape[-1]
+    codes = bit_stream(tensors[name].data, bits, cols)
+
+    scales = tensors[keys[1]]
+    double_quant = None
+    if spec["double_quant"]:
+        absmax = part("scales_absmax").data
+        double_quant = (scales.data.reshape(-1), absmax, spec["scales_offset"])
+        scale_values = double_dequantize(*double_quant, DOUBLE_QUANT_MAP)
+    else:
+        assert scales.dtype == FILE_DTYPE[spec["scale_dtype"]]
+        scale_values = st.to_f32(scales)
+
+    zeros = biases = table = None
+    if format.startswith("int"):
+        qmin = -(2 ** (bits - 1))
+        codes = codes.astype(np.int32) + qmin
+        if spec["asymmetric"]:
+            zeros = part("zeros").data.astype(np.int32) + qmin
+    elif format.startswith("affine"):
+        biases = st.to_f32(part("biases"))
+    else:
+        table = part("table").data if format == "lut4" else BY_NAME[format]
+    return _decode(
+        spec,
+        codes,
+        scale_values,
+        zeros,
+        biases,
+        table,
+        dtype=spec["dtype"],
+        keys=keys,
+        double_quant=double_quant,
+    )
+
+
+def weights(tensors, config):
+    """{name: Unpacked} of every quantized weight; `config` is the parsed config.json."""
+    found = {}
+    method = config.get("quantization_config", {}).get("quant_method")
+    for key in tensors:
+        if key.endswith(".quant_spec"):
+            name = key.removesuffix(".quant_spec")
+            found[name] = halfbyte(tensors, name)
+        elif ".quant_state.bitsandbytes__" in key:
+            name = key.split(".quant_state.")[0]
+            found[name] = bitsandbytes(tensors, name)
+        elif method == "compressed-tensors" and key.endswith("_packed"):
+            name = key.removesuffix("_packed")
+            found[name] = compressed_tensors(tensors, name, config)
+        elif "quantization" in config and key.endswith(".scales"):
+            name = key.removesuffix(".scales") + ".weight"
+            found[name] = mlx(tensors, name, config)
+    return found

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Who may include whom (ARCHITECTURE.md), checked.
+
+    tools/check_layers.py [ROOT]
+
+Refuses an #include that the tables below do not allow, a HWY_TARGET_INCLUDE that is not the file's own
+path, and a value of a code book outside src/formats/tables.h. Prints one line per finding and exits 1 if
+there is one.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+# Our own headers: files -> the includes they may have. First match wins; {op} is the file's op folder.
+LAYERS = [
+    (r"include/halfbyte/", r"halfbyte/"),
+    # Freestanding: NVRTC compiles these.
+    (r"src/formats/\w+\.h$", r"formats/"),
+    (r"src/(cuda/device/|ops/\w+/\w+\.cuh?$)", r"(formats|cuda/device)/|halfbyte_config\.h$"),
+    (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
+    (r"src/core/", r"(halfbyte|formats|core)/"),
+    (r"src/cpu/", r"(halfbyte|formats|core|cpu)/"),
+    (r"src/cuda/", r"(halfbyte|formats|core|cuda)/"),
+    (r"src/ops/(?P<op>\w+)/.*(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/"),
+    (r"src/ops/(?P<op>\w+)/.*_cuda\.cc$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
+    (r"src/ops/(?P<op>\w+)/.*_(test|bench)\.cc$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
+    (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
+    (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
+    (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
+    (r"src/capi/", r"halfbyte/"),
+    (r"cli/", r"halfbyte/|\w+\.h$"),
+    (r"python/", r"halfbyte/"),
+    (r"tests/consumer/", r"halfbyte/"),
+    (r"(tests|bench)/", r""),  # what crosses the layers
+]
+TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
+FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|.*\.cuh?$"
+
+# Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
+# a toolkit header is.
+OTHERS = [
+    (r"[a-z0-9_]+$", r""),  # <vector>
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
+    (r"fmt/", r"(src|cli|tests|bench)/"),
+    (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
+    (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
+    (r"nlohmann/json_fwd\.hpp$", r"(src/io|cli)/"),
+    (r"nlohmann/", rf"(src/io|cli)/.*\.cc$|{TESTING}"),
+    (r"xxhash\.h$", r"src/(io|cuda)/.*\.cc$"),
+    (r"CLI/", r"cli/.*\.cc$"),
+    (r"(gtest|gmock)/", TESTING),
+    (r"benchmark/", TESTING),
+    (r"nanobind/", r"python/"),
+]
+
+# The values of NF4 but -1, 0 and 1, and the smallest of FP4: their decimals, and their bits as f32.
+CODE_BOOK = re.compile(
+    r"\b0\.(69619|52507|39491|28444|18477|09105|07958|16093|24611|33791|44070|56261|72295|00520?8)\d*"
+    r"|(?<![0-9a-f])[3b](f3239b1|f066b30|eca32a0|e91a24d|e3d353f|dba7871|da2faff|e24cae3|e7c04dd|ead033a|ee1a4b8"
+    r"|f1007ab|f3913b3)(?![0-9a-f])",
+    re.IGNORECASE,
+)
+# A test that took its golden values from the tables under test would prove nothing.
+CODE_BOOK_HOMES = r"src/formats/tables\.h$|.*_test\.(cc|py)$|tests/(golden|independent)/"
+
+SUFFIXES = {".h", ".hpp", ".def", ".cc", ".cu", ".cuh", ".c", ".py"}
+FOLDERS = ("include", "src", "cli", "python", "tests", "bench", "tools")
+
+
+def allowed_layer(path):
+    for files, includes in LAYERS:
+        if match := re.match(files, path):
+            return includes.format(**match.groupdict())
+    return r"(?!)"
+
+
+def check_include(path, bracket, header):
+    """The finding about one #include of the file `path`, or None."""
+    own = bracket == '"' or re.match(r"(halfbyte|formats|core|cpu|cuda|ops|io|capi)/", header)
+    if own and not header.startswith("hwy/"):  # Highway's own examples write "hwy/highway.h"
+        return None if re.match(allowed_layer(path), header) else f"{header} is not allowed here"
+    if re.match(FREESTANDING, path):
+        return f"{header}: this file is freestanding"
+    for includes, files in OTHERS:
+        if re.match(includes, header):
+            return None if re.match(files, path) else f"{header} belongs in other files ({files})"
+    return f"{header} is not one of the headers that this project uses"
+
+
+def findings(root):
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix not in SUFFIXES:
+                continue
+            path = file.relative_to(root).as_posix()
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+                where = f"{path}:{number}: "
+                if include := re.match(r'\s*#\s*include\s*(["<])([^">]+)[">]', line):
+                    if problem := check_include(path, *include.groups()):
+                        yield where + problem
+                if target := re.match(r'\s*#\s*define\s+HWY_TARGET_INCLUDE\s+"([^"]+)"', line):
+                    own = path.removeprefix("src/")
+                    if target[1] != own:
+                        yield where + f"HWY_TARGET_INCLUDE is {target[1]}, must be {own}"
+                if not re.match(CODE_BOOK_HOMES, path) and (value := CODE_BOOK.search(line)):
+                    yield where + f"{value[0]} is a code book value: src/formats/tables.h is its only place"
+
+
+def main():
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
+    count = 0
+    for finding in findings(root):
+        print(finding)
+        count += 1
+    print(f"check_layers: {count} findings")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
