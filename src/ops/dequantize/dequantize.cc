@@ -7,14 +7,15 @@
 namespace halfbyte {
 namespace {
 
-constexpr int64_t kSpanElements = 16384;  // a task: its output fits a core's share of L2
+constexpr int64_t kSpanElements = 16384;   // a span: large against the cost of beginning one
+constexpr int64_t kTaskElements = 131072;  // a task: large against the cost of scheduling it (a microsecond)
 // An output beyond this does not stay in the caches: write past them and save reading the lines first.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
 void run_cpu(const DequantizeProblem& problem) {
   const QuantShape& shape = problem.shape;
   const int64_t spans_per_row = (shape.cols + kSpanElements - 1) / kSpanElements;
-  const int64_t grain = std::max<int64_t>(1, kSpanElements * spans_per_row / shape.cols);
+  const int64_t grain = std::max<int64_t>(1, kTaskElements * spans_per_row / shape.cols);
   parallel_for(shape.rows * spans_per_row, grain, problem.num_threads, [&](int64_t first, int64_t last, int) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i % spans_per_row * kSpanElements;

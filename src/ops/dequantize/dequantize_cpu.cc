@@ -144,56 +144,81 @@ class Decoder {
 
 #if HALFBYTE_AVX512
 
-// The sixteen values of a group of 4-bit codes in a 16-bit output type.
-template <bool kBF16>
-HWY_INLINE __m256i group_table(const formats::Codec& codec, const GroupDecode<float>& group) {
+// The sixteen values of a group of 4-bit codes.
+HWY_INLINE __m512 group_values(const formats::Codec& codec, const GroupDecode<float>& group) {
   const __m512 lane = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512 scale = _mm512_set1_ps(group.scale);
-  __m512 v;
   switch (codec.kind) {
     case formats::Kind::table:
-      v = _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
-      break;
-    case formats::Kind::integer:
-      v = _mm512_mul_ps(
-          _mm512_add_ps(lane, _mm512_set1_ps(static_cast<float>(codec.qmin() - group.zero_point))), scale);
-      break;
+      return _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
+    case formats::Kind::integer: {
+      const __m512 zero = _mm512_set1_ps(static_cast<float>(codec.qmin() - group.zero_point));
+      return _mm512_mul_ps(_mm512_add_ps(lane, zero), scale);
+    }
     default:
-      v = _mm512_add_ps(_mm512_mul_ps(lane, scale), _mm512_set1_ps(group.bias));
-      break;
-  }
-  if constexpr (kBF16) {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
-  } else {
-    return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      return _mm512_add_ps(_mm512_mul_ps(lane, scale), _mm512_set1_ps(group.bias));
   }
 }
 
-template <bool kBF16>
+// Sixteen f32 to a 16-bit type.
+template <DType kDType>
+HWY_INLINE __m512i round_to_16(__m512 v) {
+  if constexpr (kDType == DType::bf16)
+    return _mm512_castsi256_si512(to_bf16(hn::ScalableTag<float>(), hn::Vec<hn::ScalableTag<float>>{v}).raw);
+  return _mm512_castsi256_si512(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// 4-bit codes of columns [begin, begin + n) of a row, n and the group size multiples of 32, to `out`: f32,
+// f16 or bf16. kStream: past the caches; `out` is then at the start of a line.
+template <DType kDType, bool kStream>
 HWY_INLINE void decode_nibbles(const DequantizeProblem& problem, int64_t row, int64_t begin, int64_t n,
-                               uint16_t* out) {
+                               uint8_t* out) {
   const formats::Codec codec = problem.codec;
   const uint8_t* packed = problem.codes + row * problem.shape.row_bytes + begin / 2;
   const int64_t group_size = problem.one_group ? problem.shape.cols : problem.shape.group_size;
-  int64_t group = problem.one_group ? 0 : row * problem.shape.groups_per_row + begin / group_size;
+  int64_t group = group_of(problem, row, begin);
   int64_t end = group_size - begin % group_size;
   const __m512i mask = _mm512_set1_epi32(0x000F000F);
+  const auto store = [&](__m512i line) HWY_ATTR {
+    if constexpr (kStream)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line);
+    else
+      _mm512_storeu_si512(out, line);
+    out += 64;
+  };
   for (int64_t i = 0; i < n; end += group_size, ++group) {
-    const __m512i table =
-        _mm512_castsi256_si512(group_table<kBF16>(codec, load_group<float>(problem, group)));
+    const __m512 values = group_values(codec, load_group<float>(problem, group));
+    __m512i table = {};
+    if constexpr (kDType != DType::f32) table = round_to_16<kDType>(values);
     for (const int64_t stop = std::min(n, end); i < stop; i += 32) {
       const __m512i bytes =
           _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + i / 2)));
       // Byte b of a lane to the codes of its two elements, low nibble first: (b | b << 12) & mask.
       const __m512i codes = _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), mask, 0xA8);
-      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(codes, table));
+      if constexpr (kDType == DType::f32) {
+        const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes));
+        const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1));
+        store(_mm512_castps_si512(_mm512_permutexvar_ps(low, values)));
+        store(_mm512_castps_si512(_mm512_permutexvar_ps(high, values)));
+      } else {
+        store(_mm512_permutexvar_epi16(codes, table));
+      }
     }
   }
+}
+
+// As many of the n columns from `begin` as decode_nibbles takes, straight to y; returns how many.
+template <DType kDType>
+HWY_INLINE int64_t decode_nibbles(const DequantizeProblem& problem, int64_t row, int64_t begin, int64_t n,
+                                  uint8_t* y) {
+  if (problem.codec.bits != 4 || problem.dtype != kDType) return 0;
+  if (!problem.one_group && problem.shape.group_size % 32 != 0) return 0;
+  n = n / 32 * 32;
+  if (problem.stream && reinterpret_cast<uintptr_t>(y) % 64 == 0)
+    decode_nibbles<kDType, true>(problem, row, begin, n, y);
+  else
+    decode_nibbles<kDType, false>(problem, row, begin, n, y);
+  return n;
 }
 
 #endif  // HALFBYTE_AVX512
@@ -209,32 +234,26 @@ HWY_INLINE void dequantize_span(const DequantizeProblem& problem, const Dequanti
   // Room for whole vectors beyond the last element.
   alignas(64) uint8_t codes[kChunk + HWY_MAX_BYTES];
   alignas(64) uint8_t values[kChunk * sizeof(F) + HWY_MAX_BYTES];
-  for (int64_t begin = span.begin; begin < span.end; begin += kChunk) {
-    const int64_t n = std::min(kChunk, span.end - begin);
-    bool done = false;
+  int64_t begin = span.begin;
 #if HALFBYTE_AVX512
-    if constexpr (sizeof(F) == 4) {
-      const bool sixteen = problem.dtype == DType::bf16 || problem.dtype == DType::f16;
-      if (codec.bits == 4 && sixteen && n % 32 == 0 && (problem.one_group || shape.group_size % 32 == 0)) {
-        auto* out = reinterpret_cast<uint16_t*>(values);
-        if (problem.dtype == DType::bf16)
-          decode_nibbles<true>(problem, span.row, begin, n, out);
-        else
-          decode_nibbles<false>(problem, span.row, begin, n, out);
-        done = true;
-      }
-    }
+  if constexpr (sizeof(F) == 4) {
+    uint8_t* const to = y + static_cast<size_t>(begin) * element_bytes;
+    const int64_t n = span.end - begin;
+    begin += decode_nibbles<DType::bf16>(problem, span.row, begin, n, to) +
+             decode_nibbles<DType::f16>(problem, span.row, begin, n, to) +
+             decode_nibbles<DType::f32>(problem, span.row, begin, n, to);
+  }
 #endif
-    if (!done) {
-      unpack(row_codes + begin / 8 * codec.bits, n, codec.bits, codes);
-      for (int64_t i = 0; i < n;) {
-        const int64_t column = begin + i;
-        const int64_t end =
-            problem.one_group ? n : std::min(n, i + shape.group_size - column % shape.group_size);
-        decoder.decode(codes + i, end - i, load_group<F>(problem, group_of(problem, span.row, column)),
-                       values + static_cast<size_t>(i) * element_bytes);
-        i = end;
-      }
+  for (; begin < span.end; begin += kChunk) {
+    const int64_t n = std::min(kChunk, span.end - begin);
+    unpack(row_codes + begin / 8 * codec.bits, n, codec.bits, codes);
+    for (int64_t i = 0; i < n;) {
+      const int64_t column = begin + i;
+      const int64_t end =
+          problem.one_group ? n : std::min(n, i + shape.group_size - column % shape.group_size);
+      decoder.decode(codes + i, end - i, load_group<F>(problem, group_of(problem, span.row, column)),
+                     values + static_cast<size_t>(i) * element_bytes);
+      i = end;
     }
     uint8_t* to = y + static_cast<size_t>(begin) * element_bytes;
     if (problem.stream)

@@ -8,8 +8,10 @@
 namespace halfbyte {
 namespace {
 
-// Elements a task: large against the cost of scheduling, small against a core's share of L2.
+// Elements a span: large against the cost of beginning one.
 constexpr int64_t kSpanElements = 16384;
+// Elements a task: large against the cost of scheduling (a microsecond), small enough to share out.
+constexpr int64_t kTaskElements = 131072;
 // A larger group is split between threads: its range first, then its codes.
 constexpr int64_t kSplitGroup = int64_t{1} << 20;
 
@@ -25,7 +27,7 @@ QuantizeStatus for_each_span(int64_t row, int64_t rows, int64_t begin, int64_t e
                              const formats::GroupParams<double>* params, int num_threads, const Run& run) {
   const int64_t spans_per_row = (end - begin + columns - 1) / columns;
   const int64_t grain =
-      std::max<int64_t>(1, kSpanElements * spans_per_row / std::max<int64_t>(1, end - begin));
+      std::max<int64_t>(1, kTaskElements * spans_per_row / std::max<int64_t>(1, end - begin));
   std::vector<QuantizeStatus> status(static_cast<size_t>(effective_threads(num_threads)));
   parallel_for(rows * spans_per_row, grain, num_threads, [&](int64_t first, int64_t last, int worker) {
     for (int64_t i = first; i < last; ++i) {

@@ -12,6 +12,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "ops/quantize/quantize_ref.h"
 
@@ -122,8 +123,6 @@ bool is_finite(const BitsRange<Type>& range) {
 struct TableBounds {
   HWY_ALIGN double middle[16];
   HWY_ALIGN int64_t nudge[16];
-  HWY_ALIGN uint8_t code_of_rank[16];
-  bool identity = true;  // code == rank
 
   explicit TableBounds(const formats::CodeBook& book) {
     for (int i = 0; i < 15; ++i) {
@@ -135,10 +134,6 @@ struct TableBounds {
     }
     middle[15] = std::numeric_limits<double>::infinity();
     nudge[15] = 0;
-    for (int i = 0; i < 16; ++i) {
-      code_of_rank[i] = book.code_of_rank[i];
-      identity = identity && code_of_rank[i] == i;
-    }
   }
 
 #if HALFBYTE_AVX512
@@ -468,7 +463,7 @@ class SpanQuantizer {
   using Memory = typename Type::Memory;
 
   SpanQuantizer(const QuantizeProblem& problem, const QuantizeSpan& span)
-      : problem_(problem), codec_(problem.codec), span_(span), bounds_(problem.codec.book) {
+      : problem_(problem), codec_(problem.codec), span_(span) {
     x_ = static_cast<const Memory*>(problem.x) + span.row * problem.shape.cols;
     out_ = problem.codes + span.row * problem.shape.row_bytes;
     packed_ = span.begin;
@@ -578,8 +573,8 @@ class SpanQuantizer {
       std::memcpy(tail, x_ + begin + whole, static_cast<size_t>(n - whole) * sizeof(Memory));
       encode_vectors(tail, N, params, codes + whole);
     }
-    if (codec_.kind == formats::Kind::table && !bounds_.identity)
-      for (int64_t i = 0; i < n; ++i) codes[i] = bounds_.code_of_rank[codes[i]];
+    if (codec_.kind == formats::Kind::table)
+      for (int64_t i = 0; i < n; ++i) codes[i] = codec_.book.code_of_rank[codes[i]];
   }
 
   HWY_INLINE void encode_vectors(const Memory* x, int64_t n, const formats::GroupParams<F>& params,
@@ -590,7 +585,8 @@ class SpanQuantizer {
           table_ranks_f64(x, n, params.code_scale, codec_.book, codes);
         } else {
           HWY_ALIGN float thresholds[16];
-          bounds_.thresholds(params.code_scale, thresholds);
+          if (!bounds_) bounds_.emplace(codec_.book);
+          bounds_->thresholds(params.code_scale, thresholds);
           table_ranks<Type>(x, n, thresholds, codes);
         }
         break;
@@ -627,10 +623,10 @@ class SpanQuantizer {
   const QuantizeProblem& problem_;
   const formats::Codec& codec_;
   const QuantizeSpan span_;
-  const TableBounds bounds_;
-  const Memory* x_;  // the row
-  uint8_t* out_;     // codes of the row
-  int64_t packed_;   // columns before this one are in out_; a multiple of 8 while codes_ is in use
+  std::optional<TableBounds> bounds_;  // made when first needed
+  const Memory* x_;                    // the row
+  uint8_t* out_;                       // codes of the row
+  int64_t packed_;  // columns before this one are in out_; a multiple of 8 while codes_ is in use
   int64_t num_codes_ = 0;
   QuantizeStatus status_;
   alignas(64) uint8_t codes_[kCodes + 8 + HWY_MAX_BYTES];  // one code a byte, and room for whole vectors
