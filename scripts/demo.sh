@@ -22,5 +22,5 @@ run "$halfbyte" quantize "$model" -o "$output" --format nf4 --force
 run "$halfbyte" inspect "$output"
 run "$halfbyte" compare "$model" "$output"
 
-say "A checkpoint that transformers and vLLM load as it is: $output"
+say "A checkpoint in the layout of bitsandbytes, which transformers loads: $output"
 ls -l "$output"
