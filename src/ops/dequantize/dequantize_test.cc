@@ -62,7 +62,7 @@ std::vector<uint8_t> oracle(Parts& parts, DType dtype) {
 
 // Bit equality, where any NaN equals any NaN of the same type: its payload is the processor's choice.
 void expect_same(const std::vector<uint8_t>& expected, const uint8_t* actual, DType dtype) {
-  if (std::memcmp(expected.data(), actual, expected.size()) == 0) return;
+  if (expected.empty() || std::memcmp(expected.data(), actual, expected.size()) == 0) return;
   const auto n = static_cast<int64_t>(expected.size()) / size_of(dtype);
   const auto load = [&](const uint8_t* bytes, int64_t i) {
     switch (dtype) {
