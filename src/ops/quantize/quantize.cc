@@ -17,7 +17,9 @@ constexpr int64_t kSplitGroup = int64_t{1} << 20;
 
 // Least multiple of 8 columns and whole groups that is at least kSpanElements.
 int64_t span_columns(const QuantShape& shape, bool whole_groups) {
-  const int64_t step = whole_groups ? std::lcm<int64_t>(std::min(shape.group_size, shape.cols + 8), 8) : 8;
+  // A group longer than the row is the row.
+  const int64_t group = std::max<int64_t>(1, std::min(shape.group_size, shape.cols + 8));
+  const int64_t step = whole_groups ? std::lcm<int64_t>(group, 8) : 8;
   return (kSpanElements + step - 1) / step * step;
 }
 
