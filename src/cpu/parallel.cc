@@ -1,9 +1,11 @@
 #include "cpu/parallel.h"
 
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
 #include <algorithm>
+#include <optional>
 
 #ifdef HALFBYTE_TSAN
 #include <sanitizer/tsan_interface.h>
@@ -32,9 +34,9 @@ struct AtExit {  // of the scope, by an exception too
 
 int max_threads() { return tbb::this_task_arena::max_concurrency(); }
 
-// More threads than TBB has make it print a warning.
 int effective_threads(int num_threads) {
-  return num_threads > 0 ? std::min(num_threads, max_threads()) : max_threads();
+  constexpr int kMost = 1024;  // beyond any machine: a request for more is a mistake
+  return num_threads > 0 ? std::min(num_threads, kMost) : max_threads();
 }
 
 namespace internal {
@@ -47,6 +49,10 @@ void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, Rang
     for (int64_t begin = 0; begin < n; begin += grain) body(context, begin, std::min(n, begin + grain), 0);
     return;
   }
+  // More threads than the machine has must be allowed first, or TBB runs fewer and says so on stderr.
+  std::optional<tbb::global_control> allow;
+  if (threads > max_threads())
+    allow.emplace(tbb::global_control::max_allowed_parallelism, static_cast<size_t>(threads));
   char started, finished;  // their addresses name the orders: caller -> bodies, bodies -> return
   release(&started);
   const AtExit<acquire> joined{&finished};
