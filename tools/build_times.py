@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-UNIT_BUDGET, UNIT_LIMIT = 15, 30  # CPU seconds of one translation unit
-TOTAL_BUDGET, TOTAL_LIMIT = 180, 240  # of the build
+UNIT_BUDGET, UNIT_LIMIT = 15, 60  # CPU seconds of one translation unit
+TOTAL_BUDGET, TOTAL_LIMIT = 180, 480  # of the build
 
 
 def wall_seconds(build, since):
