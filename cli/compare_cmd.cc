@@ -36,7 +36,7 @@ Json row_json(const CompareRow& row) {
 void run(const Arguments& arguments, std::string& text, Json& document) {
   document["a"] = arguments.a;
   document["b"] = arguments.b;
-  const std::string device = select_device(arguments.compute.device);
+  check_cpu(arguments.compute.device, "compare");
   std::vector<CompareRow> rows;
   {
     ProgressBar progress(arguments.compute.progress == "auto");
@@ -77,9 +77,9 @@ void run(const Arguments& arguments, std::string& text, Json& document) {
   text += summary_line("worst SNR", fmt::format("{} dB", format_snr(worst_snr_db)));
   text += summary_line("mean SNR", fmt::format("{} dB", format_snr(mean_snr_db)));
   text += summary_line("problems", fmt::format("{}", num_problems));
-  text += summary_line("device", device);
+  text += summary_line("device", "cpu");
 
-  document["device"] = device;
+  document["device"] = "cpu";
   document["rows"] = std::move(rows_json);
   document["num_compared"] = num_exact + num_inexact;
   document["num_exact"] = num_exact;
@@ -102,6 +102,7 @@ void add_compare_command(CLI::App& app, Command& command) {
       ->option_text("REQUIRED");
   sub.add_option("B", arguments->b, "What is compared with it")->required()->option_text("REQUIRED");
   add_compute_options(sub, arguments->compute);
+  sub.get_option("--device")->description("auto (default) or cpu: compare runs on the CPU only");
   add_report_options(sub, command);
   sub.callback([arguments, &command] {
     command.name = "compare";

@@ -24,8 +24,9 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   options.dry_run = arguments.destination.dry_run;
   options.force = force;
   options.num_threads = arguments.compute.num_threads;
-  const RunInfo info = {"dequantized", select_device(arguments.compute.device), options.dry_run,
-                        /*verified=*/false};
+  const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
+  options.device = device.device;
+  const RunInfo info = {"dequantized", device, options.dry_run, /*verified=*/false};
   ProgressBar progress(arguments.compute.progress == "auto");
   options.progress = progress.function();
   describe(dequantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);

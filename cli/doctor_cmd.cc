@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "command.h"
+#include "halfbyte/device.hpp"
 #include "halfbyte/system.hpp"
 #include "options.h"
 #include "output.h"
@@ -22,6 +23,50 @@ std::string compiler() {
 #endif
 }
 
+// "13.0" of 1000 * major + 10 * minor
+std::string cuda_version(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
+
+std::string found_library(const std::string& path, int version) {
+  return path.empty() ? "not found" : fmt::format("{} (CUDA {})", path, cuda_version(version));
+}
+
+// "NVIDIA H200, capability 9.0 (sm_90a), 132 multiprocessors, 139.80 GiB"
+std::string device_line(const CudaDevice& device) {
+  return fmt::format("{}, capability {}.{}{}, {} multiprocessors, {}{}", device.name, device.capability / 10,
+                     device.capability % 10, device.target.empty() ? "" : fmt::format(" ({})", device.target),
+                     device.num_multiprocessors, format_bytes(device.memory_bytes),
+                     device.problem.empty() ? "" : ": " + device.problem);
+}
+
+void describe(const CudaInfo& cuda, std::string& text, Json& document) {
+  text += summary_line("CUDA", cuda.usable() ? "usable" : cuda.problem);
+  text += summary_line("driver", found_library(cuda.driver_path, cuda.driver_version));
+  text += summary_line("NVRTC", found_library(cuda.nvrtc_path, cuda.nvrtc_version));
+  std::string cache = cuda.cache_directory.empty() ? "none" : cuda.cache_directory;
+  if (!cuda.cache_problem.empty()) cache += ": " + cuda.cache_problem;
+  text += summary_line("kernel cache", cache);
+  Json devices = Json::array();
+  for (const CudaDevice& device : cuda.devices) {
+    text += summary_line(to_string(Device{DeviceKind::cuda, device.index}), device_line(device));
+    devices.push_back({{"index", device.index},
+                       {"name", device.name},
+                       {"capability", device.capability},
+                       {"target", device.target},
+                       {"num_multiprocessors", device.num_multiprocessors},
+                       {"memory_bytes", device.memory_bytes},
+                       {"problem", device.problem}});
+  }
+  document["cuda"] = {{"usable", cuda.usable()},
+                      {"problem", cuda.problem},
+                      {"driver_path", cuda.driver_path},
+                      {"driver_version", cuda.driver_version},
+                      {"nvrtc_path", cuda.nvrtc_path},
+                      {"nvrtc_version", cuda.nvrtc_version},
+                      {"cache_directory", cuda.cache_directory},
+                      {"cache_problem", cuda.cache_problem},
+                      {"devices", std::move(devices)}};
+}
+
 void run(std::string& text, Json& document) {
   const SystemInfo system = system_info();
   const uint64_t memory_bytes =
@@ -34,7 +79,6 @@ void run(std::string& text, Json& document) {
       "SIMD", fmt::format("{} (compiled: {})", system.simd_target, fmt::join(system.compiled_targets, ", ")));
   text += summary_line("threads", fmt::format("{}", system.num_threads));
   text += summary_line("memory", format_bytes(memory_bytes));
-  text += summary_line("CUDA", system.cuda_status);
 
   document["version"] = system.version;
   document["build_type"] = HALFBYTE_BUILD_TYPE;
@@ -43,7 +87,7 @@ void run(std::string& text, Json& document) {
   document["compiled_targets"] = system.compiled_targets;
   document["num_threads"] = system.num_threads;
   document["memory_bytes"] = memory_bytes;
-  document["cuda_status"] = system.cuda_status;
+  describe(cuda_info(), text, document);
 }
 
 }  // namespace

@@ -3,12 +3,61 @@
 #include <fmt/format.h>
 
 #include <CLI/App.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <optional>
 
 #include "halfbyte/error.hpp"
-#include "halfbyte/system.hpp"
 #include "output.h"
 
 namespace halfbyte::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// Starting a CUDA device and loading the kernels takes some tenths of a second, about as long as the CPU
+// needs for this much.
+constexpr uint64_t kMinAutoCudaBytes = uint64_t{1} << 30;
+
+// Of the weights, by the sizes of their files. Errors are left to the work itself.
+uint64_t input_bytes(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    const uint64_t size = fs::file_size(path, error);
+    return error ? 0 : size;
+  }
+  uint64_t sum = 0;
+  for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {
+    if (it->path().extension() != ".safetensors") continue;
+    std::error_code size_error;
+    const uint64_t size = it->file_size(size_error);
+    if (!size_error) sum += size;
+  }
+  return sum;
+}
+
+// Empty: "auto".
+std::optional<Device> parse_device_option(const std::string& word) {
+  if (word == "auto") return std::nullopt;
+  try {
+    return parse_device(word);
+  } catch (const Error& error) {
+    throw Error(error.code(),
+                fmt::format("--device: expected auto, cpu, cuda or cuda:N, got '{}'", printable(word)));
+  }
+}
+
+DeviceChoice select_automatically(const std::string& input) {
+  if (input_bytes(input) < kMinAutoCudaBytes)
+    return {{}, fmt::format("input below {}; --device cuda forces CUDA", format_bytes(kMinAutoCudaBytes))};
+  const CudaInfo info = cuda_info();
+  const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
+  if (!info.usable() || usable == info.devices.end()) return {{}, info.problem};
+  return {{DeviceKind::cuda, usable->index}, usable->name};
+}
+
+}  // namespace
 
 void add_report_options(CLI::App& app, Command& command) {
   app.add_option("--json", command.json_path, "Write a JSON report to FILE (-: stdout, instead of the text)")
@@ -35,16 +84,29 @@ void add_compute_options(CLI::App& app, ComputeArguments& arguments) {
       ->option_text("WHEN");
 }
 
-std::string select_device(const std::string& device) {
-  if (device == "cpu") return "cpu";
-  const std::string cuda = fmt::format("CUDA: {}", system_info().cuda_status);
-  if (device == "auto") return fmt::format("cpu ({})", cuda);
-  const bool is_cuda = device == "cuda" || (device.starts_with("cuda:") && device.size() > 5 &&
-                                            device.find_first_not_of("0123456789", 5) == std::string::npos);
-  if (!is_cuda)
-    throw Error(ErrorCode::usage,
-                fmt::format("--device: expected auto, cpu, cuda or cuda:N, got '{}'", printable(device)));
-  throw Error(ErrorCode::device, fmt::format("--device {}: no such device ({})", device, cuda));
+std::string to_string(const DeviceChoice& choice) {
+  const std::string device = to_string(choice.device);
+  return choice.note.empty() ? device : fmt::format("{} ({})", device, choice.note);
+}
+
+DeviceChoice select_device(const std::string& word, const std::string& input) {
+  const std::optional<Device> device = parse_device_option(word);
+  if (!device) return select_automatically(input);
+  if (device->kind == DeviceKind::cpu) return {*device};
+  try {
+    check_device(*device);
+  } catch (const Error& error) {
+    throw Error(error.code(), fmt::format("--device {}: {}", word, error.what()));
+  }
+  const CudaInfo info = cuda_info();
+  const auto found = std::ranges::find(info.devices, device->index, &CudaDevice::index);
+  return {*device, found == info.devices.end() ? "" : found->name};
+}
+
+void check_cpu(const std::string& word, const std::string& command) {
+  const std::optional<Device> device = parse_device_option(word);
+  if (device && device->kind != DeviceKind::cpu)
+    throw Error(ErrorCode::device, fmt::format("--device {}: {} runs on the CPU only", word, command));
 }
 
 }  // namespace halfbyte::cli

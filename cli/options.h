@@ -4,6 +4,7 @@
 #include <string>
 
 #include "command.h"
+#include "halfbyte/device.hpp"
 
 namespace halfbyte::cli {
 
@@ -27,8 +28,18 @@ struct ComputeArguments {
 // --device, --threads and --progress.
 void add_compute_options(CLI::App& app, ComputeArguments& arguments);
 
-// The device that runs, in words; with "auto" also why it is not the other one. Throws Error(device)
-// where the device asked for cannot run: an explicit request never falls back.
-std::string select_device(const std::string& device);
+struct DeviceChoice {
+  Device device;
+  std::string note = {};  // the name of a CUDA device; why "auto" took the CPU
+};
+// "cpu", "cpu (no driver: ...)", "cuda:0 (NVIDIA H200)"
+std::string to_string(const DeviceChoice& choice);
+
+// The device that works on the checkpoint `input`. "auto" takes the first usable CUDA device where the input
+// is large enough to be worth starting it, else the CPU. Throws Error(usage) for unknown words, and
+// Error(device) where the device asked for cannot be used: an explicit request never falls back.
+DeviceChoice select_device(const std::string& word, const std::string& input);
+// For a command that runs on the CPU only: Error(device) where another device is asked for.
+void check_cpu(const std::string& word, const std::string& command);
 
 }  // namespace halfbyte::cli

@@ -97,8 +97,9 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
 
 void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
   QuantizeOptions options = to_options(arguments, force);
-  const RunInfo info = {"quantized", select_device(arguments.compute.device), options.dry_run,
-                        options.verify && !options.dry_run};
+  const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
+  options.device = device.device;
+  const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run};
   ProgressBar progress(arguments.compute.progress == "auto");
   options.progress = progress.function();
   describe(quantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);

@@ -144,7 +144,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
                                    format_bytes(report.source_bytes), format_bytes(report.output_bytes)));
   text +=
       summary_line("memory", fmt::format("at most {} of buffers", format_bytes(report.peak_buffer_bytes)));
-  text += summary_line("device", run.device);
+  text += summary_line("device", to_string(run.device));
   if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
   if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));
   if (run.dry_run) {
@@ -161,7 +161,8 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["output"] = report.output;
   document["dry_run"] = run.dry_run;
   document["verified"] = run.verified;
-  document["device"] = run.device;
+  document["device"] = to_string(report.device);
+  document["device_note"] = run.device.note;
   document["layout"] = report.layout ? Json(to_string(*report.layout)) : Json();
   document["weights"] = std::move(weights);
   document["copied_files"] = report.copied_files;

@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "halfbyte/checkpoint.hpp"
+#include "options.h"
 
 namespace halfbyte::cli {
 
@@ -20,8 +21,8 @@ struct BitsPerWeight {
 };
 
 struct RunInfo {
-  const char* verb;    // what happened to the weights: "quantized" or "dequantized"
-  std::string device;  // select_device()
+  const char* verb;  // what happened to the weights: "quantized" or "dequantized"
+  DeviceChoice device;
   bool dry_run, verified;
 };
 // The result of quantize and dequantize: appends to the text, adds the fields of the report to the

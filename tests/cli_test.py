@@ -24,6 +24,10 @@ NUM_LINEAR = 28  # 4 layers of 7 projections; lm_head, the embedding and 9 norms
 
 OK, USAGE, BAD_INPUT, VERIFY, DEVICE, IO, EXISTS, CANCELLED = 0, 2, 3, 4, 5, 6, 8, 130
 
+# What the machine has must not decide what is tested.
+NO_DRIVER = {**os.environ, "HALFBYTE_CUDA_DRIVER": "/nowhere/libcuda.so.1"}
+NO_CUDA = {**NO_DRIVER, "HALFBYTE_NVRTC": "/nowhere/libnvrtc.so"}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def use_cli(cli):
@@ -102,10 +106,38 @@ def test_doctor():
         ("SIMD", document["simd_target"]),
         ("threads", str(document["num_threads"])),
         ("memory", "GiB"),
-        ("CUDA", document["cuda_status"]),
     ]:
         (line,) = [line for line in text.splitlines() if line.startswith(label)]
         assert value in line
+
+
+def test_doctor_on_cuda():
+    cuda = run_json("doctor")["cuda"]
+    assert cuda["usable"] == (cuda["problem"] == "")
+    assert cuda["usable"] == any(device["problem"] == "" for device in cuda["devices"])
+    lines = run("doctor").stdout.splitlines()
+    values = {line[:13].rstrip(): line[13:] for line in lines}
+    assert values["CUDA"] == (cuda["problem"] or "usable")
+    for label, name in [("driver", "driver"), ("NVRTC", "nvrtc")]:
+        path, version = cuda[f"{name}_path"], cuda[f"{name}_version"]
+        found = f"{path} (CUDA {version // 1000}.{version % 1000 // 10})"
+        assert values[label] == (found if path else "not found")
+    no_cache = f"none: {cuda['cache_problem']}" if cuda["cache_problem"] else "none"
+    assert values["kernel cache"] == (cuda["cache_directory"] or no_cache)
+    for device in cuda["devices"]:
+        line = values[f"cuda:{device['index']}"]
+        assert line.startswith(device["name"]) and line.endswith(device["problem"] or "GiB")
+
+
+def test_doctor_without_cuda():
+    cuda = run_json("doctor", env=NO_CUDA)["cuda"]
+    assert cuda["usable"] is False and cuda["devices"] == []
+    assert "/nowhere/libcuda.so.1" in cuda["problem"]
+    assert (cuda["driver_path"], cuda["nvrtc_path"], cuda["cache_directory"]) == ("", "", "")
+    lines = run("doctor", env=NO_CUDA).stdout.splitlines()
+    assert f"CUDA         {cuda['problem']}" in lines
+    assert "driver       not found" in lines and "NVRTC        not found" in lines
+    assert "kernel cache none" in lines
 
 
 # inspect
@@ -189,7 +221,7 @@ def test_quantize_report(nf4):
         r"^dense +11 weights",
         r"^layout +bitsandbytes$",
         r"^bytes +6558208 -> \d+ \(6\.25 MiB -> \d\.\d\d MiB\)$",
-        r"^device +cpu \(CUDA: .+\)$",
+        r"^device +cpu \(input below 1\.00 GiB; --device cuda forces CUDA\)$",
         r"^time +run \d+\.\d\d s, sync \d+\.\d\d s, verify \d+\.\d\d s$",
         rf"^output +{re.escape(str(output))}$",
     ]:
@@ -400,6 +432,8 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["quantize", "{in}", "-o", "{out}", "--fallback", "f16"], ["--fallback", "dense"]),
         (["quantize", "{in}", "-o", "{out}", "--device", "tpu"], ["--device", "tpu"]),
         (["quantize", "{in}", "-o", "{out}", "--device", "cuda:x"], ["--device", "cuda:x"]),
+        (["dequantize", "{in}", "-o", "{out}", "--device", "cuda:"], ["--device", "auto", "cuda:N"]),
+        (["compare", "{in}", "{in}", "--device", "gpu"], ["--device", "gpu"]),
         (["quantize", "{in}", "-o", "{out}", "--format", "lut4"], ["lut4", "--table"]),
         (["quantize", "{in}", "-o", "{out}", "--table", "1,2"], ["--table"]),
         (["quantize", "{in}", "-o", "{out}", "--format", "lut4", "--table", "-1,x"], ["--table", "x"]),
@@ -420,13 +454,41 @@ def test_wrong_usage(tmp_path, args, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_is_never_a_silent_choice(tmp_path):
-    for device in ["cuda", "cuda:1"]:
-        message = fails("quantize", MODEL, "-o", tmp_path / "out", "--device", device, code=DEVICE)
-        assert device in message and run_json("doctor")["cuda_status"] in message
-        assert list(tmp_path.iterdir()) == []
+def test_device_is_never_a_silent_choice(tmp_path, nf4):
+    problem = run_json("doctor", env=NO_DRIVER)["cuda"]["problem"]
+    for arguments in [["quantize", MODEL], ["quantize", MODEL, "--dry-run"], ["dequantize", nf4[0]]]:
+        for device in ["cuda", "cuda:1"]:
+            message = fails(
+                *arguments, "-o", tmp_path / "out", "--device", device, code=DEVICE, env=NO_DRIVER
+            )
+            assert f"--device {device}: " in message and problem in message
+            assert list(tmp_path.iterdir()) == []
     text = run("quantize", MODEL, "-o", tmp_path / "out", "--device", "cpu").stdout
     assert re.search(r"^device +cpu$", text, re.M)
+    message = fails("compare", MODEL, MODEL, "--device", "cuda:0", code=DEVICE)
+    assert "--device cuda:0" in message and "compare runs on the CPU" in message
+    assert run_json("compare", MODEL, MODEL, "--device", "cpu")["device"] == "cpu"
+
+
+def test_auto_takes_cuda_for_large_input_only(tmp_path):
+    document = run_json("quantize", MODEL, "--dry-run")
+    assert (document["device"], document["device_note"]) == (
+        "cpu",
+        "input below 1.00 GiB; --device cuda forces CUDA",
+    )
+    # A dry run reads the header alone, so a hole will do.
+    entry = {"dtype": "BF16", "shape": [32768, 16384], "data_offsets": [0, 2**30]}
+    header = json.dumps({"a_proj.weight": entry}).encode()
+    large = tmp_path / "large" / "model.safetensors"
+    large.parent.mkdir()
+    large.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(large, 8 + len(header) + 2**30)
+    problem = run_json("doctor", env=NO_DRIVER)["cuda"]["problem"]
+    for path in [large, large.parent]:
+        document = run_json("quantize", path, "--dry-run", env=NO_DRIVER)
+        assert (document["device"], document["device_note"]) == ("cpu", problem)
+        text = run("quantize", path, "--dry-run", env=NO_DRIVER).stdout
+        assert f"device       cpu ({problem})" in text.splitlines()
 
 
 def test_existing_output(tmp_path):

@@ -17,13 +17,16 @@ LAYERS = [
     (r"include/halfbyte/", r"halfbyte/"),
     # Freestanding: NVRTC compiles these.
     (r"src/formats/\w+\.h$", r"formats/"),
-    (r"src/(cuda/device/|ops/\w+/\w+\.cuh?$)", r"(formats|cuda/device)/|halfbyte_config\.h$"),
+    (r"src/ops/(?P<op>\w+)/\w+_args\.h$", r"formats/"),  # what a kernel takes: shared with the host
+    (r"src/cuda/device/", r"(formats|cuda/device)/"),
+    (r"src/ops/(?P<op>\w+)/\w+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/\w+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
     (r"src/core/", r"(halfbyte|formats|core)/"),
     (r"src/cpu/", r"(halfbyte|formats|core|cpu)/"),
+    (r"src/cuda/\w+_test\.cc$", r"(halfbyte|core|cuda)/|io/test_directory\.h$"),
     (r"src/cuda/", r"(halfbyte|formats|core|cuda)/"),
     (r"src/ops/(?P<op>\w+)/.*(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/"),
-    (r"src/ops/(?P<op>\w+)/.*_cuda\.cc$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
+    (r"src/ops/(?P<op>\w+)/.*_cuda\.(cc|h)$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
     (r"src/ops/(?P<op>\w+)/.*_(test|bench)\.cc$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
@@ -35,7 +38,7 @@ LAYERS = [
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
 TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
-FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|.*\.cuh?$"
+FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.*\.cuh?$"
 
 # Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
 # a toolkit header is.

@@ -100,8 +100,11 @@ struct QuantizeOptions {
   bool fallback_dense = false;  // a selected tensor the layout cannot hold stays dense
   bool dry_run = false;         // plan and report only
   bool verify = true;
-  bool force = false;   // replace an existing output
-  int num_threads = 0;  // 0: all
+  bool force = false;  // replace an existing output
+  // What computes. The same bytes for every device. Error(device) where it cannot be used, or its memory does
+  // not suffice even for small blocks: nothing falls back. The verification always runs on the CPU.
+  Device device;
+  int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress;
 };
 
@@ -129,12 +132,13 @@ struct WeightReport {
 struct CheckpointReport {
   std::string input, output;
   std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
+  Device device;                 // that computed
   std::vector<WeightReport> weights;
   std::vector<std::string> copied_files, skipped_files;  // of a directory
   uint64_t source_bytes = 0, output_bytes = 0;           // of tensors
   uint64_t quantized_source_bytes = 0;                   // share = this / source_bytes
   int64_t num_quantized = 0;
-  uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory, as planned
+  uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory on the host, as planned
   double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
 };
 
@@ -149,6 +153,7 @@ struct DequantizeOptions {
   std::optional<DType> dtype;  // f32, f16, bf16; default: what each weight was before
   bool dry_run = false;
   bool force = false;
+  Device device;  // as above
   int num_threads = 0;
   ProgressFunction progress;
 };

@@ -1,5 +1,10 @@
 // The operations, one function each. All are deterministic: the same bytes for every number of
 // threads, SIMD target and device.
+//
+// They run where the dense tensor (x, y) is: all other pointers of the call are memory of the same device.
+// On a CUDA device an operation is enqueued on Execution::stream; those that return what they found in the
+// data wait for it, the others return at once. Error(device) where the device cannot run it; there is no
+// falling back. Alignment on a CUDA device: of each array to its element; 16 bytes are fastest.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +16,10 @@
 
 namespace halfbyte {
 
-// How an operation runs on the CPU.
+// How an operation runs.
 struct Execution {
-  int num_threads = 0;  // 0: all; 1: on the calling thread only
+  int num_threads = 0;     // CPU: 0: all; 1: on the calling thread only
+  void* stream = nullptr;  // CUDA: the CUstream of the device to enqueue on; null: the default stream
 };
 
 // Non-owning parts of a quantized matrix; see QuantShape for the layout of each.
@@ -65,8 +71,8 @@ QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution
 // y is f64), rounded once to the dtype of y. Nothing overlaps.
 void dequantize(const QuantizedView& in, const TensorView& y, Execution execution = {});
 
-// Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes): offset = mean of the
-// scales, r = scale - offset, blocks of 256: absmax, code = nearest of a signed dynamic 8-bit map to
+// In host memory. Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes): offset = mean
+// of the scales, r = scale - offset, blocks of 256: absmax, code = nearest of a signed dynamic 8-bit map to
 // r / absmax. The mean is the f64 sum in a fixed order (blocks of 4096: 32 strided partial sums, a
 // halving tree; blocks in order) divided by n, rounded to f32.
 inline constexpr int64_t kDoubleQuantBlock = 256;
@@ -80,7 +86,7 @@ void double_dequantize(const DoubleQuantizedView& in, int64_t n, float* scales,
                        const float* map = nullptr);  // map: 256 entries; null: double_quant_map()
 const float* double_quant_map();
 
-// An owning quantized matrix, as `quantize` makes it.
+// An owning quantized matrix in host memory, as `quantize` makes it.
 struct QuantizedTensor {
   QuantSpec spec;
   std::vector<int64_t> shape;  // of the original tensor

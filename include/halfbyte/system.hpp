@@ -11,7 +11,6 @@ struct SystemInfo {
   std::string simd_target;  // that CPU kernels run on here: "AVX3_DL", "AVX2", "SCALAR", ...
   std::vector<std::string> compiled_targets;  // that this build has kernels for, best first
   int num_threads = 0;                        // that operations use by default
-  std::string cuda_status;                    // "usable", or why CUDA is not
 };
 SystemInfo system_info();
 

@@ -14,7 +14,6 @@ SystemInfo system_info() {
   const int64_t usable = hwy::SupportedTargets() & HWY_TARGETS;
   info.simd_target = hwy::TargetName(usable & -usable);
   info.num_threads = max_threads();
-  info.cuda_status = "not built into this version";
   return info;
 }
 

@@ -9,6 +9,13 @@
 #define HALFBYTE_FN constexpr
 #endif
 
+// 10 * the compute capability that device code is compiled for; 0 on the host.
+#ifdef __CUDA_ARCH__
+#define HALFBYTE_DEVICE_ARCH __CUDA_ARCH__
+#else
+#define HALFBYTE_DEVICE_ARCH 0
+#endif
+
 namespace halfbyte::formats {
 
 using u8 = unsigned char;

@@ -1,4 +1,5 @@
-// Conversions between f32, f64 and the 16-bit floating types, round half to even, one rounding.
+// Conversions between f32, f64 and the 16-bit floating types, round half to even, one rounding. A device does
+// them with an instruction: a NaN then loses its payload.
 #pragma once
 
 #include "formats/common.h"
@@ -8,12 +9,26 @@ namespace halfbyte::formats {
 HALFBYTE_FN float bf16_to_f32(u16 bits) { return bit_cast<float>(static_cast<u32>(bits) << 16); }
 
 HALFBYTE_FN u16 f32_to_bf16(float x) {
+#if HALFBYTE_DEVICE_ARCH >= 800
+  if (!__builtin_is_constant_evaluated()) {
+    u16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+  }
+#endif
   const u32 bits = bit_cast<u32>(x);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<u16>((bits >> 16) | 0x40u);  // quiet NaN
   return static_cast<u16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 HALFBYTE_FN float f16_to_f32(u16 bits) {
+#if HALFBYTE_DEVICE_ARCH > 0
+  if (!__builtin_is_constant_evaluated()) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+  }
+#endif
   const u32 sign = (bits & 0x8000u) << 16;
   const u32 magnitude = bits & 0x7FFFu;
   if (magnitude >= 0x7C00u)  // Inf, NaN
@@ -26,6 +41,13 @@ HALFBYTE_FN float f16_to_f32(u16 bits) {
 }
 
 HALFBYTE_FN u16 f32_to_f16(float x) {
+#if HALFBYTE_DEVICE_ARCH > 0
+  if (!__builtin_is_constant_evaluated()) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+  }
+#endif
   const u32 bits = bit_cast<u32>(x);
   const u32 sign = (bits >> 16) & 0x8000u;
   const u32 magnitude = bits & 0x7FFFFFFFu;

@@ -230,6 +230,35 @@ void with_type(DType dtype, const Body& body) {
   }
 }
 
+// Reads what a block has in the part of this role into its native buffer.
+void read_part(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
+               Role role, BlockWorker& worker) {
+  const StoredRange range = stored_range(quantized.weight, block, role);
+  std::byte* stored = worker.stored.reserve(static_cast<int64_t>(range.num_bytes));
+  checkpoint.read(quantized.part(role), range.offset, {stored, range.num_bytes});
+  to_native(quantized.weight, block, role, stored, worker.native.of(role).data());
+}
+
+void read_quantized_scales(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized,
+                           const Block& block, BlockWorker& worker) {
+  // From the last scale that begins a block of scales.
+  const int64_t first = block.first_group / kDoubleQuantBlock * kDoubleQuantBlock;
+  const int64_t count = block.first_group + block.shape.num_groups - first;
+  std::vector<float> absmax(static_cast<size_t>((count + kDoubleQuantBlock - 1) / kDoubleQuantBlock));
+  std::vector<float> scales(static_cast<size_t>(count));
+  std::byte* codes = worker.stored.reserve(count);
+  checkpoint.read(quantized.part(Role::scales), static_cast<uint64_t>(first),
+                  {codes, static_cast<size_t>(count)});
+  checkpoint.read(quantized.part(Role::scales_absmax),
+                  static_cast<uint64_t>(first / kDoubleQuantBlock) * sizeof(float),
+                  std::as_writable_bytes(std::span(absmax)));
+  const std::vector<float>& map = quantized.weight.scales_map;
+  double_dequantize({reinterpret_cast<uint8_t*>(codes), absmax.data(), quantized.weight.scales_offset}, count,
+                    scales.data(), map.empty() ? nullptr : map.data());
+  std::memcpy(worker.native.scales.data(), scales.data() + (block.first_group - first),
+              static_cast<size_t>(block.shape.num_groups) * sizeof(float));
+}
+
 }  // namespace
 
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype) {
@@ -254,6 +283,20 @@ int64_t num_elements(const Weight& weight) {
   return product;
 }
 
+void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
+                  BlockWorker& worker, const TensorView& y) {
+  const QuantizedView view = native_view(quantized.weight, block, worker.native);
+  for (const Role role : block_roles(quantized.weight.spec)) {
+    if (role == Role::scales && quantized.weight.spec.double_quant) {
+      read_quantized_scales(checkpoint, quantized, block, worker);
+    } else {
+      read_part(checkpoint, quantized, block, role, worker);
+    }
+    worker.native.of(role).upload(worker.stream);
+  }
+  dequantize(view, y, worker.execution());
+}
+
 void Decoder::decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out) {
   const StoredWeight* quantized = checkpoint_.quantized_weight(weight);
   if (quantized == nullptr) return decode_dense(weight, begin, count, dtype, out);
@@ -261,13 +304,9 @@ void Decoder::decode(const Weight& weight, int64_t begin, int64_t count, DType d
   while (begin < end) {
     const Block block = block_at(quantized->weight, begin, std::min(kBlockElements, end - begin));
     const int64_t skip = begin - block.begin, taken = std::min(block.count - skip, end - begin);
-    if (taken == block.count) {
-      decode_block(*quantized, block, dtype, out);
-    } else {
-      std::byte* decoded = decoded_.reserve(block.count * size);
-      decode_block(*quantized, block, dtype, decoded);
-      std::memcpy(out, decoded + skip * size, static_cast<size_t>(taken * size));
-    }
+    std::byte* decoded = taken == block.count ? out : worker_.dense.reserve(block.count * size);
+    decode_block(checkpoint_, *quantized, block, worker_, {decoded, dtype, {block.rows, block.cols}, {}, {}});
+    if (decoded != out) std::memcpy(out, decoded + skip * size, static_cast<size_t>(taken * size));
     out += taken * size;
     begin += taken;
   }
@@ -283,53 +322,12 @@ void Decoder::decode_dense(const Weight& weight, int64_t begin, int64_t count, D
     if (dtype == *weight.dtype) {
       checkpoint_.read(tensor, offset, {out + done * size, num_bytes});
     } else {
-      std::byte* stored = stored_.reserve(chunk * source_size);
+      std::byte* stored = worker_.stored.reserve(chunk * source_size);
       checkpoint_.read(tensor, offset, {stored, num_bytes});
       convert_elements(stored, *weight.dtype, chunk, out + done * size, dtype);
     }
     done += chunk;
   }
-}
-
-void Decoder::decode_block(const StoredWeight& quantized, const Block& block, DType dtype, std::byte* out) {
-  const QuantizedView view = native_view(quantized.weight, block, native_);
-  for (const Role role : block_roles(quantized.weight.spec)) {
-    if (role == Role::scales && quantized.weight.spec.double_quant) {
-      read_quantized_scales(quantized, block);
-    } else {
-      read_part(quantized, block, role);
-    }
-  }
-  dequantize(view, {out, dtype, {block.rows, block.cols}, {}, {}}, {1});
-}
-
-void Decoder::read_part(const StoredWeight& quantized, const Block& block, Role role) {
-  const StoredRange range = stored_range(quantized.weight, block, role);
-  std::byte* stored = stored_.reserve(static_cast<int64_t>(range.num_bytes));
-  checkpoint_.read(quantized.part(role), range.offset, {stored, range.num_bytes});
-  to_native(quantized.weight, block, role, stored, native_.of(role).data());
-}
-
-void Decoder::read_quantized_scales(const StoredWeight& quantized, const Block& block) {
-  // From the last scale that begins a block of scales.
-  const int64_t first = block.first_group / kDoubleQuantBlock * kDoubleQuantBlock;
-  const int64_t count = block.first_group + block.shape.num_groups - first;
-  const int64_t num_absmax = (count + kDoubleQuantBlock - 1) / kDoubleQuantBlock;
-  const int64_t absmax_bytes = num_absmax * static_cast<int64_t>(sizeof(float));
-  std::byte* codes = stored_.reserve(count);
-  std::byte* absmax = absmax_.reserve(absmax_bytes);
-  checkpoint_.read(quantized.part(Role::scales), static_cast<uint64_t>(first),
-                   {codes, static_cast<size_t>(count)});
-  checkpoint_.read(quantized.part(Role::scales_absmax),
-                   static_cast<uint64_t>(first / kDoubleQuantBlock) * sizeof(float),
-                   {absmax, static_cast<size_t>(absmax_bytes)});
-  auto* scales = reinterpret_cast<float*>(expanded_.reserve(count * static_cast<int64_t>(sizeof(float))));
-  const std::vector<float>& map = quantized.weight.scales_map;
-  double_dequantize(
-      {reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(absmax), quantized.weight.scales_offset},
-      count, scales, map.empty() ? nullptr : map.data());
-  std::memcpy(native_.scales.data(), scales + (block.first_group - first),
-              static_cast<size_t>(block.shape.num_groups) * sizeof(float));
 }
 
 }  // namespace io

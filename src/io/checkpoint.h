@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "halfbyte/checkpoint.hpp"
+#include "io/block_worker.h"
 #include "io/file.h"
 #include "io/layout.h"
 
@@ -61,7 +62,12 @@ int64_t num_elements(const Weight& weight);
 // One rounding, half to even, between f32, f16, bf16 and f64.
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);
 
-// Decodes ranges of weights. Keeps its buffers, so one thread at a time.
+// Reads a block of a quantized weight and decodes it into y [block.rows, block.cols], memory of the worker's
+// device: enqueued on its stream. Uses its buffers but `dense`.
+void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
+                  BlockWorker& worker, const TensorView& y);
+
+// Decodes ranges of weights on the CPU. Keeps its buffers, so one thread at a time.
 class Decoder {
  public:
   explicit Decoder(const Checkpoint::Impl& checkpoint) : checkpoint_(checkpoint) {}
@@ -70,14 +76,9 @@ class Decoder {
 
  private:
   void decode_dense(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
-  void decode_block(const StoredWeight& quantized, const Block& block, DType dtype, std::byte* out);
-  // Reads what the block has in the part of this role into its native buffer.
-  void read_part(const StoredWeight& quantized, const Block& block, Role role);
-  void read_quantized_scales(const StoredWeight& quantized, const Block& block);
 
   const Checkpoint::Impl& checkpoint_;
-  NativeBuffers native_;
-  Buffer stored_, absmax_, expanded_, decoded_;
+  BlockWorker worker_;
 };
 
 }  // namespace io

@@ -20,7 +20,11 @@ struct Task {
 class Dequantizer {
  public:
   Dequantizer(const Checkpoint& input, const std::string& output, const DequantizeOptions& options)
-      : input_(input.impl()), output_(output), options_(options), reporter_(options.progress) {}
+      : input_(input.impl()),
+        output_(output),
+        options_(options),
+        num_workers_(num_workers(options.device, options.num_threads)),
+        reporter_(options.progress) {}
 
   CheckpointReport run();
 
@@ -29,11 +33,13 @@ class Dequantizer {
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   Metadata metadata_of(size_t file) const;
   void write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress);
-  uint64_t run_task(CheckpointWriter& writer, const Task& task, Decoder& decoder, Buffer& buffer) const;
+  void copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
+  void dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
 
   const Checkpoint::Impl& input_;
   const std::string& output_;
   const DequantizeOptions& options_;
+  const int num_workers_;
   ProgressReporter reporter_;
   std::vector<std::vector<const Weight*>> weights_of_file_;
   std::vector<std::vector<Task>> tasks_of_file_;
@@ -44,12 +50,13 @@ class Dequantizer {
 void Dequantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
+  check_device(options_.device);
   const auto dtype = options_.dtype.value_or(DType::f32);
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
   weights_of_file_.resize(input_.files.size());
   tasks_of_file_.resize(input_.files.size());
-  int64_t buffer_bytes = 0;
+  int64_t copy_bytes = 0, block_bytes = 0;
   for (const Weight& weight : input_.weights) {
     const size_t file = input_.file_index(weight);
     weights_of_file_[file].push_back(&weight);
@@ -57,11 +64,13 @@ void Dequantizer::plan() {
     const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
     const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
     for (int64_t begin = 0; begin < n;) {
-      const int64_t count =
-          quantized ? block_at(quantized->weight, begin).count : std::min(kCopyBytes, n - begin);
+      const int64_t count = quantized
+                                ? block_at(quantized->weight, begin, block_elements(options_.device)).count
+                                : std::min(kCopyBytes, n - begin);
       tasks_of_file_[file].push_back({&weight, begin, count});
       // Decoded, and at most once more for the parts, in their stored and their native form.
-      buffer_bytes = std::max(buffer_bytes, count * (quantized ? size + 8 : 1));
+      if (quantized) block_bytes = std::max(block_bytes, count * (size + 8));
+      if (!quantized) copy_bytes = std::max(copy_bytes, count);
       begin += count;
     }
     WeightReport& report = report_.weights.emplace_back();
@@ -86,7 +95,7 @@ void Dequantizer::plan() {
   }
   HALFBYTE_CHECK(report_.num_quantized > 0, bad_input,
                  "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
-  report_.peak_buffer_bytes = static_cast<uint64_t>(buffer_bytes * effective_threads(options_.num_threads));
+  report_.peak_buffer_bytes = static_cast<uint64_t>(num_workers_ * (copy_bytes + block_bytes));
   side_files_ = find_side_files(input_);
 }
 
@@ -99,19 +108,26 @@ Metadata Dequantizer::metadata_of(size_t file) const {
   return metadata;
 }
 
-uint64_t Dequantizer::run_task(CheckpointWriter& writer, const Task& task, Decoder& decoder,
-                               Buffer& buffer) const {
-  const Weight& weight = *task.weight;
-  const int64_t size = weight.layout ? size_of(dtype_of(weight)) : 1;
-  const std::span<std::byte> bytes(buffer.reserve(task.count * size), static_cast<size_t>(task.count * size));
-  if (weight.layout) {
-    decoder.decode(weight, task.begin, task.count, dtype_of(weight), bytes.data());
-  } else {
-    input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
-                bytes);
-  }
-  writer.write(writer.tensor(weight.name), static_cast<uint64_t>(task.begin * size), bytes);
-  return bytes.size();
+void Dequantizer::copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+  const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
+  input_.read(input_.tensors[static_cast<size_t>(task.weight->parts.front())],
+              static_cast<uint64_t>(task.begin), bytes);
+  writer.write(writer.tensor(task.weight->name), static_cast<uint64_t>(task.begin), bytes);
+}
+
+void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+  const StoredWeight& quantized = *input_.quantized_weight(*task.weight);
+  const DType dtype = dtype_of(*task.weight);
+  const int64_t size = size_of(dtype);
+  worker.for_each_block(quantized.weight, task.begin, task.count, [&](const Block& block) {
+    const std::span<const std::byte> bytes(worker.dense.reserve(block.count * size),
+                                           static_cast<size_t>(block.count * size));
+    decode_block(input_, quantized, block, worker,
+                 {worker.dense.mirror(), dtype, {block.rows, block.cols}, {}, worker.device});
+    worker.dense.download(worker.stream);
+    worker.stream.synchronize();
+    writer.write(writer.tensor(task.weight->name), static_cast<uint64_t>(block.begin * size), bytes);
+  });
 }
 
 void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress) {
@@ -123,21 +139,27 @@ void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhas
   }
   writer.begin_file(file, std::move(tensors), metadata_of(file));
   const std::vector<Task>& tasks = tasks_of_file_[file];
-  const auto num_workers = static_cast<size_t>(effective_threads(options_.num_threads));
-  std::vector<Decoder> decoders;
-  for (size_t i = 0; i < num_workers; ++i) decoders.emplace_back(input_);
-  std::vector<Buffer> buffers(num_workers);
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, options_.num_threads,
-               [&](int64_t begin, int64_t end, int worker) {
-                 const auto w = static_cast<size_t>(worker);
-                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-                   progress.add(run_task(writer, tasks[i], decoders[w], buffers[w]));
-               });
+  std::vector<BlockWorker> workers;
+  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device);
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[static_cast<size_t>(w)];
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const Task& task = tasks[i];
+      if (task.weight->layout) {
+        dequantize_elements(writer, task, worker);
+        progress.add(static_cast<uint64_t>(task.count * size_of(dtype_of(*task.weight))));
+      } else {
+        copy_bytes(writer, task, worker);
+        progress.add(static_cast<uint64_t>(task.count));
+      }
+    }
+  });
 }
 
 CheckpointReport Dequantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
+  report_.device = options_.device;
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;

@@ -186,15 +186,6 @@ std::vector<int64_t> with_last(std::span<const int64_t> shape, int64_t last) {
   return result;
 }
 
-std::byte* Buffer::reserve(int64_t num_bytes) {
-  if (num_bytes > num_bytes_) {
-    data_.reset();  // before the new one: never both
-    data_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_bytes));
-    num_bytes_ = num_bytes;
-  }
-  return data_.get();
-}
-
 Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_elements) {
   const int64_t cols = weight.cols(), num_rows = weight.rows(), num_elements = num_rows * cols;
   Block block;
@@ -321,10 +312,10 @@ QuantizedView native_view(const QuantizedWeight& weight, const Block& block, Nat
   view.cols = block.cols;
   for (const Role role : block_roles(weight.spec))
     buffers.of(role).reserve(native_bytes(weight, block, role));
-  view.codes = reinterpret_cast<uint8_t*>(buffers.codes.data());
-  view.scales = buffers.scales.data();
-  if (has_zeros(weight.spec)) view.zeros = reinterpret_cast<uint8_t*>(buffers.zeros.data());
-  if (has_biases(weight.spec)) view.biases = buffers.biases.data();
+  view.codes = reinterpret_cast<uint8_t*>(buffers.codes.mirror());
+  view.scales = buffers.scales.mirror();
+  if (has_zeros(weight.spec)) view.zeros = reinterpret_cast<uint8_t*>(buffers.zeros.mirror());
+  if (has_biases(weight.spec)) view.biases = buffers.biases.mirror();
   return view;
 }
 

@@ -4,13 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "halfbyte/checkpoint.hpp"
 #include "halfbyte/ops.hpp"
+#include "io/buffer.h"
 
 namespace halfbyte::io {
 
@@ -101,17 +101,6 @@ std::vector<Part> parts_of(const QuantizedWeight& weight);
 // shape[:-1] + [last]
 std::vector<int64_t> with_last(std::span<const int64_t> shape, int64_t last);
 
-// Memory that grows without being copied or cleared.
-class Buffer {
- public:
-  std::byte* reserve(int64_t num_bytes);
-  std::byte* data() const { return data_.get(); }
-
- private:
-  std::unique_ptr<std::byte[]> data_;
-  int64_t num_bytes_ = 0;
-};
-
 // A range of a weight that can be quantized, stored and read on its own: whole rows, or (flat) whole groups
 // that fill whole bytes.
 struct Block {
@@ -143,10 +132,12 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
 
 // The native form of a block.
 struct NativeBuffers {
+  NativeBuffers() = default;  // of the CPU
+  explicit NativeBuffers(Device device) : codes(device), scales(device), zeros(device), biases(device) {}
   Buffer codes, scales, zeros, biases;
   Buffer& of(Role role);
 };
-// What quantize and dequantize work on: the buffers, large enough.
+// What quantize and dequantize work on: the mirrors of the buffers, large enough.
 QuantizedView native_view(const QuantizedWeight& weight, const Block& block, NativeBuffers& buffers);
 // Roles with data for each block.
 std::vector<Role> block_roles(const QuantSpec& spec);

@@ -1,5 +1,6 @@
 // Quantizes a checkpoint file by file. The sizes of all output tensors are known before the first byte is
-// read, so blocks of all weights of a file are read, quantized and written in any order, in parallel.
+// read, so blocks of all weights of a file are read, quantized and written in any order, in parallel. A CUDA
+// device takes the quantizing; reading, converting for the layout, writing and verifying stay on the CPU.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -75,6 +76,13 @@ struct Item {
   std::vector<float> scales = {};  // double quantization
 };
 
+void add(QuantizeStatus& total, const QuantizeStatus& later) {
+  if (total.num_nonfinite == 0) total.first_nonfinite = later.first_nonfinite;
+  total.num_nonfinite += later.num_nonfinite;
+  total.num_unheld_scales += later.num_unheld_scales;
+  total.num_coarse_scales += later.num_coarse_scales;
+}
+
 class Quantizer {
  public:
   Quantizer(const Checkpoint& input, const std::string& output, const QuantizeOptions& options)
@@ -82,6 +90,7 @@ class Quantizer {
         output_(output),
         options_(options),
         layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
+        num_workers_(num_workers(options.device, options.num_threads)),
         reporter_(options.progress) {}
 
   CheckpointReport run();
@@ -90,10 +99,6 @@ class Quantizer {
   struct Task {
     size_t item;
     int64_t begin, count;  // elements to quantize, or bytes to copy
-  };
-  struct Scratch {
-    Buffer source, stored;
-    NativeBuffers native;
   };
 
   void plan();
@@ -109,10 +114,11 @@ class Quantizer {
 
   void run_file(CheckpointWriter& writer, size_t file);
   void write_file(CheckpointWriter& writer, size_t file);
-  void find_ranges(const std::vector<Task>& tasks);
-  TensorView read_block(const Item& item, const Block& block, Buffer& buffer) const;
-  void copy_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) const;
-  QuantizeStatus quantize_block(CheckpointWriter& writer, const Task& task, Scratch& scratch);
+  void find_ranges(const std::vector<Task>& tasks, std::vector<BlockWorker>& workers);
+  TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
+  void copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
+  QuantizeStatus quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
+                                BlockWorker& worker);
   void finish_weight(CheckpointWriter& writer, Item& item) const;
   bool plan_again(size_t file);
   void verify(CheckpointWriter& writer, size_t file);
@@ -123,6 +129,7 @@ class Quantizer {
   const std::string& output_;
   const QuantizeOptions& options_;
   const LayoutInfo& layout_;
+  const int num_workers_;
   ProgressReporter reporter_;
   std::vector<Item> items_;
   std::vector<std::vector<size_t>> items_of_file_;
@@ -244,6 +251,7 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
 void Quantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
+  check_device(options_.device);
   // Wrong options are reported even where nothing would be quantized.
   resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16));
   refuse_quantized();
@@ -346,7 +354,7 @@ std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) 
     const Item& item = items_[i];
     if (item.quantize) {
       for (int64_t begin = 0, n = num_elements(*item.source); begin < n;) {
-        const int64_t count = block_at(item.target, begin).count;
+        const int64_t count = block_at(item.target, begin, block_elements(options_.device)).count;
         tasks.push_back({i, begin, count});
         begin += count;
       }
@@ -359,65 +367,71 @@ std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) 
   return tasks;
 }
 
-// Upper bound of the buffers of one file.
+// Upper bound of the buffers of one file, on the host.
 uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
-  int64_t per_thread = 0, scales = 0;
+  int64_t copy_bytes = 0, block_bytes = 0, verify_bytes = 0, scales = 0;
   for (const size_t i : items) {
     const Item& item = items_[i];
     if (!item.quantize) {
-      per_thread = std::max(per_thread, std::min(kCopyBytes, static_cast<int64_t>(item.source->num_bytes)));
+      copy_bytes = std::max(copy_bytes, std::min(kCopyBytes, static_cast<int64_t>(item.source->num_bytes)));
       continue;
     }
-    const Block block = block_at(item.target, 0);  // none is larger
+    const Block block = block_at(item.target, 0, block_elements(options_.device));  // none is larger
     int64_t num_bytes = block.count * size_of(item.target.dtype);
     for (const Role role : block_roles(item.target.spec))
       num_bytes += native_bytes(item.target, block, role) +
                    static_cast<int64_t>(stored_range(item.target, block, role).num_bytes);
-    per_thread = std::max({per_thread, num_bytes, verify_buffer_bytes(item.target)});
+    block_bytes = std::max(block_bytes, num_bytes);
+    verify_bytes = std::max(verify_bytes, verify_buffer_bytes(item.target));
     // As f32, and as the codes that they become.
     if (item.target.spec.double_quant) scales += 5 * item.target.quant_shape().num_groups;
   }
-  return static_cast<uint64_t>(per_thread * effective_threads(options_.num_threads) + scales);
+  return static_cast<uint64_t>(std::max(num_workers_ * (copy_bytes + block_bytes),
+                                        effective_threads(options_.num_threads) * verify_bytes) +
+                               scales);
 }
 
 // ---- The run
 
-TensorView Quantizer::read_block(const Item& item, const Block& block, Buffer& buffer) const {
+// The block, on the device of the worker.
+TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWorker& worker) const {
   const int64_t size = size_of(item.target.dtype);
-  std::byte* data = buffer.reserve(block.count * size);
+  std::byte* data = worker.dense.reserve(block.count * size);
   const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
   input_.read(source, static_cast<uint64_t>(block.begin * size),
               {data, static_cast<size_t>(block.count * size)});
-  return {data, item.target.dtype, {block.rows, block.cols}, {}, {}};
+  worker.dense.upload(worker.stream);
+  return {worker.dense.mirror(), item.target.dtype, {block.rows, block.cols}, {}, worker.device};
 }
 
-void Quantizer::copy_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) const {
+void Quantizer::copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
   const Item& item = items_[task.item];
   const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
-  const std::span<std::byte> bytes(scratch.source.reserve(task.count), static_cast<size_t>(task.count));
+  const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
   input_.read(source, static_cast<uint64_t>(task.begin), bytes);
   writer.write(writer.tensor(source.name), static_cast<uint64_t>(task.begin), bytes);
 }
 
-QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, const Task& task, Scratch& scratch) {
-  Item& item = items_[task.item];
+QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
+                                         BlockWorker& worker) {
   const QuantSpec& spec = item.target.spec;
-  const Block block = block_at(item.target, task.begin);
-  const TensorView x = read_block(item, block, scratch.source);
-  const QuantizedView view = native_view(item.target, block, scratch.native);
+  const TensorView x = read_block(item, block, worker);
+  const QuantizedView view = native_view(item.target, block, worker.native);
   QuantizeStatus status =
-      quantize(x, view, {1}, spec.granularity == Granularity::tensor ? &item.range : nullptr);
+      quantize(x, view, worker.execution(), spec.granularity == Granularity::tensor ? &item.range : nullptr);
   if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
+  for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
+  worker.stream.synchronize();
   for (const Part& part : item.parts) {
     if (part.role == Role::constant || part.role == Role::scales_absmax) continue;
     if (part.role != Role::codes && spec.granularity == Granularity::tensor && block.begin > 0) continue;
-    std::byte* native = scratch.native.of(part.role).data();
+    std::byte* native = worker.native.of(part.role).data();
     if (part.role == Role::scales && spec.double_quant) {
       std::memcpy(item.scales.data() + block.first_group, native,
                   static_cast<size_t>(block.shape.num_groups) * sizeof(float));
     } else {
       writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role).offset,
-                   to_stored(item.target, block, part.role, native, scratch.stored));
+                   to_stored(item.target, block, part.role, native, worker.stored));
     }
   }
   return status;
@@ -444,29 +458,28 @@ void Quantizer::finish_weight(CheckpointWriter& writer, Item& item) const {
 }
 
 // The range of every weight with one scale for all of it.
-void Quantizer::find_ranges(const std::vector<Task>& tasks) {
+void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWorker>& workers) {
   std::vector<Task> wanted;
   for (const Task& task : tasks)
     if (items_[task.item].quantize && items_[task.item].target.spec.granularity == Granularity::tensor)
       wanted.push_back(task);
   std::vector<ValueRange> ranges(wanted.size());
-  std::vector<Buffer> buffers(static_cast<size_t>(effective_threads(options_.num_threads)));
-  parallel_for(static_cast<int64_t>(wanted.size()), 1, options_.num_threads,
-               [&](int64_t begin, int64_t end, int worker) {
-                 for (int64_t i = begin; i < end; ++i) {
-                   const Task& task = wanted[static_cast<size_t>(i)];
-                   const Item& item = items_[task.item];
-                   const Block block = block_at(item.target, task.begin);
-                   const TensorView x = read_block(item, block, buffers[static_cast<size_t>(worker)]);
-                   ranges[static_cast<size_t>(i)] = value_range(x, {1});
-                 }
-               });
+  const auto merge = [](ValueRange& total, const ValueRange& part) {  // quantize counts non-finite elements
+    total.min = std::min(total.min, part.min);
+    total.max = std::max(total.max, part.max);
+  };
+  parallel_for(static_cast<int64_t>(wanted.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[static_cast<size_t>(w)];
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const Task& task = wanted[i];
+      const Item& item = items_[task.item];
+      worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
+        merge(ranges[i], value_range(read_block(item, block, worker), worker.execution()));
+      });
+    }
+  });
   for (const Task& task : wanted) items_[task.item].range = {};
-  for (size_t i = 0; i < wanted.size(); ++i) {  // non-finite elements are counted by quantize
-    ValueRange& range = items_[wanted[i].item].range;
-    range.min = std::min(range.min, ranges[i].min);
-    range.max = std::max(range.max, ranges[i].max);
-  }
+  for (size_t i = 0; i < wanted.size(); ++i) merge(items_[wanted[i].item].range, ranges[i]);
 }
 
 void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
@@ -476,32 +489,28 @@ void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
   for (const size_t i : items)
     if (items_[i].quantize && items_[i].target.spec.double_quant)
       items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
-  find_ranges(tasks);
+  std::vector<BlockWorker> workers;
+  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device);
+  find_ranges(tasks, workers);
   std::vector<QuantizeStatus> status(tasks.size());
-  std::vector<Scratch> scratch(static_cast<size_t>(effective_threads(options_.num_threads)));
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, options_.num_threads,
-               [&](int64_t begin, int64_t end, int worker) {
-                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-                   const Task& task = tasks[i];
-                   const Item& item = items_[task.item];
-                   Scratch& own = scratch[static_cast<size_t>(worker)];
-                   if (item.quantize) {
-                     status[i] = quantize_block(writer, task, own);
-                     quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
-                   } else {
-                     copy_block(writer, task, own);
-                     quantize_phase_->add(static_cast<uint64_t>(task.count));
-                   }
-                 }
-               });
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[static_cast<size_t>(w)];
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const Task& task = tasks[i];
+      Item& item = items_[task.item];
+      if (item.quantize) {
+        worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
+          add(status[i], quantize_block(writer, item, block, worker));
+        });
+        quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
+      } else {
+        copy_block(writer, task, worker);
+        quantize_phase_->add(static_cast<uint64_t>(task.count));
+      }
+    }
+  });
   for (const size_t i : items) items_[i].status = {};
-  for (size_t i = 0; i < tasks.size(); ++i) {
-    QuantizeStatus& total = items_[tasks[i].item].status;
-    if (total.num_nonfinite == 0) total.first_nonfinite = status[i].first_nonfinite;
-    total.num_nonfinite += status[i].num_nonfinite;
-    total.num_unheld_scales += status[i].num_unheld_scales;
-    total.num_coarse_scales += status[i].num_coarse_scales;
-  }
+  for (size_t i = 0; i < tasks.size(); ++i) add(items_[tasks[i].item].status, status[i]);
   parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
                [&](int64_t begin, int64_t end, int) {
                  for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
@@ -581,6 +590,7 @@ CheckpointReport Quantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
   report_.layout = layout_.layout;
+  report_.device = options_.device;
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;

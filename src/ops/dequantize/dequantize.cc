@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/parallel.h"
+#include "halfbyte/device.hpp"
 
 namespace halfbyte {
 namespace {
@@ -26,6 +27,7 @@ void run_cpu(const DequantizeProblem& problem) {
 
 constexpr Variant<DequantizeProblem, void> kVariants[] = {
     {"dequantize_cpu", DeviceKind::cpu, [](const DequantizeProblem&) { return std::string(); }, run_cpu},
+    {"dequantize_cuda", DeviceKind::cuda, refuse_dequantize_cuda, dequantize_cuda},
 };
 
 }  // namespace
@@ -58,8 +60,10 @@ void dequantize(const QuantizedView& in, const TensorView& y, Execution executio
   problem.biases = in.biases;
   problem.y = y.data;
   problem.dtype = y.dtype;
-  problem.stream = n * size_of(y.dtype) >= kStreamBytes;
+  problem.past_caches = n * size_of(y.dtype) >= kStreamBytes;
   problem.num_threads = execution.num_threads;
+  problem.device = y.device;
+  problem.stream = execution.stream;
   choose<DequantizeProblem, void>("dequantize", kVariants, problem, y.device.kind).run(problem);
 }
 
@@ -68,6 +72,8 @@ void dequantize(const QuantizedTensor& q, const TensorView& y, Execution executi
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < q.shape.size(); ++i) rows *= q.shape[i];
   HALFBYTE_CHECK(y.shape == q.shape, usage, "dequantize: y must have the shape of q");
+  HALFBYTE_CHECK(y.device.kind == DeviceKind::cpu, usage,
+                 "dequantize: y must be in host memory, where q is, got {}", to_string(y.device));
   QuantSpec stored = q.spec;
   stored.double_quant = false;
   std::vector<float> scales;

@@ -18,8 +18,10 @@ struct DequantizeProblem {
   const void* biases = nullptr;
   void* y = nullptr;
   DType dtype = DType::f32;
-  bool stream = false;  // write past the caches
+  bool past_caches = false;  // CPU: what is written does not stay in them
   int num_threads = 0;
+  Device device = {};      // of all pointers
+  void* stream = nullptr;  // CUDA
 };
 
 // Columns [begin, end) of one row; begin is a multiple of 8.
@@ -47,5 +49,9 @@ inline int64_t group_of(const DequantizeProblem& problem, int64_t row, int64_t c
 
 // SIMD kernels, dispatched at run time.
 void dequantize_span_cpu(const DequantizeProblem& problem, const DequantizeSpan& span);
+
+// CUDA: enqueued on problem.stream.
+std::string refuse_dequantize_cuda(const DequantizeProblem& problem);
+void dequantize_cuda(const DequantizeProblem& problem);
 
 }  // namespace halfbyte

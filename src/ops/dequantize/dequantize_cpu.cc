@@ -214,7 +214,7 @@ HWY_INLINE int64_t decode_nibbles(const DequantizeProblem& problem, int64_t row,
   if (problem.codec.bits != 4 || problem.dtype != kDType) return 0;
   if (!problem.one_group && problem.shape.group_size % 32 != 0) return 0;
   n = n / 32 * 32;
-  if (problem.stream && reinterpret_cast<uintptr_t>(y) % 64 == 0)
+  if (problem.past_caches && reinterpret_cast<uintptr_t>(y) % 64 == 0)
     decode_nibbles<kDType, true>(problem, row, begin, n, y);
   else
     decode_nibbles<kDType, false>(problem, row, begin, n, y);
@@ -256,12 +256,12 @@ HWY_INLINE void dequantize_span(const DequantizeProblem& problem, const Dequanti
       i = end;
     }
     uint8_t* to = y + static_cast<size_t>(begin) * element_bytes;
-    if (problem.stream)
+    if (problem.past_caches)
       stream_copy(to, values, static_cast<size_t>(n) * element_bytes);
     else
       std::memcpy(to, values, static_cast<size_t>(n) * element_bytes);
   }
-  if (problem.stream) hwy::FlushStream();
+  if (problem.past_caches) hwy::FlushStream();
 }
 
 void DequantizeSpanCpu(const DequantizeProblem& problem, const DequantizeSpan& span) {

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cpu/parallel.h"
+#include "halfbyte/device.hpp"
 
 namespace halfbyte {
 namespace {
@@ -49,19 +50,29 @@ formats::GroupParams<double> params_of_range(const QuantizeProblem& problem, con
       formats::group_params(static_cast<float>(range.min), static_cast<float>(range.max), problem.codec));
 }
 
+ValueRange range_of_all(const QuantizeProblem& problem) {
+  const int64_t n = problem.shape.rows * problem.shape.cols;
+  return value_range({const_cast<void*>(problem.x), problem.dtype, {n}, {}, {}}, {problem.num_threads});
+}
+
 QuantizeStatus run_cpu(const QuantizeProblem& checked) {
   QuantizeProblem problem = checked;
   const std::shared_ptr<const void> prepared = prepare_quantize_cpu(problem);
   problem.prepared = prepared.get();
   const QuantShape& shape = problem.shape;
   const auto run = [&](const QuantizeSpan& span) { return quantize_span_cpu(problem, span); };
-  if (problem.one_group)
-    return for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, false), &problem.params,
-                         problem.num_threads, run);
+  QuantizeStatus status;
+  if (problem.one_group) {
+    const auto params = params_of_range(problem, problem.range ? *problem.range : range_of_all(problem));
+    store_params(problem, 0, params);
+    count(status, params);
+    merge(status, for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, false), &params,
+                                problem.num_threads, run));
+    return status;
+  }
   if (shape.group_size <= kSplitGroup || shape.group_size % 8 != 0)
     return for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, true), nullptr,
                          problem.num_threads, run);
-  QuantizeStatus status;
   for (int64_t index = 0; index < shape.num_groups; ++index) {
     const int64_t row = index / shape.groups_per_row;
     const int64_t begin = index % shape.groups_per_row * shape.group_size;
@@ -80,6 +91,7 @@ QuantizeStatus run_cpu(const QuantizeProblem& checked) {
 
 constexpr Variant<QuantizeProblem, QuantizeStatus> kVariants[] = {
     {"quantize_cpu", DeviceKind::cpu, [](const QuantizeProblem&) { return std::string(); }, run_cpu},
+    {"quantize_cuda", DeviceKind::cuda, refuse_quantize_cuda, quantize_cuda},
 };
 
 int64_t leading_rows(const TensorView& x) {
@@ -115,8 +127,8 @@ void merge(ValueRange& into, const ValueRange& from) {
   into.num_nonfinite += from.num_nonfinite;
 }
 
-QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution,
-                        const ValueRange* range) {
+QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
+                                      const ValueRange* range) {
   check_values("quantize", "x", x);
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
   const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
@@ -145,22 +157,25 @@ QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution
   problem.zeros = out.zeros;
   problem.biases = out.biases;
   problem.num_threads = execution.num_threads;
-  QuantizeStatus status;
-  if (out.spec.granularity == Granularity::tensor) {
-    problem.one_group = true;
-    problem.params = params_of_range(problem, range ? *range : value_range(x, execution));
-    store_params(problem, 0, problem.params);
-    count(status, problem.params);
-  }
-  if (shape.rows == 0 || shape.cols == 0) return status;
+  problem.device = x.device;
+  problem.stream = execution.stream;
+  problem.one_group = out.spec.granularity == Granularity::tensor;
+  problem.range = range;
+  return problem;
+}
+
+QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution,
+                        const ValueRange* range) {
+  const QuantizeProblem problem = make_quantize_problem(x, out, execution, range);
+  if (problem.shape.num_groups == 0) return {};
   const auto& variant =
       choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
-  merge(status, variant.run(problem));
-  return status;
+  return variant.run(problem);
 }
 
 ValueRange value_range(const TensorView& x, Execution execution) {
   check_values("value_range", "x", x);
+  if (x.device.kind == DeviceKind::cuda) return value_range_cuda(x, execution.stream);
   const int64_t n = num_elements(x);
   const int64_t chunks = (n + kSpanElements - 1) / kSpanElements;
   std::vector<ValueRange> parts(static_cast<size_t>(effective_threads(execution.num_threads)));
@@ -178,6 +193,9 @@ ValueRange value_range(const TensorView& x, Execution execution) {
 
 QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution) {
   check_values("quantize", "x", x);
+  HALFBYTE_CHECK(x.device.kind == DeviceKind::cpu, usage,
+                 "quantize: x must be in host memory for the form that returns its result there, got {}",
+                 to_string(x.device));
   QuantSpec stored = spec;
   stored.double_quant = false;
   const int64_t rows = leading_rows(x), cols = x.shape.empty() ? 1 : x.shape.back();

@@ -16,14 +16,16 @@ struct QuantizeProblem {
   DType dtype = DType::f32;
   QuantShape shape;
   formats::Codec codec;
-  // Granularity::tensor: what all elements share, decided before.
+  // Granularity::tensor: one group of all elements. `range`: that of its values; null: of those of x.
   bool one_group = false;
-  formats::GroupParams<double> params;
+  const ValueRange* range = nullptr;
   uint8_t* codes = nullptr;
   void* scales = nullptr;
   uint8_t* zeros = nullptr;
   void* biases = nullptr;
   int num_threads = 0;
+  Device device = {};              // of all pointers but `range`
+  void* stream = nullptr;          // CUDA
   const void* prepared = nullptr;  // what prepare_quantize_cpu made of the rest
 };
 
@@ -67,5 +69,14 @@ formats::GroupParams<To> convert_params(const formats::GroupParams<From>& from) 
 std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem);
 QuantizeStatus quantize_span_cpu(const QuantizeProblem& problem, const QuantizeSpan& span);
 ValueRange value_range_cpu(const void* x, DType dtype, int64_t n);
+
+// CUDA: both wait for the stream.
+std::string refuse_quantize_cuda(const QuantizeProblem& problem);
+QuantizeStatus quantize_cuda(const QuantizeProblem& problem);
+ValueRange value_range_cuda(const TensorView& x, void* stream);
+
+// The checked problem of a call of `quantize`. `range` must outlive it.
+QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
+                                      const ValueRange* range);
 
 }  // namespace halfbyte

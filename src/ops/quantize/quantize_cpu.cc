@@ -2,8 +2,8 @@
 //
 // Per group: range in the integer domain of the bits (one pass, non-finite values show up as the range),
 // parameters by formats::group_params, then codes:
-//   integer, affine  the correctly rounded quotient by reciprocal and two exact residual corrections
-//                    (Markstein): three times the rate of a division, valid away from under- and overflow
+//   integer, affine  the correctly rounded quotient by reciprocal and an exact residual correction
+//                    (Markstein): a multiple of the rate of a division, valid away from under- and overflow
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
 //                    four compares walk the sorted T
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
@@ -248,7 +248,6 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
     for (int64_t i = 0; i < n; i += N) {
       const auto v = hn::Sub(Type::load(d, x + i), b);
       auto q = hn::Mul(v, r);
-      q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);  // within one unit of the quotient
       q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);  // the quotient, correctly rounded
       const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, q))), offset);
       hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);

@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# What needs a GPU, from programs that were built elsewhere: correctness, compute-sanitizer, time, peers.
+#   scripts/gpu_check.sh --pack [BUILD]
+#       lays out what that takes in build/gpu, from a build directory (build/release)
+#   scripts/gpu_check.sh [--from DIR] [--out DIR] [SECTION...]
+#       runs the sections named (all of them) with the programs in DIR (HALFBYTE_BUILD, else build/gpu), goes on
+#       after a failure, ends with a table; exit code 1 if a section failed. Logs and JSON go to --out
+#       (build/gpu_check). Python packages that the machine lacks are taken from .whl if it exists.
+# Sections: tests exhaustive sanitize engine interop peer latency bench
+source "$(dirname "$0")/lib.sh"
+
+pack() {
+  local build=$1 to=build/gpu
+  rm -rf "$to"
+  cmake --install "$build" --prefix "$to" >/dev/null
+  cmake --install "$build" --prefix "$to" --component bundle >/dev/null
+  rm -rf "$to"/include "$to"/lib/{cmake,pkgconfig} "$to"/lib/*.a
+  cp "$build"/halfbyte_cuda_tests "$build"/halfbyte_cuda_bench "$to/bin"
+  strip "$to"/bin/*
+  du -sh "$to"
+}
+
+from=${HALFBYTE_BUILD:-build/gpu} out=build/gpu_check
+chosen=()
+while (($#)); do
+  case $1 in
+    --pack)
+      pack "${2:-build/release}"
+      exit
+      ;;
+    --from) from=$2 && shift ;;
+    --out) out=$2 && shift ;;
+    -*)
+      sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+      exit 2
+      ;;
+    *) chosen+=("$1") ;;
+  esac
+  shift
+done
+((${#chosen[@]})) || chosen=(tests exhaustive sanitize engine interop peer latency bench)
+
+from=$(realpath "$from")
+tests=$from/bin/halfbyte_cuda_tests bench=$from/bin/halfbyte_cuda_bench
+mkdir -p "$out"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export HALFBYTE_CLI=$from/bin/halfbyte HALFBYTE_CACHE_DIR=$work/cache HALFBYTE_REQUIRE_CUDA=1
+export PYTHONPATH=$PWD/.whl${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PATH=$PATH:/usr/local/cuda/bin
+
+# ---- Sections: each prints what it finds; exit code 77: skipped
+
+# Processes share the tests, since NVRTC compiles one kernel at a time in each.
+section_tests() {
+  local shards=$((($(nproc) - 1) | 1)) i failed=0 pids=()  # odd, so that no shard gets all of one dtype
+  for ((i = 0; i < shards; ++i)); do
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter='-Exhaustive.*' \
+      >"$work/shard$i" 2>&1 &
+    pids+=($!)
+  done
+  for ((i = 0; i < shards; ++i)); do
+    wait "${pids[i]}" || failed=1
+    grep -v '^Running main' "$work/shard$i" | head -n 25
+  done
+  return $failed
+}
+section_exhaustive() { "$tests" --gtest_filter='Exhaustive.*'; }
+section_sanitize() {
+  command -v compute-sanitizer || return 77
+  "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' || return 1  # fills the cache of kernels
+  local tool failed=0 pids=()
+  for tool in memcheck racecheck initcheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' \
+      >"$work/$tool" 2>&1 &
+    pids+=($!)
+  done
+  for tool in memcheck racecheck initcheck; do
+    wait "${pids[0]}" || failed=1
+    pids=("${pids[@]:1}")
+    echo "-- $tool"
+    head -n 60 "$work/$tool"
+    tail -n 4 "$work/$tool"
+  done
+  return $failed
+}
+section_engine() { python3 -m pytest -q -p no:cacheprovider tests/device_engine_test.py; }
+section_interop() { python3 tests/interop/transformers_check.py; }
+section_peer() { python3 bench/peer_bitsandbytes.py | tee "$out/peer.json"; }
+section_latency() {
+  export HALFBYTE_CACHE_DIR=$work/fresh
+  local failed=0
+  "$bench" --first-calls 500 --json "$work/compiled.json" || failed=1
+  "$bench" --first-calls 20 --json "$work/loaded.json" || failed=1
+  [[ -e $work/loaded.json ]] || return 1
+  printf '{"compiled": %s, "from_disk": %s}\n' "$(<"$work/compiled.json")" "$(<"$work/loaded.json")" >"$out/latency.json"
+  return $failed
+}
+section_bench() { "$bench" --json "$out/bench.json"; }
+
+# ---- Their order, time limits and logs
+
+declare -A limits=([tests]=170 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=130)
+declare -A logs=([tests]=tests [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
+  [latency]=bench [bench]=bench)
+readonly deadline=$((SECONDS + 520))
+
+say "Device"
+"$HALFBYTE_CLI" doctor
+rm -f "$out"/*
+table=() failed=0
+export -f $(compgen -A function section_)
+export tests bench out work
+for section in "${chosen[@]}"; do
+  [[ -v limits[$section] ]] || { echo "No section is named $section"; exit 2; }
+  say "$section"
+  limit=$((deadline - SECONDS < limits[$section] ? deadline - SECONDS : limits[$section]))
+  start=$SECONDS code=0 log=$work/log
+  if ((limit < 10)); then
+    echo "no time is left" >"$log" && code=124
+  else
+    timeout --kill-after=5 "$limit" bash -c "section_$section" >"$log" 2>&1 || code=$?
+  fi
+  case $code in
+    0) result=pass ;;
+    77) result=skipped ;;
+    124 | 137) result="TIMEOUT" && failed=1 ;;
+    *) result="FAIL ($code)" && failed=1 ;;
+  esac
+  { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
+  if [[ $section == bench || $section == latency || $section == peer ]]; then
+    cat "$log"
+  elif ((code == 0)); then
+    tail -n 6 "$log" | cut -c1-300
+  else
+    { head -n 40 "$log" && echo ... && tail -n 15 "$log"; } | cut -c1-300
+  fi
+  table+=("$(printf '%-12s %-10s %4d s' "$section" "$result" $((SECONDS - start)))")
+done
+
+say "Summary"
+printf '%s\n' "${table[@]}" | tee "$out/summary.txt"
+exit $failed

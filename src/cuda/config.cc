@@ -1,0 +1,58 @@
+#include "cuda/config.h"
+
+#include <fmt/format.h>
+
+#include "core/checks.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+const char* element_type(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return "F32";
+    case DType::f16:
+      return "F16";
+    case DType::bf16:
+      return "BF16";
+    case DType::f64:
+      return "F64";
+    default:
+      HALFBYTE_FAIL(bug, "config: no element type for {}", to_string(dtype));
+  }
+}
+
+std::string code_book(const formats::Codec& codec) {
+  if (codec.kind != formats::Kind::table) return "CodeBook{}";
+  if (codec.book == formats::kNf4) return "kNf4";
+  if (codec.book == formats::kFp4) return "kFp4";
+  if (codec.book == formats::kFp4E2m1) return "kFp4E2m1";
+  return "make_code_book(kLut4Values, Tie::lower)";
+}
+
+}  // namespace
+
+std::string element_config(DType dtype) { return fmt::format("using Element = {};\n", element_type(dtype)); }
+
+std::string codec_config(const formats::Codec& codec) {
+  std::string text;
+  const std::string book = code_book(codec);
+  if (book.starts_with("make")) {
+    text += "constexpr float kLut4Values[16] = {";
+    for (const float value : codec.book.values) text += fmt::format("{:a}f, ", value);
+    text += "};\n";
+  }
+  return text +
+         fmt::format("constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}}};\n",
+                     static_cast<int>(codec.kind), static_cast<int>(codec.rule),
+                     static_cast<int>(codec.scale_type), static_cast<int>(codec.bits), codec.asymmetric,
+                     codec.unrounded_code_scale, book);
+}
+
+std::string config_text(const std::string& lines) {
+  return "#include \"cuda/device/types.cuh\"\n#include \"formats/codec.h\"\n"
+         "namespace halfbyte::device {\n" +
+         lines + "}\n";
+}
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,203 @@
+#include "halfbyte/device.hpp"
+
+#include <bit>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include "core/checks.h"
+#include "cuda/cubin_cache.h"
+#include "cuda/driver.h"
+#include "cuda/nvrtc.h"
+
+namespace halfbyte {
+namespace {
+
+using cuda::Context;
+using cuda::Driver;
+
+constexpr size_t kAlignment = 64;
+constexpr cuda::CUresult kOutOfMemory = 2;
+constexpr unsigned kPortable = 1;  // page-locked for all contexts
+
+bool is_cuda(Device device) { return device.kind == DeviceKind::cuda; }
+
+// The device, its target chosen but no context made. Throws Error(device) with the reason where it cannot be
+// used.
+Context usable_device(int index) {
+  Context device = cuda::describe(index);
+  try {
+    device.target = cuda::target_of(device.capability);
+    check_target(cuda::nvrtc(), device.target);
+  } catch (const Error& error) {
+    HALFBYTE_FAIL(device, "cuda:{}: {}", index, error.what());
+  }
+  return device;
+}
+
+CudaDevice device_info(int index) {
+  CudaDevice info;
+  info.index = index;
+  const Driver& driver = cuda::driver();
+  const Context device = cuda::describe(index);
+  info.capability = device.capability;
+  info.num_multiprocessors = device.num_multiprocessors;
+  char name[256] = "";
+  cuda::check(driver.cuDeviceGetName(name, sizeof name, device.device), "cuDeviceGetName");
+  info.name = name;
+  size_t memory_bytes = 0;
+  cuda::check(driver.cuDeviceTotalMem_v2(&memory_bytes, device.device), "cuDeviceTotalMem");
+  info.memory_bytes = memory_bytes;
+  try {
+    info.target = usable_device(index).target;
+  } catch (const Error& error) {
+    info.problem = error.what();
+  }
+  return info;
+}
+
+// For destructors: the device may have failed, or the driver have ended before.
+template <class Function>
+void without_errors(const Context& context, const Function& function) {
+  const Driver& driver = cuda::find_driver();
+  cuda::CUcontext ignored;
+  if (driver.cuCtxPushCurrent_v2(context.context) != 0) return;
+  function(driver);
+  driver.cuCtxPopCurrent_v2(&ignored);
+}
+
+std::shared_ptr<std::byte> allocate_on_host(int64_t num_bytes) {
+  const size_t rounded = (static_cast<size_t>(num_bytes) + kAlignment - 1) / kAlignment * kAlignment;
+  void* data = std::aligned_alloc(kAlignment, rounded);
+  HALFBYTE_CHECK(data, no_memory, "no host memory for {} bytes", num_bytes);
+  return {static_cast<std::byte*>(data), [](std::byte* p) { std::free(p); }};
+}
+
+}  // namespace
+
+CudaInfo cuda_info() {
+  CudaInfo info;
+  const Driver& driver = cuda::find_driver();
+  info.driver_path = driver.path;
+  info.driver_version = driver.version;
+  const cuda::Nvrtc& nvrtc = cuda::find_nvrtc();
+  info.nvrtc_path = nvrtc.path;
+  info.nvrtc_version = nvrtc.version;
+  info.problem = driver.problem.empty() ? nvrtc.problem : driver.problem;
+  if (!driver.problem.empty()) return info;
+  try {
+    const int count = cuda::num_devices();
+    for (int index = 0; index < count; ++index) info.devices.push_back(device_info(index));
+  } catch (const Error& error) {
+    info.problem = error.what();
+  }
+  if (!info.problem.empty()) return info;
+  info.problem = info.devices.empty() ? "the driver has no device" : info.devices[0].problem;
+  for (const CudaDevice& device : info.devices)
+    if (device.problem.empty()) info.problem.clear();
+  if (info.usable()) {  // not before: it makes the directory
+    info.cache_directory = cuda::CubinCache::instance().directory();
+    info.cache_problem = cuda::CubinCache::instance().problem();
+  }
+  return info;
+}
+
+std::string to_string(Device device) {
+  return is_cuda(device) ? fmt::format("cuda:{}", device.index) : "cpu";
+}
+
+Device parse_device(std::string_view word) {
+  if (word == "cpu") return {};
+  if (word == "cuda") return {DeviceKind::cuda, 0};
+  Device device{DeviceKind::cuda, -1};
+  constexpr std::string_view kPrefix = "cuda:";
+  if (word.starts_with(kPrefix)) {
+    const std::string_view digits = word.substr(kPrefix.size());
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), device.index);
+    if (error != std::errc() || end != digits.data() + digits.size()) device.index = -1;
+  }
+  HALFBYTE_CHECK(device.index >= 0, usage, "device must be cpu, cuda or cuda:N, got \"{}\"", word);
+  return device;
+}
+
+void check_device(Device device) {
+  if (is_cuda(device)) usable_device(device.index);
+}
+
+Stream::Stream(Device device) : device_(device) {
+  if (!is_cuda(device)) return;
+  const Context& context = cuda::context(device.index);
+  const cuda::Scope scope(context);
+  cuda::CUstream stream = nullptr;
+  // In order with the default stream (flag 0): work there is seen without another wait.
+  cuda::check(cuda::driver().cuStreamCreate(&stream, 0), "cuStreamCreate");
+  handle_ = std::shared_ptr<void>(stream, [&context](void* p) {
+    without_errors(context,
+                   [p](const Driver& driver) { driver.cuStreamDestroy_v2(static_cast<cuda::CUstream>(p)); });
+  });
+}
+
+void Stream::synchronize() const {
+  if (!is_cuda(device_)) return;
+  const cuda::Scope scope(cuda::context(device_.index));
+  cuda::check(cuda::driver().cuStreamSynchronize(static_cast<cuda::CUstream>(handle())),
+              "cuStreamSynchronize");
+}
+
+Memory::Memory(Device device, int64_t num_bytes) : num_bytes_(num_bytes) {
+  HALFBYTE_CHECK(num_bytes >= 0, usage, "memory: num_bytes must not be negative, got {}", num_bytes);
+  if (num_bytes == 0) return;
+  if (!is_cuda(device)) {
+    data_ = allocate_on_host(num_bytes);
+    return;
+  }
+  const Context& context = cuda::context(device.index);
+  const cuda::Scope scope(context);
+  const Driver& driver = cuda::driver();
+  cuda::CUdeviceptr pointer = 0;
+  const cuda::CUresult result = driver.cuMemAlloc_v2(&pointer, static_cast<size_t>(num_bytes));
+  if (result == kOutOfMemory) {
+    size_t free_bytes = 0, total_bytes = 0;
+    driver.cuMemGetInfo_v2(&free_bytes, &total_bytes);
+    HALFBYTE_FAIL(device, "{}: no memory for {} bytes, {} of {} are free", to_string(device), num_bytes,
+                  free_bytes, total_bytes);
+  }
+  cuda::check(result, "cuMemAlloc");
+  data_ = std::shared_ptr<std::byte>(std::bit_cast<std::byte*>(pointer), [&context](std::byte* p) {
+    without_errors(context, [p](const Driver& d) { d.cuMemFree_v2(reinterpret_cast<cuda::CUdeviceptr>(p)); });
+  });
+}
+
+Memory Memory::host(Device device, int64_t num_bytes) {
+  if (!is_cuda(device) || num_bytes <= 0) return Memory(Device{}, num_bytes);
+  const Context& context = cuda::context(device.index);
+  const cuda::Scope scope(context);
+  void* data = nullptr;
+  const cuda::CUresult result =
+      cuda::driver().cuMemHostAlloc(&data, static_cast<size_t>(num_bytes), kPortable);
+  HALFBYTE_CHECK(result != kOutOfMemory, no_memory, "no page-locked host memory for {} bytes", num_bytes);
+  cuda::check(result, "cuMemHostAlloc");
+  Memory memory;
+  memory.num_bytes_ = num_bytes;
+  memory.data_ = std::shared_ptr<std::byte>(static_cast<std::byte*>(data), [&context](std::byte* p) {
+    without_errors(context, [p](const Driver& driver) { driver.cuMemFreeHost(p); });
+  });
+  return memory;
+}
+
+void copy(Device device, void* to, const void* from, int64_t num_bytes, void* stream) {
+  HALFBYTE_CHECK(num_bytes >= 0, usage, "copy: num_bytes must not be negative, got {}", num_bytes);
+  if (num_bytes == 0) return;
+  if (!is_cuda(device)) {
+    std::memmove(to, from, static_cast<size_t>(num_bytes));
+    return;
+  }
+  const cuda::Scope scope(cuda::context(device.index));
+  cuda::check(cuda::driver().cuMemcpyAsync(
+                  reinterpret_cast<cuda::CUdeviceptr>(to), reinterpret_cast<cuda::CUdeviceptr>(from),
+                  static_cast<size_t>(num_bytes), static_cast<cuda::CUstream>(stream)),
+              "cuMemcpyAsync");
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,77 @@
+// Loads and stores of global memory that is used once, and atomics.
+#pragma once
+
+#include "formats/common.h"
+
+namespace halfbyte::device {
+
+using namespace formats;
+
+// The number of this block: launch() folds grids of 2^31 blocks and more, and then some blocks have no work.
+__device__ __forceinline__ i64 block_index() { return blockIdx.x + static_cast<i64>(blockIdx.y) * gridDim.x; }
+
+struct alignas(16) Words4 {
+  u32 word[4];
+};
+
+// 16 bytes, aligned, past the first-level cache.
+__device__ __forceinline__ Words4 load_once(const Words4* from) {
+  Words4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u32 load_once(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u64 load_once(const u64* from) {
+  u64 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+// Written lines are the first to leave the second-level cache.
+__device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  u64 address;
+  asm("cvta.to.shared.u64 %0, %1;" : "=l"(address) : "l"(pointer));
+  return static_cast<u32>(address);
+}
+
+// Copies 16 bytes from global to shared memory, past the registers and the first-level cache; they are there for
+// this thread after wait_copies().
+__device__ __forceinline__ void copy_async(Words4* to, const Words4* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+#else
+  *to = load_once(from);
+#endif
+}
+__device__ __forceinline__ void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void atomic_add(u64* to, u64 value) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ void atomic_max(u64* to, u64 value) {
+  asm volatile("red.global.max.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void shared_atomic_max(u32* to, u32 value) {
+  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(shared_address(to)), "r"(value) : "memory");
+}
+__device__ __forceinline__ void shared_atomic_max(u64* to, u64 value) {
+  asm volatile("red.shared.max.u64 [%0], %1;" ::"r"(shared_address(to)), "l"(value) : "memory");
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,138 @@
+#include "cuda/driver.h"
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "core/checks.h"
+#include "cuda/library.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+// Attributes of a device.
+constexpr int kMultiprocessorCount = 16;
+constexpr int kCapabilityMajor = 75;
+constexpr int kCapabilityMinor = 76;
+
+std::string text_of(const Driver& driver, CUresult result) {
+  const char *name = nullptr, *text = nullptr;
+  driver.cuGetErrorName(result, &name);
+  driver.cuGetErrorString(result, &text);
+  return fmt::format("{} ({}): {}", name ? name : "unknown error", result, text ? text : "");
+}
+
+// Returns why `name` is no usable driver library; empty if it is one.
+std::string load(const std::string& name, Driver& driver) {
+  const Library library(name);
+  if (!library.problem().empty()) return library.problem();
+#define HALFBYTE_FIND(function, parameters) \
+  if (!library.find(#function, driver.function)) return fmt::format("{}: lacks {}: too old", name, #function);
+  HALFBYTE_DRIVER_FUNCTIONS(HALFBYTE_FIND)
+#undef HALFBYTE_FIND
+  driver.path = library.path_of(driver.cuInit);
+  return "";
+}
+
+Driver search() {
+  std::vector<std::string> names = {"libcuda.so.1"};
+  for (const char* directory : {"/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
+                                "/usr/local/nvidia/lib64", "/run/opengl-driver/lib"})
+    names.push_back(fmt::format("{}/libcuda.so.1", directory));
+  if (const std::string own = environment("HALFBYTE_CUDA_DRIVER"); !own.empty()) names = {own};
+
+  Driver driver;
+  for (const std::string& name : names) {
+    const std::string problem = load(name, driver);
+    if (driver.problem.empty()) driver.problem = "no CUDA driver: " + problem;  // the first tells most
+    if (!problem.empty()) continue;
+    driver.problem.clear();
+    driver.cuDriverGetVersion(&driver.version);
+    if (const CUresult result = driver.cuInit(0); result != 0)
+      driver.problem = fmt::format("cuInit: {} (driver {}, for CUDA {})", text_of(driver, result),
+                                   driver.path, version_text(driver.version));
+    break;
+  }
+  return driver;
+}
+
+}  // namespace
+
+const Driver& find_driver() {
+  // Never destroyed, like all that lives as long as the process here: the driver ends before static
+  // destructors do, and must not be called from them.
+  static const Driver& found = *new Driver(search());
+  return found;
+}
+
+const Driver& driver() {
+  const Driver& found = find_driver();
+  HALFBYTE_CHECK(found.problem.empty(), device, "{}", found.problem);
+  return found;
+}
+
+void check(CUresult result, const char* what) {
+  if (result != 0) [[unlikely]]
+    HALFBYTE_FAIL(device, "{}: {}", what, text_of(driver(), result));
+}
+
+std::string target_of(int capability) {
+  HALFBYTE_CHECK(capability >= 75, device, "compute capability {}.{} is less than 7.5, the least supported",
+                 capability / 10, capability % 10);
+  switch (capability) {
+    case 90:
+    case 100:
+    case 103:
+    case 120:
+    case 121:
+      return fmt::format("sm_{}a", capability);
+    default:
+      return fmt::format("sm_{}", capability);
+  }
+}
+
+int num_devices() {
+  int count = 0;
+  check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+  return count;
+}
+
+Context describe(int index) {
+  const int count = num_devices();
+  HALFBYTE_CHECK(index >= 0 && index < count, device, "cuda:{}: no such device, the driver has {}", index,
+                 count);
+  const Driver& cuda = driver();
+  Context result;
+  result.index = index;
+  check(cuda.cuDeviceGet(&result.device, index), "cuDeviceGet");
+  const auto attribute = [&](int which) {
+    int value = 0;
+    check(cuda.cuDeviceGetAttribute(&value, which, result.device), "cuDeviceGetAttribute");
+    return value;
+  };
+  result.capability = 10 * attribute(kCapabilityMajor) + attribute(kCapabilityMinor);
+  result.num_multiprocessors = attribute(kMultiprocessorCount);
+  return result;
+}
+
+const Context& context(int index) {
+  static auto& mutex = *new std::mutex;
+  static auto& contexts = *new std::map<int, Context>;
+  const std::scoped_lock lock(mutex);
+  if (const auto found = contexts.find(index); found != contexts.end()) return found->second;
+  Context made = describe(index);
+  made.target = target_of(made.capability);
+  check(driver().cuDevicePrimaryCtxRetain(&made.context, made.device), "cuDevicePrimaryCtxRetain");
+  return contexts.emplace(index, made).first->second;
+}
+
+Scope::Scope(const Context& context) {
+  check(driver().cuCtxPushCurrent_v2(context.context), "cuCtxPushCurrent");
+}
+
+Scope::~Scope() {
+  CUcontext ignored;
+  find_driver().cuCtxPopCurrent_v2(&ignored);
+}
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,107 @@
+// The CUDA driver (libcuda), found at run time. The types are those of cuda.h, as far as they are used here:
+// no header of the toolkit is included anywhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace halfbyte::cuda {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = struct CUctx_st*;
+using CUmodule = struct CUmod_st*;
+using CUfunction = struct CUfunc_st*;
+using CUstream = struct CUstream_st*;
+using CUevent = struct CUevent_st*;
+
+struct Driver {
+  std::string path;     // empty if there is none
+  int version = 0;      // of CUDA that it supports: 1000 * major + 10 * minor
+  std::string problem;  // why it cannot be used; empty if it can
+
+#define HALFBYTE_DRIVER_FUNCTIONS(X)                                                              \
+  X(cuInit, (unsigned flags))                                                                     \
+  X(cuDriverGetVersion, (int* version))                                                           \
+  X(cuGetErrorName, (CUresult error, const char** name))                                          \
+  X(cuGetErrorString, (CUresult error, const char** text))                                        \
+  X(cuDeviceGetCount, (int* count))                                                               \
+  X(cuDeviceGet, (CUdevice * device, int ordinal))                                                \
+  X(cuDeviceGetName, (char* name, int num_bytes, CUdevice device))                                \
+  X(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                           \
+  X(cuDeviceTotalMem_v2, (size_t * num_bytes, CUdevice device))                                   \
+  X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                             \
+  X(cuCtxPushCurrent_v2, (CUcontext context))                                                     \
+  X(cuCtxPopCurrent_v2, (CUcontext * context))                                                    \
+  X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                 \
+  X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                     \
+  X(cuMemFree_v2, (CUdeviceptr pointer))                                                          \
+  X(cuMemAllocAsync, (CUdeviceptr * pointer, size_t num_bytes, CUstream stream))                  \
+  X(cuMemFreeAsync, (CUdeviceptr pointer, CUstream stream))                                       \
+  X(cuMemHostAlloc, (void** pointer, size_t num_bytes, unsigned flags))                           \
+  X(cuMemFreeHost, (void* pointer))                                                               \
+  X(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstream stream))         \
+  X(cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t num_bytes, CUstream stream))    \
+  X(cuPointerGetAttribute, (void* value, int attribute, CUdeviceptr pointer))                     \
+  X(cuStreamCreate, (CUstream * stream, unsigned flags))                                          \
+  X(cuStreamDestroy_v2, (CUstream stream))                                                        \
+  X(cuStreamSynchronize, (CUstream stream))                                                       \
+  X(cuEventCreate, (CUevent * event, unsigned flags))                                             \
+  X(cuEventDestroy_v2, (CUevent event))                                                           \
+  X(cuEventRecord, (CUevent event, CUstream stream))                                              \
+  X(cuEventSynchronize, (CUevent event))                                                          \
+  X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                        \
+  X(cuModuleLoadData, (CUmodule * module, const void* image))                                     \
+  X(cuModuleUnload, (CUmodule module))                                                            \
+  X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))              \
+  X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                          \
+  X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,      \
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
+                     CUstream stream, void** params, void** extra))
+// NOLINTNEXTLINE(bugprone-macro-parentheses)
+#define HALFBYTE_DECLARE(name, parameters) CUresult(*name) parameters = nullptr;
+  HALFBYTE_DRIVER_FUNCTIONS(HALFBYTE_DECLARE)
+#undef HALFBYTE_DECLARE
+};
+
+// Loaded and initialized once per process. Search order: HALFBYTE_CUDA_DRIVER (nothing else is then tried),
+// libcuda.so.1 on the loader's path and in the usual directories. A failure is remembered in `problem`.
+const Driver& find_driver();
+// The same; throws Error(device) with the problem where it cannot be used.
+const Driver& driver();
+
+// Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0.
+void check(CUresult result, const char* what);
+
+// One device and its primary context (the one that the runtime API, and so PyTorch, uses). Made on first
+// use and kept: the process ends with it.
+struct Context {
+  int index = 0;
+  CUdevice device = 0;
+  CUcontext context = nullptr;
+  int capability = 0;  // 10 * major + minor
+  int num_multiprocessors = 0;
+  std::string target;  // "sm_90a": what kernels are compiled for
+};
+int num_devices();
+// What the driver says of a device; makes no context and chooses no target.
+Context describe(int index);
+// Throws Error(device) where there is no such device, or it is older than sm_75.
+const Context& context(int index);
+
+// "sm_90a", "sm_89": the target that uses all that a device of this capability has. Throws Error(device)
+// below 7.5.
+std::string target_of(int capability);
+
+// Makes the context current on this thread until the end of the scope.
+class Scope {
+ public:
+  explicit Scope(const Context& context);
+  ~Scope();
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+};
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,183 @@
+#include "cuda/jit.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <shared_mutex>
+#include <tuple>
+#include <unordered_map>
+
+#include "core/checks.h"
+#include "cuda/cubin_cache.h"
+#include "cuda/hash.h"
+#include "cuda/library.h"
+#include "cuda/nvrtc.h"
+#include "halfbyte/version.hpp"
+
+namespace halfbyte::cuda {
+namespace {
+
+const EmbeddedFile& embedded_file(std::string_view name) {
+  const auto files = embedded_files();
+  const auto found = std::ranges::find(files, name, &EmbeddedFile::name);
+  HALFBYTE_CHECK(found != files.end(), bug, "no embedded file is named {}", name);
+  return *found;
+}
+
+bool is_header(const EmbeddedFile& file) { return !std::string_view(file.name).ends_with(".cu"); }
+
+std::vector<std::string> compile_options(const std::string& target, bool verbose) {
+  std::vector<std::string> options = {"--gpu-architecture=" + target, "--std=c++20", "--fmad=false",
+                                      "-default-device"};
+  if (verbose) options.push_back("--ptxas-options=-v");
+  return options;
+}
+
+// Names all that decides the bytes of a cubin.
+std::string cache_key(const Nvrtc& nvrtc, const KernelSpec& spec, const std::string& target) {
+  std::string sources;
+  for (const EmbeddedFile& file : embedded_files())
+    if (is_header(file) || file.name == spec.source)
+      sources += fmt::format("{} {}\n{}", file.name, file.text.size(), file.text);
+  struct stat status = {};  // the version has no patch level; the size of the file tells builds apart
+  ::stat(nvrtc.path.c_str(), &status);
+  return fmt::format("halfbyte {}\nNVRTC {} of {} bytes\noptions {}\nsource {} {}\nfunction {}\n{}", kVersion,
+                     version_text(nvrtc.version), status.st_size,
+                     fmt::join(compile_options(target, false), " "), spec.source, hash_hex(sources),
+                     spec.function, spec.config);
+}
+
+// Modules are never unloaded. Returns what the driver says.
+CUresult load_function(const std::vector<char>& cubin, const std::string& name, CUfunction& function) {
+  const Driver& cuda = driver();
+  CUmodule module = nullptr;
+  if (const CUresult result = cuda.cuModuleLoadData(&module, cubin.data()); result != 0) return result;
+  const CUresult result = cuda.cuModuleGetFunction(&function, module, name.c_str());
+  if (result != 0) cuda.cuModuleUnload(module);
+  return result;
+}
+
+// Null on a miss. What the driver refuses is one too: it is compiled again and replaced.
+CUfunction load_cached(const std::string& key, const KernelSpec& spec) {
+  const auto cubin = CubinCache::instance().load(key);
+  CUfunction function = nullptr;
+  return cubin && load_function(*cubin, spec.function, function) == 0 ? function : nullptr;
+}
+
+CUfunction load_kernel(const Context& context, const KernelSpec& spec) {
+  const Nvrtc& compiler = nvrtc();
+  const Scope scope(context);
+  const std::string key = cache_key(compiler, spec, context.target);
+  if (CUfunction function = load_cached(key, spec)) return function;
+  const std::shared_ptr<void> lock = CubinCache::instance().lock(key);
+  if (CUfunction function = load_cached(key, spec)) return function;  // another process was faster
+
+  const Compilation compilation = compile(spec, context.target);
+  CUfunction function = nullptr;
+  const CUresult result = load_function(compilation.cubin, spec.function, function);
+  if (result != 0)
+    check(result,
+          fmt::format("cuda:{}: loading {} of {}, compiled for {} by NVRTC {}, with a driver for CUDA {}",
+                      context.index, spec.function, spec.source, context.target,
+                      version_text(compiler.version), version_text(driver().version))
+              .c_str());
+  CubinCache::instance().store(key, compilation.cubin);
+  return function;
+}
+
+// A kernel on one device, in the memory of the process.
+struct Kernel {
+  std::mutex mutex;  // held by the thread that loads it
+  std::atomic<CUfunction> function = nullptr;
+};
+using Key = std::tuple<int, KernelSpec>;  // the index of the device, the kernel
+using KeyView = std::tuple<int, const KernelSpec&>;
+struct KeyHash {
+  using is_transparent = void;
+  size_t operator()(const KeyView& key) const {
+    const auto& [index, spec] = key;
+    const std::hash<std::string_view> hash;
+    return hash(spec.config) +
+           31 * (hash(spec.function) + 31 * (hash(spec.source) + static_cast<size_t>(index)));
+  }
+};
+
+Kernel& kernel_in_memory(int index, const KernelSpec& spec) {
+  static auto& mutex = *new std::shared_mutex;
+  static auto& kernels = *new std::unordered_map<Key, Kernel, KeyHash, std::equal_to<>>;
+  {
+    const std::shared_lock lock(mutex);
+    if (const auto found = kernels.find(KeyView(index, spec)); found != kernels.end()) return found->second;
+  }
+  KernelSpec kept = spec;
+  kept.source = embedded_file(spec.source).name;  // which lives for ever
+  const std::unique_lock lock(mutex);
+  return kernels[Key(index, std::move(kept))];
+}
+
+struct Program {
+  const Nvrtc& compiler;
+  nvrtcProgram handle = nullptr;
+  ~Program() { compiler.nvrtcDestroyProgram(&handle); }
+};
+
+}  // namespace
+
+CUfunction get_kernel(const Context& context, const KernelSpec& spec) {
+  Kernel& kernel = kernel_in_memory(context.index, spec);
+  if (CUfunction function = kernel.function.load(std::memory_order_acquire)) return function;
+  const std::scoped_lock lock(kernel.mutex);
+  CUfunction function = kernel.function.load(std::memory_order_relaxed);
+  if (!function) {
+    function = load_kernel(context, spec);
+    kernel.function.store(function, std::memory_order_release);
+  }
+  return function;
+}
+
+Compilation compile(const KernelSpec& spec, const std::string& target, bool verbose) {
+  const Nvrtc& compiler = nvrtc();
+  check_target(compiler, target);
+  const EmbeddedFile& source = embedded_file(spec.source);
+  std::vector<const char*> names = {"halfbyte_config.h"}, texts = {spec.config.c_str()};
+  for (const EmbeddedFile& file : embedded_files()) {
+    if (!is_header(file)) continue;
+    names.push_back(file.name);
+    texts.push_back(file.text.data());
+  }
+  const auto check_nvrtc = [&](nvrtcResult result, const char* what) {
+    HALFBYTE_CHECK(result == 0, device, "{} for {}: {} of NVRTC {} ({}): {}", spec.source, target, what,
+                   version_text(compiler.version), compiler.path, compiler.nvrtcGetErrorString(result));
+  };
+  Program program{compiler};
+  check_nvrtc(compiler.nvrtcCreateProgram(&program.handle, source.text.data(), source.name,
+                                          static_cast<int>(names.size()), texts.data(), names.data()),
+              "nvrtcCreateProgram");
+  const std::vector<std::string> options = compile_options(target, verbose);
+  std::vector<const char*> option_texts;
+  for (const std::string& option : options) option_texts.push_back(option.c_str());
+  const nvrtcResult result = compiler.nvrtcCompileProgram(
+      program.handle, static_cast<int>(option_texts.size()), option_texts.data());
+  Compilation compilation;
+  size_t num_bytes = 0;
+  if (compiler.nvrtcGetProgramLogSize(program.handle, &num_bytes) == 0 && num_bytes > 1) {
+    compilation.log.resize(num_bytes);  // with a 0 byte at its end
+    compiler.nvrtcGetProgramLog(program.handle, compilation.log.data());
+    compilation.log.pop_back();
+  }
+  constexpr nvrtcResult kCompilationError = 6;
+  constexpr size_t kMaxLogBytes = 4096;  // of an error: the first lines tell
+  HALFBYTE_CHECK(result != kCompilationError, bug, "{} does not compile for {} with NVRTC {}:\n{}\nwith\n{}",
+                 spec.source, target, version_text(compiler.version), compilation.log.substr(0, kMaxLogBytes),
+                 spec.config);
+  check_nvrtc(result, "nvrtcCompileProgram");
+  check_nvrtc(compiler.nvrtcGetCUBINSize(program.handle, &num_bytes), "nvrtcGetCUBINSize");
+  compilation.cubin.resize(num_bytes);
+  check_nvrtc(compiler.nvrtcGetCUBIN(program.handle, compilation.cubin.data()), "nvrtcGetCUBIN");
+  return compilation;
+}
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,43 @@
+#include "cuda/launch.h"
+
+#include <limits>
+
+#include "core/checks.h"
+
+namespace halfbyte::cuda {
+
+void launch(CUfunction function, Grid grid, void* stream, void* args) {
+  if (grid.num_blocks == 0) return;
+  constexpr int64_t kMaxX = std::numeric_limits<int32_t>::max(), kMaxY = 65535;
+  const int64_t y = (grid.num_blocks - 1) / kMaxX + 1, x = (grid.num_blocks - 1) / y + 1;
+  HALFBYTE_CHECK(
+      grid.num_blocks > 0 && y <= kMaxY && grid.threads_per_block > 0 && grid.threads_per_block <= 1024, bug,
+      "launch: {} blocks of {} threads", grid.num_blocks, grid.threads_per_block);
+  void* params[] = {args};
+  check(driver().cuLaunchKernel(function, static_cast<unsigned>(x), static_cast<unsigned>(y), 1,
+                                static_cast<unsigned>(grid.threads_per_block), 1, 1, 0,
+                                static_cast<CUstream>(stream), params, nullptr),
+        "cuLaunchKernel");
+}
+
+namespace {
+CUdeviceptr pointer(const void* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
+}  // namespace
+
+void copy(void* to, const void* from, int64_t num_bytes, void* stream) {
+  check(driver().cuMemcpyAsync(pointer(to), pointer(from), static_cast<size_t>(num_bytes),
+                               static_cast<CUstream>(stream)),
+        "cuMemcpyAsync");
+}
+
+void clear(void* memory, int64_t num_bytes, void* stream) {
+  check(driver().cuMemsetD8Async(pointer(memory), 0, static_cast<size_t>(num_bytes),
+                                 static_cast<CUstream>(stream)),
+        "cuMemsetD8Async");
+}
+
+void synchronize(void* stream) {
+  check(driver().cuStreamSynchronize(static_cast<CUstream>(stream)), "cuStreamSynchronize");
+}
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,125 @@
+#include "cuda/nvrtc.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+#include <system_error>
+
+#include "core/checks.h"
+#include "cuda/library.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kMinVersion = 12000;  // the first that knows C++20
+constexpr const char* kNames[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
+
+// Entries of a directory whose names start with `prefix`, sorted; none if it cannot be read.
+std::vector<fs::path> entries(const fs::path& directory, const std::string& prefix) {
+  std::vector<fs::path> result;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
+    if (entry->path().filename().native().starts_with(prefix)) result.push_back(entry->path());
+  std::ranges::sort(result);
+  return result;
+}
+
+// The directory above the bin/ that holds the python3 on PATH; empty if there is none. Links are not
+// followed: the python3 of a virtual environment is a link, and the environment is what is asked for.
+fs::path python_prefix() {
+  std::istringstream path(environment("PATH"));
+  std::error_code error;
+  for (std::string directory; std::getline(path, directory, ':');)
+    if (directory.starts_with('/') && fs::exists(directory + "/python3", error))
+      return fs::path(directory).lexically_normal().parent_path();
+  return {};
+}
+
+void add_existing(const fs::path& directory, std::vector<std::string>& candidates) {
+  std::error_code error;
+  for (const char* name : kNames)
+    if (const fs::path path = directory / name; fs::exists(path, error)) candidates.push_back(path);
+}
+
+void add_wheels(const fs::path& prefix, std::vector<std::string>& candidates) {
+  if (!prefix.is_absolute()) return;
+  for (const fs::path& python : entries(prefix / "lib", "python3"))
+    for (const char* packages : {"site-packages", "dist-packages"})
+      for (const fs::path& wheel : entries(python / packages / "nvidia", ""))
+        add_existing(wheel / "lib", candidates);
+}
+
+// Returns why `name` is no usable NVRTC; empty if it is one.
+std::string load(const std::string& name, Nvrtc& nvrtc) {
+  const Library library(name);
+  if (!library.problem().empty()) return library.problem();
+#define HALFBYTE_FIND(function, parameters) \
+  if (!library.find(#function, nvrtc.function)) return fmt::format("{}: lacks {}", name, #function);
+  HALFBYTE_NVRTC_FUNCTIONS(HALFBYTE_FIND)
+  HALFBYTE_FIND(nvrtcGetErrorString, )
+#undef HALFBYTE_FIND
+  int major = 0, minor = 0, count = 0;
+  nvrtc.nvrtcVersion(&major, &minor);
+  const int version = 1000 * major + 10 * minor;
+  if (version < kMinVersion)
+    return fmt::format("{}: is of CUDA {}, older than {}", name, version_text(version),
+                       version_text(kMinVersion));
+  nvrtc.nvrtcGetNumSupportedArchs(&count);
+  nvrtc.targets.resize(static_cast<size_t>(std::max(count, 0)));
+  nvrtc.nvrtcGetSupportedArchs(nvrtc.targets.data());
+  nvrtc.version = version;
+  nvrtc.path = library.path_of(nvrtc.nvrtcVersion);
+  return "";
+}
+
+Nvrtc search() {
+  Nvrtc nvrtc;
+  std::string tried;
+  for (const std::string& name : nvrtc_candidates()) {
+    const std::string problem = load(name, nvrtc);
+    if (problem.empty()) return nvrtc;
+    tried += (tried.empty() ? "" : "; ") + problem;
+  }
+  nvrtc.problem =
+      fmt::format("no NVRTC of CUDA 12 or 13 (HALFBYTE_NVRTC may give its path). Tried: {}", tried);
+  return nvrtc;
+}
+
+}  // namespace
+
+std::vector<std::string> nvrtc_candidates() {
+  if (const std::string own = environment("HALFBYTE_NVRTC"); !own.empty()) return {own};
+  std::vector<std::string> candidates(std::begin(kNames), std::end(kNames));
+  if (const std::string home = environment("CUDA_HOME"); !home.empty())
+    add_existing(home + "/lib64", candidates);
+  add_existing("/usr/local/cuda/lib64", candidates);
+  std::vector<fs::path> prefixes = {environment("VIRTUAL_ENV"), environment("CONDA_PREFIX"), python_prefix(),
+                                    "/usr/local", "/usr"};
+  if (const std::string home = environment("HOME"); !home.empty()) prefixes.push_back(home + "/.local");
+  for (auto prefix = prefixes.begin(); prefix != prefixes.end(); ++prefix)
+    if (std::find(prefixes.begin(), prefix, *prefix) == prefix) add_wheels(*prefix, candidates);
+  return candidates;
+}
+
+const Nvrtc& find_nvrtc() {
+  static const Nvrtc& found = *new Nvrtc(search());  // never destroyed: see find_driver
+  return found;
+}
+
+const Nvrtc& nvrtc() {
+  const Nvrtc& found = find_nvrtc();
+  HALFBYTE_CHECK(found.problem.empty(), device, "{}", found.problem);
+  return found;
+}
+
+void check_target(const Nvrtc& nvrtc, const std::string& target) {
+  const int capability = std::atoi(target.c_str() + std::string_view("sm_").size());
+  HALFBYTE_CHECK(std::ranges::find(nvrtc.targets, capability) != nvrtc.targets.end(), device,
+                 "NVRTC {} ({}) does not compile for {}, only for capabilities {}: another version is needed",
+                 version_text(nvrtc.version), nvrtc.path, target, fmt::join(nvrtc.targets, " "));
+}
+
+}  // namespace halfbyte::cuda

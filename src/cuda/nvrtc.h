@@ -1,0 +1,51 @@
+// The compiler of device code (NVRTC), found at run time. The types are those of nvrtc.h.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace halfbyte::cuda {
+
+using nvrtcResult = int;
+using nvrtcProgram = struct nvrtcProgram_st*;
+
+struct Nvrtc {
+  std::string path;          // empty if there is none
+  int version = 0;           // 1000 * major + 10 * minor
+  std::string problem;       // why there is none; empty if there is
+  std::vector<int> targets;  // capabilities that it compiles for, 10 * major + minor
+
+#define HALFBYTE_NVRTC_FUNCTIONS(X)                                                                   \
+  X(nvrtcVersion, (int* major, int* minor))                                                           \
+  X(nvrtcGetNumSupportedArchs, (int* count))                                                          \
+  X(nvrtcGetSupportedArchs, (int* capabilities))                                                      \
+  X(nvrtcCreateProgram, (nvrtcProgram * program, const char* text, const char* name, int num_headers, \
+                         const char* const* headers, const char* const* include_names))               \
+  X(nvrtcDestroyProgram, (nvrtcProgram * program))                                                    \
+  X(nvrtcCompileProgram, (nvrtcProgram program, int num_options, const char* const* options))         \
+  X(nvrtcGetCUBINSize, (nvrtcProgram program, size_t * num_bytes))                                    \
+  X(nvrtcGetCUBIN, (nvrtcProgram program, char* cubin))                                               \
+  X(nvrtcGetProgramLogSize, (nvrtcProgram program, size_t * num_bytes))                               \
+  X(nvrtcGetProgramLog, (nvrtcProgram program, char* log))
+// NOLINTNEXTLINE(bugprone-macro-parentheses)
+#define HALFBYTE_DECLARE(name, parameters) nvrtcResult(*name) parameters = nullptr;
+  HALFBYTE_NVRTC_FUNCTIONS(HALFBYTE_DECLARE)
+#undef HALFBYTE_DECLARE
+  const char* (*nvrtcGetErrorString)(nvrtcResult result) = nullptr;
+};
+
+// Loaded once per process: the first of nvrtc_candidates() that opens, has all functions and is of CUDA 12.0
+// or later (for C++20). A failure is remembered in `problem`.
+const Nvrtc& find_nvrtc();
+// The same; throws Error(device) with the problem where there is none.
+const Nvrtc& nvrtc();
+// Throws Error(device) if it does not compile for `target` ("sm_90a").
+void check_target(const Nvrtc& nvrtc, const std::string& target);
+
+// Names and paths in search order: HALFBYTE_NVRTC (then nothing else); what the loader finds; CUDA_HOME,
+// /usr/local/cuda; the nvidia wheels in the site-packages of VIRTUAL_ENV, CONDA_PREFIX, the python3 on PATH,
+// /usr/local, /usr and ~/.local.
+std::vector<std::string> nvrtc_candidates();
+
+}  // namespace halfbyte::cuda

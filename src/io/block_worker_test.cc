@@ -1,0 +1,157 @@
+#include "io/block_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "core/checks.h"
+#include "halfbyte/checkpoint.hpp"
+#include "io/checkpoint.h"
+#include "io/safetensors.h"
+#include "io/test_directory.h"
+
+namespace halfbyte {
+namespace {
+
+using io::Block;
+using io::BlockWorker;
+using io::QuantizedWeight;
+
+constexpr int64_t kLarge = 8 << 20;
+
+QuantizedWeight make_weight(Layout layout, std::vector<int64_t> shape, const QuantSpec& spec) {
+  return {"a.weight", std::move(shape), DType::bf16, layout, spec};
+}
+
+QuantizedWeight large_weight() { return make_weight(Layout::halfbyte, {3000, 8192}, {}); }
+
+TEST(BlockWorker, TakesSmallerBlocksWhereMemoryIsShort) {
+  const QuantizedWeight weight = large_weight();
+  BlockWorker worker(Device{}, kLarge);
+  std::vector<Block> done;
+  int num_failures = 0;
+  worker.for_each_block(weight, 0, 3000 * 8192, [&](const Block& block) {
+    if (block.count > kLarge / 8 && ++num_failures) HALFBYTE_FAIL(device, "out of device memory");
+    done.push_back(block);
+  });
+  EXPECT_EQ(num_failures, 3);
+  EXPECT_EQ(worker.max_elements, kLarge / 8);
+  int64_t begin = 0;
+  for (const Block& block : done) {
+    EXPECT_EQ(block.begin, begin);
+    EXPECT_LE(block.count, kLarge / 8);
+    begin += block.count;
+  }
+  EXPECT_EQ(begin, 3000 * 8192);
+}
+
+TEST(BlockWorker, GivesUpAtTheSizeOfABlockOnTheCpu) {
+  BlockWorker worker(Device{}, kLarge);
+  std::vector<int64_t> tried;
+  expect_error(ErrorCode::device, "out of device memory", [&] {
+    worker.for_each_block(large_weight(), 0, 3000 * 8192, [&](const Block& block) {
+      tried.push_back(block.count);
+      HALFBYTE_FAIL(device, "out of device memory");
+    });
+  });
+  EXPECT_EQ(tried, (std::vector<int64_t>{8 << 20, 4 << 20, 2 << 20, 1 << 20, 512 << 10, 256 << 10}));
+}
+
+TEST(BlockWorker, OtherErrorsAreFinal) {
+  BlockWorker worker(Device{}, kLarge);
+  int num_calls = 0;
+  const auto fail = [&](const Block&) { ++num_calls, throw Error(ErrorCode::io, "disk"); };
+  expect_error(ErrorCode::io, "disk", [&] { worker.for_each_block(large_weight(), 0, 3000 * 8192, fail); });
+  EXPECT_EQ(num_calls, 1);
+}
+
+// What one worker does in small blocks must lie within what was planned as a large one.
+TEST(BlockWorker, SmallBlocksFillLargeOnes) {
+  QuantSpec asymmetric, flat, affine;
+  asymmetric.format = Format::int4;
+  asymmetric.asymmetric = true;
+  asymmetric.scale_rule = ScaleRule::minmax;
+  flat.granularity = Granularity::flat;
+  affine.format = Format::affine3;
+  affine.scale_rule = ScaleRule::mlx_edge;
+  for (const QuantizedWeight& weight : {
+           make_weight(Layout::compressed_tensors, {3, 13, 640},
+                       asymmetric),  // words of zero points hold 8 rows
+           make_weight(Layout::bitsandbytes, {37, 333}, flat),
+           make_weight(Layout::mlx, {31, 320}, affine),
+           make_weight(Layout::halfbyte, {29, 1001}, {}),
+       }) {
+    const int64_t n = weight.rows() * weight.cols();
+    for (const int64_t large : {int64_t{1}, int64_t{4000}, int64_t{10'000}, n})
+      for (const int64_t small : {int64_t{1}, int64_t{1500}, int64_t{6000}}) {
+        int64_t next = 0;
+        for (int64_t begin = 0; begin < n;) {
+          const int64_t count = io::block_at(weight, begin, large).count;
+          BlockWorker worker(Device{}, small);
+          worker.for_each_block(weight, begin, count, [&](const Block& block) {
+            EXPECT_EQ(block.begin, next);
+            next += block.count;
+          });
+          begin += count;
+          ASSERT_EQ(next, begin) << to_string(weight.layout) << " " << large << " " << small;
+        }
+      }
+  }
+}
+
+TEST(BlockWorker, NumberOfWorkers) {
+  EXPECT_EQ(io::num_workers({}, 5), 5);
+  EXPECT_EQ(io::num_workers({}, 64), 64);
+  EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 5), 5);
+  EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 64), 8);
+}
+
+// All memory of the device, down to 4 KiB.
+std::vector<Memory> take_all_memory(Device device) {
+  std::vector<Memory> taken;
+  for (int64_t size = int64_t{1} << 30; size >= 4096; size /= 4) try {
+      for (;;) taken.emplace_back(device, size);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::device) throw;
+    }
+  return taken;
+}
+
+TEST(BlockWorker, TheSameBytesWhereDeviceMemoryIsShort) {
+  const CudaInfo info = cuda_info();
+  if (!info.usable()) GTEST_SKIP() << info.problem;
+  const Device device = {DeviceKind::cuda, std::ranges::find(info.devices, "", &CudaDevice::problem)->index};
+  const TestDirectory directory;
+  std::vector<StoredTensor> tensors = {{"a.weight", "F32", {2048, 8192}, "", 0, 0}};
+  const io::SafetensorsLayout layout = io::lay_out_safetensors(tensors, {});
+  std::string bytes = layout.prefix;
+  bytes.resize(layout.file_bytes);
+  std::mt19937 rng(1);
+  for (size_t i = tensors[0].offset; i < bytes.size(); i += 4) {
+    const float value = static_cast<float>(rng()) * 0x1p-32f - 0.5f;
+    std::memcpy(bytes.data() + i, &value, 4);
+  }
+  write_file(directory / "in", bytes);
+
+  QuantizeOptions options;
+  options.num_threads = 1;
+  options.verify = false;
+  options.force = true;
+  quantize_checkpoint(directory / "in", directory / "cpu", options);
+  options.device = device;
+  quantize_checkpoint(directory / "in", directory / "warm", options);  // the kernels are loaded now
+
+  // 16 MiB: a quarter of the memory that blocks of the usual size take.
+  std::optional<Memory> some(std::in_place, device, int64_t{16} << 20);
+  const std::vector<Memory> taken = take_all_memory(device);
+  expect_error(ErrorCode::device, "memory",
+               [&] { quantize_checkpoint(directory / "in", directory / "none", options); });
+  EXPECT_EQ(directory.names(), (std::vector<std::string>{"cpu", "in", "warm"}));
+  some.reset();
+  quantize_checkpoint(directory / "in", directory / "short", options);
+  EXPECT_TRUE(read_file(directory / "short") == read_file(directory / "cpu"));
+}
+
+}  // namespace
+}  // namespace halfbyte

@@ -1,0 +1,199 @@
+// dequantize: y = decoded codes.
+//
+// A thread decodes kBatch chunks of kChunk elements (16 bytes of y where y has 16 or 32 bits), a 32 chunks apart, so that loads and stores of a warp are contiguous; all its codes and scales are in flight before the first
+// is used. kAligned: rows are whole chunks of 8 elements and y is aligned to 16 bytes, so that the codes are one bit
+// stream and stores are wide. kGroupSize > 0: rows are also whole groups, so that groups are one sequence too;
+// 0: any group size.
+#include "cuda/device/memory.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/types.cuh"
+#include "formats/bits.h"
+#include "formats/codec.h"
+#include "halfbyte_config.h"
+#include "ops/dequantize/dequantize_args.h"
+
+namespace halfbyte::device {
+
+using F = Element::Compute;
+using Memory = Element::Memory;
+
+constexpr int kThreads = kDequantizeThreads;
+constexpr int kBits = kCodec.bits;
+constexpr bool kTable = kCodec.kind == Kind::table;
+constexpr bool kAffine = kCodec.kind == Kind::affine;
+constexpr int kChunk = dequantize_chunk(kAligned, sizeof(Memory));
+constexpr int kChunkBits = kChunk * kBits;
+constexpr int kChunksPerGroup = kGroupSize > 0 ? kGroupSize / kChunk : 1;
+constexpr int kBatch = dequantize_batch(kAligned, kGroupSize > 0, sizeof(Memory));
+
+struct Group {
+  F scale, bias;
+  u32 zero;  // the code of 0 of integer formats
+};
+__device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 index) {
+  Group group{load_scale<F>(args.scales, index, kCodec.scale_type), 0, static_cast<u32>(-kCodec.qmin())};
+  if constexpr (kAffine) group.bias = load_scale<F>(args.biases, index, kCodec.scale_type);
+  if constexpr (kCodec.asymmetric) group.zero = args.zeros[index];
+  return group;
+}
+
+// The bits of a chunk, from bit `chunk * kChunkBits` of a stream of `num_bytes` bytes.
+__device__ __forceinline__ u64 load_codes(const u8* codes, i64 chunk, i64 num_bytes) {
+  if constexpr (kChunkBits == 64) return load_once(reinterpret_cast<const u64*>(codes) + chunk);
+  if constexpr (kChunkBits == 32) return load_once(reinterpret_cast<const u32*>(codes) + chunk);
+  if constexpr (kChunkBits == 16) return reinterpret_cast<const u16*>(codes)[chunk];
+  if constexpr (kChunkBits == 8) return codes[chunk];
+  if constexpr (kChunkBits == 4) return codes[chunk / 2] >> (chunk % 2 * 4);
+  // Not a power of two: at most 48 bits and 16 before them, in two words, or what there is of them.
+  const i64 bit = chunk * kChunkBits, word = bit / 32 * 4;
+  u64 bits = 0;
+  if (word + 8 <= num_bytes) {
+    const u32* const words = reinterpret_cast<const u32*>(codes + word);
+    bits = words[0] | static_cast<u64>(words[1]) << 32;
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < num_bytes - word; ++i) bits |= static_cast<u64>(codes[word + i]) << (8 * i);
+  }
+  return bits >> (bit % 32);
+}
+// Those of 8 elements from a byte on, of which `num_bytes` exist.
+__device__ __forceinline__ u64 load_codes_unaligned(const u8* codes, i64 num_bytes) {
+  u64 bits = 0;
+#pragma unroll
+  for (int i = 0; i < kBits; ++i)
+    if (i < num_bytes) bits |= static_cast<u64>(codes[i]) << (8 * i);
+  return bits;
+}
+
+__device__ const CodeBook kBook = kCodec.book;
+
+// Element i of a chunk before the parameters of its group: the value of a table, else the code.
+using Raw = Select<kTable, float, u32>;
+__device__ __forceinline__ Raw raw_value(u64 codes, int i, float lane_value) {
+  const u32 code = static_cast<u32>(codes >> (kBits * i));
+  if constexpr (kTable)
+    return shuffle(lane_value, static_cast<int>(code));  // lanes have values by code, twice: bit 4 does not matter
+  else
+    return code & ((1u << kBits) - 1);
+}
+// An integer below 2^23 as a float plus 2^23, without a conversion.
+__device__ __forceinline__ float above_2_23(u32 i) { return bit_cast<float>(0x4B000000u | i); }
+
+__device__ __forceinline__ F decode(Raw raw, const Group& group) {
+  if constexpr (kTable) {
+    return static_cast<F>(raw) * group.scale;
+  } else if constexpr (sizeof(F) == 8) {
+    const int q = static_cast<int>(raw) - static_cast<int>(kAffine ? 0 : group.zero);
+    if constexpr (kAffine) return static_cast<F>(q) * group.scale + group.bias;
+    return static_cast<F>(q) * group.scale;
+  } else if constexpr (kAffine) {
+    return __fadd_rn(__fmul_rn(__fsub_rn(above_2_23(raw), 0x1p23f), group.scale), group.bias);
+  } else {
+    return __fmul_rn(__fsub_rn(above_2_23(raw), above_2_23(group.zero)), group.scale);
+  }
+}
+
+template <class Type>
+__device__ __forceinline__ void store_chunk(Type type, void* y, i64 chunk, const F* values) {
+  Words4 words;
+  if constexpr (sizeof(Memory) == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.word[i] = store_pair(type, values[2 * i], values[2 * i + 1]);
+  } else if constexpr (sizeof(Memory) == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.word[i] = bit_cast<u32>(values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.word[i] = static_cast<u32>(bit_cast<u64>(values[i / 2]) >> (i % 2 * 32));
+  }
+  store_once(static_cast<Words4*>(y) + chunk, words);
+}
+
+// Where a chunk lies: `first` is the group of its first element, to which `in_first` of its n elements belong.
+struct Place {
+  i64 row, col, group;
+  int n, in_first;
+};
+__device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk) {
+  Place place{};
+  if constexpr (kAligned && kGroupSize > 0) {
+    place.group = chunk / kChunksPerGroup;
+    place.n = place.in_first = kChunk;
+  } else if (kAligned && args.chunks_per_group > 0) {
+    place.group = static_cast<u32>(chunk) / static_cast<u32>(args.chunks_per_group);
+    place.n = place.in_first = kChunk;
+  } else {
+    const i64 chunks_per_row = (args.cols + kChunk - 1) / kChunk;
+    if (args.rows * chunks_per_row <= 0x7FFFFFFF) {  // 32-bit divisions are several times as fast
+      place.row = static_cast<u32>(chunk) / static_cast<u32>(chunks_per_row);
+    } else {
+      place.row = chunk / chunks_per_row;
+    }
+    place.col = (chunk - place.row * chunks_per_row) * kChunk;
+    const i64 in_row = args.cols <= 0x7FFFFFFF ? static_cast<u32>(place.col) / static_cast<u32>(args.group_size)
+                                               : place.col / args.group_size;
+    place.group = place.row * args.groups_per_row + in_row;
+    place.n = static_cast<int>(min<i64>(kChunk, args.cols - place.col));
+    place.in_first = static_cast<int>(min<i64>(place.n, (in_row + 1) * args.group_size - place.col));
+  }
+  return place;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2) dequantize(const __grid_constant__ DequantizeArgs args) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const i64 warp = block_index() * (kThreads / 32) + threadIdx.x / 32;
+  const i64 first = warp * (32 * kBatch) + lane;
+  const i64 num_chunks = args.rows * ((args.cols + kChunk - 1) / kChunk);
+  const float lane_value = kTable ? kBook.values[lane % 16] : 0;
+
+  u64 codes[kBatch];
+  Group groups[kBatch];
+  Place places[kBatch];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    // Behind the end the last chunk is decoded again, so that shuffles find all lanes.
+    const i64 chunk = min(first + b * 32, num_chunks - 1);
+    places[b] = place_of(args, chunk);
+    if constexpr (kAligned) {
+      codes[b] = load_codes(args.codes, chunk, args.rows * args.row_bytes);
+    } else {
+      const i64 in_row = places[b].col / kChunk;
+      codes[b] = load_codes_unaligned(args.codes + places[b].row * args.row_bytes + in_row * kBits,
+                                      args.row_bytes - in_row * kBits);
+    }
+    groups[b] = load_group(args, places[b].group);
+  }
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    Raw raw[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) raw[i] = raw_value(codes[b], i, lane_value);
+    F values[kChunk];
+    if (kAligned && kGroupSize > 0) {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = decode(raw[i], groups[b]);
+    } else {
+      Group group = groups[b];
+      i64 next = places[b].in_first;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        if (i == next && i < places[b].n) {
+          group = load_group(args, ++places[b].group);
+          next += args.group_size;
+        }
+        values[i] = decode(raw[i], group);
+      }
+    }
+    if (first + b * 32 >= num_chunks) continue;
+    if constexpr (kAligned) {
+      store_chunk(Element(), args.y, first + b * 32, values);
+    } else {
+      Memory* const y = static_cast<Memory*>(args.y) + places[b].row * args.cols + places[b].col;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i)
+        if (i < places[b].n) y[i] = store(Element(), values[i]);
+    }
+  }
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,297 @@
+// What the kernels of `quantize` share: ranges, parameters and codes of chunks of 8 elements. Codes by a
+// reciprocal and residual corrections (Markstein: the correctly rounded quotient), table formats by table.cuh;
+// chunks with non-finite elements or extreme scales by formats::encode.
+#pragma once
+
+#include "cuda/device/memory.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/table.cuh"
+#include "cuda/device/types.cuh"
+#include "formats/bits.h"
+#include "formats/codec.h"
+#include "halfbyte_config.h"
+#include "ops/quantize/quantize_args.h"
+
+namespace halfbyte::device {
+
+using F = Element::Compute;  // what is computed in
+using Memory = Element::Memory;
+
+constexpr int kChunk = kQuantizeChunk;
+constexpr bool kPairs = sizeof(Memory) == 2;
+constexpr bool kFastType = sizeof(F) == 4;
+constexpr bool kAffine = kCodec.kind == Kind::affine;
+constexpr bool kTable = kCodec.kind == Kind::table;
+constexpr int kBits = kCodec.bits;
+// Other rules bring the largest quotient into the codes but for rounding (then the group is slow).
+constexpr bool kClampHigh =
+    kCodec.rule == Rule::half_range || kCodec.rule == Rule::signed_max || kCodec.rule == Rule::mlx_edge;
+// The parameters depend on the largest magnitude alone.
+constexpr bool kSymmetric = kCodec.rule == Rule::absmax || kCodec.rule == Rule::half_range;
+
+constexpr TableBins kBins = kTable ? make_table_bins(kCodec.book) : TableBins{};
+constexpr bool kFast = kFastType && !(kTable && kBins.num_edges > TableBins::kMaxEdges);
+// Up to this scale no quotient of a negative element underflows to 0, which has another code.
+constexpr float kLargestSignedScale = !(kTable && kBins.signed_zero) ? 0x1p100f : kPairs ? 0x1p16f : 1.0f;
+__device__ const TableBins kDeviceBins = kBins;
+
+struct Chunk {
+  static constexpr int kWords4 = kChunk * sizeof(Memory) / sizeof(Words4);
+  Words4 words[kWords4];
+
+  __device__ __forceinline__ F operator[](int i) const {
+    if constexpr (kPairs) {
+      const u32 pair = words[0].word[i / 2];
+      return load(Element(), static_cast<u16>(i % 2 ? pair >> 16 : pair));
+    } else if constexpr (sizeof(Memory) == 4) {
+      return bit_cast<float>(words[i / 4].word[i % 4]);
+    } else {
+      const u32* const word = &words[i / 2].word[i % 2 * 2];
+      return bit_cast<double>(word[0] | static_cast<u64>(word[1]) << 32);
+    }
+  }
+  // Of a chunk that is still all 0.
+  __device__ __forceinline__ void set(int i, Memory value) {
+    if constexpr (kPairs) {
+      words[0].word[i / 2] |= static_cast<u32>(value) << (i % 2 * 16);
+    } else if constexpr (sizeof(Memory) == 4) {
+      words[i / 4].word[i % 4] = bit_cast<u32>(value);
+    } else {
+      words[i / 2].word[i % 2 * 2] = static_cast<u32>(bit_cast<u64>(value));
+      words[i / 2].word[i % 2 * 2 + 1] = static_cast<u32>(bit_cast<u64>(value) >> 32);
+    }
+  }
+};
+
+// Every element is finite.
+__device__ __forceinline__ bool all_finite(const Chunk& x) {
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) finite = finite && formats::is_finite(x[i]);
+  return finite;
+}
+
+__device__ __forceinline__ Chunk load_chunk(const void* x, i64 chunk) {
+  const Words4* const from = static_cast<const Words4*>(x) + chunk * Chunk::kWords4;
+  Chunk result;
+#pragma unroll
+  for (int i = 0; i < Chunk::kWords4; ++i) result.words[i] = load_once(from + i);
+  return result;
+}
+
+__device__ __forceinline__ F load_element(const void* x, i64 index) {
+  return load(Element(), static_cast<const Memory*>(x)[index]);
+}
+
+// ---- Ranges
+
+__device__ __forceinline__ Range<F> range_of(const Chunk& x) {
+  Range<F> range = {-x[0], x[0]};
+#pragma unroll
+  for (int i = 1; i < kChunk; ++i) range = join(range, Range<F>{-x[i], x[i]});
+  return range;
+}
+
+// Of a chunk in the form that costs least.
+template <class Type>
+__device__ __forceinline__ auto chunk_range(Type type, const Chunk& x) {
+#if __CUDA_ARCH__ >= 800
+  const u32* const w = x.words[0].word;
+  if constexpr (kPairs && kSymmetric) {
+    return PairMagnitude<Type>{
+        max_magnitude_pair(type, max_magnitude_pair(type, w[0], w[1]), max_magnitude_pair(type, w[2], w[3]))};
+  } else if constexpr (kPairs) {
+    const u32 least = min_pair(type, min_pair(type, w[0], w[1]), min_pair(type, w[2], w[3])) ^ 0x80008000u;
+    const u32 most = max_pair(type, max_pair(type, w[0], w[1]), max_pair(type, w[2], w[3]));
+    return PairRange<Type>{max_pair(type, __byte_perm(least, most, 0x5410), __byte_perm(least, most, 0x7632))};
+  } else
+#endif
+    return range_of(x);
+}
+
+// Of the finite elements among the first n of x.
+template <class Load>
+__device__ __forceinline__ Range<F> finite_range(int n, const Load& x) {
+  Range<F> range = no_range<F>();
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) {
+    const F value = x(i);
+    if (formats::is_finite(value)) range = join(range, Range<F>{-value, value});
+  }
+  return range;
+}
+
+// ---- Parameters
+
+// What encoding needs of a group.
+struct Encoding {
+  F scale, bias;  // code_scale, code_bias
+  F reciprocal;
+  int zero_point;
+  bool slow;  // formats::encode must do it
+};
+
+// x / scale, correctly rounded, away from under- and overflow. One correction is enough for a correctly rounded
+// reciprocal: all pairs of mantissas whose quotient lies within 2^-18 units of a rounding boundary, beyond which the
+// error of the correction cannot matter, were tried.
+__device__ __forceinline__ float quotient(float x, float scale, float reciprocal) {
+  const float q = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+}
+
+// Whether all elements within the range can be encoded by `quotient`: no residual underflows where it matters,
+// and what is not clamped lies within the codes.
+__device__ __forceinline__ bool is_fast(const Range<F>& range, const Encoding& e) {
+  if constexpr (!kFast) {
+    return false;
+  } else {
+    const float scale = formats::abs(e.scale);
+    const float magnitude = max(range.low, range.high), largest = magnitude + formats::abs(e.bias);
+    const float b = quotient(kSymmetric ? magnitude : range.high - e.bias, e.scale, e.reciprocal);
+    const float a = kSymmetric ? -b : quotient(-range.low - e.bias, e.scale, e.reciprocal);
+    bool within;
+    if constexpr (kTable) {
+      within = formats::abs(a) <= kBins.limit && formats::abs(b) <= kBins.limit;
+    } else {
+      const float offset = static_cast<float>(kAffine ? 0 : e.zero_point - kCodec.qmin());
+      within = round_half_even(min(a, b)) + offset >= 0 &&
+               (kClampHigh || round_half_even(max(a, b)) + offset <= static_cast<float>(kCodec.levels()));
+    }
+    return within && scale > 0x1p-90f && scale <= kLargestSignedScale && scale < 0x1p100f &&
+           largest < scale * 0x1p20f;
+  }
+}
+
+// Works out the parameters of group `index`, stores them and counts what is wrong with them.
+__device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 index, const Range<F>& range,
+                                                 bool store) {
+  const GroupParams<F> params = group_params(-range.low, range.high, kCodec);
+  if (store) {
+    store_scale(args.scales, index, params.scale, kCodec.scale_type);
+    if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.qmin());
+    if constexpr (kAffine) store_scale(args.biases, index, params.bias, kCodec.scale_type);
+    if (!params.held) atomic_add(&args.counts->num_unheld_scales, 1);
+    if (params.coarse) atomic_add(&args.counts->num_coarse_scales, 1);
+  }
+  Encoding e{params.code_scale, params.code_bias, 0, params.zero_point, true};
+  if constexpr (kFast) e.reciprocal = 1.0f / params.code_scale;
+  e.slow = !is_fast(range, e);
+  return e;
+}
+
+// ---- Codes
+
+// The codes of a chunk: 8 * kBits bits.
+struct Packed {
+  static constexpr int kLow = 4 * kBits > 16 ? 4 : 8;  // codes in `low`, the others in `high`
+  u32 low, high;
+  static __device__ __forceinline__ Packed of(u64 bits) {
+    constexpr int kShift = kLow == 8 ? 32 : 4 * kBits;
+    return {static_cast<u32>(bits & ((1ull << kShift) - 1)), static_cast<u32>(bits >> kShift)};
+  }
+  __device__ __forceinline__ u64 bits() const {
+    return low | static_cast<u64>(high) << (kLow == 8 ? 32 : 4 * kBits);
+  }
+};
+
+// 2^(kBits * i) summed over n codes.
+constexpr u32 ones(int n) {
+  u32 sum = 0;
+  for (int i = 0; i < n; ++i) sum |= 1u << (kBits * i);
+  return sum;
+}
+
+// The edges and ranks of this lane's bin.
+struct LaneBins {
+  float edges[TableBins::kMaxEdges];
+  u32 rank;
+};
+__device__ __forceinline__ LaneBins load_bins(int lane) {
+  LaneBins bins = {};
+  if constexpr (kTable && kFast) {
+#pragma unroll
+    for (int i = 0; i < kBins.num_edges; ++i) bins.edges[i] = kDeviceBins.edges[i][lane];
+    bins.rank = kDeviceBins.rank[lane];
+  }
+  return bins;
+}
+
+// Exchanges ranks for codes in each of eight nibbles.
+__device__ __forceinline__ u32 codes_of_ranks(u32 ranks) {
+  u32 same = 0, codes = kBins.code_of_rank_0 * 0x11111111u;
+#pragma unroll
+  for (int bit = 0; bit < 4; ++bit) {
+    if (kBins.code_of_rank_bit[bit] == 1 << bit)
+      same |= 0x11111111u << bit;
+    else
+      codes ^= (ranks >> bit & 0x11111111u) * kBins.code_of_rank_bit[bit];
+  }
+  return (ranks & same) ^ codes;
+}
+
+// 1 if a < b, from the sign of the difference: an addition more than a comparison can have for its result.
+__device__ __forceinline__ u32 one_if_less(float a, float b) { return bit_cast<u32>(__fsub_rn(a, b)) >> 31; }
+
+// Of a chunk of a group that is not slow; all lanes of the warp take part.
+__device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e, const LaneBins& bins) {
+  u32 sums[2] = {0, 0};
+  if constexpr (kTable) {
+    // The bin from x itself, within 1e-5 bins, so that the lookup does not wait for the quotient.
+    const float bins_per_x = e.reciprocal * kBins.bins_per_unit;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float y = quotient(x[i], e.scale, e.reciprocal);
+      const float t = kBins.sign_magnitude ? fabsf(y) : y, from = kBins.sign_magnitude ? fabsf(x[i]) : x[i];
+      const int bin = static_cast<int>(
+          bit_cast<u32>(__fmaf_rn(from, bins_per_x, kRoundToInteger + static_cast<float>(kBins.center))));
+      u32 rank = shuffle(bins.rank, bin);
+#pragma unroll
+      for (int k = 0; k < kBins.num_edges; ++k) rank += one_if_less(shuffle(bins.edges[k], bin), t);
+      if (kBins.sign_magnitude) rank |= bit_cast<u32>(y) >> 28 & 8u;  // the quotient of -0 is +0
+      sums[0] += rank << (4 * i);
+    }
+    return {codes_of_ranks(sums[0]), 0};
+  } else {
+    const u32 offset = static_cast<u32>(kAffine ? 0 : e.zero_point - kCodec.qmin()) - kRoundToIntegerBits;
+    const float high = static_cast<float>(kAffine ? kCodec.levels() : kCodec.qmax() - e.zero_point);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      float y = quotient(kAffine ? __fsub_rn(x[i], e.bias) : x[i], e.scale, e.reciprocal);
+      if constexpr (kClampHigh) y = min(y, high);
+      const u32 bits = bit_cast<u32>(__fadd_rn(y, kRoundToInteger));
+      sums[i / Packed::kLow] += bits << (kBits * (i % Packed::kLow));
+    }
+    return {sums[0] + offset * ones(Packed::kLow),
+            Packed::kLow == kChunk ? 0 : sums[1] + offset * ones(kChunk - Packed::kLow)};
+  }
+}
+
+// Of any chunk; the codes behind its n elements are those of zero. `index` is that of the first element.
+template <class Load, class EncodingOf>
+__device__ __forceinline__ u64 encode_slow(const QuantizeArgs& args, i64 index, int n, const Load& x,
+                                           const EncodingOf& encoding) {
+  u64 codes = 0;
+#pragma unroll 1
+  for (int i = 0; i < kChunk; ++i) {
+    const Encoding e = encoding(min(i, n - 1));
+    GroupParams<F> params;
+    params.code_scale = e.scale;
+    params.code_bias = e.bias;
+    params.zero_point = e.zero_point;
+    F value = i < n ? x(i) : 0;
+    if (!formats::is_finite(value)) {
+      atomic_add(&args.counts->num_nonfinite, 1);
+      atomic_max(&args.counts->first_nonfinite_key, ~static_cast<u64>(index + i));
+      value = 0;
+    }
+    codes |= static_cast<u64>(encode(value, params, kCodec)) << (kBits * i);
+  }
+  return codes;
+}
+
+__device__ __forceinline__ void store_bytes(u8* to, u64 bits, int n) {
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) to[i] = static_cast<u8>(bits >> (8 * i));
+}
+
+}  // namespace halfbyte::device

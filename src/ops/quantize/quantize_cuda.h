@@ -1,0 +1,24 @@
+// The CUDA side of `quantize`, asynchronous: the free functions wait for it, plans and benches do not.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "ops/quantize/quantize.h"
+#include "ops/quantize/quantize_args.h"
+
+namespace halfbyte {
+
+// The kernel that quantizes the problem; the other one it may need is value_range_kernel(problem.dtype).
+cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem);
+cuda::KernelSpec value_range_kernel(DType dtype);
+
+// Bytes of device memory that enqueue_quantize needs.
+int64_t quantize_workspace_bytes(const QuantizeProblem& problem);
+// Enqueues the whole operation on problem.stream; nothing waits, nothing is allocated. `workspace` (device
+// memory, 16-byte aligned) begins with the counts of what was found, see status_of.
+void enqueue_quantize(const QuantizeProblem& problem, void* workspace);
+QuantizeStatus status_of(const QuantizeCounts& counts);
+
+}  // namespace halfbyte

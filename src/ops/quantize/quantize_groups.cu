@@ -1,0 +1,157 @@
+// quantize where rows are whole groups of kGroupSize elements, so that x is one sequence of groups: statistics,
+// parameters, codes and packing in one pass.
+//
+// Work is issued about as fast as memory delivers it, so that instructions count and many warps must be under way:
+// x waits in shared memory, not in registers. A thread holds kBatch chunks of 8 elements, 32 chunks apart; kGroupSize / 8 neighbouring lanes hold a group in
+// each. Ranges by shuffles; then lane b of a group's lanes works out the parameters of their chunk b, so that this
+// costly part runs once for all chunks.
+#include "ops/quantize/quantize.cuh"
+
+namespace halfbyte::device {
+
+constexpr int kThreads = kGroupsThreads;
+constexpr int kLanes = kGroupSize / kChunk;  // that share a group
+// More chunks share the cost of the parameters, but take shared memory.
+constexpr int kBatch = groups_batch(kGroupSize, sizeof(Memory));
+// 40 registers a thread: as many warps as can be, where the fast path needs no more.
+constexpr int kMinBlocks = !kFast ? 4 : (HALFBYTE_DEVICE_ARCH >= 800 ? 1536 : 1024) / kThreads;
+static_assert(kLanes >= 1 && kLanes <= 32 && 32 % kLanes == 0);
+// The lanes that own a group in the first of the chunks.
+constexpr u32 kOwners = [] {
+  u32 lanes = 0;
+  for (int i = 0; i < 32; i += kLanes) lanes |= 1u << i;
+  return lanes;
+}();
+
+// The memory of a warp: its chunks of x, 32 after 32, and from the front their codes, which take the place of chunks
+// that are done, and are stored 16 bytes a lane.
+struct Tile {
+  alignas(16) u8 bytes[kBatch * 32 * sizeof(Chunk)];
+
+  __device__ __forceinline__ Chunk& chunk(int i) { return reinterpret_cast<Chunk*>(bytes)[i]; }
+  __device__ __forceinline__ void put(int chunk, const Packed& packed) {
+    u8* const to = bytes + chunk * kBits;
+    if constexpr (kBits == 2) {
+      *reinterpret_cast<u16*>(to) = static_cast<u16>(packed.low);
+    } else if constexpr (kBits == 4) {
+      *reinterpret_cast<u32*>(to) = packed.low;
+    } else if constexpr (kBits == 8) {
+      *reinterpret_cast<u64*>(to) = packed.bits();
+    } else {
+      const u64 bits = packed.bits();
+#pragma unroll
+      for (int i = 0; i < kBits; ++i) to[i] = static_cast<u8>(bits >> (8 * i));
+    }
+  }
+  // Those of the first num_chunks, a multiple of 4.
+  __device__ __forceinline__ void store(u8* to, int num_chunks, int lane) const {
+    if (num_chunks == 32 * kBatch) {
+      constexpr int kWords = 32 * kBatch * kBits / 16;
+#pragma unroll
+      for (int i = 0; i < kWords; i += 32)
+        if (kWords % 32 == 0 || i + lane < kWords)
+          reinterpret_cast<Words4*>(to)[i + lane] = reinterpret_cast<const Words4*>(bytes)[i + lane];
+    } else {
+      for (int i = lane; i < num_chunks * kBits / 4; i += 32)
+        reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(bytes)[i];
+    }
+  }
+};
+
+// The range of the own-th of kBatch chunks over kLanes lanes. In each step a lane keeps half of its chunks and
+// gives the other half away, which takes kBatch - 1 shuffles for what would otherwise be kBatch a step.
+template <class RangeOfChunk>
+__device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk, int own) {
+  decltype(range_of_chunk(0)) ranges[kBatch];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) ranges[b] = range_of_chunk(b);
+#pragma unroll
+  for (int half = kBatch / 2, mask = 1; half >= 1; half /= 2, mask *= 2) {
+    const bool odd = (own & mask) != 0;
+#pragma unroll
+    for (int b = 0; b < half; ++b) {
+      const auto keep = odd ? ranges[2 * b + 1] : ranges[2 * b], give = odd ? ranges[2 * b] : ranges[2 * b + 1];
+      ranges[b] = join(keep, shuffle_xor(give, mask));
+    }
+  }
+#pragma unroll
+  for (int mask = kBatch; mask < kLanes; mask *= 2) ranges[0] = join(ranges[0], shuffle_xor(ranges[0], mask));
+  return unpack(ranges[0]);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) quantize_groups(const __grid_constant__ QuantizeArgs args) {
+  __shared__ Tile tiles[kThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const i64 warp = block_index() * (kThreads / 32) + threadIdx.x / 32;
+  const i64 first = warp * (32 * kBatch);  // chunk
+  // Chunks from there on; no warp leaves early, so that shuffles find all lanes.
+  const int num_chunks = static_cast<int>(clamp<i64>(args.num_chunks - first, 0, 32 * kBatch));
+
+  Tile& tile = tiles[threadIdx.x / 32];
+  const auto* const x = static_cast<const Words4*>(args.x) + (first + lane) * Chunk::kWords4;
+  if (num_chunks == 32 * kBatch) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+      for (int i = 0; i < Chunk::kWords4; ++i)
+        copy_async(&tile.chunk(b * 32 + lane).words[i], x + b * 32 * Chunk::kWords4 + i);
+  } else {
+#pragma unroll 1
+    for (int chunk = lane; chunk < 32 * kBatch; chunk += 32)
+      tile.chunk(chunk) = chunk < num_chunks ? load_chunk(args.x, first + chunk) : Chunk{};
+  }
+  const LaneBins bins = load_bins(lane);
+
+  wait_copies();
+
+  const int own = lane % kLanes, own_chunk = own * 32 + lane;
+  const bool owns = own < kBatch && own_chunk < num_chunks;
+  Range<F> range = own_range([&](int b) { return chunk_range(Element(), tile.chunk(b * 32 + lane)); }, own);
+  const bool finite = is_finite(range);
+  if (__any_sync(kAllLanes, !finite)) {
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      const int chunk = b * 32 + lane;
+      Range<F> r = finite_range(chunk < num_chunks ? kChunk : 0,
+                             [&](int i) { return load_element(args.x, (first + chunk) * kChunk + i); });
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) r = join(r, shuffle_xor(r, mask));
+      if (own == b) range = r;
+    }
+  }
+  Encoding e{};
+  if (owns) e = finish_group(args, static_cast<u64>(first + own_chunk) / kLanes, range, true);
+  e.slow = e.slow || !finite;
+  const u32 slow = __ballot_sync(kAllLanes, e.slow);
+  if constexpr (kFast) {
+    // Also where a group is slow: shuffles need all lanes.
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int owner = lane / kLanes * kLanes + b;
+      const Encoding shared = {shuffle(e.scale, owner), kAffine ? shuffle(e.bias, owner) : 0,
+                               shuffle(e.reciprocal, owner), kCodec.asymmetric ? shuffle(e.zero_point, owner) : 0,
+                               false};
+      const Packed codes = encode_fast(tile.chunk(b * 32 + lane), shared, bins);
+      __syncwarp();  // all lanes have read what is written over
+      tile.put(b * 32 + lane, codes);
+    }
+  }
+  if (slow != 0) {
+    __syncwarp();
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      const int owner = lane / kLanes * kLanes + b;
+      const Encoding shared = {shuffle(e.scale, owner), shuffle(e.bias, owner), 0, shuffle(e.zero_point, owner), true};
+      const int chunk = b * 32 + lane;
+      if (!(slow & (kOwners << b)) || chunk >= num_chunks) continue;
+      const i64 index = (first + chunk) * kChunk;
+      tile.put(chunk, Packed::of(encode_slow(args, index, kChunk,
+                                              [&](int i) { return load_element(args.x, index + i); },
+                                              [&](int) { return shared; })));
+    }
+  }
+  __syncwarp();
+  tile.store(args.codes + first * kBits, num_chunks, lane);
+}
+
+}  // namespace halfbyte::device

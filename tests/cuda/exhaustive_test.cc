@@ -1,0 +1,264 @@
+// CPU = CUDA for very many values, and for more than 2^32. Each test uses all processors.
+#include "cpu/parallel.h"
+#include "harness.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::kCuda;
+using testing::Parts;
+
+using Exhaustive = testing::CudaTest;
+
+constexpr int64_t kGroup = 64;
+
+std::vector<QuantSpec> specs_of(std::initializer_list<Format> formats) {
+  std::vector<QuantSpec> specs;
+  for (const Format format : formats)
+    specs.push_back({.format = format, .group_size = kGroup, .scale_rule = info(format).default_rule});
+  return specs;
+}
+
+// All 65,536 bf16 values (those beyond the scale become its largest) with each of 4,096 scales, which the
+// first two elements of a group set.
+TEST_F(Exhaustive, AllBf16ValuesAgainst4096Scales) {
+  constexpr int64_t kWalk = kGroup - 2, kGroups = (0x10000 + kWalk - 1) / kWalk;  // that one scale needs
+  constexpr int64_t kScales = 4096, kBlock = 128;                                 // scales at a time
+  std::mt19937_64 random(3);
+  std::vector<uint16_t> scales;  // half of them where weights are, half anywhere
+  for (int i = 0; i < kScales; ++i)
+    scales.push_back(static_cast<uint16_t>(i % 2 ? 1 + random() % 0x7F7F : 0x3800 + random() % 0x800));
+  std::vector<uint16_t> x(kBlock * kGroups * kGroup);
+  for (int64_t first = 0; first < kScales; first += kBlock) {
+    parallel_for(kBlock, 1, 0, [&](int64_t begin, int64_t end, int) {
+      for (int64_t s = begin; s < end; ++s) {
+        const uint16_t largest = scales[static_cast<size_t>(first + s)];
+        uint16_t* group = x.data() + s * kGroups * kGroup;
+        for (int64_t v = 0; v < kGroups * kWalk; ++v) {
+          if (v % kWalk == 0) {
+            *group++ = largest;
+            *group++ = static_cast<uint16_t>(largest | 0x8000);
+          }
+          *group++ = static_cast<uint16_t>((v & 0x7FFF) <= largest ? v : largest);
+        }
+      }
+    });
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(x.data());
+    for (const QuantSpec& spec : specs_of(
+             {Format::nf4, Format::fp4, Format::fp4_e2m1, Format::int4, Format::int8, Format::affine4})) {
+      SCOPED_TRACE(fmt::format("{} scales from {}", testing::describe(spec), first));
+      const auto n = static_cast<int64_t>(x.size());
+      const Parts cpu = testing::quantize_on_cpu(bytes, DType::bf16, spec, 1, n);
+      EXPECT_TRUE(testing::same(cpu, testing::quantize_on_cuda(bytes, DType::bf16, spec, 1, n)));
+      if (first % 1024 == 0) {  // the kernel for any alignment
+        EXPECT_TRUE(testing::same(cpu, testing::quantize_on_cuda(bytes, DType::bf16, spec, 1, n, {1, 1, 1})));
+      }
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// ---- A billion values per format
+
+// SplitMix64.
+struct Random {
+  uint64_t state;
+  uint64_t operator()() {
+    uint64_t z = state += 0x9E3779B97F4A7C15;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return z ^ (z >> 31);
+  }
+};
+
+float to_float(uint32_t bits) { return formats::bit_cast<float>(bits); }
+float to_float(uint16_t bits) { return formats::bf16_to_f32(bits); }
+template <class Bits>
+Bits from_float(float x) {
+  if constexpr (sizeof(Bits) == 2)
+    return formats::to_bf16(x);
+  else
+    return formats::bit_cast<Bits>(x);
+}
+
+// A group (f32 or bf16, as bits) with a largest magnitude of any kind, and with random values or with such
+// within two units of the thresholds between codes.
+template <class Bits>
+void fill_group(Random& random, const formats::Codec& codec, Bits* group) {
+  constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  const auto infinity = from_float<Bits>(INFINITY);
+  constexpr float kUnits[] = {7, 7.5f, 1};  // give scales that are powers of two, and so ties
+  Bits largest = 0;
+  switch (random() % 8) {
+    case 0:
+      largest = static_cast<Bits>(1 + random() % (infinity - 1u));
+      break;
+    case 1:
+      largest = static_cast<Bits>(infinity - 1 - random() % 64);
+      break;
+    case 2:
+      largest = static_cast<Bits>(1 + random() % (sizeof(Bits) == 2 ? 256 : 1 << 24));
+      break;
+    case 3:
+      largest = from_float<Bits>(std::ldexp(kUnits[random() % 3], static_cast<int>(random() % 20) - 14));
+      break;
+    default:
+      largest = from_float<Bits>(std::ldexp(1 + static_cast<float>(random() % (1 << 23)) / (1 << 23),
+                                            static_cast<int>(random() % 12) - 9));
+      break;
+  }
+  const float absmax = to_float(largest);
+  const formats::GroupParams<float> params = formats::group_params(-absmax, absmax, codec);
+  const bool adversarial = random() % 2 == 0;
+  group[0] = largest;
+  group[1] = static_cast<Bits>(largest | kSign);
+  for (int64_t i = 2; i < kGroup; ++i) {
+    const uint64_t r = random();
+    if (!adversarial) {  // nearly normal: a sum of four
+      const auto sum = static_cast<int>((r & 0xFFFF) + (r >> 16 & 0xFFFF) + (r >> 32 & 0xFFFF) + (r >> 48));
+      group[i] = from_float<Bits>(static_cast<float>(sum - 131070) / 131070 * absmax);
+      continue;
+    }
+    double threshold = 0;
+    if (codec.kind == formats::Kind::table)
+      threshold = codec.book.edges_f64[r % 15] * static_cast<double>(params.code_scale);
+    else
+      threshold = (static_cast<double>(r % 17) - (codec.kind == formats::Kind::affine ? 0.5 : 8.5)) *
+                      static_cast<double>(params.code_scale) +
+                  static_cast<double>(params.code_bias);
+    const auto bits = from_float<Bits>(static_cast<float>(threshold));
+    const int64_t magnitude =
+        static_cast<int64_t>(bits & static_cast<Bits>(~kSign)) + static_cast<int>(r >> 32) % 3;
+    group[i] = static_cast<Bits>((bits & kSign) | std::clamp<int64_t>(magnitude, 0, largest));
+  }
+}
+
+template <class Bits>
+void check_many(const QuantSpec& chosen, DType dtype) {
+  constexpr int64_t kBlock = 1 << 24, kBlocks = 32;
+  QuantSpec spec = chosen;
+  std::vector<Bits> x(kBlock);
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    // f16 holds the scales of weights only; the status tells of the others.
+    spec.scale_dtype = block % 4 == 3 ? DType::f16 : DType::f32;
+    const formats::Codec codec = make_codec(spec);
+    parallel_for(kBlock / kGroup, 1024, 0, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) {
+        Random random{static_cast<uint64_t>(block * kBlock + i)};
+        fill_group(random, codec, x.data() + i * kGroup);
+      }
+    });
+    SCOPED_TRACE(fmt::format("{} {} block {}", testing::describe(spec), to_string(dtype), block));
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(x.data());
+    const Parts cpu = testing::quantize_on_cpu(bytes, dtype, spec, kBlock / 4096, 4096);
+    EXPECT_EQ(cpu.status.num_nonfinite, 0);
+    EXPECT_TRUE(testing::same(cpu, testing::quantize_on_cuda(bytes, dtype, spec, kBlock / 4096, 4096)));
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+// 2^29 values for each dtype of each format.
+TEST_F(Exhaustive, ABillionRandomAndAdversarialValues) {
+  for (const QuantSpec& spec : specs_of({Format::nf4, Format::int4, Format::affine4})) {
+    check_many<uint32_t>(spec, DType::f32);
+    check_many<uint16_t>(spec, DType::bf16);
+    if (HasFailure()) return;
+  }
+}
+
+// ---- More than 2^32 elements
+
+// Element i of the tensor is element i % kPeriod of the block: no power of two, so that an index that has
+// lost its high bits is seen.
+constexpr int64_t kPeriod = (int64_t{1} << 26) - 1237 * kGroup;
+
+// Fills device memory with the `num_bytes` bytes at its start, over and over.
+void repeat(const Memory& memory, int64_t num_bytes) {
+  for (int64_t filled = num_bytes; filled < memory.num_bytes();) {
+    const int64_t n = std::min(filled, memory.num_bytes() - filled);
+    copy(kCuda, memory.data() + filled, memory.data(), n);
+    filled += n;
+  }
+}
+void poison(const Memory& memory) {
+  const std::vector<uint8_t> bytes(4096, Parts::kPoison);
+  copy(kCuda, memory.data(), bytes.data(), std::min<int64_t>(4096, memory.num_bytes()));
+  repeat(memory, std::min<int64_t>(4096, memory.num_bytes()));
+}
+void wait() {
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  cuda::synchronize(nullptr);
+}
+// The first num_bytes bytes on the device are `block`, over and over; then come those of `tail`.
+void expect_repeated(const char* name, const Memory& memory, const uint8_t* block, int64_t block_bytes,
+                     int64_t num_bytes, const std::vector<uint8_t>& tail) {
+  const Memory host = Memory::host(kCuda, block_bytes);
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(host.data());
+  for (int64_t begin = 0; begin < num_bytes; begin += block_bytes) {
+    const int64_t n = std::min(block_bytes, num_bytes - begin);
+    copy(kCuda, host.data(), memory.data() + begin, n);
+    wait();
+    ASSERT_TRUE(testing::same_bytes(name, block, bytes, static_cast<size_t>(n)))
+        << "in the block at byte " << begin;
+  }
+  ASSERT_EQ(memory.num_bytes() - num_bytes, static_cast<int64_t>(tail.size()));
+  copy(kCuda, host.data(), memory.data() + num_bytes, static_cast<int64_t>(tail.size()));
+  wait();
+  EXPECT_TRUE(testing::same_bytes(name, tail.data(), bytes, tail.size())) << "in the last group";
+}
+
+void check_huge(Format format, int64_t rows, int64_t cols) {
+  const QuantSpec spec = specs_of({format})[0];
+  SCOPED_TRACE(fmt::format("{} [{}, {}]", testing::describe(spec), rows, cols));
+  const int64_t n = rows * cols, last_group = (n - 1) / kGroup * kGroup;
+  std::vector<uint16_t> block(kPeriod);
+  parallel_for(kPeriod, 1 << 16, 0, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const uint64_t r = Random{static_cast<uint64_t>(i)}();
+      const auto sum = static_cast<int>((r & 0xFFFF) + (r >> 16 & 0xFFFF) + (r >> 32 & 0xFFFF) + (r >> 48));
+      block[static_cast<size_t>(i)] = formats::to_bf16(static_cast<float>(sum - 131070) * 0x1p-22f);
+    }
+  });
+  // The last group, whose last element is not finite.
+  std::vector<uint16_t> tail;
+  for (int64_t i = last_group; i < n; ++i) tail.push_back(block[static_cast<size_t>(i % kPeriod)]);
+  tail.back() = 0x7FC0;
+
+  const auto without_guard = [](std::vector<uint8_t> bytes) {
+    bytes.resize(bytes.size() - Parts::kGuard);
+    return bytes;
+  };
+  Parts cpu =
+      testing::quantize_on_cpu(reinterpret_cast<const uint8_t*>(block.data()), DType::bf16, spec, 1, kPeriod);
+  Parts cpu_tail = testing::quantize_on_cpu(reinterpret_cast<const uint8_t*>(tail.data()), DType::bf16, spec,
+                                            1, static_cast<int64_t>(tail.size()));
+  ASSERT_TRUE(testing::same(cpu.status, {}));
+  QuantizeStatus expected = cpu_tail.status;
+  expected.first_nonfinite = n - 1;
+
+  const QuantShape shape = quant_shape(spec, rows, cols);
+  const Memory x(kCuda, 2 * n), codes(kCuda, shape.code_bytes()), scales(kCuda, 4 * shape.num_groups);
+  poison(codes);
+  poison(scales);
+  copy(kCuda, x.data(), block.data(), 2 * kPeriod);
+  repeat(x, 2 * kPeriod);
+  copy(kCuda, x.data() + 2 * (n - 1), &tail.back(), 2);
+  const QuantizedView view{spec,          rows,    cols,   reinterpret_cast<uint8_t*>(codes.data()),
+                           scales.data(), nullptr, nullptr};
+  EXPECT_TRUE(
+      testing::same(expected, quantize(testing::matrix(x.data(), DType::bf16, rows, cols, kCuda), view)));
+  expect_repeated("codes", codes, cpu.codes.data(), kPeriod / 2, last_group / 2,
+                  without_guard(cpu_tail.codes));
+  expect_repeated("scales", scales, cpu.scales.data(), kPeriod / kGroup * 4, last_group / kGroup * 4,
+                  without_guard(cpu_tail.scales));
+  poison(x);
+  dequantize(view, testing::matrix(x.data(), DType::bf16, rows, cols, kCuda));
+  expect_repeated("y", x, testing::dequantize_on_cpu(cpu, DType::bf16).data(), 2 * kPeriod, 2 * last_group,
+                  testing::dequantize_on_cpu(cpu_tail, DType::bf16));
+}
+
+TEST_F(Exhaustive, MoreThan2ToThe32ElementsInAlignedRows) { check_huge(Format::nf4, (1 << 20) + 1, 4096); }
+TEST_F(Exhaustive, MoreThan2ToThe32ElementsInOneRow) { check_huge(Format::int4, 1, (int64_t{1} << 32) + 1); }
+
+}  // namespace
+}  // namespace halfbyte

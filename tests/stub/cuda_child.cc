@@ -1,0 +1,118 @@
+// What the tests of the CUDA runtime run in processes of their own: a process loads a driver and NVRTC once.
+//
+//   cuda_child info                     what cuda_info() says
+//   cuda_child kernels N CONFIG...      gets the kernel of each CONFIG from N threads, prints the hashes of
+//   the stub cuda_child memory BYTES             allocates, copies there and back cuda_child sticky an error
+//   that the device keeps, then everything else
+//
+// An Error is printed; its code is the exit code.
+#include <fmt/format.h>
+
+#include <barrier>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "cuda/jit.h"
+#include "cuda/launch.h"
+#include "halfbyte/device.hpp"
+#include "halfbyte/error.hpp"
+
+namespace {
+
+using namespace halfbyte;
+
+constexpr Device kDevice{DeviceKind::cuda, 0};
+
+cuda::KernelSpec spec_of(const std::string& config) {
+  for (const cuda::EmbeddedFile& file : cuda::embedded_files())
+    if (std::string_view(file.name).ends_with(".cu")) return {file.name, "kernel", config};
+  throw Error(ErrorCode::bug, "no .cu is embedded");
+}
+
+int report(const std::function<void()>& body) {
+  try {
+    body();
+    return 0;
+  } catch (const Error& error) {
+    fmt::print("{}: {}\n", to_string(error.code()), error.what());
+    return static_cast<int>(error.code());
+  }
+}
+
+void info() {
+  const CudaInfo info = cuda_info();
+  fmt::print("problem {}\ndriver {} {}\nnvrtc {} {}\n", info.problem, info.driver_path, info.driver_version,
+             info.nvrtc_path, info.nvrtc_version);
+  for (const CudaDevice& device : info.devices)
+    fmt::print("device {} {} {} {} {} {} {}\n", device.index, device.name, device.capability, device.target,
+               device.num_multiprocessors, device.memory_bytes, device.problem);
+  fmt::print("cache {} {}\n", info.cache_directory, info.cache_problem);
+}
+
+int kernels(int num_threads, const std::vector<std::string>& configs) {
+  std::vector<uint64_t> hashes(configs.size());
+  std::vector<int> codes(static_cast<size_t>(num_threads));
+  std::barrier start(num_threads);
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < num_threads; ++t)
+    threads.emplace_back([&, t] {
+      start.arrive_and_wait();
+      codes[static_cast<size_t>(t)] = report([&] {
+        for (size_t i = 0; i < configs.size(); ++i) {
+          const size_t which = (i + static_cast<size_t>(t)) % configs.size();
+          const auto function = cuda::get_kernel(cuda::context(0), spec_of(configs[which]));
+          if (t == 0) std::memcpy(&hashes[which], static_cast<const void*>(function), sizeof hashes[which]);
+        }
+      });
+    });
+  threads.clear();
+  for (const int code : codes)
+    if (code != 0) return code;
+  for (const uint64_t hash : hashes) fmt::print("{:016x}\n", hash);
+  return 0;
+}
+
+void memory(int64_t num_bytes) {
+  const Memory there(kDevice, num_bytes);
+  const Memory from = Memory::host(kDevice, num_bytes), back = Memory::host(kDevice, num_bytes);
+  std::memset(from.data(), 42, static_cast<size_t>(num_bytes));
+  const Stream stream(kDevice);
+  copy(kDevice, there.data(), from.data(), num_bytes, stream.handle());
+  copy(kDevice, back.data(), there.data(), num_bytes, stream.handle());
+  stream.synchronize();
+  fmt::print("same {}\n", std::memcmp(from.data(), back.data(), static_cast<size_t>(num_bytes)) == 0);
+}
+
+int sticky() {
+  const Memory before(kDevice, 64);
+  const Stream stream(kDevice);
+  const auto function = cuda::get_kernel(cuda::context(0), spec_of("first"));
+  int code = report([&] { cuda::launch(function, {1, 32}, stream.handle(), 0); });
+  const std::function<void()> later[] = {
+      [&] {
+        cuda::launch(function, {1, 32}, stream.handle(), 0);
+      },
+      [&] { cuda::get_kernel(cuda::context(0), spec_of("second")); },
+      [&] { stream.synchronize(); },
+      [&] { Memory(kDevice, 64); },
+      [&] { copy(kDevice, before.data(), before.data(), 1); },
+  };
+  for (const auto& call : later)
+    if (report(call) != code) code = static_cast<int>(ErrorCode::bug);
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (words[0] == "info") return report(info);
+  if (words[0] == "kernels") return kernels(std::stoi(words[1]), {words.begin() + 2, words.end()});
+  if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
+  return sticky();
+}

@@ -1,0 +1,148 @@
+// A stand-in for libcuda whose device memory is host memory and whose kernels do nothing.
+//   STUB_CUDA_INIT         result of cuInit; 0
+//   STUB_CUDA_DEVICES      their number; 1
+//   STUB_CUDA_CAPABILITY   10 * major + minor; 90
+//   STUB_CUDA_REFUSE       images that contain this word are refused
+//   STUB_CUDA_REFUSAL      with this result; 209
+//   STUB_CUDA_STICKY       result of every call once a kernel was started; 0
+#include <cstddef>
+#include <cstring>
+#include <limits>
+
+#include "stub/stub.h"
+
+namespace {
+
+constexpr int kInvalidImage = 200;
+constexpr int kInvalidDevice = 101;
+constexpr int kOutOfMemory = 2;
+constexpr size_t kMemoryBytes = size_t{1} << 30;
+
+int sticky = 0;
+
+// And its only function: cuda_child prints the hash of the image.
+struct Module {
+  uint64_t hash;
+};
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return stub::number("STUB_CUDA_INIT", 0); }
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+int cuGetErrorName(int error, const char** name) {
+  *name = error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_OF_STUB";
+  return 0;
+}
+int cuGetErrorString(int, const char** text) {
+  *text = "an error of the stub";
+  return 0;
+}
+int cuDeviceGetCount(int* count) {
+  *count = stub::number("STUB_CUDA_DEVICES", 1);
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  int count = 0;
+  cuDeviceGetCount(&count);
+  *device = ordinal;
+  return ordinal < count ? 0 : kInvalidDevice;
+}
+int cuDeviceGetName(char* name, int num_bytes, int) {
+  std::strncpy(name, "Stub", static_cast<size_t>(num_bytes));
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  const int capability = stub::number("STUB_CUDA_CAPABILITY", 90);
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 132;
+  return 0;
+}
+int cuDeviceTotalMem_v2(size_t* num_bytes, int) {
+  *num_bytes = kMemoryBytes;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  static int the_context;
+  *context = &the_context;
+  return 0;
+}
+int cuCtxPushCurrent_v2(void*) { return 0; }
+int cuCtxPopCurrent_v2(void**) { return 0; }
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
+  *free_bytes = *total_bytes = kMemoryBytes;
+  return sticky;
+}
+int cuMemAlloc_v2(unsigned long long* pointer, size_t num_bytes) {
+  if (sticky != 0) return sticky;
+  if (num_bytes > kMemoryBytes) return kOutOfMemory;
+  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64));
+  return 0;
+}
+int cuMemFree_v2(unsigned long long pointer) {
+  std::free(reinterpret_cast<void*>(pointer));
+  return sticky;
+}
+int cuMemAllocAsync(unsigned long long* pointer, size_t num_bytes, void*) {
+  return cuMemAlloc_v2(pointer, num_bytes);
+}
+int cuMemFreeAsync(unsigned long long pointer, void*) { return cuMemFree_v2(pointer); }
+int cuMemHostAlloc(void** pointer, size_t num_bytes, unsigned) {
+  unsigned long long address = 0;
+  const int result = cuMemAlloc_v2(&address, num_bytes);
+  *pointer = reinterpret_cast<void*>(address);
+  return result;
+}
+int cuMemFreeHost(void* pointer) { return cuMemFree_v2(reinterpret_cast<unsigned long long>(pointer)); }
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t num_bytes, void*) {
+  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), num_bytes);
+  return sticky;
+}
+int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes, void*) {
+  std::memset(reinterpret_cast<void*>(to), value, num_bytes);
+  return sticky;
+}
+int cuPointerGetAttribute(void*, int, unsigned long long) { return sticky; }
+int cuStreamCreate(void** stream, unsigned) {
+  static int the_stream;
+  *stream = &the_stream;
+  return sticky;
+}
+int cuStreamDestroy_v2(void*) { return sticky; }
+int cuStreamSynchronize(void*) { return sticky; }
+int cuEventCreate(void**, unsigned) { return sticky; }
+int cuEventDestroy_v2(void*) { return sticky; }
+int cuEventRecord(void*, void*) { return sticky; }
+int cuEventSynchronize(void*) { return sticky; }
+int cuEventElapsedTime(float*, void*, void*) { return sticky; }
+int cuModuleLoadData(Module** module, const void* image) {
+  if (sticky != 0) return sticky;
+  const char* bytes = static_cast<const char*>(image);
+  if (std::strncmp(bytes, stub::kMagic.data(), stub::kMagic.size()) != 0) return kInvalidImage;
+  const std::string rest(bytes + stub::kMagic.size() + 9,
+                         std::strtoul(bytes + stub::kMagic.size(), nullptr, 10));
+  const std::string refused = stub::text("STUB_CUDA_REFUSE");
+  if (!refused.empty() && rest.find(refused) != std::string::npos)
+    return stub::number("STUB_CUDA_REFUSAL", 209);
+  stub::log("load");
+  *module = new Module{stub::fnv1a(rest)};
+  return 0;
+}
+int cuModuleUnload(Module* module) {
+  delete module;
+  return sticky;
+}
+int cuModuleGetFunction(const Module** function, Module* module, const char*) {
+  *function = module;
+  return sticky;
+}
+int cuFuncSetAttribute(void*, int, int) { return sticky; }
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                   void**) {
+  return sticky = stub::number("STUB_CUDA_STICKY", 0);
+}
+
+}  // extern "C"
