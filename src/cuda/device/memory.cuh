@@ -32,6 +32,12 @@ __device__ __forceinline__ u64 load_once(const u64* from) {
   asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
+// Of a table that all threads read: it stays in the caches. Keeps its place before the loads that follow.
+__device__ __forceinline__ u32 load_table(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 // Written lines are the first to leave the second-level cache.
 __device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),

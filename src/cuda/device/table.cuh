@@ -21,7 +21,7 @@ struct TableBins {
   float bins_per_unit = 0;      // bin = rint(y * bins_per_unit) + center
   int center = 0;
   float edges[kMaxEdges][32] = {};
-  u8 rank[32] = {};
+  u32 rank[32] = {};
   // code = code_of_rank_0 ^ (code_of_rank_bit[i] for each bit i of the rank)
   u8 code_of_rank_0 = 0;
   u8 code_of_rank_bit[4] = {};
@@ -37,7 +37,7 @@ constexpr TableBins place_edges(const float* edges, int n, const u8* codes, bool
   bins.center = sign_magnitude ? 0 : 16;
   bins.bins_per_unit = (sign_magnitude ? 31.0f : 15.0f) / limit;
   for (int i = 0, edge = 0; i < 32; ++i) {
-    bins.rank[i] = static_cast<u8>(edge);
+    bins.rank[i] = static_cast<u32>(edge);
     for (int k = 0; k < TableBins::kMaxEdges; ++k) bins.edges[k][i] = Float<float>::kMax;
     int here = 0;
     for (; edge < n; ++edge, ++here) {

@@ -35,7 +35,7 @@ constexpr bool kFast = kFastType && !(kTable && kBins.num_edges > TableBins::kMa
 constexpr float kLargestSignedScale = !(kTable && kBins.signed_zero) ? 0x1p100f : kPairs ? 0x1p16f : 1.0f;
 __device__ const TableBins kDeviceBins = kBins;
 
-struct Chunk {
+struct alignas(16) Chunk {
   static constexpr int kWords4 = kChunk * sizeof(Memory) / sizeof(Words4);
   Words4 words[kWords4];
 
@@ -62,14 +62,6 @@ struct Chunk {
     }
   }
 };
-
-// Every element is finite.
-__device__ __forceinline__ bool all_finite(const Chunk& x) {
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) finite = finite && formats::is_finite(x[i]);
-  return finite;
-}
 
 __device__ __forceinline__ Chunk load_chunk(const void* x, i64 chunk) {
   const Words4* const from = static_cast<const Words4*>(x) + chunk * Chunk::kWords4;
@@ -210,8 +202,9 @@ __device__ __forceinline__ LaneBins load_bins(int lane) {
   LaneBins bins = {};
   if constexpr (kTable && kFast) {
 #pragma unroll
-    for (int i = 0; i < kBins.num_edges; ++i) bins.edges[i] = kDeviceBins.edges[i][lane];
-    bins.rank = kDeviceBins.rank[lane];
+    for (int i = 0; i < kBins.num_edges; ++i)
+      bins.edges[i] = bit_cast<float>(load_table(reinterpret_cast<const u32*>(&kDeviceBins.edges[i][lane])));
+    bins.rank = load_table(&kDeviceBins.rank[lane]);
   }
   return bins;
 }

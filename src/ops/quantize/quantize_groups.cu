@@ -82,6 +82,7 @@ __device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) quantize_groups(const __grid_constant__ QuantizeArgs args) {
   __shared__ Tile tiles[kThreads / 32];
   const int lane = static_cast<int>(threadIdx.x % 32);
+  const LaneBins bins = load_bins(lane);
   const i64 warp = block_index() * (kThreads / 32) + threadIdx.x / 32;
   const i64 first = warp * (32 * kBatch);  // chunk
   // Chunks from there on; no warp leaves early, so that shuffles find all lanes.
@@ -100,8 +101,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) quantize_grou
     for (int chunk = lane; chunk < 32 * kBatch; chunk += 32)
       tile.chunk(chunk) = chunk < num_chunks ? load_chunk(args.x, first + chunk) : Chunk{};
   }
-  const LaneBins bins = load_bins(lane);
-
   wait_copies();
 
   const int own = lane % kLanes, own_chunk = own * 32 + lane;

@@ -9,7 +9,7 @@ namespace halfbyte::device {
 using Key = decltype(sortable(F()));
 
 constexpr int kThreads = kSpansThreads;
-// Chunks a thread reads at a time. A span of at most so many a thread stays in registers.
+// Chunks a thread has at a time, in shared memory. A span of at most so many a thread is read once.
 constexpr int kUnroll = 8 / static_cast<int>(sizeof(Memory));
 
 struct SpanGroup {
@@ -17,16 +17,21 @@ struct SpanGroup {
   Encoding encoding;
 };
 
-// kAligned: rows and chunks begin at multiples of 16 bytes, and all rows but their chunks are whole.
-__device__ __forceinline__ Chunk load_part(const QuantizeArgs& args, i64 index, int n) {
-  if constexpr (kAligned) {
-    return n > 0 ? load_chunk(args.x, index / kChunk) : Chunk{};
+// n elements from `index` on, zeros behind them; there after wait_copies(). kAligned: rows and chunks begin at
+// multiples of 16 bytes, and no chunk is cut.
+__device__ __forceinline__ void load_part(const QuantizeArgs& args, i64 index, int n, Chunk& to) {
+  if (kAligned && n > 0) {
+    const auto* const from = static_cast<const Words4*>(args.x) + index / kChunk * Chunk::kWords4;
+#pragma unroll
+    for (int i = 0; i < Chunk::kWords4; ++i) copy_async(&to.words[i], from + i);
   } else {
     Chunk x{};
+    if constexpr (!kAligned) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      if (i < n) x.set(i, static_cast<const Memory*>(args.x)[index + i]);
-    return x;
+      for (int i = 0; i < kChunk; ++i)
+        if (i < n) x.set(i, static_cast<const Memory*>(args.x)[index + i]);
+    }
+    to = x;
   }
 }
 
@@ -43,21 +48,14 @@ __device__ __forceinline__ void add_range(SpanGroup& group, const Chunk& x, int 
   shared_atomic_max(&group.low, low);
   shared_atomic_max(&group.high, high);
 }
-// Adds a chunk of each lane of the warp, all of one group and finite.
-__device__ __forceinline__ void add_warp_range(SpanGroup& group, const Chunk& x, int lane) {
-  auto packed = chunk_range(Element(), x);
+// Adds the ranges of a chunk of each lane of the warp, all of one group.
+template <class ChunkRange>
+__device__ __forceinline__ void add_warp_range(SpanGroup& group, ChunkRange range, int lane) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) packed = join(packed, shuffle_xor(packed, mask));
+  for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
   if (lane != 0) return;
-  const Range<F> range = unpack(packed);
-  shared_atomic_max(&group.low, sortable(range.low));
-  shared_atomic_max(&group.high, sortable(range.high));
-}
-
-// No element is beyond the range of the group.
-__device__ __forceinline__ bool is_within(const Chunk& x, const SpanGroup& group) {
-  const Range<F> range = range_of(x);
-  return sortable(range.low) <= group.low && sortable(range.high) <= group.high;
+  shared_atomic_max(&group.low, sortable(unpack(range).low));
+  shared_atomic_max(&group.high, sortable(unpack(range).high));
 }
 
 __device__ __forceinline__ void store_part(u8* to, const u64 bits, int n) {
@@ -75,8 +73,9 @@ __device__ __forceinline__ void store_part(u8* to, const u64 bits, int n) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 3 : 2) quantize_spans(const __grid_constant__ QuantizeArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2) quantize_spans(const __grid_constant__ QuantizeArgs args) {
   __shared__ SpanGroup groups[kMaxSpanGroups];
+  __shared__ Chunk chunks[kUnroll * kThreads];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const i64 block = block_index(), row = block / args.spans_per_row;
   if (row >= args.rows) return;
@@ -84,62 +83,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 3 : 2) quantize_s
   const i64 first_group = begin / args.group_size, row_groups = row * args.groups_per_row;
   const int num_groups = static_cast<int>((end - 1) / args.group_size - first_group) + 1;
 
-  // Column `col` of a chunk of n elements: its group among `groups`, and how many of the n belong to it.
+  const int num_cols = static_cast<int>(end - begin);
+  const int num_chunks = (num_cols + kChunk - 1) / kChunk;
+
+  // This thread's chunk from chunk `step` of the span on: its first column within the span, how many elements there
+  // are, the group of the first of them among `groups`, and how many belong to that.
   struct Part {
-    i64 col;
-    int n, group, in_first;
+    int offset, n, group, in_first;
   };
-  const auto part_of = [&](i64 step) {
+  const auto part_of = [&](int step) {
     Part part;
-    part.col = begin + (step + thread) * kChunk;
-    part.n = static_cast<int>(clamp<i64>(end - part.col, 0, kChunk));
+    part.offset = (step + thread) * kChunk;
+    part.n = clamp(num_cols - part.offset, 0, kChunk);
     part.group = 0;
     part.in_first = part.n;
     if (part.n == 0 || num_groups == 1) return part;
     if (args.ranges != nullptr) {  // at most two groups
-      const i64 left = (first_group + 1) * args.group_size - part.col;
+      const i64 left = (first_group + 1) * args.group_size - (begin + part.offset);
       part.group = left <= 0 ? 1 : 0;
       if (left > 0) part.in_first = static_cast<int>(min<i64>(part.n, left));
     } else {
-      const u32 offset = static_cast<u32>(part.col - first_group * args.group_size);
-      const u32 size = static_cast<u32>(args.group_size);
+      const u32 offset = static_cast<u32>(part.offset), size = static_cast<u32>(args.group_size);
       part.group = static_cast<int>(offset / size);
       part.in_first = min(part.n, static_cast<int>(size - offset % size));
     }
     return part;
   };
 
-  const i64 num_chunks = (end - begin + kChunk - 1) / kChunk;
-  Chunk x[kUnroll];
-  const auto load_chunks = [&](i64 step) {
-#pragma unroll
+  const auto chunk_at = [&](int u) -> Chunk& { return chunks[u * kThreads + thread]; };
+  const i64 span_index = row * args.cols + begin;
+  const auto load_chunks = [&](int step) {
     for (int u = 0; u < kUnroll; ++u) {
-      const i64 col = begin + (step + u * kThreads + thread) * kChunk;
-      x[u] = load_part(args, row * args.cols + col, static_cast<int>(clamp<i64>(end - col, 0, kChunk)));
+      const int offset = (step + u * kThreads + thread) * kChunk;
+      load_part(args, span_index + offset, clamp(num_cols - offset, 0, kChunk), chunk_at(u));
     }
+    wait_copies();
   };
   if (args.ranges == nullptr) {
     for (int g = thread; g < num_groups; g += kThreads) groups[g].low = groups[g].high = 0;
     __syncthreads();
-    for (i64 step = 0; step < num_chunks; step += kThreads * kUnroll) {
+    for (int step = 0; step < num_chunks; step += kThreads * kUnroll) {
       load_chunks(step);
-      u32 slow = 0;  // chunks that are left for the loop below
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const Part part = part_of(step + u * kThreads);
-        const int warp_group = shuffle(part.group, 0);
-        if (__all_sync(kAllLanes, part.in_first == kChunk && part.group == warp_group && all_finite(x[u])))
-          add_warp_range(groups[warp_group], x[u], lane);
-        else
-          slow |= 1u << u;
-      }
 #pragma unroll 1
       for (int u = 0; u < kUnroll; ++u) {
-        if (!(slow >> u & 1)) continue;
         const Part part = part_of(step + u * kThreads);
-        const Chunk again = load_part(args, row * args.cols + part.col, part.n);
+        const Chunk x = chunk_at(u);
+        const int warp_group = shuffle(part.group, 0);
+        const auto range = chunk_range(Element(), x);
+        if (__all_sync(kAllLanes, part.in_first == kChunk && part.group == warp_group && is_finite(unpack(range)))) {
+          add_warp_range(groups[warp_group], range, lane);
+          continue;
+        }
         for (int i = 0, group = part.group, next = part.in_first; i < part.n; ++group) {
-          add_range(groups[group], again, i, next);
+          add_range(groups[group], x, i, next);
           i = next;
           next = static_cast<int>(min<i64>(part.n, next + args.group_size));
         }
@@ -162,45 +158,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 3 : 2) quantize_s
     // The block that has the first column of a group stores what it has worked out.
     const bool first = group * args.group_size >= begin && (args.groups_per_row > 0 || row == 0);
     groups[g].encoding = finish_group(args, row_groups + group, range, first);
+    if constexpr (kSymmetric) range.low = range.high = max(range.low, range.high);
     groups[g].low = sortable(range.low);
     groups[g].high = sortable(range.high);
   }
   __syncthreads();
 
   const LaneBins bins = load_bins(lane);
-  u8* const row_codes = args.codes + row * args.row_bytes;
-  for (i64 step = 0; step < num_chunks; step += kThreads * kUnroll) {
+  u8* const span_codes = args.codes + row * args.row_bytes + begin / kChunk * kBits;
+  for (int step = 0; step < num_chunks; step += kThreads * kUnroll) {
     if (args.ranges != nullptr || num_chunks > kThreads * kUnroll) load_chunks(step);
-    u32 slow = 0;  // chunks that are left for the loop below
-#pragma unroll
+#pragma unroll 1
     for (int u = 0; u < kUnroll; ++u) {
       const Part part = part_of(step + u * kThreads);
       const SpanGroup& group = groups[part.group];
       const Encoding e = group.encoding;
+      const Chunk x = chunk_at(u);
       // What lies behind the end of a row needs the code of zero, which may not lie within the range. A given
       // range may be that of other elements.
-      const bool fast = kFast && !e.slow && part.in_first == kChunk && all_finite(x[u]) &&
-                        (args.ranges == nullptr || is_within(x[u], group));
+      const Range<F> range = unpack(chunk_range(Element(), x));
+      const bool fast = kFast && !e.slow && part.in_first == kChunk && is_finite(range) &&
+                        sortable(range.low) <= group.low && sortable(range.high) <= group.high;
       u64 bits = 0;
-      if constexpr (kFast) bits = encode_fast(x[u], e, bins).bits();
+      if constexpr (kFast) bits = encode_fast(x, e, bins).bits();
       if (part.n == 0) continue;
-      if (fast)
-        store_part(row_codes + part.col / kChunk * kBits, bits, part.n);
-      else
-        slow |= 1u << u;
-    }
-#pragma unroll 1
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!(slow >> u & 1)) continue;
-      const Part part = part_of(step + u * kThreads);
-      const i64 index = row * args.cols + part.col;
-      const auto encoding = [&](int i) {
-        const int behind = i < part.in_first ? 0 : 1 + static_cast<int>((i - part.in_first) / args.group_size);
-        return groups[part.group + behind].encoding;
-      };
-      const u64 bits =
-          encode_slow(args, index, part.n, [&](int i) { return load_element(args.x, index + i); }, encoding);
-      store_part(row_codes + part.col / kChunk * kBits, bits, part.n);
+      if (!fast) {
+        const i64 index = span_index + part.offset;
+        const auto encoding = [&](int i) {
+          const int behind = i < part.in_first ? 0 : 1 + static_cast<int>((i - part.in_first) / args.group_size);
+          return groups[part.group + behind].encoding;
+        };
+        bits = encode_slow(args, index, part.n, [&](int i) { return load_element(args.x, index + i); }, encoding);
+      }
+      store_part(span_codes + part.offset / kChunk * kBits, bits, part.n);
     }
   }
 }
