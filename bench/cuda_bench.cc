@@ -209,11 +209,7 @@ void fill(const Memory& memory, const std::vector<uint8_t>& pool) {
   }
   cuda::synchronize(nullptr);
 }
-void poison(void* memory, int64_t num_bytes) {
-  cuda::check(cuda::driver().cuMemsetD8Async(reinterpret_cast<cuda::CUdeviceptr>(memory), kPoison,
-                                             static_cast<size_t>(num_bytes), nullptr),
-              "cuMemsetD8Async");
-}
+void poison(void* memory, int64_t num_bytes) { cuda::fill(memory, kPoison, num_bytes, nullptr); }
 std::vector<uint8_t> download(const void* memory, int64_t num_bytes) {
   std::vector<uint8_t> bytes(static_cast<size_t>(num_bytes));
   copy(kCuda, bytes.data(), memory, num_bytes);
@@ -392,7 +388,7 @@ class Bench {
                         {"of_copy", of_copy},
                         {"of_move", of_move},
                         {"target", test.target},
-                        {"correct", correct},
+                        {"correct", test.spec.granularity == Granularity::tensor ? json() : json(correct)},
                         {"passed", passed}});
   }
 
@@ -555,11 +551,18 @@ bool time_first_calls(double limit_ms, json& results) {
 int run(int argc, char** argv) {
   std::string json_path, filter;
   double limit_ms = 0;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string_view option = argv[i];
-    if (option == "--json") json_path = argv[i + 1];
-    if (option == "--filter") filter = argv[i + 1];
-    if (option == "--first-calls") limit_ms = std::atof(argv[i + 1]);
+  for (int i = 1; i < argc; i += 2) {
+    const std::string option = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    if (option == "--json" && !value.empty()) {
+      json_path = value;
+    } else if (option == "--filter" && !value.empty()) {
+      filter = value;
+    } else if (option == "--first-calls" && std::atof(value.c_str()) > 0) {
+      limit_ms = std::atof(value.c_str());
+    } else {
+      fmt::print(stderr, "halfbyte_cuda_bench [--json FILE] [--filter TEXT] [--first-calls LIMIT_MS]\n");
+      return 2;
+    }
   }
   check_device(kCuda);
   const cuda::Scope scope(cuda::context(kCuda.index));

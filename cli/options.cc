@@ -48,13 +48,19 @@ std::optional<Device> parse_device_option(const std::string& word) {
   }
 }
 
+// The device, and what makes each run compile its kernels again.
+std::string describe(const CudaInfo& info, const CudaDevice& device) {
+  if (!info.cache_directory.empty()) return device.name;
+  return fmt::format("{}; no kernel cache: {}", device.name, info.cache_problem);
+}
+
 DeviceChoice select_automatically(const std::string& input) {
   if (input_bytes(input) < kMinAutoCudaBytes)
     return {{}, fmt::format("input below {}; --device cuda forces CUDA", format_bytes(kMinAutoCudaBytes))};
   const CudaInfo info = cuda_info();
   const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
   if (!info.usable() || usable == info.devices.end()) return {{}, info.problem};
-  return {{DeviceKind::cuda, usable->index}, usable->name};
+  return {{DeviceKind::cuda, usable->index}, describe(info, *usable)};
 }
 
 }  // namespace
@@ -100,7 +106,7 @@ DeviceChoice select_device(const std::string& word, const std::string& input) {
   }
   const CudaInfo info = cuda_info();
   const auto found = std::ranges::find(info.devices, device->index, &CudaDevice::index);
-  return {*device, found == info.devices.end() ? "" : found->name};
+  return {*device, found == info.devices.end() ? "" : describe(info, *found)};
 }
 
 void check_cpu(const std::string& word, const std::string& command) {

@@ -32,7 +32,7 @@ struct DeviceChoice {
   Device device;
   std::string note = {};  // the name of a CUDA device; why "auto" took the CPU
 };
-// "cpu", "cpu (no driver: ...)", "cuda:0 (NVIDIA H200)"
+// "cpu", "cpu (no CUDA driver: ...)", "cuda:0 (NVIDIA H200)"
 std::string to_string(const DeviceChoice& choice);
 
 // The device that works on the checkpoint `input`. "auto" takes the first usable CUDA device where the input

@@ -107,7 +107,7 @@ readonly deadline=$((SECONDS + 520))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/*
+rm -f "$out"/{tests,sanitize,interop,bench}.log "$out"/{peer,latency,bench}.json "$out"/summary.txt
 table=() failed=0
 export -f $(compgen -A function section_)
 export tests bench out work
@@ -119,7 +119,7 @@ for section in "${chosen[@]}"; do
   if ((limit < 10)); then
     echo "no time is left" >"$log" && code=124
   else
-    timeout --kill-after=5 "$limit" bash -c "section_$section" >"$log" 2>&1 || code=$?
+    timeout --kill-after=5 "$limit" bash -o pipefail -c "section_$section" >"$log" 2>&1 || code=$?
   fi
   case $code in
     0) result=pass ;;

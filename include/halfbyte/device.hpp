@@ -2,9 +2,11 @@
 // toolkit: the driver and NVRTC are found when the first function is called.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "halfbyte/tensor.hpp"
@@ -23,8 +25,8 @@ struct CudaDevice {
 
 // What was found of CUDA on this machine, and why it can or cannot be used.
 struct CudaInfo {
-  std::string
-      problem;  // why no device can be used: "no driver: libcuda.so.1: cannot open ..."; empty if one can
+  // Why no device can be used: "no CUDA driver: libcuda.so.1: cannot open ..."; empty if one can.
+  std::string problem;
   std::string driver_path;  // empty if not found
   int driver_version = 0;   // of CUDA that the driver supports: 1000 * major + 10 * minor
   std::string nvrtc_path;
@@ -34,7 +36,7 @@ struct CudaInfo {
   std::string cache_problem;    // why none is used
   bool usable() const { return problem.empty(); }
 };
-// Never throws for what the machine lacks. Makes no context.
+// Never throws for what the machine lacks. Makes no context; where a device can be used, the cache directory.
 CudaInfo cuda_info();
 
 // "cpu", "cuda" or "cuda:1". parse_device throws Error(usage) for other words; it does not look whether the
@@ -49,6 +51,7 @@ void check_device(Device device);
 class Stream {
  public:
   Stream() = default;  // of the CPU
+  // Throws Error(device) where the device cannot be used.
   explicit Stream(Device device);
   void* handle() const { return handle_.get(); }
   // Waits until all is done. Throws Error(device) where something failed.
@@ -59,7 +62,8 @@ class Stream {
   std::shared_ptr<void> handle_;
 };
 
-// Memory of a device, or of the host for copies to and from it.
+// Memory of a device, or of the host for copies to and from it. Copies share it; the last one frees it, for
+// which work on it must be done.
 class Memory {
  public:
   Memory() = default;
@@ -67,6 +71,7 @@ class Memory {
   // device, naming the bytes wanted and free.
   Memory(Device device, int64_t num_bytes);
   // Host memory that copies to and from `device` run asynchronously on (page-locked). For the CPU: plain.
+  // Throws Error(no_memory) where the host has none left, Error(device) where the device cannot be used.
   static Memory host(Device device, int64_t num_bytes);
 
   std::byte* data() const { return data_.get(); }
@@ -78,7 +83,8 @@ class Memory {
 };
 
 // Copies between host memory and memory of `device`, either way, or within it. On a CUDA device enqueued on
-// `stream`: host memory that is not from Memory::host may make the call wait.
+// `stream`: host memory must live until that has come so far, and may make the call wait if it is not from
+// Memory::host. Throws Error(device) where the device refuses.
 void copy(Device device, void* to, const void* from, int64_t num_bytes, void* stream = nullptr);
 
 }  // namespace halfbyte

@@ -1,10 +1,11 @@
 // The operations, one function each. All are deterministic: the same bytes for every number of
-// threads, SIMD target and device.
+// threads, SIMD target and device (but for the payload of a NaN that decoding with a NaN or infinite scale
+// gives).
 //
-// They run where the dense tensor (x, y) is: all other pointers of the call are memory of the same device.
-// On a CUDA device an operation is enqueued on Execution::stream; those that return what they found in the
-// data wait for it, the others return at once. Error(device) where the device cannot run it; there is no
-// falling back. Alignment on a CUDA device: of each array to its element; 16 bytes are fastest.
+// They run where the dense tensor (x, y) is: all other pointers of the call but `range` are memory of the
+// same device. On a CUDA device an operation is enqueued on Execution::stream; those that return what they
+// found in the data wait for it, the others return at once. Error(device) where the device cannot run it;
+// there is no falling back. Alignment on a CUDA device: of each array to its element; 16 bytes are fastest.
 #pragma once
 
 #include <cstdint>

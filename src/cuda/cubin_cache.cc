@@ -168,6 +168,8 @@ std::optional<std::vector<char>> CubinCache::load(std::string_view key) const {
   const Descriptor file(::open(path_of(key, kEntry).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   struct stat status;
   if (file.fd < 0 || ::fstat(file.fd, &status) != 0 || !S_ISREG(status.st_mode)) return std::nullopt;
+  // What others made or can write to, left from when the directory let them.
+  if (status.st_uid != ::geteuid() || (status.st_mode & (S_IWGRP | S_IWOTH)) != 0) return std::nullopt;
   const uint64_t file_bytes = static_cast<uint64_t>(status.st_size);
   std::string head = entry_head(key);
   const size_t frame_bytes = head.size() + sizeof(uint64_t) + kHashBytes;  // all but the cubin
@@ -184,6 +186,14 @@ std::optional<std::vector<char>> CubinCache::load(std::string_view key) const {
 
 void CubinCache::store(std::string_view key, const std::vector<char>& cubin) const {
   if (directory_.empty()) return;
+  try {
+    publish(key, cubin);
+    clean();
+  } catch (const std::exception&) {  // no memory, no random numbers: there is no entry then
+  }
+}
+
+void CubinCache::publish(std::string_view key, const std::vector<char>& cubin) const {
   std::string entry = entry_head(key);
   append_size(entry, cubin.size());
   entry.append(cubin.begin(), cubin.end());
@@ -200,7 +210,6 @@ void CubinCache::store(std::string_view key, const std::vector<char>& cubin) con
   }
   if (!complete || ::rename(temporary.c_str(), path_of(key, kEntry).c_str()) != 0)
     ::unlink(temporary.c_str());
-  clean();
 }
 
 // Removes the oldest entries beyond max_bytes_, and what killed processes left.

@@ -39,6 +39,7 @@ class CubinCache {
 
  private:
   std::string path_of(std::string_view key, std::string_view suffix) const;
+  void publish(std::string_view key, const std::vector<char>& cubin) const;
   void clean() const;
 
   std::string directory_, problem_;

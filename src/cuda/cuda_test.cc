@@ -652,17 +652,6 @@ TEST(Nvrtc, search_order) {
   EXPECT_EQ(nvrtc_candidates(), std::vector<std::string>{"/mine.so"});
 }
 
-TEST(Device, words) {
-  EXPECT_EQ(parse_device("cpu"), Device{});
-  EXPECT_EQ(parse_device("cuda"), (Device{DeviceKind::cuda, 0}));
-  EXPECT_EQ(parse_device("cuda:12"), (Device{DeviceKind::cuda, 12}));
-  for (const Device device : {Device{}, Device{DeviceKind::cuda, 0}, Device{DeviceKind::cuda, 7}})
-    EXPECT_EQ(parse_device(to_string(device)), device);
-  for (const char* word :
-       {"", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:1x", "cuda: 1", "cuda:99999999999", "cpu:0"})
-    expect_error(ErrorCode::usage, "device must be cpu, cuda or cuda:N", [&] { parse_device(word); });
-}
-
 TEST(Device, cpu_needs_nothing) {
   check_device({});
   for (const Memory& memory : {Memory(Device{}, 1000), Memory::host(Device{}, 1000)}) {

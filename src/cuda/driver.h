@@ -38,25 +38,21 @@ struct Driver {
   X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                 \
   X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                     \
   X(cuMemFree_v2, (CUdeviceptr pointer))                                                          \
-  X(cuMemAllocAsync, (CUdeviceptr * pointer, size_t num_bytes, CUstream stream))                  \
-  X(cuMemFreeAsync, (CUdeviceptr pointer, CUstream stream))                                       \
   X(cuMemHostAlloc, (void** pointer, size_t num_bytes, unsigned flags))                           \
   X(cuMemFreeHost, (void* pointer))                                                               \
   X(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstream stream))         \
   X(cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t num_bytes, CUstream stream))    \
-  X(cuPointerGetAttribute, (void* value, int attribute, CUdeviceptr pointer))                     \
+  X(cuMemsetD32Async, (CUdeviceptr to, unsigned value, size_t num_words, CUstream stream))        \
   X(cuStreamCreate, (CUstream * stream, unsigned flags))                                          \
   X(cuStreamDestroy_v2, (CUstream stream))                                                        \
   X(cuStreamSynchronize, (CUstream stream))                                                       \
   X(cuEventCreate, (CUevent * event, unsigned flags))                                             \
-  X(cuEventDestroy_v2, (CUevent event))                                                           \
   X(cuEventRecord, (CUevent event, CUstream stream))                                              \
   X(cuEventSynchronize, (CUevent event))                                                          \
   X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                        \
   X(cuModuleLoadData, (CUmodule * module, const void* image))                                     \
   X(cuModuleUnload, (CUmodule module))                                                            \
   X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))              \
-  X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                          \
   X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,      \
                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
                      CUstream stream, void** params, void** extra))
@@ -91,8 +87,8 @@ Context describe(int index);
 // Throws Error(device) where there is no such device, or it is older than sm_75.
 const Context& context(int index);
 
-// "sm_90a", "sm_89": the target that uses all that a device of this capability has. Throws Error(device)
-// below 7.5.
+// "sm_90a", "sm_89": the target for devices of this capability, with what only they have where NVRTC knows
+// such a one. Throws Error(device) below 7.5.
 std::string target_of(int capability);
 
 // Makes the context current on this thread until the end of the scope.

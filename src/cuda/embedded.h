@@ -7,7 +7,7 @@
 
 namespace halfbyte::cuda {
 
-// Named as it is included: "formats/codec.h", "cuda/device/convert.cuh", "ops/quantize/quantize.cu".
+// Named as it is included: "formats/codec.h", "cuda/device/types.cuh", "ops/quantize/quantize.cu".
 struct EmbeddedFile {
   const char* name;
   std::string_view text;  // ends with a 0 byte behind it

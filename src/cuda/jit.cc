@@ -60,11 +60,18 @@ CUresult load_function(const std::vector<char>& cubin, const std::string& name, 
   return result;
 }
 
-// Null on a miss. What the driver refuses is one too: it is compiled again and replaced.
+// Null on a miss. What the driver refuses as no code for the device is one too: it is compiled again and
+// replaced.
 CUfunction load_cached(const std::string& key, const KernelSpec& spec) {
   const auto cubin = CubinCache::instance().load(key);
   CUfunction function = nullptr;
-  return cubin && load_function(*cubin, spec.function, function) == 0 ? function : nullptr;
+  if (!cubin) return nullptr;
+  const CUresult result = load_function(*cubin, spec.function, function);
+  // CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, INVALID_SOURCE, NOT_FOUND
+  for (const CUresult refusal : {200, 209, 218, 300, 500})
+    if (result == refusal) return nullptr;
+  check(result, "cuModuleLoadData");
+  return function;
 }
 
 CUfunction load_kernel(const Context& context, const KernelSpec& spec) {
@@ -148,9 +155,10 @@ Compilation compile(const KernelSpec& spec, const std::string& target, bool verb
     names.push_back(file.name);
     texts.push_back(file.text.data());
   }
-  const auto check_nvrtc = [&](nvrtcResult result, const char* what) {
-    HALFBYTE_CHECK(result == 0, device, "{} for {}: {} of NVRTC {} ({}): {}", spec.source, target, what,
-                   version_text(compiler.version), compiler.path, compiler.nvrtcGetErrorString(result));
+  const auto check_nvrtc = [&](nvrtcResult result, const char* what, const std::string& log = "") {
+    HALFBYTE_CHECK(result == 0, device, "{} for {}: {} of NVRTC {} ({}): {}{}{}", spec.source, target, what,
+                   version_text(compiler.version), compiler.path, compiler.nvrtcGetErrorString(result),
+                   log.empty() ? "" : "\n", log);
   };
   Program program{compiler};
   check_nvrtc(compiler.nvrtcCreateProgram(&program.handle, source.text.data(), source.name,
@@ -173,7 +181,7 @@ Compilation compile(const KernelSpec& spec, const std::string& target, bool verb
   HALFBYTE_CHECK(result != kCompilationError, bug, "{} does not compile for {} with NVRTC {}:\n{}\nwith\n{}",
                  spec.source, target, version_text(compiler.version), compilation.log.substr(0, kMaxLogBytes),
                  spec.config);
-  check_nvrtc(result, "nvrtcCompileProgram");
+  check_nvrtc(result, "nvrtcCompileProgram", compilation.log.substr(0, kMaxLogBytes));
   check_nvrtc(compiler.nvrtcGetCUBINSize(program.handle, &num_bytes), "nvrtcGetCUBINSize");
   compilation.cubin.resize(num_bytes);
   check_nvrtc(compiler.nvrtcGetCUBIN(program.handle, compilation.cubin.data()), "nvrtcGetCUBIN");

@@ -30,10 +30,17 @@ void copy(void* to, const void* from, int64_t num_bytes, void* stream) {
         "cuMemcpyAsync");
 }
 
-void clear(void* memory, int64_t num_bytes, void* stream) {
-  check(driver().cuMemsetD8Async(pointer(memory), 0, static_cast<size_t>(num_bytes),
+void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream) {
+  check(driver().cuMemsetD8Async(pointer(memory), value, static_cast<size_t>(num_bytes),
                                  static_cast<CUstream>(stream)),
         "cuMemsetD8Async");
+}
+
+void set(unsigned long long* to, unsigned long long value, void* stream) {
+  for (const size_t i : {0, 1})  // by value: no memory of the host must outlive the call
+    check(driver().cuMemsetD32Async(pointer(to) + 4 * i, static_cast<unsigned>(value >> (32 * i)), 1,
+                                    static_cast<CUstream>(stream)),
+          "cuMemsetD32Async");
 }
 
 void synchronize(void* stream) {

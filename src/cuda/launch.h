@@ -9,9 +9,13 @@
 
 namespace halfbyte::cuda {
 
+inline bool is_aligned(const void* pointer, int64_t num_bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(num_bytes) == 0;
+}
+
 struct Grid {
-  int64_t num_blocks =
-      0;  // 0: nothing is launched; 2^31 and more: folded, see block_index() in device/memory.cuh
+  // 0: nothing is launched; 2^31 and more: folded, see block_index() in device/memory.cuh.
+  int64_t num_blocks = 0;
   int threads_per_block = 0;
 };
 
@@ -25,7 +29,8 @@ void launch(CUfunction function, Grid grid, void* stream, const Args& args) {
 
 // On `stream` of the current context. `to` and `from` may be memory of the device or of the host.
 void copy(void* to, const void* from, int64_t num_bytes, void* stream);
-void clear(void* memory, int64_t num_bytes, void* stream);  // to 0
+void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream);
+void set(unsigned long long* to, unsigned long long value, void* stream);
 void synchronize(void* stream);
 
 }  // namespace halfbyte::cuda

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "core/checks.h"
+#include "cuda/driver.h"
 #include "cuda/library.h"
 
 namespace halfbyte::cuda {
@@ -75,17 +76,26 @@ std::string load(const std::string& name, Nvrtc& nvrtc) {
   return "";
 }
 
+// The first that the driver runs the code of: one of no later major version. Else the first, whose code the
+// driver may refuse.
 Nvrtc search() {
-  Nvrtc nvrtc;
+  const int driver_major = find_driver().version / 1000;  // 0: there is no driver
+  Nvrtc first;
   std::string tried;
   for (const std::string& name : nvrtc_candidates()) {
+    Nvrtc nvrtc;
     const std::string problem = load(name, nvrtc);
-    if (problem.empty()) return nvrtc;
-    tried += (tried.empty() ? "" : "; ") + problem;
+    if (!problem.empty())
+      tried += (tried.empty() ? "" : "; ") + problem;
+    else if (driver_major == 0 || nvrtc.version / 1000 <= driver_major)
+      return nvrtc;
+    else if (first.version == 0)
+      first = nvrtc;
   }
-  nvrtc.problem =
-      fmt::format("no NVRTC of CUDA 12 or 13 (HALFBYTE_NVRTC may give its path). Tried: {}", tried);
-  return nvrtc;
+  if (first.version == 0)
+    first.problem =
+        fmt::format("no NVRTC of CUDA 12 or 13 (HALFBYTE_NVRTC may give its path). Tried: {}", tried);
+  return first;
 }
 
 }  // namespace

@@ -37,13 +37,13 @@ Scratch::Scratch(const Context& context, int64_t num_bytes)
 }
 
 Scratch::~Scratch() {
-  if (std::uncaught_exceptions() > exceptions_) return;
-  if (num_bytes_ == kKeptBytes) {
-    const std::scoped_lock lock(pool().mutex);
-    pool().free[device_].push_back(pointer_);
-  } else {
+  // Freeing waits for the device; memory that work may still use is not kept for others.
+  if (num_bytes_ != kKeptBytes || std::uncaught_exceptions() > exceptions_) {
     driver().cuMemFree_v2(pointer_);
+    return;
   }
+  const std::scoped_lock lock(pool().mutex);
+  pool().free[device_].push_back(pointer_);
 }
 
 }  // namespace halfbyte::cuda

@@ -12,8 +12,8 @@ class Scratch {
  public:
   // At least num_bytes of the device's memory, aligned to 256 bytes, uninitialized.
   Scratch(const Context& context, int64_t num_bytes);
-  // All work on it must be done; the context must be current, as for all calls on a device. Where an
-  // exception leaves the scope, work may be under way: the memory is then not used again.
+  // The context must be current, as for all calls on a device. All work on the memory must be done, but where
+  // an exception leaves the scope.
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <exception>
 
 #include "io/layout.h"
 
@@ -26,11 +27,13 @@ struct BlockWorker {
   Execution execution() const { return {1, stream.handle()}; }
 
   // Calls body(block) for the blocks of elements [begin, begin + count), in order; the range consists of
-  // whole blocks. Where body throws Error(device), such as for want of device memory, the block is done again
-  // as smaller ones, down to the size of a block on the CPU. When body returns, nothing of it may be left on
-  // the stream.
+  // whole blocks. On a CUDA device, where body throws Error(device) or Error(no_memory), which is what want
+  // of device or page-locked memory gives, the block is done again as smaller ones, down to the size of a
+  // block on the CPU; if that fails too, the first error is thrown. When body returns, nothing of it may be
+  // left on the stream.
   template <class Body>
   void for_each_block(const QuantizedWeight& weight, int64_t begin, int64_t count, const Body& body) {
+    std::exception_ptr first;
     for (const int64_t end = begin + count; begin < end;) {
       const Block block = block_at(weight, begin, std::min(max_elements, end - begin));
       try {
@@ -38,7 +41,9 @@ struct BlockWorker {
         begin += block.count;
       } catch (const Error& error) {
         drain();
-        if (error.code() != ErrorCode::device || !shrink()) throw;
+        if (!first) first = std::current_exception();
+        const bool memory = error.code() == ErrorCode::device || error.code() == ErrorCode::no_memory;
+        if (!memory || !shrink()) std::rethrow_exception(first);
       } catch (...) {
         drain();
         throw;

@@ -55,10 +55,7 @@ class DeviceBytes {
         memory_(kCuda, begin_ + num_bytes + guard_) {
     if (exact) return;
     const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::check(
-        cuda::driver().cuMemsetD8Async(reinterpret_cast<cuda::CUdeviceptr>(memory_.data()), Parts::kPoison,
-                                       static_cast<size_t>(memory_.num_bytes()), nullptr),
-        "cuMemsetD8Async");
+    cuda::fill(memory_.data(), Parts::kPoison, memory_.num_bytes(), nullptr);
   }
 
   uint8_t* data() const { return reinterpret_cast<uint8_t*>(memory_.data()) + begin_; }

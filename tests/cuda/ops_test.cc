@@ -111,21 +111,28 @@ TEST_F(Quantize, ScalarsAndEmptyTensors) {
       {.format = Format::int4, .asymmetric = true, .scale_rule = ScaleRule::minmax},
       {.format = Format::affine4, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::f16}};
   Values x = testing::random_values(DType::bf16, 8, 7);
+  const ValueRange given{-0.5, 0.25};
+  struct Grouping {
+    Granularity granularity;
+    const ValueRange* range = nullptr;
+  };
   for (QuantSpec spec : specs)
-    for (const Granularity granularity :
-         {Granularity::tensor, Granularity::channel, Granularity::group, Granularity::flat})
+    for (const Grouping grouping :
+         {Grouping{Granularity::tensor}, Grouping{Granularity::tensor, &given},
+          Grouping{Granularity::channel}, Grouping{Granularity::group}, Grouping{Granularity::flat}})
       for (const auto& shape : shapes) {
-        spec.granularity = granularity;
+        spec.granularity = grouping.granularity;
         SCOPED_TRACE(fmt::format("{} [{}]", testing::describe(spec), fmt::join(shape, ", ")));
         int64_t rows = 1;
         for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
         const int64_t cols = shape.empty() ? 1 : shape.back();
         Parts cpu(spec, rows, cols);
-        cpu.status = quantize(x.view(shape), cpu.view());
+        cpu.status = quantize(x.view(shape), cpu.view(), {}, grouping.range);
         const DeviceBytes source(2 * rows * cols, 0, false), target(2 * rows * cols, 0, false);
         source.upload(x.bytes.data());
         const DeviceParts device(spec, rows, cols, {});
-        const QuantizeStatus status = quantize({source.data(), DType::bf16, shape, {}, kCuda}, device.view());
+        const QuantizeStatus status =
+            quantize({source.data(), DType::bf16, shape, {}, kCuda}, device.view(), {}, grouping.range);
         Parts cuda = device.download();
         cuda.status = status;
         EXPECT_TRUE(testing::same(cpu, cuda));

@@ -59,6 +59,10 @@ TEST_P(Sanitize, quantize_and_dequantize) {
       device.upload(x.bytes.data());
       const ValueRange range =
           value_range(testing::matrix(device.data(), dtype, test.rows, test.cols, testing::kCuda));
+      const ValueRange expected =
+          value_range({const_cast<uint8_t*>(x.bytes.data()), dtype, {test.rows, test.cols}, {}, {}});
+      EXPECT_EQ(range.min, expected.min);
+      EXPECT_EQ(range.max, expected.max);
       EXPECT_EQ(range.num_nonfinite, parts.status.num_nonfinite);
       EXPECT_EQ(range.first_nonfinite, parts.status.first_nonfinite);
     }

@@ -86,10 +86,6 @@ int cuMemFree_v2(unsigned long long pointer) {
   std::free(reinterpret_cast<void*>(pointer));
   return sticky;
 }
-int cuMemAllocAsync(unsigned long long* pointer, size_t num_bytes, void*) {
-  return cuMemAlloc_v2(pointer, num_bytes);
-}
-int cuMemFreeAsync(unsigned long long pointer, void*) { return cuMemFree_v2(pointer); }
 int cuMemHostAlloc(void** pointer, size_t num_bytes, unsigned) {
   unsigned long long address = 0;
   const int result = cuMemAlloc_v2(&address, num_bytes);
@@ -105,7 +101,10 @@ int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes
   std::memset(reinterpret_cast<void*>(to), value, num_bytes);
   return sticky;
 }
-int cuPointerGetAttribute(void*, int, unsigned long long) { return sticky; }
+int cuMemsetD32Async(unsigned long long to, unsigned value, size_t num_words, void*) {
+  for (size_t i = 0; i < num_words; ++i) std::memcpy(reinterpret_cast<void*>(to + 4 * i), &value, 4);
+  return sticky;
+}
 int cuStreamCreate(void** stream, unsigned) {
   static int the_stream;
   *stream = &the_stream;
@@ -114,7 +113,6 @@ int cuStreamCreate(void** stream, unsigned) {
 int cuStreamDestroy_v2(void*) { return sticky; }
 int cuStreamSynchronize(void*) { return sticky; }
 int cuEventCreate(void**, unsigned) { return sticky; }
-int cuEventDestroy_v2(void*) { return sticky; }
 int cuEventRecord(void*, void*) { return sticky; }
 int cuEventSynchronize(void*) { return sticky; }
 int cuEventElapsedTime(float*, void*, void*) { return sticky; }
@@ -139,7 +137,6 @@ int cuModuleGetFunction(const Module** function, Module* module, const char*) {
   *function = module;
   return sticky;
 }
-int cuFuncSetAttribute(void*, int, int) { return sticky; }
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                    void**) {
   return sticky = stub::number("STUB_CUDA_STICKY", 0);

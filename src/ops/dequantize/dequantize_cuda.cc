@@ -8,13 +8,9 @@
 namespace halfbyte {
 namespace {
 
-bool is_aligned(const void* pointer, int64_t num_bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(num_bytes) == 0;
-}
-
 // Rows are whole chunks of 8 elements, y and the codes can be accessed by chunks.
 bool is_aligned(const DequantizeProblem& problem) {
-  return problem.shape.cols % 8 == 0 && is_aligned(problem.y, 16) && is_aligned(problem.codes, 8);
+  return problem.shape.cols % 8 == 0 && cuda::is_aligned(problem.y, 16) && cuda::is_aligned(problem.codes, 8);
 }
 
 // The group size that the kernel is compiled for; 0: any.
@@ -49,17 +45,17 @@ void dequantize_cuda(const DequantizeProblem& problem) {
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.row_bytes = shape.row_bytes;
-  args.group_size = std::min(shape.group_size, shape.cols);
-  args.groups_per_row = shape.groups_per_row;
-  if (problem.one_group) {  // one group that is never left
-    args.group_size = shape.rows * shape.cols;
-    args.groups_per_row = 0;
-  }
+  args.group_size = problem.one_group ? shape.cols : std::min(shape.group_size, shape.cols);
+  args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;  // 0: all rows have the first group
   const bool aligned = is_aligned(problem);
   const int size = static_cast<int>(size_of(problem.dtype)), chunk = dequantize_chunk(aligned, size);
   const int64_t num_chunks = shape.rows * ((shape.cols + chunk - 1) / chunk);
-  const bool whole = args.group_size % chunk == 0 && (problem.one_group || shape.cols % args.group_size == 0);
-  if (aligned && whole && num_chunks < (int64_t{1} << 31)) args.chunks_per_group = args.group_size / chunk;
+  if (aligned && num_chunks < (int64_t{1} << 31)) {
+    if (problem.one_group)
+      args.chunks_per_group = num_chunks;
+    else if (args.group_size % chunk == 0 && shape.cols % args.group_size == 0)
+      args.chunks_per_group = args.group_size / chunk;
+  }
   const int64_t per_block =
       kDequantizeThreads * dequantize_batch(aligned, fixed_group_size(problem) > 0, size);
   const cuda::Grid grid{(num_chunks + per_block - 1) / per_block, kDequantizeThreads};
@@ -69,8 +65,9 @@ void dequantize_cuda(const DequantizeProblem& problem) {
 std::string refuse_dequantize_cuda(const DequantizeProblem& problem) {
   const auto size = size_of(problem.dtype),
              scale_size = int64_t{formats::scale_bytes(problem.codec.scale_type)};
-  if (!is_aligned(problem.y, size)) return fmt::format("y is not aligned to its elements of {} bytes", size);
-  if (!is_aligned(problem.scales, scale_size) || !is_aligned(problem.biases, scale_size))
+  if (!cuda::is_aligned(problem.y, size))
+    return fmt::format("y is not aligned to its elements of {} bytes", size);
+  if (!cuda::is_aligned(problem.scales, scale_size) || !cuda::is_aligned(problem.biases, scale_size))
     return fmt::format("scales or biases are not aligned to their elements of {} bytes", scale_size);
   return "";
 }

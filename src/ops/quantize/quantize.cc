@@ -44,12 +44,6 @@ QuantizeStatus for_each_span(int64_t row, int64_t rows, int64_t begin, int64_t e
   return total;
 }
 
-formats::GroupParams<double> params_of_range(const QuantizeProblem& problem, const ValueRange& range) {
-  if (problem.dtype == DType::f64) return formats::group_params(range.min, range.max, problem.codec);
-  return convert_params<double>(
-      formats::group_params(static_cast<float>(range.min), static_cast<float>(range.max), problem.codec));
-}
-
 ValueRange range_of_all(const QuantizeProblem& problem) {
   const int64_t n = problem.shape.rows * problem.shape.cols;
   return value_range({const_cast<void*>(problem.x), problem.dtype, {n}, {}, {}}, {problem.num_threads});

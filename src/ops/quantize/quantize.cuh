@@ -282,9 +282,4 @@ __device__ __forceinline__ u64 encode_slow(const QuantizeArgs& args, i64 index, 
   return codes;
 }
 
-__device__ __forceinline__ void store_bytes(u8* to, u64 bits, int n) {
-#pragma unroll 1
-  for (int i = 0; i < n; ++i) to[i] = static_cast<u8>(bits >> (8 * i));
-}
-
 }  // namespace halfbyte::device

@@ -64,6 +64,13 @@ formats::GroupParams<To> convert_params(const formats::GroupParams<From>& from) 
           from.coarse};
 }
 
+// The parameters of one group, in the arithmetic of the data.
+inline formats::GroupParams<double> params_of_range(const QuantizeProblem& problem, const ValueRange& range) {
+  if (problem.dtype == DType::f64) return formats::group_params(range.min, range.max, problem.codec);
+  return convert_params<double>(
+      formats::group_params(static_cast<float>(range.min), static_cast<float>(range.max), problem.codec));
+}
+
 // SIMD kernels, dispatched at run time. The preparation is shared by all spans of a problem; null if it has
 // none.
 std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem);

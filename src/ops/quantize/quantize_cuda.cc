@@ -16,17 +16,13 @@ constexpr int64_t kMaxGroup = 65536;
 constexpr int64_t kSpan = 8192;         // elements of a span: what a block holds in registers
 constexpr int64_t kRangedSpan = 16384;  // where only codes are left to do; no more than kMaxGroup
 
-bool is_aligned(const void* pointer, int64_t num_bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(num_bytes) == 0;
-}
-
 // Chunks of x and of codes can be accessed as a whole.
 bool is_aligned(const QuantizeProblem& problem) {
   const int bits = problem.codec.bits;
-  return problem.shape.cols % kChunk == 0 && is_aligned(problem.x, 16) &&
-         is_aligned(problem.codes, bits == 8   ? 8
-                                   : bits == 2 ? 2
-                                               : 4);
+  return problem.shape.cols % kChunk == 0 && cuda::is_aligned(problem.x, 16) &&
+         cuda::is_aligned(problem.codes, bits == 8   ? 8
+                                         : bits == 2 ? 2
+                                                     : 4);
 }
 
 // The group size that quantize_groups is compiled for; 0: quantize_spans takes the problem.
@@ -34,7 +30,7 @@ int64_t fixed_group_size(const QuantizeProblem& problem) {
   const int64_t size = problem.shape.group_size;
   const bool fits = size == 32 || size == 64 || size == 128 || size == 256;
   return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem) &&
-                 is_aligned(problem.codes, 16)
+                 cuda::is_aligned(problem.codes, 16)
              ? size
              : 0;
 }
@@ -58,7 +54,7 @@ void enqueue_ranges(const ValueRangeArgs& args, DType dtype, const cuda::Context
 
 // The parameters of a tensor without elements, which has one group all the same (Granularity::tensor).
 QuantizeStatus store_empty(const QuantizeProblem& problem) {
-  const auto params = formats::group_params(1.0, -1.0, problem.codec);
+  const auto params = params_of_range(problem, problem.range ? *problem.range : ValueRange{});
   double scale = 0, bias = 0;
   uint8_t zero = 0;
   QuantizeProblem host = problem;
@@ -107,7 +103,7 @@ void enqueue_quantize(const QuantizeProblem& problem, void* workspace) {
   const cuda::Scope scope(context);
   const QuantShape& shape = problem.shape;
   auto* const counts = static_cast<QuantizeCounts*>(workspace);
-  cuda::clear(workspace, quantize_workspace_bytes(problem), problem.stream);
+  cuda::fill(workspace, 0, quantize_workspace_bytes(problem), problem.stream);
 
   QuantizeArgs args{};
   args.x = problem.x;
@@ -134,7 +130,8 @@ void enqueue_quantize(const QuantizeProblem& problem, void* workspace) {
       args.span_cols = kRangedSpan;
       if (problem.one_group && problem.range != nullptr) {
         const RangeKeys keys = keys_of(*problem.range);
-        cuda::copy(ranges, &keys, sizeof(keys), problem.stream);
+        cuda::set(&ranges->low, keys.low, problem.stream);
+        cuda::set(&ranges->high, keys.high, problem.stream);
       } else {
         const int64_t rows = problem.one_group ? 1 : shape.rows, cols = shape.rows * shape.cols / rows;
         const int64_t size = problem.one_group ? cols : args.group_size;
@@ -167,7 +164,7 @@ ValueRange value_range_cuda(const TensorView& x, void* stream) {
   ValueRange range;
   const int64_t n = num_elements(x);
   if (n == 0) return range;
-  HALFBYTE_CHECK(is_aligned(x.data, size_of(x.dtype)), device,
+  HALFBYTE_CHECK(cuda::is_aligned(x.data, size_of(x.dtype)), device,
                  "value_range: x is not aligned to its elements of {} bytes", size_of(x.dtype));
   const cuda::Context& context = cuda::context(x.device.index);
   const cuda::Scope scope(context);
@@ -177,7 +174,7 @@ ValueRange value_range_cuda(const TensorView& x, void* stream) {
   } found{};
   const cuda::Scratch scratch(context, sizeof(Found));
   auto* const device = static_cast<Found*>(scratch.data());
-  cuda::clear(device, sizeof(Found), stream);
+  cuda::fill(device, 0, sizeof(Found), stream);
   enqueue_ranges({x.data, &device->keys, &device->counts, 1, n, n, 1, blocks_for(n, kRangeSpan)}, x.dtype,
                  context, stream);
   cuda::copy(&found, device, sizeof(found), stream);
@@ -195,8 +192,9 @@ ValueRange value_range_cuda(const TensorView& x, void* stream) {
 std::string refuse_quantize_cuda(const QuantizeProblem& problem) {
   const auto size = size_of(problem.dtype),
              scale_size = int64_t{formats::scale_bytes(problem.codec.scale_type)};
-  if (!is_aligned(problem.x, size)) return fmt::format("x is not aligned to its elements of {} bytes", size);
-  if (!is_aligned(problem.scales, scale_size) || !is_aligned(problem.biases, scale_size))
+  if (!cuda::is_aligned(problem.x, size))
+    return fmt::format("x is not aligned to its elements of {} bytes", size);
+  if (!cuda::is_aligned(problem.scales, scale_size) || !cuda::is_aligned(problem.biases, scale_size))
     return fmt::format("scales or biases are not aligned to their elements of {} bytes", scale_size);
   return "";
 }

@@ -1,8 +1,5 @@
-// The CUDA side of `quantize`, asynchronous: the free functions wait for it, plans and benches do not.
+// The CUDA side of `quantize`, asynchronous: the free function waits for it.
 #pragma once
-
-#include <span>
-#include <vector>
 
 #include "cuda/launch.h"
 #include "ops/quantize/quantize.h"
