@@ -5,7 +5,8 @@
 #   scripts/gpu_check.sh [--from DIR] [--out DIR] [SECTION...]
 #       runs the sections named (all of them) with the programs in DIR (HALFBYTE_BUILD, else build/gpu), goes on
 #       after a failure, ends with a table; exit code 1 if a section failed. Logs and JSON go to --out
-#       (build/gpu_check). Python packages that the machine lacks are taken from .whl if it exists.
+#       (build/gpu_check). Python packages that the machine lacks (bitsandbytes, compressed-tensors) are taken from .whl,
+#       where `pip install --target .whl` can put them.
 # Sections: tests exhaustive sanitize engine interop peer latency bench
 source "$(dirname "$0")/lib.sh"
 
@@ -103,7 +104,7 @@ section_bench() { "$bench" --json "$out/bench.json"; }
 declare -A limits=([tests]=170 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=130)
 declare -A logs=([tests]=tests [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench)
-readonly deadline=$((SECONDS + 520))
+readonly deadline=$((SECONDS + 520))  # a hanging kernel must not hold a GPU for ever
 
 say "Device"
 "$HALFBYTE_CLI" doctor

@@ -1,9 +1,9 @@
 // dequantize: y = decoded codes.
 //
-// A thread decodes kBatch chunks of kChunk elements (16 bytes of y where y has 16 or 32 bits), a 32 chunks apart, so that loads and stores of a warp are contiguous; all its codes and scales are in flight before the first
-// is used. kAligned: rows are whole chunks of 8 elements and y is aligned to 16 bytes, so that the codes are one bit
-// stream and stores are wide. kGroupSize > 0: rows are also whole groups, so that groups are one sequence too;
-// 0: any group size.
+// A thread decodes kBatch chunks of kChunk elements (16 bytes of y), 32 chunks apart, so that loads and stores of a warp
+// are contiguous; all its codes and scales are on their way before the first is used. kAligned: rows are whole chunks of
+// 8 elements and y is aligned to 16 bytes, so that the codes are one bit stream and stores are wide. kGroupSize > 0:
+// rows are also whole groups, so that groups are one sequence too; 0: any group size.
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/types.cuh"
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_chunk(Type type, void* y, i64 chunk, const
   store_once(static_cast<Words4*>(y) + chunk, words);
 }
 
-// Where a chunk lies: `first` is the group of its first element, to which `in_first` of its n elements belong.
+// Where a chunk lies: `group` is that of its first element, to which `in_first` of its n elements belong.
 struct Place {
   i64 row, col, group;
   int n, in_first;
@@ -139,7 +139,8 @@ __device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk)
   return place;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2) dequantize(const __grid_constant__ DequantizeArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
+    dequantize(const __grid_constant__ DequantizeArgs args) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const i64 warp = block_index() * (kThreads / 32) + threadIdx.x / 32;
   const i64 first = warp * (32 * kBatch) + lane;

@@ -1,5 +1,5 @@
 // What the kernels of `quantize` share: ranges, parameters and codes of chunks of 8 elements. Codes by a
-// reciprocal and residual corrections (Markstein: the correctly rounded quotient), table formats by table.cuh;
+// reciprocal and one residual correction (Markstein: the correctly rounded quotient), table formats by table.cuh;
 // chunks with non-finite elements or extreme scales by formats::encode.
 #pragma once
 

@@ -2,9 +2,9 @@
 // parameters, codes and packing in one pass.
 //
 // Work is issued about as fast as memory delivers it, so that instructions count and many warps must be under way:
-// x waits in shared memory, not in registers. A thread holds kBatch chunks of 8 elements, 32 chunks apart; kGroupSize / 8 neighbouring lanes hold a group in
-// each. Ranges by shuffles; then lane b of a group's lanes works out the parameters of their chunk b, so that this
-// costly part runs once for all chunks.
+// x waits in shared memory, not in registers. A thread has kBatch chunks of 8 elements, 32 chunks apart; kGroupSize / 8
+// neighbouring lanes have a group in each. Ranges by shuffles; then lane b of a group's lanes works out the parameters
+// of their chunk b, so that this costly part runs once for all chunks.
 #include "ops/quantize/quantize.cuh"
 
 namespace halfbyte::device {
@@ -79,7 +79,8 @@ __device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk
   return unpack(ranges[0]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) quantize_groups(const __grid_constant__ QuantizeArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    quantize_groups(const __grid_constant__ QuantizeArgs args) {
   __shared__ Tile tiles[kThreads / 32];
   const int lane = static_cast<int>(threadIdx.x % 32);
   const LaneBins bins = load_bins(lane);

@@ -1,7 +1,6 @@
 // quantize for any group size, row length and alignment. A block takes a span of a row: the ranges of its groups by
-// atomics in shared memory, their parameters, then the codes, for which x is read again from the caches. Spans are
-// whole groups, so that no block waits for another; groups too large for that bring their ranges (value_range.cu),
-// and a span is then any part of a row.
+// atomics in shared memory, their parameters, then the codes. Spans are whole groups, so that no block waits for
+// another; groups too large for that bring their ranges (value_range.cu), and a span is then any part of a row.
 #include "ops/quantize/quantize.cuh"
 
 namespace halfbyte::device {
@@ -73,7 +72,8 @@ __device__ __forceinline__ void store_part(u8* to, const u64 bits, int n) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2) quantize_spans(const __grid_constant__ QuantizeArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
+    quantize_spans(const __grid_constant__ QuantizeArgs args) {
   __shared__ SpanGroup groups[kMaxSpanGroups];
   __shared__ Chunk chunks[kUnroll * kThreads];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
