@@ -9,6 +9,7 @@
 #include "core/checks.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/driver.h"
+#include "cuda/launch.h"
 #include "cuda/nvrtc.h"
 
 namespace halfbyte {
@@ -141,8 +142,7 @@ Stream::Stream(Device device) : device_(device) {
 void Stream::synchronize() const {
   if (!is_cuda(device_)) return;
   const cuda::Scope scope(cuda::context(device_.index));
-  cuda::check(cuda::driver().cuStreamSynchronize(static_cast<cuda::CUstream>(handle())),
-              "cuStreamSynchronize");
+  cuda::synchronize(handle());
 }
 
 Memory::Memory(Device device, int64_t num_bytes) : num_bytes_(num_bytes) {
@@ -194,10 +194,7 @@ void copy(Device device, void* to, const void* from, int64_t num_bytes, void* st
     return;
   }
   const cuda::Scope scope(cuda::context(device.index));
-  cuda::check(cuda::driver().cuMemcpyAsync(
-                  reinterpret_cast<cuda::CUdeviceptr>(to), reinterpret_cast<cuda::CUdeviceptr>(from),
-                  static_cast<size_t>(num_bytes), static_cast<cuda::CUstream>(stream)),
-              "cuMemcpyAsync");
+  cuda::copy(to, from, num_bytes, stream);
 }
 
 }  // namespace halfbyte
