@@ -35,6 +35,8 @@ constexpr Codec make_codec(Kind kind, Rule rule, int bits, bool asymmetric, cons
   codec.scale_type = ScaleType::f16;
   codec.bits = static_cast<u8>(bits);
   codec.asymmetric = asymmetric;
+  codec.q_min = -(1 << (bits - 1));
+  codec.q_max = (1 << (bits - 1)) - 1;
   codec.book = book;
   return codec;
 }
@@ -53,13 +55,13 @@ __device__ void round_trip(const F* x, u8* codes, void* scales, void* biases, u8
   const GroupParams<F> params = group_params(low, high, codec);
   store_scale(scales, group, params.scale, codec.scale_type);
   store_scale(biases, group, params.bias, codec.scale_type);
-  zeros[group] = static_cast<u8>(params.zero_point - codec.qmin());
+  zeros[group] = static_cast<u8>(params.zero_point - codec.q_min);
   ROLLED for (int i = 0; i < 63; ++i) put_code(codes, i, codec.bits, encode(x[i], params, codec));
   put_code(codes, 63, codec.bits, zero_code(params, codec));
   const F scale = load_scale<F>(scales, group, codec.scale_type);
   const F bias = load_scale<F>(biases, group, codec.scale_type);
   ROLLED for (int i = 0; i < 64; ++i)
-    y[i] = decode(get_code(codes, i, codec.bits), scale, bias, zeros[group] + codec.qmin(), codec);
+    y[i] = decode(get_code(codes, i, codec.bits), scale, bias, zeros[group] + codec.q_min, codec);
 }
 
 #define KERNEL(name, F, ...)                                                                                \

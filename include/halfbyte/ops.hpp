@@ -44,7 +44,13 @@ struct QuantizeStatus {
   int64_t num_unheld_scales = 0;
   // Groups whose stored scale keeps fewer than 8 significant bits: below 2^-17 for f16, 2^-126 for bf16.
   int64_t num_coarse_scales = 0;
-  bool ok() const { return num_nonfinite == 0 && num_unheld_scales == 0; }
+  // Of scales and zero points that were given: negative or not finite; outside the range of the codes.
+  int64_t num_invalid_scales = 0;
+  int64_t num_invalid_zero_points = 0;
+  bool ok() const {
+    return num_nonfinite == 0 && num_unheld_scales == 0 && num_invalid_scales == 0 &&
+           num_invalid_zero_points == 0;
+  }
 };
 
 // Smallest and largest finite value of x (contiguous, floating); min = +inf, max = -inf where there

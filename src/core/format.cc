@@ -147,6 +147,8 @@ formats::Codec make_codec(const QuantSpec& spec) {
   codec.bits = static_cast<formats::u8>(format.bits);
   codec.asymmetric = spec.asymmetric;
   codec.unrounded_code_scale = spec.code_scale == CodeScale::unrounded;
+  codec.q_min = -(1 << (format.bits - 1));
+  codec.q_max = (1 << (format.bits - 1)) - 1;
   switch (spec.format) {
     case Format::nf4:
       codec.book = formats::kNf4;

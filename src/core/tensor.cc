@@ -5,15 +5,17 @@
 namespace halfbyte {
 namespace {
 
-constexpr std::array<Word<DType>, 9> kDTypes{{{DType::f32, "f32"},
-                                              {DType::f16, "f16"},
-                                              {DType::bf16, "bf16"},
-                                              {DType::f64, "f64"},
-                                              {DType::i8, "i8"},
-                                              {DType::u8, "u8"},
-                                              {DType::i32, "i32"},
-                                              {DType::u32, "u32"},
-                                              {DType::i64, "i64"}}};
+constexpr std::array<Word<DType>, 11> kDTypes{{{DType::f32, "f32"},
+                                               {DType::f16, "f16"},
+                                               {DType::bf16, "bf16"},
+                                               {DType::f64, "f64"},
+                                               {DType::i8, "i8"},
+                                               {DType::u8, "u8"},
+                                               {DType::i32, "i32"},
+                                               {DType::u32, "u32"},
+                                               {DType::i64, "i64"},
+                                               {DType::i4, "i4"},
+                                               {DType::u4, "u4"}}};
 
 }  // namespace
 
@@ -35,18 +37,37 @@ int64_t size_of(DType dtype) {
     case DType::f64:
     case DType::i64:
       return 8;
+    case DType::i4:
+    case DType::u4:
+      HALFBYTE_FAIL(usage, "size_of: an element of {} has half a byte", to_string(dtype));
   }
   HALFBYTE_FAIL(bug, "size_of: no dtype {}", static_cast<int>(dtype));
 }
 
-int64_t num_elements(const TensorView& tensor) {
+namespace {
+int64_t product_of(std::span<const int64_t> shape) {
   int64_t product = 1;
-  for (const int64_t extent : tensor.shape) {
+  for (const int64_t extent : shape) {
     HALFBYTE_CHECK(extent >= 0, usage, "tensor: an extent must not be negative, got {}", extent);
     HALFBYTE_CHECK(!__builtin_mul_overflow(product, extent, &product), usage,
                    "tensor: the number of elements exceeds 2^63 - 1");
   }
   return product;
+}
+}  // namespace
+
+int64_t num_elements(const TensorView& tensor) { return product_of(tensor.shape); }
+
+int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape) {
+  const int64_t n = product_of(shape);
+  int64_t num_bytes = 0;
+  if (is_packed(dtype)) {
+    const int64_t last = shape.empty() ? 1 : shape.back();
+    return n == 0 ? 0 : n / last * ((last + 1) / 2);
+  }
+  HALFBYTE_CHECK(!__builtin_mul_overflow(n, size_of(dtype), &num_bytes), usage,
+                 "tensor: {} elements of {} exceed 2^63 - 1 bytes", n, to_string(dtype));
+  return num_bytes;
 }
 
 bool is_contiguous(const TensorView& tensor) {

@@ -43,10 +43,11 @@ std::string codec_config(const formats::Codec& codec) {
     text += "};\n";
   }
   return text +
-         fmt::format("constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}}};\n",
-                     static_cast<int>(codec.kind), static_cast<int>(codec.rule),
-                     static_cast<int>(codec.scale_type), static_cast<int>(codec.bits), codec.asymmetric,
-                     codec.unrounded_code_scale, book);
+         fmt::format(
+             "constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}, {}, {}}};\n",
+             static_cast<int>(codec.kind), static_cast<int>(codec.rule), static_cast<int>(codec.scale_type),
+             static_cast<int>(codec.bits), codec.asymmetric, codec.unrounded_code_scale, codec.q_min,
+             codec.q_max, book);
 }
 
 std::string config_text(const std::string& lines) {

@@ -18,14 +18,13 @@ struct Codec {
   u8 bits = 4;
   bool asymmetric = false;            // integer with a zero point
   bool unrounded_code_scale = false;  // codes from the parameters before they are rounded to scale_type
+  i32 q_min = -8, q_max = 7;          // integer: bounds of the signed codes, stored as q - q_min
   CodeBook book = {};                 // table formats
 
   constexpr bool operator==(const Codec&) const = default;
 
-  HALFBYTE_FN int levels() const { return (1 << bits) - 1; }  // largest stored code
+  HALFBYTE_FN int levels() const { return q_max - q_min; }  // largest stored code
   HALFBYTE_FN int highest_code() const { return kind == Kind::table ? book.code_of_rank[15] : levels(); }
-  HALFBYTE_FN int qmin() const { return -(1 << (bits - 1)); }
-  HALFBYTE_FN int qmax() const { return (1 << (bits - 1)) - 1; }
 };
 
 // The parameters of a group. `scale` and `bias` are stored; codes are decided by code_scale, code_bias.
@@ -33,7 +32,7 @@ template <class F>
 struct GroupParams {
   F scale = 0, bias = 0;
   F code_scale = 0, code_bias = 0;
-  int zero_point = 0;   // signed; stored as zero_point - qmin
+  int zero_point = 0;   // signed; stored as zero_point - q_min
   bool held = true;     // false: scale_type cannot hold the scale or bias, or a code has no finite value
   bool coarse = false;  // the stored scale keeps fewer than 8 significant bits
 };
@@ -45,7 +44,7 @@ HALFBYTE_FN F decode(int code, F scale, F bias, int zero_point, const Codec& cod
     case Kind::table:
       return static_cast<F>(codec.book.values[code]) * scale;
     case Kind::integer:
-      return static_cast<F>(code + codec.qmin() - zero_point) * scale;
+      return static_cast<F>(code + codec.q_min - zero_point) * scale;
     case Kind::affine:
       break;
   }
@@ -107,7 +106,7 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
   switch (codec.rule) {
     case Rule::absmax: {
       const F largest =
-          codec.kind == Kind::table ? static_cast<F>(codec.book.max_magnitude) : static_cast<F>(codec.qmax());
+          codec.kind == Kind::table ? static_cast<F>(codec.book.max_magnitude) : static_cast<F>(codec.q_max);
       if (absmax != 0) scale = nonzero_quotient(absmax, largest);
       break;
     }
@@ -115,7 +114,7 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
       if (absmax != 0) scale = nonzero_quotient(absmax, levels / 2);
       break;
     case Rule::signed_max:  // where both ends are equally far, the negative one
-      if (absmax != 0) scale = nonzero_quotient(-min >= max ? min : max, static_cast<F>(codec.qmin()));
+      if (absmax != 0) scale = nonzero_quotient(-min >= max ? min : max, static_cast<F>(codec.q_min));
       break;
     case Rule::minmax:
       if (codec.kind == Kind::integer) {
@@ -156,7 +155,7 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
   if (codec.asymmetric) {
     // min / scale is in [-levels - 1, 0] up to the rounding of the scale; a coarse scale may exceed it.
     const F low = params.code_scale == 0 ? 0 : formats::max(-levels, min / params.code_scale);
-    params.zero_point = codec.qmin() - static_cast<int>(round_half_even(low));
+    params.zero_point = codec.q_min - static_cast<int>(round_half_even(low));
   }
   const F lowest = decode(0, params.scale, params.bias, params.zero_point, codec);
   const F highest = decode(codec.highest_code(), params.scale, params.bias, params.zero_point, codec);
@@ -172,10 +171,10 @@ HALFBYTE_FN int encode(F x, const GroupParams<F>& params, const Codec& codec) {
     case Kind::table:
       return scale == 0 ? codec.book.zero_code : table_encode(codec.book, x / scale);
     case Kind::integer: {
-      if (scale == 0) return params.zero_point - codec.qmin();
+      if (scale == 0) return params.zero_point - codec.q_min;
       // Clamping before rounding gives the same: the bounds are integers.
-      const F low = static_cast<F>(codec.qmin() - params.zero_point);
-      const F high = static_cast<F>(codec.qmax() - params.zero_point);
+      const F low = static_cast<F>(codec.q_min - params.zero_point);
+      const F high = static_cast<F>(codec.q_max - params.zero_point);
       return static_cast<int>(round_half_even(clamp(x / scale, low, high)) - low);
     }
     case Kind::affine:

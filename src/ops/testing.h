@@ -219,7 +219,7 @@ void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = null
     out.status.num_coarse_scales += params.coarse ? 1 : 0;
     formats::store_scale(out.scales.data(), index, params.scale, codec.scale_type);
     if (has_zeros(out.spec))
-      out.zeros[static_cast<size_t>(index)] = static_cast<uint8_t>(params.zero_point - codec.qmin());
+      out.zeros[static_cast<size_t>(index)] = static_cast<uint8_t>(params.zero_point - codec.q_min);
     if (has_biases(out.spec)) formats::store_scale(out.biases.data(), index, params.bias, codec.scale_type);
   };
   formats::GroupParams<F> params;

@@ -31,7 +31,7 @@ struct Group {
   u32 zero;  // the code of 0 of integer formats
 };
 __device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 index) {
-  Group group{load_scale<F>(args.scales, index, kCodec.scale_type), 0, static_cast<u32>(-kCodec.qmin())};
+  Group group{load_scale<F>(args.scales, index, kCodec.scale_type), 0, static_cast<u32>(-kCodec.q_min)};
   if constexpr (kAffine) group.bias = load_scale<F>(args.biases, index, kCodec.scale_type);
   if constexpr (kCodec.asymmetric) group.zero = args.zeros[index];
   return group;

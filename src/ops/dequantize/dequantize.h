@@ -40,7 +40,7 @@ inline GroupDecode<F> load_group(const DequantizeProblem& problem, int64_t group
   const formats::Codec& codec = problem.codec;
   return {formats::load_scale<F>(problem.scales, group, codec.scale_type),
           problem.biases ? formats::load_scale<F>(problem.biases, group, codec.scale_type) : F{0},
-          problem.zeros ? problem.zeros[group] + codec.qmin() : 0};
+          problem.zeros ? problem.zeros[group] + codec.q_min : 0};
 }
 // The group of a column.
 inline int64_t group_of(const DequantizeProblem& problem, int64_t row, int64_t column) {

@@ -83,7 +83,7 @@ class Decoder {
       return;
     }
     const bool affine = codec_.kind == formats::Kind::affine;
-    const auto zero = hn::Set(d, affine ? F{0} : static_cast<F>(codec_.qmin() - group.zero_point));
+    const auto zero = hn::Set(d, affine ? F{0} : static_cast<F>(codec_.q_min - group.zero_point));
     for (int64_t i = 0; i < n; i += N) {
       auto v = hn::Mul(hn::Add(load_codes(d, codes + i), zero), scale);
       if (affine) v = hn::Add(v, bias);
@@ -152,7 +152,7 @@ HWY_INLINE __m512 group_values(const formats::Codec& codec, const GroupDecode<fl
     case formats::Kind::table:
       return _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
     case formats::Kind::integer: {
-      const __m512 zero = _mm512_set1_ps(static_cast<float>(codec.qmin() - group.zero_point));
+      const __m512 zero = _mm512_set1_ps(static_cast<float>(codec.q_min - group.zero_point));
       return _mm512_mul_ps(_mm512_add_ps(lane, zero), scale);
     }
     default:

@@ -38,7 +38,7 @@ std::vector<uint8_t> oracle(Parts& parts, DType dtype) {
                                 ? 0
                                 : row * shape.groups_per_row + column / shape.group_size;
       const int code = formats::get_code(parts.codes.data() + row * shape.row_bytes, column, codec.bits);
-      const int zero = has_zeros(parts.spec) ? parts.zeros[static_cast<size_t>(group)] + codec.qmin() : 0;
+      const int zero = has_zeros(parts.spec) ? parts.zeros[static_cast<size_t>(group)] + codec.q_min : 0;
       const int64_t index = row * shape.cols + column;
       const auto value = [&]<class F>(F) {
         const F scale = formats::load_scale<F>(parts.scales.data(), group, codec.scale_type);

@@ -111,6 +111,8 @@ void merge(QuantizeStatus& into, const QuantizeStatus& from) {
   into.num_nonfinite += from.num_nonfinite;
   into.num_unheld_scales += from.num_unheld_scales;
   into.num_coarse_scales += from.num_coarse_scales;
+  into.num_invalid_scales += from.num_invalid_scales;
+  into.num_invalid_zero_points += from.num_invalid_zero_points;
 }
 
 void merge(ValueRange& into, const ValueRange& from) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ bool is_fast(const Range<F>& range, const Encoding& e
     if constexpr (kTable) {
       within = formats::abs(a) <= kBins.limit && formats::abs(b) <= kBins.limit;
     } else {
-      const float offset = static_cast<float>(kAffine ? 0 : e.zero_point - kCodec.qmin());
+      const float offset = static_cast<float>(kAffine ? 0 : e.zero_point - kCodec.q_min);
       within = round_half_even(min(a, b)) + offset >= 0 &&
                (kClampHigh || round_half_even(max(a, b)) + offset <= static_cast<float>(kCodec.levels()));
     }
@@ -160,7 +160,7 @@ __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 i
   const GroupParams<F> params = group_params(-range.low, range.high, kCodec);
   if (store) {
     store_scale(args.scales, index, params.scale, kCodec.scale_type);
-    if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.qmin());
+    if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.q_min);
     if constexpr (kAffine) store_scale(args.biases, index, params.bias, kCodec.scale_type);
     if (!params.held) atomic_add(&args.counts->num_unheld_scales, 1);
     if (params.coarse) atomic_add(&args.counts->num_coarse_scales, 1);
@@ -245,8 +245,8 @@ __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e,
     }
     return {codes_of_ranks(sums[0]), 0};
   } else {
-    const u32 offset = static_cast<u32>(kAffine ? 0 : e.zero_point - kCodec.qmin()) - kRoundToIntegerBits;
-    const float high = static_cast<float>(kAffine ? kCodec.levels() : kCodec.qmax() - e.zero_point);
+    const u32 offset = static_cast<u32>(kAffine ? 0 : e.zero_point - kCodec.q_min) - kRoundToIntegerBits;
+    const float high = static_cast<float>(kAffine ? kCodec.levels() : kCodec.q_max - e.zero_point);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       float y = quotient(kAffine ? __fsub_rn(x[i], e.bias) : x[i], e.scale, e.reciprocal);

@@ -49,7 +49,7 @@ void count(QuantizeStatus& status, const formats::GroupParams<F>& params) {
 template <class F>
 void store_params(const QuantizeProblem& problem, int64_t index, const formats::GroupParams<F>& params) {
   formats::store_scale(problem.scales, index, params.scale, problem.codec.scale_type);
-  if (problem.zeros) problem.zeros[index] = static_cast<uint8_t>(params.zero_point - problem.codec.qmin());
+  if (problem.zeros) problem.zeros[index] = static_cast<uint8_t>(params.zero_point - problem.codec.q_min);
   if (problem.biases) formats::store_scale(problem.biases, index, params.bias, problem.codec.scale_type);
 }
 

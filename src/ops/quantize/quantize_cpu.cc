@@ -590,8 +590,8 @@ class SpanQuantizer {
         }
         break;
       case formats::Kind::integer:
-        scaled_codes<Type>(x, n, params.code_scale, 0, codec_.qmin() - params.zero_point,
-                           codec_.qmax() - params.zero_point, codes);
+        scaled_codes<Type>(x, n, params.code_scale, 0, codec_.q_min - params.zero_point,
+                           codec_.q_max - params.zero_point, codes);
         break;
       case formats::Kind::affine:
         scaled_codes<Type>(x, n, params.code_scale, params.code_bias, 0, codec_.levels(), codes);

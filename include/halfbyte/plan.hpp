@@ -1,0 +1,80 @@
+// Plans: an operation prepared once for a description of its tensors and run many times. `select` checks the
+// description, chooses the kernels and compiles them; `run` is asynchronous on the caller's stream, allocates
+// nothing, compiles nothing, waits for nothing, and can be captured in a CUDA graph.
+//
+//   const auto plan = QuantizeLinearPlan::select(device, descriptor);
+//   const Memory workspace(device, plan.workspace_size());
+//   plan.run(stream, workspace.data(), args);
+//   const QuantizeStatus status = plan.status(workspace.data(), stream);  // waits
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "halfbyte/error.hpp"
+#include "halfbyte/tensor.hpp"
+
+namespace halfbyte {
+
+// Which kernel a plan runs.
+struct Sku {
+  std::string op;       // "quantize_linear"
+  std::string kernel;   // "quantize_linear_chunks"
+  std::string backend;  // "cpu AVX3_DL", "cuda sm_90a"
+  std::string dtypes;   // "bf16 -> i8, scale f32, zero point i32"
+};
+std::string to_string(const Sku& sku);  // all four in one line
+
+// What holds for the results of a plan.
+struct PrecisionGuarantee {
+  DType math = DType::f32;          // what decides codes and values: f64 for f64 tensors, else f32
+  DType accumulator = DType::f32;   // of sums; minima and maxima are exact
+  bool deterministic = true;        // the same bytes run to run
+  bool same_on_all_devices = true;  // and for every device, SIMD target and number of threads
+};
+
+struct PlanPreference {
+  int num_threads = 0;  // CPU: 0: all; 1: on the calling thread only
+};
+
+// A plan of operation Op, which names its Descriptor, Args and Status.
+//
+// Immutable: threads may share a plan and run it at the same time, each run with a workspace of its own.
+// Copies are cheap. On the CPU `run` returns when all is done, and streams are ignored.
+template <class Op>
+class Plan {
+ public:
+  using Descriptor = typename Op::Descriptor;
+  using Args = typename Op::Args;
+  using Status = typename Op::Status;
+
+  // Throws Error(usage) naming the field of a bad descriptor, the rule and the values; Error(device) where
+  // the device cannot be used or no kernel takes the description.
+  static Plan select(Device device, const Descriptor& descriptor, const PlanPreference& preference = {});
+
+  Device device() const;
+  const Descriptor& descriptor() const;
+  const Sku& sku() const;
+  const PrecisionGuarantee& precision_guarantee() const;
+  // Bytes of memory of the device that a run needs, at an address that is a multiple of 16. Never 0.
+  int64_t workspace_size() const;
+  // Why `run` would refuse the tensors: dtype, shape, strides, device, alignment, length or overlap. An
+  // Error(usage) that names the argument, the rule and the values.
+  std::optional<Error> can_implement(const Args& args) const;
+  // `stream`: a CUstream of the device; null: the default stream. Throws what can_implement returns, and
+  // Error(device) where the device refuses.
+  void run(void* stream, void* workspace, const Args& args) const;
+  // What the last run with this workspace found in the data. Waits for `stream`, which may not be capturing.
+  Status status(const void* workspace, void* stream = nullptr) const;
+
+  struct Impl;
+
+ private:
+  explicit Plan(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+  std::shared_ptr<const Impl> impl_;
+};
+
+}  // namespace halfbyte

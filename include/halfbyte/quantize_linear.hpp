@@ -1,0 +1,106 @@
+// Linear quantization: integers with a scale and a zero point (the QuantizeLinear of ONNX), as plans.
+//
+//   quantize    q = clamp(rne(x / scale) + zero_point, q_min, q_max): the quotient is correctly rounded, then
+//               rounded half to even, before the zero point is added
+//   dequantize  y = (q - zero_point) * scale
+//   backward    dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else 0 (straight-through
+//   estimator,
+//               Bengio et al. 2013, with the inclusive mask of PyTorch)
+//
+// in f32, for f64 tensors in f64, rounded once to the dtype of the result. Infinities saturate; NaN gets the
+// code zero_point, and the gradient 0. A scale of 0 gives the code zero_point everywhere. A given scale that
+// is negative or not finite counts as 0, a given zero point outside [q_min, q_max] as the nearer of the two;
+// the status counts both. The bytes are the same for every device, SIMD target, number of threads and run.
+#pragma once
+
+#include <vector>
+
+#include "halfbyte/format.hpp"
+#include "halfbyte/ops.hpp"
+#include "halfbyte/plan.hpp"
+
+namespace halfbyte {
+
+struct LinearDescriptor {
+  std::vector<int64_t> shape;  // of x, y, codes and gradients, in elements; any rank, any extents
+  // tensor: one scale. channel: one for each index of `axis`. group: one for `group_size` consecutive
+  // elements along `axis`, of which the last may be short. Per token: group along the last axis, group_size
+  // its extent.
+  Granularity granularity = Granularity::tensor;
+  int axis = -1;                   // channel, group; counted from the end where negative
+  int64_t group_size = 0;          // group: elements, > 0
+  int q_min = -128, q_max = 127;   // within the range of code_dtype, q_min <= q_max
+  DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
+  DType code_dtype = DType::i8;    // i8, u8, or packed i4, u4
+  DType scale_dtype = DType::f32;  // f32, or the same as dtype
+  // None: symmetric, the zero point is 0. Else i32, or the same as code_dtype.
+  std::optional<DType> zero_point_dtype;
+  // quantize: false: scale and zero point are given. true: they are computed and written: from the range of
+  // the finite values by scale_rule over [q_min, q_max] (absmax or half_range; with a zero point minmax, over
+  // the range extended to contain 0), rounded to scale_dtype. Codes are those of the stored scale.
+  bool computed = false;
+  ScaleRule scale_rule = ScaleRule::absmax;
+  // What `run` may rely on. strided: x, y, gradients, and codes of whole bytes may have any strides >= 0 that
+  // let the axes before `axis` be walked as one, and those behind it; outputs with no two elements at one
+  // place. Else all are contiguous. alignment: of the addresses of all these tensors, in bytes, a power of
+  // two, at least the size of an element; 16 is fastest.
+  bool strided = false;
+  int64_t alignment = 16;
+
+  // The shapes of the granularity; the other fields at their defaults.
+  static LinearDescriptor per_tensor(std::vector<int64_t> shape);
+  static LinearDescriptor per_channel(std::vector<int64_t> shape, int axis);
+  static LinearDescriptor per_group(std::vector<int64_t> shape, int64_t group_size, int axis = -1);
+  static LinearDescriptor per_token(std::vector<int64_t> shape);
+
+  // Of scale and zero point, always contiguous: [] per tensor; [extent of axis] per channel; per group
+  // `shape` with the number of groups in place of the extent of `axis`.
+  std::vector<int64_t> scale_shape() const;
+
+  bool operator==(const LinearDescriptor&) const = default;
+};
+// Packed dtypes (i4 in two's complement, u4), codes and zero points alike: two elements a byte along the last
+// axis, the first in the low half; each row of the last axis begins at a byte, the half byte behind an odd
+// row is 0. Contiguous only.
+
+// Throws Error(usage) naming the field, the rule and the values.
+void check_descriptor(const LinearDescriptor& descriptor);
+
+// x -> codes. Nothing overlaps.
+struct QuantizeLinear {
+  using Descriptor = LinearDescriptor;
+  struct Args {
+    TensorView x;           // read
+    TensorView codes;       // written
+    TensorView scale;       // read; written where computed
+    TensorView zero_point;  // likewise; without data where the descriptor has none
+  };
+  using Status = QuantizeStatus;
+};
+// codes -> y. The descriptor's `computed` must be false. Nothing overlaps.
+struct DequantizeLinear {
+  using Descriptor = LinearDescriptor;
+  struct Args {
+    TensorView codes, scale, zero_point;  // read
+    TensorView y;                         // written
+  };
+  using Status = QuantizeStatus;
+};
+// x, dy -> dx, of which dx may be dy. The descriptor's `computed` must be false.
+struct QuantizeLinearBackward {
+  using Descriptor = LinearDescriptor;
+  struct Args {
+    TensorView x, dy, scale, zero_point;  // read
+    TensorView dx;                        // written
+  };
+  using Status = QuantizeStatus;
+};
+
+using QuantizeLinearPlan = Plan<QuantizeLinear>;
+using DequantizeLinearPlan = Plan<DequantizeLinear>;
+using QuantizeLinearBackwardPlan = Plan<QuantizeLinearBackward>;
+extern template class Plan<QuantizeLinear>;
+extern template class Plan<DequantizeLinear>;
+extern template class Plan<QuantizeLinearBackward>;
+
+}  // namespace halfbyte

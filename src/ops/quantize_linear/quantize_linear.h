@@ -1,0 +1,67 @@
+// What the variants of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward` share.
+#pragma once
+
+#include "core/format.h"
+#include "core/variant.h"
+#include "halfbyte/quantize_linear.hpp"
+
+namespace halfbyte {
+
+// The strides of a tensor that is walked as [outer, axis, inner], in elements.
+struct LinearStrides {
+  int64_t outer = 0, axis = 0, inner = 0;
+};
+
+// Codes or zero points: how they lie in memory.
+struct LinearCodes {
+  DType dtype = DType::i8;  // i8, u8, i4, u4; zero points i32 too
+  // Packed: row-major, `cols` elements in a row of row_bytes.
+  int64_t cols = 0, row_bytes = 0;
+};
+
+enum class LinearOp : uint8_t { quantize, dequantize, backward };
+
+// A checked problem, without the addresses. All tensors are walked as [outer, axis, inner]; the scale of
+// element (o, a, i) is number o * scale_strides.outer + a / group_size * scale_strides.axis + i *
+// scale_strides.inner.
+struct LinearProblem {
+  LinearOp op = LinearOp::quantize;
+  DType dtype = DType::f32;  // of x, y, dy, dx
+  int64_t outer = 1, axis = 1, inner = 1;
+  int64_t group_size = 1;  // > 0, at most `axis` unless that is 0
+  LinearStrides scale_strides;
+  int64_t num_scales = 1;
+  bool contiguous = true;  // all tensors, so that their strides are axis * inner, inner, 1
+  LinearCodes codes, zeros;
+  bool has_zeros = false;
+  // kind integer, asymmetric where there are zero points, q_min, q_max, scale_type, rule (where computed).
+  formats::Codec codec;
+  bool computed = false;
+  int num_threads = 0;
+  Device device;
+
+  int64_t num_elements() const { return outer * axis * inner; }
+  int64_t scale_index(int64_t o, int64_t a, int64_t i) const {
+    return o * scale_strides.outer + a / group_size * scale_strides.axis + i * scale_strides.inner;
+  }
+};
+
+// The tensors of one run. x: read (dequantize: codes is read, y written; backward: x, dy read, y = dx
+// written).
+struct LinearTensors {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  void* codes = nullptr;  // dequantize reads them
+  void* scale = nullptr;  // written where computed
+  void* zero = nullptr;   // null: the zero points are 0
+  void* y = nullptr;
+  LinearStrides x_strides, dy_strides, code_strides, y_strides;  // code_strides: of whole bytes
+};
+
+// Why a scale or zero point is not one: it counts as 0, and as the nearer bound.
+inline bool is_valid_scale(double scale) { return scale >= 0 && formats::is_finite(scale); }
+
+// ---- CPU: returns when all is done.
+QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors);
+
+}  // namespace halfbyte

@@ -1,0 +1,166 @@
+// The scalar reference of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward`: what every
+// backend must equal to the byte. F is double where the tensors are f64, else float.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/quantize_linear/quantize_linear.h"
+
+namespace halfbyte::linear_ref {
+
+// Element `index` of a contiguous array of integers.
+inline int load_integer(const void* data, const LinearCodes& codes, int64_t index) {
+  switch (codes.dtype) {
+    case DType::i32:
+      return static_cast<const int32_t*>(data)[index];
+    case DType::i8:
+      return static_cast<const int8_t*>(data)[index];
+    case DType::u8:
+      return static_cast<const uint8_t*>(data)[index];
+    default: {
+      const int64_t column = index % codes.cols;
+      const uint8_t byte =
+          static_cast<const uint8_t*>(data)[index / codes.cols * codes.row_bytes + column / 2];
+      const int nibble = column % 2 ? byte >> 4 : byte & 15;
+      return codes.dtype == DType::i4 ? (nibble ^ 8) - 8 : nibble;
+    }
+  }
+}
+// Packed: writing the first of two elements clears the second.
+inline void store_integer(void* data, const LinearCodes& codes, int64_t index, int value) {
+  switch (codes.dtype) {
+    case DType::i32:
+      static_cast<int32_t*>(data)[index] = value;
+      break;
+    case DType::i8:
+    case DType::u8:
+      static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(value);
+      break;
+    default: {
+      const int64_t column = index % codes.cols;
+      uint8_t& byte = static_cast<uint8_t*>(data)[index / codes.cols * codes.row_bytes + column / 2];
+      const auto nibble = static_cast<unsigned>(value) & 15u;
+      byte = static_cast<uint8_t>(column % 2 ? (byte & 15u) | nibble << 4 : nibble);
+      break;
+    }
+  }
+}
+
+template <class F>
+F load_element(const void* data, DType dtype, int64_t index) {
+  return formats::load_scale<F>(data, index, scale_type(dtype));
+}
+template <class F>
+void store_element(void* data, DType dtype, int64_t index, F value) {
+  formats::store_scale(data, index, formats::stored(value, scale_type(dtype)), scale_type(dtype));
+}
+
+// A scale and zero point as they are used: what is none counts in the status.
+template <class F>
+formats::GroupParams<F> load_params(const LinearProblem& problem, const LinearTensors& tensors, int64_t index,
+                                    QuantizeStatus& status) {
+  formats::GroupParams<F> params;
+  params.code_scale = formats::load_scale<F>(tensors.scale, index, problem.codec.scale_type);
+  if (!(params.code_scale >= 0 && formats::is_finite(params.code_scale))) {
+    params.code_scale = 0;
+    ++status.num_invalid_scales;
+  }
+  if (tensors.zero) {
+    const int zero_point = load_integer(tensors.zero, problem.zeros, index);
+    params.zero_point = std::clamp(zero_point, problem.codec.q_min, problem.codec.q_max);
+    if (params.zero_point != zero_point) ++status.num_invalid_zero_points;
+  }
+  return params;
+}
+
+template <class F>
+int quantize(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
+  if (x != x) return params.zero_point;
+  return formats::encode(x, params, codec) + codec.q_min;
+}
+template <class F>
+F dequantize(int q, const formats::GroupParams<F>& params) {
+  return static_cast<F>(q - params.zero_point) * params.code_scale;
+}
+// Whether the gradient passes.
+template <class F>
+bool is_within(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
+  if (x != x) return false;
+  if (params.code_scale == 0) return true;
+  const F rounded = formats::round_half_even(x / params.code_scale);
+  return static_cast<F>(codec.q_min - params.zero_point) <= rounded &&
+         rounded <= static_cast<F>(codec.q_max - params.zero_point);
+}
+
+template <class Body>
+void for_each_element(const LinearProblem& problem, const Body& body) {
+  for (int64_t o = 0; o < problem.outer; ++o)
+    for (int64_t a = 0; a < problem.axis; ++a)
+      for (int64_t i = 0; i < problem.inner; ++i) body(o, a, i);
+}
+inline int64_t offset(const LinearStrides& strides, int64_t o, int64_t a, int64_t i) {
+  return o * strides.outer + a * strides.axis + i * strides.inner;
+}
+
+// Scales and zero points from the finite values of each group.
+template <class F>
+void compute_params(const LinearProblem& problem, const LinearTensors& tensors, QuantizeStatus& status) {
+  const auto n = static_cast<size_t>(problem.num_scales);
+  std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());
+  for_each_element(problem, [&](int64_t o, int64_t a, int64_t i) {
+    const F x = load_element<F>(tensors.x, problem.dtype, offset(tensors.x_strides, o, a, i));
+    if (!formats::is_finite(x)) return;
+    const auto index = static_cast<size_t>(problem.scale_index(o, a, i));
+    low[index] = std::min(low[index], x);
+    high[index] = std::max(high[index], x);
+  });
+  for (size_t index = 0; index < n; ++index) {
+    const auto params = formats::group_params(low[index], high[index], problem.codec);
+    formats::store_scale(tensors.scale, static_cast<int64_t>(index), params.scale, problem.codec.scale_type);
+    if (tensors.zero)
+      store_integer(tensors.zero, problem.zeros, static_cast<int64_t>(index), params.zero_point);
+    status.num_unheld_scales += params.held ? 0 : 1;
+    status.num_coarse_scales += params.coarse ? 1 : 0;
+  }
+}
+
+template <class F>
+QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
+  QuantizeStatus status, ignored;
+  if (problem.computed) compute_params<F>(problem, tensors, status);
+  if (problem.num_elements() > 0)  // each scale counts once; computed ones are right, but for those not held
+    for (int64_t index = 0; index < problem.num_scales; ++index)
+      load_params<F>(problem, tensors, index, problem.computed ? ignored : status);
+  for_each_element(problem, [&](int64_t o, int64_t a, int64_t i) {
+    const auto params = load_params<F>(problem, tensors, problem.scale_index(o, a, i), ignored);
+    const int64_t index = (o * problem.axis + a) * problem.inner + i;
+    const int64_t code_index = is_packed(problem.codes.dtype) ? index : offset(tensors.code_strides, o, a, i);
+    if (problem.op == LinearOp::dequantize) {
+      const int q = load_integer(tensors.codes, problem.codes, code_index);
+      store_element(tensors.y, problem.dtype, offset(tensors.y_strides, o, a, i), dequantize(q, params));
+      return;
+    }
+    const F x = load_element<F>(tensors.x, problem.dtype, offset(tensors.x_strides, o, a, i));
+    if (problem.op == LinearOp::quantize) {
+      if (!formats::is_finite(x) && status.num_nonfinite++ == 0) status.first_nonfinite = index;
+      store_integer(tensors.codes, problem.codes, code_index, quantize(x, params, problem.codec));
+    } else {
+      const int64_t size = size_of(problem.dtype), to = offset(tensors.y_strides, o, a, i) * size;
+      const auto* const dy =
+          static_cast<const std::byte*>(tensors.dy) + offset(tensors.dy_strides, o, a, i) * size;
+      auto* const dx = static_cast<std::byte*>(tensors.y) + to;
+      if (is_within(x, params, problem.codec))
+        std::copy_n(dy, size, dx);
+      else
+        std::fill_n(dx, size, std::byte{0});
+    }
+  });
+  return status;
+}
+
+inline QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
+  return problem.dtype == DType::f64 ? run<double>(problem, tensors) : run<float>(problem, tensors);
+}
+
+}  // namespace halfbyte::linear_ref
