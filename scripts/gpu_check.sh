@@ -69,10 +69,10 @@ section_tests() {
 section_exhaustive() { "$tests" --gtest_filter='Exhaustive.*'; }
 section_sanitize() {
   command -v compute-sanitizer || return 77
-  "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' || return 1  # fills the cache of kernels
+  "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' || return 1  # fills the cache of kernels
   local tool failed=0 pids=()
   for tool in memcheck racecheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' \
       >"$work/$tool" 2>&1 &
     pids+=($!)
   done
