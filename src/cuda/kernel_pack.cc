@@ -200,7 +200,7 @@ namespace halfbyte {
 
 KernelPackInfo load_kernel_pack(const std::string& path) {
   auto pack = std::make_unique<cuda::KernelPack>(path);
-  const KernelPackInfo info = pack->info();
+  KernelPackInfo info = pack->info();
   cuda::Packs& packs = cuda::packs();
   const std::unique_lock lock(packs.mutex);
   packs.loaded.push_back(std::move(pack));

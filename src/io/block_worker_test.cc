@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-
 #include "core/checks.h"
 #include "io/test_directory.h"
 
