@@ -57,6 +57,8 @@ const FormatInfo& info(Format format);
 // These throw Error(usage) naming the known words.
 const FormatInfo& find_format(std::string_view name);
 ScaleRule parse_scale_rule(std::string_view word);  // "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
+// "-1,-0.5,...": 16 numbers separated by commas, whatever the locale. That they ascend is left to check_spec.
+std::array<float, 16> parse_table(std::string_view text);
 const char* to_string(ScaleRule rule);
 const char* to_string(Granularity granularity);
 

@@ -82,13 +82,13 @@ class LinearCases {
       case 1:
         d.q_min = low + static_cast<int>(below(high - low));
         d.q_max = d.q_min + 1 + static_cast<int>(below(high - d.q_min));
-        if (!d.zero_point_dtype) {
-          d.q_min = std::min(d.q_min, 0);
-          d.q_max = std::max(d.q_max, 1);
-        }
         break;
       default:
         break;
+    }
+    if (!d.zero_point_dtype) {
+      d.q_min = std::min(d.q_min, 0);
+      d.q_max = std::max(d.q_max, 1);
     }
     d.strided = random_() % 4 == 0;
     d.alignment = random_() % 4 ? 16 : size_of(d.dtype);

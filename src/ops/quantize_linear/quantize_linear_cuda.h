@@ -1,6 +1,7 @@
 // The CUDA side of linear quantization.
 #pragma once
 
+#include "cuda/kernel.h"
 #include "cuda/launch.h"
 #include "ops/quantize_linear/quantize_linear.h"
 
@@ -15,5 +16,8 @@ cuda::KernelSpec linear_elements_kernel(DType dtype, int bits, LinearOp op);
 cuda::KernelSpec linear_fused_kernel(DType dtype, int bits, int block_batch);
 cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide);
 cuda::KernelSpec linear_params_kernel(DType dtype);
+
+// The kernels, listed.
+std::vector<cuda::Kernel> quantize_linear_kernels();
 
 }  // namespace halfbyte
