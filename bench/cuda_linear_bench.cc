@@ -193,9 +193,10 @@ bool run_linear_bench(const std::string& filter, nlohmann::json& results) {
         const float scale = 0.0005f * static_cast<float>(1 + random() % 1000 * 0.001);
         std::memcpy(host.data() + at, &scale, 4);
       }
+      const int64_t zero_size = d.zero_point_dtype == DType::i32 ? 4 : 1;
       for (int64_t at = b.zero; at < b.end; ++at) host[static_cast<size_t>(at)] = 0;
       for (int64_t at = b.zero; at < b.end; at += 4)
-        host[static_cast<size_t>(at)] = static_cast<uint8_t>(random() % 128);
+        host[static_cast<size_t>(at)] = static_cast<uint8_t>(112 + random() % 32);
     }
     copy(kCuda, memories[0].data(), host.data(), b.end);
     for (size_t i = 1; i < kSets; ++i) copy(kCuda, memories[i].data(), memories[0].data(), b.end);

@@ -105,6 +105,14 @@ __device__ __forceinline__ Words4 round_chunk(Type type, const typename Type::Co
   return words;
 }
 
+// 1 / x, correctly rounded, for normal x of at most 2^125: what rcp.rn does on every target, without the branch for
+// other exponents.
+__device__ __forceinline__ float normal_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
+}
+
 // x / scale, correctly rounded, away from under- and overflow. One correction is enough for a correctly rounded
 // reciprocal: all pairs of mantissas whose quotient lies within 2^-18 units of a rounding boundary, beyond which the
 // error of the correction cannot matter, were tried.

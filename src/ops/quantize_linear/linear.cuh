@@ -29,6 +29,8 @@ struct Group {
   int zero_point;
   F reciprocal, limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
 };
+// A limit that says that nothing of the group needs to be clamped.
+constexpr float kNoClamp = 0x1p126f;
 
 __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 index) {
   const void* const zeros = common.data.zeros;
@@ -46,33 +48,43 @@ __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 i
   }
   return 0;
 }
-
 // What the fast way needs besides scale and zero point.
 __device__ __forceinline__ void prepare(Group& group) {
   if constexpr (kFast) {
     const bool usual = group.scale > 0x1p-90f && group.scale < 0x1p100f;
-    group.reciprocal = __frcp_rn(group.scale);
+    group.reciprocal = normal_reciprocal(group.scale);
     group.limit = usual ? group.scale * 0x1p20f : 0;
   }
 }
 
+// What a group takes from memory: loaded early, so that it is there when it is used.
+struct Loaded {
+  F scale;
+  int zero_point;
+};
+__device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i64 index) {
+  return {load_scale<F>(common.data.scales, index, kScaleType), load_zero_point(common, index)};
+}
 // `is_first()`: whether the caller has the first element of the group, so that each is counted once.
 template <class IsFirst>
-__device__ __forceinline__ Group load_group(const LinearCommon& common, i64 index, const IsFirst& is_first) {
+__device__ __forceinline__ Group make_group(const LinearCommon& common, const Loaded& loaded, const IsFirst& is_first) {
   Group group{};
-  group.scale = load_scale<F>(common.data.scales, index, kScaleType);
+  group.scale = loaded.scale;
   if (!(group.scale >= 0 && group.scale <= Float<F>::kMax)) {
     group.scale = 0;
     if (common.given && is_first()) atomic_add(&common.counts->num_invalid_scales, 1);
   }
   if constexpr (kZeroType != ZeroType::none) {
-    const int zero_point = load_zero_point(common, index);
-    group.zero_point = clamp(zero_point, common.q_min, common.q_max);
-    if (group.zero_point != zero_point && common.given && is_first())
+    group.zero_point = clamp(loaded.zero_point, common.q_min, common.q_max);
+    if (group.zero_point != loaded.zero_point && common.given && is_first())
       atomic_add(&common.counts->num_invalid_zero_points, 1);
   }
   prepare(group);
   return group;
+}
+template <class IsFirst>
+__device__ __forceinline__ Group load_group(const LinearCommon& common, i64 index, const IsFirst& is_first) {
+  return make_group(common, load_parameters(common, index), is_first);
 }
 
 // 2^(kBits * i) summed over the codes of a word.
@@ -210,6 +222,12 @@ struct Codes {
       word[0] = static_cast<const u8*>(from)[chunk];
     }
   }
+  __device__ __forceinline__ void store_once(void* to, i64 chunk) const {
+    if constexpr (kBytes == 16)
+      device::store_once(static_cast<Words4*>(to) + chunk, {{word[0], word[1], word[2], word[3]}});
+    else
+      store(to, chunk);
+  }
   __device__ __forceinline__ void store(void* to, i64 chunk) const {
     if constexpr (kBytes == 16)
       static_cast<Words4*>(to)[chunk] = {{word[0], word[1], word[2], word[3]}};
@@ -224,8 +242,8 @@ struct Codes {
   }
 };
 
-// Of a chunk that is_fast.
-template <int kBits, int n, class Groups>
+// Of a chunk that is_fast. Without `clamp` no code may be beyond q_min and q_max.
+template <int kBits, bool clamp, int n, class Groups>
 __device__ __forceinline__ Codes<n, kBits> quantize_chunk(const ChunkOf<Element, n>& x, const Groups& groups,
                                                           const LinearCommon& common) {
   using Result = Codes<n, kBits>;
@@ -238,8 +256,8 @@ __device__ __forceinline__ Codes<n, kBits> quantize_chunk(const ChunkOf<Element,
 #pragma unroll
     for (int j = 0; j < min(n, Result::kWord); ++j) {
       const int i = w * Result::kWord + j;
-      const float y = quotient(x[i], groups.scale(i), groups.reciprocal(i));
-      const float q = fminf(fmaxf(y, groups.least(common, i)), groups.most(common, i));
+      float q = quotient(x[i], groups.scale(i), groups.reciprocal(i));
+      if constexpr (clamp) q = fminf(fmaxf(q, groups.least(common, i)), groups.most(common, i));
       sum += bit_cast<u32>(__fadd_rn(q, kRoundToInteger)) << (kBits * j);
     }
     codes.word[w] = sum ^ common.sign_bits;
@@ -271,7 +289,7 @@ __device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Gr
                round_chunk(Element(), values + k * (n / kWords4)));
 }
 
-// dx of a chunk that is_fast is stored.
+// Of a chunk that is_fast.
 template <int n, class Groups>
 __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, const ChunkOf<Element, n>& dy,
                                                const Groups& groups, const LinearCommon& common, i64 chunk) {
@@ -341,10 +359,10 @@ struct Work {
       return true;
     } else if constexpr (kFast) {
       if (!is_fast(read, groups)) return false;
-      if constexpr (op == LinearOp::quantize)
-        quantize_chunk<kBits>(read, groups, common).store(common.data.codes, chunk);
-      else
+      if constexpr (op == LinearOp::backward)
         backward_chunk(read, dy, groups, common, chunk);
+      else
+        quantize_chunk<kBits, true>(read, groups, common).store_once(common.data.codes, chunk);
       return true;
     }
     return false;

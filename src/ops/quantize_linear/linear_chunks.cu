@@ -35,15 +35,21 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
   const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
   Work<kOp, kBits, kChunk> work[kBatch];
+  Place places[kBatch];
+  Loaded loaded[kBatch];
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) work[b].load(args.common.data, min<Index>(first + b * 32, args.num_chunks - 1));
+  for (int b = 0; b < kBatch; ++b) {
+    const Index chunk = min<Index>(first + b * 32, args.num_chunks - 1);
+    work[b].load(args.common.data, chunk);
+    places[b] = place_of(args, chunk);
+    loaded[b] = load_parameters(args.common, places[b].scale);
+  }
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     const Index chunk = first + b * 32;
     if (chunk >= args.num_chunks) break;
-    const Place place = place_of(args, chunk);
-    const OneGroup group(args.common, load_group(args.common, place.scale, [&] { return place.first; }));
+    const OneGroup group(args.common, make_group(args.common, loaded[b], [&] { return places[b].first; }));
     if (!work[b].finish(args.common, chunk, group)) slow |= 1u << b;
   }
   if constexpr (kOp != LinearOp::dequantize) {

@@ -23,6 +23,22 @@ __device__ Range<F> finite_range(const void* x, i64 chunk) {
   return range;
 }
 
+// The group of a range, whose finite elements are all of it where `finite`.
+__device__ __forceinline__ Group group_of(const LinearCommon& common, i64 index, const Range<F>& range, bool finite,
+                                          bool store) {
+  Group group = make_params(common, index, -range.low, range.high, store);
+  if constexpr (kFast) {
+    const float least = round_half_even(quotient(-range.low, group.scale, group.reciprocal));
+    const float most = round_half_even(quotient(range.high, group.scale, group.reciprocal));
+    if (!finite)
+      group.limit = 0;
+    else if (group.limit > 0 && least >= static_cast<float>(common.q_min - group.zero_point) &&
+             most <= static_cast<float>(common.q_max - group.zero_point))
+      group.limit = kNoClamp;
+  }
+  return group;
+}
+
 __device__ __forceinline__ Group shuffle(const Group& group, int lane) {
   return {shuffle(group.scale, lane), shuffle(group.zero_point, lane), shuffle(group.reciprocal, lane),
           shuffle(group.limit, lane)};
@@ -33,7 +49,12 @@ __device__ __forceinline__ bool quantize_fast(const LinearCommon& common, const 
                                               const OneGroup& group) {
   if constexpr (kFast) {
     if (!(group.group.limit > 0)) return false;
-    quantize_chunk<kBits>(x, group, common).store(common.data.codes, chunk);
+    const auto codes = group.group.limit == kNoClamp ? quantize_chunk<kBits, false>(x, group, common)
+                                                     : quantize_chunk<kBits, true>(x, group, common);
+    if constexpr (kBlockBatch > 0)  // measured: where lanes share a group, caching is faster
+      codes.store_once(common.data.codes, chunk);
+    else
+      codes.store(common.data.codes, chunk);
     return true;
   }
   return false;
@@ -96,8 +117,7 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
   Group group{};
   const int own_group = first_group + own * teams;
   if (own < kWarpBatch && own_group < args.num_groups)
-    group = store_group(args.common, own_group, -range.low, range.high);
-  if (!finite) group.limit = 0;
+    group = group_of(args.common, own_group, range, finite, true);
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kWarpBatch; ++b) {
@@ -118,7 +138,6 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
 template <int batch>
 __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   __shared__ Range<F> warp_ranges[kWarps];
-  __shared__ Group shared_group;
   const int number = static_cast<int>(blockIdx.x);
   if (number >= args.num_groups) return;
   const int threads = static_cast<int>(blockDim.x), warps = threads / 32;
@@ -146,16 +165,11 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
   if (lane == 0) warp_ranges[thread / 32] = range;
   const bool all_finite = __syncthreads_or(!finite) == 0;
-  if (thread < 32) {
-    range = warp_ranges[lane & (warps - 1)];
-    for (int mask = warps / 2; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
-    if (lane == 0) {
-      shared_group = store_group(args.common, number, -range.low, range.high);
-      if (!all_finite) shared_group.limit = 0;
-    }
-  }
-  __syncthreads();
-  const OneGroup group(args.common, shared_group);
+  range = warp_ranges[lane & (warps - 1)];
+  for (int mask = warps / 2; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+  // Worked out by all threads, which saves a barrier.
+  const Group own_group = group_of(args.common, number, range, all_finite, thread == 0);
+  const OneGroup group(args.common, own_group);
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < batch; ++b) {
@@ -164,7 +178,7 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   }
 #pragma unroll 1
   for (int b = 0; b < batch; ++b)
-    if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, shared_group);
+    if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, own_group);
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? 4 : 2)

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     // A group without finite elements has the range of 0.
     const F low = keys.low == 0 ? 0 : static_cast<F>(from_order_key(keys.low));
     const F high = keys.high == 0 ? 0 : static_cast<F>(from_order_key(keys.high));
-    const Group group = store_group(common, index + k, -low, high);
+    const Group group = make_params(common, index + k, -low, high, true);
     byte |= (static_cast<u32>(group.zero_point) & 15) << (4 * k);
   }
   if (kPackedZeros && index < args.num_scales) static_cast<u8*>(common.data.zeros)[item] = static_cast<u8>(byte);

@@ -5,7 +5,7 @@
 namespace halfbyte::device {
 
 constexpr int kChunk = 16 / sizeof(Memory), kUnit = kChunks ? kChunk : 1;
-constexpr int kUnroll = 4;  // loads in flight
+constexpr int kUnroll = kWide ? 2 : 4;  // loads in flight; 64-bit divisions take the registers of some
 
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)

@@ -47,7 +47,7 @@ struct LinearChunksArgs {
   formats::Divider outer_divider, scale_divider;  // not kWide: num_chunks < 2^31
 };
 // Chunks a thread.
-HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::dequantize ? 4 : 2; }
+HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::quantize ? 2 : 4; }
 
 // linear_columns: contiguous tensors [bands of `group` rows, columns], of which each column of a band has a
 // scale; a band at the end of `axis` rows is short. A thread has the rows of a piece in `columns / chunk`
