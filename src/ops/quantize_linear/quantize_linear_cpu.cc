@@ -6,10 +6,12 @@
 // problems are narrow, so that all lines of one use the same. Chunks of tensors with other strides than 1 are
 // gathered and scattered, which leaves one kernel for all.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <mutex>
+#include <vector>
 
-#include "cpu/parallel.h"
+#include "ops/quantize_linear/quantize_linear_grid.h"
 #include "ops/quantize_linear/quantize_linear_ref.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -26,105 +28,15 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-constexpr int64_t kChunk = 4096;           // elements: 16 KiB of f32
-constexpr int64_t kScales = 1024;          // of a chunk, at most
-constexpr int64_t kWidth = 16384;          // columns of a tile, unless each has a scale
-constexpr int64_t kTask = 65536;           // elements of a tile, large against the cost of scheduling it
-constexpr int64_t kFused = 1 << 18;        // elements of groups whose scales are computed within a tile
-constexpr int64_t kStreamBytes = 8 << 20;  // an output beyond this is written past the caches
-constexpr int64_t kPad = HWY_MAX_BYTES;    // room for a whole vector beyond the last element
+using linear::Grid;
+using linear::kScales;
+using linear::round_up;
+using linear::Tile;
 
-// ---- The grid ---------------------------------------------------------------------------------
-
-struct Tile {
-  int64_t outer, line, end_line, column, end_column;
-};
-
-// [outer, lines, length], row-major. `group_lines` lines by `group_cols` columns share a scale. The strides,
-// of tensors too: outer, of lines (scales: of groups of lines), of columns (likewise).
-struct Grid {
-  const LinearProblem& problem;
-  LinearTensors tensors;
-  LinearStrides scale;
-  int64_t outer, lines, length;
-  int64_t group_lines, group_cols;
-  bool per_column;
-  bool past_caches;
-  int64_t odd_cols = 0;  // packed rows of this odd length make up a line: each begins at a byte
-
-  // The problem has elements.
-  Grid(const LinearProblem& p, const LinearTensors& t)
-      : problem(p), tensors(t), scale(p.scale_strides), outer(p.outer), lines(p.axis), length(p.inner) {
-    bool contiguous = true;
-    for_each_strides([&](const LinearStrides& s) {
-      contiguous = contiguous && (s.inner == 1 || p.inner == 1) && (s.axis == p.inner || p.axis == 1) &&
-                   (s.outer == p.axis * p.inner || p.outer == 1);
-    });
-    group_lines = p.group_size;
-    group_cols = scale.inner == 0 ? p.inner : 1;
-    if (p.inner == 1 || (contiguous && scale.inner == 0)) {  // the axis is the line, or becomes it
-      for_each_strides([&](LinearStrides& s) {
-        s = contiguous ? LinearStrides{0, p.axis * p.inner, 1} : LinearStrides{0, s.outer, s.axis};
-      });
-      scale = {0, scale.outer, scale.axis};
-      length = p.axis * p.inner;
-      lines = outer;
-      outer = group_lines = 1;
-      group_cols = scale.inner == 0 ? length : p.group_size * p.inner;
-      const auto has_odd_rows = [](const LinearCodes& c) { return is_packed(c.dtype) && c.cols % 2 != 0; };
-      if (contiguous && !has_odd_rows(p.codes) && !has_odd_rows(p.zeros) && length % group_cols == 0 &&
-          scale.axis == length / group_cols * scale.inner) {  // all is one line
-        length *= lines;
-        lines = 1;
-        if (scale.inner == 0) group_cols = length;
-      }
-    }
-    per_column = group_cols == 1 && scale.inner == 1;
-    if (is_packed(p.codes.dtype) && p.codes.cols % 2 != 0 && p.codes.cols != length) odd_cols = p.codes.cols;
-    past_caches = p.num_elements() * (p.op == LinearOp::quantize ? 1 : size_of(p.dtype)) >= kStreamBytes;
-  }
-
-  template <class Body>
-  void for_each_strides(const Body& body) {
-    if (tensors.x) body(tensors.x_strides);
-    if (tensors.dy) body(tensors.dy_strides);
-    if (tensors.y) body(tensors.y_strides);
-    if (tensors.codes && !is_packed(problem.codes.dtype)) body(tensors.code_strides);
-  }
-
-  int64_t scale_index(int64_t o, int64_t line, int64_t column) const {
-    return o * scale.outer + line / group_lines * scale.axis + column / group_cols * scale.inner;
-  }
-  // Scales of the columns [begin, end), which lie scale.inner apart.
-  int64_t num_scales(int64_t begin, int64_t end) const {
-    return (end - 1) / group_cols - begin / group_cols + 1;
-  }
-  // Whether each group lies in one tile, so that its scale is computed there.
-  bool fused() const {
-    const bool shared = (scale.outer == 0 && outer > 1) || (scale.axis == 0 && lines > group_lines);
-    return problem.computed && !shared && group_lines <= kFused / group_cols;
-  }
-
-  // Tiles, in parallel. They begin at a byte of packed codes; where `fused` with whole groups, and at a byte
-  // of packed zero points.
-  template <class Body>
-  void for_each_tile(const Body& body) const {
-    int64_t columns = fused() ? 2 * group_cols : 2;
-    if (odd_cols != 0 && columns % odd_cols != 0) columns *= odd_cols;
-    const int64_t rows = fused() ? 2 * group_lines : 1;
-    const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
-    const int64_t width = std::min(length, round_up(per_column ? kScales : kWidth, columns));
-    const int64_t height = std::min(lines, round_up(std::max<int64_t>(1, kTask / width), rows));
-    const int64_t across = (length + width - 1) / width, down = (lines + height - 1) / height;
-    parallel_for(outer * down * across, 1, problem.num_threads, [&](int64_t first, int64_t last, int) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t line = i / across % down * height, column = i % across * width;
-        body(Tile{i / across / down, line, std::min(lines, line + height), column,
-                  std::min(length, column + width)});
-      }
-    });
-  }
-};
+constexpr int64_t kChunk = 4096;         // elements: 16 KiB of f32
+constexpr int64_t kPart = 512;           // elements that are written at a time, between others that are read
+constexpr int64_t kAhead = 2048;         // elements that are fetched ahead
+constexpr int64_t kPad = HWY_MAX_BYTES;  // room for a whole vector beyond the last element
 
 // ---- Memory -----------------------------------------------------------------------------------
 
@@ -138,19 +50,27 @@ void scatter(const void* from, int64_t stride, int64_t n, void* to) {
   for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i * stride] = static_cast<const T*>(from)[i];
 }
 
-// Elements that can be read as whole vectors at every place: the last ones from a copy.
+// Elements that can be read as whole vectors: the last ones from a copy. What lies `ahead` elements further
+// is fetched while these are worked on.
 template <class Memory>
 class Source {
  public:
-  Source(const Memory* x, int64_t n) : x_(x), copied_(std::max<int64_t>(0, n - kLanes)), last_(n - kLanes) {
+  Source(const Memory* x, int64_t n, int64_t ahead)
+      : x_(x), n_(n), copied_(std::max<int64_t>(0, n - kLanes)), ahead_(ahead) {
     std::memcpy(tail_, x + copied_, static_cast<size_t>(n - copied_) * sizeof(Memory));
   }
-  HWY_INLINE const Memory* at(int64_t i) const { return i <= last_ ? x_ + i : tail_ + (i - copied_); }
+  // Of elements [begin, end), which are not the last or less than a vector of N.
+  HWY_INLINE const Memory* at(int64_t begin, int64_t end, int64_t N) const {
+    for (int64_t i = begin; i < end; i += 64 / static_cast<int64_t>(sizeof(Memory)))
+      hwy::Prefetch(x_ + i + ahead_);
+    return round_up(end - begin, N) <= n_ - begin ? x_ + begin : tail_ + (begin - copied_);
+  }
+  const Memory& operator[](int64_t i) const { return x_[i]; }
 
  private:
   static constexpr int64_t kLanes = HWY_MAX_BYTES / 4;
   const Memory* x_;
-  int64_t copied_, last_;
+  int64_t n_, copied_, ahead_;
   Memory tail_[2 * kLanes] = {};
 };
 
@@ -196,6 +116,7 @@ HWY_INLINE void unpack_rows(const void* data, const LinearCodes& codes, int64_t 
       *out = *from >> 4;
       m = 1;
     } else {
+      for (int64_t i = 0; i < m; i += 128) hwy::Prefetch(from + (i + kAhead) / 2);
       unpack(from, m, out);
     }
     out += m, index += m, n -= m;
@@ -245,7 +166,7 @@ struct Scales {
   int64_t first = -1, count = 0;
   bool fast;  // f32: a quotient can be had by reciprocal and residual, see quantize_segment
   HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];
-  HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];  // bounds of rne(x / scale)
+  HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];  // bounds of rne(x / scale); quantize, fast: of x
   HWY_ALIGN int32_t zero[kScales + kPad];
 
   // Those numbered first, first + stride, ...; counts what are none.
@@ -291,6 +212,12 @@ struct Scales {
       hn::Store(hn::IfThenElse(none, hn::Neg(open), to_float(d, hn::Sub(q_min, z))), d, low + i);
       hn::Store(hn::IfThenElse(none, open, to_float(d, hn::Sub(q_max, z))), d, high + i);
       hn::Store(z, di, zero + i);
+    }
+    if (!fast || problem.op != LinearOp::quantize) return;
+    for (int64_t i = 0; i < n; i += N) {  // bounds of x: low * scale, rounded, has the quotient low
+      const auto s = hn::Load(d, scale + i);
+      hn::Store(hn::Mul(s, hn::Load(d, low + i)), d, low + i);
+      hn::Store(hn::Mul(s, hn::Load(d, high + i)), d, high + i);
     }
   }
 
@@ -372,10 +299,6 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
     g.inverse = scale_at<kPerColumn>(d, scales.inverse, i);
     g.low = scale_at<kPerColumn>(d, scales.low, i);
     g.high = scale_at<kPerColumn>(d, scales.high, i);
-    if (kFast) {  // bounds of x: low * scale, rounded, has the quotient low
-      g.low = hn::Mul(g.low, g.scale);
-      g.high = hn::Mul(g.high, g.scale);
-    }
     const auto zero = scale_at<kPerColumn>(di, scales.zero, i);
     if constexpr (sizeof(F) == 8)
       g.zero = hn::BitCast(du, hn::PromoteTo(hn::RebindToSigned<decltype(d)>(), zero));
@@ -387,9 +310,10 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
   const auto magic = hn::Set(d, F(sizeof(F) == 4 ? 0x1.8p23 : 0x1.8p52));
   auto finite = hn::Zero(d);  // NaN where an element is not
   Group g = group_at(k);
+  const auto* const from = x.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
     if constexpr (kPerColumn) g = group_at(i);
-    const auto v = Type::load(d, x.at(i));
+    const auto v = Type::load(d, from + (i - begin));
     finite = hn::MulAdd(v, hn::Zero(d), finite);
     V q;
     if constexpr (kFast) {
@@ -407,7 +331,7 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
 
 // Codes as bytes, flipped by sign_bit; Scales::zero is larger by it too.
 template <class Type, bool kPerColumn>
-HWY_INLINE void dequantize_segment(const uint8_t* codes, int64_t begin, int64_t end,
+HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, int64_t end,
                                    const Scales<typename Type::Compute>& scales, int64_t k, uint8_t flip,
                                    typename Type::Memory* HWY_RESTRICT y) {
   using F = typename Type::Compute;
@@ -417,12 +341,13 @@ HWY_INLINE void dequantize_segment(const uint8_t* codes, int64_t begin, int64_t 
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   auto scale = scale_at<kPerColumn>(d, scales.scale, k);
   auto zero = scale_at<kPerColumn>(di, scales.zero, k);
+  const uint8_t* const from = codes.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
     if constexpr (kPerColumn) {
       scale = scale_at<true>(d, scales.scale, i);
       zero = scale_at<true>(di, scales.zero, i);
     }
-    const auto q = hn::PromoteTo(di, hn::Xor(hn::LoadU(d8, codes + i), hn::Set(d8, flip)));
+    const auto q = hn::PromoteTo(di, hn::Xor(hn::LoadU(d8, from + (i - begin)), hn::Set(d8, flip)));
     store<Type>(d, hn::Mul(Scales<F>::to_float(d, hn::Sub(q, zero)), scale), y + i);
   }
 }
@@ -436,21 +361,23 @@ HWY_INLINE void backward_segment(const Source<typename Type::Memory>& x,
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   auto scale = scale_at<kPerColumn>(d, scales.scale, k);
   auto low = scale_at<kPerColumn>(d, scales.low, k), high = scale_at<kPerColumn>(d, scales.high, k);
+  const auto* const from = x.at(begin, end, N);
+  const auto* const gradient = dy.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
     if constexpr (kPerColumn) {
       scale = scale_at<true>(d, scales.scale, i);
       low = scale_at<true>(d, scales.low, i);
       high = scale_at<true>(d, scales.high, i);
     }
-    const auto q = hn::Round(hn::Div(Type::load(d, x.at(i)), scale));
+    const auto q = hn::Round(hn::Div(Type::load(d, from + (i - begin)), scale));
     const auto passes = hn::And(hn::Ge(q, low), hn::Le(q, high));
     if constexpr (sizeof(typename Type::Memory) == 2) {
       const hn::RebindToUnsigned<decltype(d)> du;
       const hn::Rebind<uint16_t, decltype(d)> d16;
-      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, dy.at(i)));
+      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, gradient + (i - begin)));
       hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, passes), bits)), d16, dx + i);
     } else {
-      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, dy.at(i))), d, dx + i);
+      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, gradient + (i - begin))), d, dx + i);
     }
   }
 }
@@ -463,8 +390,9 @@ HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t be
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto infinity = hn::Set(d, std::numeric_limits<typename Type::Compute>::infinity());
   auto lowest = infinity, highest = hn::Neg(infinity);
+  const auto* const from = x.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
-    const auto v = Type::load(d, x.at(i));
+    const auto v = Type::load(d, from + (i - begin));
     auto counts = hn::Lt(hn::Abs(v), infinity);
     if (i + N > end) counts = hn::And(counts, hn::FirstN(d, static_cast<size_t>(end - i)));
     const auto bottom = hn::IfThenElse(counts, v, infinity),
@@ -499,7 +427,8 @@ class Worker {
       if (grid_.group_cols < kChunk / kScales) n = (kScales - 1) * grid_.group_cols / 2 * 2;
       if (grid_.odd_cols != 0) n = std::min(n, grid_.odd_cols - begin % grid_.odd_cols);
       end = std::min(tile.end_column, begin + n);
-      for (int64_t line = tile.line; line < tile.end_line; ++line) run(tile.outer, line, begin, end - begin);
+      for (int64_t line = tile.line; line < tile.end_line; ++line)
+        run({tile.outer, line, begin}, end - begin);
     }
     if (grid_.past_caches) hwy::FlushStream();
   }
@@ -523,11 +452,13 @@ class Worker {
             const int64_t n = std::min(kChunk, end - begin);
             const Source<Memory> x = source(tensors_.x, tensors_.x_strides, {tile.outer, l, begin}, n, x_);
             const int64_t first = grid_.num_scales(column, begin + 1) - 1;
-            for_each_segment(begin, n, [&](auto per_column, int64_t from, int64_t to, int64_t k) HWY_ATTR {
-              range_segment<Type, per_column>(x, from, to, low, high, first + k);
-            });
+            for_each_segment(
+                begin, n,
+                [&](auto per_column, int64_t from, int64_t to, int64_t k)
+                    HWY_ATTR { range_segment<Type, per_column>(x, from, to, low, high, first + k); },
+                [](int64_t, int64_t) {});
           }
-        emit(grid_.scale_index(tile.outer, line, column), count, low, high);
+        emit(grid_.scale_index({tile.outer, line, column}), count, low, high);
       }
     }
     scales_.first = -1;
@@ -553,20 +484,16 @@ class Worker {
   QuantizeStatus status;
 
  private:
-  struct Place {
-    int64_t outer, line, column;
-  };
-  static int64_t offset(const LinearStrides& strides, const Place& place) {
-    return linear_ref::offset(strides, place.outer, place.line, place.column);
-  }
+  using Place = Grid::Place;
 
   // n elements of a tensor, through `buffer` where they do not lie side by side.
-  static Source<Memory> source(const void* data, const LinearStrides& strides, const Place& place, int64_t n,
-                               Memory* buffer) {
-    const auto* from = static_cast<const Memory*>(data) + offset(strides, place);
-    if (strides.inner == 1) return {from, n};
-    gather<Memory>(from, strides.inner, n, buffer);
-    return {buffer, n};
+  template <class T>
+  Source<T> source(const void* data, const LinearStrides& strides, const Place& place, int64_t n,
+                   T* buffer) const {
+    const auto* from = static_cast<const T*>(data) + Grid::offset(strides, place);
+    if (strides.inner == 1) return {from, n, grid_.per_column ? strides.axis : kAhead};
+    gather<T>(from, strides.inner, n, buffer);
+    return {buffer, n, 0};
   }
   template <class T>
   void write(const T* from, int64_t n, T* to, int64_t stride) const {
@@ -579,19 +506,30 @@ class Worker {
       std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T));
   }
 
-  // Calls body(per_column, begin, end, k) for the elements of n columns with scale k of the chunk.
-  template <class Body>
-  HWY_INLINE void for_each_segment(int64_t column, int64_t n, const Body& body) const {
-    if (grid_.per_column) return body(std::true_type(), 0, n, 0);
-    int64_t end = grid_.group_cols - column % grid_.group_cols;
-    for (int64_t begin = 0, k = 0; begin < n; begin = end, end += grid_.group_cols, ++k)
-      body(std::false_type(), begin, std::min(n, end), k);
+  // Calls body(per_column, begin, end, k) for the elements of n columns with scale k of the chunk, and
+  // done(begin, end) for each part of them.
+  template <class Body, class Done>
+  HWY_INLINE void for_each_segment(int64_t column, int64_t n, const Body& body, const Done& done) const {
+    const auto N = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<F>()));
+    int64_t group_end = grid_.per_column ? n : grid_.group_cols - column % grid_.group_cols;
+    for (int64_t begin = 0, end = 0, k = 0, part = 0; begin < n; begin = end) {
+      end = std::min({n, group_end, part + kPart});
+      const int64_t whole = round_up(end - begin, N) <= n - begin ? end : begin + (end - begin) / N * N;
+      for (int64_t from = begin, to = whole > begin ? whole : end; from < end; from = to, to = end)
+        if (grid_.per_column)
+          body(std::true_type(), from, to, from);
+        else
+          body(std::false_type(), from, to, k);
+      if (end == group_end) group_end += grid_.group_cols, ++k;
+      if (end < n && end < part + kPart) continue;
+      done(part, end);
+      part = end;
+    }
   }
 
-  void run(int64_t outer, int64_t line, int64_t column, int64_t n) {
-    const Place place{outer, line, column};
-    const int64_t first = grid_.scale_index(outer, line, column);
-    const int64_t count = grid_.num_scales(column, column + n);
+  void run(const Place& place, int64_t n) {
+    const int64_t first = grid_.scale_index(place);
+    const int64_t count = grid_.num_scales(place.column, place.column + n);
     QuantizeStatus counted_before;
     if (first != scales_.first || count != scales_.count)
       scales_.load(problem_, tensors_, first, grid_.scale.inner, count, counted_before);
@@ -607,61 +545,74 @@ class Worker {
 
   void quantize(const Place& place, int64_t n) {
     const Source<Memory> x = source(tensors_.x, tensors_.x_strides, place, n, x_);
+    const int64_t index = grid_.index(place);
+    const LinearStrides& strides = tensors_.code_strides;
+    const bool packed = is_packed(problem_.codes.dtype);
+    auto* const codes = static_cast<uint8_t*>(tensors_.codes);
+    uint8_t* const to =
+        packed ? packed_at(codes, problem_.codes, index) : codes + Grid::offset(strides, place);
     bool finite = true;
     const bool fast = scales_.fast;
-    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
-      if (sizeof(F) == 4 && fast)
-        finite &= quantize_segment<Type, per_column, sizeof(F) == 4>(x, begin, end, scales_, k, codes_);
-      else
-        finite &= quantize_segment<Type, per_column, false>(x, begin, end, scales_, k, codes_);
-    });
-    const int64_t index = (place.outer * grid_.lines + place.line) * grid_.length + place.column;
-    if (!finite)
-      for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) {
-        for (int64_t i = begin; i < end; ++i) {
-          const F value = linear_ref::load_element<F>(x.at(i), problem_.dtype, 0);
-          if (formats::is_finite(value)) continue;
-          ++status.num_nonfinite;
-          if (status.first_nonfinite < 0 || index + i < status.first_nonfinite)
-            status.first_nonfinite = index + i;
-          if (value != value) codes_[i] = static_cast<uint8_t>(scales_.zero[per_column ? i : k]);
-        }
-      });
-    auto* const codes = static_cast<uint8_t*>(tensors_.codes);
-    if (!is_packed(problem_.codes.dtype)) {
-      const LinearStrides& strides = tensors_.code_strides;
-      return write(codes_, n, codes + offset(strides, place), strides.inner);
+    for_each_segment(
+        place.column, n,
+        [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+          if (sizeof(F) == 4 && fast)
+            finite &= quantize_segment<Type, per_column, sizeof(F) == 4>(x, begin, end, scales_, k, codes_);
+          else
+            finite &= quantize_segment<Type, per_column, false>(x, begin, end, scales_, k, codes_);
+        },
+        [&](int64_t begin, int64_t end) HWY_ATTR {
+          if (!finite) mend(x, begin, end, place.column, index);
+          finite = true;
+          if (!packed) return write(codes_ + begin, end - begin, to + begin * strides.inner, strides.inner);
+          codes_[end] = 0;
+          pack(codes_ + begin, end - begin, packed_);
+          write(packed_, (end - begin + 1) / 2, to + begin / 2, 1);
+        });
+  }
+
+  // Counts what is not finite, and gives NaN its code. Element 0 is at `column` of its line, number `index`
+  // of all.
+  void mend(const Source<Memory>& x, int64_t begin, int64_t end, int64_t column, int64_t index) {
+    for (int64_t i = begin; i < end; ++i) {
+      const F value = linear_ref::load_element<F>(&x[i], problem_.dtype, 0);
+      if (formats::is_finite(value)) continue;
+      if (status.num_nonfinite++ == 0 || index + i < status.first_nonfinite)
+        status.first_nonfinite = index + i;
+      const int64_t k = grid_.num_scales(column, column + i + 1) - 1;
+      if (std::isnan(value)) codes_[i] = static_cast<uint8_t>(scales_.zero[k]);
     }
-    codes_[n] = 0;
-    pack(codes_, n, packed_);
-    write(packed_, (n + 1) / 2, packed_at(codes, problem_.codes, index), 1);
   }
 
   void dequantize(const Place& place, int64_t n) {
     const auto* const codes = static_cast<const uint8_t*>(tensors_.codes);
-    if (is_packed(problem_.codes.dtype))
-      unpack_rows(codes, problem_.codes,
-                  (place.outer * grid_.lines + place.line) * grid_.length + place.column, n, codes_);
-    else if (const LinearStrides& strides = tensors_.code_strides; strides.inner == 1)
-      std::memcpy(codes_, codes + offset(strides, place), static_cast<size_t>(n));
-    else
-      gather<uint8_t>(codes + offset(strides, place), strides.inner, n, codes_);
+    const int64_t index = grid_.index(place);
+    const bool packed = is_packed(problem_.codes.dtype);
+    if (packed) unpack_rows(codes, problem_.codes, index, n, codes_);
+    const Source<uint8_t> from =
+        packed ? Source<uint8_t>(codes_, n, 0) : source(codes, tensors_.code_strides, place, n, codes_);
     const uint8_t flip = sign_bit(problem_.codes.dtype);
-    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
-      dequantize_segment<Type, per_column>(codes_, begin, end, scales_, k, flip, y_);
-    });
-    write(y_, n, static_cast<Memory*>(tensors_.y) + offset(tensors_.y_strides, place),
-          tensors_.y_strides.inner);
+    for_each_segment(
+        place.column, n,
+        [&](auto per_column, int64_t begin, int64_t end, int64_t k)
+            HWY_ATTR { dequantize_segment<Type, per_column>(from, begin, end, scales_, k, flip, y_); },
+        [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
   }
 
   void backward(const Place& place, int64_t n) {
     const Source<Memory> x = source(tensors_.x, tensors_.x_strides, place, n, x_);
     const Source<Memory> dy = source(tensors_.dy, tensors_.dy_strides, place, n, dy_);
-    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
-      backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_);
-    });
-    write(y_, n, static_cast<Memory*>(tensors_.y) + offset(tensors_.y_strides, place),
-          tensors_.y_strides.inner);
+    for_each_segment(
+        place.column, n,
+        [&](auto per_column, int64_t begin, int64_t end, int64_t k)
+            HWY_ATTR { backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_); },
+        [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
+  }
+  void write_y(const Place& place, int64_t begin, int64_t end) const {
+    const LinearStrides& strides = tensors_.y_strides;
+    write(y_ + begin, end - begin,
+          static_cast<Memory*>(tensors_.y) + Grid::offset(strides, place) + begin * strides.inner,
+          strides.inner);
   }
 
   const Grid& grid_;
@@ -697,11 +648,12 @@ QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
     merge_into(total, worker.status);
   };
   if (!problem.computed) {
-    parallel_for(problem.num_scales, kTask, problem.num_threads, [&](int64_t begin, int64_t end, int) {
-      Worker<Type> worker(grid);
-      for (; begin < end; begin += kScales) worker.check(begin, std::min(kScales, end - begin));
-      finish(worker);
-    });
+    parallel_for(problem.num_scales, linear::kTask, problem.num_threads,
+                 [&](int64_t begin, int64_t end, int) {
+                   Worker<Type> worker(grid);
+                   for (; begin < end; begin += kScales) worker.check(begin, std::min(kScales, end - begin));
+                   finish(worker);
+                 });
   } else if (!grid.fused()) {
     const auto n = static_cast<size_t>(problem.num_scales);
     std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());

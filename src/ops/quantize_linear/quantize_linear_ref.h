@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <vector>
 
 #include "ops/quantize_linear/quantize_linear.h"
 
@@ -76,7 +78,7 @@ formats::GroupParams<F> load_params(const LinearProblem& problem, const LinearTe
 
 template <class F>
 int quantize(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
-  if (x != x) return params.zero_point;
+  if (std::isnan(x)) return params.zero_point;
   return formats::encode(x, params, codec) + codec.q_min;
 }
 template <class F>
@@ -86,7 +88,7 @@ F dequantize(int q, const formats::GroupParams<F>& params) {
 // Whether the gradient passes.
 template <class F>
 bool is_within(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
-  if (x != x) return false;
+  if (std::isnan(x)) return false;
   if (params.code_scale == 0) return true;
   const F rounded = formats::round_half_even(x / params.code_scale);
   return static_cast<F>(codec.q_min - params.zero_point) <= rounded &&
