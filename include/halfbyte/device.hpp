@@ -46,6 +46,12 @@ HALFBYTE_API Device parse_device(std::string_view word);
 // Throws Error(device) with the reason where the device cannot be used. The CPU always can.
 HALFBYTE_API void check_device(Device device);
 
+// Throws Error(usage) naming `what` unless the memory can be used by work on `device`: a CUDA device cannot
+// be given plain host memory, memory of another device, or more bytes than its allocation has; the CPU cannot
+// be given memory of a CUDA device. What the driver does not know is host memory. Takes less than a
+// microsecond.
+void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
+
 // A stream of a CUDA device: what is enqueued on it runs in order. On the CPU: nothing, everything is done
 // when the call returns. Functions that take a stream take handle(): a CUstream; null is the default stream.
 class HALFBYTE_API Stream {

@@ -1,4 +1,5 @@
-// What is behind a Plan. An op derives from Plan<Op>::Impl, specialises make_plan<Op> and instantiates Plan<Op>.
+// What is behind a Plan. An op derives from Plan<Op>::Impl, specialises make_plan<Op> and instantiates
+// Plan<Op>.
 #pragma once
 
 #include "halfbyte/plan.hpp"
@@ -18,14 +19,15 @@ struct Plan<Op>::Impl {
   virtual ~Impl() = default;
   // Throws Error(usage) where `run` would refuse the tensors.
   virtual void check(const Args& args) const = 0;
-  // The tensors are checked.
+  // Checks them too.
   virtual void run(void* stream, void* workspace, const Args& args) const = 0;
   virtual Status status(const void* workspace, void* stream) const = 0;
 };
 
 // Checks the descriptor, chooses and compiles the kernels.
 template <class Op>
-std::shared_ptr<const typename Plan<Op>::Impl> make_plan(Device device, const typename Op::Descriptor& descriptor,
+std::shared_ptr<const typename Plan<Op>::Impl> make_plan(Device device,
+                                                         const typename Op::Descriptor& descriptor,
                                                          const PlanPreference& preference);
 
 template <class Op>
@@ -63,7 +65,6 @@ std::optional<Error> Plan<Op>::can_implement(const Args& args) const {
 }
 template <class Op>
 void Plan<Op>::run(void* stream, void* workspace, const Args& args) const {
-  impl_->check(args);
   impl_->run(stream, workspace, args);
 }
 template <class Op>

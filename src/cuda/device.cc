@@ -126,6 +126,40 @@ void check_device(Device device) {
   if (is_cuda(device)) usable_device(device.index);
 }
 
+void check_memory(const char* what, const void* data, int64_t num_bytes, Device device) {
+  // Nobody can have memory of a device before the driver is in the process.
+  if (!is_cuda(device) && !cuda::driver_is_loaded()) return;
+  const Driver& driver = cuda::find_driver();
+  if (!driver.problem.empty()) return;
+  // CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, DEVICE_ORDINAL, IS_MANAGED, RANGE_START_ADDR, RANGE_SIZE,
+  // IS_LEGACY_CUDA_IPC_CAPABLE, which only a whole allocation of cuMemAlloc is: others may consist of many
+  // ranges.
+  int attributes[] = {2, 9, 8, 11, 12, 13};
+  unsigned type = 0;
+  int index = 0;
+  uint32_t is_managed = 0, is_whole = 0;  // the driver writes one byte or four
+  cuda::CUdeviceptr begin = 0;
+  size_t size = 0;
+  void* values[] = {&type, &index, &is_managed, &begin, &size, &is_whole};
+  const auto address = reinterpret_cast<cuda::CUdeviceptr>(data);
+  constexpr unsigned kHost = 1, kDevice = 2;  // CU_MEMORYTYPE_; 0: not known to the driver
+  if (driver.cuPointerGetAttributes(6, attributes, values, address) != 0) type = 0;
+  if (!is_cuda(device)) {
+    HALFBYTE_CHECK(type != kDevice || is_managed != 0, usage,
+                   "{} must be in host memory, {:#x} is memory of cuda:{}", what, address, index);
+    return;
+  }
+  HALFBYTE_CHECK(type == kHost || type == kDevice, usage,
+                 "{} must be in memory of {}, {:#x} is host memory that it cannot use", what,
+                 to_string(device), address);
+  HALFBYTE_CHECK(type == kHost || is_managed != 0 || index == device.index, usage,
+                 "{} must be in memory of {}, {:#x} is memory of cuda:{}", what, to_string(device), address,
+                 index);
+  HALFBYTE_CHECK(is_whole == 0 || address + static_cast<cuda::CUdeviceptr>(num_bytes) <= begin + size, usage,
+                 "{} needs {} bytes, its allocation has {} from {:#x} on", what, num_bytes,
+                 begin + size - address, address);
+}
+
 Stream::Stream(Device device) : device_(device) {
   if (!is_cuda(device)) return;
   const Context& context = cuda::context(device.index);

@@ -1,5 +1,6 @@
 #include "cuda/driver.h"
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -14,6 +15,8 @@ namespace {
 constexpr int kMultiprocessorCount = 16;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
+
+std::atomic<bool> is_loaded = false;
 
 std::string text_of(const Driver& driver, CUresult result) {
   const char *name = nullptr, *text = nullptr;
@@ -62,7 +65,15 @@ const Driver& find_driver() {
   // Never destroyed, like all that lives as long as the process here: the driver ends before static
   // destructors do, and must not be called from them.
   static const Driver& found = *new Driver(search());
+  if (found.problem.empty()) is_loaded = true;
   return found;
+}
+
+bool driver_is_loaded() {
+  if (is_loaded) return true;
+  void* const handle = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (handle) dlclose(handle);
+  return handle != nullptr;
 }
 
 const Driver& driver() {

@@ -22,39 +22,40 @@ struct Driver {
   int version = 0;      // of CUDA that it supports: 1000 * major + 10 * minor
   std::string problem;  // why it cannot be used; empty if it can
 
-#define HALFBYTE_DRIVER_FUNCTIONS(X)                                                              \
-  X(cuInit, (unsigned flags))                                                                     \
-  X(cuDriverGetVersion, (int* version))                                                           \
-  X(cuGetErrorName, (CUresult error, const char** name))                                          \
-  X(cuGetErrorString, (CUresult error, const char** text))                                        \
-  X(cuDeviceGetCount, (int* count))                                                               \
-  X(cuDeviceGet, (CUdevice * device, int ordinal))                                                \
-  X(cuDeviceGetName, (char* name, int num_bytes, CUdevice device))                                \
-  X(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                           \
-  X(cuDeviceTotalMem_v2, (size_t * num_bytes, CUdevice device))                                   \
-  X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                             \
-  X(cuCtxPushCurrent_v2, (CUcontext context))                                                     \
-  X(cuCtxPopCurrent_v2, (CUcontext * context))                                                    \
-  X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                 \
-  X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                     \
-  X(cuMemFree_v2, (CUdeviceptr pointer))                                                          \
-  X(cuMemHostAlloc, (void** pointer, size_t num_bytes, unsigned flags))                           \
-  X(cuMemFreeHost, (void* pointer))                                                               \
-  X(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstream stream))         \
-  X(cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t num_bytes, CUstream stream))    \
-  X(cuMemsetD32Async, (CUdeviceptr to, unsigned value, size_t num_words, CUstream stream))        \
-  X(cuStreamCreate, (CUstream * stream, unsigned flags))                                          \
-  X(cuStreamDestroy_v2, (CUstream stream))                                                        \
-  X(cuStreamSynchronize, (CUstream stream))                                                       \
-  X(cuEventCreate, (CUevent * event, unsigned flags))                                             \
-  X(cuEventRecord, (CUevent event, CUstream stream))                                              \
-  X(cuEventSynchronize, (CUevent event))                                                          \
-  X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                        \
-  X(cuModuleLoadData, (CUmodule * module, const void* image))                                     \
-  X(cuModuleUnload, (CUmodule module))                                                            \
-  X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))              \
-  X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,      \
-                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
+#define HALFBYTE_DRIVER_FUNCTIONS(X)                                                               \
+  X(cuInit, (unsigned flags))                                                                      \
+  X(cuDriverGetVersion, (int* version))                                                            \
+  X(cuGetErrorName, (CUresult error, const char** name))                                           \
+  X(cuGetErrorString, (CUresult error, const char** text))                                         \
+  X(cuDeviceGetCount, (int* count))                                                                \
+  X(cuDeviceGet, (CUdevice * device, int ordinal))                                                 \
+  X(cuDeviceGetName, (char* name, int num_bytes, CUdevice device))                                 \
+  X(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                            \
+  X(cuDeviceTotalMem_v2, (size_t * num_bytes, CUdevice device))                                    \
+  X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                              \
+  X(cuCtxPushCurrent_v2, (CUcontext context))                                                      \
+  X(cuCtxPopCurrent_v2, (CUcontext * context))                                                     \
+  X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                  \
+  X(cuPointerGetAttributes, (unsigned count, int* attributes, void** values, CUdeviceptr pointer)) \
+  X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                      \
+  X(cuMemFree_v2, (CUdeviceptr pointer))                                                           \
+  X(cuMemHostAlloc, (void** pointer, size_t num_bytes, unsigned flags))                            \
+  X(cuMemFreeHost, (void* pointer))                                                                \
+  X(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstream stream))          \
+  X(cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t num_bytes, CUstream stream))     \
+  X(cuMemsetD32Async, (CUdeviceptr to, unsigned value, size_t num_words, CUstream stream))         \
+  X(cuStreamCreate, (CUstream * stream, unsigned flags))                                           \
+  X(cuStreamDestroy_v2, (CUstream stream))                                                         \
+  X(cuStreamSynchronize, (CUstream stream))                                                        \
+  X(cuEventCreate, (CUevent * event, unsigned flags))                                              \
+  X(cuEventRecord, (CUevent event, CUstream stream))                                               \
+  X(cuEventSynchronize, (CUevent event))                                                           \
+  X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                         \
+  X(cuModuleLoadData, (CUmodule * module, const void* image))                                      \
+  X(cuModuleUnload, (CUmodule module))                                                             \
+  X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))               \
+  X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,       \
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,  \
                      CUstream stream, void** params, void** extra))
 // NOLINTNEXTLINE(bugprone-macro-parentheses)
 #define HALFBYTE_DECLARE(name, parameters) CUresult(*name) parameters = nullptr;
@@ -67,6 +68,8 @@ struct Driver {
 const Driver& find_driver();
 // The same; throws Error(device) with the problem where it cannot be used.
 const Driver& driver();
+// Whether the process has the driver, be it from others. Loads nothing.
+bool driver_is_loaded();
 
 // Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0.
 void check(CUresult result, const char* what);

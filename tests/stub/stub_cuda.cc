@@ -76,6 +76,11 @@ int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
   *free_bytes = *total_bytes = kMemoryBytes;
   return sticky;
 }
+int cuPointerGetAttributes(unsigned count, int* attributes, void** values, unsigned long long) {
+  for (unsigned i = 0; i < count; ++i)
+    if (attributes[i] == 2) *static_cast<unsigned*>(values[i]) = 2;  // memory of the device
+  return 0;
+}
 int cuMemAlloc_v2(unsigned long long* pointer, size_t num_bytes) {
   if (sticky != 0) return sticky;
   if (num_bytes > kMemoryBytes) return kOutOfMemory;

@@ -4,6 +4,7 @@
 // are contiguous; all its codes and scales are on their way before the first is used. kAligned: rows are whole chunks of
 // 8 elements and y is aligned to 16 bytes, so that the codes are one bit stream and stores are wide. kGroupSize > 0:
 // rows are also whole groups, so that groups are one sequence too; 0: any group size.
+#include "cuda/device/chunk.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/types.cuh"
@@ -93,22 +94,6 @@ __device__ __forceinline__ F decode(Raw raw, const Group& group) {
   }
 }
 
-template <class Type>
-__device__ __forceinline__ void store_chunk(Type type, void* y, i64 chunk, const F* values) {
-  Words4 words;
-  if constexpr (sizeof(Memory) == 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words.word[i] = store_pair(type, values[2 * i], values[2 * i + 1]);
-  } else if constexpr (sizeof(Memory) == 4) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words.word[i] = bit_cast<u32>(values[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words.word[i] = static_cast<u32>(bit_cast<u64>(values[i / 2]) >> (i % 2 * 32));
-  }
-  store_once(static_cast<Words4*>(y) + chunk, words);
-}
-
 // Where a chunk lies: `group` is that of its first element, to which `in_first` of its n elements belong.
 struct Place {
   i64 row, col, group;
@@ -187,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
     }
     if (first + b * 32 >= num_chunks) continue;
     if constexpr (kAligned) {
-      store_chunk(Element(), args.y, first + b * 32, values);
+      store_once(static_cast<Words4*>(args.y) + first + b * 32, round_chunk(Element(), values));
     } else {
       Memory* const y = static_cast<Memory*>(args.y) + places[b].row * args.cols + places[b].col;
 #pragma unroll

@@ -3,6 +3,7 @@
 // chunks with non-finite elements or extreme scales by formats::encode.
 #pragma once
 
+#include "cuda/device/chunk.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/table.cuh"
@@ -35,41 +36,7 @@ constexpr bool kFast = kFastType && !(kTable && kBins.num_edges > TableBins::kMa
 constexpr float kLargestSignedScale = !(kTable && kBins.signed_zero) ? 0x1p100f : kPairs ? 0x1p16f : 1.0f;
 __device__ const TableBins kDeviceBins = kBins;
 
-struct alignas(16) Chunk {
-  static constexpr int kWords4 = kChunk * sizeof(Memory) / sizeof(Words4);
-  Words4 words[kWords4];
-
-  __device__ __forceinline__ F operator[](int i) const {
-    if constexpr (kPairs) {
-      const u32 pair = words[0].word[i / 2];
-      return load(Element(), static_cast<u16>(i % 2 ? pair >> 16 : pair));
-    } else if constexpr (sizeof(Memory) == 4) {
-      return bit_cast<float>(words[i / 4].word[i % 4]);
-    } else {
-      const u32* const word = &words[i / 2].word[i % 2 * 2];
-      return bit_cast<double>(word[0] | static_cast<u64>(word[1]) << 32);
-    }
-  }
-  // Of a chunk that is still all 0.
-  __device__ __forceinline__ void set(int i, Memory value) {
-    if constexpr (kPairs) {
-      words[0].word[i / 2] |= static_cast<u32>(value) << (i % 2 * 16);
-    } else if constexpr (sizeof(Memory) == 4) {
-      words[i / 4].word[i % 4] = bit_cast<u32>(value);
-    } else {
-      words[i / 2].word[i % 2 * 2] = static_cast<u32>(bit_cast<u64>(value));
-      words[i / 2].word[i % 2 * 2 + 1] = static_cast<u32>(bit_cast<u64>(value) >> 32);
-    }
-  }
-};
-
-__device__ __forceinline__ Chunk load_chunk(const void* x, i64 chunk) {
-  const Words4* const from = static_cast<const Words4*>(x) + chunk * Chunk::kWords4;
-  Chunk result;
-#pragma unroll
-  for (int i = 0; i < Chunk::kWords4; ++i) result.words[i] = load_once(from + i);
-  return result;
-}
+using Chunk = ChunkOf<Element, kChunk>;
 
 __device__ __forceinline__ F load_element(const void* x, i64 index) {
   return load(Element(), static_cast<const Memory*>(x)[index]);
@@ -77,28 +44,12 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
 
 // ---- Ranges
 
-__device__ __forceinline__ Range<F> range_of(const Chunk& x) {
-  Range<F> range = {-x[0], x[0]};
-#pragma unroll
-  for (int i = 1; i < kChunk; ++i) range = join(range, Range<F>{-x[i], x[i]});
-  return range;
-}
-
 // Of a chunk in the form that costs least.
-template <class Type>
-__device__ __forceinline__ auto chunk_range(Type type, const Chunk& x) {
-#if __CUDA_ARCH__ >= 800
-  const u32* const w = x.words[0].word;
-  if constexpr (kPairs && kSymmetric) {
-    return PairMagnitude<Type>{
-        max_magnitude_pair(type, max_magnitude_pair(type, w[0], w[1]), max_magnitude_pair(type, w[2], w[3]))};
-  } else if constexpr (kPairs) {
-    const u32 least = min_pair(type, min_pair(type, w[0], w[1]), min_pair(type, w[2], w[3])) ^ 0x80008000u;
-    const u32 most = max_pair(type, max_pair(type, w[0], w[1]), max_pair(type, w[2], w[3]));
-    return PairRange<Type>{max_pair(type, __byte_perm(least, most, 0x5410), __byte_perm(least, most, 0x7632))};
-  } else
-#endif
-    return range_of(x);
+__device__ __forceinline__ auto chunk_range(const Chunk& x) {
+  if constexpr (kSymmetric && kPairs)
+    return magnitude_range(x);
+  else
+    return signed_range(x);
 }
 
 // Of the finite elements among the first n of x.
@@ -122,14 +73,6 @@ struct Encoding {
   int zero_point;
   bool slow;  // formats::encode must do it
 };
-
-// x / scale, correctly rounded, away from under- and overflow. One correction is enough for a correctly rounded
-// reciprocal: all pairs of mantissas whose quotient lies within 2^-18 units of a rounding boundary, beyond which the
-// error of the correction cannot matter, were tried.
-__device__ __forceinline__ float quotient(float x, float scale, float reciprocal) {
-  const float q = __fmul_rn(x, reciprocal);
-  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
-}
 
 // Whether all elements within the range can be encoded by `quotient`: no residual underflows where it matters,
 // and what is not clamped lies within the codes.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/counts.h"
 #include "cuda/config.h"
 #include "cuda/scratch.h"
 
@@ -149,15 +150,6 @@ void enqueue_quantize(const QuantizeProblem& problem, void* workspace) {
     grid = {shape.rows * args.spans_per_row, kSpansThreads};
   }
   cuda::launch(cuda::get_kernel(context, quantize_kernel(problem)), grid, problem.stream, args);
-}
-
-QuantizeStatus status_of(const QuantizeCounts& counts) {
-  QuantizeStatus status;
-  status.num_nonfinite = static_cast<int64_t>(counts.num_nonfinite);
-  if (counts.num_nonfinite > 0) status.first_nonfinite = static_cast<int64_t>(~counts.first_nonfinite_key);
-  status.num_unheld_scales = static_cast<int64_t>(counts.num_unheld_scales);
-  status.num_coarse_scales = static_cast<int64_t>(counts.num_coarse_scales);
-  return status;
 }
 
 ValueRange value_range_cuda(const TensorView& x, void* stream) {

@@ -14,8 +14,7 @@ cuda::KernelSpec value_range_kernel(DType dtype);
 // Bytes of device memory that enqueue_quantize needs.
 int64_t quantize_workspace_bytes(const QuantizeProblem& problem);
 // Enqueues the whole operation on problem.stream; nothing waits, nothing is allocated. `workspace` (device
-// memory, 16-byte aligned) begins with the counts of what was found, see status_of.
+// memory, 16-byte aligned) begins with the counts of what was found, see core/counts.h.
 void enqueue_quantize(const QuantizeProblem& problem, void* workspace);
-QuantizeStatus status_of(const QuantizeCounts& counts);
 
 }  // namespace halfbyte

@@ -100,13 +100,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   } else {
 #pragma unroll 1
     for (int chunk = lane; chunk < 32 * kBatch; chunk += 32)
-      tile.chunk(chunk) = chunk < num_chunks ? load_chunk(args.x, first + chunk) : Chunk{};
+      tile.chunk(chunk) = chunk < num_chunks ? load_chunk<Chunk>(args.x, first + chunk) : Chunk{};
   }
   wait_copies();
 
   const int own = lane % kLanes, own_chunk = own * 32 + lane;
   const bool owns = own < kBatch && own_chunk < num_chunks;
-  Range<F> range = own_range([&](int b) { return chunk_range(Element(), tile.chunk(b * 32 + lane)); }, own);
+  Range<F> range = own_range([&](int b) { return chunk_range(tile.chunk(b * 32 + lane)); }, own);
   const bool finite = is_finite(range);
   if (__any_sync(kAllLanes, !finite)) {
 #pragma unroll 1

@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
         const Part part = part_of(step + u * kThreads);
         const Chunk x = chunk_at(u);
         const int warp_group = shuffle(part.group, 0);
-        const auto range = chunk_range(Element(), x);
+        const auto range = chunk_range(x);
         if (__all_sync(kAllLanes, part.in_first == kChunk && part.group == warp_group && is_finite(unpack(range)))) {
           add_warp_range(groups[warp_group], range, lane);
           continue;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
       const Chunk x = chunk_at(u);
       // What lies behind the end of a row needs the code of zero, which may not lie within the range. A given
       // range may be that of other elements.
-      const Range<F> range = unpack(chunk_range(Element(), x));
+      const Range<F> range = unpack(chunk_range(x));
       const bool fast = kFast && !e.slow && part.in_first == kChunk && is_finite(range) &&
                         sortable(range.low) <= group.low && sortable(range.high) <= group.high;
       u64 bits = 0;

@@ -4,6 +4,7 @@
 #include "core/format.h"
 #include "core/variant.h"
 #include "halfbyte/quantize_linear.hpp"
+#include "ops/quantize_linear/quantize_linear_args.h"
 
 namespace halfbyte {
 
@@ -18,8 +19,6 @@ struct LinearCodes {
   // Packed: row-major, `cols` elements in a row of row_bytes.
   int64_t cols = 0, row_bytes = 0;
 };
-
-enum class LinearOp : uint8_t { quantize, dequantize, backward };
 
 // A checked problem, without the addresses. All tensors are walked as [outer, axis, inner]; the scale of
 // element (o, a, i) is number o * scale_strides.outer + a / group_size * scale_strides.axis + i *
@@ -58,10 +57,19 @@ struct LinearTensors {
   LinearStrides x_strides, dy_strides, code_strides, y_strides;  // code_strides: of whole bytes
 };
 
-// Why a scale or zero point is not one: it counts as 0, and as the nearer bound.
-inline bool is_valid_scale(double scale) { return scale >= 0 && formats::is_finite(scale); }
-
 // ---- CPU: returns when all is done.
 QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors);
+
+// ---- CUDA: kernels chosen and loaded for a problem.
+struct LinearCuda;
+// `alignment`: of the tensors, in bytes.
+std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment);
+const std::string& kernel_name(const LinearCuda& cuda);  // of the last one, which writes the result
+const std::string& target(const LinearCuda& cuda);
+int64_t workspace_bytes(const LinearCuda& cuda);
+// Enqueues on `stream`.
+void run_linear_cuda(const LinearCuda& cuda, const LinearTensors& tensors, void* stream, void* workspace);
+// Waits for `stream`.
+QuantizeStatus status_linear_cuda(const LinearCuda& cuda, const void* workspace, void* stream);
 
 }  // namespace halfbyte

@@ -2,21 +2,104 @@
 #pragma once
 
 #include "formats/codec.h"
+#include "formats/counts.h"
+#include "formats/divider.h"
 
 namespace halfbyte {
 
-// How zero points are stored; `none` is a zero point of 0.
+enum class LinearOp : formats::u8 { quantize, dequantize, backward };
+// How zero points are stored; `none`: they are 0.
 enum class ZeroType : formats::u8 { none, i32, i8, u8, i4, u4 };
 
-// One scale for each value of scale_index.
-struct LinearScales {
+// The tensors of a run, of which an operation uses some; scales and zero points are written where they are
+// computed.
+struct LinearPointers {
+  const void* x;
+  const void* dy;
+  void* codes;
   void* scales;
   void* zeros;
+  void* y;
+};
+// What all kernels need to know.
+struct LinearCommon {
+  LinearPointers data;
+  QuantizeCounts* counts;
   formats::ScaleType scale_type;
   ZeroType zero_type;
+  bool given;  // scales and zero points: what is wrong with them counts
   formats::i32 q_min, q_max;
-  // Of packed zero points: a row of `zero_cols` elements takes `zero_row_bytes` bytes.
-  formats::i64 zero_cols, zero_row_bytes;
+  formats::i32 code_min;                   // of the dtype of the codes
+  formats::u32 sign_bits;                  // of all codes in a word: what tells q from q - code_min
+  formats::i64 zero_cols, zero_row_bytes;  // of packed zero points
+};
+
+inline constexpr int kLinearThreads = 256;
+// Elements of a chunk: 16 bytes.
+HALFBYTE_FN int linear_chunk(int element_bytes) { return 16 / element_bytes; }
+
+// linear_chunks: contiguous tensors whose scales belong to whole chunks. With c the number of a chunk and
+// rest = c % per_outer, its scale is number c / per_outer * scale_outer + rest / per_scale.
+struct LinearChunksArgs {
+  LinearCommon common;
+  formats::i64 num_chunks, per_outer, per_scale, scale_outer;
+  formats::Divider outer_divider, scale_divider;  // where num_chunks < 2^31
+};
+HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::backward ? 2 : 4; }  // chunks a thread
+
+// linear_columns: contiguous tensors [bands of `group` rows, columns], of which each column of a band has a
+// scale; a band at the end of `axis` rows is short. A thread has the rows of a piece in `columns / chunk`
+// places.
+struct LinearColumnsArgs {
+  LinearCommon common;
+  formats::i64 num_bands, bands_per_axis, axis, group, columns, pieces;
+};
+inline constexpr int kLinearRows = 16;  // of a piece
+
+struct LinearStrides64 {
+  formats::i64 outer, axis, inner;
+};
+// linear_elements: anything. Items are elements, or bytes of packed codes: row-major rows of code_cols.
+struct LinearElementsArgs {
+  LinearCommon common;
+  formats::i64 num_items, axis, inner, group;
+  formats::i64 code_cols, code_row_bytes;
+  LinearStrides64 scale_strides, x, dy, codes, y;
+};
+
+// linear_fused: contiguous tensors [rows of `axis` chunks], groups of `group` chunks along them; parameters
+// and codes in one pass.
+struct LinearFusedArgs {
+  LinearCommon common;
+  formats::Rule rule;
+  bool asymmetric;
+  formats::i64 num_groups, groups_per_row, axis, group;
+  formats::i32 team;  // lanes that share a group, a power of two; a block does where kBlockBatch > 0
+};
+inline constexpr int kLinearWarpBatch =
+    4;  // groups of a team, at least 4 lanes: one works out the parameters of one
+
+// linear_ranges: of the finite elements of every group, joined into ranges that are 0 before. All in units:
+// elements, or whole chunks that lie together. Group s begins at (o, a, i) with s = (o * groups_axis + a /
+// group_axis) * groups_inner + i; it has the extents group_outer, group_axis (less at the end of axis),
+// group_inner.
+struct LinearRangesArgs {
+  const void* x;
+  RangeKeys* ranges;
+  formats::i64 num_groups, groups_axis, groups_inner;
+  formats::i64 axis, group_outer, group_axis, group_inner;
+  LinearStrides64 strides;         // of units, in elements
+  formats::i64 per_split, splits;  // units of a part, parts of a group
+  bool columns;                    // neighbouring threads have neighbouring groups, else a warp has one
+};
+
+// linear_params: scales and zero points from ranges.
+struct LinearParamsArgs {
+  LinearCommon common;
+  const RangeKeys* ranges;
+  formats::i64 num_scales;
+  formats::Rule rule;
+  bool asymmetric;
 };
 
 }  // namespace halfbyte

@@ -1,0 +1,20 @@
+// The counts of a device as the public status.
+#pragma once
+
+#include "formats/counts.h"
+#include "halfbyte/ops.hpp"
+
+namespace halfbyte {
+
+inline QuantizeStatus status_of(const QuantizeCounts& counts) {
+  QuantizeStatus status;
+  status.num_nonfinite = static_cast<int64_t>(counts.num_nonfinite);
+  if (counts.num_nonfinite > 0) status.first_nonfinite = static_cast<int64_t>(~counts.first_nonfinite_key);
+  status.num_unheld_scales = static_cast<int64_t>(counts.num_unheld_scales);
+  status.num_coarse_scales = static_cast<int64_t>(counts.num_coarse_scales);
+  status.num_invalid_scales = static_cast<int64_t>(counts.num_invalid_scales);
+  status.num_invalid_zero_points = static_cast<int64_t>(counts.num_invalid_zero_points);
+  return status;
+}
+
+}  // namespace halfbyte

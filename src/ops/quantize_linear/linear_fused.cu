@@ -1,0 +1,150 @@
+// quantize_linear with parameters that are computed, in one pass: contiguous tensors, groups of whole chunks along the
+// last axis. Zeros do not change any parameters here (only the largest magnitude counts, or the range is extended to
+// contain 0), so that lanes without elements take part with zeros.
+#include "ops/quantize_linear/linear.cuh"
+#include "ops/quantize_linear/linear_params.cuh"
+
+namespace halfbyte::device {
+
+constexpr int kWarpBatch = kLinearWarpBatch, kWarps = kLinearThreads / 32;
+
+using ChunkRange = decltype(signed_range(Chunk()));
+
+// Of the finite elements.
+__device__ Range<F> finite_range(const void* x, i64 chunk) {
+  Range<F> range = {0, 0};
+#pragma unroll 1
+  for (int i = 0; i < kChunk; ++i) {
+    const F value = load_element(x, chunk * kChunk + i);
+    if (formats::is_finite(value)) range = join(range, Range<F>{-value, value});
+  }
+  return range;
+}
+
+__device__ __forceinline__ Group shuffle(const Group& group, int lane) {
+  return {shuffle(group.scale, lane), shuffle(group.zero_point, lane), shuffle(group.reciprocal, lane),
+          shuffle(group.limit, lane)};
+}
+
+// Where the chunks of a group begin, and how many there are.
+struct Span {
+  i64 first;
+  int n;
+};
+__device__ __forceinline__ Span span_of(const LinearFusedArgs& args, i64 group) {
+  if (args.groups_per_row * args.group == args.axis) return {group * args.group, static_cast<int>(args.group)};
+  const i64 row = group / args.groups_per_row, in_row = (group - row * args.groups_per_row) * args.group;
+  return {row * args.axis + in_row, static_cast<int>(min(args.group, args.axis - in_row))};
+}
+
+// args.team lanes share a group of at most as many chunks, and have kWarpBatch groups.
+__device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
+  const int lane = static_cast<int>(threadIdx.x % 32), own = lane & (args.team - 1);
+  const int teams = 32 / args.team, team_begin = lane - own;
+  const i64 warp = block_index() * kWarps + threadIdx.x / 32;
+  const i64 first_group = warp * (kWarpBatch * teams) + team_begin / args.team;
+
+  Chunk chunks[kWarpBatch];
+  i64 numbers[kWarpBatch];
+#pragma unroll
+  for (int b = 0; b < kWarpBatch; ++b) {
+    const i64 group = first_group + b * teams;
+    const Span span = span_of(args, min(group, args.num_groups - 1));
+    numbers[b] = group < args.num_groups && own < span.n ? span.first + own : -1;
+    chunks[b] = numbers[b] >= 0 ? load_chunk<Chunk>(args.common.data.x, numbers[b]) : Chunk{};
+  }
+  ChunkRange ranges[kWarpBatch];
+#pragma unroll
+  for (int b = 0; b < kWarpBatch; ++b) ranges[b] = signed_range(chunks[b]);
+  for (int mask = 1; mask < args.team; mask *= 2) {
+#pragma unroll
+    for (int b = 0; b < kWarpBatch; ++b) ranges[b] = join(ranges[b], shuffle_xor(ranges[b], mask));
+  }
+  // Lane b of a team works out the parameters of its group b.
+  Range<F> range = unpack(ranges[0]);
+  bool finite = is_finite(range);
+#pragma unroll
+  for (int b = 1; b < kWarpBatch; ++b) {
+    const Range<F> other = unpack(ranges[b]);
+    finite = finite && is_finite(other);
+    if (own == b) range = other;
+  }
+  if (__any_sync(kAllLanes, !finite)) {
+#pragma unroll 1
+    for (int b = 0; b < kWarpBatch; ++b) {
+      const i64 number = (b == 0 ? numbers[0] : b == 1 ? numbers[1] : b == 2 ? numbers[2] : numbers[3]);
+      Range<F> r = number >= 0 ? finite_range(args.common.data.x, number) : Range<F>{0, 0};
+      for (int mask = 1; mask < args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
+      if (own == b) range = r;
+    }
+  }
+  Group group{};
+  const i64 own_group = first_group + own * teams;
+  if (own < kWarpBatch && own_group < args.num_groups)
+    group = store_group(args.common, args.rule, args.asymmetric, own_group, -range.low, range.high);
+#pragma unroll
+  for (int b = 0; b < kWarpBatch; ++b) {
+    const OneGroup shared = {shuffle(group, team_begin + b)};
+    if (numbers[b] >= 0)
+      store_codes<kBits>(args.common.data.codes, numbers[b],
+                         quantize_chunk<kBits>(chunks[b], shared, args.common, numbers[b] * kChunk));
+  }
+}
+
+// A block, of a power of two of warps, has a group of at most `batch` chunks a thread.
+template <int batch>
+__device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
+  __shared__ Range<F> warp_ranges[kWarps];
+  __shared__ Group shared_group;
+  const i64 number = block_index();
+  if (number >= args.num_groups) return;
+  const int threads = static_cast<int>(blockDim.x), warps = threads / 32;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const Span span = span_of(args, number);
+
+  Chunk chunks[batch];
+#pragma unroll
+  for (int b = 0; b < batch; ++b) {
+    const int c = b * threads + thread;
+    chunks[b] = c < span.n ? load_chunk<Chunk>(args.common.data.x, span.first + c) : Chunk{};
+  }
+  ChunkRange joined = signed_range(chunks[0]);
+#pragma unroll
+  for (int b = 1; b < batch; ++b) joined = join(joined, signed_range(chunks[b]));
+  Range<F> range = unpack(joined);
+  if (!is_finite(range)) {
+    range = {0, 0};
+#pragma unroll 1
+    for (int c = thread; c < span.n; c += threads)
+      range = join(range, finite_range(args.common.data.x, span.first + c));
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+  if (lane == 0) warp_ranges[thread / 32] = range;
+  __syncthreads();
+  if (thread < 32) {
+    range = warp_ranges[lane & (warps - 1)];
+    for (int mask = warps / 2; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+    if (lane == 0)
+      shared_group = store_group(args.common, args.rule, args.asymmetric, number, -range.low, range.high);
+  }
+  __syncthreads();
+  const OneGroup group = {shared_group};
+#pragma unroll
+  for (int b = 0; b < batch; ++b) {
+    const int c = b * threads + thread;
+    if (c < span.n)
+      store_codes<kBits>(args.common.data.codes, span.first + c,
+                         quantize_chunk<kBits>(chunks[b], group, args.common, (span.first + c) * kChunk));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kLinearThreads)
+    linear_fused(const __grid_constant__ LinearFusedArgs args) {
+  if constexpr (kBlockBatch == 0)
+    quantize_in_warp(args);
+  else
+    quantize_in_block<kBlockBatch>(args);
+}
+
+}  // namespace halfbyte::device

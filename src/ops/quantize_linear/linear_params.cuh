@@ -1,0 +1,28 @@
+// From the range of a group to its scale and zero point.
+#pragma once
+
+#include "ops/quantize_linear/linear.cuh"
+
+namespace halfbyte::device {
+
+// Stores them too, but for a packed zero point, and counts what is wrong with them.
+__device__ __forceinline__ Group store_group(const LinearCommon& common, Rule rule, bool asymmetric, i64 index,
+                                             F min, F max) {
+  Codec codec = codec_of(common);
+  codec.rule = rule;
+  codec.asymmetric = asymmetric;
+  const GroupParams<F> params = group_params(min, max, codec);
+  store_scale(common.data.scales, index, params.scale, common.scale_type);
+  if (common.zero_type == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
+  if (common.zero_type == ZeroType::i8 || common.zero_type == ZeroType::u8)
+    static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);
+  if (!params.held) atomic_add(&common.counts->num_unheld_scales, 1);
+  if (params.coarse) atomic_add(&common.counts->num_coarse_scales, 1);
+  Group group{};
+  group.scale = formats::is_finite(params.scale) ? params.scale : 0;
+  group.zero_point = params.zero_point;
+  prepare(group);
+  return group;
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,83 @@
+// The ranges of the groups of linear quantization, of any shape. A warp, or where neighbouring groups lie side by side
+// a thread, takes a part of a group; parts are joined by integer atomics, so that their order does not matter.
+#include "ops/quantize_linear/linear.cuh"
+
+namespace halfbyte::device {
+
+constexpr int kUnit = kChunks ? kChunk : 1;
+constexpr int kUnroll = 4;  // loads in flight
+
+
+extern "C" __global__ void __launch_bounds__(kLinearThreads)
+    linear_ranges(const __grid_constant__ LinearRangesArgs args) {
+  const i64 thread = block_index() * kLinearThreads + threadIdx.x;
+  const i64 item = args.columns ? thread : thread / 32;
+  const i64 group = args.columns ? item % args.num_groups : item / args.splits;
+  const i64 split = args.columns ? item / args.num_groups : item % args.splits;
+  if (group >= args.num_groups || split >= args.splits) return;  // warps as a whole where lanes share a group
+  const i64 o = group / (args.groups_axis * args.groups_inner);
+  const i64 a = group / args.groups_inner % args.groups_axis * args.group_axis, i = group % args.groups_inner;
+  const i64 group_axis = min(args.group_axis, args.axis - a);
+  const i64 num_units = args.group_outer * group_axis * args.group_inner;
+  const i64 begin = split * args.per_split, end = min(num_units, begin + args.per_split);
+  const int lane = args.columns ? 0 : static_cast<int>(threadIdx.x % 32), lanes = args.columns ? 1 : 32;
+  const i64 base = o * args.strides.outer + a * args.strides.axis + i * args.strides.inner;
+  const auto* const x = static_cast<const Memory*>(args.x) + base;
+
+  const auto offset_of = [&](i64 k) {
+    i64 rest = k, inner = 0;
+    if (args.group_inner > 1) {
+      rest = k / args.group_inner;
+      inner = k - rest * args.group_inner;
+    }
+    i64 outer = 0;
+    if (args.group_outer > 1) {
+      outer = rest / group_axis;
+      rest -= outer * group_axis;
+    }
+    return outer * args.strides.outer + rest * args.strides.axis + inner * args.strides.inner;
+  };
+  const auto range_of_unit = [&](i64 k) {
+    const i64 offset = offset_of(k);
+    if constexpr (kChunks) {
+      const Chunk chunk = {load_once(reinterpret_cast<const Words4*>(x + offset))};
+      Range<F> range = {-chunk[0], chunk[0]};
+#pragma unroll
+      for (int j = 1; j < kChunk; ++j) range = join(range, Range<F>{-chunk[j], chunk[j]});
+      return range;
+    } else {
+      const F value = load(Element(), x[offset]);
+      return Range<F>{-value, value};
+    }
+  };
+  Range<F> range = no_range<F>();
+  for (i64 k = begin + lane; k < end; k += lanes * kUnroll) {
+    Range<F> ranges[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) ranges[u] = range_of_unit(min(k + u * lanes, end - 1));
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) range = join(range, ranges[u]);
+  }
+  if (begin + lane < end && !is_finite(range)) {
+    range = no_range<F>();
+#pragma unroll 1
+    for (i64 k = begin + lane; k < end; k += lanes) {
+      const i64 offset = offset_of(k);
+#pragma unroll 1
+      for (int j = 0; j < kUnit; ++j) {
+        const F value = load(Element(), x[offset + j]);
+        if (formats::is_finite(value)) range = join(range, Range<F>{-value, value});
+      }
+    }
+  }
+  if (!args.columns) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+  }
+  if (lane == 0 && range.high >= -Float<F>::kMax) {
+    atomic_max(&args.ranges[group].low, order_key(static_cast<double>(range.low)));
+    atomic_max(&args.ranges[group].high, order_key(static_cast<double>(range.high)));
+  }
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,366 @@
+#include "ops/quantize_linear/quantize_linear_cuda.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "core/counts.h"
+#include "cuda/config.h"
+
+namespace halfbyte {
+
+// What a problem is done with, in order: all in one pass; or ranges and parameters, where they are computed,
+// then codes.
+struct LinearCuda {
+  struct Kernel {
+    std::string name;
+    cuda::CUfunction function = nullptr;
+  };
+  LinearProblem problem;
+  const cuda::Context* context = nullptr;
+  Kernel map;           // chunks, columns, elements or fused
+  cuda::Grid map_grid;  //
+  cuda::CUfunction ranges = nullptr, params = nullptr;
+  cuda::Grid ranges_grid, params_grid;
+  int64_t workspace_bytes = 0;
+  // The arguments, but for addresses and strides.
+  LinearCommon common{};
+  LinearChunksArgs chunks{};
+  LinearColumnsArgs columns{};
+  LinearElementsArgs elements{};
+  LinearFusedArgs fused{};
+  LinearRangesArgs ranges_args{};
+  LinearParamsArgs params_args{};
+};
+
+namespace {
+
+constexpr int kThreads = kLinearThreads;
+
+int64_t blocks_for(int64_t work, int64_t work_per_block) {
+  return (work + work_per_block - 1) / work_per_block;
+}
+
+cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dtype,
+                             const std::string& lines) {
+  return {source, function,
+          "#include \"ops/quantize_linear/quantize_linear_args.h\"\n" +
+              cuda::config_text(cuda::element_config(dtype) + lines)};
+}
+std::string op_config(int bits, LinearOp op) {
+  return fmt::format("constexpr int kBits = {};\nconstexpr LinearOp kOp = LinearOp({});\n", bits,
+                     static_cast<int>(op));
+}
+
+ZeroType zero_type(const LinearProblem& problem) {
+  if (!problem.has_zeros) return ZeroType::none;
+  switch (problem.zeros.dtype) {
+    case DType::i32:
+      return ZeroType::i32;
+    case DType::i8:
+      return ZeroType::i8;
+    case DType::u8:
+      return ZeroType::u8;
+    case DType::i4:
+      return ZeroType::i4;
+    default:
+      return ZeroType::u4;
+  }
+}
+
+LinearStrides64 device_strides(const LinearStrides& strides) {
+  return {strides.outer, strides.axis, strides.inner};
+}
+
+class Selection {
+ public:
+  Selection(const LinearProblem& problem, int64_t alignment) : problem_(problem) {
+    made_.problem = problem;
+    made_.context = &cuda::context(problem.device.index);
+    chunk_ = linear_chunk(static_cast<int>(size_of(problem.dtype)));
+    bits_ = problem.codec.bits;
+    // Whole chunks lie together, and so do their codes.
+    whole_ = problem.contiguous && alignment >= 16 && problem.num_elements() > 0;
+    set_common();
+    made_.workspace_bytes = sizeof(QuantizeCounts);
+    const cuda::Scope scope(*made_.context);
+    if (problem.computed && select_fused()) return;
+    if (problem.computed) select_ranges();
+    if (!select_chunks() && !select_columns()) select_elements();
+  }
+  LinearCuda take() { return std::move(made_); }
+
+ private:
+  void set_common() {
+    LinearCommon& common = made_.common;
+    common.scale_type = problem_.codec.scale_type;
+    common.zero_type = zero_type(problem_);
+    common.given = !problem_.computed;
+    common.q_min = problem_.codec.q_min;
+    common.q_max = problem_.codec.q_max;
+    common.zero_cols = problem_.zeros.cols;
+    common.zero_row_bytes = problem_.zeros.row_bytes;
+    switch (problem_.codes.dtype) {
+      case DType::i8:
+        common.code_min = -128;
+        common.sign_bits = 0x80808080u;
+        break;
+      case DType::i4:
+        common.code_min = -8;
+        common.sign_bits = 0x88888888u;
+        break;
+      default:
+        break;
+    }
+  }
+  cuda::CUfunction load(const cuda::KernelSpec& spec) const { return cuda::get_kernel(*made_.context, spec); }
+  void set_map(const char* name, const cuda::KernelSpec& spec, cuda::Grid grid) {
+    made_.map = {name, load(spec)};
+    made_.map_grid = grid;
+  }
+  // Rows of packed codes are whole bytes, so that they are one sequence.
+  bool rows_are_whole() const { return bits_ == 8 || problem_.codes.cols % 2 == 0; }
+  bool packed_zeros() const { return problem_.has_zeros && is_packed(problem_.zeros.dtype); }
+
+  // Groups of whole chunks along the last axis, not too long for a block.
+  bool select_fused() {
+    const LinearProblem& p = problem_;
+    const bool tensor = p.num_scales == 1 && p.scale_strides.axis == 0;
+    // The axis along which the groups lie, and their size on it.
+    int64_t axis = p.axis, group = p.group_size, rows = p.outer;
+    if (p.scale_strides.axis == 1 && p.scale_strides.outer == 0 &&
+        !tensor) {  // channels: rows, where they are the first axis
+      if (p.outer != 1) return false;
+      axis = group = p.inner;
+      rows = p.axis;
+    } else if (p.inner != 1) {
+      return false;
+    }
+    if (!whole_ || !rows_are_whole() || packed_zeros() || axis % chunk_ != 0) return false;
+    if (group % chunk_ != 0 && group < axis) return false;
+    const int64_t group_chunks = (group + chunk_ - 1) / chunk_;
+    constexpr int kSmall = 4, kLarge = 8;  // chunks a thread
+    if (group_chunks > int64_t{kThreads} * kLarge) return false;
+    LinearFusedArgs& args = made_.fused;
+    args.rule = p.codec.rule;
+    args.asymmetric = p.codec.asymmetric;
+    args.axis = axis / chunk_;
+    args.group = group_chunks;
+    args.groups_per_row = blocks_for(args.axis, args.group);
+    args.num_groups = rows * args.groups_per_row;
+    if (group_chunks <= 32) {
+      args.team = static_cast<int>(
+          std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(group_chunks, kLinearWarpBatch))));
+      const int64_t per_block = int64_t{kThreads} / args.team * kLinearWarpBatch;
+      set_map("linear_fused", linear_fused_kernel(p.dtype, bits_, 0),
+              {blocks_for(args.num_groups, per_block), kThreads});
+    } else {
+      const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
+      const auto threads =
+          static_cast<int>(std::bit_ceil(static_cast<uint64_t>(blocks_for(group_chunks, batch))));
+      set_map("linear_fused", linear_fused_kernel(p.dtype, bits_, batch),
+              {args.num_groups, std::max(32, threads)});
+    }
+    return true;
+  }
+
+  void select_ranges() {
+    const LinearProblem& p = problem_;
+    LinearRangesArgs& args = made_.ranges_args;
+    const bool grouped = p.scale_strides.outer != 0 || (p.scale_strides.axis == 0 && p.outer == 1);
+    int64_t outer = p.outer, axis = p.axis, inner = p.inner, group = p.group_size;
+    args.strides = {axis * inner, inner, 1};  // strided tensors: set for each run
+    args.group_outer = p.scale_strides.outer != 0 ? 1 : outer;
+    args.group_inner = p.scale_strides.inner != 0 ? 1 : inner;
+    (void)grouped;
+    // In whole chunks, where the elements of a group that lie together are such.
+    int64_t unit = 1;
+    if (whole_ && args.group_inner == inner && inner > 1 && inner % chunk_ == 0) {
+      unit = chunk_;
+      args.group_inner = inner / unit;
+      args.strides.inner = unit;
+    } else if (whole_ && inner == 1 && group % chunk_ == 0 && axis % chunk_ == 0) {
+      unit = chunk_;
+      axis /= unit;
+      group /= unit;
+      args.strides.axis = unit;
+    }
+    args.axis = axis;
+    args.group_axis = group;
+    args.groups_axis = std::max<int64_t>(1, blocks_for(axis, group));
+    args.groups_inner = p.scale_strides.inner != 0 ? inner : 1;
+    args.num_groups = p.num_scales;
+    const int64_t units = args.group_outer * args.group_axis * args.group_inner;
+    // Groups side by side: channels of the last axis, groups along another.
+    args.columns =
+        inner > 1 ? p.scale_strides.inner != 0 : p.scale_strides.axis == 1 && p.scale_strides.outer == 0;
+    // Enough parts to fill a device, not so small that joining them counts.
+    const int64_t per_thread = args.columns ? 64 : 16, per_part = (args.columns ? 1 : 32) * per_thread;
+    args.per_split = std::max(per_part, blocks_for(units, 65536));
+    args.splits = std::max<int64_t>(1, blocks_for(units, args.per_split));
+    const int64_t items = args.num_groups * args.splits;
+    made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1));
+    made_.ranges_grid = {p.num_elements() == 0 ? 0 : blocks_for(args.columns ? items : items * 32, kThreads),
+                         kThreads};
+    made_.params = load(linear_params_kernel(p.dtype));
+    made_.params_args.num_scales = p.num_scales;
+    made_.params_args.rule = p.codec.rule;
+    made_.params_args.asymmetric = p.codec.asymmetric;
+    const int64_t params =
+        packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
+    made_.params_grid = {blocks_for(params, kThreads), kThreads};
+    made_.workspace_bytes += p.num_scales * static_cast<int64_t>(sizeof(RangeKeys));
+  }
+
+  bool select_chunks() {
+    const LinearProblem& p = problem_;
+    if (!whole_ || !rows_are_whole()) return false;
+    LinearChunksArgs& args = made_.chunks;
+    args.num_chunks = p.num_elements() / chunk_;
+    if (p.num_elements() % chunk_ != 0) return false;
+    const LinearStrides& scales = p.scale_strides;
+    if (p.num_scales == 1) {
+      args.per_outer = args.per_scale = args.num_chunks;
+    } else if (scales.outer == 0) {  // channels
+      if (p.inner % chunk_ != 0) return false;
+      args.per_outer = p.axis * p.inner / chunk_;
+      args.per_scale = p.inner / chunk_;
+    } else {  // groups along the last axis
+      if (p.inner != 1 || p.axis % chunk_ != 0 || (p.group_size % chunk_ != 0 && p.group_size < p.axis))
+        return false;
+      args.per_outer = p.axis / chunk_;
+      args.per_scale = blocks_for(p.group_size, chunk_);
+      args.scale_outer = scales.outer;
+    }
+    args.outer_divider = formats::Divider::of(args.per_outer);
+    args.scale_divider = formats::Divider::of(args.per_scale);
+    set_map("linear_chunks", linear_chunks_kernel(p.dtype, bits_, p.op),
+            {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads});
+    return true;
+  }
+
+  bool select_columns() {
+    const LinearProblem& p = problem_;
+    if (!whole_ || !rows_are_whole()) return false;
+    LinearColumnsArgs& args = made_.columns;
+    if (p.scale_strides.outer == 0) {  // channels
+      if (p.inner != 1) return false;
+      args.columns = p.axis;
+      args.axis = args.group = p.outer;
+    } else {
+      args.columns = p.inner;
+      args.axis = p.axis;
+      args.group = p.group_size;
+    }
+    if (args.columns % chunk_ != 0) return false;
+    args.bands_per_axis = blocks_for(args.axis, args.group);
+    args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
+    args.pieces = blocks_for(args.group, kLinearRows);
+    const int64_t items = args.num_bands * args.pieces * (args.columns / chunk_);
+    set_map("linear_columns", linear_columns_kernel(p.dtype, bits_, p.op),
+            {blocks_for(items, kThreads), kThreads});
+    return true;
+  }
+
+  void select_elements() {
+    const LinearProblem& p = problem_;
+    LinearElementsArgs& args = made_.elements;
+    const bool packed = bits_ == 4 && p.op != LinearOp::backward;
+    args.code_cols = p.codes.cols;
+    args.code_row_bytes = p.codes.row_bytes;
+    const int64_t n = p.num_elements();
+    args.num_items = packed && n > 0 ? n / p.codes.cols * p.codes.row_bytes : n;
+    args.axis = p.axis;
+    args.inner = p.inner;
+    args.group = p.group_size;
+    args.scale_strides = device_strides(p.scale_strides);
+    set_map("linear_elements", linear_elements_kernel(p.dtype, bits_, p.op),
+            {blocks_for(args.num_items, kThreads), kThreads});
+  }
+
+  const LinearProblem& problem_;
+  LinearCuda made_;
+  int chunk_, bits_;
+  bool whole_;
+};
+
+}  // namespace
+
+cuda::KernelSpec linear_chunks_kernel(DType dtype, int bits, LinearOp op) {
+  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", dtype, op_config(bits, op));
+}
+cuda::KernelSpec linear_columns_kernel(DType dtype, int bits, LinearOp op) {
+  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", dtype, op_config(bits, op));
+}
+cuda::KernelSpec linear_elements_kernel(DType dtype, int bits, LinearOp op) {
+  return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", dtype, op_config(bits, op));
+}
+cuda::KernelSpec linear_fused_kernel(DType dtype, int bits, int block_batch) {
+  return kernel_spec(
+      "ops/quantize_linear/linear_fused.cu", "linear_fused", dtype,
+      fmt::format("constexpr int kBits = {};\nconstexpr int kBlockBatch = {};\n", bits, block_batch));
+}
+cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks) {
+  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", dtype,
+                     fmt::format("constexpr bool kChunks = {};\n", chunks));
+}
+cuda::KernelSpec linear_params_kernel(DType dtype) {
+  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", dtype, "");
+}
+
+std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment) {
+  return std::make_shared<const LinearCuda>(Selection(problem, alignment).take());
+}
+const std::string& kernel_name(const LinearCuda& cuda) { return cuda.map.name; }
+const std::string& target(const LinearCuda& cuda) { return cuda.context->target; }
+int64_t workspace_bytes(const LinearCuda& cuda) { return cuda.workspace_bytes; }
+
+void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, void* stream,
+                     void* workspace) {
+  const cuda::Scope scope(*selected.context);
+  const LinearProblem& problem = selected.problem;
+  auto* const counts = static_cast<QuantizeCounts*>(workspace);
+  cuda::fill(workspace, 0, selected.workspace_bytes, stream);
+  LinearCommon common = selected.common;
+  common.data = {tensors.x, tensors.dy, tensors.codes, tensors.scale, tensors.zero, tensors.y};
+  common.counts = counts;
+  if (selected.params) {
+    auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
+    LinearRangesArgs range = selected.ranges_args;
+    range.x = tensors.x;
+    range.ranges = ranges;
+    if (!problem.contiguous) range.strides = device_strides(tensors.x_strides);
+    cuda::launch(selected.ranges, selected.ranges_grid, stream, range);
+    LinearParamsArgs params = selected.params_args;
+    params.common = common;
+    params.ranges = ranges;
+    cuda::launch(selected.params, selected.params_grid, stream, params);
+  }
+  const auto launch = [&](auto args) {
+    args.common = common;
+    cuda::launch(selected.map.function, selected.map_grid, stream, args);
+  };
+  if (selected.map.name == "linear_chunks") {
+    launch(selected.chunks);
+  } else if (selected.map.name == "linear_columns") {
+    launch(selected.columns);
+  } else if (selected.map.name == "linear_fused") {
+    launch(selected.fused);
+  } else {
+    LinearElementsArgs args = selected.elements;
+    args.x = device_strides(tensors.x_strides);
+    args.dy = device_strides(tensors.dy_strides);
+    args.codes = device_strides(tensors.code_strides);
+    args.y = device_strides(tensors.y_strides);
+    launch(args);
+  }
+}
+
+QuantizeStatus status_linear_cuda(const LinearCuda& selected, const void* workspace, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  QuantizeCounts counts;
+  cuda::copy(&counts, workspace, sizeof(counts), stream);
+  cuda::synchronize(stream);
+  return status_of(counts);
+}
+
+}  // namespace halfbyte
