@@ -50,7 +50,7 @@ HALFBYTE_API void check_device(Device device);
 // be given plain host memory, memory of another device, or more bytes than its allocation has; the CPU cannot
 // be given memory of a CUDA device. What the driver does not know is host memory. Takes less than a
 // microsecond.
-void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
+HALFBYTE_API void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
 
 // A stream of a CUDA device: what is enqueued on it runs in order. On the CPU: nothing, everything is done
 // when the call returns. Functions that take a stream take handle(): a CUstream; null is the default stream.
