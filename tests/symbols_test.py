@@ -33,3 +33,29 @@ def test_nothing_internal_is_exported():
         inner = re.match(r"halfbyte::(\w+)::", name)
         assert not (inner and inner[1].islower()), f"{name} is of an inner namespace"
         assert "::Impl" not in name, name
+
+
+def declared_in_c():
+    text = (INCLUDE / "halfbyte.h").read_text()
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return set(re.findall(r"HALFBYTE_API[\w\s*]*?\b(halfbyte_\w+)\(", text))
+
+
+def test_the_c_functions_are_those_of_the_header():
+    assert {name for name in exported() if name.startswith("halfbyte_")} == declared_in_c()
+
+
+def test_every_c_function_is_tested():
+    # INITIALISED(x) calls halfbyte_x_init.
+    text = (Path(__file__).parent / "capi_test.cc").read_text()
+    names = set(re.findall(r"\bhalfbyte_\w+", text))
+    names |= {f"halfbyte_{name}_init" for name in re.findall(r"\bINITIALISED\((\w+)\)", text)}
+    assert declared_in_c() - names == set()
+
+
+def test_every_cpp_function_of_the_headers_is_marked():
+    """One that is not could be called within the library only."""
+    function = re.compile(r"^(?!HALFBYTE_API|inline|constexpr|using|struct|class|enum|template|extern|namespace|#|//|\s)[\w:<>,&* ]+\(")
+    for header in sorted(INCLUDE.glob("*.hpp")):
+        for line in header.read_text().splitlines():
+            assert not function.match(line), f"{header.name}: {line}"

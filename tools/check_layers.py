@@ -31,7 +31,7 @@ LAYERS = [
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
-    (r"src/capi/", r"halfbyte/"),
+    (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/"),
     (r"tests/consumer/", r"halfbyte/"),
@@ -44,6 +44,7 @@ FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.
 # a toolkit header is.
 OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
+    (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
     (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
