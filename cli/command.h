@@ -29,6 +29,8 @@ void add_quantize_command(CLI::App& app, Command& command);
 void add_dequantize_command(CLI::App& app, Command& command);
 void add_inspect_command(CLI::App& app, Command& command);
 void add_compare_command(CLI::App& app, Command& command);
+void add_ptx_command(CLI::App& app, Command& command);
+void add_precompile_command(CLI::App& app, Command& command);
 void add_doctor_command(CLI::App& app, Command& command);
 
 }  // namespace halfbyte::cli

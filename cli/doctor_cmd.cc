@@ -7,6 +7,8 @@
 
 #include "command.h"
 #include "halfbyte/device.hpp"
+#include "halfbyte/error.hpp"
+#include "halfbyte/kernels.hpp"
 #include "halfbyte/system.hpp"
 #include "options.h"
 #include "output.h"
@@ -38,6 +40,36 @@ std::string device_line(const CudaDevice& device) {
                      device.problem.empty() ? "" : ": " + device.problem);
 }
 
+// "k.hbk: 8104 kernels for sm_90a", and how many are of no use here
+std::string pack_line(const KernelPackInfo& pack) {
+  std::string line = fmt::format("{}: {} kernels for {}", printable(pack.path), pack.num_kernels,
+                                 printable(fmt::format("{}", fmt::join(pack.targets, " "))));
+  if (pack.num_matching < pack.num_kernels)
+    line += fmt::format("; {} of them match this library, the pack is of halfbyte {}", pack.num_matching,
+                        printable(pack.version));
+  return line;
+}
+
+void describe_packs(std::string& text, Json& document) {
+  Json packs = Json::array();
+  std::string problem;
+  try {
+    for (const KernelPackInfo& pack : loaded_kernel_packs()) {
+      text += summary_line("kernel pack", pack_line(pack));
+      packs.push_back({{"path", pack.path},
+                       {"version", pack.version},
+                       {"num_kernels", pack.num_kernels},
+                       {"num_matching", pack.num_matching},
+                       {"targets", pack.targets}});
+    }
+  } catch (const Error& error) {
+    problem = error.what();
+    text += summary_line("kernel pack", problem);
+  }
+  document["cuda"]["kernel_packs"] = std::move(packs);
+  document["cuda"]["kernel_pack_problem"] = problem;
+}
+
 void describe(const CudaInfo& cuda, std::string& text, Json& document) {
   text += summary_line("CUDA", cuda.usable() ? "usable" : cuda.problem);
   text += summary_line("driver", found_library(cuda.driver_path, cuda.driver_version));
@@ -65,6 +97,7 @@ void describe(const CudaInfo& cuda, std::string& text, Json& document) {
                       {"cache_directory", cuda.cache_directory},
                       {"cache_problem", cuda.cache_problem},
                       {"devices", std::move(devices)}};
+  describe_packs(text, document);
 }
 
 void run(std::string& text, Json& document) {

@@ -62,7 +62,7 @@ int run(const Command& command) {
   std::optional<ReportFile> json_file;
   const auto failure = attempt([&] {
     if (!command.json_path.empty() && command.json_path != "-")
-      json_file.emplace(command.json_path, command.force);
+      json_file.emplace("--json", command.json_path, command.force);
     command.run(text, document);
   });
   if (failure) {
@@ -96,6 +96,8 @@ int parse_and_run(int argc, char** argv) {
   add_dequantize_command(app, command);
   add_inspect_command(app, command);
   add_compare_command(app, command);
+  add_ptx_command(app, command);
+  add_precompile_command(app, command);
   add_doctor_command(app, command);
   try {
     app.parse(argc, argv);

@@ -101,19 +101,18 @@ std::optional<ReportFile::Identity> ReportFile::existing() const {
   if (::lstat(path_.c_str(), &status) != 0) return std::nullopt;
   // Renaming over a device or a pipe would remove it.
   if (!S_ISREG(status.st_mode))
-    throw Error(ErrorCode::usage,
-                fmt::format("--json {}: not a regular file (use - for standard output)", printable(path_)));
+    throw Error(ErrorCode::usage, fmt::format("{}: not a regular file (use - for standard output)", name_));
   return Identity{status.st_dev, status.st_ino};
 }
 
-ReportFile::ReportFile(const std::string& path, bool force) : path_(path), replaced_(existing()) {
+ReportFile::ReportFile(const std::string& option, const std::string& path, bool force)
+    : path_(path), name_(fmt::format("{} {}", option, printable(path))), replaced_(existing()) {
   if (replaced_ && !force)
-    throw Error(ErrorCode::exists,
-                fmt::format("--json {}: exists already (use --force to replace it)", printable(path)));
+    throw Error(ErrorCode::exists, fmt::format("{}: exists already (use --force to replace it)", name_));
   const size_t name = path.rfind('/') + 1;  // 0 where there is no slash
   temporary_ = fmt::format("{}.{}.halfbyte-{}", path.substr(0, name), path.substr(name), ::getpid());
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
-  if (fd_ < 0) throw_io(fmt::format("--json {}: cannot create", printable(path)), errno);
+  if (fd_ < 0) throw_io(name_ + ": cannot create", errno);
 }
 
 ReportFile::~ReportFile() {
@@ -123,12 +122,11 @@ ReportFile::~ReportFile() {
 }
 
 void ReportFile::commit(std::string_view text) {
-  if (existing() != replaced_)
-    throw Error(ErrorCode::exists, fmt::format("--json {}: was written by somebody else", printable(path_)));
+  if (existing() != replaced_) throw Error(ErrorCode::exists, name_ + ": was written by somebody else");
   int error = write_all(fd_, text);
   if (error == 0 && ::fsync(fd_) != 0) error = errno;
   if (error == 0 && ::rename(temporary_.c_str(), path_.c_str()) != 0) error = errno;
-  if (error != 0) throw_io(fmt::format("--json {}: cannot write", printable(path_)), error);
+  if (error != 0) throw_io(name_ + ": cannot write", error);
   ::close(fd_);
   fd_ = -1;
 }

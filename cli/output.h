@@ -52,8 +52,9 @@ void write_stderr(std::string_view text) noexcept;
 // a path that cannot be written is known before hours of work.
 class ReportFile {
  public:
-  // Error(exists) if `path` exists and not force, Error(usage) if it exists and is not a regular file.
-  ReportFile(const std::string& path, bool force);
+  // `option` names the file in messages: "--json". Error(exists) if `path` exists and not force, Error(usage)
+  // if it exists and is not a regular file.
+  ReportFile(const std::string& option, const std::string& path, bool force);
   ReportFile(const ReportFile&) = delete;
   ReportFile& operator=(const ReportFile&) = delete;
   ~ReportFile();
@@ -69,7 +70,7 @@ class ReportFile {
   // Of what lies at `path_`, empty if nothing does.
   std::optional<Identity> existing() const;
 
-  std::string path_, temporary_;
+  std::string path_, name_, temporary_;  // name_: with the option, for messages
   std::optional<Identity> replaced_;
   int fd_ = -1;
 };

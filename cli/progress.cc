@@ -46,7 +46,8 @@ void install_signal_handlers() {
   for (const int signal : {SIGPIPE, SIGXFSZ}) ::sigaction(signal, &ignore, nullptr);
 }
 
-ProgressBar::ProgressBar(bool enabled) : visible_(enabled && ::isatty(STDERR_FILENO)) {}
+ProgressBar::ProgressBar(bool enabled, std::string (*quantity)(uint64_t))
+    : visible_(enabled && ::isatty(STDERR_FILENO)), quantity_(quantity) {}
 
 ProgressBar::~ProgressBar() {
   if (visible_ && !phase_.empty()) write_stderr(fmt::format("\r{:{}}\r", "", terminal_columns() - 1));
@@ -80,8 +81,8 @@ void ProgressBar::draw(const Progress& progress) {
     const double rate = seconds > 0 ? static_cast<double>(progress.done_bytes) / seconds : 0;
     const std::string head = fmt::format("{:<10} {:>3.0f}%", phase_, 100 * fraction);
     const std::string tail =
-        fmt::format("{} / {}  {}/s  ETA {}", format_bytes(progress.done_bytes),
-                    format_bytes(progress.total_bytes), format_bytes(static_cast<uint64_t>(rate)),
+        fmt::format("{} / {}  {}/s  ETA {}", quantity_(progress.done_bytes), quantity_(progress.total_bytes),
+                    quantity_(static_cast<uint64_t>(rate)),
                     rate > 0 ? format_duration(total * (1 - fraction) / rate) : "-:--");
     const size_t used = head.size() + tail.size() + std::string_view(" []  ").size();
     constexpr size_t kMinBar = 5;

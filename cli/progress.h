@@ -5,6 +5,7 @@
 #include <string>
 
 #include "halfbyte/checkpoint.hpp"
+#include "output.h"
 
 namespace halfbyte::cli {
 
@@ -15,7 +16,8 @@ void install_signal_handlers();
 // One line on stderr, rewritten in place, while it exists; nothing where stderr is not a terminal.
 class ProgressBar {
  public:
-  explicit ProgressBar(bool enabled);
+  // `quantity` prints what is done: bytes, where nothing else is said.
+  explicit ProgressBar(bool enabled, std::string (*quantity)(uint64_t) = format_bytes);
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
   ~ProgressBar();
@@ -27,6 +29,7 @@ class ProgressBar {
   void draw(const Progress& progress);
 
   bool visible_;
+  std::string (*quantity_)(uint64_t);
   std::string phase_;
   Clock::time_point phase_start_, last_draw_;
 };

@@ -29,45 +29,31 @@ struct Arguments {
   ComputeArguments compute;
 };
 
-// The whole of `text` as a number, whatever the locale.
-template <class T>
-bool parse_number(std::string_view text, T& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  return error == std::errc() && end == text.data() + text.size();
-}
-
 void parse_group_size(const std::string& text, QuantizeOptions& options) {
   if (text == "channel") {
     options.granularity = Granularity::channel;
-  } else if (text == "tensor") {
+    return;
+  }
+  if (text == "tensor") {
     options.granularity = Granularity::tensor;
-  } else if (int64_t size = 0; parse_number(text, size)) {
-    options.group_size = size;
-  } else {
+    return;
+  }
+  const char* const last = text.data() + text.size();
+  int64_t size = 0;
+  if (const auto [end, error] = std::from_chars(text.data(), last, size); error != std::errc() || end != last)
     throw Error(ErrorCode::usage,
                 fmt::format("--group-size: expected a number of elements, channel or tensor, got '{}'",
                             printable(text)));
-  }
+  options.group_size = size;
 }
 
-std::array<float, 16> parse_table(std::string_view text) {
-  std::array<float, 16> table = {};
-  size_t count = 0;
-  for (bool more = true; more; ++count) {
-    const size_t comma = text.find(',');
-    const std::string_view word = text.substr(0, comma);
-    float value = 0;
-    if (!parse_number(word, value))
-      throw Error(ErrorCode::usage,
-                  fmt::format("--table: value {} is not a number: '{}'", count, printable(word)));
-    if (count < table.size()) table[count] = value;
-    more = comma != std::string_view::npos;
-    if (more) text.remove_prefix(comma + 1);
+// The message names the option.
+std::array<float, 16> parse_table_option(const std::string& text) {
+  try {
+    return parse_table(text);
+  } catch (const Error& error) {
+    throw Error(error.code(), "--" + printable(error.what()));
   }
-  if (count != table.size())
-    throw Error(ErrorCode::usage,
-                fmt::format("--table: expected 16 values separated by commas, got {}", count));
-  return table;
 }
 
 QuantizeOptions to_options(const Arguments& arguments, bool force) {
@@ -77,7 +63,7 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
     throw Error(ErrorCode::usage,
                 fmt::format("--format lut4 and --table go together, got --format {} and {} table",
                             arguments.format, arguments.table.empty() ? "no" : "a"));
-  if (!arguments.table.empty()) options.table = parse_table(arguments.table);
+  if (!arguments.table.empty()) options.table = parse_table_option(arguments.table);
   options.asymmetric = arguments.asymmetric;
   options.double_quant = arguments.double_quant;
   if (!arguments.group_size.empty()) parse_group_size(arguments.group_size, options);

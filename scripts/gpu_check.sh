@@ -7,7 +7,8 @@
 #       after a failure, ends with a table; exit code 1 if a section failed. Logs and JSON go to --out
 #       (build/gpu_check). Python packages that the machine lacks (bitsandbytes, compressed-tensors) are taken from .whl,
 #       where `pip install --target .whl` can put them.
-# Sections: tests exhaustive sanitize engine interop peer latency bench
+# Sections: tests exhaustive sanitize engine interop peer latency bench; and, where it is named, packs: compiles every
+# kernel, which takes some minutes of all CPUs, and runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
 pack() {
@@ -32,7 +33,7 @@ while (($#)); do
     --from) from=$2 && shift ;;
     --out) out=$2 && shift ;;
     -*)
-      sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+      sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
       exit 2
       ;;
     *) chosen+=("$1") ;;
@@ -52,11 +53,11 @@ export PATH=$PATH:/usr/local/cuda/bin
 
 # ---- Sections: each prints what it finds; exit code 77: skipped
 
-# Processes share the tests, since NVRTC compiles one kernel at a time in each.
-section_tests() {
+# run_tests FILTER: processes share the tests, since NVRTC compiles one kernel at a time in each.
+run_tests() {
   local shards=$((($(nproc) - 1) | 1)) i failed=0 pids=()  # odd, so that no shard gets all of one dtype
   for ((i = 0; i < shards; ++i)); do
-    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter='-Exhaustive.*' \
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter="$1" \
       >"$work/shard$i" 2>&1 &
     pids+=($!)
   done
@@ -66,13 +67,24 @@ section_tests() {
   done
   return $failed
 }
-section_exhaustive() { "$tests" --gtest_filter='Exhaustive.*'; }
+section_tests() { run_tests '-Exhaustive.*:DeviceMemory.*'; }
+section_exhaustive() { "$tests" --gtest_filter='Exhaustive.*:DeviceMemory.*'; }
+# Without what needs NVRTC by itself, and what uses lut4, whose kernels are in no pack.
+section_packs() {
+  local target
+  target=$("$HALFBYTE_CLI" doctor | sed -n 's/^cuda:0 .*(\(sm_[0-9a-z]*\)).*/\1/p')
+  "$HALFBYTE_CLI" precompile --arch "$target" -o "$work/kernels.hbk" || return 1
+  export HALFBYTE_NVRTC=/nonexistent HALFBYTE_KERNEL_PACK=$work/kernels.hbk HALFBYTE_CACHE_DIR=
+  "$HALFBYTE_CLI" doctor
+  run_tests "-Exhaustive.*:DeviceMemory.*:DeviceHeadersCuda.*:Tables.*:*lut4*:$(
+  )Quantize.GroupsLargerThanABlockAndWholeTensors:Quantize.AGivenRangeIsThatOfTheTensor"
+}
 section_sanitize() {
   command -v compute-sanitizer || return 77
-  "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' || return 1  # fills the cache of kernels
+  "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' || return 1  # fills the cache of kernels
   local tool failed=0 pids=()
   for tool in memcheck racecheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize.*' \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' \
       >"$work/$tool" 2>&1 &
     pids+=($!)
   done
@@ -101,16 +113,16 @@ section_bench() { "$bench" --json "$out/bench.json"; }
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=170 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=130)
-declare -A logs=([tests]=tests [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
+declare -A limits=([tests]=170 [packs]=400 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=130)
+declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench)
 readonly deadline=$((SECONDS + 520))  # a hanging kernel must not hold a GPU for ever
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,sanitize,interop,bench}.log "$out"/{peer,latency,bench}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,interop,bench}.log "$out"/{peer,latency,bench}.json "$out"/summary.txt
 table=() failed=0
-export -f $(compgen -A function section_)
+export -f run_tests $(compgen -A function section_)
 export tests bench out work
 for section in "${chosen[@]}"; do
   [[ -v limits[$section] ]] || { echo "No section is named $section"; exit 2; }

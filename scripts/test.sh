@@ -33,6 +33,25 @@ fi
 export HALFBYTE_NVRTC
 echo "NVRTC: $HALFBYTE_NVRTC"
 
+# find_ptxas: prints a path of ptxas, which takes the PTX of every kernel; it must not be older than NVRTC.
+find_ptxas() {
+  local path
+  for path in "${HALFBYTE_PTXAS:-}" "${CUDA_HOME:-/usr/local/cuda}"/bin/ptxas \
+      "$PWD/$venv"/lib/python*/site-packages/nvidia/*/bin/ptxas; do
+    if [[ -x $path ]]; then
+      echo "$path"
+      return
+    fi
+  done
+}
+HALFBYTE_PTXAS=$(find_ptxas)
+if [[ -z $HALFBYTE_PTXAS ]]; then
+  "$venv/bin/pip" install -q --no-deps "nvidia-cuda-nvcc>=13,<14"
+  HALFBYTE_PTXAS=$(find_ptxas)
+fi
+export HALFBYTE_PTXAS
+echo "ptxas: $HALFBYTE_PTXAS"
+
 say "Layers"
 python3 tools/check_layers.py
 

@@ -85,7 +85,7 @@ def nf4(tmp_path_factory):
 def test_version_and_help():
     assert re.fullmatch(r"halfbyte \d+\.\d+\.\d+\n", run("--version").stdout)
     assert "Usage: halfbyte" in run("--help").stdout
-    for command in ["quantize", "dequantize", "inspect", "compare", "doctor"]:
+    for command in ["quantize", "dequantize", "inspect", "compare", "ptx", "precompile", "doctor"]:
         text = run(command, "--help").stdout
         assert f"halfbyte {command}" in text and "--json" in text
     text = run("quantize", "--help").stdout
@@ -138,6 +138,177 @@ def test_doctor_without_cuda():
     assert f"CUDA         {cuda['problem']}" in lines
     assert "driver       not found" in lines and "NVRTC        not found" in lines
     assert "kernel cache none" in lines
+
+
+# ptx
+
+
+def needs_nvrtc():
+    if run_json("doctor")["cuda"]["nvrtc_path"] == "":
+        pytest.fail("no NVRTC") if os.environ.get("CI") else pytest.skip("no NVRTC")
+
+
+def test_ptx_lists_the_kernels():
+    document = run_json("ptx", env=NO_CUDA)
+    assert document["targets"] == []
+    kernels = {kernel["name"]: kernel for kernel in document["kernels"]}
+    assert {"quantize_groups", "quantize_spans", "value_range", "dequantize"} <= set(kernels)
+    keys = {key["name"]: key for key in kernels["quantize_groups"]["keys"]}
+    assert (keys["group-size"]["default"], sorted(keys["group-size"]["values"])) == ("64", ["128", "256", "32", "64"])
+    assert (keys["table"]["default"], keys["table"]["open"]) == ("", True)
+    assert keys["asymmetric"]["values"] == ["no", "yes"]
+    text = run("ptx", env=NO_CUDA).stdout
+    for kernel in document["kernels"]:
+        assert f"{kernel['op']} --kernel {kernel['name']}: {kernel['description']}\n" in text
+        for key in kernel["keys"]:
+            assert re.search(rf"^  --{key['name']} +{re.escape(key['description'])}", text, re.M)
+    assert re.search(r"^--arch +none: no NVRTC", text, re.M)
+
+
+def test_ptx(tmp_path):
+    needs_nvrtc()
+    assert "sm_90a" in run_json("ptx")["targets"]
+    ptx = run("ptx", "quantize", "--arch", "sm_90a").stdout
+    assert ptx.lstrip().startswith("//") and len(re.findall(r"^\.version", ptx, re.M)) == 1
+    assert re.findall(r"\.entry (\w+)", ptx) == ["quantize_groups"]
+    for options, kernel in [
+        ("quantize --group-size 100 --dtype bf16", "quantize_spans"),
+        ("quantize --format int4 --asymmetric --unaligned", "quantize_spans"),
+        ("quantize --kernel value_range", "value_range"),
+        ("dequantize --format lut4 --table " + ",".join(map(str, range(16))), "dequantize"),
+    ]:
+        document = run_json("ptx", *options.split(), "--arch", "sm_80")
+        assert (document["kernel"], document["target"]) == (kernel, "sm_80")
+        assert f".entry {kernel}(" in document["ptx"] and document["num_bytes"] == len(document["ptx"])
+
+    output = tmp_path / "kernel.ptx"
+    text = run("ptx", "quantize", "--arch", "sm_90a", "-o", output).stdout
+    assert output.read_text() == ptx and "quantize_groups for sm_90a" in text
+    output.write_text("old")
+    assert "kernel.ptx" in fails("ptx", "quantize", "--arch", "sm_90a", "-o", output, code=EXISTS)
+    assert output.read_text() == "old"
+    fails("ptx", "quantize", "--arch", "sm_1", "-o", output, "--force", code=USAGE)
+    assert output.read_text() == "old"
+    run("ptx", "quantize", "--arch", "sm_90a", "-o", output, "--force")
+    assert output.read_text() == ptx and os.listdir(tmp_path) == ["kernel.ptx"]
+
+
+def test_ptx_of_unknown_targets_and_without_nvrtc(tmp_path):
+    needs_nvrtc()
+    for target in ["sm_91", "90a", "", "compute_90", "sm_75a"]:
+        message = fails("ptx", "quantize", "--arch=" + target, code=USAGE)
+        assert "--arch" in message if target == "" else f"'{target}'" in message and "sm_75, sm_80" in message
+    message = fails("ptx", "quantize", "--arch", "sm_90a", "-o", tmp_path / "x", code=DEVICE, env=NO_CUDA)
+    assert "no NVRTC" in message and os.listdir(tmp_path) == []
+
+
+# precompile
+
+
+@pytest.fixture(scope="module")
+def with_stubs(stubs):
+    """Environments with the stand-ins of tests/stub: for NVRTC, and for the driver without NVRTC."""
+    nvrtc = {**NO_CUDA, "HALFBYTE_NVRTC": str(stubs / "libstub_nvrtc.so")}
+    driver = {**NO_CUDA, "HALFBYTE_CUDA_DRIVER": str(stubs / "libstub_cuda.so"), "HALFBYTE_CACHE_DIR": ""}
+    return nvrtc, driver
+
+
+def test_precompile(tmp_path, with_stubs):
+    nvrtc, driver = with_stubs
+    pack = tmp_path / "kernels.hbk"
+    text = run("precompile", "--arch", "sm_90a,sm_80", "-o", pack, env=nvrtc).stdout
+    assert re.search(r"^kernels +16208 for sm_90a, sm_80$", text, re.M)
+    assert re.search(rf"^output +{pack} \([\d.]+ MiB\)$", text, re.M)
+    assert os.listdir(tmp_path) == ["kernels.hbk"]
+
+    environment = {**driver, "HALFBYTE_KERNEL_PACK": str(pack)}
+    document = run_json("doctor", env=environment)
+    assert document["cuda"]["usable"] is True and document["cuda"]["nvrtc_path"] == ""
+    (found,) = document["cuda"]["kernel_packs"]
+    assert (found["path"], found["version"]) == (str(pack), document["version"])
+    assert (found["num_kernels"], found["num_matching"]) == (16208, 16208)
+    assert found["targets"] == ["sm_80", "sm_90a"]
+    text = run("doctor", env=environment).stdout
+    assert re.search(rf"^kernel pack +{pack}: 16208 kernels for sm_80 sm_90a$", text, re.M)
+    assert re.search(r"^cuda:0 +Stub, capability 9.0 \(sm_90a\)", text, re.M)
+    # The pack has what this needs; the kernels of the stub do nothing, so that nothing is verified.
+    weights = ["quantize", MODEL, "--device", "cuda", "--no-verify"]
+    run(*weights, "-o", tmp_path / "out", "--format", "int4", env=environment)
+    # A user's table is in no pack.
+    table = ["--format", "lut4", "--table", ",".join(map(str, range(16)))]
+    message = fails(*weights, "-o", tmp_path / "lut4", *table, code=DEVICE, env=environment)
+    assert "is in no loaded kernel pack" in message and "precompile --arch sm_90a" in message
+
+    other = {**environment, "STUB_CUDA_CAPABILITY": "75"}
+    assert "kernels of this library for sm_75" in run_json("doctor", env=other)["cuda"]["problem"]
+
+
+def test_precompile_a_part_with_any_number_of_jobs(tmp_path, with_stubs):
+    nvrtc, _ = with_stubs
+    part = ["--arch=sm_90a", "--ops=dequantize", "--formats=nf4,int8", "--dtypes=f16"]
+    packs = []
+    for jobs in [1, 2, 5, 100]:
+        packs.append(tmp_path / f"{jobs}.hbk")
+        document = run_json("precompile", *part, "--jobs", jobs, "-o", packs[-1], env=nvrtc)
+        # nf4, int8 and int8 with zero points; 4 dtypes of scales; 4 group sizes, others, unaligned.
+        assert (document["num_kernels"], document["num_jobs"]) == (72, min(jobs, 72))
+        assert document["num_bytes"] == packs[-1].stat().st_size
+        assert packs[-1].read_bytes() == packs[0].read_bytes()
+    assert len(os.listdir(tmp_path)) == 4
+
+    message = fails("precompile", *part, "-o", packs[0], code=EXISTS, env=nvrtc)
+    assert "1.hbk" in message and "--force" in message
+    run("precompile", *part, "--force", "-o", packs[0], env=nvrtc)
+    assert packs[0].read_bytes() == packs[1].read_bytes()
+
+
+def test_precompile_refuses(tmp_path, with_stubs):
+    nvrtc, driver = with_stubs
+    to = ["-o", tmp_path / "kernels.hbk"]
+    for options, words in [
+        (["--arch", "sm_91"], ["sm_91", "sm_75"]),
+        (["--arch", "sm_90a", "--ops", "quantise"], ["quantise", "dequantize, quantize"]),
+        (["--arch", "sm_90a", "--formats", "nf5"], ["nf5", "fp4_e2m1"]),
+        (["--arch", "sm_90a", "--formats", "nf4,lut4"], ["lut4", "table"]),
+        (["--arch", "sm_90a", "--dtypes", "f8"], ["f8", "bf16"]),
+        (["--arch", "sm_90a", "--jobs", "-1"], ["--jobs"]),
+        ([], ["--arch"]),
+    ]:
+        message = fails("precompile", *options, *to, code=USAGE, env=nvrtc)
+        assert all(word in message for word in words), message
+    assert "no NVRTC" in fails("precompile", "--arch", "sm_90a", *to, code=DEVICE, env=driver)
+    fails("precompile", "--arch", "sm_90a", "-o", tmp_path / "none/k.hbk", code=IO, env=nvrtc)
+    # What a worker finds wrong is told as if there were none.
+    for jobs in [1, 3]:
+        broken = {**nvrtc, "STUB_NVRTC_RESULT": "5"}
+        message = fails("precompile", "--arch", "sm_90a", "--jobs", jobs, *to, code=DEVICE, env=broken)
+        assert message.count("halfbyte: error: ") == 1 and "nvrtcCompileProgram of NVRTC 13.0" in message
+    assert os.listdir(tmp_path) == []
+
+
+def test_precompile_cancelled_leaves_nothing(tmp_path, with_stubs):
+    slow = {**with_stubs[0], "STUB_NVRTC_SLEEP_MS": "50"}
+    for jobs in [1, 4]:
+        command = [CLI, "precompile", "--arch", "sm_90a", "--jobs", str(jobs), "-o", str(tmp_path / "k.hbk")]
+        process = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)  # to the parent alone
+        assert process.wait(timeout=20) == CANCELLED
+        assert "cancelled" in process.stderr.read()
+        assert os.listdir(tmp_path) == []
+
+
+def test_kernel_packs_that_cannot_be_used(tmp_path, with_stubs):
+    bad = tmp_path / "bad.hbk"
+    bad.write_bytes(b"no pack")
+    environment = {**with_stubs[1], "HALFBYTE_KERNEL_PACK": str(bad)}
+    cuda = run_json("doctor", env=environment)["cuda"]
+    assert cuda["usable"] is False and cuda["kernel_packs"] == []
+    assert "bad.hbk" in cuda["kernel_pack_problem"] and "no kernel pack" in cuda["problem"]
+    assert re.search(r'^kernel pack +kernel pack ".*bad\.hbk": it is no kernel pack$', run("doctor", env=environment).stdout, re.M)
+    message = fails("quantize", MODEL, "-o", tmp_path / "out", "--device", "cuda", code=BAD_INPUT, env=environment)
+    assert "bad.hbk" in message
+    assert run_json("doctor", env={**NO_CUDA, "HALFBYTE_KERNEL_PACK": ""})["cuda"]["kernel_packs"] == []
 
 
 # inspect
@@ -444,6 +615,16 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         ),
         (["dequantize", "{in}", "-o", "{out}", "--dtype", "i8"], ["i8"]),
         (["inspect", "{in}", "--json", "/dev/null", "--force"], ["--json", "regular file"]),
+        (["ptx", "quantise", "--arch", "sm_90a"], ["quantise", "dequantize, quantize"]),
+        (["ptx", "quantize"], ["--arch"]),
+        (["ptx", "quantize", "--kernel", "x", "--arch", "sm_90a"], ["'x'", "quantize_groups", "value_range"]),
+        (["ptx", "dequantize", "--kernel", "value_range", "--arch", "sm_90a"], ["value_range", "quantize"]),
+        (["ptx", "dequantize", "--format", "nf5", "--arch", "sm_90a"], ["nf5", "fp4_e2m1"]),
+        (["ptx", "quantize", "--dtype", "i8", "--arch", "sm_90a"], ["i8", "bf16"]),
+        (["ptx", "dequantize", "--scale-rule", "absmax", "--arch", "sm_90a"], ["scale-rule", "scale-dtype"]),
+        (["ptx", "quantize", "--kernel", "quantize_groups", "--group-size", "7", "--arch", "sm_90a"], ["7", "128"]),
+        (["ptx", "dequantize", "--format", "lut4", "--arch", "sm_90a"], ["lut4", "table"]),
+        (["ptx", "dequantize", "--bits", "4", "--arch", "sm_90a"], ["--bits"]),
     ],
 )
 def test_wrong_usage(tmp_path, args, words):

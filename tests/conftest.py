@@ -20,6 +20,12 @@ def cli():
 
 
 @pytest.fixture(scope="session")
+def stubs(cli):
+    """The directory of the stand-ins for the CUDA driver and NVRTC (tests/stub): $HALFBYTE_STUBS, or beside the tool."""
+    return Path(os.environ.get("HALFBYTE_STUBS", cli.parent / "tests")).resolve()
+
+
+@pytest.fixture(scope="session")
 def halfbyte(cli):
     """Runs the tool and checks its exit code."""
 

@@ -1,145 +1,88 @@
-// Every kernel of quantize and dequantize compiles for every GPU generation, without a GPU or a driver, and
-// none needs a stack frame or spills a register: on sm_90a for every pair of what they are specialised on,
-// elsewhere for every value; everywhere for every combination where HALFBYTE_JIT_FULL is set. Without NVRTC
-// the tests are skipped, but fail where CI is set.
-#include <array>
+// Every kernel compiles for every GPU generation, without a GPU or a driver, and none needs a stack frame or
+// spills a register: on sm_90a for every pair of what it is specialised on, elsewhere for every value;
+// everywhere for every combination where HALFBYTE_JIT_FULL is set. Without NVRTC the tests are skipped, but
+// fail where CI is set.
+#include <gtest/gtest.h>
+
+#include <algorithm>
 #include <cstdlib>
+#include <random>
 #include <regex>
 #include <set>
 
+#include "core/checks.h"
 #include "cuda/nvrtc.h"
-#include "ops/dequantize/dequantize_cuda.h"
-#include "ops/quantize/quantize_cuda.h"
-#include "ops/testing.h"
+#include "kernels/kernels.h"
 
 namespace halfbyte {
 namespace {
 
-// What a kernel is chosen by besides spec and dtypes. Channels, tensors and other groups have the kernels of
-// group 100.
-struct Shape {
-  const char* name;
-  int64_t group_size, cols;
-};
-constexpr Shape kShapes[] = {{"group 32", 32, 4096},   {"group 64", 64, 4096},   {"group 128", 128, 4096},
-                             {"group 256", 256, 4096}, {"group 100", 100, 4000}, {"unaligned", 64, 4095}};
-
-// Indices along the axes: dtype, scale dtype, shape, spec and, to quantize, code scale.
-using Choice = std::vector<size_t>;
-
-bool is_valid(const Choice& choice) {  // f64 scales need f64 data
-  return testing::kFloatDTypes[choice[1]] != DType::f64 || testing::kFloatDTypes[choice[0]] == DType::f64;
-}
-
-std::vector<Choice> all_choices(const Choice& sizes) {
-  std::vector<Choice> choices = {Choice(sizes.size())};
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    std::vector<Choice> longer;
-    for (Choice choice : choices)
-      for (choice[axis] = 0; choice[axis] < sizes[axis]; ++choice[axis]) longer.push_back(choice);
-    choices = std::move(longer);
+// All configurations of a kernel. A user's table has no listed values: one is added.
+std::vector<KernelVariant> variants_of(const cuda::Kernel& kernel) {
+  std::vector<KernelVariant> variants = all_variants(kernel);
+  cuda::Kernel with_table = kernel;
+  for (KernelKey& key : with_table.info.keys) {
+    if (key.name == "format") key.values = {"lut4"};
+    if (key.name == "table") key.values = {"-7,-5,-3.5,-3,-2.25,-2,-1,-0.125,0,0.5,1,1.5,2,3,4,6"};
+    if (key.name == "table") std::ranges::move(all_variants(with_table), std::back_inserter(variants));
   }
-  std::erase_if(choices, [](const Choice& choice) { return !is_valid(choice); });
-  return choices;
+  return variants;
 }
 
-// Choices that bring every value of every axis, or every pair of values of two axes, greedily: each has the
-// first pair that is missing and brings the most others of some that are tried at random.
-std::vector<Choice> covering_choices(const Choice& sizes, bool pairs) {
-  using Pair = std::array<size_t, 4>;  // axis, value, axis, value; twice the same for a single value
-  const auto brought = [&](const Choice& choice) {
-    std::vector<Pair> result;
-    for (size_t a = 0; a < sizes.size(); ++a)
-      for (size_t b = pairs ? a + 1 : a; b < (pairs ? sizes.size() : a + 1); ++b)
-        result.push_back({a, choice[a], b, choice[b]});
-    return result;
-  };
-  std::set<Pair> missing;
-  for (const Choice& choice : all_choices(sizes))
-    for (const Pair& pair : brought(choice)) missing.insert(pair);
-  std::vector<Choice> chosen;
+// What a kernel can depend on: "dtype=f32". How a group is encoded is one thing, since format, zero points
+// and rules go together in few ways.
+std::vector<std::string> features_of(const KernelVariant& variant) {
+  std::string encoding;
+  std::vector<std::string> features;
+  for (const auto& [key, value] : variant.config)
+    if (key == "format" || key == "asymmetric" || key == "scale-rule")
+      encoding += value + " ";
+    else if (key != "table")
+      features.push_back(key + "=" + value);
+  if (!encoding.empty()) features.push_back(encoding);
+  return features;
+}
+
+using Pair = std::pair<std::string, std::string>;  // twice the same for a single feature
+
+std::vector<Pair> pairs_of(const KernelVariant& variant, bool singles) {
+  const std::vector<std::string> features = features_of(variant);
+  std::vector<Pair> pairs;
+  for (size_t a = 0; a < features.size(); ++a)
+    for (size_t b = singles ? a : a + 1; b < (singles ? a + 1 : features.size()); ++b)
+      pairs.emplace_back(features[a], features[b]);
+  return pairs;
+}
+
+// Some of them that have every feature, or every pair of features, greedily: each has the first pair that is
+// missing and the most others of some that are tried at random.
+std::vector<KernelVariant> covering(const std::vector<KernelVariant>& all, bool singles) {
+  singles |= features_of(all.front()).size() == 1;
+  std::map<Pair, std::vector<size_t>> missing;  // who has it
+  for (size_t i = 0; i < all.size(); ++i)
+    for (Pair& pair : pairs_of(all[i], singles)) missing[std::move(pair)].push_back(i);
+  std::vector<KernelVariant> chosen;
   std::mt19937_64 random(1);
   while (!missing.empty()) {
-    const auto [a, value_a, b, value_b] = *missing.begin();
-    Choice best;
-    size_t most = 0;
-    for (int attempt = 0; attempt < 200; ++attempt) {
-      Choice choice;
-      for (const size_t size : sizes) choice.push_back(random() % size);
-      choice[a] = value_a;
-      choice[b] = value_b;
-      if (!is_valid(choice)) continue;
+    const std::vector<size_t>& candidates = missing.begin()->second;
+    size_t best = candidates.front(), most = 0;
+    for (int attempt = 0; attempt < 100; ++attempt) {
+      const size_t candidate = candidates[random() % candidates.size()];
       size_t count = 0;
-      for (const Pair& pair : brought(choice)) count += missing.count(pair);
-      if (count > most) {
-        most = count;
-        best = choice;
-      }
+      for (const Pair& pair : pairs_of(all[candidate], singles)) count += missing.count(pair);
+      if (count > most) best = candidate, most = count;
     }
-    if (best.empty()) continue;
-    for (const Pair& pair : brought(best)) missing.erase(pair);
-    chosen.push_back(best);
+    for (const Pair& pair : pairs_of(all[best], singles)) missing.erase(pair);
+    chosen.push_back(all[best]);
   }
   return chosen;
 }
 
-// The kernels of choices, as the host code specialises them. No pointer is followed.
-alignas(64) uint8_t memory[64];
-
-QuantizeProblem problem_of(QuantSpec spec, const Choice& choice) {
-  const Shape& shape = kShapes[choice[2]];
-  spec.group_size = shape.group_size;
-  spec.scale_dtype = testing::kFloatDTypes[choice[1]];
-  const QuantizedView view{spec,
-                           16,
-                           shape.cols,
-                           memory,
-                           memory,
-                           has_zeros(spec) ? memory : nullptr,
-                           has_biases(spec) ? memory : nullptr};
-  const DType dtype = testing::kFloatDTypes[choice[0]];
-  return make_quantize_problem({memory, dtype, {16, shape.cols}, {}, {DeviceKind::cuda, 0}}, view, {},
-                               nullptr);
-}
-cuda::KernelSpec quantize_kernel_of(QuantSpec spec, const Choice& choice) {
-  spec.code_scale = choice[4] == 0 ? CodeScale::stored : CodeScale::unrounded;
-  return quantize_kernel(problem_of(spec, choice));
-}
-cuda::KernelSpec dequantize_kernel_of(const QuantSpec& spec, const Choice& choice) {
-  const QuantizeProblem problem = problem_of(spec, choice);
-  DequantizeProblem inverse;
-  inverse.shape = problem.shape;
-  inverse.codec = problem.codec;
-  inverse.codes = memory;
-  inverse.scales = memory;
-  inverse.zeros = problem.zeros;
-  inverse.biases = static_cast<const uint8_t*>(problem.biases);
-  inverse.y = memory;
-  inverse.dtype = problem.dtype;
-  return dequantize_kernel(inverse);
-}
-
-std::vector<cuda::KernelSpec> kernels_to_compile(bool pairs) {
-  const auto choices = [&](size_t num_specs, std::initializer_list<size_t> more) {
-    Choice sizes = {std::size(testing::kFloatDTypes), std::size(testing::kFloatDTypes), std::size(kShapes),
-                    num_specs};
-    sizes.insert(sizes.end(), more);
-    return std::getenv("HALFBYTE_JIT_FULL") ? all_choices(sizes) : covering_choices(sizes, pairs);
-  };
-  // Decoding does not depend on the rule that chose the scales.
-  const std::vector<QuantSpec> specs = testing::all_specs();
-  std::vector<QuantSpec> decoded;
-  for (const QuantSpec& spec : specs)
-    if (decoded.empty() || decoded.back().format != spec.format ||
-        decoded.back().asymmetric != spec.asymmetric)
-      decoded.push_back(spec);
-  std::vector<cuda::KernelSpec> kernels;
-  for (const Choice& choice : choices(specs.size(), {2}))
-    kernels.push_back(quantize_kernel_of(specs[choice[3]], choice));
-  for (const Choice& choice : choices(decoded.size(), {}))
-    kernels.push_back(dequantize_kernel_of(decoded[choice[3]], choice));
-  for (const DType dtype : testing::kFloatDTypes) kernels.push_back(value_range_kernel(dtype));
-  return kernels;
+// f64 scales are those of f64 data. That they can be decoded to another dtype is not worth registers.
+bool is_rare(const KernelVariant& variant) {
+  const std::map<std::string, std::string> values(variant.config.begin(), variant.config.end());
+  const auto scale = values.find("scale-dtype");
+  return scale != values.end() && scale->second == "f64" && values.at("dtype") != "f64";
 }
 
 class JitCompile : public ::testing::TestWithParam<const char*> {};
@@ -151,22 +94,28 @@ TEST_P(JitCompile, every_kernel) {
     GTEST_SKIP() << problem;
   }
   const std::regex line(R"((\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads)");
-  for (const cuda::KernelSpec& kernel : kernels_to_compile(target == "sm_90a")) {
-    SCOPED_TRACE(fmt::format("{} with\n{}", kernel.source, kernel.config));
-    std::string log;
-    try {
-      const cuda::Compilation compilation = cuda::compile(kernel, target, true);
-      EXPECT_FALSE(compilation.cubin.empty());
-      log = compilation.log;
-    } catch (const Error& error) {
-      ADD_FAILURE() << error.what();
-      continue;
+  for (const cuda::Kernel& kernel : kernel_table()) {
+    std::vector<KernelVariant> variants = variants_of(kernel);
+    if (!std::getenv("HALFBYTE_JIT_FULL")) variants = covering(variants, target != "sm_90a");
+    for (const KernelVariant& variant : variants) {
+      SCOPED_TRACE(fmt::format("{} {}", kernel.info.name, fmt::join(features_of(variant), " ")));
+      std::string log;
+      try {
+        const cuda::Compilation compilation = cuda::compile(variant.spec, target, {.verbose = true});
+        EXPECT_FALSE(compilation.code.empty());
+        log = compilation.log;
+      } catch (const Error& error) {
+        ADD_FAILURE() << error.what();
+        continue;
+      }
+      EXPECT_FALSE(std::regex_search(log, std::regex("warning"))) << log;
+      if (is_rare(variant)) continue;
+      int num_kernels = 0;
+      for (std::sregex_iterator match(log.begin(), log.end(), line), end; match != end;
+           ++match, ++num_kernels)
+        EXPECT_EQ(match->str(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads");
+      EXPECT_EQ(num_kernels, 1) << log;
     }
-    EXPECT_FALSE(std::regex_search(log, std::regex("warning"))) << log;
-    int num_kernels = 0;
-    for (std::sregex_iterator match(log.begin(), log.end(), line), end; match != end; ++match, ++num_kernels)
-      EXPECT_EQ(match->str(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads");
-    EXPECT_EQ(num_kernels, 1) << log;
   }
 }
 

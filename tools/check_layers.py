@@ -26,10 +26,11 @@ LAYERS = [
     (r"src/cuda/\w+_test\.cc$", r"(halfbyte|core|cuda)/|io/test_directory\.h$"),
     (r"src/cuda/", r"(halfbyte|formats|core|cuda)/"),
     (r"src/ops/(?P<op>\w+)/.*(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/"),
-    (r"src/ops/(?P<op>\w+)/.*_cuda\.(cc|h)$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
+    (r"src/ops/(?P<op>\w+)/.*_(cuda\.cc|cuda\.h|kernels\.cc)$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
     (r"src/ops/(?P<op>\w+)/.*_(test|bench)\.cc$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
+    (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
     (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
@@ -45,7 +46,7 @@ FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.
 OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
     (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),

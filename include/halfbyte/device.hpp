@@ -1,5 +1,6 @@
 // CUDA devices: which are usable, memory on them, copies and streams. Nothing here needs the CUDA
-// toolkit: the driver and NVRTC are found when the first function is called.
+// toolkit: the driver and NVRTC are found when the first function is called. A device can be used where NVRTC
+// compiles for it or a kernel pack has kernels for it (kernels.hpp).
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,7 @@ struct CudaDevice {
   int index = 0;
   std::string name;    // "NVIDIA H200"
   int capability = 0;  // 10 * major + minor: 90
-  std::string target;  // that kernels are compiled for: "sm_90a"; empty if NVRTC cannot
+  std::string target;  // that kernels are compiled for: "sm_90a"; empty if the device cannot be used
   int num_multiprocessors = 0;
   uint64_t memory_bytes = 0;
   std::string problem;  // why it cannot be used; empty if it can

@@ -58,6 +58,8 @@ HALFBYTE_API const FormatInfo& info(Format format);
 HALFBYTE_API const FormatInfo& find_format(std::string_view name);
 // "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
 HALFBYTE_API ScaleRule parse_scale_rule(std::string_view word);
+// "-1,-0.5,...": 16 numbers separated by commas, whatever the locale. That they ascend is left to check_spec.
+HALFBYTE_API std::array<float, 16> parse_table(std::string_view text);
 HALFBYTE_API const char* to_string(ScaleRule rule);
 HALFBYTE_API const char* to_string(Granularity granularity);
 

@@ -29,7 +29,7 @@ struct HALFBYTE_API LinearDescriptor {
   Granularity granularity = Granularity::tensor;
   int axis = -1;                   // channel, group; counted from the end where negative
   int64_t group_size = 0;          // group: elements, > 0
-  int q_min = -128, q_max = 127;   // within the range of code_dtype, q_min <= q_max
+  int q_min = -128, q_max = 127;   // within the range of code_dtype; without a zero point around 0
   DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
   DType code_dtype = DType::i8;    // i8, u8, or packed i4, u4
   DType scale_dtype = DType::f32;  // f32, or the same as dtype

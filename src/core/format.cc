@@ -1,5 +1,6 @@
 #include "core/format.h"
 
+#include <charconv>
 #include <cmath>
 
 #include "core/words.h"
@@ -57,6 +58,24 @@ const FormatInfo& find_format(std::string_view name) {
 }
 
 ScaleRule parse_scale_rule(std::string_view word) { return value_of(kScaleRules, word, "scale rule"); }
+std::array<float, 16> parse_table(std::string_view text) {
+  std::array<float, 16> table = {};
+  size_t count = 0;
+  for (bool more = true; more; ++count) {
+    const size_t comma = std::min(text.find(','), text.size());
+    const std::string_view word = text.substr(0, comma);
+    float value = 0;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+    HALFBYTE_CHECK(error == std::errc() && end == word.data() + word.size(), usage,
+                   "table: value {} is not a number: '{}'", count, word);
+    if (count < table.size()) table[count] = value;
+    more = comma < text.size();
+    if (more) text.remove_prefix(comma + 1);
+  }
+  HALFBYTE_CHECK(count == table.size(), usage, "table: expected {} values separated by commas, got {}",
+                 table.size(), count);
+  return table;
+}
 const char* to_string(ScaleRule rule) { return word_of(kScaleRules, rule); }
 const char* to_string(Granularity granularity) { return word_of(kGranularities, granularity); }
 

@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "cuda/file.h"
 #include "cuda/hash.h"
 #include "cuda/library.h"
 
@@ -32,46 +33,12 @@ constexpr uint64_t kMaxEntryBytes = uint64_t{64} << 20;  // far beyond any kerne
 constexpr std::string_view kEntry = ".cubin", kLock = ".lock", kTemporary = ".tmp";
 constexpr std::chrono::hours kAbandoned{1};  // age of a lock or temporary that nobody will remove any more
 
-struct Descriptor {
-  int fd;
-  explicit Descriptor(int opened) : fd(opened) {}
-  Descriptor(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
-  }
-};
-
-void append_size(std::string& bytes, size_t size) {
-  const uint64_t value = size;
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
-}
-
 // What an entry begins with: all up to the size of the cubin.
 std::string entry_head(std::string_view key) {
   std::string head(kMagic);
   append_size(head, key.size());
   head += key;
   return head;
-}
-
-bool read_all(int fd, std::string& bytes) {
-  for (size_t done = 0; done < bytes.size();) {
-    const ssize_t count = ::read(fd, bytes.data() + done, bytes.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    done += static_cast<size_t>(count);
-  }
-  return true;
-}
-
-bool write_all(int fd, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t count = ::write(fd, bytes.data(), bytes.size());
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    bytes.remove_prefix(static_cast<size_t>(count));
-  }
-  return true;
 }
 
 // Makes the missing ones of the directories on `path`, for the user alone. What fails shows when it is used.
@@ -175,7 +142,7 @@ std::optional<std::vector<char>> CubinCache::load(std::string_view key) const {
   const size_t frame_bytes = head.size() + sizeof(uint64_t) + kHashBytes;  // all but the cubin
   if (file_bytes < frame_bytes || file_bytes > kMaxEntryBytes) return std::nullopt;
   std::string entry(file_bytes, '\0');
-  if (!read_all(file.fd, entry)) return std::nullopt;
+  if (!read_all(file.fd, 0, entry)) return std::nullopt;
 
   append_size(head, entry.size() - frame_bytes);
   const std::string_view hashed(entry.data(), entry.size() - kHashBytes);

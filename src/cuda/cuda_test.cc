@@ -561,6 +561,114 @@ INSTANTIATE_TEST_SUITE_P(
               STUB_CUDA ": lacks nvrtcVersion"}),
     [](const auto& info) { return std::string(info.param.name); });
 
+// --- Kernel packs
+
+class CudaPacks : public CudaRuntime {
+ protected:
+  // Makes a pack of kernels of the stub, which follow from target and config; forgets that they were
+  // compiled.
+  std::string make_pack(const std::string& name, const std::string& target,
+                        const std::vector<std::string>& configs) {
+    std::vector<std::string> words = {"pack", dir_ / name, target};
+    words.insert(words.end(), configs.begin(), configs.end());
+    run(words);
+    EXPECT_EQ(compilations().first, configs.size());
+    return dir_ / name;
+  }
+  static Environment only(const std::string& packs) {
+    return {{"HALFBYTE_NVRTC", "/none/libnvrtc.so.13"}, {"HALFBYTE_KERNEL_PACK", packs}};
+  }
+};
+
+TEST_F(CudaPacks, take_the_place_of_nvrtc) {
+  const std::string compiled = run({"kernels", "1", "a", "b"}, {{"HALFBYTE_CACHE_DIR", ""}});
+  compilations();
+  const std::string one = make_pack("one.hbk", "sm_90a", {"a"}),
+                    two = make_pack("two.hbk", "sm_90a", {"b", "c"});
+  EXPECT_EQ(run({"kernels", "4", "a", "b"}, only(one + "::" + two + ":")), compiled);
+  EXPECT_EQ(compilations().first, 0u);
+  EXPECT_EQ(run({"load", two, "a", "b"}, only(one)), compiled) << "a pack loaded by the program";
+  const std::string info = run({"info"}, only(one));
+  EXPECT_TRUE(info.starts_with("problem \n")) << info;
+  EXPECT_NE(info.find("nvrtc  0\ndevice 0 Stub 90 sm_90a 132 1073741824 \n"), std::string::npos) << info;
+  EXPECT_EQ(run({"memory", "1000"}, only(one)), "same true\n");
+}
+
+TEST_F(CudaPacks, a_kernel_that_is_in_none_names_both_remedies) {
+  const std::string pack = make_pack("pack.hbk", "sm_90a", {"a"});
+  for (const char* text :
+       {"kernel kernel is in no loaded kernel pack", "no NVRTC of CUDA 12 or 13", "HALFBYTE_NVRTC",
+        "HALFBYTE_KERNEL_PACK; halfbyte precompile --arch sm_90a", "Its configuration:\nconfig"})
+    expect_failure(one_kernel_, ErrorCode::device, text, only(pack));
+}
+
+TEST_F(CudaPacks, of_other_targets_and_sources_do_not_count) {
+  const std::string pack = make_pack("pack.hbk", "sm_90a", {"config"});
+  Environment other_device = only(pack);
+  other_device["STUB_CUDA_CAPABILITY"] = "80";
+  const std::string missing = "no loaded kernel pack has kernels of this library for sm_";
+  EXPECT_NE(run({"info"}, other_device).find(missing + "80"), std::string::npos);
+  expect_failure(one_kernel_, ErrorCode::device, "kernel kernel is in no loaded kernel pack", other_device);
+
+  const std::string compiled = run(one_kernel_, {{"HALFBYTE_CACHE_DIR", ""}});
+  compilations();
+  std::string bytes = read_file(pack);
+  const size_t index_at = bytes.find("0.1.0") - 8;
+  for (const cuda::EmbeddedFile& file : embedded_files()) {
+    const std::string hash = sources_hash(file.name);
+    if (const size_t at = bytes.find(hash); at != std::string::npos) bytes.replace(at, hash.size(), 32, 'f');
+  }
+  bytes.replace(32, 32, hash_hex(bytes.substr(0, 32) + bytes.substr(index_at)));
+  write_file(pack, bytes);
+  EXPECT_NE(run({"info"}, only(pack)).find(missing + "90a"), std::string::npos);
+  EXPECT_EQ(run(one_kernel_, {{"HALFBYTE_KERNEL_PACK", pack}}), compiled);
+  EXPECT_EQ(compilations().first, 1u) << "NVRTC makes what the pack does not have";
+}
+
+TEST_F(CudaPacks, come_before_the_disk_cache_and_nvrtc) {
+  const std::string pack = make_pack("pack.hbk", "sm_90a", {"config"});
+  const std::string packed = run(one_kernel_, only(pack));
+  const Environment newer = {{"STUB_NVRTC_GENERATION", "new"}};
+  const std::string compiled = run(one_kernel_, newer);
+  EXPECT_NE(compiled, packed);
+  Environment both = newer;
+  both["HALFBYTE_KERNEL_PACK"] = pack;
+  EXPECT_EQ(run(one_kernel_, both), packed);
+  EXPECT_EQ(run(one_kernel_, newer), compiled);
+  EXPECT_EQ(compilations().first, 1u);
+}
+
+TEST_F(CudaPacks, that_cannot_be_used_are_told) {
+  const std::string pack = make_pack("pack.hbk", "sm_90a", {"config"}), good = read_file(pack);
+  const auto expect = [&](ErrorCode code, const std::string& text, const std::string& packs) {
+    for (const bool has_nvrtc : {false, true}) {
+      const Environment environment = has_nvrtc ? Environment{{"HALFBYTE_KERNEL_PACK", packs}} : only(packs);
+      expect_failure(one_kernel_, code, text, environment);
+      const std::string info = run({"info"}, environment);
+      EXPECT_NE(info.find(text), std::string::npos) << info;
+      EXPECT_FALSE(info.starts_with("problem \n")) << info;
+    }
+    expect_failure({"load", packs, "config"}, code, text, {});
+  };
+  write_file(dir_ / "bad.hbk", "PK");
+  expect(ErrorCode::bad_input, "kernel pack \"" + (dir_ / "bad.hbk\": it is no kernel pack"),
+         dir_ / "bad.hbk");
+  write_file(dir_ / "bad.hbk", good.substr(0, good.size() - 1));
+  expect(ErrorCode::corrupt, "kernel pack \"" + (dir_ / "bad.hbk\": it is damaged"), dir_ / "bad.hbk");
+  expect(ErrorCode::io, "kernel pack \"/none.hbk\": No such file", "/none.hbk");
+  expect_failure(one_kernel_, ErrorCode::io, "/none.hbk", only(pack + ":/none.hbk"));
+
+  std::string bad_code = good;
+  bad_code[70] ^= 1;
+  write_file(pack, bad_code);
+  expect_failure(one_kernel_, ErrorCode::corrupt, "it is damaged: the code of kernel for sm_90a", only(pack));
+  write_file(pack, good);
+  Environment refused = only(pack);
+  refused["STUB_CUDA_REFUSE"] = ".";
+  expect_failure(one_kernel_, ErrorCode::device,
+                 "loading kernel of kernel pack \"" + pack + "\", compiled for sm_90a", refused);
+}
+
 TEST_F(CudaRuntime, errors_of_the_compiler) {
   const Environment long_log = {{"STUB_NVRTC_LOG_BYTES", "1000000"}};
   run(one_kernel_, long_log);

@@ -9,6 +9,7 @@
 #include "core/checks.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/driver.h"
+#include "cuda/kernel_pack.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
 
@@ -30,9 +31,14 @@ Context usable_device(int index) {
   Context device = cuda::describe(index);
   try {
     device.target = cuda::target_of(device.capability);
-    check_target(cuda::nvrtc(), device.target);
+    if (!cuda::packs_have(device.target)) {
+      const std::string problem = cuda::problem_with(cuda::find_nvrtc(), device.target);
+      HALFBYTE_CHECK(problem.empty(), device,
+                     "{}; and no loaded kernel pack has kernels of this library for {}", problem,
+                     device.target);
+    }
   } catch (const Error& error) {
-    HALFBYTE_FAIL(device, "cuda:{}: {}", index, error.what());
+    throw Error(error.code(), fmt::format("cuda:{}: {}", index, error.what()));
   }
   return device;
 }
@@ -85,7 +91,7 @@ CudaInfo cuda_info() {
   const cuda::Nvrtc& nvrtc = cuda::find_nvrtc();
   info.nvrtc_path = nvrtc.path;
   info.nvrtc_version = nvrtc.version;
-  info.problem = driver.problem.empty() ? nvrtc.problem : driver.problem;
+  info.problem = driver.problem;
   if (!driver.problem.empty()) return info;
   try {
     const int count = cuda::num_devices();

@@ -88,8 +88,9 @@ void check(CUresult result, const char* what) {
 }
 
 std::string target_of(int capability) {
-  HALFBYTE_CHECK(capability >= 75, device, "compute capability {}.{} is less than 7.5, the least supported",
-                 capability / 10, capability % 10);
+  HALFBYTE_CHECK(capability >= kMinCapability, device,
+                 "compute capability {}.{} is less than 7.5, the least supported", capability / 10,
+                 capability % 10);
   switch (capability) {
     case 90:
     case 100:

@@ -90,6 +90,8 @@ Context describe(int index);
 // Throws Error(device) where there is no such device, or it is older than sm_75.
 const Context& context(int index);
 
+constexpr int kMinCapability = 75;  // 10 * major + minor
+
 // "sm_90a", "sm_89": the target for devices of this capability, with what only they have where NVRTC knows
 // such a one. Throws Error(device) below 7.5.
 std::string target_of(int capability);

@@ -13,6 +13,7 @@
 #include "core/checks.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/hash.h"
+#include "cuda/kernel_pack.h"
 #include "cuda/library.h"
 #include "cuda/nvrtc.h"
 #include "halfbyte/version.hpp"
@@ -29,25 +30,18 @@ const EmbeddedFile& embedded_file(std::string_view name) {
 
 bool is_header(const EmbeddedFile& file) { return !std::string_view(file.name).ends_with(".cu"); }
 
-std::vector<std::string> compile_options(const std::string& target, bool verbose) {
-  std::vector<std::string> options = {"--gpu-architecture=" + target, "--std=c++20", "--fmad=false",
-                                      "-default-device"};
-  if (verbose) options.push_back("--ptxas-options=-v");
-  return options;
+std::vector<std::string> compile_options(std::string_view architecture) {
+  return {fmt::format("--gpu-architecture={}", architecture), "--std=c++20", "--fmad=false",
+          "-default-device"};
 }
 
 // Names all that decides the bytes of a cubin.
 std::string cache_key(const Nvrtc& nvrtc, const KernelSpec& spec, const std::string& target) {
-  std::string sources;
-  for (const EmbeddedFile& file : embedded_files())
-    if (is_header(file) || file.name == spec.source)
-      sources += fmt::format("{} {}\n{}", file.name, file.text.size(), file.text);
   struct stat status = {};  // the version has no patch level; the size of the file tells builds apart
   ::stat(nvrtc.path.c_str(), &status);
-  return fmt::format("halfbyte {}\nNVRTC {} of {} bytes\noptions {}\nsource {} {}\nfunction {}\n{}", kVersion,
-                     version_text(nvrtc.version), status.st_size,
-                     fmt::join(compile_options(target, false), " "), spec.source, hash_hex(sources),
-                     spec.function, spec.config);
+  return fmt::format("NVRTC {} of {} bytes\ntarget {}\nsource {} {}\nfunction {}\n{}",
+                     version_text(nvrtc.version), status.st_size, target, spec.source,
+                     sources_hash(spec.source), spec.function, spec.config);
 }
 
 // Modules are never unloaded. Returns what the driver says.
@@ -74,9 +68,31 @@ CUfunction load_cached(const std::string& key, const KernelSpec& spec) {
   return function;
 }
 
+// Null where no pack has it. What the driver refuses is an error: the user has named the pack.
+CUfunction load_packed(const Context& context, const KernelSpec& spec) {
+  const std::optional<PackedKernel> packed = find_packed(spec, context.target);
+  CUfunction function = nullptr;
+  if (!packed) return nullptr;
+  if (const CUresult result = load_function(packed->cubin, spec.function, function); result != 0)
+    check(result,
+          fmt::format("cuda:{}: loading {} of kernel pack \"{}\", compiled for {}, with a driver for CUDA {}",
+                      context.index, spec.function, packed->pack, context.target,
+                      version_text(driver().version))
+              .c_str());
+  return function;
+}
+
 CUfunction load_kernel(const Context& context, const KernelSpec& spec) {
-  const Nvrtc& compiler = nvrtc();
   const Scope scope(context);
+  if (CUfunction function = load_packed(context, spec)) return function;
+  const Nvrtc& compiler = find_nvrtc();
+  const std::string problem = problem_with(compiler, context.target);
+  HALFBYTE_CHECK(
+      problem.empty(), device,
+      "cuda:{}: kernel {} is in no loaded kernel pack and cannot be compiled: {}. Either install an NVRTC "
+      "(HALFBYTE_NVRTC may give its path), or load a pack that has the kernel (HALFBYTE_KERNEL_PACK; "
+      "halfbyte precompile --arch {} makes one). Its configuration:\n{}",
+      context.index, spec.function, problem, context.target, spec.config);
   const std::string key = cache_key(compiler, spec, context.target);
   if (CUfunction function = load_cached(key, spec)) return function;
   const std::shared_ptr<void> lock = CubinCache::instance().lock(key);
@@ -84,14 +100,14 @@ CUfunction load_kernel(const Context& context, const KernelSpec& spec) {
 
   const Compilation compilation = compile(spec, context.target);
   CUfunction function = nullptr;
-  const CUresult result = load_function(compilation.cubin, spec.function, function);
+  const CUresult result = load_function(compilation.code, spec.function, function);
   if (result != 0)
     check(result,
           fmt::format("cuda:{}: loading {} of {}, compiled for {} by NVRTC {}, with a driver for CUDA {}",
                       context.index, spec.function, spec.source, context.target,
                       version_text(compiler.version), version_text(driver().version))
               .c_str());
-  CubinCache::instance().store(key, compilation.cubin);
+  CubinCache::instance().store(key, compilation.code);
   return function;
 }
 
@@ -145,9 +161,18 @@ CUfunction get_kernel(const Context& context, const KernelSpec& spec) {
   return function;
 }
 
-Compilation compile(const KernelSpec& spec, const std::string& target, bool verbose) {
+std::string sources_hash(std::string_view source) {
+  std::string text = fmt::format("halfbyte {}\noptions {}\n", kVersion, fmt::join(compile_options(""), " "));
+  for (const EmbeddedFile& file : embedded_files())
+    if (is_header(file) || file.name == source)
+      text += fmt::format("{} {}\n{}", file.name, file.text.size(), file.text);
+  return hash_hex(text);
+}
+
+Compilation compile(const KernelSpec& spec, const std::string& target, const CompileOptions& options) {
   const Nvrtc& compiler = nvrtc();
-  check_target(compiler, target);
+  const std::string problem = problem_with(compiler, target);
+  HALFBYTE_CHECK(problem.empty(), device, "{}", problem);
   const EmbeddedFile& source = embedded_file(spec.source);
   std::vector<const char*> names = {"halfbyte_config.h"}, texts = {spec.config.c_str()};
   for (const EmbeddedFile& file : embedded_files()) {
@@ -164,11 +189,14 @@ Compilation compile(const KernelSpec& spec, const std::string& target, bool verb
   check_nvrtc(compiler.nvrtcCreateProgram(&program.handle, source.text.data(), source.name,
                                           static_cast<int>(names.size()), texts.data(), names.data()),
               "nvrtcCreateProgram");
-  const std::vector<std::string> options = compile_options(target, verbose);
-  std::vector<const char*> option_texts;
-  for (const std::string& option : options) option_texts.push_back(option.c_str());
-  const nvrtcResult result = compiler.nvrtcCompileProgram(
-      program.handle, static_cast<int>(option_texts.size()), option_texts.data());
+  // PTX is for the virtual architecture of a target: compute_90a of sm_90a.
+  const std::string number = target.substr(target.find('_'));
+  std::vector<std::string> words = compile_options((options.ptx ? "compute" : "sm") + number);
+  if (options.verbose) words.push_back("--ptxas-options=-v");
+  std::vector<const char*> word_texts;
+  for (const std::string& word : words) word_texts.push_back(word.c_str());
+  const nvrtcResult result =
+      compiler.nvrtcCompileProgram(program.handle, static_cast<int>(word_texts.size()), word_texts.data());
   Compilation compilation;
   size_t num_bytes = 0;
   if (compiler.nvrtcGetProgramLogSize(program.handle, &num_bytes) == 0 && num_bytes > 1) {
@@ -182,9 +210,12 @@ Compilation compile(const KernelSpec& spec, const std::string& target, bool verb
                  spec.source, target, version_text(compiler.version), compilation.log.substr(0, kMaxLogBytes),
                  spec.config);
   check_nvrtc(result, "nvrtcCompileProgram", compilation.log.substr(0, kMaxLogBytes));
-  check_nvrtc(compiler.nvrtcGetCUBINSize(program.handle, &num_bytes), "nvrtcGetCUBINSize");
-  compilation.cubin.resize(num_bytes);
-  check_nvrtc(compiler.nvrtcGetCUBIN(program.handle, compilation.cubin.data()), "nvrtcGetCUBIN");
+  const auto get_size = options.ptx ? compiler.nvrtcGetPTXSize : compiler.nvrtcGetCUBINSize;
+  const auto get_code = options.ptx ? compiler.nvrtcGetPTX : compiler.nvrtcGetCUBIN;
+  check_nvrtc(get_size(program.handle, &num_bytes), "the size of the code");
+  compilation.code.resize(num_bytes);
+  check_nvrtc(get_code(program.handle, compilation.code.data()), "the code");
+  if (options.ptx && !compilation.code.empty()) compilation.code.pop_back();  // a 0 byte
   return compilation;
 }
 

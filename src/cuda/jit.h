@@ -18,17 +18,25 @@ struct KernelSpec {
   bool operator==(const KernelSpec&) const = default;
 };
 
-// The function, loaded on the device. The first call for a spec compiles it (or takes it from the disk
-// cache), later ones find it in memory. Thread safe: one thread compiles, the others wait for it.
-// Throws Error(device): NVRTC missing or too old for the device; Error(bug) with the log where the
-// source does not compile.
+// The function, loaded on the device. The first call for a spec takes it from a loaded kernel pack, else from
+// the disk cache, else compiles it; later ones find it in memory. Thread safe: one thread loads, the others
+// wait for it. Throws Error(device) where no pack has it and NVRTC is missing or too old for the device; as
+// KernelPack where a pack is damaged; Error(bug) with the log where the source does not compile.
 CUfunction get_kernel(const Context& context, const KernelSpec& spec);
 
-// What get_kernel does on a miss of both caches, needs NVRTC only: for tests and offline compilation.
-struct Compilation {
-  std::vector<char> cubin;
-  std::string log;  // of the compiler; of ptxas too where verbose
+// Names all that decides the bytes of a kernel but target, function, config and compiler: the version of the
+// library, the source with all headers, the options.
+std::string sources_hash(std::string_view source);
+
+// What get_kernel does on a miss of all caches, needs NVRTC only: for tests and offline compilation.
+struct CompileOptions {
+  bool ptx = false;      // instead of machine code
+  bool verbose = false;  // with what ptxas says
 };
-Compilation compile(const KernelSpec& spec, const std::string& target, bool verbose = false);
+struct Compilation {
+  std::vector<char> code;
+  std::string log;
+};
+Compilation compile(const KernelSpec& spec, const std::string& target, const CompileOptions& options = {});
 
 }  // namespace halfbyte::cuda

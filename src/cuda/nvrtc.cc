@@ -1,7 +1,6 @@
 #include "cuda/nvrtc.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <sstream>
 #include <system_error>
@@ -53,6 +52,20 @@ void add_wheels(const fs::path& prefix, std::vector<std::string>& candidates) {
         add_existing(wheel / "lib", candidates);
 }
 
+// "sm_90", and with a suffix what only this capability (a), or all of its family (f), runs.
+std::vector<std::string> targets_of(const std::vector<int>& capabilities, int version) {
+  constexpr int kVersionOfFamilies = 12090;
+  std::vector<std::string> targets;
+  for (const int capability : capabilities) {
+    if (capability < kMinCapability) continue;
+    targets.push_back(fmt::format("sm_{}", capability));
+    if (capability >= 90) targets.push_back(targets.back() + "a");
+    if (capability >= 100 && version >= kVersionOfFamilies)
+      targets.push_back(fmt::format("sm_{}f", capability));
+  }
+  return targets;
+}
+
 // Returns why `name` is no usable NVRTC; empty if it is one.
 std::string load(const std::string& name, Nvrtc& nvrtc) {
   const Library library(name);
@@ -69,8 +82,9 @@ std::string load(const std::string& name, Nvrtc& nvrtc) {
     return fmt::format("{}: is of CUDA {}, older than {}", name, version_text(version),
                        version_text(kMinVersion));
   nvrtc.nvrtcGetNumSupportedArchs(&count);
-  nvrtc.targets.resize(static_cast<size_t>(std::max(count, 0)));
-  nvrtc.nvrtcGetSupportedArchs(nvrtc.targets.data());
+  std::vector<int> capabilities(static_cast<size_t>(std::max(count, 0)));
+  nvrtc.nvrtcGetSupportedArchs(capabilities.data());
+  nvrtc.targets = targets_of(capabilities, version);
   nvrtc.version = version;
   nvrtc.path = library.path_of(nvrtc.nvrtcVersion);
   return "";
@@ -125,11 +139,11 @@ const Nvrtc& nvrtc() {
   return found;
 }
 
-void check_target(const Nvrtc& nvrtc, const std::string& target) {
-  const int capability = std::atoi(target.c_str() + std::string_view("sm_").size());
-  HALFBYTE_CHECK(std::ranges::find(nvrtc.targets, capability) != nvrtc.targets.end(), device,
-                 "NVRTC {} ({}) does not compile for {}, only for capabilities {}: another version is needed",
-                 version_text(nvrtc.version), nvrtc.path, target, fmt::join(nvrtc.targets, " "));
+std::string problem_with(const Nvrtc& nvrtc, const std::string& target) {
+  if (!nvrtc.problem.empty()) return nvrtc.problem;
+  if (std::ranges::find(nvrtc.targets, target) != nvrtc.targets.end()) return "";
+  return fmt::format("NVRTC {} ({}) does not compile for {}, only for {}: another version is needed",
+                     version_text(nvrtc.version), nvrtc.path, target, fmt::join(nvrtc.targets, " "));
 }
 
 }  // namespace halfbyte::cuda

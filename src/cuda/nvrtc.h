@@ -11,10 +11,10 @@ using nvrtcResult = int;
 using nvrtcProgram = struct nvrtcProgram_st*;
 
 struct Nvrtc {
-  std::string path;          // empty if there is none
-  int version = 0;           // 1000 * major + 10 * minor
-  std::string problem;       // why there is none; empty if there is
-  std::vector<int> targets;  // capabilities that it compiles for, 10 * major + minor
+  std::string path;                  // empty if there is none
+  int version = 0;                   // 1000 * major + 10 * minor
+  std::string problem;               // why there is none; empty if there is
+  std::vector<std::string> targets;  // that it compiles for: "sm_75", "sm_90a"
 
 #define HALFBYTE_NVRTC_FUNCTIONS(X)                                                                   \
   X(nvrtcVersion, (int* major, int* minor))                                                           \
@@ -26,6 +26,8 @@ struct Nvrtc {
   X(nvrtcCompileProgram, (nvrtcProgram program, int num_options, const char* const* options))         \
   X(nvrtcGetCUBINSize, (nvrtcProgram program, size_t * num_bytes))                                    \
   X(nvrtcGetCUBIN, (nvrtcProgram program, char* cubin))                                               \
+  X(nvrtcGetPTXSize, (nvrtcProgram program, size_t * num_bytes))                                      \
+  X(nvrtcGetPTX, (nvrtcProgram program, char* ptx))                                                   \
   X(nvrtcGetProgramLogSize, (nvrtcProgram program, size_t * num_bytes))                               \
   X(nvrtcGetProgramLog, (nvrtcProgram program, char* log))
 // NOLINTNEXTLINE(bugprone-macro-parentheses)
@@ -40,8 +42,8 @@ struct Nvrtc {
 const Nvrtc& find_nvrtc();
 // The same; throws Error(device) with the problem where there is none.
 const Nvrtc& nvrtc();
-// Throws Error(device) if it does not compile for `target` ("sm_90a").
-void check_target(const Nvrtc& nvrtc, const std::string& target);
+// Why it does not compile for `target` ("sm_90a"), as there is none or it does not know it; empty if it does.
+std::string problem_with(const Nvrtc& nvrtc, const std::string& target);
 
 // Names and paths in search order: HALFBYTE_NVRTC (then nothing else); what the loader finds; CUDA_HOME,
 // /usr/local/cuda; the nvidia wheels in the site-packages of VIRTUAL_ENV, CONDA_PREFIX, the python3 on PATH,

@@ -18,7 +18,7 @@ namespace halfbyte {
 // Removed with all it holds.
 class TestDirectory {
  public:
-  TestDirectory() : path_(testing::TempDir() + "halfbyte-test-XXXXXX") {
+  TestDirectory() : path_(::testing::TempDir() + "halfbyte-test-XXXXXX") {
     if (!::mkdtemp(path_.data())) throw std::runtime_error("mkdtemp " + path_);
   }
   TestDirectory(const TestDirectory&) = delete;

@@ -206,8 +206,8 @@ inline cuda::Compilation compile_device_headers(const std::string& target) {
     compilation.log.pop_back();
   }
   if (ok && nvrtc.nvrtcGetCUBINSize(program, &num_bytes) == 0) {
-    compilation.cubin.resize(num_bytes);
-    nvrtc.nvrtcGetCUBIN(program, compilation.cubin.data());
+    compilation.code.resize(num_bytes);
+    nvrtc.nvrtcGetCUBIN(program, compilation.code.data());
   }
   nvrtc.nvrtcDestroyProgram(&program);
   return compilation;

@@ -31,10 +31,10 @@ class DeviceHeadersCuda : public testing::CudaTest {
     capability_ = context.capability;
     static const cuda::CUmodule module = [&] {
       const cuda::Compilation compilation = testing::compile_device_headers(context.target);
-      EXPECT_FALSE(compilation.cubin.empty()) << compilation.log;
+      EXPECT_FALSE(compilation.code.empty()) << compilation.log;
       const cuda::Scope scope(context);
       cuda::CUmodule loaded = nullptr;
-      cuda::check(cuda::driver().cuModuleLoadData(&loaded, compilation.cubin.data()), "cuModuleLoadData");
+      cuda::check(cuda::driver().cuModuleLoadData(&loaded, compilation.code.data()), "cuModuleLoadData");
       return loaded;
     }();
     module_ = module;

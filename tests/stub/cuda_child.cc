@@ -2,8 +2,11 @@
 //
 //   cuda_child info                     what cuda_info() says
 //   cuda_child kernels N CONFIG...      gets the kernel of each CONFIG from N threads, prints the hashes of
-//   the stub cuda_child memory BYTES             allocates, copies there and back cuda_child sticky an error
-//   that the device keeps, then everything else
+//   the stub
+//   cuda_child load PACK CONFIG...      the same, one thread, once the pack is loaded
+//   cuda_child pack PACK TARGET CONFIG...  writes a pack of such kernels
+//   cuda_child memory BYTES             allocates, copies there and back
+//   cuda_child sticky                   an error that the device keeps, then everything else
 //
 // An Error is printed; its code is the exit code.
 #include <fmt/format.h>
@@ -11,6 +14,7 @@
 #include <barrier>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -18,6 +22,7 @@
 #include <vector>
 
 #include "cuda/jit.h"
+#include "cuda/kernel_pack.h"
 #include "cuda/launch.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/error.hpp"
@@ -77,6 +82,19 @@ int kernels(int num_threads, const std::vector<std::string>& configs) {
   return 0;
 }
 
+void write_pack(const std::string& path, const std::string& target, const std::vector<std::string>& configs) {
+  std::ofstream file(path, std::ios::binary);
+  cuda::KernelPackWriter writer([&](uint64_t offset, std::string_view bytes) {
+    file.seekp(static_cast<std::streamoff>(offset))
+        .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  });
+  for (const std::string& config : configs) {
+    const std::vector<char> cubin = cuda::compile(spec_of(config), target).code;
+    writer.add(spec_of(config), target, {cubin.data(), cubin.size()});
+  }
+  writer.finish();
+}
+
 void memory(int64_t num_bytes) {
   const Memory there(kDevice, num_bytes);
   const Memory from = Memory::host(kDevice, num_bytes), back = Memory::host(kDevice, num_bytes);
@@ -113,6 +131,12 @@ int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words[0] == "info") return report(info);
   if (words[0] == "kernels") return kernels(std::stoi(words[1]), {words.begin() + 2, words.end()});
+  if (words[0] == "load") {
+    const int code = report([&] { load_kernel_pack(words[1]); });
+    return code != 0 ? code : kernels(1, {words.begin() + 2, words.end()});
+  }
+  if (words[0] == "pack")
+    return report([&] { write_pack(words[1], words[2], {words.begin() + 3, words.end()}); });
   if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
   return sticky();
 }

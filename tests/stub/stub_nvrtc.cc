@@ -71,6 +71,14 @@ int nvrtcGetCUBIN(Program* program, char* cubin) {
   std::ranges::copy(program->cubin, cubin);
   return 0;
 }
+int nvrtcGetPTXSize(Program* program, size_t* num_bytes) {
+  *num_bytes = program->cubin.size() + 1;
+  return 0;
+}
+int nvrtcGetPTX(Program* program, char* ptx) {
+  *std::ranges::copy(program->cubin, ptx).out = '\0';
+  return 0;
+}
 int nvrtcGetProgramLogSize(Program*, size_t* num_bytes) {
   *num_bytes = static_cast<size_t>(stub::number("STUB_NVRTC_LOG_BYTES", 0)) + 1;
   return 0;

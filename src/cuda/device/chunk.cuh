@@ -48,15 +48,19 @@ __device__ __forceinline__ Chunk load_chunk(const void* x, i64 chunk) {
   return result;
 }
 
-// The range of the elements; of 8 elements of 16 bits in a form that takes fewer instructions, see unpack().
+// The range of the elements; of elements of 16 bits in a form that takes fewer instructions, see unpack().
 template <class Type, int n>
 __device__ __forceinline__ auto signed_range(const ChunkOf<Type, n>& x) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(typename Type::Memory) == 2 && n == 8) {
-    const u32* const w = x.words[0].word;
+  if constexpr (sizeof(typename Type::Memory) == 2) {
     const Type type;
-    const u32 least = min_pair(type, min_pair(type, w[0], w[1]), min_pair(type, w[2], w[3])) ^ 0x80008000u;
-    const u32 most = max_pair(type, max_pair(type, w[0], w[1]), max_pair(type, w[2], w[3]));
+    u32 least = x.words[0].word[0], most = least;
+#pragma unroll
+    for (int i = 1; i < n / 2; ++i) {
+      least = min_pair(type, least, x.words[i / 4].word[i % 4]);
+      most = max_pair(type, most, x.words[i / 4].word[i % 4]);
+    }
+    least ^= 0x80008000u;
     return PairRange<Type>{max_pair(type, __byte_perm(least, most, 0x5410), __byte_perm(least, most, 0x7632))};
   } else
 #endif
@@ -71,11 +75,12 @@ __device__ __forceinline__ auto signed_range(const ChunkOf<Type, n>& x) {
 template <class Type, int n>
 __device__ __forceinline__ auto magnitude_range(const ChunkOf<Type, n>& x) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(typename Type::Memory) == 2 && n == 8) {
-    const u32* const w = x.words[0].word;
+  if constexpr (sizeof(typename Type::Memory) == 2) {
     const Type type;
-    return PairMagnitude<Type>{
-        max_magnitude_pair(type, max_magnitude_pair(type, w[0], w[1]), max_magnitude_pair(type, w[2], w[3]))};
+    u32 largest = max_magnitude_pair(type, x.words[0].word[0], x.words[0].word[1]);
+#pragma unroll
+    for (int i = 2; i < n / 2; ++i) largest = max_magnitude_pair(type, largest, x.words[i / 4].word[i % 4]);
+    return PairMagnitude<Type>{largest};
   } else
 #endif
   {

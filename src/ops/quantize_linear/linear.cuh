@@ -15,8 +15,6 @@ namespace halfbyte::device {
 using F = Element::Compute;  // what is computed in
 using Memory = Element::Memory;
 
-constexpr int kChunk = linear_chunk(sizeof(Memory));
-using Chunk = ChunkOf<Element, kChunk>;
 constexpr bool kFast = sizeof(F) == 4;
 
 __device__ __forceinline__ F load_element(const void* x, i64 index) {
@@ -28,8 +26,7 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
 struct Group {
   F scale;  // 0 where it is none
   int zero_point;
-  // Of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme.
-  F reciprocal, limit;
+  F reciprocal, limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
 };
 
 __device__ __forceinline__ F load_scale_of(const LinearCommon& common, i64 index) {
@@ -89,18 +86,56 @@ __device__ __forceinline__ Group load_group(const LinearCommon& common, i64 inde
   return group;
 }
 
-// The groups of a chunk: one for all elements, or one for each. `at` is for indices that the compiler does not know.
+// 2^(kBits * i) summed over the codes of a word.
+template <int kBits>
+constexpr u32 kOnes = kBits == 8 ? 0x01010101u : 0x11111111u;
+
+// The groups of a chunk: one for all elements, or one for each.
 struct OneGroup {
   Group group;
-  __device__ __forceinline__ const Group& operator[](int) const { return group; }
-  __device__ __forceinline__ const Group& at(const LinearCommon&, int) const { return group; }
+  float low, high;  // of the quotient: q_min and q_max less the zero point
+  __device__ __forceinline__ OneGroup(const LinearCommon& common, const Group& g)
+      : group(g),
+        low(static_cast<float>(common.q_min - g.zero_point)),
+        high(static_cast<float>(common.q_max - g.zero_point)) {}
+  __device__ __forceinline__ F scale(int) const { return group.scale; }
+  __device__ __forceinline__ F reciprocal(int) const { return group.reciprocal; }
+  __device__ __forceinline__ int zero_point(int) const { return group.zero_point; }
+  __device__ __forceinline__ float least(const LinearCommon&, int) const { return low; }
+  __device__ __forceinline__ float most(const LinearCommon&, int) const { return high; }
+  // The zero points of the codes of a word, each in its bits.
+  template <int kBits>
+  __device__ __forceinline__ u32 zero_word(int) const {
+    return static_cast<u32>(group.zero_point) * kOnes<kBits>;
+  }
 };
+template <int n>
 struct ManyGroups {
-  Group groups[kChunk];
-  i64 first;  // number of the first scale
-  __device__ __forceinline__ const Group& operator[](int i) const { return groups[i]; }
-  __device__ __forceinline__ Group at(const LinearCommon& common, int i) const {
-    return load_group(common, first + i, [] { return false; });
+  F scales[n], reciprocals[n];  // scale 0 also where it is extreme: the fast way then takes no x
+  int zero_points[n];
+  float lows[n], highs[n];
+  u32 zero_words[2];
+
+  __device__ __forceinline__ F scale(int i) const { return scales[i]; }
+  __device__ __forceinline__ F reciprocal(int i) const { return reciprocals[i]; }
+  __device__ __forceinline__ int zero_point(int i) const { return zero_points[i]; }
+  __device__ __forceinline__ float least(const LinearCommon&, int i) const { return lows[i]; }
+  __device__ __forceinline__ float most(const LinearCommon&, int i) const { return highs[i]; }
+  template <int kBits>
+  __device__ __forceinline__ u32 zero_word(int w) const {
+    return zero_words[w];
+  }
+  template <int kBits>
+  __device__ __forceinline__ void set(const LinearCommon& common, int i, const Group& group, bool fast_way) {
+    static_assert(n * kBits <= 64);
+    scales[i] = kFast && fast_way && group.limit == 0 ? 0 : group.scale;
+    reciprocals[i] = group.reciprocal;
+    zero_points[i] = group.zero_point;
+    lows[i] = static_cast<float>(common.q_min - group.zero_point);
+    highs[i] = static_cast<float>(common.q_max - group.zero_point);
+    const u32 zero = static_cast<u32>(group.zero_point) << (i * kBits % 32);
+    u32& word = zero_words[i * kBits / 32];
+    word = i * kBits % 32 == 0 ? zero : word + zero;
   }
 };
 
@@ -150,141 +185,180 @@ constexpr u32 kRoundToIntegerBits = 0x4B400000u;
 
 // |x| of all elements is below the limits of their groups: quotients stay below 2^22, and no residual underflows where
 // it matters. NaN is not.
-__device__ __forceinline__ bool is_fast(const Chunk& x, const OneGroup& groups) {
+template <int n>
+__device__ __forceinline__ bool is_fast(const ChunkOf<Element, n>& x, const OneGroup& groups) {
   return unpack(magnitude_range(x)).high < groups.group.limit;
 }
-__device__ __forceinline__ bool is_fast(const Chunk& x, const ManyGroups& groups) {
+template <int n>
+__device__ __forceinline__ bool is_fast(const ChunkOf<Element, n>& x, const ManyGroups<n>& groups) {
   bool fast = true;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) fast = fast && fabsf(x[i]) < groups[i].limit;
+  for (int i = 0; i < n; ++i) fast = fast && fabsf(x[i]) < groups.scale(i) * 0x1p20f;
   return fast;
 }
 
-// kBits of each code, the first lowest.
-template <int kBits, class Groups>
-__device__ __forceinline__ u64 quantize_chunk(const Chunk& x, const Groups& groups, const LinearCommon& common,
-                                              i64 index) {
-  if constexpr (kFast) {
-    if (is_fast(x, groups)) {
-      constexpr int kWord = 32 / kBits;  // codes in a word
-      u32 words[2] = {0, 0};
+// The codes of n elements, in words: less than one takes its low bits.
+template <int n, int kBits>
+struct Codes {
+  static constexpr int kWord = 32 / kBits;                      // codes in a word
+  static constexpr int kWords = (n + kWord - 1) / kWord, kBytes = n * kBits / 8;
+  u32 word[kWords];
+
+  __device__ __forceinline__ void load(const void* from, i64 chunk) {
+    if constexpr (kBytes == 16) {
+      const Words4 words = load_once(static_cast<const Words4*>(from) + chunk);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        const Group& group = groups[i];
-        const int offset = group.zero_point - common.code_min;
-        const float low = static_cast<float>(common.q_min - group.zero_point);
-        const float high = static_cast<float>(common.q_max - group.zero_point);
-        const float y = fminf(fmaxf(quotient(x[i], group.scale, group.reciprocal), low), high);
-        const u32 bits = bit_cast<u32>(__fadd_rn(y, kRoundToInteger));
-        words[i / kWord] += (bits + (static_cast<u32>(offset) - kRoundToIntegerBits)) << (kBits * (i % kWord));
-      }
-      return (words[0] ^ common.sign_bits) | static_cast<u64>(words[1] ^ common.sign_bits) << 32;
+      for (int w = 0; w < 4; ++w) word[w] = words.word[w];
+    } else if constexpr (kBytes == 8) {
+      const u64 bits = load_once(static_cast<const u64*>(from) + chunk);
+      word[0] = static_cast<u32>(bits);
+      word[1] = static_cast<u32>(bits >> 32);
+    } else if constexpr (kBytes == 4) {
+      word[0] = load_once(static_cast<const u32*>(from) + chunk);
+    } else if constexpr (kBytes == 2) {
+      word[0] = static_cast<const u16*>(from)[chunk];
+    } else {
+      word[0] = static_cast<const u8*>(from)[chunk];
     }
   }
-  u64 codes = 0;
-#pragma unroll 1
-  for (int i = 0; i < kChunk; ++i)
-    codes |= static_cast<u64>(encode_element(load_element(common.data.x, index + i), groups.at(common, i), common, index + i) &
-                              ((1u << kBits) - 1))
-             << (kBits * i);
+  __device__ __forceinline__ void store(void* to, i64 chunk) const {
+    if constexpr (kBytes == 16)
+      static_cast<Words4*>(to)[chunk] = {{word[0], word[1], word[2], word[3]}};
+    else if constexpr (kBytes == 8)
+      static_cast<u64*>(to)[chunk] = word[0] | static_cast<u64>(word[1]) << 32;
+    else if constexpr (kBytes == 4)
+      static_cast<u32*>(to)[chunk] = word[0];
+    else if constexpr (kBytes == 2)
+      static_cast<u16*>(to)[chunk] = static_cast<u16>(word[0]);
+    else
+      static_cast<u8*>(to)[chunk] = static_cast<u8>(word[0]);
+  }
+};
+
+// Of a chunk that is_fast.
+template <int kBits, int n, class Groups>
+__device__ __forceinline__ Codes<n, kBits> quantize_chunk(const ChunkOf<Element, n>& x, const Groups& groups,
+                                                          const LinearCommon& common) {
+  using Result = Codes<n, kBits>;
+  Result codes;
+#pragma unroll
+  for (int w = 0; w < Result::kWords; ++w) {
+    // q - code_min of each code: what rounding adds is taken away for all of them at once.
+    u32 sum = groups.template zero_word<kBits>(w) -
+              (static_cast<u32>(common.code_min) + kRoundToIntegerBits) * kOnes<kBits>;
+#pragma unroll
+    for (int j = 0; j < min(n, Result::kWord); ++j) {
+      const int i = w * Result::kWord + j;
+      const float y = quotient(x[i], groups.scale(i), groups.reciprocal(i));
+      const float q = fminf(fmaxf(y, groups.least(common, i)), groups.most(common, i));
+      sum += bit_cast<u32>(__fadd_rn(q, kRoundToInteger)) << (kBits * j);
+    }
+    codes.word[w] = sum ^ common.sign_bits;
+  }
   return codes;
 }
 
-template <int kBits, class Groups>
-__device__ __forceinline__ Words4 dequantize_chunk(u64 codes, const Groups& groups, const LinearCommon& common) {
-  F values[kChunk];
+// n elements of y are stored.
+template <int kBits, int n, class Groups>
+__device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Groups& groups,
+                                                 const LinearCommon& common, i64 chunk) {
+  F values[n];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    const u32 word = static_cast<u32>(codes >> (i * kBits / 32 * 32)) ^ common.sign_bits;
-    const u32 code = word >> (kBits * i % 32) & ((1u << kBits) - 1);  // from code_min
-    const int zero = groups[i].zero_point - common.code_min;
+  for (int w = 0; w < Codes<n, kBits>::kWords; ++w) codes.word[w] ^= common.sign_bits;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const u32 code = codes.word[i * kBits / 32] >> (kBits * i % 32) & ((1u << kBits) - 1);  // from code_min
+    const int zero = groups.zero_point(i) - common.code_min;
     if constexpr (sizeof(F) == 4)  // integers below 2^23 as floats plus 2^23, without conversions
       values[i] = __fmul_rn(__fsub_rn(bit_cast<float>(0x4B000000u | code), 0x1p23f + static_cast<float>(zero)),
-                            groups[i].scale);
+                            groups.scale(i));
     else
-      values[i] = static_cast<F>(static_cast<int>(code) - zero) * groups[i].scale;
+      values[i] = static_cast<F>(static_cast<int>(code) - zero) * groups.scale(i);
   }
-  return round_chunk(Element(), values);
+  constexpr int kWords4 = ChunkOf<Element, n>::kWords4;
+#pragma unroll
+  for (int k = 0; k < kWords4; ++k)
+    store_once(static_cast<Words4*>(common.data.y) + chunk * kWords4 + k,
+               round_chunk(Element(), values + k * (n / kWords4)));
 }
 
-template <class Groups>
-__device__ __forceinline__ Words4 backward_chunk(const Chunk& x, const Words4& dy, const Groups& groups,
-                                                 const LinearCommon& common, i64 index) {
-  bool within[kChunk];
-  bool fast = false;
-  if constexpr (kFast) {
-    fast = is_fast(x, groups);
-    if (fast) {
+// dx of a chunk that is_fast is stored.
+template <int n, class Groups>
+__device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, const ChunkOf<Element, n>& dy,
+                                               const Groups& groups, const LinearCommon& common, i64 chunk) {
+  bool within[n];
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        const Group& group = groups[i];
-        const float y = quotient(x[i], group.scale, group.reciprocal);
-        const float rounded = __fsub_rn(__fadd_rn(y, kRoundToInteger), kRoundToInteger);
-        within[i] = static_cast<float>(common.q_min - group.zero_point) <= rounded &&
-                    rounded <= static_cast<float>(common.q_max - group.zero_point);
-      }
+  for (int i = 0; i < n; ++i) {
+    const float y = quotient(x[i], groups.scale(i), groups.reciprocal(i));
+    const float rounded = __fsub_rn(__fadd_rn(y, kRoundToInteger), kRoundToInteger);
+    within[i] = groups.least(common, i) <= rounded && rounded <= groups.most(common, i);
+  }
+  constexpr int kWords4 = ChunkOf<Element, n>::kWords4;
+#pragma unroll
+  for (int k = 0; k < kWords4; ++k) {
+    Words4 dx;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int i = (k * 16 + w * 4) / static_cast<int>(sizeof(Memory));  // the first element of the word
+      if constexpr (sizeof(Memory) == 2)
+        dx.word[w] = dy.words[k].word[w] & ((within[i] ? 0xFFFFu : 0) | (within[i + 1] ? 0xFFFF0000u : 0));
+      else
+        dx.word[w] = within[i] ? dy.words[k].word[w] : 0;
+    }
+    store_once(static_cast<Words4*>(common.data.y) + chunk * kWords4 + k, dx);
+  }
+}
+
+// Any n elements from `index` on, whose codes begin at a byte; `group_of(i)`: the group of element i.
+template <LinearOp op, int kBits, class GroupOf>
+__device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, int n, const GroupOf& group_of) {
+  u32 byte = 0;
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) {
+    const Group group = group_of(i);
+    const F x = load_element(common.data.x, index + i);
+    if constexpr (op == LinearOp::quantize) {
+      const u32 code = encode_element(x, group, common, index + i) & ((1u << kBits) - 1);
+      byte |= code << (i * kBits % 8);
+      if ((i + 1) * kBits % 8 != 0) continue;
+      static_cast<u8*>(common.data.codes)[(index + i) * kBits / 8] = static_cast<u8>(byte);
+      byte = 0;
+    } else {
+      static_cast<Memory*>(common.data.y)[index + i] =
+          is_within(x, group, common) ? static_cast<const Memory*>(common.data.dy)[index + i] : Memory{};
     }
   }
-  u32 passed = 0;  // a bit an element
-  if (!fast) {
-#pragma unroll 1
-    for (int i = 0; i < kChunk; ++i)
-      passed |= static_cast<u32>(is_within(load_element(common.data.x, index + i), groups.at(common, i), common)) << i;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) within[i] = (passed >> i & 1) != 0;
-  }
-  Words4 dx;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(Memory) == 2)
-      dx.word[i] = dy.word[i] & ((within[2 * i] ? 0xFFFFu : 0) | (within[2 * i + 1] ? 0xFFFF0000u : 0));
-    else
-      dx.word[i] = within[i * 4 / static_cast<int>(sizeof(Memory))] ? dy.word[i] : 0;
-  }
-  return dx;
-}
-
-// The codes of chunk number `chunk`.
-template <int kBits>
-__device__ __forceinline__ u64 load_codes(const void* codes, i64 chunk) {
-  constexpr int kCodesBits = kChunk * kBits;
-  if constexpr (kCodesBits == 64) return load_once(static_cast<const u64*>(codes) + chunk);
-  if constexpr (kCodesBits == 32) return load_once(static_cast<const u32*>(codes) + chunk);
-  if constexpr (kCodesBits == 16) return static_cast<const u16*>(codes)[chunk];
-  return static_cast<const u8*>(codes)[chunk];
-}
-template <int kBits>
-__device__ __forceinline__ void store_codes(void* to, i64 chunk, u64 codes) {
-  constexpr int kCodesBits = kChunk * kBits;
-  if constexpr (kCodesBits == 64) static_cast<u64*>(to)[chunk] = codes;
-  if constexpr (kCodesBits == 32) static_cast<u32*>(to)[chunk] = static_cast<u32>(codes);
-  if constexpr (kCodesBits == 16) static_cast<u16*>(to)[chunk] = static_cast<u16>(codes);
-  if constexpr (kCodesBits == 8) static_cast<u8*>(to)[chunk] = static_cast<u8>(codes);
 }
 
 // What an operation reads of a chunk, so that many chunks can be on their way, and what it does with it.
-template <LinearOp op, int kBits>
+template <LinearOp op, int kBits, int n>
 struct Work {
-  static constexpr bool kReadsX = op != LinearOp::dequantize;
-  Select<kReadsX, Chunk, u64> read;  // x or codes
-  Select<op == LinearOp::backward, Words4, u8> dy;
+  using Chunk = ChunkOf<Element, n>;
+  Select<op == LinearOp::dequantize, Codes<n, kBits>, Chunk> read;  // codes or x
+  Select<op == LinearOp::backward, Chunk, u8> dy;
 
   __device__ __forceinline__ void load(const LinearPointers& data, i64 chunk) {
-    if constexpr (kReadsX)
+    if constexpr (op == LinearOp::dequantize)
+      read.load(data.codes, chunk);
+    else
       read = load_chunk<Chunk>(data.x, chunk);
-    else
-      read = load_codes<kBits>(data.codes, chunk);
-    if constexpr (op == LinearOp::backward) dy = load_once(static_cast<const Words4*>(data.dy) + chunk);
+    if constexpr (op == LinearOp::backward) dy = load_chunk<Chunk>(data.dy, chunk);
   }
+  // False, and nothing is done, where run_slow must do it.
   template <class Groups>
-  __device__ __forceinline__ void finish(const LinearCommon& common, i64 chunk, const Groups& groups) const {
-    if constexpr (op == LinearOp::quantize)
-      store_codes<kBits>(common.data.codes, chunk, quantize_chunk<kBits>(read, groups, common, chunk * kChunk));
-    else if constexpr (op == LinearOp::dequantize)
-      store_once(static_cast<Words4*>(common.data.y) + chunk, dequantize_chunk<kBits>(read, groups, common));
-    else
-      store_once(static_cast<Words4*>(common.data.y) + chunk,
-                 backward_chunk(read, dy, groups, common, chunk * kChunk));
+  __device__ __forceinline__ bool finish(const LinearCommon& common, i64 chunk, const Groups& groups) const {
+    if constexpr (op == LinearOp::dequantize) {
+      dequantize_chunk(read, groups, common, chunk);
+      return true;
+    } else if constexpr (kFast) {
+      if (!is_fast(read, groups)) return false;
+      if constexpr (op == LinearOp::quantize)
+        quantize_chunk<kBits>(read, groups, common).store(common.data.codes, chunk);
+      else
+        backward_chunk(read, dy, groups, common, chunk);
+      return true;
+    }
+    return false;
   }
 };
 

@@ -5,37 +5,55 @@
 
 namespace halfbyte::device {
 
-constexpr int kBatch = linear_batch(kOp);
+constexpr int kChunk = linear_chunk(sizeof(Memory)), kBatch = linear_batch(kOp);
 
+using Index = Select<kWide, i64, int>;  // of chunks
+
+// The number of the chunk's scale, and whether the chunk is the first of its group.
 struct Place {
   i64 scale;
-  bool first;  // the chunk is the first of its group
+  bool first;
 };
+template <class Int, class OuterDivider, class ScaleDivider>
+__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, Int chunk, const OuterDivider& outer_of,
+                                          const ScaleDivider& scale_of) {
+  const Int outer = outer_of(chunk), rest = chunk - outer * static_cast<Int>(args.per_outer), in = scale_of(rest);
+  return {outer * args.scale_outer + in,
+          rest == in * static_cast<Int>(args.per_scale) && (args.scale_outer != 0 || outer == 0)};
+}
 __device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chunk) {
-  if (args.num_chunks <= 0x7FFFFFFF) {
-    const u32 c = static_cast<u32>(chunk), outer = args.outer_divider.divide(c);
-    const u32 rest = c - outer * args.outer_divider.divisor, in = args.scale_divider.divide(rest);
-    return {outer * args.scale_outer + in,
-            rest == in * args.scale_divider.divisor && (args.scale_outer != 0 || outer == 0)};
-  }
-  const i64 outer = chunk / args.per_outer, rest = chunk - outer * args.per_outer, in = rest / args.per_scale;
-  return {outer * args.scale_outer + in, rest == in * args.per_scale && (args.scale_outer != 0 || outer == 0)};
+  if constexpr (kWide)
+    return place_of(args, chunk, [&](i64 c) { return c / args.per_outer; },
+                    [&](i64 rest) { return rest / args.per_scale; });
+  else
+    return place_of(args, static_cast<u32>(chunk), [&](u32 c) { return args.outer_divider.divide(c); },
+                    [&](u32 rest) { return args.scale_divider.divide(rest); });
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_chunks(const __grid_constant__ LinearChunksArgs args) {
-  const i64 warp = block_index() * (kLinearThreads / 32) + threadIdx.x / 32;
-  const i64 first = warp * (32 * kBatch) + threadIdx.x % 32;
-  Work<kOp, kBits> work[kBatch];
+  const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
+  const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
+  Work<kOp, kBits, kChunk> work[kBatch];
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) work[b].load(args.common.data, min(first + b * 32, args.num_chunks - 1));
+  for (int b = 0; b < kBatch; ++b) work[b].load(args.common.data, min<Index>(first + b * 32, args.num_chunks - 1));
+  u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
-    const i64 chunk = first + b * 32;
-    if (chunk >= args.num_chunks) return;
+    const Index chunk = first + b * 32;
+    if (chunk >= args.num_chunks) break;
     const Place place = place_of(args, chunk);
-    const OneGroup group = {load_group(args.common, place.scale, [&] { return place.first; })};
-    work[b].finish(args.common, chunk, group);
+    const OneGroup group(args.common, load_group(args.common, place.scale, [&] { return place.first; }));
+    if (!work[b].finish(args.common, chunk, group)) slow |= 1u << b;
+  }
+  if constexpr (kOp != LinearOp::dequantize) {
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      if (!(slow >> b & 1)) continue;
+      const i64 chunk = first + b * 32;
+      const Group group = load_group(args.common, place_of(args, chunk).scale, [] { return false; });
+      run_slow<kOp, kBits>(args.common, chunk * kChunk, kChunk, [&](int) { return group; });
+    }
   }
 }
 

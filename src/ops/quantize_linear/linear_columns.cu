@@ -5,35 +5,51 @@
 
 namespace halfbyte::device {
 
-constexpr int kBatch = kOp == LinearOp::backward ? 2 : 4;  // rows on their way at a time
+constexpr int kChunk = 16 / sizeof(Memory);
+constexpr int kBatch = kOp == LinearOp::backward ? (kFast ? 2 : 1) : 4;  // rows on their way at a time
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_columns(const __grid_constant__ LinearColumnsArgs args) {
-  const i64 row_chunks = args.columns / kChunk, item = block_index() * kLinearThreads + threadIdx.x;
-  const i64 column = item % row_chunks, piece = item / row_chunks % args.pieces;
-  const i64 band = item / row_chunks / args.pieces;
+  using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
+  const auto row_chunks = static_cast<Index>(args.columns / kChunk);
+  const auto item = static_cast<Index>(block_index() * kLinearThreads + threadIdx.x);
+  const Index row_item = item / row_chunks, column = item - row_item * row_chunks;
+  const Index band = row_item / static_cast<Index>(args.pieces);
+  const int piece = static_cast<int>(row_item - band * static_cast<Index>(args.pieces));
   if (band >= args.num_bands) return;
-  const i64 in_axis = band % args.bands_per_axis * args.group;  // the first row of the band
-  const i64 row = band / args.bands_per_axis * args.axis + in_axis;
-  const i64 left = min(args.group, args.axis - in_axis) - piece * kLinearRows;
+  const Index outer = band / static_cast<Index>(args.bands_per_axis);
+  const i64 in_axis = (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;  // first row of the band
+  const i64 row = outer * args.axis + in_axis;
+  const i64 left = min(args.group, args.axis - in_axis) - static_cast<i64>(piece) * kLinearRows;
   if (left <= 0) return;
   const int rows = static_cast<int>(min<i64>(left, kLinearRows));
 
-  ManyGroups groups;
-  groups.first = band * args.columns + column * kChunk;
+  ManyGroups<kChunk> groups;
+  const i64 first_scale = static_cast<i64>(band) * args.columns + column * kChunk;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i)
-    groups.groups[i] = load_group(args.common, groups.first + i, [&] { return piece == 0; });
-  const i64 first = (row + piece * kLinearRows) * row_chunks + column;
+  for (int i = 0; i < kChunk; ++i) {
+    const Group group = load_group(args.common, first_scale + i, [&] { return piece == 0; });
+    groups.template set<kBits>(args.common, i, group, kOp != LinearOp::dequantize);
+  }
+  const i64 first = (row + static_cast<i64>(piece) * kLinearRows) * row_chunks + column;
 #pragma unroll 1
   for (int step = 0; step < rows; step += kBatch) {
-    Work<kOp, kBits> work[kBatch];
+    Work<kOp, kBits, kChunk> work[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      work[b].load(args.common.data, first + min(step + b, rows - 1) * row_chunks);
+      work[b].load(args.common.data, first + min(step + b, rows - 1) * static_cast<i64>(row_chunks));
+    u32 slow = 0;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (step + b < rows) work[b].finish(args.common, first + (step + b) * row_chunks, groups);
+      if (step + b < rows && !work[b].finish(args.common, first + (step + b) * static_cast<i64>(row_chunks), groups)) slow |= 1u << b;
+    if constexpr (kOp != LinearOp::dequantize) {
+#pragma unroll 1
+      for (int b = 0; b < kBatch; ++b)
+        if (slow >> b & 1)
+          run_slow<kOp, kBits>(args.common, (first + (step + b) * static_cast<i64>(row_chunks)) * kChunk, kChunk, [&](int i) {
+            return load_group(args.common, first_scale + i, [] { return false; });
+          });
+    }
   }
 }
 

@@ -6,6 +6,8 @@
 
 namespace halfbyte::device {
 
+constexpr int kChunk = linear_chunk(sizeof(Memory));
+using Chunk = ChunkOf<Element, kChunk>;
 constexpr int kWarpBatch = kLinearWarpBatch, kWarps = kLinearThreads / 32;
 
 using ChunkRange = decltype(signed_range(Chunk()));
@@ -24,6 +26,20 @@ __device__ Range<F> finite_range(const void* x, i64 chunk) {
 __device__ __forceinline__ Group shuffle(const Group& group, int lane) {
   return {shuffle(group.scale, lane), shuffle(group.zero_point, lane), shuffle(group.reciprocal, lane),
           shuffle(group.limit, lane)};
+}
+
+// False where quantize_slow must do it.
+__device__ __forceinline__ bool quantize_fast(const LinearCommon& common, const Chunk& x, i64 chunk,
+                                              const OneGroup& group) {
+  if constexpr (kFast) {
+    if (!is_fast(x, group)) return false;
+    quantize_chunk<kBits>(x, group, common).store(common.data.codes, chunk);
+    return true;
+  }
+  return false;
+}
+__device__ __forceinline__ void quantize_slow(const LinearCommon& common, i64 chunk, const Group& group) {
+  run_slow<LinearOp::quantize, kBits>(common, chunk * kChunk, kChunk, [&](int) { return group; });
 }
 
 // Where the chunks of a group begin, and how many there are.
@@ -72,8 +88,10 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
   if (__any_sync(kAllLanes, !finite)) {
 #pragma unroll 1
     for (int b = 0; b < kWarpBatch; ++b) {
-      const i64 number = (b == 0 ? numbers[0] : b == 1 ? numbers[1] : b == 2 ? numbers[2] : numbers[3]);
-      Range<F> r = number >= 0 ? finite_range(args.common.data.x, number) : Range<F>{0, 0};
+      const i64 number = first_group + b * teams;
+      const Span span = span_of(args, min(number, args.num_groups - 1));
+      Range<F> r = {0, 0};
+      if (number < args.num_groups && own < span.n) r = finite_range(args.common.data.x, span.first + own);
       for (int mask = 1; mask < args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
       if (own == b) range = r;
     }
@@ -82,12 +100,19 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
   const i64 own_group = first_group + own * teams;
   if (own < kWarpBatch && own_group < args.num_groups)
     group = store_group(args.common, args.rule, args.asymmetric, own_group, -range.low, range.high);
+  u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kWarpBatch; ++b) {
-    const OneGroup shared = {shuffle(group, team_begin + b)};
-    if (numbers[b] >= 0)
-      store_codes<kBits>(args.common.data.codes, numbers[b],
-                         quantize_chunk<kBits>(chunks[b], shared, args.common, numbers[b] * kChunk));
+    const OneGroup shared(args.common, shuffle(group, team_begin + b));
+    if (numbers[b] >= 0 && !quantize_fast(args.common, chunks[b], numbers[b], shared)) slow |= 1u << b;
+  }
+  if (__any_sync(kAllLanes, slow != 0)) {
+#pragma unroll 1
+    for (int b = 0; b < kWarpBatch; ++b) {
+      const Group shared = shuffle(group, team_begin + b);
+      const Span span = span_of(args, min(first_group + b * teams, args.num_groups - 1));
+      if (slow >> b & 1) quantize_slow(args.common, span.first + own, shared);
+    }
   }
 }
 
@@ -129,14 +154,16 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
       shared_group = store_group(args.common, args.rule, args.asymmetric, number, -range.low, range.high);
   }
   __syncthreads();
-  const OneGroup group = {shared_group};
+  const OneGroup group(args.common, shared_group);
+  u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < batch; ++b) {
     const int c = b * threads + thread;
-    if (c < span.n)
-      store_codes<kBits>(args.common.data.codes, span.first + c,
-                         quantize_chunk<kBits>(chunks[b], group, args.common, (span.first + c) * kChunk));
+    if (c < span.n && !quantize_fast(args.common, chunks[b], span.first + c, group)) slow |= 1u << b;
   }
+#pragma unroll 1
+  for (int b = 0; b < batch; ++b)
+    if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, shared_group);
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)

@@ -4,19 +4,23 @@
 
 namespace halfbyte::device {
 
-constexpr int kUnit = kChunks ? kChunk : 1;
+constexpr int kChunk = 16 / sizeof(Memory), kUnit = kChunks ? kChunk : 1;
 constexpr int kUnroll = 4;  // loads in flight
 
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_ranges(const __grid_constant__ LinearRangesArgs args) {
+  using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
   const i64 thread = block_index() * kLinearThreads + threadIdx.x;
-  const i64 item = args.columns ? thread : thread / 32;
-  const i64 group = args.columns ? item % args.num_groups : item / args.splits;
-  const i64 split = args.columns ? item / args.num_groups : item % args.splits;
+  const auto item = static_cast<Index>(args.columns ? thread : thread / 32);
+  const auto by = static_cast<Index>(args.columns ? args.num_groups : args.splits);
+  const Index quotient = item / by, rest = item - quotient * by;
+  const Index group = args.columns ? rest : quotient, split = args.columns ? quotient : rest;
   if (group >= args.num_groups || split >= args.splits) return;  // warps as a whole where lanes share a group
-  const i64 o = group / (args.groups_axis * args.groups_inner);
-  const i64 a = group / args.groups_inner % args.groups_axis * args.group_axis, i = group % args.groups_inner;
+  const Index axis_group = group / static_cast<Index>(args.groups_inner);
+  const i64 i = group - axis_group * static_cast<Index>(args.groups_inner);
+  const Index outer_group = axis_group / static_cast<Index>(args.groups_axis);
+  const i64 o = outer_group, a = (axis_group - outer_group * static_cast<Index>(args.groups_axis)) * args.group_axis;
   const i64 group_axis = min(args.group_axis, args.axis - a);
   const i64 num_units = args.group_outer * group_axis * args.group_inner;
   const i64 begin = split * args.per_split, end = min(num_units, begin + args.per_split);
@@ -25,26 +29,23 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   const auto* const x = static_cast<const Memory*>(args.x) + base;
 
   const auto offset_of = [&](i64 k) {
-    i64 rest = k, inner = 0;
+    auto rest_of = static_cast<Index>(k);
+    Index inner = 0, outer = 0;
     if (args.group_inner > 1) {
-      rest = k / args.group_inner;
-      inner = k - rest * args.group_inner;
+      rest_of = static_cast<Index>(k) / static_cast<Index>(args.group_inner);
+      inner = static_cast<Index>(k) - rest_of * static_cast<Index>(args.group_inner);
     }
-    i64 outer = 0;
     if (args.group_outer > 1) {
-      outer = rest / group_axis;
-      rest -= outer * group_axis;
+      outer = rest_of / static_cast<Index>(group_axis);
+      rest_of -= outer * static_cast<Index>(group_axis);
     }
-    return outer * args.strides.outer + rest * args.strides.axis + inner * args.strides.inner;
+    return outer * args.strides.outer + rest_of * args.strides.axis + inner * args.strides.inner;
   };
   const auto range_of_unit = [&](i64 k) {
     const i64 offset = offset_of(k);
     if constexpr (kChunks) {
-      const Chunk chunk = {load_once(reinterpret_cast<const Words4*>(x + offset))};
-      Range<F> range = {-chunk[0], chunk[0]};
-#pragma unroll
-      for (int j = 1; j < kChunk; ++j) range = join(range, Range<F>{-chunk[j], chunk[j]});
-      return range;
+      const ChunkOf<Element, kChunk> chunk = {load_once(reinterpret_cast<const Words4*>(x + offset))};
+      return unpack(signed_range(chunk));
     } else {
       const F value = load(Element(), x[offset]);
       return Range<F>{-value, value};

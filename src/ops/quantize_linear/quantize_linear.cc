@@ -491,6 +491,10 @@ void check_descriptor(const LinearDescriptor& d) {
   }
   if (d.granularity == Granularity::group)
     HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kOp, d.group_size);
+  if (!d.zero_point_dtype)
+    HALFBYTE_CHECK(d.q_min <= 0 && 0 <= d.q_max, usage,
+                   "{}: without a zero point 0 must be in [q_min, q_max], got [{}, {}]", kOp, d.q_min,
+                   d.q_max);
   const IntegerRange range = range_of(d.code_dtype);
   HALFBYTE_CHECK(d.q_min <= d.q_max, usage, "{}: q_min must be at most q_max, got {} and {}", kOp, d.q_min,
                  d.q_max);

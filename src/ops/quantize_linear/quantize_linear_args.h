@@ -35,17 +35,18 @@ struct LinearCommon {
 };
 
 inline constexpr int kLinearThreads = 256;
-// Elements of a chunk: 16 bytes.
-HALFBYTE_FN int linear_chunk(int element_bytes) { return 16 / element_bytes; }
+// Elements of a chunk: 32 bytes, so that finding their scale is shared by many, and codes are stored 16 bytes
+// a thread.
+HALFBYTE_FN int linear_chunk(int element_bytes) { return 32 / element_bytes; }
 
 // linear_chunks: contiguous tensors whose scales belong to whole chunks. With c the number of a chunk and
 // rest = c % per_outer, its scale is number c / per_outer * scale_outer + rest / per_scale.
 struct LinearChunksArgs {
   LinearCommon common;
   formats::i64 num_chunks, per_outer, per_scale, scale_outer;
-  formats::Divider outer_divider, scale_divider;  // where num_chunks < 2^31
+  formats::Divider outer_divider, scale_divider;  // not kWide: num_chunks < 2^31
 };
-HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::backward ? 2 : 4; }  // chunks a thread
+HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::backward ? 1 : 2; }  // chunks a thread
 
 // linear_columns: contiguous tensors [bands of `group` rows, columns], of which each column of a band has a
 // scale; a band at the end of `axis` rows is short. A thread has the rows of a piece in `columns / chunk`

@@ -1,9 +1,766 @@
+// SIMD kernels of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward`.
+//
+// A problem is walked as a grid of lines, in tiles that threads share out, in chunks of a line that stay in
+// L1. Along a line either groups of columns share a scale, or each column has its own (`per_column`). The
+// scales of a chunk are converted once, and again only where the next chunk has others: tiles of per_column
+// problems are narrow, so that all lines of one use the same. Chunks of tensors with other strides than 1 are
+// gathered and scattered, which leaves one kernel for all.
+#include <algorithm>
+#include <limits>
+#include <mutex>
+
+#include "cpu/parallel.h"
 #include "ops/quantize_linear/quantize_linear_ref.h"
 
-namespace halfbyte {
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/quantize_linear/quantize_linear_cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+//
+#include "cpu/simd-inl.h"
+#include "hwy/cache_control.h"
 
-QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors) {
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+constexpr int64_t kChunk = 4096;           // elements: 16 KiB of f32
+constexpr int64_t kScales = 1024;          // of a chunk, at most
+constexpr int64_t kWidth = 16384;          // columns of a tile, unless each has a scale
+constexpr int64_t kTask = 65536;           // elements of a tile, large against the cost of scheduling it
+constexpr int64_t kFused = 1 << 18;        // elements of groups whose scales are computed within a tile
+constexpr int64_t kStreamBytes = 8 << 20;  // an output beyond this is written past the caches
+constexpr int64_t kPad = HWY_MAX_BYTES;    // room for a whole vector beyond the last element
+
+// ---- The grid ---------------------------------------------------------------------------------
+
+struct Tile {
+  int64_t outer, line, end_line, column, end_column;
+};
+
+// [outer, lines, length], row-major. `group_lines` lines by `group_cols` columns share a scale. The strides,
+// of tensors too: outer, of lines (scales: of groups of lines), of columns (likewise).
+struct Grid {
+  const LinearProblem& problem;
+  LinearTensors tensors;
+  LinearStrides scale;
+  int64_t outer, lines, length;
+  int64_t group_lines, group_cols;
+  bool per_column;
+  bool past_caches;
+  int64_t odd_cols = 0;  // packed rows of this odd length make up a line: each begins at a byte
+
+  // The problem has elements.
+  Grid(const LinearProblem& p, const LinearTensors& t)
+      : problem(p), tensors(t), scale(p.scale_strides), outer(p.outer), lines(p.axis), length(p.inner) {
+    bool contiguous = true;
+    for_each_strides([&](const LinearStrides& s) {
+      contiguous = contiguous && (s.inner == 1 || p.inner == 1) && (s.axis == p.inner || p.axis == 1) &&
+                   (s.outer == p.axis * p.inner || p.outer == 1);
+    });
+    group_lines = p.group_size;
+    group_cols = scale.inner == 0 ? p.inner : 1;
+    if (p.inner == 1 || (contiguous && scale.inner == 0)) {  // the axis is the line, or becomes it
+      for_each_strides([&](LinearStrides& s) {
+        s = contiguous ? LinearStrides{0, p.axis * p.inner, 1} : LinearStrides{0, s.outer, s.axis};
+      });
+      scale = {0, scale.outer, scale.axis};
+      length = p.axis * p.inner;
+      lines = outer;
+      outer = group_lines = 1;
+      group_cols = scale.inner == 0 ? length : p.group_size * p.inner;
+      const auto has_odd_rows = [](const LinearCodes& c) { return is_packed(c.dtype) && c.cols % 2 != 0; };
+      if (contiguous && !has_odd_rows(p.codes) && !has_odd_rows(p.zeros) && length % group_cols == 0 &&
+          scale.axis == length / group_cols * scale.inner) {  // all is one line
+        length *= lines;
+        lines = 1;
+        if (scale.inner == 0) group_cols = length;
+      }
+    }
+    per_column = group_cols == 1 && scale.inner == 1;
+    if (is_packed(p.codes.dtype) && p.codes.cols % 2 != 0 && p.codes.cols != length) odd_cols = p.codes.cols;
+    past_caches = p.num_elements() * (p.op == LinearOp::quantize ? 1 : size_of(p.dtype)) >= kStreamBytes;
+  }
+
+  template <class Body>
+  void for_each_strides(const Body& body) {
+    if (tensors.x) body(tensors.x_strides);
+    if (tensors.dy) body(tensors.dy_strides);
+    if (tensors.y) body(tensors.y_strides);
+    if (tensors.codes && !is_packed(problem.codes.dtype)) body(tensors.code_strides);
+  }
+
+  int64_t scale_index(int64_t o, int64_t line, int64_t column) const {
+    return o * scale.outer + line / group_lines * scale.axis + column / group_cols * scale.inner;
+  }
+  // Scales of the columns [begin, end), which lie scale.inner apart.
+  int64_t num_scales(int64_t begin, int64_t end) const {
+    return (end - 1) / group_cols - begin / group_cols + 1;
+  }
+  // Whether each group lies in one tile, so that its scale is computed there.
+  bool fused() const {
+    const bool shared = (scale.outer == 0 && outer > 1) || (scale.axis == 0 && lines > group_lines);
+    return problem.computed && !shared && group_lines <= kFused / group_cols;
+  }
+
+  // Tiles, in parallel. They begin at a byte of packed codes; where `fused` with whole groups, and at a byte
+  // of packed zero points.
+  template <class Body>
+  void for_each_tile(const Body& body) const {
+    int64_t columns = fused() ? 2 * group_cols : 2;
+    if (odd_cols != 0 && columns % odd_cols != 0) columns *= odd_cols;
+    const int64_t rows = fused() ? 2 * group_lines : 1;
+    const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
+    const int64_t width = std::min(length, round_up(per_column ? kScales : kWidth, columns));
+    const int64_t height = std::min(lines, round_up(std::max<int64_t>(1, kTask / width), rows));
+    const int64_t across = (length + width - 1) / width, down = (lines + height - 1) / height;
+    parallel_for(outer * down * across, 1, problem.num_threads, [&](int64_t first, int64_t last, int) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t line = i / across % down * height, column = i % across * width;
+        body(Tile{i / across / down, line, std::min(lines, line + height), column,
+                  std::min(length, column + width)});
+      }
+    });
+  }
+};
+
+// ---- Memory -----------------------------------------------------------------------------------
+
+// n elements `stride` apart, from or to a buffer.
+template <class T>
+void gather(const void* from, int64_t stride, int64_t n, void* to) {
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i] = static_cast<const T*>(from)[i * stride];
+}
+template <class T>
+void scatter(const void* from, int64_t stride, int64_t n, void* to) {
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i * stride] = static_cast<const T*>(from)[i];
+}
+
+// Elements that can be read as whole vectors at every place: the last ones from a copy.
+template <class Memory>
+class Source {
+ public:
+  Source(const Memory* x, int64_t n) : x_(x), copied_(std::max<int64_t>(0, n - kLanes)), last_(n - kLanes) {
+    std::memcpy(tail_, x + copied_, static_cast<size_t>(n - copied_) * sizeof(Memory));
+  }
+  HWY_INLINE const Memory* at(int64_t i) const { return i <= last_ ? x_ + i : tail_ + (i - copied_); }
+
+ private:
+  static constexpr int64_t kLanes = HWY_MAX_BYTES / 4;
+  const Memory* x_;
+  int64_t copied_, last_;
+  Memory tail_[2 * kLanes] = {};
+};
+
+// n nibbles from the low half of `packed`, one a byte.
+HWY_INLINE void unpack(const uint8_t* HWY_RESTRICT packed, int64_t n, uint8_t* HWY_RESTRICT out) {
+  const hn::ScalableTag<uint16_t> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const auto N = static_cast<int64_t>(hn::Lanes(d16));
+  int64_t i = 0;
+  for (; i + 2 * N <= n; i += 2 * N) {
+    const auto bytes = hn::PromoteTo(d16, hn::LoadU(d8, packed + i / 2));
+    const auto pairs = hn::And(hn::Or(bytes, hn::ShiftLeft<4>(bytes)), hn::Set(d16, uint16_t{0x0F0F}));
+    hn::StoreU(pairs, d16, reinterpret_cast<uint16_t*>(out + i));
+  }
+  for (; i < n; ++i) out[i] = i % 2 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
+}
+// The low halves of n bytes, and of one more where n is odd, to nibbles.
+HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, uint8_t* HWY_RESTRICT packed) {
+  const hn::ScalableTag<uint16_t> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const auto N = static_cast<int64_t>(hn::Lanes(d16));
+  int64_t i = 0;
+  for (; i + 2 * N <= n; i += 2 * N) {
+    const auto pairs = hn::LoadU(d16, reinterpret_cast<const uint16_t*>(codes + i));
+    const auto low = hn::And(pairs, hn::Set(d16, uint16_t{0x0F}));
+    const auto high = hn::And(hn::ShiftRight<4>(pairs), hn::Set(d16, uint16_t{0xF0}));
+    hn::StoreU(hn::TruncateTo(d8, hn::Or(low, high)), d8, packed + i / 2);
+  }
+  for (; i < n; i += 2) packed[i / 2] = static_cast<uint8_t>((codes[i] & 15) | codes[i + 1] << 4);
+}
+// Element `index` of packed integers; it must begin at a byte where written.
+template <class Byte>
+HWY_INLINE Byte* packed_at(Byte* data, const LinearCodes& codes, int64_t index) {
+  return data + index / codes.cols * codes.row_bytes + index % codes.cols / 2;
+}
+// n packed integers from `index` on, through the ends of rows.
+HWY_INLINE void unpack_rows(const void* data, const LinearCodes& codes, int64_t index, int64_t n,
+                            uint8_t* out) {
+  while (n > 0) {
+    const uint8_t* from = packed_at(static_cast<const uint8_t*>(data), codes, index);
+    int64_t m = std::min(n, codes.cols - index % codes.cols);
+    if (index % codes.cols % 2 != 0) {
+      *out = *from >> 4;
+      m = 1;
+    } else {
+      unpack(from, m, out);
+    }
+    out += m, index += m, n -= m;
+  }
+}
+// Integers of at most 8 bits, xor this, are unsigned and larger by it.
+inline uint8_t sign_bit(DType dtype) { return dtype == DType::i8 ? 0x80 : dtype == DType::i4 ? 8 : 0; }
+
+// ---- Elements ---------------------------------------------------------------------------------
+
+struct F32AsF64 {  // scales of f64 tensors
+  using Memory = float;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const float* x) {
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<float, D>(), x));
+  }
+};
+
+template <class Type, class D>
+HWY_INLINE void store(D d, hn::Vec<D> v, typename Type::Memory* y) {
+  if constexpr (std::is_same_v<Type, BF16>)
+    hn::StoreU(to_bf16(d, v), hn::Rebind<uint16_t, D>(), y);
+  else if constexpr (std::is_same_v<Type, F16>)
+    hn::StoreU(hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v), hn::Rebind<hwy::float16_t, D>(),
+               reinterpret_cast<hwy::float16_t*>(y));
+  else
+    hn::StoreU(v, d, y);
+}
+
+// The low bytes of unsigned lanes (Highway 1.0.3 takes the wrong ones of u32 for AVX3_DL).
+template <class D>
+HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
+#if HALFBYTE_AVX512
+  if constexpr (sizeof(hn::TFromD<D>) == 4)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(v.raw));
+  else
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm512_cvtepi64_epi8(v.raw));
+#else
+  const hn::Rebind<uint8_t, D> d8;
+  hn::StoreU(hn::TruncateTo(d8, v), d8, to);
+#endif
+}
+
+// The scales of a chunk, as the kernels use them.
+template <class F>
+struct Scales {
+  int64_t first = -1, count = 0;
+  bool fast;  // f32: a quotient can be had by reciprocal and residual, see quantize_segment
+  HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];
+  HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];  // bounds of rne(x / scale)
+  HWY_ALIGN int32_t zero[kScales + kPad];
+
+  // Those numbered first, first + stride, ...; counts what are none.
+  void load(const LinearProblem& problem, const LinearTensors& tensors, int64_t index, int64_t stride,
+            int64_t n, QuantizeStatus& status) {
+    const hn::ScalableTag<F> d;
+    const hn::Rebind<int32_t, decltype(d)> di;
+    const auto N = static_cast<int64_t>(hn::Lanes(d));
+    const formats::Codec& codec = problem.codec;
+    first = index;
+    count = n;
+    load_scales(tensors.scale, codec.scale_type, stride);
+    load_zeros(problem, tensors, stride);
+    const auto one = hn::Set(d, F{1}), infinity = hn::Set(d, std::numeric_limits<F>::infinity());
+    const auto q_min = hn::Set(di, codec.q_min), q_max = hn::Set(di, codec.q_max);
+    fast = sizeof(F) == 4;
+    for (int64_t i = 0; i < n; i += N) {
+      const auto inside = hn::FirstN(d, static_cast<size_t>(n - i));
+      auto s = hn::Load(d, scale + i);
+      const auto valid = hn::And(hn::Ge(s, hn::Zero(d)), hn::Lt(s, infinity));
+      status.num_invalid_scales += static_cast<int64_t>(hn::CountTrue(d, hn::AndNot(valid, inside)));
+      s = hn::IfThenElseZero(valid, s);
+      auto z = hn::Load(di, zero + i);
+      if (tensors.zero) {
+        const auto clamped = hn::Min(hn::Max(z, q_min), q_max);
+        const auto wrong = hn::And(hn::Ne(z, clamped), hn::FirstN(di, static_cast<size_t>(n - i)));
+        status.num_invalid_zero_points += static_cast<int64_t>(hn::CountTrue(di, wrong));
+        z = clamped;
+      }
+      if (problem.op == LinearOp::dequantize) {
+        hn::Store(s, d, scale + i);
+        hn::Store(hn::Add(z, hn::Set(di, sign_bit(problem.codes.dtype))), di, zero + i);
+        continue;
+      }
+      // A scale of 0: a quotient of 0 for quantize, within every bound for backward.
+      const auto none = hn::Eq(s, hn::Zero(d));
+      const auto open = problem.op == LinearOp::backward ? infinity : hn::Zero(d);
+      s = hn::IfThenElse(none, one, s);
+      const auto usual = hn::And(hn::Gt(s, hn::Set(d, F(0x1p-90))), hn::Lt(s, hn::Set(d, F(0x1p100))));
+      fast = fast && hn::AllFalse(d, hn::AndNot(usual, inside));
+      hn::Store(s, d, scale + i);
+      hn::Store(hn::Div(one, s), d, inverse + i);
+      hn::Store(hn::IfThenElse(none, hn::Neg(open), to_float(d, hn::Sub(q_min, z))), d, low + i);
+      hn::Store(hn::IfThenElse(none, open, to_float(d, hn::Sub(q_max, z))), d, high + i);
+      hn::Store(z, di, zero + i);
+    }
+  }
+
+  template <class D>
+  static HWY_INLINE hn::Vec<D> to_float(D d, hn::Vec<hn::Rebind<int32_t, D>> v) {
+    if constexpr (sizeof(F) == 8)
+      return hn::PromoteTo(d, v);
+    else
+      return hn::ConvertTo(d, v);
+  }
+
+ private:
+  void load_scales(const void* data, formats::ScaleType type, int64_t stride) {
+    if (stride == 1 && type == formats::ScaleType::f32)
+      return convert<std::conditional_t<sizeof(F) == 4, F32, F32AsF64>>(data, type);
+    if constexpr (sizeof(F) == 4) {
+      if (stride == 1 && type == formats::ScaleType::f16) return convert<F16>(data, type);
+      if (stride == 1 && type == formats::ScaleType::bf16) return convert<BF16>(data, type);
+    } else {
+      if (stride == 1 && type == formats::ScaleType::f64) return convert<F64>(data, type);
+    }
+    for (int64_t i = 0; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i * stride, type);
+  }
+  template <class Type>
+  void convert(const void* data, formats::ScaleType type) {
+    const hn::ScalableTag<F> d;
+    const auto N = static_cast<int64_t>(hn::Lanes(d));
+    const auto* from = static_cast<const typename Type::Memory*>(data) + first;
+    int64_t i = 0;
+    for (; i + N <= count; i += N) hn::Store(Type::load(d, from + i), d, scale + i);
+    for (; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i, type);
+  }
+  void load_zeros(const LinearProblem& problem, const LinearTensors& tensors, int64_t stride) {
+    if (!tensors.zero) {
+      std::fill_n(zero, count, 0);
+    } else if (stride == 1 && is_packed(problem.zeros.dtype)) {
+      const int flip = sign_bit(problem.zeros.dtype);
+      uint8_t nibbles[kScales];
+      unpack_rows(tensors.zero, problem.zeros, first, count, nibbles);
+      for (int64_t i = 0; i < count; ++i) zero[i] = (nibbles[i] ^ flip) - flip;
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        zero[i] = linear_ref::load_integer(tensors.zero, problem.zeros, first + i * stride);
+    }
+  }
+};
+
+// ---- Kernels: elements [begin, end) of a chunk, whole vectors of them. The scale of all is number k, or
+// that of element i is number i. ---------------------------------------------------------------------
+
+template <bool kPerColumn, class D, class T>
+HWY_INLINE hn::Vec<D> scale_at(D d, const T* array, int64_t i) {
+  if constexpr (kPerColumn)
+    return hn::LoadU(d, array + i);
+  else
+    return hn::Set(d, array[i]);
+}
+
+// Codes, the low 8 bits of them. False where an element is not finite; the code of NaN is then open.
+// kFast: the quotient by reciprocal and an exact residual correction (Markstein), correctly rounded where
+// nothing under- or overflows; quotients that do are far below 1/2 or were clamped.
+template <class Type, bool kPerColumn, bool kFast>
+HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,
+                                 const Scales<typename Type::Compute>& scales, int64_t k,
+                                 uint8_t* HWY_RESTRICT codes) {
+  using F = typename Type::Compute;
+  const hn::ScalableTag<F> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<int32_t, decltype(d)> di;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  using V = hn::Vec<decltype(d)>;
+  struct Group {
+    V scale, inverse, low, high;
+    hn::Vec<decltype(du)> zero;
+  };
+  const auto group_at = [&](int64_t i) HWY_ATTR {
+    Group g;
+    g.scale = scale_at<kPerColumn>(d, scales.scale, i);
+    g.inverse = scale_at<kPerColumn>(d, scales.inverse, i);
+    g.low = scale_at<kPerColumn>(d, scales.low, i);
+    g.high = scale_at<kPerColumn>(d, scales.high, i);
+    if (kFast) {  // bounds of x: low * scale, rounded, has the quotient low
+      g.low = hn::Mul(g.low, g.scale);
+      g.high = hn::Mul(g.high, g.scale);
+    }
+    const auto zero = scale_at<kPerColumn>(di, scales.zero, i);
+    if constexpr (sizeof(F) == 8)
+      g.zero = hn::BitCast(du, hn::PromoteTo(hn::RebindToSigned<decltype(d)>(), zero));
+    else
+      g.zero = hn::BitCast(du, zero);
+    return g;
+  };
+  // Adding this rounds half to even, to an integer in the low bits.
+  const auto magic = hn::Set(d, F(sizeof(F) == 4 ? 0x1.8p23 : 0x1.8p52));
+  auto finite = hn::Zero(d);  // NaN where an element is not
+  Group g = group_at(k);
+  for (int64_t i = begin; i < end; i += N) {
+    if constexpr (kPerColumn) g = group_at(i);
+    const auto v = Type::load(d, x.at(i));
+    finite = hn::MulAdd(v, hn::Zero(d), finite);
+    V q;
+    if constexpr (kFast) {
+      const auto w = hn::Min(g.high, hn::Max(g.low, v));
+      q = hn::Mul(w, g.inverse);
+      q = hn::MulAdd(hn::NegMulAdd(q, g.scale, w), g.inverse, q);
+    } else {
+      q = hn::Min(g.high, hn::Max(g.low, hn::Div(v, g.scale)));
+    }
+    const auto code = hn::Add(hn::BitCast(du, hn::Add(q, magic)), g.zero);
+    store_low_bytes(du, code, codes + i);
+  }
+  return hn::AllTrue(d, hn::Eq(finite, finite));
+}
+
+// Codes as bytes, flipped by sign_bit; Scales::zero is larger by it too.
+template <class Type, bool kPerColumn>
+HWY_INLINE void dequantize_segment(const uint8_t* codes, int64_t begin, int64_t end,
+                                   const Scales<typename Type::Compute>& scales, int64_t k, uint8_t flip,
+                                   typename Type::Memory* HWY_RESTRICT y) {
+  using F = typename Type::Compute;
+  const hn::ScalableTag<F> d;
+  const hn::Rebind<int32_t, decltype(d)> di;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  auto scale = scale_at<kPerColumn>(d, scales.scale, k);
+  auto zero = scale_at<kPerColumn>(di, scales.zero, k);
+  for (int64_t i = begin; i < end; i += N) {
+    if constexpr (kPerColumn) {
+      scale = scale_at<true>(d, scales.scale, i);
+      zero = scale_at<true>(di, scales.zero, i);
+    }
+    const auto q = hn::PromoteTo(di, hn::Xor(hn::LoadU(d8, codes + i), hn::Set(d8, flip)));
+    store<Type>(d, hn::Mul(Scales<F>::to_float(d, hn::Sub(q, zero)), scale), y + i);
+  }
+}
+
+template <class Type, bool kPerColumn>
+HWY_INLINE void backward_segment(const Source<typename Type::Memory>& x,
+                                 const Source<typename Type::Memory>& dy, int64_t begin, int64_t end,
+                                 const Scales<typename Type::Compute>& scales, int64_t k,
+                                 typename Type::Memory* HWY_RESTRICT dx) {
+  const hn::ScalableTag<typename Type::Compute> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  auto scale = scale_at<kPerColumn>(d, scales.scale, k);
+  auto low = scale_at<kPerColumn>(d, scales.low, k), high = scale_at<kPerColumn>(d, scales.high, k);
+  for (int64_t i = begin; i < end; i += N) {
+    if constexpr (kPerColumn) {
+      scale = scale_at<true>(d, scales.scale, i);
+      low = scale_at<true>(d, scales.low, i);
+      high = scale_at<true>(d, scales.high, i);
+    }
+    const auto q = hn::Round(hn::Div(Type::load(d, x.at(i)), scale));
+    const auto passes = hn::And(hn::Ge(q, low), hn::Le(q, high));
+    if constexpr (sizeof(typename Type::Memory) == 2) {
+      const hn::RebindToUnsigned<decltype(d)> du;
+      const hn::Rebind<uint16_t, decltype(d)> d16;
+      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, dy.at(i)));
+      hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, passes), bits)), d16, dx + i);
+    } else {
+      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, dy.at(i))), d, dx + i);
+    }
+  }
+}
+
+// Smallest and largest finite element of each scale, joined to `low` and `high`.
+template <class Type, bool kPerColumn>
+HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,
+                              typename Type::Compute* low, typename Type::Compute* high, int64_t k) {
+  const hn::ScalableTag<typename Type::Compute> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto infinity = hn::Set(d, std::numeric_limits<typename Type::Compute>::infinity());
+  auto lowest = infinity, highest = hn::Neg(infinity);
+  for (int64_t i = begin; i < end; i += N) {
+    const auto v = Type::load(d, x.at(i));
+    auto counts = hn::Lt(hn::Abs(v), infinity);
+    if (i + N > end) counts = hn::And(counts, hn::FirstN(d, static_cast<size_t>(end - i)));
+    const auto bottom = hn::IfThenElse(counts, v, infinity),
+               top = hn::IfThenElse(counts, v, hn::Neg(infinity));
+    if constexpr (kPerColumn) {
+      hn::StoreU(hn::Min(hn::LoadU(d, low + i), bottom), d, low + i);
+      hn::StoreU(hn::Max(hn::LoadU(d, high + i), top), d, high + i);
+    } else {
+      lowest = hn::Min(lowest, bottom);
+      highest = hn::Max(highest, top);
+    }
+  }
+  if constexpr (!kPerColumn) {
+    low[k] = std::min(low[k], hn::GetLane(hn::MinOfLanes(d, lowest)));
+    high[k] = std::max(high[k], hn::GetLane(hn::MaxOfLanes(d, highest)));
+  }
+}
+
+// ---- Tiles ------------------------------------------------------------------------------------
+
+template <class Type>
+class Worker {
+ public:
+  using F = typename Type::Compute;
+  using Memory = typename Type::Memory;
+
+  explicit Worker(const Grid& grid) : grid_(grid), problem_(grid.problem), tensors_(grid.tensors) {}
+
+  void run(const Tile& tile) {
+    for (int64_t begin = tile.column, end = begin; begin < tile.end_column; begin = end) {
+      int64_t n = grid_.per_column ? kScales : kChunk;
+      if (grid_.group_cols < kChunk / kScales) n = (kScales - 1) * grid_.group_cols / 2 * 2;
+      if (grid_.odd_cols != 0) n = std::min(n, grid_.odd_cols - begin % grid_.odd_cols);
+      end = std::min(tile.end_column, begin + n);
+      for (int64_t line = tile.line; line < tile.end_line; ++line) run(tile.outer, line, begin, end - begin);
+    }
+    if (grid_.past_caches) hwy::FlushStream();
+  }
+
+  // Calls emit(first scale, count, low, high) with the ranges of scales in the tile.
+  template <class Emit>
+  void ranges(const Tile& tile, const Emit& emit) {
+    const int64_t width =
+        grid_.group_cols * std::max<int64_t>(1, std::min(kScales - 1, kChunk / grid_.group_cols));
+    F* const low = scales_.low;
+    F* const high = scales_.high;
+    for (int64_t line = tile.line, next = line; line < tile.end_line; line = next) {
+      next = std::min(tile.end_line, (line / grid_.group_lines + 1) * grid_.group_lines);
+      for (int64_t column = tile.column, end = column; column < tile.end_column; column = end) {
+        end = std::min(tile.end_column, (column / grid_.group_cols) * grid_.group_cols + width);
+        const int64_t count = grid_.num_scales(column, end);
+        std::fill_n(low, count, std::numeric_limits<F>::infinity());
+        std::fill_n(high, count, -std::numeric_limits<F>::infinity());
+        for (int64_t l = line; l < next; ++l)
+          for (int64_t begin = column; begin < end; begin += kChunk) {
+            const int64_t n = std::min(kChunk, end - begin);
+            const Source<Memory> x = source(tensors_.x, tensors_.x_strides, {tile.outer, l, begin}, n, x_);
+            const int64_t first = grid_.num_scales(column, begin + 1) - 1;
+            for_each_segment(begin, n, [&](auto per_column, int64_t from, int64_t to, int64_t k) HWY_ATTR {
+              range_segment<Type, per_column>(x, from, to, low, high, first + k);
+            });
+          }
+        emit(grid_.scale_index(tile.outer, line, column), count, low, high);
+      }
+    }
+    scales_.first = -1;
+  }
+
+  // `count` scales from number `first`, `stride` apart, of these ranges.
+  static void store_scales(const LinearProblem& problem, const LinearTensors& tensors, int64_t first,
+                           int64_t count, int64_t stride, const F* low, const F* high,
+                           QuantizeStatus& status) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto params = formats::group_params(low[i], high[i], problem.codec);
+      const int64_t index = first + i * stride;
+      formats::store_scale(tensors.scale, index, params.scale, problem.codec.scale_type);
+      if (tensors.zero) linear_ref::store_integer(tensors.zero, problem.zeros, index, params.zero_point);
+      status.num_unheld_scales += params.held ? 0 : 1;
+      status.num_coarse_scales += params.coarse ? 1 : 0;
+    }
+  }
+
+  // Counts what are none of the scales [first, first + n).
+  void check(int64_t first, int64_t n) { scales_.load(problem_, tensors_, first, 1, n, status); }
+
+  QuantizeStatus status;
+
+ private:
+  struct Place {
+    int64_t outer, line, column;
+  };
+  static int64_t offset(const LinearStrides& strides, const Place& place) {
+    return linear_ref::offset(strides, place.outer, place.line, place.column);
+  }
+
+  // n elements of a tensor, through `buffer` where they do not lie side by side.
+  static Source<Memory> source(const void* data, const LinearStrides& strides, const Place& place, int64_t n,
+                               Memory* buffer) {
+    const auto* from = static_cast<const Memory*>(data) + offset(strides, place);
+    if (strides.inner == 1) return {from, n};
+    gather<Memory>(from, strides.inner, n, buffer);
+    return {buffer, n};
+  }
+  template <class T>
+  void write(const T* from, int64_t n, T* to, int64_t stride) const {
+    if (stride != 1)
+      scatter<T>(from, stride, n, to);
+    else if (grid_.past_caches)
+      stream_copy(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(from),
+                  static_cast<size_t>(n) * sizeof(T));
+    else
+      std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T));
+  }
+
+  // Calls body(per_column, begin, end, k) for the elements of n columns with scale k of the chunk.
+  template <class Body>
+  HWY_INLINE void for_each_segment(int64_t column, int64_t n, const Body& body) const {
+    if (grid_.per_column) return body(std::true_type(), 0, n, 0);
+    int64_t end = grid_.group_cols - column % grid_.group_cols;
+    for (int64_t begin = 0, k = 0; begin < n; begin = end, end += grid_.group_cols, ++k)
+      body(std::false_type(), begin, std::min(n, end), k);
+  }
+
+  void run(int64_t outer, int64_t line, int64_t column, int64_t n) {
+    const Place place{outer, line, column};
+    const int64_t first = grid_.scale_index(outer, line, column);
+    const int64_t count = grid_.num_scales(column, column + n);
+    QuantizeStatus counted_before;
+    if (first != scales_.first || count != scales_.count)
+      scales_.load(problem_, tensors_, first, grid_.scale.inner, count, counted_before);
+    switch (problem_.op) {
+      case LinearOp::quantize:
+        return quantize(place, n);
+      case LinearOp::dequantize:
+        return dequantize(place, n);
+      case LinearOp::backward:
+        return backward(place, n);
+    }
+  }
+
+  void quantize(const Place& place, int64_t n) {
+    const Source<Memory> x = source(tensors_.x, tensors_.x_strides, place, n, x_);
+    bool finite = true;
+    const bool fast = scales_.fast;
+    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+      if (sizeof(F) == 4 && fast)
+        finite &= quantize_segment<Type, per_column, sizeof(F) == 4>(x, begin, end, scales_, k, codes_);
+      else
+        finite &= quantize_segment<Type, per_column, false>(x, begin, end, scales_, k, codes_);
+    });
+    const int64_t index = (place.outer * grid_.lines + place.line) * grid_.length + place.column;
+    if (!finite)
+      for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) {
+        for (int64_t i = begin; i < end; ++i) {
+          const F value = linear_ref::load_element<F>(x.at(i), problem_.dtype, 0);
+          if (formats::is_finite(value)) continue;
+          ++status.num_nonfinite;
+          if (status.first_nonfinite < 0 || index + i < status.first_nonfinite)
+            status.first_nonfinite = index + i;
+          if (value != value) codes_[i] = static_cast<uint8_t>(scales_.zero[per_column ? i : k]);
+        }
+      });
+    auto* const codes = static_cast<uint8_t*>(tensors_.codes);
+    if (!is_packed(problem_.codes.dtype)) {
+      const LinearStrides& strides = tensors_.code_strides;
+      return write(codes_, n, codes + offset(strides, place), strides.inner);
+    }
+    codes_[n] = 0;
+    pack(codes_, n, packed_);
+    write(packed_, (n + 1) / 2, packed_at(codes, problem_.codes, index), 1);
+  }
+
+  void dequantize(const Place& place, int64_t n) {
+    const auto* const codes = static_cast<const uint8_t*>(tensors_.codes);
+    if (is_packed(problem_.codes.dtype))
+      unpack_rows(codes, problem_.codes,
+                  (place.outer * grid_.lines + place.line) * grid_.length + place.column, n, codes_);
+    else if (const LinearStrides& strides = tensors_.code_strides; strides.inner == 1)
+      std::memcpy(codes_, codes + offset(strides, place), static_cast<size_t>(n));
+    else
+      gather<uint8_t>(codes + offset(strides, place), strides.inner, n, codes_);
+    const uint8_t flip = sign_bit(problem_.codes.dtype);
+    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+      dequantize_segment<Type, per_column>(codes_, begin, end, scales_, k, flip, y_);
+    });
+    write(y_, n, static_cast<Memory*>(tensors_.y) + offset(tensors_.y_strides, place),
+          tensors_.y_strides.inner);
+  }
+
+  void backward(const Place& place, int64_t n) {
+    const Source<Memory> x = source(tensors_.x, tensors_.x_strides, place, n, x_);
+    const Source<Memory> dy = source(tensors_.dy, tensors_.dy_strides, place, n, dy_);
+    for_each_segment(place.column, n, [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+      backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_);
+    });
+    write(y_, n, static_cast<Memory*>(tensors_.y) + offset(tensors_.y_strides, place),
+          tensors_.y_strides.inner);
+  }
+
+  const Grid& grid_;
+  const LinearProblem& problem_;
+  const LinearTensors& tensors_;
+  Scales<F> scales_;
+  HWY_ALIGN Memory x_[kChunk + kPad], dy_[kChunk + kPad], y_[kChunk + kPad];
+  HWY_ALIGN uint8_t codes_[kChunk + kPad], packed_[kChunk / 2 + kPad];
+};
+
+void merge_into(QuantizeStatus& total, const QuantizeStatus& part) {
+  if (part.num_nonfinite != 0 && (total.num_nonfinite == 0 || part.first_nonfinite < total.first_nonfinite))
+    total.first_nonfinite = part.first_nonfinite;
+  total.num_nonfinite += part.num_nonfinite;
+  total.num_unheld_scales += part.num_unheld_scales;
+  total.num_coarse_scales += part.num_coarse_scales;
+  total.num_invalid_scales += part.num_invalid_scales;
+  total.num_invalid_zero_points += part.num_invalid_zero_points;
+}
+
+template <class Type>
+QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
+  using F = typename Type::Compute;
+  QuantizeStatus total;
+  if (problem.num_elements() == 0) {
+    if (problem.computed) linear_ref::compute_params<F>(problem, tensors, total);
+    return total;
+  }
+  const Grid grid(problem, tensors);
+  std::mutex mutex;  // of total, low and high: held for moments at the end of a tile
+  const auto finish = [&](const Worker<Type>& worker) {
+    const std::lock_guard lock(mutex);
+    merge_into(total, worker.status);
+  };
+  if (!problem.computed) {
+    parallel_for(problem.num_scales, kTask, problem.num_threads, [&](int64_t begin, int64_t end, int) {
+      Worker<Type> worker(grid);
+      for (; begin < end; begin += kScales) worker.check(begin, std::min(kScales, end - begin));
+      finish(worker);
+    });
+  } else if (!grid.fused()) {
+    const auto n = static_cast<size_t>(problem.num_scales);
+    std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());
+    grid.for_each_tile([&](const Tile& tile) {
+      Worker<Type>(grid).ranges(tile, [&](int64_t first, int64_t count, const F* lows, const F* highs) {
+        const std::lock_guard lock(mutex);
+        for (int64_t i = 0; i < count; ++i) {
+          const auto index = static_cast<size_t>(first + i * grid.scale.inner);
+          low[index] = std::min(low[index], lows[i]);
+          high[index] = std::max(high[index], highs[i]);
+        }
+      });
+    });
+    Worker<Type>::store_scales(problem, tensors, 0, problem.num_scales, 1, low.data(), high.data(), total);
+  }
+  grid.for_each_tile([&](const Tile& tile) {
+    Worker<Type> worker(grid);
+    if (grid.fused())
+      worker.ranges(tile, [&](int64_t first, int64_t count, const F* low, const F* high) {
+        Worker<Type>::store_scales(problem, tensors, first, count, grid.scale.inner, low, high,
+                                   worker.status);
+      });
+    worker.run(tile);
+    finish(worker);
+  });
+  return total;
+}
+
+QuantizeStatus QuantizeLinearCpu(const LinearProblem& problem, const LinearTensors& tensors) {
+  switch (problem.dtype) {
+    case DType::f32:
+      return run<F32>(problem, tensors);
+    case DType::f16:
+      return run<F16>(problem, tensors);
+    case DType::bf16:
+      return run<BF16>(problem, tensors);
+    default:
+      return run<F64>(problem, tensors);
+  }
+}
+
+#else  // !HALFBYTE_SIMD
+
+QuantizeStatus QuantizeLinearCpu(const LinearProblem& problem, const LinearTensors& tensors) {
   return linear_ref::run(problem, tensors);
 }
 
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace halfbyte {
+HWY_EXPORT(QuantizeLinearCpu);
+
+QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors) {
+  return HWY_DYNAMIC_DISPATCH(QuantizeLinearCpu)(problem, tensors);
+}
+
 }  // namespace halfbyte
+#endif  // HWY_ONCE

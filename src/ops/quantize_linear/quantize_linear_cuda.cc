@@ -46,10 +46,13 @@ cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dty
           "#include \"ops/quantize_linear/quantize_linear_args.h\"\n" +
               cuda::config_text(cuda::element_config(dtype) + lines)};
 }
+// Codes play no part in gradients.
 std::string op_config(int bits, LinearOp op) {
-  return fmt::format("constexpr int kBits = {};\nconstexpr LinearOp kOp = LinearOp({});\n", bits,
-                     static_cast<int>(op));
+  return fmt::format("constexpr int kBits = {};\nconstexpr LinearOp kOp = LinearOp({});\n",
+                     op == LinearOp::backward ? 8 : bits, static_cast<int>(op));
 }
+std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
+bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
 ZeroType zero_type(const LinearProblem& problem) {
   if (!problem.has_zeros) return ZeroType::none;
@@ -78,7 +81,7 @@ class Selection {
     made_.context = &cuda::context(problem.device.index);
     chunk_ = linear_chunk(static_cast<int>(size_of(problem.dtype)));
     bits_ = problem.codec.bits;
-    // Whole chunks lie together, and so do their codes.
+    // Chunks lie together, at multiples of 16 bytes.
     whole_ = problem.contiguous && alignment >= 16 && problem.num_elements() > 0;
     set_common();
     made_.workspace_bytes = sizeof(QuantizeCounts);
@@ -166,20 +169,19 @@ class Selection {
   void select_ranges() {
     const LinearProblem& p = problem_;
     LinearRangesArgs& args = made_.ranges_args;
-    const bool grouped = p.scale_strides.outer != 0 || (p.scale_strides.axis == 0 && p.outer == 1);
     int64_t outer = p.outer, axis = p.axis, inner = p.inner, group = p.group_size;
     args.strides = {axis * inner, inner, 1};  // strided tensors: set for each run
     args.group_outer = p.scale_strides.outer != 0 ? 1 : outer;
     args.group_inner = p.scale_strides.inner != 0 ? 1 : inner;
-    (void)grouped;
     // In whole chunks, where the elements of a group that lie together are such.
+    const int64_t chunk = 16 / size_of(p.dtype);
     int64_t unit = 1;
-    if (whole_ && args.group_inner == inner && inner > 1 && inner % chunk_ == 0) {
-      unit = chunk_;
+    if (whole_ && args.group_inner == inner && inner > 1 && inner % chunk == 0) {
+      unit = chunk;
       args.group_inner = inner / unit;
       args.strides.inner = unit;
-    } else if (whole_ && inner == 1 && group % chunk_ == 0 && axis % chunk_ == 0) {
-      unit = chunk_;
+    } else if (whole_ && inner == 1 && group % chunk == 0 && axis % chunk == 0) {
+      unit = chunk;
       axis /= unit;
       group /= unit;
       args.strides.axis = unit;
@@ -198,7 +200,7 @@ class Selection {
     args.per_split = std::max(per_part, blocks_for(units, 65536));
     args.splits = std::max<int64_t>(1, blocks_for(units, args.per_split));
     const int64_t items = args.num_groups * args.splits;
-    made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1));
+    made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1, is_wide(std::max(items * 32, units))));
     made_.ranges_grid = {p.num_elements() == 0 ? 0 : blocks_for(args.columns ? items : items * 32, kThreads),
                          kThreads};
     made_.params = load(linear_params_kernel(p.dtype));
@@ -233,7 +235,7 @@ class Selection {
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
-    set_map("linear_chunks", linear_chunks_kernel(p.dtype, bits_, p.op),
+    set_map("linear_chunks", linear_chunks_kernel(p.dtype, bits_, p.op, is_wide(args.num_chunks)),
             {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads});
     return true;
   }
@@ -251,12 +253,13 @@ class Selection {
       args.axis = p.axis;
       args.group = p.group_size;
     }
-    if (args.columns % chunk_ != 0) return false;
+    const int64_t chunk = 16 / size_of(p.dtype);
+    if (args.columns % chunk != 0) return false;
     args.bands_per_axis = blocks_for(args.axis, args.group);
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
     args.pieces = blocks_for(args.group, kLinearRows);
-    const int64_t items = args.num_bands * args.pieces * (args.columns / chunk_);
-    set_map("linear_columns", linear_columns_kernel(p.dtype, bits_, p.op),
+    const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
+    set_map("linear_columns", linear_columns_kernel(p.dtype, bits_, p.op, is_wide(items)),
             {blocks_for(items, kThreads), kThreads});
     return true;
   }
@@ -285,11 +288,13 @@ class Selection {
 
 }  // namespace
 
-cuda::KernelSpec linear_chunks_kernel(DType dtype, int bits, LinearOp op) {
-  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", dtype, op_config(bits, op));
+cuda::KernelSpec linear_chunks_kernel(DType dtype, int bits, LinearOp op, bool wide) {
+  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", dtype,
+                     op_config(bits, op) + wide_config(wide));
 }
-cuda::KernelSpec linear_columns_kernel(DType dtype, int bits, LinearOp op) {
-  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", dtype, op_config(bits, op));
+cuda::KernelSpec linear_columns_kernel(DType dtype, int bits, LinearOp op, bool wide) {
+  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", dtype,
+                     op_config(bits, op) + wide_config(wide));
 }
 cuda::KernelSpec linear_elements_kernel(DType dtype, int bits, LinearOp op) {
   return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", dtype, op_config(bits, op));
@@ -299,9 +304,9 @@ cuda::KernelSpec linear_fused_kernel(DType dtype, int bits, int block_batch) {
       "ops/quantize_linear/linear_fused.cu", "linear_fused", dtype,
       fmt::format("constexpr int kBits = {};\nconstexpr int kBlockBatch = {};\n", bits, block_batch));
 }
-cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks) {
+cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide) {
   return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", dtype,
-                     fmt::format("constexpr bool kChunks = {};\n", chunks));
+                     fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide));
 }
 cuda::KernelSpec linear_params_kernel(DType dtype) {
   return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", dtype, "");

@@ -1,0 +1,186 @@
+// halfbyte precompile --arch TARGET -o PACK
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/App.hpp>
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "command.h"
+#include "halfbyte/error.hpp"
+#include "halfbyte/kernels.hpp"
+#include "halfbyte/system.hpp"
+#include "options.h"
+#include "output.h"
+#include "progress.h"
+#include "workers.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Arguments {
+  std::string output;
+  std::vector<std::string> targets, ops, formats, dtypes;
+  int num_jobs = 0;
+  std::string progress = "auto";
+  // "INDEX/COUNT": this process is a worker. It writes its share, and a byte to stdout for each kernel.
+  std::string shard;
+};
+
+KernelPackOptions to_options(const Arguments& arguments, bool force) {
+  KernelPackOptions options;
+  options.targets = arguments.targets;
+  options.ops = arguments.ops;
+  options.formats = arguments.formats;
+  options.dtypes = arguments.dtypes;
+  options.force = force;
+  return options;
+}
+
+// Beside the output, so that a place that cannot be written is known before the work. Removed with all it
+// holds.
+class WorkDirectory {
+ public:
+  explicit WorkDirectory(const std::string& output) {
+    const size_t name = output.rfind('/') + 1;  // 0 where there is no slash
+    path_ = fmt::format("{}.{}.halfbyte-{}", output.substr(0, name), output.substr(name), ::getpid());
+    std::error_code error;
+    fs::create_directory(path_, error);
+    if (error)
+      throw Error(ErrorCode::io, fmt::format("--output {}: cannot create a directory beside it: {}",
+                                             printable(output), error.message()));
+  }
+  WorkDirectory(const WorkDirectory&) = delete;
+  WorkDirectory& operator=(const WorkDirectory&) = delete;
+  ~WorkDirectory() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// Workers compile; what they have made is loaded, so that writing the pack finds it.
+void compile_in_workers(const Arguments& arguments, int64_t num_jobs,
+                        const std::function<bool(int64_t done)>& progress) {
+  const WorkDirectory directory(arguments.output);
+  std::vector<std::string> paths;
+  std::vector<std::vector<std::string>> commands;
+  for (int64_t i = 0; i < num_jobs; ++i) {
+    paths.push_back(fmt::format("{}/{}.hbk", directory.path(), i));
+    std::vector<std::string> command = {"precompile", "--shard", fmt::format("{}/{}", i, num_jobs), "-o",
+                                        paths.back()};
+    const auto add = [&](const char* option, const std::vector<std::string>& words) {
+      if (words.empty()) return;
+      command.push_back(option);
+      command.push_back(fmt::format("{}", fmt::join(words, ",")));
+    };
+    add("--arch", arguments.targets);
+    add("--ops", arguments.ops);
+    add("--formats", arguments.formats);
+    add("--dtypes", arguments.dtypes);
+    commands.push_back(std::move(command));
+  }
+  run_workers(commands, directory.path(), progress);
+  for (const std::string& path : paths) load_kernel_pack(path);
+}
+
+void run_worker(const Arguments& arguments, bool force) {
+  KernelPackOptions options = to_options(arguments, force);
+  char slash = 0;
+  std::istringstream shard(arguments.shard);
+  shard >> options.shard >> slash >> options.num_shards;
+  ProgressBar bar(false);
+  options.progress = [stop = bar.function()](int64_t, int64_t) {
+    write_stdout(".");
+    return stop({"compile", 0, 0});
+  };
+  write_kernel_pack(arguments.output, options);
+}
+
+void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  const auto start = std::chrono::steady_clock::now();
+  KernelPackOptions options = to_options(arguments, force);
+  const std::vector<std::string>& known = kernel_targets();
+  for (const std::string& target : options.targets)
+    if (std::ranges::find(known, target) == known.end())
+      throw Error(ErrorCode::usage, fmt::format("--arch: unknown target '{}': must be one of {}",
+                                                printable(target), fmt::join(known, ", ")));
+  std::error_code error;
+  if (!force && fs::exists(fs::symlink_status(arguments.output, error)))
+    throw Error(ErrorCode::exists, fmt::format("--output {}: exists already (use --force to replace it)",
+                                               printable(arguments.output)));
+  const int64_t total = count_pack_kernels(options);
+  const int64_t jobs = arguments.num_jobs > 0 ? arguments.num_jobs : system_info().num_threads;
+
+  ProgressBar bar(arguments.progress == "auto", [](uint64_t n) { return fmt::format("{}", n); });
+  const auto progress = [&, draw = bar.function()](int64_t done) {
+    return draw({"compile", static_cast<uint64_t>(done), static_cast<uint64_t>(total)});
+  };
+  const int64_t num_workers = std::min(jobs, total);
+  if (num_workers > 1)
+    compile_in_workers(arguments, num_workers, progress);
+  else
+    options.progress = [&](int64_t done, int64_t) { return progress(done); };
+  const KernelPackReport report = write_kernel_pack(arguments.output, options);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+
+  text +=
+      summary_line("kernels", fmt::format("{} for {}", report.num_kernels, fmt::join(options.targets, ", ")));
+  text += summary_line("output",
+                       fmt::format("{} ({})", printable(arguments.output), format_bytes(report.num_bytes)));
+  text += summary_line("time", fmt::format("{:.1f} s, {} jobs", seconds, std::max<int64_t>(num_workers, 1)));
+  document["output"] = arguments.output;
+  document["targets"] = options.targets;
+  document["num_kernels"] = report.num_kernels;
+  document["num_bytes"] = report.num_bytes;
+  document["seconds"] = seconds;
+  document["num_jobs"] = num_workers;
+}
+
+}  // namespace
+
+void add_precompile_command(CLI::App& app, Command& command) {
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App& sub =
+      *app.add_subcommand("precompile", "Write a pack of compiled CUDA kernels, for machines without NVRTC");
+  const auto add_list = [&](const char* option, std::vector<std::string>& words, const std::string& help) {
+    return sub.add_option(option, words, help)
+        ->delimiter(',')
+        ->allow_extra_args(false)
+        ->option_text("A[,B]...");
+  };
+  sub.add_option("-o,--output", arguments->output, "The file to write")->required()->option_text("PACK");
+  add_list("--arch", arguments->targets, "What the kernels are for: sm_90a,sm_120a")->required();
+  add_list("--ops", arguments->ops, "Of these ops only (default: all)");
+  add_list("--formats", arguments->formats, "Of these formats only (default: all but lut4)");
+  add_list("--dtypes", arguments->dtypes, "For dense tensors of these dtypes only (default: all)");
+  sub.add_option("--jobs", arguments->num_jobs, "Number of processes that compile (default 0: one per CPU)")
+      ->check(CLI::Range(0, 4096))
+      ->option_text("N");
+  sub.add_option("--progress", arguments->progress, "auto (default: on a terminal) or never")
+      ->check(CLI::IsMember({"auto", "never"}))
+      ->option_text("WHEN");
+  sub.add_option("--shard", arguments->shard)->group("");  // of workers: not in the help
+  add_report_options(sub, command);
+  sub.callback([arguments, &command] {
+    command.name = "precompile";
+    command.run = [arguments, &command](std::string& text, Json& document) {
+      if (arguments->shard.empty())
+        run(*arguments, command.force, text, document);
+      else
+        run_worker(*arguments, command.force);
+    };
+  });
+}
+
+}  // namespace halfbyte::cli

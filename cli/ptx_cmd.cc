@@ -1,0 +1,142 @@
+// halfbyte ptx [OP] --arch TARGET
+#include <fmt/format.h>
+
+#include <CLI/App.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+#include "halfbyte/error.hpp"
+#include "halfbyte/kernels.hpp"
+#include "options.h"
+#include "output.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+struct Arguments {
+  std::string op, kernel, arch, output;
+  KernelConfig config;
+};
+
+bool is_flag(const KernelKey& key) { return key.values == std::vector<std::string>{"no", "yes"}; }
+
+// "nf4 (default), fp4, ..."
+std::string values_text(const KernelKey& key) {
+  std::string text;
+  for (const std::string& value : key.values)
+    text += fmt::format("{}{}", text.empty() ? "" : value == key.values[1] ? " (default), " : ", ", value);
+  return key.open ? text + (text.empty() ? "..." : ", ...") : text;
+}
+
+std::string key_line(const KernelKey& key) {
+  const std::string values = is_flag(key) ? "" : values_text(key);
+  return fmt::format("  --{:<12} {}{}{}\n", key.name, key.description, values.empty() ? "" : " ", values);
+}
+
+void list(std::string& text, Json& document) {
+  Json kernels = Json::array();
+  for (const KernelInfo& kernel : all_kernels()) {
+    text += fmt::format("{} --kernel {}: {}\n", kernel.op, kernel.name, kernel.description);
+    Json keys = Json::array();
+    for (const KernelKey& key : kernel.keys) {
+      text += key_line(key);
+      keys.push_back({{"name", key.name},
+                      {"values", key.values},
+                      {"open", key.open},
+                      {"default", key.default_value()},
+                      {"description", key.description}});
+    }
+    text += "\n";
+    kernels.push_back({{"op", kernel.op},
+                       {"name", kernel.name},
+                       {"description", kernel.description},
+                       {"keys", std::move(keys)}});
+  }
+  document["kernels"] = std::move(kernels);
+  document["targets"] = Json::array();
+  std::string targets;
+  try {
+    targets = fmt::format("{}", fmt::join(kernel_targets(), " "));
+    document["targets"] = kernel_targets();
+  } catch (const Error& error) {  // the list needs no NVRTC
+    targets = fmt::format("none: {}", error.what());
+  }
+  text += summary_line("--arch", targets);
+}
+
+void emit(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  const std::string kernel =
+      arguments.kernel.empty() ? choose_kernel(arguments.op, arguments.config).name : arguments.kernel;
+  for (const KernelInfo& info : all_kernels())
+    if (info.name == kernel && info.op != arguments.op)
+      throw Error(ErrorCode::usage,
+                  fmt::format("--kernel {} is of {}, not of {}", kernel, info.op, printable(arguments.op)));
+  std::optional<ReportFile> file;
+  if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
+  const std::string ptx = emit_ptx(kernel, arguments.config, arguments.arch);
+  Json config = Json::object();
+  for (const auto& [key, value] : arguments.config) config[key] = value;
+  document["op"] = arguments.op;
+  document["kernel"] = kernel;
+  document["config"] = std::move(config);
+  document["target"] = arguments.arch;
+  document["num_bytes"] = ptx.size();
+  if (!file) {
+    text = ptx;
+    document["ptx"] = ptx;
+    return;
+  }
+  file->commit(ptx);
+  document["output"] = arguments.output;
+  text += summary_line("kernel", fmt::format("{} for {}", kernel, arguments.arch));
+  text +=
+      summary_line("output", fmt::format("{} ({})", printable(arguments.output), format_bytes(ptx.size())));
+}
+
+// An option for each key that some kernel has, as the first that has it describes it.
+void add_key_options(CLI::App& sub, const std::shared_ptr<Arguments>& arguments) {
+  for (const KernelInfo& kernel : all_kernels())
+    for (const KernelKey& key : kernel.keys) {
+      const std::string option = "--" + key.name;
+      if (sub.get_option_no_throw(option)) continue;
+      const auto set = [arguments, name = key.name](const std::string& value) {
+        arguments->config.emplace_back(name, value);
+      };
+      if (is_flag(key))
+        sub.add_flag_callback(
+            option, [set] { set("yes"); }, key.description);
+      else
+        sub.add_option_function<std::string>(option, set, key.description)->option_text("VALUE");
+    }
+}
+
+}  // namespace
+
+void add_ptx_command(CLI::App& app, Command& command) {
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App& sub =
+      *app.add_subcommand("ptx", "Print the code of a CUDA kernel as PTX; without OP: list the kernels");
+  sub.add_option("OP", arguments->op, "quantize, dequantize, ...")->option_text(" ");
+  sub.add_option("--arch", arguments->arch, "What the code is for: sm_90a")->option_text("TARGET");
+  sub.add_option("--kernel", arguments->kernel, "One of the op's (default: what the other options choose)")
+      ->option_text("NAME");
+  add_key_options(sub, arguments);
+  sub.add_option("-o,--output", arguments->output, "Write to FILE instead of standard output")
+      ->option_text("FILE");
+  add_report_options(sub, command);
+  sub.footer("'halfbyte ptx' lists the kernels, which of these options each takes, and their values.");
+  sub.callback([arguments, &command] {
+    if (!arguments->op.empty() && arguments->arch.empty()) throw CLI::RequiredError("--arch");
+    command.name = "ptx";
+    command.run = [arguments, &command](std::string& text, Json& document) {
+      if (arguments->op.empty())
+        list(text, document);
+      else
+        emit(*arguments, command.force, text, document);
+    };
+  });
+}
+
+}  // namespace halfbyte::cli

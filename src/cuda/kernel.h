@@ -1,0 +1,38 @@
+// A kernel as a row of the table of its op: what listing, emission, packs and tests know of it.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "cuda/jit.h"
+#include "halfbyte/format.hpp"
+#include "halfbyte/kernels.hpp"
+
+namespace halfbyte::cuda {
+
+// The value of every key of a kernel; each is one that the key takes.
+using KernelValues = std::map<std::string, std::string, std::less<>>;
+
+struct Kernel {
+  KernelInfo info;
+  // The kernel that the op's code runs for these values, made by the functions that it uses itself. Follows
+  // no pointer, needs no device. Error(usage) where the values do not go together.
+  KernelSpec (*specialise)(const KernelValues& values);
+  // The op has several kernels of which the configuration chooses the first that takes it: this is one of
+  // them.
+  bool chosen_by_config = false;
+};
+
+// Keys that ops share, and what their values mean.
+KernelKey dtype_key(const char* description);
+DType dtype_of(const KernelValues& values);
+KernelKey flag_key(const char* name, const char* description);
+bool is_set(const KernelValues& values, std::string_view flag);
+// What a codec is made of: format, table, asymmetric and scale-dtype; to encode, scale-rule and code-scale
+// too.
+std::vector<KernelKey> codec_keys(bool encode);
+QuantSpec spec_of(const KernelValues& values);
+// A value of group-size: "128", "channel" or "tensor". Error(usage) for others.
+void set_group_size(QuantSpec& spec, const std::string& value);
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,163 @@
+#include "kernels/kernels.h"
+
+#include <algorithm>
+#include <set>
+
+#include "core/checks.h"
+#include "cuda/nvrtc.h"
+#include "ops/dequantize/dequantize_cuda.h"
+#include "ops/quantize/quantize_cuda.h"
+#include "ops/quantize_linear/quantize_linear_cuda.h"
+
+namespace halfbyte {
+namespace {
+
+using cuda::Kernel;
+using cuda::KernelSpec;
+using cuda::KernelValues;
+
+std::vector<Kernel> make_table() {
+  std::vector<Kernel> table;
+  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels()})
+    table.insert(table.end(), rows.begin(), rows.end());
+  return table;
+}
+
+std::string names_of(std::span<const KernelKey> keys) {
+  std::string names;
+  for (const KernelKey& key : keys) names += (names.empty() ? "" : ", ") + key.name;
+  return names;
+}
+
+const KernelKey& find_key(const Kernel& kernel, std::string_view name) {
+  const auto& keys = kernel.info.keys;
+  const auto found = std::ranges::find(keys, name, &KernelKey::name);
+  HALFBYTE_CHECK(found != keys.end(), usage, "kernel {} has no key '{}': must be one of {}", kernel.info.name,
+                 name, names_of(keys));
+  return *found;
+}
+
+KernelSpec specialise_values(const Kernel& kernel, const KernelValues& values) {
+  KernelSpec spec = kernel.specialise(values);
+  HALFBYTE_CHECK(spec.function == kernel.info.name, bug, "kernel {}: its row makes {}", kernel.info.name,
+                 spec.function);
+  return spec;
+}
+
+// The code of a kernel for a target that NVRTC must know.
+std::vector<char> emit(std::string_view name, const KernelConfig& config, std::string_view target, bool ptx) {
+  const KernelSpec spec = specialise(find_kernel(name), config);
+  const std::vector<std::string>& targets = kernel_targets();
+  HALFBYTE_CHECK(std::ranges::find(targets, target) != targets.end(), usage,
+                 "unknown target '{}': must be one of {}", target, fmt::join(targets, ", "));
+  return cuda::compile(spec, std::string(target), {.ptx = ptx}).code;
+}
+
+}  // namespace
+
+std::span<const Kernel> kernel_table() {
+  static const auto& table = *new std::vector<Kernel>(make_table());
+  return table;
+}
+
+const Kernel& find_kernel(std::string_view name) {
+  std::string known;
+  for (const Kernel& kernel : kernel_table()) {
+    if (kernel.info.name == name) return kernel;
+    known += (known.empty() ? "" : ", ") + kernel.info.name;
+  }
+  HALFBYTE_FAIL(usage, "unknown kernel '{}': must be one of {}", name, known);
+}
+
+KernelSpec specialise(const Kernel& kernel, const KernelConfig& config) {
+  KernelValues values;
+  for (const auto& [name, value] : config) {
+    const KernelKey& key = find_key(kernel, name);
+    HALFBYTE_CHECK(key.open || std::ranges::find(key.values, value) != key.values.end(), usage,
+                   "kernel {}: {} must be one of {}, got '{}'", kernel.info.name, name,
+                   fmt::join(key.values, ", "), value);
+    HALFBYTE_CHECK(values.emplace(name, value).second, usage, "kernel {}: {} is given twice",
+                   kernel.info.name, name);
+  }
+  for (const KernelKey& key : kernel.info.keys) values.emplace(key.name, key.default_value());
+  return specialise_values(kernel, values);
+}
+
+std::vector<KernelVariant> all_variants(
+    const Kernel& kernel, const std::function<bool(const std::string& key, const std::string& value)>& uses) {
+  std::vector<KernelConfig> configs = {{}};
+  for (const KernelKey& key : kernel.info.keys) {
+    std::vector<KernelConfig> longer;
+    const std::vector<std::string> only_default = {key.default_value()};
+    for (const std::string& value : key.values.empty() ? only_default : key.values) {
+      if (uses && !uses(key.name, value)) continue;
+      for (const KernelConfig& config : configs) {
+        longer.push_back(config);
+        longer.back().emplace_back(key.name, value);
+      }
+    }
+    configs = std::move(longer);
+  }
+  std::vector<KernelVariant> variants;
+  std::set<std::string> found;
+  for (KernelConfig& config : configs) {
+    try {
+      KernelSpec spec = specialise_values(kernel, {config.begin(), config.end()});
+      if (found.insert(spec.config).second) variants.push_back({std::move(config), std::move(spec)});
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::usage) throw;  // the values do not go together
+    }
+  }
+  return variants;
+}
+
+const std::vector<KernelInfo>& all_kernels() {
+  static const auto& kernels = *[] {
+    auto* made = new std::vector<KernelInfo>;
+    for (const Kernel& kernel : kernel_table()) made->push_back(kernel.info);
+    return made;
+  }();
+  return kernels;
+}
+
+const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config) {
+  std::vector<const Kernel*> kernels, chosen;
+  std::set<std::string> ops;
+  for (const Kernel& kernel : kernel_table()) {
+    ops.insert(kernel.info.op);
+    if (kernel.info.op != op) continue;
+    kernels.push_back(&kernel);
+    if (kernel.chosen_by_config) chosen.push_back(&kernel);
+  }
+  HALFBYTE_CHECK(!kernels.empty(), usage, "unknown op '{}': must be one of {}", op, fmt::join(ops, ", "));
+  if (kernels.size() == 1) chosen = kernels;
+  std::string names;
+  for (const Kernel* kernel : kernels) names += (names.empty() ? "" : ", ") + kernel->info.name;
+  HALFBYTE_CHECK(!chosen.empty(), usage, "{} has several kernels: name one of {}", op, names);
+  for (const Kernel* kernel : chosen) {
+    try {
+      specialise(*kernel, config);
+      return kernel->info;
+    } catch (const Error& error) {
+      // The last takes the most: what it refuses is wrong.
+      if (error.code() != ErrorCode::usage || kernel == chosen.back()) throw;
+    }
+  }
+  HALFBYTE_FAIL(bug, "{}: no kernel was tried", op);
+}
+
+const std::vector<std::string>& kernel_targets() { return cuda::nvrtc().targets; }
+
+std::string emit_ptx(std::string_view kernel, const KernelConfig& config, std::string_view target) {
+  const std::vector<char> ptx = emit(kernel, config, target, true);
+  return {ptx.begin(), ptx.end()};
+}
+
+std::vector<std::byte> emit_cubin(std::string_view kernel, const KernelConfig& config,
+                                  std::string_view target) {
+  const std::vector<char> cubin = emit(kernel, config, target, false);
+  const auto bytes = std::as_bytes(std::span(cubin));
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,152 @@
+// The table of kernels and what comes out of it. What needs NVRTC is skipped without it.
+#include "kernels/kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "cuda/nvrtc.h"
+#include "io/test_directory.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr const char* kTable = "-8,-7,-6,-5,-4,-3,-2,-1,0,1,2,3,4,5,6,7";
+
+TEST(Kernels, names_are_unique_and_every_key_has_a_default) {
+  std::set<std::string> names;
+  for (const KernelInfo& kernel : all_kernels()) {
+    SCOPED_TRACE(kernel.name);
+    EXPECT_TRUE(names.insert(kernel.name).second);
+    EXPECT_TRUE(kernel.description.ends_with('.'));
+    std::set<std::string> keys;
+    for (const KernelKey& key : kernel.keys) {
+      EXPECT_TRUE(keys.insert(key.name).second) << key.name;
+      EXPECT_TRUE(key.description.ends_with('.')) << key.name;
+      EXPECT_TRUE(key.open || key.values.size() > 1) << key.name;
+    }
+    EXPECT_EQ(specialise(find_kernel(kernel.name), {}).function, kernel.name);
+  }
+  EXPECT_TRUE(names.contains("quantize_groups") && names.contains("dequantize"));
+}
+
+// 39 ways to encode (lut4 aside), 13 pairs of data and scales, 2 code scales; 21 ways to decode, 16 pairs.
+TEST(Kernels, variants_are_all_that_the_ops_can_ask_for) {
+  const auto count = [](const char* name) { return all_variants(find_kernel(name)).size(); };
+  EXPECT_EQ(count("quantize_groups"), 39u * 13 * 2 * 4);
+  EXPECT_EQ(count("quantize_spans"), 39u * 13 * 2 * 2);
+  EXPECT_EQ(count("value_range"), 4u);
+  EXPECT_EQ(count("dequantize"), 21u * 16 * 6);
+  for (const cuda::Kernel& kernel : kernel_table()) {
+    std::set<std::string> configs;
+    for (const KernelVariant& variant : all_variants(kernel)) {
+      EXPECT_TRUE(configs.insert(variant.spec.config).second);
+      EXPECT_EQ(variant.spec, specialise(kernel, variant.config));
+      EXPECT_EQ(variant.config.size(), kernel.info.keys.size());
+    }
+  }
+  const auto some =
+      all_variants(find_kernel("value_range"), [](const std::string& key, const std::string& value) {
+        return key != "dtype" || value == "f16" || value == "f64";
+      });
+  EXPECT_EQ(some.size(), 2u);
+}
+
+TEST(Kernels, the_configuration_chooses) {
+  const auto chosen = [](const char* op, const KernelConfig& config) {
+    return choose_kernel(op, config).name;
+  };
+  EXPECT_EQ(chosen("quantize", {}), "quantize_groups");
+  EXPECT_EQ(chosen("quantize", {{"group-size", "128"}, {"dtype", "bf16"}}), "quantize_groups");
+  EXPECT_EQ(chosen("quantize", {{"group-size", "100"}}), "quantize_spans");
+  EXPECT_EQ(chosen("quantize", {{"group-size", "tensor"}}), "quantize_spans");
+  EXPECT_EQ(chosen("quantize", {{"unaligned", "yes"}, {"group-size", "64"}}), "quantize_spans");
+  EXPECT_EQ(chosen("dequantize", {{"format", "lut4"}, {"table", kTable}}), "dequantize");
+  // Configurations of other sizes have the kernel that the key's sentence says.
+  const auto spec = [](const char* kernel, const char* size) {
+    return specialise(find_kernel(kernel), {{"group-size", size}});
+  };
+  for (const char* size : {"1", "100", "65536", "tensor"}) {
+    EXPECT_EQ(spec("dequantize", size), spec("dequantize", "channel"));
+    EXPECT_EQ(spec("quantize_spans", size), spec("quantize_spans", "channel"));
+  }
+  EXPECT_FALSE(spec("dequantize", "64") == spec("dequantize", "channel"));
+}
+
+TEST(Kernels, errors_name_what_is_known) {
+  const auto expect_usage = [](const std::string& text, const auto& body) {
+    expect_error(ErrorCode::usage, text, body);
+  };
+  expect_usage("unknown op 'x': must be one of dequantize, quantize", [] { choose_kernel("x", {}); });
+  expect_usage("unknown kernel 'x': must be one of quantize_groups,", [] { find_kernel("x"); });
+  const auto of = [](const char* kernel, const KernelConfig& config) {
+    return [=] { specialise(find_kernel(kernel), config); };
+  };
+  expect_usage("has no key 'x': must be one of dtype", of("value_range", {{"x", "1"}}));
+  expect_usage("dtype must be one of f32, f16, bf16, f64, got 'i8'", of("value_range", {{"dtype", "i8"}}));
+  expect_usage("dtype is given twice", of("value_range", {{"dtype", "f16"}, {"dtype", "f16"}}));
+  expect_usage("got format lut4 and no table", of("dequantize", {{"format", "lut4"}}));
+  expect_usage("got format nf4 and a table", of("dequantize", {{"table", kTable}}));
+  expect_usage("expected 16 values", of("dequantize", {{"format", "lut4"}, {"table", "1,2"}}));
+  expect_usage("f64 scales need f64 data", of("quantize_groups", {{"scale-dtype", "f64"}}));
+  for (const char* size : {"", "0", "-1", "1x", "99999999999999999999", "Channel"})
+    expect_usage("group-size must be", of("dequantize", {{"group-size", size}}));
+  // Of several kernels, what the one that takes the most refuses.
+  expect_usage(
+      "has no key 'x': must be one of format, table, asymmetric, scale-dtype, scale-rule, code-scale, "
+      "dtype, group-size, unaligned",
+      [] {
+        choose_kernel("quantize", {{"x", "1"}});
+      });
+}
+
+class Emission : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string& problem = cuda::find_nvrtc().problem; !problem.empty()) {
+      if (std::getenv("CI")) FAIL() << problem;
+      GTEST_SKIP() << problem;
+    }
+  }
+};
+
+TEST_F(Emission, targets) {
+  const std::vector<std::string>& targets = kernel_targets();
+  for (const char* target : {"sm_75", "sm_80", "sm_90", "sm_90a"})
+    EXPECT_EQ(std::ranges::count(targets, target), 1) << target;
+  for (const char* target : {"sm_75a", "sm_90f", "sm_70"})
+    EXPECT_EQ(std::ranges::count(targets, target), 0) << target;
+  for (const std::string target : {"", "sm_75a", "sm_1", "90a", "compute_90a", "sm_90a "})
+    expect_error(ErrorCode::usage, "unknown target '" + target + "': must be one of sm_75, ",
+                 [&] { emit_ptx("value_range", {}, target); });
+}
+
+// Each listed target is one that it does compile for.
+TEST_F(Emission, one_module_with_one_kernel) {
+  for (const std::string& target : kernel_targets()) {
+    SCOPED_TRACE(target);
+    const std::string ptx = emit_ptx("value_range", {{"dtype", "bf16"}}, target);
+    const auto count = [&](const std::string& word) {
+      size_t n = 0;
+      for (size_t at = ptx.find(word); at != std::string::npos; at = ptx.find(word, at + 1)) ++n;
+      return n;
+    };
+    EXPECT_EQ(count("\n.version "), 1u);
+    EXPECT_EQ(count("\n.target " + target + "\n"), 1u);
+    EXPECT_EQ(count(".entry "), 1u);
+    EXPECT_EQ(count(".visible .entry value_range("), 1u);
+    EXPECT_EQ(ptx.find('\0'), std::string::npos);
+  }
+  const std::vector<std::byte> cubin = emit_cubin("value_range", {}, "sm_90a");
+  ASSERT_GT(cubin.size(), 100u);
+  EXPECT_EQ(std::memcmp(cubin.data(),
+                        "\x7f"
+                        "ELF",
+                        4),
+            0);
+}
+
+}  // namespace
+}  // namespace halfbyte

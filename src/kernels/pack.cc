@@ -1,0 +1,101 @@
+// Writes kernel packs.
+#include <algorithm>
+#include <set>
+
+#include "core/checks.h"
+#include "cuda/kernel_pack.h"
+#include "io/file.h"
+#include "kernels/kernels.h"
+
+namespace halfbyte {
+namespace {
+
+template <class Range>
+bool contains(const Range& range, const std::string& value) {
+  return std::ranges::find(range, value) != range.end();
+}
+
+void check_known(const char* what, const std::vector<std::string>& words,
+                 const std::set<std::string>& known) {
+  for (const std::string& word : words)
+    HALFBYTE_CHECK(known.contains(word), usage, "kernel pack: unknown {} '{}': must be one of {}", what, word,
+                   fmt::join(known, ", "));
+}
+
+// The listed values of a key in all kernels.
+std::set<std::string> values_of(const std::string& name) {
+  std::set<std::string> values;
+  for (const KernelInfo& kernel : all_kernels())
+    for (const KernelKey& key : kernel.keys)
+      if (key.name == name) values.insert(key.values.begin(), key.values.end());
+  return values;
+}
+
+// What the options ask for, without targets and shards.
+std::vector<cuda::KernelSpec> kernels_of(const KernelPackOptions& options) {
+  std::set<std::string> ops;
+  for (const KernelInfo& kernel : all_kernels()) ops.insert(kernel.op);
+  check_known("op", options.ops, ops);
+  check_known("format", options.formats, values_of("format"));
+  check_known("dtype", options.dtypes, values_of("dtype"));
+  HALFBYTE_CHECK(!contains(options.formats, "lut4"), usage,
+                 "kernel pack: it cannot hold kernels of format lut4, which hold the user's table");
+  const auto uses = [&](const std::string& key, const std::string& value) {
+    const std::vector<std::string>* only = key == "format"  ? &options.formats
+                                           : key == "dtype" ? &options.dtypes
+                                                            : nullptr;
+    return !only || only->empty() || contains(*only, value);
+  };
+  std::vector<cuda::KernelSpec> specs;
+  for (const cuda::Kernel& kernel : kernel_table())
+    if (options.ops.empty() || contains(options.ops, kernel.info.op))
+      for (KernelVariant& variant : all_variants(kernel, uses)) specs.push_back(std::move(variant.spec));
+  HALFBYTE_CHECK(!specs.empty(), usage, "kernel pack: no kernel of {} has these formats and dtypes",
+                 fmt::join(options.ops, ", "));
+  return specs;
+}
+
+int64_t count_of_shard(const KernelPackOptions& options, size_t num_kernels) {
+  HALFBYTE_CHECK(options.num_shards > 0 && options.shard >= 0 && options.shard < options.num_shards, usage,
+                 "kernel pack: shard must be one of num_shards, got {} of {}", options.shard,
+                 options.num_shards);
+  const auto all = static_cast<int64_t>(num_kernels * options.targets.size());
+  return (all - options.shard + options.num_shards - 1) / options.num_shards;
+}
+
+}  // namespace
+
+int64_t count_pack_kernels(const KernelPackOptions& options) {
+  return count_of_shard(options, kernels_of(options).size());
+}
+
+KernelPackReport write_kernel_pack(const std::string& path, const KernelPackOptions& options) {
+  const std::vector<std::string>& known = kernel_targets();
+  HALFBYTE_CHECK(!options.targets.empty(), usage, "kernel pack: at least one target is needed, of {}",
+                 fmt::join(known, ", "));
+  check_known("target", options.targets, {known.begin(), known.end()});
+  const std::vector<cuda::KernelSpec> specs = kernels_of(options);
+  const int64_t total = count_of_shard(options, specs.size());
+
+  io::OutputFile file(path, 0, options.force);
+  cuda::KernelPackWriter writer(
+      [&](uint64_t offset, std::string_view bytes) { file.write(offset, std::as_bytes(std::span(bytes))); });
+  KernelPackReport report;
+  for (int64_t i = 0; i < total; ++i) {
+    const auto index = static_cast<size_t>(options.shard + i * options.num_shards);
+    const cuda::KernelSpec& spec = specs[index % specs.size()];
+    const std::string& target = options.targets[index / specs.size()];
+    std::optional<cuda::PackedKernel> packed = cuda::find_packed(spec, target);
+    if (!packed) ++report.num_compiled;
+    const std::vector<char> cubin = packed ? std::move(packed->cubin) : cuda::compile(spec, target).code;
+    writer.add(spec, target, {cubin.data(), cubin.size()});
+    ++report.num_kernels;
+    HALFBYTE_CHECK(!options.progress || options.progress(i + 1, total), cancelled,
+                   "writing the kernel pack was cancelled");
+  }
+  report.num_bytes = writer.finish();
+  file.commit();
+  return report;
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,38 @@
+// The kernels of `dequantize`, listed.
+#include "ops/dequantize/dequantize_cuda.h"
+
+namespace halfbyte {
+namespace {
+
+using cuda::KernelValues;
+
+// Only addresses and extents count: nothing is at them.
+cuda::KernelSpec specialise(const KernelValues& values) {
+  alignas(64) static uint8_t memory[64];
+  QuantSpec spec = cuda::spec_of(values);
+  cuda::set_group_size(spec, values.at("group-size"));
+  DequantizeProblem problem;
+  problem.shape = quant_shape(spec, 16, cuda::is_set(values, "unaligned") ? 4095 : 4096);
+  problem.codec = make_codec(spec);
+  problem.one_group = spec.granularity == Granularity::tensor;
+  problem.codes = memory;
+  problem.y = memory;
+  problem.dtype = cuda::dtype_of(values);
+  return dequantize_kernel(problem);
+}
+
+}  // namespace
+
+std::vector<cuda::Kernel> dequantize_kernels() {
+  std::vector<KernelKey> keys = cuda::codec_keys(false);
+  keys.push_back(cuda::dtype_key("The dtype of y."));
+  keys.push_back({"group-size",
+                  {"64", "32", "128", "256", "channel"},
+                  true,
+                  "Any number, channel or tensor: those not listed have the kernel of channel."});
+  keys.push_back(
+      cuda::flag_key("unaligned", "Rows are no multiple of 8, or memory is not aligned to 16 bytes."));
+  return {{{"dequantize", "dequantize", "Decodes every format.", std::move(keys)}, specialise}};
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,336 @@
+// Linear quantization on a device: the bytes of the CPU for random descriptors, graphs, threads, what is
+// refused.
+#include <thread>
+
+#include "cuda/library.h"
+#include "harness.h"
+#include "ops/quantize_linear/linear_testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::kCuda;
+using testing::LinearCase;
+using testing::LinearCases;
+using testing::Storage;
+
+constexpr int64_t kWorkspace = int64_t{1} << 22;
+
+// The tensors of a case on the device, one behind the other in memory that is kept, or each in an allocation
+// without anything around it.
+class OnDevice {
+ public:
+  explicit OnDevice(int64_t num_bytes) : arena_(kCuda, num_bytes), workspace_(kCuda, kWorkspace) {}
+
+  // The memory of each tensor, whole storages.
+  std::array<void*, 6> upload(LinearCase& test) {
+    std::array<void*, 6> memory{};
+    int64_t at = 0;
+    size_t i = 0;
+    for (const Storage* storage : test.all()) {
+      memory[i] = arena_.data() + at;
+      const auto size = static_cast<int64_t>(storage->bytes.size());
+      if (at + size > arena_.num_bytes()) throw std::runtime_error("arena");
+      copy(kCuda, memory[i++], storage->bytes.data(), size);
+      at += (size + 255) / 256 * 256;
+    }
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::fill(workspace_.data(), 0xA5, 4096, nullptr);
+    return memory;
+  }
+  void* workspace() const { return workspace_.data(); }
+  void download(LinearCase& test, const std::array<void*, 6>& memory) {
+    size_t i = 0;
+    for (Storage* storage : test.all())
+      copy(kCuda, storage->bytes.data(), memory[i++], static_cast<int64_t>(storage->bytes.size()));
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::synchronize(nullptr);
+  }
+
+ private:
+  Memory arena_, workspace_;
+};
+
+std::array<void*, 6> host_memory(LinearCase& test) {
+  std::array<void*, 6> memory{};
+  size_t i = 0;
+  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
+  return memory;
+}
+
+QuantizeStatus run_on_cpu(LinearCase& test) {
+  alignas(16) QuantizeStatus workspace;
+  return testing::run_linear(test, host_memory(test), Device{}, &workspace, sizeof workspace);
+}
+
+// A NaN that is decoded need not have the same payload: there is none here, scales are finite where they
+// count.
+::testing::AssertionResult same(LinearCase& cpu, LinearCase& cuda) {
+  constexpr std::array kNames = {"x", "dy", "codes", "scale", "zero_point", "y"};
+  const auto all = cuda.all();
+  size_t i = 0;
+  for (const Storage* storage : cpu.all()) {
+    const auto result =
+        testing::same_bytes(kNames[i], storage->bytes.data(), all[i]->bytes.data(), storage->bytes.size());
+    if (!result) return result;
+    ++i;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+// Runs a case on both; false where they differ.
+bool compare(LinearCase& test, OnDevice& device, void* stream = nullptr) {
+  LinearCase cpu = test;
+  const auto memory = device.upload(test);
+  const QuantizeStatus on_cuda =
+      testing::run_linear(test, memory, kCuda, device.workspace(), kWorkspace, stream);
+  device.download(test, memory);
+  const QuantizeStatus on_cpu = run_on_cpu(cpu);
+  EXPECT_TRUE(same(cpu, test)) << test.text();
+  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda))
+      << test.text() << "\nCPU  " << testing::text_of(on_cpu) << "\nCUDA " << testing::text_of(on_cuda);
+  return !::testing::Test::HasFailure();
+}
+
+// 16 parts, so that processes can share them.
+class Linear : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
+
+TEST_P(Linear, random_descriptors) {
+  OnDevice device(int64_t{1} << 26);
+  LinearCases cases(static_cast<uint64_t>(GetParam()) + 1000);
+  for (int i = 0; i < 640; ++i) {
+    LinearCase test = cases.next(i % 40 == 0 ? 100000 : i % 4 == 0 ? 5000 : 600);
+    if (!compare(test, device)) return;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, Linear, ::testing::Range(0, 16));
+
+// Shapes that take each kernel, several blocks of it.
+std::vector<LinearCase> usual_cases(int64_t rows, int64_t cols) {
+  std::vector<LinearCase> cases;
+  LinearCases random(7);
+  for (const DType dtype : testing::kFloatDTypes)
+    for (const DType code : {DType::i8, DType::u4})
+      for (const LinearDescriptor& shape :
+           {LinearDescriptor::per_tensor({rows, cols}), LinearDescriptor::per_channel({rows, cols}, 0),
+            LinearDescriptor::per_channel({rows, cols}, 1), LinearDescriptor::per_group({rows, cols}, 64),
+            LinearDescriptor::per_group({rows, cols}, 32, 0), LinearDescriptor::per_group({rows, cols}, 200),
+            LinearDescriptor::per_token({rows, cols}), LinearDescriptor::per_channel({3, rows, cols}, 1)})
+        for (const int op : {0, 1, 2, 3}) {
+          LinearCase test;
+          test.op = static_cast<LinearOp>(op % 3);
+          test.descriptor = shape;
+          test.descriptor.dtype = dtype;
+          test.descriptor.scale_dtype = op % 2 ? DType::f32 : dtype;
+          test.descriptor.code_dtype = code;
+          test.descriptor.q_min = code == DType::i8 ? -127 : 0;
+          test.descriptor.q_max = code == DType::i8 ? 127 : 15;
+          test.descriptor.computed = op == 3;
+          if (code != DType::i8 || op == 1) test.descriptor.zero_point_dtype = op < 2 ? code : DType::i32;
+          random.fill(test);
+          cases.push_back(std::move(test));
+        }
+  return cases;
+}
+
+class LinearShapes : public testing::CudaTest {};
+
+TEST_F(LinearShapes, of_many_blocks) {
+  OnDevice device(int64_t{1} << 26);
+  for (LinearCase& test : usual_cases(264, 2304))
+    if (!compare(test, device)) return;
+}
+TEST_F(LinearShapes, long_rows) {
+  OnDevice device(int64_t{1} << 26);
+  for (LinearCase& test : usual_cases(3, 40000))
+    if (!compare(test, device)) return;
+}
+
+// Every kernel once, at shapes with tails, in memory that nothing lies around.
+class SanitizeLinear : public testing::CudaTest {};
+
+TEST_F(SanitizeLinear, every_kernel) {
+  std::vector<LinearCase> cases = usual_cases(5, 72);
+  LinearCases random(11);
+  for (int i = 0; i < 60; ++i) cases.push_back(random.next(200));
+  for (LinearCase& test : cases) {
+    SCOPED_TRACE(test.text());
+    LinearCase cpu = test;
+    std::vector<Memory> memories;
+    std::array<void*, 6> memory{};
+    size_t i = 0;
+    for (Storage* storage : test.all()) {  // without what lies around
+      const auto size = static_cast<int64_t>(storage->bytes.size());
+      const int64_t used = size == 0 ? 0 : size - storage->offset - 256, shift = storage->offset % 256;
+      memories.emplace_back(kCuda, used + shift);
+      std::byte* const at = memories.back().data() + shift;
+      if (used > 0) copy(kCuda, at, storage->bytes.data() + storage->offset, used);
+      memory[i++] = used > 0 ? at - storage->offset : nullptr;
+    }
+    const Memory workspace(kCuda, kWorkspace);
+    const QuantizeStatus status = testing::run_linear(test, memory, kCuda, workspace.data(), kWorkspace);
+    const QuantizeStatus expected = run_on_cpu(cpu);
+    i = 0;
+    for (Storage* storage : test.all()) {
+      if (!storage->bytes.empty())
+        copy(kCuda, storage->bytes.data() + storage->offset,
+             static_cast<std::byte*>(memory[i]) + storage->offset,
+             static_cast<int64_t>(storage->bytes.size()) - storage->offset - 256);
+      ++i;
+    }
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::synchronize(nullptr);
+    EXPECT_TRUE(same(cpu, test));
+    EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
+  }
+}
+
+// ---- Graphs
+
+class Graph {
+ public:
+  Graph() {
+    const cuda::Library cuda("libcuda.so.1");
+    found_ = cuda.find("cuStreamBeginCapture_v2", begin_) && cuda.find("cuStreamEndCapture", end_) &&
+             cuda.find("cuGraphInstantiateWithFlags", instantiate_) && cuda.find("cuGraphLaunch", launch_) &&
+             cuda.find("cuGraphExecDestroy", destroy_exec_) && cuda.find("cuGraphDestroy", destroy_);
+  }
+  ~Graph() {
+    if (exec_) destroy_exec_(exec_);
+    if (graph_) destroy_(graph_);
+  }
+  bool found() const { return found_; }
+  template <class Body>
+  void capture(void* stream, const Body& body) {
+    cuda::check(begin_(stream, 0), "cuStreamBeginCapture");  // globally: no unsafe call may be made meanwhile
+    body();
+    cuda::check(end_(stream, &graph_), "cuStreamEndCapture");
+    cuda::check(instantiate_(&exec_, graph_, 0), "cuGraphInstantiate");
+  }
+  void launch(void* stream) const { cuda::check(launch_(exec_, stream), "cuGraphLaunch"); }
+
+ private:
+  bool found_ = false;
+  int (*begin_)(void*, int) = nullptr;
+  int (*end_)(void*, void**) = nullptr;
+  int (*instantiate_)(void**, void*, unsigned long long) = nullptr;
+  int (*launch_)(void*, void*) = nullptr;
+  int (*destroy_exec_)(void*) = nullptr;
+  int (*destroy_)(void*) = nullptr;
+  void *graph_ = nullptr, *exec_ = nullptr;
+};
+
+TEST_F(LinearShapes, graphs_replay_with_new_data) {
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  OnDevice device(int64_t{1} << 24);
+  const Stream stream(kCuda);
+  for (const bool fused : {true, false}) {
+    LinearCase test;
+    test.descriptor =
+        fused ? LinearDescriptor::per_group({24, 192}, 64) : LinearDescriptor::per_channel({24, 192}, 1);
+    test.descriptor.dtype = DType::bf16;
+    test.descriptor.computed = true;
+    test.descriptor.zero_point_dtype = DType::i32;
+    LinearCases random(5);
+    random.fill(test);
+    LinearCase other = test, cpu;
+    std::reverse(reinterpret_cast<uint16_t*>(other.x.bytes.data()),
+                 reinterpret_cast<uint16_t*>(other.x.bytes.data() + other.x.bytes.size()));
+    auto memory = device.upload(test);
+    const auto plan = QuantizeLinearPlan::select(kCuda, test.descriptor);
+    const QuantizeLinear::Args args{test.x.at(memory[0], kCuda), test.codes.at(memory[2], kCuda),
+                                    test.scale.at(memory[3], kCuda), test.zero_point.at(memory[4], kCuda)};
+    Graph graph;
+    ASSERT_TRUE(graph.found());
+    cuda::synchronize(nullptr);
+    graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
+    for (LinearCase* round : {&test, &other, &test}) {
+      cpu = *round;
+      device.upload(*round);
+      cuda::synchronize(nullptr);
+      graph.launch(stream.handle());
+      const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+      LinearCase result = *round;
+      device.download(result, memory);
+      EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
+      EXPECT_TRUE(same(cpu, result)) << "fused " << fused;
+    }
+  }
+}
+
+TEST_F(LinearShapes, threads_share_a_plan) {
+  LinearDescriptor descriptor = LinearDescriptor::per_token({64, 1024});
+  descriptor.dtype = DType::f16;
+  descriptor.computed = true;
+  const auto plan = QuantizeLinearPlan::select(kCuda, descriptor);
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 8; ++t)
+    threads.emplace_back([&, t] {
+      OnDevice device(int64_t{1} << 22);
+      const Stream stream(kCuda);
+      LinearCases random(t);
+      for (int i = 0; i < 10; ++i) {
+        LinearCase test;
+        test.descriptor = descriptor;
+        random.fill(test);
+        LinearCase cpu = test;
+        const auto memory = device.upload(test);
+        plan.run(stream.handle(), device.workspace(),
+                 {test.x.at(memory[0], kCuda),
+                  test.codes.at(memory[2], kCuda),
+                  test.scale.at(memory[3], kCuda),
+                  {}});
+        const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+        device.download(test, memory);
+        EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
+        EXPECT_TRUE(same(cpu, test));
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// ---- What is refused
+
+TEST_F(LinearShapes, memory_of_the_wrong_kind) {
+  const LinearDescriptor descriptor = LinearDescriptor::per_tensor({64});
+  const Memory x(kCuda, 256), codes(kCuda, 64), scale(kCuda, 4);
+  alignas(16) std::array<float, 64> host{};
+  const auto view = [&](void* data, DType dtype, std::vector<int64_t> shape, Device device) {
+    return TensorView{data, dtype, std::move(shape), {}, device};
+  };
+  const auto plan = QuantizeLinearPlan::select(kCuda, descriptor);
+  const auto refused = [](const auto& error, const std::vector<std::string>& words) {
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->code(), ErrorCode::usage);
+    for (const std::string& word : words)
+      EXPECT_NE(std::string(error->what()).find(word), std::string::npos) << error->what();
+  };
+  const QuantizeLinear::Args good{view(x.data(), DType::f32, {64}, kCuda),
+                                  view(codes.data(), DType::i8, {64}, kCuda),
+                                  view(scale.data(), DType::f32, {}, kCuda),
+                                  {}};
+  EXPECT_FALSE(plan.can_implement(good));
+  std::thread([&] { EXPECT_FALSE(plan.can_implement(good)); }).join();  // no context is current there
+  QuantizeLinear::Args args = good;
+  args.x.data = host.data();
+  refused(plan.can_implement(args), {"x", "host memory"});
+  args = good;
+  args.x.device = Device{};
+  refused(plan.can_implement(args), {"x", "cuda:0", "cpu"});
+  args = good;
+  args.x.data = x.data() + 16;
+  refused(plan.can_implement(args), {"x", "needs 256 bytes", "240"});
+  const Memory pinned = Memory::host(kCuda, 256);  // a device can read it
+  args = good;
+  args.x.data = pinned.data();
+  EXPECT_FALSE(plan.can_implement(args));
+  EXPECT_THROW(plan.run(nullptr, host.data(), good), Error);  // the workspace
+
+  const auto on_cpu = QuantizeLinearPlan::select(Device{}, descriptor);
+  args = good;
+  for (TensorView* tensor : {&args.x, &args.codes, &args.scale}) tensor->device = Device{};
+  refused(on_cpu.can_implement(args), {"x", "host memory", "cuda:0"});
+}
+
+}  // namespace
+}  // namespace halfbyte

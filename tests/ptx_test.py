@@ -1,0 +1,67 @@
+"""The PTX that `halfbyte ptx` prints is what ptxas takes: of every kernel, for every generation of GPUs.
+
+ptxas is HALFBYTE_PTXAS, that of a CUDA toolkit, or that on PATH. Without it or NVRTC the tests are skipped, but fail
+where CI is set. That every configuration compiles is tested in tests/jit_compile_test.cc.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+TARGETS = ["sm_75", "sm_80", "sm_90a", "sm_120a"]
+
+
+def missing(what):
+    pytest.fail(what) if os.environ.get("CI") else pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def ptxas():
+    for path in [os.environ.get("HALFBYTE_PTXAS"), "/usr/local/cuda/bin/ptxas", shutil.which("ptxas")]:
+        if path and os.path.exists(path):
+            return path
+    missing("no ptxas: HALFBYTE_PTXAS may give its path")
+
+
+@pytest.fixture(scope="session")
+def listing(halfbyte):
+    document = json.loads(halfbyte("ptx", "--json", "-").stdout)
+    if not document["targets"]:
+        missing("no NVRTC")
+    return document
+
+
+# What a value needs beside it: f64 scales go with f64 data, a zero point and the last rule with some formats.
+COMPANIONS = {
+    "asymmetric": ["--format", "int4"],
+    "scale-dtype": ["--dtype", "f64"],
+    "scale-rule": ["--format", "affine4"],
+}
+
+
+def configurations(kernel):
+    """The defaults and, key by key, the last value."""
+    yield []
+    for key in kernel["keys"]:
+        option = "--" + key["name"]
+        if key["values"] == ["no", "yes"]:
+            yield [option, *COMPANIONS.get(key["name"], [])]
+        elif len(key["values"]) > 1:
+            yield [option, key["values"][-1], *COMPANIONS.get(key["name"], [])]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_assembles(halfbyte, listing, ptxas, target, tmp_path):
+    assert target in listing["targets"]
+    for kernel in listing["kernels"]:
+        for config in configurations(kernel):
+            ptx = halfbyte("ptx", kernel["op"], "--kernel", kernel["name"], "--arch", target, *config).stdout
+            assert re.findall(r"^\.target (.*)$", ptx, re.M) == [target]
+            assert re.findall(r"\.entry (\w+)", ptx) == [kernel["name"]]
+            command = [ptxas, "-arch", target, "-o", tmp_path / "cubin", "-"]
+            result = subprocess.run(command, input=ptx, capture_output=True, text=True)
+            assert result.returncode == 0, f"{kernel['name']} {config}: {result.stderr}"
