@@ -112,6 +112,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(system_info, num_threads);
   EXPECT_NO_TAIL(cuda_info, num_devices);
   EXPECT_NO_TAIL(cuda_device, memory_bytes);
+  EXPECT_NO_TAIL(kernel, num_keys);
+  EXPECT_NO_TAIL(kernel_key, open);
+  EXPECT_NO_TAIL(kernel_pack_options, user_data);
+  EXPECT_NO_TAIL(kernel_pack_info, num_bytes);
 #undef EXPECT_NO_TAIL
 }
 
@@ -808,6 +812,86 @@ TEST(CApi, StreamsMemoryAndCopies) {
   EXPECT_EQ(halfbyte_memory_create(kNoDevice, 4, &a), HALFBYTE_DEVICE);
   EXPECT_EQ(halfbyte_memory_create(kCpu, -4, &a), HALFBYTE_USAGE);
   EXPECT_EQ(halfbyte_memory_create(kCpu, INT64_MAX, &a), HALFBYTE_NO_MEMORY);
+}
+
+// ---- Kernels
+
+TEST(CApi, KernelsAreListedAndChosen) {
+  int64_t num_kernels = 0;
+  EXPECT_OK(halfbyte_kernel_count(&num_kernels));
+  ASSERT_GT(num_kernels, 0);
+  auto kernel = output<halfbyte_kernel>();
+  EXPECT_OK(halfbyte_kernel_get(0, &kernel));
+  ASSERT_GT(kernel.num_keys, 0);
+  auto key = output<halfbyte_kernel_key>();
+  EXPECT_OK(halfbyte_kernel_get_key(0, 0, &key));
+  ASSERT_GT(key.num_values, 0);
+  EXPECT_NE(halfbyte_kernel_key_value(0, 0, 0), nullptr);
+  EXPECT_EQ(halfbyte_kernel_key_value(0, 0, key.num_values), nullptr);
+  EXPECT_EQ(halfbyte_kernel_get(num_kernels, &kernel), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_kernel_get_key(0, kernel.num_keys, &key), HALFBYTE_USAGE);
+
+  const halfbyte_kernel_setting settings[] = {{"format", "nf4"}};
+  int64_t index = -1;
+  EXPECT_OK(halfbyte_kernel_choose("dequantize", settings, 1, &index));
+  EXPECT_OK(halfbyte_kernel_get(index, &kernel));
+  EXPECT_STREQ(kernel.op, "dequantize");
+  EXPECT_EQ(halfbyte_kernel_choose("multiply", nullptr, 0, &index), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "settings must not be NULL",
+               halfbyte_kernel_choose("dequantize", nullptr, 1, &index));
+}
+
+TEST(CApi, KernelsAreEmittedAndPacked) {
+  int64_t num_targets = 0;
+  if (halfbyte_kernel_target_count(&num_targets) == HALFBYTE_DEVICE) GTEST_SKIP() << halfbyte_last_error();
+  ASSERT_GT(num_targets, 0);
+  const char* target = nullptr;
+  EXPECT_OK(halfbyte_kernel_target_get(0, &target));
+  EXPECT_EQ(halfbyte_kernel_target_get(num_targets, &target), HALFBYTE_USAGE);
+  const halfbyte_kernel_setting settings[] = {{"format", "nf4"}, {"dtype", "f32"}};
+  halfbyte_blob* blob = nullptr;
+  ASSERT_EQ(halfbyte_kernel_emit_ptx("dequantize", settings, 2, target, &blob), HALFBYTE_OK)
+      << halfbyte_last_error();
+  const std::string ptx = static_cast<const char*>(halfbyte_blob_data(blob));
+  EXPECT_EQ(static_cast<int64_t>(ptx.size()), halfbyte_blob_size(blob));
+  EXPECT_NE(ptx.find(".entry dequantize"), std::string::npos);
+  halfbyte_blob_destroy(blob);
+  EXPECT_OK(halfbyte_kernel_emit_cubin("dequantize", settings, 2, target, &blob));
+  EXPECT_EQ(0, std::memcmp(halfbyte_blob_data(blob),
+                           "\x7F"
+                           "ELF",
+                           4));
+  halfbyte_blob_destroy(blob);
+  blob = nullptr;
+  EXPECT_EQ(halfbyte_kernel_emit_ptx("dequantize", settings, 2, "sm_11", &blob), HALFBYTE_USAGE);
+  EXPECT_EQ(blob, nullptr);
+  EXPECT_EQ(halfbyte_blob_size(nullptr), 0);
+
+  const TestDirectory directory;
+  const std::string path = directory / "kernels.hbk";
+  auto options = INITIALISED(kernel_pack_options);
+  const char *ops[] = {"dequantize"}, *formats[] = {"nf4"}, *dtypes[] = {"f32"};
+  options.targets = &target;
+  options.num_targets = 1;
+  options.ops = ops;
+  options.formats = formats;
+  options.dtypes = dtypes;
+  options.num_ops = options.num_formats = options.num_dtypes = 1;
+  int64_t count = 0;
+  EXPECT_OK(halfbyte_kernel_pack_count(&options, &count));
+  EXPECT_GT(count, 0);
+  options.num_shards = static_cast<int32_t>(count);  // one kernel
+  options.progress = [](int64_t, int64_t, void*) { return 1; };
+  auto info = output<halfbyte_kernel_pack_info>();
+  EXPECT_EQ(halfbyte_kernel_pack_write(path.c_str(), &options, &info), HALFBYTE_CANCELLED);
+  EXPECT_TRUE(directory.names().empty());
+  options.progress = nullptr;
+  EXPECT_OK(halfbyte_kernel_pack_write(path.c_str(), &options, &info));
+  EXPECT_EQ(info.num_kernels, 1);
+  EXPECT_EQ(info.num_bytes, std::filesystem::file_size(path));
+  EXPECT_OK(halfbyte_kernel_pack_load(path.c_str(), &info));
+  EXPECT_EQ(info.num_matching, 1);
+  EXPECT_EQ(halfbyte_kernel_pack_load((directory / "none").c_str(), nullptr), HALFBYTE_IO);
 }
 
 }  // namespace

@@ -679,6 +679,103 @@ HALFBYTE_API void halfbyte_memory_destroy(halfbyte_memory* memory);
 HALFBYTE_API halfbyte_status halfbyte_copy(DLDevice device, void* to, const void* from, int64_t num_bytes,
                                            void* stream);
 
+/* ---- Kernels: halfbyte/kernels.hpp. Nothing here needs a GPU; what compiles needs NVRTC. */
+
+/* What it points to lives as long as the process, here and for keys and targets. */
+typedef struct halfbyte_kernel {
+  size_t struct_size;
+  const char* op;   /* "quantize" */
+  const char* name; /* "quantize_groups": the extern "C" function */
+  const char* description;
+  int64_t num_keys;
+} halfbyte_kernel;
+HALFBYTE_API halfbyte_status halfbyte_kernel_count(int64_t* num_kernels);
+HALFBYTE_API halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel);
+
+/* What a kernel is specialised on. */
+typedef struct halfbyte_kernel_key {
+  size_t struct_size;
+  const char* name; /* "group-size" */
+  const char* description;
+  int64_t num_values; /* the first is the default */
+  int64_t open;       /* flag: other values are taken too */
+} halfbyte_kernel_key;
+HALFBYTE_API halfbyte_status halfbyte_kernel_get_key(int64_t kernel_index, int64_t key_index,
+                                                     halfbyte_kernel_key* key);
+/* NULL for indices that are none. */
+HALFBYTE_API const char* halfbyte_kernel_key_value(int64_t kernel_index, int64_t key_index,
+                                                   int64_t value_index);
+
+/* A configuration is an array of these; what is missing has its default. This structure will not change. */
+typedef struct halfbyte_kernel_setting {
+  const char* key;
+  const char* value;
+} halfbyte_kernel_setting;
+/* The index of the kernel of the op that runs for this configuration. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_choose(const char* op, const halfbyte_kernel_setting* settings,
+                                                    int64_t num_settings, int64_t* index);
+
+/* What the NVRTC of this machine compiles for; HALFBYTE_DEVICE without NVRTC. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets);
+HALFBYTE_API halfbyte_status halfbyte_kernel_target_get(int64_t index, const char** target);
+
+/* Bytes that a function made. Behind them is a byte 0, which size does not count. */
+typedef struct halfbyte_blob halfbyte_blob;
+HALFBYTE_API const void* halfbyte_blob_data(const halfbyte_blob* blob);
+HALFBYTE_API int64_t halfbyte_blob_size(const halfbyte_blob* blob);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_blob_destroy(halfbyte_blob* blob);
+
+/* One module with one kernel: PTX as text, or the machine code of the target ("sm_90a"). */
+HALFBYTE_API halfbyte_status halfbyte_kernel_emit_ptx(const char* kernel,
+                                                      const halfbyte_kernel_setting* settings,
+                                                      int64_t num_settings, const char* target,
+                                                      halfbyte_blob** ptx);
+HALFBYTE_API halfbyte_status halfbyte_kernel_emit_cubin(const char* kernel,
+                                                        const halfbyte_kernel_setting* settings,
+                                                        int64_t num_settings, const char* target,
+                                                        halfbyte_blob** cubin);
+
+/* Called after each kernel. Not 0 cancels: HALFBYTE_CANCELLED, no file. */
+typedef int (*halfbyte_kernel_progress_function)(int64_t num_done, int64_t num_total, void* user_data);
+/* Of a kernel pack: a file of compiled kernels, which takes the place of NVRTC. Lists are NULL where their
+ * number is 0, which means all; targets has at least one. */
+typedef struct halfbyte_kernel_pack_options {
+  size_t struct_size;
+  const char* const* targets;
+  int64_t num_targets;
+  const char* const* ops;
+  int64_t num_ops;
+  const char* const* formats;
+  int64_t num_formats;
+  const char* const* dtypes;
+  int64_t num_dtypes;
+  int32_t force;             /* flag: replace an existing file */
+  int32_t shard, num_shards; /* every num_shards-th kernel, from number `shard` on; by default all */
+  halfbyte_kernel_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_kernel_pack_options;
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_options_init(halfbyte_kernel_pack_options* options,
+                                                               size_t struct_size);
+/* How many kernels a pack of these options holds. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_count(const halfbyte_kernel_pack_options* options,
+                                                        int64_t* num_kernels);
+
+typedef struct halfbyte_kernel_pack_info {
+  size_t struct_size;
+  int64_t num_kernels;
+  int64_t num_compiled; /* _write: the others were in packs that are loaded. _load: 0 */
+  int64_t num_matching; /* _load: made from the sources of this library. _write: all */
+  uint64_t num_bytes;   /* _write: of the file. _load: 0 */
+} halfbyte_kernel_pack_info;
+/* Writes the file complete or not at all. info: may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_write(const char* path,
+                                                        const halfbyte_kernel_pack_options* options,
+                                                        halfbyte_kernel_pack_info* info);
+/* From now on kernels are looked for in this pack before they are compiled. A pack is machine code: load none
+ * that somebody else could have written. info: may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_load(const char* path, halfbyte_kernel_pack_info* info);
+
 #ifdef __cplusplus
 }
 #endif

@@ -38,14 +38,6 @@ std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
   return enum_of(value, last, name);
 }
 
-std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name) {
-  if (count < 0) refuse("{}: their number must not be negative, got {}", name, count);
-  if (count > 0) required(words, name);
-  std::vector<std::string> result;
-  for (int64_t i = 0; i < count; ++i) result.emplace_back(&required(words[i], name));
-  return result;
-}
-
 ProgressFunction progress_of(halfbyte_progress_function function, void* user_data) {
   if (function == nullptr) return {};
   return [function, user_data](const Progress& progress) {

@@ -20,6 +20,14 @@ halfbyte_status fail(ErrorCode code, const char* message) noexcept {
   return static_cast<halfbyte_status>(code);
 }
 
+std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name) {
+  if (count < 0) refuse("{}: their number must not be negative, got {}", name, count);
+  if (count > 0) required(words, name);
+  std::vector<std::string> result;
+  for (int64_t i = 0; i < count; ++i) result.emplace_back(&required(words[i], name));
+  return result;
+}
+
 QuantSpec spec_of(const halfbyte_quant_spec* given, const char* name) {
   required(given, name);
   const halfbyte_quant_spec spec = read_struct(given, to_c(QuantSpec{}), name);

@@ -131,6 +131,8 @@ inline TensorView optional_view_of(const DLTensor* tensor, const char* name) {
   return tensor == nullptr ? TensorView{} : from_dlpack(*tensor, name);
 }
 
+// NULL is an empty list only; `name` for the message.
+std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name);
 QuantSpec spec_of(const halfbyte_quant_spec* spec, const char* name);
 halfbyte_quant_spec to_c(const QuantSpec& spec);
 halfbyte_quantize_status to_c(const QuantizeStatus& status);
