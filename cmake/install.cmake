@@ -22,8 +22,10 @@ install(FILES
 
 # A static library leaves its libraries to be linked by its user.
 set(pc_requires)
+set(pc_libs)
 if(library_type STREQUAL "STATIC_LIBRARY")
   set(pc_requires "fmt libhwy tbb")
+  set(pc_libs " -lstdc++ -lm")
 endif()
 file(RELATIVE_PATH pc_prefix /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
 configure_file(cmake/halfbyte.pc.in halfbyte.pc @ONLY)

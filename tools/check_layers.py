@@ -35,7 +35,7 @@ LAYERS = [
     (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/"),
-    (r"tests/consumer/", r"halfbyte/"),
+    (r"examples/", r"halfbyte/"),
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
 TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
@@ -46,7 +46,8 @@ FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.
 OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
     (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
+    (r"(math|stdio)\.h$", r"examples/c/"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli|examples/c)/|{TESTING}"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
@@ -70,7 +71,7 @@ CODE_BOOK = re.compile(
 CODE_BOOK_HOMES = r"src/formats/tables\.h$|.*_test\.(cc|py)$|tests/(golden|independent)/"
 
 SUFFIXES = {".h", ".hpp", ".def", ".cc", ".cu", ".cuh", ".c", ".py"}
-FOLDERS = ("include", "src", "cli", "python", "tests", "bench", "tools")
+FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "tools")
 
 
 def allowed_layer(path):
