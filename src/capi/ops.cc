@@ -8,6 +8,14 @@ using namespace halfbyte::capi;
 
 namespace {
 
+// A dense tensor, in memory that its device can use.
+TensorView dense_of(const DLTensor* tensor, const char* name) {
+  const TensorView view = view_of(tensor, name);
+  if (view.data != nullptr)
+    check_memory(name, view.data, contiguous_bytes(view.dtype, view.shape), view.device);
+  return view;
+}
+
 // A part of a quantized matrix, or an array of scales: contiguous, with n elements. The memory, NULL: none.
 void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {
   if (tensor == nullptr) return nullptr;
@@ -88,7 +96,7 @@ halfbyte_status halfbyte_value_range_of(const DLTensor* x, const halfbyte_execut
                                         halfbyte_value_range* range) {
   return guard([&] {
     required(range, "range");
-    write_struct(range, to_c(value_range(view_of(x, "x"), execution_of(execution))), "range");
+    write_struct(range, to_c(value_range(dense_of(x, "x"), execution_of(execution))), "range");
   });
 }
 
@@ -100,7 +108,7 @@ halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* 
                                   const halfbyte_quantized* out, const halfbyte_execution* execution,
                                   const halfbyte_value_range* range, halfbyte_quantize_status* status) {
   return guard([&] {
-    const TensorView dense = view_of(x, "x");
+    const TensorView dense = dense_of(x, "x");
     const QuantizedView view = parts_of(out, spec, dense, "out");
     const halfbyte_value_range given = read_struct(range, to_c(ValueRange{}), "range");
     const ValueRange whole{given.min, given.max, given.num_nonfinite, given.first_nonfinite};
@@ -125,7 +133,7 @@ halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* 
 halfbyte_status halfbyte_dequantize(const halfbyte_quantized* in, const halfbyte_quant_spec* spec,
                                     const DLTensor* y, const halfbyte_execution* execution) {
   return guard([&] {
-    const TensorView dense = view_of(y, "y");
+    const TensorView dense = dense_of(y, "y");
     dequantize(parts_of(in, spec, dense, "in"), dense, execution_of(execution));
   });
 }

@@ -63,7 +63,7 @@ class Buffers {
     if (num_needed == 0) return;
     HALFBYTE_CHECK(view.data != nullptr, usage, "{}: {} needs {} {} but has no data", op_, name, num_needed,
                    unit);
-    check_memory(name, view.data, num_needed * size, device_);
+    check_memory(fmt::format("{}: {}", op_, name).c_str(), view.data, num_needed * size, device_);
     const auto begin = reinterpret_cast<uintptr_t>(view.data);
     const Bytes now{name, begin, begin + static_cast<uintptr_t>(num_needed * size), written};
     for (size_t i = 0; i < count_; ++i)
