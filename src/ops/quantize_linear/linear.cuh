@@ -16,6 +16,7 @@ using F = Element::Compute;  // what is computed in
 using Memory = Element::Memory;
 
 constexpr bool kFast = sizeof(F) == 4;
+constexpr bool kPackedZeros = kZeroType == ZeroType::i4 || kZeroType == ZeroType::u4;
 
 __device__ __forceinline__ F load_element(const void* x, i64 index) {
   return load(Element(), static_cast<const Memory*>(x)[index]);
@@ -29,35 +30,21 @@ struct Group {
   F reciprocal, limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
 };
 
-__device__ __forceinline__ F load_scale_of(const LinearCommon& common, i64 index) {
-  if constexpr (sizeof(F) == 8) {
-    if (common.scale_type == ScaleType::f64) return static_cast<const double*>(common.data.scales)[index];
-  } else if constexpr (sizeof(Memory) == 2) {
-    if (common.scale_type != ScaleType::f32) return load_element(common.data.scales, index);
-  }
-  return static_cast<const float*>(common.data.scales)[index];
-}
-
 __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 index) {
   const void* const zeros = common.data.zeros;
-  switch (common.zero_type) {
-    case ZeroType::none:
-      return 0;
-    case ZeroType::i32:
-      return static_cast<const int*>(zeros)[index];
-    case ZeroType::i8:
-      return static_cast<const signed char*>(zeros)[index];
-    case ZeroType::u8:
-      return static_cast<const u8*>(zeros)[index];
-    case ZeroType::i4:
-    case ZeroType::u4:
-      break;
+  if constexpr (kZeroType == ZeroType::i32) return static_cast<const int*>(zeros)[index];
+  if constexpr (kZeroType == ZeroType::i8) return static_cast<const signed char*>(zeros)[index];
+  if constexpr (kZeroType == ZeroType::u8) return static_cast<const u8*>(zeros)[index];
+  if constexpr (kPackedZeros) {
+    i64 row = 0, column = index;
+    if (common.zero_cols % 2 != 0) {  // else rows are whole bytes, one sequence
+      row = index / common.zero_cols;
+      column -= row * common.zero_cols;
+    }
+    const int nibble = static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
+    return kZeroType == ZeroType::i4 ? (nibble ^ 8) - 8 : nibble;
   }
-  const i64 row = index / common.zero_cols;
-  const int column = static_cast<int>(index - row * common.zero_cols);
-  const int nibble =
-      static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
-  return common.zero_type == ZeroType::i4 ? (nibble ^ 8) - 8 : nibble;
+  return 0;
 }
 
 // What the fast way needs besides scale and zero point.
@@ -73,15 +60,17 @@ __device__ __forceinline__ void prepare(Group& group) {
 template <class IsFirst>
 __device__ __forceinline__ Group load_group(const LinearCommon& common, i64 index, const IsFirst& is_first) {
   Group group{};
-  group.scale = load_scale_of(common, index);
+  group.scale = load_scale<F>(common.data.scales, index, kScaleType);
   if (!(group.scale >= 0 && group.scale <= Float<F>::kMax)) {
     group.scale = 0;
     if (common.given && is_first()) atomic_add(&common.counts->num_invalid_scales, 1);
   }
-  const int zero_point = load_zero_point(common, index);
-  group.zero_point = clamp(zero_point, common.q_min, common.q_max);
-  if (group.zero_point != zero_point && common.given && is_first())
-    atomic_add(&common.counts->num_invalid_zero_points, 1);
+  if constexpr (kZeroType != ZeroType::none) {
+    const int zero_point = load_zero_point(common, index);
+    group.zero_point = clamp(zero_point, common.q_min, common.q_max);
+    if (group.zero_point != zero_point && common.given && is_first())
+      atomic_add(&common.counts->num_invalid_zero_points, 1);
+  }
   prepare(group);
   return group;
 }
@@ -144,7 +133,7 @@ struct ManyGroups {
 __device__ __forceinline__ Codec codec_of(const LinearCommon& common) {
   Codec codec;
   codec.kind = Kind::integer;
-  codec.scale_type = common.scale_type;
+  codec.scale_type = kScaleType;
   codec.q_min = common.q_min;
   codec.q_max = common.q_max;
   return codec;

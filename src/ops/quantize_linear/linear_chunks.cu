@@ -5,7 +5,7 @@
 
 namespace halfbyte::device {
 
-constexpr int kChunk = linear_chunk(sizeof(Memory)), kBatch = linear_batch(kOp);
+constexpr int kChunk = linear_chunk(sizeof(Memory), kOp), kBatch = linear_batch(kOp);
 
 using Index = Select<kWide, i64, int>;  // of chunks
 

@@ -6,7 +6,7 @@
 
 namespace halfbyte::device {
 
-constexpr int kChunk = linear_chunk(sizeof(Memory));
+constexpr int kChunk = linear_chunk(sizeof(Memory), LinearOp::quantize);
 using Chunk = ChunkOf<Element, kChunk>;
 constexpr int kWarpBatch = kLinearWarpBatch, kWarps = kLinearThreads / 32;
 
@@ -28,11 +28,11 @@ __device__ __forceinline__ Group shuffle(const Group& group, int lane) {
           shuffle(group.limit, lane)};
 }
 
-// False where quantize_slow must do it.
+// False where quantize_slow must do it. That no quotient is large is known of the whole group.
 __device__ __forceinline__ bool quantize_fast(const LinearCommon& common, const Chunk& x, i64 chunk,
                                               const OneGroup& group) {
   if constexpr (kFast) {
-    if (!is_fast(x, group)) return false;
+    if (!(group.group.limit > 0)) return false;
     quantize_chunk<kBits>(x, group, common).store(common.data.codes, chunk);
     return true;
   }
@@ -44,27 +44,27 @@ __device__ __forceinline__ void quantize_slow(const LinearCommon& common, i64 ch
 
 // Where the chunks of a group begin, and how many there are.
 struct Span {
-  i64 first;
-  int n;
+  int first, n;
 };
-__device__ __forceinline__ Span span_of(const LinearFusedArgs& args, i64 group) {
-  if (args.groups_per_row * args.group == args.axis) return {group * args.group, static_cast<int>(args.group)};
-  const i64 row = group / args.groups_per_row, in_row = (group - row * args.groups_per_row) * args.group;
-  return {row * args.axis + in_row, static_cast<int>(min(args.group, args.axis - in_row))};
+__device__ __forceinline__ Span span_of(const LinearFusedArgs& args, int group) {
+  if (args.group_divides_axis) return {group * args.group, args.group};
+  const int row = static_cast<int>(args.row_divider.divide(static_cast<u32>(group)));
+  const int in_row = (group - row * static_cast<int>(args.row_divider.divisor)) * args.group;
+  return {row * args.axis + in_row, min(args.group, args.axis - in_row)};
 }
 
-// args.team lanes share a group of at most as many chunks, and have kWarpBatch groups.
+// 2^team lanes share a group of at most as many chunks, and have kWarpBatch groups.
 __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
-  const int lane = static_cast<int>(threadIdx.x % 32), own = lane & (args.team - 1);
-  const int teams = 32 / args.team, team_begin = lane - own;
-  const i64 warp = block_index() * kWarps + threadIdx.x / 32;
-  const i64 first_group = warp * (kWarpBatch * teams) + team_begin / args.team;
+  const int lane = static_cast<int>(threadIdx.x % 32), own = lane & ((1 << args.team) - 1);
+  const int teams = 32 >> args.team, team_begin = lane - own;
+  const int warp = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  const int first_group = warp * (kWarpBatch * teams) + (team_begin >> args.team);
 
   Chunk chunks[kWarpBatch];
-  i64 numbers[kWarpBatch];
+  int numbers[kWarpBatch];  // -1: none
 #pragma unroll
   for (int b = 0; b < kWarpBatch; ++b) {
-    const i64 group = first_group + b * teams;
+    const int group = first_group + b * teams;
     const Span span = span_of(args, min(group, args.num_groups - 1));
     numbers[b] = group < args.num_groups && own < span.n ? span.first + own : -1;
     chunks[b] = numbers[b] >= 0 ? load_chunk<Chunk>(args.common.data.x, numbers[b]) : Chunk{};
@@ -72,34 +72,32 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
   ChunkRange ranges[kWarpBatch];
 #pragma unroll
   for (int b = 0; b < kWarpBatch; ++b) ranges[b] = signed_range(chunks[b]);
-  for (int mask = 1; mask < args.team; mask *= 2) {
+  for (int mask = 1; mask < 1 << args.team; mask *= 2) {
 #pragma unroll
     for (int b = 0; b < kWarpBatch; ++b) ranges[b] = join(ranges[b], shuffle_xor(ranges[b], mask));
   }
   // Lane b of a team works out the parameters of its group b.
   Range<F> range = unpack(ranges[0]);
-  bool finite = is_finite(range);
 #pragma unroll
-  for (int b = 1; b < kWarpBatch; ++b) {
-    const Range<F> other = unpack(ranges[b]);
-    finite = finite && is_finite(other);
-    if (own == b) range = other;
-  }
+  for (int b = 1; b < kWarpBatch; ++b)
+    if (own == b) range = unpack(ranges[b]);
+  const bool finite = is_finite(range);
   if (__any_sync(kAllLanes, !finite)) {
 #pragma unroll 1
     for (int b = 0; b < kWarpBatch; ++b) {
-      const i64 number = first_group + b * teams;
+      const int number = first_group + b * teams;
       const Span span = span_of(args, min(number, args.num_groups - 1));
       Range<F> r = {0, 0};
       if (number < args.num_groups && own < span.n) r = finite_range(args.common.data.x, span.first + own);
-      for (int mask = 1; mask < args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
+      for (int mask = 1; mask < 1 << args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
       if (own == b) range = r;
     }
   }
   Group group{};
-  const i64 own_group = first_group + own * teams;
+  const int own_group = first_group + own * teams;
   if (own < kWarpBatch && own_group < args.num_groups)
-    group = store_group(args.common, args.rule, args.asymmetric, own_group, -range.low, range.high);
+    group = store_group(args.common, own_group, -range.low, range.high);
+  if (!finite) group.limit = 0;
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kWarpBatch; ++b) {
@@ -121,7 +119,7 @@ template <int batch>
 __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   __shared__ Range<F> warp_ranges[kWarps];
   __shared__ Group shared_group;
-  const i64 number = block_index();
+  const int number = static_cast<int>(blockIdx.x);
   if (number >= args.num_groups) return;
   const int threads = static_cast<int>(blockDim.x), warps = threads / 32;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
@@ -137,7 +135,8 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
 #pragma unroll
   for (int b = 1; b < batch; ++b) joined = join(joined, signed_range(chunks[b]));
   Range<F> range = unpack(joined);
-  if (!is_finite(range)) {
+  const bool finite = is_finite(range);
+  if (!finite) {
     range = {0, 0};
 #pragma unroll 1
     for (int c = thread; c < span.n; c += threads)
@@ -146,12 +145,14 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
   if (lane == 0) warp_ranges[thread / 32] = range;
-  __syncthreads();
+  const bool all_finite = __syncthreads_or(!finite) == 0;
   if (thread < 32) {
     range = warp_ranges[lane & (warps - 1)];
     for (int mask = warps / 2; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
-    if (lane == 0)
-      shared_group = store_group(args.common, args.rule, args.asymmetric, number, -range.low, range.high);
+    if (lane == 0) {
+      shared_group = store_group(args.common, number, -range.low, range.high);
+      if (!all_finite) shared_group.limit = 0;
+    }
   }
   __syncthreads();
   const OneGroup group(args.common, shared_group);
@@ -166,7 +167,7 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
     if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, shared_group);
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads)
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? 4 : 2)
     linear_fused(const __grid_constant__ LinearFusedArgs args) {
   if constexpr (kBlockBatch == 0)
     quantize_in_warp(args);

@@ -9,10 +9,9 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_params(const __grid_constant__ LinearParamsArgs args) {
   const i64 item = block_index() * kLinearThreads + threadIdx.x;
   const LinearCommon& common = args.common;
-  const bool packed = common.zero_type == ZeroType::i4 || common.zero_type == ZeroType::u4;
   i64 index = item;
   int n = 1;
-  if (packed) {
+  if constexpr (kPackedZeros) {
     const i64 row = item / common.zero_row_bytes, column = (item - row * common.zero_row_bytes) * 2;
     index = row * common.zero_cols + column;
     n = column + 1 < common.zero_cols ? 2 : 1;
@@ -24,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     // A group without finite elements has the range of 0.
     const F low = keys.low == 0 ? 0 : static_cast<F>(from_order_key(keys.low));
     const F high = keys.high == 0 ? 0 : static_cast<F>(from_order_key(keys.high));
-    const Group group = store_group(common, args.rule, args.asymmetric, index + k, -low, high);
+    const Group group = store_group(common, index + k, -low, high);
     byte |= (static_cast<u32>(group.zero_point) & 15) << (4 * k);
   }
-  if (packed && index < args.num_scales) static_cast<u8*>(common.data.zeros)[item] = static_cast<u8>(byte);
+  if (kPackedZeros && index < args.num_scales) static_cast<u8*>(common.data.zeros)[item] = static_cast<u8>(byte);
 }
 
 }  // namespace halfbyte::device

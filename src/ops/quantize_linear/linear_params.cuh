@@ -6,15 +6,14 @@
 namespace halfbyte::device {
 
 // Stores them too, but for a packed zero point, and counts what is wrong with them.
-__device__ __forceinline__ Group store_group(const LinearCommon& common, Rule rule, bool asymmetric, i64 index,
-                                             F min, F max) {
+__device__ __forceinline__ Group store_group(const LinearCommon& common, i64 index, F min, F max) {
   Codec codec = codec_of(common);
-  codec.rule = rule;
-  codec.asymmetric = asymmetric;
+  codec.rule = kRule;
+  codec.asymmetric = kZeroType != ZeroType::none;
   const GroupParams<F> params = group_params(min, max, codec);
-  store_scale(common.data.scales, index, params.scale, common.scale_type);
-  if (common.zero_type == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
-  if (common.zero_type == ZeroType::i8 || common.zero_type == ZeroType::u8)
+  store_scale(common.data.scales, index, params.scale, kScaleType);
+  if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
+  if constexpr (kZeroType == ZeroType::i8 || kZeroType == ZeroType::u8)
     static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);
   if (!params.held) atomic_add(&common.counts->num_unheld_scales, 1);
   if (params.coarse) atomic_add(&common.counts->num_coarse_scales, 1);

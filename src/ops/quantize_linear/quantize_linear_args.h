@@ -25,8 +25,6 @@ struct LinearPointers {
 struct LinearCommon {
   LinearPointers data;
   QuantizeCounts* counts;
-  formats::ScaleType scale_type;
-  ZeroType zero_type;
   bool given;  // scales and zero points: what is wrong with them counts
   formats::i32 q_min, q_max;
   formats::i32 code_min;                   // of the dtype of the codes
@@ -35,9 +33,11 @@ struct LinearCommon {
 };
 
 inline constexpr int kLinearThreads = 256;
-// Elements of a chunk: 32 bytes, so that finding their scale is shared by many, and codes are stored 16 bytes
-// a thread.
-HALFBYTE_FN int linear_chunk(int element_bytes) { return 32 / element_bytes; }
+// Elements of a chunk. To encode, 32 bytes: many share the work for their scale, and 16 bytes of codes are
+// stored. Else 16, so that what a warp stores lies together.
+HALFBYTE_FN int linear_chunk(int element_bytes, LinearOp op) {
+  return (op == LinearOp::quantize ? 32 : 16) / element_bytes;
+}
 
 // linear_chunks: contiguous tensors whose scales belong to whole chunks. With c the number of a chunk and
 // rest = c % per_outer, its scale is number c / per_outer * scale_outer + rest / per_scale.
@@ -46,7 +46,8 @@ struct LinearChunksArgs {
   formats::i64 num_chunks, per_outer, per_scale, scale_outer;
   formats::Divider outer_divider, scale_divider;  // not kWide: num_chunks < 2^31
 };
-HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::backward ? 1 : 2; }  // chunks a thread
+// Chunks a thread.
+HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::dequantize ? 4 : 2; }
 
 // linear_columns: contiguous tensors [bands of `group` rows, columns], of which each column of a band has a
 // scale; a band at the end of `axis` rows is short. A thread has the rows of a piece in `columns / chunk`
@@ -72,13 +73,13 @@ struct LinearElementsArgs {
 // and codes in one pass.
 struct LinearFusedArgs {
   LinearCommon common;
-  formats::Rule rule;
-  bool asymmetric;
-  formats::i64 num_groups, groups_per_row, axis, group;
-  formats::i32 team;  // lanes that share a group, a power of two; a block does where kBlockBatch > 0
+  formats::i32 num_groups, axis, group;  // fewer than 2^31 chunks
+  formats::i32 team;                     // 2^team lanes share a group, unless a block does
+  bool group_divides_axis;
+  formats::Divider row_divider;  // by the groups of a row
 };
-inline constexpr int kLinearWarpBatch =
-    4;  // groups of a team, at least 4 lanes: one works out the parameters of one
+// Groups of a team, which has at least as many lanes: each works out the parameters of one.
+inline constexpr int kLinearWarpBatch = 4;
 
 // linear_ranges: of the finite elements of every group, joined into ranges that are 0 before. All in units:
 // elements, or whole chunks that lie together. Group s begins at (o, a, i) with s = (o * groups_axis + a /
@@ -99,8 +100,6 @@ struct LinearParamsArgs {
   LinearCommon common;
   const RangeKeys* ranges;
   formats::i64 num_scales;
-  formats::Rule rule;
-  bool asymmetric;
 };
 
 }  // namespace halfbyte

@@ -40,35 +40,26 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
   return (work + work_per_block - 1) / work_per_block;
 }
 
-cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dtype,
+cuda::KernelSpec kernel_spec(const char* source, const char* function, const LinearTypes& types,
                              const std::string& lines) {
   return {source, function,
           "#include \"ops/quantize_linear/quantize_linear_args.h\"\n" +
-              cuda::config_text(cuda::element_config(dtype) + lines)};
+              cuda::config_text(
+                  cuda::element_config(types.dtype) +
+                  fmt::format("constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
+                              "constexpr ZeroType kZeroType = ZeroType({});\n",
+                              types.bits, static_cast<int>(scale_type(types.scale_dtype)),
+                              static_cast<int>(types.zero_type)) +
+                  lines)};
 }
-// Codes play no part in gradients.
-std::string op_config(int bits, LinearOp op) {
-  return fmt::format("constexpr int kBits = {};\nconstexpr LinearOp kOp = LinearOp({});\n",
-                     op == LinearOp::backward ? 8 : bits, static_cast<int>(op));
+std::string op_config(LinearOp op) {
+  return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
+}
+std::string rule_config(formats::Rule rule) {
+  return fmt::format("constexpr Rule kRule = Rule({});\n", static_cast<int>(rule));
 }
 std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
-
-ZeroType zero_type(const LinearProblem& problem) {
-  if (!problem.has_zeros) return ZeroType::none;
-  switch (problem.zeros.dtype) {
-    case DType::i32:
-      return ZeroType::i32;
-    case DType::i8:
-      return ZeroType::i8;
-    case DType::u8:
-      return ZeroType::u8;
-    case DType::i4:
-      return ZeroType::i4;
-    default:
-      return ZeroType::u4;
-  }
-}
 
 LinearStrides64 device_strides(const LinearStrides& strides) {
   return {strides.outer, strides.axis, strides.inner};
@@ -79,8 +70,8 @@ class Selection {
   Selection(const LinearProblem& problem, int64_t alignment) : problem_(problem) {
     made_.problem = problem;
     made_.context = &cuda::context(problem.device.index);
-    chunk_ = linear_chunk(static_cast<int>(size_of(problem.dtype)));
-    bits_ = problem.codec.bits;
+    types_ = types_of(problem);
+    chunk_ = linear_chunk(static_cast<int>(size_of(problem.dtype)), problem.op);
     // Chunks lie together, at multiples of 16 bytes.
     whole_ = problem.contiguous && alignment >= 16 && problem.num_elements() > 0;
     set_common();
@@ -95,8 +86,6 @@ class Selection {
  private:
   void set_common() {
     LinearCommon& common = made_.common;
-    common.scale_type = problem_.codec.scale_type;
-    common.zero_type = zero_type(problem_);
     common.given = !problem_.computed;
     common.q_min = problem_.codec.q_min;
     common.q_max = problem_.codec.q_max;
@@ -121,7 +110,7 @@ class Selection {
     made_.map_grid = grid;
   }
   // Rows of packed codes are whole bytes, so that they are one sequence.
-  bool rows_are_whole() const { return bits_ == 8 || problem_.codes.cols % 2 == 0; }
+  bool rows_are_whole() const { return !is_packed(problem_.codes.dtype) || problem_.codes.cols % 2 == 0; }
   bool packed_zeros() const { return problem_.has_zeros && is_packed(problem_.zeros.dtype); }
 
   // Groups of whole chunks along the last axis, not too long for a block.
@@ -143,25 +132,25 @@ class Selection {
     const int64_t group_chunks = (group + chunk_ - 1) / chunk_;
     constexpr int kSmall = 4, kLarge = 8;  // chunks a thread
     if (group_chunks > int64_t{kThreads} * kLarge) return false;
+    const int64_t axis_chunks = axis / chunk_, groups_per_row = blocks_for(axis_chunks, group_chunks);
+    if (is_wide(rows * axis_chunks)) return false;
     LinearFusedArgs& args = made_.fused;
-    args.rule = p.codec.rule;
-    args.asymmetric = p.codec.asymmetric;
-    args.axis = axis / chunk_;
-    args.group = group_chunks;
-    args.groups_per_row = blocks_for(args.axis, args.group);
-    args.num_groups = rows * args.groups_per_row;
+    args.axis = static_cast<int>(axis_chunks);
+    args.group = static_cast<int>(group_chunks);
+    args.num_groups = static_cast<int>(rows * groups_per_row);
+    args.group_divides_axis = axis_chunks % group_chunks == 0;
+    args.row_divider = formats::Divider::of(groups_per_row);
     if (group_chunks <= 32) {
-      args.team = static_cast<int>(
-          std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(group_chunks, kLinearWarpBatch))));
-      const int64_t per_block = int64_t{kThreads} / args.team * kLinearWarpBatch;
-      set_map("linear_fused", linear_fused_kernel(p.dtype, bits_, 0),
+      const int lanes = std::max(kLinearWarpBatch, args.group);
+      args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
+      const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
+      set_map("linear_fused", linear_fused_kernel(types_, p.codec.rule, 0),
               {blocks_for(args.num_groups, per_block), kThreads});
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
-      const auto threads =
-          static_cast<int>(std::bit_ceil(static_cast<uint64_t>(blocks_for(group_chunks, batch))));
-      set_map("linear_fused", linear_fused_kernel(p.dtype, bits_, batch),
-              {args.num_groups, std::max(32, threads)});
+      const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
+      set_map("linear_fused", linear_fused_kernel(types_, p.codec.rule, batch),
+              {args.num_groups, std::max(32, static_cast<int>(threads))});
     }
     return true;
   }
@@ -203,10 +192,8 @@ class Selection {
     made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1, is_wide(std::max(items * 32, units))));
     made_.ranges_grid = {p.num_elements() == 0 ? 0 : blocks_for(args.columns ? items : items * 32, kThreads),
                          kThreads};
-    made_.params = load(linear_params_kernel(p.dtype));
+    made_.params = load(linear_params_kernel(types_, p.codec.rule));
     made_.params_args.num_scales = p.num_scales;
-    made_.params_args.rule = p.codec.rule;
-    made_.params_args.asymmetric = p.codec.asymmetric;
     const int64_t params =
         packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
     made_.params_grid = {blocks_for(params, kThreads), kThreads};
@@ -235,7 +222,7 @@ class Selection {
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
-    set_map("linear_chunks", linear_chunks_kernel(p.dtype, bits_, p.op, is_wide(args.num_chunks)),
+    set_map("linear_chunks", linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
             {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads});
     return true;
   }
@@ -245,7 +232,7 @@ class Selection {
     if (!whole_ || !rows_are_whole()) return false;
     LinearColumnsArgs& args = made_.columns;
     if (p.scale_strides.outer == 0) {  // channels
-      if (p.inner != 1) return false;
+      if (p.inner != 1 || p.scale_strides.axis == 0) return false;
       args.columns = p.axis;
       args.axis = args.group = p.outer;
     } else {
@@ -259,7 +246,7 @@ class Selection {
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
     args.pieces = blocks_for(args.group, kLinearRows);
     const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
-    set_map("linear_columns", linear_columns_kernel(p.dtype, bits_, p.op, is_wide(items)),
+    set_map("linear_columns", linear_columns_kernel(types_, p.op, is_wide(items)),
             {blocks_for(items, kThreads), kThreads});
     return true;
   }
@@ -267,7 +254,7 @@ class Selection {
   void select_elements() {
     const LinearProblem& p = problem_;
     LinearElementsArgs& args = made_.elements;
-    const bool packed = bits_ == 4 && p.op != LinearOp::backward;
+    const bool packed = is_packed(p.codes.dtype) && p.op != LinearOp::backward;
     args.code_cols = p.codes.cols;
     args.code_row_bytes = p.codes.row_bytes;
     const int64_t n = p.num_elements();
@@ -276,40 +263,70 @@ class Selection {
     args.inner = p.inner;
     args.group = p.group_size;
     args.scale_strides = device_strides(p.scale_strides);
-    set_map("linear_elements", linear_elements_kernel(p.dtype, bits_, p.op),
+    set_map("linear_elements", linear_elements_kernel(types_, p.op),
             {blocks_for(args.num_items, kThreads), kThreads});
   }
 
   const LinearProblem& problem_;
   LinearCuda made_;
-  int chunk_, bits_;
+  LinearTypes types_;
+  int chunk_;
   bool whole_;
 };
 
 }  // namespace
 
-cuda::KernelSpec linear_chunks_kernel(DType dtype, int bits, LinearOp op, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", dtype,
-                     op_config(bits, op) + wide_config(wide));
+LinearTypes types_of(const LinearProblem& problem) {
+  LinearTypes types;
+  types.dtype = problem.dtype;
+  types.bits = problem.codec.bits;
+  types.scale_dtype = problem.codec.scale_type == formats::ScaleType::f32 ? DType::f32 : problem.dtype;
+  if (problem.has_zeros) {
+    switch (problem.zeros.dtype) {
+      case DType::i32:
+        types.zero_type = ZeroType::i32;
+        break;
+      case DType::i8:
+        types.zero_type = ZeroType::i8;
+        break;
+      case DType::u8:
+        types.zero_type = ZeroType::u8;
+        break;
+      case DType::i4:
+        types.zero_type = ZeroType::i4;
+        break;
+      default:
+        types.zero_type = ZeroType::u4;
+        break;
+    }
+  }
+  // Codes play no part in gradients.
+  if (problem.op == LinearOp::backward) types.bits = 8;
+  return types;
 }
-cuda::KernelSpec linear_columns_kernel(DType dtype, int bits, LinearOp op, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", dtype,
-                     op_config(bits, op) + wide_config(wide));
+cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide) {
+  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", types,
+                     op_config(op) + wide_config(wide));
 }
-cuda::KernelSpec linear_elements_kernel(DType dtype, int bits, LinearOp op) {
-  return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", dtype, op_config(bits, op));
+cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide) {
+  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", types,
+                     op_config(op) + wide_config(wide));
 }
-cuda::KernelSpec linear_fused_kernel(DType dtype, int bits, int block_batch) {
-  return kernel_spec(
-      "ops/quantize_linear/linear_fused.cu", "linear_fused", dtype,
-      fmt::format("constexpr int kBits = {};\nconstexpr int kBlockBatch = {};\n", bits, block_batch));
+cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
+  return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", types, op_config(op));
+}
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, formats::Rule rule, int block_batch) {
+  return kernel_spec("ops/quantize_linear/linear_fused.cu", "linear_fused", types,
+                     rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
 cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", dtype,
+  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", {.dtype = dtype},
                      fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide));
 }
-cuda::KernelSpec linear_params_kernel(DType dtype) {
-  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", dtype, "");
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, formats::Rule rule) {
+  LinearTypes used = types;
+  used.bits = 8;
+  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", used, rule_config(rule));
 }
 
 std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment) {

@@ -7,15 +7,22 @@
 
 namespace halfbyte {
 
-// The kernels and what each is compiled for; everything else is given at run time. bits: 8 or 4, of a code.
-// wide: more than 2^31 pieces of work are counted.
-cuda::KernelSpec linear_chunks_kernel(DType dtype, int bits, LinearOp op, bool wide);
-cuda::KernelSpec linear_columns_kernel(DType dtype, int bits, LinearOp op, bool wide);
-cuda::KernelSpec linear_elements_kernel(DType dtype, int bits, LinearOp op);
+// What kernels are compiled for; everything else is given at run time.
+struct LinearTypes {
+  DType dtype = DType::f32;  // of x, y, gradients
+  int bits = 8;              // of a code; 4
+  DType scale_dtype = DType::f32;
+  ZeroType zero_type = ZeroType::none;
+};
+LinearTypes types_of(const LinearProblem& problem);
+// wide: 2^31 pieces of work and more.
+cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide);
+cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide);
+cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op);
 // block_batch: 0: lanes share a group; 4 or 8: a block has one, of so many chunks a thread.
-cuda::KernelSpec linear_fused_kernel(DType dtype, int bits, int block_batch);
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, formats::Rule rule, int block_batch);
 cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide);
-cuda::KernelSpec linear_params_kernel(DType dtype);
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, formats::Rule rule);
 
 // The kernels, listed.
 std::vector<cuda::Kernel> quantize_linear_kernels();

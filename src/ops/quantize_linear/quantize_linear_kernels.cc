@@ -1,4 +1,5 @@
 // The kernels of linear quantization, listed.
+#include "core/words.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 
 namespace halfbyte {
@@ -6,57 +7,100 @@ namespace {
 
 using cuda::KernelValues;
 
-KernelKey bits_key() { return {"bits", {"8", "4"}, false, "Of a code."}; }
+constexpr std::array<Word<ZeroType>, 6> kZeroTypes{{{ZeroType::none, "none"},
+                                                    {ZeroType::i32, "i32"},
+                                                    {ZeroType::i8, "i8"},
+                                                    {ZeroType::u8, "u8"},
+                                                    {ZeroType::i4, "i4"},
+                                                    {ZeroType::u4, "u4"}}};
+constexpr std::array<Word<LinearOp>, 3> kOperations{{{LinearOp::quantize, "quantize"},
+                                                     {LinearOp::dequantize, "dequantize"},
+                                                     {LinearOp::backward, "backward"}}};
+
+std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
+  std::vector<KernelKey> keys = {cuda::dtype_key("The dtype of x, y and gradients."),
+                                 {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
+                                 {"zero-point",
+                                  {"none", "i32", "i8", "u8", "i4", "u4"},
+                                  false,
+                                  "The dtype of zero points: i32, or that of the codes."}};
+  keys.insert(keys.end(), more);
+  return keys;
+}
+KernelKey bits_key() { return {"bits", {"8", "4"}, false, "Of a code; gradients have the kernel of 8."}; }
 KernelKey operation_key() {
   return {"operation", {"quantize", "dequantize", "backward"}, false, "What is done."};
 }
+KernelKey rule_key() {
+  return {"scale-rule",
+          {"absmax", "half-range", "minmax"},
+          false,
+          "How ranges become scales: minmax with a zero point, and only then."};
+}
 KernelKey wide_key() { return cuda::flag_key("wide", "2^31 pieces of work and more."); }
 
-int bits_of(const KernelValues& values) { return values.at("bits") == "4" ? 4 : 8; }
 LinearOp operation_of(const KernelValues& values) {
-  const std::string& word = values.at("operation");
-  return word == "quantize"     ? LinearOp::quantize
-         : word == "dequantize" ? LinearOp::dequantize
-                                : LinearOp::backward;
+  return value_of(kOperations, values.at("operation"), "operation");
+}
+LinearTypes types_of(const KernelValues& values) {
+  LinearTypes types;
+  types.dtype = cuda::dtype_of(values);
+  types.scale_dtype = parse_dtype(values.at("scale-dtype"));
+  types.zero_type = value_of(kZeroTypes, values.at("zero-point"), "zero point");
+  if (values.contains("bits")) types.bits = values.at("bits") == "4" ? 4 : 8;
+  HALFBYTE_CHECK(types.scale_dtype == DType::f32 || types.scale_dtype == types.dtype, usage,
+                 "scale-dtype must be f32 or the dtype ({}), got {}", to_string(types.dtype),
+                 to_string(types.scale_dtype));
+  const bool packed = types.zero_type == ZeroType::i4 || types.zero_type == ZeroType::u4;
+  const bool whole = types.zero_type == ZeroType::i8 || types.zero_type == ZeroType::u8;
+  const bool gradients = values.contains("operation") && operation_of(values) == LinearOp::backward;
+  if (gradients)
+    types.bits = 8;
+  else if (values.contains("bits"))
+    HALFBYTE_CHECK(!(packed && types.bits == 8) && !(whole && types.bits == 4), usage,
+                   "zero-point must be i32 or have the {} bits of a code, got {}", types.bits,
+                   values.at("zero-point"));
+  return types;
+}
+formats::Rule rule_of(const KernelValues& values, const LinearTypes& types) {
+  const ScaleRule rule = parse_scale_rule(values.at("scale-rule"));
+  HALFBYTE_CHECK((rule == ScaleRule::minmax) == (types.zero_type != ZeroType::none), usage,
+                 "scale-rule must be minmax with a zero point and only then, got {} with zero-point {}",
+                 values.at("scale-rule"), values.at("zero-point"));
+  return static_cast<formats::Rule>(rule);
 }
 
 }  // namespace
 
 std::vector<cuda::Kernel> quantize_linear_kernels() {
-  const KernelKey dtype = cuda::dtype_key("The dtype of x, y and gradients.");
   return {
-      {{"quantize_linear",
-        "linear_chunks",
-        "Contiguous tensors whose scales belong to whole chunks of 32 bytes.",
-        {dtype, bits_key(), operation_key(), wide_key()}},
+      {{"quantize_linear", "linear_chunks", "Contiguous tensors whose scales belong to whole chunks.",
+        keys({bits_key(), operation_key(), wide_key()})},
        [](const KernelValues& values) {
-         return linear_chunks_kernel(cuda::dtype_of(values), bits_of(values), operation_of(values),
-                                     cuda::is_set(values, "wide"));
+         return linear_chunks_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
        }},
-      {{"quantize_linear",
-        "linear_columns",
-        "Contiguous tensors whose scales differ from column to column.",
-        {dtype, bits_key(), operation_key(), wide_key()}},
+      {{"quantize_linear", "linear_columns", "Contiguous tensors whose scales differ from column to column.",
+        keys({bits_key(), operation_key(), wide_key()})},
        [](const KernelValues& values) {
-         return linear_columns_kernel(cuda::dtype_of(values), bits_of(values), operation_of(values),
-                                      cuda::is_set(values, "wide"));
+         return linear_columns_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
        }},
-      {{"quantize_linear", "linear_elements", "Any tensors.", {dtype, bits_key(), operation_key()}},
+      {{"quantize_linear", "linear_elements", "Any tensors.", keys({bits_key(), operation_key()})},
        [](const KernelValues& values) {
-         return linear_elements_kernel(cuda::dtype_of(values), bits_of(values), operation_of(values));
+         return linear_elements_kernel(types_of(values), operation_of(values));
        }},
-      {{"quantize_linear",
-        "linear_fused",
-        "Scales, zero points and codes in one pass.",
-        {dtype,
-         bits_key(),
-         {"group",
-          {"lanes", "block-4", "block-8"},
-          false,
-          "What shares a group: lanes of a warp, or a block with so many chunks a thread."}}},
+      {{"quantize_linear", "linear_fused", "Scales, zero points and codes in one pass.",
+        keys({bits_key(),
+              rule_key(),
+              {"group",
+               {"lanes", "block-4", "block-8"},
+               false,
+               "What shares a group: lanes of a warp, or a block with so many chunks a thread."}})},
        [](const KernelValues& values) {
+         const LinearTypes types = types_of(values);
+         HALFBYTE_CHECK(types.zero_type != ZeroType::i4 && types.zero_type != ZeroType::u4, usage,
+                        "zero-point must be i32 or of 8 bits, got {}", values.at("zero-point"));
          const std::string& group = values.at("group");
-         return linear_fused_kernel(cuda::dtype_of(values), bits_of(values),
+         return linear_fused_kernel(types, rule_of(values, types),
                                     group == "lanes"     ? 0
                                     : group == "block-4" ? 4
                                                          : 8);
@@ -64,14 +108,17 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
       {{"quantize_linear",
         "linear_ranges",
         "The ranges of groups of any shape.",
-        {dtype, cuda::flag_key("elements", "Elements do not lie together in chunks of 16 bytes."),
-         wide_key()}},
+        {cuda::dtype_key("The dtype of x."),
+         cuda::flag_key("elements", "Elements do not lie together in chunks of 16 bytes."), wide_key()}},
        [](const KernelValues& values) {
          return linear_ranges_kernel(cuda::dtype_of(values), !cuda::is_set(values, "elements"),
                                      cuda::is_set(values, "wide"));
        }},
-      {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", {dtype}},
-       [](const KernelValues& values) { return linear_params_kernel(cuda::dtype_of(values)); }},
+      {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({rule_key()})},
+       [](const KernelValues& values) {
+         const LinearTypes types = types_of(values);
+         return linear_params_kernel(types, rule_of(values, types));
+       }},
   };
 }
 
