@@ -14,12 +14,19 @@ if(HALFBYTE_CLI)
 endif()
 
 configure_package_config_file(cmake/halfbyteConfig.cmake.in halfbyteConfig.cmake INSTALL_DESTINATION ${package_dir})
-write_basic_package_version_file(halfbyteConfigVersion.cmake COMPATIBILITY SameMajorVersion)
+write_basic_package_version_file(halfbyteConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES
   ${PROJECT_BINARY_DIR}/halfbyteConfig.cmake
   ${PROJECT_BINARY_DIR}/halfbyteConfigVersion.cmake
   DESTINATION ${package_dir})
 
+# A static library leaves its libraries to be linked by its user.
+set(pc_requires)
+set(pc_libs)
+if(library_type STREQUAL "STATIC_LIBRARY")
+  set(pc_requires "fmt libhwy tbb")
+  set(pc_libs " -lstdc++ -lm")
+endif()
 file(RELATIVE_PATH pc_prefix /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
 configure_file(cmake/halfbyte.pc.in halfbyte.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/halfbyte.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

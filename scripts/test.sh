@@ -56,7 +56,7 @@ say "Layers"
 python3 tools/check_layers.py
 
 say "Formatting"
-find include src cli tests bench \( -name '*.cc' -o -name '*.h' -o -name '*.hpp' \) -print0 |
+find include src cli examples tests bench \( -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' \) -print0 |
   xargs -0 clang-format-14 --dry-run --Werror
 echo "clean"
 

@@ -32,10 +32,10 @@ LAYERS = [
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
     (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
-    (r"src/capi/", r"halfbyte/"),
+    (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/"),
-    (r"tests/consumer/", r"halfbyte/"),
+    (r"examples/", r"halfbyte/"),
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
 TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
@@ -45,7 +45,9 @@ FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.
 # a toolkit header is.
 OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli)/|{TESTING}"),
+    (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
+    (r"(math|stdio)\.h$", r"examples/c/"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli|examples/c)/|{TESTING}"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
@@ -69,7 +71,7 @@ CODE_BOOK = re.compile(
 CODE_BOOK_HOMES = r"src/formats/tables\.h$|.*_test\.(cc|py)$|tests/(golden|independent)/"
 
 SUFFIXES = {".h", ".hpp", ".def", ".cc", ".cu", ".cuh", ".c", ".py"}
-FOLDERS = ("include", "src", "cli", "python", "tests", "bench", "tools")
+FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "tools")
 
 
 def allowed_layer(path):

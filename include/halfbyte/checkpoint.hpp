@@ -19,8 +19,8 @@ namespace halfbyte {
 
 // How quantized weights are stored in a file (docs/formats.md).
 enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
-const char* to_string(Layout layout);  // "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
-Layout parse_layout(std::string_view word);
+HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
+HALFBYTE_API Layout parse_layout(std::string_view word);
 
 // One tensor as stored in a safetensors file.
 struct StoredTensor {
@@ -49,20 +49,20 @@ class Checkpoint {
   // `path`: a .safetensors file, or a directory with model.safetensors or an index and shards.
   // Validates every header, and that the parts of each quantized weight fit together.
   // Throws Error(bad_input) naming file, tensor or byte; Error(io).
-  static Checkpoint open(const std::string& path);
-  Checkpoint(Checkpoint&&) noexcept;
-  Checkpoint& operator=(Checkpoint&&) noexcept;
-  ~Checkpoint();
+  HALFBYTE_API static Checkpoint open(const std::string& path);
+  HALFBYTE_API Checkpoint(Checkpoint&&) noexcept;
+  HALFBYTE_API Checkpoint& operator=(Checkpoint&&) noexcept;
+  HALFBYTE_API ~Checkpoint();
 
-  bool is_directory() const;
-  std::span<const StoredTensor> tensors() const;
-  std::span<const Weight> weights() const;          // sorted by name
-  const Weight* find(std::string_view name) const;  // null if there is none
+  HALFBYTE_API bool is_directory() const;
+  HALFBYTE_API std::span<const StoredTensor> tensors() const;
+  HALFBYTE_API std::span<const Weight> weights() const;          // sorted by name
+  HALFBYTE_API const Weight* find(std::string_view name) const;  // null if there is none
   // Raw bytes [offset, offset + bytes.size()) of a stored tensor. Thread safe.
-  void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
+  HALFBYTE_API void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
   // Elements [begin, begin + count) of the row-major weight, decoded to `dtype` (f32, f16, bf16,
   // f64). Thread safe; uses the calling thread only.
-  void decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, void* out) const;
+  HALFBYTE_API void decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, void* out) const;
 
   struct Impl;
   const Impl& impl() const { return *impl_; }
@@ -146,8 +146,8 @@ struct CheckpointReport {
 // temporary sibling, synced and renamed; after any failure there is none. Unless options.verify is
 // false, the written files are read back by an independent unpacker and compared with the source
 // first. Memory is bounded by row blocks (and the scales of double-quantized weights).
-CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
-                                     const QuantizeOptions& options);
+HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
+                                                  const QuantizeOptions& options);
 
 struct DequantizeOptions {
   std::optional<DType> dtype;  // f32, f16, bf16; default: what each weight was before
@@ -158,8 +158,8 @@ struct DequantizeOptions {
   ProgressFunction progress;
 };
 // Every quantized weight becomes dense; config.json loses what quantization had added to it.
-CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
-                                       const DequantizeOptions& options);
+HALFBYTE_API CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
+                                                    const DequantizeOptions& options);
 
 struct CompareRow {
   std::string name;
@@ -171,10 +171,10 @@ struct CompareRow {
 };
 // Compares the decoded weights of two checkpoints (A is the reference). Rows with a problem first,
 // then worst SNR first.
-std::vector<CompareRow> compare_checkpoints(const std::string& a, const std::string& b, int num_threads = 0,
-                                            ProgressFunction progress = {});
+HALFBYTE_API std::vector<CompareRow> compare_checkpoints(const std::string& a, const std::string& b,
+                                                         int num_threads = 0, ProgressFunction progress = {});
 
 // Bits per element of a weight as stored.
-double bits_per_weight(const Weight& weight);
+HALFBYTE_API double bits_per_weight(const Weight& weight);
 
 }  // namespace halfbyte

@@ -38,24 +38,24 @@ struct CudaInfo {
   bool usable() const { return problem.empty(); }
 };
 // Never throws for what the machine lacks. Makes no context; where a device can be used, the cache directory.
-CudaInfo cuda_info();
+HALFBYTE_API CudaInfo cuda_info();
 
 // "cpu", "cuda" or "cuda:1". parse_device throws Error(usage) for other words; it does not look whether the
 // device exists.
-std::string to_string(Device device);
-Device parse_device(std::string_view word);
+HALFBYTE_API std::string to_string(Device device);
+HALFBYTE_API Device parse_device(std::string_view word);
 // Throws Error(device) with the reason where the device cannot be used. The CPU always can.
-void check_device(Device device);
+HALFBYTE_API void check_device(Device device);
 
 // Throws Error(usage) naming `what` unless the memory can be used by work on `device`: a CUDA device cannot
 // be given plain host memory, memory of another device, or more bytes than its allocation has; the CPU cannot
 // be given memory of a CUDA device. What the driver does not know is host memory. Takes less than a
 // microsecond.
-void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
+HALFBYTE_API void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
 
 // A stream of a CUDA device: what is enqueued on it runs in order. On the CPU: nothing, everything is done
 // when the call returns. Functions that take a stream take handle(): a CUstream; null is the default stream.
-class Stream {
+class HALFBYTE_API Stream {
  public:
   Stream() = default;  // of the CPU
   // Throws Error(device) where the device cannot be used.
@@ -71,7 +71,7 @@ class Stream {
 
 // Memory of a device, or of the host for copies to and from it. Copies share it; the last one frees it, for
 // which work on it must be done.
-class Memory {
+class HALFBYTE_API Memory {
  public:
   Memory() = default;
   // Uninitialized, at least 64-byte aligned. Throws Error(no_memory) for the CPU, Error(device) for a CUDA
@@ -92,6 +92,6 @@ class Memory {
 // Copies between host memory and memory of `device`, either way, or within it. On a CUDA device enqueued on
 // `stream`: host memory must live until that has come so far, and may make the call wait if it is not from
 // Memory::host. Throws Error(device) where the device refuses.
-void copy(Device device, void* to, const void* from, int64_t num_bytes, void* stream = nullptr);
+HALFBYTE_API void copy(Device device, void* to, const void* from, int64_t num_bytes, void* stream = nullptr);
 
 }  // namespace halfbyte

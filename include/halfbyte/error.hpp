@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "halfbyte/export.h"
+
 namespace halfbyte {
 
 // The same numbers are the exit codes of the command line tool and the status codes of the C ABI.
@@ -22,10 +24,10 @@ enum class ErrorCode : int {
 };
 
 // "USAGE", "BAD_INPUT", ...
-const char* to_string(ErrorCode code);
+HALFBYTE_API const char* to_string(ErrorCode code);
 
 // what() names the operation, the argument, the rule and the actual values.
-class Error : public std::runtime_error {
+class HALFBYTE_API Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
   ErrorCode code() const noexcept { return code_; }

@@ -52,15 +52,16 @@ struct FormatInfo {
   ScaleRule default_rule;
 };
 
-std::span<const FormatInfo> all_formats();
-const FormatInfo& info(Format format);
+HALFBYTE_API std::span<const FormatInfo> all_formats();
+HALFBYTE_API const FormatInfo& info(Format format);
 // These throw Error(usage) naming the known words.
-const FormatInfo& find_format(std::string_view name);
-ScaleRule parse_scale_rule(std::string_view word);  // "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
+HALFBYTE_API const FormatInfo& find_format(std::string_view name);
+// "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
+HALFBYTE_API ScaleRule parse_scale_rule(std::string_view word);
 // "-1,-0.5,...": 16 numbers separated by commas, whatever the locale. That they ascend is left to check_spec.
-std::array<float, 16> parse_table(std::string_view text);
-const char* to_string(ScaleRule rule);
-const char* to_string(Granularity granularity);
+HALFBYTE_API std::array<float, 16> parse_table(std::string_view text);
+HALFBYTE_API const char* to_string(ScaleRule rule);
+HALFBYTE_API const char* to_string(Granularity granularity);
 
 // Everything that determines the bytes of a quantized tensor, except its layout.
 struct QuantSpec {
@@ -78,7 +79,7 @@ struct QuantSpec {
 };
 
 // Throws Error(usage) naming the field, the rule and the value where `spec` is inconsistent.
-void check_spec(const QuantSpec& spec);
+HALFBYTE_API void check_spec(const QuantSpec& spec);
 
 // The quantized form of a row-major matrix [rows, cols] (leading axes of a higher-rank tensor are
 // folded into rows), in the native layout:
@@ -99,9 +100,9 @@ struct QuantShape {
 };
 
 // Throws Error(usage) for negative extents or sizes beyond 2^63 - 1 bits.
-QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols);
+HALFBYTE_API QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols);
 
-bool has_zeros(const QuantSpec& spec);   // asymmetric integer
-bool has_biases(const QuantSpec& spec);  // affine
+HALFBYTE_API bool has_zeros(const QuantSpec& spec);   // asymmetric integer
+HALFBYTE_API bool has_biases(const QuantSpec& spec);  // affine
 
 }  // namespace halfbyte

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "halfbyte/export.h"
+
 namespace halfbyte {
 
 // What a kernel is specialised on: a word of the tool's options (--group-size) and the values it takes.
@@ -33,22 +35,23 @@ struct KernelInfo {
 using KernelConfig = std::vector<std::pair<std::string, std::string>>;
 
 // Every kernel, op by op. The same for the life of the process.
-const std::vector<KernelInfo>& all_kernels();
+HALFBYTE_API const std::vector<KernelInfo>& all_kernels();
 // The kernel of the op that runs for this configuration. Error(usage) for an unknown op or a configuration
 // that none of its kernels takes, and where the op has several of which the configuration chooses none,
 // naming them.
-const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config);
+HALFBYTE_API const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config);
 
 // What the NVRTC of this machine compiles for: "sm_75", "sm_90", "sm_90a", "sm_100f", ... Error(device)
 // without NVRTC.
-const std::vector<std::string>& kernel_targets();
+HALFBYTE_API const std::vector<std::string>& kernel_targets();
 
 // One module with one kernel: PTX as text, or the machine code of the target. Thread safe; a process compiles
 // one kernel at a time. Error(usage) for an unknown kernel, key, value or target, naming the known ones;
 // Error(device) without NVRTC.
-std::string emit_ptx(std::string_view kernel, const KernelConfig& config, std::string_view target);
-std::vector<std::byte> emit_cubin(std::string_view kernel, const KernelConfig& config,
+HALFBYTE_API std::string emit_ptx(std::string_view kernel, const KernelConfig& config,
                                   std::string_view target);
+HALFBYTE_API std::vector<std::byte> emit_cubin(std::string_view kernel, const KernelConfig& config,
+                                               std::string_view target);
 
 // --- Kernel packs: files of compiled kernels, which take the place of NVRTC.
 
@@ -64,7 +67,7 @@ struct KernelPackOptions {
 };
 // How many kernels a pack of these options holds: every kernel in all its configurations but those of a
 // user's table (lut4), which hold the table. Error(usage) naming the known words, or where there is none.
-int64_t count_pack_kernels(const KernelPackOptions& options);
+HALFBYTE_API int64_t count_pack_kernels(const KernelPackOptions& options);
 
 struct KernelPackReport {
   int64_t num_kernels = 0;
@@ -73,7 +76,7 @@ struct KernelPackReport {
 };
 // Writes the file `path` complete or not at all. Takes kernels from loaded packs, compiles the others, on the
 // calling thread. Error(usage) as above; Error(device) without NVRTC; Error(exists), Error(io).
-KernelPackReport write_kernel_pack(const std::string& path, const KernelPackOptions& options);
+HALFBYTE_API KernelPackReport write_kernel_pack(const std::string& path, const KernelPackOptions& options);
 
 struct KernelPackInfo {
   std::string path;
@@ -86,10 +89,10 @@ struct KernelPackInfo {
 // has kernels for need no NVRTC. The file stays open until the process ends. A pack is machine code: load
 // none that somebody else could have written. Thread safe. Error(io), Error(bad_input) where it is no pack,
 // Error(corrupt) where it is damaged.
-KernelPackInfo load_kernel_pack(const std::string& path);
+HALFBYTE_API KernelPackInfo load_kernel_pack(const std::string& path);
 // All that are loaded; first those that the environment variable HALFBYTE_KERNEL_PACK names, one or more
 // paths separated by ':'. Throws as load_kernel_pack where one of these cannot be used; so does every call
 // that needs a CUDA device.
-std::vector<KernelPackInfo> loaded_kernel_packs();
+HALFBYTE_API std::vector<KernelPackInfo> loaded_kernel_packs();
 
 }  // namespace halfbyte

@@ -61,7 +61,7 @@ struct ValueRange {
   int64_t num_nonfinite = 0;
   int64_t first_nonfinite = -1;  // row-major index
 };
-ValueRange value_range(const TensorView& x, Execution execution = {});
+HALFBYTE_API ValueRange value_range(const TensorView& x, Execution execution = {});
 
 // Quantizes x [..., cols] (f32, f16, bf16 or f64; contiguous) into `out` (out.rows = product of the
 // leading extents). spec.double_quant must be false: see double_quantize. Nothing overlaps.
@@ -70,13 +70,13 @@ ValueRange value_range(const TensorView& x, Execution execution = {});
 // f64 input is computed in f64, everything else in f32. Throws Error(usage) for bad arguments only;
 // what the data brings is in the status.
 // Granularity::tensor: `range` gives the values of the whole tensor where x is only a block of it.
-QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution = {},
-                        const ValueRange* range = nullptr);
+HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution = {},
+                                     const ValueRange* range = nullptr);
 
 // Decodes into y [..., cols] of dtype f32, f16, bf16 or f64 (contiguous, rows as in.rows).
 // integer: (q - zp) * s; affine: q * s + b (two roundings); table: v * s. Computed in f32 (f64 if
 // y is f64), rounded once to the dtype of y. Nothing overlaps.
-void dequantize(const QuantizedView& in, const TensorView& y, Execution execution = {});
+HALFBYTE_API void dequantize(const QuantizedView& in, const TensorView& y, Execution execution = {});
 
 // In host memory. Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes): offset = mean
 // of the scales, r = scale - offset, blocks of 256: absmax, code = nearest of a signed dynamic 8-bit map to
@@ -88,10 +88,11 @@ struct DoubleQuantizedView {
   float* absmax = nullptr;   // [ceil(n / 256)]
   float offset = 0;          // set by double_quantize
 };
-void double_quantize(const float* scales, int64_t n, DoubleQuantizedView& out);
-void double_dequantize(const DoubleQuantizedView& in, int64_t n, float* scales,
-                       const float* map = nullptr);  // map: 256 entries; null: double_quant_map()
-const float* double_quant_map();
+HALFBYTE_API void double_quantize(const float* scales, int64_t n, DoubleQuantizedView& out);
+// map: 256 entries; null: double_quant_map()
+HALFBYTE_API void double_dequantize(const DoubleQuantizedView& in, int64_t n, float* scales,
+                                    const float* map = nullptr);
+HALFBYTE_API const float* double_quant_map();
 
 // An owning quantized matrix in host memory, as `quantize` makes it.
 struct QuantizedTensor {
@@ -107,7 +108,7 @@ struct QuantizedTensor {
 
 // One-line forms. quantize throws Error(bad_input) on non-finite data, naming count and first
 // index, and where spec.scale_dtype cannot hold a scale.
-QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution = {});
-void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
+HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution = {});
+HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
 
 }  // namespace halfbyte

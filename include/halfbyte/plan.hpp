@@ -26,7 +26,7 @@ struct Sku {
   std::string backend;  // "cpu AVX3_DL", "cuda sm_90a"
   std::string dtypes;   // "bf16 -> i8, scale f32, zero point i32"
 };
-std::string to_string(const Sku& sku);  // all four in one line
+HALFBYTE_API std::string to_string(const Sku& sku);  // all four in one line
 
 // What holds for the results of a plan.
 struct PrecisionGuarantee {
@@ -53,22 +53,23 @@ class Plan {
 
   // Throws Error(usage) naming the field of a bad descriptor, the rule and the values; Error(device) where
   // the device cannot be used or no kernel takes the description.
-  static Plan select(Device device, const Descriptor& descriptor, const PlanPreference& preference = {});
+  HALFBYTE_API static Plan select(Device device, const Descriptor& descriptor,
+                                  const PlanPreference& preference = {});
 
-  Device device() const;
-  const Descriptor& descriptor() const;
-  const Sku& sku() const;
-  const PrecisionGuarantee& precision_guarantee() const;
+  HALFBYTE_API Device device() const;
+  HALFBYTE_API const Descriptor& descriptor() const;
+  HALFBYTE_API const Sku& sku() const;
+  HALFBYTE_API const PrecisionGuarantee& precision_guarantee() const;
   // Bytes of memory of the device that a run needs, at an address that is a multiple of 16. Never 0.
-  int64_t workspace_size() const;
+  HALFBYTE_API int64_t workspace_size() const;
   // Why `run` would refuse the tensors: dtype, shape, strides, device, alignment, length or overlap. An
   // Error(usage) that names the argument, the rule and the values.
-  std::optional<Error> can_implement(const Args& args) const;
+  HALFBYTE_API std::optional<Error> can_implement(const Args& args) const;
   // `stream`: a CUstream of the device; null: the default stream. Throws what can_implement returns, and
   // Error(device) where the device refuses.
-  void run(void* stream, void* workspace, const Args& args) const;
+  HALFBYTE_API void run(void* stream, void* workspace, const Args& args) const;
   // What the last run with this workspace found in the data. Waits for `stream`, which may not be capturing.
-  Status status(const void* workspace, void* stream = nullptr) const;
+  HALFBYTE_API Status status(const void* workspace, void* stream = nullptr) const;
 
   struct Impl;
 

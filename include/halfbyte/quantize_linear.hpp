@@ -21,7 +21,7 @@
 
 namespace halfbyte {
 
-struct LinearDescriptor {
+struct HALFBYTE_API LinearDescriptor {
   std::vector<int64_t> shape;  // of x, y, codes and gradients, in elements; any rank, any extents
   // tensor: one scale. channel: one for each index of `axis`. group: one for `group_size` consecutive
   // elements along `axis`, of which the last may be short. Per token: group along the last axis, group_size
@@ -64,10 +64,10 @@ struct LinearDescriptor {
 // row is 0. Contiguous only.
 
 // Throws Error(usage) naming the field, the rule and the values.
-void check_descriptor(const LinearDescriptor& descriptor);
+HALFBYTE_API void check_descriptor(const LinearDescriptor& descriptor);
 
 // x -> codes. Nothing overlaps.
-struct QuantizeLinear {
+struct HALFBYTE_API QuantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
     TensorView x;           // read
@@ -78,7 +78,7 @@ struct QuantizeLinear {
   using Status = QuantizeStatus;
 };
 // codes -> y. The descriptor's `computed` must be false. Nothing overlaps.
-struct DequantizeLinear {
+struct HALFBYTE_API DequantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
     TensorView codes, scale, zero_point;  // read
@@ -87,7 +87,7 @@ struct DequantizeLinear {
   using Status = QuantizeStatus;
 };
 // x, dy -> dx, of which dx may be dy. The descriptor's `computed` must be false.
-struct QuantizeLinearBackward {
+struct HALFBYTE_API QuantizeLinearBackward {
   using Descriptor = LinearDescriptor;
   struct Args {
     TensorView x, dy, scale, zero_point;  // read

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "halfbyte/export.h"
+
 namespace halfbyte {
 
 struct SystemInfo {
@@ -12,6 +14,6 @@ struct SystemInfo {
   std::vector<std::string> compiled_targets;  // that this build has kernels for, best first
   int num_threads = 0;                        // that operations use by default
 };
-SystemInfo system_info();
+HALFBYTE_API SystemInfo system_info();
 
 }  // namespace halfbyte

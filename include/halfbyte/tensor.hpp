@@ -7,17 +7,19 @@
 #include <string_view>
 #include <vector>
 
+#include "halfbyte/export.h"
+
 namespace halfbyte {
 
 // i4 (two's complement) and u4: two elements a byte, see packed_bytes.
 enum class DType : uint8_t { f32, f16, bf16, f64, i8, u8, i32, u32, i64, i4, u4 };
 
 // "f32", "bf16", ...: the words used by the command line, Python and reports.
-const char* to_string(DType dtype);
+HALFBYTE_API const char* to_string(DType dtype);
 // Throws Error(usage) naming the known words.
-DType parse_dtype(std::string_view word);
+HALFBYTE_API DType parse_dtype(std::string_view word);
 // Bytes of one element. Throws Error(usage) for i4 and u4, which have half of one.
-int64_t size_of(DType dtype);
+HALFBYTE_API int64_t size_of(DType dtype);
 inline bool is_packed(DType dtype) { return dtype == DType::i4 || dtype == DType::u4; }
 inline bool is_floating(DType dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f64;
@@ -44,10 +46,10 @@ struct TensorView {
 };
 
 // Product of the extents. Throws Error(usage) if one is negative or the product exceeds 2^63 - 1.
-int64_t num_elements(const TensorView& tensor);
-bool is_contiguous(const TensorView& tensor);
+HALFBYTE_API int64_t num_elements(const TensorView& tensor);
+HALFBYTE_API bool is_contiguous(const TensorView& tensor);
 // Bytes of a contiguous tensor. i4 and u4: two elements a byte along the last axis, the first in the low
 // half; each row of the last axis begins at a byte.
-int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape);
+HALFBYTE_API int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape);
 
 }  // namespace halfbyte

@@ -1,4 +1,5 @@
-// Quantizes a small matrix with the installed library and reads it back.
+// One-line forms: a matrix to NF4 in groups of 64 and back.
+//   quantize_cpp
 #include <cmath>
 #include <cstdio>
 #include <vector>
@@ -11,9 +12,10 @@ int main() {
   std::vector<float> weights(rows * cols), decoded(rows * cols);
   for (size_t i = 0; i < weights.size(); ++i) weights[i] = std::sin(static_cast<float>(i));
 
-  const halfbyte::QuantizedTensor q = halfbyte::quantize(
-      {.data = weights.data(), .dtype = halfbyte::DType::f32, .shape = {rows, cols}}, halfbyte::QuantSpec{});
-  halfbyte::dequantize(q, {.data = decoded.data(), .dtype = halfbyte::DType::f32, .shape = {rows, cols}});
+  halfbyte::TensorView x{weights.data(), halfbyte::DType::f32, {rows, cols}, {}, {}};
+  const halfbyte::QuantizedTensor q = halfbyte::quantize(x, halfbyte::QuantSpec{});
+  x.data = decoded.data();
+  halfbyte::dequantize(q, x);
 
   float max_error = 0;
   for (size_t i = 0; i < weights.size(); ++i)

@@ -1,0 +1,29 @@
+// Tensors of other libraries, as DLPack 1.x describes them.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "halfbyte/dlpack.h"
+#include "halfbyte/export.h"
+#include "halfbyte/tensor.hpp"
+
+namespace halfbyte {
+
+// The same memory as a TensorView. Devices: kDLCPU and kDLCUDAHost become the CPU, kDLCUDA and kDLCUDAManaged
+// the CUDA device. Dtypes: float 16, 32, 64; bfloat 16; int 4, 8, 32, 64; uint 4, 8, 32; one lane. 4-bit
+// tensors are packed; rows of an odd number of elements begin at a byte here, but not in DLPack, so more than
+// one of them is refused. Throws Error(usage) naming `name`, the rule and the value for anything else, and
+// for a negative extent or a null shape.
+HALFBYTE_API TensorView from_dlpack(const DLTensor& tensor, std::string_view name = "tensor");
+
+// The other way. The result points to the memory of `view` and to `storage`, which gets its shape and
+// strides, and must live as long, unchanged. Throws Error(usage) for 4-bit rows as above.
+HALFBYTE_API DLTensor to_dlpack(const TensorView& view, std::vector<int64_t>& storage);
+
+// {kDLCPU, 0}, {kDLCUDA, index}.
+HALFBYTE_API DLDevice to_dlpack(Device device);
+// Throws Error(usage) for the devices that from_dlpack refuses for tensors.
+HALFBYTE_API Device from_dlpack(DLDevice device, std::string_view name = "device");
+
+}  // namespace halfbyte

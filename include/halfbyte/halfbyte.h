@@ -1,0 +1,783 @@
+/* halfbyte from C, and from every language that calls C: what the headers *.hpp have for C++. C99 and C++.
+ *
+ * Every function but those that return text, a pointer or nothing returns a halfbyte_status; what is wrong is
+ * in halfbyte_last_error(). A function that fails leaves what its pointers to results point to as it was, and
+ * arrays that it was to write undefined. No exception leaves a function. NULL where that is not said to be
+ * allowed is HALFBYTE_USAGE.
+ *
+ * Structures begin with struct_size, which the caller sets to sizeof of the structure in its header; the
+ * _init functions do, and set all else to its default. A library that is newer takes what an older, smaller
+ * structure lacks as its default, or does not write it; one that is older refuses a larger structure where
+ * something that it does not know is not zero.
+ *
+ * Tensors are DLTensor (DLPack 1.x), described in halfbyte/dlpack.hpp: extents and strides in elements,
+ * strides may be NULL, on the CPU or on CUDA devices. Only the call uses the DLTensor and its shape, a run on
+ * a CUDA device the memory until the stream is done with it. `stream` is a CUstream (cudaStream_t) of the
+ * device, NULL its default stream; it is ignored for the CPU. Flags are 0 or 1. Text is UTF-8.
+ *
+ * docs/c-api.md has life times, threads and examples; the numbers are in docs/numerics.md. */
+#ifndef HALFBYTE_HALFBYTE_H
+#define HALFBYTE_HALFBYTE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "halfbyte/dlpack.h"
+#include "halfbyte/export.h"
+#include "halfbyte/version.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Status, errors, version */
+
+typedef int32_t halfbyte_status;
+enum {
+  HALFBYTE_OK = 0,
+  HALFBYTE_BUG = 1,         /* an internal invariant failed */
+  HALFBYTE_USAGE = 2,       /* wrong arguments, unknown names */
+  HALFBYTE_BAD_INPUT = 3,   /* malformed, unsupported or non-finite data */
+  HALFBYTE_VERIFY = 4,      /* a result failed its own check */
+  HALFBYTE_DEVICE = 5,      /* no capable device, driver or NVRTC; device memory */
+  HALFBYTE_IO = 6,          /* a file operation failed */
+  HALFBYTE_NO_MEMORY = 7,   /* host memory */
+  HALFBYTE_EXISTS = 8,      /* the output exists, or is being written */
+  HALFBYTE_CORRUPT = 9,     /* own files are damaged */
+  HALFBYTE_CANCELLED = 130, /* a progress function asked to stop */
+};
+
+/* "OK", "USAGE", ...; "BUG" for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_status_name(halfbyte_status status);
+/* What the last function that failed on this thread said: operation, argument, rule and values. "" before the
+ * first. Stays until the next failure on this thread. */
+HALFBYTE_API const char* halfbyte_last_error(void);
+
+/* Of the library that is linked: HALFBYTE_VERSION and HALFBYTE_VERSION_STRING are of the header. */
+HALFBYTE_API int32_t halfbyte_version(void);
+HALFBYTE_API const char* halfbyte_version_string(void);
+
+/* ---- Words: enumerators and the text that the tool and files use */
+
+enum { HALFBYTE_UNSET = -1 }; /* of any of these types, where it is allowed: the default */
+
+typedef int32_t halfbyte_dtype;
+enum {
+  HALFBYTE_DTYPE_F32 = 0,
+  HALFBYTE_DTYPE_F16 = 1,
+  HALFBYTE_DTYPE_BF16 = 2,
+  HALFBYTE_DTYPE_F64 = 3,
+  HALFBYTE_DTYPE_I8 = 4,
+  HALFBYTE_DTYPE_U8 = 5,
+  HALFBYTE_DTYPE_I32 = 6,
+  HALFBYTE_DTYPE_U32 = 7,
+  HALFBYTE_DTYPE_I64 = 8,
+  HALFBYTE_DTYPE_I4 = 9,  /* two elements a byte, the first in the low half */
+  HALFBYTE_DTYPE_U4 = 10, /* likewise */
+};
+
+typedef int32_t halfbyte_format;
+enum {
+  HALFBYTE_FORMAT_NF4 = 0,
+  HALFBYTE_FORMAT_FP4 = 1,
+  HALFBYTE_FORMAT_FP4_E2M1 = 2,
+  HALFBYTE_FORMAT_LUT4 = 3,
+  HALFBYTE_FORMAT_INT2 = 4,
+  HALFBYTE_FORMAT_INT3 = 5,
+  HALFBYTE_FORMAT_INT4 = 6,
+  HALFBYTE_FORMAT_INT5 = 7,
+  HALFBYTE_FORMAT_INT6 = 8,
+  HALFBYTE_FORMAT_INT8 = 9,
+  HALFBYTE_FORMAT_AFFINE2 = 10,
+  HALFBYTE_FORMAT_AFFINE3 = 11,
+  HALFBYTE_FORMAT_AFFINE4 = 12,
+  HALFBYTE_FORMAT_AFFINE5 = 13,
+  HALFBYTE_FORMAT_AFFINE6 = 14,
+  HALFBYTE_FORMAT_AFFINE8 = 15,
+};
+
+typedef int32_t halfbyte_scale_rule;
+enum {
+  HALFBYTE_SCALE_RULE_ABSMAX = 0,
+  HALFBYTE_SCALE_RULE_HALF_RANGE = 1,
+  HALFBYTE_SCALE_RULE_SIGNED_MAX = 2,
+  HALFBYTE_SCALE_RULE_MINMAX = 3,
+  HALFBYTE_SCALE_RULE_MLX_EDGE = 4,
+};
+
+typedef int32_t halfbyte_granularity;
+enum {
+  HALFBYTE_GRANULARITY_TENSOR = 0,
+  HALFBYTE_GRANULARITY_CHANNEL = 1,
+  HALFBYTE_GRANULARITY_GROUP = 2,
+  HALFBYTE_GRANULARITY_FLAT = 3,
+};
+
+typedef int32_t halfbyte_code_scale;
+enum {
+  HALFBYTE_CODE_SCALE_STORED = 0,
+  HALFBYTE_CODE_SCALE_UNROUNDED = 1,
+};
+
+typedef int32_t halfbyte_layout;
+enum {
+  HALFBYTE_LAYOUT_HALFBYTE = 0,
+  HALFBYTE_LAYOUT_BITSANDBYTES = 1,
+  HALFBYTE_LAYOUT_COMPRESSED_TENSORS = 2,
+  HALFBYTE_LAYOUT_MLX = 3,
+};
+
+/* From the word ("nf4", "bf16", "half-range", "compressed-tensors"); HALFBYTE_USAGE names the known ones. */
+HALFBYTE_API halfbyte_status halfbyte_dtype_find(const char* word, halfbyte_dtype* dtype);
+HALFBYTE_API halfbyte_status halfbyte_format_find(const char* word, halfbyte_format* format);
+HALFBYTE_API halfbyte_status halfbyte_scale_rule_find(const char* word, halfbyte_scale_rule* rule);
+HALFBYTE_API halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout);
+/* "cpu", "cuda" or "cuda:1"; whether the device exists is not looked at. */
+HALFBYTE_API halfbyte_status halfbyte_device_find(const char* word, DLDevice* device);
+/* To the word; NULL for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_dtype_name(halfbyte_dtype dtype);
+HALFBYTE_API const char* halfbyte_format_name(halfbyte_format format);
+HALFBYTE_API const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule);
+HALFBYTE_API const char* halfbyte_layout_name(halfbyte_layout layout);
+
+/* ---- Quantization: halfbyte/format.hpp and halfbyte/ops.hpp */
+
+/* Everything that determines the bytes of a quantized tensor, except its layout. By default nf4 in groups of
+ * 64 with f32 scales. */
+typedef struct halfbyte_quant_spec {
+  size_t struct_size;
+  halfbyte_format format;
+  int32_t asymmetric; /* flag: integer formats: with an integer zero point */
+  halfbyte_granularity granularity;
+  halfbyte_scale_rule scale_rule;
+  halfbyte_dtype scale_dtype;
+  halfbyte_code_scale code_scale;
+  int32_t double_quant; /* flag: the scales are quantized in turn. 0 for halfbyte_quantize and _dequantize */
+  float table[16];      /* lut4: the values, ascending */
+  int64_t group_size;   /* elements; of granularity group and flat */
+} halfbyte_quant_spec;
+HALFBYTE_API halfbyte_status halfbyte_quant_spec_init(halfbyte_quant_spec* spec, size_t struct_size);
+/* Whether the fields fit together. */
+HALFBYTE_API halfbyte_status halfbyte_quant_spec_check(const halfbyte_quant_spec* spec);
+
+/* Sizes of a quantized matrix [rows, cols]; the layout of its parts is at QuantShape in halfbyte/format.hpp.
+ */
+typedef struct halfbyte_quant_shape {
+  size_t struct_size;
+  int64_t rows;           /* of codes: 1 for granularity flat */
+  int64_t cols;           /* elements of such a row */
+  int64_t row_bytes;      /* bytes of codes of such a row */
+  int64_t group_size;     /* elements that share a scale */
+  int64_t groups_per_row; /* 0 for an empty row */
+  int64_t num_groups;     /* scales, zeros and biases: elements in all */
+  int64_t code_bytes;     /* codes: bytes in all */
+  int32_t has_zeros;      /* flag */
+  int32_t has_biases;     /* flag */
+} halfbyte_quant_shape;
+HALFBYTE_API halfbyte_status halfbyte_quant_shape_of(const halfbyte_quant_spec* spec, int64_t rows,
+                                                     int64_t cols, halfbyte_quant_shape* shape);
+
+/* How an operation runs. */
+typedef struct halfbyte_execution {
+  size_t struct_size;
+  int64_t num_threads; /* CPU: 0: all; 1: on the calling thread only */
+  void* stream;
+} halfbyte_execution;
+HALFBYTE_API halfbyte_status halfbyte_execution_init(halfbyte_execution* execution, size_t struct_size);
+
+/* What is found in data. The counts are at QuantizeStatus in halfbyte/ops.hpp. */
+typedef struct halfbyte_quantize_status {
+  size_t struct_size;
+  int64_t num_nonfinite;   /* elements: NaN or infinite */
+  int64_t first_nonfinite; /* row-major index, -1: none */
+  int64_t num_unheld_scales;
+  int64_t num_coarse_scales; /* no fault: the stored scale has fewer than 8 significant bits */
+  int64_t num_invalid_scales;
+  int64_t num_invalid_zero_points;
+} halfbyte_quantize_status;
+
+/* Smallest and largest finite value; +infinity and -infinity where there is none. */
+typedef struct halfbyte_value_range {
+  size_t struct_size;
+  double min, max;
+  int64_t num_nonfinite;
+  int64_t first_nonfinite; /* row-major index, -1: none */
+} halfbyte_value_range;
+/* x: contiguous, f32, f16, bf16 or f64. execution: NULL: the defaults. Waits for the stream. */
+HALFBYTE_API halfbyte_status halfbyte_value_range_of(const DLTensor* x, const halfbyte_execution* execution,
+                                                     halfbyte_value_range* range);
+
+/* The parts of a quantized matrix: contiguous, of any shape, with as many elements as halfbyte_quant_shape
+ * says. NULL: a part that the spec does not have. */
+typedef struct halfbyte_quantized {
+  size_t struct_size;
+  const DLTensor* codes;  /* u8, code_bytes elements */
+  const DLTensor* scales; /* spec->scale_dtype, num_groups elements */
+  const DLTensor* zeros;  /* u8, num_groups elements: asymmetric integers */
+  const DLTensor* biases; /* spec->scale_dtype, num_groups elements: affine formats */
+} halfbyte_quantized;
+HALFBYTE_API halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantized, size_t struct_size);
+
+/* Quantizes x [..., cols] (contiguous; f32, f16, bf16 or f64), with rows the product of its other extents,
+ * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. execution: NULL: the
+ * defaults. range: granularity tensor: of the whole tensor where x is a block of it; else NULL. status: gets
+ * what was found in x. With NULL that is an error: HALFBYTE_BAD_INPUT where an element is not finite, or a
+ * scale cannot be held by its dtype. */
+HALFBYTE_API halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* spec,
+                                               const halfbyte_quantized* out,
+                                               const halfbyte_execution* execution,
+                                               const halfbyte_value_range* range,
+                                               halfbyte_quantize_status* status);
+/* Decodes into y [..., cols] (contiguous; f32, f16, bf16 or f64). All are on the device of y; nothing
+ * overlaps. On a CUDA device enqueued on the stream, else done when it returns. */
+HALFBYTE_API halfbyte_status halfbyte_dequantize(const halfbyte_quantized* in,
+                                                 const halfbyte_quant_spec* spec, const DLTensor* y,
+                                                 const halfbyte_execution* execution);
+
+/* Double quantization of scales, in host memory: codes u8 [n] and absmax f32 [ceil(n / 256)] of scales f32
+ * [n], around *offset. All contiguous. */
+HALFBYTE_API halfbyte_status halfbyte_double_quantize(const DLTensor* scales, const DLTensor* codes,
+                                                      const DLTensor* absmax, float* offset);
+HALFBYTE_API halfbyte_status halfbyte_double_dequantize(const DLTensor* codes, const DLTensor* absmax,
+                                                        float offset, const DLTensor* scales);
+
+/* ---- INT4 and NF4 of flat buffers: halfbyte/simple.hpp, which has the rules for buffers */
+
+/* ceil(n / group_size) and ceil(n / 2). */
+HALFBYTE_API halfbyte_status halfbyte_int4_num_groups(int64_t n, int64_t group_size, int64_t* num_groups);
+HALFBYTE_API halfbyte_status halfbyte_int4_packed_bytes(int64_t n, int64_t* num_bytes);
+/* zeros: NULL where `symmetric`. execution: NULL: the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_quantize_int4(const DLTensor* x, const DLTensor* codes,
+                                                    const DLTensor* scales, const DLTensor* zeros, int64_t n,
+                                                    int64_t group_size, int32_t symmetric,
+                                                    const halfbyte_execution* execution);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_int4(const DLTensor* codes, const DLTensor* scales,
+                                                      const DLTensor* zeros, const DLTensor* y, int64_t n,
+                                                      int64_t group_size, int32_t symmetric,
+                                                      const halfbyte_execution* execution);
+HALFBYTE_API halfbyte_status halfbyte_quantize_nf4(const DLTensor* x, const DLTensor* codes,
+                                                   const DLTensor* scales, int64_t n, int64_t group_size,
+                                                   const halfbyte_execution* execution);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_nf4(const DLTensor* codes, const DLTensor* scales,
+                                                     const DLTensor* y, int64_t n, int64_t group_size,
+                                                     const halfbyte_execution* execution);
+
+/* ---- Plans: halfbyte/plan.hpp. An operation prepared once and run many times.
+ *
+ * Each operation has three functions: _select makes a plan, _can_implement returns what _run would for these
+ * tensors, _run is asynchronous on the stream, allocates no memory of a device and can be captured in a CUDA
+ * graph. The other functions take the plan of any operation. Threads may share a plan and run it at the same
+ * time, each run with a workspace of its own. */
+
+typedef struct halfbyte_plan halfbyte_plan;
+
+typedef struct halfbyte_plan_preference {
+  size_t struct_size;
+  int64_t num_threads; /* CPU: 0: all; 1: on the calling thread only */
+} halfbyte_plan_preference;
+HALFBYTE_API halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference,
+                                                           size_t struct_size);
+
+/* NULL is fine. The workspace is not used any more when its last run is done. */
+HALFBYTE_API void halfbyte_plan_destroy(halfbyte_plan* plan);
+
+/* The kernel that a plan runs. The text lives as long as the plan. */
+typedef struct halfbyte_sku {
+  size_t struct_size;
+  const char* op;      /* "quantize_linear" */
+  const char* kernel;  /* "quantize_linear_cpu" */
+  const char* backend; /* "cpu AVX3_DL", "cuda sm_90a" */
+  const char* dtypes;  /* "bf16 -> i8, scale f32" */
+} halfbyte_sku;
+HALFBYTE_API halfbyte_status halfbyte_plan_sku(const halfbyte_plan* plan, halfbyte_sku* sku);
+
+typedef struct halfbyte_precision_guarantee {
+  size_t struct_size;
+  halfbyte_dtype math;         /* what decides codes and values */
+  halfbyte_dtype accumulator;  /* of sums */
+  int32_t deterministic;       /* flag: the same bytes run to run */
+  int32_t same_on_all_devices; /* flag: and for every device, SIMD target and number of threads */
+} halfbyte_precision_guarantee;
+HALFBYTE_API halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_plan* plan,
+                                                               halfbyte_precision_guarantee* guarantee);
+
+HALFBYTE_API halfbyte_status halfbyte_plan_device(const halfbyte_plan* plan, DLDevice* device);
+/* Bytes of memory of the device that a run needs, at a multiple of 16. Never 0. */
+HALFBYTE_API halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* plan, int64_t* num_bytes);
+/* What the last run with this workspace found in the data. Waits for the stream, which may not be capturing.
+ */
+HALFBYTE_API halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, const void* workspace,
+                                                  void* stream, halfbyte_quantize_status* status);
+
+/* Linear quantization: halfbyte/quantize_linear.hpp describes the fields and the three operations. */
+typedef struct halfbyte_linear_descriptor {
+  size_t struct_size;
+  const int64_t* shape; /* of x, y, codes and gradients; only _select uses it */
+  int32_t ndim;
+  halfbyte_granularity granularity; /* tensor, channel or group */
+  int32_t axis;                     /* of channel and group; -1: the last */
+  int32_t q_min, q_max;
+  halfbyte_dtype dtype;
+  halfbyte_dtype code_dtype;
+  halfbyte_dtype scale_dtype;
+  halfbyte_dtype zero_point_dtype; /* HALFBYTE_UNSET: symmetric */
+  halfbyte_scale_rule scale_rule;  /* where computed */
+  int64_t group_size;              /* elements */
+  int64_t alignment;               /* bytes */
+  int32_t computed;                /* flag: quantize computes scale and zero point and writes them */
+  int32_t strided;                 /* flag: x, y, codes and gradients may have strides */
+} halfbyte_linear_descriptor;
+/* A tensor of rank 0, f32 to i8 in -128 ... 127, one f32 scale that is given. */
+HALFBYTE_API halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_descriptor* descriptor,
+                                                             size_t struct_size);
+/* The shape of scale and zero point: *ndim gets its rank (0, 1 or descriptor->ndim), scale_shape its extents,
+ * for which it must have room for max(1, descriptor->ndim). */
+HALFBYTE_API halfbyte_status halfbyte_linear_descriptor_scale_shape(
+    const halfbyte_linear_descriptor* descriptor, int32_t* ndim, int64_t* scale_shape);
+
+/* x -> codes. Nothing overlaps. */
+typedef struct halfbyte_quantize_linear_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const DLTensor* codes;      /* written */
+  const DLTensor* scale;      /* written where computed */
+  const DLTensor* zero_point; /* likewise; NULL where symmetric */
+} halfbyte_quantize_linear_args;
+HALFBYTE_API halfbyte_status halfbyte_quantize_linear_args_init(halfbyte_quantize_linear_args* args,
+                                                                size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_quantize_linear_select(DLDevice device,
+                                                             const halfbyte_linear_descriptor* descriptor,
+                                                             const halfbyte_plan_preference* preference,
+                                                             halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status
+halfbyte_quantize_linear_can_implement(const halfbyte_plan* plan, const halfbyte_quantize_linear_args* args);
+HALFBYTE_API halfbyte_status halfbyte_quantize_linear_run(const halfbyte_plan* plan, void* stream,
+                                                          void* workspace,
+                                                          const halfbyte_quantize_linear_args* args);
+
+/* codes -> y. Nothing overlaps. */
+typedef struct halfbyte_dequantize_linear_args {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* scale;
+  const DLTensor* zero_point; /* NULL where symmetric */
+  const DLTensor* y;          /* written */
+} halfbyte_dequantize_linear_args;
+HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_args_init(halfbyte_dequantize_linear_args* args,
+                                                                  size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_select(DLDevice device,
+                                                               const halfbyte_linear_descriptor* descriptor,
+                                                               const halfbyte_plan_preference* preference,
+                                                               halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_can_implement(
+    const halfbyte_plan* plan, const halfbyte_dequantize_linear_args* args);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_run(const halfbyte_plan* plan, void* stream,
+                                                            void* workspace,
+                                                            const halfbyte_dequantize_linear_args* args);
+
+/* x, dy -> dx. dx may be dy; nothing else overlaps. */
+typedef struct halfbyte_quantize_linear_backward_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const DLTensor* dy;
+  const DLTensor* scale;
+  const DLTensor* zero_point; /* NULL where symmetric */
+  const DLTensor* dx;         /* written */
+} halfbyte_quantize_linear_backward_args;
+HALFBYTE_API halfbyte_status
+halfbyte_quantize_linear_backward_args_init(halfbyte_quantize_linear_backward_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_quantize_linear_backward_select(DLDevice device, const halfbyte_linear_descriptor* descriptor,
+                                         const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_quantize_linear_backward_can_implement(
+    const halfbyte_plan* plan, const halfbyte_quantize_linear_backward_args* args);
+HALFBYTE_API halfbyte_status
+halfbyte_quantize_linear_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                      const halfbyte_quantize_linear_backward_args* args);
+
+/* ---- Checkpoints: halfbyte/checkpoint.hpp */
+
+/* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */
+typedef struct halfbyte_progress {
+  size_t struct_size;
+  const char* phase; /* "quantize", "dequantize", "verify", "compare", "sync" */
+  uint64_t done_bytes;
+  uint64_t total_bytes;
+} halfbyte_progress;
+typedef int (*halfbyte_progress_function)(const halfbyte_progress* progress, void* user_data);
+
+typedef struct halfbyte_checkpoint halfbyte_checkpoint;
+/* path: a .safetensors file, or a directory of a model. Validates every header. Threads may share a
+ * checkpoint. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_open(const char* path, halfbyte_checkpoint** checkpoint);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_checkpoint_close(halfbyte_checkpoint* checkpoint);
+
+typedef struct halfbyte_checkpoint_info {
+  size_t struct_size;
+  int32_t is_directory; /* flag */
+  int64_t num_tensors;
+  int64_t num_weights;
+} halfbyte_checkpoint_info;
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_info(const halfbyte_checkpoint* checkpoint,
+                                                          halfbyte_checkpoint_info* info);
+
+/* A tensor as stored. What it points to lives as long as the checkpoint. */
+typedef struct halfbyte_stored_tensor {
+  size_t struct_size;
+  const char* name;
+  const char* dtype; /* as the file spells it: "BF16" */
+  const char* file;  /* within the directory */
+  const int64_t* shape;
+  int64_t ndim;
+  uint64_t offset; /* bytes from the start of the file */
+  uint64_t num_bytes;
+} halfbyte_stored_tensor;
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_tensor(const halfbyte_checkpoint* checkpoint,
+                                                            int64_t index, halfbyte_stored_tensor* tensor);
+
+/* A weight as a model sees it; they are sorted by name. What it points to lives as long as the checkpoint. */
+typedef struct halfbyte_weight {
+  size_t struct_size;
+  const char* name;
+  const int64_t* shape; /* of the dense weight */
+  int64_t ndim;
+  halfbyte_dtype dtype;   /* of the dense weight; HALFBYTE_UNSET: none of ours */
+  halfbyte_layout layout; /* HALFBYTE_UNSET: dense */
+  const int32_t* parts;   /* indices of tensors; a dense weight has one */
+  int64_t num_parts;
+  uint64_t num_bytes; /* of all parts */
+  double bits_per_weight;
+} halfbyte_weight;
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkpoint,
+                                                            int64_t index, halfbyte_weight* weight);
+/* Of a weight that is quantized. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_spec(const halfbyte_checkpoint* checkpoint,
+                                                          int64_t index, halfbyte_quant_spec* spec);
+/* *index gets the index of the weight, -1 where there is none of the name. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_find(const halfbyte_checkpoint* checkpoint, const char* name,
+                                                      int64_t* index);
+/* Bytes [offset, offset + num_bytes) of a stored tensor. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_read(const halfbyte_checkpoint* checkpoint,
+                                                      int64_t tensor_index, uint64_t offset,
+                                                      uint64_t num_bytes, void* bytes);
+/* Decodes the elements [begin, begin + elements of y) of the row-major weight into y: contiguous, on the CPU,
+ * f32, f16, bf16 or f64. Uses the calling thread only. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoint* checkpoint,
+                                                        int64_t weight_index, int64_t begin,
+                                                        const DLTensor* y);
+
+typedef int32_t halfbyte_nonfinite;
+enum {
+  HALFBYTE_NONFINITE_ERROR = 0,
+  HALFBYTE_NONFINITE_KEEP_DENSE = 1,
+};
+
+/* What is HALFBYTE_UNSET (group_size: 0) follows the layout. By default nf4, verified, on all threads of the
+ * CPU. */
+typedef struct halfbyte_quantize_options {
+  size_t struct_size;
+  halfbyte_format format;
+  int32_t asymmetric;   /* flag */
+  int32_t double_quant; /* flag */
+  halfbyte_layout layout;
+  halfbyte_granularity granularity;
+  halfbyte_scale_rule scale_rule;
+  int64_t group_size;
+  halfbyte_dtype scale_dtype;
+  halfbyte_nonfinite nonfinite;
+  const char* const* include; /* regular expressions; NULL where num_include is 0 */
+  int64_t num_include;
+  const char* const* exclude;
+  int64_t num_exclude;
+  int32_t fallback_dense; /* flag: what the layout cannot hold stays dense */
+  int32_t dry_run;        /* flag: plan and report only */
+  int32_t verify;         /* flag */
+  int32_t force;          /* flag: replace an existing output */
+  DLDevice device;
+  int64_t num_threads;                 /* of the CPU; 0: all */
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+  float table[16]; /* lut4 */
+} halfbyte_quantize_options;
+HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options,
+                                                            size_t struct_size);
+
+typedef struct halfbyte_dequantize_options {
+  size_t struct_size;
+  halfbyte_dtype dtype; /* HALFBYTE_UNSET: what each weight was before */
+  int32_t dry_run;      /* flag */
+  int32_t force;        /* flag */
+  DLDevice device;
+  int64_t num_threads;
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_dequantize_options;
+HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options,
+                                                              size_t struct_size);
+
+typedef struct halfbyte_report halfbyte_report;
+/* Reads `input`, writes `output`: file to file, directory to directory; after a failure there is no output.
+ * options: NULL: the defaults. report: gets what happened; NULL where that does not matter. */
+HALFBYTE_API halfbyte_status halfbyte_quantize_checkpoint(const char* input, const char* output,
+                                                          const halfbyte_quantize_options* options,
+                                                          halfbyte_report** report);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_checkpoint(const char* input, const char* output,
+                                                            const halfbyte_dequantize_options* options,
+                                                            halfbyte_report** report);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_report_destroy(halfbyte_report* report);
+
+/* What it points to lives as long as the report. */
+typedef struct halfbyte_report_info {
+  size_t struct_size;
+  const char* input;
+  const char* output;
+  halfbyte_layout layout; /* of the output (quantize) or the input (dequantize); HALFBYTE_UNSET: none */
+  DLDevice device;        /* that computed */
+  int64_t num_weights;
+  int64_t num_quantized;
+  int64_t num_copied_files; /* of a directory */
+  int64_t num_skipped_files;
+  uint64_t source_bytes, output_bytes; /* of tensors */
+  uint64_t quantized_source_bytes;
+  uint64_t peak_buffer_bytes; /* upper bound of the working memory on the host, as planned */
+  double run_seconds, sync_seconds, verify_seconds;
+} halfbyte_report_info;
+HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
+                                                      halfbyte_report_info* info);
+
+/* What happened (or would happen) to one weight. What it points to lives as long as the report. */
+typedef struct halfbyte_weight_report {
+  size_t struct_size;
+  const char* name;
+  const int64_t* shape;
+  int64_t ndim;
+  const char* dtype;  /* of the source, as stored: "BF16" */
+  const char* reason; /* why it stayed dense; "" where quantized */
+  const char* note;   /* "scales in f32: f16 cannot hold them"; "" where there is none */
+  int32_t quantized;  /* flag */
+  int32_t measured;   /* flag: the errors are; else they are 0 */
+  uint64_t source_bytes, output_bytes;
+  double bits_per_weight;
+  double max_error; /* largest |x_hat - x| */
+  int64_t max_error_index;
+  double relative_rmse; /* sqrt(sum (x_hat - x)^2 / sum x^2) */
+  double snr_db;        /* infinite where exact */
+} halfbyte_weight_report;
+HALFBYTE_API halfbyte_status halfbyte_report_get_weight(const halfbyte_report* report, int64_t index,
+                                                        halfbyte_weight_report* weight);
+/* Of a weight that was quantized. */
+HALFBYTE_API halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t index,
+                                                      halfbyte_quant_spec* spec);
+/* Names of files of a directory that were copied, and not. NULL for an index that is none. */
+HALFBYTE_API const char* halfbyte_report_copied_file(const halfbyte_report* report, int64_t index);
+HALFBYTE_API const char* halfbyte_report_skipped_file(const halfbyte_report* report, int64_t index);
+
+typedef struct halfbyte_compare_options {
+  size_t struct_size;
+  int64_t num_threads;                 /* 0: all */
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_compare_options;
+HALFBYTE_API halfbyte_status halfbyte_compare_options_init(halfbyte_compare_options* options,
+                                                           size_t struct_size);
+
+typedef struct halfbyte_comparison halfbyte_comparison;
+/* Compares the decoded weights of two checkpoints, of which `a` is the reference: rows with a problem first,
+ * then worst signal to noise first. options: NULL: the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_compare_checkpoints(const char* a, const char* b,
+                                                          const halfbyte_compare_options* options,
+                                                          halfbyte_comparison** comparison);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_comparison_destroy(halfbyte_comparison* comparison);
+HALFBYTE_API halfbyte_status halfbyte_comparison_num_rows(const halfbyte_comparison* comparison,
+                                                          int64_t* num_rows);
+/* What it points to lives as long as the comparison. */
+typedef struct halfbyte_comparison_row {
+  size_t struct_size;
+  const char* name;
+  const char* problem; /* "missing in B"; "" where compared */
+  double max_error;
+  int64_t max_error_index;
+  double relative_rmse;
+  double snr_db;
+} halfbyte_comparison_row;
+HALFBYTE_API halfbyte_status halfbyte_comparison_get_row(const halfbyte_comparison* comparison, int64_t index,
+                                                         halfbyte_comparison_row* row);
+
+/* ---- The machine: halfbyte/system.hpp and halfbyte/device.hpp. Nothing here needs the CUDA toolkit. */
+
+/* What it points to lives as long as the process. */
+typedef struct halfbyte_system_info {
+  size_t struct_size;
+  const char* version;
+  const char* simd_target;      /* that CPU kernels run on here: "AVX3_DL" */
+  const char* compiled_targets; /* that this build has kernels for, best first: "AVX3_DL AVX2 SCALAR" */
+  int64_t num_threads;          /* that operations use by default */
+} halfbyte_system_info;
+HALFBYTE_API halfbyte_status halfbyte_get_system_info(halfbyte_system_info* info);
+
+typedef struct halfbyte_cuda halfbyte_cuda;
+/* What is found of CUDA on this machine. That there is none is no failure. */
+HALFBYTE_API halfbyte_status halfbyte_cuda_query(halfbyte_cuda** cuda);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_cuda_destroy(halfbyte_cuda* cuda);
+
+/* What it points to lives as long as the halfbyte_cuda. */
+typedef struct halfbyte_cuda_info {
+  size_t struct_size;
+  const char* problem;     /* why no device can be used; "" if one can */
+  const char* driver_path; /* "" if not found */
+  const char* nvrtc_path;
+  int32_t driver_version; /* of CUDA that the driver supports: 1000 * major + 10 * minor */
+  int32_t nvrtc_version;
+  const char* cache_directory; /* of compiled kernels on disk; "" if none is used */
+  const char* cache_problem;   /* why none is used */
+  int64_t num_devices;
+} halfbyte_cuda_info;
+HALFBYTE_API halfbyte_status halfbyte_cuda_get_info(const halfbyte_cuda* cuda, halfbyte_cuda_info* info);
+
+typedef struct halfbyte_cuda_device {
+  size_t struct_size;
+  const char* name;    /* "NVIDIA H200" */
+  const char* target;  /* that kernels are compiled for: "sm_90a"; "" if NVRTC cannot */
+  const char* problem; /* why it cannot be used; "" if it can */
+  int32_t index;
+  int32_t capability; /* 10 * major + minor */
+  int32_t num_multiprocessors;
+  uint64_t memory_bytes;
+} halfbyte_cuda_device;
+HALFBYTE_API halfbyte_status halfbyte_cuda_get_device(const halfbyte_cuda* cuda, int64_t index,
+                                                      halfbyte_cuda_device* device);
+
+/* HALFBYTE_DEVICE with the reason where the device cannot be used. The CPU always can. */
+HALFBYTE_API halfbyte_status halfbyte_check_device(DLDevice device);
+
+/* A stream of a CUDA device; for the CPU nothing. */
+typedef struct halfbyte_stream halfbyte_stream;
+HALFBYTE_API halfbyte_status halfbyte_stream_create(DLDevice device, halfbyte_stream** stream);
+/* The `stream` of other functions; NULL for the CPU. */
+HALFBYTE_API void* halfbyte_stream_handle(const halfbyte_stream* stream);
+/* Waits until all is done. HALFBYTE_DEVICE where something failed. */
+HALFBYTE_API halfbyte_status halfbyte_stream_synchronize(const halfbyte_stream* stream);
+/* NULL is fine. Work on it must be done. */
+HALFBYTE_API void halfbyte_stream_destroy(halfbyte_stream* stream);
+
+/* Memory of a device: uninitialized, at least 64-byte aligned. */
+typedef struct halfbyte_memory halfbyte_memory;
+HALFBYTE_API halfbyte_status halfbyte_memory_create(DLDevice device, int64_t num_bytes,
+                                                    halfbyte_memory** memory);
+/* Host memory that copies to and from `device` run asynchronously on. */
+HALFBYTE_API halfbyte_status halfbyte_memory_create_host(DLDevice device, int64_t num_bytes,
+                                                         halfbyte_memory** memory);
+HALFBYTE_API void* halfbyte_memory_data(const halfbyte_memory* memory);
+/* NULL is fine. Work on it must be done. */
+HALFBYTE_API void halfbyte_memory_destroy(halfbyte_memory* memory);
+/* Copies between host memory and memory of `device`, either way, or within it; on a CUDA device enqueued on
+ * the stream. */
+HALFBYTE_API halfbyte_status halfbyte_copy(DLDevice device, void* to, const void* from, int64_t num_bytes,
+                                           void* stream);
+
+/* ---- Kernels: halfbyte/kernels.hpp. Nothing here needs a GPU; what compiles needs NVRTC. */
+
+/* What it points to lives as long as the process, here and for keys and targets. */
+typedef struct halfbyte_kernel {
+  size_t struct_size;
+  const char* op;   /* "quantize" */
+  const char* name; /* "quantize_groups": the extern "C" function */
+  const char* description;
+  int64_t num_keys;
+} halfbyte_kernel;
+HALFBYTE_API halfbyte_status halfbyte_kernel_count(int64_t* num_kernels);
+HALFBYTE_API halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel);
+
+/* What a kernel is specialised on. */
+typedef struct halfbyte_kernel_key {
+  size_t struct_size;
+  const char* name; /* "group-size" */
+  const char* description;
+  int64_t num_values; /* the first is the default */
+  int64_t open;       /* flag: other values are taken too */
+} halfbyte_kernel_key;
+HALFBYTE_API halfbyte_status halfbyte_kernel_get_key(int64_t kernel_index, int64_t key_index,
+                                                     halfbyte_kernel_key* key);
+/* NULL for indices that are none. */
+HALFBYTE_API const char* halfbyte_kernel_key_value(int64_t kernel_index, int64_t key_index,
+                                                   int64_t value_index);
+
+/* A configuration is an array of these; what is missing has its default. This structure will not change. */
+typedef struct halfbyte_kernel_setting {
+  const char* key;
+  const char* value;
+} halfbyte_kernel_setting;
+/* The index of the kernel of the op that runs for this configuration. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_choose(const char* op, const halfbyte_kernel_setting* settings,
+                                                    int64_t num_settings, int64_t* index);
+
+/* What the NVRTC of this machine compiles for; HALFBYTE_DEVICE without NVRTC. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets);
+HALFBYTE_API halfbyte_status halfbyte_kernel_target_get(int64_t index, const char** target);
+
+/* Bytes that a function made. Behind them is a byte 0, which size does not count. */
+typedef struct halfbyte_blob halfbyte_blob;
+HALFBYTE_API const void* halfbyte_blob_data(const halfbyte_blob* blob);
+HALFBYTE_API int64_t halfbyte_blob_size(const halfbyte_blob* blob);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_blob_destroy(halfbyte_blob* blob);
+
+/* One module with one kernel: PTX as text, or the machine code of the target ("sm_90a"). */
+HALFBYTE_API halfbyte_status halfbyte_kernel_emit_ptx(const char* kernel,
+                                                      const halfbyte_kernel_setting* settings,
+                                                      int64_t num_settings, const char* target,
+                                                      halfbyte_blob** ptx);
+HALFBYTE_API halfbyte_status halfbyte_kernel_emit_cubin(const char* kernel,
+                                                        const halfbyte_kernel_setting* settings,
+                                                        int64_t num_settings, const char* target,
+                                                        halfbyte_blob** cubin);
+
+/* Called after each kernel. Not 0 cancels: HALFBYTE_CANCELLED, no file. */
+typedef int (*halfbyte_kernel_progress_function)(int64_t num_done, int64_t num_total, void* user_data);
+/* Of a kernel pack: a file of compiled kernels, which takes the place of NVRTC. Lists are NULL where their
+ * number is 0, which means all; targets has at least one. */
+typedef struct halfbyte_kernel_pack_options {
+  size_t struct_size;
+  const char* const* targets;
+  int64_t num_targets;
+  const char* const* ops;
+  int64_t num_ops;
+  const char* const* formats;
+  int64_t num_formats;
+  const char* const* dtypes;
+  int64_t num_dtypes;
+  int32_t force;             /* flag: replace an existing file */
+  int32_t shard, num_shards; /* every num_shards-th kernel, from number `shard` on; by default all */
+  halfbyte_kernel_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_kernel_pack_options;
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_options_init(halfbyte_kernel_pack_options* options,
+                                                               size_t struct_size);
+/* How many kernels a pack of these options holds. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_count(const halfbyte_kernel_pack_options* options,
+                                                        int64_t* num_kernels);
+
+typedef struct halfbyte_kernel_pack_info {
+  size_t struct_size;
+  int64_t num_kernels;
+  int64_t num_compiled; /* _write: the others were in packs that are loaded. _load: 0 */
+  int64_t num_matching; /* _load: made from the sources of this library. _write: all */
+  uint64_t num_bytes;   /* _write: of the file. _load: 0 */
+} halfbyte_kernel_pack_info;
+/* Writes the file complete or not at all. info: may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_write(const char* path,
+                                                        const halfbyte_kernel_pack_options* options,
+                                                        halfbyte_kernel_pack_info* info);
+/* From now on kernels are looked for in this pack before they are compiled. A pack is machine code: load none
+ * that somebody else could have written. info: may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_pack_load(const char* path, halfbyte_kernel_pack_info* info);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,321 @@
+// Checkpoints, reports and comparisons.
+#include "halfbyte/checkpoint.hpp"
+
+#include "capi/support.h"
+
+using namespace halfbyte;
+using namespace halfbyte::capi;
+
+struct halfbyte_checkpoint {
+  Checkpoint checkpoint;
+};
+struct halfbyte_report {
+  CheckpointReport report;
+};
+struct halfbyte_comparison {
+  std::vector<CompareRow> rows;
+};
+
+namespace {
+
+static_assert(HALFBYTE_LAYOUT_HALFBYTE == static_cast<int32_t>(Layout::halfbyte));
+static_assert(HALFBYTE_LAYOUT_BITSANDBYTES == static_cast<int32_t>(Layout::bitsandbytes));
+static_assert(HALFBYTE_LAYOUT_COMPRESSED_TENSORS == static_cast<int32_t>(Layout::compressed_tensors));
+static_assert(HALFBYTE_LAYOUT_MLX == static_cast<int32_t>(Layout::mlx));
+static_assert(HALFBYTE_NONFINITE_KEEP_DENSE == static_cast<int32_t>(NonFinite::keep_dense));
+
+template <class T>
+int64_t count_of(const std::vector<T>& list) {
+  return static_cast<int64_t>(list.size());
+}
+template <class Enum>
+int32_t or_unset(const std::optional<Enum>& value) {
+  return value ? static_cast<int32_t>(*value) : HALFBYTE_UNSET;
+}
+template <class Enum>
+std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
+  if (value == HALFBYTE_UNSET) return std::nullopt;
+  return enum_of(value, last, name);
+}
+
+ProgressFunction progress_of(halfbyte_progress_function function, void* user_data) {
+  if (function == nullptr) return {};
+  return [function, user_data](const Progress& progress) {
+    const halfbyte_progress c{sizeof c, progress.phase, progress.done_bytes, progress.total_bytes};
+    return function(&c, user_data) == 0;
+  };
+}
+
+halfbyte_quantize_options default_quantize_options() {
+  const QuantizeOptions defaults;
+  halfbyte_quantize_options options{};
+  options.format = static_cast<int32_t>(defaults.format);
+  options.layout = HALFBYTE_UNSET;
+  options.granularity = HALFBYTE_UNSET;
+  options.scale_rule = HALFBYTE_UNSET;
+  options.scale_dtype = HALFBYTE_UNSET;
+  options.nonfinite = static_cast<int32_t>(defaults.nonfinite);
+  options.verify = defaults.verify;
+  options.device = to_dlpack(defaults.device);
+  return options;
+}
+
+QuantizeOptions options_of(const halfbyte_quantize_options* given) {
+  const halfbyte_quantize_options c = read_struct(given, default_quantize_options(), "options");
+  QuantizeOptions options;
+  options.format = enum_of(c.format, all_formats().back().format, "options.format");
+  options.asymmetric = flag_of(c.asymmetric, "options.asymmetric");
+  options.double_quant = flag_of(c.double_quant, "options.double_quant");
+  std::copy(std::begin(c.table), std::end(c.table), options.table.begin());
+  options.layout = optional_of(c.layout, Layout::mlx, "options.layout");
+  options.granularity = optional_of(c.granularity, Granularity::flat, "options.granularity");
+  if (c.group_size != 0) options.group_size = c.group_size;
+  options.scale_rule = optional_of(c.scale_rule, ScaleRule::mlx_edge, "options.scale_rule");
+  options.scale_dtype = optional_of(c.scale_dtype, DType::u4, "options.scale_dtype");
+  options.nonfinite = enum_of(c.nonfinite, NonFinite::keep_dense, "options.nonfinite");
+  options.include = words_of(c.include, c.num_include, "options.include");
+  options.exclude = words_of(c.exclude, c.num_exclude, "options.exclude");
+  options.fallback_dense = flag_of(c.fallback_dense, "options.fallback_dense");
+  options.dry_run = flag_of(c.dry_run, "options.dry_run");
+  options.verify = flag_of(c.verify, "options.verify");
+  options.force = flag_of(c.force, "options.force");
+  options.device = from_dlpack(c.device, "options.device");
+  options.num_threads = threads_of(c.num_threads, "options.num_threads");
+  options.progress = progress_of(c.progress, c.user_data);
+  return options;
+}
+
+halfbyte_dequantize_options default_dequantize_options() {
+  halfbyte_dequantize_options options{};
+  options.dtype = HALFBYTE_UNSET;
+  options.device = to_dlpack(Device{});
+  return options;
+}
+
+DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
+  const halfbyte_dequantize_options c = read_struct(given, default_dequantize_options(), "options");
+  DequantizeOptions options;
+  options.dtype = optional_of(c.dtype, DType::u4, "options.dtype");
+  options.dry_run = flag_of(c.dry_run, "options.dry_run");
+  options.force = flag_of(c.force, "options.force");
+  options.device = from_dlpack(c.device, "options.device");
+  options.num_threads = threads_of(c.num_threads, "options.num_threads");
+  options.progress = progress_of(c.progress, c.user_data);
+  return options;
+}
+
+// Hands a report to who asked for one.
+void give(CheckpointReport&& report, halfbyte_report** to) {
+  if (to != nullptr) *to = new halfbyte_report{std::move(report)};
+}
+
+const Weight& weight_of(const halfbyte_checkpoint* checkpoint, int64_t index) {
+  return element(required(checkpoint, "checkpoint").checkpoint.weights(), index, "weights");
+}
+
+}  // namespace
+
+halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout) {
+  return guard(
+      [&] { required(layout, "layout") = static_cast<int32_t>(parse_layout(&required(word, "word"))); });
+}
+const char* halfbyte_layout_name(halfbyte_layout layout) {
+  return layout < 0 || layout > HALFBYTE_LAYOUT_MLX ? nullptr : to_string(static_cast<Layout>(layout));
+}
+
+// ---- Reading
+
+halfbyte_status halfbyte_checkpoint_open(const char* path, halfbyte_checkpoint** checkpoint) {
+  return guard([&] {
+    required(checkpoint, "checkpoint");
+    *checkpoint = new halfbyte_checkpoint{Checkpoint::open(&required(path, "path"))};
+  });
+}
+void halfbyte_checkpoint_close(halfbyte_checkpoint* checkpoint) { delete checkpoint; }
+
+halfbyte_status halfbyte_checkpoint_get_info(const halfbyte_checkpoint* checkpoint,
+                                             halfbyte_checkpoint_info* info) {
+  return guard([&] {
+    const Checkpoint& of = required(checkpoint, "checkpoint").checkpoint;
+    write_struct(info,
+                 {0, of.is_directory(), static_cast<int64_t>(of.tensors().size()),
+                  static_cast<int64_t>(of.weights().size())},
+                 "info");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_get_tensor(const halfbyte_checkpoint* checkpoint, int64_t index,
+                                               halfbyte_stored_tensor* tensor) {
+  return guard([&] {
+    const StoredTensor& of =
+        element(required(checkpoint, "checkpoint").checkpoint.tensors(), index, "tensors");
+    write_struct(tensor,
+                 {0, of.name.c_str(), of.dtype.c_str(), of.file.c_str(), of.shape.data(), count_of(of.shape),
+                  of.offset, of.num_bytes},
+                 "tensor");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkpoint, int64_t index,
+                                               halfbyte_weight* weight) {
+  return guard([&] {
+    const Weight& of = weight_of(checkpoint, index);
+    write_struct(
+        weight,
+        {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype), or_unset(of.layout),
+         of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of)},
+        "weight");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_get_spec(const halfbyte_checkpoint* checkpoint, int64_t index,
+                                             halfbyte_quant_spec* spec) {
+  return guard([&] {
+    const Weight& of = weight_of(checkpoint, index);
+    if (!of.layout) refuse("weight {} is dense: it has no spec", index);
+    write_struct(spec, to_c(of.spec), "spec");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_find(const halfbyte_checkpoint* checkpoint, const char* name,
+                                         int64_t* index) {
+  return guard([&] {
+    const Checkpoint& of = required(checkpoint, "checkpoint").checkpoint;
+    const Weight* const weight = of.find(&required(name, "name"));
+    required(index, "index") = weight == nullptr ? -1 : weight - of.weights().data();
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_read(const halfbyte_checkpoint* checkpoint, int64_t tensor_index,
+                                         uint64_t offset, uint64_t num_bytes, void* bytes) {
+  return guard([&] {
+    const Checkpoint& of = required(checkpoint, "checkpoint").checkpoint;
+    const StoredTensor& tensor = element(of.tensors(), tensor_index, "tensors");
+    if (offset > tensor.num_bytes || num_bytes > tensor.num_bytes - offset)
+      refuse("bytes [{}, {} + {}) are not within tensor {} of {} bytes", offset, offset, num_bytes,
+             tensor_index, tensor.num_bytes);
+    if (bytes == nullptr && num_bytes > 0) refuse("bytes must not be NULL");
+    of.read(tensor, offset, {static_cast<std::byte*>(bytes), static_cast<size_t>(num_bytes)});
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoint* checkpoint, int64_t weight_index,
+                                           int64_t begin, const DLTensor* y) {
+  return guard([&] {
+    const Weight& weight = weight_of(checkpoint, weight_index);
+    const TensorView view = view_of(y, "y");
+    const int64_t count = num_elements(view);
+    if (!is_contiguous(view)) refuse("y must be contiguous");
+    if (view.device != Device{}) refuse("y must be on cpu");
+    if (view.data == nullptr && count > 0) refuse("y has {} elements but no data", count);
+    checkpoint->checkpoint.decode(weight, begin, count, view.dtype, view.data);
+  });
+}
+
+// ---- Writing
+
+halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options, size_t struct_size) {
+  return init_struct(options, default_quantize_options(), struct_size, "options");
+}
+halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options, size_t struct_size) {
+  return init_struct(options, default_dequantize_options(), struct_size, "options");
+}
+halfbyte_status halfbyte_compare_options_init(halfbyte_compare_options* options, size_t struct_size) {
+  return init_struct(options, {}, struct_size, "options");
+}
+
+halfbyte_status halfbyte_quantize_checkpoint(const char* input, const char* output,
+                                             const halfbyte_quantize_options* options,
+                                             halfbyte_report** report) {
+  return guard([&] {
+    give(quantize_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
+         report);
+  });
+}
+halfbyte_status halfbyte_dequantize_checkpoint(const char* input, const char* output,
+                                               const halfbyte_dequantize_options* options,
+                                               halfbyte_report** report) {
+  return guard([&] {
+    give(dequantize_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
+         report);
+  });
+}
+
+void halfbyte_report_destroy(halfbyte_report* report) { delete report; }
+
+halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte_report_info* info) {
+  return guard([&] {
+    const CheckpointReport& of = required(report, "report").report;
+    write_struct(info,
+                 {0, of.input.c_str(), of.output.c_str(), or_unset(of.layout), to_dlpack(of.device),
+                  count_of(of.weights), of.num_quantized, count_of(of.copied_files),
+                  count_of(of.skipped_files), of.source_bytes, of.output_bytes, of.quantized_source_bytes,
+                  of.peak_buffer_bytes, of.run_seconds, of.sync_seconds, of.verify_seconds},
+                 "info");
+  });
+}
+
+halfbyte_status halfbyte_report_get_weight(const halfbyte_report* report, int64_t index,
+                                           halfbyte_weight_report* weight) {
+  return guard([&] {
+    const WeightReport& of = element(required(report, "report").report.weights, index, "weights");
+    write_struct(
+        weight,
+        {0, of.name.c_str(), of.shape.data(), count_of(of.shape), of.dtype.c_str(), of.reason.c_str(),
+         of.note.c_str(), of.quantized, of.measured, of.source_bytes, of.output_bytes, of.bits_per_weight,
+         of.max_error, of.max_error_index, of.relative_rmse, of.snr_db},
+        "weight");
+  });
+}
+
+halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t index,
+                                         halfbyte_quant_spec* spec) {
+  return guard([&] {
+    const WeightReport& of = element(required(report, "report").report.weights, index, "weights");
+    if (!of.quantized) refuse("weight {} stayed dense: it has no spec", index);
+    write_struct(spec, to_c(of.spec), "spec");
+  });
+}
+
+const char* halfbyte_report_copied_file(const halfbyte_report* report, int64_t index) {
+  const char* name = nullptr;
+  guard(
+      [&] { name = element(required(report, "report").report.copied_files, index, "copied files").c_str(); });
+  return name;
+}
+const char* halfbyte_report_skipped_file(const halfbyte_report* report, int64_t index) {
+  const char* name = nullptr;
+  guard([&] {
+    name = element(required(report, "report").report.skipped_files, index, "skipped files").c_str();
+  });
+  return name;
+}
+
+// ---- Comparing
+
+halfbyte_status halfbyte_compare_checkpoints(const char* a, const char* b,
+                                             const halfbyte_compare_options* options,
+                                             halfbyte_comparison** comparison) {
+  return guard([&] {
+    required(comparison, "comparison");
+    const halfbyte_compare_options c = read_struct(options, {}, "options");
+    *comparison = new halfbyte_comparison{compare_checkpoints(
+        &required(a, "a"), &required(b, "b"), threads_of(c.num_threads, "options.num_threads"),
+        progress_of(c.progress, c.user_data))};
+  });
+}
+void halfbyte_comparison_destroy(halfbyte_comparison* comparison) { delete comparison; }
+
+halfbyte_status halfbyte_comparison_num_rows(const halfbyte_comparison* comparison, int64_t* num_rows) {
+  return guard([&] { required(num_rows, "num_rows") = count_of(required(comparison, "comparison").rows); });
+}
+halfbyte_status halfbyte_comparison_get_row(const halfbyte_comparison* comparison, int64_t index,
+                                            halfbyte_comparison_row* row) {
+  return guard([&] {
+    const CompareRow& of = element(required(comparison, "comparison").rows, index, "rows");
+    write_struct(row,
+                 {0, of.name.c_str(), of.problem.c_str(), of.max_error, of.max_error_index, of.relative_rmse,
+                  of.snr_db},
+                 "row");
+  });
+}

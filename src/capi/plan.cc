@@ -1,0 +1,212 @@
+// Plans: one handle for the plans of all operations.
+#include "halfbyte/plan.hpp"
+
+#include <memory>
+
+#include "capi/support.h"
+#include "halfbyte/quantize_linear.hpp"
+
+using namespace halfbyte;
+using namespace halfbyte::capi;
+
+struct halfbyte_plan {
+  virtual ~halfbyte_plan() = default;
+  virtual Device device() const = 0;
+  virtual const Sku& sku() const = 0;
+  virtual const PrecisionGuarantee& guarantee() const = 0;
+  virtual int64_t workspace_size() const = 0;
+  virtual QuantizeStatus status(const void* workspace, void* stream) const = 0;
+};
+
+namespace {
+
+template <class Op>
+struct PlanOf : halfbyte_plan {
+  explicit PlanOf(Plan<Op> of) : plan(std::move(of)) {}
+  Device device() const override { return plan.device(); }
+  const Sku& sku() const override { return plan.sku(); }
+  const PrecisionGuarantee& guarantee() const override { return plan.precision_guarantee(); }
+  int64_t workspace_size() const override { return plan.workspace_size(); }
+  QuantizeStatus status(const void* workspace, void* stream) const override {
+    return plan.status(workspace, stream);
+  }
+
+  Plan<Op> plan;
+};
+
+// `op` as its Sku names it.
+template <class Op>
+const Plan<Op>& plan_of(const halfbyte_plan* plan, const char* op) {
+  const auto* typed = dynamic_cast<const PlanOf<Op>*>(&required(plan, "plan"));
+  if (typed == nullptr) refuse("plan must be one of {}, got one of {}", op, plan->sku().op);
+  return typed->plan;
+}
+
+// ---- Descriptors and arguments from C: one descriptor_of or args_of for each structure
+
+halfbyte_linear_descriptor default_linear_descriptor() {
+  const LinearDescriptor defaults;
+  halfbyte_linear_descriptor descriptor{};
+  descriptor.granularity = static_cast<int32_t>(defaults.granularity);
+  descriptor.axis = defaults.axis;
+  descriptor.q_min = defaults.q_min;
+  descriptor.q_max = defaults.q_max;
+  descriptor.dtype = static_cast<int32_t>(defaults.dtype);
+  descriptor.code_dtype = static_cast<int32_t>(defaults.code_dtype);
+  descriptor.scale_dtype = static_cast<int32_t>(defaults.scale_dtype);
+  descriptor.zero_point_dtype = HALFBYTE_UNSET;
+  descriptor.scale_rule = static_cast<int32_t>(defaults.scale_rule);
+  descriptor.group_size = defaults.group_size;
+  descriptor.alignment = defaults.alignment;
+  return descriptor;
+}
+
+LinearDescriptor descriptor_of(const halfbyte_linear_descriptor* given) {
+  required(given, "descriptor");
+  const halfbyte_linear_descriptor c = read_struct(given, default_linear_descriptor(), "descriptor");
+  if (c.ndim < 0) refuse("descriptor.ndim must not be negative, got {}", c.ndim);
+  if (c.ndim > 0) required(c.shape, "descriptor.shape");
+  LinearDescriptor descriptor;
+  descriptor.shape.assign(c.shape, c.shape + c.ndim);
+  descriptor.granularity = enum_of(c.granularity, Granularity::flat, "descriptor.granularity");
+  descriptor.axis = c.axis;
+  descriptor.group_size = c.group_size;
+  descriptor.q_min = c.q_min;
+  descriptor.q_max = c.q_max;
+  descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");
+  descriptor.code_dtype = dtype_of(c.code_dtype, "descriptor.code_dtype");
+  descriptor.scale_dtype = dtype_of(c.scale_dtype, "descriptor.scale_dtype");
+  if (c.zero_point_dtype != HALFBYTE_UNSET)
+    descriptor.zero_point_dtype = dtype_of(c.zero_point_dtype, "descriptor.zero_point_dtype");
+  descriptor.computed = flag_of(c.computed, "descriptor.computed");
+  descriptor.scale_rule = enum_of(c.scale_rule, ScaleRule::mlx_edge, "descriptor.scale_rule");
+  descriptor.strided = flag_of(c.strided, "descriptor.strided");
+  descriptor.alignment = c.alignment;
+  return descriptor;
+}
+
+QuantizeLinear::Args args_of(const halfbyte_quantize_linear_args* given) {
+  required(given, "args");
+  const halfbyte_quantize_linear_args args = read_struct(given, {}, "args");
+  return {view_of(args.x, "x"), view_of(args.codes, "codes"), view_of(args.scale, "scale"),
+          optional_view_of(args.zero_point, "zero_point")};
+}
+DequantizeLinear::Args args_of(const halfbyte_dequantize_linear_args* given) {
+  required(given, "args");
+  const halfbyte_dequantize_linear_args args = read_struct(given, {}, "args");
+  return {view_of(args.codes, "codes"), view_of(args.scale, "scale"),
+          optional_view_of(args.zero_point, "zero_point"), view_of(args.y, "y")};
+}
+QuantizeLinearBackward::Args args_of(const halfbyte_quantize_linear_backward_args* given) {
+  required(given, "args");
+  const halfbyte_quantize_linear_backward_args args = read_struct(given, {}, "args");
+  return {view_of(args.x, "x"), view_of(args.dy, "dy"), view_of(args.scale, "scale"),
+          optional_view_of(args.zero_point, "zero_point"), view_of(args.dx, "dx")};
+}
+
+// ---- The functions of an operation
+
+template <class Op, class Descriptor>
+halfbyte_status select_plan(DLDevice device, const Descriptor* descriptor,
+                            const halfbyte_plan_preference* given, halfbyte_plan** plan) {
+  return guard([&] {
+    required(plan, "plan");
+    const halfbyte_plan_preference preference = read_struct(given, {}, "preference");
+    const int num_threads = threads_of(preference.num_threads, "preference.num_threads");
+    *plan = new PlanOf<Op>(Plan<Op>::select(from_dlpack(device), descriptor_of(descriptor), {num_threads}));
+  });
+}
+template <class Op, class Args>
+halfbyte_status can_implement(const char* op, const halfbyte_plan* plan, const Args* args) {
+  return guard([&] {
+    if (const auto error = plan_of<Op>(plan, op).can_implement(args_of(args))) throw Error(*error);
+  });
+}
+template <class Op, class Args>
+halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream, void* workspace,
+                         const Args* args) {
+  return guard([&] { plan_of<Op>(plan, op).run(stream, workspace, args_of(args)); });
+}
+
+}  // namespace
+
+// Defines the functions that halfbyte.h declares for an operation.
+#define HALFBYTE_PLAN(name, Op, descriptor_type)                                                  \
+  halfbyte_status halfbyte_##name##_select(DLDevice device, const descriptor_type* descriptor,    \
+                                           const halfbyte_plan_preference* preference,            \
+                                           halfbyte_plan** plan) {                                \
+    return select_plan<Op>(device, descriptor, preference, plan);                                 \
+  }                                                                                               \
+  halfbyte_status halfbyte_##name##_args_init(halfbyte_##name##_args* args, size_t struct_size) { \
+    return init_struct(args, {}, struct_size, "args");                                            \
+  }                                                                                               \
+  halfbyte_status halfbyte_##name##_can_implement(const halfbyte_plan* plan,                      \
+                                                  const halfbyte_##name##_args* args) {           \
+    return can_implement<Op>(#name, plan, args);                                                  \
+  }                                                                                               \
+  halfbyte_status halfbyte_##name##_run(const halfbyte_plan* plan, void* stream, void* workspace, \
+                                        const halfbyte_##name##_args* args) {                     \
+    return run_plan<Op>(#name, plan, stream, workspace, args);                                    \
+  }
+
+HALFBYTE_PLAN(quantize_linear, QuantizeLinear, halfbyte_linear_descriptor)
+HALFBYTE_PLAN(dequantize_linear, DequantizeLinear, halfbyte_linear_descriptor)
+HALFBYTE_PLAN(quantize_linear_backward, QuantizeLinearBackward, halfbyte_linear_descriptor)
+
+halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_descriptor* descriptor, size_t struct_size) {
+  return init_struct(descriptor, default_linear_descriptor(), struct_size, "descriptor");
+}
+halfbyte_status halfbyte_linear_descriptor_scale_shape(const halfbyte_linear_descriptor* descriptor,
+                                                       int32_t* ndim, int64_t* scale_shape) {
+  return guard([&] {
+    required(ndim, "ndim");
+    required(scale_shape, "scale_shape");
+    const LinearDescriptor checked = descriptor_of(descriptor);
+    check_descriptor(checked);
+    const std::vector<int64_t> shape = checked.scale_shape();
+    std::copy(shape.begin(), shape.end(), scale_shape);
+    *ndim = static_cast<int32_t>(shape.size());
+  });
+}
+
+// ---- What all plans have
+
+halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference, size_t struct_size) {
+  return init_struct(preference, {}, struct_size, "preference");
+}
+
+void halfbyte_plan_destroy(halfbyte_plan* plan) { delete plan; }
+
+halfbyte_status halfbyte_plan_sku(const halfbyte_plan* plan, halfbyte_sku* sku) {
+  return guard([&] {
+    const Sku& of = required(plan, "plan").sku();
+    write_struct(sku, {0, of.op.c_str(), of.kernel.c_str(), of.backend.c_str(), of.dtypes.c_str()}, "sku");
+  });
+}
+
+halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_plan* plan,
+                                                  halfbyte_precision_guarantee* guarantee) {
+  return guard([&] {
+    const PrecisionGuarantee& of = required(plan, "plan").guarantee();
+    write_struct(guarantee,
+                 {0, static_cast<int32_t>(of.math), static_cast<int32_t>(of.accumulator), of.deterministic,
+                  of.same_on_all_devices},
+                 "guarantee");
+  });
+}
+
+halfbyte_status halfbyte_plan_device(const halfbyte_plan* plan, DLDevice* device) {
+  return guard([&] { required(device, "device") = to_dlpack(required(plan, "plan").device()); });
+}
+
+halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* plan, int64_t* num_bytes) {
+  return guard([&] { required(num_bytes, "num_bytes") = required(plan, "plan").workspace_size(); });
+}
+
+halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, const void* workspace, void* stream,
+                                     halfbyte_quantize_status* status) {
+  return guard([&] {
+    required(status, "status");
+    write_struct(status, to_c(required(plan, "plan").status(workspace, stream)), "status");
+  });
+}

@@ -1,0 +1,175 @@
+#include "capi/support.h"
+
+#include "halfbyte/version.hpp"
+
+namespace halfbyte::capi {
+namespace {
+
+thread_local std::string last_error;
+thread_local bool last_error_was_lost = false;
+
+}  // namespace
+
+halfbyte_status fail(ErrorCode code, const char* message) noexcept {
+  last_error_was_lost = false;
+  try {
+    last_error = message;
+  } catch (const std::bad_alloc&) {
+    last_error_was_lost = true;
+  }
+  return static_cast<halfbyte_status>(code);
+}
+
+std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name) {
+  if (count < 0) refuse("{}: their number must not be negative, got {}", name, count);
+  if (count > 0) required(words, name);
+  std::vector<std::string> result;
+  for (int64_t i = 0; i < count; ++i) result.emplace_back(&required(words[i], name));
+  return result;
+}
+
+QuantSpec spec_of(const halfbyte_quant_spec* given, const char* name) {
+  required(given, name);
+  const halfbyte_quant_spec spec = read_struct(given, to_c(QuantSpec{}), name);
+  QuantSpec result;
+  result.format = enum_of(spec.format, all_formats().back().format, "spec.format");
+  result.asymmetric = flag_of(spec.asymmetric, "spec.asymmetric");
+  result.granularity = enum_of(spec.granularity, Granularity::flat, "spec.granularity");
+  result.group_size = spec.group_size;
+  result.scale_rule = enum_of(spec.scale_rule, ScaleRule::mlx_edge, "spec.scale_rule");
+  result.scale_dtype = dtype_of(spec.scale_dtype, "spec.scale_dtype");
+  result.code_scale = enum_of(spec.code_scale, CodeScale::unrounded, "spec.code_scale");
+  result.double_quant = flag_of(spec.double_quant, "spec.double_quant");
+  std::copy(std::begin(spec.table), std::end(spec.table), result.table.begin());
+  return result;
+}
+
+halfbyte_quant_spec to_c(const QuantSpec& spec) {
+  halfbyte_quant_spec result{};
+  result.struct_size = sizeof result;
+  result.format = static_cast<int32_t>(spec.format);
+  result.asymmetric = spec.asymmetric;
+  result.granularity = static_cast<int32_t>(spec.granularity);
+  result.group_size = spec.group_size;
+  result.scale_rule = static_cast<int32_t>(spec.scale_rule);
+  result.scale_dtype = static_cast<int32_t>(spec.scale_dtype);
+  result.code_scale = static_cast<int32_t>(spec.code_scale);
+  result.double_quant = spec.double_quant;
+  std::copy(spec.table.begin(), spec.table.end(), result.table);
+  return result;
+}
+
+halfbyte_quantize_status to_c(const QuantizeStatus& status) {
+  return {sizeof(halfbyte_quantize_status), status.num_nonfinite,     status.first_nonfinite,
+          status.num_unheld_scales,         status.num_coarse_scales, status.num_invalid_scales,
+          status.num_invalid_zero_points};
+}
+
+Execution execution_of(const halfbyte_execution* given) {
+  const halfbyte_execution execution = read_struct(given, {}, "execution");
+  return {threads_of(execution.num_threads, "execution.num_threads"), execution.stream};
+}
+
+// The enumerators are those of C++.
+#define HALFBYTE_SAME(c, cpp) static_assert(static_cast<int32_t>(c) == static_cast<int32_t>(cpp))
+HALFBYTE_SAME(HALFBYTE_OK, ErrorCode::ok);
+HALFBYTE_SAME(HALFBYTE_BUG, ErrorCode::bug);
+HALFBYTE_SAME(HALFBYTE_USAGE, ErrorCode::usage);
+HALFBYTE_SAME(HALFBYTE_BAD_INPUT, ErrorCode::bad_input);
+HALFBYTE_SAME(HALFBYTE_VERIFY, ErrorCode::verify);
+HALFBYTE_SAME(HALFBYTE_DEVICE, ErrorCode::device);
+HALFBYTE_SAME(HALFBYTE_IO, ErrorCode::io);
+HALFBYTE_SAME(HALFBYTE_NO_MEMORY, ErrorCode::no_memory);
+HALFBYTE_SAME(HALFBYTE_EXISTS, ErrorCode::exists);
+HALFBYTE_SAME(HALFBYTE_CORRUPT, ErrorCode::corrupt);
+HALFBYTE_SAME(HALFBYTE_CANCELLED, ErrorCode::cancelled);
+HALFBYTE_SAME(HALFBYTE_DTYPE_F32, DType::f32);
+HALFBYTE_SAME(HALFBYTE_DTYPE_F16, DType::f16);
+HALFBYTE_SAME(HALFBYTE_DTYPE_BF16, DType::bf16);
+HALFBYTE_SAME(HALFBYTE_DTYPE_F64, DType::f64);
+HALFBYTE_SAME(HALFBYTE_DTYPE_I8, DType::i8);
+HALFBYTE_SAME(HALFBYTE_DTYPE_U8, DType::u8);
+HALFBYTE_SAME(HALFBYTE_DTYPE_I32, DType::i32);
+HALFBYTE_SAME(HALFBYTE_DTYPE_U32, DType::u32);
+HALFBYTE_SAME(HALFBYTE_DTYPE_I64, DType::i64);
+HALFBYTE_SAME(HALFBYTE_DTYPE_I4, DType::i4);
+HALFBYTE_SAME(HALFBYTE_DTYPE_U4, DType::u4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_NF4, Format::nf4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_FP4, Format::fp4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_FP4_E2M1, Format::fp4_e2m1);
+HALFBYTE_SAME(HALFBYTE_FORMAT_LUT4, Format::lut4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT2, Format::int2);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT3, Format::int3);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT4, Format::int4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT5, Format::int5);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT6, Format::int6);
+HALFBYTE_SAME(HALFBYTE_FORMAT_INT8, Format::int8);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE2, Format::affine2);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE3, Format::affine3);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE4, Format::affine4);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE5, Format::affine5);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE6, Format::affine6);
+HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE8, Format::affine8);
+HALFBYTE_SAME(HALFBYTE_SCALE_RULE_ABSMAX, ScaleRule::absmax);
+HALFBYTE_SAME(HALFBYTE_SCALE_RULE_HALF_RANGE, ScaleRule::half_range);
+HALFBYTE_SAME(HALFBYTE_SCALE_RULE_SIGNED_MAX, ScaleRule::signed_max);
+HALFBYTE_SAME(HALFBYTE_SCALE_RULE_MINMAX, ScaleRule::minmax);
+HALFBYTE_SAME(HALFBYTE_SCALE_RULE_MLX_EDGE, ScaleRule::mlx_edge);
+HALFBYTE_SAME(HALFBYTE_GRANULARITY_TENSOR, Granularity::tensor);
+HALFBYTE_SAME(HALFBYTE_GRANULARITY_CHANNEL, Granularity::channel);
+HALFBYTE_SAME(HALFBYTE_GRANULARITY_GROUP, Granularity::group);
+HALFBYTE_SAME(HALFBYTE_GRANULARITY_FLAT, Granularity::flat);
+HALFBYTE_SAME(HALFBYTE_CODE_SCALE_STORED, CodeScale::stored);
+HALFBYTE_SAME(HALFBYTE_CODE_SCALE_UNROUNDED, CodeScale::unrounded);
+#undef HALFBYTE_SAME
+constexpr Format kFormats[] = {
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule) Format::name,
+#include "halfbyte/formats.def"
+#undef HALFBYTE_FORMAT
+};
+constexpr auto kNumFormats = static_cast<int32_t>(std::size(kFormats));
+static_assert(HALFBYTE_FORMAT_AFFINE8 == kNumFormats - 1, "a row of formats.def has no HALFBYTE_FORMAT_");
+
+}  // namespace halfbyte::capi
+
+using namespace halfbyte;
+using namespace halfbyte::capi;
+
+const char* halfbyte_status_name(halfbyte_status status) { return to_string(static_cast<ErrorCode>(status)); }
+
+const char* halfbyte_last_error(void) {
+  return last_error_was_lost ? "out of memory, for the text of an error too" : last_error.c_str();
+}
+
+int32_t halfbyte_version(void) { return HALFBYTE_VERSION; }
+const char* halfbyte_version_string(void) { return kVersion; }
+
+namespace {
+
+// The word of an enumerator; NULL where there is none.
+template <class Enum>
+const char* word_of(int32_t value, Enum last) {
+  return value < 0 || value > static_cast<int32_t>(last) ? nullptr : to_string(static_cast<Enum>(value));
+}
+
+}  // namespace
+
+halfbyte_status halfbyte_dtype_find(const char* word, halfbyte_dtype* dtype) {
+  return guard(
+      [&] { required(dtype, "dtype") = static_cast<int32_t>(parse_dtype(&required(word, "word"))); });
+}
+halfbyte_status halfbyte_format_find(const char* word, halfbyte_format* format) {
+  return guard([&] {
+    required(format, "format") = static_cast<int32_t>(find_format(&required(word, "word")).format);
+  });
+}
+halfbyte_status halfbyte_scale_rule_find(const char* word, halfbyte_scale_rule* rule) {
+  return guard(
+      [&] { required(rule, "rule") = static_cast<int32_t>(parse_scale_rule(&required(word, "word"))); });
+}
+
+const char* halfbyte_dtype_name(halfbyte_dtype dtype) { return word_of(dtype, DType::u4); }
+const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule) { return word_of(rule, ScaleRule::mlx_edge); }
+const char* halfbyte_format_name(halfbyte_format format) {
+  return format < 0 || format >= kNumFormats ? nullptr : info(static_cast<Format>(format)).name;
+}

@@ -1,0 +1,898 @@
+// The C interface: its structures, what each kind of bad argument gives, and that it does what C++ does.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstddef>
+#include <filesystem>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "capi/support.h"
+#include "halfbyte/halfbyte.h"
+#include "halfbyte/ops.hpp"
+#include "halfbyte/quantize_linear.hpp"
+#include "halfbyte/version.hpp"
+#include "io/test_directory.h"
+
+namespace halfbyte {
+namespace {
+
+const std::string kModel = HALFBYTE_SOURCE_DIR "/examples/tiny-llama";
+constexpr DLDevice kCpu{kDLCPU, 0};
+constexpr DLDevice kNoDevice{kDLCUDA, 4711};
+
+// A contiguous tensor of a vector on the CPU.
+template <class T>
+class Array {
+ public:
+  explicit Array(std::vector<int64_t> shape) : Array(std::move(shape), {}) {}
+  Array(std::vector<int64_t> shape, std::vector<T> values)
+      : values(std::move(values)), shape_(std::move(shape)) {
+    int64_t n = 1;
+    for (const int64_t extent : shape_) n *= extent;
+    this->values.resize(static_cast<size_t>(n));
+    tensor_ = {
+        this->values.data(), kCpu, static_cast<int32_t>(shape_.size()), type(), shape_.data(), nullptr, 0};
+  }
+  Array(const Array&) = delete;
+  operator const DLTensor*() const { return &tensor_; }  // NOLINT: as the C functions take it
+  DLTensor* operator->() { return &tensor_; }
+
+  std::vector<T> values;
+
+ private:
+  static DLDataType type() {
+    const uint8_t code = std::is_floating_point_v<T> ? kDLFloat : std::is_signed_v<T> ? kDLInt : kDLUInt;
+    return {code, 8 * sizeof(T), 1};
+  }
+  std::vector<int64_t> shape_;
+  DLTensor tensor_;
+};
+
+#define EXPECT_OK(call) EXPECT_EQ((call), HALFBYTE_OK) << halfbyte_last_error()
+#define EXPECT_FAILS(status, message, call)         \
+  do {                                              \
+    EXPECT_EQ((call), (status)) << #call;           \
+    EXPECT_STREQ(halfbyte_last_error(), (message)); \
+  } while (false)
+
+template <class T, class Init>
+T initialised(Init* init) {
+  T value;
+  EXPECT_OK(init(&value, sizeof value));
+  return value;
+}
+#define INITIALISED(name) initialised<halfbyte_##name>(halfbyte_##name##_init)
+
+template <class T>
+T output() {
+  T value;
+  std::memset(&value, 0xA5, sizeof value);
+  value.struct_size = sizeof value;
+  return value;
+}
+
+std::vector<float> some_values(size_t n) {
+  std::vector<float> x(n);
+  for (size_t i = 0; i < n; ++i) x[i] = std::sin(static_cast<float>(i * i % 1000)) * 3;
+  return x;
+}
+
+// ---- Structures
+
+// A field that is added later must not lie in what was padding: there an older caller has anything.
+TEST(CApi, StructuresDoNotEndWithPadding) {
+#define EXPECT_NO_TAIL(type, member) \
+  EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
+  EXPECT_NO_TAIL(quant_spec, group_size);
+  EXPECT_NO_TAIL(quant_shape, has_biases);
+  EXPECT_NO_TAIL(execution, stream);
+  EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
+  EXPECT_NO_TAIL(value_range, first_nonfinite);
+  EXPECT_NO_TAIL(quantized, biases);
+  EXPECT_NO_TAIL(plan_preference, num_threads);
+  EXPECT_NO_TAIL(sku, dtypes);
+  EXPECT_NO_TAIL(precision_guarantee, same_on_all_devices);
+  EXPECT_NO_TAIL(linear_descriptor, strided);
+  EXPECT_NO_TAIL(quantize_linear_args, zero_point);
+  EXPECT_NO_TAIL(dequantize_linear_args, y);
+  EXPECT_NO_TAIL(quantize_linear_backward_args, dx);
+  EXPECT_NO_TAIL(progress, total_bytes);
+  EXPECT_NO_TAIL(checkpoint_info, num_weights);
+  EXPECT_NO_TAIL(stored_tensor, num_bytes);
+  EXPECT_NO_TAIL(weight, bits_per_weight);
+  EXPECT_NO_TAIL(quantize_options, table);
+  EXPECT_NO_TAIL(dequantize_options, user_data);
+  EXPECT_NO_TAIL(report_info, verify_seconds);
+  EXPECT_NO_TAIL(weight_report, snr_db);
+  EXPECT_NO_TAIL(compare_options, user_data);
+  EXPECT_NO_TAIL(comparison_row, snr_db);
+  EXPECT_NO_TAIL(system_info, num_threads);
+  EXPECT_NO_TAIL(cuda_info, num_devices);
+  EXPECT_NO_TAIL(cuda_device, memory_bytes);
+  EXPECT_NO_TAIL(kernel, num_keys);
+  EXPECT_NO_TAIL(kernel_key, open);
+  EXPECT_NO_TAIL(kernel_pack_options, user_data);
+  EXPECT_NO_TAIL(kernel_pack_info, num_bytes);
+#undef EXPECT_NO_TAIL
+}
+
+TEST(CApi, TheDefaultsAreThoseOfCpp) {
+  const auto spec = INITIALISED(quant_spec);
+  EXPECT_EQ(capi::spec_of(&spec, "spec"), QuantSpec{});
+  const auto options = INITIALISED(quantize_options);
+  EXPECT_EQ(options.format, HALFBYTE_FORMAT_NF4);
+  EXPECT_EQ(options.layout, HALFBYTE_UNSET);
+  EXPECT_EQ(options.verify, 1);
+  EXPECT_EQ(options.device.device_type, kDLCPU);
+  EXPECT_EQ(INITIALISED(dequantize_options).dtype, HALFBYTE_UNSET);
+  EXPECT_EQ(INITIALISED(compare_options).num_threads, 0);
+  EXPECT_EQ(INITIALISED(execution).stream, nullptr);
+  EXPECT_EQ(INITIALISED(plan_preference).num_threads, 0);
+  EXPECT_EQ(INITIALISED(quantized).codes, nullptr);
+  const auto descriptor = INITIALISED(linear_descriptor);
+  EXPECT_EQ(descriptor.q_min, -128);
+  EXPECT_EQ(descriptor.zero_point_dtype, HALFBYTE_UNSET);
+  EXPECT_EQ(descriptor.alignment, 16);
+}
+
+// As a later version of the library would see this one's callers, and the other way round.
+TEST(CApi, StructuresOfOtherVersions) {
+  struct Newer {
+    halfbyte_quant_spec spec;
+    int64_t added;
+  } newer{};
+  EXPECT_OK(halfbyte_quant_spec_init(&newer.spec, sizeof newer));
+  EXPECT_EQ(newer.spec.struct_size, sizeof newer);
+  EXPECT_OK(halfbyte_quant_spec_check(&newer.spec));
+  newer.added = 1;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               fmt::format("spec: this version knows {} bytes of the structure, but byte {} of {} is set",
+                           sizeof newer.spec, sizeof newer.spec, sizeof newer)
+                   .c_str(),
+               halfbyte_quant_spec_check(&newer.spec));
+
+  auto older = INITIALISED(quant_spec);
+  older.group_size = -1;  // not of the older structure
+  older.struct_size = offsetof(halfbyte_quant_spec, group_size);
+  EXPECT_OK(halfbyte_quant_spec_check(&older));
+  older.struct_size = sizeof older;
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec: group_size must be positive, got -1",
+               halfbyte_quant_spec_check(&older));
+
+  const auto spec = INITIALISED(quant_spec);
+  auto shape = output<halfbyte_quant_shape>();
+  shape.struct_size = offsetof(halfbyte_quant_shape, code_bytes);
+  EXPECT_OK(halfbyte_quant_shape_of(&spec, 2, 100, &shape));
+  EXPECT_EQ(shape.num_groups, 4);
+  EXPECT_EQ(shape.code_bytes, static_cast<int64_t>(0xA5A5A5A5A5A5A5A5)) << "written behind the end";
+  EXPECT_EQ(shape.struct_size, offsetof(halfbyte_quant_shape, code_bytes));
+
+  for (const size_t size : {size_t{0}, size_t{7}, SIZE_MAX}) {
+    shape.struct_size = size;
+    EXPECT_FAILS(
+        HALFBYTE_USAGE,
+        fmt::format("shape: struct_size must be the sizeof of its structure, {} in this version, got {}",
+                    sizeof shape, size)
+            .c_str(),
+        halfbyte_quant_shape_of(&spec, 2, 100, &shape));
+  }
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec must not be NULL", halfbyte_quant_spec_init(nullptr, sizeof shape));
+}
+
+// ---- Errors
+
+TEST(CApi, VersionAndStatusNames) {
+  EXPECT_EQ(halfbyte_version(), HALFBYTE_VERSION);
+  EXPECT_STREQ(halfbyte_version_string(), kVersion);
+  EXPECT_STREQ(halfbyte_status_name(HALFBYTE_OK), "OK");
+  EXPECT_STREQ(halfbyte_status_name(HALFBYTE_CANCELLED), "CANCELLED");
+  EXPECT_STREQ(halfbyte_status_name(4711), "BUG");
+}
+
+TEST(CApi, EachThreadHasItsOwnLastError) {
+  halfbyte_format format = 0;
+  EXPECT_EQ(halfbyte_format_find("nf5", &format), HALFBYTE_USAGE);
+  const std::string mine = halfbyte_last_error();
+  EXPECT_EQ(mine.find("unknown format 'nf5'"), 0u) << mine;
+  std::thread([] {
+    EXPECT_STREQ(halfbyte_last_error(), "");
+    halfbyte_dtype dtype = 0;
+    EXPECT_EQ(halfbyte_dtype_find("f33", &dtype), HALFBYTE_USAGE);
+    EXPECT_EQ(std::string(halfbyte_last_error()).find("unknown dtype 'f33'"), 0u);
+  }).join();
+  EXPECT_EQ(halfbyte_last_error(), mine);
+  EXPECT_OK(halfbyte_format_find("int4", &format));
+  EXPECT_EQ(halfbyte_last_error(), mine) << "what succeeds leaves it";
+}
+
+TEST(CApi, EveryKindOfExceptionBecomesAStatus) {
+  EXPECT_EQ(capi::guard([] {}), HALFBYTE_OK);
+  EXPECT_FAILS(HALFBYTE_CORRUPT, "why", capi::guard([] { throw Error(ErrorCode::corrupt, "why"); }));
+  EXPECT_FAILS(HALFBYTE_NO_MEMORY, "out of memory", capi::guard([] { throw std::bad_alloc(); }));
+  EXPECT_FAILS(HALFBYTE_BUG, "text", capi::guard([] { throw std::runtime_error("text"); }));
+  EXPECT_FAILS(HALFBYTE_BUG, "an exception of an unknown type", capi::guard([] { throw 1; }));
+}
+
+TEST(CApi, WordsOfEveryEnumerator) {
+  for (const FormatInfo& format : all_formats()) {
+    halfbyte_format found = -1;
+    EXPECT_OK(halfbyte_format_find(format.name, &found));
+    EXPECT_EQ(found, static_cast<int32_t>(format.format));
+    EXPECT_STREQ(halfbyte_format_name(found), format.name);
+  }
+  for (int32_t i = 0; i <= HALFBYTE_DTYPE_U4; ++i) {
+    halfbyte_dtype found = -1;
+    EXPECT_OK(halfbyte_dtype_find(halfbyte_dtype_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
+  for (int32_t i = 0; i <= HALFBYTE_SCALE_RULE_MLX_EDGE; ++i) {
+    halfbyte_scale_rule found = -1;
+    EXPECT_OK(halfbyte_scale_rule_find(halfbyte_scale_rule_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
+  for (int32_t i = 0; i <= HALFBYTE_LAYOUT_MLX; ++i) {
+    halfbyte_layout found = -1;
+    EXPECT_OK(halfbyte_layout_find(halfbyte_layout_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
+  for (const int32_t none : {-1, 99}) {
+    EXPECT_EQ(halfbyte_format_name(none), nullptr);
+    EXPECT_EQ(halfbyte_dtype_name(none), nullptr);
+    EXPECT_EQ(halfbyte_scale_rule_name(none), nullptr);
+    EXPECT_EQ(halfbyte_layout_name(none), nullptr);
+  }
+  EXPECT_STREQ(halfbyte_format_name(HALFBYTE_FORMAT_FP4_E2M1), "fp4_e2m1");
+  EXPECT_STREQ(halfbyte_layout_name(HALFBYTE_LAYOUT_COMPRESSED_TENSORS), "compressed-tensors");
+  DLDevice device{};
+  EXPECT_OK(halfbyte_device_find("cuda:3", &device));
+  EXPECT_EQ(device.device_type, kDLCUDA);
+  EXPECT_EQ(device.device_id, 3);
+  EXPECT_EQ(halfbyte_device_find("gpu", &device), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "word must not be NULL", halfbyte_device_find(nullptr, &device));
+  EXPECT_FAILS(HALFBYTE_USAGE, "format must not be NULL", halfbyte_format_find("nf4", nullptr));
+}
+
+// ---- Operations
+
+TEST(CApi, QuantizeGivesTheBytesOfCppAndComesBack) {
+  Array<float> x({3, 100}, some_values(300)), y({3, 100});
+  std::vector<float> expected(300);
+  for (const char* word : {"nf4", "int4", "affine4", "int8"}) {
+    auto spec = INITIALISED(quant_spec);
+    EXPECT_OK(halfbyte_format_find(word, &spec.format));
+    if (spec.format == HALFBYTE_FORMAT_AFFINE4) spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+    spec.asymmetric = spec.format == HALFBYTE_FORMAT_INT8;
+    if (spec.asymmetric) spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+    EXPECT_OK(halfbyte_quant_spec_check(&spec));
+    auto shape = output<halfbyte_quant_shape>();
+    EXPECT_OK(halfbyte_quant_shape_of(&spec, 3, 100, &shape));
+    EXPECT_EQ(shape.has_zeros, spec.asymmetric);
+    Array<uint8_t> codes({shape.code_bytes}), zeros({shape.num_groups});
+    Array<float> scales({shape.num_groups}), biases({shape.num_groups});
+    auto parts = INITIALISED(quantized);
+    parts.codes = codes;
+    parts.scales = scales;
+    if (shape.has_zeros) parts.zeros = zeros;
+    if (shape.has_biases) parts.biases = biases;
+    auto status = output<halfbyte_quantize_status>();
+    auto execution = INITIALISED(execution);
+    execution.num_threads = 1;
+    EXPECT_OK(halfbyte_quantize(x, &spec, &parts, &execution, nullptr, &status));
+    EXPECT_EQ(status.num_nonfinite, 0);
+    EXPECT_EQ(status.first_nonfinite, -1);
+    EXPECT_OK(halfbyte_dequantize(&parts, &spec, y, nullptr));
+
+    const QuantizedTensor q =
+        quantize({x.values.data(), DType::f32, {3, 100}, {}, {}}, capi::spec_of(&spec, "spec"));
+    EXPECT_EQ(codes.values, q.codes) << word;
+    EXPECT_EQ(0, std::memcmp(scales.values.data(), q.scales.data(), q.scales.size()));
+    dequantize(q, {expected.data(), DType::f32, {3, 100}, {}, {}});
+    EXPECT_EQ(y.values, expected);
+  }
+}
+
+TEST(CApi, RangeOfTheWholeTensor) {
+  Array<float> x({4}, {1, -3, 2, 0});
+  auto range = output<halfbyte_value_range>();
+  EXPECT_OK(halfbyte_value_range_of(x, nullptr, &range));
+  EXPECT_EQ(range.min, -3);
+  EXPECT_EQ(range.max, 2);
+  EXPECT_EQ(range.first_nonfinite, -1);
+  auto spec = INITIALISED(quant_spec);
+  spec.format = HALFBYTE_FORMAT_INT8;
+  spec.granularity = HALFBYTE_GRANULARITY_TENSOR;
+  range.min = -12.7;
+  Array<uint8_t> codes({4});
+  Array<float> scales({1});
+  auto out = INITIALISED(quantized);
+  out.codes = codes;
+  out.scales = scales;
+  EXPECT_OK(halfbyte_quantize(x, &spec, &out, nullptr, &range, nullptr));
+  EXPECT_FLOAT_EQ(scales.values[0], 0.1f);
+}
+
+TEST(CApi, QuantizeRefusesWithTheArgumentTheRuleAndTheValues) {
+  Array<float> x({2, 64}, some_values(128)), scales({2}), wrong_scales({3});
+  Array<double> scales64({2});
+  Array<uint8_t> codes({64}), wrong_codes({63});
+  const auto spec = INITIALISED(quant_spec);
+  auto out = INITIALISED(quantized);
+  out.codes = codes;
+  out.scales = scales;
+  const auto run = [&] { return halfbyte_quantize(x, &spec, &out, nullptr, nullptr, nullptr); };
+  EXPECT_OK(run());
+  EXPECT_FAILS(HALFBYTE_USAGE, "x must not be NULL",
+               halfbyte_quantize(nullptr, &spec, &out, nullptr, nullptr, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec must not be NULL",
+               halfbyte_quantize(x, nullptr, &out, nullptr, nullptr, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "out must not be NULL",
+               halfbyte_quantize(x, &spec, nullptr, nullptr, nullptr, nullptr));
+  out.codes = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize: out.codes is null", run());
+  out.codes = wrong_codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->codes must have 64 elements, got 63", run());
+  out.codes = x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->codes must be u8, got f32", run());
+  out.codes = codes;
+  out.scales = wrong_scales;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->scales must have 2 elements, got 3", run());
+  out.scales = scales64;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->scales must be f32, got f64", run());
+  out.scales = scales;
+  out.zeros = codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->zeros must have 2 elements, got 64", run());
+  out.zeros = nullptr;
+  int64_t strides[] = {1, 2};
+  x->strides = strides;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize: x must be contiguous", run());
+  x->strides = nullptr;
+  x->dtype = {kDLBool, 8, 1};
+  EXPECT_EQ(run(), HALFBYTE_USAGE);
+  x->dtype = {kDLInt, 32, 1};
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize: x must be f32, f16, bf16 or f64, got i32", run());
+  x->dtype = {kDLFloat, 32, 1};
+  x->device = {kDLMetal, 0};
+  EXPECT_FAILS(
+      HALFBYTE_USAGE,
+      "dlpack: x: device type must be kDLCPU (1), kDLCUDA (2), kDLCUDAHost (3) or kDLCUDAManaged (13), "
+      "got 8",
+      run());
+  x->device = kCpu;
+  codes->device = kNoDevice;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->codes must be on cpu, got cuda:4711", run());
+  codes->device = kCpu;
+
+  auto bad = spec;
+  bad.format = 99;
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec.format must be 0 to 15, got 99", halfbyte_quant_spec_check(&bad));
+  bad = spec;
+  bad.asymmetric = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec.asymmetric must be 0 or 1, got 2", halfbyte_quant_spec_check(&bad));
+  bad = spec;
+  bad.group_size = 0;
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec: group_size must be positive, got 0",
+               halfbyte_quantize(x, &bad, &out, nullptr, nullptr, nullptr));
+  auto execution = INITIALISED(execution);
+  execution.num_threads = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "execution.num_threads must be 0 to 2147483647, got -1",
+               halfbyte_quantize(x, &spec, &out, &execution, nullptr, nullptr));
+  EXPECT_OK(run());
+}
+
+TEST(CApi, NonFiniteDataIsAnErrorUnlessAskedFor) {
+  Array<float> x({4}, {1, 2, NAN, INFINITY}), scales({1});
+  Array<uint8_t> codes({2});
+  const auto spec = INITIALISED(quant_spec);
+  auto out = INITIALISED(quantized);
+  out.codes = codes;
+  out.scales = scales;
+  EXPECT_FAILS(HALFBYTE_BAD_INPUT, "quantize: x has 2 elements that are not finite, the first at index 2",
+               halfbyte_quantize(x, &spec, &out, nullptr, nullptr, nullptr));
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_quantize(x, &spec, &out, nullptr, nullptr, &status));
+  EXPECT_EQ(status.num_nonfinite, 2);
+  EXPECT_EQ(status.first_nonfinite, 2);
+}
+
+TEST(CApi, DoubleQuantization) {
+  Array<float> scales({300}, some_values(300)), back({300}), absmax({2});
+  Array<uint8_t> codes({300});
+  float offset = 0;
+  EXPECT_OK(halfbyte_double_quantize(scales, codes, absmax, &offset));
+  EXPECT_OK(halfbyte_double_dequantize(codes, absmax, offset, back));
+  for (size_t i = 0; i < 300; ++i) EXPECT_NEAR(back.values[i], scales.values[i], 0.05);
+  EXPECT_FAILS(HALFBYTE_USAGE, "absmax must have 2 elements, got 300",
+               halfbyte_double_quantize(scales, codes, back, &offset));
+  EXPECT_FAILS(HALFBYTE_USAGE, "codes must be u8, got f32",
+               halfbyte_double_dequantize(back, absmax, offset, scales));
+  EXPECT_FAILS(HALFBYTE_USAGE, "offset must not be NULL",
+               halfbyte_double_quantize(scales, codes, absmax, nullptr));
+}
+
+TEST(CApi, FlatBuffers) {
+  int64_t count = 0;
+  EXPECT_OK(halfbyte_int4_num_groups(129, 32, &count));
+  EXPECT_EQ(count, 5);
+  EXPECT_OK(halfbyte_int4_packed_bytes(129, &count));
+  EXPECT_EQ(count, 65);
+  EXPECT_FAILS(HALFBYTE_USAGE, "num_groups: group_size must be positive, got 0 elements",
+               halfbyte_int4_num_groups(129, 0, &count));
+
+  Array<float> x({8}, {-1, -0.5f, 0, 0.25f, 0.5f, 1, 1.5f, 2}), y({8}), scales({1});
+  Array<uint8_t> codes({4}), zeros({1});
+  EXPECT_OK(halfbyte_quantize_int4(x, codes, scales, zeros, 8, 8, 0, nullptr));
+  EXPECT_EQ(codes.values, (std::vector<uint8_t>{0x30, 0x65, 0xA7, 0xFD}));
+  EXPECT_EQ(zeros.values[0], 5);
+  EXPECT_OK(halfbyte_dequantize_int4(codes, scales, zeros, y, 8, 8, 0, nullptr));
+  EXPECT_FLOAT_EQ(y.values[6], 1.6f);
+  EXPECT_OK(halfbyte_quantize_int4(x, codes, scales, nullptr, 8, 8, 1, nullptr));
+  EXPECT_OK(halfbyte_dequantize_int4(codes, scales, nullptr, y, 8, 8, 1, nullptr));
+  EXPECT_EQ(y.values[7], 2);
+  EXPECT_OK(halfbyte_quantize_nf4(x, codes, scales, 8, 8, nullptr));
+  EXPECT_EQ(codes.values[0], 0x42);
+  EXPECT_OK(halfbyte_dequantize_nf4(codes, scales, y, 8, 8, nullptr));
+  EXPECT_EQ(y.values[7], 2);
+
+  EXPECT_FAILS(HALFBYTE_USAGE, "zeros must not be NULL",
+               halfbyte_quantize_int4(x, codes, scales, nullptr, 8, 8, 0, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "symmetric must be 0 or 1, got 7",
+               halfbyte_dequantize_int4(codes, scales, nullptr, y, 8, 8, 7, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_nf4: x must have at least 9 elements, got 8",
+               halfbyte_quantize_nf4(x, codes, scales, 9, 16, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "dequantize_nf4: codes must be u8, got f32",
+               halfbyte_dequantize_nf4(x, scales, y, 8, 8, nullptr));
+  x.values[3] = NAN;
+  EXPECT_FAILS(HALFBYTE_BAD_INPUT, "quantize_nf4: x has 1 elements that are not finite, the first at index 3",
+               halfbyte_quantize_nf4(x, codes, scales, 8, 8, nullptr));
+}
+
+// ---- Plans
+
+struct PlanDeleter {
+  void operator()(halfbyte_plan* plan) const { halfbyte_plan_destroy(plan); }
+};
+using UniquePlan = std::unique_ptr<halfbyte_plan, PlanDeleter>;
+
+halfbyte_linear_descriptor rows_of(const int64_t (&shape)[2]) {
+  auto descriptor = INITIALISED(linear_descriptor);
+  descriptor.ndim = 2;
+  descriptor.shape = shape;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  return descriptor;
+}
+
+TEST(CApi, PlansOfTheThreeOperations) {
+  const int64_t shape[2] = {2, 4};
+  auto descriptor = rows_of(shape);
+  int32_t ndim = 0;
+  int64_t scale_shape[2] = {};
+  EXPECT_OK(halfbyte_linear_descriptor_scale_shape(&descriptor, &ndim, scale_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(scale_shape[0], 2);
+
+  auto preference = INITIALISED(plan_preference);
+  preference.num_threads = 1;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_quantize_linear_select(kCpu, &descriptor, &preference, &raw));
+  const UniquePlan quantize(raw);
+  EXPECT_OK(halfbyte_dequantize_linear_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan dequantize(raw);
+  EXPECT_OK(halfbyte_quantize_linear_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan backward(raw);
+
+  auto sku = output<halfbyte_sku>();
+  EXPECT_OK(halfbyte_plan_sku(quantize.get(), &sku));
+  EXPECT_STREQ(sku.op, "quantize_linear");
+  EXPECT_STREQ(sku.dtypes, "f32 -> i8, scale f32");
+  auto guarantee = output<halfbyte_precision_guarantee>();
+  EXPECT_OK(halfbyte_plan_precision_guarantee(quantize.get(), &guarantee));
+  EXPECT_EQ(guarantee.math, HALFBYTE_DTYPE_F32);
+  EXPECT_EQ(guarantee.deterministic, 1);
+  DLDevice device{kDLCUDA, 5};
+  EXPECT_OK(halfbyte_plan_device(quantize.get(), &device));
+  EXPECT_EQ(device.device_type, kDLCPU);
+  int64_t workspace_size = 0;
+  EXPECT_OK(halfbyte_plan_workspace_size(quantize.get(), &workspace_size));
+  ASSERT_GT(workspace_size, 0);
+  halfbyte_memory* memory = nullptr;
+  EXPECT_OK(halfbyte_memory_create(kCpu, workspace_size, &memory));
+  void* const workspace = halfbyte_memory_data(memory);
+
+  Array<float> x({2, 4}, {1, 2.5f, -1, NAN, 10, 1000, -1000, 5}), scale({2}, {0.5f, 2}), y({2, 4}),
+      dy({2, 4}, {1, 1, 1, 1, 1, 1, 1, 1});
+  Array<int8_t> codes({2, 4});
+  auto args = INITIALISED(quantize_linear_args);
+  args.x = x;
+  args.codes = codes;
+  args.scale = scale;
+  EXPECT_OK(halfbyte_quantize_linear_can_implement(quantize.get(), &args));
+  EXPECT_OK(halfbyte_quantize_linear_run(quantize.get(), nullptr, workspace, &args));
+  EXPECT_EQ(codes.values, (std::vector<int8_t>{2, 5, -2, 0, 5, 127, -128, 2}));
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(quantize.get(), workspace, nullptr, &status));
+  EXPECT_EQ(status.num_nonfinite, 1);
+  EXPECT_EQ(status.first_nonfinite, 3);
+
+  auto back = INITIALISED(dequantize_linear_args);
+  back.codes = codes;
+  back.scale = scale;
+  back.y = y;
+  EXPECT_OK(halfbyte_dequantize_linear_can_implement(dequantize.get(), &back));
+  EXPECT_OK(halfbyte_dequantize_linear_run(dequantize.get(), nullptr, workspace, &back));
+  EXPECT_EQ(y.values, (std::vector<float>{1, 2.5f, -1, 0, 10, 254, -256, 4}));
+
+  auto gradient = INITIALISED(quantize_linear_backward_args);
+  gradient.x = x;
+  gradient.dy = dy;
+  gradient.scale = scale;
+  gradient.dx = dy;  // in place
+  EXPECT_OK(halfbyte_quantize_linear_backward_can_implement(backward.get(), &gradient));
+  EXPECT_OK(halfbyte_quantize_linear_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_EQ(dy.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
+
+  // What each kind of bad argument gives, without running anything.
+  const auto refused = [&] { return halfbyte_quantize_linear_can_implement(quantize.get(), &args); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of dequantize_linear, got one of quantize_linear",
+               halfbyte_dequantize_linear_run(quantize.get(), nullptr, workspace, &back));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must not be NULL",
+               halfbyte_quantize_linear_run(nullptr, nullptr, workspace, &args));
+  EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
+               halfbyte_quantize_linear_can_implement(quantize.get(), nullptr));
+  EXPECT_EQ(halfbyte_quantize_linear_run(quantize.get(), nullptr, nullptr, &args), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_plan_status(quantize.get(), nullptr, nullptr, &status), HALFBYTE_USAGE);
+  args.scale = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "scale must not be NULL", refused());
+  args.scale = x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_linear: scale must have the shape [2], got [2, 4]", refused());
+  args.scale = scale;
+  args.codes = x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_linear: codes must be i8, got f32", refused());
+  Array<int8_t> wrong({4, 2});
+  args.codes = wrong;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_linear: codes must have the shape [2, 4], got [4, 2]", refused());
+  DLTensor alias = *static_cast<const DLTensor*>(codes);
+  alias.data = x.values.data();
+  args.codes = &alias;
+  EXPECT_EQ(refused(), HALFBYTE_USAGE);
+  EXPECT_EQ(std::string(halfbyte_last_error()).find("quantize_linear: codes must not overlap x"), 0u)
+      << halfbyte_last_error();
+  args.codes = codes;
+  x->byte_offset = 2;
+  EXPECT_EQ(
+      std::string((refused(), halfbyte_last_error())).find("quantize_linear: x must be aligned to 4 bytes"),
+      0u)
+      << halfbyte_last_error();
+  x->byte_offset = 0;
+  args.struct_size = 3;
+  EXPECT_EQ(refused(), HALFBYTE_USAGE);
+  halfbyte_memory_destroy(memory);
+}
+
+TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
+  const int64_t shape[2] = {2, 4};
+  const auto good = rows_of(shape);
+  halfbyte_plan* plan = nullptr;
+  const auto select = [&](const halfbyte_linear_descriptor& descriptor) {
+    return halfbyte_quantize_linear_select(kCpu, &descriptor, nullptr, &plan);
+  };
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor must not be NULL",
+               halfbyte_quantize_linear_select(kCpu, nullptr, nullptr, &plan));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must not be NULL",
+               halfbyte_quantize_linear_select(kCpu, &good, nullptr, nullptr));
+  auto bad = good;
+  bad.ndim = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must not be negative, got -1", select(bad));
+  bad = good;
+  bad.shape = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.shape must not be NULL", select(bad));
+  bad = good;
+  bad.dtype = 77;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 10, got 77", select(bad));
+  bad = good;
+  bad.q_max = 300;
+  EXPECT_EQ(select(bad), HALFBYTE_USAGE);
+  EXPECT_NE(std::string(halfbyte_last_error()).find("300"), std::string::npos) << halfbyte_last_error();
+  EXPECT_EQ(halfbyte_quantize_linear_select(kNoDevice, &good, nullptr, &plan), HALFBYTE_DEVICE);
+  auto preference = INITIALISED(plan_preference);
+  preference.num_threads = -1;
+  EXPECT_EQ(halfbyte_quantize_linear_select(kCpu, &good, &preference, &plan), HALFBYTE_USAGE);
+  EXPECT_EQ(plan, nullptr) << "a failure leaves the result as it was";
+  halfbyte_plan_destroy(nullptr);
+}
+
+// ---- Checkpoints
+
+TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
+  const TestDirectory directory;
+  const std::string output_path = directory / "nf4", dense = directory / "dense";
+  auto options = INITIALISED(quantize_options);
+  options.num_threads = 1;
+  const char* excluded[] = {"down_proj"};
+  options.exclude = excluded;
+  options.num_exclude = 1;
+  int calls = 0;
+  options.user_data = &calls;
+  options.progress = [](const halfbyte_progress* progress, void* user_data) {
+    EXPECT_EQ(progress->struct_size, sizeof *progress);
+    EXPECT_LE(progress->done_bytes, progress->total_bytes);
+    ++*static_cast<int*>(user_data);
+    return 0;
+  };
+  halfbyte_report* report = nullptr;
+  ASSERT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), output_path.c_str(), &options, &report), HALFBYTE_OK)
+      << halfbyte_last_error();
+  EXPECT_GT(calls, 0);
+  auto info = output<halfbyte_report_info>();
+  EXPECT_OK(halfbyte_report_get_info(report, &info));
+  EXPECT_EQ(info.layout, HALFBYTE_LAYOUT_BITSANDBYTES);
+  EXPECT_STREQ(info.input, kModel.c_str());
+  EXPECT_GT(info.num_quantized, 0);
+  EXPECT_GT(info.num_copied_files, 0);
+  EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);
+  EXPECT_EQ(halfbyte_report_copied_file(report, info.num_copied_files), nullptr);
+  EXPECT_EQ(halfbyte_report_skipped_file(report, info.num_skipped_files), nullptr);
+  bool saw_excluded = false;
+  for (int64_t i = 0; i < info.num_weights; ++i) {
+    auto weight = output<halfbyte_weight_report>();
+    EXPECT_OK(halfbyte_report_get_weight(report, i, &weight));
+    auto spec = output<halfbyte_quant_spec>();
+    if (weight.quantized) {
+      EXPECT_EQ(weight.measured, 1);
+      EXPECT_GT(weight.snr_db, 15);
+      EXPECT_OK(halfbyte_report_get_spec(report, i, &spec));
+      EXPECT_EQ(spec.format, HALFBYTE_FORMAT_NF4);
+    } else {
+      EXPECT_EQ(halfbyte_report_get_spec(report, i, &spec), HALFBYTE_USAGE);
+      saw_excluded |= std::string(weight.reason) == "excluded";
+    }
+  }
+  EXPECT_TRUE(saw_excluded);
+  auto weight_report = output<halfbyte_weight_report>();
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               fmt::format("weights: index must be 0 to {}, got -1", info.num_weights - 1).c_str(),
+               halfbyte_report_get_weight(report, -1, &weight_report));
+  halfbyte_report_destroy(report);
+
+  halfbyte_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_open(output_path.c_str(), &checkpoint), HALFBYTE_OK);
+  auto counts = output<halfbyte_checkpoint_info>();
+  EXPECT_OK(halfbyte_checkpoint_get_info(checkpoint, &counts));
+  EXPECT_EQ(counts.is_directory, 1);
+  EXPECT_EQ(counts.num_weights, info.num_weights);
+  EXPECT_GT(counts.num_tensors, counts.num_weights);
+  int64_t index = 0;
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, "no such weight", &index));
+  EXPECT_EQ(index, -1);
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, "model.layers.0.mlp.up_proj.weight", &index));
+  ASSERT_GE(index, 0);
+  auto weight = output<halfbyte_weight>();
+  EXPECT_OK(halfbyte_checkpoint_get_weight(checkpoint, index, &weight));
+  EXPECT_STREQ(weight.name, "model.layers.0.mlp.up_proj.weight");
+  EXPECT_EQ(weight.layout, HALFBYTE_LAYOUT_BITSANDBYTES);
+  EXPECT_EQ(weight.ndim, 2);
+  EXPECT_GT(weight.num_parts, 1);
+  EXPECT_NEAR(weight.bits_per_weight, 4.5, 0.1);
+  auto spec = output<halfbyte_quant_spec>();
+  EXPECT_OK(halfbyte_checkpoint_get_spec(checkpoint, index, &spec));
+  EXPECT_EQ(spec.group_size, 64);
+  auto tensor = output<halfbyte_stored_tensor>();
+  EXPECT_OK(halfbyte_checkpoint_get_tensor(checkpoint, weight.parts[0], &tensor));
+  EXPECT_STREQ(tensor.file, "model.safetensors");
+  std::vector<uint8_t> bytes(16);
+  EXPECT_OK(halfbyte_checkpoint_read(checkpoint, weight.parts[0], tensor.num_bytes - 16, 16, bytes.data()));
+  EXPECT_FAILS(
+      HALFBYTE_USAGE,
+      fmt::format("bytes [{}, {} + 16) are not within tensor {} of {} bytes", tensor.num_bytes - 15,
+                  tensor.num_bytes - 15, weight.parts[0], tensor.num_bytes)
+          .c_str(),
+      halfbyte_checkpoint_read(checkpoint, weight.parts[0], tensor.num_bytes - 15, 16, bytes.data()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "bytes must not be NULL",
+               halfbyte_checkpoint_read(checkpoint, weight.parts[0], 0, 16, nullptr));
+  Array<float> y({64});
+  EXPECT_OK(halfbyte_checkpoint_decode(checkpoint, index, 64, y));
+  EXPECT_NE(y.values[0], 0);
+  EXPECT_EQ(halfbyte_checkpoint_decode(checkpoint, index, -1, y), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_decode(checkpoint, counts.num_weights, 0, y), HALFBYTE_USAGE);
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, "model.norm.weight", &index));
+  EXPECT_EQ(halfbyte_checkpoint_get_spec(checkpoint, index, &spec), HALFBYTE_USAGE) << "a dense weight";
+  halfbyte_checkpoint_close(checkpoint);
+
+  EXPECT_OK(halfbyte_dequantize_checkpoint(output_path.c_str(), dense.c_str(), nullptr, nullptr));
+  halfbyte_comparison* comparison = nullptr;
+  EXPECT_OK(halfbyte_compare_checkpoints(kModel.c_str(), dense.c_str(), nullptr, &comparison));
+  int64_t num_rows = 0;
+  EXPECT_OK(halfbyte_comparison_num_rows(comparison, &num_rows));
+  EXPECT_EQ(num_rows, info.num_weights);
+  auto row = output<halfbyte_comparison_row>();
+  EXPECT_OK(halfbyte_comparison_get_row(comparison, 0, &row));
+  EXPECT_STREQ(row.problem, "");
+  EXPECT_GT(row.snr_db, 15);
+  EXPECT_EQ(halfbyte_comparison_get_row(comparison, num_rows, &row), HALFBYTE_USAGE);
+  halfbyte_comparison_destroy(comparison);
+}
+
+TEST(CApi, CheckpointFailuresHaveTheirStatus) {
+  const TestDirectory directory;
+  const std::string missing = directory / "missing", out = directory / "out";
+  halfbyte_checkpoint* checkpoint = nullptr;
+  EXPECT_EQ(halfbyte_checkpoint_open(missing.c_str(), &checkpoint), HALFBYTE_IO);
+  EXPECT_NE(std::string(halfbyte_last_error()).find(missing), std::string::npos) << halfbyte_last_error();
+  EXPECT_EQ(checkpoint, nullptr);
+  EXPECT_FAILS(HALFBYTE_USAGE, "path must not be NULL", halfbyte_checkpoint_open(nullptr, &checkpoint));
+  EXPECT_FAILS(HALFBYTE_USAGE, "output must not be NULL",
+               halfbyte_quantize_checkpoint(kModel.c_str(), nullptr, nullptr, nullptr));
+  const std::string damaged = directory / "damaged.safetensors";
+  std::ofstream(damaged) << "not a checkpoint at all";
+  EXPECT_EQ(halfbyte_checkpoint_open(damaged.c_str(), &checkpoint), HALFBYTE_BAD_INPUT);
+
+  auto options = INITIALISED(quantize_options);
+  options.progress = [](const halfbyte_progress*, void*) { return 1; };
+  halfbyte_report* report = nullptr;
+  EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_CANCELLED);
+  EXPECT_EQ(report, nullptr);
+  options.progress = [](const halfbyte_progress*, void*) -> int { throw std::bad_alloc(); };
+  EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_NO_MEMORY);
+  EXPECT_EQ(directory.names(), std::vector<std::string>{"damaged.safetensors"})
+      << "no output after a failure";
+  options.progress = nullptr;
+  options.device = kNoDevice;
+  EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_DEVICE);
+  options.device = kCpu;
+  options.layout = 17;
+  EXPECT_FAILS(HALFBYTE_USAGE, "options.layout must be 0 to 3, got 17",
+               halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report));
+  options.layout = HALFBYTE_UNSET;
+  const char* words[] = {"proj", nullptr};
+  options.include = words;
+  options.num_include = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "options.include must not be NULL",
+               halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report));
+  options.num_include = 1;
+  options.dry_run = 1;
+  EXPECT_OK(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, nullptr));
+  EXPECT_FALSE(std::filesystem::exists(out));
+  std::filesystem::create_directory(out);
+  options.dry_run = 0;
+  EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_EXISTS);
+  halfbyte_checkpoint_close(nullptr);
+  halfbyte_report_destroy(nullptr);
+  halfbyte_comparison_destroy(nullptr);
+}
+
+// ---- The machine
+
+TEST(CApi, SystemAndDevices) {
+  auto info = output<halfbyte_system_info>();
+  EXPECT_OK(halfbyte_get_system_info(&info));
+  EXPECT_STREQ(info.version, kVersion);
+  EXPECT_NE(std::string(info.compiled_targets).find(info.simd_target), std::string::npos);
+  EXPECT_GE(info.num_threads, 1);
+
+  halfbyte_cuda* cuda = nullptr;
+  EXPECT_OK(halfbyte_cuda_query(&cuda));
+  auto found = output<halfbyte_cuda_info>();
+  EXPECT_OK(halfbyte_cuda_get_info(cuda, &found));
+  EXPECT_TRUE(found.num_devices > 0 || *found.problem != '\0');
+  auto device = output<halfbyte_cuda_device>();
+  EXPECT_EQ(halfbyte_cuda_get_device(cuda, found.num_devices, &device), HALFBYTE_USAGE);
+  halfbyte_cuda_destroy(cuda);
+
+  EXPECT_OK(halfbyte_check_device(kCpu));
+  EXPECT_EQ(halfbyte_check_device(kNoDevice), HALFBYTE_DEVICE);
+}
+
+TEST(CApi, StreamsMemoryAndCopies) {
+  halfbyte_stream* stream = nullptr;
+  EXPECT_OK(halfbyte_stream_create(kCpu, &stream));
+  EXPECT_EQ(halfbyte_stream_handle(stream), nullptr);
+  EXPECT_OK(halfbyte_stream_synchronize(stream));
+  halfbyte_stream_destroy(stream);
+  EXPECT_EQ(halfbyte_stream_create(kNoDevice, &stream), HALFBYTE_DEVICE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "stream must not be NULL", halfbyte_stream_synchronize(nullptr));
+
+  halfbyte_memory *a = nullptr, *b = nullptr;
+  EXPECT_OK(halfbyte_memory_create(kCpu, 4, &a));
+  EXPECT_OK(halfbyte_memory_create_host(kCpu, 4, &b));
+  std::memcpy(halfbyte_memory_data(a), "abc", 4);
+  EXPECT_OK(halfbyte_copy(kCpu, halfbyte_memory_data(b), halfbyte_memory_data(a), 4, nullptr));
+  EXPECT_STREQ(static_cast<const char*>(halfbyte_memory_data(b)), "abc");
+  EXPECT_FAILS(HALFBYTE_USAGE, "copy: to and from must not be NULL",
+               halfbyte_copy(kCpu, nullptr, halfbyte_memory_data(a), 4, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "copy: num_bytes must not be negative, got -1",
+               halfbyte_copy(kCpu, halfbyte_memory_data(b), halfbyte_memory_data(a), -1, nullptr));
+  halfbyte_memory_destroy(a);
+  halfbyte_memory_destroy(b);
+  EXPECT_EQ(halfbyte_memory_data(nullptr), nullptr);
+  EXPECT_EQ(halfbyte_stream_handle(nullptr), nullptr);
+  EXPECT_EQ(halfbyte_memory_create(kNoDevice, 4, &a), HALFBYTE_DEVICE);
+  EXPECT_EQ(halfbyte_memory_create(kCpu, -4, &a), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_memory_create(kCpu, INT64_MAX, &a), HALFBYTE_NO_MEMORY);
+}
+
+// ---- Kernels
+
+TEST(CApi, KernelsAreListedAndChosen) {
+  int64_t num_kernels = 0;
+  EXPECT_OK(halfbyte_kernel_count(&num_kernels));
+  ASSERT_GT(num_kernels, 0);
+  auto kernel = output<halfbyte_kernel>();
+  EXPECT_OK(halfbyte_kernel_get(0, &kernel));
+  ASSERT_GT(kernel.num_keys, 0);
+  auto key = output<halfbyte_kernel_key>();
+  EXPECT_OK(halfbyte_kernel_get_key(0, 0, &key));
+  ASSERT_GT(key.num_values, 0);
+  EXPECT_NE(halfbyte_kernel_key_value(0, 0, 0), nullptr);
+  EXPECT_EQ(halfbyte_kernel_key_value(0, 0, key.num_values), nullptr);
+  EXPECT_EQ(halfbyte_kernel_get(num_kernels, &kernel), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_kernel_get_key(0, kernel.num_keys, &key), HALFBYTE_USAGE);
+
+  const halfbyte_kernel_setting settings[] = {{"format", "nf4"}};
+  int64_t index = -1;
+  EXPECT_OK(halfbyte_kernel_choose("dequantize", settings, 1, &index));
+  EXPECT_OK(halfbyte_kernel_get(index, &kernel));
+  EXPECT_STREQ(kernel.op, "dequantize");
+  EXPECT_EQ(halfbyte_kernel_choose("multiply", nullptr, 0, &index), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "settings must not be NULL",
+               halfbyte_kernel_choose("dequantize", nullptr, 1, &index));
+}
+
+TEST(CApi, KernelsAreEmittedAndPacked) {
+  int64_t num_targets = 0;
+  if (halfbyte_kernel_target_count(&num_targets) == HALFBYTE_DEVICE) GTEST_SKIP() << halfbyte_last_error();
+  ASSERT_GT(num_targets, 0);
+  const char* target = nullptr;
+  EXPECT_OK(halfbyte_kernel_target_get(0, &target));
+  EXPECT_EQ(halfbyte_kernel_target_get(num_targets, &target), HALFBYTE_USAGE);
+  const halfbyte_kernel_setting settings[] = {{"format", "nf4"}, {"dtype", "f32"}};
+  halfbyte_blob* blob = nullptr;
+  ASSERT_EQ(halfbyte_kernel_emit_ptx("dequantize", settings, 2, target, &blob), HALFBYTE_OK)
+      << halfbyte_last_error();
+  const std::string ptx = static_cast<const char*>(halfbyte_blob_data(blob));
+  EXPECT_EQ(static_cast<int64_t>(ptx.size()), halfbyte_blob_size(blob));
+  EXPECT_NE(ptx.find(".entry dequantize"), std::string::npos);
+  halfbyte_blob_destroy(blob);
+  EXPECT_OK(halfbyte_kernel_emit_cubin("dequantize", settings, 2, target, &blob));
+  EXPECT_EQ(0, std::memcmp(halfbyte_blob_data(blob),
+                           "\x7F"
+                           "ELF",
+                           4));
+  halfbyte_blob_destroy(blob);
+  blob = nullptr;
+  EXPECT_EQ(halfbyte_kernel_emit_ptx("dequantize", settings, 2, "sm_11", &blob), HALFBYTE_USAGE);
+  EXPECT_EQ(blob, nullptr);
+  EXPECT_EQ(halfbyte_blob_size(nullptr), 0);
+
+  const TestDirectory directory;
+  const std::string path = directory / "kernels.hbk";
+  auto options = INITIALISED(kernel_pack_options);
+  const char *ops[] = {"dequantize"}, *formats[] = {"nf4"}, *dtypes[] = {"f32"};
+  options.targets = &target;
+  options.num_targets = 1;
+  options.ops = ops;
+  options.formats = formats;
+  options.dtypes = dtypes;
+  options.num_ops = options.num_formats = options.num_dtypes = 1;
+  int64_t count = 0;
+  EXPECT_OK(halfbyte_kernel_pack_count(&options, &count));
+  EXPECT_GT(count, 0);
+  options.num_shards = static_cast<int32_t>(count);  // one kernel
+  options.progress = [](int64_t, int64_t, void*) { return 1; };
+  auto info = output<halfbyte_kernel_pack_info>();
+  EXPECT_EQ(halfbyte_kernel_pack_write(path.c_str(), &options, &info), HALFBYTE_CANCELLED);
+  EXPECT_TRUE(directory.names().empty());
+  options.progress = nullptr;
+  EXPECT_OK(halfbyte_kernel_pack_write(path.c_str(), &options, &info));
+  EXPECT_EQ(info.num_kernels, 1);
+  EXPECT_EQ(info.num_bytes, std::filesystem::file_size(path));
+  EXPECT_OK(halfbyte_kernel_pack_load(path.c_str(), &info));
+  EXPECT_EQ(info.num_matching, 1);
+  EXPECT_EQ(halfbyte_kernel_pack_load((directory / "none").c_str(), nullptr), HALFBYTE_IO);
+}
+
+}  // namespace
+}  // namespace halfbyte
