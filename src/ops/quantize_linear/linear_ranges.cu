@@ -8,7 +8,7 @@ constexpr int kChunk = 16 / sizeof(Memory), kUnit = kChunks ? kChunk : 1;
 constexpr int kUnroll = kWide ? 2 : 4;  // loads in flight; 64-bit divisions take the registers of some
 
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads)
+extern "C" __global__ void __launch_bounds__(kLinearThreads, 4)
     linear_ranges(const __grid_constant__ LinearRangesArgs args) {
   using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
   const i64 thread = block_index() * kLinearThreads + threadIdx.x;
