@@ -10,7 +10,7 @@ namespace {
 
 // A dense tensor, in memory that its device can use.
 TensorView dense_of(const DLTensor* tensor, const char* name) {
-  const TensorView view = view_of(tensor, name);
+  TensorView view = view_of(tensor, name);
   if (view.data != nullptr)
     check_memory(name, view.data, contiguous_bytes(view.dtype, view.shape), view.device);
   return view;
