@@ -195,7 +195,7 @@ bool run_linear_bench(const std::string& filter, nlohmann::json& results) {
       }
       const int64_t zero_size = d.zero_point_dtype == DType::i32 ? 4 : 1;
       for (int64_t at = b.zero; at < b.end; ++at) host[static_cast<size_t>(at)] = 0;
-      for (int64_t at = b.zero; at < b.end; at += 4)
+      for (int64_t at = b.zero; at < b.end; at += zero_size)
         host[static_cast<size_t>(at)] = static_cast<uint8_t>(112 + random() % 32);
     }
     copy(kCuda, memories[0].data(), host.data(), b.end);

@@ -35,11 +35,17 @@ def listing(halfbyte):
     return document
 
 
-# What a value needs beside it: f64 scales go with f64 data, a zero point and the last rule with some formats.
+# What the last value of a key needs beside it, of some kernels or of all: f64 scales go with f64 data, zero points and
+# rules with some formats and with each other.
 COMPANIONS = {
     "asymmetric": ["--format", "int4"],
     "scale-dtype": ["--dtype", "f64"],
     "scale-rule": ["--format", "affine4"],
+    "zero-point": ["--bits", "4"],
+    "linear_fused scale-rule": ["--zero-point", "i32"],
+    "linear_fused zero-point": ["--scale-rule", "minmax"],
+    "linear_params scale-rule": ["--zero-point", "i32"],
+    "linear_params zero-point": ["--scale-rule", "minmax"],
 }
 
 
@@ -47,11 +53,12 @@ def configurations(kernel):
     """The defaults and, key by key, the last value."""
     yield []
     for key in kernel["keys"]:
-        option = "--" + key["name"]
-        if key["values"] == ["no", "yes"]:
-            yield [option, *COMPANIONS.get(key["name"], [])]
-        elif len(key["values"]) > 1:
-            yield [option, key["values"][-1], *COMPANIONS.get(key["name"], [])]
+        option, values = "--" + key["name"], key["values"]
+        companions = COMPANIONS.get(f"{kernel['name']} {key['name']}", COMPANIONS.get(key["name"], []))
+        if values == ["no", "yes"]:
+            yield [option, *companions]
+        elif len(values) > 1:
+            yield [option, values[-1], *companions]
 
 
 @pytest.mark.parametrize("target", TARGETS)

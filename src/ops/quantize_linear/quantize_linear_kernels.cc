@@ -17,13 +17,13 @@ constexpr std::array<Word<LinearOp>, 3> kOperations{{{LinearOp::quantize, "quant
                                                      {LinearOp::dequantize, "dequantize"},
                                                      {LinearOp::backward, "backward"}}};
 
-std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
-  std::vector<KernelKey> keys = {cuda::dtype_key("The dtype of x, y and gradients."),
-                                 {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
-                                 {"zero-point",
-                                  {"none", "i32", "i8", "u8", "i4", "u4"},
-                                  false,
-                                  "The dtype of zero points: i32, or that of the codes."}};
+std::vector<KernelKey> keys(std::initializer_list<KernelKey> more,
+                            const std::vector<std::string>& zero_points = {"none", "i32", "i8", "u8", "i4",
+                                                                           "u4"}) {
+  std::vector<KernelKey> keys = {
+      cuda::dtype_key("The dtype of x, y and gradients."),
+      {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
+      {"zero-point", zero_points, false, "The dtype of zero points: i32, or that of the codes."}};
   keys.insert(keys.end(), more);
   return keys;
 }
@@ -94,11 +94,10 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
               {"group",
                {"lanes", "block-4", "block-8"},
                false,
-               "What shares a group: lanes of a warp, or a block with so many chunks a thread."}})},
+               "What shares a group: lanes of a warp, or a block with so many chunks a thread."}},
+             {"none", "i32", "i8", "u8"})},
        [](const KernelValues& values) {
          const LinearTypes types = types_of(values);
-         HALFBYTE_CHECK(types.zero_type != ZeroType::i4 && types.zero_type != ZeroType::u4, usage,
-                        "zero-point must be i32 or of 8 bits, got {}", values.at("zero-point"));
          const std::string& group = values.at("group");
          return linear_fused_kernel(types, rule_of(values, types),
                                     group == "lanes"     ? 0
