@@ -70,10 +70,12 @@ const Driver& find_driver() {
 }
 
 bool driver_is_loaded() {
-  if (is_loaded) return true;
-  void* const handle = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (handle) dlclose(handle);
-  return handle != nullptr;
+  static const bool loaded_by_others = [] {
+    void* const handle = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    if (handle) dlclose(handle);
+    return handle != nullptr;
+  }();
+  return loaded_by_others || is_loaded;
 }
 
 const Driver& driver() {

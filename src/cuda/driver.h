@@ -68,7 +68,7 @@ struct Driver {
 const Driver& find_driver();
 // The same; throws Error(device) with the problem where it cannot be used.
 const Driver& driver();
-// Whether the process has the driver, be it from others. Loads nothing.
+// Whether the process has the driver: since find_driver, or from others before the first call of this. Loads nothing.
 bool driver_is_loaded();
 
 // Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0.
