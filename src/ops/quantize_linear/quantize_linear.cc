@@ -4,6 +4,7 @@
 #include <array>
 
 #include "core/plan.h"
+#include "core/tensor_check.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/system.hpp"
 
@@ -37,8 +38,6 @@ IntegerRange range_of(DType code_dtype) {
       return {0, 15};
   }
 }
-
-std::string text_of(std::span<const int64_t> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
 // `axis` from the front; 0 for a tensor without axes.
 int axis_of(const LinearDescriptor& descriptor) {
@@ -163,17 +162,13 @@ int64_t folded_stride(const char* op, const Argument& argument, size_t begin, si
   return stride;
 }
 
-struct Bytes {
-  uintptr_t begin = 0, end = 0;
-};
-
 class LinearTensorCheck {
  public:
   LinearTensorCheck(const char* op, const LinearDescriptor& descriptor, Device device)
       : op_(op), descriptor_(descriptor), device_(device) {}
 
-  // Dtype, shape, strides, memory. Returns the bytes that are touched.
-  Bytes check(const Argument& argument) const {
+  // Dtype, shape, strides, memory. Returns what is touched.
+  ArgumentMemory check(const Argument& argument) const {
     const TensorView& view = *argument.view;
     const char* const name = argument.name;
     HALFBYTE_CHECK(view.dtype == argument.dtype, usage, "{}: {} must be {}, got {}", op_, name,
@@ -196,17 +191,10 @@ class LinearTensorCheck {
                      op_, name, argument.walked ? " as descriptor.strided is false" : "",
                      text_of(view.strides), text_of(view.shape));
     const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(argument);
-    if (num_bytes == 0) return {};
-    HALFBYTE_CHECK(view.data != nullptr, usage, "{}: {} has the shape {} but no data", op_, name,
-                   text_of(view.shape));
-    HALFBYTE_CHECK(view.num_bytes < 0 || view.num_bytes >= num_bytes, usage,
-                   "{}: {} needs {} bytes, its memory has {}", op_, name, num_bytes, view.num_bytes);
-    const auto address = reinterpret_cast<uintptr_t>(view.data);
-    HALFBYTE_CHECK(address % static_cast<uintptr_t>(argument.alignment) == 0, usage,
-                   "{}: {} must be aligned to {} bytes{}, its address is {:#x}", op_, name,
-                   argument.alignment, argument.walked ? " (descriptor.alignment)" : "", address);
-    check_memory(name, view.data, num_bytes, device_);
-    return {address, address + static_cast<uintptr_t>(num_bytes)};
+    const ArgumentMemory memory{
+        name, view.data, num_bytes, view.num_bytes, argument.alignment, argument.walked, argument.written};
+    check_argument(op_, memory, device_);
+    return memory;
   }
 
   // Of a tensor that was checked, where it is walked.
@@ -343,22 +331,18 @@ class LinearPlan {
     if (!problem_.has_zeros)
       HALFBYTE_CHECK(views.zero_point->data == nullptr, usage,
                      "{}: zero_point must have no data, as descriptor.zero_point_dtype is not set", op_);
-    std::array<Bytes, 6> bytes;
+    std::array<ArgumentMemory, 6> memory;
     std::array<LinearStrides, 6> strides;
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].view == nullptr) continue;
-      bytes[i] = checker.check(arguments[i]);
+      memory[i] = checker.check(arguments[i]);
       if (arguments[i].walked) strides[i] = checker.strides(problem_, arguments[i]);
     }
     for (size_t i = 0; i < arguments.size(); ++i)
       for (size_t j = 0; j < i; ++j) {
-        if (!arguments[i].written && !arguments[j].written) continue;
-        if (bytes[i].begin >= bytes[j].end || bytes[j].begin >= bytes[i].end) continue;
         // In place: each gradient is read before it is written, by the same thread.
-        if (i == 5 && j == 1 && views.y->data == views.dy->data && same(strides[i], strides[j])) continue;
-        HALFBYTE_FAIL(usage, "{}: {} must not overlap {}: their bytes are {:#x} to {:#x} and {:#x} to {:#x}",
-                      op_, arguments[i].name, arguments[j].name, bytes[i].begin, bytes[i].end, bytes[j].begin,
-                      bytes[j].end);
+        if (i == 5 && j == 1 && memory[i].data == memory[j].data && same(strides[i], strides[j])) continue;
+        check_apart(op_, memory[i], memory[j]);
       }
     const auto data = [](const TensorView* view) { return view == nullptr ? nullptr : view->data; };
     LinearTensors tensors;
@@ -376,11 +360,8 @@ class LinearPlan {
   }
 
   void run(void* stream, void* workspace, const LinearTensors& tensors) const {
-    HALFBYTE_CHECK(workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % 16 == 0, usage,
-                   "{}: workspace must be {} bytes at a multiple of 16, got address {}", op_,
-                   workspace_size(), workspace);
+    check_workspace(op_, workspace, workspace_size(), problem_.device);
     if (cuda_) {
-      check_memory("workspace", workspace, workspace_size(), problem_.device);
       run_linear_cuda(*cuda_, tensors, stream, workspace);
     } else {
       *static_cast<QuantizeStatus*>(workspace) = quantize_linear_cpu(problem_, tensors);

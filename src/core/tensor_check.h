@@ -1,0 +1,36 @@
+// What plans ask of the memory of their arguments.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "halfbyte/tensor.hpp"
+
+namespace halfbyte {
+
+// The largest power of two, up to the 16 bytes that matter, of which the address is a multiple.
+inline int64_t alignment_of(const void* data) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data) | 16;
+  return static_cast<int64_t>(address & (~address + 1));
+}
+
+std::string text_of(std::span<const int64_t> shape);  // "[2, 3]"
+
+// The memory of an argument, and what a run does with it.
+struct ArgumentMemory {
+  const char* name = nullptr;
+  const void* data = nullptr;
+  int64_t num_bytes = 0;     // that are touched; 0: none, wherever `data` points
+  int64_t known_bytes = -1;  // that there are; -1: not known
+  int64_t alignment = 1;
+  bool promised = false;  // the alignment is that of the descriptor
+  bool written = false;   // else read
+};
+
+// These throw Error(usage) that names operation, argument, rule and values.
+void check_argument(const char* op, const ArgumentMemory& memory, Device device);
+// Where one of the two is written.
+void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& b);
+void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device);
+
+}  // namespace halfbyte
