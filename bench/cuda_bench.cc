@@ -211,19 +211,22 @@ class Bench {
       return TensorView{memory.data(), test.dtype, {rows_, cols_}, {}, kCuda};
     };
     std::vector<QuantizeProblem> problems;
+    std::vector<std::shared_ptr<const QuantizeCuda>> selected;
     std::vector<Memory> workspaces;
     std::vector<Move> in, out;
     for (size_t i = 0; i < kSets; ++i) {
       problems.push_back(
           make_quantize_problem(matrix(values[i]), layout.view(quantized[i].data()), {}, nullptr));
-      workspaces.emplace_back(kCuda, quantize_workspace_bytes(problems[i]));
+      selected.push_back(select_quantize_cuda(problems[i]));
+      workspaces.emplace_back(kCuda, workspace_bytes(*selected[i]));
       in.push_back({values[i].data(), quantized[i].data()});
       out.push_back({quantized[i].data(), values[i].data()});
     }
     const double move_in = time_move(timer_, in, value_bytes, layout.payload);
     poison(quantized[0].data(), layout.num_bytes);
-    const double quantize_us = timer_.time([&](int i) {
-      enqueue_quantize(problems[static_cast<size_t>(i)], workspaces[static_cast<size_t>(i)].data());
+    const double quantize_us = timer_.time([&](int set) {
+      const auto i = static_cast<size_t>(set);
+      run_quantize_cuda(*selected[i], problems[i], workspaces[i].data());
     });
     const bool quantized_well = check_quantized(layout, quantized[0], pool, test.dtype);
     report("quantize", test, quantize_us, move_in, value_bytes + layout.payload, quantized_well);
@@ -320,14 +323,8 @@ bool time_first_calls(double limit_ms, json& results) {
           make_quantize_problem({memory, dtype, {64, 4096}, {}, kCuda}, view, {}, nullptr);
       kernels.emplace_back(fmt::format("quantize {} {}", test.name, to_string(dtype)),
                            quantize_kernel(problem));
-      DequantizeProblem inverse;
-      inverse.shape = problem.shape;
-      inverse.codec = problem.codec;
-      inverse.codes = memory;
-      inverse.y = memory;
-      inverse.dtype = dtype;
       kernels.emplace_back(fmt::format("dequantize {} {}", test.name, to_string(dtype)),
-                           dequantize_kernel(inverse));
+                           dequantize_kernel(make_dequantize_problem(view, memory, dtype)));
     }
   }
   double longest = 0, sum = 0;

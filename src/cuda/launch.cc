@@ -1,5 +1,6 @@
 #include "cuda/launch.h"
 
+#include <cstring>
 #include <limits>
 
 #include "core/checks.h"
@@ -36,11 +37,17 @@ void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream) {
         "cuMemsetD8Async");
 }
 
-void set(unsigned long long* to, unsigned long long value, void* stream) {
-  for (const size_t i : {0, 1})  // by value: no memory of the host must outlive the call
-    check(driver().cuMemsetD32Async(pointer(to) + 4 * i, static_cast<unsigned>(value >> (32 * i)), 1,
-                                    static_cast<CUstream>(stream)),
+void set(void* to, const void* value, int64_t num_bytes, void* stream) {
+  const auto* const bytes = static_cast<const uint8_t*>(value);
+  auto* const target = static_cast<uint8_t*>(to);
+  int64_t i = 0;
+  for (; i + 4 <= num_bytes; i += 4) {
+    unsigned word = 0;
+    std::memcpy(&word, bytes + i, sizeof word);
+    check(driver().cuMemsetD32Async(pointer(target + i), word, 1, static_cast<CUstream>(stream)),
           "cuMemsetD32Async");
+  }
+  for (; i < num_bytes; ++i) fill(target + i, bytes[i], 1, stream);
 }
 
 void synchronize(void* stream) {

@@ -30,7 +30,9 @@ void launch(CUfunction function, Grid grid, void* stream, const Args& args) {
 // On `stream` of the current context. `to` and `from` may be memory of the device or of the host.
 void copy(void* to, const void* from, int64_t num_bytes, void* stream);
 void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream);
-void set(unsigned long long* to, unsigned long long value, void* stream);
+// Some bytes by value: no memory of the host must outlive the call. `to`: a multiple of 4 for 4 bytes or
+// more.
+void set(void* to, const void* value, int64_t num_bytes, void* stream);
 void synchronize(void* stream);
 
 }  // namespace halfbyte::cuda

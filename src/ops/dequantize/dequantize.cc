@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/tensor_check.h"
 #include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
 
@@ -13,7 +14,9 @@ constexpr int64_t kTaskElements = 131072;  // a task: large against the cost of 
 // An output beyond this does not stay in the caches: write past them and save reading the lines first.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
-void run_cpu(const DequantizeProblem& problem) {
+}  // namespace
+
+void dequantize_cpu(const DequantizeProblem& problem) {
   const QuantShape& shape = problem.shape;
   const int64_t spans_per_row = (shape.cols + kSpanElements - 1) / kSpanElements;
   const int64_t grain = std::max<int64_t>(1, kTaskElements * spans_per_row / shape.cols);
@@ -25,12 +28,32 @@ void run_cpu(const DequantizeProblem& problem) {
   });
 }
 
+namespace {
+
 constexpr Variant<DequantizeProblem, void> kVariants[] = {
-    {"dequantize_cpu", DeviceKind::cpu, [](const DequantizeProblem&) { return std::string(); }, run_cpu},
+    {"dequantize_cpu", DeviceKind::cpu, [](const DequantizeProblem&) { return std::string(); },
+     dequantize_cpu},
     {"dequantize_cuda", DeviceKind::cuda, refuse_dequantize_cuda, dequantize_cuda},
 };
 
 }  // namespace
+
+DequantizeProblem make_dequantize_problem(const QuantizedView& in, void* y, DType dtype) {
+  DequantizeProblem problem;
+  problem.shape = quant_shape(in.spec, in.rows, in.cols);
+  problem.codec = make_codec(in.spec);
+  problem.one_group = in.spec.granularity == Granularity::tensor;
+  problem.codes = in.codes;
+  problem.scales = in.scales;
+  problem.zeros = in.zeros;
+  problem.biases = in.biases;
+  problem.y = y;
+  problem.dtype = dtype;
+  problem.past_caches = in.rows * in.cols * size_of(dtype) >= kStreamBytes;
+  problem.code_alignment = alignment_of(in.codes);
+  problem.y_alignment = alignment_of(y);
+  return problem;
+}
 
 void dequantize(const QuantizedView& in, const TensorView& y, Execution execution) {
   const int64_t n = num_elements(y);
@@ -41,7 +64,6 @@ void dequantize(const QuantizedView& in, const TensorView& y, Execution executio
   HALFBYTE_CHECK(
       !in.spec.double_quant, usage,
       "dequantize: in.spec.double_quant must be false here: decode the scales with double_dequantize");
-  const QuantShape shape = quant_shape(in.spec, in.rows, in.cols);
   HALFBYTE_CHECK(n == in.rows * in.cols && (n == 0 || (y.shape.empty() ? 1 : y.shape.back()) == in.cols),
                  usage, "dequantize: y must have the {} x {} elements of in, got {}", in.rows, in.cols, n);
   if (n == 0) return;
@@ -50,17 +72,7 @@ void dequantize(const QuantizedView& in, const TensorView& y, Execution executio
   HALFBYTE_CHECK(
       (in.zeros != nullptr) == has_zeros(in.spec) && (in.biases != nullptr) == has_biases(in.spec), usage,
       "dequantize: in.zeros must be given exactly for asymmetric integer formats, in.biases for affine ones");
-  DequantizeProblem problem;
-  problem.shape = shape;
-  problem.codec = make_codec(in.spec);
-  problem.one_group = in.spec.granularity == Granularity::tensor;
-  problem.codes = in.codes;
-  problem.scales = in.scales;
-  problem.zeros = in.zeros;
-  problem.biases = in.biases;
-  problem.y = y.data;
-  problem.dtype = y.dtype;
-  problem.past_caches = n * size_of(y.dtype) >= kStreamBytes;
+  DequantizeProblem problem = make_dequantize_problem(in, y.data, y.dtype);
   problem.num_threads = execution.num_threads;
   problem.device = y.device;
   problem.stream = execution.stream;

@@ -1,6 +1,9 @@
 // What the variants of `dequantize` share.
 #pragma once
 
+#include <memory>
+#include <string>
+
 #include "core/format.h"
 #include "core/variant.h"
 #include "halfbyte/ops.hpp"
@@ -20,7 +23,9 @@ struct DequantizeProblem {
   DType dtype = DType::f32;
   bool past_caches = false;  // CPU: what is written does not stay in them
   int num_threads = 0;
-  Device device = {};      // of all pointers
+  Device device = {};  // of all pointers
+  // Bytes that the addresses of codes and y are multiples of: CUDA kernels are chosen by them, to 16.
+  int64_t code_alignment = 1, y_alignment = 1;
   void* stream = nullptr;  // CUDA
 };
 
@@ -50,8 +55,24 @@ inline int64_t group_of(const DequantizeProblem& problem, int64_t row, int64_t c
 // SIMD kernels, dispatched at run time.
 void dequantize_span_cpu(const DequantizeProblem& problem, const DequantizeSpan& span);
 
+// The CPU: returns when all is done.
+void dequantize_cpu(const DequantizeProblem& problem);
+
+// CUDA: the kernel chosen and loaded for a problem, for any addresses of the same alignment.
+struct DequantizeCuda;
+std::shared_ptr<const DequantizeCuda> select_dequantize_cuda(const DequantizeProblem& problem);
+const char* kernel_name(const DequantizeCuda& cuda);
+const std::string& target(const DequantizeCuda& cuda);
+// Enqueues it on problem.stream; `problem`: the one of the selection, with the addresses of this run.
+void run_dequantize_cuda(const DequantizeCuda& cuda, const DequantizeProblem& problem);
+// Waits for `stream`.
+void wait_dequantize_cuda(const DequantizeCuda& cuda, void* stream);
+
 // CUDA: enqueued on problem.stream.
 std::string refuse_dequantize_cuda(const DequantizeProblem& problem);
 void dequantize_cuda(const DequantizeProblem& problem);
+
+// Of a matrix and memory for its elements, which are not checked. Throws Error(usage) for bad extents.
+DequantizeProblem make_dequantize_problem(const QuantizedView& in, void* y, DType dtype);
 
 }  // namespace halfbyte

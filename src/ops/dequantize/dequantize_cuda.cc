@@ -6,11 +6,21 @@
 #include "ops/dequantize/dequantize_args.h"
 
 namespace halfbyte {
+
+// The arguments are complete but for addresses.
+struct DequantizeCuda {
+  const cuda::Context* context = nullptr;
+  const char* name = "none";
+  cuda::CUfunction function = nullptr;  // null: there are no elements
+  cuda::Grid grid;
+  DequantizeArgs args{};
+};
+
 namespace {
 
 // Rows are whole chunks of 8 elements, y and the codes can be accessed by chunks.
 bool is_aligned(const DequantizeProblem& problem) {
-  return problem.shape.cols % 8 == 0 && cuda::is_aligned(problem.y, 16) && cuda::is_aligned(problem.codes, 8);
+  return problem.shape.cols % 8 == 0 && problem.y_alignment >= 16 && problem.code_alignment >= 8;
 }
 
 // The group size that the kernel is compiled for; 0: any.
@@ -20,28 +30,13 @@ int64_t fixed_group_size(const DequantizeProblem& problem) {
   return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem) ? size : 0;
 }
 
-}  // namespace
-
-cuda::KernelSpec dequantize_kernel(const DequantizeProblem& problem) {
-  formats::Codec codec = problem.codec;  // without what only matters to quantize
-  codec.rule = {};
-  codec.unrounded_code_scale = false;
-  return {"ops/dequantize/dequantize.cu", "dequantize",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(codec) +
-                            fmt::format("constexpr int kGroupSize = {};\nconstexpr bool kAligned = {};\n",
-                                        fixed_group_size(problem), is_aligned(problem)))};
-}
-
-void dequantize_cuda(const DequantizeProblem& problem) {
-  const cuda::Context& context = cuda::context(problem.device.index);
-  const cuda::Scope scope(context);
+DequantizeCuda select(const DequantizeProblem& problem) {
+  DequantizeCuda selected;
+  selected.context = &cuda::context(problem.device.index);
   const QuantShape& shape = problem.shape;
-  DequantizeArgs args{};
-  args.codes = problem.codes;
-  args.scales = problem.scales;
-  args.zeros = problem.zeros;
-  args.biases = problem.biases;
-  args.y = problem.y;
+  if (shape.rows * shape.cols == 0) return selected;
+  const cuda::Scope scope(*selected.context);
+  DequantizeArgs& args = selected.args;
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.row_bytes = shape.row_bytes;
@@ -58,9 +53,48 @@ void dequantize_cuda(const DequantizeProblem& problem) {
   }
   const int64_t per_block =
       kDequantizeThreads * dequantize_batch(aligned, fixed_group_size(problem) > 0, size);
-  const cuda::Grid grid{(num_chunks + per_block - 1) / per_block, kDequantizeThreads};
-  cuda::launch(cuda::get_kernel(context, dequantize_kernel(problem)), grid, problem.stream, args);
+  selected.grid = {(num_chunks + per_block - 1) / per_block, kDequantizeThreads};
+  selected.name = "dequantize";
+  selected.function = cuda::get_kernel(*selected.context, dequantize_kernel(problem));
+  return selected;
 }
+
+}  // namespace
+
+cuda::KernelSpec dequantize_kernel(const DequantizeProblem& problem) {
+  formats::Codec codec = problem.codec;  // without what only matters to quantize
+  codec.rule = {};
+  codec.unrounded_code_scale = false;
+  return {"ops/dequantize/dequantize.cu", "dequantize",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(codec) +
+                            fmt::format("constexpr int kGroupSize = {};\nconstexpr bool kAligned = {};\n",
+                                        fixed_group_size(problem), is_aligned(problem)))};
+}
+
+std::shared_ptr<const DequantizeCuda> select_dequantize_cuda(const DequantizeProblem& problem) {
+  return std::make_shared<const DequantizeCuda>(select(problem));
+}
+const char* kernel_name(const DequantizeCuda& cuda) { return cuda.name; }
+const std::string& target(const DequantizeCuda& cuda) { return cuda.context->target; }
+
+void run_dequantize_cuda(const DequantizeCuda& selected, const DequantizeProblem& problem) {
+  if (selected.function == nullptr) return;
+  const cuda::Scope scope(*selected.context);
+  DequantizeArgs args = selected.args;
+  args.codes = problem.codes;
+  args.scales = problem.scales;
+  args.zeros = problem.zeros;
+  args.biases = problem.biases;
+  args.y = problem.y;
+  cuda::launch(selected.function, selected.grid, problem.stream, args);
+}
+
+void wait_dequantize_cuda(const DequantizeCuda& selected, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  cuda::synchronize(stream);
+}
+
+void dequantize_cuda(const DequantizeProblem& problem) { run_dequantize_cuda(select(problem), problem); }
 
 std::string refuse_dequantize_cuda(const DequantizeProblem& problem) {
   const auto size = size_of(problem.dtype),

@@ -11,14 +11,9 @@ cuda::KernelSpec specialise(const KernelValues& values) {
   alignas(64) static uint8_t memory[64];
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
-  DequantizeProblem problem;
-  problem.shape = quant_shape(spec, 16, cuda::is_set(values, "unaligned") ? 4095 : 4096);
-  problem.codec = make_codec(spec);
-  problem.one_group = spec.granularity == Granularity::tensor;
-  problem.codes = memory;
-  problem.y = memory;
-  problem.dtype = cuda::dtype_of(values);
-  return dequantize_kernel(problem);
+  const int64_t cols = cuda::is_set(values, "unaligned") ? 4095 : 4096;
+  const QuantizedView in{spec, 16, cols, memory, memory, nullptr, nullptr};
+  return dequantize_kernel(make_dequantize_problem(in, memory, cuda::dtype_of(values)));
 }
 
 }  // namespace

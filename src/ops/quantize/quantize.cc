@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/tensor_check.h"
 #include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
 
@@ -49,7 +50,9 @@ ValueRange range_of_all(const QuantizeProblem& problem) {
   return value_range({const_cast<void*>(problem.x), problem.dtype, {n}, {}, {}}, {problem.num_threads});
 }
 
-QuantizeStatus run_cpu(const QuantizeProblem& checked) {
+}  // namespace
+
+QuantizeStatus quantize_cpu(const QuantizeProblem& checked) {
   QuantizeProblem problem = checked;
   const std::shared_ptr<const void> prepared = prepare_quantize_cpu(problem);
   problem.prepared = prepared.get();
@@ -83,8 +86,10 @@ QuantizeStatus run_cpu(const QuantizeProblem& checked) {
   return status;
 }
 
+namespace {
+
 constexpr Variant<QuantizeProblem, QuantizeStatus> kVariants[] = {
-    {"quantize_cpu", DeviceKind::cpu, [](const QuantizeProblem&) { return std::string(); }, run_cpu},
+    {"quantize_cpu", DeviceKind::cpu, [](const QuantizeProblem&) { return std::string(); }, quantize_cpu},
     {"quantize_cuda", DeviceKind::cuda, refuse_quantize_cuda, quantize_cuda},
 };
 
@@ -123,6 +128,15 @@ void merge(ValueRange& into, const ValueRange& from) {
   into.num_nonfinite += from.num_nonfinite;
 }
 
+QuantizeProblem make_quantize_problem(const QuantSpec& spec, int64_t rows, int64_t cols, DType dtype) {
+  QuantizeProblem problem;
+  problem.dtype = dtype;
+  problem.shape = quant_shape(spec, rows, cols);
+  problem.codec = make_codec(spec);
+  problem.one_group = spec.granularity == Granularity::tensor;
+  return problem;
+}
+
 QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
                                       const ValueRange* range) {
   check_values("quantize", "x", x);
@@ -143,19 +157,17 @@ QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& 
   HALFBYTE_CHECK((out.biases != nullptr) == has_biases(out.spec) || shape.num_groups == 0, usage,
                  "quantize: out.biases must be given exactly for affine formats");
 
-  QuantizeProblem problem;
+  QuantizeProblem problem = make_quantize_problem(out.spec, out.rows, out.cols, x.dtype);
   problem.x = x.data;
-  problem.dtype = x.dtype;
-  problem.shape = shape;
-  problem.codec = make_codec(out.spec);
   problem.codes = out.codes;
   problem.scales = out.scales;
   problem.zeros = out.zeros;
   problem.biases = out.biases;
   problem.num_threads = execution.num_threads;
   problem.device = x.device;
+  problem.x_alignment = alignment_of(x.data);
+  problem.code_alignment = alignment_of(out.codes);
   problem.stream = execution.stream;
-  problem.one_group = out.spec.granularity == Granularity::tensor;
   problem.range = range;
   return problem;
 }

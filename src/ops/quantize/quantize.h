@@ -24,7 +24,9 @@ struct QuantizeProblem {
   uint8_t* zeros = nullptr;
   void* biases = nullptr;
   int num_threads = 0;
-  Device device = {};              // of all pointers but `range`
+  Device device = {};  // of all pointers but `range`
+  // Bytes that the addresses of x and codes are multiples of: CUDA kernels are chosen by them, to 16.
+  int64_t x_alignment = 1, code_alignment = 1;
   void* stream = nullptr;          // CUDA
   const void* prepared = nullptr;  // what prepare_quantize_cpu made of the rest
 };
@@ -77,11 +79,29 @@ std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem)
 QuantizeStatus quantize_span_cpu(const QuantizeProblem& problem, const QuantizeSpan& span);
 ValueRange value_range_cpu(const void* x, DType dtype, int64_t n);
 
+// The CPU: returns when all is done.
+QuantizeStatus quantize_cpu(const QuantizeProblem& problem);
+
+// CUDA: kernels chosen and loaded for a problem, for any addresses of the same alignment.
+struct QuantizeCuda;
+std::shared_ptr<const QuantizeCuda> select_quantize_cuda(const QuantizeProblem& problem);
+const char* kernel_name(const QuantizeCuda& cuda);  // of the one that writes the codes
+const std::string& target(const QuantizeCuda& cuda);
+int64_t workspace_bytes(const QuantizeCuda& cuda);
+// Enqueues the whole operation on problem.stream: nothing waits, nothing is allocated. `workspace` (memory of
+// the device, at a multiple of 16) begins with the counts of what was found. `problem`: the one of the
+// selection, with the addresses of this run.
+void run_quantize_cuda(const QuantizeCuda& cuda, const QuantizeProblem& problem, void* workspace);
+// What was found. Waits for `stream`.
+QuantizeStatus status_quantize_cuda(const QuantizeCuda& cuda, const void* workspace, void* stream);
+
 // CUDA: both wait for the stream.
 std::string refuse_quantize_cuda(const QuantizeProblem& problem);
 QuantizeStatus quantize_cuda(const QuantizeProblem& problem);
 ValueRange value_range_cuda(const TensorView& x, void* stream);
 
+// A problem without addresses. Throws Error(usage) for bad extents.
+QuantizeProblem make_quantize_problem(const QuantSpec& spec, int64_t rows, int64_t cols, DType dtype);
 // The checked problem of a call of `quantize`. `range` must outlive it.
 QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
                                       const ValueRange* range);

@@ -9,6 +9,23 @@
 #include "cuda/scratch.h"
 
 namespace halfbyte {
+
+// The arguments are complete but for addresses.
+struct QuantizeCuda {
+  const cuda::Context* context = nullptr;
+  const char* name = "none";          // of `codes`
+  cuda::CUfunction codes = nullptr;   // null: there are no elements
+  cuda::CUfunction ranges = nullptr;  // before it; null: ranges are not needed, or given
+  cuda::Grid codes_grid, ranges_grid;
+  QuantizeArgs args{};
+  ValueRangeArgs ranges_args{};
+  bool needs_ranges = false;
+  // Without elements there may be one group all the same (Granularity::tensor).
+  bool stores_params = false;
+  formats::GroupParams<double> params{};
+  int64_t workspace_bytes = 0;
+};
+
 namespace {
 
 constexpr int64_t kChunk = kQuantizeChunk;
@@ -20,10 +37,10 @@ constexpr int64_t kRangedSpan = 16384;  // where only codes are left to do; no m
 // Chunks of x and of codes can be accessed as a whole.
 bool is_aligned(const QuantizeProblem& problem) {
   const int bits = problem.codec.bits;
-  return problem.shape.cols % kChunk == 0 && cuda::is_aligned(problem.x, 16) &&
-         cuda::is_aligned(problem.codes, bits == 8   ? 8
-                                         : bits == 2 ? 2
-                                                     : 4);
+  return problem.shape.cols % kChunk == 0 && problem.x_alignment >= 16 &&
+         problem.code_alignment >= (bits == 8   ? 8
+                                    : bits == 2 ? 2
+                                                : 4);
 }
 
 // The group size that quantize_groups is compiled for; 0: quantize_spans takes the problem.
@@ -31,7 +48,7 @@ int64_t fixed_group_size(const QuantizeProblem& problem) {
   const int64_t size = problem.shape.group_size;
   const bool fits = size == 32 || size == 64 || size == 128 || size == 256;
   return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem) &&
-                 cuda::is_aligned(problem.codes, 16)
+                 problem.code_alignment >= 16
              ? size
              : 0;
 }
@@ -48,34 +65,96 @@ const cuda::Context& context_of(const QuantizeProblem& problem) {
   return cuda::context(problem.device.index);
 }
 
-void enqueue_ranges(const ValueRangeArgs& args, DType dtype, const cuda::Context& context, void* stream) {
-  cuda::launch(cuda::get_kernel(context, value_range_kernel(dtype)),
-               {args.num_groups * args.spans_per_group, kRangeThreads}, stream, args);
+// Kernel and grid for arguments but the addresses.
+void select_ranges(QuantizeCuda& selected, DType dtype, int64_t num_groups, int64_t cols, int64_t group_size,
+                   int64_t groups_per_row) {
+  ValueRangeArgs& args = selected.ranges_args;
+  args.num_groups = num_groups;
+  args.cols = cols;
+  args.group_size = group_size;
+  args.groups_per_row = groups_per_row;
+  args.spans_per_group = blocks_for(group_size, kRangeSpan);
+  selected.ranges = cuda::get_kernel(*selected.context, value_range_kernel(dtype));
+  selected.ranges_grid = {num_groups * args.spans_per_group, kRangeThreads};
+}
+void launch_ranges(const QuantizeCuda& selected, const void* x, RangeKeys* ranges, QuantizeCounts* counts,
+                   void* stream) {
+  ValueRangeArgs args = selected.ranges_args;
+  args.x = x;
+  args.ranges = ranges;
+  args.counts = counts;
+  cuda::launch(selected.ranges, selected.ranges_grid, stream, args);
 }
 
-// The parameters of a tensor without elements, which has one group all the same (Granularity::tensor).
-QuantizeStatus store_empty(const QuantizeProblem& problem) {
-  const auto params = params_of_range(problem, problem.range ? *problem.range : ValueRange{});
+RangeKeys keys_of(const ValueRange& range) {
+  if (range.min > range.max) return {};
+  return {order_key(-range.min), order_key(range.max)};
+}
+
+QuantizeCuda select(const QuantizeProblem& problem) {
+  QuantizeCuda selected;
+  selected.context = &context_of(problem);
+  selected.workspace_bytes = sizeof(QuantizeCounts);
+  const cuda::Scope scope(*selected.context);
+  const QuantShape& shape = problem.shape;
+  if (shape.rows * shape.cols == 0) {
+    selected.stores_params = problem.one_group;
+    selected.params = params_of_range(problem, problem.range ? *problem.range : ValueRange{});
+    return selected;
+  }
+  QuantizeArgs& args = selected.args;
+  args.rows = shape.rows;
+  args.cols = shape.cols;
+  args.row_bytes = shape.row_bytes;
+  args.group_size = std::min(shape.group_size, shape.cols);  // a group longer than the row is the row
+  args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;
+  if (const int64_t group_size = fixed_group_size(problem); group_size > 0) {
+    const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
+    args.num_chunks = shape.rows * shape.cols / kChunk;
+    selected.name = "quantize_groups";
+    selected.codes_grid = {blocks_for(args.num_chunks, kGroupsThreads * batch), kGroupsThreads};
+  } else {
+    selected.needs_ranges = needs_ranges(problem);
+    if (selected.needs_ranges) {
+      args.span_cols = kRangedSpan;
+      selected.workspace_bytes += shape.num_groups * static_cast<int64_t>(sizeof(RangeKeys));
+      if (problem.one_group && problem.range == nullptr)
+        select_ranges(selected, problem.dtype, 1, shape.rows * shape.cols, shape.rows * shape.cols, 1);
+      else if (!problem.one_group)
+        select_ranges(selected, problem.dtype, shape.num_groups, shape.cols, args.group_size,
+                      shape.groups_per_row);
+    } else {
+      // The fewest groups that fill whole chunks, and as many of those as make a span.
+      const int64_t groups = kChunk / std::gcd(args.group_size, kChunk);
+      const int64_t most = std::min<int64_t>(kSpan / (groups * args.group_size), kMaxSpanGroups / groups);
+      args.span_cols = std::max<int64_t>(1, most) * groups * args.group_size;
+    }
+    args.spans_per_row = blocks_for(shape.cols, args.span_cols);
+    selected.name = "quantize_spans";
+    selected.codes_grid = {shape.rows * args.spans_per_row, kSpansThreads};
+  }
+  selected.codes = cuda::get_kernel(*selected.context, quantize_kernel(problem));
+  return selected;
+}
+
+// By value, so that nothing waits.
+void enqueue_params(const QuantizeCuda& selected, const QuantizeProblem& problem, QuantizeCounts* counts) {
   double scale = 0, bias = 0;
   uint8_t zero = 0;
   QuantizeProblem host = problem;
   host.scales = &scale;
   if (host.biases) host.biases = &bias;
   if (host.zeros) host.zeros = &zero;
-  store_params(host, 0, params);
+  store_params(host, 0, selected.params);
   const int64_t scale_bytes = formats::scale_bytes(problem.codec.scale_type);
-  cuda::copy(problem.scales, &scale, scale_bytes, problem.stream);
-  if (problem.biases) cuda::copy(problem.biases, &bias, scale_bytes, problem.stream);
-  if (problem.zeros) cuda::copy(problem.zeros, &zero, 1, problem.stream);
-  cuda::synchronize(problem.stream);
+  cuda::set(problem.scales, &scale, scale_bytes, problem.stream);
+  if (problem.biases) cuda::set(problem.biases, &bias, scale_bytes, problem.stream);
+  if (problem.zeros) cuda::set(problem.zeros, &zero, 1, problem.stream);
   QuantizeStatus status;
-  count(status, params);
-  return status;
-}
-
-RangeKeys keys_of(const ValueRange& range) {
-  if (range.min > range.max) return {};
-  return {order_key(-range.min), order_key(range.max)};
+  count(status, selected.params);
+  for (const auto& [number, to] : {std::pair(status.num_unheld_scales, &counts->num_unheld_scales),
+                                   std::pair(status.num_coarse_scales, &counts->num_coarse_scales)})
+    if (number != 0) cuda::set(to, &number, sizeof number, problem.stream);
 }
 
 }  // namespace
@@ -94,62 +173,45 @@ cuda::KernelSpec value_range_kernel(DType dtype) {
   return {"ops/quantize/value_range.cu", "value_range", cuda::config_text(cuda::element_config(dtype))};
 }
 
-int64_t quantize_workspace_bytes(const QuantizeProblem& problem) {
-  const int64_t num_ranges = needs_ranges(problem) ? problem.shape.num_groups : 0;
-  return static_cast<int64_t>(sizeof(QuantizeCounts)) + num_ranges * static_cast<int64_t>(sizeof(RangeKeys));
+std::shared_ptr<const QuantizeCuda> select_quantize_cuda(const QuantizeProblem& problem) {
+  return std::make_shared<const QuantizeCuda>(select(problem));
 }
+const char* kernel_name(const QuantizeCuda& cuda) { return cuda.name; }
+const std::string& target(const QuantizeCuda& cuda) { return cuda.context->target; }
+int64_t workspace_bytes(const QuantizeCuda& cuda) { return cuda.workspace_bytes; }
 
-void enqueue_quantize(const QuantizeProblem& problem, void* workspace) {
-  const cuda::Context& context = context_of(problem);
-  const cuda::Scope scope(context);
-  const QuantShape& shape = problem.shape;
+void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& problem, void* workspace) {
+  const cuda::Scope scope(*selected.context);
   auto* const counts = static_cast<QuantizeCounts*>(workspace);
-  cuda::fill(workspace, 0, quantize_workspace_bytes(problem), problem.stream);
-
-  QuantizeArgs args{};
+  cuda::fill(workspace, 0, selected.workspace_bytes, problem.stream);
+  if (selected.stores_params) enqueue_params(selected, problem, counts);
+  if (selected.codes == nullptr) return;
+  QuantizeArgs args = selected.args;
   args.x = problem.x;
   args.codes = problem.codes;
   args.scales = problem.scales;
   args.zeros = problem.zeros;
   args.biases = problem.biases;
   args.counts = counts;
-  args.rows = shape.rows;
-  args.cols = shape.cols;
-  args.row_bytes = shape.row_bytes;
-  args.group_size = std::min(shape.group_size, shape.cols);  // a group longer than the row is the row
-  args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;
-
-  cuda::Grid grid;
-  if (const int64_t group_size = fixed_group_size(problem); group_size > 0) {
-    const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
-    args.num_chunks = shape.rows * shape.cols / kChunk;
-    grid = {blocks_for(args.num_chunks, kGroupsThreads * batch), kGroupsThreads};
-  } else {
-    if (needs_ranges(problem)) {
-      auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
-      args.ranges = ranges;
-      args.span_cols = kRangedSpan;
-      if (problem.one_group && problem.range != nullptr) {
-        const RangeKeys keys = keys_of(*problem.range);
-        cuda::set(&ranges->low, keys.low, problem.stream);
-        cuda::set(&ranges->high, keys.high, problem.stream);
-      } else {
-        const int64_t rows = problem.one_group ? 1 : shape.rows, cols = shape.rows * shape.cols / rows;
-        const int64_t size = problem.one_group ? cols : args.group_size;
-        enqueue_ranges({problem.x, ranges, nullptr, shape.num_groups, cols, size,
-                        problem.one_group ? 1 : shape.groups_per_row, blocks_for(size, kRangeSpan)},
-                       problem.dtype, context, problem.stream);
-      }
+  if (selected.needs_ranges) {
+    auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
+    args.ranges = ranges;
+    if (selected.ranges != nullptr) {
+      launch_ranges(selected, problem.x, ranges, nullptr, problem.stream);
     } else {
-      // The fewest groups that fill whole chunks, and as many of those as make a span.
-      const int64_t groups = kChunk / std::gcd(args.group_size, kChunk);
-      const int64_t most = std::min<int64_t>(kSpan / (groups * args.group_size), kMaxSpanGroups / groups);
-      args.span_cols = std::max<int64_t>(1, most) * groups * args.group_size;
+      const RangeKeys keys = keys_of(*problem.range);
+      cuda::set(ranges, &keys, sizeof keys, problem.stream);
     }
-    args.spans_per_row = blocks_for(shape.cols, args.span_cols);
-    grid = {shape.rows * args.spans_per_row, kSpansThreads};
   }
-  cuda::launch(cuda::get_kernel(context, quantize_kernel(problem)), grid, problem.stream, args);
+  cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
+}
+
+QuantizeStatus status_quantize_cuda(const QuantizeCuda& selected, const void* workspace, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  QuantizeCounts counts;
+  cuda::copy(&counts, workspace, sizeof(counts), stream);
+  cuda::synchronize(stream);
+  return status_of(counts);
 }
 
 ValueRange value_range_cuda(const TensorView& x, void* stream) {
@@ -167,8 +229,10 @@ ValueRange value_range_cuda(const TensorView& x, void* stream) {
   const cuda::Scratch scratch(context, sizeof(Found));
   auto* const device = static_cast<Found*>(scratch.data());
   cuda::fill(device, 0, sizeof(Found), stream);
-  enqueue_ranges({x.data, &device->keys, &device->counts, 1, n, n, 1, blocks_for(n, kRangeSpan)}, x.dtype,
-                 context, stream);
+  QuantizeCuda selected;
+  selected.context = &context;
+  select_ranges(selected, x.dtype, 1, n, n, 1);
+  launch_ranges(selected, x.data, &device->keys, &device->counts, stream);
   cuda::copy(&found, device, sizeof(found), stream);
   cuda::synchronize(stream);
   if (found.keys.high != 0) {
@@ -192,15 +256,11 @@ std::string refuse_quantize_cuda(const QuantizeProblem& problem) {
 }
 
 QuantizeStatus quantize_cuda(const QuantizeProblem& problem) {
-  const cuda::Context& context = context_of(problem);
-  const cuda::Scope scope(context);
-  if (problem.shape.rows * problem.shape.cols == 0) return store_empty(problem);
-  const cuda::Scratch workspace(context, quantize_workspace_bytes(problem));
-  enqueue_quantize(problem, workspace.data());
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace.data(), sizeof(counts), problem.stream);
-  cuda::synchronize(problem.stream);
-  return status_of(counts);
+  const QuantizeCuda selected = select(problem);
+  const cuda::Scope scope(*selected.context);
+  const cuda::Scratch workspace(*selected.context, selected.workspace_bytes);
+  run_quantize_cuda(selected, problem, workspace.data());
+  return status_quantize_cuda(selected, workspace.data(), problem.stream);
 }
 
 }  // namespace halfbyte
