@@ -159,6 +159,18 @@ inline Values random_values(DType dtype, int64_t n, uint64_t seed) {
   return values;
 }
 
+inline bool same_status(const QuantizeStatus& a, const QuantizeStatus& b) {
+  return a.num_nonfinite == b.num_nonfinite && a.first_nonfinite == b.first_nonfinite &&
+         a.num_unheld_scales == b.num_unheld_scales && a.num_coarse_scales == b.num_coarse_scales &&
+         a.num_invalid_scales == b.num_invalid_scales &&
+         a.num_invalid_zero_points == b.num_invalid_zero_points;
+}
+inline std::string text_of(const QuantizeStatus& s) {
+  return fmt::format("nonfinite {} first {} unheld {} coarse {} invalid scales {} invalid zeros {}",
+                     s.num_nonfinite, s.first_nonfinite, s.num_unheld_scales, s.num_coarse_scales,
+                     s.num_invalid_scales, s.num_invalid_zero_points);
+}
+
 // A quantized matrix with guard bytes behind every part.
 struct Parts {
   static constexpr uint8_t kPoison = 0xA5;

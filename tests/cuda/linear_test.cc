@@ -2,7 +2,6 @@
 // refused.
 #include <thread>
 
-#include "cuda/library.h"
 #include "harness.h"
 #include "ops/quantize_linear/linear_testing.h"
 
@@ -187,39 +186,6 @@ TEST_F(SanitizeLinear, every_kernel) {
 
 // ---- Graphs
 
-class Graph {
- public:
-  Graph() {
-    const cuda::Library cuda("libcuda.so.1");
-    found_ = cuda.find("cuStreamBeginCapture_v2", begin_) && cuda.find("cuStreamEndCapture", end_) &&
-             cuda.find("cuGraphInstantiateWithFlags", instantiate_) && cuda.find("cuGraphLaunch", launch_) &&
-             cuda.find("cuGraphExecDestroy", destroy_exec_) && cuda.find("cuGraphDestroy", destroy_);
-  }
-  ~Graph() {
-    if (exec_) destroy_exec_(exec_);
-    if (graph_) destroy_(graph_);
-  }
-  bool found() const { return found_; }
-  template <class Body>
-  void capture(void* stream, const Body& body) {
-    cuda::check(begin_(stream, 0), "cuStreamBeginCapture");  // globally: no unsafe call may be made meanwhile
-    body();
-    cuda::check(end_(stream, &graph_), "cuStreamEndCapture");
-    cuda::check(instantiate_(&exec_, graph_, 0), "cuGraphInstantiate");
-  }
-  void launch(void* stream) const { cuda::check(launch_(exec_, stream), "cuGraphLaunch"); }
-
- private:
-  bool found_ = false;
-  int (*begin_)(void*, int) = nullptr;
-  int (*end_)(void*, void**) = nullptr;
-  int (*instantiate_)(void**, void*, unsigned long long) = nullptr;
-  int (*launch_)(void*, void*) = nullptr;
-  int (*destroy_exec_)(void*) = nullptr;
-  int (*destroy_)(void*) = nullptr;
-  void *graph_ = nullptr, *exec_ = nullptr;
-};
-
 TEST_F(LinearShapes, graphs_replay_with_new_data) {
   const cuda::Scope scope(cuda::context(kCuda.index));
   OnDevice device(int64_t{1} << 24);
@@ -240,7 +206,7 @@ TEST_F(LinearShapes, graphs_replay_with_new_data) {
     const auto plan = QuantizeLinearPlan::select(kCuda, test.descriptor);
     const QuantizeLinear::Args args{test.x.at(memory[0], kCuda), test.codes.at(memory[2], kCuda),
                                     test.scale.at(memory[3], kCuda), test.zero_point.at(memory[4], kCuda)};
-    Graph graph;
+    testing::Graph graph;
     ASSERT_TRUE(graph.found());
     cuda::synchronize(nullptr);
     graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
