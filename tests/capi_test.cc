@@ -96,6 +96,9 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(plan_preference, num_threads);
   EXPECT_NO_TAIL(sku, dtypes);
   EXPECT_NO_TAIL(precision_guarantee, same_on_all_devices);
+  EXPECT_NO_TAIL(quantize_descriptor, alignment);
+  EXPECT_NO_TAIL(quantize_args, out);
+  EXPECT_NO_TAIL(dequantize_args, y);
   EXPECT_NO_TAIL(linear_descriptor, strided);
   EXPECT_NO_TAIL(quantize_linear_args, zero_point);
   EXPECT_NO_TAIL(dequantize_linear_args, y);
@@ -137,6 +140,9 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(descriptor.q_min, -128);
   EXPECT_EQ(descriptor.zero_point_dtype, HALFBYTE_UNSET);
   EXPECT_EQ(descriptor.alignment, 16);
+  EXPECT_EQ(INITIALISED(quantize_descriptor).spec, nullptr);
+  EXPECT_EQ(INITIALISED(quantize_descriptor).dtype, HALFBYTE_DTYPE_F32);
+  EXPECT_EQ(INITIALISED(quantize_descriptor).alignment, 16);
 }
 
 // As a later version of the library would see this one's callers, and the other way round.
@@ -572,6 +578,104 @@ TEST(CApi, PlansOfTheThreeOperations) {
   args.struct_size = 3;
   EXPECT_EQ(refused(), HALFBYTE_USAGE);
   halfbyte_memory_destroy(memory);
+}
+
+TEST(CApi, PlansOfPackedFormats) {
+  auto spec = INITIALISED(quant_spec);
+  spec.format = HALFBYTE_FORMAT_INT4;
+  spec.asymmetric = 1;
+  spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+  auto descriptor = INITIALISED(quantize_descriptor);
+  descriptor.spec = &spec;
+  descriptor.rows = 2;
+  descriptor.cols = 128;
+  descriptor.alignment = 4;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_quantize_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan quantize(raw);
+  EXPECT_OK(halfbyte_dequantize_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan dequantize(raw);
+  auto sku = output<halfbyte_sku>();
+  EXPECT_OK(halfbyte_plan_sku(quantize.get(), &sku));
+  EXPECT_STREQ(sku.op, "quantize");
+  EXPECT_STREQ(sku.dtypes, "f32 -> int4, scale f32, zero point u8");
+
+  // The bytes of the functions.
+  Array<float> x({2, 128}, some_values(256)), y({2, 128}), decoded({2, 128});
+  Array<uint8_t> codes({2, 64}), zeros({4}), expected_codes({2, 64}), expected_zeros({4});
+  Array<float> scales({4}), expected_scales({4});
+  x.values[77] = NAN;
+  auto parts = INITIALISED(quantized), expected = INITIALISED(quantized);
+  parts.codes = codes;
+  parts.scales = scales;
+  parts.zeros = zeros;
+  expected.codes = expected_codes;
+  expected.scales = expected_scales;
+  expected.zeros = expected_zeros;
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_quantize(x, &spec, &expected, nullptr, nullptr, &status));
+  EXPECT_OK(halfbyte_dequantize(&expected, &spec, decoded, nullptr));
+
+  alignas(16) std::byte workspace[64];
+  int64_t workspace_size = 0;
+  EXPECT_OK(halfbyte_plan_workspace_size(quantize.get(), &workspace_size));
+  ASSERT_LE(workspace_size, 64);
+  auto args = INITIALISED(quantize_args);
+  args.x = x;
+  args.out = &parts;
+  EXPECT_OK(halfbyte_quantize_can_implement(quantize.get(), &args));
+  EXPECT_OK(halfbyte_quantize_run(quantize.get(), nullptr, workspace, &args));
+  EXPECT_EQ(codes.values, expected_codes.values);
+  EXPECT_EQ(scales.values, expected_scales.values);
+  EXPECT_EQ(zeros.values, expected_zeros.values);
+  status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(quantize.get(), workspace, nullptr, &status));
+  EXPECT_EQ(status.num_nonfinite, 1);
+  EXPECT_EQ(status.first_nonfinite, 77);
+  auto back = INITIALISED(dequantize_args);
+  back.in = &parts;
+  back.y = y;
+  EXPECT_OK(halfbyte_dequantize_can_implement(dequantize.get(), &back));
+  EXPECT_OK(halfbyte_dequantize_run(dequantize.get(), nullptr, workspace, &back));
+  EXPECT_EQ(y.values, decoded.values);
+
+  const auto refused = [&] { return halfbyte_quantize_can_implement(quantize.get(), &args); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of dequantize, got one of quantize",
+               halfbyte_dequantize_run(quantize.get(), nullptr, workspace, &back));
+  EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
+               halfbyte_quantize_run(quantize.get(), nullptr, workspace, nullptr));
+  EXPECT_EQ(halfbyte_quantize_run(quantize.get(), nullptr, nullptr, &args), HALFBYTE_USAGE);
+  args.out = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out must not be NULL", refused());
+  args.out = &parts;
+  args.x = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "x must not be NULL", refused());
+  args.x = x;
+  parts.codes = zeros;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->codes must have 128 elements, got 4", refused());
+  parts.codes = scales;
+  EXPECT_FAILS(HALFBYTE_USAGE, "out->codes must be u8, got f32", refused());
+  parts.codes = codes;
+  parts.zeros = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize: out.zeros needs 4 bytes but has no data", refused());
+  back.y = scales;
+  EXPECT_EQ(halfbyte_dequantize_can_implement(dequantize.get(), &back), HALFBYTE_USAGE);
+  EXPECT_EQ(std::string(halfbyte_last_error()).find("dequantize: y must have the rows and columns"), 0u)
+      << halfbyte_last_error();
+
+  raw = nullptr;
+  const auto select = [&] { return halfbyte_quantize_select(kCpu, &descriptor, nullptr, &raw); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor must not be NULL",
+               halfbyte_dequantize_select(kCpu, nullptr, nullptr, &raw));
+  descriptor.dtype = 77;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 10, got 77", select());
+  descriptor.dtype = HALFBYTE_DTYPE_F32;
+  descriptor.alignment = 3;
+  EXPECT_EQ(select(), HALFBYTE_USAGE);
+  descriptor.alignment = 4;
+  descriptor.spec = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.spec must not be NULL", select());
+  EXPECT_EQ(raw, nullptr);
 }
 
 TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {

@@ -309,6 +309,52 @@ HALFBYTE_API halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* p
 HALFBYTE_API halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, const void* workspace,
                                                   void* stream, halfbyte_quantize_status* status);
 
+/* Packed formats: halfbyte/quantize_plan.hpp describes the fields and the two operations. */
+typedef struct halfbyte_quantize_descriptor {
+  size_t struct_size;
+  const halfbyte_quant_spec* spec; /* double_quant: 0; only _select uses it */
+  halfbyte_dtype dtype;            /* of x and y */
+  int64_t rows;
+  int64_t cols;
+  int64_t alignment; /* bytes: of x, y and codes */
+} halfbyte_quantize_descriptor;
+/* f32 in memory aligned to 16 bytes; spec, rows and cols are the caller's to set. */
+HALFBYTE_API halfbyte_status halfbyte_quantize_descriptor_init(halfbyte_quantize_descriptor* descriptor,
+                                                               size_t struct_size);
+
+/* x [..., cols] -> out. Nothing overlaps. */
+typedef struct halfbyte_quantize_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const halfbyte_quantized* out; /* written */
+} halfbyte_quantize_args;
+HALFBYTE_API halfbyte_status halfbyte_quantize_args_init(halfbyte_quantize_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_quantize_select(DLDevice device,
+                                                      const halfbyte_quantize_descriptor* descriptor,
+                                                      const halfbyte_plan_preference* preference,
+                                                      halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_quantize_can_implement(const halfbyte_plan* plan,
+                                                             const halfbyte_quantize_args* args);
+HALFBYTE_API halfbyte_status halfbyte_quantize_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                   const halfbyte_quantize_args* args);
+
+/* in -> y [..., cols]. Nothing overlaps. */
+typedef struct halfbyte_dequantize_args {
+  size_t struct_size;
+  const halfbyte_quantized* in;
+  const DLTensor* y; /* written */
+} halfbyte_dequantize_args;
+HALFBYTE_API halfbyte_status halfbyte_dequantize_args_init(halfbyte_dequantize_args* args,
+                                                           size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_select(DLDevice device,
+                                                        const halfbyte_quantize_descriptor* descriptor,
+                                                        const halfbyte_plan_preference* preference,
+                                                        halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_can_implement(const halfbyte_plan* plan,
+                                                               const halfbyte_dequantize_args* args);
+HALFBYTE_API halfbyte_status halfbyte_dequantize_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                     const halfbyte_dequantize_args* args);
+
 /* Linear quantization: halfbyte/quantize_linear.hpp describes the fields and the three operations. */
 typedef struct halfbyte_linear_descriptor {
   size_t struct_size;

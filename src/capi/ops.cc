@@ -16,44 +16,16 @@ TensorView dense_of(const DLTensor* tensor, const char* name) {
   return view;
 }
 
-// A part of a quantized matrix, or an array of scales: contiguous, with n elements. The memory, NULL: none.
-void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {
-  if (tensor == nullptr) return nullptr;
-  const TensorView view = from_dlpack(*tensor, name);
-  if (view.dtype != dtype) refuse("{} must be {}, got {}", name, to_string(dtype), to_string(view.dtype));
-  if (!is_contiguous(view)) refuse("{} must be contiguous", name);
-  if (num_elements(view) != n) refuse("{} must have {} elements, got {}", name, n, num_elements(view));
-  if (view.device != device)
-    refuse("{} must be on {}, got {}", name, to_string(device), to_string(view.device));
-  if (n > 0) {
-    if (view.data == nullptr) refuse("{} has {} elements but no data", name, n);
-    check_memory(name, view.data, n * size_of(dtype), device);
-  }
-  return view.data;
-}
-
 // As QuantizedView: of the dense tensor x or y.
 QuantizedView parts_of(const halfbyte_quantized* given, const halfbyte_quant_spec* spec,
                        const TensorView& dense, const char* name) {
-  required(given, name);
-  const halfbyte_quantized parts = read_struct(given, {}, name);
-  QuantizedView view;
-  view.spec = spec_of(spec, "spec");
-  view.cols = dense.shape.empty() ? 1 : dense.shape.back();
-  view.rows = 1;
+  const int64_t cols = dense.shape.empty() ? 1 : dense.shape.back();
+  int64_t rows = 1;
   for (size_t i = 0; i + 1 < dense.shape.size(); ++i)
-    if (__builtin_mul_overflow(view.rows, dense.shape[i], &view.rows))
+    if (__builtin_mul_overflow(rows, dense.shape[i], &rows))
       refuse("{}: the number of rows exceeds 2^63 - 1", name);
-  const QuantShape shape = quant_shape(view.spec, view.rows, view.cols);
-  const std::string prefix = std::string(name) + "->";
-  const auto get = [&](const DLTensor* tensor, const char* part_name, DType dtype, int64_t n) {
-    return part(tensor, (prefix + part_name).c_str(), dtype, n, dense.device);
-  };
-  view.codes = static_cast<uint8_t*>(get(parts.codes, "codes", DType::u8, shape.code_bytes()));
-  view.scales = get(parts.scales, "scales", view.spec.scale_dtype, shape.num_groups);
-  view.zeros = static_cast<uint8_t*>(get(parts.zeros, "zeros", DType::u8, shape.num_groups));
-  view.biases = get(parts.biases, "biases", view.spec.scale_dtype, shape.num_groups);
-  return view;
+  required(given, name);
+  return capi::parts_of(given, spec_of(spec, "spec"), rows, cols, dense.device, name);
 }
 
 halfbyte_value_range to_c(const ValueRange& range) {

@@ -5,6 +5,7 @@
 
 #include "capi/support.h"
 #include "halfbyte/quantize_linear.hpp"
+#include "halfbyte/quantize_plan.hpp"
 
 using namespace halfbyte;
 using namespace halfbyte::capi;
@@ -42,7 +43,8 @@ const Plan<Op>& plan_of(const halfbyte_plan* plan, const char* op) {
   return typed->plan;
 }
 
-// ---- Descriptors and arguments from C: one descriptor_of or args_of for each structure
+// ---- Descriptors and arguments from C: one descriptor_of or args_of for each structure. args_of is given
+// the descriptor of the plan, too.
 
 halfbyte_linear_descriptor default_linear_descriptor() {
   const LinearDescriptor defaults;
@@ -85,23 +87,57 @@ LinearDescriptor descriptor_of(const halfbyte_linear_descriptor* given) {
   return descriptor;
 }
 
-QuantizeLinear::Args args_of(const halfbyte_quantize_linear_args* given) {
+QuantizeLinear::Args args_of(const LinearDescriptor&, const halfbyte_quantize_linear_args* given) {
   required(given, "args");
   const halfbyte_quantize_linear_args args = read_struct(given, {}, "args");
   return {view_of(args.x, "x"), view_of(args.codes, "codes"), view_of(args.scale, "scale"),
           optional_view_of(args.zero_point, "zero_point")};
 }
-DequantizeLinear::Args args_of(const halfbyte_dequantize_linear_args* given) {
+DequantizeLinear::Args args_of(const LinearDescriptor&, const halfbyte_dequantize_linear_args* given) {
   required(given, "args");
   const halfbyte_dequantize_linear_args args = read_struct(given, {}, "args");
   return {view_of(args.codes, "codes"), view_of(args.scale, "scale"),
           optional_view_of(args.zero_point, "zero_point"), view_of(args.y, "y")};
 }
-QuantizeLinearBackward::Args args_of(const halfbyte_quantize_linear_backward_args* given) {
+QuantizeLinearBackward::Args args_of(const LinearDescriptor&,
+                                     const halfbyte_quantize_linear_backward_args* given) {
   required(given, "args");
   const halfbyte_quantize_linear_backward_args args = read_struct(given, {}, "args");
   return {view_of(args.x, "x"), view_of(args.dy, "dy"), view_of(args.scale, "scale"),
           optional_view_of(args.zero_point, "zero_point"), view_of(args.dx, "dx")};
+}
+
+halfbyte_quantize_descriptor default_quantize_descriptor() {
+  const QuantizeDescriptor defaults;
+  halfbyte_quantize_descriptor descriptor{};
+  descriptor.dtype = static_cast<int32_t>(defaults.dtype);
+  descriptor.alignment = defaults.alignment;
+  return descriptor;
+}
+
+QuantizeDescriptor descriptor_of(const halfbyte_quantize_descriptor* given) {
+  required(given, "descriptor");
+  const halfbyte_quantize_descriptor c = read_struct(given, default_quantize_descriptor(), "descriptor");
+  QuantizeDescriptor descriptor;
+  descriptor.spec = spec_of(c.spec, "descriptor.spec");
+  descriptor.rows = c.rows;
+  descriptor.cols = c.cols;
+  descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");
+  descriptor.alignment = c.alignment;
+  return descriptor;
+}
+
+Quantize::Args args_of(const QuantizeDescriptor& descriptor, const halfbyte_quantize_args* given) {
+  required(given, "args");
+  const halfbyte_quantize_args args = read_struct(given, {}, "args");
+  const TensorView x = view_of(args.x, "x");
+  return {x, parts_of(args.out, descriptor.spec, descriptor.rows, descriptor.cols, x.device, "out")};
+}
+Dequantize::Args args_of(const QuantizeDescriptor& descriptor, const halfbyte_dequantize_args* given) {
+  required(given, "args");
+  const halfbyte_dequantize_args args = read_struct(given, {}, "args");
+  const TensorView y = view_of(args.y, "y");
+  return {parts_of(args.in, descriptor.spec, descriptor.rows, descriptor.cols, y.device, "in"), y};
 }
 
 // ---- The functions of an operation
@@ -119,13 +155,17 @@ halfbyte_status select_plan(DLDevice device, const Descriptor* descriptor,
 template <class Op, class Args>
 halfbyte_status can_implement(const char* op, const halfbyte_plan* plan, const Args* args) {
   return guard([&] {
-    if (const auto error = plan_of<Op>(plan, op).can_implement(args_of(args))) throw Error(*error);
+    const Plan<Op>& typed = plan_of<Op>(plan, op);
+    if (const auto error = typed.can_implement(args_of(typed.descriptor(), args))) throw Error(*error);
   });
 }
 template <class Op, class Args>
 halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream, void* workspace,
                          const Args* args) {
-  return guard([&] { plan_of<Op>(plan, op).run(stream, workspace, args_of(args)); });
+  return guard([&] {
+    const Plan<Op>& typed = plan_of<Op>(plan, op);
+    typed.run(stream, workspace, args_of(typed.descriptor(), args));
+  });
 }
 
 }  // namespace
@@ -149,10 +189,16 @@ halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream
     return run_plan<Op>(#name, plan, stream, workspace, args);                                    \
   }
 
+HALFBYTE_PLAN(quantize, Quantize, halfbyte_quantize_descriptor)
+HALFBYTE_PLAN(dequantize, Dequantize, halfbyte_quantize_descriptor)
 HALFBYTE_PLAN(quantize_linear, QuantizeLinear, halfbyte_linear_descriptor)
 HALFBYTE_PLAN(dequantize_linear, DequantizeLinear, halfbyte_linear_descriptor)
 HALFBYTE_PLAN(quantize_linear_backward, QuantizeLinearBackward, halfbyte_linear_descriptor)
 
+halfbyte_status halfbyte_quantize_descriptor_init(halfbyte_quantize_descriptor* descriptor,
+                                                  size_t struct_size) {
+  return init_struct(descriptor, default_quantize_descriptor(), struct_size, "descriptor");
+}
 halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_descriptor* descriptor, size_t struct_size) {
   return init_struct(descriptor, default_linear_descriptor(), struct_size, "descriptor");
 }

@@ -1,5 +1,6 @@
 #include "capi/support.h"
 
+#include "halfbyte/device.hpp"
 #include "halfbyte/version.hpp"
 
 namespace halfbyte::capi {
@@ -57,6 +58,41 @@ halfbyte_quant_spec to_c(const QuantSpec& spec) {
   result.double_quant = spec.double_quant;
   std::copy(spec.table.begin(), spec.table.end(), result.table);
   return result;
+}
+
+void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {
+  if (tensor == nullptr) return nullptr;
+  const TensorView view = from_dlpack(*tensor, name);
+  if (view.dtype != dtype) refuse("{} must be {}, got {}", name, to_string(dtype), to_string(view.dtype));
+  if (!is_contiguous(view)) refuse("{} must be contiguous", name);
+  if (num_elements(view) != n) refuse("{} must have {} elements, got {}", name, n, num_elements(view));
+  if (view.device != device)
+    refuse("{} must be on {}, got {}", name, to_string(device), to_string(view.device));
+  if (n > 0) {
+    if (view.data == nullptr) refuse("{} has {} elements but no data", name, n);
+    check_memory(name, view.data, n * size_of(dtype), device);
+  }
+  return view.data;
+}
+
+QuantizedView parts_of(const halfbyte_quantized* given, const QuantSpec& spec, int64_t rows, int64_t cols,
+                       Device device, const char* name) {
+  required(given, name);
+  const halfbyte_quantized parts = read_struct(given, {}, name);
+  QuantizedView view;
+  view.spec = spec;
+  view.rows = rows;
+  view.cols = cols;
+  const QuantShape shape = quant_shape(spec, rows, cols);
+  const std::string prefix = std::string(name) + "->";
+  const auto get = [&](const DLTensor* tensor, const char* part_name, DType dtype, int64_t n) {
+    return part(tensor, (prefix + part_name).c_str(), dtype, n, device);
+  };
+  view.codes = static_cast<uint8_t*>(get(parts.codes, "codes", DType::u8, shape.code_bytes()));
+  view.scales = get(parts.scales, "scales", spec.scale_dtype, shape.num_groups);
+  view.zeros = static_cast<uint8_t*>(get(parts.zeros, "zeros", DType::u8, shape.num_groups));
+  view.biases = get(parts.biases, "biases", spec.scale_dtype, shape.num_groups);
+  return view;
 }
 
 halfbyte_quantize_status to_c(const QuantizeStatus& status) {

@@ -135,6 +135,10 @@ inline TensorView optional_view_of(const DLTensor* tensor, const char* name) {
 std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name);
 QuantSpec spec_of(const halfbyte_quant_spec* spec, const char* name);
 halfbyte_quant_spec to_c(const QuantSpec& spec);
+// A part of a quantized matrix, or an array of scales: contiguous, with n elements. The memory, NULL: none.
+void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device);
+QuantizedView parts_of(const halfbyte_quantized* given, const QuantSpec& spec, int64_t rows, int64_t cols,
+                       Device device, const char* name);
 halfbyte_quantize_status to_c(const QuantizeStatus& status);
 Execution execution_of(const halfbyte_execution* execution);
 
