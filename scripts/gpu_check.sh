@@ -113,10 +113,10 @@ section_bench() { "$bench" --json "$out/bench.json"; }
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=170 [packs]=400 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=130)
+declare -A limits=([tests]=170 [packs]=400 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=40 [latency]=60 [bench]=200)
 declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench)
-readonly deadline=$((SECONDS + 520))  # a hanging kernel must not hold a GPU for ever
+readonly deadline=$((SECONDS + 570))  # a hanging kernel must not hold a GPU for ever
 
 say "Device"
 "$HALFBYTE_CLI" doctor

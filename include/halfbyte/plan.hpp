@@ -22,7 +22,7 @@ namespace halfbyte {
 // Which kernel a plan runs.
 struct Sku {
   std::string op;       // "quantize_linear"
-  std::string kernel;   // "quantize_linear_chunks"
+  std::string kernel;   // "linear_chunks", as kernels are listed; "quantize_linear_cpu"
   std::string backend;  // "cpu AVX3_DL", "cuda sm_90a"
   std::string dtypes;   // "bf16 -> i8, scale f32, zero point i32"
 };

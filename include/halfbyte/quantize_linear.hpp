@@ -27,11 +27,11 @@ struct HALFBYTE_API LinearDescriptor {
   // elements along `axis`, of which the last may be short. Per token: group along the last axis, group_size
   // its extent.
   Granularity granularity = Granularity::tensor;
-  int axis = -1;                   // channel, group; counted from the end where negative
-  int64_t group_size = 0;          // group: elements, > 0
-  int q_min = -128, q_max = 127;   // within the range of code_dtype; without a zero point around 0
-  DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
-  DType code_dtype = DType::i8;    // i8, u8, or packed i4, u4
+  int axis = -1;                  // channel, group (tensor: see strided); counted from the end where negative
+  int64_t group_size = 0;         // group: elements, > 0
+  int q_min = -128, q_max = 127;  // within the range of code_dtype; without a zero point around 0
+  DType dtype = DType::f32;       // of x, y and gradients: f32, f64, f16, bf16
+  DType code_dtype = DType::i8;   // i8, u8, or packed i4, u4
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // None: symmetric, the zero point is 0. Else i32, or the same as code_dtype.
   std::optional<DType> zero_point_dtype;
@@ -55,6 +55,7 @@ struct HALFBYTE_API LinearDescriptor {
 
   // Of scale and zero point, always contiguous: [] per tensor; [extent of axis] per channel; per group
   // `shape` with the number of groups in place of the extent of `axis`.
+  // Throws as check_descriptor.
   std::vector<int64_t> scale_shape() const;
 
   bool operator==(const LinearDescriptor&) const = default;

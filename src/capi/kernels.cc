@@ -130,6 +130,7 @@ halfbyte_status halfbyte_kernel_pack_count(const halfbyte_kernel_pack_options* o
 halfbyte_status halfbyte_kernel_pack_write(const char* path, const halfbyte_kernel_pack_options* options,
                                            halfbyte_kernel_pack_info* info) {
   return guard([&] {
+    if (info != nullptr) check_struct_size<halfbyte_kernel_pack_info>(info->struct_size, "info");
     const KernelPackReport report = write_kernel_pack(&required(path, "path"), options_of(options));
     if (info != nullptr)
       write_struct(info, {0, report.num_kernels, report.num_compiled, report.num_kernels, report.num_bytes},
@@ -138,6 +139,7 @@ halfbyte_status halfbyte_kernel_pack_write(const char* path, const halfbyte_kern
 }
 halfbyte_status halfbyte_kernel_pack_load(const char* path, halfbyte_kernel_pack_info* info) {
   return guard([&] {
+    if (info != nullptr) check_struct_size<halfbyte_kernel_pack_info>(info->struct_size, "info");
     const KernelPackInfo pack = load_kernel_pack(&required(path, "path"));
     if (info != nullptr) write_struct(info, {0, pack.num_kernels, 0, pack.num_matching, 0}, "info");
   });

@@ -102,7 +102,7 @@ void PackedPlan::check_parts(const QuantizedView& parts) const {
                  "{}: {}.biases must be null: only affine formats have biases", op_.name, op_.parts);
 }
 
-void PackedPlan::check(const TensorView& dense, const QuantizedView& parts) const {
+std::array<ArgumentMemory, 5> PackedPlan::check(const TensorView& dense, const QuantizedView& parts) const {
   check_dense(dense);
   check_parts(parts);
   const QuantSpec& spec = descriptor_.spec;
@@ -123,6 +123,7 @@ void PackedPlan::check(const TensorView& dense, const QuantizedView& parts) cons
     check_argument(op_.name, arguments[i], device_);
     for (size_t j = 0; j < i; ++j) check_apart(op_.name, arguments[i], arguments[j]);
   }
+  return arguments;
 }
 
 }  // namespace halfbyte

@@ -1,8 +1,10 @@
 // What the plans of `quantize` and `dequantize` share.
 #pragma once
 
+#include <array>
 #include <string>
 
+#include "core/tensor_check.h"
 #include "halfbyte/quantize_plan.hpp"
 
 namespace halfbyte {
@@ -24,8 +26,8 @@ class PackedPlan {
   // `target`: of the device; empty: the CPU.
   Sku sku(const std::string& kernel, const std::string& target) const;
   PrecisionGuarantee guarantee() const;
-  // Throws Error(usage) where `run` would refuse the tensors.
-  void check(const TensorView& dense, const QuantizedView& parts) const;
+  // Throws Error(usage) where `run` would refuse the tensors. Returns their memory.
+  std::array<ArgumentMemory, 5> check(const TensorView& dense, const QuantizedView& parts) const;
 
  private:
   void check_dense(const TensorView& dense) const;

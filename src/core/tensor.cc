@@ -47,12 +47,14 @@ int64_t size_of(DType dtype) {
 namespace {
 int64_t product_of(std::span<const int64_t> shape) {
   int64_t product = 1;
+  bool fits = true, empty = false;
   for (const int64_t extent : shape) {
     HALFBYTE_CHECK(extent >= 0, usage, "tensor: an extent must not be negative, got {}", extent);
-    HALFBYTE_CHECK(!__builtin_mul_overflow(product, extent, &product), usage,
-                   "tensor: the number of elements exceeds 2^63 - 1");
+    empty = empty || extent == 0;
+    fits = fits && !__builtin_mul_overflow(product, extent, &product);
   }
-  return product;
+  HALFBYTE_CHECK(fits || empty, usage, "tensor: the number of elements exceeds 2^63 - 1");
+  return empty ? 0 : product;
 }
 }  // namespace
 
@@ -73,6 +75,7 @@ int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape) {
 bool is_contiguous(const TensorView& tensor) {
   if (tensor.strides.empty()) return true;
   if (tensor.strides.size() != tensor.shape.size()) return false;
+  if (num_elements(tensor) == 0) return true;
   int64_t expected = 1;
   for (size_t i = tensor.shape.size(); i-- > 0;) {
     if (tensor.shape[i] > 1 && tensor.strides[i] != expected) return false;

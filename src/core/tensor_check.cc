@@ -25,7 +25,11 @@ void check_argument(const char* op, const ArgumentMemory& memory, Device device)
   HALFBYTE_CHECK(begin_of(memory) % static_cast<uintptr_t>(memory.alignment) == 0, usage,
                  "{}: {} must be aligned to {} bytes{}, its address is {:#x}", op, name, memory.alignment,
                  memory.promised ? " (descriptor.alignment)" : "", begin_of(memory));
-  check_memory(name, memory.data, memory.num_bytes, device);
+  try {
+    check_memory(name, memory.data, memory.num_bytes, device);
+  } catch (const Error& error) {
+    HALFBYTE_FAIL(usage, "{}: {}", op, error.what());
+  }
 }
 
 void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& b) {
@@ -35,11 +39,11 @@ void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& 
                  b.name, begin_of(a), end_of(a), begin_of(b), end_of(b));
 }
 
-void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device) {
-  HALFBYTE_CHECK(workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % 16 == 0, usage,
-                 "{}: workspace must be {} bytes at a multiple of 16, got address {}", op, num_bytes,
-                 workspace);
-  check_memory("workspace", workspace, num_bytes, device);
+void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
+                     std::span<const ArgumentMemory> arguments) {
+  const ArgumentMemory memory{"workspace", workspace, num_bytes, -1, 16, false, true};
+  check_argument(op, memory, device);
+  for (const ArgumentMemory& argument : arguments) check_apart(op, memory, argument);
 }
 
 }  // namespace halfbyte

@@ -31,6 +31,8 @@ struct ArgumentMemory {
 void check_argument(const char* op, const ArgumentMemory& memory, Device device);
 // Where one of the two is written.
 void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& b);
-void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device);
+// Of a run with these arguments, from all of which it must lie apart; or none, for the status of one.
+void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
+                     std::span<const ArgumentMemory> arguments = {});
 
 }  // namespace halfbyte

@@ -133,10 +133,10 @@ void check_device(Device device) {
 }
 
 void check_memory(const char* what, const void* data, int64_t num_bytes, Device device) {
-  // Nobody can have memory of a device before the driver is in the process.
-  if (!is_cuda(device) && !cuda::driver_is_loaded()) return;
-  const Driver& driver = cuda::find_driver();
-  if (!driver.problem.empty()) return;
+  // Nobody can have memory of a device before the driver is in the process; work on the CPU does not load it.
+  const auto get_attributes =
+      is_cuda(device) ? cuda::find_driver().cuPointerGetAttributes : cuda::find_pointer_attributes();
+  if (!get_attributes) return;
   // CU_POINTER_ATTRIBUTE_: MEMORY_TYPE, DEVICE_ORDINAL, IS_MANAGED, RANGE_START_ADDR, RANGE_SIZE,
   // IS_LEGACY_CUDA_IPC_CAPABLE, which only a whole allocation of cuMemAlloc is: others may consist of many
   // ranges.
@@ -149,7 +149,7 @@ void check_memory(const char* what, const void* data, int64_t num_bytes, Device 
   void* values[] = {&type, &index, &is_managed, &begin, &size, &is_whole};
   const auto address = reinterpret_cast<cuda::CUdeviceptr>(data);
   constexpr unsigned kHost = 1, kDevice = 2;  // CU_MEMORYTYPE_; 0: not known to the driver
-  if (driver.cuPointerGetAttributes(6, attributes, values, address) != 0) type = 0;
+  if (get_attributes(6, attributes, values, address) != 0) type = 0;
   if (!is_cuda(device)) {
     HALFBYTE_CHECK(type != kDevice || is_managed != 0, usage,
                    "{} must be in host memory, {:#x} is memory of cuda:{}", what, address, index);

@@ -69,13 +69,14 @@ const Driver& find_driver() {
   return found;
 }
 
-bool driver_is_loaded() {
-  static const bool loaded_by_others = [] {
-    void* const handle = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    if (handle) dlclose(handle);
-    return handle != nullptr;
+decltype(Driver::cuPointerGetAttributes) find_pointer_attributes() {
+  if (is_loaded) return find_driver().cuPointerGetAttributes;
+  static const auto of_others = [] {
+    void* const handle = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);  // never closed, like all of ours
+    return reinterpret_cast<decltype(Driver::cuPointerGetAttributes)>(
+        handle ? dlsym(handle, "cuPointerGetAttributes") : nullptr);
   }();
-  return loaded_by_others || is_loaded;
+  return of_others;
 }
 
 const Driver& driver() {

@@ -68,8 +68,9 @@ struct Driver {
 const Driver& find_driver();
 // The same; throws Error(device) with the problem where it cannot be used.
 const Driver& driver();
-// Whether the process has the driver: since find_driver, or from others before the first call of this. Loads nothing.
-bool driver_is_loaded();
+// The function of this name if the process has a driver: since find_driver, or from others before the first
+// call of this. Loads and initializes nothing: what is not initialized answers with an error.
+decltype(Driver::cuPointerGetAttributes) find_pointer_attributes();
 
 // Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0.
 void check(CUresult result, const char* what);

@@ -1,5 +1,6 @@
 // CPU = CUDA for very many values, and for more than 2^32. Each test uses all processors.
 #include "cpu/parallel.h"
+#include "halfbyte/quantize_linear.hpp"
 #include "harness.h"
 
 namespace halfbyte {
@@ -259,6 +260,91 @@ void check_huge(Format format, int64_t rows, int64_t cols) {
 
 TEST_F(Exhaustive, MoreThan2ToThe32ElementsInAlignedRows) { check_huge(Format::nf4, (1 << 20) + 1, 4096); }
 TEST_F(Exhaustive, MoreThan2ToThe32ElementsInOneRow) { check_huge(Format::int4, 1, (int64_t{1} << 32) + 1); }
+
+// Kernels that count in 64 bits: 2^31 chunks of 16 elements and more.
+TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe31Chunks) {
+  constexpr int64_t kRows = (1 << 15) + 1, kCols = 1 << 20, kPeriod = 4099;
+  if (cuda_info().devices[0].memory_bytes < uint64_t{100} << 30) GTEST_SKIP() << "needs 86 GB";
+  const testing::Values row = testing::random_values(DType::bf16, kCols, 3);
+  const Memory x(kCuda, 2 * kRows * kCols), codes(kCuda, kRows * kCols / 2), scales(kCuda, 4 * kRows);
+  std::vector<float> scale(kRows);
+  for (int64_t r = 0; r < kRows; ++r)
+    scale[static_cast<size_t>(r)] = 0.001f * static_cast<float>(1 + r % kPeriod);
+  poison(codes);
+  copy(kCuda, x.data(), row.bytes.data(), 2 * kCols);
+  repeat(x, 2 * kCols);
+  copy(kCuda, scales.data(), scale.data(), 4 * kRows);
+  constexpr uint16_t kNan = 0x7FC0;
+  copy(kCuda, x.data() + 2 * (kRows * kCols - 1), &kNan, 2);
+
+  LinearDescriptor descriptor = LinearDescriptor::per_channel({kRows, kCols}, 0);
+  descriptor.dtype = DType::bf16;
+  descriptor.code_dtype = DType::i4;
+  descriptor.q_min = -8;
+  descriptor.q_max = 7;
+  const auto plan = QuantizeLinearPlan::select(kCuda, descriptor);
+  EXPECT_EQ(plan.sku().kernel, "linear_chunks");
+  const Memory workspace(kCuda, plan.workspace_size());
+  plan.run(nullptr, workspace.data(),
+           {{x.data(), DType::bf16, {kRows, kCols}, {}, kCuda},
+            {codes.data(), DType::i4, {kRows, kCols}, {}, kCuda},
+            {scales.data(), DType::f32, {kRows}, {}, kCuda},
+            {}});
+  const QuantizeStatus status = plan.status(workspace.data());
+  EXPECT_EQ(status.num_nonfinite, 1);
+  EXPECT_EQ(status.first_nonfinite, kRows * kCols - 1);
+  EXPECT_EQ(status.num_invalid_scales, 0);
+
+  descriptor.shape = {1, kCols};
+  const auto of_row = QuantizeLinearPlan::select(Device{}, descriptor);
+  for (const int64_t r : {int64_t{0}, int64_t{1}, kPeriod, kRows / 2, kRows - 2, kRows - 1}) {
+    std::vector<uint8_t> values = row.bytes, expected(kCols / 2), actual(kCols / 2);
+    if (r == kRows - 1) std::memcpy(values.data() + 2 * (kCols - 1), &kNan, 2);
+    alignas(16) QuantizeStatus found;
+    of_row.run(nullptr, &found,
+               {{values.data(), DType::bf16, {1, kCols}, {}, {}},
+                {expected.data(), DType::i4, {1, kCols}, {}, {}},
+                {&scale[static_cast<size_t>(r)], DType::f32, {1}, {}, {}},
+                {}});
+    copy(kCuda, actual.data(), codes.data() + r * kCols / 2, kCols / 2);
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::synchronize(nullptr);
+    EXPECT_TRUE(testing::same_bytes("codes", expected.data(), actual.data(), expected.size())) << "row " << r;
+  }
+}
+
+// And 2^31 lanes: a warp for each of 2^26 groups.
+TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe26Groups) {
+  constexpr int64_t kPeriod = 1 << 16, kRows = (int64_t{1} << 26) + kPeriod, kCols = 7;
+  const testing::Values part = testing::random_values(DType::bf16, kPeriod * kCols, 4);
+  const Memory x(kCuda, 2 * kRows * kCols), codes(kCuda, kRows * kCols), scales(kCuda, 4 * kRows);
+  poison(codes);
+  poison(scales);
+  copy(kCuda, x.data(), part.bytes.data(), 2 * kPeriod * kCols);
+  repeat(x, 2 * kPeriod * kCols);
+  const auto run = [](Device device, int64_t rows, const void* values, void* to, void* scale, void* space) {
+    LinearDescriptor descriptor = LinearDescriptor::per_token({rows, kCols});
+    descriptor.dtype = DType::bf16;
+    descriptor.computed = true;
+    const auto plan = QuantizeLinearPlan::select(device, descriptor);
+    plan.run(nullptr, space,
+             {{const_cast<void*>(values), DType::bf16, {rows, kCols}, {}, device},
+              {to, DType::i8, {rows, kCols}, {}, device},
+              {scale, DType::f32, {rows, 1}, {}, device},
+              {}});
+    return plan.status(space);
+  };
+  const Memory workspace(kCuda, 16 * kRows + 4096);
+  const QuantizeStatus status = run(kCuda, kRows, x.data(), codes.data(), scales.data(), workspace.data());
+  alignas(16) QuantizeStatus space;
+  std::vector<uint8_t> expected(kPeriod * kCols), expected_scales(4 * kPeriod);
+  const QuantizeStatus once =
+      run({}, kPeriod, part.bytes.data(), expected.data(), expected_scales.data(), &space);
+  EXPECT_EQ(status.num_coarse_scales, once.num_coarse_scales * (kRows / kPeriod));
+  expect_repeated("codes", codes, expected.data(), kPeriod * kCols, (kRows - kPeriod) * kCols, expected);
+  expect_repeated("scales", scales, expected_scales.data(), 4 * kPeriod, 4 * (kRows - kPeriod),
+                  expected_scales);
+}
 
 }  // namespace
 }  // namespace halfbyte

@@ -139,6 +139,12 @@ TEST_F(LinearShapes, of_many_blocks) {
   for (LinearCase& test : usual_cases(264, 2304))
     if (!compare(test, device)) return;
 }
+TEST_F(LinearShapes, rows_that_a_block_has) {
+  OnDevice device(int64_t{1} << 26);
+  for (const int64_t cols : {6144, 12288, 24576})
+    for (LinearCase& test : usual_cases(3, cols))
+      if (!compare(test, device)) return;
+}
 TEST_F(LinearShapes, long_rows) {
   OnDevice device(int64_t{1} << 26);
   for (LinearCase& test : usual_cases(3, 40000))
@@ -152,6 +158,14 @@ TEST_F(SanitizeLinear, every_kernel) {
   std::vector<LinearCase> cases = usual_cases(5, 72);
   LinearCases random(11);
   for (int i = 0; i < 60; ++i) cases.push_back(random.next(200));
+  for (const int64_t cols : {1000 * 8, 2000 * 8}) {  // blocks of 4 and 8 chunks a thread
+    LinearCase test;
+    test.descriptor = LinearDescriptor::per_token({2, cols});
+    test.descriptor.dtype = DType::bf16;
+    test.descriptor.computed = true;
+    random.fill(test);
+    cases.push_back(test);
+  }
   for (LinearCase& test : cases) {
     SCOPED_TRACE(test.text());
     LinearCase cpu = test;
@@ -186,42 +200,65 @@ TEST_F(SanitizeLinear, every_kernel) {
 
 // ---- Graphs
 
-TEST_F(LinearShapes, graphs_replay_with_new_data) {
-  const cuda::Scope scope(cuda::context(kCuda.index));
+// Captures a run of the case, replays it with its data, with other data, and again.
+template <class Op, class MakeArgs>
+void replay(LinearCase test, const MakeArgs& make_args) {
+  SCOPED_TRACE(test.text());
   OnDevice device(int64_t{1} << 24);
   const Stream stream(kCuda);
-  for (const bool fused : {true, false}) {
-    LinearCase test;
-    test.descriptor =
-        fused ? LinearDescriptor::per_group({24, 192}, 64) : LinearDescriptor::per_channel({24, 192}, 1);
-    test.descriptor.dtype = DType::bf16;
-    test.descriptor.computed = true;
-    test.descriptor.zero_point_dtype = DType::i32;
-    LinearCases random(5);
-    random.fill(test);
-    LinearCase other = test, cpu;
-    std::reverse(reinterpret_cast<uint16_t*>(other.x.bytes.data()),
-                 reinterpret_cast<uint16_t*>(other.x.bytes.data() + other.x.bytes.size()));
-    auto memory = device.upload(test);
-    const auto plan = QuantizeLinearPlan::select(kCuda, test.descriptor);
-    const QuantizeLinear::Args args{test.x.at(memory[0], kCuda), test.codes.at(memory[2], kCuda),
-                                    test.scale.at(memory[3], kCuda), test.zero_point.at(memory[4], kCuda)};
-    testing::Graph graph;
-    ASSERT_TRUE(graph.found());
+  LinearCase other = test;
+  for (Storage* storage : {&other.x, &other.dy, &other.codes})  // of the same size; gaps too
+    std::reverse(storage->bytes.begin(), storage->bytes.end());
+  const auto memory = device.upload(test);
+  const auto plan = Plan<Op>::select(kCuda, test.descriptor);
+  const typename Op::Args args = make_args(test, memory);
+  testing::Graph graph;
+  ASSERT_TRUE(graph.found());
+  cuda::synchronize(nullptr);
+  graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
+  for (LinearCase* round : {&test, &other, &test}) {
+    LinearCase cpu = *round, result = *round;
+    device.upload(*round);
     cuda::synchronize(nullptr);
-    graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
-    for (LinearCase* round : {&test, &other, &test}) {
-      cpu = *round;
-      device.upload(*round);
-      cuda::synchronize(nullptr);
-      graph.launch(stream.handle());
-      const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
-      LinearCase result = *round;
-      device.download(result, memory);
-      EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
-      EXPECT_TRUE(same(cpu, result)) << "fused " << fused;
-    }
+    graph.launch(stream.handle());
+    const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+    device.download(result, memory);
+    EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
+    EXPECT_TRUE(same(cpu, result));
   }
+}
+
+TEST_F(LinearShapes, graphs_replay_with_new_data) {
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  LinearCases random(5);
+  for (const LinearDescriptor& shape :
+       {LinearDescriptor::per_group({24, 192}, 64), LinearDescriptor::per_channel({24, 192}, 1),
+        LinearDescriptor::per_tensor({23, 7})})
+    for (const int op : {0, 1, 2, 3}) {
+      LinearCase test;
+      test.op = static_cast<LinearOp>(op % 3);
+      test.descriptor = shape;
+      test.descriptor.dtype = DType::bf16;
+      test.descriptor.computed = op == 3;
+      test.descriptor.zero_point_dtype = DType::i32;
+      random.fill(test);
+      const auto at = [](const Storage& storage, void* memory) { return storage.at(memory, kCuda); };
+      if (test.op == LinearOp::quantize)
+        replay<QuantizeLinear>(test, [&](const LinearCase& c, const auto& m) {
+          return QuantizeLinear::Args{at(c.x, m[0]), at(c.codes, m[2]), at(c.scale, m[3]),
+                                      at(c.zero_point, m[4])};
+        });
+      else if (test.op == LinearOp::dequantize)
+        replay<DequantizeLinear>(test, [&](const LinearCase& c, const auto& m) {
+          return DequantizeLinear::Args{at(c.codes, m[2]), at(c.scale, m[3]), at(c.zero_point, m[4]),
+                                        at(c.y, m[5])};
+        });
+      else
+        replay<QuantizeLinearBackward>(test, [&](const LinearCase& c, const auto& m) {
+          return QuantizeLinearBackward::Args{at(c.x, m[0]), at(c.dy, m[1]), at(c.scale, m[3]),
+                                              at(c.zero_point, m[4]), at(c.y, m[5])};
+        });
+    }
 }
 
 TEST_F(LinearShapes, threads_share_a_plan) {

@@ -22,6 +22,15 @@ __device__ __forceinline__ Words4 load_once(const Words4* from) {
                : "l"(from));
   return v;
 }
+// The same of memory that this thread will write.
+__device__ __forceinline__ Words4 load_to_write(const Words4* from) {
+  Words4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 load_once(const u32* from) {
   u32 v;
   asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));

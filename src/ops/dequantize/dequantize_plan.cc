@@ -31,8 +31,7 @@ struct DequantizeImpl : DequantizePlan::Impl {
   void check(const Dequantize::Args& args) const override { plan.check(args.y, args.in); }
 
   void run(void* stream, void* workspace, const Dequantize::Args& args) const override {
-    check(args);
-    check_workspace(kOp.name, workspace, workspace_size, device);
+    check_workspace(kOp.name, workspace, workspace_size, device, plan.check(args.y, args.in));
     DequantizeProblem run = problem;
     run.codes = args.in.codes;
     run.scales = args.in.scales;
@@ -47,7 +46,7 @@ struct DequantizeImpl : DequantizePlan::Impl {
   }
 
   QuantizeStatus status(const void* workspace, void* stream) const override {
-    HALFBYTE_CHECK(workspace != nullptr, usage, "{}: workspace must not be null", kOp.name);
+    check_workspace(kOp.name, workspace, workspace_size, device);
     if (cuda) wait_dequantize_cuda(*cuda, stream);
     return {};
   }

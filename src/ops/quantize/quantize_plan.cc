@@ -30,8 +30,7 @@ struct QuantizeImpl : QuantizePlan::Impl {
   void check(const Quantize::Args& args) const override { plan.check(args.x, args.out); }
 
   void run(void* stream, void* workspace, const Quantize::Args& args) const override {
-    check(args);
-    check_workspace(kOp.name, workspace, workspace_size, device);
+    check_workspace(kOp.name, workspace, workspace_size, device, plan.check(args.x, args.out));
     QuantizeProblem run = problem;
     run.x = args.x.data;
     run.codes = args.out.codes;
@@ -47,7 +46,7 @@ struct QuantizeImpl : QuantizePlan::Impl {
   }
 
   QuantizeStatus status(const void* workspace, void* stream) const override {
-    HALFBYTE_CHECK(workspace != nullptr, usage, "{}: workspace must not be null", kOp.name);
+    check_workspace(kOp.name, workspace, workspace_size, device);
     return cuda ? status_quantize_cuda(*cuda, workspace, stream)
                 : *static_cast<const QuantizeStatus*>(workspace);
   }

@@ -349,7 +349,11 @@ struct Work {
       read.load(data.codes, chunk);
     else
       read = load_chunk<Chunk>(data.x, chunk);
-    if constexpr (op == LinearOp::backward) dy = load_chunk<Chunk>(data.dy, chunk);
+    if constexpr (op == LinearOp::backward) {
+      const auto* const from = static_cast<const Words4*>(data.dy) + chunk * Chunk::kWords4;
+#pragma unroll
+      for (int i = 0; i < Chunk::kWords4; ++i) dy.words[i] = load_to_write(from + i);  // dx may be dy
+    }
   }
   // False, and nothing is done, where run_slow must do it.
   template <class Groups>

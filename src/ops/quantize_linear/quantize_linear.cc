@@ -11,6 +11,8 @@
 namespace halfbyte {
 namespace {
 
+constexpr const char* kOp = "linear descriptor";
+
 const char* name_of(LinearOp op) {
   switch (op) {
     case LinearOp::quantize:
@@ -39,6 +41,24 @@ IntegerRange range_of(DType code_dtype) {
   }
 }
 
+// What decides how many scales there are.
+void check_groups(const LinearDescriptor& d) {
+  const int rank = static_cast<int>(d.shape.size());
+  contiguous_bytes(d.dtype, d.shape);  // throws for negative extents and what is beyond 2^63 - 1 bytes
+  HALFBYTE_CHECK(d.granularity == Granularity::tensor || d.granularity == Granularity::channel ||
+                     d.granularity == Granularity::group,
+                 usage, "{}: granularity must be tensor, channel or group, got {}", kOp,
+                 d.granularity == Granularity::flat ? "flat: give a shape of one axis" : "none of these");
+  HALFBYTE_CHECK(rank > 0 || d.granularity == Granularity::tensor, usage,
+                 "{}: granularity {} needs an axis, shape is []", kOp, to_string(d.granularity));
+  if (rank > 0)
+    HALFBYTE_CHECK(-rank <= d.axis && d.axis < rank, usage,
+                   "{}: axis must be in [{}, {}) for shape {}, got {}", kOp, -rank, rank, text_of(d.shape),
+                   d.axis);
+  if (d.granularity == Granularity::group)
+    HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kOp, d.group_size);
+}
+
 // `axis` from the front; 0 for a tensor without axes.
 int axis_of(const LinearDescriptor& descriptor) {
   const int rank = static_cast<int>(descriptor.shape.size());
@@ -53,9 +73,11 @@ LinearCodes codes_of(DType dtype, std::span<const int64_t> shape) {
   return codes;
 }
 
+// Of extents of a checked descriptor: no overflow, unless one of the others is 0.
 int64_t product(std::span<const int64_t> extents) {
   int64_t result = 1;
-  for (const int64_t extent : extents) result *= extent;
+  for (const int64_t extent : extents)
+    if (__builtin_mul_overflow(result, extent, &result)) return 0;
   return result;
 }
 
@@ -71,6 +93,8 @@ LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& des
     problem.axis = shape[axis];
     problem.inner = product(shape.subspan(axis + 1));
   }
+  if (std::ranges::find(shape, 0) != shape.end())
+    problem.outer = problem.inner = 0;  // their product may not exist
   const std::vector<int64_t> scale_shape = descriptor.scale_shape();
   problem.num_scales = product(scale_shape);
   switch (descriptor.granularity) {
@@ -124,7 +148,7 @@ struct Argument {
 };
 
 // One past the last byte that the tensor touches, from its data.
-int64_t extent_bytes(const Argument& argument) {
+int64_t extent_bytes(const char* op, const Argument& argument) {
   const TensorView& view = *argument.view;
   if (view.strides.empty() || is_packed(argument.dtype))
     return contiguous_bytes(argument.dtype, argument.shape);
@@ -134,7 +158,7 @@ int64_t extent_bytes(const Argument& argument) {
     if (argument.shape[i] == 0) return 0;
     HALFBYTE_CHECK(!__builtin_mul_overflow(argument.shape[i] - 1, view.strides[i], &step) &&
                        !__builtin_add_overflow(last, step, &last),
-                   usage, "{}: strides {} of shape {} exceed 2^63 - 1 elements", argument.name,
+                   usage, "{}: {}: strides {} of shape {} exceed 2^63 - 1 elements", op, argument.name,
                    text_of(view.strides), text_of(argument.shape));
   }
   int64_t num_bytes = 0;
@@ -190,7 +214,7 @@ class LinearTensorCheck {
       HALFBYTE_CHECK(is_contiguous(view), usage, "{}: {} must be contiguous{}, got strides {} of shape {}",
                      op_, name, argument.walked ? " as descriptor.strided is false" : "",
                      text_of(view.strides), text_of(view.shape));
-    const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(argument);
+    const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(op_, argument);
     const ArgumentMemory memory{
         name, view.data, num_bytes, view.num_bytes, argument.alignment, argument.walked, argument.written};
     check_argument(op_, memory, device_);
@@ -311,8 +335,13 @@ class LinearPlan {
     return cuda_ ? workspace_bytes(*cuda_) : static_cast<int64_t>(sizeof(QuantizeStatus));
   }
 
+  // The tensors of a run, and what they touch: x, dy, codes, scale, zero_point, y.
+  struct Checked {
+    LinearTensors tensors;
+    std::array<ArgumentMemory, 6> memory;
+  };
   // Throws where something is wrong.
-  LinearTensors tensors(const LinearViews& views) const {
+  Checked check(const LinearViews& views) const {
     const LinearTensorCheck checker(op_, descriptor_, problem_.device);
     const bool quantizes = problem_.op == LinearOp::quantize;
     const int64_t scale_size = size_of(descriptor_.scale_dtype);
@@ -331,7 +360,8 @@ class LinearPlan {
     if (!problem_.has_zeros)
       HALFBYTE_CHECK(views.zero_point->data == nullptr, usage,
                      "{}: zero_point must have no data, as descriptor.zero_point_dtype is not set", op_);
-    std::array<ArgumentMemory, 6> memory;
+    Checked checked;
+    std::array<ArgumentMemory, 6>& memory = checked.memory;
     std::array<LinearStrides, 6> strides;
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].view == nullptr) continue;
@@ -345,7 +375,7 @@ class LinearPlan {
         check_apart(op_, memory[i], memory[j]);
       }
     const auto data = [](const TensorView* view) { return view == nullptr ? nullptr : view->data; };
-    LinearTensors tensors;
+    LinearTensors& tensors = checked.tensors;
     tensors.x = data(views.x);
     tensors.dy = data(views.dy);
     tensors.codes = data(views.codes);
@@ -356,19 +386,19 @@ class LinearPlan {
     tensors.dy_strides = strides[1];
     tensors.code_strides = strides[2];
     tensors.y_strides = strides[5];
-    return tensors;
+    return checked;
   }
 
-  void run(void* stream, void* workspace, const LinearTensors& tensors) const {
-    check_workspace(op_, workspace, workspace_size(), problem_.device);
-    if (cuda_) {
-      run_linear_cuda(*cuda_, tensors, stream, workspace);
-    } else {
-      *static_cast<QuantizeStatus*>(workspace) = quantize_linear_cpu(problem_, tensors);
-    }
+  void run(void* stream, void* workspace, const LinearViews& views) const {
+    const Checked checked = check(views);
+    check_workspace(op_, workspace, workspace_size(), problem_.device, checked.memory);
+    if (cuda_)
+      run_linear_cuda(*cuda_, checked.tensors, stream, workspace);
+    else
+      *static_cast<QuantizeStatus*>(workspace) = quantize_linear_cpu(problem_, checked.tensors);
   }
   QuantizeStatus status(const void* workspace, void* stream) const {
-    HALFBYTE_CHECK(workspace != nullptr, usage, "{}: workspace must not be null", op_);
+    check_workspace(op_, workspace, workspace_size(), problem_.device);
     return cuda_ ? status_linear_cuda(*cuda_, workspace, stream)
                  : *static_cast<const QuantizeStatus*>(workspace);
   }
@@ -397,9 +427,9 @@ struct LinearImpl : Plan<Op>::Impl {
     this->guarantee = plan.guarantee();
     this->workspace_size = plan.workspace_size();
   }
-  void check(const typename Op::Args& args) const override { plan.tensors(views_of(args)); }
+  void check(const typename Op::Args& args) const override { plan.check(views_of(args)); }
   void run(void* stream, void* workspace, const typename Op::Args& args) const override {
-    plan.run(stream, workspace, plan.tensors(views_of(args)));
+    plan.run(stream, workspace, views_of(args));
   }
   QuantizeStatus status(const void* workspace, void* stream) const override {
     return plan.status(workspace, stream);
@@ -431,6 +461,7 @@ LinearDescriptor LinearDescriptor::per_token(std::vector<int64_t> shape) {
 }
 
 std::vector<int64_t> LinearDescriptor::scale_shape() const {
+  check_groups(*this);
   const auto at = static_cast<size_t>(axis_of(*this));
   switch (granularity) {
     case Granularity::channel:
@@ -446,8 +477,6 @@ std::vector<int64_t> LinearDescriptor::scale_shape() const {
 }
 
 void check_descriptor(const LinearDescriptor& d) {
-  constexpr const char* kOp = "linear descriptor";
-  const int rank = static_cast<int>(d.shape.size());
   HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kOp,
                  to_string(d.dtype));
   HALFBYTE_CHECK(d.code_dtype == DType::i8 || d.code_dtype == DType::u8 || is_packed(d.code_dtype), usage,
@@ -459,19 +488,7 @@ void check_descriptor(const LinearDescriptor& d) {
     HALFBYTE_CHECK(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.code_dtype, usage,
                    "{}: zero_point_dtype must be i32 or code_dtype ({}), got {}", kOp,
                    to_string(d.code_dtype), to_string(*d.zero_point_dtype));
-  contiguous_bytes(d.dtype, d.shape);  // throws for negative extents and what is beyond 2^63 - 1 bytes
-  HALFBYTE_CHECK(d.granularity != Granularity::flat, usage,
-                 "{}: granularity must be tensor, channel or group, got flat: give the shape of one axis",
-                 kOp);
-  if (d.granularity != Granularity::tensor) {
-    HALFBYTE_CHECK(rank > 0, usage, "{}: granularity {} needs an axis, shape is []", kOp,
-                   to_string(d.granularity));
-    HALFBYTE_CHECK(-rank <= d.axis && d.axis < rank, usage,
-                   "{}: axis must be in [{}, {}) for shape {}, got {}", kOp, -rank, rank, text_of(d.shape),
-                   d.axis);
-  }
-  if (d.granularity == Granularity::group)
-    HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kOp, d.group_size);
+  check_groups(d);
   if (!d.zero_point_dtype)
     HALFBYTE_CHECK(d.q_min <= 0 && 0 <= d.q_max, usage,
                    "{}: without a zero point 0 must be in [q_min, q_max], got [{}, {}]", kOp, d.q_min,
@@ -483,9 +500,10 @@ void check_descriptor(const LinearDescriptor& d) {
                  "{}: q_min and q_max must be within [{}, {}] of code_dtype {}, got {} and {}", kOp,
                  range.min, range.max, to_string(d.code_dtype), d.q_min, d.q_max);
   if (d.computed) {
-    HALFBYTE_CHECK(d.scale_rule == ScaleRule::absmax || d.scale_rule == ScaleRule::half_range, usage,
-                   "{}: scale_rule must be absmax or half-range (with a zero point it is not used), got {}",
-                   kOp, to_string(d.scale_rule));
+    HALFBYTE_CHECK(
+        d.zero_point_dtype || d.scale_rule == ScaleRule::absmax || d.scale_rule == ScaleRule::half_range,
+        usage, "{}: scale_rule without a zero point must be absmax or half-range, got {}", kOp,
+        to_string(d.scale_rule));
     HALFBYTE_CHECK(d.q_min < d.q_max, usage, "{}: computed scales need q_min less than q_max, got {} and {}",
                    kOp, d.q_min, d.q_max);
     HALFBYTE_CHECK(d.zero_point_dtype || d.q_max > 0, usage,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <variant>
 
 #include "core/counts.h"
 #include "cuda/config.h"
@@ -11,23 +12,17 @@ namespace halfbyte {
 // What a problem is done with, in order: all in one pass; or ranges and parameters, where they are computed,
 // then codes.
 struct LinearCuda {
-  struct Kernel {
-    std::string name;
-    cuda::CUfunction function = nullptr;
-  };
   LinearProblem problem;
   const cuda::Context* context = nullptr;
-  Kernel map;           // chunks, columns, elements or fused
-  cuda::Grid map_grid;  //
+  std::string name;  // of the last kernel
+  cuda::CUfunction function = nullptr;
+  cuda::Grid grid;
   cuda::CUfunction ranges = nullptr, params = nullptr;
   cuda::Grid ranges_grid, params_grid;
   int64_t workspace_bytes = 0;
   // The arguments, but for addresses and strides.
   LinearCommon common{};
-  LinearChunksArgs chunks{};
-  LinearColumnsArgs columns{};
-  LinearElementsArgs elements{};
-  LinearFusedArgs fused{};
+  std::variant<LinearElementsArgs, LinearChunksArgs, LinearColumnsArgs, LinearFusedArgs> args;
   LinearRangesArgs ranges_args{};
   LinearParamsArgs params_args{};
 };
@@ -105,9 +100,12 @@ class Selection {
     }
   }
   cuda::CUfunction load(const cuda::KernelSpec& spec) const { return cuda::get_kernel(*made_.context, spec); }
-  void set_map(const char* name, const cuda::KernelSpec& spec, cuda::Grid grid) {
-    made_.map = {name, load(spec)};
-    made_.map_grid = grid;
+  template <class Args>
+  void choose(const char* name, const cuda::KernelSpec& spec, cuda::Grid grid, const Args& args) {
+    made_.name = name;
+    made_.function = load(spec);
+    made_.grid = grid;
+    made_.args = args;
   }
   // Rows of packed codes are whole bytes, so that they are one sequence.
   bool rows_are_whole() const { return !is_packed(problem_.codes.dtype) || problem_.codes.cols % 2 == 0; }
@@ -134,7 +132,7 @@ class Selection {
     if (group_chunks > int64_t{kThreads} * kLarge) return false;
     const int64_t axis_chunks = axis / chunk_, groups_per_row = blocks_for(axis_chunks, group_chunks);
     if (is_wide(rows * axis_chunks)) return false;
-    LinearFusedArgs& args = made_.fused;
+    LinearFusedArgs args{};
     args.axis = static_cast<int>(axis_chunks);
     args.group = static_cast<int>(group_chunks);
     args.num_groups = static_cast<int>(rows * groups_per_row);
@@ -144,13 +142,13 @@ class Selection {
       const int lanes = std::max(kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
-      set_map("linear_fused", linear_fused_kernel(types_, p.codec.rule, 0),
-              {blocks_for(args.num_groups, per_block), kThreads});
+      choose("linear_fused", linear_fused_kernel(types_, p.codec.rule, 0),
+             {blocks_for(args.num_groups, per_block), kThreads}, args);
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
       const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
-      set_map("linear_fused", linear_fused_kernel(types_, p.codec.rule, batch),
-              {args.num_groups, std::max(32, static_cast<int>(threads))});
+      choose("linear_fused", linear_fused_kernel(types_, p.codec.rule, batch),
+             {args.num_groups, std::max(32, static_cast<int>(threads))}, args);
     }
     return true;
   }
@@ -203,7 +201,7 @@ class Selection {
   bool select_chunks() {
     const LinearProblem& p = problem_;
     if (!whole_ || !rows_are_whole()) return false;
-    LinearChunksArgs& args = made_.chunks;
+    LinearChunksArgs args{};
     args.num_chunks = p.num_elements() / chunk_;
     if (p.num_elements() % chunk_ != 0) return false;
     const LinearStrides& scales = p.scale_strides;
@@ -222,15 +220,15 @@ class Selection {
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
-    set_map("linear_chunks", linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
-            {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads});
+    choose("linear_chunks", linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
+           {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads}, args);
     return true;
   }
 
   bool select_columns() {
     const LinearProblem& p = problem_;
     if (!whole_ || !rows_are_whole()) return false;
-    LinearColumnsArgs& args = made_.columns;
+    LinearColumnsArgs args{};
     if (p.scale_strides.outer == 0) {  // channels
       if (p.inner != 1 || p.scale_strides.axis == 0) return false;
       args.columns = p.axis;
@@ -246,14 +244,14 @@ class Selection {
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
     args.pieces = blocks_for(args.group, kLinearRows);
     const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
-    set_map("linear_columns", linear_columns_kernel(types_, p.op, is_wide(items)),
-            {blocks_for(items, kThreads), kThreads});
+    choose("linear_columns", linear_columns_kernel(types_, p.op, is_wide(items)),
+           {blocks_for(items, kThreads), kThreads}, args);
     return true;
   }
 
   void select_elements() {
     const LinearProblem& p = problem_;
-    LinearElementsArgs& args = made_.elements;
+    LinearElementsArgs args{};
     const bool packed = is_packed(p.codes.dtype) && p.op != LinearOp::backward;
     args.code_cols = p.codes.cols;
     args.code_row_bytes = p.codes.row_bytes;
@@ -263,8 +261,8 @@ class Selection {
     args.inner = p.inner;
     args.group = p.group_size;
     args.scale_strides = device_strides(p.scale_strides);
-    set_map("linear_elements", linear_elements_kernel(types_, p.op),
-            {blocks_for(args.num_items, kThreads), kThreads});
+    choose("linear_elements", linear_elements_kernel(types_, p.op),
+           {blocks_for(args.num_items, kThreads), kThreads}, args);
   }
 
   const LinearProblem& problem_;
@@ -332,7 +330,7 @@ cuda::KernelSpec linear_params_kernel(const LinearTypes& types, formats::Rule ru
 std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment) {
   return std::make_shared<const LinearCuda>(Selection(problem, alignment).take());
 }
-const std::string& kernel_name(const LinearCuda& cuda) { return cuda.map.name; }
+const std::string& kernel_name(const LinearCuda& cuda) { return cuda.name; }
 const std::string& target(const LinearCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const LinearCuda& cuda) { return cuda.workspace_bytes; }
 
@@ -357,24 +355,18 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
     params.ranges = ranges;
     cuda::launch(selected.params, selected.params_grid, stream, params);
   }
-  const auto launch = [&](auto args) {
-    args.common = common;
-    cuda::launch(selected.map.function, selected.map_grid, stream, args);
-  };
-  if (selected.map.name == "linear_chunks") {
-    launch(selected.chunks);
-  } else if (selected.map.name == "linear_columns") {
-    launch(selected.columns);
-  } else if (selected.map.name == "linear_fused") {
-    launch(selected.fused);
-  } else {
-    LinearElementsArgs args = selected.elements;
-    args.x = device_strides(tensors.x_strides);
-    args.dy = device_strides(tensors.dy_strides);
-    args.codes = device_strides(tensors.code_strides);
-    args.y = device_strides(tensors.y_strides);
-    launch(args);
-  }
+  std::visit(
+      [&](auto args) {
+        args.common = common;
+        if constexpr (std::is_same_v<decltype(args), LinearElementsArgs>) {
+          args.x = device_strides(tensors.x_strides);
+          args.dy = device_strides(tensors.dy_strides);
+          args.codes = device_strides(tensors.code_strides);
+          args.y = device_strides(tensors.y_strides);
+        }
+        cuda::launch(selected.function, selected.grid, stream, args);
+      },
+      selected.args);
 }
 
 QuantizeStatus status_linear_cuda(const LinearCuda& selected, const void* workspace, void* stream) {

@@ -266,12 +266,13 @@ std::string first_difference(const Bytes& a, const Bytes& b) {
   return "";
 }
 
-// 25,000 problems on four targets: whole buffers compared, guards and gaps with them.
+// 25,000 problems on each of four targets, 100,000 in all: whole buffers compared, guards and gaps with them.
 TEST(QuantizeLinear, RandomProblemsEqualTheReferenceOnEveryTarget) {
   const int cases = testing::kSanitized ? 2000 : 25000;
+  uint64_t seed = 17;
   testing::for_each_target([&](const char*) {
     if (::testing::Test::HasFailure()) return;
-    CaseMaker maker(17);
+    CaseMaker maker(seed++);
     Case expected, actual;
     for (int i = 0; i < cases; ++i) {
       const Case c = maker.make();
@@ -771,6 +772,12 @@ TEST(QuantizeLinear, RefusesDescriptorsThatBreakARule) {
   expect_refused(with([](D& d) { d.shape = {}; }), {"granularity group", "[]"});
   expect_refused(with([](D& d) { d.axis = 2; }), {"axis", "[-2, 2)", "[4, 64]", "got 2"});
   expect_refused(with([](D& d) { d.axis = -3; }), {"axis", "[-2, 2)", "got -3"});
+  expect_refused(with([](D& d) { d.granularity = Granularity::tensor, d.axis = 2; }),
+                 {"axis", "[-2, 2)", "got 2"});
+  expect_refused(with([](D& d) { d.granularity = static_cast<Granularity>(9); }), {"granularity"});
+  EXPECT_THROW(with([](D& d) { d.group_size = 0; }).scale_shape(), Error);
+  EXPECT_NO_THROW(check_descriptor(with([](D& d) { d.shape = {0, int64_t{1} << 40, int64_t{1} << 40}; })));
+  EXPECT_NO_THROW(check_descriptor(with([](D& d) { d.shape = {int64_t{1} << 40, int64_t{1} << 40, 0}; })));
   expect_refused(with([](D& d) { d.group_size = 0; }), {"group_size", "positive", "got 0"});
   expect_refused(with([](D& d) { d.group_size = -5; }), {"group_size", "positive", "got -5"});
   expect_refused(with([](D& d) { d.q_min = 8, d.q_max = 7, d.zero_point_dtype = DType::i32; }),
@@ -794,6 +801,10 @@ TEST(QuantizeLinear, RefusesDescriptorsThatBreakARule) {
   expect_refused(with([](D& d) { d.alignment = 2; }), {"alignment", "4 bytes of f32", "got 2"});
   expect_refused<DequantizeLinearPlan>(computed([](D&) {}), {"dequantize_linear", "computed"});
   expect_refused<QuantizeLinearBackwardPlan>(computed([](D&) {}), {"quantize_linear_backward", "computed"});
+  EXPECT_NO_THROW(check_descriptor(computed([](D& d) {
+    d.zero_point_dtype = DType::i8;
+    d.scale_rule = ScaleRule::minmax;
+  })));
   EXPECT_THROW(QuantizeLinearPlan::select({}, with([](D&) {}), {-1}), Error);
 }
 
@@ -877,6 +888,14 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
                  {"dx", "dy", "overlap"});
   const auto dequantize = DequantizeLinearPlan::select({}, descriptor);
   EXPECT_FALSE(dequantize.can_implement({good.codes, good.scale, good.zero_point, dense}).has_value());
+  // A workspace is memory of the device, apart from all tensors.
+  alignas(16) QuantizeStatus space;
+  const DequantizeLinear::Args fine{good.codes, good.scale, good.zero_point, dense};
+  EXPECT_NO_THROW(dequantize.run(nullptr, &space, fine));
+  for (void* const bad : {static_cast<void*>(nullptr), static_cast<void*>(y), static_cast<void*>(codes),
+                          static_cast<void*>(reinterpret_cast<std::byte*>(&space) + 4)})
+    EXPECT_THROW(dequantize.run(nullptr, bad, fine), Error);
+  EXPECT_THROW(static_cast<void>(dequantize.status(nullptr)), Error);
   TensorView over = dense;
   over.data = codes;
   expect_refused(dequantize.can_implement({good.codes, good.scale, good.zero_point, over}),
