@@ -76,28 +76,38 @@ void compare(const uint8_t* x, const QuantizeDescriptor& descriptor, const Place
 
 class PackedPlan : public testing::CudaTest {};
 
-// A kernel is compiled for each case: every spec once, and every way to choose kernels for one of them.
-TEST_F(PackedPlan, EqualsTheCpu) {
+// A kernel is compiled for each case.
+void compare_with_cpu(QuantSpec spec, DType dtype, const Grouping& grouping, bool aligned,
+                      std::mt19937_64& random) {
   constexpr std::pair<int64_t, int64_t> kShapes[] = {{3, 256}, {5, 77}, {2, 1000}};
+  constexpr DType kScales[] = {DType::f32, DType::f16, DType::bf16, DType::f64};
+  spec.granularity = grouping.granularity;
+  spec.group_size = grouping.size;
+  spec.scale_dtype = kScales[random() % (dtype == DType::f64 ? 4 : 3)];
+  const auto& [rows, cols] = kShapes[random() % 3];
+  const Values x = testing::with_nonfinite(testing::random_values(dtype, rows * cols, random()));
+  Placement place;
+  if (!aligned) place = {1, size_of(dtype), 1};
+  compare(x.bytes.data(), {spec, rows, cols, dtype, aligned ? 16 : size_of(dtype)}, place);
+}
+
+// Every spec once, and every way to choose kernels for one of them.
+TEST_F(PackedPlan, EqualsTheCpu) {
   std::mt19937_64 random(1);
-  const auto check = [&](QuantSpec spec, DType dtype, const Grouping& grouping, bool aligned) {
-    constexpr DType kScales[] = {DType::f32, DType::f16, DType::bf16, DType::f64};
-    spec.granularity = grouping.granularity;
-    spec.group_size = grouping.size;
-    spec.scale_dtype = kScales[random() % (dtype == DType::f64 ? 4 : 3)];
-    const auto& [rows, cols] = kShapes[random() % 3];
-    const Values x = testing::with_nonfinite(testing::random_values(dtype, rows * cols, random()));
-    Placement place;
-    if (!aligned) place = {1, size_of(dtype), 1};
-    compare(x.bytes.data(), {spec, rows, cols, dtype, aligned ? 16 : size_of(dtype)}, place);
-  };
-  const std::vector<QuantSpec> specs = testing::all_specs();
-  for (const QuantSpec& spec : specs)
-    check(spec, testing::kFloatDTypes[random() % 4], kGroupings[random() % std::size(kGroupings)],
-          random() % 2 == 0);
+  for (const QuantSpec& spec : testing::all_specs())
+    if (spec.format != Format::lut4)
+      compare_with_cpu(spec, testing::kFloatDTypes[random() % 4],
+                       kGroupings[random() % std::size(kGroupings)], random() % 2 == 0, random);
   for (const DType dtype : testing::kFloatDTypes)
     for (const Grouping& grouping : kGroupings)
-      for (const bool aligned : {true, false}) check({}, dtype, grouping, aligned);
+      for (const bool aligned : {true, false}) compare_with_cpu({}, dtype, grouping, aligned, random);
+}
+// Its kernels contain the user's table: no kernel pack can have them.
+TEST_F(PackedPlan, EqualsTheCpuForlut4) {
+  std::mt19937_64 random(2);
+  for (const QuantSpec& spec : testing::all_specs())
+    if (spec.format == Format::lut4)
+      for (const Grouping& grouping : kGroupings) compare_with_cpu(spec, DType::bf16, grouping, true, random);
 }
 
 // Groups that blocks share, alone and many.
