@@ -1,6 +1,7 @@
 #include "halfbyte/device.hpp"
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <charconv>
 #include <cstdlib>
@@ -23,6 +24,8 @@ using cuda::Driver;
 constexpr size_t kAlignment = 64;
 constexpr cuda::CUresult kOutOfMemory = 2;
 constexpr unsigned kPortable = 1;  // page-locked for all contexts
+
+std::atomic<uint64_t> num_frees = 0;  // of memory of devices, by us
 
 bool is_cuda(Device device) { return device.kind == DeviceKind::cuda; }
 
@@ -150,14 +153,19 @@ void check_memory(const char* what, const void* data, int64_t num_bytes, Device 
   void* values[] = {&type, &index, &is_managed, &begin, &size, &is_whole};
   const auto address = reinterpret_cast<cuda::CUdeviceptr>(data),
              last = address + static_cast<cuda::CUdeviceptr>(num_bytes);
-  // What this thread found before: asking the driver takes a good part of the time of a run. What was freed
-  // since may pass, as it may when the driver has given its address away again.
+  // What this thread found before: asking the driver takes a good part of the time of a run. Memory that we
+  // free is forgotten; what others freed since may pass.
   struct Allocation {
     cuda::CUdeviceptr begin = 0, end = 0;
     int index = 0;
   };
   thread_local std::array<Allocation, 8> found;
   thread_local size_t next = 0;
+  thread_local uint64_t of_frees = 0;
+  if (const uint64_t frees = num_frees.load(std::memory_order_acquire); frees != of_frees) {
+    found = {};
+    of_frees = frees;
+  }
   if (is_cuda(device))
     for (const Allocation& one : found)
       if (one.index == device.index && one.begin <= address && last <= one.end) return;
@@ -219,6 +227,7 @@ Memory::Memory(Device device, int64_t num_bytes) : num_bytes_(num_bytes) {
   }
   cuda::check(result, "cuMemAlloc");
   data_ = std::shared_ptr<std::byte>(std::bit_cast<std::byte*>(pointer), [&context](std::byte* p) {
+    num_frees.fetch_add(1, std::memory_order_release);
     without_errors(context, [p](const Driver& d) { d.cuMemFree_v2(reinterpret_cast<cuda::CUdeviceptr>(p)); });
   });
 }
