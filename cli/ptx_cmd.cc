@@ -129,6 +129,9 @@ void add_ptx_command(CLI::App& app, Command& command) {
   sub.footer("'halfbyte ptx' lists the kernels, which of these options each takes, and their values.");
   sub.callback([arguments, &command] {
     if (!arguments->op.empty() && arguments->arch.empty()) throw CLI::RequiredError("--arch");
+    if (arguments->op.empty() &&
+        !(arguments->arch.empty() && arguments->kernel.empty() && arguments->config.empty()))
+      throw CLI::RequiredError("OP");
     command.name = "ptx";
     command.run = [arguments, &command](std::string& text, Json& document) {
       if (arguments->op.empty())

@@ -625,6 +625,7 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["ptx", "dequantize", "--scale-rule", "absmax", "--arch", "sm_90a"], ["scale-rule", "scale-dtype"]),
         (["ptx", "quantize", "--kernel", "quantize_groups", "--group-size", "7", "--arch", "sm_90a"], ["7", "128"]),
         (["ptx", "dequantize", "--format", "lut4", "--arch", "sm_90a"], ["lut4", "table"]),
+        (["ptx", "--kernel", "linear_fused", "--arch", "sm_90a"], ["OP"]),
         (["ptx", "dequantize", "--operation", "backward", "--arch", "sm_90a"], ["dequantize", "operation", "format"]),
     ],
 )

@@ -1,9 +1,9 @@
 /* halfbyte from C, and from every language that calls C: what the headers *.hpp have for C++. C99 and C++.
  *
- * Every function but those that return text, a pointer or nothing returns a halfbyte_status; what is wrong is
- * in halfbyte_last_error(). A function that fails leaves what its pointers to results point to as it was, and
- * arrays that it was to write undefined. No exception leaves a function. NULL where that is not said to be
- * allowed is HALFBYTE_USAGE.
+ * Every function but those that return text, a pointer, a number or nothing returns a halfbyte_status; what
+ * is wrong is in halfbyte_last_error(). A function that fails leaves what its pointers to results point to as
+ * it was, and arrays that it was to write undefined. No exception leaves a function. NULL where that is not
+ * said to be allowed is HALFBYTE_USAGE.
  *
  * Structures begin with struct_size, which the caller sets to sizeof of the structure in its header; the
  * _init functions do, and set all else to its default. A library that is newer takes what an older, smaller

@@ -88,7 +88,7 @@ struct KernelPackInfo {
 // From now on kernels are looked for in this pack before they are compiled: later calls on a device that it
 // has kernels for need no NVRTC. The file stays open until the process ends. A pack is machine code: load
 // none that somebody else could have written. Thread safe. Error(io), Error(bad_input) where it is no pack,
-// Error(corrupt) where it is damaged.
+// Error(corrupt) where it is damaged; likewise for packs that HALFBYTE_KERNEL_PACK names.
 HALFBYTE_API KernelPackInfo load_kernel_pack(const std::string& path);
 // All that are loaded; first those that the environment variable HALFBYTE_KERNEL_PACK names, one or more
 // paths separated by ':'. Throws as load_kernel_pack where one of these cannot be used; so does every call

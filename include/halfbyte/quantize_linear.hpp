@@ -3,9 +3,8 @@
 //   quantize    q = clamp(rne(x / scale) + zero_point, q_min, q_max): the quotient is correctly rounded, then
 //               rounded half to even, before the zero point is added
 //   dequantize  y = (q - zero_point) * scale
-//   backward    dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else 0 (straight-through
-//   estimator,
-//               Bengio et al. 2013, with the inclusive mask of PyTorch)
+//   backward    dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else 0: the straight-through
+//               estimator (Bengio et al. 2013) with the inclusive mask of PyTorch
 //
 // in f32, for f64 tensors in f64, rounded once to the dtype of the result. Infinities saturate; NaN gets the
 // code zero_point, and the gradient 0. A scale of 0 gives the code zero_point everywhere. A given scale that

@@ -1,4 +1,4 @@
-// From the text of a kernel to a loaded function: memory cache, disk cache, NVRTC.
+// From the text of a kernel to a loaded function: memory cache, kernel packs, disk cache, NVRTC.
 #pragma once
 
 #include <string>

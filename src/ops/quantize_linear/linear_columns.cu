@@ -31,22 +31,23 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     const Group group = load_group(args.common, first_scale + i, [&] { return piece == 0; });
     groups.template set<kBits>(args.common, i, group, kOp != LinearOp::dequantize);
   }
-  const i64 first = (row + static_cast<i64>(piece) * kLinearRows) * row_chunks + column;
+  const i64 stride = row_chunks;  // of rows, in chunks
+  const i64 first = (row + static_cast<i64>(piece) * kLinearRows) * stride + column;
 #pragma unroll 1
   for (int step = 0; step < rows; step += kBatch) {
     Work<kOp, kBits, kChunk> work[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      work[b].load(args.common.data, first + min(step + b, rows - 1) * static_cast<i64>(row_chunks));
+      work[b].load(args.common.data, first + min(step + b, rows - 1) * stride);
     u32 slow = 0;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (step + b < rows && !work[b].finish(args.common, first + (step + b) * static_cast<i64>(row_chunks), groups)) slow |= 1u << b;
+      if (step + b < rows && !work[b].finish(args.common, first + (step + b) * stride, groups)) slow |= 1u << b;
     if constexpr (kOp != LinearOp::dequantize) {
 #pragma unroll 1
       for (int b = 0; b < kBatch; ++b)
         if (slow >> b & 1)
-          run_slow<kOp, kBits>(args.common, (first + (step + b) * static_cast<i64>(row_chunks)) * kChunk, kChunk, [&](int i) {
+          run_slow<kOp, kBits>(args.common, (first + (step + b) * stride) * kChunk, kChunk, [&](int i) {
             return load_group(args.common, first_scale + i, [] { return false; });
           });
     }

@@ -1,5 +1,5 @@
-// quantize_linear, dequantize_linear and quantize_linear_backward of any tensors: a thread has an element, or the two of
-// a byte of packed codes.
+// quantize_linear, dequantize_linear and quantize_linear_backward of any tensors: a thread has an element, or the two
+// of a byte of packed codes.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
