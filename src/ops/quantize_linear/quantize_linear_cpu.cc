@@ -135,15 +135,22 @@ struct F32AsF64 {  // scales of f64 tensors
   }
 };
 
+// v is not NaN: a finite scale times an integer.
 template <class Type, class D>
 HWY_INLINE void store(D d, hn::Vec<D> v, typename Type::Memory* y) {
-  if constexpr (std::is_same_v<Type, BF16>)
-    hn::StoreU(to_bf16(d, v), hn::Rebind<uint16_t, D>(), y);
-  else if constexpr (std::is_same_v<Type, F16>)
-    hn::StoreU(hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v), hn::Rebind<hwy::float16_t, D>(),
-               reinterpret_cast<hwy::float16_t*>(y));
-  else
+  if constexpr (std::is_same_v<Type, BF16>) {  // to_bf16 without its care for NaN
+    const hn::RebindToUnsigned<D> du;
+    const auto bits = hn::BitCast(du, v);
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+    const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
+    const hn::Rebind<uint16_t, D> d16;
+    hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16, y);
+  } else if constexpr (std::is_same_v<Type, F16>) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(y));
+  } else {
     hn::StoreU(v, d, y);
+  }
 }
 
 // The low bytes of unsigned lanes (Highway 1.0.3 takes the wrong ones of u32 for AVX3_DL).
@@ -437,7 +444,7 @@ class Worker {
   template <class Emit>
   void ranges(const Tile& tile, const Emit& emit) {
     const int64_t width =
-        grid_.group_cols * std::max<int64_t>(1, std::min(kScales - 1, kChunk / grid_.group_cols));
+        grid_.group_cols * std::max<int64_t>(1, std::min(kScales, kChunk / grid_.group_cols));
     F* const low = scales_.low;
     F* const high = scales_.high;
     for (int64_t line = tile.line, next = line; line < tile.end_line; line = next) {
