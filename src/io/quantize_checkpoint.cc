@@ -10,6 +10,7 @@
 #include <set>
 
 #include "core/checks.h"
+#include "core/counts.h"
 #include "cpu/parallel.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
@@ -75,13 +76,6 @@ struct Item {
   QuantizeStatus status = {};
   std::vector<float> scales = {};  // double quantization
 };
-
-void add(QuantizeStatus& total, const QuantizeStatus& later) {
-  if (total.num_nonfinite == 0) total.first_nonfinite = later.first_nonfinite;
-  total.num_nonfinite += later.num_nonfinite;
-  total.num_unheld_scales += later.num_unheld_scales;
-  total.num_coarse_scales += later.num_coarse_scales;
-}
 
 class Quantizer {
  public:
@@ -500,7 +494,7 @@ void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
       Item& item = items_[task.item];
       if (item.quantize) {
         worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
-          add(status[i], quantize_block(writer, item, block, worker));
+          merge(status[i], quantize_block(writer, item, block, worker));
         });
         quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
       } else {
@@ -510,7 +504,7 @@ void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
     }
   });
   for (const size_t i : items) items_[i].status = {};
-  for (size_t i = 0; i < tasks.size(); ++i) add(items_[tasks[i].item].status, status[i]);
+  for (size_t i = 0; i < tasks.size(); ++i) merge(items_[tasks[i].item].status, status[i]);
   parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
                [&](int64_t begin, int64_t end, int) {
                  for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)

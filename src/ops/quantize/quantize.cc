@@ -110,16 +110,6 @@ void check_values(const char* op, const char* name, const TensorView& x) {
 
 }  // namespace
 
-void merge(QuantizeStatus& into, const QuantizeStatus& from) {
-  if (from.num_nonfinite != 0 && (into.num_nonfinite == 0 || from.first_nonfinite < into.first_nonfinite))
-    into.first_nonfinite = from.first_nonfinite;
-  into.num_nonfinite += from.num_nonfinite;
-  into.num_unheld_scales += from.num_unheld_scales;
-  into.num_coarse_scales += from.num_coarse_scales;
-  into.num_invalid_scales += from.num_invalid_scales;
-  into.num_invalid_zero_points += from.num_invalid_zero_points;
-}
-
 void merge(ValueRange& into, const ValueRange& from) {
   into.min = std::min(into.min, from.min);
   into.max = std::max(into.max, from.max);

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 
+#include "core/counts.h"
 #include "core/format.h"
 #include "core/variant.h"
 #include "halfbyte/ops.hpp"
@@ -38,7 +39,6 @@ struct QuantizeSpan {
   const formats::GroupParams<double>* params = nullptr;  // given: of all elements; scales are not written
 };
 
-void merge(QuantizeStatus& into, const QuantizeStatus& from);
 void merge(ValueRange& into, const ValueRange& from);
 // Counts what is wrong with the parameters of a group.
 template <class F>

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/counts.h"
 #include "ops/quantize_linear/quantize_linear_grid.h"
 #include "ops/quantize_linear/quantize_linear_ref.h"
 
@@ -630,16 +631,6 @@ class Worker {
   HWY_ALIGN uint8_t codes_[kChunk + kPad], packed_[kChunk / 2 + kPad];
 };
 
-void merge_into(QuantizeStatus& total, const QuantizeStatus& part) {
-  if (part.num_nonfinite != 0 && (total.num_nonfinite == 0 || part.first_nonfinite < total.first_nonfinite))
-    total.first_nonfinite = part.first_nonfinite;
-  total.num_nonfinite += part.num_nonfinite;
-  total.num_unheld_scales += part.num_unheld_scales;
-  total.num_coarse_scales += part.num_coarse_scales;
-  total.num_invalid_scales += part.num_invalid_scales;
-  total.num_invalid_zero_points += part.num_invalid_zero_points;
-}
-
 template <class Type>
 QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
   using F = typename Type::Compute;
@@ -652,7 +643,7 @@ QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
   std::mutex mutex;  // of total, low and high: held for moments at the end of a tile
   const auto finish = [&](const Worker<Type>& worker) {
     const std::lock_guard lock(mutex);
-    merge_into(total, worker.status);
+    merge(total, worker.status);
   };
   if (!problem.computed) {
     parallel_for(problem.num_scales, linear::kTask, problem.num_threads,
