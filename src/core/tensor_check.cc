@@ -1,5 +1,7 @@
 #include "core/tensor_check.h"
 
+#include <algorithm>
+
 #include "core/checks.h"
 #include "halfbyte/device.hpp"
 
@@ -11,9 +13,59 @@ uintptr_t end_of(const ArgumentMemory& memory) {
   return begin_of(memory) + static_cast<uintptr_t>(memory.num_bytes);
 }
 
+// One past the last byte that the tensor touches, from its data.
+int64_t extent_bytes(const char* op, const TensorArgument& argument) {
+  const TensorView& view = *argument.view;
+  if (view.strides.empty() || is_packed(argument.dtype))
+    return contiguous_bytes(argument.dtype, argument.shape);
+  int64_t last = 0;
+  for (size_t i = 0; i < argument.shape.size(); ++i) {
+    int64_t step = 0;
+    if (argument.shape[i] == 0) return 0;
+    HALFBYTE_CHECK(!__builtin_mul_overflow(argument.shape[i] - 1, view.strides[i], &step) &&
+                       !__builtin_add_overflow(last, step, &last),
+                   usage, "{}: {}: strides {} of shape {} exceed 2^63 - 1 elements", op, argument.name,
+                   text_of(view.strides), text_of(argument.shape));
+  }
+  int64_t num_bytes = 0;
+  HALFBYTE_CHECK(!__builtin_mul_overflow(last + 1, size_of(argument.dtype), &num_bytes), usage,
+                 "{}: strides {} of shape {} exceed 2^63 - 1 bytes", argument.name, text_of(view.strides),
+                 text_of(argument.shape));
+  return num_bytes;
+}
+
 }  // namespace
 
 std::string text_of(std::span<const int64_t> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+
+ArgumentMemory check_tensor(const char* op, const TensorArgument& argument, Device device) {
+  const TensorView& view = *argument.view;
+  const char* const name = argument.name;
+  HALFBYTE_CHECK(view.dtype == argument.dtype, usage, "{}: {} must be {}, got {}", op, name,
+                 to_string(argument.dtype), to_string(view.dtype));
+  // One element may also have the shape [1].
+  const bool one = argument.shape.empty() && view.shape.size() == 1 && view.shape[0] == 1;
+  HALFBYTE_CHECK(one || std::ranges::equal(view.shape, argument.shape), usage,
+                 "{}: {} must have the shape {}, got {}", op, name, text_of(argument.shape),
+                 text_of(view.shape));
+  HALFBYTE_CHECK(view.strides.empty() || view.strides.size() == view.shape.size(), usage,
+                 "{}: {} must have a stride for each of its {} axes, got {}", op, name, view.shape.size(),
+                 view.strides.size());
+  HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
+                 to_string(view.device));
+  for (const int64_t stride : view.strides)
+    HALFBYTE_CHECK(stride >= 0, usage, "{}: {} must have strides >= 0, got {}", op, name,
+                   text_of(view.strides));
+  if (!argument.may_be_strided || is_packed(argument.dtype))
+    HALFBYTE_CHECK(is_contiguous(view), usage, "{}: {} must be contiguous{}, got strides {} of shape {}", op,
+                   name, argument.promised ? " as descriptor.strided is false" : "", text_of(view.strides),
+                   text_of(view.shape));
+  const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(op, argument);
+  const ArgumentMemory memory{
+      name, view.data, num_bytes, view.num_bytes, argument.alignment, argument.promised, argument.written};
+  check_argument(op, memory, device);
+  return memory;
+}
 
 void check_argument(const char* op, const ArgumentMemory& memory, Device device) {
   if (memory.num_bytes == 0) return;
@@ -37,6 +89,11 @@ void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& 
   HALFBYTE_CHECK(begin_of(a) >= end_of(b) || begin_of(b) >= end_of(a), usage,
                  "{}: {} must not overlap {}: their bytes are {:#x} to {:#x} and {:#x} to {:#x}", op, a.name,
                  b.name, begin_of(a), end_of(a), begin_of(b), end_of(b));
+}
+
+void check_all_apart(const char* op, std::span<const ArgumentMemory> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i)
+    for (size_t j = 0; j < i; ++j) check_apart(op, arguments[i], arguments[j]);
 }
 
 void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,

@@ -27,10 +27,26 @@ struct ArgumentMemory {
   bool written = false;   // else read
 };
 
+// A tensor argument, and what it must be.
+struct TensorArgument {
+  const char* name = nullptr;
+  const TensorView* view = nullptr;
+  DType dtype = DType::f32;
+  std::span<const int64_t> shape;  // one element: [] or [1]
+  bool written = false;            // else read
+  int64_t alignment = 1;           // in bytes
+  bool promised = false;           // the alignment is that of the descriptor
+  bool may_be_strided = false;     // else it must be contiguous
+};
+
 // These throw Error(usage) that names operation, argument, rule and values.
+// Dtype, shape, strides, device, memory. Returns what is touched.
+ArgumentMemory check_tensor(const char* op, const TensorArgument& argument, Device device);
 void check_argument(const char* op, const ArgumentMemory& memory, Device device);
 // Where one of the two is written.
 void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& b);
+// Each pair of them.
+void check_all_apart(const char* op, std::span<const ArgumentMemory> arguments);
 // Of a run with these arguments, from all of which it must lie apart; or none, for the status of one.
 void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
                      std::span<const ArgumentMemory> arguments = {});

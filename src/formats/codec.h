@@ -20,6 +20,7 @@ struct Codec {
   bool unrounded_code_scale = false;  // codes from the parameters before they are rounded to scale_type
   i32 q_min = -8, q_max = 7;          // integer: bounds of the signed codes, stored as q - q_min
   CodeBook book = {};                 // table formats
+  double eps = 0;                     // no scale is less (rules absmax, half_range, minmax of integers)
 
   constexpr bool operator==(const Codec&) const = default;
 
@@ -142,6 +143,7 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
       break;
     }
   }
+  if (codec.eps > 0 && scale < static_cast<F>(codec.eps)) scale = static_cast<F>(codec.eps);
   GroupParams<F> params;
   params.scale = stored_scale(scale, codec.scale_type);
   params.bias = stored(bias, codec.scale_type);

@@ -7,6 +7,7 @@
 #include "core/format.h"
 #include "formats/bits.h"
 #include "formats/codec.h"
+#include "formats/pairwise.h"
 #include "halfbyte/error.hpp"
 
 namespace halfbyte {
@@ -78,6 +79,34 @@ TEST(Common, RoundHalfEvenEqualsNearbyint) {
   EXPECT_EQ(next_below(1.0f), std::nextafter(1.0f, 0.0f));
   EXPECT_EQ(next_below(0.0f), -std::numeric_limits<float>::denorm_min());
   EXPECT_EQ(next_below(-1.0), std::nextafter(-1.0, -2.0));
+}
+
+// S(begin, begin + 2m) by its definition.
+float tree(const std::vector<float>& terms, size_t begin, size_t size) {
+  if (begin >= terms.size()) return 0;
+  if (size == 1) return terms[begin];
+  const float left = tree(terms, begin, size / 2);
+  return begin + size / 2 < terms.size() ? left + tree(terms, begin + size / 2, size / 2) : left;
+}
+TEST(Pairwise, SumsAreThoseOfTheTreeHoweverCut) {
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  for (size_t n = 0; n < 300; ++n) {
+    std::vector<float> terms(n);
+    for (float& term : terms) term = std::ldexp(normal(random), static_cast<int>(random() % 40));
+    PairwiseSum<float> one, blocks;
+    for (const float term : terms) one.add(term);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) blocks.add_block(tree({terms.data() + i, terms.data() + i + 8}, 0, 8), 3);
+    for (; i < n; ++i) blocks.add(terms[i]);
+    EXPECT_EQ(one.total(), tree(terms, 0, 512));
+    EXPECT_EQ(blocks.total(), one.total());
+  }
+  PairwiseSum<float> zeros, bad;
+  for (int i = 0; i < 5; ++i) zeros.add(-0.0f);
+  EXPECT_EQ(bit_cast<u32>(zeros.total()), 0u);
+  bad.add(-std::numeric_limits<float>::quiet_NaN());
+  EXPECT_EQ(bit_cast<u32>(bad.total()), 0x7FC00000u);
 }
 
 TEST(Bits, PackingIsALittleEndianBitStream) {

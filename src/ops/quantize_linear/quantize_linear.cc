@@ -41,28 +41,8 @@ IntegerRange range_of(DType code_dtype) {
   }
 }
 
-// What decides how many scales there are.
-void check_groups(const LinearDescriptor& d) {
-  const int rank = static_cast<int>(d.shape.size());
-  contiguous_bytes(d.dtype, d.shape);  // throws for negative extents and what is beyond 2^63 - 1 bytes
-  HALFBYTE_CHECK(d.granularity == Granularity::tensor || d.granularity == Granularity::channel ||
-                     d.granularity == Granularity::group,
-                 usage, "{}: granularity must be tensor, channel or group, got {}", kOp,
-                 d.granularity == Granularity::flat ? "flat: give a shape of one axis" : "none of these");
-  HALFBYTE_CHECK(rank > 0 || d.granularity == Granularity::tensor, usage,
-                 "{}: granularity {} needs an axis, shape is []", kOp, to_string(d.granularity));
-  if (rank > 0)
-    HALFBYTE_CHECK(-rank <= d.axis && d.axis < rank, usage,
-                   "{}: axis must be in [{}, {}) for shape {}, got {}", kOp, -rank, rank, text_of(d.shape),
-                   d.axis);
-  if (d.granularity == Granularity::group)
-    HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kOp, d.group_size);
-}
-
-// `axis` from the front; 0 for a tensor without axes.
-int axis_of(const LinearDescriptor& descriptor) {
-  const int rank = static_cast<int>(descriptor.shape.size());
-  return descriptor.axis < 0 ? std::max(0, descriptor.axis + rank) : descriptor.axis;
+Grouping grouping_of(const LinearDescriptor& d) {
+  return make_grouping(kOp, {d.shape, d.granularity, d.axis, d.group_size}, d.dtype, d.strided);
 }
 
 LinearCodes codes_of(DType dtype, std::span<const int64_t> shape) {
@@ -73,53 +53,16 @@ LinearCodes codes_of(DType dtype, std::span<const int64_t> shape) {
   return codes;
 }
 
-// Of extents of a checked descriptor: no overflow, unless one of the others is 0.
-int64_t product(std::span<const int64_t> extents) {
-  int64_t result = 1;
-  for (const int64_t extent : extents)
-    if (__builtin_mul_overflow(result, extent, &result)) return 0;
-  return result;
-}
-
 LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& descriptor,
                          const PlanPreference& preference) {
-  const std::span<const int64_t> shape = descriptor.shape;
-  const auto axis = static_cast<size_t>(axis_of(descriptor));
   LinearProblem problem;
+  static_cast<Grouping&>(problem) = grouping_of(descriptor);
   problem.op = op;
   problem.dtype = descriptor.dtype;
-  if (!shape.empty()) {
-    problem.outer = product(shape.first(axis));
-    problem.axis = shape[axis];
-    problem.inner = product(shape.subspan(axis + 1));
-  }
-  if (std::ranges::find(shape, 0) != shape.end())
-    problem.outer = problem.inner = 0;  // their product may not exist
-  const std::vector<int64_t> scale_shape = descriptor.scale_shape();
-  problem.num_scales = product(scale_shape);
-  switch (descriptor.granularity) {
-    case Granularity::channel:
-      problem.group_size = 1;
-      problem.scale_strides.axis = 1;
-      break;
-    case Granularity::group: {
-      problem.group_size = std::min(descriptor.group_size, std::max<int64_t>(1, problem.axis));
-      const int64_t groups = (problem.axis + problem.group_size - 1) / problem.group_size;
-      problem.scale_strides = {groups * problem.inner, problem.inner, 1};
-      break;
-    }
-    default:  // tensor: as one axis where that can be
-      if (!descriptor.strided) {
-        problem.axis = problem.num_elements();
-        problem.outer = problem.inner = 1;
-      }
-      problem.group_size = std::max<int64_t>(1, problem.axis);
-      break;
-  }
   problem.contiguous = !descriptor.strided;
-  problem.codes = codes_of(descriptor.code_dtype, shape);
+  problem.codes = codes_of(descriptor.code_dtype, descriptor.shape);
   problem.has_zeros = descriptor.zero_point_dtype.has_value();
-  problem.zeros = codes_of(descriptor.zero_point_dtype.value_or(DType::i32), scale_shape);
+  problem.zeros = codes_of(descriptor.zero_point_dtype.value_or(DType::i32), problem.scale_shape);
   problem.codec.kind = formats::Kind::integer;
   problem.codec.rule =
       static_cast<formats::Rule>(problem.has_zeros ? ScaleRule::minmax : descriptor.scale_rule);
@@ -136,40 +79,9 @@ LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& des
 
 // ---- Tensors
 
-// An argument of a plan, what it must be, and where its elements lie.
-struct Argument {
-  const char* name = nullptr;
-  const TensorView* view = nullptr;
-  DType dtype = DType::f32;
-  std::span<const int64_t> shape;
-  bool walked = false;   // as [outer, axis, inner], with strides where the descriptor says so
-  bool written = false;  // else read
-  int64_t alignment = 1;
-};
-
-// One past the last byte that the tensor touches, from its data.
-int64_t extent_bytes(const char* op, const Argument& argument) {
-  const TensorView& view = *argument.view;
-  if (view.strides.empty() || is_packed(argument.dtype))
-    return contiguous_bytes(argument.dtype, argument.shape);
-  int64_t last = 0;
-  for (size_t i = 0; i < argument.shape.size(); ++i) {
-    int64_t step = 0;
-    if (argument.shape[i] == 0) return 0;
-    HALFBYTE_CHECK(!__builtin_mul_overflow(argument.shape[i] - 1, view.strides[i], &step) &&
-                       !__builtin_add_overflow(last, step, &last),
-                   usage, "{}: {}: strides {} of shape {} exceed 2^63 - 1 elements", op, argument.name,
-                   text_of(view.strides), text_of(argument.shape));
-  }
-  int64_t num_bytes = 0;
-  HALFBYTE_CHECK(!__builtin_mul_overflow(last + 1, size_of(argument.dtype), &num_bytes), usage,
-                 "{}: strides {} of shape {} exceed 2^63 - 1 bytes", argument.name, text_of(view.strides),
-                 text_of(argument.shape));
-  return num_bytes;
-}
-
 // The stride that walks the axes [begin, end) as one; 0 where there is nothing to walk.
-int64_t folded_stride(const char* op, const Argument& argument, size_t begin, size_t end, const char* which) {
+int64_t folded_stride(const char* op, const TensorArgument& argument, size_t begin, size_t end,
+                      const char* which) {
   const TensorView& view = *argument.view;
   int64_t stride = 0, expected = 0;
   bool first = true;
@@ -186,49 +98,20 @@ int64_t folded_stride(const char* op, const Argument& argument, size_t begin, si
   return stride;
 }
 
-class LinearTensorCheck {
+// How the tensors of an operation are walked as [outer, axis, inner].
+class LinearWalk {
  public:
-  LinearTensorCheck(const char* op, const LinearDescriptor& descriptor, Device device)
-      : op_(op), descriptor_(descriptor), device_(device) {}
-
-  // Dtype, shape, strides, memory. Returns what is touched.
-  ArgumentMemory check(const Argument& argument) const {
-    const TensorView& view = *argument.view;
-    const char* const name = argument.name;
-    HALFBYTE_CHECK(view.dtype == argument.dtype, usage, "{}: {} must be {}, got {}", op_, name,
-                   to_string(argument.dtype), to_string(view.dtype));
-    // One scale may also have the shape [1].
-    const bool one = argument.shape.empty() && view.shape.size() == 1 && view.shape[0] == 1;
-    HALFBYTE_CHECK(one || std::ranges::equal(view.shape, argument.shape), usage,
-                   "{}: {} must have the shape {}, got {}", op_, name, text_of(argument.shape),
-                   text_of(view.shape));
-    HALFBYTE_CHECK(view.strides.empty() || view.strides.size() == view.shape.size(), usage,
-                   "{}: {} must have a stride for each of its {} axes, got {}", op_, name, view.shape.size(),
-                   view.strides.size());
-    HALFBYTE_CHECK(view.device == device_, usage, "{}: {} must be on {}, got {}", op_, name,
-                   to_string(device_), to_string(view.device));
-    for (const int64_t stride : view.strides)
-      HALFBYTE_CHECK(stride >= 0, usage, "{}: {} must have strides >= 0, got {}", op_, name,
-                     text_of(view.strides));
-    if (!(argument.walked && descriptor_.strided && !is_packed(argument.dtype)))
-      HALFBYTE_CHECK(is_contiguous(view), usage, "{}: {} must be contiguous{}, got strides {} of shape {}",
-                     op_, name, argument.walked ? " as descriptor.strided is false" : "",
-                     text_of(view.strides), text_of(view.shape));
-    const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(op_, argument);
-    const ArgumentMemory memory{
-        name, view.data, num_bytes, view.num_bytes, argument.alignment, argument.walked, argument.written};
-    check_argument(op_, memory, device_);
-    return memory;
-  }
+  LinearWalk(const char* op, const LinearDescriptor& descriptor) : op_(op), descriptor_(descriptor) {}
 
   // Of a tensor that was checked, where it is walked.
-  LinearStrides strides(const LinearProblem& problem, const Argument& argument) const {
+  LinearStrides strides(const LinearProblem& problem, const TensorArgument& argument) const {
     const TensorView& view = *argument.view;
     if (problem.contiguous || view.strides.empty() || is_packed(argument.dtype) ||
         problem.num_elements() == 0)
       return {problem.axis * problem.inner, problem.inner, 1};
     LinearStrides strides;
-    const auto axis = static_cast<size_t>(axis_of(descriptor_));
+    const auto axis =
+        static_cast<size_t>(axis_of({descriptor_.shape, descriptor_.granularity, descriptor_.axis, 0}));
     const size_t rank = argument.shape.size();
     if (rank > 0) {
       strides.outer = folded_stride(op_, argument, 0, axis, "before `axis`");
@@ -241,7 +124,7 @@ class LinearTensorCheck {
 
  private:
   // No two elements of what is written lie at one place.
-  void check_distinct(const Argument& argument, const LinearProblem& problem,
+  void check_distinct(const TensorArgument& argument, const LinearProblem& problem,
                       const LinearStrides& strides) const {
     struct Axis {
       int64_t stride, extent;
@@ -262,7 +145,6 @@ class LinearTensorCheck {
 
   const char* op_;
   const LinearDescriptor& descriptor_;
-  Device device_;
 };
 
 // The arguments of an operation; those that it has not are null.
@@ -303,7 +185,6 @@ class LinearPlan {
                    preference.num_threads);
     check_device(device);
     problem_ = problem_of(op, device, descriptor, preference);
-    scale_shape_ = descriptor.scale_shape();
     if (device.kind == DeviceKind::cuda) cuda_ = select_linear_cuda(problem_, descriptor.alignment);
   }
 
@@ -342,21 +223,22 @@ class LinearPlan {
   };
   // Throws where something is wrong.
   Checked check(const LinearViews& views) const {
-    const LinearTensorCheck checker(op_, descriptor_, problem_.device);
+    const LinearWalk walk(op_, descriptor_);
     const bool quantizes = problem_.op == LinearOp::quantize;
     const int64_t scale_size = size_of(descriptor_.scale_dtype);
     const DType zero_dtype = descriptor_.zero_point_dtype.value_or(DType::i32);
-    const std::span<const int64_t> shape = descriptor_.shape, scale_shape = scale_shape_;
+    const std::span<const int64_t> shape = descriptor_.shape, scale_shape = problem_.scale_shape;
     const int64_t alignment = descriptor_.alignment;
-    const std::array<Argument, 6> arguments{
-        {{"x", views.x, descriptor_.dtype, shape, true, false, alignment},
-         {"dy", views.dy, descriptor_.dtype, shape, true, false, alignment},
-         {"codes", views.codes, descriptor_.code_dtype, shape, true, quantizes, alignment},
-         {"scale", views.scale, descriptor_.scale_dtype, scale_shape, false, problem_.computed, scale_size},
-         {"zero_point", problem_.has_zeros ? views.zero_point : nullptr, zero_dtype, scale_shape, false,
+    const bool strided = descriptor_.strided;
+    const std::array<TensorArgument, 6> arguments{
+        {{"x", views.x, descriptor_.dtype, shape, false, alignment, true, strided},
+         {"dy", views.dy, descriptor_.dtype, shape, false, alignment, true, strided},
+         {"codes", views.codes, descriptor_.code_dtype, shape, quantizes, alignment, true, strided},
+         {"scale", views.scale, descriptor_.scale_dtype, scale_shape, problem_.computed, scale_size},
+         {"zero_point", problem_.has_zeros ? views.zero_point : nullptr, zero_dtype, scale_shape,
           problem_.computed, is_packed(zero_dtype) ? 1 : size_of(zero_dtype)},
-         {problem_.op == LinearOp::backward ? "dx" : "y", views.y, descriptor_.dtype, shape, true, true,
-          alignment}}};
+         {problem_.op == LinearOp::backward ? "dx" : "y", views.y, descriptor_.dtype, shape, true, alignment,
+          true, strided}}};
     if (!problem_.has_zeros)
       HALFBYTE_CHECK(views.zero_point->data == nullptr, usage,
                      "{}: zero_point must have no data, as descriptor.zero_point_dtype is not set", op_);
@@ -365,8 +247,8 @@ class LinearPlan {
     std::array<LinearStrides, 6> strides;
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].view == nullptr) continue;
-      memory[i] = checker.check(arguments[i]);
-      if (arguments[i].walked) strides[i] = checker.strides(problem_, arguments[i]);
+      memory[i] = check_tensor(op_, arguments[i], problem_.device);
+      if (arguments[i].promised) strides[i] = walk.strides(problem_, arguments[i]);
     }
     for (size_t i = 0; i < arguments.size(); ++i)
       for (size_t j = 0; j < i; ++j) {
@@ -411,7 +293,6 @@ class LinearPlan {
   const char* op_;
   LinearDescriptor descriptor_;
   LinearProblem problem_;
-  std::vector<int64_t> scale_shape_;
   std::shared_ptr<const LinearCuda> cuda_;  // null: the CPU
 };
 
@@ -460,21 +341,7 @@ LinearDescriptor LinearDescriptor::per_token(std::vector<int64_t> shape) {
   return per_group(std::move(shape), std::max<int64_t>(1, last));
 }
 
-std::vector<int64_t> LinearDescriptor::scale_shape() const {
-  check_groups(*this);
-  const auto at = static_cast<size_t>(axis_of(*this));
-  switch (granularity) {
-    case Granularity::channel:
-      return {shape[at]};
-    case Granularity::group: {
-      std::vector<int64_t> result = shape;
-      result[at] = shape[at] == 0 ? 0 : (shape[at] - 1) / group_size + 1;
-      return result;
-    }
-    default:
-      return {};
-  }
-}
+std::vector<int64_t> LinearDescriptor::scale_shape() const { return grouping_of(*this).scale_shape; }
 
 void check_descriptor(const LinearDescriptor& d) {
   HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kOp,
@@ -488,7 +355,7 @@ void check_descriptor(const LinearDescriptor& d) {
     HALFBYTE_CHECK(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.code_dtype, usage,
                    "{}: zero_point_dtype must be i32 or code_dtype ({}), got {}", kOp,
                    to_string(d.code_dtype), to_string(*d.zero_point_dtype));
-  check_groups(d);
+  grouping_of(d);  // throws
   if (!d.zero_point_dtype)
     HALFBYTE_CHECK(d.q_min <= 0 && 0 <= d.q_max, usage,
                    "{}: without a zero point 0 must be in [q_min, q_max], got [{}, {}]", kOp, d.q_min,

@@ -2,16 +2,12 @@
 #pragma once
 
 #include "core/format.h"
+#include "core/grouping.h"
 #include "core/variant.h"
 #include "halfbyte/quantize_linear.hpp"
 #include "ops/quantize_linear/quantize_linear_args.h"
 
 namespace halfbyte {
-
-// The strides of a tensor that is walked as [outer, axis, inner], in elements.
-struct LinearStrides {
-  int64_t outer = 0, axis = 0, inner = 0;
-};
 
 // Codes or zero points: how they lie in memory.
 struct LinearCodes {
@@ -20,17 +16,11 @@ struct LinearCodes {
   int64_t cols = 0, row_bytes = 0;
 };
 
-// A checked problem, without the addresses. All tensors are walked as [outer, axis, inner]; the scale of
-// element (o, a, i) is number o * scale_strides.outer + a / group_size * scale_strides.axis + i *
-// scale_strides.inner.
-struct LinearProblem {
+// A checked problem, without the addresses. All tensors are walked as [outer, axis, inner].
+struct LinearProblem : Grouping {
   LinearOp op = LinearOp::quantize;
   DType dtype = DType::f32;  // of x, y, dy, dx
-  int64_t outer = 1, axis = 1, inner = 1;
-  int64_t group_size = 1;  // > 0, at most `axis` unless that is 0
-  LinearStrides scale_strides;
-  int64_t num_scales = 1;
-  bool contiguous = true;  // all tensors, so that their strides are axis * inner, inner, 1
+  bool contiguous = true;    // all tensors, so that their strides are axis * inner, inner, 1
   LinearCodes codes, zeros;
   bool has_zeros = false;
   // kind integer, asymmetric where there are zero points, q_min, q_max, scale_type, rule (where computed).
@@ -38,11 +28,6 @@ struct LinearProblem {
   bool computed = false;
   int num_threads = 0;
   Device device;
-
-  int64_t num_elements() const { return outer * axis * inner; }
-  int64_t scale_index(int64_t o, int64_t a, int64_t i) const {
-    return o * scale_strides.outer + a / group_size * scale_strides.axis + i * scale_strides.inner;
-  }
 };
 
 // The tensors of one run. x: read (dequantize: codes is read, y written; backward: x, dy read, y = dx
