@@ -6,30 +6,9 @@ torch in the same process. Exit code 77 where bitsandbytes or a GPU is missing.
 """
 
 import json
-import statistics
 import sys
 
-SETS = 3  # of buffers that take turns: together several times the second-level cache
-LAUNCHES, ROUNDS = 21, 9
-
-
-def time_us(launch):
-    """The median of several rounds of many launches; launch(i) takes the number of a buffer set."""
-    import torch
-
-    for i in range(SETS):
-        launch(i)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(2_000_000)  # the host enqueues meanwhile
-        start.record()
-        for i in range(LAUNCHES):
-            launch(i % SETS)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
-    return statistics.median(times)
+from peer_timing import SETS, time_us
 
 
 def main():

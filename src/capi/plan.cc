@@ -1,47 +1,13 @@
 // Plans: one handle for the plans of all operations.
-#include "halfbyte/plan.hpp"
+#include "capi/plan.h"
 
-#include <memory>
-
-#include "capi/support.h"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/quantize_plan.hpp"
 
 using namespace halfbyte;
 using namespace halfbyte::capi;
 
-struct halfbyte_plan {
-  virtual ~halfbyte_plan() = default;
-  virtual Device device() const = 0;
-  virtual const Sku& sku() const = 0;
-  virtual const PrecisionGuarantee& guarantee() const = 0;
-  virtual int64_t workspace_size() const = 0;
-  virtual QuantizeStatus status(const void* workspace, void* stream) const = 0;
-};
-
 namespace {
-
-template <class Op>
-struct PlanOf : halfbyte_plan {
-  explicit PlanOf(Plan<Op> of) : plan(std::move(of)) {}
-  Device device() const override { return plan.device(); }
-  const Sku& sku() const override { return plan.sku(); }
-  const PrecisionGuarantee& guarantee() const override { return plan.precision_guarantee(); }
-  int64_t workspace_size() const override { return plan.workspace_size(); }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    return plan.status(workspace, stream);
-  }
-
-  Plan<Op> plan;
-};
-
-// `op` as its Sku names it.
-template <class Op>
-const Plan<Op>& plan_of(const halfbyte_plan* plan, const char* op) {
-  const auto* typed = dynamic_cast<const PlanOf<Op>*>(&required(plan, "plan"));
-  if (typed == nullptr) refuse("plan must be one of {}, got one of {}", op, plan->sku().op);
-  return typed->plan;
-}
 
 // ---- Descriptors and arguments from C: one descriptor_of or args_of for each structure. args_of is given
 // the descriptor of the plan, too.
@@ -140,54 +106,7 @@ Dequantize::Args args_of(const QuantizeDescriptor& descriptor, const halfbyte_de
   return {parts_of(args.in, descriptor.spec, descriptor.rows, descriptor.cols, y.device, "in"), y};
 }
 
-// ---- The functions of an operation
-
-template <class Op, class Descriptor>
-halfbyte_status select_plan(DLDevice device, const Descriptor* descriptor,
-                            const halfbyte_plan_preference* given, halfbyte_plan** plan) {
-  return guard([&] {
-    required(plan, "plan");
-    const halfbyte_plan_preference preference = read_struct(given, {}, "preference");
-    const int num_threads = threads_of(preference.num_threads, "preference.num_threads");
-    *plan = new PlanOf<Op>(Plan<Op>::select(from_dlpack(device), descriptor_of(descriptor), {num_threads}));
-  });
-}
-template <class Op, class Args>
-halfbyte_status can_implement(const char* op, const halfbyte_plan* plan, const Args* args) {
-  return guard([&] {
-    const Plan<Op>& typed = plan_of<Op>(plan, op);
-    if (const auto error = typed.can_implement(args_of(typed.descriptor(), args))) throw Error(*error);
-  });
-}
-template <class Op, class Args>
-halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream, void* workspace,
-                         const Args* args) {
-  return guard([&] {
-    const Plan<Op>& typed = plan_of<Op>(plan, op);
-    typed.run(stream, workspace, args_of(typed.descriptor(), args));
-  });
-}
-
 }  // namespace
-
-// Defines the functions that halfbyte.h declares for an operation.
-#define HALFBYTE_PLAN(name, Op, descriptor_type)                                                  \
-  halfbyte_status halfbyte_##name##_select(DLDevice device, const descriptor_type* descriptor,    \
-                                           const halfbyte_plan_preference* preference,            \
-                                           halfbyte_plan** plan) {                                \
-    return select_plan<Op>(device, descriptor, preference, plan);                                 \
-  }                                                                                               \
-  halfbyte_status halfbyte_##name##_args_init(halfbyte_##name##_args* args, size_t struct_size) { \
-    return init_struct(args, {}, struct_size, "args");                                            \
-  }                                                                                               \
-  halfbyte_status halfbyte_##name##_can_implement(const halfbyte_plan* plan,                      \
-                                                  const halfbyte_##name##_args* args) {           \
-    return can_implement<Op>(#name, plan, args);                                                  \
-  }                                                                                               \
-  halfbyte_status halfbyte_##name##_run(const halfbyte_plan* plan, void* stream, void* workspace, \
-                                        const halfbyte_##name##_args* args) {                     \
-    return run_plan<Op>(#name, plan, stream, workspace, args);                                    \
-  }
 
 HALFBYTE_PLAN(quantize, Quantize, halfbyte_quantize_descriptor)
 HALFBYTE_PLAN(dequantize, Dequantize, halfbyte_quantize_descriptor)
