@@ -69,42 +69,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   const i64 first_row = axis_number * args.axis + in_axis;
   const i64 end = first_row + min(group_rows, (piece + 1) * args.rows);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  static_assert(kThreads == 1 << 8);
   const int width = 1 << args.width, rows_of_warp = 32 >> args.width;
   const i64 column = tile * width + (lane & (width - 1));
   const i64 begin = first_row + piece * args.rows + warp * rows_of_warp + (lane >> args.width);
-  const int stride = kWarps * rows_of_warp;
+  // This thread has n rows from `begin` on, kWarps * rows_of_warp apart; its chunks of them are `step` apart.
+  const int shift = 8 - args.width, n = static_cast<int>((end - begin + (1 << shift) - 1) >> shift);
+  const i64 first = begin * args.columns + column, step = args.columns << shift;
 
-  Range<F> ranges[kChunk];
+  const bool has_rows = column < args.columns && n > 0;
+  ColumnRanges<Element, kPairs> joined;
+  for (int k = 0; k < n && has_rows; k += kBatch) {
+    Chunk chunks[kBatch];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) ranges[i] = no_range<F>();
-  if (column < args.columns && begin < end) {
-    ColumnRanges<Element, kPairs> joined;
-    for (i64 row = begin; row < end; row += kBatch * stride) {
-      Chunk chunks[kBatch];
+    for (int b = 0; b < kBatch; ++b) chunks[b] = load_chunk<Chunk>(args.common.x, first + min(k + b, n - 1) * step);
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-        chunks[b] = load_chunk<Chunk>(args.common.x, min(row + b * stride, end - 1) * args.columns + column);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) joined.take(chunks[b]);
-    }
-    NonFinite wrong;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      ranges[i] = joined[i];
-      if (!is_finite(ranges[i])) {
-        ranges[i] = no_range<F>();
-#pragma unroll 1
-        for (i64 row = begin; row < end; row += stride)
-          take_finite(args.common.x, (row * args.columns + column) * kChunk + i, ranges[i], wrong);
-      }
-    }
-    wrong.report(args.common.counts);
+    for (int b = 0; b < kBatch; ++b) joined.take(chunks[b]);
   }
+  NonFinite wrong;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    for (int mask = 16; mask >= width; mask /= 2) ranges[i] = join(ranges[i], shuffle_xor(ranges[i], mask));
-    found[warp][i][lane] = ranges[i];
+    Range<F> range = joined[i];
+    if (has_rows && !is_finite(range)) {
+      range = no_range<F>();
+#pragma unroll 1
+      for (int k = 0; k < n; ++k) take_finite(args.common.x, (first + k * step) * kChunk + i, range, wrong);
+    }
+    for (int mask = 16; mask >= width; mask /= 2) range = join(range, shuffle_xor(range, mask));
+    found[warp][i][lane] = range;
   }
+  wrong.report(args.common.counts);
   __syncthreads();
   // A thread now has a column.
   const int thread = static_cast<int>(threadIdx.x), chunk = thread / kChunk, in_chunk = thread % kChunk;

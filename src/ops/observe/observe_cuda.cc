@@ -164,7 +164,8 @@ class Selection {
         static_cast<int>(std::bit_width(static_cast<uint64_t>(std::min<int64_t>(args.columns, 32) - 1)));
     const int64_t tiles = blocks_for(args.columns, int64_t{1} << args.width);
     const int64_t unit = int64_t{kBatch * kThreads} >> args.width;  // rows of a block
-    args.rows = blocks_for(std::max<int64_t>(unit, args.group / blocks_for(kBlocks, num_bands * tiles)), unit) * unit;
+    args.rows =
+        blocks_for(std::max<int64_t>(unit, args.group / blocks_for(kBlocks, num_bands * tiles)), unit) * unit;
     const int64_t pieces = blocks_for(args.group, args.rows);
     if (tiles > kMost / pieces || num_bands > kMost / (pieces * tiles)) return false;
     args.bands_per_axis = static_cast<formats::u32>(bands_per_axis);
