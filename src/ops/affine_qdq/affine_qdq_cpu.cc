@@ -21,9 +21,8 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-constexpr int64_t kChunk = 4096;  // elements, a power of two: two buffers of 8 KiB
+constexpr int64_t kChunk = 4096;  // elements, a power of two
 constexpr int kChunkLevel = 12;
-constexpr int64_t kMostGroups = kChunk / 2;
 constexpr int64_t kAhead = 2048;  // elements that are fetched ahead
 
 template <class V>
@@ -59,32 +58,57 @@ HWY_INLINE EvenOdd<hn::Vec<D>> load_codes(D d, const uint8_t* codes) {
   }
 }
 
-// The first level of the trees over n elements from dy on: of q * dy, of dy.
+// The sums of neighbours, of q * dy and of dy.
+template <class V>
+struct Sums {
+  V products, plain;
+};
+template <class D>
+HWY_INLINE Sums<hn::Vec<D>> join(D d, const Sums<hn::Vec<D>>& a, const Sums<hn::Vec<D>>& b) {
+  return {pair_sums(d, a.products, b.products), pair_sums(d, a.plain, b.plain)};
+}
+// Of pairs, in 2 N elements.
+template <bool kNibbles, class Type, class D>
+HWY_INLINE Sums<hn::Vec<D>> sums_of_2(Type type, D d, const typename Type::Memory* dy, const uint8_t* codes) {
+  const auto x = load_pairs(type, d, dy);
+  const auto q = load_codes<kNibbles>(d, codes);
+  return {hn::Add(hn::Mul(q.even, x.even), hn::Mul(q.odd, x.odd)), hn::Add(x.even, x.odd)};
+}
+// Of eight, in 8 N elements.
+template <bool kNibbles, class Type, class D>
+HWY_INLINE Sums<hn::Vec<D>> sums_of_8(Type type, D d, const typename Type::Memory* dy, const uint8_t* codes) {
+  const size_t N = hn::Lanes(d), step = 2 * N / (kNibbles ? 2 : 1);
+  const auto pairs = [&](size_t i)
+                         HWY_ATTR { return sums_of_2<kNibbles>(type, d, dy + i * 2 * N, codes + i * step); };
+  return join(d, join(d, pairs(0), pairs(1)), join(d, pairs(2), pairs(3)));
+}
+
+// The first three levels of the trees over n elements from dy on.
 template <bool kNibbles, class Type>
-HWY_INLINE void first_level(Type type, const typename Type::Memory* HWY_RESTRICT dy,
-                            const uint8_t* HWY_RESTRICT codes, int64_t n, float* HWY_RESTRICT products,
-                            float* HWY_RESTRICT plain) {
+HWY_INLINE void first_levels(Type type, const typename Type::Memory* HWY_RESTRICT dy,
+                             const uint8_t* HWY_RESTRICT codes, int64_t n, float* HWY_RESTRICT products,
+                             float* HWY_RESTRICT plain) {
   const hn::ScalableTag<float> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   constexpr int kPerByte = kNibbles ? 2 : 1;
+  const auto store = [&](const Sums<hn::Vec<decltype(d)>>& sums, int64_t i) HWY_ATTR {
+    hn::StoreU(sums.products, d, products + i / 8);
+    hn::StoreU(sums.plain, d, plain + i / 8);
+  };
   int64_t i = 0;
-  for (; i + 2 * N <= n; i += 2 * N) {
-    hwy::Prefetch(dy + i + kAhead);
-    const auto x = load_pairs(type, d, dy + i);
-    const auto q = load_codes<kNibbles>(d, codes + i / kPerByte);
-    hn::StoreU(hn::Add(hn::Mul(q.even, x.even), hn::Mul(q.odd, x.odd)), d, products + i / 2);
-    hn::StoreU(hn::Add(x.even, x.odd), d, plain + i / 2);
+  for (; i + 8 * N <= n; i += 8 * N) {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(*dy));
+    for (int64_t k = 0; k < 8 * N; k += kLine) hwy::Prefetch(dy + i + k + kAhead);
+    for (int64_t k = 0; k < 8 * N; k += 64 * kPerByte) hwy::Prefetch(codes + (i + k + 2 * kAhead) / kPerByte);
+    store(sums_of_8<kNibbles>(type, d, dy + i, codes + i / kPerByte), i);
   }
   if (i == n) return;
-  // Less than two vectors: zeros behind the end change nothing.
-  alignas(64) typename Type::Memory x_end[2 * HWY_MAX_BYTES / 4] = {};
-  alignas(64) uint8_t q_end[2 * HWY_MAX_BYTES / 4] = {};
+  // Zeros behind the end change nothing.
+  alignas(64) typename Type::Memory x_end[8 * HWY_MAX_BYTES / 4] = {};
+  alignas(64) uint8_t q_end[8 * HWY_MAX_BYTES / 4] = {};
   std::memcpy(x_end, dy + i, static_cast<size_t>(n - i) * sizeof(*dy));
   std::memcpy(q_end, codes + i / kPerByte, static_cast<size_t>((n - i + kPerByte - 1) / kPerByte));
-  const auto x = load_pairs(type, d, x_end);
-  const auto q = load_codes<kNibbles>(d, q_end);
-  hn::StoreU(hn::Add(hn::Mul(q.even, x.even), hn::Mul(q.odd, x.odd)), d, products + i / 2);
-  hn::StoreU(hn::Add(x.even, x.odd), d, plain + i / 2);
+  store(sums_of_8<kNibbles>(type, d, x_end, q_end), i);
 }
 
 // What a span of groups is worked out with.
@@ -109,53 +133,63 @@ class Backward {
         done = std::min(whole, kChunk / size);
         const int64_t n = done * size;
         load(begin * size, n);
-        reduce(products_, n, size, scale_sums_);
-        reduce(plain_, n, size, bias_sums_);
+        reduce(products_, n, size);
+        reduce(plain_, n, size);
       } else {
         one_group(begin * size, std::min<int64_t>(shape_.cols, (begin + 1) * size));
       }
-      finish(args_.scales, first_group_ + begin, done, scale_sums_);
-      finish(args_.biases, first_group_ + begin, done, bias_sums_);
+      finish(args_.scales, first_group_ + begin, done, products_);
+      finish(args_.biases, first_group_ + begin, done, plain_);
       begin += done;
     }
   }
 
  private:
-  // The first level of n <= kChunk elements from a column on.
+  // The first levels of n <= kChunk elements from a column on.
   HWY_INLINE void load(int64_t column, int64_t n) {
     const Type type;
     const int bits = problem_.code_bits;
-    if (bits == 8) return first_level<false>(type, dy_ + column, codes_ + column, n, products_, plain_);
+    if (bits == 8) return first_levels<false>(type, dy_ + column, codes_ + column, n, products_, plain_);
     if (bits == 4 && column % 2 == 0)
-      return first_level<true>(type, dy_ + column, codes_ + column / 2, n, products_, plain_);
+      return first_levels<true>(type, dy_ + column, codes_ + column / 2, n, products_, plain_);
     const int64_t begin = column / 8 * 8;
     for (int64_t i = begin; i < column + n; i += 8) {
       uint64_t eight = 0;
       const int64_t at = i / 8 * bits;
-      std::memcpy(&eight, codes_ + at, static_cast<size_t>(std::min<int64_t>(bits, shape_.row_bytes - at)));
+      if (at + 8 <= shape_.row_bytes)
+        std::memcpy(&eight, codes_ + at, 8);  // with bits of those that follow
+      else
+        std::memcpy(&eight, codes_ + at, static_cast<size_t>(shape_.row_bytes - at));
       eight = formats::unpack8(eight, bits);
       std::memcpy(unpacked_ + (i - begin), &eight, 8);
     }
-    first_level<false>(type, dy_ + column, unpacked_ + (column - begin), n, products_, plain_);
+    first_levels<false>(type, dy_ + column, unpacked_ + (column - begin), n, products_, plain_);
   }
 
-  // The first level of n elements to the sums of groups of `size`.
-  static HWY_INLINE void reduce(float* terms, int64_t n, int64_t size, float* sums) {
-    int64_t count = n / 2;
-    for (; size > 4; size /= 2) count = halve(terms, count, terms);
-    halve(terms, count, sums);
+  // The sums of n / 8 times 8 elements to those of groups of `size`.
+  static HWY_INLINE void reduce(float* terms, int64_t n, int64_t size) {
+    for (int64_t count = n / 8; size > 8; size /= 2) count = halve(terms, count, terms);
   }
 
   HWY_INLINE void one_group(int64_t begin, int64_t end) {
-    formats::PairwiseSum<float> scale_sum, bias_sum;
-    for (int64_t at = begin; at < end; at += kChunk) {
-      const int64_t n = std::min(kChunk, end - at);
+    const auto block_sums = [&](int64_t at, int64_t n) HWY_ATTR {
       load(at, n);
-      scale_sum.add_block(tree_sum(products_, (n + 1) / 2), kChunkLevel);
-      bias_sum.add_block(tree_sum(plain_, (n + 1) / 2), kChunkLevel);
+      return Sums<float>{tree_sum(products_, (n + 7) / 8), tree_sum(plain_, (n + 7) / 8)};
+    };
+    if (end - begin <= kChunk) {
+      const Sums<float> sums = block_sums(begin, end - begin);
+      products_[0] = sums.products;
+      plain_[0] = sums.plain;
+      return;
     }
-    scale_sums_[0] = scale_sum.total();
-    bias_sums_[0] = bias_sum.total();
+    formats::PairwiseSum<float> products, plain;
+    for (int64_t at = begin; at < end; at += kChunk) {
+      const Sums<float> sums = block_sums(at, std::min(kChunk, end - at));
+      products.add_block(sums.products, kChunkLevel);
+      plain.add_block(sums.plain, kChunkLevel);
+    }
+    products_[0] = products.total();
+    plain_[0] = plain.total();
   }
 
   template <class D>
@@ -193,9 +227,8 @@ class Backward {
   const uint8_t* codes_;
   int64_t first_group_;
   // Room for a whole vector behind the last.
-  alignas(64) float products_[kChunk / 2 + HWY_MAX_BYTES / 4];
-  alignas(64) float plain_[kChunk / 2 + HWY_MAX_BYTES / 4];
-  float scale_sums_[kMostGroups / 4], bias_sums_[kMostGroups / 4];
+  alignas(64) float products_[kChunk / 8 + HWY_MAX_BYTES / 4];
+  alignas(64) float plain_[kChunk / 8 + HWY_MAX_BYTES / 4];
   uint8_t unpacked_[kChunk + 16];
 };
 
