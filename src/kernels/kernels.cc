@@ -18,7 +18,8 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels()})
+  for (const auto& rows :
+       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
