@@ -99,8 +99,7 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
     HALFBYTE_CHECK(
         observer.kind == ObserverKind::min_max || observer.kind == ObserverKind::moving_average, usage,
         "{}: observer.kind must be min-max or moving-average; others are plans of their own", kDescriptor);
-    HALFBYTE_CHECK(observer.kind == ObserverKind::min_max || (observer.momentum > 0 && observer.momentum < 1),
-                   usage, "{}: observer.momentum must be in (0, 1), got {}", kDescriptor, observer.momentum);
+    check_config(observer);
   }
   HALFBYTE_CHECK(std::isfinite(d.gradient_scale) && d.gradient_scale > 0, usage,
                  "{}: gradient_scale must be finite and > 0, got {}", kDescriptor, d.gradient_scale);

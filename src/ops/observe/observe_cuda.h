@@ -1,0 +1,22 @@
+// The CUDA side of `observe`.
+#pragma once
+
+#include "cuda/kernel.h"
+#include "cuda/launch.h"
+#include "ops/observe/observe.h"
+
+namespace halfbyte {
+
+// block: a block has a group, else lanes share one.
+cuda::KernelSpec observe_groups_kernel(DType dtype, bool block);
+// runs: a group is not in one piece; wide: it has 2^31 chunks and more.
+cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide);
+cuda::KernelSpec observe_columns_kernel(DType dtype);
+// wide: 2^31 pieces of work and more.
+cuda::KernelSpec observe_elements_kernel(DType dtype, bool wide);
+cuda::KernelSpec observe_update_kernel(DType dtype);  // of x
+
+// The kernels, listed.
+std::vector<cuda::Kernel> observe_kernels();
+
+}  // namespace halfbyte
