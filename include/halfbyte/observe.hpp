@@ -41,12 +41,14 @@ struct HALFBYTE_API ObserverState {
   int64_t num_batches = 0;
 
   static ObserverState empty(int64_t num_groups, DType dtype = DType::f32);
-  // A batch, by its ranges: min-max and moving-average as the kind says, percentile and mse take them as the
-  // ranges of a batch. Error(usage) for other lengths; Error(bad_input) for NaN, infinities, min > max.
+  // A batch, by its ranges, values of `dtype` or rounded to it: min-max and moving-average as the kind says,
+  // percentile and mse take them as the ranges of a batch. Throws Error(usage) for other lengths and
+  // Error(bad_input) for NaN, infinities and min > max; nothing is changed then.
   void update(const ObserverConfig& config, std::span<const double> batch_min,
               std::span<const double> batch_max);
   void update(const ObserverConfig& config, double batch_min, double batch_max);  // of one group
-  // What the two have seen: min-max: the range that contains both; else the mean, weighted by batches.
+  // What the two have seen, of as many groups and the same dtype: min-max: the range that contains both; else
+  // the mean, weighted by batches.
   void merge(const ObserverConfig& config, const ObserverState& other);
   // Of every group. Error(usage) "observer has no data" where a group has seen nothing.
   std::vector<QParams> qparams(const QParamsConfig& config, DType scale_dtype = DType::f32) const;
@@ -72,9 +74,10 @@ struct HALFBYTE_API ObserveDescriptor {
 HALFBYTE_API void check_descriptor(const ObserveDescriptor& descriptor);
 
 // A batch into the state, which lies in memory of the device. Only finite values count; the status says how
-// many were not. A group without any keeps its state. Nothing overlaps.
+// many were not, and where the first of them is. A group without any keeps its state, and num_batches grows
+// by 1; a batch without elements changes nothing. Nothing overlaps.
 //
-// The bytes are the same for every device, SIMD target, number of threads and run.
+// The bytes are the same for every device, SIMD target, number of threads and run; a zero in them is +0.
 struct HALFBYTE_API Observe {
   using Descriptor = ObserveDescriptor;
   struct Args {
@@ -87,7 +90,9 @@ struct HALFBYTE_API Observe {
 using ObservePlan = Plan<Observe>;
 extern template class Plan<Observe>;
 
-// The state's tensors on `device`, for a first batch; copies them to and from the host.
+// The tensors of a state on their device: as they are before a first batch; copied to the host, from the
+// host. On a CUDA device enqueued on `stream`; load_observer waits for it. Throws Error(usage) for tensors
+// that Observe would refuse, or that are not those of the state.
 HALFBYTE_API void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                                  void* stream = nullptr);
 HALFBYTE_API ObserverState load_observer(const TensorView& min, const TensorView& max,

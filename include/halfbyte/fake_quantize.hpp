@@ -1,0 +1,124 @@
+// Fake quantization: a tensor rounded to what a quantized tensor could hold, in its own dtype, for training
+// that prepares quantization; with gradients that pass through the rounding, as plans.
+//
+//   forward          q = clamp(rne(x / scale) + zero_point, q_min, q_max), y = (q - zero_point) * scale
+//   of a table       y = value * scale, with the value of the table nearest to x / scale, ties as the format
+//   has
+//                    them
+//   backward         dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else +0; of a table where
+//                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
+//                    al. 2013) with the inclusive mask of PyTorch
+//
+// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is
+// the stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y.
+// Infinities saturate; NaN stays NaN, bit by bit, and has gradient 0. A zero is +0. A scale of 0 gives +0
+// everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none are
+// replaced and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target,
+// number of threads and run.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "halfbyte/format.hpp"
+#include "halfbyte/observe.hpp"
+#include "halfbyte/ops.hpp"
+#include "halfbyte/plan.hpp"
+
+namespace halfbyte {
+
+struct HALFBYTE_API FakeQuantizeDescriptor {
+  std::vector<int64_t> shape;  // of x, y and gradients, in elements; any rank, any extents
+  // As LinearDescriptor has them.
+  Granularity granularity = Granularity::tensor;
+  int axis = -1;
+  int64_t group_size = 0;
+  // Unset: integers in [q_min, q_max]. Else a format of kind table: nf4, fp4, fp4_e2m1, lut4 (whose values
+  // are `table`, ascending); without zero points.
+  std::optional<Format> format;
+  std::array<float, 16> table = {};
+  // q_max - q_min in [2, 255], within [-128, 255]; without a zero point around 0.
+  int q_min = -8, q_max = 7;
+  DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
+  DType scale_dtype = DType::f32;  // f32, or the same as dtype
+  // None: the zero point is 0. i32. Or learned: f32 (f64 for f64 tensors), used rounded half to even and
+  // clamped to [q_min, q_max]; one that is NaN counts as 0.
+  std::optional<DType> zero_point_dtype;
+  // forward: false: scale and zero point are given. true: they are computed from the range of the finite
+  // values of x by scale_rule (absmax or half_range; with a zero point, which must be i32, minmax; tables:
+  // absmax), and written. No scale is less than eps.
+  bool computed = false;
+  ScaleRule scale_rule = ScaleRule::absmax;
+  double eps = 0;
+  // Computed: x is observed first (kinds min_max, moving_average), and the range is that of the observer's
+  // state after it. A group that has seen nothing has scale 0 and counts as an invalid scale.
+  std::optional<ObserverConfig> observer;
+  // forward writes the mask of the gradient, backward reads it in place of x: a bit an element, see
+  // mask_shape().
+  bool mask = false;
+  // learned backward: factor of the gradients of scale and zero point; LSQ (arXiv:1902.08153) has
+  // 1 / sqrt(n * q_max) with n the number of elements that share a scale.
+  double gradient_scale = 1;
+  int64_t alignment = 16;  // of x, y and gradients, as LinearDescriptor has it
+
+  // Of scale, zero point, their gradients, and the observer's state: that of LinearDescriptor. Throws as
+  // check_descriptor.
+  std::vector<int64_t> scale_shape() const;
+  // Of the mask, u8: `shape` with ceil(K / 8) in place of the last extent K ([1] for []). Element i of a row
+  // is bit i % 8 of its byte i / 8; what lies behind the last one is 0.
+  std::vector<int64_t> mask_shape() const;
+  DType state_dtype() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+  bool operator==(const FakeQuantizeDescriptor&) const = default;
+};
+// Throws Error(usage) naming the field, the rule and the values.
+HALFBYTE_API void check_descriptor(const FakeQuantizeDescriptor& descriptor);
+
+// x -> y, which may be x. Nothing else overlaps. All tensors are contiguous. The status is that of
+// quantize_linear.
+struct HALFBYTE_API FakeQuantize {
+  using Descriptor = FakeQuantizeDescriptor;
+  struct Args {
+    TensorView x;           // read
+    TensorView y;           // written
+    TensorView scale;       // read; written where computed
+    TensorView zero_point;  // likewise; without data where the descriptor has none
+    TensorView mask;        // written; without data where the descriptor has none
+    // The observer's state as in observe.hpp, read and written; without data where the descriptor has none.
+    TensorView min, max, num_batches;
+  };
+  using Status = QuantizeStatus;
+};
+// x, dy -> dx, which may be dy: the straight-through estimator. The descriptor's `computed` must be false.
+// With the descriptor's `mask` the mask is read, and x, scale and zero_point are without data; else the mask
+// is.
+struct HALFBYTE_API FakeQuantizeBackward {
+  using Descriptor = FakeQuantizeDescriptor;
+  struct Args {
+    TensorView x, mask, dy, scale, zero_point;  // read
+    TensorView dx;                              // written
+  };
+  using Status = QuantizeStatus;
+};
+// x, dy -> dx, which may be dy, and the gradients of scale and zero point. The descriptor's `computed` and
+// `mask` must be false.
+struct HALFBYTE_API FakeQuantizeLearnedBackward {
+  using Descriptor = FakeQuantizeDescriptor;
+  struct Args {
+    TensorView x, dy, scale, zero_point;  // read
+    TensorView dx;                        // written
+    TensorView dscale;                    // written: scale_shape(), state_dtype()
+    TensorView dzero_point;               // likewise, of a learned zero point; else without data
+  };
+  using Status = QuantizeStatus;
+};
+
+using FakeQuantizePlan = Plan<FakeQuantize>;
+using FakeQuantizeBackwardPlan = Plan<FakeQuantizeBackward>;
+using FakeQuantizeLearnedBackwardPlan = Plan<FakeQuantizeLearnedBackward>;
+extern template class Plan<FakeQuantize>;
+extern template class Plan<FakeQuantizeBackward>;
+extern template class Plan<FakeQuantizeLearnedBackward>;
+
+}  // namespace halfbyte

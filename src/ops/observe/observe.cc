@@ -1,0 +1,196 @@
+#include "ops/observe/observe.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/checks.h"
+#include "core/plan.h"
+#include "core/tensor_check.h"
+#include "halfbyte/device.hpp"
+#include "halfbyte/system.hpp"
+
+namespace halfbyte {
+namespace {
+
+constexpr const char* kOp = "observe";
+constexpr const char* kDescriptor = "observe descriptor";
+
+Grouping grouping_of(const ObserveDescriptor& d) {
+  return make_grouping(kDescriptor, {d.shape, d.granularity, d.axis, d.group_size}, d.dtype);
+}
+
+double history_of(const ObserverConfig& config) {
+  switch (config.kind) {
+    case ObserverKind::min_max:
+      return -1;
+    case ObserverKind::moving_average:
+      return config.momentum;
+    default:
+      return kMean;
+  }
+}
+
+bool has_value_ranges(ObserverKind kind) {
+  return kind == ObserverKind::min_max || kind == ObserverKind::moving_average;
+}
+
+struct ObserveImpl : ObservePlan::Impl {
+  ObserveProblem problem;
+  std::shared_ptr<const ObserveCuda> cuda;  // null: the CPU
+
+  ObserveImpl(Device on, const ObserveDescriptor& given, const PlanPreference& preference) {
+    check_descriptor(given);
+    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
+                   preference.num_threads);
+    HALFBYTE_CHECK(has_value_ranges(given.observer.kind), usage,
+                   "{}: observer.kind {} is not done by plans: its ranges go to ObserverState::update", kOp,
+                   to_string(given.observer.kind));
+    check_device(on);
+    static_cast<Grouping&>(problem) = grouping_of(given);
+    problem.dtype = given.dtype;
+    problem.observer = given.observer;
+    problem.history = history_of(given.observer);
+    problem.num_threads = preference.num_threads;
+    problem.device = on;
+    device = on;
+    descriptor = given;
+    if (on.kind == DeviceKind::cuda) cuda = select_observe_cuda(problem, given.alignment);
+    const char* const state = to_string(given.state_dtype());
+    sku = {kOp, cuda ? kernel_name(*cuda) : "observe_cpu",
+           cuda ? "cuda " + target(*cuda) : "cpu " + system_info().simd_target,
+           fmt::format("{} -> {}", to_string(given.dtype), state)};
+    guarantee.math = guarantee.accumulator = given.state_dtype();
+    workspace_size = cuda ? workspace_bytes(*cuda) : static_cast<int64_t>(sizeof(QuantizeStatus));
+  }
+
+  std::array<ArgumentMemory, 4> memory_of(const Observe::Args& args) const {
+    const DType state = descriptor.state_dtype();
+    const std::span<const int64_t> shape = problem.scale_shape;
+    const std::array<TensorArgument, 4> arguments{
+        {{"x", &args.x, descriptor.dtype, descriptor.shape, false, descriptor.alignment, true},
+         {"min", &args.min, state, shape, true, size_of(state)},
+         {"max", &args.max, state, shape, true, size_of(state)},
+         {"num_batches", &args.num_batches, DType::i64, {}, true, size_of(DType::i64)}}};
+    std::array<ArgumentMemory, 4> memory;
+    for (size_t i = 0; i < arguments.size(); ++i) memory[i] = check_tensor(kOp, arguments[i], device);
+    check_all_apart(kOp, memory);
+    return memory;
+  }
+  void check(const Observe::Args& args) const override { memory_of(args); }
+  void run(void* stream, void* workspace, const Observe::Args& args) const override {
+    const std::array<ArgumentMemory, 4> memory = memory_of(args);
+    check_workspace(kOp, workspace, workspace_size, device, memory);
+    const ObserveTensors tensors{args.x.data, args.min.data, args.max.data,
+                                 static_cast<int64_t*>(args.num_batches.data)};
+    if (cuda)
+      run_observe_cuda(*cuda, tensors, stream, workspace);
+    else
+      *static_cast<QuantizeStatus*>(workspace) = observe_cpu(problem, tensors);
+  }
+  QuantizeStatus status(const void* workspace, void* stream) const override {
+    check_workspace(kOp, workspace, workspace_size, device);
+    return cuda ? status_observe_cuda(*cuda, workspace, stream)
+                : *static_cast<const QuantizeStatus*>(workspace);
+  }
+};
+
+// The tensors of a state: how many groups, of which dtype. `written`: all of them, else they are read.
+int64_t check_state(const char* op, const TensorView& min, const TensorView& max,
+                    const TensorView& num_batches, bool written) {
+  HALFBYTE_CHECK(min.dtype == DType::f32 || min.dtype == DType::f64, usage,
+                 "{}: min must be f32 or f64, got {}", op, to_string(min.dtype));
+  const std::array<TensorArgument, 3> arguments{
+      {{"min", &min, min.dtype, min.shape, written, size_of(min.dtype)},
+       {"max", &max, min.dtype, min.shape, written, size_of(min.dtype)},
+       {"num_batches", &num_batches, DType::i64, {}, written, size_of(DType::i64)}}};
+  std::array<ArgumentMemory, 3> memory;
+  for (size_t i = 0; i < arguments.size(); ++i) memory[i] = check_tensor(op, arguments[i], min.device);
+  check_all_apart(op, memory);
+  return num_elements(min);
+}
+
+// As the tensor has them, F for its dtype.
+template <class F>
+std::vector<F> converted(const std::vector<double>& values) {
+  std::vector<F> result(values.size());
+  std::ranges::transform(values, result.begin(), [](double value) { return static_cast<F>(value); });
+  return result;
+}
+template <class F>
+void store(const ObserverState& state, const TensorView& min, const TensorView& max,
+           const TensorView& num_batches, void* stream) {
+  const std::vector<F> low = converted<F>(state.min), high = converted<F>(state.max);
+  const auto num_bytes = static_cast<int64_t>(low.size() * sizeof(F));
+  copy(min.device, min.data, low.data(), num_bytes, stream);
+  copy(min.device, max.data, high.data(), num_bytes, stream);
+  copy(min.device, num_batches.data, &state.num_batches, sizeof state.num_batches, stream);
+  wait_observe(min.device, stream);  // what is copied lives till here
+}
+template <class F>
+void load(ObserverState& state, const TensorView& min, const TensorView& max, const TensorView& num_batches,
+          void* stream) {
+  std::vector<F> low(state.min.size()), high(low.size());
+  const auto num_bytes = static_cast<int64_t>(low.size() * sizeof(F));
+  copy(min.device, low.data(), min.data, num_bytes, stream);
+  copy(min.device, high.data(), max.data, num_bytes, stream);
+  copy(min.device, &state.num_batches, num_batches.data, sizeof state.num_batches, stream);
+  wait_observe(min.device, stream);
+  std::ranges::copy(low, state.min.begin());
+  std::ranges::copy(high, state.max.begin());
+}
+
+}  // namespace
+
+std::vector<int64_t> ObserveDescriptor::state_shape() const { return grouping_of(*this).scale_shape; }
+
+void check_descriptor(const ObserveDescriptor& d) {
+  HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kDescriptor,
+                 to_string(d.dtype));
+  grouping_of(d);  // throws
+  check_config(d.observer);
+  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
+                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}",
+                 kDescriptor, size_of(d.dtype), to_string(d.dtype), d.alignment);
+}
+
+void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
+                    void* stream) {
+  const int64_t num_groups = check_state("reset_observer", min, max, num_batches, true);
+  store_observer(ObserverState::empty(num_groups, min.dtype), min, max, num_batches, stream);
+}
+
+ObserverState load_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
+                            void* stream) {
+  ObserverState state =
+      ObserverState::empty(check_state("load_observer", min, max, num_batches, false), min.dtype);
+  if (min.dtype == DType::f64)
+    load<double>(state, min, max, num_batches, stream);
+  else
+    load<float>(state, min, max, num_batches, stream);
+  return state;
+}
+
+void store_observer(const ObserverState& state, const TensorView& min, const TensorView& max,
+                    const TensorView& num_batches, void* stream) {
+  const int64_t num_groups = check_state("store_observer", min, max, num_batches, true);
+  HALFBYTE_CHECK(state.dtype == min.dtype && static_cast<int64_t>(state.min.size()) == num_groups &&
+                     static_cast<int64_t>(state.max.size()) == num_groups,
+                 usage,
+                 "store_observer: min and max must have the {} groups of the state in {}, got {} in {}",
+                 state.min.size(), to_string(state.dtype), num_groups, to_string(min.dtype));
+  if (min.dtype == DType::f64)
+    store<double>(state, min, max, num_batches, stream);
+  else
+    store<float>(state, min, max, num_batches, stream);
+}
+
+template <>
+std::shared_ptr<const ObservePlan::Impl> make_plan<Observe>(Device device,
+                                                            const ObserveDescriptor& descriptor,
+                                                            const PlanPreference& preference) {
+  return std::make_shared<ObserveImpl>(device, descriptor, preference);
+}
+template class Plan<Observe>;
+
+}  // namespace halfbyte

@@ -1,0 +1,63 @@
+// What the variants of `observe` share. A run has two steps: the range of the batch in each group, then the
+// state takes these up. min-max and moving-average may do both at once; percentile and mse find ranges of
+// their own and leave the second step to what is declared here.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/grouping.h"
+#include "formats/observer.h"
+#include "halfbyte/observe.hpp"
+#include "ops/observe/observe_args.h"
+
+namespace halfbyte {
+
+// A checked problem, without the addresses.
+struct ObserveProblem : Grouping {
+  DType dtype = DType::f32;  // of x
+  ObserverConfig observer;
+  double history = -1;  // the weight of what was seen before, see ObserveState
+  int num_threads = 0;
+  Device device;
+};
+
+// `history` where num_batches batches were seen before; kMean becomes a number.
+inline double history_of(const ObserveProblem& problem, int64_t num_batches) {
+  if (problem.history != kMean) return problem.history;
+  return static_cast<double>(num_batches) / static_cast<double>(num_batches + 1);
+}
+
+// The tensors of a run.
+struct ObserveTensors {
+  const void* x = nullptr;
+  void *min = nullptr, *max = nullptr;  // of F, see below
+  int64_t* num_batches = nullptr;
+};
+
+// F is double where x is f64, else float.
+
+// ---- CPU: returns when all is done.
+QuantizeStatus observe_cpu(const ObserveProblem& problem, const ObserveTensors& tensors);
+// Step 1, min-max and moving-average: the range of the finite values of every group; `seen`: num_scales
+// Seen<F>.
+QuantizeStatus value_ranges_cpu(const ObserveProblem& problem, const void* x, void* seen);
+// Step 2: the state takes up `seen`, num_scales Seen<F>; num_batches grows by 1.
+void take_up_cpu(const ObserveProblem& problem, const void* seen, const ObserveTensors& tensors);
+
+// ---- CUDA: kernels chosen and loaded for a problem. The workspace has the counts, then what the kernels
+// need.
+struct ObserveCuda;
+// `alignment`: of x, in bytes.
+std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem& problem, int64_t alignment);
+const std::string& kernel_name(const ObserveCuda& cuda);  // of the one that reads x
+const std::string& target(const ObserveCuda& cuda);
+int64_t workspace_bytes(const ObserveCuda& cuda);
+// Enqueues on `stream`.
+void run_observe_cuda(const ObserveCuda& cuda, const ObserveTensors& tensors, void* stream, void* workspace);
+// Waits for `stream`.
+QuantizeStatus status_observe_cuda(const ObserveCuda& cuda, const void* workspace, void* stream);
+// Waits for `stream` of a CUDA device.
+void wait_observe(Device device, void* stream);
+
+}  // namespace halfbyte
