@@ -39,20 +39,12 @@ struct ObserveImpl : ObservePlan::Impl {
   ObserveProblem problem;
   std::shared_ptr<const ObserveCuda> cuda;  // null: the CPU
 
-  ObserveImpl(Device on, const ObserveDescriptor& given, const PlanPreference& preference) {
-    check_descriptor(given);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
-                   preference.num_threads);
+  ObserveImpl(Device on, const ObserveDescriptor& given, const PlanPreference& preference)
+      : problem(observe_problem(given, on, preference)) {
     HALFBYTE_CHECK(has_value_ranges(given.observer.kind), usage,
                    "{}: observer.kind {} is not done by plans: its ranges go to ObserverState::update", kOp,
                    to_string(given.observer.kind));
     check_device(on);
-    static_cast<Grouping&>(problem) = grouping_of(given);
-    problem.dtype = given.dtype;
-    problem.observer = given.observer;
-    problem.history = history_of(given.observer);
-    problem.num_threads = preference.num_threads;
-    problem.device = on;
     device = on;
     descriptor = given;
     if (on.kind == DeviceKind::cuda) cuda = select_observe_cuda(problem, given.alignment);
@@ -183,6 +175,21 @@ void store_observer(const ObserverState& state, const TensorView& min, const Ten
     store<double>(state, min, max, num_batches, stream);
   else
     store<float>(state, min, max, num_batches, stream);
+}
+
+ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device device,
+                               const PlanPreference& preference) {
+  check_descriptor(descriptor);
+  HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
+                 preference.num_threads);
+  ObserveProblem problem;
+  static_cast<Grouping&>(problem) = grouping_of(descriptor);
+  problem.dtype = descriptor.dtype;
+  problem.observer = descriptor.observer;
+  problem.history = history_of(descriptor.observer);
+  problem.num_threads = preference.num_threads;
+  problem.device = device;
+  return problem;
 }
 
 template <>

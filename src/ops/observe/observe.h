@@ -22,6 +22,9 @@ struct ObserveProblem : Grouping {
   Device device;
 };
 
+// Checks the descriptor, not the device.
+ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device device,
+                               const PlanPreference& preference);
 // `history` where num_batches batches were seen before; kMean becomes a number.
 inline double history_of(const ObserveProblem& problem, int64_t num_batches) {
   if (problem.history != kMean) return problem.history;
