@@ -24,38 +24,37 @@ struct MseCodes {
 struct MseStage {
   int parents, scales, zeros;  // of each parent, so many scales around its own, with so many zero points
   float step;                  // between scales, relative to that of the parent
-  int zero_shift;              // between zero points: levels >> zero_shift, at least 1
-  HALFBYTE_FN int count() const { return parents * scales * zeros; }
+  int zero_shift;              // between zero points: the codes to the nearer end >> zero_shift, at least 1
+  HALFBYTE_FN int count() const { return parents * scales * zeros; }  // a multiple of 16
 };
-inline constexpr int kMseStages = 4;         // behind the ladder
-inline constexpr int kMseMostCandidates = 144;  // of a stage
+inline constexpr int kMseStages = 4;            // behind the ladder
+inline constexpr int kMseMostCandidates = 288;  // of a stage
 inline constexpr int kMseMostParents = 8;
-// Stage 0 is the ladder: candidates in lines of neighbours.
-HALFBYTE_FN int mse_ladder_line(bool asymmetric) { return asymmetric ? 12 : 96; }
+// Stage 0 is the ladder. `scales` candidates in a row are neighbours.
 HALFBYTE_FN MseStage mse_stage(bool asymmetric, int stage) {
   if (asymmetric) switch (stage) {
       case 0:
         return {1, 12, 12, 0, 0};
       case 1:
-        return {6, 8, 3, 0.06f, 4};
+        return {6, 8, 3, 0.06f, 3};
       case 2:
-        return {6, 8, 3, 0.012f, 6};
+        return {6, 16, 3, 0.006f, 5};
       case 3:
-        return {4, 8, 3, 0.0025f, 8};
+        return {4, 8, 3, 0.0013f, 8};
       default:
-        return {2, 8, 3, 0.0006f, 8};
+        return {2, 8, 3, 0.0003f, 8};
     }
   switch (stage) {
     case 0:
       return {1, 96, 1, 0, 0};
     case 1:
-      return {8, 16, 1, 0.014f, 0};
+      return {8, 32, 1, 0.007f, 0};
     case 2:
-      return {8, 8, 1, 0.003f, 0};
+      return {8, 8, 1, 0.0015f, 0};
     case 3:
-      return {4, 8, 1, 0.0007f, 0};
+      return {4, 8, 1, 0.00035f, 0};
     default:
-      return {2, 8, 1, 0.00015f, 0};
+      return {2, 8, 1, 0.00008f, 0};
   }
 }
 
@@ -87,10 +86,10 @@ struct MseSearch {
     MseSearch search;
     search.unit = power_of_two<F>(exponent);
     search.per_unit = power_of_two<F>(kBias2 - exponent);
-    search.min = codes.asymmetric ? formats::min(static_cast<F>(0), min * search.per_unit)
-                                  : -absmax * search.per_unit;
-    search.max = codes.asymmetric ? formats::max(static_cast<F>(0), max * search.per_unit)
-                                  : absmax * search.per_unit;
+    search.min =
+        codes.asymmetric ? formats::min(static_cast<F>(0), min * search.per_unit) : -absmax * search.per_unit;
+    search.max =
+        codes.asymmetric ? formats::max(static_cast<F>(0), max * search.per_unit) : absmax * search.per_unit;
     // A scale beyond twice the largest magnitude makes all codes 0.
     search.eps = formats::min(static_cast<F>(1024), static_cast<F>(codes.eps) * search.per_unit);
     return search;
@@ -111,11 +110,12 @@ struct MseSearch {
   // Candidate i of a later stage; it belongs to parent i / (scales * zeros).
   HALFBYTE_FN MseCandidate<F> child(const MseCandidate<F>& parent, int i, const MseStage& stage,
                                     const MseCodes& codes) const {
-    const F offset = static_cast<F>(2 * (i % stage.scales) - (stage.scales - 1)) *
-                     (static_cast<F>(stage.step) / 2);
+    const F offset =
+        static_cast<F>(2 * (i % stage.scales) - (stage.scales - 1)) * (static_cast<F>(stage.step) / 2);
     MseCandidate<F> result = {formats::max(eps, parent.scale * (1 + offset)), parent.low};
     if (codes.asymmetric) {
-      const int step = formats::max(1, codes.levels >> stage.zero_shift);
+      const int low_end = static_cast<int>(-parent.low);
+      const int step = formats::max(1, formats::min(low_end, codes.levels - low_end) >> stage.zero_shift);
       const F low = parent.low + static_cast<F>((i / stage.scales % stage.zeros - stage.zeros / 2) * step);
       result.low = formats::min(static_cast<F>(0), formats::max(static_cast<F>(-codes.levels), low));
     }
@@ -151,7 +151,8 @@ HALFBYTE_FN F mse_term(F x, F scale, F reciprocal, F low, F high) {
 template <class F>
 HALFBYTE_FN F mse_merit(const F* errors, int i, int line) {
   const F error = errors[i];
-  const bool least = (i % line == 0 || error <= errors[i - 1]) && (i % line == line - 1 || error <= errors[i + 1]);
+  const bool least =
+      (i % line == 0 || error <= errors[i - 1]) && (i % line == line - 1 || error <= errors[i + 1]);
   return least ? error : error * static_cast<F>(0x1p60);
 }
 // How many of the candidates come before number i as parents; of equal ones the first does.
