@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "cuda/nvrtc.h"
 #include "ops/dequantize/dequantize_cuda.h"
+#include "ops/observe/observe_cuda.h"
 #include "ops/quantize/quantize_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 
@@ -18,7 +19,8 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels()})
+  for (const auto& rows :
+       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), observe_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }

@@ -11,9 +11,78 @@ namespace halfbyte {
 struct ObserveState {
   void *min, *max;  // f32; f64 of f64 tensors
   formats::i64* num_batches;
-  double history;  // the weight of what was seen before, as formats::observed has it; kMean
+  double history;  // the weight of what was seen before, as formats::observed has it; or kMean
 };
 // The mean over batches: the weight of n batches before is n / (n + 1).
 inline constexpr double kMean = 2;
+
+inline constexpr int kObserveThreads = 256;
+
+struct ObserveCommon {
+  const void* x;
+  QuantizeCounts* counts;
+  ObserveState state;
+};
+// Where blocks that share a group join what they found; all 0 before.
+struct ObserveJoin {
+  RangeKeys* ranges;      // of each group
+  formats::u32* arrived;  // of those that share the same groups: how many are done
+};
+
+// All extents in chunks of 16 bytes, unless it is said otherwise.
+
+// observe_groups: rows of `axis`, groups of `group` along them.
+struct ObserveGroupsArgs {
+  ObserveCommon common;
+  formats::i64 axis, group;
+  formats::i32 num_groups;
+  formats::i32 team;             // 2^team lanes share a group, unless a block does
+  formats::Divider row_divider;  // by the groups of a row
+};
+
+// Groups of a team.
+HALFBYTE_FN int observe_batch(int element_bytes) { return element_bytes == 8 ? 4 : 8; }
+
+// observe_parts: `parts` blocks have a part of `per_part` of a group; fewer than 2^31 in all. Group g begins
+// at g / per_row * row + g % per_row * group, and has `runs` runs, `run_stride` apart, of `run`, or what is
+// left of `row`.
+struct ObservePartsArgs {
+  ObserveCommon common;
+  ObserveJoin join;
+  formats::i64 row, group, runs, run, run_stride, per_part;
+  formats::u32 per_row, parts;
+  formats::Divider run_divider;  // by run; not kWide: a group has fewer than 2^31
+  formats::i32 tail;             // elements behind all of them, of group 0
+};
+
+// observe_columns: bands of `group` rows, of which each column is a group; of every `axis` rows the last band
+// may be short. A block has `rows` of a band in 2^width columns of chunks.
+struct ObserveColumnsArgs {
+  ObserveCommon common;
+  ObserveJoin join;
+  formats::i64 axis, group, columns, rows;
+  formats::u32 bands_per_axis, pieces, tiles;  // pieces of a band, tiles across; fewer than 2^31 in all
+  formats::i32 width;
+};
+
+// observe_elements: anything, in elements. Group s begins at (o, a, i) with s = (o * groups_axis + a /
+// group_axis)
+// * groups_inner + i; it has the extents group_outer, group_axis (less at the end of axis), group_inner.
+struct ObserveElementsArgs {
+  ObserveCommon common;
+  ObserveJoin join;
+  formats::i64 num_groups, groups_axis, groups_inner;
+  formats::i64 outer_stride, axis_stride;
+  formats::i64 axis, group_outer, group_axis, group_inner;
+  formats::i64 per_split, splits;  // elements of a part, parts of a group
+  bool columns;                    // neighbouring threads have neighbouring groups, else a warp has one
+};
+
+// observe_update: the state takes up ranges that are complete.
+struct ObserveUpdateArgs {
+  ObserveState state;
+  ObserveJoin join;  // one counter
+  formats::i64 num_groups;
+};
 
 }  // namespace halfbyte

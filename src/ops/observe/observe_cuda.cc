@@ -1,24 +1,275 @@
 #include "ops/observe/observe_cuda.h"
 
-#include "core/checks.h"
+#include <algorithm>
+#include <bit>
+#include <variant>
+
+#include <fmt/format.h>
+
 #include "core/counts.h"
+#include "cuda/config.h"
 
 namespace halfbyte {
 
+// What a problem is done with: a kernel that reads x and hands what it found to the state; or that leaves
+// ranges, which `update` hands to it.
 struct ObserveCuda {
   ObserveProblem problem;
   const cuda::Context* context = nullptr;
   std::string name;
-  int64_t workspace_bytes = 0;
+  cuda::CUfunction function = nullptr, update = nullptr;
+  cuda::Grid grid, update_grid;
+  // The workspace: counts, ranges, counters.
+  int64_t num_ranges = 0, num_counters = 0;
+  // The arguments, but for addresses.
+  std::variant<ObserveGroupsArgs, ObservePartsArgs, ObserveColumnsArgs, ObserveElementsArgs> args;
+
+  int64_t ranges_at() const { return sizeof(QuantizeCounts); }
+  int64_t counters_at() const { return ranges_at() + num_ranges * static_cast<int64_t>(sizeof(RangeKeys)); }
+  int64_t workspace_bytes() const {
+    return counters_at() + num_counters * static_cast<int64_t>(sizeof(formats::u32));
+  }
 };
 
-std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem&, int64_t) {
-  HALFBYTE_FAIL(usage, "observe: not on CUDA devices yet");
+namespace {
+
+constexpr int kThreads = kObserveThreads;
+constexpr int kBatch = 8;           // loads of a thread that are in flight
+constexpr int64_t kBlocks = 2048;   // of large problems: enough to fill a device evenly
+constexpr int64_t kMost = 1 << 30;  // of what kernels number by 32 bits
+
+int64_t blocks_for(int64_t work, int64_t work_per_block) {
+  return (work + work_per_block - 1) / work_per_block;
+}
+bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
+
+cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dtype,
+                             const std::string& lines) {
+  return {source, function, cuda::config_text(cuda::element_config(dtype) + lines)};
+}
+
+class Selection {
+ public:
+  Selection(const ObserveProblem& problem, int64_t alignment)
+      : problem_(problem), chunk_(16 / size_of(problem.dtype)), whole_(alignment >= 16) {
+    made_.problem = problem;
+    made_.context = &cuda::context(problem.device.index);
+    const cuda::Scope scope(*made_.context);
+    if (problem.num_elements() == 0) {
+      made_.name = "none";
+      return;
+    }
+    if (!select_runs() && !select_columns()) select_elements();
+  }
+  ObserveCuda take() { return std::move(made_); }
+
+ private:
+  template <class Args>
+  void choose(const cuda::KernelSpec& spec, cuda::Grid grid, const Args& args) {
+    made_.name = spec.function;
+    made_.function = cuda::get_kernel(*made_.context, spec);
+    made_.grid = grid;
+    made_.args = args;
+  }
+
+  // Groups that are runs of whole chunks.
+  bool select_runs() {
+    const ObserveProblem& p = problem_;
+    if (!whole_) return false;
+    // Rows of `axis` elements, with groups along them; or as many elements in each of `runs` places.
+    int64_t axis = p.axis, group = p.group_size, rows = p.outer, runs = 1, tail = 0;
+    if (p.num_scales == 1) {
+      axis = group = p.num_elements();
+      rows = 1;
+      tail = axis % chunk_;
+      axis = group = axis - tail;
+    } else if (p.scale_strides.outer == 0) {  // channels
+      axis = group = p.inner;
+      rows = p.axis;
+      runs = p.outer;
+    } else if (p.inner != 1) {
+      return false;
+    }
+    if (axis == 0 || axis % chunk_ != 0 || (group % chunk_ != 0 && group < axis)) return false;
+    axis /= chunk_;
+    group = blocks_for(group, chunk_);
+    const int64_t in_all = group * runs, per_row = blocks_for(axis, group);
+    // A block has a group, unless there are few of them and they are large.
+    constexpr int64_t kLarge = 512;
+    const bool many = rows * per_row >= kLarge || in_all <= kThreads * kBatch;
+    if (runs == 1 && tail == 0 && many && rows * per_row < kMost)
+      select_groups(axis, group, static_cast<int>(rows * per_row));
+    else
+      return select_parts(axis, group, rows, runs, static_cast<int>(tail));
+    return true;
+  }
+  void select_groups(int64_t axis, int64_t group, int num_groups) {
+    ObserveGroupsArgs args{};
+    args.axis = axis;
+    args.group = group;
+    args.num_groups = num_groups;
+    args.row_divider = formats::Divider::of(blocks_for(axis, group));
+    if (group <= 32) {
+      args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(group - 1)));
+      const int64_t per_block =
+          (kThreads >> args.team) * observe_batch(static_cast<int>(size_of(problem_.dtype)));
+      choose(observe_groups_kernel(problem_.dtype, false), {blocks_for(num_groups, per_block), kThreads},
+             args);
+    } else {
+      const auto threads =
+          std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(blocks_for(group, kBatch), kThreads)));
+      choose(observe_groups_kernel(problem_.dtype, true),
+             {num_groups, std::max(32, static_cast<int>(threads))}, args);
+    }
+  }
+  bool select_parts(int64_t axis, int64_t group, int64_t rows, int64_t runs, int tail) {
+    const int64_t in_all = group * runs, per_row = blocks_for(axis, group), num_groups = rows * per_row;
+    ObservePartsArgs args{};
+    args.row = axis;
+    args.group = args.run = group;
+    args.per_row = static_cast<formats::u32>(std::min(per_row, kMost));
+    args.runs = runs;
+    args.run_stride = axis * rows;
+    args.run_divider = formats::Divider::of(group);
+    args.tail = tail;
+    const int64_t unit = kThreads * kBatch;
+    args.per_part = blocks_for(std::max(unit, in_all / blocks_for(kBlocks, num_groups)), unit) * unit;
+    const int64_t parts = blocks_for(in_all, args.per_part);
+    if (num_groups > kMost / parts) return false;
+    args.parts = static_cast<formats::u32>(parts);
+    if (parts > 1) made_.num_ranges = made_.num_counters = num_groups;
+    choose(observe_parts_kernel(problem_.dtype, runs > 1, is_wide(in_all)), {num_groups * parts, kThreads},
+           args);
+    return true;
+  }
+
+  // Groups side by side, in whole chunks.
+  bool select_columns() {
+    const ObserveProblem& p = problem_;
+    ObserveColumnsArgs args{};
+    if (p.scale_strides.outer == 0) {  // channels
+      if (p.inner != 1 || p.scale_strides.axis == 0) return false;
+      args.columns = p.axis;
+      args.axis = args.group = p.outer;
+    } else {
+      args.columns = p.inner;
+      args.axis = p.axis;
+      args.group = p.group_size;
+    }
+    if (!whole_ || args.columns % chunk_ != 0) return false;
+    const int64_t bands_per_axis = blocks_for(args.axis, args.group);
+    const int64_t num_bands = p.num_elements() / (args.columns * args.axis) * bands_per_axis;
+    args.columns /= chunk_;
+    args.width =
+        static_cast<int>(std::bit_width(static_cast<uint64_t>(std::min<int64_t>(args.columns, 32) - 1)));
+    const int64_t tiles = blocks_for(args.columns, int64_t{1} << args.width);
+    const int64_t unit = int64_t{kBatch * kThreads} >> args.width;  // rows of a block
+    args.rows =
+        blocks_for(std::max<int64_t>(unit, args.group / blocks_for(kBlocks, num_bands * tiles)), unit) * unit;
+    const int64_t pieces = blocks_for(args.group, args.rows);
+    if (tiles > kMost / pieces || num_bands > kMost / (pieces * tiles)) return false;
+    args.bands_per_axis = static_cast<formats::u32>(bands_per_axis);
+    args.pieces = static_cast<formats::u32>(pieces);
+    args.tiles = static_cast<formats::u32>(tiles);
+    if (pieces > 1) {
+      made_.num_ranges = p.num_scales;
+      made_.num_counters = num_bands * tiles;
+    }
+    choose(observe_columns_kernel(p.dtype), {num_bands * pieces * tiles, kThreads}, args);
+    return true;
+  }
+
+  void select_elements() {
+    const ObserveProblem& p = problem_;
+    ObserveElementsArgs args{};
+    args.outer_stride = p.axis * p.inner;
+    args.axis_stride = p.inner;
+    args.axis = p.axis;
+    args.group_outer = p.scale_strides.outer != 0 ? 1 : p.outer;
+    args.group_axis = p.group_size;
+    args.group_inner = p.scale_strides.inner != 0 ? 1 : p.inner;
+    args.groups_axis = blocks_for(p.axis, p.group_size);
+    args.groups_inner = p.scale_strides.inner != 0 ? p.inner : 1;
+    args.num_groups = p.num_scales;
+    const int64_t units = args.group_outer * args.group_axis * args.group_inner;
+    // Groups side by side: channels of the last axis, groups along another.
+    args.columns =
+        p.inner > 1 ? p.scale_strides.inner != 0 : p.scale_strides.axis == 1 && p.scale_strides.outer == 0;
+    // Enough parts to fill a device, not so small that joining them counts.
+    const int64_t per_part = args.columns ? 64 : 32 * 16;
+    args.per_split = std::max(per_part, blocks_for(units, 65536));
+    args.splits = blocks_for(units, args.per_split);
+    const int64_t threads = args.num_groups * args.splits * (args.columns ? 1 : 32);
+    choose(observe_elements_kernel(p.dtype, is_wide(std::max(threads, units))),
+           {blocks_for(threads, kThreads), kThreads}, args);
+    select_update();
+  }
+  // The ranges of all groups are left in the workspace.
+  void select_update() {
+    made_.num_ranges = problem_.num_scales;
+    made_.num_counters = 1;
+    made_.update = cuda::get_kernel(*made_.context, observe_update_kernel(problem_.dtype));
+    made_.update_grid = {blocks_for(problem_.num_scales, kThreads), kThreads};
+  }
+
+  const ObserveProblem& problem_;
+  ObserveCuda made_;
+  int64_t chunk_;
+  bool whole_;
+};
+
+}  // namespace
+
+cuda::KernelSpec observe_groups_kernel(DType dtype, bool block) {
+  return kernel_spec("ops/observe/observe_groups.cu", "observe_groups", dtype,
+                     fmt::format("constexpr bool kBlock = {};\n", block));
+}
+cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide) {
+  return kernel_spec("ops/observe/observe_parts.cu", "observe_parts", dtype,
+                     fmt::format("constexpr bool kRuns = {}, kWide = {};\n", runs, wide && runs));
+}
+cuda::KernelSpec observe_columns_kernel(DType dtype) {
+  return kernel_spec("ops/observe/observe_columns.cu", "observe_columns", dtype, "");
+}
+cuda::KernelSpec observe_elements_kernel(DType dtype, bool wide) {
+  return kernel_spec("ops/observe/observe_elements.cu", "observe_elements", dtype,
+                     fmt::format("constexpr bool kWide = {};\n", wide));
+}
+cuda::KernelSpec observe_update_kernel(DType dtype) {
+  // The state depends on f64 or not.
+  return kernel_spec("ops/observe/observe_update.cu", "observe_update",
+                     dtype == DType::f64 ? DType::f64 : DType::f32, "");
+}
+
+std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem& problem, int64_t alignment) {
+  return std::make_shared<const ObserveCuda>(Selection(problem, alignment).take());
 }
 const std::string& kernel_name(const ObserveCuda& cuda) { return cuda.name; }
 const std::string& target(const ObserveCuda& cuda) { return cuda.context->target; }
-int64_t workspace_bytes(const ObserveCuda& cuda) { return cuda.workspace_bytes; }
-void run_observe_cuda(const ObserveCuda&, const ObserveTensors&, void*, void*) {}
+int64_t workspace_bytes(const ObserveCuda& cuda) { return cuda.workspace_bytes(); }
+
+void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors, void* stream,
+                      void* workspace) {
+  const cuda::Scope scope(*selected.context);
+  cuda::fill(workspace, 0, selected.workspace_bytes(), stream);
+  auto* const bytes = static_cast<std::byte*>(workspace);
+  const ObserveState state{tensors.min, tensors.max, reinterpret_cast<formats::i64*>(tensors.num_batches),
+                           selected.problem.history};
+  const ObserveCommon common{tensors.x, static_cast<QuantizeCounts*>(workspace), state};
+  const ObserveJoin join{reinterpret_cast<RangeKeys*>(bytes + selected.ranges_at()),
+                         reinterpret_cast<formats::u32*>(bytes + selected.counters_at())};
+  if (selected.function)
+    std::visit(
+        [&](auto args) {
+          args.common = common;
+          if constexpr (!std::is_same_v<decltype(args), ObserveGroupsArgs>) args.join = join;
+          cuda::launch(selected.function, selected.grid, stream, args);
+        },
+        selected.args);
+  if (selected.update)
+    cuda::launch(selected.update, selected.update_grid, stream,
+                 ObserveUpdateArgs{state, join, selected.problem.num_scales});
+}
 
 QuantizeStatus status_observe_cuda(const ObserveCuda& selected, const void* workspace, void* stream) {
   const cuda::Scope scope(*selected.context);

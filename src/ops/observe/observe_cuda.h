@@ -7,6 +7,15 @@
 
 namespace halfbyte {
 
+// block: a block has a group, else lanes share one.
+cuda::KernelSpec observe_groups_kernel(DType dtype, bool block);
+// runs: a group is not in one piece; wide: it has 2^31 chunks and more.
+cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide);
+cuda::KernelSpec observe_columns_kernel(DType dtype);
+// wide: 2^31 pieces of work and more.
+cuda::KernelSpec observe_elements_kernel(DType dtype, bool wide);
+cuda::KernelSpec observe_update_kernel(DType dtype);  // of x
+
 // The kernels, listed.
 std::vector<cuda::Kernel> observe_kernels();
 

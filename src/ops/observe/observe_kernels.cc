@@ -1,0 +1,39 @@
+// The kernels of `observe`, listed.
+#include "ops/observe/observe_cuda.h"
+
+namespace halfbyte {
+
+using cuda::dtype_of;
+using cuda::is_set;
+using cuda::KernelValues;
+
+std::vector<cuda::Kernel> observe_kernels() {
+  const KernelKey dtype = cuda::dtype_key("The dtype of x.");
+  const KernelKey wide = cuda::flag_key("wide", "2^31 pieces of work and more.");
+  return {
+      {{"observe",
+        "observe_groups",
+        "Groups that are runs of whole chunks, in one pass.",
+        {dtype, {"group", {"lanes", "block"}, false, "What shares a group: lanes of a warp, or a block."}}},
+       [](const KernelValues& values) {
+         return observe_groups_kernel(dtype_of(values), values.at("group") == "block");
+       }},
+      {{"observe",
+        "observe_parts",
+        "Few large groups of whole chunks, and channels that are not in one piece.",
+        {dtype, cuda::flag_key("runs", "A group is not in one piece."), wide}},
+       [](const KernelValues& values) {
+         return observe_parts_kernel(dtype_of(values), is_set(values, "runs"), is_set(values, "wide"));
+       }},
+      {{"observe", "observe_columns", "Groups side by side: each column of a band of rows is one.", {dtype}},
+       [](const KernelValues& values) { return observe_columns_kernel(dtype_of(values)); }},
+      {{"observe", "observe_elements", "Groups of any shape.", {dtype, wide}},
+       [](const KernelValues& values) {
+         return observe_elements_kernel(dtype_of(values), is_set(values, "wide"));
+       }},
+      {{"observe", "observe_update", "The state takes up ranges.", {dtype}},
+       [](const KernelValues& values) { return observe_update_kernel(dtype_of(values)); }},
+  };
+}
+
+}  // namespace halfbyte
