@@ -42,6 +42,8 @@ COMPANIONS = {
     "scale-dtype": ["--dtype", "f64"],
     "scale-rule": ["--format", "affine4"],
     "zero-point": ["--bits", "4"],
+    "compute_qparams scale-rule": ["--zero-point", "i32"],
+    "compute_qparams zero-point": [],
     "linear_fused scale-rule": ["--zero-point", "i32"],
     "linear_fused zero-point": ["--scale-rule", "minmax"],
     "linear_params scale-rule": ["--zero-point", "i32"],

@@ -1,0 +1,67 @@
+#include "ops/compute_qparams/compute_qparams_cuda.h"
+
+#include <fmt/format.h>
+
+#include "core/counts.h"
+#include "cuda/config.h"
+
+namespace halfbyte {
+namespace {
+constexpr int kThreads = 256;
+}
+
+struct QParamsCuda {
+  QParamsProblem problem;
+  const cuda::Context* context = nullptr;
+  std::string name;
+  cuda::CUfunction function = nullptr;
+};
+
+cuda::KernelSpec compute_qparams_kernel(DType dtype, formats::ScaleType scale_type, QParamsZero zero_type,
+                                        formats::Rule rule) {
+  return {"ops/compute_qparams/compute_qparams.cu", "compute_qparams",
+          "#include \"ops/compute_qparams/compute_qparams_args.h\"\n" +
+              cuda::config_text(
+                  cuda::element_config(dtype) +
+                  fmt::format(
+                      "constexpr ScaleType kScaleType = ScaleType({});\nconstexpr QParamsZero kZeroType = "
+                      "QParamsZero({});\nconstexpr Rule kRule = Rule({});\nconstexpr int kThreads = {};\n",
+                      static_cast<int>(scale_type), static_cast<int>(zero_type), static_cast<int>(rule),
+                      kThreads))};
+}
+
+std::shared_ptr<const QParamsCuda> select_qparams_cuda(const QParamsProblem& problem) {
+  QParamsCuda made;
+  made.problem = problem;
+  made.context = &cuda::context(problem.device.index);
+  const cuda::Scope scope(*made.context);
+  const cuda::KernelSpec spec =
+      compute_qparams_kernel(problem.dtype, problem.rule.scale_type, problem.zero_type, problem.rule.rule);
+  made.name = spec.function;
+  made.function = cuda::get_kernel(*made.context, spec);
+  return std::make_shared<const QParamsCuda>(std::move(made));
+}
+const std::string& kernel_name(const QParamsCuda& cuda) { return cuda.name; }
+const std::string& target(const QParamsCuda& cuda) { return cuda.context->target; }
+int64_t workspace_bytes(const QParamsCuda&) { return sizeof(QuantizeCounts); }
+
+void run_qparams_cuda(const QParamsCuda& selected, const QParamsTensors& tensors, void* stream,
+                      void* workspace) {
+  const cuda::Scope scope(*selected.context);
+  const QParamsProblem& p = selected.problem;
+  cuda::fill(workspace, 0, sizeof(QuantizeCounts), stream);
+  const ComputeQParamsArgs args{
+      tensors.min,  tensors.max,  tensors.scale, tensors.zero_point, static_cast<QuantizeCounts*>(workspace),
+      p.num_groups, p.rule.q_min, p.rule.q_max,  p.rule.eps};
+  cuda::launch(selected.function, {(p.num_groups + kThreads - 1) / kThreads, kThreads}, stream, args);
+}
+
+QuantizeStatus status_qparams_cuda(const QParamsCuda& selected, const void* workspace, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  QuantizeCounts counts;
+  cuda::copy(&counts, workspace, sizeof(counts), stream);
+  cuda::synchronize(stream);
+  return status_of(counts);
+}
+
+}  // namespace halfbyte
