@@ -111,6 +111,11 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(observe_args, num_batches);
   EXPECT_NO_TAIL(qparams_descriptor, zero_point_dtype);
   EXPECT_NO_TAIL(compute_qparams_args, zero_point);
+  EXPECT_NO_TAIL(affine_qdq_descriptor, adam);
+  EXPECT_NO_TAIL(affine_init_args, biases);
+  EXPECT_NO_TAIL(affine_qdq_args, y);
+  EXPECT_NO_TAIL(adam_step, step);
+  EXPECT_NO_TAIL(affine_qdq_backward_args, adam);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_weights);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
@@ -158,6 +163,13 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(INITIALISED(observe_descriptor).axis, -1);
   EXPECT_EQ(INITIALISED(observe_descriptor).alignment, 16);
   EXPECT_EQ(INITIALISED(qparams_descriptor).zero_point_dtype, HALFBYTE_UNSET);
+  const auto affine = INITIALISED(affine_qdq_descriptor);
+  EXPECT_EQ(affine.bits, 4);
+  EXPECT_EQ(affine.packed, 1);
+  EXPECT_EQ(affine.group_size, 64);
+  EXPECT_EQ(affine.scale_rule, HALFBYTE_SCALE_RULE_MINMAX);
+  EXPECT_EQ(INITIALISED(adam_step).beta2, 0.999);
+  EXPECT_EQ(INITIALISED(adam_step).step, 1);
 }
 
 // As a later version of the library would see this one's callers, and the other way round.
@@ -486,6 +498,104 @@ halfbyte_linear_descriptor rows_of(const int64_t (&shape)[2]) {
   descriptor.axis = 0;
   descriptor.alignment = 4;
   return descriptor;
+}
+
+TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
+  auto descriptor = INITIALISED(affine_qdq_descriptor);
+  descriptor.rows = 1;
+  descriptor.cols = descriptor.group_size = 8;
+  descriptor.alignment = 4;
+  int64_t code_shape[2] = {}, scale_shape[2] = {};
+  EXPECT_OK(halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  EXPECT_EQ(code_shape[1], 4);
+  EXPECT_EQ(scale_shape[1], 1);
+  EXPECT_FAILS(HALFBYTE_USAGE, "code_shape must not be NULL",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, nullptr, scale_shape));
+  descriptor.bits = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine descriptor: bits must be 2, 3, 4, 5, 6 or 8, got 7",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  descriptor.bits = 4;
+  descriptor.packed = 2;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.packed must be 0 or 1, got 2",
+               halfbyte_affine_init_select(kCpu, &descriptor, nullptr, &raw));
+  descriptor.packed = 0;
+
+  descriptor.half_away = 1;
+  EXPECT_OK(halfbyte_affine_init_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan init(raw);
+  EXPECT_OK(halfbyte_affine_qdq_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan forward(raw);
+  EXPECT_OK(halfbyte_affine_qdq_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan backward(raw);
+  descriptor.adam = 1;
+  EXPECT_OK(halfbyte_affine_qdq_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan training(raw);
+
+  alignas(16) std::array<uint8_t, 128> workspace;
+  Array<float> w({1, 8}, {0, .5f, 1.5f, 2.5f, 3.5f, 7.5f, 14.5f, 15}), y({1, 8}), scales({1, 1}),
+      biases({1, 1});
+  Array<uint8_t> codes({1, 8});
+  auto args = INITIALISED(affine_init_args);
+  args.w = w;
+  args.codes = codes;
+  args.scales = scales;
+  args.biases = biases;
+  EXPECT_OK(halfbyte_affine_init_can_implement(init.get(), &args));
+  EXPECT_OK(halfbyte_affine_init_run(init.get(), nullptr, workspace.data(), &args));
+  EXPECT_EQ(codes.values, (std::vector<uint8_t>{0, 1, 2, 3, 4, 8, 15, 15}));
+  EXPECT_EQ(scales.values[0], 1);
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(init.get(), workspace.data(), nullptr, &status));
+  EXPECT_EQ(status.num_nonfinite, 0);
+  args.w = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "w must not be NULL", halfbyte_affine_init_can_implement(init.get(), &args));
+
+  auto decode = INITIALISED(affine_qdq_args);
+  decode.codes = codes;
+  decode.scales = scales;
+  decode.biases = biases;
+  decode.y = y;
+  EXPECT_OK(halfbyte_affine_qdq_can_implement(forward.get(), &decode));
+  EXPECT_OK(halfbyte_affine_qdq_run(forward.get(), nullptr, workspace.data(), &decode));
+  EXPECT_EQ(y.values, (std::vector<float>{0, 1, 2, 3, 4, 8, 15, 15}));
+  decode.y = codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq: y must be f32, got u8",
+               halfbyte_affine_qdq_can_implement(forward.get(), &decode));
+
+  codes.values = {0, 1, 2, 3, 15, 14, 13, 12};
+  Array<float> dy({1, 8}, {1, -1, 2, .5f, -.25f, 1, 0, 4}), dscales({1, 1}), dbiases({1, 1});
+  auto gradient = INITIALISED(affine_qdq_backward_args);
+  gradient.codes = codes;
+  gradient.dy = dy;
+  gradient.dscales = dscales;
+  gradient.dbiases = dbiases;
+  EXPECT_OK(halfbyte_affine_qdq_backward_can_implement(backward.get(), &gradient));
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_EQ(dscales.values[0], 62.75f);
+  EXPECT_EQ(dbiases.values[0], 7.25f);
+
+  const auto refused = [&] { return halfbyte_affine_qdq_backward_can_implement(training.get(), &gradient); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "scales must not be NULL", refused());
+  Array<float> moments[4] = {{{1, 1}, {0}}, {{1, 1}, {0}}, {{1, 1}, {0}}, {{1, 1}, {0}}};
+  gradient.dscales = gradient.dbiases = nullptr;
+  gradient.scales = scales;
+  gradient.biases = biases;
+  gradient.scale_m = moments[0];
+  gradient.scale_v = moments[1];
+  gradient.bias_m = moments[2];
+  gradient.bias_v = moments[3];
+  EXPECT_FAILS(HALFBYTE_USAGE, "adam must not be NULL", refused());
+  auto step = INITIALISED(adam_step);
+  gradient.adam = &step;
+  step.beta1 = 1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq_backward: adam.beta1 must be in [0, 1), got 1", refused());
+  step.beta1 = 0.9;
+  EXPECT_OK(refused());
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(training.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_NEAR(static_cast<double>(scales.values[0]), 0.999, 1e-6);
+  EXPECT_NEAR(static_cast<double>(biases.values[0]), -0.001, 1e-6);
+  EXPECT_NEAR(static_cast<double>(moments[0].values[0]), 6.275, 1e-6);
 }
 
 TEST(CApi, PlansOfTheThreeOperations) {

@@ -591,6 +591,103 @@ HALFBYTE_API halfbyte_status halfbyte_compute_qparams_run(const halfbyte_plan* p
                                                           void* workspace,
                                                           const halfbyte_compute_qparams_args* args);
 
+/* Training the scales and biases of an affine quantization: halfbyte/affine_qdq.hpp describes the fields and
+ * the three operations, of which each uses some fields. */
+typedef struct halfbyte_affine_qdq_descriptor {
+  size_t struct_size;
+  int64_t rows, cols;
+  int64_t group_size; /* elements, along a row */
+  int64_t alignment;  /* bytes */
+  int32_t bits;       /* of a code: 2, 3, 4, 5, 6, 8 */
+  int32_t packed;     /* flag: codes are a stream of bits; else each has a byte */
+  halfbyte_dtype dtype;
+  halfbyte_dtype scale_dtype;
+  halfbyte_scale_rule scale_rule; /* minmax or mlx_edge */
+  int32_t half_away;              /* flag: codes are rounded half away from zero; else half to even */
+  int32_t refit;                  /* flag: init ends with the least squares over the codes */
+  int32_t adam;                   /* flag: backward makes a step of Adam */
+} halfbyte_affine_qdq_descriptor;
+/* An empty matrix, packed 4-bit codes, groups of 64, all f32, minmax. */
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_init(halfbyte_affine_qdq_descriptor* descriptor,
+                                                                 size_t struct_size);
+/* The shapes of codes (u8), and of scales, biases and what belongs to them. */
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_shapes(
+    const halfbyte_affine_qdq_descriptor* descriptor, int64_t code_shape[2], int64_t scale_shape[2]);
+
+/* w -> codes, scales, biases. Nothing overlaps. */
+typedef struct halfbyte_affine_init_args {
+  size_t struct_size;
+  const DLTensor* w;
+  const DLTensor* codes;  /* written */
+  const DLTensor* scales; /* written */
+  const DLTensor* biases; /* written */
+} halfbyte_affine_init_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_init_args_init(halfbyte_affine_init_args* args,
+                                                            size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_select(DLDevice device,
+                                                         const halfbyte_affine_qdq_descriptor* descriptor,
+                                                         const halfbyte_plan_preference* preference,
+                                                         halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_can_implement(const halfbyte_plan* plan,
+                                                                const halfbyte_affine_init_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_run(const halfbyte_plan* plan, void* stream,
+                                                      void* workspace, const halfbyte_affine_init_args* args);
+
+/* codes, scales, biases -> y. Nothing overlaps. */
+typedef struct halfbyte_affine_qdq_args {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* scales;
+  const DLTensor* biases;
+  const DLTensor* y; /* written */
+} halfbyte_affine_qdq_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_args_init(halfbyte_affine_qdq_args* args,
+                                                           size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_select(DLDevice device,
+                                                        const halfbyte_affine_qdq_descriptor* descriptor,
+                                                        const halfbyte_plan_preference* preference,
+                                                        halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_can_implement(const halfbyte_plan* plan,
+                                                               const halfbyte_affine_qdq_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                     const halfbyte_affine_qdq_args* args);
+
+/* A step of Adam. */
+typedef struct halfbyte_adam_step {
+  size_t struct_size;
+  double learning_rate, beta1, beta2, epsilon;
+  int64_t step; /* number of this step, from 1 */
+} halfbyte_adam_step;
+/* 1e-3, 0.9, 0.999, 1e-8, step 1. */
+HALFBYTE_API halfbyte_status halfbyte_adam_step_init(halfbyte_adam_step* step, size_t struct_size);
+
+/* codes, dy -> dscales, dbiases (f32), and with adam a step of scales and biases. Nothing overlaps. */
+typedef struct halfbyte_affine_qdq_backward_args {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* dy;
+  const DLTensor* dscales; /* written; with adam NULL where not wanted */
+  const DLTensor* dbiases; /* likewise */
+  /* With adam, else NULL; f32, read and written. The moments are 0 before step 1. */
+  const DLTensor* scales;
+  const DLTensor* biases;
+  const DLTensor* scale_m;
+  const DLTensor* scale_v;
+  const DLTensor* bias_m;
+  const DLTensor* bias_v;
+  const halfbyte_adam_step* adam;
+} halfbyte_affine_qdq_backward_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_args_init(halfbyte_affine_qdq_backward_args* args,
+                                                                    size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_affine_qdq_backward_select(DLDevice device, const halfbyte_affine_qdq_descriptor* descriptor,
+                                    const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_can_implement(
+    const halfbyte_plan* plan, const halfbyte_affine_qdq_backward_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_plan* plan, void* stream,
+                                                              void* workspace,
+                                                              const halfbyte_affine_qdq_backward_args* args);
+
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
 /* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */

@@ -9,6 +9,7 @@
 #include "core/counts.h"
 #include "cpu/parallel.h"
 #include "ops/observe/observe_ref.h"
+#include "ops/observe/range_search.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/observe/observe_cpu.cc"
@@ -465,6 +466,16 @@ void take_up(const ObserveProblem& problem, const formats::Seen<F>* seen, const 
   });
 }
 
+// percentile, mse.
+template <class F>
+QuantizeStatus run_search(const ObserveProblem& problem, const ObserveTensors& tensors) {
+  std::vector<formats::Seen<F>> seen(static_cast<size_t>(problem.num_scales));
+  const QuantizeStatus status = value_ranges_cpu(problem, tensors.x, seen.data());
+  search_ranges_cpu(problem, tensors.x, seen.data());
+  take_up(problem, seen.data(), tensors);
+  return status;
+}
+
 }  // namespace
 
 HWY_EXPORT(ObserveRanges);
@@ -483,6 +494,9 @@ void take_up_cpu(const ObserveProblem& problem, const void* seen, const ObserveT
 
 QuantizeStatus observe_cpu(const ObserveProblem& problem, const ObserveTensors& tensors) {
   if (problem.num_elements() == 0) return {};
+  if (problem.history == kMean)
+    return problem.dtype == DType::f64 ? run_search<double>(problem, tensors)
+                                       : run_search<float>(problem, tensors);
   const double history = begin_batch(problem, tensors);
   return HWY_DYNAMIC_DISPATCH(ObserveRanges)(problem, tensors.x, nullptr, &tensors, history);
 }
