@@ -17,6 +17,7 @@
 
 #include "bench/cuda_affine_bench.h"
 #include "bench/cuda_linear_bench.h"
+#include "bench/cuda_observe_bench.h"
 #include "bench/cuda_timing.h"
 #include "core/format.h"
 #include "halfbyte/device.hpp"
@@ -382,8 +383,9 @@ int run(int argc, char** argv) {
   } else {
     Bench bench(filter);
     for (const int64_t rows : {8192, 28672}) bench.run(rows, 8192);
-    json linear, affine;
+    json linear, observe, affine;
     passed = run_linear_bench(filter, linear);
+    passed = run_observe_bench(filter, observe) && passed;
     passed = run_affine_bench(filter, affine) && passed;
     const CudaInfo found = cuda_info();
     document = {{"device", found.devices[0].name},
@@ -391,6 +393,7 @@ int run(int argc, char** argv) {
                 {"nvrtc", found.nvrtc_version},
                 {"results", bench.results()},
                 {"linear", linear},
+                {"observe", observe},
                 {"affine", affine}};
     passed = passed && bench.passed();
     fmt::print("\n{}\n", passed ? "All targets are met." : "Some targets are not met.");

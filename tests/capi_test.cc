@@ -11,6 +11,7 @@
 
 #include "capi/support.h"
 #include "halfbyte/halfbyte.h"
+#include "halfbyte/observe.hpp"
 #include "halfbyte/ops.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/version.hpp"
@@ -103,6 +104,13 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantize_linear_args, zero_point);
   EXPECT_NO_TAIL(dequantize_linear_args, y);
   EXPECT_NO_TAIL(quantize_linear_backward_args, dx);
+  EXPECT_NO_TAIL(qparams_config, eps);
+  EXPECT_NO_TAIL(observer_config, qparams);
+  EXPECT_NO_TAIL(observer_state, num_batches);
+  EXPECT_NO_TAIL(observe_descriptor, observer);
+  EXPECT_NO_TAIL(observe_args, num_batches);
+  EXPECT_NO_TAIL(qparams_descriptor, zero_point_dtype);
+  EXPECT_NO_TAIL(compute_qparams_args, zero_point);
   EXPECT_NO_TAIL(affine_qdq_descriptor, adam);
   EXPECT_NO_TAIL(affine_init_args, biases);
   EXPECT_NO_TAIL(affine_qdq_args, y);
@@ -148,6 +156,13 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(INITIALISED(quantize_descriptor).spec, nullptr);
   EXPECT_EQ(INITIALISED(quantize_descriptor).dtype, HALFBYTE_DTYPE_F32);
   EXPECT_EQ(INITIALISED(quantize_descriptor).alignment, 16);
+  EXPECT_EQ(INITIALISED(qparams_config).q_max, QParamsConfig{}.q_max);
+  EXPECT_EQ(INITIALISED(observer_config).momentum, ObserverConfig{}.momentum);
+  EXPECT_EQ(INITIALISED(observer_config).percentile, ObserverConfig{}.percentile);
+  EXPECT_EQ(INITIALISED(observer_state).num_groups, 0);
+  EXPECT_EQ(INITIALISED(observe_descriptor).axis, -1);
+  EXPECT_EQ(INITIALISED(observe_descriptor).alignment, 16);
+  EXPECT_EQ(INITIALISED(qparams_descriptor).zero_point_dtype, HALFBYTE_UNSET);
   const auto affine = INITIALISED(affine_qdq_descriptor);
   EXPECT_EQ(affine.bits, 4);
   EXPECT_EQ(affine.packed, 1);
@@ -688,6 +703,177 @@ TEST(CApi, PlansOfTheThreeOperations) {
   args.struct_size = 3;
   EXPECT_EQ(refused(), HALFBYTE_USAGE);
   halfbyte_memory_destroy(memory);
+}
+
+// ---- Observers
+
+TEST(CApi, ScalesFromRanges) {
+  auto config = INITIALISED(qparams_config);
+  config.asymmetric = 1;
+  config.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+  double scale = 0;
+  int32_t zero_point = 0;
+  EXPECT_OK(
+      halfbyte_compute_qparams(-3, 2, &config, HALFBYTE_DTYPE_F32, HALFBYTE_DTYPE_F32, &scale, &zero_point));
+  EXPECT_EQ(static_cast<float>(scale), 5.0f / 255);
+  EXPECT_EQ(zero_point, 25);
+  const auto compute = [&](double min, double max) {
+    return halfbyte_compute_qparams(min, max, &config, HALFBYTE_DTYPE_F32, HALFBYTE_DTYPE_F32, &scale,
+                                    &zero_point);
+  };
+  EXPECT_FAILS(HALFBYTE_BAD_INPUT, "compute_qparams: min must be at most max, got 2 and -3", compute(2, -3));
+  EXPECT_EQ(zero_point, 25) << "written by a failure";
+  EXPECT_FAILS(HALFBYTE_USAGE, "config must not be NULL",
+               halfbyte_compute_qparams(0, 1, nullptr, 0, 0, &scale, &zero_point));
+  EXPECT_FAILS(HALFBYTE_USAGE, "scale must not be NULL",
+               halfbyte_compute_qparams(0, 1, &config, 0, 0, nullptr, &zero_point));
+  config.q_max = 1000;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "qparams config: q_min and q_max must be within [-128, 255], got -128 and 1000",
+               compute(0, 1));
+  config.asymmetric = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "config.asymmetric must be 0 or 1, got 2", compute(0, 1));
+}
+
+TEST(CApi, ObserversOfTheHost) {
+  halfbyte_observer_kind kind = -1;
+  EXPECT_OK(halfbyte_observer_kind_find("moving-average", &kind));
+  EXPECT_EQ(kind, HALFBYTE_OBSERVER_MOVING_AVERAGE);
+  EXPECT_STREQ(halfbyte_observer_kind_name(kind), "moving-average");
+  EXPECT_EQ(halfbyte_observer_kind_name(4), nullptr);
+  EXPECT_EQ(halfbyte_observer_kind_find("histogram", &kind), HALFBYTE_USAGE);
+
+  auto config = INITIALISED(observer_config);
+  config.kind = HALFBYTE_OBSERVER_MOVING_AVERAGE;
+  config.momentum = 0.5;
+  double min[2], max[2], other_min[2] = {-3, -1}, other_max[2] = {1, 1};
+  auto state = INITIALISED(observer_state);
+  state.min = min;
+  state.max = max;
+  state.num_groups = 2;
+  EXPECT_OK(halfbyte_observer_state_reset(&state));
+  EXPECT_EQ(min[1], INFINITY);
+  const auto qparams_config = INITIALISED(qparams_config);
+  double scale[2] = {};
+  int32_t zero_point[2] = {};
+  EXPECT_FAILS(
+      HALFBYTE_USAGE, "observer has no data: group 0 of 2 has seen no finite value",
+      halfbyte_observer_state_qparams(&state, &qparams_config, HALFBYTE_DTYPE_F32, scale, zero_point));
+  const double batch_min[2] = {-1, 0}, batch_max[2] = {1, 127};
+  EXPECT_OK(halfbyte_observer_state_update(&state, &config, batch_min, batch_max));
+  EXPECT_OK(halfbyte_observer_state_qparams(&state, &qparams_config, HALFBYTE_DTYPE_F32, scale, zero_point));
+  EXPECT_EQ(scale[1], 1);
+  auto other = INITIALISED(observer_state);
+  other.min = other_min;
+  other.max = other_max;
+  other.num_groups = 2;
+  other.num_batches = 1;
+  EXPECT_OK(halfbyte_observer_state_merge(&state, &config, &other));
+  EXPECT_EQ(min[0], -2);
+  EXPECT_EQ(state.num_batches, 2);
+  const double bad[2] = {NAN, 0};
+  EXPECT_EQ(halfbyte_observer_state_update(&state, &config, bad, batch_max), HALFBYTE_BAD_INPUT);
+  EXPECT_EQ(min[0], -2);
+  EXPECT_FAILS(HALFBYTE_USAGE, "batch_min must not be NULL",
+               halfbyte_observer_state_update(&state, &config, nullptr, batch_max));
+  other.num_groups = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "other.num_groups must not be negative, got -1",
+               halfbyte_observer_state_merge(&state, &config, &other));
+  config.momentum = NAN;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observer: momentum must be in (0, 1), got nan",
+               halfbyte_observer_state_update(&state, &config, batch_min, batch_max));
+
+  Array<float> low({2}), high({2});
+  Array<int64_t> batches({});
+  EXPECT_OK(halfbyte_observer_store(&state, low, high, batches, nullptr));
+  EXPECT_EQ(low.values[0], -2);
+  EXPECT_EQ(batches.values[0], 2);
+  EXPECT_OK(halfbyte_observer_reset(low, high, batches, nullptr));
+  EXPECT_EQ(high.values[1], -INFINITY);
+  EXPECT_OK(halfbyte_observer_load(low, high, batches, nullptr, &state));
+  EXPECT_EQ(min[0], INFINITY);
+  EXPECT_EQ(state.num_batches, 0);
+  state.num_groups = 1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "state must have 2 groups of dtype 0, got 1 of 0",
+               halfbyte_observer_load(low, high, batches, nullptr, &state));
+}
+
+TEST(CApi, PlansOfObservers) {
+  const int64_t shape[2] = {2, 4};
+  auto config = INITIALISED(observer_config);
+  auto descriptor = INITIALISED(observe_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  descriptor.observer = &config;
+  int32_t ndim = 0;
+  int64_t state_shape[2] = {};
+  EXPECT_OK(halfbyte_observe_descriptor_state_shape(&descriptor, &ndim, state_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(state_shape[0], 2);
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan observe(raw);
+  Array<float> x({2, 4}, {1, NAN, -3, 2, 0, 4, 5, -127}), min({2}), max({2}), scale({2});
+  Array<int64_t> num_batches({});
+  EXPECT_OK(halfbyte_observer_reset(min, max, num_batches, nullptr));
+  auto args = INITIALISED(observe_args);
+  args.x = x;
+  args.min = min;
+  args.max = max;
+  args.num_batches = num_batches;
+  alignas(16) std::byte workspace[64];
+  EXPECT_OK(halfbyte_observe_can_implement(observe.get(), &args));
+  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(observe.get(), workspace, nullptr, &status));
+  EXPECT_EQ(status.first_nonfinite, 1);
+  EXPECT_EQ(min.values, (std::vector<float>{-3, -127}));
+  EXPECT_EQ(max.values, (std::vector<float>{2, 5}));
+  EXPECT_EQ(num_batches.values[0], 1);
+
+  auto qparams = INITIALISED(qparams_descriptor);
+  qparams.shape = state_shape;
+  qparams.ndim = 1;
+  EXPECT_OK(halfbyte_compute_qparams_select(kCpu, &qparams, nullptr, &raw));
+  const UniquePlan compute(raw);
+  auto scale_args = INITIALISED(compute_qparams_args);
+  scale_args.min = min;
+  scale_args.max = max;
+  scale_args.scale = scale;
+  EXPECT_OK(halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
+  EXPECT_OK(halfbyte_compute_qparams_run(compute.get(), nullptr, workspace, &scale_args));
+  EXPECT_EQ(scale.values, (std::vector<float>{3.0f / 127, 1}));
+
+  const auto refused = [&] { return halfbyte_observe_can_implement(observe.get(), &args); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of compute_qparams, got one of observe",
+               halfbyte_compute_qparams_run(observe.get(), nullptr, workspace, &scale_args));
+  args.min = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "min must not be NULL", refused());
+  args.min = x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe: min must have the shape [2], got [2, 4]", refused());
+  args.min = min;
+  args.x = min;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe: x must have the shape [2, 4], got [2]", refused());
+  scale_args.zero_point = scale;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "compute_qparams: zero_point must have no data, as descriptor.zero_point_dtype is not set",
+               halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
+  const auto select = [&] { return halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw); };
+  descriptor.ndim = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must not be negative, got -1", select());
+  descriptor.ndim = 2;
+  config.kind = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "config.kind must be 0 to 3, got 7", select());
+  config.kind = HALFBYTE_OBSERVER_MIN_MAX;
+  descriptor.axis = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe descriptor: axis must be in [-2, 2) for shape [2, 4], got 2",
+               select());
+  qparams.zero_point_dtype = HALFBYTE_DTYPE_F32;
+  EXPECT_FAILS(HALFBYTE_USAGE, "qparams descriptor: zero_point_dtype must be i32, i8 or u8, got f32",
+               halfbyte_compute_qparams_select(kCpu, &qparams, nullptr, &raw));
 }
 
 TEST(CApi, PlansOfPackedFormats) {

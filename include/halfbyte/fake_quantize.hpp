@@ -9,12 +9,12 @@
 //                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
 //                    al. 2013) with the inclusive mask of PyTorch
 //
-// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is
-// the stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y.
-// Infinities saturate; NaN stays NaN, bit by bit, and has gradient 0. A zero is +0. A scale of 0 gives +0
-// everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none are
-// replaced and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target,
-// number of threads and run.
+// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is the
+// stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y. Infinities
+// saturate; NaN stays NaN, bit by bit, and has gradient 0. A code of zero is +0. A scale of 0 gives +0
+// everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none are replaced
+// and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target, number of threads
+// and run.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // None: the zero point is 0. i32. Or learned: f32 (f64 for f64 tensors), used rounded half to even and
-  // clamped to [q_min, q_max]; one that is NaN counts as 0.
+  // clamped to [q_min, q_max]; NaN counts as q_min.
   std::optional<DType> zero_point_dtype;
   // forward: false: scale and zero point are given. true: they are computed from the range of the finite
   // values of x by scale_rule (absmax or half_range; with a zero point, which must be i32, minmax; tables:

@@ -22,12 +22,18 @@ const char* element_type(DType dtype) {
   }
 }
 
-std::string code_book(const formats::Codec& codec) {
-  if (codec.kind != formats::Kind::table) return "CodeBook{}";
-  if (codec.book == formats::kNf4) return "kNf4";
-  if (codec.book == formats::kFp4) return "kFp4";
-  if (codec.book == formats::kFp4E2m1) return "kFp4E2m1";
-  return "make_code_book(kLut4Values, Tie::lower)";
+// An expression, and the lines that it needs before it; null: of no table.
+struct BookText {
+  std::string lines, value;
+};
+BookText code_book(const formats::CodeBook* book) {
+  if (book == nullptr) return {"", "CodeBook{}"};
+  if (*book == formats::kNf4) return {"", "kNf4"};
+  if (*book == formats::kFp4) return {"", "kFp4"};
+  if (*book == formats::kFp4E2m1) return {"", "kFp4E2m1"};
+  std::string lines = "constexpr float kLut4Values[16] = {";
+  for (const float value : book->values) lines += fmt::format("{:a}f, ", value);
+  return {lines + "};\n", "make_code_book(kLut4Values, Tie::lower)"};
 }
 
 }  // namespace
@@ -35,19 +41,17 @@ std::string code_book(const formats::Codec& codec) {
 std::string element_config(DType dtype) { return fmt::format("using Element = {};\n", element_type(dtype)); }
 
 std::string codec_config(const formats::Codec& codec) {
-  std::string text;
-  const std::string book = code_book(codec);
-  if (book.starts_with("make")) {
-    text += "constexpr float kLut4Values[16] = {";
-    for (const float value : codec.book.values) text += fmt::format("{:a}f, ", value);
-    text += "};\n";
-  }
-  return text +
+  const BookText book = code_book(codec.kind == formats::Kind::table ? &codec.book : nullptr);
+  return book.lines +
          fmt::format(
              "constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}, {}, {}}};\n",
              static_cast<int>(codec.kind), static_cast<int>(codec.rule), static_cast<int>(codec.scale_type),
              static_cast<int>(codec.bits), codec.asymmetric, codec.unrounded_code_scale, codec.q_min,
-             codec.q_max, book);
+             codec.q_max, book.value);
+}
+std::string book_config(const formats::CodeBook* book) {
+  const BookText text = code_book(book);
+  return text.lines + fmt::format("constexpr CodeBook kBook = {};\n", text.value);
 }
 
 std::string config_text(const std::string& lines) {

@@ -13,6 +13,8 @@ namespace halfbyte::cuda {
 std::string element_config(DType dtype);
 // kCodec.
 std::string codec_config(const formats::Codec& codec);
+// kBook; null: of no table.
+std::string book_config(const formats::CodeBook* book);
 // The whole text around lines as above.
 std::string config_text(const std::string& lines);
 

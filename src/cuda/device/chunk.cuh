@@ -48,6 +48,16 @@ __device__ __forceinline__ Chunk load_chunk(const void* x, i64 chunk) {
   return result;
 }
 
+// The same of memory that this thread will write.
+template <class Chunk>
+__device__ __forceinline__ Chunk load_chunk_to_write(const void* x, i64 chunk) {
+  const Words4* const from = static_cast<const Words4*>(x) + chunk * Chunk::kWords4;
+  Chunk result;
+#pragma unroll
+  for (int i = 0; i < Chunk::kWords4; ++i) result.words[i] = load_to_write(from + i);
+  return result;
+}
+
 // The range of the elements; of elements of 16 bits in a form that takes fewer instructions, see unpack().
 template <class Type, int n>
 __device__ __forceinline__ auto signed_range(const ChunkOf<Type, n>& x) {

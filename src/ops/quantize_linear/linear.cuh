@@ -1,4 +1,4 @@
-// What the kernels of linear quantization share: parameters of groups, and the three operations on a chunk. Codes by a
+// What the kernels of linear quantization share: parameters of groups, and the operations on a chunk. Codes by a
 // reciprocal and one residual correction where that gives the correctly rounded quotient, else by formats::encode.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include "cuda/device/types.cuh"
 #include "formats/codec.h"
 #include "halfbyte_config.h"
+#include "ops/quantize_linear/linear_table.cuh"
 #include "ops/quantize_linear/quantize_linear_args.h"
 
 namespace halfbyte::device {
@@ -15,7 +16,7 @@ namespace halfbyte::device {
 using F = Element::Compute;  // what is computed in
 using Memory = Element::Memory;
 
-constexpr bool kFast = sizeof(F) == 4;
+constexpr bool kFast = sizeof(F) == 4 && !(kTable && !kTableFits);
 constexpr bool kPackedZeros = kZeroType == ZeroType::i4 || kZeroType == ZeroType::u4;
 
 __device__ __forceinline__ F load_element(const void* x, i64 index) {
@@ -37,6 +38,8 @@ __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 i
   if constexpr (kZeroType == ZeroType::i32) return static_cast<const int*>(zeros)[index];
   if constexpr (kZeroType == ZeroType::i8) return static_cast<const signed char*>(zeros)[index];
   if constexpr (kZeroType == ZeroType::u8) return static_cast<const u8*>(zeros)[index];
+  if constexpr (kZeroType == ZeroType::f32) return learned_zero_point(static_cast<const float*>(zeros)[index]);
+  if constexpr (kZeroType == ZeroType::f64) return learned_zero_point(static_cast<const double*>(zeros)[index]);
   if constexpr (kPackedZeros) {
     i64 row = 0, column = index;
     if (common.zero_cols % 2 != 0) {  // else rows are whole bytes, one sequence
@@ -91,14 +94,20 @@ __device__ __forceinline__ Group load_group(const LinearCommon& common, i64 inde
 template <int kBits>
 constexpr u32 kOnes = kBits == 8 ? 0x01010101u : 0x11111111u;
 
+// Bounds of the quotient: q_min and q_max less the zero point, or of the table.
+__device__ __forceinline__ float least_of(const LinearCommon& common, const Group& group) {
+  return kTable ? kLowest : static_cast<float>(common.q_min - group.zero_point);
+}
+__device__ __forceinline__ float most_of(const LinearCommon& common, const Group& group) {
+  return kTable ? kHighest : static_cast<float>(common.q_max - group.zero_point);
+}
+
 // The groups of a chunk: one for all elements, or one for each.
 struct OneGroup {
   Group group;
-  float low, high;  // of the quotient: q_min and q_max less the zero point
+  float low, high;  // bounds of the quotient
   __device__ __forceinline__ OneGroup(const LinearCommon& common, const Group& g)
-      : group(g),
-        low(static_cast<float>(common.q_min - g.zero_point)),
-        high(static_cast<float>(common.q_max - g.zero_point)) {}
+      : group(g), low(least_of(common, g)), high(most_of(common, g)) {}
   __device__ __forceinline__ F scale(int) const { return group.scale; }
   __device__ __forceinline__ F reciprocal(int) const { return group.reciprocal; }
   __device__ __forceinline__ int zero_point(int) const { return group.zero_point; }
@@ -132,8 +141,8 @@ struct ManyGroups {
     scales[i] = kFast && fast_way && group.limit == 0 ? 0 : group.scale;
     reciprocals[i] = group.reciprocal;
     zero_points[i] = group.zero_point;
-    lows[i] = static_cast<float>(common.q_min - group.zero_point);
-    highs[i] = static_cast<float>(common.q_max - group.zero_point);
+    lows[i] = least_of(common, group);
+    highs[i] = most_of(common, group);
     const u32 zero = static_cast<u32>(group.zero_point) << (i * kBits % 32);
     u32& word = zero_words[i * kBits / 32];
     word = i * kBits % 32 == 0 ? zero : word + zero;
@@ -151,38 +160,56 @@ __device__ __forceinline__ Codec codec_of(const LinearCommon& common) {
   return codec;
 }
 
-// The code as it is stored in the low bits; `index`: of the element, row-major.
-__device__ __forceinline__ u32 encode_element(F x, const Group& group, const LinearCommon& common, i64 index) {
-  int q = group.zero_point;
+__device__ __forceinline__ void count_nonfinite(F x, const LinearCommon& common, i64 index) {
   if (!formats::is_finite(x)) {
     atomic_add(&common.counts->num_nonfinite, 1);
     atomic_max(&common.counts->first_nonfinite_key, ~static_cast<u64>(index));
   }
-  if (x == x) {
-    GroupParams<F> params;
-    params.code_scale = group.scale;
-    params.zero_point = group.zero_point;
-    q = encode(x, params, codec_of(common)) + common.q_min;
-  }
+}
+// The code of an x that is not NaN.
+__device__ __forceinline__ int encode_number(F x, const Group& group, const LinearCommon& common) {
+  GroupParams<F> params;
+  params.code_scale = group.scale;
+  params.zero_point = group.zero_point;
+  return encode(x, params, codec_of(common)) + common.q_min;
+}
+
+// The code as it is stored in the low bits; `index`: of the element, row-major.
+__device__ __forceinline__ u32 encode_element(F x, const Group& group, const LinearCommon& common, i64 index) {
+  int q = group.zero_point;
+  count_nonfinite(x, common, index);
+  if (x == x) q = encode_number(x, group, common);
   return static_cast<u32>(q);
 }
 __device__ __forceinline__ F decode_element(int q, const Group& group) {
   return static_cast<F>(q - group.zero_point) * group.scale;
 }
+// An element of fake_quantize: NaN is kept.
+__device__ __forceinline__ Memory fake_element(Memory element, const Group& group, const LinearCommon& common,
+                                               i64 index) {
+  const F x = load(Element(), element);
+  count_nonfinite(x, common, index);
+  if (x != x) return element;
+  if (group.scale == 0) return Memory{};
+  if constexpr (kTable)
+    return store(Element(), any_table_value(x / group.scale) * group.scale);
+  else
+    return store(Element(), decode_element(encode_number(x, group, common), group));
+}
 // Whether the gradient passes.
 __device__ __forceinline__ bool is_within(F x, const Group& group, const LinearCommon& common) {
   if (x != x) return false;
   if (group.scale == 0) return true;
+  if constexpr (kTable) {
+    const F value = x / group.scale;
+    return static_cast<F>(kLowest) <= value && value <= static_cast<F>(kHighest);
+  }
   const F rounded = round_half_even(x / group.scale);
   return static_cast<F>(common.q_min - group.zero_point) <= rounded &&
          rounded <= static_cast<F>(common.q_max - group.zero_point);
 }
 
 // ---- Chunks
-
-// Adding it to |x| < 2^22 leaves x, rounded half to even, in the low bits.
-constexpr float kRoundToInteger = 0x1.8p23f;
-constexpr u32 kRoundToIntegerBits = 0x4B400000u;
 
 // |x| of all elements is below the limits of their groups: quotients stay below 2^22, and no residual underflows where
 // it matters. NaN is not.
@@ -289,6 +316,40 @@ __device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Gr
                round_chunk(Element(), values + k * (n / kWords4)));
 }
 
+// Of a chunk that is_fast. n elements of y are stored, and their mask. Without `clamp` no code may be beyond q_min and
+// q_max.
+template <bool clamp, int n, class Groups>
+__device__ __forceinline__ void fake_quantize_chunk(const ChunkOf<Element, n>& x, const Groups& groups,
+                                                    const LinearCommon& common, i64 chunk) {
+  F values[n];
+  u32 mask = 0;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const float y = quotient(x[i], groups.scale(i), groups.reciprocal(i));
+    bool within = true;
+    if constexpr (kTable) {
+      values[i] = table_value(y);
+      within = groups.least(common, i) <= y && y <= groups.most(common, i);
+    } else {
+      const float rounded = __fsub_rn(__fadd_rn(y, kRoundToInteger), kRoundToInteger);
+      values[i] = clamp ? fminf(fmaxf(rounded, groups.least(common, i)), groups.most(common, i)) : rounded;
+      within = !clamp || values[i] == rounded;
+    }
+    values[i] = __fmul_rn(values[i], groups.scale(i));
+    if constexpr (kMask) mask |= (within ? 1u : 0u) << i;
+  }
+  constexpr int kWords4 = ChunkOf<Element, n>::kWords4;
+#pragma unroll
+  for (int k = 0; k < kWords4; ++k)
+    store_once(static_cast<Words4*>(common.data.y) + chunk * kWords4 + k,
+               round_chunk(Element(), values + k * (n / kWords4)));
+  if constexpr (kMask) {
+#pragma unroll
+    for (int k = 0; k < n / 8; ++k)
+      static_cast<u8*>(common.data.mask)[chunk * (n / 8) + k] = static_cast<u8>(mask >> (8 * k));
+  }
+}
+
 // Of a chunk that is_fast.
 template <int n, class Groups>
 __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, const ChunkOf<Element, n>& dy,
@@ -297,7 +358,7 @@ __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, con
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     const float y = quotient(x[i], groups.scale(i), groups.reciprocal(i));
-    const float rounded = __fsub_rn(__fadd_rn(y, kRoundToInteger), kRoundToInteger);
+    const float rounded = kTable ? y : __fsub_rn(__fadd_rn(y, kRoundToInteger), kRoundToInteger);
     within[i] = groups.least(common, i) <= rounded && rounded <= groups.most(common, i);
   }
   constexpr int kWords4 = ChunkOf<Element, n>::kWords4;
@@ -316,7 +377,7 @@ __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, con
   }
 }
 
-// Any n elements from `index` on, whose codes begin at a byte; `group_of(i)`: the group of element i.
+// Any n elements from `index` on, whose codes and mask begin at a byte; `group_of(i)`: the group of element i.
 template <LinearOp op, int kBits, class GroupOf>
 __device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, int n, const GroupOf& group_of) {
   u32 byte = 0;
@@ -324,7 +385,16 @@ __device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, 
   for (int i = 0; i < n; ++i) {
     const Group group = group_of(i);
     const F x = load_element(common.data.x, index + i);
-    if constexpr (op == LinearOp::quantize) {
+    if constexpr (op == LinearOp::fake_quantize) {
+      static_cast<Memory*>(common.data.y)[index + i] =
+          fake_element(static_cast<const Memory*>(common.data.x)[index + i], group, common, index + i);
+      if constexpr (kMask) {
+        byte |= (is_within(x, group, common) ? 1u : 0u) << (i % 8);
+        if (i % 8 != 7) continue;
+        static_cast<u8*>(common.data.mask)[(index + i) / 8] = static_cast<u8>(byte);
+        byte = 0;
+      }
+    } else if constexpr (op == LinearOp::quantize) {
       const u32 code = encode_element(x, group, common, index + i) & ((1u << kBits) - 1);
       byte |= code << (i * kBits % 8);
       if ((i + 1) * kBits % 8 != 0) continue;
@@ -347,13 +417,11 @@ struct Work {
   __device__ __forceinline__ void load(const LinearPointers& data, i64 chunk) {
     if constexpr (op == LinearOp::dequantize)
       read.load(data.codes, chunk);
+    else if constexpr (op == LinearOp::fake_quantize)
+      read = load_chunk_to_write<Chunk>(data.x, chunk);  // y may be x
     else
       read = load_chunk<Chunk>(data.x, chunk);
-    if constexpr (op == LinearOp::backward) {
-      const auto* const from = static_cast<const Words4*>(data.dy) + chunk * Chunk::kWords4;
-#pragma unroll
-      for (int i = 0; i < Chunk::kWords4; ++i) dy.words[i] = load_to_write(from + i);  // dx may be dy
-    }
+    if constexpr (op == LinearOp::backward) dy = load_chunk_to_write<Chunk>(data.dy, chunk);  // dx may be dy
   }
   // False, and nothing is done, where run_slow must do it.
   template <class Groups>
@@ -365,6 +433,8 @@ struct Work {
       if (!is_fast(read, groups)) return false;
       if constexpr (op == LinearOp::backward)
         backward_chunk(read, dy, groups, common, chunk);
+      else if constexpr (op == LinearOp::fake_quantize)
+        fake_quantize_chunk<true>(read, groups, common, chunk);
       else
         quantize_chunk<kBits, true>(read, groups, common).store_once(common.data.codes, chunk);
       return true;

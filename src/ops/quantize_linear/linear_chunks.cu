@@ -1,11 +1,11 @@
-// quantize_linear, dequantize_linear and quantize_linear_backward of contiguous tensors whose scales belong to whole
-// chunks. A thread has kBatch chunks, 32 apart, so that loads and stores of a warp are contiguous; all are on
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose scales
+// belong to whole chunks. A thread has kBatch chunks, 32 apart, so that loads and stores of a warp are contiguous; all are on
 // their way before the first is used.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
 
-constexpr int kChunk = linear_chunk(sizeof(Memory), kOp), kBatch = linear_batch(kOp);
+constexpr int kChunk = linear_chunk(sizeof(Memory), kOp, kMask), kBatch = linear_batch(kOp);
 
 using Index = Select<kWide, i64, int>;  // of chunks
 
@@ -32,6 +32,7 @@ __device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chun
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_chunks(const __grid_constant__ LinearChunksArgs args) {
+  load_bins();
   const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
   const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
   Work<kOp, kBits, kChunk> work[kBatch];

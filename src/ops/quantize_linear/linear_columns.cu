@@ -1,15 +1,16 @@
-// quantize_linear, dequantize_linear and quantize_linear_backward of contiguous tensors whose scales differ from column
-// to column: channels along the last axis, groups along another. A thread has a chunk of columns, whose scales it
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose scales
+// differ from column to column: channels along the last axis, groups along another. A thread has a chunk of columns, whose scales it
 // loads once, and kLinearRows rows.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
 
-constexpr int kChunk = 16 / sizeof(Memory);
+constexpr int kChunk = linear_columns_chunk(sizeof(Memory), kMask);
 constexpr int kBatch = kOp == LinearOp::backward ? (kFast ? 2 : 1) : 4;  // rows on their way at a time
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_columns(const __grid_constant__ LinearColumnsArgs args) {
+  load_bins();
   using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
   const auto row_chunks = static_cast<Index>(args.columns / kChunk);
   const auto item = static_cast<Index>(block_index() * kLinearThreads + threadIdx.x);

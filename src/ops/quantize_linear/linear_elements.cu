@@ -1,5 +1,5 @@
-// quantize_linear, dequantize_linear and quantize_linear_backward of any tensors: a thread has an element, or the two
-// of a byte of packed codes.
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of any tensors: a thread has an
+// element, or those of a byte of packed codes or of the mask.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
@@ -43,23 +43,29 @@ __device__ __forceinline__ int code_of(const LinearElementsArgs& args, const Pos
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_elements(const __grid_constant__ LinearElementsArgs args) {
-  constexpr bool kPacked = kBits == 4 && kOp != LinearOp::backward;
+  constexpr bool kPacked = kMask || (kBits == 4 && kOp != LinearOp::backward);
+  constexpr int kPerByte = kMask ? 8 : 2;
   const i64 item = block_index() * kLinearThreads + threadIdx.x;
   if (item >= args.num_items) return;
   i64 index = item;
   int n = 1;
   u8 byte = 0;
   if constexpr (kPacked) {
-    const i64 row = item / args.code_row_bytes, column = (item - row * args.code_row_bytes) * 2;
+    const i64 row = item / args.code_row_bytes, column = (item - row * args.code_row_bytes) * kPerByte;
     index = row * args.code_cols + column;
-    n = column + 1 < args.code_cols ? 2 : 1;
+    n = static_cast<int>(min<i64>(kPerByte, args.code_cols - column));
     if constexpr (kOp == LinearOp::dequantize) byte = static_cast<const u8*>(args.common.data.codes)[item];
   }
 #pragma unroll 1
   for (int k = 0; k < n; ++k) {
     const Position at = position_of(args, index + k);
     const Group group = group_of(args, at);
-    if constexpr (kOp == LinearOp::quantize) {
+    if constexpr (kOp == LinearOp::fake_quantize) {
+      const Memory element = static_cast<const Memory*>(args.common.data.x)[index + k];
+      static_cast<Memory*>(args.common.data.y)[index + k] = fake_element(element, group, args.common, index + k);
+      if constexpr (kMask)
+        byte = static_cast<u8>(byte | (is_within(load(Element(), element), group, args.common) ? 1u : 0u) << k);
+    } else if constexpr (kOp == LinearOp::quantize) {
       const F x = load_element(args.common.data.x, offset(args.x, at));
       const u32 code = encode_element(x, group, args.common, index + k);
       if constexpr (kPacked)
@@ -77,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     }
   }
   if constexpr (kPacked && kOp == LinearOp::quantize) static_cast<u8*>(args.common.data.codes)[item] = byte;
+  if constexpr (kMask) static_cast<u8*>(args.common.data.mask)[item] = byte;
 }
 
 }  // namespace halfbyte::device

@@ -1,20 +1,26 @@
-// quantize_linear with parameters that are computed, in one pass: contiguous tensors, groups of whole chunks along the
-// last axis. Zeros do not change any parameters here (only the largest magnitude counts, or the range is extended to
-// contain 0), so that lanes without elements take part with zeros.
+// quantize_linear and fake_quantize with parameters that are computed, in one pass: contiguous tensors, groups of whole
+// chunks along the last axis. Zeros do not change any parameters here (only the largest magnitude counts, or the range
+// is extended to contain 0), so that lanes without elements take part with zeros. They do change what an observer has
+// seen: in fake_quantize such lanes have the last chunk of their group.
 #include "ops/quantize_linear/linear.cuh"
 #include "ops/quantize_linear/linear_params.cuh"
 
 namespace halfbyte::device {
 
-constexpr int kChunk = linear_chunk(sizeof(Memory), LinearOp::quantize);
+constexpr int kChunk = linear_chunk(sizeof(Memory), LinearOp::quantize, kMask);
+constexpr bool kFake = kOp == LinearOp::fake_quantize;
 using Chunk = ChunkOf<Element, kChunk>;
 constexpr int kWarpBatch = kLinearWarpBatch, kWarps = kLinearThreads / 32;
 
 using ChunkRange = decltype(signed_range(Chunk()));
 
+__device__ __forceinline__ Range<F> range_of_nothing() {
+  if constexpr (kFake) return no_range<F>();
+  return {0, 0};
+}
 // Of the finite elements.
 __device__ Range<F> finite_range(const void* x, i64 chunk) {
-  Range<F> range = {0, 0};
+  Range<F> range = range_of_nothing();
 #pragma unroll 1
   for (int i = 0; i < kChunk; ++i) {
     const F value = load_element(x, chunk * kChunk + i);
@@ -49,6 +55,13 @@ __device__ __forceinline__ bool quantize_fast(const LinearCommon& common, const 
                                               const OneGroup& group) {
   if constexpr (kFast) {
     if (!(group.group.limit > 0)) return false;
+    if constexpr (kFake) {
+      if (group.group.limit == kNoClamp)
+        fake_quantize_chunk<false>(x, group, common, chunk);
+      else
+        fake_quantize_chunk<true>(x, group, common, chunk);
+      return true;
+    }
     const auto codes = group.group.limit == kNoClamp ? quantize_chunk<kBits, false>(x, group, common)
                                                      : quantize_chunk<kBits, true>(x, group, common);
     if constexpr (kBlockBatch > 0)  // measured: where lanes share a group, caching is faster
@@ -60,7 +73,7 @@ __device__ __forceinline__ bool quantize_fast(const LinearCommon& common, const 
   return false;
 }
 __device__ __forceinline__ void quantize_slow(const LinearCommon& common, i64 chunk, const Group& group) {
-  run_slow<LinearOp::quantize, kBits>(common, chunk * kChunk, kChunk, [&](int) { return group; });
+  run_slow<kOp, kBits>(common, chunk * kChunk, kChunk, [&](int) { return group; });
 }
 
 // Where the chunks of a group begin, and how many there are.
@@ -72,6 +85,12 @@ __device__ __forceinline__ Span span_of(const LinearFusedArgs& args, int group) 
   const int row = static_cast<int>(args.row_divider.divide(static_cast<u32>(group)));
   const int in_row = (group - row * static_cast<int>(args.row_divider.divisor)) * args.group;
   return {row * args.axis + in_row, min(args.group, args.axis - in_row)};
+}
+
+// Chunk number `own` of a span; beyond its end zeros, see above.
+__device__ __forceinline__ Chunk load_own(const LinearFusedArgs& args, const Span& span, int own) {
+  if constexpr (kFake) return load_chunk_to_write<Chunk>(args.common.data.x, span.first + min(own, span.n - 1));
+  return own < span.n ? load_chunk<Chunk>(args.common.data.x, span.first + own) : Chunk{};
 }
 
 // 2^team lanes share a group of at most as many chunks, and have kWarpBatch groups.
@@ -88,7 +107,7 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
     const int group = first_group + b * teams;
     const Span span = span_of(args, min(group, args.num_groups - 1));
     numbers[b] = group < args.num_groups && own < span.n ? span.first + own : -1;
-    chunks[b] = numbers[b] >= 0 ? load_chunk<Chunk>(args.common.data.x, numbers[b]) : Chunk{};
+    chunks[b] = group < args.num_groups ? load_own(args, span, own) : Chunk{};
   }
   ChunkRange ranges[kWarpBatch];
 #pragma unroll
@@ -108,7 +127,7 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
     for (int b = 0; b < kWarpBatch; ++b) {
       const int number = first_group + b * teams;
       const Span span = span_of(args, min(number, args.num_groups - 1));
-      Range<F> r = {0, 0};
+      Range<F> r = range_of_nothing();
       if (number < args.num_groups && own < span.n) r = finite_range(args.common.data.x, span.first + own);
       for (int mask = 1; mask < 1 << args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
       if (own == b) range = r;
@@ -148,7 +167,7 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
 #pragma unroll
   for (int b = 0; b < batch; ++b) {
     const int c = b * threads + thread;
-    chunks[b] = c < span.n ? load_chunk<Chunk>(args.common.data.x, span.first + c) : Chunk{};
+    chunks[b] = load_own(args, span, c);
   }
   ChunkRange joined = signed_range(chunks[0]);
 #pragma unroll
@@ -156,7 +175,7 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   Range<F> range = unpack(joined);
   const bool finite = is_finite(range);
   if (!finite) {
-    range = {0, 0};
+    range = range_of_nothing();
 #pragma unroll 1
     for (int c = thread; c < span.n; c += threads)
       range = join(range, finite_range(args.common.data.x, span.first + c));
@@ -167,8 +186,15 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
   const bool all_finite = __syncthreads_or(!finite) == 0;
   range = warp_ranges[lane & (warps - 1)];
   for (int mask = warps / 2; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
-  // Worked out by all threads, which saves a barrier.
-  const Group own_group = group_of(args.common, number, range, all_finite, thread == 0);
+  Group own_group;
+  if (kFake && args.common.observer.min != nullptr) {
+    __shared__ Group observed;
+    if (thread == 0) observed = group_of(args.common, number, range, all_finite, true);
+    __syncthreads();
+    own_group = observed;
+  } else {  // worked out by all threads, which saves a barrier
+    own_group = group_of(args.common, number, range, all_finite, thread == 0);
+  }
   const OneGroup group(args.common, own_group);
   u32 slow = 0;
 #pragma unroll
@@ -183,6 +209,11 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? 4 : 2)
     linear_fused(const __grid_constant__ LinearFusedArgs args) {
+  load_bins();
+  if constexpr (kFake) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && args.common.observer.num_batches != nullptr)
+      ++*args.common.observer.num_batches;
+  }
   if constexpr (kBlockBatch == 0)
     quantize_in_warp(args);
   else

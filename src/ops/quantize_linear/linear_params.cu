@@ -1,4 +1,4 @@
-// Scales and zero points of linear quantization from the ranges of the groups: a thread has a group, or the two whose
+// Scales and zero points of linear quantization, or of an observer's state, from the ranges of the groups: a thread has a group, or the two whose
 // zero points share a byte.
 #include "ops/quantize_linear/linear.cuh"
 #include "ops/quantize_linear/linear_params.cuh"
@@ -9,6 +9,9 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     linear_params(const __grid_constant__ LinearParamsArgs args) {
   const i64 item = block_index() * kLinearThreads + threadIdx.x;
   const LinearCommon& common = args.common;
+  if constexpr (kOp == LinearOp::fake_quantize) {
+    if (item == 0 && common.observer.num_batches != nullptr) ++*common.observer.num_batches;
+  }
   i64 index = item;
   int n = 1;
   if constexpr (kPackedZeros) {
@@ -20,9 +23,10 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
 #pragma unroll 1
   for (int k = 0; k < n && index + k < args.num_scales; ++k) {
     const RangeKeys keys = args.ranges[index + k];
-    // A group without finite elements has the range of 0.
-    const F low = keys.low == 0 ? 0 : static_cast<F>(from_order_key(keys.low));
-    const F high = keys.high == 0 ? 0 : static_cast<F>(from_order_key(keys.high));
+    // A group without finite elements has the range of 0; of fake_quantize none.
+    constexpr F kNone = kOp == LinearOp::fake_quantize ? -bit_cast<F>(Float<F>::kInfinity) : 0;
+    const F low = keys.low == 0 ? kNone : static_cast<F>(from_order_key(keys.low));
+    const F high = keys.high == 0 ? kNone : static_cast<F>(from_order_key(keys.high));
     const Group group = make_params(common, index + k, -low, high, true);
     byte |= (static_cast<u32>(group.zero_point) & 15) << (4 * k);
   }

@@ -10,7 +10,20 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
   Codec codec = codec_of(common);
   codec.rule = kRule;
   codec.asymmetric = kZeroType != ZeroType::none;
-  const GroupParams<F> params = group_params(min, max, codec);
+  GroupParams<F> params;
+  if constexpr (kOp == LinearOp::fake_quantize) {
+    codec.kind = kTable ? Kind::table : Kind::integer;
+    codec.book = kBook;
+    codec.eps = common.eps;
+    if (store && common.observer.min != nullptr) {
+      if (!observe_params(common.observer, index, Seen<F>{min, max}, common.history, codec, params))
+        atomic_add(&common.counts->num_invalid_scales, 1);
+    } else {
+      params = group_params(min, max, codec);
+    }
+  } else {
+    params = group_params(min, max, codec);
+  }
   if (store) {
     store_scale(common.data.scales, index, params.scale, kScaleType);
     if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;

@@ -19,10 +19,9 @@ const char* name_of(LinearOp op) {
       return "quantize_linear";
     case LinearOp::dequantize:
       return "dequantize_linear";
-    case LinearOp::backward:
-      break;
+    default:
+      return "quantize_linear_backward";
   }
-  return "quantize_linear_backward";
 }
 
 struct IntegerRange {
@@ -199,7 +198,7 @@ class LinearPlan {
       case LinearOp::dequantize:
         sku.dtypes = fmt::format("{} -> {}", code, dense);
         break;
-      case LinearOp::backward:
+      default:
         sku.dtypes = fmt::format("{}, {} -> {}", dense, dense, dense);
         break;
     }

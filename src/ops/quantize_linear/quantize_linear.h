@@ -1,4 +1,5 @@
-// What the variants of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward` share.
+// What the variants of `quantize_linear`, `dequantize_linear`, `quantize_linear_backward` and `fake_quantize`
+// share.
 #pragma once
 
 #include "core/format.h"
@@ -9,9 +10,9 @@
 
 namespace halfbyte {
 
-// Codes or zero points: how they lie in memory.
+// Codes, zero points or the bits of a mask: how they lie in memory.
 struct LinearCodes {
-  DType dtype = DType::i8;  // i8, u8, i4, u4; zero points i32 too
+  DType dtype = DType::i8;  // i8, u8, i4, u4; zero points also i32, or learned: f32, f64
   // Packed: row-major, `cols` elements in a row of row_bytes.
   int64_t cols = 0, row_bytes = 0;
 };
@@ -23,15 +24,21 @@ struct LinearProblem : Grouping {
   bool contiguous = true;    // all tensors, so that their strides are axis * inner, inner, 1
   LinearCodes codes, zeros;
   bool has_zeros = false;
-  // kind integer, asymmetric where there are zero points, q_min, q_max, scale_type, rule (where computed).
+  // kind, asymmetric where there are zero points, q_min, q_max, scale_type; where computed rule, eps; book.
   formats::Codec codec;
   bool computed = false;
+  // fake_quantize: forward and backward may have a table (codec.kind).
+  bool has_mask = false;  // forward writes it
+  LinearCodes mask;       // packed, a bit an element
+  // Computed: from the observer's state, which is updated first; `history` as formats::observed has it.
+  bool observed = false;
+  double history = -1;
   int num_threads = 0;
   Device device;
 };
 
 // The tensors of one run. x: read (dequantize: codes is read, y written; backward: x, dy read, y = dx
-// written).
+// written; fake_quantize: x read, y written, of which y may be x).
 struct LinearTensors {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -39,11 +46,17 @@ struct LinearTensors {
   void* scale = nullptr;  // written where computed
   void* zero = nullptr;   // null: the zero points are 0
   void* y = nullptr;
+  void* mask = nullptr;
+  ObserverPointers observer;
   LinearStrides x_strides, dy_strides, code_strides, y_strides;  // code_strides: of whole bytes
 };
 
 // ---- CPU: returns when all is done.
 QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors);
+// Forward, and backward by a table.
+QuantizeStatus fake_quantize_cpu(const LinearProblem& problem, const LinearTensors& tensors);
+// Backward by the mask: y is dy where the bit is set, else 0.
+void mask_gradients_cpu(const LinearProblem& problem, const LinearTensors& tensors);
 
 // ---- CUDA: kernels chosen and loaded for a problem.
 struct LinearCuda;

@@ -4,12 +4,48 @@
 #include "formats/codec.h"
 #include "formats/counts.h"
 #include "formats/divider.h"
+#include "formats/observer.h"
 
 namespace halfbyte {
 
-enum class LinearOp : formats::u8 { quantize, dequantize, backward };
-// How zero points are stored; `none`: they are 0.
-enum class ZeroType : formats::u8 { none, i32, i8, u8, i4, u4 };
+// mask_gradients: backward by the mask that fake_quantize wrote.
+enum class LinearOp : formats::u8 { quantize, dequantize, backward, fake_quantize, mask_gradients };
+// How zero points are stored; `none`: they are 0. f32 and f64 are learned.
+enum class ZeroType : formats::u8 { none, i32, i8, u8, i4, u4, f32, f64 };
+
+// The zero point that a learned one stands for. It may be out of range, and is for NaN.
+template <class F>
+HALFBYTE_FN int learned_zero_point(F value) {
+  const F limit = static_cast<F>(1 << 24);
+  return static_cast<int>(formats::round_half_even(formats::clamp(value, -limit, limit)));
+}
+
+// The state of an observer; null: there is none.
+struct ObserverPointers {
+  void* min = nullptr;  // of the type that is computed in
+  void* max = nullptr;
+  formats::i64* num_batches = nullptr;
+};
+// Takes up the range of a batch, in which -0 is +0, and gives the parameters for all that was seen. False:
+// there are none, since nothing was seen or the state is not finite.
+template <class F>
+HALFBYTE_FN bool observe_params(const ObserverPointers& state, formats::i64 index,
+                                const formats::Seen<F>& batch, double history, const formats::Codec& codec,
+                                formats::GroupParams<F>& params) {
+  F& min = static_cast<F*>(state.min)[index];
+  F& max = static_cast<F*>(state.max)[index];
+  const formats::Seen<F> seen =
+      formats::observed(formats::Seen<F>{min, max}, formats::Seen<F>{batch.min + 0, batch.max + 0}, history);
+  min = seen.min;
+  max = seen.max;
+  if (seen.min <= seen.max && formats::is_finite(seen.min) && formats::is_finite(seen.max)) {
+    params = formats::group_params(seen.min, seen.max, codec);
+    return true;
+  }
+  params = {};
+  if (codec.asymmetric) params.zero_point = codec.q_min;
+  return false;
+}
 
 // The tensors of a run, of which an operation uses some; scales and zero points are written where they are
 // computed.
@@ -20,6 +56,7 @@ struct LinearPointers {
   void* scales;
   void* zeros;
   void* y;
+  void* mask;
 };
 // What all kernels need to know.
 struct LinearCommon {
@@ -30,13 +67,21 @@ struct LinearCommon {
   formats::i32 code_min;                   // of the dtype of the codes
   formats::u32 sign_bits;                  // of all codes in a word: what tells q from q - code_min
   formats::i64 zero_cols, zero_row_bytes;  // of packed zero points
+  // fake_quantize, computed: see Codec; `history` as formats::observed has it.
+  double eps, history;
+  ObserverPointers observer;
 };
 
 inline constexpr int kLinearThreads = 256;
 // Elements of a chunk. To encode, 32 bytes: many share the work for their scale, and 16 bytes of codes are
-// stored. Else 16, so that what a warp stores lies together.
-HALFBYTE_FN int linear_chunk(int element_bytes, LinearOp op) {
-  return (op == LinearOp::quantize ? 32 : 16) / element_bytes;
+// stored. Else 16, so that what a warp stores lies together. With a mask at least a byte of it.
+HALFBYTE_FN int linear_chunk(int element_bytes, LinearOp op, bool mask) {
+  const int elements = (op == LinearOp::quantize ? 32 : 16) / element_bytes;
+  return mask && elements < 8 ? 8 : elements;
+}
+// The same where a thread has chunks one below the other.
+HALFBYTE_FN int linear_columns_chunk(int element_bytes, bool mask) {
+  return linear_chunk(element_bytes, LinearOp::dequantize, mask);
 }
 
 // linear_chunks: contiguous tensors whose scales belong to whole chunks. With c the number of a chunk and
@@ -61,7 +106,8 @@ inline constexpr int kLinearRows = 16;  // of a piece
 struct LinearStrides64 {
   formats::i64 outer, axis, inner;
 };
-// linear_elements: anything. Items are elements, or bytes of packed codes: row-major rows of code_cols.
+// linear_elements: anything. Items are elements, or bytes of packed codes or of a mask: row-major rows of
+// code_cols.
 struct LinearElementsArgs {
   LinearCommon common;
   formats::i64 num_items, axis, inner, group;
@@ -94,6 +140,17 @@ struct LinearRangesArgs {
   formats::i64 per_split, splits;  // units of a part, parts of a group
   bool columns;                    // neighbouring threads have neighbouring groups, else a warp has one
 };
+
+// mask_gradients: dx is dy where the bit of the mask is set, else 0. A thread has a chunk of 16 bytes, or an
+// element.
+struct MaskGradientsArgs {
+  const formats::u8* mask;
+  const void* dy;
+  void* dx;
+  formats::i64 num_items;
+  formats::i64 cols, row_bytes;  // of the mask; chunks: rows are whole bytes
+};
+inline constexpr int kMaskBatch = 4;  // chunks a thread
 
 // linear_params: scales and zero points from ranges.
 struct LinearParamsArgs {

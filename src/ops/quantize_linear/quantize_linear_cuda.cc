@@ -22,7 +22,8 @@ struct LinearCuda {
   int64_t workspace_bytes = 0;
   // The arguments, but for addresses and strides.
   LinearCommon common{};
-  std::variant<LinearElementsArgs, LinearChunksArgs, LinearColumnsArgs, LinearFusedArgs> args;
+  std::variant<LinearElementsArgs, LinearChunksArgs, LinearColumnsArgs, LinearFusedArgs, MaskGradientsArgs>
+      args;
   LinearRangesArgs ranges_args{};
   LinearParamsArgs params_args{};
 };
@@ -39,13 +40,7 @@ cuda::KernelSpec kernel_spec(const char* source, const char* function, const Lin
                              const std::string& lines) {
   return {source, function,
           "#include \"ops/quantize_linear/quantize_linear_args.h\"\n" +
-              cuda::config_text(
-                  cuda::element_config(types.dtype) +
-                  fmt::format("constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
-                              "constexpr ZeroType kZeroType = ZeroType({});\n",
-                              types.bits, static_cast<int>(scale_type(types.scale_dtype)),
-                              static_cast<int>(types.zero_type)) +
-                  lines)};
+              cuda::config_text(linear_config(types) + lines)};
 }
 std::string op_config(LinearOp op) {
   return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
@@ -66,12 +61,15 @@ class Selection {
     made_.problem = problem;
     made_.context = &cuda::context(problem.device.index);
     types_ = types_of(problem);
-    chunk_ = linear_chunk(static_cast<int>(size_of(problem.dtype)), problem.op);
     // Chunks lie together, at multiples of 16 bytes.
     whole_ = problem.contiguous && alignment >= 16 && problem.num_elements() > 0;
     set_common();
     made_.workspace_bytes = sizeof(QuantizeCounts);
     const cuda::Scope scope(*made_.context);
+    if (problem.op == LinearOp::mask_gradients) {
+      select_mask_gradients();
+      return;
+    }
     if (problem.computed && select_fused()) return;
     if (problem.computed) select_ranges();
     if (!select_chunks() && !select_columns()) select_elements();
@@ -86,6 +84,8 @@ class Selection {
     common.q_max = problem_.codec.q_max;
     common.zero_cols = problem_.zeros.cols;
     common.zero_row_bytes = problem_.zeros.row_bytes;
+    common.eps = problem_.codec.eps;
+    common.history = problem_.history;
     switch (problem_.codes.dtype) {
       case DType::i8:
         common.code_min = -128;
@@ -107,8 +107,12 @@ class Selection {
     made_.grid = grid;
     made_.args = args;
   }
-  // Rows of packed codes are whole bytes, so that they are one sequence.
-  bool rows_are_whole() const { return !is_packed(problem_.codes.dtype) || problem_.codes.cols % 2 == 0; }
+  // Rows of packed codes, or of a mask, are whole bytes, so that they are one sequence.
+  bool rows_are_whole() const {
+    if (types_.mask) return problem_.mask.cols % 8 == 0;
+    return !is_packed(problem_.codes.dtype) || problem_.codes.cols % 2 == 0;
+  }
+  int element_bytes() const { return static_cast<int>(size_of(problem_.dtype)); }
   bool packed_zeros() const { return problem_.has_zeros && is_packed(problem_.zeros.dtype); }
 
   // Groups of whole chunks along the last axis, not too long for a block.
@@ -125,12 +129,13 @@ class Selection {
     } else if (p.inner != 1) {
       return false;
     }
-    if (!whole_ || !rows_are_whole() || packed_zeros() || axis % chunk_ != 0) return false;
-    if (group % chunk_ != 0 && group < axis) return false;
-    const int64_t group_chunks = (group + chunk_ - 1) / chunk_;
+    const int64_t chunk = linear_chunk(element_bytes(), LinearOp::quantize, types_.mask);
+    if (!whole_ || !rows_are_whole() || packed_zeros() || axis % chunk != 0) return false;
+    if (group % chunk != 0 && group < axis) return false;
+    const int64_t group_chunks = (group + chunk - 1) / chunk;
     constexpr int kSmall = 4, kLarge = 8;  // chunks a thread
     if (group_chunks > int64_t{kThreads} * kLarge) return false;
-    const int64_t axis_chunks = axis / chunk_, groups_per_row = blocks_for(axis_chunks, group_chunks);
+    const int64_t axis_chunks = axis / chunk, groups_per_row = blocks_for(axis_chunks, group_chunks);
     if (is_wide(rows * axis_chunks)) return false;
     LinearFusedArgs args{};
     args.axis = static_cast<int>(axis_chunks);
@@ -142,12 +147,12 @@ class Selection {
       const int lanes = std::max(kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
-      choose("linear_fused", linear_fused_kernel(types_, p.codec.rule, 0),
+      choose("linear_fused", linear_fused_kernel(types_, p.op, p.codec.rule, 0),
              {blocks_for(args.num_groups, per_block), kThreads}, args);
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
       const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
-      choose("linear_fused", linear_fused_kernel(types_, p.codec.rule, batch),
+      choose("linear_fused", linear_fused_kernel(types_, p.op, p.codec.rule, batch),
              {args.num_groups, std::max(32, static_cast<int>(threads))}, args);
     }
     return true;
@@ -190,7 +195,7 @@ class Selection {
     made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1, is_wide(std::max(items * 32, units))));
     made_.ranges_grid = {p.num_elements() == 0 ? 0 : blocks_for(args.columns ? items : items * 32, kThreads),
                          kThreads};
-    made_.params = load(linear_params_kernel(types_, p.codec.rule));
+    made_.params = load(linear_params_kernel(types_, p.op, p.codec.rule));
     made_.params_args.num_scales = p.num_scales;
     const int64_t params =
         packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
@@ -202,20 +207,21 @@ class Selection {
     const LinearProblem& p = problem_;
     if (!whole_ || !rows_are_whole()) return false;
     LinearChunksArgs args{};
-    args.num_chunks = p.num_elements() / chunk_;
-    if (p.num_elements() % chunk_ != 0) return false;
+    const int64_t chunk = linear_chunk(element_bytes(), p.op, types_.mask);
+    args.num_chunks = p.num_elements() / chunk;
+    if (p.num_elements() % chunk != 0) return false;
     const LinearStrides& scales = p.scale_strides;
     if (p.num_scales == 1) {
       args.per_outer = args.per_scale = args.num_chunks;
     } else if (scales.outer == 0) {  // channels
-      if (p.inner % chunk_ != 0) return false;
-      args.per_outer = p.axis * p.inner / chunk_;
-      args.per_scale = p.inner / chunk_;
+      if (p.inner % chunk != 0) return false;
+      args.per_outer = p.axis * p.inner / chunk;
+      args.per_scale = p.inner / chunk;
     } else {  // groups along the last axis
-      if (p.inner != 1 || p.axis % chunk_ != 0 || (p.group_size % chunk_ != 0 && p.group_size < p.axis))
+      if (p.inner != 1 || p.axis % chunk != 0 || (p.group_size % chunk != 0 && p.group_size < p.axis))
         return false;
-      args.per_outer = p.axis / chunk_;
-      args.per_scale = blocks_for(p.group_size, chunk_);
+      args.per_outer = p.axis / chunk;
+      args.per_scale = blocks_for(p.group_size, chunk);
       args.scale_outer = scales.outer;
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
@@ -238,7 +244,7 @@ class Selection {
       args.axis = p.axis;
       args.group = p.group_size;
     }
-    const int64_t chunk = 16 / size_of(p.dtype);
+    const int64_t chunk = linear_columns_chunk(element_bytes(), types_.mask);
     if (args.columns % chunk != 0) return false;
     args.bands_per_axis = blocks_for(args.axis, args.group);
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
@@ -252,11 +258,12 @@ class Selection {
   void select_elements() {
     const LinearProblem& p = problem_;
     LinearElementsArgs args{};
-    const bool packed = is_packed(p.codes.dtype) && p.op != LinearOp::backward;
-    args.code_cols = p.codes.cols;
-    args.code_row_bytes = p.codes.row_bytes;
+    const bool packed = types_.mask || (is_packed(p.codes.dtype) && p.op != LinearOp::backward);
+    const LinearCodes& codes = types_.mask ? p.mask : p.codes;
+    args.code_cols = codes.cols;
+    args.code_row_bytes = codes.row_bytes;
     const int64_t n = p.num_elements();
-    args.num_items = packed && n > 0 ? n / p.codes.cols * p.codes.row_bytes : n;
+    args.num_items = packed && n > 0 ? n / codes.cols * codes.row_bytes : n;
     args.axis = p.axis;
     args.inner = p.inner;
     args.group = p.group_size;
@@ -265,15 +272,36 @@ class Selection {
            {blocks_for(args.num_items, kThreads), kThreads}, args);
   }
 
+  void select_mask_gradients() {
+    const LinearProblem& p = problem_;
+    MaskGradientsArgs args{};
+    args.cols = p.mask.cols;
+    args.row_bytes = p.mask.row_bytes;
+    const int64_t n = p.num_elements(), chunk = 16 / element_bytes();
+    const bool chunks = whole_ && p.mask.cols % 8 == 0;
+    args.num_items = chunks ? n / chunk : n;
+    const int64_t per_block = int64_t{kThreads} * (chunks ? kMaskBatch : 1);
+    choose("mask_gradients", mask_gradients_kernel(p.dtype, chunks, is_wide(args.num_items)),
+           {blocks_for(args.num_items, per_block), kThreads}, args);
+  }
+
   const LinearProblem& problem_;
   LinearCuda made_;
   LinearTypes types_;
-  int chunk_;
   bool whole_;
 };
 
 }  // namespace
 
+std::string linear_config(const LinearTypes& types) {
+  return cuda::element_config(types.dtype) +
+         fmt::format(
+             "constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
+             "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kMask = {}, kTable = {};\n",
+             types.bits, static_cast<int>(scale_type(types.scale_dtype)), static_cast<int>(types.zero_type),
+             types.mask, types.book.has_value()) +
+         cuda::book_config(types.book ? &*types.book : nullptr);
+}
 LinearTypes types_of(const LinearProblem& problem) {
   LinearTypes types;
   types.dtype = problem.dtype;
@@ -293,6 +321,12 @@ LinearTypes types_of(const LinearProblem& problem) {
       case DType::i4:
         types.zero_type = ZeroType::i4;
         break;
+      case DType::f32:
+        types.zero_type = ZeroType::f32;
+        break;
+      case DType::f64:
+        types.zero_type = ZeroType::f64;
+        break;
       default:
         types.zero_type = ZeroType::u4;
         break;
@@ -300,6 +334,8 @@ LinearTypes types_of(const LinearProblem& problem) {
   }
   // Codes play no part in gradients.
   if (problem.op == LinearOp::backward) types.bits = 8;
+  types.mask = problem.has_mask && problem.op == LinearOp::fake_quantize;
+  if (problem.codec.kind == formats::Kind::table) types.book = problem.codec.book;
   return types;
 }
 cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide) {
@@ -313,18 +349,27 @@ cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bo
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
   return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", types, op_config(op));
 }
-cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, formats::Rule rule, int block_batch) {
-  return kernel_spec("ops/quantize_linear/linear_fused.cu", "linear_fused", types,
-                     rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
+                                     int block_batch) {
+  return kernel_spec(
+      "ops/quantize_linear/linear_fused.cu", "linear_fused", types,
+      op_config(op) + rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
 cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", {.dtype = dtype},
+  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", LinearTypes{.dtype = dtype},
                      fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide));
 }
-cuda::KernelSpec linear_params_kernel(const LinearTypes& types, formats::Rule rule) {
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule) {
   LinearTypes used = types;
   used.bits = 8;
-  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", used, rule_config(rule));
+  used.mask = false;
+  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", used,
+                     op_config(op) + rule_config(rule));
+}
+cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide) {
+  return {"ops/quantize_linear/mask_gradients.cu", "mask_gradients",
+          cuda::config_text(cuda::element_config(dtype) +
+                            fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide))};
 }
 
 std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment) {
@@ -341,7 +386,9 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
   auto* const counts = static_cast<QuantizeCounts*>(workspace);
   cuda::fill(workspace, 0, selected.workspace_bytes, stream);
   LinearCommon common = selected.common;
-  common.data = {tensors.x, tensors.dy, tensors.codes, tensors.scale, tensors.zero, tensors.y};
+  common.data = {tensors.x, tensors.dy, tensors.codes, tensors.scale, tensors.zero, tensors.y, tensors.mask};
+  common.observer = tensors.observer;
+  if (problem.num_elements() == 0) common.observer.num_batches = nullptr;
   common.counts = counts;
   if (selected.params) {
     auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
@@ -357,7 +404,13 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
   }
   std::visit(
       [&](auto args) {
-        args.common = common;
+        if constexpr (std::is_same_v<decltype(args), MaskGradientsArgs>) {
+          args.mask = static_cast<const uint8_t*>(tensors.mask);
+          args.dy = tensors.dy;
+          args.dx = tensors.y;
+        } else {
+          args.common = common;
+        }
         if constexpr (std::is_same_v<decltype(args), LinearElementsArgs>) {
           args.x = device_strides(tensors.x_strides);
           args.dy = device_strides(tensors.dy_strides);

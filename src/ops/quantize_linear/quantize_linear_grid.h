@@ -31,11 +31,16 @@ struct Grid {
   int64_t group_lines, group_cols;
   bool per_column;
   bool past_caches;
-  int64_t odd_cols = 0;  // packed rows of this odd length make up a line: each begins at a byte
+  int64_t unit = 2;  // elements of packed codes, or of a mask, that share a byte
+  int64_t odd_cols =
+      0;  // packed rows of this length, no multiple of `unit`, make up a line: each begins at a byte
 
   // The problem has elements.
   Grid(const LinearProblem& p, const LinearTensors& t)
       : problem(p), tensors(t), scale(p.scale_strides), outer(p.outer), lines(p.axis), length(p.inner) {
+    const LinearCodes& packed = p.has_mask ? p.mask : p.codes;
+    if (p.has_mask) unit = 8;
+    const bool odd = (p.has_mask || is_packed(packed.dtype)) && packed.cols % unit != 0;
     bool contiguous = true;
     for_each_strides([&](const LinearStrides& s) {
       contiguous = contiguous && (s.inner == 1 || p.inner == 1) && (s.axis == p.inner || p.axis == 1) &&
@@ -52,8 +57,8 @@ struct Grid {
       lines = outer;
       outer = group_lines = 1;
       group_cols = scale.inner == 0 ? length : p.group_size * p.inner;
-      const auto has_odd_rows = [](const LinearCodes& c) { return is_packed(c.dtype) && c.cols % 2 != 0; };
-      if (contiguous && !has_odd_rows(p.codes) && !has_odd_rows(p.zeros) && length % group_cols == 0 &&
+      const bool odd_zeros = is_packed(p.zeros.dtype) && p.zeros.cols % 2 != 0;
+      if (contiguous && !odd && !odd_zeros && length % group_cols == 0 &&
           scale.axis == length / group_cols * scale.inner) {  // all is one line
         length *= lines;
         lines = 1;
@@ -61,7 +66,7 @@ struct Grid {
       }
     }
     per_column = group_cols == 1 && scale.inner == 1;
-    if (is_packed(p.codes.dtype) && p.codes.cols % 2 != 0 && p.codes.cols != length) odd_cols = p.codes.cols;
+    if (odd && packed.cols != length) odd_cols = packed.cols;
     past_caches = p.num_elements() * (p.op == LinearOp::quantize ? 1 : size_of(p.dtype)) >= kStreamBytes;
   }
 
@@ -93,11 +98,11 @@ struct Grid {
     return problem.computed && !shared && group_lines <= kFused / group_cols;
   }
 
-  // Tiles, in parallel. They begin at a byte of packed codes; where `fused` with whole groups, and at a byte
-  // of packed zero points.
+  // Tiles, in parallel. They begin at a byte of packed codes or of a mask; where `fused` with whole groups,
+  // and at a byte of packed zero points.
   template <class Body>
   void for_each_tile(const Body& body) const {
-    int64_t columns = fused() ? 2 * group_cols : 2;
+    int64_t columns = fused() ? unit * group_cols : unit;
     if (odd_cols != 0 && columns % odd_cols != 0) columns *= odd_cols;
     const int64_t rows = fused() ? 2 * group_lines : 1;
     const int64_t width = std::min(length, round_up(per_column ? kScales : kWidth, columns));

@@ -99,7 +99,7 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
        [](const KernelValues& values) {
          const LinearTypes types = types_of(values);
          const std::string& group = values.at("group");
-         return linear_fused_kernel(types, rule_of(values, types),
+         return linear_fused_kernel(types, LinearOp::quantize, rule_of(values, types),
                                     group == "lanes"     ? 0
                                     : group == "block-4" ? 4
                                                          : 8);
@@ -116,7 +116,7 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
       {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({rule_key()})},
        [](const KernelValues& values) {
          const LinearTypes types = types_of(values);
-         return linear_params_kernel(types, rule_of(values, types));
+         return linear_params_kernel(types, LinearOp::quantize, rule_of(values, types));
        }},
   };
 }

@@ -1,9 +1,11 @@
-// The scalar reference of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward`: what every
-// backend must equal to the byte. F is double where the tensors are f64, else float.
+// The scalar reference of `quantize_linear`, `dequantize_linear`, `quantize_linear_backward` and
+// `fake_quantize`: what every backend must equal to the byte. F is double where the tensors are f64, else
+// float.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -20,6 +22,10 @@ inline int load_integer(const void* data, const LinearCodes& codes, int64_t inde
       return static_cast<const int8_t*>(data)[index];
     case DType::u8:
       return static_cast<const uint8_t*>(data)[index];
+    case DType::f32:
+      return learned_zero_point(static_cast<const float*>(data)[index]);
+    case DType::f64:
+      return learned_zero_point(static_cast<const double*>(data)[index]);
     default: {
       const int64_t column = index % codes.cols;
       const uint8_t byte =
@@ -47,6 +53,17 @@ inline void store_integer(void* data, const LinearCodes& codes, int64_t index, i
       break;
     }
   }
+}
+
+// Element `index` of a mask; writing the first one of a byte clears the others.
+inline bool load_bit(const void* data, const LinearCodes& mask, int64_t index) {
+  const int64_t column = index % mask.cols;
+  return static_cast<const uint8_t*>(data)[index / mask.cols * mask.row_bytes + column / 8] >> column % 8 & 1;
+}
+inline void store_bit(void* data, const LinearCodes& mask, int64_t index, bool bit) {
+  const int64_t column = index % mask.cols;
+  uint8_t& byte = static_cast<uint8_t*>(data)[index / mask.cols * mask.row_bytes + column / 8];
+  byte = static_cast<uint8_t>((column % 8 == 0 ? 0u : byte) | (bit ? 1u : 0u) << column % 8);
 }
 
 template <class F>
@@ -85,11 +102,24 @@ template <class F>
 F dequantize(int q, const formats::GroupParams<F>& params) {
   return static_cast<F>(q - params.zero_point) * params.code_scale;
 }
+// Of an x that is not NaN.
+template <class F>
+F fake_quantize(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
+  if (params.code_scale == 0) return 0;
+  return formats::decode(formats::encode(x, params, codec), params.code_scale, F{0}, params.zero_point,
+                         codec);
+}
 // Whether the gradient passes.
 template <class F>
 bool is_within(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
   if (std::isnan(x)) return false;
   if (params.code_scale == 0) return true;
+  if (codec.kind == formats::Kind::table) {
+    const formats::CodeBook& book = codec.book;
+    const F value = x / params.code_scale;
+    return static_cast<F>(book.values[book.code_of_rank[0]]) <= value &&
+           value <= static_cast<F>(book.values[book.code_of_rank[15]]);
+  }
   const F rounded = formats::round_half_even(x / params.code_scale);
   return static_cast<F>(codec.q_min - params.zero_point) <= rounded &&
          rounded <= static_cast<F>(codec.q_max - params.zero_point);
@@ -105,6 +135,20 @@ inline int64_t offset(const LinearStrides& strides, int64_t o, int64_t a, int64_
   return o * strides.outer + a * strides.axis + i * strides.inner;
 }
 
+// From the range of the finite values of a group; low > high: there are none.
+template <class F>
+formats::GroupParams<F> compute_params(const LinearProblem& problem, const LinearTensors& tensors,
+                                       int64_t index, F low, F high, QuantizeStatus& status) {
+  formats::GroupParams<F> params;
+  if (!problem.observed)
+    params = formats::group_params(low, high, problem.codec);
+  else if (!observe_params(tensors.observer, index, {low, high}, problem.history, problem.codec, params))
+    ++status.num_invalid_scales;
+  status.num_unheld_scales += params.held ? 0 : 1;
+  status.num_coarse_scales += params.coarse ? 1 : 0;
+  return params;
+}
+
 // Scales and zero points from the finite values of each group.
 template <class F>
 void compute_params(const LinearProblem& problem, const LinearTensors& tensors, QuantizeStatus& status) {
@@ -117,13 +161,13 @@ void compute_params(const LinearProblem& problem, const LinearTensors& tensors, 
     low[index] = std::min(low[index], x);
     high[index] = std::max(high[index], x);
   });
+  if (problem.observed && problem.num_elements() > 0) ++*tensors.observer.num_batches;
   for (size_t index = 0; index < n; ++index) {
-    const auto params = formats::group_params(low[index], high[index], problem.codec);
+    const auto params =
+        compute_params<F>(problem, tensors, static_cast<int64_t>(index), low[index], high[index], status);
     formats::store_scale(tensors.scale, static_cast<int64_t>(index), params.scale, problem.codec.scale_type);
     if (tensors.zero)
       store_integer(tensors.zero, problem.zeros, static_cast<int64_t>(index), params.zero_point);
-    status.num_unheld_scales += params.held ? 0 : 1;
-    status.num_coarse_scales += params.coarse ? 1 : 0;
   }
 }
 
@@ -147,6 +191,16 @@ QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
     if (problem.op == LinearOp::quantize) {
       if (!formats::is_finite(x) && status.num_nonfinite++ == 0) status.first_nonfinite = index;
       store_integer(tensors.codes, problem.codes, code_index, quantize(x, params, problem.codec));
+    } else if (problem.op == LinearOp::fake_quantize) {
+      if (!formats::is_finite(x) && status.num_nonfinite++ == 0) status.first_nonfinite = index;
+      const bool within = is_within(x, params, problem.codec);
+      if (std::isnan(x))
+        std::memmove(static_cast<std::byte*>(tensors.y) + index * size_of(problem.dtype),
+                     static_cast<const std::byte*>(tensors.x) + index * size_of(problem.dtype),
+                     static_cast<size_t>(size_of(problem.dtype)));
+      else
+        store_element(tensors.y, problem.dtype, index, fake_quantize(x, params, problem.codec));
+      if (problem.has_mask) store_bit(tensors.mask, problem.mask, index, within);
     } else {
       const int64_t size = size_of(problem.dtype), to = offset(tensors.y_strides, o, a, i) * size;
       const auto* const dy =
@@ -163,6 +217,18 @@ QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
 
 inline QuantizeStatus run(const LinearProblem& problem, const LinearTensors& tensors) {
   return problem.dtype == DType::f64 ? run<double>(problem, tensors) : run<float>(problem, tensors);
+}
+
+// y is dy where the bit of the mask is set, else 0.
+inline void mask_gradients(const LinearProblem& problem, const LinearTensors& tensors) {
+  const auto size = static_cast<size_t>(size_of(problem.dtype));
+  const auto* dy = static_cast<const std::byte*>(tensors.dy);
+  auto* dx = static_cast<std::byte*>(tensors.y);
+  for (int64_t i = 0; i < problem.num_elements(); ++i, dy += size, dx += size)
+    if (load_bit(tensors.mask, problem.mask, i))
+      std::memmove(dx, dy, size);
+    else
+      std::memset(dx, 0, size);
 }
 
 }  // namespace halfbyte::linear_ref
