@@ -1,5 +1,6 @@
 // CPU = CUDA for very many values, and for more than 2^32. Each test uses all processors.
 #include "cpu/parallel.h"
+#include "halfbyte/fake_quantize.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "harness.h"
 
@@ -344,6 +345,111 @@ TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe26Groups) {
   expect_repeated("codes", codes, expected.data(), kPeriod * kCols, (kRows - kPeriod) * kCols, expected);
   expect_repeated("scales", scales, expected_scales.data(), 4 * kPeriod, 4 * (kRows - kPeriod),
                   expected_scales);
+}
+
+// The gradients of a learned scale, one for 2^31 + 1 elements: sums in several stages.
+TEST_F(Exhaustive, LearnedScaleOfMoreThan2ToThe31Elements) {
+  constexpr int64_t kElements = (int64_t{1} << 31) + 1, kPeriod = 1000003;
+  FakeQuantizeDescriptor descriptor;
+  descriptor.shape = {kElements};
+  descriptor.dtype = DType::bf16;
+  descriptor.zero_point_dtype = DType::f32;
+  descriptor.gradient_scale = 1e-4;
+  std::mt19937_64 random(5);
+  std::normal_distribution<double> normal(0, 0.02);
+  testing::Values block;
+  block.dtype = DType::bf16;
+  for (int64_t i = 0; i < 2 * kPeriod; ++i) block.push_back(normal(random));
+  const Memory x(kCuda, 2 * kElements), dx(kCuda, 2 * kElements), small(kCuda, 1024);
+  copy(kCuda, x.data(), block.bytes.data(), 2 * kPeriod);
+  repeat(x, 2 * kPeriod);
+  copy(kCuda, dx.data(), block.bytes.data() + 2 * kPeriod, 2 * kPeriod);
+  repeat(dx, 2 * kPeriod);
+  const std::array<float, 2> parameters = {0.004f, 1.25f};
+  copy(kCuda, small.data(), &parameters[0], 4);
+  copy(kCuda, small.data() + 256, &parameters[1], 4);
+  std::vector<uint8_t> host_x(static_cast<size_t>(2 * kElements)), host_dx(host_x.size());
+  copy(kCuda, host_x.data(), x.data(), 2 * kElements);
+  copy(kCuda, host_dx.data(), dx.data(), 2 * kElements);
+  wait();
+  const auto run = [&](Device device, void* x_data, void* dx_data, const std::array<void*, 4>& one,
+                       void* workspace) {
+    const auto plan = FakeQuantizeLearnedBackwardPlan::select(device, descriptor);
+    const auto view = [&](void* data, DType dtype, std::vector<int64_t> shape) {
+      return TensorView{data, dtype, std::move(shape), {}, device};
+    };
+    const TensorView dense = view(dx_data, DType::bf16, {kElements});
+    plan.run(
+        nullptr, workspace,
+        {view(x_data, DType::bf16, {kElements}), dense, view(one[0], DType::f32, {}),
+         view(one[1], DType::f32, {}), dense, view(one[2], DType::f32, {}), view(one[3], DType::f32, {})});
+    EXPECT_TRUE(testing::same(plan.status(workspace), {}));
+  };
+  const Memory workspace(kCuda, FakeQuantizeLearnedBackwardPlan::select(kCuda, descriptor).workspace_size());
+  run(kCuda, x.data(), dx.data(), {small.data(), small.data() + 256, small.data() + 512, small.data() + 768},
+      workspace.data());
+  std::array<float, 4> host = {parameters[0], parameters[1]};
+  alignas(16) QuantizeStatus host_status;
+  run(Device{}, host_x.data(), host_dx.data(), {&host[0], &host[1], &host[2], &host[3]}, &host_status);
+  std::array<float, 2> sums{};
+  copy(kCuda, &sums[0], small.data() + 512, 4);
+  copy(kCuda, &sums[1], small.data() + 768, 4);
+  copy(kCuda, host_x.data(), dx.data(), 2 * kElements);
+  wait();
+  EXPECT_TRUE(testing::same_bytes("dx", host_dx.data(), host_x.data(), host_dx.size()));
+  EXPECT_EQ(sums[0], host[2]);
+  EXPECT_EQ(sums[1], host[3]);
+  EXPECT_NE(sums[0], 0);
+}
+
+// And 2^31 places for chunks: 2^26 groups of 17, each filled up to 32.
+TEST_F(Exhaustive, LearnedScalesOfMoreThan2ToThe26Groups) {
+  constexpr int64_t kPeriod = 1 << 12, kRows = (int64_t{1} << 26) + kPeriod, kCols = 17 * 8;
+  if (cuda_info().devices[0].memory_bytes < uint64_t{50} << 30) GTEST_SKIP() << "needs 40 GB";
+  const testing::Values part = testing::random_values(DType::bf16, kPeriod * kCols, 6),
+                        gradients = testing::random_values(DType::bf16, kPeriod * kCols, 7);
+  std::vector<float> scale(kPeriod);
+  for (int64_t r = 0; r < kPeriod; ++r)
+    scale[static_cast<size_t>(r)] = 0.001f * static_cast<float>(1 + r % 99);
+  const Memory x(kCuda, 2 * kRows * kCols), dx(kCuda, 2 * kRows * kCols), scales(kCuda, 4 * kRows),
+      dscale(kCuda, 4 * kRows);
+  copy(kCuda, x.data(), part.bytes.data(), 2 * kPeriod * kCols);
+  repeat(x, 2 * kPeriod * kCols);
+  copy(kCuda, dx.data(), gradients.bytes.data(), 2 * kPeriod * kCols);
+  repeat(dx, 2 * kPeriod * kCols);
+  copy(kCuda, scales.data(), scale.data(), 4 * kPeriod);
+  repeat(scales, 4 * kPeriod);
+  poison(dscale);
+  const auto run = [](Device device, int64_t rows, void* x_data, void* dx_data, void* scale_data,
+                      void* dscale_data, void* workspace) {
+    FakeQuantizeDescriptor descriptor;
+    descriptor.shape = {rows, kCols};
+    descriptor.granularity = Granularity::channel;
+    descriptor.axis = 0;
+    descriptor.dtype = DType::bf16;
+    const auto plan = FakeQuantizeLearnedBackwardPlan::select(device, descriptor);
+    const TensorView dense{dx_data, DType::bf16, {rows, kCols}, {}, device};
+    plan.run(nullptr, workspace,
+             {{x_data, DType::bf16, {rows, kCols}, {}, device},
+              dense,
+              {scale_data, DType::f32, {rows}, {}, device},
+              {},
+              dense,
+              {dscale_data, DType::f32, {rows}, {}, device},
+              {}});
+    EXPECT_TRUE(testing::same(plan.status(workspace), {}));
+    return plan.sku().kernel;
+  };
+  const Memory workspace(kCuda, 1024);
+  EXPECT_EQ(run(kCuda, kRows, x.data(), dx.data(), scales.data(), dscale.data(), workspace.data()),
+            "lsq_rows");
+  std::vector<uint8_t> host_x = part.bytes, host_dx = gradients.bytes;
+  std::vector<float> host_dscale(kPeriod);
+  alignas(16) QuantizeStatus status;
+  run(Device{}, kPeriod, host_x.data(), host_dx.data(), scale.data(), host_dscale.data(), &status);
+  expect_repeated("dx", dx, host_dx.data(), 2 * kPeriod * kCols, 2 * kRows * kCols, {});
+  expect_repeated("dscale", dscale, reinterpret_cast<const uint8_t*>(host_dscale.data()), 4 * kPeriod,
+                  4 * kRows, {});
 }
 
 }  // namespace

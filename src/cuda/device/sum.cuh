@@ -9,15 +9,14 @@ namespace halfbyte::device {
 // n: a power of two.
 template <int n, class F>
 __device__ __forceinline__ F tree_sum(const F (&terms)[n]) {
-  F level[n];
+  if constexpr (n == 1) {
+    return terms[0];
+  } else {
+    F sums[n / 2];
 #pragma unroll
-  for (int i = 0; i < n; ++i) level[i] = terms[i];
-#pragma unroll
-  for (int m = n / 2; m > 0; m /= 2) {
-#pragma unroll
-    for (int i = 0; i < m; ++i) level[i] = level[2 * i] + level[2 * i + 1];
+    for (int i = 0; i < n / 2; ++i) sums[i] = terms[2 * i] + terms[2 * i + 1];
+    return tree_sum(sums);
   }
-  return level[0];
 }
 
 // Over the lanes whose numbers differ in the bits from `first` up to, not including, `end`; all of them get it.

@@ -1,6 +1,6 @@
 // The kernels of fake quantization, listed: those of linear quantization, otherwise specialised.
 #include "core/words.h"
-#include "ops/quantize_linear/quantize_linear_cuda.h"
+#include "ops/quantize_linear/lsq_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -134,6 +134,29 @@ std::vector<cuda::Kernel> fake_quantize_kernels() {
          return mask_gradients_kernel(cuda::dtype_of(values), !cuda::is_set(values, "elements"),
                                       cuda::is_set(values, "wide"));
        }},
+      {{"fake_quantize", "lsq_rows", "Gradients of learned scales of groups one behind the other.",
+        keys({"none", "i32", "f32", "f64"},
+             {{"levels",
+               {"3", "0", "1", "2", "4", "5", "6", "7", "8"},
+               false,
+               "A group fills up 2^levels chunks of 16 bytes; 8: blocks share a group."},
+              wide_key()})},
+       [](const KernelValues& values) {
+         return lsq_rows_kernel(types_of(values), values.at("levels")[0] - '0', cuda::is_set(values, "wide"));
+       }},
+      {{"fake_quantize", "lsq_columns", "Gradients of learned scales of groups side by side.",
+        keys({"none", "i32", "f32", "f64"}, {wide_key()})},
+       [](const KernelValues& values) {
+         return lsq_columns_kernel(types_of(values), cuda::is_set(values, "wide"));
+       }},
+      {{"fake_quantize", "lsq_elements", "Gradients of learned scales of any groups.",
+        keys({"none", "i32", "f32", "f64"}, {wide_key()})},
+       [](const KernelValues& values) {
+         return lsq_elements_kernel(types_of(values), cuda::is_set(values, "wide"));
+       }},
+      {{"fake_quantize", "lsq_totals", "Sums of the pieces of groups, for gradients of learned scales.",
+        keys({"none", "i32", "f32", "f64"}, {})},
+       [](const KernelValues& values) { return lsq_totals_kernel(types_of(values)); }},
   };
 }
 

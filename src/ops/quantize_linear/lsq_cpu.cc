@@ -1,0 +1,418 @@
+// SIMD kernels of `fake_quantize_learned_backward`.
+//
+// What elements add to the sums of their groups goes to buffers in L1, which are added up pairwise. Groups
+// are walked in aligned pieces of a power of two, which threads share out; sums of pieces are added up at the
+// end.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/counts.h"
+#include "cpu/parallel.h"
+#include "ops/quantize_linear/lsq_ref.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/quantize_linear/lsq_cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+//
+#include "cpu/simd-inl.h"
+#include "cpu/sum-inl.h"
+#include "hwy/cache_control.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+constexpr int64_t kPiece = 2048;               // elements
+constexpr int64_t kTask = 65536;               // elements, large against the cost of scheduling them
+constexpr int64_t kColumns = 512, kRows = 64;  // of a piece of columns
+constexpr int kRowLevels = 7;
+constexpr int64_t kStreamBytes = 8 << 20;  // dx beyond this is written past the caches
+constexpr int64_t kPad = HWY_MAX_BYTES;    // room for a whole vector beyond the last element
+
+enum class Mode { scale, scale_and_zero, table };
+
+// ---- Elements
+
+// Groups as the kernel uses them.
+template <class F, int64_t n>
+struct Groups {
+  HWY_ALIGN F scale[n + kPad], low[n + kPad], high[n + kPad];
+  HWY_ALIGN F live[n + kPad];  // 0: a scale of 0 adds nothing
+
+  void set(int64_t i, const formats::GroupParams<F>& params, const formats::Codec& codec) {
+    const bool table = codec.kind == formats::Kind::table;
+    const formats::CodeBook& book = codec.book;
+    live[i] = params.code_scale != 0 ? 1 : 0;
+    scale[i] = params.code_scale;
+    low[i] = table ? static_cast<F>(book.values[book.code_of_rank[0]])
+                   : static_cast<F>(codec.q_min - params.zero_point);
+    high[i] = table ? static_cast<F>(book.values[book.code_of_rank[15]])
+                    : static_cast<F>(codec.q_max - params.zero_point);
+    if (live[i] != 0) return;  // everything passes
+    scale[i] = 1;
+    low[i] = -std::numeric_limits<F>::infinity();
+    high[i] = std::numeric_limits<F>::infinity();
+  }
+};
+
+// The value of the table nearest to v.
+template <class D, class F = hn::TFromD<D>>
+HWY_INLINE hn::Vec<D> nearest(D d, hn::Vec<D> v, const formats::CodeBook& book) {
+  auto value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
+  for (int i = 0; i < 15; ++i) {
+    const F edge = sizeof(F) == 8 ? static_cast<F>(book.edges_f64[i]) : static_cast<F>(book.edges_f32[i]);
+    value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edge)),
+                           hn::Set(d, static_cast<F>(book.values[book.code_of_rank[i + 1]])), value);
+  }
+  return value;
+}
+
+// dx and the terms of n elements, all of group number `group`, or element i of number i. Writes whole
+// vectors, and reads them where there are `readable` elements.
+template <class Type, Mode kMode, bool kPerColumn, class Groups, class Memory = typename Type::Memory,
+          class F = typename Type::Compute>
+void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n, int64_t readable,
+                   const Groups& groups, int64_t group, const formats::CodeBook& book,
+                   Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_terms, F* HWY_RESTRICT zero_terms) {
+  const hn::ScalableTag<F> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto set = [&](const F* from, int64_t i)
+                       HWY_ATTR { return kPerColumn ? hn::LoadU(d, from + i) : hn::Set(d, from[group]); };
+  auto scale = set(groups.scale, 0), low = set(groups.low, 0), high = set(groups.high, 0);
+  auto live = hn::Ne(set(groups.live, 0), hn::Zero(d));
+  const auto step = [&](const Memory* from_x, const Memory* from_dy, int64_t i) HWY_ATTR {
+    if constexpr (kPerColumn) {
+      scale = set(groups.scale, i), low = set(groups.low, i), high = set(groups.high, i);
+      live = hn::Ne(set(groups.live, i), hn::Zero(d));
+    }
+    const auto gradient = Type::load(d, from_dy);
+    const auto v = hn::Div(Type::load(d, from_x), scale);
+    const auto place = kMode == Mode::table ? v : hn::Round(v);
+    const auto value = kMode == Mode::table ? nearest(d, v, book) : place;
+    const auto bound = hn::Min(hn::Max(place, low), high);
+    const auto passes = hn::Eq(bound, place);                 // not NaN
+    const auto counts = hn::And(hn::Eq(place, place), live);  // likewise
+    const auto factor = hn::IfThenElse(passes, hn::Sub(value, v), bound);
+    hn::StoreU(hn::IfThenElseZero(counts, hn::Mul(gradient, factor)), d, scale_terms + i);
+    if constexpr (kMode == Mode::scale_and_zero)
+      hn::StoreU(hn::IfThenElseZero(hn::AndNot(passes, counts), gradient), d, zero_terms + i);
+    if constexpr (sizeof(Memory) == 2) {
+      const hn::RebindToUnsigned<decltype(d)> du;
+      const hn::Rebind<uint16_t, decltype(d)> d16;
+      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, from_dy));
+      hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, passes), bits)), d16, dx + i);
+    } else {
+      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, from_dy)), d, dx + i);
+    }
+  };
+  int64_t i = 0;
+  for (; i < n && i + N <= readable; i += N) step(x + i, dy + i, i);
+  if (i >= n) return;
+  HWY_ALIGN Memory last_x[kPad] = {}, last_dy[kPad] = {};
+  std::copy_n(x + i, n - i, last_x);
+  std::copy_n(dy + i, n - i, last_dy);
+  step(last_x, last_dy, i);
+}
+
+// to[i] = from[i] + to[i]
+template <class F>
+HWY_INLINE void add_to(const F* HWY_RESTRICT from, F* HWY_RESTRICT to, int64_t n) {
+  const hn::ScalableTag<F> d;
+  for (int64_t i = 0; i < n; i += static_cast<int64_t>(hn::Lanes(d)))
+    hn::StoreU(hn::Add(hn::LoadU(d, from + i), hn::LoadU(d, to + i)), d, to + i);
+}
+
+// ---- Tensors
+
+template <class Type, Mode kMode>
+class Runner {
+ public:
+  using F = typename Type::Compute;
+  using Memory = typename Type::Memory;
+
+  Runner(const LsqProblem& problem, const LsqTensors& tensors)
+      : problem_(problem),
+        tensors_(tensors),
+        x_(static_cast<const Memory*>(tensors.x)),
+        dy_(static_cast<const Memory*>(tensors.dy)),
+        dx_(static_cast<Memory*>(tensors.dx)),
+        past_caches_(problem.num_elements() * size_of(problem.dtype) >= kStreamBytes) {}
+
+  QuantizeStatus run() {
+    const LsqProblem& p = problem_;
+    if (p.num_elements() == 0) {
+      for (int64_t group = 0; group < p.num_scales; ++group) store(group, {}, 0);
+    } else if (p.num_scales == 1 && p.scale_strides.axis == 0) {
+      run_rows(p.num_elements(), p.num_elements());
+    } else if (p.scale_strides.outer == 0) {  // channels
+      if (p.inner == 1)
+        run_columns(p.axis, p.outer, p.outer);
+      else if (p.outer == 1)
+        run_rows(p.inner, p.inner);
+      else
+        run_channels();
+    } else if (p.inner == 1) {
+      run_rows(p.axis, p.group_size);
+    } else {
+      run_columns(p.inner, p.axis, p.group_size);
+    }
+    return status_;
+  }
+
+ private:
+  static constexpr int kSums = kMode == Mode::scale_and_zero ? 2 : 1;
+  using Totals = std::array<F, kSums>;
+
+  // What a thread works with. `terms`: [sum].
+  struct Scratch {
+    Groups<F, kPiece> groups;
+    HWY_ALIGN F terms[kSums][kPiece + kPad];
+    HWY_ALIGN Memory x[kPiece + kPad], dy[kPiece + kPad], dx[kPiece + kPad];
+    QuantizeStatus status, ignored;
+
+    F* zero_terms() { return terms[kSums - 1]; }
+  };
+
+  // Calls body(scratch, i) for the pieces of work [0, n), of about `elements` each, in parallel.
+  template <class Body>
+  void for_each(int64_t n, int64_t elements, const Body& body) {
+    parallel_for(n, std::max<int64_t>(1, kTask / elements), problem_.num_threads,
+                 [&](int64_t begin, int64_t end, int) {
+                   const auto scratch = std::make_unique_for_overwrite<Scratch>();
+                   for (int64_t i = begin; i < end; ++i) body(*scratch, i);
+                   if (past_caches_) hwy::FlushStream();
+                   const std::lock_guard lock(mutex_);
+                   merge(status_, scratch->status);
+                 });
+  }
+
+  void write(const Memory* from, int64_t n, Memory* to) const {
+    if (past_caches_)
+      stream_copy(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(from),
+                  static_cast<size_t>(n) * sizeof(Memory));
+    else
+      std::copy_n(from, n, to);
+  }
+
+  formats::GroupParams<F> load(int64_t group, QuantizeStatus& status) const {
+    return lsq_ref::load_params<F>(problem_, tensors_, group, status);
+  }
+  void store(int64_t group, const Totals& totals, F scale) const {
+    lsq_ref::store_gradients(problem_, tensors_, group, totals[0], totals[kSums - 1], scale);
+  }
+  // Of `pieces` sums of each group; those of sum s lie stride apart from at(s, group) on.
+  template <class At>
+  void store_all(int64_t pieces, int64_t stride, const At& at) {
+    parallel_for(problem_.num_scales, std::max<int64_t>(1, kTask / pieces), problem_.num_threads,
+                 [&](int64_t begin, int64_t end, int) {
+                   QuantizeStatus ignored;
+                   for (int64_t group = begin; group < end; ++group) {
+                     Totals totals;
+                     for (int s = 0; s < kSums; ++s) {
+                       formats::PairwiseSum<F> sum;
+                       const F* const from = at(s, group);
+                       for (int64_t piece = 0; piece < pieces; ++piece) sum.add(from[piece * stride]);
+                       totals[static_cast<size_t>(s)] = sum.total();
+                     }
+                     store(group, totals, load(group, ignored).code_scale);
+                   }
+                 });
+  }
+
+  // Groups of `size` elements along rows, one behind the other.
+  void run_rows(int64_t row, int64_t size) {
+    const int64_t per_row = (row + size - 1) / size, num_groups = problem_.num_scales;
+    const auto begin_of = [&](int64_t group) { return group / per_row * row + group % per_row * size; };
+    const auto size_of_group = [&](int64_t group) { return std::min(size, row - group % per_row * size); };
+    if (size > kPiece) {
+      return run_pieces((size + kPiece - 1) / kPiece, size_of_group,
+                        [&](Scratch& scratch, int64_t group, int64_t begin, int64_t n) HWY_ATTR {
+                          const int64_t at = begin_of(group) + begin;
+                          compute(scratch, x_ + at, dy_ + at, n, n, 0, scratch.dx, 0);
+                          write(scratch.dx, n, dx_ + at);
+                        });
+    }
+    const int64_t per_piece = std::max<int64_t>(1, kPiece / size);
+    for_each((num_groups + per_piece - 1) / per_piece, kPiece, [&](Scratch& scratch, int64_t piece) HWY_ATTR {
+      const int64_t first = piece * per_piece, count = std::min(per_piece, num_groups - first);
+      const int64_t begin = begin_of(first), last = first + count - 1;
+      const int64_t n = begin_of(last) + size_of_group(last) - begin;
+      for (int64_t i = 0, at = 0; i < count; ++i) {
+        const int64_t here = size_of_group(first + i);
+        scratch.groups.set(i, load(first + i, scratch.status), problem_.codec);
+        compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at, i * size);
+        for (int s = 0; s < kSums; ++s)
+          std::fill(scratch.terms[s] + i * size + here, scratch.terms[s] + (i + 1) * size, F{0});
+        at += here;
+      }
+      write(scratch.dx, n, dx_ + begin);
+      for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, size);
+      for (int64_t i = 0; i < count; ++i) {
+        Totals totals;
+        for (int s = 0; s < kSums; ++s) totals[static_cast<size_t>(s)] = scratch.terms[s][i];
+        store(first + i, totals, load(first + i, scratch.ignored).code_scale);
+      }
+    });
+  }
+
+  // Channels whose elements lie in runs of `inner`.
+  void run_channels() {
+    const LsqProblem& p = problem_;
+    const int64_t size = p.outer * p.inner;
+    run_pieces((size + kPiece - 1) / kPiece, [&](int64_t) { return size; },
+               [&](Scratch& scratch, int64_t group, int64_t begin, int64_t n) HWY_ATTR {
+                 // Calls body(from, to, length): elements of the piece that lie together in the tensor.
+                 const auto for_each_run = [&](const auto& body) {
+                   for (int64_t to = 0, length = 0; to < n; to += length) {
+                     const int64_t k = begin + to, o = k / p.inner, i = k - o * p.inner;
+                     length = std::min(n - to, p.inner - i);
+                     body((o * p.axis + group) * p.inner + i, to, length);
+                   }
+                 };
+                 for_each_run([&](int64_t from, int64_t to, int64_t length) {
+                   std::copy_n(x_ + from, length, scratch.x + to);
+                   std::copy_n(dy_ + from, length, scratch.dy + to);
+                 });
+                 compute(scratch, scratch.x, scratch.dy, n, n, 0, scratch.dx, 0);
+                 for_each_run([&](int64_t from, int64_t to, int64_t length) {
+                   std::copy_n(scratch.dx + to, length, dx_ + from);
+                 });
+               });
+  }
+
+  // Groups of up to `pieces` pieces. body(scratch, group, begin, n) computes the elements [begin, begin + n)
+  // of the group, whose parameters are number 0.
+  template <class SizeOf, class Body>
+  void run_pieces(int64_t pieces, const SizeOf& size_of_group, const Body& body) {
+    std::vector<F> sums(static_cast<size_t>(kSums * problem_.num_scales * pieces));
+    const auto at = [&](int sum, int64_t group) {
+      return sums.data() + (sum * problem_.num_scales + group) * pieces;
+    };
+    for_each(problem_.num_scales * pieces, kPiece, [&](Scratch& scratch, int64_t item) HWY_ATTR {
+      const int64_t group = item / pieces, piece = item % pieces, begin = piece * kPiece;
+      const int64_t n = std::min(kPiece, size_of_group(group) - begin);
+      if (n <= 0) return;
+      scratch.groups.set(0, load(group, piece == 0 ? scratch.status : scratch.ignored), problem_.codec);
+      body(scratch, group, begin, n);
+      for (int s = 0; s < kSums; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], n);
+    });
+    store_all(pieces, 1, at);
+  }
+
+  // Groups side by side: of `size` rows each, `rows` of them from one outer index.
+  void run_columns(int64_t columns, int64_t rows, int64_t size) {
+    const int64_t bands_per_axis = (rows + size - 1) / size, bands = problem_.num_scales / columns;
+    const int64_t pieces = (size + kRows - 1) / kRows, across = (columns + kColumns - 1) / kColumns;
+    std::vector<F> sums(static_cast<size_t>(kSums * bands * pieces * columns));
+    const auto at = [&](int sum, int64_t group) {
+      return sums.data() + (sum * bands + group / columns) * pieces * columns + group % columns;
+    };
+    for_each(bands * pieces * across, kRows * kColumns, [&](Scratch& scratch, int64_t item) HWY_ATTR {
+      const int64_t tile = item % across, piece = item / across % pieces, band = item / across / pieces;
+      const int64_t in_axis = band % bands_per_axis * size, begin = piece * kRows;
+      const int64_t height = std::min({kRows, size - begin, rows - in_axis - begin});
+      if (height <= 0) return;
+      const int64_t column = tile * kColumns, width = std::min(kColumns, columns - column);
+      const int64_t first = band * columns + column;
+      for (int64_t i = 0; i < width; ++i)
+        scratch.groups.set(i, load(first + i, piece == 0 ? scratch.status : scratch.ignored), problem_.codec);
+      // Sums of 2^level rows, of level k where bit k of the number of rows is set.
+      HWY_ALIGN F parts[kSums][kRowLevels][kColumns + kPad];
+      for (int64_t r = 0; r < height; ++r) {
+        const int64_t index = (band / bands_per_axis * rows + in_axis + begin + r) * columns + column;
+        if (r + 1 < height)
+          for (int64_t i = 0; i < width; i += 64 / static_cast<int64_t>(sizeof(Memory))) {
+            hwy::Prefetch(x_ + index + columns + i);
+            hwy::Prefetch(dy_ + index + columns + i);
+          }
+        const int level = std::countr_one(static_cast<uint64_t>(r));
+        compute_terms<Type, kMode, true>(x_ + index, dy_ + index, width, width, scratch.groups, 0,
+                                         problem_.codec.book, scratch.dx, parts[0][level],
+                                         parts[kSums - 1][level]);
+        write(scratch.dx, width, dx_ + index);
+        for (int s = 0; s < kSums; ++s)
+          for (int below = 0; below < level; ++below) add_to(parts[s][below], parts[s][level], width);
+      }
+      for (int s = 0; s < kSums; ++s) {
+        int level = std::countr_zero(static_cast<uint64_t>(height));
+        F* const total = parts[s][level];
+        while (++level < kRowLevels)
+          if (height >> level & 1) add_to(parts[s][level], total, width);
+        std::copy_n(total, width, at(s, first) + piece * columns);
+      }
+    });
+    store_all(pieces, columns, at);
+  }
+
+  void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
+               int64_t group, Memory* dx, int64_t to) const {
+    compute_terms<Type, kMode, false>(x, dy, n, readable, scratch.groups, group, problem_.codec.book, dx,
+                                      scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
+  }
+
+  // The sums of `count` groups of `size` terms, to the first `count` places.
+  static void add_up(F* terms, int64_t count, int64_t size) {
+    if (std::has_single_bit(static_cast<uint64_t>(size))) {
+      for (int64_t n = count * size; n > count;) n = halve(terms, n, terms);
+    } else {
+      for (int64_t i = 0; i < count; ++i) terms[i] = tree_sum(terms + i * size, size);
+    }
+  }
+
+  const LsqProblem& problem_;
+  const LsqTensors& tensors_;
+  const Memory *x_, *dy_;
+  Memory* dx_;
+  bool past_caches_;
+  std::mutex mutex_;  // of status_, held for moments
+  QuantizeStatus status_;
+};
+
+template <class Type>
+QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
+  if (problem.codec.kind == formats::Kind::table) return Runner<Type, Mode::table>(problem, tensors).run();
+  if (problem.learns_zeros()) return Runner<Type, Mode::scale_and_zero>(problem, tensors).run();
+  return Runner<Type, Mode::scale>(problem, tensors).run();
+}
+
+QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
+  switch (problem.dtype) {
+    case DType::f32:
+      return run<F32>(problem, tensors);
+    case DType::f16:
+      return run<F16>(problem, tensors);
+    case DType::bf16:
+      return run<BF16>(problem, tensors);
+    default:
+      return run<F64>(problem, tensors);
+  }
+}
+
+#else  // !HALFBYTE_SIMD
+
+QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
+  return lsq_ref::run(problem, tensors);
+}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace halfbyte {
+HWY_EXPORT(LsqCpu);
+
+QuantizeStatus lsq_cpu(const LsqProblem& problem, const LsqTensors& tensors) {
+  return HWY_DYNAMIC_DISPATCH(LsqCpu)(problem, tensors);
+}
+
+}  // namespace halfbyte
+#endif  // HWY_ONCE

@@ -1,0 +1,16 @@
+// The CUDA side of `fake_quantize_learned_backward`.
+#pragma once
+
+#include "ops/quantize_linear/lsq.h"
+#include "ops/quantize_linear/quantize_linear_cuda.h"
+
+namespace halfbyte {
+
+// wide: 2^31 pieces of work and more. levels: a group fills up 2^levels chunks, at most 2^kLsqWarpLevels; one
+// more: a block or several share a group.
+cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, int levels, bool wide);
+cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types, bool wide);
+cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide);
+cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types);
+
+}  // namespace halfbyte
