@@ -11,6 +11,7 @@
 
 #include "capi/support.h"
 #include "halfbyte/halfbyte.h"
+#include "halfbyte/observe.hpp"
 #include "halfbyte/ops.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/version.hpp"
@@ -103,6 +104,18 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantize_linear_args, zero_point);
   EXPECT_NO_TAIL(dequantize_linear_args, y);
   EXPECT_NO_TAIL(quantize_linear_backward_args, dx);
+  EXPECT_NO_TAIL(qparams_config, eps);
+  EXPECT_NO_TAIL(observer_config, qparams);
+  EXPECT_NO_TAIL(observer_state, num_batches);
+  EXPECT_NO_TAIL(observe_descriptor, observer);
+  EXPECT_NO_TAIL(observe_args, num_batches);
+  EXPECT_NO_TAIL(qparams_descriptor, zero_point_dtype);
+  EXPECT_NO_TAIL(compute_qparams_args, zero_point);
+  EXPECT_NO_TAIL(affine_qdq_descriptor, adam);
+  EXPECT_NO_TAIL(affine_init_args, biases);
+  EXPECT_NO_TAIL(affine_qdq_args, y);
+  EXPECT_NO_TAIL(adam_step, step);
+  EXPECT_NO_TAIL(affine_qdq_backward_args, adam);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_weights);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
@@ -143,6 +156,20 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(INITIALISED(quantize_descriptor).spec, nullptr);
   EXPECT_EQ(INITIALISED(quantize_descriptor).dtype, HALFBYTE_DTYPE_F32);
   EXPECT_EQ(INITIALISED(quantize_descriptor).alignment, 16);
+  EXPECT_EQ(INITIALISED(qparams_config).q_max, QParamsConfig{}.q_max);
+  EXPECT_EQ(INITIALISED(observer_config).momentum, ObserverConfig{}.momentum);
+  EXPECT_EQ(INITIALISED(observer_config).percentile, ObserverConfig{}.percentile);
+  EXPECT_EQ(INITIALISED(observer_state).num_groups, 0);
+  EXPECT_EQ(INITIALISED(observe_descriptor).axis, -1);
+  EXPECT_EQ(INITIALISED(observe_descriptor).alignment, 16);
+  EXPECT_EQ(INITIALISED(qparams_descriptor).zero_point_dtype, HALFBYTE_UNSET);
+  const auto affine = INITIALISED(affine_qdq_descriptor);
+  EXPECT_EQ(affine.bits, 4);
+  EXPECT_EQ(affine.packed, 1);
+  EXPECT_EQ(affine.group_size, 64);
+  EXPECT_EQ(affine.scale_rule, HALFBYTE_SCALE_RULE_MINMAX);
+  EXPECT_EQ(INITIALISED(adam_step).beta2, 0.999);
+  EXPECT_EQ(INITIALISED(adam_step).step, 1);
 }
 
 // As a later version of the library would see this one's callers, and the other way round.
@@ -473,6 +500,104 @@ halfbyte_linear_descriptor rows_of(const int64_t (&shape)[2]) {
   return descriptor;
 }
 
+TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
+  auto descriptor = INITIALISED(affine_qdq_descriptor);
+  descriptor.rows = 1;
+  descriptor.cols = descriptor.group_size = 8;
+  descriptor.alignment = 4;
+  int64_t code_shape[2] = {}, scale_shape[2] = {};
+  EXPECT_OK(halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  EXPECT_EQ(code_shape[1], 4);
+  EXPECT_EQ(scale_shape[1], 1);
+  EXPECT_FAILS(HALFBYTE_USAGE, "code_shape must not be NULL",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, nullptr, scale_shape));
+  descriptor.bits = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine descriptor: bits must be 2, 3, 4, 5, 6 or 8, got 7",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  descriptor.bits = 4;
+  descriptor.packed = 2;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.packed must be 0 or 1, got 2",
+               halfbyte_affine_init_select(kCpu, &descriptor, nullptr, &raw));
+  descriptor.packed = 0;
+
+  descriptor.half_away = 1;
+  EXPECT_OK(halfbyte_affine_init_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan init(raw);
+  EXPECT_OK(halfbyte_affine_qdq_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan forward(raw);
+  EXPECT_OK(halfbyte_affine_qdq_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan backward(raw);
+  descriptor.adam = 1;
+  EXPECT_OK(halfbyte_affine_qdq_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan training(raw);
+
+  alignas(16) std::array<uint8_t, 128> workspace;
+  Array<float> w({1, 8}, {0, .5f, 1.5f, 2.5f, 3.5f, 7.5f, 14.5f, 15}), y({1, 8}), scales({1, 1}),
+      biases({1, 1});
+  Array<uint8_t> codes({1, 8});
+  auto args = INITIALISED(affine_init_args);
+  args.w = w;
+  args.codes = codes;
+  args.scales = scales;
+  args.biases = biases;
+  EXPECT_OK(halfbyte_affine_init_can_implement(init.get(), &args));
+  EXPECT_OK(halfbyte_affine_init_run(init.get(), nullptr, workspace.data(), &args));
+  EXPECT_EQ(codes.values, (std::vector<uint8_t>{0, 1, 2, 3, 4, 8, 15, 15}));
+  EXPECT_EQ(scales.values[0], 1);
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(init.get(), workspace.data(), nullptr, &status));
+  EXPECT_EQ(status.num_nonfinite, 0);
+  args.w = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "w must not be NULL", halfbyte_affine_init_can_implement(init.get(), &args));
+
+  auto decode = INITIALISED(affine_qdq_args);
+  decode.codes = codes;
+  decode.scales = scales;
+  decode.biases = biases;
+  decode.y = y;
+  EXPECT_OK(halfbyte_affine_qdq_can_implement(forward.get(), &decode));
+  EXPECT_OK(halfbyte_affine_qdq_run(forward.get(), nullptr, workspace.data(), &decode));
+  EXPECT_EQ(y.values, (std::vector<float>{0, 1, 2, 3, 4, 8, 15, 15}));
+  decode.y = codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq: y must be f32, got u8",
+               halfbyte_affine_qdq_can_implement(forward.get(), &decode));
+
+  codes.values = {0, 1, 2, 3, 15, 14, 13, 12};
+  Array<float> dy({1, 8}, {1, -1, 2, .5f, -.25f, 1, 0, 4}), dscales({1, 1}), dbiases({1, 1});
+  auto gradient = INITIALISED(affine_qdq_backward_args);
+  gradient.codes = codes;
+  gradient.dy = dy;
+  gradient.dscales = dscales;
+  gradient.dbiases = dbiases;
+  EXPECT_OK(halfbyte_affine_qdq_backward_can_implement(backward.get(), &gradient));
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_EQ(dscales.values[0], 62.75f);
+  EXPECT_EQ(dbiases.values[0], 7.25f);
+
+  const auto refused = [&] { return halfbyte_affine_qdq_backward_can_implement(training.get(), &gradient); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "scales must not be NULL", refused());
+  Array<float> moments[4] = {{{1, 1}, {0}}, {{1, 1}, {0}}, {{1, 1}, {0}}, {{1, 1}, {0}}};
+  gradient.dscales = gradient.dbiases = nullptr;
+  gradient.scales = scales;
+  gradient.biases = biases;
+  gradient.scale_m = moments[0];
+  gradient.scale_v = moments[1];
+  gradient.bias_m = moments[2];
+  gradient.bias_v = moments[3];
+  EXPECT_FAILS(HALFBYTE_USAGE, "adam must not be NULL", refused());
+  auto step = INITIALISED(adam_step);
+  gradient.adam = &step;
+  step.beta1 = 1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq_backward: adam.beta1 must be in [0, 1), got 1", refused());
+  step.beta1 = 0.9;
+  EXPECT_OK(refused());
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(training.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_NEAR(static_cast<double>(scales.values[0]), 0.999, 1e-6);
+  EXPECT_NEAR(static_cast<double>(biases.values[0]), -0.001, 1e-6);
+  EXPECT_NEAR(static_cast<double>(moments[0].values[0]), 6.275, 1e-6);
+}
+
 TEST(CApi, PlansOfTheThreeOperations) {
   const int64_t shape[2] = {2, 4};
   auto descriptor = rows_of(shape);
@@ -578,6 +703,177 @@ TEST(CApi, PlansOfTheThreeOperations) {
   args.struct_size = 3;
   EXPECT_EQ(refused(), HALFBYTE_USAGE);
   halfbyte_memory_destroy(memory);
+}
+
+// ---- Observers
+
+TEST(CApi, ScalesFromRanges) {
+  auto config = INITIALISED(qparams_config);
+  config.asymmetric = 1;
+  config.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+  double scale = 0;
+  int32_t zero_point = 0;
+  EXPECT_OK(
+      halfbyte_compute_qparams(-3, 2, &config, HALFBYTE_DTYPE_F32, HALFBYTE_DTYPE_F32, &scale, &zero_point));
+  EXPECT_EQ(static_cast<float>(scale), 5.0f / 255);
+  EXPECT_EQ(zero_point, 25);
+  const auto compute = [&](double min, double max) {
+    return halfbyte_compute_qparams(min, max, &config, HALFBYTE_DTYPE_F32, HALFBYTE_DTYPE_F32, &scale,
+                                    &zero_point);
+  };
+  EXPECT_FAILS(HALFBYTE_BAD_INPUT, "compute_qparams: min must be at most max, got 2 and -3", compute(2, -3));
+  EXPECT_EQ(zero_point, 25) << "written by a failure";
+  EXPECT_FAILS(HALFBYTE_USAGE, "config must not be NULL",
+               halfbyte_compute_qparams(0, 1, nullptr, 0, 0, &scale, &zero_point));
+  EXPECT_FAILS(HALFBYTE_USAGE, "scale must not be NULL",
+               halfbyte_compute_qparams(0, 1, &config, 0, 0, nullptr, &zero_point));
+  config.q_max = 1000;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "qparams config: q_min and q_max must be within [-128, 255], got -128 and 1000",
+               compute(0, 1));
+  config.asymmetric = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "config.asymmetric must be 0 or 1, got 2", compute(0, 1));
+}
+
+TEST(CApi, ObserversOfTheHost) {
+  halfbyte_observer_kind kind = -1;
+  EXPECT_OK(halfbyte_observer_kind_find("moving-average", &kind));
+  EXPECT_EQ(kind, HALFBYTE_OBSERVER_MOVING_AVERAGE);
+  EXPECT_STREQ(halfbyte_observer_kind_name(kind), "moving-average");
+  EXPECT_EQ(halfbyte_observer_kind_name(4), nullptr);
+  EXPECT_EQ(halfbyte_observer_kind_find("histogram", &kind), HALFBYTE_USAGE);
+
+  auto config = INITIALISED(observer_config);
+  config.kind = HALFBYTE_OBSERVER_MOVING_AVERAGE;
+  config.momentum = 0.5;
+  double min[2], max[2], other_min[2] = {-3, -1}, other_max[2] = {1, 1};
+  auto state = INITIALISED(observer_state);
+  state.min = min;
+  state.max = max;
+  state.num_groups = 2;
+  EXPECT_OK(halfbyte_observer_state_reset(&state));
+  EXPECT_EQ(min[1], INFINITY);
+  const auto qparams_config = INITIALISED(qparams_config);
+  double scale[2] = {};
+  int32_t zero_point[2] = {};
+  EXPECT_FAILS(
+      HALFBYTE_USAGE, "observer has no data: group 0 of 2 has seen no finite value",
+      halfbyte_observer_state_qparams(&state, &qparams_config, HALFBYTE_DTYPE_F32, scale, zero_point));
+  const double batch_min[2] = {-1, 0}, batch_max[2] = {1, 127};
+  EXPECT_OK(halfbyte_observer_state_update(&state, &config, batch_min, batch_max));
+  EXPECT_OK(halfbyte_observer_state_qparams(&state, &qparams_config, HALFBYTE_DTYPE_F32, scale, zero_point));
+  EXPECT_EQ(scale[1], 1);
+  auto other = INITIALISED(observer_state);
+  other.min = other_min;
+  other.max = other_max;
+  other.num_groups = 2;
+  other.num_batches = 1;
+  EXPECT_OK(halfbyte_observer_state_merge(&state, &config, &other));
+  EXPECT_EQ(min[0], -2);
+  EXPECT_EQ(state.num_batches, 2);
+  const double bad[2] = {NAN, 0};
+  EXPECT_EQ(halfbyte_observer_state_update(&state, &config, bad, batch_max), HALFBYTE_BAD_INPUT);
+  EXPECT_EQ(min[0], -2);
+  EXPECT_FAILS(HALFBYTE_USAGE, "batch_min must not be NULL",
+               halfbyte_observer_state_update(&state, &config, nullptr, batch_max));
+  other.num_groups = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "other.num_groups must not be negative, got -1",
+               halfbyte_observer_state_merge(&state, &config, &other));
+  config.momentum = NAN;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observer: momentum must be in (0, 1), got nan",
+               halfbyte_observer_state_update(&state, &config, batch_min, batch_max));
+
+  Array<float> low({2}), high({2});
+  Array<int64_t> batches({});
+  EXPECT_OK(halfbyte_observer_store(&state, low, high, batches, nullptr));
+  EXPECT_EQ(low.values[0], -2);
+  EXPECT_EQ(batches.values[0], 2);
+  EXPECT_OK(halfbyte_observer_reset(low, high, batches, nullptr));
+  EXPECT_EQ(high.values[1], -INFINITY);
+  EXPECT_OK(halfbyte_observer_load(low, high, batches, nullptr, &state));
+  EXPECT_EQ(min[0], INFINITY);
+  EXPECT_EQ(state.num_batches, 0);
+  state.num_groups = 1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "state must have 2 groups of dtype 0, got 1 of 0",
+               halfbyte_observer_load(low, high, batches, nullptr, &state));
+}
+
+TEST(CApi, PlansOfObservers) {
+  const int64_t shape[2] = {2, 4};
+  auto config = INITIALISED(observer_config);
+  auto descriptor = INITIALISED(observe_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  descriptor.observer = &config;
+  int32_t ndim = 0;
+  int64_t state_shape[2] = {};
+  EXPECT_OK(halfbyte_observe_descriptor_state_shape(&descriptor, &ndim, state_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(state_shape[0], 2);
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan observe(raw);
+  Array<float> x({2, 4}, {1, NAN, -3, 2, 0, 4, 5, -127}), min({2}), max({2}), scale({2});
+  Array<int64_t> num_batches({});
+  EXPECT_OK(halfbyte_observer_reset(min, max, num_batches, nullptr));
+  auto args = INITIALISED(observe_args);
+  args.x = x;
+  args.min = min;
+  args.max = max;
+  args.num_batches = num_batches;
+  alignas(16) std::byte workspace[64];
+  EXPECT_OK(halfbyte_observe_can_implement(observe.get(), &args));
+  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+  auto status = output<halfbyte_quantize_status>();
+  EXPECT_OK(halfbyte_plan_status(observe.get(), workspace, nullptr, &status));
+  EXPECT_EQ(status.first_nonfinite, 1);
+  EXPECT_EQ(min.values, (std::vector<float>{-3, -127}));
+  EXPECT_EQ(max.values, (std::vector<float>{2, 5}));
+  EXPECT_EQ(num_batches.values[0], 1);
+
+  auto qparams = INITIALISED(qparams_descriptor);
+  qparams.shape = state_shape;
+  qparams.ndim = 1;
+  EXPECT_OK(halfbyte_compute_qparams_select(kCpu, &qparams, nullptr, &raw));
+  const UniquePlan compute(raw);
+  auto scale_args = INITIALISED(compute_qparams_args);
+  scale_args.min = min;
+  scale_args.max = max;
+  scale_args.scale = scale;
+  EXPECT_OK(halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
+  EXPECT_OK(halfbyte_compute_qparams_run(compute.get(), nullptr, workspace, &scale_args));
+  EXPECT_EQ(scale.values, (std::vector<float>{3.0f / 127, 1}));
+
+  const auto refused = [&] { return halfbyte_observe_can_implement(observe.get(), &args); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of compute_qparams, got one of observe",
+               halfbyte_compute_qparams_run(observe.get(), nullptr, workspace, &scale_args));
+  args.min = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "min must not be NULL", refused());
+  args.min = x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe: min must have the shape [2], got [2, 4]", refused());
+  args.min = min;
+  args.x = min;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe: x must have the shape [2, 4], got [2]", refused());
+  scale_args.zero_point = scale;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "compute_qparams: zero_point must have no data, as descriptor.zero_point_dtype is not set",
+               halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
+  const auto select = [&] { return halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw); };
+  descriptor.ndim = -1;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must not be negative, got -1", select());
+  descriptor.ndim = 2;
+  config.kind = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "config.kind must be 0 to 3, got 7", select());
+  config.kind = HALFBYTE_OBSERVER_MIN_MAX;
+  descriptor.axis = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe descriptor: axis must be in [-2, 2) for shape [2, 4], got 2",
+               select());
+  qparams.zero_point_dtype = HALFBYTE_DTYPE_F32;
+  EXPECT_FAILS(HALFBYTE_USAGE, "qparams descriptor: zero_point_dtype must be i32, i8 or u8, got f32",
+               halfbyte_compute_qparams_select(kCpu, &qparams, nullptr, &raw));
 }
 
 TEST(CApi, PlansOfPackedFormats) {

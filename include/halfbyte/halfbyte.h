@@ -441,6 +441,253 @@ HALFBYTE_API halfbyte_status
 halfbyte_quantize_linear_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                       const halfbyte_quantize_linear_backward_args* args);
 
+/* ---- Scales and zero points from ranges, observers: halfbyte/qparams.hpp and halfbyte/observe.hpp describe
+ * the fields, the rules and the errors */
+
+typedef struct halfbyte_qparams_config {
+  size_t struct_size;
+  int32_t q_min, q_max;
+  int32_t asymmetric; /* flag */
+  halfbyte_scale_rule scale_rule;
+  double eps;
+} halfbyte_qparams_config;
+/* Symmetric, -128 ... 127, absmax, no eps. */
+HALFBYTE_API halfbyte_status halfbyte_qparams_config_init(halfbyte_qparams_config* config,
+                                                          size_t struct_size);
+/* dtype: of min and max, f32 or f64: what is computed in. */
+HALFBYTE_API halfbyte_status halfbyte_compute_qparams(double min, double max,
+                                                      const halfbyte_qparams_config* config,
+                                                      halfbyte_dtype scale_dtype, halfbyte_dtype dtype,
+                                                      double* scale, int32_t* zero_point);
+
+typedef int32_t halfbyte_observer_kind;
+enum {
+  HALFBYTE_OBSERVER_MIN_MAX = 0,
+  HALFBYTE_OBSERVER_MOVING_AVERAGE = 1,
+  HALFBYTE_OBSERVER_PERCENTILE = 2,
+  HALFBYTE_OBSERVER_MSE = 3,
+};
+/* "min-max", "moving-average", ...; NULL for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_observer_kind_name(halfbyte_observer_kind kind);
+HALFBYTE_API halfbyte_status halfbyte_observer_kind_find(const char* word, halfbyte_observer_kind* kind);
+
+typedef struct halfbyte_observer_config {
+  size_t struct_size;
+  halfbyte_observer_kind kind;
+  double momentum;                        /* moving average: weight of history */
+  double percentile;                      /* in (50, 100] */
+  const halfbyte_qparams_config* qparams; /* mse; NULL: the defaults */
+} halfbyte_observer_config;
+/* min-max, momentum 0.99, percentile 99.99. */
+HALFBYTE_API halfbyte_status halfbyte_observer_config_init(halfbyte_observer_config* config,
+                                                           size_t struct_size);
+
+/* What an observer has seen, in arrays of the caller: num_groups values each. */
+typedef struct halfbyte_observer_state {
+  size_t struct_size;
+  halfbyte_dtype dtype; /* f32, f64 */
+  double* min;
+  double* max;
+  int64_t num_groups;
+  int64_t num_batches;
+} halfbyte_observer_state;
+/* No groups of f32, nothing seen; min, max and num_groups are the caller's to set. */
+HALFBYTE_API halfbyte_status halfbyte_observer_state_init(halfbyte_observer_state* state, size_t struct_size);
+/* Nothing seen: +inf and -inf. */
+HALFBYTE_API halfbyte_status halfbyte_observer_state_reset(halfbyte_observer_state* state);
+/* A batch, by num_groups ranges. */
+HALFBYTE_API halfbyte_status halfbyte_observer_state_update(halfbyte_observer_state* state,
+                                                            const halfbyte_observer_config* config,
+                                                            const double* batch_min, const double* batch_max);
+HALFBYTE_API halfbyte_status halfbyte_observer_state_merge(halfbyte_observer_state* state,
+                                                           const halfbyte_observer_config* config,
+                                                           const halfbyte_observer_state* other);
+/* num_groups scales and zero points. */
+HALFBYTE_API halfbyte_status halfbyte_observer_state_qparams(const halfbyte_observer_state* state,
+                                                             const halfbyte_qparams_config* config,
+                                                             halfbyte_dtype scale_dtype, double* scale,
+                                                             int32_t* zero_point);
+/* The tensors of a state on their device: min and max f32 or f64, num_batches i64 []. On a CUDA device they
+ * wait for the stream. */
+HALFBYTE_API halfbyte_status halfbyte_observer_reset(const DLTensor* min, const DLTensor* max,
+                                                     const DLTensor* num_batches, void* stream);
+/* state: with arrays for as many groups, and their dtype. */
+HALFBYTE_API halfbyte_status halfbyte_observer_load(const DLTensor* min, const DLTensor* max,
+                                                    const DLTensor* num_batches, void* stream,
+                                                    halfbyte_observer_state* state);
+HALFBYTE_API halfbyte_status halfbyte_observer_store(const halfbyte_observer_state* state,
+                                                     const DLTensor* min, const DLTensor* max,
+                                                     const DLTensor* num_batches, void* stream);
+
+/* The plan of observe: a batch into a state on the device. */
+typedef struct halfbyte_observe_descriptor {
+  size_t struct_size;
+  const int64_t* shape; /* of x; only _select uses it, and observer */
+  int32_t ndim;
+  halfbyte_granularity granularity;         /* tensor, channel or group */
+  int32_t axis;                             /* of channel and group; -1: the last */
+  halfbyte_dtype dtype;                     /* of x */
+  int64_t group_size;                       /* elements */
+  int64_t alignment;                        /* bytes: of x */
+  const halfbyte_observer_config* observer; /* NULL: the defaults */
+} halfbyte_observe_descriptor;
+/* A tensor of rank 0, f32, in memory aligned to 16 bytes. */
+HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_init(halfbyte_observe_descriptor* descriptor,
+                                                              size_t struct_size);
+/* The shape of min and max: *ndim gets its rank (0, 1 or descriptor->ndim), state_shape its extents, for
+ * which it must have room for max(1, descriptor->ndim). */
+HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_state_shape(
+    const halfbyte_observe_descriptor* descriptor, int32_t* ndim, int64_t* state_shape);
+
+/* x into the state. Nothing overlaps. */
+typedef struct halfbyte_observe_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const DLTensor* min;         /* read and written: f32, f64 for f64 */
+  const DLTensor* max;         /* likewise */
+  const DLTensor* num_batches; /* likewise: i64 [] */
+} halfbyte_observe_args;
+HALFBYTE_API halfbyte_status halfbyte_observe_args_init(halfbyte_observe_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_observe_select(DLDevice device,
+                                                     const halfbyte_observe_descriptor* descriptor,
+                                                     const halfbyte_plan_preference* preference,
+                                                     halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_observe_can_implement(const halfbyte_plan* plan,
+                                                            const halfbyte_observe_args* args);
+HALFBYTE_API halfbyte_status halfbyte_observe_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                  const halfbyte_observe_args* args);
+
+/* The plan of compute_qparams: of ranges on the device. */
+typedef struct halfbyte_qparams_descriptor {
+  size_t struct_size;
+  const int64_t* shape;                  /* of all tensors; only _select uses it, and config */
+  const halfbyte_qparams_config* config; /* NULL: the defaults */
+  int32_t ndim;
+  halfbyte_dtype dtype; /* of min and max: f32, f64 */
+  halfbyte_dtype scale_dtype;
+  halfbyte_dtype zero_point_dtype; /* i32, i8, u8; HALFBYTE_UNSET: none, where symmetric and signed */
+} halfbyte_qparams_descriptor;
+/* Of rank 0, f32, f32 scales without zero points. */
+HALFBYTE_API halfbyte_status halfbyte_qparams_descriptor_init(halfbyte_qparams_descriptor* descriptor,
+                                                              size_t struct_size);
+
+/* min, max -> scale, zero_point. Nothing overlaps. */
+typedef struct halfbyte_compute_qparams_args {
+  size_t struct_size;
+  const DLTensor* min;
+  const DLTensor* max;
+  const DLTensor* scale;      /* written */
+  const DLTensor* zero_point; /* written; NULL where the descriptor has none */
+} halfbyte_compute_qparams_args;
+HALFBYTE_API halfbyte_status halfbyte_compute_qparams_args_init(halfbyte_compute_qparams_args* args,
+                                                                size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_compute_qparams_select(DLDevice device,
+                                                             const halfbyte_qparams_descriptor* descriptor,
+                                                             const halfbyte_plan_preference* preference,
+                                                             halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status
+halfbyte_compute_qparams_can_implement(const halfbyte_plan* plan, const halfbyte_compute_qparams_args* args);
+HALFBYTE_API halfbyte_status halfbyte_compute_qparams_run(const halfbyte_plan* plan, void* stream,
+                                                          void* workspace,
+                                                          const halfbyte_compute_qparams_args* args);
+
+/* Training the scales and biases of an affine quantization: halfbyte/affine_qdq.hpp describes the fields and
+ * the three operations, of which each uses some fields. */
+typedef struct halfbyte_affine_qdq_descriptor {
+  size_t struct_size;
+  int64_t rows, cols;
+  int64_t group_size; /* elements, along a row */
+  int64_t alignment;  /* bytes */
+  int32_t bits;       /* of a code: 2, 3, 4, 5, 6, 8 */
+  int32_t packed;     /* flag: codes are a stream of bits; else each has a byte */
+  halfbyte_dtype dtype;
+  halfbyte_dtype scale_dtype;
+  halfbyte_scale_rule scale_rule; /* minmax or mlx_edge */
+  int32_t half_away;              /* flag: codes are rounded half away from zero; else half to even */
+  int32_t refit;                  /* flag: init ends with the least squares over the codes */
+  int32_t adam;                   /* flag: backward makes a step of Adam */
+} halfbyte_affine_qdq_descriptor;
+/* An empty matrix, packed 4-bit codes, groups of 64, all f32, minmax. */
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_init(halfbyte_affine_qdq_descriptor* descriptor,
+                                                                 size_t struct_size);
+/* The shapes of codes (u8), and of scales, biases and what belongs to them. */
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_shapes(
+    const halfbyte_affine_qdq_descriptor* descriptor, int64_t code_shape[2], int64_t scale_shape[2]);
+
+/* w -> codes, scales, biases. Nothing overlaps. */
+typedef struct halfbyte_affine_init_args {
+  size_t struct_size;
+  const DLTensor* w;
+  const DLTensor* codes;  /* written */
+  const DLTensor* scales; /* written */
+  const DLTensor* biases; /* written */
+} halfbyte_affine_init_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_init_args_init(halfbyte_affine_init_args* args,
+                                                            size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_select(DLDevice device,
+                                                         const halfbyte_affine_qdq_descriptor* descriptor,
+                                                         const halfbyte_plan_preference* preference,
+                                                         halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_can_implement(const halfbyte_plan* plan,
+                                                                const halfbyte_affine_init_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_init_run(const halfbyte_plan* plan, void* stream,
+                                                      void* workspace, const halfbyte_affine_init_args* args);
+
+/* codes, scales, biases -> y. Nothing overlaps. */
+typedef struct halfbyte_affine_qdq_args {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* scales;
+  const DLTensor* biases;
+  const DLTensor* y; /* written */
+} halfbyte_affine_qdq_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_args_init(halfbyte_affine_qdq_args* args,
+                                                           size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_select(DLDevice device,
+                                                        const halfbyte_affine_qdq_descriptor* descriptor,
+                                                        const halfbyte_plan_preference* preference,
+                                                        halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_can_implement(const halfbyte_plan* plan,
+                                                               const halfbyte_affine_qdq_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                     const halfbyte_affine_qdq_args* args);
+
+/* A step of Adam. */
+typedef struct halfbyte_adam_step {
+  size_t struct_size;
+  double learning_rate, beta1, beta2, epsilon;
+  int64_t step; /* number of this step, from 1 */
+} halfbyte_adam_step;
+/* 1e-3, 0.9, 0.999, 1e-8, step 1. */
+HALFBYTE_API halfbyte_status halfbyte_adam_step_init(halfbyte_adam_step* step, size_t struct_size);
+
+/* codes, dy -> dscales, dbiases (f32), and with adam a step of scales and biases. Nothing overlaps. */
+typedef struct halfbyte_affine_qdq_backward_args {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* dy;
+  const DLTensor* dscales; /* written; with adam NULL where not wanted */
+  const DLTensor* dbiases; /* likewise */
+  /* With adam, else NULL; f32, read and written. The moments are 0 before step 1. */
+  const DLTensor* scales;
+  const DLTensor* biases;
+  const DLTensor* scale_m;
+  const DLTensor* scale_v;
+  const DLTensor* bias_m;
+  const DLTensor* bias_v;
+  const halfbyte_adam_step* adam;
+} halfbyte_affine_qdq_backward_args;
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_args_init(halfbyte_affine_qdq_backward_args* args,
+                                                                    size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_affine_qdq_backward_select(DLDevice device, const halfbyte_affine_qdq_descriptor* descriptor,
+                                    const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_can_implement(
+    const halfbyte_plan* plan, const halfbyte_affine_qdq_backward_args* args);
+HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_plan* plan, void* stream,
+                                                              void* workspace,
+                                                              const halfbyte_affine_qdq_backward_args* args);
+
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
 /* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */

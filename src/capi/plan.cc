@@ -32,10 +32,8 @@ halfbyte_linear_descriptor default_linear_descriptor() {
 LinearDescriptor descriptor_of(const halfbyte_linear_descriptor* given) {
   required(given, "descriptor");
   const halfbyte_linear_descriptor c = read_struct(given, default_linear_descriptor(), "descriptor");
-  if (c.ndim < 0) refuse("descriptor.ndim must not be negative, got {}", c.ndim);
-  if (c.ndim > 0) required(c.shape, "descriptor.shape");
   LinearDescriptor descriptor;
-  descriptor.shape.assign(c.shape, c.shape + c.ndim);
+  descriptor.shape = shape_of(c.shape, c.ndim);
   descriptor.granularity = enum_of(c.granularity, Granularity::flat, "descriptor.granularity");
   descriptor.axis = c.axis;
   descriptor.group_size = c.group_size;
@@ -128,9 +126,7 @@ halfbyte_status halfbyte_linear_descriptor_scale_shape(const halfbyte_linear_des
     required(scale_shape, "scale_shape");
     const LinearDescriptor checked = descriptor_of(descriptor);
     check_descriptor(checked);
-    const std::vector<int64_t> shape = checked.scale_shape();
-    std::copy(shape.begin(), shape.end(), scale_shape);
-    *ndim = static_cast<int32_t>(shape.size());
+    write_shape(checked.scale_shape(), ndim, scale_shape);
   });
 }
 

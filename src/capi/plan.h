@@ -1,6 +1,8 @@
 // What the plan functions of all operations share.
 #pragma once
 
+#include <vector>
+
 #include "capi/support.h"
 #include "halfbyte/plan.hpp"
 
@@ -35,6 +37,18 @@ const Plan<Op>& plan_of(const halfbyte_plan* plan, const char* op) {
   const auto* typed = dynamic_cast<const PlanOf<Op>*>(&required(plan, "plan"));
   if (typed == nullptr) refuse("plan must be one of {}, got one of {}", op, plan->sku().op);
   return typed->plan;
+}
+
+// The extents of a descriptor.
+inline std::vector<int64_t> shape_of(const int64_t* shape, int32_t ndim) {
+  if (ndim < 0) refuse("descriptor.ndim must not be negative, got {}", ndim);
+  if (ndim > 0) required(shape, "descriptor.shape");
+  return {shape, shape + ndim};
+}
+// The shape of scales, to C: see halfbyte_linear_descriptor_scale_shape.
+inline void write_shape(const std::vector<int64_t>& from, int32_t* ndim, int64_t* shape) {
+  std::copy(from.begin(), from.end(), shape);
+  *ndim = static_cast<int32_t>(from.size());
 }
 
 // The functions of an operation. `descriptor` and `args` convert what C gave, where errors become statuses.

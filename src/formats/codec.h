@@ -84,6 +84,23 @@ HALFBYTE_FN F nonzero_quotient(F a, F b) {
   return (a < 0) != (b < 0) ? -smallest : smallest;
 }
 
+// Whether what is stored of a scale has fewer than 8 significant bits.
+template <class F>
+HALFBYTE_FN bool is_coarse(F scale, const Codec& codec) {
+  const F smallest = static_cast<F>(codec.scale_type == ScaleType::f16    ? 0x1p-17
+                                    : codec.scale_type == ScaleType::bf16 ? 0x1p-126
+                                                                          : 0);
+  return scale != 0 && abs(scale) < smallest;
+}
+// Whether scale and bias, as stored, and all that is decoded with them are finite.
+template <class F>
+HALFBYTE_FN bool is_held(const GroupParams<F>& params, const Codec& codec) {
+  const auto finite = [&](int code) {
+    return is_finite(decode(code, params.scale, params.bias, params.zero_point, codec));
+  };
+  return is_finite(params.scale) && is_finite(params.bias) && finite(0) && finite(codec.highest_code());
+}
+
 // (max - min) / levels without overflow; 0 only for an empty range.
 template <class F>
 HALFBYTE_FN F range_step(F min, F max, F levels) {
@@ -149,20 +166,27 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
   params.bias = stored(bias, codec.scale_type);
   params.code_scale = codec.unrounded_code_scale ? scale : params.scale;
   params.code_bias = codec.unrounded_code_scale ? bias : params.bias;
-  params.held = is_finite(params.scale) && is_finite(params.bias);
-  const F smallest = static_cast<F>(codec.scale_type == ScaleType::f16    ? 0x1p-17
-                                    : codec.scale_type == ScaleType::bf16 ? 0x1p-126
-                                                                          : 0);
-  params.coarse = may_underflow && scale != 0 && abs(scale) < smallest;
+  params.coarse = may_underflow && is_coarse(scale, codec);
   if (codec.asymmetric) {
     // min / scale is in [-levels - 1, 0] up to the rounding of the scale; a coarse scale may exceed it.
     const F low = params.code_scale == 0 ? 0 : formats::max(-levels, min / params.code_scale);
     params.zero_point = codec.q_min - static_cast<int>(round_half_even(low));
   }
-  const F lowest = decode(0, params.scale, params.bias, params.zero_point, codec);
-  const F highest = decode(codec.highest_code(), params.scale, params.bias, params.zero_point, codec);
-  if (!is_finite(lowest) || !is_finite(highest)) params.held = false;
+  params.held = is_held(params, codec);
   return params;
+}
+
+// Where a finite x lies among the codes of an affine format, in [0, levels].
+template <class F>
+HALFBYTE_FN F affine_position(F x, const GroupParams<F>& params, const Codec& codec) {
+  const F scale = params.code_scale;
+  F distance = x - params.code_bias;
+  F quotient = distance / scale;
+  if (!is_finite(distance)) {  // overflow: halving is exact up here
+    distance = x / 2 - params.code_bias / 2;
+    quotient = distance / (scale / 2);
+  }
+  return clamp(quotient, static_cast<F>(0), static_cast<F>(codec.levels()));
 }
 
 // The stored code (0 .. levels) of a finite x.
@@ -182,14 +206,7 @@ HALFBYTE_FN int encode(F x, const GroupParams<F>& params, const Codec& codec) {
     case Kind::affine:
       break;
   }
-  F distance = x - params.code_bias;
-  F quotient = distance / scale;
-  if (!is_finite(distance)) {  // overflow: halving is exact up here
-    distance = x / 2 - params.code_bias / 2;
-    quotient = distance / (scale / 2);
-  }
-  return static_cast<int>(
-      round_half_even(clamp(quotient, static_cast<F>(0), static_cast<F>(codec.levels()))));
+  return static_cast<int>(round_half_even(affine_position(x, params, codec)));
 }
 
 // The code of zero: what padding and non-finite elements get.

@@ -5,6 +5,7 @@
 
 #include "core/checks.h"
 #include "cuda/nvrtc.h"
+#include "ops/affine_qdq/affine_qdq_cuda.h"
 #include "ops/compute_qparams/compute_qparams_cuda.h"
 #include "ops/dequantize/dequantize_cuda.h"
 #include "ops/observe/observe_cuda.h"
@@ -21,7 +22,8 @@ using cuda::KernelValues;
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
   for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
-                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels()})
+                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
+                           affine_qdq_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }

@@ -5,6 +5,7 @@
 // 8 elements and y is aligned to 16 bytes, so that the codes are one bit stream and stores are wide. kGroupSize > 0:
 // rows are also whole groups, so that groups are one sequence too; 0: any group size.
 #include "cuda/device/chunk.cuh"
+#include "cuda/device/codes.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/types.cuh"
@@ -38,26 +39,7 @@ __device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 inde
   return group;
 }
 
-// The bits of a chunk, from bit `chunk * kChunkBits` of a stream of `num_bytes` bytes.
-__device__ __forceinline__ u64 load_codes(const u8* codes, i64 chunk, i64 num_bytes) {
-  if constexpr (kChunkBits == 64) return load_once(reinterpret_cast<const u64*>(codes) + chunk);
-  if constexpr (kChunkBits == 32) return load_once(reinterpret_cast<const u32*>(codes) + chunk);
-  if constexpr (kChunkBits == 16) return reinterpret_cast<const u16*>(codes)[chunk];
-  if constexpr (kChunkBits == 8) return codes[chunk];
-  if constexpr (kChunkBits == 4) return codes[chunk / 2] >> (chunk % 2 * 4);
-  // Not a power of two: at most 48 bits and 16 before them, in two words, or what there is of them.
-  const i64 bit = chunk * kChunkBits, word = bit / 32 * 4;
-  u64 bits = 0;
-  if (word + 8 <= num_bytes) {
-    const u32* const words = reinterpret_cast<const u32*>(codes + word);
-    bits = words[0] | static_cast<u64>(words[1]) << 32;
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < num_bytes - word; ++i) bits |= static_cast<u64>(codes[word + i]) << (8 * i);
-  }
-  return bits >> (bit % 32);
-}
-// Those of 8 elements from a byte on, of which `num_bytes` exist.
+// The codes of 8 elements from a byte on, of which `num_bytes` exist.
 __device__ __forceinline__ u64 load_codes_unaligned(const u8* codes, i64 num_bytes) {
   u64 bits = 0;
 #pragma unroll
@@ -77,8 +59,6 @@ __device__ __forceinline__ Raw raw_value(u64 codes, int i, float lane_value) {
   else
     return code & ((1u << kBits) - 1);
 }
-// An integer below 2^23 as a float plus 2^23, without a conversion.
-__device__ __forceinline__ float above_2_23(u32 i) { return bit_cast<float>(0x4B000000u | i); }
 
 __device__ __forceinline__ F decode(Raw raw, const Group& group) {
   if constexpr (kTable) {
@@ -141,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
     const i64 chunk = min(first + b * 32, num_chunks - 1);
     places[b] = place_of(args, chunk);
     if constexpr (kAligned) {
-      codes[b] = load_codes(args.codes, chunk, args.rows * args.row_bytes);
+      codes[b] = load_codes<kChunkBits>(args.codes, chunk, args.rows * args.row_bytes);
     } else {
       const i64 in_row = places[b].col / kChunk;
       codes[b] = load_codes_unaligned(args.codes + places[b].row * args.row_bytes + in_row * kBits,

@@ -43,7 +43,10 @@ HWY_INLINE void unpack(const uint8_t* HWY_RESTRICT packed, int64_t n, int bits, 
   for (; i < n; i += 8) {
     uint64_t eight = 0;
     const int64_t at = i / 8 * bits;
-    std::memcpy(&eight, packed + at, static_cast<size_t>(std::min<int64_t>(bits, num_bytes - at)));
+    if (at + 8 <= num_bytes)
+      std::memcpy(&eight, packed + at, 8);  // with bits of those that follow
+    else
+      std::memcpy(&eight, packed + at, static_cast<size_t>(num_bytes - at));
     eight = formats::unpack8(eight, bits);
     std::memcpy(codes + i, &eight, 8);
   }
@@ -244,16 +247,25 @@ HWY_INLINE void dequantize_span(const DequantizeProblem& problem, const Dequanti
              decode_nibbles<DType::f32>(problem, span.row, begin, n, to);
   }
 #endif
+  int64_t group = begin < span.end ? group_of(problem, span.row, begin) : 0;
+  int64_t left = problem.one_group ? span.end - begin : shape.group_size - begin % shape.group_size;  // of it
   for (; begin < span.end; begin += kChunk) {
     const int64_t n = std::min(kChunk, span.end - begin);
-    unpack(row_codes + begin / 8 * codec.bits, n, codec.bits, codes);
+    const uint8_t* from = row_codes + begin / 8 * codec.bits;
+    const int64_t num_bytes = (shape.rows - span.row) * shape.row_bytes - begin / 8 * codec.bits;
+    if (codec.bits != 8 || num_bytes < n + HWY_MAX_BYTES) {
+      unpack(from, n, codec.bits, codes);
+      from = codes;
+    }
     for (int64_t i = 0; i < n;) {
-      const int64_t column = begin + i;
-      const int64_t end =
-          problem.one_group ? n : std::min(n, i + shape.group_size - column % shape.group_size);
-      decoder.decode(codes + i, end - i, load_group<F>(problem, group_of(problem, span.row, column)),
+      const int64_t m = std::min(n - i, left);
+      decoder.decode(from + i, m, load_group<F>(problem, group),
                      values + static_cast<size_t>(i) * element_bytes);
-      i = end;
+      i += m;
+      left -= m;
+      if (left > 0) continue;
+      ++group;
+      left = shape.group_size;
     }
     uint8_t* to = y + static_cast<size_t>(begin) * element_bytes;
     if (problem.past_caches)

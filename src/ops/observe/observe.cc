@@ -31,19 +31,12 @@ double history_of(const ObserverConfig& config) {
   }
 }
 
-bool has_value_ranges(ObserverKind kind) {
-  return kind == ObserverKind::min_max || kind == ObserverKind::moving_average;
-}
-
 struct ObserveImpl : ObservePlan::Impl {
   ObserveProblem problem;
   std::shared_ptr<const ObserveCuda> cuda;  // null: the CPU
 
   ObserveImpl(Device on, const ObserveDescriptor& given, const PlanPreference& preference)
       : problem(observe_problem(given, on, preference)) {
-    HALFBYTE_CHECK(has_value_ranges(given.observer.kind), usage,
-                   "{}: observer.kind {} is not done by plans: its ranges go to ObserverState::update", kOp,
-                   to_string(given.observer.kind));
     check_device(on);
     device = on;
     descriptor = given;

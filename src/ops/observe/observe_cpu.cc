@@ -9,6 +9,7 @@
 #include "core/counts.h"
 #include "cpu/parallel.h"
 #include "ops/observe/observe_ref.h"
+#include "ops/observe/range_search.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/observe/observe_cpu.cc"
@@ -278,6 +279,7 @@ template <class F>
 QuantizeStatus run(const ObserveProblem& problem, const ObserveTensors& tensors) {
   std::vector<formats::Seen<F>> seen(static_cast<size_t>(problem.num_scales));
   const QuantizeStatus status = value_ranges_cpu(problem, tensors.x, seen.data());
+  search_ranges_cpu(problem, tensors.x, seen.data());
   take_up(problem, seen.data(), tensors);
   return status;
 }

@@ -8,6 +8,7 @@
 
 #include "core/counts.h"
 #include "cuda/config.h"
+#include "ops/observe/range_search_cuda.h"
 
 namespace halfbyte {
 
@@ -21,14 +22,17 @@ struct ObserveCuda {
   cuda::Grid grid, update_grid;
   // The workspace: counts, ranges, counters.
   int64_t num_ranges = 0, num_counters = 0;
+  RangeSearchCuda
+      search;  // percentile and mse: of the ranges, before `update`; its scratch ends the workspace
   // The arguments, but for addresses.
   std::variant<ObserveGroupsArgs, ObservePartsArgs, ObserveColumnsArgs, ObserveElementsArgs> args;
 
   int64_t ranges_at() const { return sizeof(QuantizeCounts); }
   int64_t counters_at() const { return ranges_at() + num_ranges * static_cast<int64_t>(sizeof(RangeKeys)); }
-  int64_t workspace_bytes() const {
-    return counters_at() + num_counters * static_cast<int64_t>(sizeof(formats::u32));
+  int64_t scratch_at() const {
+    return (counters_at() + num_counters * static_cast<int64_t>(sizeof(formats::u32)) + 15) / 16 * 16;
   }
+  int64_t workspace_bytes() const { return scratch_at() + search.scratch_bytes; }
 };
 
 namespace {
@@ -57,6 +61,11 @@ class Selection {
     const cuda::Scope scope(*made_.context);
     if (problem.num_elements() == 0) {
       made_.name = "none";
+      return;
+    }
+    if (needs_search(problem)) {
+      select_elements();
+      made_.search = select_range_search(*made_.context, problem);
       return;
     }
     if (!select_runs() && !select_columns()) select_elements();
@@ -266,6 +275,7 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
           cuda::launch(selected.function, selected.grid, stream, args);
         },
         selected.args);
+  run_range_search(selected.search, tensors.x, join.ranges, bytes + selected.scratch_at(), stream);
   if (selected.update)
     cuda::launch(selected.update, selected.update_grid, stream,
                  ObserveUpdateArgs{state, join, selected.problem.num_scales});

@@ -1,5 +1,6 @@
 // The kernels of `observe`, listed.
 #include "ops/observe/observe_cuda.h"
+#include "ops/observe/range_search_cuda.h"
 
 namespace halfbyte {
 
@@ -10,7 +11,7 @@ using cuda::KernelValues;
 std::vector<cuda::Kernel> observe_kernels() {
   const KernelKey dtype = cuda::dtype_key("The dtype of x.");
   const KernelKey wide = cuda::flag_key("wide", "2^31 pieces of work and more.");
-  return {
+  std::vector<cuda::Kernel> kernels = {
       {{"observe",
         "observe_groups",
         "Groups that are runs of whole chunks, in one pass.",
@@ -34,6 +35,8 @@ std::vector<cuda::Kernel> observe_kernels() {
       {{"observe", "observe_update", "The state takes up ranges.", {dtype}},
        [](const KernelValues& values) { return observe_update_kernel(dtype_of(values)); }},
   };
+  for (cuda::Kernel& kernel : range_search_kernels()) kernels.push_back(std::move(kernel));
+  return kernels;
 }
 
 }  // namespace halfbyte

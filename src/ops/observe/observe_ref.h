@@ -6,6 +6,7 @@
 #include "core/format.h"
 #include "formats/convert.h"
 #include "ops/observe/observe.h"
+#include "ops/observe/range_search_ref.h"
 
 namespace halfbyte::observe_ref {
 
@@ -53,6 +54,7 @@ template <class F>
 QuantizeStatus run(const ObserveProblem& problem, const ObserveTensors& tensors) {
   std::vector<Seen<F>> seen(static_cast<size_t>(problem.num_scales));
   const QuantizeStatus status = value_ranges(problem, tensors.x, seen.data());
+  range_search_ref::run(problem, tensors.x, seen.data());
   take_up(problem, seen.data(), tensors);
   return status;
 }

@@ -1,0 +1,166 @@
+#include "ops/affine_qdq/affine_qdq_cuda.h"
+
+#include <bit>
+#include <variant>
+
+#include "core/checks.h"
+#include "core/counts.h"
+#include "cuda/config.h"
+
+namespace halfbyte {
+
+// The arguments are complete but for addresses.
+struct AffineCuda {
+  const cuda::Context* context = nullptr;
+  std::string name = "none";
+  cuda::CUfunction function = nullptr;  // null: there are no elements
+  cuda::Grid grid;
+  std::variant<AffineInitArgs, AffineChunksArgs, AffineGroupsArgs> args;
+};
+
+namespace {
+
+constexpr int kThreads = kAffineThreads, kWarps = kThreads / 32;
+
+int64_t blocks_for(int64_t work, int64_t work_per_block) {
+  return (work + work_per_block - 1) / work_per_block;
+}
+
+cuda::KernelSpec kernel_spec(const char* source, const char* function, const AffineProblem& problem,
+                             const std::string& lines) {
+  return {source, function,
+          cuda::config_text(cuda::element_config(problem.dtype) +
+                            fmt::format("constexpr int kBits = {};\n", problem.code_bits) + lines)};
+}
+std::string adam_config(const AffineProblem& problem) {
+  return fmt::format("constexpr bool kAdam = {};\n", problem.adam);
+}
+
+class Selection {
+ public:
+  explicit Selection(const AffineProblem& problem) : problem_(problem) {
+    made_.context = &cuda::context(problem.device.index);
+  }
+  std::shared_ptr<const AffineCuda> take() { return std::make_shared<const AffineCuda>(std::move(made_)); }
+
+  void select_init() {
+    const AffineShape& shape = problem_.shape;
+    AffineInitArgs args{};
+    args.shape = shape;
+    args.unit = affine_unit(shape.group_size, problem_.code_bits);
+    args.units_per_row = blocks_for(shape.groups_per_row, args.unit);
+    choose("affine_init", affine_init_kernel(problem_), blocks_for(shape.rows * args.units_per_row, kWarps),
+           args);
+  }
+
+  void select_backward() {
+    if (problem_.num_groups() == 0 || select_chunks()) return;
+    AffineGroupsArgs args{};
+    args.shape = problem_.shape;
+    choose("affine_groups", affine_groups_kernel(problem_), blocks_for(problem_.num_groups(), kWarps), args);
+  }
+
+ private:
+  template <class Args>
+  void choose(const char* name, const cuda::KernelSpec& spec, int64_t num_blocks, const Args& args) {
+    const cuda::Scope scope(*made_.context);
+    made_.name = name;
+    made_.function = cuda::get_kernel(*made_.context, spec);
+    made_.grid = {num_blocks, kThreads};
+    made_.args = args;
+  }
+
+  // Whole groups of a power of two of chunks, in memory that is aligned: one sequence.
+  bool select_chunks() {
+    constexpr int64_t kChunk = 8, kLanes = 32;
+    const AffineShape& shape = problem_.shape;
+    const int64_t size = shape.group_size;
+    if (problem_.alignment < 16 || size < 2 * kChunk || size > kLanes * kChunk * kAffineBatch ||
+        !std::has_single_bit(static_cast<uint64_t>(size)) || shape.cols % size != 0)
+      return false;
+    AffineChunksArgs args{};
+    args.num_groups = problem_.num_groups();
+    args.num_chunks = shape.rows * shape.cols / kChunk;
+    args.code_bytes = shape.rows * shape.row_bytes;
+    const int chunks =
+        std::countr_zero(static_cast<uint64_t>(size / kChunk));  // of a group, as a power of two
+    args.team = std::min(chunks, 5);
+    args.merge = chunks - args.team;
+    choose("affine_chunks", affine_chunks_kernel(problem_, args.num_chunks >= int64_t{1} << 31),
+           blocks_for(args.num_chunks, int64_t{kThreads} * kAffineBatch), args);
+    return true;
+  }
+
+  const AffineProblem& problem_;
+  AffineCuda made_;
+};
+
+}  // namespace
+
+cuda::KernelSpec affine_init_kernel(const AffineProblem& problem) {
+  return kernel_spec(
+      "ops/affine_qdq/affine_init.cu", "affine_init", problem,
+      cuda::codec_config(problem.codec) +
+          fmt::format("constexpr bool kHalfAway = {}, kRefit = {};\n", problem.half_away, problem.refit));
+}
+cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide) {
+  return kernel_spec("ops/affine_qdq/affine_chunks.cu", "affine_chunks", problem,
+                     adam_config(problem) + fmt::format("constexpr bool kWide = {};\n", wide));
+}
+cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem) {
+  return kernel_spec("ops/affine_qdq/affine_groups.cu", "affine_groups", problem, adam_config(problem));
+}
+
+std::shared_ptr<const AffineCuda> select_affine_init_cuda(const AffineProblem& problem) {
+  Selection selection(problem);
+  if (problem.num_groups() > 0) selection.select_init();
+  return selection.take();
+}
+std::shared_ptr<const AffineCuda> select_affine_backward_cuda(const AffineProblem& problem) {
+  Selection selection(problem);
+  selection.select_backward();
+  return selection.take();
+}
+const std::string& kernel_name(const AffineCuda& cuda) { return cuda.name; }
+const std::string& target(const AffineCuda& cuda) { return cuda.context->target; }
+
+void run_affine_init_cuda(const AffineCuda& selected, const AffineInitTensors& tensors, void* stream,
+                          void* workspace) {
+  const cuda::Scope scope(*selected.context);
+  cuda::fill(workspace, 0, sizeof(QuantizeCounts), stream);
+  if (selected.function == nullptr) return;
+  AffineInitArgs args = std::get<AffineInitArgs>(selected.args);
+  args.w = tensors.w;
+  args.codes = tensors.codes;
+  args.scales = tensors.scales;
+  args.biases = tensors.biases;
+  args.counts = static_cast<QuantizeCounts*>(workspace);
+  cuda::launch(selected.function, selected.grid, stream, args);
+}
+
+void run_affine_backward_cuda(const AffineCuda& selected, const AffineBackwardArgs& common, void* stream) {
+  if (selected.function == nullptr) return;
+  const cuda::Scope scope(*selected.context);
+  std::visit(
+      [&](auto args) {
+        if constexpr (!std::is_same_v<decltype(args), AffineInitArgs>) {
+          args.common = common;
+          cuda::launch(selected.function, selected.grid, stream, args);
+        }
+      },
+      selected.args);
+}
+
+QuantizeStatus status_affine_init_cuda(const AffineCuda& selected, const void* workspace, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  QuantizeCounts counts;
+  cuda::copy(&counts, workspace, sizeof(counts), stream);
+  cuda::synchronize(stream);
+  return status_of(counts);
+}
+void wait_affine_cuda(const AffineCuda& selected, void* stream) {
+  const cuda::Scope scope(*selected.context);
+  cuda::synchronize(stream);
+}
+
+}  // namespace halfbyte

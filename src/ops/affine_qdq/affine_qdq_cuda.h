@@ -1,0 +1,19 @@
+// The CUDA side of `affine_qdq`.
+#pragma once
+
+#include "cuda/kernel.h"
+#include "cuda/launch.h"
+#include "ops/affine_qdq/affine_qdq.h"
+
+namespace halfbyte {
+
+// Of a problem: its dtype, code_bits, codec, half_away and refit.
+cuda::KernelSpec affine_init_kernel(const AffineProblem& problem);
+// dtype, code_bits, adam. wide: 2^31 chunks and more.
+cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide);
+cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem);
+
+// The kernels, listed.
+std::vector<cuda::Kernel> affine_qdq_kernels();
+
+}  // namespace halfbyte

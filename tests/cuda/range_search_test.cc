@@ -1,0 +1,287 @@
+// Percentile and mse ranges on a device: the bytes of the CPU for random descriptors and every kernel,
+// graphs, more than 2^31 elements.
+#include "formats/percentile.h"
+#include "harness.h"
+#include "ops/observe/range_search_testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::kCuda;
+using testing::ObserveCase;
+using testing::ObserveCases;
+using testing::ObserveTensor;
+
+// The tensors of a case on the device, each in memory of its own: whole storages, or `exact`: what is used.
+class OnDevice {
+ public:
+  OnDevice(ObserveCase& test, bool exact)
+      : exact_(exact),
+        plan_(ObservePlan::select(kCuda, test.descriptor)),
+        workspace_(kCuda, plan_.workspace_size()) {
+    for (const ObserveTensor* tensor : test.all()) {
+      const int64_t shift = tensor->offset % 256;
+      memories_.emplace_back(
+          kCuda, exact ? tensor->num_bytes() + shift : static_cast<int64_t>(tensor->bytes.size()));
+      at_.push_back(memories_.back().data() + (exact ? shift - tensor->offset : 0));
+    }
+    upload(test);
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::fill(workspace_.data(), 0xA5, workspace_.num_bytes(), nullptr);
+  }
+
+  const ObservePlan& plan() const { return plan_; }
+  void* workspace() const { return workspace_.data(); }
+  Observe::Args args(const ObserveCase& test) const {
+    return {test.x.at(at_[0], kCuda), test.min.at(at_[1], kCuda), test.max.at(at_[2], kCuda),
+            test.num_batches.at(at_[3], kCuda)};
+  }
+  void upload(ObserveCase& test) {
+    for_each(test,
+             [](std::byte* on_device, uint8_t* on_host, int64_t n) { copy(kCuda, on_device, on_host, n); });
+  }
+  void download(ObserveCase& test) {
+    for_each(test,
+             [](std::byte* on_device, uint8_t* on_host, int64_t n) { copy(kCuda, on_host, on_device, n); });
+  }
+
+ private:
+  template <class Copy>
+  void for_each(ObserveCase& test, const Copy& copy_bytes) {
+    for (size_t i = 0; i < at_.size(); ++i) {
+      ObserveTensor& tensor = *test.all()[i];
+      const int64_t first = exact_ ? tensor.offset : 0;
+      const int64_t n = exact_ ? tensor.num_bytes() : static_cast<int64_t>(tensor.bytes.size());
+      if (n > 0) copy_bytes(at_[i] + first, tensor.bytes.data() + first, n);
+    }
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::synchronize(nullptr);
+  }
+
+  bool exact_;
+  ObservePlan plan_;
+  Memory workspace_;
+  std::vector<Memory> memories_;
+  std::vector<std::byte*> at_;
+};
+
+// Runs a case on both; false where they differ.
+bool compare(ObserveCase test, bool exact = false) {
+  ObserveCase cpu = test;
+  OnDevice device(test, exact);
+  device.plan().run(nullptr, device.workspace(), device.args(test));
+  const QuantizeStatus on_cuda = device.plan().status(device.workspace());
+  device.download(test);
+  const QuantizeStatus on_cpu = testing::run_observe_on_cpu(cpu);
+  const ObserverConfig& config = test.descriptor.observer;
+  EXPECT_TRUE(testing::same_tensors(cpu, test))
+      << test.text() << " percentile " << config.percentile << " codes [" << config.qparams.q_min << ", "
+      << config.qparams.q_max << "] " << config.qparams.asymmetric << " eps " << config.qparams.eps;
+  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda)) << test.text() << "\nCUDA " << testing::text_of(on_cuda);
+  return !::testing::Test::HasFailure();
+}
+
+// 8 parts, so that processes can share them.
+class RangeSearchOnCuda : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
+
+TEST_P(RangeSearchOnCuda, random_descriptors) {
+  ObserveCases cases(static_cast<uint64_t>(GetParam()) + 300);
+  std::mt19937_64 random(static_cast<uint64_t>(GetParam()) + 1);
+  for (int i = 0; i < 200; ++i) {
+    ObserveCase test = cases.next(i % 20 == 0 ? 40000 : i % 4 == 0 ? 5000 : 800);
+    test.descriptor.observer = testing::random_search(random);
+    if (!compare(std::move(test))) return;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, RangeSearchOnCuda, ::testing::Range(0, 8));
+
+// Shapes that take each kernel: groups that a warp has, a block, a block with many pieces, many blocks.
+std::vector<ObserveCase> usual_cases(const std::vector<std::vector<int64_t>>& shapes) {
+  std::vector<ObserveCase> cases;
+  ObserveCases random(7);
+  std::mt19937_64 configs(8);
+  for (const DType dtype : testing::kFloatDTypes)
+    for (const std::vector<int64_t>& shape : shapes)
+      for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse})
+        for (const int axis : {-1, 0, 1}) {
+          ObserveCase test;
+          ObserveDescriptor& d = test.descriptor;
+          d.shape = shape;
+          d.dtype = dtype;
+          if (axis >= 0) {
+            d.granularity = Granularity::channel;
+            d.axis = axis;
+          }
+          d.observer = testing::random_search(configs);
+          d.observer.kind = kind;
+          if (d.observer.percentile > 99) d.observer.percentile = 95;
+          random.fill(test);
+          cases.push_back(std::move(test));
+        }
+  return cases;
+}
+
+class RangeSearchShapes : public testing::CudaTest {};
+
+TEST_F(RangeSearchShapes, groups_of_every_length) {
+  for (const ObserveCase& test :
+       usual_cases({{20, 256}, {20, 257}, {7, 4096}, {7, 4097}, {3, 30000}, {300, 5}, {4097, 6}}))
+    if (!compare(test)) return;
+}
+TEST_F(RangeSearchShapes, many_long_groups) {
+  ObserveCases random(9);
+  std::mt19937_64 configs(10);
+  for (const DType dtype : testing::kFloatDTypes)
+    for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse}) {
+      ObserveCase test;
+      ObserveDescriptor& d = test.descriptor;
+      d.shape = {520, kind == ObserverKind::mse ? 4500 : 9001};
+      d.dtype = dtype;
+      d.granularity = Granularity::channel;
+      d.axis = 0;
+      d.observer = testing::random_search(configs);
+      d.observer.kind = kind;
+      d.observer.percentile = 99.9;
+      random.fill(test);
+      if (!compare(std::move(test))) return;
+    }
+}
+TEST_F(RangeSearchShapes, a_large_tensor) {
+  for (const ObserveCase& test : usual_cases({{1000003}}))
+    if (test.descriptor.granularity == Granularity::tensor && !compare(test)) return;
+}
+
+TEST_F(RangeSearchShapes, graphs_replay_with_new_data) {
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  ObserveCases random(5);
+  for (ObserveCase& test : usual_cases({{5, 200}, {3, 9000}})) {
+    if (test.descriptor.dtype != DType::bf16) continue;
+    SCOPED_TRACE(test.text());
+    ObserveCase next = test;  // the state goes on from batch to batch
+    random.fill(next);
+    const Stream stream(kCuda);
+    OnDevice device(test, false);
+    testing::Graph graph;
+    ASSERT_TRUE(graph.found());
+    graph.capture(stream.handle(),
+                  [&] { device.plan().run(stream.handle(), device.workspace(), device.args(test)); });
+    ObserveCase cpu = test, on_device = test;
+    for (const ObserveCase* round : {&test, &next, &test}) {
+      cpu.x = on_device.x = round->x;
+      device.upload(on_device);
+      graph.launch(stream.handle());
+      const QuantizeStatus status = device.plan().status(device.workspace(), stream.handle());
+      device.download(on_device);
+      EXPECT_TRUE(testing::same_status(testing::run_observe_on_cpu(cpu), status));
+      EXPECT_TRUE(testing::same_tensors(cpu, on_device));
+    }
+  }
+}
+
+// Every kernel once, in memory that nothing lies around.
+class SanitizeRangeSearch : public testing::CudaTest {};
+
+TEST_F(SanitizeRangeSearch, every_kernel) {
+  std::vector<ObserveCase> cases = usual_cases({{5, 72}, {2, 600}, {2, 4500}});
+  ObserveCases random(11);
+  for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse}) {
+    ObserveCase test;
+    test.descriptor.shape = {513, 4097};
+    test.descriptor.granularity = Granularity::channel;
+    test.descriptor.axis = 0;
+    test.descriptor.dtype = DType::f16;
+    test.descriptor.observer.kind = kind;
+    test.descriptor.observer.percentile = 99;
+    random.fill(test);
+    cases.push_back(std::move(test));
+  }
+  for (const ObserveCase& test : cases) compare(test, true);
+}
+
+// ---- More than 2^31 elements
+
+class ExhaustiveRangeSearch : public testing::CudaTest {
+ protected:
+  static constexpr int64_t kCount = (int64_t{1} << 31) + 1;
+
+  static ObserverState observe(const Memory& x, const ObserverConfig& config) {
+    ObserveDescriptor descriptor;
+    descriptor.shape = {kCount};
+    descriptor.dtype = DType::bf16;
+    descriptor.observer = config;
+    const auto plan = ObservePlan::select(kCuda, descriptor);
+    const Memory state(kCuda, 16), workspace(kCuda, plan.workspace_size());
+    const TensorView min{state.data(), DType::f32, {}, {}, kCuda},
+        max{state.data() + 4, DType::f32, {}, {}, kCuda},
+        num_batches{state.data() + 8, DType::i64, {}, {}, kCuda};
+    reset_observer(min, max, num_batches);
+    plan.run(nullptr, workspace.data(),
+             {{x.data(), DType::bf16, descriptor.shape, {}, kCuda}, min, max, num_batches});
+    EXPECT_EQ(plan.status(workspace.data()).num_nonfinite, config.kind == ObserverKind::percentile ? 1 : 0);
+    return load_observer(min, max, num_batches);
+  }
+};
+
+// One element more or less above the rank decides.
+TEST_F(ExhaustiveRangeSearch, percentiles) {
+  const Memory x(kCuda, kCount * 2);
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  ObserverConfig config;
+  config.kind = ObserverKind::percentile;
+  config.percentile = 90;
+  const int64_t finite = kCount - 1, k = formats::percentile_rank(config.percentile, finite);
+  const double low = static_cast<double>(formats::bf16_to_f32(0xC0C0)),
+               middle = static_cast<double>(formats::bf16_to_f32(0x3F3F)),
+               high = static_cast<double>(formats::bf16_to_f32(0x4040));
+  for (const int64_t more : {0, 1}) {
+    const int64_t above = finite - k + more;  // as many below
+    cuda::fill(x.data(), 0x3F, x.num_bytes(), nullptr);
+    cuda::fill(x.data(), 0xC0, above * 2, nullptr);
+    cuda::fill(x.data() + (kCount - above) * 2, 0x40, above * 2, nullptr);
+    const uint16_t nan = 0x7FC0;
+    cuda::copy(x.data() + (kCount / 2) * 2, &nan, 2, nullptr);
+    cuda::synchronize(nullptr);
+    const ObserverState state = observe(x, config);
+    EXPECT_EQ(state.min[0], more != 0 ? low : middle);
+    EXPECT_EQ(state.max[0], more != 0 ? high : middle);
+  }
+}
+
+// Copies of a block whose length is a power of two, and a zero, have the errors of the block times a power of
+// two, and so the same range.
+TEST_F(ExhaustiveRangeSearch, least_errors) {
+  constexpr int64_t kBlock = 1 << 18;
+  const Memory x(kCuda, kCount * 2);
+  const cuda::Scope scope(cuda::context(kCuda.index));
+  testing::Values values;
+  values.dtype = DType::bf16;
+  for (const float value : testing::values_of(testing::Shape::heavy, kBlock, 3))
+    values.push_back(static_cast<double>(value));
+  cuda::fill(x.data(), 0, x.num_bytes(), nullptr);
+  copy(kCuda, x.data(), values.bytes.data(), kBlock * 2);
+  for (int64_t n = kBlock; n < kCount - 1; n *= 2) cuda::copy(x.data() + n * 2, x.data(), n * 2, nullptr);
+  cuda::synchronize(nullptr);
+  for (const bool asymmetric : {false, true}) {
+    ObserverConfig config;
+    config.kind = ObserverKind::mse;
+    config.qparams = QParamsConfig::of_bits(4, asymmetric);
+    ObserveCase block;
+    block.descriptor.shape = {kBlock};
+    block.descriptor.dtype = DType::bf16;
+    block.descriptor.observer = config;
+    const float infinity = INFINITY, minus_infinity = -INFINITY;
+    const int64_t none = 0;
+    block.x = ObserveTensor(DType::bf16, {kBlock}, values.bytes.data());
+    block.min = ObserveTensor(DType::f32, {}, &infinity);
+    block.max = ObserveTensor(DType::f32, {}, &minus_infinity);
+    block.num_batches = ObserveTensor(DType::i64, {}, &none);
+    testing::run_observe_on_cpu(block);
+    const ObserverState expected =
+        load_observer(block.min.at(block.min.bytes.data(), {}), block.max.at(block.max.bytes.data(), {}),
+                      block.num_batches.at(block.num_batches.bytes.data(), {}));
+    EXPECT_EQ(observe(x, config), expected) << asymmetric;
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte
