@@ -51,7 +51,7 @@ TEST(Observe, the_groups_are_those_of_linear_scales) {
     test.max = ObserveTensor(DType::f32, shape, high.data());
     test.num_batches = ObserveTensor(DType::i64, {}, &none);
     EXPECT_TRUE(testing::run_observe_on_cpu(test).ok());
-    const ObserverState state =
+    ObserverState state =
         load_observer(test.min.at(test.min.bytes.data(), {}), test.max.at(test.max.bytes.data(), {}),
                       test.num_batches.at(test.num_batches.bytes.data(), {}));
     EXPECT_EQ(state.num_batches, 1);
@@ -76,7 +76,7 @@ struct Observed {
     descriptor.dtype = dtype;
     reset_observer(min_view(), max_view(), batches_view());
   }
-  QuantizeStatus batch(std::vector<double> values) {
+  QuantizeStatus batch(const std::vector<double>& values) {
     testing::Values x;
     x.dtype = descriptor.dtype;
     for (const double value : values) x.push_back(value);

@@ -273,7 +273,7 @@ TEST(ObserverState, what_is_no_range_is_refused) {
 }
 
 TEST(ObserverState, states_merge) {
-  const auto seen = [](const ObserverConfig& config, std::vector<std::pair<double, double>> ranges) {
+  const auto seen = [](const ObserverConfig& config, const std::vector<std::pair<double, double>>& ranges) {
     ObserverState state = ObserverState::empty(1);
     for (const auto& [min, max] : ranges) state.update(config, min, max);
     return state;
