@@ -104,6 +104,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantize_linear_args, zero_point);
   EXPECT_NO_TAIL(dequantize_linear_args, y);
   EXPECT_NO_TAIL(quantize_linear_backward_args, dx);
+  EXPECT_NO_TAIL(fake_quantize_descriptor, mask);
+  EXPECT_NO_TAIL(fake_quantize_args, num_batches);
+  EXPECT_NO_TAIL(fake_quantize_backward_args, dx);
+  EXPECT_NO_TAIL(fake_quantize_learned_backward_args, dzero_point);
   EXPECT_NO_TAIL(qparams_config, eps);
   EXPECT_NO_TAIL(observer_config, qparams);
   EXPECT_NO_TAIL(observer_state, num_batches);
@@ -596,6 +600,74 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   EXPECT_NEAR(static_cast<double>(scales.values[0]), 0.999, 1e-6);
   EXPECT_NEAR(static_cast<double>(biases.values[0]), -0.001, 1e-6);
   EXPECT_NEAR(static_cast<double>(moments[0].values[0]), 6.275, 1e-6);
+}
+
+TEST(CApi, PlansOfFakeQuantization) {
+  const int64_t shape[2] = {2, 4};
+  auto descriptor = INITIALISED(fake_quantize_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  int32_t ndim = 0;
+  int64_t scale_shape[2] = {};
+  EXPECT_OK(halfbyte_fake_quantize_descriptor_scale_shape(&descriptor, &ndim, scale_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(scale_shape[0], 2);
+
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan learned(raw);
+  descriptor.mask = 1;
+  EXPECT_OK(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan forward(raw);
+  EXPECT_OK(halfbyte_fake_quantize_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan backward(raw);
+  alignas(16) uint64_t workspace[64];
+
+  Array<float> x({2, 4}, {1, 2.3f, -1, 99, 10, 100, -100, 5}), scale({2}, {0.5f, 2}), y({2, 4}), dx({2, 4}),
+      dy({2, 4}, {1, 1, 1, 1, 1, 1, 1, 1}), dscale({2});
+  Array<uint8_t> mask({2, 1});
+  auto args = INITIALISED(fake_quantize_args);
+  args.x = x;
+  args.y = y;
+  args.scale = scale;
+  args.mask = mask;
+  EXPECT_OK(halfbyte_fake_quantize_can_implement(forward.get(), &args));
+  EXPECT_OK(halfbyte_fake_quantize_run(forward.get(), nullptr, workspace, &args));
+  EXPECT_EQ(y.values, (std::vector<float>{1, 2.5f, -1, 3.5f, 10, 14, -16, 4}));
+  EXPECT_EQ(mask.values, (std::vector<uint8_t>{0b0111, 0b1001}));
+
+  auto gradient = INITIALISED(fake_quantize_backward_args);
+  gradient.mask = mask;
+  gradient.dy = dy;
+  gradient.dx = dx;
+  EXPECT_OK(halfbyte_fake_quantize_backward_can_implement(backward.get(), &gradient));
+  EXPECT_OK(halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_EQ(dx.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
+
+  auto of_scale = INITIALISED(fake_quantize_learned_backward_args);
+  of_scale.x = x;
+  of_scale.dy = dy;
+  of_scale.scale = scale;
+  of_scale.dx = dx;
+  of_scale.dscale = dscale;
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_can_implement(learned.get(), &of_scale));
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, &of_scale));
+  EXPECT_EQ(dx.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
+  EXPECT_EQ(dscale.values[1], 7.0f - 8 + (2 - 2.5f));
+
+  args.mask = nullptr;
+  EXPECT_EQ(halfbyte_fake_quantize_can_implement(forward.get(), &args), HALFBYTE_USAGE);
+  gradient.x = x;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "fake_quantize_backward: x must have no data, as the mask is read in its place",
+               halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of fake_quantize, got one of fake_quantize_backward",
+               halfbyte_fake_quantize_run(backward.get(), nullptr, workspace, &args));
+  descriptor.q_max = 256;
+  EXPECT_EQ(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);
 }
 
 TEST(CApi, PlansOfTheThreeOperations) {

@@ -688,6 +688,102 @@ HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_pla
                                                               void* workspace,
                                                               const halfbyte_affine_qdq_backward_args* args);
 
+/* ---- Fake quantization: halfbyte/fake_quantize.hpp describes the fields and the three operations */
+
+typedef struct halfbyte_fake_quantize_descriptor {
+  size_t struct_size;
+  const int64_t* shape; /* of x, y and gradients; only _select and _scale_shape use the pointers */
+  int32_t ndim;
+  halfbyte_granularity granularity; /* tensor, channel or group */
+  int64_t group_size;               /* elements */
+  int32_t axis;                     /* of channel and group; -1: the last */
+  halfbyte_format format;           /* of kind table; HALFBYTE_UNSET: integers */
+  const float* table;               /* lut4: its 16 values, ascending; else NULL */
+  int32_t q_min, q_max;
+  halfbyte_dtype dtype;
+  halfbyte_dtype scale_dtype;
+  halfbyte_dtype zero_point_dtype;          /* i32, or learned f32, f64; HALFBYTE_UNSET: none */
+  halfbyte_scale_rule scale_rule;           /* where computed */
+  double eps;                               /* likewise */
+  const halfbyte_observer_config* observer; /* likewise; NULL: none */
+  double gradient_scale;                    /* of the learned backward operation */
+  int64_t alignment;                        /* bytes */
+  int32_t computed;                         /* flag: scale and zero point are computed and written */
+  int32_t mask;                             /* flag: forward writes the mask, backward reads it */
+} halfbyte_fake_quantize_descriptor;
+/* A tensor of rank 0, f32, integers in -8 ... 7, one f32 scale that is given. */
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_descriptor_init(halfbyte_fake_quantize_descriptor* descriptor, size_t struct_size);
+/* As halfbyte_linear_descriptor_scale_shape. */
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_scale_shape(
+    const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* scale_shape);
+
+/* x -> y, which may be x; nothing else overlaps. */
+typedef struct halfbyte_fake_quantize_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const DLTensor* y;          /* written */
+  const DLTensor* scale;      /* written where computed */
+  const DLTensor* zero_point; /* likewise; NULL where the descriptor has none */
+  const DLTensor* mask;       /* written; NULL where the descriptor has none */
+  const DLTensor* min;        /* the observer's state, read and written; NULL where the descriptor has none */
+  const DLTensor* max;        /* likewise */
+  const DLTensor* num_batches; /* likewise */
+} halfbyte_fake_quantize_args;
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_args_init(halfbyte_fake_quantize_args* args,
+                                                              size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_select(DLDevice device, const halfbyte_fake_quantize_descriptor* descriptor,
+                              const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_can_implement(const halfbyte_plan* plan,
+                                                                  const halfbyte_fake_quantize_args* args);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_run(const halfbyte_plan* plan, void* stream,
+                                                        void* workspace,
+                                                        const halfbyte_fake_quantize_args* args);
+
+/* x, dy -> dx, which may be dy; nothing else overlaps. */
+typedef struct halfbyte_fake_quantize_backward_args {
+  size_t struct_size;
+  const DLTensor* x;    /* NULL with a mask */
+  const DLTensor* mask; /* NULL without */
+  const DLTensor* dy;
+  const DLTensor* scale;      /* NULL with a mask */
+  const DLTensor* zero_point; /* likewise, and where the descriptor has none */
+  const DLTensor* dx;         /* written */
+} halfbyte_fake_quantize_backward_args;
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_backward_args_init(halfbyte_fake_quantize_backward_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_backward_select(DLDevice device, const halfbyte_fake_quantize_descriptor* descriptor,
+                                       const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_backward_can_implement(
+    const halfbyte_plan* plan, const halfbyte_fake_quantize_backward_args* args);
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                    const halfbyte_fake_quantize_backward_args* args);
+
+/* x, dy -> dx, which may be dy, and the gradients of scale and zero point; nothing else overlaps. */
+typedef struct halfbyte_fake_quantize_learned_backward_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const DLTensor* dy;
+  const DLTensor* scale;
+  const DLTensor* zero_point;  /* NULL where the descriptor has none */
+  const DLTensor* dx;          /* written */
+  const DLTensor* dscale;      /* written: of the state's dtype, f32 or f64 */
+  const DLTensor* dzero_point; /* written; NULL unless zero points are learned */
+} halfbyte_fake_quantize_learned_backward_args;
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_args_init(
+    halfbyte_fake_quantize_learned_backward_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_select(
+    DLDevice device, const halfbyte_fake_quantize_descriptor* descriptor,
+    const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_can_implement(
+    const halfbyte_plan* plan, const halfbyte_fake_quantize_learned_backward_args* args);
+HALFBYTE_API halfbyte_status
+halfbyte_fake_quantize_learned_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                            const halfbyte_fake_quantize_learned_backward_args* args);
+
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
 /* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */

@@ -17,7 +17,7 @@ std::vector<KernelKey> keys(const std::vector<std::string>& zero_points,
       cuda::dtype_key("The dtype of x, y and gradients."),
       {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
       {"zero-point", zero_points, false, "The dtype of zero points: i32, or learned f32 (f64: f64)."},
-      {"format", {kIntegers, "nf4", "fp4", "fp4_e2m1", "lut4"}, false, "A table has no zero points."},
+      {"format", {kIntegers, "lut4", "nf4", "fp4", "fp4_e2m1"}, false, "A table has no zero points."},
       {"table", {}, true, "The 16 ascending values of lut4, separated by commas."}};
   keys.insert(keys.end(), more);
   return keys;

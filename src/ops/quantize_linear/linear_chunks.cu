@@ -8,6 +8,8 @@ namespace halfbyte::device {
 constexpr int kChunk = linear_chunk(sizeof(Memory), kOp, kMask), kBatch = linear_batch(kOp);
 
 using Index = Select<kWide, i64, int>;  // of chunks
+// Of a multiprocessor; 0: as the compiler finds it, which spills in some kernels of fake quantization.
+constexpr int kMinBlocks = !kFake ? 0 : kOp == LinearOp::backward ? 2 : 3;
 
 // The number of the chunk's scale, and whether the chunk is the first of its group.
 struct Place {
