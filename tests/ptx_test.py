@@ -38,6 +38,8 @@ def listing(halfbyte):
 # What the last value of a key needs beside it, of some kernels or of all: f64 scales go with f64 data, zero points and
 # rules with some formats and with each other.
 COMPANIONS = {
+    "affine_init scale-dtype": [],
+    "affine_init scale-rule": [],
     "asymmetric": ["--format", "int4"],
     "scale-dtype": ["--dtype", "f64"],
     "scale-rule": ["--format", "affine4"],

@@ -17,7 +17,7 @@ LAYERS = [
     (r"include/halfbyte/", r"halfbyte/"),
     # Freestanding: NVRTC compiles these.
     (r"src/formats/\w+\.h$", r"formats/"),
-    (r"src/ops/(?P<op>\w+)/\w+_args\.h$", r"formats/"),  # what a kernel takes: shared with the host
+    (r"src/ops/(?P<op>\w+)/\w+_args\.h$", r"formats/|ops/{op}/\w+_args\.h$"),  # what a kernel takes: shared with the host
     (r"src/cuda/device/", r"(formats|cuda/device)/"),
     (r"src/ops/(?P<op>\w+)/\w+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/\w+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),

@@ -40,10 +40,14 @@ class LsqImpl : public FakeQuantizeLearnedBackwardPlan::Impl {
 
   void run(void* stream, void* workspace, const Args& args) const override {
     check_workspace(kOp, workspace, workspace_size, device, memory_of(args));
-    const LsqTensors tensors{args.x.data,          args.dy.data,
-                             args.scale.data,      problem_.has_zeros ? args.zero_point.data : nullptr,
-                             args.dx.data,         args.dscale.data,
-                             args.dzero_point.data};
+    LsqTensors tensors;
+    tensors.x = args.x.data;
+    tensors.dy = args.dy.data;
+    tensors.scale = args.scale.data;
+    tensors.zero = problem_.has_zeros ? args.zero_point.data : nullptr;
+    tensors.y = args.dx.data;
+    tensors.dscale = args.dscale.data;
+    tensors.dzero = args.dzero_point.data;
     if (cuda_)
       run_lsq_cuda(*cuda_, tensors, stream, workspace);
     else

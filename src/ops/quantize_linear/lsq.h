@@ -14,10 +14,10 @@ struct LsqProblem : LinearProblem {
   bool learns_zeros() const { return has_zeros && is_floating(zeros.dtype); }
 };
 
-// The tensors of one run. dx may be dy.
-struct LsqTensors {
-  const void *x = nullptr, *dy = nullptr, *scale = nullptr, *zero = nullptr;
-  void *dx = nullptr, *dscale = nullptr, *dzero = nullptr;
+// The tensors of one run: x, dy, scale and zero are read, y = dx written, which may be dy.
+struct LsqTensors : LinearTensors {
+  void* dscale = nullptr;
+  void* dzero = nullptr;
 };
 
 // ---- CPU: returns when all is done.

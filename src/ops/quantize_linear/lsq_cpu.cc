@@ -10,7 +10,6 @@
 #include <mutex>
 #include <vector>
 
-#include "core/counts.h"
 #include "cpu/parallel.h"
 #include "ops/quantize_linear/lsq_ref.h"
 
@@ -20,9 +19,9 @@
 //
 #include "hwy/highway.h"
 //
-#include "cpu/simd-inl.h"
 #include "cpu/sum-inl.h"
 #include "hwy/cache_control.h"
+#include "ops/quantize_linear/linear-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -30,37 +29,11 @@ namespace halfbyte::HWY_NAMESPACE {
 #if HALFBYTE_SIMD
 
 constexpr int64_t kPiece = 2048;               // elements
-constexpr int64_t kTask = 65536;               // elements, large against the cost of scheduling them
 constexpr int64_t kColumns = 512, kRows = 64;  // of a piece of columns
-constexpr int kRowLevels = 7;
-constexpr int64_t kStreamBytes = 8 << 20;  // dx beyond this is written past the caches
-constexpr int64_t kPad = HWY_MAX_BYTES;    // room for a whole vector beyond the last element
 
 enum class Mode { scale, scale_and_zero, table };
 
 // ---- Elements
-
-// Groups as the kernel uses them.
-template <class F, int64_t n>
-struct Groups {
-  HWY_ALIGN F scale[n + kPad], low[n + kPad], high[n + kPad];
-  HWY_ALIGN F live[n + kPad];  // 0: a scale of 0 adds nothing
-
-  void set(int64_t i, const formats::GroupParams<F>& params, const formats::Codec& codec) {
-    const bool table = codec.kind == formats::Kind::table;
-    const formats::CodeBook& book = codec.book;
-    live[i] = params.code_scale != 0 ? 1 : 0;
-    scale[i] = params.code_scale;
-    low[i] = table ? static_cast<F>(book.values[book.code_of_rank[0]])
-                   : static_cast<F>(codec.q_min - params.zero_point);
-    high[i] = table ? static_cast<F>(book.values[book.code_of_rank[15]])
-                    : static_cast<F>(codec.q_max - params.zero_point);
-    if (live[i] != 0) return;  // everything passes
-    scale[i] = 1;
-    low[i] = -std::numeric_limits<F>::infinity();
-    high[i] = std::numeric_limits<F>::infinity();
-  }
-};
 
 // The value of the table nearest to v.
 template <class D, class F = hn::TFromD<D>>
@@ -76,21 +49,21 @@ HWY_INLINE hn::Vec<D> nearest(D d, hn::Vec<D> v, const formats::CodeBook& book) 
 
 // dx and the terms of n elements, all of group number `group`, or element i of number i. Writes whole
 // vectors, and reads them where there are `readable` elements.
-template <class Type, Mode kMode, bool kPerColumn, class Groups, class Memory = typename Type::Memory,
+template <class Type, Mode kMode, bool kPerColumn, class Memory = typename Type::Memory,
           class F = typename Type::Compute>
 void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n, int64_t readable,
-                   const Groups& groups, int64_t group, const formats::CodeBook& book,
+                   const Scales<F>& scales, int64_t group, const formats::CodeBook& book,
                    Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_terms, F* HWY_RESTRICT zero_terms) {
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto set = [&](const F* from, int64_t i)
                        HWY_ATTR { return kPerColumn ? hn::LoadU(d, from + i) : hn::Set(d, from[group]); };
-  auto scale = set(groups.scale, 0), low = set(groups.low, 0), high = set(groups.high, 0);
-  auto live = hn::Ne(set(groups.live, 0), hn::Zero(d));
+  auto scale = set(scales.scale, 0), low = set(scales.low, 0), high = set(scales.high, 0);
+  auto live = hn::Ne(set(scales.inverse, 0), hn::Zero(d));  // a scale of 0 adds nothing
   const auto step = [&](const Memory* from_x, const Memory* from_dy, int64_t i) HWY_ATTR {
     if constexpr (kPerColumn) {
-      scale = set(groups.scale, i), low = set(groups.low, i), high = set(groups.high, i);
-      live = hn::Ne(set(groups.live, i), hn::Zero(d));
+      scale = set(scales.scale, i), low = set(scales.low, i), high = set(scales.high, i);
+      live = hn::Ne(set(scales.inverse, i), hn::Zero(d));
     }
     const auto gradient = Type::load(d, from_dy);
     const auto v = hn::Div(Type::load(d, from_x), scale);
@@ -129,6 +102,36 @@ HWY_INLINE void add_to(const F* HWY_RESTRICT from, F* HWY_RESTRICT to, int64_t n
     hn::StoreU(hn::Add(hn::LoadU(d, from + i), hn::LoadU(d, to + i)), d, to + i);
 }
 
+// Pairwise sums of rows of terms, element by element.
+template <class F>
+class RowSums {
+ public:
+  // Where the next row is written.
+  F* next() {
+    const auto level = static_cast<size_t>(std::countr_one(count_));
+    if (level == parts_.size()) parts_.emplace_back();
+    return parts_[level].data();
+  }
+  // It has been written.
+  void add(int64_t width) {
+    const auto level = static_cast<size_t>(std::countr_one(count_++));
+    for (size_t below = 0; below < level; ++below) add_to(parts_[below].data(), parts_[level].data(), width);
+  }
+  // Of all rows, of which there are some; then there are none.
+  const F* total(int64_t width) {
+    auto level = static_cast<size_t>(std::countr_zero(count_));
+    F* const sum = parts_[level].data();
+    while (++level < parts_.size())
+      if (count_ >> level & 1) add_to(parts_[level].data(), sum, width);
+    count_ = 0;
+    return sum;
+  }
+
+ private:
+  std::vector<std::array<F, kColumns + kPad>> parts_;  // of 2^level rows, where that bit of the count is set
+  uint64_t count_ = 0;
+};
+
 // ---- Tensors
 
 template <class Type, Mode kMode>
@@ -142,13 +145,13 @@ class Runner {
         tensors_(tensors),
         x_(static_cast<const Memory*>(tensors.x)),
         dy_(static_cast<const Memory*>(tensors.dy)),
-        dx_(static_cast<Memory*>(tensors.dx)),
-        past_caches_(problem.num_elements() * size_of(problem.dtype) >= kStreamBytes) {}
+        dx_(static_cast<Memory*>(tensors.y)),
+        past_caches_(problem.num_elements() * size_of(problem.dtype) >= linear::kStreamBytes) {}
 
   QuantizeStatus run() {
     const LsqProblem& p = problem_;
     if (p.num_elements() == 0) {
-      for (int64_t group = 0; group < p.num_scales; ++group) store(group, {}, 0);
+      for (int64_t group = 0; group < p.num_scales; ++group) store(group, Totals{}, 0);
     } else if (p.num_scales == 1 && p.scale_strides.axis == 0) {
       run_rows(p.num_elements(), p.num_elements());
     } else if (p.scale_strides.outer == 0) {  // channels
@@ -172,18 +175,17 @@ class Runner {
 
   // What a thread works with. `terms`: [sum].
   struct Scratch {
-    Groups<F, kPiece> groups;
+    Scales<F> scales;
+    RowSums<F> rows[kSums];
     HWY_ALIGN F terms[kSums][kPiece + kPad];
     HWY_ALIGN Memory x[kPiece + kPad], dy[kPiece + kPad], dx[kPiece + kPad];
     QuantizeStatus status, ignored;
-
-    F* zero_terms() { return terms[kSums - 1]; }
   };
 
   // Calls body(scratch, i) for the pieces of work [0, n), of about `elements` each, in parallel.
   template <class Body>
   void for_each(int64_t n, int64_t elements, const Body& body) {
-    parallel_for(n, std::max<int64_t>(1, kTask / elements), problem_.num_threads,
+    parallel_for(n, std::max<int64_t>(1, linear::kTask / elements), problem_.num_threads,
                  [&](int64_t begin, int64_t end, int) {
                    const auto scratch = std::make_unique_for_overwrite<Scratch>();
                    for (int64_t i = begin; i < end; ++i) body(*scratch, i);
@@ -201,29 +203,13 @@ class Runner {
       std::copy_n(from, n, to);
   }
 
-  formats::GroupParams<F> load(int64_t group, QuantizeStatus& status) const {
-    return lsq_ref::load_params<F>(problem_, tensors_, group, status);
+  // Scales [first, first + n); counts what is none where `count`.
+  void load(Scratch& scratch, int64_t first, int64_t n, bool count) const {
+    scratch.scales.load(problem_, tensors_, first, 1, n, count ? scratch.status : scratch.ignored);
   }
+  // What a scale that is none adds is 0, whatever `scale`.
   void store(int64_t group, const Totals& totals, F scale) const {
     lsq_ref::store_gradients(problem_, tensors_, group, totals[0], totals[kSums - 1], scale);
-  }
-  // Of `pieces` sums of each group; those of sum s lie stride apart from at(s, group) on.
-  template <class At>
-  void store_all(int64_t pieces, int64_t stride, const At& at) {
-    parallel_for(problem_.num_scales, std::max<int64_t>(1, kTask / pieces), problem_.num_threads,
-                 [&](int64_t begin, int64_t end, int) {
-                   QuantizeStatus ignored;
-                   for (int64_t group = begin; group < end; ++group) {
-                     Totals totals;
-                     for (int s = 0; s < kSums; ++s) {
-                       formats::PairwiseSum<F> sum;
-                       const F* const from = at(s, group);
-                       for (int64_t piece = 0; piece < pieces; ++piece) sum.add(from[piece * stride]);
-                       totals[static_cast<size_t>(s)] = sum.total();
-                     }
-                     store(group, totals, load(group, ignored).code_scale);
-                   }
-                 });
   }
 
   // Groups of `size` elements along rows, one behind the other.
@@ -239,27 +225,27 @@ class Runner {
                           write(scratch.dx, n, dx_ + at);
                         });
     }
-    const int64_t per_piece = std::max<int64_t>(1, kPiece / size);
-    for_each((num_groups + per_piece - 1) / per_piece, kPiece, [&](Scratch& scratch, int64_t piece) HWY_ATTR {
-      const int64_t first = piece * per_piece, count = std::min(per_piece, num_groups - first);
-      const int64_t begin = begin_of(first), last = first + count - 1;
-      const int64_t n = begin_of(last) + size_of_group(last) - begin;
-      for (int64_t i = 0, at = 0; i < count; ++i) {
-        const int64_t here = size_of_group(first + i);
-        scratch.groups.set(i, load(first + i, scratch.status), problem_.codec);
-        compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at, i * size);
-        for (int s = 0; s < kSums; ++s)
-          std::fill(scratch.terms[s] + i * size + here, scratch.terms[s] + (i + 1) * size, F{0});
-        at += here;
-      }
-      write(scratch.dx, n, dx_ + begin);
-      for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, size);
-      for (int64_t i = 0; i < count; ++i) {
-        Totals totals;
-        for (int s = 0; s < kSums; ++s) totals[static_cast<size_t>(s)] = scratch.terms[s][i];
-        store(first + i, totals, load(first + i, scratch.ignored).code_scale);
-      }
-    });
+    const int64_t per_piece = std::min(kScales, kPiece / size);
+    for_each((num_groups + per_piece - 1) / per_piece, per_piece * size,
+             [&](Scratch& scratch, int64_t piece) HWY_ATTR {
+               const int64_t first = piece * per_piece, count = std::min(per_piece, num_groups - first);
+               const int64_t begin = begin_of(first), last = first + count - 1;
+               const int64_t n = begin_of(last) + size_of_group(last) - begin;
+               load(scratch, first, count, true);
+               for (int64_t i = 0, at = 0; i < count; ++i) {
+                 const int64_t here = size_of_group(first + i);
+                 compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at,
+                         i * size);
+                 if (here < size)
+                   for (int s = 0; s < kSums; ++s)
+                     std::fill(scratch.terms[s] + i * size + here, scratch.terms[s] + (i + 1) * size, F{0});
+                 at += here;
+               }
+               write(scratch.dx, n, dx_ + begin);
+               for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, size);
+               for (int64_t i = 0; i < count; ++i)
+                 store(first + i, totals_at(scratch.terms, i), scratch.scales.scale[i]);
+             });
   }
 
   // Channels whose elements lie in runs of `inner`.
@@ -288,7 +274,7 @@ class Runner {
   }
 
   // Groups of up to `pieces` pieces. body(scratch, group, begin, n) computes the elements [begin, begin + n)
-  // of the group, whose parameters are number 0.
+  // of the group, whose scale is number 0.
   template <class SizeOf, class Body>
   void run_pieces(int64_t pieces, const SizeOf& size_of_group, const Body& body) {
     std::vector<F> sums(static_cast<size_t>(kSums * problem_.num_scales * pieces));
@@ -299,20 +285,32 @@ class Runner {
       const int64_t group = item / pieces, piece = item % pieces, begin = piece * kPiece;
       const int64_t n = std::min(kPiece, size_of_group(group) - begin);
       if (n <= 0) return;
-      scratch.groups.set(0, load(group, piece == 0 ? scratch.status : scratch.ignored), problem_.codec);
+      load(scratch, group, 1, piece == 0);
       body(scratch, group, begin, n);
       for (int s = 0; s < kSums; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], n);
     });
-    store_all(pieces, 1, at);
+    for_each(problem_.num_scales, pieces, [&](Scratch& scratch, int64_t group) HWY_ATTR {
+      Totals totals;
+      for (int s = 0; s < kSums; ++s) totals[static_cast<size_t>(s)] = tree_sum(at(s, group), pieces);
+      load(scratch, group, 1, false);
+      store(group, totals, scratch.scales.scale[0]);
+    });
   }
 
   // Groups side by side: of `size` rows each, `rows` of them from one outer index.
   void run_columns(int64_t columns, int64_t rows, int64_t size) {
     const int64_t bands_per_axis = (rows + size - 1) / size, bands = problem_.num_scales / columns;
     const int64_t pieces = (size + kRows - 1) / kRows, across = (columns + kColumns - 1) / kColumns;
-    std::vector<F> sums(static_cast<size_t>(kSums * bands * pieces * columns));
-    const auto at = [&](int sum, int64_t group) {
-      return sums.data() + (sum * bands + group / columns) * pieces * columns + group % columns;
+    // Totals of columns [column, column + width) of a band, from scratch.rows.
+    const auto finish = [&](Scratch& scratch, int64_t band, int64_t column, int64_t width) HWY_ATTR {
+      std::array<const F*, kSums> totals;
+      for (size_t s = 0; s < kSums; ++s) totals[s] = scratch.rows[s].total(width);
+      for (int64_t i = 0; i < width; ++i)
+        store(band * columns + column + i, totals_at(totals, i), scratch.scales.scale[i]);
+    };
+    std::vector<F> sums(static_cast<size_t>(pieces == 1 ? 0 : kSums * bands * pieces * columns));
+    const auto at = [&](int sum, int64_t band, int64_t piece) {
+      return sums.data() + ((sum * bands + band) * pieces + piece) * columns;
     };
     for_each(bands * pieces * across, kRows * kColumns, [&](Scratch& scratch, int64_t item) HWY_ATTR {
       const int64_t tile = item % across, piece = item / across % pieces, band = item / across / pieces;
@@ -320,11 +318,7 @@ class Runner {
       const int64_t height = std::min({kRows, size - begin, rows - in_axis - begin});
       if (height <= 0) return;
       const int64_t column = tile * kColumns, width = std::min(kColumns, columns - column);
-      const int64_t first = band * columns + column;
-      for (int64_t i = 0; i < width; ++i)
-        scratch.groups.set(i, load(first + i, piece == 0 ? scratch.status : scratch.ignored), problem_.codec);
-      // Sums of 2^level rows, of level k where bit k of the number of rows is set.
-      HWY_ALIGN F parts[kSums][kRowLevels][kColumns + kPad];
+      load(scratch, band * columns + column, width, piece == 0);
       for (int64_t r = 0; r < height; ++r) {
         const int64_t index = (band / bands_per_axis * rows + in_axis + begin + r) * columns + column;
         if (r + 1 < height)
@@ -332,28 +326,40 @@ class Runner {
             hwy::Prefetch(x_ + index + columns + i);
             hwy::Prefetch(dy_ + index + columns + i);
           }
-        const int level = std::countr_one(static_cast<uint64_t>(r));
-        compute_terms<Type, kMode, true>(x_ + index, dy_ + index, width, width, scratch.groups, 0,
-                                         problem_.codec.book, scratch.dx, parts[0][level],
-                                         parts[kSums - 1][level]);
+        compute_terms<Type, kMode, true>(x_ + index, dy_ + index, width, width, scratch.scales, 0,
+                                         problem_.codec.book, scratch.dx, scratch.rows[0].next(),
+                                         scratch.rows[kSums - 1].next());
+        for (auto& sum : scratch.rows) sum.add(width);
         write(scratch.dx, width, dx_ + index);
-        for (int s = 0; s < kSums; ++s)
-          for (int below = 0; below < level; ++below) add_to(parts[s][below], parts[s][level], width);
       }
-      for (int s = 0; s < kSums; ++s) {
-        int level = std::countr_zero(static_cast<uint64_t>(height));
-        F* const total = parts[s][level];
-        while (++level < kRowLevels)
-          if (height >> level & 1) add_to(parts[s][level], total, width);
-        std::copy_n(total, width, at(s, first) + piece * columns);
-      }
+      if (pieces == 1) return finish(scratch, band, column, width);
+      for (int s = 0; s < kSums; ++s)
+        std::copy_n(scratch.rows[s].total(width), width, at(s, band, piece) + column);
     });
-    store_all(pieces, columns, at);
+    if (pieces == 1) return;
+    for_each(bands * across, pieces * kColumns, [&](Scratch& scratch, int64_t item) HWY_ATTR {
+      const int64_t band = item / across, column = item % across * kColumns;
+      const int64_t width = std::min(kColumns, columns - column);
+      for (int64_t piece = 0; piece < pieces; ++piece)
+        for (int s = 0; s < kSums; ++s) {
+          std::copy_n(at(s, band, piece) + column, width, scratch.rows[s].next());
+          scratch.rows[s].add(width);
+        }
+      load(scratch, band * columns + column, width, false);
+      finish(scratch, band, column, width);
+    });
+  }
+
+  template <class Terms>
+  static Totals totals_at(const Terms& terms, int64_t i) {
+    Totals totals;
+    for (size_t s = 0; s < kSums; ++s) totals[s] = terms[s][i];
+    return totals;
   }
 
   void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
                int64_t group, Memory* dx, int64_t to) const {
-    compute_terms<Type, kMode, false>(x, dy, n, readable, scratch.groups, group, problem_.codec.book, dx,
+    compute_terms<Type, kMode, false>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
                                       scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
   }
 

@@ -225,9 +225,9 @@ void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stre
     LinearPointers& data = common.linear.data;
     data.x = tensors.x;
     data.dy = tensors.dy;
-    data.scales = const_cast<void*>(tensors.scale);
-    data.zeros = const_cast<void*>(tensors.zero);
-    data.y = tensors.dx;
+    data.scales = tensors.scale;
+    data.zeros = tensors.zero;
+    data.y = tensors.y;
     common.linear.counts = static_cast<QuantizeCounts*>(workspace);
     common.dscale = tensors.dscale;
     common.dzero = tensors.dzero;

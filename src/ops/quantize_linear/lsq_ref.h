@@ -7,16 +7,6 @@
 
 namespace halfbyte::lsq_ref {
 
-// A scale and zero point as they are used: what is none counts in the status.
-template <class F>
-formats::GroupParams<F> load_params(const LsqProblem& problem, const LsqTensors& tensors, int64_t index,
-                                    QuantizeStatus& status) {
-  LinearTensors linear;
-  linear.scale = const_cast<void*>(tensors.scale);
-  linear.zero = const_cast<void*>(tensors.zero);
-  return linear_ref::load_params<F>(problem, linear, index, status);
-}
-
 template <class F>
 void store_gradients(const LsqProblem& problem, const LsqTensors& tensors, int64_t index, F scale_total,
                      F zero_total, F scale) {
@@ -35,8 +25,8 @@ QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
   QuantizeStatus status, ignored;
   std::vector<Group> groups(static_cast<size_t>(problem.num_scales));
   for (size_t i = 0; i < groups.size(); ++i)
-    groups[i].params = load_params<F>(problem, tensors, static_cast<int64_t>(i),
-                                      problem.num_elements() > 0 ? status : ignored);
+    groups[i].params = linear_ref::load_params<F>(problem, tensors, static_cast<int64_t>(i),
+                                                  problem.num_elements() > 0 ? status : ignored);
   const formats::CodeBook& book = problem.codec.book;
   const bool table = problem.codec.kind == formats::Kind::table;
   int64_t index = 0;
@@ -59,9 +49,9 @@ QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
     group.scale.add(terms.scale);
     group.zero.add(terms.zero);
     if (terms.passes)
-      std::copy_n(dy, size, static_cast<std::byte*>(tensors.dx) + at);
+      std::copy_n(dy, size, static_cast<std::byte*>(tensors.y) + at);
     else
-      std::fill_n(static_cast<std::byte*>(tensors.dx) + at, size, std::byte{0});
+      std::fill_n(static_cast<std::byte*>(tensors.y) + at, size, std::byte{0});
   });
   for (size_t i = 0; i < groups.size(); ++i)
     store_gradients(problem, tensors, static_cast<int64_t>(i), groups[i].scale.total(),

@@ -28,8 +28,15 @@ QuantizeStatus run_reference(LsqCase& test) {
       fake_quantize_problem(LinearOp::backward, Device{}, test.descriptor, {1});
   problem.gradient_scale = test.descriptor.gradient_scale;
   const Backward::Args args = test.args(memory, Device{});
-  return lsq_ref::run(problem, {args.x.data, args.dy.data, args.scale.data, args.zero_point.data,
-                                args.dx.data, args.dscale.data, args.dzero_point.data});
+  LsqTensors tensors;
+  tensors.x = args.x.data;
+  tensors.dy = args.dy.data;
+  tensors.scale = args.scale.data;
+  tensors.zero = args.zero_point.data;
+  tensors.y = args.dx.data;
+  tensors.dscale = args.dscale.data;
+  tensors.dzero = args.dzero_point.data;
+  return lsq_ref::run(problem, tensors);
 }
 
 // Every byte of every storage, with what lies around the tensors.
