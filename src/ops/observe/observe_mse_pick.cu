@@ -1,4 +1,4 @@
-// observe, ranges of least error of few long groups: a block adds up the errors of a stage and picks the next candidates.
+// observe, ranges of least error of few long groups: a block adds up the errors of a stage and picks the next.
 #include "ops/observe/range_mse.cuh"
 
 namespace halfbyte::device {
