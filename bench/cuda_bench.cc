@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bench/cuda_linear_bench.h"
+#include "bench/cuda_lsq_bench.h"
 #include "bench/cuda_observe_bench.h"
 #include "bench/cuda_timing.h"
 #include "core/format.h"
@@ -382,16 +383,18 @@ int run(int argc, char** argv) {
   } else {
     Bench bench(filter);
     for (const int64_t rows : {8192, 28672}) bench.run(rows, 8192);
-    json linear, observe;
+    json linear, observe, lsq;
     passed = run_linear_bench(filter, linear);
     passed = run_observe_bench(filter, observe) && passed;
+    passed = run_lsq_bench(filter, lsq) && passed;
     const CudaInfo found = cuda_info();
     document = {{"device", found.devices[0].name},
                 {"driver", found.driver_version},
                 {"nvrtc", found.nvrtc_version},
                 {"results", bench.results()},
                 {"linear", linear},
-                {"observe", observe}};
+                {"observe", observe},
+                {"lsq", lsq}};
     passed = passed && bench.passed();
     fmt::print("\n{}\n", passed ? "All targets are met." : "Some targets are not met.");
   }
