@@ -39,6 +39,8 @@ LUT4 = "-7,-5,-3.5,-3,-2.25,-2,-1,-0.125,0,0.5,1,1.5,2,3,4,6"
 # What the last value of a key needs beside it, of some kernels or of all: f64 scales go with f64 data, zero points and
 # rules with some formats and with each other.
 COMPANIONS = {
+    "affine_init scale-dtype": [],
+    "affine_init scale-rule": [],
     "asymmetric": ["--format", "int4"],
     "scale-dtype": ["--dtype", "f64"],
     "scale-rule": ["--format", "affine4"],

@@ -90,9 +90,9 @@ struct HALFBYTE_API AdamStep {
   bool operator==(const AdamStep&) const = default;
 };
 
-// codes, dy -> dscales, dbiases, and with descriptor.adam a step of the masters. There is nothing to find:
-// the status is that of no data. Nothing overlaps. A run that is captured in a graph repeats the same
-// AdamStep.
+// codes, dy -> dscales, dbiases, and with descriptor.adam a step of the scales and biases that are trained,
+// the f32 masters: with scale_dtype f32 the ones that AffineQdq decodes with. There is nothing to find: the
+// status is that of no data. Nothing overlaps. A run that is captured in a graph repeats the same AdamStep.
 struct HALFBYTE_API AffineQdqBackward {
   using Descriptor = AffineQdqDescriptor;
   struct Args {

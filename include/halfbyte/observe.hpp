@@ -16,8 +16,12 @@ namespace halfbyte {
 enum class ObserverKind : uint8_t {
   min_max,         // of all batches
   moving_average,  // of the minima and maxima of batches: avg = avg * momentum + new * (1 - momentum)
-  percentile,      // of each batch, exact; the mean over batches
-  mse,             // of each batch, the range whose quantization error is least; the mean over batches
+  // Of the n finite values of each batch, sorted, number k = ceil(percentile * n / 100) from below, and as
+  // many from above: exact, nearest rank. The mean over batches.
+  percentile,
+  // Of each batch, the range whose sum of squared quantization errors is least, by a search that
+  // docs/training.md describes. The mean over batches.
+  mse,
 };
 HALFBYTE_API const char* to_string(ObserverKind kind);  // "min-max" "moving-average" "percentile" "mse"
 HALFBYTE_API ObserverKind parse_observer_kind(std::string_view word);  // Error(usage) names the known words

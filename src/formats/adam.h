@@ -19,20 +19,15 @@ struct AdamState {
   float value = 0, m = 0, v = 0;
 };
 
-// Correctly rounded.
-HALFBYTE_FN float square_root(float x) {
-#if HALFBYTE_DEVICE_ARCH > 0
-  float y;
-  asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return __builtin_sqrtf(x);
-#endif
+HALFBYTE_FN float one_nan(float x) {
+  const bool is_nan = (bit_cast<u32>(x) & ~Float<float>::kSign) > Float<float>::kInfinity;
+  return is_nan ? quiet_nan<float>() : x;
 }
 
-HALFBYTE_FN float one_nan(float x) { return x == x ? x : quiet_nan<float>(); }
-
-HALFBYTE_FN AdamState adam_step(const AdamState& before, float gradient, const AdamFactors& f) {
+// square_root: correctly rounded.
+template <class SquareRoot>
+HALFBYTE_FN AdamState adam_step(const AdamState& before, float gradient, const AdamFactors& f,
+                                const SquareRoot& square_root) {
   const float m = f.beta1 * before.m + f.rest1 * gradient;
   const float v = f.beta2 * before.v + f.rest2 * gradient * gradient;
   const float value = before.value - f.step_size * m / (square_root(v) / f.root + f.epsilon);

@@ -132,8 +132,8 @@ struct MseSearch {
 
  private:
   static HALFBYTE_FN F end_rung(int i) {
-    return i < 6 ? static_cast<F>(4 - i % 2) / static_cast<F>(4 << i / 2)
-                 : static_cast<F>(1) / static_cast<F>(8 << (i - 6));
+    const int octave = i < 6 ? i / 2 : i - 3, quarters = i < 6 ? 4 - i % 2 : 4;
+    return static_cast<F>(quarters) / static_cast<F>(4 << octave);
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "core/counts.h"
@@ -111,8 +112,8 @@ inline void affine_finish_ref(const AffineTrained& to, int64_t group, float grad
                               const formats::AdamFactors& factors) {
   if (to.gradients != nullptr) to.gradients[group] = gradient;
   if (!adam) return;
-  const formats::AdamState state =
-      formats::adam_step({to.values[group], to.m[group], to.v[group]}, gradient, factors);
+  const formats::AdamState state = formats::adam_step({to.values[group], to.m[group], to.v[group]}, gradient,
+                                                      factors, [](float x) { return std::sqrt(x); });
   to.values[group] = state.value;
   to.m[group] = state.m;
   to.v[group] = state.v;

@@ -87,11 +87,27 @@ class Decoder {
     }
     const bool affine = codec_.kind == formats::Kind::affine;
     const auto zero = hn::Set(d, affine ? F{0} : static_cast<F>(codec_.q_min - group.zero_point));
-    for (int64_t i = 0; i < n; i += N) {
-      auto v = hn::Mul(hn::Add(load_codes(d, codes + i), zero), scale);
-      if (affine) v = hn::Add(v, bias);
-      store<kDType>(v, i, out);
+    const auto value = [&](int64_t i) HWY_ATTR {
+      const auto v = hn::Mul(hn::Add(load_codes(d, codes + i), zero), scale);
+      return affine ? hn::Add(v, bias) : v;
+    };
+    if constexpr (kDType == DType::bf16 && sizeof(F) == 4) {
+      if (formats::is_finite(group.scale) && formats::is_finite(group.bias)) {  // no value is NaN
+        const hn::RebindToUnsigned<decltype(d)> d32;
+        const hn::Repartition<uint16_t, decltype(d)> d16;
+        // Rounded in the upper half.
+        const auto rounded = [&](int64_t i) HWY_ATTR {
+          const auto bits = hn::BitCast(d32, value(i));
+          const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1u));
+          return hn::BitCast(d16, hn::Add(hn::Add(bits, hn::Set(d32, 0x7FFFu)), odd));
+        };
+        for (int64_t i = 0; i < n; i += 2 * N)
+          hn::StoreU(hn::ConcatOdd(d16, rounded(i + N), rounded(i)), d16,
+                     reinterpret_cast<uint16_t*>(out) + i);
+        return;
+      }
     }
+    for (int64_t i = 0; i < n; i += N) store<kDType>(value(i), i, out);
   }
 
   template <class D>

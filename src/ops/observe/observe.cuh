@@ -62,11 +62,6 @@ __device__ __forceinline__ void take_up(const ObserveState& state, i64 group, co
   *min = now.min;
   *max = now.max;
 }
-// Where `history` is a number, which does not depend on this.
-__device__ __forceinline__ void count_batch(const ObserveState& state) {
-  if (block_index() == 0 && threadIdx.x == 0) ++*state.num_batches;
-}
-
 // ---- What blocks leave to each other
 
 __device__ __forceinline__ void leave(RangeKeys* keys, const Range<F>& range) {
@@ -81,6 +76,17 @@ __device__ __forceinline__ Range<F> left(const RangeKeys* keys) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(high) : "l"(&keys->high) : "memory");
   if (low == 0) return no_range<F>();
   return {static_cast<F>(from_order_key(low)), static_cast<F>(from_order_key(high))};
+}
+// The range of a whole group.
+__device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Range<F>& range) {
+  if (common.leaves_ranges)
+    leave(&common.join.ranges[group], range);
+  else
+    take_up(common.state, group, range, common.state.history);
+}
+// Where kernels hand ranges to the state, one thread counts the batch.
+__device__ __forceinline__ void count_batch(const ObserveCommon& common) {
+  if (!common.leaves_ranges && blockIdx.x == 0 && threadIdx.x == 0) ++*common.state.num_batches;
 }
 // Whether this is the last of n to arrive, so that it sees what the others left. Called by one thread; others that
 // left something must have called __threadfence() and __syncthreads() before.

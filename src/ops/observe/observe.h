@@ -25,18 +25,19 @@ struct ObserveProblem : Grouping {
 // Checks the descriptor, not the device.
 ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device device,
                                const PlanPreference& preference);
-// `history` where num_batches batches were seen before; kMean becomes a number.
-inline double history_of(const ObserveProblem& problem, int64_t num_batches) {
-  if (problem.history != kMean) return problem.history;
-  return static_cast<double>(num_batches) / static_cast<double>(num_batches + 1);
-}
-
 // The tensors of a run.
 struct ObserveTensors {
   const void* x = nullptr;
   void *min = nullptr, *max = nullptr;  // of F, see below
   int64_t* num_batches = nullptr;
 };
+
+// Counts a batch in tensors of the host. Returns the weight of what was seen before.
+inline double begin_batch(const ObserveProblem& problem, const ObserveTensors& tensors) {
+  const int64_t before = (*tensors.num_batches)++;
+  if (problem.history != kMean) return problem.history;
+  return static_cast<double>(before) / static_cast<double>(before + 1);
+}
 
 // F is double where x is f64, else float.
 

@@ -18,15 +18,17 @@ inline constexpr double kMean = 2;
 
 inline constexpr int kObserveThreads = 256;
 
-struct ObserveCommon {
-  const void* x;
-  QuantizeCounts* counts;
-  ObserveState state;
-};
 // Where blocks that share a group join what they found; all 0 before.
 struct ObserveJoin {
   RangeKeys* ranges;      // of each group
   formats::u32* arrived;  // of those that share the same groups: how many are done
+};
+struct ObserveCommon {
+  const void* x;
+  QuantizeCounts* counts;
+  ObserveState state;
+  ObserveJoin join;
+  bool leaves_ranges;  // there, for observe_update; else they are handed to the state
 };
 
 // All extents in chunks of 16 bytes, unless it is said otherwise.
@@ -48,7 +50,6 @@ HALFBYTE_FN int observe_batch(int element_bytes) { return element_bytes == 8 ? 4
 // left of `row`.
 struct ObservePartsArgs {
   ObserveCommon common;
-  ObserveJoin join;
   formats::i64 row, group, runs, run, run_stride, per_part;
   formats::u32 per_row, parts;
   formats::Divider run_divider;  // by run; not kWide: a group has fewer than 2^31
@@ -59,7 +60,6 @@ struct ObservePartsArgs {
 // may be short. A block has `rows` of a band in 2^width columns of chunks.
 struct ObserveColumnsArgs {
   ObserveCommon common;
-  ObserveJoin join;
   formats::i64 axis, group, columns, rows;
   formats::u32 bands_per_axis, pieces, tiles;  // pieces of a band, tiles across; fewer than 2^31 in all
   formats::i32 width;
@@ -70,7 +70,6 @@ struct ObserveColumnsArgs {
 // * groups_inner + i; it has the extents group_outer, group_axis (less at the end of axis), group_inner.
 struct ObserveElementsArgs {
   ObserveCommon common;
-  ObserveJoin join;
   formats::i64 num_groups, groups_axis, groups_inner;
   formats::i64 outer_stride, axis_stride;
   formats::i64 axis, group_outer, group_axis, group_inner;

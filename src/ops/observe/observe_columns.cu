@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   // Of each warp, in the order in which its lanes write them.
   __shared__ Range<F> found[kWarps][kChunk][32];
   __shared__ bool last;
-  count_batch(args.common.state);
+  count_batch(args.common);
   const u32 block = blockIdx.x, across = block / args.tiles, band = across / args.pieces;
   const i64 tile = block - across * args.tiles, piece = across - band * args.pieces;
   const i64 axis_number = band / args.bands_per_axis;
@@ -110,15 +110,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     for (int w = 0; w < kWarps; ++w) range = join(range, found[w][in_chunk][chunk]);
   }
   if (args.pieces > 1) {
-    if (has_one) leave(&args.join.ranges[group], range);
+    if (has_one) leave(&args.common.join.ranges[group], range);
+    if (args.common.leaves_ranges) return;
     __threadfence();
     __syncthreads();
-    if (thread == 0) last = is_last(&args.join.arrived[band * static_cast<i64>(args.tiles) + tile], args.pieces);
+    if (thread == 0) last = is_last(&args.common.join.arrived[band * static_cast<i64>(args.tiles) + tile], args.pieces);
     __syncthreads();
     if (!last) return;
-    if (has_one) range = left(&args.join.ranges[group]);
+    if (has_one) range = left(&args.common.join.ranges[group]);
   }
-  if (has_one) take_up(args.common.state, group, range, args.common.state.history);
+  if (has_one) finish(args.common, group, range);
 }
 
 }  // namespace halfbyte::device

@@ -22,8 +22,8 @@ struct ObserveCuda {
   cuda::Grid grid, update_grid;
   // The workspace: counts, ranges, counters.
   int64_t num_ranges = 0, num_counters = 0;
-  RangeSearchCuda
-      search;  // percentile and mse: of the ranges, before `update`; its scratch ends the workspace
+  // percentile and mse: of the ranges, before `update`; its scratch ends the workspace.
+  RangeSearchCuda search;
   // The arguments, but for addresses.
   std::variant<ObserveGroupsArgs, ObservePartsArgs, ObserveColumnsArgs, ObserveElementsArgs> args;
 
@@ -63,12 +63,9 @@ class Selection {
       made_.name = "none";
       return;
     }
-    if (needs_search(problem)) {
-      select_elements();
-      made_.search = select_range_search(*made_.context, problem);
-      return;
-    }
     if (!select_runs() && !select_columns()) select_elements();
+    if (needs_search(problem)) made_.search = select_range_search(*made_.context, problem);
+    if (problem.history == kMean || std::holds_alternative<ObserveElementsArgs>(made_.args)) select_update();
   }
   ObserveCuda take() { return std::move(made_); }
 
@@ -211,7 +208,6 @@ class Selection {
     const int64_t threads = args.num_groups * args.splits * (args.columns ? 1 : 32);
     choose(observe_elements_kernel(p.dtype, is_wide(std::max(threads, units))),
            {blocks_for(threads, kThreads), kThreads}, args);
-    select_update();
   }
   // The ranges of all groups are left in the workspace.
   void select_update() {
@@ -264,14 +260,14 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
   auto* const bytes = static_cast<std::byte*>(workspace);
   const ObserveState state{tensors.min, tensors.max, reinterpret_cast<formats::i64*>(tensors.num_batches),
                            selected.problem.history};
-  const ObserveCommon common{tensors.x, static_cast<QuantizeCounts*>(workspace), state};
   const ObserveJoin join{reinterpret_cast<RangeKeys*>(bytes + selected.ranges_at()),
                          reinterpret_cast<formats::u32*>(bytes + selected.counters_at())};
+  const ObserveCommon common{tensors.x, static_cast<QuantizeCounts*>(workspace), state, join,
+                             selected.update != nullptr};
   if (selected.function)
     std::visit(
         [&](auto args) {
           args.common = common;
-          if constexpr (!std::is_same_v<decltype(args), ObserveGroupsArgs>) args.join = join;
           cuda::launch(selected.function, selected.grid, stream, args);
         },
         selected.args);

@@ -1,5 +1,6 @@
-// observe, groups of any shape and alignment: a warp, or where neighbouring groups lie side by side a thread, has a part
-// of a group, an element at a time. Their ranges are joined by integer atomics; observe_update hands them to the state.
+// observe, groups of any shape and alignment: a warp, or where neighbouring groups lie side by side a thread, has a
+// part of a group, an element at a time. Their ranges are joined by integer atomics; observe_update hands them to the
+// state.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
   }
-  if (lane == 0) leave(&args.join.ranges[group], range);
+  if (lane == 0) leave(&args.common.join.ranges[group], range);
 }
 
 }  // namespace halfbyte::device

@@ -1,5 +1,5 @@
-// observe, groups that are runs of whole chunks: read once, straight into the state. Lanes of a warp share a group, or a
-// block has one.
+// observe, groups that are runs of whole chunks: read once, straight into the state. Lanes of a warp share a group, or
+// a block has one.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
@@ -17,8 +17,8 @@ __device__ __forceinline__ Span span_of(const ObserveGroupsArgs& args, int group
   return {row * args.axis + in_row, min(args.group, args.axis - in_row)};
 }
 
-// 2^team lanes share a group of at most as many chunks, and have kBatch groups. A lane beyond the end of its group reads
-// the last chunk again.
+// 2^team lanes share a group of at most as many chunks, and have kBatch groups. A lane beyond the end of its group
+// reads the last chunk again.
 __device__ __forceinline__ void observe_in_warp(const ObserveGroupsArgs& args) {
   const int lane = static_cast<int>(threadIdx.x % 32), own = lane & ((1 << args.team) - 1);
   const int teams = 32 >> args.team;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void observe_in_warp(const ObserveGroupsArgs& args) {
       for (int mask = 16; mask > 0; mask /= 2) finite = join(finite, shuffle_xor(finite, mask));
       if (lane == whose) range = finite;
     }
-    if (has_one) take_up(args.common.state, group, range, args.common.state.history);
+    if (has_one) finish(args.common, group, range);
   }
 }
 
@@ -70,12 +70,12 @@ __device__ __forceinline__ void observe_in_block(const ObserveGroupsArgs& args) 
   const Range<F> range =
       block_range(chunks_range(args.common, threadIdx.x, span.n, static_cast<int>(blockDim.x),
                                [&](i64 k) { return span.first + k; }));
-  if (threadIdx.x == 0) take_up(args.common.state, group, range, args.common.state.history);
+  if (threadIdx.x == 0) finish(args.common, group, range);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     observe_groups(const __grid_constant__ ObserveGroupsArgs args) {
-  count_batch(args.common.state);
+  count_batch(args.common);
   if constexpr (kBlock)
     observe_in_block(args);
   else

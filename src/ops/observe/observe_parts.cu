@@ -5,7 +5,7 @@
 namespace halfbyte::device {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4) observe_parts(const __grid_constant__ ObservePartsArgs args) {
-  count_batch(args.common.state);
+  count_batch(args.common);
   const u32 block = blockIdx.x, group = block / args.parts, row = group / args.per_row;
   const i64 in_row = (group - row * args.per_row) * args.group, base = row * args.row + in_row;
   const i64 run = min(args.run, args.row - in_row), n = kRuns ? args.runs * args.run : run;
@@ -27,11 +27,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) observe_parts(const __
   range = block_range(range);
   if (threadIdx.x != 0) return;
   if (args.parts > 1) {
-    leave(&args.join.ranges[group], range);
-    if (!is_last(&args.join.arrived[group], args.parts)) return;
-    range = left(&args.join.ranges[group]);
+    leave(&args.common.join.ranges[group], range);
+    if (args.common.leaves_ranges || !is_last(&args.common.join.arrived[group], args.parts)) return;
+    range = left(&args.common.join.ranges[group]);
   }
-  take_up(args.common.state, group, range, args.common.state.history);
+  finish(args.common, group, range);
 }
 
 }  // namespace halfbyte::device

@@ -39,9 +39,8 @@ QuantizeStatus value_ranges(const ObserveProblem& problem, const void* x, Seen<F
 
 // The state takes up the ranges of a batch.
 template <class F>
-void take_up(const ObserveProblem& problem, const Seen<F>* seen, const ObserveTensors& tensors) {
-  if (problem.num_elements() == 0) return;
-  const double history = history_of(problem, (*tensors.num_batches)++);
+void take_up(const ObserveProblem& problem, const Seen<F>* seen, const ObserveTensors& tensors,
+             double history) {
   auto *const min = static_cast<F*>(tensors.min), *const max = static_cast<F*>(tensors.max);
   for (int64_t group = 0; group < problem.num_scales; ++group) {
     const Seen<F> state = formats::observed(Seen<F>{min[group], max[group]}, seen[group], history);
@@ -55,7 +54,7 @@ QuantizeStatus run(const ObserveProblem& problem, const ObserveTensors& tensors)
   std::vector<Seen<F>> seen(static_cast<size_t>(problem.num_scales));
   const QuantizeStatus status = value_ranges(problem, tensors.x, seen.data());
   range_search_ref::run(problem, tensors.x, seen.data());
-  take_up(problem, seen.data(), tensors);
+  if (problem.num_elements() > 0) take_up(problem, seen.data(), tensors, begin_batch(problem, tensors));
   return status;
 }
 

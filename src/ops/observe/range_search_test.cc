@@ -207,10 +207,10 @@ double least_error(const std::vector<float>& x, const QParamsConfig& config) {
   const auto [low, high] = std::ranges::minmax(x);
   const double min = std::min(0.0f, low), max = std::max(0.0f, high), absmax = std::max(-min, max);
   double least = std::numeric_limits<double>::infinity();
-  for (int k = 1; k <= 4096; ++k) {
-    const double both = absmax * k / 4096;
-    least = std::min(least, config.asymmetric ? error_of(x, min * ((k - 1) / 64 + 1) / 64,
-                                                         max * ((k - 1) % 64 + 1) / 64, config)
+  for (int k = 0; k < 4096; ++k) {
+    const int i = k / 64 + 1, j = k % 64 + 1;
+    const double both = absmax * (k + 1) / 4096;
+    least = std::min(least, config.asymmetric ? error_of(x, min * i / 64, max * j / 64, config)
                                               : error_of(x, -both, both, config));
   }
   return least;

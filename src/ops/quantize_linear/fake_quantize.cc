@@ -113,6 +113,7 @@ LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuanti
   LinearProblem problem;
   static_cast<Grouping&>(problem) = grouping_of(d);
   problem.op = op;
+  problem.fake = true;
   problem.dtype = d.dtype;
   problem.has_zeros = d.zero_point_dtype.has_value();
   problem.zeros.dtype = d.zero_point_dtype.value_or(DType::i32);

@@ -42,6 +42,7 @@ LinearOp operation_of(const KernelValues& values) {
 }
 LinearTypes types_of(const KernelValues& values) {
   LinearTypes types;
+  types.fake = true;
   types.dtype = cuda::dtype_of(values);
   types.scale_dtype = parse_dtype(values.at("scale-dtype"));
   types.zero_type = value_of(kZeroTypes, values.at("zero-point"), "zero point");
@@ -88,21 +89,21 @@ formats::Rule rule_of(const KernelValues& values, const LinearTypes& types) {
 
 std::vector<cuda::Kernel> fake_quantize_kernels() {
   return {
-      {{"fake_quantize", "linear_chunks", "Tensors whose scales belong to whole chunks.",
+      {{"fake_quantize", "fake_chunks", "Tensors whose scales belong to whole chunks.",
         given_keys({wide_key()})},
        [](const KernelValues& values) {
          return linear_chunks_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
        }},
-      {{"fake_quantize", "linear_columns", "Tensors whose scales differ from column to column.",
+      {{"fake_quantize", "fake_columns", "Tensors whose scales differ from column to column.",
         given_keys({wide_key()})},
        [](const KernelValues& values) {
          return linear_columns_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
        }},
-      {{"fake_quantize", "linear_elements", "Any tensors.", given_keys({})},
+      {{"fake_quantize", "fake_elements", "Any tensors.", given_keys({})},
        [](const KernelValues& values) {
          return linear_elements_kernel(types_of(values), operation_of(values));
        }},
-      {{"fake_quantize", "linear_fused", "Observer, scales, zero points and values in one pass.",
+      {{"fake_quantize", "fake_fused", "Observer, scales, zero points and values in one pass.",
         keys({"none", "i32"},
              {rule_key(),
               cuda::flag_key("mask", "The mask of the gradient is written."),
@@ -118,7 +119,7 @@ std::vector<cuda::Kernel> fake_quantize_kernels() {
                                     : group == "block-4" ? 4
                                                          : 8);
        }},
-      {{"fake_quantize", "linear_params", "Observer, scales and zero points from ranges.",
+      {{"fake_quantize", "fake_params", "Observer, scales and zero points from ranges.",
         keys({"none", "i32"}, {rule_key()})},
        [](const KernelValues& values) {
          const LinearTypes types = types_of(values);

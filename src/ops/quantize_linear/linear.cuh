@@ -23,6 +23,9 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
   return load(Element(), static_cast<const Memory*>(x)[index]);
 }
 
+// Blocks of a multiprocessor that registers are limited for; 0: as the compiler finds it, which may spill.
+constexpr int kMinBlocks = kFake ? 3 : 0;
+
 // ---- Parameters
 
 struct Group {

@@ -30,8 +30,8 @@ __device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chun
                     [&](u32 rest) { return args.scale_divider.divide(rest); });
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads)
-    linear_chunks(const __grid_constant__ LinearChunksArgs args) {
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
+    HALFBYTE_KERNEL(const __grid_constant__ LinearChunksArgs args) {
   load_bins();
   const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
   const Index first = warp * (32 * kBatch) + threadIdx.x % 32;

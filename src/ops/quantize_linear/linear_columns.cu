@@ -9,7 +9,7 @@ constexpr int kChunk = linear_columns_chunk(sizeof(Memory), kMask);
 constexpr int kBatch = kOp == LinearOp::backward ? (kFast ? 2 : 1) : 4;  // rows on their way at a time
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
-    linear_columns(const __grid_constant__ LinearColumnsArgs args) {
+    HALFBYTE_KERNEL(const __grid_constant__ LinearColumnsArgs args) {
   load_bins();
   using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
   const auto row_chunks = static_cast<Index>(args.columns / kChunk);

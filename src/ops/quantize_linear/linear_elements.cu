@@ -42,7 +42,7 @@ __device__ __forceinline__ int code_of(const LinearElementsArgs& args, const Pos
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
-    linear_elements(const __grid_constant__ LinearElementsArgs args) {
+    HALFBYTE_KERNEL(const __grid_constant__ LinearElementsArgs args) {
   constexpr bool kPacked = kMask || (kBits == 4 && kOp != LinearOp::backward);
   constexpr int kPerByte = kMask ? 8 : 2;
   const i64 item = block_index() * kLinearThreads + threadIdx.x;

@@ -8,7 +8,6 @@
 namespace halfbyte::device {
 
 constexpr int kChunk = linear_chunk(sizeof(Memory), LinearOp::quantize, kMask);
-constexpr bool kFake = kOp == LinearOp::fake_quantize;
 using Chunk = ChunkOf<Element, kChunk>;
 constexpr int kWarpBatch = kLinearWarpBatch, kWarps = kLinearThreads / 32;
 
@@ -207,8 +206,8 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
     if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, own_group);
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? 4 : 2)
-    linear_fused(const __grid_constant__ LinearFusedArgs args) {
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? (kFake ? 3 : 4) : 2)
+    HALFBYTE_KERNEL(const __grid_constant__ LinearFusedArgs args) {
   load_bins();
   if constexpr (kFake) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && args.common.observer.num_batches != nullptr)

@@ -6,7 +6,7 @@
 namespace halfbyte::device {
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads)
-    linear_params(const __grid_constant__ LinearParamsArgs args) {
+    HALFBYTE_KERNEL(const __grid_constant__ LinearParamsArgs args) {
   const i64 item = block_index() * kLinearThreads + threadIdx.x;
   const LinearCommon& common = args.common;
   if constexpr (kOp == LinearOp::fake_quantize) {

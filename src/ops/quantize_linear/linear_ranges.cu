@@ -9,7 +9,7 @@ constexpr int kUnroll = kWide ? 2 : 4;  // loads in flight; 64-bit divisions tak
 
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, 4)
-    linear_ranges(const __grid_constant__ LinearRangesArgs args) {
+    HALFBYTE_KERNEL(const __grid_constant__ LinearRangesArgs args) {
   using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
   const i64 thread = block_index() * kLinearThreads + threadIdx.x;
   const auto item = static_cast<Index>(args.columns ? thread : thread / 32);

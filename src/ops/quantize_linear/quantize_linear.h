@@ -27,7 +27,7 @@ struct LinearProblem : Grouping {
   // kind, asymmetric where there are zero points, q_min, q_max, scale_type; where computed rule, eps; book.
   formats::Codec codec;
   bool computed = false;
-  // fake_quantize: forward and backward may have a table (codec.kind).
+  bool fake = false;      // fake quantization, forward or backward; it may have a table (codec.kind)
   bool has_mask = false;  // forward writes it
   LinearCodes mask;       // packed, a bit an element
   // Computed: from the observer's state, which is updated first; `history` as formats::observed has it.

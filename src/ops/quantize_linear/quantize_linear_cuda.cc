@@ -36,10 +36,13 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
   return (work + work_per_block - 1) / work_per_block;
 }
 
-cuda::KernelSpec kernel_spec(const char* source, const char* function, const LinearTypes& types,
+// The kernel of a source linear_<name>.cu; fake quantization has it under a name of its own.
+cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearTypes& types,
                              const std::string& lines) {
+  const std::string function = fmt::format("{}_{}", types.fake ? "fake" : "linear", name);
   return {source, function,
           "#include \"ops/quantize_linear/quantize_linear_args.h\"\n" +
+              fmt::format("#define HALFBYTE_KERNEL {}\n", function) +
               cuda::config_text(linear_config(types) + lines)};
 }
 std::string op_config(LinearOp op) {
@@ -101,8 +104,8 @@ class Selection {
   }
   cuda::CUfunction load(const cuda::KernelSpec& spec) const { return cuda::get_kernel(*made_.context, spec); }
   template <class Args>
-  void choose(const char* name, const cuda::KernelSpec& spec, cuda::Grid grid, const Args& args) {
-    made_.name = name;
+  void choose(const cuda::KernelSpec& spec, cuda::Grid grid, const Args& args) {
+    made_.name = spec.function;
     made_.function = load(spec);
     made_.grid = grid;
     made_.args = args;
@@ -147,12 +150,12 @@ class Selection {
       const int lanes = std::max(kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
-      choose("linear_fused", linear_fused_kernel(types_, p.op, p.codec.rule, 0),
+      choose(linear_fused_kernel(types_, p.op, p.codec.rule, 0),
              {blocks_for(args.num_groups, per_block), kThreads}, args);
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
       const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
-      choose("linear_fused", linear_fused_kernel(types_, p.op, p.codec.rule, batch),
+      choose(linear_fused_kernel(types_, p.op, p.codec.rule, batch),
              {args.num_groups, std::max(32, static_cast<int>(threads))}, args);
     }
     return true;
@@ -226,7 +229,7 @@ class Selection {
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
-    choose("linear_chunks", linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
+    choose(linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
            {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads}, args);
     return true;
   }
@@ -250,8 +253,8 @@ class Selection {
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
     args.pieces = blocks_for(args.group, kLinearRows);
     const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
-    choose("linear_columns", linear_columns_kernel(types_, p.op, is_wide(items)),
-           {blocks_for(items, kThreads), kThreads}, args);
+    choose(linear_columns_kernel(types_, p.op, is_wide(items)), {blocks_for(items, kThreads), kThreads},
+           args);
     return true;
   }
 
@@ -268,8 +271,7 @@ class Selection {
     args.inner = p.inner;
     args.group = p.group_size;
     args.scale_strides = device_strides(p.scale_strides);
-    choose("linear_elements", linear_elements_kernel(types_, p.op),
-           {blocks_for(args.num_items, kThreads), kThreads}, args);
+    choose(linear_elements_kernel(types_, p.op), {blocks_for(args.num_items, kThreads), kThreads}, args);
   }
 
   void select_mask_gradients() {
@@ -281,7 +283,7 @@ class Selection {
     const bool chunks = whole_ && p.mask.cols % 8 == 0;
     args.num_items = chunks ? n / chunk : n;
     const int64_t per_block = int64_t{kThreads} * (chunks ? kMaskBatch : 1);
-    choose("mask_gradients", mask_gradients_kernel(p.dtype, chunks, is_wide(args.num_items)),
+    choose(mask_gradients_kernel(p.dtype, chunks, is_wide(args.num_items)),
            {blocks_for(args.num_items, per_block), kThreads}, args);
   }
 
@@ -297,9 +299,10 @@ std::string linear_config(const LinearTypes& types) {
   return cuda::element_config(types.dtype) +
          fmt::format(
              "constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
-             "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kMask = {}, kTable = {};\n",
+             "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, kMask = {}, kTable = "
+             "{};\n",
              types.bits, static_cast<int>(scale_type(types.scale_dtype)), static_cast<int>(types.zero_type),
-             types.mask, types.book.has_value()) +
+             types.fake, types.mask, types.book.has_value()) +
          cuda::book_config(types.book ? &*types.book : nullptr);
 }
 LinearTypes types_of(const LinearProblem& problem) {
@@ -335,35 +338,36 @@ LinearTypes types_of(const LinearProblem& problem) {
   // Codes play no part in gradients.
   if (problem.op == LinearOp::backward) types.bits = 8;
   types.mask = problem.has_mask && problem.op == LinearOp::fake_quantize;
+  types.fake = problem.fake;
   if (problem.codec.kind == formats::Kind::table) types.book = problem.codec.book;
   return types;
 }
 cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "linear_chunks", types,
+  return kernel_spec("ops/quantize_linear/linear_chunks.cu", "chunks", types,
                      op_config(op) + wide_config(wide));
 }
 cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_columns.cu", "linear_columns", types,
+  return kernel_spec("ops/quantize_linear/linear_columns.cu", "columns", types,
                      op_config(op) + wide_config(wide));
 }
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
-  return kernel_spec("ops/quantize_linear/linear_elements.cu", "linear_elements", types, op_config(op));
+  return kernel_spec("ops/quantize_linear/linear_elements.cu", "elements", types, op_config(op));
 }
 cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
                                      int block_batch) {
   return kernel_spec(
-      "ops/quantize_linear/linear_fused.cu", "linear_fused", types,
+      "ops/quantize_linear/linear_fused.cu", "fused", types,
       op_config(op) + rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
 cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide) {
-  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "linear_ranges", LinearTypes{.dtype = dtype},
+  return kernel_spec("ops/quantize_linear/linear_ranges.cu", "ranges", LinearTypes{.dtype = dtype},
                      fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide));
 }
 cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule) {
   LinearTypes used = types;
   used.bits = 8;
   used.mask = false;
-  return kernel_spec("ops/quantize_linear/linear_params.cu", "linear_params", used,
+  return kernel_spec("ops/quantize_linear/linear_params.cu", "params", used,
                      op_config(op) + rule_config(rule));
 }
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide) {

@@ -13,6 +13,7 @@ struct LinearTypes {
   int bits = 8;              // of a code; 4
   DType scale_dtype = DType::f32;
   ZeroType zero_type = ZeroType::none;
+  bool fake = false;                           // fake quantization, forward or backward
   bool mask = false;                           // fake_quantize writes it
   std::optional<formats::CodeBook> book = {};  // of a table, where it is not integers
 };
