@@ -17,6 +17,7 @@
 
 #include "bench/cuda_affine_bench.h"
 #include "bench/cuda_linear_bench.h"
+#include "bench/cuda_lsq_bench.h"
 #include "bench/cuda_observe_bench.h"
 #include "bench/cuda_timing.h"
 #include "core/format.h"
@@ -383,10 +384,11 @@ int run(int argc, char** argv) {
   } else {
     Bench bench(filter);
     for (const int64_t rows : {8192, 28672}) bench.run(rows, 8192);
-    json linear, observe, affine;
+    json linear, observe, affine, lsq;
     passed = run_linear_bench(filter, linear);
     passed = run_observe_bench(filter, observe) && passed;
     passed = run_affine_bench(filter, affine) && passed;
+    passed = run_lsq_bench(filter, lsq) && passed;
     const CudaInfo found = cuda_info();
     document = {{"device", found.devices[0].name},
                 {"driver", found.driver_version},
@@ -394,7 +396,8 @@ int run(int argc, char** argv) {
                 {"results", bench.results()},
                 {"linear", linear},
                 {"observe", observe},
-                {"affine", affine}};
+                {"affine", affine},
+                {"lsq", lsq}};
     passed = passed && bench.passed();
     fmt::print("\n{}\n", passed ? "All targets are met." : "Some targets are not met.");
   }

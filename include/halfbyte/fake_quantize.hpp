@@ -9,12 +9,12 @@
 //                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
 //                    al. 2013) with the inclusive mask of PyTorch
 //
-// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is the
-// stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y. Infinities
-// saturate; NaN stays NaN, bit by bit, and has gradient 0. A code of zero is +0. A scale of 0 gives +0
-// everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none are replaced
-// and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target, number of threads
-// and run.
+// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is
+// the stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y.
+// Infinities saturate; NaN stays NaN, bit by bit, and has gradient 0. A code of zero is +0. A scale of 0
+// gives +0 everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none
+// are replaced and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target,
+// number of threads and run.
 #pragma once
 
 #include <array>
@@ -101,8 +101,17 @@ struct HALFBYTE_API FakeQuantizeBackward {
   };
   using Status = QuantizeStatus;
 };
-// x, dy -> dx, which may be dy, and the gradients of scale and zero point. The descriptor's `computed` and
-// `mask` must be false.
+// x, dy -> dx, which may be dy, and the gradients of scale and zero point (LSQ, arXiv:1902.08153; LSQ+,
+// arXiv:2004.09576). The descriptor's `computed` and `mask` must be false. With v = x / scale, rounded to r
+// as forward rounds, an element
+//   that passes (see backward)  has dx = dy and adds dy * (r - v) to the sum of its scale
+//   that does not               has dx = +0, adds dy * bound to it, and dy to the sum of its zero point
+// with bound the nearer of q_min - zero_point and q_max - zero_point, of a table its lowest or highest value.
+// NaN, and an element with scale 0, adds nothing. Then, rounding after each operation,
+//   dscale = scale_sum * gradient_scale        dzero_point = -(scale * zero_sum) * gradient_scale
+// The sums are pairwise over the elements of the group in row-major order: S(i, 2m) = S(i, m) + S(i + m, m),
+// m a power of two and i a multiple of 2m. A gradient is never -0; NaN is the quiet one without a sign.
+// Status: scales and zero points that are none.
 struct HALFBYTE_API FakeQuantizeLearnedBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {

@@ -16,7 +16,7 @@ struct LsqTerms {
 // they are used. value_of(quotient): the value that stands for it, an integer or nearest of the table.
 template <bool kTable, class F, class ValueOf>
 HALFBYTE_FN LsqTerms<F> lsq_terms(F x, F dy, F scale, F low, F high, const ValueOf& value_of) {
-  if (x != x) return {};
+  if (x != x) return {};  // NaN NOLINT(misc-redundant-expression)
   if (scale == 0) return {true, 0, 0};
   const F quotient = x / scale, value = value_of(quotient);
   const F place = kTable ? quotient : value;

@@ -52,7 +52,8 @@ __device__ __forceinline__ Place place_of(const LsqRowsArgs& args, int b) {
         group = args.piece_divider.divide(block);
     }
     const Index piece = block - group * static_cast<Index>(args.common.pieces);
-    return place_of(args, group, piece * static_cast<Index>(blockDim.x * kLsqBatch) + warp * kWarpChunks + b * 32 + lane);
+    const Index first = piece * static_cast<Index>(blockDim.x * kLsqBatch) + warp * kWarpChunks;
+    return place_of(args, group, first + b * 32 + lane);
   } else {
     const Index first = (block * (kLinearThreads / 32) + warp) << kWarpGroups;
     return place_of(args, first + ((b * 32 + lane) >> kLevels), (b * 32 + lane) & ((1 << kLevels) - 1));
