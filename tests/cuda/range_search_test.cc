@@ -108,6 +108,7 @@ std::vector<ObserveCase> usual_cases(const std::vector<std::vector<int64_t>>& sh
           ObserveDescriptor& d = test.descriptor;
           d.shape = shape;
           d.dtype = dtype;
+          if (axis >= static_cast<int>(shape.size())) continue;
           if (axis >= 0) {
             d.granularity = Granularity::channel;
             d.axis = axis;

@@ -41,6 +41,17 @@ __device__ __forceinline__ u64 load_once(const u64* from) {
   asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
+// Keeps its place before the loads that follow, so that it is there when they are done.
+__device__ __forceinline__ float load_early(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ double load_early(const double* from) {
+  double v;
+  asm volatile("ld.global.f64 %0, [%1];" : "=d"(v) : "l"(from));
+  return v;
+}
 // Of a table that all threads read: it stays in the caches. Keeps its place before the loads that follow.
 __device__ __forceinline__ u32 load_table(const u32* from) {
   u32 v;

@@ -55,17 +55,27 @@ __device__ __forceinline__ Range<F> finite_range(const void* x, i64 first, int n
 // The range of finite values of a batch; no_range() where there are none. -0 becomes +0.
 __device__ __forceinline__ Seen<F> seen_of(const Range<F>& range) { return {-range.low + 0, range.high + 0}; }
 
-__device__ __forceinline__ void take_up(const ObserveState& state, i64 group, const Range<F>& range, double history) {
-  F* const min = static_cast<F*>(state.min) + group;
-  F* const max = static_cast<F*>(state.max) + group;
-  const Seen<F> now = observed(Seen<F>{*min, *max}, seen_of(range), history);
-  *min = now.min;
-  *max = now.max;
+// As it was before the batch.
+__device__ __forceinline__ Seen<F> state_of(const ObserveState& state, i64 group) {
+  return {load_early(static_cast<const F*>(state.min) + group), load_early(static_cast<const F*>(state.max) + group)};
 }
+__device__ __forceinline__ void take_up(const ObserveState& state, i64 group, const Seen<F>& before,
+                                        const Range<F>& range, double history) {
+  const Seen<F> now = observed(before, seen_of(range), history);
+  static_cast<F*>(state.min)[group] = now.min;
+  static_cast<F*>(state.max)[group] = now.max;
+}
+
 // ---- What blocks leave to each other
 
+__device__ __forceinline__ bool is_empty(const Range<F>& range) { return !(range.high >= -Float<F>::kMax); }
+// The range of one block, which nobody else writes.
+__device__ __forceinline__ void put(RangeKeys* keys, const Range<F>& range) {
+  if (!is_empty(range))
+    *keys = {order_key(static_cast<double>(range.low)), order_key(static_cast<double>(range.high))};
+}
 __device__ __forceinline__ void leave(RangeKeys* keys, const Range<F>& range) {
-  if (!(range.high >= -Float<F>::kMax)) return;
+  if (is_empty(range)) return;
   atomic_max(&keys->low, order_key(static_cast<double>(range.low)));
   atomic_max(&keys->high, order_key(static_cast<double>(range.high)));
 }
@@ -77,12 +87,16 @@ __device__ __forceinline__ Range<F> left(const RangeKeys* keys) {
   if (low == 0) return no_range<F>();
   return {static_cast<F>(from_order_key(low)), static_cast<F>(from_order_key(high))};
 }
-// The range of a whole group.
-__device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Range<F>& range) {
+// The range of a whole group. `before`: its state, loaded before the elements, so that it need not be waited for.
+__device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Seen<F>& before,
+                                       const Range<F>& range) {
   if (common.leaves_ranges)
     leave(&common.join.ranges[group], range);
   else
-    take_up(common.state, group, range, common.state.history);
+    take_up(common.state, group, before, range, common.state.history);
+}
+__device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Range<F>& range) {
+  finish(common, group, state_of(common.state, group), range);
 }
 // Where kernels hand ranges to the state, one thread counts the batch.
 __device__ __forceinline__ void count_batch(const ObserveCommon& common) {
@@ -98,11 +112,16 @@ __device__ __forceinline__ bool is_last(u32* arrived, i64 n) {
   return before == static_cast<u32>(n - 1);
 }
 
+// The range of a warp; all lanes get it.
+__device__ __forceinline__ Range<F> warp_range(Range<F> range) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+  return range;
+}
 // The range of a block; the first thread gets it.
 __device__ __forceinline__ Range<F> block_range(Range<F> range) {
   __shared__ Range<F> warp_ranges[kWarps];
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
+  range = warp_range(range);
   const int warps = static_cast<int>(blockDim.x) / 32;
   if (warps == 1) return range;
   if (threadIdx.x % 32 == 0) warp_ranges[threadIdx.x / 32] = range;

@@ -38,7 +38,7 @@ struct ObserveGroupsArgs {
   ObserveCommon common;
   formats::i64 axis, group;
   formats::i32 num_groups;
-  formats::i32 team;             // 2^team lanes share a group, unless a block does
+  formats::i32 team;             // 2^team lanes share a group; long ones: so many threads have one
   formats::Divider row_divider;  // by the groups of a row
 };
 

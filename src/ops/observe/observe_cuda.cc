@@ -38,8 +38,8 @@ struct ObserveCuda {
 namespace {
 
 constexpr int kThreads = kObserveThreads;
-constexpr int kBatch = 8;           // loads of a thread that are in flight
-constexpr int64_t kBlocks = 2048;   // of large problems: enough to fill a device evenly
+constexpr int kBatch = 8;  // loads of a thread that are in flight
+constexpr int kWarps = kThreads / 32;
 constexpr int64_t kMost = 1 << 30;  // of what kernels number by 32 bits
 
 int64_t blocks_for(int64_t work, int64_t work_per_block) {
@@ -58,6 +58,7 @@ class Selection {
       : problem_(problem), chunk_(16 / size_of(problem.dtype)), whole_(alignment >= 16) {
     made_.problem = problem;
     made_.context = &cuda::context(problem.device.index);
+    wave_ = int64_t{4} * made_.context->num_multiprocessors;
     const cuda::Scope scope(*made_.context);
     if (problem.num_elements() == 0) {
       made_.name = "none";
@@ -122,10 +123,14 @@ class Selection {
       choose(observe_groups_kernel(problem_.dtype, false), {blocks_for(num_groups, per_block), kThreads},
              args);
     } else {
+      // Warps need not wait for each other, where there are enough groups to fill the device with them.
       const auto threads =
           std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(blocks_for(group, kBatch), kThreads)));
+      const bool warps = threads <= 32 || num_groups >= wave_ * kWarps;
+      args.team = warps ? 32 : static_cast<int>(threads);
       choose(observe_groups_kernel(problem_.dtype, true),
-             {num_groups, std::max(32, static_cast<int>(threads))}, args);
+             warps ? cuda::Grid{blocks_for(num_groups, kWarps), kThreads} : cuda::Grid{num_groups, args.team},
+             args);
     }
   }
   bool select_parts(int64_t axis, int64_t group, int64_t rows, int64_t runs, int tail) {
@@ -139,11 +144,11 @@ class Selection {
     args.run_divider = formats::Divider::of(group);
     args.tail = tail;
     const int64_t unit = kThreads * kBatch;
-    args.per_part = blocks_for(std::max(unit, in_all / blocks_for(kBlocks, num_groups)), unit) * unit;
+    args.per_part = blocks_for(std::max(unit, in_all / blocks_for(wave_, num_groups)), unit) * unit;
     const int64_t parts = blocks_for(in_all, args.per_part);
     if (num_groups > kMost / parts) return false;
     args.parts = static_cast<formats::u32>(parts);
-    if (parts > 1) made_.num_ranges = made_.num_counters = num_groups;
+    if (parts > 1) made_.num_counters = num_groups, made_.num_ranges = num_groups * parts;
     choose(observe_parts_kernel(problem_.dtype, runs > 1, is_wide(in_all)), {num_groups * parts, kThreads},
            args);
     return true;
@@ -171,7 +176,7 @@ class Selection {
     const int64_t tiles = blocks_for(args.columns, int64_t{1} << args.width);
     const int64_t unit = int64_t{kBatch * kThreads} >> args.width;  // rows of a block
     args.rows =
-        blocks_for(std::max<int64_t>(unit, args.group / blocks_for(kBlocks, num_bands * tiles)), unit) * unit;
+        blocks_for(std::max<int64_t>(unit, args.group / blocks_for(wave_, num_bands * tiles)), unit) * unit;
     const int64_t pieces = blocks_for(args.group, args.rows);
     if (tiles > kMost / pieces || num_bands > kMost / (pieces * tiles)) return false;
     args.bands_per_axis = static_cast<formats::u32>(bands_per_axis);
@@ -221,13 +226,14 @@ class Selection {
   ObserveCuda made_;
   int64_t chunk_;
   bool whole_;
+  int64_t wave_ = 0;  // blocks that run at a time: large problems have as many, since each waits at its end
 };
 
 }  // namespace
 
-cuda::KernelSpec observe_groups_kernel(DType dtype, bool block) {
+cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long) {
   return kernel_spec("ops/observe/observe_groups.cu", "observe_groups", dtype,
-                     fmt::format("constexpr bool kBlock = {};\n", block));
+                     fmt::format("constexpr bool kLong = {};\n", is_long));
 }
 cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide) {
   return kernel_spec("ops/observe/observe_parts.cu", "observe_parts", dtype,

@@ -7,8 +7,8 @@
 
 namespace halfbyte {
 
-// block: a block has a group, else lanes share one.
-cuda::KernelSpec observe_groups_kernel(DType dtype, bool block);
+// is_long: a warp or a block has a group, else lanes share one.
+cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long);
 // runs: a group is not in one piece; wide: it has 2^31 chunks and more.
 cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide);
 cuda::KernelSpec observe_columns_kernel(DType dtype);

@@ -64,20 +64,26 @@ __device__ __forceinline__ void observe_in_warp(const ObserveGroupsArgs& args) {
   }
 }
 
-__device__ __forceinline__ void observe_in_block(const ObserveGroupsArgs& args) {
-  const int group = static_cast<int>(blockIdx.x);
-  const Span span = span_of(args, group);
-  const Range<F> range =
-      block_range(chunks_range(args.common, threadIdx.x, span.n, static_cast<int>(blockDim.x),
-                               [&](i64 k) { return span.first + k; }));
-  if (threadIdx.x == 0) finish(args.common, group, range);
+// `team` threads, a warp or the block, have a group.
+__device__ __forceinline__ void observe_long_groups(const ObserveGroupsArgs& args) {
+  const bool warps = args.team == 32;
+  const int thread = static_cast<int>(warps ? threadIdx.x % 32 : threadIdx.x);
+  const i64 group = warps ? static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32 : blockIdx.x;
+  if (group >= args.num_groups) return;  // a warp as a whole
+  const Span span = span_of(args, static_cast<int>(group));
+  Seen<F> before;
+  if (thread == 0) before = state_of(args.common.state, group);
+  Range<F> range =
+      chunks_range(args.common, thread, span.n, args.team, [&](i64 k) { return span.first + k; });
+  range = warps ? warp_range(range) : block_range(range);
+  if (thread == 0) finish(args.common, group, before, range);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     observe_groups(const __grid_constant__ ObserveGroupsArgs args) {
   count_batch(args.common);
-  if constexpr (kBlock)
-    observe_in_block(args);
+  if constexpr (kLong)
+    observe_long_groups(args);
   else
     observe_in_warp(args);
 }

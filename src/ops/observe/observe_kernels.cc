@@ -15,9 +15,10 @@ std::vector<cuda::Kernel> observe_kernels() {
       {{"observe",
         "observe_groups",
         "Groups that are runs of whole chunks, in one pass.",
-        {dtype, {"group", {"lanes", "block"}, false, "What shares a group: lanes of a warp, or a block."}}},
+        {dtype,
+         {"group", {"short", "long"}, false, "Lanes of a warp share a group, or a warp or block has one."}}},
        [](const KernelValues& values) {
-         return observe_groups_kernel(dtype_of(values), values.at("group") == "block");
+         return observe_groups_kernel(dtype_of(values), values.at("group") == "long");
        }},
       {{"observe",
         "observe_parts",
