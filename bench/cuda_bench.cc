@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bench/cuda_affine_bench.h"
+#include "bench/cuda_fake_quantize_bench.h"
 #include "bench/cuda_linear_bench.h"
 #include "bench/cuda_lsq_bench.h"
 #include "bench/cuda_observe_bench.h"
@@ -384,10 +385,11 @@ int run(int argc, char** argv) {
   } else {
     Bench bench(filter);
     for (const int64_t rows : {8192, 28672}) bench.run(rows, 8192);
-    json linear, observe, affine, lsq;
+    json linear, observe, affine, fake, lsq;
     passed = run_linear_bench(filter, linear);
     passed = run_observe_bench(filter, observe) && passed;
     passed = run_affine_bench(filter, affine) && passed;
+    passed = run_fake_quantize_bench(filter, fake) && passed;
     passed = run_lsq_bench(filter, lsq) && passed;
     const CudaInfo found = cuda_info();
     document = {{"device", found.devices[0].name},
@@ -397,6 +399,7 @@ int run(int argc, char** argv) {
                 {"linear", linear},
                 {"observe", observe},
                 {"affine", affine},
+                {"fake_quantize", fake},
                 {"lsq", lsq}};
     passed = passed && bench.passed();
     fmt::print("\n{}\n", passed ? "All targets are met." : "Some targets are not met.");
