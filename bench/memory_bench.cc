@@ -31,7 +31,6 @@ uint64_t Read(const uint8_t* from, int64_t n) {
 void Write(const uint8_t* from, uint8_t* to, int64_t n) {
 #if HALFBYTE_SIMD
   stream_copy(to, from, static_cast<size_t>(n));
-  hwy::FlushStream();
 #else
   std::copy(from, from + n, to);
 #endif
@@ -56,18 +55,19 @@ void bare_read(const uint8_t* from, int64_t num_bytes, int threads) {
 }
 
 void bare_move(const uint8_t* from, int64_t read_bytes, uint8_t* to, int64_t write_bytes, int threads) {
-  // Blocks of 16 KiB of output: read their share of the input, write them from L1.
+  // Blocks of up to 16 KiB: their share of the input is read, that of the output written from L1.
   constexpr int64_t kBlock = 1 << 14;
   alignas(64) static uint8_t block[kBlock] = {1, 2, 3};
   std::atomic<uint64_t> sink = 0;
-  const int64_t blocks = write_bytes / kBlock;
+  const int64_t blocks = (std::max(read_bytes, write_bytes) + kBlock - 1) / kBlock;
+  const int64_t reads = read_bytes / blocks / 64 * 64, writes = write_bytes / blocks / 64 * 64;
   parallel_for(blocks, 16, threads, [&](int64_t begin, int64_t end, int) {
     uint64_t sum = 0;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = read_bytes / blocks * i;
-      sum ^= HWY_DYNAMIC_DISPATCH(Read)(from + first, read_bytes / blocks);
-      HWY_DYNAMIC_DISPATCH(Write)(block, to + i * kBlock, kBlock);
+      sum ^= HWY_DYNAMIC_DISPATCH(Read)(from + i * reads, reads);
+      HWY_DYNAMIC_DISPATCH(Write)(block, to + i * writes, writes);
     }
+    hwy::FlushStream();
     sink.fetch_xor(sum, std::memory_order_relaxed);
   });
   benchmark::DoNotOptimize(sink.load());

@@ -1,8 +1,5 @@
-// `affine_qdq`, `affine_qdq_backward` and `affine_init` beside a copy of as many bytes, in turn with it: the
-// counter of_copy is its time by ours.
+// `affine_qdq`, `affine_qdq_backward` and `affine_init` beside a copy of the same bytes.
 #include "halfbyte/affine_qdq.hpp"
-
-#include <chrono>
 
 #include "ops/bench.h"
 
@@ -10,12 +7,6 @@ namespace halfbyte::bench {
 namespace {
 
 constexpr int64_t kSize = 8192;  // rows and columns
-
-double seconds(const auto& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
 
 template <class Op>
 void run(benchmark::State& state, const AffineQdqDescriptor& d) {
@@ -25,12 +16,9 @@ void run(benchmark::State& state, const AffineQdqDescriptor& d) {
                 code_bytes = contiguous_bytes(DType::u8, d.code_shape()),
                 num_groups = contiguous_bytes(DType::u8, d.scale_shape());
   const Buffer dense = make_buffer(dense_bytes), codes = make_buffer(code_bytes),
-               other = make_buffer(dense_bytes), workspace = make_buffer(plan.workspace_size());
+               workspace = make_buffer(plan.workspace_size());
   if (d.dtype == DType::bf16) fill_weights(dense.get(), dense_bytes / 2);
-  if (d.dtype == DType::f32)
-    for (int64_t i = 0; i < dense_bytes / 4; ++i)
-      reinterpret_cast<float*>(dense.get())[i] =
-          static_cast<float>((i * 2654435761) % 4001 - 2000) * 0.00005f;
+  if (d.dtype == DType::f32) fill_floats(dense.get(), dense_bytes / 4);
   for (int64_t i = 0; i < code_bytes; ++i) codes[static_cast<size_t>(i)] = static_cast<uint8_t>(i * 37);
   std::vector<Buffer> parameters;
   for (int i = 0; i < 8; ++i) parameters.push_back(make_buffer(num_groups * 4));
@@ -42,34 +30,24 @@ void run(benchmark::State& state, const AffineQdqDescriptor& d) {
   const TensorView x{dense.get(), d.dtype, {d.rows, d.cols}, {}, {}},
       code{codes.get(), DType::u8, d.code_shape(), {}, {}};
   typename Op::Args args;
-  int64_t group_bytes = 8;  // of a group: two gradients
+  int64_t reads = code_bytes, writes = dense_bytes;
   if constexpr (std::is_same_v<Op, AffineQdqBackward>) {
     args.codes = code;
     args.dy = x;
     TensorView* const tensors[] = {&args.dscales, &args.dbiases, &args.scales, &args.biases,
                                    &args.scale_m, &args.scale_v, &args.bias_m, &args.bias_v};
     for (int i = d.adam ? 2 : 0; i < (d.adam ? 8 : 2); ++i) *tensors[i] = group_view(i, DType::f32);
-    if (d.adam) group_bytes = 48;
+    reads += dense_bytes + (d.adam ? num_groups * 24 : 0);
+    writes = num_groups * (d.adam ? 24 : 8);
   } else {
-    group_bytes = 2 * size_of(d.scale_dtype);
+    const int64_t group_bytes = num_groups * 2 * size_of(d.scale_dtype);
     const TensorView scales = group_view(0, d.scale_dtype), biases = group_view(1, d.scale_dtype);
     if constexpr (std::is_same_v<Op, AffineInit>)
-      args = {x, code, scales, biases};
+      args = {x, code, scales, biases}, reads = dense_bytes, writes = code_bytes + group_bytes;
     else
-      args = {code, scales, biases, x};
+      args = {code, scales, biases, x}, reads += group_bytes;
   }
-  const int64_t bytes = dense_bytes + code_bytes + num_groups * group_bytes;
-  double ours = 1e9, copy = 1e9;  // the best of each: seconds a byte
-  for (auto _ : state) {
-    const double time = seconds([&] { plan.run(nullptr, workspace.get(), args); });
-    state.SetIterationTime(time);
-    ours = std::min(ours, time / static_cast<double>(bytes));
-    const int64_t n = std::min(bytes / 2, dense_bytes);
-    const double moved = seconds([&] { bare_move(dense.get(), n, other.get(), n, threads); });
-    copy = std::min(copy, moved / static_cast<double>(2 * n));
-  }
-  state.SetBytesProcessed(state.iterations() * bytes);
-  state.counters["of_copy"] = copy / ours;
+  beside_copy(state, reads, writes, threads, [&] { plan.run(nullptr, workspace.get(), args); });
 }
 
 template <class Op>

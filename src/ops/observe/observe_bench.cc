@@ -1,21 +1,12 @@
-// `observe` beside a copy of as many bytes and a bare read of x, in turn with them: the counters of_copy and
-// of_read are their time by ours.
+// `observe` beside a copy of the same bytes: reads, and writes of the state.
 #include "halfbyte/observe.hpp"
-
-#include <chrono>
 
 #include "ops/bench.h"
 
 namespace halfbyte::bench {
 namespace {
 
-const std::vector<int64_t> kShape{16384, 8192};
-
-double seconds(const auto& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
+const std::vector<int64_t> kShape{8192, 8192};
 
 void run(benchmark::State& state, const ObserveDescriptor& descriptor) {
   const auto threads = static_cast<int>(state.range(0));
@@ -23,29 +14,17 @@ void run(benchmark::State& state, const ObserveDescriptor& descriptor) {
   const std::vector<int64_t> groups = descriptor.state_shape();
   const int64_t bytes = contiguous_bytes(descriptor.dtype, kShape),
                 state_bytes = contiguous_bytes(DType::f32, groups);
-  const Buffer x = make_buffer(bytes), other = make_buffer(bytes), min = make_buffer(state_bytes),
-               max = make_buffer(state_bytes), num_batches = make_buffer(8),
-               workspace = make_buffer(plan.workspace_size());
+  const Buffer x = make_buffer(bytes), min = make_buffer(state_bytes), max = make_buffer(state_bytes),
+               num_batches = make_buffer(8), workspace = make_buffer(plan.workspace_size());
   if (descriptor.dtype == DType::bf16) fill_weights(x.get(), bytes / 2);
-  if (descriptor.dtype == DType::f32)
-    for (int64_t i = 0; i < bytes / 4; ++i)
-      reinterpret_cast<float*>(x.get())[i] = static_cast<float>((i * 2654435761) % 4001 - 2000) * 0.00005f;
+  if (descriptor.dtype == DType::f32) fill_floats(x.get(), bytes / 4);
   const Observe::Args args{{x.get(), descriptor.dtype, kShape, {}, {}},
                            {min.get(), DType::f32, groups, {}, {}},
                            {max.get(), DType::f32, groups, {}, {}},
                            {num_batches.get(), DType::i64, {}, {}, {}}};
   reset_observer(args.min, args.max, args.num_batches);
-  double ours = 1e9, copy = 1e9, read = 1e9;  // the best of each
-  for (auto _ : state) {
-    const double time = seconds([&] { plan.run(nullptr, workspace.get(), args); });
-    state.SetIterationTime(time);
-    ours = std::min(ours, time);
-    copy = std::min(copy, seconds([&] { bare_move(x.get(), bytes / 2, other.get(), bytes / 2, threads); }));
-    read = std::min(read, seconds([&] { bare_read(x.get(), bytes, threads); }));
-  }
-  state.SetBytesProcessed(state.iterations() * bytes);
-  state.counters["of_copy"] = copy / ours;
-  state.counters["of_read"] = read / ours;
+  beside_copy(state, bytes + 2 * state_bytes, 2 * state_bytes, threads,
+              [&] { plan.run(nullptr, workspace.get(), args); });
 }
 
 [[maybe_unused]] const bool kAdded = [] {

@@ -1,20 +1,12 @@
-// `fake_quantize_learned_backward` beside a copy of as many bytes, in turn with it: the counter of_copy is
-// its time by ours.
-#include <chrono>
-
+// `fake_quantize_learned_backward` beside a copy of the same bytes.
 #include "halfbyte/fake_quantize.hpp"
+
 #include "ops/bench.h"
 
 namespace halfbyte::bench {
 namespace {
 
-const std::vector<int64_t> kShape{16384, 8192};
-
-double seconds(const auto& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
+const std::vector<int64_t> kShape{8192, 8192};
 
 void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
   const auto threads = static_cast<int>(state.range(0));
@@ -27,10 +19,7 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
                dzero = make_buffer(scale_bytes), workspace = make_buffer(plan.workspace_size());
   for (const Buffer* buffer : {&x, &dy}) {
     if (descriptor.dtype == DType::bf16) fill_weights(buffer->get(), dense_bytes / 2);
-    if (descriptor.dtype == DType::f32)
-      for (int64_t i = 0; i < dense_bytes / 4; ++i)
-        reinterpret_cast<float*>(buffer->get())[i] =
-            static_cast<float>((i * 2654435761) % 4001 - 2000) * 0.00005f;
+    if (descriptor.dtype == DType::f32) fill_floats(buffer->get(), dense_bytes / 4);
   }
   for (int64_t i = 0; i < scale_bytes / 4; ++i) {
     reinterpret_cast<float*>(scale.get())[i] = 0.005f + 1e-9f * static_cast<float>(i % 1000);
@@ -47,17 +36,9 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
     args.zero_point = view(zero, DType::f32, scale_shape);
     args.dzero_point = view(dzero, DType::f32, scale_shape);
   }
-  const int64_t bytes = 3 * dense_bytes;
-  double ours = 1e9, copy = 1e9;  // the best of each: seconds a byte
-  for (auto _ : state) {
-    const double time = seconds([&] { plan.run(nullptr, workspace.get(), args); });
-    state.SetIterationTime(time);
-    ours = std::min(ours, time / static_cast<double>(bytes));
-    const double moved = seconds([&] { bare_move(x.get(), dense_bytes, dy.get(), dense_bytes, threads); });
-    copy = std::min(copy, moved / static_cast<double>(2 * dense_bytes));
-  }
-  state.SetBytesProcessed(state.iterations() * bytes);
-  state.counters["of_copy"] = copy / ours;
+  const int64_t scales = descriptor.zero_point_dtype ? 2 * scale_bytes : scale_bytes;
+  beside_copy(state, 2 * dense_bytes + scales, dense_bytes + scales, threads,
+              [&] { plan.run(nullptr, workspace.get(), args); });
 }
 
 void add(const char* name, Granularity granularity, int axis, int64_t group_size) {

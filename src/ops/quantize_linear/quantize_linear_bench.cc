@@ -1,15 +1,12 @@
-// `quantize_linear`, `dequantize_linear` and `quantize_linear_backward` beside a copy of as many bytes, in
-// turn with it: the counter of_copy is its time by ours.
+// `quantize_linear`, `dequantize_linear` and `quantize_linear_backward` beside a copy of the same bytes.
 #include "halfbyte/quantize_linear.hpp"
-
-#include <chrono>
 
 #include "ops/bench.h"
 
 namespace halfbyte::bench {
 namespace {
 
-const std::vector<int64_t> kShape{16384, 8192};
+const std::vector<int64_t> kShape{8192, 8192};
 
 struct Setup {
   const char* name;
@@ -30,12 +27,6 @@ std::vector<Setup> setups() {
   return all;
 }
 
-double seconds(const auto& work) {
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
 template <class Op>
 void run(benchmark::State& state, const LinearDescriptor& descriptor) {
   const auto threads = static_cast<int>(state.range(0));
@@ -48,9 +39,7 @@ void run(benchmark::State& state, const LinearDescriptor& descriptor) {
                scale = make_buffer(num_scales * 4), zero = make_buffer(num_scales),
                workspace = make_buffer(plan.workspace_size());
   if (descriptor.dtype == DType::bf16) fill_weights(x.get(), dense_bytes / 2);
-  if (descriptor.dtype == DType::f32)
-    for (int64_t i = 0; i < dense_bytes / 4; ++i)
-      reinterpret_cast<float*>(x.get())[i] = static_cast<float>((i * 2654435761) % 4001 - 2000) * 0.00005f;
+  if (descriptor.dtype == DType::f32) fill_floats(x.get(), dense_bytes / 4);
   for (int64_t i = 0; i < num_scales; ++i)
     reinterpret_cast<float*>(scale.get())[i] = 0.0008f + 1e-9f * static_cast<float>(i % 1000);
   std::fill_n(zero.get(), num_scales, uint8_t{3});
@@ -62,25 +51,14 @@ void run(benchmark::State& state, const LinearDescriptor& descriptor) {
                    scales = view(scale, descriptor.scale_dtype, scale_shape),
                    zeros = view(zero, descriptor.code_dtype, scale_shape);
   typename Op::Args args;
-  int64_t bytes = 3 * dense_bytes;
+  int64_t reads = num_scales * 5, writes = dense_bytes;
   if constexpr (std::is_same_v<Op, QuantizeLinear>)
-    args = {dense, code, scales, zeros};
+    args = {dense, code, scales, zeros}, reads += dense_bytes, writes = code_bytes;
   else if constexpr (std::is_same_v<Op, DequantizeLinear>)
-    args = {code, scales, zeros, dense};
+    args = {code, scales, zeros, dense}, reads += code_bytes;
   else
-    args = {dense, other, scales, zeros, other};
-  if constexpr (!std::is_same_v<Op, QuantizeLinearBackward>) bytes = dense_bytes + code_bytes;
-  double ours = 1e9, copy = 1e9;  // the best of each: seconds a byte
-  for (auto _ : state) {
-    const double time = seconds([&] { plan.run(nullptr, workspace.get(), args); });
-    state.SetIterationTime(time);
-    ours = std::min(ours, time / static_cast<double>(bytes));
-    const int64_t n = std::min(bytes / 2, dense_bytes);
-    const double moved = seconds([&] { bare_move(x.get(), n, y.get(), n, threads); });
-    copy = std::min(copy, moved / static_cast<double>(2 * n));
-  }
-  state.SetBytesProcessed(state.iterations() * bytes);
-  state.counters["of_copy"] = copy / ours;
+    args = {dense, other, scales, zeros, other}, reads += 2 * dense_bytes;
+  beside_copy(state, reads, writes, threads, [&] { plan.run(nullptr, workspace.get(), args); });
 }
 
 template <class Op>
