@@ -10,7 +10,7 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
   function(halfbyte_embed_sources output)
     set(root ${PROJECT_SOURCE_DIR}/src)
     file(GLOB sources CONFIGURE_DEPENDS RELATIVE ${root}
-      ${root}/cuda/device/*.cuh ${root}/formats/*.h ${root}/ops/*/*.cu ${root}/ops/*/*.cuh
+      ${root}/cuda/device/*.cu ${root}/cuda/device/*.cuh ${root}/formats/*.h ${root}/ops/*/*.cu ${root}/ops/*/*.cuh
       ${root}/ops/*/*_args.h)
     set(depends ${sources})
     list(TRANSFORM depends PREPEND ${root}/)

@@ -17,6 +17,22 @@ using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
 
+// As CUDA 11.8 and later have them.
+struct CUlaunchAttribute {
+  int id = 0;
+  char pad[4] = {};
+  union {
+    int value;
+    char bytes[64] = {};
+  };
+};
+struct CUlaunchConfig {
+  unsigned grid_x = 1, grid_y = 1, grid_z = 1, block_x = 1, block_y = 1, block_z = 1, shared_bytes = 0;
+  CUstream stream = nullptr;
+  CUlaunchAttribute* attributes = nullptr;
+  unsigned num_attributes = 0;
+};
+
 struct Driver {
   std::string path;     // empty if there is none
   int version = 0;      // of CUDA that it supports: 1000 * major + 10 * minor
@@ -56,7 +72,8 @@ struct Driver {
   X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))               \
   X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,       \
                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,  \
-                     CUstream stream, void** params, void** extra))
+                     CUstream stream, void** params, void** extra))                                \
+  X(cuLaunchKernelEx, (const CUlaunchConfig* config, CUfunction function, void** params, void** extra))
 // NOLINTNEXTLINE(bugprone-macro-parentheses)
 #define HALFBYTE_DECLARE(name, parameters) CUresult(*name) parameters = nullptr;
   HALFBYTE_DRIVER_FUNCTIONS(HALFBYTE_DECLARE)

@@ -7,18 +7,46 @@
 
 namespace halfbyte::cuda {
 
-void launch(CUfunction function, Grid grid, void* stream, void* args) {
-  if (grid.num_blocks == 0) return;
+namespace {
+
+struct Extent {
+  unsigned x = 0, y = 0, threads = 0;
+};
+Extent extent_of(const Grid& grid) {
   constexpr int64_t kMaxX = std::numeric_limits<int32_t>::max(), kMaxY = 65535;
   const int64_t y = (grid.num_blocks - 1) / kMaxX + 1, x = (grid.num_blocks - 1) / y + 1;
   HALFBYTE_CHECK(
       grid.num_blocks > 0 && y <= kMaxY && grid.threads_per_block > 0 && grid.threads_per_block <= 1024, bug,
       "launch: {} blocks of {} threads", grid.num_blocks, grid.threads_per_block);
+  return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(grid.threads_per_block)};
+}
+
+}  // namespace
+
+void launch(CUfunction function, Grid grid, void* stream, void* args) {
+  if (grid.num_blocks == 0) return;
+  const Extent extent = extent_of(grid);
   void* params[] = {args};
-  check(driver().cuLaunchKernel(function, static_cast<unsigned>(x), static_cast<unsigned>(y), 1,
-                                static_cast<unsigned>(grid.threads_per_block), 1, 1, 0,
+  check(driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1, 0,
                                 static_cast<CUstream>(stream), params, nullptr),
         "cuLaunchKernel");
+}
+
+void launch_early(CUfunction function, Grid grid, void* stream, void* args) {
+  if (grid.num_blocks == 0) return;
+  const Extent extent = extent_of(grid);
+  CUlaunchAttribute early;
+  early.id = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+  early.value = 1;
+  CUlaunchConfig config;
+  config.grid_x = extent.x;
+  config.grid_y = extent.y;
+  config.block_x = extent.threads;
+  config.stream = static_cast<CUstream>(stream);
+  config.attributes = &early;
+  config.num_attributes = 1;
+  void* params[] = {args};
+  check(driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
 }
 
 namespace {

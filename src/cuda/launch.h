@@ -21,6 +21,9 @@ struct Grid {
 
 void launch(CUfunction function, Grid grid, void* stream, void* args);  // of the current context
 
+// The same; it may start before the kernel before it on the stream has ended, see Clear.
+void launch_early(CUfunction function, Grid grid, void* stream, void* args);
+
 template <class Args>
 void launch(CUfunction function, Grid grid, void* stream, const Args& args) {
   static_assert(std::is_trivially_copyable_v<Args>);

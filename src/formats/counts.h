@@ -12,6 +12,13 @@ struct QuantizeCounts {
   formats::u64 num_invalid_scales, num_invalid_zero_points;
 };
 
+// What sets a workspace to 0.
+struct ClearArgs {
+  formats::u32* words;
+  formats::i64 num_words;
+};
+inline constexpr int kClearThreads = 256;
+
 // The range of finite values: order_key(-min), order_key(max); 0 where there is none.
 struct RangeKeys {
   formats::u64 low, high;

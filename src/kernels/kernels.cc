@@ -4,6 +4,7 @@
 #include <set>
 
 #include "core/checks.h"
+#include "cuda/clear.h"
 #include "cuda/nvrtc.h"
 #include "ops/affine_qdq/affine_qdq_cuda.h"
 #include "ops/compute_qparams/compute_qparams_cuda.h"
@@ -21,10 +22,13 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
-                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
-                           affine_qdq_kernels()})
+  for (const auto& rows :
+       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
+        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
+  table.push_back(
+      {{"workspace", "clear_workspace", "Zeros for another kernel, which may begin meanwhile.", {}},
+       [](const KernelValues&) { return cuda::clear_kernel(); }});
   return table;
 }
 

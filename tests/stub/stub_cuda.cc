@@ -146,5 +146,8 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
                    void**) {
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
+int cuLaunchKernelEx(const void*, void*, void**, void**) {
+  return sticky = stub::number("STUB_CUDA_STICKY", 0);
+}
 
 }  // extern "C"

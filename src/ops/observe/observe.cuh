@@ -69,11 +69,6 @@ __device__ __forceinline__ void take_up(const ObserveState& state, i64 group, co
 // ---- What blocks leave to each other
 
 __device__ __forceinline__ bool is_empty(const Range<F>& range) { return !(range.high >= -Float<F>::kMax); }
-// The range of one block, which nobody else writes.
-__device__ __forceinline__ void put(RangeKeys* keys, const Range<F>& range) {
-  if (!is_empty(range))
-    *keys = {order_key(static_cast<double>(range.low)), order_key(static_cast<double>(range.high))};
-}
 __device__ __forceinline__ void leave(RangeKeys* keys, const Range<F>& range) {
   if (is_empty(range)) return;
   atomic_max(&keys->low, order_key(static_cast<double>(range.low)));
@@ -106,6 +101,7 @@ __device__ __forceinline__ void count_batch(const ObserveCommon& common) {
 // left something must have called __threadfence() and __syncthreads() before.
 __device__ __forceinline__ bool is_last(u32* arrived, i64 n) {
   u32 before;
+  wait_for_clear();
   __threadfence();
   asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
   __threadfence();

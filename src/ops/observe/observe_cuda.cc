@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "core/counts.h"
+#include "cuda/clear.h"
 #include "cuda/config.h"
 #include "ops/observe/range_search_cuda.h"
 
@@ -17,6 +18,7 @@ namespace halfbyte {
 struct ObserveCuda {
   ObserveProblem problem;
   const cuda::Context* context = nullptr;
+  cuda::Clear clear;
   std::string name;
   cuda::CUfunction function = nullptr, update = nullptr;
   cuda::Grid grid, update_grid;
@@ -60,6 +62,7 @@ class Selection {
     made_.context = &cuda::context(problem.device.index);
     wave_ = int64_t{4} * made_.context->num_multiprocessors;
     const cuda::Scope scope(*made_.context);
+    made_.clear = cuda::Clear(*made_.context);
     if (problem.num_elements() == 0) {
       made_.name = "none";
       return;
@@ -148,7 +151,7 @@ class Selection {
     const int64_t parts = blocks_for(in_all, args.per_part);
     if (num_groups > kMost / parts) return false;
     args.parts = static_cast<formats::u32>(parts);
-    if (parts > 1) made_.num_counters = num_groups, made_.num_ranges = num_groups * parts;
+    if (parts > 1) made_.num_ranges = made_.num_counters = num_groups;
     choose(observe_parts_kernel(problem_.dtype, runs > 1, is_wide(in_all)), {num_groups * parts, kThreads},
            args);
     return true;
@@ -262,7 +265,7 @@ int64_t workspace_bytes(const ObserveCuda& cuda) { return cuda.workspace_bytes()
 void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors, void* stream,
                       void* workspace) {
   const cuda::Scope scope(*selected.context);
-  cuda::fill(workspace, 0, selected.workspace_bytes(), stream);
+  selected.clear(workspace, selected.workspace_bytes(), stream);
   auto* const bytes = static_cast<std::byte*>(workspace);
   const ObserveState state{tensors.min, tensors.max, reinterpret_cast<formats::i64*>(tensors.num_batches),
                            selected.problem.history};
@@ -274,7 +277,7 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
     std::visit(
         [&](auto args) {
           args.common = common;
-          cuda::launch(selected.function, selected.grid, stream, args);
+          selected.clear.launch(selected.function, selected.grid, stream, args);
         },
         selected.args);
   run_range_search(selected.search, tensors.x, join.ranges, bytes + selected.scratch_at(), stream);

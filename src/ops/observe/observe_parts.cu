@@ -1,5 +1,5 @@
-// observe, few large groups of whole chunks: blocks have parts of them, and the last one of a group hands what all
-// found to the state.
+// observe, few large groups of whole chunks: blocks have parts of them, join what they found by integer atomics, whose
+// order does not matter, and the last one of a group hands it to the state.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
@@ -27,22 +27,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) observe_parts(const __
     found.report(args.common.counts);
   }
   range = block_range(range);
-  if (args.parts > 1 && !args.common.leaves_ranges) {
-    // Each part has a place of its own: atomics on one place come one after the other.
-    RangeKeys* const ranges = args.common.join.ranges;
-    __shared__ bool last;
-    if (threadIdx.x == 0) {
-      put(&ranges[block], range);
-      last = is_last(&args.common.join.arrived[group], args.parts);
-    }
-    __syncthreads();
-    if (!last) return;
-    range = no_range<F>();
-    for (u32 part = threadIdx.x; part < args.parts; part += kThreads)
-      range = join(range, left(&ranges[group * args.parts + part]));
-    range = block_range(range);
+  wait_for_clear();
+  if (threadIdx.x != 0) return;
+  if (args.parts > 1) {
+    leave(&args.common.join.ranges[group], range);
+    if (args.common.leaves_ranges || !is_last(&args.common.join.arrived[group], args.parts)) return;
+    range = left(&args.common.join.ranges[group]);
   }
-  if (threadIdx.x == 0) finish(args.common, group, before, range);
+  finish(args.common, group, before, range);
 }
 
 }  // namespace halfbyte::device

@@ -126,11 +126,16 @@ __device__ __forceinline__ Chunk load_gradients(const LinearCommon& common, i64 
     dy.words[i] = load_to_write(static_cast<const Words4*>(common.data.dy) + chunk * Chunk::kWords4 + i);
   return dy;
 }
-template <class Chunk>
+template <bool once = true, class Chunk>
 __device__ __forceinline__ void store_gradients(const LinearCommon& common, const Chunk& dx, i64 chunk) {
+  Words4* const to = static_cast<Words4*>(common.data.y) + chunk * Chunk::kWords4;
 #pragma unroll
-  for (int i = 0; i < Chunk::kWords4; ++i)
-    store_once(static_cast<Words4*>(common.data.y) + chunk * Chunk::kWords4 + i, dx.words[i]);
+  for (int i = 0; i < Chunk::kWords4; ++i) {
+    if constexpr (once)
+      store_once(to + i, dx.words[i]);
+    else
+      to[i] = dx.words[i];
+  }
 }
 
 // ---- Groups

@@ -5,6 +5,7 @@
 #include <variant>
 
 #include "core/counts.h"
+#include "cuda/clear.h"
 #include "cuda/config.h"
 
 namespace halfbyte {
@@ -19,6 +20,7 @@ struct LsqStage {
 // What a problem is done with, in order.
 struct LsqCuda {
   const cuda::Context* context = nullptr;
+  cuda::Clear clear;
   std::string name;  // of the first kernel
   cuda::CUfunction function = nullptr, totals = nullptr;
   cuda::Grid grid;
@@ -63,6 +65,7 @@ class Selection {
     made_.common.num_groups = problem.num_scales;
     made_.common.pieces = made_.common.band_groups = 1;
     const cuda::Scope scope(*made_.context);
+    made_.clear = cuda::Clear(*made_.context);
     if (!select_rows() && !select_columns()) select_elements();
     select_totals();
   }
@@ -219,7 +222,7 @@ int64_t workspace_bytes(const LsqCuda& cuda) { return cuda.workspace_bytes; }
 
 void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stream, void* workspace) {
   const cuda::Scope scope(*selected.context);
-  cuda::fill(workspace, 0, kCountsBytes, stream);
+  selected.clear(workspace, kCountsBytes, stream);
   auto* const bytes = static_cast<std::byte*>(workspace);
   const auto with_addresses = [&](LsqCommon common, int64_t partials) {
     LinearPointers& data = common.linear.data;
@@ -237,7 +240,7 @@ void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stre
   std::visit(
       [&](auto args) {
         args.common = with_addresses(selected.common, kCountsBytes);
-        cuda::launch(selected.function, selected.grid, stream, args);
+        selected.clear.launch(selected.function, selected.grid, stream, args);
       },
       selected.args);
   for (const LsqStage& stage : selected.stages) {

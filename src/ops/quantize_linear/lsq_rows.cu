@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
         zero_terms[i] = terms.zero;
         mask_element(dy[b], i, terms.passes);
       }
-      store_gradients(common, dy[b], place.chunk);
+      store_gradients<kBlock>(common, dy[b], place.chunk);  // measured: short groups are faster with caching
       values[b] = tree_sum(scale_terms);
       if constexpr (kSums == 2) values[kLsqBatch + b] = tree_sum(zero_terms);
     }
@@ -147,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
   }
 
   add_lanes<kValues, 0>(values);
+  wait_for_clear();
   // A lane now has the values whose low bits are those of its number: as many bits as there were levels, or all.
   constexpr int kAll = kSums == 2 ? 3 : 2, kFolds = kLaneLevels < kAll ? kLaneLevels : kAll;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
