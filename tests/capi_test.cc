@@ -1,6 +1,7 @@
 // The C interface: its structures, what each kind of bad argument gives, and that it does what C++ does.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <filesystem>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "capi/support.h"
+#include "halfbyte/fake_quantize.hpp"
 #include "halfbyte/halfbyte.h"
 #include "halfbyte/observe.hpp"
 #include "halfbyte/ops.hpp"
@@ -172,6 +174,13 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(affine.packed, 1);
   EXPECT_EQ(affine.group_size, 64);
   EXPECT_EQ(affine.scale_rule, HALFBYTE_SCALE_RULE_MINMAX);
+  const auto fake = INITIALISED(fake_quantize_descriptor);
+  EXPECT_EQ(fake.q_min, FakeQuantizeDescriptor{}.q_min);
+  EXPECT_EQ(fake.q_max, FakeQuantizeDescriptor{}.q_max);
+  EXPECT_EQ(fake.format, HALFBYTE_UNSET);
+  EXPECT_EQ(fake.zero_point_dtype, HALFBYTE_UNSET);
+  EXPECT_EQ(fake.gradient_scale, 1);
+  EXPECT_EQ(fake.alignment, 16);
   EXPECT_EQ(INITIALISED(adam_step).beta2, 0.999);
   EXPECT_EQ(INITIALISED(adam_step).step, 1);
 }
@@ -668,6 +677,164 @@ TEST(CApi, PlansOfFakeQuantization) {
                halfbyte_fake_quantize_run(backward.get(), nullptr, workspace, &args));
   descriptor.q_max = 256;
   EXPECT_EQ(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);
+}
+
+// Every field of the descriptor and of the arguments arrives: the values are those of C++.
+TEST(CApi, FakeQuantizationIsThatOfCpp) {
+  const int64_t shape[3] = {2, 3, 10};
+  const std::vector<int64_t> shape_of_x(shape, shape + 3);
+  auto config = INITIALISED(observer_config);
+  config.kind = HALFBYTE_OBSERVER_MOVING_AVERAGE;
+  config.momentum = 0.5;
+  auto descriptor = INITIALISED(fake_quantize_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 3;
+  descriptor.granularity = HALFBYTE_GRANULARITY_GROUP;
+  descriptor.axis = 1;
+  descriptor.group_size = 2;
+  descriptor.q_min = -3;
+  descriptor.q_max = 12;
+  descriptor.zero_point_dtype = HALFBYTE_DTYPE_I32;
+  descriptor.computed = 1;
+  descriptor.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
+  descriptor.eps = 0.125;
+  descriptor.observer = &config;
+  descriptor.mask = 1;
+  descriptor.alignment = 4;
+  FakeQuantizeDescriptor same;
+  same.shape = shape_of_x;
+  same.granularity = Granularity::group;
+  same.axis = 1;
+  same.group_size = 2;
+  same.q_min = -3;
+  same.q_max = 12;
+  same.zero_point_dtype = DType::i32;
+  same.computed = true;
+  same.scale_rule = ScaleRule::minmax;
+  same.eps = 0.125;
+  same.observer.emplace().kind = ObserverKind::moving_average;
+  same.observer->momentum = 0.5;
+  same.mask = true;
+  same.alignment = 4;
+
+  int32_t ndim = 0;
+  int64_t extents[3] = {};
+  EXPECT_OK(halfbyte_fake_quantize_descriptor_scale_shape(&descriptor, &ndim, extents));
+  const std::vector<int64_t> groups(extents, extents + ndim);
+  EXPECT_EQ(groups, same.scale_shape());
+  EXPECT_OK(halfbyte_fake_quantize_descriptor_mask_shape(&descriptor, &ndim, extents));
+  const std::vector<int64_t> bits(extents, extents + ndim);
+  EXPECT_EQ(bits, (std::vector<int64_t>{2, 3, 2}));
+  EXPECT_FAILS(HALFBYTE_USAGE, "mask_shape must not be NULL",
+               halfbyte_fake_quantize_descriptor_mask_shape(&descriptor, &ndim, nullptr));
+
+  std::vector<float> values;
+  for (int i = 0; i < 60; ++i) values.push_back(static_cast<float>(i * 37 % 60 - 20) * 0.09f);
+  struct Tensors {
+    Array<float> x, dy, y, scale, learned_zero, min, max, dx, dscale, dzero;
+    Array<int32_t> zero;
+    Array<uint8_t> mask;
+    Array<int64_t> num_batches{{}, {1}};
+    Tensors(const std::vector<int64_t>& dense, const std::vector<int64_t>& groups,
+            const std::vector<int64_t>& bits, const std::vector<float>& values)
+        : x(dense, values),
+          dy(dense, {values.rbegin(), values.rend()}),
+          y(dense),
+          scale(groups, std::vector<float>(40, 0.0625f)),
+          learned_zero(groups, std::vector<float>(40, 1.75f)),
+          min(groups, std::vector<float>(40, -1)),
+          max(groups, std::vector<float>(40, 0.5f)),
+          dx(dense),
+          dscale(groups),
+          dzero(groups),
+          zero(groups),
+          mask(bits) {}
+    bool operator==(const Tensors& other) const {
+      return y.values == other.y.values && scale.values == other.scale.values &&
+             zero.values == other.zero.values && mask.values == other.mask.values &&
+             min.values == other.min.values && max.values == other.max.values &&
+             num_batches.values == other.num_batches.values && dx.values == other.dx.values &&
+             dscale.values == other.dscale.values && dzero.values == other.dzero.values;
+    }
+  };
+  Tensors c(shape_of_x, groups, bits, values), cpp(shape_of_x, groups, bits, values);
+  alignas(16) uint64_t workspace[64];
+  const auto view = [](const DLTensor* tensor) { return capi::view_of(tensor, ""); };
+  const auto run_both = [&](bool has_zero) {
+    halfbyte_plan* raw = nullptr;
+    EXPECT_OK(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw));
+    const UniquePlan plan(raw);
+    auto args = INITIALISED(fake_quantize_args);
+    args.x = c.x;
+    args.y = c.y;
+    args.scale = c.scale;
+    FakeQuantize::Args other{view(cpp.x), view(cpp.y), view(cpp.scale), {}, {}, {}, {}, {}};
+    if (has_zero) {
+      args.zero_point = c.zero;
+      args.mask = c.mask;
+      args.min = c.min;
+      args.max = c.max;
+      args.num_batches = c.num_batches;
+      other.zero_point = view(cpp.zero);
+      other.mask = view(cpp.mask);
+      other.min = view(cpp.min);
+      other.max = view(cpp.max);
+      other.num_batches = view(cpp.num_batches);
+    }
+    EXPECT_OK(halfbyte_fake_quantize_run(plan.get(), nullptr, workspace, &args));
+    FakeQuantizePlan::select({}, same).run(nullptr, workspace, other);
+    EXPECT_TRUE(c == cpp);
+  };
+  run_both(true);
+  EXPECT_EQ(c.num_batches.values[0], 2);
+  EXPECT_EQ(*std::ranges::min_element(c.scale.values), 0.125f);
+
+  // A table.
+  const float table[16] = {-4, -3, -2, -1.5f, -1, -0.5f, -0.25f, 0, 0.125f, 0.25f, 0.5f, 1, 1.5f, 2, 4, 5};
+  descriptor.format = HALFBYTE_FORMAT_LUT4;
+  descriptor.table = table;
+  descriptor.zero_point_dtype = HALFBYTE_UNSET;
+  descriptor.scale_rule = HALFBYTE_SCALE_RULE_ABSMAX;
+  descriptor.computed = descriptor.mask = 0;
+  descriptor.observer = nullptr;
+  same.format = Format::lut4;
+  std::copy_n(table, 16, same.table.begin());
+  same.zero_point_dtype.reset();
+  same.scale_rule = ScaleRule::absmax;
+  same.computed = same.mask = false;
+  same.observer.reset();
+  const std::vector<float> before = c.y.values;
+  run_both(false);
+  EXPECT_NE(c.y.values, before);
+
+  // Learned scales and zero points.
+  descriptor.format = HALFBYTE_UNSET;
+  descriptor.zero_point_dtype = HALFBYTE_DTYPE_F32;
+  descriptor.gradient_scale = 0.3;
+  same.format.reset();
+  same.zero_point_dtype = DType::f32;
+  same.gradient_scale = 0.3;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan learned(raw);
+  auto args = INITIALISED(fake_quantize_learned_backward_args);
+  args.x = c.x;
+  args.dy = c.dy;
+  args.scale = c.scale;
+  args.zero_point = c.learned_zero;
+  args.dx = c.dx;
+  args.dscale = c.dscale;
+  EXPECT_EQ(halfbyte_fake_quantize_learned_backward_can_implement(learned.get(), &args), HALFBYTE_USAGE);
+  args.dzero_point = c.dzero;
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, &args));
+  FakeQuantizeLearnedBackwardPlan::select({}, same).run(
+      nullptr, workspace,
+      {view(cpp.x), view(cpp.dy), view(cpp.scale), view(cpp.learned_zero), view(cpp.dx), view(cpp.dscale),
+       view(cpp.dzero)});
+  EXPECT_TRUE(c == cpp);
+  const std::vector<float> none(c.dscale.values.size());
+  EXPECT_NE(c.dscale.values, none);
+  EXPECT_NE(c.dzero.values, none);
 }
 
 TEST(CApi, PlansOfTheThreeOperations) {

@@ -692,7 +692,7 @@ HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_pla
 
 typedef struct halfbyte_fake_quantize_descriptor {
   size_t struct_size;
-  const int64_t* shape; /* of x, y and gradients; only _select and _scale_shape use the pointers */
+  const int64_t* shape; /* of x, y and gradients; only _select and the shapes use the pointers */
   int32_t ndim;
   halfbyte_granularity granularity; /* tensor, channel or group */
   int64_t group_size;               /* elements */
@@ -717,6 +717,9 @@ halfbyte_fake_quantize_descriptor_init(halfbyte_fake_quantize_descriptor* descri
 /* As halfbyte_linear_descriptor_scale_shape. */
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_scale_shape(
     const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* scale_shape);
+/* The same of the mask, u8. */
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_mask_shape(
+    const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* mask_shape);
 
 /* x -> y, which may be x; nothing else overlaps. */
 typedef struct halfbyte_fake_quantize_args {

@@ -110,3 +110,13 @@ halfbyte_status halfbyte_fake_quantize_descriptor_scale_shape(
     write_shape(checked.scale_shape(), ndim, scale_shape);
   });
 }
+halfbyte_status halfbyte_fake_quantize_descriptor_mask_shape(
+    const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* mask_shape) {
+  return guard([&] {
+    required(ndim, "ndim");
+    required(mask_shape, "mask_shape");
+    const FakeQuantizeDescriptor checked = descriptor_of(descriptor);
+    check_descriptor(checked);
+    write_shape(checked.mask_shape(), ndim, mask_shape);
+  });
+}

@@ -209,10 +209,8 @@ void expect_repeated(const char* name, const Memory& memory, const uint8_t* bloc
   EXPECT_TRUE(testing::same_bytes(name, tail.data(), bytes, tail.size())) << "in the last group";
 }
 
-void check_huge(Format format, int64_t rows, int64_t cols) {
-  const QuantSpec spec = specs_of({format})[0];
-  SCOPED_TRACE(fmt::format("{} [{}, {}]", testing::describe(spec), rows, cols));
-  const int64_t n = rows * cols, last_group = (n - 1) / kGroup * kGroup;
+// The block in bf16: nearly normal, within 1 / 32.
+std::vector<uint16_t> huge_block() {
   std::vector<uint16_t> block(kPeriod);
   parallel_for(kPeriod, 1 << 16, 0, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
@@ -221,6 +219,14 @@ void check_huge(Format format, int64_t rows, int64_t cols) {
       block[static_cast<size_t>(i)] = formats::to_bf16(static_cast<float>(sum - 131070) * 0x1p-22f);
     }
   });
+  return block;
+}
+
+void check_huge(Format format, int64_t rows, int64_t cols) {
+  const QuantSpec spec = specs_of({format})[0];
+  SCOPED_TRACE(fmt::format("{} [{}, {}]", testing::describe(spec), rows, cols));
+  const int64_t n = rows * cols, last_group = (n - 1) / kGroup * kGroup;
+  const std::vector<uint16_t> block = huge_block();
   // The last group, whose last element is not finite.
   std::vector<uint16_t> tail;
   for (int64_t i = last_group; i < n; ++i) tail.push_back(block[static_cast<size_t>(i % kPeriod)]);
@@ -345,6 +351,70 @@ TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe26Groups) {
   expect_repeated("codes", codes, expected.data(), kPeriod * kCols, (kRows - kPeriod) * kCols, expected);
   expect_repeated("scales", scales, expected_scales.data(), 4 * kPeriod, 4 * (kRows - kPeriod),
                   expected_scales);
+}
+
+// Fake quantization that writes the mask, then gradients by it, both in place.
+void check_huge_fake(int64_t n, const char* kernel) {
+  SCOPED_TRACE(fmt::format("[{}]", n));
+  const int64_t last_byte = (n - 1) / 8 * 8;  // of the mask: its first element
+  std::vector<uint16_t> block = huge_block(), tail;
+  for (int64_t i = last_byte; i < n; ++i) tail.push_back(block[static_cast<size_t>(i % kPeriod)]);
+  tail.back() = 0x7FC0;
+
+  const auto run = [](bool forward, Device device, int64_t count, void* dense, void* mask, void* scale,
+                      void* workspace) {
+    FakeQuantizeDescriptor descriptor;
+    descriptor.shape = {count};
+    descriptor.dtype = DType::bf16;
+    descriptor.mask = true;
+    const TensorView in_place{dense, DType::bf16, {count}, {}, device},
+        bits{mask, DType::u8, descriptor.mask_shape(), {}, device};
+    const auto run_plan = [&](const auto& plan, const auto& args) {
+      EXPECT_LE(plan.workspace_size(), 1024);
+      plan.run(nullptr, workspace, args);
+      return std::pair(plan.sku().kernel, plan.status(workspace));
+    };
+    if (forward)
+      return run_plan(
+          FakeQuantizePlan::select(device, descriptor),
+          FakeQuantize::Args{in_place, in_place, {scale, DType::f32, {}, {}, device}, {}, bits, {}, {}, {}});
+    return run_plan(FakeQuantizeBackwardPlan::select(device, descriptor),
+                    FakeQuantizeBackward::Args{{}, bits, in_place, {}, {}, in_place});
+  };
+  float scale = 0.0021f;
+  const Memory dense(kCuda, 2 * n), mask(kCuda, (n + 7) / 8), scale_memory(kCuda, 4), workspace(kCuda, 1024);
+  alignas(16) std::array<std::byte, 1024> host_workspace;
+  poison(mask);
+  copy(kCuda, dense.data(), block.data(), 2 * kPeriod);
+  repeat(dense, 2 * kPeriod);
+  copy(kCuda, dense.data() + 2 * (n - 1), &tail.back(), 2);
+  copy(kCuda, scale_memory.data(), &scale, 4);
+  std::vector<uint8_t> block_mask(kPeriod / 8), tail_mask(1);
+  for (const bool forward : {true, false}) {
+    const auto [name, status] =
+        run(forward, kCuda, n, dense.data(), mask.data(), scale_memory.data(), workspace.data());
+    EXPECT_EQ(name, forward ? kernel : "mask_gradients");
+    QuantizeStatus expected;
+    if (forward) expected.num_nonfinite = 1, expected.first_nonfinite = n - 1;
+    EXPECT_TRUE(testing::same(expected, status));
+    run(forward, {}, kPeriod, block.data(), block_mask.data(), &scale, host_workspace.data());
+    run(forward, {}, n - last_byte, tail.data(), tail_mask.data(), &scale, host_workspace.data());
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(block.data());
+    const auto* const tail_bytes = reinterpret_cast<const uint8_t*>(tail.data());
+    expect_repeated(forward ? "y" : "dx", dense, bytes, 2 * kPeriod, 2 * last_byte,
+                    {tail_bytes, tail_bytes + 2 * tail.size()});
+    if (::testing::Test::HasFailure()) return;
+    expect_repeated("mask", mask, block_mask.data(), kPeriod / 8, last_byte / 8, tail_mask);
+  }
+}
+
+TEST_F(Exhaustive, FakeQuantizationOfMoreThan2ToThe31Elements) {
+  check_huge_fake((int64_t{1} << 31) + 1, "fake_elements");
+}
+// And of as many chunks of 8.
+TEST_F(Exhaustive, FakeQuantizationOfMoreThan2ToThe31Chunks) {
+  if (cuda_info().devices[0].memory_bytes < uint64_t{50} << 30) GTEST_SKIP() << "needs 37 GB";
+  check_huge_fake((int64_t{1} << 34) + 8 * 1237, "fake_chunks");
 }
 
 // The gradients of a learned scale, one for 2^31 + 1 elements: sums in several stages.
