@@ -21,9 +21,9 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
-                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
-                           affine_qdq_kernels()})
+  for (const auto& rows :
+       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
+        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
