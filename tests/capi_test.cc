@@ -1021,6 +1021,12 @@ TEST(CApi, ObserversOfTheHost) {
   config.momentum = NAN;
   EXPECT_FAILS(HALFBYTE_USAGE, "observer: momentum must be in (0, 1), got nan",
                halfbyte_observer_state_update(&state, &config, batch_min, batch_max));
+  // Nothing is written behind a structure without the last member.
+  auto shorter = INITIALISED(observer_state);
+  shorter.struct_size = offsetof(halfbyte_observer_state, num_batches);
+  shorter.num_batches = 99;
+  EXPECT_OK(halfbyte_observer_state_reset(&shorter));
+  EXPECT_EQ(shorter.num_batches, 99);
 
   Array<float> low({2}), high({2});
   Array<int64_t> batches({});

@@ -2,9 +2,8 @@
 // that prepares quantization; with gradients that pass through the rounding, as plans.
 //
 //   forward          q = clamp(rne(x / scale) + zero_point, q_min, q_max), y = (q - zero_point) * scale
-//   of a table       y = value * scale, with the value of the table nearest to x / scale, ties as the format
-//   has
-//                    them
+//   of a table       y = value * scale, with the value of the table nearest to x / scale; ties are those of
+//                    the format
 //   backward         dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else +0; of a table where
 //                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
 //                    al. 2013) with the inclusive mask of PyTorch

@@ -71,11 +71,13 @@ ObserverState state_of(const halfbyte_observer_state* given, const char* name) {
   state.num_batches = c.num_batches;
   return state;
 }
-// Into a structure of as many groups, as read_state left it.
+// Into a structure of as many groups, that read_state took.
 void write_state(const ObserverState& state, halfbyte_observer_state* to) {
-  std::copy(state.min.begin(), state.min.end(), to->min);
-  std::copy(state.max.begin(), state.max.end(), to->max);
-  to->num_batches = state.num_batches;
+  halfbyte_observer_state c = read_state(to, "state");
+  std::copy(state.min.begin(), state.min.end(), c.min);
+  std::copy(state.max.begin(), state.max.end(), c.max);
+  c.num_batches = state.num_batches;
+  write_struct(to, c, "state");
 }
 
 // ---- Descriptors and arguments of the plans

@@ -27,10 +27,11 @@ int64_t extent_bytes(const char* op, const TensorArgument& argument) {
                    usage, "{}: {}: strides {} of shape {} exceed 2^63 - 1 elements", op, argument.name,
                    text_of(view.strides), text_of(argument.shape));
   }
-  int64_t num_bytes = 0;
-  HALFBYTE_CHECK(!__builtin_mul_overflow(last + 1, size_of(argument.dtype), &num_bytes), usage,
-                 "{}: strides {} of shape {} exceed 2^63 - 1 bytes", argument.name, text_of(view.strides),
-                 text_of(argument.shape));
+  int64_t count = 0, num_bytes = 0;
+  HALFBYTE_CHECK(!__builtin_add_overflow(last, 1, &count) &&
+                     !__builtin_mul_overflow(count, size_of(argument.dtype), &num_bytes),
+                 usage, "{}: {}: strides {} of shape {} exceed 2^63 - 1 bytes", op, argument.name,
+                 text_of(view.strides), text_of(argument.shape));
   return num_bytes;
 }
 

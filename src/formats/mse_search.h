@@ -116,7 +116,8 @@ struct MseSearch {
     if (codes.asymmetric) {
       const int low_end = static_cast<int>(-parent.low);
       const int step = formats::max(1, formats::min(low_end, codes.levels - low_end) >> stage.zero_shift);
-      const F low = parent.low + static_cast<F>((i / stage.scales % stage.zeros - stage.zeros / 2) * step);
+      const int shift = (i / stage.scales % stage.zeros - stage.zeros / 2) * step;
+      const F low = parent.low + static_cast<F>(shift);
       result.low = formats::min(static_cast<F>(0), formats::max(static_cast<F>(-codes.levels), low));
     }
     return result;

@@ -18,7 +18,7 @@ HALFBYTE_FN F quiet_nan() {
 // changes nothing.
 template <class F>
 HALFBYTE_FN F total_of(F sum) {
-  return sum == sum ? sum + 0 : quiet_nan<F>();  // NOLINT(misc-redundant-expression)
+  return sum == sum ? sum + 0 : quiet_nan<F>();  // NOLINT(misc-redundant-expression): not so of NaN
 }
 
 // Terms in order, or sums of whole blocks of them.

@@ -53,8 +53,9 @@ void check_state(const ObserverState& state) {
                  state.max.size());
   HALFBYTE_CHECK(state.dtype == DType::f32 || state.dtype == DType::f64, usage,
                  "observer: dtype must be f32 or f64, got {}", to_string(state.dtype));
-  HALFBYTE_CHECK(state.num_batches >= 0, usage, "observer: num_batches must be >= 0, got {}",
-                 state.num_batches);
+  // Means have it as a double.
+  HALFBYTE_CHECK(0 <= state.num_batches && state.num_batches < int64_t{1} << 53, usage,
+                 "observer: num_batches must be in [0, 2^53), got {}", state.num_batches);
 }
 
 }  // namespace

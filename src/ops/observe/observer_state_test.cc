@@ -298,6 +298,11 @@ TEST(ObserverState, states_merge) {
   state = seen(config, {{-1, 1}});
   state.merge(config, seen(config, {{-2, 2}}));
   EXPECT_EQ(state.min[0], -1.5);
+  ObserverState worn = state;
+  worn.num_batches = std::numeric_limits<int64_t>::max();
+  refused(ErrorCode::usage, "num_batches must be in [0, 2^53), got 9223372036854775807",
+          [&] { state.merge(config, worn); });
+  refused(ErrorCode::usage, "num_batches", [&] { worn.update(config, -1, 1); });
   refused(ErrorCode::usage, "as many groups", [&] { state.merge(config, ObserverState::empty(2)); });
   refused(ErrorCode::usage, "one dtype", [&] { state.merge(config, ObserverState::empty(1, DType::f64)); });
 }

@@ -367,7 +367,7 @@ Seen<F> pieces_range(const ObserveProblem& problem, const Reader<F>& reader, con
                      Search<F>& search) {
   const int64_t pieces = (group.size - 1) / kPiece + 1;
   std::vector<F> errors(static_cast<size_t>(pieces * formats::kMseMostCandidates));
-  F totals[formats::kMseMostCandidates];
+  F totals[formats::kMseMostCandidates] = {};
   do {
     const int64_t count = search.candidates.count;
     parallel_for(pieces, 4, problem.num_threads, [&](int64_t begin, int64_t end, int) {

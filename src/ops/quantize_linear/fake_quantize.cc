@@ -29,7 +29,7 @@ void check_integers(const FakeQuantizeDescriptor& d) {
   HALFBYTE_CHECK(-128 <= d.q_min && d.q_max <= 255, usage,
                  "{}: q_min and q_max must be within [-128, 255], got {} and {}", kDescriptor, d.q_min,
                  d.q_max);
-  HALFBYTE_CHECK(2 <= d.q_max - d.q_min && d.q_max - d.q_min <= 255, usage,
+  HALFBYTE_CHECK(d.q_min <= d.q_max && 2 <= d.q_max - d.q_min && d.q_max - d.q_min <= 255, usage,
                  "{}: q_max - q_min must be in [2, 255], got {} - {}", kDescriptor, d.q_max, d.q_min);
   if (d.zero_point_dtype)
     HALFBYTE_CHECK(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.state_dtype(), usage,

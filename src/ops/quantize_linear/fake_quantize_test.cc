@@ -446,6 +446,11 @@ TEST(FakeQuantize, RefusesDescriptorsThatBreakARule) {
   expect_refused("must be within [-128, 255], got -129 and 7", [](D& d) { d.q_min = -129; });
   expect_refused("q_max - q_min must be in [2, 255], got 7 - 6", [](D& d) { d.q_min = 6; });
   expect_refused("q_max - q_min must be in [2, 255], got 255 - -8", [](D& d) { d.q_max = 255; });
+  expect_refused("q_max - q_min must be in [2, 255], got -2147483640 - 2147483647", [](D& d) {
+    d.q_min = 2147483647;
+    d.q_max = -2147483640;
+    d.zero_point_dtype = DType::i32;
+  });
   expect_refused("0 must be in [q_min, q_max], got [1, 7]", [](D& d) { d.q_min = 1; });
   expect_refused("zero_point_dtype must be i32, or f32 for learned ones, got f64",
                  [](D& d) { d.zero_point_dtype = DType::f64; });

@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "halfbyte/device.hpp"
 #include "ops/quantize_linear/linear_testing.h"
 #include "ops/quantize_linear/quantize_linear_ref.h"
@@ -863,6 +865,15 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
                    a.x.strides = {128, 1}, a.x.num_bytes = 1024;
                  }),
                  {"x", "1792", "1024"});
+  {
+    LinearDescriptor far = LinearDescriptor::per_group({2, 1}, 1);
+    far.strided = true;
+    const TensorView one_each{y, DType::f32, {2, 1}, {}, {}};
+    const TensorView apart{codes, DType::i8, {2, 1}, {std::numeric_limits<int64_t>::max(), 1}, {}};
+    expect_refused(DequantizeLinearPlan::select({}, far).can_implement(
+                       {apart, {scale, DType::f32, {2, 1}, {}, {}}, {}, one_each}),
+                   {"codes", "2^63 - 1 bytes", "[9223372036854775807, 1]"});
+  }
   descriptor.shape = {2, 2, 64};
   Args three = good;
   three.x.shape = three.codes.shape = {2, 2, 64};
