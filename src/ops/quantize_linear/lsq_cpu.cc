@@ -94,6 +94,17 @@ void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, 
   step(last_x, last_dy, i);
 }
 
+// The last elements, and zeros behind them.
+template <class Memory>
+struct Padded {
+  HWY_ALIGN Memory x[kPad], dy[kPad];
+};
+template <class Memory>
+HWY_NOINLINE void pad(const Memory* x, const Memory* dy, int64_t n, Padded<Memory>& to) {
+  std::fill(std::copy_n(x, n, to.x), to.x + kPad, Memory{0});
+  std::fill(std::copy_n(dy, n, to.dy), to.dy + kPad, Memory{0});
+}
+
 constexpr int64_t fours(int64_t n) { return (n + 3) / 4; }
 
 // dx of n elements of group number `group`, and the first two levels of the trees over their terms: the sums
@@ -144,10 +155,9 @@ HWY_INLINE void sum_fours(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRI
   if (i < n && n % 4 == 0 && n - i <= 2 * N && i + 2 * N <= readable) {
     step(x + i, dy + i, i, false);
   } else if (i < n) {
-    HWY_ALIGN Memory last_x[kPad] = {}, last_dy[kPad] = {};
-    std::copy_n(x + i, n - i, last_x);
-    std::copy_n(dy + i, n - i, last_dy);
-    step(last_x, last_dy, i, true);
+    Padded<Memory> last;
+    pad(x + i, dy + i, n - i, last);
+    step(last.x, last.dy, i, true);
   }
   if (scales.inverse[group] != 0) return;  // a scale of 0 adds nothing
   std::fill_n(scale_sums, fours(n), F{0});
@@ -297,9 +307,10 @@ class Runner {
                  const int64_t here = size_of_group(first + i);
                  compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at,
                          i * stride);
-                 for (int s = 0; s < kSums; ++s)
-                   std::fill(scratch.terms[s] + i * stride + fours(here), scratch.terms[s] + (i + 1) * stride,
-                             F{0});
+                 if (here < size)
+                   for (int s = 0; s < kSums; ++s)
+                     std::fill(scratch.terms[s] + i * stride + fours(here),
+                               scratch.terms[s] + (i + 1) * stride, F{0});
                  at += here;
                }
                write(scratch.dx, n, dx_ + begin);
@@ -417,8 +428,8 @@ class Runner {
     return totals;
   }
 
-  void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
-               int64_t group, Memory* dx, int64_t to) const {
+  HWY_INLINE void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
+                          int64_t group, Memory* dx, int64_t to) const {
     sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
                            scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
   }
