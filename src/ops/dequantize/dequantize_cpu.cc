@@ -95,15 +95,30 @@ class Decoder {
       if (formats::is_finite(group.scale) && formats::is_finite(group.bias)) {  // no value is NaN
         const hn::RebindToUnsigned<decltype(d)> d32;
         const hn::Repartition<uint16_t, decltype(d)> d16;
-        // Rounded in the upper half.
-        const auto rounded = [&](int64_t i) HWY_ATTR {
-          const auto bits = hn::BitCast(d32, value(i));
+        const hn::Rebind<int32_t, decltype(d)> di;
+        const hn::Rebind<uint16_t, decltype(d)> pairs;
+        // Codes with even and odd numbers apart, as they lie in words; rounded in the upper half.
+        const auto rounded = [&](auto is_affine, auto code) HWY_ATTR {
+          const auto q = hn::ConvertTo(d, code);
+          const auto v = is_affine ? hn::Add(hn::Mul(q, scale), bias) : hn::Mul(hn::Add(q, zero), scale);
+          const auto bits = hn::BitCast(d32, v);
           const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1u));
-          return hn::BitCast(d16, hn::Add(hn::Add(bits, hn::Set(d32, 0x7FFFu)), odd));
+          return hn::Add(hn::Add(bits, hn::Set(d32, 0x7FFFu)), odd);
         };
-        for (int64_t i = 0; i < n; i += 2 * N)
-          hn::StoreU(hn::ConcatOdd(d16, rounded(i + N), rounded(i)), d16,
-                     reinterpret_cast<uint16_t*>(out) + i);
+        const auto decode_all = [&](auto is_affine) HWY_ATTR {
+          for (int64_t i = 0; i < n; i += 2 * N) {
+            const auto words =
+                hn::PromoteTo(di, hn::LoadU(pairs, reinterpret_cast<const uint16_t*>(codes + i)));
+            const auto even = rounded(is_affine, hn::And(words, hn::Set(di, 255)));
+            const auto odd = rounded(is_affine, hn::ShiftRight<8>(words));
+            hn::StoreU(hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, hn::ShiftRight<16>(even))), d16,
+                       reinterpret_cast<uint16_t*>(out) + i);
+          }
+        };
+        if (affine)
+          decode_all(std::true_type());
+        else
+          decode_all(std::false_type());
         return;
       }
     }

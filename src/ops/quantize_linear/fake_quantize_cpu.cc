@@ -12,8 +12,8 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-// y, and the mask as bytes, 1 where the gradient passes. False where an element is not finite; y and the mask
-// of NaN are then open.
+// y, and the mask as bytes, 0 where the gradient does not pass. False where an element is not finite; y and
+// the mask of NaN are then open.
 enum class Way { fast, exact, table };  // fast: see quotient
 template <class Type, bool kPerColumn, Way kWay, bool kMask>
 HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,
@@ -22,7 +22,6 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
                                       typename Type::Memory* HWY_RESTRICT y, uint8_t* HWY_RESTRICT mask) {
   using F = typename Type::Compute;
   const hn::ScalableTag<F> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   using V = hn::Vec<decltype(d)>;
   struct Group {
@@ -35,9 +34,12 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
     g.inverse = scale_at<kPerColumn>(d, scales.inverse, i);
     g.low = scale_at<kPerColumn>(d, scales.low, i);
     g.high = scale_at<kPerColumn>(d, scales.high, i);
-    if constexpr (kWay == Way::fast) {  // bounds of x whose quotients are beyond those of the others
+    if constexpr (kWay == Way::fast && kMask) {  // bounds of x whose quotients are beyond those of the others
       g.least = hn::Mul(hn::Sub(g.low, one), g.scale);
       g.most = hn::Mul(hn::Add(g.high, one), g.scale);
+    } else if constexpr (kWay == Way::fast) {  // low * scale, rounded, has the quotient low
+      g.least = hn::Mul(g.low, g.scale);
+      g.most = hn::Mul(g.high, g.scale);
     }
     return g;
   };
@@ -48,18 +50,19 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
     edges = book.edges_f64;
   // Adding and taking away this rounds half to even, and leaves no -0.
   const auto magic = hn::Set(d, F(sizeof(F) == 4 ? 0x1.8p23 : 0x1.8p52));
-  auto finite = hn::Zero(d);  // NaN where an element is not
+  auto finite = hn::Zero(d), finite_too = finite;  // NaN where an element is not
   Group g = group_at(k);
-  const auto* const from = x.at(begin, end, N);
-  for (int64_t i = begin; i < end; i += N) {
-    if constexpr (kPerColumn) g = group_at(i);
-    const auto v = Type::load(d, from + (i - begin));
-    finite = hn::MulAdd(v, hn::Zero(d), finite);
+  struct Result {
+    V value;
+    hn::Mask<decltype(d)> within;
+  };
+  const auto work_out = [&](V v, V& seen) HWY_ATTR -> Result {
+    seen = hn::MulAdd(v, hn::Zero(d), seen);
     V rounded, value;
     if constexpr (kWay == Way::fast) {
       const auto q = quotient(d, hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
       rounded = hn::Sub(hn::Add(q, magic), magic);
-      value = hn::Min(g.high, hn::Max(g.low, rounded));
+      value = kMask ? hn::Min(g.high, hn::Max(g.low, rounded)) : rounded;
     } else if constexpr (kWay == Way::exact) {
       rounded = hn::Add(hn::Round(hn::Div(v, g.scale)), hn::Zero(d));
       value = hn::Min(g.high, hn::Max(g.low, rounded));
@@ -70,16 +73,29 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
         value = hn::IfThenElse(hn::Gt(rounded, hn::Set(d, edges[rank])),
                                hn::Set(d, static_cast<F>(book.values[book.code_of_rank[rank + 1]])), value);
     }
+    const auto within = kWay == Way::table ? hn::And(hn::Ge(rounded, g.low), hn::Le(rounded, g.high))
+                                           : hn::Eq(rounded, value);
     value = hn::Mul(value, g.scale);
     if constexpr (kWay != Way::fast)
       value = hn::IfThenElseZero(hn::Ne(g.inverse, hn::Zero(d)), value);  // scales that are 0
-    store<Type>(d, value, y + i);
-    if constexpr (kMask) {
-      const auto within = hn::And(hn::Ge(rounded, g.low), hn::Le(rounded, g.high));
-      const auto bits = hn::IfThenElseZero(hn::RebindMask(du, within), hn::Set(du, 1u));
-      store_low_bytes(du, bits, mask + i);
+    return {value, within};
+  };
+  const auto* const from = x.at(begin, end, N);
+  int64_t i = begin;
+  if constexpr (!kPerColumn)
+    for (; i + 2 * N <= end; i += 2 * N) {
+      const auto v = load_two<Type>(d, from + (i - begin));
+      const Result a = work_out(v.a, finite), b = work_out(v.b, finite_too);
+      store_two<Type>(d, a.value, b.value, y + i);
+      if constexpr (kMask) store_mask_bytes_of_two<Type>(d, a.within, b.within, mask + i);
     }
+  for (; i < end; i += N) {
+    if constexpr (kPerColumn) g = group_at(i);
+    const Result r = work_out(Type::load(d, from + (i - begin)), finite);
+    store<Type>(d, r.value, y + i);
+    if constexpr (kMask) store_mask_bytes(d, r.within, mask + i);
   }
+  finite = hn::Add(finite, finite_too);
   return hn::AllTrue(d, hn::Eq(finite, finite));
 }
 
@@ -89,7 +105,6 @@ HWY_INLINE void table_backward_segment(const Source<typename Type::Memory>& x, i
                                        const Scales<typename Type::Compute>& scales, int64_t k,
                                        uint8_t* HWY_RESTRICT mask) {
   const hn::ScalableTag<typename Type::Compute> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto* const from = x.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
@@ -97,7 +112,7 @@ HWY_INLINE void table_backward_segment(const Source<typename Type::Memory>& x, i
     const auto v = hn::Div(Type::load(d, from + (i - begin)), scale_at<kPerColumn>(d, scales.scale, at));
     const auto within = hn::And(hn::Ge(v, scale_at<kPerColumn>(d, scales.low, at)),
                                 hn::Le(v, scale_at<kPerColumn>(d, scales.high, at)));
-    store_low_bytes(du, hn::IfThenElseZero(hn::RebindMask(du, within), hn::Set(du, 1u)), mask + i);
+    store_mask_bytes(d, within, mask + i);
   }
 }
 

@@ -155,6 +155,72 @@ HWY_INLINE void store(D d, hn::Vec<D> v, typename Type::Memory* y) {
   }
 }
 
+// Elements of `from` where the mask is set, else 0.
+template <class Type, class D, class M>
+HWY_INLINE void select(D d, M mask, const typename Type::Memory* from, typename Type::Memory* to) {
+  if constexpr (sizeof(typename Type::Memory) == 2) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Rebind<uint16_t, D> d16;
+    const auto bits = hn::PromoteTo(du, hn::LoadU(d16, from));
+    hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, mask), bits)), d16, to);
+  } else {
+    hn::StoreU(hn::IfThenElseZero(mask, hn::LoadU(d, from)), d, to);
+  }
+}
+
+// Two vectors of elements, worked on together: of bf16 those with even and with odd numbers, which is how
+// they lie in words; else one vector behind the other.
+template <class V>
+struct Two {
+  V a, b;
+};
+template <class Type>
+constexpr bool kEvenOdd = std::is_same_v<Type, BF16>;
+template <class Type, class D>
+HWY_INLINE Two<hn::Vec<D>> load_two(D d, const typename Type::Memory* x) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(x));
+    return {hn::BitCast(d, hn::ShiftLeft<16>(words)),
+            hn::BitCast(d, hn::And(words, hn::Set(du, 0xFFFF0000u)))};
+  } else {
+    return {Type::load(d, x), Type::load(d, x + hn::Lanes(d))};
+  }
+}
+// No value is NaN.
+template <class Type, class D>
+HWY_INLINE void store_two(D d, hn::Vec<D> a, hn::Vec<D> b, typename Type::Memory* y) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const auto rounded = [&](hn::Vec<D> v) HWY_ATTR {  // in the upper half
+      const auto bits = hn::BitCast(du, v);
+      const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+      return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
+    };
+    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(rounded(a)));
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, rounded(b)), even), d16, y);
+  } else {
+    store<Type>(d, a, y);
+    store<Type>(d, b, y + hn::Lanes(d));
+  }
+}
+// Elements of `from` where a mask is set, else 0.
+template <class Type, class D, class M>
+HWY_INLINE void select_two(D d, M a, M b, const typename Type::Memory* from, typename Type::Memory* to) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(from));
+    const auto even = hn::IfThenElseZero(hn::RebindMask(du, a), words);
+    const auto odd = hn::IfThenElseZero(hn::RebindMask(du, b), words);
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, even)), d16, to);
+  } else {
+    select<Type>(d, a, from, to);
+    select<Type>(d, b, from + hn::Lanes(d), to + hn::Lanes(d));
+  }
+}
+
 // The low bytes of unsigned lanes (Highway 1.0.3 takes the wrong ones of u32 for AVX3_DL).
 template <class D>
 HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
@@ -167,6 +233,33 @@ HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
   const hn::Rebind<uint8_t, D> d8;
   hn::StoreU(hn::TruncateTo(d8, v), d8, to);
 #endif
+}
+
+// A mask as bytes, 0 or not.
+template <class D, class M>
+HWY_INLINE void store_mask_bytes(D d, M mask, uint8_t* to) {
+#if HALFBYTE_AVX512
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_movm_epi8(mask.raw));
+    return;
+  }
+#endif
+  const hn::RebindToUnsigned<D> du;
+  store_low_bytes(du, hn::IfThenElseZero(hn::RebindMask(du, mask), hn::Set(du, 1u)), to);
+}
+template <class Type, class D, class M>
+HWY_INLINE void store_mask_bytes_of_two(D d, M a, M b, uint8_t* to) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const hn::Rebind<uint8_t, decltype(d16)> d8;
+    const auto even = hn::IfThenElseZero(hn::RebindMask(du, a), hn::Set(du, 1u));
+    const auto odd = hn::IfThenElseZero(hn::RebindMask(du, b), hn::Set(du, 0x10000u));
+    hn::StoreU(hn::TruncateTo(d8, hn::BitCast(d16, hn::Or(even, odd))), d8, to);
+  } else {
+    store_mask_bytes(d, a, to);
+    store_mask_bytes(d, b, to + hn::Lanes(d));
+  }
 }
 
 // The scales of a chunk, as the kernels use them.

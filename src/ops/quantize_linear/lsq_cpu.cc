@@ -47,51 +47,121 @@ HWY_INLINE hn::Vec<D> nearest(D d, hn::Vec<D> v, const formats::CodeBook& book) 
   return value;
 }
 
-// dx and the terms of n elements, all of group number `group`, or element i of number i. Writes whole
-// vectors, and reads them where there are `readable` elements.
-template <class Type, Mode kMode, bool kPerColumn, class Memory = typename Type::Memory,
-          class F = typename Type::Compute>
-void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n, int64_t readable,
-                   const Scales<F>& scales, int64_t group, const formats::CodeBook& book,
-                   Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_terms, F* HWY_RESTRICT zero_terms) {
+// Of a vector of elements: whether gradients pass, and what they add to the sums of scale and zero point.
+template <class D>
+struct Terms {
+  hn::Mask<D> passes;
+  hn::Vec<D> scale, zero;
+};
+template <Mode kMode, class D, class V = hn::Vec<D>>
+HWY_INLINE Terms<D> terms_of(D d, V x, V gradient, V scale, V low, V high, const formats::CodeBook& book) {
+  const auto v = hn::Div(x, scale);
+  const auto place = kMode == Mode::table ? v : hn::Round(v);
+  const auto value = kMode == Mode::table ? nearest(d, v, book) : place;
+  const auto bound = hn::Min(hn::Max(place, low), high);
+  const auto passes = hn::Eq(bound, place);  // not NaN
+  const auto counts = hn::Eq(place, place);  // likewise
+  const auto factor = hn::IfThenElse(passes, hn::Sub(value, v), bound);
+  Terms<D> terms{passes, hn::IfThenElseZero(counts, hn::Mul(gradient, factor)), hn::Zero(d)};
+  if constexpr (kMode == Mode::scale_and_zero)
+    terms.zero = hn::IfThenElseZero(hn::AndNot(passes, counts), gradient);
+  return terms;
+}
+
+// dx and the terms of n elements, element i of group number i. Writes whole vectors.
+template <class Type, Mode kMode, class Memory = typename Type::Memory, class F = typename Type::Compute>
+void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n,
+                   const Scales<F>& scales, const formats::CodeBook& book, Memory* HWY_RESTRICT dx,
+                   F* HWY_RESTRICT scale_terms, F* HWY_RESTRICT zero_terms) {
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
-  const auto set = [&](const F* from, int64_t i)
-                       HWY_ATTR { return kPerColumn ? hn::LoadU(d, from + i) : hn::Set(d, from[group]); };
-  auto scale = set(scales.scale, 0), low = set(scales.low, 0), high = set(scales.high, 0);
-  auto live = hn::Ne(set(scales.inverse, 0), hn::Zero(d));  // a scale of 0 adds nothing
   const auto step = [&](const Memory* from_x, const Memory* from_dy, int64_t i) HWY_ATTR {
-    if constexpr (kPerColumn) {
-      scale = set(scales.scale, i), low = set(scales.low, i), high = set(scales.high, i);
-      live = hn::Ne(set(scales.inverse, i), hn::Zero(d));
-    }
-    const auto gradient = Type::load(d, from_dy);
-    const auto v = hn::Div(Type::load(d, from_x), scale);
-    const auto place = kMode == Mode::table ? v : hn::Round(v);
-    const auto value = kMode == Mode::table ? nearest(d, v, book) : place;
-    const auto bound = hn::Min(hn::Max(place, low), high);
-    const auto passes = hn::Eq(bound, place);                 // not NaN
-    const auto counts = hn::And(hn::Eq(place, place), live);  // likewise
-    const auto factor = hn::IfThenElse(passes, hn::Sub(value, v), bound);
-    hn::StoreU(hn::IfThenElseZero(counts, hn::Mul(gradient, factor)), d, scale_terms + i);
+    const auto t =
+        terms_of<kMode>(d, Type::load(d, from_x), Type::load(d, from_dy), hn::LoadU(d, scales.scale + i),
+                        hn::LoadU(d, scales.low + i), hn::LoadU(d, scales.high + i), book);
+    const auto live = hn::Ne(hn::LoadU(d, scales.inverse + i), hn::Zero(d));  // a scale of 0 adds nothing
+    hn::StoreU(hn::IfThenElseZero(live, t.scale), d, scale_terms + i);
     if constexpr (kMode == Mode::scale_and_zero)
-      hn::StoreU(hn::IfThenElseZero(hn::AndNot(passes, counts), gradient), d, zero_terms + i);
-    if constexpr (sizeof(Memory) == 2) {
-      const hn::RebindToUnsigned<decltype(d)> du;
-      const hn::Rebind<uint16_t, decltype(d)> d16;
-      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, from_dy));
-      hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, passes), bits)), d16, dx + i);
-    } else {
-      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, from_dy)), d, dx + i);
-    }
+      hn::StoreU(hn::IfThenElseZero(live, t.zero), d, zero_terms + i);
+    select<Type>(d, t.passes, from_dy, dx + i);
   };
   int64_t i = 0;
-  for (; i < n && i + N <= readable; i += N) step(x + i, dy + i, i);
+  for (; i + N <= n; i += N) step(x + i, dy + i, i);
   if (i >= n) return;
   HWY_ALIGN Memory last_x[kPad] = {}, last_dy[kPad] = {};
   std::copy_n(x + i, n - i, last_x);
   std::copy_n(dy + i, n - i, last_dy);
   step(last_x, last_dy, i);
+}
+
+// The last elements, and zeros behind them.
+template <class Memory>
+struct Padded {
+  HWY_ALIGN Memory x[kPad], dy[kPad];
+};
+template <class Memory>
+HWY_NOINLINE void pad(const Memory* x, const Memory* dy, int64_t n, Padded<Memory>& to) {
+  std::fill(std::copy_n(x, n, to.x), to.x + kPad, Memory{0});
+  std::fill(std::copy_n(dy, n, to.dy), to.dy + kPad, Memory{0});
+}
+
+constexpr int64_t fours(int64_t n) { return (n + 3) / 4; }
+
+// dx of n elements of group number `group`, and the first two levels of the trees over their terms: the sums
+// of four each. Writes whole vectors, and reads them where there are `readable` elements.
+template <class Type, Mode kMode, class Memory = typename Type::Memory, class F = typename Type::Compute>
+HWY_INLINE void sum_fours(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n,
+                          int64_t readable, const Scales<F>& scales, int64_t group,
+                          const formats::CodeBook& book, Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_sums,
+                          F* HWY_RESTRICT zero_sums) {
+  const hn::ScalableTag<F> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto scale = hn::Set(d, scales.scale[group]), low = hn::Set(d, scales.low[group]),
+             high = hn::Set(d, scales.high[group]);
+  struct Sums {
+    hn::Vec<decltype(d)> scale, zero;
+  };
+  const auto add = [&](auto a, auto b) HWY_ATTR {
+    if constexpr (kEvenOdd<Type>)
+      return hn::Add(a, b);
+    else
+      return pair_sums(d, a, b);
+  };
+  const auto sums_of_2 = [&](const Memory* from_x, const Memory* from_dy, Memory* to) HWY_ATTR -> Sums {
+    const auto v = load_two<Type>(d, from_x), g = load_two<Type>(d, from_dy);
+    const auto a = terms_of<kMode>(d, v.a, g.a, scale, low, high, book);
+    const auto b = terms_of<kMode>(d, v.b, g.b, scale, low, high, book);
+    select_two<Type>(d, a.passes, b.passes, from_dy, to);
+    Sums sums{add(a.scale, b.scale), hn::Zero(d)};
+    if constexpr (kMode == Mode::scale_and_zero) sums.zero = add(a.zero, b.zero);
+    return sums;
+  };
+  const auto step = [&](const Memory* from_x, const Memory* from_dy, int64_t i, bool both) HWY_ATTR {
+    const Sums a = sums_of_2(from_x, from_dy, dx + i);
+    Sums b{hn::Zero(d), hn::Zero(d)};
+    if (both) b = sums_of_2(from_x + 2 * N, from_dy + 2 * N, dx + i + 2 * N);
+    hn::StoreU(pair_sums(d, a.scale, b.scale), d, scale_sums + i / 4);
+    if constexpr (kMode == Mode::scale_and_zero)
+      hn::StoreU(pair_sums(d, a.zero, b.zero), d, zero_sums + i / 4);
+  };
+  int64_t i = 0;
+  for (; i + 4 * N <= n; i += 4 * N) {
+    for (int64_t k = i + kAhead; k < i + kAhead + 4 * N; k += 64 / static_cast<int64_t>(sizeof(Memory))) {
+      hwy::Prefetch(x + k);
+      hwy::Prefetch(dy + k);
+    }
+    step(x + i, dy + i, i, true);
+  }
+  if (i < n && n % 4 == 0 && n - i <= 2 * N && i + 2 * N <= readable) {
+    step(x + i, dy + i, i, false);
+  } else if (i < n) {
+    Padded<Memory> last;
+    pad(x + i, dy + i, n - i, last);
+    step(last.x, last.dy, i, true);
+  }
+  if (scales.inverse[group] != 0) return;  // a scale of 0 adds nothing
+  std::fill_n(scale_sums, fours(n), F{0});
+  if constexpr (kMode == Mode::scale_and_zero) std::fill_n(zero_sums, fours(n), F{0});
 }
 
 // to[i] = from[i] + to[i]
@@ -173,7 +243,7 @@ class Runner {
   static constexpr int kSums = kMode == Mode::scale_and_zero ? 2 : 1;
   using Totals = std::array<F, kSums>;
 
-  // What a thread works with. `terms`: [sum].
+  // What a thread works with. `terms`: [sum], of four elements each.
   struct Scratch {
     Scales<F> scales;
     RowSums<F> rows[kSums];
@@ -228,6 +298,7 @@ class Runner {
     const int64_t per_piece = std::min(kScales, kPiece / size);
     for_each((num_groups + per_piece - 1) / per_piece, per_piece * size,
              [&](Scratch& scratch, int64_t piece) HWY_ATTR {
+               const int64_t stride = fours(size);  // terms of a group
                const int64_t first = piece * per_piece, count = std::min(per_piece, num_groups - first);
                const int64_t begin = begin_of(first), last = first + count - 1;
                const int64_t n = begin_of(last) + size_of_group(last) - begin;
@@ -235,14 +306,15 @@ class Runner {
                for (int64_t i = 0, at = 0; i < count; ++i) {
                  const int64_t here = size_of_group(first + i);
                  compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at,
-                         i * size);
+                         i * stride);
                  if (here < size)
                    for (int s = 0; s < kSums; ++s)
-                     std::fill(scratch.terms[s] + i * size + here, scratch.terms[s] + (i + 1) * size, F{0});
+                     std::fill(scratch.terms[s] + i * stride + fours(here),
+                               scratch.terms[s] + (i + 1) * stride, F{0});
                  at += here;
                }
                write(scratch.dx, n, dx_ + begin);
-               for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, size);
+               for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, stride);
                for (int64_t i = 0; i < count; ++i)
                  store(first + i, totals_at(scratch.terms, i), scratch.scales.scale[i]);
              });
@@ -287,7 +359,7 @@ class Runner {
       if (n <= 0) return;
       load(scratch, group, 1, piece == 0);
       body(scratch, group, begin, n);
-      for (int s = 0; s < kSums; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], n);
+      for (int s = 0; s < kSums; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], fours(n));
     });
     for_each(problem_.num_scales, pieces, [&](Scratch& scratch, int64_t group) HWY_ATTR {
       Totals totals;
@@ -326,9 +398,8 @@ class Runner {
             hwy::Prefetch(x_ + index + columns + i);
             hwy::Prefetch(dy_ + index + columns + i);
           }
-        compute_terms<Type, kMode, true>(x_ + index, dy_ + index, width, width, scratch.scales, 0,
-                                         problem_.codec.book, scratch.dx, scratch.rows[0].next(),
-                                         scratch.rows[kSums - 1].next());
+        compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, problem_.codec.book,
+                                   scratch.dx, scratch.rows[0].next(), scratch.rows[kSums - 1].next());
         for (auto& sum : scratch.rows) sum.add(width);
         write(scratch.dx, width, dx_ + index);
       }
@@ -357,10 +428,10 @@ class Runner {
     return totals;
   }
 
-  void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
-               int64_t group, Memory* dx, int64_t to) const {
-    compute_terms<Type, kMode, false>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
-                                      scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
+  HWY_INLINE void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
+                          int64_t group, Memory* dx, int64_t to) const {
+    sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
+                           scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
   }
 
   // The sums of `count` groups of `size` terms, to the first `count` places.

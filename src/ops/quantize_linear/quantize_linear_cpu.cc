@@ -97,22 +97,23 @@ HWY_INLINE void backward_segment(const Source<typename Type::Memory>& x,
   auto low = scale_at<kPerColumn>(d, scales.low, k), high = scale_at<kPerColumn>(d, scales.high, k);
   const auto* const from = x.at(begin, end, N);
   const auto* const gradient = dy.at(begin, end, N);
-  for (int64_t i = begin; i < end; i += N) {
+  const auto passes = [&](hn::Vec<decltype(d)> v) HWY_ATTR {
+    const auto q = hn::Round(hn::Div(v, scale));
+    return hn::And(hn::Ge(q, low), hn::Le(q, high));
+  };
+  int64_t i = begin;
+  if constexpr (!kPerColumn)
+    for (; i + 2 * N <= end; i += 2 * N) {
+      const auto v = load_two<Type>(d, from + (i - begin));
+      select_two<Type>(d, passes(v.a), passes(v.b), gradient + (i - begin), dx + i);
+    }
+  for (; i < end; i += N) {
     if constexpr (kPerColumn) {
       scale = scale_at<true>(d, scales.scale, i);
       low = scale_at<true>(d, scales.low, i);
       high = scale_at<true>(d, scales.high, i);
     }
-    const auto q = hn::Round(hn::Div(Type::load(d, from + (i - begin)), scale));
-    const auto passes = hn::And(hn::Ge(q, low), hn::Le(q, high));
-    if constexpr (sizeof(typename Type::Memory) == 2) {
-      const hn::RebindToUnsigned<decltype(d)> du;
-      const hn::Rebind<uint16_t, decltype(d)> d16;
-      const auto bits = hn::PromoteTo(du, hn::LoadU(d16, gradient + (i - begin)));
-      hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, passes), bits)), d16, dx + i);
-    } else {
-      hn::StoreU(hn::IfThenElseZero(passes, hn::LoadU(d, gradient + (i - begin))), d, dx + i);
-    }
+    select<Type>(d, passes(Type::load(d, from + (i - begin))), gradient + (i - begin), dx + i);
   }
 }
 
