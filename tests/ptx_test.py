@@ -35,7 +35,6 @@ def listing(halfbyte):
     return document
 
 
-LUT4 = "-7,-5,-3.5,-3,-2.25,-2,-1,-0.125,0,0.5,1,1.5,2,3,4,6"
 # What the last value of a key needs beside it, of some kernels or of all: f64 scales go with f64 data, zero points and
 # rules with some formats and with each other.
 COMPANIONS = {
@@ -58,13 +57,9 @@ COMPANIONS = {
     "linear_fused zero-point": ["--scale-rule", "minmax"],
     "linear_params scale-rule": ["--zero-point", "i32"],
     "linear_params zero-point": ["--scale-rule", "minmax"],
-    "lsq_columns format": ["--table", LUT4],
     "lsq_columns zero-point": ["--dtype", "f64"],
-    "lsq_elements format": ["--table", LUT4],
     "lsq_elements zero-point": ["--dtype", "f64"],
-    "lsq_rows format": ["--table", LUT4],
     "lsq_rows zero-point": ["--dtype", "f64"],
-    "lsq_totals format": ["--table", LUT4],
     "lsq_totals zero-point": ["--dtype", "f64"],
 }
 
