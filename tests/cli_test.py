@@ -268,7 +268,7 @@ def test_precompile_refuses(tmp_path, with_stubs):
     to = ["-o", tmp_path / "kernels.hbk"]
     for options, words in [
         (["--arch", "sm_91"], ["sm_91", "sm_75"]),
-        (["--arch", "sm_90a", "--ops", "quantise"], ["quantise", "dequantize, quantize"]),
+        (["--arch", "sm_90a", "--ops", "quantise"], ["quantise", "dequantize, fake_quantize, observe"]),
         (["--arch", "sm_90a", "--formats", "nf5"], ["nf5", "fp4_e2m1"]),
         (["--arch", "sm_90a", "--formats", "nf4,lut4"], ["lut4", "table"]),
         (["--arch", "sm_90a", "--dtypes", "f8"], ["f8", "bf16"]),
@@ -616,7 +616,7 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         ),
         (["dequantize", "{in}", "-o", "{out}", "--dtype", "i8"], ["i8"]),
         (["inspect", "{in}", "--json", "/dev/null", "--force"], ["--json", "regular file"]),
-        (["ptx", "quantise", "--arch", "sm_90a"], ["quantise", "dequantize, quantize"]),
+        (["ptx", "quantise", "--arch", "sm_90a"], ["quantise", "dequantize, fake_quantize, observe"]),
         (["ptx", "quantize"], ["--arch"]),
         (["ptx", "quantize", "--kernel", "x", "--arch", "sm_90a"], ["'x'", "quantize_groups", "value_range"]),
         (["ptx", "dequantize", "--kernel", "value_range", "--arch", "sm_90a"], ["value_range", "quantize"]),
