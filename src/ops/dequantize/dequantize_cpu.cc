@@ -19,8 +19,10 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-// Elements of a chunk: 16 KiB of f32, half of L1. A multiple of 8, so chunks start at whole bytes.
-constexpr int64_t kChunk = 4096;
+// Elements of a chunk, which are written at a time, between others that are read. A multiple of 8, so chunks
+// start at whole bytes.
+constexpr int64_t kChunk = 512;
+constexpr int64_t kAhead = 4096;  // bytes of codes that are fetched ahead
 
 // n codes (n rounded up to 8) of a bit stream to one a byte.
 HWY_INLINE void unpack(const uint8_t* HWY_RESTRICT packed, int64_t n, int bits, uint8_t* HWY_RESTRICT codes) {
@@ -284,6 +286,7 @@ HWY_INLINE void dequantize_span(const DequantizeProblem& problem, const Dequanti
     const int64_t n = std::min(kChunk, span.end - begin);
     const uint8_t* from = row_codes + begin / 8 * codec.bits;
     const int64_t num_bytes = (shape.rows - span.row) * shape.row_bytes - begin / 8 * codec.bits;
+    for (int64_t i = 0; i < n * codec.bits / 8; i += 64) hwy::Prefetch(from + i + kAhead);
     if (codec.bits != 8 || num_bytes < n + HWY_MAX_BYTES) {
       unpack(from, n, codec.bits, codes);
       from = codes;

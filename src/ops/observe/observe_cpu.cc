@@ -94,8 +94,17 @@ struct Floats {
     return hn::LoadU(d, x);
   }
   static F value(F lane) { return lane; }
+  template <class D>
+  static HWY_INLINE hn::Vec<D> values(D, hn::Vec<D> lanes) {
+    return lanes;
+  }
+  template <class D>
+  static HWY_INLINE bool all_finite(D, hn::Vec<D>, hn::Vec<D>) {  // see watch
+    return true;
+  }
   static constexpr F kLeast = -Seen<F>().min, kMost = Seen<F>().min;
 };
+constexpr int kF16Infinity = 0x7C00, kBf16Infinity = 0x7F80;
 template <int kInfinity, float (*kToFloat)(uint16_t)>
 struct Halves {
   using Lane = int16_t;
@@ -108,6 +117,24 @@ struct Halves {
   static float value(int32_t lane) {
     return kToFloat(static_cast<uint16_t>(lane < 0 ? lane ^ 0x7FFF : lane));
   }
+  template <class D>  // of wide lanes
+  static HWY_INLINE hn::Vec<hn::Rebind<float, D>> values(D d, hn::Vec<D> lanes) {
+    const hn::Rebind<float, D> df;
+    const auto bits = hn::Xor(lanes, hn::And(hn::BroadcastSignBit(lanes), hn::Set(d, 0x7FFF)));
+    if constexpr (kInfinity == kF16Infinity) {
+      const hn::Rebind<uint16_t, D> d16;
+      const hn::Rebind<hwy::float16_t, D> half;
+      return hn::PromoteTo(
+          df, hn::BitCast(half, hn::TruncateTo(d16, hn::BitCast(hn::RebindToUnsigned<D>(), bits))));
+    } else {
+      return hn::BitCast(df, hn::ShiftLeft<16>(bits));
+    }
+  }
+  template <class D>
+  static HWY_INLINE bool all_finite(D d, hn::Vec<D> least, hn::Vec<D> most) {
+    return hn::AllTrue(
+        d, hn::And(hn::Gt(least, hn::Set(d, -kInfinity - 1)), hn::Lt(most, hn::Set(d, kInfinity))));
+  }
   static bool is_finite(int32_t least, int32_t most) { return -kInfinity - 1 < least && most < kInfinity; }
   static constexpr int16_t kLeast = -0x8000, kMost = 0x7FFF;
 };
@@ -116,9 +143,9 @@ inline float bf16_value(uint16_t bits) { return formats::bf16_to_f32(bits); }
 template <class Type>
 struct OrderedOf : Floats<typename Type::Memory> {};
 template <>
-struct OrderedOf<F16> : Halves<0x7C00, f16_value> {};
+struct OrderedOf<F16> : Halves<kF16Infinity, f16_value> {};
 template <>
-struct OrderedOf<BF16> : Halves<0x7F80, bf16_value> {};
+struct OrderedOf<BF16> : Halves<kBf16Infinity, bf16_value> {};
 template <class Type>
 constexpr bool kIsHalf = sizeof(typename Type::Memory) == 2;
 
@@ -228,9 +255,15 @@ HWY_INLINE bool ranges_of_groups(const typename Type::Memory* from, int64_t n, S
       halve(lows, i, lower);
       halve(highs, i, higher);
     }
-  bool finite = is_finite<Type>(d, sum);
-  for (size_t g = 0; g < N; ++g) finite &= to_seen<Type>(lows[g], highs[g], seen[g]);
-  return finite;
+  using Ordered = OrderedOf<Type>;
+  const hn::ScalableTag<F> df;
+  const auto lowest = hn::Load(dw, lows), highest = hn::Load(dw, highs);
+  const auto value = [&](auto lanes) HWY_ATTR {
+    return hn::Add(Ordered::values(dw, lanes), hn::Zero(df));
+  };  // -0 becomes +0
+  static_assert(sizeof(Seen<F>) == 2 * sizeof(F));
+  hn::StoreInterleaved2(value(lowest), value(highest), df, &seen->min);
+  return is_finite<Type>(d, sum) && Ordered::all_finite(dw, lowest, highest);
 }
 
 // Elements of a task: whole groups, unless they are long.

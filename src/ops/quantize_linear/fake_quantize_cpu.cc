@@ -12,6 +12,20 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
+#if HALFBYTE_AVX512
+// Of integers of four bits: low, low + 1, ... low + 15, each times the scale, in bf16, at its low four bits
+// and 16 further.
+HWY_INLINE __m512i values_of_16(float low, float scale) {
+  const hn::ScalableTag<float> d;
+  const __m512i first = _mm512_set1_epi32(static_cast<int>(low));
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i behind = _mm512_and_si512(_mm512_sub_epi32(lane, first), _mm512_set1_epi32(15));
+  const __m512 integers = _mm512_cvtepi32_ps(_mm512_add_epi32(first, behind));
+  const hn::Vec<decltype(d)> values{_mm512_mul_ps(integers, _mm512_set1_ps(scale))};
+  return _mm512_broadcast_i64x4(to_bf16(d, values).raw);
+}
+#endif
+
 // y, and the mask as bytes, 0 where the gradient does not pass. False where an element is not finite; y and
 // the mask of NaN are then open.
 enum class Way { fast, exact, table };  // fast: see quotient
@@ -82,6 +96,24 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
   };
   const auto* const from = x.at(begin, end, N);
   int64_t i = begin;
+#if HALFBYTE_AVX512
+  if constexpr (!kPerColumn && kWay == Way::fast && !kMask && kEvenOdd<Type>) {
+    if (end - begin >= kPart / 2 && scales.high[k] - scales.low[k] < 16) {  // the table pays
+      const __m512i values = values_of_16(scales.low[k], scales.scale[k]);
+      const auto place = [&](V v, V& seen) HWY_ATTR {  // the quotient, rounded, in the low bits
+        seen = hn::MulAdd(v, hn::Zero(d), seen);
+        const auto q = quotient(d, hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
+        return _mm512_castps_si512(hn::Add(q, magic).raw);
+      };
+      for (; i + 2 * N <= end; i += 2 * N) {
+        const auto v = load_two<Type>(d, from + (i - begin));
+        const __m512i even = place(v.a, finite), odd = _mm512_slli_epi32(place(v.b, finite_too), 16);
+        const __m512i index = _mm512_mask_blend_epi16(0xAAAAAAAA, even, odd);
+        _mm512_storeu_si512(y + i, _mm512_permutexvar_epi16(index, values));
+      }
+    }
+  }
+#endif
   if constexpr (!kPerColumn)
     for (; i + 2 * N <= end; i += 2 * N) {
       const auto v = load_two<Type>(d, from + (i - begin));
