@@ -57,6 +57,7 @@ std::vector<Pair> pairs_of(const KernelVariant& variant, bool singles) {
 // Some of them that have every feature, or every pair of features, greedily: each has the first pair that is
 // missing and the most others of some that are tried at random.
 std::vector<KernelVariant> covering(const std::vector<KernelVariant>& all, bool singles) {
+  if (features_of(all.front()).empty()) return all;
   singles |= features_of(all.front()).size() == 1;
   std::map<Pair, std::vector<size_t>> missing;  // who has it
   for (size_t i = 0; i < all.size(); ++i)

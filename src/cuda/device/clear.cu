@@ -1,4 +1,4 @@
-// Zeros in a workspace; the kernel after it may start at once and wait for them (wait_for_clear).
+// Zeros in a workspace; the kernel after it may start at once and wait for them (wait_for_earlier).
 #include "cuda/device/memory.cuh"
 #include "formats/counts.h"
 

@@ -86,8 +86,8 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// Of a kernel that was started early (src/cuda/clear.h): until the workspace is zero.
-__device__ __forceinline__ void wait_for_clear() {
+// Of a kernel that may have started early (src/cuda/clear.h): until the kernels before it have ended.
+__device__ __forceinline__ void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -95,11 +95,11 @@ __device__ __forceinline__ void wait_for_clear() {
 
 // Of a workspace, once it is zero.
 __device__ __forceinline__ void atomic_add(u64* to, u64 value) {
-  wait_for_clear();
+  wait_for_earlier();
   asm volatile("red.global.add.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 __device__ __forceinline__ void atomic_max(u64* to, u64 value) {
-  wait_for_clear();
+  wait_for_earlier();
   asm volatile("red.global.max.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 

@@ -101,7 +101,7 @@ __device__ __forceinline__ void count_batch(const ObserveCommon& common) {
 // left something must have called __threadfence() and __syncthreads() before.
 __device__ __forceinline__ bool is_last(u32* arrived, i64 n) {
   u32 before;
-  wait_for_clear();
+  wait_for_earlier();
   __threadfence();
   asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
   __threadfence();

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     if (has_one) range = left(&args.common.join.ranges[group]);
   }
   if (has_one) finish(args.common, group, range);
-  wait_for_clear();
+  wait_for_earlier();
 }
 
 }  // namespace halfbyte::device

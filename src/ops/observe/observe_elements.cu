@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
   }
   if (lane == 0) leave(&args.common.join.ranges[group], range);
-  wait_for_clear();
+  wait_for_earlier();
 }
 
 }  // namespace halfbyte::device

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     observe_long_groups(args);
   else
     observe_in_warp(args);
-  wait_for_clear();
+  wait_for_earlier();
 }
 
 }  // namespace halfbyte::device

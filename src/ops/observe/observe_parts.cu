@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) observe_parts(const __
     found.report(args.common.counts);
   }
   range = block_range(range);
-  wait_for_clear();
+  wait_for_earlier();
   if (threadIdx.x != 0) return;
   if (args.parts > 1) {
     leave(&args.common.join.ranges[group], range);

@@ -64,7 +64,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
       run_slow<kOp, kBits>(args.common, chunk * kChunk, kChunk, [&](int) { return group; });
     }
   }
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
           });
     }
   }
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

@@ -84,7 +84,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   }
   if constexpr (kPacked && kOp == LinearOp::quantize) static_cast<u8*>(args.common.data.codes)[item] = byte;
   if constexpr (kMask) static_cast<u8*>(args.common.data.mask)[item] = byte;
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

@@ -217,7 +217,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatc
     quantize_in_warp(args);
   else
     quantize_in_block<kBlockBatch>(args);
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

@@ -79,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, 4)
     atomic_max(&args.ranges[group].low, order_key(static_cast<double>(range.low)));
     atomic_max(&args.ranges[group].high, order_key(static_cast<double>(range.high)));
   }
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide ? 2 : 3)
     for (int w = 0; w < kWarps; ++w) warps[w] = parts[sum][w][place_of(in_tile % kChunk, in_tile / kChunk)];
     if (in_tile < num_groups) store_piece(args.common, first_group + in_tile, piece, sum, tree_sum(warps));
   }
-  wait_for_clear();
+  wait_for_earlier();
 }
 
 }  // namespace halfbyte::device

@@ -65,7 +65,6 @@ class Selection {
     made_.common.num_groups = problem.num_scales;
     made_.common.pieces = made_.common.band_groups = 1;
     const cuda::Scope scope(*made_.context);
-    made_.clear = cuda::Clear(*made_.context);
     if (!select_rows() && !select_columns()) select_elements();
     select_totals();
   }
@@ -184,7 +183,9 @@ class Selection {
       pieces = stage.args.out_pieces;
       made_.stages.push_back(stage);
     }
-    if (!made_.stages.empty()) made_.totals = cuda::get_kernel(*made_.context, lsq_totals_kernel(types_));
+    if (made_.stages.empty()) return;  // short groups: to begin early was measured to be no gain
+    made_.totals = cuda::get_kernel(*made_.context, lsq_totals_kernel(types_));
+    made_.clear = cuda::Clear(*made_.context);
     made_.workspace_bytes = at;
   }
 
@@ -247,7 +248,7 @@ void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stre
     LsqTotalsArgs args = stage.args;
     args.common = with_addresses(stage.args.common, stage.partials);
     args.out = bytes + stage.out;
-    cuda::launch(selected.totals, stage.grid, stream, args);
+    selected.clear.launch(selected.totals, stage.grid, stream, args);
   }
 }
 

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
 #pragma unroll
     for (int s = 0; s < kSums; ++s) store_piece(args.common, group, piece, s, totals.sum[s]);
   }
-  wait_for_clear();
+  wait_for_earlier();
 }
 
 }  // namespace halfbyte::device

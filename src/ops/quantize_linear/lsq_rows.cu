@@ -105,8 +105,10 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
       const Place place = place_of(args, b);
       x[b] = load_chunk<Chunk>(common.data.x, place.chunk);
       dy[b] = load_gradients<Chunk>(common, place.chunk);
-      if (kLevels < kLsqWarpLevels || b == 0) loaded[b] = load_parameters(common, place.group);
     }
+#pragma unroll
+    for (int b = 0; b < kLsqBatch; ++b)
+      if (kLevels < kLsqWarpLevels || b == 0) loaded[b] = load_parameters(common, place_of(args, b).group);
 #pragma unroll
     for (int b = 0; b < kLsqBatch; ++b) {
       const Place place = place_of(args, b);
@@ -147,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
   }
 
   add_lanes<kValues, 0>(values);
-  wait_for_clear();
+  wait_for_earlier();
   // A lane now has the values whose low bits are those of its number: as many bits as there were levels, or all.
   constexpr int kAll = kSums == 2 ? 3 : 2, kFolds = kLaneLevels < kAll ? kLaneLevels : kAll;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -13,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(kLsqTotalsThreads)
   const i64 rest = block_index() / args.out_pieces, span = block_index() - rest * args.out_pieces;
   const i64 sum = rest / sides, group = (rest - sum * sides) * args.side + in_side;
   if (sum >= kSums) return;  // a block as a whole
+  wait_for_earlier();
   const i64 band = group / common.band_groups, in_band = group - band * common.band_groups;
   const i64 bands = common.num_groups / common.band_groups;
 

@@ -49,7 +49,6 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     const bool passes = args.mask[row * static_cast<i64>(args.row_bytes) + column / 8] >> (column % 8) & 1;
     static_cast<Memory*>(args.dx)[index] = passes ? static_cast<const Memory*>(args.dy)[index] : Memory{};
   }
-  wait_for_clear();
 }
 
 }  // namespace halfbyte::device

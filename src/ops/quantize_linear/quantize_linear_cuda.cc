@@ -5,7 +5,6 @@
 #include <variant>
 
 #include "core/counts.h"
-#include "cuda/clear.h"
 #include "cuda/config.h"
 
 namespace halfbyte {
@@ -15,7 +14,6 @@ namespace halfbyte {
 struct LinearCuda {
   LinearProblem problem;
   const cuda::Context* context = nullptr;
-  cuda::Clear clear;
   std::string name;  // of the last kernel
   cuda::CUfunction function = nullptr;
   cuda::Grid grid;
@@ -71,7 +69,6 @@ class Selection {
     set_common();
     made_.workspace_bytes = sizeof(QuantizeCounts);
     const cuda::Scope scope(*made_.context);
-    made_.clear = cuda::Clear(*made_.context);
     if (problem.op == LinearOp::mask_gradients) {
       select_mask_gradients();
       return;
@@ -391,7 +388,7 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
   const cuda::Scope scope(*selected.context);
   const LinearProblem& problem = selected.problem;
   auto* const counts = static_cast<QuantizeCounts*>(workspace);
-  selected.clear(workspace, selected.workspace_bytes, stream);
+  cuda::fill(workspace, 0, selected.workspace_bytes, stream);
   LinearCommon common = selected.common;
   common.data = {tensors.x, tensors.dy, tensors.codes, tensors.scale, tensors.zero, tensors.y, tensors.mask};
   common.observer = tensors.observer;
@@ -403,7 +400,7 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
     range.x = tensors.x;
     range.ranges = ranges;
     if (!problem.contiguous) range.strides = device_strides(tensors.x_strides);
-    selected.clear.launch(selected.ranges, selected.ranges_grid, stream, range);
+    cuda::launch(selected.ranges, selected.ranges_grid, stream, range);
     LinearParamsArgs params = selected.params_args;
     params.common = common;
     params.ranges = ranges;
@@ -424,10 +421,7 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
           args.codes = device_strides(tensors.code_strides);
           args.y = device_strides(tensors.y_strides);
         }
-        if (selected.params)
-          cuda::launch(selected.function, selected.grid, stream, args);
-        else
-          selected.clear.launch(selected.function, selected.grid, stream, args);
+        cuda::launch(selected.function, selected.grid, stream, args);
       },
       selected.args);
 }
