@@ -183,10 +183,10 @@ class Selection {
       pieces = stage.args.out_pieces;
       made_.stages.push_back(stage);
     }
+    made_.workspace_bytes = at;
     if (made_.stages.empty()) return;  // short groups: to begin early was measured to be no gain
     made_.totals = cuda::get_kernel(*made_.context, lsq_totals_kernel(types_));
     made_.clear = cuda::Clear(*made_.context);
-    made_.workspace_bytes = at;
   }
 
   const LsqProblem& problem_;
