@@ -123,7 +123,7 @@ section_bench() { "$bench" --json "$out/bench.json"; }
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=170 [packs]=400 [exhaustive]=110 [sanitize]=100 [engine]=60 [interop]=100 [peer]=60 [latency]=60 [bench]=200)
+declare -A limits=([tests]=170 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=60 [latency]=60 [bench]=330)
 declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench)
 readonly deadline=$((SECONDS + 570))  # a hanging kernel must not hold a GPU for ever
