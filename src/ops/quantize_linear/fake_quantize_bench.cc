@@ -17,12 +17,14 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
   const int64_t dense_bytes = contiguous_bytes(descriptor.dtype, kShape),
                 scale_bytes = contiguous_bytes(DType::f32, scale_shape),
                 mask_bytes = descriptor.mask ? contiguous_bytes(DType::u8, mask_shape) : 0;
-  const Buffer x = make_buffer(dense_bytes), y = make_buffer(dense_bytes), scale = make_buffer(scale_bytes),
-               mask = make_buffer(mask_bytes), workspace = make_buffer(plan.workspace_size());
+  const Buffer x = make_buffer(dense_bytes), y = make_buffer(dense_bytes), dy = make_buffer(dense_bytes),
+               scale = make_buffer(scale_bytes), mask = make_buffer(mask_bytes),
+               workspace = make_buffer(plan.workspace_size());
   if (descriptor.dtype == DType::bf16)
     fill_weights(x.get(), dense_bytes / 2);
   else
     fill_floats(x.get(), dense_bytes / 4);
+  std::copy_n(x.get(), dense_bytes, dy.get());
   for (int64_t i = 0; i < mask_bytes; ++i) mask[static_cast<size_t>(i)] = static_cast<uint8_t>(i * 37);
   for (int64_t i = 0; i < scale_bytes / 4; ++i)
     reinterpret_cast<float*>(scale.get())[i] = 0.005f + 1e-9f * static_cast<float>(i % 1000);
@@ -36,7 +38,7 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
     args.x = dense, args.y = other, args.scale = scales, args.mask = bits;
     reads += scale_bytes, writes += mask_bytes;
   } else {
-    args.dy = args.dx = other, args.mask = bits;
+    args.dy = {dy.get(), descriptor.dtype, kShape, {}, {}}, args.dx = other, args.mask = bits;
     if (!descriptor.mask) args.x = dense, args.scale = scales;
     reads += descriptor.mask ? mask_bytes : dense_bytes + scale_bytes;
   }

@@ -14,9 +14,10 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
   const std::vector<int64_t> scale_shape = descriptor.scale_shape();
   const int64_t dense_bytes = contiguous_bytes(descriptor.dtype, kShape),
                 scale_bytes = contiguous_bytes(DType::f32, scale_shape);
-  const Buffer x = make_buffer(dense_bytes), dy = make_buffer(dense_bytes), scale = make_buffer(scale_bytes),
-               zero = make_buffer(scale_bytes), dscale = make_buffer(scale_bytes),
-               dzero = make_buffer(scale_bytes), workspace = make_buffer(plan.workspace_size());
+  const Buffer x = make_buffer(dense_bytes), dy = make_buffer(dense_bytes), dx = make_buffer(dense_bytes),
+               scale = make_buffer(scale_bytes), zero = make_buffer(scale_bytes),
+               dscale = make_buffer(scale_bytes), dzero = make_buffer(scale_bytes),
+               workspace = make_buffer(plan.workspace_size());
   for (const Buffer* buffer : {&x, &dy}) {
     if (descriptor.dtype == DType::bf16) fill_weights(buffer->get(), dense_bytes / 2);
     if (descriptor.dtype == DType::f32) fill_floats(buffer->get(), dense_bytes / 4);
@@ -29,8 +30,12 @@ void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
     return TensorView{buffer.get(), dtype, shape, {}, {}};
   };
   const TensorView dense = view(x, descriptor.dtype, kShape), gradients = view(dy, descriptor.dtype, kShape);
-  FakeQuantizeLearnedBackward::Args args{dense, gradients, view(scale, DType::f32, scale_shape),
-                                         {},    gradients, view(dscale, DType::f32, scale_shape),
+  FakeQuantizeLearnedBackward::Args args{dense,
+                                         gradients,
+                                         view(scale, DType::f32, scale_shape),
+                                         {},
+                                         view(dx, descriptor.dtype, kShape),
+                                         view(dscale, DType::f32, scale_shape),
                                          {}};
   if (descriptor.zero_point_dtype) {
     args.zero_point = view(zero, DType::f32, scale_shape);
