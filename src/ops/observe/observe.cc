@@ -158,6 +158,7 @@ ObserverState load_observer(const TensorView& min, const TensorView& max, const 
 
 void store_observer(const ObserverState& state, const TensorView& min, const TensorView& max,
                     const TensorView& num_batches, void* stream) {
+  check_state(state);
   const int64_t num_groups = check_state("store_observer", min, max, num_batches, true);
   HALFBYTE_CHECK(state.dtype == min.dtype && static_cast<int64_t>(state.min.size()) == num_groups &&
                      static_cast<int64_t>(state.max.size()) == num_groups,

@@ -13,6 +13,9 @@
 
 namespace halfbyte {
 
+// Throws Error(usage) or Error(bad_input) where the fields do not belong together.
+void check_state(const ObserverState& state);
+
 // A checked problem, without the addresses.
 struct ObserveProblem : Grouping {
   DType dtype = DType::f32;  // of x

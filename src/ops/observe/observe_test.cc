@@ -246,6 +246,14 @@ TEST(Observe, states_are_stored_and_loaded) {
   EXPECT_THROW(store_observer(ObserverState::empty(2, DType::f64), a, b, n), Error);
   EXPECT_THROW(store_observer(ObserverState::empty(3), a, b, n), Error);
   EXPECT_THROW(store_observer(state, a, a, n), Error) << "they overlap";
+  ObserverState wrong = state;
+  wrong.num_batches = -1;
+  EXPECT_THROW(store_observer(wrong, a, b, n), Error);
+  wrong = state;
+  wrong.min[0] = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THROW(store_observer(wrong, a, b, n), Error);
+  wrong.min[0] = -std::numeric_limits<double>::infinity(), wrong.max[0] = 0;
+  EXPECT_THROW(store_observer(wrong, a, b, n), Error);
   reset_observer(a, b, n);
   EXPECT_EQ(load_observer(a, b, n), ObserverState::empty(3, DType::f64));
 }

@@ -47,6 +47,8 @@ double rounded(double value, DType dtype) {
   return dtype == DType::f64 ? value : static_cast<double>(static_cast<float>(value));
 }
 
+}  // namespace
+
 void check_state(const ObserverState& state) {
   HALFBYTE_CHECK(state.min.size() == state.max.size(), usage,
                  "observer: min and max must have one value of each group, got {} and {}", state.min.size(),
@@ -56,9 +58,14 @@ void check_state(const ObserverState& state) {
   // Means have it as a double.
   HALFBYTE_CHECK(0 <= state.num_batches && state.num_batches < int64_t{1} << 53, usage,
                  "observer: num_batches must be in [0, 2^53), got {}", state.num_batches);
+  for (size_t i = 0; i < state.min.size(); ++i) {
+    const double min = state.min[i], max = state.max[i];
+    const bool finite = std::isfinite(rounded(min, state.dtype)) && std::isfinite(rounded(max, state.dtype));
+    HALFBYTE_CHECK(min > max || (min <= max && finite), bad_input,
+                   "observer: group {} must have a finite range of {}, or +inf and -inf, got {} and {}", i,
+                   to_string(state.dtype), min, max);
+  }
 }
-
-}  // namespace
 
 const char* to_string(ObserverKind kind) { return word_of(kKinds, kind); }
 ObserverKind parse_observer_kind(std::string_view word) { return value_of(kKinds, word, "observer kind"); }

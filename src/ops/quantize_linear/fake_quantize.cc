@@ -91,7 +91,10 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
   else
     check_integers(d);
   if (d.computed) check_computed(d);
-  HALFBYTE_CHECK(std::isfinite(d.eps) && d.eps >= 0, usage, "{}: eps must be finite and >= 0, got {}",
+  const auto used = [&](double value) {  // as it is computed with
+    return d.dtype == DType::f64 ? value : static_cast<double>(static_cast<float>(value));
+  };
+  HALFBYTE_CHECK(std::isfinite(used(d.eps)) && d.eps >= 0, usage, "{}: eps must be finite and >= 0, got {}",
                  kDescriptor, d.eps);
   if (d.observer) {
     HALFBYTE_CHECK(d.computed, usage, "{}: an observer needs computed scales", kDescriptor);
@@ -101,7 +104,7 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
         "{}: observer.kind must be min-max or moving-average; others are plans of their own", kDescriptor);
     check_config(observer);
   }
-  HALFBYTE_CHECK(std::isfinite(d.gradient_scale) && d.gradient_scale > 0, usage,
+  HALFBYTE_CHECK(std::isfinite(used(d.gradient_scale)) && used(d.gradient_scale) > 0, usage,
                  "{}: gradient_scale must be finite and > 0, got {}", kDescriptor, d.gradient_scale);
   HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
                  usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}",

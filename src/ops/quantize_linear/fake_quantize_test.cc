@@ -490,6 +490,8 @@ TEST(FakeQuantize, RefusesDescriptorsThatBreakARule) {
     d.observer->momentum = NAN;
   });
   expect_refused("gradient_scale must be finite and > 0, got 0", [](D& d) { d.gradient_scale = 0; });
+  expect_refused("gradient_scale must be finite and > 0, got 1e+39", [](D& d) { d.gradient_scale = 1e39; });
+  expect_refused("eps must be finite and >= 0, got 1e+300", [](D& d) { d.eps = 1e300; });
   expect_refused("alignment must be a power of two and at least the 4 bytes of f32, got 2",
                  [](D& d) { d.alignment = 2; });
 }
