@@ -28,12 +28,20 @@ struct Sku {
 };
 HALFBYTE_API std::string to_string(const Sku& sku);  // all four in one line
 
+// How the weights of a product are rounded before they are multiplied.
+enum class WeightRounding : uint8_t {
+  none,            // no product of weights, or none is: f32 and f64 products
+  code_rounded,    // the value of a code to the type of the products; the scale is applied to f32 sums
+  weight_rounded,  // value, scale and bias to the type of the products, then value * scale (+ bias) once more
+};
+
 // What holds for the results of a plan.
 struct PrecisionGuarantee {
   DType math = DType::f32;          // what decides codes and values: f64 for f64 tensors, else f32
   DType accumulator = DType::f32;   // of sums; minima and maxima are exact
   bool deterministic = true;        // the same bytes run to run
   bool same_on_all_devices = true;  // and for every device, SIMD target and number of threads
+  WeightRounding weight_rounding = WeightRounding::none;
 };
 
 struct PlanPreference {

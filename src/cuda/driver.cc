@@ -33,6 +33,7 @@ std::string load(const std::string& name, Driver& driver) {
   if (!library.find(#function, driver.function)) return fmt::format("{}: lacks {}: too old", name, #function);
   HALFBYTE_DRIVER_FUNCTIONS(HALFBYTE_FIND)
 #undef HALFBYTE_FIND
+  library.find("cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled);
   driver.path = library.path_of(driver.cuInit);
   return "";
 }

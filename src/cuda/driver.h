@@ -23,6 +23,7 @@ struct CUlaunchAttribute {
   char pad[4] = {};
   union {
     int value;
+    unsigned extent[3];
     char bytes[64] = {};
   };
 };
@@ -69,6 +70,7 @@ struct Driver {
   X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                         \
   X(cuModuleLoadData, (CUmodule * module, const void* image))                                      \
   X(cuModuleUnload, (CUmodule module))                                                             \
+  X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                           \
   X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char* name))               \
   X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,       \
                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,  \
@@ -78,6 +80,11 @@ struct Driver {
 #define HALFBYTE_DECLARE(name, parameters) CUresult(*name) parameters = nullptr;
   HALFBYTE_DRIVER_FUNCTIONS(HALFBYTE_DECLARE)
 #undef HALFBYTE_DECLARE
+  // CUDA 12.0 and later; else null.
+  CUresult (*cuTensorMapEncodeTiled)(void* map, int type, unsigned rank, void* address,
+                                     const unsigned long long* extents, const unsigned long long* strides,
+                                     const unsigned* box, const unsigned* element_strides, int interleave,
+                                     int swizzle, int promotion, int fill) = nullptr;
 };
 
 // Loaded and initialized once per process. Search order: HALFBYTE_CUDA_DRIVER (nothing else is then tried),

@@ -21,32 +21,49 @@ Extent extent_of(const Grid& grid) {
   return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(grid.threads_per_block)};
 }
 
-}  // namespace
-
-void launch(CUfunction function, Grid grid, void* stream, void* args) {
+void launch(CUfunction function, const Grid& grid, void* stream, void* args, bool early) {
   if (grid.num_blocks == 0) return;
   const Extent extent = extent_of(grid);
-  void* params[] = {args};
-  check(driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1, 0,
-                                static_cast<CUstream>(stream), params, nullptr),
-        "cuLaunchKernel");
-}
-
-void launch_early(CUfunction function, Grid grid, void* stream, void* args) {
-  if (grid.num_blocks == 0) return;
-  const Extent extent = extent_of(grid);
-  CUlaunchAttribute early;
-  early.id = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-  early.value = 1;
+  CUlaunchAttribute attributes[2];
   CUlaunchConfig config;
   config.grid_x = extent.x;
   config.grid_y = extent.y;
   config.block_x = extent.threads;
+  config.shared_bytes = static_cast<unsigned>(grid.shared_bytes);
   config.stream = static_cast<CUstream>(stream);
-  config.attributes = &early;
-  config.num_attributes = 1;
+  config.attributes = attributes;
+  if (early) {
+    CUlaunchAttribute& attribute = attributes[config.num_attributes++];
+    attribute.id = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = 1;
+  }
+  if (grid.blocks_per_cluster > 1) {
+    CUlaunchAttribute& attribute = attributes[config.num_attributes++];
+    attribute.id = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.extent[0] = static_cast<unsigned>(grid.blocks_per_cluster);
+    attribute.extent[1] = attribute.extent[2] = 1;
+  }
   void* params[] = {args};
-  check(driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
+  if (config.num_attributes == 0)
+    check(driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1, config.shared_bytes,
+                                  config.stream, params, nullptr),
+          "cuLaunchKernel");
+  else
+    check(driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
+}
+
+}  // namespace
+
+void allow_shared_bytes(CUfunction function, int shared_bytes) {
+  constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+  check(driver().cuFuncSetAttribute(function, kMaxDynamicSharedBytes, shared_bytes), "cuFuncSetAttribute");
+}
+
+void launch(CUfunction function, Grid grid, void* stream, void* args) {
+  launch(function, grid, stream, args, false);
+}
+void launch_early(CUfunction function, Grid grid, void* stream, void* args) {
+  launch(function, grid, stream, args, true);
 }
 
 namespace {

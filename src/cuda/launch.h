@@ -17,7 +17,12 @@ struct Grid {
   // 0: nothing is launched; 2^31 and more: folded, see block_index() in device/memory.cuh.
   int64_t num_blocks = 0;
   int threads_per_block = 0;
+  int shared_bytes = 0;        // dynamic shared memory of a block
+  int blocks_per_cluster = 1;  // divides num_blocks
 };
+
+// Before launches with more than 48 KB of dynamic shared memory; in the current context.
+void allow_shared_bytes(CUfunction function, int shared_bytes);
 
 void launch(CUfunction function, Grid grid, void* stream, void* args);  // of the current context
 
@@ -28,6 +33,11 @@ template <class Args>
 void launch(CUfunction function, Grid grid, void* stream, const Args& args) {
   static_assert(std::is_trivially_copyable_v<Args>);
   launch(function, grid, stream, const_cast<void*>(static_cast<const void*>(&args)));
+}
+template <class Args>
+void launch_early(CUfunction function, Grid grid, void* stream, const Args& args) {
+  static_assert(std::is_trivially_copyable_v<Args>);
+  launch_early(function, grid, stream, const_cast<void*>(static_cast<const void*>(&args)));
 }
 
 // On `stream` of the current context. `to` and `from` may be memory of the device or of the host.

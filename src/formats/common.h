@@ -25,6 +25,12 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
+// What the bulk copy engine of a device takes to walk a matrix, as the driver makes it
+// (src/cuda/tensor_map.h).
+struct alignas(64) TensorMap {
+  u64 words[16] = {};
+};
+
 template <class To, class From>
 HALFBYTE_FN To bit_cast(From value) {
   static_assert(sizeof(To) == sizeof(From));

@@ -142,6 +142,7 @@ int cuModuleGetFunction(const Module** function, Module* module, const char*) {
   *function = module;
   return sticky;
 }
+int cuFuncSetAttribute(void*, int, int) { return sticky; }
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                    void**) {
   return sticky = stub::number("STUB_CUDA_STICKY", 0);

@@ -76,6 +76,53 @@ __device__ __forceinline__ void copy_bulk_once(void* to, const void* from, u32 n
       : "memory");
 }
 
+// `map`: in a __grid_constant__ parameter of the kernel, from matrix_map() (src/cuda/tensor_map.h).
+// Starts a copy of the box that begins at (row, col) of the matrix: `to` a multiple of 1024 bytes, rows of
+// 128 bytes, swizzled; the box counts whole on `barrier`, zeros beyond the matrix too. By one thread.
+__device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int row, int col,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+// Early, by one thread: the map is in the cache of descriptors when it is used.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Of a kernel that was started by launch_early (src/cuda/launch.h), with wait_for_earlier(): the kernel after
+// it may start as soon as all blocks have said so or ended.
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ---- Clusters. All threads of all its blocks: what they wrote to shared memory, each other's too, is seen
+// after the wait.
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The shared memory of another block of the cluster: the address there of what is at `local` here.
+__device__ __forceinline__ u32 shared_address_of(const void* local, u32 rank) {
+  u32 address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ float load_cluster(u32 address) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
 // Starts a copy from shared to global memory, by one thread, after fence_proxy_async() of those who wrote.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, u32 num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

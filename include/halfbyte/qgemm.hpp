@@ -1,0 +1,135 @@
+// Products with quantized weights, and the packed form of a weight that they read.
+//
+//   forward      y[m, n] = x[m, k] . W^T (+ bias[n])      W[n, k] the decoded weight
+//   transposed   y[m, k] = x[m, n] . W                    the gradient of the input of a linear layer
+//
+//   const PackedWeight w{spec, n, k, memory};
+//   reorder(view_of_codes, w);                             // once
+//   const auto plan = QgemmPlan::select(device, {.spec = spec, .m = m, .n = n, .k = k});
+//   plan.run(stream, workspace, {.x = x, .weight = w, .y = y});
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "halfbyte/format.hpp"
+#include "halfbyte/ops.hpp"
+#include "halfbyte/plan.hpp"
+
+namespace halfbyte {
+
+// How the codes, scales, zero points and biases of a quantized matrix lie in memory.
+//   halfbyte            as QuantShape describes them
+//   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte; codes,
+//   and
+//                       groups (Granularity::flat), run across rows
+//   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
+//                       rows: word [r / 8][group] of 4 bits
+//   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
+enum class WeightLayout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
+// "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
+HALFBYTE_API const char* to_string(WeightLayout layout);
+HALFBYTE_API WeightLayout parse_weight_layout(std::string_view word);
+
+// A quantized matrix [rows, cols] in one of these layouts. Non-owning; parts that the spec does not have are
+// null. The formats of qgemm are those of 4 and 8 bits.
+struct WeightView {
+  QuantSpec spec;
+  int64_t rows = 0, cols = 0;
+  WeightLayout layout = WeightLayout::halfbyte;
+  void* codes = nullptr;
+  void* scales = nullptr;  // of spec.scale_dtype; u8 codes of double_quantize if spec.double_quant
+  void* zeros = nullptr;
+  void* biases = nullptr;
+  // Double quantization only, in memory of the same device: as DoubleQuantizedView has them.
+  float* absmax = nullptr;  // [ceil(number of scales / 256)]
+  float* map = nullptr;     // [256]
+  float* offset = nullptr;  // [1]
+  Device device;
+};
+
+// The packed form: one allocation, at a multiple of 256 bytes, that products in both directions read. Opaque;
+// `version` says which form it is. At most 1 % longer than the native layout where rows and columns are
+// multiples of 32 and of max(64, group size).
+inline constexpr int kPackedWeightVersion = 1;
+struct PackedWeight {
+  QuantSpec spec;
+  int64_t rows = 0, cols = 0;
+  void* data = nullptr;
+  Device device;
+  int version = kPackedWeightVersion;
+  int64_t num_bytes = -1;  // of the memory; where it is known, too little is refused
+};
+// Throws Error(usage) where there is no packed form: formats of other than 4 or 8 bits, scales of f64,
+// Granularity::flat with groups that do not divide the rows.
+HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
+
+// To the packed form and back: exact, each undoes the other. They run where the memory is, as the functions
+// in ops.hpp; from and to are of the same spec (Granularity::flat and group with groups that divide the rows
+// are the same), rows, cols and device, and do not overlap. Padding is written too, as zeros.
+HALFBYTE_API void reorder(const WeightView& from, const PackedWeight& to, Execution execution = {});
+HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execution execution = {});
+
+enum class QgemmMath : uint8_t {
+  automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums
+  tf32,       // f32 only: operands rounded to tf32
+  f64,        // f32 only: products and sums in f64, rounded once
+};
+HALFBYTE_API const char* to_string(QgemmMath math);  // "auto" "tf32" "f64"
+HALFBYTE_API QgemmMath parse_qgemm_math(std::string_view word);
+
+// Of the output that a block of a simt kernel makes; 0: chosen.
+struct QgemmTile {
+  int m = 0, n = 0;  // n: along the other axis of y
+  bool operator==(const QgemmTile&) const = default;
+};
+
+struct HALFBYTE_API QgemmDescriptor {
+  QuantSpec spec;               // of the weight [n, k]; 4 or 8 bits
+  int64_t m = 0, n = 0, k = 0;  // each may be 0
+  bool transposed = false;
+  DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32
+  bool packed = true;         // the weight: PackedWeight; else a WeightView, which fewer kernels take
+  WeightLayout layout = WeightLayout::halfbyte;  // of the WeightView
+  bool bias = false;                             // forward only
+  bool accumulate = false;                       // y += instead of y =; the sum is rounded once
+  QgemmMath math = QgemmMath::automatic;
+  // CUDA: starts before the kernel before it on the stream has ended (programmatic dependent launch) and
+  // reads the weight meanwhile; x, bias and y are not touched before. So that kernel must not write the
+  // weight.
+  bool early_start = false;
+  // What `run` may rely on: of the addresses of x, y and bias, in bytes, a power of two.
+  int64_t alignment = 16;
+  std::string variant = {};  // "qgemm_sm80": this one or none; empty: the first that does not refuse
+  QgemmTile tile = {};       // for qgemm_simt
+
+  bool operator==(const QgemmDescriptor&) const = default;
+};
+// Throws Error(usage) naming the field, the rule and the values.
+HALFBYTE_API void check_descriptor(const QgemmDescriptor& descriptor);
+
+// One line a variant, in the order in which they are tried: why it refuses, or nothing.
+struct QgemmChoice {
+  std::string variant;
+  std::string reason;  // empty: it takes the description
+};
+HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor);
+
+// y = ... as above. Sums have one order for a plan, so that runs give the same bytes; another kernel, device
+// or m may give others. precision_guarantee() says how weights are rounded. There is nothing to find: the
+// status is that of no data. y overlaps nothing; weight and x may.
+struct HALFBYTE_API Qgemm {
+  using Descriptor = QgemmDescriptor;
+  struct Args {
+    TensorView x;         // read: [m, k]; transposed: [m, n]
+    PackedWeight weight;  // read, if descriptor.packed
+    WeightView view;      // read, else
+    TensorView bias;      // read: [n]
+    TensorView y;         // written (read too, if accumulate): [m, n]; transposed: [m, k]
+  };
+  using Status = QuantizeStatus;
+};
+using QgemmPlan = Plan<Qgemm>;
+extern template class Plan<Qgemm>;
+
+}  // namespace halfbyte

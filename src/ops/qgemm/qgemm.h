@@ -1,0 +1,74 @@
+// What the files of `qgemm` share.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/variant.h"
+#include "formats/codec.h"
+#include "formats/packed.h"
+#include "halfbyte/qgemm.hpp"
+
+namespace halfbyte {
+
+// A checked descriptor, as variants see it.
+struct QgemmProblem {
+  Device device;
+  int num_threads = 0;
+  bool transposed = false;
+  int64_t m = 0, n = 0, k = 0;  // all of them at least 1
+  DType dtype = DType::bf16;
+  formats::Codec codec;  // without what only matters to encoding
+  bool double_quant = false;
+  int64_t group = 0;  // columns that share a scale, k where a row (or all) has one
+  bool one_group =
+      false;          // one scale for all: Granularity::tensor, of views; packed weights have it in each row
+  bool flat = false;  // groups of a view run across rows
+  bool packed = true;
+  WeightLayout layout = WeightLayout::halfbyte;
+  formats::PackedLayout weight;  // of a packed weight
+  bool bias = false, accumulate = false;
+  QgemmMath math = QgemmMath::automatic;
+  bool early_start = false;
+  int64_t alignment = 16;
+  QgemmTile tile;
+
+  int64_t in_cols() const { return transposed ? n : k; }   // columns of x: what is summed
+  int64_t out_cols() const { return transposed ? k : n; }  // columns of y
+};
+
+struct QgemmTensors {
+  const void* x = nullptr;
+  const void* weight = nullptr;                                                         // packed
+  const void *codes = nullptr, *scales = nullptr, *zeros = nullptr, *biases = nullptr;  // else
+  const float *absmax = nullptr, *map = nullptr, *offset = nullptr;
+  const void* bias = nullptr;
+  void* y = nullptr;
+};
+
+// What a variant has made for a problem: chosen, compiled, ready to run.
+class QgemmKernel {
+ public:
+  virtual ~QgemmKernel() = default;
+  virtual std::string name() const = 0;     // of the kernel, as kernels are listed
+  virtual std::string backend() const = 0;  // "cuda sm_90a"
+  virtual PrecisionGuarantee guarantee() const = 0;
+  virtual int64_t workspace_bytes() const { return 0; }
+  virtual void run(const QgemmTensors& tensors, void* stream, void* workspace) const = 0;
+};
+
+using QgemmVariant = Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>>;
+
+// In the order in which they are tried.
+std::span<const QgemmVariant> qgemm_variants();
+
+// The rows of that table: X.refuse says why it cannot take the problem, X.run makes the kernel.
+extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
+extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
+extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n
+extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
+extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
+extern const QgemmVariant kQgemmCpu;
+
+}  // namespace halfbyte
