@@ -18,4 +18,10 @@ std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<KernelKey> qgemm_keys();
 QgemmProblem qgemm_problem(const cuda::KernelValues& values);
 
+// Of variant qgemm_simt. Few rows of x, forward: has_simt_rows. Else tiles of y, and the sum of their parts.
+bool has_simt_rows(const QgemmProblem& problem);
+cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
+cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
+cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
+
 }  // namespace halfbyte
