@@ -4,9 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <vector>
 
-#include "core/tensor_check.h"
 #include "core/variant.h"
 #include "formats/codec.h"
 #include "formats/packed.h"
@@ -49,22 +47,6 @@ struct QgemmTensors {
   const void* bias = nullptr;
   void* y = nullptr;
 };
-
-// The layouts of a weight [rows, cols]. Throw Error(usage) naming `what`: "qgemm descriptor".
-formats::PackedLayout packed_layout_of(const char* what, const QuantSpec& spec, int64_t rows, int64_t cols);
-formats::WeightViewLayout view_layout_of(const char* what, const QuantSpec& spec, int64_t rows, int64_t cols,
-                                         WeightLayout layout);
-
-// Weights as arguments, checked but for what a descriptor says: the memory of their parts. Error(usage).
-std::vector<ArgumentMemory> check_packed(const char* op, const char* name, const PackedWeight& weight,
-                                         Device device, bool written);
-// The names of a view and of its parts.
-struct WeightViewNames {
-  const char *view, *codes, *scales, *zeros, *biases, *absmax, *map, *offset;
-};
-// `code_alignment`: as a descriptor promises it.
-std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
-                                       Device device, int64_t code_alignment, bool written);
 
 // What a variant has made for a problem: chosen, compiled, ready to run.
 class QgemmKernel {

@@ -1,8 +1,8 @@
 // The plan of `qgemm`.
-#include "core/plan.h"
-
 #include <array>
 
+#include "core/plan.h"
+#include "core/weight_view.h"
 #include "halfbyte/device.hpp"
 #include "ops/qgemm/qgemm.h"
 
@@ -73,7 +73,7 @@ struct QgemmImpl : QgemmPlan::Impl {
       check_same_spec(kOp, "weight", args.weight.spec, d.spec);
       same("rows", args.weight.rows, d.n);
       same("cols", args.weight.cols, d.k);
-      memory = check_packed(kOp, "weight", args.weight, device, false);
+      memory = {check_packed(kOp, "weight", args.weight, device, false)};
     } else {
       absent("weight", args.weight.data, "packed is false");
       check_same_spec(kOp, "view", args.view.spec, d.spec);
