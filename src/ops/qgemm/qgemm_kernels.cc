@@ -1,7 +1,6 @@
 // The kernels of `qgemm`, listed.
 #include <algorithm>
 
-#include "core/format.h"
 #include "ops/qgemm/qgemm_cuda.h"
 
 namespace halfbyte {
@@ -28,21 +27,10 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
   cuda::set_group_size(spec, values.at("group-size"));
   spec.double_quant = cuda::is_set(values, "double-quant");
   check_spec(spec);
-  QgemmProblem problem;
-  problem.device = {DeviceKind::cuda, 0};
-  problem.m = 1;
-  problem.n = problem.k = 4096;
-  problem.dtype = cuda::dtype_of(values);
-  problem.codec = make_codec(spec);
-  problem.codec.rule = {};
-  problem.codec.unrounded_code_scale = false;
-  problem.double_quant = spec.double_quant;
-  problem.group = spec.granularity == Granularity::group ? spec.group_size : problem.k;
-  problem.one_group = spec.granularity == Granularity::tensor;
-  problem.weight = formats::packed_layout(problem.n, problem.k, problem.codec.bits, problem.group,
-                                          formats::scale_bytes(problem.codec.scale_type), has_zeros(spec),
-                                          has_biases(spec), spec.double_quant);
-  return problem;
+  constexpr int64_t kExtent = 4096;
+  return make_qgemm_problem(
+      {DeviceKind::cuda, 0},
+      {.spec = spec, .m = 1, .n = kExtent, .k = kExtent, .dtype = cuda::dtype_of(values)}, 0);
 }
 
 std::vector<cuda::Kernel> qgemm_kernels() {

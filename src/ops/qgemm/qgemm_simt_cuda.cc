@@ -38,16 +38,15 @@ std::string refuse(const QgemmProblem& problem) {
 SimtWeight describe_weight(const QgemmProblem& p) {
   SimtWeight w{};
   const formats::PackedLayout& layout = p.weight;
-  const int bits = p.codec.bits;
+  const formats::WeightViewLayout& view = p.view;
+  const bool one_group = !p.packed && view.one_group;
   w.n = p.n;
   w.k = p.k;
   // Rows of whole groups have groups of their own.
-  w.flat = p.flat && !p.one_group && p.k % std::max<int64_t>(p.group, 1) != 0;
-  const bool one_a_row = p.one_group || (!w.flat && p.group >= p.k);
-  w.group = one_a_row ? std::max<int64_t>(p.k, 1) : p.group;
-  w.groups = p.one_group && !p.packed ? 0 : ceil_div(p.k, w.group);
-  w.whole_chunks = !w.flat && (one_a_row || w.group % kSimtChunk == 0);
-  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
+  w.flat = !p.packed && view.flat && p.k % p.group != 0;
+  w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
+  w.groups = one_group ? 0 : ceil_div(p.k, w.group);
+  w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
   w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
   w.zero = -p.codec.q_min;
   std::ranges::copy(p.codec.book.values, w.values);
@@ -69,22 +68,9 @@ SimtWeight describe_weight(const QgemmProblem& p) {
     if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
     return w;
   }
-  const int64_t row_bytes = ceil_div(p.k * bits, 8);
-  switch (p.layout) {
-    case WeightLayout::halfbyte:
-      w.row_codes = row_bytes * 8 / bits;
-      break;
-    case WeightLayout::bitsandbytes:
-      w.row_codes = p.k;
-      break;
-    case WeightLayout::compressed_tensors:
-    case WeightLayout::mlx:
-      w.row_codes = ceil_div(row_bytes, 4) * 32 / bits;
-      break;
-  }
-  if (p.flat) w.row_codes = p.k;
-  w.zero_words = p.layout == WeightLayout::compressed_tensors;
-  w.num_bytes = ceil_div(p.n * w.row_codes * bits, 8);
+  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
+  w.num_bytes = view.code_bytes();
+  w.zero_words = view.zero_words;
   return w;
 }
 
@@ -212,7 +198,7 @@ std::string weight_config(const QgemmProblem& problem) {
       "constexpr Kind kKind = Kind({});\nconstexpr int kBits = {};\nconstexpr bool kPacked = {}, kHighFirst "
       "= {};\n",
       static_cast<int>(problem.codec.kind), problem.codec.bits, problem.packed,
-      !problem.packed && problem.layout == WeightLayout::bitsandbytes && problem.codec.bits == 4);
+      !problem.packed && problem.view.high_first);
 }
 
 }  // namespace

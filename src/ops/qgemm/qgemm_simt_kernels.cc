@@ -13,9 +13,9 @@ std::vector<KernelKey> simt_keys(bool weight) {
     for (const KernelKey& key : qgemm_keys())
       if (key.name == "format") keys.push_back(key);
     keys.push_back({"layout",
-                    {"packed", "halfbyte", "bitsandbytes", "compressed-tensors", "mlx"},
+                    {"packed", "halfbyte", "bitsandbytes"},
                     false,
-                    "Of the codes."});
+                    "Of the codes; halfbyte: compressed-tensors and mlx too."});
   }
   keys.push_back({"dtype", {"bf16", "f16", "f32"}, false, "The dtype of x and y."});
   keys.push_back({"math", {"auto", "f64"}, false, "Products and sums are f32, or f64: of dtype f32."});
@@ -31,11 +31,14 @@ QgemmProblem simt_problem(const KernelValues& values) {
                  "math f64 goes with dtype f32, got {}", to_string(problem.dtype));
   const auto format = values.find("format");
   if (format == values.end()) return problem;
+  HALFBYTE_CHECK(
+      find_format(format->second).kind == FormatKind::table || values.at("layout") != "bitsandbytes", usage,
+      "layout bitsandbytes holds table formats, got {}", format->second);
   const FormatInfo& info = find_format(format->second);
   problem.codec.kind = static_cast<formats::Kind>(info.kind);
   problem.codec.bits = static_cast<formats::u8>(info.bits);
   problem.packed = values.at("layout") == "packed";
-  if (!problem.packed) problem.layout = parse_weight_layout(values.at("layout"));
+  problem.view.high_first = values.at("layout") == "bitsandbytes";
   return problem;
 }
 
