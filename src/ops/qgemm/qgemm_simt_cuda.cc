@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <bit>
 
 #include "cuda/config.h"
@@ -12,24 +11,25 @@ namespace {
 
 using formats::Divider;
 
-constexpr std::array<QgemmTile, 3> kTiles = {{{16, 64}, {64, 64}, {128, 128}}};
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The first tile that has the extents asked for; null: there is none.
-const QgemmTile* find_tile(QgemmTile wanted) {
-  const auto* const found = std::ranges::find_if(kTiles, [&](const QgemmTile& tile) {
-    return (wanted.m == 0 || wanted.m == tile.m) && (wanted.n == 0 || wanted.n == tile.n);
+const QgemmTile* find_tile(const QgemmProblem& problem) {
+  const auto tiles = simt_tiles(problem.math);
+  const auto found = std::ranges::find_if(tiles, [&](const QgemmTile& tile) {
+    return (problem.tile.m == 0 || problem.tile.m == tile.m) &&
+           (problem.tile.n == 0 || problem.tile.n == tile.n);
   });
-  return found == kTiles.end() ? nullptr : found;
+  return found == tiles.end() ? nullptr : &*found;
 }
 
 std::string refuse(const QgemmProblem& problem) {
   if (problem.math == QgemmMath::tf32) return "math tf32 takes matrix instructions";
-  if (find_tile(problem.tile) == nullptr) {
-    std::string tiles;
-    for (const auto& [m, n] : kTiles) tiles += fmt::format("{}{} x {}", tiles.empty() ? "" : ", ", m, n);
-    return fmt::format("tile must be one of {}, got {} x {}", tiles, problem.tile.m, problem.tile.n);
+  if (find_tile(problem) == nullptr) {
+    std::string known;
+    for (const auto& [m, n] : simt_tiles(problem.math))
+      known += fmt::format("{}{} x {}", known.empty() ? "" : ", ", m, n);
+    return fmt::format("tile must be one of {}, got {} x {}", known, problem.tile.m, problem.tile.n);
   }
   return "";
 }
@@ -152,9 +152,10 @@ class QgemmSimt : public QgemmKernel {
   }
 
   QgemmTile choose_tile() const {
-    if (problem_.tile != QgemmTile{}) return *find_tile(problem_.tile);
-    if (args_.m <= kTiles[0].m) return kTiles[0];
-    return num_tiles(kTiles[2]) >= context_.num_multiprocessors ? kTiles[2] : kTiles[1];
+    if (problem_.tile != QgemmTile{}) return *find_tile(problem_);
+    const auto tiles = simt_tiles(problem_.math);
+    if (args_.m <= tiles[0].m) return tiles[0];
+    return num_tiles(tiles.back()) >= context_.num_multiprocessors ? tiles.back() : tiles[1];
   }
 
   // A block a tile; where these are too few for the device, the summed axis is split.
@@ -202,6 +203,11 @@ std::string weight_config(const QgemmProblem& problem) {
 }
 
 }  // namespace
+
+std::span<const QgemmTile> simt_tiles(QgemmMath math) {
+  static constexpr QgemmTile kTiles[] = {{16, 64}, {64, 64}, {128, 128}};
+  return std::span(kTiles).first(math == QgemmMath::f64 ? 2 : 3);
+}
 
 bool has_simt_rows(const QgemmProblem& problem) {
   return !problem.transposed && problem.tile == QgemmTile{} &&

@@ -6,6 +6,8 @@ namespace {
 
 using cuda::KernelValues;
 
+std::string word_of(QgemmTile tile) { return fmt::format("{}x{}", tile.m, tile.n); }
+
 // Tables, groups, scales and zero points are arguments of these kernels.
 std::vector<KernelKey> simt_keys(bool weight) {
   std::vector<KernelKey> keys;
@@ -50,10 +52,10 @@ cuda::KernelSpec specialise_rows(const KernelValues& values) {
 }
 
 cuda::KernelSpec specialise_tiles(const KernelValues& values) {
-  const std::string& words = values.at("tile");
-  const size_t x = words.find('x');
-  return simt_tiles_kernel(simt_problem(values),
-                           {std::stoi(words.substr(0, x)), std::stoi(words.substr(x + 1))});
+  const QgemmProblem problem = simt_problem(values);
+  for (const QgemmTile& tile : simt_tiles(problem.math))
+    if (word_of(tile) == values.at("tile")) return simt_tiles_kernel(problem, tile);
+  HALFBYTE_FAIL(usage, "tile {} does not go with math f64", values.at("tile"));
 }
 
 }  // namespace

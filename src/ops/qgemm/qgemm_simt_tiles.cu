@@ -9,7 +9,8 @@ namespace halfbyte::device {
 constexpr int kStep = simt_step(kTileN), kPad = 4;
 constexpr int kThreadM = kTileM / 16, kThreadN = kTileN / 16, kThreadX = kTileM * kStep / kSimtThreads;
 
-extern "C" __global__ void __launch_bounds__(kSimtThreads) qgemm_simt_tiles(const __grid_constant__ SimtArgs args) {
+extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ? 1 : 2)
+    qgemm_simt_tiles(const __grid_constant__ SimtArgs args) {
   __shared__ alignas(16) F xs[kStep][kTileM + kPad];
   __shared__ alignas(16) F ws[kStep][kTileN + kPad];
   let_next_kernel_start();
