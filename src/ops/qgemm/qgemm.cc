@@ -59,7 +59,7 @@ void check_descriptor(const QgemmDescriptor& d) {
 // ---- Variants
 
 std::span<const QgemmVariant> qgemm_variants() {
-  static const QgemmVariant variants[] = {kQgemmSimt, kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90F32, kQgemmSimt, kQgemmCpu};
   return variants;
 }
 
