@@ -140,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       init_barrier(empty + i, kF32Warps);
     }
     fence_barrier_init();
+    fence_proxy_async();
     for (int i = 0; i < args.stages; ++i) copies.copy_next();
   }
   build_float_table<kF32Threads>(args.values, thread);

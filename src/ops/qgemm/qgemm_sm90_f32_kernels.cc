@@ -6,6 +6,7 @@ namespace {
 
 cuda::KernelSpec specialise(const cuda::KernelValues& given) {
   cuda::KernelValues values = given;
+  if (values["format"] == "lut4") values["format"] = "nf4";  // tables are arguments
   values["table"] = "";
   values["group-size"] = "64";
   values["double-quant"] = "no";
