@@ -18,4 +18,12 @@ std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<KernelKey> qgemm_keys();
 QgemmProblem qgemm_problem(const cuda::KernelValues& values);
 
+// Of variant qgemm_simt. Few rows of x, forward: has_simt_rows. Else tiles of y, one of simt_tiles, and the
+// sum of their parts.
+std::span<const QgemmTile> simt_tiles(QgemmMath math);
+bool has_simt_rows(const QgemmProblem& problem);
+cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
+cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
+cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
+
 }  // namespace halfbyte
