@@ -21,15 +21,15 @@ struct QgemmSm80Args {
   void* y;
   float* partials;  // [splits][m][out_stride]; null where there is one split
   formats::i64 m, in_cols, out_cols;
-  formats::i64 out_stride;                        // out_cols rounded up to pairs
-  formats::i64 feature_tiles, token_tiles;        // of a block: ((split * feature_tiles) + ...) * token_tiles + ...
-  formats::i64 steps, splits;                     // split s walks steps s * steps / splits up to those of s + 1
-  formats::i64 strips, units_per_strip;           // of the weight, with padding
-  formats::i64 strip_bytes;                       // as PackedLayout has them
-  formats::i64 scales, zeros, biases;             // sections; 0 where inlined
-  formats::i64 absmax, map, offset;               // sections of double quantization
-  formats::i64 groups, group, last_absmax;        // of a row; columns of a group; index of the last absmax
-  bool pairs;                                     // two neighbours of y are at a multiple of their bytes
+  formats::i64 out_stride;                  // out_cols rounded up to pairs
+  formats::i64 feature_tiles, token_tiles;  // of a block: ((split * feature_tiles) + ...) * token_tiles + ...
+  formats::i64 steps, splits;               // split s walks steps s * steps / splits up to those of s + 1
+  formats::i64 strips, units_per_strip;     // of the weight, with padding
+  formats::i64 strip_bytes;                 // as PackedLayout has them
+  formats::i64 scales, zeros, biases;       // sections; 0 where inlined
+  formats::i64 absmax, map, offset;         // sections of double quantization
+  formats::i64 groups, group, last_absmax;  // of a row; columns of a group; index of the last absmax
+  bool pairs;                               // two neighbours of y are at a multiple of their bytes
   bool accumulate;
 };
 
@@ -51,7 +51,8 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   constexpr int kMost = 99 * 1024;  // that a block may have on every device
   QgemmSm80Stage s;
   s.code_bytes = kQgemmSm80Features * kQgemmSm80Step * bits / 8;
-  s.param_bytes = formats::kUnitRows * (scale_bytes + (has_zeros ? 1 : 0) + bias_bytes + (double_quant ? 4 : 0));
+  s.param_bytes =
+      formats::kUnitRows * (scale_bytes + (has_zeros ? 1 : 0) + bias_bytes + (double_quant ? 4 : 0));
   s.groups = groups;
   s.x_bytes = tokens * kQgemmSm80Step * 2;
   s.table_bytes = bits == 4 ? 32768 : 0;
@@ -59,6 +60,9 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   s.stages = formats::min(4, (kMost - s.shared_bytes()) / s.bytes());
   return s;
 }
+
+// Blocks that the registers of a multiprocessor hold.
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
 
 // Adds up the partial sums of the splits: a thread makes a pair of y.
 inline constexpr int kQgemmSm80SumThreads = 256;
