@@ -11,6 +11,7 @@ namespace halfbyte {
 // The rows of the table of kernels (src/kernels): those of all variants, below.
 std::vector<cuda::Kernel> qgemm_kernels();
 std::vector<cuda::Kernel> qgemm_simt_kernels();
+std::vector<cuda::Kernel> qgemm_sm80_kernels();
 
 // What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
 // the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
@@ -25,5 +26,9 @@ bool has_simt_rows(const QgemmProblem& problem);
 cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
 cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
 cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
+// Of variant qgemm_sm80; the second adds up what the blocks of the first left. Error(usage) where it does not
+// take the problem.
+cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem);
+cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem);
 
 }  // namespace halfbyte
