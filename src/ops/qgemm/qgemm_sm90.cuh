@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
   const auto bits = *reinterpret_cast<const typename Stored<scale_bytes(kCodec.scale_type)>::Type*>(from);
   if constexpr (kCodec.scale_type == ScaleType::f32) {
     to[0] = bit_cast<float>(static_cast<u32>(bits));
-    to[1] = bit_cast<float>(static_cast<u32>(bits >> 32));
+    to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
   } else if constexpr (kCodec.scale_type == ScaleType::bf16) {
     to[0] = bit_cast<float>(static_cast<u32>(bits) << 16);
     to[1] = bit_cast<float>(static_cast<u32>(bits) & 0xFFFF0000u);

@@ -6,9 +6,9 @@
 
 namespace halfbyte {
 
-// A tile is 32 * strips rows of the weight by all tokens; a block reads it in stages of so many columns. Pairs
-// of strips go to different warpgroups, and so do the parts of the columns of a stage, whose sums are added up
-// at the end of the tile. The blocks of a cluster share the columns of a tile.
+// A tile is 32 * strips rows of the weight by all tokens; a block reads it in stages of so many columns.
+// Pairs of strips go to different warpgroups, and so do the parts of the columns of a stage, whose sums are
+// added up at the end of the tile. The blocks of a cluster share the columns of a tile.
 struct QgemmSm90WgmmaTiling {
   int tokens = 8;       // 8, 16, 32, 64: m rounded up
   int strips = 4;       // 4 or 2
@@ -41,14 +41,14 @@ struct QgemmSm90WgmmaArgs {
   const formats::u8* weight;
   const void* bias;
   void* y;
-  formats::i64 strip_bytes;              // of the weight, and its sections:
-  formats::i64 scales, seconds;          // where a row has one scale; zero points or biases
-  formats::i64 absmax, map, offset;      // of double quantization
-  formats::i64 groups;                   // of a row
+  formats::i64 strip_bytes;          // of the weight, and its sections:
+  formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
+  formats::i64 absmax, map, offset;  // of double quantization
+  formats::i64 groups;               // of a row
   formats::i32 m, n, k;
-  formats::i32 num_strips, num_blocks;   // num_blocks: of a strip
-  formats::i32 num_stages;               // of a row, all blocks of the cluster together
-  formats::i32 num_workers;              // clusters: each has its part of the pairs of strips
+  formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
+  formats::i32 num_stages;              // of a row, all blocks of the cluster together
+  formats::i32 num_workers;             // clusters: each has its part of the pairs of strips
   bool accumulate;
   bool pairs;  // two neighbouring elements of y and of bias can be accessed at once
 };
