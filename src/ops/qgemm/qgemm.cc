@@ -61,6 +61,7 @@ void check_descriptor(const QgemmDescriptor& d) {
 std::span<const QgemmVariant> qgemm_variants() {
   static const QgemmVariant variants[] = {kQgemmSimt, kQgemmCpu};
   static const QgemmVariant variants[] = {kQgemmSm80, kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90Wgmma, kQgemmCpu};
   return variants;
 }
 
