@@ -59,9 +59,7 @@ void check_descriptor(const QgemmDescriptor& d) {
 // ---- Variants
 
 std::span<const QgemmVariant> qgemm_variants() {
-  static const QgemmVariant variants[] = {kQgemmSimt, kQgemmCpu};
-  static const QgemmVariant variants[] = {kQgemmSm80, kQgemmCpu};
-  static const QgemmVariant variants[] = {kQgemmSm90Wgmma, kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
   return variants;
 }
 

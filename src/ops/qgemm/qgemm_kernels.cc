@@ -33,18 +33,16 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
   descriptor.dtype = cuda::dtype_of(values);
   check_descriptor(descriptor);
   return make_qgemm_problem({DeviceKind::cuda, 0}, descriptor, 0);
-  check_spec(spec);
-  constexpr int64_t kExtent = 4096;
-  return make_qgemm_problem(
-      {DeviceKind::cuda, 0},
-      {.spec = spec, .m = 1, .n = kExtent, .k = kExtent, .dtype = cuda::dtype_of(values)}, 0);
 }
 
 std::vector<cuda::Kernel> qgemm_kernels() {
   std::vector<cuda::Kernel> table;
-  for (const auto& rows : {qgemm_sm80_kernels(), qgemm_simt_kernels()})
+  for (const auto& rows : {
+           qgemm_sm90_wgmma_kernels(),
+           qgemm_sm80_kernels(),
+           qgemm_simt_kernels(),
+       })
     table.insert(table.end(), rows.begin(), rows.end());
-  for (const auto& rows : {qgemm_sm90_wgmma_kernels(), qgemm_simt_kernels()}) table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
 
