@@ -7,8 +7,6 @@
 #include "formats/packed.h"
 #include "ops/qgemm/qgemm_table.cuh"
 
-#include "halfbyte_config.h"
-
 namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -9,8 +9,6 @@
 
 #include "ops/qgemm/qgemm_sm90.cuh"
 
-#include "halfbyte_config.h"
-
 namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
