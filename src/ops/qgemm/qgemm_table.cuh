@@ -44,22 +44,23 @@ inline constexpr int kPairTableBytes = 65536;
 // constant makes the address free: it goes into the load.
 inline constexpr u32 kPairTableAddress = 1024;
 
-// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block.
+// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
+// the block in its cluster, which the top byte of its addresses has.
 template <int kNumThreads>
-__device__ __forceinline__ void build_pair_table(int thread) {
-  // In this block's own window; in a cluster its addresses have the rank in their top byte, and may be used
-  // without.
+__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
 #pragma unroll
   for (int i = 0; i < 2048 / kNumThreads; ++i) {  // 16 bytes each
     const int at = i * kNumThreads + thread, entry = at / 8;
     const u32 pair = value_pair(entry);
     asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(entry * 256 + at % 8 * 16), "r"(pair)
+    const u32 pair = kCodeValues.bits[entry & 15] | static_cast<u32>(kCodeValues.bits[entry >> 4]) << 16;
+    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
+                 "r"(pair)
                  : "memory");
   }
 }
 
-// What makes the addresses of a lane: `rank`: of the block in its cluster, which the top byte of its
-// addresses has.
+// What makes the addresses of a lane.
 __device__ __forceinline__ u32 pair_table_lane(int lane, u32 rank = 0) {
   return rank << 24 | static_cast<u32>(lane * 4);
 }
