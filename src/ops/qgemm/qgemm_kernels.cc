@@ -42,6 +42,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
            qgemm_sm80_kernels(),
            qgemm_simt_kernels(),
        })
+  for (const auto& rows : {qgemm_simt_kernels(), qgemm_sm90_mma_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
