@@ -26,16 +26,23 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   spec.double_quant = cuda::is_set(values, "double-quant");
-  check_spec(spec);
-  constexpr int64_t kExtent = 4096;
-  return make_qgemm_problem(
-      {DeviceKind::cuda, 0},
-      {.spec = spec, .m = 1, .n = kExtent, .k = kExtent, .dtype = cuda::dtype_of(values)}, 0);
+  QgemmDescriptor descriptor;
+  descriptor.spec = spec;
+  descriptor.m = 1;
+  descriptor.n = descriptor.k = 4096;
+  descriptor.dtype = cuda::dtype_of(values);
+  check_descriptor(descriptor);
+  return make_qgemm_problem({DeviceKind::cuda, 0}, descriptor, 0);
 }
 
 std::vector<cuda::Kernel> qgemm_kernels() {
   std::vector<cuda::Kernel> table;
-  for (const auto& rows : {qgemm_sm90_f32_kernels(), qgemm_simt_kernels()})
+  for (const auto& rows : {
+           qgemm_sm90_mma_kernels(),
+           qgemm_sm90_wgmma_kernels(),
+           qgemm_sm80_kernels(),
+           qgemm_simt_kernels(),
+       })
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }

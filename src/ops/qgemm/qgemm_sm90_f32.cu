@@ -104,21 +104,19 @@ struct Stages {
   u8* ring;
   Barrier *full, *empty;  // [stages]
   int per_strip;
-  i64 strip = blockIdx.x;  // of the next stage that is to be copied
-  int stage = 0, slot = 0;
+  int strip = static_cast<int>(blockIdx.x), stage = 0;  // what is to be copied next
 
-  // By one thread: the next stage into its slot, which must be empty.
-  __device__ __forceinline__ void copy_next() {
+  // By one thread: the next stage into a slot, which must be empty.
+  __device__ __forceinline__ void copy_next(int slot) {
     if (strip >= args.strips) return;
     const int units = min(kF32StageUnits, args.units - stage * kF32StageUnits);
     const u32 num_bytes = static_cast<u32>((units >> args.block_units_shift) * args.block_bytes);
     arrive_expecting(full + slot, num_bytes);
-    copy_bulk_once(ring + slot * args.stage_bytes, args.weight + strip * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes,
+    copy_bulk_once(ring + slot * args.stage_bytes, args.weight + static_cast<i64>(strip) * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes,
                    num_bytes, full + slot);
-    if (++slot == args.stages) slot = 0;
     if (++stage == per_strip) {
       stage = 0;
-      strip += gridDim.x;
+      strip += static_cast<int>(gridDim.x);
     }
   }
 };
@@ -141,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
     }
     fence_barrier_init();
     fence_proxy_async();
-    for (int i = 0; i < args.stages; ++i) copies.copy_next();
+    for (int i = 0; i < args.stages; ++i) copies.copy_next(i);
   }
   build_float_table<kF32Threads>(args.values, thread);
   let_next_start();
@@ -168,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
   u32 parity = 0, last_parity = 0;  // of the phases of slot, and of the slot before
   bool first = true;
   float* sums_to = partials;
-  for (i64 strip = blockIdx.x; strip < args.strips; strip += gridDim.x) {
+  for (int strip = static_cast<int>(blockIdx.x); strip < args.strips; strip += static_cast<int>(gridDim.x)) {
     float sums[8][kM] = {};
     const auto multiply_stage = [&](int u) {
       wait(full + slot, parity);
@@ -198,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       // The slot before this one is empty by now, or soon.
       if (thread == 0 && !first) {
         wait(empty + last_slot, last_parity);
-        copies.copy_next();
+        copies.copy_next(last_slot);
       }
       first = false;
       last_slot = slot;
@@ -233,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
     __syncthreads();
     if (thread < kM * kUnitRows) {
       const int m = thread / kUnitRows;
-      const i64 row = strip * kUnitRows + thread % kUnitRows;
+      const i64 row = static_cast<i64>(strip) * kUnitRows + thread % kUnitRows;
       if (m < args.m && row < args.n) {
         float sum = 0;
         for (int w = 0; w < kF32Warps; ++w) sum = sum + sums_to[w * kM * kUnitRows + thread];

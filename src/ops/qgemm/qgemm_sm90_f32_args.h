@@ -32,7 +32,7 @@ struct QgemmSm90F32Args {
   const float *x, *bias;  // bias: null: none
   float* y;
   formats::i64 n, k, strip_bytes;
-  formats::i64 strips;
+  int strips;  // less than 2^31 in any memory
   int m;
   int units;                          // of a strip
   int stages, stage_bytes;            // of the ring

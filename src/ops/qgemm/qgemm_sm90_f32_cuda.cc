@@ -64,7 +64,7 @@ class QgemmSm90F32 : public QgemmKernel {
     args_.n = problem.n;
     args_.k = problem.k;
     args_.m = static_cast<int>(problem.m);
-    args_.strips = weight.strips;
+    args_.strips = static_cast<int>(weight.strips);
     args_.strip_bytes = weight.strip_bytes;
     args_.units = static_cast<int>(units_of(problem));
     args_.stages = stages_of(problem);
