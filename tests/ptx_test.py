@@ -61,7 +61,9 @@ COMPANIONS = {
     "lsq_elements zero-point": ["--dtype", "f64"],
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
+    "math": ["--dtype", "f32"],
     "qgemm_sm80 scale-dtype": [],
+    "qgemm_sm90_f32 scale-dtype": [],
 }
 
 
