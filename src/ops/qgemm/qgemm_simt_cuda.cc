@@ -218,8 +218,9 @@ std::span<const QgemmTile> simt_tiles(QgemmMath math) {
 
 bool has_simt_rows(const QgemmProblem& problem) {
   const SimtWeight weight = describe_weight(problem);
-  return problem.k % kSimtChunk == 0 && problem.alignment >= 16 && weight.whole_chunks &&
-         !problem.transposed && problem.tile == QgemmTile{} &&
+  constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
+  return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
+         weight.whole_chunks && !problem.transposed && problem.tile == QgemmTile{} &&
          problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 

@@ -28,15 +28,13 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
   const int num_chunks = static_cast<int>(w.k / kChunk);
   const float table_value = lane_value(w);
   // Behind the end the last row and chunk are decoded again: shuffles need all lanes.
-  const auto row_of = [&](int r) { return WholeRow(w, min(first_row + r, w.n - 1)); };
+  const WholeRows rows(w, first_row);
   const auto group_at = [&](int chunk) { return w.group_chunks.divide(static_cast<u32>(min(chunk, num_chunks - 1))); };
   const auto load_chunks = [&](int chunk, Chunk(&chunks)[kRows]) {
     const u32 group = group_at(chunk);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const WholeRow row = row_of(r);
-      chunks[r] = {row.codes(static_cast<u32>(min(chunk, num_chunks - 1))), row.parameters(group)};
-    }
+    for (u32 r = 0; r < kRows; ++r)
+      chunks[r] = {rows.codes(r, static_cast<u32>(min(chunk, num_chunks - 1))), rows.parameters(r, group)};
   };
 
   F sum[kSums] = {};
@@ -64,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       F values[kChunk];
-      const Parameters p = row_of(r).convert(chunks[r].parameters, group);
+      const Parameters p = rows.convert(chunks[r].parameters, static_cast<u32>(r), group);
       const F factor = decode(chunks[r].codes, p, table_value, values);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {

@@ -131,47 +131,59 @@ __device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
   return w.group_chunks.divide(static_cast<u32>(col / kChunk));
 }
 
-// A row of whole chunks, each aligned and of one group.
-class WholeRow {
+// The rows of a block, of whole chunks that are aligned and of one group; row r, or the last there is. Offsets within
+// them have 32 bits.
+class WholeRows {
  public:
-  __device__ __forceinline__ WholeRow(const SimtWeight& w, i64 row) : w_(w), row_(row) {
+  __device__ __forceinline__ WholeRows(const SimtWeight& w, i64 first)
+      : w_(w), first_(first), last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
     if constexpr (!kPacked) {
-      const i64 first = row * w.groups;
-      codes_ = w.codes + row * (w.row_codes / kChunk) * kBits;
-      scales_ = static_cast<const u8*>(w.scales) + first * (is_double_quant(w) ? 1 : scale_bytes(type_of(w)));
-      if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first * scale_bytes(type_of(w));
+      first_group_ = first * w.groups;
+      const int size = scale_bytes(type_of(w));
+      codes_ = w.codes + first * (w.row_codes / kChunk) * kBits;
+      scales_ = static_cast<const u8*>(w.scales) + first_group_ * (is_double_quant(w) ? 1 : size);
+      if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;
+      // All rows are in one row of words.
       if constexpr (kKind == Kind::integer)
-        others_ = static_cast<const u8*>(w.zeros) + (w.zero_words ? row / kRowsPerWord * w.groups * 4 : first);
+        others_ = static_cast<const u8*>(w.zeros) + (w.zero_words ? first / kRowsPerWord * w.groups * 4 : first_group_);
     }
   }
-  __device__ __forceinline__ Codes codes(u32 chunk) const {
-    if constexpr (kPacked) return load_codes(w_, row_, static_cast<i64>(chunk) * kChunk);
-    const u32* const words = reinterpret_cast<const u32*>(codes_ + chunk * kBits);
+  __device__ __forceinline__ Codes codes(u32 r, u32 chunk) const {
+    if constexpr (kPacked) return load_codes(w_, row(r), static_cast<i64>(chunk) * kChunk);
+    const u32 offset = (min(r, last_) * static_cast<u32>(w_.row_codes / kChunk) + chunk) * kBits;
+    const u32* const words = reinterpret_cast<const u32*>(codes_ + offset);
     Codes codes = load_once(words);
     if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
     return codes;
   }
-  __device__ __forceinline__ StoredParameters parameters(u32 group) const {
-    if constexpr (kPacked) return load_parameters(w_, row_, group);
+  __device__ __forceinline__ StoredParameters parameters(u32 r, u32 group) const {
+    if constexpr (kPacked) return load_parameters(w_, row(r), group);
+    const u32 at = index(r, group);
     StoredParameters p{};
-    p.scale = is_double_quant(w_) ? scales_[group] : load_stored(scales_, group, type_of(w_));
-    if constexpr (kAffine) p.other = load_stored(others_, group, type_of(w_));
+    p.scale = is_double_quant(w_) ? scales_[at] : load_stored(scales_, at, type_of(w_));
+    if constexpr (kAffine) p.other = load_stored(others_, at, type_of(w_));
     if constexpr (kKind == Kind::integer) {
       p.other = static_cast<u32>(w_.zero);
       if (w_.zeros != nullptr && w_.zero_words)
-        p.other = reinterpret_cast<const u32*>(others_)[group] >> (row_ % kRowsPerWord * kBits) & kCodeMask;
+        p.other = reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
       else if (w_.zeros != nullptr)
-        p.other = others_[group];
+        p.other = others_[at];
     }
     return p;
   }
-  __device__ __forceinline__ Parameters convert(StoredParameters stored, u32 group) const {
-    return device::convert(w_, stored, row_, group);
+  __device__ __forceinline__ Parameters convert(StoredParameters stored, u32 r, u32 group) const {
+    return device::convert(w_, stored, row(r), group);
   }
 
  private:
+  __device__ __forceinline__ i64 row(u32 r) const { return first_ + min(r, last_); }
+  __device__ __forceinline__ u32 index(u32 r, u32 group) const {
+    return min(r, last_) * static_cast<u32>(w_.groups) + group;
+  }
+
   const SimtWeight& w_;
-  i64 row_;
+  i64 first_, first_group_ = 0;
+  u32 last_;
   const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
 };
 
