@@ -48,6 +48,15 @@ struct WeightView {
   Device device;
 };
 
+// Bytes of each part; 0: the spec does not have it. Throws Error(usage) where there is no such view: formats
+// of other than 4 or 8 bits (bitsandbytes: 4), scales of f64, zero points of compressed-tensors that are not
+// of groups within rows.
+struct WeightViewBytes {
+  int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
+};
+HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
+                                               WeightLayout layout);
+
 // The packed form: one allocation, at a multiple of 256 bytes, that products in both directions read. Opaque;
 // `version` says which form it is. At most 1 % longer than the native layout where rows and columns are
 // multiples of 32 and of max(64, group size).

@@ -493,7 +493,7 @@ TEST_F(QgemmCudaChoice, ARefusedVariantIsAnError) {
     ADD_FAILURE() << "it was taken";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::device);
-    EXPECT_STREQ(error.what(), "qgemm: descriptor.variant qgemm_cpu does not take this: it is for the CPU");
+    EXPECT_STREQ(error.what(), "qgemm: descriptor.variant does not take this; qgemm_cpu: it is for the CPU");
   }
 }
 TEST_F(QgemmCudaChoice, HostMemoryIsRefused) {
