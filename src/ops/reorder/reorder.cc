@@ -60,23 +60,33 @@ T* at(void* memory, int64_t byte) {
 }
 
 // Between row-major parameters of the view and groups of 32 rows; `begin`: where those of a group of the
-// strip begin.
+// strip begin. Some groups at once, so that of rows whole lines are taken.
 template <class T, class Begin>
 void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip, void* view, const Begin& begin) {
+  constexpr int64_t kGroupsAtOnce = 64 / sizeof(T);
   const PackedLayout& p = args.layout;
-  const int64_t first = strip * formats::kUnitRows,
-                num_rows = args.one_group && !to_packed ? 1  // the first is that of all
-                                                        : std::min<int64_t>(formats::kUnitRows, p.n - first);
-  for (int64_t group = 0; group < (to_packed ? p.padded_groups() : p.groups); ++group) {
-    T* const packed = at<T>(args.packed, begin(group));
-    T* const rows = static_cast<T*>(view) + view_parameter(args, first, group);
-    const int64_t stride = args.one_group ? 0 : p.groups;
-    if (!to_packed) {
-      for (int64_t r = 0; r < num_rows; ++r) rows[r * stride] = packed[r];
-      continue;
+  const int64_t first_row = strip * formats::kUnitRows;
+  const int64_t num_rows = args.one_group && !to_packed
+                               ? 1  // the first is that of all
+                               : std::min<int64_t>(formats::kUnitRows, p.n - first_row);
+  T* packed[kGroupsAtOnce];
+  for (int64_t first = 0; first < p.padded_groups(); first += kGroupsAtOnce) {
+    const int64_t num_padded = std::min<int64_t>(kGroupsAtOnce, p.padded_groups() - first),
+                  num_groups = std::clamp<int64_t>(p.groups - first, 0, num_padded);
+    for (int64_t i = 0; i < num_padded; ++i) packed[i] = at<T>(args.packed, begin(first + i));
+    for (int64_t r = 0; r < num_rows; ++r) {
+      T* const row = static_cast<T*>(view) + view_parameter(args, first_row + r, first);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        if (to_packed)
+          packed[i][r] = row[i];
+        else
+          row[i] = packed[i][r];
+      }
     }
-    for (int64_t r = 0; r < formats::kUnitRows; ++r)
-      packed[r] = r < num_rows && group < p.groups ? rows[r * stride] : T{0};
+    for (int64_t i = 0; to_packed && i < num_padded; ++i) {
+      const int64_t from = i < num_groups ? num_rows : 0;
+      std::fill(packed[i] + from, packed[i] + formats::kUnitRows, T{0});
+    }
   }
 }
 template <class Begin>

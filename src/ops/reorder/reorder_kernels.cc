@@ -9,8 +9,11 @@ using cuda::KernelValues;
 // Only addresses and extents count: nothing is at them.
 ReorderProblem problem_of(const KernelValues& values) {
   alignas(16) static uint8_t memory[16];
-  WeightView view{
-      .spec = {.format = Format::int4, .group_size = 64}, .rows = 32, .cols = 64, .codes = memory};
+  WeightView view;
+  view.spec.format = Format::int4;
+  view.rows = 32;
+  view.cols = 64;
+  view.codes = memory;
   if (const auto bits = values.find("bits"); bits != values.end()) {
     if (bits->second == "8") view.spec.format = Format::int8;
     if (cuda::is_set(values, "unaligned")) view.cols = 63;
