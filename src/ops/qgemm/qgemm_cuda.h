@@ -11,6 +11,7 @@ namespace halfbyte {
 
 // The rows of the table of kernels (src/kernels): those of all variants, below.
 std::vector<cuda::Kernel> qgemm_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_f32_kernels();
 std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<cuda::Kernel> qgemm_sm80_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
@@ -21,6 +22,9 @@ std::vector<cuda::Kernel> qgemm_sm90_mma_kernels();
 // together.
 std::vector<KernelKey> qgemm_keys();
 QgemmProblem qgemm_problem(const cuda::KernelValues& values);
+
+// Of variant qgemm_sm90_f32.
+cuda::KernelSpec sm90_f32_kernel(const QgemmProblem& problem);
 
 // Of variant qgemm_simt. Few rows of x, forward: has_simt_rows. Else tiles of y, one of simt_tiles, and the
 // sum of their parts.
