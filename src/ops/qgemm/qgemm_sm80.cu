@@ -36,10 +36,11 @@ constexpr int kWarpBlocks = kTokens == 128 ? 2 : 1;
 constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
 constexpr int kTokenTiles = min(kTokens, 64) / 8;
 // Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
-constexpr int kDeep = min(kTransposed || kTokens == 128 ? 2 : 4, 4 / (kTransposed ? 1 : kUnitGroups));
+constexpr int kDeepest = kTransposed || kTokens == 32 || kTokens == 128 ? 2 : 4;
+constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
 // Between two branches, for the scheduler to mix: more would take more registers.
-constexpr int kTilesTogether = kWarpBlocks == 2 ? 1 : 2;
+constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
 
 extern __shared__ Words4 shared_words[];
 __device__ __forceinline__ u8* shared_bytes() { return reinterpret_cast<u8*>(shared_words); }
