@@ -382,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
   u8* const stages = shared_bytes() + kStage.table_bytes + kStage.map_bytes;
   constexpr int kAhead = kStage.stages - 1;
   // The weight is there before earlier kernels have ended; x may not be.
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i >= end) break;
     load_codes(args, stages + i * kStage.bytes(), tile, begin + i);
@@ -397,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
     lane.offset = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
   wait_for_earlier();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i < end) load_x(args, stages + i * kStage.bytes(), first_token, begin + i);
     commit_copies();
@@ -422,27 +422,35 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
     slot = slot == kAhead ? 0 : slot + 1;
   }
 
+  // Lane (g, t) has two neighbours in a row of y, of rows 2t, 2t + 1 of every eight.
+  const i64 row = first_token + warp_token + 2 * lane.t;
 #pragma unroll
-  for (int block_of_warp = 0; block_of_warp < kWarpBlocks; ++block_of_warp) {
+  for (int i = 0; i < kWarpBlocks * 2; ++i) {
+    const int in_block = kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * (i % 2) : 16 * (i % 2) + 2 * lane.g;
+    const i64 col = tile * kQgemmSm80Features + (warp_feature + i / 2) * 32 + in_block;
+    if (col >= args.out_cols) continue;
+    const Sums& all = sums;
+    const auto each = [&](auto&& store_sums) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_block =
-          kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * half : 16 * half + 2 * lane.g;
-      const i64 col = tile * kQgemmSm80Features + (warp_feature + block_of_warp) * 32 + in_block;
-      if (col >= args.out_cols) continue;
-#pragma unroll
-      for (int i = 0; i < kTokenTiles * 2; ++i) {
-        const i64 row = first_token + warp_token + i / 2 * 8 + 2 * lane.t + i % 2;
-        if (row >= args.m) continue;
-        const float(&sum)[4] = sums[block_of_warp][half][i / 2];
-        const float first = sum[i % 2], second = sum[2 + i % 2];
-        if (args.partials != nullptr) {
-          float* const to = args.partials + (split * args.m + row) * args.out_stride + col;
-          asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
-        } else {
-          finish(args, row, col, first, second);
-        }
+      for (int j = 0; j < kTokenTiles * 2; ++j) {
+        const int token = j / 2 * 8 + j % 2;
+        const float(&sum)[4] = all[i / 2][i % 2][j / 2];
+        if (2 * lane.t + token < tokens) store_sums(token, sum[j % 2], sum[2 + j % 2]);
       }
+    };
+    if (args.partials != nullptr) {
+      float* const to = args.partials + (split * args.m + row) * args.out_stride + col;
+      each([&](int token, float first, float second) {
+        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + token * args.out_stride), "f"(first), "f"(second)
+                     : "memory");
+      });
+    } else {
+      const i64 index = row * args.out_cols + col;
+      const bool two = col + 1 < args.out_cols;
+      const PairBias bias = load_bias(args, col);
+      each([&](int token, float first, float second) {
+        finish(args, index + token * args.out_cols, two, bias, first, second);
+      });
     }
   }
 #endif

@@ -11,15 +11,22 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-// Columns `col` and, where there is one, col + 1 of row `row` of y, from sums over all of x's columns.
-__device__ __forceinline__ void finish(const QgemmSm80Args& args, i64 row, i64 col, float first, float second) {
-  const bool two = col + 1 < args.out_cols;
-  if (args.bias != nullptr) {
-    const u16* const bias = static_cast<const u16*>(args.bias) + col;
-    first += load(Element(), bias[0]);
-    if (two) second += load(Element(), bias[1]);
-  }
-  u16* const y = static_cast<u16*>(args.y) + row * args.out_cols + col;
+// What is added to columns `col` and, where there is one, col + 1.
+struct PairBias {
+  float first, second;
+};
+__device__ __forceinline__ PairBias load_bias(const QgemmSm80Args& args, i64 col) {
+  if (args.bias == nullptr) return {0, 0};
+  const u16* const bias = static_cast<const u16*>(args.bias) + col;
+  return {load(Element(), bias[0]), col + 1 < args.out_cols ? load(Element(), bias[1]) : 0};
+}
+
+// Element `index` of y and, if `two`, the next, from their sums over all of x's columns.
+__device__ __forceinline__ void finish(const QgemmSm80Args& args, i64 index, bool two, const PairBias& bias,
+                                       float first, float second) {
+  u16* const y = static_cast<u16*>(args.y) + index;
+  first += bias.first;
+  second += bias.second;
   if (args.pairs) {
     u32* const pair = reinterpret_cast<u32*>(y);
     if (args.accumulate) {
@@ -30,12 +37,8 @@ __device__ __forceinline__ void finish(const QgemmSm80Args& args, i64 row, i64 c
     *pair = store_pair(Element(), first, second);
     return;
   }
-  if (args.accumulate) {
-    first += load(Element(), y[0]);
-    if (two) second += load(Element(), y[1]);
-  }
-  y[0] = store(Element(), first);
-  if (two) y[1] = store(Element(), second);
+  y[0] = store(Element(), args.accumulate ? first + load(Element(), y[0]) : first);
+  if (two) y[1] = store(Element(), args.accumulate ? second + load(Element(), y[1]) : second);
 }
 
 #endif

@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80SumThreads)
     sums.first += more.first;
     sums.second += more.second;
   }
-  const i64 row = pair / pairs;
-  finish(args, row, (pair - row * pairs) * 2, sums.first, sums.second);
+  const i64 row = pair / pairs, col = (pair - row * pairs) * 2;
+  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col), sums.first, sums.second);
 #endif
 }
 
