@@ -127,6 +127,7 @@ __device__ __forceinline__ u8* params_of(u8* stage, int q, int group) {
 }
 __device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage, i64 tile, i64 step) {
   constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16, kChunks = kGroupBytes / 16;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kChunks; i += kThreads) {
     const int chunk = i % kChunks, group = i / kChunks % kUnitGroups, q = i / (kChunks * kUnitGroups);
     const Place at = place_of(q, tile, step);
@@ -145,6 +146,7 @@ __device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage
   }
   if (!kDoubleQuant) return;
   const u8* const absmax = args.weight + args.absmax;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
     const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
     const Place at = place_of(q, tile, step);
@@ -441,8 +443,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
     if (args.partials != nullptr) {
       float* const to = args.partials + (split * args.m + row) * args.out_stride + col;
       each([&](int token, float first, float second) {
-        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + token * args.out_stride), "f"(first), "f"(second)
-                     : "memory");
+        *reinterpret_cast<PairSums*>(to + token * args.out_stride) = {first, second};
       });
     } else {
       const i64 index = row * args.out_cols + col;

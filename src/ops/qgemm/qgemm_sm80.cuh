@@ -11,6 +11,11 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
+// Of two neighbours in a row of y.
+struct alignas(8) PairSums {
+  float first, second;
+};
+
 // What is added to columns `col` and, where there is one, col + 1.
 struct PairBias {
   float first, second;

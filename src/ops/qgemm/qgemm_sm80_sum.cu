@@ -13,14 +13,11 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80SumThreads)
 #endif
   wait_for_earlier();
   if (pair >= args.m * pairs) return;
-  struct alignas(8) Sums {
-    float first, second;
-  };
-  const Sums* from = reinterpret_cast<const Sums*>(args.partials) + pair;
-  Sums sums = *from;
+  const PairSums* from = reinterpret_cast<const PairSums*>(args.partials) + pair;
+  PairSums sums = *from;
   for (i64 split = 1; split < args.splits; ++split) {
     from += args.m * pairs;
-    const Sums more = *from;
+    const PairSums more = *from;
     sums.first += more.first;
     sums.second += more.second;
   }
