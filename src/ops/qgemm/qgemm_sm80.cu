@@ -9,7 +9,7 @@
 // runs across groups, the scale goes into the weight.
 #include "cuda/device/mma.cuh"
 #include "ops/qgemm/qgemm_sm80.cuh"
-#include "ops/qgemm/qgemm_table.cuh"
+#include "ops/qgemm/qgemm_values.cuh"
 
 namespace halfbyte::device {
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ u32 byte_pair(BF16, u32 word) {
 __device__ __forceinline__ void build_table(int thread) {
 #pragma unroll 4
   for (int i = thread; i < kStage.table_bytes / 16; i += kThreads) {
-    const u32 pair = value_pair(i / 8);
+    const u32 pair = kCodeValues.values[i / 8 & 15] | static_cast<u32>(kCodeValues.values[i / 128]) << 16;
     shared_words[i] = {{pair, pair, pair, pair}};
   }
 }
