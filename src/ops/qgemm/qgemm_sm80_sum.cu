@@ -13,16 +13,16 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80SumThreads)
 #endif
   wait_for_earlier();
   if (pair >= args.m * pairs) return;
-  const PairSums* from = reinterpret_cast<const PairSums*>(args.partials) + pair;
-  PairSums sums = *from;
+  const FloatPair* from = reinterpret_cast<const FloatPair*>(args.partials) + pair;
+  FloatPair sums = *from;
   for (i64 split = 1; split < args.splits; ++split) {
     from += args.m * pairs;
-    const PairSums more = *from;
+    const FloatPair more = *from;
     sums.first += more.first;
     sums.second += more.second;
   }
   const i64 row = pair / pairs, col = (pair - row * pairs) * 2;
-  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col), sums.first, sums.second);
+  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col), sums);
 #endif
 }
 
