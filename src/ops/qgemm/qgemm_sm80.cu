@@ -431,7 +431,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_blocks(kTokens))
+extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_blocks(kTokens, sizeof(Element::Memory)))
     qgemm_sm80(const __grid_constant__ QgemmSm80Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
   i64 block = block_index();

@@ -62,7 +62,9 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
 }
 
 // Blocks that the registers of a multiprocessor hold.
-HALFBYTE_FN int qgemm_sm80_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes) {
+  return tokens * element_bytes <= 64 ? 2 : 1;
+}
 
 // Adds up the partial sums of the splits: a thread makes a pair of y.
 inline constexpr int kQgemmSm80SumThreads = 256;

@@ -112,7 +112,8 @@ class QgemmSm80 : public QgemmKernel {
     args_.token_tiles = ceil_div(args_.m, tokens);
     args_.steps = ceil_div(args_.in_cols, kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
-    const int64_t resident = int64_t{qgemm_sm80_blocks(tokens)} * context_.num_multiprocessors;
+    const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
+                             context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
     grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage_of(problem_).shared_bytes()};
   }
