@@ -35,8 +35,9 @@ constexpr int kBlockBytes = kBlockCodeBytes + (kGroup > 0 ? kGroupsPerBlock * kG
 constexpr int kWarpBlocks = kTokens == 128 ? 2 : 1;
 constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
 constexpr int kTokenTiles = min(kTokens, 64) / 8;
-// Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
+// Whether the scale goes into the weight.
 constexpr bool kTf32 = sizeof(Memory) == 4, kScaledWeight = kTransposed || kTf32;
+// Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
 constexpr int kDeepest = kTransposed || kTf32 || kTokens == 32 || kTokens == 128 ? 2 : 4;
 constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
