@@ -27,7 +27,6 @@ constexpr PackedLayout kStage = sm90_mma_stage(kCodec, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
 constexpr Sm90MmaShared kShared = sm90_mma_shared(kCodec.bits, kStageBytes, kStages, kSliced, kDoubleQuant);
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kCodec.bits / 8;
-constexpr int kGroupsPerUnit = kGroup == 32 ? 2 : 1;
 
 extern __shared__ __align__(1024) u8 shared[];
 
@@ -93,11 +92,6 @@ struct Lane {
   }
 };
 
-// The parameters of a group that a lane needs.
-template <int kTiles>
-struct Params {
-  float scale[kTiles][2], bias[kTiles][2];
-};
 // What is subtracted from codes: a pair of zero points, or 2^23 and the code of 0.
 using Zero = Select<kLookUp, u32, float>;
 template <int kTiles>
@@ -119,36 +113,53 @@ __device__ __forceinline__ void load_two(float (&to)[2], const u8* from) {
   }
 }
 
-// Of double quantization. What is padding has the absmax of what is not.
+// Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them.
 struct NestedScales {
   const float* absmax;
   float offset;
   i64 groups, last_row;
 
-  __device__ __forceinline__ float decode(u8 code, i64 row, i64 group) const {
-    const i64 index = min(row, last_row) * groups + min(group, groups - 1);
-    return reinterpret_cast<const float*>(shared + kShared.map)[code] * absmax[index / 256] + offset;
+  // What is padding has the absmax of what is not.
+  __device__ __forceinline__ const float* absmax_of(i64 row, i64 group) const {
+    return absmax + static_cast<u64>(min(row, last_row) * groups + min(group, groups - 1)) / 256;
+  }
+  // All of this block, to the second-level cache: they are few, but each would be waited for.
+  __device__ __forceinline__ void prefetch(int thread) const {
+    for (int round = thread; round < work().rounds; round += kThreads) {
+      const i64 row = static_cast<i64>(strip_of(round)) * kUnitRows;
+      const float* const end = absmax_of(row + kUnitRows - 1, groups - 1);
+      for (const float* at = absmax_of(row, 0); at <= end; at += 8)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
+  }
+  __device__ __forceinline__ float decode(u8 code, float of_absmax) const {
+    return reinterpret_cast<const float*>(shared + kShared.map)[code] * of_absmax + offset;
   }
 };
-
-// `scales`, `biases`: those of row 0 of the strip.
+// The row of a strip of which this lane decodes the scale.
 template <int kTiles>
-__device__ __forceinline__ Params<kTiles> load_params(const Lane& lane, int tile, const u8* scales, const u8* biases,
-                                                      const NestedScales& nested, i64 strip_row, i64 group) {
-  Params<kTiles> params;
+__device__ __forceinline__ int nested_row(const Lane& lane, int tile) {
+  return 16 * (kTiles == 2 ? lane.pair / 2 : tile) + 2 * lane.row + lane.pair % 2;
+}
+
+// `scales`, `biases`: those of row 0 of the strip; `absmax`: of nested_row().
+template <int kTiles>
+__device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lane& lane, int tile, const u8* scales,
+                                            const NestedScales& nested, float absmax) {
   if constexpr (kDoubleQuant) {
-    const int row = 16 * (kTiles == 2 ? lane.pair / 2 : tile) + 2 * lane.row + lane.pair % 2;
-    const float scale = nested.decode(scales[row], strip_row + row, group);
+    const float one = nested.decode(scales[nested_row<kTiles>(lane, tile)], absmax);
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) params.scale[i / 2][i % 2] = shuffle(scale, (lane.lane & ~3) + i);
-  }
+    for (int i = 0; i < 2 * kTiles; ++i) scale[i / 2][i % 2] = shuffle(one, (lane.lane & ~3) + i);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const int row = 16 * (tile + i) + 2 * lane.row;
-    if constexpr (!kDoubleQuant) load_two(params.scale[i], scales + row * kStage.scale_bytes);
-    if constexpr (kAffine) load_two(params.bias[i], biases + row * kStage.bias_bytes);
+    for (int i = 0; i < kTiles; ++i)
+      load_two(scale[i], scales + (16 * (tile + i) + 2 * lane.row) * kStage.scale_bytes);
   }
-  return params;
+}
+template <int kTiles>
+__device__ __forceinline__ void load_biases(float (&bias)[kTiles][2], const Lane& lane, int tile, const u8* biases) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) load_two(bias[i], biases + (16 * (tile + i) + 2 * lane.row) * kStage.bias_bytes);
 }
 
 // `zeros`: of row 0 of the strip.
@@ -212,46 +223,50 @@ __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kC
   }
 }
 
-// The sums of a lane: of each tile, as mma.cuh has them; `x`: of x alone, in all rows.
-template <int kTiles>
-struct Sums {
-  float tile[kTiles][4] = {};
-  float x[4] = {};
-};
-
 template <int kTiles, int kStep>
-__device__ __forceinline__ void multiply_step(Sums<kTiles>& sums, const u32 (&words)[kTiles][kCodec.bits], u32 table,
+__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u32 (&words)[kTiles][kCodec.bits], u32 table,
                                               const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
   const u32 b[2] = {x[2 * kStep], x[2 * kStep + 1]};
   u32 a[kTiles][4];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) make_fragment<kStep>(a[i], words[i], table, zeros.zero[i]);
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) mma(Element(), sums.tile[i], a[i], b);
+  for (int i = 0; i < kTiles; ++i) mma(Element(), sums[i], a[i], b);
 }
-// The sums of x over steps of a unit. By themselves, when the registers of the weight are free.
-template <int kTiles>
-__device__ __forceinline__ void sum_x(Sums<kTiles>& sums, const u32 (&x)[8], int first_step, int num_steps) {
+// Sums of x over steps of a unit, in all rows.
+__device__ __forceinline__ void sum_x(float (&sums)[4], const u32 (&x)[8], int first_step, int num_steps) {
   const u32 one = store_pair(Element(), 1, 1), ones[4] = {one, one, one, one};
 #pragma unroll
   for (int step = first_step; step < first_step + num_steps; ++step) {
     const u32 b[2] = {x[2 * step], x[2 * step + 1]};
-    mma(Element(), sums.x, ones, b);
+    mma(Element(), sums, ones, b);
   }
 }
 
-// total += scale * (sums since the last) + bias * (sums of x).
-template <int kTiles>
-__device__ __forceinline__ void add_group(float (&total)[kTiles][4], Sums<kTiles>& sums, const Params<kTiles>& params) {
+// total += factor * sum, and a new sum begins; one sum, that of x alone, is for both tiles.
+template <int kTiles, int kSums>
+__device__ __forceinline__ void add_scaled(float (&total)[kTiles][4], const float (&factor)[kTiles][2],
+                                           float (&sum)[kSums][4]) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      total[i][j] = __fmaf_rn(params.scale[i][j / 2], sums.tile[i][j], total[i][j]);
-      if constexpr (kAffine) total[i][j] = __fmaf_rn(params.bias[i][j / 2], sums.x[j % 2], total[i][j]);
-    }
-  sums = {};
+    for (int j = 0; j < 4; ++j)
+      total[i][j] = __fmaf_rn(factor[i][j / 2], sum[min(i, kSums - 1)][j], total[i][j]);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[i][j] = 0;
 }
+
+// What a warp has of a strip, both tiles or one.
+template <int kTiles>
+struct Strip {
+  int tile;  // the first, or the only one
+  i64 row;   // the first of both tiles
+  float total[kTiles][4] = {};
+  float part[kTiles][4] = {}, x[1][4] = {};  // of the group: codes by x, and x alone
+  Zeros<kTiles> zeros{};
+};
 
 // Multiplies what is in the ring, and adds up.
 struct Consumer {
@@ -263,9 +278,11 @@ struct Consumer {
   int buffer = 0;  // of the two of sums
 
   __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8], int first) const;
+  template <int kTiles, int kFirstStep, int kSteps>
+  __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip, const u32 (&words)[kTiles][kCodec.bits],
+                                                 const u32 (&x)[8], const u8* stage, int unit) const;
   template <int kTiles>
-  __device__ __forceinline__ void multiply_unit(float (&total)[kTiles][4], Sums<kTiles>& sums, Zeros<kTiles>& zeros,
-                                                const u32 (&x)[8], int tile, int strip, int unit) const;
+  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const;
   template <int kTiles>
   __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile);
   template <int kTiles>
@@ -292,62 +309,71 @@ __device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first)
     }
 }
 
+// The steps of a unit that have one group: all four, or two.
+template <int kTiles, int kFirstStep, int kSteps>
+__device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
+                                                         const u32 (&words)[kTiles][kCodec.bits], const u32 (&x)[8],
+                                                         const u8* stage, int unit) const {
+  constexpr int kIndex = kFirstStep / 2;  // of the group in the unit
+  float absmax = 0;
+  if constexpr (kGroup > 0 && kDoubleQuant)  // early: it is not in the ring
+    absmax = load_early(nested.absmax_of(strip.row + nested_row<kTiles>(lane, strip.tile),
+                                         static_cast<i64>(unit) * kUnitCols / max(kGroup, 1) + kIndex));
+  if constexpr (kGroup > 0 && kCodec.asymmetric)
+    strip.zeros = load_zeros<kTiles>(lane, strip.tile, stage + lane.zeros + kIndex * kUnitRows);
+  multiply_step<kTiles, kFirstStep>(strip.part, words, lane.table, strip.zeros, x);
+  multiply_step<kTiles, kFirstStep + 1>(strip.part, words, lane.table, strip.zeros, x);
+  if constexpr (kSteps == 4) {
+    multiply_step<kTiles, kFirstStep + 2>(strip.part, words, lane.table, strip.zeros, x);
+    multiply_step<kTiles, kFirstStep + 3>(strip.part, words, lane.table, strip.zeros, x);
+  }
+  float factor[kTiles][2];
+  if constexpr (kGroup > 0) {
+    load_scales<kTiles>(factor, lane, strip.tile, stage + lane.scales + kIndex * kUnitRows * kStage.scale_bytes,
+                        nested, absmax);
+    add_scaled(strip.total, factor, strip.part);
+  }
+  if constexpr (kAffine) sum_x(strip.x[0], x, kFirstStep, kSteps);
+  if constexpr (kAffine && kGroup > 0) {
+    load_biases<kTiles>(factor, lane, strip.tile, stage + lane.biases + kIndex * kUnitRows * kStage.bias_bytes);
+    add_scaled(strip.total, factor, strip.x);
+  }
+}
+
 template <int kTiles>
-__device__ __forceinline__ void Consumer::multiply_unit(float (&total)[kTiles][4], Sums<kTiles>& sums,
-                                                        Zeros<kTiles>& zeros, const u32 (&x)[8], int tile, int strip,
-                                                        int unit) const {
+__device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const {
   const u8* const stage = shared + kShared.ring + slot * kStageBytes;
   u32 words[kTiles][kCodec.bits];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int j = 0; j < kCodec.bits; j += 4) {
-      const Words4 four =
-          *reinterpret_cast<const Words4*>(stage + lane.codes + (tile + i) * 512 + j / 4 * (kUnitBytes / 2));
+      const Words4 four = *reinterpret_cast<const Words4*>(stage + lane.codes + (strip.tile + i) * 512 +
+                                                           j / 4 * (kUnitBytes / 2));
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][j + w] = four.word[w];
     }
-  const auto begin_group = [&](int group) {
-    if constexpr (kGroup > 0 && kCodec.asymmetric)
-      zeros = load_zeros<kTiles>(lane, tile, stage + lane.zeros + group * kUnitRows);
-  };
-  const auto end_group = [&](int group) {
-    if constexpr (kAffine) sum_x(sums, x, group * 2, 4 / kGroupsPerUnit);
-    if constexpr (kGroup > 0) {
-      const Params<kTiles> params = load_params<kTiles>(
-          lane, tile, stage + lane.scales + group * kUnitRows * kStage.scale_bytes,
-          stage + lane.biases + group * kUnitRows * kStage.bias_bytes, nested, static_cast<i64>(strip) * kUnitRows,
-          static_cast<i64>(unit) * kUnitCols / max(kGroup, 1) + group);
-      add_group(total, sums, params);
-    }
-  };
-  begin_group(0);
-  multiply_step<kTiles, 0>(sums, words, lane.table, zeros, x);
-  multiply_step<kTiles, 1>(sums, words, lane.table, zeros, x);
-  if constexpr (kGroupsPerUnit == 2) {
-    end_group(0);
-    begin_group(1);
+  if constexpr (kGroup == 32) {
+    multiply_group<kTiles, 0, 2>(strip, words, x, stage, unit);
+    multiply_group<kTiles, 2, 2>(strip, words, x, stage, unit);
+  } else {
+    multiply_group<kTiles, 0, 4>(strip, words, x, stage, unit);
   }
-  multiply_step<kTiles, 2>(sums, words, lane.table, zeros, x);
-  multiply_step<kTiles, 3>(sums, words, lane.table, zeros, x);
-  end_group(kGroupsPerUnit - 1);
 }
 
 // Both tiles of a strip, or one: the units of the warp in a slice, whose first stage is `first`.
 template <int kTiles>
 __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile) {
-  const int strip = strip_of(round);
-  const i64 row = static_cast<i64>(strip) * kUnitRows;
-  float total[kTiles][4] = {};
-  Sums<kTiles> sums;
-  Zeros<kTiles> zeros{};
-  Params<kTiles> params;
+  Strip<kTiles> strip{tile, static_cast<i64>(strip_of(round)) * kUnitRows};
+  float scale[kTiles][2], bias[kTiles][2];
   if constexpr (kGroup == 0) {
-    params = load_params<kTiles>(lane, tile, args.weight + args.layout.scale(row, 0),
-                                 args.weight + args.layout.bias(row, 0), nested, row, 0);
-    zeros = load_zeros<kTiles>(lane, tile, args.weight + args.layout.zero(row, 0));
+    const float absmax =
+        kDoubleQuant ? *nested.absmax_of(strip.row + nested_row<kTiles>(lane, tile), 0) : 0;
+    load_scales<kTiles>(scale, lane, tile, args.weight + args.layout.scale(strip.row, 0), nested, absmax);
+    if constexpr (kAffine) load_biases<kTiles>(bias, lane, tile, args.weight + args.layout.bias(strip.row, 0));
+    strip.zeros = load_zeros<kTiles>(lane, tile, args.weight + args.layout.zero(strip.row, 0));
   } else if constexpr (!kCodec.asymmetric) {
-    zeros = load_zeros<kTiles>(lane, tile, nullptr);
+    strip.zeros = load_zeros<kTiles>(lane, tile, nullptr);
   }
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -355,7 +381,7 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
     if (!kSliced || stage < work().num_stages) {
       wait(full(slot), parity);
       const bool may_end = kSliced || u == kUnits - 1;
-      if (!may_end || unit < args.units) multiply_unit(total, sums, zeros, x[u], tile, strip, unit);
+      if (!may_end || unit < args.units) multiply_unit(strip, x[u], unit);
       __syncwarp();
       if (lane.lane == 0) arrive(empty(slot));
       // Not this stage, which other warps may still read, but the one before.
@@ -367,12 +393,13 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
       if (++slot == kStages) slot = 0, parity ^= 1;
     }
   }
-  if constexpr (kGroup == 0) add_group(total, sums, params);
+  if constexpr (kGroup == 0) add_scaled(strip.total, scale, strip.part);
+  if constexpr (kGroup == 0 && kAffine) add_scaled(strip.total, bias, strip.x);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
     *reinterpret_cast<Words4*>(sums_at(lane.warp, tile + i, lane.lane)) = {
-        bit_cast<u32>(total[i][0]), bit_cast<u32>(total[i][2]), bit_cast<u32>(total[i][1]),
-        bit_cast<u32>(total[i][3])};
+        bit_cast<u32>(strip.total[i][0]), bit_cast<u32>(strip.total[i][2]), bit_cast<u32>(strip.total[i][1]),
+        bit_cast<u32>(strip.total[i][3])};
   __syncthreads();
   add_warps<kTiles>(first, round, tile);
   buffer ^= 1;
@@ -458,6 +485,7 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
   }
   const Lane lane(thread);
   __syncthreads();
+  if constexpr (kDoubleQuant) nested.prefetch(thread);
   wait_for_earlier();
   let_next_start();
 
