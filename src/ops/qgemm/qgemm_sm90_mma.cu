@@ -275,7 +275,6 @@ struct Consumer {
   const NestedScales& nested;
   int slot = 0;
   u32 parity = 0;
-  int buffer = 0;  // of the two of sums
 
   __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8], int first) const;
   template <int kTiles, int kFirstStep, int kSteps>
@@ -289,9 +288,9 @@ struct Consumer {
   __device__ __forceinline__ void add_warps(int first, int round, int only_tile) const;
   __device__ __forceinline__ void store_rows(float (&sum)[2], int token, i64 row) const;
 
-  // The sums of a warp in this round: 16 bytes a tile and lane.
-  __device__ __forceinline__ u8* sums_at(int warp, int tile, int of_lane) const {
-    const int row = (buffer * kWarps + warp) * 8 + tile * 4 + of_lane / 8;
+  // The sums of a warp in a round: 16 bytes a tile and lane.
+  __device__ __forceinline__ u8* sums_at(int round, int warp, int tile, int of_lane) const {
+    const int row = (round % 2 * kWarps + warp) * 8 + tile * 4 + of_lane / 8;
     return shared + row * kShared.sum_stride + kShared.sum_begin + of_lane % 8 * 16;
   }
 };
@@ -397,12 +396,11 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
   if constexpr (kGroup == 0 && kAffine) add_scaled(strip.total, bias, strip.x);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
-    *reinterpret_cast<Words4*>(sums_at(lane.warp, tile + i, lane.lane)) = {
+    *reinterpret_cast<Words4*>(sums_at(round, lane.warp, tile + i, lane.lane)) = {
         bit_cast<u32>(strip.total[i][0]), bit_cast<u32>(strip.total[i][2]), bit_cast<u32>(strip.total[i][1]),
         bit_cast<u32>(strip.total[i][3])};
   __syncthreads();
   add_warps<kTiles>(first, round, tile);
-  buffer ^= 1;
 }
 
 // Four warps, other ones each round: a thread has two neighbouring rows and a row of x. No warp writes these sums
@@ -416,7 +414,7 @@ __device__ __forceinline__ void Consumer::add_warps(int first, int round, int on
   float sum[2] = {};
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    const u64 two = *reinterpret_cast<const u64*>(sums_at(warp, tile, of_lane) + odd * 8);
+    const u64 two = *reinterpret_cast<const u64*>(sums_at(round, warp, tile, of_lane) + odd * 8);
     sum[0] += bit_cast<float>(static_cast<u32>(two));
     sum[1] += bit_cast<float>(static_cast<u32>(two >> 32));
   }
@@ -496,6 +494,7 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
     int round = 0;
     for (; round < work().whole_rounds; ++round) consumer.multiply_strip<2>(x, first, round, 0);
     if (round < work().rounds) consumer.multiply_strip<1>(x, first, round, static_cast<int>(blockIdx.x % 2));
+    if (kSliced) __syncthreads();  // the first round of a slice may have the sums of the last before
   }
 #endif
 }
