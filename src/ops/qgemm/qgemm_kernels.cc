@@ -1,7 +1,6 @@
 // The kernels of `qgemm`, listed.
 #include <algorithm>
 
-#include "core/format.h"
 #include "ops/qgemm/qgemm_cuda.h"
 
 namespace halfbyte {
@@ -27,27 +26,23 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   spec.double_quant = cuda::is_set(values, "double-quant");
-  check_spec(spec);
-  QgemmProblem problem;
-  problem.device = {DeviceKind::cuda, 0};
-  problem.m = 1;
-  problem.n = problem.k = 4096;
-  problem.dtype = cuda::dtype_of(values);
-  problem.codec = make_codec(spec);
-  problem.codec.rule = {};
-  problem.codec.unrounded_code_scale = false;
-  problem.double_quant = spec.double_quant;
-  problem.group = spec.granularity == Granularity::group ? spec.group_size : problem.k;
-  problem.one_group = spec.granularity == Granularity::tensor;
-  problem.weight = formats::packed_layout(problem.n, problem.k, problem.codec.bits, problem.group,
-                                          formats::scale_bytes(problem.codec.scale_type), has_zeros(spec),
-                                          has_biases(spec), spec.double_quant);
-  return problem;
+  QgemmDescriptor descriptor;
+  descriptor.spec = spec;
+  descriptor.m = 1;
+  descriptor.n = descriptor.k = 4096;
+  descriptor.dtype = cuda::dtype_of(values);
+  check_descriptor(descriptor);
+  return make_qgemm_problem({DeviceKind::cuda, 0}, descriptor, 0);
 }
 
 std::vector<cuda::Kernel> qgemm_kernels() {
   std::vector<cuda::Kernel> table;
-  for (const auto& rows : {qgemm_simt_kernels(), qgemm_sm90_mma_kernels()})
+  for (const auto& rows : {
+           qgemm_sm90_mma_kernels(),
+           qgemm_sm90_wgmma_kernels(),
+           qgemm_sm80_kernels(),
+           qgemm_simt_kernels(),
+       })
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
