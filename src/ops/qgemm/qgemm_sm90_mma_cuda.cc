@@ -60,7 +60,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
     return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
   if (problem.k % 2 != 0) return fmt::format("k must be even, got {}", problem.k);
   if (problem.alignment < 4) return fmt::format("alignment must be at least 4, got {}", problem.alignment);
-  if (problem.tile != QgemmTile()) return "its tile is not chosen";
+  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   return "";
 }
 
