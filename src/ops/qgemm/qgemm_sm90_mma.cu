@@ -303,17 +303,32 @@ struct Consumer {
   }
 };
 
-// The fragments of the warp's units of a slice: zeros beyond m and k.
-__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
-  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + 2 * lane.pair;
-  const u16* const from = static_cast<const u16*>(args.x) + lane.row * k + begin;
+// Of columns of x from `from` on: those of a lane, of which `num_cols` are within k; else x stays.
+template <bool kWhole>
+__device__ __forceinline__ void load_cols(u32 (&x)[kUnits][8], const u16* from, int num_cols) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int col = u * kWarps * kUnitCols + 8 * i;
-      x[u][i] = lane.row < args.m && begin + col < k ? *reinterpret_cast<const u32*>(from + col) : 0;
+      if (kWhole || col < num_cols) x[u][i] = *reinterpret_cast<const u32*>(from + col);
     }
+}
+
+// The fragments of the warp's units of a slice: zeros beyond m and k.
+__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
+  constexpr int kCols = kUnits * kWarps * kUnitCols;
+  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + 2 * lane.pair;
+  const u16* const from = static_cast<const u16*>(args.x) + lane.row * k + begin;
+  const int num_cols = lane.row < args.m ? static_cast<int>(min<i64>(k - begin, kCols)) : 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[u][i] = 0;
+  if (num_cols > kCols - kWarps * kUnitCols + 56)  // beyond the last
+    load_cols<true>(x, from, num_cols);
+  else if (num_cols > 0)
+    load_cols<false>(x, from, num_cols);
 }
 
 // The same for at most two rows of x, in chunks of 16 bytes: only one or two of eight lanes need any of them, so that

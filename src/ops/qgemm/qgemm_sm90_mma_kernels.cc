@@ -32,8 +32,7 @@ std::vector<cuda::Kernel> qgemm_sm90_mma_kernels() {
                   "Columns / 1024, rounded up; where that is over 8, of a slice of the columns."});
   keys.push_back(cuda::flag_key("sliced", "Over 8192 columns: in slices."));
   return {{{"qgemm", "qgemm_sm90_mma", "Forward, up to 8 rows, sm_90: x in registers.", std::move(keys)},
-           specialise,
-           true}};
+           specialise}};
 }
 
 }  // namespace halfbyte
