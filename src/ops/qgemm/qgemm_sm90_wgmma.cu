@@ -258,7 +258,8 @@ __launch_bounds__(kThreads, 1)
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
-            const u64 tile = x + static_cast<u64>((q * kChunkCols % 64 + 16 * j) * 2 / 16);
+            // Only the address changes, which does not carry into the upper half.
+            const u64 tile = (x >> 32) << 32 | (static_cast<u32>(x) + (q * kChunkCols % 64 + 16 * j) * 2 / 16);
             if constexpr (kScalesChunks)
               wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
             else
