@@ -1,0 +1,501 @@
+// y[m, k] = x[m, n] W of a packed weight, m <= 64: sm_90a.
+//
+// A cluster makes tiles of 64 or 128 columns of the weight; its blocks, and the four warpgroups of a block,
+// share the rows among them. A warpgroup streams its own rows: bulk copies bring codes and parameters of two
+// strips, 64 rows, and the box of x for them, several stages ahead. The codes become 16-bit weights in
+// registers, which are operand A of wgmma: its 64 rows are columns of the weight, its k runs along the rows of
+// the weight. Operand B is the box of x. At the end of a tile the sums of all warpgroups of the cluster meet in
+// shared memory and are added in a fixed order.
+//
+// Which columns: a word of codes has rows 2a and 2a + 1 of the four columns 16j + 8 * second + 2t + e, e and
+// second 0 or 1. Lane (g, t') of warp w has the words of its j and t (below) for a = 8i + t' and 8i + t' + 4,
+// what A wants of step i of 16 rows; e = 0 is fragment row g, e = 1 row g + 8. Of two units, warps 0 and 1 have
+// the first, 2 and 3 the second, and `second` is the block of 64 rows of A; of one unit, warps 0 and 1 have
+// second = 0, the others 1.
+#include "cuda/device/wgmma.cuh"
+#include "ops/qgemm/qgemm_sm90_transposed_args.h"
+#include "ops/qgemm/qgemm_table.cuh"
+
+#include "halfbyte_config.h"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kTokens = kConfig.tokens, kUnits = kConfig.units, kStages = kConfig.stages;
+constexpr int kScaleBytes = kConfig.double_quant ? 1 : scale_bytes(kCodec.scale_type);
+constexpr bool kHasZeros = kCodec.asymmetric, kHasBiases = kCodec.kind == Kind::affine;
+constexpr int kBiasBytes = kHasBiases ? scale_bytes(kCodec.scale_type) : 0;
+constexpr int kSums = kTokens / 2;  // registers of the sums of 64 rows of A
+static_assert(kConfig.parameter_bytes == kScaleBytes + kBiasBytes + (kHasZeros ? 1 : 0));
+static_assert(kConfig.exchange_bytes() <= kStages * kConfig.stage_bytes());
+static_assert(kConfig.table_bytes() == 0 || kConfig.table_bytes() == kPairTableBytes);
+
+// A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
+constexpr bool kHalfUnits = kCodec.bits == 8 || kConfig.group == 32;
+struct WordPlace {
+  int j, t;
+};
+HALFBYTE_FN WordPlace word_place(int warp, int g) {
+  const int odd = warp & 1;
+  return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
+}
+// Who has it: with `high` = warp / 2.
+struct LanePlace {
+  int warp, g;
+};
+HALFBYTE_FN LanePlace lane_place(int high, WordPlace word) {
+  return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
+                    : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
+}
+
+__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
+  u32 y;
+  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
+  u32 y;
+  asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 multiply_add_pairs(BF16, u32 a, u32 b, u32 c) {
+  u32 y;
+  asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+__device__ __forceinline__ u32 multiply_add_pairs(F16, u32 a, u32 b, u32 c) {
+  u32 y;
+  asm volatile("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+__device__ __forceinline__ u32 subtract_pairs(BF16, u32 a, u32 b) {
+  u32 y;
+  asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 subtract_pairs(F16, u32 a, u32 b) {
+  u32 y;
+  asm volatile("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+  return y;
+}
+
+HALFBYTE_FN ScaleType stored_as(F16) { return ScaleType::f16; }
+HALFBYTE_FN ScaleType stored_as(BF16) { return ScaleType::bf16; }
+
+// Two scales or biases that lie together, as elements.
+__device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
+  if constexpr (kCodec.scale_type == ScaleType::f32) {
+    const u64 pair = *reinterpret_cast<const u64*>(at);
+    return store_pair(Element(), bit_cast<float>(static_cast<u32>(pair)),
+                      bit_cast<float>(static_cast<u32>(pair >> 32)));
+  } else {
+    const u32 pair = *reinterpret_cast<const u32*>(at);
+    if constexpr (kCodec.scale_type == stored_as(Element())) return pair;
+    using Stored = Select<kCodec.scale_type == ScaleType::f16, F16, BF16>;
+    return store_pair(Element(), load(Stored(), static_cast<u16>(pair)),
+                      load(Stored(), static_cast<u16>(pair >> 16)));
+  }
+}
+
+// Of two rows of the weight, as elements; the even row in the low half, as of all pairs below.
+struct ParameterPairs {
+  u32 scale = 0, zero = 0, bias = 0;
+};
+
+// Two weights from the values of their codes.
+__device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
+  if constexpr (kHasZeros) values = subtract_pairs(Element(), values, parameters.zero);  // exact
+  if constexpr (kHasBiases) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
+  return multiply_pairs(Element(), values, parameters.scale);
+}
+
+// The values of two bytes of a word, as elements; exact: integers up to 256. Asymmetric: of the codes.
+template <int kLow, int kHigh>
+__device__ __forceinline__ u32 byte_values(u32 word) {
+  constexpr float kZero = 8388608.0f - (kCodec.kind == Kind::integer && !kHasZeros ? kCodec.q_min : 0);
+  const float low = bit_cast<float>(permute(word, 0x4B000000u, 0x7440 + kLow));  // 2^23 + code
+  const float high = bit_cast<float>(permute(word, 0x4B000000u, 0x7440 + kHigh));
+  return store_pair(Element(), low - kZero, high - kZero);
+}
+
+// What a warpgroup is copied: ring of stages, a step in each.
+class Stream {
+ public:
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup, int lane)
+      : args_(args),
+        boxes_(shared + kConfig.boxes() + warpgroup * kStages * kConfig.box_bytes()),
+        slots_(shared + kConfig.slots() + warpgroup * kStages * kTransposedStrips * kConfig.slot_bytes()),
+        full_(reinterpret_cast<Barrier*>(shared + kConfig.barriers()) + warpgroup * 2 * kStages),
+        warpgroup_(warpgroup),
+        lane_(lane) {}
+
+  // By one thread.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(full(stage), 1);
+      init_barrier(empty(stage), 4);
+    }
+    fence_barrier_init();
+  }
+
+  __device__ __forceinline__ void set_tile(int tile) {
+    const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
+    code_bytes_ = static_cast<u32>(kConfig.joint() ? units / kConfig.units_per_block() * kConfig.block_bytes()
+                                                   : units * kConfig.unit_bytes());
+    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.layout.block_bytes;
+    codes_ = block + unit % kPackedUnits * kConfig.unit_bytes();
+    parameters_ = block + kPackedUnits * kConfig.unit_bytes();
+  }
+
+  // By a warp: starts the copies of codes and parameters; `full` waits for those of x too.
+  __device__ __forceinline__ void load_weight(int step, int stage) const {
+    constexpr u32 kApart = kConfig.joint() ? 0 : kConfig.group_bytes();
+    if (lane_ == 0)
+      arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kConfig.box_bytes());
+    __syncwarp();
+    if (lane_ < kTransposedStrips) {
+      // Behind the last strip: that once more, for rows beyond x, which are zeros.
+      const i64 strip = min<i64>(first_strip(step) + lane_, args_.layout.strips - 1);
+      u8* const to = slots_ + (stage * kTransposedStrips + lane_) * kConfig.slot_bytes();
+      copy_bulk_once(to, codes_ + strip * args_.layout.strip_bytes, code_bytes_, full(stage));
+      if constexpr (kApart != 0) load_parameters(to + kConfig.code_bytes(), strip, full(stage));
+    }
+  }
+  __device__ __forceinline__ void load_x(int step, int stage) const {
+    if (lane_ == 0) {
+      load_tile(boxes_ + stage * kConfig.box_bytes(), &args_.x, 0, static_cast<int>(first_strip(step) * kUnitRows),
+                full(stage));
+    }
+  }
+
+  __device__ __forceinline__ i64 first_strip(int step) const {
+    return (static_cast<i64>(step) * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
+  }
+  __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
+  __device__ __forceinline__ Barrier* empty(int stage) const { return full_ + kStages + stage; }
+  __device__ __forceinline__ u64 box(int stage) const {
+    return k_major_tile(boxes_ + stage * kConfig.box_bytes(), 1024);
+  }
+  __device__ __forceinline__ const u8* slot(int stage, int strip) const {
+    return slots_ + (stage * kTransposedStrips + strip) * kConfig.slot_bytes();
+  }
+
+ private:
+  // Units of a block of the packed layout.
+  static constexpr int kPackedUnits = max(kConfig.group, kUnitCols) / kUnitCols;
+
+  __device__ __forceinline__ void load_parameters(u8* to, i64 strip, Barrier* barrier) const {
+    const PackedLayout& layout = args_.layout;
+    if constexpr (kConfig.group != 0) {
+      copy_bulk(to, parameters_ + strip * layout.strip_bytes, kConfig.group_bytes(), barrier);
+    } else {
+      constexpr int kScales = kUnitRows * kScaleBytes, kBiases = kUnitRows * kBiasBytes;
+      copy_bulk(to, args_.weight + layout.scales + strip * kScales, kScales, barrier);
+      if constexpr (kHasZeros)
+        copy_bulk(to + kScales, args_.weight + layout.zeros + strip * kUnitRows, kUnitRows, barrier);
+      if constexpr (kHasBiases)
+        copy_bulk(to + kScales, args_.weight + layout.biases + strip * kBiases, kBiases, barrier);
+    }
+  }
+
+  const QgemmSm90TransposedArgs& args_;
+  u8 *boxes_, *slots_;
+  Barrier* full_;
+  int warpgroup_, lane_;
+  const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
+  u32 code_bytes_ = 0;
+};
+
+// The parameters of a stage: a lane has those of rows 2a and 2a + 1 of strip lane / 16, a = lane % 16.
+class Parameters {
+ public:
+  __device__ __forceinline__ Parameters(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane)
+      : args_(args),
+        map_(reinterpret_cast<const float*>(shared + kConfig.map())),
+        unit_(kUnits == 1 ? 0 : warp >> 1),
+        group_(kConfig.group == 32 ? warp & 1 : 0),
+        strip_(lane >> 4),
+        row_(lane % 16 * 2) {
+    if constexpr (kConfig.double_quant) offset_ = *reinterpret_cast<const float*>(args.weight + args.layout.offset);
+  }
+
+  // Double quantization: the absmax of the step's scales comes from global memory, one step ahead.
+  __device__ __forceinline__ void load_ahead(int tile, i64 first_strip) {
+    if constexpr (kConfig.double_quant) {
+      const PackedLayout& layout = args_.layout;
+      i64 group = 0;
+      if constexpr (kConfig.group != 0)
+        group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kConfig.group + group_,
+                         layout.groups - 1);
+      const float* const absmax = reinterpret_cast<const float*>(args_.weight + layout.absmax);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const i64 row = min<i64>((first_strip + strip_) * kUnitRows + row_ + i, layout.n - 1);
+        absmax_[i] = load_early(absmax + (row * layout.groups + group) / 256);
+      }
+    }
+  }
+
+  // `slot`: of strip 0.
+  __device__ __forceinline__ ParameterPairs load(const u8* slot) const {
+    constexpr int kUnitsPerBlock = kConfig.units_per_block(), kScales = kUnitRows * kScaleBytes;
+    const u8* const block = slot + strip_ * kConfig.slot_bytes() + unit_ / kUnitsPerBlock * kConfig.block_bytes() +
+                            kConfig.code_bytes();
+    const u8* const scale = block + group_ * kScales + row_ * kScaleBytes;
+    ParameterPairs pairs;
+    if constexpr (kConfig.double_quant) {
+      const u16 codes = *reinterpret_cast<const u16*>(scale);
+      pairs.scale = store_pair(Element(), map_[codes & 0xFF] * absmax_[0] + offset_,
+                               map_[codes >> 8] * absmax_[1] + offset_);
+    } else {
+      pairs.scale = load_parameter_pair(scale);
+    }
+    const u8* const others = block + kConfig.groups_per_block() * kScales;
+    if constexpr (kHasZeros) {
+      const u16 zeros = *reinterpret_cast<const u16*>(others + group_ * kUnitRows + row_);
+      pairs.zero = store_pair(Element(), static_cast<float>(zeros & 0xFF), static_cast<float>(zeros >> 8));
+    }
+    if constexpr (kHasBiases)
+      pairs.bias = load_parameter_pair(others + (group_ * kUnitRows + row_) * kBiasBytes);
+    return pairs;
+  }
+
+ private:
+  const QgemmSm90TransposedArgs& args_;
+  const float* map_;
+  int unit_, group_, strip_, row_;  // group_: within the unit
+  float absmax_[2] = {}, offset_ = 0;
+};
+
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip `strip`.
+__device__ __forceinline__ ParameterPairs exchange(const ParameterPairs& pairs, int strip, int a) {
+  constexpr u32 kAllLanes = 0xFFFFFFFFu;
+  ParameterPairs result;
+  result.scale = __shfl_sync(kAllLanes, pairs.scale, strip * 16 + a);
+  if constexpr (kHasZeros) result.zero = __shfl_sync(kAllLanes, pairs.zero, strip * 16 + a);
+  if constexpr (kHasBiases) result.bias = __shfl_sync(kAllLanes, pairs.bias, strip * 16 + a);
+  return result;
+}
+
+// Reads the codes of A: [block of 64 rows][register], two values each.
+class Codes {
+ public:
+  __device__ __forceinline__ Codes(int warp, int lane, u32 rank) : table_lane_(pair_table_lane(lane, rank)) {
+    const int high = warp >> 1, quad_lane = lane & 3;
+    const WordPlace place = word_place(warp, lane >> 2);
+    const int unit = kUnits == 2 ? high : 0;
+    constexpr int kUnitsPerBlock = kConfig.units_per_block();
+    // a & 2 is that of quad_lane: the words of 4 more pairs of rows are at a constant distance.
+    at_ = unit / kUnitsPerBlock * kConfig.block_bytes() + unit % kUnitsPerBlock * kConfig.unit_bytes() +
+          code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kCodec.bits).byte;
+    if (kCodec.bits == 8 && kUnits == 1) at_ += 4 * high;
+    selector_ = high == 0 ? 0x5410 : 0x7632;
+  }
+
+  // Of 16 rows, step `i` of the strip in `slot`.
+  __device__ __forceinline__ void load(u32 (&values)[kUnits][4], const u8* slot, int i) const {
+    const u8* const words = slot + at_ + i * 8 * 64;
+    if constexpr (kCodec.bits == 4) {
+      u32 word[2];
+#pragma unroll
+      for (int q = 0; q < 2; ++q) word[q] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
+      if constexpr (kUnits == 1) {
+        look_up(values[0][0], values[0][1], values[0][2], values[0][3], permute(word[0], word[1], selector_));
+      } else {
+#pragma unroll
+        for (int q = 0; q < 2; ++q)
+          look_up(values[0][2 * q], values[0][2 * q + 1], values[1][2 * q], values[1][2 * q + 1], word[q]);
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        u32 word[kUnits];
+        if constexpr (kUnits == 1) {
+          word[0] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
+        } else {
+          const u64 both = *reinterpret_cast<const u64*>(words + q * 4 * 64);
+          word[0] = static_cast<u32>(both);
+          word[1] = static_cast<u32>(both >> 32);
+        }
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block) {
+          values[block][2 * q] = byte_values<0, 2>(word[block]);
+          values[block][2 * q + 1] = byte_values<1, 3>(word[block]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Of the bytes of a word: 0 and 1 are two rows of the same two columns, so are 2 and 3. Two nibbles change
+  // places, then they are two columns of the same two rows.
+  __device__ __forceinline__ void look_up(u32& v0, u32& v1, u32& v2, u32& v3, u32 word) const {
+    word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
+    v0 = look_up_pair<0>(word, table_lane_);
+    v1 = look_up_pair<1>(word, table_lane_);
+    v2 = look_up_pair<2>(word, table_lane_);
+    v3 = look_up_pair<3>(word, table_lane_);
+  }
+
+  u32 table_lane_, selector_;
+  int at_;
+};
+
+// Adds the sums of all warpgroups of the cluster, in their order, and stores y: each block a share.
+__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, u32 rank) {
+  constexpr int kPairs = kUnits * kUnitCols / 2;  // of columns
+  const int per_round = kTransposedThreads * args.cluster;
+  for (int at = static_cast<int>(rank) * kTransposedThreads + static_cast<int>(threadIdx.x);
+       at < args.m * kPairs; at += per_round) {
+    const int token = at / kPairs, pair = at % kPairs;
+    const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
+    if (column >= args.layout.k) continue;
+    const int second = pair >> 2 & 1, block = kUnits == 2 ? second : 0;
+    const LanePlace place = lane_place(kUnits == 2 ? pair >> 5 : second, {pair >> 3 & 3, pair & 3});
+    const int word = block * kConfig.block_words() + (token / 8 * 4 + token % 2) * kConfig.sum_words() +
+                     place.warp * 33 + place.g * 4 + token % 8 / 2;
+    float low = 0, high = 0;
+    for (int i = 0; i < args.cluster; ++i) {
+      const u32 sums = shared_address_of(exchange, static_cast<u32>(i));
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < kTransposedWarpgroups; ++warpgroup) {
+        const u32 from = sums + (word + warpgroup * kUnits * kConfig.block_words()) * 4;
+        low += load_cluster(from);
+        high += load_cluster(from + 2 * kConfig.sum_words() * 4);
+      }
+    }
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.layout.k + column);
+    if (args.accumulate) {
+      low += load(Element(), static_cast<u16>(*y));
+      high += load(Element(), static_cast<u16>(*y >> 16));
+    }
+    *y = store_pair(Element(), low, high);
+  }
+}
+
+__device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5 & 3;
+  const int warpgroup = thread >> 7;
+  const u32 rank = cluster_rank();
+  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  int tile = static_cast<int>(blockIdx.x) / args.cluster;
+  // Of the steps this block's share.
+  const int first = static_cast<int>(static_cast<i64>(args.steps) * rank / args.cluster);
+  const int count = static_cast<int>(static_cast<i64>(args.steps) * (rank + 1) / args.cluster) - first;
+
+  let_next_start();
+  Stream stream(args, shared, warpgroup, lane);
+  stream.set_tile(tile);
+  if (warp == 0) {
+    if (lane == 0) stream.init();
+    __syncwarp();
+    for (int i = 0; i < min(kStages, count); ++i) stream.load_weight(first + i, i);
+  }
+  if constexpr (kCodec.bits == 4) build_pair_table<kTransposedThreads>(thread);
+  if constexpr (kConfig.double_quant) {
+    if (thread < 256)
+      reinterpret_cast<float*>(shared + kConfig.map())[thread] =
+          reinterpret_cast<const float*>(args.weight + args.layout.map)[thread];
+  }
+  const Codes codes(warp, lane, rank);
+  Parameters parameters(args, shared, warp, lane);
+  __syncthreads();
+  wait_for_earlier();
+  if (warp == 0) {
+    for (int i = 0; i < min(kStages, count); ++i) stream.load_x(first + i, i);
+  }
+
+  int stage = 0;
+  u32 parity = 0;
+  while (true) {
+    float sums[kUnits][kSums] = {};
+    u32 a[2][kUnits][4];
+    parameters.load_ahead(tile, stream.first_strip(first));
+    for (int step = 0; step < count; ++step) {
+      wait(stream.full(stage), parity);
+      const ParameterPairs pairs = parameters.load(stream.slot(stage, 0));
+      parameters.load_ahead(tile, stream.first_strip(first + step + 1));
+      const u64 box = stream.box(stage);
+      const int before = stage == 0 ? kStages - 1 : stage - 1;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32(&weights)[kUnits][4] = a[i % 2];
+        u32 values[kUnits][4];
+        codes.load(values, stream.slot(stage, i / 2), i % 2);
+        ParameterPairs of_rows[2];
+#pragma unroll
+        for (int q = 0; q < 2; ++q) of_rows[q] = exchange(pairs, i / 2, i % 2 * 8 + (lane & 3) + 4 * q);
+        wgmma_wait<1>();  // of this step but for the last 16 rows: `weights` may change
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) weights[block][r] = weight_pair(values[block][r], of_rows[r / 2]);
+          pin(weights[block]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block)
+          wgmma<Major::k>(Element(), sums[block], weights[block], box + i * 2);
+        wgmma_commit();
+        if (i == 1 && step > 0 && lane == 0) arrive(stream.empty(before));
+        if (i == 3 && warp == 0 && step > 0 && step - 1 + kStages < count) {
+          wait(stream.empty(before), stage == 0 ? parity ^ 1 : parity);
+          stream.load_weight(first + step - 1 + kStages, before);
+          stream.load_x(first + step - 1 + kStages, before);
+        }
+      }
+      if (++stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) pin(sums[block]);
+    if (count > 0 && lane == 0) arrive(stream.empty(stage == 0 ? kStages - 1 : stage - 1));
+
+    // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
+    __syncthreads();
+    float* const exchange = reinterpret_cast<float*>(shared + kConfig.boxes());
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+      for (int r = 0; r < kSums; ++r)
+        exchange[(warpgroup * kUnits + block) * kConfig.block_words() + r * kConfig.sum_words() + warp * 33 + lane] =
+            sums[block][r];
+    }
+    cluster_arrive();
+    cluster_wait();
+    finish(args, exchange, tile, rank);
+    tile += num_clusters;
+    fence_proxy_async();
+    cluster_arrive();
+    cluster_wait();  // shared memory stays until the others have read it
+    if (tile >= args.tiles) return;
+    stream.set_tile(tile);
+    if (warp == 0) {
+      for (int i = 0, to = stage; i < min(kStages, count); ++i, to = to + 1 == kStages ? 0 : to + 1) {
+        stream.load_weight(first + i, to);
+        stream.load_x(first + i, to);
+      }
+    }
+  }
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(kTransposedThreads, 1)
+    qgemm_sm90_transposed(const __grid_constant__ QgemmSm90TransposedArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) u8 shared[];
+  run(args, shared);
+#endif
+}
+
+}  // namespace halfbyte::device
