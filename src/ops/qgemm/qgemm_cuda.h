@@ -1,0 +1,28 @@
+// The CUDA side of `qgemm`.
+#pragma once
+
+#include <vector>
+
+#include "cuda/kernel.h"
+#include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/qgemm_sm90_wgmma_args.h"
+
+namespace halfbyte {
+
+// The rows of the table of kernels (src/kernels): those of all variants, below.
+std::vector<cuda::Kernel> qgemm_kernels();
+std::vector<cuda::Kernel> qgemm_simt_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
+
+// What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
+// the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
+// together.
+std::vector<KernelKey> qgemm_keys();
+QgemmProblem qgemm_problem(const cuda::KernelValues& values);
+
+// Of variant qgemm_sm90_wgmma: m rounded up; all that a tile needs, with as many stages as fit.
+int sm90_wgmma_tokens(int64_t m);
+QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster);
+cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
+
+}  // namespace halfbyte
