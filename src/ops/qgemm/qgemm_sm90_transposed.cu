@@ -12,9 +12,9 @@
 // what A wants of step i of 16 rows; e = 0 is fragment row g, e = 1 row g + 8. Of two units, warps 0 and 1 have
 // the first, 2 and 3 the second, and `second` is the block of 64 rows of A; of one unit, warps 0 and 1 have
 // second = 0, the others 1.
-#include "cuda/device/wgmma.cuh"
 #include "ops/qgemm/qgemm_sm90_transposed_args.h"
-#include "ops/qgemm/qgemm_table.cuh"
+
+#include "ops/qgemm/qgemm_sm90.cuh"
 
 #include "halfbyte_config.h"
 
@@ -22,17 +22,14 @@ namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kTokens = kConfig.tokens, kUnits = kConfig.units, kStages = kConfig.stages;
-constexpr int kScaleBytes = kConfig.double_quant ? 1 : scale_bytes(kCodec.scale_type);
-constexpr bool kHasZeros = kCodec.asymmetric, kHasBiases = kCodec.kind == Kind::affine;
-constexpr int kBiasBytes = kHasBiases ? scale_bytes(kCodec.scale_type) : 0;
+constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
 constexpr int kSums = kTokens / 2;  // registers of the sums of 64 rows of A
-static_assert(kConfig.parameter_bytes == kScaleBytes + kBiasBytes + (kHasZeros ? 1 : 0));
-static_assert(kConfig.exchange_bytes() <= kStages * kConfig.stage_bytes());
-static_assert(kConfig.table_bytes() == 0 || kConfig.table_bytes() == kPairTableBytes);
+static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
+static_assert(kTiling.fits());
+static_assert(kTiling.table_bytes() == 0 || kTiling.table_bytes() == kPairTableBytes);
 
 // A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
-constexpr bool kHalfUnits = kCodec.bits == 8 || kConfig.group == 32;
+constexpr bool kHalfUnits = kBits == 8 || kGroup == 32;
 struct WordPlace {
   int j, t;
 };
@@ -50,34 +47,14 @@ HALFBYTE_FN LanePlace lane_place(int high, WordPlace word) {
 }
 
 __device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
-  u32 y;
-  asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
 }
 __device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
-  u32 y;
-  asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-__device__ __forceinline__ u32 multiply_add_pairs(BF16, u32 a, u32 b, u32 c) {
-  u32 y;
-  asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
-  return y;
-}
-__device__ __forceinline__ u32 multiply_add_pairs(F16, u32 a, u32 b, u32 c) {
-  u32 y;
-  asm volatile("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
-  return y;
-}
-__device__ __forceinline__ u32 subtract_pairs(BF16, u32 a, u32 b) {
-  u32 y;
-  asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-__device__ __forceinline__ u32 subtract_pairs(F16, u32 a, u32 b) {
-  u32 y;
-  asm volatile("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
 }
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   u32 y;
@@ -85,22 +62,11 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   return y;
 }
 
-HALFBYTE_FN ScaleType stored_as(F16) { return ScaleType::f16; }
-HALFBYTE_FN ScaleType stored_as(BF16) { return ScaleType::bf16; }
-
 // Two scales or biases that lie together, as elements.
 __device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
-  if constexpr (kCodec.scale_type == ScaleType::f32) {
-    const u64 pair = *reinterpret_cast<const u64*>(at);
-    return store_pair(Element(), bit_cast<float>(static_cast<u32>(pair)),
-                      bit_cast<float>(static_cast<u32>(pair >> 32)));
-  } else {
-    const u32 pair = *reinterpret_cast<const u32*>(at);
-    if constexpr (kCodec.scale_type == stored_as(Element())) return pair;
-    using Stored = Select<kCodec.scale_type == ScaleType::f16, F16, BF16>;
-    return store_pair(Element(), load(Stored(), static_cast<u16>(pair)),
-                      load(Stored(), static_cast<u16>(pair >> 16)));
-  }
+  float pair[2];
+  load_scales(pair, at);
+  return store_pair(Element(), pair[0], pair[1]);
 }
 
 // Of two rows of the weight, as elements; the even row in the low half, as of all pairs below.
@@ -110,18 +76,16 @@ struct ParameterPairs {
 
 // Two weights from the values of their codes.
 __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
-  if constexpr (kHasZeros) values = subtract_pairs(Element(), values, parameters.zero);  // exact
-  if constexpr (kHasBiases) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
+  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
+  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
   return multiply_pairs(Element(), values, parameters.scale);
 }
 
 // The values of two bytes of a word, as elements; exact: integers up to 256. Asymmetric: of the codes.
 template <int kLow, int kHigh>
 __device__ __forceinline__ u32 byte_values(u32 word) {
-  constexpr float kZero = 8388608.0f - (kCodec.kind == Kind::integer && !kHasZeros ? kCodec.q_min : 0);
-  const float low = bit_cast<float>(permute(word, 0x4B000000u, 0x7440 + kLow));  // 2^23 + code
-  const float high = bit_cast<float>(permute(word, 0x4B000000u, 0x7440 + kHigh));
-  return store_pair(Element(), low - kZero, high - kZero);
+  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
+  return store_pair(Element(), byte_above_2_23<kLow>(word) - kZero, byte_above_2_23<kHigh>(word) - kZero);
 }
 
 // What a warpgroup is copied: ring of stages, a step in each.
@@ -129,9 +93,9 @@ class Stream {
  public:
   __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup, int lane)
       : args_(args),
-        boxes_(shared + kConfig.boxes() + warpgroup * kStages * kConfig.box_bytes()),
-        slots_(shared + kConfig.slots() + warpgroup * kStages * kTransposedStrips * kConfig.slot_bytes()),
-        full_(reinterpret_cast<Barrier*>(shared + kConfig.barriers()) + warpgroup * 2 * kStages),
+        boxes_(shared + kTiling.boxes() + warpgroup * kStages * kTiling.box_bytes()),
+        slots_(shared + kTiling.slots() + warpgroup * kStages * kTransposedStrips * kTiling.slot_bytes()),
+        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers()) + warpgroup * 2 * kStages),
         warpgroup_(warpgroup),
         lane_(lane) {}
 
@@ -146,30 +110,30 @@ class Stream {
 
   __device__ __forceinline__ void set_tile(int tile) {
     const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
-    code_bytes_ = static_cast<u32>(kConfig.joint() ? units / kConfig.units_per_block() * kConfig.block_bytes()
-                                                   : units * kConfig.unit_bytes());
+    code_bytes_ = static_cast<u32>(kTiling.joint() ? units / kTiling.units_per_block() * kTiling.block_bytes()
+                                                   : units * kTiling.unit_bytes());
     const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.layout.block_bytes;
-    codes_ = block + unit % kPackedUnits * kConfig.unit_bytes();
-    parameters_ = block + kPackedUnits * kConfig.unit_bytes();
+    codes_ = block + unit % kPackedUnits * kTiling.unit_bytes();
+    parameters_ = block + kPackedUnits * kTiling.unit_bytes();
   }
 
   // By a warp: starts the copies of codes and parameters; `full` waits for those of x too.
   __device__ __forceinline__ void load_weight(int step, int stage) const {
-    constexpr u32 kApart = kConfig.joint() ? 0 : kConfig.group_bytes();
+    constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
     if (lane_ == 0)
-      arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kConfig.box_bytes());
+      arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
     __syncwarp();
     if (lane_ < kTransposedStrips) {
       // Behind the last strip: that once more, for rows beyond x, which are zeros.
       const i64 strip = min<i64>(first_strip(step) + lane_, args_.layout.strips - 1);
-      u8* const to = slots_ + (stage * kTransposedStrips + lane_) * kConfig.slot_bytes();
+      u8* const to = slots_ + (stage * kTransposedStrips + lane_) * kTiling.slot_bytes();
       copy_bulk_once(to, codes_ + strip * args_.layout.strip_bytes, code_bytes_, full(stage));
-      if constexpr (kApart != 0) load_parameters(to + kConfig.code_bytes(), strip, full(stage));
+      if constexpr (kApart != 0) load_parameters(to + kTiling.code_bytes(), strip, full(stage));
     }
   }
   __device__ __forceinline__ void load_x(int step, int stage) const {
     if (lane_ == 0) {
-      load_tile(boxes_ + stage * kConfig.box_bytes(), &args_.x, 0, static_cast<int>(first_strip(step) * kUnitRows),
+      load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, static_cast<int>(first_strip(step) * kUnitRows),
                 full(stage));
     }
   }
@@ -180,27 +144,27 @@ class Stream {
   __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
   __device__ __forceinline__ Barrier* empty(int stage) const { return full_ + kStages + stage; }
   __device__ __forceinline__ u64 box(int stage) const {
-    return k_major_tile(boxes_ + stage * kConfig.box_bytes(), 1024);
+    return k_major_tile(boxes_ + stage * kTiling.box_bytes(), 1024);
   }
   __device__ __forceinline__ const u8* slot(int stage, int strip) const {
-    return slots_ + (stage * kTransposedStrips + strip) * kConfig.slot_bytes();
+    return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
   }
 
  private:
   // Units of a block of the packed layout.
-  static constexpr int kPackedUnits = max(kConfig.group, kUnitCols) / kUnitCols;
+  static constexpr int kPackedUnits = max(kGroup, kUnitCols) / kUnitCols;
 
   __device__ __forceinline__ void load_parameters(u8* to, i64 strip, Barrier* barrier) const {
     const PackedLayout& layout = args_.layout;
-    if constexpr (kConfig.group != 0) {
-      copy_bulk(to, parameters_ + strip * layout.strip_bytes, kConfig.group_bytes(), barrier);
+    if constexpr (kGroup != 0) {
+      copy_bulk(to, parameters_ + strip * layout.strip_bytes, kTiling.group_bytes(), barrier);
     } else {
-      constexpr int kScales = kUnitRows * kScaleBytes, kBiases = kUnitRows * kBiasBytes;
+      constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
       copy_bulk(to, args_.weight + layout.scales + strip * kScales, kScales, barrier);
-      if constexpr (kHasZeros)
-        copy_bulk(to + kScales, args_.weight + layout.zeros + strip * kUnitRows, kUnitRows, barrier);
-      if constexpr (kHasBiases)
-        copy_bulk(to + kScales, args_.weight + layout.biases + strip * kBiases, kBiases, barrier);
+      if constexpr (kSeconds != 0) {
+        const i64 seconds = kAsymmetric ? layout.zeros : layout.biases;
+        copy_bulk(to + kScales, args_.weight + seconds + strip * kSeconds, kSeconds, barrier);
+      }
     }
   }
 
@@ -217,21 +181,21 @@ class Parameters {
  public:
   __device__ __forceinline__ Parameters(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane)
       : args_(args),
-        map_(reinterpret_cast<const float*>(shared + kConfig.map())),
+        map_(reinterpret_cast<const float*>(shared + kTiling.map())),
         unit_(kUnits == 1 ? 0 : warp >> 1),
-        group_(kConfig.group == 32 ? warp & 1 : 0),
+        group_(kGroup == 32 ? warp & 1 : 0),
         strip_(lane >> 4),
         row_(lane % 16 * 2) {
-    if constexpr (kConfig.double_quant) offset_ = *reinterpret_cast<const float*>(args.weight + args.layout.offset);
+    if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.layout.offset);
   }
 
   // Double quantization: the absmax of the step's scales comes from global memory, one step ahead.
   __device__ __forceinline__ void load_ahead(int tile, i64 first_strip) {
-    if constexpr (kConfig.double_quant) {
+    if constexpr (kDoubleQuant) {
       const PackedLayout& layout = args_.layout;
       i64 group = 0;
-      if constexpr (kConfig.group != 0)
-        group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kConfig.group + group_,
+      if constexpr (kGroup != 0)
+        group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kGroupSize + group_,
                          layout.groups - 1);
       const float* const absmax = reinterpret_cast<const float*>(args_.weight + layout.absmax);
 #pragma unroll
@@ -244,25 +208,25 @@ class Parameters {
 
   // `slot`: of strip 0.
   __device__ __forceinline__ ParameterPairs load(const u8* slot) const {
-    constexpr int kUnitsPerBlock = kConfig.units_per_block(), kScales = kUnitRows * kScaleBytes;
-    const u8* const block = slot + strip_ * kConfig.slot_bytes() + unit_ / kUnitsPerBlock * kConfig.block_bytes() +
-                            kConfig.code_bytes();
+    constexpr int kUnitsPerBlock = kTiling.units_per_block(), kScales = kUnitRows * kScaleBytes;
+    const u8* const block = slot + strip_ * kTiling.slot_bytes() + unit_ / kUnitsPerBlock * kTiling.block_bytes() +
+                            kTiling.code_bytes();
     const u8* const scale = block + group_ * kScales + row_ * kScaleBytes;
     ParameterPairs pairs;
-    if constexpr (kConfig.double_quant) {
+    if constexpr (kDoubleQuant) {
       const u16 codes = *reinterpret_cast<const u16*>(scale);
       pairs.scale = store_pair(Element(), map_[codes & 0xFF] * absmax_[0] + offset_,
                                map_[codes >> 8] * absmax_[1] + offset_);
     } else {
       pairs.scale = load_parameter_pair(scale);
     }
-    const u8* const others = block + kConfig.groups_per_block() * kScales;
-    if constexpr (kHasZeros) {
-      const u16 zeros = *reinterpret_cast<const u16*>(others + group_ * kUnitRows + row_);
+    const u8* const second =
+        block + kTiling.groups_per_block() * kScales + (group_ * kUnitRows + row_) * kSecondBytes;
+    if constexpr (kAsymmetric) {
+      const u16 zeros = *reinterpret_cast<const u16*>(second);
       pairs.zero = store_pair(Element(), static_cast<float>(zeros & 0xFF), static_cast<float>(zeros >> 8));
     }
-    if constexpr (kHasBiases)
-      pairs.bias = load_parameter_pair(others + (group_ * kUnitRows + row_) * kBiasBytes);
+    if constexpr (kAffine) pairs.bias = load_parameter_pair(second);
     return pairs;
   }
 
@@ -278,8 +242,8 @@ __device__ __forceinline__ ParameterPairs exchange(const ParameterPairs& pairs, 
   constexpr u32 kAllLanes = 0xFFFFFFFFu;
   ParameterPairs result;
   result.scale = __shfl_sync(kAllLanes, pairs.scale, strip * 16 + a);
-  if constexpr (kHasZeros) result.zero = __shfl_sync(kAllLanes, pairs.zero, strip * 16 + a);
-  if constexpr (kHasBiases) result.bias = __shfl_sync(kAllLanes, pairs.bias, strip * 16 + a);
+  if constexpr (kAsymmetric) result.zero = __shfl_sync(kAllLanes, pairs.zero, strip * 16 + a);
+  if constexpr (kAffine) result.bias = __shfl_sync(kAllLanes, pairs.bias, strip * 16 + a);
   return result;
 }
 
@@ -290,18 +254,18 @@ class Codes {
     const int high = warp >> 1, quad_lane = lane & 3;
     const WordPlace place = word_place(warp, lane >> 2);
     const int unit = kUnits == 2 ? high : 0;
-    constexpr int kUnitsPerBlock = kConfig.units_per_block();
+    constexpr int kUnitsPerBlock = kTiling.units_per_block();
     // a & 2 is that of quad_lane: the words of 4 more pairs of rows are at a constant distance.
-    at_ = unit / kUnitsPerBlock * kConfig.block_bytes() + unit % kUnitsPerBlock * kConfig.unit_bytes() +
-          code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kCodec.bits).byte;
-    if (kCodec.bits == 8 && kUnits == 1) at_ += 4 * high;
+    at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
+          code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kBits).byte;
+    if (kBits == 8 && kUnits == 1) at_ += 4 * high;
     selector_ = high == 0 ? 0x5410 : 0x7632;
   }
 
   // Of 16 rows, step `i` of the strip in `slot`.
   __device__ __forceinline__ void load(u32 (&values)[kUnits][4], const u8* slot, int i) const {
     const u8* const words = slot + at_ + i * 8 * 64;
-    if constexpr (kCodec.bits == 4) {
+    if constexpr (kBits == 4) {
       u32 word[2];
 #pragma unroll
       for (int q = 0; q < 2; ++q) word[q] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
@@ -358,16 +322,16 @@ __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, floa
     if (column >= args.layout.k) continue;
     const int second = pair >> 2 & 1, block = kUnits == 2 ? second : 0;
     const LanePlace place = lane_place(kUnits == 2 ? pair >> 5 : second, {pair >> 3 & 3, pair & 3});
-    const int word = block * kConfig.block_words() + (token / 8 * 4 + token % 2) * kConfig.sum_words() +
+    const int word = block * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
                      place.warp * 33 + place.g * 4 + token % 8 / 2;
     float low = 0, high = 0;
     for (int i = 0; i < args.cluster; ++i) {
       const u32 sums = shared_address_of(exchange, static_cast<u32>(i));
 #pragma unroll
       for (int warpgroup = 0; warpgroup < kTransposedWarpgroups; ++warpgroup) {
-        const u32 from = sums + (word + warpgroup * kUnits * kConfig.block_words()) * 4;
+        const u32 from = sums + (word + warpgroup * kUnits * kTiling.block_words()) * 4;
         low += load_cluster(from);
-        high += load_cluster(from + 2 * kConfig.sum_words() * 4);
+        high += load_cluster(from + 2 * kTiling.sum_words() * 4);
       }
     }
     u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.layout.k + column);
@@ -380,8 +344,9 @@ __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, floa
 }
 
 __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5 & 3;
-  const int warpgroup = thread >> 7;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+  const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
+  const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
   const u32 rank = cluster_rank();
   const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
   int tile = static_cast<int>(blockIdx.x) / args.cluster;
@@ -397,10 +362,10 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     __syncwarp();
     for (int i = 0; i < min(kStages, count); ++i) stream.load_weight(first + i, i);
   }
-  if constexpr (kCodec.bits == 4) build_pair_table<kTransposedThreads>(thread);
-  if constexpr (kConfig.double_quant) {
+  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread);
+  if constexpr (kDoubleQuant) {
     if (thread < 256)
-      reinterpret_cast<float*>(shared + kConfig.map())[thread] =
+      reinterpret_cast<float*>(shared + kTiling.map())[thread] =
           reinterpret_cast<const float*>(args.weight + args.layout.map)[thread];
   }
   const Codes codes(warp, lane, rank);
@@ -425,17 +390,16 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
       const int before = stage == 0 ? kStages - 1 : stage - 1;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        u32(&weights)[kUnits][4] = a[i % 2];
-        u32 values[kUnits][4];
-        codes.load(values, stream.slot(stage, i / 2), i % 2);
+        wgmma_wait<1>();
+        u32(&weights)[kUnits][4] = a[i % 2];  // last read two products ago
+        codes.load(weights, stream.slot(stage, i / 2), i % 2);
         ParameterPairs of_rows[2];
 #pragma unroll
         for (int q = 0; q < 2; ++q) of_rows[q] = exchange(pairs, i / 2, i % 2 * 8 + (lane & 3) + 4 * q);
-        wgmma_wait<1>();  // of this step but for the last 16 rows: `weights` may change
 #pragma unroll
         for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
-          for (int r = 0; r < 4; ++r) weights[block][r] = weight_pair(values[block][r], of_rows[r / 2]);
+          for (int r = 0; r < 4; ++r) weights[block][r] = weight_pair(weights[block][r], of_rows[r / 2]);
           pin(weights[block]);
         }
         wgmma_fence();
@@ -462,12 +426,12 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
 
     // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
     __syncthreads();
-    float* const exchange = reinterpret_cast<float*>(shared + kConfig.boxes());
+    float* const exchange = reinterpret_cast<float*>(shared + kTiling.boxes());
 #pragma unroll
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
       for (int r = 0; r < kSums; ++r)
-        exchange[(warpgroup * kUnits + block) * kConfig.block_words() + r * kConfig.sum_words() + warp * 33 + lane] =
+        exchange[(warpgroup * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp * 33 + lane] =
             sums[block][r];
     }
     cluster_arrive();

@@ -12,7 +12,7 @@ inline constexpr int kTransposedStrips = 2;
 inline constexpr int kTransposedStepRows = kTransposedWarpgroups * kTransposedStrips * formats::kUnitRows;
 
 // What the kernel is compiled for beside types, and how its shared memory lies; all sizes in bytes.
-struct TransposedConfig {
+struct QgemmSm90TransposedTiling {
   int tokens;           // rows of x that are multiplied: 8, 16, 32, 64
   int units;            // of a strip, that a block multiplies: 1 or 2, 64 columns each
   int bits;             // of a code
@@ -51,8 +51,10 @@ struct TransposedConfig {
   HALFBYTE_FN int boxes() const { return table_bytes(); }
   HALFBYTE_FN int slots() const { return boxes() + stages * kTransposedWarpgroups * box_bytes(); }
   HALFBYTE_FN int barriers() const { return boxes() + stages * stage_bytes(); }
-  HALFBYTE_FN int map() const { return barriers() + stages * kTransposedWarpgroups * 2 * 8; }
+  HALFBYTE_FN int map() const { return barriers() + stages * kTransposedWarpgroups * 16; }
   HALFBYTE_FN int shared_bytes() const { return map() + (double_quant ? 256 * 4 : 0); }
+  // Whether the stages have room for the exchange.
+  HALFBYTE_FN bool fits() const { return exchange_bytes() <= stages * stage_bytes(); }
 };
 
 struct QgemmSm90TransposedArgs {
