@@ -74,6 +74,9 @@ struct ParameterPairs {
   u32 scale = 0, zero = 0, bias = 0;
 };
 
+template <int i>
+struct Constant {};
+
 // Two weights from the values of their codes.
 __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
   if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
@@ -88,23 +91,19 @@ __device__ __forceinline__ u32 byte_values(u32 word) {
   return store_pair(Element(), byte_above_2_23<kLow>(word) - kZero, byte_above_2_23<kHigh>(word) - kZero);
 }
 
-// What a warpgroup is copied: ring of stages, a step in each.
+// What a warpgroup is copied: a ring of stages, a step in each. Copies are started by one thread.
 class Stream {
  public:
-  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup, int lane)
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup)
       : args_(args),
         boxes_(shared + kTiling.boxes() + warpgroup * kStages * kTiling.box_bytes()),
         slots_(shared + kTiling.slots() + warpgroup * kStages * kTransposedStrips * kTiling.slot_bytes()),
-        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers()) + warpgroup * 2 * kStages),
+        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers()) + warpgroup * kStages),
         warpgroup_(warpgroup),
-        lane_(lane) {}
+        first_box_(static_cast<u32>(k_major_tile(boxes_, 1024))) {}
 
-  // By one thread.
   __device__ __forceinline__ void init() const {
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(full(stage), 1);
-      init_barrier(empty(stage), 4);
-    }
+    for (int stage = 0; stage < kStages; ++stage) init_barrier(full(stage), 1);
     fence_barrier_init();
   }
 
@@ -112,39 +111,36 @@ class Stream {
     const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
     code_bytes_ = static_cast<u32>(kTiling.joint() ? units / kTiling.units_per_block() * kTiling.block_bytes()
                                                    : units * kTiling.unit_bytes());
-    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.layout.block_bytes;
+    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.block_bytes;
     codes_ = block + unit % kPackedUnits * kTiling.unit_bytes();
     parameters_ = block + kPackedUnits * kTiling.unit_bytes();
   }
 
-  // By a warp: starts the copies of codes and parameters; `full` waits for those of x too.
+  // Codes and parameters; `full` waits for x too.
   __device__ __forceinline__ void load_weight(int step, int stage) const {
     constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
-    if (lane_ == 0)
-      arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
-    __syncwarp();
-    if (lane_ < kTransposedStrips) {
+    arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
+#pragma unroll
+    for (int i = 0; i < kTransposedStrips; ++i) {
       // Behind the last strip: that once more, for rows beyond x, which are zeros.
-      const i64 strip = min<i64>(first_strip(step) + lane_, args_.layout.strips - 1);
-      u8* const to = slots_ + (stage * kTransposedStrips + lane_) * kTiling.slot_bytes();
-      copy_bulk_once(to, codes_ + strip * args_.layout.strip_bytes, code_bytes_, full(stage));
+      const int strip = min(first_strip(step) + i, args_.strips - 1);
+      u8* const to = slots_ + (stage * kTransposedStrips + i) * kTiling.slot_bytes();
+      copy_bulk_once(to, codes_ + static_cast<u64>(strip) * args_.strip_bytes, code_bytes_, full(stage));
       if constexpr (kApart != 0) load_parameters(to + kTiling.code_bytes(), strip, full(stage));
     }
   }
   __device__ __forceinline__ void load_x(int step, int stage) const {
-    if (lane_ == 0) {
-      load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, static_cast<int>(first_strip(step) * kUnitRows),
-                full(stage));
-    }
+    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, first_strip(step) * kUnitRows, full(stage));
   }
 
-  __device__ __forceinline__ i64 first_strip(int step) const {
-    return (static_cast<i64>(step) * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
+  __device__ __forceinline__ int first_strip(int step) const {
+    return (step * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
   }
   __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
-  __device__ __forceinline__ Barrier* empty(int stage) const { return full_ + kStages + stage; }
-  __device__ __forceinline__ u64 box(int stage) const {
-    return k_major_tile(boxes_ + stage * kTiling.box_bytes(), 1024);
+  // Operand B of 16 rows of the weight; of its descriptor only the low word depends on the address.
+  __device__ __forceinline__ u64 box(int stage, int i) const {
+    const u32 low = first_box_ + static_cast<u32>(stage * (kTiling.box_bytes() / 16) + i * 2);
+    return (k_major_tile(nullptr, 1024) & ~0xFFFFFFFFull) | low;
   }
   __device__ __forceinline__ const u8* slot(int stage, int strip) const {
     return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
@@ -154,24 +150,22 @@ class Stream {
   // Units of a block of the packed layout.
   static constexpr int kPackedUnits = max(kGroup, kUnitCols) / kUnitCols;
 
-  __device__ __forceinline__ void load_parameters(u8* to, i64 strip, Barrier* barrier) const {
-    const PackedLayout& layout = args_.layout;
+  __device__ __forceinline__ void load_parameters(u8* to, int strip, Barrier* barrier) const {
     if constexpr (kGroup != 0) {
-      copy_bulk(to, parameters_ + strip * layout.strip_bytes, kTiling.group_bytes(), barrier);
+      copy_bulk(to, parameters_ + static_cast<u64>(strip) * args_.strip_bytes, kTiling.group_bytes(), barrier);
     } else {
       constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
-      copy_bulk(to, args_.weight + layout.scales + strip * kScales, kScales, barrier);
-      if constexpr (kSeconds != 0) {
-        const i64 seconds = kAsymmetric ? layout.zeros : layout.biases;
-        copy_bulk(to + kScales, args_.weight + seconds + strip * kSeconds, kSeconds, barrier);
-      }
+      copy_bulk(to, args_.weight + args_.scales + static_cast<i64>(strip) * kScales, kScales, barrier);
+      if constexpr (kSeconds != 0)
+        copy_bulk(to + kScales, args_.weight + args_.seconds + static_cast<i64>(strip) * kSeconds, kSeconds, barrier);
     }
   }
 
   const QgemmSm90TransposedArgs& args_;
   u8 *boxes_, *slots_;
   Barrier* full_;
-  int warpgroup_, lane_;
+  int warpgroup_;
+  u32 first_box_;
   const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
   u32 code_bytes_ = 0;
 };
@@ -186,22 +180,21 @@ class Parameters {
         group_(kGroup == 32 ? warp & 1 : 0),
         strip_(lane >> 4),
         row_(lane % 16 * 2) {
-    if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.layout.offset);
+    if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
 
   // Double quantization: the absmax of the step's scales comes from global memory, one step ahead.
-  __device__ __forceinline__ void load_ahead(int tile, i64 first_strip) {
+  __device__ __forceinline__ void load_ahead(int tile, int first_strip) {
     if constexpr (kDoubleQuant) {
-      const PackedLayout& layout = args_.layout;
       i64 group = 0;
       if constexpr (kGroup != 0)
         group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kGroupSize + group_,
-                         layout.groups - 1);
-      const float* const absmax = reinterpret_cast<const float*>(args_.weight + layout.absmax);
+                         args_.groups - 1);
+      const float* const absmax = reinterpret_cast<const float*>(args_.weight + args_.absmax);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const i64 row = min<i64>((first_strip + strip_) * kUnitRows + row_ + i, layout.n - 1);
-        absmax_[i] = load_early(absmax + (row * layout.groups + group) / 256);
+        const i64 row = min((first_strip + strip_) * kUnitRows + row_ + i, args_.n - 1);
+        absmax_[i] = load_early(absmax + (row * args_.groups + group) / 256);
       }
     }
   }
@@ -237,13 +230,20 @@ class Parameters {
   float absmax_[2] = {}, offset_ = 0;
 };
 
-// Of all lanes' parameters those of rows 2a and 2a + 1 of strip `strip`.
-__device__ __forceinline__ ParameterPairs exchange(const ParameterPairs& pairs, int strip, int a) {
-  constexpr u32 kAllLanes = 0xFFFFFFFFu;
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t'. By PTX ISA,
+// "shfl.sync": with a segment mask of 3 the lane that is read has the low two bits of one's own.
+template <int kFirst>
+__device__ __forceinline__ u32 shuffle(u32 pair) {
+  u32 result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(result) : "r"(pair), "n"(kFirst));
+  return result;
+}
+template <int kFirst>
+__device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
   ParameterPairs result;
-  result.scale = __shfl_sync(kAllLanes, pairs.scale, strip * 16 + a);
-  if constexpr (kAsymmetric) result.zero = __shfl_sync(kAllLanes, pairs.zero, strip * 16 + a);
-  if constexpr (kAffine) result.bias = __shfl_sync(kAllLanes, pairs.bias, strip * 16 + a);
+  result.scale = shuffle<kFirst>(pairs.scale);
+  if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
+  if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
   return result;
 }
 
@@ -312,14 +312,14 @@ class Codes {
 };
 
 // Adds the sums of all warpgroups of the cluster, in their order, and stores y: each block a share.
-__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, u32 rank) {
+__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, int rank) {
   constexpr int kPairs = kUnits * kUnitCols / 2;  // of columns
   const int per_round = kTransposedThreads * args.cluster;
-  for (int at = static_cast<int>(rank) * kTransposedThreads + static_cast<int>(threadIdx.x);
+  for (int at = rank * kTransposedThreads + static_cast<int>(threadIdx.x);
        at < args.m * kPairs; at += per_round) {
     const int token = at / kPairs, pair = at % kPairs;
     const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
-    if (column >= args.layout.k) continue;
+    if (column >= args.k) continue;
     const int second = pair >> 2 & 1, block = kUnits == 2 ? second : 0;
     const LanePlace place = lane_place(kUnits == 2 ? pair >> 5 : second, {pair >> 3 & 3, pair & 3});
     const int word = block * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
@@ -334,7 +334,7 @@ __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, floa
         high += load_cluster(from + 2 * kTiling.sum_words() * 4);
       }
     }
-    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.layout.k + column);
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.k + column);
     if (args.accumulate) {
       low += load(Element(), static_cast<u16>(*y));
       high += load(Element(), static_cast<u16>(*y >> 16));
@@ -347,33 +347,33 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
   const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
   const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
-  const u32 rank = cluster_rank();
-  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
-  int tile = static_cast<int>(blockIdx.x) / args.cluster;
+  const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster, num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const bool copies = warp == 0 && lane == 0;
   // Of the steps this block's share.
-  const int first = static_cast<int>(static_cast<i64>(args.steps) * rank / args.cluster);
-  const int count = static_cast<int>(static_cast<i64>(args.steps) * (rank + 1) / args.cluster) - first;
+  const int first = args.steps * rank / args.cluster, last = args.steps * (rank + 1) / args.cluster;
 
   let_next_start();
-  Stream stream(args, shared, warpgroup, lane);
+  int tile = cluster;
+  Stream stream(args, shared, warpgroup);
   stream.set_tile(tile);
-  if (warp == 0) {
-    if (lane == 0) stream.init();
-    __syncwarp();
-    for (int i = 0; i < min(kStages, count); ++i) stream.load_weight(first + i, i);
+  if (copies) {
+    stream.init();
+    prefetch_map(&args.x);
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_weight(first + i, i);
   }
   if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread);
   if constexpr (kDoubleQuant) {
     if (thread < 256)
       reinterpret_cast<float*>(shared + kTiling.map())[thread] =
-          reinterpret_cast<const float*>(args.weight + args.layout.map)[thread];
+          reinterpret_cast<const float*>(args.weight + args.map)[thread];
   }
-  const Codes codes(warp, lane, rank);
+  const Codes codes(warp, lane, static_cast<u32>(rank));
   Parameters parameters(args, shared, warp, lane);
   __syncthreads();
   wait_for_earlier();
-  if (warp == 0) {
-    for (int i = 0; i < min(kStages, count); ++i) stream.load_x(first + i, i);
+  if (copies) {
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_x(first + i, i);
   }
 
   int stage = 0;
@@ -382,20 +382,15 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     float sums[kUnits][kSums] = {};
     u32 a[2][kUnits][4];
     parameters.load_ahead(tile, stream.first_strip(first));
-    for (int step = 0; step < count; ++step) {
+    for (int step = first; step < last; ++step) {
       wait(stream.full(stage), parity);
       const ParameterPairs pairs = parameters.load(stream.slot(stage, 0));
-      parameters.load_ahead(tile, stream.first_strip(first + step + 1));
-      const u64 box = stream.box(stage);
-      const int before = stage == 0 ? kStages - 1 : stage - 1;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      parameters.load_ahead(tile, stream.first_strip(step + 1));
+      const auto multiply = [&]<int i>(Constant<i>) {  // 16 rows
         wgmma_wait<1>();
         u32(&weights)[kUnits][4] = a[i % 2];  // last read two products ago
         codes.load(weights, stream.slot(stage, i / 2), i % 2);
-        ParameterPairs of_rows[2];
-#pragma unroll
-        for (int q = 0; q < 2; ++q) of_rows[q] = exchange(pairs, i / 2, i % 2 * 8 + (lane & 3) + 4 * q);
+        const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
 #pragma unroll
         for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
@@ -405,13 +400,20 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
         wgmma_fence();
 #pragma unroll
         for (int block = 0; block < kUnits; ++block)
-          wgmma<Major::k>(Element(), sums[block], weights[block], box + i * 2);
+          wgmma<Major::k>(Element(), sums[block], weights[block], stream.box(stage, i));
         wgmma_commit();
-        if (i == 1 && step > 0 && lane == 0) arrive(stream.empty(before));
-        if (i == 3 && warp == 0 && step > 0 && step - 1 + kStages < count) {
-          wait(stream.empty(before), stage == 0 ? parity ^ 1 : parity);
-          stream.load_weight(first + step - 1 + kStages, before);
-          stream.load_x(first + step - 1 + kStages, before);
+      };
+      multiply(Constant<0>());
+      multiply(Constant<1>());
+      multiply(Constant<2>());
+      multiply(Constant<3>());
+      // Of the stage before, all that read it is done.
+      if (step > first && step - 1 + kStages < last) {
+        sync_some(1 + warpgroup, 128);
+        const int before = stage == 0 ? kStages - 1 : stage - 1;
+        if (copies) {
+          stream.load_weight(step - 1 + kStages, before);
+          stream.load_x(step - 1 + kStages, before);
         }
       }
       if (++stage == kStages) {
@@ -422,7 +424,6 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     wgmma_wait<0>();
 #pragma unroll
     for (int block = 0; block < kUnits; ++block) pin(sums[block]);
-    if (count > 0 && lane == 0) arrive(stream.empty(stage == 0 ? kStages - 1 : stage - 1));
 
     // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
     __syncthreads();
@@ -443,8 +444,8 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     cluster_wait();  // shared memory stays until the others have read it
     if (tile >= args.tiles) return;
     stream.set_tile(tile);
-    if (warp == 0) {
-      for (int i = 0, to = stage; i < min(kStages, count); ++i, to = to + 1 == kStages ? 0 : to + 1) {
+    if (copies) {
+      for (int i = 0, to = stage; i < min(kStages, last - first); ++i, to = to + 1 == kStages ? 0 : to + 1) {
         stream.load_weight(first + i, to);
         stream.load_x(first + i, to);
       }

@@ -51,7 +51,7 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int boxes() const { return table_bytes(); }
   HALFBYTE_FN int slots() const { return boxes() + stages * kTransposedWarpgroups * box_bytes(); }
   HALFBYTE_FN int barriers() const { return boxes() + stages * stage_bytes(); }
-  HALFBYTE_FN int map() const { return barriers() + stages * kTransposedWarpgroups * 16; }
+  HALFBYTE_FN int map() const { return barriers() + stages * kTransposedWarpgroups * 8; }
   HALFBYTE_FN int shared_bytes() const { return map() + (double_quant ? 256 * 4 : 0); }
   // Whether the stages have room for the exchange.
   HALFBYTE_FN bool fits() const { return exchange_bytes() <= stages * stage_bytes(); }
@@ -60,10 +60,15 @@ struct QgemmSm90TransposedTiling {
 struct QgemmSm90TransposedArgs {
   formats::TensorMap x;  // [m, n], boxes of `tokens` rows
   const formats::u8* weight;
-  void* y;  // [m, k]
-  formats::PackedLayout layout;
-  int m;
-  int units;    // of a strip
+  void* y;                       // [m, k]
+  formats::i64 scales, seconds;  // sections of the weight: where a row has one scale; zero points or biases
+  formats::i64 absmax, map, offset;  // of double quantization
+  formats::i64 groups;               // of a row
+  formats::i64 k;
+  formats::u32 strip_bytes;
+  int block_bytes;
+  int strips, units;  // of the weight; of a strip
+  int m, n;
   int tiles;    // of the columns of the weight
   int steps;    // of all rows of the weight, shared by the blocks of a cluster
   int cluster;  // blocks: 1 or 2

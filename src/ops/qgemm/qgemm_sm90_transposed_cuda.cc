@@ -30,7 +30,7 @@ std::string refuse(const QgemmProblem& p) {
   if (p.n % 8 != 0 || p.k % 2 != 0 || p.alignment < 16)
     return fmt::format("n must be a multiple of 8, k of 2, x and y aligned to 16 bytes, got {}, {} and {}",
                        p.n, p.k, p.alignment);
-  constexpr int64_t kLongest = std::numeric_limits<int32_t>::max() - 1024;
+  constexpr int64_t kLongest = int64_t{1} << 24;  // a strip of 8-bit codes then has less than 2^32 bytes
   if (p.n > kLongest || p.k > kLongest)
     return fmt::format("n and k must be at most {}, got {} and {}", kLongest, p.n, p.k);
   return "";
@@ -74,8 +74,18 @@ class QgemmSm90Transposed : public QgemmKernel {
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
     const formats::PackedLayout& layout = problem.weight;
-    args_.layout = layout;
+    args_.scales = layout.scales;
+    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
+    args_.absmax = layout.absmax;
+    args_.map = layout.map;
+    args_.offset = layout.offset;
+    args_.groups = layout.groups;
+    args_.k = problem.k;
+    args_.strip_bytes = static_cast<formats::u32>(layout.strip_bytes);
+    args_.block_bytes = layout.block_bytes;
+    args_.strips = static_cast<int>(layout.strips);
     args_.m = static_cast<int>(problem.m);
+    args_.n = static_cast<int>(problem.n);
     args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
     args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
     args_.steps = static_cast<int>(ceil_div(problem.n, kTransposedStepRows));
