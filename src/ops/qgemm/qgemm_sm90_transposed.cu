@@ -62,6 +62,13 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   return y;
 }
 
+// The bits of `mask` from a, the others from b.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(y) : "r"(mask), "r"(a), "r"(b));
+  return y;
+}
+
 // Two scales or biases that lie together, as elements.
 __device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
   float pair[2];
@@ -91,19 +98,22 @@ __device__ __forceinline__ u32 byte_values(u32 word) {
   return store_pair(Element(), byte_above_2_23<kLow>(word) - kZero, byte_above_2_23<kHigh>(word) - kZero);
 }
 
-// What a warpgroup is copied: a ring of stages, a step in each. Copies are started by one thread.
+// What the warpgroups are copied: each has a ring of stages, numbers first() and up, a step in each. Copies are
+// started by one thread.
 class Stream {
  public:
   __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup)
       : args_(args),
-        boxes_(shared + kTiling.boxes() + warpgroup * kStages * kTiling.box_bytes()),
-        slots_(shared + kTiling.slots() + warpgroup * kStages * kTransposedStrips * kTiling.slot_bytes()),
-        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers()) + warpgroup * kStages),
+        boxes_(shared + kTiling.boxes()),
+        slots_(shared + kTiling.slots()),
+        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers())),
         warpgroup_(warpgroup),
-        first_box_(static_cast<u32>(k_major_tile(boxes_, 1024))) {}
+        first_box_(k_major_tile(boxes_, 1024)) {
+    asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
+  }
 
   __device__ __forceinline__ void init() const {
-    for (int stage = 0; stage < kStages; ++stage) init_barrier(full(stage), 1);
+    for (int i = 0; i < kStages; ++i) init_barrier(full(first() + i), 1);
     fence_barrier_init();
   }
 
@@ -136,11 +146,16 @@ class Stream {
   __device__ __forceinline__ int first_strip(int step) const {
     return (step * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
   }
+  __device__ __forceinline__ int first() const { return warpgroup_ * kStages; }
+  __device__ __forceinline__ int next(int stage) const { return stage + 1 == first() + kStages ? first() : stage + 1; }
+  __device__ __forceinline__ int previous(int stage) const {
+    return stage == first() ? first() + kStages - 1 : stage - 1;
+  }
   __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
-  // Operand B of 16 rows of the weight; of its descriptor only the low word depends on the address.
-  __device__ __forceinline__ u64 box(int stage, int i) const {
-    const u32 low = first_box_ + static_cast<u32>(stage * (kTiling.box_bytes() / 16) + i * 2);
-    return (k_major_tile(nullptr, 1024) & ~0xFFFFFFFFull) | low;
+  // Operand B; the next 16 rows of the weight are 2 on.
+  __device__ __forceinline__ u64 box(int stage) const {
+    const u32 low = static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16));
+    return (first_box_ & ~0xFFFFFFFFull) | low;
   }
   __device__ __forceinline__ const u8* slot(int stage, int strip) const {
     return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
@@ -165,7 +180,7 @@ class Stream {
   u8 *boxes_, *slots_;
   Barrier* full_;
   int warpgroup_;
-  u32 first_box_;
+  u64 first_box_;
   const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
   u32 code_bytes_ = 0;
 };
@@ -259,22 +274,32 @@ class Codes {
     at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
           code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kBits).byte;
     if (kBits == 8 && kUnits == 1) at_ += 4 * high;
-    selector_ = high == 0 ? 0x5410 : 0x7632;
+    selector_ = high == 0 ? 0x40 : 0x62;  // of the even row's bytes of two words
   }
 
   // Of 16 rows, step `i` of the strip in `slot`.
   __device__ __forceinline__ void load(u32 (&values)[kUnits][4], const u8* slot, int i) const {
     const u8* const words = slot + at_ + i * 8 * 64;
     if constexpr (kBits == 4) {
-      u32 word[2];
-#pragma unroll
-      for (int q = 0; q < 2; ++q) word[q] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
+      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
+      // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even
+      // column. Of two units bytes 2 and 3 are the other block; of one unit they, or 0 and 1, are not of this warp.
+      const u32 even_rows = permute(first, second, kUnits == 1 ? selector_ : 0x6420);
+      const u32 odd_rows = permute(first, second, kUnits == 1 ? selector_ + 0x1111 : 0x7531);
+      const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
+      const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
+      values[0][0] = look_up_pair<0>(even_cols, table_lane_);
+      values[0][1] = look_up_pair<0>(odd_cols, table_lane_);
       if constexpr (kUnits == 1) {
-        look_up(values[0][0], values[0][1], values[0][2], values[0][3], permute(word[0], word[1], selector_));
+        values[0][2] = look_up_pair<1>(even_cols, table_lane_);
+        values[0][3] = look_up_pair<1>(odd_cols, table_lane_);
       } else {
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-          look_up(values[0][2 * q], values[0][2 * q + 1], values[1][2 * q], values[1][2 * q + 1], word[q]);
+        values[0][2] = look_up_pair<2>(even_cols, table_lane_);
+        values[0][3] = look_up_pair<2>(odd_cols, table_lane_);
+        values[1][0] = look_up_pair<1>(even_cols, table_lane_);
+        values[1][1] = look_up_pair<1>(odd_cols, table_lane_);
+        values[1][2] = look_up_pair<3>(even_cols, table_lane_);
+        values[1][3] = look_up_pair<3>(odd_cols, table_lane_);
       }
     } else {
 #pragma unroll
@@ -297,16 +322,6 @@ class Codes {
   }
 
  private:
-  // Of the bytes of a word: 0 and 1 are two rows of the same two columns, so are 2 and 3. Two nibbles change
-  // places, then they are two columns of the same two rows.
-  __device__ __forceinline__ void look_up(u32& v0, u32& v1, u32& v2, u32& v3, u32 word) const {
-    word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
-    v0 = look_up_pair<0>(word, table_lane_);
-    v1 = look_up_pair<1>(word, table_lane_);
-    v2 = look_up_pair<2>(word, table_lane_);
-    v3 = look_up_pair<3>(word, table_lane_);
-  }
-
   u32 table_lane_, selector_;
   int at_;
 };
@@ -360,7 +375,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   if (copies) {
     stream.init();
     prefetch_map(&args.x);
-    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_weight(first + i, i);
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_weight(first + i, stream.first() + i);
   }
   if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread);
   if constexpr (kDoubleQuant) {
@@ -373,10 +388,10 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   __syncthreads();
   wait_for_earlier();
   if (copies) {
-    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_x(first + i, i);
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_x(first + i, stream.first() + i);
   }
 
-  int stage = 0;
+  int stage = stream.first();
   u32 parity = 0;
   while (true) {
     float sums[kUnits][kSums] = {};
@@ -386,6 +401,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
       wait(stream.full(stage), parity);
       const ParameterPairs pairs = parameters.load(stream.slot(stage, 0));
       parameters.load_ahead(tile, stream.first_strip(step + 1));
+      const u64 box = stream.box(stage);
       const auto multiply = [&]<int i>(Constant<i>) {  // 16 rows
         wgmma_wait<1>();
         u32(&weights)[kUnits][4] = a[i % 2];  // last read two products ago
@@ -400,7 +416,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
         wgmma_fence();
 #pragma unroll
         for (int block = 0; block < kUnits; ++block)
-          wgmma<Major::k>(Element(), sums[block], weights[block], stream.box(stage, i));
+          wgmma<Major::k>(Element(), sums[block], weights[block], (box & ~0xFFFFFFFFull) | (static_cast<u32>(box) + i * 2));
         wgmma_commit();
       };
       multiply(Constant<0>());
@@ -410,16 +426,13 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
       // Of the stage before, all that read it is done.
       if (step > first && step - 1 + kStages < last) {
         sync_some(1 + warpgroup, 128);
-        const int before = stage == 0 ? kStages - 1 : stage - 1;
         if (copies) {
-          stream.load_weight(step - 1 + kStages, before);
-          stream.load_x(step - 1 + kStages, before);
+          stream.load_weight(step - 1 + kStages, stream.previous(stage));
+          stream.load_x(step - 1 + kStages, stream.previous(stage));
         }
       }
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      stage = stream.next(stage);
+      if (stage == stream.first()) parity ^= 1;
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -445,7 +458,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     if (tile >= args.tiles) return;
     stream.set_tile(tile);
     if (copies) {
-      for (int i = 0, to = stage; i < min(kStages, last - first); ++i, to = to + 1 == kStages ? 0 : to + 1) {
+      for (int i = 0, to = stage; i < min(kStages, last - first); ++i, to = stream.next(to)) {
         stream.load_weight(first + i, to);
         stream.load_x(first + i, to);
       }
