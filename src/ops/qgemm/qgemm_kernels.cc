@@ -44,6 +44,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
            qgemm_sm80_kernels(),
            qgemm_simt_kernels(),
        })
+  for (const auto& rows : {qgemm_sm90_wgmma_kernels(), qgemm_sm90_transposed_kernels(), qgemm_simt_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   return table;
 }
