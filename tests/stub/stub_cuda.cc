@@ -117,7 +117,14 @@ int cuStreamCreate(void** stream, unsigned) {
 }
 int cuStreamDestroy_v2(void*) { return sticky; }
 int cuStreamSynchronize(void*) { return sticky; }
+int cuStreamBeginCapture_v2(void*, int) { return sticky; }
+int cuStreamEndCapture(void*, void**) { return sticky; }
+int cuGraphInstantiateWithFlags(void**, void*, unsigned long long) { return sticky; }
+int cuGraphLaunch(void*, void*) { return sticky; }
+int cuGraphExecDestroy(void*) { return sticky; }
+int cuGraphDestroy(void*) { return sticky; }
 int cuEventCreate(void**, unsigned) { return sticky; }
+int cuEventDestroy_v2(void*) { return sticky; }
 int cuEventRecord(void*, void*) { return sticky; }
 int cuEventSynchronize(void*) { return sticky; }
 int cuEventElapsedTime(float*, void*, void*) { return sticky; }
