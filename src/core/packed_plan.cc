@@ -76,23 +76,12 @@ void PackedPlan::check_dense(const TensorView& dense) const {
 }
 
 void PackedPlan::check_parts(const QuantizedView& parts) const {
-  const QuantSpec &given = parts.spec, &spec = descriptor_.spec;
-  const auto same = [&](const char* field, const auto& actual, const auto& expected) {
+  const QuantSpec& spec = descriptor_.spec;
+  check_same_spec(op_.name, op_.parts, parts.spec, spec);
+  const auto same = [&](const char* field, int64_t actual, int64_t expected) {
     HALFBYTE_CHECK(actual == expected, usage, "{}: {}.{} must be {} as in the descriptor, got {}", op_.name,
                    op_.parts, field, expected, actual);
   };
-  if (!(given == spec)) {
-    using Text = std::string_view;
-    same("spec.format", Text(info(given.format).name), Text(info(spec.format).name));
-    same("spec.asymmetric", given.asymmetric, spec.asymmetric);
-    same("spec.granularity", Text(to_string(given.granularity)), Text(to_string(spec.granularity)));
-    same("spec.group_size", given.group_size, spec.group_size);
-    same("spec.scale_rule", Text(to_string(given.scale_rule)), Text(to_string(spec.scale_rule)));
-    same("spec.scale_dtype", Text(to_string(given.scale_dtype)), Text(to_string(spec.scale_dtype)));
-    same("spec.double_quant", given.double_quant, spec.double_quant);
-    HALFBYTE_FAIL(usage, "{}: {}.spec must be that of the descriptor, its code_scale or table is not",
-                  op_.name, op_.parts);
-  }
   same("rows", parts.rows, descriptor_.rows);
   same("cols", parts.cols, descriptor_.cols);
   HALFBYTE_CHECK(has_zeros(spec) || parts.zeros == nullptr, usage,

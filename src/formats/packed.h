@@ -22,6 +22,7 @@ namespace halfbyte::formats {
 
 inline constexpr int kPackedVersion = 1;
 inline constexpr int kUnitRows = 32, kUnitCols = 64;
+inline constexpr int kMaxBlockCols = 256;     // columns of the longest block
 inline constexpr int kPackedAlignment = 256;  // bytes, of the memory and of its sections
 
 // Of the 16 bytes of rows 2a, 2a + 1 and pairs t, t + 4: 0..63.
