@@ -86,6 +86,26 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
+#if HALFBYTE_DEVICE_ARCH >= 800
+// As copy_async; zeros where not `valid`, and `from`, some address of global memory, is not read.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// 4 bytes.
+__device__ __forceinline__ void copy_async(u32* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// The copies that this thread started since the last commit are one group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Returns when no more than the last `kPending` groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+#endif
+
 // Of a kernel that may have started early (src/cuda/clear.h): until the kernels before it have ended.
 __device__ __forceinline__ void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900

@@ -55,11 +55,17 @@ struct QgemmReference {
 // tensors.y: as it was before, of which `accumulate` makes use. All in host memory.
 inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors& tensors,
                                 WeightRounding rounding) {
-  const int64_t n = problem.n, k = problem.k, num_in = problem.in_cols(), num_out = problem.out_cols();
-  std::vector<ReferenceWeight> weights;
-  for (int64_t row = 0; row < n; ++row)
-    for (int64_t col = 0; col < k; ++col)
-      weights.push_back(reference_weight(problem, tensors, row, col, rounding));
+  const int64_t num_in = problem.in_cols(), num_out = problem.out_cols();
+  std::vector<double> x, values, magnitudes;  // of weights as they are summed: [num_out, num_in]
+  for (int64_t i = 0; i < problem.m * num_in; ++i)
+    x.push_back(load_element<double>(tensors.x, i, problem.dtype));
+  for (int64_t j = 0; j < num_out; ++j)
+    for (int64_t l = 0; l < num_in; ++l) {
+      const auto weight = problem.transposed ? reference_weight(problem, tensors, l, j, rounding)
+                                             : reference_weight(problem, tensors, j, l, rounding);
+      values.push_back(weight.value);
+      magnitudes.push_back(weight.magnitude);
+    }
   // Each term brings two roundings; tf32 rounds both factors.
   const auto terms = static_cast<double>(num_in + problem.bias + problem.accumulate);
   const double tf32 = problem.math == QgemmMath::tf32 ? 0x1.01p-10 : 0;
@@ -74,12 +80,11 @@ inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors&
       };
       if (problem.bias) add(tensors.bias, j);
       if (problem.accumulate) add(tensors.y, i * num_out + j);
+      const double *const a = x.data() + i * num_in, *const w = values.data() + j * num_in;
+      const double* const w_magnitude = magnitudes.data() + j * num_in;
       for (int64_t l = 0; l < num_in; ++l) {
-        const ReferenceWeight& weight =
-            weights[static_cast<size_t>(problem.transposed ? l * k + j : j * k + l)];
-        const auto factor = load_element<double>(tensors.x, i * num_in + l, problem.dtype);
-        sum += factor * weight.value;
-        products += std::fabs(factor) * weight.magnitude;
+        sum += a[l] * w[l];
+        products += std::fabs(a[l]) * w_magnitude[l];
       }
       const double error = 2 * terms * 0x1p-24 * (magnitude + products) + tf32 * products;
       result.y.push_back(sum);
