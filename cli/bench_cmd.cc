@@ -319,6 +319,10 @@ void add_bench_command(CLI::App& app, Command& command) {
     command.run = [arguments, &command](std::string& text, Json& document) {
       const Device device = select_device(arguments->device, "").device;
       const std::vector<QgemmBenchCase> cases = cases_of(*arguments);
+      if (device.kind == DeviceKind::cpu && !arguments->explain)
+        throw Error(ErrorCode::usage,
+                    fmt::format("--device {}: only CUDA devices are measured, the CPU has --explain",
+                                arguments->device));
       document["op"] = arguments->op;
       if (arguments->explain)
         explain(device, cases, text, document);

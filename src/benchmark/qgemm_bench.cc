@@ -212,7 +212,7 @@ class QgemmBench {
   // Launches of a graph: enough that its own start does not count, all buffers the same number of times.
   int launches_of(double us) const {
     constexpr double kGraphUs = 400;
-    const int wanted = std::max(us > kGraphUs ? 6 : 24, ratio_up(kGraphUs, us));
+    const int wanted = std::max(us > kGraphUs ? 6 : 24, ratio_up(kGraphUs, std::max(us, 1.0)));
     return ratio_up(wanted, weight_.count) * weight_.count;
   }
 
@@ -325,7 +325,7 @@ class QgemmBench {
     timed.push_back(&read_->graph());
 
     // What takes long is steady.
-    const int rounds = std::clamp(static_cast<int>(1 / seconds), 1, rounds_);
+    const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, rounds_));
     std::vector<double> us = timer_.medians(timed, rounds);
     for (int pass = 1; pass < passes_ && rounds == rounds_; ++pass) {
       const std::vector<double> again = timer_.medians(timed, rounds);
