@@ -59,7 +59,7 @@ void check_descriptor(const QgemmDescriptor& d) {
 // ---- Variants
 
 std::span<const QgemmVariant> qgemm_variants() {
-  static const QgemmVariant variants[] = {kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
   return variants;
 }
 

@@ -14,6 +14,7 @@ std::vector<cuda::Kernel> qgemm_kernels();
 std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<cuda::Kernel> qgemm_sm80_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_mma_kernels();
 
 // What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
 // the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
@@ -36,5 +37,7 @@ cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem);
 int sm90_wgmma_tokens(int64_t m);
 QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster);
 cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
+// Error(usage) where the kernel does not take the problem.
+cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem);
 
 }  // namespace halfbyte

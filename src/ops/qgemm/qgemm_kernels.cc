@@ -38,6 +38,7 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
 std::vector<cuda::Kernel> qgemm_kernels() {
   std::vector<cuda::Kernel> table;
   for (const auto& rows : {
+           qgemm_sm90_mma_kernels(),
            qgemm_sm90_wgmma_kernels(),
            qgemm_sm80_kernels(),
            qgemm_simt_kernels(),

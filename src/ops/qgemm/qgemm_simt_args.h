@@ -51,7 +51,6 @@ struct SimtArgs {
   formats::i64 tiles_m, tiles_n, split_steps;  // of qgemm_simt_tiles
   int splits;
   bool transposed, accumulate;
-  bool wide_x;  // chunks of x are aligned to 16 bytes, or to their size
 };
 
 }  // namespace halfbyte

@@ -70,6 +70,7 @@ SimtWeight describe_weight(const QgemmProblem& p) {
   }
   w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
   w.num_bytes = view.code_bytes();
+  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
   w.zero_words = view.zero_words;
   return w;
 }
@@ -128,8 +129,6 @@ class QgemmSimt : public QgemmKernel {
       w.map = packed ? section(problem_.weight.map) : tensors.map;
       w.offset = packed ? section(problem_.weight.offset) : tensors.offset;
     }
-    w.wide = !packed && cuda::is_aligned(tensors.codes, 4) && w.row_codes * problem_.codec.bits % 32 == 0;
-    args.wide_x = cuda::is_aligned(tensors.x, 16) && args.in_cols % kSimtChunk == 0;
     args.x = tensors.x;
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
@@ -210,7 +209,9 @@ std::span<const QgemmTile> simt_tiles(QgemmMath math) {
 }
 
 bool has_simt_rows(const QgemmProblem& problem) {
-  return !problem.transposed && problem.tile == QgemmTile{} &&
+  const SimtWeight weight = describe_weight(problem);
+  return problem.k % kSimtChunk == 0 && problem.alignment >= 16 && weight.whole_chunks &&
+         !problem.transposed && problem.tile == QgemmTile{} &&
          problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 

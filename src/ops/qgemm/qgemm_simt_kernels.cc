@@ -1,5 +1,6 @@
 // The kernels of variant qgemm_simt, listed.
 #include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/qgemm_simt_args.h"
 
 namespace halfbyte {
 namespace {
@@ -26,7 +27,7 @@ std::vector<KernelKey> simt_keys(bool weight) {
 
 QgemmProblem simt_problem(const KernelValues& values) {
   QgemmProblem problem;
-  problem.m = problem.n = problem.k = 1;
+  problem.m = problem.n = problem.k = problem.group = kSimtChunk;
   problem.dtype = cuda::dtype_of(values);
   problem.math = parse_qgemm_math(values.at("math"));
   HALFBYTE_CHECK(problem.math == QgemmMath::automatic || problem.dtype == DType::f32, usage,

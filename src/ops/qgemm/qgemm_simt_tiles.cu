@@ -32,8 +32,14 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ?
   F* const w_to = args.transposed ? &ws[of_row][of_col] : &ws[of_col][of_row];
   const int w_stride = args.transposed ? 1 : kTileN + kPad;
 
-  Chunk chunk{};
+  Codes codes = 0;
+  StoredParameters stored{};
   Memory x[kThreadX];
+  const auto load_chunk = [&](i64 s) {
+    const i64 row = row_of(s), col = col_of(s);
+    codes = load_codes(w, row, col);
+    if (w.whole_chunks) stored = load_parameters(w, row, group_of(w, col));
+  };
   const auto load_tile_of_x = [&](i64 s) {
 #pragma unroll
     for (int i = 0; i < kThreadX; ++i) {
@@ -44,18 +50,25 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ?
   };
   F sums[kThreadM][kThreadN] = {};
   const int m_in = thread / 16 * kThreadM, n_in = thread % 16 * kThreadN;
-  if (begin < end) chunk = load_chunk(w, row_of(begin), col_of(begin));
+  if (begin < end) load_chunk(begin);
   wait_for_earlier();
   if (begin < end) load_tile_of_x(begin);
 #pragma unroll 1
   for (i64 s = begin; s < end; s += kStep) {
     F values[kChunk];
-    const F factor = decode(w, chunk, row_of(s), col_of(s), table_value, values);
+    const i64 row = row_of(s), col = col_of(s);
+    if (w.whole_chunks) {
+      const F factor = decode(codes, convert(w, stored, row, group_of(w, col)), table_value, values);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = values[i] * factor;
+    } else {
+      decode_any(w, codes, row, col, table_value, values);
+    }
     // On the summed axis: behind its end weights are 0.
     const i64 left = end - s - (args.transposed ? of_row : of_col);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
-      w_to[i * w_stride] = left > (args.transposed ? 0 : i) ? values[i] * factor : F{0};
+      w_to[i * w_stride] = left > (args.transposed ? 0 : i) ? values[i] : F{0};
 #pragma unroll
     for (int i = 0; i < kThreadX; ++i) {
       const int at = i * kSimtThreads + thread;
@@ -63,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ?
     }
     __syncthreads();
     if (s + kStep < end) {
-      chunk = load_chunk(w, row_of(s + kStep), col_of(s + kStep));
+      load_chunk(s + kStep);
       load_tile_of_x(s + kStep);
     }
 #pragma unroll 2

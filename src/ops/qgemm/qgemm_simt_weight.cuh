@@ -11,18 +11,29 @@ namespace halfbyte::device {
 constexpr int kChunk = kSimtChunk;
 constexpr bool kTable = kKind == Kind::table, kAffine = kKind == Kind::affine;
 
-// Of a group; other: the zero point or the bias.
+// Of a group, as they are stored and as they are computed with; other: the zero point or the bias.
+struct StoredParameters {
+  u32 scale, other;
+};
 struct Parameters {
   F scale, other;
 };
 
+__device__ __forceinline__ u32 load_stored(const void* scales, i64 index, ScaleType type) {
+  return type == ScaleType::f32 ? static_cast<const u32*>(scales)[index] : static_cast<const u16*>(scales)[index];
+}
+__device__ __forceinline__ F from_stored(u32 bits, ScaleType type) {
+  if (type == ScaleType::f32) return static_cast<F>(bit_cast<float>(bits));
+  const u16 half = static_cast<u16>(bits);
+  return static_cast<F>(type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half));
+}
+
 // `group`: of the row; where groups run across rows, of all, and row 0.
-__device__ __forceinline__ Parameters load_parameters(const SimtWeight& w, i64 row, i64 group) {
+__device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w, i64 row, i64 group) {
   const auto type = static_cast<ScaleType>(w.scale_type);
-  const i64 index = row * w.groups + group;
   const void *scales = w.scales, *biases = w.biases;
   const u8* zeros = static_cast<const u8*>(w.zeros);
-  i64 at = index;  // in each of the arrays
+  i64 at = row * w.groups + group;
   if constexpr (kPacked) {
     const i64 strip = row / kUnitRows, block = group >> w.group_shift;
     at = (group & ((1 << w.group_shift) - 1)) * kUnitRows + row % kUnitRows;
@@ -31,27 +42,32 @@ __device__ __forceinline__ Parameters load_parameters(const SimtWeight& w, i64 r
     zeros += other;
     biases = static_cast<const u8*>(biases) + other;
   }
+  StoredParameters p{};
+  p.scale = w.absmax != nullptr ? static_cast<const u8*>(scales)[at] : load_stored(scales, at, type);
+  if constexpr (kAffine) p.other = load_stored(biases, at, type);
+  if constexpr (kKind == Kind::integer) {
+    p.other = static_cast<u32>(w.zero);
+    if (w.zeros != nullptr && w.zero_words) {
+      constexpr int kPerWord = 32 / kBits;
+      const u32 word = static_cast<const u32*>(w.zeros)[row / kPerWord * w.groups + group];
+      p.other = word >> (row % kPerWord * kBits) & ((1u << kBits) - 1);
+    } else if (w.zeros != nullptr) {
+      p.other = zeros[at];
+    }
+  }
+  return p;
+}
+__device__ __forceinline__ Parameters convert(const SimtWeight& w, StoredParameters stored, i64 row, i64 group) {
+  const auto type = static_cast<ScaleType>(w.scale_type);
   Parameters p{};
   if (w.absmax != nullptr) {
-    const float value = w.map[static_cast<const u8*>(scales)[at]];
-    p.scale = static_cast<F>(__fadd_rn(__fmul_rn(value, w.absmax[index / 256]), *w.offset));
+    const float absmax = w.absmax[(row * w.groups + group) / 256];
+    p.scale = static_cast<F>(__fadd_rn(__fmul_rn(w.map[stored.scale], absmax), *w.offset));
   } else {
-    p.scale = load_scale<F>(scales, at, type);
+    p.scale = from_stored(stored.scale, type);
   }
-  if constexpr (kAffine) p.other = load_scale<F>(biases, at, type);
-  if constexpr (kKind == Kind::integer) {
-    u32 zero = static_cast<u32>(w.zero);
-    if (w.zeros != nullptr) {
-      constexpr int kPerWord = 32 / kBits;
-      if (w.zero_words) {
-        const u32 word = static_cast<const u32*>(w.zeros)[row / kPerWord * w.groups + group];
-        zero = word >> (row % kPerWord * kBits) & ((1u << kBits) - 1);
-      } else {
-        zero = zeros[at];
-      }
-    }
-    p.other = static_cast<F>(static_cast<int>(zero));
-  }
+  if constexpr (kAffine) p.other = from_stored(stored.other, type);
+  if constexpr (kKind == Kind::integer) p.other = static_cast<F>(static_cast<int>(stored.other));
   return p;
 }
 
@@ -63,7 +79,8 @@ __device__ __forceinline__ u64 swap_halves(u64 bytes) {
   return (bytes & 0x0F0F0F0F0F0F0F0Full) << 4 | (bytes >> 4 & 0x0F0F0F0F0F0F0F0Full);
 }
 
-// `col`: a multiple of kChunk. What lies behind the row is undefined.
+// `col`: a multiple of kChunk. What lies behind the row is undefined. kWide: w.wide is known to be set.
+template <bool kWide = false>
 __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 col) {
   Codes codes = 0;
   if constexpr (kPacked) {
@@ -82,7 +99,7 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
   } else {
     const i64 bit = (row * w.row_codes + col) * kBits, byte = bit / 8;
     const u32* const words = reinterpret_cast<const u32*>(w.codes + byte);
-    if (w.wide) {
+    if (kWide || w.wide) {
       codes = load_once(words);
       if constexpr (kBits == 8)
         if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
@@ -101,15 +118,9 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
   return codes;
 }
 
-// The codes of a chunk and the parameters of its first column, on their way.
-struct Chunk {
-  Codes codes;
-  Parameters parameters;
-};
-__device__ __forceinline__ Chunk load_chunk(const SimtWeight& w, i64 row, i64 col) {
-  Chunk chunk{load_codes(w, row, col), {}};
-  if (w.whole_chunks) chunk.parameters = load_parameters(w, row, w.group_chunks.divide(static_cast<u32>(col / kChunk)));
-  return chunk;
+// Of a chunk within one group.
+__device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
+  return w.group_chunks.divide(static_cast<u32>(col / kChunk));
 }
 
 // The value of table code i, in lanes i and 16 + i.
@@ -124,33 +135,35 @@ __device__ __forceinline__ F code_value(Codes codes, int i, float table_value) {
     return static_cast<F>(__fsub_rn(above_2_23(code & ((1u << kBits) - 1)), 0x1p23f));
 }
 
-// The weights of a chunk are values[i] times the result. By all lanes of a warp.
-__device__ __forceinline__ F decode(const SimtWeight& w, const Chunk& chunk, i64 row, i64 col, float table_value,
-                                    F (&values)[kChunk]) {
+// Of a chunk within one group. The weights are values[i] times the result. By all lanes of a warp.
+__device__ __forceinline__ F decode(Codes codes, const Parameters& p, float table_value, F (&values)[kChunk]) {
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) values[i] = code_value(chunk.codes, i, table_value);
-  if (w.whole_chunks) {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      if constexpr (kKind == Kind::integer) values[i] = values[i] - chunk.parameters.other;
-      if constexpr (kAffine) values[i] = values[i] * chunk.parameters.scale + chunk.parameters.other;
-    }
-    return kAffine ? F{1} : chunk.parameters.scale;
+  for (int i = 0; i < kChunk; ++i) {
+    values[i] = code_value(codes, i, table_value);
+    if constexpr (kKind == Kind::integer) values[i] = values[i] - p.other;
+    if constexpr (kAffine) values[i] = values[i] * p.scale + p.other;
   }
+  return kAffine ? F{1} : p.scale;
+}
+
+// Of any chunk: the weights. By all lanes of a warp.
+__device__ __forceinline__ void decode_any(const SimtWeight& w, Codes codes, i64 row, i64 col, float table_value,
+                                           F (&values)[kChunk]) {
   const i64 first = w.flat ? row * w.k + col : col, in = w.flat ? 0 : row;
   i64 group = first / w.group, left = (group + 1) * w.group - first;  // left: columns of this group
-  Parameters p = load_parameters(w, in, group);
+  Parameters p = convert(w, load_parameters(w, in, group), in, group);
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     if (left-- == 0 && col + i < w.k) {
-      p = load_parameters(w, in, ++group);
+      ++group;
+      p = convert(w, load_parameters(w, in, group), in, group);
       left = w.group - 1;
     }
+    values[i] = code_value(codes, i, table_value);
     if constexpr (kKind == Kind::integer) values[i] = values[i] - p.other;
     values[i] = values[i] * p.scale;
     if constexpr (kAffine) values[i] = values[i] + p.other;
   }
-  return F{1};
 }
 
 }  // namespace halfbyte::device

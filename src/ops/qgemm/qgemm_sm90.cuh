@@ -7,8 +7,6 @@
 #include "formats/packed.h"
 #include "ops/qgemm/qgemm_table.cuh"
 
-#include "halfbyte_config.h"
-
 namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -145,9 +143,9 @@ __device__ __forceinline__ void decode(u32 (&a)[4], const Words4& words, int ste
 constexpr int kScratchStride = kBits == 4 ? 256 : 128;
 constexpr u32 kScratchAddress = kBits == 4 ? kPairTableAddress + 128 : kPairTableAddress;
 
-// Word `lane` of a line of 128 bytes of it.
-__device__ __forceinline__ u32 scratch_address(int line, int lane) {
-  return kScratchAddress + static_cast<u32>(line * kScratchStride + lane * 4);
+// Word `lane` of a line of 128 bytes of it; `rank` as above.
+__device__ __forceinline__ u32 scratch_address(int line, int lane, u32 rank) {
+  return (rank << 24) + kScratchAddress + static_cast<u32>(line * kScratchStride + lane * 4);
 }
 __device__ __forceinline__ void store_shared(u32 address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
@@ -157,7 +155,7 @@ __device__ __forceinline__ float load_shared(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
-// To the block `rank` of the cluster, at the address that is `address` there.
+// To what is at `address` here, but in the block `rank` of the cluster.
 __device__ __forceinline__ void store_cluster(u32 address, u32 rank, float v) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"

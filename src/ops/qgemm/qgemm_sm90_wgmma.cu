@@ -9,8 +9,6 @@
 
 #include "ops/qgemm/qgemm_sm90.cuh"
 
-#include "halfbyte_config.h"
-
 namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -73,13 +71,14 @@ __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
   const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
   const bool copies = warp_of_group == 0 && lane == 0;  // the part of its warpgroup
-  const int rank = kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  const u32 rank = kCluster == 1 ? 0 : cluster_rank();
   const int worker = static_cast<int>(blockIdx.x) / kCluster;
 
   const i64 num_pairs = (args.num_strips + 1) / 2;
   const int first_pair = static_cast<int>(num_pairs * worker / args.num_workers);
   const int last_pair = static_cast<int>(num_pairs * (worker + 1) / args.num_workers);
-  const int first_stage = args.num_stages * rank / kCluster, last_stage = args.num_stages * (rank + 1) / kCluster;
+  const int half = static_cast<int>(rank);
+  const int first_stage = args.num_stages * half / kCluster, last_stage = args.num_stages * (half + 1) / kCluster;
   const int last_strip = min(2 * last_pair, args.num_strips);
 
   // ---- The ring.
@@ -133,7 +132,7 @@ __launch_bounds__(kThreads, 1)
     Cursor at = fill;
     for (int slot = 0; slot < kStages && at.pair < last_pair; ++slot, advance(at)) copy_codes(slot, at);
   }
-  if constexpr (kBits == 4) build_pair_table<kThreads>(thread);
+  if constexpr (kBits == 4) build_pair_table<kThreads>(thread, rank);
   if constexpr (kDoubleQuant)
     if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
   wait_for_earlier();
@@ -164,7 +163,7 @@ __launch_bounds__(kThreads, 1)
   const int codes_at = strip_at + code_offset(first_col) + packed_slot(a_of_strip, t) * 16;
   const int scales_at = strip_at + group_offset(first_col) + 2 * a_of_strip * kScaleBytes;
   const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
-  const u32 table_lane = pair_table_lane(lane, static_cast<u32>(rank));
+  const u32 table_lane = pair_table_lane(lane, rank);
 
   for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
     const bool active = pair + row_group < last_pair;
@@ -302,7 +301,7 @@ __launch_bounds__(kThreads, 1)
     if (++slot == kStages) slot = 0, parity ^= 1;
 
     // ---- The sums of the warpgroups, then of the blocks.
-    const auto line = [&](int first, int i) { return scratch_address(first + warp_of_group * kSums + i, lane); };
+    const auto line = [&](int first, int i) { return scratch_address(first + warp_of_group * kSums + i, lane, rank); };
     if constexpr (kColGroups > 1) {
       // The first of them adds up. The second barrier: what it read may be overwritten.
       constexpr int kNumThreads = kColGroups * 128;
@@ -324,11 +323,11 @@ __launch_bounds__(kThreads, 1)
     bool stores = active && col_group == 0;
     if constexpr (kCluster > 1) {
       // Each block finishes half of the rows, or the first all.
-      const int finisher = kRowGroups > 1 ? row_group : 0;
+      const u32 finisher = kRowGroups > 1 ? static_cast<u32>(row_group) : 0;
       cluster_wait();  // the other one has begun, or read what it was given before
       if (stores && rank != finisher) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) store_cluster(line(kClusterLines, i), static_cast<u32>(finisher), sums[i]);
+        for (int i = 0; i < kSums; ++i) store_cluster(line(kClusterLines, i), finisher, sums[i]);
       }
       cluster_arrive();
       cluster_wait();

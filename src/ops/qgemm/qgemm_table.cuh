@@ -1,6 +1,6 @@
-// 4-bit codes as 16-bit values, two at a time, by lookup in shared memory. The table here is that of sm_90.
+// 4-bit codes as 16-bit values, two at a time, by lookup in shared memory: sm_90.
 //
-// It has a row of 256 bytes for each byte of codes: 32 copies of the pair of values, a word a lane, so
+// The table has a row of 256 bytes for each byte of codes: 32 copies of the pair of values, a word a lane, so
 // that no two lanes meet in a bank; the other half of a row is not used. The address of a pair is then made
 // by one byte permute: the byte of codes becomes bits 8-15, the lane's word bits 0-7.
 #pragma once
@@ -11,6 +11,13 @@
 #include "halfbyte_config.h"
 
 namespace halfbyte::device {
+
+#if HALFBYTE_DEVICE_ARCH >= 900
+
+inline constexpr int kPairTableBytes = 65536;
+// Where dynamic shared memory begins in a kernel that has no other: its first 1024 bytes are the system's. A
+// constant makes the address free: it goes into the load.
+inline constexpr u32 kPairTableAddress = 1024;
 
 // What a code stands for but for the scale; of asymmetric integers the stored code, of which the zero point
 // is yet to be subtracted.
@@ -33,33 +40,22 @@ HALFBYTE_FN CodeValues make_code_values() {
 }
 // In constant memory: indexed by a register, an array in registers would go to the stack.
 __constant__ CodeValues kCodeValues = make_code_values<Element>();
-__device__ __forceinline__ u32 value_pair(int codes) {  // of a byte of codes, the low code in the low half
-  return kCodeValues.bits[codes & 15] | static_cast<u32>(kCodeValues.bits[codes >> 4]) << 16;
-}
 
-#if HALFBYTE_DEVICE_ARCH >= 900
-
-inline constexpr int kPairTableBytes = 65536;
-// Where dynamic shared memory begins in a kernel that has no other: its first 1024 bytes are the system's. A
-// constant makes the address free: it goes into the load.
-inline constexpr u32 kPairTableAddress = 1024;
-
-// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block.
+// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
+// the block in its cluster, which the top byte of its addresses has.
 template <int kNumThreads>
-__device__ __forceinline__ void build_pair_table(int thread) {
-  // In this block's own window; in a cluster its addresses have the rank in their top byte, and may be used
-  // without.
+__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
 #pragma unroll
   for (int i = 0; i < 2048 / kNumThreads; ++i) {  // 16 bytes each
     const int at = i * kNumThreads + thread, entry = at / 8;
-    const u32 pair = value_pair(entry);
-    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(entry * 256 + at % 8 * 16), "r"(pair)
+    const u32 pair = kCodeValues.bits[entry & 15] | static_cast<u32>(kCodeValues.bits[entry >> 4]) << 16;
+    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
+                 "r"(pair)
                  : "memory");
   }
 }
 
-// What makes the addresses of a lane: `rank`: of the block in its cluster, which the top byte of its
-// addresses has.
+// What makes the addresses of a lane.
 __device__ __forceinline__ u32 pair_table_lane(int lane, u32 rank = 0) {
   return rank << 24 | static_cast<u32>(lane * 4);
 }
