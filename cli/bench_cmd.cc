@@ -169,7 +169,7 @@ std::string number(double value, const char* format) {
 }
 
 constexpr const char* kLine =
-    "{:<18} {:<13} {:<4} {:<10} {:>4}  {:<18} {:>8} {:>8} {:>8}  {:>5} {:>5}  {:>8} {:>5}  {:>5} {:>5}  {}\n";
+    "{:<18} {:<13} {:<4} {:<10} {:>4}  {:<21} {:>8} {:>8} {:>8}  {:>5} {:>5}  {:>8} {:>5}  {:>5} {:>5}  {}\n";
 
 std::string title_line() {
   return fmt::format(kLine, "shape (n x k)", "weight", "x, y", "direction", "M", "kernel", "plain", "chained",

@@ -42,7 +42,7 @@ std::vector<cuda::Kernel> benchmark_kernels() {
        [](const KernelValues& values) {
          return read_bulk_kernel(number(values, "stages"), number(values, "stage-bytes"));
        }},
-      {{"benchmark", "delay", "Nothing, for a while.", {}},
+      {{"benchmark", "delay", "Keeps the device busy for a while.", {}},
        [](const KernelValues&) { return delay_kernel(); }},
   };
 }

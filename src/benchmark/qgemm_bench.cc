@@ -224,7 +224,8 @@ class QgemmBench {
     const bool fill_x = x_.reserve(device_, x_bytes) || other,
                fill_dense = dense_.reserve(device_, dense_bytes) || other;
     if (!fill_x && !fill_dense) return;
-    const std::vector<uint8_t> pool = values(dtype, 1, 0);
+    std::vector<uint8_t>& pool = pools_[dtype];
+    if (pool.empty()) pool = values(dtype, 1, 0);
     if (fill_x) fill(x_.memory(), pool);
     if (fill_dense) fill(dense_.memory(), pool);
     filled_with_ = dtype;
@@ -412,7 +413,8 @@ class QgemmBench {
   std::optional<Cublas> cublas_;
   std::map<DType, double> cublas_flops_;
   std::vector<uint8_t> random_bytes_;
-  std::vector<float> pool_;  // -1 to 1
+  std::vector<float> pool_;                      // -1 to 1
+  std::map<DType, std::vector<uint8_t>> pools_;  // the same
 
   QuantSpec spec_;
   int64_t n_ = 0, k_ = 0;

@@ -16,15 +16,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) read_blocks(const __grid_
   const i64 num_words = args.num_bytes / 16;
   u32 all = 0;
   for (i64 tile = blockIdx.x; tile * kTile < num_words; tile += gridDim.x) {
-    Words4 words[kLoads];
+    const Words4* const at = from + tile * kTile + threadIdx.x;
+    const i64 left = num_words - tile * kTile - threadIdx.x;
+    Words4 words[kLoads] = {};
+    if (left > (kLoads - 1) * kThreads) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const i64 at = tile * kTile + i * kThreads + threadIdx.x;
-      words[i] = at < num_words ? load_once(from + at) : Words4{};
+      for (int i = 0; i < kLoads; ++i) words[i] = load_once(at + i * kThreads);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        if (i * kThreads < left) words[i] = load_once(at + i * kThreads);
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i)
-      all ^= words[i].word[0] ^ words[i].word[1] ^ words[i].word[2] ^ words[i].word[3];
+    for (int i = 0; i < kLoads; ++i) all ^= words[i].word[0] ^ words[i].word[1] ^ words[i].word[2] ^ words[i].word[3];
   }
   if (all == 0x9e3779b9u) *args.never = all;
 #if HALFBYTE_DEVICE_ARCH >= 900

@@ -10,7 +10,7 @@ namespace halfbyte::device {
 // One thread of a block copies pieces of kStageBytes, a grid of blocks apart.
 extern "C" __global__ void __launch_bounds__(kReadBulkThreads) read_bulk(const __grid_constant__ ReadArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 900
-  extern __shared__ alignas(128) u8 stages[];
+  extern __shared__ __align__(128) u8 stages[];
   __shared__ Barrier arrived[kStages];
   if (threadIdx.x != 0) return;
   if (args.early) let_next_start();
