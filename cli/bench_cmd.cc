@@ -185,8 +185,8 @@ std::string row_line(const QgemmBenchRow& row) {
                   us(row.read_us), ratio(row.read_us, row.plain_us), ratio(row.read_us, row.chained_us),
                   us(row.cublas_us), number(row.cublas_us / row.plain_us, "{:.2f}"),
                   ratio(row.floor_us, row.plain_us), ratio(row.floor_us, row.chained_us),
-                  row.correct() ? fmt::format("{:.1e}", row.error)
-                                : fmt::format("{:.1e} WRONG: more than {:.0e}", row.error, row.error_limit));
+                  number(row.error, "{:.1e}") +
+                      (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
   if (!row.problem.empty()) line += "  " + row.problem + "\n";
   return line;
 }

@@ -84,7 +84,7 @@ int cuPointerGetAttributes(unsigned count, int* attributes, void** values, unsig
 int cuMemAlloc_v2(unsigned long long* pointer, size_t num_bytes) {
   if (sticky != 0) return sticky;
   if (num_bytes > kMemoryBytes) return kOutOfMemory;
-  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64));
+  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(256, (num_bytes + 255) / 256 * 256));
   return 0;
 }
 int cuMemFree_v2(unsigned long long pointer) {
