@@ -45,7 +45,7 @@ struct WeightView {
   float* absmax = nullptr;  // [ceil(number of scales / 256)]
   float* map = nullptr;     // [256]
   float* offset = nullptr;  // [1]
-  Device device;
+  Device device = {};
 };
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) where there is no such view: formats
@@ -133,11 +133,11 @@ HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDe
 struct HALFBYTE_API Qgemm {
   using Descriptor = QgemmDescriptor;
   struct Args {
-    TensorView x;         // read: [m, k]; transposed: [m, n]
-    PackedWeight weight;  // read, if descriptor.packed
-    WeightView view;      // read, else
-    TensorView bias;      // read: [n]
-    TensorView y;         // written (read too, if accumulate): [m, n]; transposed: [m, k]
+    TensorView x;              // read: [m, k]; transposed: [m, n]
+    PackedWeight weight = {};  // read, if descriptor.packed
+    WeightView view = {};      // read, else
+    TensorView bias = {};      // read: [n]
+    TensorView y;              // written (read too, if accumulate): [m, n]; transposed: [m, k]
   };
   using Status = QuantizeStatus;
 };
