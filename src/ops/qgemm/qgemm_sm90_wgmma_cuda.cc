@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "cuda/config.h"
 #include "cuda/launch.h"
@@ -31,9 +30,10 @@ std::string refuse(const QgemmProblem& p) {
   if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
     return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
                        p.alignment);
-  constexpr int64_t kLongest = std::numeric_limits<int32_t>::max() - 1024;
-  if (p.n > kLongest || p.k > kLongest)
-    return fmt::format("n and k must be at most {}, got {} and {}", kLongest, p.n, p.k);
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (p.n > kMost || p.k > kMost || p.n * p.weight.groups > kMost)
+    return fmt::format("n, k and the number of scales must be at most {}, got {}, {} and {}", kMost, p.n, p.k,
+                       p.n * p.weight.groups);
   return "";
 }
 
@@ -86,7 +86,8 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.absmax = layout.absmax;
     args_.map = layout.map;
     args_.offset = layout.offset;
-    args_.groups = layout.groups;
+    args_.groups = static_cast<int>(layout.groups);
+    args_.last_scale = static_cast<int>(layout.n * layout.groups - 1);
     args_.m = static_cast<int>(problem.m);
     args_.n = static_cast<int>(problem.n);
     args_.num_strips = static_cast<int>(layout.strips);
