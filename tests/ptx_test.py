@@ -63,6 +63,8 @@ COMPANIONS = {
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
     "qgemm_sm80 scale-dtype": [],
+    "qgemm_sm90_mma scale-dtype": [],
+    "qgemm_sm90_mma sliced": ["--units", "5"],
 }
 
 
