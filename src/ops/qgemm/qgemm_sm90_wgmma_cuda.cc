@@ -42,9 +42,10 @@ int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocess
   return ceil_div(ceil_div(p.weight.strips, 2), num_multiprocessors / cluster);
 }
 
-// What takes the least time by this model, in units of the packed layout, which take as long as their bytes
-// take from memory. Tiles of two strips, and those that are left of tiles of four, do not keep all
-// warpgroups busy; a tile of two strips reads all of x, as one of four does; a cluster waits for itself.
+// What takes the least time by this model, in units of the packed layout, of which a block reads one in the
+// time that its share of the memory's bandwidth gives it. A tile of two strips reads all of x, as one of four
+// does; one that is left over of a block with tiles of four leaves half of the warpgroups idle; blocks of a
+// cluster wait for each other.
 QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
   const int tokens = sm90_wgmma_tokens(p.m);
   QgemmSm90WgmmaTiling best;
@@ -53,13 +54,13 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
     for (const int strips : {4, 2}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
       if (ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
-      constexpr double kHalfTile = 0.6, kClusterUnits = 20;
+      constexpr double kIdle = 0.15, kClusterUnits = 10;
       const auto pairs = static_cast<double>(pairs_of_worker(p, cluster, num_multiprocessors));
       const double tiles = strips == 4 ? std::floor(pairs / 2) : pairs,
                    halves = strips == 4 ? pairs - 2 * tiles : 0;
-      const double tile = strips == 4 ? 1 : 0.5 + tokens / 256.0;
+      const double two_strips = 0.5 + tokens / 256.0, tile = strips == 4 ? 1 : two_strips;
       const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 4;
-      const double time = (tiles * tile + halves * kHalfTile) * units / cluster +
+      const double time = (tiles * tile + halves * (two_strips + kIdle)) * units / cluster +
                           (tiles + halves) * kClusterUnits * (cluster - 1);
       if (best.stages != 0 && time >= least) continue;
       best = tiling;
