@@ -61,6 +61,7 @@ COMPANIONS = {
     "lsq_elements zero-point": ["--dtype", "f64"],
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
+    "qgemm_sm80 scale-dtype": [],
 }
 
 

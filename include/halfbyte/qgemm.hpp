@@ -74,7 +74,7 @@ HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execut
 
 enum class QgemmMath : uint8_t {
   automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums
-  tf32,       // f32 only: operands rounded to tf32
+  tf32,       // f32 only: operands may be rounded to tf32
   f64,        // f32 only: products and sums in f64, rounded once
 };
 HALFBYTE_API const char* to_string(QgemmMath math);  // "auto" "tf32" "f64"
@@ -100,7 +100,8 @@ struct HALFBYTE_API QgemmDescriptor {
   // reads the weight meanwhile; x, bias and y are not touched before. So that kernel must not write the
   // weight.
   bool early_start = false;
-  // What `run` may rely on: of the addresses of x, y and bias, in bytes, a power of two.
+  // What `run` may rely on: of the addresses of x, y, bias and the codes of a view, in bytes, a power of
+  // two, at least the size of an element; 16 is fastest. Other parts of a view are aligned to their elements.
   int64_t alignment = 16;
   std::string variant = {};  // "qgemm_sm80": this one or none; empty: the first that does not refuse
   QgemmTile tile = {};       // for qgemm_simt

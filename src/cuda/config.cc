@@ -55,7 +55,7 @@ std::string book_config(const formats::CodeBook* book) {
 }
 
 std::string config_text(const std::string& lines) {
-  return "#include \"cuda/device/types.cuh\"\n#include \"formats/codec.h\"\n"
+  return "#pragma once\n#include \"cuda/device/types.cuh\"\n#include \"formats/codec.h\"\n"
          "namespace halfbyte::device {\n" +
          lines + "}\n";
 }

@@ -10,6 +10,7 @@
 #include "ops/compute_qparams/compute_qparams_cuda.h"
 #include "ops/dequantize/dequantize_cuda.h"
 #include "ops/observe/observe_cuda.h"
+#include "ops/qgemm/qgemm_cuda.h"
 #include "ops/quantize/quantize_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 #include "ops/reorder/reorder_cuda.h"
@@ -23,9 +24,9 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows :
-       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
-        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels(), reorder_kernels()})
+  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
+                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
+                           affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   table.push_back(
       {{"workspace", "clear_workspace", "Zeros for another kernel, which may begin meanwhile.", {}},

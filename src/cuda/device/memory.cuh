@@ -66,9 +66,7 @@ __device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
 }
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
-  u64 address;
-  asm("cvta.to.shared.u64 %0, %1;" : "=l"(address) : "l"(pointer));
-  return static_cast<u32>(address);
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
 // Copies 16 bytes from global to shared memory, past the registers and the first-level cache; they are there for
@@ -85,6 +83,26 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
+
+#if HALFBYTE_DEVICE_ARCH >= 800
+// As copy_async; zeros where not `valid`, and `from`, some address of global memory, is not read.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// 4 bytes.
+__device__ __forceinline__ void copy_async(u32* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// The copies that this thread started since the last commit are one group.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Returns when no more than the last `kPending` groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+#endif
 
 // Of a kernel that may have started early (src/cuda/clear.h): until the kernels before it have ended.
 __device__ __forceinline__ void wait_for_earlier() {

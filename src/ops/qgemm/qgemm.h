@@ -8,34 +8,35 @@
 #include "core/variant.h"
 #include "formats/codec.h"
 #include "formats/packed.h"
+#include "formats/weight_view.h"
 #include "halfbyte/qgemm.hpp"
 
 namespace halfbyte {
 
-// A checked descriptor, as variants see it.
+// A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1. But
+// in_cols() may be 0, then there is nothing to sum: y is the bias, 0 or as it was. Variants that do not take
+// that refuse it.
 struct QgemmProblem {
   Device device;
   int num_threads = 0;
   bool transposed = false;
-  int64_t m = 0, n = 0, k = 0;  // all of them at least 1
+  int64_t m = 0, n = 0, k = 0;
   DType dtype = DType::bf16;
   formats::Codec codec;  // without what only matters to encoding
   bool double_quant = false;
-  int64_t group = 0;  // columns that share a scale, k where a row (or all) has one
-  bool one_group =
-      false;          // one scale for all: Granularity::tensor, of views; packed weights have it in each row
-  bool flat = false;  // groups of a view run across rows
+  int64_t group = 0;  // columns that share a scale; k where a row, or the whole matrix, has one
   bool packed = true;
-  WeightLayout layout = WeightLayout::halfbyte;
-  formats::PackedLayout weight;  // of a packed weight
+  formats::PackedLayout weight;    // of a packed weight: one scale for all is in each row
+  formats::WeightViewLayout view;  // else
   bool bias = false, accumulate = false;
   QgemmMath math = QgemmMath::automatic;
   bool early_start = false;
   int64_t alignment = 16;
   QgemmTile tile;
 
-  int64_t in_cols() const { return transposed ? n : k; }   // columns of x: what is summed
-  int64_t out_cols() const { return transposed ? k : n; }  // columns of y
+  int64_t in_cols() const { return transposed ? n : k; }       // columns of x: what is summed
+  int64_t out_cols() const { return transposed ? k : n; }      // columns of y
+  bool is_empty() const { return m == 0 || out_cols() == 0; }  // a problem that no variant is given
 };
 
 struct QgemmTensors {
@@ -63,6 +64,10 @@ using QgemmVariant = Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>>;
 // In the order in which they are tried.
 std::span<const QgemmVariant> qgemm_variants();
 
+QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& descriptor, int num_threads);
+// The variant of this name, or the first that does not refuse. Throws Error(device) with the reasons.
+const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name);
+
 // The rows of that table: X.refuse says why it cannot take the problem, X.run makes the kernel.
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
 extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
@@ -70,5 +75,8 @@ extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the sam
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
 extern const QgemmVariant kQgemmCpu;
+
+// Waits for `stream` of a CUDA device.
+void wait_qgemm_cuda(Device device, void* stream);
 
 }  // namespace halfbyte

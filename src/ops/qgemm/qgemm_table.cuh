@@ -41,22 +41,21 @@ HALFBYTE_FN CodeValues make_code_values() {
 // In constant memory: indexed by a register, an array in registers would go to the stack.
 __constant__ CodeValues kCodeValues = make_code_values<Element>();
 
-// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block.
+// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
+// the block in its cluster, which the top byte of its addresses has.
 template <int kNumThreads>
-__device__ __forceinline__ void build_pair_table(int thread) {
-  // In this block's own window; in a cluster its addresses have the rank in their top byte, and may be used
-  // without.
+__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
 #pragma unroll
   for (int i = 0; i < 2048 / kNumThreads; ++i) {  // 16 bytes each
     const int at = i * kNumThreads + thread, entry = at / 8;
     const u32 pair = kCodeValues.bits[entry & 15] | static_cast<u32>(kCodeValues.bits[entry >> 4]) << 16;
-    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(entry * 256 + at % 8 * 16), "r"(pair)
+    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
+                 "r"(pair)
                  : "memory");
   }
 }
 
-// What makes the addresses of a lane: `rank`: of the block in its cluster, which the top byte of its
-// addresses has.
+// What makes the addresses of a lane.
 __device__ __forceinline__ u32 pair_table_lane(int lane, u32 rank = 0) {
   return rank << 24 | static_cast<u32>(lane * 4);
 }

@@ -1,0 +1,117 @@
+#include "core/weight_view.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/packed_weight.h"
+#include "core/words.h"
+#include "halfbyte/device.hpp"
+#include "halfbyte/ops.hpp"
+
+namespace halfbyte {
+namespace {
+
+constexpr std::array<Word<WeightLayout>, 4> kLayouts{
+    {{WeightLayout::halfbyte, "halfbyte"},
+     {WeightLayout::bitsandbytes, "bitsandbytes"},
+     {WeightLayout::compressed_tensors, "compressed-tensors"},
+     {WeightLayout::mlx, "mlx"}}};
+
+}  // namespace
+
+const char* to_string(WeightLayout layout) { return word_of(kLayouts, layout); }
+WeightLayout parse_weight_layout(std::string_view word) { return value_of(kLayouts, word, "weight layout"); }
+
+formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols,
+                                         WeightLayout layout) {
+  check_spec(spec);
+  const FormatInfo& format = info(spec.format);
+  HALFBYTE_CHECK(format.bits == 4 || format.bits == 8, usage,
+                 "weight view: spec.format must have 4 or 8 bits, got {} with {}", format.name, format.bits);
+  HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
+                 "weight view: spec.scale_dtype must be f32, f16 or bf16, got f64");
+  HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
+                 "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
+  quant_shape(spec, rows, formats::round_up(cols, 8));  // throws for too many bits; of whole words
+  const auto check = [&](bool fits, const char* rule) {
+    HALFBYTE_CHECK(fits, usage, "weight view: layout {} holds {}, got {} with granularity {}{}",
+                   to_string(layout), rule, format.name, to_string(spec.granularity),
+                   spec.double_quant ? " and double quantization" : "");
+  };
+  const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
+  formats::WeightViewLayout v;
+  v.rows = rows;
+  v.cols = cols;
+  v.bits = format.bits;
+  v.group = grouped ? spec.group_size : std::max<int64_t>(cols, 1);
+  v.groups = cols == 0 ? 0 : (cols - 1) / v.group + 1;
+  v.one_group = spec.granularity == Granularity::tensor;
+  v.flat = v.flat_codes = spec.granularity == Granularity::flat;
+  v.row_bytes = (cols * v.bits + 7) / 8;
+  switch (layout) {
+    case WeightLayout::halfbyte:
+      break;
+    case WeightLayout::bitsandbytes:
+      check(format.kind == FormatKind::table && v.flat, "table formats with granularity flat");
+      v.high_first = true;
+      break;
+    case WeightLayout::compressed_tensors:
+      check(format.kind == FormatKind::integer && !spec.double_quant &&
+                (spec.granularity == Granularity::group || spec.granularity == Granularity::channel),
+            "int4 and int8 with granularity group or channel, without double quantization");
+      v.zero_words = has_zeros(spec);
+      v.row_bytes = formats::round_up(cols * v.bits, 32) / 8;
+      break;
+    case WeightLayout::mlx:
+      check(format.kind == FormatKind::affine && spec.granularity == Granularity::group,
+            "affine formats with granularity group");
+      v.row_bytes = formats::round_up(cols * v.bits, 32) / 8;
+      break;
+  }
+  return v;
+}
+
+ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
+                            bool written) {
+  HALFBYTE_CHECK(weight.version == kPackedWeightVersion, usage, "{}: {}.version must be {}, got {}", op, name,
+                 kPackedWeightVersion, weight.version);
+  HALFBYTE_CHECK(weight.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
+                 to_string(weight.device));
+  const ArgumentMemory memory{name,
+                              weight.data,
+                              packed_layout_of(weight.spec, weight.rows, weight.cols).num_bytes,
+                              weight.num_bytes,
+                              formats::kPackedAlignment,
+                              false,
+                              written};
+  check_argument(op, memory, device);
+  return memory;
+}
+
+std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
+                                       Device device, int64_t code_alignment, bool written) {
+  HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, names.view,
+                 to_string(device), to_string(view.device));
+  const QuantSpec& spec = view.spec;
+  const formats::WeightViewLayout layout = view_layout_of(spec, view.rows, view.cols, view.layout);
+  const int64_t scale_bytes = size_of(spec.scale_dtype), num_scales = layout.num_scales();
+  const bool nested = spec.double_quant;
+  std::vector<ArgumentMemory> parts;
+  const auto add = [&](const char* name, const void* data, bool has, int64_t num_bytes, int64_t alignment) {
+    HALFBYTE_CHECK(has || data == nullptr, usage, "{}: {} must be null: spec has none", op, name);
+    if (!has) return;
+    parts.push_back({name, data, num_bytes, -1, alignment, false, written});
+    check_argument(op, parts.back(), device);
+  };
+  add(names.codes, view.codes, true, layout.code_bytes(), code_alignment);
+  add(names.scales, view.scales, true, nested ? num_scales : num_scales * scale_bytes,
+      nested ? 1 : scale_bytes);
+  add(names.zeros, view.zeros, has_zeros(spec), layout.zero_bytes(), layout.zero_words ? 4 : 1);
+  add(names.biases, view.biases, has_biases(spec), num_scales * scale_bytes, scale_bytes);
+  add(names.absmax, view.absmax, nested, (num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, 4);
+  add(names.map, view.map, nested, 256 * 4, 4);
+  add(names.offset, view.offset, nested, 4, 4);
+  return parts;
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,32 @@
+// Weights of products as arguments: from their public description to their layout, and what they must be.
+#pragma once
+
+#include <vector>
+
+#include "core/tensor_check.h"
+#include "formats/weight_view.h"
+#include "halfbyte/qgemm.hpp"
+
+namespace halfbyte {
+
+inline constexpr int64_t kMaxWeightExtent = int64_t{1} << 40;
+
+// Throws Error(usage) for formats of other than 4 or 8 bits, scales of f64, what the layout does not hold,
+// and extents beyond kMaxWeightExtent.
+formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols,
+                                         WeightLayout layout);
+
+// Checked but for what a descriptor says: the memory of their parts. Throws Error(usage) that names
+// operation, argument, rule and values.
+ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
+                            bool written);
+
+// The names of a view and of its parts.
+struct WeightViewNames {
+  const char *view, *codes, *scales, *zeros, *biases, *absmax, *map, *offset;
+};
+// `code_alignment`: in bytes.
+std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
+                                       Device device, int64_t code_alignment, bool written);
+
+}  // namespace halfbyte

@@ -1,0 +1,54 @@
+// Where the parts of a quantized matrix lie in the layouts of WeightView (halfbyte/qgemm.hpp). 4 or 8 bits.
+#pragma once
+
+#include "formats/packed.h"
+
+namespace halfbyte::formats {
+
+struct WeightViewLayout {
+  i64 rows = 0, cols = 0;
+  int bits = 4;
+  i64 group = 1;            // elements that share a scale, along a row, or along all rows (flat)
+  i64 groups = 0;           // of a row; not of flat ones
+  bool one_group = false;   // one scale for all
+  bool flat = false;        // groups run across rows
+  bool flat_codes = false;  // codes do
+  i64 row_bytes = 0;        // of codes that do not
+  bool high_first = false;  // of the two codes of a byte the first lies in the high half
+  bool zero_words = false;  // zero points are packed along the rows into words of 32 bits
+
+  // Which bits: CodePlace has 4-bit codes in the upper half of a byte where shift is 4.
+  HALFBYTE_FN i64 code(i64 row, i64 col) const {
+    const i64 element = flat_codes ? row * cols + col : col;
+    return (flat_codes ? 0 : row * row_bytes) + element * bits / 8;
+  }
+  HALFBYTE_FN int code_shift(i64 row, i64 col) const {
+    if (bits == 8) return 0;
+    return static_cast<int>(((flat_codes ? row * cols + col : col) & 1) ^ (high_first ? 1 : 0)) * 4;
+  }
+  // The number of a scale, of a bias and, but for zero_words, of the byte of a zero point.
+  HALFBYTE_FN i64 scale(i64 row, i64 col) const {
+    if (one_group) return 0;
+    return flat ? (row * cols + col) / group : row * groups + col / group;
+  }
+  HALFBYTE_FN i64 zero(i64 row, i64 col) const {
+    if (!zero_words) return scale(row, col);
+    const int rows_per_word = 32 / bits;
+    return (row / rows_per_word * groups + col / group) * 4 + row % rows_per_word * bits / 8;
+  }
+  HALFBYTE_FN int zero_shift(i64 row) const {
+    return zero_words && bits == 4 ? static_cast<int>(row & 1) * 4 : 0;
+  }
+  HALFBYTE_FN int zero_mask() const { return zero_words && bits == 4 ? 15 : 255; }
+
+  HALFBYTE_FN i64 code_bytes() const { return flat_codes ? (rows * cols * bits + 7) / 8 : rows * row_bytes; }
+  HALFBYTE_FN i64 num_scales() const {
+    if (one_group) return 1;
+    return flat ? (rows * cols + group - 1) / group : rows * groups;
+  }
+  HALFBYTE_FN i64 zero_bytes() const {
+    return zero_words ? round_up(rows, 32 / bits) * bits / 8 * groups : num_scales();
+  }
+};
+
+}  // namespace halfbyte::formats

@@ -1,0 +1,126 @@
+#include "ops/qgemm/qgemm.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/format.h"
+#include "core/packed_weight.h"
+#include "core/weight_view.h"
+#include "core/words.h"
+#include "halfbyte/device.hpp"
+
+namespace halfbyte {
+namespace {
+
+constexpr std::array<Word<QgemmMath>, 3> kMaths{
+    {{QgemmMath::automatic, "auto"}, {QgemmMath::tf32, "tf32"}, {QgemmMath::f64, "f64"}}};
+
+}  // namespace
+
+const char* to_string(QgemmMath math) { return word_of(kMaths, math); }
+QgemmMath parse_qgemm_math(std::string_view word) { return value_of(kMaths, word, "math of qgemm"); }
+
+// ---- Descriptors
+
+void check_descriptor(const QgemmDescriptor& d) {
+  constexpr const char* kWhat = "qgemm descriptor";
+  const auto check_extent = [&](const char* name, int64_t extent) {
+    HALFBYTE_CHECK(extent >= 0 && extent <= kMaxWeightExtent, usage, "{}: {} must be 0 to 2^40, got {}",
+                   kWhat, name, extent);
+  };
+  check_extent("m", d.m);
+  check_extent("n", d.n);
+  check_extent("k", d.k);
+  HALFBYTE_CHECK(d.dtype == DType::bf16 || d.dtype == DType::f16 || d.dtype == DType::f32, usage,
+                 "{}: dtype must be bf16, f16 or f32, got {}", kWhat, to_string(d.dtype));
+  if (d.packed)
+    packed_layout_of(d.spec, d.n, d.k);
+  else
+    view_layout_of(d.spec, d.n, d.k, d.layout);
+  contiguous_bytes(DType::f64, std::array{d.m, d.n});
+  contiguous_bytes(DType::f64, std::array{d.m, d.k});
+  HALFBYTE_CHECK(!d.bias || !d.transposed, usage, "{}: bias must be false where transposed is true", kWhat);
+  HALFBYTE_CHECK(d.math == QgemmMath::automatic || d.dtype == DType::f32, usage,
+                 "{}: math {} needs dtype f32, got {}", kWhat, to_string(d.math), to_string(d.dtype));
+  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
+                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}", kWhat,
+                 size_of(d.dtype), to_string(d.dtype), d.alignment);
+  HALFBYTE_CHECK(d.tile.m >= 0 && d.tile.n >= 0, usage, "{}: tile must not be negative, got {} x {}", kWhat,
+                 d.tile.m, d.tile.n);
+  std::string known;
+  for (const QgemmVariant& variant : qgemm_variants()) {
+    if (d.variant == variant.name) return;
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", variant.name);
+  }
+  HALFBYTE_CHECK(d.variant.empty(), usage, "{}: variant must be empty or one of {}, got '{}'", kWhat, known,
+                 d.variant);
+}
+
+// ---- Variants
+
+std::span<const QgemmVariant> qgemm_variants() {
+  static const QgemmVariant variants[] = {kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
+  return variants;
+}
+
+QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {
+  QgemmProblem problem;
+  problem.device = device;
+  problem.num_threads = num_threads;
+  problem.transposed = d.transposed;
+  problem.m = d.m;
+  problem.n = d.n;
+  problem.k = d.k;
+  problem.dtype = d.dtype;
+  problem.codec = make_codec(d.spec);
+  problem.codec.rule = {};
+  problem.codec.unrounded_code_scale = false;
+  problem.double_quant = d.spec.double_quant;
+  problem.packed = d.packed;
+  if (d.packed)
+    problem.weight = packed_layout_of(d.spec, d.n, d.k);
+  else
+    problem.view = view_layout_of(d.spec, d.n, d.k, d.layout);
+  problem.group = d.packed ? problem.weight.group : problem.view.group;
+  problem.bias = d.bias;
+  problem.accumulate = d.accumulate;
+  problem.math = d.math;
+  problem.early_start = d.early_start;
+  problem.alignment = d.alignment;
+  problem.tile = d.tile;
+  return problem;
+}
+
+namespace {
+
+std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) {
+  if (variant.device == problem.device.kind) return variant.refuse(problem);
+  return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
+}
+
+}  // namespace
+
+const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name) {
+  const auto variants = qgemm_variants();
+  if (name.empty())
+    return choose<QgemmProblem, std::shared_ptr<const QgemmKernel>>("qgemm", variants, problem,
+                                                                    problem.device.kind);
+  const auto variant =
+      std::ranges::find(variants, name, [](const QgemmVariant& v) { return std::string_view(v.name); });
+  HALFBYTE_CHECK(variant != variants.end(), bug, "qgemm: no variant {}", name);
+  const std::string reason = reason_of(*variant, problem);
+  HALFBYTE_CHECK(reason.empty(), device, "qgemm: descriptor.variant {} does not take this: {}", name, reason);
+  return *variant;
+}
+
+std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor) {
+  check_descriptor(descriptor);
+  check_device(device);
+  const QgemmProblem problem = make_qgemm_problem(device, descriptor, 0);
+  std::vector<QgemmChoice> choices;
+  for (const QgemmVariant& variant : qgemm_variants())
+    choices.push_back({variant.name, problem.is_empty() ? "y has no elements" : reason_of(variant, problem)});
+  return choices;
+}
+
+}  // namespace halfbyte

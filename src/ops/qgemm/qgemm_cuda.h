@@ -1,0 +1,43 @@
+// The CUDA side of `qgemm`.
+#pragma once
+
+#include <vector>
+
+#include "cuda/kernel.h"
+#include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/qgemm_sm90_wgmma_args.h"
+
+namespace halfbyte {
+
+// The rows of the table of kernels (src/kernels): those of all variants, below.
+std::vector<cuda::Kernel> qgemm_kernels();
+std::vector<cuda::Kernel> qgemm_simt_kernels();
+std::vector<cuda::Kernel> qgemm_sm80_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_mma_kernels();
+
+// What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
+// the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
+// together.
+std::vector<KernelKey> qgemm_keys();
+QgemmProblem qgemm_problem(const cuda::KernelValues& values);
+
+// Of variant qgemm_simt. Few rows of x, forward: has_simt_rows. Else tiles of y, one of simt_tiles, and the
+// sum of their parts.
+std::span<const QgemmTile> simt_tiles(QgemmMath math);
+bool has_simt_rows(const QgemmProblem& problem);
+cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
+cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
+cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
+// Of variant qgemm_sm80; the second adds up what the blocks of the first left. Error(usage) where it does not
+// take the problem.
+cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem);
+cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem);
+// Of variant qgemm_sm90_wgmma: m rounded up; all that a tile needs, with as many stages as fit.
+int sm90_wgmma_tokens(int64_t m);
+QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster);
+cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
+// Error(usage) where the kernel does not take the problem.
+cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem);
+
+}  // namespace halfbyte

@@ -1,0 +1,70 @@
+// What the kernels of variant qgemm_sm80 are given, and how they cut up a product: shared by host and device,
+// freestanding.
+#pragma once
+
+#include "formats/packed.h"
+
+namespace halfbyte {
+
+// y [m, out_cols] = x [m, in_cols] times the weight. A block makes a tile of y: kQgemmSm80Features columns,
+// which are rows (forward) or columns (transposed) of the weight, for some rows of x, the tokens. It walks in
+// steps of kQgemmSm80Step columns of x.
+inline constexpr int kQgemmSm80Features = 256, kQgemmSm80Step = 64, kQgemmSm80Threads = 256;
+// Units of the packed weight in a step of a tile: 8 strips, or 2 strips of 4 units.
+inline constexpr int kQgemmSm80Units =
+    kQgemmSm80Features * kQgemmSm80Step / (formats::kUnitRows * formats::kUnitCols);
+
+struct QgemmSm80Args {
+  const void* x;
+  const formats::u8* weight;
+  const void* bias;  // null: none
+  void* y;
+  float* partials;  // [splits][m][out_stride]; null where there is one split
+  formats::i64 m, in_cols, out_cols;
+  formats::i64 out_stride;                  // out_cols rounded up to pairs
+  formats::i64 feature_tiles, token_tiles;  // of a block: ((split * feature_tiles) + ...) * token_tiles + ...
+  formats::i64 steps, splits;               // split s walks steps s * steps / splits up to those of s + 1
+  formats::i64 strips, units_per_strip;     // of the weight, with padding
+  formats::i64 strip_bytes;                 // as PackedLayout has them
+  formats::i64 scales, zeros, biases;       // sections; 0 where inlined
+  formats::i64 absmax, map, offset;         // sections of double quantization
+  formats::i64 groups, group, last_absmax;  // of a row; columns of a group; index of the last absmax
+  bool pairs;                               // two neighbours of y are at a multiple of their bytes
+  bool accumulate;
+};
+
+// What a step needs in shared memory, and how many of them are under way.
+struct QgemmSm80Stage {
+  int code_bytes = 0;   // of the units
+  int param_bytes = 0;  // of one group of the 32 rows of a unit
+  int groups = 1;       // of a unit: 1, 2 or 4
+  int x_bytes = 0;
+  int table_bytes = 0, map_bytes = 0;  // before the stages
+  int stages = 0;
+  HALFBYTE_FN int bytes() const { return code_bytes + param_bytes * groups * kQgemmSm80Units + x_bytes; }
+  HALFBYTE_FN int shared_bytes() const { return table_bytes + map_bytes + stages * bytes(); }
+};
+
+// `scale_bytes`, `bias_bytes`: as PackedLayout has them.
+HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_zeros, int bias_bytes,
+                                            bool double_quant, int groups, int tokens) {
+  constexpr int kMost = 99 * 1024;  // that a block may have on every device
+  QgemmSm80Stage s;
+  s.code_bytes = kQgemmSm80Features * kQgemmSm80Step * bits / 8;
+  s.param_bytes =
+      formats::kUnitRows * (scale_bytes + (has_zeros ? 1 : 0) + bias_bytes + (double_quant ? 4 : 0));
+  s.groups = groups;
+  s.x_bytes = tokens * kQgemmSm80Step * 2;
+  s.table_bytes = bits == 4 ? 32768 : 0;
+  s.map_bytes = double_quant ? 1024 : 0;
+  s.stages = formats::min(4, (kMost - s.shared_bytes()) / s.bytes());
+  return s;
+}
+
+// Blocks that the registers of a multiprocessor hold.
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
+
+// Adds up the partial sums of the splits: a thread makes a pair of y.
+inline constexpr int kQgemmSm80SumThreads = 256;
+
+}  // namespace halfbyte

@@ -1,0 +1,382 @@
+// y = x . W^T for up to 64 tokens (rows of x): sm_90a. The weight is operand A of the matrix instructions, decoded into
+// registers; tokens are the columns of operand B, which is x in shared memory.
+//
+// A block keeps a ring of stages full of the codes of its tiles, one behind the other, and of x. A warpgroup has 64
+// rows and some of the columns of each stage; it decodes the next chunk of its columns while the tensor cores multiply
+// this one. The sums of a chunk start at zero and are scaled in f32 when they are added to those of the tile; affine
+// formats are scaled as they are decoded.
+#include "ops/qgemm/qgemm_sm90_wgmma_args.h"
+
+#include "ops/qgemm/qgemm_sm90.cuh"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
+constexpr int kWarpgroups = kTiling.warpgroups(), kThreads = kWarpgroups * 128;
+constexpr int kRowGroups = kTiling.row_groups(), kColGroups = kTiling.col_groups();
+constexpr int kStageCols = kTiling.stage_cols(), kGroupCols = kStageCols / kColGroups;  // of a warpgroup
+constexpr int kStageBytes = kTiling.stage_bytes(), kStripBytes = kTiling.strip_bytes();
+constexpr int kBlockCols = kTiling.block_cols, kBlockBytes = kTiling.block_bytes;
+constexpr int kStageBlocks = kStageCols / kBlockCols;
+// Columns that are added up before they are scaled.
+constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
+constexpr int kChunks = kGroupCols / kChunkCols;
+static_assert(kChunks % 2 == 0);
+constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
+constexpr int kSums = kTokens / 2;                       // of a thread
+constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
+constexpr int kGroupLines = 4 * kSums;                   // of scratch memory, for the sums of a warpgroup
+constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
+
+// From the codes of a column 0: where those of a column begin that a lane reads at once.
+__device__ constexpr int code_offset(int col) {
+  return col / kBlockCols * kBlockBytes + col % kBlockCols / kUnitCols * (kUnitRows * kUnitCols * kBits / 8) +
+         col % kUnitCols / kWordsCols * 1024;
+}
+// Where the scales of the group of a column begin.
+__device__ constexpr int group_offset(int col) {
+  return col / kBlockCols * kBlockBytes + kUnitRows * kBlockCols * kBits / 8 +
+         col % kBlockCols / kGroupSize * (kUnitRows * kScaleBytes);
+}
+// Likewise its zero points or biases.
+__device__ constexpr int second_offset(int col) {
+  return col / kBlockCols * kBlockBytes +
+         kUnitRows * (kBlockCols * kBits / 8 + kBlockCols / kGroupSize * kScaleBytes) +
+         col % kBlockCols / kGroupSize * (kUnitRows * kSecondBytes);
+}
+
+// A place in the sequence of stages that a block reads.
+struct Cursor {
+  int pair, stage;  // of strips, the first of a tile; of their columns
+};
+
+#endif
+
+extern "C" __global__ void
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__launch_bounds__(kThreads, 1)
+#endif
+    qgemm_sm90_wgmma(const __grid_constant__ QgemmSm90WgmmaArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ Words4 shared_words[];
+  u8* const shared = reinterpret_cast<u8*>(shared_words);
+  u8* const ring = shared + kTiling.ring_offset();
+  float* const map = reinterpret_cast<float*>(shared + kTiling.map_offset());
+  Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
+  Barrier* const empty = full + kStages;
+
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
+  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
+  const bool copies = warp_of_group == 0 && lane == 0;  // the part of its warpgroup
+  const u32 rank = kCluster == 1 ? 0 : cluster_rank();
+  const int worker = static_cast<int>(blockIdx.x) / kCluster;
+
+  const i64 num_pairs = (args.num_strips + 1) / 2;
+  const int first_pair = static_cast<int>(num_pairs * worker / args.num_workers);
+  const int last_pair = static_cast<int>(num_pairs * (worker + 1) / args.num_workers);
+  const int half = static_cast<int>(rank);
+  const int first_stage = args.num_stages * half / kCluster, last_stage = args.num_stages * (half + 1) / kCluster;
+  const int last_strip = min(2 * last_pair, args.num_strips);
+
+  // ---- The ring.
+  const auto advance = [&](Cursor& at) {
+    if (++at.stage < last_stage) return;
+    at.stage = first_stage;
+    at.pair += kRowGroups;
+  };
+  const auto copy_codes = [&](int slot, const Cursor& at) {
+    const int block = at.stage * kStageBlocks;
+    const u32 num_bytes = static_cast<u32>(min(kStageBlocks, args.num_blocks - block) * kBlockBytes);
+    const int strip = 2 * at.pair + warpgroup;
+    constexpr int kStep = kWarpgroups;
+    u32 expected = 0;
+#pragma unroll
+    for (int i = 0; i < kTiling.strips; i += kStep)
+      if (i + warpgroup < kTiling.strips && strip + i < last_strip) expected += num_bytes;
+#pragma unroll
+    for (int i = 0; i < kStageCols / 64; i += kStep)
+      if (i + warpgroup < kStageCols / 64) expected += kBoxBytes;
+    arrive_expecting(full + slot, expected);
+    u8* const to = ring + slot * kStageBytes + kTiling.x_bytes();
+#pragma unroll
+    for (int i = 0; i < kTiling.strips; i += kStep)
+      if (i + warpgroup < kTiling.strips && strip + i < last_strip)
+        copy_bulk_once(to + (i + warpgroup) * kStripBytes,
+                       args.weight + (strip + i) * args.strip_bytes + static_cast<i64>(block) * kBlockBytes,
+                       num_bytes, full + slot);
+  };
+  const auto copy_x = [&](int slot, const Cursor& at) {
+#pragma unroll
+    for (int i = 0; i < kStageCols / 64; i += kWarpgroups)
+      if (const int box = i + warpgroup; box < kStageCols / 64)
+        load_tile(ring + slot * kStageBytes + box * kBoxBytes, &args.x, 0, at.stage * kStageCols + box * 64,
+                  full + slot);
+  };
+
+  let_next_start();
+  if (thread == 0) {
+    for (int slot = 0; slot < kStages; ++slot) {
+      init_barrier(full + slot, kWarpgroups);
+      init_barrier(empty + slot, kWarpgroups * 4);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) cluster_arrive();
+  Cursor fill = {first_pair, first_stage};  // what is copied next
+  if (copies) {
+    prefetch_map(&args.x);
+    Cursor at = fill;
+    for (int slot = 0; slot < kStages && at.pair < last_pair; ++slot, advance(at)) copy_codes(slot, at);
+  }
+  if constexpr (kBits == 4) build_pair_table<kThreads>(thread, rank);
+  if constexpr (kDoubleQuant)
+    if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
+  wait_for_earlier();
+  if (copies)
+    for (int slot = 0; slot < kStages && fill.pair < last_pair; ++slot, advance(fill)) copy_x(slot, fill);
+  __syncthreads();
+
+  int slot = 0;
+  u32 parity = 0;
+  // By all warps, when the sums of the stage are done.
+  const auto release = [&](int slot) {
+    __syncwarp();
+    if (lane == 0) arrive(empty + slot);
+  };
+  const auto refill = [&](int slot, u32 parity) {
+    if (!copies || fill.pair >= last_pair) return;
+    wait(empty + slot, parity);
+    copy_codes(slot, fill);
+    copy_x(slot, fill);
+    advance(fill);
+  };
+
+  // ---- A lane's rows, 2a and 2a + 1 of the strip.
+  const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
+  const int strip_of_tile = 2 * row_group + warp_of_group / 2;
+  const int strip_at = kTiling.x_bytes() + strip_of_tile * kStripBytes;
+  const int first_col = col_group * kGroupCols;  // of a stage
+  const int codes_at = strip_at + code_offset(first_col) + packed_slot(a_of_strip, t) * 16;
+  const int scales_at = strip_at + group_offset(first_col) + 2 * a_of_strip * kScaleBytes;
+  const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
+  const u32 table_lane = pair_table_lane(lane, rank);
+
+  for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
+    const bool active = pair + row_group < last_pair;
+    const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;
+    float sums[kSums] = {};
+    RowPair rows[2];
+    // The stage before the one that is being read: refilled when all have left it.
+    int before = 0;
+    u32 parity_before = 0;
+
+    // `group`: of the row.
+    const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int group, bool inside) {
+      if constexpr (kDoubleQuant) {
+        const u32 codes = *reinterpret_cast<const u16*>(scales);
+        const float* const absmax = reinterpret_cast<const float*>(args.weight + args.absmax);
+        const float offset = *reinterpret_cast<const float*>(args.weight + args.offset);
+        const i64 last = args.n * args.groups - 1, at = row * args.groups + group;
+        to.scale[0] = map[codes & 255] * absmax[min(at, last) >> 8] + offset;
+        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, last) >> 8] + offset;
+      } else {
+        load_scales(to.scale, scales);
+      }
+      // What was not copied may be anything.
+      to.scale[0] = inside ? to.scale[0] : 0;
+      to.scale[1] = inside ? to.scale[1] : 0;
+      if constexpr (kAsymmetric) {
+        const u32 zeros = *reinterpret_cast<const u16*>(seconds);
+        to.zero[0] = above_2_23(zeros & 255);
+        to.zero[1] = above_2_23(zeros >> 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          to.zero_pair[i] = store_pair(Element(), to.zero[i] - kMagic, to.zero[i] - kMagic);
+      }
+      if constexpr (kAffine) {
+        float bias[2];
+        load_scales(bias, seconds);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);
+          to.bias_pair[i] = inside ? store_pair(Element(), bias[i], bias[i]) : 0;
+        }
+      }
+    };
+    if constexpr (kGroup == 0) {
+      const i64 at = min(strip, args.num_strips - 1) * i64{kUnitRows} + 2 * a_of_strip;
+      load_rows(rows[0], args.weight + args.scales + at * kScaleBytes,
+                args.weight + args.seconds + at * kSecondBytes, 0, true);
+      rows[1] = rows[0];
+    }
+
+    if (active) {
+      u32 a[2][kChunkSteps][4];
+      float chunk[2][kSums];
+      Words4 words;
+      // Chunk q of the stage in `slot` to a[q % 2].
+      const auto decode_chunk = [&](int q, int stage) {
+        const u8* const from = ring + slot * kStageBytes;
+        RowPair& to = rows[q % 2];
+        if constexpr (kGroup != 0) {
+          const int col = stage * kStageCols + first_col + q * kChunkCols;
+          load_rows(to, from + scales_at + group_offset(q * kChunkCols) - group_offset(0),
+                    from + seconds_at + second_offset(q * kChunkCols) - second_offset(0), col / kGroupSize,
+                    col < args.num_blocks * kBlockCols);
+        }
+#pragma unroll
+        for (int j = 0; j < kChunkSteps; ++j) {
+          const int col = q * kChunkCols + 16 * j;
+          if (col % kWordsCols == 0) words = load_words(from + codes_at + code_offset(col));
+          decode(a[q % 2][j], words, col % kWordsCols / 16, to, table_lane);
+        }
+#pragma unroll
+        for (int j = 0; j < kChunkSteps; ++j) pin(a[q % 2][j]);
+      };
+      const auto add_chunk = [&](int q) {
+        if constexpr (kScalesChunks) {
+          pin(chunk[q]);
+#pragma unroll
+          for (int i = 0; i < kSums; ++i)
+            sums[i] = multiply_add(rows[q].scale[i / 2 % 2], chunk[q][i], sums[i]);
+        }
+      };
+
+      wait(full + slot, parity);
+      decode_chunk(0, first_stage);
+      for (int stage = first_stage; stage < last_stage; ++stage) {
+        const int done = slot;
+        const u32 parity_done = parity;
+#pragma unroll
+        for (int q = 0; q < kChunks; ++q) {
+          const int p = q % 2;
+          const u64 x = k_major_tile(ring + done * kStageBytes + (first_col + q * kChunkCols) / 64 * kBoxBytes, 1024);
+          wgmma_fence();
+#pragma unroll
+          for (int j = 0; j < kChunkSteps; ++j) {
+            const u64 tile = x + static_cast<u64>((q * kChunkCols % 64 + 16 * j) * 2 / 16);
+            if constexpr (kScalesChunks)
+              wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
+            else
+              wgmma<Major::k>(Element(), sums, a[p][j], tile);
+          }
+          wgmma_commit();
+          if (q > 0) {
+            wgmma_wait<1>();
+            add_chunk(1 - p);
+          }
+          if (q == kChunks - 1 && stage > first_stage) refill(before, parity_before);
+          if (q + 1 < kChunks) {
+            decode_chunk(q + 1, stage);
+          } else if (stage + 1 < last_stage) {
+            if (++slot == kStages) slot = 0, parity ^= 1;
+            wait(full + slot, parity);
+            decode_chunk(0, stage + 1);
+          }
+        }
+        // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
+        // instruction.
+        wgmma_wait<0>();
+        if constexpr (!kScalesChunks) pin(sums);
+        add_chunk(1);
+        release(done);
+        before = done;
+        parity_before = parity_done;
+      }
+    } else {
+      for (int stage = first_stage; stage < last_stage; ++stage) {
+        wait(full + slot, parity);
+        release(slot);
+        if (stage > first_stage) refill(before, parity_before);
+        before = slot;
+        parity_before = parity;
+        if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
+      }
+    }
+    refill(slot, parity);
+    if (++slot == kStages) slot = 0, parity ^= 1;
+
+    // ---- The sums of the warpgroups, then of the blocks.
+    const auto line = [&](int first, int i) { return scratch_address(first + warp_of_group * kSums + i, lane, rank); };
+    if constexpr (kColGroups > 1) {
+      // The first of them adds up. The second barrier: what it read may be overwritten.
+      constexpr int kNumThreads = kColGroups * 128;
+      const int stored = 1 + 2 * row_group, read = stored + 1, lines = row_group * (kColGroups - 1) * kGroupLines;
+      if (active && col_group > 0) {
+        if (pair > first_pair) sync_some(read, kNumThreads);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) store_shared(line(lines + (col_group - 1) * kGroupLines, i), sums[i]);
+        arrive_some(stored, kNumThreads);
+      } else if (active) {
+        sync_some(stored, kNumThreads);
+#pragma unroll
+        for (int c = 0; c < kColGroups - 1; ++c)
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(lines + c * kGroupLines, i));
+        if (pair + kRowGroups + row_group < last_pair) arrive_some(read, kNumThreads);
+      }
+    }
+    bool stores = active && col_group == 0;
+    if constexpr (kCluster > 1) {
+      // Each block finishes half of the rows, or the first all.
+      const u32 finisher = kRowGroups > 1 ? static_cast<u32>(row_group) : 0;
+      cluster_wait();  // the other one has begun, or read what it was given before
+      if (stores && rank != finisher) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) store_cluster(line(kClusterLines, i), finisher, sums[i]);
+      }
+      cluster_arrive();
+      cluster_wait();
+      stores = stores && rank == finisher;
+      if (stores) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(kClusterLines, i));
+      }
+      cluster_arrive();
+    }
+
+    if (!stores || row >= args.n) continue;
+    using Memory = Element::Memory;
+    const bool second = row + 1 < args.n;
+    const Memory* const biases = static_cast<const Memory*>(args.bias) + row;
+    float bias[2] = {};
+    if (args.bias != nullptr) {
+      bias[0] = load(Element(), biases[0]);
+      if (second) bias[1] = load(Element(), biases[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 2 * i + 2 * t + e;
+        if (token >= args.m) continue;
+        float v[2] = {sums[i + e], sums[i + e + 2]};
+        if constexpr (kGroup == 0 && !kAffine) {
+          v[0] *= rows[0].scale[0];
+          v[1] *= rows[0].scale[1];
+        }
+        v[0] += bias[0];
+        v[1] += bias[1];
+        Memory* const y = static_cast<Memory*>(args.y) + token * i64{args.n} + row;
+        if (args.accumulate) {
+          v[0] += load(Element(), y[0]);
+          if (second) v[1] += load(Element(), y[1]);
+        }
+        if (args.pairs) {
+          *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
+        } else {
+          y[0] = store(Element(), v[0]);
+          if (second) y[1] = store(Element(), v[1]);
+        }
+      }
+    }
+  }
+  if constexpr (kCluster > 1) cluster_wait();
+#endif
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,56 @@
+// What the kernel of `qgemm_sm90_wgmma` is given, and how it divides its work: shared by host and device,
+// freestanding.
+#pragma once
+
+#include "formats/common.h"
+
+namespace halfbyte {
+
+// A tile is 32 * strips rows of the weight by all tokens; a block reads it in stages of so many columns.
+// Pairs of strips go to different warpgroups, and so do the parts of the columns of a stage, whose sums are
+// added up at the end of the tile. The blocks of a cluster share the columns of a tile.
+struct QgemmSm90WgmmaTiling {
+  int tokens = 8;       // 8, 16, 32, 64: m rounded up
+  int strips = 4;       // 4 or 2
+  int cluster = 1;      // 1 or 2
+  int block_cols = 64;  // columns and bytes of a block of the packed layout
+  int block_bytes = 0;
+  int bits = 4;
+  int stages = 0;
+
+  // With 64 tokens the sums take the registers of 256 threads, 255 each.
+  HALFBYTE_FN int warpgroups() const { return tokens == 64 ? 2 : 4; }
+  HALFBYTE_FN int row_groups() const { return strips / 2; }
+  HALFBYTE_FN int col_groups() const { return warpgroups() / row_groups(); }
+  HALFBYTE_FN int stage_cols() const { return formats::max(col_groups() * 128, block_cols); }
+  // Tiles of x [tokens][64], then of each strip its blocks.
+  HALFBYTE_FN int x_bytes() const { return stage_cols() * tokens * 2; }
+  HALFBYTE_FN int strip_bytes() const { return stage_cols() / block_cols * block_bytes; }
+  HALFBYTE_FN int stage_bytes() const { return (x_bytes() + strips * strip_bytes() + 1023) / 1024 * 1024; }
+
+  // Bytes of shared memory from its begin: table and partial sums; the ring of stages; the map of double
+  // quantization; the barriers.
+  HALFBYTE_FN int ring_offset() const { return bits == 4 ? 65536 : 32768; }
+  HALFBYTE_FN int map_offset() const { return ring_offset() + stages * stage_bytes(); }
+  HALFBYTE_FN int barrier_offset() const { return map_offset() + 1024; }
+  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
+};
+
+struct QgemmSm90WgmmaArgs {
+  formats::TensorMap x;  // [m, k], boxes of `tokens` rows
+  const formats::u8* weight;
+  const void* bias;
+  void* y;
+  formats::i64 strip_bytes;          // of the weight, and its sections:
+  formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
+  formats::i64 absmax, map, offset;  // of double quantization
+  formats::i64 groups;               // of a row
+  formats::i32 m, n, k;
+  formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
+  formats::i32 num_stages;              // of a row, all blocks of the cluster together
+  formats::i32 num_workers;             // clusters: each has its part of the pairs of strips
+  bool accumulate;
+  bool pairs;  // two neighbouring elements of y and of bias can be accessed at once
+};
+
+}  // namespace halfbyte

@@ -1,0 +1,401 @@
+#include "ops/qgemm/qgemm_testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::QgemmCase;
+using testing::QgemmData;
+
+// Within the bound, and the same for every number of threads.
+void check_on_cpu(const QgemmDescriptor& descriptor, uint64_t seed, QgemmData data = QgemmData::random) {
+  const QgemmCase test(descriptor, seed, data);
+  const testing::CpuRun run = testing::run_on_cpu(test, 1);
+  EXPECT_TRUE(testing::near_reference(test, run.y, run.guarantee.weight_rounding, data));
+  EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y) << testing::describe(descriptor) << ": with 3 threads";
+}
+
+class QgemmCpu : public ::testing::TestWithParam<size_t> {
+ protected:
+  QuantSpec format() const { return testing::qgemm_formats()[GetParam()]; }
+};
+
+TEST_P(QgemmCpu, IsNearTheReference) {
+  std::mt19937_64 random(GetParam());
+  for (int i = 0; i < (testing::kSanitized ? 8 : 60); ++i) {
+    QgemmDescriptor d = testing::random_qgemm(random, format(), i % 2 == 0);
+    testing::set_random_extents(random, d);
+    if (i % 3 == 0) d.alignment = size_of(d.dtype);
+    check_on_cpu(d, random());
+  }
+}
+
+// Every way to group, of both forms, in both directions.
+TEST_P(QgemmCpu, EveryGroup) {
+  std::mt19937_64 random(GetParam() + 100);
+  struct Grouping {
+    Granularity granularity;
+    int64_t size;
+  };
+  constexpr Grouping kGroupings[] = {
+      {Granularity::group, 32},  {Granularity::group, 64},  {Granularity::group, 128},
+      {Granularity::group, 256}, {Granularity::group, 100}, {Granularity::channel, 64},
+      {Granularity::tensor, 64}, {Granularity::flat, 64},   {Granularity::flat, 100}};
+  for (const auto& [granularity, size] : kGroupings)
+    for (const bool packed : {true, false})
+      for (const bool transposed : {true, false}) {
+        QgemmDescriptor d;
+        d.spec = format();
+        d.spec.granularity = granularity;
+        d.spec.group_size = size;
+        d.spec.double_quant = false;
+        d.m = 3;
+        d.n = 70;
+        d.k = packed && granularity == Granularity::flat ? 3 * size : 290;
+        d.packed = packed;
+        d.transposed = transposed;
+        d.dtype = DType::f32;
+        check_on_cpu(d, random());
+      }
+}
+
+// Integers times powers of two: f32 sums are exact, and so is the result but for the rounding of the output.
+TEST_P(QgemmCpu, IntegersAreExact) {
+  if (format().format == Format::nf4 || format().format == Format::fp4) return;  // their values are not short
+  std::mt19937_64 random(GetParam() + 200);
+  for (int i = 0; i < 20; ++i) {
+    QgemmDescriptor d = testing::random_qgemm(random, format(), i % 2 == 0);
+    testing::set_random_extents(random, d);
+    check_on_cpu(d, random(), QgemmData::integers);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, QgemmCpu, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+                         [](const auto& info) {
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                         });
+
+QgemmDescriptor descriptor(int64_t m, int64_t n, int64_t k) {
+  QgemmDescriptor d;
+  d.m = m;
+  d.n = n;
+  d.k = k;
+  return d;
+}
+
+// Nothing to write, nothing to sum.
+TEST(QgemmPlan, EmptyExtents) {
+  for (const bool transposed : {false, true})
+    for (const bool packed : {false, true})
+      for (const bool accumulate : {false, true})
+        for (const auto& [m, n, k] : {std::array<int64_t, 3>{0, 40, 70}, {3, 0, 70}, {3, 40, 0}, {0, 0, 0}}) {
+          QgemmDescriptor d = descriptor(m, n, k);
+          d.transposed = transposed;
+          d.packed = packed;
+          d.accumulate = accumulate;
+          d.bias = !transposed;
+          check_on_cpu(d, 1);
+        }
+  const auto plan = QgemmPlan::select({}, descriptor(0, 40, 64));
+  EXPECT_EQ(plan.sku().kernel, "none");
+  EXPECT_EQ(explain_qgemm({}, descriptor(0, 40, 64)).front().reason, "y has no elements");
+}
+
+// What each layout means, by hand: W = [[1, 2, 3], [4, 5, 6]] in three forms, times the identity.
+TEST(QgemmPlan, LayoutsByHand) {
+  const float identity[9] = {1, 0, 0, 0, 1, 0, 0, 0, 1};
+  const auto decoded = [&](const WeightView& view) {
+    QgemmDescriptor d = descriptor(3, 2, 3);
+    d.spec = view.spec;
+    d.packed = false;
+    d.layout = view.layout;
+    d.dtype = DType::f32;
+    const auto plan = QgemmPlan::select({}, d);
+    std::vector<float> y(6, NAN);
+    alignas(16) uint8_t workspace[64];
+    EXPECT_LE(plan.workspace_size(), 64);
+    Qgemm::Args args;
+    args.x = {const_cast<float*>(identity), DType::f32, {3, 3}, {}, {}};
+    args.y = {y.data(), DType::f32, {3, 2}, {}, {}};
+    args.view = view;
+    plan.run(nullptr, workspace, args);
+    return y;
+  };
+  const std::vector<float> expected{1, 4, 2, 5, 3, 6};
+  WeightView view;
+  view.rows = 2;
+  view.cols = 3;
+  view.spec.group_size = 32;
+  float scales[2] = {1, 1};
+  view.scales = scales;
+  view.spec.format = Format::lut4;
+  for (int i = 0; i < 16; ++i) view.spec.table[static_cast<size_t>(i)] = static_cast<float>(i);
+  alignas(16)
+      uint8_t rows[] = {0x21, 0x03, 0x54, 0x06};  // the second half of the last byte of a row is padding
+  view.codes = rows;
+  EXPECT_EQ(decoded(view), expected);
+
+  alignas(16) uint8_t flat[] = {0x12, 0x34, 0x56};
+  view.codes = flat;
+  view.spec.granularity = Granularity::flat;
+  view.layout = WeightLayout::bitsandbytes;
+  EXPECT_EQ(decoded(view), expected);
+
+  // q = code - 8, zero point = stored - 8: rows 0 and 1 are at 2 and 3 of their codes' scale.
+  alignas(16) uint8_t words[] = {0x43, 0x05, 0, 0, 0x87, 0x09, 0, 0};
+  alignas(4) uint8_t zeros[] = {0x32, 0, 0, 0};
+  view.spec.format = Format::int4;
+  view.spec.asymmetric = true;
+  view.spec.scale_rule = ScaleRule::minmax;
+  view.spec.granularity = Granularity::channel;
+  view.layout = WeightLayout::compressed_tensors;
+  view.codes = words;
+  view.zeros = zeros;
+  EXPECT_EQ(decoded(view), expected);
+
+  alignas(16) uint8_t affine[] = {0x10, 0x02, 0, 0, 0x10, 0x02, 0, 0};
+  float biases[2] = {1, 4};
+  view.spec.format = Format::affine4;
+  view.spec.asymmetric = false;
+  view.spec.granularity = Granularity::group;
+  view.layout = WeightLayout::mlx;
+  view.codes = affine;
+  view.zeros = nullptr;
+  view.biases = biases;
+  EXPECT_EQ(decoded(view), expected);
+}
+
+// ---- What is refused
+
+template <class Body>
+std::string error_of(const Body& body, ErrorCode code = ErrorCode::usage) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return "";
+}
+
+TEST(QgemmPlan, BadDescriptors) {
+  const auto refused = [](auto change) {
+    QgemmDescriptor d = descriptor(1, 64, 128);
+    change(d);
+    return error_of([&] { QgemmPlan::select({}, d); });
+  };
+  using D = QgemmDescriptor;
+  EXPECT_EQ(refused([](D& d) { d.m = -1; }), "qgemm descriptor: m must be 0 to 2^40, got -1");
+  EXPECT_EQ(refused([](D& d) { d.k = int64_t{1} << 41; }),
+            "qgemm descriptor: k must be 0 to 2^40, got 2199023255552");
+  EXPECT_EQ(refused([](D& d) { d.dtype = DType::f64; }),
+            "qgemm descriptor: dtype must be bf16, f16 or f32, got f64");
+  EXPECT_EQ(refused([](D& d) { d.spec.format = Format::int3; }),
+            "packed weight: spec.format must have 4 or 8 bits, got int3 with 3");
+  EXPECT_EQ(refused([](D& d) {
+              d.spec.format = Format::int3;
+              d.packed = false;
+            }),
+            "weight view: spec.format must have 4 or 8 bits, got int3 with 3");
+  EXPECT_EQ(refused([](D& d) {
+              d.spec.scale_dtype = DType::f64;
+              d.packed = false;
+            }),
+            "weight view: spec.scale_dtype must be f32, f16 or bf16, got f64");
+  EXPECT_EQ(
+      refused([](D& d) {
+        d.spec.double_quant = true;
+        d.spec.scale_dtype = DType::f16;
+      }),
+      "spec: double quantization needs f32 scales and a format without biases, got nf4 with f16 scales");
+  EXPECT_EQ(refused([](D& d) {
+              d.packed = false;
+              d.layout = WeightLayout::bitsandbytes;
+            }),
+            "weight view: layout bitsandbytes holds table formats with granularity flat, got nf4 with "
+            "granularity group");
+  EXPECT_EQ(refused([](D& d) {
+              d.packed = false;
+              d.layout = WeightLayout::compressed_tensors;
+            }),
+            "weight view: layout compressed-tensors holds int4 and int8 with granularity group or channel, "
+            "without double quantization, got nf4 with granularity group");
+  EXPECT_EQ(
+      refused([](D& d) {
+        d.packed = false;
+        d.layout = WeightLayout::mlx;
+      }),
+      "weight view: layout mlx holds affine formats with granularity group, got nf4 with granularity group");
+  EXPECT_EQ(refused([](D& d) { d.transposed = d.bias = true; }),
+            "qgemm descriptor: bias must be false where transposed is true");
+  EXPECT_EQ(refused([](D& d) { d.math = QgemmMath::tf32; }),
+            "qgemm descriptor: math tf32 needs dtype f32, got bf16");
+  EXPECT_EQ(refused([](D& d) { d.alignment = 1; }),
+            "qgemm descriptor: alignment must be a power of two and at least the 2 bytes of bf16, got 1");
+  EXPECT_EQ(refused([](D& d) { d.tile.m = -1; }), "qgemm descriptor: tile must not be negative, got -1 x 0");
+  const std::string unknown = refused([](D& d) { d.variant = "qgemm_sm60"; });
+  EXPECT_TRUE(unknown.starts_with("qgemm descriptor: variant must be empty or one of ")) << unknown;
+  EXPECT_TRUE(unknown.ends_with("qgemm_cpu, got 'qgemm_sm60'")) << unknown;
+  EXPECT_EQ(error_of([] { QgemmPlan::select({}, descriptor(1, 64, 128), {-1}); }),
+            "qgemm: preference.num_threads must be >= 0, got -1");
+}
+
+TEST(QgemmPlan, BadArguments) {
+  QgemmDescriptor d = descriptor(3, 64, 128);
+  d.bias = true;
+  const QgemmCase test(d, 1);
+  const auto plan = QgemmPlan::select({}, d);
+  testing::GuardedMemory packed(test.packed, 256), y(3 * 64 * 2, 16), bias(test.bias.bytes, 16);
+  testing::GuardedMemory workspace(plan.workspace_size(), 16), x(test.x.bytes, 16);
+  QgemmTensors tensors;
+  tensors.x = x.data();
+  tensors.weight = packed.data();
+  tensors.bias = bias.data();
+  tensors.y = y.data();
+  const Qgemm::Args good = testing::qgemm_args(test, tensors, {});
+  EXPECT_FALSE(plan.can_implement(good));
+  const auto refused = [&](auto change) {
+    Qgemm::Args args = good;
+    change(args);
+    const auto error = plan.can_implement(args);
+    EXPECT_EQ(error_of([&] { plan.run(nullptr, workspace.data(), args); }), error ? error->what() : "");
+    return error ? std::string(error->what()) : std::string();
+  };
+  using A = Qgemm::Args;
+  EXPECT_EQ(refused([](A& a) { a.x.dtype = DType::f16; }), "qgemm: x must be bf16, got f16");
+  EXPECT_EQ(refused([](A& a) { a.x.shape = {3, 64}; }), "qgemm: x must have the shape [3, 128], got [3, 64]");
+  EXPECT_EQ(refused([](A& a) {
+              a.y.shape = {3, 128};
+            }),
+            "qgemm: y must have the shape [3, 64], got [3, 128]");
+  EXPECT_EQ(refused([](A& a) { a.bias.shape = {3}; }), "qgemm: bias must have the shape [64], got [3]");
+  EXPECT_EQ(refused([](A& a) { a.y.device = {DeviceKind::cuda, 0}; }), "qgemm: y must be on cpu, got cuda:0");
+  EXPECT_EQ(refused([](A& a) {
+              a.weight.device = {DeviceKind::cuda, 0};
+            }),
+            "qgemm: weight must be on cpu, got cuda:0");
+  EXPECT_EQ(refused([](A& a) { a.weight.data = nullptr; }), "qgemm: weight needs 4608 bytes but has no data");
+  EXPECT_EQ(refused([](A& a) { a.weight.num_bytes = 4607; }),
+            "qgemm: weight needs 4608 bytes, its memory has 4607");
+  EXPECT_EQ(refused([](A& a) { a.weight.version = 2; }), "qgemm: weight.version must be 1, got 2");
+  EXPECT_EQ(refused([](A& a) { a.weight.rows = 32; }),
+            "qgemm: weight.rows must be 64 as in the descriptor, got 32");
+  EXPECT_EQ(refused([](A& a) { a.weight.spec.group_size = 32; }),
+            "qgemm: weight.spec.group_size must be 64 as in the descriptor, got 32");
+  EXPECT_EQ(refused([&](A& a) { a.view.codes = packed.data(); }),
+            "qgemm: view must have no data, as descriptor.packed is true");
+  const auto starts = [&](auto change, const char* text) {
+    const std::string error = refused(change);
+    EXPECT_TRUE(error.starts_with(text)) << error;
+  };
+  starts([&](A& a) { a.weight.data = packed.data() + 16; }, "qgemm: weight must be aligned to 256 bytes");
+  starts([&](A& a) { a.x.data = x.data() + 2; },
+         "qgemm: x must be aligned to 16 bytes (descriptor.alignment)");
+  starts([&](A& a) { a.y.data = a.x.data; }, "qgemm: y must not overlap x");
+  starts([&](A& a) { a.y.data = packed.data() + 4592; }, "qgemm: y must not overlap weight");
+  starts([&](A& a) { a.y.data = bias.data() - 16; }, "qgemm: y must not overlap bias");
+  EXPECT_EQ(error_of([&] { plan.run(nullptr, nullptr, good); }),
+            fmt::format("qgemm: workspace needs {} bytes but has no data", plan.workspace_size()));
+  EXPECT_TRUE(error_of([&] {
+                plan.run(nullptr, y.data(), good);
+              }).starts_with("qgemm: workspace must not overlap y"));
+  EXPECT_TRUE(plan.status(workspace.data()).ok());
+}
+
+TEST(QgemmPlan, BadViews) {
+  QgemmDescriptor d = descriptor(3, 64, 128);
+  d.packed = false;
+  const QgemmCase test(d, 1);
+  const auto plan = QgemmPlan::select({}, d);
+  std::vector<float> absmax(1);
+  testing::GuardedMemory y(3 * 64 * 2, 16), x(test.x.bytes, 16), codes(test.codes, 16);
+  QgemmTensors tensors = test.tensors();
+  tensors.x = x.data();
+  tensors.codes = codes.data();
+  tensors.y = y.data();
+  const Qgemm::Args good = testing::qgemm_args(test, tensors, {});
+  EXPECT_FALSE(plan.can_implement(good));
+  const auto refused = [&](auto change) {
+    Qgemm::Args args = good;
+    change(args);
+    const auto error = plan.can_implement(args);
+    return error ? std::string(error->what()) : std::string();
+  };
+  using A = Qgemm::Args;
+  EXPECT_EQ(refused([](A& a) { a.view.scales = nullptr; }),
+            "qgemm: view.scales needs 512 bytes but has no data");
+  EXPECT_EQ(refused([](A& a) { a.view.zeros = a.view.codes; }),
+            "qgemm: view.zeros must be null: spec has none");
+  EXPECT_EQ(refused([&](A& a) { a.view.absmax = absmax.data(); }),
+            "qgemm: view.absmax must be null: spec has none");
+  EXPECT_EQ(refused([](A& a) { a.view.layout = WeightLayout::mlx; }),
+            "qgemm: view.layout must be halfbyte as in the descriptor, got mlx");
+  EXPECT_EQ(refused([](A& a) { a.view.cols = 64; }),
+            "qgemm: view.cols must be 128 as in the descriptor, got 64");
+  EXPECT_EQ(refused([](A& a) { a.weight.data = a.view.codes; }),
+            "qgemm: weight must have no data, as descriptor.packed is false");
+  EXPECT_EQ(refused([&](A& a) {
+              a.bias = {x.data(), DType::bf16, {64}, {}, {}};
+            }),
+            "qgemm: bias must have no data, as descriptor.bias is false");
+}
+
+// ---- What plans say
+
+TEST(QgemmPlan, SkuAndGuarantee) {
+  QgemmDescriptor d = descriptor(3, 64, 128);
+  d.spec.scale_dtype = DType::f16;
+  const auto plan = QgemmPlan::select({}, d);
+  EXPECT_EQ(plan.sku().op, "qgemm");
+  EXPECT_EQ(plan.sku().kernel, "qgemm_cpu");
+  EXPECT_TRUE(plan.sku().backend.starts_with("cpu "));
+  EXPECT_EQ(plan.sku().dtypes, "bf16 x nf4 (g64, scale f16) -> bf16");
+  EXPECT_EQ(plan.precision_guarantee().accumulator, DType::f32);
+  EXPECT_TRUE(plan.precision_guarantee().deterministic);
+  EXPECT_FALSE(plan.precision_guarantee().same_on_all_devices);
+  EXPECT_EQ(plan.precision_guarantee().weight_rounding, WeightRounding::none);
+  d.dtype = DType::f32;
+  d.math = QgemmMath::f64;
+  d.transposed = true;
+  d.spec = {.format = Format::int4,
+            .asymmetric = true,
+            .granularity = Granularity::channel,
+            .scale_rule = ScaleRule::minmax,
+            .double_quant = true};
+  const auto other = QgemmPlan::select({}, d);
+  EXPECT_EQ(other.sku().dtypes,
+            "f32 x int4 transposed (channel, scale f32 double quantized, zero point u8) -> f32");
+  EXPECT_EQ(other.precision_guarantee().accumulator, DType::f64);
+}
+
+TEST(QgemmPlan, Variants) {
+  QgemmDescriptor d = descriptor(3, 64, 128);
+  const auto choices = explain_qgemm({}, d);
+  ASSERT_EQ(choices.size(), qgemm_variants().size());
+  EXPECT_EQ(choices.back().variant, "qgemm_cpu");
+  EXPECT_EQ(choices.back().reason, "");
+  for (size_t i = 0; i + 1 < choices.size(); ++i) {
+    EXPECT_EQ(choices[i].reason, "it is for CUDA devices");
+    d.variant = choices[i].variant;
+    EXPECT_EQ(
+        error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
+        fmt::format("qgemm: descriptor.variant {} does not take this: it is for CUDA devices", d.variant));
+  }
+  d.variant = "qgemm_cpu";
+  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_cpu");
+}
+
+TEST(QgemmPlan, Words) {
+  for (const auto layout : {WeightLayout::halfbyte, WeightLayout::bitsandbytes,
+                            WeightLayout::compressed_tensors, WeightLayout::mlx})
+    EXPECT_EQ(parse_weight_layout(to_string(layout)), layout);
+  for (const auto math : {QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64})
+    EXPECT_EQ(parse_qgemm_math(to_string(math)), math);
+  EXPECT_EQ(error_of([] { parse_qgemm_math("f16"); }),
+            "unknown math of qgemm 'f16': must be one of auto, tf32, f64");
+  EXPECT_EQ(error_of([] { parse_weight_layout("gptq"); }),
+            "unknown weight layout 'gptq': must be one of halfbyte, bitsandbytes, compressed-tensors, mlx");
+}
+
+}  // namespace
+}  // namespace halfbyte

@@ -1,0 +1,370 @@
+// For the tests of `qgemm`: random products in host memory, and what their results must be.
+#pragma once
+
+#include "core/packed_weight.h"
+#include "core/weight_view.h"
+#include "ops/qgemm/qgemm_ref.h"
+#include "ops/testing.h"
+
+namespace halfbyte::testing {
+
+// The formats of products, with everything that they can be.
+inline std::vector<QuantSpec> qgemm_formats() {
+  std::vector<QuantSpec> specs;
+  for (const FormatInfo& format : all_formats()) {
+    if (format.bits != 4 && format.bits != 8) continue;
+    QuantSpec spec;
+    spec.format = format.format;
+    spec.scale_rule = format.default_rule;
+    spec.scale_dtype = DType::f16;
+    if (format.format == Format::lut4)
+      spec.table = {-20, -13, -8, -7, -5, -3, -2, -1, 0, 1, 2, 4, 6, 7, 11, 16};
+    specs.push_back(spec);
+    if (format.kind != FormatKind::integer) continue;
+    spec.asymmetric = true;
+    spec.scale_rule = ScaleRule::minmax;
+    specs.push_back(spec);
+  }
+  return specs;
+}
+inline std::string short_text(const QuantSpec& spec) {
+  return fmt::format("{}{}", info(spec.format).name, spec.asymmetric ? "_asymmetric" : "");
+}
+inline std::string describe(const QgemmDescriptor& d) {
+  return fmt::format("{}{} {}{} {}{}, m {} n {} k {}, {} {}{}{}{}, math {}, alignment {}, tile {} x {}",
+                     d.variant.empty() ? "" : d.variant + ": ", to_string(d.dtype), short_text(d.spec),
+                     d.spec.double_quant ? " double quantized" : "",
+                     d.spec.granularity == Granularity::group ? "g" : to_string(d.spec.granularity),
+                     d.spec.group_size, d.m, d.n, d.k, to_string(d.spec.scale_dtype),
+                     d.packed ? "packed" : to_string(d.layout), d.transposed ? " transposed" : "",
+                     d.bias ? " bias" : "", d.accumulate ? " accumulate" : "", to_string(d.math), d.alignment,
+                     d.tile.m, d.tile.n);
+}
+
+enum class QgemmData {
+  random,    // of a normal distribution
+  integers,  // small ones, and scales that are powers of two: sums are exact
+};
+
+// Host memory between bytes that are NaN, at an address of an alignment (to 256) and no greater one.
+class GuardedMemory {
+ public:
+  GuardedMemory(int64_t num_bytes, int64_t alignment)
+      : num_bytes_(num_bytes),
+        offset_(alignment % kGuard),
+        bytes_(static_cast<size_t>(num_bytes + 3 * kGuard), kNaN) {}
+  GuardedMemory(const std::vector<uint8_t>& content, int64_t alignment)
+      : GuardedMemory(static_cast<int64_t>(content.size()), alignment) {
+    std::copy(content.begin(), content.end(), data());
+  }
+  uint8_t* data() {
+    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(bytes_.data()));
+    return bytes_.data() + kGuard + (kGuard - address % kGuard) % kGuard + offset_;
+  }
+  std::vector<uint8_t> content() { return {data(), data() + num_bytes_}; }
+  bool is_guarded() {
+    const uint8_t* const begin = data();
+    for (const uint8_t& byte : bytes_)
+      if ((&byte < begin || &byte >= begin + num_bytes_) && byte != kNaN) return false;
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kGuard = 256;
+  static constexpr uint8_t kNaN = 0xFF;  // in every type
+  int64_t num_bytes_, offset_;
+  std::vector<uint8_t> bytes_;
+};
+
+// A product: its tensors in host memory. The weight is in the form that the descriptor says.
+struct QgemmCase {
+  QgemmDescriptor descriptor;
+  QgemmProblem problem;  // of the CPU
+  Values x, bias;
+  Values before;  // y, where the descriptor says to accumulate
+  std::vector<uint8_t> packed, codes, scales, zeros, biases;
+  std::vector<float> absmax, map, offset;
+
+  QgemmCase(const QgemmDescriptor& d, uint64_t seed, QgemmData data = QgemmData::random)
+      : descriptor(d), random_(seed), data_(data) {
+    descriptor.variant.clear();
+    problem = make_qgemm_problem({}, descriptor, 1);
+    descriptor.variant = d.variant;
+    x = values(d.m * problem.in_cols());
+    if (d.bias) bias = values(d.n);
+    if (d.accumulate) before = values(d.m * problem.out_cols());
+    make_weight();
+  }
+
+  int64_t num_outputs() const { return problem.m * problem.out_cols(); }
+  QgemmTensors tensors() const {
+    QgemmTensors t;
+    t.x = x.bytes.data();
+    t.bias = bias.bytes.data();
+    t.y = const_cast<uint8_t*>(before.bytes.data());
+    t.weight = packed.data();
+    t.codes = codes.data();
+    t.scales = scales.data();
+    t.zeros = zeros.data();
+    t.biases = biases.data();
+    t.absmax = absmax.data();
+    t.map = map.data();
+    t.offset = offset.data();
+    return t;
+  }
+
+ private:
+  Values values(int64_t n) {
+    Values result;
+    result.dtype = descriptor.dtype;
+    std::normal_distribution<double> normal;
+    for (int64_t i = 0; i < n; ++i)
+      result.push_back(data_ == QgemmData::random ? normal(random_) : static_cast<double>(random_() % 9) - 4);
+    return result;
+  }
+  float scale() {
+    const double sign = random_() % 4 == 0 ? -1 : 1;
+    if (data_ == QgemmData::integers)
+      return static_cast<float>(sign * std::ldexp(1.0, static_cast<int>(random_() % 3) - 2));
+    return static_cast<float>(sign * std::uniform_real_distribution<double>(0.01, 0.05)(random_));
+  }
+
+  // Codes at random, all of them equally often, and as many parameters as the weight has groups.
+  void make_weight() {
+    const QuantSpec& spec = descriptor.spec;
+    const int64_t n = problem.n, k = problem.k;
+    const formats::PackedLayout& p = problem.weight;
+    const formats::WeightViewLayout& v = problem.view;
+    const int64_t num_scales = descriptor.packed ? n * p.groups : v.num_scales();
+    const bool one = spec.granularity == Granularity::tensor;
+    const auto number = [&](int64_t row, int64_t col) {
+      return !descriptor.packed ? v.scale(row, col) : one ? 0 : row * p.groups + col / p.group;
+    };
+    const auto scale_type = halfbyte::scale_type(spec.scale_dtype);
+    const auto scale_size = static_cast<size_t>(size_of(spec.scale_dtype));
+    const auto count = static_cast<size_t>(num_scales);
+    scales.resize(count * (spec.double_quant ? 1 : scale_size));
+    std::vector<uint8_t> zero_of(has_zeros(spec) ? count : 0);
+    if (has_biases(spec)) biases.resize(count * scale_size);
+    for (int64_t i = 0; i < num_scales; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (spec.double_quant)
+        scales[at] = static_cast<uint8_t>(random_());
+      else
+        formats::store_scale(scales.data(), i, scale(), scale_type);
+      if (has_zeros(spec)) zero_of[at] = static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1));
+      if (has_biases(spec)) formats::store_scale(biases.data(), i, scale() * 4, scale_type);
+    }
+    if (spec.double_quant) {
+      // Integers: map * absmax + offset are powers of two.
+      const bool exact = data_ == QgemmData::integers;
+      for (int i = 0; i < 256; ++i)
+        map.push_back(exact ? std::ldexp(1.0f, i % 3) - 4 : double_quant_map()[i]);
+      for (int64_t i = 0; i < (num_scales + 255) / 256; ++i)
+        absmax.push_back(exact ? 1.0f : static_cast<float>(i % 5 + 1) * 0.003f);
+      offset.push_back(exact ? 4.0f : 0.02f);
+    }
+    std::vector<uint8_t> code_of(static_cast<size_t>(n * k));
+    for (uint8_t& code : code_of) code = static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1));
+    const auto code = [&](int64_t row, int64_t col) { return code_of[static_cast<size_t>(row * k + col)]; };
+    if (descriptor.packed) {
+      packed.assign(static_cast<size_t>(p.num_bytes), 0);
+      const auto put = [&](int64_t at, const void* from, size_t size) {
+        std::memcpy(packed.data() + at, from, size);
+      };
+      for (int64_t row = 0; row < n; ++row)
+        for (int64_t col = 0; col < k; ++col) {
+          const int shift =
+              formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
+          uint8_t& byte = packed[static_cast<size_t>(p.code(row, col))];
+          byte = static_cast<uint8_t>(byte | code(row, col) << shift);
+          if (col % p.group != 0) continue;
+          const auto from = static_cast<size_t>(number(row, col));
+          const size_t size = spec.double_quant ? 1 : scale_size;
+          put(p.scale(row, col / p.group), &scales[from * size], size);
+          if (has_zeros(spec)) put(p.zero(row, col / p.group), &zero_of[from], 1);
+          if (has_biases(spec)) put(p.bias(row, col / p.group), &biases[from * scale_size], scale_size);
+        }
+      if (spec.double_quant) {
+        put(p.absmax, absmax.data(), absmax.size() * 4);
+        put(p.map, map.data(), 256 * 4);
+        put(p.offset, offset.data(), 4);
+      }
+      scales.clear();
+      biases.clear();
+      absmax.clear();
+      map.clear();
+      offset.clear();
+      return;
+    }
+    codes.assign(static_cast<size_t>(v.code_bytes()), 0);
+    for (int64_t row = 0; row < n; ++row)
+      for (int64_t col = 0; col < k; ++col) {
+        uint8_t& byte = codes[static_cast<size_t>(v.code(row, col))];
+        byte = static_cast<uint8_t>(byte | code(row, col) << v.code_shift(row, col));
+      }
+    if (!has_zeros(spec)) return;
+    zeros.assign(static_cast<size_t>(v.zero_bytes()), 0);
+    if (!v.zero_words) {
+      zeros = zero_of;
+      return;
+    }
+    for (int64_t row = 0; row < n; ++row)
+      for (int64_t col = 0; col < k; col += v.group) {
+        uint8_t& byte = zeros[static_cast<size_t>(v.zero(row, col))];
+        byte =
+            static_cast<uint8_t>(byte | zero_of[static_cast<size_t>(v.scale(row, col))] << v.zero_shift(row));
+      }
+  }
+
+  std::mt19937_64 random_;
+  QgemmData data_;
+};
+
+// Results, elements of the dtype of the descriptor, within the bound of the reference; of integers: to the
+// bit.
+inline ::testing::AssertionResult near_reference(const QgemmCase& test, const std::vector<uint8_t>& y,
+                                                 WeightRounding rounding,
+                                                 QgemmData data = QgemmData::random) {
+  const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), rounding);
+  const DType dtype = test.descriptor.dtype;
+  int64_t num_bad = 0, first = -1;
+  std::string text;
+  std::vector<uint8_t> exact(8);
+  for (size_t i = 0; i < expected.y.size(); ++i) {
+    const auto actual = load_element<double>(y.data(), static_cast<int64_t>(i), dtype);
+    bool good = std::fabs(actual - expected.y[i]) <= expected.bound[i];
+    if (data == QgemmData::integers) {
+      store_element(exact.data(), 0, expected.y[i], dtype);
+      good = load_element<double>(exact.data(), 0, dtype) == actual;
+    }
+    if (good || num_bad++ > 0) continue;
+    first = static_cast<int64_t>(i);
+    text = fmt::format("got {}, expected {} within {}", actual, expected.y[i],
+                       data == QgemmData::integers ? 0 : expected.bound[i]);
+  }
+  if (num_bad == 0) return ::testing::AssertionSuccess();
+  const int64_t cols = test.problem.out_cols();
+  return ::testing::AssertionFailure() << fmt::format(
+             "{}: {} of {} outputs are wrong, the first at [{}, {}]: {}", describe(test.descriptor), num_bad,
+             expected.y.size(), first / cols, first % cols, text);
+}
+
+// ---- Descriptions at random
+
+inline constexpr int64_t kQgemmExtents[] = {1,  2,  3,  5,  7,   8,   13,  16,  17,  31,  32,  33,  37,  40,
+                                            63, 64, 65, 96, 100, 127, 128, 129, 131, 192, 255, 256, 257, 320};
+inline constexpr DType kQgemmDTypes[] = {DType::bf16, DType::f16, DType::f32};
+
+template <class List>
+const auto& pick(std::mt19937_64& random, const List& list) {
+  return list[random() % std::size(list)];
+}
+
+inline bool is_valid(const QgemmDescriptor& descriptor) {
+  try {
+    check_descriptor(descriptor);
+  } catch (const Error&) {
+    return false;
+  }
+  return true;
+}
+
+// Everything but extents, variant and tile; `packed` or in one of the layouts.
+inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& format, bool packed) {
+  constexpr int64_t kGroups[] = {32, 64, 128, 256, 100};
+  constexpr Granularity kGranularities[] = {Granularity::group,   Granularity::group,  Granularity::group,
+                                            Granularity::channel, Granularity::tensor, Granularity::flat};
+  constexpr WeightLayout kLayouts[] = {WeightLayout::halfbyte, WeightLayout::bitsandbytes,
+                                       WeightLayout::compressed_tensors, WeightLayout::mlx};
+  constexpr QgemmMath kMaths[] = {QgemmMath::automatic, QgemmMath::automatic, QgemmMath::tf32,
+                                  QgemmMath::f64};
+  QgemmDescriptor d;
+  do {
+    d = {};
+    d.spec = format;
+    d.spec.granularity = pick(random, kGranularities);
+    d.spec.group_size = pick(random, kGroups);
+    d.spec.scale_dtype = pick(random, kQgemmDTypes);
+    d.spec.double_quant = random() % 4 == 0;
+    d.dtype = pick(random, kQgemmDTypes);
+    d.transposed = random() % 2 == 0;
+    d.packed = packed;
+    d.layout = packed ? WeightLayout::halfbyte : pick(random, kLayouts);
+    d.bias = random() % 2 == 0;
+    d.accumulate = random() % 2 == 0;
+    d.math = pick(random, kMaths);
+    d.m = d.n = 1;
+    d.k = d.spec.group_size;
+  } while (!is_valid(d));
+  return d;
+}
+inline void set_random_extents(std::mt19937_64& random, QgemmDescriptor& d, int64_t m = 0) {
+  d.m = m > 0 ? m : pick(random, kQgemmExtents);
+  d.n = pick(random, kQgemmExtents);
+  d.k = pick(random, kQgemmExtents);
+  if (d.packed && d.spec.granularity == Granularity::flat) d.k = d.spec.group_size * (1 + d.k % 3);
+}
+
+// ---- Runs
+
+// The arguments of a run: the weight of the test where it is, tensors where they are given.
+inline Qgemm::Args qgemm_args(const QgemmCase& test, const QgemmTensors& t, Device device) {
+  const QgemmDescriptor& d = test.descriptor;
+  const auto view = [&](const void* data, std::vector<int64_t> shape) {
+    return TensorView{const_cast<void*>(data), d.dtype, std::move(shape), {}, device};
+  };
+  const auto part = [](const void* data, bool has) { return has ? const_cast<void*>(data) : nullptr; };
+  Qgemm::Args args;
+  args.x = view(t.x, {d.m, test.problem.in_cols()});
+  args.y = view(t.y, {d.m, test.problem.out_cols()});
+  if (d.bias) args.bias = view(t.bias, {d.n});
+  if (d.packed) {
+    args.weight = {d.spec, d.n, d.k, const_cast<void*>(t.weight), device};
+    args.weight.num_bytes = test.problem.weight.num_bytes;
+    return args;
+  }
+  const bool nested = d.spec.double_quant;
+  args.view = {d.spec,
+               d.n,
+               d.k,
+               d.layout,
+               const_cast<void*>(t.codes),
+               const_cast<void*>(t.scales),
+               part(t.zeros, has_zeros(d.spec)),
+               part(t.biases, has_biases(d.spec)),
+               static_cast<float*>(part(t.absmax, nested)),
+               static_cast<float*>(part(t.map, nested)),
+               static_cast<float*>(part(t.offset, nested)),
+               device};
+  return args;
+}
+
+// y of a run on the CPU. Inputs and what lies around y and workspace must be as they were.
+struct CpuRun {
+  std::vector<uint8_t> y;
+  PrecisionGuarantee guarantee;
+};
+inline CpuRun run_on_cpu(const QgemmCase& test, int num_threads) {
+  const int64_t alignment = test.descriptor.alignment;
+  const auto plan = QgemmPlan::select({}, test.descriptor, {num_threads});
+  GuardedMemory x(test.x.bytes, alignment), bias(test.bias.bytes, alignment), packed(test.packed, 256);
+  GuardedMemory codes(test.codes, alignment),
+      y(test.num_outputs() * size_of(test.descriptor.dtype), alignment);
+  GuardedMemory workspace(plan.workspace_size(), 16);
+  if (test.descriptor.accumulate) std::copy(test.before.bytes.begin(), test.before.bytes.end(), y.data());
+  QgemmTensors t = test.tensors();
+  t.x = x.data();
+  t.bias = bias.data();
+  t.weight = packed.data();
+  t.codes = codes.data();
+  t.y = y.data();
+  plan.run(nullptr, workspace.data(), qgemm_args(test, t, {}));
+  EXPECT_TRUE(y.is_guarded() && workspace.is_guarded()) << "memory beyond y or the workspace was written";
+  EXPECT_TRUE(x.content() == test.x.bytes && bias.content() == test.bias.bytes &&
+              packed.content() == test.packed && codes.content() == test.codes)
+      << "an input was written";
+  return {y.content(), plan.precision_guarantee()};
+}
+
+}  // namespace halfbyte::testing
