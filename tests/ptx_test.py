@@ -46,6 +46,7 @@ COMPANIONS = {
     "zero-point": ["--bits", "4"],
     "compute_qparams scale-rule": ["--zero-point", "i32"],
     "compute_qparams zero-point": [],
+    "qgemm_sm90_wgmma scale-dtype": [],
     "fake_chunks zero-point": ["--dtype", "f64"],
     "fake_columns zero-point": ["--dtype", "f64"],
     "fake_elements zero-point": ["--dtype", "f64"],
@@ -65,6 +66,8 @@ COMPANIONS = {
     "qgemm_sm80 scale-dtype": [],
     "qgemm_simt_rows scale-dtype": [],
     "qgemm_sm90_f32 scale-dtype": [],
+    "qgemm_sm90_mma scale-dtype": [],
+    "qgemm_sm90_mma sliced": ["--units", "5"],
 }
 
 

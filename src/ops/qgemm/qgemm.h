@@ -13,9 +13,8 @@
 
 namespace halfbyte {
 
-// A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1. But
-// in_cols() may be 0, then there is nothing to sum: y is the bias, 0 or as it was. Variants that do not take
-// that refuse it.
+// A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
+// in_cols(), what is summed, may be 0 for kQgemmSimt and kQgemmCpu: y is then the bias, 0 or as it was.
 struct QgemmProblem {
   Device device;
   int num_threads = 0;

@@ -24,7 +24,6 @@ const QgemmTile* find_tile(const QgemmProblem& problem) {
 }
 
 std::string refuse(const QgemmProblem& problem) {
-  if (problem.math == QgemmMath::tf32) return "math tf32 takes matrix instructions";
   if (find_tile(problem) == nullptr) {
     std::string known;
     for (const auto& [m, n] : simt_tiles(problem.math))

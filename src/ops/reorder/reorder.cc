@@ -1,0 +1,258 @@
+#include "ops/reorder/reorder.h"
+
+#include <algorithm>
+
+#include "core/format.h"
+#include "core/packed_weight.h"
+#include "core/tensor_check.h"
+#include "core/weight_view.h"
+#include "cpu/parallel.h"
+#include "halfbyte/device.hpp"
+
+namespace halfbyte {
+namespace {
+
+using formats::PackedLayout;
+
+constexpr const char* kOp = "reorder";
+// Tiles that are taken at once: of a row 2 KB. A task is large against the cost of scheduling it.
+constexpr int64_t kTaskTiles = 64;
+
+int padding_of(const WeightView& view) {
+  if (view.layout == WeightLayout::compressed_tensors || view.layout == WeightLayout::mlx) return 0;
+  const formats::Codec codec = make_codec(view.spec);
+  if (codec.kind == formats::Kind::table) return codec.book.zero_code;
+  return codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : kPaddingOfGroup;
+}
+
+// What lies between and behind the sections.
+void find_gaps(const PackedLayout& p, ReorderGap* gaps) {
+  const int64_t num_parameters = p.strips * p.groups * formats::kUnitRows;
+  int64_t end = p.strips * p.strip_bytes;
+  const auto section = [&](int64_t begin, int64_t num_bytes) {
+    *gaps++ = {end, begin};
+    end = begin + num_bytes;
+  };
+  if (!p.inlined) {
+    section(p.scales, num_parameters * p.scale_bytes);
+    if (p.has_zeros) section(p.zeros, num_parameters);
+    if (p.has_biases) section(p.biases, num_parameters * p.bias_bytes);
+  }
+  if (p.double_quant) section(p.absmax, p.offset + int64_t{sizeof(float)} - p.absmax);
+  section(p.num_bytes, 0);
+}
+
+template <class T>
+T* at(void* memory, int64_t byte) {
+  return reinterpret_cast<T*>(static_cast<uint8_t*>(memory) + byte);
+}
+
+// Between row-major parameters of the view and groups of 32 rows; `begin`: where those of a group of the
+// strip begin. Some groups at once, so that of rows whole lines are taken.
+template <class T, class Begin>
+void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip, void* view, const Begin& begin) {
+  constexpr int64_t kGroupsAtOnce = 64 / sizeof(T);
+  const PackedLayout& p = args.layout;
+  const int64_t first_row = strip * formats::kUnitRows;
+  const int64_t num_rows = args.one_group && !to_packed
+                               ? 1  // the first is that of all
+                               : std::min<int64_t>(formats::kUnitRows, p.n - first_row);
+  T* packed[kGroupsAtOnce];
+  for (int64_t first = 0; first < p.padded_groups(); first += kGroupsAtOnce) {
+    const int64_t num_padded = std::min<int64_t>(kGroupsAtOnce, p.padded_groups() - first),
+                  num_groups = std::clamp<int64_t>(p.groups - first, 0, num_padded);
+    for (int64_t i = 0; i < num_padded; ++i) packed[i] = at<T>(args.packed, begin(first + i));
+    for (int64_t r = 0; r < num_rows; ++r) {
+      T* const row = static_cast<T*>(view) + view_parameter(args, first_row + r, first);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        if (to_packed)
+          packed[i][r] = row[i];
+        else
+          row[i] = packed[i][r];
+      }
+    }
+    for (int64_t i = 0; to_packed && i < num_padded; ++i) {
+      const int64_t from = i < num_groups ? num_rows : 0;
+      std::fill(packed[i] + from, packed[i] + formats::kUnitRows, T{0});
+    }
+  }
+}
+template <class Begin>
+void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip, void* view, int size,
+                     const Begin& begin) {
+  if (size == 1) return move_parameters<uint8_t>(args, to_packed, strip, view, begin);
+  if (size == 2) return move_parameters<uint16_t>(args, to_packed, strip, view, begin);
+  move_parameters<uint32_t>(args, to_packed, strip, view, begin);
+}
+
+void move_zero_words(const ReorderArgs& args, bool to_packed, int64_t strip) {
+  const PackedLayout& p = args.layout;
+  const int64_t per_word = rows_per_word(args), first = strip * formats::kUnitRows;
+  const uint32_t mask = (1u << p.bits) - 1;
+  uint32_t* const words = static_cast<uint32_t*>(args.zeros);
+  if (to_packed) {
+    for (int64_t group = 0; group < p.padded_groups(); ++group)
+      for (int64_t row = first; row < first + formats::kUnitRows; ++row) {
+        const int64_t r = args.one_group ? 0 : row;
+        const bool exists = row < p.n && group < p.groups;
+        const uint32_t word = exists ? words[r / per_word * p.groups + group] : 0;
+        args.packed[p.zero(row, group)] = static_cast<uint8_t>(word >> (r % per_word * p.bits) & mask);
+      }
+    return;
+  }
+  const int64_t end = std::min<int64_t>(first + formats::kUnitRows, zero_rows(args));
+  for (int64_t row = first; row < end; row += per_word)
+    for (int64_t group = 0; group < p.groups; ++group) {
+      uint32_t word = 0;
+      for (int64_t i = 0; i < std::min(per_word, end - row); ++i)
+        word |= (args.packed[p.zero(row + i, group)] & mask) << (i * p.bits);
+      words[row / per_word * p.groups + group] = word;
+    }
+}
+
+void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip) {
+  const PackedLayout& p = args.layout;
+  if (args.one_group && !to_packed && strip > 0) return;
+  const int64_t row = strip * formats::kUnitRows;
+  move_parameters(args, to_packed, strip, args.scales, p.scale_bytes,
+                  [&](int64_t group) { return p.scale(row, group); });
+  if (p.has_zeros && args.zero_words)
+    move_zero_words(args, to_packed, strip);
+  else if (p.has_zeros)
+    move_parameters(args, to_packed, strip, args.zeros, 1, [&](int64_t group) { return p.zero(row, group); });
+  if (p.has_biases)
+    move_parameters(args, to_packed, strip, args.biases, p.bias_bytes,
+                    [&](int64_t group) { return p.bias(row, group); });
+}
+
+// What double quantization has beside the scales, and the gaps.
+void move_sections(const ReorderArgs& args, bool to_packed) {
+  const PackedLayout& p = args.layout;
+  const auto move = [&](int64_t section, float* view, int64_t count) {
+    float* const packed = at<float>(args.packed, section);
+    std::copy_n(to_packed ? view : packed, count, to_packed ? packed : view);
+  };
+  if (p.double_quant) {
+    const int64_t count = num_absmax(args);
+    if (args.one_group && to_packed)
+      std::fill_n(at<float>(args.packed, p.absmax), count, *args.absmax);
+    else
+      move(p.absmax, args.absmax, args.one_group ? std::min<int64_t>(1, count) : count);
+    move(p.map, args.map, 256);
+    move(p.offset, args.offset, 1);
+  }
+  if (!to_packed) return;
+  for (const ReorderGap& gap : args.gaps)
+    std::fill_n(args.packed + gap.begin, gap.end - gap.begin, uint8_t{0});
+}
+
+}  // namespace
+
+ReorderArgs make_reorder_args(const WeightView& view, void* packed) {
+  const PackedLayout p = packed_layout_of(view.spec, view.rows, view.cols);
+  ReorderArgs args{};
+  args.layout = p;
+  find_gaps(p, args.gaps);
+  args.packed = static_cast<uint8_t*>(packed);
+  args.codes = static_cast<uint8_t*>(view.codes);
+  args.scales = view.scales;
+  args.zeros = view.zeros;
+  args.biases = view.biases;
+  args.absmax = view.absmax;
+  args.map = view.map;
+  args.offset = view.offset;
+  const formats::WeightViewLayout v = view_layout_of(view.spec, view.rows, view.cols, view.layout);
+  args.row_codes = v.flat_codes ? v.cols : v.row_bytes * 8 / v.bits;
+  args.num_code_bytes = v.code_bytes();
+  args.scale_type = scale_type(view.spec.scale_dtype);
+  args.high_first = v.high_first;
+  args.one_group = v.one_group;
+  args.zero_words = v.zero_words;
+  args.padding = padding_of(view);
+  return args;
+}
+
+void reorder_cpu(const ReorderProblem& problem) {
+  const ReorderArgs& args = problem.args;
+  const int64_t tiles = args.layout.tiles_per_strip();
+  const bool split = problem.to_packed || rows_begin_at_bytes(args);
+  const int64_t task_tiles = split ? kTaskTiles : tiles;
+  const int64_t tasks_per_strip = tiles == 0 ? 0 : (tiles - 1) / task_tiles + 1;
+  parallel_for(args.layout.strips * tasks_per_strip, 1, problem.num_threads,
+               [&](int64_t begin, int64_t end, int) {
+                 for (int64_t task = begin; task < end; ++task) {
+                   const int64_t strip = task / tasks_per_strip, first = task % tasks_per_strip * task_tiles;
+                   reorder_tiles_cpu(problem, {strip, first, std::min(tiles, first + task_tiles)});
+                   if (first == 0) move_parameters(args, problem.to_packed, strip);
+                 }
+               });
+  move_sections(args, problem.to_packed);
+}
+
+namespace {
+
+constexpr Variant<ReorderProblem, void> kVariants[] = {
+    {"reorder_cpu", DeviceKind::cpu, [](const ReorderProblem&) { return std::string(); }, reorder_cpu},
+    {"reorder_cuda", DeviceKind::cuda, refuse_reorder_cuda, reorder_cuda},
+};
+
+// Groups that run across rows are those of rows where they divide them, and there is no packed form where
+// they do not.
+QuantSpec packed_spec(QuantSpec spec) {
+  if (spec.granularity == Granularity::flat) spec.granularity = Granularity::group;
+  return spec;
+}
+
+void check_same(const WeightView& view, const char* view_name, const PackedWeight& packed,
+                const char* packed_name) {
+  const auto same = [&](const char* field, const auto& a, const auto& b) {
+    HALFBYTE_CHECK(a == b, usage, "{}: {}.{} must be that of {}, {}, got {}", kOp, view_name, field,
+                   packed_name, b, a);
+  };
+  check_same_spec(kOp, view_name, packed_spec(view.spec), packed_spec(packed.spec), packed_name);
+  same("rows", view.rows, packed.rows);
+  same("cols", view.cols, packed.cols);
+  same("device", to_string(view.device), to_string(packed.device));
+}
+
+// The names of the two arguments.
+struct Names {
+  WeightViewNames view;
+  const char* packed;
+};
+constexpr Names kToPacked = {{"from", "from.codes", "from.scales", "from.zeros", "from.biases", "from.absmax",
+                              "from.map", "from.offset"},
+                             "to"};
+constexpr Names kFromPacked = {
+    {"to", "to.codes", "to.scales", "to.zeros", "to.biases", "to.absmax", "to.map", "to.offset"}, "from"};
+
+void run(const WeightView& view, const PackedWeight& packed, bool to_packed, Execution execution) {
+  const Names& names = to_packed ? kToPacked : kFromPacked;
+  HALFBYTE_CHECK(execution.num_threads >= 0, usage, "{}: execution.num_threads must be >= 0, got {}", kOp,
+                 execution.num_threads);
+  check_same(view, names.view.view, packed, names.packed);
+  check_device(packed.device);
+  const Device device = packed.device;
+  std::vector<ArgumentMemory> arguments = check_view(kOp, names.view, view, device, 1, !to_packed);
+  arguments.push_back(check_packed(kOp, names.packed, packed, device, to_packed));
+  check_all_apart(kOp, arguments);
+
+  ReorderProblem problem;
+  problem.args = make_reorder_args(view, packed.data);
+  problem.to_packed = to_packed;
+  problem.device = device;
+  problem.num_threads = execution.num_threads;
+  problem.stream = execution.stream;
+  choose<ReorderProblem, void>(kOp, kVariants, problem, device.kind).run(problem);
+}
+
+}  // namespace
+
+void reorder(const WeightView& from, const PackedWeight& to, Execution execution) {
+  run(from, to, true, execution);
+}
+void reorder(const PackedWeight& from, const WeightView& to, Execution execution) {
+  run(to, from, false, execution);
+}
+
+}  // namespace halfbyte
