@@ -62,7 +62,10 @@ COMPANIONS = {
     "lsq_elements zero-point": ["--dtype", "f64"],
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
+    "math": ["--dtype", "f32"],
     "qgemm_sm80 scale-dtype": [],
+    "qgemm_simt_rows scale-dtype": [],
+    "qgemm_sm90_f32 scale-dtype": [],
     "qgemm_sm90_mma scale-dtype": [],
     "qgemm_sm90_mma sliced": ["--units", "5"],
 }

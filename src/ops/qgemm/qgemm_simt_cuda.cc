@@ -201,6 +201,13 @@ std::string weight_config(const QgemmProblem& problem) {
       !problem.packed && problem.view.high_first);
 }
 
+// Whether the kernel knows how scales are stored.
+std::string scales_config(bool known, formats::ScaleType type, bool double_quant) {
+  return fmt::format(
+      "constexpr bool kScales = {}, kDoubleQuant = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n",
+      known, double_quant, static_cast<int>(type));
+}
+
 }  // namespace
 
 std::span<const QgemmTile> simt_tiles(QgemmMath math) {
@@ -210,15 +217,17 @@ std::span<const QgemmTile> simt_tiles(QgemmMath math) {
 
 bool has_simt_rows(const QgemmProblem& problem) {
   const SimtWeight weight = describe_weight(problem);
-  return problem.k % kSimtChunk == 0 && problem.alignment >= 16 && weight.whole_chunks &&
-         !problem.transposed && problem.tile == QgemmTile{} &&
+  constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
+  return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
+         weight.whole_chunks && !problem.transposed && problem.tile == QgemmTile{} &&
          problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 
 cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem) {
   const auto rows = std::bit_ceil(static_cast<uint64_t>(problem.m));
+  const std::string scales = scales_config(true, problem.codec.scale_type, problem.double_quant);
   return simt_kernel("ops/qgemm/qgemm_simt_rows.cu", "qgemm_simt_rows", problem,
-                     weight_config(problem) + fmt::format("constexpr int kM = {};\n", rows));
+                     weight_config(problem) + scales + fmt::format("constexpr int kM = {};\n", rows));
 }
 cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
   return simt_kernel(

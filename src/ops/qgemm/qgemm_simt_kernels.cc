@@ -1,4 +1,5 @@
 // The kernels of variant qgemm_simt, listed.
+#include "core/format.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/qgemm_simt_args.h"
 
@@ -9,7 +10,7 @@ using cuda::KernelValues;
 
 std::string word_of(QgemmTile tile) { return fmt::format("{}x{}", tile.m, tile.n); }
 
-// Tables, groups, scales and zero points are arguments of these kernels.
+// Tables, groups and zero points are arguments of these kernels.
 std::vector<KernelKey> simt_keys(bool weight) {
   std::vector<KernelKey> keys;
   if (weight) {
@@ -48,6 +49,11 @@ QgemmProblem simt_problem(const KernelValues& values) {
 cuda::KernelSpec specialise_rows(const KernelValues& values) {
   QgemmProblem problem = simt_problem(values);
   problem.m = values.at("rows")[0] - '0';
+  problem.double_quant = cuda::is_set(values, "double-quant");
+  problem.codec.scale_type = scale_type(parse_dtype(values.at("scale-dtype")));
+  HALFBYTE_CHECK(!problem.double_quant || (problem.codec.scale_type == formats::ScaleType::f32 &&
+                                           problem.codec.kind != formats::Kind::affine),
+                 usage, "double-quant goes with f32 scales and without biases");
   HALFBYTE_CHECK(has_simt_rows(problem), usage, "rows {} do not go with math f64", problem.m);
   return simt_rows_kernel(problem);
 }
@@ -63,6 +69,8 @@ cuda::KernelSpec specialise_tiles(const KernelValues& values) {
 
 std::vector<cuda::Kernel> qgemm_simt_kernels() {
   std::vector<KernelKey> rows = simt_keys(true), tiles = rows;
+  for (const KernelKey& key : qgemm_keys())
+    if (key.name == "scale-dtype" || key.name == "double-quant") rows.push_back(key);
   rows.push_back({"rows", {"1", "2", "4", "8"}, false, "Of x, rounded up."});
   tiles.push_back(
       {"tile", {"16x64", "64x64", "128x128"}, false, "Rows and columns of y that a block makes."});

@@ -28,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
   const int num_chunks = static_cast<int>(w.k / kChunk);
   const float table_value = lane_value(w);
   // Behind the end the last row and chunk are decoded again: shuffles need all lanes.
-  const auto row_of = [&](int r) { return min(first_row + r, w.n - 1); };
-  const auto col_of = [&](int chunk) { return static_cast<i64>(min(chunk, num_chunks - 1)) * kChunk; };
+  const WholeRows rows(w, first_row);
+  const auto group_at = [&](int chunk) { return w.group_chunks.divide(static_cast<u32>(min(chunk, num_chunks - 1))); };
   const auto load_chunks = [&](int chunk, Chunk(&chunks)[kRows]) {
-    const i64 col = col_of(chunk), group = group_of(w, col);
+    const u32 group = group_at(chunk);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      chunks[r] = {load_codes<true>(w, row_of(r), col), load_parameters(w, row_of(r), group)};
+    for (u32 r = 0; r < kRows; ++r)
+      chunks[r] = {rows.codes(r, static_cast<u32>(min(chunk, num_chunks - 1))), rows.parameters(r, group)};
   };
 
   F sum[kSums] = {};
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) chunks[r] = next[r];
     if (first + kSimtWarps * 32 < num_chunks) load_chunks(chunk + kSimtWarps * 32, next);
-    const i64 group = group_of(w, col_of(chunk));
+    const u32 group = group_at(chunk);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       F values[kChunk];
-      const Parameters p = convert(w, chunks[r].parameters, row_of(r), group);
+      const Parameters p = rows.convert(chunks[r].parameters, static_cast<u32>(r), group);
       const F factor = decode(chunks[r].codes, p, table_value, values);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {

@@ -9,7 +9,7 @@ namespace halfbyte::device {
 constexpr int kStep = simt_step(kTileN), kPad = 4;
 constexpr int kThreadM = kTileM / 16, kThreadN = kTileN / 16, kThreadX = kTileM * kStep / kSimtThreads;
 
-extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kTileM > 64 ? 1 : 2)
     qgemm_simt_tiles(const __grid_constant__ SimtArgs args) {
   alignas(16) __shared__ F xs[kStep][kTileM + kPad];
   alignas(16) __shared__ F ws[kStep][kTileN + kPad];

@@ -9,6 +9,8 @@
 namespace halfbyte::device {
 
 constexpr int kChunk = kSimtChunk;
+constexpr int kRowsPerWord = 32 / kBits;  // of zero points, where they are in words
+constexpr u32 kCodeMask = (1u << kBits) - 1;
 constexpr bool kTable = kKind == Kind::table, kAffine = kKind == Kind::affine;
 
 // Of a group, as they are stored and as they are computed with; other: the zero point or the bias.
@@ -18,6 +20,14 @@ struct StoredParameters {
 struct Parameters {
   F scale, other;
 };
+
+// Constants where the kernel is made for them: kScales.
+__device__ __forceinline__ ScaleType type_of(const SimtWeight& w) {
+  return kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
+}
+__device__ __forceinline__ bool is_double_quant(const SimtWeight& w) {
+  return kScales ? kDoubleQuant : w.absmax != nullptr;
+}
 
 __device__ __forceinline__ u32 load_stored(const void* scales, i64 index, ScaleType type) {
   return type == ScaleType::f32 ? static_cast<const u32*>(scales)[index] : static_cast<const u16*>(scales)[index];
@@ -30,7 +40,7 @@ __device__ __forceinline__ F from_stored(u32 bits, ScaleType type) {
 
 // `group`: of the row; where groups run across rows, of all, and row 0.
 __device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w, i64 row, i64 group) {
-  const auto type = static_cast<ScaleType>(w.scale_type);
+  const ScaleType type = type_of(w);
   const void *scales = w.scales, *biases = w.biases;
   const u8* zeros = static_cast<const u8*>(w.zeros);
   i64 at = row * w.groups + group;
@@ -43,14 +53,13 @@ __device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w,
     biases = static_cast<const u8*>(biases) + other;
   }
   StoredParameters p{};
-  p.scale = w.absmax != nullptr ? static_cast<const u8*>(scales)[at] : load_stored(scales, at, type);
+  p.scale = is_double_quant(w) ? static_cast<const u8*>(scales)[at] : load_stored(scales, at, type);
   if constexpr (kAffine) p.other = load_stored(biases, at, type);
   if constexpr (kKind == Kind::integer) {
     p.other = static_cast<u32>(w.zero);
     if (w.zeros != nullptr && w.zero_words) {
-      constexpr int kPerWord = 32 / kBits;
-      const u32 word = static_cast<const u32*>(w.zeros)[row / kPerWord * w.groups + group];
-      p.other = word >> (row % kPerWord * kBits) & ((1u << kBits) - 1);
+      const u32 word = static_cast<const u32*>(w.zeros)[row / kRowsPerWord * w.groups + group];
+      p.other = word >> (row % kRowsPerWord * kBits) & kCodeMask;
     } else if (w.zeros != nullptr) {
       p.other = zeros[at];
     }
@@ -58,9 +67,9 @@ __device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w,
   return p;
 }
 __device__ __forceinline__ Parameters convert(const SimtWeight& w, StoredParameters stored, i64 row, i64 group) {
-  const auto type = static_cast<ScaleType>(w.scale_type);
+  const ScaleType type = type_of(w);
   Parameters p{};
-  if (w.absmax != nullptr) {
+  if (is_double_quant(w)) {
     const float absmax = w.absmax[(row * w.groups + group) / 256];
     p.scale = static_cast<F>(__fadd_rn(__fmul_rn(w.map[stored.scale], absmax), *w.offset));
   } else {
@@ -79,8 +88,7 @@ __device__ __forceinline__ u64 swap_halves(u64 bytes) {
   return (bytes & 0x0F0F0F0F0F0F0F0Full) << 4 | (bytes >> 4 & 0x0F0F0F0F0F0F0F0Full);
 }
 
-// `col`: a multiple of kChunk. What lies behind the row is undefined. kWide: w.wide is known to be set.
-template <bool kWide = false>
+// `col`: a multiple of kChunk. What lies behind the row is undefined.
 __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 col) {
   Codes codes = 0;
   if constexpr (kPacked) {
@@ -99,7 +107,7 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
   } else {
     const i64 bit = (row * w.row_codes + col) * kBits, byte = bit / 8;
     const u32* const words = reinterpret_cast<const u32*>(w.codes + byte);
-    if (kWide || w.wide) {
+    if (w.wide) {
       codes = load_once(words);
       if constexpr (kBits == 8)
         if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
@@ -123,6 +131,62 @@ __device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
   return w.group_chunks.divide(static_cast<u32>(col / kChunk));
 }
 
+// The rows of a block, of whole chunks that are aligned and of one group; row r, or the last there is. Offsets within
+// them have 32 bits.
+class WholeRows {
+ public:
+  __device__ __forceinline__ WholeRows(const SimtWeight& w, i64 first)
+      : w_(w), first_(first), last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
+    if constexpr (!kPacked) {
+      first_group_ = first * w.groups;
+      const int size = scale_bytes(type_of(w));
+      codes_ = w.codes + first * (w.row_codes / kChunk) * kBits;
+      scales_ = static_cast<const u8*>(w.scales) + first_group_ * (is_double_quant(w) ? 1 : size);
+      if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;
+      // All rows are in one row of words.
+      if constexpr (kKind == Kind::integer)
+        others_ = static_cast<const u8*>(w.zeros) + (w.zero_words ? first / kRowsPerWord * w.groups * 4 : first_group_);
+    }
+  }
+  __device__ __forceinline__ Codes codes(u32 r, u32 chunk) const {
+    if constexpr (kPacked) return load_codes(w_, row(r), static_cast<i64>(chunk) * kChunk);
+    const u32 offset = (min(r, last_) * static_cast<u32>(w_.row_codes / kChunk) + chunk) * kBits;
+    const u32* const words = reinterpret_cast<const u32*>(codes_ + offset);
+    Codes codes = load_once(words);
+    if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
+    return codes;
+  }
+  __device__ __forceinline__ StoredParameters parameters(u32 r, u32 group) const {
+    if constexpr (kPacked) return load_parameters(w_, row(r), group);
+    const u32 at = index(r, group);
+    StoredParameters p{};
+    p.scale = is_double_quant(w_) ? scales_[at] : load_stored(scales_, at, type_of(w_));
+    if constexpr (kAffine) p.other = load_stored(others_, at, type_of(w_));
+    if constexpr (kKind == Kind::integer) {
+      p.other = static_cast<u32>(w_.zero);
+      if (w_.zeros != nullptr && w_.zero_words)
+        p.other = reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
+      else if (w_.zeros != nullptr)
+        p.other = others_[at];
+    }
+    return p;
+  }
+  __device__ __forceinline__ Parameters convert(StoredParameters stored, u32 r, u32 group) const {
+    return device::convert(w_, stored, row(r), group);
+  }
+
+ private:
+  __device__ __forceinline__ i64 row(u32 r) const { return first_ + min(r, last_); }
+  __device__ __forceinline__ u32 index(u32 r, u32 group) const {
+    return min(r, last_) * static_cast<u32>(w_.groups) + group;
+  }
+
+  const SimtWeight& w_;
+  i64 first_, first_group_ = 0;
+  u32 last_;
+  const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
+};
+
 // The value of table code i, in lanes i and 16 + i.
 __device__ __forceinline__ float lane_value(const SimtWeight& w) { return kTable ? w.values[threadIdx.x % 16] : 0; }
 
@@ -132,7 +196,7 @@ __device__ __forceinline__ F code_value(Codes codes, int i, float table_value) {
   if constexpr (kTable)
     return static_cast<F>(shuffle(table_value, static_cast<int>(code)));  // bit 4 and up do not matter
   else
-    return static_cast<F>(__fsub_rn(above_2_23(code & ((1u << kBits) - 1)), 0x1p23f));
+    return static_cast<F>(__fsub_rn(above_2_23(code & kCodeMask), 0x1p23f));
 }
 
 // Of a chunk within one group. The weights are values[i] times the result. By all lanes of a warp.

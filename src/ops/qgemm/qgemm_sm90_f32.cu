@@ -162,10 +162,9 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
   }
   __syncthreads();  // table, barriers and x
 
-  int slot = 0, last_slot = 0;
-  u32 parity = 0, last_parity = 0;  // of the phases of slot, and of the slot before
-  bool first = true;
-  float* sums_to = partials;
+  int slot = 0;
+  u32 parity = 0;  // of the phases of the slot
+  int half = 0;    // of the partial sums
   for (int strip = static_cast<int>(blockIdx.x); strip < args.strips; strip += static_cast<int>(gridDim.x)) {
     float sums[8][kM] = {};
     const auto multiply_stage = [&](int u) {
@@ -194,13 +193,12 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       __syncwarp();
       if (lane == 0) arrive(empty + slot);
       // The slot before this one is empty by now, or soon.
-      if (thread == 0 && !first) {
-        wait(empty + last_slot, last_parity);
-        copies.copy_next(last_slot);
+      if (thread == 0 && (u > 0 || strip >= static_cast<int>(gridDim.x))) {
+        const bool wraps = slot == 0;
+        const int last = (wraps ? args.stages : slot) - 1;
+        wait(empty + last, wraps ? parity ^ 1 : parity);
+        copies.copy_next(last);
       }
-      first = false;
-      last_slot = slot;
-      last_parity = parity;
       if (++slot == args.stages) {
         slot = 0;
         parity ^= 1;
@@ -215,6 +213,8 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       for (int u = 0; u < per_strip; ++u) multiply_stage(u);
     }
 
+    float* const sums_to = partials + half * kF32Warps * kM * kUnitRows;
+    half ^= 1;
     // Over the 8 lanes of a row: each keeps half of the rows until it has one, number 4 h + t % 4 of the 8.
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -246,7 +246,6 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       }
     }
     // The next strip leaves its sums in the other half; the one after that comes after the next barrier.
-    sums_to = sums_to == partials ? partials + kF32Warps * kM * kUnitRows : partials;
   }
 #endif
 }
