@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "benchmark/benchmark_kernels.h"
 #include "core/checks.h"
 #include "cuda/clear.h"
 #include "cuda/nvrtc.h"
@@ -13,6 +14,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/quantize/quantize_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
+#include "ops/reorder/reorder_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -25,7 +27,10 @@ std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
   for (const auto& rows :
        {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
-        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels(), qgemm_kernels()})
+        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
+  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
+                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
+                           affine_qdq_kernels(), qgemm_kernels(), benchmark_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   table.push_back(
       {{"workspace", "clear_workspace", "Zeros for another kernel, which may begin meanwhile.", {}},
