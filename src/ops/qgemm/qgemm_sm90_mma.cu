@@ -2,10 +2,14 @@
 // of 16 rows and x as that of 8 columns.
 //
 // A block has whole strips of 32 rows, one a round; where strips do not divide evenly, two blocks share one in the
-// last round, each with one tile of 16 rows. Its 16 warps divide k: a stage of the ring is 16 units, one bulk copy, and
-// warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units, a slice of k; where k has more,
-// the rounds are repeated for each slice, and sums are kept in shared memory. After each round the sums of the warps
-// are added in order.
+// last round, each with one tile of 16 rows. Its 16 warps divide k: a stage of the ring is 16 units, one bulk copy,
+// and warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units, a slice of k; where k has
+// more, the rounds are repeated for each slice, and sums are kept in shared memory. After each round the sums of the
+// warps are added in order.
+//
+// What limits it: reads and writes of shared memory, a clock each 128 bytes. A unit of 4-bit codes takes 32 for the
+// table, 8 for the codes and 9 when they are copied, 2 to 4 for scales, 2 for sums: 53 to 55 of the 60 clocks in which
+// the memory of an H200 brings the next. About 117 instructions a unit are half of what the block can issue.
 //
 // Before the kernels before it have ended only the weight is read.
 #include "cuda/device/bulk.cuh"
@@ -34,7 +38,7 @@ extern __shared__ __align__(1024) u8 shared[];
 // is that fills the ring, in the order in which it is used. In shared memory: the registers are x's.
 struct Work {
   int num_stages;  // of a strip
-  int whole_rounds, rounds;
+  int whole_rounds, rounds;  // with both tiles, in all
   int first, round, stage;  // of the next copy: the first stage of its slice, its round, its stage
 };
 __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(shared + kShared.work); }
@@ -55,6 +59,7 @@ __device__ __forceinline__ int strip_of(int round, int whole_rounds) {
   return round * static_cast<int>(gridDim.x) + (round < whole_rounds ? index : index / 2);
 }
 
+// Thread 0: starts the next copy, if there is one.
 __device__ __forceinline__ bool has_next_copy(const Work& w) { return w.first < w.num_stages && w.round < w.rounds; }
 __device__ __forceinline__ void copy_next(const QgemmSm90MmaArgs& args, Work& w, int slot) {
   const i64 begin = static_cast<i64>(w.stage) * kStageBytes, rest = args.layout.strip_bytes - begin;
@@ -202,7 +207,7 @@ __device__ __forceinline__ u32 decode_pair(u32 word, float zero) {
   return store_pair(Element(), low - zero, high - zero);
 }
 
-// The fragment of columns 16 * kStep of a unit, and of one tile, of which `codes` has the lane's first 16 bytes.
+// The fragment of columns 16 * kStep to 16 * kStep + 15 of a unit, for one tile, of which `words` has the lane's codes.
 template <int kStep>
 __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kCodec.bits], u32 table,
                                               const Zero (&zero)[2]) {
@@ -224,8 +229,8 @@ __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kC
 }
 
 template <int kTiles, int kStep>
-__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u32 (&words)[kTiles][kCodec.bits], u32 table,
-                                              const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
+__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u32 (&words)[kTiles][kCodec.bits],
+                                              u32 table, const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
   const u32 b[2] = {x[2 * kStep], x[2 * kStep + 1]};
   u32 a[kTiles][4];
 #pragma unroll
@@ -233,6 +238,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u3
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) mma(Element(), sums[i], a[i], b);
 }
+
 // Sums of x over steps of a unit, in all rows.
 __device__ __forceinline__ void sum_x(float (&sums)[4], const u32 (&x)[8], int first_step, int num_steps) {
   const u32 one = store_pair(Element(), 1, 1), ones[4] = {one, one, one, one};
@@ -337,7 +343,8 @@ __device__ __forceinline__ void Consumer::load_two_rows(u32 (&x)[kUnits][8], int
   constexpr int kLoads = (kUnits + 3) / 4;
   const int chunk = lane.lane % 8;  // of a unit; 4 units at once
   const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + chunk * 8;
-  // 128 bytes of a unit: what the lanes of each pair of columns need, turned by the unit: no two meet in a bank.
+  // 128 bytes of a unit: what the lanes of each pair of columns need, 8 chunks. Turned by the unit, and halves swapped
+  // by the row: no two meet in a bank.
   const auto words_at = [&](int row, int unit, int pair) {
     return reinterpret_cast<u32*>(sums_at(row, lane.warp, 0, 0) + unit * kShared.sum_stride) + (pair + unit) % 4 * 8;
   };
@@ -356,7 +363,8 @@ __device__ __forceinline__ void Consumer::load_two_rows(u32 (&x)[kUnits][8], int
     const int row = i / kLoads, unit = i % kLoads * 4 + lane.lane / 8;
     if (row < args.m && unit < kUnits)
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) words_at(row, unit, pair)[chunk] = chunks[row][i % kLoads].word[pair];
+      for (int pair = 0; pair < 4; ++pair)
+        words_at(row, unit, pair)[chunk ^ 4 * row] = chunks[row][i % kLoads].word[pair];
   }
   __syncwarp();
 #pragma unroll
@@ -365,7 +373,7 @@ __device__ __forceinline__ void Consumer::load_two_rows(u32 (&x)[kUnits][8], int
     for (int half = 0; half < 2; ++half) {
       Words4 four{};
       if (lane.row < args.m)
-        four = *reinterpret_cast<const Words4*>(words_at(lane.row, u, lane.pair) + half * 4);
+        four = *reinterpret_cast<const Words4*>(words_at(lane.row, u, lane.pair) + (half ^ lane.row) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[u][half * 4 + i] = four.word[i];
     }
@@ -458,9 +466,10 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
   if constexpr (kGroup == 0) add_scaled(strip.total, scale, strip.part);
   if constexpr (kGroup == 0 && kAffine) add_scaled(strip.total, bias, strip.x);
   const u32 thread = thread_again();
+  const int warp = static_cast<int>(thread / 32), of_lane = static_cast<int>(thread % 32);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
-    *reinterpret_cast<Words4*>(sums_at(round, static_cast<int>(thread / 32), tile + i, static_cast<int>(thread % 32))) = {
+    *reinterpret_cast<Words4*>(sums_at(round, warp, tile + i, of_lane)) = {
         bit_cast<u32>(strip.total[i][0]), bit_cast<u32>(strip.total[i][2]), bit_cast<u32>(strip.total[i][1]),
         bit_cast<u32>(strip.total[i][3])};
   __syncthreads();

@@ -162,6 +162,9 @@ __launch_bounds__(kThreads, 1)
     advance(fill);
   };
 
+  // The stage before this one, which all have left soon.
+  const auto refill_before = [&] { refill(slot == 0 ? kStages - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity); };
+
   // ---- A lane's rows, 2a and 2a + 1 of the strip.
   const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
   const int strip_of_tile = 2 * row_group + warp_of_group / 2;
@@ -171,6 +174,7 @@ __launch_bounds__(kThreads, 1)
   const int scales_at = strip_at + group_offset(first_col) + 2 * a_of_strip * kScaleBytes;
   const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
   const u32 table_lane = pair_table_lane(lane, rank);
+  const u64 x = k_major_tile(ring + first_col / 64 * kBoxBytes, 1024);  // of the first stage
 
   u32 tile_parity = 0;
   for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
@@ -178,9 +182,6 @@ __launch_bounds__(kThreads, 1)
     const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;
     float sums[kSums] = {};
     RowPair rows[2];
-    // The stage before the one that is being read: refilled when all have left it.
-    int before = 0;
-    u32 parity_before = 0;
 
     // `group`: of the row.
     const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int group, bool inside) {
@@ -188,9 +189,9 @@ __launch_bounds__(kThreads, 1)
         const u32 codes = *reinterpret_cast<const u16*>(scales);
         const float* const absmax = reinterpret_cast<const float*>(args.weight + args.absmax);
         const float offset = *reinterpret_cast<const float*>(args.weight + args.offset);
-        const i64 last = args.n * args.groups - 1, at = row * args.groups + group;
-        to.scale[0] = map[codes & 255] * absmax[min(at, last) >> 8] + offset;
-        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, last) >> 8] + offset;
+        const int at = min(row, args.n - 1) * args.groups + group;
+        to.scale[0] = map[codes & 255] * absmax[min(at, args.last_scale) >> 8] + offset;
+        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, args.last_scale) >> 8] + offset;
       } else {
         load_scales(to.scale, scales);
       }
@@ -258,16 +259,16 @@ __launch_bounds__(kThreads, 1)
       decode_chunk(0, first_stage);
       for (int stage = first_stage; stage < last_stage; ++stage) {
         const int done = slot;
-        const u32 parity_done = parity;
 #pragma unroll
         for (int q = 0; q < kChunks; ++q) {
           const int p = q % 2;
-          const u64 x = k_major_tile(ring + done * kStageBytes + (first_col + q * kChunkCols) / 64 * kBoxBytes, 1024);
+          // Only the address changes, which does not carry into the upper half.
+          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(done * kStageBytes + q * kChunkCols / 64 * kBoxBytes +
+                                                                   q * kChunkCols % 64 * 2) / 16;
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
-            // Only the address changes, which does not carry into the upper half.
-            const u64 tile = (x >> 32) << 32 | (static_cast<u32>(x) + (q * kChunkCols % 64 + 16 * j) * 2 / 16);
+            const u64 tile = (x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
             if constexpr (kScalesChunks)
               wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
             else
@@ -278,7 +279,7 @@ __launch_bounds__(kThreads, 1)
             wgmma_wait<1>();
             add_chunk(1 - p);
           }
-          if (q == kChunks - 1 && stage > first_stage) refill(before, parity_before);
+          if (q == kChunks - 1 && stage > first_stage) refill_before();
           if (q + 1 < kChunks) {
             decode_chunk(q + 1, stage);
           } else if (stage + 1 < last_stage) {
@@ -293,16 +294,12 @@ __launch_bounds__(kThreads, 1)
         if constexpr (!kScalesChunks) pin(sums);
         add_chunk(1);
         release(done);
-        before = done;
-        parity_before = parity_done;
       }
     } else {
       for (int stage = first_stage; stage < last_stage; ++stage) {
         wait(full + slot, parity);
         release(slot);
-        if (stage > first_stage) refill(before, parity_before);
-        before = slot;
-        parity_before = parity;
+        if (stage > first_stage) refill_before();
         if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
       }
     }
