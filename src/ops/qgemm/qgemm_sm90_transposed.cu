@@ -226,8 +226,10 @@ class Parameters {
   float absmax_[2] = {}, offset_ = 0;
 };
 
-// The values of two words, a and a + 4, of 4-bit codes: of `second` e and q = 0 (a) or 1 in [second][2 * q + e].
-__device__ __forceinline__ void look_up_words(u32 (&values)[2][4], u32 first, u32 second, u32 table_lane) {
+// The values of two words, a and a + 4, of 4-bit codes: of `second`, q = 0 (a) or 1 and e in
+// [second][2 * q + e].
+template <int n>
+__device__ __forceinline__ void look_up_words(u32 (&values)[n][4], u32 first, u32 second, u32 table_lane) {
   // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even column.
   const u32 even_rows = permute(first, second, 0x6420), odd_rows = permute(first, second, 0x7531);
   const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
@@ -236,10 +238,10 @@ __device__ __forceinline__ void look_up_words(u32 (&values)[2][4], u32 first, u3
   values[0][1] = look_up_pair<0>(odd_cols, table_lane);
   values[0][2] = look_up_pair<2>(even_cols, table_lane);
   values[0][3] = look_up_pair<2>(odd_cols, table_lane);
-  values[1][0] = look_up_pair<1>(even_cols, table_lane);
-  values[1][1] = look_up_pair<1>(odd_cols, table_lane);
-  values[1][2] = look_up_pair<3>(even_cols, table_lane);
-  values[1][3] = look_up_pair<3>(odd_cols, table_lane);
+  values[n - 1][0] = look_up_pair<1>(even_cols, table_lane);
+  values[n - 1][1] = look_up_pair<1>(odd_cols, table_lane);
+  values[n - 1][2] = look_up_pair<3>(even_cols, table_lane);
+  values[n - 1][3] = look_up_pair<3>(odd_cols, table_lane);
 }
 
 template <int n>
