@@ -347,7 +347,8 @@ class WarpProduct {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int r = 0; r < 4 * kTokenTiles; ++r)
-        exchange[((warpgroup * 4 + warp_) * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] = sums_[block][r / 4][r % 4];
+        exchange[((warpgroup * 4 + warp_) * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] =
+            sums_[block][r / 4][r % 4];
     }
   }
 
@@ -482,7 +483,8 @@ class WarpgroupProduct {
     }
     wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < kUnits; ++block) wgmma<Major::k>(Element(), sums_[block], a[block], stream.box(stage, i));
+    for (int block = 0; block < kUnits; ++block)
+      wgmma<Major::k>(Element(), sums_[block], a[block], stream.box(stage, i));
     wgmma_commit();
   }
 
@@ -555,7 +557,8 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
   const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
   const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster, num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
   const bool copies = warp == 0 && lane == 0;
   // Of the steps this block's share.
   const int first = args.steps * rank / args.cluster, last = args.steps * (rank + 1) / args.cluster;
