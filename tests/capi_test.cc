@@ -15,6 +15,7 @@
 #include "halfbyte/halfbyte.h"
 #include "halfbyte/observe.hpp"
 #include "halfbyte/ops.hpp"
+#include "halfbyte/qgemm.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/version.hpp"
 #include "io/test_directory.h"
@@ -98,7 +99,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantized, biases);
   EXPECT_NO_TAIL(plan_preference, num_threads);
   EXPECT_NO_TAIL(sku, dtypes);
-  EXPECT_NO_TAIL(precision_guarantee, same_on_all_devices);
+  EXPECT_NO_TAIL(precision_guarantee, weight_rounding);
   EXPECT_NO_TAIL(quantize_descriptor, alignment);
   EXPECT_NO_TAIL(quantize_args, out);
   EXPECT_NO_TAIL(dequantize_args, y);
@@ -122,6 +123,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(affine_qdq_args, y);
   EXPECT_NO_TAIL(adam_step, step);
   EXPECT_NO_TAIL(affine_qdq_backward_args, adam);
+  EXPECT_NO_TAIL(weight_view, layout);
+  EXPECT_NO_TAIL(packed_weight, version);
+  EXPECT_NO_TAIL(qgemm_descriptor, early_start);
+  EXPECT_NO_TAIL(qgemm_args, y);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_weights);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
@@ -183,6 +188,14 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(fake.alignment, 16);
   EXPECT_EQ(INITIALISED(adam_step).beta2, 0.999);
   EXPECT_EQ(INITIALISED(adam_step).step, 1);
+  EXPECT_EQ(INITIALISED(weight_view).layout, HALFBYTE_LAYOUT_HALFBYTE);
+  EXPECT_EQ(INITIALISED(packed_weight).version, kPackedWeightVersion);
+  const auto qgemm = INITIALISED(qgemm_descriptor);
+  EXPECT_EQ(qgemm.dtype, HALFBYTE_DTYPE_BF16);
+  EXPECT_EQ(qgemm.packed, 1);
+  EXPECT_EQ(qgemm.alignment, 16);
+  EXPECT_EQ(qgemm.variant, nullptr);
+  EXPECT_EQ(INITIALISED(qgemm_args).weight, nullptr);
 }
 
 // As a later version of the library would see this one's callers, and the other way round.
@@ -285,7 +298,16 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_OK(halfbyte_layout_find(halfbyte_layout_name(i), &found));
     EXPECT_EQ(found, i);
   }
+  for (int32_t i = 0; i <= HALFBYTE_QGEMM_MATH_F64; ++i) {
+    halfbyte_qgemm_math found = -1;
+    EXPECT_OK(halfbyte_qgemm_math_find(halfbyte_qgemm_math_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
+  EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_CODE_ROUNDED), "code-rounded");
+  EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED), "weight-rounded");
   for (const int32_t none : {-1, 99}) {
+    EXPECT_EQ(halfbyte_qgemm_math_name(none), nullptr);
+    EXPECT_EQ(halfbyte_weight_rounding_name(none), nullptr);
     EXPECT_EQ(halfbyte_format_name(none), nullptr);
     EXPECT_EQ(halfbyte_dtype_name(none), nullptr);
     EXPECT_EQ(halfbyte_scale_rule_name(none), nullptr);
@@ -609,6 +631,109 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   EXPECT_NEAR(static_cast<double>(scales.values[0]), 0.999, 1e-6);
   EXPECT_NEAR(static_cast<double>(biases.values[0]), -0.001, 1e-6);
   EXPECT_NEAR(static_cast<double>(moments[0].values[0]), 6.275, 1e-6);
+}
+
+TEST(CApi, ProductsWithQuantizedWeights) {
+  auto spec = INITIALISED(quant_spec);
+  spec.group_size = 32;
+  Array<float> w({40, 96}, some_values(40 * 96)), x({3, 96}, some_values(3 * 96)), y({3, 40}), bias({40});
+  Array<float> scales({40, 3}), scales_back({40, 3}), expected({3, 40});
+  Array<uint8_t> codes({40, 48}), codes_back({40, 48});
+  auto parts = INITIALISED(quantized);
+  parts.codes = codes;
+  parts.scales = scales;
+  EXPECT_OK(halfbyte_quantize(w, &spec, &parts, nullptr, nullptr, nullptr));
+  auto view = INITIALISED(weight_view);
+  view.spec = &spec;
+  view.rows = 40;
+  view.cols = 96;
+  view.codes = codes;
+  view.scales = scales;
+  int64_t num_bytes = 0;
+  EXPECT_OK(halfbyte_packed_weight_bytes(&spec, 40, 96, &num_bytes));
+  EXPECT_EQ(num_bytes, packed_weight_bytes(capi::spec_of(&spec, "spec"), 40, 96));
+  Array<uint8_t> memory({num_bytes + 256});
+  int64_t offset = 256 - static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.values.data()) % 256);
+  DLTensor data = *static_cast<const DLTensor*>(memory);
+  data.byte_offset = static_cast<uint64_t>(offset);
+  data.shape = &num_bytes;
+  auto packed = INITIALISED(packed_weight);
+  packed.spec = &spec;
+  packed.rows = 40;
+  packed.cols = 96;
+  packed.data = &data;
+  EXPECT_OK(halfbyte_reorder_to_packed(&view, &packed, nullptr));
+  auto back = view;
+  back.codes = codes_back;
+  back.scales = scales_back;
+  EXPECT_OK(halfbyte_reorder_from_packed(&packed, &back, nullptr));
+  EXPECT_EQ(codes.values, codes_back.values);
+  EXPECT_EQ(scales.values, scales_back.values);
+
+  auto descriptor = INITIALISED(qgemm_descriptor);
+  descriptor.spec = &spec;
+  descriptor.m = 3;
+  descriptor.n = 40;
+  descriptor.k = 96;
+  descriptor.dtype = HALFBYTE_DTYPE_F32;
+  descriptor.bias = 1;
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan plan(raw);
+  descriptor.packed = 0;
+  EXPECT_OK(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan plan_of_view(raw);
+  auto guarantee = output<halfbyte_precision_guarantee>();
+  EXPECT_OK(halfbyte_plan_precision_guarantee(plan.get(), &guarantee));
+  EXPECT_EQ(guarantee.weight_rounding, HALFBYTE_WEIGHT_ROUNDING_NONE);
+  EXPECT_EQ(guarantee.same_on_all_devices, 0);
+
+  alignas(16) std::array<uint8_t, 64> workspace;
+  auto args = INITIALISED(qgemm_args);
+  args.x = x;
+  args.weight = &packed;
+  args.bias = bias;
+  args.y = y;
+  EXPECT_OK(halfbyte_qgemm_can_implement(plan.get(), &args));
+  EXPECT_OK(halfbyte_qgemm_run(plan.get(), nullptr, workspace.data(), &args));
+  args.weight = nullptr;
+  args.view = &view;
+  args.y = expected;
+  EXPECT_OK(halfbyte_qgemm_run(plan_of_view.get(), nullptr, workspace.data(), &args));
+  EXPECT_EQ(y.values, expected.values);
+  EXPECT_NE(y.values[0], 0);
+
+  const auto refused = [&](const halfbyte_plan* of) { return halfbyte_qgemm_can_implement(of, &args); };
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL", refused(plan.get()));
+  view.scales = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: view.scales needs 480 bytes but has no data",
+               refused(plan_of_view.get()));
+  view.scales = codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must have 480 bytes, got 1920", refused(plan_of_view.get()));
+  view.layout = 4;
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 3, got 4", refused(plan_of_view.get()));
+  args.view = nullptr;
+  args.weight = &packed;
+  packed.version = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: weight.version must be 1, got 2", refused(plan.get()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "reorder: to.version must be 1, got 2",
+               halfbyte_reorder_to_packed(&back, &packed, nullptr));
+  packed.data = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight->data must not be NULL", refused(plan.get()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "num_bytes must not be NULL",
+               halfbyte_packed_weight_bytes(&spec, 1, 1, nullptr));
+
+  halfbyte_blob* text = nullptr;
+  EXPECT_OK(halfbyte_qgemm_explain(kCpu, &descriptor, &text));
+  const std::string lines = static_cast<const char*>(halfbyte_blob_data(text));
+  EXPECT_TRUE(lines.ends_with("qgemm_cpu: \n")) << lines;
+  halfbyte_blob_destroy(text);
+  descriptor.variant = "qgemm_sm60";
+  EXPECT_EQ(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);
+  descriptor.variant = nullptr;
+  descriptor.math = 3;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.math must be 0 to 2, got 3",
+               halfbyte_qgemm_explain(kCpu, &descriptor, &text));
 }
 
 TEST(CApi, PlansOfFakeQuantization) {

@@ -140,6 +140,13 @@ HALFBYTE_API const char* halfbyte_format_name(halfbyte_format format);
 HALFBYTE_API const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule);
 HALFBYTE_API const char* halfbyte_layout_name(halfbyte_layout layout);
 
+/* Bytes that a function made. Behind them is a byte 0, which size does not count. */
+typedef struct halfbyte_blob halfbyte_blob;
+HALFBYTE_API const void* halfbyte_blob_data(const halfbyte_blob* blob);
+HALFBYTE_API int64_t halfbyte_blob_size(const halfbyte_blob* blob);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_blob_destroy(halfbyte_blob* blob);
+
 /* ---- Quantization: halfbyte/format.hpp and halfbyte/ops.hpp */
 
 /* Everything that determines the bytes of a quantized tensor, except its layout. By default nf4 in groups of
@@ -291,12 +298,24 @@ typedef struct halfbyte_sku {
 } halfbyte_sku;
 HALFBYTE_API halfbyte_status halfbyte_plan_sku(const halfbyte_plan* plan, halfbyte_sku* sku);
 
+/* How the weights of a product are rounded before they are multiplied: WeightRounding in halfbyte/plan.hpp.
+ */
+typedef int32_t halfbyte_weight_rounding;
+enum {
+  HALFBYTE_WEIGHT_ROUNDING_NONE = 0,
+  HALFBYTE_WEIGHT_ROUNDING_CODE_ROUNDED = 1,
+  HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED = 2,
+};
+/* "none", "code-rounded", "weight-rounded"; NULL for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_weight_rounding_name(halfbyte_weight_rounding rounding);
+
 typedef struct halfbyte_precision_guarantee {
   size_t struct_size;
   halfbyte_dtype math;         /* what decides codes and values */
   halfbyte_dtype accumulator;  /* of sums */
   int32_t deterministic;       /* flag: the same bytes run to run */
   int32_t same_on_all_devices; /* flag: and for every device, SIMD target and number of threads */
+  int64_t weight_rounding;     /* halfbyte_weight_rounding */
 } halfbyte_precision_guarantee;
 HALFBYTE_API halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_plan* plan,
                                                                halfbyte_precision_guarantee* guarantee);
@@ -787,6 +806,100 @@ HALFBYTE_API halfbyte_status
 halfbyte_fake_quantize_learned_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                             const halfbyte_fake_quantize_learned_backward_args* args);
 
+/* ---- Products with quantized weights: halfbyte/qgemm.hpp has the formulas and describes the fields */
+
+/* A quantized matrix [rows, cols] in one of the layouts. NULL: a part that the spec does not have. */
+typedef struct halfbyte_weight_view {
+  size_t struct_size;
+  const halfbyte_quant_spec* spec;
+  int64_t rows, cols;
+  /* Contiguous; codes and zeros of any dtype, with as many bytes as the layout has. */
+  const DLTensor* codes;
+  const DLTensor* scales; /* of spec->scale_dtype; double quantization: u8 */
+  const DLTensor* zeros;  /* asymmetric integers */
+  const DLTensor* biases; /* of spec->scale_dtype: affine formats */
+  const DLTensor* absmax; /* double quantization: f32 [ceil(number of scales / 256)] */
+  const DLTensor* map;    /* likewise: f32 [256] */
+  const DLTensor* offset; /* likewise: f32, one element */
+  int64_t layout;         /* halfbyte_layout */
+} halfbyte_weight_view;
+HALFBYTE_API halfbyte_status halfbyte_weight_view_init(halfbyte_weight_view* view, size_t struct_size);
+
+/* The form that products in both directions read: one array, at a multiple of 256 bytes. */
+typedef struct halfbyte_packed_weight {
+  size_t struct_size;
+  const halfbyte_quant_spec* spec;
+  int64_t rows, cols;
+  const DLTensor* data; /* u8, of at least halfbyte_packed_weight_bytes */
+  int64_t version;      /* of the form, 1 */
+} halfbyte_packed_weight;
+HALFBYTE_API halfbyte_status halfbyte_packed_weight_init(halfbyte_packed_weight* weight, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_packed_weight_bytes(const halfbyte_quant_spec* spec, int64_t rows,
+                                                          int64_t cols, int64_t* num_bytes);
+
+/* To the packed form and back, exactly, where the memory is; on a CUDA device enqueued on the stream. Nothing
+ * overlaps. execution: NULL: the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_reorder_to_packed(const halfbyte_weight_view* from,
+                                                        const halfbyte_packed_weight* to,
+                                                        const halfbyte_execution* execution);
+HALFBYTE_API halfbyte_status halfbyte_reorder_from_packed(const halfbyte_packed_weight* from,
+                                                          const halfbyte_weight_view* to,
+                                                          const halfbyte_execution* execution);
+
+typedef int32_t halfbyte_qgemm_math;
+enum {
+  HALFBYTE_QGEMM_MATH_AUTO = 0,
+  HALFBYTE_QGEMM_MATH_TF32 = 1,
+  HALFBYTE_QGEMM_MATH_F64 = 2,
+};
+/* "auto", "tf32", "f64". HALFBYTE_USAGE for other words; NULL for a number that is none of these. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_math_find(const char* word, halfbyte_qgemm_math* math);
+HALFBYTE_API const char* halfbyte_qgemm_math_name(halfbyte_qgemm_math math);
+
+typedef struct halfbyte_qgemm_descriptor {
+  size_t struct_size;
+  const halfbyte_quant_spec* spec; /* of the weight [n, k]; only _select and _explain use it */
+  const char* variant;             /* the one that must take it; NULL: the first that does */
+  int64_t m, n, k;
+  int64_t alignment; /* bytes: of x, y, bias and the codes of a view */
+  halfbyte_dtype dtype;
+  halfbyte_layout layout; /* of a weight that is not packed */
+  halfbyte_qgemm_math math;
+  int32_t tile_m, tile_n; /* 0: chosen */
+  int32_t transposed;     /* flag */
+  int32_t packed;         /* flag */
+  int32_t bias;           /* flag */
+  int32_t accumulate;     /* flag */
+  int32_t early_start;    /* flag */
+} halfbyte_qgemm_descriptor;
+/* Forward, bf16, a packed weight; spec and extents are the caller's to set. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_descriptor_init(halfbyte_qgemm_descriptor* descriptor,
+                                                            size_t struct_size);
+/* A line a variant, in the order in which they are tried: its name, and behind ": " why it does not take the
+ * description; nothing if it does. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_explain(DLDevice device,
+                                                    const halfbyte_qgemm_descriptor* descriptor,
+                                                    halfbyte_blob** text);
+
+/* y = x . W^T (+ bias), transposed: y = x . W. y overlaps nothing. */
+typedef struct halfbyte_qgemm_args {
+  size_t struct_size;
+  const DLTensor* x;
+  const halfbyte_packed_weight* weight; /* where packed, else NULL */
+  const halfbyte_weight_view* view;     /* else */
+  const DLTensor* bias;                 /* NULL where descriptor.bias is 0 */
+  const DLTensor* y;                    /* written; read too to accumulate */
+} halfbyte_qgemm_args;
+HALFBYTE_API halfbyte_status halfbyte_qgemm_args_init(halfbyte_qgemm_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_qgemm_select(DLDevice device,
+                                                   const halfbyte_qgemm_descriptor* descriptor,
+                                                   const halfbyte_plan_preference* preference,
+                                                   halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_qgemm_can_implement(const halfbyte_plan* plan,
+                                                          const halfbyte_qgemm_args* args);
+HALFBYTE_API halfbyte_status halfbyte_qgemm_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                const halfbyte_qgemm_args* args);
+
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
 /* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */
@@ -1110,13 +1223,6 @@ HALFBYTE_API halfbyte_status halfbyte_kernel_choose(const char* op, const halfby
 /* What the NVRTC of this machine compiles for; HALFBYTE_DEVICE without NVRTC. */
 HALFBYTE_API halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets);
 HALFBYTE_API halfbyte_status halfbyte_kernel_target_get(int64_t index, const char** target);
-
-/* Bytes that a function made. Behind them is a byte 0, which size does not count. */
-typedef struct halfbyte_blob halfbyte_blob;
-HALFBYTE_API const void* halfbyte_blob_data(const halfbyte_blob* blob);
-HALFBYTE_API int64_t halfbyte_blob_size(const halfbyte_blob* blob);
-/* NULL is fine. */
-HALFBYTE_API void halfbyte_blob_destroy(halfbyte_blob* blob);
 
 /* One module with one kernel: PTX as text, or the machine code of the target ("sm_90a"). */
 HALFBYTE_API halfbyte_status halfbyte_kernel_emit_ptx(const char* kernel,

@@ -34,6 +34,7 @@ enum class WeightRounding : uint8_t {
   code_rounded,    // the value of a code to the type of the products; the scale is applied to f32 sums
   weight_rounded,  // value, scale and bias to the type of the products, then value * scale (+ bias) once more
 };
+HALFBYTE_API const char* to_string(WeightRounding rounding);  // "none" "code-rounded" "weight-rounded"
 
 // What holds for the results of a plan.
 struct PrecisionGuarantee {

@@ -48,9 +48,18 @@ struct WeightView {
   Device device = {};
 };
 
+// Bytes of each part; 0: the spec does not have it. Throws Error(usage) where there is no such view: formats
+// of other than 4 or 8 bits (bitsandbytes: 4), scales of f64, zero points of compressed-tensors that are not
+// of groups within rows.
+struct WeightViewBytes {
+  int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
+};
+HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
+                                               WeightLayout layout);
+
 // The packed form: one allocation, at a multiple of 256 bytes, that products in both directions read. Opaque;
-// `version` says which form it is. At most 1 % longer than the native layout where rows and columns are
-// multiples of 32 and of max(64, group size).
+// `version` says which form it is. Where rows and columns are multiples of 32 and of max(64, group size), at
+// most 2 KB longer than the native layout; a scale of a whole tensor is there for each row.
 inline constexpr int kPackedWeightVersion = 1;
 struct PackedWeight {
   QuantSpec spec;
@@ -66,7 +75,9 @@ HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, in
 
 // To the packed form and back: exact, each undoes the other. They run where the memory is, as the functions
 // in ops.hpp; from and to are of the same spec (Granularity::flat and group with groups that divide the rows
-// are the same), rows, cols and device, and do not overlap. Padding is written too, as zeros.
+// are the same), rows, cols and device, and do not overlap. Padding of the packed form is written too, as
+// zeros; that behind the rows of a view as their layout has it: the code of zero, in words 0 bits. Of a
+// weight without elements only what double quantization has beside the scales is moved.
 HALFBYTE_API void reorder(const WeightView& from, const PackedWeight& to, Execution execution = {});
 HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execution execution = {});
 

@@ -6,10 +6,6 @@
 using namespace halfbyte;
 using namespace halfbyte::capi;
 
-struct halfbyte_blob {
-  std::string bytes;
-};
-
 namespace {
 
 const KernelKey& key_of(int64_t kernel_index, int64_t key_index) {
@@ -93,14 +89,6 @@ halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets) {
 halfbyte_status halfbyte_kernel_target_get(int64_t index, const char** target) {
   return guard([&] { required(target, "target") = element(kernel_targets(), index, "targets").c_str(); });
 }
-
-const void* halfbyte_blob_data(const halfbyte_blob* blob) {
-  return blob == nullptr ? nullptr : blob->bytes.c_str();
-}
-int64_t halfbyte_blob_size(const halfbyte_blob* blob) {
-  return blob == nullptr ? 0 : static_cast<int64_t>(blob->bytes.size());
-}
-void halfbyte_blob_destroy(halfbyte_blob* blob) { delete blob; }
 
 halfbyte_status halfbyte_kernel_emit_ptx(const char* kernel, const halfbyte_kernel_setting* settings,
                                          int64_t num_settings, const char* target, halfbyte_blob** ptx) {

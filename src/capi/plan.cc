@@ -151,7 +151,7 @@ halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_plan* plan,
     const PrecisionGuarantee& of = required(plan, "plan").guarantee();
     write_struct(guarantee,
                  {0, static_cast<int32_t>(of.math), static_cast<int32_t>(of.accumulator), of.deterministic,
-                  of.same_on_all_devices},
+                  of.same_on_all_devices, static_cast<int64_t>(of.weight_rounding)},
                  "guarantee");
   });
 }

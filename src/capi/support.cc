@@ -209,3 +209,11 @@ const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule) { return word_of(
 const char* halfbyte_format_name(halfbyte_format format) {
   return format < 0 || format >= kNumFormats ? nullptr : info(static_cast<Format>(format)).name;
 }
+
+const void* halfbyte_blob_data(const halfbyte_blob* blob) {
+  return blob == nullptr ? nullptr : blob->bytes.c_str();
+}
+int64_t halfbyte_blob_size(const halfbyte_blob* blob) {
+  return blob == nullptr ? 0 : static_cast<int64_t>(blob->bytes.size());
+}
+void halfbyte_blob_destroy(halfbyte_blob* blob) { delete blob; }

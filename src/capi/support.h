@@ -16,6 +16,10 @@
 #include "halfbyte/halfbyte.h"
 #include "halfbyte/ops.hpp"
 
+struct halfbyte_blob {
+  std::string bytes;
+};
+
 namespace halfbyte::capi {
 
 template <class... Values>

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "core/checks.h"
+#include "core/format.h"
 #include "core/tensor_check.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/system.hpp"
@@ -77,11 +78,11 @@ void PackedPlan::check_dense(const TensorView& dense) const {
 
 void PackedPlan::check_parts(const QuantizedView& parts) const {
   const QuantSpec& spec = descriptor_.spec;
-  check_same_spec(op_.name, op_.parts, parts.spec, spec);
-  const auto same = [&](const char* field, int64_t actual, int64_t expected) {
+  const auto same = [&](const char* field, const auto& actual, const auto& expected) {
     HALFBYTE_CHECK(actual == expected, usage, "{}: {}.{} must be {} as in the descriptor, got {}", op_.name,
                    op_.parts, field, expected, actual);
   };
+  check_same_spec(op_.name, op_.parts, parts.spec, "the descriptor", spec);
   same("rows", parts.rows, descriptor_.rows);
   same("cols", parts.cols, descriptor_.cols);
   HALFBYTE_CHECK(has_zeros(spec) || parts.zeros == nullptr, usage,

@@ -4,7 +4,7 @@
 #include <span>
 #include <string>
 
-#include "halfbyte/format.hpp"
+#include "halfbyte/tensor.hpp"
 
 namespace halfbyte {
 
@@ -50,8 +50,5 @@ void check_all_apart(const char* op, std::span<const ArgumentMemory> arguments);
 // Of a run with these arguments, from all of which it must lie apart; or none, for the status of one.
 void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
                      std::span<const ArgumentMemory> arguments = {});
-
-// The spec of an argument is that of the descriptor.
-void check_same_spec(const char* op, const char* name, const QuantSpec& given, const QuantSpec& expected);
 
 }  // namespace halfbyte

@@ -33,11 +33,8 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
                  "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
   quant_shape(spec, rows, formats::round_up(cols, 8));  // throws for too many bits; of whole words
-  const auto check = [&](bool fits, const char* rule) {
-    HALFBYTE_CHECK(fits, usage, "weight view: layout {} holds {}, got {} with granularity {}{}",
-                   to_string(layout), rule, format.name, to_string(spec.granularity),
-                   spec.double_quant ? " and double quantization" : "");
-  };
+  HALFBYTE_CHECK(layout != WeightLayout::bitsandbytes || format.bits == 4, usage,
+                 "weight view: layout bitsandbytes has codes of 4 bits, got {}", format.name);
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
   formats::WeightViewLayout v;
   v.rows = rows;
@@ -46,29 +43,34 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   v.group = grouped ? spec.group_size : std::max<int64_t>(cols, 1);
   v.groups = cols == 0 ? 0 : (cols - 1) / v.group + 1;
   v.one_group = spec.granularity == Granularity::tensor;
-  v.flat = v.flat_codes = spec.granularity == Granularity::flat;
-  v.row_bytes = (cols * v.bits + 7) / 8;
-  switch (layout) {
-    case WeightLayout::halfbyte:
-      break;
-    case WeightLayout::bitsandbytes:
-      check(format.kind == FormatKind::table && v.flat, "table formats with granularity flat");
-      v.high_first = true;
-      break;
-    case WeightLayout::compressed_tensors:
-      check(format.kind == FormatKind::integer && !spec.double_quant &&
-                (spec.granularity == Granularity::group || spec.granularity == Granularity::channel),
-            "int4 and int8 with granularity group or channel, without double quantization");
-      v.zero_words = has_zeros(spec);
-      v.row_bytes = formats::round_up(cols * v.bits, 32) / 8;
-      break;
-    case WeightLayout::mlx:
-      check(format.kind == FormatKind::affine && spec.granularity == Granularity::group,
-            "affine formats with granularity group");
-      v.row_bytes = formats::round_up(cols * v.bits, 32) / 8;
-      break;
-  }
+  const bool flat = spec.granularity == Granularity::flat;
+  v.flat = flat && cols % v.group != 0;  // else they are those of rows
+  v.flat_codes = layout == WeightLayout::bitsandbytes || (layout == WeightLayout::halfbyte && flat);
+  const bool words = layout == WeightLayout::compressed_tensors || layout == WeightLayout::mlx;
+  v.row_bytes = words ? formats::round_up(cols * v.bits, 32) / 8 : (cols * v.bits + 7) / 8;
+  v.high_first = layout == WeightLayout::bitsandbytes;
+  v.zero_words = has_zeros(spec) && layout == WeightLayout::compressed_tensors;
+  HALFBYTE_CHECK(
+      !v.zero_words || (!v.flat && !v.one_group), usage,
+      "weight view: zero points of layout compressed-tensors are of groups within rows, got granularity "
+      "{} for {} columns",
+      to_string(spec.granularity), cols);
   return v;
+}
+
+WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols, WeightLayout layout) {
+  const formats::WeightViewLayout v = view_layout_of(spec, rows, cols, layout);
+  const int64_t num_scales = v.num_scales(), scale_bytes = num_scales * size_of(spec.scale_dtype);
+  WeightViewBytes bytes;
+  bytes.codes = v.code_bytes();
+  bytes.scales = spec.double_quant ? num_scales : scale_bytes;
+  if (has_zeros(spec)) bytes.zeros = v.zero_bytes();
+  if (has_biases(spec)) bytes.biases = scale_bytes;
+  if (!spec.double_quant) return bytes;
+  bytes.absmax = (num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4;
+  bytes.map = 256 * 4;
+  bytes.offset = 4;
+  return bytes;
 }
 
 ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
@@ -93,9 +95,9 @@ std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& na
   HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, names.view,
                  to_string(device), to_string(view.device));
   const QuantSpec& spec = view.spec;
-  const formats::WeightViewLayout layout = view_layout_of(spec, view.rows, view.cols, view.layout);
-  const int64_t scale_bytes = size_of(spec.scale_dtype), num_scales = layout.num_scales();
-  const bool nested = spec.double_quant;
+  const WeightViewBytes bytes = weight_view_bytes(spec, view.rows, view.cols, view.layout);
+  const bool nested = spec.double_quant, words = view.layout == WeightLayout::compressed_tensors;
+  const int64_t scale_size = size_of(spec.scale_dtype);
   std::vector<ArgumentMemory> parts;
   const auto add = [&](const char* name, const void* data, bool has, int64_t num_bytes, int64_t alignment) {
     HALFBYTE_CHECK(has || data == nullptr, usage, "{}: {} must be null: spec has none", op, name);
@@ -103,14 +105,13 @@ std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& na
     parts.push_back({name, data, num_bytes, -1, alignment, false, written});
     check_argument(op, parts.back(), device);
   };
-  add(names.codes, view.codes, true, layout.code_bytes(), code_alignment);
-  add(names.scales, view.scales, true, nested ? num_scales : num_scales * scale_bytes,
-      nested ? 1 : scale_bytes);
-  add(names.zeros, view.zeros, has_zeros(spec), layout.zero_bytes(), layout.zero_words ? 4 : 1);
-  add(names.biases, view.biases, has_biases(spec), num_scales * scale_bytes, scale_bytes);
-  add(names.absmax, view.absmax, nested, (num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, 4);
-  add(names.map, view.map, nested, 256 * 4, 4);
-  add(names.offset, view.offset, nested, 4, 4);
+  add(names.codes, view.codes, true, bytes.codes, code_alignment);
+  add(names.scales, view.scales, true, bytes.scales, nested ? 1 : scale_size);
+  add(names.zeros, view.zeros, has_zeros(spec), bytes.zeros, words ? 4 : 1);
+  add(names.biases, view.biases, has_biases(spec), bytes.biases, scale_size);
+  add(names.absmax, view.absmax, nested, bytes.absmax, 4);
+  add(names.map, view.map, nested, bytes.map, 4);
+  add(names.offset, view.offset, nested, bytes.offset, 4);
   return parts;
 }
 

@@ -1,12 +1,16 @@
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <random>
+#include <span>
+#include <vector>
 
 #include "core/format.h"
 #include "formats/bits.h"
 #include "formats/codec.h"
+#include "formats/packed.h"
 #include "formats/pairwise.h"
 #include "halfbyte/error.hpp"
 
@@ -263,6 +267,133 @@ TEST(TensorView, CountsAndContiguity) {
   EXPECT_TRUE(is_contiguous({nullptr, DType::f32, {3, 4}, {4, 1}, {}}));
   EXPECT_FALSE(is_contiguous({nullptr, DType::f32, {3, 4}, {1, 3}, {}}));
   EXPECT_TRUE(is_contiguous({nullptr, DType::f32, {1, 4}, {99, 1}, {}}));
+}
+
+// The packed layout is stored by others: these numbers, worked out by hand, are version 1 for good.
+static_assert(kPackedVersion == 1);
+constexpr bool is_at(CodePlace place, int byte, int shift) {
+  return place.byte == byte && place.shift == shift;
+}
+static_assert(is_at(code_place(0, 0, 4), 0, 0) && is_at(code_place(0, 1, 4), 0, 4));
+static_assert(is_at(code_place(1, 0, 4), 1, 0) && is_at(code_place(0, 8, 4), 2, 0));
+static_assert(is_at(code_place(1, 9, 4), 3, 4) && is_at(code_place(0, 16, 4), 4, 0));
+static_assert(is_at(code_place(0, 2, 4), 16, 0) && is_at(code_place(2, 0, 4), 64, 0));
+static_assert(is_at(code_place(4, 0, 4), 160, 0) && is_at(code_place(4, 4, 4), 128, 0));  // turned
+static_assert(is_at(code_place(31, 63, 4), 991, 4));
+static_assert(is_at(code_place(0, 1, 8), 1, 0) && is_at(code_place(1, 0, 8), 2, 0));
+static_assert(is_at(code_place(0, 8, 8), 4, 0) && is_at(code_place(0, 16, 8), 8, 0));
+static_assert(is_at(code_place(0, 2, 8), 16, 0) && is_at(code_place(0, 32, 8), 1024, 0));
+static_assert(is_at(code_place(31, 63, 8), 2015, 0));
+
+constexpr PackedLayout kGroups64 = packed_layout(64, 128, 4, 64, 4, false, false, false);
+static_assert(kGroups64.block_bytes == 1152 && kGroups64.strip_bytes == 2304 && kGroups64.num_bytes == 4608);
+static_assert(kGroups64.code(33, 65) == 3457 && kGroups64.scale(0, 0) == 1024 &&
+              kGroups64.scale(33, 1) == 4484);
+constexpr PackedLayout kInt4Zeros = packed_layout(32, 256, 4, 128, 2, true, false, false);
+static_assert(kInt4Zeros.block_bytes == 2144 && kInt4Zeros.num_bytes == 4352);
+static_assert(kInt4Zeros.scale(5, 1) == 4202 && kInt4Zeros.zero(5, 1) == 4261);
+constexpr PackedLayout kAffine8 = packed_layout(32, 64, 8, 32, 2, false, true, false);
+static_assert(kAffine8.num_bytes == 2304 && kAffine8.scale(3, 1) == 2118 && kAffine8.bias(3, 1) == 2246);
+constexpr PackedLayout kNested = packed_layout(32, 64, 4, 64, 4, false, false, true);
+static_assert(kNested.block_bytes == 1056 && kNested.absmax == 1280 && kNested.map == 1284);
+static_assert(kNested.offset == 2308 && kNested.num_bytes == 2560 && kNested.scale(31, 0) == 1055);
+constexpr PackedLayout kRows = packed_layout(40, 100, 8, 100, 4, false, false, false);  // a scale a row
+static_assert(kRows.strip_bytes == 4096 && kRows.scales == 8192 && kRows.num_bytes == 8448);
+static_assert(kRows.code(32, 64) == 6144 && kRows.scale(33, 0) == 8324);
+constexpr PackedLayout kOdd = packed_layout(32, 96, 4, 48, 2, false, true, false);  // sections
+static_assert(kOdd.scales == 2048 && kOdd.biases == 2304 && kOdd.num_bytes == 2560 &&
+              kOdd.bias(1, 1) == 2370);
+// A group longer than the row, in a block of its own length; a row as long as a group that has blocks.
+constexpr PackedLayout kLong = packed_layout(1, 40, 4, 256, 4, false, false, false);
+static_assert(kLong.inlined && kLong.block_cols == 256 && kLong.groups == 1 && kLong.num_bytes == 4352);
+static_assert(kLong.scale(0, 0) == 4096 && kLong.padded_groups() == 1 && kLong.tiles_per_strip() == 4);
+static_assert(packed_layout(1, 64, 4, 64, 4, false, false, false).inlined);
+// Offsets beyond 2^31 and 2^32.
+constexpr PackedLayout kHuge = packed_layout(1 << 20, 1 << 20, 8, 32, 4, false, true, false);
+static_assert(kHuge.strip_bytes == (i64{1} << 25) + (i64{1} << 23));
+static_assert(kHuge.num_bytes == (i64{1} << 40) + (i64{1} << 38));
+static_assert(kHuge.bias((1 << 20) - 1, (1 << 15) - 1) == kHuge.num_bytes - 4);
+
+// Every code and parameter of a matrix has bits of its own within the memory.
+TEST(Packed, PlacesAreDisjoint) {
+  for (const int bits : {4, 8})
+    for (const i64 group : {1, 7, 32, 48, 64, 100, 128, 256, 1000})
+      for (const auto& [n, k] : {std::pair<i64, i64>{32, 256}, {33, 300}, {70, 65}, {1, 1}})
+        for (int parts = 0; parts < 4; ++parts) {  // none, zero points, biases, double quantization
+          const PackedLayout p =
+              packed_layout(n, k, bits, group, 1 << (parts + 1) % 3, parts == 1, parts == 2, parts == 3);
+          std::vector<u8> used(static_cast<size_t>(p.num_bytes));
+          int64_t overlaps = 0;
+          const auto use = [&](i64 byte, int size, int mask) {
+            for (i64 i = byte; i < byte + size; ++i) {
+              u8& bits_used = used.at(static_cast<size_t>(i));
+              overlaps += (bits_used & mask) != 0;
+              bits_used = static_cast<u8>(bits_used | mask);
+            }
+          };
+          for (i64 row = 0; row < n; ++row) {
+            for (i64 col = 0; col < k; ++col) {
+              const CodePlace place =
+                  code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), bits);
+              use(p.code(row, col), 1, ((1 << bits) - 1) << place.shift);
+            }
+            for (i64 g = 0; g < p.groups; ++g) {
+              use(p.scale(row, g), p.scale_bytes, 255);
+              if (p.has_zeros) use(p.zero(row, g), 1, 255);
+              if (p.has_biases) use(p.bias(row, g), p.bias_bytes, 255);
+            }
+          }
+          if (p.double_quant) {
+            use(p.absmax, static_cast<int>((n * p.groups + 255) / 256) * 4, 255);
+            use(p.map, 256 * 4, 255);
+            use(p.offset, 4, 255);
+          }
+          EXPECT_EQ(overlaps, 0) << bits << " bits, group " << group << ", " << n << " x " << k;
+          EXPECT_EQ(p.num_bytes % kPackedAlignment, 0);
+          EXPECT_EQ(p.block_bytes % 16, 0);  // what bulk copies take
+        }
+}
+
+TEST(Packed, TilesAreWhereTheirCodesBegin) {
+  for (const int bits : {4, 8})
+    for (const i64 group : {32, 64, 256, 100}) {
+      const PackedLayout p = packed_layout(70, 700, bits, group, 2, false, true, false);
+      const int cols = 256 / bits;
+      for (i64 strip = 0; strip < p.strips; ++strip)
+        for (i64 tile = 0; tile < p.tiles_per_strip(); ++tile)
+          EXPECT_EQ(p.tile(strip, tile), p.code(strip * 32, tile * cols));
+    }
+}
+
+// Shared memory has 32 banks of 4 bytes. A warp reads 16 bytes a lane in four turns of 8 lanes, 4 bytes a
+// lane in one: without conflict if in each turn no bank is read at two addresses.
+TEST(Packed, FragmentsAreReadWithoutBankConflicts) {
+  const auto free_of_conflicts = [](std::span<const int> words) {
+    int banks = 0;
+    for (const int word : words) banks |= 1 << (word % 32);
+    return std::popcount(static_cast<u32>(banks)) == static_cast<int>(words.size());
+  };
+  // Forward: lane g * 4 + t reads slot(8 * half + g, t).
+  for (int half = 0; half < 2; ++half)
+    for (int turn = 0; turn < 4; ++turn) {
+      std::vector<int> words;
+      for (int lane = 8 * turn; lane < 8 * turn + 8; ++lane)
+        for (int word = 0; word < 4; ++word)
+          words.push_back(packed_slot(8 * half + lane / 4, lane % 4) * 4 + word);
+      EXPECT_TRUE(free_of_conflicts(words)) << half << " " << turn;
+    }
+  // Transposed: lane g * 4 + t' of warp w reads word g & 3 of slot(8 * i + t', t) and of slot(8 * i + t' + 4,
+  // t).
+  for (int warp = 0; warp < 4; ++warp)
+    for (int i = 0; i < 2; ++i)
+      for (const int upper : {0, 4}) {
+        std::vector<int> words;
+        for (int lane = 0; lane < 32; ++lane) {
+          const int g = lane / 4, t = 2 * (warp & 1) + (g >> 2);
+          words.push_back(packed_slot(8 * i + lane % 4 + upper, t) * 4 + (g & 3));
+        }
+        EXPECT_TRUE(free_of_conflicts(words)) << warp << " " << i << " " << upper;
+      }
 }
 
 }  // namespace

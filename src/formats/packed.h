@@ -23,6 +23,7 @@ namespace halfbyte::formats {
 inline constexpr int kPackedVersion = 1;
 inline constexpr int kUnitRows = 32, kUnitCols = 64;
 inline constexpr int kMaxBlockCols = 256;     // columns of the longest block
+inline constexpr int kTileBytes = 1024;       // 32 bytes of codes of 32 rows
 inline constexpr int kPackedAlignment = 256;  // bytes, of the memory and of its sections
 
 // Of the 16 bytes of rows 2a, 2a + 1 and pairs t, t + 4: 0..63.
@@ -70,6 +71,16 @@ struct PackedLayout {
   i64 scales = 0, zeros = 0, biases = 0;  // sections; 0 where inlined
   i64 absmax = 0, map = 0, offset = 0;    // sections of double quantization
   i64 num_bytes = 0;                      // in all
+
+  // Tiles of 1024 bytes of codes of a strip, 32 bytes of each row: a unit of 4 bits, half of one of 8.
+  HALFBYTE_FN i64 tiles_per_strip() const { return blocks_per_strip * (block_code_bytes / kTileBytes); }
+  HALFBYTE_FN i64 tile(i64 strip, i64 tile_of_strip) const {  // where it begins
+    const int tiles_per_block = block_code_bytes / kTileBytes;
+    return strip * strip_bytes + tile_of_strip / tiles_per_block * block_bytes +
+           tile_of_strip % tiles_per_block * kTileBytes;
+  }
+  // Groups of a row that there is memory for.
+  HALFBYTE_FN i64 padded_groups() const { return inlined ? blocks_per_strip * (block_cols / group) : groups; }
 
   HALFBYTE_FN i64 unit(i64 strip, i64 unit_of_strip) const {  // where its codes begin
     const i64 units_per_block = block_cols / kUnitCols;

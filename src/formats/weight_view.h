@@ -11,13 +11,13 @@ struct WeightViewLayout {
   i64 group = 1;            // elements that share a scale, along a row, or along all rows (flat)
   i64 groups = 0;           // of a row; not of flat ones
   bool one_group = false;   // one scale for all
-  bool flat = false;        // groups run across rows
+  bool flat = false;        // groups run across rows, which they do not divide
   bool flat_codes = false;  // codes do
   i64 row_bytes = 0;        // of codes that do not
   bool high_first = false;  // of the two codes of a byte the first lies in the high half
   bool zero_words = false;  // zero points are packed along the rows into words of 32 bits
 
-  // Which bits: CodePlace has 4-bit codes in the upper half of a byte where shift is 4.
+  // Where a code lies: its byte, and in which bits of it.
   HALFBYTE_FN i64 code(i64 row, i64 col) const {
     const i64 element = flat_codes ? row * cols + col : col;
     return (flat_codes ? 0 : row * row_bytes) + element * bits / 8;
@@ -43,6 +43,7 @@ struct WeightViewLayout {
 
   HALFBYTE_FN i64 code_bytes() const { return flat_codes ? (rows * cols * bits + 7) / 8 : rows * row_bytes; }
   HALFBYTE_FN i64 num_scales() const {
+    if (rows == 0 || cols == 0) return 0;
     if (one_group) return 1;
     return flat ? (rows * cols + group - 1) / group : rows * groups;
   }

@@ -14,6 +14,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/quantize/quantize_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
+#include "ops/reorder/reorder_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -24,6 +25,9 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
+  for (const auto& rows :
+       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
+        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
   for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
                            fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
                            affine_qdq_kernels(), qgemm_kernels(), benchmark_kernels()})

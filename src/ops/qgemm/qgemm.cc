@@ -59,7 +59,9 @@ void check_descriptor(const QgemmDescriptor& d) {
 // ---- Variants
 
 std::span<const QgemmVariant> qgemm_variants() {
-  static const QgemmVariant variants[] = {kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm90F32,
+                                          kQgemmSm80,    kQgemmSimt,      kQgemmCpu};
+  static const QgemmVariant variants[] = {kQgemmSm90Wgmma, kQgemmSm90Transposed, kQgemmCpu};
   return variants;
 }
 
@@ -93,24 +95,27 @@ QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num
 
 namespace {
 
+// Why a variant does not take a problem; empty if it does.
 std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) {
-  if (variant.device == problem.device.kind) return variant.refuse(problem);
-  return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
+  if (variant.device != problem.device.kind)
+    return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
+  if (problem.in_cols() == 0 && variant.device == DeviceKind::cuda && variant.refuse != kQgemmSimt.refuse)
+    return "there is nothing to sum";
+  return variant.refuse(problem);
 }
 
 }  // namespace
 
 const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name) {
-  const auto variants = qgemm_variants();
-  if (name.empty())
-    return choose<QgemmProblem, std::shared_ptr<const QgemmKernel>>("qgemm", variants, problem,
-                                                                    problem.device.kind);
-  const auto variant =
-      std::ranges::find(variants, name, [](const QgemmVariant& v) { return std::string_view(v.name); });
-  HALFBYTE_CHECK(variant != variants.end(), bug, "qgemm: no variant {}", name);
-  const std::string reason = reason_of(*variant, problem);
-  HALFBYTE_CHECK(reason.empty(), device, "qgemm: descriptor.variant {} does not take this: {}", name, reason);
-  return *variant;
+  std::string reasons;
+  for (const QgemmVariant& variant : qgemm_variants()) {
+    if (name.empty() ? variant.device != problem.device.kind : name != variant.name) continue;
+    const std::string reason = reason_of(variant, problem);
+    if (reason.empty()) return variant;
+    reasons += fmt::format("; {}: {}", variant.name, reason);
+  }
+  HALFBYTE_FAIL(device, "qgemm: {}{}",
+                name.empty() ? "no variant takes this" : "descriptor.variant does not take this", reasons);
 }
 
 std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor) {

@@ -13,9 +13,8 @@
 
 namespace halfbyte {
 
-// A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1. But
-// in_cols() may be 0, then there is nothing to sum: y is the bias, 0 or as it was. Variants that do not take
-// that refuse it.
+// A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
+// in_cols(), what is summed, may be 0 for kQgemmSimt and kQgemmCpu: y is then the bias, 0 or as it was.
 struct QgemmProblem {
   Device device;
   int num_threads = 0;
@@ -72,6 +71,7 @@ const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string&
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
 extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
 extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n
+extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
 extern const QgemmVariant kQgemmCpu;

@@ -24,7 +24,6 @@ const QgemmTile* find_tile(const QgemmProblem& problem) {
 }
 
 std::string refuse(const QgemmProblem& problem) {
-  if (problem.math == QgemmMath::tf32) return "math tf32 takes matrix instructions";
   if (find_tile(problem) == nullptr) {
     std::string known;
     for (const auto& [m, n] : simt_tiles(problem.math))
@@ -47,6 +46,7 @@ SimtWeight describe_weight(const QgemmProblem& p) {
   w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
   w.groups = one_group ? 0 : ceil_div(p.k, w.group);
   w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
+  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
   w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
   w.zero = -p.codec.q_min;
   std::ranges::copy(p.codec.book.values, w.values);

@@ -49,7 +49,9 @@ struct QgemmSm90MmaArgs {
   void* y;
   formats::PackedLayout layout;  // of the weight
   int m;
-  int units;  // of a strip, with columns below k
+  int units;          // of a strip, with columns below k
+  int rounds, rest;   // strips / blocks, strips % blocks
+  bool whole_chunks;  // rows of x are chunks of 16 bytes
   bool accumulate;
 };
 

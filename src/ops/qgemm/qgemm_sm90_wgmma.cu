@@ -29,6 +29,7 @@ constexpr int kSums = kTokens / 2;                       // of a thread
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
 constexpr int kGroupLines = 4 * kSums;                   // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
+static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
 
 // From the codes of a column 0: where those of a column begin that a lane reads at once.
 __device__ constexpr int code_offset(int col) {
@@ -66,6 +67,9 @@ __launch_bounds__(kThreads, 1)
   float* const map = reinterpret_cast<float*>(shared + kTiling.map_offset());
   Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
   Barrier* const empty = full + kStages;
+  // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
+  Barrier* const received = empty + kStages;
+  Barrier* const taken = received + 1;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
@@ -122,10 +126,12 @@ __launch_bounds__(kThreads, 1)
       init_barrier(full + slot, kWarpgroups);
       init_barrier(empty + slot, kWarpgroups * 4);
     }
+    init_barrier(received, 1);
+    init_barrier(taken, 4);
     fence_barrier_init();
   }
   __syncthreads();
-  if constexpr (kCluster > 1) cluster_arrive();
+  if constexpr (kCluster > 1) cluster_arrive_relaxed();
   Cursor fill = {first_pair, first_stage};  // what is copied next
   if (copies) {
     prefetch_map(&args.x);
@@ -139,6 +145,7 @@ __launch_bounds__(kThreads, 1)
   if (copies)
     for (int slot = 0; slot < kStages && fill.pair < last_pair; ++slot, advance(fill)) copy_x(slot, fill);
   __syncthreads();
+  if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
   int slot = 0;
   u32 parity = 0;
@@ -165,6 +172,7 @@ __launch_bounds__(kThreads, 1)
   const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
   const u32 table_lane = pair_table_lane(lane, rank);
 
+  u32 tile_parity = 0;
   for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
     const bool active = pair + row_group < last_pair;
     const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;
@@ -258,7 +266,8 @@ __launch_bounds__(kThreads, 1)
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
-            const u64 tile = x + static_cast<u64>((q * kChunkCols % 64 + 16 * j) * 2 / 16);
+            // Only the address changes, which does not carry into the upper half.
+            const u64 tile = (x >> 32) << 32 | (static_cast<u32>(x) + (q * kChunkCols % 64 + 16 * j) * 2 / 16);
             if constexpr (kScalesChunks)
               wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
             else
@@ -324,19 +333,23 @@ __launch_bounds__(kThreads, 1)
     if constexpr (kCluster > 1) {
       // Each block finishes half of the rows, or the first all.
       const u32 finisher = kRowGroups > 1 ? static_cast<u32>(row_group) : 0;
-      cluster_wait();  // the other one has begun, or read what it was given before
       if (stores && rank != finisher) {
+        if (pair > first_pair) wait_cluster(taken, tile_parity ^ 1);
+        const u32 barrier = address_in(finisher, shared_address(received));
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) store_cluster(line(kClusterLines, i), finisher, sums[i]);
+        for (int i = 0; i < kSums; ++i) store_async(address_in(finisher, line(kClusterLines, i)), sums[i], barrier);
       }
-      cluster_arrive();
-      cluster_wait();
       stores = stores && rank == finisher;
       if (stores) {
+        if (copies) arrive_expecting(received, kGroupLines * 128);
+        wait_cluster(received, tile_parity);
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(kClusterLines, i));
+        __syncwarp();
+        if (lane == 0 && pair + kRowGroups + row_group < last_pair)
+          arrive_cluster(address_in(rank ^ 1, shared_address(taken)));
       }
-      cluster_arrive();
+      tile_parity ^= 1;
     }
 
     if (!stores || row >= args.n) continue;
@@ -375,7 +388,6 @@ __launch_bounds__(kThreads, 1)
       }
     }
   }
-  if constexpr (kCluster > 1) cluster_wait();
 #endif
 }
 

@@ -33,7 +33,7 @@ struct QgemmSm90WgmmaTiling {
   HALFBYTE_FN int ring_offset() const { return bits == 4 ? 65536 : 32768; }
   HALFBYTE_FN int map_offset() const { return ring_offset() + stages * stage_bytes(); }
   HALFBYTE_FN int barrier_offset() const { return map_offset() + 1024; }
-  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
+  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + (stages + 1) * 16; }
 };
 
 struct QgemmSm90WgmmaArgs {
@@ -45,7 +45,7 @@ struct QgemmSm90WgmmaArgs {
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
   formats::i64 groups;               // of a row
-  formats::i32 m, n, k;
+  formats::i32 m, n;
   formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
   formats::i32 num_stages;              // of a row, all blocks of the cluster together
   formats::i32 num_workers;             // clusters: each has its part of the pairs of strips

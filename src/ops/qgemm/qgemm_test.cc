@@ -210,22 +210,21 @@ TEST(QgemmPlan, BadDescriptors) {
       "spec: double quantization needs f32 scales and a format without biases, got nf4 with f16 scales");
   EXPECT_EQ(refused([](D& d) {
               d.packed = false;
+              d.spec.format = Format::int8;
               d.layout = WeightLayout::bitsandbytes;
             }),
-            "weight view: layout bitsandbytes holds table formats with granularity flat, got nf4 with "
-            "granularity group");
-  EXPECT_EQ(refused([](D& d) {
-              d.packed = false;
-              d.layout = WeightLayout::compressed_tensors;
-            }),
-            "weight view: layout compressed-tensors holds int4 and int8 with granularity group or channel, "
-            "without double quantization, got nf4 with granularity group");
+            "weight view: layout bitsandbytes has codes of 4 bits, got int8");
   EXPECT_EQ(
       refused([](D& d) {
         d.packed = false;
-        d.layout = WeightLayout::mlx;
+        d.spec.format = Format::int4;
+        d.spec.asymmetric = true;
+        d.spec.scale_rule = ScaleRule::minmax;
+        d.spec.granularity = Granularity::tensor;
+        d.layout = WeightLayout::compressed_tensors;
       }),
-      "weight view: layout mlx holds affine formats with granularity group, got nf4 with granularity group");
+      "weight view: zero points of layout compressed-tensors are of groups within rows, got granularity "
+      "tensor for 128 columns");
   EXPECT_EQ(refused([](D& d) { d.transposed = d.bias = true; }),
             "qgemm descriptor: bias must be false where transposed is true");
   EXPECT_EQ(refused([](D& d) { d.math = QgemmMath::tf32; }),
@@ -379,7 +378,7 @@ TEST(QgemmPlan, Variants) {
     d.variant = choices[i].variant;
     EXPECT_EQ(
         error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
-        fmt::format("qgemm: descriptor.variant {} does not take this: it is for CUDA devices", d.variant));
+        fmt::format("qgemm: descriptor.variant does not take this; {}: it is for CUDA devices", d.variant));
   }
   d.variant = "qgemm_cpu";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_cpu");

@@ -224,9 +224,8 @@ struct QgemmCase {
 // Results, elements of the dtype of the descriptor, within the bound of the reference; of integers: to the
 // bit.
 inline ::testing::AssertionResult near_reference(const QgemmCase& test, const std::vector<uint8_t>& y,
-                                                 WeightRounding rounding,
+                                                 const QgemmReference& expected,
                                                  QgemmData data = QgemmData::random) {
-  const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), rounding);
   const DType dtype = test.descriptor.dtype;
   int64_t num_bad = 0, first = -1;
   std::string text;
@@ -248,6 +247,12 @@ inline ::testing::AssertionResult near_reference(const QgemmCase& test, const st
   return ::testing::AssertionFailure() << fmt::format(
              "{}: {} of {} outputs are wrong, the first at [{}, {}]: {}", describe(test.descriptor), num_bad,
              expected.y.size(), first / cols, first % cols, text);
+}
+
+inline ::testing::AssertionResult near_reference(const QgemmCase& test, const std::vector<uint8_t>& y,
+                                                 WeightRounding rounding,
+                                                 QgemmData data = QgemmData::random) {
+  return near_reference(test, y, qgemm_ref(test.problem, test.tensors(), rounding), data);
 }
 
 // ---- Descriptions at random

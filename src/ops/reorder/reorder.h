@@ -1,0 +1,40 @@
+// What the variants of `reorder` share.
+#pragma once
+
+#include "core/variant.h"
+#include "halfbyte/qgemm.hpp"
+#include "ops/reorder/reorder_args.h"
+
+namespace halfbyte {
+
+// A checked problem.
+struct ReorderProblem {
+  ReorderArgs args{};
+  bool to_packed = false;
+  Device device = {};
+  int num_threads = 0;     // CPU
+  void* stream = nullptr;  // CUDA
+};
+
+// Rows of codes of the view begin at bytes.
+inline bool rows_begin_at_bytes(const ReorderArgs& args) {
+  return args.layout.n <= 1 || args.row_codes * args.layout.bits % 8 == 0;
+}
+
+// Of checked parts that fit together, and packed memory.
+ReorderArgs make_reorder_args(const WeightView& view, void* packed);
+
+void reorder_cpu(const ReorderProblem& problem);
+
+// The codes of tiles [first, last) of a strip. SIMD kernels, dispatched at run time. From the packed form:
+// where rows do not begin at bytes, all tiles of a strip at once.
+struct ReorderTiles {
+  int64_t strip = 0, first = 0, last = 0;
+};
+void reorder_tiles_cpu(const ReorderProblem& problem, const ReorderTiles& tiles);
+
+// CUDA: enqueued on problem.stream.
+std::string refuse_reorder_cuda(const ReorderProblem& problem);
+void reorder_cuda(const ReorderProblem& problem);
+
+}  // namespace halfbyte

@@ -1,0 +1,55 @@
+#include "ops/reorder/reorder_cuda.h"
+
+#include <algorithm>
+
+#include "cuda/config.h"
+
+namespace halfbyte {
+namespace {
+
+bool is_aligned(const ReorderArgs& args) {
+  const int64_t bits = args.layout.bits, vector_bits = 8 * kVectorBytes;
+  return args.layout.k * bits % vector_bits == 0 && args.row_codes * bits % vector_bits == 0 &&
+         cuda::is_aligned(args.codes, kVectorBytes);
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t code_threads(const ReorderProblem& problem) {
+  const ReorderArgs& args = problem.args;
+  const formats::PackedLayout& p = args.layout;
+  if (is_aligned(args)) return p.strips * divide_up(p.tiles_per_strip(), kTilesPerWarp) * 32;
+  return problem.to_packed ? p.strips * p.blocks_per_strip * (p.block_cols / 2) * formats::kUnitRows
+                           : args.num_code_bytes;
+}
+
+}  // namespace
+
+ReorderKernels reorder_kernels_of(const ReorderProblem& problem) {
+  const std::string direction = fmt::format("constexpr bool kToPacked = {};\n", problem.to_packed);
+  return {
+      {"ops/reorder/reorder_codes.cu", "reorder_codes",
+       cuda::config_text(direction + fmt::format("constexpr int kBits = {};\nconstexpr bool kAligned = {};\n",
+                                                 problem.args.layout.bits, is_aligned(problem.args)))},
+      {"ops/reorder/reorder_parameters.cu", "reorder_parameters", cuda::config_text(direction)}};
+}
+
+std::string refuse_reorder_cuda(const ReorderProblem&) { return ""; }
+
+void reorder_cuda(const ReorderProblem& problem) {
+  const cuda::Context& context = cuda::context(problem.device.index);
+  const cuda::Scope scope(context);
+  const formats::PackedLayout& p = problem.args.layout;
+  const ReorderKernels kernels = reorder_kernels_of(problem);
+  const auto launch = [&](const cuda::KernelSpec& spec, int64_t num_threads) {
+    if (num_threads == 0) return;
+    cuda::launch(cuda::get_kernel(context, spec), {divide_up(num_threads, kReorderThreads), kReorderThreads},
+                 problem.stream, problem.args);
+  };
+  launch(kernels.codes, code_threads(problem));
+  // Sections and gaps are there without groups too.
+  launch(kernels.parameters,
+         std::max<int64_t>(1, p.strips * divide_up(p.padded_groups(), kGroupsPerWarp)) * 32);
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,50 @@
+// The scalar reference of `reorder`: plain loops over the codes and parameters of a matrix.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/reorder/reorder.h"
+
+namespace halfbyte {
+
+inline void reorder_ref_to_packed(const ReorderArgs& args) {
+  const formats::PackedLayout& p = args.layout;
+  std::fill_n(args.packed, p.num_bytes, uint8_t{0});
+  const auto put = [&](int64_t at, const void* from, int64_t i, int size) {
+    std::memcpy(args.packed + at, static_cast<const uint8_t*>(from) + i * size, static_cast<size_t>(size));
+  };
+  for (int64_t row = 0; row < p.n; ++row) {
+    for (int64_t col = 0; col < p.k; ++col) {
+      const int shift =
+          formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
+      uint8_t& byte = args.packed[p.code(row, col)];
+      byte = static_cast<uint8_t>(byte | view_code(args, row, col) << shift);
+    }
+    for (int64_t group = 0; group < p.groups; ++group) {
+      const int64_t i = args.one_group ? 0 : row * p.groups + group;
+      put(p.scale(row, group), args.scales, i, p.scale_bytes);
+      if (p.has_biases) put(p.bias(row, group), args.biases, i, p.bias_bytes);
+      if (!p.has_zeros) continue;
+      if (!args.zero_words) {
+        put(p.zero(row, group), args.zeros, i, 1);
+        continue;
+      }
+      const int64_t per_word = 32 / p.bits, r = args.one_group ? 0 : row, g = args.one_group ? 0 : group;
+      uint32_t word;
+      std::memcpy(
+          &word,
+          static_cast<const uint8_t*>(args.zeros) + (r / per_word * (args.one_group ? 1 : p.groups) + g) * 4,
+          4);
+      args.packed[p.zero(row, group)] =
+          static_cast<uint8_t>(word >> (r % per_word * p.bits) & ((1u << p.bits) - 1));
+    }
+  }
+  if (!p.double_quant) return;
+  for (int64_t i = 0; i < (p.n * p.groups + 255) / 256; ++i)
+    put(p.absmax + i * 4, args.absmax, args.one_group ? 0 : i, 4);
+  std::memcpy(args.packed + p.map, args.map, 256 * 4);
+  std::memcpy(args.packed + p.offset, args.offset, 4);
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,252 @@
+// For the tests of `reorder`: weights in every layout between guards, and cases.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "formats/convert.h"
+#include "halfbyte/qgemm.hpp"
+#include "ops/testing.h"
+
+namespace halfbyte::testing {
+
+// Bytes at a multiple of 256 before a guard, poisoned like it.
+class GuardedBytes {
+ public:
+  explicit GuardedBytes(int64_t num_bytes = 0)
+      : num_bytes_(num_bytes), bytes_(static_cast<size_t>(num_bytes) + 2 * kAlignment, Parts::kPoison) {}
+  GuardedBytes(const GuardedBytes& other) : GuardedBytes(other.num_bytes_) {
+    std::copy_n(other.data(), num_bytes_, data());
+  }
+  GuardedBytes(GuardedBytes&&) = default;
+  GuardedBytes& operator=(GuardedBytes&&) = default;
+  uint8_t* data() {
+    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+    return bytes_.data() + (kAlignment - address % kAlignment) % kAlignment;
+  }
+  const uint8_t* data() const { return const_cast<GuardedBytes*>(this)->data(); }
+  int64_t num_bytes() const { return num_bytes_; }
+  bool guard_intact() const {
+    return std::all_of(data() + num_bytes_, bytes_.data() + bytes_.size(),
+                       [](uint8_t byte) { return byte == Parts::kPoison; });
+  }
+  bool operator==(const GuardedBytes& other) const {
+    return num_bytes_ == other.num_bytes_ && std::equal(data(), data() + num_bytes_, other.data());
+  }
+
+ private:
+  static constexpr size_t kAlignment = 256;
+  int64_t num_bytes_;
+  std::vector<uint8_t> bytes_;
+};
+
+// What is stored of a weight in a layout, poisoned.
+struct StoredWeight {
+  enum Part { kCodes, kScales, kZeros, kBiases, kAbsmax, kMap, kOffset, kParts };
+  static constexpr const char* kNames[kParts] = {"codes",  "scales", "zeros", "biases",
+                                                 "absmax", "map",    "offset"};
+
+  QuantSpec spec;
+  int64_t rows, cols;
+  WeightLayout layout;
+  int bits;
+  bool words, joined;  // rows of codes: padded to words; one behind the other
+  int64_t row_codes, groups, num_scales;
+  GuardedBytes parts[kParts];
+
+  StoredWeight(const QuantSpec& s, int64_t n, int64_t k, WeightLayout l)
+      : spec(s), rows(n), cols(k), layout(l), bits(info(s.format).bits) {
+    words = layout == WeightLayout::compressed_tensors || layout == WeightLayout::mlx;
+    joined = layout == WeightLayout::bitsandbytes ||
+             (layout == WeightLayout::halfbyte && spec.granularity == Granularity::flat);
+    const int64_t unit = words ? 32 / bits : 8 / bits;
+    row_codes = joined ? cols : (cols + unit - 1) / unit * unit;
+    const bool one = spec.granularity == Granularity::tensor;
+    const bool sized = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
+    groups = sized ? (cols + spec.group_size - 1) / spec.group_size : cols > 0 ? 1 : 0;
+    num_scales = one ? (rows * cols > 0 ? 1 : 0) : rows * groups;
+    const int64_t size = spec.double_quant ? 1 : size_of(spec.scale_dtype);
+    const int64_t zero_rows = one ? std::min<int64_t>(1, num_scales) : rows, per_word = 32 / bits;
+    parts[kCodes] = GuardedBytes((rows * row_codes * bits + 7) / 8);
+    parts[kScales] = GuardedBytes(num_scales * size);
+    if (has_zeros(spec))
+      parts[kZeros] = GuardedBytes(layout == WeightLayout::compressed_tensors
+                                       ? (zero_rows + per_word - 1) / per_word * groups * 4
+                                       : num_scales);
+    if (has_biases(spec)) parts[kBiases] = GuardedBytes(num_scales * size);
+    if (!spec.double_quant) return;
+    parts[kAbsmax] = GuardedBytes((num_scales + 255) / 256 * 4);
+    parts[kMap] = GuardedBytes(256 * 4);
+    parts[kOffset] = GuardedBytes(4);
+  }
+
+  uint8_t* of(Part part) { return parts[part].num_bytes() > 0 ? parts[part].data() : nullptr; }
+  WeightView view() {
+    WeightView v;
+    v.spec = spec;
+    v.rows = rows;
+    v.cols = cols;
+    v.layout = layout;
+    v.codes = of(kCodes);
+    v.scales = of(kScales);
+    v.zeros = of(kZeros);
+    v.biases = of(kBiases);
+    v.absmax = reinterpret_cast<float*>(of(kAbsmax));
+    v.map = reinterpret_cast<float*>(of(kMap));
+    v.offset = reinterpret_cast<float*>(of(kOffset));
+    return v;
+  }
+
+  // Code number i of all.
+  int shift(int64_t i) const {
+    if (bits == 8) return 0;
+    return (i % 2 == 0) == (layout == WeightLayout::bitsandbytes) ? 4 : 0;
+  }
+  int code(int64_t i) const { return parts[kCodes].data()[i * bits / 8] >> shift(i) & ((1 << bits) - 1); }
+  void set_code(int64_t i, int value) {
+    uint8_t& byte = parts[kCodes].data()[i * bits / 8];
+    byte = static_cast<uint8_t>((byte & ~(((1 << bits) - 1) << shift(i))) | value << shift(i));
+  }
+  int zero(int64_t row) const {  // of the last group
+    const int64_t r = spec.granularity == Granularity::tensor ? 0 : row;
+    if (layout != WeightLayout::compressed_tensors) return parts[kZeros].data()[(r + 1) * groups - 1];
+    uint32_t word;
+    std::memcpy(&word, parts[kZeros].data() + ((r * bits / 32 + 1) * groups - 1) * 4, 4);
+    return static_cast<int>(word >> (r * bits % 32) & ((1u << bits) - 1));
+  }
+  // What quantize() puts behind the codes of a row.
+  int padding(int64_t row) const {
+    const FormatInfo& format = info(spec.format);
+    if (words) return 0;
+    if (format.kind == FormatKind::table)
+      return spec.format == Format::nf4 ? 7 : make_codec(spec).book.zero_code;
+    if (format.kind == FormatKind::integer) return has_zeros(spec) ? zero(row) : 1 << (bits - 1);
+    const int64_t last = spec.granularity == Granularity::tensor ? 0 : (row + 1) * groups - 1;
+    const auto type = scale_type(spec.scale_dtype);
+    const float q = (0 - formats::load_scale<float>(parts[kBiases].data(), last, type)) /
+                    formats::load_scale<float>(parts[kScales].data(), last, type);
+    return std::isnan(q) ? 0 : static_cast<int>(std::nearbyint(std::clamp(q, 0.0f, 15.0f)));
+  }
+
+  void fill(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const auto mask = (1u << bits) - 1;
+    for (const Part part : {kScales, kBiases}) {
+      if (spec.double_quant) {
+        for (int64_t i = 0; i < parts[part].num_bytes(); ++i)
+          parts[part].data()[i] = static_cast<uint8_t>(random());
+      } else if (parts[part].num_bytes() > 0) {
+        const Values values = random_values(spec.scale_dtype, num_scales, random());
+        std::copy_n(values.bytes.data(), parts[part].num_bytes(), parts[part].data());
+      }
+    }
+    std::fill_n(parts[kZeros].data(), parts[kZeros].num_bytes(), uint8_t{0});
+    if (layout == WeightLayout::compressed_tensors) {
+      const int64_t zero_rows = num_scales > 0 && has_zeros(spec) ? num_scales / groups : 0;
+      for (int64_t row = 0; row < zero_rows; ++row)
+        for (int64_t group = 0; group < groups; ++group) {
+          uint8_t* const word = parts[kZeros].data() + (row * bits / 32 * groups + group) * 4;
+          const auto bit = row * bits % 32;
+          word[bit / 8] = static_cast<uint8_t>(word[bit / 8] | (random() & mask) << (bit % 8));
+        }
+    } else {
+      for (int64_t i = 0; i < parts[kZeros].num_bytes(); ++i)
+        parts[kZeros].data()[i] = static_cast<uint8_t>(random() & mask);
+    }
+    for (const Part part : {kAbsmax, kMap, kOffset})
+      for (int64_t i = 0; i < parts[part].num_bytes(); ++i)
+        parts[part].data()[i] = static_cast<uint8_t>(random());
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < row_codes; ++i)
+        set_code(row * row_codes + i, i < cols ? static_cast<int>(random() & mask) : padding(row));
+    if (joined && rows * cols % 2 != 0 && bits == 4) set_code(rows * cols, padding(rows - 1));
+  }
+};
+
+inline ::testing::AssertionResult same_parts(const StoredWeight& expected, const StoredWeight& actual) {
+  for (int i = 0; i < StoredWeight::kParts; ++i) {
+    const GuardedBytes &a = expected.parts[i], &b = actual.parts[i];
+    const char* const name = StoredWeight::kNames[i];
+    if (!b.guard_intact()) return ::testing::AssertionFailure() << "bytes behind " << name << " were written";
+    if (a == b) continue;
+    const int64_t at = std::mismatch(a.data(), a.data() + a.num_bytes(), b.data()).first - a.data();
+    return ::testing::AssertionFailure() << fmt::format("byte {} of {} of {}: {:02x} instead of {:02x}", at,
+                                                        a.num_bytes(), name, b.data()[at], a.data()[at]);
+  }
+  return ::testing::AssertionSuccess();
+}
+inline ::testing::AssertionResult same_packed(const GuardedBytes& expected, const GuardedBytes& actual) {
+  if (!actual.guard_intact())
+    return ::testing::AssertionFailure() << "bytes behind the packed form were written";
+  if (expected == actual) return ::testing::AssertionSuccess();
+  const int64_t at =
+      std::mismatch(expected.data(), expected.data() + expected.num_bytes(), actual.data()).first -
+      expected.data();
+  return ::testing::AssertionFailure()
+         << fmt::format("byte {} of {} of the packed form: {:02x} instead of {:02x}", at,
+                        expected.num_bytes(), actual.data()[at], expected.data()[at]);
+}
+
+// Of every format of 4 and 8 bits that has other parts.
+inline std::vector<QuantSpec> packed_specs() {
+  const auto spec = [](Format format, DType scale, bool asymmetric = false, bool double_quant = false) {
+    QuantSpec s;
+    s.format = format;
+    s.scale_dtype = scale;
+    s.asymmetric = asymmetric;
+    s.double_quant = double_quant;
+    s.scale_rule = asymmetric ? ScaleRule::minmax : info(format).default_rule;
+    return s;
+  };
+  return {spec(Format::nf4, DType::f32),
+          spec(Format::nf4, DType::f32, false, true),
+          spec(Format::fp4, DType::bf16),
+          spec(Format::int4, DType::bf16),
+          spec(Format::int4, DType::f16, true),
+          spec(Format::int4, DType::f32, true, true),
+          spec(Format::affine4, DType::f32),
+          spec(Format::affine4, DType::bf16),
+          spec(Format::int8, DType::f16),
+          spec(Format::int8, DType::f32, true),
+          spec(Format::int8, DType::f32, true, true),
+          spec(Format::affine8, DType::f16)};
+}
+
+struct WeightCase {
+  QuantSpec spec;
+  int64_t rows, cols;
+  WeightLayout layout;
+};
+inline std::string describe(const WeightCase& c) {
+  constexpr const char* kLayouts[] = {"halfbyte", "bitsandbytes", "compressed-tensors", "mlx"};
+  return fmt::format("{}{} [{}, {}] in {}", describe(c.spec), c.spec.double_quant ? " double quantized" : "",
+                     c.rows, c.cols, kLayouts[static_cast<int>(c.layout)]);
+}
+
+// Shapes with and without tails, every granularity, every layout.
+inline std::vector<WeightCase> weight_cases(uint64_t seed, int per_spec) {
+  std::mt19937_64 random(seed);
+  constexpr int64_t kGroups[] = {32, 64, 128, 256, 1, 7, 16, 48, 100, 512};
+  std::vector<WeightCase> cases;
+  for (const QuantSpec& base : packed_specs())
+    for (int i = 0; i < per_spec; ++i) {
+      WeightCase c{base, 0, 0, static_cast<WeightLayout>(i % 4)};
+      if (info(base.format).bits == 8 && c.layout == WeightLayout::bitsandbytes)
+        c.layout = WeightLayout::halfbyte;
+      c.spec.granularity = static_cast<Granularity>(random() % 4);
+      c.spec.group_size = kGroups[random() % std::size(kGroups)];
+      const auto pick = [&](auto... sizes) {
+        const int64_t all[] = {sizes...};
+        return all[random() % sizeof...(sizes)];
+      };
+      c.rows = pick(1, 2, 31, 32, 33, 64, 67, 96, 130);
+      c.cols = pick(1, 2, 5, 31, 32, 63, 64, 65, 100, 128, 192, 256, 300, 511, 512, 1025, 2112);
+      if (c.spec.granularity == Granularity::flat)
+        c.cols = (c.cols / c.spec.group_size + 1) * c.spec.group_size;
+      cases.push_back(c);
+    }
+  return cases;
+}
+
+}  // namespace halfbyte::testing

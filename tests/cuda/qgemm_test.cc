@@ -1,0 +1,559 @@
+// Products with quantized weights on a device: every variant against the reference, run to run, in graphs and
+// in chains of kernels that start early.
+#include <map>
+
+#include "harness.h"
+#include "ops/qgemm/qgemm_testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::DeviceBytes;
+using testing::kCuda;
+using testing::QgemmCase;
+using testing::QgemmData;
+
+// Memory of the device between bytes that are NaN, or without any.
+class Surrounded {
+ public:
+  Surrounded(int64_t num_bytes, int64_t alignment, bool exact)
+      : num_bytes_(num_bytes),
+        before_(exact ? 0 : kMargin),
+        bytes_(num_bytes + 2 * before_, alignment % 256, exact) {
+    clear();
+  }
+  uint8_t* data() const { return bytes_.data() + before_; }
+  void upload(const std::vector<uint8_t>& content) { fill(content.data()); }
+  // To NaN.
+  void clear() { fill(nullptr); }
+  // What lies around it must be as it was.
+  std::vector<uint8_t> download() const {
+    std::vector<uint8_t> all(static_cast<size_t>(bytes_.num_bytes()));
+    bytes_.download(all.data());
+    const auto begin = all.begin() + before_, end = begin + num_bytes_;
+    const auto is_nan = [](uint8_t byte) { return byte == kNaN; };
+    EXPECT_TRUE(std::all_of(all.begin(), begin, is_nan) && std::all_of(end, all.end(), is_nan))
+        << "memory around an array of " << num_bytes_ << " bytes was written";
+    return {begin, end};
+  }
+
+ private:
+  static constexpr int64_t kMargin = 512;
+  static constexpr uint8_t kNaN = 0xFF;  // in every type
+  void fill(const uint8_t* content) {
+    std::vector<uint8_t> all(static_cast<size_t>(bytes_.num_bytes()), kNaN);
+    if (content) std::copy_n(content, num_bytes_, all.begin() + before_);
+    bytes_.upload(all.data());
+    const cuda::Scope scope(cuda::context(kCuda.index));
+    cuda::synchronize(nullptr);  // before `all` goes
+  }
+
+  int64_t num_bytes_, before_;
+  DeviceBytes bytes_;
+};
+
+// The tensors of a case on the device.
+class OnDevice {
+ public:
+  OnDevice(const QgemmCase& test, bool exact)
+      : test_(test),
+        y_(test.num_outputs() * size_of(test.descriptor.dtype), test.descriptor.alignment, exact) {
+    const int64_t alignment = test.descriptor.alignment;
+    const auto add = [&](const auto& content, auto QgemmTensors::*member, int64_t place) {
+      std::vector<uint8_t> bytes(content.size() * sizeof(content[0]));
+      if (!bytes.empty()) std::memcpy(bytes.data(), content.data(), bytes.size());
+      inputs_.emplace_back(static_cast<int64_t>(bytes.size()), place, exact);
+      inputs_.back().upload(bytes);
+      contents_.push_back(std::move(bytes));
+      const void* const at = inputs_.back().data();
+      tensors_.*member = static_cast<std::remove_reference_t<decltype(tensors_.*member)>>(at);
+    };
+    const int64_t scale_bytes =
+        test.descriptor.spec.double_quant ? 1 : size_of(test.descriptor.spec.scale_dtype);
+    add(test.x.bytes, &QgemmTensors::x, alignment);
+    add(test.bias.bytes, &QgemmTensors::bias, alignment);
+    add(test.packed, &QgemmTensors::weight, 256);
+    add(test.codes, &QgemmTensors::codes, alignment);
+    add(test.scales, &QgemmTensors::scales, scale_bytes);
+    add(test.zeros, &QgemmTensors::zeros, 4);
+    add(test.biases, &QgemmTensors::biases, scale_bytes);
+    add(test.absmax, &QgemmTensors::absmax, 4);
+    add(test.map, &QgemmTensors::map, 4);
+    add(test.offset, &QgemmTensors::offset, 4);
+    tensors_.y = y_.data();
+    reset();
+  }
+
+  Qgemm::Args args() const { return testing::qgemm_args(test_, tensors_, kCuda); }
+  // y as it is before a run.
+  void reset() {
+    if (test_.descriptor.accumulate)
+      y_.upload(test_.before.bytes);
+    else
+      y_.clear();
+  }
+  std::vector<uint8_t> y() const { return y_.download(); }
+  void expect_inputs_as_before() const {
+    for (size_t i = 0; i < inputs_.size(); ++i)
+      EXPECT_TRUE(inputs_[i].download() == contents_[i]) << "input " << i << " was written";
+  }
+
+ private:
+  const QgemmCase& test_;
+  Surrounded y_;
+  std::vector<Surrounded> inputs_;
+  std::vector<std::vector<uint8_t>> contents_;
+  QgemmTensors tensors_;
+};
+
+// A workspace that holds anything.
+Surrounded workspace_of(const QgemmPlan& plan, bool exact = false) {
+  return Surrounded(plan.workspace_size(), 256, exact);
+}
+
+// The variants that take the description.
+std::vector<std::string> variants_of(QgemmDescriptor d) {
+  std::vector<std::string> names;
+  for (const QgemmChoice& choice : explain_qgemm(kCuda, d))
+    if (choice.reason.empty()) names.push_back(choice.variant);
+  return names;
+}
+
+std::vector<uint8_t> run(const QgemmCase& test, const QgemmPlan& plan, bool exact) {
+  const Surrounded workspace = workspace_of(plan, exact);
+  const OnDevice memory(test, exact);
+  plan.run(nullptr, workspace.data(), memory.args());
+  EXPECT_TRUE(plan.status(workspace.data()).ok());
+  memory.expect_inputs_as_before();
+  workspace.download();  // what lies around it
+  return memory.y();
+}
+
+// Every variant that takes the description against the reference. Returns how many do.
+size_t check_variants(QgemmDescriptor d, uint64_t seed, QgemmData data = QgemmData::random,
+                      bool exact = false) {
+  const QgemmCase test(d, seed, data);
+  std::map<WeightRounding, QgemmReference> references;
+  const std::vector<std::string> variants = variants_of(d);
+  for (const std::string& variant : variants) {
+    d.variant = variant;
+    SCOPED_TRACE(testing::describe(d));
+    const auto plan = QgemmPlan::select(kCuda, d);
+    const WeightRounding rounding = plan.precision_guarantee().weight_rounding;
+    if (!references.contains(rounding))
+      references[rounding] = qgemm_ref(test.problem, test.tensors(), rounding);
+    EXPECT_TRUE(testing::near_reference(test, run(test, plan, exact), references[rounding], data))
+        << plan.sku().kernel;
+    EXPECT_TRUE(plan.precision_guarantee().deterministic);
+  }
+  EXPECT_FALSE(variants.empty()) << testing::describe(d);
+  return variants.size();
+}
+
+QgemmDescriptor descriptor(const QuantSpec& spec, DType dtype, bool transposed) {
+  QgemmDescriptor d;
+  d.spec = spec;
+  d.dtype = dtype;
+  d.transposed = transposed;
+  return d;
+}
+QuantSpec grouped(QuantSpec spec, int64_t size) {
+  spec.granularity = size == 0 ? Granularity::channel : Granularity::group;
+  spec.group_size = size == 0 ? 64 : size;
+  return spec;
+}
+constexpr int64_t kGroups[] = {64, 32, 128, 256, 0};  // 0: per channel
+
+// ---- Every format with every dtype, both directions
+
+struct Config {
+  size_t format;
+  DType dtype;
+  bool transposed;
+};
+std::vector<Config> all_configs() {
+  std::vector<Config> configs;
+  for (size_t format = 0; format < testing::qgemm_formats().size(); ++format)
+    for (const DType dtype : testing::kQgemmDTypes)
+      for (const bool transposed : {false, true}) configs.push_back({format, dtype, transposed});
+  return configs;
+}
+std::string name_of(const Config& config) {
+  return fmt::format("{}_{}_{}", testing::short_text(testing::qgemm_formats()[config.format]),
+                     to_string(config.dtype), config.transposed ? "transposed" : "forward");
+}
+
+class QgemmCuda : public testing::CudaTest, public ::testing::WithParamInterface<Config> {
+ protected:
+  QuantSpec format() const { return testing::qgemm_formats()[GetParam().format]; }
+  // Another number for each configuration: groups, dtypes and rows of x take turns.
+  size_t turn() const {
+    return GetParam().format * 7 + static_cast<size_t>(GetParam().dtype) * 3 + GetParam().transposed;
+  }
+};
+
+TEST_P(QgemmCuda, EveryVariant) {
+  constexpr int64_t kM[] = {1, 5, 16, 37, 2, 64, 8, 3, 130, 24, 4};
+  std::mt19937_64 random(turn());
+  for (size_t i = 0; i < 4; ++i) {
+    const size_t at = turn() + i * 3;
+    QgemmDescriptor d =
+        descriptor(grouped(format(), kGroups[(turn() + i / 2) % 5]), GetParam().dtype, GetParam().transposed);
+    d.spec.scale_dtype = testing::kQgemmDTypes[(turn() / 2) % 3];
+    d.m = kM[at % std::size(kM)];
+    d.n = i % 2 == 0 ? 200 : testing::pick(random, testing::kQgemmExtents);
+    d.k = i % 2 == 0 ? 512 : testing::pick(random, testing::kQgemmExtents);
+    d.bias = !d.transposed && i % 2 == 1;
+    d.accumulate = i >= 2;
+    check_variants(d, random());
+  }
+}
+// Integers and scales that are powers of two: sums in f32 are exact.
+TEST_P(QgemmCuda, IntegersAreExact) {
+  if (format().format == Format::nf4 || format().format == Format::fp4)
+    GTEST_SKIP() << "values are not short";
+  std::mt19937_64 random(turn() + 1000);
+  QgemmDescriptor d =
+      descriptor(grouped(format(), kGroups[turn() % 5]), GetParam().dtype, GetParam().transposed);
+  d.spec.scale_dtype = testing::kQgemmDTypes[(turn() / 2) % 3];
+  for (const int64_t m : {int64_t{1}, int64_t{16}, int64_t{64}, int64_t{100}}) {
+    d.m = m;
+    d.n = 129;
+    d.k = 640;
+    d.bias = !d.transposed;
+    check_variants(d, random(), QgemmData::integers);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, QgemmCuda, ::testing::ValuesIn(all_configs()),
+                         [](const auto& info) { return name_of(info.param); });
+
+// ---- The rest of what kernels are compiled for: groups, double quantization, views, maths
+
+class QgemmCudaFormat : public testing::CudaTest, public ::testing::WithParamInterface<size_t> {
+ protected:
+  QuantSpec format() const { return testing::qgemm_formats()[GetParam()]; }
+};
+
+TEST_P(QgemmCudaFormat, EveryGroup) {
+  std::mt19937_64 random(GetParam());
+  for (size_t i = 0; i < std::size(kGroups); ++i)
+    for (const bool transposed : {false, true}) {
+      QgemmDescriptor d =
+          descriptor(grouped(format(), kGroups[i]), testing::kQgemmDTypes[(GetParam() + i) % 3], transposed);
+      d.m = transposed ? 9 : 3;
+      d.n = 101;
+      d.k = 520;
+      check_variants(d, random());
+      if (info(d.spec.format).kind == FormatKind::affine || i % 2 == 1) continue;
+      d.spec.scale_dtype = DType::f32;
+      d.spec.double_quant = true;
+      d.k = 1040;  // more scales than a block of 256 has
+      check_variants(d, random());
+    }
+}
+// Whatever goes together.
+TEST_P(QgemmCudaFormat, Random) {
+  std::mt19937_64 random(GetParam() + 500);
+  for (int i = 0; i < 16; ++i) {
+    QgemmDescriptor d = testing::random_qgemm(random, format(), i % 2 == 0);
+    testing::set_random_extents(random, d);
+    if (i % 4 >= 2) d.alignment = size_of(d.dtype);
+    check_variants(d, random());
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, QgemmCudaFormat, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+                         [](const auto& info) {
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                         });
+
+// ---- Shapes, of few kernels
+
+QuantSpec nf4() {
+  QuantSpec spec;
+  spec.scale_dtype = DType::f16;
+  return spec;
+}
+
+class QgemmCudaShapes : public testing::CudaTest, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(QgemmCudaShapes, EveryNumberOfRows) {
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+  d.n = 97;
+  d.k = 328;
+  for (d.m = 1; d.m <= 66; ++d.m) check_variants(d, static_cast<uint64_t>(d.m));
+  for (const int64_t m : {127, 128, 129, 200, 300}) {
+    d.m = m;
+    check_variants(d, static_cast<uint64_t>(m));
+  }
+}
+TEST_P(QgemmCudaShapes, Tails) {
+  std::mt19937_64 random(GetParam());
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+  for (int i = 0; i < 60; ++i) {
+    testing::set_random_extents(random, d, i % 3 == 0 ? 1 : 0);
+    d.bias = !d.transposed && i % 2 == 0;
+    d.accumulate = i % 4 >= 2;
+    d.alignment = i % 5 == 0 ? 2 : 16;
+    check_variants(d, random());
+  }
+}
+// Many blocks, splits of what is summed, units that do not fill the last round.
+TEST_P(QgemmCudaShapes, Large) {
+  constexpr int64_t kShapes[][3] = {{1, 4096, 4096}, {4, 3000, 1096}, {8, 1024, 4096}, {16, 4100, 1000},
+                                    {33, 640, 2944}, {64, 512, 4096}, {150, 600, 1000}};
+  for (const auto& [m, n, k] : kShapes) {
+    QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+    d.m = m;
+    d.n = n;
+    d.k = k;
+    check_variants(d, static_cast<uint64_t>(n));
+  }
+}
+TEST_P(QgemmCudaShapes, Empty) {
+  for (const bool packed : {true, false})
+    for (const bool accumulate : {false, true})
+      for (const auto& [m, n, k] : {std::array<int64_t, 3>{0, 40, 70}, {3, 0, 70}, {3, 40, 0}, {0, 0, 0}}) {
+        QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+        d.m = m;
+        d.n = n;
+        d.k = k;
+        d.packed = packed;
+        d.accumulate = accumulate;
+        d.bias = !d.transposed;
+        if (m > 0 && (d.transposed ? k : n) > 0) {
+          check_variants(d, 1);
+          continue;
+        }
+        const QgemmCase test(d, 1);
+        run(test, QgemmPlan::select(kCuda, d), false);
+      }
+}
+
+// ---- Run to run
+
+// One description for each way to sum: few and many rows, long and short sums.
+std::vector<QgemmDescriptor> long_sums(bool transposed) {
+  std::vector<QgemmDescriptor> all;
+  for (const int64_t m : {1, 8, 16, 33, 64, 100}) {
+    QgemmDescriptor d = descriptor(nf4(), DType::bf16, transposed);
+    d.m = m;
+    d.n = transposed ? 2056 : 160;
+    d.k = transposed ? 192 : 2056;
+    all.push_back(d);
+  }
+  return all;
+}
+
+TEST_P(QgemmCudaShapes, RunsGiveTheSameBytes) {
+  for (QgemmDescriptor d : long_sums(GetParam())) {
+    const QgemmCase test(d, 7);
+    for (const std::string& variant : variants_of(d)) {
+      d.variant = variant;
+      SCOPED_TRACE(testing::describe(d));
+      const auto plan = QgemmPlan::select(kCuda, d);
+      Surrounded workspace = workspace_of(plan);
+      OnDevice memory(test, false);
+      std::vector<uint8_t> first;
+      int num_different = 0;
+      for (int i = 0; i < 100; ++i) {
+        memory.reset();
+        if (i % 10 == 0) workspace.clear();  // else as the run before left it
+        plan.run(nullptr, workspace.data(), memory.args());
+        std::vector<uint8_t> y = memory.y();
+        if (i == 0) first = y;
+        num_different += y != first;
+      }
+      EXPECT_EQ(num_different, 0);
+    }
+  }
+}
+
+TEST_P(QgemmCudaShapes, Graphs) {
+  for (QgemmDescriptor d : long_sums(GetParam())) {
+    for (const bool early_start : {false, true}) {
+      d.early_start = early_start;
+      const QgemmCase test(d, 8);
+      for (const std::string& variant : variants_of(d)) {
+        d.variant = variant;
+        SCOPED_TRACE(testing::describe(d));
+        const auto plan = QgemmPlan::select(kCuda, d);
+        const std::vector<uint8_t> expected = run(test, plan, false);
+        const Surrounded workspace = workspace_of(plan);
+        OnDevice memory(test, false);
+        const Stream stream(kCuda);
+        testing::Graph graph;
+        ASSERT_TRUE(graph.found());
+        const cuda::Scope scope(cuda::context(kCuda.index));
+        graph.capture(stream.handle(), [&] {
+          for (int i = 0; i < 3; ++i) plan.run(stream.handle(), workspace.data(), memory.args());
+        });
+        for (int i = 0; i < 3; ++i) {
+          memory.reset();
+          graph.launch(stream.handle());
+          stream.synchronize();
+          EXPECT_TRUE(memory.y() == expected);
+        }
+      }
+      d.variant.clear();
+    }
+  }
+}
+
+// ---- Chains: a kernel that starts early reads what the one before it wrote, and writes what that one read
+
+TEST_P(QgemmCudaShapes, ChainsThatStartEarly) {
+  constexpr int64_t kWidth = 1024;
+  constexpr int kLinks = 40;
+  for (const int64_t m : {1, 4, 8, 16, 48, 64, 128}) {
+    QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+    d.m = m;
+    d.n = d.k = kWidth;
+    const QgemmCase test(d, static_cast<uint64_t>(m));
+    const int64_t num_bytes = m * kWidth * 2;
+    for (const std::string& variant : variants_of(d)) {
+      d.variant = variant;
+      SCOPED_TRACE(testing::describe(d));
+      d.early_start = false;
+      const auto plain = QgemmPlan::select(kCuda, d);
+      d.early_start = true;
+      const auto early = QgemmPlan::select(kCuda, d);
+      const OnDevice memory(test, false);
+      Surrounded buffers[2] = {{num_bytes, 256, false}, {num_bytes, 256, false}};
+      // Workspaces take turns, too: a kernel may still read that of the run before the last.
+      const Surrounded workspaces[2] = {workspace_of(early), workspace_of(early)};
+      const Surrounded plain_workspace = workspace_of(plain);
+      const Stream stream(kCuda);
+      const auto args_of = [&](int link) {
+        Qgemm::Args args = memory.args();
+        args.x.data = buffers[link % 2].data();
+        args.y.data = buffers[(link + 1) % 2].data();
+        return args;
+      };
+      std::vector<std::vector<uint8_t>> expected;
+      buffers[0].upload(test.x.bytes);
+      for (int link = 0; link < kLinks; ++link) {
+        plain.run(stream.handle(), plain_workspace.data(), args_of(link));
+        stream.synchronize();
+        expected.push_back(buffers[(link + 1) % 2].download());
+      }
+      // All links in one workspace, or two in turn; then with a copy between links, which is no kernel of
+      // ours.
+      for (const int num_workspaces : {1, 2})
+        for (const bool with_copies : {false, true})
+          for (int repeat = 0; repeat < 3; ++repeat) {
+            const Surrounded copied(num_bytes * kLinks, 256, false);
+            buffers[0].upload(test.x.bytes);
+            buffers[1].clear();
+            for (int link = 0; link < kLinks; ++link) {
+              early.run(stream.handle(), workspaces[link % num_workspaces].data(), args_of(link));
+              if (with_copies)
+                copy(kCuda, copied.data() + link * num_bytes, buffers[(link + 1) % 2].data(), num_bytes,
+                     stream.handle());
+            }
+            stream.synchronize();
+            EXPECT_TRUE(buffers[kLinks % 2].download() == expected.back());
+            EXPECT_TRUE(buffers[1 - kLinks % 2].download() == expected[kLinks - 2]);
+            if (!with_copies) continue;
+            const std::vector<uint8_t> all = copied.download();
+            for (int link = 0; link < kLinks; ++link)
+              EXPECT_TRUE(std::equal(expected[static_cast<size_t>(link)].begin(),
+                                     expected[static_cast<size_t>(link)].end(),
+                                     all.begin() + link * num_bytes))
+                  << "link " << link;
+          }
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, QgemmCudaShapes, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "transposed" : "forward"; });
+
+// ---- What is chosen and refused
+
+class QgemmCudaChoice : public testing::CudaTest {};
+
+TEST_F(QgemmCudaChoice, EveryVariantTakesOrSaysWhy) {
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 200; ++i) {
+    QgemmDescriptor d =
+        testing::random_qgemm(random, testing::pick(random, testing::qgemm_formats()), i % 2 == 0);
+    testing::set_random_extents(random, d);
+    const auto choices = explain_qgemm(kCuda, d);
+    EXPECT_EQ(choices.back().reason, "it is for the CPU");
+    EXPECT_TRUE(std::ranges::any_of(choices, [](const QgemmChoice& choice) { return choice.reason.empty(); }))
+        << testing::describe(d);
+  }
+}
+TEST_F(QgemmCudaChoice, ARefusedVariantIsAnError) {
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, false);
+  d.m = 3;
+  d.n = d.k = 64;
+  d.variant = "qgemm_cpu";
+  try {
+    QgemmPlan::select(kCuda, d);
+    ADD_FAILURE() << "it was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::device);
+    EXPECT_STREQ(error.what(), "qgemm: descriptor.variant does not take this; qgemm_cpu: it is for the CPU");
+  }
+}
+TEST_F(QgemmCudaChoice, HostMemoryIsRefused) {
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, false);
+  d.m = 3;
+  d.n = d.k = 64;
+  const QgemmCase test(d, 1);
+  const OnDevice memory(test, false);
+  const auto plan = QgemmPlan::select(kCuda, d);
+  testing::GuardedMemory packed(test.packed, 256);
+  Qgemm::Args args = memory.args();
+  EXPECT_FALSE(plan.can_implement(args));
+  args.weight.data = packed.data();
+  const auto error = plan.can_implement(args);
+  ASSERT_TRUE(error);
+  EXPECT_TRUE(std::string_view(error->what()).starts_with("qgemm: weight")) << error->what();
+}
+
+// ---- For a checker of memory accesses and races: every kernel once, at tails, in arrays without guards
+
+class SanitizeQgemm : public QgemmCudaFormat {};
+
+TEST_P(SanitizeQgemm, every_kernel) {
+  constexpr int64_t kM[] = {1, 2, 5, 8, 16, 33, 64, 70};
+  for (const bool transposed : {false, true}) {
+    QgemmDescriptor d = descriptor(grouped(format(), kGroups[GetParam() % 5]),
+                                   testing::kQgemmDTypes[GetParam() % 3], transposed);
+    d.m = kM[GetParam() % std::size(kM)];
+    d.n = 45;
+    d.k = 141;
+    d.bias = !d.transposed;
+    d.accumulate = GetParam() % 2 == 0;
+    check_variants(d, GetParam(), QgemmData::random, true);
+    d.packed = false;
+    check_variants(d, GetParam(), QgemmData::random, true);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, SanitizeQgemm, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+                         [](const auto& info) {
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                         });
+
+// Sums that are split, kernels that start early.
+class SanitizeQgemmSums : public QgemmCudaShapes {};
+
+TEST_P(SanitizeQgemmSums, every_kernel) {
+  for (const int64_t m : {1, 2, 4, 8, 16, 32, 64, 72}) {
+    QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+    d.m = m;
+    d.n = d.transposed ? 1045 : 70;
+    d.k = d.transposed ? 70 : 1045;
+    d.early_start = true;
+    check_variants(d, 1, QgemmData::random, true);
+    d.spec.scale_dtype = DType::f32;
+    d.spec.double_quant = true;
+    check_variants(d, 1, QgemmData::random, true);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(, SanitizeQgemmSums, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "transposed" : "forward"; });
+
+}  // namespace
+}  // namespace halfbyte
