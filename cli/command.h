@@ -31,6 +31,7 @@ void add_inspect_command(CLI::App& app, Command& command);
 void add_compare_command(CLI::App& app, Command& command);
 void add_ptx_command(CLI::App& app, Command& command);
 void add_precompile_command(CLI::App& app, Command& command);
+void add_bench_command(CLI::App& app, Command& command);
 void add_doctor_command(CLI::App& app, Command& command);
 
 }  // namespace halfbyte::cli

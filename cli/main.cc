@@ -98,6 +98,7 @@ int parse_and_run(int argc, char** argv) {
   add_compare_command(app, command);
   add_ptx_command(app, command);
   add_precompile_command(app, command);
+  add_bench_command(app, command);
   add_doctor_command(app, command);
   try {
     app.parse(argc, argv);

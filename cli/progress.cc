@@ -46,6 +46,8 @@ void install_signal_handlers() {
   for (const int signal : {SIGPIPE, SIGXFSZ}) ::sigaction(signal, &ignore, nullptr);
 }
 
+bool is_cancelled() { return cancelled; }
+
 ProgressBar::ProgressBar(bool enabled, std::string (*quantity)(uint64_t))
     : visible_(enabled && ::isatty(STDERR_FILENO)), quantity_(quantity) {}
 
@@ -56,7 +58,7 @@ ProgressBar::~ProgressBar() {
 ProgressFunction ProgressBar::function() {
   return [this](const Progress& progress) {
     if (visible_) draw(progress);
-    return !cancelled;
+    return !is_cancelled();
   };
 }
 

@@ -12,6 +12,7 @@ namespace halfbyte::cli {
 // SIGINT, SIGTERM and SIGHUP ask the running work to stop; a second one kills at once.
 // A failed write is reported by its errno, not by SIGPIPE or SIGXFSZ.
 void install_signal_handlers();
+bool is_cancelled();  // one has come
 
 // One line on stderr, rewritten in place, while it exists; nothing where stderr is not a terminal.
 class ProgressBar {

@@ -11,7 +11,7 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
     set(root ${PROJECT_SOURCE_DIR}/src)
     file(GLOB sources CONFIGURE_DEPENDS RELATIVE ${root}
       ${root}/cuda/device/*.cu ${root}/cuda/device/*.cuh ${root}/formats/*.h ${root}/ops/*/*.cu ${root}/ops/*/*.cuh
-      ${root}/ops/*/*_args.h)
+      ${root}/ops/*/*_args.h ${root}/benchmark/*.cu ${root}/benchmark/*_args.h)
     set(depends ${sources})
     list(TRANSFORM depends PREPEND ${root}/)
     add_custom_command(OUTPUT ${output}

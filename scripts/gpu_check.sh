@@ -7,8 +7,9 @@
 #       after a failure, ends with a table; exit code 1 if a section failed. Logs and JSON go to --out
 #       (build/gpu_check). Python packages that the machine lacks (bitsandbytes, compressed-tensors) are taken from .whl,
 #       where `pip install --target .whl` can put them.
-# Sections: tests exhaustive sanitize engine interop peer latency bench; and, where it is named, packs: compiles every
-# kernel, which takes some minutes of all CPUs, and runs the tests with these and without NVRTC.
+# Sections: tests exhaustive sanitize engine interop peer latency bench qgemm; and, where they are named, qgemm_tests: those
+# of tests that are about products with quantized weights; packs: compiles every kernel, which takes some minutes of all
+# CPUs, and runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
 pack() {
@@ -33,14 +34,14 @@ while (($#)); do
     --from) from=$2 && shift ;;
     --out) out=$2 && shift ;;
     -*)
-      sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+      sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
       exit 2
       ;;
     *) chosen+=("$1") ;;
   esac
   shift
 done
-((${#chosen[@]})) || chosen=(tests exhaustive sanitize engine interop peer latency bench)
+((${#chosen[@]})) || chosen=(tests exhaustive sanitize engine interop peer latency bench qgemm)
 
 from=$(realpath "$from")
 tests=$from/bin/halfbyte_cuda_tests bench=$from/bin/halfbyte_cuda_bench
@@ -68,6 +69,7 @@ run_tests() {
   return $failed
 }
 section_tests() { run_tests '-Exhaustive*:DeviceMemory.*'; }
+section_qgemm_tests() { run_tests '*Qgemm*:*Reorder*-Exhaustive*:Sanitize*'; }
 section_exhaustive() { "$tests" --gtest_filter='Exhaustive*:DeviceMemory.*'; }
 # Without what needs NVRTC by itself, and what uses lut4, whose kernels are in no pack.
 section_packs() {
@@ -102,7 +104,7 @@ section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
   local peer code result=77
   : >"$out/peer.json"
-  for peer in torch bitsandbytes; do
+  for peer in torch bitsandbytes qgemm; do
     code=0
     python3 "bench/peer_$peer.py" | tee -a "$out/peer.json" || code=$?
     ((code == 0 && result == 77)) && result=0
@@ -120,17 +122,22 @@ section_latency() {
   return $failed
 }
 section_bench() { "$bench" --json "$out/bench.json"; }
+# Lines as they come, so that a time limit loses none; docs/qgemm.md says what they are.
+section_qgemm() {
+  "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json"
+}
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=170 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=60 [latency]=60 [bench]=330)
+declare -A limits=([tests]=170 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=150 [latency]=60 [bench]=330
+  [qgemm]=150 [qgemm_tests]=170)
 declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
-  [latency]=bench [bench]=bench)
+  [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
 readonly deadline=$((SECONDS + 570))  # a hanging kernel must not hold a GPU for ever
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,interop,bench}.log "$out"/{peer,latency,bench}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,interop,bench,qgemm}.log "$out"/{peer,latency,bench,qgemm}.json "$out"/summary.txt
 table=() failed=0
 export -f run_tests $(compgen -A function section_)
 export tests bench out work
@@ -151,7 +158,7 @@ for section in "${chosen[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section == bench || $section == latency || $section == peer ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300

@@ -85,7 +85,7 @@ def nf4(tmp_path_factory):
 def test_version_and_help():
     assert re.fullmatch(r"halfbyte \d+\.\d+\.\d+\n", run("--version").stdout)
     assert "Usage: halfbyte" in run("--help").stdout
-    for command in ["quantize", "dequantize", "inspect", "compare", "ptx", "precompile", "doctor"]:
+    for command in ["quantize", "dequantize", "inspect", "compare", "ptx", "precompile", "bench", "doctor"]:
         text = run(command, "--help").stdout
         assert f"halfbyte {command}" in text and "--json" in text
     text = run("quantize", "--help").stdout
@@ -310,6 +310,62 @@ def test_kernel_packs_that_cannot_be_used(tmp_path, with_stubs):
     message = fails("quantize", MODEL, "-o", tmp_path / "out", "--device", "cuda", code=BAD_INPUT, env=environment)
     assert "bad.hbk" in message
     assert run_json("doctor", env={**NO_CUDA, "HALFBYTE_KERNEL_PACK": ""})["cuda"]["kernel_packs"] == []
+
+
+# bench
+
+
+CASE = ["bench", "qgemm", "--shape", "96x128", "--format", "nf4", "--dtype", "bf16"]
+
+
+def test_bench_explains_on_the_cpu():
+    cases = run_json(*CASE, "--explain", "--device", "cpu", env=NO_CUDA)["cases"]
+    assert len(cases) == 2 * 14  # directions, M
+    for case, (direction, m) in zip(cases, [(d, 2**i) for d in ["forward", "transposed"] for i in range(14)]):
+        assert (case["shape"], case["n"], case["k"]) == ("96x128", 96, 128)
+        assert (case["direction"], case["m"], case["dtype"]) == (direction, m, "bf16")
+        reasons = {choice["variant"]: choice["reason"] for choice in case["variants"]}
+        assert reasons["qgemm_cpu"] == ""
+    text = run(*CASE, "--explain", "--device", "cpu", "--m", "1,3", "--direction", "forward", env=NO_CUDA).stdout
+    assert re.findall(r"^\S.*", text, re.M) == ["96x128 nf4 g64 f16 bf16 forward M 1", "96x128 nf4 g64 f16 bf16 forward M 3"]
+    assert len(re.findall(r"^  qgemm_cpu +is chosen$", text, re.M)) == 2
+
+
+def test_bench_cases():
+    def cases(*options):
+        arguments = ["bench", "qgemm", "--explain", "--device", "cpu", "--m", "1", "--direction", "forward", *options]
+        return run_json(*arguments, env=NO_CUDA)["cases"]
+
+    assert len(cases()) == 4 * 4 * 2  # shapes, formats, dtypes
+    layers = {case["shape"]: (case["n"], case["k"]) for case in cases("--model", "llama-8b,llama-70b")}
+    assert layers["llama-8b qkv"] == (6144, 4096) and layers["llama-8b gate_up"] == (28672, 4096)
+    assert layers["llama-70b o"] == (8192, 8192) and layers["llama-70b down"] == (8192, 28672)
+    one = cases("--shape", "64x64", "--dtype", "f32", "--format", "int4", "--group-size", "32,64", "--asymmetric")
+    assert [case["spec"]["group_size"] for case in one] == [32, 64] and all(case["spec"]["asymmetric"] for case in one)
+
+
+def test_bench_measures(tmp_path, with_stubs):
+    """Kernels of the stand-ins do nothing: that is noticed, and the report is there all the same."""
+    environment = {**with_stubs[0], **with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"],
+                   "HALFBYTE_CUBLAS": "/nowhere/libcublas.so", "STUB_LOG": str(tmp_path / "log")}
+    report = tmp_path / "report.json"
+    case = [*CASE, "--m", "1,20", "--variant", "qgemm_simt", "--direction", "both", "--json", report]
+    result = run(*case, code=VERIFY, env=environment)
+    assert "4 of 4 cases are wrong" in result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("96x128")]
+    assert len(lines) == 4 and all("- WRONG: must be at most 5e-03" in line for line in lines)
+    assert re.search(r"^cuBLAS +no cuBLAS .*/nowhere/libcublas.so", result.stdout, re.M)
+    document = json.loads(report.read_text())
+    assert document["ok"] is False and document["error"]["code"] == "VERIFY" and document["device"] == "Stub"
+    assert [(row["direction"], row["m"]) for row in document["rows"]] == [
+        ("forward", 1), ("forward", 20), ("transposed", 1), ("transposed", 20)]
+    for row in document["rows"]:
+        assert row["cublas_us"] is None and row["error"] is None and row["correct"] is False
+        assert row["kernel"].startswith("qgemm_simt") and row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
+
+    message = fails(*CASE, "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "--device cpu" in message and "--explain" in message
+    assert "--device cuda: " in fails(*CASE, code=DEVICE, env=NO_CUDA)
 
 
 # inspect
@@ -627,6 +683,18 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["ptx", "dequantize", "--format", "lut4", "--arch", "sm_90a"], ["lut4", "table"]),
         (["ptx", "--kernel", "linear_fused", "--arch", "sm_90a"], ["OP"]),
         (["ptx", "dequantize", "--operation", "backward", "--arch", "sm_90a"], ["dequantize", "operation", "format"]),
+        (["bench"], ["OP"]),
+        (["bench", "quantize"], ["quantize", "qgemm"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--shape", "4096"], ["--shape", "NxK", "4096"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--shape", "64x0"], ["--shape", "64x0"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--model", "llama-7b"], ["--model", "llama-7b", "llama-8b"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--m", "-1"], ["m must be", "-1"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--format", "int3"], ["int3", "4 or 8"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--format", "nf5"], ["nf5", "fp4_e2m1"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--dtype", "f64"], ["dtype", "f64"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--direction", "up"], ["--direction", "transposed"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--variant", "x"], ["variant", "'x'", "qgemm_simt"]),
+        (["bench", "qgemm", "--explain", "--device=cpu", "--double-quant"], ["--double-quant", "--format"]),
     ],
 )
 def test_wrong_usage(tmp_path, args, words):

@@ -46,6 +46,7 @@ COMPANIONS = {
     "zero-point": ["--bits", "4"],
     "compute_qparams scale-rule": ["--zero-point", "i32"],
     "compute_qparams zero-point": [],
+    "qgemm_sm90_wgmma scale-dtype": [],
     "fake_chunks zero-point": ["--dtype", "f64"],
     "fake_columns zero-point": ["--dtype", "f64"],
     "fake_elements zero-point": ["--dtype", "f64"],
@@ -62,6 +63,8 @@ COMPANIONS = {
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
     "qgemm_sm80 scale-dtype": [],
+    "qgemm_sm90_mma scale-dtype": [],
+    "qgemm_sm90_mma sliced": ["--units", "5"],
 }
 
 

@@ -20,6 +20,8 @@ LAYERS = [
     (r"src/ops/(?P<op>\w+)/\w+_args\.h$", r"formats/|ops/{op}/\w+_args\.h$"),  # what a kernel takes: shared with the host
     (r"src/cuda/device/", r"(formats|cuda/device)/"),
     (r"src/ops/(?P<op>\w+)/\w+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/\w+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
+    (r"src/benchmark/\w+_args\.h$", r"formats/"),
+    (r"src/benchmark/\w+\.cu$", r"(formats|cuda/device)/|benchmark/\w+_args\.h$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
     (r"src/core/", r"(halfbyte|formats|core)/"),
     (r"src/cpu/", r"(halfbyte|formats|core|cpu)/"),
@@ -30,7 +32,8 @@ LAYERS = [
     (r"src/ops/(?P<op>\w+)/.*_(test\.cc|bench\.cc|testing\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
-    (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
+    (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
+    (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|benchmark/benchmark_kernels\.h$|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
     (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
@@ -39,7 +42,7 @@ LAYERS = [
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
 TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
-FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/ops/\w+/\w+_args\.h$|.*\.cuh?$"
+FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops/\w+|benchmark)/\w+_args\.h$|.*\.cuh?$"
 
 # Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
 # a toolkit header is.

@@ -45,7 +45,7 @@ struct WeightView {
   float* absmax = nullptr;  // [ceil(number of scales / 256)]
   float* map = nullptr;     // [256]
   float* offset = nullptr;  // [1]
-  Device device;
+  Device device = {};
 };
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) where there is no such view: formats
@@ -58,8 +58,8 @@ HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t ro
                                                WeightLayout layout);
 
 // The packed form: one allocation, at a multiple of 256 bytes, that products in both directions read. Opaque;
-// `version` says which form it is. At most 1 % longer than the native layout where rows and columns are
-// multiples of 32 and of max(64, group size).
+// `version` says which form it is. Where rows and columns are multiples of 32 and of max(64, group size), at
+// most 2 KB longer than the native layout; a scale of a whole tensor is there for each row.
 inline constexpr int kPackedWeightVersion = 1;
 struct PackedWeight {
   QuantSpec spec;
@@ -75,7 +75,9 @@ HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, in
 
 // To the packed form and back: exact, each undoes the other. They run where the memory is, as the functions
 // in ops.hpp; from and to are of the same spec (Granularity::flat and group with groups that divide the rows
-// are the same), rows, cols and device, and do not overlap. Padding is written too, as zeros.
+// are the same), rows, cols and device, and do not overlap. Padding of the packed form is written too, as
+// zeros; that behind the rows of a view as their layout has it: the code of zero, in words 0 bits. Of a
+// weight without elements only what double quantization has beside the scales is moved.
 HALFBYTE_API void reorder(const WeightView& from, const PackedWeight& to, Execution execution = {});
 HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execution execution = {});
 
@@ -131,11 +133,11 @@ HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDe
 struct HALFBYTE_API Qgemm {
   using Descriptor = QgemmDescriptor;
   struct Args {
-    TensorView x;         // read: [m, k]; transposed: [m, n]
-    PackedWeight weight;  // read, if descriptor.packed
-    WeightView view;      // read, else
-    TensorView bias;      // read: [n]
-    TensorView y;         // written (read too, if accumulate): [m, n]; transposed: [m, k]
+    TensorView x;              // read: [m, k]; transposed: [m, n]
+    PackedWeight weight = {};  // read, if descriptor.packed
+    WeightView view = {};      // read, else
+    TensorView bias = {};      // read: [n]
+    TensorView y;              // written (read too, if accumulate): [m, n]; transposed: [m, k]
   };
   using Status = QuantizeStatus;
 };

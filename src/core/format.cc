@@ -105,24 +105,6 @@ void check_spec(const QuantSpec& spec) {
   }
 }
 
-void check_same_spec(const char* op, const char* argument, const QuantSpec& spec, const char* other,
-                     const QuantSpec& expected) {
-  const auto same = [&](const char* field, const auto& actual, const auto& wanted) {
-    HALFBYTE_CHECK(actual == wanted, usage, "{}: {}.spec.{} must be {} as in {}, got {}", op, argument, field,
-                   wanted, other, actual);
-  };
-  if (spec == expected) return;
-  using Text = std::string_view;
-  same("format", Text(info(spec.format).name), Text(info(expected.format).name));
-  same("asymmetric", spec.asymmetric, expected.asymmetric);
-  same("granularity", Text(to_string(spec.granularity)), Text(to_string(expected.granularity)));
-  same("group_size", spec.group_size, expected.group_size);
-  same("scale_rule", Text(to_string(spec.scale_rule)), Text(to_string(expected.scale_rule)));
-  same("scale_dtype", Text(to_string(spec.scale_dtype)), Text(to_string(expected.scale_dtype)));
-  same("double_quant", spec.double_quant, expected.double_quant);
-  HALFBYTE_FAIL(usage, "{}: {}.spec must be that of {}, its code_scale or table is not", op, argument, other);
-}
-
 bool has_zeros(const QuantSpec& spec) { return spec.asymmetric; }
 bool has_biases(const QuantSpec& spec) { return info(spec.format).kind == FormatKind::affine; }
 

@@ -11,10 +11,6 @@ namespace halfbyte {
 // The choices of `spec` resolved. `spec` must have passed check_spec.
 formats::Codec make_codec(const QuantSpec& spec);
 
-// Of an argument of `op` and of `other`: throws Error(usage) naming the first field that differs.
-void check_same_spec(const char* op, const char* argument, const QuantSpec& spec, const char* other,
-                     const QuantSpec& expected);
-
 formats::ScaleType scale_type(DType dtype);  // f32, f16, bf16, f64 only
 
 // The sixteen values of a table format, by code. lut4 has none of its own: see QuantSpec::table.

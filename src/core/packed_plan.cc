@@ -3,7 +3,6 @@
 #include <array>
 
 #include "core/checks.h"
-#include "core/format.h"
 #include "core/tensor_check.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/system.hpp"
@@ -83,6 +82,8 @@ void PackedPlan::check_parts(const QuantizedView& parts) const {
                    op_.parts, field, expected, actual);
   };
   check_same_spec(op_.name, op_.parts, parts.spec, "the descriptor", spec);
+  check_same_spec(op_.name, op_.parts, parts.spec, spec);
+  const auto same = [&](const char* field, int64_t actual, int64_t expected) {
   same("rows", parts.rows, descriptor_.rows);
   same("cols", parts.cols, descriptor_.cols);
   HALFBYTE_CHECK(has_zeros(spec) || parts.zeros == nullptr, usage,

@@ -104,4 +104,22 @@ void check_workspace(const char* op, const void* workspace, int64_t num_bytes, D
   for (const ArgumentMemory& argument : arguments) check_apart(op, memory, argument);
 }
 
+void check_same_spec(const char* op, const char* name, const QuantSpec& given, const QuantSpec& expected,
+                     const char* other) {
+  if (given == expected) return;
+  const auto same = [&](const char* field, const auto& actual, const auto& wanted) {
+    HALFBYTE_CHECK(actual == wanted, usage, "{}: {}.spec.{} must be {} as in {}, got {}", op, name, field,
+                   wanted, other, actual);
+  };
+  using Text = std::string_view;
+  same("format", Text(info(given.format).name), Text(info(expected.format).name));
+  same("asymmetric", given.asymmetric, expected.asymmetric);
+  same("granularity", Text(to_string(given.granularity)), Text(to_string(expected.granularity)));
+  same("group_size", given.group_size, expected.group_size);
+  same("scale_rule", Text(to_string(given.scale_rule)), Text(to_string(expected.scale_rule)));
+  same("scale_dtype", Text(to_string(given.scale_dtype)), Text(to_string(expected.scale_dtype)));
+  same("double_quant", given.double_quant, expected.double_quant);
+  HALFBYTE_FAIL(usage, "{}: {}.spec must be that of {}, its code_scale or table is not", op, name, other);
+}
+
 }  // namespace halfbyte

@@ -51,4 +51,8 @@ void check_all_apart(const char* op, std::span<const ArgumentMemory> arguments);
 void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
                      std::span<const ArgumentMemory> arguments = {});
 
+// The spec of an argument is that of another.
+void check_same_spec(const char* op, const char* name, const QuantSpec& given, const QuantSpec& expected,
+                     const char* other = "the descriptor");
+
 }  // namespace halfbyte

@@ -16,6 +16,8 @@ using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
+using CUgraph = struct CUgraph_st*;
+using CUgraphExec = struct CUgraphExec_st*;
 
 // As CUDA 11.8 and later have them.
 struct CUlaunchAttribute {
@@ -64,7 +66,14 @@ struct Driver {
   X(cuStreamCreate, (CUstream * stream, unsigned flags))                                           \
   X(cuStreamDestroy_v2, (CUstream stream))                                                         \
   X(cuStreamSynchronize, (CUstream stream))                                                        \
+  X(cuStreamBeginCapture_v2, (CUstream stream, int mode))                                          \
+  X(cuStreamEndCapture, (CUstream stream, CUgraph * graph))                                        \
+  X(cuGraphInstantiateWithFlags, (CUgraphExec * exec, CUgraph graph, unsigned long long flags))    \
+  X(cuGraphLaunch, (CUgraphExec exec, CUstream stream))                                            \
+  X(cuGraphExecDestroy, (CUgraphExec exec))                                                        \
+  X(cuGraphDestroy, (CUgraph graph))                                                               \
   X(cuEventCreate, (CUevent * event, unsigned flags))                                              \
+  X(cuEventDestroy_v2, (CUevent event))                                                            \
   X(cuEventRecord, (CUevent event, CUstream stream))                                               \
   X(cuEventSynchronize, (CUevent event))                                                           \
   X(cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end))                         \

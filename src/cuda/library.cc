@@ -2,9 +2,55 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <sstream>
+#include <system_error>
 
 namespace halfbyte::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Entries of a directory whose names start with `prefix`, sorted; none if it cannot be read.
+std::vector<fs::path> entries(const fs::path& directory, const std::string& prefix) {
+  std::vector<fs::path> result;
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
+    if (entry->path().filename().native().starts_with(prefix)) result.push_back(entry->path());
+  std::ranges::sort(result);
+  return result;
+}
+
+// The directory above the bin/ that holds the python3 on PATH; empty if there is none. Links are not
+// followed: the python3 of a virtual environment is a link, and the environment is what is asked for.
+fs::path python_prefix() {
+  std::istringstream path(environment("PATH"));
+  std::error_code error;
+  for (std::string directory; std::getline(path, directory, ':');)
+    if (directory.starts_with('/') && fs::exists(directory + "/python3", error))
+      return fs::path(directory).lexically_normal().parent_path();
+  return {};
+}
+
+void add_existing(const fs::path& directory, std::span<const char* const> names,
+                  std::vector<std::string>& candidates) {
+  std::error_code error;
+  for (const char* name : names)
+    if (const fs::path path = directory / name; fs::exists(path, error)) candidates.push_back(path);
+}
+
+void add_wheels(const fs::path& prefix, std::span<const char* const> names,
+                std::vector<std::string>& candidates) {
+  if (!prefix.is_absolute()) return;
+  for (const fs::path& python : entries(prefix / "lib", "python3"))
+    for (const char* packages : {"site-packages", "dist-packages"})
+      for (const fs::path& wheel : entries(python / packages / "nvidia", ""))
+        add_existing(wheel / "lib", names, candidates);
+}
+
+}  // namespace
 
 Library::Library(const std::string& name)
     : name_(name), handle_(dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) {
@@ -16,6 +62,20 @@ Library::Library(const std::string& name)
 std::string environment(const char* name) {
   const char* value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe): nothing here changes it
   return value ? value : "";
+}
+
+std::vector<std::string> library_candidates(const char* variable, std::span<const char* const> names) {
+  if (const std::string own = environment(variable); !own.empty()) return {own};
+  std::vector<std::string> candidates(names.begin(), names.end());
+  if (const std::string home = environment("CUDA_HOME"); !home.empty())
+    add_existing(home + "/lib64", names, candidates);
+  add_existing("/usr/local/cuda/lib64", names, candidates);
+  std::vector<fs::path> prefixes = {environment("VIRTUAL_ENV"), environment("CONDA_PREFIX"), python_prefix(),
+                                    "/usr/local", "/usr"};
+  if (const std::string home = environment("HOME"); !home.empty()) prefixes.push_back(home + "/.local");
+  for (auto prefix = prefixes.begin(); prefix != prefixes.end(); ++prefix)
+    if (std::find(prefixes.begin(), prefix, *prefix) == prefix) add_wheels(*prefix, names, candidates);
+  return candidates;
 }
 
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }

@@ -1,9 +1,6 @@
 #include "cuda/nvrtc.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <sstream>
-#include <system_error>
 
 #include "core/checks.h"
 #include "cuda/driver.h"
@@ -12,45 +9,8 @@
 namespace halfbyte::cuda {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr int kMinVersion = 12000;  // the first that knows C++20
 constexpr const char* kNames[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
-
-// Entries of a directory whose names start with `prefix`, sorted; none if it cannot be read.
-std::vector<fs::path> entries(const fs::path& directory, const std::string& prefix) {
-  std::vector<fs::path> result;
-  std::error_code error;
-  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
-    if (entry->path().filename().native().starts_with(prefix)) result.push_back(entry->path());
-  std::ranges::sort(result);
-  return result;
-}
-
-// The directory above the bin/ that holds the python3 on PATH; empty if there is none. Links are not
-// followed: the python3 of a virtual environment is a link, and the environment is what is asked for.
-fs::path python_prefix() {
-  std::istringstream path(environment("PATH"));
-  std::error_code error;
-  for (std::string directory; std::getline(path, directory, ':');)
-    if (directory.starts_with('/') && fs::exists(directory + "/python3", error))
-      return fs::path(directory).lexically_normal().parent_path();
-  return {};
-}
-
-void add_existing(const fs::path& directory, std::vector<std::string>& candidates) {
-  std::error_code error;
-  for (const char* name : kNames)
-    if (const fs::path path = directory / name; fs::exists(path, error)) candidates.push_back(path);
-}
-
-void add_wheels(const fs::path& prefix, std::vector<std::string>& candidates) {
-  if (!prefix.is_absolute()) return;
-  for (const fs::path& python : entries(prefix / "lib", "python3"))
-    for (const char* packages : {"site-packages", "dist-packages"})
-      for (const fs::path& wheel : entries(python / packages / "nvidia", ""))
-        add_existing(wheel / "lib", candidates);
-}
 
 // "sm_90", and with a suffix what only this capability (a), or all of its family (f), runs.
 std::vector<std::string> targets_of(const std::vector<int>& capabilities, int version) {
@@ -114,19 +74,7 @@ Nvrtc search() {
 
 }  // namespace
 
-std::vector<std::string> nvrtc_candidates() {
-  if (const std::string own = environment("HALFBYTE_NVRTC"); !own.empty()) return {own};
-  std::vector<std::string> candidates(std::begin(kNames), std::end(kNames));
-  if (const std::string home = environment("CUDA_HOME"); !home.empty())
-    add_existing(home + "/lib64", candidates);
-  add_existing("/usr/local/cuda/lib64", candidates);
-  std::vector<fs::path> prefixes = {environment("VIRTUAL_ENV"), environment("CONDA_PREFIX"), python_prefix(),
-                                    "/usr/local", "/usr"};
-  if (const std::string home = environment("HOME"); !home.empty()) prefixes.push_back(home + "/.local");
-  for (auto prefix = prefixes.begin(); prefix != prefixes.end(); ++prefix)
-    if (std::find(prefixes.begin(), prefix, *prefix) == prefix) add_wheels(*prefix, candidates);
-  return candidates;
-}
+std::vector<std::string> nvrtc_candidates() { return library_candidates("HALFBYTE_NVRTC", kNames); }
 
 const Nvrtc& find_nvrtc() {
   static const Nvrtc& found = *new Nvrtc(search());  // never destroyed: see find_driver

@@ -45,9 +45,7 @@ const Nvrtc& nvrtc();
 // Why it does not compile for `target` ("sm_90a"), as there is none or it does not know it; empty if it does.
 std::string problem_with(const Nvrtc& nvrtc, const std::string& target);
 
-// Names and paths in search order: HALFBYTE_NVRTC (then nothing else); what the loader finds; CUDA_HOME,
-// /usr/local/cuda; the nvidia wheels in the site-packages of VIRTUAL_ENV, CONDA_PREFIX, the python3 on PATH,
-// /usr/local, /usr and ~/.local.
+// As library_candidates, HALFBYTE_NVRTC first.
 std::vector<std::string> nvrtc_candidates();
 
 }  // namespace halfbyte::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "benchmark/benchmark_kernels.h"
 #include "core/checks.h"
 #include "cuda/clear.h"
 #include "cuda/nvrtc.h"
@@ -24,9 +25,21 @@ using cuda::KernelValues;
 
 std::vector<Kernel> make_table() {
   std::vector<Kernel> table;
-  for (const auto& rows :
-       {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(), fake_quantize_kernels(),
-        observe_kernels(), compute_qparams_kernels(), affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
+  for (const auto& rows : {
+           quantize_kernels(),
+           dequantize_kernels(),
+           quantize_linear_kernels(),
+           fake_quantize_kernels(),
+           observe_kernels(),
+           compute_qparams_kernels(),
+           affine_qdq_kernels(),
+           qgemm_kernels(),
+           reorder_kernels(),
+           benchmark_kernels(),
+       })
+  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
+                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
+                           affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   table.push_back(
       {{"workspace", "clear_workspace", "Zeros for another kernel, which may begin meanwhile.", {}},

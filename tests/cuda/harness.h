@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "cuda/driver.h"
+#include "cuda/graph.h"
 #include "cuda/launch.h"
-#include "cuda/library.h"
 #include "halfbyte/device.hpp"
 #include "ops/testing.h"
 
@@ -131,41 +131,7 @@ class DeviceParts {
   DeviceBytes codes_, scales_, zeros_, biases_;
 };
 
-// A graph that is captured on a stream and replayed.
-class Graph {
- public:
-  Graph() {
-    const cuda::Library cuda("libcuda.so.1");
-    found_ = cuda.find("cuStreamBeginCapture_v2", begin_) && cuda.find("cuStreamEndCapture", end_) &&
-             cuda.find("cuGraphInstantiateWithFlags", instantiate_) && cuda.find("cuGraphLaunch", launch_) &&
-             cuda.find("cuGraphExecDestroy", destroy_exec_) && cuda.find("cuGraphDestroy", destroy_);
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  ~Graph() {
-    if (exec_) destroy_exec_(exec_);
-    if (graph_) destroy_(graph_);
-  }
-  bool found() const { return found_; }
-  template <class Body>
-  void capture(void* stream, const Body& body) {
-    cuda::check(begin_(stream, 0), "cuStreamBeginCapture");  // globally: no unsafe call may be made meanwhile
-    body();
-    cuda::check(end_(stream, &graph_), "cuStreamEndCapture");
-    cuda::check(instantiate_(&exec_, graph_, 0), "cuGraphInstantiate");
-  }
-  void launch(void* stream) const { cuda::check(launch_(exec_, stream), "cuGraphLaunch"); }
-
- private:
-  bool found_ = false;
-  int (*begin_)(void*, int) = nullptr;
-  int (*end_)(void*, void**) = nullptr;
-  int (*instantiate_)(void**, void*, unsigned long long) = nullptr;
-  int (*launch_)(void*, void*) = nullptr;
-  int (*destroy_exec_)(void*) = nullptr;
-  int (*destroy_)(void*) = nullptr;
-  void *graph_ = nullptr, *exec_ = nullptr;
-};
+using cuda::Graph;
 
 inline TensorView matrix(const void* data, DType dtype, int64_t rows, int64_t cols, Device device = {}) {
   return {const_cast<void*>(data), dtype, {rows, cols}, {}, device};

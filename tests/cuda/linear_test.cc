@@ -213,7 +213,6 @@ void replay(LinearCase test, const MakeArgs& make_args) {
   const auto plan = Plan<Op>::select(kCuda, test.descriptor);
   const typename Op::Args args = make_args(test, memory);
   testing::Graph graph;
-  ASSERT_TRUE(graph.found());
   cuda::synchronize(nullptr);
   graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
   for (LinearCase* round : {&test, &other, &test}) {

@@ -236,7 +236,6 @@ TEST_F(LsqShapes, graphs_replay_with_new_data) {
     const auto plan = LearnedPlan::select(kCuda, test.descriptor);
     const auto args = test.args(memory, kCuda);
     testing::Graph graph;
-    ASSERT_TRUE(graph.found());
     cuda::synchronize(nullptr);
     graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
     for (LsqCase* round : {&test, &other, &test}) {

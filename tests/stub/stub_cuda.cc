@@ -84,7 +84,7 @@ int cuPointerGetAttributes(unsigned count, int* attributes, void** values, unsig
 int cuMemAlloc_v2(unsigned long long* pointer, size_t num_bytes) {
   if (sticky != 0) return sticky;
   if (num_bytes > kMemoryBytes) return kOutOfMemory;
-  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64));
+  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(256, (num_bytes + 255) / 256 * 256));
   return 0;
 }
 int cuMemFree_v2(unsigned long long pointer) {
@@ -117,7 +117,14 @@ int cuStreamCreate(void** stream, unsigned) {
 }
 int cuStreamDestroy_v2(void*) { return sticky; }
 int cuStreamSynchronize(void*) { return sticky; }
+int cuStreamBeginCapture_v2(void*, int) { return sticky; }
+int cuStreamEndCapture(void*, void**) { return sticky; }
+int cuGraphInstantiateWithFlags(void**, void*, unsigned long long) { return sticky; }
+int cuGraphLaunch(void*, void*) { return sticky; }
+int cuGraphExecDestroy(void*) { return sticky; }
+int cuGraphDestroy(void*) { return sticky; }
 int cuEventCreate(void**, unsigned) { return sticky; }
+int cuEventDestroy_v2(void*) { return sticky; }
 int cuEventRecord(void*, void*) { return sticky; }
 int cuEventSynchronize(void*) { return sticky; }
 int cuEventElapsedTime(float*, void*, void*) { return sticky; }

@@ -30,6 +30,23 @@ __device__ __forceinline__ void mma(BF16, float (&d)[4], const u32 (&a)[4], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// x rounded to the nearest tf32, ties away from zero.
+__device__ __forceinline__ float to_tf32(float x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return bit_cast<float>(y);
+}
+// The same with 8 k of tf32 values, by the figures of mma.m16n8k8 with .tf32:
+//   a[0] (row g, k t)   a[1] (row g+8, k t)   a[2] (row g, k t+4)   a[3] (row g+8, k t+4)
+//   b[0] (k t, column g)   b[1] (k t+4, column g)   d as above
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(bit_cast<u32>(a[0])), "r"(bit_cast<u32>(a[1])), "r"(bit_cast<u32>(a[2])), "r"(bit_cast<u32>(a[3])),
+        "r"(bit_cast<u32>(b[0])), "r"(bit_cast<u32>(b[1])));
+}
+
 // Four matrices [8][8] of 16 bits from shared memory: lane l names row l % 8 of matrix l / 8, 16 bytes,
 // aligned. By PTX ISA, "ldmatrix", the figure of the fragment for one 8x8 matrix, m[i] of a lane then holds
 // row g, columns 2t and 2t+1 of matrix i; transposed, rows 2t and 2t+1 of column g. So, a row-major, its

@@ -59,7 +59,9 @@ void check_descriptor(const QgemmDescriptor& d) {
 // ---- Variants
 
 std::span<const QgemmVariant> qgemm_variants() {
-  static const QgemmVariant variants[] = {kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm80, kQgemmSimt, kQgemmCpu};
+  static const QgemmVariant variants[] = {
+      kQgemmSm90Mma, kQgemmSm90Wgmma, kQgemmSm90Transposed, kQgemmSm90F32, kQgemmSm80, kQgemmSimt, kQgemmCpu,
+  };
   return variants;
 }
 

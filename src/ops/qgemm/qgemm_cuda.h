@@ -5,22 +5,28 @@
 
 #include "cuda/kernel.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/qgemm_sm90_transposed_args.h"
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
 
 namespace halfbyte {
 
 // The rows of the table of kernels (src/kernels): those of all variants, below.
 std::vector<cuda::Kernel> qgemm_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_f32_kernels();
 std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<cuda::Kernel> qgemm_sm80_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_mma_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_transposed_kernels();
 
 // What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
 // the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
 // together.
 std::vector<KernelKey> qgemm_keys();
 QgemmProblem qgemm_problem(const cuda::KernelValues& values);
+
+// Of variant qgemm_sm90_f32.
+cuda::KernelSpec sm90_f32_kernel(const QgemmProblem& problem);
 
 // Of variant qgemm_simt. Few rows of x, forward: has_simt_rows. Else tiles of y, one of simt_tiles, and the
 // sum of their parts.
@@ -39,5 +45,10 @@ QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, 
 cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
 // Error(usage) where the kernel does not take the problem.
 cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem);
+
+// Of variant qgemm_sm90_transposed: likewise.
+int sm90_transposed_tokens(int64_t m);
+QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, int tokens, int units);
+cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& tiling);
 
 }  // namespace halfbyte

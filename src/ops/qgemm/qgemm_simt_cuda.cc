@@ -46,6 +46,7 @@ SimtWeight describe_weight(const QgemmProblem& p) {
   w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
   w.groups = one_group ? 0 : ceil_div(p.k, w.group);
   w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
+  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
   w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
   w.zero = -p.codec.q_min;
   std::ranges::copy(p.codec.book.values, w.values);

@@ -11,8 +11,8 @@ constexpr int kThreadM = kTileM / 16, kThreadN = kTileN / 16, kThreadX = kTileM 
 
 extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kTileM > 64 ? 1 : 2)
     qgemm_simt_tiles(const __grid_constant__ SimtArgs args) {
-  __shared__ alignas(16) F xs[kStep][kTileM + kPad];
-  __shared__ alignas(16) F ws[kStep][kTileN + kPad];
+  alignas(16) __shared__ F xs[kStep][kTileM + kPad];
+  alignas(16) __shared__ F ws[kStep][kTileN + kPad];
   let_next_kernel_start();
   const SimtWeight& w = args.weight;
   const int thread = static_cast<int>(threadIdx.x);

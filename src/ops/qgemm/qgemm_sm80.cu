@@ -3,13 +3,13 @@
 // The weight is operand A: its rows (forward) or columns (transposed) are the rows of the matrix instruction,
 // the features, and rows of x its columns, the tokens. A block makes kQgemmSm80Features features of kTokens
 // tokens. Steps of 64 along the sum come by asynchronous copies: units as they lie in the weight, so that the
-// words of a lane are its fragments, and x in rows of 128 bytes, whose 16-byte chunks are swizzled.
+// words of a lane are its fragments, and x in rows whose 16-byte chunks are swizzled.
 //
 // Forward, each group of columns is summed by itself and its scale applied to the sum. Transposed, where a sum
-// runs across groups, the scale goes into the weight.
+// runs across groups, the scale goes into the weight. So it does for f32, which is multiplied as tf32.
 #include "cuda/device/mma.cuh"
 #include "ops/qgemm/qgemm_sm80.cuh"
-#include "ops/qgemm/qgemm_table.cuh"
+#include "ops/qgemm/qgemm_values.cuh"
 
 namespace halfbyte::device {
 
@@ -19,8 +19,8 @@ constexpr int kBits = kCodec.bits, kThreads = kQgemmSm80Threads, kUnits = kQgemm
 constexpr bool kZeros = kCodec.asymmetric, kBiases = kCodec.kind == Kind::affine;
 constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kCodec.scale_type);
 constexpr int kBiasBytes = kBiases ? scale_bytes(kCodec.scale_type) : 0;
-constexpr QgemmSm80Stage kStage =
-    qgemm_sm80_stage(kBits, kScaleBytes, kZeros, kBiasBytes, kDoubleQuant, kUnitGroups, kTokens);
+constexpr QgemmSm80Stage kStage = qgemm_sm80_stage(kBits, kScaleBytes, kZeros, kBiasBytes, kDoubleQuant,
+                                                   kUnitGroups, kTokens, sizeof(Memory));
 static_assert(kStage.stages >= 2);
 
 // A block of the packed weight; kGroup: columns of a group, 0 where parameters have sections of their own.
@@ -35,11 +35,14 @@ constexpr int kBlockBytes = kBlockCodeBytes + (kGroup > 0 ? kGroupsPerBlock * kG
 constexpr int kWarpBlocks = kTokens == 128 ? 2 : 1;
 constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
 constexpr int kTokenTiles = min(kTokens, 64) / 8;
+// Whether the scale goes into the weight.
+constexpr bool kTf32 = sizeof(Memory) == 4, kScaledWeight = kTransposed || kTf32;
 // Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
-constexpr int kDeep = min(kTransposed || kTokens == 128 ? 2 : 4, 4 / (kTransposed ? 1 : kUnitGroups));
+constexpr int kDeepest = kTransposed || kTf32 || kTokens == 32 || kTokens == 128 ? 2 : 4;
+constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
 // Between two branches, for the scheduler to mix: more would take more registers.
-constexpr int kTilesTogether = kWarpBlocks == 2 ? 1 : 2;
+constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
 
 extern __shared__ Words4 shared_words[];
 __device__ __forceinline__ u8* shared_bytes() { return reinterpret_cast<u8*>(shared_words); }
@@ -47,7 +50,9 @@ __device__ __forceinline__ float* shared_map() {
   return reinterpret_cast<float*>(shared_bytes() + kStage.table_bytes);
 }
 
-// ---- Two values of the type of the products in a word
+// ---- Two neighbours along the sum, in the type of the products
+
+using Pair = Select<kTf32, FloatPair, u32>;
 
 __device__ __forceinline__ u32 fma_pair(F16, u32 a, u32 b, u32 c) {
   u32 d;
@@ -59,36 +64,68 @@ __device__ __forceinline__ u32 fma_pair(BF16, u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-HALFBYTE_FN u32 same_pair(float x) { return rounded(Element(), x) * 0x10001u; }
-constexpr u32 kOnes = same_pair(1), kMinusZeros = 0x80008000u;
+__device__ __forceinline__ FloatPair fma_pair(F32, const FloatPair& a, const FloatPair& b, const FloatPair& c) {
+  return {__fmaf_rn(a.first, b.first, c.first), __fmaf_rn(a.second, b.second, c.second)};
+}
+
+__device__ __forceinline__ FloatPair make_pair(F32, float first, float second) { return {first, second}; }
+template <class T>
+__device__ __forceinline__ u32 make_pair(T, float first, float second) {
+  return store_pair(T(), first, second);
+}
+HALFBYTE_FN FloatPair same_pair(F32, float x) { return {x, x}; }
+template <class T>
+HALFBYTE_FN u32 same_pair(T, float x) {
+  return rounded(T(), x) * 0x10001u;
+}
+constexpr Pair kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
 
 // The values of two bytes of a word of 8-bit codes.
-[[maybe_unused]] constexpr int kLowestCode = kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
+[[maybe_unused]] constexpr int kLowestCode =
+    kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
 template <int kFirst, int kSecond>
-__device__ __forceinline__ u32 byte_pair(F16, u32 word) {
-  constexpr u32 kMinus = same_pair(static_cast<float>(kLowestCode - 1024));  // 0x6400 + code is 1024 + code
-  return fma_pair(F16(), __byte_perm(word, 0x64646464u, 0x4040 | kFirst | kSecond << 8), kOnes, kMinus);
+__device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
+  constexpr float kMinus = static_cast<float>(8388608 - kLowestCode);  // 2^23: as above_2_23()
+  return {bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kFirst)) - kMinus,
+          bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kSecond)) - kMinus};
 }
 template <int kFirst, int kSecond>
 __device__ __forceinline__ u32 byte_pair(BF16, u32 word) {
-  constexpr float kMinus = static_cast<float>(8388608 - kLowestCode);  // 2^23: as above_2_23()
-  const float first = bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kFirst)) - kMinus;
-  const float second = bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kSecond)) - kMinus;
-  return __byte_perm(bit_cast<u32>(first), bit_cast<u32>(second), 0x7632);  // 8 bits: exact
+  const FloatPair pair = byte_pair<kFirst, kSecond>(F32(), word);
+  return __byte_perm(bit_cast<u32>(pair.first), bit_cast<u32>(pair.second), 0x7632);  // 8 bits: exact
+}
+template <int kFirst, int kSecond>
+__device__ __forceinline__ u32 byte_pair(F16, u32 word) {
+  constexpr u32 kMinus = same_pair(F16(), static_cast<float>(kLowestCode - 1024));  // 0x6400 + code is 1024 + code
+  constexpr u32 kOne = same_pair(F16(), 1);
+  return fma_pair(F16(), __byte_perm(word, 0x64646464u, 0x4040 | kFirst | kSecond << 8), kOne, kMinus);
 }
 
-// The table of pairs: a row of 128 bytes for each byte of codes, 32 copies, one a lane.
+// The table of pairs: a row of 128 bytes for each byte of codes, full of copies, so that the lanes that shared memory
+// serves at a time do not meet in a bank.
 __device__ __forceinline__ void build_table(int thread) {
+  constexpr int kCopies = 128 / sizeof(Pair);
 #pragma unroll 4
-  for (int i = thread; i < kStage.table_bytes / 16; i += kThreads) {
-    const u32 pair = value_pair(i / 8);
-    shared_words[i] = {{pair, pair, pair, pair}};
+  for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Pair)); i += kThreads) {
+    const Memory first = kCodeValues.values[i / kCopies & 15], second = kCodeValues.values[i / kCopies >> 4];
+    reinterpret_cast<Pair*>(shared_words)[i] = make_pair(Element(), load(Element(), first), load(Element(), second));
   }
 }
 template <int kByte>
-__device__ __forceinline__ u32 look_up(u32 word, u32 lane_bytes) {
+__device__ __forceinline__ Pair look_up(u32 word, u32 lane_bytes) {
   const u32 row = (kByte == 0 ? word << 7 : word >> (8 * kByte - 7)) & 0x7F80u;
-  return *reinterpret_cast<const u32*>(shared_bytes() + (row | lane_bytes));
+  return *reinterpret_cast<const Pair*>(shared_bytes() + (row | lane_bytes));
+}
+
+// Of two steps of 8 the first has the pairs 2t, 2t + 1 of the 16, the second 2t + 8, 2t + 9: any order will do.
+__device__ __forceinline__ void mma(F32, float (&d)[4], const FloatPair (&a)[4], const FloatPair (&b)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    mma_tf32(d, {a[2 * i].first, a[2 * i + 1].first, a[2 * i].second, a[2 * i + 1].second}, {b[i].first, b[i].second});
+}
+__device__ __forceinline__ u32 rounded_pair(u32 pair) { return pair; }
+__device__ __forceinline__ FloatPair rounded_pair(const FloatPair& pair) {
+  return {to_tf32(pair.first), to_tf32(pair.second)};
 }
 
 // ---- Copies of a step
@@ -126,6 +163,7 @@ __device__ __forceinline__ u8* params_of(u8* stage, int q, int group) {
 }
 __device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage, i64 tile, i64 step) {
   constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16, kChunks = kGroupBytes / 16;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kChunks; i += kThreads) {
     const int chunk = i % kChunks, group = i / kChunks % kUnitGroups, q = i / (kChunks * kUnitGroups);
     const Place at = place_of(q, tile, step);
@@ -144,6 +182,7 @@ __device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage
   }
   if (!kDoubleQuant) return;
   const u8* const absmax = args.weight + args.absmax;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
     const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
     const Place at = place_of(q, tile, step);
@@ -153,24 +192,30 @@ __device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage
   }
 }
 
-__device__ __forceinline__ u32 x_chunk(int token, int chunk) {  // where it lies, in bytes
-  return static_cast<u32>(token * 128 + (chunk ^ (token & 7)) * 16);
+// Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
+constexpr int kChunkElements = 16 / sizeof(Memory), kRowChunks = kQgemmSm80Step / kChunkElements;
+__device__ __forceinline__ u32 x_chunk(int token, int chunk) {
+  const int swizzle = kTf32 ? token % 4 * 2 : token % 8;
+  return static_cast<u32>((token * kRowChunks + (chunk ^ swizzle)) * 16);
 }
+__device__ __forceinline__ u32 element_bits(u16 x) { return x; }
+__device__ __forceinline__ u32 element_bits(float x) { return bit_cast<u32>(x); }
 __device__ __forceinline__ void load_x(const QgemmSm80Args& args, u8* stage, i64 first_token, i64 step) {
-  const u16* const x = static_cast<const u16*>(args.x);
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kTokens * 8; i += kThreads) {
-    const i64 row = first_token + i / 8, col = step * kQgemmSm80Step + i % 8 * 8;
-    u8* const to = stage + kStage.code_bytes + x_chunk(i / 8, i % 8);
+  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kRowChunks; i += kThreads) {
+    const int token = i / kRowChunks, in_row = i % kRowChunks;
+    const i64 row = first_token + token, col = step * kQgemmSm80Step + in_row * kChunkElements;
+    u8* const to = stage + kStage.code_bytes + x_chunk(token, in_row);
     const bool valid = row < args.m && col < args.in_cols;
-    const u16* const from = x + (valid ? row * args.in_cols + col : 0);
+    const Memory* const from = static_cast<const Memory*>(args.x) + (valid ? row * args.in_cols + col : 0);
     if (kAligned) {
       copy_async_or_zero(to, from, valid);
     } else {
       Words4 chunk = {};
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (valid && col + j < args.in_cols) chunk.word[j / 2] |= static_cast<u32>(from[j]) << (j % 2 * 16);
+      for (int j = 0; j < kChunkElements; ++j)
+        if (valid && col + j < args.in_cols)
+          chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kTf32 ? 0 : j % 2 * 16);
       *reinterpret_cast<Words4*>(to) = chunk;
     }
   }
@@ -202,7 +247,7 @@ __device__ __forceinline__ float zero_at(const u8* params, int row) {
 }
 
 // Tile `half` of 16 rows of unit `unit` for steps chunk * kDeep and on.
-__device__ __forceinline__ void forward_fragments(u32 (&a)[kDeep][4], const u8* unit, const u8* params, int half,
+__device__ __forceinline__ void forward_fragments(Pair (&a)[kDeep][4], const u8* unit, const u8* params, int half,
                                                   int chunk, const Lane& lane) {
   const u8* const slot = unit + packed_slot(8 * half + lane.g, lane.t) * 16;
   if constexpr (kBits == 4) {
@@ -228,19 +273,27 @@ __device__ __forceinline__ void forward_fragments(u32 (&a)[kDeep][4], const u8* 
       a[j][3] = byte_pair<2, 3>(Element(), words.word[first + 1]);
     }
   }
-  if (kZeros) {
-    const int row = 16 * half + 2 * lane.g;
-    const u32 even = same_pair(-zero_at(params, row)), odd = same_pair(-zero_at(params, row + 1));
+  const int first = 16 * half + 2 * lane.g;
+  Pair zeros[2], scales[2], biases[2];
 #pragma unroll
-    for (int j = 0; j < kDeep; ++j)
+  for (int i = 0; i < 2; ++i) {
+    if (kZeros) zeros[i] = same_pair(Element(), -zero_at(params, first + i));
+    if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(params, first + i, lane));
+    biases[i] = kScaledWeight && kBiases ? same_pair(Element(), bias_at(params, first + i)) : kMinusZeros;
+  }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[j][i] = fma_pair(Element(), a[j][i], kOnes, i % 2 ? odd : even);
+  for (int j = 0; j < kDeep; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kZeros) a[j][i] = fma_pair(Element(), a[j][i], kOnes, zeros[i % 2]);
+      if (kScaledWeight) a[j][i] = rounded_pair(fma_pair(Element(), a[j][i], scales[i % 2], biases[i % 2]));
+    }
   }
 }
 
 // The 32 columns of half `half` of a unit, 16 a tile, for the 32 rows of its strip. Lane (g, t) has of tile i
 // columns 16 (g / 4) + 2 (g % 4) + 8 i and the next, its fragments' rows g and g + 8.
-__device__ __forceinline__ void transposed_fragments(u32 (&a)[2][kDeep][4], const u8* unit, const u8* params,
+__device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], const u8* unit, const u8* params,
                                                      int half, const Lane& lane) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -248,7 +301,7 @@ __device__ __forceinline__ void transposed_fragments(u32 (&a)[2][kDeep][4], cons
     for (int second = 0; second < 2; ++second) {  // half of the 16 rows
       const int pair = 8 * j + 4 * second + lane.t;
       const u8* const slot = unit + packed_slot(pair, lane.g % 4) * 16;
-      u32 values[2][2];  // [tile][column]
+      Pair values[2][2];  // [tile][column]
       if constexpr (kBits == 4) {
         u32 word = *reinterpret_cast<const u32*>(slot + (2 * half + lane.g / 4) * 4);
         // From pairs of columns to pairs of rows: the high code of each even byte and the low one of the next
@@ -267,17 +320,45 @@ __device__ __forceinline__ void transposed_fragments(u32 (&a)[2][kDeep][4], cons
         }
       }
       const int row = 2 * pair;
-      const u32 scales = store_pair(Element(), scale_at(params, row, lane), scale_at(params, row + 1, lane));
-      const u32 biases =
-          kBiases ? store_pair(Element(), bias_at(params, row), bias_at(params, row + 1)) : kMinusZeros;
+      const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
+      const Pair scales = of_rows([&](int row) { return scale_at(params, row, lane); });
+      const Pair biases = kBiases ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        u32 value = values[i / 2][i % 2];
-        if (kZeros)
-          value = fma_pair(Element(), value, kOnes,
-                           store_pair(Element(), -zero_at(params, row), -zero_at(params, row + 1)));
-        a[i / 2][j][2 * second + i % 2] = fma_pair(Element(), value, scales, biases);
+        Pair value = values[i / 2][i % 2];
+        if (kZeros) value = fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(params, row); }));
+        a[i / 2][j][2 * second + i % 2] = rounded_pair(fma_pair(Element(), value, scales, biases));
       }
+    }
+  }
+}
+
+// Columns of operand B, the tokens of an eight, for steps of 16 from `step` on.
+__device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x, int first_token, int step,
+                                                const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < (kDeep + 1) / 2; ++i) {
+    u32 m[4];
+    load_matrices(m, x + x_chunk(first_token + lane.index % 8, (step / 2 + i) * 4 + lane.index / 8));
+    if constexpr (kDeep == 1) {
+      b[0][0] = step % 2 ? m[2] : m[0];
+      b[0][1] = step % 2 ? m[3] : m[1];
+    } else {
+      b[2 * i][0] = m[0];
+      b[2 * i][1] = m[1];
+      b[2 * i + 1][0] = m[2];
+      b[2 * i + 1][1] = m[3];
+    }
+  }
+}
+__device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const u8* x, int first_token, int step,
+                                                const Lane& lane) {
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 chunk = x_chunk(first_token + lane.g, (step + j) * 4 + 2 * i + lane.t / 2);
+      b[j][i] = rounded_pair(*reinterpret_cast<const FloatPair*>(x + chunk + lane.t % 2 * 8));
     }
   }
 }
@@ -290,8 +371,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
                                          const Lane& lane) {
 #pragma unroll kTokens == 128 ? 1 : 4 / kDeep
   for (int chunk = 0; chunk < 4 / kDeep; ++chunk) {
-    u32 a[kWarpBlocks][2][kDeep][4];
-    float scales[kWarpBlocks][2][2], biases[kWarpBlocks][2][2];
+    Pair a[kWarpBlocks][2][kDeep][4];
+    float scales[kWarpBlocks][2][2], biases[kWarpBlocks][2][2];  // of sums
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
       const int feature = warp_feature + block;
@@ -306,6 +387,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
           forward_fragments(a[block][half], stage + feature * kUnitBytes, params, half, chunk, lane);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
+            if (kScaledWeight) continue;
             const int row = 16 * half + 2 * lane.g + i;
             scales[block][half][i] = scale_at(params, row, lane);
             biases[block][half][i] = kBiases ? bias_at(params, row) : 0;
@@ -316,26 +398,11 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       if (tile % kTilesTogether == 0 && tile * 8 >= tokens) break;
-      const int token = warp_token + tile * 8 + lane.index % 8;
-      u32 b[kDeep][2];
-#pragma unroll
-      for (int i = 0; i < (kDeep + 1) / 2; ++i) {
-        u32 m[4];
-        load_matrices(
-            m, stage + kStage.code_bytes + x_chunk(token, (chunk * kDeep / 2 + i) * 4 + lane.index / 8));
-        if constexpr (kDeep == 1) {
-          b[0][0] = chunk % 2 ? m[2] : m[0];
-          b[0][1] = chunk % 2 ? m[3] : m[1];
-        } else {
-          b[2 * i][0] = m[0];
-          b[2 * i][1] = m[1];
-          b[2 * i + 1][0] = m[2];
-          b[2 * i + 1][1] = m[3];
-        }
-      }
+      Pair b[kDeep][2];
+      token_fragments(b, stage + kStage.code_bytes, warp_token + tile * 8, chunk * kDeep, lane);
       float x_sums[4] = {};  // of the tokens 2t and 2t + 1 over the group
-      if (kBiases && !kTransposed) {
-        const u32 ones[4] = {kOnes, kOnes, kOnes, kOnes};
+      if (kBiases && !kScaledWeight) {
+        const Pair ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
         for (int j = 0; j < kDeep; ++j) mma(Element(), x_sums, ones, b[j]);
       }
@@ -344,7 +411,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float(&sum)[4] = sums[block][half][tile];
-          if constexpr (kTransposed) {
+          if constexpr (kScaledWeight) {
 #pragma unroll
             for (int j = 0; j < kDeep; ++j) mma(Element(), sum, a[block][half][j], b[j]);
           } else {
@@ -365,7 +432,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_blocks(kTokens))
+extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_blocks(kTokens, sizeof(Element::Memory)))
     qgemm_sm80(const __grid_constant__ QgemmSm80Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
   i64 block = block_index();
@@ -381,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
   u8* const stages = shared_bytes() + kStage.table_bytes + kStage.map_bytes;
   constexpr int kAhead = kStage.stages - 1;
   // The weight is there before earlier kernels have ended; x may not be.
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i >= end) break;
     load_codes(args, stages + i * kStage.bytes(), tile, begin + i);
@@ -389,14 +456,14 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
   }
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   build_table(thread);
-  Lane lane = {thread % 32, thread % 32 / 4, thread % 4, static_cast<u32>(thread % 32 * 4), 0};
+  Lane lane = {thread % 32, thread % 32 / 4, thread % 4, static_cast<u32>(thread * sizeof(Pair) % 128), 0};
   if (kDoubleQuant) {
     static_assert(kThreads == 256);
     shared_map()[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
     lane.offset = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
   wait_for_earlier();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i < end) load_x(args, stages + i * kStage.bytes(), first_token, begin + i);
     commit_copies();
@@ -421,27 +488,34 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
     slot = slot == kAhead ? 0 : slot + 1;
   }
 
+  // Lane (g, t) has two neighbours in a row of y, of rows 2t, 2t + 1 of every eight.
+  const i64 row = first_token + warp_token + 2 * lane.t;
 #pragma unroll
-  for (int block_of_warp = 0; block_of_warp < kWarpBlocks; ++block_of_warp) {
+  for (int i = 0; i < kWarpBlocks * 2; ++i) {
+    const int in_block = kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * (i % 2) : 16 * (i % 2) + 2 * lane.g;
+    const i64 col = tile * kQgemmSm80Features + (warp_feature + i / 2) * 32 + in_block;
+    if (col >= args.out_cols) continue;
+    const Sums& all = sums;
+    const auto each = [&](auto&& store_sums) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_block =
-          kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * half : 16 * half + 2 * lane.g;
-      const i64 col = tile * kQgemmSm80Features + (warp_feature + block_of_warp) * 32 + in_block;
-      if (col >= args.out_cols) continue;
-#pragma unroll
-      for (int i = 0; i < kTokenTiles * 2; ++i) {
-        const i64 row = first_token + warp_token + i / 2 * 8 + 2 * lane.t + i % 2;
-        if (row >= args.m) continue;
-        const float(&sum)[4] = sums[block_of_warp][half][i / 2];
-        const float first = sum[i % 2], second = sum[2 + i % 2];
-        if (args.partials != nullptr) {
-          float* const to = args.partials + (split * args.m + row) * args.out_stride + col;
-          asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
-        } else {
-          finish(args, row, col, first, second);
-        }
+      for (int j = 0; j < kTokenTiles * 2; ++j) {
+        const int token = j / 2 * 8 + j % 2;
+        const float(&sum)[4] = all[i / 2][i % 2][j / 2];
+        if (2 * lane.t + token < tokens) store_sums(token, sum[j % 2], sum[2 + j % 2]);
       }
+    };
+    if (args.partials != nullptr) {
+      float* const to = args.partials + (split * args.m + row) * args.out_stride + col;
+      each([&](int token, float first, float second) {
+        *reinterpret_cast<FloatPair*>(to + token * args.out_stride) = {first, second};
+      });
+    } else {
+      const i64 index = row * args.out_cols + col;
+      const bool two = col + 1 < args.out_cols;
+      const FloatPair bias = load_bias(args, col);
+      each([&](int token, float first, float second) {
+        finish(args, index + token * args.out_cols, two, bias, {first, second});
+      });
     }
   }
 #endif

@@ -47,14 +47,14 @@ struct QgemmSm80Stage {
 
 // `scale_bytes`, `bias_bytes`: as PackedLayout has them.
 HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_zeros, int bias_bytes,
-                                            bool double_quant, int groups, int tokens) {
+                                            bool double_quant, int groups, int tokens, int element_bytes) {
   constexpr int kMost = 99 * 1024;  // that a block may have on every device
   QgemmSm80Stage s;
   s.code_bytes = kQgemmSm80Features * kQgemmSm80Step * bits / 8;
   s.param_bytes =
       formats::kUnitRows * (scale_bytes + (has_zeros ? 1 : 0) + bias_bytes + (double_quant ? 4 : 0));
   s.groups = groups;
-  s.x_bytes = tokens * kQgemmSm80Step * 2;
+  s.x_bytes = tokens * kQgemmSm80Step * element_bytes;
   s.table_bytes = bits == 4 ? 32768 : 0;
   s.map_bytes = double_quant ? 1024 : 0;
   s.stages = formats::min(4, (kMost - s.shared_bytes()) / s.bytes());
@@ -62,7 +62,9 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
 }
 
 // Blocks that the registers of a multiprocessor hold.
-HALFBYTE_FN int qgemm_sm80_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes) {
+  return tokens * element_bytes <= 64 ? 2 : 1;
+}
 
 // Adds up the partial sums of the splits: a thread makes a pair of y.
 inline constexpr int kQgemmSm80SumThreads = 256;

@@ -13,7 +13,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of x in the tile of a block.
 int tokens_of(const QgemmProblem& problem) {
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(problem.m, 8, 128))));
+  const int64_t most = problem.dtype == DType::f32 ? 64 : 128;
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(problem.m, 8, most))));
 }
 // Groups that the 64 columns of a unit can have parameters of.
 int unit_groups(const QgemmProblem& problem) {
@@ -24,14 +25,18 @@ int unit_groups(const QgemmProblem& problem) {
 QgemmSm80Stage stage_of(const QgemmProblem& problem) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
-                          weight.double_quant, unit_groups(problem), tokens_of(problem));
+                          weight.double_quant, unit_groups(problem), tokens_of(problem),
+                          static_cast<int>(size_of(problem.dtype)));
 }
 // Rows of x are whole chunks of 16 bytes.
-bool is_aligned(const QgemmProblem& problem) { return problem.alignment >= 16 && problem.in_cols() % 8 == 0; }
+bool is_aligned(const QgemmProblem& problem) {
+  return problem.alignment >= 16 && problem.in_cols() * size_of(problem.dtype) % 16 == 0;
+}
 
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
-  if (problem.dtype == DType::f32) return "dtype must be bf16 or f16, got f32";
+  if (problem.dtype == DType::f32 && problem.math != QgemmMath::tf32)
+    return fmt::format("math must be tf32 where dtype is f32, got {}", to_string(problem.math));
   if (problem.weight.groups > 1 && problem.weight.group % 16 != 0)
     return fmt::format("the group size must be a multiple of 16, got {}", problem.weight.group);
   return "";
@@ -51,7 +56,7 @@ class QgemmSm80 : public QgemmKernel {
     const cuda::Scope scope(context_);
     place_tiles();
     describe_weight();
-    args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 4;
+    args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
     args_.accumulate = problem.accumulate;
     function_ = cuda::get_kernel(context_, qgemm_sm80_kernel(problem));
     cuda::allow_shared_bytes(function_, grid_.shared_bytes);
@@ -62,7 +67,9 @@ class QgemmSm80 : public QgemmKernel {
   std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
-            problem_.transposed ? WeightRounding::weight_rounded : WeightRounding::code_rounded};
+            problem_.dtype == DType::f32 ? WeightRounding::none
+            : problem_.transposed        ? WeightRounding::weight_rounded
+                                         : WeightRounding::code_rounded};
   }
   int64_t workspace_bytes() const override {
     return args_.splits == 1 ? 0 : args_.splits * args_.m * args_.out_stride * int64_t{sizeof(float)};
@@ -105,7 +112,8 @@ class QgemmSm80 : public QgemmKernel {
     args_.token_tiles = ceil_div(args_.m, tokens);
     args_.steps = ceil_div(args_.in_cols, kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
-    const int64_t resident = int64_t{qgemm_sm80_blocks(tokens)} * context_.num_multiprocessors;
+    const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
+                             context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
     grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage_of(problem_).shared_bytes()};
   }

@@ -8,12 +8,17 @@ namespace {
 
 using cuda::KernelValues;
 
-const KernelKey kDType = {"dtype", {"bf16", "f16"}, false, "The dtype of x and y."};
+const KernelKey kDType = {
+    "dtype", {"bf16", "f16", "f32"}, false, "The dtype of x and y; f32 with math tf32."};
 
 cuda::KernelSpec specialise(const KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   const std::string& tokens = values.at("tokens");
   std::from_chars(tokens.data(), tokens.data() + tokens.size(), problem.m);
+  if (problem.dtype == DType::f32) {
+    HALFBYTE_CHECK(problem.m <= 64, usage, "tokens {} do not go with dtype f32", tokens);
+    problem.math = QgemmMath::tf32;
+  }
   problem.transposed = cuda::is_set(values, "transposed");
   if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
   return qgemm_sm80_kernel(problem);

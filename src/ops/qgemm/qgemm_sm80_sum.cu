@@ -13,19 +13,16 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80SumThreads)
 #endif
   wait_for_earlier();
   if (pair >= args.m * pairs) return;
-  struct alignas(8) Sums {
-    float first, second;
-  };
-  const Sums* from = reinterpret_cast<const Sums*>(args.partials) + pair;
-  Sums sums = *from;
+  const FloatPair* from = reinterpret_cast<const FloatPair*>(args.partials) + pair;
+  FloatPair sums = *from;
   for (i64 split = 1; split < args.splits; ++split) {
     from += args.m * pairs;
-    const Sums more = *from;
+    const FloatPair more = *from;
     sums.first += more.first;
     sums.second += more.second;
   }
-  const i64 row = pair / pairs;
-  finish(args, row, (pair - row * pairs) * 2, sums.first, sums.second);
+  const i64 row = pair / pairs, col = (pair - row * pairs) * 2;
+  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col), sums);
 #endif
 }
 

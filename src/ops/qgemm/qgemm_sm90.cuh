@@ -155,13 +155,35 @@ __device__ __forceinline__ float load_shared(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
-// To what is at `address` here, but in the block `rank` of the cluster.
-__device__ __forceinline__ void store_cluster(u32 address, u32 rank, float v) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.f32 [there], %2;\n}\n" ::"r"(address),
-      "r"(rank), "f"(v)
-      : "memory");
+// The address in the block `rank` of the cluster of what is at `address` here.
+__device__ __forceinline__ u32 address_in(u32 rank, u32 address) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Starts a store to a block of the cluster, whose 4 bytes count on `barrier` of that block: addresses by address_in().
+__device__ __forceinline__ void store_async(u32 address, float v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(bit_cast<u32>(v)), "r"(barrier)
+               : "memory");
+}
+// As arrive() and wait(), of what is done for or by another block of the cluster.
+__device__ __forceinline__ void arrive_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_cluster(Barrier* barrier, u32 parity) {
+  u32 ended;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(ended)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!ended);
 }
 
 // Barriers of some warps of the block, by number (1 to 15).

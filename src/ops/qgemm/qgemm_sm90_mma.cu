@@ -2,10 +2,14 @@
 // of 16 rows and x as that of 8 columns.
 //
 // A block has whole strips of 32 rows, one a round; where strips do not divide evenly, two blocks share one in the
-// last round, each with one tile of 16 rows. Its 16 warps divide k: a stage of the ring is 16 units, one bulk copy, and
-// warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units, a slice of k; where k has more,
-// the rounds are repeated for each slice, and sums are kept in shared memory. After each round the sums of the warps
-// are added in order.
+// last round, each with one tile of 16 rows. Its 16 warps divide k: a stage of the ring is 16 units, one bulk copy,
+// and warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units, a slice of k; where k has
+// more, the rounds are repeated for each slice, and sums are kept in shared memory. After each round the sums of the
+// warps are added in order.
+//
+// What limits it: reads and writes of shared memory, a clock each 128 bytes. A unit of 4-bit codes takes 32 for the
+// table, 8 for the codes and 9 when they are copied, 2 to 4 for scales, 2 for sums: 53 to 55 of the 60 clocks in which
+// the memory of an H200 brings the next. About 117 instructions a unit are half of what the block can issue.
 //
 // Before the kernels before it have ended only the weight is read.
 #include "cuda/device/bulk.cuh"
@@ -27,7 +31,6 @@ constexpr PackedLayout kStage = sm90_mma_stage(kCodec, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
 constexpr Sm90MmaShared kShared = sm90_mma_shared(kCodec.bits, kStageBytes, kStages, kSliced, kDoubleQuant);
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kCodec.bits / 8;
-constexpr int kGroupsPerUnit = kGroup == 32 ? 2 : 1;
 
 extern __shared__ __align__(1024) u8 shared[];
 
@@ -35,7 +38,7 @@ extern __shared__ __align__(1024) u8 shared[];
 // is that fills the ring, in the order in which it is used. In shared memory: the registers are x's.
 struct Work {
   int num_stages;  // of a strip
-  int whole_rounds, rounds;
+  int whole_rounds, rounds;  // with both tiles, in all
   int first, round, stage;  // of the next copy: the first stage of its slice, its round, its stage
 };
 __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(shared + kShared.work); }
@@ -44,29 +47,26 @@ __device__ __forceinline__ Barrier* full(int slot) {
 }
 __device__ __forceinline__ Barrier* empty(int slot) { return full(kStages + slot); }
 
-__device__ __forceinline__ void begin_work(const QgemmSm90MmaArgs& args) {
+__device__ __forceinline__ Work make_work(const QgemmSm90MmaArgs& args) {
   const int index = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
-  const int strips = static_cast<int>(args.layout.strips), rest = strips % num_blocks;
-  const bool halves = 2 * rest <= num_blocks;
-  const int whole_rounds = strips / num_blocks + (!halves && index < rest ? 1 : 0);
-  work() = {kSliced ? (args.units + kWarps - 1) / kWarps : kUnits, whole_rounds,
-            whole_rounds + (halves && index < 2 * rest ? 1 : 0)};
+  const bool halves = 2 * args.rest <= num_blocks;
+  const int whole_rounds = args.rounds + (!halves && index < args.rest ? 1 : 0);
+  return {kSliced ? (args.units + kWarps - 1) / kWarps : kUnits, whole_rounds,
+          whole_rounds + (halves && index < 2 * args.rest ? 1 : 0)};
 }
-__device__ __forceinline__ int strip_of(int round) {
+__device__ __forceinline__ int strip_of(int round, int whole_rounds) {
   const int index = static_cast<int>(blockIdx.x);
-  return round * static_cast<int>(gridDim.x) + (round < work().whole_rounds ? index : index / 2);
+  return round * static_cast<int>(gridDim.x) + (round < whole_rounds ? index : index / 2);
 }
 
-__device__ __forceinline__ bool has_next_copy() {
-  return work().first < work().num_stages && work().round < work().rounds;
-}
-__device__ __forceinline__ void copy_next(const QgemmSm90MmaArgs& args, int slot) {
-  Work& w = work();
+// Thread 0: starts the next copy, if there is one.
+__device__ __forceinline__ bool has_next_copy(const Work& w) { return w.first < w.num_stages && w.round < w.rounds; }
+__device__ __forceinline__ void copy_next(const QgemmSm90MmaArgs& args, Work& w, int slot) {
   const i64 begin = static_cast<i64>(w.stage) * kStageBytes, rest = args.layout.strip_bytes - begin;
   const u32 num_bytes = rest < kStageBytes ? static_cast<u32>(rest) : kStageBytes;
+  const u8* const strip = args.weight + strip_of(w.round, w.whole_rounds) * args.layout.strip_bytes;
   arrive_expecting(full(slot), num_bytes);
-  copy_bulk_once(shared + kShared.ring + slot * kStageBytes,
-                 args.weight + strip_of(w.round) * args.layout.strip_bytes + begin, num_bytes, full(slot));
+  copy_bulk_once(shared + kShared.ring + slot * kStageBytes, strip + begin, num_bytes, full(slot));
   if (++w.stage < min(w.first + kUnits, w.num_stages)) return;
   ++w.round;
   if (kSliced && w.round == w.rounds) {
@@ -81,23 +81,24 @@ __device__ __forceinline__ void copy_next(const QgemmSm90MmaArgs& args, int slot
 struct Lane {
   int warp, lane, row, pair;
   u32 table;
-  int codes, scales, zeros, biases;  // in a stage: of its first 16 bytes; of row 0 and the warp's first group
+  int codes, scales, zeros;  // in a stage: of its first 16 bytes; of its first row and the warp's first group
 
-  __device__ __forceinline__ explicit Lane(int thread)
-      : warp(thread / 32), lane(thread % 32), row(lane / 4), pair(lane % 4), table(pair_table_lane(lane)) {
+  __device__ __forceinline__ explicit Lane(u32 thread)
+      : warp(static_cast<int>(thread / 32)),
+        lane(static_cast<int>(thread % 32)),
+        row(static_cast<int>(thread / 4 % 8)),
+        pair(static_cast<int>(thread % 4)),
+        table(pair_table_lane(lane)) {
     const i64 group = kGroup > 0 ? warp * kUnitCols / max(kGroup, 1) : 0;
     codes = static_cast<int>(kStage.unit(0, warp)) + packed_slot(row, pair) * 16;
-    scales = static_cast<int>(kStage.scale(0, group));
-    zeros = static_cast<int>(kStage.zero(0, group));
-    biases = static_cast<int>(kStage.bias(0, group));
+    scales = static_cast<int>(kStage.scale(0, group)) + 2 * row * kStage.scale_bytes;
+    zeros = static_cast<int>(kStage.zero(0, group)) + 2 * row;
   }
 };
 
-// The parameters of a group that a lane needs.
-template <int kTiles>
-struct Params {
-  float scale[kTiles][2], bias[kTiles][2];
-};
+// From a scale to the bias beside it: they are of one size.
+constexpr int kBiases = static_cast<int>(kStage.bias(0, 0) - kStage.scale(0, 0));
+
 // What is subtracted from codes: a pair of zero points, or 2^23 and the code of 0.
 using Zero = Select<kLookUp, u32, float>;
 template <int kTiles>
@@ -119,47 +120,62 @@ __device__ __forceinline__ void load_two(float (&to)[2], const u8* from) {
   }
 }
 
-// Of double quantization. What is padding has the absmax of what is not.
+// Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them.
 struct NestedScales {
   const float* absmax;
   float offset;
   i64 groups, last_row;
 
-  __device__ __forceinline__ float decode(u8 code, i64 row, i64 group) const {
-    const i64 index = min(row, last_row) * groups + min(group, groups - 1);
-    return reinterpret_cast<const float*>(shared + kShared.map)[code] * absmax[index / 256] + offset;
+  // What is padding has the absmax of what is not.
+  __device__ __forceinline__ const float* absmax_of(i64 row, i64 group) const {
+    return absmax + static_cast<u64>(min(row, last_row) * groups + min(group, groups - 1)) / 256;
+  }
+  // All of this block, to the second-level cache: they are few, but each would be waited for.
+  __device__ __forceinline__ void prefetch(int thread) const {
+    for (int round = thread; round < work().rounds; round += kThreads) {
+      const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows;
+      const float* const end = absmax_of(row + kUnitRows - 1, groups - 1);
+      for (const float* at = absmax_of(row, 0); at <= end; at += 8)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
+  }
+  __device__ __forceinline__ float decode(u8 code, float of_absmax) const {
+    return reinterpret_cast<const float*>(shared + kShared.map)[code] * of_absmax + offset;
   }
 };
-
-// `scales`, `biases`: those of row 0 of the strip.
+// The row of which this lane decodes the scale, after its first.
 template <int kTiles>
-__device__ __forceinline__ Params<kTiles> load_params(const Lane& lane, int tile, const u8* scales, const u8* biases,
-                                                      const NestedScales& nested, i64 strip_row, i64 group) {
-  Params<kTiles> params;
-  if constexpr (kDoubleQuant) {
-    const int row = 16 * (kTiles == 2 ? lane.pair / 2 : tile) + 2 * lane.row + lane.pair % 2;
-    const float scale = nested.decode(scales[row], strip_row + row, group);
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) params.scale[i / 2][i % 2] = shuffle(scale, (lane.lane & ~3) + i);
-  }
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const int row = 16 * (tile + i) + 2 * lane.row;
-    if constexpr (!kDoubleQuant) load_two(params.scale[i], scales + row * kStage.scale_bytes);
-    if constexpr (kAffine) load_two(params.bias[i], biases + row * kStage.bias_bytes);
-  }
-  return params;
+__device__ __forceinline__ int nested_row(const Lane& lane, int tile) {
+  return 16 * (kTiles == 2 ? lane.pair / 2 : tile) + lane.pair % 2;
 }
 
-// `zeros`: of row 0 of the strip.
+// `scales`: from that of the lane's first row on; `absmax`: of nested_row().
 template <int kTiles>
-__device__ __forceinline__ Zeros<kTiles> load_zeros(const Lane& lane, int tile, const u8* zeros) {
+__device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lane& lane, int tile, const u8* scales,
+                                            const NestedScales& nested, float absmax) {
+  if constexpr (kDoubleQuant) {
+    const float one = nested.decode(scales[nested_row<kTiles>(lane, tile)], absmax);
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) scale[i / 2][i % 2] = shuffle(one, (lane.lane & ~3) + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) load_two(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
+  }
+}
+template <int kTiles>
+__device__ __forceinline__ void load_biases(float (&bias)[kTiles][2], int tile, const u8* biases) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) load_two(bias[i], biases + 16 * (tile + i) * kStage.bias_bytes);
+}
+
+// `zeros`: from that of the lane's first row on.
+template <int kTiles>
+__device__ __forceinline__ Zeros<kTiles> load_zeros(int tile, const u8* zeros) {
   Zeros<kTiles> result;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     u32 rows = kCodec.kind == Kind::integer ? static_cast<u32>(-kCodec.q_min) * 0x101u : 0;
-    if constexpr (kCodec.asymmetric)
-      rows = *reinterpret_cast<const u16*>(zeros + 16 * (tile + i) + 2 * lane.row);
+    if constexpr (kCodec.asymmetric) rows = *reinterpret_cast<const u16*>(zeros + 16 * (tile + i));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float zero = above_2_23(rows >> (8 * r) & 0xFF);
@@ -191,7 +207,7 @@ __device__ __forceinline__ u32 decode_pair(u32 word, float zero) {
   return store_pair(Element(), low - zero, high - zero);
 }
 
-// The fragment of columns 16 * kStep of a unit, and of one tile, of which `codes` has the lane's first 16 bytes.
+// The fragment of columns 16 * kStep to 16 * kStep + 15 of a unit, for one tile, of which `words` has the lane's codes.
 template <int kStep>
 __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kCodec.bits], u32 table,
                                               const Zero (&zero)[2]) {
@@ -212,46 +228,58 @@ __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kC
   }
 }
 
-// The sums of a lane: of each tile, as mma.cuh has them; `x`: of x alone, in all rows.
-template <int kTiles>
-struct Sums {
-  float tile[kTiles][4] = {};
-  float x[4] = {};
-};
-
 template <int kTiles, int kStep>
-__device__ __forceinline__ void multiply_step(Sums<kTiles>& sums, const u32 (&words)[kTiles][kCodec.bits], u32 table,
-                                              const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
+__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u32 (&words)[kTiles][kCodec.bits],
+                                              u32 table, const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
   const u32 b[2] = {x[2 * kStep], x[2 * kStep + 1]};
   u32 a[kTiles][4];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) make_fragment<kStep>(a[i], words[i], table, zeros.zero[i]);
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) mma(Element(), sums.tile[i], a[i], b);
+  for (int i = 0; i < kTiles; ++i) mma(Element(), sums[i], a[i], b);
 }
-// The sums of x over steps of a unit. By themselves, when the registers of the weight are free.
-template <int kTiles>
-__device__ __forceinline__ void sum_x(Sums<kTiles>& sums, const u32 (&x)[8], int first_step, int num_steps) {
+
+// Sums of x over steps of a unit, in all rows.
+__device__ __forceinline__ void sum_x(float (&sums)[4], const u32 (&x)[8], int first_step, int num_steps) {
   const u32 one = store_pair(Element(), 1, 1), ones[4] = {one, one, one, one};
 #pragma unroll
   for (int step = first_step; step < first_step + num_steps; ++step) {
     const u32 b[2] = {x[2 * step], x[2 * step + 1]};
-    mma(Element(), sums.x, ones, b);
+    mma(Element(), sums, ones, b);
   }
 }
 
-// total += scale * (sums since the last) + bias * (sums of x).
-template <int kTiles>
-__device__ __forceinline__ void add_group(float (&total)[kTiles][4], Sums<kTiles>& sums, const Params<kTiles>& params) {
+// total += factor * sum, and a new sum begins; one sum, that of x alone, is for both tiles.
+template <int kTiles, int kSums>
+__device__ __forceinline__ void add_scaled(float (&total)[kTiles][4], const float (&factor)[kTiles][2],
+                                           float (&sum)[kSums][4]) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      total[i][j] = __fmaf_rn(params.scale[i][j / 2], sums.tile[i][j], total[i][j]);
-      if constexpr (kAffine) total[i][j] = __fmaf_rn(params.bias[i][j / 2], sums.x[j % 2], total[i][j]);
-    }
-  sums = {};
+    for (int j = 0; j < 4; ++j)
+      total[i][j] = __fmaf_rn(factor[i][j / 2], sum[min(i, kSums - 1)][j], total[i][j]);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[i][j] = 0;
 }
+
+// threadIdx.x, read again: what follows from it does not stay in registers over the loops before.
+__device__ __forceinline__ u32 thread_again() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// What a warp has of a strip, both tiles or one.
+template <int kTiles>
+struct Strip {
+  int tile;  // the first, or the only one
+  i64 row;   // the first of both tiles
+  float total[kTiles][4] = {};
+  float part[kTiles][4] = {}, x[1][4] = {};  // of the group: codes by x, and x alone
+  Zeros<kTiles> zeros{};
+};
 
 // Multiplies what is in the ring, and adds up.
 struct Consumer {
@@ -260,94 +288,162 @@ struct Consumer {
   const NestedScales& nested;
   int slot = 0;
   u32 parity = 0;
-  int buffer = 0;  // of the two of sums
 
   __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8], int first) const;
+  __device__ __forceinline__ void load_two_rows(u32 (&x)[kUnits][8], int first) const;
+  template <int kTiles, int kFirstStep, int kSteps>
+  __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip, const u32 (&words)[kTiles][kCodec.bits],
+                                                 const u32 (&x)[8], const u8* stage, int unit) const;
   template <int kTiles>
-  __device__ __forceinline__ void multiply_unit(float (&total)[kTiles][4], Sums<kTiles>& sums, Zeros<kTiles>& zeros,
-                                                const u32 (&x)[8], int tile, int strip, int unit) const;
+  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const;
   template <int kTiles>
   __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile);
   template <int kTiles>
-  __device__ __forceinline__ void add_warps(int first, int round, int only_tile) const;
+  __device__ __forceinline__ void add_warps(u32 thread, int first, int round, int only_tile) const;
   __device__ __forceinline__ void store_rows(float (&sum)[2], int token, i64 row) const;
 
-  // The sums of a warp in this round: 16 bytes a tile and lane.
-  __device__ __forceinline__ u8* sums_at(int warp, int tile, int of_lane) const {
-    const int row = (buffer * kWarps + warp) * 8 + tile * 4 + of_lane / 8;
+  // The sums of a warp in a round: 16 bytes a tile and lane.
+  __device__ __forceinline__ u8* sums_at(int round, int warp, int tile, int of_lane) const {
+    const int row = (round % 2 * kWarps + warp) * 8 + tile * 4 + of_lane / 8;
     return shared + row * kShared.sum_stride + kShared.sum_begin + of_lane % 8 * 16;
   }
 };
 
-// The fragments of the warp's units of a slice: zeros beyond m and k.
-__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
-  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + 2 * lane.pair;
-  const u16* const from = static_cast<const u16*>(args.x) + lane.row * k + begin;
+// Of columns of x from `from` on: those of a lane, of which `num_cols` are within k; else x stays.
+template <bool kWhole>
+__device__ __forceinline__ void load_cols(u32 (&x)[kUnits][8], const u16* from, int num_cols) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int col = u * kWarps * kUnitCols + 8 * i;
-      x[u][i] = lane.row < args.m && begin + col < k ? *reinterpret_cast<const u32*>(from + col) : 0;
+      if (kWhole || col < num_cols) x[u][i] = *reinterpret_cast<const u32*>(from + col);
     }
 }
 
+// The fragments of the warp's units of a slice: zeros beyond m and k.
+__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
+  constexpr int kCols = kUnits * kWarps * kUnitCols;
+  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + 2 * lane.pair;
+  const u16* const from = static_cast<const u16*>(args.x) + lane.row * k + begin;
+  const int num_cols = lane.row < args.m ? static_cast<int>(min<i64>(k - begin, kCols)) : 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[u][i] = 0;
+  if (num_cols > kCols - kWarps * kUnitCols + 56)  // beyond the last
+    load_cols<true>(x, from, num_cols);
+  else if (num_cols > 0)
+    load_cols<false>(x, from, num_cols);
+}
+
+// The same for at most two rows of x, in chunks of 16 bytes: only one or two of eight lanes need any of them, so that
+// whole lines are loaded by all lanes and get where they belong by shared memory, where the warp's sums will be.
+__device__ __forceinline__ void Consumer::load_two_rows(u32 (&x)[kUnits][8], int first) const {
+  constexpr int kLoads = (kUnits + 3) / 4;
+  const int chunk = lane.lane % 8;  // of a unit; 4 units at once
+  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + chunk * 8;
+  // 128 bytes of a unit: what the lanes of each pair of columns need, 8 chunks. Turned by the unit, and halves swapped
+  // by the row: no two meet in a bank.
+  const auto words_at = [&](int row, int unit, int pair) {
+    return reinterpret_cast<u32*>(sums_at(row, lane.warp, 0, 0) + unit * kShared.sum_stride) + (pair + unit) % 4 * 8;
+  };
+  Words4 chunks[2][kLoads];
+#pragma unroll
+  for (int i = 0; i < 2 * kLoads; ++i) {
+    const int row = i / kLoads, unit = i % kLoads * 4 + lane.lane / 8;
+    const i64 col = begin + unit * kWarps * kUnitCols;
+    chunks[row][i % kLoads] = {};
+    if (row < args.m && unit < kUnits && col < k)
+      chunks[row][i % kLoads] = load_to_write(
+          reinterpret_cast<const Words4*>(static_cast<const u16*>(args.x) + row * k + col));
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kLoads; ++i) {
+    const int row = i / kLoads, unit = i % kLoads * 4 + lane.lane / 8;
+    if (row < args.m && unit < kUnits)
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair)
+        words_at(row, unit, pair)[chunk ^ 4 * row] = chunks[row][i % kLoads].word[pair];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Words4 four{};
+      if (lane.row < args.m)
+        four = *reinterpret_cast<const Words4*>(words_at(lane.row, u, lane.pair) + (half ^ lane.row) * 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[u][half * 4 + i] = four.word[i];
+    }
+}
+
+// The steps of a unit that have one group: all four, or two.
+template <int kTiles, int kFirstStep, int kSteps>
+__device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
+                                                         const u32 (&words)[kTiles][kCodec.bits], const u32 (&x)[8],
+                                                         const u8* stage, int unit) const {
+  constexpr int kIndex = kFirstStep / 2;  // of the group in the unit
+  float absmax = 0;
+  if constexpr (kGroup > 0 && kDoubleQuant)  // early: it is not in the ring
+    absmax = load_early(nested.absmax_of(strip.row + 2 * lane.row + nested_row<kTiles>(lane, strip.tile),
+                                         static_cast<i64>(unit) * kUnitCols / max(kGroup, 1) + kIndex));
+  if constexpr (kGroup > 0 && kCodec.asymmetric)
+    strip.zeros = load_zeros<kTiles>(strip.tile, stage + lane.zeros + kIndex * kUnitRows);
+  multiply_step<kTiles, kFirstStep>(strip.part, words, lane.table, strip.zeros, x);
+  multiply_step<kTiles, kFirstStep + 1>(strip.part, words, lane.table, strip.zeros, x);
+  if constexpr (kSteps == 4) {
+    multiply_step<kTiles, kFirstStep + 2>(strip.part, words, lane.table, strip.zeros, x);
+    multiply_step<kTiles, kFirstStep + 3>(strip.part, words, lane.table, strip.zeros, x);
+  }
+  float factor[kTiles][2];
+  if constexpr (kGroup > 0) {
+    load_scales<kTiles>(factor, lane, strip.tile, stage + lane.scales + kIndex * kUnitRows * kStage.scale_bytes,
+                        nested, absmax);
+    add_scaled(strip.total, factor, strip.part);
+  }
+  if constexpr (kAffine) sum_x(strip.x[0], x, kFirstStep, kSteps);
+  if constexpr (kAffine && kGroup > 0) {
+    load_biases<kTiles>(factor, strip.tile, stage + lane.scales + kBiases + kIndex * kUnitRows * kStage.bias_bytes);
+    add_scaled(strip.total, factor, strip.x);
+  }
+}
+
 template <int kTiles>
-__device__ __forceinline__ void Consumer::multiply_unit(float (&total)[kTiles][4], Sums<kTiles>& sums,
-                                                        Zeros<kTiles>& zeros, const u32 (&x)[8], int tile, int strip,
-                                                        int unit) const {
+__device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const {
   const u8* const stage = shared + kShared.ring + slot * kStageBytes;
   u32 words[kTiles][kCodec.bits];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int j = 0; j < kCodec.bits; j += 4) {
-      const Words4 four =
-          *reinterpret_cast<const Words4*>(stage + lane.codes + (tile + i) * 512 + j / 4 * (kUnitBytes / 2));
+      const Words4 four = *reinterpret_cast<const Words4*>(stage + lane.codes + (strip.tile + i) * 512 +
+                                                           j / 4 * (kUnitBytes / 2));
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][j + w] = four.word[w];
     }
-  const auto begin_group = [&](int group) {
-    if constexpr (kGroup > 0 && kCodec.asymmetric)
-      zeros = load_zeros<kTiles>(lane, tile, stage + lane.zeros + group * kUnitRows);
-  };
-  const auto end_group = [&](int group) {
-    if constexpr (kAffine) sum_x(sums, x, group * 2, 4 / kGroupsPerUnit);
-    if constexpr (kGroup > 0) {
-      const Params<kTiles> params = load_params<kTiles>(
-          lane, tile, stage + lane.scales + group * kUnitRows * kStage.scale_bytes,
-          stage + lane.biases + group * kUnitRows * kStage.bias_bytes, nested, static_cast<i64>(strip) * kUnitRows,
-          static_cast<i64>(unit) * kUnitCols / max(kGroup, 1) + group);
-      add_group(total, sums, params);
-    }
-  };
-  begin_group(0);
-  multiply_step<kTiles, 0>(sums, words, lane.table, zeros, x);
-  multiply_step<kTiles, 1>(sums, words, lane.table, zeros, x);
-  if constexpr (kGroupsPerUnit == 2) {
-    end_group(0);
-    begin_group(1);
+  if constexpr (kGroup == 32) {
+    multiply_group<kTiles, 0, 2>(strip, words, x, stage, unit);
+    multiply_group<kTiles, 2, 2>(strip, words, x, stage, unit);
+  } else {
+    multiply_group<kTiles, 0, 4>(strip, words, x, stage, unit);
   }
-  multiply_step<kTiles, 2>(sums, words, lane.table, zeros, x);
-  multiply_step<kTiles, 3>(sums, words, lane.table, zeros, x);
-  end_group(kGroupsPerUnit - 1);
 }
 
 // Both tiles of a strip, or one: the units of the warp in a slice, whose first stage is `first`.
 template <int kTiles>
 __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile) {
-  const int strip = strip_of(round);
-  const i64 row = static_cast<i64>(strip) * kUnitRows;
-  float total[kTiles][4] = {};
-  Sums<kTiles> sums;
-  Zeros<kTiles> zeros{};
-  Params<kTiles> params;
+  Strip<kTiles> strip{tile, static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows};
+  float scale[kTiles][2], bias[kTiles][2];
   if constexpr (kGroup == 0) {
-    params = load_params<kTiles>(lane, tile, args.weight + args.layout.scale(row, 0),
-                                 args.weight + args.layout.bias(row, 0), nested, row, 0);
-    zeros = load_zeros<kTiles>(lane, tile, args.weight + args.layout.zero(row, 0));
+    const i64 row = strip.row + 2 * lane.row;
+    const float absmax = kDoubleQuant ? *nested.absmax_of(row + nested_row<kTiles>(lane, tile), 0) : 0;
+    load_scales<kTiles>(scale, lane, tile, args.weight + args.layout.scale(row, 0), nested, absmax);
+    if constexpr (kAffine) load_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
+    strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
   } else if constexpr (!kCodec.asymmetric) {
-    zeros = load_zeros<kTiles>(lane, tile, nullptr);
+    strip.zeros = load_zeros<kTiles>(tile, nullptr);
   }
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -355,41 +451,43 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
     if (!kSliced || stage < work().num_stages) {
       wait(full(slot), parity);
       const bool may_end = kSliced || u == kUnits - 1;
-      if (!may_end || unit < args.units) multiply_unit(total, sums, zeros, x[u], tile, strip, unit);
+      if (!may_end || unit < args.units) multiply_unit(strip, x[u], unit);
       __syncwarp();
       if (lane.lane == 0) arrive(empty(slot));
       // Not this stage, which other warps may still read, but the one before.
-      if (threadIdx.x == 0 && (u > 0 || first + round > 0) && has_next_copy()) {
+      if (threadIdx.x == 0 && (u > 0 || first + round > 0) && has_next_copy(work())) {
         const int before = slot == 0 ? kStages - 1 : slot - 1;
         wait(empty(before), slot == 0 ? parity ^ 1 : parity);
-        copy_next(args, before);
+        copy_next(args, work(), before);
       }
       if (++slot == kStages) slot = 0, parity ^= 1;
     }
   }
-  if constexpr (kGroup == 0) add_group(total, sums, params);
+  if constexpr (kGroup == 0) add_scaled(strip.total, scale, strip.part);
+  if constexpr (kGroup == 0 && kAffine) add_scaled(strip.total, bias, strip.x);
+  const u32 thread = thread_again();
+  const int warp = static_cast<int>(thread / 32), of_lane = static_cast<int>(thread % 32);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
-    *reinterpret_cast<Words4*>(sums_at(lane.warp, tile + i, lane.lane)) = {
-        bit_cast<u32>(total[i][0]), bit_cast<u32>(total[i][2]), bit_cast<u32>(total[i][1]),
-        bit_cast<u32>(total[i][3])};
+    *reinterpret_cast<Words4*>(sums_at(round, warp, tile + i, of_lane)) = {
+        bit_cast<u32>(strip.total[i][0]), bit_cast<u32>(strip.total[i][2]), bit_cast<u32>(strip.total[i][1]),
+        bit_cast<u32>(strip.total[i][3])};
   __syncthreads();
-  add_warps<kTiles>(first, round, tile);
-  buffer ^= 1;
+  add_warps<kTiles>(thread, first, round, tile);
 }
 
 // Four warps, other ones each round: a thread has two neighbouring rows and a row of x. No warp writes these sums
 // again before all have met after the next round.
 template <int kTiles>
-__device__ __forceinline__ void Consumer::add_warps(int first, int round, int only_tile) const {
+__device__ __forceinline__ void Consumer::add_warps(u32 thread, int first, int round, int only_tile) const {
   constexpr int kPairs = kUnitRows / 2 * kSm90MmaTokens;
-  const int pair = static_cast<int>(threadIdx.x + kThreads - round * kPairs % kThreads) % kThreads;
+  const int pair = static_cast<int>((thread - static_cast<u32>(round) * kPairs) % kThreads);
   const int tile = pair / 64, of_lane = pair / 2 % 32, odd = pair % 2;
   if (pair >= kPairs || (kTiles == 1 && tile != only_tile)) return;
   float sum[2] = {};
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    const u64 two = *reinterpret_cast<const u64*>(sums_at(warp, tile, of_lane) + odd * 8);
+    const u64 two = *reinterpret_cast<const u64*>(sums_at(round, warp, tile, of_lane) + odd * 8);
     sum[0] += bit_cast<float>(static_cast<u32>(two));
     sum[1] += bit_cast<float>(static_cast<u32>(two >> 32));
   }
@@ -403,7 +501,7 @@ __device__ __forceinline__ void Consumer::add_warps(int first, int round, int on
     kept[1] = sum[1];
     return;
   }
-  const i64 row = static_cast<i64>(strip_of(round)) * kUnitRows + 16 * tile + of_lane / 4 * 2;
+  const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows + 16 * tile + of_lane / 4 * 2;
   store_rows(sum, of_lane % 4 * 2 + odd, row);
 }
 
@@ -445,9 +543,10 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
       init_barrier(empty(i), kWarps);
     }
     fence_barrier_init();
-    begin_work(args);
+    Work w = make_work(args);
 #pragma unroll 1
-    for (int i = 0; i < kStages && has_next_copy(); ++i) copy_next(args, i);
+    for (int i = 0; i < kStages && has_next_copy(w); ++i) copy_next(args, w, i);
+    work() = w;
   }
   if constexpr (kLookUp) build_pair_table<kThreads>(thread);
   NestedScales nested{};
@@ -456,18 +555,23 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
     nested = {floats_at(args.layout.absmax), *floats_at(args.layout.offset), args.layout.groups, args.layout.n - 1};
     if (thread < 256) reinterpret_cast<float*>(shared + kShared.map)[thread] = floats_at(args.layout.map)[thread];
   }
-  const Lane lane(thread);
+  const Lane lane(threadIdx.x);
   __syncthreads();
+  if constexpr (kDoubleQuant) nested.prefetch(thread);
   wait_for_earlier();
   let_next_start();
 
   Consumer consumer{args, lane, nested};
   for (int first = 0; first < (kSliced ? work().num_stages : 1); first += kUnits) {
     u32 x[kUnits][8];
-    consumer.load_x(x, first);
+    if (args.m <= 2 && args.whole_chunks)
+      consumer.load_two_rows(x, first);
+    else
+      consumer.load_x(x, first);
     int round = 0;
     for (; round < work().whole_rounds; ++round) consumer.multiply_strip<2>(x, first, round, 0);
     if (round < work().rounds) consumer.multiply_strip<1>(x, first, round, static_cast<int>(blockIdx.x % 2));
+    if (kSliced) __syncthreads();  // the first round of a slice may have the sums of the last before
   }
 #endif
 }

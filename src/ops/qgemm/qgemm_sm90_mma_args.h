@@ -21,8 +21,8 @@ HALFBYTE_FN formats::PackedLayout sm90_mma_stage(const formats::Codec& codec, in
 }
 
 // Where things are in shared memory: the table of pairs (none for codes of 8 bits), with the sums of warps in
-// the gaps between its rows; the ring; what is kept between slices; the map of double
-// quantization; barriers; the state of the block.
+// the gaps between its rows; the ring; what is kept between slices; the map of double quantization; barriers;
+// the state of the block.
 struct Sm90MmaShared {
   int sum_stride, sum_begin;  // of 128 bytes of sums
   int ring, kept, map, barriers, work, num_bytes;
@@ -49,7 +49,9 @@ struct QgemmSm90MmaArgs {
   void* y;
   formats::PackedLayout layout;  // of the weight
   int m;
-  int units;  // of a strip, with columns below k
+  int units;          // of a strip, with columns below k
+  int rounds, rest;   // strips / blocks, strips % blocks
+  bool whole_chunks;  // rows of x are chunks of 16 bytes
   bool accumulate;
 };
 

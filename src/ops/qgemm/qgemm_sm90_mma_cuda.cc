@@ -10,7 +10,7 @@ namespace halfbyte {
 namespace {
 
 constexpr int kMaxStages = 9;
-constexpr int64_t kMaxUnits = 8;  // of a warp, in registers
+constexpr int64_t kMaxUnits = 8, kMaxSlicedUnits = 7;  // of a warp, in registers
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -27,7 +27,7 @@ struct Tuning {
 };
 Tuning tuning_of(const QgemmProblem& problem) {
   const int64_t stages_of_strip = divide_up(units_of(problem), kSm90MmaWarps);
-  const int64_t slices = divide_up(stages_of_strip, kMaxUnits);
+  const int64_t slices = stages_of_strip <= kMaxUnits ? 1 : divide_up(stages_of_strip, kMaxSlicedUnits);
   const auto stage_bytes =
       static_cast<int>(sm90_mma_stage(problem.codec, group_of(problem), problem.double_quant).strip_bytes);
   Tuning tuning{.units = static_cast<int>(divide_up(stages_of_strip, slices)), .sliced = slices > 1};
@@ -60,7 +60,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
     return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
   if (problem.k % 2 != 0) return fmt::format("k must be even, got {}", problem.k);
   if (problem.alignment < 4) return fmt::format("alignment must be at least 4, got {}", problem.alignment);
-  if (problem.tile != QgemmTile()) return "its tile is not chosen";
+  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   return "";
 }
 
@@ -100,6 +100,9 @@ class QgemmSm90MmaKernel final : public QgemmKernel {
     args_.layout = problem.weight;
     args_.m = static_cast<int>(problem.m);
     args_.units = static_cast<int>(units_of(problem));
+    args_.rounds = static_cast<int>(problem.weight.strips / grid_.num_blocks);
+    args_.rest = static_cast<int>(problem.weight.strips % grid_.num_blocks);
+    args_.whole_chunks = problem.k % 8 == 0 && problem.alignment >= 16;
     args_.accumulate = problem.accumulate;
   }
 

@@ -10,7 +10,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const formats::PackedLayout& weight = problem.weight;
   const bool sliced = cuda::is_set(values, "sliced");
   const int64_t units = std::stoll(values.at("units"));
-  HALFBYTE_CHECK(!sliced || units > 4, usage, "units of sliced must be 5 to 8, got {}", units);
+  HALFBYTE_CHECK(!sliced || (units >= 5 && units <= 7), usage, "units of sliced must be 5 to 7, got {}",
+                 units);
   problem.k = units * (sliced ? 2048 : 1024);
   problem.weight = formats::packed_layout(problem.n, problem.k, weight.bits,
                                           problem.group == weight.k ? problem.k : problem.group,
@@ -31,8 +32,7 @@ std::vector<cuda::Kernel> qgemm_sm90_mma_kernels() {
                   "Columns / 1024, rounded up; where that is over 8, of a slice of the columns."});
   keys.push_back(cuda::flag_key("sliced", "Over 8192 columns: in slices."));
   return {{{"qgemm", "qgemm_sm90_mma", "Forward, up to 8 rows, sm_90: x in registers.", std::move(keys)},
-           specialise,
-           true}};
+           specialise}};
 }
 
 }  // namespace halfbyte

@@ -29,6 +29,7 @@ constexpr int kSums = kTokens / 2;                       // of a thread
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
 constexpr int kGroupLines = 4 * kSums;                   // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
+static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
 
 // From the codes of a column 0: where those of a column begin that a lane reads at once.
 __device__ constexpr int code_offset(int col) {
@@ -66,6 +67,9 @@ __launch_bounds__(kThreads, 1)
   float* const map = reinterpret_cast<float*>(shared + kTiling.map_offset());
   Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
   Barrier* const empty = full + kStages;
+  // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
+  Barrier* const received = empty + kStages;
+  Barrier* const taken = received + 1;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
@@ -122,10 +126,12 @@ __launch_bounds__(kThreads, 1)
       init_barrier(full + slot, kWarpgroups);
       init_barrier(empty + slot, kWarpgroups * 4);
     }
+    init_barrier(received, 1);
+    init_barrier(taken, 4);
     fence_barrier_init();
   }
   __syncthreads();
-  if constexpr (kCluster > 1) cluster_arrive();
+  if constexpr (kCluster > 1) cluster_arrive_relaxed();
   Cursor fill = {first_pair, first_stage};  // what is copied next
   if (copies) {
     prefetch_map(&args.x);
@@ -139,6 +145,7 @@ __launch_bounds__(kThreads, 1)
   if (copies)
     for (int slot = 0; slot < kStages && fill.pair < last_pair; ++slot, advance(fill)) copy_x(slot, fill);
   __syncthreads();
+  if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
   int slot = 0;
   u32 parity = 0;
@@ -155,6 +162,9 @@ __launch_bounds__(kThreads, 1)
     advance(fill);
   };
 
+  // The stage before this one, which all have left soon.
+  const auto refill_before = [&] { refill(slot == 0 ? kStages - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity); };
+
   // ---- A lane's rows, 2a and 2a + 1 of the strip.
   const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
   const int strip_of_tile = 2 * row_group + warp_of_group / 2;
@@ -164,15 +174,14 @@ __launch_bounds__(kThreads, 1)
   const int scales_at = strip_at + group_offset(first_col) + 2 * a_of_strip * kScaleBytes;
   const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
   const u32 table_lane = pair_table_lane(lane, rank);
+  const u64 x = k_major_tile(ring + first_col / 64 * kBoxBytes, 1024);  // of the first stage
 
+  u32 tile_parity = 0;
   for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
     const bool active = pair + row_group < last_pair;
     const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;
     float sums[kSums] = {};
     RowPair rows[2];
-    // The stage before the one that is being read: refilled when all have left it.
-    int before = 0;
-    u32 parity_before = 0;
 
     // `group`: of the row.
     const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int group, bool inside) {
@@ -180,9 +189,9 @@ __launch_bounds__(kThreads, 1)
         const u32 codes = *reinterpret_cast<const u16*>(scales);
         const float* const absmax = reinterpret_cast<const float*>(args.weight + args.absmax);
         const float offset = *reinterpret_cast<const float*>(args.weight + args.offset);
-        const i64 last = args.n * args.groups - 1, at = row * args.groups + group;
-        to.scale[0] = map[codes & 255] * absmax[min(at, last) >> 8] + offset;
-        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, last) >> 8] + offset;
+        const int at = min(row, args.n - 1) * args.groups + group;
+        to.scale[0] = map[codes & 255] * absmax[min(at, args.last_scale) >> 8] + offset;
+        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, args.last_scale) >> 8] + offset;
       } else {
         load_scales(to.scale, scales);
       }
@@ -250,15 +259,16 @@ __launch_bounds__(kThreads, 1)
       decode_chunk(0, first_stage);
       for (int stage = first_stage; stage < last_stage; ++stage) {
         const int done = slot;
-        const u32 parity_done = parity;
 #pragma unroll
         for (int q = 0; q < kChunks; ++q) {
           const int p = q % 2;
-          const u64 x = k_major_tile(ring + done * kStageBytes + (first_col + q * kChunkCols) / 64 * kBoxBytes, 1024);
+          // Only the address changes, which does not carry into the upper half.
+          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(done * kStageBytes + q * kChunkCols / 64 * kBoxBytes +
+                                                                   q * kChunkCols % 64 * 2) / 16;
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
-            const u64 tile = x + static_cast<u64>((q * kChunkCols % 64 + 16 * j) * 2 / 16);
+            const u64 tile = (x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
             if constexpr (kScalesChunks)
               wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
             else
@@ -269,7 +279,7 @@ __launch_bounds__(kThreads, 1)
             wgmma_wait<1>();
             add_chunk(1 - p);
           }
-          if (q == kChunks - 1 && stage > first_stage) refill(before, parity_before);
+          if (q == kChunks - 1 && stage > first_stage) refill_before();
           if (q + 1 < kChunks) {
             decode_chunk(q + 1, stage);
           } else if (stage + 1 < last_stage) {
@@ -284,16 +294,12 @@ __launch_bounds__(kThreads, 1)
         if constexpr (!kScalesChunks) pin(sums);
         add_chunk(1);
         release(done);
-        before = done;
-        parity_before = parity_done;
       }
     } else {
       for (int stage = first_stage; stage < last_stage; ++stage) {
         wait(full + slot, parity);
         release(slot);
-        if (stage > first_stage) refill(before, parity_before);
-        before = slot;
-        parity_before = parity;
+        if (stage > first_stage) refill_before();
         if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
       }
     }
@@ -324,19 +330,23 @@ __launch_bounds__(kThreads, 1)
     if constexpr (kCluster > 1) {
       // Each block finishes half of the rows, or the first all.
       const u32 finisher = kRowGroups > 1 ? static_cast<u32>(row_group) : 0;
-      cluster_wait();  // the other one has begun, or read what it was given before
       if (stores && rank != finisher) {
+        if (pair > first_pair) wait_cluster(taken, tile_parity ^ 1);
+        const u32 barrier = address_in(finisher, shared_address(received));
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) store_cluster(line(kClusterLines, i), finisher, sums[i]);
+        for (int i = 0; i < kSums; ++i) store_async(address_in(finisher, line(kClusterLines, i)), sums[i], barrier);
       }
-      cluster_arrive();
-      cluster_wait();
       stores = stores && rank == finisher;
       if (stores) {
+        if (copies) arrive_expecting(received, kGroupLines * 128);
+        wait_cluster(received, tile_parity);
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(kClusterLines, i));
+        __syncwarp();
+        if (lane == 0 && pair + kRowGroups + row_group < last_pair)
+          arrive_cluster(address_in(rank ^ 1, shared_address(taken)));
       }
-      cluster_arrive();
+      tile_parity ^= 1;
     }
 
     if (!stores || row >= args.n) continue;
@@ -375,7 +385,6 @@ __launch_bounds__(kThreads, 1)
       }
     }
   }
-  if constexpr (kCluster > 1) cluster_wait();
 #endif
 }
 

@@ -18,8 +18,8 @@ struct QgemmSm90WgmmaTiling {
   int bits = 4;
   int stages = 0;
 
-  // With 64 tokens the sums take the registers of 256 threads, 255 each.
-  HALFBYTE_FN int warpgroups() const { return tokens == 64 ? 2 : 4; }
+  // Where 128 registers a thread are too few: 255 of half as many threads.
+  HALFBYTE_FN int warpgroups() const { return tokens * bits >= 256 ? 2 : 4; }
   HALFBYTE_FN int row_groups() const { return strips / 2; }
   HALFBYTE_FN int col_groups() const { return warpgroups() / row_groups(); }
   HALFBYTE_FN int stage_cols() const { return formats::max(col_groups() * 128, block_cols); }
@@ -33,7 +33,7 @@ struct QgemmSm90WgmmaTiling {
   HALFBYTE_FN int ring_offset() const { return bits == 4 ? 65536 : 32768; }
   HALFBYTE_FN int map_offset() const { return ring_offset() + stages * stage_bytes(); }
   HALFBYTE_FN int barrier_offset() const { return map_offset() + 1024; }
-  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
+  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + (stages + 1) * 16; }
 };
 
 struct QgemmSm90WgmmaArgs {
@@ -44,8 +44,9 @@ struct QgemmSm90WgmmaArgs {
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
-  formats::i64 groups;               // of a row
-  formats::i32 m, n, k;
+  formats::i32 groups;               // of a row
+  formats::i32 last_scale;           // the number of the last one
+  formats::i32 m, n;
   formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
   formats::i32 num_stages;              // of a row, all blocks of the cluster together
   formats::i32 num_workers;             // clusters: each has its part of the pairs of strips

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "cuda/config.h"
 #include "cuda/launch.h"
@@ -31,9 +30,10 @@ std::string refuse(const QgemmProblem& p) {
   if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
     return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
                        p.alignment);
-  constexpr int64_t kLongest = std::numeric_limits<int32_t>::max() - 1024;
-  if (p.n > kLongest || p.k > kLongest)
-    return fmt::format("n and k must be at most {}, got {} and {}", kLongest, p.n, p.k);
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (p.n > kMost || p.k > kMost || p.n * p.weight.groups > kMost)
+    return fmt::format("n, k and the number of scales must be at most {}, got {}, {} and {}", kMost, p.n, p.k,
+                       p.n * p.weight.groups);
   return "";
 }
 
@@ -42,9 +42,10 @@ int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocess
   return ceil_div(ceil_div(p.weight.strips, 2), num_multiprocessors / cluster);
 }
 
-// What takes the least time by this model, in units of the packed layout, which take as long as their bytes
-// take from memory. Tiles of two strips, and those that are left of tiles of four, do not keep all
-// warpgroups busy; a tile of two strips reads all of x, as one of four does; a cluster waits for itself.
+// What takes the least time by this model, in units of the packed layout, of which a block reads one in the
+// time that its share of the memory's bandwidth gives it. A tile of two strips reads all of x, as one of four
+// does; one that is left over of a block with tiles of four leaves half of the warpgroups idle; blocks of a
+// cluster wait for each other.
 QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
   const int tokens = sm90_wgmma_tokens(p.m);
   QgemmSm90WgmmaTiling best;
@@ -53,13 +54,13 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
     for (const int strips : {4, 2}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
       if (ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
-      constexpr double kHalfTile = 0.6, kClusterUnits = 20;
+      constexpr double kIdle = 0.15, kClusterUnits = 10;
       const auto pairs = static_cast<double>(pairs_of_worker(p, cluster, num_multiprocessors));
       const double tiles = strips == 4 ? std::floor(pairs / 2) : pairs,
                    halves = strips == 4 ? pairs - 2 * tiles : 0;
-      const double tile = strips == 4 ? 1 : 0.5 + tokens / 256.0;
+      const double two_strips = 0.5 + tokens / 256.0, tile = strips == 4 ? 1 : two_strips;
       const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 4;
-      const double time = (tiles * tile + halves * kHalfTile) * units / cluster +
+      const double time = (tiles * tile + halves * (two_strips + kIdle)) * units / cluster +
                           (tiles + halves) * kClusterUnits * (cluster - 1);
       if (best.stages != 0 && time >= least) continue;
       best = tiling;
@@ -86,7 +87,8 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.absmax = layout.absmax;
     args_.map = layout.map;
     args_.offset = layout.offset;
-    args_.groups = layout.groups;
+    args_.groups = static_cast<int>(layout.groups);
+    args_.last_scale = static_cast<int>(layout.n * layout.groups - 1);
     args_.m = static_cast<int>(problem.m);
     args_.n = static_cast<int>(problem.n);
     args_.num_strips = static_cast<int>(layout.strips);

@@ -6,9 +6,7 @@
 #pragma once
 
 #include "cuda/device/bulk.cuh"
-#include "cuda/device/types.cuh"
-
-#include "halfbyte_config.h"
+#include "ops/qgemm/qgemm_values.cuh"
 
 namespace halfbyte::device {
 
@@ -19,28 +17,6 @@ inline constexpr int kPairTableBytes = 65536;
 // constant makes the address free: it goes into the load.
 inline constexpr u32 kPairTableAddress = 1024;
 
-// What a code stands for but for the scale; of asymmetric integers the stored code, of which the zero point
-// is yet to be subtracted.
-HALFBYTE_FN float code_value(int code) {
-  if (kCodec.kind == Kind::table) return kCodec.book.values[code];
-  return static_cast<float>(kCodec.kind == Kind::integer && !kCodec.asymmetric ? code + kCodec.q_min : code);
-}
-
-HALFBYTE_FN u16 rounded(F16, float x) { return f32_to_f16(x); }
-HALFBYTE_FN u16 rounded(BF16, float x) { return f32_to_bf16(x); }
-
-struct CodeValues {
-  u16 bits[16] = {};
-};
-template <class T>
-HALFBYTE_FN CodeValues make_code_values() {
-  CodeValues values;
-  for (int code = 0; code < 16; ++code) values.bits[code] = rounded(T(), code_value(code));
-  return values;
-}
-// In constant memory: indexed by a register, an array in registers would go to the stack.
-__constant__ CodeValues kCodeValues = make_code_values<Element>();
-
 // Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
 // the block in its cluster, which the top byte of its addresses has.
 template <int kNumThreads>
@@ -48,8 +24,9 @@ __device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
 #pragma unroll
   for (int i = 0; i < 2048 / kNumThreads; ++i) {  // 16 bytes each
     const int at = i * kNumThreads + thread, entry = at / 8;
-    const u32 pair = kCodeValues.bits[entry & 15] | static_cast<u32>(kCodeValues.bits[entry >> 4]) << 16;
-    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
+    const u32 pair = kCodeValues.values[entry & 15] | static_cast<u32>(kCodeValues.values[entry >> 4]) << 16;
+    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(
+                     rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
                  "r"(pair)
                  : "memory");
   }

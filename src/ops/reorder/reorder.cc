@@ -1,14 +1,12 @@
 #include "ops/reorder/reorder.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 
 #include "core/format.h"
 #include "core/packed_weight.h"
 #include "core/tensor_check.h"
+#include "core/weight_view.h"
 #include "cpu/parallel.h"
-#include "formats/bits.h"
 #include "halfbyte/device.hpp"
 
 namespace halfbyte {
@@ -17,22 +15,12 @@ namespace {
 using formats::PackedLayout;
 
 constexpr const char* kOp = "reorder";
-constexpr int64_t kWordBytes = 4;
 // Tiles that are taken at once: of a row 2 KB. A task is large against the cost of scheduling it.
 constexpr int64_t kTaskTiles = 64;
 
-bool rows_are_words(WeightLayout layout) {
-  return layout == WeightLayout::compressed_tensors || layout == WeightLayout::mlx;
-}
-// Rows of codes follow each other without padding.
-bool rows_are_joined(const WeightView& view) {
-  return view.layout == WeightLayout::bitsandbytes ||
-         (view.layout == WeightLayout::halfbyte && view.spec.granularity == Granularity::flat);
-}
-
 int padding_of(const WeightView& view) {
+  if (view.layout == WeightLayout::compressed_tensors || view.layout == WeightLayout::mlx) return 0;
   const formats::Codec codec = make_codec(view.spec);
-  if (rows_are_words(view.layout)) return 0;
   if (codec.kind == formats::Kind::table) return codec.book.zero_code;
   return codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : kPaddingOfGroup;
 }
@@ -50,7 +38,7 @@ void find_gaps(const PackedLayout& p, ReorderGap* gaps) {
     if (p.has_zeros) section(p.zeros, num_parameters);
     if (p.has_biases) section(p.biases, num_parameters * p.bias_bytes);
   }
-  if (p.double_quant) section(p.absmax, p.offset + kWordBytes - p.absmax);
+  if (p.double_quant) section(p.absmax, p.offset + int64_t{sizeof(float)} - p.absmax);
   section(p.num_bytes, 0);
 }
 
@@ -173,19 +161,13 @@ ReorderArgs make_reorder_args(const WeightView& view, void* packed) {
   args.absmax = view.absmax;
   args.map = view.map;
   args.offset = view.offset;
-  if (rows_are_joined(view)) {
-    args.row_codes = p.k;
-    args.num_code_bytes = formats::packed_bytes(p.n * p.k, p.bits);
-  } else {
-    int64_t row_bytes = formats::packed_bytes(p.k, p.bits);
-    if (rows_are_words(view.layout)) row_bytes = formats::round_up(row_bytes, kWordBytes);
-    args.row_codes = row_bytes * 8 / p.bits;
-    args.num_code_bytes = p.n * row_bytes;
-  }
+  const formats::WeightViewLayout v = view_layout_of(view.spec, view.rows, view.cols, view.layout);
+  args.row_codes = v.flat_codes ? v.cols : v.row_bytes * 8 / v.bits;
+  args.num_code_bytes = v.code_bytes();
   args.scale_type = scale_type(view.spec.scale_dtype);
-  args.high_first = view.layout == WeightLayout::bitsandbytes;
-  args.one_group = view.spec.granularity == Granularity::tensor;
-  args.zero_words = view.layout == WeightLayout::compressed_tensors;
+  args.high_first = v.high_first;
+  args.one_group = v.one_group;
+  args.zero_words = v.zero_words;
   args.padding = padding_of(view);
   return args;
 }
@@ -227,76 +209,50 @@ void check_same(const WeightView& view, const char* view_name, const PackedWeigh
     HALFBYTE_CHECK(a == b, usage, "{}: {}.{} must be that of {}, {}, got {}", kOp, view_name, field,
                    packed_name, b, a);
   };
-  check_same_spec(kOp, view_name, packed_spec(view.spec), packed_name, packed_spec(packed.spec));
+  check_same_spec(kOp, view_name, packed_spec(view.spec), packed_spec(packed.spec), packed_name);
   same("rows", view.rows, packed.rows);
   same("cols", view.cols, packed.cols);
   same("device", to_string(view.device), to_string(packed.device));
 }
 
-void run(const WeightView& view, const char* view_name, const PackedWeight& packed, const char* packed_name,
-         bool to_packed, Execution execution) {
-  HALFBYTE_CHECK(packed.version == kPackedWeightVersion, usage, "{}: {}.version must be {}, got {}", kOp,
-                 packed_name, kPackedWeightVersion, packed.version);
+// The names of the two arguments.
+struct Names {
+  WeightViewNames view;
+  const char* packed;
+};
+constexpr Names kToPacked = {{"from", "from.codes", "from.scales", "from.zeros", "from.biases", "from.absmax",
+                              "from.map", "from.offset"},
+                             "to"};
+constexpr Names kFromPacked = {
+    {"to", "to.codes", "to.scales", "to.zeros", "to.biases", "to.absmax", "to.map", "to.offset"}, "from"};
+
+void run(const WeightView& view, const PackedWeight& packed, bool to_packed, Execution execution) {
+  const Names& names = to_packed ? kToPacked : kFromPacked;
   HALFBYTE_CHECK(execution.num_threads >= 0, usage, "{}: execution.num_threads must be >= 0, got {}", kOp,
                  execution.num_threads);
-  check_same(view, view_name, packed, packed_name);
-  const QuantShape shape = quant_shape(view.spec, view.rows, view.cols);
-  HALFBYTE_CHECK(view.layout != WeightLayout::bitsandbytes || info(view.spec.format).bits == 4, usage,
-                 "{}: {}.layout bitsandbytes has codes of 4 bits, got {}", kOp, view_name,
-                 info(view.spec.format).name);
-  const auto part = [&](const char* name, const void* data, bool wanted, const char* rule) {
-    HALFBYTE_CHECK(wanted || data == nullptr, usage, "{}: {}.{} must be null: only {}", kOp, view_name, name,
-                   rule);
-  };
-  const bool nested = view.spec.double_quant;
-  part("zeros", view.zeros, has_zeros(view.spec), "asymmetric integer formats have zero points");
-  part("biases", view.biases, has_biases(view.spec), "affine formats have biases");
-  part("absmax", view.absmax, nested, "double quantization has one");
-  part("map", view.map, nested, "double quantization has one");
-  part("offset", view.offset, nested, "double quantization has one");
+  check_same(view, names.view.view, packed, names.packed);
   check_device(packed.device);
+  const Device device = packed.device;
+  std::vector<ArgumentMemory> arguments = check_view(kOp, names.view, view, device, 1, !to_packed);
+  arguments.push_back(check_packed(kOp, names.packed, packed, device, to_packed));
+  check_all_apart(kOp, arguments);
 
   ReorderProblem problem;
-  ReorderArgs& args = problem.args = make_reorder_args(view, packed.data);
-  const PackedLayout& p = args.layout;
-  // An empty matrix has no place for the one scale of a tensor.
-  const int64_t num_scales = p.n * p.k == 0 ? 0 : shape.num_groups;
-  const int64_t num_zeros = !p.has_zeros || num_scales == 0 ? 0
-                            : args.zero_words               ? (zero_rows(args) + rows_per_word(args) - 1) /
-                                                    rows_per_word(args) * p.groups * kWordBytes
-                                              : num_scales;
-  const auto name = [&](const char* part) { return fmt::format("{}.{}", view_name, part); };
-  const std::array<std::string, 7> names = {name("codes"),  name("scales"), name("zeros"), name("biases"),
-                                            name("absmax"), name("map"),    name("offset")};
-  const std::string data_name = fmt::format("{}.data", packed_name);
-  const bool out = !to_packed;
-  const int64_t scale_size = p.scale_bytes, absmax_bytes = (num_scales + 255) / 256 * kWordBytes;
-  const std::array<ArgumentMemory, 8> arguments{
-      {{data_name.c_str(), packed.data, p.num_bytes, packed.num_bytes, formats::kPackedAlignment, false,
-        to_packed},
-       {names[0].c_str(), view.codes, args.num_code_bytes, -1, 1, false, out},
-       {names[1].c_str(), view.scales, num_scales * scale_size, -1, scale_size, false, out},
-       {names[2].c_str(), view.zeros, num_zeros, -1, args.zero_words ? kWordBytes : 1, false, out},
-       {names[3].c_str(), view.biases, num_scales * p.bias_bytes, -1, scale_size, false, out},
-       {names[4].c_str(), view.absmax, nested ? absmax_bytes : 0, -1, kWordBytes, false, out},
-       {names[5].c_str(), view.map, nested ? 256 * kWordBytes : 0, -1, kWordBytes, false, out},
-       {names[6].c_str(), view.offset, nested ? kWordBytes : 0, -1, kWordBytes, false, out}}};
-  for (const ArgumentMemory& argument : arguments) check_argument(kOp, argument, packed.device);
-  check_all_apart(kOp, arguments);
+  problem.args = make_reorder_args(view, packed.data);
   problem.to_packed = to_packed;
-  problem.device = packed.device;
+  problem.device = device;
   problem.num_threads = execution.num_threads;
   problem.stream = execution.stream;
-  choose<ReorderProblem, void>(kOp, kVariants, problem, packed.device.kind).run(problem);
+  choose<ReorderProblem, void>(kOp, kVariants, problem, device.kind).run(problem);
 }
 
 }  // namespace
 
 void reorder(const WeightView& from, const PackedWeight& to, Execution execution) {
-  run(from, "from", to, "to", true, execution);
+  run(from, to, true, execution);
 }
 void reorder(const PackedWeight& from, const WeightView& to, Execution execution) {
-  run(to, "to", from, "from", false, execution);
+  run(to, from, false, execution);
 }
 
 }  // namespace halfbyte

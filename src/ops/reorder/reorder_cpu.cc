@@ -18,7 +18,7 @@ namespace halfbyte::HWY_NAMESPACE {
 
 constexpr int kRowBytes = formats::kTileBytes / formats::kUnitRows;  // of a tile
 constexpr int kPairBytes = 2 * kRowBytes;                            // of two rows: four slots
-constexpr int64_t kTilesAtOnce = 64, kTilesAhead = 8;                // the latter are fetched
+constexpr int64_t kTilesAtOnce = 64;
 // An output beyond this does not stay in the caches.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
@@ -263,15 +263,15 @@ void put_padding(const ReorderArgs& args, int64_t row) {
   for (int64_t i = begin + p.k; i < end; ++i) put_code(args, args.codes, i, padding_code(args, row));
 }
 
-// At most kTilesAtOnce. Of a row they are read or written in order, so that the hardware sees it coming.
+// At most kTilesAtOnce. What the next pair of rows reads is fetched meanwhile.
 template <bool kToPacked, bool kStream>
 void reorder_tiles(const ReorderArgs& args, const ReorderTiles& tiles) {
   const formats::PackedLayout& p = args.layout;
   const Pairs pairs(p.bits, args.high_first);
   const int64_t num_tiles = tiles.last - tiles.first;
-  uint8_t* packed[kTilesAtOnce + kTilesAhead];
-  for (int64_t i = 0; i < num_tiles + kTilesAhead; ++i)
-    packed[i] = args.packed + p.tile(tiles.strip, std::min(tiles.first + i, tiles.last - 1));
+  const int64_t row_bytes = args.row_codes * p.bits / 8;
+  uint8_t* packed[kTilesAtOnce];
+  for (int64_t i = 0; i < num_tiles; ++i) packed[i] = args.packed + p.tile(tiles.strip, tiles.first + i);
   alignas(16) uint8_t buffers[2][kRowBytes];
   for (int a = 0; a < formats::kUnitRows / 2; ++a) {
     const int64_t row = tiles.strip * formats::kUnitRows + 2 * a;
@@ -284,9 +284,10 @@ void reorder_tiles(const ReorderArgs& args, const ReorderTiles& tiles) {
       if constexpr (kToPacked) {
         for (const Piece& piece : pieces)
           if (!piece.whole) gather(args, piece);
+        for (const Piece& piece : pieces) hwy::Prefetch(piece.bytes + 2 * row_bytes);
         pairs.template pack<kStream>(pieces[0].bytes, pieces[1].bytes, slots, turned);
       } else {
-        hwy::Prefetch(packed[i + kTilesAhead] + a * kPairBytes);
+        hwy::Prefetch(slots + kPairBytes);
         if (kStream && pieces[0].whole && pieces[1].whole)
           pairs.template unpack<kStream>(slots, pieces[0].bytes, pieces[1].bytes, turned);
         else

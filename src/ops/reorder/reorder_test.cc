@@ -57,6 +57,8 @@ TEST(Reorder, LongRowsAreSplitOverThreads) {
       WeightCase c{nf4, 40, cols, WeightLayout::halfbyte};
       c.spec.granularity = granularity;
       check_case(c, 3, 4);
+      if (cols % 64 != 0) continue;
+      c.spec.granularity = Granularity::flat;
       c.layout = WeightLayout::bitsandbytes;
       check_case(c, 4, 4);
     }
@@ -189,11 +191,10 @@ TEST(Reorder, ReadsWhatOtherToolsWrite) {
 TEST(Reorder, EmptyWeights) {
   for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{0, 64}, {32, 0}, {0, 0}})
     for (QuantSpec spec : testing::packed_specs())
-      for (const Granularity granularity :
-           {Granularity::group, Granularity::channel, Granularity::tensor, Granularity::flat}) {
+      for (const Granularity granularity : {Granularity::group, Granularity::channel, Granularity::flat}) {
         spec.granularity = granularity;
-        check_case({spec, rows, cols, WeightLayout::halfbyte}, 2, 1);
-        check_case({spec, rows, cols, WeightLayout::compressed_tensors}, 2, 1);
+        for (const auto layout : {WeightLayout::halfbyte, WeightLayout::compressed_tensors})
+          if (testing::is_held(spec, layout)) check_case({spec, rows, cols, layout}, 2, 1);
       }
 }
 
@@ -280,16 +281,15 @@ TEST(Reorder, Errors) {
        })},
       {"reorder: from.scales needs 128 bytes but has no data", message([](V v, P) { v.scales = nullptr; })},
       {"reorder: from.zeros needs 64 bytes but has no data", message([](V v, P) { v.zeros = nullptr; })},
-      {"reorder: from.biases must be null: only affine formats have biases",
-       message([&](V v, P) { v.biases = v.scales; })},
+      {"reorder: from.biases must be null", message([&](V v, P) { v.biases = v.scales; })},
       {"reorder: from.map must be null", message([&](V v, P) { v.map = static_cast<float*>(v.scales); })},
-      {"reorder: to.data must be aligned to 256 bytes",
+      {"reorder: to must be aligned to 256 bytes",
        message([](V, P p) { p.data = static_cast<uint8_t*>(p.data) + 16; })},
-      {"reorder: to.data needs 2304 bytes, its memory has 2303", message([](V, P p) { p.num_bytes = 2303; })},
-      {"reorder: from.codes must not overlap to.data", message([](V v, P p) { v.codes = p.data; })},
+      {"reorder: to needs 2304 bytes, its memory has 2303", message([](V, P p) { p.num_bytes = 2303; })},
+      {"must not overlap", message([](V v, P p) { v.codes = p.data; })},
       {"reorder: from.scales must be aligned to 2 bytes",
        message([](V v, P) { v.scales = static_cast<uint8_t*>(v.scales) + 1; })},
-      {"reorder: from.layout bitsandbytes has codes of 4 bits, got int8", message([](V v, P p) {
+      {"layout bitsandbytes holds table formats", message([](V v, P p) {
          v.layout = WeightLayout::bitsandbytes;
          v.spec.format = p.spec.format = Format::int8;
        })},

@@ -219,22 +219,42 @@ struct WeightCase {
   WeightLayout layout;
 };
 inline std::string describe(const WeightCase& c) {
-  constexpr const char* kLayouts[] = {"halfbyte", "bitsandbytes", "compressed-tensors", "mlx"};
   return fmt::format("{}{} [{}, {}] in {}", describe(c.spec), c.spec.double_quant ? " double quantized" : "",
-                     c.rows, c.cols, kLayouts[static_cast<int>(c.layout)]);
+                     c.rows, c.cols, to_string(c.layout));
 }
 
-// Shapes with and without tails, every granularity, every layout.
+// What the layouts hold.
+inline bool is_held(const QuantSpec& spec, WeightLayout layout) {
+  const FormatKind kind = info(spec.format).kind;
+  switch (layout) {
+    case WeightLayout::bitsandbytes:
+      return kind == FormatKind::table && spec.granularity == Granularity::flat;
+    case WeightLayout::compressed_tensors:
+      return kind == FormatKind::integer && !spec.double_quant &&
+             (spec.granularity == Granularity::group || spec.granularity == Granularity::channel);
+    case WeightLayout::mlx:
+      return kind == FormatKind::affine && spec.granularity == Granularity::group;
+    case WeightLayout::halfbyte:
+      break;
+  }
+  return true;
+}
+
+// Shapes with and without tails, every granularity, every layout; half of them in one that is not halfbyte's,
+// where there is one.
 inline std::vector<WeightCase> weight_cases(uint64_t seed, int per_spec) {
   std::mt19937_64 random(seed);
   constexpr int64_t kGroups[] = {32, 64, 128, 256, 1, 7, 16, 48, 100, 512};
   std::vector<WeightCase> cases;
   for (const QuantSpec& base : packed_specs())
     for (int i = 0; i < per_spec; ++i) {
-      WeightCase c{base, 0, 0, static_cast<WeightLayout>(i % 4)};
-      if (info(base.format).bits == 8 && c.layout == WeightLayout::bitsandbytes)
-        c.layout = WeightLayout::halfbyte;
+      WeightCase c{base, 0, 0, WeightLayout::halfbyte};
+      const FormatKind kind = info(base.format).kind;
       c.spec.granularity = static_cast<Granularity>(random() % 4);
+      if (i % 2 == 0 && kind == FormatKind::table) c.spec.granularity = Granularity::flat;
+      for (const WeightLayout layout :
+           {WeightLayout::bitsandbytes, WeightLayout::compressed_tensors, WeightLayout::mlx})
+        if (i % 2 == 0 && is_held(c.spec, layout)) c.layout = layout;
       c.spec.group_size = kGroups[random() % std::size(kGroups)];
       const auto pick = [&](auto... sizes) {
         const int64_t all[] = {sizes...};

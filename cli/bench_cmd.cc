@@ -1,0 +1,335 @@
+// halfbyte bench qgemm
+#include <fmt/format.h>
+
+#include <CLI/App.hpp>
+#include <cmath>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "command.h"
+#include "halfbyte/bench.hpp"
+#include "halfbyte/device.hpp"
+#include "halfbyte/error.hpp"
+#include "options.h"
+#include "output.h"
+#include "progress.h"
+#include "report.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+// As typed; words are checked when the command runs.
+struct Arguments {
+  std::string op;
+  std::vector<std::string> shapes, models, formats, dtypes;
+  std::vector<int64_t> m, group_sizes;
+  std::string direction = "both";
+  std::string scale_dtype, variant;
+  std::string device = "cuda";
+  bool double_quant = false, asymmetric = false, quick = false, explain = false;
+};
+
+struct Shape {
+  std::string name;
+  int64_t n, k;
+};
+std::string extents(int64_t n, int64_t k) { return fmt::format("{}x{}", n, k); }
+
+// The linear layers of models: queries, keys and values are one weight, and so are gate and up.
+struct Model {
+  const char* name;
+  int64_t hidden, heads, kv_heads, intermediate;  // 128 columns a head
+};
+constexpr Model kModels[] = {
+    {"llama-8b", 4096, 32, 8, 14336}, {"llama-32b", 5120, 40, 8, 27648}, {"llama-70b", 8192, 64, 8, 28672}};
+
+void add_layers(const std::string& name, std::vector<Shape>& shapes) {
+  std::string known;
+  for (const Model& model : kModels) {
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", model.name);
+    if (name != model.name) continue;
+    const int64_t hidden = model.hidden, of_heads = 128 * model.heads, of_kv = 128 * model.kv_heads;
+    shapes.push_back({name + " qkv", of_heads + 2 * of_kv, hidden});
+    shapes.push_back({name + " o", hidden, of_heads});
+    shapes.push_back({name + " gate_up", 2 * model.intermediate, hidden});
+    shapes.push_back({name + " down", hidden, model.intermediate});
+    return;
+  }
+  throw Error(ErrorCode::usage, fmt::format("--model: expected one of {}, got '{}'", known, printable(name)));
+}
+
+Shape parse_shape(const std::string& text) {
+  int64_t n = 0, k = 0;
+  int end = 0;
+  // NOLINTNEXTLINE(cert-err34-c): what does not fit is not positive
+  if (std::sscanf(text.c_str(), "%9ldx%9ld%n", &n, &k, &end) != 2 ||
+      static_cast<size_t>(end) != text.size() || n <= 0 || k <= 0)
+    throw Error(
+        ErrorCode::usage,
+        fmt::format("--shape: expected NxK, two positive numbers below 10^9, got '{}'", printable(text)));
+  return {extents(n, k), n, k};
+}
+
+std::vector<Shape> shapes_of(const Arguments& arguments) {
+  std::vector<Shape> shapes;
+  for (const std::string& text : arguments.shapes) shapes.push_back(parse_shape(text));
+  for (const std::string& model : arguments.models) add_layers(model, shapes);
+  if (shapes.empty())
+    for (const char* shape : {"4096x4096", "14336x4096", "8192x8192", "28672x8192"})
+      shapes.push_back(parse_shape(shape));
+  return shapes;
+}
+
+std::vector<QuantSpec> specs_of(const Arguments& arguments) {
+  std::vector<QuantSpec> specs;
+  const auto add = [&](const std::string& name, bool double_quant) {
+    QuantSpec spec;
+    spec.format = find_format(name).format;
+    if (spec.format == Format::lut4)
+      throw Error(ErrorCode::usage, "--format: lut4 is not measured: its kernels are those of nf4");
+    spec.asymmetric = arguments.asymmetric;
+    spec.scale_rule = arguments.asymmetric ? ScaleRule::minmax : find_format(name).default_rule;
+    spec.double_quant = double_quant;
+    spec.scale_dtype = double_quant                    ? DType::f32
+                       : arguments.scale_dtype.empty() ? DType::f16
+                                                       : parse_dtype(arguments.scale_dtype);
+    std::vector<int64_t> group_sizes = arguments.group_sizes;
+    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? 128 : 64};
+    for (const int64_t size : group_sizes) {
+      spec.group_size = size;
+      check_spec(spec);
+      specs.push_back(spec);
+    }
+  };
+  for (const std::string& name : arguments.formats) add(name, arguments.double_quant);
+  if (!specs.empty()) return specs;
+  if (arguments.double_quant || arguments.asymmetric)
+    throw Error(ErrorCode::usage, "--double-quant and --asymmetric: --format must say of which");
+  add("nf4", false);
+  add("nf4", true);
+  add("int4", false);
+  add("affine4", false);
+  return specs;
+}
+
+// Those of a weight follow each other.
+std::vector<QgemmBenchCase> cases_of(const Arguments& arguments) {
+  std::vector<int64_t> m = arguments.m;
+  if (m.empty())
+    for (int64_t rows = 1; rows <= 8192; rows *= 2) m.push_back(rows);
+  std::vector<std::string> dtypes = arguments.dtypes;
+  if (dtypes.empty()) dtypes = {"bf16", "f16"};
+  std::vector<QgemmBenchCase> cases;
+  for (const Shape& shape : shapes_of(arguments))
+    for (const QuantSpec& spec : specs_of(arguments))
+      for (const std::string& dtype : dtypes)
+        for (const bool transposed : {false, true}) {
+          if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
+          for (const int64_t rows : m) {
+            QgemmDescriptor descriptor;
+            descriptor.spec = spec;
+            descriptor.m = rows;
+            descriptor.n = shape.n;
+            descriptor.k = shape.k;
+            descriptor.transposed = transposed;
+            descriptor.dtype = parse_dtype(dtype);
+            descriptor.variant = arguments.variant;
+            check_descriptor(descriptor);
+            cases.push_back({shape.name, descriptor});
+          }
+        }
+  return cases;
+}
+
+const char* direction_of(const QgemmDescriptor& descriptor) {
+  return descriptor.transposed ? "transposed" : "forward";
+}
+// "nf4 g64 f16", "nf4 g64 dq"
+std::string format_of(const QuantSpec& spec) {
+  return fmt::format("{}{} g{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "", group_name(spec),
+                     spec.double_quant ? "dq" : to_string(spec.scale_dtype));
+}
+
+Json case_json(const QgemmBenchCase& test) {
+  const QgemmDescriptor& d = test.descriptor;
+  return {{"shape", test.shape},
+          {"n", d.n},
+          {"k", d.k},
+          {"m", d.m},
+          {"direction", direction_of(d)},
+          {"dtype", to_string(d.dtype)},
+          {"spec", spec_json(d.spec)}};
+}
+
+// Numbers that were not measured are null.
+Json number_json(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+std::string number(double value, const char* format) {
+  return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
+}
+
+constexpr const char* kLine =
+    "{:<18} {:<13} {:<4} {:<10} {:>4}  {:<21} {:>8} {:>8} {:>8}  {:>5} {:>5}  {:>8} {:>5}  {:>5} {:>5}  {}\n";
+
+std::string title_line() {
+  return fmt::format(kLine, "shape (n x k)", "weight", "x, y", "direction", "M", "kernel", "plain", "chained",
+                     "read", "r/p", "r/c", "cuBLAS", "c/p", "f/p", "f/c", "error");
+}
+std::string row_line(const QgemmBenchRow& row) {
+  const QgemmDescriptor& d = row.test.descriptor;
+  const auto ratio = [](double a, double b) { return number(a / b, "{:.3f}"); };
+  const auto us = [](double value) { return number(value, "{:.2f}"); };
+  std::string line =
+      fmt::format(fmt::runtime(kLine), row.test.shape, format_of(d.spec), to_string(d.dtype), direction_of(d),
+                  d.m, row.sku.kernel.empty() ? "-" : row.sku.kernel, us(row.plain_us), us(row.chained_us),
+                  us(row.read_us), ratio(row.read_us, row.plain_us), ratio(row.read_us, row.chained_us),
+                  us(row.cublas_us), number(row.cublas_us / row.plain_us, "{:.2f}"),
+                  ratio(row.floor_us, row.plain_us), ratio(row.floor_us, row.chained_us),
+                  number(row.error, "{:.1e}") +
+                      (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
+  if (!row.problem.empty()) line += "  " + row.problem + "\n";
+  return line;
+}
+Json row_json(const QgemmBenchRow& row) {
+  Json json = case_json(row.test);
+  json["kernel"] = row.sku.kernel;
+  json["backend"] = row.sku.backend;
+  json["problem"] = row.problem;
+  json["weight_bytes"] = row.weight_bytes;
+  json["plain_us"] = number_json(row.plain_us);
+  json["chained_us"] = number_json(row.chained_us);
+  json["read_us"] = number_json(row.read_us);
+  json["read_chained_us"] = number_json(row.read_chained_us);
+  json["read_of_plain"] = number_json(row.read_us / row.plain_us);
+  json["read_of_chained"] = number_json(row.read_us / row.chained_us);
+  json["cublas_us"] = number_json(row.cublas_us);
+  json["cublas_of_plain"] = number_json(row.cublas_us / row.plain_us);
+  json["cublas_of_chained"] = number_json(row.cublas_us / row.chained_us);
+  json["cublas_flops"] = number_json(row.cublas_flops);
+  json["floor_us"] = number_json(row.floor_us);
+  json["floor_of_plain"] = number_json(row.floor_us / row.plain_us);
+  json["floor_of_chained"] = number_json(row.floor_us / row.chained_us);
+  json["error"] = number_json(row.error);
+  json["error_limit"] = row.error_limit;
+  json["correct"] = row.correct();
+  return json;
+}
+
+void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::string& text, Json& document) {
+  Json results = Json::array();
+  for (const QgemmBenchCase& test : cases) {
+    const QgemmDescriptor& d = test.descriptor;
+    text += fmt::format("{} {} {} {} M {}\n", test.shape, format_of(d.spec), to_string(d.dtype),
+                        direction_of(d), d.m);
+    Json variants = Json::array();
+    bool is_chosen = false;
+    for (const QgemmChoice& choice : explain_qgemm(device, d)) {
+      const bool takes = choice.reason.empty();
+      text += fmt::format("  {:<22} {}\n", choice.variant,
+                          !takes      ? choice.reason
+                          : is_chosen ? "would take it"
+                                      : "is chosen");
+      is_chosen |= takes;
+      variants.push_back({{"variant", choice.variant}, {"reason", choice.reason}});
+    }
+    if (!is_chosen) text += "  none\n";
+    Json json = case_json(test);
+    json["variants"] = std::move(variants);
+    results.push_back(std::move(json));
+  }
+  document["cases"] = std::move(results);
+}
+
+// Lines are printed as they come: who stops it early has what there is.
+void measure(Device device, const Arguments& arguments, const std::vector<QgemmBenchCase>& cases, bool print,
+             Json& document) {
+  const CublasInfo cublas = cublas_info();
+  const CudaInfo cuda = cuda_info();
+  std::string name;
+  for (const CudaDevice& found : cuda.devices)
+    if (found.index == device.index) name = found.name;
+  document["device"] = name;
+  document["driver_version"] = cuda.driver_version;
+  document["nvrtc_version"] = cuda.nvrtc_version;
+  document["cublas"] = cublas.path;
+  document["cublas_problem"] = cublas.problem;
+  document["rows"] = Json::array();
+  const auto say = [&](const std::string& text) {
+    if (print) write_stdout(text);
+  };
+  say(summary_line("device", fmt::format("{} ({})", to_string(device), name)));
+  say(summary_line("cuBLAS", cublas.problem.empty() ? cublas.path : cublas.problem));
+  say("Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
+      "read and\n"
+      "what cuBLAS takes for so many products at its best.\n");
+  say(title_line());
+  int num_wrong = 0;
+  bench_qgemm(device, cases, arguments.quick, [&](const QgemmBenchRow& row) {
+    say(row_line(row));
+    document["rows"].push_back(row_json(row));
+    if (!row.sku.kernel.empty() && !row.correct()) ++num_wrong;
+    return !is_cancelled();
+  });
+  if (num_wrong > 0)
+    throw Error(ErrorCode::verify, fmt::format("the values of {} of {} cases are wrong or were not checked",
+                                               num_wrong, cases.size()));
+}
+
+}  // namespace
+
+void add_bench_command(CLI::App& app, Command& command) {
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App& sub = *app.add_subcommand("bench", "Measure an operation on this machine");
+  const auto add = [&](const std::string& name, auto& value, const char* placeholder,
+                       const std::string& help) {
+    return sub.add_option(name, value, help)->option_text(placeholder);
+  };
+  const auto add_list = [&](const std::string& name, auto& values, const char* placeholder,
+                            const std::string& help) {
+    add(name, values, placeholder, help)->delimiter(',')->allow_extra_args(false);
+  };
+  add("OP", arguments->op, "REQUIRED", "qgemm: products with quantized weights, on a CUDA device")
+      ->required()
+      ->check(CLI::IsMember({"qgemm"}));
+  add_list("--shape", arguments->shapes, "NxK,...",
+           "Of weights (default 4096x4096,14336x4096,8192x8192,28672x8192)");
+  add_list("--model", arguments->models, "MODEL,...",
+           "The linear layers of llama-8b, llama-32b or llama-70b instead, or beside --shape");
+  add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192)");
+  add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
+      ->check(CLI::IsMember({"forward", "transposed", "both"}));
+  add_list("--dtype", arguments->dtypes, "DTYPE,...", "Of x and y: bf16, f16, f32 (default bf16,f16)");
+  add_list("--format", arguments->formats, "FORMAT,...",
+           "Of weights (default: nf4, nf4 with --double-quant, int4, affine4)");
+  add_list("--group-size", arguments->group_sizes, "SIZE,...",
+           "Columns that share a scale (default 64, of int 128)");
+  add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32");
+  sub.add_flag("--double-quant", arguments->double_quant, "With --format: the scales in 8 bits");
+  sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point");
+  add("--variant", arguments->variant, "NAME",
+      "This one, as --explain names it, or none (default: the first that takes the case)");
+  add("--device", arguments->device, "DEVICE", "cuda (default) or cuda:N; with --explain also cpu");
+  sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
+  sub.add_flag("--explain", arguments->explain,
+               "Only print which variant takes each case, and why others do not");
+  add_report_options(sub, command);
+  sub.footer("docs/qgemm.md says how it is measured.");
+  sub.callback([arguments, &command] {
+    command.name = "bench";
+    command.run = [arguments, &command](std::string& text, Json& document) {
+      const Device device = select_device(arguments->device, "").device;
+      const std::vector<QgemmBenchCase> cases = cases_of(*arguments);
+      if (device.kind == DeviceKind::cpu && !arguments->explain)
+        throw Error(ErrorCode::usage,
+                    fmt::format("--device {}: only CUDA devices are measured, the CPU has --explain",
+                                arguments->device));
+      document["op"] = arguments->op;
+      if (arguments->explain)
+        explain(device, cases, text, document);
+      else
+        measure(device, *arguments, cases, command.json_path != "-", document);
+    };
+  });
+}
+
+}  // namespace halfbyte::cli

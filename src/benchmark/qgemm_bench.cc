@@ -1,0 +1,454 @@
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <list>
+#include <map>
+#include <optional>
+#include <random>
+
+#include "benchmark/cublas.h"
+#include "benchmark/readers.h"
+#include "core/checks.h"
+#include "cuda/launch.h"
+#include "formats/convert.h"
+#include "halfbyte/bench.hpp"
+
+namespace halfbyte {
+namespace {
+
+constexpr int64_t kAlignment = 256;   // of what lies in an arena
+constexpr int64_t kCheckedRows = 16;  // of y; at most
+constexpr uint8_t kPoison = 0xFF;     // NaN in every dtype
+// Of the data that everything is filled with, over and over; no divisor of rows and groups.
+constexpr int64_t kPoolValues = (int64_t{1} << 22) - 37 * 64;
+
+int64_t rounded(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int ratio_up(double a, double b) { return static_cast<int>(std::ceil(a / b)); }
+
+void store(float value, DType dtype, void* to) {
+  const uint16_t half = dtype == DType::f16 ? formats::to_f16(value) : formats::to_bf16(value);
+  if (dtype == DType::f32)
+    std::memcpy(to, &value, sizeof value);
+  else
+    std::memcpy(to, &half, sizeof half);
+}
+float load(DType dtype, const void* from) {
+  float value = 0;
+  uint16_t half = 0;
+  if (dtype == DType::f32) {
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
+  std::memcpy(&half, from, sizeof half);
+  return dtype == DType::f16 ? formats::f16_to_f32(half) : formats::bf16_to_f32(half);
+}
+
+// Of the norm of y: bf16 has 8 bits, f16 11; twice what rounding the weights and y gives.
+double error_limit(DType dtype) { return dtype == DType::bf16 ? 5e-3 : dtype == DType::f16 ? 8e-4 : 1e-5; }
+
+// Memory that grows, in buffers that take turns.
+class Arena {
+ public:
+  // True if its content is lost.
+  bool reserve(Device device, int64_t num_bytes) {
+    if (num_bytes <= memory_.num_bytes()) return false;
+    memory_ = {};
+    memory_ = Memory(device, num_bytes);
+    return true;
+  }
+  const Memory& memory() const { return memory_; }
+  std::byte* at(int set, int64_t set_bytes) const { return memory_.data() + set * set_bytes; }
+
+ private:
+  Memory memory_;
+};
+
+// A buffer of `bytes` each, of which there are `count`.
+struct Sets {
+  int64_t bytes = 0;
+  int count = 0;
+  int64_t all() const { return bytes * count; }
+};
+
+class QgemmBench {
+ public:
+  QgemmBench(Device device, bool quick)
+      : device_(device),
+        context_(cuda::context(device.index)),
+        scope_(context_),
+        stream_(device),
+        timer_(context_, stream_.handle()),
+        rounds_(quick ? 3 : 7),
+        passes_(quick ? 1 : 2) {
+    constexpr int kL2CacheSize = 38;  // CU_DEVICE_ATTRIBUTE_
+    int l2_bytes = 0;
+    cuda::check(cuda::driver().cuDeviceGetAttribute(&l2_bytes, kL2CacheSize, context_.device),
+                "cuDeviceGetAttribute");
+    rotation_bytes_ = int64_t{5} * l2_bytes;
+    if (find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
+    std::mt19937_64 random(1);
+    std::vector<uint64_t> words(static_cast<size_t>(kPoolValues / 8));
+    for (uint64_t& word : words) word = random();
+    random_bytes_.resize(words.size() * 8);
+    std::memcpy(random_bytes_.data(), words.data(), random_bytes_.size());
+    pool_.resize(static_cast<size_t>(kPoolValues));
+    for (float& value : pool_) value = static_cast<float>(static_cast<int64_t>(random())) * 0x1p-63f;
+  }
+
+  QgemmBenchRow run(const QgemmBenchCase& test) {
+    QgemmBenchRow row;
+    row.test = test;
+    const QgemmDescriptor& d = test.descriptor;
+    if (!read_ || d.spec != spec_ || d.n != n_ || d.k != k_) prepare_weight(d);
+    row.weight_bytes = weight_.bytes;
+    row.read_us = read_->us();
+    row.read_chained_us = read_->chained_us();
+    row.error_limit = error_limit(d.dtype);
+    noting(row, "", [&] { measure(d, row); });
+    return row;
+  }
+
+ private:
+  // What a case cannot have is noted; what the device cannot do any more shows at once.
+  template <class Function>
+  void noting(QgemmBenchRow& row, const char* what, const Function& function) {
+    try {
+      function();
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::device && error.code() != ErrorCode::usage) throw;
+      row.problem += fmt::format("{}{}{}", row.problem.empty() ? "" : "; ", what, error.what());
+      stream_.synchronize();
+    }
+  }
+
+  // As many buffers as it takes that one is out of the cache when its turn comes.
+  Sets sets_of(int64_t bytes, int least, int most) const {
+    const int64_t each = rounded(bytes);
+    return {each, std::clamp(ratio_up(static_cast<double>(rotation_bytes_), static_cast<double>(each)), least,
+                             most)};
+  }
+
+  void fill(const Memory& memory, const std::vector<uint8_t>& pool) const {
+    auto filled = std::min<int64_t>(static_cast<int64_t>(pool.size()), memory.num_bytes());
+    copy(device_, memory.data(), pool.data(), filled, stream_.handle());
+    while (filled < memory.num_bytes()) {
+      const int64_t n = std::min(filled, memory.num_bytes() - filled);
+      copy(device_, memory.data() + filled, memory.data(), n, stream_.handle());
+      filled += n;
+    }
+    stream_.synchronize();
+  }
+  Memory filled(int64_t num_bytes, const std::vector<uint8_t>& pool) const {
+    Memory memory(device_, num_bytes);
+    fill(memory, pool);
+    return memory;
+  }
+  // The pool, scaled.
+  std::vector<uint8_t> values(DType dtype, float scale, float offset) const {
+    const auto size = static_cast<size_t>(size_of(dtype));
+    std::vector<uint8_t> bytes(pool_.size() * size);
+    for (size_t i = 0; i < pool_.size(); ++i)
+      store(pool_[i] * scale + offset, dtype, bytes.data() + i * size);
+    return bytes;
+  }
+
+  // Random codes, other ones in each buffer; scales of 0.005 to 0.015.
+  void prepare_weight(const QgemmDescriptor& d) {
+    read_.reset();
+    references_.clear();
+    spec_ = d.spec;
+    n_ = d.n;
+    k_ = d.k;
+    constexpr int64_t kShift = 4096;  // of the codes of a buffer against those of the one before
+    const QuantShape shape = quant_shape(spec_, n_, k_);
+    weight_ = sets_of(packed_weight_bytes(spec_, n_, k_), 3, 1 << 20);
+    packed_.reserve(device_, weight_.all());
+    const Memory codes = filled(shape.code_bytes() + weight_.count * kShift, random_bytes_);
+    Memory scales, zeros, biases, absmax, map, offset;
+    if (spec_.double_quant) {
+      const auto block = values(DType::f32, 0.001f, 0.005f), mean = values(DType::f32, 0, 0.01f);
+      std::vector<uint8_t> entries(256 * sizeof(float));
+      std::memcpy(entries.data(), double_quant_map(), entries.size());
+      scales = filled(shape.num_groups, random_bytes_);
+      absmax = filled((shape.num_groups + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, block);
+      map = filled(static_cast<int64_t>(entries.size()), entries);
+      offset = filled(4, mean);
+    } else {
+      scales =
+          filled(shape.num_groups * size_of(spec_.scale_dtype), values(spec_.scale_dtype, 0.005f, 0.01f));
+    }
+    if (has_zeros(spec_)) {
+      std::vector<uint8_t> points = random_bytes_;
+      for (uint8_t& point : points) point &= static_cast<uint8_t>((1 << info(spec_.format).bits) - 1);
+      zeros = filled(shape.num_groups, points);
+    }
+    if (has_biases(spec_))
+      biases =
+          filled(shape.num_groups * size_of(spec_.scale_dtype), values(spec_.scale_dtype, 0.05f, -0.08f));
+    for (int set = 0; set < weight_.count; ++set) {
+      WeightView view{.spec = spec_, .rows = n_, .cols = k_};
+      view.codes = codes.data() + set * kShift;
+      view.scales = scales.data();
+      view.zeros = zeros.data();
+      view.biases = biases.data();
+      view.absmax = reinterpret_cast<float*>(absmax.data());
+      view.map = reinterpret_cast<float*>(map.data());
+      view.offset = reinterpret_cast<float*>(offset.data());
+      view.device = device_;
+      reorder(view, packed(set), {.stream = stream_.handle()});
+    }
+    stream_.synchronize();
+    std::vector<const void*> sets;
+    for (int set = 0; set < weight_.count; ++set) sets.push_back(packed_.at(set, weight_.bytes));
+    const double guess_us = static_cast<double>(weight_.bytes) / 4e6;  // 4 TB/s
+    read_ = std::make_unique<FastestRead>(context_, stream_.handle(), timer_, sets, weight_.bytes,
+                                          launches_of(guess_us), rounds_);
+  }
+  PackedWeight packed(int set) const {
+    return {.spec = spec_, .rows = n_, .cols = k_, .data = packed_.at(set, weight_.bytes), .device = device_};
+  }
+
+  // Launches of a graph: enough that its own start does not count, all buffers the same number of times.
+  int launches_of(double us) const {
+    constexpr double kGraphUs = 400;
+    const int wanted = std::max(us > kGraphUs ? 6 : 24, ratio_up(kGraphUs, std::max(us, 1.0)));
+    return ratio_up(wanted, weight_.count) * weight_.count;
+  }
+
+  // x, y, workspaces and dense weights of a dtype.
+  void reserve(DType dtype, int64_t x_bytes, int64_t y_bytes, int64_t workspace_bytes, int64_t dense_bytes) {
+    y_.reserve(device_, y_bytes);
+    if (workspaces_.reserve(device_, workspace_bytes)) poison(workspaces_.memory().data(), workspace_bytes);
+    const bool other = filled_with_ != dtype;
+    const bool fill_x = x_.reserve(device_, x_bytes) || other,
+               fill_dense = dense_.reserve(device_, dense_bytes) || other;
+    if (!fill_x && !fill_dense) return;
+    std::vector<uint8_t>& pool = pools_[dtype];
+    if (pool.empty()) pool = values(dtype, 1, 0);
+    if (fill_x) fill(x_.memory(), pool);
+    if (fill_dense) fill(dense_.memory(), pool);
+    filled_with_ = dtype;
+  }
+  void poison(void* memory, int64_t num_bytes) const {
+    cuda::fill(memory, kPoison, num_bytes, stream_.handle());
+  }
+
+  // Products a second of large dense matrices, times two. Once per dtype.
+  double cublas_flops(DType dtype) {
+    if (!cublas_) return QgemmBenchRow::kNone;
+    if (const auto found = cublas_flops_.find(dtype); found != cublas_flops_.end()) return found->second;
+    constexpr int64_t kExtent = 8192;
+    constexpr int kLaunches = 4;
+    const int64_t bytes = kExtent * kExtent * size_of(dtype);
+    reserve(dtype, bytes, bytes, 0, bytes);
+    const auto product = [&] {
+      cublas_->product(dtype, false, kExtent, kExtent, kExtent, x_.at(0, 0), dense_.at(0, 0), y_.at(0, 0));
+    };
+    product();
+    cuda::Graph graph;
+    graph.capture(stream_.handle(), [&] {
+      for (int i = 0; i < kLaunches; ++i) product();
+    });
+    const cuda::Graph* const one[] = {&graph};
+    const double us = timer_.medians(one, rounds_)[0] / kLaunches;
+    return cublas_flops_[dtype] = 2e6 * std::pow(static_cast<double>(kExtent), 3) / us;
+  }
+
+  void measure(const QgemmDescriptor& d, QgemmBenchRow& row) {
+    const int64_t size = size_of(d.dtype), in = d.transposed ? d.n : d.k, out = d.transposed ? d.k : d.n;
+    const auto select = [&](bool early_start) {
+      QgemmDescriptor chosen = d;
+      chosen.early_start = early_start;
+      return QgemmPlan::select(device_, chosen);
+    };
+    std::vector<QgemmPlan> plans = {select(false)};
+    row.sku = plans[0].sku();
+    noting(row, "chained: ", [&] { plans.push_back(select(true)); });
+    row.cublas_flops = cublas_flops(d.dtype);
+    const double flop = 2.0 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k);
+    row.floor_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
+
+    int64_t workspace_bytes = 0;
+    for (const QgemmPlan& plan : plans) workspace_bytes = std::max(workspace_bytes, plan.workspace_size());
+    const Sets x = sets_of(std::max(d.m, kCheckedRows) * in * size, 2, weight_.count),
+               y = sets_of(d.m * out * size, 2, weight_.count),
+               workspace = sets_of(workspace_bytes, 2, weight_.count),
+               dense = sets_of(d.n * d.k * size, 2, 1 << 20);
+    reserve(d.dtype, x.all(), y.all(), workspace.all(), cublas_ ? dense.all() : 0);
+
+    // The last launch, whose y is checked, has the first buffer of each.
+    const int num_launches = launches_of(row.floor_us);
+    const auto x_at = [&](int i) { return x_.at((num_launches - 1 - i) % x.count, x.bytes); };
+    const auto y_at = [&](int i) { return y_.at((num_launches - 1 - i) % y.count, y.bytes); };
+    const auto view = [&](std::byte* data, int64_t cols) {
+      return TensorView{data, d.dtype, {d.m, cols}, {}, device_};
+    };
+    std::list<cuda::Graph> graphs;
+    for (const QgemmPlan& plan : plans)
+      graphs.emplace_back().capture(stream_.handle(), [&] {
+        for (int i = 0; i < num_launches; ++i) {
+          const int set = num_launches - 1 - i;
+          plan.run(stream_.handle(), workspaces_.at(set % workspace.count, workspace.bytes),
+                   {.x = view(x_at(i), in), .weight = packed(set % weight_.count), .y = view(y_at(i), out)});
+        }
+      });
+    const std::vector<int64_t> rows = checked_rows(d.m);
+    const std::vector<float>* expected = nullptr;
+    noting(row, "values not checked: ", [&] { expected = &reference(d, in, out, rows); });
+    if (expected) row.error = 0;
+    double seconds = 0;
+    for (const cuda::Graph& graph : graphs) {
+      poison(y_.at(0, 0), y.bytes);
+      stream_.synchronize();
+      using Clock = std::chrono::steady_clock;
+      const Clock::time_point start = Clock::now();
+      graph.launch(stream_.handle());
+      stream_.synchronize();
+      seconds += std::chrono::duration<double>(Clock::now() - start).count();
+      if (!expected) continue;
+      const double error = error_of(d, out, rows, *expected);
+      if (!(error <= row.error)) row.error = error;  // NaN too
+    }
+    if (cublas_) {
+      const auto product = [&](int i) {
+        cublas_->product(d.dtype, d.transposed, d.m, d.n, d.k, x_at(i),
+                         dense_.at(i % dense.count, dense.bytes), y_at(i));
+      };
+      product(0);
+      graphs.emplace_back().capture(stream_.handle(), [&] {
+        for (int i = 0; i < num_launches; ++i) product(i);
+      });
+      graphs.back().launch(stream_.handle());
+    }
+    std::vector<const cuda::Graph*> timed;
+    for (const cuda::Graph& graph : graphs) timed.push_back(&graph);
+    timed.push_back(&read_->graph());
+
+    // What takes long is steady.
+    const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, rounds_));
+    std::vector<double> us = timer_.medians(timed, rounds);
+    for (int pass = 1; pass < passes_ && rounds == rounds_; ++pass) {
+      const std::vector<double> again = timer_.medians(timed, rounds);
+      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
+    }
+    row.plain_us = us[0] / num_launches;
+    if (plans.size() > 1) row.chained_us = us[1] / num_launches;
+    if (cublas_) row.cublas_us = us[plans.size()] / num_launches;
+    row.read_us = us.back() / read_->num_launches();
+    row.floor_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
+  }
+
+  // Rows 0 to 15, or as many from first to last.
+  static std::vector<int64_t> checked_rows(int64_t m) {
+    std::vector<int64_t> rows(static_cast<size_t>(kCheckedRows));
+    for (int64_t i = 0; i < kCheckedRows; ++i)
+      rows[static_cast<size_t>(i)] = m > kCheckedRows ? i * (m - 1) / (kCheckedRows - 1) : i;
+    return rows;
+  }
+  // Of y in the first buffer, see QgemmBenchRow::error.
+  double error_of(const QgemmDescriptor& d, int64_t out, const std::vector<int64_t>& rows,
+                  const std::vector<float>& expected) const {
+    const int64_t size = size_of(d.dtype), num_rows = std::min(d.m, kCheckedRows);
+    std::vector<uint8_t> bytes(static_cast<size_t>(out * size));
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      copy(device_, bytes.data(), y_.at(0, 0) + rows[static_cast<size_t>(i)] * out * size, out * size,
+           stream_.handle());
+      stream_.synchronize();
+      for (int64_t j = 0; j < out; ++j) {
+        const double right = static_cast<double>(expected[static_cast<size_t>(i * out + j)]),
+                     wrong = static_cast<double>(load(d.dtype, bytes.data() + j * size)) - right;
+        difference += wrong * wrong;
+        norm += right * right;
+      }
+    }
+    return std::sqrt(difference / norm);
+  }
+
+  // These rows of y for the first buffers of x and weight, by another kernel, in another precision.
+  const std::vector<float>& reference(const QgemmDescriptor& d, int64_t in, int64_t out,
+                                      const std::vector<int64_t>& rows) {
+    std::vector<float>& y = references_[{d.transposed, d.dtype, rows}];
+    if (!y.empty()) return y;
+    QgemmDescriptor exact;
+    exact.spec = spec_;
+    exact.m = kCheckedRows;
+    exact.n = n_;
+    exact.k = k_;
+    exact.transposed = d.transposed;
+    exact.dtype = DType::f32;
+    exact.math = QgemmMath::f64;
+    exact.variant = "qgemm_simt";
+    const QgemmPlan plan = QgemmPlan::select(device_, exact);
+    std::vector<float> x;
+    for (const int64_t row : rows)
+      for (int64_t j = 0; j < in; ++j) {
+        uint8_t stored[4];  // as x_ is filled
+        store(pool_[static_cast<size_t>((row * in + j) % kPoolValues)], d.dtype, stored);
+        x.push_back(load(d.dtype, stored));
+      }
+    const int64_t y_bytes = kCheckedRows * out * 4;
+    const Memory x_memory(device_, kCheckedRows * in * 4), y_memory(device_, y_bytes),
+        workspace(device_, plan.workspace_size());
+    copy(device_, x_memory.data(), x.data(), x_memory.num_bytes(), stream_.handle());
+    poison(y_memory.data(), y_bytes);
+    plan.run(stream_.handle(), workspace.data(),
+             {.x = {x_memory.data(), DType::f32, {kCheckedRows, in}, {}, device_},
+              .weight = packed(0),
+              .y = {y_memory.data(), DType::f32, {kCheckedRows, out}, {}, device_}});
+    y.resize(static_cast<size_t>(kCheckedRows * out));
+    copy(device_, y.data(), y_memory.data(), y_bytes, stream_.handle());
+    stream_.synchronize();
+    return y;
+  }
+
+  Device device_;
+  const cuda::Context& context_;
+  cuda::Scope scope_;
+  Stream stream_;
+  GraphTimer timer_;
+  int rounds_, passes_;
+  int64_t rotation_bytes_ = 0;
+  std::optional<Cublas> cublas_;
+  std::map<DType, double> cublas_flops_;
+  std::vector<uint8_t> random_bytes_;
+  std::vector<float> pool_;                      // -1 to 1
+  std::map<DType, std::vector<uint8_t>> pools_;  // the same
+
+  QuantSpec spec_;
+  int64_t n_ = 0, k_ = 0;
+  Sets weight_;
+  std::unique_ptr<FastestRead> read_;
+  std::map<std::tuple<bool, DType, std::vector<int64_t>>, std::vector<float>> references_;
+
+  Arena packed_, x_, y_, workspaces_, dense_;
+  std::optional<DType> filled_with_;  // x_ and dense_
+};
+
+void check_case(const QgemmBenchCase& test) {
+  const QgemmDescriptor& d = test.descriptor;
+  check_descriptor(d);
+  HALFBYTE_CHECK(d.packed && !d.bias && !d.accumulate && d.math == QgemmMath::automatic, usage,
+                 "bench_qgemm: {}: weights must be packed, and there is no bias, accumulate and math",
+                 test.shape);
+  HALFBYTE_CHECK(d.m > 0 && d.n > 0 && d.k > 0, usage,
+                 "bench_qgemm: {}: m, n, k must be positive, got {}, {}, {}", test.shape, d.m, d.n, d.k);
+}
+
+}  // namespace
+
+CublasInfo cublas_info() { return {find_cublas().path, find_cublas().problem}; }
+
+void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, bool quick,
+                 const std::function<bool(const QgemmBenchRow&)>& progress) {
+  HALFBYTE_CHECK(device.kind == DeviceKind::cuda, usage, "bench_qgemm: device must be a CUDA device, got {}",
+                 to_string(device));
+  for (const QgemmBenchCase& test : cases) check_case(test);
+  check_device(device);
+  QgemmBench bench(device, quick);
+  for (const QgemmBenchCase& test : cases)
+    HALFBYTE_CHECK(progress(bench.run(test)), cancelled, "bench_qgemm: cancelled");
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,479 @@
+// y[m, k] = x[m, n] W of a packed weight, m <= 64: sm_90a.
+//
+// A cluster makes tiles of 64 or 128 columns of the weight; its blocks, and the four warpgroups of a block,
+// share the rows among them. A warpgroup streams its own rows: bulk copies bring codes and parameters of two
+// strips, 64 rows, and the box of x for them, several stages ahead. The codes become 16-bit weights in
+// registers, which are operand A of wgmma: its 64 rows are columns of the weight, its k runs along the rows of
+// the weight. Operand B is the box of x. At the end of a tile the sums of all warpgroups of the cluster meet in
+// shared memory and are added in a fixed order.
+//
+// Which columns: a word of codes has rows 2a and 2a + 1 of the four columns 16j + 8 * second + 2t + e, e and
+// second 0 or 1. Lane (g, t') of warp w has the words of its j and t (below) for a = 8i + t' and 8i + t' + 4,
+// what A wants of step i of 16 rows; e = 0 is fragment row g, e = 1 row g + 8. Of two units, warps 0 and 1 have
+// the first, 2 and 3 the second, and `second` is the block of 64 rows of A; of one unit, warps 0 and 1 have
+// second = 0, the others 1.
+#include "ops/qgemm/qgemm_sm90_transposed_args.h"
+
+#include "ops/qgemm/qgemm_sm90.cuh"
+
+#include "halfbyte_config.h"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
+constexpr int kSums = kTokens / 2;  // registers of the sums of 64 rows of A
+static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
+static_assert(kTiling.fits());
+static_assert(kTiling.table_bytes() == 0 || kTiling.table_bytes() == kPairTableBytes);
+
+// A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
+constexpr bool kHalfUnits = kBits == 8 || kGroup == 32;
+struct WordPlace {
+  int j, t;
+};
+HALFBYTE_FN WordPlace word_place(int warp, int g) {
+  const int odd = warp & 1;
+  return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
+}
+// Who has it: with `high` = warp / 2.
+struct LanePlace {
+  int warp, g;
+};
+HALFBYTE_FN LanePlace lane_place(int high, WordPlace word) {
+  return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
+                    : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
+}
+
+__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+  return y;
+}
+
+// The bits of `mask` from a, the others from b.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(y) : "r"(mask), "r"(a), "r"(b));
+  return y;
+}
+
+// Two scales or biases that lie together, as elements.
+__device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
+  float pair[2];
+  load_scales(pair, at);
+  return store_pair(Element(), pair[0], pair[1]);
+}
+
+// Of two rows of the weight, as elements; the even row in the low half, as of all pairs below.
+struct ParameterPairs {
+  u32 scale = 0, zero = 0, bias = 0;
+};
+
+template <int i>
+struct Constant {};
+
+// Two weights from the values of their codes.
+__device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
+  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
+  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
+  return multiply_pairs(Element(), values, parameters.scale);
+}
+
+// The values of two bytes of a word, as elements; exact: integers up to 256. Asymmetric: of the codes.
+template <int kLow, int kHigh>
+__device__ __forceinline__ u32 byte_values(u32 word) {
+  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
+  return store_pair(Element(), byte_above_2_23<kLow>(word) - kZero, byte_above_2_23<kHigh>(word) - kZero);
+}
+
+// What the warpgroups are copied: each has a ring of stages, numbers first() and up, a step in each. Copies are
+// started by one thread.
+class Stream {
+ public:
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup)
+      : args_(args),
+        boxes_(shared + kTiling.boxes()),
+        slots_(shared + kTiling.slots()),
+        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers())),
+        warpgroup_(warpgroup),
+        first_box_(k_major_tile(boxes_, 1024)) {
+    asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
+  }
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; ++i) init_barrier(full(first() + i), 1);
+    fence_barrier_init();
+  }
+
+  __device__ __forceinline__ void set_tile(int tile) {
+    const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
+    code_bytes_ = static_cast<u32>(kTiling.joint() ? units / kTiling.units_per_block() * kTiling.block_bytes()
+                                                   : units * kTiling.unit_bytes());
+    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.block_bytes;
+    codes_ = block + unit % kPackedUnits * kTiling.unit_bytes();
+    parameters_ = block + kPackedUnits * kTiling.unit_bytes();
+  }
+
+  // Codes and parameters; `full` waits for x too.
+  __device__ __forceinline__ void load_weight(int step, int stage) const {
+    constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
+    arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
+#pragma unroll
+    for (int i = 0; i < kTransposedStrips; ++i) {
+      // Behind the last strip: that once more, for rows beyond x, which are zeros.
+      const int strip = min(first_strip(step) + i, args_.strips - 1);
+      u8* const to = slots_ + (stage * kTransposedStrips + i) * kTiling.slot_bytes();
+      copy_bulk_once(to, codes_ + static_cast<u64>(strip) * args_.strip_bytes, code_bytes_, full(stage));
+      if constexpr (kApart != 0) load_parameters(to + kTiling.code_bytes(), strip, full(stage));
+    }
+  }
+  __device__ __forceinline__ void load_x(int step, int stage) const {
+    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, first_strip(step) * kUnitRows, full(stage));
+  }
+
+  __device__ __forceinline__ int first_strip(int step) const {
+    return (step * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
+  }
+  __device__ __forceinline__ int first() const { return warpgroup_ * kStages; }
+  __device__ __forceinline__ int next(int stage) const { return stage + 1 == first() + kStages ? first() : stage + 1; }
+  __device__ __forceinline__ int previous(int stage) const {
+    return stage == first() ? first() + kStages - 1 : stage - 1;
+  }
+  __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
+  // Operand B; the next 16 rows of the weight are 2 on.
+  __device__ __forceinline__ u64 box(int stage) const {
+    const u32 low = static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16));
+    return (first_box_ & ~0xFFFFFFFFull) | low;
+  }
+  __device__ __forceinline__ const u8* slot(int stage, int strip) const {
+    return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
+  }
+
+ private:
+  // Units of a block of the packed layout.
+  static constexpr int kPackedUnits = max(kGroup, kUnitCols) / kUnitCols;
+
+  __device__ __forceinline__ void load_parameters(u8* to, int strip, Barrier* barrier) const {
+    if constexpr (kGroup != 0) {
+      copy_bulk(to, parameters_ + static_cast<u64>(strip) * args_.strip_bytes, kTiling.group_bytes(), barrier);
+    } else {
+      constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
+      copy_bulk(to, args_.weight + args_.scales + static_cast<i64>(strip) * kScales, kScales, barrier);
+      if constexpr (kSeconds != 0)
+        copy_bulk(to + kScales, args_.weight + args_.seconds + static_cast<i64>(strip) * kSeconds, kSeconds, barrier);
+    }
+  }
+
+  const QgemmSm90TransposedArgs& args_;
+  u8 *boxes_, *slots_;
+  Barrier* full_;
+  int warpgroup_;
+  u64 first_box_;
+  const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
+  u32 code_bytes_ = 0;
+};
+
+// The parameters of a stage: a lane has those of rows 2a and 2a + 1 of strip lane / 16, a = lane % 16.
+class Parameters {
+ public:
+  __device__ __forceinline__ Parameters(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane)
+      : args_(args),
+        map_(reinterpret_cast<const float*>(shared + kTiling.map())),
+        unit_(kUnits == 1 ? 0 : warp >> 1),
+        group_(kGroup == 32 ? warp & 1 : 0),
+        strip_(lane >> 4),
+        row_(lane % 16 * 2) {
+    if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
+  }
+
+  // Double quantization: the absmax of the step's scales comes from global memory, one step ahead.
+  __device__ __forceinline__ void load_ahead(int tile, int first_strip) {
+    if constexpr (kDoubleQuant) {
+      i64 group = 0;
+      if constexpr (kGroup != 0)
+        group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kGroupSize + group_,
+                         args_.groups - 1);
+      const float* const absmax = reinterpret_cast<const float*>(args_.weight + args_.absmax);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const i64 row = min((first_strip + strip_) * kUnitRows + row_ + i, args_.n - 1);
+        absmax_[i] = load_early(absmax + (row * args_.groups + group) / 256);
+      }
+    }
+  }
+
+  // `slot`: of strip 0.
+  __device__ __forceinline__ ParameterPairs load(const u8* slot) const {
+    constexpr int kUnitsPerBlock = kTiling.units_per_block(), kScales = kUnitRows * kScaleBytes;
+    const u8* const block = slot + strip_ * kTiling.slot_bytes() + unit_ / kUnitsPerBlock * kTiling.block_bytes() +
+                            kTiling.code_bytes();
+    const u8* const scale = block + group_ * kScales + row_ * kScaleBytes;
+    ParameterPairs pairs;
+    if constexpr (kDoubleQuant) {
+      const u16 codes = *reinterpret_cast<const u16*>(scale);
+      pairs.scale = store_pair(Element(), map_[codes & 0xFF] * absmax_[0] + offset_,
+                               map_[codes >> 8] * absmax_[1] + offset_);
+    } else {
+      pairs.scale = load_parameter_pair(scale);
+    }
+    const u8* const second =
+        block + kTiling.groups_per_block() * kScales + (group_ * kUnitRows + row_) * kSecondBytes;
+    if constexpr (kAsymmetric) {
+      const u16 zeros = *reinterpret_cast<const u16*>(second);
+      pairs.zero = store_pair(Element(), static_cast<float>(zeros & 0xFF), static_cast<float>(zeros >> 8));
+    }
+    if constexpr (kAffine) pairs.bias = load_parameter_pair(second);
+    return pairs;
+  }
+
+ private:
+  const QgemmSm90TransposedArgs& args_;
+  const float* map_;
+  int unit_, group_, strip_, row_;  // group_: within the unit
+  float absmax_[2] = {}, offset_ = 0;
+};
+
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t'. By PTX ISA,
+// "shfl.sync": with a segment mask of 3 the lane that is read has the low two bits of one's own.
+template <int kFirst>
+__device__ __forceinline__ u32 shuffle(u32 pair) {
+  u32 result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(result) : "r"(pair), "n"(kFirst));
+  return result;
+}
+template <int kFirst>
+__device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
+  ParameterPairs result;
+  result.scale = shuffle<kFirst>(pairs.scale);
+  if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
+  if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
+  return result;
+}
+
+// Reads the codes of A: [block of 64 rows][register], two values each.
+class Codes {
+ public:
+  __device__ __forceinline__ Codes(int warp, int lane, u32 rank) : table_lane_(pair_table_lane(lane, rank)) {
+    const int high = warp >> 1, quad_lane = lane & 3;
+    const WordPlace place = word_place(warp, lane >> 2);
+    const int unit = kUnits == 2 ? high : 0;
+    constexpr int kUnitsPerBlock = kTiling.units_per_block();
+    // a & 2 is that of quad_lane: the words of 4 more pairs of rows are at a constant distance.
+    at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
+          code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kBits).byte;
+    if (kBits == 8 && kUnits == 1) at_ += 4 * high;
+    selector_ = high == 0 ? 0x40 : 0x62;  // of the even row's bytes of two words
+  }
+
+  // Of 16 rows, step `i` of the strip in `slot`.
+  __device__ __forceinline__ void load(u32 (&values)[kUnits][4], const u8* slot, int i) const {
+    const u8* const words = slot + at_ + i * 8 * 64;
+    if constexpr (kBits == 4) {
+      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
+      // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even
+      // column. Of two units bytes 2 and 3 are the other block; of one unit they, or 0 and 1, are not of this warp.
+      const u32 even_rows = permute(first, second, kUnits == 1 ? selector_ : 0x6420);
+      const u32 odd_rows = permute(first, second, kUnits == 1 ? selector_ + 0x1111 : 0x7531);
+      const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
+      const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
+      values[0][0] = look_up_pair<0>(even_cols, table_lane_);
+      values[0][1] = look_up_pair<0>(odd_cols, table_lane_);
+      if constexpr (kUnits == 1) {
+        values[0][2] = look_up_pair<1>(even_cols, table_lane_);
+        values[0][3] = look_up_pair<1>(odd_cols, table_lane_);
+      } else {
+        values[0][2] = look_up_pair<2>(even_cols, table_lane_);
+        values[0][3] = look_up_pair<2>(odd_cols, table_lane_);
+        values[1][0] = look_up_pair<1>(even_cols, table_lane_);
+        values[1][1] = look_up_pair<1>(odd_cols, table_lane_);
+        values[1][2] = look_up_pair<3>(even_cols, table_lane_);
+        values[1][3] = look_up_pair<3>(odd_cols, table_lane_);
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        u32 word[kUnits];
+        if constexpr (kUnits == 1) {
+          word[0] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
+        } else {
+          const u64 both = *reinterpret_cast<const u64*>(words + q * 4 * 64);
+          word[0] = static_cast<u32>(both);
+          word[1] = static_cast<u32>(both >> 32);
+        }
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block) {
+          values[block][2 * q] = byte_values<0, 2>(word[block]);
+          values[block][2 * q + 1] = byte_values<1, 3>(word[block]);
+        }
+      }
+    }
+  }
+
+ private:
+  u32 table_lane_, selector_;
+  int at_;
+};
+
+// Adds the sums of all warpgroups of the cluster, in their order, and stores y: each block a share.
+__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, int rank) {
+  constexpr int kPairs = kUnits * kUnitCols / 2;  // of columns
+  const int per_round = kTransposedThreads * args.cluster;
+  for (int at = rank * kTransposedThreads + static_cast<int>(threadIdx.x);
+       at < args.m * kPairs; at += per_round) {
+    const int token = at / kPairs, pair = at % kPairs;
+    const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
+    if (column >= args.k) continue;
+    const int second = pair >> 2 & 1, block = kUnits == 2 ? second : 0;
+    const LanePlace place = lane_place(kUnits == 2 ? pair >> 5 : second, {pair >> 3 & 3, pair & 3});
+    const int word = block * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
+                     place.warp * 33 + place.g * 4 + token % 8 / 2;
+    float low = 0, high = 0;
+    for (int i = 0; i < args.cluster; ++i) {
+      const u32 sums = shared_address_of(exchange, static_cast<u32>(i));
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < kTransposedWarpgroups; ++warpgroup) {
+        const u32 from = sums + (word + warpgroup * kUnits * kTiling.block_words()) * 4;
+        low += load_cluster(from);
+        high += load_cluster(from + 2 * kTiling.sum_words() * 4);
+      }
+    }
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.k + column);
+    if (args.accumulate) {
+      low += load(Element(), static_cast<u16>(*y));
+      high += load(Element(), static_cast<u16>(*y >> 16));
+    }
+    *y = store_pair(Element(), low, high);
+  }
+}
+
+__device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+  const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
+  const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
+  const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster, num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const bool copies = warp == 0 && lane == 0;
+  // Of the steps this block's share.
+  const int first = args.steps * rank / args.cluster, last = args.steps * (rank + 1) / args.cluster;
+
+  let_next_start();
+  int tile = cluster;
+  Stream stream(args, shared, warpgroup);
+  stream.set_tile(tile);
+  if (copies) {
+    stream.init();
+    prefetch_map(&args.x);
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_weight(first + i, stream.first() + i);
+  }
+  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread);
+  if constexpr (kDoubleQuant) {
+    if (thread < 256)
+      reinterpret_cast<float*>(shared + kTiling.map())[thread] =
+          reinterpret_cast<const float*>(args.weight + args.map)[thread];
+  }
+  const Codes codes(warp, lane, static_cast<u32>(rank));
+  Parameters parameters(args, shared, warp, lane);
+  __syncthreads();
+  wait_for_earlier();
+  if (copies) {
+    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_x(first + i, stream.first() + i);
+  }
+
+  int stage = stream.first();
+  u32 parity = 0;
+  while (true) {
+    float sums[kUnits][kSums] = {};
+    u32 a[2][kUnits][4];
+    parameters.load_ahead(tile, stream.first_strip(first));
+    for (int step = first; step < last; ++step) {
+      wait(stream.full(stage), parity);
+      const ParameterPairs pairs = parameters.load(stream.slot(stage, 0));
+      parameters.load_ahead(tile, stream.first_strip(step + 1));
+      const u64 box = stream.box(stage);
+      const auto multiply = [&]<int i>(Constant<i>) {  // 16 rows
+        wgmma_wait<1>();
+        u32(&weights)[kUnits][4] = a[i % 2];  // last read two products ago
+        codes.load(weights, stream.slot(stage, i / 2), i % 2);
+        const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) weights[block][r] = weight_pair(weights[block][r], of_rows[r / 2]);
+          pin(weights[block]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block)
+          wgmma<Major::k>(Element(), sums[block], weights[block], (box & ~0xFFFFFFFFull) | (static_cast<u32>(box) + i * 2));
+        wgmma_commit();
+      };
+      multiply(Constant<0>());
+      multiply(Constant<1>());
+      multiply(Constant<2>());
+      multiply(Constant<3>());
+      // Of the stage before, all that read it is done.
+      if (step > first && step - 1 + kStages < last) {
+        sync_some(1 + warpgroup, 128);
+        if (copies) {
+          stream.load_weight(step - 1 + kStages, stream.previous(stage));
+          stream.load_x(step - 1 + kStages, stream.previous(stage));
+        }
+      }
+      stage = stream.next(stage);
+      if (stage == stream.first()) parity ^= 1;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) pin(sums[block]);
+
+    // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
+    __syncthreads();
+    float* const exchange = reinterpret_cast<float*>(shared + kTiling.boxes());
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+      for (int r = 0; r < kSums; ++r)
+        exchange[(warpgroup * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp * 33 + lane] =
+            sums[block][r];
+    }
+    cluster_arrive();
+    cluster_wait();
+    finish(args, exchange, tile, rank);
+    tile += num_clusters;
+    fence_proxy_async();
+    cluster_arrive();
+    cluster_wait();  // shared memory stays until the others have read it
+    if (tile >= args.tiles) return;
+    stream.set_tile(tile);
+    if (copies) {
+      for (int i = 0, to = stage; i < min(kStages, last - first); ++i, to = stream.next(to)) {
+        stream.load_weight(first + i, to);
+        stream.load_x(first + i, to);
+      }
+    }
+  }
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(kTransposedThreads, 1)
+    qgemm_sm90_transposed(const __grid_constant__ QgemmSm90TransposedArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) u8 shared[];
+  run(args, shared);
+#endif
+}
+
+}  // namespace halfbyte::device
