@@ -22,8 +22,8 @@ namespace {
 // As typed; words are checked when the command runs.
 struct Arguments {
   std::string op;
-  std::vector<std::string> shapes, models, formats, dtypes;
-  std::vector<int64_t> m, group_sizes;
+  std::vector<std::string> shapes, models, formats, group_sizes, dtypes;
+  std::vector<int64_t> m;
   std::string direction = "both";
   std::string scale_dtype, variant;
   std::string device = "cuda";
@@ -94,10 +94,12 @@ std::vector<QuantSpec> specs_of(const Arguments& arguments) {
     spec.scale_dtype = double_quant                    ? DType::f32
                        : arguments.scale_dtype.empty() ? DType::f16
                                                        : parse_dtype(arguments.scale_dtype);
-    std::vector<int64_t> group_sizes = arguments.group_sizes;
-    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? 128 : 64};
-    for (const int64_t size : group_sizes) {
-      spec.group_size = size;
+    std::vector<std::string> group_sizes = arguments.group_sizes;
+    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? "128" : "64"};
+    for (const std::string& text : group_sizes) {
+      const GroupSize group = parse_group_size(text);
+      spec.granularity = group.granularity;
+      if (group.granularity == Granularity::group) spec.group_size = group.size;
       check_spec(spec);
       specs.push_back(spec);
     }
@@ -147,7 +149,8 @@ const char* direction_of(const QgemmDescriptor& descriptor) {
 }
 // "nf4 g64 f16", "nf4 g64 dq"
 std::string format_of(const QuantSpec& spec) {
-  return fmt::format("{}{} g{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "", group_name(spec),
+  return fmt::format("{}{} {}{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "",
+                     spec.granularity == Granularity::group ? "g" : "", group_name(spec),
                      spec.double_quant ? "dq" : to_string(spec.scale_dtype));
 }
 
@@ -302,7 +305,7 @@ void add_bench_command(CLI::App& app, Command& command) {
   add_list("--format", arguments->formats, "FORMAT,...",
            "Of weights (default: nf4, nf4 with --double-quant, int4, affine4)");
   add_list("--group-size", arguments->group_sizes, "SIZE,...",
-           "Columns that share a scale (default 64, of int 128)");
+           "Columns that share a scale, channel (a row) or tensor (default 64, of int 128)");
   add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32");
   sub.add_flag("--double-quant", arguments->double_quant, "With --format: the scales in 8 bits");
   sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point");

@@ -4,6 +4,7 @@
 
 #include <CLI/App.hpp>
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
 #include <optional>
 
@@ -113,6 +114,19 @@ void check_cpu(const std::string& word, const std::string& command) {
   const std::optional<Device> device = parse_device_option(word);
   if (device && device->kind != DeviceKind::cpu)
     throw Error(ErrorCode::device, fmt::format("--device {}: {} runs on the CPU only", word, command));
+}
+
+GroupSize parse_group_size(const std::string& text) {
+  if (text == "channel") return {Granularity::channel};
+  if (text == "tensor") return {Granularity::tensor};
+  const char* const last = text.data() + text.size();
+  GroupSize group;
+  if (const auto [end, error] = std::from_chars(text.data(), last, group.size);
+      error != std::errc() || end != last)
+    throw Error(ErrorCode::usage,
+                fmt::format("--group-size: expected a number of elements, channel or tensor, got '{}'",
+                            printable(text)));
+  return group;
 }
 
 }  // namespace halfbyte::cli

@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "halfbyte/device.hpp"
+#include "halfbyte/format.hpp"
 
 namespace halfbyte::cli {
 
@@ -41,5 +42,12 @@ std::string to_string(const DeviceChoice& choice);
 DeviceChoice select_device(const std::string& word, const std::string& input);
 // For a command that runs on the CPU only: Error(device) where another device is asked for.
 void check_cpu(const std::string& word, const std::string& command);
+
+// Of --group-size: a number of elements, "channel" or "tensor". Error(usage) for other words.
+struct GroupSize {
+  Granularity granularity = Granularity::group;
+  int64_t size = 0;  // of Granularity::group
+};
+GroupSize parse_group_size(const std::string& text);
 
 }  // namespace halfbyte::cli

@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <CLI/App.hpp>
-#include <charconv>
 #include <memory>
 
 #include "command.h"
@@ -29,24 +28,6 @@ struct Arguments {
   ComputeArguments compute;
 };
 
-void parse_group_size(const std::string& text, QuantizeOptions& options) {
-  if (text == "channel") {
-    options.granularity = Granularity::channel;
-    return;
-  }
-  if (text == "tensor") {
-    options.granularity = Granularity::tensor;
-    return;
-  }
-  const char* const last = text.data() + text.size();
-  int64_t size = 0;
-  if (const auto [end, error] = std::from_chars(text.data(), last, size); error != std::errc() || end != last)
-    throw Error(ErrorCode::usage,
-                fmt::format("--group-size: expected a number of elements, channel or tensor, got '{}'",
-                            printable(text)));
-  options.group_size = size;
-}
-
 // The message names the option.
 std::array<float, 16> parse_table_option(const std::string& text) {
   try {
@@ -66,7 +47,13 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   if (!arguments.table.empty()) options.table = parse_table_option(arguments.table);
   options.asymmetric = arguments.asymmetric;
   options.double_quant = arguments.double_quant;
-  if (!arguments.group_size.empty()) parse_group_size(arguments.group_size, options);
+  if (!arguments.group_size.empty()) {
+    const GroupSize group = parse_group_size(arguments.group_size);
+    if (group.granularity == Granularity::group)
+      options.group_size = group.size;  // flat groups too, where the layout has them
+    else
+      options.granularity = group.granularity;
+  }
   if (!arguments.layout.empty()) options.layout = parse_layout(arguments.layout);
   if (!arguments.scale_rule.empty()) options.scale_rule = parse_scale_rule(arguments.scale_rule);
   if (!arguments.scale_dtype.empty()) options.scale_dtype = parse_dtype(arguments.scale_dtype);

@@ -342,6 +342,8 @@ def test_bench_cases():
     assert layers["llama-70b o"] == (8192, 8192) and layers["llama-70b down"] == (8192, 28672)
     one = cases("--shape", "64x64", "--dtype", "f32", "--format", "int4", "--group-size", "32,64", "--asymmetric")
     assert [case["spec"]["group_size"] for case in one] == [32, 64] and all(case["spec"]["asymmetric"] for case in one)
+    (channel,) = cases("--shape", "64x64", "--dtype", "f16", "--format", "int8", "--group-size", "channel")
+    assert channel["spec"]["granularity"] == "channel" and channel["spec"]["format"] == "int8"
 
 
 def test_bench_measures(tmp_path, with_stubs):

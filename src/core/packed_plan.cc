@@ -77,13 +77,11 @@ void PackedPlan::check_dense(const TensorView& dense) const {
 
 void PackedPlan::check_parts(const QuantizedView& parts) const {
   const QuantSpec& spec = descriptor_.spec;
-  const auto same = [&](const char* field, const auto& actual, const auto& expected) {
+  check_same_spec(op_.name, op_.parts, parts.spec, spec);
+  const auto same = [&](const char* field, int64_t actual, int64_t expected) {
     HALFBYTE_CHECK(actual == expected, usage, "{}: {}.{} must be {} as in the descriptor, got {}", op_.name,
                    op_.parts, field, expected, actual);
   };
-  check_same_spec(op_.name, op_.parts, parts.spec, "the descriptor", spec);
-  check_same_spec(op_.name, op_.parts, parts.spec, spec);
-  const auto same = [&](const char* field, int64_t actual, int64_t expected) {
   same("rows", parts.rows, descriptor_.rows);
   same("cols", parts.cols, descriptor_.cols);
   HALFBYTE_CHECK(has_zeros(spec) || parts.zeros == nullptr, usage,

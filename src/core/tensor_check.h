@@ -4,7 +4,7 @@
 #include <span>
 #include <string>
 
-#include "halfbyte/tensor.hpp"
+#include "halfbyte/format.hpp"
 
 namespace halfbyte {
 

@@ -37,9 +37,6 @@ std::vector<Kernel> make_table() {
            reorder_kernels(),
            benchmark_kernels(),
        })
-  for (const auto& rows : {quantize_kernels(), dequantize_kernels(), quantize_linear_kernels(),
-                           fake_quantize_kernels(), observe_kernels(), compute_qparams_kernels(),
-                           affine_qdq_kernels(), qgemm_kernels(), reorder_kernels()})
     table.insert(table.end(), rows.begin(), rows.end());
   table.push_back(
       {{"workspace", "clear_workspace", "Zeros for another kernel, which may begin meanwhile.", {}},

@@ -35,8 +35,9 @@ bool has_simt_rows(const QgemmProblem& problem);
 cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
 cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
 cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
-// Of variant qgemm_sm80; the second adds up what the blocks of the first left. Error(usage) where it does not
-// take the problem.
+// Of variant qgemm_sm80: rows of x in the tile of a block; the kernel, and that which adds up what its blocks
+// left. Error(usage) where it does not take the problem.
+int qgemm_sm80_tokens(const QgemmProblem& problem);
 cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem);
 cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem);
 // Of variant qgemm_sm90_wgmma: m rounded up; all that a tile needs, with as many stages as fit.

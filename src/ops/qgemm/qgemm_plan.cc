@@ -71,13 +71,13 @@ struct QgemmImpl : QgemmPlan::Impl {
     std::vector<ArgumentMemory> memory;
     if (d.packed) {
       absent("view", args.view.codes, "packed is true");
-      check_same_spec(kOp, "weight", args.weight.spec, "the descriptor", d.spec);
+      check_same_spec(kOp, "weight", args.weight.spec, d.spec);
       same("rows", args.weight.rows, d.n);
       same("cols", args.weight.cols, d.k);
       memory = {check_packed(kOp, "weight", args.weight, device, false)};
     } else {
       absent("weight", args.weight.data, "packed is false");
-      check_same_spec(kOp, "view", args.view.spec, "the descriptor", d.spec);
+      check_same_spec(kOp, "view", args.view.spec, d.spec);
       same("rows", args.view.rows, d.n);
       same("cols", args.view.cols, d.k);
       HALFBYTE_CHECK(args.view.layout == d.layout, usage,

@@ -319,7 +319,6 @@ __device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], con
           values[i][1] = byte_pair<1, 3>(Element(), words.word[i]);
         }
       }
-      const int row = 2 * pair;
       const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
       const Pair scales = of_rows([&](int row) { return scale_at(params, row, lane); });
       const Pair biases = kBiases ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
@@ -365,8 +364,8 @@ __device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const 
 
 using Sums = float[kWarpBlocks][2][kTokenTiles][4];
 
-// Adds a step. `warp_feature`, `warp_token`: where the warp begins, in blocks of 32 features and in tokens of the tile;
-// `tokens`: how many it has.
+// Adds a step. The warp begins with block `warp_feature` of 32 features and token `warp_token` of the tile, and has
+// `tokens` tokens.
 __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature, int warp_token, int tokens,
                                          const Lane& lane) {
 #pragma unroll kTokens == 128 ? 1 : 4 / kDeep

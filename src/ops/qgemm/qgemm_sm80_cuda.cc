@@ -11,11 +11,6 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows of x in the tile of a block.
-int tokens_of(const QgemmProblem& problem) {
-  const int64_t most = problem.dtype == DType::f32 ? 64 : 128;
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(problem.m, 8, most))));
-}
 // Groups that the 64 columns of a unit can have parameters of.
 int unit_groups(const QgemmProblem& problem) {
   const formats::PackedLayout& weight = problem.weight;
@@ -25,7 +20,7 @@ int unit_groups(const QgemmProblem& problem) {
 QgemmSm80Stage stage_of(const QgemmProblem& problem) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
-                          weight.double_quant, unit_groups(problem), tokens_of(problem),
+                          weight.double_quant, unit_groups(problem), qgemm_sm80_tokens(problem),
                           static_cast<int>(size_of(problem.dtype)));
 }
 // Rows of x are whole chunks of 16 bytes.
@@ -103,7 +98,7 @@ class QgemmSm80 : public QgemmKernel {
   // A block a tile; where these are too few for the device, several share the sums of a tile.
   void place_tiles() {
     constexpr int64_t kFewestSteps = 4;  // of a block, which has some to begin with
-    const int tokens = tokens_of(problem_);
+    const int tokens = qgemm_sm80_tokens(problem_);
     args_.m = problem_.m;
     args_.in_cols = problem_.in_cols();
     args_.out_cols = problem_.out_cols();
@@ -147,6 +142,14 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 }  // namespace
 
+int qgemm_sm80_tokens(const QgemmProblem& problem) {
+  // More would not fit into registers.
+  const bool wide = problem.dtype == DType::f32 ||
+                    (problem.weight.has_biases && problem.weight.bits == 8 && !problem.transposed);
+  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, wide ? 64 : 128);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
+}
+
 cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem) {
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm80: {}", reason);
@@ -156,7 +159,7 @@ cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem) {
                                         "constexpr int kGroup = {}, kUnitGroups = {}, kTokens = {};\n",
                                         problem.transposed, problem.double_quant, is_aligned(problem),
                                         problem.weight.inlined ? problem.weight.group : 0,
-                                        unit_groups(problem), tokens_of(problem)))};
+                                        unit_groups(problem), qgemm_sm80_tokens(problem)))};
 }
 
 cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem) {

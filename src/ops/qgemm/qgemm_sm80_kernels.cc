@@ -15,12 +15,11 @@ cuda::KernelSpec specialise(const KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   const std::string& tokens = values.at("tokens");
   std::from_chars(tokens.data(), tokens.data() + tokens.size(), problem.m);
-  if (problem.dtype == DType::f32) {
-    HALFBYTE_CHECK(problem.m <= 64, usage, "tokens {} do not go with dtype f32", tokens);
-    problem.math = QgemmMath::tf32;
-  }
+  if (problem.dtype == DType::f32) problem.math = QgemmMath::tf32;
   problem.transposed = cuda::is_set(values, "transposed");
   if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
+  HALFBYTE_CHECK(qgemm_sm80_tokens(problem) == problem.m, usage,
+                 "tokens {} go neither with dtype f32 nor, forward, with affine8", tokens);
   return qgemm_sm80_kernel(problem);
 }
 

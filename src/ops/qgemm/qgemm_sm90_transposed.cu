@@ -3,17 +3,16 @@
 // A cluster makes tiles of 64 or 128 columns of the weight; its blocks, and the four warpgroups of a block,
 // share the rows among them. A warpgroup streams its own rows: bulk copies bring codes and parameters of two
 // strips, 64 rows, and the box of x for them, several stages ahead. The codes become 16-bit weights in
-// registers, which are operand A of wgmma: its 64 rows are columns of the weight, its k runs along the rows of
-// the weight. Operand B is the box of x. At the end of a tile the sums of all warpgroups of the cluster meet in
-// shared memory and are added in a fixed order.
+// registers: operand A of the matrix instructions, whose rows are columns of the weight, whose k runs along the
+// rows of the weight. Operand B is the box of x. At the end of a tile the sums of the cluster meet in shared
+// memory and are added in a fixed order.
 //
-// Which columns: a word of codes has rows 2a and 2a + 1 of the four columns 16j + 8 * second + 2t + e, e and
-// second 0 or 1. Lane (g, t') of warp w has the words of its j and t (below) for a = 8i + t' and 8i + t' + 4,
-// what A wants of step i of 16 rows; e = 0 is fragment row g, e = 1 row g + 8. Of two units, warps 0 and 1 have
-// the first, 2 and 3 the second, and `second` is the block of 64 rows of A; of one unit, warps 0 and 1 have
-// second = 0, the others 1.
+// A word of 4-bit codes has rows 2a and 2a + 1 of the columns 16j + 8 * second + 2t + e, e and second 0 or 1.
+// Lane (g, t') has words of a = 8i + t' and 8i + t' + 4 for step i of 16 rows of a strip; e = 0 is fragment row g,
+// e = 1 row g + 8.
 #include "ops/qgemm/qgemm_sm90_transposed_args.h"
 
+#include "cuda/device/mma.cuh"
 #include "ops/qgemm/qgemm_sm90.cuh"
 
 #include "halfbyte_config.h"
@@ -23,28 +22,9 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
-constexpr int kSums = kTokens / 2;  // registers of the sums of 64 rows of A
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.fits());
 static_assert(kTiling.table_bytes() == 0 || kTiling.table_bytes() == kPairTableBytes);
-
-// A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
-constexpr bool kHalfUnits = kBits == 8 || kGroup == 32;
-struct WordPlace {
-  int j, t;
-};
-HALFBYTE_FN WordPlace word_place(int warp, int g) {
-  const int odd = warp & 1;
-  return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
-}
-// Who has it: with `high` = warp / 2.
-struct LanePlace {
-  int warp, g;
-};
-HALFBYTE_FN LanePlace lane_place(int high, WordPlace word) {
-  return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
-                    : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
-}
 
 __device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
   u32 d;
@@ -80,9 +60,6 @@ __device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
 struct ParameterPairs {
   u32 scale = 0, zero = 0, bias = 0;
 };
-
-template <int i>
-struct Constant {};
 
 // Two weights from the values of their codes.
 __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
@@ -152,11 +129,12 @@ class Stream {
     return stage == first() ? first() + kStages - 1 : stage - 1;
   }
   __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
-  // Operand B; the next 16 rows of the weight are 2 on.
-  __device__ __forceinline__ u64 box(int stage) const {
-    const u32 low = static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16));
+  // Operand B of rows 16 * i and up.
+  __device__ __forceinline__ u64 box(int stage, int i) const {
+    const u32 low = static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16) + i * 2);
     return (first_box_ & ~0xFFFFFFFFull) | low;
   }
+  __device__ __forceinline__ const u8* box_bytes(int stage) const { return boxes_ + stage * kTiling.box_bytes(); }
   __device__ __forceinline__ const u8* slot(int stage, int strip) const {
     return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
   }
@@ -185,16 +163,19 @@ class Stream {
   u32 code_bytes_ = 0;
 };
 
-// The parameters of a stage: a lane has those of rows 2a and 2a + 1 of strip lane / 16, a = lane % 16.
+// The parameters of two rows, `row` (even) and the next of strip `strip` of a stage, in one group: number
+// `group` (of 32 columns) of unit `unit`.
 class Parameters {
  public:
-  __device__ __forceinline__ Parameters(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane)
-      : args_(args),
+  Parameters() = default;
+  __device__ __forceinline__ Parameters(const QgemmSm90TransposedArgs& args, const u8* shared, int unit, int group,
+                                        int strip, int row)
+      : args_(&args),
         map_(reinterpret_cast<const float*>(shared + kTiling.map())),
-        unit_(kUnits == 1 ? 0 : warp >> 1),
-        group_(kGroup == 32 ? warp & 1 : 0),
-        strip_(lane >> 4),
-        row_(lane % 16 * 2) {
+        unit_(unit),
+        group_(kGroup == 32 ? group : 0),
+        strip_(strip),
+        row_(row) {
     if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
 
@@ -204,12 +185,12 @@ class Parameters {
       i64 group = 0;
       if constexpr (kGroup != 0)
         group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kGroupSize + group_,
-                         args_.groups - 1);
-      const float* const absmax = reinterpret_cast<const float*>(args_.weight + args_.absmax);
+                         args_->groups - 1);
+      const float* const absmax = reinterpret_cast<const float*>(args_->weight + args_->absmax);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const i64 row = min((first_strip + strip_) * kUnitRows + row_ + i, args_.n - 1);
-        absmax_[i] = load_early(absmax + (row * args_.groups + group) / 256);
+        const i64 row = min((first_strip + strip_) * kUnitRows + row_ + i, args_->n - 1);
+        absmax_[i] = load_early(absmax + (row * args_->groups + group) / 256);
       }
     }
   }
@@ -239,14 +220,153 @@ class Parameters {
   }
 
  private:
-  const QgemmSm90TransposedArgs& args_;
-  const float* map_;
-  int unit_, group_, strip_, row_;  // group_: within the unit
+  const QgemmSm90TransposedArgs* args_ = nullptr;
+  const float* map_ = nullptr;
+  int unit_ = 0, group_ = 0, strip_ = 0, row_ = 0;
   float absmax_[2] = {}, offset_ = 0;
 };
 
-// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t'. By PTX ISA,
-// "shfl.sync": with a segment mask of 3 the lane that is read has the low two bits of one's own.
+// The values of two words, a and a + 4, of 4-bit codes: of `second`, q = 0 (a) or 1 and e in
+// [second][2 * q + e].
+template <int n>
+__device__ __forceinline__ void look_up_words(u32 (&values)[n][4], u32 first, u32 second, u32 table_lane) {
+  // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even column.
+  const u32 even_rows = permute(first, second, 0x6420), odd_rows = permute(first, second, 0x7531);
+  const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
+  const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
+  values[0][0] = look_up_pair<0>(even_cols, table_lane);
+  values[0][1] = look_up_pair<0>(odd_cols, table_lane);
+  values[0][2] = look_up_pair<2>(even_cols, table_lane);
+  values[0][3] = look_up_pair<2>(odd_cols, table_lane);
+  values[n - 1][0] = look_up_pair<1>(even_cols, table_lane);
+  values[n - 1][1] = look_up_pair<1>(odd_cols, table_lane);
+  values[n - 1][2] = look_up_pair<3>(even_cols, table_lane);
+  values[n - 1][3] = look_up_pair<3>(odd_cols, table_lane);
+}
+
+template <int n>
+struct alignas(4 * n) Words {
+  u32 word[n];
+};
+
+// Few tokens: a warp multiplies 16 of the 64 rows of a stage, all columns of the tile, by mma(). Lane (g, t') has
+// t = g % 4 of unit g / 4, or of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
+class WarpProduct {
+ public:
+  static constexpr int kBlocks = 4 * kUnits, kTokenTiles = kTokens / 8;
+  static constexpr int kParts = 4 * kTransposedWarpgroups;  // sums that the block adds up
+
+  __device__ __forceinline__ WarpProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane,
+                                         u32 rank)
+      : table_lane_(pair_table_lane(lane, rank)), warp_(warp), lane_(lane) {
+    const int high = lane >> 4, t = lane >> 2 & 3, quad_lane = lane & 3;
+    constexpr int kUnitsPerBlock = kTiling.units_per_block();
+    const int unit = kUnits == 2 ? high : 0, half = kUnits == 2 ? 0 : high;
+    at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
+          code_place(warp % 2 * 16 + 2 * quad_lane, half * 32 + 2 * t, kBits).byte;
+    box_at_ = static_cast<int>(swizzle_128(static_cast<u32>((lane >> 2) * 128 + warp * 32 + quad_lane * 4)));
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i)
+      parameters_[i] = Parameters(args, shared, unit, kGroups == 2 ? i / 2 : half, warp / 2,
+                                  warp % 2 * 16 + 2 * quad_lane + i % 2 * 8);
+  }
+
+  __device__ __forceinline__ void load_ahead(int tile, int first_strip) {
+#pragma unroll
+    for (Parameters& parameters : parameters_) parameters.load_ahead(tile, first_strip);
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& block : sums_)
+#pragma unroll
+      for (auto& tile : block)
+#pragma unroll
+        for (float& sum : tile) sum = 0;
+  }
+
+  // Adds the products of a stage; `then`: what may be done once its parameters are loaded.
+  template <class Then>
+  __device__ __forceinline__ void multiply(const Stream& stream, int stage, const Then& then) {
+    const u8* const words = stream.slot(stage, warp_ / 2) + at_;
+    ParameterPairs pairs[2 * kGroups];
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i) pairs[i] = parameters_[i].load(stream.slot(stage, 0));
+    then();
+    u32 b[kTokenTiles][2];
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i) {
+      // The chunk of 16 bytes for the other 8 rows is the neighbour: its number has the other low bit.
+      const u8* const box = stream.box_bytes(stage) + i * 1024;
+      b[i][0] = *reinterpret_cast<const u32*>(box + box_at_);
+      b[i][1] = *reinterpret_cast<const u32*>(box + (box_at_ ^ 16));
+    }
+    Words<kWords> words_of[2];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        words_of[q] = *reinterpret_cast<const Words<kWords>*>(words + chunk * 1024 + q * 256);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {  // 16 columns
+        u32 a[2][4];
+        if constexpr (kBits == 4) {
+          look_up_words(a, words_of[0].word[j], words_of[1].word[j], table_lane_);
+        } else {
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+              a[second][2 * q] = byte_values<0, 2>(words_of[q].word[2 * j + second]);
+              a[second][2 * q + 1] = byte_values<1, 3>(words_of[q].word[2 * j + second]);
+            }
+          }
+        }
+        const int col = chunk * kCols + j, group = kGroups == 2 ? col / 2 : 0;
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) a[second][r] = weight_pair(a[second][r], pairs[2 * group + r / 2]);
+#pragma unroll
+          for (int i = 0; i < kTokenTiles; ++i) mma(Element(), sums_[2 * col + second][i], a[second], b[i]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void finish() {}
+
+  // Where sums lie in the exchange, in words: those of a part, of the pair of columns `pair` of the tile. Of the
+  // second column kOdd on.
+  static constexpr int kOdd = 64;
+  __device__ static __forceinline__ int word(int token, int pair) {
+    const int high = pair / (16 * kUnits), block = pair % (16 * kUnits) / 4, g = 4 * high + pair % 4;
+    return block * kTiling.block_words() + (token / 8 * 4 + token % 2) * 32 + g * 4 + token % 8 / 2;
+  }
+  static constexpr int kPartWords = kBlocks * kTiling.block_words();
+  __device__ __forceinline__ void store(float* exchange, int warpgroup) const {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int r = 0; r < 4 * kTokenTiles; ++r)
+        exchange[((warpgroup * 4 + warp_) * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] =
+            sums_[block][r / 4][r % 4];
+    }
+  }
+
+ private:
+  // Words of a lane that lie together, for kCols times 16 columns; 8-bit codes of two units come in two chunks.
+  static constexpr int kWords = kBits == 8 ? 4 : 2 * kUnits, kCols = kBits == 8 ? 2 : kWords;
+  static constexpr int kChunks = 2 * kUnits / kCols;
+  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1;  // of a lane
+
+  u32 table_lane_;
+  int warp_, lane_, at_, box_at_;
+  Parameters parameters_[2 * kGroups];
+  float sums_[kBlocks][kTokenTiles][4];
+};
+
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane l
+// has those of strip l / 16, a = l % 16. By PTX ISA, "shfl.sync": with a segment mask of 3 the lane that is read
+// has the low two bits of one's own.
 template <int kFirst>
 __device__ __forceinline__ u32 shuffle(u32 pair) {
   u32 result;
@@ -262,99 +382,173 @@ __device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
   return result;
 }
 
-// Reads the codes of A: [block of 64 rows][register], two values each.
-class Codes {
+// More tokens: a warpgroup multiplies the 64 rows of a stage by wgmma(). A warp has some words of all columns; of
+// two units, warps 0 and 1 have the first, 2 and 3 the other, and `second` is the block of 64 rows of A; of one
+// unit, warps 0 and 1 have second = 0, the others 1.
+class WarpgroupProduct {
  public:
-  __device__ __forceinline__ Codes(int warp, int lane, u32 rank) : table_lane_(pair_table_lane(lane, rank)) {
-    const int high = warp >> 1, quad_lane = lane & 3;
-    const WordPlace place = word_place(warp, lane >> 2);
-    const int unit = kUnits == 2 ? high : 0;
+  static constexpr int kParts = kTransposedWarpgroups;  // sums that the block adds up
+
+  __device__ __forceinline__ WarpgroupProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane,
+                                              u32 rank)
+      : table_lane_(pair_table_lane(lane, rank)),
+        warp_(warp),
+        lane_(lane),
+        parameters_(args, shared, kUnits == 2 ? warp / 2 : 0, warp % 2, lane / 16, lane % 16 * 2) {
+    const int high = warp / 2, unit = kUnits == 2 ? high : 0;
+    const WordPlace place = word_place(warp % 2, lane / 4);
     constexpr int kUnitsPerBlock = kTiling.units_per_block();
-    // a & 2 is that of quad_lane: the words of 4 more pairs of rows are at a constant distance.
+    // a & 2 is that of lane % 4: the words of 4 more pairs of rows are at a constant distance.
     at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
-          code_place(2 * quad_lane, 16 * place.j + 2 * place.t, kBits).byte;
+          code_place(lane % 4 * 2, 16 * place.j + 2 * place.t, kBits).byte;
     if (kBits == 8 && kUnits == 1) at_ += 4 * high;
-    selector_ = high == 0 ? 0x40 : 0x62;  // of the even row's bytes of two words
+    selector_ = high == 0 ? 0x5410 : 0x7632;
   }
 
-  // Of 16 rows, step `i` of the strip in `slot`.
-  __device__ __forceinline__ void load(u32 (&values)[kUnits][4], const u8* slot, int i) const {
-    const u8* const words = slot + at_ + i * 8 * 64;
-    if constexpr (kBits == 4) {
-      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
-      // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even
-      // column. Of two units bytes 2 and 3 are the other block; of one unit they, or 0 and 1, are not of this warp.
-      const u32 even_rows = permute(first, second, kUnits == 1 ? selector_ : 0x6420);
-      const u32 odd_rows = permute(first, second, kUnits == 1 ? selector_ + 0x1111 : 0x7531);
-      const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
-      const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
-      values[0][0] = look_up_pair<0>(even_cols, table_lane_);
-      values[0][1] = look_up_pair<0>(odd_cols, table_lane_);
-      if constexpr (kUnits == 1) {
-        values[0][2] = look_up_pair<1>(even_cols, table_lane_);
-        values[0][3] = look_up_pair<1>(odd_cols, table_lane_);
-      } else {
-        values[0][2] = look_up_pair<2>(even_cols, table_lane_);
-        values[0][3] = look_up_pair<2>(odd_cols, table_lane_);
-        values[1][0] = look_up_pair<1>(even_cols, table_lane_);
-        values[1][1] = look_up_pair<1>(odd_cols, table_lane_);
-        values[1][2] = look_up_pair<3>(even_cols, table_lane_);
-        values[1][3] = look_up_pair<3>(odd_cols, table_lane_);
-      }
-    } else {
+  __device__ __forceinline__ void load_ahead(int tile, int first_strip) { parameters_.load_ahead(tile, first_strip); }
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-      for (int q = 0; q < 2; ++q) {
-        u32 word[kUnits];
-        if constexpr (kUnits == 1) {
-          word[0] = *reinterpret_cast<const u32*>(words + q * 4 * 64);
-        } else {
-          const u64 both = *reinterpret_cast<const u64*>(words + q * 4 * 64);
-          word[0] = static_cast<u32>(both);
-          word[1] = static_cast<u32>(both >> 32);
-        }
+    for (auto& block : sums_)
 #pragma unroll
-        for (int block = 0; block < kUnits; ++block) {
-          values[block][2 * q] = byte_values<0, 2>(word[block]);
-          values[block][2 * q + 1] = byte_values<1, 3>(word[block]);
-        }
-      }
+      for (float& sum : block) sum = 0;
+  }
+
+  // Adds the products of a stage but for those under way, which finish() waits for: at most of that stage.
+  template <class Then>
+  __device__ __forceinline__ void multiply(const Stream& stream, int stage, const Then& then) {
+    const ParameterPairs pairs = parameters_.load(stream.slot(stage, 0));
+    then();
+    multiply_rows<0>(stream, stage, pairs);
+    multiply_rows<1>(stream, stage, pairs);
+    multiply_rows<2>(stream, stage, pairs);
+    multiply_rows<3>(stream, stage, pairs);
+  }
+  __device__ __forceinline__ void finish() {
+    wgmma_wait<0>();
+#pragma unroll
+    for (auto& block : sums_) pin(block);
+  }
+
+  // As those of WarpProduct.
+  static constexpr int kOdd = 2 * kTiling.sum_words();
+  __device__ static __forceinline__ int word(int token, int pair) {
+    const int second = pair / 4 % 2, high = kUnits == 2 ? pair / 32 : second;
+    const LanePlace place = lane_place(high, {pair / 8 % 4, pair % 4});
+    return (kUnits == 2 ? second : 0) * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
+           place.warp * 33 + place.g * 4 + token % 8 / 2;
+  }
+  static constexpr int kPartWords = kUnits * kTiling.block_words();
+  __device__ __forceinline__ void store(float* exchange, int warpgroup) const {
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+      for (int r = 0; r < kSums; ++r)
+        exchange[(warpgroup * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 33 + lane_] =
+            sums_[block][r];
     }
   }
 
  private:
+  static constexpr int kSums = kTokens / 2;
+
+  // A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
+  static constexpr bool kHalfUnits = kBits == 8 || kGroup == 32;
+  struct WordPlace {
+    int j, t;
+  };
+  __device__ static __forceinline__ WordPlace word_place(int odd, int g) {
+    return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
+  }
+  // Who has it.
+  struct LanePlace {
+    int warp, g;
+  };
+  __device__ static __forceinline__ LanePlace lane_place(int high, WordPlace word) {
+    return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
+                      : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
+  }
+
+  // Rows 16 * i and up of the stage.
+  template <int i>
+  __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage, const ParameterPairs& pairs) {
+    wgmma_wait<1>();
+    u32(&a)[kUnits][4] = a_[i % 2];  // last read two products ago
+    load_codes(a, stream.slot(stage, i / 2) + at_ + i % 2 * 8 * 64);
+    const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[block][r] = weight_pair(a[block][r], of_rows[r / 2]);
+      pin(a[block]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < kUnits; ++block)
+      wgmma<Major::k>(Element(), sums_[block], a[block], stream.box(stage, i));
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4], const u8* words) const {
+    if constexpr (kBits == 4) {
+      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
+      if constexpr (kUnits == 2) {
+        look_up_words(values, first, second, table_lane_);
+      } else {
+        // Half of each word; two nibbles of each half change places, then bytes are two rows of a column.
+        u32 word = permute(first, second, selector_);
+        word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
+        values[0][0] = look_up_pair<0>(word, table_lane_);
+        values[0][1] = look_up_pair<1>(word, table_lane_);
+        values[0][2] = look_up_pair<2>(word, table_lane_);
+        values[0][3] = look_up_pair<3>(word, table_lane_);
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const auto word = *reinterpret_cast<const Words<kUnits>*>(words + q * 4 * 64);
+#pragma unroll
+        for (int block = 0; block < kUnits; ++block) {
+          values[block][2 * q] = byte_values<0, 2>(word.word[block]);
+          values[block][2 * q + 1] = byte_values<1, 3>(word.word[block]);
+        }
+      }
+    }
+  }
+
   u32 table_lane_, selector_;
-  int at_;
+  int warp_, lane_, at_;
+  Parameters parameters_;
+  u32 a_[2][kUnits][4];
+  float sums_[kUnits][kSums];
 };
 
-// Adds the sums of all warpgroups of the cluster, in their order, and stores y: each block a share.
+using Product = Select<kTokens <= 16, WarpProduct, WarpgroupProduct>;
+static_assert(Product::kParts * Product::kPartWords * 4 == kTiling.exchange_bytes());
+
+// Adds up the parts of the sums, of all blocks of the cluster in their order, and stores y: each block a share.
 __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, int rank) {
   constexpr int kPairs = kUnits * kUnitCols / 2;  // of columns
   const int per_round = kTransposedThreads * args.cluster;
-  for (int at = rank * kTransposedThreads + static_cast<int>(threadIdx.x);
-       at < args.m * kPairs; at += per_round) {
+  for (int at = rank * kTransposedThreads + static_cast<int>(threadIdx.x); at < args.m * kPairs; at += per_round) {
     const int token = at / kPairs, pair = at % kPairs;
     const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
     if (column >= args.k) continue;
-    const int second = pair >> 2 & 1, block = kUnits == 2 ? second : 0;
-    const LanePlace place = lane_place(kUnits == 2 ? pair >> 5 : second, {pair >> 3 & 3, pair & 3});
-    const int word = block * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
-                     place.warp * 33 + place.g * 4 + token % 8 / 2;
-    float low = 0, high = 0;
+    const int word = Product::word(token, pair);
+    float even = 0, odd = 0;
     for (int i = 0; i < args.cluster; ++i) {
-      const u32 sums = shared_address_of(exchange, static_cast<u32>(i));
+      const u32 sums = shared_address_of(exchange + word, static_cast<u32>(i));
 #pragma unroll
-      for (int warpgroup = 0; warpgroup < kTransposedWarpgroups; ++warpgroup) {
-        const u32 from = sums + (word + warpgroup * kUnits * kTiling.block_words()) * 4;
-        low += load_cluster(from);
-        high += load_cluster(from + 2 * kTiling.sum_words() * 4);
+      for (int part = 0; part < Product::kParts; ++part) {
+        even += load_cluster(sums + part * Product::kPartWords * 4);
+        odd += load_cluster(sums + (part * Product::kPartWords + Product::kOdd) * 4);
       }
     }
     u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.k + column);
     if (args.accumulate) {
-      low += load(Element(), static_cast<u16>(*y));
-      high += load(Element(), static_cast<u16>(*y >> 16));
+      even += load(Element(), static_cast<u16>(*y));
+      odd += load(Element(), static_cast<u16>(*y >> 16));
     }
-    *y = store_pair(Element(), low, high);
+    *y = store_pair(Element(), even, odd);
   }
 }
 
@@ -363,7 +557,8 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
   const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
   const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster, num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
   const bool copies = warp == 0 && lane == 0;
   // Of the steps this block's share.
   const int first = args.steps * rank / args.cluster, last = args.steps * (rank + 1) / args.cluster;
@@ -383,8 +578,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
       reinterpret_cast<float*>(shared + kTiling.map())[thread] =
           reinterpret_cast<const float*>(args.weight + args.map)[thread];
   }
-  const Codes codes(warp, lane, static_cast<u32>(rank));
-  Parameters parameters(args, shared, warp, lane);
+  Product product(args, shared, warp, lane, static_cast<u32>(rank));
   __syncthreads();
   wait_for_earlier();
   if (copies) {
@@ -394,35 +588,11 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   int stage = stream.first();
   u32 parity = 0;
   while (true) {
-    float sums[kUnits][kSums] = {};
-    u32 a[2][kUnits][4];
-    parameters.load_ahead(tile, stream.first_strip(first));
+    product.clear();
+    product.load_ahead(tile, stream.first_strip(first));
     for (int step = first; step < last; ++step) {
       wait(stream.full(stage), parity);
-      const ParameterPairs pairs = parameters.load(stream.slot(stage, 0));
-      parameters.load_ahead(tile, stream.first_strip(step + 1));
-      const u64 box = stream.box(stage);
-      const auto multiply = [&]<int i>(Constant<i>) {  // 16 rows
-        wgmma_wait<1>();
-        u32(&weights)[kUnits][4] = a[i % 2];  // last read two products ago
-        codes.load(weights, stream.slot(stage, i / 2), i % 2);
-        const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
-#pragma unroll
-        for (int block = 0; block < kUnits; ++block) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) weights[block][r] = weight_pair(weights[block][r], of_rows[r / 2]);
-          pin(weights[block]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int block = 0; block < kUnits; ++block)
-          wgmma<Major::k>(Element(), sums[block], weights[block], (box & ~0xFFFFFFFFull) | (static_cast<u32>(box) + i * 2));
-        wgmma_commit();
-      };
-      multiply(Constant<0>());
-      multiply(Constant<1>());
-      multiply(Constant<2>());
-      multiply(Constant<3>());
+      product.multiply(stream, stage, [&] { product.load_ahead(tile, stream.first_strip(step + 1)); });
       // Of the stage before, all that read it is done.
       if (step > first && step - 1 + kStages < last) {
         sync_some(1 + warpgroup, 128);
@@ -434,20 +604,12 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
       stage = stream.next(stage);
       if (stage == stream.first()) parity ^= 1;
     }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int block = 0; block < kUnits; ++block) pin(sums[block]);
+    product.finish();
 
     // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
     __syncthreads();
     float* const exchange = reinterpret_cast<float*>(shared + kTiling.boxes());
-#pragma unroll
-    for (int block = 0; block < kUnits; ++block) {
-#pragma unroll
-      for (int r = 0; r < kSums; ++r)
-        exchange[(warpgroup * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp * 33 + lane] =
-            sums[block][r];
-    }
+    product.store(exchange, warpgroup);
     cluster_arrive();
     cluster_wait();
     finish(args, exchange, tile, rank);

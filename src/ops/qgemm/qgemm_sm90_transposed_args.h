@@ -39,13 +39,16 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int stage_bytes() const {  // of all warpgroups
     return kTransposedWarpgroups * (box_bytes() + kTransposedStrips * slot_bytes());
   }
-  // Sums on their way to the threads that finish them: [warpgroup][64 rows of the product][registers], words
-  // padded such that neither side meets in a bank.
-  HALFBYTE_FN int sum_words() const { return 33 * 4; }
+  // Sums on their way to the threads that finish them: by warp where there are few tokens, else by warpgroup,
+  // [part][block of rows of the product][register][lane], padded such that few lanes meet in a bank.
+  HALFBYTE_FN bool by_warp() const { return tokens <= 16; }
+  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 33 * 4; }
   HALFBYTE_FN int block_words() const {
-    return static_cast<int>(formats::round_up(sum_words() * tokens / 2, 32)) + 2;
+    return static_cast<int>(formats::round_up(sum_words() * tokens / 2, 32)) + (by_warp() ? 1 : 2);
   }
-  HALFBYTE_FN int exchange_bytes() const { return kTransposedWarpgroups * units * block_words() * 4; }
+  HALFBYTE_FN int exchange_bytes() const {
+    return kTransposedWarpgroups * units * block_words() * 4 * (by_warp() ? 16 : 1);
+  }
   // Where things begin: the table, the boxes and slots of all stages (afterwards the exchange), barriers, the
   // map of double quantization.
   HALFBYTE_FN int boxes() const { return table_bytes(); }

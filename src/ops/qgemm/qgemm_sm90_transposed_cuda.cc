@@ -149,9 +149,7 @@ QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, in
 }
 
 cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
-  return {
-      "ops/qgemm/qgemm_sm90_transposed.cu", "qgemm_sm90_transposed",
-      "#include \"ops/qgemm/qgemm_sm90_transposed_args.h\"\n" +
+  return {"ops/qgemm/qgemm_sm90_transposed.cu", "qgemm_sm90_transposed",
           cuda::config_text(
               cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
               fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n", t.group,

@@ -308,7 +308,8 @@ inline void set_random_extents(std::mt19937_64& random, QgemmDescriptor& d, int6
   d.m = m > 0 ? m : pick(random, kQgemmExtents);
   d.n = pick(random, kQgemmExtents);
   d.k = pick(random, kQgemmExtents);
-  if (d.packed && d.spec.granularity == Granularity::flat) d.k = d.spec.group_size * (1 + d.k % 3);
+  const bool groups_divide_rows = d.packed || d.layout == WeightLayout::compressed_tensors;
+  if (groups_divide_rows && d.spec.granularity == Granularity::flat) d.k = d.spec.group_size * (1 + d.k % 3);
 }
 
 // ---- Runs
