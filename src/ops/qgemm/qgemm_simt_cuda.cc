@@ -230,9 +230,9 @@ cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem) {
                      weight_config(problem) + scales + fmt::format("constexpr int kM = {};\n", rows));
 }
 cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
-  return simt_kernel(
-      "ops/qgemm/qgemm_simt_tiles.cu", "qgemm_simt_tiles", problem,
-      weight_config(problem) + fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
+  return simt_kernel("ops/qgemm/qgemm_simt_tiles.cu", "qgemm_simt_tiles", problem,
+                     weight_config(problem) + scales_config(false, {}, false) +
+                         fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
 }
 cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem) {
   return simt_kernel("ops/qgemm/qgemm_simt_sum.cu", "qgemm_simt_sum", problem, "");
