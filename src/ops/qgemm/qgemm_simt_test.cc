@@ -21,6 +21,9 @@ TEST(QgemmSimt, RefusesTilesNamingThosePossible) {
   EXPECT_EQ(kQgemmSimt.refuse(problem_of(d)), "");
   d.math = QgemmMath::f64;
   EXPECT_EQ(kQgemmSimt.refuse(problem_of(d)), "tile must be one of 16 x 64, 64 x 64, got 128 x 0");
+  d.tile = {};
+  d.math = QgemmMath::tf32;
+  EXPECT_EQ(kQgemmSimt.refuse(problem_of(d)), "");  // rounding to tf32 is allowed, not demanded
 }
 
 // Few rows of x have a kernel of their own, where its loads are aligned and chunks have one group.
