@@ -30,11 +30,8 @@ constexpr bool kLookUp = kCodec.bits == 4, kAffine = kCodec.kind == Kind::affine
 constexpr PackedLayout kStage = sm90_mma_stage(kCodec, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
 constexpr Sm90MmaShared kShared = sm90_mma_shared(kCodec.bits, kStageBytes, kStages, kSliced, kDoubleQuant);
-#ifndef KF
-#define KF 1
-#define KE 3
-#endif
-constexpr int kFirst = KF, kFirstEarly = KE;
+// Copies that are asked for before x: on an H200 more of them delay x by as long as they take, none the weight.
+constexpr int kFirst = 1, kFirstEarly = 2;
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kCodec.bits / 8;
 
 extern __shared__ __align__(1024) u8 shared[];
