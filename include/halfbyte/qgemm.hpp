@@ -20,9 +20,8 @@ namespace halfbyte {
 
 // How the codes, scales, zero points and biases of a quantized matrix lie in memory.
 //   halfbyte            as QuantShape describes them
-//   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte; codes,
-//   and
-//                       groups (Granularity::flat), run across rows
+//   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte;
+//                       codes and groups (Granularity::flat) run across rows
 //   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
 //                       rows: word [r / 8][group] of 4 bits
 //   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
