@@ -14,7 +14,10 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
-constexpr int kWarpgroups = kTiling.warpgroups(), kThreads = kWarpgroups * 128;
+constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
+constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
+// Of a thread that multiplies or copies: what all threads have when they start, dealt anew.
+constexpr int kManyRegisters = kWarpgroups == 2 ? 232 : 112, kFewRegisters = kWarpgroups == 2 ? 40 : 32;
 constexpr int kRowGroups = kTiling.row_groups(), kColGroups = kTiling.col_groups();
 constexpr int kStageCols = kTiling.stage_cols(), kGroupCols = kStageCols / kColGroups;  // of a warpgroup
 constexpr int kStageBytes = kTiling.stage_bytes(), kStripBytes = kTiling.strip_bytes();
@@ -48,11 +51,6 @@ __device__ constexpr int second_offset(int col) {
          col % kBlockCols / kGroupSize * (kUnitRows * kSecondBytes);
 }
 
-// A place in the sequence of stages that a block reads.
-struct Cursor {
-  int pair, stage;  // of strips, the first of a tile; of their columns
-};
-
 #endif
 
 extern "C" __global__ void
@@ -73,8 +71,6 @@ __launch_bounds__(kThreads, 1)
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
-  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
-  const bool copies = warp_of_group == 0 && lane == 0;  // the part of its warpgroup
   const u32 rank = kCluster == 1 ? 0 : cluster_rank();
   const int worker = static_cast<int>(blockIdx.x) / kCluster;
 
@@ -83,47 +79,11 @@ __launch_bounds__(kThreads, 1)
   const int last_pair = static_cast<int>(num_pairs * (worker + 1) / args.num_workers);
   const int half = static_cast<int>(rank);
   const int first_stage = args.num_stages * half / kCluster, last_stage = args.num_stages * (half + 1) / kCluster;
-  const int last_strip = min(2 * last_pair, args.num_strips);
-
-  // ---- The ring.
-  const auto advance = [&](Cursor& at) {
-    if (++at.stage < last_stage) return;
-    at.stage = first_stage;
-    at.pair += kRowGroups;
-  };
-  const auto copy_codes = [&](int slot, const Cursor& at) {
-    const int block = at.stage * kStageBlocks;
-    const u32 num_bytes = static_cast<u32>(min(kStageBlocks, args.num_blocks - block) * kBlockBytes);
-    const int strip = 2 * at.pair + warpgroup;
-    constexpr int kStep = kWarpgroups;
-    u32 expected = 0;
-#pragma unroll
-    for (int i = 0; i < kTiling.strips; i += kStep)
-      if (i + warpgroup < kTiling.strips && strip + i < last_strip) expected += num_bytes;
-#pragma unroll
-    for (int i = 0; i < kStageCols / 64; i += kStep)
-      if (i + warpgroup < kStageCols / 64) expected += kBoxBytes;
-    arrive_expecting(full + slot, expected);
-    u8* const to = ring + slot * kStageBytes + kTiling.x_bytes();
-#pragma unroll
-    for (int i = 0; i < kTiling.strips; i += kStep)
-      if (i + warpgroup < kTiling.strips && strip + i < last_strip)
-        copy_bulk_once(to + (i + warpgroup) * kStripBytes,
-                       args.weight + (strip + i) * args.strip_bytes + static_cast<i64>(block) * kBlockBytes,
-                       num_bytes, full + slot);
-  };
-  const auto copy_x = [&](int slot, const Cursor& at) {
-#pragma unroll
-    for (int i = 0; i < kStageCols / 64; i += kWarpgroups)
-      if (const int box = i + warpgroup; box < kStageCols / 64)
-        load_tile(ring + slot * kStageBytes + box * kBoxBytes, &args.x, 0, at.stage * kStageCols + box * 64,
-                  full + slot);
-  };
 
   let_next_start();
-  if (thread == 0) {
+  if (thread == kMultipliers) {
     for (int slot = 0; slot < kStages; ++slot) {
-      init_barrier(full + slot, kWarpgroups);
+      init_barrier(full + slot, 2);
       init_barrier(empty + slot, kWarpgroups * 4);
     }
     init_barrier(received, 1);
@@ -132,21 +92,62 @@ __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_arrive_relaxed();
-  Cursor fill = {first_pair, first_stage};  // what is copied next
-  if (copies) {
-    prefetch_map(&args.x);
-    Cursor at = fill;
-    for (int slot = 0; slot < kStages && at.pair < last_pair; ++slot, advance(at)) copy_codes(slot, at);
+
+  if (warpgroup == kWarpgroups) {
+    // ---- The ring: one thread copies codes, one x.
+    keep_registers<kFewRegisters>();
+    int slot = 0;
+    u32 parity = 1;  // of the phase of `empty` before this round
+    const auto advance = [&] {
+      if (++slot == kStages) slot = 0, parity ^= 1;
+    };
+    if (warp_of_group == 0 && lane == 0) {
+      const int last_strip = min(2 * last_pair, args.num_strips);
+      int before_x = kStages / 2;  // stages; those behind them would hold up x
+      for (int strip = 2 * first_pair; strip < last_strip; strip += kTiling.strips) {
+        const u8* from = args.weight + strip * args.strip_bytes + i64{first_stage} * kStripBytes;
+        int num_bytes = (args.num_blocks - first_stage * kStageBlocks) * kBlockBytes;  // to the end of the strip
+        const int num_strips = min(kTiling.strips, last_strip - strip);
+        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
+          if (before_x-- == 0) wait_for_earlier();
+          const u32 size = static_cast<u32>(min(num_bytes, kStripBytes));
+          u8* to = ring + slot * kStageBytes + kTiling.x_bytes();
+          wait(empty + slot, parity);
+          arrive_expecting(full + slot, size * static_cast<u32>(num_strips));
+          const u8* source = from;
+#pragma unroll
+          for (int i = 0; i < kTiling.strips; ++i, source += args.strip_bytes)
+            if (i < num_strips) copy_bulk_once(to + i * kStripBytes, source, size, full + slot);
+          from += kStripBytes;
+          num_bytes -= kStripBytes;
+        }
+      }
+    } else if (warp_of_group == 1 && lane == 0) {
+      prefetch_map(&args.x);
+      wait_for_earlier();
+      for (int pair = first_pair; pair < last_pair; pair += kRowGroups)
+        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
+          wait(empty + slot, parity);
+          arrive_expecting(full + slot, kTiling.x_bytes());
+#pragma unroll
+          for (int i = 0; i < kStageCols / 64; ++i)
+            load_tile(ring + slot * kStageBytes + i * kBoxBytes, &args.x, 0, stage * kStageCols + i * 64,
+                      full + slot);
+        }
+    }
+    return;
   }
-  if constexpr (kBits == 4) build_pair_table<kThreads>(thread, rank);
+
+  // ---- The products.
+  take_registers<kManyRegisters>();
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(thread, rank);
   if constexpr (kDoubleQuant)
     if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
   wait_for_earlier();
-  if (copies)
-    for (int slot = 0; slot < kStages && fill.pair < last_pair; ++slot, advance(fill)) copy_x(slot, fill);
-  __syncthreads();
+  sync_some(15, kMultipliers);
   if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
+  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
   int slot = 0;
   u32 parity = 0;
   // By all warps, when the sums of the stage are done.
@@ -154,16 +155,6 @@ __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (lane == 0) arrive(empty + slot);
   };
-  const auto refill = [&](int slot, u32 parity) {
-    if (!copies || fill.pair >= last_pair) return;
-    wait(empty + slot, parity);
-    copy_codes(slot, fill);
-    copy_x(slot, fill);
-    advance(fill);
-  };
-
-  // The stage before this one, which all have left soon.
-  const auto refill_before = [&] { refill(slot == 0 ? kStages - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity); };
 
   // ---- A lane's rows, 2a and 2a + 1 of the strip.
   const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
@@ -279,7 +270,6 @@ __launch_bounds__(kThreads, 1)
             wgmma_wait<1>();
             add_chunk(1 - p);
           }
-          if (q == kChunks - 1 && stage > first_stage) refill_before();
           if (q + 1 < kChunks) {
             decode_chunk(q + 1, stage);
           } else if (stage + 1 < last_stage) {
@@ -299,11 +289,9 @@ __launch_bounds__(kThreads, 1)
       for (int stage = first_stage; stage < last_stage; ++stage) {
         wait(full + slot, parity);
         release(slot);
-        if (stage > first_stage) refill_before();
         if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
       }
     }
-    refill(slot, parity);
     if (++slot == kStages) slot = 0, parity ^= 1;
 
     // ---- The sums of the warpgroups, then of the blocks.
@@ -338,7 +326,7 @@ __launch_bounds__(kThreads, 1)
       }
       stores = stores && rank == finisher;
       if (stores) {
-        if (copies) arrive_expecting(received, kGroupLines * 128);
+        if (warp_of_group == 0 && lane == 0) arrive_expecting(received, kGroupLines * 128);
         wait_cluster(received, tile_parity);
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(kClusterLines, i));

@@ -20,6 +20,7 @@ struct QgemmSm90WgmmaTiling {
 
   // Where 128 registers a thread are too few: 255 of half as many threads.
   HALFBYTE_FN int warpgroups() const { return tokens * bits >= 256 ? 2 : 4; }
+  HALFBYTE_FN int threads() const { return (warpgroups() + 1) * 128; }
   HALFBYTE_FN int row_groups() const { return strips / 2; }
   HALFBYTE_FN int col_groups() const { return warpgroups() / row_groups(); }
   HALFBYTE_FN int stage_cols() const { return formats::max(col_groups() * 128, block_cols); }

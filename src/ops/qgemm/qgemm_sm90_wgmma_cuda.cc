@@ -98,7 +98,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
         ceil_div(layout.strips, 2), pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors)));
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
-    grid_ = {args_.num_workers * int64_t{tiling_.cluster}, tiling_.warpgroups() * 128, tiling_.shared_bytes(),
+    grid_ = {args_.num_workers * int64_t{tiling_.cluster}, tiling_.threads(), tiling_.shared_bytes(),
              tiling_.cluster};
   }
 
