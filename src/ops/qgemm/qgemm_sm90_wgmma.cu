@@ -33,6 +33,7 @@ constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
 constexpr int kGroupLines = 4 * kSums;                   // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
 static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
+static_assert(kCluster == 1 || kRowGroups <= 2);
 
 // From the codes of a column 0: where those of a column begin that a lane reads at once.
 __device__ constexpr int code_offset(int col) {
