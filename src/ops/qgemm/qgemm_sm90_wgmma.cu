@@ -102,7 +102,7 @@ __launch_bounds__(kThreads, 1)
     const auto advance = [&] {
       if (++slot == kStages) slot = 0, parity ^= 1;
     };
-    if (warp_of_group == 0 && lane == 0) {
+    if (warp_of_group == 0 && elect_lane()) {
       const int last_strip = min(2 * last_pair, args.num_strips);
       int before_x = kStages / 2;  // stages; those behind them would hold up x
       for (int strip = 2 * first_pair; strip < last_strip; strip += kTiling.strips) {
@@ -123,7 +123,7 @@ __launch_bounds__(kThreads, 1)
           num_bytes -= kStripBytes;
         }
       }
-    } else if (warp_of_group == 1 && lane == 0) {
+    } else if (warp_of_group == 1 && elect_lane()) {
       prefetch_map(&args.x);
       wait_for_earlier();
       for (int pair = first_pair; pair < last_pair; pair += kRowGroups)
