@@ -54,9 +54,11 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
       if (!tiling.valid() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
       constexpr double kIdle = 0.3, kClusterUnits = 10;
-      const int64_t pairs = pairs_of_worker(p, cluster, num_multiprocessors), row_groups = tiling.row_groups();
-      const auto tiles = static_cast<double>(ceil_div(pairs, row_groups));
-      const double work = static_cast<double>(pairs) + tiles * tokens / 64 + (pairs % row_groups != 0 ? kIdle : 0);
+      const int64_t pairs = pairs_of_worker(p, cluster, num_multiprocessors), pairs_of_tile = strips / 2;
+      const int64_t at_once = pairs_of_tile / tiling.row_groups();  // what a warpgroup multiplies
+      const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
+      const double work = static_cast<double>(ceil_div(pairs, at_once) * at_once) + tiles * tokens / 64 +
+                          (pairs % pairs_of_tile != 0 ? kIdle : 0);
       const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
       const double time = work * units / cluster + tiles * kClusterUnits * (cluster - 1);
       if (best.stages != 0 && time >= least) continue;

@@ -14,8 +14,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const QgemmSm90WgmmaTiling tiling =
       sm90_wgmma_tiling(problem, number("tokens"), number("rows") / 32, number("cluster"));
   HALFBYTE_CHECK(tiling.valid(), usage,
-                 "qgemm_sm90_wgmma: tiles of 256 rows have 4 warpgroups and no cluster, got tokens {}, cluster {}",
-                 tiling.tokens, tiling.cluster);
+                 "qgemm_sm90_wgmma: cluster must be 1 where 4 warpgroups have 256 rows, got {}",
+                 tiling.cluster);
   return sm90_wgmma_kernel(problem, tiling);
 }
 
