@@ -76,34 +76,42 @@ __launch_bounds__(kThreads, 1)
   const u32 rank = kCluster == 1 ? 0 : cluster_rank();
   const int worker = static_cast<int>(blockIdx.x) / kCluster;
 
-  const i64 num_pairs = (args.num_strips + 1) / 2;
-  const int first_pair = static_cast<int>(num_pairs * worker / args.num_workers);
-  const int last_pair = static_cast<int>(num_pairs * (worker + 1) / args.num_workers);
+  const int first_pair = worker * args.num_pairs + min(worker, args.num_longer);
+  const int last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
   const int half = static_cast<int>(rank);
   const int first_stage = args.num_stages * half / kCluster, last_stage = args.num_stages * (half + 1) / kCluster;
 
   let_next_start();
-  if (thread == kMultipliers) {
-    for (int slot = 0; slot < kStages; ++slot) {
-      init_barrier(full + slot, 2);
-      init_barrier(empty + slot, kWarpgroups * 4);
+  const bool copies_codes = warp == kWarpgroups * 4, copies_x = warp == kWarpgroups * 4 + 1;
+  // All wait for the barriers but the warp that makes them, which then starts to copy.
+  if (copies_codes) {
+    if (elect_lane()) {
+#pragma unroll
+      for (int slot = 0; slot < kStages; ++slot) {
+        init_barrier(full + slot, 2);
+        init_barrier(empty + slot, kWarpgroups * 4);
+      }
+      init_barrier(received, 1);
+      init_barrier(taken, 4);
+      fence_barrier_init();
     }
-    init_barrier(received, 1);
-    init_barrier(taken, 4);
-    fence_barrier_init();
+    __syncwarp();
+    arrive_some(0, kThreads);
+  } else {
+    if (copies_x && elect_lane()) prefetch_map(&args.x);
+    sync_some(0, kThreads);
   }
-  __syncthreads();
   if constexpr (kCluster > 1) cluster_arrive_relaxed();
 
   if (warpgroup == kWarpgroups) {
-    // ---- The ring: one thread copies codes, one x.
+    // ---- The ring: a lane copies codes, another x.
     keep_registers<kFewRegisters>();
     int slot = 0;
     u32 parity = 1;  // of the phase of `empty` before this round
     const auto advance = [&] {
       if (++slot == kStages) slot = 0, parity ^= 1;
     };
-    if (warp_of_group == 0 && elect_lane()) {
+    if (copies_codes && elect_lane()) {
       const int last_strip = min(2 * last_pair, args.num_strips);
       int before_x = kStages / 2;  // stages; those behind them would hold up x
       for (int strip = 2 * first_pair; strip < last_strip; strip += kTiling.strips) {
@@ -124,8 +132,7 @@ __launch_bounds__(kThreads, 1)
           num_bytes -= kStripBytes;
         }
       }
-    } else if (warp_of_group == 1 && elect_lane()) {
-      prefetch_map(&args.x);
+    } else if (copies_x && elect_lane()) {
       wait_for_earlier();
       for (int pair = first_pair; pair < last_pair; pair += kTilePairs)
         for (int stage = first_stage; stage < last_stage; ++stage, advance()) {

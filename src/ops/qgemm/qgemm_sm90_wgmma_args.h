@@ -51,7 +51,8 @@ struct QgemmSm90WgmmaArgs {
   formats::i32 m, n;
   formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
   formats::i32 num_stages;              // of a row, all blocks of the cluster together
-  formats::i32 num_workers;             // clusters: each has its part of the pairs of strips
+  // Pairs of strips of a cluster; of the first `num_longer` clusters one more.
+  formats::i32 num_pairs, num_longer;
   bool accumulate;
   bool pairs;  // two neighbouring elements of y and of bias can be accessed at once
 };

@@ -93,11 +93,14 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.num_strips = static_cast<int>(layout.strips);
     args_.num_blocks = static_cast<int>(layout.blocks_per_strip);
     args_.num_stages = static_cast<int>(ceil_div(problem.k, tiling_.stage_cols()));
-    args_.num_workers = static_cast<int>(ceil_div(
-        ceil_div(layout.strips, 2), pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors)));
+    const int64_t pairs = ceil_div(layout.strips, 2);
+    const int64_t workers =
+        ceil_div(pairs, pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors));
+    args_.num_pairs = static_cast<int>(pairs / workers);
+    args_.num_longer = static_cast<int>(pairs % workers);
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
-    grid_ = {args_.num_workers * int64_t{tiling_.cluster}, tiling_.threads(), tiling_.shared_bytes(),
+    grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(),
              tiling_.cluster};
   }
 
