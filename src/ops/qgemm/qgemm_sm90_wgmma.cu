@@ -83,7 +83,7 @@ __launch_bounds__(kThreads, 1)
 
   let_next_start();
   const bool copies_codes = warp == kWarpgroups * 4, copies_x = warp == kWarpgroups * 4 + 1;
-  // All wait for the barriers but the warp that makes them, which then starts to copy.
+  // The warp that makes the barriers waits for nobody and starts to copy.
   if (copies_codes) {
     if (elect_lane()) {
 #pragma unroll
@@ -96,10 +96,11 @@ __launch_bounds__(kThreads, 1)
       fence_barrier_init();
     }
     __syncwarp();
-    arrive_some(0, kThreads);
-  } else {
-    if (copies_x && elect_lane()) prefetch_map(&args.x);
-    sync_some(0, kThreads);
+    arrive_some(0, kMultipliers + 32);
+    arrive_some(15, 64);
+  } else if (copies_x) {
+    if (elect_lane()) prefetch_map(&args.x);
+    sync_some(15, 64);
   }
   if constexpr (kCluster > 1) cluster_arrive_relaxed();
 
@@ -153,7 +154,7 @@ __launch_bounds__(kThreads, 1)
   if constexpr (kDoubleQuant)
     if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
   wait_for_earlier();
-  sync_some(15, kMultipliers);
+  sync_some(0, kMultipliers + 32);
   if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
   const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
