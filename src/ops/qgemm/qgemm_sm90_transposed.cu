@@ -92,10 +92,9 @@ class Stream {
         first_box_(k_major_tile(boxes_, 1024)) {
     asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
     const int sets = (args.strips + kStrips - 1) / kStrips;
-    const int first = static_cast<int>(static_cast<i64>(sets) * rank / args.cluster) + team;
-    const int last = static_cast<int>(static_cast<i64>(sets) * (rank + 1) / args.cluster);
+    const int first = (rank == 0 ? 0 : sets / 2) + team, last = rank + 1 < args.cluster ? sets / 2 : sets;
     first_strip_ = first * kStrips;
-    steps_ = max((last - first + kTeams - 1) / kTeams, 0);
+    steps_ = max(last - first + kTeams - 1, 0) / kTeams;
   }
 
   __device__ __forceinline__ void init() const {
@@ -624,36 +623,50 @@ __device__ __forceinline__ Pair add_teams(const float* sums) {
 __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, const float* exchange, int tile, int rank,
                                        int parity) {
   constexpr int kPairs = kUnits * kUnitCols / 2, kSent = kTokens * kPairs;  // in the tile; words that are sent
-  const int pairs = kPairs / args.cluster, count = args.m * pairs, thread = static_cast<int>(threadIdx.x);
+  const int shift = args.cluster - 1, pairs = kPairs >> shift, count = args.m * pairs;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto token_of = [&](int at) { return at / kPairs << shift | (at % kPairs >= pairs ? 1 : 0); };
+  const auto sums_of = [&](int at, int of_rank) {
+    return exchange + Product::word(token_of(at), of_rank * pairs + (at & (pairs - 1)));
+  };
   const auto sent = [&](int word) {
     word += parity * kSent;
     return scratch_address(word / 32, word % 32, static_cast<u32>(rank));
   };
   if (args.cluster == 2) {
-    const int other = 1 - rank;
+    const u32 other = static_cast<u32>(1 - rank);
     for (int at = thread; at < count; at += kTransposedThreads) {
-      const Pair sum = add_teams(exchange + Product::word(at / pairs, other * pairs + at % pairs));
-      store_cluster(address_in(static_cast<u32>(other), sent(at)), sum.even);
-      store_cluster(address_in(static_cast<u32>(other), sent(kSent / 2 + at)), sum.odd);
+      const Pair sum = add_teams(sums_of(at, 1 - rank));
+      store_cluster(address_in(other, sent(at)), sum.even);
+      store_cluster(address_in(other, sent(kSent / 2 + at)), sum.odd);
     }
     cluster_arrive();
-    cluster_wait();
   }
-  for (int at = thread; at < count; at += kTransposedThreads) {
-    const int token = at / pairs, pair = rank * pairs + at % pairs;
-    const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
+  constexpr int kOwn = (kSent + kTransposedThreads - 1) / kTransposedThreads;
+  Pair own[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = thread + i * kTransposedThreads;
+    if (at < count) own[i] = add_teams(sums_of(at, rank));
+  }
+  if (args.cluster == 2) cluster_wait();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = thread + i * kTransposedThreads;
+    if (at >= count) break;
+    const i64 column = (static_cast<i64>(tile) * kPairs + rank * pairs + (at & (pairs - 1))) * 2;
     if (column >= args.k) continue;
-    Pair sum = add_teams(exchange + Product::word(token, pair));
+    float even = own[i].even, odd = own[i].odd;
     if (args.cluster == 2) {  // the sum of two does not depend on their order
-      sum.even += load_shared(sent(at));
-      sum.odd += load_shared(sent(kSent / 2 + at));
+      even += load_shared(sent(at));
+      odd += load_shared(sent(kSent / 2 + at));
     }
-    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.k + column);
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token_of(at) * args.k + column);
     if (args.accumulate) {
-      sum.even += load(Element(), static_cast<u16>(*y));
-      sum.odd += load(Element(), static_cast<u16>(*y >> 16));
+      even += load(Element(), static_cast<u16>(*y));
+      odd += load(Element(), static_cast<u16>(*y >> 16));
     }
-    *y = store_pair(Element(), sum.even, sum.odd);
+    *y = store_pair(Element(), even, odd);
   }
 }
 
@@ -661,9 +674,9 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
   const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
   const int warp = warp_of_block % kTeamWarps, team = warp_of_block / kTeamWarps;
-  const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
-  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const int shift = args.cluster - 1;  // of 1 or 2
+  const int cluster = static_cast<int>(blockIdx.x) >> shift, num_clusters = static_cast<int>(gridDim.x) >> shift;
+  const int rank = static_cast<int>(blockIdx.x) & shift;
   const bool copies = warp == 0 && lane == 0;
 
   let_next_start();
