@@ -481,17 +481,29 @@ class WarpgroupProduct {
 
   // Adds the products of a stage but for those under way, which finish() waits for: at most of that stage.
   __device__ __forceinline__ void multiply(const Stream& stream, int step, int stage) {
+    const u8* const words = stream.slot(stage, 0) + at_;
+    Words<kWords> words_of[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        words_of[i][q] =
+            *reinterpret_cast<const Words<kWords>*>(words + i / 2 * kTiling.slot_bytes() + (i % 2 * 2 + q) * 4 * 64);
     const RowParameters rows = parameters_.load(stream.slot(stage, 0));
     const ParameterPairs pairs = pair_rows(rows, 0, rows, 1);
     parameters_.load_ahead();
-    multiply_rows<0>(stream, stage, pairs);
-    multiply_rows<1>(stream, stage, pairs);
-    // The stage before is read; one of the warps fills it again, each in turn.
+    wgmma_wait<3>();
+    load_codes(a_[0], words_of[0]);
+    multiply_rows<0>(stream, stage, words_of, pairs);
+    multiply_rows<1>(stream, stage, words_of, pairs);
+    // The stage before is read when no more than two products are under way; one of the warps fills it again, each in
+    // turn.
     const int to = stream.previous(stage), next = step - 1 + kStages;
     const bool fills = step > 0 && next < stream.steps();
+    wgmma_wait<2>();
     if (fills && lane_ == 0) arrive(stream.empty(to));
-    multiply_rows<2>(stream, stage, pairs);
-    multiply_rows<3>(stream, stage, pairs);
+    multiply_rows<2>(stream, stage, words_of, pairs);
+    multiply_rows<3>(stream, stage, words_of, pairs);
     if (fills && step % kTeamWarps == warp_ && lane_ == 0) {
       wait(stream.empty(to), parities_ >> (to - stream.first()) & 1);
       stream.load_weight(next, to);
@@ -544,13 +556,18 @@ class WarpgroupProduct {
                       : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
   }
 
-  // Rows 16 * i and up of the stage.
+  static constexpr int kWords = kBits == 8 ? kUnits : 1;  // of a lane that lie together
+
+  // Rows 16 * i and up of the stage, of which the values are in a_[i]; those of the next 16 are looked up meanwhile.
   template <int i>
-  __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage, const ParameterPairs& pairs) {
-    wgmma_wait<1>();
-    u32(&a)[kUnits][4] = a_[i % 2];  // last read two products ago
-    load_codes(a, stream.slot(stage, i / 2) + at_ + i % 2 * 8 * 64);
+  __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage, const Words<kWords> (&words)[4][2],
+                                                const ParameterPairs& pairs) {
     const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
+    if constexpr (i < 3) {
+      wgmma_wait<2>();  // three products ago a_[i + 1] was read
+      load_codes(a_[i + 1], words[i + 1]);
+    }
+    u32(&a)[kUnits][4] = a_[i];
 #pragma unroll
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
@@ -564,14 +581,13 @@ class WarpgroupProduct {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4], const u8* words) const {
+  __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4], const Words<kWords> (&words)[2]) const {
     if constexpr (kBits == 4) {
-      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
       if constexpr (kUnits == 2) {
-        look_up_words(values, first, second, table_lane_);
+        look_up_words(values, words[0].word[0], words[1].word[0], table_lane_);
       } else {
         // Half of each word; two nibbles of each half change places, then bytes are two rows of a column.
-        u32 word = permute(first, second, selector_);
+        u32 word = permute(words[0].word[0], words[1].word[0], selector_);
         word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
         values[0][0] = look_up_pair<0>(word, table_lane_);
         values[0][1] = look_up_pair<1>(word, table_lane_);
@@ -581,11 +597,11 @@ class WarpgroupProduct {
     } else {
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
-        const auto word = *reinterpret_cast<const Words<kUnits>*>(words + q * 4 * 64);
 #pragma unroll
         for (int block = 0; block < kUnits; ++block) {
-          values[block][2 * q] = byte_values<0, 2>(word.word[block], word.word[block]);
-          values[block][2 * q + 1] = byte_values<1, 3>(word.word[block], word.word[block]);
+          const u32 word = words[q].word[block];
+          values[block][2 * q] = byte_values<0, 2>(word, word);
+          values[block][2 * q + 1] = byte_values<1, 3>(word, word);
         }
       }
     }
@@ -595,7 +611,7 @@ class WarpgroupProduct {
   u32 parities_ = 0;  // a bit a stage: of the phase of `empty`
   int warp_, lane_, at_;
   Parameters parameters_;
-  u32 a_[2][kUnits][4];
+  u32 a_[4][kUnits][4];
   float sums_[kUnits][kSums];
 };
 
