@@ -25,7 +25,7 @@ constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTilin
 constexpr int kTeams = kTiling.teams(), kTeamWarps = kTransposedThreads / 32 / kTeams, kStrips = kTiling.strips();
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.fits());
-static_assert(kTiling.table_bytes() == 0 || kTiling.table_bytes() == kPairTableBytes);
+static_assert(kTiling.bits == 8 || kTiling.table_bytes() == kPairTableBytes);
 
 __device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
   u32 d;
@@ -256,7 +256,7 @@ struct alignas(4 * n) Words {
   u32 word[n];
 };
 
-// Few tokens: a warp multiplies a strip, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
+// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
 // of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
 //
 // The k of 16 rows of the strip are in the order that costs least: rows 2a and 2a + 8 are a pair, whose codes one byte
@@ -272,10 +272,15 @@ class WarpProduct {
     const int unit = kUnits == 2 ? high : 0, half = kUnits == 2 ? 0 : high;
     at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
           code_place(2 * quad_lane, half * 32 + 2 * t, kBits).byte;
-    box_at_ = static_cast<int>(swizzle_64(static_cast<u32>((lane & 7) * 64 + (lane >> 3) * 16)));
+    const u32 chunk = static_cast<u32>((lane & 7) * kStrips * 64 + (lane >> 3) * 16);
+    box_at_ = static_cast<int>(kStrips == 1 ? swizzle_64(chunk) : swizzle_128(chunk));
 #pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i)
-      parameters_[i] = Parameters(args, shared, unit, kGroups == 2 ? i / 4 : half, 0, 2 * quad_lane + i % 4 * 8);
+    for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        parameters_[i][q] = Parameters(args, shared, unit, kGroups == 2 ? i : half, kGroups == 2 ? 0 : i,
+                                       2 * quad_lane + q * 8);
+    }
   }
 
   __device__ __forceinline__ void set_tile(int tile, int first_strip) {
@@ -286,39 +291,47 @@ class WarpProduct {
 #pragma unroll
         for (float& sum : tile_sums) sum = 0;
 #pragma unroll
-    for (Parameters& parameters : parameters_) parameters.set_tile(tile, first_strip);
+    for (auto& set : parameters_)
+#pragma unroll
+      for (Parameters& parameters : set) parameters.set_tile(tile, first_strip);
     load_ahead();
   }
 
   // Adds the products of a stage.
   __device__ __forceinline__ void multiply(const Stream& stream, int step, int stage) {
-    const u8* const words = stream.slot(stage, 0) + at_;
-    Words<kWords> words_of[kChunks][4];
+    Words<kWords> words_of[kStrips][kChunks][4];
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const u8* const words = stream.slot(stage, strip) + at_;
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        words_of[chunk][q] = *reinterpret_cast<const Words<kWords>*>(words + chunk * 1024 + q * 256);
-    ParameterPairs pairs[kGroups][2][2];  // of the even and the odd rows of 16
+      for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+        for (int q = 0; q < 4; ++q)
+          words_of[strip][chunk][q] = *reinterpret_cast<const Words<kWords>*>(words + chunk * 1024 + q * 256);
+    }
+    ParameterPairs pairs[kSets][2][2];  // of the even and the odd rows of 16
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const RowParameters low = parameters_[4 * group + 2 * i].load(stream.slot(stage, 0));
-        const RowParameters high = parameters_[4 * group + 2 * i + 1].load(stream.slot(stage, 0));
-        pairs[group][i][0] = pair_rows(low, 0, high, 0);
-        pairs[group][i][1] = pair_rows(low, 1, high, 1);
+        const RowParameters low = parameters_[set][2 * i].load(stream.slot(stage, 0));
+        const RowParameters high = parameters_[set][2 * i + 1].load(stream.slot(stage, 0));
+        pairs[set][i][0] = pair_rows(low, 0, high, 0);
+        pairs[set][i][1] = pair_rows(low, 1, high, 1);
       }
     }
-    u32 b[2][kTokenTiles][2];
+    u32 b[kStrips][2][kTokenTiles][2];
 #pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-      u32 x[4];
-      load_matrices(x, stream.box_bytes(stage) + tile * 512 + box_at_);
+    for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        b[i][tile][0] = permute(x[2 * i], x[2 * i + 1], 0x5410);
-        b[i][tile][1] = permute(x[2 * i], x[2 * i + 1], 0x7632);
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        u32 x[4];
+        load_matrices(x, stream.box_bytes(stage) + tile * kStrips * 512 + (box_at_ ^ strip * 64));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          b[strip][i][tile][0] = permute(x[2 * i], x[2 * i + 1], 0x5410);
+          b[strip][i][tile][1] = permute(x[2 * i], x[2 * i + 1], 0x7632);
+        }
       }
     }
     // The stage is read: it is filled again.
@@ -330,21 +343,24 @@ class WarpProduct {
     load_ahead();
 
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-        for (int j = 0; j < kCols; ++j) {  // 16 columns
-          const int col = chunk * kCols + j, group = kGroups == 2 ? col / 2 : 0;
-          u32 a[2][4];
-          load_codes(a, words_of[chunk][2 * i], words_of[chunk][2 * i + 1], j);
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
-          for (int second = 0; second < 2; ++second) {
+          for (int j = 0; j < kCols; ++j) {  // 16 columns
+            const int col = chunk * kCols + j, set = kGroups == 2 ? col / 2 : strip;
+            u32 a[2][4];
+            load_codes(a, words_of[strip][chunk][2 * i], words_of[strip][chunk][2 * i + 1], j);
 #pragma unroll
-            for (int r = 0; r < 4; ++r) a[second][r] = weight_pair(a[second][r], pairs[group][i][r / 2]);
+            for (int second = 0; second < 2; ++second) {
 #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile)
-              mma(Element(), sums_[2 * col + second][tile], a[second], b[i][tile]);
+              for (int r = 0; r < 4; ++r) a[second][r] = weight_pair(a[second][r], pairs[set][i][r / 2]);
+#pragma unroll
+              for (int tile = 0; tile < kTokenTiles; ++tile)
+                mma(Element(), sums_[2 * col + second][tile], a[second], b[strip][i][tile]);
+            }
           }
         }
       }
@@ -373,11 +389,14 @@ class WarpProduct {
   // Words of a lane that lie together, for kCols times 16 columns; 8-bit codes of two units come in two chunks.
   static constexpr int kWords = kBits == 8 ? 4 : 2 * kUnits, kCols = kBits == 8 ? 2 : kWords;
   static constexpr int kChunks = 2 * kUnits / kCols;
-  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1;  // of a lane
+  // Of parameters of a lane: there are two groups, or two strips, or one of each.
+  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1, kSets = kGroups * kStrips;
 
   __device__ __forceinline__ void load_ahead() {
 #pragma unroll
-    for (Parameters& parameters : parameters_) parameters.load_ahead();
+    for (auto& set : parameters_)
+#pragma unroll
+      for (Parameters& parameters : set) parameters.load_ahead();
   }
 
   // The values of 16 columns, number j of the words.
@@ -409,7 +428,7 @@ class WarpProduct {
 
   u32 table_lane_;
   int lane_, at_, box_at_;
-  Parameters parameters_[4 * kGroups];
+  Parameters parameters_[kSets][4];
   float sums_[kBlocks][kTokenTiles][4];
 };
 

@@ -34,7 +34,7 @@ struct QgemmSm90TransposedTiling {
   // of its own. A step of a team is one strip or two, as many rows of the weight as a box of x has columns.
   HALFBYTE_FN bool by_warp() const { return tokens <= 16; }
   HALFBYTE_FN int teams() const { return kTransposedThreads / (by_warp() ? 32 : 128); }
-  HALFBYTE_FN int strips() const { return by_warp() ? 1 : 2; }
+  HALFBYTE_FN int strips() const { return by_warp() && units == 2 ? 1 : 2; }
 
   // What blocks of a cluster send each other lies in the half of the table that it does not use, or in memory of
   // its own: twice, for one tile and the next, half of the sums.
