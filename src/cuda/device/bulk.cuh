@@ -141,6 +141,9 @@ __device__ __forceinline__ float load_cluster(u32 address) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ void store_cluster(u32 address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 
 // Starts a copy from shared to global memory, by one thread, after fence_proxy_async() of those who wrote.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, u32 num_bytes) {
