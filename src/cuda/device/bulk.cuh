@@ -141,8 +141,9 @@ __device__ __forceinline__ float load_cluster(u32 address) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_cluster(u32 address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+// Two values, to an address that is a multiple of 8.
+__device__ __forceinline__ void store_cluster(u32 address, float a, float b) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
 // Starts a copy from shared to global memory, by one thread, after fence_proxy_async() of those who wrote.

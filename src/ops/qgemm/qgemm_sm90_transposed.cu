@@ -256,6 +256,12 @@ struct alignas(4 * n) Words {
   u32 word[n];
 };
 
+// Where sums lie in the exchange, in words from those of a team on: of a token and of the first of a pair of columns of
+// the tile; kOdd on, of the second.
+struct SumPlace {
+  int word, token, pair;
+};
+
 // Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
 // of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
 //
@@ -368,12 +374,14 @@ class WarpProduct {
   }
   __device__ __forceinline__ void finish() {}
 
-  // Where sums lie in the exchange, in words: those of a team, of the pair of columns `pair` of the tile. Of the second
-  // column kOdd on.
+  // Number `at` of a cluster's block `rank`, which has its share of the blocks of rows. Threads side by side have what
+  // lies side by side.
   static constexpr int kOdd = 64;
-  __device__ static __forceinline__ int word(int token, int pair) {
-    const int high = pair / (16 * kUnits), block = pair % (16 * kUnits) / 4, g = 4 * high + pair % 4;
-    return block * kTiling.block_words() + (token / 8 * 4 + token % 2) * 32 + g * 4 + token % 8 / 2;
+  __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
+    const int lane = at % 32, r = at / 32 % 2, tile = at / 64 % kTokenTiles, g = lane / 4;
+    const int block = at / (64 * kTokenTiles) + (cluster == 2 ? rank * kBlocks / 2 : 0);
+    return {block * kTiling.block_words() + (tile * 4 + r) * 32 + lane, tile * 8 + lane % 4 * 2 + r,
+            g / 4 * 16 * kUnits + block * 4 + g % 4};
   }
   static constexpr int kTeamWords = kBlocks * kTiling.block_words();
   __device__ __forceinline__ void store(float* exchange, int team) const {
@@ -536,13 +544,15 @@ class WarpgroupProduct {
     for (auto& block : sums_) pin(block);
   }
 
-  // As those of WarpProduct.
+  // As those of WarpProduct; a block of the cluster has the sums of its share of the warps.
   static constexpr int kOdd = 2 * kTiling.sum_words();
-  __device__ static __forceinline__ int word(int token, int pair) {
-    const int second = pair / 4 % 2, high = kUnits == 2 ? pair / 32 : second;
-    const LanePlace place = lane_place(high, {pair / 8 % 4, pair % 4});
-    return (kUnits == 2 ? second : 0) * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
-           place.warp * 33 + place.g * 4 + token % 8 / 2;
+  __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
+    const int lane = at % 32, warps = 4 / cluster, warp = at / 32 % warps + rank * 2 * (cluster - 1);
+    const int i = at / (32 * warps), r = i % 2, tile = i / 2 % (kTokens / 8), block = i / (kTokens / 4), high = warp / 2;
+    const WordPlace place = word_place(warp % 2, lane / 4);
+    return {block * kTiling.block_words() + (tile * 4 + r) * kTiling.sum_words() + warp * 32 + lane,
+            tile * 8 + lane % 4 * 2 + r,
+            (kUnits == 2 ? high * 32 : 0) + place.j * 8 + (kUnits == 2 ? block : high) * 4 + place.t};
   }
   static constexpr int kTeamWords = kUnits * kTiling.block_words();
   __device__ __forceinline__ void store(float* exchange, int team) const {
@@ -550,7 +560,7 @@ class WarpgroupProduct {
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
       for (int r = 0; r < kSums; ++r)
-        exchange[(team * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 33 + lane_] =
+        exchange[(team * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 32 + lane_] =
             sums_[block][r];
     }
   }
@@ -566,15 +576,6 @@ class WarpgroupProduct {
   __device__ static __forceinline__ WordPlace word_place(int odd, int g) {
     return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
   }
-  // Who has it.
-  struct LanePlace {
-    int warp, g;
-  };
-  __device__ static __forceinline__ LanePlace lane_place(int high, WordPlace word) {
-    return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
-                      : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
-  }
-
   static constexpr int kWords = kBits == 8 ? kUnits : 1;  // of a lane that lie together
 
   // Rows 16 * i and up of the stage, of which the values are in a_[i]; those of the next 16 are looked up meanwhile.
@@ -652,51 +653,49 @@ __device__ __forceinline__ Pair add_teams(const float* sums) {
   return sum;
 }
 
-// Adds up the sums of the teams and of the blocks of the cluster, and stores y. Of a cluster each block has the pairs of
-// columns from rank * pairs on; the sums for the other one it sends there. `parity`: of the number of the tile: what
-// is sent stays until the other block has come to the end of the next tile.
+// Adds up the sums of the teams and of the blocks of the cluster, and stores y. Of a cluster each block has half of the
+// sums, those for the other one it sends there. `parity`: of the number of the tile: what is sent stays until the other
+// block has come to the end of the next tile.
 __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, const float* exchange, int tile, int rank,
                                        int parity) {
-  constexpr int kPairs = kUnits * kUnitCols / 2, kSent = kTokens * kPairs;  // in the tile; words that are sent
-  const int shift = args.cluster - 1, pairs = kPairs >> shift, count = args.m * pairs;
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto token_of = [&](int at) { return at / kPairs << shift | (at % kPairs >= pairs ? 1 : 0); };
-  const auto sums_of = [&](int at, int of_rank) {
-    return exchange + Product::word(token_of(at), of_rank * pairs + (at & (pairs - 1)));
-  };
-  const auto sent = [&](int word) {
-    word += parity * kSent;
+  constexpr int kPairs = kTokens * kUnits * kUnitCols / 2;  // as many words are sent
+  const int count = kPairs / args.cluster;
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // places are not made before the products, in registers that those need
+  const auto sent = [&](int at) {
+    const int word = parity * kPairs + 2 * at;
     return scratch_address(word / 32, word % 32, static_cast<u32>(rank));
   };
   if (args.cluster == 2) {
-    const u32 other = static_cast<u32>(1 - rank);
     for (int at = thread; at < count; at += kTransposedThreads) {
-      const Pair sum = add_teams(sums_of(at, 1 - rank));
-      store_cluster(address_in(other, sent(at)), sum.even);
-      store_cluster(address_in(other, sent(kSent / 2 + at)), sum.odd);
+      const SumPlace place = Product::place(at, 1 - rank, 2);
+      if (place.token >= args.m) continue;
+      const Pair sum = add_teams(exchange + place.word);
+      store_cluster(address_in(static_cast<u32>(1 - rank), sent(at)), sum.even, sum.odd);
     }
     cluster_arrive();
   }
-  constexpr int kOwn = (kSent + kTransposedThreads - 1) / kTransposedThreads;
+  constexpr int kOwn = (kPairs + kTransposedThreads - 1) / kTransposedThreads;
   Pair own[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int at = thread + i * kTransposedThreads;
-    if (at < count) own[i] = add_teams(sums_of(at, rank));
+    const SumPlace place = Product::place(at, rank, args.cluster);
+    if (at < count && place.token < args.m) own[i] = add_teams(exchange + place.word);
   }
   if (args.cluster == 2) cluster_wait();
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int at = thread + i * kTransposedThreads;
-    if (at >= count) break;
-    const i64 column = (static_cast<i64>(tile) * kPairs + rank * pairs + (at & (pairs - 1))) * 2;
-    if (column >= args.k) continue;
+    const SumPlace place = Product::place(at, rank, args.cluster);
+    const i64 column = static_cast<i64>(tile) * kUnits * kUnitCols + place.pair * 2;
+    if (at >= count || place.token >= args.m || column >= args.k) continue;
     float even = own[i].even, odd = own[i].odd;
     if (args.cluster == 2) {  // the sum of two does not depend on their order
       even += load_shared(sent(at));
-      odd += load_shared(sent(kSent / 2 + at));
+      odd += load_shared(sent(at) + 4);
     }
-    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token_of(at) * args.k + column);
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + place.token * args.k + column);
     if (args.accumulate) {
       even += load(Element(), static_cast<u16>(*y));
       odd += load(Element(), static_cast<u16>(*y >> 16));

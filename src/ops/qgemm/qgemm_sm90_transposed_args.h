@@ -43,12 +43,9 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int stage_bytes() const {  // of all teams
     return teams() * (box_bytes() + strips() * slot_bytes());
   }
-  // Sums on their way to the threads that finish them: [team][block of rows of the product][register][lane], padded
-  // such that few lanes meet in a bank.
-  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 33 * 4; }
-  HALFBYTE_FN int block_words() const {
-    return static_cast<int>(formats::round_up(sum_words() * tokens / 2, 32)) + (by_warp() ? 1 : 2);
-  }
+  // Sums on their way to the threads that finish them: [team][block of rows of the product][register][thread].
+  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 128; }
+  HALFBYTE_FN int block_words() const { return sum_words() * tokens / 2; }
   HALFBYTE_FN int exchange_bytes() const {
     return teams() * units * block_words() * 4 * (by_warp() ? 4 : 1);
   }
