@@ -17,26 +17,6 @@ inline constexpr int kPairTableBytes = 65536;
 // constant makes the address free: it goes into the load.
 inline constexpr u32 kPairTableAddress = 1024;
 
-// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
-// the block in its cluster, which the top byte of its addresses has.
-template <int kNumThreads>
-__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
-#pragma unroll
-  for (int i = 0; i < 2048 / kNumThreads; ++i) {  // 16 bytes each
-    const int at = i * kNumThreads + thread, entry = at / 8;
-    const u32 pair = kCodeValues.values[entry & 15] | static_cast<u32>(kCodeValues.values[entry >> 4]) << 16;
-    asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(
-                     rank << 24 | static_cast<u32>(entry * 256 + at % 8 * 16)),
-                 "r"(pair)
-                 : "memory");
-  }
-}
-
-// What makes the addresses of a lane.
-__device__ __forceinline__ u32 pair_table_lane(int lane, u32 rank = 0) {
-  return rank << 24 | static_cast<u32>(lane * 4);
-}
-
 // Bytes kShift / 8 of four values.
 template <int kFirst, int kShift>
 __device__ __forceinline__ u32 bytes_of_values() {
@@ -69,6 +49,31 @@ __device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word) {
     pairs[2 * i] = permute_bytes(low, high, 0x5140);
     pairs[2 * i + 1] = permute_bytes(low, high, 0x7362);
   }
+}
+
+// Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
+// the block in its cluster, which the top byte of its addresses has. The values come with the instructions: memory
+// that nobody has read yet would take longer.
+template <int kNumThreads>
+__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
+  static_assert(512 % kNumThreads == 0);
+#pragma unroll
+  for (int i = 0; i < 512 / kNumThreads; ++i) {  // 16 bytes of 4 entries each
+    const int at = i * kNumThreads + thread, entry = at / 8 * 4;
+    u32 pairs[4];
+    compute_pairs(pairs, 0x03020100u + static_cast<u32>(entry) * 0x01010101u);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(
+                       rank << 24 | static_cast<u32>((entry + j) * 256 + at % 8 * 16)),
+                   "r"(pairs[j])
+                   : "memory");
+  }
+}
+
+// What makes the addresses of a lane.
+__device__ __forceinline__ u32 pair_table_lane(int lane, u32 rank = 0) {
+  return rank << 24 | static_cast<u32>(lane * 4);
 }
 
 // The pair of values of byte kByte of a word of codes, the low code in the low half.
