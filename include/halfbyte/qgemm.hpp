@@ -105,8 +105,9 @@ struct HALFBYTE_API QgemmDescriptor {
   bool accumulate = false;                       // y += instead of y =; the sum is rounded once
   QgemmMath math = QgemmMath::automatic;
   // CUDA: starts before the kernel before it on the stream has ended (programmatic dependent launch) and
-  // reads the weight meanwhile; x, bias and y are not touched before. So that kernel must not write the
-  // weight.
+  // reads the weight meanwhile; x, bias and y are not touched before. So nothing may still write the weight:
+  // not that kernel and, where it started early itself, not the ones before it, back to and with the last
+  // that is in front of the unbroken run of such kernels.
   bool early_start = false;
   // What `run` may rely on: of the addresses of x, y, bias and the codes of a view, in bytes, a power of
   // two, at least the size of an element; 16 is fastest. Other parts of a view are aligned to their elements.

@@ -1,4 +1,6 @@
 // Products with quantized weights, and their packed form.
+#include <optional>
+
 #include "halfbyte/qgemm.hpp"
 
 #include "capi/plan.h"
@@ -55,10 +57,14 @@ WeightView weight_view_of(const halfbyte_weight_view* given, const char* name) {
   view.layout = static_cast<WeightLayout>(c.layout);
   view.device = codes.device;
   const WeightViewBytes bytes = weight_view_bytes(view.spec, view.rows, view.cols, view.layout);
-  const auto get = [&](const DLTensor* tensor, const char* part_name, int64_t num_bytes) -> void* {
+  // Codes and zero points are bytes or words of any dtype.
+  const auto get = [&](const DLTensor* tensor, const char* part_name, int64_t num_bytes,
+                       std::optional<DType> dtype = std::nullopt) -> void* {
     if (tensor == nullptr) return nullptr;
     const std::string full = prefix + part_name;
     const TensorView part = view_of(tensor, full.c_str());
+    if (dtype && part.dtype != *dtype)
+      refuse("{} must be {}, got {}", full, to_string(*dtype), to_string(part.dtype));
     if (!is_contiguous(part)) refuse("{} must be contiguous", full);
     if (part.device != view.device)
       refuse("{} must be on {}, got {}", full, to_string(view.device), to_string(part.device));
@@ -67,12 +73,13 @@ WeightView weight_view_of(const halfbyte_weight_view* given, const char* name) {
     return part.data;
   };
   view.codes = get(c.codes, "codes", bytes.codes);
-  view.scales = get(c.scales, "scales", bytes.scales);
+  const DType scale_dtype = view.spec.double_quant ? DType::u8 : view.spec.scale_dtype;
+  view.scales = get(c.scales, "scales", bytes.scales, scale_dtype);
   view.zeros = get(c.zeros, "zeros", bytes.zeros);
-  view.biases = get(c.biases, "biases", bytes.biases);
-  view.absmax = static_cast<float*>(get(c.absmax, "absmax", bytes.absmax));
-  view.map = static_cast<float*>(get(c.map, "map", bytes.map));
-  view.offset = static_cast<float*>(get(c.offset, "offset", bytes.offset));
+  view.biases = get(c.biases, "biases", bytes.biases, view.spec.scale_dtype);
+  view.absmax = static_cast<float*>(get(c.absmax, "absmax", bytes.absmax, DType::f32));
+  view.map = static_cast<float*>(get(c.map, "map", bytes.map, DType::f32));
+  view.offset = static_cast<float*>(get(c.offset, "offset", bytes.offset, DType::f32));
   return view;
 }
 

@@ -309,6 +309,30 @@ TEST_P(QgemmCudaShapes, Large) {
     check_variants(d, static_cast<uint64_t>(n));
   }
 }
+// Several rounds, tiles and slices a block, which take many rows or columns; tails everywhere.
+TEST_P(QgemmCudaShapes, ManyTiles) {
+  QuantSpec wide = grouped(nf4(), 256);
+  wide.format = Format::int8;
+  QuantSpec nested = grouped(nf4(), 32);
+  nested.scale_dtype = DType::f32;
+  nested.double_quant = true;
+  struct Shape {
+    int64_t m, n, k;
+  };
+  const std::vector<Shape> shapes =
+      GetParam() ? std::vector<Shape>{{12, 136, 17200}, {64, 136, 17200}, {40, 72, 34000}}
+                 : std::vector<Shape>{{5, 4500, 8712}, {20, 8500, 264}, {64, 17100, 264}, {64, 28672, 512}};
+  for (const QuantSpec& spec : {nf4(), wide, nested})
+    for (const auto& [m, n, k] : shapes) {
+      QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
+      d.m = m;
+      d.n = n;
+      d.k = k;
+      d.bias = !d.transposed;
+      d.accumulate = m != 20;
+      EXPECT_GE(check_variants(d, static_cast<uint64_t>(n)), 3u);
+    }
+}
 TEST_P(QgemmCudaShapes, Empty) {
   for (const bool packed : {true, false})
     for (const bool accumulate : {false, true})
@@ -528,6 +552,15 @@ TEST_P(SanitizeQgemm, every_kernel) {
     check_variants(d, GetParam(), QgemmData::random, true);
     d.packed = false;
     check_variants(d, GetParam(), QgemmData::random, true);
+    // What the variants of sm_90 take.
+    d.packed = true;
+    d.dtype = GetParam() % 2 == 0 ? DType::bf16 : DType::f16;
+    d.n = transposed ? 136 : 45;
+    d.k = transposed ? 70 : 136;
+    for (const int64_t m : {7, 20, 50}) {
+      d.m = m;
+      check_variants(d, GetParam(), QgemmData::random, true);
+    }
   }
 }
 INSTANTIATE_TEST_SUITE_P(, SanitizeQgemm, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
@@ -542,13 +575,17 @@ TEST_P(SanitizeQgemmSums, every_kernel) {
   for (const int64_t m : {1, 2, 4, 8, 16, 32, 64, 72}) {
     QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
     d.m = m;
-    d.n = d.transposed ? 1045 : 70;
-    d.k = d.transposed ? 70 : 1045;
     d.early_start = true;
-    check_variants(d, 1, QgemmData::random, true);
-    d.spec.scale_dtype = DType::f32;
-    d.spec.double_quant = true;
-    check_variants(d, 1, QgemmData::random, true);
+    // Odd extents, and such as the variants of sm_90 take.
+    for (const int64_t sum : {1045, 1048}) {
+      d.n = d.transposed ? sum : 70;
+      d.k = d.transposed ? 70 : sum;
+      d.spec = nf4();
+      check_variants(d, 1, QgemmData::random, true);
+      d.spec.scale_dtype = DType::f32;
+      d.spec.double_quant = true;
+      check_variants(d, 1, QgemmData::random, true);
+    }
   }
 }
 INSTANTIATE_TEST_SUITE_P(, SanitizeQgemmSums, ::testing::Bool(),

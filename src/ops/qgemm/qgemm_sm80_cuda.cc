@@ -30,6 +30,7 @@ bool is_aligned(const QgemmProblem& problem) {
 
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
+  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   if (problem.dtype == DType::f32 && problem.math != QgemmMath::tf32)
     return fmt::format("math must be tf32 where dtype is f32, got {}", to_string(problem.math));
   if (problem.weight.groups > 1 && problem.weight.group % 16 != 0)

@@ -134,7 +134,7 @@ void move_sections(const ReorderArgs& args, bool to_packed) {
   };
   if (p.double_quant) {
     const int64_t count = num_absmax(args);
-    if (args.one_group && to_packed)
+    if (args.one_group && to_packed && count > 0)
       std::fill_n(at<float>(args.packed, p.absmax), count, *args.absmax);
     else
       move(p.absmax, args.absmax, args.one_group ? std::min<int64_t>(1, count) : count);
