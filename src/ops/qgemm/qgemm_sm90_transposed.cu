@@ -262,11 +262,11 @@ struct SumPlace {
   int word, token, pair;
 };
 
-// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
-// of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
+// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4,
+// or of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
 //
-// The k of 16 rows of the strip are in the order that costs least: rows 2a and 2a + 8 are a pair, whose codes one byte
-// gets from two words by two instructions for four bytes.
+// The k of 16 rows of a strip are in the order that costs least: rows 2a and 2a + 8 are a pair, as their codes, in two
+// words, become the nibbles of a byte by two instructions for four such bytes.
 class WarpProduct {
  public:
   static constexpr int kBlocks = 4 * kUnits, kTokenTiles = kTokens / 8;
@@ -548,7 +548,8 @@ class WarpgroupProduct {
   static constexpr int kOdd = 2 * kTiling.sum_words();
   __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
     const int lane = at % 32, warps = 4 / cluster, warp = at / 32 % warps + rank * 2 * (cluster - 1);
-    const int i = at / (32 * warps), r = i % 2, tile = i / 2 % (kTokens / 8), block = i / (kTokens / 4), high = warp / 2;
+    const int i = at / (32 * warps), r = i % 2, tile = i / 2 % (kTokens / 8), block = i / (kTokens / 4);
+    const int high = warp / 2;
     const WordPlace place = word_place(warp % 2, lane / 4);
     return {block * kTiling.block_words() + (tile * 4 + r) * kTiling.sum_words() + warp * 32 + lane,
             tile * 8 + lane % 4 * 2 + r,
