@@ -56,6 +56,20 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// True in one lane of a warp, by all lanes. The compiler knows that it is one: what takes uniform registers, as copies
+// do, needs no loop over the lanes.
+__device__ __forceinline__ bool elect_lane() {
+  u32 elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected;
+}
+
 // Starts a copy from global to this block's shared memory, by one thread; its end counts on `barrier`.
 // Addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 num_bytes, Barrier* barrier) {

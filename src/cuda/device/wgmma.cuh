@@ -27,6 +27,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// By all warps of a warpgroup: registers of a thread from here on, a multiple of 8, fewer than before or more.
+// take_registers() waits until others have left so many of those that the block started with.
+template <int kRegisters>
+__device__ __forceinline__ void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // What is computed from the registers afterwards stays after this line, what makes them stays before: the
 // compiler does not know that wgmma() goes on behind its back.
 template <int n>

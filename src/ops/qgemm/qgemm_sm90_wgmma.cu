@@ -2,7 +2,7 @@
 // registers; tokens are the columns of operand B, which is x in shared memory.
 //
 // A block keeps a ring of stages full of the codes of its tiles, one behind the other, and of x. A warpgroup has 64
-// rows and some of the columns of each stage; it decodes the next chunk of its columns while the tensor cores multiply
+// rows, or twice 64, and some of the columns of each stage; it decodes the next chunk of its columns while the tensor cores multiply
 // this one. The sums of a chunk start at zero and are scaled in f32 when they are added to those of the tile; affine
 // formats are scaled as they are decoded.
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
@@ -14,8 +14,12 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
-constexpr int kWarpgroups = kTiling.warpgroups(), kThreads = kWarpgroups * 128;
+constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
+constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
+// Of a thread that multiplies or copies: what all threads have when they start, dealt anew.
+constexpr int kManyRegisters = kWarpgroups == 2 ? 232 : 112, kFewRegisters = kWarpgroups == 2 ? 40 : 32;
 constexpr int kRowGroups = kTiling.row_groups(), kColGroups = kTiling.col_groups();
+constexpr int kTilePairs = kTiling.strips / 2, kPairs = kTilePairs / kRowGroups;  // of strips, the latter a warpgroup's
 constexpr int kStageCols = kTiling.stage_cols(), kGroupCols = kStageCols / kColGroups;  // of a warpgroup
 constexpr int kStageBytes = kTiling.stage_bytes(), kStripBytes = kTiling.strip_bytes();
 constexpr int kBlockCols = kTiling.block_cols, kBlockBytes = kTiling.block_bytes;
@@ -23,13 +27,15 @@ constexpr int kStageBlocks = kStageCols / kBlockCols;
 // Columns that are added up before they are scaled.
 constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
 constexpr int kChunks = kGroupCols / kChunkCols;
-static_assert(kChunks % 2 == 0);
+constexpr int kComputedSteps = 1;  // of a chunk: decoded without the table
+static_assert(kChunks % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
 constexpr int kSums = kTokens / 2;                       // of a thread
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
-constexpr int kGroupLines = 4 * kSums;                   // of scratch memory, for the sums of a warpgroup
+constexpr int kGroupLines = 4 * kPairs * kSums;                   // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
 static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
+static_assert(kCluster == 1 || kRowGroups <= 2);
 
 // From the codes of a column 0: where those of a column begin that a lane reads at once.
 __device__ constexpr int code_offset(int col) {
@@ -47,11 +53,6 @@ __device__ constexpr int second_offset(int col) {
          kUnitRows * (kBlockCols * kBits / 8 + kBlockCols / kGroupSize * kScaleBytes) +
          col % kBlockCols / kGroupSize * (kUnitRows * kSecondBytes);
 }
-
-// A place in the sequence of stages that a block reads.
-struct Cursor {
-  int pair, stage;  // of strips, the first of a tile; of their columns
-};
 
 #endif
 
@@ -73,80 +74,91 @@ __launch_bounds__(kThreads, 1)
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
-  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
-  const bool copies = warp_of_group == 0 && lane == 0;  // the part of its warpgroup
   const u32 rank = kCluster == 1 ? 0 : cluster_rank();
   const int worker = static_cast<int>(blockIdx.x) / kCluster;
 
-  const i64 num_pairs = (args.num_strips + 1) / 2;
-  const int first_pair = static_cast<int>(num_pairs * worker / args.num_workers);
-  const int last_pair = static_cast<int>(num_pairs * (worker + 1) / args.num_workers);
+  const int first_pair = worker * args.num_pairs + min(worker, args.num_longer);
+  const int last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
   const int half = static_cast<int>(rank);
   const int first_stage = args.num_stages * half / kCluster, last_stage = args.num_stages * (half + 1) / kCluster;
-  const int last_strip = min(2 * last_pair, args.num_strips);
-
-  // ---- The ring.
-  const auto advance = [&](Cursor& at) {
-    if (++at.stage < last_stage) return;
-    at.stage = first_stage;
-    at.pair += kRowGroups;
-  };
-  const auto copy_codes = [&](int slot, const Cursor& at) {
-    const int block = at.stage * kStageBlocks;
-    const u32 num_bytes = static_cast<u32>(min(kStageBlocks, args.num_blocks - block) * kBlockBytes);
-    const int strip = 2 * at.pair + warpgroup;
-    constexpr int kStep = kWarpgroups;
-    u32 expected = 0;
-#pragma unroll
-    for (int i = 0; i < kTiling.strips; i += kStep)
-      if (i + warpgroup < kTiling.strips && strip + i < last_strip) expected += num_bytes;
-#pragma unroll
-    for (int i = 0; i < kStageCols / 64; i += kStep)
-      if (i + warpgroup < kStageCols / 64) expected += kBoxBytes;
-    arrive_expecting(full + slot, expected);
-    u8* const to = ring + slot * kStageBytes + kTiling.x_bytes();
-#pragma unroll
-    for (int i = 0; i < kTiling.strips; i += kStep)
-      if (i + warpgroup < kTiling.strips && strip + i < last_strip)
-        copy_bulk_once(to + (i + warpgroup) * kStripBytes,
-                       args.weight + (strip + i) * args.strip_bytes + static_cast<i64>(block) * kBlockBytes,
-                       num_bytes, full + slot);
-  };
-  const auto copy_x = [&](int slot, const Cursor& at) {
-#pragma unroll
-    for (int i = 0; i < kStageCols / 64; i += kWarpgroups)
-      if (const int box = i + warpgroup; box < kStageCols / 64)
-        load_tile(ring + slot * kStageBytes + box * kBoxBytes, &args.x, 0, at.stage * kStageCols + box * 64,
-                  full + slot);
-  };
 
   let_next_start();
-  if (thread == 0) {
-    for (int slot = 0; slot < kStages; ++slot) {
-      init_barrier(full + slot, kWarpgroups);
-      init_barrier(empty + slot, kWarpgroups * 4);
+  const bool copies_codes = warp == kWarpgroups * 4, copies_x = warp == kWarpgroups * 4 + 1;
+  // The warp that makes the barriers waits for nobody and starts to copy.
+  if (copies_codes) {
+    if (elect_lane()) {
+#pragma unroll
+      for (int slot = 0; slot < kStages; ++slot) {
+        init_barrier(full + slot, 2);
+        init_barrier(empty + slot, kWarpgroups * 4);
+      }
+      init_barrier(received, 1);
+      init_barrier(taken, 4);
+      fence_barrier_init();
     }
-    init_barrier(received, 1);
-    init_barrier(taken, 4);
-    fence_barrier_init();
+    __syncwarp();
+    arrive_some(0, kMultipliers + 32);
+    arrive_some(15, 64);
+  } else if (copies_x) {
+    if (elect_lane()) prefetch_map(&args.x);
+    sync_some(15, 64);
   }
-  __syncthreads();
   if constexpr (kCluster > 1) cluster_arrive_relaxed();
-  Cursor fill = {first_pair, first_stage};  // what is copied next
-  if (copies) {
-    prefetch_map(&args.x);
-    Cursor at = fill;
-    for (int slot = 0; slot < kStages && at.pair < last_pair; ++slot, advance(at)) copy_codes(slot, at);
+
+  if (warpgroup == kWarpgroups) {
+    // ---- The ring: a lane copies codes, another x.
+    keep_registers<kFewRegisters>();
+    int slot = 0;
+    u32 parity = 1;  // of the phase of `empty` before this round
+    const auto advance = [&] {
+      if (++slot == kStages) slot = 0, parity ^= 1;
+    };
+    if (copies_codes && elect_lane()) {
+      const int last_strip = min(2 * last_pair, args.num_strips);
+      int before_x = kStages / 2;  // stages; those behind them would hold up x
+      for (int strip = 2 * first_pair; strip < last_strip; strip += kTiling.strips) {
+        const u8* from = args.weight + strip * args.strip_bytes + i64{first_stage} * kStripBytes;
+        int num_bytes = (args.num_blocks - first_stage * kStageBlocks) * kBlockBytes;  // to the end of the strip
+        const int num_strips = min(kTiling.strips, last_strip - strip);
+        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
+          if (before_x-- == 0) wait_for_earlier();
+          const u32 size = static_cast<u32>(min(num_bytes, kStripBytes));
+          u8* to = ring + slot * kStageBytes + kTiling.x_bytes();
+          wait(empty + slot, parity);
+          arrive_expecting(full + slot, size * static_cast<u32>(num_strips));
+          const u8* source = from;
+#pragma unroll
+          for (int i = 0; i < kTiling.strips; ++i, source += args.strip_bytes)
+            if (i < num_strips) copy_bulk_once(to + i * kStripBytes, source, size, full + slot);
+          from += kStripBytes;
+          num_bytes -= kStripBytes;
+        }
+      }
+    } else if (copies_x && elect_lane()) {
+      wait_for_earlier();
+      for (int pair = first_pair; pair < last_pair; pair += kTilePairs)
+        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
+          wait(empty + slot, parity);
+          arrive_expecting(full + slot, kTiling.x_bytes());
+#pragma unroll
+          for (int i = 0; i < kStageCols / 64; ++i)
+            load_tile(ring + slot * kStageBytes + i * kBoxBytes, &args.x, 0, stage * kStageCols + i * 64,
+                      full + slot);
+        }
+    }
+    return;
   }
-  if constexpr (kBits == 4) build_pair_table<kThreads>(thread, rank);
+
+  // ---- The products.
+  take_registers<kManyRegisters>();
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(thread, rank);
   if constexpr (kDoubleQuant)
     if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
   wait_for_earlier();
-  if (copies)
-    for (int slot = 0; slot < kStages && fill.pair < last_pair; ++slot, advance(fill)) copy_x(slot, fill);
-  __syncthreads();
+  sync_some(0, kMultipliers + 32);
   if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
+  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
   int slot = 0;
   u32 parity = 0;
   // By all warps, when the sums of the stage are done.
@@ -154,20 +166,10 @@ __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (lane == 0) arrive(empty + slot);
   };
-  const auto refill = [&](int slot, u32 parity) {
-    if (!copies || fill.pair >= last_pair) return;
-    wait(empty + slot, parity);
-    copy_codes(slot, fill);
-    copy_x(slot, fill);
-    advance(fill);
-  };
-
-  // The stage before this one, which all have left soon.
-  const auto refill_before = [&] { refill(slot == 0 ? kStages - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity); };
 
   // ---- A lane's rows, 2a and 2a + 1 of the strip.
   const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
-  const int strip_of_tile = 2 * row_group + warp_of_group / 2;
+  const int pair_of_tile = row_group * kPairs, strip_of_tile = 2 * pair_of_tile + warp_of_group / 2;
   const int strip_at = kTiling.x_bytes() + strip_of_tile * kStripBytes;
   const int first_col = col_group * kGroupCols;  // of a stage
   const int codes_at = strip_at + code_offset(first_col) + packed_slot(a_of_strip, t) * 16;
@@ -177,19 +179,21 @@ __launch_bounds__(kThreads, 1)
   const u64 x = k_major_tile(ring + first_col / 64 * kBoxBytes, 1024);  // of the first stage
 
   u32 tile_parity = 0;
-  for (int pair = first_pair; pair < last_pair; pair += kRowGroups) {
-    const bool active = pair + row_group < last_pair;
-    const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;
-    float sums[kSums] = {};
-    RowPair rows[2];
+  for (int pair = first_pair; pair < last_pair; pair += kTilePairs) {
+    // Pairs of strips that this warpgroup has, now and in the next tile.
+    const int num_pairs_here = last_pair - pair - pair_of_tile;
+    const bool active = num_pairs_here > 0, active_again = num_pairs_here > kTilePairs;
+    const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;  // of the first
+    float sums[kPairs][kSums] = {};
+    RowPair rows[2];  // of two pairs of strips, or of every other chunk of one
 
-    // `group`: of the row.
-    const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int group, bool inside) {
+    // `group`: of the row; `b`: the pair of strips.
+    const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int b, int group, bool inside) {
       if constexpr (kDoubleQuant) {
         const u32 codes = *reinterpret_cast<const u16*>(scales);
         const float* const absmax = reinterpret_cast<const float*>(args.weight + args.absmax);
         const float offset = *reinterpret_cast<const float*>(args.weight + args.offset);
-        const int at = min(row, args.n - 1) * args.groups + group;
+        const int at = min(row + 64 * b, args.n - 1) * args.groups + group;
         to.scale[0] = map[codes & 255] * absmax[min(at, args.last_scale) >> 8] + offset;
         to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, args.last_scale) >> 8] + offset;
       } else {
@@ -217,41 +221,46 @@ __launch_bounds__(kThreads, 1)
       }
     };
     if constexpr (kGroup == 0) {
-      const i64 at = min(strip, args.num_strips - 1) * i64{kUnitRows} + 2 * a_of_strip;
-      load_rows(rows[0], args.weight + args.scales + at * kScaleBytes,
-                args.weight + args.seconds + at * kSecondBytes, 0, true);
-      rows[1] = rows[0];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int b = i % kPairs;
+        const i64 at = min(strip + 2 * b, args.num_strips - 1) * i64{kUnitRows} + 2 * a_of_strip;
+        load_rows(rows[i], args.weight + args.scales + at * kScaleBytes,
+                  args.weight + args.seconds + at * kSecondBytes, b, 0, true);
+      }
     }
 
     if (active) {
       u32 a[2][kChunkSteps][4];
       float chunk[2][kSums];
-      Words4 words;
-      // Chunk q of the stage in `slot` to a[q % 2].
-      const auto decode_chunk = [&](int q, int stage) {
-        const u8* const from = ring + slot * kStageBytes;
-        RowPair& to = rows[q % 2];
+      Words4 words[kPairs];
+      // Chunk c of the stage in `slot`, which is of pair c % kPairs, to a[c % 2].
+      const auto decode_chunk = [&](int c, int stage) {
+        const int b = c % kPairs, q = c / kPairs;
+        const u8* const from = ring + slot * kStageBytes + b * 2 * kStripBytes;
+        RowPair& to = rows[c % 2];
         if constexpr (kGroup != 0) {
           const int col = stage * kStageCols + first_col + q * kChunkCols;
           load_rows(to, from + scales_at + group_offset(q * kChunkCols) - group_offset(0),
-                    from + seconds_at + second_offset(q * kChunkCols) - second_offset(0), col / kGroupSize,
+                    from + seconds_at + second_offset(q * kChunkCols) - second_offset(0), b, col / kGroupSize,
                     col < args.num_blocks * kBlockCols);
         }
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) {
           const int col = q * kChunkCols + 16 * j;
-          if (col % kWordsCols == 0) words = load_words(from + codes_at + code_offset(col));
-          decode(a[q % 2][j], words, col % kWordsCols / 16, to, table_lane);
+          if (col % kWordsCols == 0) words[b] = load_words(from + codes_at + code_offset(col));
+          decode(a[c % 2][j], words[b], col % kWordsCols / 16, to, table_lane, j >= kChunkSteps - kComputedSteps);
         }
 #pragma unroll
-        for (int j = 0; j < kChunkSteps; ++j) pin(a[q % 2][j]);
+        for (int j = 0; j < kChunkSteps; ++j) pin(a[c % 2][j]);
       };
-      const auto add_chunk = [&](int q) {
+      const auto add_chunk = [&](int c) {
         if constexpr (kScalesChunks) {
-          pin(chunk[q]);
+          pin(chunk[c % 2]);
 #pragma unroll
           for (int i = 0; i < kSums; ++i)
-            sums[i] = multiply_add(rows[q].scale[i / 2 % 2], chunk[q][i], sums[i]);
+            sums[c % kPairs][i] =
+                multiply_add(rows[c % 2].scale[i / 2 % 2], chunk[c % 2][i], sums[c % kPairs][i]);
         }
       };
 
@@ -260,8 +269,8 @@ __launch_bounds__(kThreads, 1)
       for (int stage = first_stage; stage < last_stage; ++stage) {
         const int done = slot;
 #pragma unroll
-        for (int q = 0; q < kChunks; ++q) {
-          const int p = q % 2;
+        for (int c = 0; c < kChunks * kPairs; ++c) {
+          const int q = c / kPairs;
           // Only the address changes, which does not carry into the upper half.
           const u32 x_low = static_cast<u32>(x) + static_cast<u32>(done * kStageBytes + q * kChunkCols / 64 * kBoxBytes +
                                                                    q * kChunkCols % 64 * 2) / 16;
@@ -270,18 +279,17 @@ __launch_bounds__(kThreads, 1)
           for (int j = 0; j < kChunkSteps; ++j) {
             const u64 tile = (x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
             if constexpr (kScalesChunks)
-              wgmma<Major::k>(Element(), chunk[p], a[p][j], tile, j > 0);
+              wgmma<Major::k>(Element(), chunk[c % 2], a[c % 2][j], tile, j > 0);
             else
-              wgmma<Major::k>(Element(), sums, a[p][j], tile);
+              wgmma<Major::k>(Element(), sums[c % kPairs], a[c % 2][j], tile);
           }
           wgmma_commit();
-          if (q > 0) {
+          if (c > 0) {
             wgmma_wait<1>();
-            add_chunk(1 - p);
+            add_chunk(c - 1);
           }
-          if (q == kChunks - 1 && stage > first_stage) refill_before();
-          if (q + 1 < kChunks) {
-            decode_chunk(q + 1, stage);
+          if (c + 1 < kChunks * kPairs) {
+            decode_chunk(c + 1, stage);
           } else if (stage + 1 < last_stage) {
             if (++slot == kStages) slot = 0, parity ^= 1;
             wait(full + slot, parity);
@@ -291,39 +299,42 @@ __launch_bounds__(kThreads, 1)
         // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
         // instruction.
         wgmma_wait<0>();
-        if constexpr (!kScalesChunks) pin(sums);
-        add_chunk(1);
+        if constexpr (!kScalesChunks)
+          for (auto& some : sums) pin(some);
+        add_chunk(kChunks * kPairs - 1);
         release(done);
       }
     } else {
       for (int stage = first_stage; stage < last_stage; ++stage) {
         wait(full + slot, parity);
         release(slot);
-        if (stage > first_stage) refill_before();
         if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
       }
     }
-    refill(slot, parity);
     if (++slot == kStages) slot = 0, parity ^= 1;
 
     // ---- The sums of the warpgroups, then of the blocks.
-    const auto line = [&](int first, int i) { return scratch_address(first + warp_of_group * kSums + i, lane, rank); };
+    const auto line = [&](int first, int i) {
+      return scratch_address(first + warp_of_group * (kPairs * kSums) + i, lane, rank);
+    };
+    const auto each_sum = [&](const auto& f) {
+#pragma unroll
+      for (int i = 0; i < kPairs * kSums; ++i) f(sums[i / kSums][i % kSums], i);
+    };
     if constexpr (kColGroups > 1) {
       // The first of them adds up. The second barrier: what it read may be overwritten.
       constexpr int kNumThreads = kColGroups * 128;
       const int stored = 1 + 2 * row_group, read = stored + 1, lines = row_group * (kColGroups - 1) * kGroupLines;
       if (active && col_group > 0) {
         if (pair > first_pair) sync_some(read, kNumThreads);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) store_shared(line(lines + (col_group - 1) * kGroupLines, i), sums[i]);
+        each_sum([&](float& sum, int i) { store_shared(line(lines + (col_group - 1) * kGroupLines, i), sum); });
         arrive_some(stored, kNumThreads);
       } else if (active) {
         sync_some(stored, kNumThreads);
 #pragma unroll
         for (int c = 0; c < kColGroups - 1; ++c)
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(lines + c * kGroupLines, i));
-        if (pair + kRowGroups + row_group < last_pair) arrive_some(read, kNumThreads);
+          each_sum([&](float& sum, int i) { sum += load_shared(line(lines + c * kGroupLines, i)); });
+        if (active_again) arrive_some(read, kNumThreads);
       }
     }
     bool stores = active && col_group == 0;
@@ -333,54 +344,58 @@ __launch_bounds__(kThreads, 1)
       if (stores && rank != finisher) {
         if (pair > first_pair) wait_cluster(taken, tile_parity ^ 1);
         const u32 barrier = address_in(finisher, shared_address(received));
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) store_async(address_in(finisher, line(kClusterLines, i)), sums[i], barrier);
+        each_sum([&](float& sum, int i) {
+          store_async(address_in(finisher, line(kClusterLines, i)), sum, barrier);
+        });
       }
       stores = stores && rank == finisher;
       if (stores) {
-        if (copies) arrive_expecting(received, kGroupLines * 128);
+        if (warp_of_group == 0 && lane == 0) arrive_expecting(received, kGroupLines * 128);
         wait_cluster(received, tile_parity);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] += load_shared(line(kClusterLines, i));
+        each_sum([&](float& sum, int i) { sum += load_shared(line(kClusterLines, i)); });
         __syncwarp();
-        if (lane == 0 && pair + kRowGroups + row_group < last_pair)
-          arrive_cluster(address_in(rank ^ 1, shared_address(taken)));
+        if (lane == 0 && active_again) arrive_cluster(address_in(rank ^ 1, shared_address(taken)));
       }
       tile_parity ^= 1;
     }
 
-    if (!stores || row >= args.n) continue;
+    if (!stores) continue;
     using Memory = Element::Memory;
-    const bool second = row + 1 < args.n;
-    const Memory* const biases = static_cast<const Memory*>(args.bias) + row;
-    float bias[2] = {};
-    if (args.bias != nullptr) {
-      bias[0] = load(Element(), biases[0]);
-      if (second) bias[1] = load(Element(), biases[1]);
-    }
 #pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
+    for (int b = 0; b < kPairs; ++b) {
+      const int row_here = row + 64 * b;
+      if (b >= num_pairs_here || row_here >= args.n) break;
+      const bool second = row_here + 1 < args.n;
+      const Memory* const biases = static_cast<const Memory*>(args.bias) + row_here;
+      float bias[2] = {};
+      if (args.bias != nullptr) {
+        bias[0] = load(Element(), biases[0]);
+        if (second) bias[1] = load(Element(), biases[1]);
+      }
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int token = 2 * i + 2 * t + e;
-        if (token >= args.m) continue;
-        float v[2] = {sums[i + e], sums[i + e + 2]};
-        if constexpr (kGroup == 0 && !kAffine) {
-          v[0] *= rows[0].scale[0];
-          v[1] *= rows[0].scale[1];
-        }
-        v[0] += bias[0];
-        v[1] += bias[1];
-        Memory* const y = static_cast<Memory*>(args.y) + token * i64{args.n} + row;
-        if (args.accumulate) {
-          v[0] += load(Element(), y[0]);
-          if (second) v[1] += load(Element(), y[1]);
-        }
-        if (args.pairs) {
-          *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
-        } else {
-          y[0] = store(Element(), v[0]);
-          if (second) y[1] = store(Element(), v[1]);
+      for (int i = 0; i < kSums; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int token = 2 * i + 2 * t + e;
+          if (token >= args.m) continue;
+          float v[2] = {sums[b][i + e], sums[b][i + e + 2]};
+          if constexpr (kGroup == 0 && !kAffine) {
+            v[0] *= rows[b].scale[0];
+            v[1] *= rows[b].scale[1];
+          }
+          v[0] += bias[0];
+          v[1] += bias[1];
+          Memory* const y = static_cast<Memory*>(args.y) + token * i64{args.n} + row_here;
+          if (args.accumulate) {
+            v[0] += load(Element(), y[0]);
+            if (second) v[1] += load(Element(), y[1]);
+          }
+          if (args.pairs) {
+            *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
+          } else {
+            y[0] = store(Element(), v[0]);
+            if (second) y[1] = store(Element(), v[1]);
+          }
         }
       }
     }

@@ -43,25 +43,24 @@ int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocess
 }
 
 // What takes the least time by this model, in units of the packed layout, of which a block reads one in the
-// time that its share of the memory's bandwidth gives it. A tile of two strips reads all of x, as one of four
-// does; one that is left over of a block with tiles of four leaves half of the warpgroups idle; blocks of a
-// cluster wait for each other.
+// time that its share of the memory's bandwidth gives it. Every tile reads all of x; one that is left over
+// leaves some of the warpgroups idle; blocks of a cluster wait for each other.
 QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
   const int tokens = sm90_wgmma_tokens(p.m);
   QgemmSm90WgmmaTiling best;
   double least = 0;
   for (const int cluster : {1, 2})
-    for (const int strips : {4, 2}) {
+    for (const int strips : {8, 4, 2}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
-      if (ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
-      constexpr double kIdle = 0.15, kClusterUnits = 10;
-      const auto pairs = static_cast<double>(pairs_of_worker(p, cluster, num_multiprocessors));
-      const double tiles = strips == 4 ? std::floor(pairs / 2) : pairs,
-                   halves = strips == 4 ? pairs - 2 * tiles : 0;
-      const double two_strips = 0.5 + tokens / 256.0, tile = strips == 4 ? 1 : two_strips;
-      const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 4;
-      const double time = (tiles * tile + halves * (two_strips + kIdle)) * units / cluster +
-                          (tiles + halves) * kClusterUnits * (cluster - 1);
+      if (!tiling.valid() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
+      constexpr double kIdle = 0.3, kClusterUnits = 10;
+      const int64_t pairs = pairs_of_worker(p, cluster, num_multiprocessors), pairs_of_tile = strips / 2;
+      const int64_t at_once = pairs_of_tile / tiling.row_groups();  // what a warpgroup multiplies
+      const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
+      const double work = static_cast<double>(ceil_div(pairs, at_once) * at_once) + tiles * tokens / 64 +
+                          (pairs % pairs_of_tile != 0 ? kIdle : 0);
+      const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
+      const double time = work * units / cluster + tiles * kClusterUnits * (cluster - 1);
       if (best.stages != 0 && time >= least) continue;
       best = tiling;
       least = time;
@@ -94,11 +93,14 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.num_strips = static_cast<int>(layout.strips);
     args_.num_blocks = static_cast<int>(layout.blocks_per_strip);
     args_.num_stages = static_cast<int>(ceil_div(problem.k, tiling_.stage_cols()));
-    args_.num_workers = static_cast<int>(ceil_div(
-        ceil_div(layout.strips, 2), pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors)));
+    const int64_t pairs = ceil_div(layout.strips, 2);
+    const int64_t workers =
+        ceil_div(pairs, pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors));
+    args_.num_pairs = static_cast<int>(pairs / workers);
+    args_.num_longer = static_cast<int>(pairs % workers);
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
-    grid_ = {args_.num_workers * int64_t{tiling_.cluster}, tiling_.warpgroups() * 128, tiling_.shared_bytes(),
+    grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(),
              tiling_.cluster};
   }
 
@@ -151,7 +153,7 @@ QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, 
   tiling.block_cols = problem.weight.block_cols;
   tiling.block_bytes = problem.weight.block_bytes;
   tiling.bits = problem.codec.bits;
-  while (tiling.stages < kMaxStages) {
+  while (tiling.valid() && tiling.stages < kMaxStages) {
     ++tiling.stages;
     if (tiling.shared_bytes() <= kSharedBytes) continue;
     --tiling.stages;

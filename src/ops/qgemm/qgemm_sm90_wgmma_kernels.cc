@@ -11,8 +11,12 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(problem.weight.inlined || problem.weight.groups == 1, usage,
                  "qgemm_sm90_wgmma: group-size must be 32, 64, 128, 256 or channel, got {}",
                  values.at("group-size"));
-  return sm90_wgmma_kernel(
-      problem, sm90_wgmma_tiling(problem, number("tokens"), number("rows") / 32, number("cluster")));
+  const QgemmSm90WgmmaTiling tiling =
+      sm90_wgmma_tiling(problem, number("tokens"), number("rows") / 32, number("cluster"));
+  HALFBYTE_CHECK(tiling.valid(), usage,
+                 "qgemm_sm90_wgmma: cluster must be 1 where 4 warpgroups have 256 rows, got {}",
+                 tiling.cluster);
+  return sm90_wgmma_kernel(problem, tiling);
 }
 
 }  // namespace
@@ -22,7 +26,7 @@ std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels() {
   for (KernelKey& key : keys)
     if (key.name == "dtype") std::erase(key.values, "f32");
   keys.push_back({"tokens", {"16", "8", "32", "64"}, false, "Rows of x, rounded up."});
-  keys.push_back({"rows", {"128", "64"}, false, "Of the weight, in a tile."});
+  keys.push_back({"rows", {"128", "256", "64"}, false, "Of the weight, in a tile."});
   keys.push_back({"cluster", {"2", "1"}, false, "Blocks that share the columns of a tile."});
   return {
       {{"qgemm", "qgemm_sm90_wgmma", "Forward, at most 64 rows of x: sm_90a.", std::move(keys)}, specialise}};
