@@ -41,10 +41,10 @@ struct Division {
   int cluster = 1;  // blocks that share the rows of a tile
 };
 
-// What takes the least time by this model, in units of the packed layout: a tile of one unit has half of it
-// in a step; a round, and more so one of clusters, has a begin and an end.
+// What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
+// smaller copies; a round, and more so one of clusters, has a begin and an end.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
-  constexpr double kSingle = 1.4, kRound = 70, kClusterRound = 30;
+  constexpr double kSingle = 1.2, kRound = 70, kClusterRound = 30;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
