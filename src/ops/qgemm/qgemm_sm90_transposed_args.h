@@ -45,9 +45,12 @@ struct QgemmSm90TransposedTiling {
     return teams() * (box_bytes() + strips() * slot_bytes());
   }
   // Sums on their way to the threads that finish them: [team][block of rows of the
-  // product][register][thread].
-  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 128; }
-  HALFBYTE_FN int block_words() const { return sum_words() * tokens / 2; }
+  // product][register][thread], those of warpgroups padded such that few lanes meet in a bank.
+  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 4 * 33; }
+  HALFBYTE_FN int block_words() const {
+    return by_warp() ? sum_words() * tokens / 2
+                     : static_cast<int>(formats::round_up(sum_words() * tokens / 2, 32)) + 2;
+  }
   HALFBYTE_FN int exchange_bytes() const { return teams() * units * block_words() * 4 * (by_warp() ? 4 : 1); }
   // Where things begin: the table, the boxes and slots of all stages (afterwards the exchange), barriers, the
   // map of double quantization.
