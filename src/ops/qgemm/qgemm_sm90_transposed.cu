@@ -262,11 +262,11 @@ struct SumPlace {
   int word, token, pair;
 };
 
-// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
-// of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
+// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4,
+// or of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
 //
-// The k of 16 rows of the strip are in the order that costs least: rows 2a and 2a + 8 are a pair, whose codes one byte
-// gets from two words by two instructions for four bytes.
+// The k of 16 rows of a strip are in the order that costs least: rows 2a and 2a + 8 are a pair, as their codes, in two
+// words, become the nibbles of a byte by two instructions for four such bytes.
 class WarpProduct {
  public:
   static constexpr int kBlocks = 4 * kUnits, kTokenTiles = kTokens / 8;
@@ -544,15 +544,18 @@ class WarpgroupProduct {
     for (auto& block : sums_) pin(block);
   }
 
-  // As those of WarpProduct; a block of the cluster has the sums of its share of the warps.
+  // As those of WarpProduct, but threads side by side have columns side by side: here a warp has columns far apart. A
+  // block of the cluster has its share of the columns.
   static constexpr int kOdd = 2 * kTiling.sum_words();
   __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
-    const int lane = at % 32, warps = 4 / cluster, warp = at / 32 % warps + rank * 2 * (cluster - 1);
-    const int i = at / (32 * warps), r = i % 2, tile = i / 2 % (kTokens / 8), block = i / (kTokens / 4), high = warp / 2;
-    const WordPlace place = word_place(warp % 2, lane / 4);
-    return {block * kTiling.block_words() + (tile * 4 + r) * kTiling.sum_words() + warp * 32 + lane,
-            tile * 8 + lane % 4 * 2 + r,
-            (kUnits == 2 ? high * 32 : 0) + place.j * 8 + (kUnits == 2 ? block : high) * 4 + place.t};
+    constexpr int kPairs = kUnits * kUnitCols / 2;
+    const int token = cluster == 2 ? at / (kPairs / 2) : at / kPairs;
+    const int pair = cluster == 2 ? at % (kPairs / 2) + rank * (kPairs / 2) : at % kPairs;
+    const int second = pair / 4 % 2, high = kUnits == 2 ? pair / 32 : second;
+    const LanePlace place = lane_place(high, {pair / 8 % 4, pair % 4});
+    return {(kUnits == 2 ? second : 0) * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
+                place.warp * 33 + place.g * 4 + token % 8 / 2,
+            token, pair};
   }
   static constexpr int kTeamWords = kUnits * kTiling.block_words();
   __device__ __forceinline__ void store(float* exchange, int team) const {
@@ -560,7 +563,7 @@ class WarpgroupProduct {
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
       for (int r = 0; r < kSums; ++r)
-        exchange[(team * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 32 + lane_] =
+        exchange[(team * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 33 + lane_] =
             sums_[block][r];
     }
   }
@@ -576,6 +579,15 @@ class WarpgroupProduct {
   __device__ static __forceinline__ WordPlace word_place(int odd, int g) {
     return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
   }
+  // Who has it.
+  struct LanePlace {
+    int warp, g;
+  };
+  __device__ static __forceinline__ LanePlace lane_place(int high, WordPlace word) {
+    return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
+                      : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
+  }
+
   static constexpr int kWords = kBits == 8 ? kUnits : 1;  // of a lane that lie together
 
   // Rows 16 * i and up of the stage, of which the values are in a_[i]; those of the next 16 are looked up meanwhile.

@@ -30,25 +30,28 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int block_bytes() const { return code_bytes() + groups_per_block() * group_bytes(); }
   HALFBYTE_FN int slot_bytes() const { return units / units_per_block() * block_bytes(); }
 
-  // Few tokens are multiplied by warps, more by warpgroups: teams, each of which has strips and a ring of stages
-  // of its own. A step of a team is one strip or two, as many rows of the weight as a box of x has columns.
+  // Few tokens are multiplied by warps, more by warpgroups: teams, each of which has strips and a ring of
+  // stages of its own. A step of a team is one strip or two, as many rows of the weight as a box of x has
+  // columns.
   HALFBYTE_FN bool by_warp() const { return tokens <= 16; }
   HALFBYTE_FN int teams() const { return kTransposedThreads / (by_warp() ? 32 : 128); }
   HALFBYTE_FN int strips() const { return by_warp() && units == 2 ? 1 : 2; }
 
-  // What blocks of a cluster send each other lies in the half of the table that it does not use, or in memory of
-  // its own: twice, for one tile and the next, half of the sums.
+  // What blocks of a cluster send each other lies in the half of the table that it does not use, or in memory
+  // of its own: twice, for one tile and the next, half of the sums.
   HALFBYTE_FN int table_bytes() const { return bits == 4 ? 65536 : tokens * units * formats::kUnitCols * 4; }
   HALFBYTE_FN int box_bytes() const { return tokens * strips() * formats::kUnitRows * 2; }
   HALFBYTE_FN int stage_bytes() const {  // of all teams
     return teams() * (box_bytes() + strips() * slot_bytes());
   }
-  // Sums on their way to the threads that finish them: [team][block of rows of the product][register][thread].
-  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 128; }
-  HALFBYTE_FN int block_words() const { return sum_words() * tokens / 2; }
-  HALFBYTE_FN int exchange_bytes() const {
-    return teams() * units * block_words() * 4 * (by_warp() ? 4 : 1);
+  // Sums on their way to the threads that finish them: [team][block of rows of the
+  // product][register][thread], those of warpgroups padded such that few lanes meet in a bank.
+  HALFBYTE_FN int sum_words() const { return by_warp() ? 32 : 4 * 33; }
+  HALFBYTE_FN int block_words() const {
+    return by_warp() ? sum_words() * tokens / 2
+                     : static_cast<int>(formats::round_up(sum_words() * tokens / 2, 32)) + 2;
   }
+  HALFBYTE_FN int exchange_bytes() const { return teams() * units * block_words() * 4 * (by_warp() ? 4 : 1); }
   // Where things begin: the table, the boxes and slots of all stages (afterwards the exchange), barriers, the
   // map of double quantization.
   HALFBYTE_FN int boxes() const { return table_bytes(); }
@@ -61,7 +64,8 @@ struct QgemmSm90TransposedTiling {
 };
 
 struct QgemmSm90TransposedArgs {
-  formats::TensorMap x;  // [m, n], boxes of `tokens` rows and as many columns as a step has rows of the weight
+  formats::TensorMap
+      x;  // [m, n], boxes of `tokens` rows and as many columns as a step has rows of the weight
   const formats::u8* weight;
   void* y;                       // [m, k]
   formats::i64 scales, seconds;  // sections of the weight: where a row has one scale; zero points or biases

@@ -41,10 +41,11 @@ struct Division {
   int cluster = 1;  // blocks that share the rows of a tile
 };
 
-// What takes the least time by this model, in units of the packed layout: a tile of one unit has half of it in a
-// step; a round, and more so one of clusters, has a begin and an end.
+// What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
+// smaller copies; a round, and more so one of clusters, has a begin and an end.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
-  constexpr double kSingle = 1.4, kRound = 70, kClusterRound = 30;
+  constexpr double kRound = 70, kClusterRound = 30;
+  const double single = p.m <= 8 ? 1.2 : p.m <= 16 ? 1.05 : 1.4;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
@@ -52,7 +53,7 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
     for (const int cluster : {1, 2}) {
       const int64_t tiles = ceil_div(p.k, units * formats::kUnitCols);
       const auto rounds = static_cast<double>(ceil_div(tiles, num_multiprocessors / cluster));
-      const double tile = static_cast<double>(p.weight.strips) * units * (units == 1 ? kSingle : 1) / cluster;
+      const double tile = static_cast<double>(p.weight.strips) * units * (units == 1 ? single : 1) / cluster;
       const double time = rounds * (tile + kRound + (cluster - 1) * kClusterRound);
       if (time >= least) continue;
       best = {units, cluster};
