@@ -27,7 +27,6 @@ constexpr int kStageBlocks = kStageCols / kBlockCols;
 // Columns that are added up before they are scaled.
 constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
 constexpr int kChunks = kGroupCols / kChunkCols;
-constexpr int kComputedSteps = 1;  // of a chunk: decoded without the table
 static_assert(kChunks % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
 constexpr int kSums = kTokens / 2;                       // of a thread
@@ -249,7 +248,7 @@ __launch_bounds__(kThreads, 1)
         for (int j = 0; j < kChunkSteps; ++j) {
           const int col = q * kChunkCols + 16 * j;
           if (col % kWordsCols == 0) words[b] = load_words(from + codes_at + code_offset(col));
-          decode(a[c % 2][j], words[b], col % kWordsCols / 16, to, table_lane, j >= kChunkSteps - kComputedSteps);
+          decode(a[c % 2][j], words[b], col % kWordsCols / 16, to, table_lane);
         }
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) pin(a[c % 2][j]);

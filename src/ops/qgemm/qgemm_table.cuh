@@ -31,9 +31,8 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
   asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
-// The pairs of values of a word of codes without the table: for a part of the words, where loads from shared memory
-// are what takes longest. Four codes at a time choose bytes from the first and the last eight values, and their upper
-// bits between these.
+// The pairs of values of a word of codes without the table, which takes longer. Four codes at a time choose bytes from the
+// first and the last eight values, and their upper bits between these.
 __device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word) {
   const u32 choices = word & 0x77777777u, moved = word << 4;
 #pragma unroll
