@@ -27,6 +27,7 @@ constexpr int kStageBlocks = kStageCols / kBlockCols;
 // Columns that are added up before they are scaled.
 constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
 constexpr int kChunks = kGroupCols / kChunkCols;
+constexpr int kChunkWords = (kChunkCols + kWordsCols - 1) / kWordsCols;  // 16 bytes of codes each
 static_assert(kChunks % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
 constexpr int kSums = kTokens / 2;                       // of a thread
@@ -232,8 +233,16 @@ __launch_bounds__(kThreads, 1)
     if (active) {
       u32 a[2][kChunkSteps][4];
       float chunk[2][kSums];
-      Words4 words[kPairs];
-      // Chunk c of the stage in `slot`, which is of pair c % kPairs, to a[c % 2].
+      Words4 words[kPairs][kChunkWords];
+      // Chunk c of the stage in `slot`, which is of pair c % kPairs: first its codes, which take a while, then its
+      // values to a[c % 2].
+      const auto load_chunk = [&](int c) {
+        const u8* const from = ring + slot * kStageBytes + c % kPairs * 2 * kStripBytes + codes_at;
+#pragma unroll
+        for (int i = 0; i < kChunkWords; ++i)
+          if (const int col = c / kPairs * kChunkCols + i * kWordsCols; col % kWordsCols == 0)
+            words[c % kPairs][i] = load_words(from + code_offset(col));
+      };
       const auto decode_chunk = [&](int c, int stage) {
         const int b = c % kPairs, q = c / kPairs;
         const u8* const from = ring + slot * kStageBytes + b * 2 * kStripBytes;
@@ -247,8 +256,7 @@ __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) {
           const int col = q * kChunkCols + 16 * j;
-          if (col % kWordsCols == 0) words[b] = load_words(from + codes_at + code_offset(col));
-          decode(a[c % 2][j], words[b], col % kWordsCols / 16, to, table_lane);
+          decode(a[c % 2][j], words[b][16 * j / kWordsCols], col % kWordsCols / 16, to, table_lane);
         }
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) pin(a[c % 2][j]);
@@ -264,6 +272,7 @@ __launch_bounds__(kThreads, 1)
       };
 
       wait(full + slot, parity);
+      load_chunk(0);
       decode_chunk(0, first_stage);
       for (int stage = first_stage; stage < last_stage; ++stage) {
         const int done = slot;
@@ -283,17 +292,20 @@ __launch_bounds__(kThreads, 1)
               wgmma<Major::k>(Element(), sums[c % kPairs], a[c % 2][j], tile);
           }
           wgmma_commit();
+          const bool ends_stage = c + 1 == kChunks * kPairs, goes_on = !ends_stage || stage + 1 < last_stage;
+          const int next = ends_stage ? 0 : c + 1;
+          if (goes_on) {
+            if (ends_stage) {
+              if (++slot == kStages) slot = 0, parity ^= 1;
+              wait(full + slot, parity);
+            }
+            load_chunk(next);
+          }
           if (c > 0) {
             wgmma_wait<1>();
             add_chunk(c - 1);
           }
-          if (c + 1 < kChunks * kPairs) {
-            decode_chunk(c + 1, stage);
-          } else if (stage + 1 < last_stage) {
-            if (++slot == kStages) slot = 0, parity ^= 1;
-            wait(full + slot, parity);
-            decode_chunk(0, stage + 1);
-          }
+          if (goes_on) decode_chunk(next, ends_stage ? stage + 1 : stage);
         }
         // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
         // instruction.
