@@ -129,7 +129,7 @@ section_qgemm() {
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=170 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=150 [latency]=60 [bench]=330
+declare -A limits=([tests]=240 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=150 [latency]=60 [bench]=330
   [qgemm]=150 [qgemm_tests]=170)
 declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)

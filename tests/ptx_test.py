@@ -46,7 +46,6 @@ COMPANIONS = {
     "zero-point": ["--bits", "4"],
     "compute_qparams scale-rule": ["--zero-point", "i32"],
     "compute_qparams zero-point": [],
-    "qgemm_sm90_wgmma scale-dtype": [],
     "fake_chunks zero-point": ["--dtype", "f64"],
     "fake_columns zero-point": ["--dtype", "f64"],
     "fake_elements zero-point": ["--dtype", "f64"],
@@ -68,6 +67,8 @@ COMPANIONS = {
     "qgemm_sm90_f32 scale-dtype": [],
     "qgemm_sm90_mma scale-dtype": [],
     "qgemm_sm90_mma sliced": ["--units", "5"],
+    "qgemm_sm90_transposed scale-dtype": [],
+    "qgemm_sm90_wgmma scale-dtype": [],
 }
 
 

@@ -74,8 +74,8 @@ class HALFBYTE_API Stream {
 class HALFBYTE_API Memory {
  public:
   Memory() = default;
-  // Uninitialized, at least 64-byte aligned. Throws Error(no_memory) for the CPU, Error(device) for a CUDA
-  // device, naming the bytes wanted and free.
+  // Uninitialized, at least 256-byte aligned: packed weights want that. Throws Error(no_memory) for the CPU,
+  // Error(device) for a CUDA device, naming the bytes wanted and free.
   Memory(Device device, int64_t num_bytes);
   // Host memory that copies to and from `device` run asynchronously on (page-locked). For the CPU: plain.
   // Throws Error(no_memory) where the host has none left, Error(device) where the device cannot be used.

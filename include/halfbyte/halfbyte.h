@@ -1169,7 +1169,7 @@ HALFBYTE_API halfbyte_status halfbyte_stream_synchronize(const halfbyte_stream* 
 /* NULL is fine. Work on it must be done. */
 HALFBYTE_API void halfbyte_stream_destroy(halfbyte_stream* stream);
 
-/* Memory of a device: uninitialized, at least 64-byte aligned. */
+/* Memory of a device: uninitialized, at least 256-byte aligned. */
 typedef struct halfbyte_memory halfbyte_memory;
 HALFBYTE_API halfbyte_status halfbyte_memory_create(DLDevice device, int64_t num_bytes,
                                                     halfbyte_memory** memory);

@@ -20,9 +20,8 @@ namespace halfbyte {
 
 // How the codes, scales, zero points and biases of a quantized matrix lie in memory.
 //   halfbyte            as QuantShape describes them
-//   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte; codes,
-//   and
-//                       groups (Granularity::flat), run across rows
+//   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte;
+//                       codes and groups (Granularity::flat) run across rows
 //   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
 //                       rows: word [r / 8][group] of 4 bits
 //   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
@@ -96,7 +95,7 @@ struct QgemmTile {
 };
 
 struct HALFBYTE_API QgemmDescriptor {
-  QuantSpec spec;               // of the weight [n, k]; 4 or 8 bits
+  QuantSpec spec = {};          // of the weight [n, k]; 4 or 8 bits
   int64_t m = 0, n = 0, k = 0;  // each may be 0
   bool transposed = false;
   DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32
@@ -133,11 +132,11 @@ HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDe
 struct HALFBYTE_API Qgemm {
   using Descriptor = QgemmDescriptor;
   struct Args {
-    TensorView x;              // read: [m, k]; transposed: [m, n]
+    TensorView x = {};         // read: [m, k]; transposed: [m, n]
     PackedWeight weight = {};  // read, if descriptor.packed
     WeightView view = {};      // read, else
     TensorView bias = {};      // read: [n]
-    TensorView y;              // written (read too, if accumulate): [m, n]; transposed: [m, k]
+    TensorView y = {};         // written (read too, if accumulate): [m, n]; transposed: [m, k]
   };
   using Status = QuantizeStatus;
 };

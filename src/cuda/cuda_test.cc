@@ -764,7 +764,7 @@ TEST(Device, cpu_needs_nothing) {
   check_device({});
   for (const Memory& memory : {Memory(Device{}, 1000), Memory::host(Device{}, 1000)}) {
     EXPECT_EQ(memory.num_bytes(), 1000);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 64, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 256, 0u);
     std::memset(memory.data(), 1, 1000);
     halfbyte::copy({}, memory.data(), "abc", 3);
     EXPECT_EQ(std::memcmp(memory.data(), "abc\1", 4), 0);

@@ -21,7 +21,7 @@ namespace {
 using cuda::Context;
 using cuda::Driver;
 
-constexpr size_t kAlignment = 64;
+constexpr size_t kAlignment = 256;
 constexpr cuda::CUresult kOutOfMemory = 2;
 constexpr unsigned kPortable = 1;  // page-locked for all contexts
 

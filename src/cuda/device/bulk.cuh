@@ -141,6 +141,10 @@ __device__ __forceinline__ float load_cluster(u32 address) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
+// Two values, to an address that is a multiple of 8.
+__device__ __forceinline__ void store_cluster(u32 address, float a, float b) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 
 // Starts a copy from shared to global memory, by one thread, after fence_proxy_async() of those who wrote.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, u32 num_bytes) {

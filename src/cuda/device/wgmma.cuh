@@ -62,6 +62,8 @@ enum class Major { k, mn };
 // Where the byte that would lie at `offset` lies: the 16-byte chunks of line i of an atom change places by
 // xor with i.
 HALFBYTE_FN u32 swizzle_128(u32 offset) { return offset ^ (offset >> 7 & 7) << 4; }
+// Of lines of 64 bytes: chunks by xor with half the number of the line.
+HALFBYTE_FN u32 swizzle_64(u32 offset) { return offset ^ (offset >> 7 & 3) << 4; }
 
 // "Matrix Descriptor Format": bits 0-13 the address, 16-29 the leading, 32-45 the stride dimension byte
 // offset, all in 16 bytes; 49-51 base offset 0, as atoms are aligned; 62-63 = 1, the 128-byte swizzle.

@@ -1,5 +1,5 @@
-// 4-bit codes as f32 values, two at a time, by lookup in shared memory: sm_90. As in qgemm_table.cuh a row of 256 bytes for
-// each byte of codes, here of 32 copies of the 8 bytes of a pair, one a lane.
+// 4-bit codes as f32 values, two at a time, by lookup in shared memory: sm_90. As in qgemm_table.cuh a row of 256 bytes
+// for each byte of codes, here of 32 copies of the 8 bytes of a pair, one a lane.
 #pragma once
 
 #include "cuda/device/memory.cuh"

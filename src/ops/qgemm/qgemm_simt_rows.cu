@@ -1,6 +1,6 @@
-// qgemm, forward, few rows of x: a block multiplies kSimtRows rows of the weight with kM rows of x. Rows are whole chunks,
-// and chunks have one group and are aligned. A warp takes 32 chunks of each row, every kSimtWarps-th time; then lanes are
-// added up, then warps, each in one order.
+// qgemm, forward, few rows of x: a block multiplies kSimtRows rows of the weight with kM rows of x. Rows are whole
+// chunks, and chunks have one group and are aligned. A warp takes 32 chunks of each row, every kSimtWarps-th time; then
+// lanes are added up, then warps, each in one order.
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/sum.cuh"
 #include "ops/qgemm/qgemm_simt_weight.cuh"

@@ -1,7 +1,7 @@
 // qgemm, both directions, any number of rows: a block makes kTileM rows and kTileN columns of y. Tiles of x and of the
-// decoded weight go through shared memory, kStep of the summed axis at a time; each thread keeps the next part of them in
-// registers, and sums kTileM / 16 by kTileN / 16 outputs in the order of the axis. Where the axis is split, the blocks of a
-// tile leave partial sums to qgemm_simt_sum.
+// decoded weight go through shared memory, kStep of the summed axis at a time; each thread keeps the next part of them
+// in registers, and sums kTileM / 16 by kTileN / 16 outputs in the order of the axis. Where the axis is split, the
+// blocks of a tile leave partial sums to qgemm_simt_sum.
 #include "ops/qgemm/qgemm_simt_weight.cuh"
 
 namespace halfbyte::device {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kT
   const i64 begin = split * args.split_steps * kStep, end = min(begin + args.split_steps * kStep, args.in_cols);
   const float table_value = lane_value(w);
 
-  // This thread's chunk of the weight: where it begins within the tile of the weight, on the summed and on the other axis.
+  // This thread's chunk of the weight: where it begins within the tile, on the summed and on the other axis.
   const int chunks_per_row = (args.transposed ? kTileN : kStep) / kChunk;
   const int of_row = thread / chunks_per_row, of_col = thread % chunks_per_row * kChunk;
   const auto row_of = [&](i64 s) { return min((args.transposed ? s : first_n) + of_row, w.n - 1); };

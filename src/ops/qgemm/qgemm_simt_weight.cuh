@@ -95,7 +95,8 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
     constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
     const i64 block = col >> w.block_shift;
     const int in_block = static_cast<int>(col - (block << w.block_shift)), c = in_block % kUnitCols;
-    const u8* const unit = w.codes + row / kUnitRows * w.strip_bytes + block * w.block_bytes + in_block / kUnitCols * kUnitBytes;
+    const u8* const unit =
+        w.codes + row / kUnitRows * w.strip_bytes + block * w.block_bytes + in_block / kUnitCols * kUnitBytes;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const u8* const pair = unit + code_place(static_cast<int>(row % kUnitRows), c + 2 * t, kBits).byte;
@@ -110,7 +111,7 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
     if (w.wide) {
       codes = load_once(words);
       if constexpr (kBits == 8)
-        if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
+        if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
     } else {
       u64 bytes = 0;
 #pragma unroll 1
@@ -153,7 +154,7 @@ class WholeRows {
     const u32 offset = (min(r, last_) * static_cast<u32>(w_.row_codes / kChunk) + chunk) * kBits;
     const u32* const words = reinterpret_cast<const u32*>(codes_ + offset);
     Codes codes = load_once(words);
-    if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << 32;
+    if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
     return codes;
   }
   __device__ __forceinline__ StoredParameters parameters(u32 r, u32 group) const {

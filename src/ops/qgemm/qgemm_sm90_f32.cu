@@ -1,9 +1,10 @@
 // qgemm of f32, forward, few rows of x, a packed weight of 4 bits in groups of 32 to 256 columns: sm_90.
 //
-// A block has strips of 32 rows; its 16 warps take the units of a strip in turn, each its unit of a stage of 16, which one
-// bulk copy brings into a ring in shared memory. Lane t + 4 h + 8 b of a warp has the columns of pairs t of words 2 h and
-// 2 h + 1, of rows 2 a and 2 a + 1, a = b, b + 4, b + 8, b + 12 (formats/packed.h): 8 columns, one group. Values come from a
-// table of pairs; products of a unit are summed, then scaled, then summed over units, lanes and warps, in this order.
+// A block has strips of 32 rows; its 16 warps take the units of a strip in turn, each its unit of a stage of 16, which
+// one bulk copy brings into a ring in shared memory. Lane t + 4 h + 8 b of a warp has the columns of pairs t of words 2
+// h and 2 h + 1, of rows 2 a and 2 a + 1, a = b, b + 4, b + 8, b + 12 (formats/packed.h): 8 columns, one group. Values
+// come from a table of pairs; products of a unit are summed, then scaled, then summed over units, lanes and warps, in
+// this order.
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/sum.cuh"
 #include "halfbyte_config.h"
@@ -50,7 +51,8 @@ __device__ __forceinline__ void multiply_unit(const QgemmSm90F32Args& args, cons
   const u32 lane_bytes = static_cast<u32>(lane * 8);
   const int group_rows = (args.unit_groups == 2 ? h : 0) * kUnitRows;
   const u8* const scales = parameters + group_rows * kScaleBytes;
-  const u8* const others = parameters + args.unit_groups * kUnitRows * kScaleBytes + group_rows * (kAffine ? kScaleBytes : 1);
+  const u8* const others =
+      parameters + args.unit_groups * kUnitRows * kScaleBytes + group_rows * (kAffine ? kScaleBytes : 1);
   float total[kM];
   if constexpr (kAffine) {
 #pragma unroll
@@ -112,8 +114,9 @@ struct Stages {
     const int units = min(kF32StageUnits, args.units - stage * kF32StageUnits);
     const u32 num_bytes = static_cast<u32>((units >> args.block_units_shift) * args.block_bytes);
     arrive_expecting(full + slot, num_bytes);
-    copy_bulk_once(ring + slot * args.stage_bytes, args.weight + static_cast<i64>(strip) * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes,
-                   num_bytes, full + slot);
+    const u8* const from =
+        args.weight + static_cast<i64>(strip) * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes;
+    copy_bulk_once(ring + slot * args.stage_bytes, from, num_bytes, full + slot);
     if (++stage == per_strip) {
       stage = 0;
       strip += static_cast<int>(gridDim.x);
@@ -122,7 +125,8 @@ struct Stages {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(const __grid_constant__ QgemmSm90F32Args args) {
+extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
+    qgemm_sm90_f32(const __grid_constant__ QgemmSm90F32Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 900
   extern __shared__ u8 memory[];
   float* const partials = reinterpret_cast<float*>(memory + args.shared.sums);  // [2][warp][kM][32]
@@ -171,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1) qgemm_sm90_f32(cons
       wait(full + slot, parity);
       const int units = args.units - u * kF32StageUnits;
       if (warp < units) {
-        const u8* const block = memory + args.shared.ring + slot * args.stage_bytes + (warp >> args.block_units_shift) * args.block_bytes;
+        const u8* const block = memory + args.shared.ring + slot * args.stage_bytes +
+                                (warp >> args.block_units_shift) * args.block_bytes;
         const u8* const codes = block + (warp & ((1 << args.block_units_shift) - 1)) * (kUnitRows * kUnitCols / 2);
         const u8* const parameters = block + args.block_code_bytes;
         if constexpr (kXInRegisters) {

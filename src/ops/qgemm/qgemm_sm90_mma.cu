@@ -30,16 +30,17 @@ constexpr bool kLookUp = kCodec.bits == 4, kAffine = kCodec.kind == Kind::affine
 constexpr PackedLayout kStage = sm90_mma_stage(kCodec, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
 constexpr Sm90MmaShared kShared = sm90_mma_shared(kCodec.bits, kStageBytes, kStages, kSliced, kDoubleQuant);
+// Copies that are asked for before x: on an H200 more of them delay x by as long as they take, none the weight.
+constexpr int kFirst = 1, kFirstEarly = 2;
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kCodec.bits / 8;
 
 extern __shared__ __align__(1024) u8 shared[];
 
-// What a block does: the strips of its rounds, of which the last may be shared with another block; and how far thread 0
-// is that fills the ring, in the order in which it is used. In shared memory: the registers are x's.
+// What a block does: the strips of its rounds, of which the last may be shared with another block. In shared memory:
+// the registers are x's.
 struct Work {
-  int num_stages;  // of a strip
+  int num_stages;            // of a strip
   int whole_rounds, rounds;  // with both tiles, in all
-  int first, round, stage;  // of the next copy: the first stage of its slice, its round, its stage
 };
 __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(shared + kShared.work); }
 __device__ __forceinline__ Barrier* full(int slot) {
@@ -59,21 +60,21 @@ __device__ __forceinline__ int strip_of(int round, int whole_rounds) {
   return round * static_cast<int>(gridDim.x) + (round < whole_rounds ? index : index / 2);
 }
 
-// Thread 0: starts the next copy, if there is one.
-__device__ __forceinline__ bool has_next_copy(const Work& w) { return w.first < w.num_stages && w.round < w.rounds; }
-__device__ __forceinline__ void copy_next(const QgemmSm90MmaArgs& args, Work& w, int slot) {
-  const i64 begin = static_cast<i64>(w.stage) * kStageBytes, rest = args.layout.strip_bytes - begin;
+// Starts copy number `copy` of the block, in the order in which stages are used, if there are so many. By one thread.
+__device__ __forceinline__ void start_copy(const QgemmSm90MmaArgs& args, const Work& w, int copy, int slot) {
+  if (copy >= w.rounds * w.num_stages) return;
+  const int first = kSliced ? copy / (w.rounds * kUnits) * kUnits : 0;
+  const int stages = kSliced ? min(kUnits, w.num_stages - first) : kUnits;
+  const int in_slice = copy - first * w.rounds, round = in_slice / stages;
+  const i64 begin = static_cast<i64>(first + in_slice % stages) * kStageBytes, rest = args.layout.strip_bytes - begin;
   const u32 num_bytes = rest < kStageBytes ? static_cast<u32>(rest) : kStageBytes;
-  const u8* const strip = args.weight + strip_of(w.round, w.whole_rounds) * args.layout.strip_bytes;
+  const u8* const strip = args.weight + strip_of(round, w.whole_rounds) * args.layout.strip_bytes;
   arrive_expecting(full(slot), num_bytes);
   copy_bulk_once(shared + kShared.ring + slot * kStageBytes, strip + begin, num_bytes, full(slot));
-  if (++w.stage < min(w.first + kUnits, w.num_stages)) return;
-  ++w.round;
-  if (kSliced && w.round == w.rounds) {
-    w.round = 0;
-    w.first += kUnits;
-  }
-  w.stage = w.first;
+}
+__device__ __forceinline__ void start_copies(const QgemmSm90MmaArgs& args, const Work& w, int from, int to) {
+#pragma unroll 1
+  for (int i = from; i < to; ++i) start_copy(args, w, i, i);
 }
 
 // A lane of a warp, in the terms of mma.cuh: it has rows 2 * row and 2 * row + 1 of each tile (g and g + 8 of the
@@ -288,9 +289,10 @@ struct Consumer {
   const NestedScales& nested;
   int slot = 0;
   u32 parity = 0;
+  int count = 0;  // stages used
 
   __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8], int first) const;
-  __device__ __forceinline__ void load_two_rows(u32 (&x)[kUnits][8], int first) const;
+  __device__ __forceinline__ void arrange_x(u32 (&x)[kUnits][8]) const;
   template <int kTiles, int kFirstStep, int kSteps>
   __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip, const u32 (&words)[kTiles][kCodec.bits],
                                                  const u32 (&x)[8], const u8* stage, int unit) const;
@@ -309,74 +311,60 @@ struct Consumer {
   }
 };
 
-// Of columns of x from `from` on: those of a lane, of which `num_cols` are within k; else x stays.
-template <bool kWhole>
-__device__ __forceinline__ void load_cols(u32 (&x)[kUnits][8], const u16* from, int num_cols) {
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int col = u * kWarps * kUnitCols + 8 * i;
-      if (kWhole || col < num_cols) x[u][i] = *reinterpret_cast<const u32*>(from + col);
-    }
-}
-
-// The fragments of the warp's units of a slice: zeros beyond m and k.
+// The fragments of the warp's units of a slice: zeros beyond m and k. Where rows of x are whole chunks of 16 bytes, a
+// lane loads chunks, and arrange_x() makes them fragments: loads of single words would take three times as long.
 __device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
-  constexpr int kCols = kUnits * kWarps * kUnitCols;
-  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + 2 * lane.pair;
-  const u16* const from = static_cast<const u16*>(args.x) + lane.row * k + begin;
-  const int num_cols = lane.row < args.m ? static_cast<int>(min<i64>(k - begin, kCols)) : 0;
+  const i64 begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols;
+  const int rest = static_cast<int>(min<i64>(args.layout.k - begin, kUnits * kWarps * kUnitCols));
+  const int num_cols = lane.row < args.m ? rest : 0;
+  const u16* const from = static_cast<const u16*>(args.x) + lane.row * args.layout.k + begin;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u)
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[u][i] = 0;
-  if (num_cols > kCols - kWarps * kUnitCols + 56)  // beyond the last
-    load_cols<true>(x, from, num_cols);
-  else if (num_cols > 0)
-    load_cols<false>(x, from, num_cols);
+  if (args.whole_chunks) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int col = u * kWarps * kUnitCols + half * 32 + lane.pair * 8;
+        if (col >= num_cols) continue;
+        const Words4 chunk = load_to_write(reinterpret_cast<const Words4*>(from + col));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[u][half * 4 + i] = chunk.word[i];
+      }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int col = u * kWarps * kUnitCols + 8 * i + 2 * lane.pair;
+        if (col < num_cols) x[u][i] = *reinterpret_cast<const u32*>(from + col);
+      }
+  }
 }
 
-// The same for at most two rows of x, in chunks of 16 bytes: only one or two of eight lanes need any of them, so that
-// whole lines are loaded by all lanes and get where they belong by shared memory, where the warp's sums will be.
-__device__ __forceinline__ void Consumer::load_two_rows(u32 (&x)[kUnits][8], int first) const {
-  constexpr int kLoads = (kUnits + 3) / 4;
-  const int chunk = lane.lane % 8;  // of a unit; 4 units at once
-  const i64 k = args.layout.k, begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols + chunk * 8;
-  // 128 bytes of a unit: what the lanes of each pair of columns need, 8 chunks. Turned by the unit, and halves swapped
-  // by the row: no two meet in a bank.
-  const auto words_at = [&](int row, int unit, int pair) {
-    return reinterpret_cast<u32*>(sums_at(row, lane.warp, 0, 0) + unit * kShared.sum_stride) + (pair + unit) % 4 * 8;
-  };
-  Words4 chunks[2][kLoads];
+// Four words of each lane of a quad, transposed: lane t gets word t of every lane.
+__device__ __forceinline__ void transpose_quad(u32 (&words)[8], int at, int t) {
 #pragma unroll
-  for (int i = 0; i < 2 * kLoads; ++i) {
-    const int row = i / kLoads, unit = i % kLoads * 4 + lane.lane / 8;
-    const i64 col = begin + unit * kWarps * kUnitCols;
-    chunks[row][i % kLoads] = {};
-    if (row < args.m && unit < kUnits && col < k)
-      chunks[row][i % kLoads] = load_to_write(
-          reinterpret_cast<const Words4*>(static_cast<const u16*>(args.x) + row * k + col));
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = t & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      u32 &low = words[at + i], &high = words[at + i + step];
+      const u32 other = shuffle_xor(upper ? low : high, step);
+      low = upper ? other : low;
+      high = upper ? high : other;
+    }
   }
-#pragma unroll
-  for (int i = 0; i < 2 * kLoads; ++i) {
-    const int row = i / kLoads, unit = i % kLoads * 4 + lane.lane / 8;
-    if (row < args.m && unit < kUnits)
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair)
-        words_at(row, unit, pair)[chunk ^ 4 * row] = chunks[row][i % kLoads].word[pair];
-  }
-  __syncwarp();
+}
+__device__ __forceinline__ void Consumer::arrange_x(u32 (&x)[kUnits][8]) const {
+  if (!args.whole_chunks) return;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Words4 four{};
-      if (lane.row < args.m)
-        four = *reinterpret_cast<const Words4*>(words_at(lane.row, u, lane.pair) + (half ^ lane.row) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[u][half * 4 + i] = four.word[i];
-    }
+    for (int at = 0; at < 8; at += 4) transpose_quad(x[u], at, lane.pair);
 }
 
 // The steps of a unit that have one group: all four, or two.
@@ -454,12 +442,14 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
       if (!may_end || unit < args.units) multiply_unit(strip, x[u], unit);
       __syncwarp();
       if (lane.lane == 0) arrive(empty(slot));
-      // Not this stage, which other warps may still read, but the one before.
-      if (threadIdx.x == 0 && (u > 0 || first + round > 0) && has_next_copy(work())) {
+      // Not this stage, which other warps may still read, but the one before. By the warps in turn: it takes as long
+      // as a third of a unit.
+      if (lane.lane == 0 && count % kWarps == lane.warp && count > 0) {
         const int before = slot == 0 ? kStages - 1 : slot - 1;
         wait(empty(before), slot == 0 ? parity ^ 1 : parity);
-        copy_next(args, work(), before);
+        start_copy(args, work(), count - 1 + kStages, before);
       }
+      ++count;
       if (++slot == kStages) slot = 0, parity ^= 1;
     }
   }
@@ -537,37 +527,47 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
 #if HALFBYTE_DEVICE_ARCH >= 900
   using namespace halfbyte::device;
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(full(i), 1);
-      init_barrier(empty(i), kWarps);
-    }
+  const Work of_block = make_work(args);
+  const Lane lane(threadIdx.x);
+  NestedScales nested{};
+  Consumer consumer{args, lane, nested};
+  u32 x[kUnits][8];
+
+  if (thread < kStages) {
+    init_barrier(full(thread), 1);
+    init_barrier(empty(thread), kWarps);
     fence_barrier_init();
-    Work w = make_work(args);
-#pragma unroll 1
-    for (int i = 0; i < kStages && has_next_copy(w); ++i) copy_next(args, w, i);
-    work() = w;
+  }
+  __syncwarp();
+  // What is asked for first comes first: x behind little of the weight, or, where it may not be read yet, behind what
+  // comes while the kernel before ends.
+  const int num_first = min(args.early_start ? kFirstEarly : kFirst, kStages);
+  if (thread == 0) {
+    work() = of_block;
+    start_copies(args, of_block, 0, num_first);
+  }
+  if (!args.early_start) {
+    consumer.load_x(x, 0);
+    if (thread == 0) start_copies(args, of_block, num_first, kStages);
   }
   if constexpr (kLookUp) build_pair_table<kThreads>(thread);
-  NestedScales nested{};
   if constexpr (kDoubleQuant) {
     const auto floats_at = [&](i64 offset) { return reinterpret_cast<const float*>(args.weight + offset); };
     nested = {floats_at(args.layout.absmax), *floats_at(args.layout.offset), args.layout.groups, args.layout.n - 1};
     if (thread < 256) reinterpret_cast<float*>(shared + kShared.map)[thread] = floats_at(args.layout.map)[thread];
   }
-  const Lane lane(threadIdx.x);
   __syncthreads();
   if constexpr (kDoubleQuant) nested.prefetch(thread);
-  wait_for_earlier();
   let_next_start();
+  if (args.early_start) {
+    wait_for_earlier();
+    consumer.load_x(x, 0);
+    if (thread == 0) start_copies(args, of_block, num_first, kStages);
+  }
 
-  Consumer consumer{args, lane, nested};
-  for (int first = 0; first < (kSliced ? work().num_stages : 1); first += kUnits) {
-    u32 x[kUnits][8];
-    if (args.m <= 2 && args.whole_chunks)
-      consumer.load_two_rows(x, first);
-    else
-      consumer.load_x(x, first);
+  for (int first = 0; first < (kSliced ? of_block.num_stages : 1); first += kUnits) {
+    if (first > 0) consumer.load_x(x, first);
+    consumer.arrange_x(x);
     int round = 0;
     for (; round < work().whole_rounds; ++round) consumer.multiply_strip<2>(x, first, round, 0);
     if (round < work().rounds) consumer.multiply_strip<1>(x, first, round, static_cast<int>(blockIdx.x % 2));

@@ -38,7 +38,7 @@ HALFBYTE_FN Sm90MmaShared sm90_mma_shared(int bits, int stage_bytes, int num_sta
   s.map = s.kept + (sliced ? kSm90MmaMaxRounds * formats::kUnitRows * kSm90MmaTokens * 4 : 0);
   s.barriers = s.map + (double_quant ? 256 * 4 : 0);
   s.work = s.barriers + 2 * num_stages * 8;
-  s.num_bytes = s.work + 32;
+  s.num_bytes = s.work + 16;
   return s;
 }
 
@@ -52,7 +52,7 @@ struct QgemmSm90MmaArgs {
   int units;          // of a strip, with columns below k
   int rounds, rest;   // strips / blocks, strips % blocks
   bool whole_chunks;  // rows of x are chunks of 16 bytes
-  bool accumulate;
+  bool accumulate, early_start;
 };
 
 }  // namespace halfbyte

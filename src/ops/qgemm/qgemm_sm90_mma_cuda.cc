@@ -104,6 +104,7 @@ class QgemmSm90MmaKernel final : public QgemmKernel {
     args_.rest = static_cast<int>(problem.weight.strips % grid_.num_blocks);
     args_.whole_chunks = problem.k % 8 == 0 && problem.alignment >= 16;
     args_.accumulate = problem.accumulate;
+    args_.early_start = problem.early_start;
   }
 
   std::string name() const override { return "qgemm_sm90_mma"; }

@@ -1,14 +1,14 @@
 // y[m, k] = x[m, n] W of a packed weight, m <= 64: sm_90a.
 //
-// A cluster makes tiles of 64 or 128 columns of the weight; its blocks, and the four warpgroups of a block,
-// share the rows among them. A warpgroup streams its own rows: bulk copies bring codes and parameters of two
-// strips, 64 rows, and the box of x for them, several stages ahead. The codes become 16-bit weights in
-// registers: operand A of the matrix instructions, whose rows are columns of the weight, whose k runs along the
-// rows of the weight. Operand B is the box of x. At the end of a tile the sums of the cluster meet in shared
-// memory and are added in a fixed order.
+// A cluster makes tiles of 64 or 128 columns of the weight; its blocks share the rows, and so do the teams of a
+// block: its warps or, where there are more tokens, warpgroups. A team streams its own rows: bulk copies bring the
+// codes and parameters of a step, one strip or two, and the box of x for them, several stages ahead. The codes become
+// 16-bit weights in registers: operand A of the matrix instructions, whose rows are columns of the weight, whose k
+// runs along the rows of the weight. Operand B is the box of x. At the end of a tile the sums of the teams meet in
+// shared memory, and those of the blocks, and are added in a fixed order.
 //
 // A word of 4-bit codes has rows 2a and 2a + 1 of the columns 16j + 8 * second + 2t + e, e and second 0 or 1.
-// Lane (g, t') has words of a = 8i + t' and 8i + t' + 4 for step i of 16 rows of a strip; e = 0 is fragment row g,
+// Lane (g, t') has the words of a = 8i + t' and 8i + t' + 4 for the 16 rows i of a strip; e = 0 is fragment row g,
 // e = 1 row g + 8.
 #include "ops/qgemm/qgemm_sm90_transposed_args.h"
 
@@ -22,9 +22,10 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
+constexpr int kTeams = kTiling.teams(), kTeamWarps = kTransposedThreads / 32 / kTeams, kStrips = kTiling.strips();
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.fits());
-static_assert(kTiling.table_bytes() == 0 || kTiling.table_bytes() == kPairTableBytes);
+static_assert(kTiling.bits == 8 || kTiling.table_bytes() == kPairTableBytes);
 
 __device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
   u32 d;
@@ -49,17 +50,21 @@ __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
   return y;
 }
 
-// Two scales or biases that lie together, as elements.
-__device__ __forceinline__ u32 load_parameter_pair(const u8* at) {
-  float pair[2];
-  load_scales(pair, at);
-  return store_pair(Element(), pair[0], pair[1]);
-}
-
-// Of two rows of the weight, as elements; the even row in the low half, as of all pairs below.
+// Of the rows 2a and 2a + 1 of a strip, in one group.
+struct RowParameters {
+  float scale[2] = {}, zero[2] = {}, bias[2] = {};
+};
+// Of two rows of the weight, as elements.
 struct ParameterPairs {
   u32 scale = 0, zero = 0, bias = 0;
 };
+__device__ __forceinline__ ParameterPairs pair_rows(const RowParameters& low, int i, const RowParameters& high, int j) {
+  ParameterPairs pairs;
+  pairs.scale = store_pair(Element(), low.scale[i], high.scale[j]);
+  if constexpr (kAsymmetric) pairs.zero = store_pair(Element(), low.zero[i], high.zero[j]);
+  if constexpr (kAffine) pairs.bias = store_pair(Element(), low.bias[i], high.bias[j]);
+  return pairs;
+}
 
 // Two weights from the values of their codes.
 __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
@@ -68,29 +73,35 @@ __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& par
   return multiply_pairs(Element(), values, parameters.scale);
 }
 
-// The values of two bytes of a word, as elements; exact: integers up to 256. Asymmetric: of the codes.
+// The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
 template <int kLow, int kHigh>
-__device__ __forceinline__ u32 byte_values(u32 word) {
+__device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
   constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
-  return store_pair(Element(), byte_above_2_23<kLow>(word) - kZero, byte_above_2_23<kHigh>(word) - kZero);
+  return store_pair(Element(), byte_above_2_23<kLow>(low) - kZero, byte_above_2_23<kHigh>(high) - kZero);
 }
 
-// What the warpgroups are copied: each has a ring of stages, numbers first() and up, a step in each. Copies are
-// started by one thread.
+// What a team is copied: a ring of stages, numbers first() and up, a step in each. Copies are started by one thread.
 class Stream {
  public:
-  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int warpgroup)
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int team, int rank)
       : args_(args),
         boxes_(shared + kTiling.boxes()),
         slots_(shared + kTiling.slots()),
         full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers())),
-        warpgroup_(warpgroup),
+        team_(team),
         first_box_(k_major_tile(boxes_, 1024)) {
     asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
+    const int sets = (args.strips + kStrips - 1) / kStrips;
+    const int first = (rank == 0 ? 0 : sets / 2) + team, last = rank + 1 < args.cluster ? sets / 2 : sets;
+    first_strip_ = first * kStrips;
+    steps_ = max(last - first + kTeams - 1, 0) / kTeams;
   }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kStages; ++i) init_barrier(full(first() + i), 1);
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(full(first() + i), 1);
+      init_barrier(empty(first() + i), kTeamWarps);
+    }
     fence_barrier_init();
   }
 
@@ -106,37 +117,37 @@ class Stream {
   // Codes and parameters; `full` waits for x too.
   __device__ __forceinline__ void load_weight(int step, int stage) const {
     constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
-    arrive_expecting(full(stage), kTransposedStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
+    arrive_expecting(full(stage), kStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
 #pragma unroll
-    for (int i = 0; i < kTransposedStrips; ++i) {
+    for (int i = 0; i < kStrips; ++i) {
       // Behind the last strip: that once more, for rows beyond x, which are zeros.
-      const int strip = min(first_strip(step) + i, args_.strips - 1);
-      u8* const to = slots_ + (stage * kTransposedStrips + i) * kTiling.slot_bytes();
+      const int strip = kStrips == 1 ? strip_of(step) : min(strip_of(step) + i, args_.strips - 1);
+      u8* const to = slots_ + (stage * kStrips + i) * kTiling.slot_bytes();
       copy_bulk_once(to, codes_ + static_cast<u64>(strip) * args_.strip_bytes, code_bytes_, full(stage));
       if constexpr (kApart != 0) load_parameters(to + kTiling.code_bytes(), strip, full(stage));
     }
   }
   __device__ __forceinline__ void load_x(int step, int stage) const {
-    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, first_strip(step) * kUnitRows, full(stage));
+    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, strip_of(step) * kUnitRows, full(stage));
   }
 
-  __device__ __forceinline__ int first_strip(int step) const {
-    return (step * kTransposedWarpgroups + warpgroup_) * kTransposedStrips;
-  }
-  __device__ __forceinline__ int first() const { return warpgroup_ * kStages; }
+  __device__ __forceinline__ int steps() const { return steps_; }  // of the team
+  __device__ __forceinline__ int strip_of(int step) const { return first_strip_ + step * kTeams * kStrips; }
+  __device__ __forceinline__ int first() const { return team_ * kStages; }
   __device__ __forceinline__ int next(int stage) const { return stage + 1 == first() + kStages ? first() : stage + 1; }
   __device__ __forceinline__ int previous(int stage) const {
     return stage == first() ? first() + kStages - 1 : stage - 1;
   }
   __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
-  // Operand B of rows 16 * i and up.
+  __device__ __forceinline__ Barrier* empty(int stage) const { return full_ + kTeams * kStages + stage; }
+  // Operand B of rows 16 * i and up, for wgmma().
   __device__ __forceinline__ u64 box(int stage, int i) const {
     const u32 low = static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16) + i * 2);
     return (first_box_ & ~0xFFFFFFFFull) | low;
   }
   __device__ __forceinline__ const u8* box_bytes(int stage) const { return boxes_ + stage * kTiling.box_bytes(); }
   __device__ __forceinline__ const u8* slot(int stage, int strip) const {
-    return slots_ + (stage * kTransposedStrips + strip) * kTiling.slot_bytes();
+    return slots_ + (stage * kStrips + strip) * kTiling.slot_bytes();
   }
 
  private:
@@ -157,14 +168,14 @@ class Stream {
   const QgemmSm90TransposedArgs& args_;
   u8 *boxes_, *slots_;
   Barrier* full_;
-  int warpgroup_;
+  int team_, first_strip_, steps_;
   u64 first_box_;
   const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
   u32 code_bytes_ = 0;
 };
 
-// The parameters of two rows, `row` (even) and the next of strip `strip` of a stage, in one group: number
-// `group` (of 32 columns) of unit `unit`.
+// The parameters of two rows, `row` (even) and the next of strip `strip` of a step, in one group: number `group` (of
+// 32 columns) of unit `unit`.
 class Parameters {
  public:
   Parameters() = default;
@@ -179,176 +190,206 @@ class Parameters {
     if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
 
-  // Double quantization: the absmax of the step's scales comes from global memory, one step ahead.
-  __device__ __forceinline__ void load_ahead(int tile, int first_strip) {
+  // Double quantization: the absmax of a step's scales comes from global memory, one step ahead. A step of all teams
+  // has a multiple of 256 rows: their scales have whole absmax.
+  __device__ __forceinline__ void set_tile(int tile, int first_strip) {
     if constexpr (kDoubleQuant) {
       i64 group = 0;
       if constexpr (kGroup != 0)
         group = min<i64>((static_cast<i64>(tile) * kUnits + unit_) * kUnitCols / kGroupSize + group_,
                          args_->groups - 1);
-      const float* const absmax = reinterpret_cast<const float*>(args_->weight + args_->absmax);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const i64 row = min((first_strip + strip_) * kUnitRows + row_ + i, args_->n - 1);
-        absmax_[i] = load_early(absmax + (row * args_->groups + group) / 256);
+        const i64 row = (first_strip + strip_) * kUnitRows + row_ + i;
+        block_[i] = static_cast<u32>(static_cast<u64>(row * args_->groups + group) / 256);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_ahead() {
+    if constexpr (kDoubleQuant) {
+      constexpr u32 kBlocks = kTeams * kStrips * kUnitRows / 256;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Rows of the padding have no absmax, and what comes then does not matter.
+        absmax_[i] = load_early(reinterpret_cast<const float*>(args_->weight + args_->absmax) +
+                                min(block_[i], args_->absmax_count - 1));
+        block_[i] += kBlocks * static_cast<u32>(args_->groups);
       }
     }
   }
 
   // `slot`: of strip 0.
-  __device__ __forceinline__ ParameterPairs load(const u8* slot) const {
+  __device__ __forceinline__ RowParameters load(const u8* slot) const {
     constexpr int kUnitsPerBlock = kTiling.units_per_block(), kScales = kUnitRows * kScaleBytes;
     const u8* const block = slot + strip_ * kTiling.slot_bytes() + unit_ / kUnitsPerBlock * kTiling.block_bytes() +
                             kTiling.code_bytes();
     const u8* const scale = block + group_ * kScales + row_ * kScaleBytes;
-    ParameterPairs pairs;
+    RowParameters rows;
     if constexpr (kDoubleQuant) {
       const u16 codes = *reinterpret_cast<const u16*>(scale);
-      pairs.scale = store_pair(Element(), map_[codes & 0xFF] * absmax_[0] + offset_,
-                               map_[codes >> 8] * absmax_[1] + offset_);
+      rows.scale[0] = map_[codes & 0xFF] * absmax_[0] + offset_;
+      rows.scale[1] = map_[codes >> 8] * absmax_[1] + offset_;
     } else {
-      pairs.scale = load_parameter_pair(scale);
+      load_scales(rows.scale, scale);
     }
     const u8* const second =
         block + kTiling.groups_per_block() * kScales + (group_ * kUnitRows + row_) * kSecondBytes;
     if constexpr (kAsymmetric) {
       const u16 zeros = *reinterpret_cast<const u16*>(second);
-      pairs.zero = store_pair(Element(), static_cast<float>(zeros & 0xFF), static_cast<float>(zeros >> 8));
+      rows.zero[0] = static_cast<float>(zeros & 0xFF);
+      rows.zero[1] = static_cast<float>(zeros >> 8);
     }
-    if constexpr (kAffine) pairs.bias = load_parameter_pair(second);
-    return pairs;
+    if constexpr (kAffine) load_scales(rows.bias, second);
+    return rows;
   }
 
  private:
   const QgemmSm90TransposedArgs* args_ = nullptr;
   const float* map_ = nullptr;
   int unit_ = 0, group_ = 0, strip_ = 0, row_ = 0;
+  u32 block_[2] = {};
   float absmax_[2] = {}, offset_ = 0;
 };
-
-// The values of two words, a and a + 4, of 4-bit codes: of `second`, q = 0 (a) or 1 and e in
-// [second][2 * q + e].
-template <int n>
-__device__ __forceinline__ void look_up_words(u32 (&values)[n][4], u32 first, u32 second, u32 table_lane) {
-  // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even column.
-  const u32 even_rows = permute(first, second, 0x6420), odd_rows = permute(first, second, 0x7531);
-  const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
-  const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
-  values[0][0] = look_up_pair<0>(even_cols, table_lane);
-  values[0][1] = look_up_pair<0>(odd_cols, table_lane);
-  values[0][2] = look_up_pair<2>(even_cols, table_lane);
-  values[0][3] = look_up_pair<2>(odd_cols, table_lane);
-  values[n - 1][0] = look_up_pair<1>(even_cols, table_lane);
-  values[n - 1][1] = look_up_pair<1>(odd_cols, table_lane);
-  values[n - 1][2] = look_up_pair<3>(even_cols, table_lane);
-  values[n - 1][3] = look_up_pair<3>(odd_cols, table_lane);
-}
 
 template <int n>
 struct alignas(4 * n) Words {
   u32 word[n];
 };
 
-// Few tokens: a warp multiplies 16 of the 64 rows of a stage, all columns of the tile, by mma(). Lane (g, t') has
-// t = g % 4 of unit g / 4, or of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
+// Where sums lie in the exchange, in words from those of a team on: of a token and of the first of a pair of columns of
+// the tile; kOdd on, of the second.
+struct SumPlace {
+  int word, token, pair;
+};
+
+// Few tokens: a warp multiplies a stage, all columns of the tile, by mma(). Lane (g, t') has t = g % 4 of unit g / 4, or
+// of half g / 4 of the one unit. Block b of 16 rows of A: columns 8b and up of those.
+//
+// The k of 16 rows of the strip are in the order that costs least: rows 2a and 2a + 8 are a pair, whose codes one byte
+// gets from two words by two instructions for four bytes.
 class WarpProduct {
  public:
   static constexpr int kBlocks = 4 * kUnits, kTokenTiles = kTokens / 8;
-  static constexpr int kParts = 4 * kTransposedWarpgroups;  // sums that the block adds up
 
-  __device__ __forceinline__ WarpProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane,
-                                         u32 rank)
-      : table_lane_(pair_table_lane(lane, rank)), warp_(warp), lane_(lane) {
+  __device__ __forceinline__ WarpProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int, int lane, u32 rank)
+      : table_lane_(pair_table_lane(lane, rank)), lane_(lane) {
     const int high = lane >> 4, t = lane >> 2 & 3, quad_lane = lane & 3;
     constexpr int kUnitsPerBlock = kTiling.units_per_block();
     const int unit = kUnits == 2 ? high : 0, half = kUnits == 2 ? 0 : high;
     at_ = unit / kUnitsPerBlock * kTiling.block_bytes() + unit % kUnitsPerBlock * kTiling.unit_bytes() +
-          code_place(warp % 2 * 16 + 2 * quad_lane, half * 32 + 2 * t, kBits).byte;
-    box_at_ = static_cast<int>(swizzle_128(static_cast<u32>((lane >> 2) * 128 + warp * 32 + quad_lane * 4)));
+          code_place(2 * quad_lane, half * 32 + 2 * t, kBits).byte;
+    const u32 chunk = static_cast<u32>((lane & 7) * kStrips * 64 + (lane >> 3) * 16);
+    box_at_ = static_cast<int>(kStrips == 1 ? swizzle_64(chunk) : swizzle_128(chunk));
 #pragma unroll
-    for (int i = 0; i < 2 * kGroups; ++i)
-      parameters_[i] = Parameters(args, shared, unit, kGroups == 2 ? i / 2 : half, warp / 2,
-                                  warp % 2 * 16 + 2 * quad_lane + i % 2 * 8);
+    for (int i = 0; i < kSets; ++i) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        parameters_[i][q] = Parameters(args, shared, unit, kGroups == 2 ? i : half, kGroups == 2 ? 0 : i,
+                                       2 * quad_lane + q * 8);
+    }
   }
 
-  __device__ __forceinline__ void load_ahead(int tile, int first_strip) {
-#pragma unroll
-    for (Parameters& parameters : parameters_) parameters.load_ahead(tile, first_strip);
-  }
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void set_tile(int tile, int first_strip) {
 #pragma unroll
     for (auto& block : sums_)
 #pragma unroll
-      for (auto& tile : block)
+      for (auto& tile_sums : block)
 #pragma unroll
-        for (float& sum : tile) sum = 0;
+        for (float& sum : tile_sums) sum = 0;
+#pragma unroll
+    for (auto& set : parameters_)
+#pragma unroll
+      for (Parameters& parameters : set) parameters.set_tile(tile, first_strip);
+    load_ahead();
   }
 
-  // Adds the products of a stage; `then`: what may be done once its parameters are loaded.
-  template <class Then>
-  __device__ __forceinline__ void multiply(const Stream& stream, int stage, const Then& then) {
-    const u8* const words = stream.slot(stage, warp_ / 2) + at_;
-    ParameterPairs pairs[2 * kGroups];
+  // Adds the products of a stage.
+  __device__ __forceinline__ void multiply(const Stream& stream, int step, int stage) {
+    Words<kWords> words_of[kStrips][kChunks][4];
 #pragma unroll
-    for (int i = 0; i < 2 * kGroups; ++i) pairs[i] = parameters_[i].load(stream.slot(stage, 0));
-    then();
-    u32 b[kTokenTiles][2];
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const u8* const words = stream.slot(stage, strip) + at_;
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      // The chunk of 16 bytes for the other 8 rows is the neighbour: its number has the other low bit.
-      const u8* const box = stream.box_bytes(stage) + i * 1024;
-      b[i][0] = *reinterpret_cast<const u32*>(box + box_at_);
-      b[i][1] = *reinterpret_cast<const u32*>(box + (box_at_ ^ 16));
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          words_of[strip][chunk][q] = *reinterpret_cast<const Words<kWords>*>(words + chunk * 1024 + q * 256);
     }
-    Words<kWords> words_of[2];
+    ParameterPairs pairs[kSets][2][2];  // of the even and the odd rows of 16
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    for (int set = 0; set < kSets; ++set) {
 #pragma unroll
-      for (int q = 0; q < 2; ++q)
-        words_of[q] = *reinterpret_cast<const Words<kWords>*>(words + chunk * 1024 + q * 256);
+      for (int i = 0; i < 2; ++i) {
+        const RowParameters low = parameters_[set][2 * i].load(stream.slot(stage, 0));
+        const RowParameters high = parameters_[set][2 * i + 1].load(stream.slot(stage, 0));
+        pairs[set][i][0] = pair_rows(low, 0, high, 0);
+        pairs[set][i][1] = pair_rows(low, 1, high, 1);
+      }
+    }
+    u32 b[kStrips][2][kTokenTiles][2];
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) {  // 16 columns
-        u32 a[2][4];
-        if constexpr (kBits == 4) {
-          look_up_words(a, words_of[0].word[j], words_of[1].word[j], table_lane_);
-        } else {
+    for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
-          for (int q = 0; q < 2; ++q) {
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        u32 x[4];
+        load_matrices(x, stream.box_bytes(stage) + tile * kStrips * 512 + (box_at_ ^ strip * 64));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          b[strip][i][tile][0] = permute(x[2 * i], x[2 * i + 1], 0x5410);
+          b[strip][i][tile][1] = permute(x[2 * i], x[2 * i + 1], 0x7632);
+        }
+      }
+    }
+    // The stage is read: it is filled again.
+    __syncwarp();
+    if (lane_ == 0 && step + kStages < stream.steps()) {
+      stream.load_weight(step + kStages, stage);
+      stream.load_x(step + kStages, stage);
+    }
+    load_ahead();
+
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < kCols; ++j) {  // 16 columns
+            const int col = chunk * kCols + j, set = kGroups == 2 ? col / 2 : strip;
+            u32 a[2][4];
+            load_codes(a, words_of[strip][chunk][2 * i], words_of[strip][chunk][2 * i + 1], j);
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
-              a[second][2 * q] = byte_values<0, 2>(words_of[q].word[2 * j + second]);
-              a[second][2 * q + 1] = byte_values<1, 3>(words_of[q].word[2 * j + second]);
+#pragma unroll
+              for (int r = 0; r < 4; ++r) a[second][r] = weight_pair(a[second][r], pairs[set][i][r / 2]);
+#pragma unroll
+              for (int tile = 0; tile < kTokenTiles; ++tile)
+                mma(Element(), sums_[2 * col + second][tile], a[second], b[strip][i][tile]);
             }
           }
-        }
-        const int col = chunk * kCols + j, group = kGroups == 2 ? col / 2 : 0;
-#pragma unroll
-        for (int second = 0; second < 2; ++second) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) a[second][r] = weight_pair(a[second][r], pairs[2 * group + r / 2]);
-#pragma unroll
-          for (int i = 0; i < kTokenTiles; ++i) mma(Element(), sums_[2 * col + second][i], a[second], b[i]);
         }
       }
     }
   }
   __device__ __forceinline__ void finish() {}
 
-  // Where sums lie in the exchange, in words: those of a part, of the pair of columns `pair` of the tile. Of the
-  // second column kOdd on.
+  // Number `at` of a cluster's block `rank`, which has its share of the blocks of rows. Threads side by side have what
+  // lies side by side.
   static constexpr int kOdd = 64;
-  __device__ static __forceinline__ int word(int token, int pair) {
-    const int high = pair / (16 * kUnits), block = pair % (16 * kUnits) / 4, g = 4 * high + pair % 4;
-    return block * kTiling.block_words() + (token / 8 * 4 + token % 2) * 32 + g * 4 + token % 8 / 2;
+  __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
+    const int lane = at % 32, r = at / 32 % 2, tile = at / 64 % kTokenTiles, g = lane / 4;
+    const int block = at / (64 * kTokenTiles) + (cluster == 2 ? rank * kBlocks / 2 : 0);
+    return {block * kTiling.block_words() + (tile * 4 + r) * 32 + lane, tile * 8 + lane % 4 * 2 + r,
+            g / 4 * 16 * kUnits + block * 4 + g % 4};
   }
-  static constexpr int kPartWords = kBlocks * kTiling.block_words();
-  __device__ __forceinline__ void store(float* exchange, int warpgroup) const {
+  static constexpr int kTeamWords = kBlocks * kTiling.block_words();
+  __device__ __forceinline__ void store(float* exchange, int team) const {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int r = 0; r < 4 * kTokenTiles; ++r)
-        exchange[((warpgroup * 4 + warp_) * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] =
-            sums_[block][r / 4][r % 4];
+        exchange[(team * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] = sums_[block][r / 4][r % 4];
     }
   }
 
@@ -356,11 +397,46 @@ class WarpProduct {
   // Words of a lane that lie together, for kCols times 16 columns; 8-bit codes of two units come in two chunks.
   static constexpr int kWords = kBits == 8 ? 4 : 2 * kUnits, kCols = kBits == 8 ? 2 : kWords;
   static constexpr int kChunks = 2 * kUnits / kCols;
-  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1;  // of a lane
+  // Of parameters of a lane: there are two groups, or two strips, or one of each.
+  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1, kSets = kGroups * kStrips;
+
+  __device__ __forceinline__ void load_ahead() {
+#pragma unroll
+    for (auto& set : parameters_)
+#pragma unroll
+      for (Parameters& parameters : set) parameters.load_ahead();
+  }
+
+  // The values of 16 columns, number j of the words.
+  __device__ __forceinline__ void load_codes(u32 (&a)[2][4], const Words<kWords>& low, const Words<kWords>& high,
+                                             int j) const {
+    if constexpr (kBits == 4) {
+      // Bytes of an even column of row 2a, of row 2a + 1, and the same of the second columns; then of odd columns.
+      const u32 even = select_bits(0x0F0F0F0Fu, low.word[j], high.word[j] << 4);
+      const u32 odd = select_bits(0x0F0F0F0Fu, low.word[j] >> 4, high.word[j]);
+      a[0][0] = look_up_pair<0>(even, table_lane_);
+      a[0][1] = look_up_pair<0>(odd, table_lane_);
+      a[0][2] = look_up_pair<1>(even, table_lane_);
+      a[0][3] = look_up_pair<1>(odd, table_lane_);
+      a[1][0] = look_up_pair<2>(even, table_lane_);
+      a[1][1] = look_up_pair<2>(odd, table_lane_);
+      a[1][2] = look_up_pair<3>(even, table_lane_);
+      a[1][3] = look_up_pair<3>(odd, table_lane_);
+    } else {
+#pragma unroll
+      for (int second = 0; second < 2; ++second) {
+        const u32 l = low.word[2 * j + second], h = high.word[2 * j + second];
+        a[second][0] = byte_values<0, 0>(l, h);
+        a[second][1] = byte_values<1, 1>(l, h);
+        a[second][2] = byte_values<2, 2>(l, h);
+        a[second][3] = byte_values<3, 3>(l, h);
+      }
+    }
+  }
 
   u32 table_lane_;
-  int warp_, lane_, at_, box_at_;
-  Parameters parameters_[2 * kGroups];
+  int lane_, at_, box_at_;
+  Parameters parameters_[kSets][4];
   float sums_[kBlocks][kTokenTiles][4];
 };
 
@@ -382,13 +458,29 @@ __device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
   return result;
 }
 
+// The values of two words, a and a + 4, of 4-bit codes: of `second`, q = 0 (a) or 1 and e in [second][2 * q + e], the
+// even row in the low half.
+template <int n>
+__device__ __forceinline__ void look_up_words(u32 (&values)[n][4], u32 first, u32 second, u32 table_lane) {
+  // Bytes 0 and 2 of a word are of the even row, 1 and 3 of the odd one; their low nibbles are of the even column.
+  const u32 even_rows = permute(first, second, 0x6420), odd_rows = permute(first, second, 0x7531);
+  const u32 even_cols = select_bits(0x0F0F0F0Fu, even_rows, odd_rows << 4);
+  const u32 odd_cols = select_bits(0x0F0F0F0Fu, even_rows >> 4, odd_rows);
+  values[0][0] = look_up_pair<0>(even_cols, table_lane);
+  values[0][1] = look_up_pair<0>(odd_cols, table_lane);
+  values[0][2] = look_up_pair<2>(even_cols, table_lane);
+  values[0][3] = look_up_pair<2>(odd_cols, table_lane);
+  values[n - 1][0] = look_up_pair<1>(even_cols, table_lane);
+  values[n - 1][1] = look_up_pair<1>(odd_cols, table_lane);
+  values[n - 1][2] = look_up_pair<3>(even_cols, table_lane);
+  values[n - 1][3] = look_up_pair<3>(odd_cols, table_lane);
+}
+
 // More tokens: a warpgroup multiplies the 64 rows of a stage by wgmma(). A warp has some words of all columns; of
 // two units, warps 0 and 1 have the first, 2 and 3 the other, and `second` is the block of 64 rows of A; of one
 // unit, warps 0 and 1 have second = 0, the others 1.
 class WarpgroupProduct {
  public:
-  static constexpr int kParts = kTransposedWarpgroups;  // sums that the block adds up
-
   __device__ __forceinline__ WarpgroupProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int warp, int lane,
                                               u32 rank)
       : table_lane_(pair_table_lane(lane, rank)),
@@ -405,23 +497,46 @@ class WarpgroupProduct {
     selector_ = high == 0 ? 0x5410 : 0x7632;
   }
 
-  __device__ __forceinline__ void load_ahead(int tile, int first_strip) { parameters_.load_ahead(tile, first_strip); }
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void set_tile(int tile, int first_strip) {
 #pragma unroll
     for (auto& block : sums_)
 #pragma unroll
       for (float& sum : block) sum = 0;
+    parameters_.set_tile(tile, first_strip);
+    parameters_.load_ahead();
   }
 
   // Adds the products of a stage but for those under way, which finish() waits for: at most of that stage.
-  template <class Then>
-  __device__ __forceinline__ void multiply(const Stream& stream, int stage, const Then& then) {
-    const ParameterPairs pairs = parameters_.load(stream.slot(stage, 0));
-    then();
-    multiply_rows<0>(stream, stage, pairs);
-    multiply_rows<1>(stream, stage, pairs);
-    multiply_rows<2>(stream, stage, pairs);
-    multiply_rows<3>(stream, stage, pairs);
+  __device__ __forceinline__ void multiply(const Stream& stream, int step, int stage) {
+    const u8* const words = stream.slot(stage, 0) + at_;
+    Words<kWords> words_of[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        words_of[i][q] =
+            *reinterpret_cast<const Words<kWords>*>(words + i / 2 * kTiling.slot_bytes() + (i % 2 * 2 + q) * 4 * 64);
+    const RowParameters rows = parameters_.load(stream.slot(stage, 0));
+    const ParameterPairs pairs = pair_rows(rows, 0, rows, 1);
+    parameters_.load_ahead();
+    wgmma_wait<3>();
+    load_codes(a_[0], words_of[0]);
+    multiply_rows<0>(stream, stage, words_of, pairs);
+    multiply_rows<1>(stream, stage, words_of, pairs);
+    // The stage before is read when no more than two products are under way; one of the warps fills it again, each in
+    // turn.
+    const int to = stream.previous(stage), next = step - 1 + kStages;
+    const bool fills = step > 0 && next < stream.steps();
+    wgmma_wait<2>();
+    if (fills && lane_ == 0) arrive(stream.empty(to));
+    multiply_rows<2>(stream, stage, words_of, pairs);
+    multiply_rows<3>(stream, stage, words_of, pairs);
+    if (fills && step % kTeamWarps == warp_ && lane_ == 0) {
+      wait(stream.empty(to), parities_ >> (to - stream.first()) & 1);
+      stream.load_weight(next, to);
+      stream.load_x(next, to);
+    }
+    if (fills) parities_ ^= 1u << (to - stream.first());
   }
   __device__ __forceinline__ void finish() {
     wgmma_wait<0>();
@@ -429,21 +544,23 @@ class WarpgroupProduct {
     for (auto& block : sums_) pin(block);
   }
 
-  // As those of WarpProduct.
+  // As those of WarpProduct; a block of the cluster has the sums of its share of the warps.
   static constexpr int kOdd = 2 * kTiling.sum_words();
-  __device__ static __forceinline__ int word(int token, int pair) {
-    const int second = pair / 4 % 2, high = kUnits == 2 ? pair / 32 : second;
-    const LanePlace place = lane_place(high, {pair / 8 % 4, pair % 4});
-    return (kUnits == 2 ? second : 0) * kTiling.block_words() + (token / 8 * 4 + token % 2) * kTiling.sum_words() +
-           place.warp * 33 + place.g * 4 + token % 8 / 2;
+  __device__ static __forceinline__ SumPlace place(int at, int rank, int cluster) {
+    const int lane = at % 32, warps = 4 / cluster, warp = at / 32 % warps + rank * 2 * (cluster - 1);
+    const int i = at / (32 * warps), r = i % 2, tile = i / 2 % (kTokens / 8), block = i / (kTokens / 4), high = warp / 2;
+    const WordPlace place = word_place(warp % 2, lane / 4);
+    return {block * kTiling.block_words() + (tile * 4 + r) * kTiling.sum_words() + warp * 32 + lane,
+            tile * 8 + lane % 4 * 2 + r,
+            (kUnits == 2 ? high * 32 : 0) + place.j * 8 + (kUnits == 2 ? block : high) * 4 + place.t};
   }
-  static constexpr int kPartWords = kUnits * kTiling.block_words();
-  __device__ __forceinline__ void store(float* exchange, int warpgroup) const {
+  static constexpr int kTeamWords = kUnits * kTiling.block_words();
+  __device__ __forceinline__ void store(float* exchange, int team) const {
 #pragma unroll
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
       for (int r = 0; r < kSums; ++r)
-        exchange[(warpgroup * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 33 + lane_] =
+        exchange[(team * kUnits + block) * kTiling.block_words() + r * kTiling.sum_words() + warp_ * 32 + lane_] =
             sums_[block][r];
     }
   }
@@ -459,22 +576,18 @@ class WarpgroupProduct {
   __device__ static __forceinline__ WordPlace word_place(int odd, int g) {
     return kHalfUnits ? WordPlace{2 * odd + (g & 1), g >> 1} : WordPlace{g & 3, 2 * odd + (g >> 2)};
   }
-  // Who has it.
-  struct LanePlace {
-    int warp, g;
-  };
-  __device__ static __forceinline__ LanePlace lane_place(int high, WordPlace word) {
-    return kHalfUnits ? LanePlace{2 * high + (word.j >> 1), (word.j & 1) + 2 * word.t}
-                      : LanePlace{2 * high + (word.t >> 1), word.j + 4 * (word.t & 1)};
-  }
+  static constexpr int kWords = kBits == 8 ? kUnits : 1;  // of a lane that lie together
 
-  // Rows 16 * i and up of the stage.
+  // Rows 16 * i and up of the stage, of which the values are in a_[i]; those of the next 16 are looked up meanwhile.
   template <int i>
-  __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage, const ParameterPairs& pairs) {
-    wgmma_wait<1>();
-    u32(&a)[kUnits][4] = a_[i % 2];  // last read two products ago
-    load_codes(a, stream.slot(stage, i / 2) + at_ + i % 2 * 8 * 64);
+  __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage, const Words<kWords> (&words)[4][2],
+                                                const ParameterPairs& pairs) {
     const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
+    if constexpr (i < 3) {
+      wgmma_wait<2>();  // three products ago a_[i + 1] was read
+      load_codes(a_[i + 1], words[i + 1]);
+    }
+    u32(&a)[kUnits][4] = a_[i];
 #pragma unroll
     for (int block = 0; block < kUnits; ++block) {
 #pragma unroll
@@ -488,14 +601,13 @@ class WarpgroupProduct {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4], const u8* words) const {
+  __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4], const Words<kWords> (&words)[2]) const {
     if constexpr (kBits == 4) {
-      const u32 first = *reinterpret_cast<const u32*>(words), second = *reinterpret_cast<const u32*>(words + 4 * 64);
       if constexpr (kUnits == 2) {
-        look_up_words(values, first, second, table_lane_);
+        look_up_words(values, words[0].word[0], words[1].word[0], table_lane_);
       } else {
         // Half of each word; two nibbles of each half change places, then bytes are two rows of a column.
-        u32 word = permute(first, second, selector_);
+        u32 word = permute(words[0].word[0], words[1].word[0], selector_);
         word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
         values[0][0] = look_up_pair<0>(word, table_lane_);
         values[0][1] = look_up_pair<1>(word, table_lane_);
@@ -505,45 +617,85 @@ class WarpgroupProduct {
     } else {
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
-        const auto word = *reinterpret_cast<const Words<kUnits>*>(words + q * 4 * 64);
 #pragma unroll
         for (int block = 0; block < kUnits; ++block) {
-          values[block][2 * q] = byte_values<0, 2>(word.word[block]);
-          values[block][2 * q + 1] = byte_values<1, 3>(word.word[block]);
+          const u32 word = words[q].word[block];
+          values[block][2 * q] = byte_values<0, 2>(word, word);
+          values[block][2 * q + 1] = byte_values<1, 3>(word, word);
         }
       }
     }
   }
 
   u32 table_lane_, selector_;
+  u32 parities_ = 0;  // a bit a stage: of the phase of `empty`
   int warp_, lane_, at_;
   Parameters parameters_;
-  u32 a_[2][kUnits][4];
+  u32 a_[4][kUnits][4];
   float sums_[kUnits][kSums];
 };
 
 using Product = Select<kTokens <= 16, WarpProduct, WarpgroupProduct>;
-static_assert(Product::kParts * Product::kPartWords * 4 == kTiling.exchange_bytes());
+static_assert(kTeams * Product::kTeamWords * 4 == kTiling.exchange_bytes());
 
-// Adds up the parts of the sums, of all blocks of the cluster in their order, and stores y: each block a share.
-__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, float* exchange, int tile, int rank) {
-  constexpr int kPairs = kUnits * kUnitCols / 2;  // of columns
-  const int per_round = kTransposedThreads * args.cluster;
-  for (int at = rank * kTransposedThreads + static_cast<int>(threadIdx.x); at < args.m * kPairs; at += per_round) {
-    const int token = at / kPairs, pair = at % kPairs;
-    const i64 column = (static_cast<i64>(tile) * kPairs + pair) * 2;
-    if (column >= args.k) continue;
-    const int word = Product::word(token, pair);
-    float even = 0, odd = 0;
-    for (int i = 0; i < args.cluster; ++i) {
-      const u32 sums = shared_address_of(exchange + word, static_cast<u32>(i));
+struct Pair {
+  float even = 0, odd = 0;
+};
+
+// The sums of the teams of this block, of a pair of columns.
+__device__ __forceinline__ Pair add_teams(const float* sums) {
+  Pair sum;
 #pragma unroll
-      for (int part = 0; part < Product::kParts; ++part) {
-        even += load_cluster(sums + part * Product::kPartWords * 4);
-        odd += load_cluster(sums + (part * Product::kPartWords + Product::kOdd) * 4);
-      }
+  for (int team = 0; team < kTeams; ++team) {
+    sum.even += sums[team * Product::kTeamWords];
+    sum.odd += sums[team * Product::kTeamWords + Product::kOdd];
+  }
+  return sum;
+}
+
+// Adds up the sums of the teams and of the blocks of the cluster, and stores y. Of a cluster each block has half of the
+// sums, those for the other one it sends there. `parity`: of the number of the tile: what is sent stays until the other
+// block has come to the end of the next tile.
+__device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, const float* exchange, int tile, int rank,
+                                       int parity) {
+  constexpr int kPairs = kTokens * kUnits * kUnitCols / 2;  // as many words are sent
+  const int count = kPairs / args.cluster;
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // places are not made before the products, in registers that those need
+  const auto sent = [&](int at) {
+    const int word = parity * kPairs + 2 * at;
+    return scratch_address(word / 32, word % 32, static_cast<u32>(rank));
+  };
+  if (args.cluster == 2) {
+    for (int at = thread; at < count; at += kTransposedThreads) {
+      const SumPlace place = Product::place(at, 1 - rank, 2);
+      if (place.token >= args.m) continue;
+      const Pair sum = add_teams(exchange + place.word);
+      store_cluster(address_in(static_cast<u32>(1 - rank), sent(at)), sum.even, sum.odd);
     }
-    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + token * args.k + column);
+    cluster_arrive();
+  }
+  constexpr int kOwn = (kPairs + kTransposedThreads - 1) / kTransposedThreads;
+  Pair own[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = thread + i * kTransposedThreads;
+    const SumPlace place = Product::place(at, rank, args.cluster);
+    if (at < count && place.token < args.m) own[i] = add_teams(exchange + place.word);
+  }
+  if (args.cluster == 2) cluster_wait();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = thread + i * kTransposedThreads;
+    const SumPlace place = Product::place(at, rank, args.cluster);
+    const i64 column = static_cast<i64>(tile) * kUnits * kUnitCols + place.pair * 2;
+    if (at >= count || place.token >= args.m || column >= args.k) continue;
+    float even = own[i].even, odd = own[i].odd;
+    if (args.cluster == 2) {  // the sum of two does not depend on their order
+      even += load_shared(sent(at));
+      odd += load_shared(sent(at) + 4);
+    }
+    u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args.y) + place.token * args.k + column);
     if (args.accumulate) {
       even += load(Element(), static_cast<u16>(*y));
       odd += load(Element(), static_cast<u16>(*y >> 16));
@@ -555,52 +707,49 @@ __device__ __forceinline__ void finish(const QgemmSm90TransposedArgs& args, floa
 __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
   const int warp_of_block = __shfl_sync(~0u, thread >> 5, 0);  // known to be the same in all lanes
-  const int warp = warp_of_block & 3, warpgroup = warp_of_block >> 2;
-  const int cluster = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
-  const int num_clusters = static_cast<int>(gridDim.x) / args.cluster;
+  const int warp = warp_of_block % kTeamWarps, team = warp_of_block / kTeamWarps;
+  const int shift = args.cluster - 1;  // of 1 or 2
+  const int cluster = static_cast<int>(blockIdx.x) >> shift, num_clusters = static_cast<int>(gridDim.x) >> shift;
+  const int rank = static_cast<int>(blockIdx.x) & shift;
   const bool copies = warp == 0 && lane == 0;
-  // Of the steps this block's share.
-  const int first = args.steps * rank / args.cluster, last = args.steps * (rank + 1) / args.cluster;
 
   let_next_start();
   int tile = cluster;
-  Stream stream(args, shared, warpgroup);
+  Stream stream(args, shared, team, rank);
   stream.set_tile(tile);
+  // Half of the ring does not wait for x, x does not wait behind the other half.
+  constexpr int kEarly = (kStages + 1) / 2;
   if (copies) {
     stream.init();
     prefetch_map(&args.x);
-    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_weight(first + i, stream.first() + i);
+    for (int i = 0; i < min(kEarly, stream.steps()); ++i) stream.load_weight(i, stream.first() + i);
   }
-  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread);
+  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread, static_cast<u32>(rank));
   if constexpr (kDoubleQuant) {
     if (thread < 256)
       reinterpret_cast<float*>(shared + kTiling.map())[thread] =
           reinterpret_cast<const float*>(args.weight + args.map)[thread];
   }
   Product product(args, shared, warp, lane, static_cast<u32>(rank));
-  __syncthreads();
   wait_for_earlier();
   if (copies) {
-    for (int i = 0; i < min(kStages, last - first); ++i) stream.load_x(first + i, stream.first() + i);
+    for (int i = 0; i < min(kEarly, stream.steps()); ++i) stream.load_x(i, stream.first() + i);
+    for (int i = kEarly; i < min(kStages, stream.steps()); ++i) {
+      stream.load_x(i, stream.first() + i);
+      stream.load_weight(i, stream.first() + i);
+    }
   }
+  // The other block of a cluster has begun when sums are sent there.
+  if (args.cluster == 2) cluster_arrive_relaxed();
+  __syncthreads();
 
   int stage = stream.first();
   u32 parity = 0;
-  while (true) {
-    product.clear();
-    product.load_ahead(tile, stream.first_strip(first));
-    for (int step = first; step < last; ++step) {
+  for (int number = 0;; ++number) {
+    product.set_tile(tile, stream.strip_of(0));
+    for (int step = 0; step < stream.steps(); ++step) {
       wait(stream.full(stage), parity);
-      product.multiply(stream, stage, [&] { product.load_ahead(tile, stream.first_strip(step + 1)); });
-      // Of the stage before, all that read it is done.
-      if (step > first && step - 1 + kStages < last) {
-        sync_some(1 + warpgroup, 128);
-        if (copies) {
-          stream.load_weight(step - 1 + kStages, stream.previous(stage));
-          stream.load_x(step - 1 + kStages, stream.previous(stage));
-        }
-      }
+      product.multiply(stream, step, stage);
       stage = stream.next(stage);
       if (stage == stream.first()) parity ^= 1;
     }
@@ -609,20 +758,19 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
     __syncthreads();
     float* const exchange = reinterpret_cast<float*>(shared + kTiling.boxes());
-    product.store(exchange, warpgroup);
-    cluster_arrive();
-    cluster_wait();
-    finish(args, exchange, tile, rank);
+    product.store(exchange, team);
+    if (args.cluster == 2 && number == 0) cluster_wait();
+    __syncthreads();
+    finish(args, exchange, tile, rank, number % 2);
     tile += num_clusters;
-    fence_proxy_async();
-    cluster_arrive();
-    cluster_wait();  // shared memory stays until the others have read it
     if (tile >= args.tiles) return;
+    fence_proxy_async();
+    __syncthreads();
     stream.set_tile(tile);
     if (copies) {
-      for (int i = 0, to = stage; i < min(kStages, last - first); ++i, to = stream.next(to)) {
-        stream.load_weight(first + i, to);
-        stream.load_x(first + i, to);
+      for (int i = 0, to = stage; i < min(kStages, stream.steps()); ++i, to = stream.next(to)) {
+        stream.load_weight(i, to);
+        stream.load_x(i, to);
       }
     }
   }

@@ -41,10 +41,10 @@ struct Division {
   int cluster = 1;  // blocks that share the rows of a tile
 };
 
-// What takes the least time by this model, in units of the packed layout: a tile of one unit reads its words
-// twice; a round, and more so one of clusters, has a begin and an end.
+// What takes the least time by this model, in units of the packed layout: a tile of one unit has half of it in a
+// step; a round, and more so one of clusters, has a begin and an end.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
-  constexpr double kSingle = 1.15, kRound = 60, kClusterRound = 40;
+  constexpr double kSingle = 1.4, kRound = 70, kClusterRound = 30;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
@@ -79,6 +79,7 @@ class QgemmSm90Transposed : public QgemmKernel {
     args_.absmax = layout.absmax;
     args_.map = layout.map;
     args_.offset = layout.offset;
+    args_.absmax_count = static_cast<formats::u32>(ceil_div(layout.n * layout.groups, 256));
     args_.groups = layout.groups;
     args_.k = problem.k;
     args_.strip_bytes = static_cast<formats::u32>(layout.strip_bytes);
@@ -88,7 +89,6 @@ class QgemmSm90Transposed : public QgemmKernel {
     args_.n = static_cast<int>(problem.n);
     args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
     args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
-    args_.steps = static_cast<int>(ceil_div(problem.n, kTransposedStepRows));
     args_.cluster = division.cluster;
     args_.accumulate = problem.accumulate;
     const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
@@ -105,7 +105,8 @@ class QgemmSm90Transposed : public QgemmKernel {
   void run(const QgemmTensors& tensors, void* stream, void*) const override {
     const cuda::Scope scope(context_);
     QgemmSm90TransposedArgs args = args_;
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, tiling_.tokens);
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, tiling_.tokens,
+                              tiling_.strips() * formats::kUnitRows);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.y = tensors.y;
     if (problem_.early_start)

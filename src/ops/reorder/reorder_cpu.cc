@@ -289,7 +289,7 @@ void reorder_tiles(const ReorderArgs& args, const ReorderTiles& tiles) {
       } else {
         hwy::Prefetch(slots + kPairBytes);
         if (kStream && pieces[0].whole && pieces[1].whole)
-          pairs.template unpack<kStream>(slots, pieces[0].bytes, pieces[1].bytes, turned);
+          pairs.template unpack<true>(slots, pieces[0].bytes, pieces[1].bytes, turned);
         else
           pairs.template unpack<false>(slots, pieces[0].bytes, pieces[1].bytes, turned);
         for (const Piece& piece : pieces)

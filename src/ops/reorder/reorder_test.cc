@@ -289,7 +289,7 @@ TEST(Reorder, Errors) {
       {"must not overlap", message([](V v, P p) { v.codes = p.data; })},
       {"reorder: from.scales must be aligned to 2 bytes",
        message([](V v, P) { v.scales = static_cast<uint8_t*>(v.scales) + 1; })},
-      {"layout bitsandbytes holds table formats", message([](V v, P p) {
+      {"layout bitsandbytes has codes of 4 bits, got int8", message([](V v, P p) {
          v.layout = WeightLayout::bitsandbytes;
          v.spec.format = p.spec.format = Format::int8;
        })},
