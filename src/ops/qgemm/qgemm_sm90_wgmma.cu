@@ -1,10 +1,10 @@
 // y = x . W^T for up to 64 tokens (rows of x): sm_90a. The weight is operand A of the matrix instructions, decoded into
 // registers; tokens are the columns of operand B, which is x in shared memory.
 //
-// A block keeps a ring of stages full of the codes of its tiles, one behind the other, and of x. A warpgroup has 64
-// rows, or twice 64, and some of the columns of each stage; it decodes the next chunk of its columns while the tensor cores multiply
-// this one. The sums of a chunk start at zero and are scaled in f32 when they are added to those of the tile; affine
-// formats are scaled as they are decoded.
+// A warpgroup of its own keeps a ring of stages full of the codes of the block's tiles, one behind the other, and of x.
+// Each of the others has 64 rows, or twice 64, and some of the columns of each stage; it decodes the next chunk of its
+// columns while the tensor cores multiply this one. The sums of a chunk start at zero and are scaled in f32 when they
+// are added to those of the tile; affine formats are scaled as they are decoded.
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
 
 #include "ops/qgemm/qgemm_sm90.cuh"
@@ -32,7 +32,7 @@ static_assert(kChunks % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
 constexpr int kSums = kTokens / 2;                       // of a thread
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
-constexpr int kGroupLines = 4 * kPairs * kSums;                   // of scratch memory, for the sums of a warpgroup
+constexpr int kGroupLines = 4 * kPairs * kSums;          // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
 static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
 static_assert(kCluster == 1 || kRowGroups <= 2);
@@ -280,8 +280,8 @@ __launch_bounds__(kThreads, 1)
         for (int c = 0; c < kChunks * kPairs; ++c) {
           const int q = c / kPairs;
           // Only the address changes, which does not carry into the upper half.
-          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(done * kStageBytes + q * kChunkCols / 64 * kBoxBytes +
-                                                                   q * kChunkCols % 64 * 2) / 16;
+          const int x_offset = done * kStageBytes + q * kChunkCols / 64 * kBoxBytes + q * kChunkCols % 64 * 2;
+          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(x_offset) / 16;
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
