@@ -50,7 +50,7 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
   QgemmSm90WgmmaTiling best;
   double least = 0;
   for (const int cluster : {1, 2})
-    for (const int strips : {8, 4, 2}) {
+    for (const int strips : {2, 4, 8}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
       if (!tiling.valid() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
       constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
