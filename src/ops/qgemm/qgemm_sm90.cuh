@@ -121,21 +121,11 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 word, const RowPair& rows) {
 // Columns whose codes are 16 bytes of a lane.
 constexpr int kWordsCols = 256 / kBits;
 
-// The fragment of A of 16 columns, number `step` of those of the words. `computed`: not looked up.
+// The fragment of A of 16 columns, number `step` of those of the words.
 __device__ __forceinline__ void decode(u32 (&a)[4], const Words4& words, int step, const RowPair& rows,
-                                       u32 table_lane, bool computed) {
+                                       u32 table_lane) {
   if constexpr (kBits == 4) {
     const u32 word = words.word[step];
-    if (computed) {
-      u32 pairs[4];
-      compute_pairs(pairs, word);
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        a[i] = finish_pair<0>(pairs[i], rows);
-        a[i + 1] = finish_pair<1>(pairs[i + 1], rows);
-      }
-      return;
-    }
     a[0] = finish_pair<0>(look_up_pair<0>(word, table_lane), rows);
     a[1] = finish_pair<1>(look_up_pair<1>(word, table_lane), rows);
     a[2] = finish_pair<0>(look_up_pair<2>(word, table_lane), rows);

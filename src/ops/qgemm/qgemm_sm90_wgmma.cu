@@ -1,10 +1,10 @@
 // y = x . W^T for up to 64 tokens (rows of x): sm_90a. The weight is operand A of the matrix instructions, decoded into
 // registers; tokens are the columns of operand B, which is x in shared memory.
 //
-// A block keeps a ring of stages full of the codes of its tiles, one behind the other, and of x. A warpgroup has 64
-// rows, or twice 64, and some of the columns of each stage; it decodes the next chunk of its columns while the tensor cores multiply
-// this one. The sums of a chunk start at zero and are scaled in f32 when they are added to those of the tile; affine
-// formats are scaled as they are decoded.
+// A warpgroup of its own keeps a ring of stages full of the codes of the block's tiles, one behind the other, and of x.
+// Each of the others has 64 rows, or twice 64, and some of the columns of each stage; it decodes the next chunk of its
+// columns while the tensor cores multiply this one. The sums of a chunk start at zero and are scaled in f32 when they
+// are added to those of the tile; affine formats are scaled as they are decoded.
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
 
 #include "ops/qgemm/qgemm_sm90.cuh"
@@ -27,12 +27,12 @@ constexpr int kStageBlocks = kStageCols / kBlockCols;
 // Columns that are added up before they are scaled.
 constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
 constexpr int kChunks = kGroupCols / kChunkCols;
-constexpr int kComputedSteps = 1;  // of a chunk: decoded without the table
+constexpr int kChunkWords = (kChunkCols + kWordsCols - 1) / kWordsCols;  // 16 bytes of codes each
 static_assert(kChunks % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
 constexpr int kSums = kTokens / 2;                       // of a thread
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
-constexpr int kGroupLines = 4 * kPairs * kSums;                   // of scratch memory, for the sums of a warpgroup
+constexpr int kGroupLines = 4 * kPairs * kSums;          // of scratch memory, for the sums of a warpgroup
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
 static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
 static_assert(kCluster == 1 || kRowGroups <= 2);
@@ -233,8 +233,16 @@ __launch_bounds__(kThreads, 1)
     if (active) {
       u32 a[2][kChunkSteps][4];
       float chunk[2][kSums];
-      Words4 words[kPairs];
-      // Chunk c of the stage in `slot`, which is of pair c % kPairs, to a[c % 2].
+      Words4 words[kPairs][kChunkWords];
+      // Chunk c of the stage in `slot`, which is of pair c % kPairs: first its codes, which take a while, then its
+      // values to a[c % 2].
+      const auto load_chunk = [&](int c) {
+        const u8* const from = ring + slot * kStageBytes + c % kPairs * 2 * kStripBytes + codes_at;
+#pragma unroll
+        for (int i = 0; i < kChunkWords; ++i)
+          if (const int col = c / kPairs * kChunkCols + i * kWordsCols; col % kWordsCols == 0)
+            words[c % kPairs][i] = load_words(from + code_offset(col));
+      };
       const auto decode_chunk = [&](int c, int stage) {
         const int b = c % kPairs, q = c / kPairs;
         const u8* const from = ring + slot * kStageBytes + b * 2 * kStripBytes;
@@ -248,8 +256,7 @@ __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) {
           const int col = q * kChunkCols + 16 * j;
-          if (col % kWordsCols == 0) words[b] = load_words(from + codes_at + code_offset(col));
-          decode(a[c % 2][j], words[b], col % kWordsCols / 16, to, table_lane, j >= kChunkSteps - kComputedSteps);
+          decode(a[c % 2][j], words[b][16 * j / kWordsCols], col % kWordsCols / 16, to, table_lane);
         }
 #pragma unroll
         for (int j = 0; j < kChunkSteps; ++j) pin(a[c % 2][j]);
@@ -265,6 +272,7 @@ __launch_bounds__(kThreads, 1)
       };
 
       wait(full + slot, parity);
+      load_chunk(0);
       decode_chunk(0, first_stage);
       for (int stage = first_stage; stage < last_stage; ++stage) {
         const int done = slot;
@@ -272,8 +280,8 @@ __launch_bounds__(kThreads, 1)
         for (int c = 0; c < kChunks * kPairs; ++c) {
           const int q = c / kPairs;
           // Only the address changes, which does not carry into the upper half.
-          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(done * kStageBytes + q * kChunkCols / 64 * kBoxBytes +
-                                                                   q * kChunkCols % 64 * 2) / 16;
+          const int x_offset = done * kStageBytes + q * kChunkCols / 64 * kBoxBytes + q * kChunkCols % 64 * 2;
+          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(x_offset) / 16;
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < kChunkSteps; ++j) {
@@ -284,17 +292,20 @@ __launch_bounds__(kThreads, 1)
               wgmma<Major::k>(Element(), sums[c % kPairs], a[c % 2][j], tile);
           }
           wgmma_commit();
+          const bool ends_stage = c + 1 == kChunks * kPairs, goes_on = !ends_stage || stage + 1 < last_stage;
+          const int next = ends_stage ? 0 : c + 1;
+          if (goes_on) {
+            if (ends_stage) {
+              if (++slot == kStages) slot = 0, parity ^= 1;
+              wait(full + slot, parity);
+            }
+            load_chunk(next);
+          }
           if (c > 0) {
             wgmma_wait<1>();
             add_chunk(c - 1);
           }
-          if (c + 1 < kChunks * kPairs) {
-            decode_chunk(c + 1, stage);
-          } else if (stage + 1 < last_stage) {
-            if (++slot == kStages) slot = 0, parity ^= 1;
-            wait(full + slot, parity);
-            decode_chunk(0, stage + 1);
-          }
+          if (goes_on) decode_chunk(next, ends_stage ? stage + 1 : stage);
         }
         // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
         // instruction.

@@ -7,8 +7,8 @@
 namespace halfbyte {
 
 // A tile is 32 * strips rows of the weight by all tokens; a block reads it in stages of so many columns.
-// Pairs of strips go to different warpgroups, or two to one, and so do the parts of the columns of a stage, whose sums are
-// added up at the end of the tile. The blocks of a cluster share the columns of a tile.
+// Pairs of strips go to different warpgroups, or two to one, and so do the parts of the columns of a stage,
+// whose sums are added up at the end of the tile. The blocks of a cluster share the columns of a tile.
 struct QgemmSm90WgmmaTiling {
   int tokens = 8;       // 8, 16, 32, 64: m rounded up
   int strips = 4;       // 8, 4 or 2

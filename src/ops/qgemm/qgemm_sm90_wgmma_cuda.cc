@@ -43,24 +43,23 @@ int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocess
 }
 
 // What takes the least time by this model, in units of the packed layout, of which a block reads one in the
-// time that its share of the memory's bandwidth gives it. Every tile reads all of x; one that is left over
-// leaves some of the warpgroups idle; blocks of a cluster wait for each other.
+// time that its share of the memory's bandwidth gives it. Every tile reads all of x; blocks of a cluster wait
+// for each other at the end.
 QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
   const int tokens = sm90_wgmma_tokens(p.m);
   QgemmSm90WgmmaTiling best;
   double least = 0;
   for (const int cluster : {1, 2})
-    for (const int strips : {8, 4, 2}) {
+    for (const int strips : {2, 4, 8}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
       if (!tiling.valid() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
-      constexpr double kIdle = 0.3, kClusterUnits = 10;
-      const int64_t pairs = pairs_of_worker(p, cluster, num_multiprocessors), pairs_of_tile = strips / 2;
-      const int64_t at_once = pairs_of_tile / tiling.row_groups();  // what a warpgroup multiplies
+      constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
+      const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
+      const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
       const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
-      const double work = static_cast<double>(ceil_div(pairs, at_once) * at_once) + tiles * tokens / 64 +
-                          (pairs % pairs_of_tile != 0 ? kIdle : 0);
       const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
-      const double time = work * units / cluster + tiles * kClusterUnits * (cluster - 1);
+      const double time = (static_cast<double>(pairs) + tiles * tokens / kTokensOfPair) * units / cluster +
+                          kClusterUnits * (cluster - 1);
       if (best.stages != 0 && time >= least) continue;
       best = tiling;
       least = time;
@@ -100,8 +99,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.num_longer = static_cast<int>(pairs % workers);
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
-    grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(),
-             tiling_.cluster};
+    grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(), tiling_.cluster};
   }
 
   std::string name() const override { return name_; }

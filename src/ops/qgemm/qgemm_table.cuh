@@ -21,9 +21,9 @@ inline constexpr u32 kPairTableAddress = 1024;
 template <int kFirst, int kShift>
 __device__ __forceinline__ u32 bytes_of_values() {
   constexpr CodeValues<Element> kValues = make_code_values<Element>();
-  constexpr u32 kBytes = (kValues.values[kFirst] >> kShift & 255u) | (kValues.values[kFirst + 1] >> kShift & 255u) << 8 |
-                         (kValues.values[kFirst + 2] >> kShift & 255u) << 16 |
-                         (kValues.values[kFirst + 3] >> kShift & 255u) << 24;
+  constexpr u32 kBytes =
+      (kValues.values[kFirst] >> kShift & 255u) | (kValues.values[kFirst + 1] >> kShift & 255u) << 8 |
+      (kValues.values[kFirst + 2] >> kShift & 255u) << 16 | (kValues.values[kFirst + 3] >> kShift & 255u) << 24;
   return kBytes;
 }
 __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
@@ -31,9 +31,8 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
   asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
-// The pairs of values of a word of codes without the table: for a part of the words, where loads from shared memory
-// are what takes longest. Four codes at a time choose bytes from the first and the last eight values, and their upper
-// bits between these.
+// The pairs of values of a word of codes without the table, which takes longer. Four codes at a time choose bytes
+// from the first and the last eight values, and their upper bits between these.
 __device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word) {
   const u32 choices = word & 0x77777777u, moved = word << 4;
 #pragma unroll
