@@ -9,7 +9,8 @@
 //
 // What limits it: reads and writes of shared memory, a clock each 128 bytes. A unit of 4-bit codes takes 32 for the
 // table, 8 for the codes and 9 when they are copied, 2 to 4 for scales, 2 for sums: 53 to 55 of the 60 clocks in which
-// the memory of an H200 brings the next. About 117 instructions a unit are half of what the block can issue.
+// the memory of an H200 brings the next; double quantization takes 7 to 8 for scales. About 117
+// instructions a unit are half of what the block can issue.
 //
 // Before the kernels before it have ended only the weight is read.
 #include "cuda/device/bulk.cuh"
@@ -157,8 +158,20 @@ template <int kTiles>
 __device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lane& lane, int tile, const u8* scales,
                                             float decoded) {
   if constexpr (kDoubleQuant) {
+    // Three shuffles, where one for each of the four scales were four.
+    const bool odd = lane.pair & 1, upper = lane.pair & 2;
+    const float beside = shuffle_xor(decoded, 1);
+    const float two[2] = {odd ? beside : decoded, odd ? decoded : beside};
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) scale[i / 2][i % 2] = shuffle(decoded, (lane.lane & ~3) + i);
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kTiles == 1) {
+        scale[0][i] = two[i];
+      } else {
+        const float other = shuffle_xor(two[i], 2);
+        scale[0][i] = upper ? other : two[i];
+        scale[1][i] = upper ? two[i] : other;
+      }
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) load_two(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
@@ -432,13 +445,14 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
   if constexpr (kNested) {
     const int number = first / kUnits * work().rounds + round;
     const int row = 2 * lane.row + nested_row<kTiles>(lane, tile);
-    const u32 of_weight = static_cast<u32>(strip_of(round, work().whole_rounds) * kUnitRows + row);
+    const u32 of_weight = static_cast<u32>(strip_of(round, work().whole_rounds)) * kUnitRows + static_cast<u32>(row);
     strip.absmax[0] = bit_cast<float>(*absmax_at(number, row));
     strip.absmax[1] = bit_cast<float>(*absmax_at(number, row + kUnitRows));
     strip.nested_index = static_cast<int>((of_weight * static_cast<u32>(args.layout.groups) +
                                            static_cast<u32>(first * kStageGroups)) % 256) +
                          lane.warp * kUnitCols / max(kGroup, 1);
-    if (lane.warp < 2) start_absmax(args, work(), number + kAbsmaxAhead, lane.warp * 32 + lane.lane);
+    if (const u32 thread = thread_again(); thread < 64)
+      start_absmax(args, work(), number + kAbsmaxAhead, static_cast<int>(thread));
     commit_copies();
   }
   if constexpr (kGroup == 0) {

@@ -22,8 +22,8 @@ HALFBYTE_FN formats::PackedLayout sm90_mma_stage(const formats::Codec& codec, in
 }
 
 // Where things are in shared memory: the table of pairs (none for codes of 8 bits), with the sums of warps in
-// the gaps between its rows; the ring; what is kept between slices; of double quantization the map, and two absmax
-// for each row of some strips; barriers; the state of the block.
+// the gaps between its rows; the ring; what is kept between slices; of double quantization the map, and two
+// absmax for each row of some strips; barriers; the state of the block.
 struct Sm90MmaShared {
   int sum_stride, sum_begin;  // of 128 bytes of sums
   int ring, kept, map, absmax, barriers, work, num_bytes;
