@@ -9,7 +9,8 @@
 //
 // What limits it: reads and writes of shared memory, a clock each 128 bytes. A unit of 4-bit codes takes 32 for the
 // table, 8 for the codes and 9 when they are copied, 2 to 4 for scales, 2 for sums: 53 to 55 of the 60 clocks in which
-// the memory of an H200 brings the next. About 117 instructions a unit are half of what the block can issue.
+// the memory of an H200 brings the next; double quantization takes 7 to 8 for scales. About 117
+// instructions a unit are half of what the block can issue.
 //
 // Before the kernels before it have ended only the weight is read.
 #include "cuda/device/bulk.cuh"
@@ -121,43 +122,56 @@ __device__ __forceinline__ void load_two(float (&to)[2], const u8* from) {
   }
 }
 
-// Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them.
-struct NestedScales {
-  const float* absmax;
-  float offset;
-  i64 groups, last_row;
+// Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them. An absmax
+// is that of 256 scales in the order of rows, and a row has no more in a slice of k: it has two absmax there at most,
+// which come to shared memory some strips before they are needed.
+constexpr bool kNested = kDoubleQuant && kGroup > 0;
+constexpr int kAbsmaxAhead = kSm90MmaAbsmaxStrips - 1;
+constexpr int kSliceCols = kUnits * kWarps * kUnitCols, kStageGroups = kWarps * kUnitCols / max(kGroup, 1);
+static_assert(!kNested || kSliceCols / max(kGroup, 1) <= 256);
 
-  // What is padding has the absmax of what is not.
-  __device__ __forceinline__ const float* absmax_of(i64 row, i64 group) const {
-    return absmax + static_cast<u64>(min(row, last_row) * groups + min(group, groups - 1)) / 256;
-  }
-  // All of this block, to the second-level cache: they are few, but each would be waited for.
-  __device__ __forceinline__ void prefetch(int thread) const {
-    for (int round = thread; round < work().rounds; round += kThreads) {
-      const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows;
-      const float* const end = absmax_of(row + kUnitRows - 1, groups - 1);
-      for (const float* at = absmax_of(row, 0); at <= end; at += 8)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-    }
-  }
-  __device__ __forceinline__ float decode(u8 code, float of_absmax) const {
-    return reinterpret_cast<const float*>(shared + kShared.map)[code] * of_absmax + offset;
-  }
-};
+// The absmax of the row, and the one after, of strip `number` of the block.
+__device__ __forceinline__ u32* absmax_at(int number, int row) {
+  return reinterpret_cast<u32*>(shared + kShared.absmax) + number % kSm90MmaAbsmaxStrips * 2 * kUnitRows + row;
+}
+// Starts the copies of these of a strip, in the order in which the block has them, if there are so many. By 64 threads.
+__device__ __forceinline__ void start_absmax(const QgemmSm90MmaArgs& args, const Work& w, int number, int thread) {
+  const int slice = kSliced ? number / w.rounds : 0, round = number - slice * w.rounds;
+  if (kSliced ? slice * kUnits >= w.num_stages : round >= w.rounds) return;
+  const i64 groups = args.layout.groups;
+  const i64 row = static_cast<i64>(strip_of(round, w.whole_rounds)) * kUnitRows + thread % kUnitRows;
+  const i64 first = (row * groups + slice * kUnits * kStageGroups) / 256, last = (args.layout.n * groups - 1) / 256;
+  const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
+  copy_async(absmax_at(number, thread), absmax + min(first + thread / kUnitRows, last));
+}
+__device__ __forceinline__ float decode_scale(u8 code, float absmax, float offset) {
+  return reinterpret_cast<const float*>(shared + kShared.map)[code] * absmax + offset;
+}
 // The row of which this lane decodes the scale, after its first.
 template <int kTiles>
 __device__ __forceinline__ int nested_row(const Lane& lane, int tile) {
   return 16 * (kTiles == 2 ? lane.pair / 2 : tile) + lane.pair % 2;
 }
 
-// `scales`: from that of the lane's first row on; `absmax`: of nested_row().
+// `scales`: from that of the lane's first row on; of double quantization `decoded`: that of nested_row().
 template <int kTiles>
 __device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lane& lane, int tile, const u8* scales,
-                                            const NestedScales& nested, float absmax) {
+                                            float decoded) {
   if constexpr (kDoubleQuant) {
-    const float one = nested.decode(scales[nested_row<kTiles>(lane, tile)], absmax);
+    // Three shuffles, where one for each of the four scales were four.
+    const bool odd = lane.pair & 1, upper = lane.pair & 2;
+    const float beside = shuffle_xor(decoded, 1);
+    const float two[2] = {odd ? beside : decoded, odd ? decoded : beside};
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) scale[i / 2][i % 2] = shuffle(one, (lane.lane & ~3) + i);
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kTiles == 1) {
+        scale[0][i] = two[i];
+      } else {
+        const float other = shuffle_xor(two[i], 2);
+        scale[0][i] = upper ? other : two[i];
+        scale[1][i] = upper ? two[i] : other;
+      }
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) load_two(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
@@ -276,7 +290,9 @@ __device__ __forceinline__ u32 thread_again() {
 template <int kTiles>
 struct Strip {
   int tile;  // the first, or the only one
-  i64 row;   // the first of both tiles
+  // Of nested_row(): its absmax, and the number of the scale of the warp's first group among those of the first absmax.
+  float absmax[2] = {};
+  int nested_index = 0;
   float total[kTiles][4] = {};
   float part[kTiles][4] = {}, x[1][4] = {};  // of the group: codes by x, and x alone
   Zeros<kTiles> zeros{};
@@ -286,7 +302,7 @@ struct Strip {
 struct Consumer {
   const QgemmSm90MmaArgs& args;
   const Lane& lane;
-  const NestedScales& nested;
+  const float& offset;  // of double quantization
   int slot = 0;
   u32 parity = 0;
   int count = 0;  // stages used
@@ -295,9 +311,9 @@ struct Consumer {
   __device__ __forceinline__ void arrange_x(u32 (&x)[kUnits][8]) const;
   template <int kTiles, int kFirstStep, int kSteps>
   __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip, const u32 (&words)[kTiles][kCodec.bits],
-                                                 const u32 (&x)[8], const u8* stage, int unit) const;
+                                                 const u32 (&x)[8], const u8* stage, int in_slice) const;
   template <int kTiles>
-  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const;
+  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int in_slice) const;
   template <int kTiles>
   __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile);
   template <int kTiles>
@@ -371,12 +387,15 @@ __device__ __forceinline__ void Consumer::arrange_x(u32 (&x)[kUnits][8]) const {
 template <int kTiles, int kFirstStep, int kSteps>
 __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
                                                          const u32 (&words)[kTiles][kCodec.bits], const u32 (&x)[8],
-                                                         const u8* stage, int unit) const {
+                                                         const u8* stage, int in_slice) const {
   constexpr int kIndex = kFirstStep / 2;  // of the group in the unit
-  float absmax = 0;
-  if constexpr (kGroup > 0 && kDoubleQuant)  // early: it is not in the ring
-    absmax = load_early(nested.absmax_of(strip.row + 2 * lane.row + nested_row<kTiles>(lane, strip.tile),
-                                         static_cast<i64>(unit) * kUnitCols / max(kGroup, 1) + kIndex));
+  const u8* const scales = stage + lane.scales + kIndex * kUnitRows * kStage.scale_bytes;
+  float decoded = 0;
+  if constexpr (kNested) {  // early: one load after the other
+    const bool second = strip.nested_index + in_slice * kStageGroups + kIndex >= 256;
+    decoded = decode_scale(scales[nested_row<kTiles>(lane, strip.tile)],
+                           second ? strip.absmax[1] : strip.absmax[0], offset);
+  }
   if constexpr (kGroup > 0 && kCodec.asymmetric)
     strip.zeros = load_zeros<kTiles>(strip.tile, stage + lane.zeros + kIndex * kUnitRows);
   multiply_step<kTiles, kFirstStep>(strip.part, words, lane.table, strip.zeros, x);
@@ -387,8 +406,7 @@ __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
   }
   float factor[kTiles][2];
   if constexpr (kGroup > 0) {
-    load_scales<kTiles>(factor, lane, strip.tile, stage + lane.scales + kIndex * kUnitRows * kStage.scale_bytes,
-                        nested, absmax);
+    load_scales<kTiles>(factor, lane, strip.tile, scales, decoded);
     add_scaled(strip.total, factor, strip.part);
   }
   if constexpr (kAffine) sum_x(strip.x[0], x, kFirstStep, kSteps);
@@ -399,7 +417,7 @@ __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
 }
 
 template <int kTiles>
-__device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int unit) const {
+__device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int in_slice) const {
   const u8* const stage = shared + kShared.ring + slot * kStageBytes;
   u32 words[kTiles][kCodec.bits];
 #pragma unroll
@@ -412,22 +430,41 @@ __device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, co
       for (int w = 0; w < 4; ++w) words[i][j + w] = four.word[w];
     }
   if constexpr (kGroup == 32) {
-    multiply_group<kTiles, 0, 2>(strip, words, x, stage, unit);
-    multiply_group<kTiles, 2, 2>(strip, words, x, stage, unit);
+    multiply_group<kTiles, 0, 2>(strip, words, x, stage, in_slice);
+    multiply_group<kTiles, 2, 2>(strip, words, x, stage, in_slice);
   } else {
-    multiply_group<kTiles, 0, 4>(strip, words, x, stage, unit);
+    multiply_group<kTiles, 0, 4>(strip, words, x, stage, in_slice);
   }
 }
 
 // Both tiles of a strip, or one: the units of the warp in a slice, whose first stage is `first`.
 template <int kTiles>
 __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile) {
-  Strip<kTiles> strip{tile, static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows};
+  Strip<kTiles> strip{tile};
   float scale[kTiles][2], bias[kTiles][2];
+  if constexpr (kNested) {
+    const int number = first / kUnits * work().rounds + round;
+    const int row = 2 * lane.row + nested_row<kTiles>(lane, tile);
+    const u32 of_weight = static_cast<u32>(strip_of(round, work().whole_rounds)) * kUnitRows + static_cast<u32>(row);
+    strip.absmax[0] = bit_cast<float>(*absmax_at(number, row));
+    strip.absmax[1] = bit_cast<float>(*absmax_at(number, row + kUnitRows));
+    strip.nested_index = static_cast<int>((of_weight * static_cast<u32>(args.layout.groups) +
+                                           static_cast<u32>(first * kStageGroups)) % 256) +
+                         lane.warp * kUnitCols / max(kGroup, 1);
+    if (const u32 thread = thread_again(); thread < 64)
+      start_absmax(args, work(), number + kAbsmaxAhead, static_cast<int>(thread));
+    commit_copies();
+  }
   if constexpr (kGroup == 0) {
-    const i64 row = strip.row + 2 * lane.row;
-    const float absmax = kDoubleQuant ? *nested.absmax_of(row + nested_row<kTiles>(lane, tile), 0) : 0;
-    load_scales<kTiles>(scale, lane, tile, args.weight + args.layout.scale(row, 0), nested, absmax);
+    const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows + 2 * lane.row;
+    const u8* const scales = args.weight + args.layout.scale(row, 0);
+    float decoded = 0;
+    if constexpr (kDoubleQuant) {
+      const int nested = nested_row<kTiles>(lane, tile);
+      const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
+      decoded = decode_scale(scales[nested], absmax[min(row + nested, args.layout.n - 1) / 256], offset);
+    }
+    load_scales<kTiles>(scale, lane, tile, scales, decoded);
     if constexpr (kAffine) load_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
     strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
   } else if constexpr (!kCodec.asymmetric) {
@@ -439,7 +476,7 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
     if (!kSliced || stage < work().num_stages) {
       wait(full(slot), parity);
       const bool may_end = kSliced || u == kUnits - 1;
-      if (!may_end || unit < args.units) multiply_unit(strip, x[u], unit);
+      if (!may_end || unit < args.units) multiply_unit(strip, x[u], u);
       __syncwarp();
       if (lane.lane == 0) arrive(empty(slot));
       // Not this stage, which other warps may still read, but the one before. By the warps in turn: it takes as long
@@ -462,6 +499,7 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
     *reinterpret_cast<Words4*>(sums_at(round, warp, tile + i, of_lane)) = {
         bit_cast<u32>(strip.total[i][0]), bit_cast<u32>(strip.total[i][2]), bit_cast<u32>(strip.total[i][1]),
         bit_cast<u32>(strip.total[i][3])};
+  if constexpr (kNested) wait_copies<kAbsmaxAhead - 1>();  // of the next strip
   __syncthreads();
   add_warps<kTiles>(thread, first, round, tile);
 }
@@ -529,8 +567,8 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
   const int thread = static_cast<int>(threadIdx.x);
   const Work of_block = make_work(args);
   const Lane lane(threadIdx.x);
-  NestedScales nested{};
-  Consumer consumer{args, lane, nested};
+  float offset = 0;
+  Consumer consumer{args, lane, offset};
   u32 x[kUnits][8];
 
   if (thread < kStages) {
@@ -542,6 +580,14 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
   // What is asked for first comes first: x behind little of the weight, or, where it may not be read yet, behind what
   // comes while the kernel before ends.
   const int num_first = min(args.early_start ? kFirstEarly : kFirst, kStages);
+  if constexpr (kDoubleQuant) {
+    const auto floats_at = [&](i64 at) { return reinterpret_cast<const float*>(args.weight + at); };
+    offset = load_early(floats_at(args.layout.offset));
+    if (thread < 256)
+      copy_async(reinterpret_cast<u32*>(shared + kShared.map) + thread, floats_at(args.layout.map) + thread);
+    else if (kNested && thread < 256 + 64 * kAbsmaxAhead)
+      start_absmax(args, of_block, (thread - 256) / 64, thread % 64);
+  }
   if (thread == 0) {
     work() = of_block;
     start_copies(args, of_block, 0, num_first);
@@ -551,13 +597,8 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
     if (thread == 0) start_copies(args, of_block, num_first, kStages);
   }
   if constexpr (kLookUp) build_pair_table<kThreads>(thread);
-  if constexpr (kDoubleQuant) {
-    const auto floats_at = [&](i64 offset) { return reinterpret_cast<const float*>(args.weight + offset); };
-    nested = {floats_at(args.layout.absmax), *floats_at(args.layout.offset), args.layout.groups, args.layout.n - 1};
-    if (thread < 256) reinterpret_cast<float*>(shared + kShared.map)[thread] = floats_at(args.layout.map)[thread];
-  }
+  if constexpr (kDoubleQuant) wait_copies();
   __syncthreads();
-  if constexpr (kDoubleQuant) nested.prefetch(thread);
   let_next_start();
   if (args.early_start) {
     wait_for_earlier();

@@ -10,6 +10,7 @@ inline constexpr int kSm90MmaWarps = 16, kSm90MmaThreads = 32 * kSm90MmaWarps;
 inline constexpr int kSm90MmaTokens = 8;      // rows of x, at most
 inline constexpr int kSm90MmaMaxRounds = 16;  // strips of a block whose sums are kept between slices of k
 inline constexpr int kSm90MmaSharedBytes = 232448;
+inline constexpr int kSm90MmaAbsmaxStrips = 4;  // whose absmax are in shared memory, with those yet to come
 
 // A stage of the ring: a unit for each warp, in order along k. They begin a block of the packed layout and
 // lie together as a strip of so many columns does. `group`: columns; 0: a row has one.
@@ -21,11 +22,11 @@ HALFBYTE_FN formats::PackedLayout sm90_mma_stage(const formats::Codec& codec, in
 }
 
 // Where things are in shared memory: the table of pairs (none for codes of 8 bits), with the sums of warps in
-// the gaps between its rows; the ring; what is kept between slices; the map of double quantization; barriers;
-// the state of the block.
+// the gaps between its rows; the ring; what is kept between slices; of double quantization the map, and two
+// absmax for each row of some strips; barriers; the state of the block.
 struct Sm90MmaShared {
   int sum_stride, sum_begin;  // of 128 bytes of sums
-  int ring, kept, map, barriers, work, num_bytes;
+  int ring, kept, map, absmax, barriers, work, num_bytes;
 };
 HALFBYTE_FN Sm90MmaShared sm90_mma_shared(int bits, int stage_bytes, int num_stages, bool sliced,
                                           bool double_quant) {
@@ -36,7 +37,8 @@ HALFBYTE_FN Sm90MmaShared sm90_mma_shared(int bits, int stage_bytes, int num_sta
   s.ring = num_sums / 32 * s.sum_stride;
   s.kept = s.ring + num_stages * stage_bytes;
   s.map = s.kept + (sliced ? kSm90MmaMaxRounds * formats::kUnitRows * kSm90MmaTokens * 4 : 0);
-  s.barriers = s.map + (double_quant ? 256 * 4 : 0);
+  s.absmax = s.map + (double_quant ? 256 * 4 : 0);
+  s.barriers = s.absmax + (double_quant ? kSm90MmaAbsmaxStrips * 2 * formats::kUnitRows * 4 : 0);
   s.work = s.barriers + 2 * num_stages * 8;
   s.num_bytes = s.work + 16;
   return s;
