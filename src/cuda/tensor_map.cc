@@ -8,7 +8,8 @@ formats::TensorMap matrix_map(const void* address, int64_t rows, int64_t cols, i
                               int box_rows, int box_cols) {
   const auto encode = driver().cuTensorMapEncodeTiled;
   HALFBYTE_CHECK(encode != nullptr, device, "tensor maps need a driver for CUDA 12.0 or later");
-  // CU_TENSOR_MAP_DATA_TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_64B or 128B, L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE.
+  // CU_TENSOR_MAP_DATA_TYPE_UINT16, INTERLEAVE_NONE, SWIZZLE_64B or 128B, L2_PROMOTION_L2_256B,
+  // FLOAT_OOB_FILL_NONE.
   constexpr int kUint16 = 1, kNoInterleave = 0, kSwizzle64 = 2, kSwizzle128 = 3, kPromote256 = 3, kZeros = 0;
   const unsigned long long extents[] = {static_cast<unsigned long long>(cols),
                                         static_cast<unsigned long long>(rows)};
