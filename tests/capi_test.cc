@@ -709,7 +709,10 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: view.scales needs 480 bytes but has no data",
                refused(plan_of_view.get()));
   view.scales = codes;
-  EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must have 480 bytes, got 1920", refused(plan_of_view.get()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must be f32, got u8", refused(plan_of_view.get()));
+  Array<float> more_scales({41, 3});
+  view.scales = more_scales;
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must have 480 bytes, got 492", refused(plan_of_view.get()));
   view.layout = 4;
   EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 3, got 4", refused(plan_of_view.get()));
   args.view = nullptr;

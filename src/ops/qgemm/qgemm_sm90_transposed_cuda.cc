@@ -100,7 +100,7 @@ class QgemmSm90Transposed : public QgemmKernel {
   std::string name() const override { return name_; }
   std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
-    return {problem_.dtype, DType::f32, true, false, WeightRounding::weight_rounded};
+    return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
   }
 
   void run(const QgemmTensors& tensors, void* stream, void*) const override {

@@ -14,6 +14,7 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
+static_assert(kStages > 1);
 constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
 constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
 // Of a thread that multiplies or copies: what all threads have when they start, dealt anew.

@@ -30,10 +30,11 @@ std::string refuse(const QgemmProblem& p) {
   if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
     return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
                        p.alignment);
-  constexpr int64_t kMost = int64_t{1} << 30;
-  if (p.n > kMost || p.k > kMost || p.n * p.weight.groups > kMost)
-    return fmt::format("n, k and the number of scales must be at most {}, got {}, {} and {}", kMost, p.n, p.k,
-                       p.n * p.weight.groups);
+  // 32 bits hold the bytes of a strip, and indexes.
+  constexpr int64_t kMost = int64_t{1} << 30, kMostCols = int64_t{1} << 24;
+  if (p.n > kMost || p.k > kMostCols || p.n * p.weight.groups > kMost)
+    return fmt::format("n and the number of scales must be at most {}, k {}, got {}, {} and {}", kMost,
+                       kMostCols, p.n, p.n * p.weight.groups, p.k);
   return "";
 }
 
@@ -52,7 +53,8 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
   for (const int cluster : {1, 2})
     for (const int strips : {2, 4, 8}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
-      if (!tiling.valid() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
+      // Of two stages one is read while the other is filled.
+      if (!tiling.valid() || tiling.stages < 2 || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
       constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
       const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
       const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
@@ -105,7 +107,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
   std::string name() const override { return name_; }
   std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
-    return {problem_.dtype, DType::f32, true, false,
+    return {DType::f32, DType::f32, true, false,
             problem_.codec.kind == formats::Kind::affine ? WeightRounding::weight_rounded
                                                          : WeightRounding::code_rounded};
   }
