@@ -197,8 +197,10 @@ class Pairs {
   }
   template <bool>
   void unpack(const uint8_t* slots, uint8_t* row0, uint8_t* row1, bool turned) const {
-    for (int i = 0; i < kPairBytes; ++i)
-      (i < kRowBytes ? row0 : row1)[i % kRowBytes] = swapped(slots[bytes_[turned].to_rows[i]]);
+    for (int i = 0; i < kRowBytes; ++i) {
+      row0[i] = swapped(slots[bytes_[turned].to_rows[i]]);
+      row1[i] = swapped(slots[bytes_[turned].to_rows[kRowBytes + i]]);
+    }
   }
 
  private:
