@@ -43,11 +43,13 @@ cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem);
 // Of variant qgemm_sm90_wgmma: m rounded up; all that a tile needs, with as many stages as fit.
 int sm90_wgmma_tokens(int64_t m);
 QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster);
+bool sm90_wgmma_takes(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
 cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& tiling);
 // Error(usage) where the kernel does not take the problem.
 cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem);
 
 // Of variant qgemm_sm90_transposed: likewise.
+std::string sm90_transposed_refuses(const formats::PackedLayout& weight);  // why; empty: it does not
 int sm90_transposed_tokens(int64_t m);
 QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, int tokens, int units);
 cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& tiling);

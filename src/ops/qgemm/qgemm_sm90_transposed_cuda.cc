@@ -25,8 +25,7 @@ std::string refuse(const QgemmProblem& p) {
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  if (!p.weight.inlined && p.weight.groups != 1)
-    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", p.group);
+  if (std::string reason = sm90_transposed_refuses(p.weight); !reason.empty()) return reason;
   if (p.n % 8 != 0 || p.k % 2 != 0 || p.alignment < 16)
     return fmt::format("n must be a multiple of 8, k of 2, x and y aligned to 16 bytes, got {}, {} and {}",
                        p.n, p.k, p.alignment);
@@ -150,6 +149,14 @@ QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, in
   return tiling;
 }
 
+std::string sm90_transposed_refuses(const formats::PackedLayout& weight) {
+  if (!weight.inlined && weight.groups != 1)
+    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", weight.group);
+  // ptxas would spill registers.
+  if (weight.bits == 8 && (weight.has_zeros || weight.has_biases || weight.double_quant))
+    return "codes of 8 bits must have no zero points, biases or double quantization";
+  return "";
+}
 cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
   return {"ops/qgemm/qgemm_sm90_transposed.cu", "qgemm_sm90_transposed",
           cuda::config_text(

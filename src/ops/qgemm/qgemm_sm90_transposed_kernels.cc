@@ -7,9 +7,8 @@ namespace {
 cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const auto number = [&](const char* key) { return std::stoi(values.find(key)->second); };
   const QgemmProblem problem = qgemm_problem(values);
-  HALFBYTE_CHECK(problem.weight.inlined || problem.weight.groups == 1, usage,
-                 "qgemm_sm90_transposed: group-size must be 32, 64, 128, 256 or channel, got {}",
-                 values.at("group-size"));
+  const std::string reason = sm90_transposed_refuses(problem.weight);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_transposed: {}", reason);
   const QgemmSm90TransposedTiling tiling =
       sm90_transposed_tiling(problem, number("tokens"), number("columns") / formats::kUnitCols);
   HALFBYTE_CHECK(tiling.fits(), usage,

@@ -53,8 +53,7 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
   for (const int cluster : {1, 2})
     for (const int strips : {2, 4, 8}) {
       const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
-      // Of two stages one is read while the other is filled.
-      if (!tiling.valid() || tiling.stages < 2 || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
+      if (!sm90_wgmma_takes(p, tiling) || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
       constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
       const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
       const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
@@ -162,6 +161,11 @@ QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, 
   return tiling;
 }
 
+bool sm90_wgmma_takes(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
+  // With the two last ptxas would spill registers.
+  return t.valid() && t.stages >= 2 && !(t.tokens == 32 && t.strips == 2 && t.cluster == 2) &&
+         !(t.tokens == 32 && t.strips == 8 && problem.double_quant && problem.weight.group == 256);
+}
 cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
   return {"ops/qgemm/qgemm_sm90_wgmma.cu", "qgemm_sm90_wgmma",
           cuda::config_text(

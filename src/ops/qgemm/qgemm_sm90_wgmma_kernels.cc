@@ -13,9 +13,9 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
                  values.at("group-size"));
   const QgemmSm90WgmmaTiling tiling =
       sm90_wgmma_tiling(problem, number("tokens"), number("rows") / 32, number("cluster"));
-  HALFBYTE_CHECK(tiling.valid(), usage,
-                 "qgemm_sm90_wgmma: cluster must be 1 where 4 warpgroups have 256 rows, got {}",
-                 tiling.cluster);
+  HALFBYTE_CHECK(sm90_wgmma_takes(problem, tiling), usage,
+                 "qgemm_sm90_wgmma: the weight, tokens {}, rows {} and cluster {} do not go together",
+                 tiling.tokens, tiling.strips * 32, tiling.cluster);
   return sm90_wgmma_kernel(problem, tiling);
 }
 
