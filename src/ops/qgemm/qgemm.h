@@ -60,8 +60,8 @@ class QgemmKernel {
 
 using QgemmVariant = Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>>;
 
-// In the order in which they are tried.
-std::span<const QgemmVariant> qgemm_variants();
+// All, in the order in which they are tried for the problem.
+std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem);
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& descriptor, int num_threads);
 // The variant of this name, or the first that does not refuse. Throws Error(device) with the reasons.

@@ -370,7 +370,7 @@ TEST(QgemmPlan, SkuAndGuarantee) {
 TEST(QgemmPlan, Variants) {
   QgemmDescriptor d = descriptor(3, 64, 128);
   const auto choices = explain_qgemm({}, d);
-  ASSERT_EQ(choices.size(), qgemm_variants().size());
+  ASSERT_EQ(choices.size(), qgemm_variants({}).size());
   EXPECT_EQ(choices.back().variant, "qgemm_cpu");
   EXPECT_EQ(choices.back().reason, "");
   for (size_t i = 0; i + 1 < choices.size(); ++i) {
@@ -382,6 +382,18 @@ TEST(QgemmPlan, Variants) {
   }
   d.variant = "qgemm_cpu";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_cpu");
+
+  const auto first = [](int64_t m, int64_t n, int64_t k) {
+    QgemmProblem problem;
+    problem.m = m;
+    problem.n = n;
+    problem.k = k;
+    return std::string_view(qgemm_variants(problem).front().name);
+  };
+  EXPECT_EQ(first(1, 4096, 4096), "qgemm_sm90_mma");
+  EXPECT_EQ(first(8, 28672, 8192), "qgemm_sm90_mma");
+  EXPECT_EQ(first(2, 8192, 8192), "qgemm_sm90_wgmma");
+  EXPECT_EQ(first(1, 8192, 28672), "qgemm_sm90_wgmma");
 }
 
 TEST(QgemmPlan, Words) {
