@@ -67,6 +67,7 @@ COMPANIONS = {
     "qgemm_sm90_f32 scale-dtype": [],
     "qgemm_sm90_mma scale-dtype": [],
     "qgemm_sm90_mma sliced": ["--units", "5"],
+    "qgemm_sm90_transposed format": ["--columns", "64"],
     "qgemm_sm90_transposed scale-dtype": [],
     "qgemm_sm90_wgmma scale-dtype": [],
 }

@@ -66,7 +66,13 @@ __device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
 }
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
+#if __CUDA_ARCH__ == 900
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
+#else  // where the other takes registers that quantize_groups does not have
+  u64 address;
+  asm("cvta.to.shared.u64 %0, %1;" : "=l"(address) : "l"(pointer));
+  return static_cast<u32>(address);
+#endif
 }
 
 // Copies 16 bytes from global to shared memory, past the registers and the first-level cache; they are there for

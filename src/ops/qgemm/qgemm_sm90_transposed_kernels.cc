@@ -21,8 +21,10 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 
 std::vector<cuda::Kernel> qgemm_sm90_transposed_kernels() {
   std::vector<KernelKey> keys = qgemm_keys();
-  for (KernelKey& key : keys)
+  for (KernelKey& key : keys) {
     if (key.name == "dtype") std::erase(key.values, "f32");
+    if (key.name == "format") std::erase(key.values, "affine8");
+  }
   keys.push_back({"tokens", {"16", "8", "32", "64"}, false, "Rows of x, rounded up."});
   keys.push_back({"columns", {"128", "64"}, false, "Of the weight, in a tile."});
   return {{{"qgemm", "qgemm_sm90_transposed", "Transposed, at most 64 rows of x: sm_90a.", std::move(keys)},

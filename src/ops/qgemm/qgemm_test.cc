@@ -296,8 +296,8 @@ TEST(QgemmPlan, BadArguments) {
   EXPECT_EQ(error_of([&] { plan.run(nullptr, nullptr, good); }),
             fmt::format("qgemm: workspace needs {} bytes but has no data", plan.workspace_size()));
   EXPECT_TRUE(error_of([&] {
-                plan.run(nullptr, y.data(), good);
-              }).starts_with("qgemm: workspace must not overlap y"));
+                plan.run(nullptr, bias.data() - 16, good);
+              }).starts_with("qgemm: workspace must not overlap bias"));
   EXPECT_TRUE(plan.status(workspace.data()).ok());
 }
 
