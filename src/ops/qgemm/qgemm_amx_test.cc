@@ -1,5 +1,5 @@
 #include "cpu/features.h"
-#include "ops/qgemm/qgemm_bf16_decode.h"
+#include "ops/qgemm/qgemm_amx-inl.h"
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte {
@@ -81,6 +81,128 @@ TEST_P(QgemmBf16Decode, IsTheDefinition) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, QgemmBf16Decode, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+                         [](const auto& info) {
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                         });
+
+// ---- Products, with tiles that are emulated, and those of the machine if it has them
+
+// The instructions of AMX as its manual has them: products of even and of odd elements are summed apart, by
+// fma to nearest even; then the two sums are added, and that to the tile. What is less than 2^-126 is 0.
+class EmulatedTiles {
+ public:
+  template <int kTile>
+  void zero() {
+    std::memset(tiles_[kTile], 0, sizeof tiles_[kTile]);
+  }
+  template <int kTile, class Tile>
+  void load(const Tile& tile) {
+    static_assert(sizeof(Tile) == sizeof tiles_[kTile]);
+    std::memcpy(tiles_[kTile], &tile, sizeof tile);
+  }
+  template <int kTile>
+  void store(F32Tile& tile) {
+    std::memcpy(&tile, tiles_[kTile], sizeof tile);
+  }
+  template <int kSum, int kA, int kB>
+  HALFBYTE_AVX512 void multiply() {  // for the speed of its fma
+    F32Tile sum;
+    Bf16Tile a, b;
+    store<kSum>(sum);
+    std::memcpy(&a, tiles_[kA], sizeof a);
+    std::memcpy(&b, tiles_[kB], sizeof b);
+    for (int line = 0; line < 16; ++line) {
+      float sums[16][2] = {};
+      for (int pair = 0; pair < 16; ++pair)
+        for (int i = 0; i < 2; ++i) {
+          const float x = flushed(formats::bf16_to_f32(a.lines[line][2 * pair + i]));
+          for (int col = 0; col < 16; ++col)
+            sums[col][i] = flushed(
+                __builtin_fmaf(x, flushed(formats::bf16_to_f32(b.lines[pair][2 * col + i])), sums[col][i]));
+        }
+      for (int col = 0; col < 16; ++col) {
+        float& to = sum.lines[line][col];
+        to = flushed(flushed(to) + flushed(sums[col][0] + sums[col][1]));
+      }
+    }
+    load<kSum>(sum);
+  }
+
+ private:
+  HALFBYTE_AVX512 static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? x * 0 : x; }
+  uint8_t tiles_[8][1024];
+};
+
+// y of a kernel. Inputs and what lies around y and workspace must be as they were.
+std::vector<uint8_t> run_kernel(const QgemmCase& test, const QgemmKernel& kernel) {
+  testing::GuardedMemory x(test.x.bytes, 2), bias(test.bias.bytes, 2), packed(test.packed, 256);
+  testing::GuardedMemory y(test.num_outputs() * 2, 2), workspace(kernel.workspace_bytes(), 16);
+  if (test.descriptor.accumulate) std::copy(test.before.bytes.begin(), test.before.bytes.end(), y.data());
+  QgemmTensors tensors;
+  tensors.x = x.data();
+  tensors.bias = bias.data();
+  tensors.weight = packed.data();
+  tensors.y = y.data();
+  kernel.run(tensors, nullptr, workspace.data());
+  EXPECT_TRUE(y.is_guarded() && workspace.is_guarded()) << "memory beyond y or the workspace was written";
+  EXPECT_TRUE(x.content() == test.x.bytes && bias.content() == test.bias.bytes &&
+              packed.content() == test.packed)
+      << "an input was written";
+  return y.content();
+}
+
+// Within the bound, the same for every number of threads, and for the tiles of the machine and emulated ones.
+void check_product(const QgemmDescriptor& d, uint64_t seed,
+                   testing::QgemmData data = testing::QgemmData::random) {
+  const QgemmCase test(d, seed, data);
+  ASSERT_EQ(refuse_amx(test.problem), "") << testing::describe(d);
+  QgemmProblem problem = test.problem;
+  problem.num_threads = 1;
+  const AmxKernel<EmulatedTiles> kernel(problem, "emulated");
+  const std::vector<uint8_t> y = run_kernel(test, kernel);
+  EXPECT_TRUE(testing::near_reference(test, y, kernel.guarantee().weight_rounding, data));
+  problem.num_threads = 3;
+  EXPECT_TRUE(y == run_kernel(test, AmxKernel<EmulatedTiles>(problem, "emulated")))
+      << testing::describe(d) << ": with 3 threads";
+  if (!cpu_features().amx_bf16) return;
+  EXPECT_TRUE(y == run_kernel(test, *kQgemmAmx.run(problem))) << testing::describe(d) << ": with AMX";
+}
+
+class QgemmAmx : public ::testing::TestWithParam<size_t> {
+ protected:
+  void SetUp() override {
+    if (!cpu_features().avx512_bf16) GTEST_SKIP() << "needs AVX-512 with BF16";
+  }
+  QgemmDescriptor random_descriptor(std::mt19937_64& random) const {
+    QgemmDescriptor d;
+    QgemmProblem problem;
+    do {
+      d = testing::random_qgemm(random, testing::qgemm_formats()[GetParam()], true);
+      testing::set_random_extents(random, d);
+      d.alignment = 2;
+      d.dtype = DType::bf16;
+      d.math = QgemmMath::automatic;
+      if (random() % 4 == 0) d.spec.group_size = 192;
+    } while (!testing::is_valid(d) || !refuse_amx(make_qgemm_problem({}, d, 1)).empty());
+    return d;
+  }
+};
+
+TEST_P(QgemmAmx, IsNearTheReference) {
+  std::mt19937_64 random(GetParam());
+  for (int i = 0; i < (testing::kSanitized ? 6 : 30); ++i) check_product(random_descriptor(random), random());
+}
+
+TEST_P(QgemmAmx, IntegersAreExact) {
+  if (testing::qgemm_formats()[GetParam()].format == Format::nf4 ||
+      testing::qgemm_formats()[GetParam()].format == Format::fp4)
+    return;  // their values are not short
+  std::mt19937_64 random(GetParam() + 100);
+  for (int i = 0; i < (testing::kSanitized ? 3 : 10); ++i)
+    check_product(random_descriptor(random), random(), testing::QgemmData::integers);
+}
+
+INSTANTIATE_TEST_SUITE_P(, QgemmAmx, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
                          [](const auto& info) {
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
