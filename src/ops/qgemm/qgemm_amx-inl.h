@@ -348,7 +348,7 @@ class AmxKernel : public QgemmKernel {
 
    private:
     // A quarter of a unit; units in the order of memory.
-    HALFBYTE_AVX512 void step() {
+    [[gnu::noinline]] HALFBYTE_AVX512 void step() {
       const int64_t tile = kTransposed ? outer_ : 2 * inner_, pair = kTransposed ? 2 * inner_ : outer_;
       if (quarter_ == 0) {
         if (kTransposed)

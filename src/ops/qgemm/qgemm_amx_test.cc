@@ -168,6 +168,16 @@ void check_product(const QgemmDescriptor& d, uint64_t seed,
   EXPECT_TRUE(y == run_kernel(test, *kQgemmAmx.run(problem))) << testing::describe(d) << ": with AMX";
 }
 
+QgemmDescriptor descriptor(int64_t m, int64_t n, int64_t k, bool transposed) {
+  QgemmDescriptor d;
+  d.m = m;
+  d.n = n;
+  d.k = k;
+  d.transposed = transposed;
+  d.alignment = 2;
+  return d;
+}
+
 class QgemmAmx : public ::testing::TestWithParam<size_t> {
  protected:
   void SetUp() override {
@@ -206,6 +216,42 @@ INSTANTIATE_TEST_SUITE_P(, QgemmAmx, ::testing::Range(size_t{0}, testing::qgemm_
                          [](const auto& info) {
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
+
+// More than one task along every axis, blocks of as many tiles as there may be, and not quite.
+TEST(QgemmAmxBlocks, Large) {
+  if (!cpu_features().avx512_bf16) GTEST_SKIP() << "needs AVX-512 with BF16";
+  for (const auto& [m, n, k, transposed] : {std::tuple{8, 70, 1500, false},
+                                            {40, 1070, 290, false},
+                                            {530, 70, 330, false},
+                                            {1050, 33, 40, false},
+                                            {8, 1500, 70, true},
+                                            {40, 290, 1070, true},
+                                            {530, 330, 100, true}})
+    check_product(descriptor(m, n, k, transposed), 1);
+}
+
+TEST(QgemmAmxBlocks, Refuses) {
+  const auto reason = [](auto change) {
+    QgemmDescriptor d = descriptor(1, 64, 300, false);
+    change(d);
+    return refuse_amx(make_qgemm_problem({}, d, 1));
+  };
+  using D = QgemmDescriptor;
+  EXPECT_EQ(reason([](D&) {}), "");
+  EXPECT_EQ(reason([](D& d) { d.dtype = DType::f16; }), "dtype must be bf16, got f16");
+  EXPECT_EQ(reason([](D& d) { d.dtype = DType::f32; }), "dtype must be bf16, got f32");
+  EXPECT_EQ(reason([](D& d) { d.packed = false; }), "the weight must be packed");
+  EXPECT_EQ(reason([](D& d) { d.spec.group_size = 100; }),
+            "groups must be rows, 32 or a multiple of 64 columns, got 100");
+  EXPECT_EQ(reason([](D& d) { d.k = 0; }), "there is nothing to sum");
+  EXPECT_EQ(reason([](D& d) { d.k = int64_t{1} << 31; }), "k must be at most 2147483647, got 2147483648");
+  if (cpu_features().amx_bf16) return;
+  const auto choices = explain_qgemm({}, descriptor(1, 64, 300, false));
+  const auto amx = std::find_if(choices.begin(), choices.end(),
+                                [](const QgemmChoice& choice) { return choice.variant == "qgemm_amx"; });
+  ASSERT_NE(amx, choices.end());
+  EXPECT_EQ(amx->reason, "this machine has no AMX tiles of bf16");
+}
 
 }  // namespace
 }  // namespace halfbyte
