@@ -19,17 +19,19 @@ double value_of(const QgemmCase& test, int64_t row, int64_t col) {
   return code + codec.q_min - load_group<double>(test.problem, test.tensors(), row, col).zero_point;
 }
 
-// Every value of every unit, of both forms, against the scalar definition; padding: zeros, or finite values.
+// Every value of every unit, of both forms, against the scalar definition. Weights of groups that are all
+// padding are 0, other padding is finite.
 template <bool kTransposed>
-void check_decode(const QgemmDescriptor& d, WeightRounding rounding, uint64_t seed) {
-  const QgemmCase test(d, seed);
+void check_decode(const QgemmCase& test, WeightRounding rounding) {
+  const QgemmDescriptor& d = test.descriptor;
+  const formats::PackedLayout& layout = test.problem.weight;
   const QgemmTensors tensors = test.tensors();
   testing::GuardedMemory packed(test.packed, 256);
   QgemmTensors guarded = tensors;
   guarded.weight = packed.data();
   UnitDecoder decoder(test.problem, guarded, rounding);
   int64_t num_bad = 0;
-  for (int64_t strip = 0; strip < test.problem.weight.strips; ++strip)
+  for (int64_t strip = 0; strip < layout.strips; ++strip)
     for (int64_t unit = 0; unit < (d.k + 63) / 64; ++unit) {
       Bf16Tile tiles[2][2];
       std::memset(tiles, 0xFF, sizeof tiles);
@@ -46,10 +48,13 @@ void check_decode(const QgemmDescriptor& d, WeightRounding rounding, uint64_t se
                                            : forward_column(test.problem.codec.bits, j, at / 2, at % 2));
               const auto actual = static_cast<double>(formats::bf16_to_f32(tiles[j][i].lines[line][at]));
               bool good = std::isfinite(actual);
+              const bool weight_rounded = rounding == WeightRounding::weight_rounded;
               if (row < d.n && col < d.k)
-                good = actual == (rounding == WeightRounding::weight_rounded
+                good = actual == (weight_rounded
                                       ? reference_weight(test.problem, tensors, row, col, rounding).value
                                       : value_of(test, row, col));
+              else if (weight_rounded && (row >= d.n || col >= layout.groups * layout.group))
+                good = actual == 0;
               if (!good && num_bad++ == 0)
                 ADD_FAILURE() << testing::describe(d) << ": [" << row << ", " << col << "] is " << actual;
             }
@@ -74,10 +79,30 @@ TEST_P(QgemmBf16Decode, IsTheDefinition) {
         testing::set_random_extents(random, d);
         if (!testing::is_valid(d)) continue;
         for (const auto rounding : {WeightRounding::code_rounded, WeightRounding::weight_rounded}) {
-          check_decode<false>(d, rounding, random());
-          check_decode<true>(d, rounding, random());
+          check_decode<false>(QgemmCase(d, random()), rounding);
+          check_decode<true>(QgemmCase(d, random()), rounding);
         }
       }
+}
+
+// Products halfway between two values of bf16, and biases too small to show beside them in f32: they decide.
+TEST(QgemmBf16DecodeAffine, IsRoundedOnce) {
+  if (!cpu_features().avx512_bf16) GTEST_SKIP() << "needs AVX-512 with BF16";
+  for (const Format format : {Format::affine4, Format::affine8}) {
+    QgemmDescriptor d;
+    d.spec.format = format;
+    d.spec.scale_rule = ScaleRule::minmax;
+    d.m = 1;
+    d.n = d.k = 64;
+    QgemmCase test(d, 1);
+    for (int64_t row = 0; row < d.n; ++row) {
+      const float scale = row % 4 < 2 ? 129 : -131, bias = row % 2 == 0 ? 0x1p-30f : -0x1p-30f;
+      std::memcpy(test.packed.data() + test.problem.weight.scale(row, 0), &scale, sizeof scale);
+      std::memcpy(test.packed.data() + test.problem.weight.bias(row, 0), &bias, sizeof bias);
+    }
+    check_decode<false>(test, WeightRounding::weight_rounded);
+    check_decode<true>(test, WeightRounding::weight_rounded);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(, QgemmBf16Decode, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
