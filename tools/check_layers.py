@@ -50,7 +50,9 @@ OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
     (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
     (r"(math|stdio)\.h$", r"examples/c/"),
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli|examples/c)/|{TESTING}"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
+    (r"cpuid\.h$", r"src/cpu/features\.cc$"),
+    (r"immintrin\.h$", r"src/ops/.*_cpu\.cc$|src/ops/qgemm/qgemm_bf16_decode\.h$"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
