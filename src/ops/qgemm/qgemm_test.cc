@@ -234,7 +234,7 @@ TEST(QgemmPlan, BadDescriptors) {
   EXPECT_EQ(refused([](D& d) { d.tile.m = -1; }), "qgemm descriptor: tile must not be negative, got -1 x 0");
   const std::string unknown = refused([](D& d) { d.variant = "qgemm_sm60"; });
   EXPECT_TRUE(unknown.starts_with("qgemm descriptor: variant must be empty or one of ")) << unknown;
-  EXPECT_TRUE(unknown.ends_with("qgemm_cpu, got 'qgemm_sm60'")) << unknown;
+  EXPECT_TRUE(unknown.ends_with("qgemm_ref, got 'qgemm_sm60'")) << unknown;
   EXPECT_EQ(error_of([] { QgemmPlan::select({}, descriptor(1, 64, 128), {-1}); }),
             "qgemm: preference.num_threads must be >= 0, got -1");
 }
@@ -346,7 +346,7 @@ TEST(QgemmPlan, SkuAndGuarantee) {
   d.spec.scale_dtype = DType::f16;
   const auto plan = QgemmPlan::select({}, d);
   EXPECT_EQ(plan.sku().op, "qgemm");
-  EXPECT_EQ(plan.sku().kernel, "qgemm_cpu");
+  EXPECT_EQ(plan.sku().kernel, "qgemm_ref");
   EXPECT_TRUE(plan.sku().backend.starts_with("cpu "));
   EXPECT_EQ(plan.sku().dtypes, "bf16 x nf4 (g64, scale f16) -> bf16");
   EXPECT_EQ(plan.precision_guarantee().accumulator, DType::f32);
@@ -371,7 +371,7 @@ TEST(QgemmPlan, Variants) {
   QgemmDescriptor d = descriptor(3, 64, 128);
   const auto choices = explain_qgemm({}, d);
   ASSERT_EQ(choices.size(), qgemm_variants({}).size());
-  EXPECT_EQ(choices.back().variant, "qgemm_cpu");
+  EXPECT_EQ(choices.back().variant, "qgemm_ref");
   EXPECT_EQ(choices.back().reason, "");
   for (size_t i = 0; i + 1 < choices.size(); ++i) {
     EXPECT_EQ(choices[i].reason, "it is for CUDA devices");
@@ -380,8 +380,8 @@ TEST(QgemmPlan, Variants) {
         error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
         fmt::format("qgemm: descriptor.variant does not take this; {}: it is for CUDA devices", d.variant));
   }
-  d.variant = "qgemm_cpu";
-  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_cpu");
+  d.variant = "qgemm_ref";
+  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
 
   const auto first = [](int64_t m, int64_t n, int64_t k) {
     QgemmProblem problem;
