@@ -35,7 +35,7 @@ ALLOWED = [
     ("src/ops/quantize/quantize_kernels.cc", '#include "cuda/kernel.h"\n#include "ops/quantize/quantize_cuda.h"'),
     ("src/kernels/kernels.cc", '#include "cuda/kernel.h"\n#include "ops/quantize/quantize_cuda.h"'),
     ("src/kernels/kernels.cc", '#include "benchmark/benchmark_kernels.h"'),
-    ("src/benchmark/qgemm_bench.cc", '#include "benchmark/timing.h"\n#include "halfbyte/bench.hpp"'),
+    ("src/benchmark/qgemm_bench.cc", '#include "benchmark/backend.h"\n#include "halfbyte/bench.hpp"'),
     ("src/benchmark/read_bulk.cu", '#include "benchmark/benchmark_args.h"\n#include "cuda/device/bulk.cuh"'),
     ("src/kernels/pack.cc", '#include "io/file.h"'),
     ("src/cuda/hash.cc", "#include <xxhash.h>"),
