@@ -36,6 +36,8 @@ ALLOWED = [
     ("src/kernels/kernels.cc", '#include "cuda/kernel.h"\n#include "ops/quantize/quantize_cuda.h"'),
     ("src/kernels/kernels.cc", '#include "benchmark/benchmark_kernels.h"'),
     ("src/benchmark/qgemm_bench.cc", '#include "benchmark/backend.h"\n#include "halfbyte/bench.hpp"'),
+    ("src/benchmark/backend_cpu.cc", '#include "cpu/parallel.h"\n#include "benchmark/backend.h"'),
+    ("src/benchmark/loops_cpu.cc", '#include <immintrin.h>\n#include "hwy/highway.h"'),
     ("src/benchmark/read_bulk.cu", '#include "benchmark/benchmark_args.h"\n#include "cuda/device/bulk.cuh"'),
     ("src/kernels/pack.cc", '#include "io/file.h"'),
     ("src/cuda/hash.cc", "#include <xxhash.h>"),
