@@ -62,6 +62,7 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
   static const std::array variants = {
       kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32,
       kQgemmSm80,      kQgemmSimt,    kQgemmSimd,           kQgemmRef,
+      kQgemmSm80,      kQgemmSimt,    kQgemmAvx512,         kQgemmRef,
   };
   static const std::array mma_first = [] {
     auto swapped = variants;

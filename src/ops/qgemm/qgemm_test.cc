@@ -31,6 +31,13 @@ void check_on_cpu(const QgemmDescriptor& descriptor, uint64_t seed, QgemmData da
   };
   check_taken("");
   testing::for_each_target([&](const char*) { check_taken("qgemm_simd"); });
+// Within the bound, and the same for every number of threads.
+void check_on_cpu(QgemmDescriptor descriptor, uint64_t seed, QgemmData data = QgemmData::random) {
+  descriptor.variant = "qgemm_ref";
+  const QgemmCase test(descriptor, seed, data);
+  const testing::CpuRun run = testing::run_on_cpu(test, 1);
+  EXPECT_TRUE(testing::near_reference(test, run.y, run.guarantee.weight_rounding, data));
+  EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y) << testing::describe(descriptor) << ": with 3 threads";
 }
 
 class QgemmCpu : public ::testing::TestWithParam<size_t> {
@@ -400,6 +407,16 @@ TEST(QgemmPlan, Variants) {
     EXPECT_EQ(
         error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
         fmt::format("qgemm: descriptor.variant does not take this; {}: it is for CUDA devices", d.variant));
+    const auto& [variant, reason] = choices[i];
+    if (qgemm_variants({})[i].device == DeviceKind::cuda) {
+      EXPECT_EQ(reason, "it is for CUDA devices");
+    }
+    d.variant = variant;
+    if (reason.empty())
+      EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, variant);
+    else
+      EXPECT_EQ(error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
+                fmt::format("qgemm: descriptor.variant does not take this; {}: {}", variant, reason));
   }
   d.variant = "qgemm_ref";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
