@@ -63,6 +63,8 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
       kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32,
       kQgemmSm80,      kQgemmSimt,    kQgemmSimd,           kQgemmRef,
       kQgemmSm80,      kQgemmSimt,    kQgemmAvx512,         kQgemmRef,
+      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32, kQgemmSm80, kQgemmSimt,
+      kQgemmAmx,       kQgemmCpu,
   };
   static const std::array mma_first = [] {
     auto swapped = variants;

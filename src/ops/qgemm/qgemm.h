@@ -77,6 +77,8 @@ extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
 extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors
 extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
 extern const QgemmVariant kQgemmRef;             // the CPU: any shape and layout
+extern const QgemmVariant kQgemmAmx;             // bf16 on tiles of AMX
+extern const QgemmVariant kQgemmCpu;
 
 // Waits for `stream` of a CUDA device.
 void wait_qgemm_cuda(Device device, void* stream);
