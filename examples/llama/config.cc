@@ -91,6 +91,8 @@ Config parse(const json& object) {
     return extent(key, value_or(object, key, absent));
   };
   config.vocab_size = get("vocab_size");
+  if (config.vocab_size != 256)
+    refuse("\"vocab_size\" must be 256, as bytes are the tokens, got " + std::to_string(config.vocab_size));
   config.hidden_size = get("hidden_size");
   config.intermediate_size = get("intermediate_size");
   config.num_layers = get("num_hidden_layers");

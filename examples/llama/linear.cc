@@ -87,8 +87,6 @@ PartNames part_names(const Weight& weight) {
       return {
           .codes = ".weight",
           .scales = ".weight.absmax",
-          .zeros = "",
-          .biases = "",
           .absmax = ".weight.nested_absmax",
           .map = ".weight.nested_quant_map",
           .description = std::string(".weight.quant_state.bitsandbytes__") + info(weight.spec.format).name,

@@ -23,7 +23,7 @@ using halfbyte::ErrorCode;
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kUsage = R"(usage: llama (--eval FILE | --prompt TEXT) [options] MODEL_DIR
-  --eval FILE          nats per byte of FILE, in windows that each begin without a past
+  --eval FILE          nats per byte of FILE, in windows: of each, all bytes behind the first are predicted
     --window N         bytes of a window (512)
     --windows N        the first N windows; otherwise all that FILE has
   --prompt TEXT        writes what follows TEXT
@@ -79,7 +79,7 @@ Arguments parse_arguments(int argc, char** argv) {
     if (word == "--eval")
       result.eval = value();
     else if (word == "--window")
-      result.window = parse_number<int64_t>(word, value(), 1);
+      result.window = parse_number<int64_t>(word, value(), 2);
     else if (word == "--windows")
       result.windows = parse_number<int64_t>(word, value(), 1);
     else if (word == "--prompt")
@@ -137,38 +137,38 @@ double seconds_of(const std::function<void()>& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Window i reads window bytes from i * window on and predicts, of each, the one behind it.
+// Of each window, every byte behind the first is predicted from those before it.
 Json evaluate(Model& model, const Arguments& arguments) {
   const std::string text = read_file(arguments.eval);
-  const int64_t window = arguments.window, available = (static_cast<int64_t>(text.size()) - 1) / window;
-  if (window > model.config().max_positions)
+  const auto window = static_cast<size_t>(arguments.window), available = text.size() / window;
+  if (arguments.window > model.config().max_positions)
     refuse("--window: must be at most the model's " + std::to_string(model.config().max_positions) +
            " positions, got " + std::to_string(window));
-  const int64_t windows = arguments.windows.value_or(std::max<int64_t>(available, 1));
+  const auto windows =
+      static_cast<size_t>(arguments.windows.value_or(std::max<int64_t>(static_cast<int64_t>(available), 1)));
   if (windows > available)
     throw Error(ErrorCode::bad_input, arguments.eval + ": must have " + std::to_string(windows) +
-                                          " windows of " + std::to_string(window) +
-                                          " bytes and a byte, has " + std::to_string(text.size()) + " bytes");
+                                          " windows of " + std::to_string(window) + " bytes, has " +
+                                          std::to_string(text.size()) + " bytes");
   const auto vocab = static_cast<size_t>(model.config().vocab_size);
-  const std::span<const uint8_t> tokens = as_tokens(text);
   double nats = 0;
   const double seconds = seconds_of([&] {
-    for (int64_t i = 0; i < windows; ++i) {
-      Model::Cache cache = model.make_cache(window);
-      const auto begin = static_cast<size_t>(i * window), count = static_cast<size_t>(window);
-      const std::vector<float> logits = model.forward(tokens.subspan(begin, count), cache, window);
-      for (size_t row = 0; row < count; ++row) {
+    for (size_t i = 0; i < windows; ++i) {
+      Model::Cache cache = model.make_cache(arguments.window);
+      const std::span<const uint8_t> tokens = as_tokens(text).subspan(i * window, window);
+      const std::vector<float> logits = model.forward(tokens.first(window - 1), cache, arguments.window - 1);
+      for (size_t row = 0; row + 1 < window; ++row) {
         const std::span<const float> values(logits.data() + row * vocab, vocab);
-        nats += log_sum_exp(values) - values[tokens[begin + row + 1]];
+        nats += log_sum_exp(values) - values[tokens[row + 1]];
       }
     }
   });
-  const auto predictions = static_cast<double>(windows * window);
   if (!std::isfinite(nats)) throw Error(ErrorCode::bad_input, "the model gives logits that are not finite");
+  const auto predictions = static_cast<double>(windows * (window - 1));
   return {{"file", arguments.eval},
           {"window", window},
           {"windows", windows},
-          {"predictions", windows * window},
+          {"predictions", windows * (window - 1)},
           {"nats_per_byte", nats / predictions},
           {"seconds", seconds},
           {"tokens_per_second", predictions / seconds}};
@@ -244,10 +244,6 @@ void run(const Arguments& arguments) {
       throw Error(ErrorCode::bad_input, arguments.model + ": has " + name +
                                             ", but here bytes are the tokens: a tokenizer is not supported");
   Model model(arguments.model, options);
-  if (model.config().vocab_size != 256)
-    throw Error(ErrorCode::bad_input,
-                "config.json: \"vocab_size\" must be 256, as bytes are the tokens, got " +
-                    std::to_string(model.config().vocab_size));
   const Json result = arguments.prompt ? generate(model, arguments) : evaluate(model, arguments);
   Json document = {{"model", arguments.model},
                    {"model_type", model.config().model_type},
@@ -290,4 +286,7 @@ int main(int argc, char** argv) try {
 } catch (const std::bad_alloc&) {
   std::fputs("llama: NO_MEMORY: out of memory\n", stderr);
   return static_cast<int>(halfbyte::ErrorCode::no_memory);
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "llama: BUG: %s\n", error.what());
+  return static_cast<int>(halfbyte::ErrorCode::bug);
 }
