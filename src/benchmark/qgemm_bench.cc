@@ -113,7 +113,7 @@ class QgemmBench {
 
   // As many buffers as it takes to fill so much memory.
   static Sets sets_of(int64_t bytes, int64_t rotation_bytes, int least, int most) {
-    const int64_t each = rounded(bytes);
+    const int64_t each = rounded(std::max<int64_t>(bytes, 1));
     return {each, static_cast<int>(std::clamp<int64_t>((rotation_bytes + each - 1) / each, least, most))};
   }
   Sets activation_sets_of(int64_t bytes) const {
