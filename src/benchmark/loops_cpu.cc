@@ -102,7 +102,7 @@ __attribute__((target("amx-tile,amx-bf16"))) double multiply_tiles(int64_t steps
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } kConfig;
-  alignas(64) static const auto kOperand = [] {
+  alignas(64) static constexpr auto kOperand = [] {
     std::array<uint16_t, 16 * 32> values{};
     for (size_t i = 0; i < values.size(); ++i)  // 0.5 to 1, both signs
       values[i] = static_cast<uint16_t>(0x3F00 + i % 127 + (i % 2 << 15));
