@@ -53,7 +53,8 @@ void check_decode(const QgemmCase& test, WeightRounding rounding) {
                 good = actual == (weight_rounded
                                       ? reference_weight(test.problem, tensors, row, col, rounding).value
                                       : value_of(test, row, col));
-              else if (weight_rounded && (row >= d.n || col >= layout.groups * layout.group))
+              else if (weight_rounded &&
+                       (row >= d.n || (layout.inlined && col >= layout.groups * layout.group)))
                 good = actual == 0;
               if (!good && num_bad++ == 0)
                 ADD_FAILURE() << testing::describe(d) << ": [" << row << ", " << col << "] is " << actual;
