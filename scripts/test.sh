@@ -67,7 +67,8 @@ python3 tools/build_times.py build/release cmake --build --preset ci --target ha
 cmake --build --preset ci
 
 say "Lint"
-run-clang-tidy-14 -quiet -p build/release -extra-arg=-Wno-unknown-warning-option \
+cmake --preset lint -DHALFBYTE_PYTHON="$PWD/$venv/bin/python"
+run-clang-tidy-14 -quiet -p build/lint -extra-arg=-Wno-unknown-warning-option \
   "^$PWD/(src|cli)/((?!_test|_bench).)*$" 2>/dev/null
 
 say "Tests"

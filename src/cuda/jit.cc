@@ -192,7 +192,7 @@ Compilation compile(const KernelSpec& spec, const std::string& target, const Com
   // PTX is for the virtual architecture of a target: compute_90a of sm_90a.
   const std::string number = target.substr(target.find('_'));
   std::vector<std::string> words = compile_options((options.ptx ? "compute" : "sm") + number);
-  if (options.verbose) words.push_back("--ptxas-options=-v");
+  if (options.verbose) words.emplace_back("--ptxas-options=-v");
   std::vector<const char*> word_texts;
   for (const std::string& word : words) word_texts.push_back(word.c_str());
   const nvrtcResult result =

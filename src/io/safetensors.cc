@@ -123,7 +123,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
       current_.dtype = value;
       return true;
     }
-    return scalar("\"" + printable(value) + "\"");
+    return scalar(fmt::format("\"{}\"", printable(value)));
   }
 
   bool key(string_t& key) override {
