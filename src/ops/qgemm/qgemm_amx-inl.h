@@ -142,11 +142,12 @@ class AmxKernel : public QgemmKernel {
             few_rows_ ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
   }
   int64_t workspace_bytes() const override {
-    return 64 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
+    return 48 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
   }
 
   void run(const QgemmTensors& tensors, void*, void* workspace) const override {
-    auto* const begin = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(workspace) + 63) / 64 * 64);
+    auto* const begin =
+        static_cast<uint8_t*>(workspace) + (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
     auto* const x = reinterpret_cast<Bf16Tile*>(begin);
     auto* const x_sums = reinterpret_cast<float*>(begin + x_bytes());
     uint8_t* const scratch = begin + x_bytes() + x_sums_bytes();
