@@ -1,3 +1,5 @@
+#include <map>
+
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte {
@@ -6,12 +8,29 @@ namespace {
 using testing::QgemmCase;
 using testing::QgemmData;
 
-// Within the bound, and the same for every number of threads.
+// Every variant that takes it, qgemm_simd with every SIMD target: within the bound, and the same bytes with
+// more threads.
 void check_on_cpu(const QgemmDescriptor& descriptor, uint64_t seed, QgemmData data = QgemmData::random) {
-  const QgemmCase test(descriptor, seed, data);
-  const testing::CpuRun run = testing::run_on_cpu(test, 1);
-  EXPECT_TRUE(testing::near_reference(test, run.y, run.guarantee.weight_rounding, data));
-  EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y) << testing::describe(descriptor) << ": with 3 threads";
+  QgemmCase test(descriptor, seed, data);
+  std::map<WeightRounding, QgemmReference> expected;
+  const auto check = [&](const std::string& variant) {
+    test.descriptor.variant = variant;
+    const testing::CpuRun run = testing::run_on_cpu(test, 1);
+    const WeightRounding rounding = run.guarantee.weight_rounding;
+    if (!expected.count(rounding))
+      expected.emplace(rounding, qgemm_ref(test.problem, test.tensors(), rounding));
+    EXPECT_TRUE(testing::near_reference(test, run.y, expected.at(rounding), data));
+    EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y)
+        << testing::describe(test.descriptor) << ": with 3 threads";
+  };
+  if (test.problem.is_empty()) return check("");
+  const auto check_taken = [&](std::string_view name) {
+    for (const QgemmChoice& choice : explain_qgemm({}, descriptor))
+      if (choice.reason.empty() && (choice.variant == "qgemm_simd") == (name == "qgemm_simd"))
+        check(choice.variant);
+  };
+  check_taken("");
+  testing::for_each_target([&](const char*) { check_taken("qgemm_simd"); });
 }
 
 class QgemmCpu : public ::testing::TestWithParam<size_t> {
@@ -297,7 +316,7 @@ TEST(QgemmPlan, BadArguments) {
             fmt::format("qgemm: workspace needs {} bytes but has no data", plan.workspace_size()));
   EXPECT_TRUE(error_of([&] {
                 plan.run(nullptr, bias.data() - 16, good);
-              }).starts_with("qgemm: workspace must not overlap bias"));
+              }).starts_with("qgemm: workspace must not overlap "));
   EXPECT_TRUE(plan.status(workspace.data()).ok());
 }
 
@@ -344,6 +363,7 @@ TEST(QgemmPlan, BadViews) {
 TEST(QgemmPlan, SkuAndGuarantee) {
   QgemmDescriptor d = descriptor(3, 64, 128);
   d.spec.scale_dtype = DType::f16;
+  d.variant = "qgemm_ref";
   const auto plan = QgemmPlan::select({}, d);
   EXPECT_EQ(plan.sku().op, "qgemm");
   EXPECT_EQ(plan.sku().kernel, "qgemm_ref");
@@ -374,11 +394,16 @@ TEST(QgemmPlan, Variants) {
   EXPECT_EQ(choices.back().variant, "qgemm_ref");
   EXPECT_EQ(choices.back().reason, "");
   for (size_t i = 0; i + 1 < choices.size(); ++i) {
-    EXPECT_EQ(choices[i].reason, "it is for CUDA devices");
-    d.variant = choices[i].variant;
-    EXPECT_EQ(
-        error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
-        fmt::format("qgemm: descriptor.variant does not take this; {}: it is for CUDA devices", d.variant));
+    const auto& [variant, reason] = choices[i];
+    if (qgemm_variants({})[i].device == DeviceKind::cuda) {
+      EXPECT_EQ(reason, "it is for CUDA devices");
+    }
+    d.variant = variant;
+    if (reason.empty())
+      EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, variant);
+    else
+      EXPECT_EQ(error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
+                fmt::format("qgemm: descriptor.variant does not take this; {}: {}", variant, reason));
   }
   d.variant = "qgemm_ref";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
