@@ -3,13 +3,16 @@
 
 #include <CLI/App.hpp>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "command.h"
 #include "halfbyte/bench.hpp"
 #include "halfbyte/device.hpp"
 #include "halfbyte/error.hpp"
+#include "halfbyte/system.hpp"
 #include "options.h"
 #include "output.h"
 #include "progress.h"
@@ -27,8 +30,39 @@ struct Arguments {
   std::string direction = "both";
   std::string scale_dtype, variant;
   std::string device = "cuda";
+  int num_threads = 0;
   bool double_quant = false, asymmetric = false, quick = false, explain = false;
 };
+
+// What is measured where nothing is asked for.
+struct Defaults {
+  std::vector<std::string> shapes, dtypes;
+  std::vector<int64_t> m;
+  struct Weight {
+    const char* format;
+    bool double_quant;
+  };
+  std::vector<Weight> weights;
+};
+const Defaults& defaults_of(Device device) {
+  static const Defaults cuda = {
+      .shapes = {"4096x4096", "14336x4096", "8192x8192", "28672x8192"},
+      .dtypes = {"bf16", "f16"},
+      .m = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192},
+      .weights = {{"nf4", false}, {"nf4", true}, {"int4", false}, {"affine4", false}},
+  };
+  static const Defaults cpu = {
+      .shapes = {"4096x4096", "14336x4096"},
+      .dtypes = {"bf16"},
+      .m = {1, 2, 4, 8, 16, 32, 128, 512},
+      .weights = {{"nf4", false}, {"int4", false}},
+  };
+  return device.kind == DeviceKind::cpu ? cpu : cuda;
+}
+template <class T>
+const std::vector<T>& given_or(const std::vector<T>& given, const std::vector<T>& defaults) {
+  return given.empty() ? defaults : given;
+}
 
 struct Shape {
   std::string name;
@@ -71,17 +105,16 @@ Shape parse_shape(const std::string& text) {
   return {extents(n, k), n, k};
 }
 
-std::vector<Shape> shapes_of(const Arguments& arguments) {
+std::vector<Shape> shapes_of(const Arguments& arguments, const Defaults& defaults) {
   std::vector<Shape> shapes;
   for (const std::string& text : arguments.shapes) shapes.push_back(parse_shape(text));
   for (const std::string& model : arguments.models) add_layers(model, shapes);
   if (shapes.empty())
-    for (const char* shape : {"4096x4096", "14336x4096", "8192x8192", "28672x8192"})
-      shapes.push_back(parse_shape(shape));
+    for (const std::string& text : defaults.shapes) shapes.push_back(parse_shape(text));
   return shapes;
 }
 
-std::vector<QuantSpec> specs_of(const Arguments& arguments) {
+std::vector<QuantSpec> specs_of(const Arguments& arguments, const Defaults& defaults) {
   std::vector<QuantSpec> specs;
   const auto add = [&](const std::string& name, bool double_quant) {
     QuantSpec spec;
@@ -108,27 +141,19 @@ std::vector<QuantSpec> specs_of(const Arguments& arguments) {
   if (!specs.empty()) return specs;
   if (arguments.double_quant || arguments.asymmetric)
     throw Error(ErrorCode::usage, "--double-quant and --asymmetric: --format must say of which");
-  add("nf4", false);
-  add("nf4", true);
-  add("int4", false);
-  add("affine4", false);
+  for (const Defaults::Weight& weight : defaults.weights) add(weight.format, weight.double_quant);
   return specs;
 }
 
 // Those of a weight follow each other.
-std::vector<QgemmBenchCase> cases_of(const Arguments& arguments) {
-  std::vector<int64_t> m = arguments.m;
-  if (m.empty())
-    for (int64_t rows = 1; rows <= 8192; rows *= 2) m.push_back(rows);
-  std::vector<std::string> dtypes = arguments.dtypes;
-  if (dtypes.empty()) dtypes = {"bf16", "f16"};
+std::vector<QgemmBenchCase> cases_of(const Arguments& arguments, const Defaults& defaults) {
   std::vector<QgemmBenchCase> cases;
-  for (const Shape& shape : shapes_of(arguments))
-    for (const QuantSpec& spec : specs_of(arguments))
-      for (const std::string& dtype : dtypes)
+  for (const Shape& shape : shapes_of(arguments, defaults))
+    for (const QuantSpec& spec : specs_of(arguments, defaults))
+      for (const std::string& dtype : given_or(arguments.dtypes, defaults.dtypes))
         for (const bool transposed : {false, true}) {
           if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
-          for (const int64_t rows : m) {
+          for (const int64_t rows : given_or(arguments.m, defaults.m)) {
             QgemmDescriptor descriptor;
             descriptor.spec = spec;
             descriptor.m = rows;
@@ -171,29 +196,99 @@ std::string number(double value, const char* format) {
   return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
 }
 
-constexpr const char* kLine =
-    "{:<18} {:<13} {:<4} {:<10} {:>4}  {:<21} {:>8} {:>8} {:>8}  {:>5} {:>5}  {:>8} {:>5}  {:>5} {:>5}  {}\n";
+// Ratios of a row to others: to the same product forward, and to the same with one row of x, where they were
+// measured before it.
+class Compared {
+ public:
+  void add(const QgemmBenchRow& row) {
+    us_[key(row, row.test.descriptor.transposed, row.test.descriptor.m)] = row.plain_us;
+  }
+  double of_forward(const QgemmBenchRow& row) const {
+    const QgemmDescriptor& d = row.test.descriptor;
+    return d.transposed ? us(key(row, false, d.m)) / row.plain_us : QgemmBenchRow::kNone;
+  }
+  double times_one_row(const QgemmBenchRow& row) const {
+    return row.plain_us / us(key(row, row.test.descriptor.transposed, 1));
+  }
 
-std::string title_line() {
-  return fmt::format(kLine, "shape (n x k)", "weight", "x, y", "direction", "M", "kernel", "plain", "chained",
-                     "read", "r/p", "r/c", "cuBLAS", "c/p", "f/p", "f/c", "error");
-}
-std::string row_line(const QgemmBenchRow& row) {
+ private:
+  using Key = std::tuple<int64_t, int64_t, std::string, DType, bool, int64_t>;
+  static Key key(const QgemmBenchRow& row, bool transposed, int64_t m) {
+    const QgemmDescriptor& d = row.test.descriptor;
+    return {d.n, d.k, format_of(d.spec), d.dtype, transposed, m};
+  }
+  double us(const Key& key) const {
+    const auto found = us_.find(key);
+    return found == us_.end() ? QgemmBenchRow::kNone : found->second;
+  }
+  std::map<Key, double> us_;
+};
+
+double flops_of(const QgemmBenchRow& row) {
   const QgemmDescriptor& d = row.test.descriptor;
-  const auto ratio = [](double a, double b) { return number(a / b, "{:.3f}"); };
+  return 2e6 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k) / row.plain_us;
+}
+// NaN where the machine does not have it.
+double share_of_rate(const QgemmBenchRow& row, std::string_view name) {
+  for (const QgemmBenchRate& rate : row.rates)
+    if (rate.name == name) return flops_of(row) / rate.flops;
+  return QgemmBenchRow::kNone;
+}
+
+struct Column {
+  const char* title;
+  int width;  // negative: to the left
+  std::string text;
+};
+std::vector<Column> columns_of(const QgemmBenchRow& row, const Compared& compared, Device device) {
+  const QgemmDescriptor& d = row.test.descriptor;
   const auto us = [](double value) { return number(value, "{:.2f}"); };
-  std::string line =
-      fmt::format(fmt::runtime(kLine), row.test.shape, format_of(d.spec), to_string(d.dtype), direction_of(d),
-                  d.m, row.sku.kernel.empty() ? "-" : row.sku.kernel, us(row.plain_us), us(row.chained_us),
-                  us(row.read_us), ratio(row.read_us, row.plain_us), ratio(row.read_us, row.chained_us),
-                  us(row.cublas_us), number(row.cublas_us / row.plain_us, "{:.2f}"),
-                  ratio(row.floor_us, row.plain_us), ratio(row.floor_us, row.chained_us),
-                  number(row.error, "{:.1e}") +
-                      (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
-  if (!row.problem.empty()) line += "  " + row.problem + "\n";
+  const auto ratio = [](double value) { return number(value, "{:.3f}"); };
+  const auto times = [](double value) { return number(value, "{:.2f}"); };
+  std::vector<Column> columns = {
+      {"shape (n x k)", -18, row.test.shape}, {"weight", -13, format_of(d.spec)},
+      {"x, y", -4, to_string(d.dtype)},       {"direction", -10, direction_of(d)},
+      {"M", 4, std::to_string(d.m)},          {"kernel", -21, row.sku.kernel.empty() ? "-" : row.sku.kernel},
+      {"plain", 9, us(row.plain_us)},
+  };
+  const auto add = [&](const char* title, int width, std::string text) {
+    columns.push_back({title, width, std::move(text)});
+  };
+  if (device.kind == DeviceKind::cuda) add("chained", 8, us(row.chained_us));
+  add("read", 8, us(row.read_us));
+  add("r/p", 5, ratio(row.read_us / row.plain_us));
+  if (device.kind == DeviceKind::cuda) {
+    add("r/c", 5, ratio(row.read_us / row.chained_us));
+    add("cuBLAS", 8, us(row.cublas_us));
+    add("c/p", 5, times(row.cublas_us / row.plain_us));
+  } else {
+    add("p/p1", 6, times(compared.times_one_row(row)));
+    add("fma", 5, ratio(share_of_rate(row, "fma")));
+    add("dot", 5, ratio(share_of_rate(row, "bf16_dot")));
+    add("amx", 5, ratio(share_of_rate(row, "amx_bf16")));
+  }
+  add("f/p", 5, ratio(row.floor_us / row.plain_us));
+  if (device.kind == DeviceKind::cuda)
+    add("f/c", 5, ratio(row.floor_us / row.chained_us));
+  else
+    add("fw/p", 5, times(compared.of_forward(row)));
+  add("error", -1,
+      number(row.error, "{:.1e}") +
+          (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
+  return columns;
+}
+std::string line_of(const std::vector<Column>& columns, bool title) {
+  std::string line;
+  for (const Column& column : columns) {
+    const std::string text = title ? column.title : column.text;
+    line += column.width < 0 ? fmt::format("{:<{}} ", text, -column.width)
+                             : fmt::format("{:>{}} ", text, column.width);
+  }
+  line.back() = '\n';
   return line;
 }
-Json row_json(const QgemmBenchRow& row) {
+
+Json row_json(const QgemmBenchRow& row, const Compared& compared) {
   Json json = case_json(row.test);
   json["kernel"] = row.sku.kernel;
   json["backend"] = row.sku.backend;
@@ -205,10 +300,16 @@ Json row_json(const QgemmBenchRow& row) {
   json["read_chained_us"] = number_json(row.read_chained_us);
   json["read_of_plain"] = number_json(row.read_us / row.plain_us);
   json["read_of_chained"] = number_json(row.read_us / row.chained_us);
+  json["forward_of_plain"] = number_json(compared.of_forward(row));
+  json["plain_of_one_row"] = number_json(compared.times_one_row(row));
   json["cublas_us"] = number_json(row.cublas_us);
   json["cublas_of_plain"] = number_json(row.cublas_us / row.plain_us);
   json["cublas_of_chained"] = number_json(row.cublas_us / row.chained_us);
   json["cublas_flops"] = number_json(row.cublas_flops);
+  json["rates"] = Json::array();
+  for (const QgemmBenchRate& rate : row.rates)
+    json["rates"].push_back(
+        {{"name", rate.name}, {"flops", rate.flops}, {"share", number_json(share_of_rate(row, rate.name))}});
   json["floor_us"] = number_json(row.floor_us);
   json["floor_of_plain"] = number_json(row.floor_us / row.plain_us);
   json["floor_of_chained"] = number_json(row.floor_us / row.chained_us);
@@ -243,9 +344,20 @@ void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::strin
   document["cases"] = std::move(results);
 }
 
-// Lines are printed as they come: who stops it early has what there is.
-void measure(Device device, const Arguments& arguments, const std::vector<QgemmBenchCase>& cases, bool print,
-             Json& document) {
+// What is measured, for people and in the document.
+std::string describe_device(Device device, const Arguments& arguments, Json& document) {
+  if (device.kind == DeviceKind::cpu) {
+    const SystemInfo system = system_info();
+    const int num_threads = arguments.num_threads > 0 ? arguments.num_threads : system.num_threads;
+    document["device"] = "cpu";
+    document["simd_target"] = system.simd_target;
+    document["num_threads"] = num_threads;
+    return summary_line("device", fmt::format("cpu ({}, {} threads)", system.simd_target, num_threads)) +
+           "Microseconds. read: of the packed weight, and nothing else. p/p1: times one row of x; fma, dot, "
+           "amx: the\n"
+           "share of multiply-adds in registers; f: the longer of read and the best of these; fw/p: forward "
+           "/ plain.\n";
+  }
   const CublasInfo cublas = cublas_info();
   const CudaInfo cuda = cuda_info();
   std::string name;
@@ -256,20 +368,29 @@ void measure(Device device, const Arguments& arguments, const std::vector<QgemmB
   document["nvrtc_version"] = cuda.nvrtc_version;
   document["cublas"] = cublas.path;
   document["cublas_problem"] = cublas.problem;
-  document["rows"] = Json::array();
+  return summary_line("device", fmt::format("{} ({})", to_string(device), name)) +
+         summary_line("cuBLAS", cublas.problem.empty() ? cublas.path : cublas.problem) +
+         "Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
+         "read and\n"
+         "what cuBLAS takes for so many products at its best.\n";
+}
+
+// Lines are printed as they come: who stops it early has what there is.
+void measure(Device device, const Arguments& arguments, const std::vector<QgemmBenchCase>& cases, bool print,
+             Json& document) {
   const auto say = [&](const std::string& text) {
     if (print) write_stdout(text);
   };
-  say(summary_line("device", fmt::format("{} ({})", to_string(device), name)));
-  say(summary_line("cuBLAS", cublas.problem.empty() ? cublas.path : cublas.problem));
-  say("Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
-      "read and\n"
-      "what cuBLAS takes for so many products at its best.\n");
-  say(title_line());
+  say(describe_device(device, arguments, document));
+  document["rows"] = Json::array();
+  Compared compared;
+  say(line_of(columns_of({}, compared, device), true));
   int num_wrong = 0;
-  bench_qgemm(device, cases, arguments.quick, [&](const QgemmBenchRow& row) {
-    say(row_line(row));
-    document["rows"].push_back(row_json(row));
+  bench_qgemm(device, cases, {arguments.quick, arguments.num_threads}, [&](const QgemmBenchRow& row) {
+    compared.add(row);
+    say(line_of(columns_of(row, compared, device), false));
+    if (!row.problem.empty()) say("  " + row.problem + "\n");
+    document["rows"].push_back(row_json(row, compared));
     if (!row.sku.kernel.empty() && !row.correct()) ++num_wrong;
     return !is_cancelled();
   });
@@ -291,19 +412,20 @@ void add_bench_command(CLI::App& app, Command& command) {
                             const std::string& help) {
     add(name, values, placeholder, help)->delimiter(',')->allow_extra_args(false);
   };
-  add("OP", arguments->op, "REQUIRED", "qgemm: products with quantized weights, on a CUDA device")
+  add("OP", arguments->op, "REQUIRED", "qgemm: products with quantized weights")
       ->required()
       ->check(CLI::IsMember({"qgemm"}));
   add_list("--shape", arguments->shapes, "NxK,...",
-           "Of weights (default 4096x4096,14336x4096,8192x8192,28672x8192)");
+           "Of weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)");
   add_list("--model", arguments->models, "MODEL,...",
            "The linear layers of llama-8b, llama-32b or llama-70b instead, or beside --shape");
-  add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192)");
+  add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512)");
   add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
       ->check(CLI::IsMember({"forward", "transposed", "both"}));
-  add_list("--dtype", arguments->dtypes, "DTYPE,...", "Of x and y: bf16, f16, f32 (default bf16,f16)");
+  add_list("--dtype", arguments->dtypes, "DTYPE,...",
+           "Of x and y: bf16, f16, f32 (default bf16; on CUDA bf16,f16)");
   add_list("--format", arguments->formats, "FORMAT,...",
-           "Of weights (default: nf4, nf4 with --double-quant, int4, affine4)");
+           "Of weights (default nf4,int4; on CUDA also nf4 with --double-quant and affine4)");
   add_list("--group-size", arguments->group_sizes, "SIZE,...",
            "Columns that share a scale, channel (a row) or tensor (default 64, of int 128)");
   add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32");
@@ -311,7 +433,9 @@ void add_bench_command(CLI::App& app, Command& command) {
   sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point");
   add("--variant", arguments->variant, "NAME",
       "This one, as --explain names it, or none (default: the first that takes the case)");
-  add("--device", arguments->device, "DEVICE", "cuda (default) or cuda:N; with --explain also cpu");
+  add("--device", arguments->device, "DEVICE", "cuda (default), cuda:N or cpu");
+  add("--threads", arguments->num_threads, "INT", "Of the CPU (default 0: all)")
+      ->check(CLI::NonNegativeNumber);
   sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
   sub.add_flag("--explain", arguments->explain,
                "Only print which variant takes each case, and why others do not");
@@ -321,11 +445,10 @@ void add_bench_command(CLI::App& app, Command& command) {
     command.name = "bench";
     command.run = [arguments, &command](std::string& text, Json& document) {
       const Device device = select_device(arguments->device, "").device;
-      const std::vector<QgemmBenchCase> cases = cases_of(*arguments);
-      if (device.kind == DeviceKind::cpu && !arguments->explain)
+      const std::vector<QgemmBenchCase> cases = cases_of(*arguments, defaults_of(device));
+      if (device.kind != DeviceKind::cpu && arguments->num_threads != 0)
         throw Error(ErrorCode::usage,
-                    fmt::format("--device {}: only CUDA devices are measured, the CPU has --explain",
-                                arguments->device));
+                    fmt::format("--threads: only with --device cpu, got --device {}", arguments->device));
       document["op"] = arguments->op;
       if (arguments->explain)
         explain(device, cases, text, document);

@@ -320,15 +320,16 @@ CASE = ["bench", "qgemm", "--shape", "96x128", "--format", "nf4", "--dtype", "bf
 
 def test_bench_explains_on_the_cpu():
     cases = run_json(*CASE, "--explain", "--device", "cpu", env=NO_CUDA)["cases"]
-    assert len(cases) == 2 * 14  # directions, M
-    for case, (direction, m) in zip(cases, [(d, 2**i) for d in ["forward", "transposed"] for i in range(14)]):
+    rows = [1, 2, 4, 8, 16, 32, 128, 512]
+    assert len(cases) == 2 * len(rows)
+    for case, (direction, m) in zip(cases, [(d, m) for d in ["forward", "transposed"] for m in rows]):
         assert (case["shape"], case["n"], case["k"]) == ("96x128", 96, 128)
         assert (case["direction"], case["m"], case["dtype"]) == (direction, m, "bf16")
         reasons = {choice["variant"]: choice["reason"] for choice in case["variants"]}
-        assert reasons["qgemm_cpu"] == ""
+        assert reasons["qgemm_ref"] == ""
     text = run(*CASE, "--explain", "--device", "cpu", "--m", "1,3", "--direction", "forward", env=NO_CUDA).stdout
     assert re.findall(r"^\S.*", text, re.M) == ["96x128 nf4 g64 f16 bf16 forward M 1", "96x128 nf4 g64 f16 bf16 forward M 3"]
-    assert len(re.findall(r"^  qgemm_cpu +is chosen$", text, re.M)) == 2
+    assert len(re.findall(r"^  qgemm_\w+ +is chosen$", text, re.M)) == 2
 
 
 def test_bench_cases():
@@ -336,7 +337,7 @@ def test_bench_cases():
         arguments = ["bench", "qgemm", "--explain", "--device", "cpu", "--m", "1", "--direction", "forward", *options]
         return run_json(*arguments, env=NO_CUDA)["cases"]
 
-    assert len(cases()) == 4 * 4 * 2  # shapes, formats, dtypes
+    assert len(cases()) == 2 * 2  # shapes, formats
     layers = {case["shape"]: (case["n"], case["k"]) for case in cases("--model", "llama-8b,llama-70b")}
     assert layers["llama-8b qkv"] == (6144, 4096) and layers["llama-8b gate_up"] == (28672, 4096)
     assert layers["llama-70b o"] == (8192, 8192) and layers["llama-70b down"] == (8192, 28672)
@@ -365,9 +366,58 @@ def test_bench_measures(tmp_path, with_stubs):
         assert row["cublas_us"] is None and row["error"] is None and row["correct"] is False
         assert row["kernel"].startswith("qgemm_simt") and row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
 
-    message = fails(*CASE, "--device", "cpu", code=USAGE, env=NO_CUDA)
-    assert "--device cpu" in message and "--explain" in message
     assert "--device cuda: " in fails(*CASE, code=DEVICE, env=NO_CUDA)
+    message = fails(*CASE, "--threads", "1", code=USAGE, env=environment)
+    assert "--threads" in message and "--device cuda" in message
+
+
+def test_bench_measures_the_cpu():
+    case = [*CASE, "--device", "cpu", "--m", "1,3", "--threads", "2", "--quick"]
+    document = run_json(*case, env=NO_CUDA)
+    assert (document["device"], document["num_threads"]) == ("cpu", 2)
+    rows = document["rows"]
+    assert [(row["direction"], row["m"]) for row in rows] == [
+        ("forward", 1), ("forward", 3), ("transposed", 1), ("transposed", 3)]
+    for row in rows:
+        assert row["kernel"].startswith("qgemm_") and row["backend"].startswith("cpu") and row["problem"] == ""
+        assert row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
+        assert row["correct"] is True and 0 < row["error"] <= row["error_limit"]
+        rates = {rate["name"]: rate for rate in row["rates"]}
+        assert set(rates) <= {"fma", "bf16_dot", "amx_bf16"} and "fma" in rates
+        flops = 2e6 * row["m"] * row["n"] * row["k"] / row["plain_us"]
+        for rate in rates.values():
+            assert rate["flops"] > 1e8 and math.isclose(rate["share"], flops / rate["flops"], rel_tol=1e-6)
+        best_us = 2e6 * row["m"] * row["n"] * row["k"] / max(rate["flops"] for rate in rates.values())
+        assert math.isclose(row["floor_us"], max(row["read_us"], best_us), rel_tol=1e-6)
+        assert math.isclose(row["read_of_plain"], row["read_us"] / row["plain_us"], rel_tol=1e-6)
+        assert 0 < row["read_of_plain"] and 0 < row["floor_of_plain"]
+        for absent in ["chained_us", "read_chained_us", "cublas_us", "cublas_flops"]:
+            assert row[absent] is None
+    us = {(row["direction"], row["m"]): row["plain_us"] for row in rows}
+    for row in rows:
+        expected = row["plain_us"] / us[row["direction"], 1]
+        assert math.isclose(row["plain_of_one_row"], expected, rel_tol=1e-6)
+        if row["direction"] == "transposed":
+            assert math.isclose(row["forward_of_plain"], us["forward", row["m"]] / row["plain_us"], rel_tol=1e-6)
+        else:
+            assert row["forward_of_plain"] is None
+
+    # Only products of f32 operands count for them.
+    case = [*CASE[:-1], "f32", "--device", "cpu", "--m", "2", "--direction", "forward", "--variant", "qgemm_ref", "--quick"]
+    (row,) = run_json(*case, env=NO_CUDA)["rows"]
+    assert row["dtype"] == "f32" and row["kernel"] == "qgemm_ref" and row["correct"] is True
+    assert [rate["name"] for rate in row["rates"]] == ["fma"]
+
+    lines = run(*case, env=NO_CUDA).stdout.splitlines()
+    assert re.match(r"device +cpu \(\w+, \d+ threads\)$", lines[0])
+    titles, values = lines[-2].split(), lines[-1].split()
+    assert titles[-9:] == ["read", "r/p", "p/p1", "fma", "dot", "amx", "f/p", "fw/p", "error"]
+    assert values[:6] == ["96x128", "nf4", "g64", "f16", "f32", "forward"]
+    assert all(float(value) > 0 for value in values[8:11]) and values[13:15] == ["-", "-"]
+
+    # A variant that does not take the case is a line, and no failure.
+    (row,) = run_json(*case[:-2], "qgemm_simt", env=NO_CUDA)["rows"]
+    assert "it is for CUDA devices" in row["problem"] and row["plain_us"] is None and row["kernel"] == ""
 
 
 # inspect

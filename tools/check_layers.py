@@ -32,6 +32,8 @@ LAYERS = [
     (r"src/ops/(?P<op>\w+)/.*_(test\.cc|bench\.cc|testing\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
     (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
+    (r"src/benchmark/\w+_cpu\.cc$", r"(halfbyte|core|cpu|benchmark)/"),
+    (r"src/benchmark/\w+_cuda\.cc$", r"(halfbyte|core|cuda|benchmark)/"),
     (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
     (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|benchmark/benchmark_kernels\.h$|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
@@ -50,7 +52,9 @@ OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
     (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
     (r"(math|stdio)\.h$", r"examples/c/"),
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cuda)|cli|examples/c)/|{TESTING}"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
+    (r"cpuid\.h$", r"src/cpu/features\.cc$"),
+    (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/qgemm_bf16_decode\.h$"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),

@@ -1,5 +1,5 @@
-// Measurements on a CUDA device: products with quantized weights, beside what its memory and dense products
-// give in the same process (docs/qgemm.md).
+// Measurements: products with quantized weights, beside what memory and dense products of the device give in
+// the same process (docs/qgemm.md).
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "halfbyte/qgemm.hpp"
 
@@ -24,6 +25,12 @@ struct QgemmBenchCase {
   QgemmDescriptor descriptor;  // packed, without bias, accumulate and math; early_start is not looked at
 };
 
+// Multiply-adds that the CPU makes where nothing is loaded or stored, on all threads that are measured.
+struct QgemmBenchRate {
+  std::string name;  // "fma" of f32; for bf16, where the CPU has them, "bf16_dot" (AVX-512) and "amx_bf16"
+  double flops = 0;  // a second: two each
+};
+
 // Times are microseconds of a product, of many that follow each other on cold weights; NaN: not measured.
 struct QgemmBenchRow {
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
@@ -32,26 +39,32 @@ struct QgemmBenchRow {
   std::string problem;  // why something was not measured; empty if all was
   Sku sku;              // of the plan; empty if there is none
   int64_t weight_bytes = 0;
-  double plain_us = kNone;         // each kernel starts when the one before it has ended
-  double chained_us = kNone;       // QgemmDescriptor::early_start
-  double read_us = kNone;          // of the fastest of several kernels that only read the packed weight
-  double read_chained_us = kNone;  // of the same kernel, chained
-  double cublas_us = kNone;        // of the dense product, the weight in the dtype of x
-  double cublas_flops = kNone;     // a second, of a large dense product
-  double floor_us = kNone;         // the longer of read_us and the product at cublas_flops
-  // Of y of both plans, over some rows: the norm of the difference from qgemm_simt with sums in f64, by that
-  // of y. NaN where y is.
+  double plain_us = kNone;            // each starts when the one before it has ended
+  double chained_us = kNone;          // CUDA: QgemmDescriptor::early_start
+  double read_us = kNone;             // of the fastest of several ways to only read the packed weight
+  double read_chained_us = kNone;     // CUDA: of the same, chained
+  double cublas_us = kNone;           // CUDA: of the dense product, the weight in the dtype of x
+  double cublas_flops = kNone;        // CUDA: a second, of a large dense product
+  std::vector<QgemmBenchRate> rates;  // CPU
+  double floor_us = kNone;  // the longer of read_us and the product at cublas_flops or the best of rates
+  // Of y of both plans, over some rows: the norm of the difference from qgemm_simt or qgemm_ref with sums in
+  // f64, by that of y. NaN where y is.
   double error = kNone;
   double error_limit = 0;  // for the rounding of dtype
   bool correct() const { return error <= error_limit; }
 };
 
+struct QgemmBenchOptions {
+  bool quick = false;   // fewer repetitions
+  int num_threads = 0;  // CPU: 0: all
+};
+
 // Measures one case after the other; `progress` gets each row when it is there and returns false to stop:
-// Error(cancelled). Weights are random, and rotate, as x, y and workspaces do, over memory that is five times
-// the second-level cache. Cases of one weight should follow each other, and of one dtype among these.
-// `quick`: fewer repetitions. Error(usage) for the CPU and bad cases; a case that no variant takes is a row
-// with a problem.
-HALFBYTE_API void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, bool quick,
+// Error(cancelled). Weights are random, and rotate: on CUDA, as x, y and workspaces do, over five times the
+// second-level cache; on the CPU over 1.2 GB. Cases of one weight should follow each other, and of one dtype
+// among these. Error(usage) for bad cases; a case that no variant takes is a row with a problem.
+HALFBYTE_API void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases,
+                              const QgemmBenchOptions& options,
                               const std::function<bool(const QgemmBenchRow&)>& progress);
 
 }  // namespace halfbyte

@@ -2,15 +2,11 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <list>
 #include <map>
-#include <optional>
 #include <random>
 
-#include "benchmark/cublas.h"
-#include "benchmark/readers.h"
+#include "benchmark/backend.h"
 #include "core/checks.h"
-#include "cuda/launch.h"
 #include "formats/convert.h"
 #include "halfbyte/bench.hpp"
 
@@ -18,13 +14,18 @@ namespace halfbyte {
 namespace {
 
 constexpr int64_t kAlignment = 256;   // of what lies in an arena
+constexpr int kMostSets = 4096;       // of weights, where they are tiny
 constexpr int64_t kCheckedRows = 16;  // of y; at most
 constexpr uint8_t kPoison = 0xFF;     // NaN in every dtype
 // Of the data that everything is filled with, over and over; no divisor of rows and groups.
 constexpr int64_t kPoolValues = (int64_t{1} << 22) - 37 * 64;
 
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 int64_t rounded(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
-int ratio_up(double a, double b) { return static_cast<int>(std::ceil(a / b)); }
 
 void store(float value, DType dtype, void* to) {
   const uint16_t half = dtype == DType::f16 ? formats::to_f16(value) : formats::to_bf16(value);
@@ -73,20 +74,13 @@ struct Sets {
 
 class QgemmBench {
  public:
-  QgemmBench(Device device, bool quick)
+  QgemmBench(Device device, const QgemmBenchOptions& options)
       : device_(device),
-        context_(cuda::context(device.index)),
-        scope_(context_),
-        stream_(device),
-        timer_(context_, stream_.handle()),
-        rounds_(quick ? 3 : 7),
-        passes_(quick ? 1 : 2) {
-    constexpr int kL2CacheSize = 38;  // CU_DEVICE_ATTRIBUTE_
-    int l2_bytes = 0;
-    cuda::check(cuda::driver().cuDeviceGetAttribute(&l2_bytes, kL2CacheSize, context_.device),
-                "cuDeviceGetAttribute");
-    rotation_bytes_ = int64_t{5} * l2_bytes;
-    if (find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
+        backend_(device.kind == DeviceKind::cpu ? make_cpu_backend(options.num_threads)
+                                                : make_cuda_backend(device)),
+        stream_(backend_->stream()),
+        rounds_(backend_->rounds(options.quick)),
+        passes_(backend_->passes(options.quick)) {
     std::mt19937_64 random(1);
     std::vector<uint64_t> words(static_cast<size_t>(kPoolValues / 8));
     for (uint64_t& word : words) word = random();
@@ -102,8 +96,8 @@ class QgemmBench {
     const QgemmDescriptor& d = test.descriptor;
     if (!read_ || d.spec != spec_ || d.n != n_ || d.k != k_) prepare_weight(d);
     row.weight_bytes = weight_.bytes;
-    row.read_us = read_->us();
-    row.read_chained_us = read_->chained_us();
+    row.read_us = read_us_;
+    row.read_chained_us = read_chained_us_;
     row.error_limit = error_limit(d.dtype);
     noting(row, "", [&] { measure(d, row); });
     return row;
@@ -122,11 +116,16 @@ class QgemmBench {
     }
   }
 
-  // As many buffers as it takes that one is out of the cache when its turn comes.
-  Sets sets_of(int64_t bytes, int least, int most) const {
-    const int64_t each = rounded(bytes);
-    return {each, std::clamp(ratio_up(static_cast<double>(rotation_bytes_), static_cast<double>(each)), least,
-                             most)};
+  // As many buffers as it takes to fill so much memory.
+  static Sets sets_of(int64_t bytes, int64_t rotation_bytes, int least, int most) {
+    const int64_t each = rounded(std::max<int64_t>(bytes, 1));
+    return {each, static_cast<int>(std::clamp<int64_t>((rotation_bytes + each - 1) / each, least, most))};
+  }
+  Sets activation_sets_of(int64_t bytes) const {
+    return sets_of(bytes, backend_->activation_rotation_bytes(), 2, weight_.count);
+  }
+  Sets weight_sets_of(int64_t bytes) const {
+    return sets_of(bytes, backend_->weight_rotation_bytes(), 3, kMostSets);
   }
 
   void fill(const Memory& memory, const std::vector<uint8_t>& pool) const {
@@ -162,7 +161,7 @@ class QgemmBench {
     k_ = d.k;
     constexpr int64_t kShift = 4096;  // of the codes of a buffer against those of the one before
     const QuantShape shape = quant_shape(spec_, n_, k_);
-    weight_ = sets_of(packed_weight_bytes(spec_, n_, k_), 3, 1 << 20);
+    weight_ = weight_sets_of(packed_weight_bytes(spec_, n_, k_));
     packed_.reserve(device_, weight_.all());
     const Memory codes = filled(shape.code_bytes() + weight_.count * kShift, random_bytes_);
     Memory scales, zeros, biases, absmax, map, offset;
@@ -199,26 +198,45 @@ class QgemmBench {
       reorder(view, packed(set), {.stream = stream_.handle()});
     }
     stream_.synchronize();
+    find_fastest_read();
+  }
+  void find_fastest_read() {
     std::vector<const void*> sets;
     for (int set = 0; set < weight_.count; ++set) sets.push_back(packed_.at(set, weight_.bytes));
     const double guess_us = static_cast<double>(weight_.bytes) / 4e6;  // 4 TB/s
-    read_ = std::make_unique<FastestRead>(context_, stream_.handle(), timer_, sets, weight_.bytes,
-                                          launches_of(guess_us), rounds_);
+    const auto readers = [&](bool chained) {
+      return backend_->readers(sets, weight_.bytes, backend_->launches_of(guess_us, weight_.count), chained);
+    };
+    const std::vector<std::shared_ptr<Work>> plain = readers(false);
+    std::vector<double> us = medians(plain, rounds_);
+    const auto best = static_cast<size_t>(std::ranges::min_element(us) - us.begin());
+    read_ = plain[best];
+    read_us_ = us[best];
+    read_chained_us_ = QgemmBenchRow::kNone;
+    if (!backend_->has_early_start()) return;
+    const std::vector<std::shared_ptr<Work>> chained = readers(true);
+    read_chained_us_ = medians({&chained[best], 1}, rounds_)[0];
+  }
+  // The smallest of the medians of some passes, after a first start of each.
+  std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const {
+    constexpr double kMostSeconds = 2;
+    for (const std::shared_ptr<Work>& work : works) work->start();
+    stream_.synchronize();
+    const Clock::time_point start = Clock::now();
+    std::vector<double> us = backend_->medians(works, rounds);
+    for (int pass = 1; pass < passes_ && rounds == rounds_ && seconds_since(start) < kMostSeconds; ++pass) {
+      const std::vector<double> again = backend_->medians(works, rounds);
+      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
+    }
+    return us;
   }
   PackedWeight packed(int set) const {
     return {.spec = spec_, .rows = n_, .cols = k_, .data = packed_.at(set, weight_.bytes), .device = device_};
   }
 
-  // Launches of a graph: enough that its own start does not count, all buffers the same number of times.
-  int launches_of(double us) const {
-    constexpr double kGraphUs = 400;
-    const int wanted = std::max(us > kGraphUs ? 6 : 24, ratio_up(kGraphUs, std::max(us, 1.0)));
-    return ratio_up(wanted, weight_.count) * weight_.count;
-  }
-
   // x, y, workspaces and dense weights of a dtype.
   void reserve(DType dtype, int64_t x_bytes, int64_t y_bytes, int64_t workspace_bytes, int64_t dense_bytes) {
-    y_.reserve(device_, y_bytes);
+    if (y_.reserve(device_, y_bytes)) poison(y_.memory().data(), y_bytes);
     if (workspaces_.reserve(device_, workspace_bytes)) poison(workspaces_.memory().data(), workspace_bytes);
     const bool other = filled_with_ != dtype;
     const bool fill_x = x_.reserve(device_, x_bytes) || other,
@@ -230,29 +248,28 @@ class QgemmBench {
     if (fill_dense) fill(dense_.memory(), pool);
     filled_with_ = dtype;
   }
-  void poison(void* memory, int64_t num_bytes) const {
-    cuda::fill(memory, kPoison, num_bytes, stream_.handle());
-  }
+  void poison(void* memory, int64_t num_bytes) const { backend_->fill(memory, kPoison, num_bytes); }
 
   // Products a second of large dense matrices, times two. Once per dtype.
   double cublas_flops(DType dtype) {
-    if (!cublas_) return QgemmBenchRow::kNone;
+    if (!backend_->cublas()) return QgemmBenchRow::kNone;
     if (const auto found = cublas_flops_.find(dtype); found != cublas_flops_.end()) return found->second;
     constexpr int64_t kExtent = 8192;
     constexpr int kLaunches = 4;
     const int64_t bytes = kExtent * kExtent * size_of(dtype);
     reserve(dtype, bytes, bytes, 0, bytes);
-    const auto product = [&] {
-      cublas_->product(dtype, false, kExtent, kExtent, kExtent, x_.at(0, 0), dense_.at(0, 0), y_.at(0, 0));
-    };
-    product();
-    cuda::Graph graph;
-    graph.capture(stream_.handle(), [&] {
-      for (int i = 0; i < kLaunches; ++i) product();
+    const std::shared_ptr<Work> product = dense_work(kLaunches, [=, this](int) {
+      backend_->cublas()->product(dtype, false, kExtent, kExtent, kExtent, x_.at(0, 0), dense_.at(0, 0),
+                                  y_.at(0, 0));
     });
-    const cuda::Graph* const one[] = {&graph};
-    const double us = timer_.medians(one, rounds_)[0] / kLaunches;
+    const double us = medians({&product, 1}, rounds_)[0];
     return cublas_flops_[dtype] = 2e6 * std::pow(static_cast<double>(kExtent), 3) / us;
+  }
+
+  // cuBLAS can be captured once it has run.
+  std::shared_ptr<Work> dense_work(int num_launches, const std::function<void(int)>& product) const {
+    product(0);
+    return backend_->record(num_launches, product);
   }
 
   void measure(const QgemmDescriptor& d, QgemmBenchRow& row) {
@@ -260,83 +277,75 @@ class QgemmBench {
     const auto select = [&](bool early_start) {
       QgemmDescriptor chosen = d;
       chosen.early_start = early_start;
-      return QgemmPlan::select(device_, chosen);
+      return QgemmPlan::select(device_, chosen, backend_->preference());
     };
     std::vector<QgemmPlan> plans = {select(false)};
     row.sku = plans[0].sku();
-    noting(row, "chained: ", [&] { plans.push_back(select(true)); });
+    if (backend_->has_early_start()) noting(row, "chained: ", [&] { plans.push_back(select(true)); });
     row.cublas_flops = cublas_flops(d.dtype);
     const double flop = 2.0 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k);
-    row.floor_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
+    const double least_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
 
     int64_t workspace_bytes = 0;
     for (const QgemmPlan& plan : plans) workspace_bytes = std::max(workspace_bytes, plan.workspace_size());
-    const Sets x = sets_of(std::max(d.m, kCheckedRows) * in * size, 2, weight_.count),
-               y = sets_of(d.m * out * size, 2, weight_.count),
-               workspace = sets_of(workspace_bytes, 2, weight_.count),
-               dense = sets_of(d.n * d.k * size, 2, 1 << 20);
-    reserve(d.dtype, x.all(), y.all(), workspace.all(), cublas_ ? dense.all() : 0);
+    const Sets x = activation_sets_of(std::max(d.m, kCheckedRows) * in * size),
+               y = activation_sets_of(d.m * out * size), workspace = activation_sets_of(workspace_bytes),
+               dense = backend_->cublas() ? weight_sets_of(d.n * d.k * size) : Sets{};
+    reserve(d.dtype, x.all(), y.all(), workspace.all(), dense.all());
 
-    // The last launch, whose y is checked, has the first buffer of each.
-    const int num_launches = launches_of(row.floor_us);
-    const auto x_at = [&](int i) { return x_.at((num_launches - 1 - i) % x.count, x.bytes); };
-    const auto y_at = [&](int i) { return y_.at((num_launches - 1 - i) % y.count, y.bytes); };
+    // The last launch of the first start, whose y is checked, has the first buffer of each.
+    const int num_launches = backend_->launches_of(least_us, weight_.count);
+    const auto x_at = [&](int i) { return x_.at(i % x.count, x.bytes); };
+    const auto y_at = [&](int i) { return y_.at(i % y.count, y.bytes); };
     const auto view = [&](std::byte* data, int64_t cols) {
       return TensorView{data, d.dtype, {d.m, cols}, {}, device_};
     };
-    std::list<cuda::Graph> graphs;
+    std::vector<std::shared_ptr<Work>> works;
     for (const QgemmPlan& plan : plans)
-      graphs.emplace_back().capture(stream_.handle(), [&] {
-        for (int i = 0; i < num_launches; ++i) {
-          const int set = num_launches - 1 - i;
-          plan.run(stream_.handle(), workspaces_.at(set % workspace.count, workspace.bytes),
-                   {.x = view(x_at(i), in), .weight = packed(set % weight_.count), .y = view(y_at(i), out)});
-        }
-      });
+      works.push_back(backend_->record(num_launches, [&](int i) {
+        plan.run(stream_.handle(), workspaces_.at(i % workspace.count, workspace.bytes),
+                 {.x = view(x_at(i), in), .weight = packed(i % weight_.count), .y = view(y_at(i), out)});
+      }));
     const std::vector<int64_t> rows = checked_rows(d.m);
     const std::vector<float>* expected = nullptr;
     noting(row, "values not checked: ", [&] { expected = &reference(d, in, out, rows); });
     if (expected) row.error = 0;
     double seconds = 0;
-    for (const cuda::Graph& graph : graphs) {
+    for (const std::shared_ptr<Work>& work : works) {
       poison(y_.at(0, 0), y.bytes);
       stream_.synchronize();
-      using Clock = std::chrono::steady_clock;
       const Clock::time_point start = Clock::now();
-      graph.launch(stream_.handle());
+      work->start();
       stream_.synchronize();
-      seconds += std::chrono::duration<double>(Clock::now() - start).count();
+      seconds += seconds_since(start);
       if (!expected) continue;
       const double error = error_of(d, out, rows, *expected);
       if (!(error <= row.error)) row.error = error;  // NaN too
     }
-    if (cublas_) {
-      const auto product = [&](int i) {
-        cublas_->product(d.dtype, d.transposed, d.m, d.n, d.k, x_at(i),
-                         dense_.at(i % dense.count, dense.bytes), y_at(i));
-      };
-      product(0);
-      graphs.emplace_back().capture(stream_.handle(), [&] {
-        for (int i = 0; i < num_launches; ++i) product(i);
-      });
-      graphs.back().launch(stream_.handle());
+    if (const Cublas* const cublas = backend_->cublas()) {
+      works.push_back(dense_work(num_launches, [&](int i) {
+        cublas->product(d.dtype, d.transposed, d.m, d.n, d.k, x_at(i),
+                        dense_.at(i % dense.count, dense.bytes), y_at(i));
+      }));
     }
-    std::vector<const cuda::Graph*> timed;
-    for (const cuda::Graph& graph : graphs) timed.push_back(&graph);
-    timed.push_back(&read_->graph());
+    const size_t read = works.size(), first_loop = read + 1;
+    works.push_back(read_);
+    const std::vector<MultiplyLoop> loops = backend_->multiply_loops(d.dtype);
+    for (const MultiplyLoop& loop : loops) works.push_back(loop.work);
 
     // What takes long is steady.
     const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, rounds_));
-    std::vector<double> us = timer_.medians(timed, rounds);
-    for (int pass = 1; pass < passes_ && rounds == rounds_; ++pass) {
-      const std::vector<double> again = timer_.medians(timed, rounds);
-      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
+    const std::vector<double> us = medians(works, rounds);
+    row.plain_us = us[0];
+    if (plans.size() > 1) row.chained_us = us[1];
+    if (backend_->cublas()) row.cublas_us = us[plans.size()];
+    row.read_us = us[read];
+    double flops = row.cublas_flops;
+    for (size_t i = 0; i < loops.size(); ++i) {
+      row.rates.push_back({loops[i].name, 1e6 * loops[i].flops / us[first_loop + i]});
+      flops = std::fmax(flops, row.rates.back().flops);
     }
-    row.plain_us = us[0] / num_launches;
-    if (plans.size() > 1) row.chained_us = us[1] / num_launches;
-    if (cublas_) row.cublas_us = us[plans.size()] / num_launches;
-    row.read_us = us.back() / read_->num_launches();
-    row.floor_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
+    row.floor_us = std::fmax(row.read_us, 1e6 * flop / flops);
   }
 
   // Rows 0 to 15, or as many from first to last.
@@ -379,8 +388,8 @@ class QgemmBench {
     exact.transposed = d.transposed;
     exact.dtype = DType::f32;
     exact.math = QgemmMath::f64;
-    exact.variant = "qgemm_simt";
-    const QgemmPlan plan = QgemmPlan::select(device_, exact);
+    exact.variant = backend_->reference_variant();
+    const QgemmPlan plan = QgemmPlan::select(device_, exact, backend_->preference());
     std::vector<float> x;
     for (const int64_t row : rows)
       for (int64_t j = 0; j < in; ++j) {
@@ -404,13 +413,9 @@ class QgemmBench {
   }
 
   Device device_;
-  const cuda::Context& context_;
-  cuda::Scope scope_;
-  Stream stream_;
-  GraphTimer timer_;
+  const std::unique_ptr<BenchBackend> backend_;
+  const Stream& stream_;
   int rounds_, passes_;
-  int64_t rotation_bytes_ = 0;
-  std::optional<Cublas> cublas_;
   std::map<DType, double> cublas_flops_;
   std::vector<uint8_t> random_bytes_;
   std::vector<float> pool_;                      // -1 to 1
@@ -419,7 +424,8 @@ class QgemmBench {
   QuantSpec spec_;
   int64_t n_ = 0, k_ = 0;
   Sets weight_;
-  std::unique_ptr<FastestRead> read_;
+  std::shared_ptr<Work> read_;
+  double read_us_ = 0, read_chained_us_ = 0;
   std::map<std::tuple<bool, DType, std::vector<int64_t>>, std::vector<float>> references_;
 
   Arena packed_, x_, y_, workspaces_, dense_;
@@ -440,13 +446,13 @@ void check_case(const QgemmBenchCase& test) {
 
 CublasInfo cublas_info() { return {find_cublas().path, find_cublas().problem}; }
 
-void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, bool quick,
+void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, const QgemmBenchOptions& options,
                  const std::function<bool(const QgemmBenchRow&)>& progress) {
-  HALFBYTE_CHECK(device.kind == DeviceKind::cuda, usage, "bench_qgemm: device must be a CUDA device, got {}",
-                 to_string(device));
+  HALFBYTE_CHECK(options.num_threads >= 0, usage, "bench_qgemm: options.num_threads must be >= 0, got {}",
+                 options.num_threads);
   for (const QgemmBenchCase& test : cases) check_case(test);
   check_device(device);
-  QgemmBench bench(device, quick);
+  QgemmBench bench(device, options);
   for (const QgemmBenchCase& test : cases)
     HALFBYTE_CHECK(progress(bench.run(test)), cancelled, "bench_qgemm: cancelled");
 }

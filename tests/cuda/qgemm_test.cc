@@ -510,13 +510,13 @@ TEST_F(QgemmCudaChoice, ARefusedVariantIsAnError) {
   QgemmDescriptor d = descriptor(nf4(), DType::bf16, false);
   d.m = 3;
   d.n = d.k = 64;
-  d.variant = "qgemm_cpu";
+  d.variant = "qgemm_ref";
   try {
     QgemmPlan::select(kCuda, d);
     ADD_FAILURE() << "it was taken";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::device);
-    EXPECT_STREQ(error.what(), "qgemm: descriptor.variant does not take this; qgemm_cpu: it is for the CPU");
+    EXPECT_STREQ(error.what(), "qgemm: descriptor.variant does not take this; qgemm_ref: it is for the CPU");
   }
 }
 TEST_F(QgemmCudaChoice, HostMemoryIsRefused) {

@@ -60,7 +60,11 @@ void check_descriptor(const QgemmDescriptor& d) {
 
 std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
   static const std::array variants = {
-      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32, kQgemmSm80, kQgemmSimt, kQgemmCpu,
+      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32,
+      kQgemmSm80,      kQgemmSimt,    kQgemmSimd,           kQgemmRef,
+      kQgemmSm80,      kQgemmSimt,    kQgemmAvx512,         kQgemmRef,
+      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90F32, kQgemmSm80, kQgemmSimt,
+      kQgemmAmx,       kQgemmCpu,
   };
   static const std::array mma_first = [] {
     auto swapped = variants;
@@ -108,7 +112,7 @@ namespace {
 std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) {
   if (variant.device != problem.device.kind)
     return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
-  if (problem.in_cols() == 0 && variant.device == DeviceKind::cuda && variant.refuse != kQgemmSimt.refuse)
+  if (problem.in_cols() == 0 && variant.refuse != kQgemmSimt.refuse && variant.refuse != kQgemmRef.refuse)
     return "there is nothing to sum";
   return variant.refuse(problem);
 }

@@ -14,7 +14,7 @@
 namespace halfbyte {
 
 // A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
-// in_cols(), what is summed, may be 0 for kQgemmSimt and kQgemmCpu: y is then the bias, 0 or as it was.
+// in_cols(), what is summed, may be 0 for kQgemmSimt and kQgemmRef: y is then the bias, 0 or as it was.
 struct QgemmProblem {
   Device device;
   int num_threads = 0;
@@ -74,6 +74,10 @@ extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the sam
 extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
+extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors
+extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
+extern const QgemmVariant kQgemmRef;             // the CPU: any shape and layout
+extern const QgemmVariant kQgemmAmx;             // bf16 on tiles of AMX
 extern const QgemmVariant kQgemmCpu;
 
 // Waits for `stream` of a CUDA device.

@@ -1,3 +1,5 @@
+#include <map>
+
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte {
@@ -6,8 +8,32 @@ namespace {
 using testing::QgemmCase;
 using testing::QgemmData;
 
-// Within the bound, and the same for every number of threads.
+// Every variant that takes it, qgemm_simd with every SIMD target: within the bound, and the same bytes with
+// more threads.
 void check_on_cpu(const QgemmDescriptor& descriptor, uint64_t seed, QgemmData data = QgemmData::random) {
+  QgemmCase test(descriptor, seed, data);
+  std::map<WeightRounding, QgemmReference> expected;
+  const auto check = [&](const std::string& variant) {
+    test.descriptor.variant = variant;
+    const testing::CpuRun run = testing::run_on_cpu(test, 1);
+    const WeightRounding rounding = run.guarantee.weight_rounding;
+    if (!expected.count(rounding))
+      expected.emplace(rounding, qgemm_ref(test.problem, test.tensors(), rounding));
+    EXPECT_TRUE(testing::near_reference(test, run.y, expected.at(rounding), data));
+    EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y)
+        << testing::describe(test.descriptor) << ": with 3 threads";
+  };
+  if (test.problem.is_empty()) return check("");
+  const auto check_taken = [&](std::string_view name) {
+    for (const QgemmChoice& choice : explain_qgemm({}, descriptor))
+      if (choice.reason.empty() && (choice.variant == "qgemm_simd") == (name == "qgemm_simd"))
+        check(choice.variant);
+  };
+  check_taken("");
+  testing::for_each_target([&](const char*) { check_taken("qgemm_simd"); });
+// Within the bound, and the same for every number of threads.
+void check_on_cpu(QgemmDescriptor descriptor, uint64_t seed, QgemmData data = QgemmData::random) {
+  descriptor.variant = "qgemm_ref";
   const QgemmCase test(descriptor, seed, data);
   const testing::CpuRun run = testing::run_on_cpu(test, 1);
   EXPECT_TRUE(testing::near_reference(test, run.y, run.guarantee.weight_rounding, data));
@@ -234,7 +260,7 @@ TEST(QgemmPlan, BadDescriptors) {
   EXPECT_EQ(refused([](D& d) { d.tile.m = -1; }), "qgemm descriptor: tile must not be negative, got -1 x 0");
   const std::string unknown = refused([](D& d) { d.variant = "qgemm_sm60"; });
   EXPECT_TRUE(unknown.starts_with("qgemm descriptor: variant must be empty or one of ")) << unknown;
-  EXPECT_TRUE(unknown.ends_with("qgemm_cpu, got 'qgemm_sm60'")) << unknown;
+  EXPECT_TRUE(unknown.ends_with("qgemm_ref, got 'qgemm_sm60'")) << unknown;
   EXPECT_EQ(error_of([] { QgemmPlan::select({}, descriptor(1, 64, 128), {-1}); }),
             "qgemm: preference.num_threads must be >= 0, got -1");
 }
@@ -297,7 +323,7 @@ TEST(QgemmPlan, BadArguments) {
             fmt::format("qgemm: workspace needs {} bytes but has no data", plan.workspace_size()));
   EXPECT_TRUE(error_of([&] {
                 plan.run(nullptr, bias.data() - 16, good);
-              }).starts_with("qgemm: workspace must not overlap bias"));
+              }).starts_with("qgemm: workspace must not overlap "));
   EXPECT_TRUE(plan.status(workspace.data()).ok());
 }
 
@@ -344,9 +370,10 @@ TEST(QgemmPlan, BadViews) {
 TEST(QgemmPlan, SkuAndGuarantee) {
   QgemmDescriptor d = descriptor(3, 64, 128);
   d.spec.scale_dtype = DType::f16;
+  d.variant = "qgemm_ref";
   const auto plan = QgemmPlan::select({}, d);
   EXPECT_EQ(plan.sku().op, "qgemm");
-  EXPECT_EQ(plan.sku().kernel, "qgemm_cpu");
+  EXPECT_EQ(plan.sku().kernel, "qgemm_ref");
   EXPECT_TRUE(plan.sku().backend.starts_with("cpu "));
   EXPECT_EQ(plan.sku().dtypes, "bf16 x nf4 (g64, scale f16) -> bf16");
   EXPECT_EQ(plan.precision_guarantee().accumulator, DType::f32);
@@ -371,17 +398,28 @@ TEST(QgemmPlan, Variants) {
   QgemmDescriptor d = descriptor(3, 64, 128);
   const auto choices = explain_qgemm({}, d);
   ASSERT_EQ(choices.size(), qgemm_variants({}).size());
-  EXPECT_EQ(choices.back().variant, "qgemm_cpu");
+  EXPECT_EQ(choices.back().variant, "qgemm_ref");
   EXPECT_EQ(choices.back().reason, "");
   for (size_t i = 0; i + 1 < choices.size(); ++i) {
+    if (qgemm_variants({})[i].device == DeviceKind::cpu) continue;
     EXPECT_EQ(choices[i].reason, "it is for CUDA devices");
     d.variant = choices[i].variant;
     EXPECT_EQ(
         error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
         fmt::format("qgemm: descriptor.variant does not take this; {}: it is for CUDA devices", d.variant));
+    const auto& [variant, reason] = choices[i];
+    if (qgemm_variants({})[i].device == DeviceKind::cuda) {
+      EXPECT_EQ(reason, "it is for CUDA devices");
+    }
+    d.variant = variant;
+    if (reason.empty())
+      EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, variant);
+    else
+      EXPECT_EQ(error_of([&] { QgemmPlan::select({}, d); }, ErrorCode::device),
+                fmt::format("qgemm: descriptor.variant does not take this; {}: {}", variant, reason));
   }
-  d.variant = "qgemm_cpu";
-  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_cpu");
+  d.variant = "qgemm_ref";
+  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
 
   const auto first = [](int64_t m, int64_t n, int64_t k) {
     QgemmProblem problem;

@@ -1,7 +1,7 @@
-// `qgemm` on the CPU: blocks of the weight are decoded to a buffer in the cache and multiplied with all rows
-// of x there. Every sum has one order, whichever thread makes it: of products that are rounded to f32 (f64
-// for QgemmMath::f64), 16 partial sums over each block of columns, or one row after the other where
-// transposed.
+// `qgemm_ref`, the variant of the CPU that takes everything: blocks of the weight are decoded to a buffer in
+// the cache and multiplied with all rows of x there. Every sum has one order, whichever thread makes it: of
+// products that are rounded to f32 (f64 for QgemmMath::f64), 16 partial sums over each block of columns, or
+// one row after the other where transposed.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -140,10 +140,10 @@ void multiply(const QgemmProblem& problem, const QgemmTensors& tensors, void* wo
   });
 }
 
-class CpuKernel : public QgemmKernel {
+class RefKernel : public QgemmKernel {
  public:
-  explicit CpuKernel(const QgemmProblem& problem) : problem_(problem) {}
-  std::string name() const override { return "qgemm_cpu"; }
+  explicit RefKernel(const QgemmProblem& problem) : problem_(problem) {}
+  std::string name() const override { return "qgemm_ref"; }
   std::string backend() const override { return "cpu " + system_info().simd_target; }
   PrecisionGuarantee guarantee() const override {
     const DType math = is_f64() ? DType::f64 : DType::f32;
@@ -164,10 +164,10 @@ class CpuKernel : public QgemmKernel {
 
 }  // namespace
 
-const QgemmVariant kQgemmCpu = {"qgemm_cpu", DeviceKind::cpu,
+const QgemmVariant kQgemmRef = {"qgemm_ref", DeviceKind::cpu,
                                 [](const QgemmProblem&) { return std::string(); },
                                 [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
-                                  return std::make_shared<CpuKernel>(problem);
+                                  return std::make_shared<RefKernel>(problem);
                                 }};
 
 }  // namespace halfbyte

@@ -1,0 +1,293 @@
+// Units of a packed weight as tiles of bf16, for variants whose products are of bf16 on AVX-512 and AMX.
+//
+// A unit (32 rows by 64 columns) becomes four tiles of 16 lines of 32 values, 2 KB for each `j`:
+//   forward     tile [j][i], line r: row 16 i + r; 16 pairs of columns, those that forward_column() says. So
+//   a
+//               tile is the first operand of a product of tiles, the activations [16 pairs][16 m] the second.
+//   transposed  tile [j][i], line a: rows 2a and 2a + 1, which are summed; for each of 16 columns, those that
+//               transposed_column() says, the pair of them. So a tile is the second operand, the activations
+//               [16 m][32 rows] the first.
+// Codes of 4 bits are looked up in a table of each row that has scale and bias in it; those of 8 bits are
+// converted. Weights below 2^-126 become 0, as the instructions that round have it.
+#pragma once
+
+#ifndef __clang__  // GCC 12 takes vectors that are undefined on purpose for mistakes
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#ifndef __clang__
+#pragma GCC diagnostic pop
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+#include "ops/qgemm/qgemm.h"
+
+// Of functions that run only where CpuFeatures::avx512_bf16 holds.
+#define HALFBYTE_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")))
+
+namespace halfbyte {
+
+inline constexpr int kTileLines = 16, kTileValues = 32;
+struct alignas(64) Bf16Tile {
+  uint16_t lines[kTileLines][kTileValues];
+};
+
+// Columns of a unit: of value `i` (0, 1) of pair `pair` of tiles j of the forward product.
+constexpr int forward_column(int bits, int j, int pair, int i) {
+  if (bits == 4) return 16 * (pair & 3) + 2 * (pair >> 2) + j + 8 * i;
+  return 32 * j + 16 * (pair & 1) + 2 * (pair >> 1 & 3) + (pair >> 3) + 8 * i;
+}
+// ... of pair `pair` of tile [j][i] of the transposed product.
+constexpr int transposed_column(int j, int i, int pair) {
+  return 32 * j + 16 * (pair >> 1 & 1) + 8 * (pair & 1) + 2 * (pair >> 2) + i;
+}
+
+// Why there is no decoder for the weight of a problem; empty if there is.
+inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
+  if (!problem.packed) return "the weight must be packed";
+  if (problem.dtype != DType::bf16)
+    return fmt::format("dtype must be bf16, got {}", to_string(problem.dtype));
+  if (problem.weight.group != 32 && problem.weight.group % formats::kUnitCols != 0 &&
+      problem.weight.groups > 1)
+    return fmt::format("groups must be rows, 32 or a multiple of 64 columns, got {}", problem.weight.group);
+  if (problem.k > INT32_MAX) return fmt::format("k must be at most {}, got {}", INT32_MAX, problem.k);
+  return {};
+}
+
+// 16 scales or biases, as they are stored.
+HALFBYTE_AVX512 inline __m512 load_parameters(const void* parameters, formats::ScaleType type) {
+  if (type == formats::ScaleType::f32) return _mm512_loadu_ps(parameters);
+  const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(parameters));
+  if (type == formats::ScaleType::f16) return _mm512_cvtph_ps(bits);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// Parameters of a group of the 32 rows of a strip, as f32.
+struct GroupParameters {
+  alignas(64) float scales[formats::kUnitRows] = {};
+  alignas(64) float biases[formats::kUnitRows] = {};   // 0 where the format has none
+  alignas(64) float offsets[formats::kUnitRows] = {};  // the code that stands for 0; tables, affine: 0
+
+  // As they are stored. Scales beyond the weight are 0, so padding decodes to zeros.
+  HALFBYTE_AVX512 void load(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t strip,
+                            int64_t group) {
+    const formats::PackedLayout& p = problem.weight;
+    const formats::Codec& codec = problem.codec;
+    const auto* memory = static_cast<const uint8_t*>(tensors.weight);
+    const int64_t row = strip * formats::kUnitRows;
+    const uint8_t* const at = memory + p.scale(row, group);
+    for (int i = 0; i < formats::kUnitRows; i += 16) {
+      _mm512_store_ps(scales + i, problem.double_quant
+                                      ? nested_scales(p, memory, at + i, row + i, group)
+                                      : load_parameters(at + i * p.scale_bytes, codec.scale_type));
+      if (p.has_biases)
+        _mm512_store_ps(biases + i,
+                        load_parameters(memory + p.bias(row, group) + i * p.bias_bytes, codec.scale_type));
+      const float zero = codec.kind == formats::Kind::integer ? static_cast<float>(-codec.q_min) : 0;
+      _mm512_store_ps(offsets + i, codec.asymmetric
+                                       ? _mm512_cvtepi32_ps(load_bytes(memory + p.zero(row, group) + i))
+                                       : _mm512_set1_ps(zero));
+    }
+  }
+
+  HALFBYTE_AVX512 void round_to_bf16() {
+    for (float* values : {scales, biases})
+      for (int i = 0; i < formats::kUnitRows; i += 16) {
+        const auto rounded = _mm512_cvtneps_pbh(_mm512_load_ps(values + i));
+        _mm512_store_ps(values + i, load_parameters(&rounded, formats::ScaleType::bf16));
+      }
+  }
+
+ private:
+  HALFBYTE_AVX512 static __m512i load_bytes(const uint8_t* bytes) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  // Double-quantized scales of 16 rows.
+  HALFBYTE_AVX512 static __m512 nested_scales(const formats::PackedLayout& p, const uint8_t* memory,
+                                              const uint8_t* codes, int64_t row, int64_t group) {
+    const int64_t num_rows = group < p.groups ? formats::clamp<int64_t>(p.n - row, 0, 16) : 0;
+    const auto valid = static_cast<__mmask16>((1u << num_rows) - 1);
+    const int64_t first = row * p.groups + group;  // scales have an absmax for each 256
+    const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i numbers =
+        _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first % 256)),
+                         _mm512_mullo_epi32(rows, _mm512_set1_epi32(static_cast<int>(p.groups))));
+    const __m512 zero = _mm512_setzero_ps();
+    const __m512 absmax = _mm512_mask_i32gather_ps(zero, valid, _mm512_srli_epi32(numbers, 8),
+                                                   memory + p.absmax + first / 256 * 4, 4);
+    const __m512 mapped = _mm512_mask_i32gather_ps(zero, valid, load_bytes(codes), memory + p.map, 4);
+    float offset = 0;
+    std::memcpy(&offset, memory + p.offset, sizeof offset);
+    return _mm512_maskz_add_ps(valid, _mm512_mul_ps(mapped, absmax), _mm512_set1_ps(offset));
+  }
+};
+
+// Decodes the units of a weight, one after the other: as `weight_rounded` has them, or the values of codes
+// alone (`code_rounded`).
+class UnitDecoder {
+ public:
+  HALFBYTE_AVX512 UnitDecoder(const QgemmProblem& problem, const QgemmTensors& tensors,
+                              WeightRounding rounding)
+      : problem_(problem),
+        tensors_(tensors),
+        two_groups_(problem.weight.inlined && problem.weight.group < formats::kUnitCols),
+        has_scales_(rounding == WeightRounding::weight_rounded),
+        has_biases_(has_scales_ && problem.weight.has_biases) {
+    for (int code = 0; code < 16; ++code)
+      code_values_[code] = problem.codec.kind == formats::Kind::table
+                               ? formats::bf16_to_f32(formats::to_bf16(problem.codec.book.values[code]))
+                               : static_cast<float>(code);
+  }
+
+  // Makes ready to decode a unit.
+  HALFBYTE_AVX512 void select(int64_t strip, int64_t unit) {
+    const formats::PackedLayout& p = problem_.weight;
+    codes_ = static_cast<const uint8_t*>(tensors_.weight) + p.unit(strip, unit);
+    const int64_t group = two_groups_ ? 2 * unit : p.groups == 1 ? 0 : unit * formats::kUnitCols / p.group;
+    if (group_ >= 0 && !has_scales_ && !problem_.codec.asymmetric) return;  // every group is the same
+    if (group == group_ && strip == strip_) return;
+    strip_ = strip;
+    group_ = group;
+    for (int half = 0; half <= two_groups_; ++half) {
+      GroupParameters& parameters = parameters_[half];
+      parameters.load(problem_, tensors_, strip, group + half);
+      if (has_scales_) parameters.round_to_bf16();
+      for (int row = 0; row < formats::kUnitRows; ++row) {
+        if (!has_scales_) parameters.scales[row] = 1;
+        if (problem_.codec.bits == 8) parameters.offsets[row] += kMagic;
+      }
+    }
+    if (problem_.codec.bits == 8) return;
+    const __m512 values = _mm512_load_ps(code_values_);
+    for (int row = 0; row < formats::kUnitRows; ++row) {
+      const __m512 first = weights(values, 0, row);
+      store(tables_[row], _mm512_cvtne2ps_pbh(two_groups_ ? weights(values, 1, row) : first, first));
+    }
+  }
+
+  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes.
+  void prefetch(int64_t distance) const {
+    const formats::PackedLayout& p = problem_.weight;
+    const int64_t num_bytes = p.block_bytes * formats::kUnitCols / p.block_cols;
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(codes_ + distance + i);
+  }
+
+  // Lines [begin, end) of 16 of the selected unit: rows 2 * line and 2 * line + 1. first: tiles [0][0..1],
+  // second: tiles [1][0..1].
+  template <bool kTransposed>
+  HALFBYTE_AVX512 void decode(int begin, int end, Bf16Tile* first, Bf16Tile* second) const {
+    if (problem_.codec.bits == 8) {
+      for (int line = begin; line < end; ++line) {
+        decode_line8<kTransposed>(0, line, first);
+        decode_line8<kTransposed>(1, line, second);
+      }
+    } else if (two_groups_) {
+      for (int line = begin; line < end; ++line) decode_line4<kTransposed, true>(line, first, second);
+    } else {
+      for (int line = begin; line < end; ++line) decode_line4<kTransposed, false>(line, first, second);
+    }
+  }
+
+ private:
+  static constexpr float kMagic = 0x1p23f;  // its last bits are a code that is added
+
+  template <class Vector>
+  HALFBYTE_AVX512 static void store(uint16_t* to, Vector values) {
+    std::memcpy(to, &values, sizeof values);
+  }
+  // 64 bytes of codes, with the slots of t in order.
+  HALFBYTE_AVX512 static __m512i load_line(const uint8_t* codes, int line) {
+    const __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+    return (line & 2) != 0 ? _mm512_shuffle_i64x2(bytes, bytes, 0x4E) : bytes;
+  }
+
+  // What codes of a row stand for, before it is rounded to bf16: the product of two bf16 is exact.
+  HALFBYTE_AVX512 __m512 weights(__m512 codes, int group, int row) const {
+    const GroupParameters& p = parameters_[group];
+    const __m512 values = _mm512_sub_ps(codes, _mm512_set1_ps(p.offsets[row]));
+    const __m512 scale = _mm512_set1_ps(p.scales[row]);
+    if (!has_biases_) return _mm512_mul_ps(values, scale);
+    // Rounded to odd: where it is not exact, the one of the two neighbours that is odd. Rounding that to bf16
+    // is rounding the exact value.
+    const __m512 bias = _mm512_set1_ps(p.biases[row]);
+    const __m512 below =
+        _mm512_fmadd_round_ps(values, scale, bias, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __m512 above =
+        _mm512_fmadd_round_ps(values, scale, bias, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+    const __mmask16 odd = _mm512_test_epi32_mask(_mm512_castps_si512(below), _mm512_set1_epi32(1));
+    return _mm512_mask_blend_ps(odd, above, below);
+  }
+
+  // The bits of a table's index: those above are not looked at, but for the one that says which group.
+  template <bool kTwoGroups>
+  HALFBYTE_AVX512 static __m512i index(__m512i codes) {
+    if (!kTwoGroups) return codes;
+    const __m512i group = _mm512_maskz_set1_epi64(0xAA, 0x0010001000100010);      // of columns 32 .. 63
+    return _mm512_ternarylogic_epi64(codes, _mm512_set1_epi16(15), group, 0xEA);  // codes & 15 | group
+  }
+
+  template <bool kTransposed, bool kTwoGroups>
+  HALFBYTE_AVX512 void decode_line4(int line, Bf16Tile* first, Bf16Tile* second) const {
+    const __m512i codes = load_line(codes_, line);
+    const __m512i even = _mm512_load_si512(tables_[2 * line]), odd = _mm512_load_si512(tables_[2 * line + 1]);
+    // Row 2 * line: even columns, odd ones; row 2 * line + 1.
+    const __m512i v0 = _mm512_permutexvar_epi16(index<kTwoGroups>(codes), even);
+    const __m512i v1 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 4)), even);
+    const __m512i v2 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 8)), odd);
+    const __m512i v3 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 12)), odd);
+    if (kTransposed) {
+      store(first[0].lines[line], _mm512_unpacklo_epi16(v0, v2));
+      store(first[1].lines[line], _mm512_unpacklo_epi16(v1, v3));
+      store(second[0].lines[line], _mm512_unpackhi_epi16(v0, v2));
+      store(second[1].lines[line], _mm512_unpackhi_epi16(v1, v3));
+    } else {
+      const int i = line / 8, row = 2 * line % kTileLines;
+      store(first[i].lines[row], v0);
+      store(second[i].lines[row], v1);
+      store(first[i].lines[row + 1], v2);
+      store(second[i].lines[row + 1], v3);
+    }
+  }
+
+  // 32 columns of two rows.
+  template <bool kTransposed>
+  HALFBYTE_AVX512 void decode_line8(int half, int line, Bf16Tile* tiles) const {
+    const __m512i codes = load_line(codes_ + half * formats::kTileBytes, line);
+    const __m512i magic = _mm512_castps_si512(_mm512_set1_ps(kMagic)), byte = _mm512_set1_epi32(0xFF);
+    __m512 values[4];  // of each byte of the words: row 2 * line: even columns, odd ones; row 2 * line + 1
+    for (int i = 0; i < 4; ++i) {
+      const __m512i bits = _mm512_ternarylogic_epi32(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
+                                                     byte, magic, 0xEA);
+      values[i] = weights(_mm512_castsi512_ps(bits), two_groups_ ? half : 0, 2 * line + i / 2);
+    }
+    if (kTransposed) {
+      const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                                  8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      for (int i = 0; i < 2; ++i)
+        store(tiles[i].lines[line],
+              _mm512_permutexvar_epi16(
+                  interleave, __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(values[2 + i], values[i]))));
+    } else {
+      const int i = line / 8, row = 2 * line % kTileLines;
+      store(tiles[i].lines[row], _mm512_cvtne2ps_pbh(values[1], values[0]));
+      store(tiles[i].lines[row + 1], _mm512_cvtne2ps_pbh(values[3], values[2]));
+    }
+  }
+
+  const QgemmProblem& problem_;
+  const QgemmTensors& tensors_;
+  bool two_groups_;  // in a unit
+  bool has_scales_, has_biases_;
+  alignas(64) float code_values_[16];  // of codes of 4 bits
+  const uint8_t* codes_ = nullptr;     // of the selected unit
+  int64_t strip_ = -1, group_ = -1;    // of parameters_ and tables_
+  GroupParameters parameters_[2];  // of columns 0 .. 31, 32 .. 63; the first of all, if there is one group
+  alignas(64) uint16_t tables_[formats::kUnitRows][32];  // bf16: of the 16 codes of each half
+};
+
+}  // namespace halfbyte

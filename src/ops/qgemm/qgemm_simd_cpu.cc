@@ -1,0 +1,420 @@
+// `qgemm_simd`: products in f32 on vectors of any width, fused multiply and add where the CPU has it. Units
+// of the weight are decoded to f32 in blocks that stay in the first-level cache, and multiplied there with
+// all rows of x, which are copied before as the products want to read them.
+//
+//   forward, few rows    dot products: lanes are columns, whose sums are added at the end
+//   forward              outer products: lanes are rows of x
+//   transposed           outer products: lanes are columns of the weight
+//
+// A sum has one order, whichever thread makes it and however many there are: that of the columns or rows.
+#include <algorithm>
+#include <bit>
+
+#include "cpu/parallel.h"
+#include "halfbyte/system.hpp"
+#include "ops/qgemm/qgemm_weight.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/qgemm/qgemm_simd_cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+//
+#include "cpu/simd-inl.h"
+#include "ops/qgemm/qgemm_decode-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+constexpr int64_t kBlockStrips = 2;                   // of a block of the weight
+constexpr int64_t kBlockRows = kBlockStrips * kRows;  // its rows
+constexpr int64_t kBlockUnits = 2;                    // of each strip in a block of a forward product
+constexpr int64_t kBlockCols = kBlockUnits * kCols;
+constexpr int64_t kFewRows = 8;    // of x, for which forward products are dot products
+constexpr int64_t kBatch = 256;    // rows of x that a decoded block is used for
+constexpr int64_t kMostUnits = 8;  // that a task of a transposed product walks down together
+constexpr int64_t kAhead = 8192;   // bytes of the weight that are fetched ahead
+// Vectors of sums that are held in registers, of which there are 32 or 16.
+constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
+
+// ---- Kernels: sums in registers
+
+// c[r][lanes] += a[r] * b[lanes] over `depth` steps, R numbers a and V vectors b each.
+template <int R, int V>
+HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t a_row, int64_t a_step,
+                            const float* HWY_RESTRICT b, int64_t b_step, float* HWY_RESTRICT c,
+                            int64_t c_row) {
+  Floats sums[R][V];
+  HWY_UNROLL(16)
+  for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) sums[r][v] = hn::LoadU(Tag(), c + r * c_row + v * kLanes);
+  }
+  for (int64_t i = 0; i < depth; ++i, a += a_step, b += b_step) {
+    Floats vectors[V];
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) vectors[v] = hn::LoadU(Tag(), b + v * kLanes);
+    HWY_UNROLL(16)
+    for (int r = 0; r < R; ++r) {
+      const Floats factor = hn::Set(Tag(), a[r * a_row]);
+      HWY_UNROLL(16)
+      for (int v = 0; v < V; ++v) sums[r][v] = hn::MulAdd(factor, vectors[v], sums[r][v]);
+    }
+  }
+  HWY_UNROLL(16)
+  for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) hn::StoreU(sums[r][v], Tag(), c + r * c_row + v * kLanes);
+  }
+}
+
+// Adds the products of `cols` columns of two rows of a block with M rows of x to sums[2][sum_row] of vectors.
+template <int M>
+HWY_NOINLINE void add_dots(int64_t cols, const float* HWY_RESTRICT w, int64_t w_row,
+                           const float* HWY_RESTRICT x, int64_t x_row, float* HWY_RESTRICT sums,
+                           int64_t sum_row) {
+  Floats first[M], second[M];
+  HWY_UNROLL(8)
+  for (int m = 0; m < M; ++m) {
+    first[m] = hn::LoadU(Tag(), sums + m * kLanes);
+    second[m] = hn::LoadU(Tag(), sums + sum_row + m * kLanes);
+  }
+  for (int64_t i = 0; i < cols; i += kLanes) {
+    const Floats w0 = hn::LoadU(Tag(), w + i), w1 = hn::LoadU(Tag(), w + w_row + i);
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = hn::LoadU(Tag(), x + m * x_row + i);
+      first[m] = hn::MulAdd(w0, factor, first[m]);
+      second[m] = hn::MulAdd(w1, factor, second[m]);
+    }
+  }
+  HWY_UNROLL(8)
+  for (int m = 0; m < M; ++m) {
+    hn::StoreU(first[m], Tag(), sums + m * kLanes);
+    hn::StoreU(second[m], Tag(), sums + sum_row + m * kLanes);
+  }
+}
+
+// ---- Elements of x, bias and y
+
+HWY_INLINE void store(F32, Floats v, float* to) { hn::StoreU(v, Tag(), to); }
+HWY_INLINE void store(BF16, Floats v, uint16_t* to) {
+  hn::StoreU(to_bf16(Tag(), v), hn::Rebind<uint16_t, Tag>(), to);
+}
+HWY_INLINE void store(F16, Floats v, uint16_t* to) {
+  const hn::Rebind<hwy::float16_t, Tag> d16;
+  hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(to));
+}
+
+// Elements [index, index + n) of x to floats, the last vector filled up with 0.
+template <class E>
+void load_elements(const void* x, int64_t index, int64_t n, float* to) {
+  const auto* from = static_cast<const typename E::Memory*>(x) + index;
+  const int64_t whole = n / kLanes * kLanes;
+  convert<E>(from, whole, to);
+  if (whole == n) return;
+  typename E::Memory rest[kLanes] = {};
+  std::copy(from + whole, from + n, rest);
+  convert<E>(rest, kLanes, to + whole);
+}
+
+// Sums to columns [col, col + n) of a row of y, with bias and what was there.
+template <class E>
+void store_sums(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col, int64_t n,
+                const float* sums) {
+  const int64_t index = row * problem.out_cols() + col;
+  auto* const y = static_cast<typename E::Memory*>(tensors.y) + index;
+  const auto* const bias = static_cast<const typename E::Memory*>(tensors.bias);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Floats sum = hn::LoadU(Tag(), sums + i);
+    if (problem.bias) sum = hn::Add(sum, E::load(Tag(), bias + col + i));
+    if (problem.accumulate) sum = hn::Add(sum, E::load(Tag(), y + i));
+    store(E(), sum, y + i);
+  }
+  for (; i < n; ++i) {
+    float sum = sums[i];
+    if (problem.bias) sum += load_element<float>(tensors.bias, col + i, problem.dtype);
+    if (problem.accumulate) sum += load_element<float>(tensors.y, index + i, problem.dtype);
+    store_element(tensors.y, index + i, sum, problem.dtype);
+  }
+}
+
+// ---- Products
+
+class Product {
+ public:
+  Product(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace)
+      : problem_(problem),
+        tensors_(tensors),
+        units_((problem.k + kCols - 1) / kCols),
+        strips_((problem.n + kRows - 1) / kRows),
+        places_(static_cast<UnitPlace*>(workspace)),
+        x_(reinterpret_cast<float*>(places_ + units_)),
+        x_cols_((problem.in_cols() + kCols - 1) / kCols * kCols),
+        decoder_(problem, tensors, places_) {}
+
+  void run() {
+    find_units(problem_.weight, places_);
+    if (problem_.transposed)
+      transposed();
+    else if (problem_.m <= kFewRows)
+      forward_few();
+    else
+      forward_many();
+  }
+
+ private:
+  // Panels of x: [columns][rows], padded with 0. Of `rows` rows each; the last has as many as rows_of says
+  // for what is left. Columns are in the order of the weight, where they are its columns.
+  template <class RowsOf>
+  void make_panels(int64_t rows, const RowsOf& rows_of) {
+    std::array<uint8_t, kCols> order;
+    for (int i = 0; i < kCols; ++i) order[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
+    if (!problem_.transposed) order = column_order(problem_.codec.bits);
+    const int64_t num_in = problem_.in_cols();
+    const int threads = problem_.m * num_in < 65536 ? 1 : problem_.num_threads;
+    parallel_for(x_cols_ / kCols, 1, threads, [&](int64_t chunk, int64_t, int) {
+      const int64_t begin = chunk * kCols, n = std::min<int64_t>(kCols, num_in - begin);
+      float values[kCols] = {};
+      for (int64_t first = 0; first < problem_.m; first += rows) {
+        const int64_t width = rows_of(problem_.m - first);
+        float* const panel = x_panel(first) + begin * width;
+        for (int64_t row = 0; row < width; ++row) {
+          if (first + row < problem_.m)
+            load((first + row) * num_in + begin, n, values);
+          else
+            std::fill_n(values, kCols, 0.0f);
+          for (size_t i = 0; i < kCols; ++i) panel[static_cast<int64_t>(i) * width + row] = values[order[i]];
+        }
+      }
+    });
+  }
+  // The panel that begins with a row of x.
+  float* x_panel(int64_t row) const { return x_ + row * x_cols_; }
+
+  void load(int64_t index, int64_t n, float* to) const {
+    switch (problem_.dtype) {
+      case DType::f32:
+        return load_elements<F32>(tensors_.x, index, n, to);
+      case DType::f16:
+        return load_elements<F16>(tensors_.x, index, n, to);
+      default:
+        return load_elements<BF16>(tensors_.x, index, n, to);
+    }
+  }
+  void store(int64_t row, int64_t col, int64_t n, const float* sums) const {
+    switch (problem_.dtype) {
+      case DType::f32:
+        return store_sums<F32>(problem_, tensors_, row, col, n, sums);
+      case DType::f16:
+        return store_sums<F16>(problem_, tensors_, row, col, n, sums);
+      default:
+        return store_sums<BF16>(problem_, tensors_, row, col, n, sums);
+    }
+  }
+
+  // Lanes are columns. A block is one strip.
+  void forward_few() {
+    constexpr int kMost = kSums / 2;  // rows of x at a time
+    const int64_t rows = std::bit_ceil(static_cast<uint64_t>(problem_.m));
+    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
+    const auto add_dots_of = at_a_time == 1   ? add_dots<1>
+                             : at_a_time == 2 ? add_dots<2>
+                             : at_a_time == 4 ? add_dots<4>
+                                              : add_dots<kMost>;
+    make_panels(1, [](int64_t) { return 1; });
+    parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
+      alignas(64) float w[kRows * kBlockCols];
+      alignas(64) float sums[kRows * kFewRows * kLanes] = {};
+      for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
+        const int64_t units = std::min(kBlockUnits, units_ - unit);
+        for (int64_t u = 0; u < units; ++u)
+          decoder_.decode(strip, unit + u, kAhead, w + u * kCols, kBlockCols);
+        for (int64_t row = 0; row < kRows; row += 2)
+          for (int64_t m = 0; m < rows; m += at_a_time)
+            add_dots_of(units * kCols, w + row * kBlockCols, kBlockCols, x_panel(m) + unit * kCols, x_cols_,
+                        sums + (row * rows + m) * kLanes, rows * kLanes);
+      }
+      for (int64_t m = 0; m < problem_.m; ++m) {
+        float y[kRows];
+        for (int64_t row = 0; row < kRows; ++row)
+          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
+        store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
+      }
+    });
+  }
+
+  // Lanes are rows of x.
+  void forward_many() {
+    constexpr int kWide =
+        kSums / 2;  // rows of the weight at a time, with two vectors of rows of x; or 8 and one
+    const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
+    make_panels(2 * kLanes, rows_of);
+    const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
+    const int64_t blocks = (strips_ + kBlockStrips - 1) / kBlockStrips;
+    parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
+      alignas(64) float w[kBlockRows * kBlockCols];
+      alignas(64) float sums[kBlockRows * kBatch] = {};
+      const int64_t strip = task / batches * kBlockStrips, batch = task % batches * kBatch;
+      const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
+      const int64_t end = std::min(problem_.m, batch + kBatch);
+      for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
+        const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
+        for (int64_t row = 0; row < rows; row += kRows)
+          for (int64_t col = 0; col < cols; col += kCols)
+            decoder_.decode(strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
+                            kBlockCols);
+        for (int64_t m = batch; m < end; m += 2 * kLanes) {
+          const int64_t width = rows_of(problem_.m - m);
+          const float* const panel = x_panel(m) + unit * kCols * width;
+          const bool wide = width > kLanes;
+          for (int64_t row = 0; row < rows; row += wide ? kWide : 8)
+            (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
+                                                           width, sums + row * kBatch + m - batch, kBatch);
+        }
+      }
+      for (int64_t m = batch; m < end; ++m) {
+        float y[kBlockRows];
+        for (int64_t row = 0; row < rows; ++row) y[row] = sums[row * kBatch + m - batch];
+        store(m, strip * kRows, std::min(rows, problem_.n - strip * kRows), y);
+      }
+    });
+  }
+
+  // Lanes are columns. A block is one unit wide; a task walks down some units, side by side.
+  void transposed() {
+    const auto rows_of = [](int64_t left) {
+      return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
+    };
+    make_panels(8, rows_of);
+    const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
+    const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
+    // As many side by side as there is room for the sums of, and enough tasks for the threads.
+    const int64_t padded = (std::min(problem_.m, kBatch) + 7) / 8 * 8;
+    const int64_t tasks = 4 * effective_threads(problem_.num_threads);
+    const int64_t side =
+        std::clamp<int64_t>(units_ * batches / tasks, 1, std::min(kMostUnits, kBatch / padded));
+    const int64_t groups = (units_ + side - 1) / side;
+    parallel_for(groups * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
+      alignas(64) float w[kBlockRows * kCols];
+      alignas(64) float sums[kBatch * kCols] = {};
+      const int64_t batch = task / groups * kBatch, end = std::min(problem_.m, batch + kBatch);
+      const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
+      const int64_t sum_row = units * kCols;
+      for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
+        const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
+        for (int64_t u = 0; u < units; ++u) {
+          for (int64_t row = 0; row < rows; row += kRows)
+            decoder_.decode(strip + row / kRows, unit + u, kBlockStrips * problem_.weight.strip_bytes,
+                            w + row * kCols, kCols);
+          for (int64_t m = batch; m < end; m += 8) {
+            const int64_t width = rows_of(problem_.m - m);
+            const float* const panel = x_panel(m) + strip * kRows * width;
+            float* const to = sums + (m - batch) * sum_row + u * kCols;
+            const auto add = width == 8   ? add_rows<8>
+                             : width == 4 ? add_rows<4>
+                             : width == 2 ? add_rows<2>
+                                          : add_rows<1>;
+            add(rows, panel, w, to, sum_row);
+          }
+        }
+      }
+      for (int64_t m = batch; m < end; ++m)
+        for (int64_t u = 0; u < units; ++u) {
+          const float* const from = sums + (m - batch) * sum_row + u * kCols;
+          float y[kCols];
+          for (size_t i = 0; i < kCols; ++i) y[order[i]] = from[i];
+          const int64_t col = (unit + u) * kCols;
+          store(m, col, std::min<int64_t>(kCols, problem_.k - col), y);
+        }
+    });
+  }
+  // A panel of R rows of x times a block.
+  template <int R>
+  static void add_rows(int64_t depth, const float* panel, const float* w, float* sums, int64_t sum_row) {
+    constexpr int kVectors = std::min(kCols / kLanes, kSums / R);
+    for (int v = 0; v < kCols; v += kVectors * kLanes)
+      add_outer<R, kVectors>(depth, panel, 1, R, w + v, kCols, sums + v, sum_row);
+  }
+
+  const QgemmProblem& problem_;
+  const QgemmTensors& tensors_;
+  const int64_t units_, strips_;
+  UnitPlace* const places_;
+  float* const x_;
+  const int64_t x_cols_;
+  const Decoder decoder_;
+};
+
+bool HasQgemmSimd() { return true; }
+void QgemmSimdCpu(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace) {
+  Product(problem, tensors, workspace).run();
+}
+
+#else  // !HALFBYTE_SIMD
+
+bool HasQgemmSimd() { return false; }
+void QgemmSimdCpu(const QgemmProblem&, const QgemmTensors&, void*) {}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace halfbyte {
+namespace {
+
+HWY_EXPORT(HasQgemmSimd);
+HWY_EXPORT(QgemmSimdCpu);
+
+class SimdKernel : public QgemmKernel {
+ public:
+  explicit SimdKernel(const QgemmProblem& problem) : problem_(problem) {}
+  std::string name() const override { return "qgemm_simd"; }
+  std::string backend() const override { return "cpu " + system_info().simd_target; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false, WeightRounding::none};
+  }
+  int64_t workspace_bytes() const override {
+    const auto round_up = [](int64_t n, int64_t multiple) {
+      return (n + multiple - 1) / multiple * multiple;
+    };
+    const int64_t cols = round_up(problem_.in_cols(), formats::kUnitCols);
+    return kAlignment +
+           round_up(problem_.k, formats::kUnitCols) / formats::kUnitCols *
+               static_cast<int64_t>(sizeof(UnitPlace)) +
+           round_up(problem_.m, 32) * cols * 4;
+  }
+  void run(const QgemmTensors& tensors, void*, void* workspace) const override {
+    auto* const aligned = static_cast<uint8_t*>(workspace) +
+                          (kAlignment - reinterpret_cast<uintptr_t>(workspace) % kAlignment) % kAlignment;
+    HWY_DYNAMIC_DISPATCH(QgemmSimdCpu)(problem_, tensors, aligned);
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 64;  // of vectors in the workspace, which has 16
+  QgemmProblem problem_;
+};
+
+std::string refuse(const QgemmProblem& problem) {
+  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors it is compiled for";
+  if (!problem.packed) return "it takes packed weights";
+  if (problem.math == QgemmMath::f64) return "its sums are f32, math is f64";
+  if (problem.group < problem.k && problem.group % 32 != 0)
+    return fmt::format("it takes groups of multiples of 32 columns, got {}", problem.group);
+  return {};
+}
+
+}  // namespace
+
+const QgemmVariant kQgemmSimd = {"qgemm_simd", DeviceKind::cpu, refuse,
+                                 [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
+                                   return std::make_shared<SimdKernel>(problem);
+                                 }};
+
+}  // namespace halfbyte
+#endif  // HWY_ONCE

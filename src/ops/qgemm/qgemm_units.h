@@ -1,0 +1,46 @@
+// Units of a packed weight (formats/packed.h) for the variants that decode them whole.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "formats/packed.h"
+
+namespace halfbyte {
+
+// Where the codes and parameters of a unit of the first strip lie, in bytes.
+struct alignas(64) UnitPlace {
+  int64_t codes;
+  std::array<int64_t, 2> groups, scales, offsets;  // of the halves of its columns
+};
+
+// Of the units of a strip, in order; offsets: zero points or biases. Groups are multiples of 32 columns, or
+// rows.
+inline void find_units(const formats::PackedLayout& layout, UnitPlace* units) {
+  for (int64_t unit = 0; unit * formats::kUnitCols < layout.k; ++unit) {
+    UnitPlace& place = units[unit];
+    place.codes = layout.unit(0, unit);
+    for (size_t half = 0; half < 2; ++half) {
+      const int64_t col = unit * formats::kUnitCols + static_cast<int64_t>(half) * (formats::kUnitCols / 2);
+      const int64_t group = std::min(col / layout.group, layout.groups - 1);  // padding: as the last
+      place.groups[half] = group;
+      place.scales[half] = layout.scale(0, group);
+      place.offsets[half] = layout.has_biases ? layout.bias(0, group) : layout.zero(0, group);
+    }
+  }
+}
+
+// The columns of a unit in the order in which vectors of its words have them: 16 words make vectors, one of
+// each nibble or byte of a row; number i of the result is the column of value i.
+inline std::array<uint8_t, formats::kUnitCols> column_order(int bits) {
+  std::array<uint8_t, formats::kUnitCols> columns{};
+  for (int col = 0; col < formats::kUnitCols; ++col) {
+    const auto [byte, shift] = formats::code_place(0, col, bits);
+    const int word = byte % formats::kTileBytes / 4, of_word = byte % 4;
+    const int vector = bits == 4 ? of_word / 2 * 2 + shift / 4 : byte / formats::kTileBytes * 2 + of_word;
+    columns[static_cast<size_t>(vector * 16 + word)] = static_cast<uint8_t>(col);
+  }
+  return columns;
+}
+
+}  // namespace halfbyte
