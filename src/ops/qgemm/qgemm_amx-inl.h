@@ -282,8 +282,8 @@ class AmxKernel : public QgemmKernel {
     decoder.select(first_strip, 0);
     decoder.template decode<false>(0, kTileLines, weights[0][0], weights[0][1]);
     for (int64_t strip = first_strip; strip < last_strip; ++strip) {
-      F32Tile totals[2] = {},
-              sums[2][2];  // sums: [group % 2][i]: added a group later, when they have arrived
+      F32Tile totals[2] = {};
+      F32Tile sums[2][2];  // [group % 2][i]; added a group later, when they have arrived
       int64_t group = 0, unit_of_group = 0;
       for (int64_t unit = 0; unit < blocks_.units; ++unit, now ^= 1) {
         const bool is_last = unit + 1 == blocks_.units;
