@@ -567,18 +567,89 @@ HALFBYTE_AVX512 void multiply_units(const DecodedUnit* units, int num_strips, co
     for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + i * kUnitCols + c * kLanes, s[i][c]);
 }
 
+// Few rows of x and codes of 4 bits without biases: weights are multiplied as they are looked up, in one
+// table of both rows of a pair. kTwoGroups: in a unit, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kRows, bool kTwoGroups>
+HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  const formats::Codec& codec = problem.codec;
+  const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
+  alignas(64) float code_values[16];
+  for (int code = 0; code < 16; ++code)
+    code_values[code] = codec.kind == formats::Kind::table
+                            ? formats::bf16_to_f32(formats::to_bf16(codec.book.values[code]))
+                            : static_cast<float>(code - zero);
+  // Bytes 0 and 1, or 2 and 3, of each word of 4, in words of 2: the rows of a pair.
+  const __m512i low = _mm512_set4_epi32(0x0D0D0C0C, 0x09090808, 0x05050404, 0x01010000);
+  const __m512i high = _mm512_add_epi8(low, _mm512_set1_epi8(2));
+  const __m512i table_of_lane =
+      _mm512_or_si512(_mm512_set1_epi32(0x00100000),
+                      kTwoGroups ? _mm512_maskz_set1_epi32(0xCCCC, 0x00200020) : _mm512_setzero_si512());
+  GroupParameters groups[2];
+  for (int64_t strip = 0; strip < p.strips; ++strip) {
+    int64_t loaded = -1;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
+      for (int i = 0; group != loaded && i <= kTwoGroups; ++i) {
+        groups[i].load(problem, run.tensors, strip, group + i);
+        for (int row = 0; row < kUnitRows; row += kLanes) {
+          const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
+          _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
+        }
+      }
+      loaded = group;
+      const __m512 values = _mm512_load_ps(code_values);
+      const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
+      const uint16_t* const x = run.x + strip * kUnitRows;
+      float* const unit_sums = sums + (unit - begin) * kRows * kUnitCols;
+      __m512 s[kRows][4];
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) s[i][c] = _mm512_load_ps(unit_sums + i * kUnitCols + c * kLanes);
+      for (int line = 0; line < kUnitRows / 2; ++line) {
+        _mm_prefetch(codes + p.strip_bytes + line * 64, _MM_HINT_T0);
+        __m512i tables[1 + kTwoGroups];
+        for (int i = 0; i <= kTwoGroups; ++i) {
+          __m512 rows[2] = {values, values};
+          for (int j = 0; j < 2; ++j) {
+            const int row = 2 * line + j;
+            if (codec.asymmetric) rows[j] = _mm512_sub_ps(values, _mm512_set1_ps(groups[i].offsets[row]));
+            rows[j] = _mm512_mul_ps(rows[j], _mm512_set1_ps(groups[i].scales[row]));
+          }
+          tables[i] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(rows[1], rows[0]));
+        }
+        __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+        if ((line & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+        for (int c = 0; c < 4; ++c) {  // as transposed_column(c % 2, c / 2, lane) has it
+          __m512i index = _mm512_shuffle_epi8(bytes, c < 2 ? low : high);
+          if (c % 2 == 1) index = _mm512_srli_epi16(index, 4);
+          index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), table_of_lane, 0xEA);
+          const __m512i weights = kTwoGroups ? _mm512_permutex2var_epi16(tables[0], index, tables[kTwoGroups])
+                                             : _mm512_permutexvar_epi16(index, tables[0]);
+          for (int i = 0; i < kRows; ++i) {
+            int pair = 0;
+            std::memcpy(&pair, x + i * run.row_stride + 2 * line, sizeof pair);
+            s[i][c] = dot(s[i][c], _mm512_set1_epi32(pair), weights);
+          }
+        }
+      }
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) _mm512_store_ps(unit_sums + i * kUnitCols + c * kLanes, s[i][c]);
+    }
+  }
+}
+
 constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }
 
-// Columns of units [begin, end) of rows [row, row + num_rows) of y.
-HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+// The same of any rows and codes.
+HALFBYTE_AVX512 void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows,
+                                      float* sums) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
   const int step = num_rows <= 2 ? num_rows : 4;
   const int batch = num_rows <= kFewRows ? 1 : kStripBatch;
   UnitDecoder decoder(problem, run.tensors, WeightRounding::weight_rounded);
-  alignas(64) float sums[kTaskUnits][kTaskRows * kUnitCols];
-  for (int64_t unit = begin; unit < end; ++unit) std::fill_n(sums[unit - begin], num_rows * kUnitCols, 0.0F);
   DecodedUnit decoded[kStripBatch];
   for (int64_t strip = 0; strip < p.strips; strip += batch) {
     const int num_strips = static_cast<int>(std::min<int64_t>(batch, p.strips - strip));
@@ -593,16 +664,35 @@ HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end
       const auto multiply = step == 1 ? multiply_units<1> : step == 2 ? multiply_units<2> : multiply_units<4>;
       for (int i = 0; i < num_rows; i += step)
         multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
-                 sums[unit - begin] + i * kUnitCols);
+                 sums + ((unit - begin) * num_rows + i) * kUnitCols);
     }
   }
+}
+
+// Columns of units [begin, end) of rows [row, row + num_rows) of y.
+HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
+  std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  if (problem.m <= kFewRows && p.bits == 4 && !p.has_biases) {
+    const bool two_groups = p.inlined && p.group < kUnitCols;
+    const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
+                            : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
+                            : two_groups ? multiply_few<4, true>
+                                          : multiply_few<4, false>;
+    multiply(run, begin, end, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[forward_column(4, i / 16 % 2, i % 16, i / 32)] = i;
+  } else {
+    multiply_decoded(run, begin, end, row, num_rows, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  }
   for (int i = 0; i < num_rows && row + i < problem.m; ++i)
     for (int64_t col = begin * kUnitCols; col < std::min(problem.k, end * kUnitCols); col += kLanes)
       store(run, row + i, col,
             _mm512_i32gather_ps(_mm512_load_si512(places + col % kUnitCols),
-                                sums[col / kUnitCols - begin] + i * kUnitCols, 4));
+                                sums + ((col / kUnitCols - begin) * num_rows + i) * kUnitCols, 4));
 }
 
 // ----
