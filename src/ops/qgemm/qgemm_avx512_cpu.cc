@@ -258,7 +258,7 @@ struct LineDecoder {
   }
 
   // `swapped`: of lines 2 and 3 of 4, whose halves are the other way round.
-  HALFBYTE_AVX512 [[gnu::always_inline]] void decode(const uint8_t* line, bool swapped,
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* line, bool swapped,
                                                      __m512i (&values)[2][kVectors]) const {
     __m512i codes = _mm512_loadu_si512(line);
     if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
@@ -589,20 +589,28 @@ HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, fl
   const __m512i table_of_lane =
       _mm512_or_si512(_mm512_set1_epi32(0x00100000),
                       kTwoGroups ? _mm512_maskz_set1_epi32(0xCCCC, 0x00200020) : _mm512_setzero_si512());
-  GroupParameters groups[2];
-  for (int64_t strip = 0; strip < p.strips; ++strip) {
-    int64_t loaded = -1;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
-      for (int i = 0; group != loaded && i <= kTwoGroups; ++i) {
-        groups[i].load(problem, run.tensors, strip, group + i);
-        for (int row = 0; row < kUnitRows; row += kLanes) {
-          const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
-          _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
-        }
+  const __m512 values = _mm512_load_ps(code_values);
+  // Of two units in turn, loaded one unit ahead: a single scale cannot be
+  // read soon after it was stored with others.
+  GroupParameters parameters[2][1 + kTwoGroups];
+  const auto load = [&](int64_t strip, int64_t unit, GroupParameters* groups) HALFBYTE_AVX512 {
+    const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
+    for (int i = 0; i <= kTwoGroups; ++i) {
+      groups[i].load(problem, run.tensors, strip, group + i);
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
+        _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
       }
-      loaded = group;
-      const __m512 values = _mm512_load_ps(code_values);
+    }
+  };
+  load(0, begin, parameters[0]);
+  int current = 0;
+  for (int64_t strip = 0; strip < p.strips; ++strip) {
+    for (int64_t unit = begin; unit < end; ++unit, current ^= 1) {
+      const GroupParameters* const groups = parameters[current];
+      const bool last = unit + 1 == end;
+      if (!last || strip + 1 < p.strips)
+        load(last ? strip + 1 : strip, last ? begin : unit + 1, parameters[current ^ 1]);
       const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
       const uint16_t* const x = run.x + strip * kUnitRows;
       float* const unit_sums = sums + (unit - begin) * kRows * kUnitCols;
