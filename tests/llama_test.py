@@ -116,6 +116,22 @@ def test_an_embedding_and_a_head_that_are_quantized_too(halfbyte, tmp_path):
     assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=1e-5)
 
 
+def test_the_map_of_double_quantization_is_that_of_the_file(halfbyte, tmp_path):
+    model = tmp_path / "model"
+    halfbyte("quantize", TINY_LLAMA, "-o", model, "--format", "nf4", "--double-quant")
+    loss = evaluate(model)["eval"]["nats_per_byte"]
+    tensors, metadata = st.read_directory(model)
+    for name, tensor in tensors.items():
+        if name.endswith(".nested_quant_map"):
+            tensors[name] = st.Tensor("F32", tensor.data * np.float32(0.75))
+    checkpoints.write_shards(model, tensors, metadata, 1)
+    fused, dequantized = (
+        evaluate(model, "--matmul", kind)["eval"]["nats_per_byte"] for kind in ("fused", "dequantize")
+    )
+    assert fused == pytest.approx(dequantized, abs=1e-5)
+    assert abs(fused - loss) > 1e-3
+
+
 def test_bf16_activations(halfbyte, tmp_path):
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", "nf4")
     loss = expected(tmp_path / "model")

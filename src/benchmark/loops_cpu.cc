@@ -40,7 +40,10 @@ uint64_t read_streams(const uint8_t* from, int64_t num_bytes, int64_t prefetch_b
       }
       all = hn::Xor(all, hn::Xor(first, second));
     }
-  uint64_t result = hn::GetLane(hn::SumOfLanes(d, all));
+  HWY_ALIGN uint64_t of_lanes[HWY_MAX_BYTES / 8];
+  hn::Store(all, d, of_lanes);
+  uint64_t result = 0;
+  for (int64_t i = 0; i < lanes; ++i) result ^= of_lanes[i];
   for (int64_t i = kStreams * of_stream; i < num_bytes; ++i) result ^= from[i];
   return result;
 }
