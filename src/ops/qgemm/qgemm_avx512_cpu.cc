@@ -257,10 +257,11 @@ struct LineDecoder {
     }
   }
 
-  HALFBYTE_AVX512 [[gnu::always_inline]] void decode(const uint8_t* tile, int line,
+  // `swapped`: of lines 2 and 3 of 4, whose halves are the other way round.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* line, bool swapped,
                                                      __m512i (&values)[2][kVectors]) const {
-    __m512i codes = _mm512_loadu_si512(tile + line * 64);
-    if ((line & 2) != 0) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
+    __m512i codes = _mm512_loadu_si512(line);
+    if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
     if constexpr (kBits == 4) {
       for (int i = 0; i < 4; ++i)
         values[i / 2][i % 2] =
@@ -280,18 +281,16 @@ struct LineDecoder {
 };
 
 // Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
-template <int kBits, int kRows>
+// kTwoInLanes: blocks are one tile of two groups, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kBits, int kRows, bool kTwoInLanes>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   constexpr int kVectors = LineDecoder<kBits>::kVectors;
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const LineDecoder<kBits> decoder(problem.codec);
   const BlockGroups block_groups(p);
-  // Of two groups of a block each has a tile, or half of the lanes.
   const int block_tiles = p.block_code_bytes / formats::kTileBytes;
-  const bool two_in_lanes = block_groups.num == 2 && block_tiles == 1;
-  const __mmask16 second_lanes = two_in_lanes ? 0xCCCC : 0;
-  const int fold_tiles = block_groups.num == 2 ? 1 : block_tiles;
+  const int fold_tiles = block_groups.num == 2 ? 1 : block_tiles;  // that have one scale
   GroupParameters groups[2];
   alignas(64) float totals[kUnitRows][kRows][kLanes] = {};
   alignas(64) float added[kRows][kUnitRows] = {};
@@ -310,33 +309,37 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
     const uint8_t* codes =
         static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
     for (int first = 0; first < block_tiles; first += fold_tiles) {
-      const GroupParameters& scales = groups[two_in_lanes ? 0 : first / fold_tiles];
-      for (int line = 0; line < kUnitRows / 2; ++line) {
-        __m512 sums[2][kRows];
-        for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
-        for (int tile = first; tile < first + fold_tiles; ++tile) {
-          const uint8_t* const at = codes + tile * formats::kTileBytes;
-          const uint16_t* const at_x =
-              x + (kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32);
-          __m512i values[2][kVectors];
-          _mm_prefetch(at + kAhead + line * 64, _MM_HINT_T0);
-          decoder.decode(at, line, values);
-          for (int m = 0; m < kRows; ++m)
-            for (int i = 0; i < kVectors; ++i) {
-              const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + i * 32);
-              sums[0][m] = dot(sums[0][m], values[0][i], pairs);
-              sums[1][m] = dot(sums[1][m], values[1][i], pairs);
-            }
+      const GroupParameters& scales = groups[kTwoInLanes ? 0 : first / fold_tiles];
+      for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const int line = quad + i;
+          __m512 sums[2][kRows];
+          for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
+          for (int tile = first; tile < first + fold_tiles; ++tile) {
+            const uint8_t* const at = codes + tile * formats::kTileBytes + line * 64;
+            const uint16_t* const at_x =
+                x + (kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32);
+            __m512i values[2][kVectors];
+            _mm_prefetch(at + kAhead, _MM_HINT_T0);
+            decoder.decode(at, (i & 2) != 0, values);
+            for (int m = 0; m < kRows; ++m)
+              for (int j = 0; j < kVectors; ++j) {
+                const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + j * 32);
+                sums[0][m] = dot(sums[0][m], values[0][j], pairs);
+                sums[1][m] = dot(sums[1][m], values[1][j], pairs);
+              }
+          }
+          for (int j = 0; j < 2; ++j) {
+            const int row = 2 * line + j;
+            __m512 scale = _mm512_set1_ps(scales.scales[row]);
+            if (kTwoInLanes)
+              scale = _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(groups[1].scales[row]));
+            for (int m = 0; m < kRows; ++m)
+              _mm512_store_ps(totals[row][m],
+                              _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(totals[row][m])));
+          }
         }
-        for (int i = 0; i < 2; ++i) {
-          const int row = 2 * line + i;
-          const __m512 scale = _mm512_mask_blend_ps(second_lanes, _mm512_set1_ps(scales.scales[row]),
-                                                    _mm512_set1_ps(groups[1].scales[row]));
-          for (int m = 0; m < kRows; ++m)
-            _mm512_store_ps(totals[row][m],
-                            _mm512_fmadd_ps(sums[i][m], scale, _mm512_load_ps(totals[row][m])));
-        }
-      }
     }
     x += p.block_cols * kRows;
   }
@@ -347,11 +350,11 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits>
+template <int kBits, bool kTwoInLanes = false>
 StripFunction strip_function(int64_t rows) {
-  return rows == 1   ? multiply_strip<kBits, 1>
-         : rows == 2 ? multiply_strip<kBits, 2>
-                     : multiply_strip<kBits, 4>;
+  return rows == 1   ? multiply_strip<kBits, 1, kTwoInLanes>
+         : rows == 2 ? multiply_strip<kBits, 2, kTwoInLanes>
+                     : multiply_strip<kBits, 4, kTwoInLanes>;
 }
 
 // ---- Forward, many rows
@@ -567,18 +570,101 @@ HALFBYTE_AVX512 void multiply_units(const DecodedUnit* units, int num_strips, co
     for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + i * kUnitCols + c * kLanes, s[i][c]);
 }
 
+// Few rows of x and codes of 4 bits without biases: weights are multiplied as they are looked up, in one
+// table of both rows of a pair. kTwoGroups: in a unit, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kRows, bool kTwoGroups>
+HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  const formats::Codec& codec = problem.codec;
+  const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
+  alignas(64) float code_values[16];
+  for (int code = 0; code < 16; ++code)
+    code_values[code] = codec.kind == formats::Kind::table
+                            ? formats::bf16_to_f32(formats::to_bf16(codec.book.values[code]))
+                            : static_cast<float>(code - zero);
+  // Bytes 0 and 1, or 2 and 3, of each word of 4, in words of 2: the rows of a pair.
+  const __m512i low = _mm512_set4_epi32(0x0D0D0C0C, 0x09090808, 0x05050404, 0x01010000);
+  const __m512i high = _mm512_add_epi8(low, _mm512_set1_epi8(2));
+  const __m512i table_of_lane =
+      _mm512_or_si512(_mm512_set1_epi32(0x00100000),
+                      kTwoGroups ? _mm512_maskz_set1_epi32(0xCCCC, 0x00200020) : _mm512_setzero_si512());
+  const __m512 values = _mm512_load_ps(code_values);
+  // Of two units in turn, loaded one unit ahead: a single scale cannot be
+  // read soon after it was stored with others.
+  GroupParameters parameters[2][1 + kTwoGroups];
+  const auto load = [&](int64_t strip, int64_t unit, GroupParameters* groups) HALFBYTE_AVX512 {
+    const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
+    for (int i = 0; i <= kTwoGroups; ++i) {
+      groups[i].load(problem, run.tensors, strip, group + i);
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
+        _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
+      }
+    }
+  };
+  load(0, begin, parameters[0]);
+  int current = 0;
+  for (int64_t strip = 0; strip < p.strips; ++strip) {
+    for (int64_t unit = begin; unit < end; ++unit, current ^= 1) {
+      const GroupParameters* const groups = parameters[current];
+      const bool last = unit + 1 == end;
+      if (!last || strip + 1 < p.strips)
+        load(last ? strip + 1 : strip, last ? begin : unit + 1, parameters[current ^ 1]);
+      const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
+      const uint16_t* const x = run.x + strip * kUnitRows;
+      float* const unit_sums = sums + (unit - begin) * kRows * kUnitCols;
+      __m512 s[kRows][4];
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) s[i][c] = _mm512_load_ps(unit_sums + i * kUnitCols + c * kLanes);
+      for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+        for (int of_quad = 0; of_quad < 4; ++of_quad) {
+          const int line = quad + of_quad;
+          _mm_prefetch(codes + p.strip_bytes + line * 64, _MM_HINT_T0);
+          __m512i tables[1 + kTwoGroups];
+          for (int i = 0; i <= kTwoGroups; ++i) {
+            __m512 rows[2] = {values, values};
+            for (int j = 0; j < 2; ++j) {
+              const int row = 2 * line + j;
+              if (codec.asymmetric) rows[j] = _mm512_sub_ps(values, _mm512_set1_ps(groups[i].offsets[row]));
+              rows[j] = _mm512_mul_ps(rows[j], _mm512_set1_ps(groups[i].scales[row]));
+            }
+            tables[i] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(rows[1], rows[0]));
+          }
+          __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+          if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+          for (int c = 0; c < 4; ++c) {  // as transposed_column(c % 2, c / 2, lane) has it
+            __m512i index = _mm512_shuffle_epi8(bytes, c < 2 ? low : high);
+            if (c % 2 == 1) index = _mm512_srli_epi16(index, 4);
+            index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), table_of_lane, 0xEA);
+            const __m512i weights = kTwoGroups
+                                        ? _mm512_permutex2var_epi16(tables[0], index, tables[kTwoGroups])
+                                        : _mm512_permutexvar_epi16(index, tables[0]);
+            for (int i = 0; i < kRows; ++i) {
+              int pair = 0;
+              std::memcpy(&pair, x + i * run.row_stride + 2 * line, sizeof pair);
+              s[i][c] = dot(s[i][c], _mm512_set1_epi32(pair), weights);
+            }
+          }
+        }
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) _mm512_store_ps(unit_sums + i * kUnitCols + c * kLanes, s[i][c]);
+    }
+  }
+}
+
 constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }
 
-// Columns of units [begin, end) of rows [row, row + num_rows) of y.
-HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+// The same of any rows and codes.
+HALFBYTE_AVX512 void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows,
+                                      float* sums) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
   const int step = num_rows <= 2 ? num_rows : 4;
   const int batch = num_rows <= kFewRows ? 1 : kStripBatch;
   UnitDecoder decoder(problem, run.tensors, WeightRounding::weight_rounded);
-  alignas(64) float sums[kTaskUnits][kTaskRows * kUnitCols];
-  for (int64_t unit = begin; unit < end; ++unit) std::fill_n(sums[unit - begin], num_rows * kUnitCols, 0.0F);
   DecodedUnit decoded[kStripBatch];
   for (int64_t strip = 0; strip < p.strips; strip += batch) {
     const int num_strips = static_cast<int>(std::min<int64_t>(batch, p.strips - strip));
@@ -593,16 +679,35 @@ HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end
       const auto multiply = step == 1 ? multiply_units<1> : step == 2 ? multiply_units<2> : multiply_units<4>;
       for (int i = 0; i < num_rows; i += step)
         multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
-                 sums[unit - begin] + i * kUnitCols);
+                 sums + ((unit - begin) * num_rows + i) * kUnitCols);
     }
   }
+}
+
+// Columns of units [begin, end) of rows [row, row + num_rows) of y.
+HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
+  std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  if (problem.m <= kFewRows && p.bits == 4 && !p.has_biases) {
+    const bool two_groups = p.inlined && p.group < kUnitCols;
+    const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
+                            : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
+                            : two_groups ? multiply_few<4, true>
+                                          : multiply_few<4, false>;
+    multiply(run, begin, end, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[forward_column(4, i / 16 % 2, i % 16, i / 32)] = i;
+  } else {
+    multiply_decoded(run, begin, end, row, num_rows, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  }
   for (int i = 0; i < num_rows && row + i < problem.m; ++i)
     for (int64_t col = begin * kUnitCols; col < std::min(problem.k, end * kUnitCols); col += kLanes)
       store(run, row + i, col,
             _mm512_i32gather_ps(_mm512_load_si512(places + col % kUnitCols),
-                                sums[col / kUnitCols - begin] + i * kUnitCols, 4));
+                                sums + ((col / kUnitCols - begin) * num_rows + i) * kUnitCols, 4));
 }
 
 // ----
@@ -665,8 +770,9 @@ class QgemmAvx512 : public QgemmKernel {
     if (few) {
       parallel_for(units, 64, threads,
                    [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
-      const StripFunction multiply =
-          problem_.codec.bits == 4 ? strip_function<4>(rows_) : strip_function<8>(rows_);
+      const StripFunction multiply = p.bits == 8               ? strip_function<8>(rows_)
+                                     : BlockGroups(p).num == 2 ? strip_function<4, true>(rows_)
+                                                               : strip_function<4>(rows_);
       parallel_for(p.strips, 1, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t strip = begin; strip < end; ++strip) multiply(run, strip);
       });
