@@ -70,30 +70,93 @@ HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t 
   }
 }
 
-// Adds the products of `cols` columns of two rows of a block with M rows of x to sums[2][sum_row] of vectors.
-template <int M>
-HWY_NOINLINE void add_dots(int64_t cols, const float* HWY_RESTRICT w, int64_t w_row,
-                           const float* HWY_RESTRICT x, int64_t x_row, float* HWY_RESTRICT sums,
-                           int64_t sum_row) {
-  Floats first[M], second[M];
-  HWY_UNROLL(8)
-  for (int m = 0; m < M; ++m) {
-    first[m] = hn::LoadU(Tag(), sums + m * kLanes);
-    second[m] = hn::LoadU(Tag(), sums + sum_row + m * kLanes);
+// The values of a unit to memory: row r at r * row_floats.
+struct StoreValues {
+  float* HWY_RESTRICT to;  // the first of two rows
+  int64_t row_floats;
+
+  HWY_INLINE void operator()(int col, Floats even, Floats odd) const {
+    hn::StoreU(even, Tag(), to + col);
+    hn::StoreU(odd, Tag(), to + row_floats + col);
   }
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats w0 = hn::LoadU(Tag(), w + i), w1 = hn::LoadU(Tag(), w + w_row + i);
-    HWY_UNROLL(8)
-    for (int m = 0; m < M; ++m) {
-      const Floats factor = hn::LoadU(Tag(), x + m * x_row + i);
-      first[m] = hn::MulAdd(w0, factor, first[m]);
-      second[m] = hn::MulAdd(w1, factor, second[m]);
+};
+
+template <class Codes>
+HWY_NOINLINE void decode_unit(const Codes& codes, const uint8_t* lines, const UnitParameters& parameters,
+                              int64_t ahead, float* w, int64_t row_floats) {
+  for (int a = 0; a < kRows / 2; ++a) {
+    StoreValues sink{w + 2 * a * row_floats, row_floats};
+    for (int tile = 0; tile < Codes::kTiles; ++tile) {
+      const uint8_t* line = lines + tile * formats::kTileBytes + a * 64;
+      hwy::Prefetch(line + ahead);
+      codes.decode(line, a, tile, parameters, sink);
     }
   }
-  HWY_UNROLL(8)
-  for (int m = 0; m < M; ++m) {
-    hn::StoreU(first[m], Tag(), sums + m * kLanes);
-    hn::StoreU(second[m], Tag(), sums + sum_row + m * kLanes);
+}
+
+// A vector that is multiplied more than once. GCC would make its load part of each of the instructions, and
+// there are fewer loads in a cycle than those.
+HWY_INLINE Floats load_once(const float* from) {
+  Floats v = hn::LoadU(Tag(), from);
+#if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
+  asm("" : "+v"(v.raw));
+#endif
+  return v;
+}
+
+// The dot products of two rows with M rows of x. Of one, there are sums of even and odd vectors: a single one
+// of each would wait for itself.
+template <int M>
+struct Dots {
+  static constexpr int kParts = M == 1 ? 2 : 1;
+  Floats sums[2][M][kParts];
+  const float* x;  // [M][kCols]
+
+  HWY_INLINE void operator()(int col, Floats even, Floats odd) {
+    const int part = col / kLanes % kParts;
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = load_once(x + m * kCols + col);
+      sums[0][m][part] = hn::MulAdd(even, factor, sums[0][m][part]);
+      sums[1][m][part] = hn::MulAdd(odd, factor, sums[1][m][part]);
+    }
+  }
+};
+
+// Adds the products of `units` units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats
+// from a unit of x to the next.
+template <int M, class Codes>
+HWY_NOINLINE void add_dots(const Codes& codes, int64_t units, const uint8_t* const* lines,
+                           const UnitParameters* parameters, const float* x, int64_t x_unit, int64_t ahead,
+                           float* to) {
+  for (int a = 0; a < kRows / 2; ++a) {
+    Dots<M> dots;
+
+    HWY_UNROLL(2)
+    for (int odd = 0; odd < 2; ++odd) {
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        dots.sums[odd][m][0] = hn::LoadU(Tag(), to + ((2 * a + odd) * M + m) * kLanes);
+        if (M == 1) dots.sums[odd][m][Dots<M>::kParts - 1] = hn::Zero(Tag());
+      }
+    }
+    for (int64_t u = 0; u < units; ++u) {
+      dots.x = x + u * x_unit;
+      for (int tile = 0; tile < Codes::kTiles; ++tile) {
+        const uint8_t* line = lines[u] + tile * formats::kTileBytes + a * 64;
+        hwy::Prefetch(line + ahead);
+        codes.decode(line, a, tile, parameters[u], dots);
+      }
+    }
+    HWY_UNROLL(2)
+    for (int odd = 0; odd < 2; ++odd) {
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        Floats sum = dots.sums[odd][m][0];
+        if (M == 1) sum = hn::Add(sum, dots.sums[odd][m][Dots<M>::kParts - 1]);
+        hn::StoreU(sum, Tag(), to + ((2 * a + odd) * M + m) * kLanes);
+      }
+    }
   }
 }
 
@@ -154,23 +217,45 @@ class Product {
         places_(static_cast<UnitPlace*>(workspace)),
         x_(reinterpret_cast<float*>(places_ + units_)),
         x_cols_((problem.in_cols() + kCols - 1) / kCols * kCols),
-        decoder_(problem, tensors, places_) {}
+        parameters_(problem, tensors, places_) {}
 
   void run() {
     find_units(problem_.weight, places_);
-    if (problem_.transposed)
-      transposed();
-    else if (problem_.m <= kFewRows)
-      forward_few();
+    if (problem_.codec.bits == 8)
+      run_codes(ByteCodes(problem_.codec));
+    else if (problem_.codec.kind == formats::Kind::table)
+      run_codes(TableCodes(problem_.codec));
+    else if (is_shifted(problem_.codec))
+      run_codes(ShiftedCodes(problem_.codec));
     else
-      forward_many();
+      run_codes(SymmetricCodes(problem_.codec));
   }
 
  private:
-  // Panels of x: [columns][rows], padded with 0. Of `rows` rows each; the last has as many as rows_of says
-  // for what is left. Columns are in the order of the weight, where they are its columns.
+  template <class Codes>
+  void run_codes(const Codes& codes) {
+    if (problem_.transposed)
+      transposed(codes);
+    else if (problem_.m <= kFewRows)
+      forward_few(codes);
+    else
+      forward_many(codes);
+  }
+
+  template <class Codes>
+  void decode(const Codes& codes, int64_t strip, int64_t unit, int64_t ahead, float* w,
+              int64_t row_floats) const {
+    UnitParameters parameters;
+    parameters_.load(strip, unit, parameters);
+    decode_unit(codes, parameters_.codes(strip, unit), parameters, ahead, w, row_floats);
+  }
+
+  // Panels of x, padded with 0: of `rows` rows each, in all num_rows, not less than m; the last has as many
+  // as rows_of says for what is left. A panel is [columns][rows]; for dot products [units][rows][columns].
+  // Columns are in the order of the weight, where they are its columns.
   template <class RowsOf>
-  void make_panels(int64_t rows, const RowsOf& rows_of) {
+  void make_panels(int64_t rows, int64_t num_rows, const RowsOf& rows_of) {
+    const bool dots = !problem_.transposed && problem_.m <= kFewRows;
     std::array<uint8_t, kCols> order;
     for (int i = 0; i < kCols; ++i) order[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
     if (!problem_.transposed) order = column_order(problem_.codec.bits);
@@ -179,15 +264,17 @@ class Product {
     parallel_for(x_cols_ / kCols, 1, threads, [&](int64_t chunk, int64_t, int) {
       const int64_t begin = chunk * kCols, n = std::min<int64_t>(kCols, num_in - begin);
       float values[kCols] = {};
-      for (int64_t first = 0; first < problem_.m; first += rows) {
-        const int64_t width = rows_of(problem_.m - first);
+      for (int64_t first = 0; first < num_rows; first += rows) {
+        const int64_t width = rows_of(num_rows - first);
         float* const panel = x_panel(first) + begin * width;
+        const int64_t row_step = dots ? kCols : 1, col_step = dots ? 1 : width;
         for (int64_t row = 0; row < width; ++row) {
           if (first + row < problem_.m)
             load((first + row) * num_in + begin, n, values);
           else
             std::fill_n(values, kCols, 0.0f);
-          for (size_t i = 0; i < kCols; ++i) panel[static_cast<int64_t>(i) * width + row] = values[order[i]];
+          for (size_t i = 0; i < kCols; ++i)
+            panel[static_cast<int64_t>(i) * col_step + row * row_step] = values[order[i]];
         }
       }
     });
@@ -217,42 +304,55 @@ class Product {
   }
 
   // Lanes are columns. A block is one strip.
-  void forward_few() {
-    constexpr int kMost = kSums / 2;  // rows of x at a time
-    const int64_t rows = std::bit_ceil(static_cast<uint64_t>(problem_.m));
-    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
-    const auto add_dots_of = at_a_time == 1   ? add_dots<1>
-                             : at_a_time == 2 ? add_dots<2>
-                             : at_a_time == 4 ? add_dots<4>
-                                              : add_dots<kMost>;
-    make_panels(1, [](int64_t) { return 1; });
+  template <class Codes>
+  void forward_few(const Codes& codes) {
+    if (problem_.m == 1)
+      forward_few<1>(codes);
+    else if (problem_.m == 2)
+      forward_few<2>(codes);
+    else if (problem_.m <= 4)
+      forward_few<4>(codes);
+    else
+      forward_few<8>(codes);
+  }
+  template <int M, class Codes>
+  void forward_few(const Codes& codes) {
+    make_panels(M, M, [](int64_t) { return M; });
+    constexpr int64_t kUnits = std::min(8, 32 / M);                       // of a block: x stays in the cache
+    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      alignas(64) float w[kRows * kBlockCols];
-      alignas(64) float sums[kRows * kFewRows * kLanes] = {};
-      for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
-        const int64_t units = std::min(kBlockUnits, units_ - unit);
-        for (int64_t u = 0; u < units; ++u)
-          decoder_.decode(strip, unit + u, kAhead, w + u * kCols, kBlockCols);
-        for (int64_t row = 0; row < kRows; row += 2)
-          for (int64_t m = 0; m < rows; m += at_a_time)
-            add_dots_of(units * kCols, w + row * kBlockCols, kBlockCols, x_panel(m) + unit * kCols, x_cols_,
-                        sums + (row * rows + m) * kLanes, rows * kLanes);
+      constexpr int kAtATime = std::min(M, kSums / 2);
+
+      alignas(64) float sums[M / kAtATime][kRows * kAtATime * kLanes] = {};
+      const uint8_t* lines[kUnits];
+      UnitParameters parameters[kUnits];
+      for (int64_t unit = 0; unit < units_; unit += kUnits) {
+        const int64_t units = std::min(kUnits, units_ - unit);
+        for (int64_t u = 0; u < units; ++u) {
+          lines[u] = parameters_.codes(strip, unit + u);
+          parameters_.load(strip, unit + u, parameters[u]);
+        }
+        for (int part = 0; part < M / kAtATime; ++part)
+          add_dots<kAtATime>(codes, units, lines, parameters, x_ + (unit * M + part * kAtATime) * kCols,
+                             M * kCols, ahead, sums[part]);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
+          y[row] = hn::GetLane(hn::SumOfLanes(
+              Tag(), hn::Load(Tag(), sums[m / kAtATime] + (row * kAtATime + m % kAtATime) * kLanes)));
         store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
       }
     });
   }
 
   // Lanes are rows of x.
-  void forward_many() {
+  template <class Codes>
+  void forward_many(const Codes& codes) {
     constexpr int kWide =
         kSums / 2;  // rows of the weight at a time, with two vectors of rows of x; or 8 and one
     const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
-    make_panels(2 * kLanes, rows_of);
+    make_panels(2 * kLanes, problem_.m, rows_of);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     const int64_t blocks = (strips_ + kBlockStrips - 1) / kBlockStrips;
     parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
@@ -265,8 +365,8 @@ class Product {
         const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
         for (int64_t row = 0; row < rows; row += kRows)
           for (int64_t col = 0; col < cols; col += kCols)
-            decoder_.decode(strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
-                            kBlockCols);
+            decode(codes, strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
+                   kBlockCols);
         for (int64_t m = batch; m < end; m += 2 * kLanes) {
           const int64_t width = rows_of(problem_.m - m);
           const float* const panel = x_panel(m) + unit * kCols * width;
@@ -285,11 +385,12 @@ class Product {
   }
 
   // Lanes are columns. A block is one unit wide; a task walks down some units, side by side.
-  void transposed() {
+  template <class Codes>
+  void transposed(const Codes& codes) {
     const auto rows_of = [](int64_t left) {
       return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
     };
-    make_panels(8, rows_of);
+    make_panels(8, problem_.m, rows_of);
     const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     // As many side by side as there is room for the sums of, and enough tasks for the threads.
@@ -308,8 +409,8 @@ class Product {
         const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
         for (int64_t u = 0; u < units; ++u) {
           for (int64_t row = 0; row < rows; row += kRows)
-            decoder_.decode(strip + row / kRows, unit + u, kBlockStrips * problem_.weight.strip_bytes,
-                            w + row * kCols, kCols);
+            decode(codes, strip + row / kRows, unit + u, kBlockStrips * problem_.weight.strip_bytes,
+                   w + row * kCols, kCols);
           for (int64_t m = batch; m < end; m += 8) {
             const int64_t width = rows_of(problem_.m - m);
             const float* const panel = x_panel(m) + strip * kRows * width;
@@ -346,7 +447,7 @@ class Product {
   UnitPlace* const places_;
   float* const x_;
   const int64_t x_cols_;
-  const Decoder decoder_;
+  const ParameterLoader parameters_;
 };
 
 bool HasQgemmSimd() { return true; }
