@@ -120,8 +120,9 @@ class ParameterLoader {
   int64_t scales_per_strip_, offsets_per_strip_;
 };
 
-// A line of a unit: 64 bytes, the codes of rows 2a and 2a + 1. decode(line, ..) calls sink(col, even, odd)
-// with vectors of the two rows; col: where in column_order they begin.
+// A line of a unit: 64 bytes, the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i + kLanes
+// of it and calls sink(vector, even, odd) with kVectors vectors of values of each of the two rows, which are
+// columns (tile * kVectors + vector) * 16 + i and following of column_order.
 
 using Words = hn::Vec<hn::RebindToUnsigned<Tag>>;
 
@@ -158,28 +159,25 @@ struct RowParameters {
 // Formats of 8 bits. A unit is two tiles, halves of its columns.
 class ByteCodes {
  public:
-  static constexpr int kTiles = 2;
+  static constexpr int kTiles = 2, kVectors = 2;
   explicit ByteCodes(const formats::Codec&) {}
 
   template <class Sink>
-  HWY_INLINE void decode(const uint8_t* line, int a, int tile, const UnitParameters& parameters,
+  HWY_INLINE void decode(const uint8_t* line, int a, int tile, int i, const UnitParameters& parameters,
                          Sink& sink) const {
     const int half = parameters.split ? tile : 0;
     const RowParameters even(parameters, half, 2 * a), odd(parameters, half, 2 * a + 1);
-    HWY_UNROLL(4)
-    for (int i = 0; i < 16; i += kLanes) {
-      Words words = load_words(line, a, i);
-      HWY_UNROLL(2)
-      for (int p = 0; p < 2; ++p, words = hn::ShiftRight<8>(words))
-        sink((p + 2 * tile) * 16 + i, even.value(code(words)), odd.value(code(hn::ShiftRight<16>(words))));
-    }
+    const Words words = load_words(line, a, i);
+    sink(0, even.value(code<0>(words)), odd.value(code<16>(words)));
+    sink(1, even.value(code<8>(words)), odd.value(code<24>(words)));
   }
 
  private:
-  // The lowest byte of each word.
+  // A byte of each word.
+  template <int kShift>
   static HWY_INLINE Floats code(Words words) {
     const hn::RebindToSigned<Tag> di;
-    const auto bytes = hn::And(words, hn::Set(hn::RebindToUnsigned<Tag>(), 255u));
+    const auto bytes = hn::And(hn::ShiftRight<kShift>(words), hn::Set(hn::RebindToUnsigned<Tag>(), 255u));
     return hn::ConvertTo(Tag(), hn::BitCast(di, bytes));
   }
 };
@@ -189,28 +187,28 @@ class ByteCodes {
 // Formats of 4 bits: a row has 16 values in a group, looked up at once.
 class NibbleCodes {
  public:
-  static constexpr int kTiles = 1;
+  static constexpr int kTiles = 1, kVectors = 4;
   explicit NibbleCodes(const formats::Codec& codec) : shifted_(is_shifted(codec)) {
     for (int code = 0; code < 16; ++code) values_[code] = value_of_code(codec, code);
   }
 
   template <class Sink>
-  HWY_INLINE void decode(const uint8_t* line, int a, int, const UnitParameters& parameters,
+  HWY_INLINE void decode(const uint8_t* line, int a, int, int, const UnitParameters& parameters,
                          Sink& sink) const {
     const Floats even = values(parameters, 0, 2 * a), odd = values(parameters, 0, 2 * a + 1);
     const Words words = load_words(line, a, 0);
     if (!parameters.split) {
       sink(0, lookup<0>(even, words), lookup<8>(odd, words));
-      sink(16, lookup<4>(even, words), lookup<12>(odd, words));
-      sink(32, lookup<16>(even, words), lookup<24>(odd, words));
-      sink(48, lookup<20>(even, words), lookup<28>(odd, words));
+      sink(1, lookup<4>(even, words), lookup<12>(odd, words));
+      sink(2, lookup<16>(even, words), lookup<24>(odd, words));
+      sink(3, lookup<20>(even, words), lookup<28>(odd, words));
       return;
     }
     const Floats even1 = values(parameters, 1, 2 * a), odd1 = values(parameters, 1, 2 * a + 1);
     sink(0, lookup<0>(even, even1, words), lookup<8>(odd, odd1, words));
-    sink(16, lookup<4>(even, even1, words), lookup<12>(odd, odd1, words));
-    sink(32, lookup<16>(even, even1, words), lookup<24>(odd, odd1, words));
-    sink(48, lookup<20>(even, even1, words), lookup<28>(odd, odd1, words));
+    sink(1, lookup<4>(even, even1, words), lookup<12>(odd, odd1, words));
+    sink(2, lookup<16>(even, even1, words), lookup<24>(odd, odd1, words));
+    sink(3, lookup<20>(even, even1, words), lookup<28>(odd, odd1, words));
   }
 
  private:
@@ -243,7 +241,7 @@ using ShiftedCodes = NibbleCodes;
 template <int kBytes, bool kShifted>
 class NibbleCodes {
  public:
-  static constexpr int kTiles = 1;
+  static constexpr int kTiles = 1, kVectors = 4;
   explicit NibbleCodes(const formats::Codec& codec) {
     for (int code = 0; code < 16; ++code) {
       const float value = value_of_code(codec, code);
@@ -254,35 +252,31 @@ class NibbleCodes {
   }
 
   template <class Sink>
-  HWY_INLINE void decode(const uint8_t* line, int a, int, const UnitParameters& parameters,
+  HWY_INLINE void decode(const uint8_t* line, int a, int, int i, const UnitParameters& parameters,
                          Sink& sink) const {
     alignas(16) constexpr uint8_t kTransposed[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const Row even(parameters, 2 * a), odd(parameters, 2 * a + 1);
-    HWY_UNROLL(4)
-    for (int i = 0; i < 16; i += kLanes) {
-      // Byte b of four words become neighbours: they are codes of one row each, of four lanes.
-      const auto bytes = hn::TableLookupBytes(hn::BitCast(Bytes(), load_words(line, a, i)),
-                                              hn::LoadDup128(Bytes(), kTransposed));
-      HWY_UNROLL(2)
-      for (int high = 0; high < 2; ++high) {
-        const auto shifted =
-            high ? hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(Pairs(), bytes))) : bytes;
-        const auto code = hn::And(shifted, hn::Set(Bytes(), uint8_t{15}));
-        const auto b2 = plane(2, code), b3 = plane(3, code);
-        const auto upper_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b2, b3));
-        const auto upper_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b2, b3));
-        auto lower_a = hn::Zero(Pairs()), lower_b = lower_a;
-        if constexpr (kBytes == 4) {
-          const auto b0 = plane(0, code), b1 = plane(1, code);
-          lower_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b0, b1));
-          lower_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b0, b1));
-        }
-        const int col = high * 16 + i;
-        sink(col, even.value(hn::InterleaveLower(Pairs(), lower_a, upper_a)),
-             odd.value(hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
-        sink(col + 32, even.value(hn::InterleaveLower(Pairs(), lower_b, upper_b)),
-             odd.value(hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
+    // Byte b of four words become neighbours: they are codes of one row each, of four lanes.
+    const auto bytes = hn::TableLookupBytes(hn::BitCast(Bytes(), load_words(line, a, i)),
+                                            hn::LoadDup128(Bytes(), kTransposed));
+    HWY_UNROLL(2)
+    for (int high = 0; high < 2; ++high) {
+      const auto shifted =
+          high ? hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(Pairs(), bytes))) : bytes;
+      const auto code = hn::And(shifted, hn::Set(Bytes(), uint8_t{15}));
+      const auto b2 = plane(2, code), b3 = plane(3, code);
+      const auto upper_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b2, b3));
+      const auto upper_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b2, b3));
+      auto lower_a = hn::Zero(Pairs()), lower_b = lower_a;
+      if constexpr (kBytes == 4) {
+        const auto b0 = plane(0, code), b1 = plane(1, code);
+        lower_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b0, b1));
+        lower_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b0, b1));
       }
+      sink(high, even.value(hn::InterleaveLower(Pairs(), lower_a, upper_a)),
+           odd.value(hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
+      sink(high + 2, even.value(hn::InterleaveLower(Pairs(), lower_b, upper_b)),
+           odd.value(hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
     }
   }
 

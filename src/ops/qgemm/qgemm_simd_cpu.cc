@@ -70,34 +70,47 @@ HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t 
   }
 }
 
-// The values of a unit to memory: row r at r * row_floats.
+// The values of a line to memory.
 struct StoreValues {
-  float* HWY_RESTRICT to;  // the first of two rows
+  float* HWY_RESTRICT to;  // those of the first of two rows
   int64_t row_floats;
 
-  HWY_INLINE void operator()(int col, Floats even, Floats odd) const {
-    hn::StoreU(even, Tag(), to + col);
-    hn::StoreU(odd, Tag(), to + row_floats + col);
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) const {
+    hn::StoreU(even, Tag(), to + vector * 16);
+    hn::StoreU(odd, Tag(), to + row_floats + vector * 16);
   }
 };
 
-template <class Codes>
-HWY_NOINLINE void decode_unit(const Codes& codes, const uint8_t* lines, const UnitParameters& parameters,
-                              int64_t ahead, float* w, int64_t row_floats) {
-  for (int a = 0; a < kRows / 2; ++a) {
-    StoreValues sink{w + 2 * a * row_floats, row_floats};
-    for (int tile = 0; tile < Codes::kTiles; ++tile) {
-      const uint8_t* line = lines + tile * formats::kTileBytes + a * 64;
-      hwy::Prefetch(line + ahead);
-      codes.decode(line, a, tile, parameters, sink);
-    }
+// A unit: the lines of its codes, and its parameters.
+struct Unit {
+  const uint8_t* codes;
+  UnitParameters parameters;
+
+  HWY_INLINE const uint8_t* line(int tile, int a) const {
+    return codes + tile * formats::kTileBytes + a * 64;
   }
+};
+
+// The values of a unit to memory: row r to w + r * row_floats, in column_order. What lies `ahead` bytes
+// further is fetched meanwhile.
+template <class Codes>
+HWY_NOINLINE void decode_unit(const Codes& codes, const Unit& unit, int64_t ahead, float* w,
+                              int64_t row_floats) {
+  for (int a = 0; a < kRows / 2; ++a)
+    for (int tile = 0; tile < Codes::kTiles; ++tile) {
+      const uint8_t* line = unit.line(tile, a);
+      hwy::Prefetch(line + ahead);
+      HWY_UNROLL(4)
+      for (int i = 0; i < 16; i += kLanes) {
+        StoreValues sink{w + 2 * a * row_floats + tile * Codes::kVectors * 16 + i, row_floats};
+        codes.decode(line, a, tile, i, unit.parameters, sink);
+      }
+    }
 }
 
-// A vector that is multiplied more than once. GCC would make its load part of each of the instructions, and
+// For a vector that is used more than once: GCC would make its load part of each of the instructions, and
 // there are fewer loads in a cycle than those.
-HWY_INLINE Floats load_once(const float* from) {
-  Floats v = hn::LoadU(Tag(), from);
+HWY_INLINE Floats in_register(Floats v) {
 #if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
   asm("" : "+v"(v.raw));
 #endif
@@ -110,54 +123,101 @@ template <int M>
 struct Dots {
   static constexpr int kParts = M == 1 ? 2 : 1;
   Floats sums[2][M][kParts];
-  const float* x;  // [M][kCols]
+  const float* x;  // [M][kCols], from the first vector on
 
-  HWY_INLINE void operator()(int col, Floats even, Floats odd) {
-    const int part = col / kLanes % kParts;
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
     HWY_UNROLL(8)
     for (int m = 0; m < M; ++m) {
-      const Floats factor = load_once(x + m * kCols + col);
-      sums[0][m][part] = hn::MulAdd(even, factor, sums[0][m][part]);
-      sums[1][m][part] = hn::MulAdd(odd, factor, sums[1][m][part]);
+      const Floats factor = in_register(hn::LoadU(Tag(), x + m * kCols + vector * 16));
+      Floats &first = sums[0][m][vector % kParts], &second = sums[1][m][vector % kParts];
+      first = hn::MulAdd(even, factor, first);
+      second = hn::MulAdd(odd, factor, second);
     }
   }
 };
 
-// Adds the products of `units` units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats
-// from a unit of x to the next.
+// Adds the products of some units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats from
+// a unit of x to the next.
 template <int M, class Codes>
-HWY_NOINLINE void add_dots(const Codes& codes, int64_t units, const uint8_t* const* lines,
-                           const UnitParameters* parameters, const float* x, int64_t x_unit, int64_t ahead,
-                           float* to) {
+HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                           int64_t x_unit, int64_t ahead, float* to) {
+  constexpr int kLast = Dots<M>::kParts - 1;
   for (int a = 0; a < kRows / 2; ++a) {
     Dots<M> dots;
-
-    HWY_UNROLL(2)
-    for (int odd = 0; odd < 2; ++odd) {
-      HWY_UNROLL(8)
-      for (int m = 0; m < M; ++m) {
-        dots.sums[odd][m][0] = hn::LoadU(Tag(), to + ((2 * a + odd) * M + m) * kLanes);
-        if (M == 1) dots.sums[odd][m][Dots<M>::kParts - 1] = hn::Zero(Tag());
-      }
+    float* const row_sums = to + 2 * a * M * kLanes;
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      dots.sums[0][m][kLast] = dots.sums[1][m][kLast] = hn::Zero(Tag());
+      dots.sums[0][m][0] = hn::LoadU(Tag(), row_sums + m * kLanes);
+      dots.sums[1][m][0] = hn::LoadU(Tag(), row_sums + (M + m) * kLanes);
     }
-    for (int64_t u = 0; u < units; ++u) {
-      dots.x = x + u * x_unit;
+    for (int64_t u = 0; u < num_units; ++u)
       for (int tile = 0; tile < Codes::kTiles; ++tile) {
-        const uint8_t* line = lines[u] + tile * formats::kTileBytes + a * 64;
+        const uint8_t* line = units[u].line(tile, a);
         hwy::Prefetch(line + ahead);
-        codes.decode(line, a, tile, parameters[u], dots);
+        HWY_UNROLL(4)
+        for (int i = 0; i < 16; i += kLanes) {
+          dots.x = x + u * x_unit + tile * Codes::kVectors * 16 + i;
+          codes.decode(line, a, tile, i, units[u].parameters, dots);
+        }
       }
-    }
-    HWY_UNROLL(2)
-    for (int odd = 0; odd < 2; ++odd) {
-      HWY_UNROLL(8)
-      for (int m = 0; m < M; ++m) {
-        Floats sum = dots.sums[odd][m][0];
-        if (M == 1) sum = hn::Add(sum, dots.sums[odd][m][Dots<M>::kParts - 1]);
-        hn::StoreU(sum, Tag(), to + ((2 * a + odd) * M + m) * kLanes);
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      if (kLast > 0) {
+        dots.sums[0][m][0] = hn::Add(dots.sums[0][m][0], dots.sums[0][m][kLast]);
+        dots.sums[1][m][0] = hn::Add(dots.sums[1][m][0], dots.sums[1][m][kLast]);
       }
+      hn::StoreU(dots.sums[0][m][0], Tag(), row_sums + m * kLanes);
+      hn::StoreU(dots.sums[1][m][0], Tag(), row_sums + (M + m) * kLanes);
     }
   }
+}
+
+// The products of M rows of x with two rows, added.
+template <int M, int kVectors>
+struct Columns {
+  Floats sums[M][kVectors];
+  Floats factors[2][M];
+
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m)
+      sums[m][vector] = hn::MulAdd(odd, factors[1][m], hn::MulAdd(even, factors[0][m], sums[m][vector]));
+  }
+};
+
+// Adds the products of M rows of x, [rows][M], with units below one another to sums[m][column].
+template <int M, class Codes>
+HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                              int64_t ahead, float* to, int64_t to_row) {
+  constexpr int kVectors = Codes::kVectors;
+  for (int tile = 0; tile < Codes::kTiles; ++tile)
+    for (int i = 0; i < 16; i += kLanes) {
+      Columns<M, kVectors> columns;
+      float* const sums = to + tile * kVectors * 16 + i;
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) columns.sums[m][v] = hn::LoadU(Tag(), sums + m * to_row + v * 16);
+      }
+      for (int64_t u = 0; u < num_units; ++u)
+        for (int a = 0; a < kRows / 2; ++a) {
+          const uint8_t* line = units[u].line(tile, a);
+          hwy::Prefetch(line + ahead);
+          const float* const factors = x + (u * kRows + 2 * a) * M;
+          HWY_UNROLL(8)
+          for (int m = 0; m < M; ++m) {
+            columns.factors[0][m] = in_register(hn::Set(Tag(), factors[m]));
+            columns.factors[1][m] = in_register(hn::Set(Tag(), factors[M + m]));
+          }
+          codes.decode(line, a, tile, i, units[u].parameters, columns);
+        }
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) hn::StoreU(columns.sums[m][v], Tag(), sums + m * to_row + v * 16);
+      }
+    }
 }
 
 // ---- Elements of x, bias and y
@@ -242,12 +302,16 @@ class Product {
       forward_many(codes);
   }
 
+  void find(int64_t strip, int64_t unit, Unit& to) const {
+    to.codes = parameters_.codes(strip, unit);
+    parameters_.load(strip, unit, to.parameters);
+  }
   template <class Codes>
   void decode(const Codes& codes, int64_t strip, int64_t unit, int64_t ahead, float* w,
               int64_t row_floats) const {
-    UnitParameters parameters;
-    parameters_.load(strip, unit, parameters);
-    decode_unit(codes, parameters_.codes(strip, unit), parameters, ahead, w, row_floats);
+    Unit at;
+    find(strip, unit, at);
+    decode_unit(codes, at, ahead, w, row_floats);
   }
 
   // Panels of x, padded with 0: of `rows` rows each, in all num_rows, not less than m; the last has as many
@@ -324,17 +388,13 @@ class Product {
       constexpr int kAtATime = std::min(M, kSums / 2);
 
       alignas(64) float sums[M / kAtATime][kRows * kAtATime * kLanes] = {};
-      const uint8_t* lines[kUnits];
-      UnitParameters parameters[kUnits];
+      Unit block[kUnits];
       for (int64_t unit = 0; unit < units_; unit += kUnits) {
         const int64_t units = std::min(kUnits, units_ - unit);
-        for (int64_t u = 0; u < units; ++u) {
-          lines[u] = parameters_.codes(strip, unit + u);
-          parameters_.load(strip, unit + u, parameters[u]);
-        }
+        for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
         for (int part = 0; part < M / kAtATime; ++part)
-          add_dots<kAtATime>(codes, units, lines, parameters, x_ + (unit * M + part * kAtATime) * kCols,
-                             M * kCols, ahead, sums[part]);
+          add_dots<kAtATime>(codes, units, block, x_ + (unit * M + part * kAtATime) * kCols, M * kCols, ahead,
+                             sums[part]);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
         float y[kRows];
@@ -391,6 +451,10 @@ class Product {
       return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
     };
     make_panels(8, problem_.m, rows_of);
+    constexpr int kFused = kSums / 4;  // rows of x with which the weight is multiplied as it is decoded
+    const bool few = problem_.m <= kFused;
+    const int64_t width_of_few = rows_of(problem_.m);
+    const int64_t ahead = kBlockStrips * problem_.weight.strip_bytes;  // the next block
     const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     // As many side by side as there is room for the sums of, and enough tasks for the threads.
@@ -406,11 +470,19 @@ class Product {
       const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
       const int64_t sum_row = units * kCols;
       for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
-        const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
+        const int64_t strips = std::min(kBlockStrips, strips_ - strip), rows = strips * kRows;
         for (int64_t u = 0; u < units; ++u) {
-          for (int64_t row = 0; row < rows; row += kRows)
-            decode(codes, strip + row / kRows, unit + u, kBlockStrips * problem_.weight.strip_bytes,
-                   w + row * kCols, kCols);
+          if (few) {
+            Unit block[kBlockStrips];
+            for (int64_t i = 0; i < strips; ++i) find(strip + i, unit + u, block[i]);
+            const auto add = width_of_few == 1   ? add_columns<1, Codes>
+                             : width_of_few == 2 ? add_columns<2, Codes>
+                                                 : add_columns<kFused, Codes>;
+            add(codes, strips, block, x_ + strip * kRows * width_of_few, ahead, sums + u * kCols, sum_row);
+            continue;
+          }
+          for (int64_t i = 0; i < strips; ++i)
+            decode(codes, strip + i, unit + u, ahead, w + i * kRows * kCols, kCols);
           for (int64_t m = batch; m < end; m += 8) {
             const int64_t width = rows_of(problem_.m - m);
             const float* const panel = x_panel(m) + strip * kRows * width;
