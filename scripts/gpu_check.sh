@@ -17,6 +17,9 @@ pack() {
   rm -rf "$to"
   cmake --install "$build" --prefix "$to" >/dev/null
   cmake --install "$build" --prefix "$to" --component bundle >/dev/null
+  cmake -S examples -B "$build/examples/gpu" -DCMAKE_PREFIX_PATH="$PWD/$to" -DCMAKE_BUILD_RPATH="\$ORIGIN/../lib" >/dev/null
+  cmake --build "$build/examples/gpu" --target llama
+  cp "$build/examples/gpu/llama" "$to/bin"
   rm -rf "$to"/include "$to"/lib/{cmake,pkgconfig} "$to"/lib/*.a
   cp "$build"/halfbyte_cuda_tests "$build"/halfbyte_cuda_bench "$to/bin"
   strip "$to"/bin/*
@@ -48,7 +51,7 @@ tests=$from/bin/halfbyte_cuda_tests bench=$from/bin/halfbyte_cuda_bench
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export HALFBYTE_CLI=$from/bin/halfbyte HALFBYTE_CACHE_DIR=$work/cache HALFBYTE_REQUIRE_CUDA=1
+export HALFBYTE_CLI=$from/bin/halfbyte HALFBYTE_LLAMA=$from/bin/llama HALFBYTE_CACHE_DIR=$work/cache HALFBYTE_REQUIRE_CUDA=1
 export PYTHONPATH=$PWD/.whl${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 
@@ -99,7 +102,9 @@ section_sanitize() {
   done
   return $failed
 }
-section_engine() { python3 -m pytest -q -p no:cacheprovider tests/device_engine_test.py; }
+section_engine() {
+  python3 -m pytest -q -p no:cacheprovider tests/device_engine_test.py && python3 -m pytest -q -p no:cacheprovider tests/llama_test.py -k cuda
+}
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
   local peer code result=77

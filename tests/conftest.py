@@ -1,5 +1,6 @@
 """Fixtures of the tests that drive the command line tool."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -38,3 +39,13 @@ def halfbyte(cli):
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def device(halfbyte):
+    """A CUDA device that can be used: "cuda:0"."""
+    cuda = json.loads(halfbyte("doctor", "--json", "-").stdout)["cuda"]
+    usable = [found for found in cuda["devices"] if not found["problem"]]
+    if not cuda["usable"]:
+        pytest.skip(cuda["problem"])
+    return f"cuda:{usable[0]['index']}"

@@ -48,15 +48,6 @@ def large():
 
 
 @pytest.fixture(scope="module")
-def device(halfbyte):
-    cuda = json.loads(halfbyte("doctor", "--json", "-").stdout)["cuda"]
-    usable = [found for found in cuda["devices"] if not found["problem"]]
-    if not cuda["usable"]:
-        pytest.skip(cuda["problem"])
-    return f"cuda:{usable[0]['index']}"
-
-
-@pytest.fixture(scope="module")
 def source_of(tmp_path_factory):
     made = {}
 

@@ -40,6 +40,7 @@ LAYERS = [
     (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/"),
+    (r"examples/llama/", r"halfbyte/|\w+\.h$"),
     (r"examples/", r"halfbyte/"),
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
@@ -59,7 +60,7 @@ OTHERS = [
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
     (r"nlohmann/json_fwd\.hpp$", r"(src/io|cli|bench)/"),
-    (r"nlohmann/", rf"(src/io|cli)/.*\.cc$|{TESTING}"),
+    (r"nlohmann/", rf"(src/io|cli|examples/llama)/.*\.cc$|{TESTING}"),
     (r"xxhash\.h$", r"src/(io|cuda)/.*\.cc$"),
     (r"CLI/", r"cli/.*\.cc$"),
     (r"(gtest|gmock)/", TESTING),

@@ -51,7 +51,9 @@ class BenchBackend {
   virtual int64_t activation_rotation_bytes() const = 0;
   // How many launches to record of what takes so long and has so many buffers.
   virtual int launches_of(double us, int num_buffers) const = 0;
+  // Rounds whose median is taken, and how often: the smallest is kept.
   virtual int rounds(bool quick) const = 0;
+  virtual int passes(bool quick) const = 0;
 
   virtual void fill(void* memory, uint8_t byte, int64_t num_bytes) const = 0;
 

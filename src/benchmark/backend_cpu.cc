@@ -59,7 +59,9 @@ class CpuBackend : public BenchBackend {
   int64_t weight_rotation_bytes() const override { return int64_t{1200} << 20; }
   int64_t activation_rotation_bytes() const override { return 0; }
   int launches_of(double, int) const override { return 1; }  // medians() starts often enough
-  int rounds(bool quick) const override { return quick ? 5 : 21; }
+  // Others that run for a while spoil whole passes.
+  int rounds(bool quick) const override { return quick ? 5 : 7; }
+  int passes(bool quick) const override { return quick ? 4 : 12; }
 
   void fill(void* memory, uint8_t byte, int64_t num_bytes) const override {
     std::memset(memory, byte, static_cast<size_t>(num_bytes));

@@ -98,6 +98,7 @@ class CudaBackend : public BenchBackend {
     return (wanted + num_buffers - 1) / num_buffers * num_buffers;
   }
   int rounds(bool quick) const override { return quick ? 3 : 7; }
+  int passes(bool quick) const override { return quick ? 1 : 2; }
 
   void fill(void* memory, uint8_t byte, int64_t num_bytes) const override {
     cuda::fill(memory, byte, num_bytes, stream_.handle());

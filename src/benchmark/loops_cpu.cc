@@ -40,7 +40,10 @@ uint64_t read_streams(const uint8_t* from, int64_t num_bytes, int64_t prefetch_b
       }
       all = hn::Xor(all, hn::Xor(first, second));
     }
-  uint64_t result = hn::GetLane(hn::SumOfLanes(d, all));
+  HWY_ALIGN uint64_t of_lanes[HWY_MAX_BYTES / 8];
+  hn::Store(all, d, of_lanes);
+  uint64_t result = 0;
+  for (int64_t i = 0; i < lanes; ++i) result ^= of_lanes[i];
   for (int64_t i = kStreams * of_stream; i < num_bytes; ++i) result ^= from[i];
   return result;
 }
@@ -102,7 +105,7 @@ __attribute__((target("amx-tile,amx-bf16"))) double multiply_tiles(int64_t steps
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } kConfig;
-  alignas(64) static const auto kOperand = [] {
+  alignas(64) static constexpr auto kOperand = [] {
     std::array<uint16_t, 16 * 32> values{};
     for (size_t i = 0; i < values.size(); ++i)  // 0.5 to 1, both signs
       values[i] = static_cast<uint16_t>(0x3F00 + i % 127 + (i % 2 << 15));

@@ -20,6 +20,11 @@ constexpr uint8_t kPoison = 0xFF;     // NaN in every dtype
 // Of the data that everything is filled with, over and over; no divisor of rows and groups.
 constexpr int64_t kPoolValues = (int64_t{1} << 22) - 37 * 64;
 
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 int64_t rounded(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 void store(float value, DType dtype, void* to) {
@@ -75,7 +80,7 @@ class QgemmBench {
                                                 : make_cuda_backend(device)),
         stream_(backend_->stream()),
         rounds_(backend_->rounds(options.quick)),
-        passes_(options.quick ? 1 : 2) {
+        passes_(backend_->passes(options.quick)) {
     std::mt19937_64 random(1);
     std::vector<uint64_t> words(static_cast<size_t>(kPoolValues / 8));
     for (uint64_t& word : words) word = random();
@@ -113,7 +118,7 @@ class QgemmBench {
 
   // As many buffers as it takes to fill so much memory.
   static Sets sets_of(int64_t bytes, int64_t rotation_bytes, int least, int most) {
-    const int64_t each = rounded(bytes);
+    const int64_t each = rounded(std::max<int64_t>(bytes, 1));
     return {each, static_cast<int>(std::clamp<int64_t>((rotation_bytes + each - 1) / each, least, most))};
   }
   Sets activation_sets_of(int64_t bytes) const {
@@ -212,11 +217,18 @@ class QgemmBench {
     const std::vector<std::shared_ptr<Work>> chained = readers(true);
     read_chained_us_ = medians({&chained[best], 1}, rounds_)[0];
   }
-  // Of what has not run before.
+  // The smallest of the medians of some passes, after a first start of each.
   std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const {
+    constexpr double kMostSeconds = 2;
     for (const std::shared_ptr<Work>& work : works) work->start();
     stream_.synchronize();
-    return backend_->medians(works, rounds);
+    const Clock::time_point start = Clock::now();
+    std::vector<double> us = backend_->medians(works, rounds);
+    for (int pass = 1; pass < passes_ && rounds == rounds_ && seconds_since(start) < kMostSeconds; ++pass) {
+      const std::vector<double> again = backend_->medians(works, rounds);
+      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
+    }
+    return us;
   }
   PackedWeight packed(int set) const {
     return {.spec = spec_, .rows = n_, .cols = k_, .data = packed_.at(set, weight_.bytes), .device = device_};
@@ -302,11 +314,10 @@ class QgemmBench {
     for (const std::shared_ptr<Work>& work : works) {
       poison(y_.at(0, 0), y.bytes);
       stream_.synchronize();
-      using Clock = std::chrono::steady_clock;
       const Clock::time_point start = Clock::now();
       work->start();
       stream_.synchronize();
-      seconds += std::chrono::duration<double>(Clock::now() - start).count();
+      seconds += seconds_since(start);
       if (!expected) continue;
       const double error = error_of(d, out, rows, *expected);
       if (!(error <= row.error)) row.error = error;  // NaN too
@@ -316,7 +327,6 @@ class QgemmBench {
         cublas->product(d.dtype, d.transposed, d.m, d.n, d.k, x_at(i),
                         dense_.at(i % dense.count, dense.bytes), y_at(i));
       }));
-      works.back()->start();
     }
     const size_t read = works.size(), first_loop = read + 1;
     works.push_back(read_);
@@ -325,11 +335,7 @@ class QgemmBench {
 
     // What takes long is steady.
     const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, rounds_));
-    std::vector<double> us = backend_->medians(works, rounds);
-    for (int pass = 1; pass < passes_ && rounds == rounds_; ++pass) {
-      const std::vector<double> again = backend_->medians(works, rounds);
-      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
-    }
+    const std::vector<double> us = medians(works, rounds);
     row.plain_us = us[0];
     if (plans.size() > 1) row.chained_us = us[1];
     if (backend_->cublas()) row.cublas_us = us[plans.size()];

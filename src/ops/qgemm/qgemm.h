@@ -74,6 +74,8 @@ extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the sam
 extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
+extern const QgemmVariant kQgemmAmx;             // the CPU: bf16 on tiles of AMX
+extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
 extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors
 extern const QgemmVariant kQgemmRef;             // the CPU: any shape and layout
 
