@@ -6,6 +6,8 @@
 //   forward              outer products: lanes are rows of x
 //   transposed           outer products: lanes are columns of the weight
 //
+// With a few rows of x the weight is not stored: it is multiplied as it is decoded.
+//
 // A sum has one order, whichever thread makes it and however many there are: that of the columns or rows.
 #include <algorithm>
 #include <bit>
@@ -13,6 +15,10 @@
 #include "cpu/parallel.h"
 #include "halfbyte/system.hpp"
 #include "ops/qgemm/qgemm_weight.h"
+
+// Sums are arrays of vectors, which those of SVE cannot be in: NEON takes their place.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/qgemm/qgemm_simd_cpu.cc"
@@ -125,6 +131,7 @@ struct Dots {
   Floats sums[2][M][kParts];
   const float* x;  // [M][kCols], from the first vector on
 
+  HWY_INLINE Dots() {}  // an implicit one would not be compiled for the target
   HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
     HWY_UNROLL(8)
     for (int m = 0; m < M; ++m) {
@@ -179,6 +186,7 @@ struct Columns {
   Floats sums[M][kVectors];
   Floats factors[2][M];
 
+  HWY_INLINE Columns() {}  // as above
   HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
     HWY_UNROLL(8)
     for (int m = 0; m < M; ++m)
@@ -574,11 +582,12 @@ class SimdKernel : public QgemmKernel {
 };
 
 std::string refuse(const QgemmProblem& problem) {
-  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors it is compiled for";
-  if (!problem.packed) return "it takes packed weights";
-  if (problem.math == QgemmMath::f64) return "its sums are f32, math is f64";
-  if (problem.group < problem.k && problem.group % 32 != 0)
-    return fmt::format("it takes groups of multiples of 32 columns, got {}", problem.group);
+  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors that it is compiled for";
+  if (!problem.packed) return "it takes packed weights, not views";
+  if (problem.math == QgemmMath::f64) return "its sums are f32, not f64";
+  if (problem.group < problem.k && problem.group % (formats::kUnitCols / 2) != 0)
+    return fmt::format("its groups are multiples of {} columns, or rows, not {}", formats::kUnitCols / 2,
+                       problem.group);
   return {};
 }
 
