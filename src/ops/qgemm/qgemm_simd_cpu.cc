@@ -6,6 +6,8 @@
 //   forward              outer products: lanes are rows of x
 //   transposed           outer products: lanes are columns of the weight
 //
+// With a few rows of x the weight is not stored: it is multiplied as it is decoded.
+//
 // A sum has one order, whichever thread makes it and however many there are: that of the columns or rows.
 #include <algorithm>
 #include <bit>
@@ -13,6 +15,10 @@
 #include "cpu/parallel.h"
 #include "halfbyte/system.hpp"
 #include "ops/qgemm/qgemm_weight.h"
+
+// Sums are arrays of vectors, which those of SVE cannot be in: NEON takes their place.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/qgemm/qgemm_simd_cpu.cc"
@@ -70,31 +76,156 @@ HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t 
   }
 }
 
-// Adds the products of `cols` columns of two rows of a block with M rows of x to sums[2][sum_row] of vectors.
-template <int M>
-HWY_NOINLINE void add_dots(int64_t cols, const float* HWY_RESTRICT w, int64_t w_row,
-                           const float* HWY_RESTRICT x, int64_t x_row, float* HWY_RESTRICT sums,
-                           int64_t sum_row) {
-  Floats first[M], second[M];
-  HWY_UNROLL(8)
-  for (int m = 0; m < M; ++m) {
-    first[m] = hn::LoadU(Tag(), sums + m * kLanes);
-    second[m] = hn::LoadU(Tag(), sums + sum_row + m * kLanes);
+// The values of a line to memory.
+struct StoreValues {
+  float* HWY_RESTRICT to;  // those of the first of two rows
+  int64_t row_floats;
+
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) const {
+    hn::StoreU(even, Tag(), to + vector * 16);
+    hn::StoreU(odd, Tag(), to + row_floats + vector * 16);
   }
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats w0 = hn::LoadU(Tag(), w + i), w1 = hn::LoadU(Tag(), w + w_row + i);
+};
+
+// A unit: the lines of its codes, and its parameters.
+struct Unit {
+  const uint8_t* codes;
+  UnitParameters parameters;
+
+  HWY_INLINE const uint8_t* line(int tile, int a) const {
+    return codes + tile * formats::kTileBytes + a * 64;
+  }
+};
+
+// The values of a unit to memory: row r to w + r * row_floats, in column_order. What lies `ahead` bytes
+// further is fetched meanwhile.
+template <class Codes>
+HWY_NOINLINE void decode_unit(const Codes& codes, const Unit& unit, int64_t ahead, float* w,
+                              int64_t row_floats) {
+  for (int a = 0; a < kRows / 2; ++a)
+    for (int tile = 0; tile < Codes::kTiles; ++tile) {
+      const uint8_t* line = unit.line(tile, a);
+      hwy::Prefetch(line + ahead);
+      HWY_UNROLL(4)
+      for (int i = 0; i < 16; i += kLanes) {
+        StoreValues sink{w + 2 * a * row_floats + tile * Codes::kVectors * 16 + i, row_floats};
+        codes.decode(line, a, tile, i, unit.parameters, sink);
+      }
+    }
+}
+
+// For a vector that is used more than once: GCC would make its load part of each of the instructions, and
+// there are fewer loads in a cycle than those.
+HWY_INLINE Floats in_register(Floats v) {
+#if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
+  asm("" : "+v"(v.raw));
+#endif
+  return v;
+}
+
+// The dot products of two rows with M rows of x. Of one, there are sums of even and odd vectors: a single one
+// of each would wait for itself.
+template <int M>
+struct Dots {
+  static constexpr int kParts = M == 1 ? 2 : 1;
+  Floats sums[2][M][kParts];
+  const float* x;  // [M][kCols], from the first vector on
+
+  HWY_INLINE Dots() {}  // an implicit one would not be compiled for the target
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
     HWY_UNROLL(8)
     for (int m = 0; m < M; ++m) {
-      const Floats factor = hn::LoadU(Tag(), x + m * x_row + i);
-      first[m] = hn::MulAdd(w0, factor, first[m]);
-      second[m] = hn::MulAdd(w1, factor, second[m]);
+      const Floats factor = in_register(hn::LoadU(Tag(), x + m * kCols + vector * 16));
+      Floats &first = sums[0][m][vector % kParts], &second = sums[1][m][vector % kParts];
+      first = hn::MulAdd(even, factor, first);
+      second = hn::MulAdd(odd, factor, second);
     }
   }
-  HWY_UNROLL(8)
-  for (int m = 0; m < M; ++m) {
-    hn::StoreU(first[m], Tag(), sums + m * kLanes);
-    hn::StoreU(second[m], Tag(), sums + sum_row + m * kLanes);
+};
+
+// Adds the products of some units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats from
+// a unit of x to the next.
+template <int M, class Codes>
+HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                           int64_t x_unit, int64_t ahead, float* to) {
+  constexpr int kLast = Dots<M>::kParts - 1;
+  for (int a = 0; a < kRows / 2; ++a) {
+    Dots<M> dots;
+    float* const row_sums = to + 2 * a * M * kLanes;
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      dots.sums[0][m][kLast] = dots.sums[1][m][kLast] = hn::Zero(Tag());
+      dots.sums[0][m][0] = hn::LoadU(Tag(), row_sums + m * kLanes);
+      dots.sums[1][m][0] = hn::LoadU(Tag(), row_sums + (M + m) * kLanes);
+    }
+    for (int64_t u = 0; u < num_units; ++u)
+      for (int tile = 0; tile < Codes::kTiles; ++tile) {
+        const uint8_t* line = units[u].line(tile, a);
+        hwy::Prefetch(line + ahead);
+        HWY_UNROLL(4)
+        for (int i = 0; i < 16; i += kLanes) {
+          dots.x = x + u * x_unit + tile * Codes::kVectors * 16 + i;
+          codes.decode(line, a, tile, i, units[u].parameters, dots);
+        }
+      }
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      if (kLast > 0) {
+        dots.sums[0][m][0] = hn::Add(dots.sums[0][m][0], dots.sums[0][m][kLast]);
+        dots.sums[1][m][0] = hn::Add(dots.sums[1][m][0], dots.sums[1][m][kLast]);
+      }
+      hn::StoreU(dots.sums[0][m][0], Tag(), row_sums + m * kLanes);
+      hn::StoreU(dots.sums[1][m][0], Tag(), row_sums + (M + m) * kLanes);
+    }
   }
+}
+
+// The products of M rows of x with two rows, added.
+template <int M, int kVectors>
+struct Columns {
+  Floats sums[M][kVectors];
+  Floats factors[2][M];
+
+  HWY_INLINE Columns() {}  // as above
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m)
+      sums[m][vector] = hn::MulAdd(odd, factors[1][m], hn::MulAdd(even, factors[0][m], sums[m][vector]));
+  }
+};
+
+// Adds the products of M rows of x, [rows][M], with units below one another to sums[m][column].
+template <int M, class Codes>
+HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                              int64_t ahead, float* to, int64_t to_row) {
+  constexpr int kVectors = Codes::kVectors;
+  for (int tile = 0; tile < Codes::kTiles; ++tile)
+    for (int i = 0; i < 16; i += kLanes) {
+      Columns<M, kVectors> columns;
+      float* const sums = to + tile * kVectors * 16 + i;
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) columns.sums[m][v] = hn::LoadU(Tag(), sums + m * to_row + v * 16);
+      }
+      for (int64_t u = 0; u < num_units; ++u)
+        for (int a = 0; a < kRows / 2; ++a) {
+          const uint8_t* line = units[u].line(tile, a);
+          hwy::Prefetch(line + ahead);
+          const float* const factors = x + (u * kRows + 2 * a) * M;
+          HWY_UNROLL(8)
+          for (int m = 0; m < M; ++m) {
+            columns.factors[0][m] = in_register(hn::Set(Tag(), factors[m]));
+            columns.factors[1][m] = in_register(hn::Set(Tag(), factors[M + m]));
+          }
+          codes.decode(line, a, tile, i, units[u].parameters, columns);
+        }
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) hn::StoreU(columns.sums[m][v], Tag(), sums + m * to_row + v * 16);
+      }
+    }
 }
 
 // ---- Elements of x, bias and y
@@ -154,23 +285,49 @@ class Product {
         places_(static_cast<UnitPlace*>(workspace)),
         x_(reinterpret_cast<float*>(places_ + units_)),
         x_cols_((problem.in_cols() + kCols - 1) / kCols * kCols),
-        decoder_(problem, tensors, places_) {}
+        parameters_(problem, tensors, places_) {}
 
   void run() {
     find_units(problem_.weight, places_);
-    if (problem_.transposed)
-      transposed();
-    else if (problem_.m <= kFewRows)
-      forward_few();
+    if (problem_.codec.bits == 8)
+      run_codes(ByteCodes(problem_.codec));
+    else if (problem_.codec.kind == formats::Kind::table)
+      run_codes(TableCodes(problem_.codec));
+    else if (is_shifted(problem_.codec))
+      run_codes(ShiftedCodes(problem_.codec));
     else
-      forward_many();
+      run_codes(SymmetricCodes(problem_.codec));
   }
 
  private:
-  // Panels of x: [columns][rows], padded with 0. Of `rows` rows each; the last has as many as rows_of says
-  // for what is left. Columns are in the order of the weight, where they are its columns.
+  template <class Codes>
+  void run_codes(const Codes& codes) {
+    if (problem_.transposed)
+      transposed(codes);
+    else if (problem_.m <= kFewRows)
+      forward_few(codes);
+    else
+      forward_many(codes);
+  }
+
+  void find(int64_t strip, int64_t unit, Unit& to) const {
+    to.codes = parameters_.codes(strip, unit);
+    parameters_.load(strip, unit, to.parameters);
+  }
+  template <class Codes>
+  void decode(const Codes& codes, int64_t strip, int64_t unit, int64_t ahead, float* w,
+              int64_t row_floats) const {
+    Unit at;
+    find(strip, unit, at);
+    decode_unit(codes, at, ahead, w, row_floats);
+  }
+
+  // Panels of x, padded with 0: of `rows` rows each, in all num_rows, not less than m; the last has as many
+  // as rows_of says for what is left. A panel is [columns][rows]; for dot products [units][rows][columns].
+  // Columns are in the order of the weight, where they are its columns.
   template <class RowsOf>
-  void make_panels(int64_t rows, const RowsOf& rows_of) {
+  void make_panels(int64_t rows, int64_t num_rows, const RowsOf& rows_of) {
+    const bool dots = !problem_.transposed && problem_.m <= kFewRows;
     std::array<uint8_t, kCols> order;
     for (int i = 0; i < kCols; ++i) order[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
     if (!problem_.transposed) order = column_order(problem_.codec.bits);
@@ -179,15 +336,17 @@ class Product {
     parallel_for(x_cols_ / kCols, 1, threads, [&](int64_t chunk, int64_t, int) {
       const int64_t begin = chunk * kCols, n = std::min<int64_t>(kCols, num_in - begin);
       float values[kCols] = {};
-      for (int64_t first = 0; first < problem_.m; first += rows) {
-        const int64_t width = rows_of(problem_.m - first);
+      for (int64_t first = 0; first < num_rows; first += rows) {
+        const int64_t width = rows_of(num_rows - first);
         float* const panel = x_panel(first) + begin * width;
+        const int64_t row_step = dots ? kCols : 1, col_step = dots ? 1 : width;
         for (int64_t row = 0; row < width; ++row) {
           if (first + row < problem_.m)
             load((first + row) * num_in + begin, n, values);
           else
             std::fill_n(values, kCols, 0.0f);
-          for (size_t i = 0; i < kCols; ++i) panel[static_cast<int64_t>(i) * width + row] = values[order[i]];
+          for (size_t i = 0; i < kCols; ++i)
+            panel[static_cast<int64_t>(i) * col_step + row * row_step] = values[order[i]];
         }
       }
     });
@@ -217,42 +376,51 @@ class Product {
   }
 
   // Lanes are columns. A block is one strip.
-  void forward_few() {
-    constexpr int kMost = kSums / 2;  // rows of x at a time
-    const int64_t rows = std::bit_ceil(static_cast<uint64_t>(problem_.m));
-    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
-    const auto add_dots_of = at_a_time == 1   ? add_dots<1>
-                             : at_a_time == 2 ? add_dots<2>
-                             : at_a_time == 4 ? add_dots<4>
-                                              : add_dots<kMost>;
-    make_panels(1, [](int64_t) { return 1; });
+  template <class Codes>
+  void forward_few(const Codes& codes) {
+    if (problem_.m == 1)
+      forward_few<1>(codes);
+    else if (problem_.m == 2)
+      forward_few<2>(codes);
+    else if (problem_.m <= 4)
+      forward_few<4>(codes);
+    else
+      forward_few<8>(codes);
+  }
+  template <int M, class Codes>
+  void forward_few(const Codes& codes) {
+    make_panels(M, M, [](int64_t) { return M; });
+    constexpr int64_t kUnits = std::min(8, 32 / M);                       // of a block: x stays in the cache
+    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      alignas(64) float w[kRows * kBlockCols];
-      alignas(64) float sums[kRows * kFewRows * kLanes] = {};
-      for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
-        const int64_t units = std::min(kBlockUnits, units_ - unit);
-        for (int64_t u = 0; u < units; ++u)
-          decoder_.decode(strip, unit + u, kAhead, w + u * kCols, kBlockCols);
-        for (int64_t row = 0; row < kRows; row += 2)
-          for (int64_t m = 0; m < rows; m += at_a_time)
-            add_dots_of(units * kCols, w + row * kBlockCols, kBlockCols, x_panel(m) + unit * kCols, x_cols_,
-                        sums + (row * rows + m) * kLanes, rows * kLanes);
+      constexpr int kAtATime = std::min(M, kSums / 2);
+
+      alignas(64) float sums[M / kAtATime][kRows * kAtATime * kLanes] = {};
+      Unit block[kUnits];
+      for (int64_t unit = 0; unit < units_; unit += kUnits) {
+        const int64_t units = std::min(kUnits, units_ - unit);
+        for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
+        for (int part = 0; part < M / kAtATime; ++part)
+          add_dots<kAtATime>(codes, units, block, x_ + (unit * M + part * kAtATime) * kCols, M * kCols, ahead,
+                             sums[part]);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
+          y[row] = hn::GetLane(hn::SumOfLanes(
+              Tag(), hn::Load(Tag(), sums[m / kAtATime] + (row * kAtATime + m % kAtATime) * kLanes)));
         store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
       }
     });
   }
 
   // Lanes are rows of x.
-  void forward_many() {
+  template <class Codes>
+  void forward_many(const Codes& codes) {
     constexpr int kWide =
         kSums / 2;  // rows of the weight at a time, with two vectors of rows of x; or 8 and one
     const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
-    make_panels(2 * kLanes, rows_of);
+    make_panels(2 * kLanes, problem_.m, rows_of);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     const int64_t blocks = (strips_ + kBlockStrips - 1) / kBlockStrips;
     parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
@@ -265,8 +433,8 @@ class Product {
         const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
         for (int64_t row = 0; row < rows; row += kRows)
           for (int64_t col = 0; col < cols; col += kCols)
-            decoder_.decode(strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
-                            kBlockCols);
+            decode(codes, strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
+                   kBlockCols);
         for (int64_t m = batch; m < end; m += 2 * kLanes) {
           const int64_t width = rows_of(problem_.m - m);
           const float* const panel = x_panel(m) + unit * kCols * width;
@@ -285,11 +453,16 @@ class Product {
   }
 
   // Lanes are columns. A block is one unit wide; a task walks down some units, side by side.
-  void transposed() {
+  template <class Codes>
+  void transposed(const Codes& codes) {
     const auto rows_of = [](int64_t left) {
       return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
     };
-    make_panels(8, rows_of);
+    make_panels(8, problem_.m, rows_of);
+    constexpr int kFused = kSums / 4;  // rows of x with which the weight is multiplied as it is decoded
+    const bool few = problem_.m <= kFused;
+    const int64_t width_of_few = rows_of(problem_.m);
+    const int64_t ahead = kBlockStrips * problem_.weight.strip_bytes;  // the next block
     const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     // As many side by side as there is room for the sums of, and enough tasks for the threads.
@@ -305,11 +478,19 @@ class Product {
       const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
       const int64_t sum_row = units * kCols;
       for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
-        const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
+        const int64_t strips = std::min(kBlockStrips, strips_ - strip), rows = strips * kRows;
         for (int64_t u = 0; u < units; ++u) {
-          for (int64_t row = 0; row < rows; row += kRows)
-            decoder_.decode(strip + row / kRows, unit + u, kBlockStrips * problem_.weight.strip_bytes,
-                            w + row * kCols, kCols);
+          if (few) {
+            Unit block[kBlockStrips];
+            for (int64_t i = 0; i < strips; ++i) find(strip + i, unit + u, block[i]);
+            const auto add = width_of_few == 1   ? add_columns<1, Codes>
+                             : width_of_few == 2 ? add_columns<2, Codes>
+                                                 : add_columns<kFused, Codes>;
+            add(codes, strips, block, x_ + strip * kRows * width_of_few, ahead, sums + u * kCols, sum_row);
+            continue;
+          }
+          for (int64_t i = 0; i < strips; ++i)
+            decode(codes, strip + i, unit + u, ahead, w + i * kRows * kCols, kCols);
           for (int64_t m = batch; m < end; m += 8) {
             const int64_t width = rows_of(problem_.m - m);
             const float* const panel = x_panel(m) + strip * kRows * width;
@@ -346,7 +527,7 @@ class Product {
   UnitPlace* const places_;
   float* const x_;
   const int64_t x_cols_;
-  const Decoder decoder_;
+  const ParameterLoader parameters_;
 };
 
 bool HasQgemmSimd() { return true; }
@@ -401,11 +582,12 @@ class SimdKernel : public QgemmKernel {
 };
 
 std::string refuse(const QgemmProblem& problem) {
-  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors it is compiled for";
-  if (!problem.packed) return "it takes packed weights";
-  if (problem.math == QgemmMath::f64) return "its sums are f32, math is f64";
-  if (problem.group < problem.k && problem.group % 32 != 0)
-    return fmt::format("it takes groups of multiples of 32 columns, got {}", problem.group);
+  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors that it is compiled for";
+  if (!problem.packed) return "it takes packed weights, not views";
+  if (problem.math == QgemmMath::f64) return "its sums are f32, not f64";
+  if (problem.group < problem.k && problem.group % (formats::kUnitCols / 2) != 0)
+    return fmt::format("its groups are multiples of {} columns, or rows, not {}", formats::kUnitCols / 2,
+                       problem.group);
   return {};
 }
 

@@ -67,7 +67,7 @@ TEST_P(QgemmCpu, EveryGroup) {
         d.spec.granularity = granularity;
         d.spec.group_size = size;
         d.spec.double_quant = false;
-        d.m = 3;
+        d.m = transposed == packed ? 3 : 20;
         d.n = 70;
         d.k = packed && granularity == Granularity::flat ? 3 * size : 290;
         d.packed = packed;
@@ -92,6 +92,67 @@ INSTANTIATE_TEST_SUITE_P(, QgemmCpu, ::testing::Range(size_t{0}, testing::qgemm_
                          [](const auto& info) {
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
+
+std::string reason_of_simd(const QgemmDescriptor& d) {
+  for (const QgemmChoice& choice : explain_qgemm({}, d))
+    if (choice.variant == "qgemm_simd") return choice.reason;
+  return "it is not listed";
+}
+
+// Blocks and panels of every width, some of each: the same bytes for every number of threads and every run,
+// with each SIMD target.
+TEST(QgemmSimd, SameBytes) {
+  std::mt19937_64 random(1);
+  for (const int64_t m : {1, 2, 4, 7, 12, 40, 263})
+    for (const bool transposed : {false, true}) {
+      QgemmDescriptor d;
+      d.spec.group_size = 32;
+      d.dtype = testing::pick(random, testing::kQgemmDTypes);
+      d.m = m;
+      d.n = 5 * 64 + 9;
+      d.k = 9 * 64 + 3;
+      d.transposed = transposed;
+      d.variant = "qgemm_simd";
+      if (testing::kSanitized && m > 40) continue;
+      const QgemmCase test(d, random());
+      const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), WeightRounding::none);
+      testing::for_each_target([&](const char*) {
+        if (!reason_of_simd(d).empty()) return;
+        const testing::CpuRun run = testing::run_on_cpu(test, 1);
+        EXPECT_TRUE(testing::near_reference(test, run.y, expected));
+        for (const int threads : {1, 2, 3, 4, 5})
+          EXPECT_TRUE(run.y == testing::run_on_cpu(test, threads).y)
+              << testing::describe(d) << ": with " << threads << " threads";
+      });
+    }
+}
+
+TEST(QgemmSimd, Refusals) {
+  const auto reason = [](auto change) {
+    QgemmDescriptor d;
+    d.m = d.n = 3;
+    d.k = 128;
+    d.dtype = DType::f32;
+    change(d);
+    return reason_of_simd(d);
+  };
+  using D = QgemmDescriptor;
+  testing::for_each_target([&](std::string_view target) {
+    if (const std::string none = reason([](D&) {}); !none.empty()) {
+      EXPECT_EQ(none, "the CPU has none of the vectors that it is compiled for");
+      EXPECT_TRUE(target == "SCALAR" || target == "AVX3_DL");  // as AVX3
+      return;
+    }
+    EXPECT_EQ(reason([](D& d) { d.math = QgemmMath::tf32; }), "");
+    EXPECT_EQ(reason([](D& d) { d.math = QgemmMath::f64; }), "its sums are f32, not f64");
+    EXPECT_EQ(reason([](D& d) { d.packed = false; }), "it takes packed weights, not views");
+    EXPECT_EQ(reason([](D& d) { d.spec.group_size = 100; }),
+              "its groups are multiples of 32 columns, or rows, not 100");
+    EXPECT_EQ(reason([](D& d) { d.spec.group_size = 96; }), "");
+    EXPECT_EQ(reason([](D& d) { d.k = d.spec.group_size = 100; }), "");
+    EXPECT_EQ(reason([](D& d) { d.k = 0; }), "there is nothing to sum");
+  });
+}
 
 QgemmDescriptor descriptor(int64_t m, int64_t n, int64_t k) {
   QgemmDescriptor d;
