@@ -33,7 +33,7 @@ using formats::kUnitCols;
 using formats::kUnitRows;
 
 constexpr int kLanes = 16;
-constexpr int kAhead = 4096;           // bytes of the weight that are fetched before they are used
+constexpr int kAhead = 12288;          // bytes of the weight that are fetched before they are used
 constexpr int kFewRows = 8;            // that are multiplied without a decoded weight in memory
 constexpr int kFewTransposedRows = 4;  // likewise
 
