@@ -1,17 +1,18 @@
 // `qgemm` of bf16 activations by AVX-512: vdpbf16ps, which adds the products of pairs of bf16 to f32 sums.
 //
-//   forward, few rows    Codes are looked up in registers and multiplied with x along k: 16 partial sums for
-//                        each output. x is small and lies in the order of the codes.
-//   forward, many rows   Two units at a time are decoded to the cache; 16 rows of x lie across the lanes, and
-//                        pairs of weights are broadcast.
-//   transposed           Units are decoded to pairs of rows of the weight; 16 columns lie across the lanes,
-//                        and pairs of x are broadcast.
+//   forward, few rows     Codes are looked up in registers and multiplied with x along k: 16 partial sums for
+//                         each output. x is small and lies in the order of the codes.
+//   forward, more rows    Units are decoded to the cache; 16 rows of x lie across the lanes, and pairs of
+//                         weights are broadcast.
+//   transposed            Units are decoded to pairs of rows of the weight, for few rows of x in registers,
+//                         else to the cache; 16 columns lie across the lanes, and pairs of x are broadcast.
 //
 // Forward, sums of a group are of codes and multiplied with its scale in f32 (code_rounded); transposed, what
 // is summed has many scales, so they are in the weights (weight_rounded). The order of a sum depends on
 // neither threads nor what else is computed. vdpbf16ps takes denormal inputs as zeros and makes zeros of
 // denormal sums.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <memory>
 
@@ -32,9 +33,9 @@ using formats::kUnitCols;
 using formats::kUnitRows;
 
 constexpr int kLanes = 16;
-constexpr int kUnitPairs = kUnitCols / 2;
-constexpr int kAhead = 4096;  // bytes of the weight that are fetched before they are used
-constexpr int kFewRows = 4;   // that are multiplied without a decoded weight in memory
+constexpr int kAhead = 12288;          // bytes of the weight that are fetched before they are used
+constexpr int kFewRows = 8;            // that are multiplied without a decoded weight in memory
+constexpr int kFewTransposedRows = 4;  // likewise
 
 int64_t units_of(const formats::PackedLayout& p) { return p.blocks_per_strip * (p.block_cols / kUnitCols); }
 
@@ -94,12 +95,6 @@ HALFBYTE_AVX512 inline void load_unit(const Run& run, const UnitOrder& order, in
     vectors[j] = _mm512_permutex2var_epi16(low, _mm512_load_si512(order.columns[j]), high);
 }
 
-// Of the first 8 lanes of both.
-HALFBYTE_AVX512 inline __m512i interleave(__m512i even, __m512i odd) {
-  return _mm512_permutex2var_epi32(
-      even, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), odd);
-}
-
 // The rows of x in the workspace for few rows: [unit][row][2 vectors].
 HALFBYTE_AVX512 void arrange_rows(const Run& run, int64_t begin, int64_t end) {
   const UnitOrder order(run.problem.codec.bits);
@@ -135,11 +130,9 @@ HALFBYTE_AVX512 void transpose(__m512i (&rows)[kLanes]) {
   }
 }
 
-// ... for more rows: panels of blocks of rows, [unit][2][16 / pairs][block][row of the block][pairs], so that
-// 16 lanes are the rows of a block times `pairs` neighbouring pairs. Two, where that fills the lanes.
+// ... for more rows: panels of up to 4 blocks of 16 rows, [unit][2][16 pairs][block][row of the block].
 constexpr int kPanelBlocks = 4;
-int pairs_of(int64_t m) { return m <= kLanes ? 2 : 1; }
-int block_rows(const Run& run) { return kLanes / pairs_of(run.problem.m); }
+constexpr int kPanelRows = kPanelBlocks * kLanes;
 
 struct Panel {
   uint16_t* x;
@@ -147,32 +140,25 @@ struct Panel {
   int64_t row;  // the first
 };
 Panel panel_of(const Run& run, int64_t panel) {
-  const int rows = block_rows(run);
-  const int64_t row = panel * kPanelBlocks * rows;
+  const int64_t row = panel * kPanelRows;
   return {run.x + row * units_of(run.problem.weight) * kUnitCols,
-          static_cast<int>(std::min<int64_t>(kPanelBlocks, (run.rows - row) / rows)), row};
+          static_cast<int>(std::min<int64_t>(kPanelRows, run.rows - row) / kLanes), row};
 }
 HALFBYTE_AVX512 void arrange_panel(const Run& run, int64_t panel, int64_t unit) {
   const UnitOrder order(run.problem.codec.bits);
   const auto [x, blocks, first] = panel_of(run, panel);
-  const int rows = block_rows(run), pairs = kLanes / rows;
   for (int block = 0; block < blocks; ++block) {
-    __m512i vectors[2][kLanes] = {};
-    for (int i = 0; i < rows; ++i) {
+    __m512i vectors[2][kLanes];
+    for (int i = 0; i < kLanes; ++i) {
       __m512i row[2];
-      load_unit(run, order, first + block * rows + i, unit, row);
+      load_unit(run, order, first + block * kLanes + i, unit, row);
       vectors[0][i] = row[0];
       vectors[1][i] = row[1];
     }
     for (int j = 0; j < 2; ++j) {
       transpose(vectors[j]);
-      for (int pair = 0; pair < kLanes; ++pair) {
-        uint16_t* const to = x + (((unit * 2 + j) * kLanes + pair) / pairs * blocks + block) * 32;
-        if (pairs == 1)
-          _mm512_store_si512(to, vectors[j][pair]);
-        else if (pair % 2 == 0)
-          _mm512_store_si512(to, interleave(vectors[j][pair], vectors[j][pair + 1]));
-      }
+      for (int pair = 0; pair < kLanes; ++pair)
+        _mm512_store_si512(x + (((unit * 2 + j) * kLanes + pair) * blocks + block) * 32, vectors[j][pair]);
     }
   }
 }
@@ -354,7 +340,8 @@ template <int kBits, bool kTwoInLanes = false>
 StripFunction strip_function(int64_t rows) {
   return rows == 1   ? multiply_strip<kBits, 1, kTwoInLanes>
          : rows == 2 ? multiply_strip<kBits, 2, kTwoInLanes>
-                     : multiply_strip<kBits, 4, kTwoInLanes>;
+         : rows == 4 ? multiply_strip<kBits, 4, kTwoInLanes>
+                     : multiply_strip<kBits, 8, kTwoInLanes>;
 }
 
 // ---- Forward, many rows
@@ -370,22 +357,15 @@ struct Fold {
   int first, runs, length;
 };
 
-template <int kPairs>
-HALFBYTE_AVX512 inline __m512i broadcast(const uint16_t* pairs) {
-  if constexpr (kPairs == 1) {
-    int bits = 0;
-    std::memcpy(&bits, pairs, sizeof bits);
-    return _mm512_set1_epi32(bits);
-  } else {
-    long long bits = 0;
-    std::memcpy(&bits, pairs, sizeof bits);
-    return _mm512_set1_epi64(bits);
-  }
+HALFBYTE_AVX512 inline __m512i broadcast(const uint16_t* pair) {
+  int bits = 0;
+  std::memcpy(&bits, pair, sizeof bits);
+  return _mm512_set1_epi32(bits);
 }
 
 // totals[row][block] += scale of the row * products of a unit and a panel. `next` is the unit of a panel that
 // comes after x.
-template <int kPairs, int kBlocks>
+template <int kBlocks>
 HALFBYTE_AVX512 void multiply_unit(const DecodedUnit& unit, const uint16_t* x, const uint16_t* next,
                                    const Fold& fold, const float* scales, float* totals) {
   constexpr int kRows = kBlocks == 1 ? 16 : kBlocks == 4 ? 4 : 8;
@@ -400,15 +380,15 @@ HALFBYTE_AVX512 void multiply_unit(const DecodedUnit& unit, const uint16_t* x, c
       const uint16_t* const weights = unit[part][row / kTileLines].lines[row % kTileLines];
       for (int run = 0; run < fold.runs; ++run) {
         const int begin = fold.first + 4 * run;
-        for (int pair = begin; pair < begin + fold.length; pair += kPairs) {
-          const int at = (part * kLanes + pair) / kPairs * kBlocks * 32;
+        for (int pair = begin; pair < begin + fold.length; ++pair) {
+          const int at = (part * kLanes + pair) * kBlocks * 32;
           _mm_prefetch(ahead + at, _MM_HINT_T0);
           __m512i pairs[kBlocks];
 #pragma GCC unroll 4
           for (int b = 0; b < kBlocks; ++b) pairs[b] = _mm512_load_si512(x + at + b * 32);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
-            const __m512i weight = broadcast<kPairs>(weights + i * kTileValues + pair * 2);
+            const __m512i weight = broadcast(weights + i * kTileValues + pair * 2);
 #pragma GCC unroll 4
             for (int b = 0; b < kBlocks; ++b) sums[i][b] = dot(sums[i][b], weight, pairs[b]);
           }
@@ -428,23 +408,17 @@ HALFBYTE_AVX512 void multiply_unit(const DecodedUnit& unit, const uint16_t* x, c
 
 using UnitFunction = void (*)(const DecodedUnit&, const uint16_t*, const uint16_t*, const Fold&, const float*,
                               float*);
-UnitFunction unit_function(int pairs, int blocks) {
-  if (pairs == 2) return blocks == 1 ? multiply_unit<2, 1> : multiply_unit<2, 2>;
-  return blocks == 1   ? multiply_unit<1, 1>
-         : blocks == 2 ? multiply_unit<1, 2>
-         : blocks == 3 ? multiply_unit<1, 3>
-                       : multiply_unit<1, 4>;
+UnitFunction unit_function(int blocks) {
+  return blocks == 1   ? multiply_unit<1>
+         : blocks == 2 ? multiply_unit<2>
+         : blocks == 3 ? multiply_unit<3>
+                       : multiply_unit<4>;
 }
 
-// totals[row][block] += bias of the row * sums of x over a group. Of two lanes of a row of x, to the first.
-HALFBYTE_AVX512 void add_biases(const float* biases, const float* sums, int blocks, int pairs,
-                                float* totals) {
+// totals[row][block] += bias of the row * sums of x over a group.
+HALFBYTE_AVX512 void add_biases(const float* biases, const float* sums, int blocks, float* totals) {
   for (int b = 0; b < blocks; ++b) {
-    const __m512i numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512 x = pairs == 1 ? _mm512_loadu_ps(sums + b * kLanes)
-                                : _mm512_maskz_permutexvar_ps(
-                                      0x5555, _mm512_srli_epi32(numbers, 1),
-                                      _mm512_castps256_ps512(_mm256_loadu_ps(sums + b * kLanes / 2)));
+    const __m512 x = _mm512_loadu_ps(sums + b * kLanes);
     for (int row = 0; row < kUnitRows; ++row) {
       float* const total = totals + (row * blocks + b) * kLanes;
       _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_set1_ps(biases[row]), x, _mm512_load_ps(total)));
@@ -454,18 +428,15 @@ HALFBYTE_AVX512 void add_biases(const float* biases, const float* sums, int bloc
 
 // Outputs of a strip and of rows of x, from their totals.
 HALFBYTE_AVX512 void store_panel(const Run& run, int64_t strip, const Panel& panel, const float* totals) {
-  const int rows = block_rows(run), pairs = kLanes / rows;
   for (int b = 0; b < panel.blocks; ++b)
     for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes) {
       __m512i lanes[kLanes];
       for (int i = 0; i < kLanes; ++i)
         lanes[i] = _mm512_load_si512(totals + ((row + i) * panel.blocks + b) * kLanes);
       transpose(lanes);
-      for (int i = 0; i < rows && panel.row + b * rows + i < run.problem.m; ++i) {
-        __m512 sum = _mm512_castsi512_ps(lanes[i * pairs]);
-        if (pairs == 2) sum = _mm512_add_ps(sum, _mm512_castsi512_ps(lanes[i * 2 + 1]));
-        store(run, panel.row + b * rows + i, strip * kUnitRows + row, sum);
-      }
+      const int64_t first = panel.row + b * kLanes;
+      for (int i = 0; i < kLanes && first + i < run.problem.m; ++i)
+        store(run, first + i, strip * kUnitRows + row, _mm512_castsi512_ps(lanes[i]));
     }
 }
 
@@ -475,7 +446,6 @@ HALFBYTE_AVX512 void multiply_panels(const Run& run, int64_t first_strip, int nu
                                      int num_panels) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
-  const int pairs = pairs_of(problem.m);
   Panel panels[kTaskPanels];
   alignas(64) float totals[kTaskPanels][kTaskStrips][kUnitRows * kPanelBlocks * kLanes];
   for (int i = 0; i < num_panels; ++i) {
@@ -504,11 +474,11 @@ HALFBYTE_AVX512 void multiply_panels(const Run& run, int64_t first_strip, int nu
     }
     for (int panel = 0; panel < num_panels; ++panel) {
       const int blocks = panels[panel].blocks;
-      const int64_t x_unit = kUnitCols / pairs * blocks * kLanes;  // elements
+      const int64_t x_unit = kUnitCols * blocks * kLanes;  // elements
       const uint16_t* const x = panels[panel].x + unit * x_unit;
       const uint16_t* const next =
           panel + 1 < num_panels ? panels[panel + 1].x + unit * x_unit : panels[0].x + (unit + 1) * x_unit;
-      const auto multiply = unit_function(pairs, blocks);
+      const auto multiply = unit_function(blocks);
       for (int i = 0; i < num_strips; ++i)
         for (int half = 0; half < block_groups.num; ++half) {
           const Fold fold = block_groups.num == 1 ? Fold{0, 2, 0, 1, kLanes}
@@ -516,7 +486,7 @@ HALFBYTE_AVX512 void multiply_panels(const Run& run, int64_t first_strip, int nu
                                                   : Fold{half, half + 1, 0, 1, kLanes};
           if (p.has_biases && groups[half] >= 0)
             add_biases(parameters[i][half].biases, run.sums + groups[half] * run.rows + panels[panel].row,
-                       blocks, pairs, totals[panel][i]);
+                       blocks, totals[panel][i]);
           multiply(decoded[i], x, next, fold, parameters[i][half].scales, totals[panel][i]);
         }
     }
@@ -691,7 +661,7 @@ HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end
   alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
   std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  if (problem.m <= kFewRows && p.bits == 4 && !p.has_biases) {
+  if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases) {
     const bool two_groups = p.inlined && p.group < kUnitCols;
     const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
                             : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
@@ -723,8 +693,8 @@ class QgemmAvx512 : public QgemmKernel {
       x_bytes_ = rows_ * row_stride_ * 2;
       return;
     }
-    const int block = kLanes / pairs_of(m);
-    rows_ = m == 3 ? 4 : m <= kFewRows ? m : (m + block - 1) / block * block;
+    rows_ = m <= kFewRows ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(m)))
+                          : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)) sums_ = p.groups;
   }
@@ -760,8 +730,7 @@ class QgemmAvx512 : public QgemmKernel {
   void run_forward(const Run& run) const {
     const int threads = problem_.num_threads;
     const formats::PackedLayout& p = problem_.weight;
-    const int64_t units = units_of(p), panel_rows = kPanelBlocks * block_rows(run);
-    const int64_t panels = (rows_ + panel_rows - 1) / panel_rows;
+    const int64_t units = units_of(p), panels = (rows_ + kPanelRows - 1) / kPanelRows;
     const bool few = problem_.m <= kFewRows;
     if (sums_ > 0)
       parallel_for(sums_, 64, threads, [&](int64_t begin, int64_t end, int) {
