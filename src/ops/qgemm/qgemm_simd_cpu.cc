@@ -384,37 +384,32 @@ class Product {
   // Lanes are columns. A block is one strip.
   template <class Codes>
   void forward_few(const Codes& codes) {
-    if (problem_.m == 1)
-      forward_few<1>(codes);
-    else if (problem_.m == 2)
-      forward_few<2>(codes);
-    else if (problem_.m <= 4)
-      forward_few<4>(codes);
-    else
-      forward_few<8>(codes);
-  }
-  template <int M, class Codes>
-  void forward_few(const Codes& codes) {
-    make_panels(M, M, [](int64_t) { return M; });
-    constexpr int64_t kUnits = std::min(8, 32 / M);                       // of a block: x stays in the cache
-    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
+    constexpr int kMost = kSums / 2;  // rows of x at a time
+    const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem_.m)));
+    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
+    const auto add = at_a_time == 1   ? add_dots<1, Codes>
+                     : at_a_time == 2 ? add_dots<2, Codes>
+                     : at_a_time == 4 ? add_dots<4, Codes>
+                                      : add_dots<kMost, Codes>;
+    constexpr int64_t kMostBlock = 8;
+    const int64_t block_units = std::min(kMostBlock, 32 / rows);               // whose x stays in the cache
+    const int64_t ahead = block_units * problem_.weight.strip_bytes / units_;  // the next block
+    make_panels(rows, rows, [rows](int64_t) { return rows; });
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      constexpr int kAtATime = std::min(M, kSums / 2);
-
-      alignas(64) float sums[M / kAtATime][kRows * kAtATime * kLanes] = {};
-      Unit block[kUnits];
-      for (int64_t unit = 0; unit < units_; unit += kUnits) {
-        const int64_t units = std::min(kUnits, units_ - unit);
+      alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [parts of x][row of the weight][row of x]
+      Unit block[kMostBlock];
+      for (int64_t unit = 0; unit < units_; unit += block_units) {
+        const int64_t units = std::min(block_units, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
-        for (int part = 0; part < M / kAtATime; ++part)
-          add_dots<kAtATime>(codes, units, block, x_ + (unit * M + part * kAtATime) * kCols, M * kCols, ahead,
-                             sums[part]);
+        for (int64_t m = 0; m < rows; m += at_a_time)
+          add(codes, units, block, x_ + (unit * rows + m) * kCols, rows * kCols, ahead,
+              sums + m * kRows * kLanes);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
+        const float* const from = sums + (m / at_a_time * kRows * at_a_time + m % at_a_time) * kLanes;
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(
-              Tag(), hn::Load(Tag(), sums[m / kAtATime] + (row * kAtATime + m % kAtATime) * kLanes)));
+          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), from + row * at_a_time * kLanes)));
         store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
       }
     });
