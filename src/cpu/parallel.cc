@@ -45,7 +45,7 @@ void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, Rang
   if (n <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   const int threads = effective_threads(num_threads);
-  if (threads == 1) {
+  if (threads == 1 || n <= grain) {
     for (int64_t begin = 0; begin < n; begin += grain) body(context, begin, std::min(n, begin + grain), 0);
     return;
   }

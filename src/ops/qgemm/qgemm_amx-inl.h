@@ -77,12 +77,13 @@ inline std::string refuse_amx(const QgemmProblem& problem) {
 
 // How a problem is cut. Numbers of tiles, or of pairs of tiles.
 struct AmxBlocks {
-  static constexpr int kChunk = 8;       // tiles of the sum that are decoded at a time
-  static constexpr int kMaxMTiles = 32;  // of a task: x and f32 tiles stay in the L2 cache
+  static constexpr int kMaxMTiles = 16;  // of a task: x and f32 tiles stay in the L2 cache
   static constexpr int kMaxPairs = 8;
 
-  int64_t units = 0;      // of 64 columns of a row
-  int64_t sum_tiles = 0;  // of the whole sum
+  int64_t units = 0;        // of 64 columns of a row
+  int64_t sum_tiles = 0;    // of the whole sum
+  int64_t chunk_tiles = 0;  // of the sum, decoded at a time; even
+  int64_t chunks = 0;
   int64_t out_pairs = 0, m_tiles = 0;
   int64_t task_pairs = 0, task_m_tiles = 0;  // of a task
   int64_t out_tasks = 0, m_tasks = 0;
@@ -95,12 +96,21 @@ struct AmxBlocks {
     m_tiles = parts(problem.m, kTileLines);
     m_tasks = parts(m_tiles, kMaxMTiles);
     task_m_tiles = formats::round_up(parts(m_tiles, m_tasks), 2);
-    // Few rows of x: what a task reads of the weight at a time is contiguous, and decoded to the L1 cache.
+    // Few rows of x: less is decoded at a time, to the L1 cache.
+    const bool few = m_tiles <= 2;
+    chunk_tiles = few ? 4 : 8;
+    chunks = parts(sum_tiles, chunk_tiles);
     const int64_t min_pairs = problem.transposed ? 2 : 1;
-    task_pairs = m_tiles > 2 ? kMaxPairs : problem.transposed ? 4 : 1;
+    task_pairs = few ? min_pairs : kMaxPairs;
     while (task_pairs > min_pairs && parts(out_pairs, task_pairs) * m_tasks < 4 * num_threads)
       task_pairs /= 2;
     out_tasks = parts(out_pairs, task_pairs);
+  }
+
+  // Where a tile of x lies: [chunk][m tile][tile of the chunk]. What is multiplied with a chunk is
+  // contiguous; it would not stay in the cache at strides of powers of two.
+  int64_t x_tile(int64_t m_tile, int64_t sum_tile) const {
+    return (sum_tile / chunk_tiles * m_tiles + m_tile) * chunk_tiles + sum_tile % chunk_tiles;
   }
 };
 
@@ -132,11 +142,12 @@ class AmxKernel : public QgemmKernel {
             few_rows_ ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
   }
   int64_t workspace_bytes() const override {
-    return 64 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
+    return 48 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
   }
 
   void run(const QgemmTensors& tensors, void*, void* workspace) const override {
-    auto* const begin = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(workspace) + 63) / 64 * 64);
+    auto* const begin =
+        static_cast<uint8_t*>(workspace) + (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
     auto* const x = reinterpret_cast<Bf16Tile*>(begin);
     auto* const x_sums = reinterpret_cast<float*>(begin + x_bytes());
     uint8_t* const scratch = begin + x_bytes() + x_sums_bytes();
@@ -145,7 +156,7 @@ class AmxKernel : public QgemmKernel {
     const int64_t columns = blocks_.sum_tiles / tiles_at_once;
     parallel_for(blocks_.m_tiles * columns, 64, threads, [&](int64_t first, int64_t last, int) {
       for (int64_t i = first; i < last; ++i) {
-        Bf16Tile* const to = x + i * tiles_at_once;
+        Bf16Tile* const to = x + blocks_.x_tile(i / columns, i % columns * tiles_at_once);
         problem_.transposed ? pack_rows(tensors, i / columns, i % columns, to)
                             : pack_pairs(tensors, i / columns, i % columns, to);
       }
@@ -173,20 +184,21 @@ class AmxKernel : public QgemmKernel {
   }
 
  private:
-  static constexpr int kChunk = AmxBlocks::kChunk;
   static constexpr int kQuarter = kTileLines / 4;  // lines of a unit that are decoded between products
   static constexpr int64_t kPrefetchBytes = 4096, kPrefetchStrips = 4;  // ahead of the decoder
 
   bool has_two_groups() const { return problem_.weight.inlined && problem_.weight.group == 32; }
-  int64_t x_bytes() const { return blocks_.m_tiles * blocks_.sum_tiles * int64_t{sizeof(Bf16Tile)}; }
+  int64_t x_bytes() const {
+    return blocks_.chunks * blocks_.m_tiles * blocks_.chunk_tiles * int64_t{sizeof(Bf16Tile)};
+  }
   int64_t x_sums_bytes() const {
     return few_rows_ && problem_.weight.has_biases ? problem_.weight.groups * 64 : 0;
   }
   // Of a thread: pairs of decoded tiles of two chunks; f32 tiles.
-  int64_t chunk_tiles() const { return blocks_.task_pairs * kChunk * 2; }
+  int64_t buffer_tiles() const { return blocks_.task_pairs * blocks_.chunk_tiles * 2; }
   int64_t scratch_bytes() const {
     if (few_rows_) return 0;
-    return 2 * chunk_tiles() * int64_t{sizeof(Bf16Tile)} +
+    return 2 * buffer_tiles() * int64_t{sizeof(Bf16Tile)} +
            blocks_.task_m_tiles * blocks_.task_pairs * 2 * int64_t{sizeof(F32Tile)};
   }
 
@@ -264,13 +276,14 @@ class AmxKernel : public QgemmKernel {
                                          int64_t first_strip, int64_t last_strip) const {
     Tiles tiles;
     UnitDecoder decoder(problem_, tensors, WeightRounding::code_rounded);
+    GroupParameters parameters;
     Bf16Tile weights[2][2][2];  // [the one that is multiplied, the next, by turns][j][i]
     int now = 0;
     decoder.select(first_strip, 0);
     decoder.template decode<false>(0, kTileLines, weights[0][0], weights[0][1]);
     for (int64_t strip = first_strip; strip < last_strip; ++strip) {
-      F32Tile totals[2] = {},
-              sums[2][2];  // sums: [group % 2][i]: added a group later, when they have arrived
+      F32Tile totals[2] = {};
+      F32Tile sums[2][2];  // [group % 2][i]; added a group later, when they have arrived
       int64_t group = 0, unit_of_group = 0;
       for (int64_t unit = 0; unit < blocks_.units; ++unit, now ^= 1) {
         const bool is_last = unit + 1 == blocks_.units;
@@ -293,33 +306,37 @@ class AmxKernel : public QgemmKernel {
         if (++unit_of_group < units_per_group_ && !is_last) continue;
         tiles.template store<0>(sums[group % 2][0]);
         tiles.template store<1>(sums[group % 2][1]);
-        if (group > 0) add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals);
+        if (group > 0)
+          add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
         ++group;
         unit_of_group = 0;
       }
-      add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals);
+      add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
       store(tensors, totals, 0, strip);
     }
   }
 
   HALFBYTE_AVX512 void add_group(const QgemmTensors& tensors, int64_t strip, int64_t group,
-                                 const F32Tile (&sums)[2], const float* x_sums, F32Tile (&totals)[2]) const {
-    GroupParameters parameters;
+                                 const F32Tile (&sums)[2], const float* x_sums, F32Tile (&totals)[2],
+                                 GroupParameters& parameters) const {
     parameters.load(problem_, tensors, strip, group);
-    for (int row = 0; row < formats::kUnitRows; ++row) {
-      float* const total = totals[row / 16].lines[row % 16];
-      __m512 value = _mm512_fmadd_ps(_mm512_load_ps(sums[row / 16].lines[row % 16]),
-                                     _mm512_set1_ps(parameters.scales[row]), _mm512_load_ps(total));
-      if (problem_.weight.has_biases)
-        value = _mm512_fmadd_ps(_mm512_load_ps(x_sums + group * 16), _mm512_set1_ps(parameters.biases[row]),
-                                value);
-      _mm512_store_ps(total, value);
-    }
+    const __m512 x_sum =
+        problem_.weight.has_biases ? _mm512_load_ps(x_sums + group * 16) : _mm512_setzero_ps();
+    for (int i = 0; i < 2; ++i)
+      for (int line = 0; line < kTileLines; ++line) {
+        const int row = i * kTileLines + line;
+        __m512 total =
+            _mm512_fmadd_ps(_mm512_load_ps(sums[i].lines[line]), _mm512_set1_ps(parameters.scales[row]),
+                            _mm512_load_ps(totals[i].lines[line]));
+        if (problem_.weight.has_biases)
+          total = _mm512_fmadd_ps(x_sum, _mm512_set1_ps(parameters.biases[row]), total);
+        _mm512_store_ps(totals[i].lines[line], total);
+      }
   }
 
   // ---- Blocks of the output, by decoded weights
 
-  // Decodes chunks of the weight, for some pairs of tiles of the output: [pair][kChunk][2].
+  // Decodes chunks of the weight, for some pairs of tiles of the output: [pair][tile of the chunk][2].
   template <bool kTransposed>
   class ChunkDecoder {
    public:
@@ -327,13 +344,14 @@ class AmxKernel : public QgemmKernel {
                                  int64_t num_pairs)
         : decoder_(kernel.problem_, tensors, WeightRounding::weight_rounded),
           sum_tiles_(kernel.blocks_.sum_tiles),
+          chunk_tiles_(kernel.blocks_.chunk_tiles),
           first_pair_(first_pair),
           num_pairs_(num_pairs),
           prefetch_(kTransposed ? kPrefetchStrips * kernel.problem_.weight.strip_bytes : kPrefetchBytes) {}
 
     // To decode a chunk to `to` in the course of `num_calls` of advance().
     void begin(int64_t chunk, Bf16Tile* to, int64_t num_calls) {
-      const int64_t num_tiles = formats::clamp<int64_t>(sum_tiles_ - chunk * kChunk, 0, kChunk);
+      const int64_t num_tiles = formats::clamp<int64_t>(sum_tiles_ - chunk * chunk_tiles_, 0, chunk_tiles_);
       num_inner_ = kTransposed ? num_pairs_ / 2 : num_tiles / 2;
       num_steps_ = 4 * num_inner_ * (kTransposed ? num_tiles : num_pairs_);
       num_calls_ = num_calls;
@@ -352,14 +370,14 @@ class AmxKernel : public QgemmKernel {
       const int64_t tile = kTransposed ? outer_ : 2 * inner_, pair = kTransposed ? 2 * inner_ : outer_;
       if (quarter_ == 0) {
         if (kTransposed)
-          decoder_.select(chunk_ * kChunk + tile, (first_pair_ + pair) / 2);
+          decoder_.select(chunk_ * chunk_tiles_ + tile, (first_pair_ + pair) / 2);
         else
-          decoder_.select(first_pair_ + pair, (chunk_ * kChunk + tile) / 2);
+          decoder_.select(first_pair_ + pair, (chunk_ * chunk_tiles_ + tile) / 2);
         decoder_.prefetch(prefetch_);
       }
-      Bf16Tile* const first = to_ + (pair * kChunk + tile) * 2;
+      Bf16Tile* const first = to_ + (pair * chunk_tiles_ + tile) * 2;
       decoder_.template decode<kTransposed>(quarter_ * kQuarter, (quarter_ + 1) * kQuarter, first,
-                                            first + (kTransposed ? 2 * kChunk : 2));
+                                            first + (kTransposed ? 2 * chunk_tiles_ : 2));
       if (++quarter_ < 4) return;
       quarter_ = 0;
       if (++inner_ < num_inner_) return;
@@ -368,7 +386,7 @@ class AmxKernel : public QgemmKernel {
     }
 
     UnitDecoder decoder_;
-    const int64_t sum_tiles_, first_pair_, num_pairs_, prefetch_;
+    const int64_t sum_tiles_, chunk_tiles_, first_pair_, num_pairs_, prefetch_;
     int64_t num_inner_ = 0, num_steps_ = 0, num_calls_ = 1, credit_ = 0, chunk_ = 0;
     int64_t inner_ = 0, outer_ = 0;  // units of a strip; strips
     int quarter_ = 0;
@@ -390,7 +408,7 @@ class AmxKernel : public QgemmKernel {
                                      int64_t num_tiles, bool is_first, F32Tile* sums,
                                      ChunkDecoder<kTransposed>& ahead) const {
     F32Tile* const second = sums + blocks_.task_pairs * 2;
-    const Bf16Tile* const second_x = x + blocks_.sum_tiles;
+    const Bf16Tile* const second_x = x + blocks_.chunk_tiles;
     if (is_first) {
       tiles.template zero<0>();
       tiles.template zero<1>();
@@ -436,21 +454,21 @@ class AmxKernel : public QgemmKernel {
     const int64_t num_pairs = std::min(b.task_pairs, b.out_pairs - first_pair);
     const int64_t num_m = std::min(b.task_m_tiles, b.m_tiles - first_m);
     auto* const decoded = reinterpret_cast<Bf16Tile*>(memory);
-    auto* const sums = reinterpret_cast<F32Tile*>(decoded + 2 * chunk_tiles());  // [m tile][pair][2]
+    auto* const sums = reinterpret_cast<F32Tile*>(decoded + 2 * buffer_tiles());  // [m tile][pair][2]
     Tiles tiles;
     ChunkDecoder<kTransposed> ahead(*this, tensors, first_pair, num_pairs);
     ahead.begin(0, decoded, 1);
     ahead.advance();
-    for (int64_t chunk = 0; chunk * kChunk < b.sum_tiles; ++chunk) {
-      const int64_t num_tiles = std::min<int64_t>(kChunk, b.sum_tiles - chunk * kChunk);
-      const Bf16Tile* const weights = decoded + chunk % 2 * chunk_tiles();
-      ahead.begin(chunk + 1, decoded + (chunk + 1) % 2 * chunk_tiles(),
+    for (int64_t chunk = 0; chunk < b.chunks; ++chunk) {
+      const int64_t num_tiles = std::min(b.chunk_tiles, b.sum_tiles - chunk * b.chunk_tiles);
+      const Bf16Tile* const weights = decoded + chunk % 2 * buffer_tiles();
+      ahead.begin(chunk + 1, decoded + (chunk + 1) % 2 * buffer_tiles(),
                   num_tiles * num_pairs * ((num_m + 1) / 2));
       for (int64_t m = 0; m < num_m; m += 2)
         for (int64_t pair = 0; pair < num_pairs; ++pair) {
-          const Bf16Tile* const x_tiles = x + (first_m + m) * b.sum_tiles + chunk * kChunk;
+          const Bf16Tile* const x_tiles = x + b.x_tile(first_m + m, chunk * b.chunk_tiles);
           F32Tile* const to = sums + (m * b.task_pairs + pair) * 2;
-          const Bf16Tile* const w = weights + pair * kChunk * 2;
+          const Bf16Tile* const w = weights + pair * b.chunk_tiles * 2;
           if (m + 1 < num_m)
             multiply_pair<kTransposed, 2>(tiles, w, x_tiles, num_tiles, chunk == 0, to, ahead);
           else

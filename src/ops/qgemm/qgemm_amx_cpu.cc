@@ -1,9 +1,18 @@
 // `qgemm` on the tiles of AMX.
+#include "ops/qgemm/qgemm.h"
+
+#ifdef __x86_64__
 #include "cpu/features.h"
 #include "ops/qgemm/qgemm_amx-inl.h"
+#endif
 
 namespace halfbyte {
 namespace {
+
+constexpr const char* kNoTiles =
+    "the CPU does not have AMX tiles of bf16, or the system does not give them to this process";
+
+#ifdef __x86_64__
 
 // The tile registers of the processor, for as long as the object lives. By assembly that says what memory it
 // reads: the intrinsics of GCC 12 do not, so that it would move or drop what is written there before.
@@ -44,15 +53,21 @@ class AmxTiles {
 };
 
 std::string refuse(const QgemmProblem& problem) {
-  if (!cpu_features().amx_bf16) return "this machine has no AMX tiles of bf16";
-  return refuse_amx(problem);
+  return cpu_features().amx_bf16 ? refuse_amx(problem) : kNoTiles;
 }
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<AmxKernel<AmxTiles>>(problem, "cpu AMX_BF16");
+}
+
+#else
+
+std::string refuse(const QgemmProblem&) { return kNoTiles; }
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem&) { return nullptr; }
+
+#endif
 
 }  // namespace
 
-const QgemmVariant kQgemmAmx = {"qgemm_amx", DeviceKind::cpu, refuse,
-                                [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
-                                  return std::make_shared<AmxKernel<AmxTiles>>(problem, "cpu AMX_BF16");
-                                }};
+const QgemmVariant kQgemmAmx = {"qgemm_amx", DeviceKind::cpu, &refuse, &make};
 
 }  // namespace halfbyte

@@ -33,7 +33,8 @@ using formats::kUnitRows;
 
 constexpr int kLanes = 16;
 constexpr int kUnitPairs = kUnitCols / 2;
-constexpr int kFewRows = 8;  // that are multiplied without a decoded weight in memory
+constexpr int kAhead = 4096;  // bytes of the weight that are fetched before they are used
+constexpr int kFewRows = 4;   // that are multiplied without a decoded weight in memory
 
 int64_t units_of(const formats::PackedLayout& p) { return p.blocks_per_strip * (p.block_cols / kUnitCols); }
 
@@ -93,6 +94,12 @@ HALFBYTE_AVX512 inline void load_unit(const Run& run, const UnitOrder& order, in
     vectors[j] = _mm512_permutex2var_epi16(low, _mm512_load_si512(order.columns[j]), high);
 }
 
+// Of the first 8 lanes of both.
+HALFBYTE_AVX512 inline __m512i interleave(__m512i even, __m512i odd) {
+  return _mm512_permutex2var_epi32(
+      even, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), odd);
+}
+
 // The rows of x in the workspace for few rows: [unit][row][2 vectors].
 HALFBYTE_AVX512 void arrange_rows(const Run& run, int64_t begin, int64_t end) {
   const UnitOrder order(run.problem.codec.bits);
@@ -128,33 +135,44 @@ HALFBYTE_AVX512 void transpose(__m512i (&rows)[kLanes]) {
   }
 }
 
-constexpr int kPanelBlocks = 4;  // of 16 rows of x
-constexpr int kPanelRows = kPanelBlocks * kLanes;
+// ... for more rows: panels of blocks of rows, [unit][2][16 / pairs][block][row of the block][pairs], so that
+// 16 lanes are the rows of a block times `pairs` neighbouring pairs. Two, where that fills the lanes.
+constexpr int kPanelBlocks = 4;
+int pairs_of(int64_t m) { return m <= kLanes ? 2 : 1; }
+int block_rows(const Run& run) { return kLanes / pairs_of(run.problem.m); }
 
-// ... for many rows: panels of up to 64 rows, [unit][2][16 pairs][rows of the panel].
 struct Panel {
-  uint16_t* data;
+  uint16_t* x;
   int blocks;
+  int64_t row;  // the first
 };
 Panel panel_of(const Run& run, int64_t panel) {
-  const int64_t cols = units_of(run.problem.weight) * kUnitCols, row = panel * kPanelRows;
-  return {run.x + row * cols, static_cast<int>(std::min<int64_t>(kPanelRows, run.rows - row)) / kLanes};
+  const int rows = block_rows(run);
+  const int64_t row = panel * kPanelBlocks * rows;
+  return {run.x + row * units_of(run.problem.weight) * kUnitCols,
+          static_cast<int>(std::min<int64_t>(kPanelBlocks, (run.rows - row) / rows)), row};
 }
 HALFBYTE_AVX512 void arrange_panel(const Run& run, int64_t panel, int64_t unit) {
   const UnitOrder order(run.problem.codec.bits);
-  const auto [data, blocks] = panel_of(run, panel);
+  const auto [x, blocks, first] = panel_of(run, panel);
+  const int rows = block_rows(run), pairs = kLanes / rows;
   for (int block = 0; block < blocks; ++block) {
-    __m512i vectors[2][kLanes];
-    for (int i = 0; i < kLanes; ++i) {
+    __m512i vectors[2][kLanes] = {};
+    for (int i = 0; i < rows; ++i) {
       __m512i row[2];
-      load_unit(run, order, panel * kPanelRows + block * kLanes + i, unit, row);
+      load_unit(run, order, first + block * rows + i, unit, row);
       vectors[0][i] = row[0];
       vectors[1][i] = row[1];
     }
     for (int j = 0; j < 2; ++j) {
       transpose(vectors[j]);
-      for (int pair = 0; pair < kLanes; ++pair)
-        _mm512_store_si512(data + (((unit * 2 + j) * kLanes + pair) * blocks + block) * 32, vectors[j][pair]);
+      for (int pair = 0; pair < kLanes; ++pair) {
+        uint16_t* const to = x + (((unit * 2 + j) * kLanes + pair) / pairs * blocks + block) * 32;
+        if (pairs == 1)
+          _mm512_store_si512(to, vectors[j][pair]);
+        else if (pair % 2 == 0)
+          _mm512_store_si512(to, interleave(vectors[j][pair], vectors[j][pair + 1]));
+      }
     }
   }
 }
@@ -195,6 +213,21 @@ HALFBYTE_AVX512 __m512 sum_each(const float* vectors, int64_t stride) {
   return _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xDD));
 }
 
+// The groups that the columns of a block belong to: two of 32 columns, or one.
+struct BlockGroups {
+  int num;
+  explicit BlockGroups(const formats::PackedLayout& p) : num(p.inlined && p.group < kUnitCols ? 2 : 1) {}
+
+  // Loads the parameters of group `i` of a block. Returns its number if it begins there, else -1.
+  HALFBYTE_AVX512 int64_t load(GroupParameters& parameters, const Run& run, int64_t strip, int64_t block,
+                               int i) const {
+    const formats::PackedLayout& p = run.problem.weight;
+    const int64_t group = p.inlined ? block * num + i : p.groups == 1 ? 0 : block * p.block_cols / p.group;
+    parameters.load(run.problem, run.tensors, strip, group);
+    return group < p.groups && group * p.group >= block * p.block_cols ? group : -1;
+  }
+};
+
 // What is added for a group beside scale * sum(x code): factor * sum(x).
 HALFBYTE_AVX512 inline bool has_factors(const QgemmProblem& problem) {
   return problem.codec.asymmetric || problem.weight.has_biases;
@@ -224,10 +257,11 @@ struct LineDecoder {
     }
   }
 
-  HALFBYTE_AVX512 [[gnu::always_inline]] void decode(const uint8_t* tile, int line,
+  // `swapped`: of lines 2 and 3 of 4, whose halves are the other way round.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* line, bool swapped,
                                                      __m512i (&values)[2][kVectors]) const {
-    __m512i codes = _mm512_loadu_si512(tile + line * 64);
-    if ((line & 2) != 0) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
+    __m512i codes = _mm512_loadu_si512(line);
+    if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
     if constexpr (kBits == 4) {
       for (int i = 0; i < 4; ++i)
         values[i / 2][i % 2] =
@@ -246,80 +280,68 @@ struct LineDecoder {
   }
 };
 
-// Outputs of a strip. The sums of an output are 16 lanes, each of them scaled at the end of a group, or of a
-// chunk of 256 columns, which stays in the first cache while pairs of rows are multiplied one after the
-// other.
-template <int kBits, int kRows>
+// Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
+// kTwoInLanes: blocks are one tile of two groups, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kBits, int kRows, bool kTwoInLanes>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
-  constexpr int kVectors = LineDecoder<kBits>::kVectors, kTileCols = 256 / kBits, kChunk = kBits;
+  constexpr int kVectors = LineDecoder<kBits>::kVectors;
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
-  const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
   const LineDecoder<kBits> decoder(problem.codec);
-  const int64_t tiles = p.tiles_per_strip();
-  const int64_t group_tiles = p.groups == 1 ? tiles : std::max<int64_t>(1, p.group / kTileCols);
-  const bool two_groups = p.groups > 1 && p.group < kTileCols;  // in a tile: its lanes 4 i + 2 and 4 i + 3
-  const int64_t ahead = p.tile(0, kChunk);                      // bytes, about a chunk
-
+  const BlockGroups block_groups(p);
+  const int block_tiles = p.block_code_bytes / formats::kTileBytes;
+  const int fold_tiles = block_groups.num == 2 ? 1 : block_tiles;  // that have one scale
+  GroupParameters groups[2];
   alignas(64) float totals[kUnitRows][kRows][kLanes] = {};
   alignas(64) float added[kRows][kUnitRows] = {};
-  for (int64_t first = 0; first < tiles; first += kChunk) {
-    const int num_tiles = static_cast<int>(std::min<int64_t>(kChunk, tiles - first));
-    const uint8_t* codes[kChunk];
-    int ends[kChunk], folds = 0;  // parts of the chunk that have one scale
-    alignas(64) float scales[kChunk][kUnitRows][4];
-    for (int tile = 0; tile < num_tiles; ++tile) codes[tile] = memory + p.tile(strip, first + tile);
-    for (int tile = 0; tile < num_tiles; tile = ends[folds++]) {
-      const int64_t at = first + tile, group = at / group_tiles * (two_groups ? 2 : 1);
-      ends[folds] =
-          static_cast<int>(std::min<int64_t>(num_tiles, (at / group_tiles + 1) * group_tiles - first));
-      GroupParameters groups[2];
-      for (int i = 0; i <= two_groups; ++i) {
-        groups[i].load(problem, run.tensors, strip, group + i);
-        if (!has_factors(problem) || at % group_tiles != 0 || group + i >= p.groups) continue;
-        for (int row = 0; row < kUnitRows; row += kLanes) {
-          const __m512 factor = factors(problem, groups[i], row);
-          for (int m = 0; m < kRows; ++m)
-            _mm512_store_ps(added[m] + row,
-                            _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[(group + i) * kRows + m]),
-                                            _mm512_load_ps(added[m] + row)));
-        }
-      }
-      const __m512i spread = _mm512_set_epi32(19, 19, 3, 3, 18, 18, 2, 2, 17, 17, 1, 1, 16, 16, 0, 0);
-      for (int row = 0; row < kUnitRows; row += 4)
-        _mm512_store_ps(scales[folds][row],
-                        _mm512_permutex2var_ps(
-                            _mm512_castps128_ps512(_mm_load_ps(groups[0].scales + row)), spread,
-                            _mm512_castps128_ps512(_mm_load_ps(groups[two_groups ? 1 : 0].scales + row))));
-    }
-    for (int line = 0; line < kUnitRows / 2; ++line) {
-      int tile = 0;
-      for (int fold = 0; fold < folds; ++fold) {
-        __m512 sums[2][kRows];
-        for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
-        for (; tile < ends[fold]; ++tile) {
-          __m512i values[2][kVectors];
-          _mm_prefetch(codes[tile] + ahead + line * 64, _MM_HINT_T0);
-          decoder.decode(codes[tile], line, values);
-          const uint16_t* const x =
-              run.x + (kBits == 4 ? (first + tile) * kRows * kUnitCols
-                                  : (first + tile) / 2 * kRows * kUnitCols + (first + tile) % 2 * 32);
-          for (int m = 0; m < kRows; ++m)
-            for (int i = 0; i < kVectors; ++i) {
-              const __m512i pairs = _mm512_load_si512(x + m * kUnitCols + i * 32);
-              sums[0][m] = dot(sums[0][m], values[0][i], pairs);
-              sums[1][m] = dot(sums[1][m], values[1][i], pairs);
-            }
-        }
-        for (int i = 0; i < 2; ++i) {
-          const int row = 2 * line + i;
-          const __m512 scale = _mm512_broadcast_f32x4(_mm_load_ps(scales[fold][row]));
-          for (int m = 0; m < kRows; ++m)
-            _mm512_store_ps(totals[row][m],
-                            _mm512_fmadd_ps(sums[i][m], scale, _mm512_load_ps(totals[row][m])));
-        }
+  const uint16_t* x = run.x;
+  for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
+    for (int i = 0; i < block_groups.num; ++i) {
+      const int64_t group = block_groups.load(groups[i], run, strip, block, i);
+      if (!has_factors(problem) || group < 0) continue;
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const __m512 factor = factors(problem, groups[i], row);
+        for (int m = 0; m < kRows; ++m)
+          _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * kRows + m]),
+                                                          _mm512_load_ps(added[m] + row)));
       }
     }
+    const uint8_t* codes =
+        static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
+    for (int first = 0; first < block_tiles; first += fold_tiles) {
+      const GroupParameters& scales = groups[kTwoInLanes ? 0 : first / fold_tiles];
+      for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const int line = quad + i;
+          __m512 sums[2][kRows];
+          for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
+          for (int tile = first; tile < first + fold_tiles; ++tile) {
+            const uint8_t* const at = codes + tile * formats::kTileBytes + line * 64;
+            const uint16_t* const at_x =
+                x + (kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32);
+            __m512i values[2][kVectors];
+            _mm_prefetch(at + kAhead, _MM_HINT_T0);
+            decoder.decode(at, (i & 2) != 0, values);
+            for (int m = 0; m < kRows; ++m)
+              for (int j = 0; j < kVectors; ++j) {
+                const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + j * 32);
+                sums[0][m] = dot(sums[0][m], values[0][j], pairs);
+                sums[1][m] = dot(sums[1][m], values[1][j], pairs);
+              }
+          }
+          for (int j = 0; j < 2; ++j) {
+            const int row = 2 * line + j;
+            __m512 scale = _mm512_set1_ps(scales.scales[row]);
+            if (kTwoInLanes)
+              scale = _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(groups[1].scales[row]));
+            for (int m = 0; m < kRows; ++m)
+              _mm512_store_ps(totals[row][m],
+                              _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(totals[row][m])));
+          }
+        }
+    }
+    x += p.block_cols * kRows;
   }
   for (int m = 0; m < problem.m; ++m)
     for (int row = 0; row < kUnitRows && strip * kUnitRows + row < problem.n; row += kLanes)
@@ -328,125 +350,179 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits>
+template <int kBits, bool kTwoInLanes = false>
 StripFunction strip_function(int64_t rows) {
-  return rows == 1   ? multiply_strip<kBits, 1>
-         : rows == 2 ? multiply_strip<kBits, 2>
-         : rows == 4 ? multiply_strip<kBits, 4>
-                     : multiply_strip<kBits, 8>;
+  return rows == 1   ? multiply_strip<kBits, 1, kTwoInLanes>
+         : rows == 2 ? multiply_strip<kBits, 2, kTwoInLanes>
+                     : multiply_strip<kBits, 4, kTwoInLanes>;
 }
 
 // ---- Forward, many rows
 
-constexpr int kChunkUnits = 2;       // decoded at a time
-constexpr int kTaskPanels = 4;       // that a decoded unit is used for
-using DecodedUnit = Bf16Tile[2][2];  // [j][i], see qgemm_bf16_decode.h
+constexpr int kChunkUnits = 1;                   // decoded at a time
+constexpr int kTaskPanels = 4, kTaskStrips = 4;  // at most
+using DecodedUnit = Bf16Tile[2][2];              // [j][i], see qgemm_bf16_decode.h
 
-// Where the pairs of a group lie in parts of 16 pairs, [unit][j]: parts of them, and within each `runs` times
-// `length` pairs, 4 apart.
+// Pairs of a unit that have one scale: in parts [begin, end) of 16 pairs, `runs` times `length` of them, the
+// first at `first`, 4 apart.
 struct Fold {
-  int begin, end;  // parts
+  int begin, end;
   int first, runs, length;
 };
 
-// totals[row][..] += scale of the row * products of kWeights rows of the weight and a panel.
-template <int kWeights, int kBlocks>
-HALFBYTE_AVX512 void multiply_fold(const DecodedUnit* units, const uint16_t* x, const Fold& fold, int row,
-                                   const float* scales, float* totals) {
-  __m512 sums[kWeights][kBlocks];
+template <int kPairs>
+HALFBYTE_AVX512 inline __m512i broadcast(const uint16_t* pairs) {
+  if constexpr (kPairs == 1) {
+    int bits = 0;
+    std::memcpy(&bits, pairs, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  } else {
+    long long bits = 0;
+    std::memcpy(&bits, pairs, sizeof bits);
+    return _mm512_set1_epi64(bits);
+  }
+}
+
+// totals[row][block] += scale of the row * products of a unit and a panel. `next` is the unit of a panel that
+// comes after x.
+template <int kPairs, int kBlocks>
+HALFBYTE_AVX512 void multiply_unit(const DecodedUnit& unit, const uint16_t* x, const uint16_t* next,
+                                   const Fold& fold, const float* scales, float* totals) {
+  constexpr int kRows = kBlocks == 1 ? 16 : kBlocks == 4 ? 4 : 8;
+  for (int row = 0; row < kUnitRows; row += kRows) {
+    __m512 sums[kRows][kBlocks];
 #pragma GCC unroll 16
-  for (int i = 0; i < kWeights; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) sums[i][b] = _mm512_setzero_ps();
-  for (int part = fold.begin; part < fold.end; ++part) {
-    const uint16_t* const weights = units[part / 2][part % 2][row / kTileLines].lines[row % kTileLines];
-    for (int run = 0; run < fold.runs; ++run) {
-      const int begin = fold.first + 4 * run;
-      for (int pair = begin; pair < begin + fold.length; ++pair) {
-        const uint16_t* const at = x + (part * kLanes + pair) * kBlocks * 32;
-        __m512i pairs[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) sums[i][b] = _mm512_setzero_ps();
+    const uint16_t* const ahead = next + row / kRows % kBlocks * 32;
+    for (int part = fold.begin; part < fold.end; ++part) {
+      const uint16_t* const weights = unit[part][row / kTileLines].lines[row % kTileLines];
+      for (int run = 0; run < fold.runs; ++run) {
+        const int begin = fold.first + 4 * run;
+        for (int pair = begin; pair < begin + fold.length; pair += kPairs) {
+          const int at = (part * kLanes + pair) / kPairs * kBlocks * 32;
+          _mm_prefetch(ahead + at, _MM_HINT_T0);
+          __m512i pairs[kBlocks];
 #pragma GCC unroll 4
-        for (int b = 0; b < kBlocks; ++b) pairs[b] = _mm512_load_si512(at + b * 32);
+          for (int b = 0; b < kBlocks; ++b) pairs[b] = _mm512_load_si512(x + at + b * 32);
 #pragma GCC unroll 16
-        for (int i = 0; i < kWeights; ++i) {
-          int weight = 0;
-          std::memcpy(&weight, weights + i * kTileValues + pair * 2, sizeof weight);
+          for (int i = 0; i < kRows; ++i) {
+            const __m512i weight = broadcast<kPairs>(weights + i * kTileValues + pair * 2);
 #pragma GCC unroll 4
-          for (int b = 0; b < kBlocks; ++b) sums[i][b] = dot(sums[i][b], _mm512_set1_epi32(weight), pairs[b]);
+            for (int b = 0; b < kBlocks; ++b) sums[i][b] = dot(sums[i][b], weight, pairs[b]);
+          }
         }
       }
     }
-  }
 #pragma GCC unroll 16
-  for (int i = 0; i < kWeights; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) {
-      float* const total = totals + ((row + i) * kBlocks + b) * kLanes;
-      _mm512_store_ps(total,
-                      _mm512_fmadd_ps(sums[i][b], _mm512_set1_ps(scales[row + i]), _mm512_load_ps(total)));
+      for (int b = 0; b < kBlocks; ++b) {
+        float* const total = totals + ((row + i) * kBlocks + b) * kLanes;
+        _mm512_store_ps(total,
+                        _mm512_fmadd_ps(sums[i][b], _mm512_set1_ps(scales[row + i]), _mm512_load_ps(total)));
+      }
+  }
+}
+
+using UnitFunction = void (*)(const DecodedUnit&, const uint16_t*, const uint16_t*, const Fold&, const float*,
+                              float*);
+UnitFunction unit_function(int pairs, int blocks) {
+  if (pairs == 2) return blocks == 1 ? multiply_unit<2, 1> : multiply_unit<2, 2>;
+  return blocks == 1   ? multiply_unit<1, 1>
+         : blocks == 2 ? multiply_unit<1, 2>
+         : blocks == 3 ? multiply_unit<1, 3>
+                       : multiply_unit<1, 4>;
+}
+
+// totals[row][block] += bias of the row * sums of x over a group. Of two lanes of a row of x, to the first.
+HALFBYTE_AVX512 void add_biases(const float* biases, const float* sums, int blocks, int pairs,
+                                float* totals) {
+  for (int b = 0; b < blocks; ++b) {
+    const __m512i numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 x = pairs == 1 ? _mm512_loadu_ps(sums + b * kLanes)
+                                : _mm512_maskz_permutexvar_ps(
+                                      0x5555, _mm512_srli_epi32(numbers, 1),
+                                      _mm512_castps256_ps512(_mm256_loadu_ps(sums + b * kLanes / 2)));
+    for (int row = 0; row < kUnitRows; ++row) {
+      float* const total = totals + (row * blocks + b) * kLanes;
+      _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_set1_ps(biases[row]), x, _mm512_load_ps(total)));
+    }
+  }
+}
+
+// Outputs of a strip and of rows of x, from their totals.
+HALFBYTE_AVX512 void store_panel(const Run& run, int64_t strip, const Panel& panel, const float* totals) {
+  const int rows = block_rows(run), pairs = kLanes / rows;
+  for (int b = 0; b < panel.blocks; ++b)
+    for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes) {
+      __m512i lanes[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        lanes[i] = _mm512_load_si512(totals + ((row + i) * panel.blocks + b) * kLanes);
+      transpose(lanes);
+      for (int i = 0; i < rows && panel.row + b * rows + i < run.problem.m; ++i) {
+        __m512 sum = _mm512_castsi512_ps(lanes[i * pairs]);
+        if (pairs == 2) sum = _mm512_add_ps(sum, _mm512_castsi512_ps(lanes[i * 2 + 1]));
+        store(run, panel.row + b * rows + i, strip * kUnitRows + row, sum);
+      }
     }
 }
 
-template <int kBlocks>
-HALFBYTE_AVX512 void multiply_rows(const DecodedUnit* units, const uint16_t* x, const Fold& fold,
-                                   const float* scales, float* totals) {
-  constexpr int kWeights = kBlocks == 1 ? 16 : kBlocks == 4 ? 4 : 8;
-  for (int row = 0; row < kUnitRows; row += kWeights)
-    multiply_fold<kWeights, kBlocks>(units, x, fold, row, scales, totals);
-}
-
-HALFBYTE_AVX512 void multiply_panels(const Run& run, int64_t strip, int64_t panel, int num_panels) {
+// Outputs of strips and panels: decoded units are used for all the panels, and a unit of x for all the
+// strips.
+HALFBYTE_AVX512 void multiply_panels(const Run& run, int64_t first_strip, int num_strips, int64_t first_panel,
+                                     int num_panels) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
-  const int64_t units = units_of(p);
-  UnitDecoder decoder(problem, run.tensors, WeightRounding::code_rounded);
-  alignas(64) float totals[kTaskPanels][kUnitRows * kPanelRows] = {};
-  DecodedUnit decoded[kChunkUnits];
-  for (int64_t unit = 0; unit < units; unit += kChunkUnits) {
-    const int num_units = static_cast<int>(std::min<int64_t>(kChunkUnits, units - unit));
-    for (int i = 0; i < num_units; ++i) {
-      decoder.select(strip, unit + i);
-      decoder.decode<false>(0, kTileLines, decoded[i][0], decoded[i][1]);
-    }
-    // Columns of the chunk that have one scale, one after the other.
-    const int64_t begin = unit * kUnitCols, end = begin + num_units * kUnitCols;
-    for (int64_t col = begin; col < end;) {
-      const int64_t group = p.groups == 1 ? 0 : col / p.group;
-      const int64_t next = p.groups == 1 ? end : std::min<int64_t>(end, (group + 1) * p.group);
-      const int first = static_cast<int>(col - begin), last = static_cast<int>(next - begin);
-      Fold fold{first / 32, last / 32, 0, 1, kLanes};
-      if (problem.codec.bits == 4 && next - col < kUnitCols)
-        fold = {first / kUnitCols * 2, first / kUnitCols * 2 + 2, first % kUnitCols / 16, 4, 2};
-      GroupParameters parameters;
-      parameters.load(problem, run.tensors, strip, group);
-      for (int i = 0; i < num_panels; ++i) {
-        const auto [data, blocks] = panel_of(run, panel + i);
-        const uint16_t* const x = data + begin * blocks * kLanes;
-        if (p.has_biases && col == group * p.group && group < p.groups)
-          for (int row = 0; row < kUnitRows; ++row)
-            for (int b = 0; b < blocks; ++b) {
-              float* const total = totals[i] + (row * blocks + b) * kLanes;
-              const float* const sums = run.sums + group * run.rows + (panel + i) * kPanelRows + b * kLanes;
-              _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_set1_ps(parameters.biases[row]),
-                                                     _mm512_loadu_ps(sums), _mm512_load_ps(total)));
-            }
-        constexpr decltype(&multiply_rows<1>) kMultiply[] = {multiply_rows<1>, multiply_rows<2>,
-                                                             multiply_rows<3>, multiply_rows<4>};
-        kMultiply[blocks - 1](decoded, x, fold, parameters.scales, totals[i]);
-      }
-      col = next;
-    }
-  }
+  const int pairs = pairs_of(problem.m);
+  Panel panels[kTaskPanels];
+  alignas(64) float totals[kTaskPanels][kTaskStrips][kUnitRows * kPanelBlocks * kLanes];
   for (int i = 0; i < num_panels; ++i) {
-    const int64_t first = (panel + i) * kPanelRows;
-    const int stride = panel_of(run, panel + i).blocks * kLanes;
-    const __m512i index = _mm512_mullo_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(stride));
-    for (int64_t m = first; m < std::min(problem.m, first + kPanelRows); ++m)
-      for (int row = 0; row < kUnitRows && strip * kUnitRows + row < problem.n; row += kLanes)
-        store(run, m, strip * kUnitRows + row,
-              _mm512_i32gather_ps(index, totals[i] + row * stride + (m - first), 4));
+    panels[i] = panel_of(run, first_panel + i);
+    for (int strip = 0; strip < num_strips; ++strip)
+      std::fill_n(totals[i][strip], kUnitRows * panels[i].blocks * kLanes, 0.0F);
   }
+  const BlockGroups block_groups(p);
+  const int block_units = p.block_cols / kUnitCols;
+  UnitDecoder decoder(problem, run.tensors, WeightRounding::code_rounded);
+  DecodedUnit decoded[kTaskStrips];
+  GroupParameters parameters[kTaskStrips][2];
+  int64_t groups[2] = {-1, -1};  // that begin in a unit, else -1
+  const int64_t units = units_of(p);
+  for (int64_t unit = 0; unit < units; ++unit) {
+    const int64_t block = unit / block_units, unit_of_block = unit % block_units;
+    for (int i = 0; i < num_strips; ++i) {
+      const int64_t strip = first_strip + i;
+      decoder.select(strip, unit);
+      decoder.prefetch(kAhead);
+      decoder.decode<false>(0, kTileLines, decoded[i][0], decoded[i][1]);
+      for (int half = 0; half < block_groups.num; ++half) {
+        const int64_t group = block_groups.load(parameters[i][half], run, strip, block, half);
+        groups[half] = unit_of_block == 0 ? group : -1;
+      }
+    }
+    for (int panel = 0; panel < num_panels; ++panel) {
+      const int blocks = panels[panel].blocks;
+      const int64_t x_unit = kUnitCols / pairs * blocks * kLanes;  // elements
+      const uint16_t* const x = panels[panel].x + unit * x_unit;
+      const uint16_t* const next =
+          panel + 1 < num_panels ? panels[panel + 1].x + unit * x_unit : panels[0].x + (unit + 1) * x_unit;
+      const auto multiply = unit_function(pairs, blocks);
+      for (int i = 0; i < num_strips; ++i)
+        for (int half = 0; half < block_groups.num; ++half) {
+          const Fold fold = block_groups.num == 1 ? Fold{0, 2, 0, 1, kLanes}
+                            : p.bits == 4         ? Fold{0, 2, 2 * half, 4, 2}
+                                                  : Fold{half, half + 1, 0, 1, kLanes};
+          if (p.has_biases && groups[half] >= 0)
+            add_biases(parameters[i][half].biases, run.sums + groups[half] * run.rows + panels[panel].row,
+                       blocks, pairs, totals[panel][i]);
+          multiply(decoded[i], x, next, fold, parameters[i][half].scales, totals[panel][i]);
+        }
+    }
+  }
+  for (int panel = 0; panel < num_panels; ++panel)
+    for (int i = 0; i < num_strips; ++i) store_panel(run, first_strip + i, panels[panel], totals[panel][i]);
 }
 
 // ---- Transposed
@@ -494,18 +570,101 @@ HALFBYTE_AVX512 void multiply_units(const DecodedUnit* units, int num_strips, co
     for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + i * kUnitCols + c * kLanes, s[i][c]);
 }
 
+// Few rows of x and codes of 4 bits without biases: weights are multiplied as they are looked up, in one
+// table of both rows of a pair. kTwoGroups: in a unit, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kRows, bool kTwoGroups>
+HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  const formats::Codec& codec = problem.codec;
+  const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
+  alignas(64) float code_values[16];
+  for (int code = 0; code < 16; ++code)
+    code_values[code] = codec.kind == formats::Kind::table
+                            ? formats::bf16_to_f32(formats::to_bf16(codec.book.values[code]))
+                            : static_cast<float>(code - zero);
+  // Bytes 0 and 1, or 2 and 3, of each word of 4, in words of 2: the rows of a pair.
+  const __m512i low = _mm512_set4_epi32(0x0D0D0C0C, 0x09090808, 0x05050404, 0x01010000);
+  const __m512i high = _mm512_add_epi8(low, _mm512_set1_epi8(2));
+  const __m512i table_of_lane =
+      _mm512_or_si512(_mm512_set1_epi32(0x00100000),
+                      kTwoGroups ? _mm512_maskz_set1_epi32(0xCCCC, 0x00200020) : _mm512_setzero_si512());
+  const __m512 values = _mm512_load_ps(code_values);
+  // Of two units in turn, loaded one unit ahead: a single scale cannot be
+  // read soon after it was stored with others.
+  GroupParameters parameters[2][1 + kTwoGroups];
+  const auto load = [&](int64_t strip, int64_t unit, GroupParameters* groups) HALFBYTE_AVX512 {
+    const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
+    for (int i = 0; i <= kTwoGroups; ++i) {
+      groups[i].load(problem, run.tensors, strip, group + i);
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
+        _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
+      }
+    }
+  };
+  load(0, begin, parameters[0]);
+  int current = 0;
+  for (int64_t strip = 0; strip < p.strips; ++strip) {
+    for (int64_t unit = begin; unit < end; ++unit, current ^= 1) {
+      const GroupParameters* const groups = parameters[current];
+      const bool last = unit + 1 == end;
+      if (!last || strip + 1 < p.strips)
+        load(last ? strip + 1 : strip, last ? begin : unit + 1, parameters[current ^ 1]);
+      const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
+      const uint16_t* const x = run.x + strip * kUnitRows;
+      float* const unit_sums = sums + (unit - begin) * kRows * kUnitCols;
+      __m512 s[kRows][4];
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) s[i][c] = _mm512_load_ps(unit_sums + i * kUnitCols + c * kLanes);
+      for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+        for (int of_quad = 0; of_quad < 4; ++of_quad) {
+          const int line = quad + of_quad;
+          _mm_prefetch(codes + p.strip_bytes + line * 64, _MM_HINT_T0);
+          __m512i tables[1 + kTwoGroups];
+          for (int i = 0; i <= kTwoGroups; ++i) {
+            __m512 rows[2] = {values, values};
+            for (int j = 0; j < 2; ++j) {
+              const int row = 2 * line + j;
+              if (codec.asymmetric) rows[j] = _mm512_sub_ps(values, _mm512_set1_ps(groups[i].offsets[row]));
+              rows[j] = _mm512_mul_ps(rows[j], _mm512_set1_ps(groups[i].scales[row]));
+            }
+            tables[i] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(rows[1], rows[0]));
+          }
+          __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+          if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+          for (int c = 0; c < 4; ++c) {  // as transposed_column(c % 2, c / 2, lane) has it
+            __m512i index = _mm512_shuffle_epi8(bytes, c < 2 ? low : high);
+            if (c % 2 == 1) index = _mm512_srli_epi16(index, 4);
+            index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), table_of_lane, 0xEA);
+            const __m512i weights = kTwoGroups
+                                        ? _mm512_permutex2var_epi16(tables[0], index, tables[kTwoGroups])
+                                        : _mm512_permutexvar_epi16(index, tables[0]);
+            for (int i = 0; i < kRows; ++i) {
+              int pair = 0;
+              std::memcpy(&pair, x + i * run.row_stride + 2 * line, sizeof pair);
+              s[i][c] = dot(s[i][c], _mm512_set1_epi32(pair), weights);
+            }
+          }
+        }
+      for (int i = 0; i < kRows; ++i)
+        for (int c = 0; c < 4; ++c) _mm512_store_ps(unit_sums + i * kUnitCols + c * kLanes, s[i][c]);
+    }
+  }
+}
+
 constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }
 
-// Columns of units [begin, end) of rows [row, row + num_rows) of y.
-HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+// The same of any rows and codes.
+HALFBYTE_AVX512 void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows,
+                                      float* sums) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
   const int step = num_rows <= 2 ? num_rows : 4;
   const int batch = num_rows <= kFewRows ? 1 : kStripBatch;
   UnitDecoder decoder(problem, run.tensors, WeightRounding::weight_rounded);
-  alignas(64) float sums[kTaskUnits][kTaskRows * kUnitCols];
-  for (int64_t unit = begin; unit < end; ++unit) std::fill_n(sums[unit - begin], num_rows * kUnitCols, 0.0F);
   DecodedUnit decoded[kStripBatch];
   for (int64_t strip = 0; strip < p.strips; strip += batch) {
     const int num_strips = static_cast<int>(std::min<int64_t>(batch, p.strips - strip));
@@ -520,16 +679,35 @@ HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end
       const auto multiply = step == 1 ? multiply_units<1> : step == 2 ? multiply_units<2> : multiply_units<4>;
       for (int i = 0; i < num_rows; i += step)
         multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
-                 sums[unit - begin] + i * kUnitCols);
+                 sums + ((unit - begin) * num_rows + i) * kUnitCols);
     }
   }
+}
+
+// Columns of units [begin, end) of rows [row, row + num_rows) of y.
+HALFBYTE_AVX512 void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row, int num_rows) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
+  std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  if (problem.m <= kFewRows && p.bits == 4 && !p.has_biases) {
+    const bool two_groups = p.inlined && p.group < kUnitCols;
+    const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
+                            : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
+                            : two_groups ? multiply_few<4, true>
+                                          : multiply_few<4, false>;
+    multiply(run, begin, end, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[forward_column(4, i / 16 % 2, i % 16, i / 32)] = i;
+  } else {
+    multiply_decoded(run, begin, end, row, num_rows, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  }
   for (int i = 0; i < num_rows && row + i < problem.m; ++i)
     for (int64_t col = begin * kUnitCols; col < std::min(problem.k, end * kUnitCols); col += kLanes)
       store(run, row + i, col,
             _mm512_i32gather_ps(_mm512_load_si512(places + col % kUnitCols),
-                                sums[col / kUnitCols - begin] + i * kUnitCols, 4));
+                                sums + ((col / kUnitCols - begin) * num_rows + i) * kUnitCols, 4));
 }
 
 // ----
@@ -545,7 +723,8 @@ class QgemmAvx512 : public QgemmKernel {
       x_bytes_ = rows_ * row_stride_ * 2;
       return;
     }
-    rows_ = m <= 2 ? m : m <= 4 ? 4 : m <= kFewRows ? kFewRows : (m + kLanes - 1) / kLanes * kLanes;
+    const int block = kLanes / pairs_of(m);
+    rows_ = m == 3 ? 4 : m <= kFewRows ? m : (m + block - 1) / block * block;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)) sums_ = p.groups;
   }
@@ -581,7 +760,8 @@ class QgemmAvx512 : public QgemmKernel {
   void run_forward(const Run& run) const {
     const int threads = problem_.num_threads;
     const formats::PackedLayout& p = problem_.weight;
-    const int64_t units = units_of(p), panels = (rows_ + kPanelRows - 1) / kPanelRows;
+    const int64_t units = units_of(p), panel_rows = kPanelBlocks * block_rows(run);
+    const int64_t panels = (rows_ + panel_rows - 1) / panel_rows;
     const bool few = problem_.m <= kFewRows;
     if (sums_ > 0)
       parallel_for(sums_, 64, threads, [&](int64_t begin, int64_t end, int) {
@@ -590,8 +770,9 @@ class QgemmAvx512 : public QgemmKernel {
     if (few) {
       parallel_for(units, 64, threads,
                    [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
-      const StripFunction multiply =
-          problem_.codec.bits == 4 ? strip_function<4>(rows_) : strip_function<8>(rows_);
+      const StripFunction multiply = p.bits == 8               ? strip_function<8>(rows_)
+                                     : BlockGroups(p).num == 2 ? strip_function<4, true>(rows_)
+                                                               : strip_function<4>(rows_);
       parallel_for(p.strips, 1, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t strip = begin; strip < end; ++strip) multiply(run, strip);
       });
@@ -601,10 +782,13 @@ class QgemmAvx512 : public QgemmKernel {
       for (int64_t i = begin; i < end; ++i) arrange_panel(run, i / units, i % units);
     });
     const int64_t batches = (panels + kTaskPanels - 1) / kTaskPanels;
-    parallel_for(batches * p.strips, 1, threads, [&](int64_t begin, int64_t end, int) {
+    const int64_t step =
+        std::clamp<int64_t>(p.strips * batches / (8 * effective_threads(threads)), 1, kTaskStrips);
+    const int64_t tasks = (p.strips + step - 1) / step;
+    parallel_for(batches * tasks, 1, threads, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t panel = i / p.strips * kTaskPanels;
-        multiply_panels(run, i % p.strips, panel,
+        const int64_t strip = i % tasks * step, panel = i / tasks * kTaskPanels;
+        multiply_panels(run, strip, static_cast<int>(std::min<int64_t>(step, p.strips - strip)), panel,
                         static_cast<int>(std::min<int64_t>(kTaskPanels, panels - panel)));
       }
     });

@@ -164,9 +164,11 @@ class UnitDecoder {
     }
     if (problem_.codec.bits == 8) return;
     const __m512 values = _mm512_load_ps(code_values_);
+    const bool two_groups = two_groups_, has_biases = has_biases_;  // known not to change in the loop
     for (int row = 0; row < formats::kUnitRows; ++row) {
-      const __m512 first = weights(values, 0, row);
-      store(tables_[row], _mm512_cvtne2ps_pbh(two_groups_ ? weights(values, 1, row) : first, first));
+      const __m512 first = weights(values, parameters_[0], row, has_biases);
+      const __m512 second = two_groups ? weights(values, parameters_[1], row, has_biases) : first;
+      store(tables_[row], _mm512_cvtne2ps_pbh(second, first));
     }
   }
 
@@ -207,11 +209,10 @@ class UnitDecoder {
   }
 
   // What codes of a row stand for, before it is rounded to bf16: the product of two bf16 is exact.
-  HALFBYTE_AVX512 __m512 weights(__m512 codes, int group, int row) const {
-    const GroupParameters& p = parameters_[group];
+  HALFBYTE_AVX512 static __m512 weights(__m512 codes, const GroupParameters& p, int row, bool has_biases) {
     const __m512 values = _mm512_sub_ps(codes, _mm512_set1_ps(p.offsets[row]));
     const __m512 scale = _mm512_set1_ps(p.scales[row]);
-    if (!has_biases_) return _mm512_mul_ps(values, scale);
+    if (!has_biases) return _mm512_mul_ps(values, scale);
     // Rounded to odd: where it is not exact, the one of the two neighbours that is odd. Rounding that to bf16
     // is rounding the exact value.
     const __m512 bias = _mm512_set1_ps(p.biases[row]);
@@ -263,7 +264,8 @@ class UnitDecoder {
     for (int i = 0; i < 4; ++i) {
       const __m512i bits = _mm512_ternarylogic_epi32(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
                                                      byte, magic, 0xEA);
-      values[i] = weights(_mm512_castsi512_ps(bits), two_groups_ ? half : 0, 2 * line + i / 2);
+      values[i] = weights(_mm512_castsi512_ps(bits), parameters_[two_groups_ ? half : 0], 2 * line + i / 2,
+                          has_biases_);
     }
     if (kTransposed) {
       const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
