@@ -34,14 +34,17 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-constexpr int64_t kBlockStrips = 2;                   // of a block of the weight
-constexpr int64_t kBlockRows = kBlockStrips * kRows;  // its rows
-constexpr int64_t kBlockUnits = 2;                    // of each strip in a block of a forward product
+constexpr int64_t kFewRows = 8;  // of x, for which forward products are dot products
+constexpr int64_t kBatch = 128;  // rows of x that a decoded block is used for
+// A block of the weight: of outer products forward
+constexpr int64_t kMostStrips = 4;  // so many rows is a panel of x read for
+constexpr int64_t kBlockUnits = 2;
 constexpr int64_t kBlockCols = kBlockUnits * kCols;
-constexpr int64_t kFewRows = 8;    // of x, for which forward products are dot products
-constexpr int64_t kBatch = 256;    // rows of x that a decoded block is used for
-constexpr int64_t kMostUnits = 8;  // that a task of a transposed product walks down together
-constexpr int64_t kAhead = 8192;   // bytes of the weight that are fetched ahead
+// and transposed, one unit wide; a task walks down several, side by side.
+constexpr int64_t kBlockStrips = 2;
+constexpr int64_t kMostUnits = 8;
+constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;  // of a task
+constexpr int64_t kAhead = 8192;                             // bytes of the weight that are fetched ahead
 // Vectors of sums that are held in registers, of which there are 32 or 16.
 constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
 
@@ -351,6 +354,9 @@ class Product {
       }
     });
   }
+  // At least so many, for the threads to be done together. How many there are has no effect on a sum.
+  int64_t tasks_wanted() const { return 4 * effective_threads(problem_.num_threads); }
+
   // The panel that begins with a row of x.
   float* x_panel(int64_t row) const { return x_ + row * x_cols_; }
 
@@ -378,37 +384,32 @@ class Product {
   // Lanes are columns. A block is one strip.
   template <class Codes>
   void forward_few(const Codes& codes) {
-    if (problem_.m == 1)
-      forward_few<1>(codes);
-    else if (problem_.m == 2)
-      forward_few<2>(codes);
-    else if (problem_.m <= 4)
-      forward_few<4>(codes);
-    else
-      forward_few<8>(codes);
-  }
-  template <int M, class Codes>
-  void forward_few(const Codes& codes) {
-    make_panels(M, M, [](int64_t) { return M; });
-    constexpr int64_t kUnits = std::min(8, 32 / M);                       // of a block: x stays in the cache
-    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
+    constexpr int kMost = kSums / 2;  // rows of x at a time
+    const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem_.m)));
+    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
+    const auto add = at_a_time == 1   ? add_dots<1, Codes>
+                     : at_a_time == 2 ? add_dots<2, Codes>
+                     : at_a_time == 4 ? add_dots<4, Codes>
+                                      : add_dots<kMost, Codes>;
+    constexpr int64_t kMostBlock = 8;
+    const int64_t block_units = std::min(kMostBlock, 32 / rows);               // whose x stays in the cache
+    const int64_t ahead = block_units * problem_.weight.strip_bytes / units_;  // the next block
+    make_panels(rows, rows, [rows](int64_t) { return rows; });
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      constexpr int kAtATime = std::min(M, kSums / 2);
-
-      alignas(64) float sums[M / kAtATime][kRows * kAtATime * kLanes] = {};
-      Unit block[kUnits];
-      for (int64_t unit = 0; unit < units_; unit += kUnits) {
-        const int64_t units = std::min(kUnits, units_ - unit);
+      alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [parts of x][row of the weight][row of x]
+      Unit block[kMostBlock];
+      for (int64_t unit = 0; unit < units_; unit += block_units) {
+        const int64_t units = std::min(block_units, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
-        for (int part = 0; part < M / kAtATime; ++part)
-          add_dots<kAtATime>(codes, units, block, x_ + (unit * M + part * kAtATime) * kCols, M * kCols, ahead,
-                             sums[part]);
+        for (int64_t m = 0; m < rows; m += at_a_time)
+          add(codes, units, block, x_ + (unit * rows + m) * kCols, rows * kCols, ahead,
+              sums + m * kRows * kLanes);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
+        const float* const from = sums + (m / at_a_time * kRows * at_a_time + m % at_a_time) * kLanes;
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(
-              Tag(), hn::Load(Tag(), sums[m / kAtATime] + (row * kAtATime + m % kAtATime) * kLanes)));
+          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), from + row * at_a_time * kLanes)));
         store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
       }
     });
@@ -417,17 +418,17 @@ class Product {
   // Lanes are rows of x.
   template <class Codes>
   void forward_many(const Codes& codes) {
-    constexpr int kWide =
-        kSums / 2;  // rows of the weight at a time, with two vectors of rows of x; or 8 and one
+    constexpr int kWide = kSums / 2;  // rows of the weight with two vectors of rows of x; with one: 8
     const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
     make_panels(2 * kLanes, problem_.m, rows_of);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
-    const int64_t blocks = (strips_ + kBlockStrips - 1) / kBlockStrips;
+    const int64_t block_strips = std::clamp<int64_t>(strips_ * batches / tasks_wanted(), 1, kMostStrips);
+    const int64_t blocks = (strips_ + block_strips - 1) / block_strips;
     parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
-      alignas(64) float w[kBlockRows * kBlockCols];
-      alignas(64) float sums[kBlockRows * kBatch] = {};
-      const int64_t strip = task / batches * kBlockStrips, batch = task % batches * kBatch;
-      const int64_t rows = std::min(kBlockStrips, strips_ - strip) * kRows;
+      alignas(64) float w[kMostStrips * kRows * kBlockCols];
+      alignas(64) float sums[kMostSums] = {};
+      const int64_t strip = task / batches * block_strips, batch = task % batches * kBatch;
+      const int64_t rows = std::min(block_strips, strips_ - strip) * kRows;
       const int64_t end = std::min(problem_.m, batch + kBatch);
       for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
         const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
@@ -438,21 +439,26 @@ class Product {
         for (int64_t m = batch; m < end; m += 2 * kLanes) {
           const int64_t width = rows_of(problem_.m - m);
           const float* const panel = x_panel(m) + unit * kCols * width;
+          // Of the next panel, a part is fetched with each of the products.
+          const auto* next = reinterpret_cast<const uint8_t*>(x_panel(m + 2 * kLanes) + unit * kCols * width);
           const bool wide = width > kLanes;
-          for (int64_t row = 0; row < rows; row += wide ? kWide : 8)
+          for (int64_t row = 0; row < rows; row += wide ? kWide : 8) {
             (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
                                                            width, sums + row * kBatch + m - batch, kBatch);
+            for (int64_t i = 0; i < cols * width * 4 / (rows / kWide); i += 64, next += 64)
+              hwy::Prefetch(next);
+          }
         }
       }
       for (int64_t m = batch; m < end; ++m) {
-        float y[kBlockRows];
+        float y[kMostStrips * kRows];
         for (int64_t row = 0; row < rows; ++row) y[row] = sums[row * kBatch + m - batch];
         store(m, strip * kRows, std::min(rows, problem_.n - strip * kRows), y);
       }
     });
   }
 
-  // Lanes are columns. A block is one unit wide; a task walks down some units, side by side.
+  // Lanes are columns.
   template <class Codes>
   void transposed(const Codes& codes) {
     const auto rows_of = [](int64_t left) {
@@ -465,15 +471,13 @@ class Product {
     const int64_t ahead = kBlockStrips * problem_.weight.strip_bytes;  // the next block
     const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
-    // As many side by side as there is room for the sums of, and enough tasks for the threads.
     const int64_t padded = (std::min(problem_.m, kBatch) + 7) / 8 * 8;
-    const int64_t tasks = 4 * effective_threads(problem_.num_threads);
-    const int64_t side =
-        std::clamp<int64_t>(units_ * batches / tasks, 1, std::min(kMostUnits, kBatch / padded));
+    const int64_t side = std::clamp<int64_t>(units_ * batches / tasks_wanted(), 1,
+                                             std::min(kMostUnits, kMostSums / (padded * kCols)));
     const int64_t groups = (units_ + side - 1) / side;
     parallel_for(groups * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
-      alignas(64) float w[kBlockRows * kCols];
-      alignas(64) float sums[kBatch * kCols] = {};
+      alignas(64) float w[kBlockStrips * kRows * kCols];
+      alignas(64) float sums[kMostSums] = {};
       const int64_t batch = task / groups * kBatch, end = std::min(problem_.m, batch + kBatch);
       const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
       const int64_t sum_row = units * kCols;
