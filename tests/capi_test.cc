@@ -677,6 +677,7 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   descriptor.k = 96;
   descriptor.dtype = HALFBYTE_DTYPE_F32;
   descriptor.bias = 1;
+  descriptor.variant = "qgemm_ref";  // takes both forms, and needs little workspace
   halfbyte_plan* raw = nullptr;
   EXPECT_OK(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw));
   const UniquePlan plan(raw);
