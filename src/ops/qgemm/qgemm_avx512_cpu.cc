@@ -33,7 +33,7 @@ using formats::kUnitCols;
 using formats::kUnitRows;
 
 constexpr int kLanes = 16;
-constexpr int kAhead = 12288;          // bytes of the weight that are fetched before they are used
+constexpr int kAhead = 8192;           // bytes of the weight that are fetched before they are used
 constexpr int kFewRows = 8;            // that are multiplied without a decoded weight in memory
 constexpr int kFewTransposedRows = 4;  // likewise
 
@@ -294,7 +294,10 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
     }
     const uint8_t* codes =
         static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
+    for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
+      _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
+      const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
       const GroupParameters& scales = groups[kTwoInLanes ? 0 : first / fold_tiles];
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
@@ -307,7 +310,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
             const uint16_t* const at_x =
                 x + (kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32);
             __m512i values[2][kVectors];
-            _mm_prefetch(at + kAhead, _MM_HINT_T0);
+            _mm_prefetch(ahead + (line * fold_tiles + tile - first) * 64, _MM_HINT_T1);
             decoder.decode(at, (i & 2) != 0, values);
             for (int m = 0; m < kRows; ++m)
               for (int j = 0; j < kVectors; ++j) {
@@ -742,7 +745,9 @@ class QgemmAvx512 : public QgemmKernel {
       const StripFunction multiply = p.bits == 8               ? strip_function<8>(rows_)
                                      : BlockGroups(p).num == 2 ? strip_function<4, true>(rows_)
                                                                : strip_function<4>(rows_);
-      parallel_for(p.strips, 1, threads, [&](int64_t begin, int64_t end, int) {
+      // Strips behind each other: what a thread fetches ahead is its own.
+      const int64_t grain = std::clamp<int64_t>(p.strips / (16 * effective_threads(threads)), 1, 8);
+      parallel_for(p.strips, grain, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t strip = begin; strip < end; ++strip) multiply(run, strip);
       });
       return;
