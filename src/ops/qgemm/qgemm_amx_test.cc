@@ -179,21 +179,25 @@ std::vector<uint8_t> run_kernel(const QgemmCase& test, const QgemmKernel& kernel
   return y.content();
 }
 
-// Within the bound, the same for every number of threads, and for the tiles of the machine and emulated ones.
+// Within the bound and the same for every number of threads, of emulated tiles and of those of the machine.
 void check_product(const QgemmDescriptor& d, uint64_t seed,
                    testing::QgemmData data = testing::QgemmData::random) {
   const QgemmCase test(d, seed, data);
   ASSERT_EQ(refuse_amx(test.problem), "") << testing::describe(d);
-  QgemmProblem problem = test.problem;
-  problem.num_threads = 1;
-  const AmxKernel<EmulatedTiles> kernel(problem, "emulated");
-  const std::vector<uint8_t> y = run_kernel(test, kernel);
-  EXPECT_TRUE(testing::near_reference(test, y, kernel.guarantee().weight_rounding, data));
-  problem.num_threads = 3;
-  EXPECT_TRUE(y == run_kernel(test, AmxKernel<EmulatedTiles>(problem, "emulated")))
-      << testing::describe(d) << ": with 3 threads";
-  if (!cpu_features().amx_bf16) return;
-  EXPECT_TRUE(y == run_kernel(test, *kQgemmAmx.run(problem))) << testing::describe(d) << ": with AMX";
+  const auto check = [&](const char* tiles, const auto& make) {
+    QgemmProblem problem = test.problem;
+    problem.num_threads = 1;
+    const std::shared_ptr<const QgemmKernel> kernel = make(problem);
+    const std::vector<uint8_t> y = run_kernel(test, *kernel);
+    EXPECT_TRUE(testing::near_reference(test, y, kernel->guarantee().weight_rounding, data)) << tiles;
+    problem.num_threads = 3;
+    EXPECT_TRUE(y == run_kernel(test, *make(problem)))
+        << testing::describe(d) << ": with 3 threads, " << tiles;
+  };
+  check("emulated", [](const QgemmProblem& problem) {
+    return std::make_shared<AmxKernel<EmulatedTiles>>(problem, "emulated");
+  });
+  if (cpu_features().amx_bf16) check("of the machine", kQgemmAmx.run);
 }
 
 QgemmDescriptor descriptor(int64_t m, int64_t n, int64_t k, bool transposed) {
