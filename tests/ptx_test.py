@@ -65,6 +65,8 @@ COMPANIONS = {
     "qgemm_sm80 scale-dtype": [],
     "qgemm_simt_rows scale-dtype": [],
     "qgemm_sm90_f32 scale-dtype": [],
+    "qgemm_sm90_large features": ["--tokens", "128"],
+    "qgemm_sm90_large scale-dtype": [],
     "qgemm_sm90_mma scale-dtype": [],
     "qgemm_sm90_mma sliced": ["--units", "5"],
     "qgemm_sm90_transposed format": ["--columns", "64"],

@@ -193,7 +193,7 @@ class QgemmCuda : public testing::CudaTest, public ::testing::WithParamInterface
 };
 
 TEST_P(QgemmCuda, EveryVariant) {
-  constexpr int64_t kM[] = {1, 5, 16, 37, 2, 64, 8, 3, 130, 24, 4};
+  constexpr int64_t kM[] = {1, 5, 16, 37, 2, 64, 8, 3, 130, 24, 4, 70, 257};
   std::mt19937_64 random(turn());
   for (size_t i = 0; i < 4; ++i) {
     const size_t at = turn() + i * 3;
@@ -218,7 +218,7 @@ TEST_P(QgemmCuda, IntegersAreExact) {
   d.spec.scale_dtype = testing::kQgemmDTypes[(turn() / 2) % 3];
   for (const int64_t m : {int64_t{1}, int64_t{16}, int64_t{64}, int64_t{100}}) {
     d.m = m;
-    d.n = 129;
+    d.n = m == 100 ? 136 : 129;
     d.k = 640;
     d.bias = !d.transposed;
     check_variants(d, random(), QgemmData::integers);
@@ -251,6 +251,24 @@ TEST_P(QgemmCudaFormat, EveryGroup) {
       check_variants(d, random());
     }
 }
+TEST_P(QgemmCudaFormat, EveryGroupManyRows) {
+  std::mt19937_64 random(GetParam() + 250);
+  for (size_t i = 0; i < std::size(kGroups); ++i)
+    for (const bool transposed : {false, true})
+      for (const bool nested : {false, true}) {
+        QgemmDescriptor d = descriptor(grouped(format(), kGroups[i]),
+                                       (GetParam() + i) % 2 == 0 ? DType::bf16 : DType::f16, transposed);
+        if (nested && info(d.spec.format).kind == FormatKind::affine) continue;
+        d.spec.scale_dtype = nested ? DType::f32 : testing::kQgemmDTypes[(GetParam() + i / 2) % 3];
+        d.spec.double_quant = nested;
+        d.m = nested ? 70 : 150;
+        d.n = 136;
+        d.k = 1048;
+        d.bias = !transposed;
+        d.accumulate = i % 2 == 0;
+        EXPECT_GE(check_variants(d, random()), 3u);
+      }
+}
 // Whatever goes together.
 TEST_P(QgemmCudaFormat, Random) {
   std::mt19937_64 random(GetParam() + 500);
@@ -281,9 +299,24 @@ TEST_P(QgemmCudaShapes, EveryNumberOfRows) {
   d.n = 97;
   d.k = 328;
   for (d.m = 1; d.m <= 66; ++d.m) check_variants(d, static_cast<uint64_t>(d.m));
-  for (const int64_t m : {127, 128, 129, 200, 300}) {
+  d.n = 136;
+  for (const int64_t m : {65, 72, 127, 128, 129, 192, 200, 256, 257, 300}) {
     d.m = m;
-    check_variants(d, static_cast<uint64_t>(m));
+    EXPECT_GE(check_variants(d, static_cast<uint64_t>(m)), 3u);
+  }
+}
+TEST_P(QgemmCudaShapes, ManyRowsTails) {
+  std::mt19937_64 random(GetParam() + 100);
+  const auto below = [&](uint64_t count) { return static_cast<int64_t>(random() % count); };
+  for (int i = 0; i < 24; ++i) {
+    QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+    const int64_t sum = 8 * (1 + below(130)), out = 2 * (1 + below(300));
+    d.m = 65 + below(240);
+    d.n = d.transposed ? sum : out;
+    d.k = d.transposed ? out : sum;
+    d.bias = !d.transposed && i % 2 == 0;
+    d.accumulate = i % 4 >= 2;
+    EXPECT_GE(check_variants(d, random()), 3u);
   }
 }
 TEST_P(QgemmCudaShapes, Tails) {
@@ -299,8 +332,9 @@ TEST_P(QgemmCudaShapes, Tails) {
 }
 // Many blocks, splits of what is summed, units that do not fill the last round.
 TEST_P(QgemmCudaShapes, Large) {
-  constexpr int64_t kShapes[][3] = {{1, 4096, 4096}, {4, 3000, 1096}, {8, 1024, 4096}, {16, 4100, 1000},
-                                    {33, 640, 2944}, {64, 512, 4096}, {150, 600, 1000}};
+  constexpr int64_t kShapes[][3] = {{1, 4096, 4096},  {4, 3000, 1096}, {8, 1024, 4096},
+                                    {16, 4100, 1000}, {33, 640, 2944}, {64, 512, 4096},
+                                    {150, 600, 1000}, {100, 96, 8200}, {70, 8200, 96}};
   for (const auto& [m, n, k] : kShapes) {
     QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
     d.m = m;
@@ -320,8 +354,13 @@ TEST_P(QgemmCudaShapes, ManyTiles) {
     int64_t m, n, k;
   };
   const std::vector<Shape> shapes =
-      GetParam() ? std::vector<Shape>{{12, 136, 17200}, {64, 136, 17200}, {40, 72, 34000}}
-                 : std::vector<Shape>{{5, 4500, 8712}, {20, 8500, 264}, {64, 17100, 264}, {64, 28672, 512}};
+      GetParam() ? std::vector<Shape>{{12, 136, 17200},
+                                      {64, 136, 17200},
+                                      {40, 72, 34000},
+                                      {512, 136, 8500},
+                                      {70, 136, 25600}}
+                 : std::vector<Shape>{{5, 4500, 8712},  {20, 8500, 264},  {64, 17100, 264},
+                                      {64, 28672, 512}, {512, 8500, 136}, {70, 25600, 136}};
   for (const QuantSpec& spec : {nf4(), wide, nested})
     for (const auto& [m, n, k] : shapes) {
       QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
@@ -365,6 +404,8 @@ std::vector<QgemmDescriptor> long_sums(bool transposed) {
     d.k = transposed ? 192 : 2056;
     all.push_back(d);
   }
+  // Longer: many rows that are still few tiles.
+  (transposed ? all.back().n : all.back().k) = 8200;
   return all;
 }
 
@@ -557,8 +598,9 @@ TEST_P(SanitizeQgemm, every_kernel) {
     d.dtype = GetParam() % 2 == 0 ? DType::bf16 : DType::f16;
     d.n = transposed ? 136 : 45;
     d.k = transposed ? 70 : 136;
-    for (const int64_t m : {7, 20, 50}) {
+    for (const int64_t m : {7, 20, 50, 70}) {
       d.m = m;
+      if (m == 70 && !transposed) d.n = 46;
       check_variants(d, GetParam(), QgemmData::random, true);
     }
   }

@@ -71,6 +71,7 @@ const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string&
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
 extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
 extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n
+extern const QgemmVariant kQgemmSm90Large;       // both directions, m > 64: the same, with persistent blocks
 extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout

@@ -5,6 +5,7 @@
 
 #include "cuda/kernel.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/qgemm_sm90_large_args.h"
 #include "ops/qgemm/qgemm_sm90_transposed_args.h"
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
 
@@ -18,6 +19,7 @@ std::vector<cuda::Kernel> qgemm_sm80_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_mma_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_transposed_kernels();
+std::vector<cuda::Kernel> qgemm_sm90_large_kernels();
 
 // What these rows have in common: the keys of the weight (codec, group-size, double-quant) and of dtype, and
 // the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values do not go
@@ -53,5 +55,10 @@ std::string sm90_transposed_refuses(const formats::PackedLayout& weight);  // wh
 int sm90_transposed_tokens(int64_t m);
 QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, int tokens, int units);
 cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& tiling);
+
+// Of variant qgemm_sm90_large: all that a tile needs, with as many stages as fit.
+QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks);
+bool sm90_large_takes(const QgemmProblem& problem, const QgemmSm90LargeTiling& tiling);
+cuda::KernelSpec sm90_large_kernel(const QgemmProblem& problem, const QgemmSm90LargeTiling& tiling);
 
 }  // namespace halfbyte

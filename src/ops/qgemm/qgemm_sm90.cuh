@@ -22,6 +22,16 @@ __device__ __forceinline__ u32 subtract_pairs(F16, u32 a, u32 b) {
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 // a * b + c, rounded once.
 __device__ __forceinline__ u32 multiply_add_pairs(BF16, u32 a, u32 b, u32 c) {
   u32 d;
@@ -73,8 +83,8 @@ struct Stored<1> {
 };
 
 // Two neighbouring scales or biases as they are stored; the first of an even row.
-__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
-  const auto bits = *reinterpret_cast<const typename Stored<scale_bytes(kCodec.scale_type)>::Type*>(from);
+using StoredScales = Stored<scale_bytes(kCodec.scale_type)>::Type;
+__device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits) {
   if constexpr (kCodec.scale_type == ScaleType::f32) {
     to[0] = bit_cast<float>(static_cast<u32>(bits));
     to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
@@ -85,6 +95,10 @@ __device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
     to[0] = f16_to_f32(static_cast<u16>(bits));
     to[1] = f16_to_f32(static_cast<u16>(bits >> 16));
   }
+}
+
+__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
+  unpack_scales(to, *reinterpret_cast<const StoredScales*>(from));
 }
 
 // ---- Codes.
@@ -116,6 +130,55 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 word, const RowPair& rows) {
   return finish_pair<kOdd>(store_pair(Element(), byte_above_2_23<kFirst>(word) - offset,
                                       byte_above_2_23<kFirst + 1>(word) - offset),
                            rows);
+}
+
+// ---- Weights rounded to elements.
+// Of the rows 2a and 2a + 1 of a strip, in one group.
+struct RowParameters {
+  float scale[2] = {}, zero[2] = {}, bias[2] = {};
+};
+// Of two rows of the weight, as elements.
+struct ParameterPairs {
+  u32 scale = 0, zero = 0, bias = 0;
+};
+__device__ __forceinline__ ParameterPairs pair_rows(const RowParameters& low, int i, const RowParameters& high, int j) {
+  ParameterPairs pairs;
+  pairs.scale = store_pair(Element(), low.scale[i], high.scale[j]);
+  if constexpr (kAsymmetric) pairs.zero = store_pair(Element(), low.zero[i], high.zero[j]);
+  if constexpr (kAffine) pairs.bias = store_pair(Element(), low.bias[i], high.bias[j]);
+  return pairs;
+}
+
+// Two weights from the values of their codes.
+__device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
+  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
+  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
+  return multiply_pairs(Element(), values, parameters.scale);
+}
+
+// The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
+template <int kLow, int kHigh>
+__device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
+  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
+  return store_pair(Element(), byte_above_2_23<kLow>(low) - kZero, byte_above_2_23<kHigh>(high) - kZero);
+}
+
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane l
+// has those of strip l / 16, a = l % 16. By PTX ISA, "shfl.sync": with a segment mask of 3 the lane that is read
+// has the low two bits of one's own.
+template <int kFirst>
+__device__ __forceinline__ u32 shuffle(u32 pair) {
+  u32 result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(result) : "r"(pair), "n"(kFirst));
+  return result;
+}
+template <int kFirst>
+__device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
+  ParameterPairs result;
+  result.scale = shuffle<kFirst>(pairs.scale);
+  if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
+  if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
+  return result;
 }
 
 // Columns whose codes are 16 bytes of a lane.

@@ -27,16 +27,6 @@ static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.g
 static_assert(kTiling.fits());
 static_assert(kTiling.bits == 8 || kTiling.table_bytes() == kPairTableBytes);
 
-__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   u32 y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
@@ -48,36 +38,6 @@ __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(y) : "r"(mask), "r"(a), "r"(b));
   return y;
-}
-
-// Of the rows 2a and 2a + 1 of a strip, in one group.
-struct RowParameters {
-  float scale[2] = {}, zero[2] = {}, bias[2] = {};
-};
-// Of two rows of the weight, as elements.
-struct ParameterPairs {
-  u32 scale = 0, zero = 0, bias = 0;
-};
-__device__ __forceinline__ ParameterPairs pair_rows(const RowParameters& low, int i, const RowParameters& high, int j) {
-  ParameterPairs pairs;
-  pairs.scale = store_pair(Element(), low.scale[i], high.scale[j]);
-  if constexpr (kAsymmetric) pairs.zero = store_pair(Element(), low.zero[i], high.zero[j]);
-  if constexpr (kAffine) pairs.bias = store_pair(Element(), low.bias[i], high.bias[j]);
-  return pairs;
-}
-
-// Two weights from the values of their codes.
-__device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
-  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
-  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
-  return multiply_pairs(Element(), values, parameters.scale);
-}
-
-// The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
-template <int kLow, int kHigh>
-__device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
-  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
-  return store_pair(Element(), byte_above_2_23<kLow>(low) - kZero, byte_above_2_23<kHigh>(high) - kZero);
 }
 
 // What a team is copied: a ring of stages, numbers first() and up, a step in each. Copies are started by one thread.
@@ -439,24 +399,6 @@ class WarpProduct {
   Parameters parameters_[kSets][4];
   float sums_[kBlocks][kTokenTiles][4];
 };
-
-// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane l
-// has those of strip l / 16, a = l % 16. By PTX ISA, "shfl.sync": with a segment mask of 3 the lane that is read
-// has the low two bits of one's own.
-template <int kFirst>
-__device__ __forceinline__ u32 shuffle(u32 pair) {
-  u32 result;
-  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(result) : "r"(pair), "n"(kFirst));
-  return result;
-}
-template <int kFirst>
-__device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
-  ParameterPairs result;
-  result.scale = shuffle<kFirst>(pairs.scale);
-  if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
-  if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
-  return result;
-}
 
 // The values of two words, a and a + 4, of 4-bit codes: of `second`, q = 0 (a) or 1 and e in [second][2 * q + e], the
 // even row in the low half.

@@ -86,6 +86,15 @@ __device__ __forceinline__ u32 look_up_pair(u32 word, u32 table_lane) {
   return pair;
 }
 
+// The same of a byte that the lane chooses: pair_selector(byte).
+__device__ __forceinline__ u32 pair_selector(int byte) { return 0x7604u | static_cast<u32>(byte) << 4; }
+__device__ __forceinline__ u32 look_up_pair(u32 word, u32 table_lane, u32 selector) {
+  u32 address, pair;
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(address) : "r"(word), "r"(table_lane), "r"(selector));
+  asm volatile("ld.shared.u32 %0, [%1+1024];" : "=r"(pair) : "r"(address));
+  return pair;
+}
+
 #endif
 
 }  // namespace halfbyte::device

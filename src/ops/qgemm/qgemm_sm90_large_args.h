@@ -1,0 +1,72 @@
+// What the kernel of variant qgemm_sm90_large is given, and how it divides its work: shared by host and
+// device, freestanding.
+#pragma once
+
+#include "formats/packed.h"
+
+namespace halfbyte {
+
+// Two warpgroups multiply, one copies.
+inline constexpr int kLargeThreads = 384;
+// What is summed in a stage: columns (forward) or rows (transposed) of the weight.
+inline constexpr int kLargeStage = 64;
+
+// A tile of y: tokens are rows of x, features are rows (forward) or columns (transposed) of the weight. A
+// stage has a box of x [tokens][64], and units of the packed weight: forward, one of each of some strips,
+// transposed, some of each of two strips.
+struct QgemmSm90LargeTiling {
+  int tokens;  // 64, 128 or 256
+  int blocks;  // of 64 features, that a warpgroup multiplies: 1 or 2
+  int bits;
+  int group;            // columns that share a scale; 0: a row
+  int parameter_bytes;  // of the parameters of a row and group
+  int stages;
+
+  HALFBYTE_FN int features() const { return blocks * 128; }
+  HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
+  HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
+  // Of the packed layout where parameters are inlined: units of a block, bytes of a block.
+  HALFBYTE_FN int units_per_block() const {
+    return formats::max(group, formats::kUnitCols) / formats::kUnitCols;
+  }
+  HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
+  HALFBYTE_FN int unit_groups() const { return group == 32 ? 2 : 1; }
+  // Whether a unit and its parameters lie together.
+  HALFBYTE_FN bool joint() const { return group == 32 || group == 64; }
+  // A unit in a stage: codes, and behind them its parameters.
+  HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
+  HALFBYTE_FN int x_bytes() const { return tokens * kLargeStage * 2; }
+  HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
+
+  // Bytes of shared memory from its begin: the table of pairs; the boxes of x of all stages; their units; the
+  // map of double quantization; the barriers. Blocks of a cluster exchange sums where the boxes were.
+  HALFBYTE_FN int box_offset() const { return bits == 4 ? 65536 : 0; }
+  HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
+  HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
+  HALFBYTE_FN int barrier_offset() const { return map_offset() + 1024; }
+  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
+};
+
+struct QgemmSm90LargeArgs {
+  formats::TensorMap x;  // [m, k], transposed [m, n], boxes of `tokens` rows
+  const formats::u8* weight;
+  const void* bias;  // null: none
+  void* y;
+  float* partials;  // [parts][m][features]: of tiles of parts of what is summed; null where there is one part
+  formats::i64 strip_bytes;          // of the weight, and its sections:
+  formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
+  formats::i64 absmax, map, offset;  // of double quantization
+  formats::i32 block_bytes;
+  formats::i32 strips, units;  // of the weight; of a strip
+  formats::i32 n, groups;      // of the weight; of a row
+  formats::i32 m, features;    // of y
+  formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
+  formats::i32 part_stages;  // of a part but the last, a multiple of 2
+  formats::i32 feature_tiles, token_tiles;
+  formats::i32 panel;  // tiles of tokens that are gone through before the next ones
+  formats::i32 tiles,
+      whole;  // whole: tiles of one block each. The blocks of a cluster share one of the others.
+  bool accumulate;
+};
+
+}  // namespace halfbyte
