@@ -10,6 +10,7 @@
 #include "benchmark/cublas.h"
 #include "benchmark/readers.h"
 #include "core/checks.h"
+#include "cuda/cublas.h"
 #include "cuda/launch.h"
 #include "formats/convert.h"
 #include "halfbyte/bench.hpp"
@@ -86,7 +87,7 @@ class QgemmBench {
     cuda::check(cuda::driver().cuDeviceGetAttribute(&l2_bytes, kL2CacheSize, context_.device),
                 "cuDeviceGetAttribute");
     rotation_bytes_ = int64_t{5} * l2_bytes;
-    if (find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
+    if (cuda::find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
     std::mt19937_64 random(1);
     std::vector<uint64_t> words(static_cast<size_t>(kPoolValues / 8));
     for (uint64_t& word : words) word = random();
@@ -438,7 +439,7 @@ void check_case(const QgemmBenchCase& test) {
 
 }  // namespace
 
-CublasInfo cublas_info() { return {find_cublas().path, find_cublas().problem}; }
+CublasInfo cublas_info() { return {cuda::find_cublas().path, cuda::find_cublas().problem}; }
 
 void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, bool quick,
                  const std::function<bool(const QgemmBenchRow&)>& progress) {

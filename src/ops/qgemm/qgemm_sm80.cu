@@ -8,6 +8,7 @@
 // Forward, each group of columns is summed by itself and its scale applied to the sum. Transposed, where a sum
 // runs across groups, the scale goes into the weight. So it does for f32, which is multiplied as tf32.
 #include "cuda/device/mma.cuh"
+#include "ops/qgemm/qgemm_pairs.cuh"
 #include "ops/qgemm/qgemm_sm80.cuh"
 #include "ops/qgemm/qgemm_values.cuh"
 
@@ -54,16 +55,6 @@ __device__ __forceinline__ float* shared_map() {
 
 using Pair = Select<kTf32, FloatPair, u32>;
 
-__device__ __forceinline__ u32 fma_pair(F16, u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ u32 fma_pair(BF16, u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 __device__ __forceinline__ FloatPair fma_pair(F32, const FloatPair& a, const FloatPair& b, const FloatPair& c) {
   return {__fmaf_rn(a.first, b.first, c.first), __fmaf_rn(a.second, b.second, c.second)};
 }
@@ -74,31 +65,12 @@ __device__ __forceinline__ u32 make_pair(T, float first, float second) {
   return store_pair(T(), first, second);
 }
 HALFBYTE_FN FloatPair same_pair(F32, float x) { return {x, x}; }
-template <class T>
-HALFBYTE_FN u32 same_pair(T, float x) {
-  return rounded(T(), x) * 0x10001u;
-}
 constexpr Pair kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
 
-// The values of two bytes of a word of 8-bit codes.
-[[maybe_unused]] constexpr int kLowestCode =
-    kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
+// See qgemm_pairs.cuh.
 template <int kFirst, int kSecond>
 __device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
-  constexpr float kMinus = static_cast<float>(8388608 - kLowestCode);  // 2^23: as above_2_23()
-  return {bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kFirst)) - kMinus,
-          bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kSecond)) - kMinus};
-}
-template <int kFirst, int kSecond>
-__device__ __forceinline__ u32 byte_pair(BF16, u32 word) {
-  const FloatPair pair = byte_pair<kFirst, kSecond>(F32(), word);
-  return __byte_perm(bit_cast<u32>(pair.first), bit_cast<u32>(pair.second), 0x7632);  // 8 bits: exact
-}
-template <int kFirst, int kSecond>
-__device__ __forceinline__ u32 byte_pair(F16, u32 word) {
-  constexpr u32 kMinus = same_pair(F16(), static_cast<float>(kLowestCode - 1024));  // 0x6400 + code is 1024 + code
-  constexpr u32 kOne = same_pair(F16(), 1);
-  return fma_pair(F16(), __byte_perm(word, 0x64646464u, 0x4040 | kFirst | kSecond << 8), kOne, kMinus);
+  return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
 }
 
 // The table of pairs: a row of 128 bytes for each byte of codes, full of copies, so that the lanes that shared memory
