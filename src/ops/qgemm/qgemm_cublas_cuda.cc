@@ -150,8 +150,9 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 }  // namespace
 
-// The products run in waves of a tile a multiprocessor; each slice takes a while beside, the less where the
-// next can be decoded meanwhile. In columns of the sum, that all multiprocessors take as long for.
+// The products run in waves of a tile a multiprocessor, and each slice takes a while beside, less where it
+// can be decoded while the product before it ends: so many columns of the sum, that all multiprocessors have
+// time for meanwhile.
 QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem, int num_multiprocessors) {
   constexpr int64_t kAlone = 800, kOverlapped = 400;
   const int64_t features = problem.out_cols(), tokens = ceil_div(problem.m, kTileTokens);
