@@ -24,6 +24,7 @@ struct Arguments {
   std::string op;
   std::vector<std::string> shapes, models, formats, group_sizes, dtypes;
   std::vector<int64_t> m;
+  int64_t lora = 0;
   std::string direction = "both";
   std::string scale_dtype, variant;
   std::string device = "cuda";
@@ -138,7 +139,7 @@ std::vector<QgemmBenchCase> cases_of(const Arguments& arguments) {
             descriptor.dtype = parse_dtype(dtype);
             descriptor.variant = arguments.variant;
             check_descriptor(descriptor);
-            cases.push_back({shape.name, descriptor});
+            cases.push_back({shape.name, descriptor, arguments.lora});
           }
         }
   return cases;
@@ -190,6 +191,9 @@ std::string row_line(const QgemmBenchRow& row) {
                   ratio(row.floor_us, row.plain_us), ratio(row.floor_us, row.chained_us),
                   number(row.error, "{:.1e}") +
                       (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
+  if (row.test.lora > 0)
+    line += fmt::format("  with a low-rank adapter of rank {}: {}, {} of plain\n", row.test.lora,
+                        us(row.lora_us), number(row.lora_us / row.plain_us, "{:.2f}"));
   if (!row.problem.empty()) line += "  " + row.problem + "\n";
   return line;
 }
@@ -208,6 +212,9 @@ Json row_json(const QgemmBenchRow& row) {
   json["cublas_us"] = number_json(row.cublas_us);
   json["cublas_of_plain"] = number_json(row.cublas_us / row.plain_us);
   json["cublas_of_chained"] = number_json(row.cublas_us / row.chained_us);
+  json["lora"] = row.test.lora;
+  json["lora_us"] = number_json(row.lora_us);
+  json["lora_of_plain"] = number_json(row.lora_us / row.plain_us);
   json["cublas_flops"] = number_json(row.cublas_flops);
   json["floor_us"] = number_json(row.floor_us);
   json["floor_of_plain"] = number_json(row.floor_us / row.plain_us);
@@ -311,6 +318,9 @@ void add_bench_command(CLI::App& app, Command& command) {
   sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point");
   add("--variant", arguments->variant, "NAME",
       "This one, as --explain names it, or none (default: the first that takes the case)");
+  add("--lora", arguments->lora, "RANK",
+      "Also with a low-rank adapter: two thin products of cuBLAS, to which the product adds")
+      ->check(CLI::NonNegativeNumber);
   add("--device", arguments->device, "DEVICE", "cuda (default) or cuda:N; with --explain also cpu");
   sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
   sub.add_flag("--explain", arguments->explain,

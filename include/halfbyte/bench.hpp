@@ -22,6 +22,7 @@ HALFBYTE_API CublasInfo cublas_info();
 struct QgemmBenchCase {
   std::string shape;           // of the weight, a name: "4096x4096"
   QgemmDescriptor descriptor;  // packed, without bias, accumulate and math; early_start is not looked at
+  int64_t lora = 0;            // rank of a low-rank adapter that is measured beside it; 0: none
 };
 
 // Times are microseconds of a product, of many that follow each other on cold weights; NaN: not measured.
@@ -37,8 +38,9 @@ struct QgemmBenchRow {
   double read_us = kNone;          // of the fastest of several kernels that only read the packed weight
   double read_chained_us = kNone;  // of the same kernel, chained
   double cublas_us = kNone;        // of the dense product, the weight in the dtype of x
-  double cublas_flops = kNone;     // a second, of a large dense product
-  double floor_us = kNone;         // the longer of read_us and the product at cublas_flops
+  double lora_us = kNone;       // of two thin dense products by cuBLAS and the product, which adds to theirs
+  double cublas_flops = kNone;  // a second, of a large dense product
+  double floor_us = kNone;      // the longer of read_us and the product at cublas_flops
   // Of y of both plans, over some rows: the norm of the difference from qgemm_simt with sums in f64, by that
   // of y. NaN where y is.
   double error = kNone;

@@ -106,7 +106,7 @@ class QgemmBench {
     row.read_us = read_->us();
     row.read_chained_us = read_->chained_us();
     row.error_limit = error_limit(d.dtype);
-    noting(row, "", [&] { measure(d, row); });
+    noting(row, "", [&] { measure(test, row); });
     return row;
   }
 
@@ -256,7 +256,8 @@ class QgemmBench {
     return cublas_flops_[dtype] = 2e6 * std::pow(static_cast<double>(kExtent), 3) / us;
   }
 
-  void measure(const QgemmDescriptor& d, QgemmBenchRow& row) {
+  void measure(const QgemmBenchCase& test, QgemmBenchRow& row) {
+    const QgemmDescriptor& d = test.descriptor;
     const int64_t size = size_of(d.dtype), in = d.transposed ? d.n : d.k, out = d.transposed ? d.k : d.n;
     const auto select = [&](bool early_start) {
       QgemmDescriptor chosen = d;
@@ -277,6 +278,12 @@ class QgemmBench {
                workspace = sets_of(workspace_bytes, 2, weight_.count),
                dense = sets_of(d.n * d.k * size, 2, 1 << 20);
     reserve(d.dtype, x.all(), y.all(), workspace.all(), cublas_ ? dense.all() : 0);
+    std::optional<QgemmPlan> adding;
+    if (test.lora > 0 && cublas_) {
+      QgemmDescriptor chosen = d;
+      chosen.accumulate = true;
+      adding.emplace(QgemmPlan::select(device_, chosen));
+    }
 
     // The last launch, whose y is checked, has the first buffer of each.
     const int num_launches = launches_of(row.floor_us);
@@ -322,6 +329,34 @@ class QgemmBench {
       });
       graphs.back().launch(stream_.handle());
     }
+    // y = (x . A^T) . B^T, then y += x . W^T; transposed: y = (x . B) . A, then y += x . W. A [lora, k],
+    // B [n, lora].
+    Memory adapters, projected, adding_workspace;
+    if (adding) {
+      const Sets adapter = sets_of((d.n + d.k) * test.lora * size, 2, weight_.count);
+      adapters = filled(adapter.all(), pools_.at(d.dtype));
+      projected = Memory(device_, d.m * test.lora * size);
+      adding_workspace = Memory(device_, adding->workspace_size());
+      const auto product = [&](int i) {
+        const int set = num_launches - 1 - i;
+        std::byte* const a = adapters.data() + set % adapter.count * adapter.bytes;
+        std::byte* const b = a + d.k * test.lora * size;
+        if (d.transposed) {
+          cublas_->product(d.dtype, true, d.m, d.n, test.lora, x_at(i), b, projected.data());
+          cublas_->product(d.dtype, true, d.m, test.lora, d.k, projected.data(), a, y_at(i));
+        } else {
+          cublas_->product(d.dtype, false, d.m, test.lora, d.k, x_at(i), a, projected.data());
+          cublas_->product(d.dtype, false, d.m, d.n, test.lora, projected.data(), b, y_at(i));
+        }
+        adding->run(stream_.handle(), adding_workspace.data(),
+                    {.x = view(x_at(i), in), .weight = packed(set % weight_.count), .y = view(y_at(i), out)});
+      };
+      product(0);
+      graphs.emplace_back().capture(stream_.handle(), [&] {
+        for (int i = 0; i < num_launches; ++i) product(i);
+      });
+      graphs.back().launch(stream_.handle());
+    }
     std::vector<const cuda::Graph*> timed;
     for (const cuda::Graph& graph : graphs) timed.push_back(&graph);
     timed.push_back(&read_->graph());
@@ -336,6 +371,7 @@ class QgemmBench {
     row.plain_us = us[0] / num_launches;
     if (plans.size() > 1) row.chained_us = us[1] / num_launches;
     if (cublas_) row.cublas_us = us[plans.size()] / num_launches;
+    if (adding) row.lora_us = us[plans.size() + 1] / num_launches;
     row.read_us = us.back() / read_->num_launches();
     row.floor_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
   }
@@ -435,6 +471,8 @@ void check_case(const QgemmBenchCase& test) {
                  test.shape);
   HALFBYTE_CHECK(d.m > 0 && d.n > 0 && d.k > 0, usage,
                  "bench_qgemm: {}: m, n, k must be positive, got {}, {}, {}", test.shape, d.m, d.n, d.k);
+  HALFBYTE_CHECK(test.lora >= 0, usage, "bench_qgemm: {}: lora must not be negative, got {}", test.shape,
+                 test.lora);
 }
 
 }  // namespace
