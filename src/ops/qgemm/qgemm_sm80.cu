@@ -102,66 +102,15 @@ __device__ __forceinline__ FloatPair rounded_pair(const FloatPair& pair) {
 
 // ---- Copies of a step
 
-struct Place {
-  i64 strip, unit;
-};
-// Of unit q of a step of a tile.
-__device__ __forceinline__ Place place_of(int q, i64 tile, i64 step) {
-  if (kTransposed) return {step * 2 + q / 4, tile * 4 + q % 4};
-  return {tile * kUnits + q, step};
-}
-__device__ __forceinline__ i64 block_offset(const QgemmSm80Args& args, const Place& at) {
-  return at.strip * args.strip_bytes + at.unit / kUnitsPerBlock * kBlockBytes;
-}
-__device__ __forceinline__ i64 group_of(const QgemmSm80Args& args, const Place& at, int group) {
-  const i64 col = at.unit * kUnitCols + group * (kUnitCols / kUnitGroups);
-  return min(kGroup > 0 ? col / max(kGroup, 1) : col / args.group, args.groups - 1);
-}
-
-__device__ __forceinline__ void load_codes(const QgemmSm80Args& args, u8* stage, i64 tile, i64 step) {
-  constexpr int kChunks = kUnitBytes / 16;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kUnits * kChunks; i += kThreads) {
-    const Place at = place_of(i / kChunks, tile, step);
-    const bool valid = at.strip < args.strips && at.unit < args.units_per_strip;
-    const i64 offset = block_offset(args, at) + at.unit % kUnitsPerBlock * kUnitBytes + i % kChunks * 16;
-    copy_async_or_zero(stage + i * 16, args.weight + (valid ? offset : 0), valid);
-  }
+// Where unit `unit` of a strip begins, and its block.
+__device__ __forceinline__ constexpr i64 block_offset(i64 unit) { return unit / kUnitsPerBlock * kBlockBytes; }
+__device__ __forceinline__ constexpr i64 unit_offset(i64 unit) {
+  return block_offset(unit) + unit % kUnitsPerBlock * kUnitBytes;
 }
 
 // Group `group` of unit q: 32 scales, then 32 zero points or biases, then 32 absmax.
 __device__ __forceinline__ u8* params_of(u8* stage, int q, int group) {
   return stage + kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * kStage.param_bytes;
-}
-__device__ __forceinline__ void load_params(const QgemmSm80Args& args, u8* stage, i64 tile, i64 step) {
-  constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16, kChunks = kGroupBytes / 16;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kChunks; i += kThreads) {
-    const int chunk = i % kChunks, group = i / kChunks % kUnitGroups, q = i / (kChunks * kUnitGroups);
-    const Place at = place_of(q, tile, step);
-    const bool valid = at.strip < args.strips && at.unit < args.units_per_strip, scale = chunk < kScaleChunks;
-    const int size = scale ? kScaleBytes : kZeros ? 1 : kBiasBytes, first = scale ? 0 : kScaleChunks;
-    i64 offset;
-    if (kGroup > 0) {
-      offset = block_offset(args, at) + kBlockCodeBytes + (scale ? 0 : kGroupsPerBlock * kUnitRows * kScaleBytes) +
-               group * kUnitRows * size;
-    } else {
-      offset = (scale ? args.scales : kZeros ? args.zeros : args.biases) +
-               (at.strip * args.groups + group_of(args, at, group)) * kUnitRows * size;
-    }
-    offset += (chunk - first) * 16;
-    copy_async_or_zero(params_of(stage, q, group) + chunk * 16, args.weight + (valid ? offset : 0), valid);
-  }
-  if (!kDoubleQuant) return;
-  const u8* const absmax = args.weight + args.absmax;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
-    const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
-    const Place at = place_of(q, tile, step);
-    const i64 index = (at.strip * kUnitRows + row) * args.groups + group_of(args, at, group);
-    copy_async(reinterpret_cast<u32*>(params_of(stage, q, group) + kGroupBytes) + row,
-               absmax + min(index >> 8, args.last_absmax) * 4);
-  }
 }
 
 // Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
@@ -172,26 +121,120 @@ __device__ __forceinline__ u32 x_chunk(int token, int chunk) {
 }
 __device__ __forceinline__ u32 element_bits(u16 x) { return x; }
 __device__ __forceinline__ u32 element_bits(float x) { return bit_cast<u32>(x); }
-__device__ __forceinline__ void load_x(const QgemmSm80Args& args, u8* stage, i64 first_token, i64 step) {
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kRowChunks; i += kThreads) {
-    const int token = i / kRowChunks, in_row = i % kRowChunks;
-    const i64 row = first_token + token, col = step * kQgemmSm80Step + in_row * kChunkElements;
-    u8* const to = stage + kStage.code_bytes + x_chunk(token, in_row);
-    const bool valid = row < args.m && col < args.in_cols;
-    const Memory* const from = static_cast<const Memory*>(args.x) + (valid ? row * args.in_cols + col : 0);
-    if (kAligned) {
-      copy_async_or_zero(to, from, valid);
-    } else {
-      Words4 chunk = {};
+
+// What a thread copies in each step: of codes, parameters and x every kThreads-th 16 bytes. Addresses of the first
+// step come once; those of others differ by what is the same for all threads.
+class Copies {
+ public:
+  __device__ __forceinline__ Copies(const QgemmSm80Args& args, i64 tile, i64 first_token) : args_(args) {
+    // Unit q of a step: strip q of the tile, or of two strips the first or second, four units of each.
+    first_strip_ = kTransposed ? 0 : tile * kUnits;
+    first_unit_ = kTransposed ? tile * 4 : 0;
+    const int q = thread_ / kCodeChunks;  // of the first pass
+    codes_ = args.weight + (first_strip_ + strip_of(q)) * args.strip_bytes + unit_offset(first_unit_ + unit_of(q)) +
+             thread_ % kCodeChunks * 16;
+    const int token = thread_ / kRowChunks, col = thread_ % kRowChunks * kChunkElements;
+    x_ = static_cast<const Memory*>(args.x) + (first_token + token) * args.in_cols + col;
+    num_tokens_ = static_cast<int>(min<i64>(args.m - first_token, kTokens)) - token;
+  }
+
+  __device__ __forceinline__ void load_weight(u8* stage, i64 step) const {
+    load_codes(stage, step);
+    load_params(stage, step);
+    if (kDoubleQuant) load_absmax(stage, step);
+  }
+
+  __device__ __forceinline__ void load_x(u8* stage, i64 step) const {
+    constexpr int kPassTokens = kThreads / kRowChunks;
+    static_assert(kPassTokens % 8 == 0);  // which the swizzle does not see
+    u8* const to = stage + kStage.code_bytes + x_chunk(thread_ / kRowChunks, thread_ % kRowChunks);
+    const i64 first = step * kQgemmSm80Step;
+    const i64 left = args_.in_cols - first - thread_ % kRowChunks * kChunkElements;  // columns
 #pragma unroll
-      for (int j = 0; j < kChunkElements; ++j)
-        if (valid && col + j < args.in_cols)
-          chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kTf32 ? 0 : j % 2 * 16);
-      *reinterpret_cast<Words4*>(to) = chunk;
+    for (int token = 0; token < kTokens; token += kPassTokens) {
+      if (kTokens < kPassTokens && thread_ / kRowChunks >= kTokens) break;
+      const bool valid = token < num_tokens_ && left > 0;
+      const Memory* const from = valid ? x_ + first + token * args_.in_cols : static_cast<const Memory*>(args_.x);
+      if (kAligned) {
+        copy_async_or_zero(to + token * kRowChunks * 16, from, valid);
+      } else {
+        Words4 chunk = {};
+#pragma unroll
+        for (int j = 0; j < kChunkElements; ++j)
+          if (valid && j < left) chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kTf32 ? 0 : j % 2 * 16);
+        *reinterpret_cast<Words4*>(to + token * kRowChunks * 16) = chunk;
+      }
     }
   }
-}
+
+ private:
+  static constexpr int kCodeChunks = kUnitBytes / 16;  // of a unit
+  static __device__ __forceinline__ constexpr int strip_of(int q) { return kTransposed ? q / 4 : q; }
+  static __device__ __forceinline__ constexpr int unit_of(int q) { return kTransposed ? q % 4 : 0; }
+  static __device__ __forceinline__ i64 strip_of_step(i64 step) { return kTransposed ? step * 2 : 0; }
+  static __device__ __forceinline__ i64 unit_of_step(i64 step) { return kTransposed ? 0 : step; }
+  __device__ __forceinline__ bool is_valid(i64 step, int q) const {
+    return first_strip_ + strip_of_step(step) + strip_of(q) < args_.strips &&
+           first_unit_ + unit_of_step(step) + unit_of(q) < args_.units_per_strip;
+  }
+
+  __device__ __forceinline__ void load_codes(u8* stage, i64 step) const {
+    const u8* const from = codes_ + strip_of_step(step) * args_.strip_bytes + unit_offset(unit_of_step(step));
+#pragma unroll
+    for (int i = 0; i < kUnits * kCodeChunks; i += kThreads) {
+      constexpr int kPassUnits = kThreads / kCodeChunks;
+      const int q = i / kThreads * kPassUnits;  // ahead of the first pass
+      const bool valid = is_valid(step, thread_ / kCodeChunks + q);
+      const i64 offset = strip_of(q) * args_.strip_bytes + unit_offset(unit_of(q));
+      copy_async_or_zero(stage + (i + thread_) * 16, valid ? from + offset : args_.weight, valid);
+    }
+  }
+
+  __device__ __forceinline__ i64 group_of(i64 unit, int group) const {
+    const i64 col = unit * kUnitCols + group * (kUnitCols / kUnitGroups);
+    return min(kGroup > 0 ? col / max(kGroup, 1) : args_.groups == 1 ? 0 : col / args_.group, args_.groups - 1);
+  }
+  __device__ __forceinline__ void load_params(u8* stage, i64 step) const {
+    constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16, kChunks = kGroupBytes / 16;
+#pragma unroll 1
+    for (int i = thread_; i < kUnits * kUnitGroups * kChunks; i += kThreads) {
+      const int chunk = i % kChunks, group = i / kChunks % kUnitGroups, q = i / (kChunks * kUnitGroups);
+      const i64 strip = first_strip_ + strip_of_step(step) + strip_of(q);
+      const i64 unit = first_unit_ + unit_of_step(step) + unit_of(q);
+      const bool valid = is_valid(step, q), scale = chunk < kScaleChunks;
+      const int size = scale ? kScaleBytes : kZeros ? 1 : kBiasBytes, first = scale ? 0 : kScaleChunks;
+      i64 offset;
+      if (kGroup > 0) {
+        offset = strip * args_.strip_bytes + block_offset(unit) + kBlockCodeBytes +
+                 (scale ? 0 : kGroupsPerBlock * kUnitRows * kScaleBytes) + group * kUnitRows * size;
+      } else {
+        offset = (scale ? args_.scales : kZeros ? args_.zeros : args_.biases) +
+                 (strip * args_.groups + group_of(unit, group)) * kUnitRows * size;
+      }
+      offset += (chunk - first) * 16;
+      copy_async_or_zero(params_of(stage, q, group) + chunk * 16, args_.weight + (valid ? offset : 0), valid);
+    }
+  }
+  __device__ __forceinline__ void load_absmax(u8* stage, i64 step) const {
+    const u8* const absmax = args_.weight + args_.absmax;
+#pragma unroll 1
+    for (int i = thread_; i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
+      const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
+      const i64 strip = first_strip_ + strip_of_step(step) + strip_of(q);
+      const i64 unit = first_unit_ + unit_of_step(step) + unit_of(q);
+      const i64 index = (strip * kUnitRows + row) * args_.groups + group_of(unit, group);
+      copy_async(reinterpret_cast<u32*>(params_of(stage, q, group) + kGroupBytes) + row,
+                 absmax + min(index >> 8, args_.last_absmax) * 4);
+    }
+  }
+
+  const QgemmSm80Args& args_;
+  const int thread_ = static_cast<int>(threadIdx.x);
+  i64 first_strip_, first_unit_;
+  const u8* codes_;
+  const Memory* x_;
+  int num_tokens_;  // from that of the first pass on
+};
 
 // ---- Fragments
 
@@ -418,12 +461,12 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
 
   u8* const stages = shared_bytes() + kStage.table_bytes + kStage.map_bytes;
   constexpr int kAhead = kStage.stages - 1;
+  const Copies copies(args, tile, first_token);
   // The weight is there before earlier kernels have ended; x may not be.
 #pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     if (begin + i >= end) break;
-    load_codes(args, stages + i * kStage.bytes(), tile, begin + i);
-    load_params(args, stages + i * kStage.bytes(), tile, begin + i);
+    copies.load_weight(stages + i * kStage.bytes(), begin + i);
   }
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   build_table(thread);
@@ -436,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
   wait_for_earlier();
 #pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
-    if (begin + i < end) load_x(args, stages + i * kStage.bytes(), first_token, begin + i);
+    if (begin + i < end) copies.load_x(stages + i * kStage.bytes(), begin + i);
     commit_copies();
   }
 
@@ -450,9 +493,8 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, qgemm_sm80_block
     __syncthreads();  // the step is there, and all are done with the one before
     if (next < end) {
       u8* const stage = stages + (slot == 0 ? kAhead : slot - 1) * kStage.bytes();
-      load_codes(args, stage, tile, next);
-      load_params(args, stage, tile, next);
-      load_x(args, stage, first_token, next);
+      copies.load_weight(stage, next);
+      copies.load_x(stage, next);
     }
     commit_copies();
     multiply(sums, stages + slot * kStage.bytes(), warp_feature, warp_token, tokens, lane);
