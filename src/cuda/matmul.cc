@@ -74,7 +74,8 @@ Matmul::Matmul(const Context& context, const MatmulShape& shape, int64_t workspa
     prefer(attribute, attribute == kMinAlignmentBytes[0] ? kWeightAlignment : alignment);
 
   // The address of the bias says how it is aligned.
-  const Description description = describe(reinterpret_cast<const void*>(uintptr_t{alignment}));
+  const Description description =
+      describe(reinterpret_cast<const void*>(uintptr_t{alignment}));  // NOLINT(performance-no-int-to-ptr)
   cublasLtMatmulHeuristicResult result{};
   int num_results = 0;
   const int status =

@@ -1,5 +1,5 @@
-// A slice of a packed weight as a dense matrix of 16-bit values, row-major: value, scale and bias are rounded, then what
-// they make.
+// A slice of a packed weight as a dense matrix of 16-bit values, row-major: value, scale and bias are rounded, then
+// what they make.
 //
 // 64 threads have a unit of 32 rows by 64 columns (packed.h), a thread two rows of it, and of their columns two chunks
 // of 8: one half h of two steps of 16. It reads them from the slots of all four pairs of columns, and with the thread
