@@ -27,6 +27,7 @@ struct Arguments {
   std::string op;
   std::vector<std::string> shapes, models, formats, group_sizes, dtypes;
   std::vector<int64_t> m;
+  int64_t lora = 0;
   std::string direction = "both";
   std::string scale_dtype, variant;
   std::string device = "cuda";
@@ -163,7 +164,7 @@ std::vector<QgemmBenchCase> cases_of(const Arguments& arguments, const Defaults&
             descriptor.dtype = parse_dtype(dtype);
             descriptor.variant = arguments.variant;
             check_descriptor(descriptor);
-            cases.push_back({shape.name, descriptor});
+            cases.push_back({shape.name, descriptor, arguments.lora});
           }
         }
   return cases;
@@ -305,6 +306,9 @@ Json row_json(const QgemmBenchRow& row, const Compared& compared) {
   json["cublas_us"] = number_json(row.cublas_us);
   json["cublas_of_plain"] = number_json(row.cublas_us / row.plain_us);
   json["cublas_of_chained"] = number_json(row.cublas_us / row.chained_us);
+  json["lora"] = row.test.lora;
+  json["lora_us"] = number_json(row.lora_us);
+  json["lora_of_plain"] = number_json(row.lora_us / row.plain_us);
   json["cublas_flops"] = number_json(row.cublas_flops);
   json["rates"] = Json::array();
   for (const QgemmBenchRate& rate : row.rates)
@@ -389,6 +393,9 @@ void measure(Device device, const Arguments& arguments, const std::vector<QgemmB
   bench_qgemm(device, cases, {arguments.quick, arguments.num_threads}, [&](const QgemmBenchRow& row) {
     compared.add(row);
     say(line_of(columns_of(row, compared, device), false));
+    if (row.test.lora > 0)
+      say(fmt::format("  with a low-rank adapter of rank {}: {}, {} of plain\n", row.test.lora,
+                      number(row.lora_us, "{:.2f}"), number(row.lora_us / row.plain_us, "{:.2f}")));
     if (!row.problem.empty()) say("  " + row.problem + "\n");
     document["rows"].push_back(row_json(row, compared));
     if (!row.sku.kernel.empty() && !row.correct()) ++num_wrong;
@@ -435,6 +442,9 @@ void add_bench_command(CLI::App& app, Command& command) {
       "This one, as --explain names it, or none (default: the first that takes the case)");
   add("--device", arguments->device, "DEVICE", "cuda (default), cuda:N or cpu");
   add("--threads", arguments->num_threads, "INT", "Of the CPU (default 0: all)")
+      ->check(CLI::NonNegativeNumber);
+  add("--lora", arguments->lora, "RANK",
+      "CUDA: also with a low-rank adapter: two thin products of cuBLAS, to which the product adds")
       ->check(CLI::NonNegativeNumber);
   sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
   sub.add_flag("--explain", arguments->explain,

@@ -352,10 +352,11 @@ def test_bench_measures(tmp_path, with_stubs):
     environment = {**with_stubs[0], **with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"],
                    "HALFBYTE_CUBLAS": "/nowhere/libcublas.so", "STUB_LOG": str(tmp_path / "log")}
     report = tmp_path / "report.json"
-    case = [*CASE, "--m", "1,20", "--variant", "qgemm_simt", "--direction", "both", "--json", report]
+    case = [*CASE, "--m", "1,20", "--variant", "qgemm_simt", "--direction", "both", "--lora", "16", "--json", report]
     result = run(*case, code=VERIFY, env=environment)
     assert "4 of 4 cases are wrong" in result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("96x128")]
+    assert result.stdout.count("  with a low-rank adapter of rank 16: -, - of plain\n") == 4
     assert len(lines) == 4 and all("- WRONG: must be at most 5e-03" in line for line in lines)
     assert re.search(r"^cuBLAS +no cuBLAS .*/nowhere/libcublas.so", result.stdout, re.M)
     document = json.loads(report.read_text())
@@ -363,6 +364,7 @@ def test_bench_measures(tmp_path, with_stubs):
     assert [(row["direction"], row["m"]) for row in document["rows"]] == [
         ("forward", 1), ("forward", 20), ("transposed", 1), ("transposed", 20)]
     for row in document["rows"]:
+        assert row["lora"] == 16 and row["lora_us"] is None
         assert row["cublas_us"] is None and row["error"] is None and row["correct"] is False
         assert row["kernel"].startswith("qgemm_simt") and row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
 

@@ -62,6 +62,7 @@ COMPANIONS = {
     "lsq_rows zero-point": ["--dtype", "f64"],
     "lsq_totals zero-point": ["--dtype", "f64"],
     "math": ["--dtype", "f32"],
+    "qgemm_cublas_decode scale-dtype": [],
     "qgemm_sm80 scale-dtype": [],
     "qgemm_simt_rows scale-dtype": [],
     "qgemm_sm90_f32 scale-dtype": [],

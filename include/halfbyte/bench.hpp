@@ -23,6 +23,7 @@ HALFBYTE_API CublasInfo cublas_info();
 struct QgemmBenchCase {
   std::string shape;           // of the weight, a name: "4096x4096"
   QgemmDescriptor descriptor;  // packed, without bias, accumulate and math; early_start is not looked at
+  int64_t lora = 0;            // rank of a low-rank adapter that is measured beside it; 0: none
 };
 
 // Multiply-adds that the CPU makes where nothing is loaded or stored, on all threads that are measured.
@@ -39,12 +40,13 @@ struct QgemmBenchRow {
   std::string problem;  // why something was not measured; empty if all was
   Sku sku;              // of the plan; empty if there is none
   int64_t weight_bytes = 0;
-  double plain_us = kNone;            // each starts when the one before it has ended
-  double chained_us = kNone;          // CUDA: QgemmDescriptor::early_start
-  double read_us = kNone;             // of the fastest of several ways to only read the packed weight
-  double read_chained_us = kNone;     // CUDA: of the same, chained
-  double cublas_us = kNone;           // CUDA: of the dense product, the weight in the dtype of x
-  double cublas_flops = kNone;        // CUDA: a second, of a large dense product
+  double plain_us = kNone;         // each starts when the one before it has ended
+  double chained_us = kNone;       // CUDA: QgemmDescriptor::early_start
+  double read_us = kNone;          // of the fastest of several ways to only read the packed weight
+  double read_chained_us = kNone;  // CUDA: of the same, chained
+  double cublas_us = kNone;        // CUDA: of the dense product, the weight in the dtype of x
+  double lora_us = kNone;       // CUDA: of two thin products by cuBLAS and the product, which adds to theirs
+  double cublas_flops = kNone;  // CUDA: a second, of a large dense product
   std::vector<QgemmBenchRate> rates;  // CPU
   double floor_us = kNone;  // the longer of read_us and the product at cublas_flops or the best of rates
   // Of y of both plans, over some rows: the norm of the difference from qgemm_simt or qgemm_ref with sums in

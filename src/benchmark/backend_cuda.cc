@@ -6,6 +6,7 @@
 #include "benchmark/backend.h"
 #include "benchmark/benchmark_args.h"
 #include "benchmark/benchmark_kernels.h"
+#include "cuda/cublas.h"
 #include "cuda/graph.h"
 #include "cuda/launch.h"
 
@@ -74,7 +75,7 @@ class CudaBackend : public BenchBackend {
         stream_(device),
         delay_(cuda::get_kernel(context_, delay_kernel())),
         never_(device, 16) {
-    if (find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
+    if (cuda::find_cublas().problem.empty()) cublas_.emplace(device, stream_.handle());
   }
 
   const Stream& stream() const override { return stream_; }

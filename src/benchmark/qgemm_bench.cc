@@ -7,6 +7,7 @@
 
 #include "benchmark/backend.h"
 #include "core/checks.h"
+#include "cuda/cublas.h"
 #include "formats/convert.h"
 #include "halfbyte/bench.hpp"
 
@@ -99,7 +100,7 @@ class QgemmBench {
     row.read_us = read_us_;
     row.read_chained_us = read_chained_us_;
     row.error_limit = error_limit(d.dtype);
-    noting(row, "", [&] { measure(d, row); });
+    noting(row, "", [&] { measure(test, row); });
     return row;
   }
 
@@ -272,7 +273,33 @@ class QgemmBench {
     return backend_->record(num_launches, product);
   }
 
-  void measure(const QgemmDescriptor& d, QgemmBenchRow& row) {
+  // A product that adds to y, and a low-rank adapter: A [lora, k], B [n, lora], as many as there are weights.
+  struct LowRankProduct {
+    QgemmPlan adding;
+    int64_t a_bytes;
+    Sets sets;
+    Memory adapters, projected, workspace;
+    std::pair<std::byte*, std::byte*> factors(int i) const {
+      std::byte* const a = adapters.data() + i % sets.count * sets.bytes;
+      return {a, a + a_bytes};
+    }
+  };
+  LowRankProduct make_low_rank(const QgemmBenchCase& test) {
+    QgemmDescriptor d = test.descriptor;
+    d.accumulate = true;
+    QgemmPlan adding = QgemmPlan::select(device_, d);
+    const int64_t size = size_of(d.dtype), workspace_bytes = adding.workspace_size();
+    const Sets sets = activation_sets_of((d.n + d.k) * test.lora * size);
+    return {std::move(adding),
+            d.k * test.lora * size,
+            sets,
+            filled(sets.all(), pools_.at(d.dtype)),
+            Memory(device_, d.m * test.lora * size),
+            Memory(device_, workspace_bytes)};
+  }
+
+  void measure(const QgemmBenchCase& test, QgemmBenchRow& row) {
+    const QgemmDescriptor& d = test.descriptor;
     const int64_t size = size_of(d.dtype), in = d.transposed ? d.n : d.k, out = d.transposed ? d.k : d.n;
     const auto select = [&](bool early_start) {
       QgemmDescriptor chosen = d;
@@ -328,6 +355,27 @@ class QgemmBench {
                         dense_.at(i % dense.count, dense.bytes), y_at(i));
       }));
     }
+    const size_t lora = works.size();
+    std::optional<LowRankProduct> adapter;
+    if (test.lora > 0 && backend_->cublas()) {
+      adapter.emplace(make_low_rank(test));
+      works.push_back(dense_work(num_launches, [&](int i) {
+        const auto [a, b] = adapter->factors(i);
+        const Cublas& cublas = *backend_->cublas();
+        // y = (x . A^T) . B^T, then y += x . W^T; transposed: y = (x . B) . A, then y += x . W.
+        std::byte* const projected = adapter->projected.data();
+        if (d.transposed) {
+          cublas.product(d.dtype, true, d.m, d.n, test.lora, x_at(i), b, projected);
+          cublas.product(d.dtype, true, d.m, test.lora, d.k, projected, a, y_at(i));
+        } else {
+          cublas.product(d.dtype, false, d.m, test.lora, d.k, x_at(i), a, projected);
+          cublas.product(d.dtype, false, d.m, d.n, test.lora, projected, b, y_at(i));
+        }
+        adapter->adding.run(
+            stream_.handle(), adapter->workspace.data(),
+            {.x = view(x_at(i), in), .weight = packed(i % weight_.count), .y = view(y_at(i), out)});
+      }));
+    }
     const size_t read = works.size(), first_loop = read + 1;
     works.push_back(read_);
     const std::vector<MultiplyLoop> loops = backend_->multiply_loops(d.dtype);
@@ -345,6 +393,7 @@ class QgemmBench {
       row.rates.push_back({loops[i].name, 1e6 * loops[i].flops / us[first_loop + i]});
       flops = std::fmax(flops, row.rates.back().flops);
     }
+    if (adapter) row.lora_us = us[lora];
     row.floor_us = std::fmax(row.read_us, 1e6 * flop / flops);
   }
 
@@ -440,11 +489,13 @@ void check_case(const QgemmBenchCase& test) {
                  test.shape);
   HALFBYTE_CHECK(d.m > 0 && d.n > 0 && d.k > 0, usage,
                  "bench_qgemm: {}: m, n, k must be positive, got {}, {}, {}", test.shape, d.m, d.n, d.k);
+  HALFBYTE_CHECK(test.lora >= 0, usage, "bench_qgemm: {}: lora must not be negative, got {}", test.shape,
+                 test.lora);
 }
 
 }  // namespace
 
-CublasInfo cublas_info() { return {find_cublas().path, find_cublas().problem}; }
+CublasInfo cublas_info() { return {cuda::find_cublas().path, cuda::find_cublas().problem}; }
 
 void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, const QgemmBenchOptions& options,
                  const std::function<bool(const QgemmBenchRow&)>& progress) {

@@ -561,6 +561,28 @@ INSTANTIATE_TEST_SUITE_P(
               STUB_CUDA ": lacks nvrtcVersion"}),
     [](const auto& info) { return std::string(info.param.name); });
 
+// --- Products by cuBLASLt
+
+class CudaMatmul : public CudaRuntime {};
+
+TEST_F(CudaMatmul, EveryKind) {
+  EXPECT_EQ(run({"matmul"}, {{"HALFBYTE_CUBLASLT", STUB_CUBLASLT}}), "8 right\n");
+  // The workspace, sums of parts in f32 and in order (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE), alignments.
+  const std::vector<std::string> log = lines(read_file(dir_ / "log"));
+  EXPECT_EQ(log.size(), 8u);
+  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 16"), 4);
+  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 0"), 4);
+}
+TEST_F(CudaMatmul, WithoutLibrary) {
+  expect_failure({"matmul"}, ErrorCode::device,
+                 "no cuBLASLt (HALFBYTE_CUBLASLT may give its path). Tried: /none/libcublasLt.so.13: ",
+                 environment({{"HALFBYTE_CUBLASLT", "/none/libcublasLt.so.13"}}));
+  expect_failure({"matmul"}, ErrorCode::device, STUB_CUDA ": lacks cublasLtGetProperty",
+                 environment({{"HALFBYTE_CUBLASLT", STUB_CUDA}}));
+  expect_failure({"matmul"}, ErrorCode::device, "cublasLtCreate of " STUB_CUBLASLT ": status 1",
+                 environment({{"HALFBYTE_CUBLASLT", STUB_CUBLASLT}, {"STUB_CUBLASLT_CREATE", "1"}}));
+}
+
 // --- Kernel packs
 
 class CudaPacks : public CudaRuntime {

@@ -1,6 +1,7 @@
 // Products with quantized weights on a device: every variant against the reference, run to run, in graphs and
 // in chains of kernels that start early.
 #include <map>
+#include <thread>
 
 #include "harness.h"
 #include "ops/qgemm/qgemm_testing.h"
@@ -208,6 +209,29 @@ TEST_P(QgemmCuda, EveryVariant) {
     check_variants(d, random());
   }
 }
+// Of more rows than 64, in whole chunks of 16 bytes; groups that end amid a unit, too.
+TEST_P(QgemmCuda, ManyRows) {
+  constexpr int64_t kSizes[] = {64, 32, 128, 256, 0, 48, 8};
+  std::mt19937_64 random(turn() + 2000);
+  for (const int64_t size : kSizes) {
+    QgemmDescriptor d = descriptor(grouped(format(), size), GetParam().dtype, GetParam().transposed);
+    d.spec.scale_dtype = testing::kQgemmDTypes[random() % 3];
+    d.m = 65 + static_cast<int64_t>(random() % 16);
+    d.n = 200;
+    d.k = 520;
+    d.bias = !d.transposed && size != 32;
+    d.accumulate = size >= 64;
+    check_variants(d, random());
+    if (size == 32 && format().format != Format::nf4 && format().format != Format::fp4) {
+      d.bias = !d.transposed;
+      check_variants(d, random(), QgemmData::integers);
+    }
+    if (info(d.spec.format).kind == FormatKind::affine || size == 8) continue;
+    d.spec.scale_dtype = DType::f32;
+    d.spec.double_quant = true;
+    check_variants(d, random());
+  }
+}
 // Integers and scales that are powers of two: sums in f32 are exact.
 TEST_P(QgemmCuda, IntegersAreExact) {
   if (format().format == Format::nf4 || format().format == Format::fp4)
@@ -371,6 +395,63 @@ TEST_P(QgemmCudaShapes, ManyTiles) {
       d.accumulate = m != 20;
       EXPECT_GE(check_variants(d, static_cast<uint64_t>(n)), 3u);
     }
+}
+// Of qgemm_cublas: three slices that take turns in two buffers, the last shorter; two in one buffer. Sums are
+// exact, so that another variant gives the same bytes.
+TEST_P(QgemmCudaShapes, Slices) {
+  struct Shape {
+    int64_t m, features, sums;
+  };
+  for (const auto& [m, features, sums] : {Shape{4096, 2184, 8192}, Shape{72, 392, 45000}}) {
+    QuantSpec spec = grouped(nf4(), 128);
+    spec.format = Format::int4;
+    spec.scale_rule = info(spec.format).default_rule;
+    QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
+    d.m = m;
+    d.n = d.transposed ? sums : features;
+    d.k = d.transposed ? features : sums;
+    d.bias = !d.transposed;
+    d.accumulate = true;
+    const std::vector<std::string> variants = variants_of(d);
+    if (std::ranges::find(variants, "qgemm_cublas") == variants.end()) GTEST_SKIP() << "there is no cuBLASLt";
+    const QgemmCase test(d, static_cast<uint64_t>(m), QgemmData::integers);
+    std::vector<std::vector<uint8_t>> results;
+    for (const char* variant : {"qgemm_sm80", "qgemm_cublas"}) {
+      d.variant = variant;
+      const auto plan = QgemmPlan::select(kCuda, d);
+      EXPECT_LE(plan.workspace_size(), (int64_t{32} << 20) * (d.variant == "qgemm_cublas" ? 1 : 1000));
+      results.push_back(run(test, plan, false));
+    }
+    EXPECT_TRUE(results[0] == results[1]) << testing::describe(d);
+  }
+}
+// Threads share a plan, each with a workspace of its own.
+TEST_P(QgemmCudaShapes, Threads) {
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+  d.m = 130;
+  d.n = 520;
+  d.k = 264;
+  d.bias = !d.transposed;
+  const QgemmCase test(d, 5);
+  for (const std::string& variant : variants_of(d)) {
+    d.variant = variant;
+    SCOPED_TRACE(testing::describe(d));
+    const auto plan = QgemmPlan::select(kCuda, d);
+    const std::vector<uint8_t> expected = run(test, plan, false);
+    std::vector<int> num_right(4);
+    std::vector<std::jthread> threads;
+    for (int& right : num_right)
+      threads.emplace_back([&] {
+        const Surrounded workspace = workspace_of(plan);
+        const OnDevice memory(test, false);
+        const Stream stream(kCuda);
+        for (int i = 0; i < 20; ++i) plan.run(stream.handle(), workspace.data(), memory.args());
+        stream.synchronize();
+        right = memory.y() == expected;
+      });
+    threads.clear();
+    EXPECT_EQ(num_right, std::vector<int>(4, 1));
+  }
 }
 TEST_P(QgemmCudaShapes, Empty) {
   for (const bool packed : {true, false})
@@ -603,6 +684,9 @@ TEST_P(SanitizeQgemm, every_kernel) {
       if (m == 70 && !transposed) d.n = 46;
       check_variants(d, GetParam(), QgemmData::random, true);
     }
+    d.m = 70;
+    d.n = d.k = 136;
+    check_variants(d, GetParam(), QgemmData::random, true);
   }
 }
 INSTANTIATE_TEST_SUITE_P(, SanitizeQgemm, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),

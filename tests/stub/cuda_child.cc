@@ -6,6 +6,7 @@
 //   cuda_child load PACK CONFIG...      the same, one thread, once the pack is loaded
 //   cuda_child pack PACK TARGET CONFIG...  writes a pack of such kernels
 //   cuda_child memory BYTES             allocates, copies there and back
+//   cuda_child matmul              products by cuBLASLt: how many were right
 //   cuda_child sticky                   an error that the device keeps, then everything else
 //
 // An Error is printed; its code is the exit code.
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <random>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -24,6 +26,8 @@
 #include "cuda/jit.h"
 #include "cuda/kernel_pack.h"
 #include "cuda/launch.h"
+#include "cuda/matmul.h"
+#include "formats/convert.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/error.hpp"
 
@@ -106,6 +110,51 @@ void memory(int64_t num_bytes) {
   fmt::print("same {}\n", std::memcmp(from.data(), back.data(), static_cast<size_t>(num_bytes)) == 0);
 }
 
+// Every kind of product, of small integers: exact. What lies between the rows of y stays as it is.
+void matmul() {
+  const cuda::Context& context = cuda::context(0);
+  if (const std::string problem = cuda::refuse_matmul(context); !problem.empty())
+    throw Error(ErrorCode::device, problem);
+  std::mt19937_64 random(std::random_device{}());
+  const auto values = [&](int64_t count) {
+    std::vector<uint16_t> result(static_cast<size_t>(count));
+    for (uint16_t& value : result)
+      value = formats::to_bf16(static_cast<double>(static_cast<int>(random() % 9) - 4));
+    return result;
+  };
+  int num_right = 0;
+  for (const bool by_rows : {false, true})
+    for (const bool bias : {false, true})
+      for (const bool accumulate : {false, true}) {
+        constexpr int64_t kM = 5, kN = 7, kK = 11;
+        cuda::MatmulShape shape{.m = kM, .n = kN, .k = kK, .by_rows = by_rows};
+        shape.x_stride = kK + 1;
+        shape.w_stride = (by_rows ? kN : kK) + 2;
+        shape.y_stride = kN + 3;
+        shape.bias = bias;
+        shape.accumulate = accumulate;
+        const std::vector<uint16_t> x = values(kM * shape.x_stride), w = values(kK * kN + 2 * (kK + kN)),
+                                    b = values(kN), before = values(kM * shape.y_stride);
+        std::vector<uint16_t> y = before, expected = before;
+        const auto at = [](const std::vector<uint16_t>& of, int64_t i) {
+          return formats::bf16_to_f32(of[static_cast<size_t>(i)]);
+        };
+        for (int64_t i = 0; i < kM; ++i)
+          for (int64_t j = 0; j < kN; ++j) {
+            float sum = bias ? at(b, j) : 0;
+            const int64_t place = i * shape.y_stride + j;
+            if (accumulate) sum += at(before, place);
+            for (int64_t l = 0; l < kK; ++l)
+              sum += at(x, i * shape.x_stride + l) *
+                     at(w, by_rows ? l * shape.w_stride + j : j * shape.w_stride + l);
+            expected[static_cast<size_t>(place)] = formats::to_bf16(static_cast<double>(sum));
+          }
+        cuda::Matmul(context, shape, 1 << 20).run(x.data(), w.data(), b.data(), y.data(), nullptr, nullptr);
+        num_right += y == expected;
+      }
+  fmt::print("{} right\n", num_right);
+}
+
 int sticky() {
   const Memory before(kDevice, 64);
   const Stream stream(kDevice);
@@ -138,5 +187,6 @@ int main(int argc, char** argv) {
   if (words[0] == "pack")
     return report([&] { write_pack(words[1], words[2], {words.begin() + 3, words.end()}); });
   if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
+  if (words[0] == "matmul") return report(matmul);
   return sticky();
 }

@@ -60,8 +60,9 @@ void check_descriptor(const QgemmDescriptor& d) {
 
 std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
   static const std::array variants = {
-      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90Large, kQgemmSm90F32, kQgemmSm80,
-      kQgemmSimt,      kQgemmAmx,     kQgemmAvx512,         kQgemmSimd,      kQgemmRef,
+      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90Large,
+      kQgemmSm90F32,   kQgemmCublas,  kQgemmSm80,           kQgemmSimt,
+      kQgemmAmx,       kQgemmAvx512,  kQgemmSimd,           kQgemmRef,
   };
   static const std::array mma_first = [] {
     auto swapped = variants;

@@ -5,6 +5,7 @@
 
 #include "cuda/kernel.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/qgemm_simt_args.h"
 #include "ops/qgemm/qgemm_sm90_large_args.h"
 #include "ops/qgemm/qgemm_sm90_transposed_args.h"
 #include "ops/qgemm/qgemm_sm90_wgmma_args.h"
@@ -14,6 +15,7 @@ namespace halfbyte {
 // The rows of the table of kernels (src/kernels): those of all variants, below.
 std::vector<cuda::Kernel> qgemm_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_f32_kernels();
+std::vector<cuda::Kernel> qgemm_cublas_kernels();
 std::vector<cuda::Kernel> qgemm_simt_kernels();
 std::vector<cuda::Kernel> qgemm_sm80_kernels();
 std::vector<cuda::Kernel> qgemm_sm90_wgmma_kernels();
@@ -37,6 +39,20 @@ bool has_simt_rows(const QgemmProblem& problem);
 cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem);
 cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile);
 cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem);
+// A weight as these kernels read it, but for its addresses; then these.
+SimtWeight simt_weight(const QgemmProblem& problem);
+void place_simt_weight(SimtWeight& weight, const QgemmProblem& problem, const QgemmTensors& tensors);
+
+// Of variant qgemm_cublas: how it cuts y, and so the weight, into slices along the features, which are rows
+// (forward) or columns (transposed) of the weight. All have `features` but for the last.
+struct QgemmSlices {
+  int64_t features = 0, count = 0;
+  int buffers = 1;           // slices take turns in so many
+  int64_t buffer_bytes = 0;  // of one
+};
+QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem, int num_multiprocessors);
+cuda::KernelSpec qgemm_cublas_decode_kernel(const QgemmProblem& problem);
+
 // Of variant qgemm_sm80: rows of x in the tile of a block; the kernel, and that which adds up what its blocks
 // left. Error(usage) where it does not take the problem.
 int qgemm_sm80_tokens(const QgemmProblem& problem);

@@ -43,6 +43,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
            qgemm_sm90_transposed_kernels(),
            qgemm_sm90_large_kernels(),
            qgemm_sm90_f32_kernels(),
+           qgemm_cublas_kernels(),
            qgemm_sm80_kernels(),
            qgemm_simt_kernels(),
        })

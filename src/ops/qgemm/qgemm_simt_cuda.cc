@@ -33,54 +33,12 @@ std::string refuse(const QgemmProblem& problem) {
   return "";
 }
 
-// The weight but for its addresses.
-SimtWeight describe_weight(const QgemmProblem& p) {
-  SimtWeight w{};
-  const formats::PackedLayout& layout = p.weight;
-  const formats::WeightViewLayout& view = p.view;
-  const bool one_group = !p.packed && view.one_group;
-  w.n = p.n;
-  w.k = p.k;
-  // Rows of whole groups have groups of their own.
-  w.flat = !p.packed && view.flat && p.k % p.group != 0;
-  w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
-  w.groups = one_group ? 0 : ceil_div(p.k, w.group);
-  w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
-  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
-  w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
-  w.zero = -p.codec.q_min;
-  std::ranges::copy(p.codec.book.values, w.values);
-  if (p.packed) {
-    w.strip_bytes = layout.strip_bytes;
-    w.block_bytes = layout.block_bytes;
-    w.block_shift = std::countr_zero(static_cast<unsigned>(layout.block_cols));
-    const int64_t groups_per_block = layout.inlined ? layout.block_cols / layout.group : 1;
-    w.group_shift = std::countr_zero(static_cast<uint64_t>(groups_per_block));
-    const auto place = [&](int64_t section, int bytes_before, int size) -> SimtPackedParameter {
-      if (layout.inlined)
-        return {layout.block_code_bytes + groups_per_block * bytes_before * formats::kUnitRows,
-                layout.strip_bytes, layout.block_bytes};
-      const int64_t group_bytes = int64_t{formats::kUnitRows} * size;
-      return {section, layout.groups * group_bytes, group_bytes};
-    };
-    w.scale = place(layout.scales, 0, layout.scale_bytes);
-    if (layout.has_zeros) w.other = place(layout.zeros, layout.scale_bytes, 1);
-    if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
-    return w;
-  }
-  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
-  w.num_bytes = view.code_bytes();
-  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
-  w.zero_words = view.zero_words;
-  return w;
-}
-
 class QgemmSimt : public QgemmKernel {
  public:
   explicit QgemmSimt(const QgemmProblem& problem)
       : problem_(problem), context_(cuda::context(problem.device.index)) {
     const cuda::Scope scope(context_);
-    args_.weight = describe_weight(problem);
+    args_.weight = simt_weight(problem);
     args_.m = problem.m;
     args_.in_cols = problem.in_cols();
     args_.out_cols = problem.out_cols();
@@ -115,20 +73,7 @@ class QgemmSimt : public QgemmKernel {
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
     SimtArgs args = args_;
-    SimtWeight& w = args.weight;
-    const bool packed = problem_.packed;
-    w.codes = static_cast<const formats::u8*>(packed ? tensors.weight : tensors.codes);
-    w.scales = packed ? tensors.weight : tensors.scales;
-    if (problem_.codec.asymmetric) w.zeros = packed ? tensors.weight : tensors.zeros;
-    w.biases = packed ? tensors.weight : tensors.biases;
-    if (problem_.double_quant) {
-      const auto section = [&](int64_t offset) {
-        return reinterpret_cast<const float*>(static_cast<const char*>(tensors.weight) + offset);
-      };
-      w.absmax = packed ? section(problem_.weight.absmax) : tensors.absmax;
-      w.map = packed ? section(problem_.weight.map) : tensors.map;
-      w.offset = packed ? section(problem_.weight.offset) : tensors.offset;
-    }
+    place_simt_weight(args.weight, problem_, tensors);
     args.x = tensors.x;
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
@@ -210,13 +155,69 @@ std::string scales_config(bool known, formats::ScaleType type, bool double_quant
 
 }  // namespace
 
+SimtWeight simt_weight(const QgemmProblem& p) {
+  SimtWeight w{};
+  const formats::PackedLayout& layout = p.weight;
+  const formats::WeightViewLayout& view = p.view;
+  const bool one_group = !p.packed && view.one_group;
+  w.n = p.n;
+  w.k = p.k;
+  // Rows of whole groups have groups of their own.
+  w.flat = !p.packed && view.flat && p.k % p.group != 0;
+  w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
+  w.groups = one_group ? 0 : ceil_div(p.k, w.group);
+  w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
+  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
+  w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
+  w.zero = -p.codec.q_min;
+  std::ranges::copy(p.codec.book.values, w.values);
+  if (p.packed) {
+    w.strip_bytes = layout.strip_bytes;
+    w.block_bytes = layout.block_bytes;
+    w.block_shift = std::countr_zero(static_cast<unsigned>(layout.block_cols));
+    const int64_t groups_per_block = layout.inlined ? layout.block_cols / layout.group : 1;
+    w.group_shift = std::countr_zero(static_cast<uint64_t>(groups_per_block));
+    const auto place = [&](int64_t section, int bytes_before, int size) -> SimtPackedParameter {
+      if (layout.inlined)
+        return {layout.block_code_bytes + groups_per_block * bytes_before * formats::kUnitRows,
+                layout.strip_bytes, layout.block_bytes};
+      const int64_t group_bytes = int64_t{formats::kUnitRows} * size;
+      return {section, layout.groups * group_bytes, group_bytes};
+    };
+    w.scale = place(layout.scales, 0, layout.scale_bytes);
+    if (layout.has_zeros) w.other = place(layout.zeros, layout.scale_bytes, 1);
+    if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
+    return w;
+  }
+  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
+  w.num_bytes = view.code_bytes();
+  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
+  w.zero_words = view.zero_words;
+  return w;
+}
+
+void place_simt_weight(SimtWeight& w, const QgemmProblem& problem, const QgemmTensors& tensors) {
+  const bool packed = problem.packed;
+  w.codes = static_cast<const formats::u8*>(packed ? tensors.weight : tensors.codes);
+  w.scales = packed ? tensors.weight : tensors.scales;
+  if (problem.codec.asymmetric) w.zeros = packed ? tensors.weight : tensors.zeros;
+  w.biases = packed ? tensors.weight : tensors.biases;
+  if (!problem.double_quant) return;
+  const auto section = [&](int64_t offset) {
+    return reinterpret_cast<const float*>(static_cast<const char*>(tensors.weight) + offset);
+  };
+  w.absmax = packed ? section(problem.weight.absmax) : tensors.absmax;
+  w.map = packed ? section(problem.weight.map) : tensors.map;
+  w.offset = packed ? section(problem.weight.offset) : tensors.offset;
+}
+
 std::span<const QgemmTile> simt_tiles(QgemmMath math) {
   static constexpr QgemmTile kTiles[] = {{16, 64}, {64, 64}, {128, 128}};
   return std::span(kTiles).first(math == QgemmMath::f64 ? 2 : 3);
 }
 
 bool has_simt_rows(const QgemmProblem& problem) {
-  const SimtWeight weight = describe_weight(problem);
+  const SimtWeight weight = simt_weight(problem);
   constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
   return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
          weight.whole_chunks && !problem.transposed && problem.tile == QgemmTile{} &&

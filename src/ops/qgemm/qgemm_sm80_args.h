@@ -14,6 +14,9 @@ inline constexpr int kQgemmSm80Features = 256, kQgemmSm80Step = 64, kQgemmSm80Th
 inline constexpr int kQgemmSm80Units =
     kQgemmSm80Features * kQgemmSm80Step / (formats::kUnitRows * formats::kUnitCols);
 
+// The widest tile, which has its own loop: the scale goes into the weight.
+inline constexpr int kQgemmSm80WideTokens = 128;
+
 struct QgemmSm80Args {
   const void* x;
   const formats::u8* weight;
@@ -45,10 +48,20 @@ struct QgemmSm80Stage {
   HALFBYTE_FN int shared_bytes() const { return table_bytes + map_bytes + stages * bytes(); }
 };
 
+// That a block may have on devices of a compute capability (10 * major + minor).
+HALFBYTE_FN int qgemm_sm80_most_shared_bytes(int capability) {
+  return (capability == 90 || capability == 100 || capability == 103 ? 227
+          : capability == 80                                         ? 163
+                                                                     : 99) *
+         1024;
+}
+
 // `scale_bytes`, `bias_bytes`: as PackedLayout has them.
 HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_zeros, int bias_bytes,
-                                            bool double_quant, int groups, int tokens, int element_bytes) {
-  constexpr int kMost = 99 * 1024;  // that a block may have on every device
+                                            bool double_quant, int groups, int tokens, int element_bytes,
+                                            int capability) {
+  // Of the narrower tiles one does on every device.
+  const int most = qgemm_sm80_most_shared_bytes(tokens == kQgemmSm80WideTokens ? capability : 0);
   QgemmSm80Stage s;
   s.code_bytes = kQgemmSm80Features * kQgemmSm80Step * bits / 8;
   s.param_bytes =
@@ -57,7 +70,7 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   s.x_bytes = tokens * kQgemmSm80Step * element_bytes;
   s.table_bytes = bits == 4 ? 32768 : 0;
   s.map_bytes = double_quant ? 1024 : 0;
-  s.stages = formats::min(4, (kMost - s.shared_bytes()) / s.bytes());
+  s.stages = formats::min(4, (most - s.shared_bytes()) / s.bytes());
   return s;
 }
 

@@ -17,11 +17,11 @@ int unit_groups(const QgemmProblem& problem) {
   if (weight.groups == 1) return 1;
   return weight.group % 64 == 0 ? 1 : weight.group % 32 == 0 ? 2 : 4;
 }
-QgemmSm80Stage stage_of(const QgemmProblem& problem) {
+QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
                           weight.double_quant, unit_groups(problem), qgemm_sm80_tokens(problem),
-                          static_cast<int>(size_of(problem.dtype)));
+                          static_cast<int>(size_of(problem.dtype)), capability);
 }
 // Rows of x are whole chunks of 16 bytes.
 bool is_aligned(const QgemmProblem& problem) {
@@ -64,8 +64,9 @@ class QgemmSm80 : public QgemmKernel {
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
             problem_.dtype == DType::f32 ? WeightRounding::none
-            : problem_.transposed        ? WeightRounding::weight_rounded
-                                         : WeightRounding::code_rounded};
+            : problem_.transposed || qgemm_sm80_tokens(problem_) == kQgemmSm80WideTokens
+                ? WeightRounding::weight_rounded
+                : WeightRounding::code_rounded};
   }
   int64_t workspace_bytes() const override {
     return args_.splits == 1 ? 0 : args_.splits * args_.m * args_.out_stride * int64_t{sizeof(float)};
@@ -111,7 +112,7 @@ class QgemmSm80 : public QgemmKernel {
     const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
                              context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
-    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage_of(problem_).shared_bytes()};
+    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage_of(problem_, context_.capability).shared_bytes()};
   }
 
   void describe_weight() {
@@ -144,10 +145,9 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 }  // namespace
 
 int qgemm_sm80_tokens(const QgemmProblem& problem) {
-  // More would not fit into registers.
-  const bool wide = problem.dtype == DType::f32 ||
-                    (problem.weight.has_biases && problem.weight.bits == 8 && !problem.transposed);
-  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, wide ? 64 : 128);
+  // Of f32 more would not fit into registers.
+  const int64_t tokens =
+      std::clamp<int64_t>(problem.m, 8, problem.dtype == DType::f32 ? 64 : kQgemmSm80WideTokens);
   return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
 }
 

@@ -18,8 +18,8 @@ cuda::KernelSpec specialise(const KernelValues& values) {
   if (problem.dtype == DType::f32) problem.math = QgemmMath::tf32;
   problem.transposed = cuda::is_set(values, "transposed");
   if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
-  HALFBYTE_CHECK(qgemm_sm80_tokens(problem) == problem.m, usage,
-                 "tokens {} go neither with dtype f32 nor, forward, with affine8", tokens);
+  HALFBYTE_CHECK(qgemm_sm80_tokens(problem) == problem.m, usage, "tokens {} do not go with dtype f32",
+                 tokens);
   return qgemm_sm80_kernel(problem);
 }
 

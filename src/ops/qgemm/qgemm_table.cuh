@@ -10,13 +10,6 @@
 
 namespace halfbyte::device {
 
-#if HALFBYTE_DEVICE_ARCH >= 900
-
-inline constexpr int kPairTableBytes = 65536;
-// Where dynamic shared memory begins in a kernel that has no other: its first 1024 bytes are the system's. A
-// constant makes the address free: it goes into the load.
-inline constexpr u32 kPairTableAddress = 1024;
-
 // Bytes kShift / 8 of four values.
 template <int kFirst, int kShift>
 __device__ __forceinline__ u32 bytes_of_values() {
@@ -49,6 +42,13 @@ __device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word) {
     pairs[2 * i + 1] = permute_bytes(low, high, 0x7362);
   }
 }
+
+#if HALFBYTE_DEVICE_ARCH >= 900
+
+inline constexpr int kPairTableBytes = 65536;
+// Where dynamic shared memory begins in a kernel that has no other: its first 1024 bytes are the system's. A
+// constant makes the address free: it goes into the load.
+inline constexpr u32 kPairTableAddress = 1024;
 
 // Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`: of
 // the block in its cluster, which the top byte of its addresses has. The values come with the instructions: memory
