@@ -146,6 +146,11 @@ __device__ __forceinline__ void store_cluster(u32 address, float a, float b) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_cluster(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // Starts a copy from shared to global memory, by one thread, after fence_proxy_async() of those who wrote.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, u32 num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

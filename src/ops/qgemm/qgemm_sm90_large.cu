@@ -319,30 +319,31 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
   // The other block has used up its stages.
   cluster_arrive();
   cluster_wait();
-  u8* const exchange = boxes + thread * 8;
+  u8* const exchange = boxes + thread * 16;
   const u32 there = shared_address_of(exchange, rank ^ 1);
+  const auto offset = [](int b, int i) { return (b * kHalf + i) / 4 * kMultipliers * 16; };
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-    for (int i = 0; i < kHalf; i += 2) {
-      float sent[2];
+    for (int i = 0; i < kHalf; i += 4) {
+      float sent[4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int e = 0; e < 4; ++e) {
         const float low = sums[b][i + e], high = sums[b][i + e + kHalf];
         sent[e] = rank == 0 ? high : low;
         sums[b][i + e] = rank == 0 ? low : high;
       }
-      store_cluster(there + static_cast<u32>((b * kHalf + i) / 2 * kMultipliers * 8), sent[0], sent[1]);
+      store_cluster(there + static_cast<u32>(offset(b, i)), sent[0], sent[1], sent[2], sent[3]);
     }
   cluster_arrive();
   cluster_wait();
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-    for (int i = 0; i < kHalf; i += 2) {
-      const float* const received = reinterpret_cast<const float*>(exchange + (b * kHalf + i) / 2 * kMultipliers * 8);
-      sums[b][i] += received[0];
-      sums[b][i + 1] += received[1];
+    for (int i = 0; i < kHalf; i += 4) {
+      const Words4 received = load_words(exchange + offset(b, i));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[b][i + e] += __uint_as_float(received.word[e]);
     }
 }
 
@@ -496,7 +497,7 @@ __launch_bounds__(kLargeThreads, 1)
   u32 a[2][kSteps][4];
   Place loaded;  // the stage that was loaded last
   Tile tile, next;
-  bool goes_on = find_tile(tile, args, 0);
+  find_tile(tile, args, 0);
 
   // Stage `stage` of `of`, as soon as it is there.
   const auto load = [&](const Tile& of, int stage) {
@@ -524,8 +525,12 @@ __launch_bounds__(kLargeThreads, 1)
   load(tile, tile.first_stage);
   operand.decode(a[0]);
 
-  for (int number = 1; goes_on; ++number) {
-    goes_on = find_tile(next, args, number);
+  const auto first_feature = [&] {
+    return tile.features * kTiling.features() + warpgroup * kBlocks * 64 + feature_of(warp % 4, lane / 4);
+  };
+  const auto first_token = [&] { return tile.tokens * kTokens + lane % 4 * 2; };
+  for (int number = 1;; ++number) {
+    const bool goes_on = find_tile(next, args, number);
     int place = 0;
     // Two halves of a turn, which are decoded to registers of their own: two stages, or two blocks of a stage.
     constexpr int kTurn = 2 / kBlocks;
@@ -560,18 +565,13 @@ __launch_bounds__(kLargeThreads, 1)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) pin(sums[b]);
 
-    const int feature =
-        tile.features * kTiling.features() + warpgroup * kBlocks * 64 + feature_of(warp % 4, lane / 4);
-    int token = tile.tokens * kTokens + lane % 4 * 2;
-    if (tile.shared) {
-      share_sums(sums, boxes, thread, rank);
-      token += static_cast<int>(rank) * (kTokens / 2);
-      store_tile<kSums / 2>(sums, args, tile.part, feature, token);
-    } else {
-      store_tile<kSums>(sums, args, tile.part, feature, token);
-    }
+    if (tile.shared) break;  // the last one
+    store_tile<kSums>(sums, args, tile.part, first_feature(), first_token());
+    if (!goes_on) return;
     tile = next;
   }
+  share_sums(sums, boxes, thread, rank);
+  store_tile<kSums / 2>(sums, args, tile.part, first_feature(), first_token() + static_cast<int>(rank) * (kTokens / 2));
 #endif
 }
 
