@@ -9,8 +9,8 @@
 // is summed, and stores half of the tokens. Where tiles are few, each becomes several, of parts of what is summed: then
 // another kernel adds up their sums.
 //
-// Multicast: until then the blocks of a cluster go through the same tokens, stage by stage. Each loads half of a stage's
-// x to the shared memory of both, when the warps of both are done with what was there.
+// Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each loads
+// half of a stage's x to the shared memory of both, when the warps of both are done with what was there.
 //
 // Forward, a word of 4-bit codes is a fragment of A of a lane, see formats/packed.h. Transposed, it has rows 2a and
 // 2a + 1, the k of A, of the columns 16j + 8 * second + 2t + e, e and second 0 or 1. Lane (g, t') has the words of
