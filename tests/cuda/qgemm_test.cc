@@ -342,6 +342,14 @@ TEST_P(QgemmCudaShapes, ManyRowsTails) {
     d.accumulate = i % 4 >= 2;
     EXPECT_GE(check_variants(d, random()), 3u);
   }
+  // Some rounds of large tiles, some of them with tails; then blocks share tiles, of which they sum up
+  // unequal parts.
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
+  constexpr int64_t kSum = 264, kOut = 12792;
+  d.m = 1000;
+  d.n = d.transposed ? kSum : kOut;
+  d.k = d.transposed ? kOut : kSum;
+  EXPECT_GE(check_variants(d, random()), 3u);
 }
 TEST_P(QgemmCudaShapes, Tails) {
   std::mt19937_64 random(GetParam());

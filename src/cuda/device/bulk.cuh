@@ -101,6 +101,16 @@ __device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int ro
       "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
+// The same for each block of the cluster whose bit `blocks` has: to where `to` is in its shared memory, and counting on
+// what is there at the place of `barrier`.
+__device__ __forceinline__ void load_tile_multicast(void* to, const TensorMap* map, int row, int col, Barrier* barrier,
+                                                    u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "h"(blocks)
+      : "memory");
+}
 // Early, by one thread: the map is in the cache of descriptors when it is used.
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -135,6 +145,11 @@ __device__ __forceinline__ u32 shared_address_of(const void* local, u32 rank) {
   u32 address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
   return address;
+}
+// Arrives at a barrier there, which says that memory may be overwritten. Ordered as arrive() is, within a block: a
+// release to the cluster would take much longer.
+__device__ __forceinline__ void arrive_there(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ float load_cluster(u32 address) {
   float v;

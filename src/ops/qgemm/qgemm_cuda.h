@@ -73,7 +73,7 @@ QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, in
 cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& tiling);
 
 // Of variant qgemm_sm90_large: all that a tile needs, with as many stages as fit.
-QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks);
+QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks, bool multicast);
 bool sm90_large_takes(const QgemmProblem& problem, const QgemmSm90LargeTiling& tiling);
 cuda::KernelSpec sm90_large_kernel(const QgemmProblem& problem, const QgemmSm90LargeTiling& tiling);
 

@@ -9,6 +9,9 @@
 // is summed, and stores half of the tokens. Where tiles are few, each becomes several, of parts of what is summed: then
 // another kernel adds up their sums.
 //
+// Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each loads
+// half of a stage's x to the shared memory of both, when the warps of both are done with what was there.
+//
 // Forward, a word of 4-bit codes is a fragment of A of a lane, see formats/packed.h. Transposed, it has rows 2a and
 // 2a + 1, the k of A, of the columns 16j + 8 * second + 2t + e, e and second 0 or 1. Lane (g, t') has the words of
 // a = 8i + t' and 8i + t' + 4 for the 16 rows i of a strip; e = 0 is fragment row g, e = 1 row g + 8. Which j, second
@@ -32,6 +35,7 @@ constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes
 constexpr int kSums = kTokens / 2;              // of a thread, in 64 features
 constexpr int kGroups = kTiling.unit_groups();  // of a unit
 constexpr int kSteps = kLargeStage / 16;        // matrix instructions along a stage
+constexpr int kPair = kTiling.multicast ? 2 : 1;  // blocks that have the same tokens
 
 // ---- Tiles and stages of a block, one after the other.
 struct Tile {
@@ -51,8 +55,9 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90LargeArgs& 
   i -= tile.part * of_part;
   const int panel = i / (args.panel * args.feature_tiles), first = panel * args.panel;
   const int width = min(args.panel, args.token_tiles - first), rest = i - first * args.feature_tiles;
-  tile.features = rest / width;
-  tile.tokens = first + rest % width;
+  const int pair = rest / kPair;
+  tile.features = pair / width * kPair + rest % kPair;
+  tile.tokens = first + pair % width;
   tile.first_stage = tile.part * args.part_stages;
   tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
   const int middle = tile.first_stage + (tile.last_stage - tile.first_stage) / 4 * 2;
@@ -440,7 +445,7 @@ __launch_bounds__(kLargeThreads, 1)
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
         init_barrier(full + stage, 2);
-        init_barrier(empty + stage, kMultipliers / 32);
+        init_barrier(empty + stage, kPair * kMultipliers / 32);
       }
       fence_barrier_init();
     }
@@ -451,10 +456,12 @@ __launch_bounds__(kLargeThreads, 1)
     if (elect_lane()) prefetch_map(&args.x);
     sync_some(15, 64);
   }
+  if constexpr (kTiling.multicast) cluster_arrive_relaxed();
 
   if (warpgroup == kMultipliers / 128) {
     // ---- The ring: a lane copies codes, another x.
     keep_registers<kFewRegisters>();
+    if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
     const auto each_stage = [&](const auto& copy) {
       Place place;
       Tile tile;
@@ -463,6 +470,9 @@ __launch_bounds__(kLargeThreads, 1)
           wait(empty + place.stage, place.parity ^ 1);
           copy(tile, stage, place.stage);
         }
+      // The block stays until the other one has arrived at its barriers for the last time.
+      if constexpr (kTiling.multicast)
+        for (int i = 0; i < kStages; ++i, place.advance()) wait(empty + place.stage, place.parity ^ 1);
     };
     if (copies_codes && elect_lane()) {
       each_stage([&](const Tile& tile, int stage, int place) {
@@ -476,7 +486,15 @@ __launch_bounds__(kLargeThreads, 1)
       wait_for_earlier();
       each_stage([&](const Tile& tile, int stage, int place) {
         arrive_expecting(full + place, kTiling.x_bytes());
-        load_tile(boxes + place * kTiling.x_bytes(), &args.x, tile.tokens * kTokens, stage * kLargeStage, full + place);
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) {
+          u8* const box = boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kPair);
+          const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
+          if (!kTiling.multicast || tile.shared)
+            load_tile(box, &args.x, token, stage * kLargeStage, full + place);
+          else if (i == static_cast<int>(rank))
+            load_tile_multicast(box, &args.x, token, stage * kLargeStage, full + place, 3);
+        }
       });
     }
     return;
@@ -489,6 +507,7 @@ __launch_bounds__(kLargeThreads, 1)
     reinterpret_cast<float*>(shared + kTiling.map_offset())[thread] =
         reinterpret_cast<const float*>(args.weight + args.map)[thread];
   wait_for_earlier();
+  if constexpr (kTiling.multicast) cluster_wait();
   sync_some(0, kMultipliers + 32);
 
   Operand operand(args, shared, warpgroup, warp % 4, lane, rank);
@@ -514,10 +533,16 @@ __launch_bounds__(kLargeThreads, 1)
       wgmma<Major::k>(Element(), sums, a[i], (x >> 32) << 32 | (low + static_cast<u32>(i * 2)), adds || i > 0);
     wgmma_commit();
   };
-  // By all warps, when the products of the stage are done.
+  // By all warps, when the products of the stage are done. Multicast: a lane arrives at the barrier of each block, or,
+  // where these share a tile and have stages of their own, both at the block's own.
+  u32 released = 0;  // the barrier of the first stage, where this lane arrives
   const auto release = [&](int place) {
     __syncwarp();
-    if (lane == 0) arrive(empty + place);
+    if constexpr (kTiling.multicast) {
+      if (lane < kPair) arrive_there(released + static_cast<u32>(place) * static_cast<u32>(sizeof(Barrier)));
+    } else {
+      if (lane == 0) arrive(empty + place);
+    }
   };
 
   const bool staggered = find_tile(next, args, 1);
@@ -531,6 +556,8 @@ __launch_bounds__(kLargeThreads, 1)
   const auto first_token = [&] { return tile.tokens * kTokens + lane % 4 * 2; };
   for (int number = 1;; ++number) {
     const bool goes_on = find_tile(next, args, number);
+    if constexpr (kTiling.multicast)
+      released = shared_address_of(empty, tile.shared ? rank : static_cast<u32>(lane % kPair));
     int place = 0;
     // Two halves of a turn, which are decoded to registers of their own: two stages, or two blocks of a stage.
     constexpr int kTurn = 2 / kBlocks;

@@ -12,8 +12,8 @@ inline constexpr int kLargeThreads = 384;
 inline constexpr int kLargeStage = 64;
 
 // A tile of y: tokens are rows of x, features are rows (forward) or columns (transposed) of the weight. A
-// stage has a box of x [tokens][64], and units of the packed weight: forward, one of each of some strips,
-// transposed, some of each of two strips.
+// stage has x [tokens][64], of one or two boxes, and units of the packed weight: forward, one of each of some
+// strips, transposed, some of each of two strips.
 struct QgemmSm90LargeTiling {
   int tokens;  // 64, 128 or 256
   int blocks;  // of 64 features, that a warpgroup multiplies: 1 or 2
@@ -21,6 +21,7 @@ struct QgemmSm90LargeTiling {
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
   int stages;
+  bool multicast;  // the blocks of a cluster have neighbouring features and load half of x each, for both
 
   HALFBYTE_FN int features() const { return blocks * 128; }
   HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
@@ -35,6 +36,7 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN bool joint() const { return group == 32 || group == 64; }
   // A unit in a stage: codes, and behind them its parameters.
   HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
+  HALFBYTE_FN int box_tokens() const { return multicast ? tokens / 2 : tokens; }  // copied at a time
   HALFBYTE_FN int x_bytes() const { return tokens * kLargeStage * 2; }
   HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
 
@@ -48,7 +50,7 @@ struct QgemmSm90LargeTiling {
 };
 
 struct QgemmSm90LargeArgs {
-  formats::TensorMap x;  // [m, k], transposed [m, n], boxes of `tokens` rows
+  formats::TensorMap x;  // [m, k], transposed [m, n], boxes of `box_tokens` rows
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;
@@ -61,9 +63,9 @@ struct QgemmSm90LargeArgs {
   formats::i32 n, groups;      // of the weight; of a row
   formats::i32 m, features;    // of y
   formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
-  formats::i32 part_stages;  // of a part but the last, a multiple of 2
-  formats::i32 feature_tiles, token_tiles;
-  formats::i32 panel;  // tiles of tokens that are gone through before the next ones
+  formats::i32 part_stages;                 // of a part but the last, a multiple of 2
+  formats::i32 feature_tiles, token_tiles;  // multicast: feature_tiles, and `whole`, multiples of 2
+  formats::i32 panel;                       // tiles of tokens that are gone through before the next ones
   formats::i32 tiles,
       whole;  // whole: tiles of one block each. The blocks of a cluster share one of the others.
   bool accumulate;

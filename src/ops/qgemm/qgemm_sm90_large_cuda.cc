@@ -51,18 +51,21 @@ struct Division {
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
 };
 
-// Clocks that a stage of a tile takes.
-struct StageClocks {
+// A kind of tile; clocks that a stage of it takes.
+struct Candidate {
   int tokens, blocks;
+  bool multicast;  // where it can be
   double clocks;
 };
-constexpr StageClocks kStageClocks[] = {{256, 1, 1130}, {128, 2, 1200}, {128, 1, 690}, {64, 1, 520}};
+constexpr Candidate kCandidates[] = {
+    {256, 1, true, 1130}, {128, 2, false, 1200}, {128, 1, false, 690}, {64, 1, false, 520}};
 // That the end of a tile takes, for each token and block; where it is shared.
 constexpr double kEndClocks = 10, kSharedEndClocks = 24;
 
 // That adding up parts takes; bytes of them a clock.
 constexpr double kSumClocks = 4400, kSumBytes = 1700;
 
+// Multicast where the tiling asks for it and tiles have a neighbour.
 Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64_t parts,
                 int num_multiprocessors) {
   Division d;
@@ -74,14 +77,15 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   d.parts = ceil_div(d.stages, d.part_stages);
   const int64_t last_stages = d.stages - (d.parts - 1) * d.part_stages;
   const int64_t at_once = num_multiprocessors / 2 * 2, rest = d.tiles() % at_once;
-  if (rest > 0 && rest <= at_once / 2 && last_stages >= 4) {
-    d.cluster = 2;
-    d.whole = d.tiles() - rest;
-    d.blocks = d.whole > 0 ? at_once : 2 * rest;
-  } else {
-    d.whole = d.tiles();
-    d.blocks = ceil_div(d.tiles(), ceil_div(d.tiles(), num_multiprocessors));
-  }
+  const bool shares = rest > 0 && rest <= at_once / 2 && last_stages >= 4;
+  d.whole = d.tiles() - (shares ? rest : 0);
+  d.tiling.multicast = tiling.multicast && d.feature_tiles % 2 == 0 && d.whole > 0;
+  d.cluster = shares || d.tiling.multicast ? 2 : 1;
+  const int64_t most = num_multiprocessors / d.cluster * d.cluster;
+  if (shares)
+    d.blocks = d.whole > 0 ? most : 2 * rest;
+  else
+    d.blocks = formats::round_up(ceil_div(d.tiles(), ceil_div(d.tiles(), most)), d.cluster);
   return d;
 }
 
@@ -89,8 +93,8 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
-  for (const auto& [tokens, blocks, clocks] : kStageClocks) {
-    const QgemmSm90LargeTiling tiling = sm90_large_tiling(p, tokens, blocks);
+  for (const auto& [tokens, blocks, multicast, clocks] : kCandidates) {
+    const QgemmSm90LargeTiling tiling = sm90_large_tiling(p, tokens, blocks, multicast);
     if (!sm90_large_takes(p, tiling)) continue;
     for (const int64_t parts : {1, 2, 4, 8}) {
       const Division d = divide(p, tiling, parts, num_multiprocessors);
@@ -99,7 +103,7 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
       const auto stages = static_cast<double>(d.part_stages), sums = static_cast<double>(tokens * blocks);
       const auto rounds = static_cast<double>(ceil_div(d.whole, d.blocks));
       double time = rounds * (stages * clocks + kEndClocks * sums);
-      if (d.cluster == 2) time += stages / 2 * clocks + kSharedEndClocks * sums;
+      if (d.whole < d.tiles()) time += stages / 2 * clocks + kSharedEndClocks * sums;
       if (parts > 1) time += kSumClocks + static_cast<double>(parts * p.m * p.out_cols() * 8) / kSumBytes;
       if (time >= least) continue;
       best = d;
@@ -167,7 +171,8 @@ class QgemmSm90Large : public QgemmKernel {
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
     QgemmSm90LargeArgs args = args_;
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), problem_.in_cols(), tiling_.tokens);
+    args.x =
+        cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), problem_.in_cols(), tiling_.box_tokens());
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
@@ -203,7 +208,7 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 }  // namespace
 
-QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks) {
+QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks, bool multicast) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
   tiling.tokens = tokens;
@@ -211,6 +216,7 @@ QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, 
   tiling.bits = problem.codec.bits;
   tiling.group = weight.inlined ? static_cast<int>(weight.group) : 0;
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
+  tiling.multicast = multicast;
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -227,8 +233,8 @@ cuda::KernelSpec sm90_large_kernel(const QgemmProblem& problem, const QgemmSm90L
               cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
               fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {};\nconstexpr int kGroup = {};\n",
                           problem.transposed, problem.double_quant, t.group) +
-              fmt::format("constexpr QgemmSm90LargeTiling kTiling = {{{}, {}, {}, {}, {}, {}}};\n", t.tokens,
-                          t.blocks, t.bits, t.group, t.parameter_bytes, t.stages))};
+              fmt::format("constexpr QgemmSm90LargeTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
+                          t.tokens, t.blocks, t.bits, t.group, t.parameter_bytes, t.stages, t.multicast))};
 }
 
 const QgemmVariant kQgemmSm90Large = {"qgemm_sm90_large", DeviceKind::cuda, &refuse, &make};

@@ -12,7 +12,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(problem.weight.inlined || problem.weight.groups == 1, usage,
                  "qgemm_sm90_large: group-size must be 32, 64, 128, 256 or channel, got {}",
                  values.at("group-size"));
-  const QgemmSm90LargeTiling tiling = sm90_large_tiling(problem, number("tokens"), number("features") / 128);
+  const QgemmSm90LargeTiling tiling = sm90_large_tiling(problem, number("tokens"), number("features") / 128,
+                                                        cuda::is_set(values, "multicast"));
   HALFBYTE_CHECK(sm90_large_takes(problem, tiling), usage,
                  "qgemm_sm90_large: the weight, tokens {} and features {} do not go together", tiling.tokens,
                  tiling.features());
@@ -28,6 +29,7 @@ std::vector<cuda::Kernel> qgemm_sm90_large_kernels() {
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
   keys.push_back({"tokens", {"256", "128", "64"}, false, "Rows of x in a tile."});
   keys.push_back({"features", {"128", "256"}, false, "Columns of y in a tile."});
+  keys.push_back(cuda::flag_key("multicast", "Blocks of a cluster load x for each other."));
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x: sm_90a.", std::move(keys)},
            specialise}};
 }
