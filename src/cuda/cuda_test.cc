@@ -566,12 +566,12 @@ INSTANTIATE_TEST_SUITE_P(
 class CudaMatmul : public CudaRuntime {};
 
 TEST_F(CudaMatmul, EveryKind) {
-  EXPECT_EQ(run({"matmul"}, {{"HALFBYTE_CUBLASLT", STUB_CUBLASLT}}), "8 right\n");
+  EXPECT_EQ(run({"matmul"}, {{"HALFBYTE_CUBLASLT", STUB_CUBLASLT}}), "4 right\n");
   // The workspace, sums of parts in f32 and in order (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE), alignments.
   const std::vector<std::string> log = lines(read_file(dir_ / "log"));
-  EXPECT_EQ(log.size(), 8u);
-  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 16"), 4);
-  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 0"), 4);
+  EXPECT_EQ(log.size(), 4u);
+  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 16"), 2);
+  EXPECT_EQ(std::ranges::count(log, "preference 1=1048576 3=2 5=256 6=16 7=16 8=16 bias at 0"), 2);
 }
 TEST_F(CudaMatmul, WithoutLibrary) {
   expect_failure({"matmul"}, ErrorCode::device,

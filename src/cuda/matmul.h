@@ -7,14 +7,14 @@
 
 namespace halfbyte::cuda {
 
-// y[m, n] = x[m, k] . w^T (+ bias[n]) (+ y), w [n, k]; by_rows: x[m, k] . w, w [k, n]. Rows are contiguous,
+// y[m, n] = x[m, k] . w^T (+ bias[n]), w [n, k]; by_rows: x[m, k] . w, w [k, n]. Rows are contiguous,
 // strides from row to row in elements. All of `dtype`, bf16 or f16; sums are f32 and rounded once.
 struct MatmulShape {
   DType dtype = DType::bf16;
   int64_t m = 0, n = 0, k = 0;
   bool by_rows = false;
   int64_t x_stride = 0, w_stride = 0, y_stride = 0;
-  bool bias = false, accumulate = false;
+  bool bias = false;
   int64_t alignment = 16;  // bytes, of x, bias and y; of w and the workspace 256
   bool operator==(const MatmulShape&) const = default;
 };

@@ -64,16 +64,21 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
       kQgemmSm90F32,   kQgemmCublas,  kQgemmSm80,           kQgemmSimt,
       kQgemmAmx,       kQgemmAvx512,  kQgemmSimd,           kQgemmRef,
   };
-  static const std::array mma_first = [] {
-    auto swapped = variants;
-    std::swap(swapped[0], swapped[1]);
-    return swapped;
-  }();
+  const auto swapped = [](int i, int j) {
+    auto others = variants;
+    std::swap(others[static_cast<size_t>(i)], others[static_cast<size_t>(j)]);
+    return others;
+  };
+  static const std::array mma_first = swapped(0, 1), cublas_first = swapped(3, 5);
   // What qgemm_sm90_mma takes to load x pays for one row of x, or where a block multiplies it with many rows
   // of the weight. Measured on an H200: with 8 rows it is ahead at n = 28672 and behind at 14336; beyond 8192
   // columns, where it loads x anew for each slice, it is behind with one row, too.
   const bool few = problem.k <= 8192 && (problem.m == 1 || problem.n > 16384);
-  return few ? std::span<const QgemmVariant>(mma_first) : variants;
+  // Decoding the weight once costs 2 to 6 % of a product with 8192 rows, and twice that with 4096, where
+  // qgemm_sm90_large is 5 to 10 % behind cuBLAS: bench/RESULTS.md has the table.
+  constexpr int64_t kManyRows = 6144;
+  if (few) return mma_first;
+  return problem.m >= kManyRows ? std::span<const QgemmVariant>(cublas_first) : variants;
 }
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {

@@ -19,7 +19,6 @@ struct QgemmCublasArgs {
   formats::u32 stride;
   formats::u32 row, end_row, col, end_col;
   formats::Divider blocks_per_strip;
-  bool waits;  // before it writes, for the kernels before it on the stream
 };
 
 }  // namespace halfbyte

@@ -13,8 +13,7 @@ namespace {
 constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
 constexpr int64_t kMatmulBytes = int64_t{4} << 20;  // of it, at most, for cuBLASLt
 constexpr int64_t kFewestRows = 65;                 // of x: fewer do not pay for decoding
-// What cuBLASLt makes at a time, as far as it matters to the choice of slices, which are multiples of it.
-constexpr int64_t kTileFeatures = 128, kTileTokens = 256;
+constexpr int64_t kSliceFeatures = 64;              // slices are multiples of it
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -35,9 +34,10 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (problem.m > kMost || problem.n > kMost || problem.k > kMost)
     return fmt::format("m, n and k must be at most {}, got {}, {} and {}", kMost, problem.m, problem.n,
                        problem.k);
-  if (sum_bytes(problem) * kTileFeatures > kWorkspaceBytes)
+  if (sum_bytes(problem) * kSliceFeatures > kWorkspaceBytes)
     return fmt::format("{} must be at most {}, got {}", problem.transposed ? "n" : "k",
-                       kWorkspaceBytes / kTileFeatures / size_of(problem.dtype), problem.in_cols());
+                       kWorkspaceBytes / kSliceFeatures / size_of(problem.dtype), problem.in_cols());
+  if (problem.accumulate) return "y must not be added to: cuBLASLt rounds the product before it adds";
   return "";
 }
 std::string refuse(const QgemmProblem& problem) {
@@ -54,9 +54,10 @@ class QgemmCublas : public QgemmKernel {
   explicit QgemmCublas(const QgemmProblem& problem)
       : problem_(problem),
         context_(cuda::context(problem.device.index)),
-        slices_(qgemm_cublas_slices(problem, context_.num_multiprocessors)) {
+        slices_(qgemm_cublas_slices(problem)) {
     const cuda::Scope scope(context_);
-    matmul_bytes_ = std::min(kMatmulBytes, kWorkspaceBytes - slices_.buffers * slices_.buffer_bytes);
+    slice_bytes_ = slices_.features * sum_bytes(problem);
+    matmul_bytes_ = std::min(kMatmulBytes, kWorkspaceBytes - slice_bytes_);
     decode_ = cuda::get_kernel(context_, qgemm_cublas_decode_kernel(problem));
     args_.weight = simt_weight(problem);
     products_.push_back(product_of(slice_features(0)));
@@ -69,10 +70,8 @@ class QgemmCublas : public QgemmKernel {
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
   }
-  int64_t workspace_bytes() const override { return slices_.buffers * slices_.buffer_bytes + matmul_bytes_; }
+  int64_t workspace_bytes() const override { return slice_bytes_ + matmul_bytes_; }
 
-  // A slice may be decoded while the product of the one before it ends: they have other buffers. The product
-  // before that, which read the same buffer, has ended: see the end of the kernel.
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
     QgemmCublasArgs args = args_;
@@ -81,14 +80,12 @@ class QgemmCublas : public QgemmKernel {
     const int64_t size = size_of(problem_.dtype);
     for (int64_t slice = 0; slice < slices_.count; ++slice) {
       const int64_t first = slice * slices_.features;
-      args.to = memory + slice % slices_.buffers * slices_.buffer_bytes;
-      args.waits = slice == 0 || slices_.buffers == 1;
+      args.to = memory;
       decode(args, slice, stream);
       const auto at = [&](const void* y) { return static_cast<const std::byte*>(y) + first * size; };
       const cuda::Matmul& product = slice == slices_.count - 1 ? products_.back() : products_.front();
       product.run(tensors.x, args.to, problem_.bias ? at(tensors.bias) : nullptr,
-                  const_cast<std::byte*>(at(tensors.y)), memory + slices_.buffers * slices_.buffer_bytes,
-                  stream);
+                  const_cast<std::byte*>(at(tensors.y)), memory + slice_bytes_, stream);
     }
   }
 
@@ -111,7 +108,6 @@ class QgemmCublas : public QgemmKernel {
              .w_stride = weight_stride(),
              .y_stride = p.out_cols(),
              .bias = p.bias,
-             .accumulate = p.accumulate,
              .alignment = p.alignment},
             matmul_bytes_};
   }
@@ -129,7 +125,7 @@ class QgemmCublas : public QgemmKernel {
     args.blocks_per_strip = formats::Divider::of(blocks);
     const cuda::Grid grid = {ceil_div(args.end_row - args.row, formats::kUnitRows) * blocks,
                              kQgemmCublasThreads};
-    if (context_.capability >= 90 && (slice > 0 || problem_.early_start))
+    if (problem_.early_start)
       cuda::launch_early(decode_, grid, stream, args);
     else
       cuda::launch(decode_, grid, stream, args);
@@ -138,7 +134,7 @@ class QgemmCublas : public QgemmKernel {
   QgemmProblem problem_;
   const cuda::Context& context_;
   QgemmSlices slices_;
-  int64_t matmul_bytes_ = 0;
+  int64_t slice_bytes_ = 0, matmul_bytes_ = 0;
   cuda::CUfunction decode_ = nullptr;
   QgemmCublasArgs args_{};              // the weight, but for addresses
   std::vector<cuda::Matmul> products_;  // of a slice, and of the last where it is shorter
@@ -150,31 +146,14 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 }  // namespace
 
-// The products run in waves of a tile a multiprocessor, and each slice takes a while beside, less where it
-// can be decoded while the product before it ends: so many columns of the sum, that all multiprocessors have
-// time for meanwhile.
-QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem, int num_multiprocessors) {
-  constexpr int64_t kAlone = 800, kOverlapped = 400;
-  const int64_t features = problem.out_cols(), tokens = ceil_div(problem.m, kTileTokens);
-  const auto waves = [&](int64_t slice) {
-    return ceil_div(ceil_div(slice, kTileFeatures) * tokens, num_multiprocessors);
-  };
-  QgemmSlices best;
-  int64_t best_cost = 0;
-  for (const int buffers : {2, 1}) {
-    const int64_t most = kWorkspaceBytes / buffers / sum_bytes(problem) / kTileFeatures * kTileFeatures;
-    for (int64_t slice = std::min<int64_t>(most, formats::round_up(features, kTileFeatures)); slice > 0;
-         slice -= kTileFeatures) {
-      const int64_t count = ceil_div(features, slice), last = features - (count - 1) * slice;
-      const int64_t cost = ((count - 1) * waves(slice) + waves(last)) * problem.in_cols() +
-                           count * (buffers == 1 ? kAlone : kOverlapped);
-      if (best.count > 0 && cost >= best_cost) continue;
-      best = {slice, count, buffers, slice * sum_bytes(problem)};
-      best_cost = cost;
-    }
-  }
-  if (best.count == 1) best.buffers = 1;
-  return best;
+// As few as fit, of nearly the same size. Two buffers, one of which is decoded to while the other is
+// multiplied, were slower on an H200: kernels fill the device, so that the slices, half as large, only cost
+// more.
+QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem) {
+  const int64_t features = problem.out_cols(),
+                most = kWorkspaceBytes / sum_bytes(problem) / kSliceFeatures * kSliceFeatures;
+  const int64_t slice = formats::round_up(ceil_div(features, ceil_div(features, most)), kSliceFeatures);
+  return {slice, ceil_div(features, slice)};
 }
 
 cuda::KernelSpec qgemm_cublas_decode_kernel(const QgemmProblem& problem) {

@@ -129,7 +129,7 @@ __device__ __forceinline__ Words4 decode_chunk(const ChunkCodes& codes, const Pa
 extern "C" __global__ void __launch_bounds__(kQgemmCublasThreads)
     qgemm_cublas_decode(const __grid_constant__ QgemmCublasArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
-  if (args.waits) wait_for_earlier();
+  wait_for_earlier();
   const SimtWeight& w = args.weight;
   const u32 thread = threadIdx.x % kQgemmCublasUnitThreads, a = thread / 4, p = thread / 2 % 2, h = thread % 2;
   const u32 strip_of_slice = args.blocks_per_strip.divide(blockIdx.x);
@@ -160,8 +160,6 @@ extern "C" __global__ void __launch_bounds__(kQgemmCublasThreads)
     for (int r = 0; r < 2; ++r)
       *reinterpret_cast<Words4*>(to + r * args.stride + (cols[i] - args.col)) = decode_chunk(codes[r], parameters[r]);
   }
-  // The end of this kernel is then that of all before it, too. Others need not wait, and leave room.
-  if (blockIdx.x == 0 && threadIdx.x == 0) wait_for_earlier();
 #endif
 }
 

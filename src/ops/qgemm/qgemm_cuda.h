@@ -46,11 +46,9 @@ void place_simt_weight(SimtWeight& weight, const QgemmProblem& problem, const Qg
 // Of variant qgemm_cublas: how it cuts y, and so the weight, into slices along the features, which are rows
 // (forward) or columns (transposed) of the weight. All have `features` but for the last.
 struct QgemmSlices {
-  int64_t features = 0, count = 0;
-  int buffers = 1;           // slices take turns in so many
-  int64_t buffer_bytes = 0;  // of one
+  int64_t features = 0, count = 0;  // the last may have fewer
 };
-QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem, int num_multiprocessors);
+QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem);
 cuda::KernelSpec qgemm_cublas_decode_kernel(const QgemmProblem& problem);
 
 // Of variant qgemm_sm80: rows of x in the tile of a block; the kernel, and that which adds up what its blocks
