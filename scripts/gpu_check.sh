@@ -86,7 +86,7 @@ section_packs() {
 }
 section_sanitize() {
   command -v compute-sanitizer || return 77
-  "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' || return 1  # fills the cache of kernels
+  run_tests 'Sanitize*' || return 1  # fills the cache of kernels
   local tool failed=0 pids=()
   for tool in memcheck racecheck initcheck; do
     compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' \
@@ -134,7 +134,7 @@ section_qgemm() {
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=240 [packs]=400 [exhaustive]=130 [sanitize]=160 [engine]=60 [interop]=100 [peer]=150 [latency]=60 [bench]=330
+declare -A limits=([tests]=330 [packs]=400 [exhaustive]=130 [sanitize]=300 [engine]=150 [interop]=100 [peer]=150 [latency]=60 [bench]=330
   [qgemm]=150 [qgemm_tests]=170)
 declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
   [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)

@@ -69,7 +69,12 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
     std::swap(others[static_cast<size_t>(i)], others[static_cast<size_t>(j)]);
     return others;
   };
-  static const std::array mma_first = swapped(0, 1), cublas_first = swapped(3, 5);
+  static const std::array mma_first = swapped(0, 1), cublas_first = swapped(3, 5),
+                          avx512_first = swapped(8, 9);
+  // Tiles of AMX take as long for one row of x as for 16: measured, 1.6 times what qgemm_avx512 takes for one
+  // row, as much for two, 0.7 times for four.
+  if (problem.device.kind == DeviceKind::cpu)
+    return problem.m <= 2 ? std::span<const QgemmVariant>(avx512_first) : variants;
   // What qgemm_sm90_mma takes to load x pays for one row of x, or where a block multiplies it with many rows
   // of the weight. Measured on an H200: with 8 rows it is ahead at n = 28672 and behind at 14336; beyond 8192
   // columns, where it loads x anew for each slice, it is behind with one row, too.
@@ -77,8 +82,8 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
   // Decoding the weight once costs 2 to 6 % of a product with 8192 rows, and twice that with 4096, where
   // qgemm_sm90_large is 5 to 10 % behind cuBLAS: bench/RESULTS.md has the table.
   constexpr int64_t kManyRows = 6144;
-  if (few) return mma_first;
-  return problem.m >= kManyRows ? std::span<const QgemmVariant>(cublas_first) : variants;
+  if (problem.m >= kManyRows) return cublas_first;
+  return few ? std::span<const QgemmVariant>(mma_first) : variants;
 }
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {

@@ -292,20 +292,12 @@ class AmxKernel : public QgemmKernel {
           decoder.prefetch(kPrefetchBytes);
           decoder.template decode<false>(0, kTileLines, weights[now ^ 1][0], weights[now ^ 1][1]);
         }
-        if (unit_of_group == 0) {
-          tiles.template zero<0>();
-          tiles.template zero<1>();
-        }
-        for (int j = 0; j < 2; ++j) {
-          tiles.template load<2>(x[2 * unit + j]);
-          tiles.template load<3>(weights[now][j][0]);
-          tiles.template load<4>(weights[now][j][1]);
-          tiles.template multiply<0, 3, 2>();
-          tiles.template multiply<1, 4, 2>();
-        }
-        if (++unit_of_group < units_per_group_ && !is_last) continue;
-        tiles.template store<0>(sums[group % 2][0]);
-        tiles.template store<1>(sums[group % 2][1]);
+        const bool begins = unit_of_group == 0, ends = ++unit_of_group == units_per_group_ || is_last;
+        if (group % 2 == 0)
+          multiply_unit<0>(tiles, x + 2 * unit, weights[now], begins, ends, sums[0]);
+        else
+          multiply_unit<5>(tiles, x + 2 * unit, weights[now], begins, ends, sums[1]);
+        if (!ends) continue;
         if (group > 0)
           add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
         ++group;
@@ -314,6 +306,27 @@ class AmxKernel : public QgemmKernel {
       add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
       store(tensors, totals, 0, strip);
     }
+  }
+
+  // In tiles kSums and the next one. Groups have them in turn, so that one need not wait for the one before
+  // it.
+  template <int kSums>
+  static void multiply_unit(Tiles& tiles, const Bf16Tile* x, const Bf16Tile (&weights)[2][2], bool begins,
+                            bool ends, F32Tile (&sums)[2]) {
+    if (begins) {
+      tiles.template zero<kSums>();
+      tiles.template zero<kSums + 1>();
+    }
+    for (int j = 0; j < 2; ++j) {
+      tiles.template load<2>(x[j]);
+      tiles.template load<3>(weights[j][0]);
+      tiles.template load<4>(weights[j][1]);
+      tiles.template multiply<kSums, 3, 2>();
+      tiles.template multiply<kSums + 1, 4, 2>();
+    }
+    if (!ends) return;
+    tiles.template store<kSums>(sums[0]);
+    tiles.template store<kSums + 1>(sums[1]);
   }
 
   HALFBYTE_AVX512 void add_group(const QgemmTensors& tensors, int64_t strip, int64_t group,

@@ -172,11 +172,12 @@ class UnitDecoder {
     }
   }
 
-  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes.
+  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes: to the
+  // second-level cache, which has more requests under way than the first.
   void prefetch(int64_t distance) const {
     const formats::PackedLayout& p = problem_.weight;
     const int64_t num_bytes = p.block_bytes * formats::kUnitCols / p.block_cols;
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(codes_ + distance + i);
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(codes_ + distance + i, 0, 2);
   }
 
   // Lines [begin, end) of 16 of the selected unit: rows 2 * line and 2 * line + 1. first: tiles [0][0..1],

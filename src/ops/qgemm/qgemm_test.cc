@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include "ops/qgemm/qgemm_testing.h"
@@ -468,18 +469,33 @@ TEST(QgemmPlan, Variants) {
   }
   d.variant = "qgemm_ref";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
-
-  const auto first = [](int64_t m, int64_t n, int64_t k) {
+}
+TEST(QgemmPlan, OrderOfVariants) {
+  const auto goes_before = [](DeviceKind device, int64_t m, int64_t n, int64_t k, std::string_view a,
+                              std::string_view b) {
     QgemmProblem problem;
+    problem.device.kind = device;
     problem.m = m;
     problem.n = n;
     problem.k = k;
-    return std::string_view(qgemm_variants(problem).front().name);
+    const auto place = [&](std::string_view name) {
+      return std::ranges::find(qgemm_variants(problem), name, &QgemmVariant::name);
+    };
+    return place(a) < place(b);
   };
-  EXPECT_EQ(first(1, 4096, 4096), "qgemm_sm90_mma");
-  EXPECT_EQ(first(8, 28672, 8192), "qgemm_sm90_mma");
-  EXPECT_EQ(first(2, 8192, 8192), "qgemm_sm90_wgmma");
-  EXPECT_EQ(first(1, 8192, 28672), "qgemm_sm90_wgmma");
+  const auto mma_first = [&](int64_t m, int64_t n, int64_t k) {
+    return goes_before(DeviceKind::cuda, m, n, k, "qgemm_sm90_mma", "qgemm_sm90_wgmma");
+  };
+  EXPECT_TRUE(mma_first(1, 4096, 4096));
+  EXPECT_TRUE(mma_first(8, 28672, 8192));
+  EXPECT_FALSE(mma_first(2, 8192, 8192));
+  EXPECT_FALSE(mma_first(1, 8192, 28672));
+  for (const int64_t n : {4096, 28672}) {
+    EXPECT_TRUE(goes_before(DeviceKind::cuda, 8192, n, 4096, "qgemm_cublas", "qgemm_sm90_large"));
+    EXPECT_TRUE(goes_before(DeviceKind::cuda, 4096, n, 4096, "qgemm_sm90_large", "qgemm_cublas"));
+  }
+  EXPECT_TRUE(goes_before(DeviceKind::cpu, 2, 4096, 4096, "qgemm_avx512", "qgemm_amx"));
+  EXPECT_TRUE(goes_before(DeviceKind::cpu, 3, 4096, 4096, "qgemm_amx", "qgemm_avx512"));
 }
 
 TEST(QgemmPlan, Words) {
