@@ -79,10 +79,11 @@ std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
   // of the weight. Measured on an H200: with 8 rows it is ahead at n = 28672 and behind at 14336; beyond 8192
   // columns, where it loads x anew for each slice, it is behind with one row, too.
   const bool few = problem.k <= 8192 && (problem.m == 1 || problem.n > 16384);
-  // Decoding the weight once costs 2 to 6 % of a product with 8192 rows, and twice that with 4096, where
-  // qgemm_sm90_large is 5 to 10 % behind cuBLAS: bench/RESULTS.md has the table.
-  constexpr int64_t kManyRows = 6144;
-  if (problem.m >= kManyRows) return cublas_first;
+  // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
+  // qgemm_sm90_large is 4 to 8 % behind cuBLAS, but for forward products of groups of 128 columns and more,
+  // where it is as fast. bench/RESULTS.md has the table.
+  constexpr int64_t kManyRows = 6144, kWideGroup = 128;
+  if (problem.m >= kManyRows && (problem.transposed || problem.group < kWideGroup)) return cublas_first;
   return few ? std::span<const QgemmVariant>(mma_first) : variants;
 }
 

@@ -471,9 +471,9 @@ TEST(QgemmPlan, Variants) {
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
 }
 TEST(QgemmPlan, OrderOfVariants) {
-  const auto goes_before = [](DeviceKind device, int64_t m, int64_t n, int64_t k, std::string_view a,
-                              std::string_view b) {
-    QgemmProblem problem;
+  QgemmProblem problem;
+  const auto goes_before = [&problem](DeviceKind device, int64_t m, int64_t n, int64_t k, std::string_view a,
+                                      std::string_view b) {
     problem.device.kind = device;
     problem.m = m;
     problem.n = n;
@@ -490,10 +490,16 @@ TEST(QgemmPlan, OrderOfVariants) {
   EXPECT_TRUE(mma_first(8, 28672, 8192));
   EXPECT_FALSE(mma_first(2, 8192, 8192));
   EXPECT_FALSE(mma_first(1, 8192, 28672));
-  for (const int64_t n : {4096, 28672}) {
-    EXPECT_TRUE(goes_before(DeviceKind::cuda, 8192, n, 4096, "qgemm_cublas", "qgemm_sm90_large"));
-    EXPECT_TRUE(goes_before(DeviceKind::cuda, 4096, n, 4096, "qgemm_sm90_large", "qgemm_cublas"));
-  }
+  const auto cublas_first = [&](int64_t m, int64_t group, bool transposed) {
+    problem.group = group;
+    problem.transposed = transposed;
+    return goes_before(DeviceKind::cuda, m, 28672, 4096, "qgemm_cublas", "qgemm_sm90_large");
+  };
+  EXPECT_TRUE(cublas_first(8192, 64, false));
+  EXPECT_TRUE(cublas_first(8192, 64, true));
+  EXPECT_TRUE(cublas_first(8192, 128, true));
+  EXPECT_FALSE(cublas_first(8192, 128, false));
+  EXPECT_FALSE(cublas_first(4096, 64, true));
   EXPECT_TRUE(goes_before(DeviceKind::cpu, 2, 4096, 4096, "qgemm_avx512", "qgemm_amx"));
   EXPECT_TRUE(goes_before(DeviceKind::cpu, 3, 4096, 4096, "qgemm_amx", "qgemm_avx512"));
 }
