@@ -404,7 +404,8 @@ TEST_P(QgemmCudaShapes, ManyTiles) {
       EXPECT_GE(check_variants(d, static_cast<uint64_t>(n)), 3u);
     }
 }
-// Of qgemm_cublas: two slices of nearly the same size. Sums are exact, so that another variant gives the same bytes.
+// Of qgemm_cublas: two slices of nearly the same size. Sums are exact, so that another variant gives the same
+// bytes.
 TEST_P(QgemmCudaShapes, Slices) {
   struct Shape {
     int64_t m, features, sums;

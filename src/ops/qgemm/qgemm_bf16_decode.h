@@ -172,8 +172,8 @@ class UnitDecoder {
     }
   }
 
-  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes: to the
-  // second-level cache, which has more requests under way than the first.
+  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes: to
+  // the second-level cache, which has more requests under way than the first.
   void prefetch(int64_t distance) const {
     const formats::PackedLayout& p = problem_.weight;
     const int64_t num_bytes = p.block_bytes * formats::kUnitCols / p.block_cols;
