@@ -125,7 +125,7 @@ class QgemmCublas : public QgemmKernel {
     args.blocks_per_strip = formats::Divider::of(blocks);
     const cuda::Grid grid = {ceil_div(args.end_row - args.row, formats::kUnitRows) * blocks,
                              kQgemmCublasThreads};
-    if (problem_.early_start)
+    if (context_.capability >= 90 && problem_.early_start)
       cuda::launch_early(decode_, grid, stream, args);
     else
       cuda::launch(decode_, grid, stream, args);
