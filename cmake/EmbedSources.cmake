@@ -9,9 +9,8 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
 
   function(halfbyte_embed_sources output)
     set(root ${PROJECT_SOURCE_DIR}/src)
-    file(GLOB sources CONFIGURE_DEPENDS RELATIVE ${root}
-      ${root}/cuda/device/*.cu ${root}/cuda/device/*.cuh ${root}/formats/*.h ${root}/ops/*/*.cu ${root}/ops/*/*.cuh
-      ${root}/ops/*/*_args.h ${root}/benchmark/*.cu ${root}/benchmark/*_args.h)
+    file(GLOB_RECURSE sources CONFIGURE_DEPENDS RELATIVE ${root}
+      ${root}/*.cu ${root}/*.cuh ${root}/*_args.h ${root}/formats/*.h)
     set(depends ${sources})
     list(TRANSFORM depends PREPEND ${root}/)
     add_custom_command(OUTPUT ${output}

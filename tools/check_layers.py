@@ -17,9 +17,9 @@ LAYERS = [
     (r"include/halfbyte/", r"halfbyte/"),
     # Freestanding: NVRTC compiles these.
     (r"src/formats/\w+\.h$", r"formats/"),
-    (r"src/ops/(?P<op>\w+)/\w+_args\.h$", r"formats/|ops/{op}/\w+_args\.h$"),  # what a kernel takes: shared with the host
+    (r"src/ops/(?P<op>\w+)/[\w/]+_args\.h$", r"formats/|ops/{op}/[\w/]+_args\.h$"),  # what a kernel takes: shared with the host
     (r"src/cuda/device/", r"(formats|cuda/device)/"),
-    (r"src/ops/(?P<op>\w+)/\w+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/\w+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
+    (r"src/ops/(?P<op>\w+)/[\w/]+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/[\w/]+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
     (r"src/benchmark/\w+_args\.h$", r"formats/"),
     (r"src/benchmark/\w+\.cu$", r"(formats|cuda/device)/|benchmark/\w+_args\.h$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
@@ -45,7 +45,7 @@ LAYERS = [
     (r"(tests|bench)/", r""),  # what crosses the layers
 ]
 TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
-FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops/\w+|benchmark)/\w+_args\.h$|.*\.cuh?$"
+FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops|benchmark)/[\w/]+_args\.h$|.*\.cuh?$"
 
 # Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
 # a toolkit header is.
@@ -55,7 +55,7 @@ OTHERS = [
     (r"(math|stdio)\.h$", r"examples/c/"),
     (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
     (r"cpuid\.h$", r"src/cpu/features\.cc$"),
-    (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/qgemm_bf16_decode\.h$"),
+    (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/weight/bf16_decode\.h$"),
     (r"fmt/", r"(src|cli|tests|bench)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),

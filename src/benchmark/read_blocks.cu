@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) read_blocks(const __grid_
         if (i * kThreads < left) words[i] = load_once(at + i * kThreads);
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) all ^= words[i].word[0] ^ words[i].word[1] ^ words[i].word[2] ^ words[i].word[3];
+    for (int i = 0; i < kLoads; ++i)
+      all ^= words[i].word[0] ^ words[i].word[1] ^ words[i].word[2] ^ words[i].word[3];
   }
   if (all == 0x9e3779b9u) *args.never = all;
 #if HALFBYTE_DEVICE_ARCH >= 900

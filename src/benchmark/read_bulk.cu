@@ -1,5 +1,5 @@
-// Reads memory by bulk copies into kStages stages of kStageBytes in shared memory: what other kernels are compared
-// with. sm_90 and later; does nothing before.
+// Reads memory by bulk copies into kStages stages of kStageBytes in shared memory: what other kernels are
+// compared with. sm_90 and later; does nothing before.
 #include "benchmark/benchmark_args.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/memory.cuh"
@@ -8,7 +8,8 @@
 namespace halfbyte::device {
 
 // One thread of a block copies pieces of kStageBytes, a grid of blocks apart.
-extern "C" __global__ void __launch_bounds__(kReadBulkThreads) read_bulk(const __grid_constant__ ReadArgs args) {
+extern "C" __global__ void __launch_bounds__(kReadBulkThreads)
+    read_bulk(const __grid_constant__ ReadArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 900
   extern __shared__ __align__(128) u8 stages[];
   __shared__ Barrier arrived[kStages];
@@ -21,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(kReadBulkThreads) read_bulk(const _
     const i64 at = piece * kStageBytes;
     const u32 num_bytes = static_cast<u32>(min<i64>(kStageBytes, args.num_bytes - at));
     arrive_expecting(&arrived[stage], num_bytes);
-    copy_bulk_once(stages + stage * kStageBytes, static_cast<const u8*>(args.from) + at, num_bytes, &arrived[stage]);
+    copy_bulk_once(stages + stage * kStageBytes, static_cast<const u8*>(args.from) + at, num_bytes,
+                   &arrived[stage]);
   };
   i64 next = blockIdx.x;
   for (int stage = 0; stage < kStages && next < num_pieces; ++stage, next += gridDim.x) start(next, stage);

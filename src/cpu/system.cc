@@ -1,3 +1,4 @@
+#define HWY_WANT_AVX3_DL  // reported like the targets that kernels are compiled for
 #include "halfbyte/system.hpp"
 
 #include "cpu/parallel.h"

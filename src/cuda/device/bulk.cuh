@@ -56,8 +56,8 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// True in one lane of a warp, by all lanes. The compiler knows that it is one: what takes uniform registers, as copies
-// do, needs no loop over the lanes.
+// True in one lane of a warp, by all lanes. The compiler knows that it is one: what takes uniform registers,
+// as copies do, needs no loop over the lanes.
 __device__ __forceinline__ bool elect_lane() {
   u32 elected;
   asm volatile(
@@ -101,10 +101,10 @@ __device__ __forceinline__ void load_tile(void* to, const TensorMap* map, int ro
       "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
-// The same for each block of the cluster whose bit `blocks` has: to where `to` is in its shared memory, and counting on
-// what is there at the place of `barrier`.
-__device__ __forceinline__ void load_tile_multicast(void* to, const TensorMap* map, int row, int col, Barrier* barrier,
-                                                    u16 blocks) {
+// The same for each block of the cluster whose bit `blocks` has: to where `to` is in its shared memory, and
+// counting on what is there at the place of `barrier`.
+__device__ __forceinline__ void load_tile_multicast(void* to, const TensorMap* map, int row, int col,
+                                                    Barrier* barrier, u16 blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
@@ -132,8 +132,8 @@ __device__ __forceinline__ u32 cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The same, but only of the barriers that one thread initialised, fence_barrier_init() and a barrier of the block before:
-// it does not wait for other accesses.
+// The same, but only of the barriers that one thread initialised, fence_barrier_init() and a barrier of the
+// block before: it does not wait for other accesses.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -146,8 +146,8 @@ __device__ __forceinline__ u32 shared_address_of(const void* local, u32 rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
   return address;
 }
-// Arrives at a barrier there, which says that memory may be overwritten. Ordered as arrive() is, within a block: a
-// release to the cluster would take much longer.
+// Arrives at a barrier there, which says that memory may be overwritten. Ordered as arrive() is, within a
+// block: a release to the cluster would take much longer.
 __device__ __forceinline__ void arrive_there(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -162,7 +162,8 @@ __device__ __forceinline__ void store_cluster(u32 address, float a, float b) {
 }
 
 __device__ __forceinline__ void store_cluster(u32 address, float a, float b, float c, float d) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
                : "memory");
 }
 

@@ -71,7 +71,8 @@ __device__ __forceinline__ auto signed_range(const ChunkOf<Type, n>& x) {
       most = max_pair(type, most, x.words[i / 4].word[i % 4]);
     }
     least ^= 0x80008000u;
-    return PairRange<Type>{max_pair(type, __byte_perm(least, most, 0x5410), __byte_perm(least, most, 0x7632))};
+    return PairRange<Type>{
+        max_pair(type, __byte_perm(least, most, 0x5410), __byte_perm(least, most, 0x7632))};
   } else
 #endif
   {
@@ -115,17 +116,17 @@ __device__ __forceinline__ Words4 round_chunk(Type type, const typename Type::Co
   return words;
 }
 
-// 1 / x, correctly rounded, for normal x of at most 2^125: what rcp.rn does on every target, without the branch for
-// other exponents.
+// 1 / x, correctly rounded, for normal x of at most 2^125: what rcp.rn does on every target, without the
+// branch for other exponents.
 __device__ __forceinline__ float normal_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
 }
 
-// x / scale, correctly rounded, away from under- and overflow. One correction is enough for a correctly rounded
-// reciprocal: all pairs of mantissas whose quotient lies within 2^-18 units of a rounding boundary, beyond which the
-// error of the correction cannot matter, were tried.
+// x / scale, correctly rounded, away from under- and overflow. One correction is enough for a correctly
+// rounded reciprocal: all pairs of mantissas whose quotient lies within 2^-18 units of a rounding boundary,
+// beyond which the error of the correction cannot matter, were tried.
 __device__ __forceinline__ float quotient(float x, float scale, float reciprocal) {
   const float q = __fmul_rn(x, reciprocal);
   return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);

@@ -4,7 +4,8 @@
 
 namespace halfbyte::device {
 
-extern "C" __global__ void __launch_bounds__(kClearThreads) clear_workspace(const __grid_constant__ ClearArgs args) {
+extern "C" __global__ void __launch_bounds__(kClearThreads)
+    clear_workspace(const __grid_constant__ ClearArgs args) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif

@@ -5,8 +5,8 @@
 
 namespace halfbyte::device {
 
-// The bits of a chunk of kChunkBits (4, or whole bytes up to 64): number `chunk` of a stream of `num_bytes` bytes,
-// which is aligned to 8 bytes.
+// The bits of a chunk of kChunkBits (4, or whole bytes up to 64): number `chunk` of a stream of `num_bytes`
+// bytes, which is aligned to 8 bytes.
 template <int kChunkBits>
 __device__ __forceinline__ u64 load_codes(const u8* codes, i64 chunk, i64 num_bytes) {
   if constexpr (kChunkBits == 64) return load_once(reinterpret_cast<const u64*>(codes) + chunk);

@@ -75,8 +75,8 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, past the registers and the first-level cache; they are there for
-// this thread after wait_copies().
+// Copies 16 bytes from global to shared memory, past the registers and the first-level cache; they are there
+// for this thread after wait_copies().
 __device__ __forceinline__ void copy_async(Words4* to, const Words4* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");

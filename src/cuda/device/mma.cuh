@@ -43,8 +43,8 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], con
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(bit_cast<u32>(a[0])), "r"(bit_cast<u32>(a[1])), "r"(bit_cast<u32>(a[2])), "r"(bit_cast<u32>(a[3])),
-        "r"(bit_cast<u32>(b[0])), "r"(bit_cast<u32>(b[1])));
+      : "r"(bit_cast<u32>(a[0])), "r"(bit_cast<u32>(a[1])), "r"(bit_cast<u32>(a[2])),
+        "r"(bit_cast<u32>(a[3])), "r"(bit_cast<u32>(b[0])), "r"(bit_cast<u32>(b[1])));
 }
 
 // Four matrices [8][8] of 16 bits from shared memory: lane l names row l % 8 of matrix l / 8, 16 bytes,

@@ -14,7 +14,8 @@ __device__ __forceinline__ T shuffle_xor(T value, int mask) {
   if constexpr (sizeof(T) == 8) {
     const u64 bits = bit_cast<u64>(value);
     return bit_cast<T>(static_cast<u64>(__shfl_xor_sync(kAllLanes, static_cast<u32>(bits), mask)) |
-                       static_cast<u64>(__shfl_xor_sync(kAllLanes, static_cast<u32>(bits >> 32), mask)) << 32);
+                       static_cast<u64>(__shfl_xor_sync(kAllLanes, static_cast<u32>(bits >> 32), mask))
+                           << 32);
   } else {
     return bit_cast<T>(__shfl_xor_sync(kAllLanes, bit_cast<u32>(value), mask));
   }

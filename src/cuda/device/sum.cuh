@@ -19,15 +19,16 @@ __device__ __forceinline__ F tree_sum(const F (&terms)[n]) {
   }
 }
 
-// Over the lanes whose numbers differ in the bits from `first` up to, not including, `end`; all of them get it.
+// Over the lanes whose numbers differ in the bits from `first` up to, not including, `end`; all of them get
+// it.
 template <class F>
 __device__ __forceinline__ F lane_sum(F value, int first, int end) {
   for (int mask = first; mask < end; mask *= 2) value = value + shuffle_xor(value, mask);
   return value;
 }
 
-// One level of two sums at once: of two lanes that differ in bit `mask`, the one without it gets the sum of their a,
-// the other that of their b.
+// One level of two sums at once: of two lanes that differ in bit `mask`, the one without it gets the sum of
+// their a, the other that of their b.
 template <class F>
 __device__ __forceinline__ F fold_sums(F a, F b, int mask) {
   const bool upper = (threadIdx.x & static_cast<u32>(mask)) != 0;

@@ -8,17 +8,19 @@
 
 namespace halfbyte::device {
 
-inline constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: x + this has the rounded x in its low bits
+inline constexpr float kRoundToInteger =
+    12582912.0f;  // 1.5 * 2^23: x + this has the rounded x in its low bits
 inline constexpr u32 kRoundToIntegerBits = 0x4B400000u;
 
 struct TableBins {
   static constexpr int kMaxEdges = 3;
-  // values[8 | c] == -values[c]: the magnitude is looked up, bit 3 is the sign. For two zeros that are codes 0 and 8.
+  // values[8 | c] == -values[c]: the magnitude is looked up, bit 3 is the sign. For two zeros that are codes
+  // 0 and 8.
   bool sign_magnitude = false;
-  bool signed_zero = false;     // numbers just below 0 have another rank than 0
-  int num_edges = 0;            // most edges in one bin; kMaxEdges + 1: too many, not usable
-  float limit = 0;              // |y| must not exceed it
-  float bins_per_unit = 0;      // bin = rint(y * bins_per_unit) + center
+  bool signed_zero = false;  // numbers just below 0 have another rank than 0
+  int num_edges = 0;         // most edges in one bin; kMaxEdges + 1: too many, not usable
+  float limit = 0;           // |y| must not exceed it
+  float bins_per_unit = 0;   // bin = rint(y * bins_per_unit) + center
   int center = 0;
   float edges[kMaxEdges][32] = {};
   u32 rank[32] = {};
@@ -30,7 +32,8 @@ struct TableBins {
 constexpr bool is_zero_edge(float edge) { return edge < 0 && edge == next_below(0.0f); }
 
 // The bins of the ranks given by n edges; `codes` are those of the ranks.
-constexpr TableBins place_edges(const float* edges, int n, const u8* codes, bool sign_magnitude, float limit) {
+constexpr TableBins place_edges(const float* edges, int n, const u8* codes, bool sign_magnitude,
+                                float limit) {
   TableBins bins;
   bins.sign_magnitude = bins.signed_zero = sign_magnitude;
   bins.limit = limit;
@@ -57,7 +60,8 @@ constexpr TableBins place_edges(const float* edges, int n, const u8* codes, bool
     bins.num_edges = max(bins.num_edges, here);
   }
   bins.code_of_rank_0 = codes[0];
-  for (int bit = 0; 1 << bit <= n; ++bit) bins.code_of_rank_bit[bit] = static_cast<u8>(codes[1 << bit] ^ codes[0]);
+  for (int bit = 0; 1 << bit <= n; ++bit)
+    bins.code_of_rank_bit[bit] = static_cast<u8>(codes[1 << bit] ^ codes[0]);
   if (sign_magnitude) bins.code_of_rank_bit[3] = 8;
   for (int rank = 0; rank <= n; ++rank) {
     int code = codes[0];

@@ -27,8 +27,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// By all warps of a warpgroup: registers of a thread from here on, a multiple of 8, fewer than before or more.
-// take_registers() waits until others have left so many of those that the block started with.
+// By all warps of a warpgroup: registers of a thread from here on, a multiple of 8, fewer than before or
+// more. take_registers() waits until others have left so many of those that the block started with.
 template <int kRegisters>
 __device__ __forceinline__ void keep_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

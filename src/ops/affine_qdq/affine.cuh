@@ -18,8 +18,8 @@ __device__ __forceinline__ float load_element(const void* x, i64 index) {
 
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % 32); }
 
-// Two sums of terms that the lanes of a warp have, block by block: as formats::PairwiseSum adds blocks, its stack
-// spread over the lanes. Even lanes have the first sum, odd lanes the second. Up to 2^32 blocks.
+// Two sums of terms that the lanes of a warp have, block by block: as formats::PairwiseSum adds blocks, its
+// stack spread over the lanes. Even lanes have the first sum, odd lanes the second. Up to 2^32 blocks.
 template <class F>
 class WarpSums {
  public:

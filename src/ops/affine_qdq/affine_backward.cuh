@@ -14,7 +14,8 @@ __device__ __forceinline__ void finish(const AffineBackwardArgs& args, bool bias
     float* const value = (bias ? args.biases.values : args.scales.values) + group;
     float* const m = (bias ? args.biases.m : args.scales.m) + group;
     float* const v = (bias ? args.biases.v : args.scales.v) + group;
-    const AdamState state = adam_step({*value, *m, *v}, gradient, args.adam, [](float x) { return __fsqrt_rn(x); });
+    const AdamState state =
+        adam_step({*value, *m, *v}, gradient, args.adam, [](float x) { return __fsqrt_rn(x); });
     *value = state.value;
     *m = state.m;
     *v = state.v;

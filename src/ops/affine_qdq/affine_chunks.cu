@@ -1,7 +1,8 @@
-// affine_qdq_backward of rows of whole groups of 16, 32, ... 1024 elements: gradients of scales and biases in one pass
-// over dy. A thread has kAffineBatch chunks of 8 elements, 32 apart, so that loads of a warp are contiguous; all are on
-// their way before the first is used. Both sums of a chunk are worked out by its thread; a first exchange leaves one of
-// them to each of two lanes, so that all levels above cost as much as one sum.
+// affine_qdq_backward of rows of whole groups of 16, 32, ... 1024 elements: gradients of scales and biases in
+// one pass over dy. A thread has kAffineBatch chunks of 8 elements, 32 apart, so that loads of a warp are
+// contiguous; all are on their way before the first is used. Both sums of a chunk are worked out by its
+// thread; a first exchange leaves one of them to each of two lanes, so that all levels above cost as much as
+// one sum.
 #include "ops/affine_qdq/affine_backward.cuh"
 
 namespace halfbyte::device {
@@ -36,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads, sizeof(Memory) == 2
     dy[b] = load_chunk<Chunk>(args.common.dy, chunk);
     codes[b] = load_codes<kChunk * kBits>(args.common.codes, chunk, args.code_bytes);
   }
-  // The sums that a team has: number j is that of its group j. Each lane finishes one, or several `half` apart.
+  // The sums that a team has: number j is that of its group j. Each lane finishes one, or several `half`
+  // apart.
   const int team = 1 << args.team, half = team / 2, own = lane & (team - 1);
   const int num_sums = kBatch >> args.merge, teams = 32 >> args.team;
   const i64 first_group = static_cast<i64>(warp) * (num_sums * teams) + (lane >> args.team);

@@ -1,5 +1,5 @@
-// affine_qdq_backward of any groups: a warp has one, and takes 256 elements at a time, 32 side by side. Of the sums over
-// lanes, each exchange halves how many a lane has, until it has one.
+// affine_qdq_backward of any groups: a warp has one, and takes 256 elements at a time, 32 side by side. Of
+// the sums over lanes, each exchange halves how many a lane has, until it has one.
 #include "ops/affine_qdq/affine_backward.cuh"
 
 namespace halfbyte::device {

@@ -1,5 +1,5 @@
-// affine_init: a warp has some groups that lie side by side, whose codes are whole bytes. It finds their ranges and
-// parameters, then packs their codes, eight a lane, then refits.
+// affine_init: a warp has some groups that lie side by side, whose codes are whole bytes. It finds their
+// ranges and parameters, then packs their codes, eight a lane, then refits.
 #include "ops/affine_qdq/affine.cuh"
 
 namespace halfbyte::device {
@@ -41,7 +41,8 @@ __device__ __forceinline__ GroupParams<float> find_params(const Unit& unit, cons
       range = join(range, Range<float>{-w, w});
     } else {
       atomic_add(&unit.args.counts->num_nonfinite, 1);
-      atomic_max(&unit.args.counts->first_nonfinite_key, ~static_cast<u64>(unit.row * unit.args.shape.cols + column));
+      atomic_max(&unit.args.counts->first_nonfinite_key,
+                 ~static_cast<u64>(unit.row * unit.args.shape.cols + column));
     }
   }
 #pragma unroll
@@ -54,7 +55,9 @@ __device__ __forceinline__ int code_of(float w, const GroupParams<float>& params
 }
 
 // The sums of two terms over a step of 32 elements.
-__device__ __forceinline__ double step_sums(double a, double b) { return lane_sum(fold_sums(a, b, 1), 2, 32); }
+__device__ __forceinline__ double step_sums(double a, double b) {
+  return lane_sum(fold_sums(a, b, 1), 2, 32);
+}
 __device__ __forceinline__ u64 integer_sum(u64 value) {
   for (int mask = 1; mask < 32; mask *= 2) value = value + shuffle_xor(value, mask);
   return value;
@@ -69,7 +72,8 @@ __device__ __forceinline__ GroupParams<float> refit(const Unit& unit, const Colu
     const i64 column = step + lane_index();
     double w = 0;
     u64 q = 0;
-    const float value = column < columns.end ? unit.element(column) : bit_cast<float>(Float<float>::kInfinity);
+    const float value =
+        column < columns.end ? unit.element(column) : bit_cast<float>(Float<float>::kInfinity);
     if (formats::is_finite(value)) {
       w = static_cast<double>(value);
       q = static_cast<u64>(code_of(value, start));
@@ -130,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
     for (int i = 0; i < 8; ++i) {
       const i64 column = chunk * 8 + i;
       // Behind the end of the row, in its last byte, is the code of 0 of its last group.
-      const int g = num_groups == 1 ? 0 : static_cast<int>(min<i64>(column / shape.group_size, num_groups - 1));
+      const int g =
+          num_groups == 1 ? 0 : static_cast<int>(min<i64>(column / shape.group_size, num_groups - 1));
       GroupParams<float> params;
       params.code_scale = shuffle(own.code_scale, g);
       params.code_bias = shuffle(own.code_bias, g);

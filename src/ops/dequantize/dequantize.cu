@@ -1,9 +1,10 @@
 // dequantize: y = decoded codes.
 //
-// A thread decodes kBatch chunks of kChunk elements (16 bytes of y), 32 chunks apart, so that loads and stores of a warp
-// are contiguous; all its codes and scales are on their way before the first is used. kAligned: rows are whole chunks of
-// 8 elements and y is aligned to 16 bytes, so that the codes are one bit stream and stores are wide. kGroupSize > 0:
-// rows are also whole groups, so that groups are one sequence too; 0: any group size.
+// A thread decodes kBatch chunks of kChunk elements (16 bytes of y), 32 chunks apart, so that loads and
+// stores of a warp are contiguous; all its codes and scales are on their way before the first is used.
+// kAligned: rows are whole chunks of 8 elements and y is aligned to 16 bytes, so that the codes are one bit
+// stream and stores are wide. kGroupSize > 0: rows are also whole groups, so that groups are one sequence
+// too; 0: any group size.
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/codes.cuh"
 #include "cuda/device/memory.cuh"
@@ -55,7 +56,8 @@ using Raw = Select<kTable, float, u32>;
 __device__ __forceinline__ Raw raw_value(u64 codes, int i, float lane_value) {
   const u32 code = static_cast<u32>(codes >> (kBits * i));
   if constexpr (kTable)
-    return shuffle(lane_value, static_cast<int>(code));  // lanes have values by code, twice: bit 4 does not matter
+    return shuffle(lane_value,
+                   static_cast<int>(code));  // lanes have values by code, twice: bit 4 does not matter
   else
     return code & ((1u << kBits) - 1);
 }
@@ -95,8 +97,9 @@ __device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk)
       place.row = chunk / chunks_per_row;
     }
     place.col = (chunk - place.row * chunks_per_row) * kChunk;
-    const i64 in_row = args.cols <= 0x7FFFFFFF ? static_cast<u32>(place.col) / static_cast<u32>(args.group_size)
-                                               : place.col / args.group_size;
+    const i64 in_row = args.cols <= 0x7FFFFFFF
+                           ? static_cast<u32>(place.col) / static_cast<u32>(args.group_size)
+                           : place.col / args.group_size;
     place.group = place.row * args.groups_per_row + in_row;
     place.n = static_cast<int>(min<i64>(kChunk, args.cols - place.col));
     place.in_first = static_cast<int>(min<i64>(place.n, (in_row + 1) * args.group_size - place.col));

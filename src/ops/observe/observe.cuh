@@ -17,7 +17,8 @@ constexpr int kThreads = kObserveThreads, kWarps = kThreads / 32;
 constexpr int kChunk = 16 / sizeof(Memory);
 using Chunk = ChunkOf<Element, kChunk>;
 
-// ---- Elements that are not finite: found in the range, which they leave without bounds, and looked for again.
+// ---- Elements that are not finite: found in the range, which they leave without bounds, and looked for
+// again.
 
 struct NonFinite {
   u32 count = 0;
@@ -57,7 +58,8 @@ __device__ __forceinline__ Seen<F> seen_of(const Range<F>& range) { return {-ran
 
 // As it was before the batch.
 __device__ __forceinline__ Seen<F> state_of(const ObserveState& state, i64 group) {
-  return {load_early(static_cast<const F*>(state.min) + group), load_early(static_cast<const F*>(state.max) + group)};
+  return {load_early(static_cast<const F*>(state.min) + group),
+          load_early(static_cast<const F*>(state.max) + group)};
 }
 __device__ __forceinline__ void take_up(const ObserveState& state, i64 group, const Seen<F>& before,
                                         const Range<F>& range, double history) {
@@ -82,7 +84,8 @@ __device__ __forceinline__ Range<F> left(const RangeKeys* keys) {
   if (low == 0) return no_range<F>();
   return {static_cast<F>(from_order_key(low)), static_cast<F>(from_order_key(high))};
 }
-// The range of a whole group. `before`: its state, loaded before the elements, so that it need not be waited for.
+// The range of a whole group. `before`: its state, loaded before the elements, so that it need not be waited
+// for.
 __device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Seen<F>& before,
                                        const Range<F>& range) {
   if (common.leaves_ranges)
@@ -97,8 +100,8 @@ __device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, c
 __device__ __forceinline__ void count_batch(const ObserveCommon& common) {
   if (!common.leaves_ranges && blockIdx.x == 0 && threadIdx.x == 0) ++*common.state.num_batches;
 }
-// Whether this is the last of n to arrive, so that it sees what the others left. Called by one thread; others that
-// left something must have called __threadfence() and __syncthreads() before.
+// Whether this is the last of n to arrive, so that it sees what the others left. Called by one thread; others
+// that left something must have called __threadfence() and __syncthreads() before.
 __device__ __forceinline__ bool is_last(u32* arrived, i64 n) {
   u32 before;
   wait_for_earlier();
@@ -127,7 +130,8 @@ __device__ __forceinline__ Range<F> block_range(Range<F> range) {
   return range;
 }
 
-// The range of the chunks [begin, end) of a thread: number begin, begin + stride, ...; `at(k)`: where it lies.
+// The range of the chunks [begin, end) of a thread: number begin, begin + stride, ...; `at(k)`: where it
+// lies.
 template <class At>
 __device__ __forceinline__ Range<F> chunks_range(const ObserveCommon& common, i64 begin, i64 end, int stride,
                                                  const At& at) {
@@ -137,7 +141,8 @@ __device__ __forceinline__ Range<F> chunks_range(const ObserveCommon& common, i6
   for (i64 k = begin; k < end; k += kBatch * stride) {
     Chunk chunks[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) chunks[b] = load_chunk<Chunk>(common.x, at(min(k + b * stride, end - 1)));
+    for (int b = 0; b < kBatch; ++b)
+      chunks[b] = load_chunk<Chunk>(common.x, at(min(k + b * stride, end - 1)));
     auto joined = signed_range(chunks[0]);
 #pragma unroll
     for (int b = 1; b < kBatch; ++b) joined = join(joined, signed_range(chunks[b]));

@@ -1,5 +1,5 @@
-// observe, groups side by side: each column of a band of rows is one. A block has some rows of a tile of columns, a
-// thread the rows below each other of a chunk of them.
+// observe, groups side by side: each column of a band of rows is one. A block has some rows of a tile of
+// columns, a thread the rows below each other of a chunk of them.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   for (int k = 0; k < n && has_rows; k += kBatch) {
     Chunk chunks[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) chunks[b] = load_chunk<Chunk>(args.common.x, first + min(k + b, n - 1) * step);
+    for (int b = 0; b < kBatch; ++b)
+      chunks[b] = load_chunk<Chunk>(args.common.x, first + min(k + b, n - 1) * step);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) joined.take(chunks[b]);
   }
@@ -114,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     if (args.common.leaves_ranges) return;
     __threadfence();
     __syncthreads();
-    if (thread == 0) last = is_last(&args.common.join.arrived[band * static_cast<i64>(args.tiles) + tile], args.pieces);
+    if (thread == 0)
+      last = is_last(&args.common.join.arrived[band * static_cast<i64>(args.tiles) + tile], args.pieces);
     __syncthreads();
     if (!last) return;
     if (has_one) range = left(&args.common.join.ranges[group]);

@@ -1,6 +1,6 @@
-// observe, groups of any shape and alignment: a warp, or where neighbouring groups lie side by side a thread, has a
-// part of a group, an element at a time. Their ranges are joined by integer atomics; observe_update hands them to the
-// state.
+// observe, groups of any shape and alignment: a warp, or where neighbouring groups lie side by side a thread,
+// has a part of a group, an element at a time. Their ranges are joined by integer atomics; observe_update
+// hands them to the state.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {

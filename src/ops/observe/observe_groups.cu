@@ -1,5 +1,5 @@
-// observe, groups that are runs of whole chunks: read once, straight into the state. Lanes of a warp share a group, or
-// a block has one.
+// observe, groups that are runs of whole chunks: read once, straight into the state. Lanes of a warp share a
+// group, or a block has one.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
@@ -17,8 +17,8 @@ __device__ __forceinline__ Span span_of(const ObserveGroupsArgs& args, int group
   return {row * args.axis + in_row, min(args.group, args.axis - in_row)};
 }
 
-// 2^team lanes share a group of at most as many chunks, and have kBatch groups. A lane beyond the end of its group
-// reads the last chunk again.
+// 2^team lanes share a group of at most as many chunks, and have kBatch groups. A lane beyond the end of its
+// group reads the last chunk again.
 __device__ __forceinline__ void observe_in_warp(const ObserveGroupsArgs& args) {
   const int lane = static_cast<int>(threadIdx.x % 32), own = lane & ((1 << args.team) - 1);
   const int teams = 32 >> args.team;

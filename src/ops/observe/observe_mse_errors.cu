@@ -1,13 +1,16 @@
-// observe, ranges of least error of few long groups: blocks share the errors of a stage; observe_mse_pick adds them up.
+// observe, ranges of least error of few long groups: blocks share the errors of a stage; observe_mse_pick
+// adds them up.
 #include "ops/observe/range_mse.cuh"
 
 namespace halfbyte::device {
 
-extern "C" __global__ void __launch_bounds__(kThreads) observe_mse_errors(const __grid_constant__ MseErrorsArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    observe_mse_errors(const __grid_constant__ MseErrorsArgs args) {
   using Index = Select<kWide, i64, u32>;
   __shared__ BlockShared shared;
   const auto block = static_cast<u32>(block_index());
-  const u32 number = block / static_cast<u32>(args.splits), split = block - number * static_cast<u32>(args.splits);
+  const u32 number = block / static_cast<u32>(args.splits),
+            split = block - number * static_cast<u32>(args.splits);
   if (number >= args.common.groups.num_groups) return;
   const SearchGroups::Group group = args.common.groups.group(number);
   const i64 per_block = static_cast<i64>(args.pieces) * mse_piece(kMseWarps, sizeof(F));

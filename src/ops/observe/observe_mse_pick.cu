@@ -1,9 +1,11 @@
-// observe, ranges of least error of few long groups: a block adds up the errors of a stage and picks the next.
+// observe, ranges of least error of few long groups: a block adds up the errors of a stage and picks the
+// next.
 #include "ops/observe/range_mse.cuh"
 
 namespace halfbyte::device {
 
-extern "C" __global__ void __launch_bounds__(kThreads) observe_mse_pick(const __grid_constant__ MseErrorsArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    observe_mse_pick(const __grid_constant__ MseErrorsArgs args) {
   __shared__ F totals[kMost];
   __shared__ Candidate parents[kMseMostParents];
   const i64 number = block_index();
@@ -21,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) observe_mse_pick(const __
     TreeSums<28> sums;
 #pragma unroll 1
     for (u32 split = 0; split < splits; split += kBlock) {
-      const F sum =
-          tree_of<kBlock>(split, [&](u32 at) { return at < splits ? errors[static_cast<i64>(at) * kMost + i] : 0; });
+      const F sum = tree_of<kBlock>(
+          split, [&](u32 at) { return at < splits ? errors[static_cast<i64>(at) * kMost + i] : 0; });
       sums.push(sum, split / kBlock);
     }
     totals[i] = sums.total((splits + kBlock - 1) / kBlock);

@@ -1,10 +1,11 @@
-// observe, few large groups of whole chunks: blocks have parts of them, join what they found by integer atomics, whose
-// order does not matter, and the last one of a group hands it to the state.
+// observe, few large groups of whole chunks: blocks have parts of them, join what they found by integer
+// atomics, whose order does not matter, and the last one of a group hands it to the state.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) observe_parts(const __grid_constant__ ObservePartsArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    observe_parts(const __grid_constant__ ObservePartsArgs args) {
   count_batch(args.common);
   const u32 block = blockIdx.x, group = block / args.parts, row = group / args.per_row;
   const i64 in_row = (group - row * args.per_row) * args.group, base = row * args.row + in_row;

@@ -15,7 +15,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int pass = 0; pass < kKeyBits / 8; ++pass) {
     clear(counts);
     __syncthreads();
-    count_bytes(counts, common, group, 0u, static_cast<u32>(group.size), pass, state.prefixes[0], state.prefixes[1]);
+    count_bytes(counts, common, group, 0u, static_cast<u32>(group.size), pass, state.prefixes[0],
+                state.prefixes[1]);
     __syncthreads();
     const auto count = [&](int end) -> u64 { return total(counts, end, threadIdx.x); };
     if (!next_byte(state, pass, args.percentile, count)) return;

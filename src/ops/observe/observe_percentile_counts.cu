@@ -9,7 +9,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ ByteCounts counts;
   const SearchCommon& common = args.common;
   const auto block = static_cast<u32>(block_index());
-  const u32 number = block / static_cast<u32>(args.splits), split = block - number * static_cast<u32>(args.splits);
+  const u32 number = block / static_cast<u32>(args.splits),
+            split = block - number * static_cast<u32>(args.splits);
   if (number >= common.groups.num_groups) return;
   const SearchGroups::Group group = common.groups.group(number);
   const i64 begin = split * args.per_block, end = min(group.size, begin + args.per_block);
@@ -17,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const PercentileState state = args.states[number];
   clear(counts);
   __syncthreads();
-  count_bytes(counts, common, group, static_cast<Index>(begin), static_cast<Index>(end), args.pass, state.prefixes[0],
-              state.prefixes[1]);
+  count_bytes(counts, common, group, static_cast<Index>(begin), static_cast<Index>(end), args.pass,
+              state.prefixes[0], state.prefixes[1]);
   __syncthreads();
 #pragma unroll
   for (int side = 0; side < 2; ++side) {

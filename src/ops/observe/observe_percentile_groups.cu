@@ -1,5 +1,5 @@
-// observe, percentiles of short groups: a warp or a block has the keys of a group in registers, and finds those of both
-// ranks bit by bit, by counting what is below.
+// observe, percentiles of short groups: a warp or a block has the keys of a group in registers, and finds
+// those of both ranks bit by bit, by counting what is below.
 #include "ops/observe/range_percentile.cuh"
 
 namespace halfbyte::device {
@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Key with_high = high | static_cast<Key>(static_cast<Key>(1) << bit);
     u32 below = 0;  // two counts of at most 2^12
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) below += (keys[j] < with_low ? 1u : 0u) + (keys[j] < with_high ? 1u << 16 : 0u);
+    for (int j = 0; j < kKeys; ++j)
+      below += (keys[j] < with_low ? 1u : 0u) + (keys[j] < with_high ? 1u << 16 : 0u);
     below = sum(below);
     if ((below & 0xFFFF) <= below_low) low = with_low;
     if (below >> 16 <= below_high) high = with_high;

@@ -1,9 +1,11 @@
-// observe, second step: the state takes up the ranges of a batch that other kernels left. A thread has a group.
+// observe, second step: the state takes up the ranges of a batch that other kernels left. A thread has a
+// group.
 #include "ops/observe/observe.cuh"
 
 namespace halfbyte::device {
 
-extern "C" __global__ void __launch_bounds__(kThreads) observe_update(const __grid_constant__ ObserveUpdateArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    observe_update(const __grid_constant__ ObserveUpdateArgs args) {
   const i64 group = block_index() * kThreads + threadIdx.x;
   double history = args.state.history;
   if (history == kMean) {

@@ -1,4 +1,5 @@
-// Percentiles of long groups: the keys of both ranks byte by byte, by counting elements that begin with what is known.
+// Percentiles of long groups: the keys of both ranks byte by byte, by counting elements that begin with what
+// is known.
 #pragma once
 
 #include "ops/observe/range_percentile.cuh"
@@ -25,8 +26,8 @@ __device__ __forceinline__ u32 total(const ByteCounts& counts, int end, int byte
 // Of the elements [begin, end) of a group; fewer than 2^32. In the first pass one end stands for both.
 template <class Index>
 __device__ __forceinline__ void count_bytes(ByteCounts& counts, const SearchCommon& common,
-                                            const SearchGroups::Group& group, Index begin, Index end, int pass, u64 low,
-                                            u64 high) {
+                                            const SearchGroups::Group& group, Index begin, Index end,
+                                            int pass, u64 low, u64 high) {
   constexpr int kUnroll = 8;  // loads in flight
   const int shift = kKeyBits - 8 * (pass + 1);
   const u32 copy = threadIdx.x % kCopies;
@@ -54,7 +55,8 @@ __device__ __forceinline__ void count_bytes(ByteCounts& counts, const SearchComm
 struct Found {
   u64 total, byte, rank;  // rank: among those with this byte
 };
-// Thread b has the count of byte b: the byte in which rank_of(total) lies, from 0. Nothing where the total is 0.
+// Thread b has the count of byte b: the byte in which rank_of(total) lies, from 0. Nothing where the total is
+// 0.
 template <class RankOf>
 __device__ __forceinline__ Found find_byte(u64 count, const RankOf& rank_of) {
   __shared__ u64 sums[kWarps];
@@ -82,9 +84,11 @@ __device__ __forceinline__ Found find_byte(u64 count, const RankOf& rank_of) {
   return found;
 }
 
-// One pass: the next byte of both ends. `count(end)`: of byte threadIdx.x. False where the group has no finite value.
+// One pass: the next byte of both ends. `count(end)`: of byte threadIdx.x. False where the group has no
+// finite value.
 template <class Count>
-__device__ __forceinline__ bool next_byte(PercentileState& state, int pass, double percentile, const Count& count) {
+__device__ __forceinline__ bool next_byte(PercentileState& state, int pass, double percentile,
+                                          const Count& count) {
 #pragma unroll
   for (int end = 0; end < 2; ++end) {
     const Found found = find_byte(count(pass == 0 ? 0 : end), [&](u64 total) {

@@ -91,7 +91,10 @@ struct Step {
   int number;  // of the stage
 
   __device__ __forceinline__ Step(const MseSearch<F>& search_in, const MseCodes& codes_in, int number_in)
-      : search(search_in), codes(codes_in), stage(mse_stage(codes_in.asymmetric, number_in)), number(number_in) {}
+      : search(search_in),
+        codes(codes_in),
+        stage(mse_stage(codes_in.asymmetric, number_in)),
+        number(number_in) {}
   __device__ __forceinline__ Candidate candidate(int i, const Candidate* parents) const {
     if (number == 0) return search.rung(i, codes);
     return search.child(parents[i / (stage.scales * stage.zeros)], i, stage, codes);
@@ -99,7 +102,8 @@ struct Step {
 };
 
 // The search of a group, of which the range of finite values is known. False where there is nothing to find.
-__device__ __forceinline__ bool begin_search(const RangeKeys* keys, const MseCodes& codes, MseSearch<F>& search) {
+__device__ __forceinline__ bool begin_search(const RangeKeys* keys, const MseCodes& codes,
+                                             MseSearch<F>& search) {
   if (keys->low == 0) return false;
   const F low = static_cast<F>(from_order_key(keys->low)), high = static_cast<F>(from_order_key(keys->high));
   if (low == 0 && high == 0) return false;
@@ -134,8 +138,8 @@ __device__ __forceinline__ Ranked first_of(const F (&values)[n]) {
 }
 
 // By a warp: takes up the errors of a stage, and puts the next parents in the place of those before.
-__device__ __forceinline__ void take_errors(const Step& step, const F* errors, Candidate* parents, Candidate& best,
-                                            F& least_error) {
+__device__ __forceinline__ void take_errors(const Step& step, const F* errors, Candidate* parents,
+                                            Candidate& best, F& least_error) {
   constexpr int kMine = (kMost + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x % 32), count = step.stage.count();
   const F infinity = bit_cast<F>(Float<F>::kInfinity);
@@ -167,10 +171,11 @@ __device__ __forceinline__ void take_errors(const Step& step, const F* errors, C
   __syncwarp();
 }
 
-// The elements of a piece in units, with zeros up to whole blocks. By `threads` threads; they must meet afterwards.
+// The elements of a piece in units, with zeros up to whole blocks. By `threads` threads; they must meet
+// afterwards.
 template <class Index>
-__device__ __forceinline__ u32 load_piece(const SearchCommon& common, const SearchGroups::Group& group, i64 begin,
-                                          u32 piece, F per_unit, u32 thread, u32 threads, F* y) {
+__device__ __forceinline__ u32 load_piece(const SearchCommon& common, const SearchGroups::Group& group,
+                                          i64 begin, u32 piece, F per_unit, u32 thread, u32 threads, F* y) {
   const u32 n = static_cast<u32>(min(static_cast<i64>(piece), group.size - begin));
   const u32 blocks = (n + kBlock - 1) / kBlock;
   for (u32 k = thread; k < blocks * kBlock; k += threads) {
@@ -192,13 +197,13 @@ struct BlockShared {
   F partial[kMseWarps][kMost];
   Candidate parents[kMseMostParents];
 };
-// The errors of all candidates over up to kMseMostPieces pieces from element `begin` on, by a block; thread t keeps
-// those of candidates t and t + kThreads.
+// The errors of all candidates over up to kMseMostPieces pieces from element `begin` on, by a block; thread t
+// keeps those of candidates t and t + kThreads.
 constexpr int kKept = (kMost + kThreads - 1) / kThreads;
 template <class Index>
 __device__ __forceinline__ void block_errors(BlockShared& shared, const SearchCommon& common,
-                                             const SearchGroups::Group& group, i64 begin, i64 end, const Step& step,
-                                             F (&errors)[kKept]) {
+                                             const SearchGroups::Group& group, i64 begin, i64 end,
+                                             const Step& step, F (&errors)[kKept]) {
   constexpr int kPiece = mse_piece(kMseWarps, sizeof(F));
   const int count = step.stage.count(), warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -213,8 +218,9 @@ __device__ __forceinline__ void block_errors(BlockShared& shared, const SearchCo
     const u32 mine = first_block >= blocks ? 0 : min(share, blocks - first_block);
 #pragma unroll 1
     for (int i = lane; i < count; i += 32)
-      shared.partial[warp][i] = error_of(shared.y + first_block * kBlock, mine, step.candidate(i, shared.parents),
-                                         static_cast<F>(step.codes.levels));
+      shared.partial[warp][i] =
+          error_of(shared.y + first_block * kBlock, mine, step.candidate(i, shared.parents),
+                   static_cast<F>(step.codes.levels));
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kKept; ++j) {

@@ -8,7 +8,8 @@ namespace halfbyte::device {
 
 // Element k of a group.
 template <class Index>
-__device__ __forceinline__ Memory element_at(const SearchCommon& common, const SearchGroups::Group& group, Index k) {
+__device__ __forceinline__ Memory element_at(const SearchCommon& common, const SearchGroups::Group& group,
+                                             Index k) {
   return static_cast<const Memory*>(common.x)[group.begin + common.groups.offset(group, k)];
 }
 

@@ -5,10 +5,10 @@
 
 #include "cuda/kernel.h"
 #include "ops/qgemm/qgemm.h"
-#include "ops/qgemm/qgemm_simt_args.h"
-#include "ops/qgemm/qgemm_sm90_large_args.h"
-#include "ops/qgemm/qgemm_sm90_transposed_args.h"
-#include "ops/qgemm/qgemm_sm90_wgmma_args.h"
+#include "ops/qgemm/simt/simt_args.h"
+#include "ops/qgemm/sm90_large/sm90_large_args.h"
+#include "ops/qgemm/sm90_transposed/sm90_transposed_args.h"
+#include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
 
 namespace halfbyte {
 

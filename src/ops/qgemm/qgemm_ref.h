@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "ops/qgemm/qgemm_weight.h"
+#include "ops/qgemm/weight/weight.h"
 
 namespace halfbyte {
 

@@ -1,6 +1,6 @@
 // What the kernels of `quantize` share: ranges, parameters and codes of chunks of 8 elements. Codes by a
-// reciprocal and one residual correction (Markstein: the correctly rounded quotient), table formats by table.cuh;
-// chunks with non-finite elements or extreme scales by formats::encode.
+// reciprocal and one residual correction (Markstein: the correctly rounded quotient), table formats by
+// table.cuh; chunks with non-finite elements or extreme scales by formats::encode.
 #pragma once
 
 #include "cuda/device/chunk.cuh"
@@ -74,8 +74,8 @@ struct Encoding {
   bool slow;  // formats::encode must do it
 };
 
-// Whether all elements within the range can be encoded by `quotient`: no residual underflows where it matters,
-// and what is not clamped lies within the codes.
+// Whether all elements within the range can be encoded by `quotient`: no residual underflows where it
+// matters, and what is not clamped lies within the codes.
 __device__ __forceinline__ bool is_fast(const Range<F>& range, const Encoding& e) {
   if constexpr (!kFast) {
     return false;

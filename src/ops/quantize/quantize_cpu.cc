@@ -7,6 +7,7 @@
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
 //                    four compares walk the sorted T
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
+#define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
 #include <array>
 #include <limits>

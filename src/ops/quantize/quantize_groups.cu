@@ -1,10 +1,10 @@
-// quantize where rows are whole groups of kGroupSize elements, so that x is one sequence of groups: statistics,
-// parameters, codes and packing in one pass.
+// quantize where rows are whole groups of kGroupSize elements, so that x is one sequence of groups:
+// statistics, parameters, codes and packing in one pass.
 //
-// Work is issued about as fast as memory delivers it, so that instructions count and many warps must be under way:
-// x waits in shared memory, not in registers. A thread has kBatch chunks of 8 elements, 32 chunks apart; kGroupSize / 8
-// neighbouring lanes have a group in each. Ranges by shuffles; then lane b of a group's lanes works out the parameters
-// of their chunk b, so that this costly part runs once for all chunks.
+// Work is issued about as fast as memory delivers it, so that instructions count and many warps must be under
+// way: x waits in shared memory, not in registers. A thread has kBatch chunks of 8 elements, 32 chunks apart;
+// kGroupSize / 8 neighbouring lanes have a group in each. Ranges by shuffles; then lane b of a group's lanes
+// works out the parameters of their chunk b, so that this costly part runs once for all chunks.
 #include "ops/quantize/quantize.cuh"
 
 namespace halfbyte::device {
@@ -23,8 +23,8 @@ constexpr u32 kOwners = [] {
   return lanes;
 }();
 
-// The memory of a warp: its chunks of x, 32 after 32, and from the front their codes, which take the place of chunks
-// that are done, and are stored 16 bytes a lane.
+// The memory of a warp: its chunks of x, 32 after 32, and from the front their codes, which take the place of
+// chunks that are done, and are stored 16 bytes a lane.
 struct Tile {
   alignas(16) u8 bytes[kBatch * 32 * sizeof(Chunk)];
 
@@ -58,8 +58,8 @@ struct Tile {
   }
 };
 
-// The range of the own-th of kBatch chunks over kLanes lanes. In each step a lane keeps half of its chunks and
-// gives the other half away, which takes kBatch - 1 shuffles for what would otherwise be kBatch a step.
+// The range of the own-th of kBatch chunks over kLanes lanes. In each step a lane keeps half of its chunks
+// and gives the other half away, which takes kBatch - 1 shuffles for what would otherwise be kBatch a step.
 template <class RangeOfChunk>
 __device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk, int own) {
   decltype(range_of_chunk(0)) ranges[kBatch];
@@ -70,7 +70,8 @@ __device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk
     const bool odd = (own & mask) != 0;
 #pragma unroll
     for (int b = 0; b < half; ++b) {
-      const auto keep = odd ? ranges[2 * b + 1] : ranges[2 * b], give = odd ? ranges[2 * b] : ranges[2 * b + 1];
+      const auto keep = odd ? ranges[2 * b + 1] : ranges[2 * b],
+                 give = odd ? ranges[2 * b] : ranges[2 * b + 1];
       ranges[b] = join(keep, shuffle_xor(give, mask));
     }
   }
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int b = 0; b < kBatch; ++b) {
       const int chunk = b * 32 + lane;
       Range<F> r = finite_range(chunk < num_chunks ? kChunk : 0,
-                             [&](int i) { return load_element(args.x, (first + chunk) * kChunk + i); });
+                                [&](int i) { return load_element(args.x, (first + chunk) * kChunk + i); });
 #pragma unroll
       for (int mask = 1; mask < kLanes; mask *= 2) r = join(r, shuffle_xor(r, mask));
       if (own == b) range = r;
@@ -129,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int b = 0; b < kBatch; ++b) {
       const int owner = lane / kLanes * kLanes + b;
       const Encoding shared = {shuffle(e.scale, owner), kAffine ? shuffle(e.bias, owner) : 0,
-                               shuffle(e.reciprocal, owner), kCodec.asymmetric ? shuffle(e.zero_point, owner) : 0,
-                               false};
+                               shuffle(e.reciprocal, owner),
+                               kCodec.asymmetric ? shuffle(e.zero_point, owner) : 0, false};
       const Packed codes = encode_fast(tile.chunk(b * 32 + lane), shared, bins);
       __syncwarp();  // all lanes have read what is written over
       tile.put(b * 32 + lane, codes);
@@ -141,13 +142,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int b = 0; b < kBatch; ++b) {
       const int owner = lane / kLanes * kLanes + b;
-      const Encoding shared = {shuffle(e.scale, owner), shuffle(e.bias, owner), 0, shuffle(e.zero_point, owner), true};
+      const Encoding shared = {shuffle(e.scale, owner), shuffle(e.bias, owner), 0,
+                               shuffle(e.zero_point, owner), true};
       const int chunk = b * 32 + lane;
       if (!(slow & (kOwners << b)) || chunk >= num_chunks) continue;
       const i64 index = (first + chunk) * kChunk;
-      tile.put(chunk, Packed::of(encode_slow(args, index, kChunk,
-                                              [&](int i) { return load_element(args.x, index + i); },
-                                              [&](int) { return shared; })));
+      tile.put(chunk, Packed::of(encode_slow(
+                          args, index, kChunk, [&](int i) { return load_element(args.x, index + i); },
+                          [&](int) { return shared; })));
     }
   }
   __syncwarp();

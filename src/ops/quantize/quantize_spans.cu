@@ -1,6 +1,7 @@
-// quantize for any group size, row length and alignment. A block takes a span of a row: the ranges of its groups by
-// atomics in shared memory, their parameters, then the codes. Spans are whole groups, so that no block waits for
-// another; groups too large for that bring their ranges (value_range.cu), and a span is then any part of a row.
+// quantize for any group size, row length and alignment. A block takes a span of a row: the ranges of its
+// groups by atomics in shared memory, their parameters, then the codes. Spans are whole groups, so that no
+// block waits for another; groups too large for that bring their ranges (value_range.cu), and a span is then
+// any part of a row.
 #include "ops/quantize/quantize.cuh"
 
 namespace halfbyte::device {
@@ -16,8 +17,8 @@ struct SpanGroup {
   Encoding encoding;
 };
 
-// n elements from `index` on, zeros behind them; there after wait_copies(). kAligned: rows and chunks begin at
-// multiples of 16 bytes, and no chunk is cut.
+// n elements from `index` on, zeros behind them; there after wait_copies(). kAligned: rows and chunks begin
+// at multiples of 16 bytes, and no chunk is cut.
 __device__ __forceinline__ void load_part(const QuantizeArgs& args, i64 index, int n, Chunk& to) {
   if (kAligned && n > 0) {
     const auto* const from = static_cast<const Words4*>(args.x) + index / kChunk * Chunk::kWords4;
@@ -86,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
   const int num_cols = static_cast<int>(end - begin);
   const int num_chunks = (num_cols + kChunk - 1) / kChunk;
 
-  // This thread's chunk from chunk `step` of the span on: its first column within the span, how many elements there
-  // are, the group of the first of them among `groups`, and how many belong to that.
+  // This thread's chunk from chunk `step` of the span on: its first column within the span, how many elements
+  // there are, the group of the first of them among `groups`, and how many belong to that.
   struct Part {
     int offset, n, group, in_first;
   };
@@ -130,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
         const Chunk x = chunk_at(u);
         const int warp_group = shuffle(part.group, 0);
         const auto range = chunk_range(x);
-        if (__all_sync(kAllLanes, part.in_first == kChunk && part.group == warp_group && is_finite(unpack(range)))) {
+        if (__all_sync(kAllLanes,
+                       part.in_first == kChunk && part.group == warp_group && is_finite(unpack(range)))) {
           add_warp_range(groups[warp_group], range, lane);
           continue;
         }
@@ -185,10 +187,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
       if (!fast) {
         const i64 index = span_index + part.offset;
         const auto encoding = [&](int i) {
-          const int behind = i < part.in_first ? 0 : 1 + static_cast<int>((i - part.in_first) / args.group_size);
+          const int behind =
+              i < part.in_first ? 0 : 1 + static_cast<int>((i - part.in_first) / args.group_size);
           return groups[part.group + behind].encoding;
         };
-        bits = encode_slow(args, index, part.n, [&](int i) { return load_element(args.x, index + i); }, encoding);
+        bits = encode_slow(
+            args, index, part.n, [&](int i) { return load_element(args.x, index + i); }, encoding);
       }
       store_part(span_codes + part.offset / kChunk * kBits, bits, part.n);
     }

@@ -14,13 +14,15 @@ using Key = decltype(sortable(F()));
 constexpr int kThreads = kRangeThreads;
 constexpr int kUnroll = 8;  // loads in flight
 
-extern "C" __global__ void __launch_bounds__(kThreads) value_range(const __grid_constant__ ValueRangeArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    value_range(const __grid_constant__ ValueRangeArgs args) {
   const i64 block = block_index(), group = block / args.spans_per_group;
   if (group >= args.num_groups) return;
   const i64 begin = group / args.groups_per_row * args.cols + group % args.groups_per_row * args.group_size;
   const i64 group_cols = min(args.group_size, args.cols - group % args.groups_per_row * args.group_size);
   const i64 first = block % args.spans_per_group * kRangeSpan;
-  const int n = static_cast<int>(clamp<i64>(group_cols - first, 0, kRangeSpan));  // a short group needs fewer blocks
+  const int n =
+      static_cast<int>(clamp<i64>(group_cols - first, 0, kRangeSpan));  // a short group needs fewer blocks
   const auto* const x = static_cast<const Element::Memory*>(args.x) + begin + first;
   const int thread = static_cast<int>(threadIdx.x);
 

@@ -1,5 +1,6 @@
-// What the kernels of linear quantization share: parameters of groups, and the operations on a chunk. Codes by a
-// reciprocal and one residual correction where that gives the correctly rounded quotient, else by formats::encode.
+// What the kernels of linear quantization share: parameters of groups, and the operations on a chunk. Codes
+// by a reciprocal and one residual correction where that gives the correctly rounded quotient, else by
+// formats::encode.
 #pragma once
 
 #include "cuda/device/chunk.cuh"
@@ -28,7 +29,8 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
 struct Group {
   F scale;  // 0 where it is none
   int zero_point;
-  F reciprocal, limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
+  F reciprocal,
+      limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
 };
 // A limit that says that nothing of the group needs to be clamped.
 constexpr float kNoClamp = 0x1p126f;
@@ -38,15 +40,18 @@ __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 i
   if constexpr (kZeroType == ZeroType::i32) return static_cast<const int*>(zeros)[index];
   if constexpr (kZeroType == ZeroType::i8) return static_cast<const signed char*>(zeros)[index];
   if constexpr (kZeroType == ZeroType::u8) return static_cast<const u8*>(zeros)[index];
-  if constexpr (kZeroType == ZeroType::f32) return learned_zero_point(static_cast<const float*>(zeros)[index]);
-  if constexpr (kZeroType == ZeroType::f64) return learned_zero_point(static_cast<const double*>(zeros)[index]);
+  if constexpr (kZeroType == ZeroType::f32)
+    return learned_zero_point(static_cast<const float*>(zeros)[index]);
+  if constexpr (kZeroType == ZeroType::f64)
+    return learned_zero_point(static_cast<const double*>(zeros)[index]);
   if constexpr (kPackedZeros) {
     i64 row = 0, column = index;
     if (common.zero_cols % 2 != 0) {  // else rows are whole bytes, one sequence
       row = index / common.zero_cols;
       column -= row * common.zero_cols;
     }
-    const int nibble = static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
+    const int nibble =
+        static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
     return kZeroType == ZeroType::i4 ? (nibble ^ 8) - 8 : nibble;
   }
   return 0;
@@ -70,7 +75,8 @@ __device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i6
 }
 // `is_first()`: whether the caller has the first element of the group, so that each is counted once.
 template <class IsFirst>
-__device__ __forceinline__ Group make_group(const LinearCommon& common, const Loaded& loaded, const IsFirst& is_first) {
+__device__ __forceinline__ Group make_group(const LinearCommon& common, const Loaded& loaded,
+                                            const IsFirst& is_first) {
   Group group{};
   group.scale = loaded.scale;
   if (!(group.scale >= 0 && group.scale <= Float<F>::kMax)) {
@@ -175,7 +181,8 @@ __device__ __forceinline__ int encode_number(F x, const Group& group, const Line
 }
 
 // The code as it is stored in the low bits; `index`: of the element, row-major.
-__device__ __forceinline__ u32 encode_element(F x, const Group& group, const LinearCommon& common, i64 index) {
+__device__ __forceinline__ u32 encode_element(F x, const Group& group, const LinearCommon& common,
+                                              i64 index) {
   int q = group.zero_point;
   count_nonfinite(x, common, index);
   if (x == x) q = encode_number(x, group, common);
@@ -211,8 +218,8 @@ __device__ __forceinline__ bool is_within(F x, const Group& group, const LinearC
 
 // ---- Chunks
 
-// |x| of all elements is below the limits of their groups: quotients stay below 2^22, and no residual underflows where
-// it matters. NaN is not.
+// |x| of all elements is below the limits of their groups: quotients stay below 2^22, and no residual
+// underflows where it matters. NaN is not.
 template <int n>
 __device__ __forceinline__ bool is_fast(const ChunkOf<Element, n>& x, const OneGroup& groups) {
   return unpack(magnitude_range(x)).high < groups.group.limit;
@@ -228,7 +235,7 @@ __device__ __forceinline__ bool is_fast(const ChunkOf<Element, n>& x, const Many
 // The codes of n elements, in words: less than one takes its low bits.
 template <int n, int kBits>
 struct Codes {
-  static constexpr int kWord = 32 / kBits;                      // codes in a word
+  static constexpr int kWord = 32 / kBits;  // codes in a word
   static constexpr int kWords = (n + kWord - 1) / kWord, kBytes = n * kBits / 8;
   u32 word[kWords];
 
@@ -304,8 +311,9 @@ __device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Gr
     const u32 code = codes.word[i * kBits / 32] >> (kBits * i % 32) & ((1u << kBits) - 1);  // from code_min
     const int zero = groups.zero_point(i) - common.code_min;
     if constexpr (sizeof(F) == 4)  // integers below 2^23 as floats plus 2^23, without conversions
-      values[i] = __fmul_rn(__fsub_rn(bit_cast<float>(0x4B000000u | code), 0x1p23f + static_cast<float>(zero)),
-                            groups.scale(i));
+      values[i] =
+          __fmul_rn(__fsub_rn(bit_cast<float>(0x4B000000u | code), 0x1p23f + static_cast<float>(zero)),
+                    groups.scale(i));
     else
       values[i] = static_cast<F>(static_cast<int>(code) - zero) * groups.scale(i);
   }
@@ -316,8 +324,8 @@ __device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Gr
                round_chunk(Element(), values + k * (n / kWords4)));
 }
 
-// Of a chunk that is_fast. n elements of y are stored, and their mask. Without `clamp` no code may be beyond q_min and
-// q_max.
+// Of a chunk that is_fast. n elements of y are stored, and their mask. Without `clamp` no code may be beyond
+// q_min and q_max.
 template <bool clamp, int n, class Groups>
 __device__ __forceinline__ void fake_quantize_chunk(const ChunkOf<Element, n>& x, const Groups& groups,
                                                     const LinearCommon& common, i64 chunk) {
@@ -377,9 +385,11 @@ __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, con
   }
 }
 
-// Any n elements from `index` on, whose codes and mask begin at a byte; `group_of(i)`: the group of element i.
+// Any n elements from `index` on, whose codes and mask begin at a byte; `group_of(i)`: the group of element
+// i.
 template <LinearOp op, int kBits, class GroupOf>
-__device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, int n, const GroupOf& group_of) {
+__device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, int n,
+                                         const GroupOf& group_of) {
   u32 byte = 0;
 #pragma unroll 1
   for (int i = 0; i < n; ++i) {

@@ -1,6 +1,6 @@
-// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose scales
-// belong to whole chunks. A thread has kBatch chunks, 32 apart, so that loads and stores of a warp are contiguous; all are on
-// their way before the first is used.
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose
+// scales belong to whole chunks. A thread has kBatch chunks, 32 apart, so that loads and stores of a warp are
+// contiguous; all are on their way before the first is used.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
@@ -17,19 +17,22 @@ struct Place {
   bool first;
 };
 template <class Int, class OuterDivider, class ScaleDivider>
-__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, Int chunk, const OuterDivider& outer_of,
-                                          const ScaleDivider& scale_of) {
-  const Int outer = outer_of(chunk), rest = chunk - outer * static_cast<Int>(args.per_outer), in = scale_of(rest);
+__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, Int chunk,
+                                          const OuterDivider& outer_of, const ScaleDivider& scale_of) {
+  const Int outer = outer_of(chunk), rest = chunk - outer * static_cast<Int>(args.per_outer),
+            in = scale_of(rest);
   return {outer * args.scale_outer + in,
           rest == in * static_cast<Int>(args.per_scale) && (args.scale_outer != 0 || outer == 0)};
 }
 __device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chunk) {
   if constexpr (kWide)
-    return place_of(args, chunk, [&](i64 c) { return c / args.per_outer; },
-                    [&](i64 rest) { return rest / args.per_scale; });
+    return place_of(
+        args, chunk, [&](i64 c) { return c / args.per_outer; },
+        [&](i64 rest) { return rest / args.per_scale; });
   else
-    return place_of(args, static_cast<u32>(chunk), [&](u32 c) { return args.outer_divider.divide(c); },
-                    [&](u32 rest) { return args.scale_divider.divide(rest); });
+    return place_of(
+        args, static_cast<u32>(chunk), [&](u32 c) { return args.outer_divider.divide(c); },
+        [&](u32 rest) { return args.scale_divider.divide(rest); });
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)

@@ -1,6 +1,6 @@
-// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose scales
-// differ from column to column: channels along the last axis, groups along another. A thread has a chunk of columns, whose scales it
-// loads once, and kLinearRows rows.
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose
+// scales differ from column to column: channels along the last axis, groups along another. A thread has a
+// chunk of columns, whose scales it loads once, and kLinearRows rows.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   const int piece = static_cast<int>(row_item - band * static_cast<Index>(args.pieces));
   if (band >= args.num_bands) return;
   const Index outer = band / static_cast<Index>(args.bands_per_axis);
-  const i64 in_axis = (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;  // first row of the band
+  const i64 in_axis =
+      (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;  // first row of the band
   const i64 row = outer * args.axis + in_axis;
   const i64 left = min(args.group, args.axis - in_axis) - static_cast<i64>(piece) * kLinearRows;
   if (left <= 0) return;
@@ -38,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   for (int step = 0; step < rows; step += kBatch) {
     Work<kOp, kBits, kChunk> work[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b)
-      work[b].load(args.common.data, first + min(step + b, rows - 1) * stride);
+    for (int b = 0; b < kBatch; ++b) work[b].load(args.common.data, first + min(step + b, rows - 1) * stride);
     u32 slow = 0;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (step + b < rows && !work[b].finish(args.common, first + (step + b) * stride, groups)) slow |= 1u << b;
+      if (step + b < rows && !work[b].finish(args.common, first + (step + b) * stride, groups))
+        slow |= 1u << b;
     if constexpr (kOp != LinearOp::dequantize) {
 #pragma unroll 1
       for (int b = 0; b < kBatch; ++b)

@@ -1,5 +1,5 @@
-// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of any tensors: a thread has an
-// element, or those of a byte of packed codes or of the mask.
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of any tensors: a thread has
+// an element, or those of a byte of packed codes or of the mask.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
@@ -13,7 +13,8 @@ __device__ __forceinline__ i64 offset(const LinearStrides64& strides, const Posi
 
 __device__ __forceinline__ Position position_of(const LinearElementsArgs& args, i64 index) {
   if ((index | args.axis | args.inner) >> 32 == 0) {  // 32-bit divisions are several times as fast
-    const u32 n = static_cast<u32>(index), inner = static_cast<u32>(args.inner), axis = static_cast<u32>(args.axis);
+    const u32 n = static_cast<u32>(index), inner = static_cast<u32>(args.inner),
+              axis = static_cast<u32>(args.axis);
     const u32 row = n / inner;
     return {row / axis, row % axis, n % inner};
   }
@@ -25,12 +26,14 @@ __device__ __forceinline__ Group group_of(const LinearElementsArgs& args, const 
   const i64 in_axis = at.a / args.group;
   const LinearStrides64& strides = args.scale_strides;
   return load_group(args.common, at.o * strides.outer + in_axis * strides.axis + at.i * strides.inner, [&] {
-    return at.a == in_axis * args.group && (strides.outer != 0 || at.o == 0) && (strides.inner != 0 || at.i == 0);
+    return at.a == in_axis * args.group && (strides.outer != 0 || at.o == 0) &&
+           (strides.inner != 0 || at.i == 0);
   });
 }
 
 // The code at an index; packed: of the byte that holds it.
-__device__ __forceinline__ int code_of(const LinearElementsArgs& args, const Position& at, int nibble, u8 byte) {
+__device__ __forceinline__ int code_of(const LinearElementsArgs& args, const Position& at, int nibble,
+                                       u8 byte) {
   const bool is_signed = args.common.code_min < 0;
   if constexpr (kBits == 4) {
     const int code = byte >> (4 * nibble) & 15;
@@ -62,9 +65,11 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     const Group group = group_of(args, at);
     if constexpr (kOp == LinearOp::fake_quantize) {
       const Memory element = static_cast<const Memory*>(args.common.data.x)[index + k];
-      static_cast<Memory*>(args.common.data.y)[index + k] = fake_element(element, group, args.common, index + k);
+      static_cast<Memory*>(args.common.data.y)[index + k] =
+          fake_element(element, group, args.common, index + k);
       if constexpr (kMask)
-        byte = static_cast<u8>(byte | (is_within(load(Element(), element), group, args.common) ? 1u : 0u) << k);
+        byte =
+            static_cast<u8>(byte | (is_within(load(Element(), element), group, args.common) ? 1u : 0u) << k);
     } else if constexpr (kOp == LinearOp::quantize) {
       const F x = load_element(args.common.data.x, offset(args.x, at));
       const u32 code = encode_element(x, group, args.common, index + k);

@@ -1,7 +1,8 @@
-// quantize_linear and fake_quantize with parameters that are computed, in one pass: contiguous tensors, groups of whole
-// chunks along the last axis. Zeros do not change any parameters here (only the largest magnitude counts, or the range
-// is extended to contain 0), so that lanes without elements take part with zeros. They do change what an observer has
-// seen: in fake_quantize such lanes have the last chunk of their group.
+// quantize_linear and fake_quantize with parameters that are computed, in one pass: contiguous tensors,
+// groups of whole chunks along the last axis. Zeros do not change any parameters here (only the largest
+// magnitude counts, or the range is extended to contain 0), so that lanes without elements take part with
+// zeros. They do change what an observer has seen: in fake_quantize such lanes have the last chunk of their
+// group.
 #include "ops/quantize_linear/linear.cuh"
 #include "ops/quantize_linear/linear_params.cuh"
 
@@ -29,8 +30,8 @@ __device__ Range<F> finite_range(const void* x, i64 chunk) {
 }
 
 // The group of a range, whose finite elements are all of it where `finite`.
-__device__ __forceinline__ Group group_of(const LinearCommon& common, i64 index, const Range<F>& range, bool finite,
-                                          bool store) {
+__device__ __forceinline__ Group group_of(const LinearCommon& common, i64 index, const Range<F>& range,
+                                          bool finite, bool store) {
   Group group = make_params(common, index, -range.low, range.high, store);
   if constexpr (kFast) {
     const float least = round_half_even(quotient(-range.low, group.scale, group.reciprocal));
@@ -88,7 +89,8 @@ __device__ __forceinline__ Span span_of(const LinearFusedArgs& args, int group) 
 
 // Chunk number `own` of a span; beyond its end zeros, see above.
 __device__ __forceinline__ Chunk load_own(const LinearFusedArgs& args, const Span& span, int own) {
-  if constexpr (kFake) return load_chunk_to_write<Chunk>(args.common.data.x, span.first + min(own, span.n - 1));
+  if constexpr (kFake)
+    return load_chunk_to_write<Chunk>(args.common.data.x, span.first + min(own, span.n - 1));
   return own < span.n ? load_chunk<Chunk>(args.common.data.x, span.first + own) : Chunk{};
 }
 
@@ -206,7 +208,7 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
     if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, own_group);
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast && kBlockBatch < 8 ? (kFake ? 3 : 4) : 2)
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast&& kBlockBatch < 8 ? (kFake ? 3 : 4) : 2)
     HALFBYTE_KERNEL(const __grid_constant__ LinearFusedArgs args) {
   load_bins();
   if constexpr (kFake) {

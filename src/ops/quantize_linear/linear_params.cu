@@ -1,5 +1,5 @@
-// Scales and zero points of linear quantization, or of an observer's state, from the ranges of the groups: a thread has a group, or the two whose
-// zero points share a byte.
+// Scales and zero points of linear quantization, or of an observer's state, from the ranges of the groups: a
+// thread has a group, or the two whose zero points share a byte.
 #include "ops/quantize_linear/linear.cuh"
 #include "ops/quantize_linear/linear_params.cuh"
 
@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     const Group group = make_params(common, index + k, -low, high, true);
     byte |= (static_cast<u32>(group.zero_point) & 15) << (4 * k);
   }
-  if (kPackedZeros && index < args.num_scales) static_cast<u8*>(common.data.zeros)[item] = static_cast<u8>(byte);
+  if (kPackedZeros && index < args.num_scales)
+    static_cast<u8*>(common.data.zeros)[item] = static_cast<u8>(byte);
 }
 
 }  // namespace halfbyte::device

@@ -6,7 +6,8 @@
 namespace halfbyte::device {
 
 // Also stores them where `store` says so, but for a packed zero point, and counts what is wrong with them.
-__device__ __forceinline__ Group make_params(const LinearCommon& common, i64 index, F min, F max, bool store) {
+__device__ __forceinline__ Group make_params(const LinearCommon& common, i64 index, F min, F max,
+                                             bool store) {
   Codec codec = codec_of(common);
   codec.rule = kRule;
   codec.asymmetric = kZeroType != ZeroType::none;

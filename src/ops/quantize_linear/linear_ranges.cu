@@ -1,12 +1,12 @@
-// The ranges of the groups of linear quantization, of any shape. A warp, or where neighbouring groups lie side by side
-// a thread, takes a part of a group; parts are joined by integer atomics, so that their order does not matter.
+// The ranges of the groups of linear quantization, of any shape. A warp, or where neighbouring groups lie
+// side by side a thread, takes a part of a group; parts are joined by integer atomics, so that their order
+// does not matter.
 #include "ops/quantize_linear/linear.cuh"
 
 namespace halfbyte::device {
 
 constexpr int kChunk = 16 / sizeof(Memory), kUnit = kChunks ? kChunk : 1;
 constexpr int kUnroll = kWide ? 2 : 4;  // loads in flight; 64-bit divisions take the registers of some
-
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, 4)
     HALFBYTE_KERNEL(const __grid_constant__ LinearRangesArgs args) {
@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, 4)
   const Index axis_group = group / static_cast<Index>(args.groups_inner);
   const i64 i = group - axis_group * static_cast<Index>(args.groups_inner);
   const Index outer_group = axis_group / static_cast<Index>(args.groups_axis);
-  const i64 o = outer_group, a = (axis_group - outer_group * static_cast<Index>(args.groups_axis)) * args.group_axis;
+  const i64 o = outer_group,
+            a = (axis_group - outer_group * static_cast<Index>(args.groups_axis)) * args.group_axis;
   const i64 group_axis = min(args.group_axis, args.axis - a);
   const i64 num_units = args.group_outer * group_axis * args.group_inner;
   const i64 begin = split * args.per_split, end = min(num_units, begin + args.per_split);

@@ -1,6 +1,6 @@
-// The value of a table format that is nearest to a number, by lookup: 32 bins of equal width, whose edges and values
-// lie in shared memory, one a bank, so that no two lanes wait for each other. A part of linear.cuh, which includes
-// the configuration.
+// The value of a table format that is nearest to a number, by lookup: 32 bins of equal width, whose edges and
+// values lie in shared memory, one a bank, so that no two lanes wait for each other. A part of linear.cuh,
+// which includes the configuration.
 #pragma once
 
 #include "cuda/device/chunk.cuh"
@@ -55,7 +55,8 @@ constexpr ValueBins kBins = kTable ? make_value_bins(kBook) : ValueBins{};
 constexpr bool kTableFits = kBins.num_edges <= ValueBins::kMaxEdges;
 __device__ const ValueBins kDeviceBins = kBins;
 
-constexpr float kLowest = kBook.values[kBook.code_of_rank[0]], kHighest = kBook.values[kBook.code_of_rank[15]];
+constexpr float kLowest = kBook.values[kBook.code_of_rank[0]],
+                kHighest = kBook.values[kBook.code_of_rank[15]];
 
 struct SharedBins {
   float edges[kTable ? kBins.num_edges : 1][32], values[kTable ? kBins.num_edges + 1 : 1][32];
@@ -80,8 +81,9 @@ __device__ __forceinline__ void load_bins() {
 // Of a y that is not NaN.
 __device__ __forceinline__ float table_value(float y) {
   const float inside = fminf(fmaxf(y, -kBins.limit), kBins.limit);
-  const u32 bin = bit_cast<u32>(__fmaf_rn(inside, kBins.bins_per_unit, kRoundToInteger + ValueBins::kCenter)) -
-                  kRoundToIntegerBits;
+  const u32 bin =
+      bit_cast<u32>(__fmaf_rn(inside, kBins.bins_per_unit, kRoundToInteger + ValueBins::kCenter)) -
+      kRoundToIntegerBits;
   const SharedBins& bins = shared_bins();
   float value = bins.values[0][bin];
 #pragma unroll

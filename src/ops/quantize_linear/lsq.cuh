@@ -1,4 +1,5 @@
-// What the kernels of fake_quantize_learned_backward share: an element or a chunk of them, and where its sums go.
+// What the kernels of fake_quantize_learned_backward share: an element or a chunk of them, and where its sums
+// go.
 #pragma once
 
 #include "cuda/device/sum.cuh"
@@ -47,12 +48,13 @@ __device__ __forceinline__ Sums run_element(const LinearCommon& common, const Gr
   const Memory dy = static_cast<const Memory*>(common.data.dy)[index];
   LsqTerms<F> terms;
   if constexpr (kTable)
-    terms = lsq_terms<true>(x, load(Element(), dy), group.scale, static_cast<F>(kLowest), static_cast<F>(kHighest),
-                            [](F quotient) { return any_table_value(quotient); });
+    terms = lsq_terms<true>(x, load(Element(), dy), group.scale, static_cast<F>(kLowest),
+                            static_cast<F>(kHighest), [](F quotient) { return any_table_value(quotient); });
   else
-    terms = lsq_terms<false>(x, load(Element(), dy), group.scale, static_cast<F>(common.q_min - group.zero_point),
-                             static_cast<F>(common.q_max - group.zero_point),
-                             [](F quotient) { return round_half_even(quotient); });
+    terms =
+        lsq_terms<false>(x, load(Element(), dy), group.scale, static_cast<F>(common.q_min - group.zero_point),
+                         static_cast<F>(common.q_max - group.zero_point),
+                         [](F quotient) { return round_half_even(quotient); });
   static_cast<Memory*>(common.data.y)[index] = terms.passes ? dy : Memory{};
   Sums sums = {terms.scale};
   if constexpr (kSums == 2) sums.sum[1] = terms.zero;
@@ -83,9 +85,11 @@ __device__ __forceinline__ bool has_tiny(BF16, const Words4 (&words)[n]) {
   }
   return (found & 0x80008000u) != 0;
 }
-// Whether quotient() is the correctly rounded quotient of every element, where is_fast promises one that rounds to the
-// same integer: nothing underflows. |x| must stay below the limit, and nothing may be tiny.
-__device__ __forceinline__ float limit_of(const Group& group) { return group.scale < 0x1p20f ? group.limit : 0; }
+// Whether quotient() is the correctly rounded quotient of every element, where is_fast promises one that
+// rounds to the same integer: nothing underflows. |x| must stay below the limit, and nothing may be tiny.
+__device__ __forceinline__ float limit_of(const Group& group) {
+  return group.scale < 0x1p20f ? group.limit : 0;
+}
 template <int n>
 __device__ __forceinline__ bool is_exact(const ChunkOf<Element, n>& x, const OneGroup& groups) {
   return unpack(magnitude_range(x)).high < limit_of(groups.group) && !has_tiny(Element(), x.words);
@@ -96,7 +100,8 @@ struct FastTerms {
   bool passes;
   float scale, zero;
 };
-__device__ __forceinline__ FastTerms fast_terms(float x, float dy, const Group& group, float low, float high) {
+__device__ __forceinline__ FastTerms fast_terms(float x, float dy, const Group& group, float low,
+                                                float high) {
   const float q = quotient(x, group.scale, group.reciprocal);
   float value, place;
   if constexpr (kTable) {

@@ -1,6 +1,6 @@
-// fake_quantize_learned_backward of tensors whose scales differ from column to column: channels along the last axis,
-// groups along another. A thread has a chunk of columns and kLsqThreadRows rows; sums go over its rows, then over the
-// warps of the block, which lie below each other and share the parameters of the columns.
+// fake_quantize_learned_backward of tensors whose scales differ from column to column: channels along the
+// last axis, groups along another. A thread has a chunk of columns and kLsqThreadRows rows; sums go over its
+// rows, then over the warps of the block, which lie below each other and share the parameters of the columns.
 #include "ops/quantize_linear/lsq.cuh"
 
 namespace halfbyte::device {
@@ -28,15 +28,17 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide ? 2 : 3)
   load_bins();
   const Index outer = band / static_cast<Index>(args.bands_per_axis);
   const i64 in_axis = (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;
-  const i64 in_band = static_cast<i64>(piece) * kLsqPieceRows + warp * kLsqThreadRows;  // first row of the thread
+  const i64 in_band =
+      static_cast<i64>(piece) * kLsqPieceRows + warp * kLsqThreadRows;  // first row of the thread
   const i64 column = static_cast<i64>(tile) * 32 + lane;
-  const int rows =
-      column < args.row
-          ? static_cast<int>(formats::clamp<i64>(min(args.group, args.axis - in_axis) - in_band, 0, kLsqThreadRows))
-          : 0;
+  const int rows = column < args.row ? static_cast<int>(formats::clamp<i64>(
+                                           min(args.group, args.axis - in_axis) - in_band, 0, kLsqThreadRows))
+                                     : 0;
   const i64 first_chunk = (outer * args.axis + in_axis + in_band) * args.row + column;
-  const i64 first_group = static_cast<i64>(band) * args.common.band_groups + static_cast<i64>(tile) * kColumns;
-  const int num_groups = static_cast<int>(min<i64>(kColumns, (args.row - static_cast<i64>(tile) * 32) * kChunk));
+  const i64 first_group =
+      static_cast<i64>(band) * args.common.band_groups + static_cast<i64>(tile) * kColumns;
+  const int num_groups =
+      static_cast<int>(min<i64>(kColumns, (args.row - static_cast<i64>(tile) * 32) * kChunk));
   const auto store_sums = [&](int i, const Sums& sums) {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) parts[s][warp][place_of(i, lane)] = sums.sum[s];

@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
       Sums terms{};
       const i64 k = begin + step * 32 + lane;
       if (k < size) {
-        const Index row = static_cast<Index>(k) / group_inner, in_row = static_cast<Index>(k) - row * group_inner;
+        const Index row = static_cast<Index>(k) / group_inner,
+                    in_row = static_cast<Index>(k) - row * group_inner;
         const Index in_outer = row / group_axis, in_axis = row - in_outer * group_axis;
         terms = run_element(args.common.linear, parameters,
                             base + (in_outer * args.axis + in_axis) * args.inner + in_row);

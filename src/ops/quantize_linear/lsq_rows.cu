@@ -1,6 +1,6 @@
-// fake_quantize_learned_backward of tensors whose groups are whole chunks, one behind the other. A thread has kLsqBatch
-// chunks, 32 apart, all on their way before the first is used; sums go over the elements of a chunk, the lanes, the
-// chunks of a thread, the warps of a block: the order of the elements in the group.
+// fake_quantize_learned_backward of tensors whose groups are whole chunks, one behind the other. A thread has
+// kLsqBatch chunks, 32 apart, all on their way before the first is used; sums go over the elements of a
+// chunk, the lanes, the chunks of a thread, the warps of a block: the order of the elements in the group.
 #include "ops/quantize_linear/lsq.cuh"
 
 namespace halfbyte::device {
@@ -150,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
 
   add_lanes<kValues, 0>(values);
   wait_for_earlier();
-  // A lane now has the values whose low bits are those of its number: as many bits as there were levels, or all.
+  // A lane now has the values whose low bits are those of its number: as many bits as there were levels, or
+  // all.
   constexpr int kAll = kSums == 2 ? 3 : 2, kFolds = kLaneLevels < kAll ? kLaneLevels : kAll;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if constexpr (kLevels > 5) values[0] = values[0] + shuffle_xor(values[0], 1);
@@ -173,11 +174,12 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
     if (threadIdx.x >= kSums) return;
     F warps[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) warps[w] = w < static_cast<int>(blockDim.x / 32) ? totals[threadIdx.x][w] : F{0};
+    for (int w = 0; w < kWarps; ++w)
+      warps[w] = w < static_cast<int>(blockDim.x / 32) ? totals[threadIdx.x][w] : F{0};
     const i64 group = block_index() / args.common.pieces;
     if (group < args.common.num_groups)
-      store_piece(args.common, group, block_index() - group * args.common.pieces, static_cast<int>(threadIdx.x),
-                  tree_sum(warps));
+      store_piece(args.common, group, block_index() - group * args.common.pieces,
+                  static_cast<int>(threadIdx.x), tree_sum(warps));
   }
 }
 

@@ -1,4 +1,5 @@
-// Gradients by the mask that fake_quantize wrote: a thread has kMaskBatch chunks of 16 bytes, 32 apart, or an element.
+// Gradients by the mask that fake_quantize wrote: a thread has kMaskBatch chunks of 16 bytes, 32 apart, or an
+// element.
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/memory.cuh"
 #include "halfbyte_config.h"
@@ -45,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   } else {
     const Index index = static_cast<Index>(block_index()) * kLinearThreads + threadIdx.x;
     if (index >= static_cast<Index>(args.num_items)) return;
-    const Index row = index / static_cast<Index>(args.cols), column = index - row * static_cast<Index>(args.cols);
+    const Index row = index / static_cast<Index>(args.cols),
+                column = index - row * static_cast<Index>(args.cols);
     const bool passes = args.mask[row * static_cast<i64>(args.row_bytes) + column / 8] >> (column % 8) & 1;
     static_cast<Memory*>(args.dx)[index] = passes ? static_cast<const Memory*>(args.dy)[index] : Memory{};
   }

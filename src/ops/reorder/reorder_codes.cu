@@ -1,9 +1,10 @@
 // reorder_codes: the codes of a weight from a view to the packed form, or back (kToPacked).
 //
-// kAligned: rows of the view are whole vectors of 16 bytes that begin at multiples of 16. A warp takes of the 32 rows
-// of a strip 128 bytes, four tiles. A lane has half a tile of rows 2a and 2a + 1: words of the four slots of these
-// rows, of which its neighbour has the other halves. They exchange them, so that each has two slots, and loads and
-// stores are whole sectors on both sides. Else code by code: the weight is small or of an odd shape.
+// kAligned: rows of the view are whole vectors of 16 bytes that begin at multiples of 16. A warp takes of the
+// 32 rows of a strip 128 bytes, four tiles. A lane has half a tile of rows 2a and 2a + 1: words of the four
+// slots of these rows, of which its neighbour has the other halves. They exchange them, so that each has two
+// slots, and loads and stores are whole sectors on both sides. Else code by code: the weight is small or of
+// an odd shape.
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "halfbyte_config.h"
@@ -17,10 +18,12 @@ struct Square {
 };
 // By bytes: word t is (a.t, b.t, c.t, d.t).
 __device__ __forceinline__ Square transpose_bytes(const Square& w) {
-  const u32 low0 = __byte_perm(w.word[0], w.word[1], 0x5140), high0 = __byte_perm(w.word[0], w.word[1], 0x7362),
-            low1 = __byte_perm(w.word[2], w.word[3], 0x5140), high1 = __byte_perm(w.word[2], w.word[3], 0x7362);
-  return {{__byte_perm(low0, low1, 0x5410), __byte_perm(low0, low1, 0x7632), __byte_perm(high0, high1, 0x5410),
-           __byte_perm(high0, high1, 0x7632)}};
+  const u32 low0 = __byte_perm(w.word[0], w.word[1], 0x5140),
+            high0 = __byte_perm(w.word[0], w.word[1], 0x7362),
+            low1 = __byte_perm(w.word[2], w.word[3], 0x5140),
+            high1 = __byte_perm(w.word[2], w.word[3], 0x7362);
+  return {{__byte_perm(low0, low1, 0x5410), __byte_perm(low0, low1, 0x7632),
+           __byte_perm(high0, high1, 0x5410), __byte_perm(high0, high1, 0x7632)}};
 }
 // By halves: words 0, 1 are (a, b), words 2, 3 are (c, d).
 __device__ __forceinline__ Square transpose_halves(const Square& w) {
@@ -45,7 +48,8 @@ __device__ __forceinline__ SlotWords to_slots(const RowVectors& v, bool swap) {
   for (int i = 0; i < 2; ++i) {
     // Of 4-bit codes: columns 16 (2h + i) and 8 behind. Of 8-bit codes: 8 columns.
     const Square square = {{swap_halves(v.row[0].word[2 * i], swap), swap_halves(v.row[1].word[2 * i], swap),
-                            swap_halves(v.row[0].word[2 * i + 1], swap), swap_halves(v.row[1].word[2 * i + 1], swap)}};
+                            swap_halves(v.row[0].word[2 * i + 1], swap),
+                            swap_halves(v.row[1].word[2 * i + 1], swap)}};
     const Square slots = kBits == 4 ? transpose_bytes(square) : transpose_halves(square);
 #pragma unroll
     for (int t = 0; t < 4; ++t) s.word[t][i] = slots.word[t];
@@ -78,10 +82,10 @@ __device__ __forceinline__ Slots exchange(const SlotWords& s, bool h) {
 #pragma unroll
   for (int k = 0; k < 2; ++k)
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      other[k][i] = shuffle_xor(h ? s.word[2 * k][i] : s.word[2 * k + 1][i], 1);
-  return {join(h ? s.word[1][0] : s.word[0][0], h ? s.word[1][1] : s.word[0][1], other[0][0], other[0][1], h),
-          join(h ? s.word[3][0] : s.word[2][0], h ? s.word[3][1] : s.word[2][1], other[1][0], other[1][1], h)};
+    for (int i = 0; i < 2; ++i) other[k][i] = shuffle_xor(h ? s.word[2 * k][i] : s.word[2 * k + 1][i], 1);
+  return {
+      join(h ? s.word[1][0] : s.word[0][0], h ? s.word[1][1] : s.word[0][1], other[0][0], other[0][1], h),
+      join(h ? s.word[3][0] : s.word[2][0], h ? s.word[3][1] : s.word[2][1], other[1][0], other[1][1], h)};
 }
 __device__ __forceinline__ SlotWords exchange(const Slots& slots, bool h) {
   SlotWords s;
@@ -150,7 +154,8 @@ __device__ __forceinline__ void reorder_vectors(const ReorderArgs& args) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const i64 row = row_of(step, odd);
-        if (in_view && row < p.n) store_once(reinterpret_cast<Words4*>(codes + row * row_bytes), rows.row[odd]);
+        if (in_view && row < p.n)
+          store_once(reinterpret_cast<Words4*>(codes + row * row_bytes), rows.row[odd]);
       }
     }
   }
@@ -177,7 +182,8 @@ __device__ __forceinline__ void reorder_bytes(const ReorderArgs& args) {
     if (thread >= args.num_code_bytes) return;
     int byte = 0;
     for (int k = 0; k < 8 / kBits; ++k) {
-      const i64 i = thread * (8 / kBits) + k, row = min(i / args.row_codes, p.n - 1), col = i - row * args.row_codes;
+      const i64 i = thread * (8 / kBits) + k, row = min(i / args.row_codes, p.n - 1),
+                col = i - row * args.row_codes;
       const int code = col < p.k ? packed_code(args, row, col) : padding_code(args, row);
       byte |= code << view_place(args, i).shift;
     }

@@ -1,5 +1,6 @@
 // SIMD kernels of `reorder`: of two rows the 32 bytes of a tile to four slots of 16 bytes, and back. What is
 // not whole goes through a buffer, code by code. Large outputs are written past the caches.
+#define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
 
 #include "ops/reorder/reorder.h"

@@ -1,8 +1,8 @@
-// reorder_parameters: scales, zero points and biases of a weight from a view to the packed form, or back (kToPacked),
-// and what double quantization has beside them.
+// reorder_parameters: scales, zero points and biases of a weight from a view to the packed form, or back
+// (kToPacked), and what double quantization has beside them.
 //
-// A warp takes kGroupsPerWarp groups of the 32 rows of a strip, a lane a row: the packed side is contiguous, of the view
-// each lane has a sector.
+// A warp takes kGroupsPerWarp groups of the 32 rows of a strip, a lane a row: the packed side is contiguous,
+// of the view each lane has a sector.
 #include "cuda/device/memory.cuh"
 #include "halfbyte_config.h"
 #include "ops/reorder/reorder_args.h"
@@ -52,8 +52,8 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
   }
 }
 template <class Place>
-__device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row, i64 first, void* view, int size,
-                                                const Place& place) {
+__device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row, i64 first, void* view,
+                                                int size, const Place& place) {
   if (size == 1)
     move_parameters<u8>(args, row, first, view, place);
   else if (size == 2)
@@ -86,8 +86,8 @@ __device__ __forceinline__ void move_zero_words(const ReorderArgs& args, i64 row
 }
 
 // Between a section of the packed memory and an array of the view; `one`: which has only the first.
-__device__ __forceinline__ void move_section(const ReorderArgs& args, i64 section, float* view, i64 count, bool one,
-                                             i64 thread, i64 num_threads) {
+__device__ __forceinline__ void move_section(const ReorderArgs& args, i64 section, float* view, i64 count,
+                                             bool one, i64 thread, i64 num_threads) {
   float* const packed = reinterpret_cast<float*>(args.packed + section);
   if constexpr (kToPacked) {
     for (i64 i = thread; i < count; i += num_threads) packed[i] = view[one ? 0 : i];
@@ -102,14 +102,17 @@ extern "C" __global__ void __launch_bounds__(kReorderThreads)
   const i64 thread = block_index() * kReorderThreads + threadIdx.x, warp = thread / 32;
   const i64 warps_per_strip = (p.padded_groups() + kGroupsPerWarp - 1) / kGroupsPerWarp;
   if (warp < p.strips * warps_per_strip) {
-    const i64 row = warp / warps_per_strip * kUnitRows + thread % 32, first = warp % warps_per_strip * kGroupsPerWarp;
-    move_parameters(args, row, first, args.scales, p.scale_bytes, [&](i64 r, i64 group) { return p.scale(r, group); });
+    const i64 row = warp / warps_per_strip * kUnitRows + thread % 32,
+              first = warp % warps_per_strip * kGroupsPerWarp;
+    move_parameters(args, row, first, args.scales, p.scale_bytes,
+                    [&](i64 r, i64 group) { return p.scale(r, group); });
     if (p.has_zeros && args.zero_words)
       move_zero_words(args, row, first);
     else if (p.has_zeros)
       move_parameters<u8>(args, row, first, args.zeros, [&](i64 r, i64 group) { return p.zero(r, group); });
     if (p.has_biases)
-      move_parameters(args, row, first, args.biases, p.bias_bytes, [&](i64 r, i64 group) { return p.bias(r, group); });
+      move_parameters(args, row, first, args.biases, p.bias_bytes,
+                      [&](i64 r, i64 group) { return p.bias(r, group); });
   }
   const i64 num_threads = static_cast<i64>(gridDim.x) * gridDim.y * kReorderThreads;
   if (p.double_quant) {

@@ -1,0 +1,506 @@
+// `qgemm` by products of bf16 tiles: `Tiles` is the machine's AMX, or stands in for it in tests.
+//
+// Tiles are 1 KB. A product adds to one of f32 [16][16] that of [16][16 pairs] and [16 pairs][16]: pairs are
+// summed. Along what is summed, 32 rows or columns of the weight are a tile; of the other axis ("out"), 32
+// are a pair of tiles. x is packed to tiles once, zeros beyond its extents, and weights are decoded to them,
+// one piece ahead of the one that is multiplied, which leaves the vector units to the decoder.
+//
+// Every sum has one order, that of a chain of products of tiles over the sum; where a tile of f32 is put
+// aside in memory between them it is exact. So neither threads nor blocks of the output change a byte.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "cpu/parallel.h"
+#include "ops/qgemm/weight/bf16_decode.h"
+
+namespace halfbyte {
+
+struct alignas(64) F32Tile {
+  float lines[kTileLines][16];
+};
+
+// The tile of columns of 16 rows, and back: 16 x 16 words of 32 bits.
+HALFBYTE_AVX512 inline void transpose_words(const void* from, void* to) {
+  __m512i a[16], b[16];
+  const auto* rows = static_cast<const __m512i*>(from);
+  for (int i = 0; i < 16; i += 2) {
+    const __m512i even = _mm512_load_si512(rows + i), odd = _mm512_load_si512(rows + i + 1);
+    a[i] = _mm512_unpacklo_epi32(even, odd);
+    a[i + 1] = _mm512_unpackhi_epi32(even, odd);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int c = 0; c < 2; ++c) {
+      b[i + 2 * c] = _mm512_unpacklo_epi64(a[i + c], a[i + c + 2]);
+      b[i + 2 * c + 1] = _mm512_unpackhi_epi64(a[i + c], a[i + c + 2]);
+    }
+  // Quarter q of b[4 i + c]: column 4 q + c of rows 4 i .. 4 i + 3.
+  auto* const columns = static_cast<__m512i*>(to);
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low02 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88);
+    const __m512i high02 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88);
+    const __m512i low13 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xDD);
+    const __m512i high13 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xDD);
+    _mm512_store_si512(columns + c, _mm512_shuffle_i32x4(low02, high02, 0x88));
+    _mm512_store_si512(columns + 4 + c, _mm512_shuffle_i32x4(low13, high13, 0x88));
+    _mm512_store_si512(columns + 8 + c, _mm512_shuffle_i32x4(low02, high02, 0xDD));
+    _mm512_store_si512(columns + 12 + c, _mm512_shuffle_i32x4(low13, high13, 0xDD));
+  }
+}
+
+// The bf16 that are valid as f32, the others 0.
+HALFBYTE_AVX512 inline __m512 load_bf16(const uint16_t* from, __mmask16 valid) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(valid, from)), 16));
+}
+// Half to even, small values too, which the instruction for it would make 0.
+HALFBYTE_AVX512 inline void store_bf16(uint16_t* to, __m512 values, __mmask16 valid) {
+  const __m512i bits = _mm512_castps_si512(values), high = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  const __m512i result = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), high,
+                                              _mm512_set1_epi32(0x40));
+  _mm256_mask_storeu_epi16(to, valid, _mm512_cvtepi32_epi16(result));
+}
+// The first `count` of 16 lanes.
+inline uint16_t first_lanes(int64_t count) {
+  return static_cast<uint16_t>((1u << formats::clamp<int64_t>(count, 0, 16)) - 1);
+}
+
+// Why AMX does not take a problem, whatever the machine; empty if it does.
+inline std::string refuse_amx(const QgemmProblem& problem) {
+  if (problem.in_cols() == 0) return "there is nothing to sum";
+  return refuse_bf16_decode(problem);
+}
+
+// How a problem is cut. Numbers of tiles, or of pairs of tiles.
+struct AmxBlocks {
+  static constexpr int kMaxMTiles = 16;  // of a task: x and f32 tiles stay in the L2 cache
+  static constexpr int kMaxPairs = 8;
+
+  int64_t units = 0;        // of 64 columns of a row
+  int64_t sum_tiles = 0;    // of the whole sum
+  int64_t chunk_tiles = 0;  // of the sum, decoded at a time; even
+  int64_t chunks = 0;
+  int64_t out_pairs = 0, m_tiles = 0;
+  int64_t task_pairs = 0, task_m_tiles = 0;  // of a task
+  int64_t out_tasks = 0, m_tasks = 0;
+
+  AmxBlocks(const QgemmProblem& problem, int num_threads) {
+    const auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+    units = parts(problem.k, formats::kUnitCols);
+    sum_tiles = problem.transposed ? problem.weight.strips : 2 * units;
+    out_pairs = problem.transposed ? 2 * units : problem.weight.strips;
+    m_tiles = parts(problem.m, kTileLines);
+    m_tasks = parts(m_tiles, kMaxMTiles);
+    task_m_tiles = formats::round_up(parts(m_tiles, m_tasks), 2);
+    // Few rows of x: less is decoded at a time, to the L1 cache.
+    const bool few = m_tiles <= 2;
+    chunk_tiles = few ? 4 : 8;
+    chunks = parts(sum_tiles, chunk_tiles);
+    const int64_t min_pairs = problem.transposed ? 2 : 1;
+    task_pairs = few ? min_pairs : kMaxPairs;
+    while (task_pairs > min_pairs && parts(out_pairs, task_pairs) * m_tasks < 4 * num_threads)
+      task_pairs /= 2;
+    out_tasks = parts(out_pairs, task_pairs);
+  }
+
+  // Where a tile of x lies: [chunk][m tile][tile of the chunk]. What is multiplied with a chunk is
+  // contiguous; it would not stay in the cache at strides of powers of two.
+  int64_t x_tile(int64_t m_tile, int64_t sum_tile) const {
+    return (sum_tile / chunk_tiles * m_tiles + m_tile) * chunk_tiles + sum_tile % chunk_tiles;
+  }
+};
+
+template <class Tiles>
+class AmxKernel : public QgemmKernel {
+ public:
+  AmxKernel(const QgemmProblem& problem, std::string backend)
+      : problem_(problem),
+        backend_(std::move(backend)),
+        num_threads_(effective_threads(problem.num_threads)),
+        blocks_(problem, num_threads_),
+        units_per_group_(problem.weight.groups == 1 ? blocks_.units
+                                                    : problem.weight.group / formats::kUnitCols),
+        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_two_groups()) {
+    for (int j = 0; j < 2; ++j)
+      for (int i = 0; i < kTileValues; ++i)
+        pair_columns_[j][i] = static_cast<uint16_t>(forward_column(problem.codec.bits, j, i / 2, i % 2));
+    for (int column = 0; column < 32; ++column)
+      for (int tile = 0; tile < 2; ++tile)
+        for (int pair = 0; pair < 16; ++pair)
+          if (transposed_column(0, tile, pair) == column)
+            out_places_[column / 16][column % 16] = 16 * tile + pair;
+  }
+
+  std::string name() const override { return "qgemm_amx"; }
+  std::string backend() const override { return backend_; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false,
+            few_rows_ ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
+  }
+  int64_t workspace_bytes() const override {
+    return 48 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
+  }
+
+  void run(const QgemmTensors& tensors, void*, void* workspace) const override {
+    auto* const begin =
+        static_cast<uint8_t*>(workspace) + (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
+    auto* const x = reinterpret_cast<Bf16Tile*>(begin);
+    auto* const x_sums = reinterpret_cast<float*>(begin + x_bytes());
+    uint8_t* const scratch = begin + x_bytes() + x_sums_bytes();
+    const int threads = problem_.num_threads;
+    const int64_t tiles_at_once = problem_.transposed ? 1 : 2;
+    const int64_t columns = blocks_.sum_tiles / tiles_at_once;
+    parallel_for(blocks_.m_tiles * columns, 64, threads, [&](int64_t first, int64_t last, int) {
+      for (int64_t i = first; i < last; ++i) {
+        Bf16Tile* const to = x + blocks_.x_tile(i / columns, i % columns * tiles_at_once);
+        problem_.transposed ? pack_rows(tensors, i / columns, i % columns, to)
+                            : pack_pairs(tensors, i / columns, i % columns, to);
+      }
+    });
+    if (few_rows_) {
+      if (problem_.weight.has_biases)
+        parallel_for(problem_.weight.groups, 16, threads, [&](int64_t first, int64_t last, int) {
+          for (int64_t group = first; group < last; ++group) sum_group(x, group, x_sums + group * 16);
+        });
+      // Runs of strips, which lie one behind the other: fewer starts without anything in the cache.
+      const int64_t grain = std::max<int64_t>(1, problem_.weight.strips / (8 * num_threads_));
+      parallel_for(problem_.weight.strips, grain, threads, [&](int64_t first, int64_t last, int) {
+        multiply_few_rows(tensors, x, x_sums, first, last);
+      });
+      return;
+    }
+    parallel_for(blocks_.out_tasks * blocks_.m_tasks, 1, threads,
+                 [&](int64_t first, int64_t last, int worker) {
+                   for (int64_t i = first; i < last; ++i) {
+                     uint8_t* const memory = scratch + worker * scratch_bytes();
+                     problem_.transposed ? multiply_block<true>(tensors, x, i, memory)
+                                         : multiply_block<false>(tensors, x, i, memory);
+                   }
+                 });
+  }
+
+ private:
+  static constexpr int kQuarter = kTileLines / 4;  // lines of a unit that are decoded between products
+  static constexpr int64_t kPrefetchBytes = 4096, kPrefetchStrips = 4;  // ahead of the decoder
+
+  bool has_two_groups() const { return problem_.weight.inlined && problem_.weight.group == 32; }
+  int64_t x_bytes() const {
+    return blocks_.chunks * blocks_.m_tiles * blocks_.chunk_tiles * int64_t{sizeof(Bf16Tile)};
+  }
+  int64_t x_sums_bytes() const {
+    return few_rows_ && problem_.weight.has_biases ? problem_.weight.groups * 64 : 0;
+  }
+  // Of a thread: pairs of decoded tiles of two chunks; f32 tiles.
+  int64_t buffer_tiles() const { return blocks_.task_pairs * blocks_.chunk_tiles * 2; }
+  int64_t scratch_bytes() const {
+    if (few_rows_) return 0;
+    return 2 * buffer_tiles() * int64_t{sizeof(Bf16Tile)} +
+           blocks_.task_m_tiles * blocks_.task_pairs * 2 * int64_t{sizeof(F32Tile)};
+  }
+
+  // ---- x as tiles
+
+  HALFBYTE_AVX512 __m512i load_x(const QgemmTensors& tensors, int64_t row, int64_t col) const {
+    const int64_t count = row < problem_.m ? formats::clamp<int64_t>(problem_.in_cols() - col, 0, 32) : 0;
+    return _mm512_maskz_loadu_epi16(
+        static_cast<__mmask32>((uint64_t{1} << count) - 1),
+        static_cast<const uint16_t*>(tensors.x) + (count > 0 ? row * problem_.in_cols() + col : 0));
+  }
+  // Transposed: 16 rows of 32 columns.
+  HALFBYTE_AVX512 void pack_rows(const QgemmTensors& tensors, int64_t m_tile, int64_t strip,
+                                 Bf16Tile* to) const {
+    for (int line = 0; line < kTileLines; ++line)
+      _mm512_store_si512(to->lines[line],
+                         load_x(tensors, m_tile * kTileLines + line, strip * formats::kUnitRows));
+  }
+  // Forward: pairs of the 64 columns of a unit, of 16 rows.
+  HALFBYTE_AVX512 void pack_pairs(const QgemmTensors& tensors, int64_t m_tile, int64_t unit,
+                                  Bf16Tile* to) const {
+    Bf16Tile rows[2];
+    for (int line = 0; line < kTileLines; ++line) {
+      const __m512i low = load_x(tensors, m_tile * kTileLines + line, unit * formats::kUnitCols);
+      const __m512i high = load_x(tensors, m_tile * kTileLines + line, unit * formats::kUnitCols + 32);
+      for (int j = 0; j < 2; ++j)
+        _mm512_store_si512(rows[j].lines[line],
+                           _mm512_permutex2var_epi16(low, _mm512_load_si512(pair_columns_[j]), high));
+    }
+    for (int j = 0; j < 2; ++j) transpose_words(&rows[j], to + j);
+  }
+  // Sums of x over the columns of a group, for each of 16 rows.
+  HALFBYTE_AVX512 void sum_group(const Bf16Tile* x, int64_t group, float* sums) const {
+    const int64_t begin = group * units_per_group_, end = std::min(begin + units_per_group_, blocks_.units);
+    __m512 sum = _mm512_setzero_ps();
+    for (const Bf16Tile* tile = x + 2 * begin; tile < x + 2 * end; ++tile)
+      for (const auto& line : tile->lines) {
+        const __m512i pairs = _mm512_load_si512(line);
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))));
+      }
+    _mm512_store_ps(sums, sum);
+  }
+
+  // ---- y from tiles
+
+  // Columns 32 * pair of up to 16 rows from their two tiles; forward: tiles of [out][m].
+  HALFBYTE_AVX512 void store(const QgemmTensors& tensors, const F32Tile* sums, int64_t m_tile,
+                             int64_t pair) const {
+    F32Tile rows[2];
+    if (!problem_.transposed)
+      for (int i = 0; i < 2; ++i) transpose_words(&sums[i], &rows[i]);
+    const int64_t num_rows = std::min<int64_t>(kTileLines, problem_.m - m_tile * kTileLines);
+    for (int64_t line = 0; line < num_rows; ++line)
+      for (int half = 0; half < 2; ++half) {
+        const int64_t col = pair * 32 + half * 16;
+        const __mmask16 valid = first_lanes(problem_.out_cols() - col);
+        if (valid == 0) continue;
+        __m512 value = problem_.transposed ? _mm512_permutex2var_ps(_mm512_load_ps(sums[0].lines[line]),
+                                                                    _mm512_load_si512(out_places_[half]),
+                                                                    _mm512_load_ps(sums[1].lines[line]))
+                                           : _mm512_load_ps(rows[half].lines[line]);
+        if (problem_.bias)
+          value = _mm512_add_ps(value, load_bf16(static_cast<const uint16_t*>(tensors.bias) + col, valid));
+        uint16_t* const y =
+            static_cast<uint16_t*>(tensors.y) + (m_tile * kTileLines + line) * problem_.out_cols() + col;
+        if (problem_.accumulate) value = _mm512_add_ps(value, load_bf16(y, valid));
+        store_bf16(y, value, valid);
+      }
+  }
+
+  // ---- Forward, one tile of rows: the sums of each group are multiplied with its scales
+
+  HALFBYTE_AVX512 void multiply_few_rows(const QgemmTensors& tensors, const Bf16Tile* x, const float* x_sums,
+                                         int64_t first_strip, int64_t last_strip) const {
+    Tiles tiles;
+    UnitDecoder decoder(problem_, tensors, WeightRounding::code_rounded);
+    GroupParameters parameters;
+    Bf16Tile weights[2][2][2];  // [the one that is multiplied, the next, by turns][j][i]
+    int now = 0;
+    decoder.select(first_strip, 0);
+    decoder.template decode<false>(0, kTileLines, weights[0][0], weights[0][1]);
+    for (int64_t strip = first_strip; strip < last_strip; ++strip) {
+      F32Tile totals[2] = {};
+      F32Tile sums[2][2];  // [group % 2][i]; added a group later, when they have arrived
+      int64_t group = 0, unit_of_group = 0;
+      for (int64_t unit = 0; unit < blocks_.units; ++unit, now ^= 1) {
+        const bool is_last = unit + 1 == blocks_.units;
+        if (!is_last || strip + 1 < last_strip) {
+          decoder.select(strip + is_last, is_last ? 0 : unit + 1);
+          decoder.prefetch(kPrefetchBytes);
+          decoder.template decode<false>(0, kTileLines, weights[now ^ 1][0], weights[now ^ 1][1]);
+        }
+        const bool begins = unit_of_group == 0, ends = ++unit_of_group == units_per_group_ || is_last;
+        if (group % 2 == 0)
+          multiply_unit<0>(tiles, x + 2 * unit, weights[now], begins, ends, sums[0]);
+        else
+          multiply_unit<5>(tiles, x + 2 * unit, weights[now], begins, ends, sums[1]);
+        if (!ends) continue;
+        if (group > 0)
+          add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
+        ++group;
+        unit_of_group = 0;
+      }
+      add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
+      store(tensors, totals, 0, strip);
+    }
+  }
+
+  // In tiles kSums and the next one. Groups have them in turn, so that one need not wait for the one before
+  // it.
+  template <int kSums>
+  static void multiply_unit(Tiles& tiles, const Bf16Tile* x, const Bf16Tile (&weights)[2][2], bool begins,
+                            bool ends, F32Tile (&sums)[2]) {
+    if (begins) {
+      tiles.template zero<kSums>();
+      tiles.template zero<kSums + 1>();
+    }
+    for (int j = 0; j < 2; ++j) {
+      tiles.template load<2>(x[j]);
+      tiles.template load<3>(weights[j][0]);
+      tiles.template load<4>(weights[j][1]);
+      tiles.template multiply<kSums, 3, 2>();
+      tiles.template multiply<kSums + 1, 4, 2>();
+    }
+    if (!ends) return;
+    tiles.template store<kSums>(sums[0]);
+    tiles.template store<kSums + 1>(sums[1]);
+  }
+
+  HALFBYTE_AVX512 void add_group(const QgemmTensors& tensors, int64_t strip, int64_t group,
+                                 const F32Tile (&sums)[2], const float* x_sums, F32Tile (&totals)[2],
+                                 GroupParameters& parameters) const {
+    parameters.load(problem_, tensors, strip, group);
+    const __m512 x_sum =
+        problem_.weight.has_biases ? _mm512_load_ps(x_sums + group * 16) : _mm512_setzero_ps();
+    for (int i = 0; i < 2; ++i)
+      for (int line = 0; line < kTileLines; ++line) {
+        const int row = i * kTileLines + line;
+        __m512 total =
+            _mm512_fmadd_ps(_mm512_load_ps(sums[i].lines[line]), _mm512_set1_ps(parameters.scales[row]),
+                            _mm512_load_ps(totals[i].lines[line]));
+        if (problem_.weight.has_biases)
+          total = _mm512_fmadd_ps(x_sum, _mm512_set1_ps(parameters.biases[row]), total);
+        _mm512_store_ps(totals[i].lines[line], total);
+      }
+  }
+
+  // ---- Blocks of the output, by decoded weights
+
+  // Decodes chunks of the weight, for some pairs of tiles of the output: [pair][tile of the chunk][2].
+  template <bool kTransposed>
+  class ChunkDecoder {
+   public:
+    HALFBYTE_AVX512 ChunkDecoder(const AmxKernel& kernel, const QgemmTensors& tensors, int64_t first_pair,
+                                 int64_t num_pairs)
+        : decoder_(kernel.problem_, tensors, WeightRounding::weight_rounded),
+          sum_tiles_(kernel.blocks_.sum_tiles),
+          chunk_tiles_(kernel.blocks_.chunk_tiles),
+          first_pair_(first_pair),
+          num_pairs_(num_pairs),
+          prefetch_(kTransposed ? kPrefetchStrips * kernel.problem_.weight.strip_bytes : kPrefetchBytes) {}
+
+    // To decode a chunk to `to` in the course of `num_calls` of advance().
+    void begin(int64_t chunk, Bf16Tile* to, int64_t num_calls) {
+      const int64_t num_tiles = formats::clamp<int64_t>(sum_tiles_ - chunk * chunk_tiles_, 0, chunk_tiles_);
+      num_inner_ = kTransposed ? num_pairs_ / 2 : num_tiles / 2;
+      num_steps_ = 4 * num_inner_ * (kTransposed ? num_tiles : num_pairs_);
+      num_calls_ = num_calls;
+      chunk_ = chunk;
+      to_ = to;
+      quarter_ = 0;
+      credit_ = inner_ = outer_ = 0;
+    }
+    HALFBYTE_AVX512 void advance() {
+      for (credit_ += num_steps_; credit_ >= num_calls_; credit_ -= num_calls_) step();
+    }
+
+   private:
+    // A quarter of a unit; units in the order of memory.
+    [[gnu::noinline]] HALFBYTE_AVX512 void step() {
+      const int64_t tile = kTransposed ? outer_ : 2 * inner_, pair = kTransposed ? 2 * inner_ : outer_;
+      if (quarter_ == 0) {
+        if (kTransposed)
+          decoder_.select(chunk_ * chunk_tiles_ + tile, (first_pair_ + pair) / 2);
+        else
+          decoder_.select(first_pair_ + pair, (chunk_ * chunk_tiles_ + tile) / 2);
+        decoder_.prefetch(prefetch_);
+      }
+      Bf16Tile* const first = to_ + (pair * chunk_tiles_ + tile) * 2;
+      decoder_.template decode<kTransposed>(quarter_ * kQuarter, (quarter_ + 1) * kQuarter, first,
+                                            first + (kTransposed ? 2 * chunk_tiles_ : 2));
+      if (++quarter_ < 4) return;
+      quarter_ = 0;
+      if (++inner_ < num_inner_) return;
+      inner_ = 0;
+      ++outer_;
+    }
+
+    UnitDecoder decoder_;
+    const int64_t sum_tiles_, chunk_tiles_, first_pair_, num_pairs_, prefetch_;
+    int64_t num_inner_ = 0, num_steps_ = 0, num_calls_ = 1, credit_ = 0, chunk_ = 0;
+    int64_t inner_ = 0, outer_ = 0;  // units of a strip; strips
+    int quarter_ = 0;
+    Bf16Tile* to_ = nullptr;
+  };
+
+  template <bool kTransposed, int kSum, int kWeight, int kX>
+  HALFBYTE_AVX512 static void multiply(Tiles& tiles) {
+    if constexpr (kTransposed)
+      tiles.template multiply<kSum, kX, kWeight>();
+    else
+      tiles.template multiply<kSum, kWeight, kX>();
+  }
+
+  // Adds the products of a chunk to the f32 tiles `sums` of a pair and one tile of rows, or two, while the
+  // next chunk is decoded.
+  template <bool kTransposed, int kRows>
+  HALFBYTE_AVX512 void multiply_pair(Tiles& tiles, const Bf16Tile* weights, const Bf16Tile* x,
+                                     int64_t num_tiles, bool is_first, F32Tile* sums,
+                                     ChunkDecoder<kTransposed>& ahead) const {
+    F32Tile* const second = sums + blocks_.task_pairs * 2;
+    const Bf16Tile* const second_x = x + blocks_.chunk_tiles;
+    if (is_first) {
+      tiles.template zero<0>();
+      tiles.template zero<1>();
+      if constexpr (kRows == 2) {
+        tiles.template zero<2>();
+        tiles.template zero<3>();
+      }
+    } else {
+      tiles.template load<0>(sums[0]);
+      tiles.template load<1>(sums[1]);
+      if constexpr (kRows == 2) {
+        tiles.template load<2>(second[0]);
+        tiles.template load<3>(second[1]);
+      }
+    }
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      tiles.template load<4>(weights[2 * i]);
+      tiles.template load<6>(x[i]);
+      multiply<kTransposed, 0, 4, 6>(tiles);
+      tiles.template load<5>(weights[2 * i + 1]);
+      multiply<kTransposed, 1, 5, 6>(tiles);
+      if constexpr (kRows == 2) {
+        tiles.template load<7>(second_x[i]);
+        multiply<kTransposed, 2, 4, 7>(tiles);
+        multiply<kTransposed, 3, 5, 7>(tiles);
+      }
+      ahead.advance();
+    }
+    tiles.template store<0>(sums[0]);
+    tiles.template store<1>(sums[1]);
+    if constexpr (kRows == 2) {
+      tiles.template store<2>(second[0]);
+      tiles.template store<3>(second[1]);
+    }
+  }
+
+  template <bool kTransposed>
+  HALFBYTE_AVX512 void multiply_block(const QgemmTensors& tensors, const Bf16Tile* x, int64_t task,
+                                      uint8_t* memory) const {
+    const AmxBlocks& b = blocks_;
+    const int64_t first_pair = task % b.out_tasks * b.task_pairs,
+                  first_m = task / b.out_tasks * b.task_m_tiles;
+    const int64_t num_pairs = std::min(b.task_pairs, b.out_pairs - first_pair);
+    const int64_t num_m = std::min(b.task_m_tiles, b.m_tiles - first_m);
+    auto* const decoded = reinterpret_cast<Bf16Tile*>(memory);
+    auto* const sums = reinterpret_cast<F32Tile*>(decoded + 2 * buffer_tiles());  // [m tile][pair][2]
+    Tiles tiles;
+    ChunkDecoder<kTransposed> ahead(*this, tensors, first_pair, num_pairs);
+    ahead.begin(0, decoded, 1);
+    ahead.advance();
+    for (int64_t chunk = 0; chunk < b.chunks; ++chunk) {
+      const int64_t num_tiles = std::min(b.chunk_tiles, b.sum_tiles - chunk * b.chunk_tiles);
+      const Bf16Tile* const weights = decoded + chunk % 2 * buffer_tiles();
+      ahead.begin(chunk + 1, decoded + (chunk + 1) % 2 * buffer_tiles(),
+                  num_tiles * num_pairs * ((num_m + 1) / 2));
+      for (int64_t m = 0; m < num_m; m += 2)
+        for (int64_t pair = 0; pair < num_pairs; ++pair) {
+          const Bf16Tile* const x_tiles = x + b.x_tile(first_m + m, chunk * b.chunk_tiles);
+          F32Tile* const to = sums + (m * b.task_pairs + pair) * 2;
+          const Bf16Tile* const w = weights + pair * b.chunk_tiles * 2;
+          if (m + 1 < num_m)
+            multiply_pair<kTransposed, 2>(tiles, w, x_tiles, num_tiles, chunk == 0, to, ahead);
+          else
+            multiply_pair<kTransposed, 1>(tiles, w, x_tiles, num_tiles, chunk == 0, to, ahead);
+        }
+    }
+    for (int64_t m = 0; m < num_m; ++m)
+      for (int64_t pair = 0; pair < num_pairs; ++pair)
+        store(tensors, sums + (m * b.task_pairs + pair) * 2, first_m + m, first_pair + pair);
+  }
+
+  const QgemmProblem problem_;
+  std::string backend_;
+  int num_threads_;
+  AmxBlocks blocks_;
+  int64_t units_per_group_;                            // 0: a unit has two groups
+  bool few_rows_;                                      // scales are applied to sums
+  alignas(64) uint16_t pair_columns_[2][kTileValues];  // of tiles j of the forward product
+  alignas(64) int32_t out_places_[2][16];  // transposed: of columns 0 .. 15, 16 .. 31 in the two tiles
+};
+
+}  // namespace halfbyte

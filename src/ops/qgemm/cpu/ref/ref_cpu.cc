@@ -1,0 +1,173 @@
+// `qgemm_ref`, the variant of the CPU that takes everything: blocks of the weight are decoded to a buffer in
+// the cache and multiplied with all rows of x there. Every sum has one order, whichever thread makes it: of
+// products that are rounded to f32 (f64 for QgemmMath::f64), 16 partial sums over each block of columns, or
+// one row after the other where transposed.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "cpu/parallel.h"
+#include "halfbyte/system.hpp"
+#include "ops/qgemm/weight/weight.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int64_t kCols = 256;  // of a block; a multiple of kUnitCols
+constexpr int64_t kRows = 16;   // of the weight in a block of the forward product
+constexpr int64_t kBatch = 64;  // rows of x that a decoded block is used for
+constexpr int kLanes = 16;
+
+// Decodes columns [begin, begin + n) of a row; begin is a multiple of kUnitCols.
+template <class F>
+void decode_row(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t begin,
+                int64_t n, F* values) {
+  const formats::Codec& codec = problem.codec;
+  std::array<uint8_t, kCols> codes;
+  if (problem.packed) {
+    const auto* bytes = static_cast<const uint8_t*>(tensors.weight);
+    const int mask = (1 << codec.bits) - 1;
+    std::array<formats::CodePlace, formats::kUnitCols> places;
+    for (int i = 0; i < formats::kUnitCols; ++i)
+      places[static_cast<size_t>(i)] =
+          formats::code_place(static_cast<int>(row % formats::kUnitRows), i, codec.bits);
+    const uint8_t* unit = nullptr;
+    for (int64_t i = 0; i < n; ++i) {
+      const auto col = static_cast<size_t>(i % formats::kUnitCols);
+      if (col == 0)
+        unit = bytes + problem.weight.unit(row / formats::kUnitRows, (begin + i) / formats::kUnitCols);
+      codes[static_cast<size_t>(i)] =
+          static_cast<uint8_t>(unit[places[col].byte] >> places[col].shift & mask);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      codes[static_cast<size_t>(i)] = static_cast<uint8_t>(load_code(problem, tensors, row, begin + i));
+  }
+  const bool flat = !problem.packed && problem.view.flat;
+  for (int64_t i = 0; i < n;) {
+    const int64_t col = begin + i, in_group = (flat ? row * problem.k + col : col) % problem.group;
+    const int64_t end = std::min(n, i + problem.group - in_group);
+    const WeightGroup<F> group = load_group<F>(problem, tensors, row, col);
+    if (codec.bits == 4) {
+      std::array<F, 16> table;
+      for (int code = 0; code < 16; ++code)
+        table[static_cast<size_t>(code)] =
+            formats::decode(code, group.scale, group.bias, group.zero_point, codec);
+      for (; i < end; ++i) values[i] = table[codes[static_cast<size_t>(i)]];
+    } else {
+      for (; i < end; ++i)
+        values[i] = formats::decode(int{codes[static_cast<size_t>(i)]}, group.scale, group.bias,
+                                    group.zero_point, codec);
+    }
+  }
+}
+
+template <class F>
+F dot(const F* a, const F* b, int64_t n) {
+  std::array<F, kLanes> sums{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) sums[static_cast<size_t>(lane)] += a[i + lane] * b[i + lane];
+  for (int lane = 0; i + lane < n; ++lane) sums[static_cast<size_t>(lane)] += a[i + lane] * b[i + lane];
+  for (size_t half = kLanes / 2; half > 0; half /= 2)
+    for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+// x in the type of the arithmetic: as it is, or converted in the workspace.
+template <class F>
+const F* rows_of_x(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace) {
+  if (sizeof(F) == 4 && problem.dtype == DType::f32) return static_cast<const F*>(tensors.x);
+  auto* const x = static_cast<F*>(workspace);
+  parallel_for(problem.m * problem.in_cols(), 65536, problem.num_threads,
+               [&](int64_t begin, int64_t end, int) {
+                 for (int64_t i = begin; i < end; ++i) x[i] = load_element<F>(tensors.x, i, problem.dtype);
+               });
+  return x;
+}
+
+template <class F>
+void store(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col, F sum) {
+  const int64_t index = row * problem.out_cols() + col;
+  if (problem.bias) sum += load_element<F>(tensors.bias, col, problem.dtype);
+  if (problem.accumulate) sum += load_element<F>(tensors.y, index, problem.dtype);
+  store_element(tensors.y, index, sum, problem.dtype);
+}
+
+template <class F>
+void forward_block(const QgemmProblem& problem, const QgemmTensors& tensors, const F* x, int64_t row,
+                   int64_t batch) {
+  const int64_t num_rows = std::min(kRows, problem.n - row), num_x = std::min(kBatch, problem.m - batch);
+  alignas(64) F weights[kRows][kCols];
+  F sums[kBatch][kRows] = {};
+  for (int64_t begin = 0; begin < problem.k; begin += kCols) {
+    const int64_t n = std::min(kCols, problem.k - begin);
+    for (int64_t r = 0; r < num_rows; ++r) decode_row(problem, tensors, row + r, begin, n, weights[r]);
+    for (int64_t i = 0; i < num_x; ++i)
+      for (int64_t r = 0; r < num_rows; ++r)
+        sums[i][r] += dot(x + (batch + i) * problem.k + begin, weights[r], n);
+  }
+  for (int64_t i = 0; i < num_x; ++i)
+    for (int64_t r = 0; r < num_rows; ++r) store(problem, tensors, batch + i, row + r, sums[i][r]);
+}
+
+template <class F>
+void transposed_block(const QgemmProblem& problem, const QgemmTensors& tensors, const F* x, int64_t begin,
+                      int64_t batch) {
+  const int64_t n = std::min(kCols, problem.k - begin), num_x = std::min(kBatch, problem.m - batch);
+  alignas(64) F weights[kCols];
+  alignas(64) F sums[kBatch][kCols] = {};
+  for (int64_t row = 0; row < problem.n; ++row) {
+    decode_row(problem, tensors, row, begin, n, weights);
+    for (int64_t i = 0; i < num_x; ++i) {
+      const F factor = x[(batch + i) * problem.n + row];
+      for (int64_t col = 0; col < n; ++col) sums[i][col] += factor * weights[col];
+    }
+  }
+  for (int64_t i = 0; i < num_x; ++i)
+    for (int64_t col = 0; col < n; ++col) store(problem, tensors, batch + i, begin + col, sums[i][col]);
+}
+
+template <class F>
+void multiply(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace) {
+  const F* const x = rows_of_x<F>(problem, tensors, workspace);
+  const int64_t step = problem.transposed ? kCols : kRows;
+  const int64_t blocks = (problem.out_cols() + step - 1) / step, batches = (problem.m + kBatch - 1) / kBatch;
+  parallel_for(blocks * batches, 1, problem.num_threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i)
+      (problem.transposed ? transposed_block<F> : forward_block<F>)(problem, tensors, x, i / batches * step,
+                                                                    i % batches * kBatch);
+  });
+}
+
+class RefKernel : public QgemmKernel {
+ public:
+  explicit RefKernel(const QgemmProblem& problem) : problem_(problem) {}
+  std::string name() const override { return "qgemm_ref"; }
+  std::string backend() const override { return "cpu " + system_info().simd_target; }
+  PrecisionGuarantee guarantee() const override {
+    const DType math = is_f64() ? DType::f64 : DType::f32;
+    return {math, math, true, false, WeightRounding::none};
+  }
+  int64_t workspace_bytes() const override {  // x
+    if (!is_f64() && problem_.dtype == DType::f32) return 0;
+    return problem_.m * problem_.in_cols() * (is_f64() ? 8 : 4);
+  }
+  void run(const QgemmTensors& tensors, void*, void* workspace) const override {
+    (is_f64() ? multiply<double> : multiply<float>)(problem_, tensors, workspace);
+  }
+
+ private:
+  bool is_f64() const { return problem_.math == QgemmMath::f64; }
+  QgemmProblem problem_;
+};
+
+}  // namespace
+
+const QgemmVariant kQgemmRef = {"qgemm_ref", DeviceKind::cpu,
+                                [](const QgemmProblem&) { return std::string(); },
+                                [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
+                                  return std::make_shared<RefKernel>(problem);
+                                }};
+
+}  // namespace halfbyte

@@ -1,0 +1,606 @@
+// `qgemm_simd`: products in f32 on vectors of any width, fused multiply and add where the CPU has it. Units
+// of the weight are decoded to f32 in blocks that stay in the first-level cache, and multiplied there with
+// all rows of x, which are copied before as the products want to read them.
+//
+//   forward, few rows    dot products: lanes are columns, whose sums are added at the end
+//   forward              outer products: lanes are rows of x
+//   transposed           outer products: lanes are columns of the weight
+//
+// With a few rows of x the weight is not stored: it is multiplied as it is decoded.
+//
+// A sum has one order, whichever thread makes it and however many there are: that of the columns or rows.
+#include <algorithm>
+#include <bit>
+
+#include "cpu/parallel.h"
+#include "halfbyte/system.hpp"
+#include "ops/qgemm/weight/weight.h"
+
+// Sums are arrays of vectors, which those of SVE cannot be in: NEON takes their place.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/qgemm/cpu/simd/simd_cpu.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+//
+#include "cpu/simd-inl.h"
+#include "ops/qgemm/weight/decode-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+constexpr int64_t kFewRows = 8;  // of x, for which forward products are dot products
+constexpr int64_t kBatch = 128;  // rows of x that a decoded block is used for
+// A block of the weight: of outer products forward
+constexpr int64_t kMostStrips = 4;  // so many rows is a panel of x read for
+constexpr int64_t kBlockUnits = 2;
+constexpr int64_t kBlockCols = kBlockUnits * kCols;
+// and transposed, one unit wide; a task walks down several, side by side.
+constexpr int64_t kBlockStrips = 2;
+constexpr int64_t kMostUnits = 8;
+constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;  // of a task
+constexpr int64_t kAhead = 8192;                             // bytes of the weight that are fetched ahead
+// Vectors of sums that are held in registers, of which there are 32 or 16.
+constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
+
+// ---- Kernels: sums in registers
+
+// c[r][lanes] += a[r] * b[lanes] over `depth` steps, R numbers a and V vectors b each.
+template <int R, int V>
+HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t a_row, int64_t a_step,
+                            const float* HWY_RESTRICT b, int64_t b_step, float* HWY_RESTRICT c,
+                            int64_t c_row) {
+  Floats sums[R][V];
+  HWY_UNROLL(16)
+  for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) sums[r][v] = hn::LoadU(Tag(), c + r * c_row + v * kLanes);
+  }
+  for (int64_t i = 0; i < depth; ++i, a += a_step, b += b_step) {
+    Floats vectors[V];
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) vectors[v] = hn::LoadU(Tag(), b + v * kLanes);
+    HWY_UNROLL(16)
+    for (int r = 0; r < R; ++r) {
+      const Floats factor = hn::Set(Tag(), a[r * a_row]);
+      HWY_UNROLL(16)
+      for (int v = 0; v < V; ++v) sums[r][v] = hn::MulAdd(factor, vectors[v], sums[r][v]);
+    }
+  }
+  HWY_UNROLL(16)
+  for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < V; ++v) hn::StoreU(sums[r][v], Tag(), c + r * c_row + v * kLanes);
+  }
+}
+
+// The values of a line to memory.
+struct StoreValues {
+  float* HWY_RESTRICT to;  // those of the first of two rows
+  int64_t row_floats;
+
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) const {
+    hn::StoreU(even, Tag(), to + vector * 16);
+    hn::StoreU(odd, Tag(), to + row_floats + vector * 16);
+  }
+};
+
+// A unit: the lines of its codes, and its parameters.
+struct Unit {
+  const uint8_t* codes;
+  UnitParameters parameters;
+
+  HWY_INLINE const uint8_t* line(int tile, int a) const {
+    return codes + tile * formats::kTileBytes + a * 64;
+  }
+};
+
+// The values of a unit to memory: row r to w + r * row_floats, in column_order. What lies `ahead` bytes
+// further is fetched meanwhile.
+template <class Codes>
+HWY_NOINLINE void decode_unit(const Codes& codes, const Unit& unit, int64_t ahead, float* w,
+                              int64_t row_floats) {
+  for (int a = 0; a < kRows / 2; ++a)
+    for (int tile = 0; tile < Codes::kTiles; ++tile) {
+      const uint8_t* line = unit.line(tile, a);
+      hwy::Prefetch(line + ahead);
+      HWY_UNROLL(4)
+      for (int i = 0; i < 16; i += kLanes) {
+        StoreValues sink{w + 2 * a * row_floats + tile * Codes::kVectors * 16 + i, row_floats};
+        codes.decode(line, a, tile, i, unit.parameters, sink);
+      }
+    }
+}
+
+// For a vector that is used more than once: GCC would make its load part of each of the instructions, and
+// there are fewer loads in a cycle than those.
+HWY_INLINE Floats in_register(Floats v) {
+#if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
+  asm("" : "+v"(v.raw));
+#endif
+  return v;
+}
+
+// The dot products of two rows with M rows of x. Of one, there are sums of even and odd vectors: a single one
+// of each would wait for itself.
+template <int M>
+struct Dots {
+  static constexpr int kParts = M == 1 ? 2 : 1;
+  Floats sums[2][M][kParts];
+  const float* x;  // [M][kCols], from the first vector on
+
+  HWY_INLINE Dots() {}  // an implicit one would not be compiled for the target
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = in_register(hn::LoadU(Tag(), x + m * kCols + vector * 16));
+      Floats &first = sums[0][m][vector % kParts], &second = sums[1][m][vector % kParts];
+      first = hn::MulAdd(even, factor, first);
+      second = hn::MulAdd(odd, factor, second);
+    }
+  }
+};
+
+// Adds the products of some units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats from
+// a unit of x to the next.
+template <int M, class Codes>
+HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                           int64_t x_unit, int64_t ahead, float* to) {
+  constexpr int kLast = Dots<M>::kParts - 1;
+  for (int a = 0; a < kRows / 2; ++a) {
+    Dots<M> dots;
+    float* const row_sums = to + 2 * a * M * kLanes;
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      dots.sums[0][m][kLast] = dots.sums[1][m][kLast] = hn::Zero(Tag());
+      dots.sums[0][m][0] = hn::LoadU(Tag(), row_sums + m * kLanes);
+      dots.sums[1][m][0] = hn::LoadU(Tag(), row_sums + (M + m) * kLanes);
+    }
+    for (int64_t u = 0; u < num_units; ++u)
+      for (int tile = 0; tile < Codes::kTiles; ++tile) {
+        const uint8_t* line = units[u].line(tile, a);
+        hwy::Prefetch(line + ahead);
+        HWY_UNROLL(4)
+        for (int i = 0; i < 16; i += kLanes) {
+          dots.x = x + u * x_unit + tile * Codes::kVectors * 16 + i;
+          codes.decode(line, a, tile, i, units[u].parameters, dots);
+        }
+      }
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      if (kLast > 0) {
+        dots.sums[0][m][0] = hn::Add(dots.sums[0][m][0], dots.sums[0][m][kLast]);
+        dots.sums[1][m][0] = hn::Add(dots.sums[1][m][0], dots.sums[1][m][kLast]);
+      }
+      hn::StoreU(dots.sums[0][m][0], Tag(), row_sums + m * kLanes);
+      hn::StoreU(dots.sums[1][m][0], Tag(), row_sums + (M + m) * kLanes);
+    }
+  }
+}
+
+// The products of M rows of x with two rows, added.
+template <int M, int kVectors>
+struct Columns {
+  Floats sums[M][kVectors];
+  Floats factors[2][M];
+
+  HWY_INLINE Columns() {}  // as above
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m)
+      sums[m][vector] = hn::MulAdd(odd, factors[1][m], hn::MulAdd(even, factors[0][m], sums[m][vector]));
+  }
+};
+
+// Adds the products of M rows of x, [rows][M], with units below one another to sums[m][column].
+template <int M, class Codes>
+HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
+                              int64_t ahead, float* to, int64_t to_row) {
+  constexpr int kVectors = Codes::kVectors;
+  for (int tile = 0; tile < Codes::kTiles; ++tile)
+    for (int i = 0; i < 16; i += kLanes) {
+      Columns<M, kVectors> columns;
+      float* const sums = to + tile * kVectors * 16 + i;
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) columns.sums[m][v] = hn::LoadU(Tag(), sums + m * to_row + v * 16);
+      }
+      for (int64_t u = 0; u < num_units; ++u)
+        for (int a = 0; a < kRows / 2; ++a) {
+          const uint8_t* line = units[u].line(tile, a);
+          hwy::Prefetch(line + ahead);
+          const float* const factors = x + (u * kRows + 2 * a) * M;
+          HWY_UNROLL(8)
+          for (int m = 0; m < M; ++m) {
+            columns.factors[0][m] = in_register(hn::Set(Tag(), factors[m]));
+            columns.factors[1][m] = in_register(hn::Set(Tag(), factors[M + m]));
+          }
+          codes.decode(line, a, tile, i, units[u].parameters, columns);
+        }
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(4)
+        for (int v = 0; v < kVectors; ++v) hn::StoreU(columns.sums[m][v], Tag(), sums + m * to_row + v * 16);
+      }
+    }
+}
+
+// ---- Elements of x, bias and y
+
+HWY_INLINE void store(F32, Floats v, float* to) { hn::StoreU(v, Tag(), to); }
+HWY_INLINE void store(BF16, Floats v, uint16_t* to) {
+  hn::StoreU(to_bf16(Tag(), v), hn::Rebind<uint16_t, Tag>(), to);
+}
+HWY_INLINE void store(F16, Floats v, uint16_t* to) {
+  const hn::Rebind<hwy::float16_t, Tag> d16;
+  hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(to));
+}
+
+// Elements [index, index + n) of x to floats, the last vector filled up with 0.
+template <class E>
+void load_elements(const void* x, int64_t index, int64_t n, float* to) {
+  const auto* from = static_cast<const typename E::Memory*>(x) + index;
+  const int64_t whole = n / kLanes * kLanes;
+  convert<E>(from, whole, to);
+  if (whole == n) return;
+  typename E::Memory rest[kLanes] = {};
+  std::copy(from + whole, from + n, rest);
+  convert<E>(rest, kLanes, to + whole);
+}
+
+// Sums to columns [col, col + n) of a row of y, with bias and what was there.
+template <class E>
+void store_sums(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col, int64_t n,
+                const float* sums) {
+  const int64_t index = row * problem.out_cols() + col;
+  auto* const y = static_cast<typename E::Memory*>(tensors.y) + index;
+  const auto* const bias = static_cast<const typename E::Memory*>(tensors.bias);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Floats sum = hn::LoadU(Tag(), sums + i);
+    if (problem.bias) sum = hn::Add(sum, E::load(Tag(), bias + col + i));
+    if (problem.accumulate) sum = hn::Add(sum, E::load(Tag(), y + i));
+    store(E(), sum, y + i);
+  }
+  for (; i < n; ++i) {
+    float sum = sums[i];
+    if (problem.bias) sum += load_element<float>(tensors.bias, col + i, problem.dtype);
+    if (problem.accumulate) sum += load_element<float>(tensors.y, index + i, problem.dtype);
+    store_element(tensors.y, index + i, sum, problem.dtype);
+  }
+}
+
+// ---- Products
+
+class Product {
+ public:
+  Product(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace)
+      : problem_(problem),
+        tensors_(tensors),
+        units_((problem.k + kCols - 1) / kCols),
+        strips_((problem.n + kRows - 1) / kRows),
+        places_(static_cast<UnitPlace*>(workspace)),
+        x_(reinterpret_cast<float*>(places_ + units_)),
+        x_cols_((problem.in_cols() + kCols - 1) / kCols * kCols),
+        parameters_(problem, tensors, places_) {}
+
+  void run() {
+    find_units(problem_.weight, places_);
+    if (problem_.codec.bits == 8)
+      run_codes(ByteCodes(problem_.codec));
+    else if (problem_.codec.kind == formats::Kind::table)
+      run_codes(TableCodes(problem_.codec));
+    else if (is_shifted(problem_.codec))
+      run_codes(ShiftedCodes(problem_.codec));
+    else
+      run_codes(SymmetricCodes(problem_.codec));
+  }
+
+ private:
+  template <class Codes>
+  void run_codes(const Codes& codes) {
+    if (problem_.transposed)
+      transposed(codes);
+    else if (problem_.m <= kFewRows)
+      forward_few(codes);
+    else
+      forward_many(codes);
+  }
+
+  void find(int64_t strip, int64_t unit, Unit& to) const {
+    to.codes = parameters_.codes(strip, unit);
+    parameters_.load(strip, unit, to.parameters);
+  }
+  template <class Codes>
+  void decode(const Codes& codes, int64_t strip, int64_t unit, int64_t ahead, float* w,
+              int64_t row_floats) const {
+    Unit at;
+    find(strip, unit, at);
+    decode_unit(codes, at, ahead, w, row_floats);
+  }
+
+  // Panels of x, padded with 0: of `rows` rows each, in all num_rows, not less than m; the last has as many
+  // as rows_of says for what is left. A panel is [columns][rows]; for dot products [units][rows][columns].
+  // Columns are in the order of the weight, where they are its columns.
+  template <class RowsOf>
+  void make_panels(int64_t rows, int64_t num_rows, const RowsOf& rows_of) {
+    const bool dots = !problem_.transposed && problem_.m <= kFewRows;
+    std::array<uint8_t, kCols> order;
+    for (int i = 0; i < kCols; ++i) order[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
+    if (!problem_.transposed) order = column_order(problem_.codec.bits);
+    const int64_t num_in = problem_.in_cols();
+    const int threads = problem_.m * num_in < 65536 ? 1 : problem_.num_threads;
+    parallel_for(x_cols_ / kCols, 1, threads, [&](int64_t chunk, int64_t, int) {
+      const int64_t begin = chunk * kCols, n = std::min<int64_t>(kCols, num_in - begin);
+      float values[kCols] = {};
+      for (int64_t first = 0; first < num_rows; first += rows) {
+        const int64_t width = rows_of(num_rows - first);
+        float* const panel = x_panel(first) + begin * width;
+        const int64_t row_step = dots ? kCols : 1, col_step = dots ? 1 : width;
+        for (int64_t row = 0; row < width; ++row) {
+          if (first + row < problem_.m)
+            load((first + row) * num_in + begin, n, values);
+          else
+            std::fill_n(values, kCols, 0.0f);
+          for (size_t i = 0; i < kCols; ++i)
+            panel[static_cast<int64_t>(i) * col_step + row * row_step] = values[order[i]];
+        }
+      }
+    });
+  }
+  // At least so many, for the threads to be done together. How many there are has no effect on a sum.
+  int64_t tasks_wanted() const { return 4 * effective_threads(problem_.num_threads); }
+
+  // The panel that begins with a row of x.
+  float* x_panel(int64_t row) const { return x_ + row * x_cols_; }
+
+  void load(int64_t index, int64_t n, float* to) const {
+    switch (problem_.dtype) {
+      case DType::f32:
+        return load_elements<F32>(tensors_.x, index, n, to);
+      case DType::f16:
+        return load_elements<F16>(tensors_.x, index, n, to);
+      default:
+        return load_elements<BF16>(tensors_.x, index, n, to);
+    }
+  }
+  void store(int64_t row, int64_t col, int64_t n, const float* sums) const {
+    switch (problem_.dtype) {
+      case DType::f32:
+        return store_sums<F32>(problem_, tensors_, row, col, n, sums);
+      case DType::f16:
+        return store_sums<F16>(problem_, tensors_, row, col, n, sums);
+      default:
+        return store_sums<BF16>(problem_, tensors_, row, col, n, sums);
+    }
+  }
+
+  // Lanes are columns. A block is one strip.
+  template <class Codes>
+  void forward_few(const Codes& codes) {
+    constexpr int kMost = kSums / 2;  // rows of x at a time
+    const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem_.m)));
+    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
+    const auto add = at_a_time == 1   ? add_dots<1, Codes>
+                     : at_a_time == 2 ? add_dots<2, Codes>
+                     : at_a_time == 4 ? add_dots<4, Codes>
+                                      : add_dots<kMost, Codes>;
+    constexpr int64_t kMostBlock = 8;
+    const int64_t block_units = std::min(kMostBlock, 32 / rows);               // whose x stays in the cache
+    const int64_t ahead = block_units * problem_.weight.strip_bytes / units_;  // the next block
+    make_panels(rows, rows, [rows](int64_t) { return rows; });
+    parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
+      alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [parts of x][row of the weight][row of x]
+      Unit block[kMostBlock];
+      for (int64_t unit = 0; unit < units_; unit += block_units) {
+        const int64_t units = std::min(block_units, units_ - unit);
+        for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
+        for (int64_t m = 0; m < rows; m += at_a_time)
+          add(codes, units, block, x_ + (unit * rows + m) * kCols, rows * kCols, ahead,
+              sums + m * kRows * kLanes);
+      }
+      for (int64_t m = 0; m < problem_.m; ++m) {
+        const float* const from = sums + (m / at_a_time * kRows * at_a_time + m % at_a_time) * kLanes;
+        float y[kRows];
+        for (int64_t row = 0; row < kRows; ++row)
+          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), from + row * at_a_time * kLanes)));
+        store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
+      }
+    });
+  }
+
+  // Lanes are rows of x.
+  template <class Codes>
+  void forward_many(const Codes& codes) {
+    constexpr int kWide = kSums / 2;  // rows of the weight with two vectors of rows of x; with one: 8
+    const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
+    make_panels(2 * kLanes, problem_.m, rows_of);
+    const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
+    const int64_t block_strips = std::clamp<int64_t>(strips_ * batches / tasks_wanted(), 1, kMostStrips);
+    const int64_t blocks = (strips_ + block_strips - 1) / block_strips;
+    parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
+      alignas(64) float w[kMostStrips * kRows * kBlockCols];
+      alignas(64) float sums[kMostSums] = {};
+      const int64_t strip = task / batches * block_strips, batch = task % batches * kBatch;
+      const int64_t rows = std::min(block_strips, strips_ - strip) * kRows;
+      const int64_t end = std::min(problem_.m, batch + kBatch);
+      for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
+        const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
+        for (int64_t row = 0; row < rows; row += kRows)
+          for (int64_t col = 0; col < cols; col += kCols)
+            decode(codes, strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
+                   kBlockCols);
+        for (int64_t m = batch; m < end; m += 2 * kLanes) {
+          const int64_t width = rows_of(problem_.m - m);
+          const float* const panel = x_panel(m) + unit * kCols * width;
+          // Of the next panel, a part is fetched with each of the products.
+          const auto* next = reinterpret_cast<const uint8_t*>(x_panel(m + 2 * kLanes) + unit * kCols * width);
+          const bool wide = width > kLanes;
+          for (int64_t row = 0; row < rows; row += wide ? kWide : 8) {
+            (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
+                                                           width, sums + row * kBatch + m - batch, kBatch);
+            for (int64_t i = 0; i < cols * width * 4 / (rows / kWide); i += 64, next += 64)
+              hwy::Prefetch(next);
+          }
+        }
+      }
+      for (int64_t m = batch; m < end; ++m) {
+        float y[kMostStrips * kRows];
+        for (int64_t row = 0; row < rows; ++row) y[row] = sums[row * kBatch + m - batch];
+        store(m, strip * kRows, std::min(rows, problem_.n - strip * kRows), y);
+      }
+    });
+  }
+
+  // Lanes are columns.
+  template <class Codes>
+  void transposed(const Codes& codes) {
+    const auto rows_of = [](int64_t left) {
+      return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
+    };
+    make_panels(8, problem_.m, rows_of);
+    constexpr int kFused = kSums / 4;  // rows of x with which the weight is multiplied as it is decoded
+    const bool few = problem_.m <= kFused;
+    const int64_t width_of_few = rows_of(problem_.m);
+    const int64_t ahead = kBlockStrips * problem_.weight.strip_bytes;  // the next block
+    const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
+    const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
+    const int64_t padded = (std::min(problem_.m, kBatch) + 7) / 8 * 8;
+    const int64_t side = std::clamp<int64_t>(units_ * batches / tasks_wanted(), 1,
+                                             std::min(kMostUnits, kMostSums / (padded * kCols)));
+    const int64_t groups = (units_ + side - 1) / side;
+    parallel_for(groups * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
+      alignas(64) float w[kBlockStrips * kRows * kCols];
+      alignas(64) float sums[kMostSums] = {};
+      const int64_t batch = task / groups * kBatch, end = std::min(problem_.m, batch + kBatch);
+      const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
+      const int64_t sum_row = units * kCols;
+      for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
+        const int64_t strips = std::min(kBlockStrips, strips_ - strip), rows = strips * kRows;
+        for (int64_t u = 0; u < units; ++u) {
+          if (few) {
+            Unit block[kBlockStrips];
+            for (int64_t i = 0; i < strips; ++i) find(strip + i, unit + u, block[i]);
+            const auto add = width_of_few == 1   ? add_columns<1, Codes>
+                             : width_of_few == 2 ? add_columns<2, Codes>
+                                                 : add_columns<kFused, Codes>;
+            add(codes, strips, block, x_ + strip * kRows * width_of_few, ahead, sums + u * kCols, sum_row);
+            continue;
+          }
+          for (int64_t i = 0; i < strips; ++i)
+            decode(codes, strip + i, unit + u, ahead, w + i * kRows * kCols, kCols);
+          for (int64_t m = batch; m < end; m += 8) {
+            const int64_t width = rows_of(problem_.m - m);
+            const float* const panel = x_panel(m) + strip * kRows * width;
+            float* const to = sums + (m - batch) * sum_row + u * kCols;
+            const auto add = width == 8   ? add_rows<8>
+                             : width == 4 ? add_rows<4>
+                             : width == 2 ? add_rows<2>
+                                          : add_rows<1>;
+            add(rows, panel, w, to, sum_row);
+          }
+        }
+      }
+      for (int64_t m = batch; m < end; ++m)
+        for (int64_t u = 0; u < units; ++u) {
+          const float* const from = sums + (m - batch) * sum_row + u * kCols;
+          float y[kCols];
+          for (size_t i = 0; i < kCols; ++i) y[order[i]] = from[i];
+          const int64_t col = (unit + u) * kCols;
+          store(m, col, std::min<int64_t>(kCols, problem_.k - col), y);
+        }
+    });
+  }
+  // A panel of R rows of x times a block.
+  template <int R>
+  static void add_rows(int64_t depth, const float* panel, const float* w, float* sums, int64_t sum_row) {
+    constexpr int kVectors = std::min(kCols / kLanes, kSums / R);
+    for (int v = 0; v < kCols; v += kVectors * kLanes)
+      add_outer<R, kVectors>(depth, panel, 1, R, w + v, kCols, sums + v, sum_row);
+  }
+
+  const QgemmProblem& problem_;
+  const QgemmTensors& tensors_;
+  const int64_t units_, strips_;
+  UnitPlace* const places_;
+  float* const x_;
+  const int64_t x_cols_;
+  const ParameterLoader parameters_;
+};
+
+bool HasQgemmSimd() { return true; }
+void QgemmSimdCpu(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace) {
+  Product(problem, tensors, workspace).run();
+}
+
+#else  // !HALFBYTE_SIMD
+
+bool HasQgemmSimd() { return false; }
+void QgemmSimdCpu(const QgemmProblem&, const QgemmTensors&, void*) {}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace halfbyte {
+namespace {
+
+HWY_EXPORT(HasQgemmSimd);
+HWY_EXPORT(QgemmSimdCpu);
+
+class SimdKernel : public QgemmKernel {
+ public:
+  explicit SimdKernel(const QgemmProblem& problem) : problem_(problem) {}
+  std::string name() const override { return "qgemm_simd"; }
+  std::string backend() const override { return "cpu " + system_info().simd_target; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false, WeightRounding::none};
+  }
+  int64_t workspace_bytes() const override {
+    const auto round_up = [](int64_t n, int64_t multiple) {
+      return (n + multiple - 1) / multiple * multiple;
+    };
+    const int64_t cols = round_up(problem_.in_cols(), formats::kUnitCols);
+    return kAlignment +
+           round_up(problem_.k, formats::kUnitCols) / formats::kUnitCols *
+               static_cast<int64_t>(sizeof(UnitPlace)) +
+           round_up(problem_.m, 32) * cols * 4;
+  }
+  void run(const QgemmTensors& tensors, void*, void* workspace) const override {
+    auto* const aligned = static_cast<uint8_t*>(workspace) +
+                          (kAlignment - reinterpret_cast<uintptr_t>(workspace) % kAlignment) % kAlignment;
+    HWY_DYNAMIC_DISPATCH(QgemmSimdCpu)(problem_, tensors, aligned);
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 64;  // of vectors in the workspace, which has 16
+  QgemmProblem problem_;
+};
+
+std::string refuse(const QgemmProblem& problem) {
+  if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors that it is compiled for";
+  if (!problem.packed) return "it takes packed weights, not views";
+  if (problem.math == QgemmMath::f64) return "its sums are f32, not f64";
+  if (problem.group < problem.k && problem.group % (formats::kUnitCols / 2) != 0)
+    return fmt::format("its groups are multiples of {} columns, or rows, not {}", formats::kUnitCols / 2,
+                       problem.group);
+  return {};
+}
+
+}  // namespace
+
+const QgemmVariant kQgemmSimd = {"qgemm_simd", DeviceKind::cpu, refuse,
+                                 [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
+                                   return std::make_shared<SimdKernel>(problem);
+                                 }};
+
+}  // namespace halfbyte
+#endif  // HWY_ONCE

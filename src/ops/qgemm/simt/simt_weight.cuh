@@ -1,0 +1,241 @@
+// The weight of variant qgemm_simt, decoded chunk by chunk: packed, or in the arrays of a view.
+#pragma once
+
+#include "cuda/device/codes.cuh"
+#include "cuda/device/reduce.cuh"
+#include "formats/packed.h"
+#include "ops/qgemm/simt/simt.cuh"
+
+namespace halfbyte::device {
+
+constexpr int kChunk = kSimtChunk;
+constexpr int kRowsPerWord = 32 / kBits;  // of zero points, where they are in words
+constexpr u32 kCodeMask = (1u << kBits) - 1;
+constexpr bool kTable = kKind == Kind::table, kAffine = kKind == Kind::affine;
+
+// Of a group, as they are stored and as they are computed with; other: the zero point or the bias.
+struct StoredParameters {
+  u32 scale, other;
+};
+struct Parameters {
+  F scale, other;
+};
+
+// Constants where the kernel is made for them: kScales.
+__device__ __forceinline__ ScaleType type_of(const SimtWeight& w) {
+  return kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
+}
+__device__ __forceinline__ bool is_double_quant(const SimtWeight& w) {
+  return kScales ? kDoubleQuant : w.absmax != nullptr;
+}
+
+__device__ __forceinline__ u32 load_stored(const void* scales, i64 index, ScaleType type) {
+  return type == ScaleType::f32 ? static_cast<const u32*>(scales)[index]
+                                : static_cast<const u16*>(scales)[index];
+}
+__device__ __forceinline__ F from_stored(u32 bits, ScaleType type) {
+  if (type == ScaleType::f32) return static_cast<F>(bit_cast<float>(bits));
+  const u16 half = static_cast<u16>(bits);
+  return static_cast<F>(type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half));
+}
+
+// `group`: of the row; where groups run across rows, of all, and row 0.
+__device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w, i64 row, i64 group) {
+  const ScaleType type = type_of(w);
+  const void *scales = w.scales, *biases = w.biases;
+  const u8* zeros = static_cast<const u8*>(w.zeros);
+  i64 at = row * w.groups + group;
+  if constexpr (kPacked) {
+    const i64 strip = row / kUnitRows, block = group >> w.group_shift;
+    at = (group & ((1 << w.group_shift) - 1)) * kUnitRows + row % kUnitRows;
+    scales = static_cast<const u8*>(scales) + w.scale.base + strip * w.scale.strip_bytes +
+             block * w.scale.block_bytes;
+    const i64 other = w.other.base + strip * w.other.strip_bytes + block * w.other.block_bytes;
+    zeros += other;
+    biases = static_cast<const u8*>(biases) + other;
+  }
+  StoredParameters p{};
+  p.scale = is_double_quant(w) ? static_cast<const u8*>(scales)[at] : load_stored(scales, at, type);
+  if constexpr (kAffine) p.other = load_stored(biases, at, type);
+  if constexpr (kKind == Kind::integer) {
+    p.other = static_cast<u32>(w.zero);
+    if (w.zeros != nullptr && w.zero_words) {
+      const u32 word = static_cast<const u32*>(w.zeros)[row / kRowsPerWord * w.groups + group];
+      p.other = word >> (row % kRowsPerWord * kBits) & kCodeMask;
+    } else if (w.zeros != nullptr) {
+      p.other = zeros[at];
+    }
+  }
+  return p;
+}
+__device__ __forceinline__ Parameters convert(const SimtWeight& w, StoredParameters stored, i64 row,
+                                              i64 group) {
+  const ScaleType type = type_of(w);
+  Parameters p{};
+  if (is_double_quant(w)) {
+    const float absmax = w.absmax[(row * w.groups + group) / 256];
+    p.scale = static_cast<F>(__fadd_rn(__fmul_rn(w.map[stored.scale], absmax), *w.offset));
+  } else {
+    p.scale = from_stored(stored.scale, type);
+  }
+  if constexpr (kAffine) p.other = from_stored(stored.other, type);
+  if constexpr (kKind == Kind::integer) p.other = static_cast<F>(static_cast<int>(stored.other));
+  return p;
+}
+
+// The codes of a chunk: code i at bits kBits * place_of(i).
+using Codes = Select<kBits == 8, u64, u32>;
+__device__ __forceinline__ constexpr int place_of(int i) { return kHighFirst ? i ^ 1 : i; }
+
+__device__ __forceinline__ u64 swap_halves(u64 bytes) {
+  return (bytes & 0x0F0F0F0F0F0F0F0Full) << 4 | (bytes >> 4 & 0x0F0F0F0F0F0F0F0Full);
+}
+
+// `col`: a multiple of kChunk. What lies behind the row is undefined.
+__device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 col) {
+  Codes codes = 0;
+  if constexpr (kPacked) {
+    constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
+    const i64 block = col >> w.block_shift;
+    const int in_block = static_cast<int>(col - (block << w.block_shift)), c = in_block % kUnitCols;
+    const u8* const unit =
+        w.codes + row / kUnitRows * w.strip_bytes + block * w.block_bytes + in_block / kUnitCols * kUnitBytes;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const u8* const pair = unit + code_place(static_cast<int>(row % kUnitRows), c + 2 * t, kBits).byte;
+      if constexpr (kBits == 4)
+        codes |= static_cast<Codes>(*pair) << (8 * t);
+      else
+        codes |= static_cast<Codes>(*reinterpret_cast<const u16*>(pair)) << (16 * t);
+    }
+  } else {
+    const i64 bit = (row * w.row_codes + col) * kBits, byte = bit / 8;
+    const u32* const words = reinterpret_cast<const u32*>(w.codes + byte);
+    if (w.wide) {
+      codes = load_once(words);
+      if constexpr (kBits == 8)
+        if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
+    } else {
+      u64 bytes = 0;
+#pragma unroll 1
+      for (int i = 0; i < (kBits == 4 ? 5 : 8); ++i)
+        if (byte + i < w.num_bytes) bytes |= static_cast<u64>(w.codes[byte + i]) << (8 * i);
+      // A row may begin amid a byte.
+      if (kHighFirst && bit % 8 != 0)
+        codes = static_cast<Codes>(swap_halves(swap_halves(bytes) >> 4));
+      else
+        codes = static_cast<Codes>(bytes >> (bit % 8));
+    }
+  }
+  return codes;
+}
+
+// Of a chunk within one group.
+__device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
+  return w.group_chunks.divide(static_cast<u32>(col / kChunk));
+}
+
+// The rows of a block, of whole chunks that are aligned and of one group; row r, or the last there is.
+// Offsets within them have 32 bits.
+class WholeRows {
+ public:
+  __device__ __forceinline__ WholeRows(const SimtWeight& w, i64 first)
+      : w_(w), first_(first), last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
+    if constexpr (!kPacked) {
+      first_group_ = first * w.groups;
+      const int size = scale_bytes(type_of(w));
+      codes_ = w.codes + first * (w.row_codes / kChunk) * kBits;
+      scales_ = static_cast<const u8*>(w.scales) + first_group_ * (is_double_quant(w) ? 1 : size);
+      if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;
+      // All rows are in one row of words.
+      if constexpr (kKind == Kind::integer)
+        others_ = static_cast<const u8*>(w.zeros) +
+                  (w.zero_words ? first / kRowsPerWord * w.groups * 4 : first_group_);
+    }
+  }
+  __device__ __forceinline__ Codes codes(u32 r, u32 chunk) const {
+    if constexpr (kPacked) return load_codes(w_, row(r), static_cast<i64>(chunk) * kChunk);
+    const u32 offset = (min(r, last_) * static_cast<u32>(w_.row_codes / kChunk) + chunk) * kBits;
+    const u32* const words = reinterpret_cast<const u32*>(codes_ + offset);
+    Codes codes = load_once(words);
+    if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
+    return codes;
+  }
+  __device__ __forceinline__ StoredParameters parameters(u32 r, u32 group) const {
+    if constexpr (kPacked) return load_parameters(w_, row(r), group);
+    const u32 at = index(r, group);
+    StoredParameters p{};
+    p.scale = is_double_quant(w_) ? scales_[at] : load_stored(scales_, at, type_of(w_));
+    if constexpr (kAffine) p.other = load_stored(others_, at, type_of(w_));
+    if constexpr (kKind == Kind::integer) {
+      p.other = static_cast<u32>(w_.zero);
+      if (w_.zeros != nullptr && w_.zero_words)
+        p.other = reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
+      else if (w_.zeros != nullptr)
+        p.other = others_[at];
+    }
+    return p;
+  }
+  __device__ __forceinline__ Parameters convert(StoredParameters stored, u32 r, u32 group) const {
+    return device::convert(w_, stored, row(r), group);
+  }
+
+ private:
+  __device__ __forceinline__ i64 row(u32 r) const { return first_ + min(r, last_); }
+  __device__ __forceinline__ u32 index(u32 r, u32 group) const {
+    return min(r, last_) * static_cast<u32>(w_.groups) + group;
+  }
+
+  const SimtWeight& w_;
+  i64 first_, first_group_ = 0;
+  u32 last_;
+  const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
+};
+
+// The value of table code i, in lanes i and 16 + i.
+__device__ __forceinline__ float lane_value(const SimtWeight& w) {
+  return kTable ? w.values[threadIdx.x % 16] : 0;
+}
+
+// Before scale and bias.
+__device__ __forceinline__ F code_value(Codes codes, int i, float table_value) {
+  const u32 code = static_cast<u32>(codes >> (kBits * place_of(i)));
+  if constexpr (kTable)
+    return static_cast<F>(shuffle(table_value, static_cast<int>(code)));  // bit 4 and up do not matter
+  else
+    return static_cast<F>(__fsub_rn(above_2_23(code & kCodeMask), 0x1p23f));
+}
+
+// Of a chunk within one group. The weights are values[i] times the result. By all lanes of a warp.
+__device__ __forceinline__ F decode(Codes codes, const Parameters& p, float table_value,
+                                    F (&values)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    values[i] = code_value(codes, i, table_value);
+    if constexpr (kKind == Kind::integer) values[i] = values[i] - p.other;
+    if constexpr (kAffine) values[i] = values[i] * p.scale + p.other;
+  }
+  return kAffine ? F{1} : p.scale;
+}
+
+// Of any chunk: the weights. By all lanes of a warp.
+__device__ __forceinline__ void decode_any(const SimtWeight& w, Codes codes, i64 row, i64 col,
+                                           float table_value, F (&values)[kChunk]) {
+  const i64 first = w.flat ? row * w.k + col : col, in = w.flat ? 0 : row;
+  i64 group = first / w.group, left = (group + 1) * w.group - first;  // left: columns of this group
+  Parameters p = convert(w, load_parameters(w, in, group), in, group);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    if (left-- == 0 && col + i < w.k) {
+      ++group;
+      p = convert(w, load_parameters(w, in, group), in, group);
+      left = w.group - 1;
+    }
+    values[i] = code_value(codes, i, table_value);
+    if constexpr (kKind == Kind::integer) values[i] = values[i] - p.other;
+    values[i] = values[i] * p.scale;
+    if constexpr (kAffine) values[i] = values[i] + p.other;
+  }
+}
+
+}  // namespace halfbyte::device

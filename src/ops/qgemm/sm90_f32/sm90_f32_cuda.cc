@@ -1,0 +1,136 @@
+#include <algorithm>
+#include <bit>
+
+#include "cuda/config.h"
+#include "cuda/launch.h"
+#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/sm90_f32/sm90_f32_args.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int64_t kMostRows = 4;
+constexpr int64_t kSharedBytes = 227 * 1024;  // of a block, on sm_90
+constexpr int kFewestStages = 3;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int rows_of(const QgemmProblem& problem) { return std::bit_ceil(static_cast<unsigned>(problem.m)); }
+int64_t units_per_block(const QgemmProblem& problem) {
+  return problem.weight.block_cols / formats::kUnitCols;
+}
+int stage_bytes(const QgemmProblem& problem) {
+  return static_cast<int>(kF32StageUnits / units_per_block(problem)) * problem.weight.block_bytes;
+}
+int64_t units_of(const QgemmProblem& problem) {
+  return problem.weight.blocks_per_strip * units_per_block(problem);
+}
+bool has_x_in_registers(const QgemmProblem& problem) {
+  return units_of(problem) <= int64_t{kF32StageUnits} * f32_register_units(rows_of(problem));
+}
+
+// As much of the ring as fits, at most kF32MaxStages stages.
+int stages_of(const QgemmProblem& problem) {
+  const int64_t x_cols = has_x_in_registers(problem) ? 0 : units_of(problem) * formats::kUnitCols;
+  if (x_cols > kSharedBytes) return 0;
+  const int rest = f32_shared(rows_of(problem), 0, 0, static_cast<int>(x_cols)).num_bytes;
+  return static_cast<int>(
+      std::clamp<int64_t>((kSharedBytes - rest) / stage_bytes(problem), 0, kF32MaxStages));
+}
+
+std::string refuse(const QgemmProblem& p) {
+  if (const int capability = cuda::context(p.device.index).capability; capability != 90)
+    return fmt::format("it is for compute capability 9.0, got {}.{}", capability / 10, capability % 10);
+  if (p.dtype != DType::f32) return fmt::format("dtype must be f32, got {}", to_string(p.dtype));
+  if (p.math == QgemmMath::f64) return "math must not be f64";
+  if (p.transposed) return "it is forward only";
+  if (p.m > kMostRows) return fmt::format("m must be at most {}, got {}", kMostRows, p.m);
+  if (!p.packed) return "the weight must be packed";
+  if (p.codec.bits != 4) return fmt::format("codes must have 4 bits, got {}", p.codec.bits);
+  if (p.double_quant) return "scales must not be quantized";
+  if (!p.weight.inlined) return fmt::format("groups must be of 32, 64, 128 or 256 columns, got {}", p.group);
+  if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
+  if (stages_of(p) < kFewestStages)
+    return fmt::format("{} rows of x of {} columns are too many for shared memory", p.m, p.k);
+  return "";
+}
+
+class QgemmSm90F32 : public QgemmKernel {
+ public:
+  explicit QgemmSm90F32(const QgemmProblem& problem)
+      : problem_(problem), context_(cuda::context(problem.device.index)) {
+    const cuda::Scope scope(context_);
+    const formats::PackedLayout& weight = problem.weight;
+    args_.n = problem.n;
+    args_.k = problem.k;
+    args_.m = static_cast<int>(problem.m);
+    args_.strips = static_cast<int>(weight.strips);
+    args_.strip_bytes = weight.strip_bytes;
+    args_.units = static_cast<int>(units_of(problem));
+    args_.stages = stages_of(problem);
+    args_.stage_bytes = stage_bytes(problem);
+    args_.block_bytes = weight.block_bytes;
+    args_.block_code_bytes = weight.block_code_bytes;
+    args_.block_units_shift = std::countr_zero(static_cast<uint64_t>(units_per_block(problem)));
+    args_.unit_groups = problem.group < formats::kUnitCols ? 2 : 1;
+    args_.shared = f32_shared(rows_of(problem), args_.stages, args_.stage_bytes,
+                              has_x_in_registers(problem) ? 0 : args_.units * formats::kUnitCols);
+    for (int code = 0; code < 16; ++code)
+      args_.values[code] = problem.codec.kind == formats::Kind::table ? problem.codec.book.values[code]
+                           : problem.codec.kind == formats::Kind::integer && !problem.codec.asymmetric
+                               ? static_cast<float>(code + problem.codec.q_min)
+                               : static_cast<float>(code);
+    args_.accumulate = problem.accumulate;
+    function_ = cuda::get_kernel(context_, sm90_f32_kernel(problem));
+    cuda::allow_shared_bytes(function_, args_.shared.num_bytes);
+    // The same number of strips a block, as nearly as can be.
+    const int64_t rounds = ceil_div(weight.strips, context_.num_multiprocessors);
+    grid_ = {ceil_div(weight.strips, rounds), kF32Threads, args_.shared.num_bytes};
+  }
+
+  std::string name() const override { return "qgemm_sm90_f32"; }
+  std::string backend() const override { return "cuda " + context_.target; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false, WeightRounding::none};
+  }
+
+  void run(const QgemmTensors& tensors, void* stream, void*) const override {
+    const cuda::Scope scope(context_);
+    QgemmSm90F32Args args = args_;
+    args.weight = static_cast<const formats::u8*>(tensors.weight);
+    args.x = static_cast<const float*>(tensors.x);
+    args.bias = problem_.bias ? static_cast<const float*>(tensors.bias) : nullptr;
+    args.y = static_cast<float*>(tensors.y);
+    if (problem_.early_start)
+      cuda::launch_early(function_, grid_, stream, args);
+    else
+      cuda::launch(function_, grid_, stream, args);
+  }
+
+ private:
+  QgemmProblem problem_;
+  const cuda::Context& context_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  QgemmSm90F32Args args_{};  // but for addresses
+};
+
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<QgemmSm90F32>(problem);
+}
+
+}  // namespace
+
+cuda::KernelSpec sm90_f32_kernel(const QgemmProblem& problem) {
+  const formats::Codec& codec = problem.codec;
+  return {"ops/qgemm/sm90_f32/sm90_f32.cu", "qgemm_sm90_f32",
+          cuda::config_text(fmt::format(
+              "constexpr ScaleType kScaleType = ScaleType({});\n"
+              "constexpr bool kAsymmetric = {}, kAffine = {}, kXInRegisters = {};\nconstexpr int kM = {};\n",
+              static_cast<int>(codec.scale_type), codec.asymmetric, codec.kind == formats::Kind::affine,
+              has_x_in_registers(problem), rows_of(problem)))};
+}
+
+const QgemmVariant kQgemmSm90F32 = {"qgemm_sm90_f32", DeviceKind::cuda, &refuse, &make};
+
+}  // namespace halfbyte

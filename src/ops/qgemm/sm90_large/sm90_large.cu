@@ -1,0 +1,620 @@
+// y = x . W^T, or x . W, of a packed weight, for many tokens (rows of x): sm_90a. The weight is operand A of
+// the matrix instructions, decoded into registers and rounded with its scale; tokens are the columns of
+// operand B, x in shared memory. Features are rows of the weight, or its columns: the rows of A, the columns
+// of y.
+//
+// A warpgroup of its own keeps a ring of stages full, of codes and of x, through all tiles of the block. The
+// two others have half of the features each; they decode what comes next while the tensor cores multiply what
+// is there. Where a block has several tiles one of them is a little ahead, so that the tensor cores have work
+// while the other one stores. What tiles are left when all blocks had as many are shared by two blocks of a
+// cluster, each of which has half of what is summed, and stores half of the tokens. Where tiles are few, each
+// becomes several, of parts of what is summed: then another kernel adds up their sums.
+//
+// Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each
+// loads half of a stage's x to the shared memory of both, when the warps of both are done with what was
+// there.
+//
+// Forward, a word of 4-bit codes is a fragment of A of a lane, see formats/packed.h. Transposed, it has rows
+// 2a and 2a + 1, the k of A, of the columns 16j + 8 * second + 2t + e, e and second 0 or 1. Lane (g, t') has
+// the words of a = 8i + t' and 8i + t' + 4 for the 16 rows i of a strip; e = 0 is fragment row g, e = 1 row g
+// + 8. Which j, second and t these are is chosen such that no two of a warp's words meet in a bank. In both
+// directions fragment rows g and g + 8 are neighbouring features.
+#include "ops/qgemm/sm90_large/sm90_large_args.h"
+
+#include "ops/qgemm/weight/sm90.cuh"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kTokens = kTiling.tokens, kBlocks = kTiling.blocks, kStages = kTiling.stages;
+// While a stage is waited for, one is multiplied and one was; the boxes of all have room for the sums of half
+// a tile.
+static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
+static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
+constexpr int kMultipliers = kLargeThreads - 128;        // threads
+constexpr int kManyRegisters = 232, kFewRegisters = 40;  // of a thread that multiplies or copies
+constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
+constexpr int kSums = kTokens / 2;                // of a thread, in 64 features
+constexpr int kGroups = kTiling.unit_groups();    // of a unit
+constexpr int kSteps = kLargeStage / 16;          // matrix instructions along a stage
+constexpr int kPair = kTiling.multicast ? 2 : 1;  // blocks that have the same tokens
+
+// ---- Tiles and stages of a block, one after the other.
+struct Tile {
+  int features, tokens;         // its number along y
+  int part;                     // of what is summed
+  int first_stage, last_stage;  // an even number of stages
+  bool shared;
+};
+// The tile `number` of this block; false behind the last one.
+__device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90LargeArgs& args, int number) {
+  const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
+  tile.shared = index >= args.whole;
+  int i = tile.shared ? args.whole + (index - args.whole) / 2 : index;
+  if (i >= args.tiles) return false;
+  const int of_part = args.feature_tiles * args.token_tiles;
+  tile.part = i / of_part;
+  i -= tile.part * of_part;
+  const int panel = i / (args.panel * args.feature_tiles), first = panel * args.panel;
+  const int width = min(args.panel, args.token_tiles - first), rest = i - first * args.feature_tiles;
+  const int pair = rest / kPair;
+  tile.features = pair / width * kPair + rest % kPair;
+  tile.tokens = first + pair % width;
+  tile.first_stage = tile.part * args.part_stages;
+  tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
+  const int middle = tile.first_stage + (tile.last_stage - tile.first_stage) / 4 * 2;
+  if (tile.shared) (index % 2 == 0 ? tile.last_stage : tile.first_stage) = middle;
+  return true;
+}
+
+// A place in the ring.
+struct Place {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Codes and parameters of unit `i` of a stage. Behind the last strip and the last unit these once more: x is
+// zero there, or y has no such feature.
+__device__ __forceinline__ void copy_unit(u8* to, const QgemmSm90LargeArgs& args, const Tile& tile, int stage,
+                                          int i, Barrier* full) {
+  const int first = tile.features * kBlocks;  // of 2 strips or units
+  const int strip = min(kTransposed ? stage * 2 + i % 2 : first * 4 + i, args.strips - 1);
+  const int unit = min(kTransposed ? first * 2 + i / 2 : stage, args.units - 1);
+  constexpr int kUnitsPerBlock = kTiling.units_per_block();
+  const u8* const block =
+      args.weight + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
+  if constexpr (kTiling.joint()) {
+    copy_bulk(to, block, kSlotBytes, full);
+  } else {
+    copy_bulk(to, block + unit % kUnitsPerBlock * kUnitBytes, kUnitBytes, full);
+    u8* const parameters = to + kUnitBytes;
+    if constexpr (kGroup != 0) {
+      copy_bulk(parameters, block + kUnitsPerBlock * kUnitBytes, kTiling.group_bytes(), full);
+    } else {
+      constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
+      copy_bulk(parameters, args.weight + args.scales + i64{strip} * kScales, kScales, full);
+      if constexpr (kSeconds != 0)
+        copy_bulk(parameters + kScales, args.weight + args.seconds + i64{strip} * kSeconds, kSeconds, full);
+    }
+  }
+}
+
+// Of 64 features those of fragment rows g and, the next one, g + 8 of a warp.
+__device__ __forceinline__ int feature_of(int warp, int g) {
+  return kTransposed ? warp / 2 * 32 + g / 4 * 16 + g / 2 % 2 * 8 + warp % 2 * 4 + g % 2 * 2
+                     : 16 * warp + 2 * g;
+}
+
+// ---- Operand A of a lane: what it loads of a stage, and the fragments that this becomes.
+class Operand {
+ public:
+  __device__ __forceinline__ Operand(const QgemmSm90LargeArgs& args, const u8* shared, int warpgroup,
+                                     int warp, int lane, u32 rank)
+      : args_(args),
+        units_(shared + kTiling.unit_offset() + warpgroup * kBlocks * 2 * kSlotBytes),
+        map_(reinterpret_cast<const float*>(shared + kTiling.map_offset())),
+        table_lane_(pair_table_lane(lane, rank)),
+        first_pair_(warpgroup * kBlocks) {
+    const int g = lane / 4, t = lane % 4;
+    if constexpr (kTransposed) {
+      // The words of 4 and of 8 more pairs of rows are at a constant distance.
+      codes_at_ = code_place(2 * t, feature_of(warp, g), kBits).byte / 4 * 4;
+      strip_ = lane / 16;
+      row_ = lane % 16 * 2;
+      group_ = kGroups == 2 ? warp / 2 : 0;
+      const int second = g / 2 % 2;
+      even_ = pair_selector(2 * second);
+      odd_ = pair_selector(2 * second + 1);
+    } else {
+      const int a = 8 * (warp % 2) + g;
+      strip_ = warp / 2;
+      row_ = 2 * a;
+      codes_at_ = strip_ * kSlotBytes + packed_slot(a, t) * 16;
+    }
+    if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
+  }
+
+  // From stage `stage` of a tile, which is in `place` of the ring, what a block of 64 features of the
+  // warpgroup needs: to registers, as it is.
+  __device__ __forceinline__ void load(const Tile& tile, int stage, int place, int block) {
+    const u8* const pair =
+        units_ + place * kTiling.weight_bytes() + block * 2 * kSlotBytes;  // of units: two strips
+    load_codes(words_, pair + codes_at_);
+#pragma unroll
+    for (int i = 0; i < kParameters; ++i) {
+      const int group = kTransposed ? group_ : i;
+      const u8* const scales = pair + strip_ * kSlotBytes + kUnitBytes;
+      const u8* const seconds = scales + kGroups * kUnitRows * kScaleBytes;
+      StoredParameters& stored = stored_[i];
+      stored.scales =
+          *reinterpret_cast<const StoredScaleCodes*>(scales + (group * kUnitRows + row_) * kScaleBytes);
+      if constexpr (kSecondBytes != 0)
+        stored.seconds =
+            *reinterpret_cast<const StoredSeconds*>(seconds + (group * kUnitRows + row_) * kSecondBytes);
+      if constexpr (kDoubleQuant) load_absmax(stored, tile, stage, block, group);
+    }
+  }
+
+  // The fragments of what was loaded.
+  __device__ __forceinline__ void decode(u32 (&a)[kSteps][4]) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) look_up(a[i], i);
+    if constexpr (kTransposed) {
+      const RowParameters rows = unpack(stored_[0]);
+      const ParameterPairs pairs = pair_rows(rows, 0, rows, 1);
+      scale_rows<0>(a[0], pairs);
+      scale_rows<8>(a[1], pairs);
+      scale_rows<16>(a[2], pairs);
+      scale_rows<24>(a[3], pairs);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kParameters; ++group) {
+        const RowParameters rows = unpack(stored_[group]);
+        const ParameterPairs pairs[2] = {pair_rows(rows, 0, rows, 0), pair_rows(rows, 1, rows, 1)};
+#pragma unroll
+        for (int i = group * kSteps / kParameters; i < (group + 1) * kSteps / kParameters; ++i)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) a[i][r] = weight_pair(a[i][r], pairs[r % 2]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) pin(a[i]);
+  }
+
+ private:
+  // Two neighbours of each.
+  using StoredScaleCodes = Stored<kScaleBytes>::Type;
+  using StoredSeconds = Stored<max(kSecondBytes, 1)>::Type;
+  struct StoredParameters {
+    StoredScaleCodes scales;
+    StoredSeconds seconds;
+    float absmax[2];
+  };
+  // Of a lane in a stage: groups with parameters; words of codes.
+  static constexpr int kParameters = kTransposed ? 1 : kGroups;
+  static constexpr int kNumWords = kTransposed || kBits == 8 ? 8 : 4;
+
+  __device__ __forceinline__ void load_codes(u32 (&words)[kNumWords], const u8* from) const {
+    if constexpr (kTransposed) {  // of step i / 2, rows 2a or those 8 further on
+#pragma unroll
+      for (int i = 0; i < kNumWords; ++i)
+        words[i] = *reinterpret_cast<const u32*>(from + i / 4 * kSlotBytes + i % 4 * 256);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNumWords; i += 4) {
+        const Words4 four = load_words(from + i / 4 * 1024);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[i + j] = four.word[j];
+      }
+    }
+  }
+
+  // The values of the codes of a step.
+  __device__ __forceinline__ void look_up(u32 (&a)[4], int i) const {
+    if constexpr (kTransposed) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const u32 word = words_[(2 * i + q) % kNumWords];
+        if constexpr (kBits == 4) {
+          const u32 even = look_up_pair(word, table_lane_, even_),
+                    odd = look_up_pair(word, table_lane_, odd_);
+          a[2 * q] = permute_bytes(even, odd, 0x5410);
+          a[2 * q + 1] = permute_bytes(even, odd, 0x7632);
+        } else {
+          a[2 * q] = byte_values<0, 2>(word, word);
+          a[2 * q + 1] = byte_values<1, 3>(word, word);
+        }
+      }
+    } else if constexpr (kBits == 4) {
+      const u32 word = words_[i];
+      a[0] = look_up_pair<0>(word, table_lane_);
+      a[1] = look_up_pair<1>(word, table_lane_);
+      a[2] = look_up_pair<2>(word, table_lane_);
+      a[3] = look_up_pair<3>(word, table_lane_);
+    } else {
+      const u32 first = words_[2 * i % kNumWords], second = words_[(2 * i + 1) % kNumWords];
+      a[0] = byte_values<0, 1>(first, first);
+      a[1] = byte_values<2, 3>(first, first);
+      a[2] = byte_values<0, 1>(second, second);
+      a[3] = byte_values<2, 3>(second, second);
+    }
+  }
+  template <int kFirst>
+  __device__ __forceinline__ void scale_rows(u32 (&a)[4], const ParameterPairs& pairs) const {
+    const ParameterPairs low = shuffle<kFirst>(pairs), high = shuffle<kFirst + 4>(pairs);
+    a[0] = weight_pair(a[0], low);
+    a[1] = weight_pair(a[1], low);
+    a[2] = weight_pair(a[2], high);
+    a[3] = weight_pair(a[3], high);
+  }
+
+  __device__ __forceinline__ void load_absmax(StoredParameters& stored, const Tile& tile, int stage,
+                                              int block, int group) const {
+    const int pair = tile.features * 2 * kBlocks + first_pair_ + block;  // of strips (forward) or unit
+    const int row = ((kTransposed ? stage : pair) * 2 + strip_) * kUnitRows + row_,
+              unit = kTransposed ? pair : stage;
+    // Rows and groups of the padding have no absmax, and what comes then does not matter.
+    const int of_row = kGroup == 0 ? 0 : min(unit * kUnitCols / kGroupSize + group, args_.groups - 1);
+    const float* const absmax = reinterpret_cast<const float*>(args_.weight + args_.absmax);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      stored.absmax[i] = load_early(absmax + (min(row + i, args_.n - 1) * args_.groups + of_row) / 256);
+  }
+  __device__ __forceinline__ RowParameters unpack(const StoredParameters& stored) const {
+    RowParameters rows;
+    if constexpr (kDoubleQuant) {
+      rows.scale[0] = map_[stored.scales & 0xFF] * stored.absmax[0] + offset_;
+      rows.scale[1] = map_[stored.scales >> 8] * stored.absmax[1] + offset_;
+    } else {
+      unpack_scales(rows.scale, stored.scales);
+    }
+    if constexpr (kAsymmetric) {
+      rows.zero[0] = above_2_23(stored.seconds & 0xFF) - kMagic;
+      rows.zero[1] = above_2_23(stored.seconds >> 8) - kMagic;
+    }
+    if constexpr (kAffine) unpack_scales(rows.bias, stored.seconds);
+    return rows;
+  }
+
+  const QgemmSm90LargeArgs& args_;
+  const u8* const units_;  // of the warpgroup, in the first stage
+  const float* const map_;
+  u32 table_lane_, even_ = 0, odd_ = 0;  // what makes addresses of pairs; transposed, of which bytes
+  int first_pair_;                       // of units of a stage, that the warpgroup has
+  int codes_at_;                         // from a pair of units on
+  int strip_, row_, group_ = 0;          // of the parameters that the lane loads; strip_ of the pair
+  float offset_ = 0;
+  u32 words_[kNumWords];
+  StoredParameters stored_[kParameters];
+};
+
+// ---- The sums.
+
+// Of a lane, of the features of its fragment rows: sum i of 64 features is of token i / 4 * 8 + 2t + i % 2,
+// and of the second feature where i & 2.
+using Sums = float[kBlocks][kSums];
+
+// Pairs of y: without a branch, so that many are under way.
+__device__ __forceinline__ u32 load_where(bool inside, const u8* from) {
+  u32 pair = 0;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p ld.global.u32 %0, [%2];\n}\n"
+               : "+r"(pair)
+               : "r"(static_cast<int>(inside)), "l"(from)
+               : "memory");
+  return pair;
+}
+__device__ __forceinline__ void store_where(bool inside, u8* to, u32 pair) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.u32 [%1], %2;\n}\n" ::"r"(
+                   static_cast<int>(inside)),
+               "l"(to), "r"(pair)
+               : "memory");
+}
+__device__ __forceinline__ void store_where(bool inside, float* to, float first, float second) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.v2.f32 [%1], {%2, %3};\n}\n" ::"r"(
+                   static_cast<int>(inside)),
+               "l"(to), "f"(first), "f"(second)
+               : "memory");
+}
+__device__ __forceinline__ void unpack_pair(float (&to)[2], u32 pair) {
+  to[0] = load(Element(), static_cast<u16>(pair));
+  to[1] = load(Element(), static_cast<u16>(pair >> 16));
+}
+
+// Adds the sums of the other block of the cluster to those of half of the tokens, which become the first.
+// These of two blocks are added once: their order does not matter.
+__device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u32 rank) {
+  constexpr int kHalf = kSums / 2;
+  // The other block has used up its stages.
+  cluster_arrive();
+  cluster_wait();
+  u8* const exchange = boxes + thread * 16;
+  const u32 there = shared_address_of(exchange, rank ^ 1);
+  const auto offset = [](int b, int i) { return (b * kHalf + i) / 4 * kMultipliers * 16; };
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      float sent[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float low = sums[b][i + e], high = sums[b][i + e + kHalf];
+        sent[e] = rank == 0 ? high : low;
+        sums[b][i + e] = rank == 0 ? low : high;
+      }
+      store_cluster(there + static_cast<u32>(offset(b, i)), sent[0], sent[1], sent[2], sent[3]);
+    }
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      const Words4 received = load_words(exchange + offset(b, i));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[b][i + e] += __uint_as_float(received.word[e]);
+    }
+}
+
+// The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum.
+template <int kCount>
+__device__ __forceinline__ void store_partials(const Sums& sums, const QgemmSm90LargeArgs& args, int part,
+                                               int feature, int token) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b, feature += 64) {
+    if (feature >= args.features) return;
+    float* const to = args.partials + (part * i64{args.m} + token) * args.features + feature;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int offset = i * 2 + e;
+        store_where(token + offset < args.m, to + i64{args.features} * offset, sums[b][i + e],
+                    sums[b][i + e + 2]);
+      }
+  }
+}
+
+// Stores the first kCount sums of each block as y.
+template <int kCount>
+__device__ __forceinline__ void store_sums(const Sums& sums, const QgemmSm90LargeArgs& args, int feature,
+                                           int token) {
+  const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b, feature += 64) {
+    if (feature >= args.features) return;
+    float bias[2] = {};
+    if (args.bias != nullptr)
+      unpack_pair(bias, *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + feature));
+    u8* const y = static_cast<u8*>(args.y) + token * i64{y_stride} + feature * 2;
+    // So many at a time: what they are added to is loaded before anything is stored.
+    constexpr int kAtOnce = 16;
+#pragma unroll
+    for (int begin = 0; begin < kCount; begin += kAtOnce) {
+      u32 before[kAtOnce / 2];
+      const auto each = [&](const auto& f) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce / 2; ++i) {
+          const int first = begin + i / 2 * 4 + i % 2, offset = first * 2 - i % 2;  // of a sum, of its token
+          f(before[i], sums[b][first] + bias[0], sums[b][first + 2] + bias[1], y + u64{y_stride} * offset,
+            token + offset < args.m);
+        }
+      };
+      if (args.accumulate) {
+        each([](u32& pair, float, float, const u8* y, bool inside) { pair = load_where(inside, y); });
+        each([](u32 pair, float first, float second, u8* y, bool inside) {
+          float v[2];
+          unpack_pair(v, pair);
+          store_where(inside, y, store_pair(Element(), first + v[0], second + v[1]));
+        });
+      } else {
+        each([](u32, float first, float second, u8* y, bool inside) {
+          store_where(inside, y, store_pair(Element(), first, second));
+        });
+      }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_tile(const Sums& sums, const QgemmSm90LargeArgs& args, int part,
+                                           int feature, int token) {
+  if (args.partials != nullptr)
+    store_partials<kCount>(sums, args, part, feature, token);
+  else
+    store_sums<kCount>(sums, args, feature, token);
+}
+
+#endif
+
+extern "C" __global__ void
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__launch_bounds__(kLargeThreads, 1)
+#endif
+    qgemm_sm90_large(const __grid_constant__ QgemmSm90LargeArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ Words4 shared_words[];
+  u8* const shared = reinterpret_cast<u8*>(shared_words);
+  u8* const boxes = shared + kTiling.box_offset();
+  Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
+  Barrier* const empty = full + kStages;
+
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int warp = __shfl_sync(~0u, thread / 32, 0), warpgroup = warp / 4;
+  const u32 rank = cluster_rank();
+
+  let_next_start();
+  const bool copies_codes = warp == kMultipliers / 32, copies_x = warp == kMultipliers / 32 + 1;
+  // The warp that makes the barriers waits for nobody and starts to copy.
+  if (copies_codes) {
+    if (elect_lane()) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        init_barrier(full + stage, 2);
+        init_barrier(empty + stage, kPair * kMultipliers / 32);
+      }
+      fence_barrier_init();
+    }
+    __syncwarp();
+    arrive_some(0, kMultipliers + 32);
+    arrive_some(15, 64);
+  } else if (copies_x) {
+    if (elect_lane()) prefetch_map(&args.x);
+    sync_some(15, 64);
+  }
+  if constexpr (kTiling.multicast) cluster_arrive_relaxed();
+
+  if (warpgroup == kMultipliers / 128) {
+    // ---- The ring: a lane copies codes, another x.
+    keep_registers<kFewRegisters>();
+    if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
+    const auto each_stage = [&](const auto& copy) {
+      Place place;
+      Tile tile;
+      for (int number = 0; find_tile(tile, args, number); ++number)
+        for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
+          wait(empty + place.stage, place.parity ^ 1);
+          copy(tile, stage, place.stage);
+        }
+      // The block stays until the other one has arrived at its barriers for the last time.
+      if constexpr (kTiling.multicast)
+        for (int i = 0; i < kStages; ++i, place.advance()) wait(empty + place.stage, place.parity ^ 1);
+    };
+    if (copies_codes && elect_lane()) {
+      each_stage([&](const Tile& tile, int stage, int place) {
+        arrive_expecting(full + place, kTiling.weight_bytes());
+        u8* const units = shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
+#pragma unroll
+        for (int i = 0; i < kTiling.units(); ++i)
+          copy_unit(units + i * kSlotBytes, args, tile, stage, i, full + place);
+      });
+    } else if (copies_x && elect_lane()) {
+      wait_for_earlier();
+      each_stage([&](const Tile& tile, int stage, int place) {
+        arrive_expecting(full + place, kTiling.x_bytes());
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) {
+          u8* const box = boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kPair);
+          const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
+          if (!kTiling.multicast || tile.shared)
+            load_tile(box, &args.x, token, stage * kLargeStage, full + place);
+          else if (i == static_cast<int>(rank))
+            load_tile_multicast(box, &args.x, token, stage * kLargeStage, full + place, 3);
+        }
+      });
+    }
+    return;
+  }
+
+  // ---- The products.
+  take_registers<kManyRegisters>();
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(thread, rank);
+  if constexpr (kDoubleQuant)
+    reinterpret_cast<float*>(shared + kTiling.map_offset())[thread] =
+        reinterpret_cast<const float*>(args.weight + args.map)[thread];
+  wait_for_earlier();
+  if constexpr (kTiling.multicast) cluster_wait();
+  sync_some(0, kMultipliers + 32);
+
+  Operand operand(args, shared, warpgroup, warp % 4, lane, rank);
+  const u64 x = k_major_tile(boxes, 1024);  // of the first stage
+  Sums sums = {};
+  u32 a[2][kSteps][4];
+  Place loaded;  // the stage that was loaded last
+  Tile tile, next;
+  find_tile(tile, args, 0);
+
+  // Stage `stage` of `of`, as soon as it is there.
+  const auto load = [&](const Tile& of, int stage) {
+    wait(full + loaded.stage, loaded.parity);
+    operand.load(of, stage, loaded.stage, 0);
+  };
+  // Adds the products of what is in `place` to the sums of a block, or starts with them.
+  const auto multiply = [&](float(&sums)[kSums], const u32(&a)[kSteps][4], int place, bool adds) {
+    // Only the address changes, which does not carry into the upper half.
+    const u32 low = static_cast<u32>(x) + static_cast<u32>(place * (kTiling.x_bytes() / 16));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      wgmma<Major::k>(Element(), sums, a[i], (x >> 32) << 32 | (low + static_cast<u32>(i * 2)),
+                      adds || i > 0);
+    wgmma_commit();
+  };
+  // By all warps, when the products of the stage are done. Multicast: a lane arrives at the barrier of each
+  // block, or, where these share a tile and have stages of their own, both at the block's own.
+  u32 released = 0;  // the barrier of the first stage, where this lane arrives
+  const auto release = [&](int place) {
+    __syncwarp();
+    if constexpr (kTiling.multicast) {
+      if (lane < kPair) arrive_there(released + static_cast<u32>(place) * static_cast<u32>(sizeof(Barrier)));
+    } else {
+      if (lane == 0) arrive(empty + place);
+    }
+  };
+
+  const bool staggered = find_tile(next, args, 1);
+  if (staggered && warpgroup == 1) sync_some(1, kMultipliers);
+  load(tile, tile.first_stage);
+  operand.decode(a[0]);
+
+  const auto first_feature = [&] {
+    return tile.features * kTiling.features() + warpgroup * kBlocks * 64 + feature_of(warp % 4, lane / 4);
+  };
+  const auto first_token = [&] { return tile.tokens * kTokens + lane % 4 * 2; };
+  for (int number = 1;; ++number) {
+    const bool goes_on = find_tile(next, args, number);
+    if constexpr (kTiling.multicast)
+      released = shared_address_of(empty, tile.shared ? rank : static_cast<u32>(lane % kPair));
+    int place = 0;
+    // Two halves of a turn, which are decoded to registers of their own: two stages, or two blocks of a
+    // stage.
+    constexpr int kTurn = 2 / kBlocks;
+    for (int stage = tile.first_stage; stage < tile.last_stage; stage += kTurn) {
+      const bool begins = stage == tile.first_stage, ends = stage + kTurn == tile.last_stage;
+      int before = place;
+      place = loaded.stage;
+      if constexpr (kTurn == 2) {
+        loaded.advance();
+        load(tile, stage + 1);
+      } else {
+        operand.load(tile, stage, place, 1);
+      }
+      multiply(sums[0], a[0], place, !begins);
+      wgmma_wait<1>();
+      if (!begins) release(before);
+      operand.decode(a[1]);
+
+      before = place;
+      place = loaded.stage;
+      loaded.advance();
+      // Behind the last stage, what was loaded is decoded once more.
+      if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
+      multiply(sums[kBlocks - 1], a[1], place, kTurn == 2 || !begins);
+      wgmma_wait<1>();
+      if (kTurn == 2) release(before);
+      operand.decode(a[0]);
+      if (staggered && warpgroup == 0 && number == 1 && begins) arrive_some(1, kMultipliers);
+    }
+    wgmma_wait<0>();
+    release(place);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) pin(sums[b]);
+
+    if (tile.shared) break;  // the last one
+    store_tile<kSums>(sums, args, tile.part, first_feature(), first_token());
+    if (!goes_on) return;
+    tile = next;
+  }
+  share_sums(sums, boxes, thread, rank);
+  store_tile<kSums / 2>(sums, args, tile.part, first_feature(),
+                        first_token() + static_cast<int>(rank) * (kTokens / 2));
+#endif
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,151 @@
+#include <algorithm>
+
+#include "core/checks.h"
+#include "cuda/config.h"
+#include "cuda/launch.h"
+#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/sm90_mma/sm90_mma_args.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int kMaxStages = 9;
+constexpr int64_t kMaxUnits = 8, kMaxSlicedUnits = 7;  // of a warp, in registers
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The columns that share a scale, as the kernel has them; 0: one scale a row.
+int group_of(const QgemmProblem& problem) {
+  return problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
+}
+int64_t units_of(const QgemmProblem& problem) { return divide_up(problem.k, formats::kUnitCols); }
+
+// What the kernel is specialised on, but for types. Units: slices of k as even as stages allow.
+struct Tuning {
+  int units = 0, stages = 0, shared_bytes = 0;
+  bool sliced = false;
+};
+Tuning tuning_of(const QgemmProblem& problem) {
+  const int64_t stages_of_strip = divide_up(units_of(problem), kSm90MmaWarps);
+  const int64_t slices = stages_of_strip <= kMaxUnits ? 1 : divide_up(stages_of_strip, kMaxSlicedUnits);
+  const auto stage_bytes =
+      static_cast<int>(sm90_mma_stage(problem.codec, group_of(problem), problem.double_quant).strip_bytes);
+  Tuning tuning{.units = static_cast<int>(divide_up(stages_of_strip, slices)), .sliced = slices > 1};
+  for (int stages = 2; stages <= kMaxStages; ++stages) {
+    const int shared_bytes =
+        sm90_mma_shared(problem.codec.bits, stage_bytes, stages, tuning.sliced, problem.double_quant)
+            .num_bytes;
+    if (shared_bytes > kSm90MmaSharedBytes) break;
+    tuning.stages = stages;
+    tuning.shared_bytes = shared_bytes;
+  }
+  return tuning;
+}
+
+// As few blocks as do not have more to do, in tiles of 16 rows, than with all multiprocessors.
+int64_t num_blocks(const QgemmProblem& problem, int64_t num_multiprocessors) {
+  const int64_t tiles = 2 * problem.weight.strips;
+  return divide_up(tiles, divide_up(tiles, num_multiprocessors));
+}
+
+// Why the kernel, wherever it runs, does not take the problem.
+std::string refuse_problem(const QgemmProblem& problem) {
+  if (problem.transposed) return "it is for the forward product";
+  if (!problem.packed) return "the weight must be packed";
+  if (problem.m > kSm90MmaTokens)
+    return fmt::format("m must be at most {}, got {}", kSm90MmaTokens, problem.m);
+  if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
+    return fmt::format("dtype must be bf16 or f16, got {}", to_string(problem.dtype));
+  if (!problem.weight.inlined && problem.weight.groups != 1)
+    return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
+  if (problem.k % 2 != 0) return fmt::format("k must be even, got {}", problem.k);
+  if (problem.alignment < 4) return fmt::format("alignment must be at least 4, got {}", problem.alignment);
+  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
+  return "";
+}
+
+std::string refuse(const QgemmProblem& problem) {
+  const cuda::Context& context = cuda::context(problem.device.index);
+  if (context.capability != 90)
+    return fmt::format("it is for capability 9.0, got {}.{}", context.capability / 10,
+                       context.capability % 10);
+  if (std::string reason = refuse_problem(problem); !reason.empty()) return reason;
+  const int64_t rounds = divide_up(problem.weight.strips, num_blocks(problem, context.num_multiprocessors));
+  if (tuning_of(problem).sliced && rounds > kSm90MmaMaxRounds)
+    return fmt::format("n must be at most {} where k is over {}, got {}",
+                       int64_t{kSm90MmaMaxRounds} * context.num_multiprocessors * formats::kUnitRows,
+                       kMaxUnits * kSm90MmaWarps * formats::kUnitCols, problem.n);
+  return "";
+}
+
+cuda::KernelSpec kernel_spec(const QgemmProblem& problem) {
+  const Tuning tuning = tuning_of(problem);
+  return {"ops/qgemm/sm90_mma/sm90_mma.cu", "qgemm_sm90_mma",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+                            fmt::format("constexpr int kGroup = {}, kUnits = {}, kStages = {};\n"
+                                        "constexpr bool kSliced = {}, kDoubleQuant = {};\n",
+                                        group_of(problem), tuning.units, tuning.stages, tuning.sliced,
+                                        problem.double_quant))};
+}
+
+class QgemmSm90MmaKernel final : public QgemmKernel {
+ public:
+  explicit QgemmSm90MmaKernel(const QgemmProblem& problem)
+      : context_(&cuda::context(problem.device.index)), early_start_(problem.early_start) {
+    const cuda::Scope scope(*context_);
+    function_ = cuda::get_kernel(*context_, kernel_spec(problem));
+    grid_ = {num_blocks(problem, context_->num_multiprocessors), kSm90MmaThreads,
+             tuning_of(problem).shared_bytes};
+    cuda::allow_shared_bytes(function_, grid_.shared_bytes);
+    args_.layout = problem.weight;
+    args_.m = static_cast<int>(problem.m);
+    args_.units = static_cast<int>(units_of(problem));
+    args_.rounds = static_cast<int>(problem.weight.strips / grid_.num_blocks);
+    args_.rest = static_cast<int>(problem.weight.strips % grid_.num_blocks);
+    args_.whole_chunks = problem.k % 8 == 0 && problem.alignment >= 16;
+    args_.accumulate = problem.accumulate;
+    args_.early_start = problem.early_start;
+  }
+
+  std::string name() const override { return "qgemm_sm90_mma"; }
+  std::string backend() const override { return "cuda " + context_->target; }
+  PrecisionGuarantee guarantee() const override {
+    return {.same_on_all_devices = false, .weight_rounding = WeightRounding::code_rounded};
+  }
+
+  void run(const QgemmTensors& tensors, void* stream, void*) const override {
+    const cuda::Scope scope(*context_);
+    QgemmSm90MmaArgs args = args_;
+    args.x = tensors.x;
+    args.weight = static_cast<const uint8_t*>(tensors.weight);
+    args.bias = tensors.bias;
+    args.y = tensors.y;
+    if (early_start_)
+      cuda::launch_early(function_, grid_, stream, args);
+    else
+      cuda::launch(function_, grid_, stream, args);
+  }
+
+ private:
+  const cuda::Context* context_;
+  bool early_start_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  QgemmSm90MmaArgs args_{};  // but for addresses
+};
+
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<const QgemmSm90MmaKernel>(problem);
+}
+
+}  // namespace
+
+const QgemmVariant kQgemmSm90Mma = {"qgemm_sm90_mma", DeviceKind::cuda, &refuse, &make};
+
+cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem) {
+  const std::string reason = refuse_problem(problem);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_mma: {}", reason);
+  return kernel_spec(problem);
+}
+
+}  // namespace halfbyte

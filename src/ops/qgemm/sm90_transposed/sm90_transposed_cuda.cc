@@ -1,0 +1,172 @@
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "cuda/config.h"
+#include "cuda/launch.h"
+#include "cuda/tensor_map.h"
+#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/sm90_transposed/sm90_transposed_args.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int kMaxTokens = 64;
+constexpr int kMaxStages = 8;
+constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+std::string refuse(const QgemmProblem& p) {
+  const cuda::Context& context = cuda::context(p.device.index);
+  if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);
+  if (!p.transposed) return "it is for transposed products";
+  if (!p.packed) return "the weight is not packed";
+  if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
+  if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
+  if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
+  if (std::string reason = sm90_transposed_refuses(p.weight); !reason.empty()) return reason;
+  if (p.n % 8 != 0 || p.k % 2 != 0 || p.alignment < 16)
+    return fmt::format("n must be a multiple of 8, k of 2, x and y aligned to 16 bytes, got {}, {} and {}",
+                       p.n, p.k, p.alignment);
+  constexpr int64_t kLongest = int64_t{1} << 24;  // a strip of 8-bit codes then has less than 2^32 bytes
+  if (p.n > kLongest || p.k > kLongest)
+    return fmt::format("n and k must be at most {}, got {} and {}", kLongest, p.n, p.k);
+  return "";
+}
+
+struct Division {
+  int units = 1;    // of 64 columns, that a tile has
+  int cluster = 1;  // blocks that share the rows of a tile
+};
+
+// What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
+// smaller copies; a round, and more so one of clusters, has a begin and an end.
+Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
+  constexpr double kRound = 70, kClusterRound = 30;
+  const double single = p.m <= 8 ? 1.2 : p.m <= 16 ? 1.05 : 1.4;
+  Division best;
+  double least = std::numeric_limits<double>::max();
+  for (const int units : {2, 1}) {
+    if (!sm90_transposed_tiling(p, sm90_transposed_tokens(p.m), units).fits()) continue;
+    for (const int cluster : {1, 2}) {
+      const int64_t tiles = ceil_div(p.k, units * formats::kUnitCols);
+      const auto rounds = static_cast<double>(ceil_div(tiles, num_multiprocessors / cluster));
+      const double tile = static_cast<double>(p.weight.strips) * units * (units == 1 ? single : 1) / cluster;
+      const double time = rounds * (tile + kRound + (cluster - 1) * kClusterRound);
+      if (time >= least) continue;
+      best = {units, cluster};
+      least = time;
+    }
+  }
+  return best;
+}
+
+class QgemmSm90Transposed : public QgemmKernel {
+ public:
+  explicit QgemmSm90Transposed(const QgemmProblem& problem)
+      : problem_(problem), context_(cuda::context(problem.device.index)) {
+    const Division division = choose_division(problem, context_.num_multiprocessors);
+    tiling_ = sm90_transposed_tiling(problem, sm90_transposed_tokens(problem.m), division.units);
+    const cuda::Scope scope(context_);
+    const cuda::KernelSpec spec = sm90_transposed_kernel(problem, tiling_);
+    name_ = spec.function;
+    function_ = cuda::get_kernel(context_, spec);
+    cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
+    const formats::PackedLayout& layout = problem.weight;
+    args_.scales = layout.scales;
+    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
+    args_.absmax = layout.absmax;
+    args_.map = layout.map;
+    args_.offset = layout.offset;
+    args_.absmax_count = static_cast<formats::u32>(ceil_div(layout.n * layout.groups, 256));
+    args_.groups = layout.groups;
+    args_.k = problem.k;
+    args_.strip_bytes = static_cast<formats::u32>(layout.strip_bytes);
+    args_.block_bytes = layout.block_bytes;
+    args_.strips = static_cast<int>(layout.strips);
+    args_.m = static_cast<int>(problem.m);
+    args_.n = static_cast<int>(problem.n);
+    args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
+    args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
+    args_.cluster = division.cluster;
+    args_.accumulate = problem.accumulate;
+    const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
+    grid_ = {int64_t{clusters} * division.cluster, kTransposedThreads, tiling_.shared_bytes(),
+             division.cluster};
+  }
+
+  std::string name() const override { return name_; }
+  std::string backend() const override { return "cuda " + context_.target; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
+  }
+
+  void run(const QgemmTensors& tensors, void* stream, void*) const override {
+    const cuda::Scope scope(context_);
+    QgemmSm90TransposedArgs args = args_;
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, tiling_.tokens,
+                              tiling_.strips() * formats::kUnitRows);
+    args.weight = static_cast<const formats::u8*>(tensors.weight);
+    args.y = tensors.y;
+    if (problem_.early_start)
+      cuda::launch_early(function_, grid_, stream, args);
+    else
+      cuda::launch(function_, grid_, stream, args);
+  }
+
+ private:
+  QgemmProblem problem_;
+  const cuda::Context& context_;
+  QgemmSm90TransposedTiling tiling_{};
+  std::string name_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  QgemmSm90TransposedArgs args_{};  // but for addresses
+};
+
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<QgemmSm90Transposed>(problem);
+}
+
+}  // namespace
+
+int sm90_transposed_tokens(int64_t m) {
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
+}
+
+QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, int tokens, int units) {
+  QgemmSm90TransposedTiling tiling{};
+  tiling.tokens = tokens;
+  tiling.units = units;
+  tiling.bits = problem.codec.bits;
+  tiling.group = problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
+  tiling.parameter_bytes =
+      problem.weight.scale_bytes + problem.weight.bias_bytes + (problem.weight.has_zeros ? 1 : 0);
+  tiling.double_quant = problem.double_quant;
+  tiling.stages = kMaxStages;
+  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
+  return tiling;
+}
+
+std::string sm90_transposed_refuses(const formats::PackedLayout& weight) {
+  if (!weight.inlined && weight.groups != 1)
+    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", weight.group);
+  // ptxas would spill registers.
+  if (weight.bits == 8 && (weight.has_zeros || weight.has_biases || weight.double_quant))
+    return "codes of 8 bits must have no zero points, biases or double quantization";
+  return "";
+}
+cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
+  return {"ops/qgemm/sm90_transposed/sm90_transposed.cu", "qgemm_sm90_transposed",
+          cuda::config_text(
+              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+              fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n", t.group,
+                          t.double_quant) +
+              fmt::format("constexpr QgemmSm90TransposedTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
+                          t.tokens, t.units, t.bits, t.group, t.parameter_bytes, t.double_quant, t.stages))};
+}
+
+const QgemmVariant kQgemmSm90Transposed = {"qgemm_sm90_transposed", DeviceKind::cuda, &refuse, &make};
+
+}  // namespace halfbyte

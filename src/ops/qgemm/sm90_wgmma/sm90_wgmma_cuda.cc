@@ -1,0 +1,181 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "cuda/config.h"
+#include "cuda/launch.h"
+#include "cuda/tensor_map.h"
+#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int kMaxTokens = 64;
+constexpr int kMaxStages = 8;
+constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+std::string refuse(const QgemmProblem& p) {
+  const cuda::Context& context = cuda::context(p.device.index);
+  if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);
+  if (p.transposed) return "it is for forward products";
+  if (!p.packed) return "the weight is not packed";
+  if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
+  if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
+  if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
+  if (!p.weight.inlined && p.weight.groups != 1)
+    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", p.group);
+  if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
+    return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
+                       p.alignment);
+  // 32 bits hold the bytes of a strip, and indexes.
+  constexpr int64_t kMost = int64_t{1} << 30, kMostCols = int64_t{1} << 24;
+  if (p.n > kMost || p.k > kMostCols || p.n * p.weight.groups > kMost)
+    return fmt::format("n and the number of scales must be at most {}, k {}, got {}, {} and {}", kMost,
+                       kMostCols, p.n, p.n * p.weight.groups, p.k);
+  return "";
+}
+
+// How many pairs of strips a cluster has, at most.
+int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocessors) {
+  return ceil_div(ceil_div(p.weight.strips, 2), num_multiprocessors / cluster);
+}
+
+// What takes the least time by this model, in units of the packed layout, of which a block reads one in the
+// time that its share of the memory's bandwidth gives it. Every tile reads all of x; blocks of a cluster wait
+// for each other at the end.
+QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
+  const int tokens = sm90_wgmma_tokens(p.m);
+  QgemmSm90WgmmaTiling best;
+  double least = 0;
+  for (const int cluster : {1, 2})
+    for (const int strips : {2, 4, 8}) {
+      const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
+      if (!sm90_wgmma_takes(p, tiling) || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
+      constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
+      const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
+      const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
+      const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
+      const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
+      const double time = (static_cast<double>(pairs) + tiles * tokens / kTokensOfPair) * units / cluster +
+                          kClusterUnits * (cluster - 1);
+      if (best.stages != 0 && time >= least) continue;
+      best = tiling;
+      least = time;
+    }
+  return best;
+}
+
+class QgemmSm90Wgmma : public QgemmKernel {
+ public:
+  explicit QgemmSm90Wgmma(const QgemmProblem& problem)
+      : problem_(problem),
+        context_(cuda::context(problem.device.index)),
+        tiling_(choose_tiling(problem, context_.num_multiprocessors)) {
+    const cuda::Scope scope(context_);
+    const cuda::KernelSpec spec = sm90_wgmma_kernel(problem, tiling_);
+    name_ = spec.function;
+    function_ = cuda::get_kernel(context_, spec);
+    cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
+    const formats::PackedLayout& layout = problem.weight;
+    args_.strip_bytes = layout.strip_bytes;
+    args_.scales = layout.scales;
+    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
+    args_.absmax = layout.absmax;
+    args_.map = layout.map;
+    args_.offset = layout.offset;
+    args_.groups = static_cast<int>(layout.groups);
+    args_.last_scale = static_cast<int>(layout.n * layout.groups - 1);
+    args_.m = static_cast<int>(problem.m);
+    args_.n = static_cast<int>(problem.n);
+    args_.num_strips = static_cast<int>(layout.strips);
+    args_.num_blocks = static_cast<int>(layout.blocks_per_strip);
+    args_.num_stages = static_cast<int>(ceil_div(problem.k, tiling_.stage_cols()));
+    const int64_t pairs = ceil_div(layout.strips, 2);
+    const int64_t workers =
+        ceil_div(pairs, pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors));
+    args_.num_pairs = static_cast<int>(pairs / workers);
+    args_.num_longer = static_cast<int>(pairs % workers);
+    args_.accumulate = problem.accumulate;
+    args_.pairs = problem.n % 2 == 0;
+    grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(), tiling_.cluster};
+  }
+
+  std::string name() const override { return name_; }
+  std::string backend() const override { return "cuda " + context_.target; }
+  PrecisionGuarantee guarantee() const override {
+    return {DType::f32, DType::f32, true, false,
+            problem_.codec.kind == formats::Kind::affine ? WeightRounding::weight_rounded
+                                                         : WeightRounding::code_rounded};
+  }
+
+  void run(const QgemmTensors& tensors, void* stream, void*) const override {
+    const cuda::Scope scope(context_);
+    QgemmSm90WgmmaArgs args = args_;
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, problem_.k, tiling_.tokens);
+    args.weight = static_cast<const formats::u8*>(tensors.weight);
+    args.bias = tensors.bias;
+    args.y = tensors.y;
+    if (problem_.early_start)
+      cuda::launch_early(function_, grid_, stream, args);
+    else
+      cuda::launch(function_, grid_, stream, args);
+  }
+
+ private:
+  QgemmProblem problem_;
+  const cuda::Context& context_;
+  QgemmSm90WgmmaTiling tiling_;
+  std::string name_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  QgemmSm90WgmmaArgs args_{};  // but for addresses
+};
+
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<QgemmSm90Wgmma>(problem);
+}
+
+}  // namespace
+
+int sm90_wgmma_tokens(int64_t m) {
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
+}
+
+QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster) {
+  QgemmSm90WgmmaTiling tiling;
+  tiling.tokens = tokens;
+  tiling.strips = strips;
+  tiling.cluster = cluster;
+  tiling.block_cols = problem.weight.block_cols;
+  tiling.block_bytes = problem.weight.block_bytes;
+  tiling.bits = problem.codec.bits;
+  while (tiling.valid() && tiling.stages < kMaxStages) {
+    ++tiling.stages;
+    if (tiling.shared_bytes() <= kSharedBytes) continue;
+    --tiling.stages;
+    break;
+  }
+  return tiling;
+}
+
+bool sm90_wgmma_takes(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
+  // With the two last ptxas would spill registers.
+  return t.valid() && t.stages >= 2 && !(t.tokens == 32 && t.strips == 2 && t.cluster == 2) &&
+         !(t.tokens == 32 && t.strips == 8 && problem.double_quant && problem.weight.group == 256);
+}
+cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
+  return {"ops/qgemm/sm90_wgmma/sm90_wgmma.cu", "qgemm_sm90_wgmma",
+          cuda::config_text(
+              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+              fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
+                          problem.weight.inlined ? problem.group : 0, problem.double_quant) +
+              fmt::format("constexpr QgemmSm90WgmmaTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
+                          t.tokens, t.strips, t.cluster, t.block_cols, t.block_bytes, t.bits, t.stages))};
+}
+
+const QgemmVariant kQgemmSm90Wgmma = {"qgemm_sm90_wgmma", DeviceKind::cuda, &refuse, &make};
+
+}  // namespace halfbyte

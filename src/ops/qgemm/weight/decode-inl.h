@@ -1,0 +1,321 @@
+// Decodes a packed weight to f32. Include after highway.h, inside a file that foreach_target.h compiles.
+#if defined(HALFBYTE_OPS_QGEMM_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HALFBYTE_OPS_QGEMM_DECODE_INL_H_
+#undef HALFBYTE_OPS_QGEMM_DECODE_INL_H_
+#else
+#define HALFBYTE_OPS_QGEMM_DECODE_INL_H_
+#endif
+
+#include "cpu/simd-inl.h"
+#include "hwy/cache_control.h"
+#include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/weight/units.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+using Tag = hn::CappedTag<float, 16>;
+using Floats = hn::Vec<Tag>;
+constexpr int kLanes = static_cast<int>(hn::MaxLanes(Tag()));
+
+constexpr int kRows = formats::kUnitRows, kCols = formats::kUnitCols;
+
+// f32, f16 or bf16 in memory to n floats; n is a multiple of kLanes.
+template <class E>
+HWY_INLINE void convert(const void* from, int64_t n, float* to) {
+  const auto* memory = static_cast<const typename E::Memory*>(from);
+  for (int64_t i = 0; i < n; i += kLanes) hn::StoreU(E::load(Tag(), memory + i), Tag(), to + i);
+}
+
+// Whether what stands for a code, or the code of 8 bits, is not all that the scale is multiplied with.
+inline bool is_shifted(const formats::Codec& codec) {
+  return codec.bits == 8 || codec.asymmetric || codec.kind == formats::Kind::affine;
+}
+// What stands for a code of 4 bits: a weight is value * scale or (value - offset) * scale + bias.
+inline float value_of_code(const formats::Codec& codec, int code) {
+  if (codec.kind == formats::Kind::table) return codec.book.values[code];
+  return static_cast<float>(is_shifted(codec) ? code : code + codec.q_min);
+}
+
+// Of the 32 rows of a unit, for each half of its columns.
+struct UnitParameters {
+  bool split;  // the halves differ; else the first is that of both
+  float scales[2][kRows];
+  // Only where is_shifted.
+  float offsets[2][kRows];  // 0 for affine formats
+  float biases[2][kRows];   // 0 for the others
+};
+
+class ParameterLoader {
+ public:
+  // units: of find_units.
+  ParameterLoader(const QgemmProblem& problem, const QgemmTensors& tensors, const UnitPlace* units)
+      : layout_(problem.weight),
+        codec_(problem.codec),
+        memory_(static_cast<const uint8_t*>(tensors.weight)),
+        units_(units) {
+    const int64_t parameters = layout_.groups * kRows;
+    const int offset_bytes = layout_.has_biases ? layout_.bias_bytes : 1;
+    scales_per_strip_ = layout_.inlined ? layout_.strip_bytes : parameters * layout_.scale_bytes;
+    offsets_per_strip_ = layout_.inlined ? layout_.strip_bytes : parameters * offset_bytes;
+  }
+
+  const uint8_t* codes(int64_t strip, int64_t unit) const {
+    return memory_ + units_[unit].codes + strip * layout_.strip_bytes;
+  }
+
+  // Scales of rows beyond the weight are 0.
+  void load(int64_t strip, int64_t unit, UnitParameters& to) const {
+    const UnitPlace& place = units_[unit];
+    to.split = place.groups[0] != place.groups[1];
+    load_half(strip, place, 0, to);
+    if (to.split) load_half(strip, place, 1, to);
+  }
+
+ private:
+  void load_stored(const uint8_t* from, float* to) const {
+    switch (codec_.scale_type) {
+      case formats::ScaleType::f16:
+        return convert<F16>(from, kRows, to);
+      case formats::ScaleType::bf16:
+        return convert<BF16>(from, kRows, to);
+      default:
+        return convert<F32>(from, kRows, to);
+    }
+  }
+
+  void load_half(int64_t strip, const UnitPlace& place, size_t half, UnitParameters& to) const {
+    const uint8_t* scales = memory_ + place.scales[half] + strip * scales_per_strip_;
+    const uint8_t* offsets = memory_ + place.offsets[half] + strip * offsets_per_strip_;
+    if (layout_.double_quant) {
+      const auto* absmax = reinterpret_cast<const float*>(memory_ + layout_.absmax);
+      const auto* map = reinterpret_cast<const float*>(memory_ + layout_.map);
+      const float offset = *reinterpret_cast<const float*>(memory_ + layout_.offset);
+      // Rows of padding have no absmax.
+      const int64_t first = strip * kRows, rows = std::min<int64_t>(kRows, layout_.n - first);
+      for (int64_t r = 0; r < kRows; ++r)
+        to.scales[half][r] =
+            r < rows
+                ? map[scales[r]] * absmax[((first + r) * layout_.groups + place.groups[half]) / 256] + offset
+                : 0;
+    } else {
+      load_stored(scales, to.scales[half]);
+    }
+    if (!is_shifted(codec_)) return;
+    std::fill_n(to.offsets[half], kRows, 0.0f);
+    std::fill_n(to.biases[half], kRows, 0.0f);
+    if (layout_.has_biases)
+      load_stored(offsets, to.biases[half]);
+    else
+      for (int r = 0; r < kRows; ++r)
+        to.offsets[half][r] = static_cast<float>(layout_.has_zeros ? offsets[r] : -codec_.q_min);
+  }
+
+  const formats::PackedLayout& layout_;
+  const formats::Codec& codec_;
+  const uint8_t* memory_;
+  const UnitPlace* units_;
+  int64_t scales_per_strip_, offsets_per_strip_;
+};
+
+// A line of a unit: 64 bytes, the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i + kLanes
+// of it and calls sink(vector, even, odd) with kVectors vectors of values of each of the two rows, which are
+// columns (tile * kVectors + vector) * 16 + i and following of column_order.
+
+using Words = hn::Vec<hn::RebindToUnsigned<Tag>>;
+
+// Words i to i + kLanes of a line of 16, in the same order for all lines.
+HWY_INLINE Words load_words(const uint8_t* line, int a, int i) {
+  const hn::RebindToUnsigned<Tag> d;
+  const auto* words = reinterpret_cast<const uint32_t*>(line);
+  const int exchange = formats::packed_slot(a, 0) % 4 * 4;
+  if constexpr (kLanes == 16) {
+    const hn::Half<decltype(d)> dh;
+    return hn::Combine(d, hn::LoadU(dh, words + (8 ^ exchange)), hn::LoadU(dh, words + exchange));
+  } else {
+    return hn::LoadU(d, words + (i ^ exchange));
+  }
+}
+
+// Lanes of 4-bit codes that are of columns 32 and later of a unit.
+HWY_INLINE hn::Mask<Tag> second_half() {
+  const hn::RebindToUnsigned<Tag> d;
+  return hn::RebindMask(Tag(), hn::TestBit(hn::Iota(d, 0), hn::Set(d, 2u)));
+}
+
+// The parameters of a row, for the lanes of a vector.
+struct RowParameters {
+  Floats scale, offset, bias;
+
+  HWY_INLINE RowParameters(const UnitParameters& from, int half, int row)
+      : scale(hn::Set(Tag(), from.scales[half][row])),
+        offset(hn::Set(Tag(), from.offsets[half][row])),
+        bias(hn::Set(Tag(), from.biases[half][row])) {}
+  HWY_INLINE Floats value(Floats code) const { return hn::MulAdd(hn::Sub(code, offset), scale, bias); }
+};
+
+// Formats of 8 bits. A unit is two tiles, halves of its columns.
+class ByteCodes {
+ public:
+  static constexpr int kTiles = 2, kVectors = 2;
+  explicit ByteCodes(const formats::Codec&) {}
+
+  template <class Sink>
+  HWY_INLINE void decode(const uint8_t* line, int a, int tile, int i, const UnitParameters& parameters,
+                         Sink& sink) const {
+    const int half = parameters.split ? tile : 0;
+    const RowParameters even(parameters, half, 2 * a), odd(parameters, half, 2 * a + 1);
+    const Words words = load_words(line, a, i);
+    sink(0, even.value(code<0>(words)), odd.value(code<16>(words)));
+    sink(1, even.value(code<8>(words)), odd.value(code<24>(words)));
+  }
+
+ private:
+  // A byte of each word.
+  template <int kShift>
+  static HWY_INLINE Floats code(Words words) {
+    const hn::RebindToSigned<Tag> di;
+    const auto bytes = hn::And(hn::ShiftRight<kShift>(words), hn::Set(hn::RebindToUnsigned<Tag>(), 255u));
+    return hn::ConvertTo(Tag(), hn::BitCast(di, bytes));
+  }
+};
+
+#if HALFBYTE_AVX512
+
+// Formats of 4 bits: a row has 16 values in a group, looked up at once.
+class NibbleCodes {
+ public:
+  static constexpr int kTiles = 1, kVectors = 4;
+  explicit NibbleCodes(const formats::Codec& codec) : shifted_(is_shifted(codec)) {
+    for (int code = 0; code < 16; ++code) values_[code] = value_of_code(codec, code);
+  }
+
+  template <class Sink>
+  HWY_INLINE void decode(const uint8_t* line, int a, int, int, const UnitParameters& parameters,
+                         Sink& sink) const {
+    const Floats even = values(parameters, 0, 2 * a), odd = values(parameters, 0, 2 * a + 1);
+    const Words words = load_words(line, a, 0);
+    if (!parameters.split) {
+      sink(0, lookup<0>(even, words), lookup<8>(odd, words));
+      sink(1, lookup<4>(even, words), lookup<12>(odd, words));
+      sink(2, lookup<16>(even, words), lookup<24>(odd, words));
+      sink(3, lookup<20>(even, words), lookup<28>(odd, words));
+      return;
+    }
+    const Floats even1 = values(parameters, 1, 2 * a), odd1 = values(parameters, 1, 2 * a + 1);
+    sink(0, lookup<0>(even, even1, words), lookup<8>(odd, odd1, words));
+    sink(1, lookup<4>(even, even1, words), lookup<12>(odd, odd1, words));
+    sink(2, lookup<16>(even, even1, words), lookup<24>(odd, odd1, words));
+    sink(3, lookup<20>(even, even1, words), lookup<28>(odd, odd1, words));
+  }
+
+ private:
+  // By four bits of each word; of two tables: lanes of the second half of the columns in the second.
+  template <int kShift>
+  static HWY_INLINE Floats lookup(Floats table, Words words) {
+    return Floats{_mm512_permutexvar_ps(hn::ShiftRight<kShift>(words).raw, table.raw)};
+  }
+  template <int kShift>
+  static HWY_INLINE Floats lookup(Floats first, Floats second, Words words) {
+    return hn::IfThenElse(second_half(), lookup<kShift>(second, words), lookup<kShift>(first, words));
+  }
+  HWY_INLINE Floats values(const UnitParameters& parameters, int half, int row) const {
+    const Floats codes = hn::Load(Tag(), values_);
+    if (shifted_) return RowParameters(parameters, half, row).value(codes);
+    return hn::Mul(codes, hn::Set(Tag(), parameters.scales[half][row]));
+  }
+
+  const bool shifted_;
+  alignas(64) float values_[16];
+};
+using TableCodes = NibbleCodes;
+using SymmetricCodes = NibbleCodes;
+using ShiftedCodes = NibbleCodes;
+
+#else
+
+// Formats of 4 bits: the kBytes upper bytes of what stands for a code are looked up apart and joined; of
+// integers, which are short, two suffice.
+template <int kBytes, bool kShifted>
+class NibbleCodes {
+ public:
+  static constexpr int kTiles = 1, kVectors = 4;
+  explicit NibbleCodes(const formats::Codec& codec) {
+    for (int code = 0; code < 16; ++code) {
+      const float value = value_of_code(codec, code);
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      for (int byte = 0; byte < 4; ++byte) planes_[byte][code] = static_cast<uint8_t>(bits >> 8 * byte);
+    }
+  }
+
+  template <class Sink>
+  HWY_INLINE void decode(const uint8_t* line, int a, int, int i, const UnitParameters& parameters,
+                         Sink& sink) const {
+    alignas(16) constexpr uint8_t kTransposed[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const Row even(parameters, 2 * a), odd(parameters, 2 * a + 1);
+    // Byte b of four words become neighbours: they are codes of one row each, of four lanes.
+    const auto bytes = hn::TableLookupBytes(hn::BitCast(Bytes(), load_words(line, a, i)),
+                                            hn::LoadDup128(Bytes(), kTransposed));
+    HWY_UNROLL(2)
+    for (int high = 0; high < 2; ++high) {
+      const auto shifted =
+          high ? hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(Pairs(), bytes))) : bytes;
+      const auto code = hn::And(shifted, hn::Set(Bytes(), uint8_t{15}));
+      const auto b2 = plane(2, code), b3 = plane(3, code);
+      const auto upper_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b2, b3));
+      const auto upper_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b2, b3));
+      auto lower_a = hn::Zero(Pairs()), lower_b = lower_a;
+      if constexpr (kBytes == 4) {
+        const auto b0 = plane(0, code), b1 = plane(1, code);
+        lower_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b0, b1));
+        lower_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b0, b1));
+      }
+      sink(high, even.value(hn::InterleaveLower(Pairs(), lower_a, upper_a)),
+           odd.value(hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
+      sink(high + 2, even.value(hn::InterleaveLower(Pairs(), lower_b, upper_b)),
+           odd.value(hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
+    }
+  }
+
+ private:
+  using Bytes = hn::Repartition<uint8_t, Tag>;
+  using Pairs = hn::Repartition<uint16_t, Tag>;
+
+  // The parameters of a row, for the lanes of a vector.
+  struct Row {
+    Floats scale, offset, bias;
+    HWY_INLINE Row(const UnitParameters& from, int row) : scale(spread(from, from.scales, row)) {
+      if (!kShifted) return;
+      offset = spread(from, from.offsets, row);
+      bias = spread(from, from.biases, row);
+    }
+    HWY_INLINE Floats value(hn::Vec<Pairs> bits) const {
+      const Floats code = hn::BitCast(Tag(), bits);
+      return kShifted ? hn::MulAdd(hn::Sub(code, offset), scale, bias) : hn::Mul(code, scale);
+    }
+  };
+  static HWY_INLINE Floats spread(const UnitParameters& from, const float (&of)[2][kRows], int row) {
+    const Floats first = hn::Set(Tag(), of[0][row]);
+    return from.split ? hn::IfThenElse(second_half(), hn::Set(Tag(), of[1][row]), first) : first;
+  }
+  HWY_INLINE hn::Vec<Bytes> plane(int byte, hn::Vec<Bytes> code) const {
+    return hn::TableLookupBytes(hn::LoadDup128(Bytes(), planes_[byte]), code);
+  }
+
+  alignas(16) uint8_t planes_[4][16];  // byte b of what stands for code i is planes_[b][i]
+};
+using TableCodes = NibbleCodes<4, false>;
+using SymmetricCodes = NibbleCodes<2, false>;
+using ShiftedCodes = NibbleCodes<2, true>;
+
+#endif
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HALFBYTE_OPS_QGEMM_DECODE_INL_H_

@@ -1,0 +1,49 @@
+// Two 16-bit values in a word: 8-bit codes as such, and arithmetic that rounds once.
+#pragma once
+
+#include "cuda/device/types.cuh"
+
+#include "halfbyte_config.h"
+
+namespace halfbyte::device {
+
+#if HALFBYTE_DEVICE_ARCH >= 800
+
+__device__ __forceinline__ u32 fma_pair(F16, u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 fma_pair(BF16, u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+HALFBYTE_FN u32 same_pair(F16, float x) { return f32_to_f16(x) * 0x10001u; }
+HALFBYTE_FN u32 same_pair(BF16, float x) { return f32_to_bf16(x) * 0x10001u; }
+
+// The values of two bytes of a word of 8-bit codes; of asymmetric integers the stored codes.
+[[maybe_unused]] constexpr int kLowestCode =
+    kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
+template <int kByte>
+__device__ __forceinline__ float byte_value(u32 word) {
+  constexpr float kMinus = static_cast<float>(8388608 - kLowestCode);  // 2^23: as above_2_23()
+  return bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kByte)) - kMinus;
+}
+template <int kFirst, int kSecond>
+__device__ __forceinline__ u32 byte_pair(BF16, u32 word) {
+  return __byte_perm(bit_cast<u32>(byte_value<kFirst>(word)), bit_cast<u32>(byte_value<kSecond>(word)),
+                     0x7632);  // 8 bits: exact
+}
+template <int kFirst, int kSecond>
+__device__ __forceinline__ u32 byte_pair(F16, u32 word) {
+  constexpr u32 kMinus =
+      same_pair(F16(), static_cast<float>(kLowestCode - 1024));  // 0x6400 + code is 1024 + code
+  constexpr u32 kOne = same_pair(F16(), 1);
+  return fma_pair(F16(), __byte_perm(word, 0x64646464u, 0x4040 | kFirst | kSecond << 8), kOne, kMinus);
+}
+
+#endif
+
+}  // namespace halfbyte::device

@@ -1,0 +1,266 @@
+// What the wgmma kernels for packed weights share: codes to registers of matrix operand A, the parameters of
+// a group, and the layout of shared memory. sm_90a.
+#pragma once
+
+#include "cuda/device/codes.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "formats/packed.h"
+#include "ops/qgemm/weight/table.cuh"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// ---- Pairs of 16-bit values.
+__device__ __forceinline__ u32 subtract_pairs(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 subtract_pairs(F16, u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// a * b + c, rounded once.
+__device__ __forceinline__ u32 multiply_add_pairs(BF16, u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_add_pairs(F16, u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  float d;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
+
+// ---- Parameters of the rows 2a and 2a + 1 in one group.
+constexpr bool kAsymmetric = kCodec.kind == Kind::integer && kCodec.asymmetric;
+constexpr bool kAffine = kCodec.kind == Kind::affine;
+constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kCodec.scale_type);
+constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? scale_bytes(kCodec.scale_type) : 0;
+constexpr int kBits = kCodec.bits;
+// Columns that have one scale; where a row has one, kGroup is 0 and this is not used.
+constexpr int kGroupSize = kGroup == 0 ? 64 : kGroup;
+
+struct RowPair {
+  float scale[2];
+  // Of what the codes are decoded to: zero points as pairs of twice the same value (of 8 bits: as f32, with
+  // 2^23 added), scales and biases of affine formats as such pairs.
+  u32 zero_pair[2], scale_pair[2], bias_pair[2];
+  float zero[2];
+};
+
+template <int kBytes>
+struct Stored;
+template <>
+struct Stored<4> {
+  using Type = u64;
+};
+template <>
+struct Stored<2> {
+  using Type = u32;
+};
+template <>
+struct Stored<1> {
+  using Type = u16;
+};
+
+// Two neighbouring scales or biases as they are stored; the first of an even row.
+using StoredScales = Stored<scale_bytes(kCodec.scale_type)>::Type;
+__device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits) {
+  if constexpr (kCodec.scale_type == ScaleType::f32) {
+    to[0] = bit_cast<float>(static_cast<u32>(bits));
+    to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
+  } else if constexpr (kCodec.scale_type == ScaleType::bf16) {
+    to[0] = bit_cast<float>(static_cast<u32>(bits) << 16);
+    to[1] = bit_cast<float>(static_cast<u32>(bits) & 0xFFFF0000u);
+  } else {
+    to[0] = f16_to_f32(static_cast<u16>(bits));
+    to[1] = f16_to_f32(static_cast<u16>(bits >> 16));
+  }
+}
+
+__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
+  unpack_scales(to, *reinterpret_cast<const StoredScales*>(from));
+}
+
+// ---- Codes.
+__device__ __forceinline__ Words4 load_words(const u8* shared) {
+  return *reinterpret_cast<const Words4*>(shared);
+}
+
+constexpr float kMagic = 8388608.0f;  // 2^23
+// Byte kByte of a word, plus 2^23.
+template <int kByte>
+__device__ __forceinline__ float byte_above_2_23(u32 word) {
+  u32 bits;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bits) : "r"(word), "r"(0x4B000000u), "n"(0x7440 | kByte));
+  return bit_cast<float>(bits);
+}
+
+// A pair of values from the pair that the table has; `odd`: of the row 2a + 1.
+template <int kOdd>
+__device__ __forceinline__ u32 finish_pair(u32 pair, const RowPair& rows) {
+  if constexpr (kAsymmetric && kBits == 4) pair = subtract_pairs(Element(), pair, rows.zero_pair[kOdd]);
+  if constexpr (kAffine)
+    pair = multiply_add_pairs(Element(), pair, rows.scale_pair[kOdd], rows.bias_pair[kOdd]);
+  return pair;
+}
+// Of 8-bit codes: bytes kFirst and kFirst + 1 of a word.
+template <int kFirst, int kOdd>
+__device__ __forceinline__ u32 pair_of_bytes(u32 word, const RowPair& rows) {
+  const float offset =
+      kAsymmetric ? rows.zero[kOdd] : kMagic - static_cast<float>(kAffine ? 0 : kCodec.q_min);
+  return finish_pair<kOdd>(store_pair(Element(), byte_above_2_23<kFirst>(word) - offset,
+                                      byte_above_2_23<kFirst + 1>(word) - offset),
+                           rows);
+}
+
+// ---- Weights rounded to elements.
+// Of the rows 2a and 2a + 1 of a strip, in one group.
+struct RowParameters {
+  float scale[2] = {}, zero[2] = {}, bias[2] = {};
+};
+// Of two rows of the weight, as elements.
+struct ParameterPairs {
+  u32 scale = 0, zero = 0, bias = 0;
+};
+__device__ __forceinline__ ParameterPairs pair_rows(const RowParameters& low, int i,
+                                                    const RowParameters& high, int j) {
+  ParameterPairs pairs;
+  pairs.scale = store_pair(Element(), low.scale[i], high.scale[j]);
+  if constexpr (kAsymmetric) pairs.zero = store_pair(Element(), low.zero[i], high.zero[j]);
+  if constexpr (kAffine) pairs.bias = store_pair(Element(), low.bias[i], high.bias[j]);
+  return pairs;
+}
+
+// Two weights from the values of their codes.
+__device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
+  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
+  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
+  return multiply_pairs(Element(), values, parameters.scale);
+}
+
+// The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
+template <int kLow, int kHigh>
+__device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
+  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
+  return store_pair(Element(), byte_above_2_23<kLow>(low) - kZero, byte_above_2_23<kHigh>(high) - kZero);
+}
+
+// Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane
+// l has those of strip l / 16, a = l % 16. By PTX ISA, "shfl.sync": with a segment mask of 3 the lane that is
+// read has the low two bits of one's own.
+template <int kFirst>
+__device__ __forceinline__ u32 shuffle(u32 pair) {
+  u32 result;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(result) : "r"(pair), "n"(kFirst));
+  return result;
+}
+template <int kFirst>
+__device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
+  ParameterPairs result;
+  result.scale = shuffle<kFirst>(pairs.scale);
+  if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
+  if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
+  return result;
+}
+
+// Columns whose codes are 16 bytes of a lane.
+constexpr int kWordsCols = 256 / kBits;
+
+// The fragment of A of 16 columns, number `step` of those of the words.
+__device__ __forceinline__ void decode(u32 (&a)[4], const Words4& words, int step, const RowPair& rows,
+                                       u32 table_lane) {
+  if constexpr (kBits == 4) {
+    const u32 word = words.word[step];
+    a[0] = finish_pair<0>(look_up_pair<0>(word, table_lane), rows);
+    a[1] = finish_pair<1>(look_up_pair<1>(word, table_lane), rows);
+    a[2] = finish_pair<0>(look_up_pair<2>(word, table_lane), rows);
+    a[3] = finish_pair<1>(look_up_pair<3>(word, table_lane), rows);
+  } else {
+    const u32 first = words.word[2 * step], second = words.word[2 * step + 1];
+    a[0] = pair_of_bytes<0, 0>(first, rows);
+    a[1] = pair_of_bytes<2, 1>(first, rows);
+    a[2] = pair_of_bytes<0, 0>(second, rows);
+    a[3] = pair_of_bytes<2, 1>(second, rows);
+  }
+}
+
+// ---- Shared memory: the table, the half of which is not used by it and holds partial sums; then the ring.
+constexpr int kScratchStride = kBits == 4 ? 256 : 128;
+constexpr u32 kScratchAddress = kBits == 4 ? kPairTableAddress + 128 : kPairTableAddress;
+
+// Word `lane` of a line of 128 bytes of it; `rank` as above.
+__device__ __forceinline__ u32 scratch_address(int line, int lane, u32 rank) {
+  return (rank << 24) + kScratchAddress + static_cast<u32>(line * kScratchStride + lane * 4);
+}
+__device__ __forceinline__ void store_shared(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ __forceinline__ float load_shared(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+// The address in the block `rank` of the cluster of what is at `address` here.
+__device__ __forceinline__ u32 address_in(u32 rank, u32 address) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Starts a store to a block of the cluster, whose 4 bytes count on `barrier` of that block: addresses by
+// address_in().
+__device__ __forceinline__ void store_async(u32 address, float v, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+      "r"(bit_cast<u32>(v)), "r"(barrier)
+      : "memory");
+}
+// As arrive() and wait(), of what is done for or by another block of the cluster.
+__device__ __forceinline__ void arrive_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_cluster(Barrier* barrier, u32 parity) {
+  u32 ended;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(ended)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!ended);
+}
+
+// Barriers of some warps of the block, by number (1 to 15).
+__device__ __forceinline__ void sync_some(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+#endif
+
+}  // namespace halfbyte::device
