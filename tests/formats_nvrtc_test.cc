@@ -71,12 +71,7 @@ __device__ void round_trip(const F* x, u8* codes, void* scales, void* biases, u8
   }
 #define KERNELS(name, ...) KERNEL(name##_f32, float, __VA_ARGS__) KERNEL(name##_f64, double, __VA_ARGS__)
 
-constexpr const CodeBook& nf4_book = kNf4;
-constexpr const CodeBook& fp4_book = kFp4;
-constexpr const CodeBook& fp4_e2m1_book = kFp4E2m1;
-constexpr CodeBook lut4_book = make_code_book(kNf4Values, Tie::lower);
-
-#define table_KERNELS(name, bits) KERNELS(name, Kind::table, Rule::absmax, bits, false, name##_book)
+#define table_KERNELS(name, bits) KERNELS(name, Kind::table, Rule::absmax, bits, false, books::name)
 #define integer_KERNELS(name, bits)                                                        \
   KERNELS(name##_absmax, Kind::integer, Rule::absmax, bits, false, CodeBook{})             \
   KERNELS(name##_half_range, Kind::integer, Rule::half_range, bits, false, CodeBook{})     \

@@ -3,6 +3,7 @@ encoder and unpackers. Needs no build: it shows that the yardstick of layout_tes
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,32 @@ def test_halfbyte_double_quantization():
     assert np.abs(scales - absmax.reshape(-1)).max() < 0.01
     expected = tables.NF4[codes] * np.repeat(scales.reshape(300, 2), 2, axis=1)
     assert np.array_equal(unpacked.weights, expected)
+
+
+# Code books
+
+
+def table_formats():
+    """The formats of formats.def that have sixteen values of their own."""
+    rows = (Path(__file__).parent.parent / "include" / "halfbyte" / "formats.def").read_text()
+    names = re.findall(r"^HALFBYTE_FORMAT\((\w+), table,", rows, re.M)
+    return [name for name in names if name != "lut4"]
+
+
+@pytest.mark.parametrize("name", table_formats())
+def test_code_book(name):
+    """Values by code, and the codes of numbers on and around each middle of two values: exact arithmetic."""
+    case = GOLDEN[f"table_{name}"]
+    assert bits_of(tables.BY_NAME[name]) == case["values"]
+    numbers = np.array([int(word, 16) for word in case["codes"]], "<u4").view("<f4")
+    assert enc.table_codes(numbers, name).tolist() == list(case["codes"].values())
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/formats.md", "docs/numerics.md"])
+def test_documents_name_every_table(document):
+    text = (Path(__file__).parent.parent / document).read_text()
+    missing = [name for name in table_formats() if f"`{name}`" not in text]
+    assert not missing, f"{document} does not name {missing}"
 
 
 # NF4

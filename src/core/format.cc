@@ -1,5 +1,6 @@
 #include "core/format.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
@@ -14,6 +15,19 @@ constexpr FormatInfo kFormats[] = {
   {Format::name, #name, FormatKind::kind, bits, ScaleRule::default_rule},
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
+};
+
+// By format; null where the kind is not table.
+constexpr const formats::CodeBook* kBooks[] = {
+#define HALFBYTE_BOOK_table(name) &formats::books::name
+#define HALFBYTE_BOOK_integer(name) nullptr
+#define HALFBYTE_BOOK_affine(name) nullptr
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule) HALFBYTE_BOOK_##kind(name),
+#include "halfbyte/formats.def"
+#undef HALFBYTE_FORMAT
+#undef HALFBYTE_BOOK_table
+#undef HALFBYTE_BOOK_integer
+#undef HALFBYTE_BOOK_affine
 };
 
 constexpr std::array<Word<ScaleRule>, 5> kScaleRules{{{ScaleRule::absmax, "absmax"},
@@ -144,17 +158,13 @@ formats::ScaleType scale_type(DType dtype) {
   }
 }
 
+const formats::CodeBook* code_book(Format format) { return kBooks[static_cast<size_t>(format)]; }
+
 std::span<const float, 16> table_values(Format format) {
-  switch (format) {
-    case Format::nf4:
-      return formats::kNf4.values;
-    case Format::fp4:
-      return formats::kFp4.values;
-    case Format::fp4_e2m1:
-      return formats::kFp4E2m1.values;
-    default:
-      HALFBYTE_FAIL(bug, "table_values: {} has no table", info(format).name);
-  }
+  const formats::CodeBook* book = code_book(format);
+  HALFBYTE_CHECK(book != nullptr && format != Format::lut4, bug, "table_values: {} has no values of its own",
+                 info(format).name);
+  return book->values;
 }
 
 formats::Codec make_codec(const QuantSpec& spec) {
@@ -168,24 +178,13 @@ formats::Codec make_codec(const QuantSpec& spec) {
   codec.unrounded_code_scale = spec.code_scale == CodeScale::unrounded;
   codec.q_min = -(1 << (format.bits - 1));
   codec.q_max = (1 << (format.bits - 1)) - 1;
-  switch (spec.format) {
-    case Format::nf4:
-      codec.book = formats::kNf4;
-      break;
-    case Format::fp4:
-      codec.book = formats::kFp4;
-      break;
-    case Format::fp4_e2m1:
-      codec.book = formats::kFp4E2m1;
-      break;
-    case Format::lut4: {
+  if (const formats::CodeBook* book = code_book(spec.format)) {
+    codec.book = *book;
+    if (spec.format == Format::lut4) {
       float values[16];
-      for (size_t i = 0; i < 16; ++i) values[i] = spec.table[i];
-      codec.book = formats::make_code_book(values, formats::Tie::lower);
-      break;
+      std::ranges::copy(spec.table, values);
+      codec.book = formats::make_code_book(values, book->tie);
     }
-    default:
-      break;
   }
   return codec;
 }

@@ -13,6 +13,9 @@ formats::Codec make_codec(const QuantSpec& spec);
 
 formats::ScaleType scale_type(DType dtype);  // f32, f16, bf16, f64 only
 
+// The book of a table format, null for others. That of lut4 has a tie rule, but no values of its own.
+const formats::CodeBook* code_book(Format format);
+
 // The sixteen values of a table format, by code. lut4 has none of its own: see QuantSpec::table.
 std::span<const float, 16> table_values(Format format);
 

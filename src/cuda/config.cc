@@ -22,18 +22,16 @@ const char* element_type(DType dtype) {
   }
 }
 
-// An expression, and the lines that it needs before it; null: of no table.
+// A book is its values and its tie rule: an expression, and the lines that it needs before it. Null: of no
+// table.
 struct BookText {
   std::string lines, value;
 };
-BookText code_book(const formats::CodeBook* book) {
+BookText text_of(const formats::CodeBook* book) {
   if (book == nullptr) return {"", "CodeBook{}"};
-  if (*book == formats::kNf4) return {"", "kNf4"};
-  if (*book == formats::kFp4) return {"", "kFp4"};
-  if (*book == formats::kFp4E2m1) return {"", "kFp4E2m1"};
-  std::string lines = "constexpr float kLut4Values[16] = {";
+  std::string lines = "constexpr float kTableValues[16] = {";
   for (const float value : book->values) lines += fmt::format("{:a}f, ", value);
-  return {lines + "};\n", "make_code_book(kLut4Values, Tie::lower)"};
+  return {lines + "};\n", fmt::format("make_code_book(kTableValues, Tie({}))", static_cast<int>(book->tie))};
 }
 
 }  // namespace
@@ -41,7 +39,7 @@ BookText code_book(const formats::CodeBook* book) {
 std::string element_config(DType dtype) { return fmt::format("using Element = {};\n", element_type(dtype)); }
 
 std::string codec_config(const formats::Codec& codec) {
-  const BookText book = code_book(codec.kind == formats::Kind::table ? &codec.book : nullptr);
+  const BookText book = text_of(codec.kind == formats::Kind::table ? &codec.book : nullptr);
   return book.lines +
          fmt::format(
              "constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}, {}, {}}};\n",
@@ -50,7 +48,7 @@ std::string codec_config(const formats::Codec& codec) {
              codec.q_max, book.value);
 }
 std::string book_config(const formats::CodeBook* book) {
-  const BookText text = code_book(book);
+  const BookText text = text_of(book);
   return text.lines + fmt::format("constexpr CodeBook kBook = {};\n", text.value);
 }
 

@@ -2,7 +2,9 @@
 
 #include <bit>
 #include <cmath>
+#include <fstream>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <span>
 #include <vector>
@@ -142,9 +144,29 @@ TEST(Tables, Nf4ValuesAndEdgesAreTheKnownBits) {
   const u32 edges[15] = {0xBF591CD9, 0xBF1C5271, 0xBEEB8480, 0xBEADEA77, 0xBE703CED,
                          0xBE0D38BC, 0xBD3A7871, 0x3D22FAFF, 0x3DF64862, 0x3E5067E0,
                          0x3E9582D4, 0x3EC753F9, 0x3F006D03, 0x3F248DAF, 0x3F5C89D9};
-  for (int i = 0; i < 16; ++i) EXPECT_EQ(bit_cast<u32>(kNf4.values[i]), values[i]);
-  for (int i = 0; i < 15; ++i) EXPECT_EQ(bit_cast<u32>(kNf4.edges_f32[i]), edges[i]);
-  EXPECT_EQ(kNf4.zero_code, 7);
+  for (int i = 0; i < 16; ++i) EXPECT_EQ(bit_cast<u32>(books::nf4.values[i]), values[i]);
+  for (int i = 0; i < 15; ++i) EXPECT_EQ(bit_cast<u32>(books::nf4.edges_f32[i]), edges[i]);
+  EXPECT_EQ(books::nf4.zero_code, 7);
+}
+
+// Values by code, and codes on and around each middle of two values, of every format.
+TEST(Tables, BooksAreThoseOfTheGoldenFile) {
+  std::ifstream file(HALFBYTE_SOURCE_DIR "/tests/golden/formats.json");
+  const auto golden = nlohmann::json::parse(file);
+  const auto number = [](const std::string& hex) {
+    return bit_cast<float>(static_cast<u32>(std::stoul(hex, nullptr, 16)));
+  };
+  for (const FormatInfo& format : all_formats()) {
+    if (format.kind != FormatKind::table || format.format == Format::lut4) continue;
+    const std::string key = std::string("table_") + format.name;
+    ASSERT_TRUE(golden.contains(key)) << "tests/golden/formats.json has no " << key;
+    const CodeBook& book = *code_book(format.format);
+    for (size_t i = 0; i < 16; ++i)
+      EXPECT_EQ(bit_cast<u32>(book.values[i]), bit_cast<u32>(number(golden[key]["values"].at(i))))
+          << key << i;
+    for (const auto& [hex, code] : golden[key]["codes"].items())
+      EXPECT_EQ(table_encode(book, number(hex)), code.get<int>()) << key << " of " << number(hex);
+  }
 }
 
 // The rule by exhaustive distance, in exact arithmetic.
@@ -172,17 +194,19 @@ int nearest(const CodeBook& book, double y, Tie tie) {
 
 TEST(Tables, EncodingIsTheNearestValueWithTheTieRule) {
   const float user[16] = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 1e4f, 3e9f};
-  const CodeBook lut = make_code_book(user, Tie::lower);
-  const struct {
-    const CodeBook& book;
-    Tie tie;
-  } cases[] = {{kNf4, Tie::lower}, {kFp4, Tie::toward_zero}, {kFp4E2m1, Tie::even}, {lut, Tie::lower}};
+  const CodeBook lut = make_code_book(user, code_book(Format::lut4)->tie);
+  std::vector<const CodeBook*> all;
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::table)
+      all.push_back(format.format == Format::lut4 ? &lut : code_book(format.format));
+  ASSERT_GE(all.size(), 4u);
   std::mt19937_64 random(4);
-  for (const auto& [book, tie] : cases) {
-    const auto check = [&, &book = book, tie = tie](float y) {
+  for (const CodeBook* const tested : all) {
+    const CodeBook& book = *tested;
+    const auto check = [&](float y) {
       // Distances of two f32 are exact in f64 unless the exponents are far apart.
       if (&book == &lut && std::fabs(y) > 100) return;
-      ASSERT_EQ(table_encode(book, y), nearest(book, static_cast<double>(y), tie)) << y;
+      ASSERT_EQ(table_encode(book, y), nearest(book, static_cast<double>(y), book.tie)) << y;
     };
     for (int i = 0; i < 15; ++i)
       for (float y = std::nextafter(std::nextafter(book.edges_f32[i], -INFINITY), -INFINITY), n = 0; n < 5;
@@ -200,10 +224,10 @@ TEST(Tables, EncodingIsTheNearestValueWithTheTieRule) {
     check(0.0f);
     check(-0.0f);
   }
-  EXPECT_EQ(table_encode(kFp4E2m1, 2.5f), 4);    // 2 and 3: codes 4 and 5
-  EXPECT_EQ(table_encode(kFp4E2m1, -5.0f), 14);  // -4 and -6: codes 14 and 15
-  EXPECT_EQ(table_encode(kFp4, 0.0f), 0);
-  EXPECT_EQ(table_encode(kFp4, -1e-6f), 8);
+  EXPECT_EQ(table_encode(books::fp4_e2m1, 2.5f), 4);    // 2 and 3: codes 4 and 5
+  EXPECT_EQ(table_encode(books::fp4_e2m1, -5.0f), 14);  // -4 and -6: codes 14 and 15
+  EXPECT_EQ(table_encode(books::fp4, 0.0f), 0);
+  EXPECT_EQ(table_encode(books::fp4, -1e-6f), 8);
   // Between 1e4 and 3e9 the midpoint needs more than 24 bits.
   EXPECT_EQ(table_encode(lut, 1500004992.0f), 14);
   EXPECT_EQ(table_encode(lut, 1500005120.0f), 15);

@@ -5,6 +5,12 @@
 
 namespace halfbyte::formats {
 
+enum class Tie : u8 {
+  lower,        // to the lower value
+  toward_zero,  // to the smaller magnitude
+  even,         // to the even code
+};
+
 // Sixteen values and how a number is assigned to one. Codes are ranked by value; with
 // rank = #{i : y > edges[i]} the code of y is code_of_rank[rank]. Every tie rule is expressed by the
 // edges: an edge is the largest number that still belongs to the lower value.
@@ -15,14 +21,9 @@ struct CodeBook {
   u8 code_of_rank[16] = {};
   float max_magnitude = 0;  // the scale of a group is absmax / max_magnitude
   u8 zero_code = 0;         // of 0
+  Tie tie = Tie::lower;     // with the values it decides all the rest
 
   constexpr bool operator==(const CodeBook&) const = default;
-};
-
-enum class Tie : u8 {
-  lower,        // to the lower value
-  toward_zero,  // to the smaller magnitude
-  even,         // to the even code
 };
 
 template <class F>
@@ -44,6 +45,7 @@ HALFBYTE_FN int table_encode(const CodeBook& book, F y) {
 // numbers that round to 0).
 HALFBYTE_FN CodeBook make_code_book(const float (&values)[16], Tie tie) {
   CodeBook book;
+  book.tie = tie;
   int order[16] = {};
   for (int i = 0; i < 16; ++i) {  // insertion sort by (value, descending code)
     int j = i;
@@ -82,6 +84,10 @@ HALFBYTE_FN CodeBook make_code_book(const float (&values)[16], Tie tie) {
   return book;
 }
 
+// One book for each row of halfbyte/formats.def of kind table, under the name of the row: what needs the book
+// of a format finds it by that name, so that a row without one does not compile.
+namespace books {
+
 // NF4: QLoRA (arXiv:2305.14314), appendix E; the values of bitsandbytes.
 constexpr float kNf4Values[16] = {-1.0f,
                                   -0.6961928009986877f,
@@ -99,17 +105,22 @@ constexpr float kNf4Values[16] = {-1.0f,
                                   0.5626170039176941f,
                                   0.7229568362236023f,
                                   1.0f};
-constexpr CodeBook kNf4 = make_code_book(kNf4Values, Tie::lower);
+constexpr CodeBook nf4 = make_code_book(kNf4Values, Tie::lower);
 
 // FP4 of bitsandbytes: sign, 2 exponent bits, 1 mantissa bit, scaled so that the largest is 1. Not OCP E2M1.
 constexpr float kFp4Values[16] = {
     0.0f, 0.0625f / 12,  8.0f / 12,  12.0f / 12,  4.0f / 12,  6.0f / 12,  2.0f / 12,  3.0f / 12,
     0.0f, -0.0625f / 12, -8.0f / 12, -12.0f / 12, -4.0f / 12, -6.0f / 12, -2.0f / 12, -3.0f / 12};
-constexpr CodeBook kFp4 = make_code_book(kFp4Values, Tie::toward_zero);
+constexpr CodeBook fp4 = make_code_book(kFp4Values, Tie::toward_zero);
 
 // E2M1 of the OCP Microscaling Formats specification 1.0, table 5; code 8 (minus zero) decodes to +0.
 constexpr float kFp4E2m1Values[16] = {0.0f, 0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                       0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-constexpr CodeBook kFp4E2m1 = make_code_book(kFp4E2m1Values, Tie::even);
+constexpr CodeBook fp4_e2m1 = make_code_book(kFp4E2m1Values, Tie::even);
+
+// The values are the user's (QuantSpec::table); only the tie rule is the format's.
+constexpr CodeBook lut4 = {.tie = Tie::lower};
+
+}  // namespace books
 
 }  // namespace halfbyte::formats

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import safetensors_io as st
-from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP, E2M1_MAGNITUDES, FP4_MAGNITUDES
+from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
 
 SMALLEST_SUBNORMAL = {"f32": 2.0**-149, "f16": 2.0**-24, "bf16": 2.0**-133}
 FILE_DTYPE = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -83,21 +83,25 @@ def holds(scales, dtype):
     return np.all((magnitude >= 2**7 * SMALLEST_SUBNORMAL[dtype]) & (magnitude <= largest))
 
 
-# fp4_e2m1: a tie takes the even one of the two codes.
-_E2M1_TIES = np.array([i if i % 2 == 0 else i + 1 for i in range(7)])
+# Which of two values takes a number in their middle: the lower one, the one nearer to zero, that of even code.
+TIES = {"nf4": "lower", "fp4": "toward-zero", "fp4_e2m1": "even", "lut4": "lower"}
 
 
 def table_codes(y, format, table=None):
     """Codes of the values y, in units of the scale."""
-    if format in ("nf4", "lut4"):
-        return nearest(y, BY_NAME["nf4"] if format == "nf4" else table).astype(np.uint8)
-    sign = np.where(y < 0, 8, 0)
-    if format == "fp4":
-        order = np.argsort(FP4_MAGNITUDES, kind="stable")
-        magnitude = order[nearest(np.abs(y), FP4_MAGNITUDES[order])]
+    values = table if format == "lut4" else BY_NAME[format]
+    ascending, codes = np.unique(values, return_index=True)
+    if TIES[format] == "lower":
+        ties = np.arange(15)
+    elif TIES[format] == "toward-zero":
+        ties = np.where(ascending[1:] <= 0, np.arange(1, len(ascending)), np.arange(len(ascending) - 1))
     else:
-        magnitude = nearest(np.abs(y), E2M1_MAGNITUDES, _E2M1_TIES)
-    return (magnitude | sign).astype(np.uint8)
+        ties = np.where(codes[:-1] % 2 == 0, np.arange(len(codes) - 1), np.arange(1, len(codes)))
+    result = codes[nearest(y, ascending, ties)]
+    negative_zero = np.flatnonzero(values == 0)[-1:]  # a second code of 0 is for negative numbers
+    if len(negative_zero):
+        result = np.where((values[result] == 0) & (y < 0), negative_zero[0], result)
+    return result.astype(np.uint8)
 
 
 def integer_codes(quotient, zero_point, qmin, qmax):
@@ -116,7 +120,7 @@ def _divide(x, scale):
 
 
 def bits_of(format):
-    return 4 if format in ("nf4", "lut4", "fp4", "fp4_e2m1") else int(format[-1])
+    return 4 if format in TIES else int(format[-1])
 
 
 def integer_range(bits):

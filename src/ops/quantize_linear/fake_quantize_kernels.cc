@@ -11,13 +11,20 @@ constexpr std::array<Word<ZeroType>, 4> kZeroTypes{
     {{ZeroType::none, "none"}, {ZeroType::i32, "i32"}, {ZeroType::f32, "f32"}, {ZeroType::f64, "f64"}}};
 constexpr const char* kIntegers = "integers";
 
+std::vector<std::string> formats() {
+  std::vector<std::string> words = {kIntegers, "lut4"};
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::table && format.format != Format::lut4) words.push_back(format.name);
+  return words;
+}
+
 std::vector<KernelKey> keys(const std::vector<std::string>& zero_points,
                             std::initializer_list<KernelKey> more) {
   std::vector<KernelKey> keys = {
       cuda::dtype_key("The dtype of x, y and gradients."),
       {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
       {"zero-point", zero_points, false, "The dtype of zero points: i32, or learned f32 (f64: f64)."},
-      {"format", {kIntegers, "lut4", "nf4", "fp4", "fp4_e2m1"}, false, "A table has no zero points."},
+      {"format", formats(), false, "A table has no zero points."},
       {"table", {}, true, "The 16 ascending values of lut4, separated by commas."}};
   keys.insert(keys.end(), more);
   return keys;
