@@ -1,0 +1,699 @@
+// Prints a hash of the bytes that each op gives for seeded random problems, a line a problem: two builds,
+// devices or numbers of threads give the same bytes where they print the same lines. It uses public headers
+// only, so that it can be built against any version of the library. Problems depend on the seed, the op and
+// their number alone; outputs are poisoned before, and bytes around tensors are hashed too. Bytes of products
+// depend on the variant, which their lines name.
+#include "op_hashes.h"
+
+#include <cstdlib>
+
+#include "halfbyte/affine_qdq.hpp"
+#include "halfbyte/fake_quantize.hpp"
+#include "halfbyte/quantize_linear.hpp"
+#include "halfbyte/quantize_plan.hpp"
+#include "halfbyte/simple.hpp"
+
+namespace halfbyte::op_hashes {
+namespace {
+
+constexpr const char* kUsage = R"(halfbyte_op_hashes [--OPTION VALUE]...
+  --op NAME        may be given more than once; else all
+  --device DEVICE  cpu or cuda:N
+  --threads N      of the CPU; 0: all
+  --seed N         1
+  --first N        number of the first problem of each op: 0
+  --count N        problems of each op: 200
+  --variant NAME   of products: this one; else the chosen one and then each other that takes the problem
+)";
+
+// ---- Matrices: quantize, dequantize and what stands on them
+
+QuantizedView make_quantized(Problem& p, const QuantSpec& spec, int64_t rows, int64_t cols, bool output) {
+  const QuantShape shape = quant_shape(spec, rows, cols);
+  const auto part = [&](DType dtype, int64_t n, Data data) {
+    return p.tensor(dtype, {n}, output ? Data::poison : data).data;
+  };
+  QuantizedView view{spec, rows, cols};
+  view.codes = static_cast<uint8_t*>(part(DType::u8, shape.code_bytes(), Data::bits));
+  const Data scales = p.random.one_in(2) ? Data::scales : Data::finite;
+  view.scales = part(spec.scale_dtype, shape.num_groups, scales);
+  if (has_biases(spec)) view.biases = part(spec.scale_dtype, shape.num_groups, Data::normal);
+  if (!has_zeros(spec)) return view;
+  const int64_t most = (1 << info(spec.format).bits) - 1;
+  view.zeros = static_cast<uint8_t*>(output ? part(DType::u8, shape.num_groups, Data::poison)
+                                            : p.integers(DType::u8, {shape.num_groups}, 0, most).data);
+  return view;
+}
+
+void run_quantize(Problem& p) {
+  Random& r = p.random;
+  const DType dtype = draw_float(r);
+  const QuantSpec spec = draw_spec(r, dtype);
+  const Shape shape = draw_shape(r, 1, 3);
+  const int64_t rows = rows_of(shape), cols = shape.back(), alignment = p.draw_alignment(dtype);
+  const bool plan = r.one_in(2), ranged = !plan && spec.granularity == Granularity::tensor && r.one_in(2);
+  p.text << dtype << ' ' << shape << ' ' << spec << (plan ? " plan" : ranged ? " range" : "");
+  const TensorView x = p.tensor(dtype, shape, Data::any);
+  p.print([&] {
+    const QuantizedView out = make_quantized(p, spec, rows, cols, true);
+    if (plan) return p.run<Quantize>({spec, rows, cols, dtype, alignment}, {x, out});
+    const ValueRange range{-1, 3};  // as if of a larger tensor
+    p.hash.add(quantize(x, out, p.execution, ranged ? &range : nullptr));
+  });
+}
+
+void run_dequantize(Problem& p) {
+  Random& r = p.random;
+  const DType dtype = draw_float(r);
+  const QuantSpec spec = draw_spec(r, dtype);
+  const Shape shape = draw_shape(r, 1, 3);
+  const int64_t rows = rows_of(shape), cols = shape.back(), alignment = p.draw_alignment(dtype);
+  const bool plan = r.one_in(2);
+  p.text << dtype << ' ' << shape << ' ' << spec << (plan ? " plan" : "");
+  p.print([&] {
+    const QuantizedView in = make_quantized(p, spec, rows, cols, false);
+    const TensorView y = p.tensor(dtype, shape, Data::poison);
+    if (plan) return p.run<Dequantize>({spec, rows, cols, dtype, alignment}, {in, y});
+    dequantize(in, y, p.execution);
+  });
+}
+
+void run_value_range(Problem& p) {
+  const DType dtype = draw_float(p.random);
+  const Shape shape = draw_shape(p.random, 0, 3);
+  p.draw_alignment(dtype);
+  p.text << dtype << ' ' << shape;
+  const TensorView x = p.tensor(dtype, shape, Data::any);
+  p.print([&] { p.hash.add(value_range(x, p.execution)); });
+}
+
+// In host memory on every device, as double_quantize is.
+void run_quantized_tensor(Problem& p) {
+  Random& r = p.random;
+  const DType dtype = draw_float(r);
+  QuantSpec spec = draw_spec(r, dtype);
+  if (spec.scale_dtype == DType::f64) spec.scale_dtype = DType::f32;
+  spec.double_quant = spec.scale_dtype == DType::f32 && !has_biases(spec);
+  const Shape shape = draw_shape(r, 1, 3);
+  p.text << dtype << ' ' << shape << ' ' << spec;
+  std::vector<uint8_t> values(static_cast<size_t>(contiguous_bytes(dtype, shape))), result = values;
+  fill_values(r, values.data(), dtype, rows_of(shape) * shape.back(), r.one_in(4) ? Data::any : Data::normal);
+  p.print([&] {
+    const QuantizedTensor q = quantize({values.data(), dtype, shape, {}, {}}, spec, p.execution);
+    dequantize(q, {result.data(), dtype, shape, {}, {}}, p.execution);
+    for (const auto& bytes : {q.codes, q.scales, q.zeros, q.biases, result}) p.hash.add(bytes);
+    p.hash.add(q.scales_absmax);
+    p.hash.add(double{q.scales_offset});
+  });
+}
+
+void run_double_quantize(Problem& p) {
+  const int64_t n = draw_shape(p.random, 1, 1)[0];
+  p.text << '[' << n << ']';
+  const auto length = static_cast<size_t>(n);
+  std::vector<float> scales(length), absmax((length + 255) / 256), decoded(length);
+  std::vector<uint8_t> codes(length);
+  fill_values(p.random, reinterpret_cast<uint8_t*>(scales.data()), DType::f32, n,
+              p.random.one_in(4) ? Data::finite : Data::normal);
+  p.print([&] {
+    DoubleQuantizedView view{codes.data(), absmax.data(), 0};
+    double_quantize(scales.data(), n, view);
+    double_dequantize(view, n, decoded.data());
+    p.hash.add(codes);
+    p.hash.add(double{view.offset});
+    for (const auto& values : {absmax, decoded}) p.hash.add(values);
+    p.hash.add(double_quant_map(), 256 * sizeof(float));
+  });
+}
+
+void run_simple(Problem& p) {
+  Random& r = p.random;
+  const DType dtype = draw_float(r), y_dtype = draw_float(r);
+  const int64_t n = draw_shape(r, 1, 1)[0], group_size = draw_group_size(r);
+  const bool nf4 = r.one_in(3), symmetric = nf4 || r.one_in(2);
+  DType scale_dtype = draw_short_float(r);
+  if (dtype == DType::f64 && y_dtype == DType::f64 && r.one_in(2)) scale_dtype = DType::f64;
+  p.draw_alignment(dtype);
+  p.text << (nf4         ? "nf4 "
+             : symmetric ? "int4 "
+                         : "int4+zero ")
+         << dtype << " to " << y_dtype << " [" << n << "] " << group_size << ' ' << scale_dtype;
+  const TensorView x = p.tensor(dtype, {n}, r.one_in(3) ? Data::any : Data::normal);
+  const Int4Config config{group_size, symmetric};
+  const int64_t groups = config.num_groups(n);
+  const TensorView codes = p.tensor(DType::u8, {config.packed_bytes(n)}, Data::poison);
+  const TensorView scales = p.tensor(scale_dtype, {groups}, Data::poison);
+  const TensorView zeros = symmetric ? TensorView{} : p.tensor(DType::u8, {groups}, Data::poison);
+  const TensorView y = p.tensor(y_dtype, {n}, Data::poison);
+  p.print([&] {
+    if (nf4) {
+      quantize_nf4(x, codes, scales, n, group_size, p.execution);
+      dequantize_nf4(codes, scales, y, n, group_size, p.execution);
+    } else {
+      quantize_int4(x, codes, scales, zeros, n, config, p.execution);
+      dequantize_int4(codes, scales, zeros, y, n, config, p.execution);
+    }
+  });
+}
+
+// ---- Linear quantization
+
+struct Parameters {
+  TensorView scale, zero_point;
+};
+// Of linear and fake quantization.
+template <class Descriptor>
+Parameters make_parameters(Problem& p, const Descriptor& d) {
+  const Shape shape = d.scale_shape();
+  Parameters result;
+  result.scale = p.tensor(d.scale_dtype, shape, d.computed ? Data::poison : Data::invalid_scales);
+  if (!d.zero_point_dtype) return result;
+  const DType dtype = *d.zero_point_dtype;
+  const int beyond = dtype == DType::i32 && p.random.one_in(4) ? 3 : 0;
+  if (d.computed || is_floating(dtype))
+    result.zero_point = p.tensor(dtype, shape, d.computed ? Data::poison : Data::any);
+  else
+    result.zero_point = p.integers(dtype, shape, d.q_min - beyond, d.q_max + beyond);
+  return result;
+}
+
+LinearDescriptor draw_linear(Problem& p, bool may_compute) {
+  Random& r = p.random;
+  LinearDescriptor d;
+  d.dtype = draw_float(r);
+  d.code_dtype = r.pick({DType::i8, DType::i8, DType::u8, DType::u8, DType::i4, DType::u4});
+  p.text << d.dtype << ' ' << d.code_dtype << ' ';
+  draw_grouping(p, d);
+  const bool is_signed = d.code_dtype == DType::i8 || d.code_dtype == DType::i4;
+  const int levels = is_packed(d.code_dtype) ? 16 : 256;
+  d.q_min = is_signed ? -levels / 2 : 0;
+  d.q_max = d.q_min + levels - 1;
+  if (r.one_in(3)) {
+    if (is_signed) d.q_min += static_cast<int>(r.below(levels / 4));
+    d.q_max -= static_cast<int>(r.below(levels / 4));
+  }
+  d.scale_dtype = draw_scale_dtype(r, d.dtype);
+  if (r.one_in(2)) d.zero_point_dtype = r.one_in(2) ? DType::i32 : d.code_dtype;
+  d.computed = may_compute && r.one_in(2);
+  d.scale_rule = r.pick({ScaleRule::absmax, ScaleRule::half_range});
+  if (d.zero_point_dtype) d.scale_rule = ScaleRule::minmax;
+  d.strided = r.one_in(3);
+  d.alignment = p.draw_alignment(d.dtype);
+  p.text << d.q_min << ".." << d.q_max << ' ' << d.scale_dtype << ' ';
+  if (d.zero_point_dtype) p.text << *d.zero_point_dtype << ' ';
+  p.text << (d.computed ? to_string(d.scale_rule) : "given") << (d.strided ? " strided" : "");
+  return d;
+}
+
+// Strided: with space between elements, along the axis, and between what is before it.
+TensorView linear_tensor(Problem& p, const LinearDescriptor& d, DType dtype, Data data) {
+  if (!d.strided || is_packed(dtype) || d.shape.empty()) return p.tensor(dtype, d.shape, data);
+  const auto rank = static_cast<int>(d.shape.size());
+  const auto axis = static_cast<size_t>((d.axis + rank) % rank);
+  Shape strides(d.shape.size());
+  int64_t stride = p.random.between(1, 2);
+  for (size_t i = strides.size(); i-- > 0;) {
+    if (i == axis || i + 1 == axis) stride += p.random.below(3);
+    strides[i] = stride;
+    stride *= std::max<int64_t>(1, d.shape[i]);
+  }
+  return p.tensor(dtype, d.shape, data, strides);
+}
+
+void run_quantize_linear(Problem& p) {
+  const LinearDescriptor d = draw_linear(p, true);
+  p.print([&] {
+    const TensorView x = linear_tensor(p, d, d.dtype, Data::any);
+    const TensorView codes = linear_tensor(p, d, d.code_dtype, Data::poison);
+    const auto [scale, zero_point] = make_parameters(p, d);
+    p.run<QuantizeLinear>(d, {x, codes, scale, zero_point});
+  });
+}
+void run_dequantize_linear(Problem& p) {
+  const LinearDescriptor d = draw_linear(p, false);
+  p.print([&] {
+    const TensorView codes = linear_tensor(p, d, d.code_dtype, Data::bits);
+    const TensorView y = linear_tensor(p, d, d.dtype, Data::poison);
+    const auto [scale, zero_point] = make_parameters(p, d);
+    p.run<DequantizeLinear>(d, {codes, scale, zero_point, y});
+  });
+}
+void run_quantize_linear_backward(Problem& p) {
+  const LinearDescriptor d = draw_linear(p, false);
+  p.print([&] {
+    const TensorView x = linear_tensor(p, d, d.dtype, Data::any);
+    const TensorView dy = linear_tensor(p, d, d.dtype, Data::any);
+    const auto [scale, zero_point] = make_parameters(p, d);
+    const TensorView dx = p.random.one_in(3) ? dy : linear_tensor(p, d, d.dtype, Data::poison);
+    p.run<QuantizeLinearBackward>(d, {x, dy, scale, zero_point, dx});
+  });
+}
+
+// ---- Observers
+
+struct StateTensors {
+  TensorView min, max, num_batches;
+};
+StateTensors make_state(Problem& p, DType dtype, const Shape& shape) {
+  StateTensors state;
+  state.min = p.tensor(dtype, shape, Data::poison);
+  state.max = p.tensor(dtype, shape, Data::poison);
+  state.num_batches = p.tensor(DType::i64, {}, Data::poison);
+  reset_observer(state.min, state.max, state.num_batches, p.stream.handle());
+  return state;
+}
+void run_observe(Problem& p) {
+  Random& r = p.random;
+  ObserveDescriptor d;
+  d.dtype = draw_float(r);
+  p.text << d.dtype << ' ';
+  draw_grouping(p, d);
+  d.observer = draw_observer(r, 4);
+  d.alignment = p.draw_alignment(d.dtype);
+  const int64_t num_batches = r.between(1, 3);
+  p.text << d.observer << ' ' << num_batches << (num_batches > 1 ? " batches" : " batch");
+  p.print([&] {
+    const auto [min, max, batches] = make_state(p, d.state_dtype(), d.state_shape());
+    const ObservePlan plan = p.select<Observe>(d);
+    for (int64_t i = 0; i < num_batches; ++i)
+      p.run(plan, {p.tensor(d.dtype, d.shape, Data::any), min, max, batches});
+    const ObserverState state = load_observer(min, max, batches, p.stream.handle());
+    p.hash.add(state);
+    store_observer(state, min, max, batches, p.stream.handle());
+  });
+}
+
+void run_observer_state(Problem& p) {
+  Random& r = p.random;
+  const ObserverConfig config = draw_observer(r, 4);
+  const DType dtype = r.pick({DType::f32, DType::f64}), scale_dtype = draw_short_float(r);
+  const int64_t num_groups = r.between(1, 40);
+  p.text << config << ' ' << dtype << " [" << num_groups << "] " << scale_dtype;
+  p.print([&] {
+    ObserverState states[] = {ObserverState::empty(num_groups, dtype),
+                              ObserverState::empty(num_groups, dtype)};
+    for (ObserverState& state : states)
+      for (int64_t batch = r.between(1, 4); batch > 0; --batch) {
+        std::vector<double> min, max;
+        for (int64_t i = 0; i < num_groups; ++i) {
+          min.push_back(r.normal());
+          max.push_back(min.back() + 3 * r.uniform());
+        }
+        state.update(config, min, max);
+      }
+    states[0].merge(config, states[1]);
+    p.hash.add(states[0]);
+    for (const QParams& params : states[0].qparams(config.qparams, scale_dtype)) p.hash.add(params);
+  });
+}
+
+void run_compute_qparams(Problem& p) {
+  Random& r = p.random;
+  QParamsDescriptor d;
+  d.shape = draw_shape(r, 0, 3);
+  d.config = draw_qparams(r);
+  d.dtype = r.pick({DType::f32, DType::f64});
+  d.scale_dtype = draw_short_float(r);
+  if (d.dtype == DType::f64 && r.one_in(2)) d.scale_dtype = DType::f64;
+  if (d.config.asymmetric || d.config.q_min >= 0 || r.one_in(2))
+    d.zero_point_dtype = r.pick({DType::i32, d.config.q_min < 0 ? DType::i8 : DType::u8});
+  p.text << d.shape << ' ' << d.config << ' ' << d.dtype << ' ' << d.scale_dtype;
+  if (d.zero_point_dtype) p.text << ' ' << *d.zero_point_dtype;
+  p.print([&] {
+    const TensorView min = p.tensor(d.dtype, d.shape, Data::any), max = p.tensor(d.dtype, d.shape, Data::any);
+    const TensorView scale = p.tensor(d.scale_dtype, d.shape, Data::poison);
+    TensorView zero_point;
+    if (d.zero_point_dtype) zero_point = p.tensor(*d.zero_point_dtype, d.shape, Data::poison);
+    p.run<ComputeQParams>(d, {min, max, scale, zero_point});
+    const double low = -r.uniform(), high = 2 * r.uniform();
+    p.hash.add(compute_qparams(low, high, d.config, d.scale_dtype, d.dtype));
+  });
+}
+
+// ---- Fake quantization
+
+FakeQuantizeDescriptor draw_fake_quantize(Problem& p) {
+  Random& r = p.random;
+  FakeQuantizeDescriptor d;
+  d.dtype = draw_float(r);
+  p.text << d.dtype << ' ';
+  draw_grouping(p, d);
+  if (r.one_in(3)) {
+    d.format = r.pick({Format::nf4, Format::fp4, Format::fp4_e2m1, Format::lut4});
+    draw_table(r, *d.format, d.table);
+    p.text << info(*d.format).name << ' ';
+  } else {
+    const QParamsConfig config = draw_qparams(r);
+    d.q_min = config.q_min;
+    d.q_max = config.q_max;
+    if (r.one_in(2)) d.zero_point_dtype = DType::i32;
+    p.text << d.q_min << ".." << d.q_max << (d.zero_point_dtype ? " i32 " : " ");
+  }
+  d.scale_dtype = draw_scale_dtype(r, d.dtype);
+  d.alignment = p.draw_alignment(d.dtype);
+  p.text << d.scale_dtype;
+  return d;
+}
+
+void run_fake_quantize(Problem& p) {
+  Random& r = p.random;
+  FakeQuantizeDescriptor d = draw_fake_quantize(p);
+  d.mask = r.one_in(2);
+  d.computed = r.one_in(2);
+  if (d.computed) {
+    d.scale_rule = d.zero_point_dtype        ? ScaleRule::minmax
+                   : d.format || r.one_in(2) ? ScaleRule::absmax
+                                             : ScaleRule::half_range;
+    d.eps = r.pick({0.0, 0.0, 0x1p-23, 1e-3});
+    if (r.one_in(2)) d.observer = draw_observer(r, 2);
+  } else if (d.zero_point_dtype && r.one_in(2)) {
+    d.zero_point_dtype = d.state_dtype();  // learned
+  }
+  const bool in_place = r.one_in(3);
+  p.text << (d.computed ? std::string(" ") + to_string(d.scale_rule) : " given") << (d.mask ? " mask" : "")
+         << (in_place ? " in place" : "");
+  if (d.observer) p.text << ' ' << *d.observer;
+  p.print([&] {
+    const auto [scale, zero_point] = make_parameters(p, d);
+    const TensorView mask = d.mask ? p.tensor(DType::u8, d.mask_shape(), Data::poison) : TensorView{};
+    const auto [min, max, batches] =
+        d.observer ? make_state(p, d.state_dtype(), d.scale_shape()) : StateTensors{};
+    const FakeQuantizePlan plan = p.select<FakeQuantize>(d);
+    for (int64_t i = d.observer ? r.between(1, 3) : 1; i > 0; --i) {
+      const TensorView x = p.tensor(d.dtype, d.shape, Data::any);
+      const TensorView y = in_place ? x : p.tensor(d.dtype, d.shape, Data::poison);
+      p.run(plan, {x, y, scale, zero_point, mask, min, max, batches});
+    }
+  });
+}
+
+void run_fake_quantize_backward(Problem& p) {
+  Random& r = p.random;
+  FakeQuantizeDescriptor d = draw_fake_quantize(p);
+  d.mask = r.one_in(3);
+  if (d.zero_point_dtype && r.one_in(2)) d.zero_point_dtype = d.state_dtype();
+  const bool in_place = r.one_in(3);
+  p.text << (d.mask ? " mask" : "") << (in_place ? " in place" : "");
+  p.print([&] {
+    FakeQuantizeBackward::Args args;
+    args.dy = p.tensor(d.dtype, d.shape, Data::any);
+    args.dx = in_place ? args.dy : p.tensor(d.dtype, d.shape, Data::poison);
+    if (d.mask) {
+      args.mask = p.tensor(DType::u8, d.mask_shape(), Data::bits);
+    } else {
+      args.x = p.tensor(d.dtype, d.shape, Data::any);
+      const Parameters parameters = make_parameters(p, d);
+      args.scale = parameters.scale, args.zero_point = parameters.zero_point;
+    }
+    p.run<FakeQuantizeBackward>(d, args);
+  });
+}
+
+void run_fake_quantize_learned_backward(Problem& p) {
+  Random& r = p.random;
+  FakeQuantizeDescriptor d = draw_fake_quantize(p);
+  const bool learned = d.zero_point_dtype && r.one_in(2), in_place = r.one_in(3);
+  if (learned) d.zero_point_dtype = d.state_dtype();
+  d.gradient_scale = r.one_in(2) ? 1 : r.uniform();
+  p.text << (learned ? " learned" : "") << (in_place ? " in place" : "") << ' ' << d.gradient_scale;
+  p.print([&] {
+    FakeQuantizeLearnedBackward::Args args;
+    args.x = p.tensor(d.dtype, d.shape, Data::any);
+    args.dy = p.tensor(d.dtype, d.shape, Data::any);
+    const Parameters parameters = make_parameters(p, d);
+    args.scale = parameters.scale, args.zero_point = parameters.zero_point;
+    args.dx = in_place ? args.dy : p.tensor(d.dtype, d.shape, Data::poison);
+    args.dscale = p.tensor(d.state_dtype(), d.scale_shape(), Data::poison);
+    if (learned) args.dzero_point = p.tensor(d.state_dtype(), d.scale_shape(), Data::poison);
+    p.run<FakeQuantizeLearnedBackward>(d, args);
+  });
+}
+
+// ---- Affine quantization over fixed codes
+
+AffineQdqDescriptor draw_affine(Problem& p) {
+  Random& r = p.random;
+  AffineQdqDescriptor d;
+  const Shape shape = draw_shape(r, 2, 2);
+  d.rows = shape[0];
+  d.cols = shape[1];
+  d.bits = r.pick({2, 3, 4, 4, 5, 6, 8});
+  d.group_size = draw_group_size(r);
+  d.packed = !r.one_in(3);
+  d.dtype = draw_short_float(r);
+  d.scale_dtype = draw_short_float(r);
+  d.alignment = p.draw_alignment(d.dtype);
+  p.text << d.dtype << ' ' << shape << " affine" << d.bits << (d.packed ? " group" : " bytes group")
+         << d.group_size << ' ' << d.scale_dtype;
+  return d;
+}
+TensorView affine_codes(Problem& p, const AffineQdqDescriptor& d) {
+  return d.packed ? p.tensor(DType::u8, d.code_shape(), Data::bits)
+                  : p.integers(DType::u8, d.code_shape(), 0, (1 << d.bits) - 1);
+}
+
+void run_affine_init(Problem& p) {
+  Random& r = p.random;
+  AffineQdqDescriptor d = draw_affine(p);
+  d.scale_rule = r.pick({ScaleRule::minmax, ScaleRule::mlx_edge});
+  d.rounding = r.pick({AffineRounding::half_even, AffineRounding::half_away});
+  d.refit = r.one_in(2);
+  p.text << ' ' << to_string(d.scale_rule) << (d.rounding == AffineRounding::half_away ? " away" : "")
+         << (d.refit ? " refit" : "");
+  p.print([&] {
+    AffineInit::Args args;
+    args.w = p.tensor(d.dtype, {d.rows, d.cols}, Data::any);
+    args.codes = p.tensor(DType::u8, d.code_shape(), Data::poison);
+    args.scales = p.tensor(d.scale_dtype, d.scale_shape(), Data::poison);
+    args.biases = p.tensor(d.scale_dtype, d.scale_shape(), Data::poison);
+    p.run<AffineInit>(d, args);
+  });
+}
+
+void run_affine_qdq(Problem& p) {
+  const AffineQdqDescriptor d = draw_affine(p);
+  p.print([&] {
+    AffineQdq::Args args;
+    args.codes = affine_codes(p, d);
+    args.scales = p.tensor(d.scale_dtype, d.scale_shape(), Data::finite);
+    args.biases = p.tensor(d.scale_dtype, d.scale_shape(), Data::finite);
+    args.y = p.tensor(d.dtype, {d.rows, d.cols}, Data::poison);
+    p.run<AffineQdq>(d, args);
+  });
+}
+
+void run_affine_qdq_backward(Problem& p) {
+  Random& r = p.random;
+  AffineQdqDescriptor d = draw_affine(p);
+  d.adam = r.one_in(2);
+  const bool gradients = !d.adam || r.one_in(2);
+  const Data data = r.one_in(3) ? Data::any : Data::normal;
+  p.text << (d.adam ? " adam" : "") << (gradients ? "" : " alone");
+  p.print([&] {
+    const auto tensor = [&](Data values) { return p.tensor(DType::f32, d.scale_shape(), values); };
+    AffineQdqBackward::Args args;
+    args.codes = affine_codes(p, d);
+    args.dy = p.tensor(d.dtype, {d.rows, d.cols}, data);
+    if (gradients) args.dscales = tensor(Data::poison), args.dbiases = tensor(Data::poison);
+    if (d.adam) {
+      args.scales = tensor(Data::finite), args.biases = tensor(Data::finite);
+      args.scale_m = tensor(Data::normal), args.bias_m = tensor(Data::normal);
+      args.scale_v = tensor(Data::scales), args.bias_v = tensor(Data::scales);
+      args.adam = {r.uniform() * 0.01, r.pick({0.9, 0.99, 0.0}), r.pick({0.999, 0.99, 0.0}),
+                   r.pick({1e-8, 0.0}), r.pick({r.between(1, 9), r.between(1, 5000)})};
+    }
+    p.run<AffineQdqBackward>(d, args);
+  });
+}
+
+// ---- Packed weights and products
+
+WeightView make_weight_view(Problem& p, const QuantSpec& spec, int64_t rows, int64_t cols,
+                            WeightLayout layout, bool output) {
+  const WeightViewBytes bytes = weight_view_bytes(spec, rows, cols, layout);
+  const auto part = [&](DType dtype, int64_t num_bytes, Data data) {
+    return p.tensor(dtype, {num_bytes / size_of(dtype)}, output ? Data::poison : data).data;
+  };
+  WeightView view{spec, rows, cols, layout};
+  view.device = p.device;
+  view.codes = part(DType::u8, bytes.codes, Data::bits);
+  view.scales = spec.double_quant ? part(DType::u8, bytes.scales, Data::bits)
+                                  : part(spec.scale_dtype, bytes.scales, Data::normal);
+  if (has_zeros(spec) && (output || layout == WeightLayout::compressed_tensors))
+    view.zeros = part(DType::u8, bytes.zeros, Data::bits);
+  else if (has_zeros(spec))
+    view.zeros = p.integers(DType::u8, {bytes.zeros}, 0, (1 << info(spec.format).bits) - 1).data;
+  if (has_biases(spec)) view.biases = part(spec.scale_dtype, bytes.biases, Data::normal);
+  if (!spec.double_quant) return view;
+  view.absmax = static_cast<float*>(part(DType::f32, bytes.absmax, Data::normal));
+  view.map = static_cast<float*>(output ? part(DType::f32, bytes.map, Data::poison)
+                                        : p.copy_of(DType::f32, {256}, double_quant_map()).data);
+  view.offset = static_cast<float*>(part(DType::f32, bytes.offset, Data::normal));
+  return view;
+}
+PackedWeight make_packed_weight(Problem& p, const QuantSpec& spec, int64_t rows, int64_t cols) {
+  const int64_t num_bytes = packed_weight_bytes(spec, rows, cols);
+  return {spec, rows, cols, p.packed_weight(num_bytes), p.device, kPackedWeightVersion, num_bytes};
+}
+
+void run_reorder(Problem& p) {
+  Random& r = p.random;
+  const QuantSpec spec = draw_weight_spec(r);
+  const Shape shape = draw_weight_shape(r, spec);
+  const WeightLayout from = draw_layout(r, spec), to = r.one_in(2) ? from : draw_layout(r, spec);
+  p.draw_alignment(DType::f32);
+  p.text << shape << ' ' << spec << ' ' << to_string(from) << " to " << to_string(to);
+  p.print([&] {
+    const PackedWeight packed = make_packed_weight(p, spec, shape[0], shape[1]);
+    reorder(make_weight_view(p, spec, shape[0], shape[1], from, false), packed, p.execution);
+    reorder(packed, make_weight_view(p, spec, shape[0], shape[1], to, true), p.execution);
+  });
+}
+
+QgemmDescriptor draw_qgemm(Problem& p) {
+  Random& r = p.random;
+  QgemmDescriptor d;
+  d.spec = draw_weight_spec(r);
+  const Shape shape = draw_weight_shape(r, d.spec);
+  d.n = shape[0];
+  d.k = shape[1];
+  d.m = r.one_in(3) ? r.between(1, 8) : draw_extent(r, 300);
+  d.m = std::min(d.m, std::max<int64_t>(1, 16000000 / std::max<int64_t>(1, d.n * d.k)));
+  d.transposed = r.one_in(3);
+  d.dtype = r.pick({DType::bf16, DType::bf16, DType::f16, DType::f32});
+  d.packed = !r.one_in(5);
+  d.layout = draw_layout(r, d.spec);
+  d.bias = !d.transposed && r.one_in(2);
+  d.accumulate = r.one_in(3);
+  if (d.dtype == DType::f32) d.math = r.pick({QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64});
+  d.early_start = r.one_in(8);
+  d.alignment = p.draw_alignment(d.dtype);
+  p.text << d.dtype << ' ' << d.m << 'x' << d.n << 'x' << d.k << ' ' << d.spec << ' '
+         << (d.packed ? "packed" : to_string(d.layout)) << (d.transposed ? " transposed" : "")
+         << (d.bias ? " bias" : "") << (d.accumulate ? " accumulate" : "") << (d.early_start ? " early" : "")
+         << (d.alignment == 16 ? " " : " unaligned ") << to_string(d.math);
+  return d;
+}
+
+void run_qgemm(Problem& p) {
+  QgemmDescriptor d = draw_qgemm(p);
+  const std::string text = p.text.str();
+  std::vector<std::string> variants = {p.options.variant};
+  Qgemm::Args args;
+  try {
+    const WeightView view = make_weight_view(p, d.spec, d.n, d.k, d.layout, false);
+    if (d.packed)
+      reorder(view, args.weight = make_packed_weight(p, d.spec, d.n, d.k), p.execution);
+    else
+      args.view = view;
+    args.x = p.tensor(d.dtype, {d.m, d.transposed ? d.n : d.k}, Data::normal);
+    if (d.bias) args.bias = p.tensor(d.dtype, {d.n}, Data::normal);
+    args.y = p.tensor(d.dtype, {d.m, d.transposed ? d.k : d.n}, d.accumulate ? Data::normal : Data::poison);
+    if (p.options.variant.empty())
+      for (const QgemmChoice& choice : explain_qgemm(p.device, d))
+        if (choice.reason.empty()) variants.push_back(choice.variant);
+    if (variants.size() > 1) variants.erase(variants.begin() + 1);  // is what is chosen
+  } catch (const Error&) {
+    variants = {""};  // selecting it says the same
+  }
+  for (const std::string& variant : variants) {
+    d.variant = variant;
+    p.text.str("");
+    p.text << text << ' ';
+    p.print([&] {
+      const QgemmPlan plan = p.select<Qgemm>(d);
+      p.text << plan.sku().kernel;
+      p.run(plan, args);
+    });
+  }
+}
+
+// ---- The program
+
+struct OpEntry {
+  const char* name;
+  void (*run)(Problem&);
+};
+constexpr OpEntry kOps[] = {
+    {"quantize", run_quantize},
+    {"dequantize", run_dequantize},
+    {"value_range", run_value_range},
+    {"quantized_tensor", run_quantized_tensor},
+    {"double_quantize", run_double_quantize},
+    {"simple", run_simple},
+    {"quantize_linear", run_quantize_linear},
+    {"dequantize_linear", run_dequantize_linear},
+    {"quantize_linear_backward", run_quantize_linear_backward},
+    {"observe", run_observe},
+    {"observer_state", run_observer_state},
+    {"compute_qparams", run_compute_qparams},
+    {"fake_quantize", run_fake_quantize},
+    {"fake_quantize_backward", run_fake_quantize_backward},
+    {"fake_quantize_learned_backward", run_fake_quantize_learned_backward},
+    {"affine_init", run_affine_init},
+    {"affine_qdq", run_affine_qdq},
+    {"affine_qdq_backward", run_affine_qdq_backward},
+    {"reorder", run_reorder},
+    {"qgemm", run_qgemm},
+};
+
+[[noreturn]] void fail_usage() {
+  std::cerr << kUsage << "  ops:";
+  for (const OpEntry& op : kOps) std::cerr << ' ' << op.name;
+  std::cerr << '\n';
+  std::exit(2);
+}
+
+bool is_op(const std::string& name) {
+  return std::any_of(std::begin(kOps), std::end(kOps), [&](const OpEntry& op) { return name == op.name; });
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; i += 2) {
+    const std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    const int64_t number = std::atoll(value.c_str());
+    if (name == "--op" && is_op(value))
+      options.ops.push_back(value);
+    else if (name == "--device")
+      options.device = parse_device(value);
+    else if (name == "--threads")
+      options.num_threads = static_cast<int>(number);
+    else if (name == "--seed")
+      options.seed = static_cast<uint64_t>(number);
+    else if (name == "--first")
+      options.first = number;
+    else if (name == "--count")
+      options.count = number;
+    else if (name == "--variant")
+      options.variant = value;
+    else
+      fail_usage();
+  }
+  return options;
+}
+
+void run(const Options& options) {
+  check_device(options.device);
+  for (const OpEntry& op : kOps) {
+    const auto& ops = options.ops;
+    if (!ops.empty() && std::find(ops.begin(), ops.end(), op.name) == ops.end()) continue;
+    for (int64_t index = options.first; index < options.first + options.count; ++index) {
+      Problem problem(options, op.name, index);
+      op.run(problem);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::op_hashes
+
+int main(int argc, char** argv) {
+  try {
+    halfbyte::op_hashes::run(halfbyte::op_hashes::parse(argc, argv));
+  } catch (const halfbyte::Error& error) {
+    std::cerr << "halfbyte_op_hashes: " << error.what() << '\n';
+    return static_cast<int>(error.code());
+  }
+  return 0;
+}
