@@ -1,42 +1,53 @@
 // What the plans of `quantize` and `dequantize` share.
 #pragma once
 
-#include <array>
-#include <string>
-
-#include "core/tensor_check.h"
+#include "core/plan.h"
 #include "halfbyte/quantize_plan.hpp"
 
 namespace halfbyte {
 
-// The names of an operation and of its arguments.
-struct PackedOp {
-  const char* name;
-  const char* dense;
-  const char* parts;
-  bool quantizes;  // dense -> parts; else parts -> dense
-};
+// "bf16 -> nf4, scale f16", or the other way.
+std::string text_of_dtypes(const QuantizeDescriptor& descriptor, bool quantizes);
+// That what parts say of themselves is that of the descriptor; the parts are called `name`.
+void check_parts(const char* op, const std::string& name, const QuantizedView& parts,
+                 const QuantizeDescriptor& descriptor);
 
-class PackedPlan {
- public:
-  // Throws Error(usage) or Error(device) for what `select` refuses.
-  PackedPlan(const PackedOp& op, Device device, const QuantizeDescriptor& descriptor,
-             const PlanPreference& preference);
+// The arguments: a matrix, and the parts that quantization writes and dequantization reads.
+template <class Op, TensorView Op::Args::*matrix, QuantizedView Op::Args::*parts>
+struct PackedImpl : Plan<Op>::Impl {
+  using Args = typename Op::Args;
 
-  // `target`: of the device; empty: the CPU.
-  Sku sku(const std::string& kernel, const std::string& target) const;
-  PrecisionGuarantee guarantee() const;
-  // Throws Error(usage) where `run` would refuse the tensors. Returns their memory.
-  std::array<ArgumentMemory, 5> check(const TensorView& dense, const QuantizedView& parts) const;
+  std::string parts_name;
 
- private:
-  void check_dense(const TensorView& dense) const;
-  void check_parts(const QuantizedView& parts) const;
+  PackedImpl(const char* op, Device device, const QuantizeDescriptor& d, const PlanPreference& preference,
+             const char* matrix_name, const char* name_of_parts, bool quantizes,
+             void (*rules)(const char* op, const QuantizeDescriptor& descriptor) = nullptr)
+      : Plan<Op>::Impl(op, device, d, preference, rules), parts_name(name_of_parts) {
+    this->sku.dtypes = text_of_dtypes(d, quantizes);
+    const QuantShape shape = quant_shape(d.spec, d.rows, d.cols);
+    const int64_t scale_size = size_of(d.spec.scale_dtype), scale_bytes = shape.num_groups * scale_size;
+    this->tensor(matrix_name, matrix, d.dtype, {d.rows, d.cols})
+        .any_leading_axes()
+        .promised(d.alignment)
+        .written(!quantizes);
+    const auto part = [&](const char* name, auto QuantizedView::*pointer, int64_t num_bytes) -> ArgumentRow& {
+      const auto find = [pointer](const Args& args) -> ArgumentData {
+        return {args.*parts.*pointer, -1, nullptr};
+      };
+      return this->memory(parts_name + name, find, num_bytes).written(quantizes);
+    };
+    part(".codes", &QuantizedView::codes, shape.code_bytes()).promised(d.alignment);
+    part(".scales", &QuantizedView::scales, scale_bytes).aligned(scale_size);
+    part(".zeros", &QuantizedView::zeros, shape.num_groups)
+        .null_unless(has_zeros(d.spec), "only asymmetric integer formats have zero points");
+    part(".biases", &QuantizedView::biases, scale_bytes)
+        .aligned(scale_size)
+        .null_unless(has_biases(d.spec), "only affine formats have biases");
+  }
 
-  PackedOp op_;
-  Device device_;
-  QuantizeDescriptor descriptor_;
-  QuantShape shape_;
+  void check_values(const Args& args) const override {
+    check_parts(this->op, parts_name, args.*parts, this->descriptor);
+  }
 };
 
 }  // namespace halfbyte

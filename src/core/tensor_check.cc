@@ -16,8 +16,6 @@ uintptr_t end_of(const ArgumentMemory& memory) {
 // One past the last byte that the tensor touches, from its data.
 int64_t extent_bytes(const char* op, const TensorArgument& argument) {
   const TensorView& view = *argument.view;
-  if (view.strides.empty() || is_packed(argument.dtype))
-    return contiguous_bytes(argument.dtype, argument.shape);
   int64_t last = 0;
   for (size_t i = 0; i < argument.shape.size(); ++i) {
     int64_t step = 0;
@@ -35,7 +33,31 @@ int64_t extent_bytes(const char* op, const TensorArgument& argument) {
   return num_bytes;
 }
 
+void check_shape(const char* op, const TensorArgument& argument) {
+  const std::span<const int64_t> shape = argument.view->shape;
+  if (!argument.any_leading_axes) {
+    const bool one = argument.shape.empty() && shape.size() == 1 && shape[0] == 1;  // as the header has it
+    HALFBYTE_CHECK(one || std::ranges::equal(shape, argument.shape), usage,
+                   "{}: {} must have the shape {}, got {}", op, argument.name, text_of(argument.shape),
+                   text_of(shape));
+    return;
+  }
+  int64_t leading = 1;
+  bool fits = (shape.empty() ? 1 : shape.back()) == argument.shape[1];
+  for (size_t i = 0; i + 1 < shape.size() && fits; ++i)
+    fits = shape[i] >= 0 && !__builtin_mul_overflow(leading, shape[i], &leading);
+  HALFBYTE_CHECK(fits && leading == argument.shape[0], usage,
+                 "{}: {} must have the rows and columns of the descriptor, {}, got the shape {}", op,
+                 argument.name, text_of(argument.shape), text_of(shape));
+}
+
 }  // namespace
+
+void check_alignment(const char* what, int64_t alignment, DType dtype) {
+  HALFBYTE_CHECK(alignment > 0 && (alignment & (alignment - 1)) == 0 && alignment >= size_of(dtype), usage,
+                 "{}: alignment must be a power of two and at least the {} bytes of {}, got {}", what,
+                 size_of(dtype), to_string(dtype), alignment);
+}
 
 std::string text_of(std::span<const int64_t> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
@@ -44,11 +66,7 @@ ArgumentMemory check_tensor(const char* op, const TensorArgument& argument, Devi
   const char* const name = argument.name;
   HALFBYTE_CHECK(view.dtype == argument.dtype, usage, "{}: {} must be {}, got {}", op, name,
                  to_string(argument.dtype), to_string(view.dtype));
-  // One element may also have the shape [1].
-  const bool one = argument.shape.empty() && view.shape.size() == 1 && view.shape[0] == 1;
-  HALFBYTE_CHECK(one || std::ranges::equal(view.shape, argument.shape), usage,
-                 "{}: {} must have the shape {}, got {}", op, name, text_of(argument.shape),
-                 text_of(view.shape));
+  check_shape(op, argument);
   HALFBYTE_CHECK(view.strides.empty() || view.strides.size() == view.shape.size(), usage,
                  "{}: {} must have a stride for each of its {} axes, got {}", op, name, view.shape.size(),
                  view.strides.size());
@@ -57,11 +75,12 @@ ArgumentMemory check_tensor(const char* op, const TensorArgument& argument, Devi
   for (const int64_t stride : view.strides)
     HALFBYTE_CHECK(stride >= 0, usage, "{}: {} must have strides >= 0, got {}", op, name,
                    text_of(view.strides));
-  if (!argument.may_be_strided || is_packed(argument.dtype))
-    HALFBYTE_CHECK(is_contiguous(view), usage, "{}: {} must be contiguous{}, got strides {} of shape {}", op,
-                   name, argument.promised ? " as descriptor.strided is false" : "", text_of(view.strides),
-                   text_of(view.shape));
-  const int64_t num_bytes = one ? contiguous_bytes(argument.dtype, {}) : extent_bytes(op, argument);
+  const bool strided = argument.may_be_strided && !is_packed(argument.dtype) && !view.strides.empty();
+  HALFBYTE_CHECK(strided || is_contiguous(view), usage,
+                 "{}: {} must be contiguous{}, got strides {} of shape {}", op, name, argument.contiguous_as,
+                 text_of(view.strides), text_of(view.shape));
+  const int64_t num_bytes =
+      strided ? extent_bytes(op, argument) : contiguous_bytes(argument.dtype, argument.shape);
   const ArgumentMemory memory{
       name, view.data, num_bytes, view.num_bytes, argument.alignment, argument.promised, argument.written};
   check_argument(op, memory, device);
@@ -75,7 +94,7 @@ void check_argument(const char* op, const ArgumentMemory& memory, Device device)
                  memory.num_bytes);
   HALFBYTE_CHECK(memory.known_bytes < 0 || memory.known_bytes >= memory.num_bytes, usage,
                  "{}: {} needs {} bytes, its memory has {}", op, name, memory.num_bytes, memory.known_bytes);
-  HALFBYTE_CHECK(begin_of(memory) % static_cast<uintptr_t>(memory.alignment) == 0, usage,
+  HALFBYTE_CHECK((begin_of(memory) & static_cast<uintptr_t>(memory.alignment - 1)) == 0, usage,
                  "{}: {} must be aligned to {} bytes{}, its address is {:#x}", op, name, memory.alignment,
                  memory.promised ? " (descriptor.alignment)" : "", begin_of(memory));
   try {

@@ -18,13 +18,13 @@ std::string text_of(std::span<const int64_t> shape);  // "[2, 3]"
 
 // The memory of an argument, and what a run does with it.
 struct ArgumentMemory {
-  const char* name = nullptr;
-  const void* data = nullptr;
-  int64_t num_bytes = 0;     // that are touched; 0: none, wherever `data` points
-  int64_t known_bytes = -1;  // that there are; -1: not known
-  int64_t alignment = 1;
-  bool promised = false;  // the alignment is that of the descriptor
-  bool written = false;   // else read
+  const char* name;
+  const void* data;
+  int64_t num_bytes;    // that are touched; 0: none, wherever `data` points
+  int64_t known_bytes;  // that there are; -1: not known
+  int64_t alignment;    // a power of two
+  bool promised;        // the alignment is that of the descriptor
+  bool written;         // else read
 };
 
 // A tensor argument, and what it must be.
@@ -37,7 +37,12 @@ struct TensorArgument {
   int64_t alignment = 1;           // in bytes
   bool promised = false;           // the alignment is that of the descriptor
   bool may_be_strided = false;     // else it must be contiguous
+  const char* contiguous_as = "";  // why: " as ..."
+  bool any_leading_axes = false;   // shape is [rows, cols]: the leading axes have `rows` elements together
 };
+
+// Of a descriptor: what it promises of the addresses of tensors of `dtype`. `what` names it in errors.
+void check_alignment(const char* what, int64_t alignment, DType dtype);
 
 // These throw Error(usage) that names operation, argument, rule and values.
 // Dtype, shape, strides, device, memory. Returns what is touched.

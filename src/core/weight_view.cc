@@ -73,12 +73,16 @@ WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t c
   return bytes;
 }
 
-ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
-                            bool written) {
+void check_packed_form(const char* op, const char* name, const PackedWeight& weight, Device device) {
   HALFBYTE_CHECK(weight.version == kPackedWeightVersion, usage, "{}: {}.version must be {}, got {}", op, name,
                  kPackedWeightVersion, weight.version);
   HALFBYTE_CHECK(weight.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
                  to_string(weight.device));
+}
+
+ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
+                            bool written) {
+  check_packed_form(op, name, weight, device);
   const ArgumentMemory memory{name,
                               weight.data,
                               packed_layout_of(weight.spec, weight.rows, weight.cols).num_bytes,
@@ -90,29 +94,46 @@ ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight
   return memory;
 }
 
+std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
+                                                int64_t rows, int64_t cols, WeightLayout layout,
+                                                int64_t code_alignment) {
+  using View = const WeightView&;
+  const WeightViewBytes bytes = weight_view_bytes(spec, rows, cols, layout);
+  const bool nested = spec.double_quant;
+  const int64_t scale_size = size_of(spec.scale_dtype);
+  return {{
+      {names.codes, [](View v) -> const void* { return v.codes; }, true, bytes.codes, code_alignment},
+      {names.scales, [](View v) -> const void* { return v.scales; }, true, bytes.scales,
+       nested ? 1 : scale_size},
+      {names.zeros, [](View v) -> const void* { return v.zeros; }, has_zeros(spec), bytes.zeros,
+       layout == WeightLayout::compressed_tensors ? 4 : 1},
+      {names.biases, [](View v) -> const void* { return v.biases; }, has_biases(spec), bytes.biases,
+       scale_size},
+      {names.absmax, [](View v) -> const void* { return v.absmax; }, nested, bytes.absmax, 4},
+      {names.map, [](View v) -> const void* { return v.map; }, nested, bytes.map, 4},
+      {names.offset, [](View v) -> const void* { return v.offset; }, nested, bytes.offset, 4},
+  }};
+}
+
+void check_view_device(const char* op, const char* name, const WeightView& view, Device device) {
+  HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
+                 to_string(view.device));
+}
+
 std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
                                        Device device, int64_t code_alignment, bool written) {
-  HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, names.view,
-                 to_string(device), to_string(view.device));
-  const QuantSpec& spec = view.spec;
-  const WeightViewBytes bytes = weight_view_bytes(spec, view.rows, view.cols, view.layout);
-  const bool nested = spec.double_quant, words = view.layout == WeightLayout::compressed_tensors;
-  const int64_t scale_size = size_of(spec.scale_dtype);
-  std::vector<ArgumentMemory> parts;
-  const auto add = [&](const char* name, const void* data, bool has, int64_t num_bytes, int64_t alignment) {
-    HALFBYTE_CHECK(has || data == nullptr, usage, "{}: {} must be null: spec has none", op, name);
-    if (!has) return;
-    parts.push_back({name, data, num_bytes, -1, alignment, false, written});
-    check_argument(op, parts.back(), device);
-  };
-  add(names.codes, view.codes, true, bytes.codes, code_alignment);
-  add(names.scales, view.scales, true, bytes.scales, nested ? 1 : scale_size);
-  add(names.zeros, view.zeros, has_zeros(spec), bytes.zeros, words ? 4 : 1);
-  add(names.biases, view.biases, has_biases(spec), bytes.biases, scale_size);
-  add(names.absmax, view.absmax, nested, bytes.absmax, 4);
-  add(names.map, view.map, nested, bytes.map, 4);
-  add(names.offset, view.offset, nested, bytes.offset, 4);
-  return parts;
+  check_view_device(op, names.view, view, device);
+  std::vector<ArgumentMemory> memory;
+  for (const WeightViewPart& part :
+       weight_view_parts(names, view.spec, view.rows, view.cols, view.layout, code_alignment)) {
+    const void* const data = part.data(view);
+    HALFBYTE_CHECK(part.present || data == nullptr, usage, "{}: {} must be null: {}", op, part.name,
+                   kNoWeightPart);
+    if (!part.present) continue;
+    memory.push_back({part.name, data, part.num_bytes, -1, part.alignment, false, written});
+    check_argument(op, memory.back(), device);
+  }
+  return memory;
 }
 
 }  // namespace halfbyte

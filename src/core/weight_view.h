@@ -1,6 +1,7 @@
 // Weights of products as arguments: from their public description to their layout, and what they must be.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "core/tensor_check.h"
@@ -16,10 +17,12 @@ inline constexpr int64_t kMaxWeightExtent = int64_t{1} << 40;
 formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols,
                                          WeightLayout layout);
 
-// Checked but for what a descriptor says: the memory of their parts. Throws Error(usage) that names
-// operation, argument, rule and values.
+// Checked but for what a descriptor says: the memory of their parts. Throw Error(usage) that names operation,
+// argument, rule and values.
 ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
                             bool written);
+// All but the memory.
+void check_packed_form(const char* op, const char* name, const PackedWeight& weight, Device device);
 
 // The names of a view and of its parts.
 struct WeightViewNames {
@@ -28,5 +31,19 @@ struct WeightViewNames {
 // `code_alignment`: in bytes.
 std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
                                        Device device, int64_t code_alignment, bool written);
+// All but the memory.
+void check_view_device(const char* op, const char* name, const WeightView& view, Device device);
+
+// A part of a view, and what its memory must be.
+struct WeightViewPart {
+  const char* name;
+  const void* (*data)(const WeightView& view);
+  bool present;  // else it must be null
+  int64_t num_bytes, alignment;
+};
+inline constexpr const char* kNoWeightPart = "spec has none";
+std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
+                                                int64_t rows, int64_t cols, WeightLayout layout,
+                                                int64_t code_alignment);
 
 }  // namespace halfbyte

@@ -7,9 +7,7 @@
 #include "core/plan.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
-#include "halfbyte/device.hpp"
 #include "halfbyte/quantize_plan.hpp"
-#include "halfbyte/system.hpp"
 #include "ops/affine_qdq/affine_qdq_ref.h"
 
 namespace halfbyte {
@@ -35,144 +33,93 @@ QuantSpec spec_of(const AffineQdqDescriptor& d, int bits) {
 }
 int code_bits(const AffineQdqDescriptor& d) { return d.packed ? d.bits : 8; }
 
-// What the three plans have in common.
-struct AffinePlan {
-  const char* op;
-  AffineQdqDescriptor descriptor;
-  AffineProblem problem;
-  std::vector<int64_t> code_shape, scale_shape, shape;
+std::string text_of_codes(const AffineQdqDescriptor& d) {
+  return fmt::format("u{}{}", d.bits, d.packed ? " packed" : "");
+}
 
-  AffinePlan(const char* name, Device device, const AffineQdqDescriptor& of, const PlanPreference& preference)
-      : op(name), descriptor(of) {
-    check_descriptor(of);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", op,
-                   preference.num_threads);
-    check_device(device);
-    problem = make_affine_problem(of);
-    problem.num_threads = preference.num_threads;
-    problem.device = device;
-    problem.alignment = of.alignment;
-    code_shape = of.code_shape();
-    scale_shape = of.scale_shape();
-    shape = {of.rows, of.cols};
-  }
+// What the three plans have in common: the rows of their arguments.
+template <class Op>
+struct AffineImpl : Plan<Op>::Impl {
+  using Args = typename Op::Args;
+  using Plan<Op>::Impl::Impl;
 
-  TensorArgument dense(const char* name, const TensorView& view, bool written) const {
-    return {name, &view, descriptor.dtype, shape, written, descriptor.alignment, true};
+  ArgumentRow& dense(const char* name, TensorView Args::*view) {
+    const AffineQdqDescriptor& d = this->descriptor;
+    return this->tensor(name, view, d.dtype, {d.rows, d.cols}).promised(d.alignment);
   }
-  TensorArgument codes(const TensorView& view, bool written) const {
-    return {"codes", &view, DType::u8, code_shape, written, descriptor.alignment, true};
+  ArgumentRow& codes() {
+    const AffineQdqDescriptor& d = this->descriptor;
+    return this->tensor("codes", &Args::codes, DType::u8, d.code_shape()).promised(d.alignment);
   }
-  TensorArgument parameters(const char* name, const TensorView& view, bool written, DType dtype) const {
-    return {name, &view, dtype, scale_shape, written, size_of(dtype)};
-  }
-  TensorArgument parameters(const char* name, const TensorView& view, bool written) const {
-    return parameters(name, view, written, descriptor.scale_dtype);
-  }
-  // Throws where something is wrong, with one of them or with two that overlap.
-  std::vector<ArgumentMemory> check(std::span<const TensorArgument> arguments) const {
-    std::vector<ArgumentMemory> memory;
-    for (const TensorArgument& argument : arguments)
-      memory.push_back(check_tensor(op, argument, problem.device));
-    check_all_apart(op, memory);
-    return memory;
-  }
-
-  // `target`: of the device; empty: the CPU.
-  Sku sku(const std::string& kernel, const std::string& target, std::string dtypes) const {
-    return {op, kernel, target.empty() ? "cpu " + system_info().simd_target : "cuda " + target,
-            std::move(dtypes)};
-  }
-  std::string code_text() const {
-    return descriptor.packed ? fmt::format("u{} packed", descriptor.bits)
-                             : fmt::format("u{}", descriptor.bits);
+  ArgumentRow& parameters(const char* name, TensorView Args::*view, DType dtype) {
+    return this->tensor(name, view, dtype, this->descriptor.scale_shape());
   }
 };
 
-constexpr PrecisionGuarantee kGuarantee{DType::f32, DType::f32, true, true};
+AffineProblem problem_of(const AffineQdqDescriptor& d, Device device, int num_threads) {
+  AffineProblem problem = make_affine_problem(d);
+  problem.num_threads = num_threads;
+  problem.device = device;
+  problem.alignment = d.alignment;
+  return problem;
+}
 
 // ---- Init
 
-struct InitImpl : AffineInitPlan::Impl {
-  AffinePlan plan;
+struct InitImpl : AffineImpl<AffineInit> {
+  AffineProblem problem;
   std::shared_ptr<const AffineCuda> cuda;  // null: the CPU
 
-  InitImpl(Device on, const AffineQdqDescriptor& of, const PlanPreference& preference)
-      : plan("affine_init", on, of, preference) {
-    if (on.kind == DeviceKind::cuda) cuda = select_affine_init_cuda(plan.problem);
-    device = on;
-    descriptor = of;
-    sku = plan.sku(
-        cuda ? kernel_name(*cuda) : "affine_init_cpu", cuda ? target(*cuda) : "",
-        fmt::format("{} -> {}, scale {}", to_string(of.dtype), plan.code_text(), to_string(of.scale_dtype)));
-    guarantee = kGuarantee;
-    if (of.refit) guarantee.accumulator = DType::f64;
-    workspace_size = cuda ? sizeof(QuantizeCounts) : sizeof(QuantizeStatus);
+  InitImpl(Device on, const AffineQdqDescriptor& d, const PlanPreference& preference)
+      : AffineImpl("affine_init", on, d, preference), problem(problem_of(d, on, num_threads)) {
+    dense("w", &Args::w);
+    codes().written();
+    parameters("scales", &Args::scales, d.scale_dtype).written();
+    parameters("biases", &Args::biases, d.scale_dtype).written();
+    sku.dtypes =
+        fmt::format("{} -> {}, scale {}", to_string(d.dtype), text_of_codes(d), to_string(d.scale_dtype));
+    if (d.refit) guarantee.accumulator = DType::f64;
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_affine_init_cuda(problem);
+    sku.kernel = kernel_name(*cuda);
+    workspace_size = sizeof(QuantizeCounts);
   }
 
-  std::vector<ArgumentMemory> memory_of(const AffineInit::Args& args) const {
-    return plan.check(std::array{plan.dense("w", args.w, false), plan.codes(args.codes, true),
-                                 plan.parameters("scales", args.scales, true),
-                                 plan.parameters("biases", args.biases, true)});
-  }
-  void check(const AffineInit::Args& args) const override { memory_of(args); }
-
-  void run(void* stream, void* workspace, const AffineInit::Args& args) const override {
-    check_workspace(plan.op, workspace, workspace_size, device, memory_of(args));
+  void execute(const Args& args, void* stream, void* workspace) const override {
     const AffineInitTensors tensors{args.w.data, static_cast<uint8_t*>(args.codes.data), args.scales.data,
                                     args.biases.data};
     if (cuda)
       run_affine_init_cuda(*cuda, tensors, stream, workspace);
     else
-      *static_cast<QuantizeStatus*>(workspace) = affine_init_cpu(plan.problem, tensors);
-  }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(plan.op, workspace, workspace_size, device);
-    return cuda ? status_affine_init_cuda(*cuda, workspace, stream)
-                : *static_cast<const QuantizeStatus*>(workspace);
+      status_in(workspace) = affine_init_cpu(problem, tensors);
   }
 };
 
 // ---- Forward: what `dequantize` does
 
-struct QdqImpl : AffineQdqPlan::Impl {
-  AffinePlan plan;
+struct QdqImpl : AffineImpl<AffineQdq> {
   QuantSpec spec;
   DequantizePlan dequantize;
 
-  QdqImpl(Device on, const AffineQdqDescriptor& of, const PlanPreference& preference)
-      : plan("affine_qdq", on, of, preference),
-        spec(spec_of(of, code_bits(of))),
-        dequantize(DequantizePlan::select(on, {spec, of.rows, of.cols, of.dtype, of.alignment}, preference)) {
-    device = on;
-    descriptor = of;
-    sku = dequantize.sku();
-    sku.op = plan.op;
+  QdqImpl(Device on, const AffineQdqDescriptor& d, const PlanPreference& preference)
+      : AffineImpl("affine_qdq", on, d, preference),
+        spec(spec_of(d, code_bits(d))),
+        dequantize(DequantizePlan::select(on, {spec, d.rows, d.cols, d.dtype, d.alignment}, preference)) {
+    codes();
+    parameters("scales", &Args::scales, d.scale_dtype);
+    parameters("biases", &Args::biases, d.scale_dtype);
+    dense("y", &Args::y).written();
+    finds_nothing();
+    sku.kernel = dequantize.sku().kernel;
     sku.dtypes =
-        fmt::format("{} -> {}, scale {}", plan.code_text(), to_string(of.dtype), to_string(of.scale_dtype));
-    guarantee = kGuarantee;
-    workspace_size = dequantize.workspace_size();
+        fmt::format("{} -> {}, scale {}", text_of_codes(d), to_string(d.dtype), to_string(d.scale_dtype));
   }
 
-  std::vector<ArgumentMemory> memory_of(const AffineQdq::Args& args) const {
-    return plan.check(std::array{plan.codes(args.codes, false), plan.parameters("scales", args.scales, false),
-                                 plan.parameters("biases", args.biases, false),
-                                 plan.dense("y", args.y, true)});
-  }
-  void check(const AffineQdq::Args& args) const override { memory_of(args); }
-
-  void run(void* stream, void* workspace, const AffineQdq::Args& args) const override {
-    check_workspace(plan.op, workspace, workspace_size, device, memory_of(args));
+  void execute(const Args& args, void* stream, void* workspace) const override {
     const QuantizedView in{
         spec,    descriptor.rows, descriptor.cols, static_cast<uint8_t*>(args.codes.data), args.scales.data,
         nullptr, args.biases.data};
     dequantize.run(stream, workspace, {in, args.y});
-  }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(plan.op, workspace, workspace_size, device);
-    return dequantize.status(workspace, stream);
   }
 };
 
@@ -202,46 +149,40 @@ formats::AdamFactors factors_of(const AdamStep& step) {
   return factors;
 }
 
-struct BackwardImpl : AffineQdqBackwardPlan::Impl {
-  AffinePlan plan;
+struct BackwardImpl : AffineImpl<AffineQdqBackward> {
+  AffineProblem problem;
   std::shared_ptr<const AffineCuda> cuda;  // null: the CPU
 
-  BackwardImpl(Device on, const AffineQdqDescriptor& of, const PlanPreference& preference)
-      : plan("affine_qdq_backward", on, of, preference) {
-    if (on.kind == DeviceKind::cuda) cuda = select_affine_backward_cuda(plan.problem);
-    device = on;
-    descriptor = of;
-    sku = plan.sku(
-        cuda ? kernel_name(*cuda) : "affine_qdq_backward_cpu", cuda ? target(*cuda) : "",
-        fmt::format("{}, {} -> f32{}", plan.code_text(), to_string(of.dtype), of.adam ? ", adam" : ""));
-    guarantee = kGuarantee;
-    workspace_size = 16;  // nothing is kept there
-  }
-
-  std::vector<ArgumentMemory> memory_of(const AffineQdqBackward::Args& args) const {
-    struct Tensor {
-      const char* name;
-      const TensorView& view;
+  BackwardImpl(Device on, const AffineQdqDescriptor& d, const PlanPreference& preference)
+      : AffineImpl("affine_qdq_backward", on, d, preference), problem(problem_of(d, on, num_threads)) {
+    const auto f32 = [&](const char* name, TensorView Args::*view) -> ArgumentRow& {
+      return parameters(name, view, DType::f32).written();
     };
-    std::vector<TensorArgument> arguments{plan.codes(args.codes, false), plan.dense("dy", args.dy, false)};
-    const bool adam = descriptor.adam;
-    for (const Tensor& tensor : {Tensor{"dscales", args.dscales}, Tensor{"dbiases", args.dbiases}})
-      if (!adam || tensor.view.data != nullptr)
-        arguments.push_back(plan.parameters(tensor.name, tensor.view, true, DType::f32));
-    for (const Tensor& tensor :
-         {Tensor{"scales", args.scales}, Tensor{"biases", args.biases}, Tensor{"scale_m", args.scale_m},
-          Tensor{"scale_v", args.scale_v}, Tensor{"bias_m", args.bias_m}, Tensor{"bias_v", args.bias_v}}) {
-      HALFBYTE_CHECK(adam || tensor.view.data == nullptr, usage,
-                     "{}: {} must have no data, as descriptor.adam is false", plan.op, tensor.name);
-      if (adam) arguments.push_back(plan.parameters(tensor.name, tensor.view, true, DType::f32));
-    }
-    if (adam) check_step(plan.op, args.adam);
-    return plan.check(arguments);
+    const auto trained = [&](const char* name, TensorView Args::*view) {
+      f32(name, view).absent_unless(d.adam, "descriptor.adam is false");
+    };
+    codes();
+    dense("dy", &Args::dy);
+    f32("dscales", &Args::dscales).optional(d.adam);
+    f32("dbiases", &Args::dbiases).optional(d.adam);
+    trained("scales", &Args::scales);
+    trained("biases", &Args::biases);
+    trained("scale_m", &Args::scale_m);
+    trained("scale_v", &Args::scale_v);
+    trained("bias_m", &Args::bias_m);
+    trained("bias_v", &Args::bias_v);
+    finds_nothing();
+    sku.dtypes = fmt::format("{}, {} -> f32{}", text_of_codes(d), to_string(d.dtype), d.adam ? ", adam" : "");
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_affine_backward_cuda(problem);
+    sku.kernel = kernel_name(*cuda);
   }
-  void check(const AffineQdqBackward::Args& args) const override { memory_of(args); }
 
-  void run(void* stream, void* workspace, const AffineQdqBackward::Args& args) const override {
-    check_workspace(plan.op, workspace, workspace_size, device, memory_of(args));
+  void check_values(const Args& args) const override {
+    if (descriptor.adam) check_step(op, args.adam);
+  }
+
+  void execute(const Args& args, void* stream, void*) const override {
     const auto at = [](const TensorView& view) { return static_cast<float*>(view.data); };
     AffineBackwardArgs run{};
     run.codes = static_cast<const uint8_t*>(args.codes.data);
@@ -252,13 +193,7 @@ struct BackwardImpl : AffineQdqBackwardPlan::Impl {
     if (cuda)
       run_affine_backward_cuda(*cuda, run, stream);
     else
-      affine_backward_cpu(plan.problem, run);
-  }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(plan.op, workspace, workspace_size, device);
-    if (cuda) wait_affine_cuda(*cuda, stream);
-    return {};
+      affine_backward_cpu(problem, run);
   }
 };
 
@@ -341,9 +276,7 @@ void check_descriptor(const AffineQdqDescriptor& d) {
                  "{}: scale_rule must be minmax or mlx-edge, got {}", kDescriptor, to_string(d.scale_rule));
   contiguous_bytes(d.dtype, std::array{d.rows, d.cols});  // throws for what is beyond 2^63 - 1 bytes
   quant_shape(spec_of(d, code_bits(d)), d.rows, d.cols);
-  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
-                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}",
-                 kDescriptor, size_of(d.dtype), to_string(d.dtype), d.alignment);
+  check_alignment(kDescriptor, d.alignment, d.dtype);
 }
 
 std::vector<int64_t> AffineQdqDescriptor::code_shape() const {
@@ -355,26 +288,8 @@ std::vector<int64_t> AffineQdqDescriptor::scale_shape() const {
   return {rows, quant_shape(spec_of(*this, code_bits(*this)), rows, cols).groups_per_row};
 }
 
-template <>
-std::shared_ptr<const AffineInitPlan::Impl> make_plan<AffineInit>(Device device,
-                                                                  const AffineQdqDescriptor& descriptor,
-                                                                  const PlanPreference& preference) {
-  return std::make_shared<InitImpl>(device, descriptor, preference);
-}
-template <>
-std::shared_ptr<const AffineQdqPlan::Impl> make_plan<AffineQdq>(Device device,
-                                                                const AffineQdqDescriptor& descriptor,
-                                                                const PlanPreference& preference) {
-  return std::make_shared<QdqImpl>(device, descriptor, preference);
-}
-template <>
-std::shared_ptr<const AffineQdqBackwardPlan::Impl> make_plan<AffineQdqBackward>(
-    Device device, const AffineQdqDescriptor& descriptor, const PlanPreference& preference) {
-  return std::make_shared<BackwardImpl>(device, descriptor, preference);
-}
-
-template class Plan<AffineInit>;
-template class Plan<AffineQdq>;
-template class Plan<AffineQdqBackward>;
+HALFBYTE_DEFINE_PLAN(AffineInit, InitImpl);
+HALFBYTE_DEFINE_PLAN(AffineQdq, QdqImpl);
+HALFBYTE_DEFINE_PLAN(AffineQdqBackward, BackwardImpl);
 
 }  // namespace halfbyte

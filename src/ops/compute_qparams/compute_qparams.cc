@@ -2,22 +2,17 @@
 // do.
 #include "ops/compute_qparams/compute_qparams.h"
 
-#include <array>
 #include <mutex>
 
 #include "core/checks.h"
 #include "core/counts.h"
 #include "core/plan.h"
 #include "core/qparams.h"
-#include "core/tensor_check.h"
 #include "cpu/parallel.h"
-#include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
 
-constexpr const char* kOp = "compute_qparams";
 constexpr const char* kDescriptor = "qparams descriptor";
 
 QParamsZero zero_type_of(const std::optional<DType>& dtype) {
@@ -52,63 +47,36 @@ struct QParamsImpl : ComputeQParamsPlan::Impl {
   QParamsProblem problem;
   std::shared_ptr<const QParamsCuda> cuda;  // null: the CPU
 
-  QParamsImpl(Device on, const QParamsDescriptor& given, const PlanPreference& preference) {
-    check_descriptor(given);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
-                   preference.num_threads);
-    check_device(on);
-    device = problem.device = on;
-    descriptor = given;
-    problem.num_groups = contiguous_bytes(DType::u8, given.shape);
-    problem.dtype = given.dtype;
-    problem.rule = qparams_rule(given.config, given.scale_dtype);
-    problem.zero_type = zero_type_of(given.zero_point_dtype);
-    problem.num_threads = preference.num_threads;
-    if (on.kind == DeviceKind::cuda) cuda = select_qparams_cuda(problem);
-    sku = {kOp, cuda ? kernel_name(*cuda) : "compute_qparams_cpu",
-           cuda ? "cuda " + target(*cuda) : "cpu " + system_info().simd_target,
-           fmt::format("{} -> scale {}", to_string(given.dtype), to_string(given.scale_dtype))};
-    if (given.zero_point_dtype)
-      sku.dtypes += fmt::format(", zero point {}", to_string(*given.zero_point_dtype));
-    guarantee.math = guarantee.accumulator = given.dtype;
-    workspace_size = cuda ? workspace_bytes(*cuda) : static_cast<int64_t>(sizeof(QuantizeStatus));
+  QParamsImpl(Device on, const QParamsDescriptor& d, const PlanPreference& preference)
+      : Impl("compute_qparams", on, d, preference) {
+    const std::optional<DType> zero = d.zero_point_dtype;
+    tensor("min", &Args::min, d.dtype, d.shape);
+    tensor("max", &Args::max, d.dtype, d.shape);
+    tensor("scale", &Args::scale, d.scale_dtype, d.shape).written();
+    tensor("zero_point", &Args::zero_point, zero.value_or(DType::i32), d.shape)
+        .written()
+        .absent_unless(zero.has_value(), "descriptor.zero_point_dtype is not set");
+    sku.dtypes = fmt::format("{} -> scale {}", to_string(d.dtype), to_string(d.scale_dtype));
+    if (zero) sku.dtypes += fmt::format(", zero point {}", to_string(*zero));
+    problem.num_groups = contiguous_bytes(DType::u8, d.shape);
+    problem.dtype = d.dtype;
+    problem.rule = qparams_rule(d.config, d.scale_dtype);
+    problem.zero_type = zero_type_of(zero);
+    problem.num_threads = num_threads;
+    problem.device = on;
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_qparams_cuda(problem);
+    sku.kernel = kernel_name(*cuda);
+    workspace_size = workspace_bytes(*cuda);
   }
 
-  std::array<ArgumentMemory, 4> memory_of(const ComputeQParams::Args& args) const {
-    const QParamsDescriptor& d = descriptor;
-    const std::span<const int64_t> shape = d.shape;
-    if (!d.zero_point_dtype)
-      HALFBYTE_CHECK(args.zero_point.data == nullptr, usage,
-                     "{}: zero_point must have no data, as descriptor.zero_point_dtype is not set", kOp);
-    const DType zero_dtype = d.zero_point_dtype.value_or(DType::i32);
-    const std::array<TensorArgument, 4> arguments{
-        {{"min", &args.min, d.dtype, shape, false, size_of(d.dtype)},
-         {"max", &args.max, d.dtype, shape, false, size_of(d.dtype)},
-         {"scale", &args.scale, d.scale_dtype, shape, true, size_of(d.scale_dtype)},
-         {"zero_point", d.zero_point_dtype ? &args.zero_point : nullptr, zero_dtype, shape, true,
-          size_of(zero_dtype)}}};
-    std::array<ArgumentMemory, 4> memory;
-    for (size_t i = 0; i < arguments.size(); ++i)
-      if (arguments[i].view != nullptr) memory[i] = check_tensor(kOp, arguments[i], device);
-    check_all_apart(kOp, memory);
-    return memory;
-  }
-  void check(const ComputeQParams::Args& args) const override { memory_of(args); }
-  void run(void* stream, void* workspace, const ComputeQParams::Args& args) const override {
-    const std::array<ArgumentMemory, 4> memory = memory_of(args);
-    check_workspace(kOp, workspace, workspace_size, device, memory);
+  void execute(const Args& args, void* stream, void* workspace) const override {
     const QParamsTensors tensors{args.min.data, args.max.data, args.scale.data, args.zero_point.data};
     if (cuda)
       run_qparams_cuda(*cuda, tensors, stream, workspace);
     else
-      *static_cast<QuantizeStatus*>(workspace) = problem.dtype == DType::f64
-                                                     ? run_on_cpu<double>(problem, tensors)
-                                                     : run_on_cpu<float>(problem, tensors);
-  }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(kOp, workspace, workspace_size, device);
-    return cuda ? status_qparams_cuda(*cuda, workspace, stream)
-                : *static_cast<const QuantizeStatus*>(workspace);
+      status_in(workspace) = problem.dtype == DType::f64 ? run_on_cpu<double>(problem, tensors)
+                                                         : run_on_cpu<float>(problem, tensors);
   }
 };
 
@@ -134,12 +102,6 @@ void check_descriptor(const QParamsDescriptor& d) {
                  config.q_min, config.q_max);
 }
 
-template <>
-std::shared_ptr<const ComputeQParamsPlan::Impl> make_plan<ComputeQParams>(Device device,
-                                                                          const QParamsDescriptor& descriptor,
-                                                                          const PlanPreference& preference) {
-  return std::make_shared<QParamsImpl>(device, descriptor, preference);
-}
-template class Plan<ComputeQParams>;
+HALFBYTE_DEFINE_PLAN(ComputeQParams, QParamsImpl);
 
 }  // namespace halfbyte

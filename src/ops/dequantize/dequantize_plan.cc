@@ -1,37 +1,27 @@
 // The plan of `dequantize`.
 #include "core/packed_plan.h"
-#include "core/plan.h"
-#include "core/tensor_check.h"
 #include "ops/dequantize/dequantize.h"
 
 namespace halfbyte {
 namespace {
 
-constexpr PackedOp kOp{"dequantize", "y", "in", false};
-
-struct DequantizeImpl : DequantizePlan::Impl {
-  PackedPlan plan;
+struct DequantizeImpl : PackedImpl<Dequantize, &Dequantize::Args::y, &Dequantize::Args::in> {
   DequantizeProblem problem;                   // without addresses
   std::shared_ptr<const DequantizeCuda> cuda;  // null: the CPU
 
-  DequantizeImpl(Device on, const QuantizeDescriptor& of, const PlanPreference& preference)
-      : plan(kOp, on, of, preference),
-        problem(make_dequantize_problem({of.spec, of.rows, of.cols}, nullptr, of.dtype)) {
-    problem.num_threads = preference.num_threads;
+  DequantizeImpl(Device on, const QuantizeDescriptor& d, const PlanPreference& preference)
+      : PackedImpl("dequantize", on, d, preference, "y", "in", false),
+        problem(make_dequantize_problem({d.spec, d.rows, d.cols}, nullptr, d.dtype)) {
+    finds_nothing();
+    problem.num_threads = num_threads;
     problem.device = on;
-    problem.code_alignment = problem.y_alignment = of.alignment;
-    if (on.kind == DeviceKind::cuda) cuda = select_dequantize_cuda(problem);
-    device = on;
-    descriptor = of;
-    sku = cuda ? plan.sku(kernel_name(*cuda), target(*cuda)) : plan.sku("dequantize_cpu", "");
-    guarantee = plan.guarantee();
-    workspace_size = 16;  // nothing is kept there
+    problem.code_alignment = problem.y_alignment = d.alignment;
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_dequantize_cuda(problem);
+    sku.kernel = kernel_name(*cuda);
   }
 
-  void check(const Dequantize::Args& args) const override { plan.check(args.y, args.in); }
-
-  void run(void* stream, void* workspace, const Dequantize::Args& args) const override {
-    check_workspace(kOp.name, workspace, workspace_size, device, plan.check(args.y, args.in));
+  void execute(const Args& args, void* stream, void*) const override {
     DequantizeProblem run = problem;
     run.codes = args.in.codes;
     run.scales = args.in.scales;
@@ -44,23 +34,10 @@ struct DequantizeImpl : DequantizePlan::Impl {
     else if (run.shape.rows * run.shape.cols > 0)
       dequantize_cpu(run);
   }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(kOp.name, workspace, workspace_size, device);
-    if (cuda) wait_dequantize_cuda(*cuda, stream);
-    return {};
-  }
 };
 
 }  // namespace
 
-template <>
-std::shared_ptr<const DequantizePlan::Impl> make_plan<Dequantize>(Device device,
-                                                                  const QuantizeDescriptor& descriptor,
-                                                                  const PlanPreference& preference) {
-  return std::make_shared<DequantizeImpl>(device, descriptor, preference);
-}
-
-template class Plan<Dequantize>;
+HALFBYTE_DEFINE_PLAN(Dequantize, DequantizeImpl);
 
 }  // namespace halfbyte

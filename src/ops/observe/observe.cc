@@ -8,7 +8,6 @@
 #include "core/plan.h"
 #include "core/tensor_check.h"
 #include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
@@ -35,48 +34,27 @@ struct ObserveImpl : ObservePlan::Impl {
   ObserveProblem problem;
   std::shared_ptr<const ObserveCuda> cuda;  // null: the CPU
 
-  ObserveImpl(Device on, const ObserveDescriptor& given, const PlanPreference& preference)
-      : problem(observe_problem(given, on, preference)) {
-    check_device(on);
-    device = on;
-    descriptor = given;
-    if (on.kind == DeviceKind::cuda) cuda = select_observe_cuda(problem, given.alignment);
-    const char* const state = to_string(given.state_dtype());
-    sku = {kOp, cuda ? kernel_name(*cuda) : "observe_cpu",
-           cuda ? "cuda " + target(*cuda) : "cpu " + system_info().simd_target,
-           fmt::format("{} -> {}", to_string(given.dtype), state)};
-    guarantee.math = guarantee.accumulator = given.state_dtype();
-    workspace_size = cuda ? workspace_bytes(*cuda) : static_cast<int64_t>(sizeof(QuantizeStatus));
+  ObserveImpl(Device on, const ObserveDescriptor& d, const PlanPreference& preference)
+      : Impl(kOp, on, d, preference), problem(observe_problem(d, on, preference)) {
+    const DType state = d.state_dtype();
+    tensor("x", &Args::x, d.dtype, d.shape).promised(d.alignment);
+    tensor("min", &Args::min, state, problem.scale_shape).written();
+    tensor("max", &Args::max, state, problem.scale_shape).written();
+    tensor("num_batches", &Args::num_batches, DType::i64, {}).written();
+    sku.dtypes = fmt::format("{} -> {}", to_string(d.dtype), to_string(state));
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_observe_cuda(problem, d.alignment);
+    sku.kernel = kernel_name(*cuda);
+    workspace_size = workspace_bytes(*cuda);
   }
 
-  std::array<ArgumentMemory, 4> memory_of(const Observe::Args& args) const {
-    const DType state = descriptor.state_dtype();
-    const std::span<const int64_t> shape = problem.scale_shape;
-    const std::array<TensorArgument, 4> arguments{
-        {{"x", &args.x, descriptor.dtype, descriptor.shape, false, descriptor.alignment, true},
-         {"min", &args.min, state, shape, true, size_of(state)},
-         {"max", &args.max, state, shape, true, size_of(state)},
-         {"num_batches", &args.num_batches, DType::i64, {}, true, size_of(DType::i64)}}};
-    std::array<ArgumentMemory, 4> memory;
-    for (size_t i = 0; i < arguments.size(); ++i) memory[i] = check_tensor(kOp, arguments[i], device);
-    check_all_apart(kOp, memory);
-    return memory;
-  }
-  void check(const Observe::Args& args) const override { memory_of(args); }
-  void run(void* stream, void* workspace, const Observe::Args& args) const override {
-    const std::array<ArgumentMemory, 4> memory = memory_of(args);
-    check_workspace(kOp, workspace, workspace_size, device, memory);
+  void execute(const Args& args, void* stream, void* workspace) const override {
     const ObserveTensors tensors{args.x.data, args.min.data, args.max.data,
                                  static_cast<int64_t*>(args.num_batches.data)};
     if (cuda)
       run_observe_cuda(*cuda, tensors, stream, workspace);
     else
-      *static_cast<QuantizeStatus*>(workspace) = observe_cpu(problem, tensors);
-  }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(kOp, workspace, workspace_size, device);
-    return cuda ? status_observe_cuda(*cuda, workspace, stream)
-                : *static_cast<const QuantizeStatus*>(workspace);
+      status_in(workspace) = observe_cpu(problem, tensors);
   }
 };
 
@@ -134,9 +112,7 @@ void check_descriptor(const ObserveDescriptor& d) {
                  to_string(d.dtype));
   grouping_of(d);  // throws
   check_config(d.observer);
-  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
-                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}",
-                 kDescriptor, size_of(d.dtype), to_string(d.dtype), d.alignment);
+  check_alignment(kDescriptor, d.alignment, d.dtype);
 }
 
 void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
@@ -173,9 +149,6 @@ void store_observer(const ObserverState& state, const TensorView& min, const Ten
 
 ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device device,
                                const PlanPreference& preference) {
-  check_descriptor(descriptor);
-  HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
-                 preference.num_threads);
   ObserveProblem problem;
   static_cast<Grouping&>(problem) = grouping_of(descriptor);
   problem.dtype = descriptor.dtype;
@@ -186,12 +159,6 @@ ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device devic
   return problem;
 }
 
-template <>
-std::shared_ptr<const ObservePlan::Impl> make_plan<Observe>(Device device,
-                                                            const ObserveDescriptor& descriptor,
-                                                            const PlanPreference& preference) {
-  return std::make_shared<ObserveImpl>(device, descriptor, preference);
-}
-template class Plan<Observe>;
+HALFBYTE_DEFINE_PLAN(Observe, ObserveImpl);
 
 }  // namespace halfbyte

@@ -25,7 +25,7 @@ struct ObserveProblem : Grouping {
   Device device;
 };
 
-// Checks the descriptor, not the device.
+// Of a checked descriptor.
 ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device device,
                                const PlanPreference& preference);
 // The tensors of a run.

@@ -1,5 +1,5 @@
 // The plan of `qgemm`.
-#include <array>
+#include <algorithm>
 
 #include "core/format.h"
 #include "core/plan.h"
@@ -10,7 +10,6 @@
 namespace halfbyte {
 namespace {
 
-constexpr const char* kOp = "qgemm";
 constexpr WeightViewNames kViewNames{"view",        "view.codes",  "view.scales", "view.zeros",
                                      "view.biases", "view.absmax", "view.map",    "view.offset"};
 
@@ -30,75 +29,71 @@ std::string text_of_dtypes(const QgemmDescriptor& d) {
 
 struct QgemmImpl : QgemmPlan::Impl {
   std::shared_ptr<const QgemmKernel> kernel;  // null: there is nothing to write
-  std::array<int64_t, 2> x_shape, y_shape;
-  std::array<int64_t, 1> bias_shape;
 
-  QgemmImpl(Device on, const QgemmDescriptor& of, const PlanPreference& preference) {
-    check_descriptor(of);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", kOp,
-                   preference.num_threads);
-    check_device(on);
-    const QgemmProblem problem = make_qgemm_problem(on, of, preference.num_threads);
-    device = on;
-    descriptor = of;
-    sku = {kOp, "none", to_string(on), text_of_dtypes(of)};
-    workspace_size = 16;  // at least
-    if (!problem.is_empty()) {
-      kernel = choose_qgemm(problem, of.variant).run(problem);
-      sku.kernel = kernel->name();
-      sku.backend = kernel->backend();
-      guarantee = kernel->guarantee();
-      workspace_size = std::max(workspace_size, kernel->workspace_bytes());
-    }
-    x_shape = {of.m, problem.in_cols()};
-    y_shape = {of.m, problem.out_cols()};
-    bias_shape = {of.n};
-  }
-
-  std::vector<ArgumentMemory> memory_of(const Qgemm::Args& args) const {
-    const QgemmDescriptor& d = descriptor;
-    const auto dense = [&](const char* name, const TensorView& view, std::span<const int64_t> shape,
-                           bool written) {
-      return check_tensor(kOp, {name, &view, d.dtype, shape, written, d.alignment, true}, device);
-    };
-    const auto absent = [&](const char* name, const void* data, const char* field) {
-      HALFBYTE_CHECK(data == nullptr, usage, "{}: {} must have no data, as descriptor.{}", kOp, name, field);
-    };
-    const auto same = [&](const char* field, int64_t actual, int64_t expected) {
-      HALFBYTE_CHECK(actual == expected, usage, "{}: {}.{} must be {} as in the descriptor, got {}", kOp,
-                     d.packed ? "weight" : "view", field, expected, actual);
-    };
-    std::vector<ArgumentMemory> memory;
-    if (d.packed) {
-      absent("view", args.view.codes, "packed is true");
-      check_same_spec(kOp, "weight", args.weight.spec, d.spec);
-      same("rows", args.weight.rows, d.n);
-      same("cols", args.weight.cols, d.k);
-      memory = {check_packed(kOp, "weight", args.weight, device, false)};
-    } else {
-      absent("weight", args.weight.data, "packed is false");
-      check_same_spec(kOp, "view", args.view.spec, d.spec);
-      same("rows", args.view.rows, d.n);
-      same("cols", args.view.cols, d.k);
-      HALFBYTE_CHECK(args.view.layout == d.layout, usage,
-                     "{}: view.layout must be {} as in the descriptor, got {}", kOp, to_string(d.layout),
-                     to_string(args.view.layout));
-      memory = check_view(kOp, kViewNames, args.view, device, d.alignment, false);
-    }
-    memory.push_back(dense("x", args.x, x_shape, false));
-    if (d.bias)
-      memory.push_back(dense("bias", args.bias, bias_shape, false));
+  QgemmImpl(Device on, const QgemmDescriptor& d, const PlanPreference& preference)
+      : Impl("qgemm", on, d, preference) {
+    const QgemmProblem problem = make_qgemm_problem(on, d, num_threads);
+    if (d.packed)
+      memory(
+          "weight",
+          [](const Args& args) -> ArgumentData {
+            return {args.weight.data, args.weight.num_bytes, nullptr};
+          },
+          problem.weight.num_bytes)
+          .aligned(formats::kPackedAlignment);
     else
-      absent("bias", args.bias.data, "bias is false");
-    memory.push_back(dense("y", args.y, y_shape, true));
-    for (const ArgumentMemory& read : memory)
-      if (!read.written) check_apart(kOp, memory.back(), read);
-    return memory;
+      for (const WeightViewPart& part :
+           weight_view_parts(kViewNames, d.spec, d.n, d.k, d.layout, d.alignment))
+        memory(
+            part.name,
+            [data = part.data](const Args& args) -> ArgumentData {
+              return {data(args.view), -1, nullptr};
+            },
+            part.num_bytes)
+            .aligned(part.alignment)
+            .null_unless(part.present, kNoWeightPart);
+    tensor("x", &Args::x, d.dtype, {d.m, problem.in_cols()}).promised(d.alignment);
+    tensor("bias", &Args::bias, d.dtype, {d.n})
+        .promised(d.alignment)
+        .absent_unless(d.bias, "descriptor.bias is false");
+    tensor("y", &Args::y, d.dtype, {d.m, problem.out_cols()}).promised(d.alignment).written();
+    finds_nothing();
+    sku = {op, "none", to_string(on), text_of_dtypes(d)};
+    if (problem.is_empty()) return;
+    kernel = choose_qgemm(problem, d.variant).run(problem);
+    sku.kernel = kernel->name();
+    sku.backend = kernel->backend();
+    guarantee = kernel->guarantee();
+    workspace_size = std::max(workspace_size, kernel->workspace_bytes());
   }
-  void check(const Qgemm::Args& args) const override { memory_of(args); }
 
-  void run(void* stream, void* workspace, const Qgemm::Args& args) const override {
-    check_workspace(kOp, workspace, workspace_size, device, memory_of(args));
+  // That the weight is the one of the descriptor.
+  void check_values(const Args& args) const override {
+    const QgemmDescriptor& d = descriptor;
+    HALFBYTE_CHECK(!d.packed || args.view.codes == nullptr, usage,
+                   "{}: view must have no data, as descriptor.packed is true", op);
+    HALFBYTE_CHECK(d.packed || args.weight.data == nullptr, usage,
+                   "{}: weight must have no data, as descriptor.packed is false", op);
+    const auto same = [&](const char* name, const auto& weight) {
+      check_same_spec(op, name, weight.spec, d.spec);
+      HALFBYTE_CHECK(weight.rows == d.n, usage, "{}: {}.rows must be {} as in the descriptor, got {}", op,
+                     name, d.n, weight.rows);
+      HALFBYTE_CHECK(weight.cols == d.k, usage, "{}: {}.cols must be {} as in the descriptor, got {}", op,
+                     name, d.k, weight.cols);
+    };
+    if (d.packed) {
+      same("weight", args.weight);
+      check_packed_form(op, "weight", args.weight, device);
+    } else {
+      same("view", args.view);
+      HALFBYTE_CHECK(args.view.layout == d.layout, usage,
+                     "{}: view.layout must be {} as in the descriptor, got {}", op, to_string(d.layout),
+                     to_string(args.view.layout));
+      check_view_device(op, "view", args.view, device);
+    }
+  }
+
+  void execute(const Args& args, void* stream, void* workspace) const override {
     if (!kernel) return;
     QgemmTensors tensors;
     tensors.x = args.x.data;
@@ -114,22 +109,10 @@ struct QgemmImpl : QgemmPlan::Impl {
     tensors.y = args.y.data;
     kernel->run(tensors, stream, workspace);
   }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(kOp, workspace, workspace_size, device);
-    if (device.kind == DeviceKind::cuda) wait_qgemm_cuda(device, stream);
-    return {};
-  }
 };
 
 }  // namespace
 
-template <>
-std::shared_ptr<const QgemmPlan::Impl> make_plan<Qgemm>(Device device, const QgemmDescriptor& descriptor,
-                                                        const PlanPreference& preference) {
-  return std::make_shared<QgemmImpl>(device, descriptor, preference);
-}
-
-template class Plan<Qgemm>;
+HALFBYTE_DEFINE_PLAN(Qgemm, QgemmImpl);
 
 }  // namespace halfbyte

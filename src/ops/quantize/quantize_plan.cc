@@ -1,36 +1,33 @@
 // The plan of `quantize`.
+#include "core/checks.h"
 #include "core/packed_plan.h"
-#include "core/plan.h"
-#include "core/tensor_check.h"
 #include "ops/quantize/quantize.h"
 
 namespace halfbyte {
 namespace {
 
-constexpr PackedOp kOp{"quantize", "x", "out", true};
+void check_scale_dtype(const char* op, const QuantizeDescriptor& d) {
+  HALFBYTE_CHECK(d.spec.scale_dtype != DType::f64 || d.dtype == DType::f64, usage,
+                 "{}: descriptor.spec.scale_dtype f64 needs dtype f64, got {}", op, to_string(d.dtype));
+}
 
-struct QuantizeImpl : QuantizePlan::Impl {
-  PackedPlan plan;
+struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::out> {
   QuantizeProblem problem;                   // without addresses
   std::shared_ptr<const QuantizeCuda> cuda;  // null: the CPU
 
-  QuantizeImpl(Device on, const QuantizeDescriptor& of, const PlanPreference& preference)
-      : plan(kOp, on, of, preference), problem(make_quantize_problem(of.spec, of.rows, of.cols, of.dtype)) {
-    problem.num_threads = preference.num_threads;
+  QuantizeImpl(Device on, const QuantizeDescriptor& d, const PlanPreference& preference)
+      : PackedImpl("quantize", on, d, preference, "x", "out", true, check_scale_dtype),
+        problem(make_quantize_problem(d.spec, d.rows, d.cols, d.dtype)) {
+    problem.num_threads = num_threads;
     problem.device = on;
-    problem.x_alignment = problem.code_alignment = of.alignment;
-    if (on.kind == DeviceKind::cuda) cuda = select_quantize_cuda(problem);
-    device = on;
-    descriptor = of;
-    sku = cuda ? plan.sku(kernel_name(*cuda), target(*cuda)) : plan.sku("quantize_cpu", "");
-    guarantee = plan.guarantee();
-    workspace_size = cuda ? workspace_bytes(*cuda) : static_cast<int64_t>(sizeof(QuantizeStatus));
+    problem.x_alignment = problem.code_alignment = d.alignment;
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_quantize_cuda(problem);
+    sku.kernel = kernel_name(*cuda);
+    workspace_size = workspace_bytes(*cuda);
   }
 
-  void check(const Quantize::Args& args) const override { plan.check(args.x, args.out); }
-
-  void run(void* stream, void* workspace, const Quantize::Args& args) const override {
-    check_workspace(kOp.name, workspace, workspace_size, device, plan.check(args.x, args.out));
+  void execute(const Args& args, void* stream, void* workspace) const override {
     QuantizeProblem run = problem;
     run.x = args.x.data;
     run.codes = args.out.codes;
@@ -41,26 +38,12 @@ struct QuantizeImpl : QuantizePlan::Impl {
     if (cuda)
       run_quantize_cuda(*cuda, run, workspace);
     else
-      *static_cast<QuantizeStatus*>(workspace) =
-          run.shape.num_groups == 0 ? QuantizeStatus() : quantize_cpu(run);
-  }
-
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    check_workspace(kOp.name, workspace, workspace_size, device);
-    return cuda ? status_quantize_cuda(*cuda, workspace, stream)
-                : *static_cast<const QuantizeStatus*>(workspace);
+      status_in(workspace) = run.shape.num_groups == 0 ? QuantizeStatus() : quantize_cpu(run);
   }
 };
 
 }  // namespace
 
-template <>
-std::shared_ptr<const QuantizePlan::Impl> make_plan<Quantize>(Device device,
-                                                              const QuantizeDescriptor& descriptor,
-                                                              const PlanPreference& preference) {
-  return std::make_shared<QuantizeImpl>(device, descriptor, preference);
-}
-
-template class Plan<Quantize>;
+HALFBYTE_DEFINE_PLAN(Quantize, QuantizeImpl);
 
 }  // namespace halfbyte

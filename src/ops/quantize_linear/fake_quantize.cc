@@ -1,12 +1,10 @@
 #include "ops/quantize_linear/fake_quantize.h"
 
-#include <array>
 #include <cmath>
 
+#include "core/checks.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
-#include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
@@ -106,9 +104,7 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
   }
   HALFBYTE_CHECK(std::isfinite(used(d.gradient_scale)) && used(d.gradient_scale) > 0, usage,
                  "{}: gradient_scale must be finite and > 0, got {}", kDescriptor, d.gradient_scale);
-  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
-                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}",
-                 kDescriptor, size_of(d.dtype), to_string(d.dtype), d.alignment);
+  check_alignment(kDescriptor, d.alignment, d.dtype);
 }
 
 LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuantizeDescriptor& d,
@@ -148,187 +144,103 @@ std::string dtypes_of(const FakeQuantizeDescriptor& d) {
 
 namespace {
 
-// Arguments by name; those that an operation has not are null.
-struct FakeViews {
-  const TensorView* x = nullptr;
-  const TensorView* mask = nullptr;
-  const TensorView* dy = nullptr;
-  const TensorView* scale = nullptr;
-  const TensorView* zero_point = nullptr;
-  const TensorView* min = nullptr;
-  const TensorView* max = nullptr;
-  const TensorView* num_batches = nullptr;
-  const TensorView* y = nullptr;  // dx
-};
-FakeViews views_of(const FakeQuantize::Args& args) {
-  return {&args.x,   &args.mask, nullptr,           &args.scale, &args.zero_point,
-          &args.min, &args.max,  &args.num_batches, &args.y};
-}
-FakeViews views_of(const FakeQuantizeBackward::Args& args) {
-  return {&args.x, &args.mask, &args.dy, &args.scale, &args.zero_point, nullptr, nullptr, nullptr, &args.dx};
+void check_given(const char* op, const FakeQuantizeDescriptor& d) {
+  HALFBYTE_CHECK(!d.computed, usage, "{}: descriptor.computed must be false: scale and zero point are given",
+                 op);
 }
 
-// What is the same for forward and backward.
-class FakePlan {
- public:
-  FakePlan(bool forward, Device device, const FakeQuantizeDescriptor& descriptor,
-           const PlanPreference& preference)
-      : name_(forward ? "fake_quantize" : "fake_quantize_backward"), descriptor_(descriptor) {
-    check_descriptor(descriptor);
-    HALFBYTE_CHECK(forward || !descriptor.computed, usage,
-                   "{}: descriptor.computed must be false: scale and zero point are given", name_);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}",
-                   name_, preference.num_threads);
-    check_device(device);
-    const LinearOp op = forward           ? LinearOp::fake_quantize
-                        : descriptor.mask ? LinearOp::mask_gradients
-                                          : LinearOp::backward;
-    problem_ = fake_quantize_problem(op, device, descriptor, preference);
-    if (device.kind == DeviceKind::cuda) cuda_ = select_linear_cuda(problem_, descriptor.alignment);
-  }
-
-  Sku sku() const {
-    return {name_, cuda_ ? kernel_name(*cuda_) : name_ + std::string("_cpu"),
-            cuda_ ? "cuda " + target(*cuda_) : "cpu " + system_info().simd_target, dtypes_of(descriptor_)};
-  }
-  PrecisionGuarantee guarantee() const {
-    return {descriptor_.state_dtype(), descriptor_.state_dtype(), true, true};
-  }
-  int64_t workspace_size() const {
-    return cuda_ ? workspace_bytes(*cuda_) : static_cast<int64_t>(sizeof(QuantizeStatus));
-  }
-
-  struct Checked {
-    LinearTensors tensors;
-    std::array<ArgumentMemory, 9> memory;
-  };
-  // Throws where something is wrong.
-  Checked check(const FakeViews& views) const {
-    const FakeQuantizeDescriptor& d = descriptor_;
-    const bool forward = problem_.op == LinearOp::fake_quantize;
-    const bool masked = problem_.op == LinearOp::mask_gradients;
-    const std::vector<int64_t> mask_shape = d.mask_shape();
-    const std::span<const int64_t> scale_shape = problem_.scale_shape;
-    const DType zero_dtype = problem_.zeros.dtype, state = d.state_dtype();
-    const char* const given = masked ? "the mask is read in its place" : nullptr;
-    const char* const no_zeros = problem_.has_zeros ? given : "descriptor.zero_point_dtype is not set";
-    const char* const no_observer = problem_.observed ? nullptr : "descriptor.observer is not set";
-    struct Argument {
-      TensorArgument tensor;
-      const char* absent;  // why it must have no data; null: it must
-    };
-    const std::array<Argument, 9> arguments{{
-        {{"x", views.x, d.dtype, d.shape, false, d.alignment, true}, given},
-        {{"mask", views.mask, DType::u8, mask_shape, forward}, d.mask ? nullptr : "descriptor.mask is false"},
-        {{"dy", views.dy, d.dtype, d.shape, false, d.alignment, true}, nullptr},
-        {{"scale", views.scale, d.scale_dtype, scale_shape, d.computed, size_of(d.scale_dtype)}, given},
-        {{"zero_point", views.zero_point, zero_dtype, scale_shape, d.computed, size_of(zero_dtype)},
-         no_zeros},
-        {{"min", views.min, state, scale_shape, true, size_of(state)}, no_observer},
-        {{"max", views.max, state, scale_shape, true, size_of(state)}, no_observer},
-        {{"num_batches", views.num_batches, DType::i64, {}, true, size_of(DType::i64)}, no_observer},
-        {{forward ? "y" : "dx", views.y, d.dtype, d.shape, true, d.alignment, true}, nullptr},
-    }};
-    Checked checked;
-    std::array<ArgumentMemory, 9>& memory = checked.memory;
-    std::array<void*, 9> data{};
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const auto& [tensor, absent] = arguments[i];
-      if (tensor.view == nullptr) continue;
-      if (absent != nullptr) {
-        HALFBYTE_CHECK(tensor.view->data == nullptr, usage, "{}: {} must have no data, as {}", name_,
-                       tensor.name, absent);
-        continue;
-      }
-      memory[i] = check_tensor(name_, tensor, problem_.device);
-      data[i] = tensor.view->data;
-    }
-    constexpr size_t kX = 0, kDy = 2, kY = 8;
-    for (size_t i = 0; i < arguments.size(); ++i)
-      for (size_t j = 0; j < i; ++j) {
-        // In place: each element is read before it is written, by the same thread.
-        if (i == kY && j == (forward ? kX : kDy) && memory[i].data == memory[j].data) continue;
-        check_apart(name_, memory[i], memory[j]);
-      }
-    LinearTensors& tensors = checked.tensors;
-    tensors.x = data[kX];
-    tensors.mask = data[1];
-    tensors.dy = data[kDy];
-    tensors.scale = data[3];
-    tensors.zero = data[4];
-    tensors.observer = {data[5], data[6], static_cast<formats::i64*>(data[7])};
-    tensors.y = data[kY];
-    tensors.x_strides = tensors.dy_strides =
-        tensors.y_strides = {problem_.axis * problem_.inner, problem_.inner, 1};
-    return checked;
-  }
-
-  void run(void* stream, void* workspace, const FakeViews& views) const {
-    const Checked checked = check(views);
-    check_workspace(name_, workspace, workspace_size(), problem_.device, checked.memory);
-    if (cuda_)
-      run_linear_cuda(*cuda_, checked.tensors, stream, workspace);
-    else
-      *static_cast<QuantizeStatus*>(workspace) = run_cpu(checked.tensors);
-  }
-  QuantizeStatus status(const void* workspace, void* stream) const {
-    check_workspace(name_, workspace, workspace_size(), problem_.device);
-    return cuda_ ? status_linear_cuda(*cuda_, workspace, stream)
-                 : *static_cast<const QuantizeStatus*>(workspace);
-  }
-
- private:
-  QuantizeStatus run_cpu(const LinearTensors& tensors) const {
-    if (problem_.op == LinearOp::mask_gradients) {
-      mask_gradients_cpu(problem_, tensors);
-      return {};
-    }
-    const bool is_table = problem_.codec.kind == formats::Kind::table;
-    return problem_.op == LinearOp::backward && !is_table ? quantize_linear_cpu(problem_, tensors)
-                                                          : fake_quantize_cpu(problem_, tensors);
-  }
-
-  const char* name_;
-  FakeQuantizeDescriptor descriptor_;
-  LinearProblem problem_;
-  std::shared_ptr<const LinearCuda> cuda_;  // null: the CPU
-};
-
+// Forward and backward.
 template <class Op>
 struct FakeImpl : Plan<Op>::Impl {
-  FakePlan plan;
+  using Args = typename Op::Args;
+  static constexpr bool kForward = std::is_same_v<Op, FakeQuantize>;
 
-  FakeImpl(Device device, const FakeQuantizeDescriptor& descriptor, const PlanPreference& preference)
-      : plan(std::is_same_v<Op, FakeQuantize>, device, descriptor, preference) {
-    this->device = device;
-    this->descriptor = descriptor;
-    this->sku = plan.sku();
-    this->guarantee = plan.guarantee();
-    this->workspace_size = plan.workspace_size();
+  LinearProblem problem;
+  std::shared_ptr<const LinearCuda> cuda;  // null: the CPU
+
+  FakeImpl(Device on, const FakeQuantizeDescriptor& d, const PlanPreference& preference)
+      : Plan<Op>::Impl(kForward ? "fake_quantize" : "fake_quantize_backward", on, d, preference,
+                       kForward ? nullptr : check_given),
+        problem(fake_quantize_problem(kForward ? LinearOp::fake_quantize
+                                      : d.mask ? LinearOp::mask_gradients
+                                               : LinearOp::backward,
+                                      on, d, preference)) {
+    declare(d);
+    this->sku.dtypes = dtypes_of(d);
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_linear_cuda(problem, d.alignment);
+    this->sku.kernel = kernel_name(*cuda);
+    this->workspace_size = workspace_bytes(*cuda);
   }
-  void check(const typename Op::Args& args) const override { plan.check(views_of(args)); }
-  void run(void* stream, void* workspace, const typename Op::Args& args) const override {
-    plan.run(stream, workspace, views_of(args));
+
+  void declare(const FakeQuantizeDescriptor& d) {
+    const bool by_mask = problem.op == LinearOp::mask_gradients;
+    constexpr const char* kByMask = "the mask is read in its place";
+    const std::vector<int64_t>& groups = problem.scale_shape;
+    this->tensor("x", &Args::x, d.dtype, d.shape).promised(d.alignment).absent_unless(!by_mask, kByMask);
+    this->tensor("mask", &Args::mask, DType::u8, d.mask_shape())
+        .written(kForward)
+        .absent_unless(d.mask, "descriptor.mask is false");
+    if constexpr (!kForward) this->tensor("dy", &Args::dy, d.dtype, d.shape).promised(d.alignment);
+    this->tensor("scale", &Args::scale, d.scale_dtype, groups)
+        .written(d.computed)
+        .absent_unless(!by_mask, kByMask);
+    this->tensor("zero_point", &Args::zero_point, problem.zeros.dtype, groups)
+        .written(d.computed)
+        .absent_unless(!by_mask, kByMask)
+        .absent_unless(problem.has_zeros, "descriptor.zero_point_dtype is not set");
+    if constexpr (kForward) {
+      const auto state = [&](const char* name, TensorView Args::*view, DType dtype,
+                             const std::vector<int64_t>& shape) {
+        this->tensor(name, view, dtype, shape)
+            .written()
+            .absent_unless(problem.observed, "descriptor.observer is not set");
+      };
+      state("min", &Args::min, d.state_dtype(), groups);
+      state("max", &Args::max, d.state_dtype(), groups);
+      state("num_batches", &Args::num_batches, DType::i64, {});
+      this->tensor("y", &Args::y, d.dtype, d.shape).promised(d.alignment).written();
+      this->in_place("y", "x");
+    } else {
+      this->tensor("dx", &Args::dx, d.dtype, d.shape).promised(d.alignment).written();
+      this->in_place("dx", "dy");
+    }
   }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    return plan.status(workspace, stream);
+
+  void execute(const Args& args, void* stream, void* workspace) const override {
+    LinearTensors tensors;
+    tensors.x = args.x.data;
+    tensors.mask = args.mask.data;
+    tensors.scale = args.scale.data;
+    tensors.zero = args.zero_point.data;
+    if constexpr (kForward) {
+      tensors.observer = {args.min.data, args.max.data, static_cast<formats::i64*>(args.num_batches.data)};
+      tensors.y = args.y.data;
+    } else {
+      tensors.dy = args.dy.data;
+      tensors.y = args.dx.data;
+    }
+    tensors.x_strides = tensors.dy_strides =
+        tensors.y_strides = {problem.axis * problem.inner, problem.inner, 1};
+    if (cuda)
+      run_linear_cuda(*cuda, tensors, stream, workspace);
+    else
+      this->status_in(workspace) = run_on_cpu(tensors);
+  }
+
+  QuantizeStatus run_on_cpu(const LinearTensors& tensors) const {
+    if (problem.op == LinearOp::mask_gradients) {
+      mask_gradients_cpu(problem, tensors);
+      return {};
+    }
+    const bool is_table = problem.codec.kind == formats::Kind::table;
+    return kForward || is_table ? fake_quantize_cpu(problem, tensors) : quantize_linear_cpu(problem, tensors);
   }
 };
 
 }  // namespace
 
-template <>
-std::shared_ptr<const FakeQuantizePlan::Impl> make_plan<FakeQuantize>(
-    Device device, const FakeQuantizeDescriptor& descriptor, const PlanPreference& preference) {
-  return std::make_shared<FakeImpl<FakeQuantize>>(device, descriptor, preference);
-}
-template <>
-std::shared_ptr<const FakeQuantizeBackwardPlan::Impl> make_plan<FakeQuantizeBackward>(
-    Device device, const FakeQuantizeDescriptor& descriptor, const PlanPreference& preference) {
-  return std::make_shared<FakeImpl<FakeQuantizeBackward>>(device, descriptor, preference);
-}
-
-template class Plan<FakeQuantize>;
-template class Plan<FakeQuantizeBackward>;
+HALFBYTE_DEFINE_PLAN(FakeQuantize, FakeImpl<FakeQuantize>);
+HALFBYTE_DEFINE_PLAN(FakeQuantizeBackward, FakeImpl<FakeQuantizeBackward>);
 
 }  // namespace halfbyte

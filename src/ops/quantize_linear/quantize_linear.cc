@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <array>
 
+#include "core/checks.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
-#include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
@@ -78,58 +77,52 @@ LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& des
 
 // ---- Tensors
 
-// The stride that walks the axes [begin, end) as one; 0 where there is nothing to walk.
-int64_t folded_stride(const char* op, const TensorArgument& argument, size_t begin, size_t end,
-                      const char* which) {
-  const TensorView& view = *argument.view;
-  int64_t stride = 0, expected = 0;
-  bool first = true;
-  for (size_t i = end; i-- > begin;) {
-    if (argument.shape[i] == 1) continue;
-    if (first) stride = expected = view.strides[i];
-    HALFBYTE_CHECK(
-        view.strides[i] == expected, usage,
-        "{}: {}: the axes {} must be walked as one, but its strides are {} for shape {}: copy it first", op,
-        argument.name, which, text_of(view.strides), text_of(argument.shape));
-    expected *= argument.shape[i];
-    first = false;
-  }
-  return stride;
-}
-
-// How the tensors of an operation are walked as [outer, axis, inner].
+// How the tensors of an operation, as their rows have them, are walked as [outer, axis, inner].
 class LinearWalk {
  public:
-  LinearWalk(const char* op, const LinearDescriptor& descriptor) : op_(op), descriptor_(descriptor) {}
+  LinearWalk(const char* op, const LinearDescriptor& descriptor, const LinearProblem& problem)
+      : op_(op), shape_(descriptor.shape), descriptor_(descriptor), problem_(problem) {}
 
-  // Of a tensor that was checked, where it is walked.
-  LinearStrides strides(const LinearProblem& problem, const TensorArgument& argument) const {
-    const TensorView& view = *argument.view;
-    if (problem.contiguous || view.strides.empty() || is_packed(argument.dtype) ||
-        problem.num_elements() == 0)
-      return {problem.axis * problem.inner, problem.inner, 1};
+  LinearStrides strides(const char* name, const TensorView& view, bool written = false) const {
+    if (problem_.contiguous || view.strides.empty() || is_packed(view.dtype) || problem_.num_elements() == 0)
+      return {problem_.axis * problem_.inner, problem_.inner, 1};
     LinearStrides strides;
-    const auto axis =
-        static_cast<size_t>(axis_of({descriptor_.shape, descriptor_.granularity, descriptor_.axis, 0}));
-    const size_t rank = argument.shape.size();
-    if (rank > 0) {
-      strides.outer = folded_stride(op_, argument, 0, axis, "before `axis`");
-      strides.axis = argument.shape[axis] > 1 ? view.strides[axis] : 0;
-      strides.inner = folded_stride(op_, argument, axis + 1, rank, "behind `axis`");
+    const auto axis = static_cast<size_t>(axis_of({shape_, descriptor_.granularity, descriptor_.axis, 0}));
+    if (!shape_.empty()) {
+      strides.outer = folded_stride(name, view, 0, axis, "before `axis`");
+      strides.axis = shape_[axis] > 1 ? view.strides[axis] : 0;
+      strides.inner = folded_stride(name, view, axis + 1, shape_.size(), "behind `axis`");
     }
-    if (argument.written) check_distinct(argument, problem, strides);
+    if (written) check_distinct(name, view, strides);
     return strides;
   }
 
  private:
+  // The stride that walks the axes [begin, end) as one; 0 where there is nothing to walk.
+  int64_t folded_stride(const char* name, const TensorView& view, size_t begin, size_t end,
+                        const char* which) const {
+    int64_t stride = 0, expected = 0;
+    bool first = true;
+    for (size_t i = end; i-- > begin;) {
+      if (shape_[i] == 1) continue;
+      if (first) stride = expected = view.strides[i];
+      HALFBYTE_CHECK(
+          view.strides[i] == expected, usage,
+          "{}: {}: the axes {} must be walked as one, but its strides are {} for shape {}: copy it first",
+          op_, name, which, text_of(view.strides), text_of(shape_));
+      expected *= shape_[i];
+      first = false;
+    }
+    return stride;
+  }
+
   // No two elements of what is written lie at one place.
-  void check_distinct(const TensorArgument& argument, const LinearProblem& problem,
-                      const LinearStrides& strides) const {
+  void check_distinct(const char* name, const TensorView& view, const LinearStrides& strides) const {
     struct Axis {
       int64_t stride, extent;
     };
     std::array<Axis, 3> axes{
-        {{strides.outer, problem.outer}, {strides.axis, problem.axis}, {strides.inner, problem.inner}}};
+        {{strides.outer, problem_.outer}, {strides.axis, problem_.axis}, {strides.inner, problem_.inner}}};
     std::ranges::sort(axes, {}, &Axis::stride);
     int64_t reach = 0;  // of the axes so far
     for (const auto& [stride, extent] : axes) {
@@ -137,182 +130,111 @@ class LinearWalk {
       HALFBYTE_CHECK(stride > reach, usage,
                      "{}: {} is written and must have each element at a place of its own, got strides {} of "
                      "shape {}",
-                     op_, argument.name, text_of(argument.view->strides), text_of(argument.shape));
+                     op_, name, text_of(view.strides), text_of(shape_));
       reach += (extent - 1) * stride;
     }
   }
 
   const char* op_;
+  std::span<const int64_t> shape_;
   const LinearDescriptor& descriptor_;
+  const LinearProblem& problem_;
 };
 
-// The arguments of an operation; those that it has not are null.
-struct LinearViews {
-  const TensorView* x = nullptr;
-  const TensorView* dy = nullptr;
-  const TensorView* codes = nullptr;
-  const TensorView* scale = nullptr;
-  const TensorView* zero_point = nullptr;
-  const TensorView* y = nullptr;
-};
-LinearViews views_of(const QuantizeLinear::Args& args) {
-  return {&args.x, nullptr, &args.codes, &args.scale, &args.zero_point, nullptr};
-}
-LinearViews views_of(const DequantizeLinear::Args& args) {
-  return {nullptr, nullptr, &args.codes, &args.scale, &args.zero_point, &args.y};
-}
-LinearViews views_of(const QuantizeLinearBackward::Args& args) {
-  return {&args.x, &args.dy, nullptr, &args.scale, &args.zero_point, &args.dx};
+void check_given(const char* op, const LinearDescriptor& d) {
+  HALFBYTE_CHECK(!d.computed, usage, "{}: descriptor.computed must be false: scale and zero point are given",
+                 op);
 }
 
-template <class Op>
-constexpr LinearOp op_of() {
-  if constexpr (std::is_same_v<Op, QuantizeLinear>) return LinearOp::quantize;
-  if constexpr (std::is_same_v<Op, DequantizeLinear>) return LinearOp::dequantize;
-  return LinearOp::backward;
+std::string text_of_dtypes(LinearOp op, const LinearDescriptor& d) {
+  const char *const dense = to_string(d.dtype), *const code = to_string(d.code_dtype);
+  std::string text = op == LinearOp::quantize     ? fmt::format("{} -> {}", dense, code)
+                     : op == LinearOp::dequantize ? fmt::format("{} -> {}", code, dense)
+                                                  : fmt::format("{}, {} -> {}", dense, dense, dense);
+  text += fmt::format(", scale {}", to_string(d.scale_dtype));
+  if (d.zero_point_dtype) text += fmt::format(", zero point {}", to_string(*d.zero_point_dtype));
+  return text;
 }
-
-// What is the same for the three operations.
-class LinearPlan {
- public:
-  LinearPlan(LinearOp op, Device device, const LinearDescriptor& descriptor, const PlanPreference& preference)
-      : op_(name_of(op)), descriptor_(descriptor) {
-    check_descriptor(descriptor);
-    HALFBYTE_CHECK(op == LinearOp::quantize || !descriptor.computed, usage,
-                   "{}: descriptor.computed must be false: scale and zero point are given", op_);
-    HALFBYTE_CHECK(preference.num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", op_,
-                   preference.num_threads);
-    check_device(device);
-    problem_ = problem_of(op, device, descriptor, preference);
-    if (device.kind == DeviceKind::cuda) cuda_ = select_linear_cuda(problem_, descriptor.alignment);
-  }
-
-  Sku sku() const {
-    Sku sku{op_, cuda_ ? kernel_name(*cuda_) : op_ + std::string("_cpu"),
-            cuda_ ? "cuda " + target(*cuda_) : "cpu " + system_info().simd_target, ""};
-    const char *const dense = to_string(descriptor_.dtype), *const code = to_string(descriptor_.code_dtype);
-    switch (problem_.op) {
-      case LinearOp::quantize:
-        sku.dtypes = fmt::format("{} -> {}", dense, code);
-        break;
-      case LinearOp::dequantize:
-        sku.dtypes = fmt::format("{} -> {}", code, dense);
-        break;
-      default:
-        sku.dtypes = fmt::format("{}, {} -> {}", dense, dense, dense);
-        break;
-    }
-    sku.dtypes += fmt::format(", scale {}", to_string(descriptor_.scale_dtype));
-    if (problem_.has_zeros)
-      sku.dtypes += fmt::format(", zero point {}", to_string(*descriptor_.zero_point_dtype));
-    return sku;
-  }
-  PrecisionGuarantee guarantee() const {
-    const DType math = descriptor_.dtype == DType::f64 ? DType::f64 : DType::f32;
-    return {math, math, true, true};
-  }
-  int64_t workspace_size() const {
-    return cuda_ ? workspace_bytes(*cuda_) : static_cast<int64_t>(sizeof(QuantizeStatus));
-  }
-
-  // The tensors of a run, and what they touch: x, dy, codes, scale, zero_point, y.
-  struct Checked {
-    LinearTensors tensors;
-    std::array<ArgumentMemory, 6> memory;
-  };
-  // Throws where something is wrong.
-  Checked check(const LinearViews& views) const {
-    const LinearWalk walk(op_, descriptor_);
-    const bool quantizes = problem_.op == LinearOp::quantize;
-    const int64_t scale_size = size_of(descriptor_.scale_dtype);
-    const DType zero_dtype = descriptor_.zero_point_dtype.value_or(DType::i32);
-    const std::span<const int64_t> shape = descriptor_.shape, scale_shape = problem_.scale_shape;
-    const int64_t alignment = descriptor_.alignment;
-    const bool strided = descriptor_.strided;
-    const std::array<TensorArgument, 6> arguments{
-        {{"x", views.x, descriptor_.dtype, shape, false, alignment, true, strided},
-         {"dy", views.dy, descriptor_.dtype, shape, false, alignment, true, strided},
-         {"codes", views.codes, descriptor_.code_dtype, shape, quantizes, alignment, true, strided},
-         {"scale", views.scale, descriptor_.scale_dtype, scale_shape, problem_.computed, scale_size},
-         {"zero_point", problem_.has_zeros ? views.zero_point : nullptr, zero_dtype, scale_shape,
-          problem_.computed, is_packed(zero_dtype) ? 1 : size_of(zero_dtype)},
-         {problem_.op == LinearOp::backward ? "dx" : "y", views.y, descriptor_.dtype, shape, true, alignment,
-          true, strided}}};
-    if (!problem_.has_zeros)
-      HALFBYTE_CHECK(views.zero_point->data == nullptr, usage,
-                     "{}: zero_point must have no data, as descriptor.zero_point_dtype is not set", op_);
-    Checked checked;
-    std::array<ArgumentMemory, 6>& memory = checked.memory;
-    std::array<LinearStrides, 6> strides;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (arguments[i].view == nullptr) continue;
-      memory[i] = check_tensor(op_, arguments[i], problem_.device);
-      if (arguments[i].promised) strides[i] = walk.strides(problem_, arguments[i]);
-    }
-    for (size_t i = 0; i < arguments.size(); ++i)
-      for (size_t j = 0; j < i; ++j) {
-        // In place: each gradient is read before it is written, by the same thread.
-        if (i == 5 && j == 1 && memory[i].data == memory[j].data && same(strides[i], strides[j])) continue;
-        check_apart(op_, memory[i], memory[j]);
-      }
-    const auto data = [](const TensorView* view) { return view == nullptr ? nullptr : view->data; };
-    LinearTensors& tensors = checked.tensors;
-    tensors.x = data(views.x);
-    tensors.dy = data(views.dy);
-    tensors.codes = data(views.codes);
-    tensors.scale = views.scale->data;
-    tensors.zero = problem_.has_zeros ? views.zero_point->data : nullptr;
-    tensors.y = data(views.y);
-    tensors.x_strides = strides[0];
-    tensors.dy_strides = strides[1];
-    tensors.code_strides = strides[2];
-    tensors.y_strides = strides[5];
-    return checked;
-  }
-
-  void run(void* stream, void* workspace, const LinearViews& views) const {
-    const Checked checked = check(views);
-    check_workspace(op_, workspace, workspace_size(), problem_.device, checked.memory);
-    if (cuda_)
-      run_linear_cuda(*cuda_, checked.tensors, stream, workspace);
-    else
-      *static_cast<QuantizeStatus*>(workspace) = quantize_linear_cpu(problem_, checked.tensors);
-  }
-  QuantizeStatus status(const void* workspace, void* stream) const {
-    check_workspace(op_, workspace, workspace_size(), problem_.device);
-    return cuda_ ? status_linear_cuda(*cuda_, workspace, stream)
-                 : *static_cast<const QuantizeStatus*>(workspace);
-  }
-
- private:
-  static bool same(const LinearStrides& a, const LinearStrides& b) {
-    return a.outer == b.outer && a.axis == b.axis && a.inner == b.inner;
-  }
-
-  const char* op_;
-  LinearDescriptor descriptor_;
-  LinearProblem problem_;
-  std::shared_ptr<const LinearCuda> cuda_;  // null: the CPU
-};
 
 template <class Op>
 struct LinearImpl : Plan<Op>::Impl {
-  LinearPlan plan;
+  using Args = typename Op::Args;
+  static constexpr bool kQuantizes = std::is_same_v<Op, QuantizeLinear>;
+  static constexpr bool kDequantizes = std::is_same_v<Op, DequantizeLinear>;
+  static constexpr LinearOp kLinearOp = kQuantizes     ? LinearOp::quantize
+                                        : kDequantizes ? LinearOp::dequantize
+                                                       : LinearOp::backward;
 
-  LinearImpl(Device device, const LinearDescriptor& descriptor, const PlanPreference& preference)
-      : plan(op_of<Op>(), device, descriptor, preference) {
-    this->device = device;
-    this->descriptor = descriptor;
-    this->sku = plan.sku();
-    this->guarantee = plan.guarantee();
-    this->workspace_size = plan.workspace_size();
+  LinearProblem problem;
+  std::shared_ptr<const LinearCuda> cuda;  // null: the CPU
+
+  LinearImpl(Device on, const LinearDescriptor& d, const PlanPreference& preference)
+      : Plan<Op>::Impl(name_of(kLinearOp), on, d, preference, kQuantizes ? nullptr : check_given),
+        problem(problem_of(kLinearOp, on, d, preference)) {
+    declare(d);
+    this->sku.dtypes = text_of_dtypes(kLinearOp, d);
+    if (on.kind != DeviceKind::cuda) return;
+    cuda = select_linear_cuda(problem, d.alignment);
+    this->sku.kernel = kernel_name(*cuda);
+    this->workspace_size = workspace_bytes(*cuda);
   }
-  void check(const typename Op::Args& args) const override { plan.check(views_of(args)); }
-  void run(void* stream, void* workspace, const typename Op::Args& args) const override {
-    plan.run(stream, workspace, views_of(args));
+
+  void declare(const LinearDescriptor& d) {
+    const auto dense = [&](const char* name, TensorView Args::*view, DType dtype) -> ArgumentRow& {
+      return this->tensor(name, view, dtype, d.shape).promised(d.alignment).strided(d.strided);
+    };
+    if constexpr (requires { &Args::x; }) dense("x", &Args::x, d.dtype);
+    if constexpr (requires { &Args::dy; }) dense("dy", &Args::dy, d.dtype);
+    if constexpr (requires { &Args::codes; }) dense("codes", &Args::codes, d.code_dtype).written(kQuantizes);
+    this->tensor("scale", &Args::scale, d.scale_dtype, problem.scale_shape).written(d.computed);
+    this->tensor("zero_point", &Args::zero_point, problem.zeros.dtype, problem.scale_shape)
+        .written(d.computed)
+        .absent_unless(problem.has_zeros, "descriptor.zero_point_dtype is not set");
+    if constexpr (requires { &Args::y; }) dense("y", &Args::y, d.dtype).written();
+    if constexpr (requires { &Args::dx; }) {
+      dense("dx", &Args::dx, d.dtype).written();
+      this->in_place("dx", "dy");
+    }
   }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    return plan.status(workspace, stream);
+
+  void check_strides(const Args& args) const override {
+    if (!problem.contiguous) tensors_of(args);
+  }
+
+  LinearTensors tensors_of(const Args& args) const {
+    const LinearWalk walk(this->op, this->descriptor, problem);
+    LinearTensors tensors;
+    if constexpr (requires { args.x; }) {
+      tensors.x = args.x.data;
+      tensors.x_strides = walk.strides("x", args.x);
+    }
+    if constexpr (requires { args.dy; }) {
+      tensors.dy = args.dy.data;
+      tensors.dy_strides = walk.strides("dy", args.dy);
+    }
+    if constexpr (requires { args.codes; }) {
+      tensors.codes = args.codes.data;
+      tensors.code_strides = walk.strides("codes", args.codes, kQuantizes);
+    }
+    tensors.scale = args.scale.data;
+    tensors.zero = args.zero_point.data;
+    if constexpr (requires { args.y; }) {
+      tensors.y = args.y.data;
+      tensors.y_strides = walk.strides("y", args.y, true);
+    }
+    if constexpr (requires { args.dx; }) {
+      tensors.y = args.dx.data;
+      tensors.y_strides = walk.strides("dx", args.dx, true);
+    }
+    return tensors;
+  }
+
+  void execute(const Args& args, void* stream, void* workspace) const override {
+    const LinearTensors tensors = tensors_of(args);
+    if (cuda)
+      run_linear_cuda(*cuda, tensors, stream, workspace);
+    else
+      this->status_in(workspace) = quantize_linear_cpu(problem, tensors);
   }
 };
 
@@ -375,30 +297,11 @@ void check_descriptor(const LinearDescriptor& d) {
     HALFBYTE_CHECK(d.zero_point_dtype || d.q_max > 0, usage,
                    "{}: computed scales without a zero point need q_max > 0, got {}", kOp, d.q_max);
   }
-  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
-                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}", kOp,
-                 size_of(d.dtype), to_string(d.dtype), d.alignment);
+  check_alignment(kOp, d.alignment, d.dtype);
 }
 
-template <>
-std::shared_ptr<const QuantizeLinearPlan::Impl> make_plan<QuantizeLinear>(Device device,
-                                                                          const LinearDescriptor& descriptor,
-                                                                          const PlanPreference& preference) {
-  return std::make_shared<LinearImpl<QuantizeLinear>>(device, descriptor, preference);
-}
-template <>
-std::shared_ptr<const DequantizeLinearPlan::Impl> make_plan<DequantizeLinear>(
-    Device device, const LinearDescriptor& descriptor, const PlanPreference& preference) {
-  return std::make_shared<LinearImpl<DequantizeLinear>>(device, descriptor, preference);
-}
-template <>
-std::shared_ptr<const QuantizeLinearBackwardPlan::Impl> make_plan<QuantizeLinearBackward>(
-    Device device, const LinearDescriptor& descriptor, const PlanPreference& preference) {
-  return std::make_shared<LinearImpl<QuantizeLinearBackward>>(device, descriptor, preference);
-}
-
-template class Plan<QuantizeLinear>;
-template class Plan<DequantizeLinear>;
-template class Plan<QuantizeLinearBackward>;
+HALFBYTE_DEFINE_PLAN(QuantizeLinear, LinearImpl<QuantizeLinear>);
+HALFBYTE_DEFINE_PLAN(DequantizeLinear, LinearImpl<DequantizeLinear>);
+HALFBYTE_DEFINE_PLAN(QuantizeLinearBackward, LinearImpl<QuantizeLinearBackward>);
 
 }  // namespace halfbyte

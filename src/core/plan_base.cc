@@ -1,0 +1,156 @@
+#include "core/plan_base.h"
+
+#include <algorithm>
+#include <new>
+
+#include "core/checks.h"
+#include "core/plan_device.h"
+#include "halfbyte/device.hpp"
+#include "halfbyte/system.hpp"
+
+namespace halfbyte {
+namespace {
+
+// Of two tensors of one address, shape and dtype, which have elements: whether each element of one is that of
+// the other.
+bool same_elements(const TensorView& a, const TensorView& b) {
+  if (a.shape.size() != b.shape.size()) return true;  // [] and [1]
+  int64_t contiguous = 1;                             // stride of a tensor without strides
+  for (size_t i = a.shape.size(); i-- > 0;) {
+    const auto stride = [&](const TensorView& view) {
+      return view.strides.empty() ? contiguous : view.strides[i];
+    };
+    if (a.shape[i] > 1 && stride(a) != stride(b)) return false;
+    contiguous *= a.shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+// ---- Rows
+
+ArgumentRow::ArgumentRow(std::string name, DType dtype, std::vector<int64_t> shape)
+    : name_(std::move(name)),
+      dtype_(dtype),
+      shape_(std::move(shape)),
+      is_tensor_(true),
+      alignment_(is_packed(dtype) ? 1 : size_of(dtype)) {}
+ArgumentRow::ArgumentRow(std::string name, int64_t num_bytes)
+    : name_(std::move(name)), is_tensor_(false), num_bytes_(num_bytes) {}
+
+ArgumentRow& ArgumentRow::written(bool value) {
+  written_ = value;
+  return *this;
+}
+ArgumentRow& ArgumentRow::aligned(int64_t alignment) {
+  alignment_ = alignment;
+  return *this;
+}
+ArgumentRow& ArgumentRow::promised(int64_t alignment) {
+  promised_ = true;
+  return aligned(alignment);
+}
+ArgumentRow& ArgumentRow::strided(bool value) {
+  may_be_strided_ = value;
+  contiguous_as_ = " as descriptor.strided is false";
+  return *this;
+}
+ArgumentRow& ArgumentRow::any_leading_axes() {
+  any_leading_axes_ = true;
+  return *this;
+}
+ArgumentRow& ArgumentRow::absent_unless(bool present, std::string_view reason) {
+  if (!present) absent_ = fmt::format("must have no data, as {}", reason);
+  return *this;
+}
+ArgumentRow& ArgumentRow::null_unless(bool present, std::string_view reason) {
+  if (!present) absent_ = fmt::format("must be null: {}", reason);
+  return *this;
+}
+ArgumentRow& ArgumentRow::optional(bool value) {
+  optional_ = value;
+  return *this;
+}
+
+// ---- Plans
+
+PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreference& preference)
+    : op(name), device(on), num_threads(preference.num_threads) {
+  HALFBYTE_CHECK(num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", op, num_threads);
+  check_device(device);
+  const bool is_cuda = device.kind == DeviceKind::cuda;
+  sku = {op, is_cuda ? "" : fmt::format("{}_cpu", op),
+         is_cuda ? "cuda " + target_of(device) : "cpu " + system_info().simd_target, ""};
+  guarantee.math = guarantee.accumulator = dtype == DType::f64 ? DType::f64 : DType::f32;
+}
+
+QuantizeStatus PlanBase::status(const void* workspace, void* stream) const {
+  check_workspace(op, workspace, workspace_size, device);
+  if (!has_status_) {
+    wait_for(device, stream);
+    return {};
+  }
+  return device.kind == DeviceKind::cuda ? read_counts(device, workspace, stream)
+                                         : *static_cast<const QuantizeStatus*>(workspace);
+}
+
+void PlanBase::finds_nothing() {
+  has_status_ = false;
+  workspace_size = 16;
+}
+
+ArgumentRow& PlanBase::add(ArgumentRow row) {
+  HALFBYTE_CHECK(rows_.size() < kMaxArguments, bug, "{}: more than {} arguments", op, kMaxArguments);
+  return rows_.emplace_back(std::move(row));
+}
+
+size_t PlanBase::row_of(std::string_view name) const {
+  const auto found = std::ranges::find(rows_, name, &ArgumentRow::name_);
+  HALFBYTE_CHECK(found != rows_.end(), bug, "{}: no argument {}", op, name);
+  return static_cast<size_t>(found - rows_.begin());
+}
+void PlanBase::in_place(std::string_view written, std::string_view read) {
+  in_place_.emplace_back(row_of(written), row_of(read));
+}
+bool PlanBase::are_in_place(size_t a, size_t b, std::span<const ArgumentData> data) const {
+  return std::ranges::any_of(in_place_, [&](const auto& pair) {
+    return (pair == std::pair(a, b) || pair == std::pair(b, a)) &&
+           same_elements(*data[a].tensor, *data[b].tensor);
+  });
+}
+
+void PlanBase::check_rows(std::span<const ArgumentData> data, std::span<ArgumentMemory> memory) const {
+  for (size_t i = 0; i < rows_.size(); ++i)
+    HALFBYTE_CHECK(rows_[i].absent_.empty() || data[i].data == nullptr, usage, "{}: {} {}", op,
+                   rows_[i].name_, rows_[i].absent_);
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const ArgumentRow& row = rows_[i];
+    const char* const name = row.name_.c_str();
+    ArgumentMemory* const touched = &memory[i];  // made in place: this is most of the time of a small run
+    if (!row.absent_.empty() || (row.optional_ && data[i].data == nullptr)) {
+      *touched = {};
+    } else if (row.is_tensor_) {
+      const TensorArgument argument{
+          name,           data[i].tensor, row.dtype_,          row.shape_,         row.written_,
+          row.alignment_, row.promised_,  row.may_be_strided_, row.contiguous_as_, row.any_leading_axes_};
+      new (touched) ArgumentMemory(check_tensor(op, argument, device));
+    } else {
+      new (touched) ArgumentMemory{name,           data[i].data,  row.num_bytes_, data[i].known_bytes,
+                                   row.alignment_, row.promised_, row.written_};
+      check_argument(op, *touched, device);
+    }
+  }
+}
+
+void PlanBase::check_overlap(std::span<const ArgumentData> data,
+                             std::span<const ArgumentMemory> memory) const {
+  for (size_t i = 0; i < memory.size(); ++i)
+    for (size_t j = 0; j < i; ++j) {
+      const ArgumentMemory &a = memory[i], &b = memory[j];
+      if ((!a.written && !b.written) || a.num_bytes == 0 || b.num_bytes == 0) continue;
+      if (a.data != b.data || !are_in_place(i, j, data)) check_apart(op, a, b);
+    }
+}
+
+}  // namespace halfbyte
