@@ -47,13 +47,9 @@ struct AffineCuda;
 std::shared_ptr<const AffineCuda> select_affine_init_cuda(const AffineProblem& problem);
 std::shared_ptr<const AffineCuda> select_affine_backward_cuda(const AffineProblem& problem);
 const std::string& kernel_name(const AffineCuda& cuda);
-const std::string& target(const AffineCuda& cuda);
 // Enqueues on `stream`.
 void run_affine_init_cuda(const AffineCuda& cuda, const AffineInitTensors& tensors, void* stream,
                           void* workspace);
 void run_affine_backward_cuda(const AffineCuda& cuda, const AffineBackwardArgs& args, void* stream);
-// Waits for `stream`.
-QuantizeStatus status_affine_init_cuda(const AffineCuda& cuda, const void* workspace, void* stream);
-void wait_affine_cuda(const AffineCuda& cuda, void* stream);
 
 }  // namespace halfbyte

@@ -4,8 +4,8 @@
 #include <variant>
 
 #include "core/checks.h"
-#include "core/counts.h"
 #include "cuda/config.h"
+#include "formats/counts.h"
 
 namespace halfbyte {
 
@@ -122,7 +122,6 @@ std::shared_ptr<const AffineCuda> select_affine_backward_cuda(const AffineProble
   return selection.take();
 }
 const std::string& kernel_name(const AffineCuda& cuda) { return cuda.name; }
-const std::string& target(const AffineCuda& cuda) { return cuda.context->target; }
 
 void run_affine_init_cuda(const AffineCuda& selected, const AffineInitTensors& tensors, void* stream,
                           void* workspace) {
@@ -149,18 +148,6 @@ void run_affine_backward_cuda(const AffineCuda& selected, const AffineBackwardAr
         }
       },
       selected.args);
-}
-
-QuantizeStatus status_affine_init_cuda(const AffineCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
-}
-void wait_affine_cuda(const AffineCuda& selected, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  cuda::synchronize(stream);
 }
 
 }  // namespace halfbyte

@@ -28,11 +28,8 @@ struct QParamsTensors {
 struct QParamsCuda;
 std::shared_ptr<const QParamsCuda> select_qparams_cuda(const QParamsProblem& problem);
 const std::string& kernel_name(const QParamsCuda& cuda);
-const std::string& target(const QParamsCuda& cuda);
 int64_t workspace_bytes(const QParamsCuda& cuda);
 // Enqueues on `stream`.
 void run_qparams_cuda(const QParamsCuda& cuda, const QParamsTensors& tensors, void* stream, void* workspace);
-// Waits for `stream`.
-QuantizeStatus status_qparams_cuda(const QParamsCuda& cuda, const void* workspace, void* stream);
 
 }  // namespace halfbyte

@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "core/counts.h"
 #include "cuda/config.h"
+#include "formats/counts.h"
 
 namespace halfbyte {
 namespace {
@@ -42,7 +42,6 @@ std::shared_ptr<const QParamsCuda> select_qparams_cuda(const QParamsProblem& pro
   return std::make_shared<const QParamsCuda>(std::move(made));
 }
 const std::string& kernel_name(const QParamsCuda& cuda) { return cuda.name; }
-const std::string& target(const QParamsCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const QParamsCuda&) { return sizeof(QuantizeCounts); }
 
 void run_qparams_cuda(const QParamsCuda& selected, const QParamsTensors& tensors, void* stream,
@@ -54,14 +53,6 @@ void run_qparams_cuda(const QParamsCuda& selected, const QParamsTensors& tensors
       tensors.min,  tensors.max,  tensors.scale, tensors.zero_point, static_cast<QuantizeCounts*>(workspace),
       p.num_groups, p.rule.q_min, p.rule.q_max,  p.rule.eps};
   cuda::launch(selected.function, {(p.num_groups + kThreads - 1) / kThreads, kThreads}, stream, args);
-}
-
-QuantizeStatus status_qparams_cuda(const QParamsCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
 }
 
 }  // namespace halfbyte

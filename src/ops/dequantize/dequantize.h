@@ -62,11 +62,8 @@ void dequantize_cpu(const DequantizeProblem& problem);
 struct DequantizeCuda;
 std::shared_ptr<const DequantizeCuda> select_dequantize_cuda(const DequantizeProblem& problem);
 const char* kernel_name(const DequantizeCuda& cuda);
-const std::string& target(const DequantizeCuda& cuda);
 // Enqueues it on problem.stream; `problem`: the one of the selection, with the addresses of this run.
 void run_dequantize_cuda(const DequantizeCuda& cuda, const DequantizeProblem& problem);
-// Waits for `stream`.
-void wait_dequantize_cuda(const DequantizeCuda& cuda, void* stream);
 
 // CUDA: enqueued on problem.stream.
 std::string refuse_dequantize_cuda(const DequantizeProblem& problem);

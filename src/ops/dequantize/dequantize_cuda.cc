@@ -75,7 +75,6 @@ std::shared_ptr<const DequantizeCuda> select_dequantize_cuda(const DequantizePro
   return std::make_shared<const DequantizeCuda>(select(problem));
 }
 const char* kernel_name(const DequantizeCuda& cuda) { return cuda.name; }
-const std::string& target(const DequantizeCuda& cuda) { return cuda.context->target; }
 
 void run_dequantize_cuda(const DequantizeCuda& selected, const DequantizeProblem& problem) {
   if (selected.function == nullptr) return;
@@ -87,11 +86,6 @@ void run_dequantize_cuda(const DequantizeCuda& selected, const DequantizeProblem
   args.biases = problem.biases;
   args.y = problem.y;
   cuda::launch(selected.function, selected.grid, problem.stream, args);
-}
-
-void wait_dequantize_cuda(const DequantizeCuda& selected, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  cuda::synchronize(stream);
 }
 
 void dequantize_cuda(const DequantizeProblem& problem) { run_dequantize_cuda(select(problem), problem); }

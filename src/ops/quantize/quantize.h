@@ -86,14 +86,11 @@ QuantizeStatus quantize_cpu(const QuantizeProblem& problem);
 struct QuantizeCuda;
 std::shared_ptr<const QuantizeCuda> select_quantize_cuda(const QuantizeProblem& problem);
 const char* kernel_name(const QuantizeCuda& cuda);  // of the one that writes the codes
-const std::string& target(const QuantizeCuda& cuda);
 int64_t workspace_bytes(const QuantizeCuda& cuda);
 // Enqueues the whole operation on problem.stream: nothing waits, nothing is allocated. `workspace` (memory of
 // the device, at a multiple of 16) begins with the counts of what was found. `problem`: the one of the
 // selection, with the addresses of this run.
 void run_quantize_cuda(const QuantizeCuda& cuda, const QuantizeProblem& problem, void* workspace);
-// What was found. Waits for `stream`.
-QuantizeStatus status_quantize_cuda(const QuantizeCuda& cuda, const void* workspace, void* stream);
 
 // CUDA: both wait for the stream.
 std::string refuse_quantize_cuda(const QuantizeProblem& problem);

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "core/counts.h"
+#include "core/plan_device.h"
 #include "cuda/config.h"
 #include "cuda/scratch.h"
 
@@ -177,7 +178,6 @@ std::shared_ptr<const QuantizeCuda> select_quantize_cuda(const QuantizeProblem& 
   return std::make_shared<const QuantizeCuda>(select(problem));
 }
 const char* kernel_name(const QuantizeCuda& cuda) { return cuda.name; }
-const std::string& target(const QuantizeCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const QuantizeCuda& cuda) { return cuda.workspace_bytes; }
 
 void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& problem, void* workspace) {
@@ -204,14 +204,6 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
     }
   }
   cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
-}
-
-QuantizeStatus status_quantize_cuda(const QuantizeCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
 }
 
 ValueRange value_range_cuda(const TensorView& x, void* stream) {
@@ -260,7 +252,7 @@ QuantizeStatus quantize_cuda(const QuantizeProblem& problem) {
   const cuda::Scope scope(*selected.context);
   const cuda::Scratch workspace(*selected.context, selected.workspace_bytes);
   run_quantize_cuda(selected, problem, workspace.data());
-  return status_quantize_cuda(selected, workspace.data(), problem.stream);
+  return read_counts(problem.device, workspace.data(), problem.stream);
 }
 
 }  // namespace halfbyte
