@@ -14,30 +14,36 @@ namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// ---- 1. How a tile is divided.
+
+using Args = QgemmSm90WgmmaArgs;
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
 static_assert(kStages > 1);
 constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
 constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
-// Of a thread that multiplies or copies: what all threads have when they start, dealt anew.
-constexpr int kManyRegisters = kWarpgroups == 2 ? 232 : 112, kFewRegisters = kWarpgroups == 2 ? 40 : 32;
+using Registers = DealtRegisters<kWarpgroups>;
 constexpr int kRowGroups = kTiling.row_groups(), kColGroups = kTiling.col_groups();
-constexpr int kTilePairs = kTiling.strips / 2,
-              kPairs = kTilePairs / kRowGroups;  // of strips, the latter a warpgroup's
+// Of strips: of a tile, of a warpgroup.
+constexpr int kTilePairs = kTiling.strips / 2, kPairs = kTilePairs / kRowGroups;
 constexpr int kStageCols = kTiling.stage_cols(), kGroupCols = kStageCols / kColGroups;  // of a warpgroup
 constexpr int kStageBytes = kTiling.stage_bytes(), kStripBytes = kTiling.strip_bytes();
 constexpr int kBlockCols = kTiling.block_cols, kBlockBytes = kTiling.block_bytes;
 constexpr int kStageBlocks = kStageCols / kBlockCols;
-// Columns that are added up before they are scaled.
+// Columns that are added up before they are scaled: of one group, and no more than a lane decodes while those
+// before are multiplied.
 constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16;
-constexpr int kChunks = kGroupCols / kChunkCols;
+// Of a stage: pairs of strips take turns, so that the scales of one are loaded early. Even, so that what is
+// under way is in the same registers when a stage begins.
+constexpr int kChunks = kGroupCols / kChunkCols * kPairs;
 constexpr int kChunkWords = (kChunkCols + kWordsCols - 1) / kWordsCols;  // 16 bytes of codes each
-static_assert(kChunks % 2 == 0 && kPairs <= 2);
+static_assert(kGroupCols / kChunkCols % 2 == 0 && kPairs <= 2);
 constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
-constexpr int kSums = kTokens / 2;                       // of a thread
+constexpr int kSums = kTokens / 2;                       // of a thread and a pair of strips
 constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
-constexpr int kGroupLines = 4 * kPairs * kSums;          // of scratch memory, for the sums of a warpgroup
-constexpr int kClusterLines =
-    kRowGroups * (kColGroups - 1) * kGroupLines;  // before those from the other block
+// Of scratch memory: lines of the sums of a warpgroup; of those of all but the first along the columns, which
+// those of the other block follow.
+constexpr int kGroupLines = 4 * kPairs * kSums;
+constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;
 static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
 static_assert(kCluster == 1 || kRowGroups <= 2);
 
@@ -58,6 +64,431 @@ __device__ constexpr int second_offset(int col) {
          col % kBlockCols / kGroupSize * (kUnitRows * kSecondBytes);
 }
 
+// What a thread knows of its block: shared memory, its own place, and the work.
+struct Block {
+  u8* ring;
+  float* map;  // of double quantization
+  Barrier *full, *empty;
+  // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
+  Barrier *received, *taken;
+  int thread, lane, warp, warpgroup;
+  u32 rank;                     // in the cluster
+  int first_pair, last_pair;    // of strips of the cluster
+  int first_stage, last_stage;  // of a tile, of this block
+
+  __device__ __forceinline__ Block(const Args& args, u8* shared)
+      : ring(shared + kTiling.ring_offset()),
+        map(reinterpret_cast<float*>(shared + kTiling.map_offset())),
+        full(reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset())),
+        empty(full + kStages),
+        received(empty + kStages),
+        taken(received + 1),
+        thread(static_cast<int>(threadIdx.x)),
+        lane(thread % 32),
+        warp(__shfl_sync(~0u, thread / 32, 0)),
+        warpgroup(warp / 4),
+        rank(kCluster == 1 ? 0 : cluster_rank()) {
+    const int worker = static_cast<int>(blockIdx.x) / kCluster, half = static_cast<int>(rank);
+    first_pair = worker * args.num_pairs + min(worker, args.num_longer);
+    last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
+    first_stage = args.num_stages * half / kCluster;
+    last_stage = args.num_stages * (half + 1) / kCluster;
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+    for (int slot = 0; slot < kStages; ++slot) {
+      init_barrier(full + slot, 2);
+      init_barrier(empty + slot, kWarpgroups * 4);
+    }
+    init_barrier(received, 1);
+    init_barrier(taken, 4);
+  }
+};
+
+// ---- 2. The ring is filled: by one lane each.
+
+__device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
+  RingPlace<kStages> place{0, 1};
+  const int last_strip = min(2 * block.last_pair, args.num_strips);
+  int before_x = kStages / 2;  // stages; those behind them would hold up x
+  for (int strip = 2 * block.first_pair; strip < last_strip; strip += kTiling.strips) {
+    const u8* from = args.weight + strip * args.strip_bytes + i64{block.first_stage} * kStripBytes;
+    // To the end of the strip.
+    int num_bytes = (args.num_blocks - block.first_stage * kStageBlocks) * kBlockBytes;
+    const int num_strips = min(kTiling.strips, last_strip - strip);
+    for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
+      if (before_x-- == 0) wait_for_earlier();
+      const u32 size = static_cast<u32>(min(num_bytes, kStripBytes));
+      u8* to = block.ring + place.stage * kStageBytes + kTiling.x_bytes();
+      wait(block.empty + place.stage, place.parity);
+      Barrier* const full = block.full + place.stage;
+      arrive_expecting(full, size * static_cast<u32>(num_strips));
+      const u8* source = from;
+#pragma unroll
+      for (int i = 0; i < kTiling.strips; ++i, source += args.strip_bytes)
+        if (i < num_strips) copy_bulk_once(to + i * kStripBytes, source, size, full);
+      from += kStripBytes;
+      num_bytes -= kStripBytes;
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
+  RingPlace<kStages> place{0, 1};
+  wait_for_earlier();
+  for (int pair = block.first_pair; pair < block.last_pair; pair += kTilePairs)
+    for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
+      wait(block.empty + place.stage, place.parity);
+      Barrier* const full = block.full + place.stage;
+      arrive_expecting(full, kTiling.x_bytes());
+#pragma unroll
+      for (int i = 0; i < kStageCols / 64; ++i)
+        load_tile(block.ring + place.stage * kStageBytes + i * kBoxBytes, &args.x, 0,
+                  stage * kStageCols + i * 64, full);
+    }
+}
+
+// ---- 3. What a lane has of a tile.
+
+// Of every tile: a lane has rows 2a and 2a + 1 of a strip, and of a second one 64 rows on where kPairs is 2.
+struct Lane {
+  int row_group, col_group;  // of its warpgroup
+  int warp_of_group, a, t;
+  int pair_of_tile, strip_of_tile;  // the first that the warpgroup, the warp has
+  int first_col;                    // of a stage
+  int codes, scales, seconds;       // in a stage: of the first column
+  u32 table;
+  u64 x;  // operand B of the first stage
+
+  __device__ __forceinline__ explicit Lane(const Block& block)
+      : row_group(block.warpgroup / kColGroups),
+        col_group(block.warpgroup % kColGroups),
+        warp_of_group(block.warp % 4),
+        a(8 * (warp_of_group & 1) + block.lane / 4),
+        t(block.lane % 4),
+        pair_of_tile(row_group * kPairs),
+        strip_of_tile(2 * pair_of_tile + warp_of_group / 2),
+        first_col(col_group * kGroupCols) {
+    const int strip = kTiling.x_bytes() + strip_of_tile * kStripBytes;
+    codes = strip + code_offset(first_col) + packed_slot(a, t) * 16;
+    scales = strip + group_offset(first_col) + 2 * a * kScaleBytes;
+    seconds = strip + second_offset(first_col) + 2 * a * kSecondBytes;
+    table = pair_table_lane(block.lane, block.rank);
+    x = k_major_tile(block.ring + first_col / 64 * kBoxBytes, 1024);
+  }
+};
+
+struct Tile {
+  int pair;                   // of strips: the first
+  int num_pairs;              // that this warpgroup has, and those of later tiles
+  bool active, active_again;  // whether it has any, now and in the next tile
+  int strip, row;             // the first of the lane
+  float sums[kPairs][kSums] = {};
+  RowPair rows[2];  // of two pairs of strips, or of every other chunk of one
+
+  __device__ __forceinline__ Tile(const Block& block, const Lane& lane, int first)
+      : pair(first),
+        num_pairs(block.last_pair - pair - lane.pair_of_tile),
+        active(num_pairs > 0),
+        active_again(num_pairs > kTilePairs),
+        strip(2 * pair + lane.strip_of_tile),
+        row(strip * 32 + 2 * lane.a) {}
+
+  // f(sum, number), in a fixed order.
+  template <class F>
+  __device__ __forceinline__ void each_sum(const F& f) {
+#pragma unroll
+    for (int i = 0; i < kPairs * kSums; ++i) f(sums[i / kSums][i % kSums], i);
+  }
+};
+
+// ---- 4. Chunks are decoded and multiplied.
+
+class Multiplier {
+ public:
+  __device__ __forceinline__ Multiplier(const Args& args, const Block& block, const Lane& lane)
+      : args_(args), block_(block), lane_(lane) {}
+
+  // The parameters of rows that have one scale.
+  __device__ __forceinline__ void load_tile_rows(Tile& tile) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int b = i % kPairs;
+      const i64 at = min(tile.strip + 2 * b, args_.num_strips - 1) * i64{kUnitRows} + 2 * lane_.a;
+      load_rows(tile.rows[i], args_.weight + args_.scales + at * kScaleBytes,
+                args_.weight + args_.seconds + at * kSecondBytes, tile.row + 64 * b, 0, true);
+    }
+  }
+
+  // The sums of a tile over the stages of the block.
+  __device__ __forceinline__ void run(Tile& tile) {
+    if constexpr (kGroup == 0) load_tile_rows(tile);
+    if (tile.active)
+      multiply(tile);
+    else
+      skip();
+    place_.advance();
+  }
+
+ private:
+  // While a chunk is multiplied the next one is decoded.
+  __device__ __forceinline__ void multiply(Tile& tile) {
+    Chunks chunks;
+    const int last_stage = block_.last_stage;
+    wait(block_.full + place_.stage, place_.parity);
+    load_chunk(chunks, 0);
+    decode_chunk(chunks, tile, 0, block_.first_stage);
+    for (int stage = block_.first_stage; stage < last_stage; ++stage) {
+      const int done = place_.stage;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        start_products(chunks, tile, c, done);
+        const bool ends_stage = c + 1 == kChunks, goes_on = !ends_stage || stage + 1 < last_stage;
+        const int next = ends_stage ? 0 : c + 1;
+        if (goes_on) {
+          if (ends_stage) {
+            place_.advance();
+            wait(block_.full + place_.stage, place_.parity);
+          }
+          load_chunk(chunks, next);
+        }
+        if (c > 0) {
+          wgmma_wait<1>();
+          add_chunk(tile, chunks, c - 1);
+        }
+        if (goes_on) decode_chunk(chunks, tile, next, ends_stage ? stage + 1 : stage);
+      }
+      // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
+      // instruction.
+      wgmma_wait<0>();
+      if constexpr (!kScalesChunks)
+        for (auto& some : tile.sums) pin(some);
+      add_chunk(tile, chunks, kChunks - 1);
+      release(done);
+    }
+  }
+
+  // Of a tile of which the warpgroup has nothing; the block has a stage at least.
+  __device__ __forceinline__ void skip() {
+    for (int stage = block_.first_stage;; place_.advance()) {
+      wait(block_.full + place_.stage, place_.parity);
+      release(place_.stage);
+      if (++stage == block_.last_stage) return;
+    }
+  }
+
+ private:
+  // Chunk c of a stage is of pair of strips c % kPairs, of columns c / kPairs * kChunkCols and up of those of
+  // the warpgroup. Two are under way.
+  struct Chunks {
+    u32 a[2][kChunkSteps][4];  // operand A
+    float sums[2][kSums];
+    Words4 words[kPairs][kChunkWords];  // codes
+  };
+
+  // First its codes, which take a while; then decode_chunk() makes them a[c % 2].
+  __device__ __forceinline__ void load_chunk(Chunks& chunks, int c) const {
+    const u8* const from =
+        block_.ring + place_.stage * kStageBytes + c % kPairs * 2 * kStripBytes + lane_.codes;
+#pragma unroll
+    for (int i = 0; i < kChunkWords; ++i)
+      if (const int col = c / kPairs * kChunkCols + i * kWordsCols; col % kWordsCols == 0)
+        chunks.words[c % kPairs][i] = load_words(from + code_offset(col));
+  }
+  __device__ __forceinline__ void decode_chunk(Chunks& chunks, Tile& tile, int c, int stage) const {
+    const int b = c % kPairs, first = c / kPairs * kChunkCols;
+    const u8* const from = block_.ring + place_.stage * kStageBytes + b * 2 * kStripBytes;
+    RowPair& rows = tile.rows[c % 2];
+    if constexpr (kGroup != 0) {
+      const int col = stage * kStageCols + lane_.first_col + first;
+      load_rows(rows, from + lane_.scales + group_offset(first) - group_offset(0),
+                from + lane_.seconds + second_offset(first) - second_offset(0), tile.row + 64 * b,
+                col / kGroupSize, col < args_.num_blocks * kBlockCols);
+    }
+#pragma unroll
+    for (int j = 0; j < kChunkSteps; ++j)
+      decode(chunks.a[c % 2][j], chunks.words[b][16 * j / kWordsCols], (first + 16 * j) % kWordsCols / 16,
+             rows, lane_.table);
+#pragma unroll
+    for (int j = 0; j < kChunkSteps; ++j) pin(chunks.a[c % 2][j]);
+  }
+
+  // `row`: the first; `group`: of the row; `inside`: whether anything was copied.
+  __device__ __forceinline__ void load_rows(RowPair& to, const u8* scales, const u8* seconds, int row,
+                                            int group, bool inside) const {
+    if constexpr (kDoubleQuant) {
+      const u32 codes = *reinterpret_cast<const u16*>(scales);
+      const float* const of_weight = reinterpret_cast<const float*>(args_.weight + args_.absmax);
+      const float offset = *reinterpret_cast<const float*>(args_.weight + args_.offset);
+      const int at = min(row, args_.n - 1) * args_.groups + group;
+      const float absmax[2] = {of_weight[min(at, args_.last_scale) >> 8],
+                               of_weight[min(at + args_.groups, args_.last_scale) >> 8]};
+      decode_scales(to.scale, codes, block_.map, absmax, offset);
+    } else {
+      load_scales(to.scale, scales);
+    }
+    // What was not copied may be anything.
+    to.scale[0] = inside ? to.scale[0] : 0;
+    to.scale[1] = inside ? to.scale[1] : 0;
+    if constexpr (kAsymmetric) {
+      const u32 zeros = *reinterpret_cast<const u16*>(seconds);
+      to.zero[0] = above_2_23(zeros & 255);
+      to.zero[1] = above_2_23(zeros >> 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        to.zero_pair[i] = store_pair(Element(), to.zero[i] - kMagic, to.zero[i] - kMagic);
+    }
+    if constexpr (kAffine) {
+      float bias[2];
+      load_scales(bias, seconds);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);
+        to.bias_pair[i] = inside ? store_pair(Element(), bias[i], bias[i]) : 0;
+      }
+    }
+  }
+
+  // Of chunk c of the stage in `slot`: to sums of its own, or added to those of the tile.
+  __device__ __forceinline__ void start_products(Chunks& chunks, Tile& tile, int c, int slot) const {
+    const int col = c / kPairs * kChunkCols;
+    // Only the address changes, which does not carry into the upper half.
+    const int x_offset = slot * kStageBytes + col / 64 * kBoxBytes + col % 64 * 2;
+    const u32 x_low = static_cast<u32>(lane_.x) + static_cast<u32>(x_offset) / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kChunkSteps; ++j) {
+      const u64 x = (lane_.x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
+      if constexpr (kScalesChunks)
+        wgmma<Major::k>(Element(), chunks.sums[c % 2], chunks.a[c % 2][j], x, j > 0);
+      else
+        wgmma<Major::k>(Element(), tile.sums[c % kPairs], chunks.a[c % 2][j], x);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void add_chunk(Tile& tile, Chunks& chunks, int c) const {
+    if constexpr (kScalesChunks) {
+      float(&sums)[kSums] = tile.sums[c % kPairs];
+      pin(chunks.sums[c % 2]);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i)
+        sums[i] = multiply_add(tile.rows[c % 2].scale[i / 2 % 2], chunks.sums[c % 2][i], sums[i]);
+    }
+  }
+
+  // By all warps, when the sums of the stage are done.
+  __device__ __forceinline__ void release(int slot) const {
+    __syncwarp();
+    if (block_.lane == 0) arrive(block_.empty + slot);
+  }
+
+  const Args& args_;
+  const Block& block_;
+  const Lane& lane_;
+  RingPlace<kStages> place_;
+};
+
+// ---- 5. The sums of the warpgroups, then of the blocks, are added up.
+
+// Sum i of the lane in the scratch memory that begins at line `first`.
+__device__ __forceinline__ u32 line_of(const Block& block, const Lane& lane, int first, int i) {
+  return scratch_address(first + lane.warp_of_group * (kPairs * kSums) + i, block.lane, block.rank);
+}
+
+// The warpgroups that have the columns of the same rows give theirs to the first of them.
+__device__ __forceinline__ void add_warpgroups(Tile& tile, const Block& block, const Lane& lane) {
+  // The second barrier: what was read may be overwritten.
+  constexpr int kNumThreads = kColGroups * 128;
+  const int stored = 1 + 2 * lane.row_group, read = stored + 1,
+            lines = lane.row_group * (kColGroups - 1) * kGroupLines;
+  if (tile.active && lane.col_group > 0) {
+    if (tile.pair > block.first_pair) sync_some(read, kNumThreads);
+    tile.each_sum([&](float& sum, int i) {
+      store_shared(line_of(block, lane, lines + (lane.col_group - 1) * kGroupLines, i), sum);
+    });
+    arrive_some(stored, kNumThreads);
+  } else if (tile.active) {
+    sync_some(stored, kNumThreads);
+#pragma unroll
+    for (int c = 0; c < kColGroups - 1; ++c)
+      tile.each_sum(
+          [&](float& sum, int i) { sum += load_shared(line_of(block, lane, lines + c * kGroupLines, i)); });
+    if (tile.active_again) arrive_some(read, kNumThreads);
+  }
+}
+
+// Each block of a cluster finishes half of the rows, or the first all. `stores`: whether the warpgroup has
+// sums, then whether it stores them. `parity`: of the tile.
+__device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const Lane& lane, bool& stores,
+                                           u32 parity) {
+  const u32 finisher = kRowGroups > 1 ? static_cast<u32>(lane.row_group) : 0;
+  if (stores && block.rank != finisher) {
+    if (tile.pair > block.first_pair) wait_cluster(block.taken, parity ^ 1);
+    const u32 barrier = address_in(finisher, shared_address(block.received));
+    tile.each_sum([&](float& sum, int i) {
+      store_async(address_in(finisher, line_of(block, lane, kClusterLines, i)), sum, barrier);
+    });
+  }
+  stores = stores && block.rank == finisher;
+  if (!stores) return;
+  if (lane.warp_of_group == 0 && block.lane == 0) arrive_expecting(block.received, kGroupLines * 128);
+  wait_cluster(block.received, parity);
+  tile.each_sum([&](float& sum, int i) { sum += load_shared(line_of(block, lane, kClusterLines, i)); });
+  __syncwarp();
+  if (block.lane == 0 && tile.active_again)
+    arrive_cluster(address_in(finisher ^ 1, shared_address(block.taken)));
+}
+
+// ---- 6. y is stored.
+
+// Two neighbouring rows of y of a token, or the first of them.
+__device__ __forceinline__ void store_two(const Args& args, Element::Memory* y, float (&v)[2], bool second) {
+  if (args.accumulate) {
+    v[0] += load(Element(), y[0]);
+    if (second) v[1] += load(Element(), y[1]);
+  }
+  if (args.pairs) {
+    *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
+  } else {
+    y[0] = store(Element(), v[0]);
+    if (second) y[1] = store(Element(), v[1]);
+  }
+}
+
+__device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const Lane& lane) {
+  using Memory = Element::Memory;
+  Memory* const y = static_cast<Memory*>(args.y) + 2 * lane.t * i64{args.n} + tile.row;
+#pragma unroll
+  for (int b = 0; b < kPairs; ++b) {
+    const int row = tile.row + 64 * b;
+    if (b >= tile.num_pairs || row >= args.n) break;
+    const bool second = row + 1 < args.n;
+    const Memory* const biases = static_cast<const Memory*>(args.bias) + row;
+    float bias[2] = {};
+    if (args.bias != nullptr) {
+      bias[0] = load(Element(), biases[0]);
+      if (second) bias[1] = load(Element(), biases[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 2 * i + 2 * lane.t + e;
+        if (token >= args.m) continue;
+        float v[2] = {tile.sums[b][i + e], tile.sums[b][i + e + 2]};
+        if constexpr (kGroup == 0 && !kAffine) {
+          v[0] *= tile.rows[b].scale[0];
+          v[1] *= tile.rows[b].scale[1];
+        }
+        v[0] += bias[0];
+        v[1] += bias[1];
+        store_two(args, y + (2 * i + e) * i64{args.n} + 64 * b, v, second);
+      }
+    }
+  }
+}
+
 #endif
 
 extern "C" __global__ void
@@ -67,358 +498,44 @@ __launch_bounds__(kThreads, 1)
     qgemm_sm90_wgmma(const __grid_constant__ QgemmSm90WgmmaArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ Words4 shared_words[];
-  u8* const shared = reinterpret_cast<u8*>(shared_words);
-  u8* const ring = shared + kTiling.ring_offset();
-  float* const map = reinterpret_cast<float*>(shared + kTiling.map_offset());
-  Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
-  Barrier* const empty = full + kStages;
-  // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
-  Barrier* const received = empty + kStages;
-  Barrier* const taken = received + 1;
-
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int warp = __shfl_sync(~0u, thread / 32, 0), warp_of_group = warp % 4, warpgroup = warp / 4;
-  const u32 rank = kCluster == 1 ? 0 : cluster_rank();
-  const int worker = static_cast<int>(blockIdx.x) / kCluster;
-
-  const int first_pair = worker * args.num_pairs + min(worker, args.num_longer);
-  const int last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
-  const int half = static_cast<int>(rank);
-  const int first_stage = args.num_stages * half / kCluster,
-            last_stage = args.num_stages * (half + 1) / kCluster;
+  const Block block(args, reinterpret_cast<u8*>(shared_words));
 
   let_next_start();
-  const bool copies_codes = warp == kWarpgroups * 4, copies_x = warp == kWarpgroups * 4 + 1;
-  // The warp that makes the barriers waits for nobody and starts to copy.
-  if (copies_codes) {
-    if (elect_lane()) {
-#pragma unroll
-      for (int slot = 0; slot < kStages; ++slot) {
-        init_barrier(full + slot, 2);
-        init_barrier(empty + slot, kWarpgroups * 4);
-      }
-      init_barrier(received, 1);
-      init_barrier(taken, 4);
-      fence_barrier_init();
-    }
-    __syncwarp();
-    arrive_some(0, kMultipliers + 32);
-    arrive_some(15, 64);
-  } else if (copies_x) {
-    if (elect_lane()) prefetch_map(&args.x);
-    sync_some(15, 64);
-  }
+  const bool copies_codes = block.warp == kWarpgroups * 4, copies_x = block.warp == kWarpgroups * 4 + 1;
+  start_ring<kMultipliers>(copies_codes, copies_x, &args.x, [&] { block.init_barriers(); });
   if constexpr (kCluster > 1) cluster_arrive_relaxed();
 
-  if (warpgroup == kWarpgroups) {
-    // ---- The ring: a lane copies codes, another x.
-    keep_registers<kFewRegisters>();
-    int slot = 0;
-    u32 parity = 1;  // of the phase of `empty` before this round
-    const auto advance = [&] {
-      if (++slot == kStages) slot = 0, parity ^= 1;
-    };
-    if (copies_codes && elect_lane()) {
-      const int last_strip = min(2 * last_pair, args.num_strips);
-      int before_x = kStages / 2;  // stages; those behind them would hold up x
-      for (int strip = 2 * first_pair; strip < last_strip; strip += kTiling.strips) {
-        const u8* from = args.weight + strip * args.strip_bytes + i64{first_stage} * kStripBytes;
-        int num_bytes =
-            (args.num_blocks - first_stage * kStageBlocks) * kBlockBytes;  // to the end of the strip
-        const int num_strips = min(kTiling.strips, last_strip - strip);
-        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
-          if (before_x-- == 0) wait_for_earlier();
-          const u32 size = static_cast<u32>(min(num_bytes, kStripBytes));
-          u8* to = ring + slot * kStageBytes + kTiling.x_bytes();
-          wait(empty + slot, parity);
-          arrive_expecting(full + slot, size * static_cast<u32>(num_strips));
-          const u8* source = from;
-#pragma unroll
-          for (int i = 0; i < kTiling.strips; ++i, source += args.strip_bytes)
-            if (i < num_strips) copy_bulk_once(to + i * kStripBytes, source, size, full + slot);
-          from += kStripBytes;
-          num_bytes -= kStripBytes;
-        }
-      }
-    } else if (copies_x && elect_lane()) {
-      wait_for_earlier();
-      for (int pair = first_pair; pair < last_pair; pair += kTilePairs)
-        for (int stage = first_stage; stage < last_stage; ++stage, advance()) {
-          wait(empty + slot, parity);
-          arrive_expecting(full + slot, kTiling.x_bytes());
-#pragma unroll
-          for (int i = 0; i < kStageCols / 64; ++i)
-            load_tile(ring + slot * kStageBytes + i * kBoxBytes, &args.x, 0, stage * kStageCols + i * 64,
-                      full + slot);
-        }
-    }
+  if (block.warpgroup == kWarpgroups) {
+    keep_registers<Registers::kCopy>();
+    if (copies_codes && elect_lane())
+      copy_codes(args, block);
+    else if (copies_x && elect_lane())
+      copy_x(args, block);
     return;
   }
 
-  // ---- The products.
-  take_registers<kManyRegisters>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(thread, rank);
+  take_registers<Registers::kMultiply>();
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(block.thread, block.rank);
   if constexpr (kDoubleQuant)
-    if (thread < 256) map[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
+    if (block.thread < 256)
+      block.map[block.thread] = reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
   wait_for_earlier();
-  sync_some(0, kMultipliers + 32);
+  wait_for_ring<kMultipliers>();
   if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
 
-  const int row_group = warpgroup / kColGroups, col_group = warpgroup % kColGroups;
-  int slot = 0;
-  u32 parity = 0;
-  // By all warps, when the sums of the stage are done.
-  const auto release = [&](int slot) {
-    __syncwarp();
-    if (lane == 0) arrive(empty + slot);
-  };
-
-  // ---- A lane's rows, 2a and 2a + 1 of the strip.
-  const int g = lane / 4, t = lane % 4, a_of_strip = 8 * (warp_of_group & 1) + g;
-  const int pair_of_tile = row_group * kPairs, strip_of_tile = 2 * pair_of_tile + warp_of_group / 2;
-  const int strip_at = kTiling.x_bytes() + strip_of_tile * kStripBytes;
-  const int first_col = col_group * kGroupCols;  // of a stage
-  const int codes_at = strip_at + code_offset(first_col) + packed_slot(a_of_strip, t) * 16;
-  const int scales_at = strip_at + group_offset(first_col) + 2 * a_of_strip * kScaleBytes;
-  const int seconds_at = strip_at + second_offset(first_col) + 2 * a_of_strip * kSecondBytes;
-  const u32 table_lane = pair_table_lane(lane, rank);
-  const u64 x = k_major_tile(ring + first_col / 64 * kBoxBytes, 1024);  // of the first stage
-
+  const Lane lane(block);
+  Multiplier multiplier(args, block, lane);
   u32 tile_parity = 0;
-  for (int pair = first_pair; pair < last_pair; pair += kTilePairs) {
-    // Pairs of strips that this warpgroup has, now and in the next tile.
-    const int num_pairs_here = last_pair - pair - pair_of_tile;
-    const bool active = num_pairs_here > 0, active_again = num_pairs_here > kTilePairs;
-    const int strip = 2 * pair + strip_of_tile, row = strip * 32 + 2 * a_of_strip;  // of the first
-    float sums[kPairs][kSums] = {};
-    RowPair rows[2];  // of two pairs of strips, or of every other chunk of one
-
-    // `group`: of the row; `b`: the pair of strips.
-    const auto load_rows = [&](RowPair& to, const u8* scales, const u8* seconds, int b, int group,
-                               bool inside) {
-      if constexpr (kDoubleQuant) {
-        const u32 codes = *reinterpret_cast<const u16*>(scales);
-        const float* const absmax = reinterpret_cast<const float*>(args.weight + args.absmax);
-        const float offset = *reinterpret_cast<const float*>(args.weight + args.offset);
-        const int at = min(row + 64 * b, args.n - 1) * args.groups + group;
-        to.scale[0] = map[codes & 255] * absmax[min(at, args.last_scale) >> 8] + offset;
-        to.scale[1] = map[codes >> 8] * absmax[min(at + args.groups, args.last_scale) >> 8] + offset;
-      } else {
-        load_scales(to.scale, scales);
-      }
-      // What was not copied may be anything.
-      to.scale[0] = inside ? to.scale[0] : 0;
-      to.scale[1] = inside ? to.scale[1] : 0;
-      if constexpr (kAsymmetric) {
-        const u32 zeros = *reinterpret_cast<const u16*>(seconds);
-        to.zero[0] = above_2_23(zeros & 255);
-        to.zero[1] = above_2_23(zeros >> 8);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          to.zero_pair[i] = store_pair(Element(), to.zero[i] - kMagic, to.zero[i] - kMagic);
-      }
-      if constexpr (kAffine) {
-        float bias[2];
-        load_scales(bias, seconds);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);
-          to.bias_pair[i] = inside ? store_pair(Element(), bias[i], bias[i]) : 0;
-        }
-      }
-    };
-    if constexpr (kGroup == 0) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int b = i % kPairs;
-        const i64 at = min(strip + 2 * b, args.num_strips - 1) * i64{kUnitRows} + 2 * a_of_strip;
-        load_rows(rows[i], args.weight + args.scales + at * kScaleBytes,
-                  args.weight + args.seconds + at * kSecondBytes, b, 0, true);
-      }
-    }
-
-    if (active) {
-      u32 a[2][kChunkSteps][4];
-      float chunk[2][kSums];
-      Words4 words[kPairs][kChunkWords];
-      // Chunk c of the stage in `slot`, which is of pair c % kPairs: first its codes, which take a while,
-      // then its values to a[c % 2].
-      const auto load_chunk = [&](int c) {
-        const u8* const from = ring + slot * kStageBytes + c % kPairs * 2 * kStripBytes + codes_at;
-#pragma unroll
-        for (int i = 0; i < kChunkWords; ++i)
-          if (const int col = c / kPairs * kChunkCols + i * kWordsCols; col % kWordsCols == 0)
-            words[c % kPairs][i] = load_words(from + code_offset(col));
-      };
-      const auto decode_chunk = [&](int c, int stage) {
-        const int b = c % kPairs, q = c / kPairs;
-        const u8* const from = ring + slot * kStageBytes + b * 2 * kStripBytes;
-        RowPair& to = rows[c % 2];
-        if constexpr (kGroup != 0) {
-          const int col = stage * kStageCols + first_col + q * kChunkCols;
-          load_rows(to, from + scales_at + group_offset(q * kChunkCols) - group_offset(0),
-                    from + seconds_at + second_offset(q * kChunkCols) - second_offset(0), b, col / kGroupSize,
-                    col < args.num_blocks * kBlockCols);
-        }
-#pragma unroll
-        for (int j = 0; j < kChunkSteps; ++j) {
-          const int col = q * kChunkCols + 16 * j;
-          decode(a[c % 2][j], words[b][16 * j / kWordsCols], col % kWordsCols / 16, to, table_lane);
-        }
-#pragma unroll
-        for (int j = 0; j < kChunkSteps; ++j) pin(a[c % 2][j]);
-      };
-      const auto add_chunk = [&](int c) {
-        if constexpr (kScalesChunks) {
-          pin(chunk[c % 2]);
-#pragma unroll
-          for (int i = 0; i < kSums; ++i)
-            sums[c % kPairs][i] =
-                multiply_add(rows[c % 2].scale[i / 2 % 2], chunk[c % 2][i], sums[c % kPairs][i]);
-        }
-      };
-
-      wait(full + slot, parity);
-      load_chunk(0);
-      decode_chunk(0, first_stage);
-      for (int stage = first_stage; stage < last_stage; ++stage) {
-        const int done = slot;
-#pragma unroll
-        for (int c = 0; c < kChunks * kPairs; ++c) {
-          const int q = c / kPairs;
-          // Only the address changes, which does not carry into the upper half.
-          const int x_offset = done * kStageBytes + q * kChunkCols / 64 * kBoxBytes + q * kChunkCols % 64 * 2;
-          const u32 x_low = static_cast<u32>(x) + static_cast<u32>(x_offset) / 16;
-          wgmma_fence();
-#pragma unroll
-          for (int j = 0; j < kChunkSteps; ++j) {
-            const u64 tile = (x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
-            if constexpr (kScalesChunks)
-              wgmma<Major::k>(Element(), chunk[c % 2], a[c % 2][j], tile, j > 0);
-            else
-              wgmma<Major::k>(Element(), sums[c % kPairs], a[c % 2][j], tile);
-          }
-          wgmma_commit();
-          const bool ends_stage = c + 1 == kChunks * kPairs, goes_on = !ends_stage || stage + 1 < last_stage;
-          const int next = ends_stage ? 0 : c + 1;
-          if (goes_on) {
-            if (ends_stage) {
-              if (++slot == kStages) slot = 0, parity ^= 1;
-              wait(full + slot, parity);
-            }
-            load_chunk(next);
-          }
-          if (c > 0) {
-            wgmma_wait<1>();
-            add_chunk(c - 1);
-          }
-          if (goes_on) decode_chunk(next, ends_stage ? stage + 1 : stage);
-        }
-        // Sums that are under way from one turn of the loop to the next would make the compiler wait for each
-        // instruction.
-        wgmma_wait<0>();
-        if constexpr (!kScalesChunks)
-          for (auto& some : sums) pin(some);
-        add_chunk(kChunks * kPairs - 1);
-        release(done);
-      }
-    } else {
-      for (int stage = first_stage; stage < last_stage; ++stage) {
-        wait(full + slot, parity);
-        release(slot);
-        if (stage + 1 < last_stage && ++slot == kStages) slot = 0, parity ^= 1;
-      }
-    }
-    if (++slot == kStages) slot = 0, parity ^= 1;
-
-    // ---- The sums of the warpgroups, then of the blocks.
-    const auto line = [&](int first, int i) {
-      return scratch_address(first + warp_of_group * (kPairs * kSums) + i, lane, rank);
-    };
-    const auto each_sum = [&](const auto& f) {
-#pragma unroll
-      for (int i = 0; i < kPairs * kSums; ++i) f(sums[i / kSums][i % kSums], i);
-    };
-    if constexpr (kColGroups > 1) {
-      // The first of them adds up. The second barrier: what it read may be overwritten.
-      constexpr int kNumThreads = kColGroups * 128;
-      const int stored = 1 + 2 * row_group, read = stored + 1,
-                lines = row_group * (kColGroups - 1) * kGroupLines;
-      if (active && col_group > 0) {
-        if (pair > first_pair) sync_some(read, kNumThreads);
-        each_sum(
-            [&](float& sum, int i) { store_shared(line(lines + (col_group - 1) * kGroupLines, i), sum); });
-        arrive_some(stored, kNumThreads);
-      } else if (active) {
-        sync_some(stored, kNumThreads);
-#pragma unroll
-        for (int c = 0; c < kColGroups - 1; ++c)
-          each_sum([&](float& sum, int i) { sum += load_shared(line(lines + c * kGroupLines, i)); });
-        if (active_again) arrive_some(read, kNumThreads);
-      }
-    }
-    bool stores = active && col_group == 0;
+  for (int pair = block.first_pair; pair < block.last_pair; pair += kTilePairs) {
+    Tile tile(block, lane, pair);
+    multiplier.run(tile);
+    if constexpr (kColGroups > 1) add_warpgroups(tile, block, lane);
+    bool stores = tile.active && lane.col_group == 0;
     if constexpr (kCluster > 1) {
-      // Each block finishes half of the rows, or the first all.
-      const u32 finisher = kRowGroups > 1 ? static_cast<u32>(row_group) : 0;
-      if (stores && rank != finisher) {
-        if (pair > first_pair) wait_cluster(taken, tile_parity ^ 1);
-        const u32 barrier = address_in(finisher, shared_address(received));
-        each_sum([&](float& sum, int i) {
-          store_async(address_in(finisher, line(kClusterLines, i)), sum, barrier);
-        });
-      }
-      stores = stores && rank == finisher;
-      if (stores) {
-        if (warp_of_group == 0 && lane == 0) arrive_expecting(received, kGroupLines * 128);
-        wait_cluster(received, tile_parity);
-        each_sum([&](float& sum, int i) { sum += load_shared(line(kClusterLines, i)); });
-        __syncwarp();
-        if (lane == 0 && active_again) arrive_cluster(address_in(rank ^ 1, shared_address(taken)));
-      }
+      add_blocks(tile, block, lane, stores, tile_parity);
       tile_parity ^= 1;
     }
-
-    if (!stores) continue;
-    using Memory = Element::Memory;
-#pragma unroll
-    for (int b = 0; b < kPairs; ++b) {
-      const int row_here = row + 64 * b;
-      if (b >= num_pairs_here || row_here >= args.n) break;
-      const bool second = row_here + 1 < args.n;
-      const Memory* const biases = static_cast<const Memory*>(args.bias) + row_here;
-      float bias[2] = {};
-      if (args.bias != nullptr) {
-        bias[0] = load(Element(), biases[0]);
-        if (second) bias[1] = load(Element(), biases[1]);
-      }
-#pragma unroll
-      for (int i = 0; i < kSums; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int token = 2 * i + 2 * t + e;
-          if (token >= args.m) continue;
-          float v[2] = {sums[b][i + e], sums[b][i + e + 2]};
-          if constexpr (kGroup == 0 && !kAffine) {
-            v[0] *= rows[b].scale[0];
-            v[1] *= rows[b].scale[1];
-          }
-          v[0] += bias[0];
-          v[1] += bias[1];
-          Memory* const y = static_cast<Memory*>(args.y) + token * i64{args.n} + row_here;
-          if (args.accumulate) {
-            v[0] += load(Element(), y[0]);
-            if (second) v[1] += load(Element(), y[1]);
-          }
-          if (args.pairs) {
-            *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
-          } else {
-            y[0] = store(Element(), v[0]);
-            if (second) y[1] = store(Element(), v[1]);
-          }
-        }
-      }
-    }
+    if (stores) store_tile(args, tile, lane);
   }
 #endif
 }

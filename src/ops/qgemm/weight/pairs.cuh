@@ -9,6 +9,7 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
+// a * b + c of both values, each rounded once.
 __device__ __forceinline__ u32 fma_pair(F16, u32 a, u32 b, u32 c) {
   u32 d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -19,6 +20,29 @@ __device__ __forceinline__ u32 fma_pair(BF16, u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+
+#if HALFBYTE_DEVICE_ARCH >= 900
+__device__ __forceinline__ u32 subtract_pair(F16, u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 subtract_pair(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pair(F16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 multiply_pair(BF16, u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+#endif
 
 HALFBYTE_FN u32 same_pair(F16, float x) { return f32_to_f16(x) * 0x10001u; }
 HALFBYTE_FN u32 same_pair(BF16, float x) { return f32_to_bf16(x) * 0x10001u; }

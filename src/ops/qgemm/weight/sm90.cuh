@@ -1,48 +1,18 @@
-// What the wgmma kernels for packed weights share: codes to registers of matrix operand A, the parameters of
-// a group, and the layout of shared memory. sm_90a.
+// What the wgmma kernels for packed weights share: codes and the parameters of their group become registers
+// of matrix operand A. sm_90a.
 #pragma once
 
 #include "cuda/device/codes.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "formats/packed.h"
+#include "ops/qgemm/weight/cluster_sum.cuh"
+#include "ops/qgemm/weight/pairs.cuh"
+#include "ops/qgemm/weight/ring.cuh"
 #include "ops/qgemm/weight/table.cuh"
 
 namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// ---- Pairs of 16-bit values.
-__device__ __forceinline__ u32 subtract_pairs(BF16, u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 subtract_pairs(F16, u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 multiply_pairs(BF16, u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 multiply_pairs(F16, u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-// a * b + c, rounded once.
-__device__ __forceinline__ u32 multiply_add_pairs(BF16, u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ u32 multiply_add_pairs(F16, u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) {
   float d;
@@ -101,6 +71,13 @@ __device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
   unpack_scales(to, *reinterpret_cast<const StoredScales*>(from));
 }
 
+// Of double quantization: the scales of two neighbouring rows from their codes, the first in the low byte.
+__device__ __forceinline__ void decode_scales(float (&to)[2], u32 codes, const float* map,
+                                              const float (&absmax)[2], float offset) {
+  to[0] = map[codes & 255] * absmax[0] + offset;
+  to[1] = map[codes >> 8] * absmax[1] + offset;
+}
+
 // ---- Codes.
 __device__ __forceinline__ Words4 load_words(const u8* shared) {
   return *reinterpret_cast<const Words4*>(shared);
@@ -118,9 +95,8 @@ __device__ __forceinline__ float byte_above_2_23(u32 word) {
 // A pair of values from the pair that the table has; `odd`: of the row 2a + 1.
 template <int kOdd>
 __device__ __forceinline__ u32 finish_pair(u32 pair, const RowPair& rows) {
-  if constexpr (kAsymmetric && kBits == 4) pair = subtract_pairs(Element(), pair, rows.zero_pair[kOdd]);
-  if constexpr (kAffine)
-    pair = multiply_add_pairs(Element(), pair, rows.scale_pair[kOdd], rows.bias_pair[kOdd]);
+  if constexpr (kAsymmetric && kBits == 4) pair = subtract_pair(Element(), pair, rows.zero_pair[kOdd]);
+  if constexpr (kAffine) pair = fma_pair(Element(), pair, rows.scale_pair[kOdd], rows.bias_pair[kOdd]);
   return pair;
 }
 // Of 8-bit codes: bytes kFirst and kFirst + 1 of a word.
@@ -153,9 +129,9 @@ __device__ __forceinline__ ParameterPairs pair_rows(const RowParameters& low, in
 
 // Two weights from the values of their codes.
 __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& parameters) {
-  if constexpr (kAsymmetric) values = subtract_pairs(Element(), values, parameters.zero);  // exact
-  if constexpr (kAffine) return multiply_add_pairs(Element(), values, parameters.scale, parameters.bias);
-  return multiply_pairs(Element(), values, parameters.scale);
+  if constexpr (kAsymmetric) values = subtract_pair(Element(), values, parameters.zero);  // exact
+  if constexpr (kAffine) return fma_pair(Element(), values, parameters.scale, parameters.bias);
+  return multiply_pair(Element(), values, parameters.scale);
 }
 
 // The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
@@ -202,63 +178,6 @@ __device__ __forceinline__ void decode(u32 (&a)[4], const Words4& words, int ste
     a[2] = pair_of_bytes<0, 0>(second, rows);
     a[3] = pair_of_bytes<2, 1>(second, rows);
   }
-}
-
-// ---- Shared memory: the table, the half of which is not used by it and holds partial sums; then the ring.
-constexpr int kScratchStride = kBits == 4 ? 256 : 128;
-constexpr u32 kScratchAddress = kBits == 4 ? kPairTableAddress + 128 : kPairTableAddress;
-
-// Word `lane` of a line of 128 bytes of it; `rank` as above.
-__device__ __forceinline__ u32 scratch_address(int line, int lane, u32 rank) {
-  return (rank << 24) + kScratchAddress + static_cast<u32>(line * kScratchStride + lane * 4);
-}
-__device__ __forceinline__ void store_shared(u32 address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-__device__ __forceinline__ float load_shared(u32 address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-// The address in the block `rank` of the cluster of what is at `address` here.
-__device__ __forceinline__ u32 address_in(u32 rank, u32 address) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-// Starts a store to a block of the cluster, whose 4 bytes count on `barrier` of that block: addresses by
-// address_in().
-__device__ __forceinline__ void store_async(u32 address, float v, u32 barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-      "r"(bit_cast<u32>(v)), "r"(barrier)
-      : "memory");
-}
-// As arrive() and wait(), of what is done for or by another block of the cluster.
-__device__ __forceinline__ void arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_cluster(Barrier* barrier, u32 parity) {
-  u32 ended;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(ended)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!ended);
-}
-
-// Barriers of some warps of the block, by number (1 to 15).
-__device__ __forceinline__ void sync_some(int barrier, int num_threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
-}
-__device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
 #endif

@@ -1,0 +1,71 @@
+// A ring of stages in shared memory, which the last warpgroup of a block keeps full while the others multiply
+// what it holds: sm_90a.
+//
+// Barrier `full` of a stage ends a phase when what is copied to it has come, barrier `empty` when all warps
+// that multiply are done with it. One lane of the first warp that copies brings codes, one of the second x:
+// codes do not depend on the kernels before, x may.
+#pragma once
+
+#include "cuda/device/wgmma.cuh"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A stage of the ring, and the parity of the phase of its barriers. Who fills the ring waits for phases of
+// `empty` that came before: of the other parity.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Registers of a thread of a block with kWarpgroups that multiply and one that copies. All begin with as many
+// as the multiprocessor has for so many threads, in steps of 8; those that copy keep what their loops take,
+// and the others get the rest.
+template <int kWarpgroups>
+struct DealtRegisters {
+  static constexpr int kAtFirst = 65536 / ((kWarpgroups + 1) * 128) / 8 * 8;
+  static constexpr int kCopy = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kMultiply = ((kWarpgroups + 1) * kAtFirst - kCopy) / kWarpgroups / 8 * 8;
+};
+
+// Barriers of some warps of the block, by number (1 to 15; 0 is that of __syncthreads()).
+__device__ __forceinline__ void sync_some(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// How a block with such a ring starts, by all threads. The first warp that copies makes the barriers, by
+// init_barriers() of one lane; it waits for nobody and starts to copy. Those that multiply have much to do
+// before they wait for it, by wait_for_ring().
+template <int kMultipliers, class F>
+__device__ __forceinline__ void start_ring(bool copies_codes, bool copies_x, const TensorMap* x,
+                                           const F& init_barriers) {
+  constexpr int kMade = 0, kMadeForX = 15;
+  if (copies_codes) {
+    if (elect_lane()) {
+      init_barriers();
+      fence_barrier_init();
+    }
+    __syncwarp();
+    arrive_some(kMade, kMultipliers + 32);
+    arrive_some(kMadeForX, 64);
+  } else if (copies_x) {
+    if (elect_lane()) prefetch_map(x);
+    sync_some(kMadeForX, 64);
+  }
+}
+template <int kMultipliers>
+__device__ __forceinline__ void wait_for_ring() {
+  sync_some(0, kMultipliers + 32);
+}
+
+#endif
+
+}  // namespace halfbyte::device
