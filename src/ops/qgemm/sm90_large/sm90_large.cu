@@ -27,20 +27,54 @@ namespace halfbyte::device {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// ---- 1. How a tile is divided.
+
+using Args = QgemmSm90LargeArgs;
 constexpr int kTokens = kTiling.tokens, kBlocks = kTiling.blocks, kStages = kTiling.stages;
 // While a stage is waited for, one is multiplied and one was; the boxes of all have room for the sums of half
 // a tile.
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
-constexpr int kMultipliers = kLargeThreads - 128;        // threads
-constexpr int kManyRegisters = 232, kFewRegisters = 40;  // of a thread that multiplies or copies
+constexpr int kMultipliers = kLargeThreads - 128;  // threads
+constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
+using Registers = DealtRegisters<kMultipliers / 128>;
+using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
 constexpr int kSums = kTokens / 2;                // of a thread, in 64 features
 constexpr int kGroups = kTiling.unit_groups();    // of a unit
 constexpr int kSteps = kLargeStage / 16;          // matrix instructions along a stage
 constexpr int kPair = kTiling.multicast ? 2 : 1;  // blocks that have the same tokens
 
-// ---- Tiles and stages of a block, one after the other.
+// What a thread knows of its block: shared memory, and its own place.
+struct Block {
+  u8* shared;
+  u8* boxes;
+  Barrier *full, *empty;
+  int thread, lane, warp, warpgroup;
+  u32 rank;  // in the cluster
+
+  __device__ __forceinline__ explicit Block(u8* memory)
+      : shared(memory),
+        boxes(shared + kTiling.box_offset()),
+        full(reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset())),
+        empty(full + kStages),
+        thread(static_cast<int>(threadIdx.x)),
+        lane(thread % 32),
+        warp(__shfl_sync(~0u, thread / 32, 0)),
+        warpgroup(warp / 4),
+        rank(cluster_rank()) {}
+
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(full + stage, 2);
+      init_barrier(empty + stage, kPair * kMultipliers / 32);
+    }
+  }
+};
+
+// ---- 2. Tiles of a block, one after the other.
+
 struct Tile {
   int features, tokens;         // its number along y
   int part;                     // of what is summed
@@ -48,7 +82,7 @@ struct Tile {
   bool shared;
 };
 // The tile `number` of this block; false behind the last one.
-__device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90LargeArgs& args, int number) {
+__device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int number) {
   const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
   tile.shared = index >= args.whole;
   int i = tile.shared ? args.whole + (index - args.whole) / 2 : index;
@@ -68,22 +102,12 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90LargeArgs& 
   return true;
 }
 
-// A place in the ring.
-struct Place {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+// ---- 3. The ring is filled: by one lane each.
 
 // Codes and parameters of unit `i` of a stage. Behind the last strip and the last unit these once more: x is
 // zero there, or y has no such feature.
-__device__ __forceinline__ void copy_unit(u8* to, const QgemmSm90LargeArgs& args, const Tile& tile, int stage,
-                                          int i, Barrier* full) {
+__device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& tile, int stage, int i,
+                                          Barrier* full) {
   const int first = tile.features * kBlocks;  // of 2 strips or units
   const int strip = min(kTransposed ? stage * 2 + i % 2 : first * 4 + i, args.strips - 1);
   const int unit = min(kTransposed ? first * 2 + i / 2 : stage, args.units - 1);
@@ -106,17 +130,61 @@ __device__ __forceinline__ void copy_unit(u8* to, const QgemmSm90LargeArgs& args
   }
 }
 
+// copy(tile, stage of the tile, place in the ring), where the place is empty.
+template <class F>
+__device__ __forceinline__ void each_stage(const Args& args, const Block& block, const F& copy) {
+  Place place;
+  Tile tile;
+  for (int number = 0; find_tile(tile, args, number); ++number)
+    for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
+      wait(block.empty + place.stage, place.parity ^ 1);
+      copy(tile, stage, place.stage);
+    }
+  // The block stays until the other one has arrived at its barriers for the last time.
+  if constexpr (kTiling.multicast)
+    for (int i = 0; i < kStages; ++i, place.advance()) wait(block.empty + place.stage, place.parity ^ 1);
+}
+
+__device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
+  each_stage(args, block, [&](const Tile& tile, int stage, int place) {
+    arrive_expecting(block.full + place, kTiling.weight_bytes());
+    u8* const units = block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
+#pragma unroll
+    for (int i = 0; i < kTiling.units(); ++i)
+      copy_unit(units + i * kSlotBytes, args, tile, stage, i, block.full + place);
+  });
+}
+
+__device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
+  wait_for_earlier();
+  each_stage(args, block, [&](const Tile& tile, int stage, int place) {
+    Barrier* const full = block.full + place;
+    arrive_expecting(full, kTiling.x_bytes());
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) {
+      u8* const box = block.boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kPair);
+      const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
+      if (!kTiling.multicast || tile.shared)
+        load_tile(box, &args.x, token, stage * kLargeStage, full);
+      else if (i == static_cast<int>(block.rank))
+        load_tile_multicast(box, &args.x, token, stage * kLargeStage, full, 3);
+    }
+  });
+}
+
+// ---- 4. Operand A.
+
 // Of 64 features those of fragment rows g and, the next one, g + 8 of a warp.
 __device__ __forceinline__ int feature_of(int warp, int g) {
   return kTransposed ? warp / 2 * 32 + g / 4 * 16 + g / 2 % 2 * 8 + warp % 2 * 4 + g % 2 * 2
                      : 16 * warp + 2 * g;
 }
 
-// ---- Operand A of a lane: what it loads of a stage, and the fragments that this becomes.
+// Of a lane: what it loads of a stage, and the fragments that this becomes.
 class Operand {
  public:
-  __device__ __forceinline__ Operand(const QgemmSm90LargeArgs& args, const u8* shared, int warpgroup,
-                                     int warp, int lane, u32 rank)
+  __device__ __forceinline__ Operand(const Args& args, const u8* shared, int warpgroup, int warp, int lane,
+                                     u32 rank)
       : args_(args),
         units_(shared + kTiling.unit_offset() + warpgroup * kBlocks * 2 * kSlotBytes),
         map_(reinterpret_cast<const float*>(shared + kTiling.map_offset())),
@@ -270,8 +338,7 @@ class Operand {
   __device__ __forceinline__ RowParameters unpack(const StoredParameters& stored) const {
     RowParameters rows;
     if constexpr (kDoubleQuant) {
-      rows.scale[0] = map_[stored.scales & 0xFF] * stored.absmax[0] + offset_;
-      rows.scale[1] = map_[stored.scales >> 8] * stored.absmax[1] + offset_;
+      decode_scales(rows.scale, stored.scales, map_, stored.absmax, offset_);
     } else {
       unpack_scales(rows.scale, stored.scales);
     }
@@ -283,7 +350,7 @@ class Operand {
     return rows;
   }
 
-  const QgemmSm90LargeArgs& args_;
+  const Args& args_;
   const u8* const units_;  // of the warpgroup, in the first stage
   const float* const map_;
   u32 table_lane_, even_ = 0, odd_ = 0;  // what makes addresses of pairs; transposed, of which bytes
@@ -295,11 +362,106 @@ class Operand {
   StoredParameters stored_[kParameters];
 };
 
-// ---- The sums.
+// ---- 5. The products.
 
 // Of a lane, of the features of its fragment rows: sum i of 64 features is of token i / 4 * 8 + 2t + i % 2,
 // and of the second feature where i & 2.
 using Sums = float[kBlocks][kSums];
+
+// Goes through the stages of all tiles. A turn is two stages, or the two blocks of one: what is next is
+// decoded to a[1] while the products of a[0] are under way, then the other way round.
+class Multiplier {
+ public:
+  __device__ __forceinline__ Multiplier(const Args& args, const Block& block, RingTile x)
+      : block_(block),
+        operand_(args, block.shared, block.warpgroup, block.warp % 4, block.lane, block.rank),
+        x_(x) {}
+
+  // Before the first tile.
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    load(tile, tile.first_stage);
+    operand_.decode(a_[0]);
+  }
+
+  // `next`: the tile after this one, if there is one: `goes_on`. `leads`: the other warpgroup waits for the
+  // first turn.
+  __device__ __forceinline__ void multiply(Sums& sums, const Tile& tile, const Tile& next, bool goes_on,
+                                           bool leads) {
+    if constexpr (kTiling.multicast)
+      released_ =
+          shared_address_of(block_.empty, tile.shared ? block_.rank : static_cast<u32>(block_.lane % kPair));
+    int place = 0;
+    constexpr int kTurn = 2 / kBlocks;  // stages
+    for (int stage = tile.first_stage; stage < tile.last_stage; stage += kTurn) {
+      const bool begins = stage == tile.first_stage, ends = stage + kTurn == tile.last_stage;
+      int before = place;
+      place = loaded_.stage;
+      if constexpr (kTurn == 2) {
+        loaded_.advance();
+        load(tile, stage + 1);
+      } else {
+        operand_.load(tile, stage, place, 1);
+      }
+      start_products(sums[0], a_[0], place, !begins);
+      wgmma_wait<1>();
+      if (!begins) release(before);
+      operand_.decode(a_[1]);
+
+      before = place;
+      place = loaded_.stage;
+      loaded_.advance();
+      // Behind the last stage, what was loaded is decoded once more.
+      if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
+      start_products(sums[kBlocks - 1], a_[1], place, kTurn == 2 || !begins);
+      wgmma_wait<1>();
+      if (kTurn == 2) release(before);
+      operand_.decode(a_[0]);
+      if (leads && begins) arrive_some(kStaggerBarrier, kMultipliers);
+    }
+    wgmma_wait<0>();
+    release(place);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) pin(sums[b]);
+  }
+
+ private:
+  // Stage `stage` of a tile, as soon as it is there.
+  __device__ __forceinline__ void load(const Tile& tile, int stage) {
+    wait(block_.full + loaded_.stage, loaded_.parity);
+    operand_.load(tile, stage, loaded_.stage, 0);
+  }
+
+  // Adds the products with what is in `place` to the sums of a block, or starts with them.
+  __device__ __forceinline__ void start_products(float (&sums)[kSums], const u32 (&a)[kSteps][4], int place,
+                                                 bool adds) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      wgmma<Major::k>(Element(), sums, a[i], x_.at(place * (kTiling.x_bytes() / 16) + i * 2), adds || i > 0);
+    wgmma_commit();
+  }
+
+  // By all warps, when the products of the stage are done. Multicast: a lane arrives at the barrier of each
+  // block, or, where these share a tile and have stages of their own, both at the block's own.
+  __device__ __forceinline__ void release(int place) const {
+    __syncwarp();
+    if constexpr (kTiling.multicast) {
+      if (block_.lane < kPair)
+        arrive_there(released_ + static_cast<u32>(place) * static_cast<u32>(sizeof(Barrier)));
+    } else {
+      if (block_.lane == 0) arrive(block_.empty + place);
+    }
+  }
+
+  const Block& block_;
+  Operand operand_;
+  RingTile x_;
+  u32 a_[2][kSteps][4];
+  Place loaded_;      // the stage that was loaded last
+  u32 released_ = 0;  // the barrier of the first stage, where this lane arrives
+};
+
+// ---- 6. The sums become y.
 
 // Pairs of y: without a branch, so that many are under way.
 __device__ __forceinline__ u32 load_where(bool inside, const u8* from) {
@@ -364,8 +526,8 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
 
 // The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum.
 template <int kCount>
-__device__ __forceinline__ void store_partials(const Sums& sums, const QgemmSm90LargeArgs& args, int part,
-                                               int feature, int token) {
+__device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, int part, int feature,
+                                               int token) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     if (feature >= args.features) return;
@@ -383,8 +545,7 @@ __device__ __forceinline__ void store_partials(const Sums& sums, const QgemmSm90
 
 // Stores the first kCount sums of each block as y.
 template <int kCount>
-__device__ __forceinline__ void store_sums(const Sums& sums, const QgemmSm90LargeArgs& args, int feature,
-                                           int token) {
+__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, int feature, int token) {
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
@@ -423,8 +584,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const QgemmSm90Larg
 }
 
 template <int kCount>
-__device__ __forceinline__ void store_tile(const Sums& sums, const QgemmSm90LargeArgs& args, int part,
-                                           int feature, int token) {
+__device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, int part, int feature,
+                                           int token) {
   if (args.partials != nullptr)
     store_partials<kCount>(sums, args, part, feature, token);
   else
@@ -440,180 +601,56 @@ __launch_bounds__(kLargeThreads, 1)
     qgemm_sm90_large(const __grid_constant__ QgemmSm90LargeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ Words4 shared_words[];
-  u8* const shared = reinterpret_cast<u8*>(shared_words);
-  u8* const boxes = shared + kTiling.box_offset();
-  Barrier* const full = reinterpret_cast<Barrier*>(shared + kTiling.barrier_offset());
-  Barrier* const empty = full + kStages;
-
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int warp = __shfl_sync(~0u, thread / 32, 0), warpgroup = warp / 4;
-  const u32 rank = cluster_rank();
+  const Block block(reinterpret_cast<u8*>(shared_words));
 
   let_next_start();
-  const bool copies_codes = warp == kMultipliers / 32, copies_x = warp == kMultipliers / 32 + 1;
-  // The warp that makes the barriers waits for nobody and starts to copy.
-  if (copies_codes) {
-    if (elect_lane()) {
-#pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) {
-        init_barrier(full + stage, 2);
-        init_barrier(empty + stage, kPair * kMultipliers / 32);
-      }
-      fence_barrier_init();
-    }
-    __syncwarp();
-    arrive_some(0, kMultipliers + 32);
-    arrive_some(15, 64);
-  } else if (copies_x) {
-    if (elect_lane()) prefetch_map(&args.x);
-    sync_some(15, 64);
-  }
+  const bool copies_codes = block.warp == kMultipliers / 32, copies_x = block.warp == kMultipliers / 32 + 1;
+  start_ring<kMultipliers>(copies_codes, copies_x, &args.x, [&] { block.init_barriers(); });
   if constexpr (kTiling.multicast) cluster_arrive_relaxed();
 
-  if (warpgroup == kMultipliers / 128) {
-    // ---- The ring: a lane copies codes, another x.
-    keep_registers<kFewRegisters>();
+  if (block.warpgroup == kMultipliers / 128) {
+    keep_registers<Registers::kCopy>();
     if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
-    const auto each_stage = [&](const auto& copy) {
-      Place place;
-      Tile tile;
-      for (int number = 0; find_tile(tile, args, number); ++number)
-        for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
-          wait(empty + place.stage, place.parity ^ 1);
-          copy(tile, stage, place.stage);
-        }
-      // The block stays until the other one has arrived at its barriers for the last time.
-      if constexpr (kTiling.multicast)
-        for (int i = 0; i < kStages; ++i, place.advance()) wait(empty + place.stage, place.parity ^ 1);
-    };
-    if (copies_codes && elect_lane()) {
-      each_stage([&](const Tile& tile, int stage, int place) {
-        arrive_expecting(full + place, kTiling.weight_bytes());
-        u8* const units = shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
-#pragma unroll
-        for (int i = 0; i < kTiling.units(); ++i)
-          copy_unit(units + i * kSlotBytes, args, tile, stage, i, full + place);
-      });
-    } else if (copies_x && elect_lane()) {
-      wait_for_earlier();
-      each_stage([&](const Tile& tile, int stage, int place) {
-        arrive_expecting(full + place, kTiling.x_bytes());
-#pragma unroll
-        for (int i = 0; i < kPair; ++i) {
-          u8* const box = boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kPair);
-          const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
-          if (!kTiling.multicast || tile.shared)
-            load_tile(box, &args.x, token, stage * kLargeStage, full + place);
-          else if (i == static_cast<int>(rank))
-            load_tile_multicast(box, &args.x, token, stage * kLargeStage, full + place, 3);
-        }
-      });
-    }
+    if (copies_codes && elect_lane())
+      copy_codes(args, block);
+    else if (copies_x && elect_lane())
+      copy_x(args, block);
     return;
   }
 
-  // ---- The products.
-  take_registers<kManyRegisters>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(thread, rank);
+  take_registers<Registers::kMultiply>();
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(block.thread, block.rank);
   if constexpr (kDoubleQuant)
-    reinterpret_cast<float*>(shared + kTiling.map_offset())[thread] =
-        reinterpret_cast<const float*>(args.weight + args.map)[thread];
+    reinterpret_cast<float*>(block.shared + kTiling.map_offset())[block.thread] =
+        reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
   wait_for_earlier();
   if constexpr (kTiling.multicast) cluster_wait();
-  sync_some(0, kMultipliers + 32);
+  wait_for_ring<kMultipliers>();
 
-  Operand operand(args, shared, warpgroup, warp % 4, lane, rank);
-  const u64 x = k_major_tile(boxes, 1024);  // of the first stage
+  Multiplier multiplier(args, block, {k_major_tile(block.boxes, 1024)});
   Sums sums = {};
-  u32 a[2][kSteps][4];
-  Place loaded;  // the stage that was loaded last
   Tile tile, next;
   find_tile(tile, args, 0);
-
-  // Stage `stage` of `of`, as soon as it is there.
-  const auto load = [&](const Tile& of, int stage) {
-    wait(full + loaded.stage, loaded.parity);
-    operand.load(of, stage, loaded.stage, 0);
-  };
-  // Adds the products of what is in `place` to the sums of a block, or starts with them.
-  const auto multiply = [&](float(&sums)[kSums], const u32(&a)[kSteps][4], int place, bool adds) {
-    // Only the address changes, which does not carry into the upper half.
-    const u32 low = static_cast<u32>(x) + static_cast<u32>(place * (kTiling.x_bytes() / 16));
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i)
-      wgmma<Major::k>(Element(), sums, a[i], (x >> 32) << 32 | (low + static_cast<u32>(i * 2)),
-                      adds || i > 0);
-    wgmma_commit();
-  };
-  // By all warps, when the products of the stage are done. Multicast: a lane arrives at the barrier of each
-  // block, or, where these share a tile and have stages of their own, both at the block's own.
-  u32 released = 0;  // the barrier of the first stage, where this lane arrives
-  const auto release = [&](int place) {
-    __syncwarp();
-    if constexpr (kTiling.multicast) {
-      if (lane < kPair) arrive_there(released + static_cast<u32>(place) * static_cast<u32>(sizeof(Barrier)));
-    } else {
-      if (lane == 0) arrive(empty + place);
-    }
-  };
-
-  const bool staggered = find_tile(next, args, 1);
-  if (staggered && warpgroup == 1) sync_some(1, kMultipliers);
-  load(tile, tile.first_stage);
-  operand.decode(a[0]);
-
+  // Where the block has several tiles warpgroup 1 begins when 0 is a turn ahead.
+  const bool staggered = find_tile(next, args, 1), leads = staggered && block.warpgroup == 0;
+  if (staggered && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
+  multiplier.begin(tile);
   const auto first_feature = [&] {
-    return tile.features * kTiling.features() + warpgroup * kBlocks * 64 + feature_of(warp % 4, lane / 4);
+    return tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
+           feature_of(block.warp % 4, block.lane / 4);
   };
-  const auto first_token = [&] { return tile.tokens * kTokens + lane % 4 * 2; };
+  const auto first_token = [&] { return tile.tokens * kTokens + block.lane % 4 * 2; };
   for (int number = 1;; ++number) {
     const bool goes_on = find_tile(next, args, number);
-    if constexpr (kTiling.multicast)
-      released = shared_address_of(empty, tile.shared ? rank : static_cast<u32>(lane % kPair));
-    int place = 0;
-    // Two halves of a turn, which are decoded to registers of their own: two stages, or two blocks of a
-    // stage.
-    constexpr int kTurn = 2 / kBlocks;
-    for (int stage = tile.first_stage; stage < tile.last_stage; stage += kTurn) {
-      const bool begins = stage == tile.first_stage, ends = stage + kTurn == tile.last_stage;
-      int before = place;
-      place = loaded.stage;
-      if constexpr (kTurn == 2) {
-        loaded.advance();
-        load(tile, stage + 1);
-      } else {
-        operand.load(tile, stage, place, 1);
-      }
-      multiply(sums[0], a[0], place, !begins);
-      wgmma_wait<1>();
-      if (!begins) release(before);
-      operand.decode(a[1]);
-
-      before = place;
-      place = loaded.stage;
-      loaded.advance();
-      // Behind the last stage, what was loaded is decoded once more.
-      if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
-      multiply(sums[kBlocks - 1], a[1], place, kTurn == 2 || !begins);
-      wgmma_wait<1>();
-      if (kTurn == 2) release(before);
-      operand.decode(a[0]);
-      if (staggered && warpgroup == 0 && number == 1 && begins) arrive_some(1, kMultipliers);
-    }
-    wgmma_wait<0>();
-    release(place);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) pin(sums[b]);
-
+    multiplier.multiply(sums, tile, next, goes_on, leads && number == 1);
     if (tile.shared) break;  // the last one
     store_tile<kSums>(sums, args, tile.part, first_feature(), first_token());
     if (!goes_on) return;
     tile = next;
   }
-  share_sums(sums, boxes, thread, rank);
+  share_sums(sums, block.boxes, block.thread, block.rank);
   store_tile<kSums / 2>(sums, args, tile.part, first_feature(),
-                        first_token() + static_cast<int>(rank) * (kTokens / 2));
+                        first_token() + static_cast<int>(block.rank) * (kTokens / 2));
 #endif
 }
 

@@ -20,6 +20,8 @@
 #include "cuda/device/types.cuh"
 #include "formats/codec.h"
 #include "ops/qgemm/sm90_mma/sm90_mma_args.h"
+#include "ops/qgemm/weight/pairs.cuh"
+#include "ops/qgemm/weight/scales.cuh"
 #include "ops/qgemm/weight/table.cuh"
 
 namespace halfbyte::device {
@@ -111,20 +113,6 @@ struct Zeros {
   Zero zero[kTiles][2];
 };
 
-// Two neighbouring rows of scales or biases.
-__device__ __forceinline__ void load_two(float (&to)[2], const u8* from) {
-  if constexpr (kCodec.scale_type == ScaleType::f32) {
-    const u64 words = *reinterpret_cast<const u64*>(from);
-    to[0] = bit_cast<float>(static_cast<u32>(words));
-    to[1] = bit_cast<float>(static_cast<u32>(words >> 32));
-  } else {
-    using Stored = Select<kCodec.scale_type == ScaleType::f16, F16, BF16>;
-    const u32 word = *reinterpret_cast<const u32*>(from);
-    to[0] = load(Stored(), static_cast<u16>(word));
-    to[1] = load(Stored(), static_cast<u16>(word >> 16));
-  }
-}
-
 // Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them.
 // An absmax is that of 256 scales in the order of rows, and a row has no more in a slice of k: it has two
 // absmax there at most, which come to shared memory some strips before they are needed.
@@ -162,7 +150,7 @@ __device__ __forceinline__ int nested_row(const Lane& lane, int tile) {
 
 // `scales`: from that of the lane's first row on; of double quantization `decoded`: that of nested_row().
 template <int kTiles>
-__device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lane& lane, int tile,
+__device__ __forceinline__ void load_tile_scales(float (&scale)[kTiles][2], const Lane& lane, int tile,
                                             const u8* scales, float decoded) {
   if constexpr (kDoubleQuant) {
     // Three shuffles, where one for each of the four scales were four.
@@ -181,13 +169,13 @@ __device__ __forceinline__ void load_scales(float (&scale)[kTiles][2], const Lan
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) load_two(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
+    for (int i = 0; i < kTiles; ++i) load_scales(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
   }
 }
 template <int kTiles>
-__device__ __forceinline__ void load_biases(float (&bias)[kTiles][2], int tile, const u8* biases) {
+__device__ __forceinline__ void load_tile_biases(float (&bias)[kTiles][2], int tile, const u8* biases) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) load_two(bias[i], biases + 16 * (tile + i) * kStage.bias_bytes);
+  for (int i = 0; i < kTiles; ++i) load_scales(bias[i], biases + 16 * (tile + i) * kStage.bias_bytes);
 }
 
 // `zeros`: from that of the lane's first row on.
@@ -210,25 +198,6 @@ __device__ __forceinline__ Zeros<kTiles> load_zeros(int tile, const u8* zeros) {
   return result;
 }
 
-__device__ __forceinline__ u32 subtract(F16, u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 subtract(BF16, u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-// Codes kByte and kByte + 1 of a word of 8-bit codes: exact.
-template <int kByte>
-__device__ __forceinline__ u32 decode_pair(u32 word, float zero) {
-  const float low = bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7440 | kByte));
-  const float high = bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7440 | (kByte + 1)));
-  return store_pair(Element(), low - zero, high - zero);
-}
-
 // The fragment of columns 16 * kStep to 16 * kStep + 15 of a unit, for one tile, of which `words` has the
 // lane's codes.
 template <int kStep>
@@ -241,13 +210,13 @@ __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kC
     a[3] = look_up_pair<3>(words[kStep], table);
     if constexpr (kCodec.asymmetric) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = subtract(Element(), a[i], zero[i % 2]);
+      for (int i = 0; i < 4; ++i) a[i] = subtract_pair(Element(), a[i], zero[i % 2]);
     }
   } else {
-    a[0] = decode_pair<0>(words[2 * kStep], zero[0]);
-    a[1] = decode_pair<2>(words[2 * kStep], zero[1]);
-    a[2] = decode_pair<0>(words[2 * kStep + 1], zero[0]);
-    a[3] = decode_pair<2>(words[2 * kStep + 1], zero[1]);
+    a[0] = decode_bytes<0, 1>(words[2 * kStep], words[2 * kStep], zero[0]);
+    a[1] = decode_bytes<2, 3>(words[2 * kStep], words[2 * kStep], zero[1]);
+    a[2] = decode_bytes<0, 1>(words[2 * kStep + 1], words[2 * kStep + 1], zero[0]);
+    a[3] = decode_bytes<2, 3>(words[2 * kStep + 1], words[2 * kStep + 1], zero[1]);
   }
 }
 
@@ -419,12 +388,12 @@ __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
   }
   float factor[kTiles][2];
   if constexpr (kGroup > 0) {
-    load_scales<kTiles>(factor, lane, strip.tile, scales, decoded);
+    load_tile_scales<kTiles>(factor, lane, strip.tile, scales, decoded);
     add_scaled(strip.total, factor, strip.part);
   }
   if constexpr (kAffine) sum_x(strip.x[0], x, kFirstStep, kSteps);
   if constexpr (kAffine && kGroup > 0) {
-    load_biases<kTiles>(factor, strip.tile,
+    load_tile_biases<kTiles>(factor, strip.tile,
                         stage + lane.scales + kBiases + kIndex * kUnitRows * kStage.bias_bytes);
     add_scaled(strip.total, factor, strip.x);
   }
@@ -482,8 +451,8 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
       const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
       decoded = decode_scale(scales[nested], absmax[min(row + nested, args.layout.n - 1) / 256], offset);
     }
-    load_scales<kTiles>(scale, lane, tile, scales, decoded);
-    if constexpr (kAffine) load_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
+    load_tile_scales<kTiles>(scale, lane, tile, scales, decoded);
+    if constexpr (kAffine) load_tile_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
     strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
   } else if constexpr (!kCodec.asymmetric) {
     strip.zeros = load_zeros<kTiles>(tile, nullptr);

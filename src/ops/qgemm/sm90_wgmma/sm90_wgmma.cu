@@ -159,7 +159,7 @@ struct Lane {
   int first_col;                    // of a stage
   int codes, scales, seconds;       // in a stage: of the first column
   u32 table;
-  u64 x;  // operand B of the first stage
+  RingTile x;  // from the first column on
 
   __device__ __forceinline__ explicit Lane(const Block& block)
       : row_group(block.warpgroup / kColGroups),
@@ -175,7 +175,7 @@ struct Lane {
     scales = strip + group_offset(first_col) + 2 * a * kScaleBytes;
     seconds = strip + second_offset(first_col) + 2 * a * kSecondBytes;
     table = pair_table_lane(block.lane, block.rank);
-    x = k_major_tile(block.ring + first_col / 64 * kBoxBytes, 1024);
+    x = {k_major_tile(block.ring + first_col / 64 * kBoxBytes, 1024)};
   }
 };
 
@@ -353,13 +353,11 @@ class Multiplier {
   // Of chunk c of the stage in `slot`: to sums of its own, or added to those of the tile.
   __device__ __forceinline__ void start_products(Chunks& chunks, Tile& tile, int c, int slot) const {
     const int col = c / kPairs * kChunkCols;
-    // Only the address changes, which does not carry into the upper half.
-    const int x_offset = slot * kStageBytes + col / 64 * kBoxBytes + col % 64 * 2;
-    const u32 x_low = static_cast<u32>(lane_.x) + static_cast<u32>(x_offset) / 16;
+    const int first = slot * (kStageBytes / 16) + (col / 64 * kBoxBytes + col % 64 * 2) / 16;
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kChunkSteps; ++j) {
-      const u64 x = (lane_.x >> 32) << 32 | (x_low + static_cast<u32>(j * 2));
+      const u64 x = lane_.x.at(first + j * 2);
       if constexpr (kScalesChunks)
         wgmma<Major::k>(Element(), chunks.sums[c % 2], chunks.a[c % 2][j], x, j > 0);
       else

@@ -47,13 +47,25 @@ __device__ __forceinline__ u32 multiply_pair(BF16, u32 a, u32 b) {
 HALFBYTE_FN u32 same_pair(F16, float x) { return f32_to_f16(x) * 0x10001u; }
 HALFBYTE_FN u32 same_pair(BF16, float x) { return f32_to_bf16(x) * 0x10001u; }
 
+constexpr float kMagic = 8388608.0f;  // 2^23
+// Byte kByte of a word, plus 2^23.
+template <int kByte>
+__device__ __forceinline__ float byte_above_2_23(u32 word) {
+  return bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kByte));
+}
+// 8-bit codes as a pair of elements: bytes of two words, less `zero`, to which 2^23 is added. Exact: integers up
+// to 256.
+template <int kLow, int kHigh>
+__device__ __forceinline__ u32 decode_bytes(u32 low, u32 high, float zero) {
+  return store_pair(Element(), byte_above_2_23<kLow>(low) - zero, byte_above_2_23<kHigh>(high) - zero);
+}
+
 // The values of two bytes of a word of 8-bit codes; of asymmetric integers the stored codes.
 [[maybe_unused]] constexpr int kLowestCode =
     kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
 template <int kByte>
 __device__ __forceinline__ float byte_value(u32 word) {
-  constexpr float kMinus = static_cast<float>(8388608 - kLowestCode);  // 2^23: as above_2_23()
-  return bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kByte)) - kMinus;
+  return byte_above_2_23<kByte>(word) - (kMagic - kLowestCode);
 }
 template <int kFirst, int kSecond>
 __device__ __forceinline__ u32 byte_pair(BF16, u32 word) {

@@ -23,6 +23,16 @@ struct RingPlace {
   }
 };
 
+// Operand B in the stages of a ring: k-major tiles (wgmma.cuh), of which the address alone differs, which
+// does not carry into the upper half of a descriptor.
+struct RingTile {
+  u64 first;
+  // So many times 16 bytes behind the first one.
+  __device__ __forceinline__ u64 at(int chunks) const {
+    return (first >> 32) << 32 | (static_cast<u32>(first) + static_cast<u32>(chunks));
+  }
+};
+
 // Registers of a thread of a block with kWarpgroups that multiply and one that copies. All begin with as many
 // as the multiprocessor has for so many threads, in steps of 8; those that copy keep what their loops take,
 // and the others get the rest.

@@ -8,6 +8,7 @@
 #include "ops/qgemm/weight/cluster_sum.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
 #include "ops/qgemm/weight/ring.cuh"
+#include "ops/qgemm/weight/scales.cuh"
 #include "ops/qgemm/weight/table.cuh"
 
 namespace halfbyte::device {
@@ -37,40 +38,6 @@ struct RowPair {
   float zero[2];
 };
 
-template <int kBytes>
-struct Stored;
-template <>
-struct Stored<4> {
-  using Type = u64;
-};
-template <>
-struct Stored<2> {
-  using Type = u32;
-};
-template <>
-struct Stored<1> {
-  using Type = u16;
-};
-
-// Two neighbouring scales or biases as they are stored; the first of an even row.
-using StoredScales = Stored<scale_bytes(kCodec.scale_type)>::Type;
-__device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits) {
-  if constexpr (kCodec.scale_type == ScaleType::f32) {
-    to[0] = bit_cast<float>(static_cast<u32>(bits));
-    to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
-  } else if constexpr (kCodec.scale_type == ScaleType::bf16) {
-    to[0] = bit_cast<float>(static_cast<u32>(bits) << 16);
-    to[1] = bit_cast<float>(static_cast<u32>(bits) & 0xFFFF0000u);
-  } else {
-    to[0] = f16_to_f32(static_cast<u16>(bits));
-    to[1] = f16_to_f32(static_cast<u16>(bits >> 16));
-  }
-}
-
-__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
-  unpack_scales(to, *reinterpret_cast<const StoredScales*>(from));
-}
-
 // Of double quantization: the scales of two neighbouring rows from their codes, the first in the low byte.
 __device__ __forceinline__ void decode_scales(float (&to)[2], u32 codes, const float* map,
                                               const float (&absmax)[2], float offset) {
@@ -81,15 +48,6 @@ __device__ __forceinline__ void decode_scales(float (&to)[2], u32 codes, const f
 // ---- Codes.
 __device__ __forceinline__ Words4 load_words(const u8* shared) {
   return *reinterpret_cast<const Words4*>(shared);
-}
-
-constexpr float kMagic = 8388608.0f;  // 2^23
-// Byte kByte of a word, plus 2^23.
-template <int kByte>
-__device__ __forceinline__ float byte_above_2_23(u32 word) {
-  u32 bits;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bits) : "r"(word), "r"(0x4B000000u), "n"(0x7440 | kByte));
-  return bit_cast<float>(bits);
 }
 
 // A pair of values from the pair that the table has; `odd`: of the row 2a + 1.
@@ -104,9 +62,7 @@ template <int kFirst, int kOdd>
 __device__ __forceinline__ u32 pair_of_bytes(u32 word, const RowPair& rows) {
   const float offset =
       kAsymmetric ? rows.zero[kOdd] : kMagic - static_cast<float>(kAffine ? 0 : kCodec.q_min);
-  return finish_pair<kOdd>(store_pair(Element(), byte_above_2_23<kFirst>(word) - offset,
-                                      byte_above_2_23<kFirst + 1>(word) - offset),
-                           rows);
+  return finish_pair<kOdd>(decode_bytes<kFirst, kFirst + 1>(word, word, offset), rows);
 }
 
 // ---- Weights rounded to elements.
@@ -138,7 +94,7 @@ __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& par
 template <int kLow, int kHigh>
 __device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
   constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
-  return store_pair(Element(), byte_above_2_23<kLow>(low) - kZero, byte_above_2_23<kHigh>(high) - kZero);
+  return decode_bytes<kLow, kHigh>(low, high, kZero);
 }
 
 // Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane
