@@ -20,6 +20,7 @@
 #include "cuda/device/types.cuh"
 #include "formats/codec.h"
 #include "ops/qgemm/sm90_mma/sm90_mma_args.h"
+#include "ops/qgemm/weight/output.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
 #include "ops/qgemm/weight/scales.cuh"
 #include "ops/qgemm/weight/table.cuh"
@@ -27,6 +28,8 @@
 namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 900
+
+// ---- 1. Shared memory, and what a block does.
 
 constexpr int kWarps = kSm90MmaWarps, kThreads = kSm90MmaThreads;
 constexpr bool kLookUp = kCodec.bits == 4, kAffine = kCodec.kind == Kind::affine;
@@ -64,6 +67,8 @@ __device__ __forceinline__ int strip_of(int round, int whole_rounds) {
   return round * static_cast<int>(gridDim.x) + (round < whole_rounds ? index : index / 2);
 }
 
+// ---- 2. The ring is filled.
+
 // Starts copy number `copy` of the block, in the order in which stages are used, if there are so many. By one
 // thread.
 __device__ __forceinline__ void start_copy(const QgemmSm90MmaArgs& args, const Work& w, int copy, int slot) {
@@ -82,6 +87,8 @@ __device__ __forceinline__ void start_copies(const QgemmSm90MmaArgs& args, const
 #pragma unroll 1
   for (int i = from; i < to; ++i) start_copy(args, w, i, i);
 }
+
+// ---- 3. The parameters of a lane's rows.
 
 // A lane of a warp, in the terms of mma.cuh: it has rows 2 * row and 2 * row + 1 of each tile (g and g + 8 of
 // the fragments), and pairs of columns `pair` of 8.
@@ -139,6 +146,16 @@ __device__ __forceinline__ void start_absmax(const QgemmSm90MmaArgs& args, const
   const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
   copy_async(absmax_at(number, thread), absmax + min(first + thread / kUnitRows, last));
 }
+// Starts the copies of the map and of the first absmax; returns the offset.
+__device__ __forceinline__ float start_scales(const QgemmSm90MmaArgs& args, const Work& w, int thread) {
+  const auto floats_at = [&](i64 at) { return reinterpret_cast<const float*>(args.weight + at); };
+  const float offset = load_early(floats_at(args.layout.offset));
+  if (thread < 256)
+    copy_async(reinterpret_cast<u32*>(shared + kShared.map) + thread, floats_at(args.layout.map) + thread);
+  else if (kNested && thread < 256 + 64 * kAbsmaxAhead)
+    start_absmax(args, w, (thread - 256) / 64, thread % 64);
+  return offset;
+}
 __device__ __forceinline__ float decode_scale(u8 code, float absmax, float offset) {
   return reinterpret_cast<const float*>(shared + kShared.map)[code] * absmax + offset;
 }
@@ -151,7 +168,7 @@ __device__ __forceinline__ int nested_row(const Lane& lane, int tile) {
 // `scales`: from that of the lane's first row on; of double quantization `decoded`: that of nested_row().
 template <int kTiles>
 __device__ __forceinline__ void load_tile_scales(float (&scale)[kTiles][2], const Lane& lane, int tile,
-                                            const u8* scales, float decoded) {
+                                                 const u8* scales, float decoded) {
   if constexpr (kDoubleQuant) {
     // Three shuffles, where one for each of the four scales were four.
     const bool odd = lane.pair & 1, upper = lane.pair & 2;
@@ -197,6 +214,8 @@ __device__ __forceinline__ Zeros<kTiles> load_zeros(int tile, const u8* zeros) {
   }
   return result;
 }
+
+// ---- 4. Codes become fragments, and are multiplied.
 
 // The fragment of columns 16 * kStep to 16 * kStep + 15 of a unit, for one tile, of which `words` has the
 // lane's codes.
@@ -257,6 +276,8 @@ __device__ __forceinline__ void add_scaled(float (&total)[kTiles][4], const floa
     for (int j = 0; j < 4; ++j) sum[i][j] = 0;
 }
 
+// ---- 5. What a warp does: declared here, the steps follow.
+
 // threadIdx.x, read again: what follows from it does not stay in registers over the loops before.
 __device__ __forceinline__ u32 thread_again() {
   u32 thread;
@@ -294,6 +315,12 @@ struct Consumer {
                                                  const u8* stage, int in_slice) const;
   template <int kTiles>
   __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int in_slice) const;
+  __device__ __forceinline__ void release_stage();
+  template <int kTiles>
+  __device__ __forceinline__ void take_absmax(Strip<kTiles>& strip, int first, int round) const;
+  template <int kTiles>
+  __device__ __forceinline__ void load_row_parameters(Strip<kTiles>& strip, float (&scale)[kTiles][2],
+                                                      float (&bias)[kTiles][2], int round) const;
   template <int kTiles>
   __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile);
   template <int kTiles>
@@ -306,6 +333,8 @@ struct Consumer {
     return shared + row * kShared.sum_stride + kShared.sum_begin + of_lane % 8 * 16;
   }
 };
+
+// ---- 6. Operand B: x, in registers.
 
 // The fragments of the warp's units of a slice: zeros beyond m and k. Where rows of x are whole chunks of 16
 // bytes, a lane loads chunks, and arrange_x() makes them fragments: loads of single words would take three
@@ -364,6 +393,8 @@ __device__ __forceinline__ void Consumer::arrange_x(u32 (&x)[kUnits][8]) const {
     for (int at = 0; at < 8; at += 4) transpose_quad(x[u], at, lane.pair);
 }
 
+// ---- 7. A unit, a stage, a strip.
+
 // The steps of a unit that have one group: all four, or two.
 template <int kTiles, int kFirstStep, int kSteps>
 __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
@@ -394,7 +425,7 @@ __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
   if constexpr (kAffine) sum_x(strip.x[0], x, kFirstStep, kSteps);
   if constexpr (kAffine && kGroup > 0) {
     load_tile_biases<kTiles>(factor, strip.tile,
-                        stage + lane.scales + kBiases + kIndex * kUnitRows * kStage.bias_bytes);
+                             stage + lane.scales + kBiases + kIndex * kUnitRows * kStage.bias_bytes);
     add_scaled(strip.total, factor, strip.x);
   }
 }
@@ -421,42 +452,68 @@ __device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, co
   }
 }
 
+// The stage is used up. Not this one, which other warps may still read, but the one before is filled again;
+// by the warps in turn: it takes as long as a third of a unit.
+__device__ __forceinline__ void Consumer::release_stage() {
+  __syncwarp();
+  if (lane.lane == 0) arrive(empty(slot));
+  if (lane.lane == 0 && count % kWarps == lane.warp && count > 0) {
+    const int before = slot == 0 ? kStages - 1 : slot - 1;
+    wait(empty(before), slot == 0 ? parity ^ 1 : parity);
+    start_copy(args, work(), count - 1 + kStages, before);
+  }
+  ++count;
+  if (++slot == kStages) slot = 0, parity ^= 1;
+}
+
+// Double quantization of groups: the absmax of a strip, which are in shared memory; those of a later one are
+// copied there.
+template <int kTiles>
+__device__ __forceinline__ void Consumer::take_absmax(Strip<kTiles>& strip, int first, int round) const {
+  const int number = first / kUnits * work().rounds + round;
+  const int row = 2 * lane.row + nested_row<kTiles>(lane, strip.tile);
+  const u32 of_weight =
+      static_cast<u32>(strip_of(round, work().whole_rounds)) * kUnitRows + static_cast<u32>(row);
+  strip.absmax[0] = bit_cast<float>(*absmax_at(number, row));
+  strip.absmax[1] = bit_cast<float>(*absmax_at(number, row + kUnitRows));
+  strip.nested_index =
+      static_cast<int>(
+          (of_weight * static_cast<u32>(args.layout.groups) + static_cast<u32>(first * kStageGroups)) % 256) +
+      lane.warp * kUnitCols / max(kGroup, 1);
+  if (const u32 thread = thread_again(); thread < 64)
+    start_absmax(args, work(), number + kAbsmaxAhead, static_cast<int>(thread));
+  commit_copies();
+}
+
+// The parameters of rows that have one scale.
+template <int kTiles>
+__device__ __forceinline__ void Consumer::load_row_parameters(Strip<kTiles>& strip, float (&scale)[kTiles][2],
+                                                              float (&bias)[kTiles][2], int round) const {
+  const int tile = strip.tile;
+  const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows + 2 * lane.row;
+  const u8* const scales = args.weight + args.layout.scale(row, 0);
+  float decoded = 0;
+  if constexpr (kDoubleQuant) {
+    const int nested = nested_row<kTiles>(lane, tile);
+    const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
+    decoded = decode_scale(scales[nested], absmax[min(row + nested, args.layout.n - 1) / 256], offset);
+  }
+  load_tile_scales<kTiles>(scale, lane, tile, scales, decoded);
+  if constexpr (kAffine) load_tile_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
+  strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
+}
+
 // Both tiles of a strip, or one: the units of the warp in a slice, whose first stage is `first`.
 template <int kTiles>
 __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int first, int round,
                                                          int tile) {
   Strip<kTiles> strip{tile};
   float scale[kTiles][2], bias[kTiles][2];
-  if constexpr (kNested) {
-    const int number = first / kUnits * work().rounds + round;
-    const int row = 2 * lane.row + nested_row<kTiles>(lane, tile);
-    const u32 of_weight =
-        static_cast<u32>(strip_of(round, work().whole_rounds)) * kUnitRows + static_cast<u32>(row);
-    strip.absmax[0] = bit_cast<float>(*absmax_at(number, row));
-    strip.absmax[1] = bit_cast<float>(*absmax_at(number, row + kUnitRows));
-    strip.nested_index = static_cast<int>((of_weight * static_cast<u32>(args.layout.groups) +
-                                           static_cast<u32>(first * kStageGroups)) %
-                                          256) +
-                         lane.warp * kUnitCols / max(kGroup, 1);
-    if (const u32 thread = thread_again(); thread < 64)
-      start_absmax(args, work(), number + kAbsmaxAhead, static_cast<int>(thread));
-    commit_copies();
-  }
-  if constexpr (kGroup == 0) {
-    const i64 row = static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows + 2 * lane.row;
-    const u8* const scales = args.weight + args.layout.scale(row, 0);
-    float decoded = 0;
-    if constexpr (kDoubleQuant) {
-      const int nested = nested_row<kTiles>(lane, tile);
-      const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
-      decoded = decode_scale(scales[nested], absmax[min(row + nested, args.layout.n - 1) / 256], offset);
-    }
-    load_tile_scales<kTiles>(scale, lane, tile, scales, decoded);
-    if constexpr (kAffine) load_tile_biases<kTiles>(bias, tile, args.weight + args.layout.bias(row, 0));
-    strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
-  } else if constexpr (!kCodec.asymmetric) {
+  if constexpr (kNested) take_absmax(strip, first, round);
+  if constexpr (kGroup == 0)
+    load_row_parameters(strip, scale, bias, round);
+  else if constexpr (!kCodec.asymmetric)
     strip.zeros = load_zeros<kTiles>(tile, nullptr);
-  }
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     const int stage = first + u, unit = stage * kWarps + lane.warp;
@@ -464,17 +521,7 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
       wait(full(slot), parity);
       const bool may_end = kSliced || u == kUnits - 1;
       if (!may_end || unit < args.units) multiply_unit(strip, x[u], u);
-      __syncwarp();
-      if (lane.lane == 0) arrive(empty(slot));
-      // Not this stage, which other warps may still read, but the one before. By the warps in turn: it takes
-      // as long as a third of a unit.
-      if (lane.lane == 0 && count % kWarps == lane.warp && count > 0) {
-        const int before = slot == 0 ? kStages - 1 : slot - 1;
-        wait(empty(before), slot == 0 ? parity ^ 1 : parity);
-        start_copy(args, work(), count - 1 + kStages, before);
-      }
-      ++count;
-      if (++slot == kStages) slot = 0, parity ^= 1;
+      release_stage();
     }
   }
   if constexpr (kGroup == 0) add_scaled(strip.total, scale, strip.part);
@@ -490,6 +537,8 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
   __syncthreads();
   add_warps<kTiles>(thread, first, round, tile);
 }
+
+// ---- 8. The sums of the warps are added up and stored.
 
 // Four warps, other ones each round: a thread has two neighbouring rows and a row of x. No warp writes these
 // sums again before all have met after the next round.
@@ -531,17 +580,7 @@ __device__ __forceinline__ void Consumer::store_rows(float (&sum)[2], int token,
     sum[0] += load(Element(), bias[row]);
     if (two) sum[1] += load(Element(), bias[row + 1]);
   }
-  if (args.accumulate) {
-    sum[0] += load(Element(), y[0]);
-    if (two) sum[1] += load(Element(), y[1]);
-  }
-  const u32 pair = store_pair(Element(), sum[0], sum[1]);
-  if (n % 2 == 0) {
-    *reinterpret_cast<u32*>(y) = pair;
-  } else {
-    y[0] = static_cast<u16>(pair);
-    if (two) y[1] = static_cast<u16>(pair >> 16);
-  }
+  store_two(y, sum, two, args.accumulate, n % 2 == 0);
 }
 
 #endif
@@ -568,14 +607,7 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
   // What is asked for first comes first: x behind little of the weight, or, where it may not be read yet,
   // behind what comes while the kernel before ends.
   const int num_first = min(args.early_start ? kFirstEarly : kFirst, kStages);
-  if constexpr (kDoubleQuant) {
-    const auto floats_at = [&](i64 at) { return reinterpret_cast<const float*>(args.weight + at); };
-    offset = load_early(floats_at(args.layout.offset));
-    if (thread < 256)
-      copy_async(reinterpret_cast<u32*>(shared + kShared.map) + thread, floats_at(args.layout.map) + thread);
-    else if (kNested && thread < 256 + 64 * kAbsmaxAhead)
-      start_absmax(args, of_block, (thread - 256) / 64, thread % 64);
-  }
+  if constexpr (kDoubleQuant) offset = start_scales(args, of_block, thread);
   if (thread == 0) {
     work() = of_block;
     start_copies(args, of_block, 0, num_first);

@@ -8,6 +8,7 @@
 // decoded.
 #include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
 
+#include "ops/qgemm/weight/output.cuh"
 #include "ops/qgemm/weight/sm90.cuh"
 
 namespace halfbyte::device {
@@ -440,20 +441,6 @@ __device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const
 
 // ---- 6. y is stored.
 
-// Two neighbouring rows of y of a token, or the first of them.
-__device__ __forceinline__ void store_two(const Args& args, Element::Memory* y, float (&v)[2], bool second) {
-  if (args.accumulate) {
-    v[0] += load(Element(), y[0]);
-    if (second) v[1] += load(Element(), y[1]);
-  }
-  if (args.pairs) {
-    *reinterpret_cast<u32*>(y) = store_pair(Element(), v[0], v[1]);
-  } else {
-    y[0] = store(Element(), v[0]);
-    if (second) y[1] = store(Element(), v[1]);
-  }
-}
-
 __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const Lane& lane) {
   using Memory = Element::Memory;
   Memory* const y = static_cast<Memory*>(args.y) + 2 * lane.t * i64{args.n} + tile.row;
@@ -481,7 +468,7 @@ __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, c
         }
         v[0] += bias[0];
         v[1] += bias[1];
-        store_two(args, y + (2 * i + e) * i64{args.n} + 64 * b, v, second);
+        store_two(y + (2 * i + e) * i64{args.n} + 64 * b, v, second, args.accumulate, args.pairs);
       }
     }
   }

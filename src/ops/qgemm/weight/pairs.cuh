@@ -53,8 +53,8 @@ template <int kByte>
 __device__ __forceinline__ float byte_above_2_23(u32 word) {
   return bit_cast<float>(__byte_perm(word, 0x4B000000u, 0x7540 | kByte));
 }
-// 8-bit codes as a pair of elements: bytes of two words, less `zero`, to which 2^23 is added. Exact: integers up
-// to 256.
+// 8-bit codes as a pair of elements: bytes of two words, less `zero`, to which 2^23 is added. Exact: integers
+// up to 256.
 template <int kLow, int kHigh>
 __device__ __forceinline__ u32 decode_bytes(u32 low, u32 high, float zero) {
   return store_pair(Element(), byte_above_2_23<kLow>(low) - zero, byte_above_2_23<kHigh>(high) - zero);
