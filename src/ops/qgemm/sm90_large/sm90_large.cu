@@ -554,7 +554,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
     if (args.bias != nullptr)
       unpack_pair(bias, *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + feature));
     u8* const y = static_cast<u8*>(args.y) + token * i64{y_stride} + feature * 2;
-    // So many at a time: what they are added to is loaded before anything is stored.
+    // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
+    // time of a load once; for more there are no registers beside the sums.
     constexpr int kAtOnce = 16;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kAtOnce) {
@@ -583,11 +584,15 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
   }
 }
 
+// The same of whatever the tile is a part of. `token`: the first of those of the tile.
 template <int kCount>
-__device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, int part, int feature,
-                                           int token) {
+__device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, const Tile& tile,
+                                           const Block& block, int token) {
+  const int feature = tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
+                      feature_of(block.warp % 4, block.lane / 4);
+  token += tile.tokens * kTokens + block.lane % 4 * 2;
   if (args.partials != nullptr)
-    store_partials<kCount>(sums, args, part, feature, token);
+    store_partials<kCount>(sums, args, tile.part, feature, token);
   else
     store_sums<kCount>(sums, args, feature, token);
 }
@@ -635,22 +640,16 @@ __launch_bounds__(kLargeThreads, 1)
   const bool staggered = find_tile(next, args, 1), leads = staggered && block.warpgroup == 0;
   if (staggered && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
   multiplier.begin(tile);
-  const auto first_feature = [&] {
-    return tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
-           feature_of(block.warp % 4, block.lane / 4);
-  };
-  const auto first_token = [&] { return tile.tokens * kTokens + block.lane % 4 * 2; };
   for (int number = 1;; ++number) {
     const bool goes_on = find_tile(next, args, number);
     multiplier.multiply(sums, tile, next, goes_on, leads && number == 1);
     if (tile.shared) break;  // the last one
-    store_tile<kSums>(sums, args, tile.part, first_feature(), first_token());
+    store_tile<kSums>(sums, args, tile, block, 0);
     if (!goes_on) return;
     tile = next;
   }
   share_sums(sums, block.boxes, block.thread, block.rank);
-  store_tile<kSums / 2>(sums, args, tile.part, first_feature(),
-                        first_token() + static_cast<int>(block.rank) * (kTokens / 2));
+  store_tile<kSums / 2>(sums, args, tile, block, static_cast<int>(block.rank) * (kTokens / 2));
 #endif
 }
 
