@@ -43,8 +43,9 @@ constexpr int64_t kBlockCols = kBlockUnits * kCols;
 // and transposed, one unit wide; a task walks down several, side by side.
 constexpr int64_t kBlockStrips = 2;
 constexpr int64_t kMostUnits = 8;
-constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;  // of a task
-constexpr int64_t kAhead = 8192;                             // bytes of the weight that are fetched ahead
+// Of a task: 64 KB, as the decoded block forward; the second-level cache holds both.
+constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;
+constexpr int64_t kAhead = 8192;  // bytes of the weight that are fetched ahead
 // Vectors of sums that are held in registers, of which there are 32 or 16.
 constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
 
