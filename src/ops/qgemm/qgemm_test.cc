@@ -21,8 +21,7 @@ void check_on_cpu(const QgemmDescriptor& descriptor, uint64_t seed, QgemmData da
     if (!expected.count(rounding))
       expected.emplace(rounding, qgemm_ref(test.problem, test.tensors(), rounding));
     EXPECT_TRUE(testing::near_reference(test, run.y, expected.at(rounding), data));
-    EXPECT_TRUE(run.y == testing::run_on_cpu(test, 3).y)
-        << testing::describe(test.descriptor) << ": with 3 threads";
+    testing::expect_same_bytes(test, run.y, {3});
   };
   if (test.problem.is_empty()) return check("");
   const auto check_taken = [&](std::string_view name) {
@@ -94,12 +93,6 @@ INSTANTIATE_TEST_SUITE_P(, QgemmCpu, ::testing::Range(size_t{0}, testing::qgemm_
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
 
-std::string reason_of_simd(const QgemmDescriptor& d) {
-  for (const QgemmChoice& choice : explain_qgemm({}, d))
-    if (choice.variant == "qgemm_simd") return choice.reason;
-  return "it is not listed";
-}
-
 // Blocks and panels of every width, some of each: the same bytes for every number of threads and every run,
 // with each SIMD target.
 TEST(QgemmSimd, SameBytes) {
@@ -118,12 +111,10 @@ TEST(QgemmSimd, SameBytes) {
       const QgemmCase test(d, random());
       const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), WeightRounding::none);
       testing::for_each_target([&](const char*) {
-        if (!reason_of_simd(d).empty()) return;
+        if (!testing::reason_of("qgemm_simd", d).empty()) return;
         const testing::CpuRun run = testing::run_on_cpu(test, 1);
         EXPECT_TRUE(testing::near_reference(test, run.y, expected));
-        for (const int threads : {1, 2, 3, 4, 5})
-          EXPECT_TRUE(run.y == testing::run_on_cpu(test, threads).y)
-              << testing::describe(d) << ": with " << threads << " threads";
+        testing::expect_same_bytes(test, run.y, {1, 2, 3, 4, 5});
       });
     }
 }
@@ -135,7 +126,7 @@ TEST(QgemmSimd, Refusals) {
     d.k = 128;
     d.dtype = DType::f32;
     change(d);
-    return reason_of_simd(d);
+    return testing::reason_of("qgemm_simd", d);
   };
   using D = QgemmDescriptor;
   testing::for_each_target([&](std::string_view target) {

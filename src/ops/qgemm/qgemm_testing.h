@@ -129,22 +129,27 @@ struct QgemmCase {
     return static_cast<float>(sign * std::uniform_real_distribution<double>(0.01, 0.05)(random_));
   }
 
+  uint8_t random_code() { return static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1)); }
+
   // Codes at random, all of them equally often, and as many parameters as the weight has groups.
   void make_weight() {
+    make_parameters(descriptor.packed ? problem.n * problem.weight.groups : problem.view.num_scales());
+    std::vector<uint8_t> code_of(static_cast<size_t>(problem.n * problem.k));
+    for (uint8_t& code : code_of) code = random_code();
+    if (descriptor.packed)
+      put_packed(code_of);
+    else
+      put_view(code_of);
+  }
+
+  // Scales, zero points (a byte each) and biases as they are stored, in the order of their numbers.
+  void make_parameters(int64_t num_scales) {
     const QuantSpec& spec = descriptor.spec;
-    const int64_t n = problem.n, k = problem.k;
-    const formats::PackedLayout& p = problem.weight;
-    const formats::WeightViewLayout& v = problem.view;
-    const int64_t num_scales = descriptor.packed ? n * p.groups : v.num_scales();
-    const bool one = spec.granularity == Granularity::tensor;
-    const auto number = [&](int64_t row, int64_t col) {
-      return !descriptor.packed ? v.scale(row, col) : one ? 0 : row * p.groups + col / p.group;
-    };
     const auto scale_type = halfbyte::scale_type(spec.scale_dtype);
     const auto scale_size = static_cast<size_t>(size_of(spec.scale_dtype));
     const auto count = static_cast<size_t>(num_scales);
     scales.resize(count * (spec.double_quant ? 1 : scale_size));
-    std::vector<uint8_t> zero_of(has_zeros(spec) ? count : 0);
+    zeros.resize(has_zeros(spec) ? count : 0);
     if (has_biases(spec)) biases.resize(count * scale_size);
     for (int64_t i = 0; i < num_scales; ++i) {
       const auto at = static_cast<size_t>(i);
@@ -152,65 +157,66 @@ struct QgemmCase {
         scales[at] = static_cast<uint8_t>(random_());
       else
         formats::store_scale(scales.data(), i, scale(), scale_type);
-      if (has_zeros(spec)) zero_of[at] = static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1));
+      if (has_zeros(spec)) zeros[at] = random_code();
       if (has_biases(spec)) formats::store_scale(biases.data(), i, scale() * 4, scale_type);
     }
+    if (!spec.double_quant) return;
+    // Integers: map * absmax + offset are powers of two.
+    const bool exact = data_ == QgemmData::integers;
+    for (int i = 0; i < 256; ++i) map.push_back(exact ? std::ldexp(1.0f, i % 3) - 4 : double_quant_map()[i]);
+    for (int64_t i = 0; i < (num_scales + 255) / 256; ++i)
+      absmax.push_back(exact ? 1.0f : static_cast<float>(i % 5 + 1) * 0.003f);
+    offset.push_back(exact ? 4.0f : 0.02f);
+  }
+
+  // All of them to `packed`.
+  void put_packed(const std::vector<uint8_t>& code_of) {
+    const QuantSpec& spec = descriptor.spec;
+    const formats::PackedLayout& p = problem.weight;
+    const bool one = spec.granularity == Granularity::tensor;
+    const auto scale_size = static_cast<size_t>(size_of(spec.scale_dtype));
+    packed.assign(static_cast<size_t>(p.num_bytes), 0);
+    const auto put = [&](int64_t at, const void* from, size_t size) {
+      std::memcpy(packed.data() + at, from, size);
+    };
+    for (int64_t row = 0; row < problem.n; ++row)
+      for (int64_t col = 0; col < problem.k; ++col) {
+        const int shift =
+            formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
+        uint8_t& byte = packed[static_cast<size_t>(p.code(row, col))];
+        byte = static_cast<uint8_t>(byte | code_of[static_cast<size_t>(row * problem.k + col)] << shift);
+        if (col % p.group != 0) continue;
+        const int64_t group = col / p.group;
+        const auto from = static_cast<size_t>(one ? 0 : row * p.groups + group);
+        const size_t size = spec.double_quant ? 1 : scale_size;
+        put(p.scale(row, group), &scales[from * size], size);
+        if (has_zeros(spec)) put(p.zero(row, group), &zeros[from], 1);
+        if (has_biases(spec)) put(p.bias(row, group), &biases[from * scale_size], scale_size);
+      }
     if (spec.double_quant) {
-      // Integers: map * absmax + offset are powers of two.
-      const bool exact = data_ == QgemmData::integers;
-      for (int i = 0; i < 256; ++i)
-        map.push_back(exact ? std::ldexp(1.0f, i % 3) - 4 : double_quant_map()[i]);
-      for (int64_t i = 0; i < (num_scales + 255) / 256; ++i)
-        absmax.push_back(exact ? 1.0f : static_cast<float>(i % 5 + 1) * 0.003f);
-      offset.push_back(exact ? 4.0f : 0.02f);
+      put(p.absmax, absmax.data(), absmax.size() * 4);
+      put(p.map, map.data(), 256 * 4);
+      put(p.offset, offset.data(), 4);
     }
-    std::vector<uint8_t> code_of(static_cast<size_t>(n * k));
-    for (uint8_t& code : code_of) code = static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1));
-    const auto code = [&](int64_t row, int64_t col) { return code_of[static_cast<size_t>(row * k + col)]; };
-    if (descriptor.packed) {
-      packed.assign(static_cast<size_t>(p.num_bytes), 0);
-      const auto put = [&](int64_t at, const void* from, size_t size) {
-        std::memcpy(packed.data() + at, from, size);
-      };
-      for (int64_t row = 0; row < n; ++row)
-        for (int64_t col = 0; col < k; ++col) {
-          const int shift =
-              formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
-          uint8_t& byte = packed[static_cast<size_t>(p.code(row, col))];
-          byte = static_cast<uint8_t>(byte | code(row, col) << shift);
-          if (col % p.group != 0) continue;
-          const auto from = static_cast<size_t>(number(row, col));
-          const size_t size = spec.double_quant ? 1 : scale_size;
-          put(p.scale(row, col / p.group), &scales[from * size], size);
-          if (has_zeros(spec)) put(p.zero(row, col / p.group), &zero_of[from], 1);
-          if (has_biases(spec)) put(p.bias(row, col / p.group), &biases[from * scale_size], scale_size);
-        }
-      if (spec.double_quant) {
-        put(p.absmax, absmax.data(), absmax.size() * 4);
-        put(p.map, map.data(), 256 * 4);
-        put(p.offset, offset.data(), 4);
-      }
-      scales.clear();
-      biases.clear();
-      absmax.clear();
-      map.clear();
-      offset.clear();
-      return;
-    }
+    for (auto* part : {&scales, &zeros, &biases}) part->clear();
+    for (auto* part : {&absmax, &map, &offset}) part->clear();
+  }
+
+  // Codes to `codes`, zero points as the layout has them.
+  void put_view(const std::vector<uint8_t>& code_of) {
+    const formats::WeightViewLayout& v = problem.view;
     codes.assign(static_cast<size_t>(v.code_bytes()), 0);
-    for (int64_t row = 0; row < n; ++row)
-      for (int64_t col = 0; col < k; ++col) {
+    for (int64_t row = 0; row < problem.n; ++row)
+      for (int64_t col = 0; col < problem.k; ++col) {
         uint8_t& byte = codes[static_cast<size_t>(v.code(row, col))];
-        byte = static_cast<uint8_t>(byte | code(row, col) << v.code_shift(row, col));
+        byte = static_cast<uint8_t>(byte | code_of[static_cast<size_t>(row * problem.k + col)]
+                                               << v.code_shift(row, col));
       }
-    if (!has_zeros(spec)) return;
+    if (!has_zeros(descriptor.spec) || !v.zero_words) return;
+    const std::vector<uint8_t> zero_of = zeros;
     zeros.assign(static_cast<size_t>(v.zero_bytes()), 0);
-    if (!v.zero_words) {
-      zeros = zero_of;
-      return;
-    }
-    for (int64_t row = 0; row < n; ++row)
-      for (int64_t col = 0; col < k; col += v.group) {
+    for (int64_t row = 0; row < problem.n; ++row)
+      for (int64_t col = 0; col < problem.k; col += v.group) {
         uint8_t& byte = zeros[static_cast<size_t>(v.zero(row, col))];
         byte =
             static_cast<uint8_t>(byte | zero_of[static_cast<size_t>(v.scale(row, col))] << v.zero_shift(row));
@@ -346,18 +352,15 @@ inline Qgemm::Args qgemm_args(const QgemmCase& test, const QgemmTensors& t, Devi
   return args;
 }
 
-// y of a run on the CPU. Inputs and what lies around y and workspace must be as they were.
-struct CpuRun {
-  std::vector<uint8_t> y;
-  PrecisionGuarantee guarantee;
-};
-inline CpuRun run_on_cpu(const QgemmCase& test, int num_threads) {
+// y of run(tensors, workspace) in host memory. Inputs and what lies around y and workspace must be as they
+// were.
+template <class Run>
+std::vector<uint8_t> run_guarded(const QgemmCase& test, int64_t workspace_bytes, const Run& run) {
   const int64_t alignment = test.descriptor.alignment;
-  const auto plan = QgemmPlan::select({}, test.descriptor, {num_threads});
   GuardedMemory x(test.x.bytes, alignment), bias(test.bias.bytes, alignment), packed(test.packed, 256);
   GuardedMemory codes(test.codes, alignment),
       y(test.num_outputs() * size_of(test.descriptor.dtype), alignment);
-  GuardedMemory workspace(plan.workspace_size(), 16);
+  GuardedMemory workspace(workspace_bytes, 16);
   if (test.descriptor.accumulate) std::copy(test.before.bytes.begin(), test.before.bytes.end(), y.data());
   QgemmTensors t = test.tensors();
   t.x = x.data();
@@ -365,12 +368,40 @@ inline CpuRun run_on_cpu(const QgemmCase& test, int num_threads) {
   t.weight = packed.data();
   t.codes = codes.data();
   t.y = y.data();
-  plan.run(nullptr, workspace.data(), qgemm_args(test, t, {}));
+  run(t, workspace.data());
   EXPECT_TRUE(y.is_guarded() && workspace.is_guarded()) << "memory beyond y or the workspace was written";
   EXPECT_TRUE(x.content() == test.x.bytes && bias.content() == test.bias.bytes &&
               packed.content() == test.packed && codes.content() == test.codes)
       << "an input was written";
-  return {y.content(), plan.precision_guarantee()};
+  return y.content();
+}
+
+// Of a plan on the CPU.
+struct CpuRun {
+  std::vector<uint8_t> y;
+  PrecisionGuarantee guarantee;
+};
+inline CpuRun run_on_cpu(const QgemmCase& test, int num_threads) {
+  const auto plan = QgemmPlan::select({}, test.descriptor, {num_threads});
+  return {run_guarded(test, plan.workspace_size(),
+                      [&](const QgemmTensors& t, void* workspace) {
+                        plan.run(nullptr, workspace, qgemm_args(test, t, {}));
+                      }),
+          plan.precision_guarantee()};
+}
+// It gives y again, with each of these numbers of threads.
+inline void expect_same_bytes(const QgemmCase& test, const std::vector<uint8_t>& y,
+                              std::initializer_list<int> numbers_of_threads) {
+  for (const int threads : numbers_of_threads)
+    EXPECT_TRUE(y == run_on_cpu(test, threads).y)
+        << describe(test.descriptor) << ": with " << threads << " threads";
+}
+
+// Why a variant of the CPU does not take a product; empty if it does.
+inline std::string reason_of(std::string_view variant, const QgemmDescriptor& descriptor) {
+  for (const QgemmChoice& choice : explain_qgemm({}, descriptor))
+    if (choice.variant == variant) return choice.reason;
+  return "it is not listed";
 }
 
 }  // namespace halfbyte::testing

@@ -18,6 +18,8 @@ constexpr bool kAsymmetric = kCodec.asymmetric, kAffine = kCodec.kind == Kind::a
 constexpr int kParameterBytes = scale_bytes(kCodec.scale_type);
 [[maybe_unused]] constexpr u32 kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
 
+// ---- 1. Codes of a chunk: from the words of a unit
+
 // The codes of a chunk: column i at bits kBits * i.
 struct ChunkCodes {
   u32 word[kBits / 4];
@@ -56,6 +58,8 @@ __device__ __forceinline__ void make_chunks(ChunkCodes (&codes)[2], const u32 (&
     }
   }
 }
+
+// ---- 2. Parameters of two neighbouring rows
 
 // The parameters of two neighbouring rows, as stored.
 template <int kSize>
@@ -108,6 +112,8 @@ __device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], 
   }
 }
 
+// ---- 3. Weights
+
 __device__ __forceinline__ Words4 decode_chunk(const ChunkCodes& codes, const PairParameters& p) {
   Words4 values;
   if constexpr (kBits == 4) {
@@ -128,6 +134,8 @@ __device__ __forceinline__ Words4 decode_chunk(const ChunkCodes& codes, const Pa
 }
 
 #endif
+
+// ---- 4. The kernel
 
 extern "C" __global__ void __launch_bounds__(kQgemmCublasThreads)
     qgemm_cublas_decode(const __grid_constant__ QgemmCublasArgs args) {

@@ -10,10 +10,57 @@ namespace halfbyte::device {
 constexpr int kRows = kSimtRows, kSums = kRows * kM;
 static_assert(kSums <= 32);
 
+// ---- 1. Chunks of the weight and of x
+
 struct Chunk {
   Codes codes;
   StoredParameters parameters;
 };
+
+using ChunkOfX = ChunkOf<Element, kChunk>;
+// Chunk `chunk` of each row of x; behind them the last row again.
+__device__ __forceinline__ void load_x(ChunkOfX (&x)[kM], const SimtArgs& args, int num_chunks, int chunk) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    const i64 at = min<i64>(m, args.m - 1) * num_chunks + chunk;
+#pragma unroll
+    for (int i = 0; i < x[m].kWords4; ++i)
+      x[m].words[i] = static_cast<const Words4*>(args.x)[at * x[m].kWords4 + i];
+  }
+}
+
+// ---- 2. Products
+
+// sum[m] += factor * (values . x[m])
+__device__ __forceinline__ void add_products(F* sum, const ChunkOfX (&x)[kM], const F (&values)[kChunk],
+                                             F factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    F part = 0;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) part = multiply_add(static_cast<F>(x[m][i]), values[i], part);
+    sum[m] = multiply_add(part, factor, sum[m]);
+  }
+}
+
+// ---- 3. Sums over lanes: each keeps half of them until it has one, in sum[0], number lane / (32 / kSums).
+
+__device__ __forceinline__ void add_lanes(F (&sum)[kSums]) {
+  int count = kSums;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    if (count > 1) {
+      count /= 2;
+#pragma unroll
+      for (int i = 0; i < kSums / 2; ++i)
+        if (i < count) sum[i] = fold_sums(sum[i], sum[i + count], mask);
+    } else {
+      sum[0] = sum[0] + shuffle_xor(sum[0], mask);
+    }
+  }
+}
+
+// ---- 4. The kernel
 
 // Of a multiprocessor at once: as many as registers allow.
 constexpr int kBlocks = kF64 || kPacked || kSums > 16 ? 1 : kSums > 4 ? 2 : kTable ? 4 : 3;
@@ -46,16 +93,8 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
 #pragma unroll 1
   for (int first = warp * 32; first < num_chunks; first += kSimtWarps * 32) {
     const int chunk = first + lane;
-    ChunkOf<Element, kChunk> x[kM] = {};
-    if (chunk < num_chunks) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const i64 at = min<i64>(m, args.m - 1) * num_chunks + chunk;
-#pragma unroll
-        for (int i = 0; i < x[m].kWords4; ++i)
-          x[m].words[i] = static_cast<const Words4*>(args.x)[at * x[m].kWords4 + i];
-      }
-    }
+    ChunkOfX x[kM] = {};
+    if (chunk < num_chunks) load_x(x, args, num_chunks, chunk);
     Chunk chunks[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) chunks[r] = next[r];
@@ -66,29 +105,11 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
       F values[kChunk];
       const Parameters p = rows.convert(chunks[r].parameters, static_cast<u32>(r), group);
       const F factor = decode(chunks[r].codes, p, table_value, values);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        F part = 0;
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) part = multiply_add(static_cast<F>(x[m][i]), values[i], part);
-        sum[r * kM + m] = multiply_add(part, factor, sum[r * kM + m]);
-      }
+      add_products(sum + r * kM, x, values, factor);
     }
   }
 
-  // Over the lanes: each keeps half of the sums until it has one, which is number lane / (32 / kSums).
-  int count = kSums;
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    if (count > 1) {
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < kSums / 2; ++i)
-        if (i < count) sum[i] = fold_sums(sum[i], sum[i + count], mask);
-    } else {
-      sum[0] = sum[0] + shuffle_xor(sum[0], mask);
-    }
-  }
+  add_lanes(sum);
   if (lane % (32 / kSums) == 0) sums[warp][lane / (32 / kSums)] = sum[0];
   __syncthreads();
   const int i = static_cast<int>(threadIdx.x);

@@ -9,13 +9,127 @@ namespace halfbyte::device {
 constexpr int kStep = simt_step(kTileN), kPad = 4;
 constexpr int kThreadM = kTileM / 16, kThreadN = kTileN / 16, kThreadX = kTileM * kStep / kSimtThreads;
 
+using TileOfX = F[kStep][kTileM + kPad];
+using TileOfWeight = F[kStep][kTileN + kPad];
+
+// ---- 1. The weight: a chunk a thread
+
+class ChunkOfTile {
+ public:
+  __device__ __forceinline__ ChunkOfTile(const SimtArgs& args, TileOfWeight& tile, i64 first_n)
+      : args_(args), first_n_(first_n), table_value_(lane_value(args.weight)) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int chunks_per_row = (args.transposed ? kTileN : kStep) / kChunk;
+    of_row_ = thread / chunks_per_row;
+    of_col_ = thread % chunks_per_row * kChunk;
+    to_ = args.transposed ? &tile[of_row_][of_col_] : &tile[of_col_][of_row_];
+    stride_ = args.transposed ? 1 : kTileN + kPad;
+  }
+
+  // Of the tile that begins at `s` on the summed axis: to registers.
+  __device__ __forceinline__ void load(i64 s) {
+    const SimtWeight& w = args_.weight;
+    const i64 row = row_of(s), col = col_of(s);
+    codes_ = load_codes(w, row, col);
+    if (w.whole_chunks) stored_ = load_parameters(w, row, group_of(w, col));
+  }
+  // ... decoded to shared memory. Behind `end` weights are 0.
+  __device__ __forceinline__ void store(i64 s, i64 end) const {
+    const SimtWeight& w = args_.weight;
+    F values[kChunk];
+    const i64 row = row_of(s), col = col_of(s);
+    if (w.whole_chunks) {
+      const F factor = decode(codes_, convert(w, stored_, row, group_of(w, col)), table_value_, values);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = values[i] * factor;
+    } else {
+      decode_any(w, codes_, row, col, table_value_, values);
+    }
+    const i64 left = end - s - (args_.transposed ? of_row_ : of_col_);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) to_[i * stride_] = left > (args_.transposed ? 0 : i) ? values[i] : F{0};
+  }
+
+ private:
+  __device__ __forceinline__ i64 row_of(i64 s) const {
+    return min((args_.transposed ? s : first_n_) + of_row_, args_.weight.n - 1);
+  }
+  __device__ __forceinline__ i64 col_of(i64 s) const {
+    return min((args_.transposed ? first_n_ : s) + of_col_, (args_.weight.k - 1) / kChunk * kChunk);
+  }
+
+  const SimtArgs& args_;
+  i64 first_n_;
+  float table_value_;
+  int of_row_, of_col_;  // within the tile
+  F* to_;                // in shared memory
+  int stride_;
+  Codes codes_ = 0;
+  StoredParameters stored_{};
+};
+
+// ---- 2. x: kThreadX elements a thread
+
+__device__ __forceinline__ void load_x(Memory (&x)[kThreadX], const SimtArgs& args, i64 first_m, i64 s,
+                                       i64 end) {
+#pragma unroll
+  for (int i = 0; i < kThreadX; ++i) {
+    const int at = i * kSimtThreads + static_cast<int>(threadIdx.x);
+    const i64 m = first_m + at / kStep, col = s + at % kStep;
+    x[i] = m < args.m && col < end ? static_cast<const Memory*>(args.x)[m * args.in_cols + col] : Memory{0};
+  }
+}
+__device__ __forceinline__ void store_x(TileOfX& to, const Memory (&x)[kThreadX]) {
+#pragma unroll
+  for (int i = 0; i < kThreadX; ++i) {
+    const int at = i * kSimtThreads + static_cast<int>(threadIdx.x);
+    to[at % kStep][at / kStep] = static_cast<F>(load(Element(), x[i]));
+  }
+}
+
+// ---- 3. Products
+
+// Adds those of rows m_in and up of x and columns n_in and up of the weight.
+__device__ __forceinline__ void multiply(F (&sums)[kThreadM][kThreadN], const TileOfX& xs,
+                                         const TileOfWeight& ws, int m_in, int n_in) {
+#pragma unroll 2
+  for (int i = 0; i < kStep; ++i) {
+    F a[kThreadM], b[kThreadN];
+#pragma unroll
+    for (int m = 0; m < kThreadM; ++m) a[m] = xs[i][m_in + m];
+#pragma unroll
+    for (int n = 0; n < kThreadN; ++n) b[n] = ws[i][n_in + n];
+#pragma unroll
+    for (int m = 0; m < kThreadM; ++m)
+#pragma unroll
+      for (int n = 0; n < kThreadN; ++n) sums[m][n] = multiply_add(a[m], b[n], sums[m][n]);
+  }
+}
+
+// ---- 4. Outputs, or partial sums of split `split`; from row m0 and column n0 on.
+
+__device__ __forceinline__ void write_sums(const F (&sums)[kThreadM][kThreadN], const SimtArgs& args,
+                                           i64 split, i64 m0, i64 n0) {
+#pragma unroll
+  for (int m = 0; m < kThreadM; ++m)
+#pragma unroll
+    for (int n = 0; n < kThreadN; ++n) {
+      const i64 row = m0 + m, col = n0 + n;
+      if (row >= args.m || col >= args.out_cols) continue;
+      if (args.splits > 1)
+        static_cast<F*>(args.partials)[(split * args.m + row) * args.out_cols + col] = sums[m][n];
+      else
+        write_sum(args, row, col, sums[m][n]);
+    }
+}
+
+// ---- 5. The kernel
+
 extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kTileM > 64 ? 1 : 2)
     qgemm_simt_tiles(const __grid_constant__ SimtArgs args) {
-  alignas(16) __shared__ F xs[kStep][kTileM + kPad];
-  alignas(16) __shared__ F ws[kStep][kTileN + kPad];
+  alignas(16) __shared__ TileOfX xs;
+  alignas(16) __shared__ TileOfWeight ws;
   let_next_kernel_start();
-  const SimtWeight& w = args.weight;
-  const int thread = static_cast<int>(threadIdx.x);
   const i64 tile = block_index();
   const i64 tile_m = tile % args.tiles_m, tile_n = tile / args.tiles_m % args.tiles_n;
   const i64 split = tile / args.tiles_m / args.tiles_n;
@@ -23,90 +137,28 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kT
   const i64 first_m = tile_m * kTileM, first_n = tile_n * kTileN;
   const i64 begin = split * args.split_steps * kStep,
             end = min(begin + args.split_steps * kStep, args.in_cols);
-  const float table_value = lane_value(w);
 
-  // This thread's chunk of the weight: where it begins within the tile, on the summed and on the other axis.
-  const int chunks_per_row = (args.transposed ? kTileN : kStep) / kChunk;
-  const int of_row = thread / chunks_per_row, of_col = thread % chunks_per_row * kChunk;
-  const auto row_of = [&](i64 s) { return min((args.transposed ? s : first_n) + of_row, w.n - 1); };
-  const auto col_of = [&](i64 s) {
-    return min((args.transposed ? first_n : s) + of_col, (w.k - 1) / kChunk * kChunk);
-  };
-  F* const w_to = args.transposed ? &ws[of_row][of_col] : &ws[of_col][of_row];
-  const int w_stride = args.transposed ? 1 : kTileN + kPad;
-
-  Codes codes = 0;
-  StoredParameters stored{};
+  ChunkOfTile chunk(args, ws, first_n);
   Memory x[kThreadX];
-  const auto load_chunk = [&](i64 s) {
-    const i64 row = row_of(s), col = col_of(s);
-    codes = load_codes(w, row, col);
-    if (w.whole_chunks) stored = load_parameters(w, row, group_of(w, col));
-  };
-  const auto load_tile_of_x = [&](i64 s) {
-#pragma unroll
-    for (int i = 0; i < kThreadX; ++i) {
-      const int at = i * kSimtThreads + thread;
-      const i64 m = first_m + at / kStep, col = s + at % kStep;
-      x[i] = m < args.m && col < end ? static_cast<const Memory*>(args.x)[m * args.in_cols + col] : Memory{0};
-    }
-  };
   F sums[kThreadM][kThreadN] = {};
+  const int thread = static_cast<int>(threadIdx.x);
   const int m_in = thread / 16 * kThreadM, n_in = thread % 16 * kThreadN;
-  if (begin < end) load_chunk(begin);
+  if (begin < end) chunk.load(begin);
   wait_for_earlier();
-  if (begin < end) load_tile_of_x(begin);
+  if (begin < end) load_x(x, args, first_m, begin, end);
 #pragma unroll 1
   for (i64 s = begin; s < end; s += kStep) {
-    F values[kChunk];
-    const i64 row = row_of(s), col = col_of(s);
-    if (w.whole_chunks) {
-      const F factor = decode(codes, convert(w, stored, row, group_of(w, col)), table_value, values);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) values[i] = values[i] * factor;
-    } else {
-      decode_any(w, codes, row, col, table_value, values);
-    }
-    // On the summed axis: behind its end weights are 0.
-    const i64 left = end - s - (args.transposed ? of_row : of_col);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) w_to[i * w_stride] = left > (args.transposed ? 0 : i) ? values[i] : F{0};
-#pragma unroll
-    for (int i = 0; i < kThreadX; ++i) {
-      const int at = i * kSimtThreads + thread;
-      xs[at % kStep][at / kStep] = static_cast<F>(load(Element(), x[i]));
-    }
+    chunk.store(s, end);
+    store_x(xs, x);
     __syncthreads();
-    if (s + kStep < end) {
-      load_chunk(s + kStep);
-      load_tile_of_x(s + kStep);
+    if (s + kStep < end) {  // meanwhile
+      chunk.load(s + kStep);
+      load_x(x, args, first_m, s + kStep, end);
     }
-#pragma unroll 2
-    for (int i = 0; i < kStep; ++i) {
-      F a[kThreadM], b[kThreadN];
-#pragma unroll
-      for (int m = 0; m < kThreadM; ++m) a[m] = xs[i][m_in + m];
-#pragma unroll
-      for (int n = 0; n < kThreadN; ++n) b[n] = ws[i][n_in + n];
-#pragma unroll
-      for (int m = 0; m < kThreadM; ++m)
-#pragma unroll
-        for (int n = 0; n < kThreadN; ++n) sums[m][n] = multiply_add(a[m], b[n], sums[m][n]);
-    }
+    multiply(sums, xs, ws, m_in, n_in);
     __syncthreads();
   }
-
-#pragma unroll
-  for (int m = 0; m < kThreadM; ++m)
-#pragma unroll
-    for (int n = 0; n < kThreadN; ++n) {
-      const i64 row = first_m + m_in + m, col = first_n + n_in + n;
-      if (row >= args.m || col >= args.out_cols) continue;
-      if (args.splits > 1)
-        static_cast<F*>(args.partials)[(split * args.m + row) * args.out_cols + col] = sums[m][n];
-      else
-        write_sum(args, row, col, sums[m][n]);
-    }
+  write_sums(sums, args, split, first_m + m_in, first_n + n_in);
 }
 
 }  // namespace halfbyte::device

@@ -13,6 +13,8 @@ constexpr int kRowsPerWord = 32 / kBits;  // of zero points, where they are in w
 constexpr u32 kCodeMask = (1u << kBits) - 1;
 constexpr bool kTable = kKind == Kind::table, kAffine = kKind == Kind::affine;
 
+// ---- 1. Parameters of a group
+
 // Of a group, as they are stored and as they are computed with; other: the zero point or the bias.
 struct StoredParameters {
   u32 scale, other;
@@ -83,6 +85,8 @@ __device__ __forceinline__ Parameters convert(const SimtWeight& w, StoredParamet
   return p;
 }
 
+// ---- 2. Codes of a chunk
+
 // The codes of a chunk: code i at bits kBits * place_of(i).
 using Codes = Select<kBits == 8, u64, u32>;
 __device__ __forceinline__ constexpr int place_of(int i) { return kHighFirst ? i ^ 1 : i; }
@@ -134,6 +138,8 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
 __device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
   return w.group_chunks.divide(static_cast<u32>(col / kChunk));
 }
+
+// ---- 3. Both, of the rows of a block
 
 // The rows of a block, of whole chunks that are aligned and of one group; row r, or the last there is.
 // Offsets within them have 32 bits.
@@ -191,6 +197,8 @@ class WholeRows {
   u32 last_;
   const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
 };
+
+// ---- 4. Decoding
 
 // The value of table code i, in lanes i and 16 + i.
 __device__ __forceinline__ float lane_value(const SimtWeight& w) {

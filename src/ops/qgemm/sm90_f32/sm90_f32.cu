@@ -1,10 +1,11 @@
 // qgemm of f32, forward, few rows of x, a packed weight of 4 bits in groups of 32 to 256 columns: sm_90.
 //
 // A block has strips of 32 rows; its 16 warps take the units of a strip in turn, each its unit of a stage of
-// 16, which one bulk copy brings into a ring in shared memory. Lane t + 4 h + 8 b of a warp has the columns
-// of pairs t of words 2 h and 2 h + 1, of rows 2 a and 2 a + 1, a = b, b + 4, b + 8, b + 12
-// (formats/packed.h): 8 columns, one group. Values come from a table of pairs; products of a unit are summed,
-// then scaled, then summed over units, lanes and warps, in this order.
+// 16, which one bulk copy brings into a ring in shared memory (1). Lane t + 4 h + 8 b of a warp has the
+// columns of pairs t of words 2 h and 2 h + 1, of rows 2 a and 2 a + 1, a = b, b + 4, b + 8, b + 12
+// (formats/packed.h): 8 columns, one group. So it needs 8 elements of each row of x and unit (2). Values come
+// from a table of pairs; products of a unit are summed, then scaled (3), then summed over units, lanes and
+// warps (4), in this order.
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/sum.cuh"
 #include "halfbyte_config.h"
@@ -18,6 +19,65 @@ namespace halfbyte::device {
 constexpr int kRegisterUnits = kXInRegisters ? f32_register_units(kM) : 0;
 constexpr int kScaleBytes = scale_bytes(kScaleType);
 
+// ---- 1. Copies: the stages of this block, one strip after the other
+
+// A slot of the ring, and the parity of its phase.
+struct RingPlace {
+  int slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++slot == stages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct Stages {
+  const QgemmSm90F32Args& args;
+  u8* ring;
+  Barrier *full, *empty;  // [stages]
+  int per_strip;
+  int strip = static_cast<int>(blockIdx.x), stage = 0;  // what is to be copied next
+
+  // By one thread.
+  __device__ __forceinline__ void start() {
+    for (int i = 0; i < args.stages; ++i) {
+      init_barrier(full + i, 1);
+      init_barrier(empty + i, kF32Warps);
+    }
+    fence_barrier_init();
+    fence_proxy_async();
+    for (int i = 0; i < args.stages; ++i) copy_next(i);
+  }
+
+  // By one thread: the next stage into a slot, which must be empty.
+  __device__ __forceinline__ void copy_next(int to) {
+    if (strip >= args.strips) return;
+    const int units = min(kF32StageUnits, args.units - stage * kF32StageUnits);
+    const u32 num_bytes = static_cast<u32>((units >> args.block_units_shift) * args.block_bytes);
+    arrive_expecting(full + to, num_bytes);
+    const u8* const from =
+        args.weight + static_cast<i64>(strip) * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes;
+    copy_bulk_once(ring + to * args.stage_bytes, from, num_bytes, full + to);
+    if (++stage == per_strip) {
+      stage = 0;
+      strip += static_cast<int>(gridDim.x);
+    }
+  }
+
+  // By one thread: fills the slot before `place`, which is empty by now, or soon.
+  __device__ __forceinline__ void refill(const RingPlace& place) {
+    const bool wraps = place.slot == 0;
+    const int last = (wraps ? args.stages : place.slot) - 1;
+    wait(empty + last, wraps ? place.parity ^ 1 : place.parity);
+    copy_next(last);
+  }
+};
+
+// ---- 2. x: in registers where they hold it, else in shared memory
+
 // The 8 elements that a lane needs of a row of x and a unit: pairs of word 0, columns 2 t and 2 t + 8, then
 // word 1.
 struct UnitOfX {
@@ -28,6 +88,42 @@ __device__ __forceinline__ int column_of(int lane, int pair) {
 }
 // Where column c of x is in shared memory: lanes with h = 0 and h = 1 read different banks.
 __device__ __forceinline__ int place_of_x(int c) { return c ^ (c >> 2 & 8); }
+
+__device__ __forceinline__ float element_of_x(const QgemmSm90F32Args& args, int m, i64 col) {
+  return m < args.m && col < args.k ? args.x[m * args.k + col] : 0.0f;
+}
+using RegistersOfX = UnitOfX[max(kRegisterUnits, 1)][kM];
+__device__ __forceinline__ void load_x(RegistersOfX& x, const QgemmSm90F32Args& args, int warp, int lane) {
+#pragma unroll
+  for (int u = 0; u < kRegisterUnits; ++u)
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x[u][m].value[i] =
+            element_of_x(args, m, (u * kF32StageUnits + warp) * kUnitCols + column_of(lane, i / 2) + i % 2);
+}
+
+// `x`: [kM][num_cols] of shared memory.
+__device__ __forceinline__ void store_x(float* x, const QgemmSm90F32Args& args, int num_cols, int thread) {
+  for (int i = thread; i < kM * num_cols; i += kF32Threads)
+    x[i / num_cols * num_cols + place_of_x(i % num_cols)] = element_of_x(args, i / num_cols, i % num_cols);
+}
+// Of a unit.
+__device__ __forceinline__ void load_unit_of_x(UnitOfX (&to)[kM], const float* x, int num_cols, int unit,
+                                               int lane) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int col = unit * kUnitCols + column_of(lane, i);
+      const u64 pair = *reinterpret_cast<const u64*>(x + m * num_cols + place_of_x(col));
+      to[m].value[2 * i] = bit_cast<float>(static_cast<u32>(pair));
+      to[m].value[2 * i + 1] = bit_cast<float>(static_cast<u32>(pair >> 32));
+    }
+}
+
+// ---- 3. Products
 
 // Of rows 2 a and 2 a + 1, from where the parameter of row 0 is.
 struct TwoFloats {
@@ -42,6 +138,27 @@ __device__ __forceinline__ TwoFloats load_two(const u8* from, int a) {
     const u16 first = static_cast<u16>(both), second = static_cast<u16>(both >> 16);
     if constexpr (kScaleType == ScaleType::f16) return {f16_to_f32(first), f16_to_f32(second)};
     return {bf16_to_f32(first), bf16_to_f32(second)};
+  }
+}
+
+// part[o][m] += products of the codes of rows 2 a + o, of which `zero` is subtracted.
+__device__ __forceinline__ void multiply_words(float (&part)[2][kM], u64 words, const float (&zero)[2],
+                                               const UnitOfX (&x)[kM], u32 lane_bytes) {
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    const u32 word = static_cast<u32>(words >> (32 * w));
+    const FloatPair pairs[4] = {look_up_floats<0>(word, lane_bytes), look_up_floats<1>(word, lane_bytes),
+                                look_up_floats<2>(word, lane_bytes), look_up_floats<3>(word, lane_bytes)};
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+      const int odd = byte & 1, at = 4 * w + (byte >> 1) * 2;
+      const float low = pairs[byte].low - zero[odd], high = pairs[byte].high - zero[odd];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        part[odd][m] = __fmaf_rn(x[m].value[at], low, part[odd][m]);
+        part[odd][m] = __fmaf_rn(x[m].value[at + 1], high, part[odd][m]);
+      }
+    }
   }
 }
 
@@ -72,22 +189,7 @@ __device__ __forceinline__ void multiply_unit(const QgemmSm90F32Args& args, cons
       zero[1] = static_cast<float>(both >> 8);
     }
     float part[2][kM] = {};
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const u32 word = static_cast<u32>(words >> (32 * w));
-      const FloatPair pairs[4] = {look_up_floats<0>(word, lane_bytes), look_up_floats<1>(word, lane_bytes),
-                                  look_up_floats<2>(word, lane_bytes), look_up_floats<3>(word, lane_bytes)};
-#pragma unroll
-      for (int byte = 0; byte < 4; ++byte) {
-        const int odd = byte & 1, at = 4 * w + (byte >> 1) * 2;
-        const float low = pairs[byte].low - zero[odd], high = pairs[byte].high - zero[odd];
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          part[odd][m] = __fmaf_rn(x[m].value[at], low, part[odd][m]);
-          part[odd][m] = __fmaf_rn(x[m].value[at + 1], high, part[odd][m]);
-        }
-      }
-    }
+    multiply_words(part, words, zero, x, lane_bytes);
     const TwoFloats scale = load_two(scales, a);
     TwoFloats bias{};
     if constexpr (kAffine) bias = load_two(others, a);
@@ -103,30 +205,45 @@ __device__ __forceinline__ void multiply_unit(const QgemmSm90F32Args& args, cons
   }
 }
 
-// The stages of this block, one strip behind the other.
-struct Stages {
-  const QgemmSm90F32Args& args;
-  u8* ring;
-  Barrier *full, *empty;  // [stages]
-  int per_strip;
-  int strip = static_cast<int>(blockIdx.x), stage = 0;  // what is to be copied next
+// ---- 4. Sums of lanes, then of warps
 
-  // By one thread: the next stage into a slot, which must be empty.
-  __device__ __forceinline__ void copy_next(int slot) {
-    if (strip >= args.strips) return;
-    const int units = min(kF32StageUnits, args.units - stage * kF32StageUnits);
-    const u32 num_bytes = static_cast<u32>((units >> args.block_units_shift) * args.block_bytes);
-    arrive_expecting(full + slot, num_bytes);
-    const u8* const from =
-        args.weight + static_cast<i64>(strip) * args.strip_bytes + static_cast<i64>(stage) * args.stage_bytes;
-    copy_bulk_once(ring + slot * args.stage_bytes, from, num_bytes, full + slot);
-    if (++stage == per_strip) {
-      stage = 0;
-      strip += static_cast<int>(gridDim.x);
-    }
+// to[m][row] = the sums of the 8 lanes of a row: each keeps half of the rows until it has one, number
+// 4 h + t % 4 of the 8.
+__device__ __forceinline__ void add_lanes(const float (&sums)[8][kM], float* to, int warp, int lane) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    float of_row[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) of_row[r] = sums[r][m];
+#pragma unroll
+    for (int count = 4; count > 0; count /= 2)
+#pragma unroll
+      for (int r = 0; r < count; ++r) of_row[r] = fold_sums(of_row[r], of_row[r + count], count);
+    const int r = lane & 7, row = 2 * ((lane >> 3) + 4 * (r >> 1)) + (r & 1);
+    to[(warp * kM + m) * kUnitRows + row] = of_row[0];
   }
-};
+}
+
+// An output from the sums of the warps, [warp][kM][32].
+__device__ __forceinline__ void finish(const QgemmSm90F32Args& args, const float* sums, int strip,
+                                       int thread) {
+  const int m = thread / kUnitRows;
+  const i64 row = static_cast<i64>(strip) * kUnitRows + thread % kUnitRows;
+  if (m >= args.m || row >= args.n) return;
+  float sum = 0;
+  for (int w = 0; w < kF32Warps; ++w) sum = sum + sums[w * kM * kUnitRows + thread];
+  float& y = args.y[m * args.n + row];
+  if (args.bias != nullptr || args.accumulate) {  // rounded once
+    double total = static_cast<double>(sum);
+    if (args.bias != nullptr) total += static_cast<double>(args.bias[row]);
+    if (args.accumulate) total += static_cast<double>(y);
+    sum = static_cast<float>(total);
+  }
+  y = sum;
+}
 #endif
+
+// ---- 5. The kernel
 
 extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
     qgemm_sm90_f32(const __grid_constant__ QgemmSm90F32Args args) {
@@ -138,50 +255,29 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
   Barrier* const empty = full + kF32MaxStages;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int per_strip = (args.units + kF32StageUnits - 1) / kF32StageUnits;
-  Stages copies{args, memory + args.shared.ring, full, empty, per_strip};
-  if (thread == 0) {
-    for (int i = 0; i < args.stages; ++i) {
-      init_barrier(full + i, 1);
-      init_barrier(empty + i, kF32Warps);
-    }
-    fence_barrier_init();
-    fence_proxy_async();
-    for (int i = 0; i < args.stages; ++i) copies.copy_next(i);
-  }
+  Stages stages{args, memory + args.shared.ring, full, empty, per_strip};
+  if (thread == 0) stages.start();
   build_float_table<kF32Threads>(args.values, thread);
   let_next_start();
   wait_for_earlier();
 
   const int x_cols = args.units * kUnitCols;
-  const auto element = [&](int m, i64 col) {
-    return m < args.m && col < args.k ? args.x[m * args.k + col] : 0.0f;
-  };
-  UnitOfX x[max(kRegisterUnits, 1)][kM];
-  if constexpr (kXInRegisters) {
-#pragma unroll
-    for (int u = 0; u < kRegisterUnits; ++u)
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          x[u][m].value[i] =
-              element(m, (u * kF32StageUnits + warp) * kUnitCols + column_of(lane, i / 2) + i % 2);
-  } else {
-    for (int i = thread; i < kM * x_cols; i += kF32Threads)
-      x_in_memory[i / x_cols * x_cols + place_of_x(i % x_cols)] = element(i / x_cols, i % x_cols);
-  }
+  RegistersOfX x;
+  if constexpr (kXInRegisters)
+    load_x(x, args, warp, lane);
+  else
+    store_x(x_in_memory, args, x_cols, thread);
   __syncthreads();  // table, barriers and x
 
-  int slot = 0;
-  u32 parity = 0;  // of the phases of the slot
-  int half = 0;    // of the partial sums
+  RingPlace place;
+  int half = 0;  // of the partial sums
   for (int strip = static_cast<int>(blockIdx.x); strip < args.strips; strip += static_cast<int>(gridDim.x)) {
     float sums[8][kM] = {};
     const auto multiply_stage = [&](int u) {
-      wait(full + slot, parity);
+      wait(stages.full + place.slot, place.parity);
       const int units = args.units - u * kF32StageUnits;
       if (warp < units) {
-        const u8* const block = memory + args.shared.ring + slot * args.stage_bytes +
+        const u8* const block = memory + args.shared.ring + place.slot * args.stage_bytes +
                                 (warp >> args.block_units_shift) * args.block_bytes;
         const u8* const codes =
             block + (warp & ((1 << args.block_units_shift) - 1)) * (kUnitRows * kUnitCols / 2);
@@ -190,31 +286,14 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
           multiply_unit(args, codes, parameters, x[u], lane, sums);
         } else {
           UnitOfX of_unit[kM];
-#pragma unroll
-          for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int col = (u * kF32StageUnits + warp) * kUnitCols + column_of(lane, i);
-              const u64 pair = *reinterpret_cast<const u64*>(x_in_memory + m * x_cols + place_of_x(col));
-              of_unit[m].value[2 * i] = bit_cast<float>(static_cast<u32>(pair));
-              of_unit[m].value[2 * i + 1] = bit_cast<float>(static_cast<u32>(pair >> 32));
-            }
+          load_unit_of_x(of_unit, x_in_memory, x_cols, u * kF32StageUnits + warp, lane);
           multiply_unit(args, codes, parameters, of_unit, lane, sums);
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(empty + slot);
-      // The slot before this one is empty by now, or soon.
-      if (thread == 0 && (u > 0 || strip >= static_cast<int>(gridDim.x))) {
-        const bool wraps = slot == 0;
-        const int last = (wraps ? args.stages : slot) - 1;
-        wait(empty + last, wraps ? parity ^ 1 : parity);
-        copies.copy_next(last);
-      }
-      if (++slot == args.stages) {
-        slot = 0;
-        parity ^= 1;
-      }
+      if (lane == 0) arrive(stages.empty + place.slot);
+      if (thread == 0 && (u > 0 || strip >= static_cast<int>(gridDim.x))) stages.refill(place);
+      place.advance(args.stages);
     };
     if constexpr (kXInRegisters) {
 #pragma unroll
@@ -227,36 +306,9 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
 
     float* const sums_to = partials + half * kF32Warps * kM * kUnitRows;
     half ^= 1;
-    // Over the 8 lanes of a row: each keeps half of the rows until it has one, number 4 h + t % 4 of the 8.
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      float of_row[8];
-#pragma unroll
-      for (int r = 0; r < 8; ++r) of_row[r] = sums[r][m];
-#pragma unroll
-      for (int count = 4; count > 0; count /= 2)
-#pragma unroll
-        for (int r = 0; r < count; ++r) of_row[r] = fold_sums(of_row[r], of_row[r + count], count);
-      const int r = lane & 7, row = 2 * ((lane >> 3) + 4 * (r >> 1)) + (r & 1);
-      sums_to[(warp * kM + m) * kUnitRows + row] = of_row[0];
-    }
+    add_lanes(sums, sums_to, warp, lane);
     __syncthreads();
-    if (thread < kM * kUnitRows) {
-      const int m = thread / kUnitRows;
-      const i64 row = static_cast<i64>(strip) * kUnitRows + thread % kUnitRows;
-      if (m < args.m && row < args.n) {
-        float sum = 0;
-        for (int w = 0; w < kF32Warps; ++w) sum = sum + sums_to[w * kM * kUnitRows + thread];
-        float& y = args.y[m * args.n + row];
-        if (args.bias != nullptr || args.accumulate) {  // rounded once
-          double total = static_cast<double>(sum);
-          if (args.bias != nullptr) total += static_cast<double>(args.bias[row]);
-          if (args.accumulate) total += static_cast<double>(y);
-          sum = static_cast<float>(total);
-        }
-        y = sum;
-      }
-    }
+    if (thread < kM * kUnitRows) finish(args, sums_to, strip, thread);
     // The next strip leaves its sums in the other half; the one after that comes after the next barrier.
   }
 #endif

@@ -2,8 +2,8 @@
 //
 // A unit (32 rows by 64 columns) becomes four tiles of 16 lines of 32 values, 2 KB for each `j`:
 //   forward     tile [j][i], line r: row 16 i + r; 16 pairs of columns, those that forward_column() says. So
-//   a
-//               tile is the first operand of a product of tiles, the activations [16 pairs][16 m] the second.
+//               a tile is the first operand of a product of tiles, the activations [16 pairs][16 m] the
+//               second.
 //   transposed  tile [j][i], line a: rows 2a and 2a + 1, which are summed; for each of 16 columns, those that
 //               transposed_column() says, the pair of them. So a tile is the second operand, the activations
 //               [16 m][32 rows] the first.
@@ -25,6 +25,7 @@
 #include <cstring>
 
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/weight/units.h"
 
 // Of functions that run only where CpuFeatures::avx512_bf16 holds.
 #define HALFBYTE_AVX512 \
@@ -37,14 +38,17 @@ struct alignas(64) Bf16Tile {
   uint16_t lines[kTileLines][kTileValues];
 };
 
-// Columns of a unit: of value `i` (0, 1) of pair `pair` of tiles j of the forward product.
+// Columns of a unit: of value `i` (0, 1) of pair `pair` of tiles j of the forward product. Of 4 bits a pair
+// is a word of vectors j and 2 + j; of 8 bits two neighbours in vectors 2j and 2j + 1, one behind the other.
 constexpr int forward_column(int bits, int j, int pair, int i) {
-  if (bits == 4) return 16 * (pair & 3) + 2 * (pair >> 2) + j + 8 * i;
-  return 32 * j + 16 * (pair & 1) + 2 * (pair >> 1 & 3) + (pair >> 3) + 8 * i;
+  constexpr auto kOrder4 = column_order(4), kOrder8 = column_order(8);
+  return bits == 4 ? kOrder4[static_cast<size_t>(16 * (2 * i + j) + pair)]
+                   : kOrder8[static_cast<size_t>(32 * j + 2 * pair + i)];
 }
-// ... of pair `pair` of tile [j][i] of the transposed product.
+// ... of pair `pair` of tile [j][i] of the transposed product: for 4 bits too, as those of 8 bits lie.
 constexpr int transposed_column(int j, int i, int pair) {
-  return 32 * j + 16 * (pair >> 1 & 1) + 8 * (pair & 1) + 2 * (pair >> 2) + i;
+  constexpr auto kOrder8 = column_order(8);
+  return kOrder8[static_cast<size_t>(16 * (2 * j + i) + pair)];
 }
 
 // Why there is no decoder for the weight of a problem; empty if there is.

@@ -31,8 +31,9 @@ inline void find_units(const formats::PackedLayout& layout, UnitPlace* units) {
 }
 
 // The columns of a unit in the order in which vectors of its words have them: 16 words make vectors, one of
-// each nibble or byte of a row; number i of the result is the column of value i.
-inline std::array<uint8_t, formats::kUnitCols> column_order(int bits) {
+// each nibble or byte of a row; number 16 v + w of the result is the column of word w in vector v. Every
+// other order of columns is made of this one.
+constexpr std::array<uint8_t, formats::kUnitCols> column_order(int bits) {
   std::array<uint8_t, formats::kUnitCols> columns{};
   for (int col = 0; col < formats::kUnitCols; ++col) {
     const auto [byte, shift] = formats::code_place(0, col, bits);

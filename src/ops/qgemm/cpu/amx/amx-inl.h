@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "cpu/parallel.h"
-#include "ops/qgemm/weight/bf16_decode.h"
+#include "ops/qgemm/weight/bf16_rows.h"
 
 namespace halfbyte {
 
@@ -21,32 +21,12 @@ struct alignas(64) F32Tile {
   float lines[kTileLines][16];
 };
 
-// The tile of columns of 16 rows, and back: 16 x 16 words of 32 bits.
-HALFBYTE_AVX512 inline void transpose_words(const void* from, void* to) {
-  __m512i a[16], b[16];
-  const auto* rows = static_cast<const __m512i*>(from);
-  for (int i = 0; i < 16; i += 2) {
-    const __m512i even = _mm512_load_si512(rows + i), odd = _mm512_load_si512(rows + i + 1);
-    a[i] = _mm512_unpacklo_epi32(even, odd);
-    a[i + 1] = _mm512_unpackhi_epi32(even, odd);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int c = 0; c < 2; ++c) {
-      b[i + 2 * c] = _mm512_unpacklo_epi64(a[i + c], a[i + c + 2]);
-      b[i + 2 * c + 1] = _mm512_unpackhi_epi64(a[i + c], a[i + c + 2]);
-    }
-  // Quarter q of b[4 i + c]: column 4 q + c of rows 4 i .. 4 i + 3.
-  auto* const columns = static_cast<__m512i*>(to);
-  for (int c = 0; c < 4; ++c) {
-    const __m512i low02 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88);
-    const __m512i high02 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88);
-    const __m512i low13 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xDD);
-    const __m512i high13 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xDD);
-    _mm512_store_si512(columns + c, _mm512_shuffle_i32x4(low02, high02, 0x88));
-    _mm512_store_si512(columns + 4 + c, _mm512_shuffle_i32x4(low13, high13, 0x88));
-    _mm512_store_si512(columns + 8 + c, _mm512_shuffle_i32x4(low02, high02, 0xDD));
-    _mm512_store_si512(columns + 12 + c, _mm512_shuffle_i32x4(low13, high13, 0xDD));
-  }
+// The tile of columns of 16 rows, and back.
+HALFBYTE_AVX512 inline void transpose(const F32Tile& from, F32Tile& to) {
+  __m512i rows[kTileLines];
+  for (int i = 0; i < kTileLines; ++i) rows[i] = _mm512_load_si512(from.lines[i]);
+  transpose(rows);
+  for (int i = 0; i < kTileLines; ++i) _mm512_store_si512(to.lines[i], rows[i]);
 }
 
 // The bf16 that are valid as f32, the others 0.
@@ -64,11 +44,6 @@ HALFBYTE_AVX512 inline void store_bf16(uint16_t* to, __m512 values, __mmask16 va
                                               _mm512_set1_epi32(0x40));
   _mm256_mask_storeu_epi16(to, valid, _mm512_cvtepi32_epi16(result));
 }
-// The first `count` of 16 lanes.
-inline uint16_t first_lanes(int64_t count) {
-  return static_cast<uint16_t>((1u << formats::clamp<int64_t>(count, 0, 16)) - 1);
-}
-
 // Why AMX does not take a problem, whatever the machine; empty if it does.
 inline std::string refuse_amx(const QgemmProblem& problem) {
   if (problem.in_cols() == 0) return "there is nothing to sum";
@@ -124,10 +99,8 @@ class AmxKernel : public QgemmKernel {
         blocks_(problem, num_threads_),
         units_per_group_(problem.weight.groups == 1 ? blocks_.units
                                                     : problem.weight.group / formats::kUnitCols),
-        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_two_groups()) {
-    for (int j = 0; j < 2; ++j)
-      for (int i = 0; i < kTileValues; ++i)
-        pair_columns_[j][i] = static_cast<uint16_t>(forward_column(problem.codec.bits, j, i / 2, i % 2));
+        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_two_groups()),
+        order_(problem.codec.bits) {
     for (int column = 0; column < 32; ++column)
       for (int tile = 0; tile < 2; ++tile)
         for (int pair = 0; pair < 16; ++pair)
@@ -152,15 +125,7 @@ class AmxKernel : public QgemmKernel {
     auto* const x_sums = reinterpret_cast<float*>(begin + x_bytes());
     uint8_t* const scratch = begin + x_bytes() + x_sums_bytes();
     const int threads = problem_.num_threads;
-    const int64_t tiles_at_once = problem_.transposed ? 1 : 2;
-    const int64_t columns = blocks_.sum_tiles / tiles_at_once;
-    parallel_for(blocks_.m_tiles * columns, 64, threads, [&](int64_t first, int64_t last, int) {
-      for (int64_t i = first; i < last; ++i) {
-        Bf16Tile* const to = x + blocks_.x_tile(i / columns, i % columns * tiles_at_once);
-        problem_.transposed ? pack_rows(tensors, i / columns, i % columns, to)
-                            : pack_pairs(tensors, i / columns, i % columns, to);
-      }
-    });
+    pack(tensors, x);
     if (few_rows_) {
       if (problem_.weight.has_biases)
         parallel_for(problem_.weight.groups, 16, threads, [&](int64_t first, int64_t last, int) {
@@ -202,33 +167,41 @@ class AmxKernel : public QgemmKernel {
            blocks_.task_m_tiles * blocks_.task_pairs * 2 * int64_t{sizeof(F32Tile)};
   }
 
-  // ---- x as tiles
+  // ---- 1. x as tiles
 
-  HALFBYTE_AVX512 __m512i load_x(const QgemmTensors& tensors, int64_t row, int64_t col) const {
-    const int64_t count = row < problem_.m ? formats::clamp<int64_t>(problem_.in_cols() - col, 0, 32) : 0;
-    return _mm512_maskz_loadu_epi16(
-        static_cast<__mmask32>((uint64_t{1} << count) - 1),
-        static_cast<const uint16_t*>(tensors.x) + (count > 0 ? row * problem_.in_cols() + col : 0));
+  void pack(const QgemmTensors& tensors, Bf16Tile* x) const {
+    const int64_t tiles_at_once = problem_.transposed ? 1 : 2;
+    const int64_t columns = blocks_.sum_tiles / tiles_at_once;
+    parallel_for(blocks_.m_tiles * columns, 64, problem_.num_threads, [&](int64_t first, int64_t last, int) {
+      for (int64_t i = first; i < last; ++i) {
+        Bf16Tile* const to = x + blocks_.x_tile(i / columns, i % columns * tiles_at_once);
+        problem_.transposed ? pack_rows(tensors, i / columns, i % columns, to)
+                            : pack_pairs(tensors, i / columns, i % columns, to);
+      }
+    });
+  }
+  const uint16_t* row_of_x(const QgemmTensors& tensors, int64_t row) const {
+    return static_cast<const uint16_t*>(tensors.x) + row * problem_.in_cols();
   }
   // Transposed: 16 rows of 32 columns.
   HALFBYTE_AVX512 void pack_rows(const QgemmTensors& tensors, int64_t m_tile, int64_t strip,
                                  Bf16Tile* to) const {
-    for (int line = 0; line < kTileLines; ++line)
-      _mm512_store_si512(to->lines[line],
-                         load_x(tensors, m_tile * kTileLines + line, strip * formats::kUnitRows));
+    const int64_t col = strip * formats::kUnitRows;
+    for (int line = 0; line < kTileLines; ++line) {
+      const int64_t row = m_tile * kTileLines + line;
+      const __mmask32 valid = first_words(row < problem_.m ? problem_.in_cols() - col : 0);
+      _mm512_store_si512(to->lines[line], _mm512_maskz_loadu_epi16(valid, row_of_x(tensors, row) + col));
+    }
   }
   // Forward: pairs of the 64 columns of a unit, of 16 rows.
   HALFBYTE_AVX512 void pack_pairs(const QgemmTensors& tensors, int64_t m_tile, int64_t unit,
                                   Bf16Tile* to) const {
-    Bf16Tile rows[2];
-    for (int line = 0; line < kTileLines; ++line) {
-      const __m512i low = load_x(tensors, m_tile * kTileLines + line, unit * formats::kUnitCols);
-      const __m512i high = load_x(tensors, m_tile * kTileLines + line, unit * formats::kUnitCols + 32);
-      for (int j = 0; j < 2; ++j)
-        _mm512_store_si512(rows[j].lines[line],
-                           _mm512_permutex2var_epi16(low, _mm512_load_si512(pair_columns_[j]), high));
-    }
-    for (int j = 0; j < 2; ++j) transpose_words(&rows[j], to + j);
+    const int64_t row = m_tile * kTileLines, col = unit * formats::kUnitCols;
+    __m512i pairs[2][kTileLines];
+    order_.load_transposed(row_of_x(tensors, row) + col, problem_.in_cols(), problem_.m - row,
+                           problem_.in_cols() - col, pairs);
+    for (int j = 0; j < 2; ++j)
+      for (int line = 0; line < kTileLines; ++line) _mm512_store_si512(to[j].lines[line], pairs[j][line]);
   }
   // Sums of x over the columns of a group, for each of 16 rows.
   HALFBYTE_AVX512 void sum_group(const Bf16Tile* x, int64_t group, float* sums) const {
@@ -243,14 +216,14 @@ class AmxKernel : public QgemmKernel {
     _mm512_store_ps(sums, sum);
   }
 
-  // ---- y from tiles
+  // ---- y from tiles, for both of what follows
 
   // Columns 32 * pair of up to 16 rows from their two tiles; forward: tiles of [out][m].
   HALFBYTE_AVX512 void store(const QgemmTensors& tensors, const F32Tile* sums, int64_t m_tile,
                              int64_t pair) const {
     F32Tile rows[2];
     if (!problem_.transposed)
-      for (int i = 0; i < 2; ++i) transpose_words(&sums[i], &rows[i]);
+      for (int i = 0; i < 2; ++i) transpose(sums[i], rows[i]);
     const int64_t num_rows = std::min<int64_t>(kTileLines, problem_.m - m_tile * kTileLines);
     for (int64_t line = 0; line < num_rows; ++line)
       for (int half = 0; half < 2; ++half) {
@@ -270,7 +243,7 @@ class AmxKernel : public QgemmKernel {
       }
   }
 
-  // ---- Forward, one tile of rows: the sums of each group are multiplied with its scales
+  // ---- 2. Forward, one tile of rows: the sums of each group are multiplied with its scales
 
   HALFBYTE_AVX512 void multiply_few_rows(const QgemmTensors& tensors, const Bf16Tile* x, const float* x_sums,
                                          int64_t first_strip, int64_t last_strip) const {
@@ -347,7 +320,7 @@ class AmxKernel : public QgemmKernel {
       }
   }
 
-  // ---- Blocks of the output, by decoded weights
+  // ---- 3. Blocks of the output, by decoded weights
 
   // Decodes chunks of the weight, for some pairs of tiles of the output: [pair][tile of the chunk][2].
   template <bool kTransposed>
@@ -497,9 +470,9 @@ class AmxKernel : public QgemmKernel {
   std::string backend_;
   int num_threads_;
   AmxBlocks blocks_;
-  int64_t units_per_group_;                            // 0: a unit has two groups
-  bool few_rows_;                                      // scales are applied to sums
-  alignas(64) uint16_t pair_columns_[2][kTileValues];  // of tiles j of the forward product
+  int64_t units_per_group_;                // 0: a unit has two groups
+  bool few_rows_;                          // scales are applied to sums
+  UnitOrder order_;                        // forward
   alignas(64) int32_t out_places_[2][16];  // transposed: of columns 0 .. 15, 16 .. 31 in the two tiles
 };
 

@@ -161,22 +161,10 @@ class EmulatedTiles {
   uint8_t tiles_[8][1024];
 };
 
-// y of a kernel. Inputs and what lies around y and workspace must be as they were.
 std::vector<uint8_t> run_kernel(const QgemmCase& test, const QgemmKernel& kernel) {
-  testing::GuardedMemory x(test.x.bytes, 2), bias(test.bias.bytes, 2), packed(test.packed, 256);
-  testing::GuardedMemory y(test.num_outputs() * 2, 2), workspace(kernel.workspace_bytes(), 16);
-  if (test.descriptor.accumulate) std::copy(test.before.bytes.begin(), test.before.bytes.end(), y.data());
-  QgemmTensors tensors;
-  tensors.x = x.data();
-  tensors.bias = bias.data();
-  tensors.weight = packed.data();
-  tensors.y = y.data();
-  kernel.run(tensors, nullptr, workspace.data());
-  EXPECT_TRUE(y.is_guarded() && workspace.is_guarded()) << "memory beyond y or the workspace was written";
-  EXPECT_TRUE(x.content() == test.x.bytes && bias.content() == test.bias.bytes &&
-              packed.content() == test.packed)
-      << "an input was written";
-  return y.content();
+  return testing::run_guarded(
+      test, kernel.workspace_bytes(),
+      [&](const QgemmTensors& tensors, void* workspace) { kernel.run(tensors, nullptr, workspace); });
 }
 
 // Within the bound and the same for every number of threads, of emulated tiles and of those of the machine.
@@ -278,11 +266,7 @@ TEST(QgemmAmxBlocks, Refuses) {
   EXPECT_EQ(reason([](D& d) { d.k = 0; }), "there is nothing to sum");
   EXPECT_EQ(reason([](D& d) { d.k = int64_t{1} << 31; }), "k must be at most 2147483647, got 2147483648");
   if (cpu_features().amx_bf16) return;
-  const auto choices = explain_qgemm({}, descriptor(1, 64, 300, false));
-  const auto amx = std::find_if(choices.begin(), choices.end(),
-                                [](const QgemmChoice& choice) { return choice.variant == "qgemm_amx"; });
-  ASSERT_NE(amx, choices.end());
-  EXPECT_EQ(amx->reason,
+  EXPECT_EQ(testing::reason_of("qgemm_amx", descriptor(1, 64, 300, false)),
             "the CPU does not have AMX tiles of bf16, or the system does not give them to this process");
 }
 

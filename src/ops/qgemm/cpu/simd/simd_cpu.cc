@@ -43,12 +43,13 @@ constexpr int64_t kBlockCols = kBlockUnits * kCols;
 // and transposed, one unit wide; a task walks down several, side by side.
 constexpr int64_t kBlockStrips = 2;
 constexpr int64_t kMostUnits = 8;
-constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;  // of a task
-constexpr int64_t kAhead = 8192;                             // bytes of the weight that are fetched ahead
+// Of a task: 64 KB, as the decoded block forward; the second-level cache holds both.
+constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;
+constexpr int64_t kAhead = 8192;  // bytes of the weight that are fetched ahead
 // Vectors of sums that are held in registers, of which there are 32 or 16.
 constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
 
-// ---- Kernels: sums in registers
+// ---- 1. Kernels: sums in registers
 
 // c[r][lanes] += a[r] * b[lanes] over `depth` steps, R numbers a and V vectors b each.
 template <int R, int V>
@@ -231,7 +232,7 @@ HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit*
     }
 }
 
-// ---- Elements of x, bias and y
+// ---- 2. Elements of x, bias and y
 
 HWY_INLINE void store(F32, Floats v, float* to) { hn::StoreU(v, Tag(), to); }
 HWY_INLINE void store(BF16, Floats v, uint16_t* to) {
@@ -276,7 +277,7 @@ void store_sums(const QgemmProblem& problem, const QgemmTensors& tensors, int64_
   }
 }
 
-// ---- Products
+// ---- 3. Products
 
 class Product {
  public:
@@ -381,7 +382,8 @@ class Product {
     }
   }
 
-  // Lanes are columns. A block is one strip.
+  // ---- Forward, few rows: lanes are columns. A block is one strip.
+
   template <class Codes>
   void forward_few(const Codes& codes) {
     constexpr int kMost = kSums / 2;  // rows of x at a time
@@ -415,107 +417,133 @@ class Product {
     });
   }
 
-  // Lanes are rows of x.
+  // ---- Forward, many rows: lanes are rows of x
+
+  // What a task makes: outputs of some strips and rows of x.
+  struct RowTask {
+    int64_t strip, rows;  // the first; of the weight
+    int64_t batch, end;   // rows of x
+  };
+  // Rows of x of a panel, of those that are left.
+  static int64_t panel_rows(int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; }
+
   template <class Codes>
   void forward_many(const Codes& codes) {
-    constexpr int kWide = kSums / 2;  // rows of the weight with two vectors of rows of x; with one: 8
-    const auto rows_of = [](int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; };
-    make_panels(2 * kLanes, problem_.m, rows_of);
+    make_panels(2 * kLanes, problem_.m, panel_rows);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     const int64_t block_strips = std::clamp<int64_t>(strips_ * batches / tasks_wanted(), 1, kMostStrips);
     const int64_t blocks = (strips_ + block_strips - 1) / block_strips;
-    parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
+    parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t i, int64_t, int) {
       alignas(64) float w[kMostStrips * kRows * kBlockCols];
       alignas(64) float sums[kMostSums] = {};
-      const int64_t strip = task / batches * block_strips, batch = task % batches * kBatch;
-      const int64_t rows = std::min(block_strips, strips_ - strip) * kRows;
-      const int64_t end = std::min(problem_.m, batch + kBatch);
+      const int64_t strip = i / batches * block_strips, batch = i % batches * kBatch;
+      const RowTask task{strip, std::min(block_strips, strips_ - strip) * kRows, batch,
+                         std::min(problem_.m, batch + kBatch)};
       for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
         const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
-        for (int64_t row = 0; row < rows; row += kRows)
+        for (int64_t row = 0; row < task.rows; row += kRows)
           for (int64_t col = 0; col < cols; col += kCols)
             decode(codes, strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
                    kBlockCols);
-        for (int64_t m = batch; m < end; m += 2 * kLanes) {
-          const int64_t width = rows_of(problem_.m - m);
-          const float* const panel = x_panel(m) + unit * kCols * width;
-          // Of the next panel, a part is fetched with each of the products.
-          const auto* next = reinterpret_cast<const uint8_t*>(x_panel(m + 2 * kLanes) + unit * kCols * width);
-          const bool wide = width > kLanes;
-          for (int64_t row = 0; row < rows; row += wide ? kWide : 8) {
-            (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
-                                                           width, sums + row * kBatch + m - batch, kBatch);
-            for (int64_t i = 0; i < cols * width * 4 / (rows / kWide); i += 64, next += 64)
-              hwy::Prefetch(next);
-          }
-        }
+        add_block(task, unit, cols, w, sums);
       }
-      for (int64_t m = batch; m < end; ++m) {
+      for (int64_t m = batch; m < task.end; ++m) {
         float y[kMostStrips * kRows];
-        for (int64_t row = 0; row < rows; ++row) y[row] = sums[row * kBatch + m - batch];
-        store(m, strip * kRows, std::min(rows, problem_.n - strip * kRows), y);
+        for (int64_t row = 0; row < task.rows; ++row) y[row] = sums[row * kBatch + m - batch];
+        store(m, strip * kRows, std::min(task.rows, problem_.n - strip * kRows), y);
       }
     });
   }
+  // sums[row][row of x] += products of a decoded block, `cols` columns wide, with the rows of x of a task.
+  void add_block(const RowTask& task, int64_t unit, int64_t cols, const float* w, float* sums) const {
+    constexpr int kWide = kSums / 2;  // rows of the weight with two vectors of rows of x; with one: 8
+    for (int64_t m = task.batch; m < task.end; m += 2 * kLanes) {
+      const int64_t width = panel_rows(problem_.m - m);
+      const float* const panel = x_panel(m) + unit * kCols * width;
+      // Of the next panel, a part is fetched with each of the products.
+      const auto* next = reinterpret_cast<const uint8_t*>(x_panel(m + 2 * kLanes) + unit * kCols * width);
+      const bool wide = width > kLanes;
+      for (int64_t row = 0; row < task.rows; row += wide ? kWide : 8) {
+        (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
+                                                       width, sums + row * kBatch + m - task.batch, kBatch);
+        for (int64_t i = 0; i < cols * width * 4 / (task.rows / kWide); i += 64, next += 64)
+          hwy::Prefetch(next);
+      }
+    }
+  }
 
-  // Lanes are columns.
+  // ---- Transposed: lanes are columns
+
+  static constexpr int kFused = kSums / 4;  // rows of x with which the weight is multiplied as it is decoded
+
+  // What a task makes: outputs of some units of columns and rows of x.
+  struct ColumnTask {
+    int64_t unit, units;
+    int64_t batch, end;  // rows of x
+
+    int64_t sum_row() const { return units * kCols; }
+  };
+  // Rows of x of a panel, of those that are left.
+  static int64_t few_rows(int64_t left) {
+    return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
+  }
+  int64_t next_block() const { return kBlockStrips * problem_.weight.strip_bytes; }
+
   template <class Codes>
   void transposed(const Codes& codes) {
-    const auto rows_of = [](int64_t left) {
-      return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
-    };
-    make_panels(8, problem_.m, rows_of);
-    constexpr int kFused = kSums / 4;  // rows of x with which the weight is multiplied as it is decoded
-    const bool few = problem_.m <= kFused;
-    const int64_t width_of_few = rows_of(problem_.m);
-    const int64_t ahead = kBlockStrips * problem_.weight.strip_bytes;  // the next block
-    const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
+    make_panels(8, problem_.m, few_rows);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     const int64_t padded = (std::min(problem_.m, kBatch) + 7) / 8 * 8;
     const int64_t side = std::clamp<int64_t>(units_ * batches / tasks_wanted(), 1,
                                              std::min(kMostUnits, kMostSums / (padded * kCols)));
     const int64_t groups = (units_ + side - 1) / side;
-    parallel_for(groups * batches, 1, problem_.num_threads, [&](int64_t task, int64_t, int) {
-      alignas(64) float w[kBlockStrips * kRows * kCols];
+    parallel_for(groups * batches, 1, problem_.num_threads, [&](int64_t i, int64_t, int) {
       alignas(64) float sums[kMostSums] = {};
-      const int64_t batch = task / groups * kBatch, end = std::min(problem_.m, batch + kBatch);
-      const int64_t unit = task % groups * side, units = std::min(side, units_ - unit);
-      const int64_t sum_row = units * kCols;
-      for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
-        const int64_t strips = std::min(kBlockStrips, strips_ - strip), rows = strips * kRows;
-        for (int64_t u = 0; u < units; ++u) {
-          if (few) {
-            Unit block[kBlockStrips];
-            for (int64_t i = 0; i < strips; ++i) find(strip + i, unit + u, block[i]);
-            const auto add = width_of_few == 1   ? add_columns<1, Codes>
-                             : width_of_few == 2 ? add_columns<2, Codes>
-                                                 : add_columns<kFused, Codes>;
-            add(codes, strips, block, x_ + strip * kRows * width_of_few, ahead, sums + u * kCols, sum_row);
-            continue;
-          }
-          for (int64_t i = 0; i < strips; ++i)
-            decode(codes, strip + i, unit + u, ahead, w + i * kRows * kCols, kCols);
-          for (int64_t m = batch; m < end; m += 8) {
-            const int64_t width = rows_of(problem_.m - m);
-            const float* const panel = x_panel(m) + strip * kRows * width;
-            float* const to = sums + (m - batch) * sum_row + u * kCols;
-            const auto add = width == 8   ? add_rows<8>
-                             : width == 4 ? add_rows<4>
-                             : width == 2 ? add_rows<2>
-                                          : add_rows<1>;
-            add(rows, panel, w, to, sum_row);
-          }
+      const int64_t batch = i / groups * kBatch, unit = i % groups * side;
+      const ColumnTask task{unit, std::min(side, units_ - unit), batch, std::min(problem_.m, batch + kBatch)};
+      if (problem_.m <= kFused)
+        add_fused(codes, task, sums);
+      else
+        add_decoded(codes, task, sums);
+      store_columns(task, sums);
+    });
+  }
+  // sums[row of x][column] += products of all rows of the weight, with few rows of x.
+  template <class Codes>
+  void add_fused(const Codes& codes, const ColumnTask& task, float* sums) const {
+    const int64_t width = few_rows(problem_.m);
+    const auto add = width == 1   ? add_columns<1, Codes>
+                     : width == 2 ? add_columns<2, Codes>
+                                  : add_columns<kFused, Codes>;
+    for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
+      const int64_t strips = std::min(kBlockStrips, strips_ - strip);
+      for (int64_t u = 0; u < task.units; ++u) {
+        Unit block[kBlockStrips];
+        for (int64_t i = 0; i < strips; ++i) find(strip + i, task.unit + u, block[i]);
+        add(codes, strips, block, x_ + strip * kRows * width, next_block(), sums + u * kCols, task.sum_row());
+      }
+    }
+  }
+  // The same with more rows, by decoded blocks.
+  template <class Codes>
+  void add_decoded(const Codes& codes, const ColumnTask& task, float* sums) const {
+    alignas(64) float w[kBlockStrips * kRows * kCols];
+    for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
+      const int64_t strips = std::min(kBlockStrips, strips_ - strip), rows = strips * kRows;
+      for (int64_t u = 0; u < task.units; ++u) {
+        for (int64_t i = 0; i < strips; ++i)
+          decode(codes, strip + i, task.unit + u, next_block(), w + i * kRows * kCols, kCols);
+        for (int64_t m = task.batch; m < task.end; m += 8) {
+          const int64_t width = few_rows(problem_.m - m);
+          const auto add = width == 8   ? add_rows<8>
+                           : width == 4 ? add_rows<4>
+                           : width == 2 ? add_rows<2>
+                                        : add_rows<1>;
+          add(rows, x_panel(m) + strip * kRows * width, w,
+              sums + (m - task.batch) * task.sum_row() + u * kCols, task.sum_row());
         }
       }
-      for (int64_t m = batch; m < end; ++m)
-        for (int64_t u = 0; u < units; ++u) {
-          const float* const from = sums + (m - batch) * sum_row + u * kCols;
-          float y[kCols];
-          for (size_t i = 0; i < kCols; ++i) y[order[i]] = from[i];
-          const int64_t col = (unit + u) * kCols;
-          store(m, col, std::min<int64_t>(kCols, problem_.k - col), y);
-        }
-    });
+    }
   }
   // A panel of R rows of x times a block.
   template <int R>
@@ -523,6 +551,17 @@ class Product {
     constexpr int kVectors = std::min(kCols / kLanes, kSums / R);
     for (int v = 0; v < kCols; v += kVectors * kLanes)
       add_outer<R, kVectors>(depth, panel, 1, R, w + v, kCols, sums + v, sum_row);
+  }
+  void store_columns(const ColumnTask& task, const float* sums) const {
+    const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
+    for (int64_t m = task.batch; m < task.end; ++m)
+      for (int64_t u = 0; u < task.units; ++u) {
+        const float* const from = sums + (m - task.batch) * task.sum_row() + u * kCols;
+        float y[kCols];
+        for (size_t i = 0; i < kCols; ++i) y[order[i]] = from[i];
+        const int64_t col = (task.unit + u) * kCols;
+        store(m, col, std::min<int64_t>(kCols, problem_.k - col), y);
+      }
   }
 
   const QgemmProblem& problem_;

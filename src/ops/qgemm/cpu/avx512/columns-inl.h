@@ -1,0 +1,231 @@
+// qgemm_avx512, phase 4: transposed. Columns lie across the lanes, and pairs of x are broadcast.
+#pragma once
+
+#include "ops/qgemm/cpu/avx512/run-inl.h"
+
+namespace halfbyte::avx512 {
+
+// Rows of x that are multiplied as weights are looked up: 4 rows by 4 vectors of columns are 16 of the 32
+// registers.
+inline constexpr int kFewTransposedRows = 4;
+inline constexpr int kFewDecodedRows = 8;  // of x, for which strips are decoded one at a time
+inline constexpr int kStripBatch = 4;      // else so many: 16 KB of weights
+// Of a task: units of columns, and rows of x, whose sums are 256 KB.
+inline constexpr int kTaskUnits = 8, kTaskRows = 128;
+inline constexpr int kRowStridePad = 32;  // elements: rows that are 4 KB apart would evict each other
+
+HALFBYTE_AVX512 inline void copy_rows(const Run& run, int64_t begin, int64_t end) {
+  const int64_t n = run.problem.n;
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t col = 0; col < run.row_stride; col += 32)
+      _mm512_store_si512(
+          run.x + row * run.row_stride + col,
+          _mm512_maskz_loadu_epi16(first_words(row < run.problem.m ? n - col : 0),
+                                   static_cast<const uint16_t*>(run.tensors.x) + row * n + col));
+}
+
+// sums[row][64] += products of kRows rows of x and decoded units of strips.
+template <int kRows>
+HALFBYTE_AVX512 void multiply_units(const DecodedUnit* units, int num_strips, const uint16_t* x,
+                                    int64_t stride, float* sums) {
+  __m512 s[kRows][4];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) s[i][c] = _mm512_load_ps(sums + i * kUnitCols + c * kLanes);
+  for (int strip = 0; strip < num_strips; ++strip)
+    for (int line = 0; line < kTileLines; ++line) {
+      __m512i weights[4];
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) weights[c] = _mm512_load_si512(units[strip][c / 2][c % 2].lines[line]);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        int pair = 0;
+        std::memcpy(&pair, x + i * stride + strip * kUnitRows + line * 2, sizeof pair);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) s[i][c] = dot(s[i][c], _mm512_set1_epi32(pair), weights[c]);
+      }
+    }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + i * kUnitCols + c * kLanes, s[i][c]);
+}
+
+// Few rows of x and codes of 4 bits without biases: weights are multiplied as they are looked up, in one
+// table of both rows of a pair. kTwoGroups: in a unit, the second one of lanes 4 i + 2 and 4 i + 3.
+template <bool kTwoGroups>
+class PairLookup {
+ public:
+  using Groups = GroupParameters[1 + kTwoGroups];
+  using Tables = __m512i[1 + kTwoGroups];
+
+  HALFBYTE_AVX512 explicit PairLookup(const formats::Codec& codec) : asymmetric_(codec.asymmetric) {
+    const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
+    alignas(64) float values[16];
+    for (int code = 0; code < 16; ++code)
+      values[code] = codec.kind == formats::Kind::table
+                         ? formats::bf16_to_f32(formats::to_bf16(codec.book.values[code]))
+                         : static_cast<float>(code - zero);
+    values_ = _mm512_load_ps(values);
+    low_ = _mm512_set4_epi32(0x0D0D0C0C, 0x09090808, 0x05050404, 0x01010000);
+    high_ = _mm512_add_epi8(low_, _mm512_set1_epi8(2));
+    table_of_lane_ =
+        _mm512_or_si512(_mm512_set1_epi32(0x00100000),
+                        kTwoGroups ? _mm512_maskz_set1_epi32(0xCCCC, 0x00200020) : _mm512_setzero_si512());
+  }
+
+  // The parameters of a unit; scales rounded to bf16.
+  HALFBYTE_AVX512 static void load(const Run& run, int64_t strip, int64_t unit, Groups& groups) {
+    const formats::PackedLayout& p = run.problem.weight;
+    const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
+    for (int i = 0; i <= kTwoGroups; ++i) {
+      groups[i].load(run.problem, run.tensors, strip, group + i);
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
+        _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
+      }
+    }
+  }
+
+  // The weights of the codes of the two rows of a line.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void make_tables(const Groups& groups, int line,
+                                                          Tables& tables) const {
+    for (int i = 0; i <= kTwoGroups; ++i) {
+      __m512 rows[2] = {values_, values_};
+      for (int j = 0; j < 2; ++j) {
+        const int row = 2 * line + j;
+        if (asymmetric_) rows[j] = _mm512_sub_ps(values_, _mm512_set1_ps(groups[i].offsets[row]));
+        rows[j] = _mm512_mul_ps(rows[j], _mm512_set1_ps(groups[i].scales[row]));
+      }
+      tables[i] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(rows[1], rows[0]));
+    }
+  }
+
+  // Pairs of weights from the bytes of a line: of columns as transposed_column(c % 2, c / 2, lane) has them.
+  [[gnu::always_inline]] HALFBYTE_AVX512 __m512i look_up(const Tables& tables, __m512i bytes, int c) const {
+    __m512i index = _mm512_shuffle_epi8(bytes, c < 2 ? low_ : high_);
+    if (c % 2 == 1) index = _mm512_srli_epi16(index, 4);
+    index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), table_of_lane_, 0xEA);
+    return kTwoGroups ? _mm512_permutex2var_epi16(tables[0], index, tables[kTwoGroups])
+                      : _mm512_permutexvar_epi16(index, tables[0]);
+  }
+
+ private:
+  bool asymmetric_;
+  __m512 values_;
+  // Bytes 0 and 1, or 2 and 3, of each word of 4, in words of 2: the rows of a pair.
+  __m512i low_, high_;
+  __m512i table_of_lane_;
+};
+
+// Adds the products of kRows rows of x and a unit, whose codes and x are those of its first row.
+// `next_strip`: bytes to the unit that is fetched meanwhile.
+template <int kRows, bool kTwoGroups>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_looked_up(
+    const PairLookup<kTwoGroups>& lookup, const typename PairLookup<kTwoGroups>::Groups& groups,
+    const uint8_t* codes, int64_t next_strip, const uint16_t* x, int64_t row_stride, float* sums) {
+  __m512 s[kRows][4];
+  for (int i = 0; i < kRows; ++i)
+    for (int c = 0; c < 4; ++c) s[i][c] = _mm512_load_ps(sums + i * kUnitCols + c * kLanes);
+  for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+    for (int of_quad = 0; of_quad < 4; ++of_quad) {
+      const int line = quad + of_quad;
+      _mm_prefetch(codes + next_strip + line * 64, _MM_HINT_T0);
+      typename PairLookup<kTwoGroups>::Tables tables;
+      lookup.make_tables(groups, line, tables);
+      __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+      if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+      for (int c = 0; c < 4; ++c) {
+        const __m512i weights = lookup.look_up(tables, bytes, c);
+        for (int i = 0; i < kRows; ++i) {
+          int pair = 0;
+          std::memcpy(&pair, x + i * row_stride + 2 * line, sizeof pair);
+          s[i][c] = dot(s[i][c], _mm512_set1_epi32(pair), weights);
+        }
+      }
+    }
+  for (int i = 0; i < kRows; ++i)
+    for (int c = 0; c < 4; ++c) _mm512_store_ps(sums + i * kUnitCols + c * kLanes, s[i][c]);
+}
+
+template <int kRows, bool kTwoGroups>
+HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const formats::PackedLayout& p = run.problem.weight;
+  const PairLookup<kTwoGroups> lookup(run.problem.codec);
+  // Of two units in turn, loaded one unit ahead: a single scale cannot be read soon after it was stored with
+  // others.
+  typename PairLookup<kTwoGroups>::Groups parameters[2];
+  lookup.load(run, 0, begin, parameters[0]);
+  int current = 0;
+  for (int64_t strip = 0; strip < p.strips; ++strip)
+    for (int64_t unit = begin; unit < end; ++unit, current ^= 1) {
+      const bool last = unit + 1 == end;
+      if (!last || strip + 1 < p.strips)
+        lookup.load(run, last ? strip + 1 : strip, last ? begin : unit + 1, parameters[current ^ 1]);
+      multiply_looked_up<kRows, kTwoGroups>(
+          lookup, parameters[current], static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit),
+          p.strip_bytes, run.x + strip * kUnitRows, run.row_stride,
+          sums + (unit - begin) * kRows * kUnitCols);
+    }
+}
+
+constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }
+
+// The same of any rows and codes.
+HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row,
+                                             int num_rows, float* sums) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
+  const int step = num_rows <= 2 ? num_rows : 4;
+  const int batch = num_rows <= kFewDecodedRows ? 1 : kStripBatch;
+  UnitDecoder decoder(problem, run.tensors, WeightRounding::weight_rounded);
+  DecodedUnit decoded[kStripBatch];
+  for (int64_t strip = 0; strip < p.strips; strip += batch) {
+    const int num_strips = static_cast<int>(std::min<int64_t>(batch, p.strips - strip));
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t ahead = p.unit(strip + batch, unit);
+      for (int64_t i = 0; i < kUnitRows * kUnitCols * p.bits / 8; i += 64)
+        _mm_prefetch(memory + ahead + i, _MM_HINT_T0);
+      for (int i = 0; i < num_strips; ++i) {
+        decoder.select(strip + i, unit);
+        decoder.decode<true>(0, kTileLines, decoded[i][0], decoded[i][1]);
+      }
+      const auto multiply = step == 1 ? multiply_units<1> : step == 2 ? multiply_units<2> : multiply_units<4>;
+      for (int i = 0; i < num_rows; i += step)
+        multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
+                 sums + ((unit - begin) * num_rows + i) * kUnitCols);
+    }
+  }
+}
+
+// Columns of units [begin, end) of rows [row, row + num_rows) of y.
+HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row,
+                                             int num_rows) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
+  std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
+  alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
+  if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases) {
+    const bool two_groups = p.inlined && p.group < kUnitCols;
+    const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
+                            : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
+                            : two_groups ? multiply_few<4, true>
+                                          : multiply_few<4, false>;
+    multiply(run, begin, end, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[forward_column(4, i / 16 % 2, i % 16, i / 32)] = i;
+  } else {
+    multiply_decoded(run, begin, end, row, num_rows, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
+  }
+  for (int i = 0; i < num_rows && row + i < problem.m; ++i)
+    for (int64_t col = begin * kUnitCols; col < std::min(problem.k, end * kUnitCols); col += kLanes)
+      store(run, row + i, col,
+            _mm512_i32gather_ps(_mm512_load_si512(places + col % kUnitCols),
+                                sums + ((col / kUnitCols - begin) * num_rows + i) * kUnitCols, 4));
+}
+
+}  // namespace halfbyte::avx512

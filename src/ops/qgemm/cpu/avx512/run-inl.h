@@ -1,0 +1,90 @@
+// qgemm_avx512, phase 1: a run, and the rows of x that it reads.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/qgemm/weight/bf16_rows.h"
+
+namespace halfbyte::avx512 {
+
+using formats::kUnitCols;
+using formats::kUnitRows;
+
+inline constexpr int kLanes = 16;
+inline constexpr int kAhead = 8192;  // bytes of the weight that are fetched before they are used
+
+inline int64_t units_of(const formats::PackedLayout& p) {
+  return p.blocks_per_strip * (p.block_cols / kUnitCols);
+}
+
+// A run: the problem, its tensors, and what of the workspace is where.
+struct Run {
+  const QgemmProblem& problem;
+  const QgemmTensors& tensors;
+  uint16_t* x;         // forward: see arrange_x; transposed: [rows][row_stride], zeros beyond what is summed
+  float* sums;         // forward: of x over groups: [groups][rows]
+  int64_t rows;        // m, padded
+  int64_t row_stride;  // transposed, in elements
+};
+
+HALFBYTE_AVX512 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sum, __builtin_bit_cast(__m512bh, a), __builtin_bit_cast(__m512bh, b));
+}
+
+// Writes outputs [row, col .. col + 15], as many as there are. Not inlined, for the loops before it to have
+// all registers.
+[[gnu::noinline]] HALFBYTE_AVX512 inline void store(const Run& run, int64_t row, int64_t col, __m512 sum) {
+  const __mmask16 mask = first_lanes(run.problem.out_cols() - col);
+  const auto load = [mask](const void* data, int64_t at) HALFBYTE_AVX512 {
+    const __m256i bits = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(data) + at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  };
+  const int64_t at = row * run.problem.out_cols() + col;
+  if (run.problem.bias) sum = _mm512_add_ps(sum, load(run.tensors.bias, col));
+  if (run.problem.accumulate) sum = _mm512_add_ps(sum, load(run.tensors.y, at));
+  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(run.tensors.y) + at, mask,
+                           __builtin_bit_cast(__m256i, _mm512_cvtneps_pbh(sum)));
+}
+
+using DecodedUnit = Bf16Tile[2][2];  // [j][i], see weight/bf16_decode.h
+
+inline const uint16_t* unit_of_x(const Run& run, int64_t row, int64_t unit) {
+  return static_cast<const uint16_t*>(run.tensors.x) + row * run.problem.k + unit * kUnitCols;
+}
+
+// The sums of x over a group.
+HALFBYTE_AVX512 inline void sum_group(const Run& run, int64_t group) {
+  const QgemmProblem& problem = run.problem;
+  const int64_t begin = group * problem.weight.group,
+                end = std::min<int64_t>(problem.k, begin + problem.weight.group);
+  const __m512i ones = _mm512_set1_epi16(0x3F80);
+  for (int64_t row = 0; row < run.rows; ++row) {
+    __m512 sum = _mm512_setzero_ps();
+    if (row < problem.m)
+      for (int64_t col = begin; col < end; col += 32)
+        sum =
+            dot(sum,
+                _mm512_maskz_loadu_epi16(first_words(end - col),
+                                         static_cast<const uint16_t*>(run.tensors.x) + row * problem.k + col),
+                ones);
+    run.sums[group * run.rows + row] = _mm512_reduce_add_ps(sum);
+  }
+}
+
+// The groups that the columns of a block belong to: two of 32 columns, or one.
+struct BlockGroups {
+  int num;
+  explicit BlockGroups(const formats::PackedLayout& p) : num(p.inlined && p.group < kUnitCols ? 2 : 1) {}
+
+  // Loads the parameters of group `i` of a block. Returns its number if it begins there, else -1.
+  HALFBYTE_AVX512 int64_t load(GroupParameters& parameters, const Run& run, int64_t strip, int64_t block,
+                               int i) const {
+    const formats::PackedLayout& p = run.problem.weight;
+    const int64_t group = p.inlined ? block * num + i : p.groups == 1 ? 0 : block * p.block_cols / p.group;
+    parameters.load(run.problem, run.tensors, strip, group);
+    return group < p.groups && group * p.group >= block * p.block_cols ? group : -1;
+  }
+};
+
+}  // namespace halfbyte::avx512

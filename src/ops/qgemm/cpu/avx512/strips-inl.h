@@ -1,0 +1,202 @@
+// qgemm_avx512, phase 2: forward, few rows of x. Codes are looked up in registers and multiplied with x along
+// k.
+#pragma once
+
+#include "ops/qgemm/cpu/avx512/run-inl.h"
+
+namespace halfbyte::avx512 {
+
+// Rows of x at most: of two rows of the weight their sums are 16 of the 32 registers.
+inline constexpr int kFewRows = 8;
+
+// The rows of x in the workspace for few rows: [unit][row][2 vectors].
+HALFBYTE_AVX512 inline void arrange_rows(const Run& run, int64_t begin, int64_t end) {
+  const UnitOrder order(run.problem.codec.bits);
+  for (int64_t unit = begin; unit < end; ++unit)
+    for (int64_t row = 0; row < run.rows; ++row) {
+      __m512i vectors[2];
+      order.load(unit_of_x(run, row, unit), row < run.problem.m ? run.problem.k - unit * kUnitCols : 0,
+                 vectors);
+      uint16_t* const to = run.x + (unit * run.rows + row) * kUnitCols;
+      _mm512_store_si512(to, vectors[0]);
+      _mm512_store_si512(to + 32, vectors[1]);
+    }
+}
+
+// The sum of each of 16 vectors: of vector i in lane i. Not inlined, as store().
+[[gnu::noinline]] HALFBYTE_AVX512 inline __m512 sum_each(const float* vectors, int64_t stride) {
+  __m512 v[kLanes];
+  for (int i = 0; i < kLanes; ++i) v[i] = _mm512_load_ps(vectors + (i % 4 * 4 + i / 4) * stride);
+  for (int i = 0; i < 8; ++i)
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44),
+                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xEE));
+  for (int i = 0; i < 4; ++i)
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xDD));
+  for (int i = 0; i < 2; ++i)
+    v[i] = _mm512_add_ps(_mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0x44),
+                         _mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0xEE));
+  return _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xDD));
+}
+
+// What is added for a group beside scale * sum(x code): factor * sum(x).
+HALFBYTE_AVX512 inline bool has_factors(const QgemmProblem& problem) {
+  return problem.codec.asymmetric || problem.weight.has_biases;
+}
+HALFBYTE_AVX512 inline __m512 factors(const QgemmProblem& problem, const GroupParameters& group, int row) {
+  if (problem.weight.has_biases) return _mm512_load_ps(group.biases + row);
+  return _mm512_fnmadd_ps(_mm512_load_ps(group.scales + row), _mm512_load_ps(group.offsets + row),
+                          _mm512_setzero_ps());
+}
+
+// Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x.
+template <int kBits>
+struct LineDecoder {
+  static constexpr int kVectors = kBits == 4 ? 2 : 1;  // of a row
+  __m512i table;  // of 4 bits: values twice; of 8 bits: 2^23 plus the code that stands for 0
+
+  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec& codec) {
+    const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
+    if constexpr (kBits == 4) {
+      alignas(64) uint16_t values[32];
+      for (int i = 0; i < 32; ++i)
+        values[i] = formats::to_bf16(codec.kind == formats::Kind::table ? codec.book.values[i % 16]
+                                                                        : static_cast<float>(i % 16 - zero));
+      table = _mm512_load_si512(values);
+    } else {
+      table = _mm512_castps_si512(_mm512_set1_ps(0x1p23f + static_cast<float>(zero)));
+    }
+  }
+
+  // `swapped`: of lines 2 and 3 of 4, whose halves are the other way round.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* line, bool swapped,
+                                                     __m512i (&values)[2][kVectors]) const {
+    __m512i codes = _mm512_loadu_si512(line);
+    if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
+    if constexpr (kBits == 4) {
+      for (int i = 0; i < 4; ++i)
+        values[i / 2][i % 2] =
+            _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, static_cast<unsigned>(4 * i)), table);
+    } else {
+      __m512 bytes[4];
+      for (int i = 0; i < 4; ++i)
+        bytes[i] =
+            _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+                              _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(0xFF),
+                              _mm512_castps_si512(_mm512_set1_ps(0x1p23f)), 0xEA)),
+                          _mm512_castsi512_ps(table));
+      for (int i = 0; i < 2; ++i)
+        values[i][0] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(bytes[2 * i + 1], bytes[2 * i]));
+    }
+  }
+};
+
+// What is summed for the outputs of a strip: 16 lanes for each, and what groups add beside.
+template <int kRows>
+struct StripSums {
+  alignas(64) float totals[kUnitRows][kRows][kLanes] = {};
+  alignas(64) float added[kRows][kUnitRows] = {};
+
+  // Loads the parameters of a block's groups, and adds factors of sums of x where there are any.
+  HALFBYTE_AVX512 void begin_block(const Run& run, const BlockGroups& block_groups, int64_t strip,
+                                   int64_t block, GroupParameters (&groups)[2]) {
+    for (int i = 0; i < block_groups.num; ++i) {
+      const int64_t group = block_groups.load(groups[i], run, strip, block, i);
+      if (!has_factors(run.problem) || group < 0) continue;
+      for (int row = 0; row < kUnitRows; row += kLanes) {
+        const __m512 factor = factors(run.problem, groups[i], row);
+        for (int m = 0; m < kRows; ++m)
+          _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * kRows + m]),
+                                                          _mm512_load_ps(added[m] + row)));
+      }
+    }
+  }
+  HALFBYTE_AVX512 void finish(const Run& run, int64_t strip) const {
+    for (int m = 0; m < run.problem.m; ++m)
+      for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes)
+        store(run, m, strip * kUnitRows + row,
+              _mm512_add_ps(sum_each(totals[row][m], kRows * kLanes), _mm512_load_ps(added[m] + row)));
+  }
+};
+
+// Where tile `tile` of a block lies in x, for the line of a row.
+template <int kBits, int kRows>
+constexpr int tile_of_x(int tile) {
+  return kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32;
+}
+
+// Adds line `line` of tiles that have one scale to the totals of its two rows. ahead: where what is fetched
+// meanwhile begins.
+template <int kBits, int kRows, bool kTwoInLanes>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(
+    const LineDecoder<kBits>& decoder, const uint8_t* codes, const uint8_t* ahead, const uint16_t* x,
+    int line, bool swapped, int first, int num_tiles, const GroupParameters& scales,
+    const GroupParameters& second, StripSums<kRows>& to) {
+  constexpr int kVectors = LineDecoder<kBits>::kVectors;
+  __m512 sums[2][kRows];
+  for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
+  for (int tile = first; tile < first + num_tiles; ++tile) {
+    const uint8_t* const at = codes + tile * formats::kTileBytes + line * 64;
+    const uint16_t* const at_x = x + tile_of_x<kBits, kRows>(tile);
+    __m512i values[2][kVectors];
+    _mm_prefetch(ahead + (line * num_tiles + tile - first) * 64, _MM_HINT_T1);
+    decoder.decode(at, swapped, values);
+    for (int m = 0; m < kRows; ++m)
+      for (int j = 0; j < kVectors; ++j) {
+        const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + j * 32);
+        sums[0][m] = dot(sums[0][m], values[0][j], pairs);
+        sums[1][m] = dot(sums[1][m], values[1][j], pairs);
+      }
+  }
+  for (int j = 0; j < 2; ++j) {
+    const int row = 2 * line + j;
+    __m512 scale = _mm512_set1_ps(scales.scales[row]);
+    if (kTwoInLanes) scale = _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(second.scales[row]));
+    for (int m = 0; m < kRows; ++m)
+      _mm512_store_ps(to.totals[row][m],
+                      _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(to.totals[row][m])));
+  }
+}
+
+// Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
+// kTwoInLanes: blocks are one tile of two groups, the second one of lanes 4 i + 2 and 4 i + 3.
+template <int kBits, int kRows, bool kTwoInLanes>
+HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
+  const formats::PackedLayout& p = run.problem.weight;
+  const LineDecoder<kBits> decoder(run.problem.codec);
+  const BlockGroups block_groups(p);
+  const int block_tiles = p.block_code_bytes / formats::kTileBytes;
+  const int fold_tiles = block_groups.num == 2 ? 1 : block_tiles;  // that have one scale
+  GroupParameters groups[2];
+  StripSums<kRows> sums;
+  const uint16_t* x = run.x;
+  for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
+    sums.begin_block(run, block_groups, strip, block, groups);
+    const uint8_t* codes =
+        static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
+    for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
+      _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
+    for (int first = 0; first < block_tiles; first += fold_tiles) {
+      const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
+      const GroupParameters& scales = groups[kTwoInLanes ? 0 : first / fold_tiles];
+      for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+          multiply_line<kBits, kRows, kTwoInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0, first,
+                                                   fold_tiles, scales, groups[1], sums);
+    }
+    x += p.block_cols * kRows;
+  }
+  sums.finish(run, strip);
+}
+
+using StripFunction = void (*)(const Run&, int64_t);
+template <int kBits, bool kTwoInLanes = false>
+StripFunction strip_function(int64_t rows) {
+  return rows == 1   ? multiply_strip<kBits, 1, kTwoInLanes>
+         : rows == 2 ? multiply_strip<kBits, 2, kTwoInLanes>
+         : rows == 4 ? multiply_strip<kBits, 4, kTwoInLanes>
+                     : multiply_strip<kBits, 8, kTwoInLanes>;
+}
+
+}  // namespace halfbyte::avx512

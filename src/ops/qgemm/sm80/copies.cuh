@@ -1,0 +1,203 @@
+// qgemm_sm80, phase 2: copies of a step to shared memory.
+#pragma once
+
+#include "ops/qgemm/sm80/pair.cuh"
+
+namespace halfbyte::device {
+
+#if HALFBYTE_DEVICE_ARCH >= 800
+
+// Where unit `unit` of a strip begins, and its block.
+__device__ __forceinline__ constexpr i64 block_offset(i64 unit) {
+  return unit / kUnitsPerBlock * kBlockBytes;
+}
+__device__ __forceinline__ constexpr i64 unit_offset(i64 unit) {
+  return block_offset(unit) + unit % kUnitsPerBlock * kUnitBytes;
+}
+
+// Group `group` of unit q: 32 scales, then 32 zero points or biases, then 32 absmax.
+__device__ __forceinline__ u8* params_of(u8* stage, int q, int group) {
+  return stage + kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * kStage.param_bytes;
+}
+
+// Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
+constexpr int kChunkElements = 16 / sizeof(Memory), kRowChunks = kQgemmSm80Step / kChunkElements;
+__device__ __forceinline__ u32 x_chunk(int token, int chunk) {
+  const int swizzle = kTf32 ? token % 4 * 2 : token % 8;
+  return static_cast<u32>((token * kRowChunks + (chunk ^ swizzle)) * 16);
+}
+__device__ __forceinline__ u32 element_bits(u16 x) { return x; }
+__device__ __forceinline__ u32 element_bits(float x) { return bit_cast<u32>(x); }
+
+// What a block makes: a tile of features for some tokens, over the steps of a split.
+struct Tile {
+  i64 first_token, tile, split;
+
+  __device__ __forceinline__ explicit Tile(const QgemmSm80Args& args) {
+    i64 block = block_index();
+    first_token = block % args.token_tiles * kTokens;
+    block /= args.token_tiles;
+    tile = block % args.feature_tiles;
+    split = block / args.feature_tiles;
+  }
+};
+
+// What a thread copies in each step: of codes, parameters and x every kThreads-th 16 bytes. Where registers
+// allow, addresses of the first step come once; those of others differ by what is the same for all threads.
+class Copies {
+ public:
+  __device__ __forceinline__ Copies(const QgemmSm80Args& args, i64 tile, i64 first_token)
+      : args_(args), tile_(tile), first_token_(first_token) {
+    left_ = static_cast<int>(
+        min<i64>(kTransposed ? args.units_per_strip - first_unit() : args.strips - first_strip(), kUnits));
+    num_tokens_ = static_cast<int>(min<i64>(args.m - first_token, kTokens));
+    if constexpr (kRoomy) {
+      codes_ = code_address(thread_, 0);
+      x_ = x_address(thread_, 0);
+    }
+    if constexpr (kParamsAhead) params_ = param_address(Param(thread_), 0);
+  }
+
+  __device__ __forceinline__ void load_weight(u8* stage, i64 step) const {
+    load_codes(stage, step);
+    load_params(stage, step);
+    if (kDoubleQuant) load_absmax(stage, step);
+  }
+
+  __device__ __forceinline__ void load_x(u8* stage, i64 step) const {
+    constexpr int kPassTokens = kThreads / kRowChunks;
+    const i64 left =
+        args_.in_cols - step * kQgemmSm80Step - thread_ % kRowChunks * kChunkElements;  // columns
+#pragma unroll kRoomy ? kUnits : 1
+    for (int first = 0; first < kTokens; first += kPassTokens) {
+      const int i = first * kRowChunks + thread_, token = i / kRowChunks;
+      if (kTokens < kPassTokens && token >= kTokens) break;
+      const bool valid = token < num_tokens_ && left > 0;
+      const i64 moved = step * kQgemmSm80Step + first * args_.in_cols;
+      const Memory* const address = kRoomy ? x_ + moved : x_address(i, step);
+      const Memory* const from = valid ? address : static_cast<const Memory*>(args_.x);
+      u8* const to = stage + kStage.code_bytes + x_chunk(token, i % kRowChunks);
+      if (kAligned) {
+        copy_async_or_zero(to, from, valid);
+      } else {
+        Words4 chunk = {};
+#pragma unroll
+        for (int j = 0; j < kChunkElements; ++j)
+          if (valid && j < left)
+            chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kTf32 ? 0 : j % 2 * 16);
+        *reinterpret_cast<Words4*>(to) = chunk;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kCodeChunks = kUnitBytes / 16;  // of a unit
+  // Unit q of a step: of strip q of the tile; transposed, of the first or second strip of the step, four
+  // units of each.
+  static __device__ __forceinline__ constexpr int strip_of(int q) { return kTransposed ? q / 4 : q; }
+  static __device__ __forceinline__ constexpr int unit_of(int q) { return kTransposed ? q % 4 : 0; }
+  static __device__ __forceinline__ i64 strip_of_step(i64 step) { return kTransposed ? step * 2 : 0; }
+  static __device__ __forceinline__ i64 unit_of_step(i64 step) { return kTransposed ? 0 : step; }
+  __device__ __forceinline__ i64 first_strip() const { return kTransposed ? 0 : tile_ * kUnits; }
+  __device__ __forceinline__ i64 first_unit() const { return kTransposed ? tile_ * 4 : 0; }
+  __device__ __forceinline__ bool is_valid(i64 step, int q) const {
+    return kTransposed ? unit_of(q) < left_ && strip_of_step(step) + strip_of(q) < args_.strips : q < left_;
+  }
+
+  // Of copy i of a step.
+  __device__ __forceinline__ const u8* code_address(int i, i64 step) const {
+    const int q = i / kCodeChunks;
+    return args_.weight + (first_strip() + strip_of_step(step) + strip_of(q)) * args_.strip_bytes +
+           unit_offset(first_unit() + unit_of_step(step) + unit_of(q)) + i % kCodeChunks * 16;
+  }
+  __device__ __forceinline__ const Memory* x_address(int i, i64 step) const {
+    return static_cast<const Memory*>(args_.x) + (first_token_ + i / kRowChunks) * args_.in_cols +
+           step * kQgemmSm80Step + i % kRowChunks * kChunkElements;
+  }
+
+  __device__ __forceinline__ void load_codes(u8* stage, i64 step) const {
+    const i64 moved = strip_of_step(step) * args_.strip_bytes + unit_offset(unit_of_step(step));
+#pragma unroll kRoomy ? kUnits : 1
+    for (int first = 0; first < kUnits; first += kThreads / kCodeChunks) {
+      const int i = first * kCodeChunks + thread_;
+      const bool valid = is_valid(step, i / kCodeChunks);
+      const u8* const from =
+          kRoomy ? codes_ + moved + strip_of(first) * args_.strip_bytes + unit_offset(unit_of(first))
+                 : code_address(i, step);
+      copy_async_or_zero(stage + i * 16, valid ? from : args_.weight, valid);
+    }
+  }
+
+  __device__ __forceinline__ i64 group_of(i64 unit, int group) const {
+    const i64 col = unit * kUnitCols + group * (kUnitCols / kUnitGroups);
+    return min(kGroup > 0          ? col / max(kGroup, 1)
+               : args_.groups == 1 ? 0
+                                   : col / args_.group,
+               args_.groups - 1);
+  }
+  static constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16,
+                       kParamChunks = kGroupBytes / 16;  // of a group
+  static constexpr int kParamCopies = kUnits * kUnitGroups * kParamChunks;
+  // Whether their addresses are known ahead: inlined, and there are registers for it.
+  static constexpr bool kParamsAhead = kGroup > 0 && kRoomy&& kParamCopies <= kThreads;
+  // Copy i of those of a step.
+  struct Param {
+    int chunk, group, q;
+    __device__ __forceinline__ explicit Param(int i)
+        : chunk(i % kParamChunks),
+          group(i / kParamChunks % kUnitGroups),
+          q(i / (kParamChunks * kUnitGroups)) {}
+    __device__ __forceinline__ bool is_scale() const { return chunk < kScaleChunks; }
+    // Bytes of one, and from the first of the group on.
+    __device__ __forceinline__ int size() const { return is_scale() ? kScaleBytes : kZeros ? 1 : kBiasBytes; }
+    __device__ __forceinline__ int offset() const { return (is_scale() ? chunk : chunk - kScaleChunks) * 16; }
+    __device__ __forceinline__ int in_block() const {  // from the parameters on, where they are inlined
+      return (is_scale() ? 0 : kGroupsPerBlock * kUnitRows * kScaleBytes) + group * kUnitRows * size() +
+             offset();
+    }
+    __device__ __forceinline__ u8* place(u8* stage) const { return params_of(stage, q, group) + chunk * 16; }
+  };
+  __device__ __forceinline__ const u8* param_address(const Param& param, i64 step) const {
+    const i64 strip = first_strip() + strip_of_step(step) + strip_of(param.q);
+    const i64 unit = first_unit() + unit_of_step(step) + unit_of(param.q);
+    if (kGroup > 0)
+      return args_.weight + strip * args_.strip_bytes + block_offset(unit) + kBlockCodeBytes +
+             param.in_block();
+    const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
+    const i64 section = param.is_scale() ? args_.scales : kZeros ? args_.zeros : args_.biases;
+    return args_.weight + section + first * param.size() + param.offset();
+  }
+  __device__ __forceinline__ void load_params(u8* stage, i64 step) const {
+    const i64 moved = strip_of_step(step) * args_.strip_bytes + block_offset(unit_of_step(step));
+#pragma unroll 1
+    for (int i = thread_; i < kParamCopies; i += kThreads) {
+      const Param param(i);
+      const bool valid = is_valid(step, param.q);
+      const u8* const from = kParamsAhead ? params_ + moved : param_address(param, step);
+      copy_async_or_zero(param.place(stage), valid ? from : args_.weight, valid);
+    }
+  }
+  __device__ __forceinline__ void load_absmax(u8* stage, i64 step) const {
+    const u8* const absmax = args_.weight + args_.absmax;
+#pragma unroll 1
+    for (int i = thread_; i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
+      const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
+      const i64 strip = first_strip() + strip_of_step(step) + strip_of(q);
+      const i64 unit = first_unit() + unit_of_step(step) + unit_of(q);
+      const i64 index = (strip * kUnitRows + row) * args_.groups + group_of(unit, group);
+      copy_async(reinterpret_cast<u32*>(params_of(stage, q, group) + kGroupBytes) + row,
+                 absmax + min(index >> 8, args_.last_absmax) * 4);
+    }
+  }
+
+  const QgemmSm80Args& args_;
+  const int thread_ = static_cast<int>(threadIdx.x);
+  i64 tile_, first_token_;
+  int left_, num_tokens_;  // strips or, transposed, units from the first of the tile on; tokens
+  const u8 *codes_ = nullptr, *params_ = nullptr;
+  const Memory* x_ = nullptr;
+};
+
+#endif
+
+}  // namespace halfbyte::device

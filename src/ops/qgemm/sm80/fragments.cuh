@@ -1,0 +1,234 @@
+// qgemm_sm80, phase 3: fragments of a step, and their products.
+#pragma once
+
+#include "ops/qgemm/sm80/copies.cuh"
+
+namespace halfbyte::device {
+
+#if HALFBYTE_DEVICE_ARCH >= 800
+
+template <int n>
+struct alignas(4 * n) WordsOf {
+  u32 word[n];
+};
+
+struct Lane {
+  int index, g, t;
+  u32 table;     // see look_up()
+  float offset;  // of double quantization
+};
+
+__device__ __forceinline__ float scale_at(const u8* params, int row, const Lane& lane) {
+  if (!kDoubleQuant) return load_scale<float>(params, row, kCodec.scale_type);
+  const float absmax = reinterpret_cast<const float*>(params + kGroupBytes)[row];
+  return shared_map()[params[row]] * absmax + lane.offset;
+}
+__device__ __forceinline__ float bias_at(const u8* params, int row) {
+  return load_scale<float>(params + kUnitRows * kScaleBytes, row, kCodec.scale_type);
+}
+__device__ __forceinline__ float zero_at(const u8* params, int row) {
+  return static_cast<float>(params[kUnitRows * kScaleBytes + row]);
+}
+
+// Tile `half` of 16 rows of unit `unit` for steps chunk * kDeep and on.
+__device__ __forceinline__ void forward_fragments(Pair (&a)[kDeep][4], const u8* unit, const u8* params,
+                                                  int half, int chunk, const Lane& lane) {
+  const u8* const slot = unit + packed_slot(8 * half + lane.g, lane.t) * 16;
+  if constexpr (kBits == 4) {
+    const auto words = *reinterpret_cast<const WordsOf<kDeep>*>(slot + chunk * kDeep * 4);
+#pragma unroll
+    for (int j = 0; j < kDeep; ++j) {
+      a[j][0] = look_up<0>(words.word[j], lane.table);
+      a[j][1] = look_up<1>(words.word[j], lane.table);
+      a[j][2] = look_up<2>(words.word[j], lane.table);
+      a[j][3] = look_up<3>(words.word[j], lane.table);
+    }
+  } else {
+    constexpr int kWide = min(kDeep, 2);  // steps in 16 bytes
+#pragma unroll
+    for (int j = 0; j < kDeep; ++j) {
+      const int step = chunk * kDeep + j;
+      const auto words = *reinterpret_cast<const WordsOf<2 * kWide>*>(slot + step / 2 * 1024 +
+                                                                      (kWide == 2 ? 0 : step % 2 * 8));
+      const int first = kWide == 2 ? j % 2 * 2 : 0;
+      a[j][0] = byte_pair<0, 1>(Element(), words.word[first]);
+      a[j][1] = byte_pair<2, 3>(Element(), words.word[first]);
+      a[j][2] = byte_pair<0, 1>(Element(), words.word[first + 1]);
+      a[j][3] = byte_pair<2, 3>(Element(), words.word[first + 1]);
+    }
+  }
+  const int first = 16 * half + 2 * lane.g;
+  Pair zeros[2], scales[2], biases[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (kZeros) zeros[i] = same_pair(Element(), -zero_at(params, first + i));
+    if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(params, first + i, lane));
+    biases[i] = kScaledWeight && kBiases ? same_pair(Element(), bias_at(params, first + i)) : kMinusZeros;
+  }
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (kZeros) a[j][i] = fma_pair(Element(), a[j][i], kOnes, zeros[i % 2]);
+      if (kScaledWeight) a[j][i] = rounded_pair(fma_pair(Element(), a[j][i], scales[i % 2], biases[i % 2]));
+    }
+  }
+}
+
+// Rows 2 * pair and the next of half `half` of a unit: [tile][column] of this lane, see
+// transposed_fragments().
+__device__ __forceinline__ void load_row_pairs(Pair (&values)[2][2], const u8* unit, int pair, int half,
+                                               const Lane& lane) {
+  const u8* const slot = unit + packed_slot(pair, lane.g % 4) * 16;
+  if constexpr (kBits == 4) {
+    u32 word = *reinterpret_cast<const u32*>(slot + (2 * half + lane.g / 4) * 4);
+    // From pairs of columns to pairs of rows: the high code of each even byte and the low one of the next
+    // change places.
+    word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
+    values[0][0] = look_up<0>(word, lane.table);
+    values[0][1] = look_up<1>(word, lane.table);
+    values[1][0] = look_up<2>(word, lane.table);
+    values[1][1] = look_up<3>(word, lane.table);
+  } else {
+    const auto words = *reinterpret_cast<const WordsOf<2>*>(slot + half * 1024 + lane.g / 4 * 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      values[i][0] = byte_pair<0, 2>(Element(), words.word[i]);
+      values[i][1] = byte_pair<1, 3>(Element(), words.word[i]);
+    }
+  }
+}
+
+// The 32 columns of half `half` of a unit, 16 a tile, for the 32 rows of its strip. Lane (g, t) has of tile i
+// columns 16 (g / 4) + 2 (g % 4) + 8 i and the next, its fragments' rows g and g + 8.
+__device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], const u8* unit, const u8* params,
+                                                     int half, const Lane& lane) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {  // half of the 16 rows
+      const int pair = 8 * j + 4 * second + lane.t;
+      Pair values[2][2];
+      load_row_pairs(values, unit, pair, half, lane);
+      const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
+      const Pair scales = of_rows([&](int row) { return scale_at(params, row, lane); });
+      const Pair biases = kBiases ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Pair value = values[i / 2][i % 2];
+        if (kZeros)
+          value = fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(params, row); }));
+        a[i / 2][j][2 * second + i % 2] = rounded_pair(fma_pair(Element(), value, scales, biases));
+      }
+    }
+  }
+}
+
+// Columns of operand B, the tokens of an eight, for steps of 16 from `step` on.
+__device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x, int first_token, int step,
+                                                const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < (kDeep + 1) / 2; ++i) {
+    u32 m[4];
+    load_matrices(m, x + x_chunk(first_token + lane.index % 8, (step / 2 + i) * 4 + lane.index / 8));
+    if constexpr (kDeep == 1) {
+      b[0][0] = step % 2 ? m[2] : m[0];
+      b[0][1] = step % 2 ? m[3] : m[1];
+    } else {
+      b[2 * i][0] = m[0];
+      b[2 * i][1] = m[1];
+      b[2 * i + 1][0] = m[2];
+      b[2 * i + 1][1] = m[3];
+    }
+  }
+}
+__device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const u8* x, int first_token,
+                                                int step, const Lane& lane) {
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 chunk = x_chunk(first_token + lane.g, (step + j) * 4 + 2 * i + lane.t / 2);
+      b[j][i] = rounded_pair(*reinterpret_cast<const FloatPair*>(x + chunk + lane.t % 2 * 8));
+    }
+  }
+}
+
+using Sums = float[kWarpBlocks][2][kTokenTiles][4];
+
+// The weight of steps of 16 number chunk * kDeep and on, for the 32 features of a warp; the scales and biases
+// of its sums, where these are scaled.
+struct Weight {
+  Pair a[2][kDeep][4];
+  float scales[2][2], biases[2][2];
+
+  // `block`: of 32 features of the tile.
+  __device__ __forceinline__ void load(u8* stage, int block, int chunk, const Lane& lane) {
+    if constexpr (kTransposed) {
+      const int q = chunk * 4 + block / 2, half = block % 2;
+      const int group = kUnitGroups == 1 ? 0 : kUnitGroups == 2 ? half : 2 * half + lane.g / 4;
+      transposed_fragments(a, stage + q * kUnitBytes, params_of(stage, q, group), half, lane);
+    } else {
+      const u8* const params = params_of(stage, block, chunk * kDeep * kUnitGroups / 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        forward_fragments(a[half], stage + block * kUnitBytes, params, half, chunk, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (kScaledWeight) continue;
+          const int row = 16 * half + 2 * lane.g + i;
+          scales[half][i] = scale_at(params, row, lane);
+          biases[half][i] = kBiases ? bias_at(params, row) : 0;
+        }
+      }
+    }
+  }
+
+  // sum += the products of 16 features and eight tokens b; x_sums: of the tokens 2t and 2t + 1 over the
+  // group.
+  __device__ __forceinline__ void multiply(float (&sum)[4], int half, const Pair (&b)[kDeep][2],
+                                           const float (&x_sums)[4]) const {
+    if constexpr (kScaledWeight) {
+#pragma unroll
+      for (int j = 0; j < kDeep; ++j) mma(Element(), sum, a[half][j], b[j]);
+    } else {
+      float group_sum[4] = {};
+#pragma unroll
+      for (int j = 0; j < kDeep; ++j) mma(Element(), group_sum, a[half][j], b[j]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[i] = __fmaf_rn(scales[half][i / 2], group_sum[i], sum[i]);
+        if (kBiases) sum[i] = __fmaf_rn(biases[half][i / 2], x_sums[i], sum[i]);
+      }
+    }
+  }
+};
+
+// Adds a step. The warp begins with block `warp_feature` of 32 features and token `warp_token` of the tile,
+// and has `tokens` tokens.
+__device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature, int warp_token, int tokens,
+                                         const Lane& lane) {
+#pragma unroll
+  for (int chunk = 0; chunk < 4 / kDeep; ++chunk) {
+    Weight weight;
+    weight.load(stage, warp_feature, chunk, lane);
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+      if (tile % kTilesTogether == 0 && tile * 8 >= tokens) break;
+      Pair b[kDeep][2];
+      token_fragments(b, stage + kStage.code_bytes, warp_token + tile * 8, chunk * kDeep, lane);
+      float x_sums[4] = {};
+      if (kBiases && !kScaledWeight) {
+        const Pair ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) mma(Element(), x_sums, ones, b[j]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) weight.multiply(sums[0][half][tile], half, b, x_sums);
+    }
+  }
+}
+
+#endif
+
+}  // namespace halfbyte::device

@@ -1,0 +1,115 @@
+// qgemm_sm80, phase 1: what a kernel is compiled for, and two neighbours along the sum in the type of the
+// products.
+#pragma once
+
+#include "cuda/device/mma.cuh"
+#include "ops/qgemm/sm80/sm80.cuh"
+#include "ops/qgemm/weight/pairs.cuh"
+#include "ops/qgemm/weight/values.cuh"
+
+namespace halfbyte::device {
+
+#if HALFBYTE_DEVICE_ARCH >= 800
+
+constexpr int kBits = kCodec.bits, kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
+constexpr bool kZeros = kCodec.asymmetric, kBiases = kCodec.kind == Kind::affine;
+constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kCodec.scale_type);
+constexpr int kBiasBytes = kBiases ? scale_bytes(kCodec.scale_type) : 0;
+constexpr QgemmSm80Stage kStage =
+    qgemm_sm80_stage(kBits, kScaleBytes, kZeros, kBiasBytes, kDoubleQuant, kUnitGroups, kTokens,
+                     sizeof(Memory), HALFBYTE_DEVICE_ARCH / 10);
+static_assert(kStage.stages >= 2);
+
+// A block of the packed weight; kGroup: columns of a group, 0 where parameters have sections of their own.
+constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
+constexpr int kUnitsPerBlock = max(kGroup, kUnitCols) / kUnitCols;
+constexpr int kGroupsPerBlock = kGroup == 32 ? 2 : 1;
+constexpr int kBlockCodeBytes = kUnitsPerBlock * kUnitBytes;
+constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kZeros + kBiasBytes);
+constexpr int kBlockBytes = kBlockCodeBytes + (kGroup > 0 ? kGroupsPerBlock * kGroupBytes : 0);
+
+// A warp has kWarpBlocks times 32 features, two tiles of 16 each, and kTokenTiles times 8 tokens.
+constexpr bool kWide = kTokens == kQgemmSm80WideTokens;
+constexpr int kWarpBlocks = kWide ? 2 : 1;
+constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
+constexpr int kTokenTiles = min(kTokens, 64) / 8;
+// Whether the scale goes into the weight.
+constexpr bool kTf32 = sizeof(Memory) == 4, kScaledWeight = kTransposed || kTf32 || kWide;
+// Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
+constexpr int kDeepest = kTransposed || kTf32 || kTokens == 32 ? 2 : 4;
+constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
+
+// One block has all registers.
+constexpr bool kRoomy = qgemm_sm80_blocks(kTokens, sizeof(Memory)) == 1;
+// Between two branches, for the scheduler to mix: more would take more registers.
+constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
+
+extern __shared__ Words4 shared_words[];
+__device__ __forceinline__ u8* shared_bytes() { return reinterpret_cast<u8*>(shared_words); }
+__device__ __forceinline__ float* shared_map() {
+  return reinterpret_cast<float*>(shared_bytes() + kStage.table_bytes);
+}
+
+using Pair = Select<kTf32, FloatPair, u32>;
+
+__device__ __forceinline__ FloatPair fma_pair(F32, const FloatPair& a, const FloatPair& b,
+                                              const FloatPair& c) {
+  return {__fmaf_rn(a.first, b.first, c.first), __fmaf_rn(a.second, b.second, c.second)};
+}
+
+__device__ __forceinline__ FloatPair make_pair(F32, float first, float second) { return {first, second}; }
+template <class T>
+__device__ __forceinline__ u32 make_pair(T, float first, float second) {
+  return store_pair(T(), first, second);
+}
+HALFBYTE_FN FloatPair same_pair(F32, float x) { return {x, x}; }
+constexpr Pair kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
+
+// See weight/pairs.cuh.
+template <int kFirst, int kSecond>
+__device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
+  return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
+}
+
+// The table of pairs: a row of 128 bytes for each byte of codes, full of copies, so that the lanes that
+// shared memory serves at a time do not meet in a bank.
+__device__ __forceinline__ void build_table(int thread) {
+  constexpr int kCopies = 128 / sizeof(Pair);
+#pragma unroll 4
+  for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Pair)); i += kThreads) {
+    const Memory first = kCodeValues.values[i / kCopies & 15], second = kCodeValues.values[i / kCopies >> 4];
+    reinterpret_cast<Pair*>(shared_words)[i] =
+        make_pair(Element(), load(Element(), first), load(Element(), second));
+  }
+}
+__device__ __forceinline__ void load_shared(u32& pair, u32 address) {
+  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address));
+}
+__device__ __forceinline__ void load_shared(FloatPair& pair, u32 address) {
+  asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.first), "=f"(pair.second) : "r"(address));
+}
+// `table`: the lane's entry of row 0, an address of shared memory. A permute and a multiplication, which
+// compilers would make three instructions of.
+template <int kByte>
+__device__ __forceinline__ Pair look_up(u32 word, u32 table) {
+  Pair pair;
+  load_shared(pair, table + __byte_perm(word, 0, 0x4440 | kByte) * 128);
+  return pair;
+}
+
+// Of two steps of 8 the first has the pairs 2t, 2t + 1 of the 16, the second 2t + 8, 2t + 9: any order will
+// do.
+__device__ __forceinline__ void mma(F32, float (&d)[4], const FloatPair (&a)[4], const FloatPair (&b)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    mma_tf32(d, {a[2 * i].first, a[2 * i + 1].first, a[2 * i].second, a[2 * i + 1].second},
+             {b[i].first, b[i].second});
+}
+__device__ __forceinline__ u32 rounded_pair(u32 pair) { return pair; }
+__device__ __forceinline__ FloatPair rounded_pair(const FloatPair& pair) {
+  return {to_tf32(pair.first), to_tf32(pair.second)};
+}
+
+#endif
+
+}  // namespace halfbyte::device

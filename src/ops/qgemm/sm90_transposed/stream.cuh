@@ -1,0 +1,150 @@
+// qgemm_sm90_transposed, phase 1: codes, parameters and x on their way to shared memory.
+#pragma once
+
+#include "cuda/device/wgmma.cuh"
+#include "ops/qgemm/sm90_transposed/sm90_transposed_args.h"
+#include "ops/qgemm/weight/sm90.cuh"
+
+#include "halfbyte_config.h"
+
+namespace halfbyte::device {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
+constexpr int kTeams = kTiling.teams(), kTeamWarps = kTransposedThreads / 32 / kTeams,
+              kStrips = kTiling.strips();
+static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
+static_assert(kTiling.fits());
+static_assert(kTiling.bits == 8 || kTiling.table_bytes() == kPairTableBytes);
+
+// The copies of a team: a ring of stages, numbers first() and up, each of which holds a step. One thread of
+// the team starts them.
+class Stream {
+ public:
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int team, int rank)
+      : args_(args),
+        boxes_(shared + kTiling.boxes()),
+        slots_(shared + kTiling.slots()),
+        full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers())),
+        team_(team),
+        first_box_(k_major_tile(boxes_, 1024)) {
+    asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
+    const int sets = (args.strips + kStrips - 1) / kStrips;
+    const int first = (rank == 0 ? 0 : sets / 2) + team, last = rank + 1 < args.cluster ? sets / 2 : sets;
+    first_strip_ = first * kStrips;
+    steps_ = max(last - first + kTeams - 1, 0) / kTeams;
+  }
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(full(first() + i), 1);
+      init_barrier(empty(first() + i), kTeamWarps);
+    }
+    fence_barrier_init();
+  }
+
+  __device__ __forceinline__ void set_tile(int tile) {
+    const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
+    code_bytes_ = static_cast<u32>(kTiling.joint() ? units / kTiling.units_per_block() * kTiling.block_bytes()
+                                                   : units * kTiling.unit_bytes());
+    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.block_bytes;
+    codes_ = block + unit % kPackedUnits * kTiling.unit_bytes();
+    parameters_ = block + kPackedUnits * kTiling.unit_bytes();
+  }
+
+  // ---- Filling the ring
+
+  // Starts the copies of the first tile: weights of the first half of the ring, which do not wait for x, ...
+  __device__ __forceinline__ void start_weight() const {
+    for (int i = 0; i < min(kEarly, steps()); ++i) load_weight(i, first() + i);
+  }
+  // ... then x of that half, and the other half, which x does not wait behind.
+  __device__ __forceinline__ void start_rest() const {
+    for (int i = 0; i < min(kEarly, steps()); ++i) load_x(i, first() + i);
+    for (int i = kEarly; i < min(kStages, steps()); ++i) {
+      load_x(i, first() + i);
+      load_weight(i, first() + i);
+    }
+  }
+  // Starts those of a later tile, whose first step comes to `stage`: the whole ring is free.
+  __device__ __forceinline__ void restart(int stage) const {
+    for (int i = 0, to = stage; i < min(kStages, steps()); ++i, to = next(to)) {
+      load_weight(i, to);
+      load_x(i, to);
+    }
+  }
+
+  // Codes and parameters of a step; `full` waits for x too.
+  __device__ __forceinline__ void load_weight(int step, int stage) const {
+    constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
+    arrive_expecting(full(stage), kStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+      // Behind the last strip: that once more, for rows beyond x, which are zeros.
+      const int strip = kStrips == 1 ? strip_of(step) : min(strip_of(step) + i, args_.strips - 1);
+      u8* const to = slots_ + (stage * kStrips + i) * kTiling.slot_bytes();
+      copy_bulk_once(to, codes_ + static_cast<u64>(strip) * args_.strip_bytes, code_bytes_, full(stage));
+      if constexpr (kApart != 0) load_parameters(to + kTiling.code_bytes(), strip, full(stage));
+    }
+  }
+  __device__ __forceinline__ void load_x(int step, int stage) const {
+    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, strip_of(step) * kUnitRows, full(stage));
+  }
+
+  // ---- What lies where
+
+  __device__ __forceinline__ int steps() const { return steps_; }  // of the team
+  __device__ __forceinline__ int strip_of(int step) const { return first_strip_ + step * kTeams * kStrips; }
+  __device__ __forceinline__ int first() const { return team_ * kStages; }
+  __device__ __forceinline__ int next(int stage) const {
+    return stage + 1 == first() + kStages ? first() : stage + 1;
+  }
+  __device__ __forceinline__ int previous(int stage) const {
+    return stage == first() ? first() + kStages - 1 : stage - 1;
+  }
+  __device__ __forceinline__ Barrier* full(int stage) const { return full_ + stage; }
+  __device__ __forceinline__ Barrier* empty(int stage) const { return full_ + kTeams * kStages + stage; }
+  // Operand B of rows 16 * i and up, for wgmma().
+  __device__ __forceinline__ u64 box(int stage, int i) const {
+    const u32 low =
+        static_cast<u32>(first_box_) + static_cast<u32>(stage * (kTiling.box_bytes() / 16) + i * 2);
+    return (first_box_ & ~0xFFFFFFFFull) | low;
+  }
+  __device__ __forceinline__ const u8* box_bytes(int stage) const {
+    return boxes_ + stage * kTiling.box_bytes();
+  }
+  __device__ __forceinline__ const u8* slot(int stage, int strip) const {
+    return slots_ + (stage * kStrips + strip) * kTiling.slot_bytes();
+  }
+
+ private:
+  static constexpr int kEarly = (kStages + 1) / 2;
+  // Units of a block of the packed layout.
+  static constexpr int kPackedUnits = max(kGroup, kUnitCols) / kUnitCols;
+
+  __device__ __forceinline__ void load_parameters(u8* to, int strip, Barrier* barrier) const {
+    if constexpr (kGroup != 0) {
+      copy_bulk(to, parameters_ + static_cast<u64>(strip) * args_.strip_bytes, kTiling.group_bytes(),
+                barrier);
+    } else {
+      constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
+      copy_bulk(to, args_.weight + args_.scales + static_cast<i64>(strip) * kScales, kScales, barrier);
+      if constexpr (kSeconds != 0)
+        copy_bulk(to + kScales, args_.weight + args_.seconds + static_cast<i64>(strip) * kSeconds, kSeconds,
+                  barrier);
+    }
+  }
+
+  const QgemmSm90TransposedArgs& args_;
+  u8 *boxes_, *slots_;
+  Barrier* full_;
+  int team_, first_strip_, steps_;
+  u64 first_box_;
+  const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
+  u32 code_bytes_ = 0;
+};
+
+#endif
+
+}  // namespace halfbyte::device
