@@ -2,14 +2,14 @@
 # What needs a GPU, from programs that were built elsewhere: correctness, compute-sanitizer, time, peers.
 #   scripts/gpu_check.sh --pack [BUILD]
 #       lays out what that takes in build/gpu, from a build directory (build/release)
-#   scripts/gpu_check.sh [--from DIR] [--out DIR] [SECTION...]
-#       runs the sections named (all of them) with the programs in DIR (HALFBYTE_BUILD, else build/gpu), goes on
-#       after a failure, ends with a table; exit code 1 if a section failed. Logs and JSON go to --out
-#       (build/gpu_check). Python packages that the machine lacks (bitsandbytes, compressed-tensors) are taken from .whl,
-#       where `pip install --target .whl` can put them.
-# Sections: tests exhaustive sanitize engine interop peer latency bench qgemm; and, where they are named, qgemm_tests: those
-# of tests that are about products with quantized weights; packs: compiles every kernel, which takes some minutes of all
-# CPUs, and runs the tests with these and without NVRTC.
+#   scripts/gpu_check.sh [--from DIR] [--out DIR] [first|second|SECTION...]
+#       runs the sections named, or a half of them, or all, with the programs in DIR (HALFBYTE_BUILD, else
+#       build/gpu), goes on after a failure, ends with a table; exit code 1 if a section failed. Each half ends within ten
+#       minutes. Logs and JSON go to --out (build/gpu_check). Python packages that the machine lacks (bitsandbytes,
+#       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them.
+# The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
+# the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights;
+# packs, which compiles every kernel, some minutes of all CPUs, and runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
 pack() {
@@ -37,14 +37,14 @@ while (($#)); do
     --from) from=$2 && shift ;;
     --out) out=$2 && shift ;;
     -*)
-      sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+      sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
       exit 2
       ;;
     *) chosen+=("$1") ;;
   esac
   shift
 done
-((${#chosen[@]})) || chosen=(tests exhaustive sanitize engine interop peer latency bench qgemm)
+((${#chosen[@]})) || chosen=(first second)
 
 from=$(realpath "$from")
 tests=$from/bin/halfbyte_cuda_tests bench=$from/bin/halfbyte_cuda_bench
@@ -57,21 +57,28 @@ export PATH=$PATH:/usr/local/cuda/bin
 
 # ---- Sections: each prints what it finds; exit code 77: skipped
 
-# run_tests FILTER: processes share the tests, since NVRTC compiles one kernel at a time in each.
+# run_tests FILTER [HALF]: processes share the tests, since NVRTC compiles one kernel at a time in each. HALF, 1 or 2: only
+# those of one half of the processes.
 run_tests() {
-  local shards=$((($(nproc) - 1) | 1)) i failed=0 pids=()  # odd, so that no shard gets all of one dtype
-  for ((i = 0; i < shards; ++i)); do
-    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter="$1" \
-      >"$work/shard$i" 2>&1 &
+  local shards=$((($(nproc) - 1) | 1)) first=0 last total i failed=0 passed=0 pids=()  # odd, so that no shard gets all of one dtype
+  last=$shards total=$shards
+  if [[ ${2-} ]]; then total=$((2 * shards + 1)); fi
+  if [[ ${2-} == 2 ]]; then first=$shards last=$total; fi
+  for ((i = first; i < last; ++i)); do
+    GTEST_TOTAL_SHARDS=$total GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter="$1" >"$work/shard$i" 2>&1 &
     pids+=($!)
   done
-  for ((i = 0; i < shards; ++i)); do
-    wait "${pids[i]}" || failed=1
-    grep -v '^Running main' "$work/shard$i" | head -n 25
+  for ((i = first; i < last; ++i)); do
+    wait "${pids[i - first]}" || failed=1
+    grep -v '^Running main' "$work/shard$i"
+    passed=$((passed + $(sed -n 's/^\[  PASSED  \] \([0-9]*\) tests\?\.$/\1/p' "$work/shard$i")))
   done
-  return $failed
+  echo "$passed tests passed"
+  ((passed && !failed))
 }
 section_tests() { run_tests '-Exhaustive*:DeviceMemory.*'; }
+section_tests1() { run_tests '-Exhaustive*:DeviceMemory.*' 1; }
+section_tests2() { run_tests '-Exhaustive*:DeviceMemory.*' 2; }
 section_qgemm_tests() { run_tests '*Qgemm*:*Reorder*-Exhaustive*:Sanitize*'; }
 section_exhaustive() { "$tests" --gtest_filter='Exhaustive*:DeviceMemory.*'; }
 # Without what needs NVRTC by itself, and what uses lut4, whose kernels are in no pack.
@@ -84,21 +91,28 @@ section_packs() {
   run_tests "-Exhaustive*:DeviceMemory.*:DeviceHeadersCuda.*:Tables.*:*lut4*:$(
   )Quantize.GroupsLargerThanABlockAndWholeTensors:Quantize.AGivenRangeIsThatOfTheTensor"
 }
+# racecheck's reports are compared with a list: what is not explained there is a failure.
 section_sanitize() {
-  command -v compute-sanitizer || return 77
+  command -v compute-sanitizer || { echo "no compute-sanitizer on PATH" && return 1; }
+  export HALFBYTE_LINE_INFO=1
   run_tests 'Sanitize*' || return 1  # fills the cache of kernels
   local tool failed=0 pids=()
-  for tool in memcheck racecheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' \
-      >"$work/$tool" 2>&1 &
+  for tool in memcheck initcheck racecheck; do
+    local options=(--tool "$tool" --print-limit 0 --show-backtrace no)
+    [[ $tool == racecheck ]] || options+=(--error-exitcode 9)
+    compute-sanitizer "${options[@]}" "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' >"$out/$tool.log" 2>&1 &
     pids+=($!)
   done
-  for tool in memcheck racecheck initcheck; do
+  for tool in memcheck initcheck racecheck; do
     wait "${pids[0]}" || failed=1
     pids=("${pids[@]:1}")
     echo "-- $tool"
-    head -n 60 "$work/$tool"
-    tail -n 4 "$work/$tool"
+    if [[ $tool == racecheck ]]; then
+      python3 scripts/racecheck.py "$out/$tool.log" --print-entries || failed=1
+    else
+      grep -q '^========= ERROR SUMMARY: 0 errors' "$out/$tool.log" || { head -n 60 "$out/$tool.log" && failed=1; }
+    fi
+    tail -n 4 "$out/$tool.log"
   done
   return $failed
 }
@@ -134,20 +148,29 @@ section_qgemm() {
 
 # ---- Their order, time limits and logs
 
-declare -A limits=([tests]=330 [packs]=400 [exhaustive]=130 [sanitize]=300 [engine]=150 [interop]=100 [peer]=150 [latency]=60 [bench]=330
-  [qgemm]=150 [qgemm_tests]=170)
-declare -A logs=([tests]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests [interop]=interop [peer]=interop
-  [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
-readonly deadline=$((SECONDS + 570))  # a hanging kernel must not hold a GPU for ever
+declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
+# Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
+declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
+  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240)
+declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
+sections=()
+allowed=570
+for name in "${chosen[@]}"; do
+  [[ -v limits[$name] || -v halves[$name] ]] || { echo "No section is named $name" >&2 && exit 2; }
+  [[ $name == second && ${chosen[0]} == first ]] && allowed=1140
+  read -ra some <<<"${halves[$name]-$name}"
+  sections+=("${some[@]}")
+done
+readonly deadline=$((SECONDS + allowed))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,interop,bench,qgemm}.log "$out"/{peer,latency,bench,qgemm}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm}.log "$out"/{peer,latency,bench,qgemm}.json "$out"/summary.txt
 table=() failed=0
 export -f run_tests $(compgen -A function section_)
 export tests bench out work
-for section in "${chosen[@]}"; do
-  [[ -v limits[$section] ]] || { echo "No section is named $section"; exit 2; }
+for section in "${sections[@]}"; do
   say "$section"
   limit=$((deadline - SECONDS < limits[$section] ? deadline - SECONDS : limits[$section]))
   start=$SECONDS code=0 log=$work/log

@@ -31,8 +31,10 @@ const EmbeddedFile& embedded_file(std::string_view name) {
 bool is_header(const EmbeddedFile& file) { return !std::string_view(file.name).ends_with(".cu"); }
 
 std::vector<std::string> compile_options(std::string_view architecture) {
-  return {fmt::format("--gpu-architecture={}", architecture), "--std=c++20", "--fmad=false",
-          "-default-device"};
+  std::vector<std::string> options = {fmt::format("--gpu-architecture={}", architecture), "--std=c++20",
+                                      "--fmad=false", "-default-device"};
+  if (environment("HALFBYTE_LINE_INFO") == "1") options.emplace_back("--generate-line-info");
+  return options;
 }
 
 // Names all that decides the bytes of a cubin.
