@@ -1,4 +1,4 @@
-"""Time of CUDA work enqueued by torch, as bench/cuda_timing.h takes it of ours."""
+"""Time of CUDA work enqueued by torch, as `halfbyte bench` takes it of ours."""
 
 import statistics
 

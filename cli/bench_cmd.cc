@@ -1,366 +1,217 @@
-// halfbyte bench qgemm
+// halfbyte bench
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <CLI/App.hpp>
+#include <algorithm>
 #include <cmath>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <tuple>
 
-#include "command.h"
-#include "halfbyte/bench.hpp"
-#include "halfbyte/device.hpp"
+#include "bench.h"
 #include "halfbyte/error.hpp"
 #include "halfbyte/system.hpp"
 #include "options.h"
 #include "output.h"
 #include "progress.h"
-#include "report.h"
 
 namespace halfbyte::cli {
 
 namespace {
 
-// As typed; words are checked when the command runs.
-struct Arguments {
-  std::string op;
-  std::vector<std::string> shapes, models, formats, group_sizes, dtypes;
-  std::vector<int64_t> m;
-  int64_t lora = 0;
-  std::string direction = "both";
-  std::string scale_dtype, variant;
-  std::string device = "cuda";
-  int num_threads = 0;
-  bool double_quant = false, asymmetric = false, quick = false, explain = false;
-};
+constexpr const char* kCeilings[] = {"move", "read", "copy"};
 
-// What is measured where nothing is asked for.
-struct Defaults {
-  std::vector<std::string> shapes, dtypes;
-  std::vector<int64_t> m;
-  struct Weight {
-    const char* format;
-    bool double_quant;
+double gb_per_s(const BenchRow& row) {
+  return 1e-3 * static_cast<double>(row.read_bytes + row.write_bytes) / row.median_us;
+}
+double us_of(const BenchRow& row, const std::string& ceiling) {
+  for (const BenchCeiling& found : row.ceilings)
+    if (found.name == ceiling) return found.us;
+  return BenchRow::kNone;
+}
+
+std::string verdict(const BenchRow& row) {
+  if (!row.failure.empty()) return row.failure;
+  if (row.correct == false) return "WRONG OUTPUT";
+  if (row.target == 0) return "";
+  const bool reached = row.share(row.ceilings.front()) >= row.target;
+  return fmt::format("{} {}", reached ? "reaches" : "BELOW", row.target);
+}
+
+std::vector<BenchColumn> columns_of(const BenchRow& row) {
+  const auto share = [&](const char* ceiling) {
+    return bench_text(us_of(row, ceiling) / row.median_us, "{:.3f}");
   };
-  std::vector<Weight> weights;
-};
-const Defaults& defaults_of(Device device) {
-  static const Defaults cuda = {
-      .shapes = {"4096x4096", "14336x4096", "8192x8192", "28672x8192"},
-      .dtypes = {"bf16", "f16"},
-      .m = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192},
-      .weights = {{"nf4", false}, {"nf4", true}, {"int4", false}, {"affine4", false}},
-  };
-  static const Defaults cpu = {
-      .shapes = {"4096x4096", "14336x4096"},
-      .dtypes = {"bf16"},
-      .m = {1, 2, 4, 8, 16, 32, 128, 512},
-      .weights = {{"nf4", false}, {"int4", false}},
-  };
-  return device.kind == DeviceKind::cpu ? cpu : cuda;
-}
-template <class T>
-const std::vector<T>& given_or(const std::vector<T>& given, const std::vector<T>& defaults) {
-  return given.empty() ? defaults : given;
-}
-
-struct Shape {
-  std::string name;
-  int64_t n, k;
-};
-std::string extents(int64_t n, int64_t k) { return fmt::format("{}x{}", n, k); }
-
-// The linear layers of models: queries, keys and values are one weight, and so are gate and up.
-struct Model {
-  const char* name;
-  int64_t hidden, heads, kv_heads, intermediate;  // 128 columns a head
-};
-constexpr Model kModels[] = {
-    {"llama-8b", 4096, 32, 8, 14336}, {"llama-32b", 5120, 40, 8, 27648}, {"llama-70b", 8192, 64, 8, 28672}};
-
-void add_layers(const std::string& name, std::vector<Shape>& shapes) {
-  std::string known;
-  for (const Model& model : kModels) {
-    known += fmt::format("{}{}", known.empty() ? "" : ", ", model.name);
-    if (name != model.name) continue;
-    const int64_t hidden = model.hidden, of_heads = 128 * model.heads, of_kv = 128 * model.kv_heads;
-    shapes.push_back({name + " qkv", of_heads + 2 * of_kv, hidden});
-    shapes.push_back({name + " o", hidden, of_heads});
-    shapes.push_back({name + " gate_up", 2 * model.intermediate, hidden});
-    shapes.push_back({name + " down", hidden, model.intermediate});
-    return;
-  }
-  throw Error(ErrorCode::usage, fmt::format("--model: expected one of {}, got '{}'", known, printable(name)));
-}
-
-Shape parse_shape(const std::string& text) {
-  int64_t n = 0, k = 0;
-  int end = 0;
-  // NOLINTNEXTLINE(cert-err34-c): what does not fit is not positive
-  if (std::sscanf(text.c_str(), "%9ldx%9ld%n", &n, &k, &end) != 2 ||
-      static_cast<size_t>(end) != text.size() || n <= 0 || k <= 0)
-    throw Error(
-        ErrorCode::usage,
-        fmt::format("--shape: expected NxK, two positive numbers below 10^9, got '{}'", printable(text)));
-  return {extents(n, k), n, k};
-}
-
-std::vector<Shape> shapes_of(const Arguments& arguments, const Defaults& defaults) {
-  std::vector<Shape> shapes;
-  for (const std::string& text : arguments.shapes) shapes.push_back(parse_shape(text));
-  for (const std::string& model : arguments.models) add_layers(model, shapes);
-  if (shapes.empty())
-    for (const std::string& text : defaults.shapes) shapes.push_back(parse_shape(text));
-  return shapes;
-}
-
-std::vector<QuantSpec> specs_of(const Arguments& arguments, const Defaults& defaults) {
-  std::vector<QuantSpec> specs;
-  const auto add = [&](const std::string& name, bool double_quant) {
-    QuantSpec spec;
-    spec.format = find_format(name).format;
-    if (spec.format == Format::lut4)
-      throw Error(ErrorCode::usage, "--format: lut4 is not measured: its kernels are those of nf4");
-    spec.asymmetric = arguments.asymmetric;
-    spec.scale_rule = arguments.asymmetric ? ScaleRule::minmax : find_format(name).default_rule;
-    spec.double_quant = double_quant;
-    spec.scale_dtype = double_quant                    ? DType::f32
-                       : arguments.scale_dtype.empty() ? DType::f16
-                                                       : parse_dtype(arguments.scale_dtype);
-    std::vector<std::string> group_sizes = arguments.group_sizes;
-    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? "128" : "64"};
-    for (const std::string& text : group_sizes) {
-      const GroupSize group = parse_group_size(text);
-      spec.granularity = group.granularity;
-      if (group.granularity == Granularity::group) spec.group_size = group.size;
-      check_spec(spec);
-      specs.push_back(spec);
-    }
-  };
-  for (const std::string& name : arguments.formats) add(name, arguments.double_quant);
-  if (!specs.empty()) return specs;
-  if (arguments.double_quant || arguments.asymmetric)
-    throw Error(ErrorCode::usage, "--double-quant and --asymmetric: --format must say of which");
-  for (const Defaults::Weight& weight : defaults.weights) add(weight.format, weight.double_quant);
-  return specs;
-}
-
-// Those of a weight follow each other.
-std::vector<QgemmBenchCase> cases_of(const Arguments& arguments, const Defaults& defaults) {
-  std::vector<QgemmBenchCase> cases;
-  for (const Shape& shape : shapes_of(arguments, defaults))
-    for (const QuantSpec& spec : specs_of(arguments, defaults))
-      for (const std::string& dtype : given_or(arguments.dtypes, defaults.dtypes))
-        for (const bool transposed : {false, true}) {
-          if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
-          for (const int64_t rows : given_or(arguments.m, defaults.m)) {
-            QgemmDescriptor descriptor;
-            descriptor.spec = spec;
-            descriptor.m = rows;
-            descriptor.n = shape.n;
-            descriptor.k = shape.k;
-            descriptor.transposed = transposed;
-            descriptor.dtype = parse_dtype(dtype);
-            descriptor.variant = arguments.variant;
-            check_descriptor(descriptor);
-            cases.push_back({shape.name, descriptor, arguments.lora});
-          }
-        }
-  return cases;
-}
-
-const char* direction_of(const QgemmDescriptor& descriptor) {
-  return descriptor.transposed ? "transposed" : "forward";
-}
-// "nf4 g64 f16", "nf4 g64 dq"
-std::string format_of(const QuantSpec& spec) {
-  return fmt::format("{}{} {}{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "",
-                     spec.granularity == Granularity::group ? "g" : "", group_name(spec),
-                     spec.double_quant ? "dq" : to_string(spec.scale_dtype));
-}
-
-Json case_json(const QgemmBenchCase& test) {
-  const QgemmDescriptor& d = test.descriptor;
-  return {{"shape", test.shape},
-          {"n", d.n},
-          {"k", d.k},
-          {"m", d.m},
-          {"direction", direction_of(d)},
-          {"dtype", to_string(d.dtype)},
-          {"spec", spec_json(d.spec)}};
-}
-
-// Numbers that were not measured are null.
-Json number_json(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-std::string number(double value, const char* format) {
-  return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
-}
-
-// Ratios of a row to others: to the same product forward, and to the same with one row of x, where they were
-// measured before it.
-class Compared {
- public:
-  void add(const QgemmBenchRow& row) {
-    us_[key(row, row.test.descriptor.transposed, row.test.descriptor.m)] = row.plain_us;
-  }
-  double of_forward(const QgemmBenchRow& row) const {
-    const QgemmDescriptor& d = row.test.descriptor;
-    return d.transposed ? us(key(row, false, d.m)) / row.plain_us : QgemmBenchRow::kNone;
-  }
-  double times_one_row(const QgemmBenchRow& row) const {
-    return row.plain_us / us(key(row, row.test.descriptor.transposed, 1));
-  }
-
- private:
-  using Key = std::tuple<int64_t, int64_t, std::string, DType, bool, int64_t>;
-  static Key key(const QgemmBenchRow& row, bool transposed, int64_t m) {
-    const QgemmDescriptor& d = row.test.descriptor;
-    return {d.n, d.k, format_of(d.spec), d.dtype, transposed, m};
-  }
-  double us(const Key& key) const {
-    const auto found = us_.find(key);
-    return found == us_.end() ? QgemmBenchRow::kNone : found->second;
-  }
-  std::map<Key, double> us_;
-};
-
-double flops_of(const QgemmBenchRow& row) {
-  const QgemmDescriptor& d = row.test.descriptor;
-  return 2e6 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k) / row.plain_us;
-}
-// NaN where the machine does not have it.
-double share_of_rate(const QgemmBenchRow& row, std::string_view name) {
-  for (const QgemmBenchRate& rate : row.rates)
-    if (rate.name == name) return flops_of(row) / rate.flops;
-  return QgemmBenchRow::kNone;
-}
-
-struct Column {
-  const char* title;
-  int width;  // negative: to the left
-  std::string text;
-};
-std::vector<Column> columns_of(const QgemmBenchRow& row, const Compared& compared, Device device) {
-  const QgemmDescriptor& d = row.test.descriptor;
-  const auto us = [](double value) { return number(value, "{:.2f}"); };
-  const auto ratio = [](double value) { return number(value, "{:.3f}"); };
-  const auto times = [](double value) { return number(value, "{:.2f}"); };
-  std::vector<Column> columns = {
-      {"shape (n x k)", -18, row.test.shape}, {"weight", -13, format_of(d.spec)},
-      {"x, y", -4, to_string(d.dtype)},       {"direction", -10, direction_of(d)},
-      {"M", 4, std::to_string(d.m)},          {"kernel", -21, row.sku.kernel.empty() ? "-" : row.sku.kernel},
-      {"plain", 9, us(row.plain_us)},
-  };
-  const auto add = [&](const char* title, int width, std::string text) {
-    columns.push_back({title, width, std::move(text)});
-  };
-  if (device.kind == DeviceKind::cuda) add("chained", 8, us(row.chained_us));
-  add("read", 8, us(row.read_us));
-  add("r/p", 5, ratio(row.read_us / row.plain_us));
-  if (device.kind == DeviceKind::cuda) {
-    add("r/c", 5, ratio(row.read_us / row.chained_us));
-    add("cuBLAS", 8, us(row.cublas_us));
-    add("c/p", 5, times(row.cublas_us / row.plain_us));
+  std::vector<BenchColumn> columns = {{"problem", -56, row.op + " " + row.problem},
+                                      {"us", 10, bench_text(row.median_us, "{:.2f}")},
+                                      {"spread", 6, bench_percent(row.spread)}};
+  if (row.op == "latency") {
+    columns.push_back({"first, ms", 9, bench_text(us_of(row, "first") / 1000, "{:.1f}")});
   } else {
-    add("p/p1", 6, times(compared.times_one_row(row)));
-    add("fma", 5, ratio(share_of_rate(row, "fma")));
-    add("dot", 5, ratio(share_of_rate(row, "bf16_dot")));
-    add("amx", 5, ratio(share_of_rate(row, "amx_bf16")));
+    columns.push_back({"GB/s", 7, row.read_bytes == 0 ? "-" : bench_text(gb_per_s(row), "{:.1f}")});
+    for (const char* ceiling : kCeilings) columns.push_back({ceiling, 6, share(ceiling)});
   }
-  add("f/p", 5, ratio(row.floor_us / row.plain_us));
-  if (device.kind == DeviceKind::cuda)
-    add("f/c", 5, ratio(row.floor_us / row.chained_us));
-  else
-    add("fw/p", 5, times(compared.of_forward(row)));
-  add("error", -1,
-      number(row.error, "{:.1e}") +
-          (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
+  columns.push_back({"kernel", -20, row.sku.kernel.empty() ? "-" : row.sku.kernel});
+  columns.push_back({"", -1, verdict(row)});
   return columns;
 }
-std::string line_of(const std::vector<Column>& columns, bool title) {
+
+Json row_json(const BenchRow& row, const std::string& device) {
+  Json json = {{"op", row.op},
+               {"problem", row.problem},
+               {"device", device},
+               {"kernel", row.sku.kernel},
+               {"backend", row.sku.backend},
+               {"failure", row.failure},
+               {"median_us", bench_number(row.median_us)},
+               {"spread", bench_number(row.spread)},
+               {"read_bytes", row.read_bytes},
+               {"write_bytes", row.write_bytes},
+               {"gb_per_s", bench_number(gb_per_s(row))},
+               {"ceiling", nullptr},
+               {"ceiling_us", nullptr},
+               {"share", nullptr},
+               {"ceilings", Json::object()},
+               {"target", row.target},
+               {"correct", nullptr}};
+  if (!row.ceilings.empty()) {
+    const BenchCeiling& first = row.ceilings.front();
+    json["ceiling"] = first.name;
+    json["ceiling_us"] = bench_number(first.us);
+    json["share"] = bench_number(row.share(first));
+  }
+  for (const BenchCeiling& ceiling : row.ceilings) json["ceilings"][ceiling.name] = bench_number(ceiling.us);
+  if (row.correct) json["correct"] = *row.correct;
+  return json;
+}
+
+// What is measured beside operations.
+constexpr const char* kOthers[][2] = {
+    {"qgemm", "products with packed weights (docs/qgemm.md)"},
+    {"latency", "CUDA: plans, of which the first compiles or loads its kernel, and the host's part of a run"},
+    {"memory", "bare reads and copies"},
+    {"checkpoint", "quantize of a checkpoint of 2 GiB"}};
+
+std::string known_ops() {
+  std::string known = "all";
+  for (const BenchOp& op : bench_ops()) known += ", " + op.name;
+  for (const auto& other : kOthers) known += fmt::format(", {}", other[0]);
+  return known;
+}
+
+// The one that is measured by itself; empty: operations.
+std::string alone(const BenchArguments& arguments) {
+  for (const auto& [name, what] : kOthers) {
+    if (std::ranges::find(arguments.ops, name) == arguments.ops.end()) continue;
+    if (arguments.ops.size() > 1)
+      throw Error(ErrorCode::usage, fmt::format("bench: {} goes with no other operation", name));
+    return name;
+  }
+  return "";
+}
+
+BenchSelection selection_of(const BenchArguments& arguments) {
+  BenchSelection selection{arguments.ops, arguments.formats, arguments.dtypes, arguments.filter};
+  const bool all = std::ranges::find(arguments.ops, "all") != arguments.ops.end();
+  if (all) selection.ops.clear();
+  const std::vector<BenchOp> known = bench_ops();
+  for (const std::string& op : selection.ops)
+    if (std::ranges::find(known, op, &BenchOp::name) == known.end())
+      throw Error(ErrorCode::usage,
+                  fmt::format("OP: expected one of {}, got '{}'", known_ops(), printable(op)));
+  return selection;
+}
+
+void list(DeviceKind device, const BenchArguments& arguments, std::string& text, Json& document) {
+  Json rows = Json::array();
+  if (arguments.ops.empty()) {
+    const auto add = [&](const std::string& name, const std::string& what) {
+      text += fmt::format("{:<31} {}\n", name, what);
+      rows.push_back({{"op", name}, {"what", what}});
+    };
+    for (const BenchOp& op : bench_ops()) add(op.name, op.what);
+    for (const auto& [name, what] : kOthers) add(name, what);
+  } else {
+    for (const std::string& problem : bench_problems(device, selection_of(arguments))) {
+      text += problem + "\n";
+      rows.push_back({{"problem", problem}});
+    }
+  }
+  document["rows"] = std::move(rows);
+}
+
+// Lines are printed as they come: who stops it early has what there is.
+void measure(Device device, const std::string& what, const BenchArguments& arguments, bool print,
+             Json& document) {
+  const auto say = [&](const std::string& text) {
+    if (print) write_stdout(text);
+  };
+  say(describe_bench_device(device, arguments, document));
+  document["rows"] = Json::array();
+  int num_wrong = 0, num_late = 0, num_failed = 0;
+  const auto report = [&](const BenchRow& row) {
+    if (document["rows"].empty()) say(bench_line(columns_of(row), true));
+    say(bench_line(columns_of(row), false));
+    document["rows"].push_back(row_json(row, document["device"]));
+    num_wrong += row.correct == false;
+    num_failed += !row.failure.empty();
+    num_late += arguments.limit_ms > 0 && us_of(row, "first") > 1000 * arguments.limit_ms;
+    return !is_cancelled();
+  };
+  const BenchOptions options{arguments.quick, arguments.num_threads};
+  if (what == "latency") {
+    bench_latency(device, report);
+  } else if (what == "memory") {
+    bench_memory(device, options, report);
+  } else if (what == "checkpoint") {
+    std::vector<std::string> formats = arguments.formats;
+    if (formats.empty()) formats = {"nf4", "int4", "affine4"};
+    bench_checkpoint(device, arguments.directory, formats, options, report);
+    rusage usage = {};
+    getrusage(RUSAGE_SELF, &usage);
+    document["peak_rss_bytes"] = int64_t{1024} * usage.ru_maxrss;
+    say(summary_line("peak RSS", format_bytes(uint64_t{1024} * static_cast<uint64_t>(usage.ru_maxrss))));
+  } else {
+    bench(device, selection_of(arguments), options, report);
+  }
+  const size_t num_rows = document["rows"].size();
+  if (num_wrong > 0)
+    throw Error(ErrorCode::verify,
+                fmt::format("the output of {} of {} problems is wrong", num_wrong, num_rows));
+  if (num_failed > 0)
+    throw Error(ErrorCode::device, fmt::format("{} of {} problems were not measured", num_failed, num_rows));
+  if (num_late > 0)
+    throw Error(ErrorCode::verify, fmt::format("the first of {} of {} plans took longer than {} ms", num_late,
+                                               num_rows, arguments.limit_ms));
+}
+
+}  // namespace
+
+std::string bench_line(const std::vector<BenchColumn>& columns, bool title) {
   std::string line;
-  for (const Column& column : columns) {
+  for (const BenchColumn& column : columns) {
     const std::string text = title ? column.title : column.text;
     line += column.width < 0 ? fmt::format("{:<{}} ", text, -column.width)
                              : fmt::format("{:>{}} ", text, column.width);
   }
-  line.back() = '\n';
-  return line;
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line + "\n";
 }
 
-Json row_json(const QgemmBenchRow& row, const Compared& compared) {
-  Json json = case_json(row.test);
-  json["kernel"] = row.sku.kernel;
-  json["backend"] = row.sku.backend;
-  json["problem"] = row.problem;
-  json["weight_bytes"] = row.weight_bytes;
-  json["plain_us"] = number_json(row.plain_us);
-  json["chained_us"] = number_json(row.chained_us);
-  json["read_us"] = number_json(row.read_us);
-  json["read_chained_us"] = number_json(row.read_chained_us);
-  json["read_of_plain"] = number_json(row.read_us / row.plain_us);
-  json["read_of_chained"] = number_json(row.read_us / row.chained_us);
-  json["forward_of_plain"] = number_json(compared.of_forward(row));
-  json["plain_of_one_row"] = number_json(compared.times_one_row(row));
-  json["cublas_us"] = number_json(row.cublas_us);
-  json["cublas_of_plain"] = number_json(row.cublas_us / row.plain_us);
-  json["cublas_of_chained"] = number_json(row.cublas_us / row.chained_us);
-  json["lora"] = row.test.lora;
-  json["lora_us"] = number_json(row.lora_us);
-  json["lora_of_plain"] = number_json(row.lora_us / row.plain_us);
-  json["cublas_flops"] = number_json(row.cublas_flops);
-  json["rates"] = Json::array();
-  for (const QgemmBenchRate& rate : row.rates)
-    json["rates"].push_back(
-        {{"name", rate.name}, {"flops", rate.flops}, {"share", number_json(share_of_rate(row, rate.name))}});
-  json["floor_us"] = number_json(row.floor_us);
-  json["floor_of_plain"] = number_json(row.floor_us / row.plain_us);
-  json["floor_of_chained"] = number_json(row.floor_us / row.chained_us);
-  json["error"] = number_json(row.error);
-  json["error_limit"] = row.error_limit;
-  json["correct"] = row.correct();
-  return json;
+Json bench_number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+std::string bench_text(double value, const char* format) {
+  return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "-";
 }
+std::string bench_percent(double part) { return bench_text(100 * part, "{:.1f}%"); }
 
-void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::string& text, Json& document) {
-  Json results = Json::array();
-  for (const QgemmBenchCase& test : cases) {
-    const QgemmDescriptor& d = test.descriptor;
-    text += fmt::format("{} {} {} {} M {}\n", test.shape, format_of(d.spec), to_string(d.dtype),
-                        direction_of(d), d.m);
-    Json variants = Json::array();
-    bool is_chosen = false;
-    for (const QgemmChoice& choice : explain_qgemm(device, d)) {
-      const bool takes = choice.reason.empty();
-      text += fmt::format("  {:<22} {}\n", choice.variant,
-                          !takes      ? choice.reason
-                          : is_chosen ? "would take it"
-                                      : "is chosen");
-      is_chosen |= takes;
-      variants.push_back({{"variant", choice.variant}, {"reason", choice.reason}});
-    }
-    if (!is_chosen) text += "  none\n";
-    Json json = case_json(test);
-    json["variants"] = std::move(variants);
-    results.push_back(std::move(json));
-  }
-  document["cases"] = std::move(results);
-}
-
-// What is measured, for people and in the document.
-std::string describe_device(Device device, const Arguments& arguments, Json& document) {
+std::string describe_bench_device(Device device, const BenchArguments& arguments, Json& document) {
   if (device.kind == DeviceKind::cpu) {
     const SystemInfo system = system_info();
     const int num_threads = arguments.num_threads > 0 ? arguments.num_threads : system.num_threads;
     document["device"] = "cpu";
     document["simd_target"] = system.simd_target;
     document["num_threads"] = num_threads;
-    return summary_line("device", fmt::format("cpu ({}, {} threads)", system.simd_target, num_threads)) +
-           "Microseconds. read: of the packed weight, and nothing else. p/p1: times one row of x; fma, dot, "
-           "amx: the\n"
-           "share of multiply-adds in registers; f: the longer of read and the best of these; fw/p: forward "
-           "/ plain.\n";
+    return summary_line("device", fmt::format("cpu ({}, {} threads)", system.simd_target, num_threads));
   }
   const CublasInfo cublas = cublas_info();
   const CudaInfo cuda = cuda_info();
@@ -373,97 +224,84 @@ std::string describe_device(Device device, const Arguments& arguments, Json& doc
   document["cublas"] = cublas.path;
   document["cublas_problem"] = cublas.problem;
   return summary_line("device", fmt::format("{} ({})", to_string(device), name)) +
-         summary_line("cuBLAS", cublas.problem.empty() ? cublas.path : cublas.problem) +
-         "Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
-         "read and\n"
-         "what cuBLAS takes for so many products at its best.\n";
+         summary_line("cuBLAS", cublas.problem.empty() ? cublas.path : cublas.problem);
 }
-
-// Lines are printed as they come: who stops it early has what there is.
-void measure(Device device, const Arguments& arguments, const std::vector<QgemmBenchCase>& cases, bool print,
-             Json& document) {
-  const auto say = [&](const std::string& text) {
-    if (print) write_stdout(text);
-  };
-  say(describe_device(device, arguments, document));
-  document["rows"] = Json::array();
-  Compared compared;
-  say(line_of(columns_of({}, compared, device), true));
-  int num_wrong = 0;
-  bench_qgemm(device, cases, {arguments.quick, arguments.num_threads}, [&](const QgemmBenchRow& row) {
-    compared.add(row);
-    say(line_of(columns_of(row, compared, device), false));
-    if (row.test.lora > 0)
-      say(fmt::format("  with a low-rank adapter of rank {}: {}, {} of plain\n", row.test.lora,
-                      number(row.lora_us, "{:.2f}"), number(row.lora_us / row.plain_us, "{:.2f}")));
-    if (!row.problem.empty()) say("  " + row.problem + "\n");
-    document["rows"].push_back(row_json(row, compared));
-    if (!row.sku.kernel.empty() && !row.correct()) ++num_wrong;
-    return !is_cancelled();
-  });
-  if (num_wrong > 0)
-    throw Error(ErrorCode::verify, fmt::format("the values of {} of {} cases are wrong or were not checked",
-                                               num_wrong, cases.size()));
-}
-
-}  // namespace
 
 void add_bench_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
-  CLI::App& sub = *app.add_subcommand("bench", "Measure an operation on this machine");
+  const auto arguments = std::make_shared<BenchArguments>();
+  CLI::App& sub = *app.add_subcommand("bench", "Measure operations on this machine");
   const auto add = [&](const std::string& name, auto& value, const char* placeholder,
                        const std::string& help) {
     return sub.add_option(name, value, help)->option_text(placeholder);
   };
   const auto add_list = [&](const std::string& name, auto& values, const char* placeholder,
                             const std::string& help) {
-    add(name, values, placeholder, help)->delimiter(',')->allow_extra_args(false);
+    return add(name, values, placeholder, help)->delimiter(',')->allow_extra_args(false);
   };
-  add("OP", arguments->op, "REQUIRED", "qgemm: products with quantized weights")
-      ->required()
-      ->check(CLI::IsMember({"qgemm"}));
-  add_list("--shape", arguments->shapes, "NxK,...",
-           "Of weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)");
-  add_list("--model", arguments->models, "MODEL,...",
-           "The linear layers of llama-8b, llama-32b or llama-70b instead, or beside --shape");
-  add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512)");
-  add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
-      ->check(CLI::IsMember({"forward", "transposed", "both"}));
-  add_list("--dtype", arguments->dtypes, "DTYPE,...",
-           "Of x and y: bf16, f16, f32 (default bf16; on CUDA bf16,f16)");
-  add_list("--format", arguments->formats, "FORMAT,...",
-           "Of weights (default nf4,int4; on CUDA also nf4 with --double-quant and affine4)");
-  add_list("--group-size", arguments->group_sizes, "SIZE,...",
-           "Columns that share a scale, channel (a row) or tensor (default 64, of int 128)");
-  add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32");
-  sub.add_flag("--double-quant", arguments->double_quant, "With --format: the scales in 8 bits");
-  sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point");
-  add("--variant", arguments->variant, "NAME",
-      "This one, as --explain names it, or none (default: the first that takes the case)");
+  const auto of_qgemm = [](CLI::Option* option) { option->group("qgemm"); };
+  add("OP", arguments->ops, "OP...", "What to measure: " + known_ops());
+  sub.add_flag("--list", arguments->list, "Only print what there is: operations, or the problems of OP");
   add("--device", arguments->device, "DEVICE", "cuda (default), cuda:N or cpu");
   add("--threads", arguments->num_threads, "INT", "Of the CPU (default 0: all)")
       ->check(CLI::NonNegativeNumber);
-  add("--lora", arguments->lora, "RANK",
-      "CUDA: also with a low-rank adapter: two thin products of cuBLAS, to which the product adds")
-      ->check(CLI::NonNegativeNumber);
+  add_list("--format", arguments->formats, "FORMAT,...",
+           "Of weights (default: all; qgemm: nf4,int4; on CUDA also nf4 with --double-quant and affine4)");
+  add_list("--dtype", arguments->dtypes, "DTYPE,...",
+           "Of values (default: all; qgemm: bf16 of bf16, f16, f32; on CUDA bf16,f16)");
+  add("--filter", arguments->filter, "TEXT", "Only problems whose line in --list contains TEXT");
   sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
-  sub.add_flag("--explain", arguments->explain,
-               "Only print which variant takes each case, and why others do not");
+  add("--limit-ms", arguments->limit_ms, "MS", "latency: a failure where a first plan takes longer")
+      ->check(CLI::PositiveNumber);
+  add("--directory", arguments->directory, "DIR", "checkpoint: where it is made (default /dev/shm)");
+  of_qgemm(add_list("--shape", arguments->shapes, "NxK,...",
+                    "Of weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)"));
+  of_qgemm(add_list("--model", arguments->models, "MODEL,...",
+                    "The linear layers of llama-8b, llama-32b or llama-70b instead, or beside --shape"));
+  of_qgemm(
+      add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512)"));
+  of_qgemm(add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
+               ->check(CLI::IsMember({"forward", "transposed", "both"})));
+  of_qgemm(add_list("--group-size", arguments->group_sizes, "SIZE,...",
+                    "Columns that share a scale, channel (a row) or tensor (default 64, of int 128)"));
+  of_qgemm(add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32"));
+  of_qgemm(sub.add_flag("--double-quant", arguments->double_quant, "With --format: the scales in 8 bits"));
+  of_qgemm(sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point"));
+  of_qgemm(add("--variant", arguments->variant, "NAME",
+               "This one, as --explain names it, or none (default: the first that takes the case)"));
+  of_qgemm(add("--lora", arguments->lora, "RANK",
+               "CUDA: also with a low-rank adapter: two thin products of cuBLAS, to which the product adds")
+               ->check(CLI::NonNegativeNumber));
+  of_qgemm(sub.add_flag("--explain", arguments->explain,
+                        "Only print which variant takes each case, and why others do not"));
   add_report_options(sub, command);
-  sub.footer("docs/qgemm.md says how it is measured.");
-  sub.callback([arguments, &command] {
+  sub.footer(
+      "The JSON report has a line for the run, then one for each row. docs/benchmarks.md says how it is "
+      "measured.");
+  sub.callback([arguments, &command, &sub] {
+    if (arguments->ops.empty() && !arguments->list) throw CLI::RequiredError("OP");
     command.name = "bench";
-    command.run = [arguments, &command](std::string& text, Json& document) {
+    command.is_json_lines = true;
+    std::string given;  // an option that only qgemm has
+    for (const CLI::Option* option : sub.get_options())
+      if (option->get_group() == "qgemm" && option->count() > 0) given = option->get_name();
+    command.run = [arguments, &command, given](std::string& text, Json& document) {
+      if (arguments->list) {
+        const Device device = parse_device(arguments->device);
+        return list(device.kind, *arguments, text, document);
+      }
+      const std::string what = alone(*arguments);
+      if (what.empty()) selection_of(*arguments);
+      if (what != "qgemm" && !given.empty())
+        throw Error(ErrorCode::usage, fmt::format("{}: only with qgemm", given));
       const Device device = select_device(arguments->device, "").device;
-      const std::vector<QgemmBenchCase> cases = cases_of(*arguments, defaults_of(device));
       if (device.kind != DeviceKind::cpu && arguments->num_threads != 0)
         throw Error(ErrorCode::usage,
                     fmt::format("--threads: only with --device cpu, got --device {}", arguments->device));
-      document["op"] = arguments->op;
-      if (arguments->explain)
-        explain(device, cases, text, document);
-      else
-        measure(device, *arguments, cases, command.json_path != "-", document);
+      if (what.empty()) bench_problems(device.kind, selection_of(*arguments));  // there are some
+      document["ops"] = arguments->ops;
+      const bool print = command.json_path != "-";
+      if (what == "qgemm") return run_qgemm_bench(device, *arguments, print, text, document);
+      measure(device, what, *arguments, print, document);
     };
   });
 }

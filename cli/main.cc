@@ -69,8 +69,17 @@ int run(const Command& command) {
     document["ok"] = false;
     document["error"] = {{"code", to_string(failure->code)}, {"message", failure->message}};
   }
+  const auto dump = [](const Json& value, int indent) {
+    return value.dump(indent, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace) + "\n";
+  };
   const auto json = [&] {
-    return document.dump(2, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace) + "\n";
+    if (!command.is_json_lines) return dump(document, 2);
+    Json head = document;
+    head.erase("rows");
+    std::string lines = dump(head, -1);
+    if (document.contains("rows"))
+      for (const Json& row : document["rows"]) lines += dump(row, -1);
+    return lines;
   };
   // Each on its own: where one cannot be written, the other still is.
   const auto json_failure = attempt([&] {

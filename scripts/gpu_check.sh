@@ -21,7 +21,7 @@ pack() {
   cmake --build "$build/examples/gpu" --target llama
   cp "$build/examples/gpu/llama" "$to/bin"
   rm -rf "$to"/include "$to"/lib/{cmake,pkgconfig} "$to"/lib/*.a
-  cp "$build"/halfbyte_cuda_tests "$build"/halfbyte_cuda_bench "$to/bin"
+  cp "$build"/halfbyte_cuda_tests "$to/bin"
   strip "$to"/bin/*
   du -sh "$to"
 }
@@ -47,7 +47,7 @@ done
 ((${#chosen[@]})) || chosen=(first second)
 
 from=$(realpath "$from")
-tests=$from/bin/halfbyte_cuda_tests bench=$from/bin/halfbyte_cuda_bench
+tests=$from/bin/halfbyte_cuda_tests
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -131,19 +131,20 @@ section_peer() {
   done
   return $result
 }
+# With an empty cache of kernels, then in a new process with a full one.
 section_latency() {
   export HALFBYTE_CACHE_DIR=$work/fresh
   local failed=0
-  "$bench" --first-calls 500 --json "$work/compiled.json" || failed=1
-  "$bench" --first-calls 20 --json "$work/loaded.json" || failed=1
-  [[ -e $work/loaded.json ]] || return 1
-  printf '{"compiled": %s, "from_disk": %s}\n' "$(<"$work/compiled.json")" "$(<"$work/loaded.json")" >"$out/latency.json"
+  "$HALFBYTE_CLI" bench latency --limit-ms 500 --json "$out/latency_compiled.json" --force || failed=1
+  "$HALFBYTE_CLI" bench latency --limit-ms 20 --json "$out/latency_loaded.json" --force || failed=1
   return $failed
 }
-section_bench() { "$bench" --json "$out/bench.json"; }
-# Lines as they come, so that a time limit loses none; docs/qgemm.md says what they are.
+# Lines as they come, so that a time limit loses none; docs/benchmarks.md and docs/qgemm.md say what they are.
+section_bench() {
+  "$HALFBYTE_CLI" bench memory && "$HALFBYTE_CLI" bench all --json "$out/bench.json" --force
+}
 section_qgemm() {
-  "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json"
+  "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json" --force
 }
 
 # ---- Their order, time limits and logs
@@ -166,10 +167,10 @@ readonly deadline=$((SECONDS + allowed))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm}.log "$out"/{peer,latency,bench,qgemm}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm}.json "$out"/summary.txt
 table=() failed=0
 export -f run_tests $(compgen -A function section_)
-export tests bench out work
+export tests out work
 for section in "${sections[@]}"; do
   say "$section"
   limit=$((deadline - SECONDS < limits[$section] ? deadline - SECONDS : limits[$section]))

@@ -6,7 +6,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 # What building takes.
 packages=(g++ cmake ninja-build libhwy-dev libtbb-dev libfmt-dev libcli11-dev nlohmann-json3-dev
-  libxxhash-dev libgtest-dev libbenchmark-dev pkg-config)
+  libxxhash-dev libgtest-dev pkg-config)
 
 # install_packages NAME...: installs the Debian packages among these that are missing.
 install_packages() {

@@ -318,6 +318,46 @@ def test_kernel_packs_that_cannot_be_used(tmp_path, with_stubs):
 CASE = ["bench", "qgemm", "--shape", "96x128", "--format", "nf4", "--dtype", "bf16"]
 
 
+def run_lines(*arguments, env):
+    """The line of the run, and the rows."""
+    head, *rows = [json.loads(line) for line in run(*arguments, "--json", "-", env=env).stdout.splitlines()]
+    return head, rows
+
+
+def test_bench_lists():
+    head, rows = run_lines("bench", "--list", env=NO_CUDA)
+    names = [row["op"] for row in rows]
+    assert head["ok"] and names[0] == "quantize" and {"observe", "qgemm", "latency", "memory", "checkpoint"} <= set(names)
+    for device in ["cpu", "cuda"]:
+        _, rows = run_lines("bench", "all", "--list", "--device", device, env=NO_CUDA)
+        problems = [row["problem"] for row in rows]
+        assert len(set(problems)) == len(problems) > 100
+        ops = {problem.split()[0] for problem in problems}
+        assert ops == set(names) - {"qgemm", "latency", "memory", "checkpoint"}
+    text = run("bench", "quantize", "observe", "--list", "--format", "nf4", "--filter", "8192x8192 nf4 g64", env=NO_CUDA).stdout
+    assert text.splitlines() == [f"quantize 8192x8192 nf4 g64 {dtype}" for dtype in ["bf16", "f16", "f32"]]
+    assert "one of all, quantize" in fails("bench", "quantise", "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "goes with no other" in fails("bench", "qgemm", "observe", "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "--m: only with qgemm" in fails("bench", "observe", "--m", "1", "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "no problem" in fails("bench", "observe", "--filter", "nothing", "--device", "cpu", code=USAGE, env=NO_CUDA)
+
+
+def test_bench_measures_an_op_on_the_cpu():
+    case = ["bench", "affine_qdq_backward", "--device", "cpu", "--threads", "2", "--quick", "--filter", "bf16 u4 group 128"]
+    head, (row,) = run_lines(*case, env=NO_CUDA)
+    assert (head["command"], head["ok"], head["device"], head["num_threads"]) == ("bench", True, "cpu", 2)
+    assert (row["op"], row["problem"], row["device"]) == ("affine_qdq_backward", "bf16 u4 group 128", "cpu")
+    assert row["failure"] == "" and row["backend"].startswith("cpu") and row["correct"] is None
+    assert row["read_bytes"] == 8192 * 8192 * 5 // 2 and row["write_bytes"] == 8192 * 8192 // 128 * 8
+    assert row["median_us"] > 0 and row["spread"] >= 0 and row["ceiling"] == "move"
+    assert math.isclose(row["share"], row["ceiling_us"] / row["median_us"], rel_tol=1e-6)
+    assert math.isclose(row["gb_per_s"], (row["read_bytes"] + row["write_bytes"]) / row["median_us"] / 1000, rel_tol=1e-6)
+    lines = run(*case, env=NO_CUDA).stdout.splitlines()
+    assert re.match(r"device +cpu", lines[0]) and len(lines) == 3
+    assert lines[1].split() == ["problem", "us", "spread", "GB/s", "move", "read", "copy", "kernel"]
+    assert lines[2].startswith("affine_qdq_backward bf16 u4 group 128")
+
+
 def test_bench_explains_on_the_cpu():
     cases = run_json(*CASE, "--explain", "--device", "cpu", env=NO_CUDA)["cases"]
     rows = [1, 2, 4, 8, 16, 32, 128, 512]
@@ -359,11 +399,12 @@ def test_bench_measures(tmp_path, with_stubs):
     assert result.stdout.count("  with a low-rank adapter of rank 16: -, - of plain\n") == 4
     assert len(lines) == 4 and all("- WRONG: must be at most 5e-03" in line for line in lines)
     assert re.search(r"^cuBLAS +no cuBLAS .*/nowhere/libcublas.so", result.stdout, re.M)
-    document = json.loads(report.read_text())
+    document, *rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert document["ok"] is False and document["error"]["code"] == "VERIFY" and document["device"] == "Stub"
-    assert [(row["direction"], row["m"]) for row in document["rows"]] == [
+    assert [(row["direction"], row["m"]) for row in rows] == [
         ("forward", 1), ("forward", 20), ("transposed", 1), ("transposed", 20)]
-    for row in document["rows"]:
+    for row in rows:
+        assert row["op"] == "qgemm" and row["device"] == "Stub" and row["problem"].startswith("96x128 nf4 g64 f16 bf16 ")
         assert row["lora"] == 16 and row["lora_us"] is None
         assert row["cublas_us"] is None and row["error"] is None and row["correct"] is False
         assert row["kernel"].startswith("qgemm_simt") and row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
@@ -375,13 +416,14 @@ def test_bench_measures(tmp_path, with_stubs):
 
 def test_bench_measures_the_cpu():
     case = [*CASE, "--device", "cpu", "--m", "1,3", "--threads", "2", "--quick"]
-    document = run_json(*case, env=NO_CUDA)
+    document, rows = run_lines(*case, env=NO_CUDA)
     assert (document["device"], document["num_threads"]) == ("cpu", 2)
-    rows = document["rows"]
     assert [(row["direction"], row["m"]) for row in rows] == [
         ("forward", 1), ("forward", 3), ("transposed", 1), ("transposed", 3)]
     for row in rows:
-        assert row["kernel"].startswith("qgemm_") and row["backend"].startswith("cpu") and row["problem"] == ""
+        assert row["kernel"].startswith("qgemm_") and row["backend"].startswith("cpu") and row["failure"] == ""
+        assert row["median_us"] == row["plain_us"] and row["spread"] >= 0
+        assert math.isclose(row["share"], row["floor_of_plain"], rel_tol=1e-6)
         assert row["weight_bytes"] >= 96 * 128 // 2 * 1.0625
         assert row["correct"] is True and 0 < row["error"] <= row["error_limit"]
         rates = {rate["name"]: rate for rate in row["rates"]}
@@ -406,7 +448,7 @@ def test_bench_measures_the_cpu():
 
     # Only products of f32 operands count for them.
     case = [*CASE[:-1], "f32", "--device", "cpu", "--m", "2", "--direction", "forward", "--variant", "qgemm_ref", "--quick"]
-    (row,) = run_json(*case, env=NO_CUDA)["rows"]
+    _, (row,) = run_lines(*case, env=NO_CUDA)
     assert row["dtype"] == "f32" and row["kernel"] == "qgemm_ref" and row["correct"] is True
     assert [rate["name"] for rate in row["rates"]] == ["fma"]
 
@@ -415,11 +457,11 @@ def test_bench_measures_the_cpu():
     titles, values = lines[-2].split(), lines[-1].split()
     assert titles[-9:] == ["read", "r/p", "p/p1", "fma", "dot", "amx", "f/p", "fw/p", "error"]
     assert values[:6] == ["96x128", "nf4", "g64", "f16", "f32", "forward"]
-    assert all(float(value) > 0 for value in values[8:11]) and values[13:15] == ["-", "-"]
+    assert all(float(value) > 0 for value in [values[8], *values[10:12]]) and values[9].endswith("%") and values[14:16] == ["-", "-"]
 
     # A variant that does not take the case is a line, and no failure.
-    (row,) = run_json(*case[:-2], "qgemm_simt", env=NO_CUDA)["rows"]
-    assert "it is for CUDA devices" in row["problem"] and row["plain_us"] is None and row["kernel"] == ""
+    _, (row,) = run_lines(*case[:-2], "qgemm_simt", env=NO_CUDA)
+    assert "it is for CUDA devices" in row["failure"] and row["plain_us"] is None and row["kernel"] == ""
 
 
 # inspect
@@ -738,7 +780,7 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["ptx", "--kernel", "linear_fused", "--arch", "sm_90a"], ["OP"]),
         (["ptx", "dequantize", "--operation", "backward", "--arch", "sm_90a"], ["dequantize", "operation", "format"]),
         (["bench"], ["OP"]),
-        (["bench", "quantize"], ["quantize", "qgemm"]),
+        (["bench", "quantise"], ["quantise", "quantize", "qgemm"]),
         (["bench", "qgemm", "--explain", "--device=cpu", "--shape", "4096"], ["--shape", "NxK", "4096"]),
         (["bench", "qgemm", "--explain", "--device=cpu", "--shape", "64x0"], ["--shape", "64x0"]),
         (["bench", "qgemm", "--explain", "--device=cpu", "--model", "llama-7b"], ["--model", "llama-7b", "llama-8b"]),

@@ -29,9 +29,10 @@ LAYERS = [
     (r"src/cuda/", r"(halfbyte|formats|core|cuda)/"),
     (r"src/ops/(?P<op>\w+)/.*(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/"),
     (r"src/ops/(?P<op>\w+)/.*_(cuda\.cc|cuda\.h|kernels\.cc)$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
-    (r"src/ops/(?P<op>\w+)/.*_(test\.cc|bench\.cc|testing\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|bench|\w+/\w+_ref)\.h$"),
+    (r"src/ops/\w+/\w+_bench\.cc$", r"halfbyte/|benchmark/problem\.h$"),  # a table: through the public headers
+    (r"src/ops/(?P<op>\w+)/.*_(test\.cc|testing\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/|ops/(testing|\w+/\w+_ref)\.h$"),
     (r"src/ops/(?P<op>\w+)/", r"(halfbyte|formats|core|ops/{op})/|cpu/parallel\.h$"),
-    (r"src/ops/(testing|bench)\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
+    (r"src/ops/testing\.h$", r"(halfbyte|formats|core)/|cpu/parallel\.h$"),
     (r"src/benchmark/\w+_cpu\.cc$", r"(halfbyte|core|cpu|benchmark)/"),
     (r"src/benchmark/\w+_cuda\.cc$", r"(halfbyte|core|cuda|benchmark)/"),
     (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
@@ -42,9 +43,9 @@ LAYERS = [
     (r"python/", r"halfbyte/"),
     (r"examples/llama/", r"halfbyte/|\w+\.h$"),
     (r"examples/", r"halfbyte/"),
-    (r"(tests|bench)/", r""),  # what crosses the layers
+    (r"tests/", r""),  # what crosses the layers
 ]
-TESTING = r".*(_test\.cc|_bench\.cc|/testing\.h|/bench\.h|/test_\w+\.h)$|(tests|bench)/"
+TESTING = r".*(_test\.cc|/testing\.h|/test_\w+\.h)$|tests/"
 FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops|benchmark)/[\w/]+_args\.h$|.*\.cuh?$"
 
 # Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
@@ -56,15 +57,14 @@ OTHERS = [
     (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
     (r"cpuid\.h$", r"src/cpu/features\.cc$"),
     (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/weight/bf16_decode\.h$"),
-    (r"fmt/", r"(src|cli|tests|bench)/"),
+    (r"fmt/", r"(src|cli|tests)/"),
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
-    (r"nlohmann/json_fwd\.hpp$", r"(src/io|cli|bench)/"),
+    (r"nlohmann/json_fwd\.hpp$", r"(src/io|cli)/"),
     (r"nlohmann/", rf"(src/io|cli|examples/llama)/.*\.cc$|{TESTING}"),
     (r"xxhash\.h$", r"src/(io|cuda)/.*\.cc$"),
     (r"CLI/", r"cli/.*\.cc$"),
     (r"(gtest|gmock)/", TESTING),
-    (r"benchmark/", TESTING),
     (r"nanobind/", r"python/"),
 ]
 

@@ -28,6 +28,17 @@ class Work {
   int num_launches_;
 };
 
+// What is read, and where is written.
+struct Move {
+  const void* from;
+  void* to;
+};
+
+struct Timing {
+  double us = 0;      // the median
+  double spread = 0;  // the distance of the quartiles, of the median
+};
+
 // Multiply-adds in registers and nothing else.
 struct MultiplyLoop {
   std::string name;
@@ -60,22 +71,30 @@ class BenchBackend {
   // The last launch of the first start is launch(0). On a CUDA device launches are captured, and `launch` not
   // called again: it must enqueue on stream(). On the CPU they go on with 1, 2 ...
   virtual std::shared_ptr<Work> record(int num_launches, std::function<void(int)> launch) const = 0;
+  // The same without a recording: what is launched by the host each time, as many callers do.
+  virtual std::shared_ptr<Work> repeat(int num_launches, std::function<void(int)> launch) const = 0;
   // Different ways to read num_bytes (a multiple of 16) of each of `sets`, in turn. Chained: they start
   // early; none where has_early_start() is false.
   virtual std::vector<std::shared_ptr<Work>> readers(std::span<const void* const> sets, int64_t num_bytes,
                                                      int num_launches, bool chained) const = 0;
 
-  // Microseconds of a launch of each: in a round all are started in turn, so that they see the same clocks;
-  // the medians of the rounds.
-  virtual std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const = 0;
+  // Different ways to read and to write so many bytes, which do nothing else; where these are equal also to
+  // copy.
+  virtual std::vector<std::shared_ptr<Work>> movers(std::span<const Move> sets, int64_t read_bytes,
+                                                    int64_t write_bytes, int num_launches) const = 0;
+
+  // A launch of each: in a round all are started in turn, so that they see the same clocks; the medians of
+  // the rounds.
+  virtual std::vector<Timing> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const = 0;
 };
 
-inline std::vector<double> medians_of(std::vector<std::vector<double>>& times) {
-  std::vector<double> medians;
+inline std::vector<Timing> medians_of(std::vector<std::vector<double>>& times) {
+  std::vector<Timing> medians;
   for (std::vector<double>& of_work : times) {
-    const auto middle = of_work.begin() + static_cast<std::ptrdiff_t>(of_work.size() / 2);
-    std::nth_element(of_work.begin(), middle, of_work.end());
-    medians.push_back(*middle);
+    std::ranges::sort(of_work);
+    const size_t n = of_work.size();
+    const double median = of_work[n / 2];
+    medians.push_back({median, (of_work[n - 1 - n / 4] - of_work[n / 4]) / median});
   }
   return medians;
 }

@@ -4,6 +4,7 @@
 
 #include "benchmark/backend.h"
 #include "benchmark/loops.h"
+#include "core/arithmetic.h"
 #include "cpu/parallel.h"
 
 namespace halfbyte {
@@ -73,15 +74,19 @@ class CpuBackend : public BenchBackend {
     });
   }
 
+  std::shared_ptr<Work> repeat(int num_launches, std::function<void(int)> launch) const override {
+    return record(num_launches, std::move(launch));
+  }
+
   // So many sets at once that starting the threads does not count.
   std::vector<std::shared_ptr<Work>> readers(std::span<const void* const> sets, int64_t num_bytes, int,
                                              bool chained) const override {
     std::vector<std::shared_ptr<Work>> readers;
     if (chained) return readers;
     constexpr int64_t kLeastBytes = 64 << 20;
-    const auto num_sets = static_cast<int>((kLeastBytes + num_bytes - 1) / num_bytes);
+    const auto num_sets = static_cast<int>(ceil_div(kLeastBytes, num_bytes));
     const auto add = [&](int64_t chunk_bytes, ReadLoop loop) {
-      const int64_t chunks = (num_bytes + chunk_bytes - 1) / chunk_bytes;
+      const int64_t chunks = ceil_div(num_bytes, chunk_bytes);
       const auto run = [=, this, sets = std::vector(sets.begin(), sets.end())](int first) {
         parallel_for(num_sets * chunks, 1, num_threads_, [&](int64_t i, int64_t, int) {
           const auto set = static_cast<size_t>(first + i / chunks) % sets.size();
@@ -98,7 +103,32 @@ class CpuBackend : public BenchBackend {
     return readers;
   }
 
-  std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const override {
+  std::vector<std::shared_ptr<Work>> movers(std::span<const Move> sets, int64_t read_bytes,
+                                            int64_t write_bytes, int) const override {
+    std::vector<std::shared_ptr<Work>> movers;
+    const auto add = [&](int64_t block_bytes, int64_t grain, auto move) {
+      const int64_t blocks = ceil_div(std::max(read_bytes, write_bytes), block_bytes);
+      const int64_t reads = read_bytes / blocks / 64 * 64, writes = write_bytes / blocks / 64 * 64;
+      movers.push_back(record(1, [=, this, sets = std::vector(sets.begin(), sets.end())](int number) {
+        const Move& set = sets[static_cast<size_t>(number) % sets.size()];
+        parallel_for(blocks, grain, num_threads_, [&](int64_t begin, int64_t end, int) {
+          for (int64_t i = begin; i < end; ++i)
+            move(static_cast<const std::byte*>(set.from) + i * reads, reads,
+                 static_cast<std::byte*>(set.to) + i * writes, writes);
+          end_moves();
+        });
+      }));
+    };
+    add(1 << 14, 16, [](const void* from, int64_t reads, void* to, int64_t writes) {
+      move_bytes(from, reads, to, writes);
+    });
+    if (read_bytes == write_bytes)
+      add(1 << 16, 4,
+          [](const void* from, int64_t, void* to, int64_t writes) { copy_bytes(from, to, writes); });
+    return movers;
+  }
+
+  std::vector<Timing> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const override {
     std::vector<int> num_starts;
     for (const auto& work : works)
       num_starts.push_back(static_cast<int>(std::clamp(kSampleUs / us_of(*work, 1), 1.0, 1e6)));

@@ -6,6 +6,7 @@
 #include "benchmark/backend.h"
 #include "benchmark/benchmark_args.h"
 #include "benchmark/benchmark_kernels.h"
+#include "core/arithmetic.h"
 #include "cuda/cublas.h"
 #include "cuda/graph.h"
 #include "cuda/launch.h"
@@ -31,6 +32,18 @@ class GraphWork : public Work {
   cuda::Graph graph_;
 };
 
+class LaunchedWork : public Work {
+ public:
+  LaunchedWork(int num_launches, std::function<void(int)> launch)
+      : Work(num_launches), launch_(std::move(launch)) {}
+  void start() override {
+    for (int i = num_launches() - 1; i >= 0; --i) launch_(i);
+  }
+
+ private:
+  std::function<void(int)> launch_;
+};
+
 struct Reader {
   cuda::CUfunction function;
   cuda::Grid grid;
@@ -38,9 +51,7 @@ struct Reader {
 
 std::vector<Reader> make_readers(const cuda::Context& context, int64_t num_bytes) {
   std::vector<Reader> readers;
-  const auto blocks_of = [&](int64_t bytes_per_block) {
-    return (num_bytes + bytes_per_block - 1) / bytes_per_block;
-  };
+  const auto blocks_of = [&](int64_t bytes_per_block) { return ceil_div(num_bytes, bytes_per_block); };
   // blocks_per_multiprocessor 0: as many blocks as it takes for each to read once.
   const auto add_blocks = [&](int threads, int loads, int blocks_per_multiprocessor) {
     const int64_t all = blocks_of(int64_t{16} * threads * loads),
@@ -96,7 +107,7 @@ class CudaBackend : public BenchBackend {
     constexpr double kGraphUs = 400;
     const int wanted =
         std::max(us > kGraphUs ? 6 : 24, static_cast<int>(std::ceil(kGraphUs / std::max(us, 1.0))));
-    return (wanted + num_buffers - 1) / num_buffers * num_buffers;
+    return static_cast<int>(ceil_div(wanted, num_buffers)) * num_buffers;
   }
   int rounds(bool quick) const override { return quick ? 3 : 7; }
   int passes(bool quick) const override { return quick ? 1 : 2; }
@@ -107,6 +118,34 @@ class CudaBackend : public BenchBackend {
 
   std::shared_ptr<Work> record(int num_launches, std::function<void(int)> launch) const override {
     return std::make_shared<GraphWork>(num_launches, stream_.handle(), launch);
+  }
+
+  std::shared_ptr<Work> repeat(int num_launches, std::function<void(int)> launch) const override {
+    return std::make_shared<LaunchedWork>(num_launches, std::move(launch));
+  }
+
+  std::vector<std::shared_ptr<Work>> movers(std::span<const Move> sets, int64_t read_bytes,
+                                            int64_t write_bytes, int num_launches) const override {
+    std::vector<std::shared_ptr<Work>> works;
+    const auto at = [sets = std::vector(sets.begin(), sets.end())](int i) {
+      return sets[static_cast<size_t>(i) % sets.size()];
+    };
+    for (const int64_t block_bytes : {16384, 32768})
+      for (const bool stream : {false, true}) {
+        const int64_t blocks = ceil_div(std::max(read_bytes, write_bytes), block_bytes);
+        const auto words = [&](int64_t num_bytes) { return ceil_div(num_bytes / 16, blocks); };
+        const cuda::CUfunction function =
+            cuda::get_kernel(context_, move_blocks_kernel(words(read_bytes), words(write_bytes), stream));
+        works.push_back(repeat(num_launches, [=, this](int i) {
+          cuda::launch(function, {blocks, kMoveThreads}, stream_.handle(),
+                       MoveArgs{at(i).from, at(i).to, read_bytes / 16, write_bytes / 16});
+        }));
+      }
+    if (read_bytes == write_bytes)
+      works.push_back(repeat(num_launches, [=, this](int i) {
+        cuda::copy(at(i).to, at(i).from, read_bytes, stream_.handle());
+      }));
+    return works;
   }
 
   std::vector<std::shared_ptr<Work>> readers(std::span<const void* const> sets, int64_t num_bytes,
@@ -125,7 +164,7 @@ class CudaBackend : public BenchBackend {
     return works;
   }
 
-  std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const override {
+  std::vector<Timing> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const override {
     const cuda::Driver& driver = cuda::driver();
     std::vector<Event> events;
     while (events.size() <= works.size()) {

@@ -14,6 +14,14 @@ struct ReadArgs {
 };
 inline constexpr int kReadBulkThreads = 32;
 
+// Kernels that only move, words of 16 bytes.
+struct MoveArgs {
+  const void* from;
+  void* to;
+  formats::i64 num_reads, num_writes;
+};
+inline constexpr int kMoveThreads = 256;
+
 struct DelayArgs {
   formats::i64 cycles;
 };

@@ -22,6 +22,12 @@ cuda::KernelSpec read_bulk_kernel(int stages, int stage_bytes) {
       "benchmark/read_bulk.cu", "read_bulk",
       cuda::config_text(fmt::format("constexpr int kStages = {}, kStageBytes = {};\n", stages, stage_bytes))};
 }
+cuda::KernelSpec move_blocks_kernel(int64_t reads, int64_t writes, bool stream) {
+  return {"benchmark/move_blocks.cu", "move_blocks",
+          cuda::config_text(
+              fmt::format("constexpr int kReads = {}, kWrites = {};\nconstexpr bool kStream = {};\n", reads,
+                          writes, stream))};
+}
 cuda::KernelSpec delay_kernel() { return {"benchmark/delay.cu", "delay", cuda::config_text("")}; }
 
 std::vector<cuda::Kernel> benchmark_kernels() {
@@ -41,6 +47,16 @@ std::vector<cuda::Kernel> benchmark_kernels() {
          {"stage-bytes", {"16384", "32768"}, false, "Bytes of a copy."}}},
        [](const KernelValues& values) {
          return read_bulk_kernel(number(values, "stages"), number(values, "stage-bytes"));
+       }},
+      {{"benchmark",
+        "move_blocks",
+        "Reads and writes memory, for comparison.",
+        {{"reads", {"1024", "512"}, false, "Words of 16 bytes that a block reads."},
+         {"writes", {"1024", "512"}, false, "Words that it writes."},
+         {"stream", {"no", "yes"}, false, "Past the caches."}}},
+       [](const KernelValues& values) {
+         return move_blocks_kernel(number(values, "reads"), number(values, "writes"),
+                                   values.at("stream") == "yes");
        }},
       {{"benchmark", "delay", "Keeps the device busy for a while.", {}},
        [](const KernelValues&) { return delay_kernel(); }},

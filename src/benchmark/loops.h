@@ -16,6 +16,14 @@ struct ReadLoop {
 // Reads with vectors, on the calling thread. The result depends on every byte.
 uint64_t read_bytes(const void* from, int64_t num_bytes, ReadLoop loop);
 
+// Reads so many bytes, and writes others past the caches, on the calling thread: what is written comes from
+// the first-level cache.
+void move_bytes(const void* from, int64_t read_bytes, void* to, int64_t write_bytes);
+// Copies past the caches.
+void copy_bytes(const void* from, void* to, int64_t num_bytes);
+// After these: what was written is seen by others.
+void end_moves();
+
 // Multiply-adds in registers, on the calling thread.
 struct ArithmeticLoop {
   const char* name;

@@ -1,6 +1,8 @@
 #include "benchmark/loops.h"
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 
 #include "cpu/features.h"
 #include "hwy/cache_control.h"
@@ -10,7 +12,9 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "benchmark/loops_cpu.cc"
-#include "hwy/foreach_target.h"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "cpu/simd-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -54,6 +58,14 @@ uint64_t read(const uint8_t* from, int64_t num_bytes, ReadLoop loop) {
                                  : read_streams<1>(from, num_bytes, loop.prefetch_bytes);
 }
 
+void stream(const uint8_t* from, uint8_t* to, int64_t num_bytes) {
+#if HALFBYTE_SIMD
+  stream_copy(to, from, static_cast<size_t>(num_bytes));
+#else
+  std::copy_n(from, num_bytes, to);
+#endif
+}
+
 constexpr int kChains = 12;  // of sums that do not wait for each other; with two operands in 16 registers
 
 // The sums tend to 1: no operand becomes special.
@@ -78,6 +90,7 @@ namespace halfbyte {
 namespace {
 
 HWY_EXPORT(read);
+HWY_EXPORT(stream);
 HWY_EXPORT(fma);
 HWY_EXPORT(fma_flops);
 
@@ -141,6 +154,20 @@ constexpr double kTilesFlops = 2.0 * 4 * 16 * 16 * 32;
 uint64_t read_bytes(const void* from, int64_t num_bytes, ReadLoop loop) {
   return HWY_DYNAMIC_DISPATCH(read)(static_cast<const uint8_t*>(from), num_bytes, loop);
 }
+
+void move_bytes(const void* from, int64_t read_bytes, void* to, int64_t write_bytes) {
+  static std::atomic<uint64_t> sink;
+  alignas(64) static constexpr std::array<uint8_t, 1 << 14> kBlock = {1, 2, 3};
+  const uint64_t sum = halfbyte::read_bytes(from, read_bytes, {.num_streams = 1});
+  if (sum == 1) sink.fetch_xor(sum, std::memory_order_relaxed);
+  const auto block_bytes = static_cast<int64_t>(kBlock.size());
+  for (int64_t i = 0; i < write_bytes; i += block_bytes)
+    copy_bytes(kBlock.data(), static_cast<uint8_t*>(to) + i, std::min(block_bytes, write_bytes - i));
+}
+void copy_bytes(const void* from, void* to, int64_t num_bytes) {
+  HWY_DYNAMIC_DISPATCH(stream)(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), num_bytes);
+}
+void end_moves() { hwy::FlushStream(); }
 
 std::vector<ArithmeticLoop> arithmetic_loops(DType dtype) {
   std::vector<ArithmeticLoop> loops = {{"fma", HWY_DYNAMIC_DISPATCH(fma_flops)(),

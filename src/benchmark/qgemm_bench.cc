@@ -1,11 +1,11 @@
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <random>
 
-#include "benchmark/backend.h"
+#include "benchmark/harness.h"
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cuda/cublas.h"
 #include "formats/convert.h"
@@ -14,19 +14,9 @@
 namespace halfbyte {
 namespace {
 
-constexpr int64_t kAlignment = 256;   // of what lies in an arena
 constexpr int kMostSets = 4096;       // of weights, where they are tiny
 constexpr int64_t kCheckedRows = 16;  // of y; at most
 constexpr uint8_t kPoison = 0xFF;     // NaN in every dtype
-// Of the data that everything is filled with, over and over; no divisor of rows and groups.
-constexpr int64_t kPoolValues = (int64_t{1} << 22) - 37 * 64;
-
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-int64_t rounded(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 void store(float value, DType dtype, void* to) {
   const uint16_t half = dtype == DType::f16 ? formats::to_f16(value) : formats::to_bf16(value);
@@ -49,23 +39,6 @@ float load(DType dtype, const void* from) {
 // Of the norm of y: bf16 has 8 bits, f16 11; twice what rounding the weights and y gives.
 double error_limit(DType dtype) { return dtype == DType::bf16 ? 5e-3 : dtype == DType::f16 ? 8e-4 : 1e-5; }
 
-// Memory that grows, in buffers that take turns.
-class Arena {
- public:
-  // True if its content is lost.
-  bool reserve(Device device, int64_t num_bytes) {
-    if (num_bytes <= memory_.num_bytes()) return false;
-    memory_ = {};
-    memory_ = Memory(device, num_bytes);
-    return true;
-  }
-  const Memory& memory() const { return memory_; }
-  std::byte* at(int set, int64_t set_bytes) const { return memory_.data() + set * set_bytes; }
-
- private:
-  Memory memory_;
-};
-
 // A buffer of `bytes` each, of which there are `count`.
 struct Sets {
   int64_t bytes = 0;
@@ -75,19 +48,17 @@ struct Sets {
 
 class QgemmBench {
  public:
-  QgemmBench(Device device, const QgemmBenchOptions& options)
+  QgemmBench(Device device, const BenchOptions& options)
       : device_(device),
-        backend_(device.kind == DeviceKind::cpu ? make_cpu_backend(options.num_threads)
-                                                : make_cuda_backend(device)),
-        stream_(backend_->stream()),
-        rounds_(backend_->rounds(options.quick)),
-        passes_(backend_->passes(options.quick)) {
+        harness_(device, options),
+        backend_(&harness_.backend()),
+        stream_(backend_->stream()) {
     std::mt19937_64 random(1);
-    std::vector<uint64_t> words(static_cast<size_t>(kPoolValues / 8));
+    std::vector<uint64_t> words(static_cast<size_t>(kBenchPoolValues / 8));
     for (uint64_t& word : words) word = random();
     random_bytes_.resize(words.size() * 8);
     std::memcpy(random_bytes_.data(), words.data(), random_bytes_.size());
-    pool_.resize(static_cast<size_t>(kPoolValues));
+    pool_.resize(static_cast<size_t>(kBenchPoolValues));
     for (float& value : pool_) value = static_cast<float>(static_cast<int64_t>(random())) * 0x1p-63f;
   }
 
@@ -119,8 +90,8 @@ class QgemmBench {
 
   // As many buffers as it takes to fill so much memory.
   static Sets sets_of(int64_t bytes, int64_t rotation_bytes, int least, int most) {
-    const int64_t each = rounded(std::max<int64_t>(bytes, 1));
-    return {each, static_cast<int>(std::clamp<int64_t>((rotation_bytes + each - 1) / each, least, most))};
+    const int64_t each = bench_padded(std::max<int64_t>(bytes, 1));
+    return {each, static_cast<int>(std::clamp<int64_t>(ceil_div(rotation_bytes, each), least, most))};
   }
   Sets activation_sets_of(int64_t bytes) const {
     return sets_of(bytes, backend_->activation_rotation_bytes(), 2, weight_.count);
@@ -130,14 +101,7 @@ class QgemmBench {
   }
 
   void fill(const Memory& memory, const std::vector<uint8_t>& pool) const {
-    auto filled = std::min<int64_t>(static_cast<int64_t>(pool.size()), memory.num_bytes());
-    copy(device_, memory.data(), pool.data(), filled, stream_.handle());
-    while (filled < memory.num_bytes()) {
-      const int64_t n = std::min(filled, memory.num_bytes() - filled);
-      copy(device_, memory.data() + filled, memory.data(), n, stream_.handle());
-      filled += n;
-    }
-    stream_.synchronize();
+    harness_.fill(memory.data(), memory.num_bytes(), pool);
   }
   Memory filled(int64_t num_bytes, const std::vector<uint8_t>& pool) const {
     Memory memory(device_, num_bytes);
@@ -209,27 +173,15 @@ class QgemmBench {
       return backend_->readers(sets, weight_.bytes, backend_->launches_of(guess_us, weight_.count), chained);
     };
     const std::vector<std::shared_ptr<Work>> plain = readers(false);
-    std::vector<double> us = medians(plain, rounds_);
-    const auto best = static_cast<size_t>(std::ranges::min_element(us) - us.begin());
+    const std::vector<Timing> timings = harness_.medians(plain, harness_.rounds());
+    const auto best =
+        static_cast<size_t>(std::ranges::min_element(timings, {}, &Timing::us) - timings.begin());
     read_ = plain[best];
-    read_us_ = us[best];
+    read_us_ = timings[best].us;
     read_chained_us_ = QgemmBenchRow::kNone;
     if (!backend_->has_early_start()) return;
     const std::vector<std::shared_ptr<Work>> chained = readers(true);
-    read_chained_us_ = medians({&chained[best], 1}, rounds_)[0];
-  }
-  // The smallest of the medians of some passes, after a first start of each.
-  std::vector<double> medians(std::span<const std::shared_ptr<Work>> works, int rounds) const {
-    constexpr double kMostSeconds = 2;
-    for (const std::shared_ptr<Work>& work : works) work->start();
-    stream_.synchronize();
-    const Clock::time_point start = Clock::now();
-    std::vector<double> us = backend_->medians(works, rounds);
-    for (int pass = 1; pass < passes_ && rounds == rounds_ && seconds_since(start) < kMostSeconds; ++pass) {
-      const std::vector<double> again = backend_->medians(works, rounds);
-      for (size_t i = 0; i < us.size(); ++i) us[i] = std::min(us[i], again[i]);
-    }
-    return us;
+    read_chained_us_ = harness_.medians({&chained[best], 1}, harness_.rounds())[0].us;
   }
   PackedWeight packed(int set) const {
     return {.spec = spec_, .rows = n_, .cols = k_, .data = packed_.at(set, weight_.bytes), .device = device_};
@@ -263,7 +215,7 @@ class QgemmBench {
       backend_->cublas()->product(dtype, false, kExtent, kExtent, kExtent, x_.at(0, 0), dense_.at(0, 0),
                                   y_.at(0, 0));
     });
-    const double us = medians({&product, 1}, rounds_)[0];
+    const double us = harness_.medians({&product, 1}, harness_.rounds())[0].us;
     return cublas_flops_[dtype] = 2e6 * std::pow(static_cast<double>(kExtent), 3) / us;
   }
 
@@ -341,7 +293,7 @@ class QgemmBench {
     for (const std::shared_ptr<Work>& work : works) {
       poison(y_.at(0, 0), y.bytes);
       stream_.synchronize();
-      const Clock::time_point start = Clock::now();
+      const BenchClock::time_point start = BenchClock::now();
       work->start();
       stream_.synchronize();
       seconds += seconds_since(start);
@@ -382,18 +334,19 @@ class QgemmBench {
     for (const MultiplyLoop& loop : loops) works.push_back(loop.work);
 
     // What takes long is steady.
-    const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, rounds_));
-    const std::vector<double> us = medians(works, rounds);
-    row.plain_us = us[0];
-    if (plans.size() > 1) row.chained_us = us[1];
-    if (backend_->cublas()) row.cublas_us = us[plans.size()];
-    row.read_us = us[read];
+    const int rounds = static_cast<int>(std::clamp<double>(1 / seconds, 1, harness_.rounds()));
+    const std::vector<Timing> timings = harness_.medians(works, rounds);
+    row.plain_us = timings[0].us;
+    row.plain_spread = timings[0].spread;
+    if (plans.size() > 1) row.chained_us = timings[1].us;
+    if (backend_->cublas()) row.cublas_us = timings[plans.size()].us;
+    row.read_us = timings[read].us;
     double flops = row.cublas_flops;
     for (size_t i = 0; i < loops.size(); ++i) {
-      row.rates.push_back({loops[i].name, 1e6 * loops[i].flops / us[first_loop + i]});
+      row.rates.push_back({loops[i].name, 1e6 * loops[i].flops / timings[first_loop + i].us});
       flops = std::fmax(flops, row.rates.back().flops);
     }
-    if (adapter) row.lora_us = us[lora];
+    if (adapter) row.lora_us = timings[lora].us;
     row.floor_us = std::fmax(row.read_us, 1e6 * flop / flops);
   }
 
@@ -443,7 +396,7 @@ class QgemmBench {
     for (const int64_t row : rows)
       for (int64_t j = 0; j < in; ++j) {
         uint8_t stored[4];  // as x_ is filled
-        store(pool_[static_cast<size_t>((row * in + j) % kPoolValues)], d.dtype, stored);
+        store(pool_[static_cast<size_t>((row * in + j) % kBenchPoolValues)], d.dtype, stored);
         x.push_back(load(d.dtype, stored));
       }
     const int64_t y_bytes = kCheckedRows * out * 4;
@@ -462,9 +415,9 @@ class QgemmBench {
   }
 
   Device device_;
-  const std::unique_ptr<BenchBackend> backend_;
+  const BenchHarness harness_;
+  const BenchBackend* backend_;
   const Stream& stream_;
-  int rounds_, passes_;
   std::map<DType, double> cublas_flops_;
   std::vector<uint8_t> random_bytes_;
   std::vector<float> pool_;                      // -1 to 1
@@ -477,7 +430,7 @@ class QgemmBench {
   double read_us_ = 0, read_chained_us_ = 0;
   std::map<std::tuple<bool, DType, std::vector<int64_t>>, std::vector<float>> references_;
 
-  Arena packed_, x_, y_, workspaces_, dense_;
+  BenchArena packed_, x_, y_, workspaces_, dense_;
   std::optional<DType> filled_with_;  // x_ and dense_
 };
 
@@ -497,7 +450,7 @@ void check_case(const QgemmBenchCase& test) {
 
 CublasInfo cublas_info() { return {cuda::find_cublas().path, cuda::find_cublas().problem}; }
 
-void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, const QgemmBenchOptions& options,
+void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases, const BenchOptions& options,
                  const std::function<bool(const QgemmBenchRow&)>& progress) {
   HALFBYTE_CHECK(options.num_threads >= 0, usage, "bench_qgemm: options.num_threads must be >= 0, got {}",
                  options.num_threads);

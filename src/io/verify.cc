@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/format.h"
 #include "cpu/parallel.h"
@@ -79,7 +80,6 @@ class WrittenFile {
   size_t num_taken_ = 0;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Largest difference between x and x as a scale of `dtype`, which is never rounded to 0.
 double rounding(DType dtype, double x) {

@@ -1,91 +1,95 @@
-// `affine_qdq`, `affine_qdq_backward` and `affine_init` beside a copy of the same bytes.
+#include <array>
+
+#include "benchmark/problem.h"
 #include "halfbyte/affine_qdq.hpp"
 
-#include "ops/bench.h"
-
-namespace halfbyte::bench {
+namespace halfbyte {
 namespace {
 
-constexpr int64_t kSize = 8192;  // rows and columns
+enum class Op { init, forward, backward };
 
-template <class Op>
-void run(benchmark::State& state, const AffineQdqDescriptor& d) {
-  const auto threads = static_cast<int>(state.range(0));
-  const auto plan = Plan<Op>::select({}, d, {threads});
-  const int64_t dense_bytes = contiguous_bytes(d.dtype, std::vector<int64_t>{d.rows, d.cols}),
-                code_bytes = contiguous_bytes(DType::u8, d.code_shape()),
-                num_groups = contiguous_bytes(DType::u8, d.scale_shape());
-  const Buffer dense = make_buffer(dense_bytes), codes = make_buffer(code_bytes),
-               workspace = make_buffer(plan.workspace_size());
-  if (d.dtype == DType::bf16) fill_weights(dense.get(), dense_bytes / 2);
-  if (d.dtype == DType::f32) fill_floats(dense.get(), dense_bytes / 4);
-  for (int64_t i = 0; i < code_bytes; ++i) codes[static_cast<size_t>(i)] = static_cast<uint8_t>(i * 37);
-  std::vector<Buffer> parameters;
-  for (int i = 0; i < 8; ++i) parameters.push_back(make_buffer(num_groups * 4));
-  for (const Buffer& buffer : parameters)
-    for (int64_t i = 0; i < num_groups; ++i) reinterpret_cast<float*>(buffer.get())[i] = 0.001f;
-  const auto group_view = [&](int i, DType dtype) {
-    return TensorView{parameters[static_cast<size_t>(i)].get(), dtype, d.scale_shape(), {}, {}};
-  };
-  const TensorView x{dense.get(), d.dtype, {d.rows, d.cols}, {}, {}},
-      code{codes.get(), DType::u8, d.code_shape(), {}, {}};
-  typename Op::Args args;
-  int64_t reads = code_bytes, writes = dense_bytes;
-  if constexpr (std::is_same_v<Op, AffineQdqBackward>) {
+BenchProblem make_problem(Op op, const AffineQdqDescriptor& d, double target) {
+  BenchProblem p;
+  constexpr const char* kNames[] = {"affine_init", "affine_qdq", "affine_qdq_backward"};
+  p.op = kNames[static_cast<int>(op)];
+  p.name = std::string(to_string(d.dtype)) + " u" + std::to_string(d.bits) + (d.packed ? "" : " in bytes") +
+           " group " + std::to_string(d.group_size) + (d.adam ? " adam" : "");
+  p.dtype = d.dtype;
+  p.target = target;
+  const BenchFill dense_fill{BenchFill::normal, d.dtype},
+      parameter_fill{BenchFill::uniform, DType::f32, 5e-4, 1e-3};
+  const bool writes_dense = op == Op::forward, writes_codes = op == Op::init;
+  const size_t dense = p.add(d.rows * d.cols * size_of(d.dtype), writes_dense ? BenchFill() : dense_fill),
+               codes = p.add(contiguous_bytes(DType::u8, d.code_shape()),
+                             writes_codes ? BenchFill() : BenchFill{BenchFill::random});
+  // Scales, biases, four moments, two gradients.
+  std::array<size_t, 8> parameters{};
+  for (size_t i = 0; i < parameters.size(); ++i)
+    parameters[i] =
+        p.add(contiguous_bytes(DType::f32, d.scale_shape()), i < 6 ? parameter_fill : BenchFill());
+  const auto [scales, biases, scale_m, scale_v, bias_m, bias_v, dscales, dbiases] = parameters;
+  if (op == Op::init)
+    p.reads({dense}), p.writes({codes, scales, biases});
+  else if (op == Op::forward)
+    p.reads({codes, scales, biases}), p.writes({dense});
+  else if (d.adam)
+    p.reads({dense, codes, scales, biases, scale_m, scale_v, bias_m, bias_v}),
+        p.writes({scales, biases, scale_m, scale_v, bias_m, bias_v});
+  else
+    p.reads({dense, codes}), p.writes({dscales, dbiases});
+  p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+    const TensorView x = memory.view(dense, d.dtype, {d.rows, d.cols}),
+                     code = memory.view(codes, DType::u8, d.code_shape());
+    std::array<TensorView, 8> v;
+    for (size_t i = 0; i < v.size(); ++i) v[i] = memory.view(parameters[i], DType::f32, d.scale_shape());
+    if (op == Op::init) return bench_run<AffineInit>(memory, preference, d, {x, code, v[0], v[1]});
+    if (op == Op::forward) return bench_run<AffineQdq>(memory, preference, d, {code, v[0], v[1], x});
+    AffineQdqBackward::Args args;
     args.codes = code;
     args.dy = x;
-    TensorView* const tensors[] = {&args.dscales, &args.dbiases, &args.scales, &args.biases,
-                                   &args.scale_m, &args.scale_v, &args.bias_m, &args.bias_v};
-    for (int i = d.adam ? 2 : 0; i < (d.adam ? 8 : 2); ++i) *tensors[i] = group_view(i, DType::f32);
-    reads += dense_bytes + (d.adam ? num_groups * 24 : 0);
-    writes = num_groups * (d.adam ? 24 : 8);
-  } else {
-    const int64_t group_bytes = num_groups * 2 * size_of(d.scale_dtype);
-    const TensorView scales = group_view(0, d.scale_dtype), biases = group_view(1, d.scale_dtype);
-    if constexpr (std::is_same_v<Op, AffineInit>)
-      args = {x, code, scales, biases}, reads = dense_bytes, writes = code_bytes + group_bytes;
-    else
-      args = {code, scales, biases, x}, reads += group_bytes;
-  }
-  beside_copy(state, reads, writes, threads, [&] { plan.run(nullptr, workspace.get(), args); });
+    TensorView* const adam[] = {&args.scales,  &args.biases, &args.scale_m,
+                                &args.scale_v, &args.bias_m, &args.bias_v};
+    for (size_t i = 0; d.adam && i < std::size(adam); ++i) *adam[i] = v[i];
+    if (!d.adam) args.dscales = v[6], args.dbiases = v[7];
+    return bench_run<AffineQdqBackward>(memory, preference, d, args);
+  };
+  return p;
 }
-
-template <class Op>
-void add(const char* op, AffineQdqDescriptor d) {
-  d.rows = d.cols = kSize;
-  const std::string name = std::string("BM_") + op + "/" + to_string(d.dtype) +
-                           (d.packed ? "_u" : "_byte_u") + std::to_string(d.bits) + "_g" +
-                           std::to_string(d.group_size) + (d.adam ? "_adam" : "");
-  benchmark::RegisterBenchmark(name.c_str(), run<Op>, d)
-      ->Arg(2)
-      ->Unit(benchmark::kMillisecond)
-      ->UseManualTime();
-}
-
-[[maybe_unused]] const bool kAdded = [] {
-  for (const DType dtype : {DType::bf16, DType::f32})
-    for (const bool packed : {true, false}) {
-      AffineQdqDescriptor d;
-      d.dtype = dtype;
-      d.packed = packed;
-      add<AffineQdq>("affine_qdq", d);
-      add<AffineQdqBackward>("affine_qdq_backward", d);
-      add<AffineInit>("affine_init", d);
-      d.adam = true;
-      add<AffineQdqBackward>("affine_qdq_backward", d);
-      d.adam = false;
-      if (!packed) continue;
-      for (const int64_t group_size : {32, 128, 100}) {
-        d.group_size = group_size;
-        add<AffineQdqBackward>("affine_qdq_backward", d);
-      }
-      d.group_size = 64;
-      d.bits = 3;
-      add<AffineQdq>("affine_qdq", d);
-      add<AffineQdqBackward>("affine_qdq_backward", d);
-    }
-  return true;
-}();
 
 }  // namespace
-}  // namespace halfbyte::bench
+
+BenchProblems affine_qdq_problems(DeviceKind device) {
+  BenchProblems problems;
+  AffineQdqDescriptor d;
+  d.rows = d.cols = kBenchExtent;
+  const auto add = [&](Op op, int bits, bool packed, int64_t group_size, double target, bool adam = false) {
+    d.bits = bits;
+    d.packed = packed;
+    d.group_size = group_size;
+    d.adam = adam;
+    problems.push_back(make_problem(op, d, target));
+  };
+  const bool cuda = device == DeviceKind::cuda;
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    d.dtype = dtype;
+    for (const Op op : {Op::forward, Op::backward})
+      for (const bool packed : {true, false})
+        for (const int64_t group_size : {32, 64, 128})
+          if (cuda || group_size == 64 || (op == Op::backward && packed)) add(op, 4, packed, group_size, 0.9);
+    add(Op::backward, 4, true, 100, 0);
+    add(Op::backward, 3, true, 64, 0);
+    add(Op::backward, 4, true, 64, 0, true);
+    add(Op::backward, 4, false, 64, 0, true);
+    add(Op::init, 4, true, 64, 0);
+    if (cuda) {
+      for (const int64_t group_size : {16, 256, 1024, 8192}) add(Op::backward, 4, true, group_size, 0);
+      for (const int bits : {2, 5, 6, 8}) add(Op::backward, bits, true, 64, 0);
+    } else {
+      add(Op::forward, 3, true, 64, 0);
+      add(Op::init, 4, false, 64, 0);
+    }
+  }
+  return problems;
+}
+
+}  // namespace halfbyte

@@ -1,58 +1,56 @@
-// `observe` beside a copy of the same bytes: reads, and writes of the state.
+#include "benchmark/problem.h"
 #include "halfbyte/observe.hpp"
 
-#include "ops/bench.h"
-
-namespace halfbyte::bench {
+namespace halfbyte {
 namespace {
 
-const std::vector<int64_t> kShape{8192, 8192};
-
-void run(benchmark::State& state, const ObserveDescriptor& descriptor) {
-  const auto threads = static_cast<int>(state.range(0));
-  const auto plan = ObservePlan::select({}, descriptor, {threads});
-  const std::vector<int64_t> groups = descriptor.state_shape();
-  const int64_t bytes = contiguous_bytes(descriptor.dtype, kShape),
-                state_bytes = contiguous_bytes(DType::f32, groups);
-  const Buffer x = make_buffer(bytes), min = make_buffer(state_bytes), max = make_buffer(state_bytes),
-               num_batches = make_buffer(8), workspace = make_buffer(plan.workspace_size());
-  if (descriptor.dtype == DType::bf16) fill_weights(x.get(), bytes / 2);
-  if (descriptor.dtype == DType::f32) fill_floats(x.get(), bytes / 4);
-  const Observe::Args args{{x.get(), descriptor.dtype, kShape, {}, {}},
-                           {min.get(), DType::f32, groups, {}, {}},
-                           {max.get(), DType::f32, groups, {}, {}},
-                           {num_batches.get(), DType::i64, {}, {}, {}}};
-  reset_observer(args.min, args.max, args.num_batches);
-  beside_copy(state, bytes + 2 * state_bytes, 2 * state_bytes, threads,
-              [&] { plan.run(nullptr, workspace.get(), args); });
+BenchProblem make_problem(const BenchGrouping& grouping, DType dtype, ObserverKind kind, double target) {
+  ObserveDescriptor d;
+  d.shape = {kBenchExtent, kBenchExtent};
+  d.granularity = grouping.granularity;
+  d.axis = grouping.axis;
+  d.group_size = grouping.group_size;
+  d.dtype = dtype;
+  d.observer.kind = kind;
+  BenchProblem p;
+  p.op = "observe";
+  p.name = std::string(grouping.name) + " " + to_string(dtype) + " " + to_string(kind);
+  p.dtype = dtype;
+  p.target = target;
+  const std::vector<int64_t> groups = d.state_shape();
+  const int64_t state_bytes = contiguous_bytes(DType::f32, groups);
+  const size_t x = p.add(contiguous_bytes(dtype, d.shape), {BenchFill::normal, dtype}),
+               min = p.add(state_bytes), max = p.add(state_bytes), num_batches = p.add(8);
+  p.reads({x, min, max});
+  p.writes({min, max});
+  const auto args = [=](const BenchMemory& memory) {
+    return Observe::Args{memory.view(x, dtype, d.shape), memory.view(min, DType::f32, groups),
+                         memory.view(max, DType::f32, groups), memory.view(num_batches, DType::i64, {})};
+  };
+  p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+    return bench_run<Observe>(memory, preference, d, args(memory));
+  };
+  p.prepare = [=](const BenchMemory& memory) {
+    const Observe::Args of = args(memory);
+    reset_observer(of.min, of.max, of.num_batches);
+  };
+  return p;
 }
 
-[[maybe_unused]] const bool kAdded = [] {
-  struct Setup {
-    const char* name;
-    Granularity granularity;
-    int axis;
-    int64_t group_size;
-  };
-  for (const DType dtype : {DType::bf16, DType::f32})
-    for (const Setup& setup :
-         {Setup{"tensor", Granularity::tensor, -1, 0}, Setup{"channel0", Granularity::channel, 0, 0},
-          Setup{"channel1", Granularity::channel, 1, 0}, Setup{"g64", Granularity::group, -1, 64},
-          Setup{"g64_axis0", Granularity::group, 0, 64}}) {
-      ObserveDescriptor descriptor;
-      descriptor.shape = kShape;
-      descriptor.dtype = dtype;
-      descriptor.granularity = setup.granularity;
-      descriptor.axis = setup.axis;
-      descriptor.group_size = setup.group_size;
-      benchmark::RegisterBenchmark((std::string("BM_observe/") + to_string(dtype) + "_" + setup.name).c_str(),
-                                   run, descriptor)
-          ->Arg(2)
-          ->Unit(benchmark::kMillisecond)
-          ->UseManualTime();
-    }
-  return true;
-}();
-
 }  // namespace
-}  // namespace halfbyte::bench
+
+BenchProblems observe_problems(DeviceKind device) {
+  BenchProblems problems;
+  for (const DType dtype : {DType::bf16, DType::f32})
+    for (const ObserverKind kind : {ObserverKind::min_max, ObserverKind::moving_average}) {
+      const bool averages = kind == ObserverKind::moving_average;
+      if (averages && device == DeviceKind::cpu) continue;
+      for (const BenchGrouping& grouping : {kBenchTensor, kBenchChannel, kBenchGroup})
+        problems.push_back(make_problem(grouping, dtype, kind, 0.9));
+      problems.push_back(make_problem(kBenchColumn, dtype, kind, 0));
+      if (!averages) problems.push_back(make_problem(kBenchGroupRows, dtype, kind, 0));
+    }
+  return problems;
+}
+
+}  // namespace halfbyte

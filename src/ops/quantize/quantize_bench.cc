@@ -1,40 +1,109 @@
-#include "ops/bench.h"
+#include "benchmark/problem.h"
+#include "halfbyte/quantize_plan.hpp"
 
-namespace halfbyte::bench {
+namespace halfbyte {
 namespace {
 
-void BM_quantize(benchmark::State& state, const QuantSpec& spec) {
-  const Buffer x = make_buffer(kRows * kCols * 2);
-  fill_weights(x.get(), kRows * kCols);
-  const QuantShape shape = quant_shape(spec, kRows, kCols);
-  const Buffer codes = make_buffer(shape.code_bytes()), scales = make_buffer(shape.num_groups * 4),
-               zeros = make_buffer(shape.num_groups), biases = make_buffer(shape.num_groups * 4);
-  const TensorView view{x.get(), DType::bf16, {kRows, kCols}, {}, {}};
-  const QuantizedView out{spec,
-                          kRows,
-                          kCols,
-                          codes.get(),
-                          scales.get(),
-                          has_zeros(spec) ? zeros.get() : nullptr,
-                          has_biases(spec) ? biases.get() : nullptr};
-  for (auto _ : state) quantize(view, out, {static_cast<int>(state.range(0))});
-  // Bytes of the source: compare with the bare read.
-  state.SetBytesProcessed(state.iterations() * kRows * kCols * 2);
+constexpr int64_t kCols = 8192;
+
+BenchProblem make_problem(const BenchSpec& test) {
+  BenchProblem p;
+  p.op = "quantize";
+  p.name = bench_name(test);
+  p.format = info(test.spec.format).name;
+  p.dtype = test.dtype;
+  p.target = test.target;
+  const size_t x = p.add(test.rows * kCols * size_of(test.dtype), {BenchFill::normal, test.dtype});
+  const BenchMatrix out(p, test.spec, test.rows, kCols, false);
+  p.reads({x});
+  p.writes({out.codes, out.scales, out.zeros, out.biases});
+  p.has_more_ceilings = true;
+  p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+    return bench_run<Quantize>(memory, preference,
+                               {.spec = test.spec, .rows = test.rows, .cols = kCols, .dtype = test.dtype},
+                               {memory.view(x, test.dtype, {test.rows, kCols}), out.view(memory)});
+  };
+  return p;
 }
-#define HALFBYTE_BENCH(name, ...)                              \
-  BENCHMARK_CAPTURE(BM_quantize, name, QuantSpec{__VA_ARGS__}) \
-      ->Arg(2)                                                 \
-      ->Unit(benchmark::kMillisecond)                          \
-      ->UseRealTime()
-HALFBYTE_BENCH(bf16_nf4_g64, .format = Format::nf4);
-HALFBYTE_BENCH(bf16_fp4_g64, .format = Format::fp4);
-HALFBYTE_BENCH(bf16_int4_g128, .format = Format::int4, .group_size = 128,
-               .scale_rule = ScaleRule::half_range);
-HALFBYTE_BENCH(bf16_int4_asymmetric_g128, .format = Format::int4, .asymmetric = true, .group_size = 128,
-               .scale_rule = ScaleRule::minmax);
-HALFBYTE_BENCH(bf16_int8_channel, .format = Format::int8, .granularity = Granularity::channel);
-HALFBYTE_BENCH(bf16_affine4_g64, .format = Format::affine4, .scale_rule = ScaleRule::mlx_edge);
-HALFBYTE_BENCH(bf16_affine3_g64, .format = Format::affine3, .scale_rule = ScaleRule::minmax);
 
 }  // namespace
-}  // namespace halfbyte::bench
+
+std::string bench_name(const BenchSpec& test) {
+  const std::string group = test.spec.granularity == Granularity::group
+                                ? "g" + std::to_string(test.spec.group_size)
+                                : to_string(test.spec.granularity);
+  return std::to_string(test.rows) + "x" + std::to_string(kCols) + " " + test.name + " " + group + " " +
+         to_string(test.dtype);
+}
+
+std::vector<BenchSpec> bench_specs_cuda() {
+  std::vector<BenchSpec> cases;
+  const auto add = [&](int64_t rows, const std::string& name, const QuantSpec& spec, double target,
+                       DType dtype = DType::bf16) {
+    cases.push_back({name, spec, target, dtype, rows});
+  };
+  QuantSpec nf4, int4{.format = Format::int4, .scale_rule = ScaleRule::half_range, .scale_dtype = DType::f16},
+      affine4{.format = Format::affine4, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::f16};
+  for (const int64_t rows : {8192, 28672}) {
+    for (const int64_t group_size : {64, 128}) {
+      nf4.group_size = int4.group_size = affine4.group_size = group_size;
+      add(rows, "nf4", nf4, 0.9);
+      add(rows, "int4", int4, 0.9);
+      add(rows, "affine4", affine4, 0.9);
+      for (const FormatInfo& format : all_formats()) {
+        QuantSpec spec{.format = format.format, .group_size = group_size, .scale_rule = format.default_rule};
+        if (format.kind != FormatKind::table) spec.scale_dtype = DType::f16;
+        if (format.format == Format::lut4)
+          spec.table = {-1,    -0.7f, -0.53f, -0.4f, -0.29f, -0.19f, -0.1f, 0,
+                        0.08f, 0.16f, 0.25f,  0.34f, 0.44f,  0.57f,  0.73f, 0.95f};
+        if (spec.format == Format::nf4 || spec == affine4) continue;
+        add(rows, spec.format == Format::int4 ? "int4_absmax" : format.name, spec, 0.8);
+      }
+      QuantSpec asymmetric = int4, edge = affine4;
+      asymmetric.asymmetric = true;
+      asymmetric.scale_rule = ScaleRule::minmax;
+      add(rows, "int4_asymmetric", asymmetric, 0.8);
+      edge.scale_rule = ScaleRule::mlx_edge;
+      edge.code_scale = CodeScale::unrounded;
+      add(rows, "affine4_mlx_edge", edge, 0.8);
+    }
+    if (rows > kBenchExtent) continue;
+    for (QuantSpec spec : {nf4, int4}) {
+      const std::string name = info(spec.format).name;
+      for (const int64_t group_size : {32, 256, 100}) {
+        spec.group_size = group_size;
+        add(rows, name, spec, 0);
+      }
+      for (const Granularity granularity : {Granularity::channel, Granularity::tensor}) {
+        spec.granularity = granularity;
+        add(rows, name, spec, 0);
+      }
+    }
+    nf4.group_size = 64;
+    add(rows, "nf4", nf4, 0, DType::f16);
+    add(rows, "nf4", nf4, 0, DType::f32);
+  }
+  return cases;
+}
+
+BenchProblems quantize_problems(DeviceKind device) {
+  BenchProblems problems;
+  if (device == DeviceKind::cuda) {
+    for (const BenchSpec& test : bench_specs_cuda()) problems.push_back(make_problem(test));
+    return problems;
+  }
+  const auto add = [&](const char* name, const QuantSpec& spec) {
+    problems.push_back(make_problem({name, spec, 0, DType::bf16, 65536}));
+  };
+  add("nf4", {.format = Format::nf4});
+  add("fp4", {.format = Format::fp4});
+  add("int4", {.format = Format::int4, .group_size = 128, .scale_rule = ScaleRule::half_range});
+  add("int4_asymmetric",
+      {.format = Format::int4, .asymmetric = true, .group_size = 128, .scale_rule = ScaleRule::minmax});
+  add("int8", {.format = Format::int8, .granularity = Granularity::channel});
+  add("affine4", {.format = Format::affine4, .scale_rule = ScaleRule::mlx_edge});
+  add("affine3", {.format = Format::affine3, .scale_rule = ScaleRule::minmax});
+  return problems;
+}
+
+}  // namespace halfbyte

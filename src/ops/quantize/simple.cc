@@ -1,3 +1,4 @@
+#include "core/arithmetic.h"
 #include "halfbyte/simple.hpp"
 
 #include <array>
@@ -8,7 +9,6 @@
 namespace halfbyte {
 namespace {
 
-int64_t ceil_div(int64_t n, int64_t d) { return n / d + (n % d != 0); }
 
 void check_sizes(const char* op, int64_t n, int64_t group_size) {
   HALFBYTE_CHECK(n >= 0, usage, "{}: n must not be negative, got {} elements", op, n);

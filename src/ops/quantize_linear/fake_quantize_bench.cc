@@ -1,85 +1,128 @@
-// `fake_quantize`, with and without a mask, and `fake_quantize_backward`, from x and from the mask, beside a
-// copy of the same bytes.
+#include "benchmark/problem.h"
 #include "halfbyte/fake_quantize.hpp"
+#include "halfbyte/observe.hpp"
 
-#include "ops/bench.h"
-
-namespace halfbyte::bench {
+namespace halfbyte {
 namespace {
 
-const std::vector<int64_t> kShape{8192, 8192};
-
-template <class Op>
-void run(benchmark::State& state, const FakeQuantizeDescriptor& descriptor) {
-  const auto threads = static_cast<int>(state.range(0));
-  const auto plan = Plan<Op>::select({}, descriptor, {threads});
-  const std::vector<int64_t> scale_shape = descriptor.scale_shape(), mask_shape = descriptor.mask_shape();
-  const int64_t dense_bytes = contiguous_bytes(descriptor.dtype, kShape),
-                scale_bytes = contiguous_bytes(DType::f32, scale_shape),
-                mask_bytes = descriptor.mask ? contiguous_bytes(DType::u8, mask_shape) : 0;
-  const Buffer x = make_buffer(dense_bytes), y = make_buffer(dense_bytes), dy = make_buffer(dense_bytes),
-               scale = make_buffer(scale_bytes), mask = make_buffer(mask_bytes),
-               workspace = make_buffer(plan.workspace_size());
-  if (descriptor.dtype == DType::bf16)
-    fill_weights(x.get(), dense_bytes / 2);
-  else
-    fill_floats(x.get(), dense_bytes / 4);
-  std::copy_n(x.get(), dense_bytes, dy.get());
-  for (int64_t i = 0; i < mask_bytes; ++i) mask[static_cast<size_t>(i)] = static_cast<uint8_t>(i * 37);
-  for (int64_t i = 0; i < scale_bytes / 4; ++i)
-    reinterpret_cast<float*>(scale.get())[i] = 0.005f + 1e-9f * static_cast<float>(i % 1000);
-  const TensorView dense{x.get(), descriptor.dtype, kShape, {}, {}},
-      other{y.get(), descriptor.dtype, kShape, {}, {}}, scales{scale.get(), DType::f32, scale_shape, {}, {}};
-  TensorView bits;
-  if (descriptor.mask) bits = {mask.get(), DType::u8, mask_shape, {}, {}};
-  typename Op::Args args;
-  int64_t reads = dense_bytes, writes = dense_bytes;
-  if constexpr (std::is_same_v<Op, FakeQuantize>) {
-    args.x = dense, args.y = other, args.scale = scales, args.mask = bits;
-    reads += scale_bytes, writes += mask_bytes;
-  } else {
-    args.dy = {dy.get(), descriptor.dtype, kShape, {}, {}}, args.dx = other, args.mask = bits;
-    if (!descriptor.mask) args.x = dense, args.scale = scales;
-    reads += descriptor.mask ? mask_bytes : dense_bytes + scale_bytes;
-  }
-  beside_copy(state, reads, writes, threads, [&] { plan.run(nullptr, workspace.get(), args); });
-}
-
-template <class Op>
-void add(const char* op, const char* name, const FakeQuantizeDescriptor& descriptor) {
-  const std::string full = std::string("BM_") + op + "/" + to_string(descriptor.dtype) + "_" + name +
-                           (descriptor.mask ? "_mask" : "");
-  benchmark::RegisterBenchmark(full.c_str(), run<Op>, descriptor)
-      ->Arg(2)
-      ->Unit(benchmark::kMillisecond)
-      ->UseManualTime();
-}
-
-[[maybe_unused]] const bool kAdded = [] {
-  struct Setup {
-    const char* name;
-    Granularity granularity;
-    int axis;
-    int64_t group_size;
+BenchProblem make_problem(bool forward, const std::string& name, const FakeQuantizeDescriptor& d,
+                          double target) {
+  BenchProblem p;
+  p.op = forward ? "fake_quantize" : "fake_quantize_backward";
+  p.name = name + " " + to_string(d.dtype);
+  p.dtype = d.dtype;
+  p.target = target;
+  const bool from_mask = !forward && d.mask;
+  const std::vector<int64_t> groups = d.scale_shape();
+  const BenchFill dense_fill{BenchFill::normal, d.dtype};
+  const int64_t dense = contiguous_bytes(d.dtype, d.shape),
+                state = d.observer ? contiguous_bytes(d.state_dtype(), groups) : 0;
+  const double largest = d.format ? 0.1 : 0.01;
+  const auto parameter = [&](bool has, DType dtype, double low, double high) {
+    const BenchFill fill{BenchFill::uniform, dtype, low, high};
+    return p.add(has ? contiguous_bytes(dtype, groups) : 0, d.computed ? BenchFill() : fill);
   };
-  for (const DType dtype : {DType::bf16, DType::f32})
-    for (const Setup& setup :
-         {Setup{"tensor", Granularity::tensor, -1, 0}, Setup{"channel0", Granularity::channel, 0, 0},
-          Setup{"channel1", Granularity::channel, 1, 0}, Setup{"g64", Granularity::group, -1, 64}})
-      for (const bool mask : {false, true}) {
-        FakeQuantizeDescriptor descriptor;
-        descriptor.shape = kShape;
-        descriptor.granularity = setup.granularity;
-        descriptor.axis = setup.axis;
-        descriptor.group_size = setup.group_size;
-        descriptor.dtype = dtype;
-        descriptor.mask = mask;
-        add<FakeQuantize>("fake_quantize", setup.name, descriptor);
-        if (!mask || setup.granularity == Granularity::tensor)  // the mask has no groups
-          add<FakeQuantizeBackward>("fake_quantize_backward", setup.name, descriptor);
-      }
-  return true;
-}();
+  const size_t x = p.add(from_mask ? 0 : dense, dense_fill), dy = p.add(forward ? 0 : dense, dense_fill),
+               y = p.add(dense),
+               mask = p.add(d.mask ? contiguous_bytes(DType::u8, d.mask_shape()) : 0,
+                            {forward ? BenchFill::poison : BenchFill::random}),
+               scale = parameter(!from_mask, d.scale_dtype, largest / 2, largest),
+               zero =
+                   parameter(d.zero_point_dtype.has_value(), d.zero_point_dtype.value_or(DType::i32), -2, 2),
+               min = p.add(state), max = p.add(state), num_batches = p.add(d.observer ? 8 : 0);
+  if (forward && d.computed)
+    p.reads({x, min, max}), p.writes({y, mask, scale, zero, min, max});
+  else if (forward)
+    p.reads({x, scale, zero}), p.writes({y, mask});
+  else if (from_mask)
+    p.reads({dy, mask}), p.writes({y});
+  else
+    p.reads({x, dy, scale, zero}), p.writes({y});
+  struct Views {
+    TensorView x, dy, y, mask, scale, zero, min, max, num_batches;
+  };
+  const auto views = [=](const BenchMemory& memory) {
+    Views v;
+    v.y = memory.view(y, d.dtype, d.shape);
+    if (!forward) v.dy = memory.view(dy, d.dtype, d.shape);
+    if (d.mask) v.mask = memory.view(mask, DType::u8, d.mask_shape());
+    if (from_mask) return v;
+    v.x = memory.view(x, d.dtype, d.shape);
+    v.scale = memory.view(scale, d.scale_dtype, groups);
+    if (d.zero_point_dtype) v.zero = memory.view(zero, *d.zero_point_dtype, groups);
+    if (!d.observer) return v;
+    v.min = memory.view(min, d.state_dtype(), groups);
+    v.max = memory.view(max, d.state_dtype(), groups);
+    v.num_batches = memory.view(num_batches, DType::i64, {});
+    return v;
+  };
+  p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+    const Views v = views(memory);
+    if (forward)
+      return bench_run<FakeQuantize>(memory, preference, d,
+                                     {v.x, v.y, v.scale, v.zero, v.mask, v.min, v.max, v.num_batches});
+    return bench_run<FakeQuantizeBackward>(memory, preference, d, {v.x, v.mask, v.dy, v.scale, v.zero, v.y});
+  };
+  if (d.observer)
+    p.prepare = [=](const BenchMemory& memory) {
+      const Views v = views(memory);
+      reset_observer(v.min, v.max, v.num_batches);
+    };
+  return p;
+}
 
 }  // namespace
-}  // namespace halfbyte::bench
+
+BenchProblems fake_quantize_problems(DeviceKind device) {
+  BenchProblems problems;
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    const auto grouped = [&](const BenchGrouping& grouping) {
+      FakeQuantizeDescriptor d;
+      d.shape = {kBenchExtent, kBenchExtent};
+      d.granularity = grouping.granularity;
+      d.axis = grouping.axis;
+      d.group_size = grouping.group_size;
+      d.dtype = dtype;
+      return d;
+    };
+    const FakeQuantizeDescriptor tensor = grouped(kBenchTensor), group = grouped(kBenchGroup);
+    const auto add = [&](const std::string& name, const FakeQuantizeDescriptor& d, double target,
+                         bool forward = true) { problems.push_back(make_problem(forward, name, d, target)); };
+    const auto masked = [](FakeQuantizeDescriptor d) {
+      d.mask = true;
+      return d;
+    };
+    const auto computed = [](FakeQuantizeDescriptor d) {
+      d.computed = true;
+      return d;
+    };
+    constexpr double kTarget = 0.9;
+    for (const BenchGrouping& grouping : {kBenchTensor, kBenchChannel, kBenchGroup}) {
+      add(grouping.name, grouped(grouping), kTarget);
+      add(grouping.name, grouped(grouping), kTarget, false);
+    }
+    add("channel axis 1", grouped(kBenchColumn), 0);
+    add("tensor with mask", masked(tensor), 0);
+    add("group 64 with mask", masked(group), 0);
+    add("from mask", masked(tensor), kTarget, false);
+    if (device == DeviceKind::cpu) {
+      add("channel axis 1", grouped(kBenchColumn), 0, false);
+      add("channel with mask", masked(grouped(kBenchChannel)), 0);
+      add("channel axis 1 with mask", masked(grouped(kBenchColumn)), 0);
+      continue;
+    }
+    FakeQuantizeDescriptor asymmetric = group, nf4 = group, observed = computed(group);
+    asymmetric.zero_point_dtype = DType::i32;
+    nf4.format = Format::nf4;
+    observed.observer.emplace().kind = ObserverKind::moving_average;
+    add("group 64 zero point", asymmetric, 0);
+    add("group 64 nf4", nf4, 0);
+    add("computed group 64", computed(group), kTarget);
+    add("computed tensor", computed(tensor), 0);
+    add("computed channel", computed(grouped(kBenchChannel)), 0);
+    add("observed group 64", observed, 0);
+  }
+  return problems;
+}
+
+}  // namespace halfbyte

@@ -1,93 +1,123 @@
-// `quantize_linear`, `dequantize_linear` and `quantize_linear_backward` beside a copy of the same bytes.
+#include "benchmark/problem.h"
 #include "halfbyte/quantize_linear.hpp"
 
-#include "ops/bench.h"
-
-namespace halfbyte::bench {
+namespace halfbyte {
 namespace {
 
-const std::vector<int64_t> kShape{8192, 8192};
+enum class Op { quantize, dequantize, backward };
 
-struct Setup {
-  const char* name;
-  LinearDescriptor descriptor;
-};
-
-std::vector<Setup> setups() {
-  std::vector<Setup> all{{"tensor", LinearDescriptor::per_tensor(kShape)},
-                         {"channel0", LinearDescriptor::per_channel(kShape, 0)},
-                         {"channel1", LinearDescriptor::per_channel(kShape, 1)},
-                         {"g128", LinearDescriptor::per_group(kShape, 128)},
-                         {"g32", LinearDescriptor::per_group(kShape, 32)},
-                         {"g128_axis0", LinearDescriptor::per_group(kShape, 128, 0)}};
-  for (const Setup& given : {all[0], all[2], all[3], Setup{"token", LinearDescriptor::per_token(kShape)}}) {
-    all.push_back(given);
-    all.back().descriptor.computed = true;
-  }
-  return all;
-}
-
-template <class Op>
-void run(benchmark::State& state, const LinearDescriptor& descriptor) {
-  const auto threads = static_cast<int>(state.range(0));
-  const auto plan = Plan<Op>::select({}, descriptor, {threads});
-  const std::vector<int64_t> scale_shape = descriptor.scale_shape();
-  const int64_t dense_bytes = contiguous_bytes(descriptor.dtype, kShape),
-                code_bytes = contiguous_bytes(descriptor.code_dtype, kShape),
-                num_scales = contiguous_bytes(DType::i8, scale_shape);
-  const Buffer x = make_buffer(dense_bytes), y = make_buffer(dense_bytes), codes = make_buffer(code_bytes),
-               scale = make_buffer(num_scales * 4), zero = make_buffer(num_scales),
-               workspace = make_buffer(plan.workspace_size());
-  if (descriptor.dtype == DType::bf16) fill_weights(x.get(), dense_bytes / 2);
-  if (descriptor.dtype == DType::f32) fill_floats(x.get(), dense_bytes / 4);
-  for (int64_t i = 0; i < num_scales; ++i)
-    reinterpret_cast<float*>(scale.get())[i] = 0.0008f + 1e-9f * static_cast<float>(i % 1000);
-  std::fill_n(zero.get(), num_scales, uint8_t{3});
-  const auto view = [&](const Buffer& buffer, DType dtype, const std::vector<int64_t>& shape) {
-    return TensorView{buffer.get(), dtype, shape, {}, {}};
+BenchProblem make_problem(Op op, const char* grouping, const LinearDescriptor& d, double target) {
+  BenchProblem p;
+  constexpr const char* kNames[] = {"quantize_linear", "dequantize_linear", "quantize_linear_backward"};
+  p.op = kNames[static_cast<int>(op)];
+  p.name = std::string(d.computed ? "computed " : "") + grouping + " " + to_string(d.dtype) + " " +
+           to_string(d.code_dtype) + (d.zero_point_dtype ? " zero point" : "");
+  p.dtype = d.dtype;
+  p.target = target;
+  const std::vector<int64_t> groups = d.scale_shape();
+  const BenchFill dense_fill{BenchFill::normal, d.dtype};
+  const bool decodes = op == Op::dequantize, backward = op == Op::backward;
+  const int64_t dense = contiguous_bytes(d.dtype, d.shape);
+  const size_t x = p.add(decodes ? 0 : dense, dense_fill), dy = p.add(backward ? dense : 0, dense_fill),
+               y = p.add(decodes || backward ? dense : 0),
+               codes = p.add(backward ? 0 : contiguous_bytes(d.code_dtype, d.shape),
+                             {decodes ? BenchFill::random : BenchFill::poison});
+  const auto parameter = [&](std::optional<DType> dtype, double low, double high) {
+    const BenchFill fill{BenchFill::uniform, dtype.value_or(DType::u8), low, high};
+    return p.add(dtype ? contiguous_bytes(*dtype, groups) : 0, d.computed ? BenchFill() : fill);
   };
-  const TensorView dense = view(x, descriptor.dtype, kShape), other = view(y, descriptor.dtype, kShape),
-                   code = view(codes, descriptor.code_dtype, kShape),
-                   scales = view(scale, descriptor.scale_dtype, scale_shape),
-                   zeros = view(zero, descriptor.code_dtype, scale_shape);
-  typename Op::Args args;
-  int64_t reads = num_scales * 5, writes = dense_bytes;
-  if constexpr (std::is_same_v<Op, QuantizeLinear>)
-    args = {dense, code, scales, zeros}, reads += dense_bytes, writes = code_bytes;
-  else if constexpr (std::is_same_v<Op, DequantizeLinear>)
-    args = {code, scales, zeros, dense}, reads += code_bytes;
+  const size_t scale = parameter(d.scale_dtype, 5e-4, 1e-3),
+               zero = parameter(d.zero_point_dtype, d.code_dtype == DType::i4 ? 0 : 112, 127);
+  if (backward)
+    p.reads({x, dy, scale, zero}), p.writes({y});
+  else if (decodes)
+    p.reads({codes, scale, zero}), p.writes({y});
+  else if (d.computed)
+    p.reads({x}), p.writes({codes, scale, zero});
   else
-    args = {dense, other, scales, zeros, other}, reads += 2 * dense_bytes;
-  beside_copy(state, reads, writes, threads, [&] { plan.run(nullptr, workspace.get(), args); });
+    p.reads({x, scale, zero}), p.writes({codes});
+  p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+    const TensorView source = memory.view(x, d.dtype, d.shape), result = memory.view(y, d.dtype, d.shape),
+                     code = memory.view(codes, d.code_dtype, d.shape),
+                     scales = memory.view(scale, d.scale_dtype, groups);
+    TensorView zeros;
+    if (d.zero_point_dtype) zeros = memory.view(zero, *d.zero_point_dtype, groups);
+    if (decodes) return bench_run<DequantizeLinear>(memory, preference, d, {code, scales, zeros, result});
+    if (!backward) return bench_run<QuantizeLinear>(memory, preference, d, {source, code, scales, zeros});
+    return bench_run<QuantizeLinearBackward>(
+        memory, preference, d, {source, memory.view(dy, d.dtype, d.shape), scales, zeros, result});
+  };
+  return p;
 }
-
-template <class Op>
-void add(const char* op, const Setup& setup, DType dtype, DType code_dtype) {
-  LinearDescriptor descriptor = setup.descriptor;
-  descriptor.dtype = dtype;
-  descriptor.code_dtype = code_dtype;
-  descriptor.zero_point_dtype = code_dtype;
-  if (is_packed(code_dtype)) descriptor.q_min = -8, descriptor.q_max = 7;
-  const std::string name = std::string("BM_") + op + "/" + to_string(dtype) + "_" + to_string(code_dtype) +
-                           "_" + setup.name + (descriptor.computed ? "_computed" : "");
-  benchmark::RegisterBenchmark(name.c_str(), run<Op>, descriptor)
-      ->Arg(2)
-      ->Unit(benchmark::kMillisecond)
-      ->UseManualTime();
-}
-
-[[maybe_unused]] const bool kAdded = [] {
-  for (const DType dtype : {DType::bf16, DType::f32})
-    for (const DType code_dtype : {DType::i8, DType::i4})
-      for (const Setup& setup : setups()) {
-        add<QuantizeLinear>("quantize_linear", setup, dtype, code_dtype);
-        if (setup.descriptor.computed) continue;
-        add<DequantizeLinear>("dequantize_linear", setup, dtype, code_dtype);
-        if (code_dtype == DType::i8)
-          add<QuantizeLinearBackward>("quantize_linear_backward", setup, dtype, code_dtype);
-      }
-  return true;
-}();
 
 }  // namespace
-}  // namespace halfbyte::bench
+
+BenchProblems quantize_linear_problems(DeviceKind device) {
+  BenchProblems problems;
+  const std::vector<int64_t> shape = {kBenchExtent, kBenchExtent};
+  const auto add = [&](Op op, const char* name, LinearDescriptor d, DType code, bool asymmetric,
+                       double target, DType dtype = DType::bf16) {
+    d.dtype = dtype;
+    d.code_dtype = code;
+    if (code == DType::u8) d.q_min = 0, d.q_max = 255;
+    if (code == DType::i4) d.q_min = -8, d.q_max = 7;
+    if (asymmetric) d.zero_point_dtype = op == Op::backward ? DType::i32 : code;
+    problems.push_back(make_problem(op, name, d, target));
+  };
+  const auto computed = [](LinearDescriptor d) {
+    d.computed = true;
+    return d;
+  };
+  const auto tensor = LinearDescriptor::per_tensor(shape), channel = LinearDescriptor::per_channel(shape, 0),
+             column = LinearDescriptor::per_channel(shape, 1), group = LinearDescriptor::per_group(shape, 64),
+             group32 = LinearDescriptor::per_group(shape, 32),
+             group128 = LinearDescriptor::per_group(shape, 128),
+             rows = LinearDescriptor::per_group(shape, 64, 0),
+             rows128 = LinearDescriptor::per_group(shape, 128, 0), token = LinearDescriptor::per_token(shape);
+  if (device == DeviceKind::cpu) {
+    for (const DType dtype : {DType::bf16, DType::f32})
+      for (const DType code : {DType::i8, DType::i4}) {
+        for (const Op op : {Op::quantize, Op::dequantize, Op::backward}) {
+          if (op == Op::backward && code == DType::i4) continue;
+          add(op, "tensor", tensor, code, true, 0, dtype);
+          add(op, "channel", channel, code, true, 0, dtype);
+          add(op, "channel axis 1", column, code, true, 0, dtype);
+          add(op, "group 128", group128, code, true, 0, dtype);
+          add(op, "group 32", group32, code, true, 0, dtype);
+          add(op, "group 128 axis 0", rows128, code, true, 0, dtype);
+        }
+        add(Op::quantize, "tensor", computed(tensor), code, true, 0, dtype);
+        add(Op::quantize, "channel axis 1", computed(column), code, true, 0, dtype);
+        add(Op::quantize, "group 128", computed(group128), code, true, 0, dtype);
+        add(Op::quantize, "token", computed(token), code, true, 0, dtype);
+      }
+    return problems;
+  }
+  constexpr double kTarget = 0.9;
+  for (const Op op : {Op::quantize, Op::dequantize, Op::backward})
+    for (const bool asymmetric : {false, true}) {
+      const DType code = asymmetric ? DType::u8 : DType::i8;
+      add(op, "tensor", tensor, code, asymmetric, kTarget);
+      add(op, "channel", channel, code, asymmetric, kTarget);
+      add(op, "group 64", group, code, asymmetric, kTarget);
+      add(op, "channel axis 1", column, code, asymmetric, 0);
+      add(op, "group 64 axis 0", rows, code, asymmetric, 0);
+      if (op != Op::backward) add(op, "group 64", group, DType::i4, asymmetric, 0);
+    }
+  for (const bool asymmetric : {false, true}) {
+    const DType code = asymmetric ? DType::u8 : DType::i8;
+    add(Op::quantize, "group 64", computed(group), code, asymmetric, kTarget);
+    add(Op::quantize, "group 128", computed(group128), code, asymmetric, kTarget);
+    add(Op::quantize, "token", computed(token), code, asymmetric, kTarget);
+    add(Op::quantize, "tensor", computed(tensor), code, asymmetric, 0);
+    add(Op::quantize, "channel axis 1", computed(column), code, asymmetric, 0);
+    add(Op::quantize, "group 64 axis 0", computed(rows), code, asymmetric, 0);
+  }
+  add(Op::quantize, "group 64", computed(group), DType::i4, false, 0);
+  add(Op::quantize, "tensor", tensor, DType::i8, false, 0, DType::f32);
+  add(Op::quantize, "token", computed(token), DType::i8, false, 0, DType::f32);
+  add(Op::quantize, "tensor", tensor, DType::i8, false, 0, DType::f64);
+  return problems;
+}
+
+}  // namespace halfbyte

@@ -1,56 +1,63 @@
+#include "benchmark/problem.h"
 #include "halfbyte/qgemm.hpp"
-#include "ops/bench.h"
 
-namespace halfbyte::bench {
-namespace {
+namespace halfbyte {
 
-void BM_reorder(benchmark::State& state, const QuantSpec& spec, WeightLayout layout, bool to_packed) {
-  const QuantShape shape = quant_shape(spec, kRows, kCols);
-  const int64_t packed_bytes = packed_weight_bytes(spec, kRows, kCols),
-                scale_bytes = shape.num_groups * size_of(spec.scale_dtype);
-  const Buffer codes = make_buffer(shape.code_bytes()), scales = make_buffer(scale_bytes),
-               biases = make_buffer(scale_bytes);
-  std::byte* const memory =
-      static_cast<std::byte*>(::operator new[](static_cast<size_t>(packed_bytes), std::align_val_t(256)));
-  std::fill_n(memory, packed_bytes, std::byte{1});
-  WeightView view;
-  view.spec = spec;
-  view.rows = kRows;
-  view.cols = kCols;
-  view.layout = layout;
-  view.codes = codes.get();
-  view.scales = scales.get();
-  if (has_biases(spec)) view.biases = biases.get();
-  PackedWeight packed;
-  packed.spec = spec;
-  packed.rows = kRows;
-  packed.cols = kCols;
-  packed.data = memory;
-  const int threads = static_cast<int>(state.range(0));
-  beside_copy(state, packed_bytes, packed_bytes, threads, [&] {
+// To the packed form and back.
+BenchProblems reorder_problems(DeviceKind device) {
+  BenchProblems problems;
+  const int64_t rows = device == DeviceKind::cpu ? 65536 : kBenchExtent, cols = 8192;
+  const auto add = [&](const char* name, const QuantSpec& spec, WeightLayout layout, bool to_packed) {
+    BenchProblem p;
+    p.op = "reorder";
+    p.name = std::to_string(rows) + "x" + std::to_string(cols) + " " + name + (to_packed ? "" : " back");
+    p.format = info(spec.format).name;
+    const QuantShape shape = quant_shape(spec, rows, cols);
+    const int64_t scale_bytes = shape.num_groups * size_of(spec.scale_dtype);
+    const auto fill = [](bool filled) { return BenchFill{filled ? BenchFill::random : BenchFill::poison}; };
+    const size_t codes = p.add(shape.code_bytes(), fill(to_packed)),
+                 scales = p.add(scale_bytes, fill(to_packed)),
+                 biases = p.add(has_biases(spec) ? scale_bytes : 0, fill(to_packed)),
+                 packed = p.add(packed_weight_bytes(spec, rows, cols), fill(!to_packed));
     if (to_packed)
-      reorder(view, packed, {threads});
+      p.reads({codes, scales, biases}), p.writes({packed});
     else
-      reorder(packed, view, {threads});
-  });
-  ::operator delete[](memory, std::align_val_t(256));
+      p.reads({packed}), p.writes({codes, scales, biases});
+    p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
+      WeightView view;
+      view.spec = spec;
+      view.rows = rows;
+      view.cols = cols;
+      view.layout = layout;
+      view.codes = memory.at(codes);
+      view.scales = memory.at(scales);
+      if (has_biases(spec)) view.biases = memory.at(biases);
+      view.device = memory.device;
+      const PackedWeight to{
+          .spec = spec, .rows = rows, .cols = cols, .data = memory.at(packed), .device = memory.device};
+      BenchRun run;
+      run.sku.op = run.sku.kernel = "reorder";
+      run.run = [=](void* stream, void*) {
+        if (to_packed)
+          reorder(view, to, {preference.num_threads, stream});
+        else
+          reorder(to, view, {preference.num_threads, stream});
+      };
+      return run;
+    };
+    problems.push_back(std::move(p));
+  };
+  const QuantSpec flat{.format = Format::nf4, .granularity = Granularity::flat};
+  add("nf4 g64 bitsandbytes", flat, WeightLayout::bitsandbytes, true);
+  add("nf4 g64 bitsandbytes", flat, WeightLayout::bitsandbytes, false);
+  add("int4 g128 compressed-tensors", {.format = Format::int4, .group_size = 128, .scale_dtype = DType::bf16},
+      WeightLayout::compressed_tensors, true);
+  add("affine4 g64 mlx",
+      {.format = Format::affine4, .scale_rule = ScaleRule::mlx_edge, .scale_dtype = DType::bf16},
+      WeightLayout::mlx, true);
+  add("int8 g64", {.format = Format::int8}, WeightLayout::halfbyte, true);
+  add("int8 g64", {.format = Format::int8}, WeightLayout::halfbyte, false);
+  return problems;
 }
 
-#define HALFBYTE_BENCH(name, layout, to_packed, ...)                                           \
-  BENCHMARK_CAPTURE(BM_reorder, name, QuantSpec{__VA_ARGS__}, WeightLayout::layout, to_packed) \
-      ->Arg(2)                                                                                 \
-      ->Unit(benchmark::kMillisecond)                                                          \
-      ->UseManualTime()
-HALFBYTE_BENCH(nf4_g64_bitsandbytes, bitsandbytes, true, .format = Format::nf4,
-               .granularity = Granularity::flat);
-HALFBYTE_BENCH(nf4_g64_bitsandbytes_back, bitsandbytes, false, .format = Format::nf4,
-               .granularity = Granularity::flat);
-HALFBYTE_BENCH(int4_g128_compressed_tensors, compressed_tensors, true, .format = Format::int4,
-               .group_size = 128, .scale_dtype = DType::bf16);
-HALFBYTE_BENCH(affine4_g64_mlx, mlx, true, .format = Format::affine4, .scale_rule = ScaleRule::mlx_edge,
-               .scale_dtype = DType::bf16);
-HALFBYTE_BENCH(int8_g64, halfbyte, true, .format = Format::int8);
-HALFBYTE_BENCH(int8_g64_back, halfbyte, false, .format = Format::int8);
-
-}  // namespace
-}  // namespace halfbyte::bench
+}  // namespace halfbyte

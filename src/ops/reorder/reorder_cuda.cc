@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 
 namespace halfbyte {
@@ -13,12 +14,11 @@ bool is_aligned(const ReorderArgs& args) {
          cuda::is_aligned(args.codes, kVectorBytes);
 }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t code_threads(const ReorderProblem& problem) {
   const ReorderArgs& args = problem.args;
   const formats::PackedLayout& p = args.layout;
-  if (is_aligned(args)) return p.strips * divide_up(p.tiles_per_strip(), kTilesPerWarp) * 32;
+  if (is_aligned(args)) return p.strips * ceil_div(p.tiles_per_strip(), kTilesPerWarp) * 32;
   return problem.to_packed ? p.strips * p.blocks_per_strip * (p.block_cols / 2) * formats::kUnitRows
                            : args.num_code_bytes;
 }
@@ -43,13 +43,13 @@ void reorder_cuda(const ReorderProblem& problem) {
   const ReorderKernels kernels = reorder_kernels_of(problem);
   const auto launch = [&](const cuda::KernelSpec& spec, int64_t num_threads) {
     if (num_threads == 0) return;
-    cuda::launch(cuda::get_kernel(context, spec), {divide_up(num_threads, kReorderThreads), kReorderThreads},
+    cuda::launch(cuda::get_kernel(context, spec), {ceil_div(num_threads, kReorderThreads), kReorderThreads},
                  problem.stream, problem.args);
   };
   launch(kernels.codes, code_threads(problem));
   // Sections and gaps are there without groups too.
   launch(kernels.parameters,
-         std::max<int64_t>(1, p.strips * divide_up(p.padded_groups(), kGroupsPerWarp)) * 32);
+         std::max<int64_t>(1, p.strips * ceil_div(p.padded_groups(), kGroupsPerWarp)) * 32);
 }
 
 }  // namespace halfbyte

@@ -1,6 +1,7 @@
 // Variant qgemm_cublas: slices of the weight are decoded into the workspace, and cuBLASLt multiplies them.
 #include <algorithm>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "cuda/matmul.h"
@@ -15,7 +16,6 @@ constexpr int64_t kMatmulBytes = int64_t{4} << 20;  // of it, at most, for cuBLA
 constexpr int64_t kFewestRows = 65;                 // of x: fewer do not pay for decoding
 constexpr int64_t kSliceFeatures = 64;              // slices are multiples of it
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of what a feature takes in a slice.
 int64_t sum_bytes(const QgemmProblem& problem) { return problem.in_cols() * size_of(problem.dtype); }

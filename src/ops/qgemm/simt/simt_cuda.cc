@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
@@ -11,7 +12,6 @@ namespace {
 
 using formats::Divider;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The first tile that has the extents asked for; null: there is none.
 const QgemmTile* find_tile(const QgemmProblem& problem) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
@@ -9,7 +10,6 @@
 namespace halfbyte {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Groups that the 64 columns of a unit can have parameters of.
 int unit_groups(const QgemmProblem& problem) {

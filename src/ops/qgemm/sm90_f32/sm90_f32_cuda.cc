@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
@@ -13,7 +14,6 @@ constexpr int64_t kMostRows = 4;
 constexpr int64_t kSharedBytes = 227 * 1024;  // of a block, on sm_90
 constexpr int kFewestStages = 3;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int rows_of(const QgemmProblem& problem) { return std::bit_ceil(static_cast<unsigned>(problem.m)); }
 int64_t units_per_block(const QgemmProblem& problem) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "cuda/tensor_map.h"
@@ -16,7 +17,6 @@ constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::string refuse(const QgemmProblem& p) {
   const cuda::Context& context = cuda::context(p.device.index);

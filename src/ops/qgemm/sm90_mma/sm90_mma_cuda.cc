@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
@@ -12,13 +13,12 @@ namespace {
 constexpr int kMaxStages = 9;
 constexpr int64_t kMaxUnits = 8, kMaxSlicedUnits = 7;  // of a warp, in registers
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The columns that share a scale, as the kernel has them; 0: one scale a row.
 int group_of(const QgemmProblem& problem) {
   return problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
 }
-int64_t units_of(const QgemmProblem& problem) { return divide_up(problem.k, formats::kUnitCols); }
+int64_t units_of(const QgemmProblem& problem) { return ceil_div(problem.k, formats::kUnitCols); }
 
 // What the kernel is specialised on, but for types. Units: slices of k as even as stages allow.
 struct Tuning {
@@ -26,11 +26,11 @@ struct Tuning {
   bool sliced = false;
 };
 Tuning tuning_of(const QgemmProblem& problem) {
-  const int64_t stages_of_strip = divide_up(units_of(problem), kSm90MmaWarps);
-  const int64_t slices = stages_of_strip <= kMaxUnits ? 1 : divide_up(stages_of_strip, kMaxSlicedUnits);
+  const int64_t stages_of_strip = ceil_div(units_of(problem), kSm90MmaWarps);
+  const int64_t slices = stages_of_strip <= kMaxUnits ? 1 : ceil_div(stages_of_strip, kMaxSlicedUnits);
   const auto stage_bytes =
       static_cast<int>(sm90_mma_stage(problem.codec, group_of(problem), problem.double_quant).strip_bytes);
-  Tuning tuning{.units = static_cast<int>(divide_up(stages_of_strip, slices)), .sliced = slices > 1};
+  Tuning tuning{.units = static_cast<int>(ceil_div(stages_of_strip, slices)), .sliced = slices > 1};
   for (int stages = 2; stages <= kMaxStages; ++stages) {
     const int shared_bytes =
         sm90_mma_shared(problem.codec.bits, stage_bytes, stages, tuning.sliced, problem.double_quant)
@@ -45,7 +45,7 @@ Tuning tuning_of(const QgemmProblem& problem) {
 // As few blocks as do not have more to do, in tiles of 16 rows, than with all multiprocessors.
 int64_t num_blocks(const QgemmProblem& problem, int64_t num_multiprocessors) {
   const int64_t tiles = 2 * problem.weight.strips;
-  return divide_up(tiles, divide_up(tiles, num_multiprocessors));
+  return ceil_div(tiles, ceil_div(tiles, num_multiprocessors));
 }
 
 // Why the kernel, wherever it runs, does not take the problem.
@@ -70,7 +70,7 @@ std::string refuse(const QgemmProblem& problem) {
     return fmt::format("it is for capability 9.0, got {}.{}", context.capability / 10,
                        context.capability % 10);
   if (std::string reason = refuse_problem(problem); !reason.empty()) return reason;
-  const int64_t rounds = divide_up(problem.weight.strips, num_blocks(problem, context.num_multiprocessors));
+  const int64_t rounds = ceil_div(problem.weight.strips, num_blocks(problem, context.num_multiprocessors));
   if (tuning_of(problem).sliced && rounds > kSm90MmaMaxRounds)
     return fmt::format("n must be at most {} where k is over {}, got {}",
                        int64_t{kSm90MmaMaxRounds} * context.num_multiprocessors * formats::kUnitRows,

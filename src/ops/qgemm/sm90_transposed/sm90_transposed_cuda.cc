@@ -2,6 +2,7 @@
 #include <bit>
 #include <limits>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "cuda/launch.h"
 #include "cuda/tensor_map.h"
@@ -15,7 +16,6 @@ constexpr int kMaxTokens = 64;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::string refuse(const QgemmProblem& p) {
   const cuda::Context& context = cuda::context(p.device.index);

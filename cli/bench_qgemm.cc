@@ -1,0 +1,371 @@
+// halfbyte bench qgemm
+#include <fmt/format.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <tuple>
+
+#include "bench.h"
+#include "halfbyte/error.hpp"
+#include "options.h"
+#include "output.h"
+#include "progress.h"
+#include "report.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+// What is measured where nothing is asked for.
+struct Defaults {
+  std::vector<std::string> shapes, dtypes;
+  std::vector<int64_t> m;
+  struct Weight {
+    const char* format;
+    bool double_quant;
+  };
+  std::vector<Weight> weights;
+};
+const Defaults& defaults_of(Device device) {
+  static const Defaults cuda = {
+      .shapes = {"4096x4096", "14336x4096", "8192x8192", "28672x8192"},
+      .dtypes = {"bf16", "f16"},
+      .m = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192},
+      .weights = {{"nf4", false}, {"nf4", true}, {"int4", false}, {"affine4", false}},
+  };
+  static const Defaults cpu = {
+      .shapes = {"4096x4096", "14336x4096"},
+      .dtypes = {"bf16"},
+      .m = {1, 2, 4, 8, 16, 32, 128, 512},
+      .weights = {{"nf4", false}, {"int4", false}},
+  };
+  return device.kind == DeviceKind::cpu ? cpu : cuda;
+}
+template <class T>
+const std::vector<T>& given_or(const std::vector<T>& given, const std::vector<T>& defaults) {
+  return given.empty() ? defaults : given;
+}
+
+struct Shape {
+  std::string name;
+  int64_t n, k;
+};
+std::string extents(int64_t n, int64_t k) { return fmt::format("{}x{}", n, k); }
+
+// The linear layers of models: queries, keys and values are one weight, and so are gate and up.
+struct Model {
+  const char* name;
+  int64_t hidden, heads, kv_heads, intermediate;  // 128 columns a head
+};
+constexpr Model kModels[] = {
+    {"llama-8b", 4096, 32, 8, 14336}, {"llama-32b", 5120, 40, 8, 27648}, {"llama-70b", 8192, 64, 8, 28672}};
+
+void add_layers(const std::string& name, std::vector<Shape>& shapes) {
+  std::string known;
+  for (const Model& model : kModels) {
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", model.name);
+    if (name != model.name) continue;
+    const int64_t hidden = model.hidden, of_heads = 128 * model.heads, of_kv = 128 * model.kv_heads;
+    shapes.push_back({name + " qkv", of_heads + 2 * of_kv, hidden});
+    shapes.push_back({name + " o", hidden, of_heads});
+    shapes.push_back({name + " gate_up", 2 * model.intermediate, hidden});
+    shapes.push_back({name + " down", hidden, model.intermediate});
+    return;
+  }
+  throw Error(ErrorCode::usage, fmt::format("--model: expected one of {}, got '{}'", known, printable(name)));
+}
+
+Shape parse_shape(const std::string& text) {
+  int64_t n = 0, k = 0;
+  int end = 0;
+  // NOLINTNEXTLINE(cert-err34-c): what does not fit is not positive
+  if (std::sscanf(text.c_str(), "%9ldx%9ld%n", &n, &k, &end) != 2 ||
+      static_cast<size_t>(end) != text.size() || n <= 0 || k <= 0)
+    throw Error(
+        ErrorCode::usage,
+        fmt::format("--shape: expected NxK, two positive numbers below 10^9, got '{}'", printable(text)));
+  return {extents(n, k), n, k};
+}
+
+std::vector<Shape> shapes_of(const BenchArguments& arguments, const Defaults& defaults) {
+  std::vector<Shape> shapes;
+  for (const std::string& text : arguments.shapes) shapes.push_back(parse_shape(text));
+  for (const std::string& model : arguments.models) add_layers(model, shapes);
+  if (shapes.empty())
+    for (const std::string& text : defaults.shapes) shapes.push_back(parse_shape(text));
+  return shapes;
+}
+
+std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults& defaults) {
+  std::vector<QuantSpec> specs;
+  const auto add = [&](const std::string& name, bool double_quant) {
+    QuantSpec spec;
+    spec.format = find_format(name).format;
+    if (spec.format == Format::lut4)
+      throw Error(ErrorCode::usage, "--format: lut4 is not measured: its kernels are those of nf4");
+    spec.asymmetric = arguments.asymmetric;
+    spec.scale_rule = arguments.asymmetric ? ScaleRule::minmax : find_format(name).default_rule;
+    spec.double_quant = double_quant;
+    spec.scale_dtype = double_quant                    ? DType::f32
+                       : arguments.scale_dtype.empty() ? DType::f16
+                                                       : parse_dtype(arguments.scale_dtype);
+    std::vector<std::string> group_sizes = arguments.group_sizes;
+    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? "128" : "64"};
+    for (const std::string& text : group_sizes) {
+      const GroupSize group = parse_group_size(text);
+      spec.granularity = group.granularity;
+      if (group.granularity == Granularity::group) spec.group_size = group.size;
+      check_spec(spec);
+      specs.push_back(spec);
+    }
+  };
+  for (const std::string& name : arguments.formats) add(name, arguments.double_quant);
+  if (!specs.empty()) return specs;
+  if (arguments.double_quant || arguments.asymmetric)
+    throw Error(ErrorCode::usage, "--double-quant and --asymmetric: --format must say of which");
+  for (const Defaults::Weight& weight : defaults.weights) add(weight.format, weight.double_quant);
+  return specs;
+}
+
+// Those of a weight follow each other.
+std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defaults& defaults) {
+  std::vector<QgemmBenchCase> cases;
+  for (const Shape& shape : shapes_of(arguments, defaults))
+    for (const QuantSpec& spec : specs_of(arguments, defaults))
+      for (const std::string& dtype : given_or(arguments.dtypes, defaults.dtypes))
+        for (const bool transposed : {false, true}) {
+          if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
+          for (const int64_t rows : given_or(arguments.m, defaults.m)) {
+            QgemmDescriptor descriptor;
+            descriptor.spec = spec;
+            descriptor.m = rows;
+            descriptor.n = shape.n;
+            descriptor.k = shape.k;
+            descriptor.transposed = transposed;
+            descriptor.dtype = parse_dtype(dtype);
+            descriptor.variant = arguments.variant;
+            check_descriptor(descriptor);
+            cases.push_back({shape.name, descriptor, arguments.lora});
+          }
+        }
+  return cases;
+}
+
+const char* direction_of(const QgemmDescriptor& descriptor) {
+  return descriptor.transposed ? "transposed" : "forward";
+}
+// "nf4 g64 f16", "nf4 g64 dq"
+std::string format_of(const QuantSpec& spec) {
+  return fmt::format("{}{} {}{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "",
+                     spec.granularity == Granularity::group ? "g" : "", group_name(spec),
+                     spec.double_quant ? "dq" : to_string(spec.scale_dtype));
+}
+
+Json case_json(const QgemmBenchCase& test) {
+  const QgemmDescriptor& d = test.descriptor;
+  return {{"shape", test.shape},
+          {"n", d.n},
+          {"k", d.k},
+          {"m", d.m},
+          {"direction", direction_of(d)},
+          {"dtype", to_string(d.dtype)},
+          {"spec", spec_json(d.spec)}};
+}
+
+// Ratios of a row to others: to the same product forward, and to the same with one row of x, where they were
+// measured before it.
+class Compared {
+ public:
+  void add(const QgemmBenchRow& row) {
+    us_[key(row, row.test.descriptor.transposed, row.test.descriptor.m)] = row.plain_us;
+  }
+  double of_forward(const QgemmBenchRow& row) const {
+    const QgemmDescriptor& d = row.test.descriptor;
+    return d.transposed ? us(key(row, false, d.m)) / row.plain_us : QgemmBenchRow::kNone;
+  }
+  double times_one_row(const QgemmBenchRow& row) const {
+    return row.plain_us / us(key(row, row.test.descriptor.transposed, 1));
+  }
+
+ private:
+  using Key = std::tuple<int64_t, int64_t, std::string, DType, bool, int64_t>;
+  static Key key(const QgemmBenchRow& row, bool transposed, int64_t m) {
+    const QgemmDescriptor& d = row.test.descriptor;
+    return {d.n, d.k, format_of(d.spec), d.dtype, transposed, m};
+  }
+  double us(const Key& key) const {
+    const auto found = us_.find(key);
+    return found == us_.end() ? QgemmBenchRow::kNone : found->second;
+  }
+  std::map<Key, double> us_;
+};
+
+double flops_of(const QgemmBenchRow& row) {
+  const QgemmDescriptor& d = row.test.descriptor;
+  return 2e6 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k) / row.plain_us;
+}
+// NaN where the machine does not have it.
+double share_of_rate(const QgemmBenchRow& row, std::string_view name) {
+  for (const QgemmBenchRate& rate : row.rates)
+    if (rate.name == name) return flops_of(row) / rate.flops;
+  return QgemmBenchRow::kNone;
+}
+
+std::vector<BenchColumn> columns_of(const QgemmBenchRow& row, const Compared& compared, Device device) {
+  const QgemmDescriptor& d = row.test.descriptor;
+  const auto us = [](double value) { return bench_text(value, "{:.2f}"); };
+  const auto ratio = [](double value) { return bench_text(value, "{:.3f}"); };
+  const auto times = [](double value) { return bench_text(value, "{:.2f}"); };
+  std::vector<BenchColumn> columns = {
+      {"shape (n x k)", -18, row.test.shape}, {"weight", -13, format_of(d.spec)},
+      {"x, y", -4, to_string(d.dtype)},       {"direction", -10, direction_of(d)},
+      {"M", 4, std::to_string(d.m)},          {"kernel", -21, row.sku.kernel.empty() ? "-" : row.sku.kernel},
+      {"plain", 9, us(row.plain_us)},         {"spread", 6, bench_percent(row.plain_spread)},
+  };
+  const auto add = [&](const char* title, int width, std::string text) {
+    columns.push_back({title, width, std::move(text)});
+  };
+  if (device.kind == DeviceKind::cuda) add("chained", 8, us(row.chained_us));
+  add("read", 8, us(row.read_us));
+  add("r/p", 5, ratio(row.read_us / row.plain_us));
+  if (device.kind == DeviceKind::cuda) {
+    add("r/c", 5, ratio(row.read_us / row.chained_us));
+    add("cuBLAS", 8, us(row.cublas_us));
+    add("c/p", 5, times(row.cublas_us / row.plain_us));
+  } else {
+    add("p/p1", 6, times(compared.times_one_row(row)));
+    add("fma", 5, ratio(share_of_rate(row, "fma")));
+    add("dot", 5, ratio(share_of_rate(row, "bf16_dot")));
+    add("amx", 5, ratio(share_of_rate(row, "amx_bf16")));
+  }
+  add("f/p", 5, ratio(row.floor_us / row.plain_us));
+  if (device.kind == DeviceKind::cuda)
+    add("f/c", 5, ratio(row.floor_us / row.chained_us));
+  else
+    add("fw/p", 5, times(compared.of_forward(row)));
+  add("error", -1,
+      bench_text(row.error, "{:.1e}") +
+          (row.correct() ? "" : fmt::format(" WRONG: must be at most {:.0e}", row.error_limit)));
+  return columns;
+}
+std::string title_of(const QgemmBenchCase& test) {
+  const QgemmDescriptor& d = test.descriptor;
+  return fmt::format("{} {} {} {} M {}", test.shape, format_of(d.spec), to_string(d.dtype), direction_of(d),
+                     d.m);
+}
+
+Json row_json(const QgemmBenchRow& row, const Compared& compared, const std::string& device) {
+  Json json = {{"op", "qgemm"}, {"problem", title_of(row.test)}, {"device", device}};
+  json.update(case_json(row.test));
+  json["kernel"] = row.sku.kernel;
+  json["backend"] = row.sku.backend;
+  json["failure"] = row.problem;
+  json["median_us"] = bench_number(row.plain_us);
+  json["spread"] = bench_number(row.plain_spread);
+  json["ceiling"] = "floor";
+  json["ceiling_us"] = bench_number(row.floor_us);
+  json["share"] = bench_number(row.floor_us / row.plain_us);
+  json["weight_bytes"] = row.weight_bytes;
+  json["plain_us"] = bench_number(row.plain_us);
+  json["chained_us"] = bench_number(row.chained_us);
+  json["read_us"] = bench_number(row.read_us);
+  json["read_chained_us"] = bench_number(row.read_chained_us);
+  json["read_of_plain"] = bench_number(row.read_us / row.plain_us);
+  json["read_of_chained"] = bench_number(row.read_us / row.chained_us);
+  json["forward_of_plain"] = bench_number(compared.of_forward(row));
+  json["plain_of_one_row"] = bench_number(compared.times_one_row(row));
+  json["cublas_us"] = bench_number(row.cublas_us);
+  json["cublas_of_plain"] = bench_number(row.cublas_us / row.plain_us);
+  json["cublas_of_chained"] = bench_number(row.cublas_us / row.chained_us);
+  json["lora"] = row.test.lora;
+  json["lora_us"] = bench_number(row.lora_us);
+  json["lora_of_plain"] = bench_number(row.lora_us / row.plain_us);
+  json["cublas_flops"] = bench_number(row.cublas_flops);
+  json["rates"] = Json::array();
+  for (const QgemmBenchRate& rate : row.rates)
+    json["rates"].push_back(
+        {{"name", rate.name}, {"flops", rate.flops}, {"share", bench_number(share_of_rate(row, rate.name))}});
+  json["floor_us"] = bench_number(row.floor_us);
+  json["floor_of_plain"] = bench_number(row.floor_us / row.plain_us);
+  json["floor_of_chained"] = bench_number(row.floor_us / row.chained_us);
+  json["error"] = bench_number(row.error);
+  json["error_limit"] = row.error_limit;
+  json["correct"] = row.correct();
+  return json;
+}
+
+void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::string& text, Json& document) {
+  Json results = Json::array();
+  for (const QgemmBenchCase& test : cases) {
+    const QgemmDescriptor& d = test.descriptor;
+    text += title_of(test) + "\n";
+    Json variants = Json::array();
+    bool is_chosen = false;
+    for (const QgemmChoice& choice : explain_qgemm(device, d)) {
+      const bool takes = choice.reason.empty();
+      text += fmt::format("  {:<22} {}\n", choice.variant,
+                          !takes      ? choice.reason
+                          : is_chosen ? "would take it"
+                                      : "is chosen");
+      is_chosen |= takes;
+      variants.push_back({{"variant", choice.variant}, {"reason", choice.reason}});
+    }
+    if (!is_chosen) text += "  none\n";
+    Json json = case_json(test);
+    json["variants"] = std::move(variants);
+    results.push_back(std::move(json));
+  }
+  document["cases"] = std::move(results);
+}
+
+// What the columns are.
+std::string explain_columns(Device device) {
+  if (device.kind == DeviceKind::cpu)
+    return "Microseconds. read: of the packed weight, and nothing else. p/p1: times one row of x; fma, dot, "
+           "amx: the\n"
+           "share of multiply-adds in registers; f: the longer of read and the best of these; fw/p: forward "
+           "/ plain.\n";
+  return "Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
+         "read and\n"
+         "what cuBLAS takes for so many products at its best.\n";
+}
+
+// Lines are printed as they come: who stops it early has what there is.
+void measure(Device device, const BenchArguments& arguments, const std::vector<QgemmBenchCase>& cases,
+             bool print, Json& document) {
+  const auto say = [&](const std::string& text) {
+    if (print) write_stdout(text);
+  };
+  say(describe_bench_device(device, arguments, document) + explain_columns(device));
+  document["rows"] = Json::array();
+  Compared compared;
+  say(bench_line(columns_of({}, compared, device), true));
+  int num_wrong = 0;
+  bench_qgemm(device, cases, {arguments.quick, arguments.num_threads}, [&](const QgemmBenchRow& row) {
+    compared.add(row);
+    say(bench_line(columns_of(row, compared, device), false));
+    if (row.test.lora > 0)
+      say(fmt::format("  with a low-rank adapter of rank {}: {}, {} of plain\n", row.test.lora,
+                      bench_text(row.lora_us, "{:.2f}"), bench_text(row.lora_us / row.plain_us, "{:.2f}")));
+    if (!row.problem.empty()) say("  " + row.problem + "\n");
+    document["rows"].push_back(row_json(row, compared, document["device"]));
+    if (!row.sku.kernel.empty() && !row.correct()) ++num_wrong;
+    return !is_cancelled();
+  });
+  if (num_wrong > 0)
+    throw Error(ErrorCode::verify, fmt::format("the values of {} of {} cases are wrong or were not checked",
+                                               num_wrong, cases.size()));
+}
+
+}  // namespace
+
+void run_qgemm_bench(Device device, const BenchArguments& arguments, bool print, std::string& text,
+                     Json& document) {
+  const std::vector<QgemmBenchCase> cases = cases_of(arguments, defaults_of(device));
+  if (arguments.explain)
+    explain(device, cases, text, document);
+  else
+    measure(device, arguments, cases, print, document);
+}
+
+}  // namespace halfbyte::cli
