@@ -99,7 +99,7 @@ section_sanitize() {
   local tool failed=0 pids=()
   for tool in memcheck initcheck racecheck; do
     local options=(--tool "$tool" --print-limit 0 --show-backtrace no)
-    [[ $tool == racecheck ]] || options+=(--error-exitcode 9)
+    [[ $tool == racecheck ]] && options+=(--racecheck-report hazard) || options+=(--error-exitcode 9)
     compute-sanitizer "${options[@]}" "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' >"$out/$tool.log" 2>&1 &
     pids+=($!)
   done

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""Compares the log of `compute-sanitizer --tool racecheck` with the list of hazards that are explained.
+"""Compares the log of `compute-sanitizer --tool racecheck --racecheck-report hazard` with the list of hazards that are
+explained.
 
     scripts/racecheck.py LOG [--allowed FILE] [--sources DIR] [--print-entries]
 
-A hazard is two accesses: of each whether it reads or writes, and the line of source it is in, by file,
-function and text, so that an entry outlives edits elsewhere. Kernels must have been compiled with lines
-(HALFBYTE_LINE_INFO=1). How often a hazard is reported depends on the run and is not compared.
+A hazard has a kind (RAW, WAR, WAW; "race" in reports of --racecheck-report analysis, which tells no more) and two
+accesses: of each whether it reads or writes, and the line of source it is in, by file, function and text, so that an
+entry outlives edits elsewhere. A read by the first lane of a warp, which is the one that arrives at barriers for it, is told
+from those by others. Kernels must have been compiled with lines (HALFBYTE_LINE_INFO=1). How often a hazard is reported depends on
+the run and is not compared.
 
 Exit code 1 for hazards that are not listed, a log that is not complete, and lines that this does not
 understand; entries that no hazard matches are printed only. --print-entries prints those that are missing as
 the list has them, but for their reason."""
 
 import argparse
+import functools
 import re
 import sys
 from pathlib import Path
@@ -36,19 +40,21 @@ class Access(NamedTuple):
 
 
 class Hazard(NamedTuple):
-    kernel: str
+    kernel: str  # or its file; -: the tool does not say
+    kind: str
     accesses: tuple  # two, in order
 
     def __str__(self):
-        return "\n".join([f"kernel {self.kernel}", *(f"  {access}" for access in self.accesses)])
+        return "\n".join([f"kernel {self.kernel}: {self.kind}", *(f"  {access}" for access in self.accesses)])
 
 
 class Sources:
     """The sources of kernels: lines by the names that compilers print."""
 
     def __init__(self, root):
-        self.files = {path.relative_to(root).as_posix(): path.read_text().splitlines()
-                      for suffix in ("cu", "cuh", "h") for path in sorted(root.rglob(f"*.{suffix}"))}
+        names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.*")}
+        self.files = {name: path.read_text().splitlines() for name, path in sorted(names.items())
+                      if re.search(r"\.cuh?$|_args\.h$|^formats/.*\.h$", name)}
         self.kernels = {self.function_of(name, i) for name, lines in self.files.items() if name.endswith(".cu")
                         for i, line in enumerate(lines) if "__global__" in line}
 
@@ -85,25 +91,36 @@ PLACES = [re.compile(r"0x[0-9a-f]+ in (?P<file>[^:]+):(?P<line>\d+):(?P<function
           re.compile(r"(?P<function>.+)\+0x[0-9a-f]+ in (?P<file>[^:]+):(?P<line>\d+)")]
 FIRST = re.compile(r"(?i:error|warning|warn|info): Race reported between (.*)")
 OTHER = re.compile(r"and (.*)")
+# A hazard by itself, then its accesses: "Read Thread (1,0,0) at PLACE".
+HAZARD = re.compile(r"(?i:error|warning|warn|info): (?:\(Warp Level Programming\) )?Potential (RAW|WAR|WAW) hazard detected at .*")
+BY_THREAD = re.compile(r"(Read|Write) Thread \((\d+), ?\d+, ?\d+\) at (.*)")
+# What may follow it.
+DETAIL = re.compile(r"Current Value : .*|Saved host backtrace up to driver entry point .*|Host Frame: .*")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \(\d+ errors?, \d+ warnings?\)")
 PASSED = re.compile(r"\[ +PASSED +\] (\d+) tests?\.")
 
 
 def parse_access(text, sources):
-    """An access and the function that the tool names."""
+    """An access, and the kernel if the function that the tool names is one or in one."""
     match = ACCESS.fullmatch(text)
     if not match:
         raise Failure(f"not an access: {text}")
+    return access_at(match["kind"], match["place"], sources)
+
+
+@functools.cache
+def access_at(kind, text, sources):
     for place in PLACES:
-        if found := place.fullmatch(match["place"]):
-            function = re.split(r"[(<]", found["function"].strip())[0].split("::")[-1].split(" ")[-1]
-            return sources.access(match["kind"], found["file"], int(found["line"])), function
+        if found := place.fullmatch(text):
+            kernels = [word for word in re.findall(r"\w+", found["function"]) if word in sources.kernels]
+            return sources.access(kind, found["file"], int(found["line"])), kernels[:1]
     raise Failure(f"no file and line (HALFBYTE_LINE_INFO=1 compiles with them): {text}")
 
 
 def parse_log(text, sources):
     """The hazards of a log, in order of appearance."""
-    hazards, first, num_reports, num_others, displayed, passed = {}, None, 0, 0, None, 0
+    hazards, first, num_reports, num_pairs, displayed, passed = {}, None, 0, 0, None, 0
+    kind, accesses = None, []  # of the hazard that is being read
     for number, line in enumerate(text.splitlines(), 1):
         if match := PASSED.search(line):
             passed += int(match[1])
@@ -111,8 +128,22 @@ def parse_log(text, sources):
             continue
         line = line.removeprefix("=========").strip()
         try:
-            if line in ("", "COMPUTE-SANITIZER"):
-                first = None
+            if kind and len(accesses) < 2:
+                if not (match := BY_THREAD.fullmatch(line)):
+                    raise Failure(f"not an access of a hazard: {line}")
+                accesses.append(access_at(match[1], match[3], sources))
+                if match[1] == "Read" and int(match[2]) % 32 == 0:
+                    kind += ", read by a first lane"
+                if len(accesses) == 2:
+                    num_pairs += 1
+                    add(hazards, kind, *accesses, sources)
+            elif line in ("", "COMPUTE-SANITIZER"):
+                first = kind = None
+            elif match := HAZARD.fullmatch(line):
+                kind, accesses = match[1], []
+                num_reports += 1
+            elif (kind or first) and DETAIL.fullmatch(line):
+                pass
             elif match := SUMMARY.fullmatch(line):
                 displayed = (displayed or 0) + int(match[1])
             elif match := FIRST.fullmatch(line):
@@ -122,38 +153,38 @@ def parse_log(text, sources):
                 first = parse_access(first, sources)
                 num_reports += 1
                 for other in others:
-                    num_others += 1
-                    add(hazards, first, parse_access(other, sources), sources)
+                    num_pairs += 1
+                    add(hazards, "race", first, parse_access(other, sources), sources)
             elif first and (match := OTHER.fullmatch(line)):
-                num_others += 1
-                add(hazards, first, parse_access(match[1], sources), sources)
+                num_pairs += 1
+                add(hazards, "race", first, parse_access(match[1], sources), sources)
             else:
                 raise Failure(f"not understood: {line}")
         except Failure as failure:
             raise Failure(f"line {number}: {failure}") from None
     if displayed is None:
         raise Failure("no RACECHECK SUMMARY: the log is not complete")
-    if displayed not in (num_reports, num_others) or num_others < num_reports:
-        raise Failure(f"{displayed} hazards displayed, {num_reports} reports of {num_others} pairs read")
+    if displayed != num_reports or num_pairs < num_reports:
+        raise Failure(f"{displayed} hazards displayed, {num_reports} reports of {num_pairs} pairs read")
     if not passed:
         raise Failure("no test passed")
     return list(hazards)
 
 
-def add(hazards, first, second, sources):
-    functions = [first[1], second[1], first[0].function, second[0].function]
-    kernels = [function for function in functions if function in sources.kernels]
-    # The file of a kernel where the tool names functions that became part of it.
-    names = kernels or [access.file for access in (first[0], second[0]) if access.file.endswith(".cu")] or ["?"]
-    hazards[Hazard(names[0], tuple(sorted((first[0], second[0]))))] = None
+def add(hazards, kind, first, second, sources):
+    # The tool names the functions that became part of a kernel: then it is the file of the kernel, if one of them is there.
+    accesses = tuple(sorted((first[0], second[0])))
+    of_lines = [access.function for access in accesses if access.function in sources.kernels]
+    names = first[1] + second[1] + of_lines or [access.file for access in accesses if access.file.endswith(".cu")] or ["-"]
+    hazards[Hazard(names[0], kind, accesses)] = None
 
 
 def parse_allowed(text):
-    """Hazards and their reasons: a line `kernel NAME`, two of accesses, and the reason, indented; # comments."""
+    """Hazards and their reasons: a line `kernel NAME: KIND`, two of accesses, and the reason, indented; # comments."""
     entries, lines = {}, [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     at = 0
     while at < len(lines):
-        kernel = re.fullmatch(r"kernel (\S+)", lines[at])
+        kernel = re.fullmatch(r"kernel (\S+): (.+)", lines[at])
         accesses = [re.fullmatch(r"  (Read|Write) +(\S+) \| (\S+) \| (.+)", line) for line in lines[at + 1 : at + 3]]
         if not kernel or len(accesses) < 2 or not all(accesses):
             raise Failure(f"the list of allowed hazards: not an entry: {lines[at]}")
@@ -164,7 +195,7 @@ def parse_allowed(text):
             at += 1
         if not reason or NO_REASON in reason:
             raise Failure(f"the list of allowed hazards: no reason for one of {kernel[1]}")
-        entries[Hazard(kernel[1], tuple(sorted(Access(*match.groups()) for match in accesses)))] = " ".join(reason)
+        entries[Hazard(kernel[1], kernel[2], tuple(sorted(Access(*match.groups()) for match in accesses)))] = " ".join(reason)
     return entries
 
 

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(threads(32))
 """
 PUT, GET = "ops/sum/sum.cu:3", "ops/sum/sum.cu:8"
 PASSED = "[  PASSED  ] 2 tests.\n"
-ENTRY = """kernel sum_all
+ENTRY = """kernel sum_all: race
   Read  ops/sum/sum.cu | sum_all | const int got = shared[1];
   Write ops/sum/sum.cu | put | *to = v;
 """
@@ -71,6 +71,27 @@ def test_a_hazard_fails_until_it_is_listed(check, log):
     assert result.returncode == 0, result.stdout
 
 
+def hazard(thread, kind="WAR"):
+    return f"""========= Error: Potential {kind} hazard detected at __shared__ 0x18410 in block (0,0,0) :
+=========     Read Thread ({thread},0,0) at sum_all+0x13b0 in sum.cu:8
+=========     Write Thread (256,0,0) at device::put(int *, int)+0x5240 in sum.cu:3
+=========     Current Value : 0, Incoming Value : ?
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: cuLaunchKernelEx [0x39fc2f] in libcuda.so.1
+=========         Host Frame:  [0x99095] in halfbyte_cuda_tests
+========= 
+"""
+
+
+def test_hazards_by_themselves(check):
+    allowed = ENTRY.replace("race", "WAR") + "  It is ordered.\n"
+    assert check(hazard(1) + hazard(33) + PASSED + summary(2), allowed).returncode == 0
+    result = check(hazard(1) + hazard(64) + PASSED + summary(2), allowed)  # the lane that arrives
+    assert result.returncode == 1 and "kernel sum_all: WAR, read by a first lane\n" in result.stdout
+    result = check(hazard(1, "RAW") + PASSED + summary(1), allowed)
+    assert result.returncode == 1 and "kernel sum_all: RAW\n" in result.stdout
+
+
 def test_each_pair_counts(check):
     log = report(f"Write access at put+0x1 in {PUT}", f"Read access at sum_all+0x2 in {GET} [1 hazards]",
                  f"Write access at put+0x3 in {PUT} [1 hazards]") + PASSED + summary(1)
@@ -92,7 +113,7 @@ def test_a_clean_log_passes_and_names_unused_entries(check):
     (OLD.replace("sum.cu:8", "other.cu:8") + PASSED + summary(1), "is no file"),
     ("========= Warning: Maximum number of hazards reached.\n" + PASSED + summary(0), "not understood"),
     ("========= Error: Potential WAR hazard detected at __shared__ 0x4 in block (0,0,0) :\n" + PASSED + summary(0),
-     "not understood"),
+     "not an access of a hazard"),
     ("========= Internal Sanitizer Error\n" + PASSED + summary(0), "not understood"),
 ], ids=lambda value: value if " " in value and "\n" not in value else "")
 def test_what_is_not_understood_fails(check, log, message):
@@ -101,5 +122,5 @@ def test_what_is_not_understood_fails(check, log, message):
 
 
 def test_a_list_that_is_not_understood_fails(check):
-    for allowed in ("kernel sum_all\n", ENTRY, ENTRY.replace("Read ", "Reads") + "  Why.\n"):
+    for allowed in ("kernel sum_all\n", ENTRY, ENTRY.replace("race", ""), ENTRY.replace("Read ", "Reads") + "  Why.\n"):
         assert check(PASSED + summary(0), allowed).returncode == 1

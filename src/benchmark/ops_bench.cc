@@ -159,7 +159,6 @@ class OpsBench {
         copy(device_, arrays[0], arena_.at(0, set_bytes), set_bytes, harness_.stream().handle());
       runs.push_back(problem.bind(memory, harness_.backend().preference()));
       workspace_bytes = std::max(workspace_bytes, runs.back().workspace_bytes);
-      moves.push_back({arrays[problem.from], arrays[problem.to]});
       reads.push_back(arrays[problem.from]);
     }
     workspace_.reserve(device_, workspace_bytes);
@@ -181,14 +180,18 @@ class OpsBench {
     const auto whole = [](int64_t num_bytes) { return std::max<int64_t>(num_bytes / 16 * 16, 16); };
     const int64_t read = whole(problem.read_bytes), written = whole(problem.write_bytes),
                   half = whole((problem.read_bytes + problem.write_bytes) / 2);
+    // They write to memory of their own: what the op reads stays as it is.
+    const int64_t scratch_bytes = bench_padded(std::max(written, problem.has_more_ceilings ? half : 0));
+    if (scratch_.reserve(device_, num_sets * scratch_bytes))
+      harness_.fill(scratch_.memory().data(), scratch_.memory().num_bytes(), pool({}));
+    for (int set = 0; set < num_sets; ++set) {
+      moves.push_back({reads[static_cast<size_t>(set)], scratch_.at(set, scratch_bytes)});
+      copies.push_back({arena_.at(set, set_bytes), moves.back().to});
+    }
     add("move", backend.movers(moves, read, written, kLaunches));
     if (problem.has_more_ceilings) {
-      const auto readers = backend.readers(reads, read, kLaunches, false);
-      add("read", {harness_.fastest(readers)});
-      // Halves of the set, whatever they are of.
-      for (int set = 0; set < num_sets && 2 * half <= set_bytes; ++set)
-        copies.push_back({arena_.at(set, set_bytes), arena_.at(set, set_bytes) + set_bytes - half});
-      if (!copies.empty()) add("copy", backend.movers(copies, half, half, kLaunches));
+      add("read", {harness_.fastest(backend.readers(reads, read, kLaunches, false))});
+      add("copy", backend.movers(copies, half, half, kLaunches));
     }
     const std::vector<Timing> timings = harness_.medians(works, harness_.rounds());
     row.median_us = timings[0].us;
@@ -230,7 +233,7 @@ class OpsBench {
   BenchHarness harness_;
   Device device_;
   std::map<BenchFill, std::vector<uint8_t>> pools_;
-  BenchArena arena_, workspace_;
+  BenchArena arena_, workspace_, scratch_;
   // CUDA: what is compared.
   std::optional<BenchHarness> host_;
   BenchArena host_arena_, host_workspace_;

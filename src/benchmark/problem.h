@@ -58,15 +58,15 @@ struct BenchProblem {
   DType dtype = DType::bf16;
   double target = 0;  // CUDA: the least share of a bare move of the same bytes; 0: none
 
-  // Lie one behind the other, each at a multiple of 256 bytes, so that a bare move can have the same memory.
+  // Lie one behind the other, each at a multiple of 256 bytes, so that a bare move can read the same memory.
   struct Array {
     int64_t num_bytes = 0;
     BenchFill fill;
   };
   std::vector<Array> arrays;
-  // What the op moves, and the first arrays of these.
+  // What the op moves, and the first array that it reads.
   int64_t read_bytes = 0, write_bytes = 0;
-  size_t from = 0, to = 0;
+  size_t from = 0;
   bool has_more_ceilings = false;  // is also compared with a bare read of the same, and a copy
 
   std::function<BenchRun(const BenchMemory&, const PlanPreference&)> bind;
@@ -77,11 +77,9 @@ struct BenchProblem {
     arrays.push_back({num_bytes, fill});
     return arrays.size() - 1;
   }
-  // Arrays that are read or written, in order, from the first of each on.
+  // Arrays that are read or written, in order.
   void reads(std::initializer_list<size_t> read) { from = *read.begin(), read_bytes = bytes_of(read); }
-  void writes(std::initializer_list<size_t> written) {
-    to = *written.begin(), write_bytes = bytes_of(written);
-  }
+  void writes(std::initializer_list<size_t> written) { write_bytes = bytes_of(written); }
 
  private:
   int64_t bytes_of(std::initializer_list<size_t> some) const {
