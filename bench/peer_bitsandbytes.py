@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bitsandbytes at the shapes of cuda_bench.cc, for bench/RESULTS.md: NF4 quantize and dequantize of bf16 weights.
+"""bitsandbytes at the shapes of `halfbyte bench quantize`, for bench/RESULTS.md: NF4 quantize and dequantize of bf16 weights.
 
 Prints one JSON object per line; rates are bytes read and written per second, "of_copy" their ratio to a copy by
 torch in the same process. Exit code 77 where bitsandbytes or a GPU is missing.

@@ -91,29 +91,33 @@ section_packs() {
   run_tests "-Exhaustive*:DeviceMemory.*:DeviceHeadersCuda.*:Tables.*:*lut4*:$(
   )Quantize.GroupsLargerThanABlockAndWholeTensors:Quantize.AGivenRangeIsThatOfTheTensor"
 }
-# racecheck's reports are compared with a list: what is not explained there is a failure.
+# racecheck, which takes longest, in several processes; its reports are compared with a list: what is not explained there is a
+# failure.
 section_sanitize() {
   command -v compute-sanitizer || { echo "no compute-sanitizer on PATH" && return 1; }
   export HALFBYTE_LINE_INFO=1
   run_tests 'Sanitize*' || return 1  # fills the cache of kernels
-  local tool failed=0 pids=()
-  for tool in memcheck initcheck racecheck; do
-    local options=(--tool "$tool" --print-limit 0 --show-backtrace no)
-    [[ $tool == racecheck ]] && options+=(--racecheck-report hazard) || options+=(--error-exitcode 9)
-    compute-sanitizer "${options[@]}" "$tests" --gtest_brief=1 --gtest_filter='Sanitize*' >"$out/$tool.log" 2>&1 &
+  local tool pid i shards=$(($(nproc) > 4 ? $(nproc) - 3 : 1)) failed=0 pids=()
+  local options=(--print-limit 0 --show-backtrace no) tests_of=("$tests" --gtest_brief=1 "--gtest_filter=Sanitize*")
+  for tool in memcheck initcheck; do
+    compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 "${tests_of[@]}" >"$out/$tool.log" 2>&1 &
     pids+=($!)
   done
-  for tool in memcheck initcheck racecheck; do
-    wait "${pids[0]}" || failed=1
-    pids=("${pids[@]:1}")
+  for ((i = 0; i < shards; ++i)); do
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i \
+      compute-sanitizer --tool racecheck --racecheck-report hazard "${options[@]}" "${tests_of[@]}" >"$work/race$i" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+  cat "$work"/race* >"$out/racecheck.log"
+  for tool in memcheck initcheck; do
     echo "-- $tool"
-    if [[ $tool == racecheck ]]; then
-      python3 scripts/racecheck.py "$out/$tool.log" --print-entries || failed=1
-    else
-      grep -q '^========= ERROR SUMMARY: 0 errors' "$out/$tool.log" || { head -n 60 "$out/$tool.log" && failed=1; }
-    fi
+    grep -q '^========= ERROR SUMMARY: 0 errors' "$out/$tool.log" || { head -n 60 "$out/$tool.log" && failed=1; }
     tail -n 4 "$out/$tool.log"
   done
+  echo "-- racecheck"
+  python3 scripts/racecheck.py "$out/racecheck.log" --print-entries || failed=1
+  grep -v '^=========' "$out/racecheck.log" | grep -vE '^(Running main|\[(==========|  PASSED  )\])' | head -n 20
   return $failed
 }
 section_engine() {

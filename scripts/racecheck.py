@@ -119,7 +119,8 @@ def access_at(kind, text, sources):
 
 def parse_log(text, sources):
     """The hazards of a log, in order of appearance."""
-    hazards, first, num_reports, num_pairs, displayed, passed = {}, None, 0, 0, None, 0
+    hazards, first, num_reports, num_pairs, displayed, passed = {}, None, 0, 0, 0, 0
+    num_logs = num_summaries = 0  # it may be the logs of several processes, one behind the other
     kind, accesses = None, []  # of the hazard that is being read
     for number, line in enumerate(text.splitlines(), 1):
         if match := PASSED.search(line):
@@ -139,13 +140,15 @@ def parse_log(text, sources):
                     add(hazards, kind, *accesses, sources)
             elif line in ("", "COMPUTE-SANITIZER"):
                 first = kind = None
+                num_logs += line != ""
             elif match := HAZARD.fullmatch(line):
                 kind, accesses = match[1], []
                 num_reports += 1
             elif (kind or first) and DETAIL.fullmatch(line):
                 pass
             elif match := SUMMARY.fullmatch(line):
-                displayed = (displayed or 0) + int(match[1])
+                displayed += int(match[1])
+                num_summaries += 1
             elif match := FIRST.fullmatch(line):
                 # Older versions have all on one line.
                 first, *others = match[1].split(" and ") if " and Read access" in line or " and Write access" in line \
@@ -162,7 +165,7 @@ def parse_log(text, sources):
                 raise Failure(f"not understood: {line}")
         except Failure as failure:
             raise Failure(f"line {number}: {failure}") from None
-    if displayed is None:
+    if num_summaries == 0 or num_summaries < num_logs:
         raise Failure("no RACECHECK SUMMARY: the log is not complete")
     if displayed != num_reports or num_pairs < num_reports:
         raise Failure(f"{displayed} hazards displayed, {num_reports} reports of {num_pairs} pairs read")

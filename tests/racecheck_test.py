@@ -106,6 +106,7 @@ def test_a_clean_log_passes_and_names_unused_entries(check):
 
 @pytest.mark.parametrize("log, message", [
     (OLD + PASSED, "no RACECHECK SUMMARY"),
+    (OLD + PASSED + summary(1) + OLD + PASSED, "no RACECHECK SUMMARY"),
     (OLD + summary(1), "no test passed"),
     (OLD + PASSED + summary(3), "3 hazards displayed, 1 reports"),
     (report("Write access at put+0x570", "Read access at sum_all+0x1f0 [1 hazards]") + PASSED + summary(1), "no file and line"),

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <set>
@@ -26,6 +27,20 @@ TEST(BenchLoops, ReadEveryByte) {
         }
         EXPECT_EQ(read_bytes(bytes.data(), num_bytes, loop), all);
       }
+}
+
+TEST(BenchLoops, MoveWritesAndCopyCopies) {
+  std::mt19937_64 random(std::random_device{}());
+  for (const int64_t num_bytes : {1, 63, 64, 4096, 40000}) {
+    std::vector<uint8_t> from(static_cast<size_t>(num_bytes)), to(from.size(), 0xA5),
+        moved(from.size(), 0xA5);
+    for (uint8_t& byte : from) byte = static_cast<uint8_t>(random());
+    copy_bytes(from.data(), to.data(), num_bytes);
+    move_bytes(from.data(), num_bytes, moved.data(), num_bytes);
+    end_moves();
+    EXPECT_EQ(to, from);
+    EXPECT_EQ(std::count(moved.begin(), moved.end(), 0xA5), 0);
+  }
 }
 
 TEST(BenchLoops, ArithmeticStaysFinite) {
