@@ -80,7 +80,6 @@ class WrittenFile {
   size_t num_taken_ = 0;
 };
 
-
 // Largest difference between x and x as a scale of `dtype`, which is never rounded to 0.
 double rounding(DType dtype, double x) {
   x = std::abs(x);

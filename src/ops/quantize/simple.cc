@@ -1,5 +1,5 @@
-#include "core/arithmetic.h"
 #include "halfbyte/simple.hpp"
+#include "core/arithmetic.h"
 
 #include <array>
 
@@ -8,7 +8,6 @@
 
 namespace halfbyte {
 namespace {
-
 
 void check_sizes(const char* op, int64_t n, int64_t group_size) {
   HALFBYTE_CHECK(n >= 0, usage, "{}: n must not be negative, got {} elements", op, n);

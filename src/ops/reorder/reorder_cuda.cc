@@ -14,7 +14,6 @@ bool is_aligned(const ReorderArgs& args) {
          cuda::is_aligned(args.codes, kVectorBytes);
 }
 
-
 int64_t code_threads(const ReorderProblem& problem) {
   const ReorderArgs& args = problem.args;
   const formats::PackedLayout& p = args.layout;

@@ -16,7 +16,6 @@ constexpr int64_t kMatmulBytes = int64_t{4} << 20;  // of it, at most, for cuBLA
 constexpr int64_t kFewestRows = 65;                 // of x: fewer do not pay for decoding
 constexpr int64_t kSliceFeatures = 64;              // slices are multiples of it
 
-
 // Of what a feature takes in a slice.
 int64_t sum_bytes(const QgemmProblem& problem) { return problem.in_cols() * size_of(problem.dtype); }
 

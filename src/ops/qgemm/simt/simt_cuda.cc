@@ -12,7 +12,6 @@ namespace {
 
 using formats::Divider;
 
-
 // The first tile that has the extents asked for; null: there is none.
 const QgemmTile* find_tile(const QgemmProblem& problem) {
   const auto tiles = simt_tiles(problem.math);

@@ -10,7 +10,6 @@
 namespace halfbyte {
 namespace {
 
-
 // Groups that the 64 columns of a unit can have parameters of.
 int unit_groups(const QgemmProblem& problem) {
   const formats::PackedLayout& weight = problem.weight;

@@ -14,7 +14,6 @@ constexpr int64_t kMostRows = 4;
 constexpr int64_t kSharedBytes = 227 * 1024;  // of a block, on sm_90
 constexpr int kFewestStages = 3;
 
-
 int rows_of(const QgemmProblem& problem) { return std::bit_ceil(static_cast<unsigned>(problem.m)); }
 int64_t units_per_block(const QgemmProblem& problem) {
   return problem.weight.block_cols / formats::kUnitCols;

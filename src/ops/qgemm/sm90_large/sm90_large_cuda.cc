@@ -17,7 +17,6 @@ constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
-
 std::string refuse(const QgemmProblem& p) {
   const cuda::Context& context = cuda::context(p.device.index);
   if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);

@@ -13,7 +13,6 @@ namespace {
 constexpr int kMaxStages = 9;
 constexpr int64_t kMaxUnits = 8, kMaxSlicedUnits = 7;  // of a warp, in registers
 
-
 // The columns that share a scale, as the kernel has them; 0: one scale a row.
 int group_of(const QgemmProblem& problem) {
   return problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
