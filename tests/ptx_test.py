@@ -36,7 +36,7 @@ def listing(halfbyte):
 
 
 # What the last value of a key needs beside it, of some kernels or of all: f64 scales go with f64 data, zero points and
-# rules with some formats and with each other.
+# rules with some formats and with each other, what layouts store of a weight with each other.
 COMPANIONS = {
     "affine_init scale-dtype": [],
     "affine_init scale-rule": [],
@@ -67,12 +67,19 @@ COMPANIONS = {
     "qgemm_simt_rows scale-dtype": [],
     "qgemm_sm90_f32 scale-dtype": [],
     "qgemm_sm90_large features": ["--tokens", "128"],
-    "qgemm_sm90_large scale-dtype": [],
-    "qgemm_sm90_mma scale-dtype": [],
-    "qgemm_sm90_mma sliced": ["--units", "5"],
-    "qgemm_sm90_transposed format": ["--columns", "64"],
-    "qgemm_sm90_transposed scale-dtype": [],
-    "qgemm_sm90_wgmma scale-dtype": [],
+    "qgemm_sm90_large format": ["--scale-dtype", "f16"],
+    "qgemm_sm90_large group-size": ["--format", "int4"],
+    "qgemm_sm90_large scale-dtype": ["--format", "int4"],
+    "qgemm_sm90_mma format": ["--scale-dtype", "f16"],
+    "qgemm_sm90_mma group-size": ["--format", "int4"],
+    "qgemm_sm90_mma scale-dtype": ["--format", "int4"],
+    "qgemm_sm90_transposed format": ["--scale-dtype", "f16", "--columns", "64"],
+    "qgemm_sm90_transposed group-size": ["--format", "int4"],
+    "qgemm_sm90_transposed scale-dtype": ["--format", "int4"],
+    "qgemm_sm90_wgmma format": ["--scale-dtype", "f16"],
+    "qgemm_sm90_wgmma group-size": ["--format", "int4"],
+    "qgemm_sm90_wgmma scale-dtype": ["--format", "int4"],
+    "qgemm_sum sum": ["--total", "f64", "--dtype", "f32"],
 }
 
 

@@ -45,6 +45,9 @@ LAYERS = [
     (r"examples/", r"halfbyte/"),
     (r"tests/", r""),  # what crosses the layers
 ]
+# A folder of an op is a variant of it, whose files only its own files include, but for this one: what variants share.
+SHARED_FOLDER = "weight"
+
 TESTING = r".*(_test\.cc|/testing\.h|/test_\w+\.h)$|tests/"
 FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops|benchmark)/[\w/]+_args\.h$|.*\.cuh?$"
 
@@ -89,10 +92,18 @@ def allowed_layer(path):
     return r"(?!)"
 
 
+def is_of_another_variant(path, header):
+    """Whether the header lies in the folder of a variant that the file `path` is not of."""
+    folder = re.match(r"ops/\w+/((cpu/)?\w+)/", header)
+    return bool(folder) and folder[1] != SHARED_FOLDER and not path.startswith(f"src/{folder[0]}")
+
+
 def check_include(path, bracket, header):
     """The finding about one #include of the file `path`, or None."""
     own = bracket == '"' or re.match(r"(halfbyte|formats|core|cpu|cuda|ops|io|capi)/", header)
     if own and not header.startswith("hwy/"):  # Highway's own examples write "hwy/highway.h"
+        if is_of_another_variant(path, header):
+            return f"{header} is of a variant: only its own files may include it"
         return None if re.match(allowed_layer(path), header) else f"{header} is not allowed here"
     if re.match(FREESTANDING, path):
         return f"{header}: this file is freestanding"

@@ -36,13 +36,25 @@ BookText text_of(const formats::CodeBook* book) {
 
 }  // namespace
 
-std::string element_config(DType dtype) { return fmt::format("using Element = {};\n", element_type(dtype)); }
+std::string type_config(const char* name, DType dtype) {
+  return fmt::format("using {} = {};\n", name, element_type(dtype));
+}
+std::string element_config(DType dtype) { return type_config("Element", dtype); }
+
+std::string struct_config(const char* type, const char* name, std::initializer_list<ConfigField> fields) {
+  std::string text;
+  for (const auto& [field, value] : fields)
+    text += fmt::format("{}.{} = {}", text.empty() ? "" : ", ", field, value);
+  return fmt::format("constexpr {} {} = {{{}}};\n", type, name, text);
+}
 
 std::string codec_config(const formats::Codec& codec) {
   const BookText book = text_of(codec.kind == formats::Kind::table ? &codec.book : nullptr);
   return book.lines +
          fmt::format(
-             "constexpr Codec kCodec = {{Kind({}), Rule({}), ScaleType({}), {}, {}, {}, {}, {}, {}}};\n",
+             "constexpr Codec kCodec = {{.kind = Kind({}), .rule = Rule({}), .scale_type = ScaleType({}), "
+             ".bits = "
+             "{}, .asymmetric = {}, .unrounded_code_scale = {}, .q_min = {}, .q_max = {}, .book = {}}};\n",
              static_cast<int>(codec.kind), static_cast<int>(codec.rule), static_cast<int>(codec.scale_type),
              static_cast<int>(codec.bits), codec.asymmetric, codec.unrounded_code_scale, codec.q_min,
              codec.q_max, book.value);

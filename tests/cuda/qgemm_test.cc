@@ -290,7 +290,7 @@ TEST_P(QgemmCudaFormat, EveryGroupManyRows) {
         d.k = 1048;
         d.bias = !transposed;
         d.accumulate = i % 2 == 0;
-        EXPECT_GE(check_variants(d, random()), 3u);
+        EXPECT_GE(check_variants(d, random()), 2u);
       }
 }
 // Whatever goes together.
@@ -377,9 +377,9 @@ TEST_P(QgemmCudaShapes, Large) {
 }
 // Several rounds, tiles and slices a block, which take many rows or columns; tails everywhere.
 TEST_P(QgemmCudaShapes, ManyTiles) {
-  QuantSpec wide = grouped(nf4(), 256);
+  QuantSpec wide = grouped(nf4(), 128);
   wide.format = Format::int8;
-  QuantSpec nested = grouped(nf4(), 32);
+  QuantSpec nested = grouped(nf4(), 64);
   nested.scale_dtype = DType::f32;
   nested.double_quant = true;
   struct Shape {

@@ -48,9 +48,9 @@ void check_descriptor(const QgemmDescriptor& d) {
   HALFBYTE_CHECK(d.tile.m >= 0 && d.tile.n >= 0, usage, "{}: tile must not be negative, got {} x {}", kWhat,
                  d.tile.m, d.tile.n);
   std::string known;
-  for (const QgemmVariant& variant : qgemm_variants({})) {
-    if (d.variant == variant.name) return;
-    known += fmt::format("{}{}", known.empty() ? "" : ", ", variant.name);
+  for (const QgemmVariant* variant : qgemm_variants({})) {
+    if (d.variant == variant->name) return;
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", variant->name);
   }
   HALFBYTE_CHECK(d.variant.empty(), usage, "{}: variant must be empty or one of {}, got '{}'", kWhat, known,
                  d.variant);
@@ -58,33 +58,61 @@ void check_descriptor(const QgemmDescriptor& d) {
 
 // ---- Variants
 
-std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem) {
-  static const std::array variants = {
-      kQgemmSm90Wgmma, kQgemmSm90Mma, kQgemmSm90Transposed, kQgemmSm90Large,
-      kQgemmSm90F32,   kQgemmCublas,  kQgemmSm80,           kQgemmSimt,
-      kQgemmAmx,       kQgemmAvx512,  kQgemmSimd,           kQgemmRef,
-  };
-  const auto swapped = [](int i, int j) {
-    auto others = variants;
-    std::swap(others[static_cast<size_t>(i)], others[static_cast<size_t>(j)]);
-    return others;
-  };
-  static const std::array mma_first = swapped(0, 1), cublas_first = swapped(3, 5),
-                          avx512_first = swapped(8, 9);
-  // Tiles of AMX take as long for one row of x as for 16: measured, 1.6 times what qgemm_avx512 takes for one
-  // row, as much for two, 0.7 times for four.
-  if (problem.device.kind == DeviceKind::cpu)
-    return problem.m <= 2 ? std::span<const QgemmVariant>(avx512_first) : variants;
-  // What qgemm_sm90_mma takes to load x pays for one row of x, or where a block multiplies it with many rows
-  // of the weight. Measured on an H200: with 8 rows it is ahead at n = 28672 and behind at 14336; beyond 8192
-  // columns, where it loads x anew for each slice, it is behind with one row, too.
-  const bool few = problem.k <= 8192 && (problem.m == 1 || problem.n > 16384);
-  // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
-  // qgemm_sm90_large is 4 to 8 % behind cuBLAS, but for forward products of groups of 128 columns and more,
-  // where it is as fast. bench/RESULTS.md has the table.
-  constexpr int64_t kManyRows = 6144, kWideGroup = 128;
-  if (problem.m >= kManyRows && (problem.transposed || problem.group < kWideGroup)) return cublas_first;
-  return few ? std::span<const QgemmVariant>(mma_first) : variants;
+namespace {
+
+// What these conditions know is measured by `halfbyte bench qgemm --variant NAME --m M,... --shape NxK,...`,
+// of one variant and the other; bench/RESULTS.md has the tables.
+
+// What qgemm_sm90_mma takes to load x pays for one row of x, or where a block multiplies it with many rows of
+// the weight. On an H200, with 8 rows of x it is ahead of qgemm_sm90_wgmma at n = 28672 and behind at 14336;
+// beyond 8192 columns, where it loads x anew for each slice, it is behind with one row, too.
+bool loading_x_pays(const QgemmProblem& p) { return p.k <= 8192 && (p.m == 1 || p.n > 16384); }
+
+// Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
+// qgemm_sm90_large is 4 to 8 % behind cuBLAS on an H200, but for forward products of groups of 128 columns
+// and more, where it is as fast.
+bool decoding_pays(const QgemmProblem& p) { return p.m >= 6144 && (p.transposed || p.group < 128); }
+
+// A tile of AMX takes as long for one row of x as for 16: 1.6 times what qgemm_avx512 takes for one row, as
+// much for two, 0.7 times for four.
+bool tiles_are_empty(const QgemmProblem& p) { return p.m <= 2; }
+
+// The order in which variants are tried, from the top. A row with a condition is for problems that meet it; a
+// variant is tried where it comes first.
+struct Row {
+  const QgemmVariant* variant;
+  bool (*when)(const QgemmProblem& problem) = nullptr;
+};
+constexpr Row kOrder[] = {
+    // CUDA: few rows of x
+    {&kQgemmSm90Mma, &loading_x_pays},
+    {&kQgemmSm90Wgmma},
+    {&kQgemmSm90Mma},
+    {&kQgemmSm90Transposed},
+    {&kQgemmSm90F32},
+    // many
+    {&kQgemmCublas, &decoding_pays},
+    {&kQgemmSm90Large},
+    {&kQgemmCublas},
+    // any
+    {&kQgemmSm80},
+    {&kQgemmSimt},
+    // The CPU
+    {&kQgemmAvx512, &tiles_are_empty},
+    {&kQgemmAmx},
+    {&kQgemmAvx512},
+    {&kQgemmSimd},
+    {&kQgemmRef},
+};
+
+}  // namespace
+
+std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem) {
+  std::vector<const QgemmVariant*> variants;
+  for (const auto& [variant, when] : kOrder)
+    if ((!when || when(problem)) && std::ranges::find(variants, variant) == variants.end())
+      variants.push_back(variant);
+  return variants;
 }
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {
@@ -121,8 +149,7 @@ namespace {
 std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) {
   if (variant.device != problem.device.kind)
     return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
-  if (problem.in_cols() == 0 && variant.refuse != kQgemmSimt.refuse && variant.refuse != kQgemmRef.refuse)
-    return "there is nothing to sum";
+  if (problem.in_cols() == 0 && !variant.takes_empty_sums) return "there is nothing to sum";
   return variant.refuse(problem);
 }
 
@@ -130,11 +157,11 @@ std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) 
 
 const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name) {
   std::string reasons;
-  for (const QgemmVariant& variant : qgemm_variants(problem)) {
-    if (name.empty() ? variant.device != problem.device.kind : name != variant.name) continue;
-    const std::string reason = reason_of(variant, problem);
-    if (reason.empty()) return variant;
-    reasons += fmt::format("; {}: {}", variant.name, reason);
+  for (const QgemmVariant* variant : qgemm_variants(problem)) {
+    if (name.empty() ? variant->device != problem.device.kind : name != variant->name) continue;
+    const std::string reason = reason_of(*variant, problem);
+    if (reason.empty()) return *variant;
+    reasons += fmt::format("; {}: {}", variant->name, reason);
   }
   HALFBYTE_FAIL(device, "qgemm: {}{}",
                 name.empty() ? "no variant takes this" : "descriptor.variant does not take this", reasons);
@@ -145,8 +172,9 @@ std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& des
   check_device(device);
   const QgemmProblem problem = make_qgemm_problem(device, descriptor, 0);
   std::vector<QgemmChoice> choices;
-  for (const QgemmVariant& variant : qgemm_variants(problem))
-    choices.push_back({variant.name, problem.is_empty() ? "y has no elements" : reason_of(variant, problem)});
+  for (const QgemmVariant* variant : qgemm_variants(problem))
+    choices.push_back(
+        {variant->name, problem.is_empty() ? "y has no elements" : reason_of(*variant, problem)});
   return choices;
 }
 

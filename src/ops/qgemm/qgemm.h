@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
-#include <span>
 #include <string>
+#include <vector>
 
 #include "core/variant.h"
 #include "formats/codec.h"
@@ -13,8 +13,13 @@
 
 namespace halfbyte {
 
+namespace cuda {
+struct Kernel;
+}
+
 // A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
-// in_cols(), what is summed, may be 0 for kQgemmSimt and kQgemmRef: y is then the bias, 0 or as it was.
+// in_cols(), what is summed, may be 0 for a variant that takes_empty_sums: y is then the bias, 0 or as it
+// was.
 struct QgemmProblem {
   Device device;
   int num_threads = 0;
@@ -58,16 +63,22 @@ class QgemmKernel {
   virtual void run(const QgemmTensors& tensors, void* stream, void* workspace) const = 0;
 };
 
-using QgemmVariant = Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>>;
+// A way to compute products: X.refuse says why it cannot take a problem, X.run makes the kernel of one.
+struct QgemmVariant : Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>> {
+  // On CUDA: its rows of the table of kernels (src/kernels).
+  std::vector<cuda::Kernel> (*kernels)() = nullptr;
+  // It takes problems that have nothing to sum, too: in_cols() is 0.
+  bool takes_empty_sums = false;
+};
 
 // All, in the order in which they are tried for the problem.
-std::span<const QgemmVariant> qgemm_variants(const QgemmProblem& problem);
+std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem);
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& descriptor, int num_threads);
 // The variant of this name, or the first that does not refuse. Throws Error(device) with the reasons.
 const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name);
 
-// The rows of that table: X.refuse says why it cannot take the problem, X.run makes the kernel.
+// Those of the table in qgemm.cc. A folder each.
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
 extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
 extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n

@@ -1,13 +1,65 @@
-// What all CUDA variants of `qgemm` share on the host.
-#include "cuda/driver.h"
-#include "cuda/launch.h"
-#include "ops/qgemm/qgemm.h"
+// What the CUDA variants of `qgemm` share on the host.
+#include "ops/qgemm/qgemm_cuda.h"
+
+#include <algorithm>
+
+#include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
 
 void wait_qgemm_cuda(Device device, void* stream) {
   const cuda::Scope scope(cuda::context(device.index));
   cuda::synchronize(stream);
+}
+
+std::vector<cuda::Kernel> qgemm_kernels() {
+  std::vector<cuda::Kernel> table;
+  const auto add = [&](std::vector<cuda::Kernel> rows) {
+    std::ranges::move(rows, std::back_inserter(table));
+  };
+  for (const QgemmVariant* variant : qgemm_variants({}))
+    if (variant->kernels) add(variant->kernels());
+  add(qgemm_sum_kernels());
+  return table;
+}
+
+std::vector<KernelKey> qgemm_keys() {
+  std::vector<KernelKey> keys = cuda::codec_keys(false);
+  for (KernelKey& key : keys) {
+    if (key.name == "scale-dtype") std::erase(key.values, "f64");
+    if (key.name != "format") continue;
+    std::erase_if(key.values, [](const std::string& word) {
+      const int bits = find_format(word).bits;
+      return bits != 4 && bits != 8;
+    });
+  }
+  keys.push_back(
+      {"group-size", {"64", "32", "128", "256", "channel"}, true, "Any number, channel or tensor."});
+  keys.push_back(cuda::flag_key("double-quant", "The scales are 8-bit codes."));
+  keys.push_back({"dtype", {"bf16", "f16", "f32"}, false, "The dtype of x and y."});
+  return keys;
+}
+
+QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
+  QuantSpec spec = cuda::spec_of(values);
+  cuda::set_group_size(spec, values.at("group-size"));
+  spec.double_quant = cuda::is_set(values, "double-quant");
+  QgemmDescriptor descriptor;
+  descriptor.spec = spec;
+  descriptor.m = 1;
+  descriptor.n = descriptor.k = 4096;
+  descriptor.dtype = cuda::dtype_of(values);
+  check_descriptor(descriptor);
+  return make_qgemm_problem({DeviceKind::cuda, 0}, descriptor, 0);
+}
+
+KernelKey number_key(const char* name, const std::vector<int>& values, const char* description) {
+  KernelKey key = {name, {}, false, description};
+  for (const int value : values) key.values.push_back(std::to_string(value));
+  return key;
+}
+int number_of(const cuda::KernelValues& values, std::string_view key) {
+  return std::stoi(values.find(key)->second);
 }
 
 }  // namespace halfbyte

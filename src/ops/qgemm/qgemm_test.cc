@@ -448,7 +448,7 @@ TEST(QgemmPlan, Variants) {
   EXPECT_EQ(choices.back().reason, "");
   for (size_t i = 0; i + 1 < choices.size(); ++i) {
     const auto& [variant, reason] = choices[i];
-    if (qgemm_variants({})[i].device == DeviceKind::cuda) {
+    if (qgemm_variants({})[i]->device == DeviceKind::cuda) {
       EXPECT_EQ(reason, "it is for CUDA devices");
     }
     d.variant = variant;
@@ -461,38 +461,52 @@ TEST(QgemmPlan, Variants) {
   d.variant = "qgemm_ref";
   EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
 }
+
+// The variants of a device, in the order in which they are tried for a problem: without "qgemm_".
+std::string order_of(const QgemmProblem& problem) {
+  std::string order;
+  for (const QgemmVariant* variant : qgemm_variants(problem))
+    if (variant->device == problem.device.kind)
+      order += (order.empty() ? "" : " ") + std::string(variant->name).substr(6);
+  return order;
+}
 TEST(QgemmPlan, OrderOfVariants) {
+  constexpr const char *kLoaded = "sm90_mma sm90_wgmma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",
+                       *kUsual = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",
+                       *kDecoded = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 cublas sm90_large sm80 simt";
+  struct Case {
+    int64_t m, n, k, group;
+    bool transposed;
+    const char* order;
+  };
+  constexpr Case kCases[] = {
+      {1, 4096, 4096, 64, false, kLoaded},      {1, 28672, 8192, 32, false, kLoaded},
+      {1, 64, 8192, 128, true, kLoaded},        {1, 8192, 8200, 64, false, kUsual},
+      {1, 8192, 28672, 64, false, kUsual},      {2, 8192, 8192, 64, false, kUsual},
+      {2, 16384, 4096, 64, false, kUsual},      {2, 16385, 4096, 64, false, kLoaded},
+      {8, 28672, 8192, 64, false, kLoaded},     {8, 28672, 8200, 64, false, kUsual},
+      {64, 8192, 8192, 64, false, kUsual},      {512, 8192, 8192, 64, true, kUsual},
+      {6143, 8192, 8192, 64, true, kUsual},     {6144, 8192, 8192, 64, true, kDecoded},
+      {6144, 8192, 8192, 128, true, kDecoded},  {6144, 8192, 8192, 127, false, kDecoded},
+      {6144, 8192, 8192, 128, false, kUsual},   {8192, 8192, 8192, 8192, false, kUsual},
+      {8192, 8192, 8192, 8192, true, kDecoded},
+  };
   QgemmProblem problem;
-  const auto goes_before = [&problem](DeviceKind device, int64_t m, int64_t n, int64_t k, std::string_view a,
-                                      std::string_view b) {
-    problem.device.kind = device;
+  problem.device.kind = DeviceKind::cuda;
+  for (const auto& [m, n, k, group, transposed, order] : kCases) {
+    SCOPED_TRACE(fmt::format("m {} n {} k {} group {} transposed {}", m, n, k, group, transposed));
     problem.m = m;
     problem.n = n;
     problem.k = k;
-    const auto place = [&](std::string_view name) {
-      return std::ranges::find(qgemm_variants(problem), name, &QgemmVariant::name);
-    };
-    return place(a) < place(b);
-  };
-  const auto mma_first = [&](int64_t m, int64_t n, int64_t k) {
-    return goes_before(DeviceKind::cuda, m, n, k, "qgemm_sm90_mma", "qgemm_sm90_wgmma");
-  };
-  EXPECT_TRUE(mma_first(1, 4096, 4096));
-  EXPECT_TRUE(mma_first(8, 28672, 8192));
-  EXPECT_FALSE(mma_first(2, 8192, 8192));
-  EXPECT_FALSE(mma_first(1, 8192, 28672));
-  const auto cublas_first = [&](int64_t m, int64_t group, bool transposed) {
     problem.group = group;
     problem.transposed = transposed;
-    return goes_before(DeviceKind::cuda, m, 28672, 4096, "qgemm_cublas", "qgemm_sm90_large");
-  };
-  EXPECT_TRUE(cublas_first(8192, 64, false));
-  EXPECT_TRUE(cublas_first(8192, 64, true));
-  EXPECT_TRUE(cublas_first(8192, 128, true));
-  EXPECT_FALSE(cublas_first(8192, 128, false));
-  EXPECT_FALSE(cublas_first(4096, 64, true));
-  EXPECT_TRUE(goes_before(DeviceKind::cpu, 2, 4096, 4096, "qgemm_avx512", "qgemm_amx"));
-  EXPECT_TRUE(goes_before(DeviceKind::cpu, 3, 4096, 4096, "qgemm_amx", "qgemm_avx512"));
+    EXPECT_EQ(order_of(problem), order);
+  }
+  problem.device.kind = DeviceKind::cpu;
+  for (const int64_t m : {1, 2, 3, 64}) {
+    problem.m = m;
+    EXPECT_EQ(order_of(problem), m <= 2 ? "avx512 amx simd ref" : "amx avx512 simd ref");
+  }
 }
 
 TEST(QgemmPlan, Words) {

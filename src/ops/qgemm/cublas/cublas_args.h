@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/packed.h"
-#include "ops/qgemm/simt/simt_args.h"
+#include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
 
@@ -14,7 +14,7 @@ inline constexpr int kQgemmCublasUnits =
 // A slice of the weight: rows [row, end_row), columns [col, end_col); row is a multiple of 32, col of 64, the
 // ends of 8. All fit into 31 bits.
 struct QgemmCublasArgs {
-  SimtWeight weight;
+  WeightArgs weight;
   void* to;  // [end_row - row][stride]
   formats::u32 stride;
   formats::u32 row, end_row, col, end_col;

@@ -1,12 +1,14 @@
 // Variant qgemm_cublas: slices of the weight are decoded into the workspace, and cuBLASLt multiplies them.
+#include "ops/qgemm/cublas/cublas_cuda.h"
+
 #include <algorithm>
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "cuda/matmul.h"
 #include "ops/qgemm/cublas/cublas_args.h"
 #include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -19,33 +21,25 @@ constexpr int64_t kSliceFeatures = 64;              // slices are multiples of i
 // Of what a feature takes in a slice.
 int64_t sum_bytes(const QgemmProblem& problem) { return problem.in_cols() * size_of(problem.dtype); }
 
-std::string refuse_problem(const QgemmProblem& problem) {
-  if (!problem.packed) return "the weight must be packed";
-  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
-  if (problem.dtype == DType::f32) return "dtype must be bf16 or f16, got f32";
-  if (problem.m < kFewestRows) return fmt::format("m must be at least {}, got {}", kFewestRows, problem.m);
-  if (problem.weight.groups > 1 && problem.weight.group % 8 != 0)
-    return fmt::format("the group size must be a multiple of 8, got {}", problem.weight.group);
-  if (problem.n % 8 != 0 || problem.k % 8 != 0 || problem.alignment < 16)
-    return fmt::format("n and k must be multiples of 8 and the alignment at least 16, got {}, {} and {}",
-                       problem.n, problem.k, problem.alignment);
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  if (problem.m > kMost || problem.n > kMost || problem.k > kMost)
-    return fmt::format("m, n and k must be at most {}, got {}, {} and {}", kMost, problem.m, problem.n,
-                       problem.k);
-  if (sum_bytes(problem) * kSliceFeatures > kWorkspaceBytes)
-    return fmt::format("{} must be at most {}, got {}", problem.transposed ? "n" : "k",
-                       kWorkspaceBytes / kSliceFeatures / size_of(problem.dtype), problem.in_cols());
-  if (problem.accumulate) return "y must not be added to: cuBLASLt rounds the product before it adds";
-  return "";
-}
 std::string refuse(const QgemmProblem& problem) {
   const cuda::Context& context = cuda::context(problem.device.index);
   if (context.capability < 80)
     return fmt::format("the device must have compute capability 8.0, got {}.{}", context.capability / 10,
                        context.capability % 10);
-  const std::string reason = refuse_problem(problem);
+  const std::string reason = refuse_qgemm_cublas(problem);
   return reason.empty() ? cuda::refuse_matmul(context) : reason;
+}
+
+cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
+  const std::string reason = refuse_qgemm_cublas(problem);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_cublas: {}", reason);
+  const formats::PackedLayout& weight = problem.weight;
+  return {"ops/qgemm/cublas/cublas_decode.cu", "qgemm_cublas_decode",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+                            fmt::format("constexpr bool kDoubleQuant = {}, kWideGroups = {};\n",
+                                        problem.double_quant,
+                                        weight.groups == 1 || weight.group % formats::kUnitCols == 0 ||
+                                            (weight.bits == 4 && weight.group % 32 == 0)))};
 }
 
 class QgemmCublas : public QgemmKernel {
@@ -57,8 +51,8 @@ class QgemmCublas : public QgemmKernel {
     const cuda::Scope scope(context_);
     slice_bytes_ = slices_.features * sum_bytes(problem);
     matmul_bytes_ = std::min(kMatmulBytes, kWorkspaceBytes - slice_bytes_);
-    decode_ = cuda::get_kernel(context_, qgemm_cublas_decode_kernel(problem));
-    args_.weight = simt_weight(problem);
+    decode_ = cuda::get_kernel(context_, kernel_of(problem));
+    args_.weight = weight_args(problem);
     products_.push_back(product_of(slice_features(0)));
     if (slice_features(slices_.count - 1) != slice_features(0))
       products_.push_back(product_of(slice_features(slices_.count - 1)));
@@ -74,7 +68,7 @@ class QgemmCublas : public QgemmKernel {
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
     QgemmCublasArgs args = args_;
-    place_simt_weight(args.weight, problem_, tensors);
+    place_weight(args.weight, problem_, tensors);
     auto* const memory = static_cast<std::byte*>(workspace);
     const int64_t size = size_of(problem_.dtype);
     for (int64_t slice = 0; slice < slices_.count; ++slice) {
@@ -124,10 +118,7 @@ class QgemmCublas : public QgemmKernel {
     args.blocks_per_strip = formats::Divider::of(blocks);
     const cuda::Grid grid = {ceil_div(args.end_row - args.row, formats::kUnitRows) * blocks,
                              kQgemmCublasThreads};
-    if (context_.capability >= 90 && problem_.early_start)
-      cuda::launch_early(decode_, grid, stream, args);
-    else
-      cuda::launch(decode_, grid, stream, args);
+    launch_qgemm(context_.capability >= 90 && problem_.early_start, decode_, grid, stream, args);
   }
 
   QgemmProblem problem_;
@@ -143,7 +134,44 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmCublas>(problem);
 }
 
+// ---- The rows of the table of kernels
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys) {
+    if (key.name == "dtype") key.values = {"bf16", "f16"};
+    if (key.name == "group-size") key.values = {"64", "32", "48"};
+  }
+  return {{{"qgemm", "qgemm_cublas_decode", "A slice of a packed weight as a dense matrix.", std::move(keys)},
+           [](const cuda::KernelValues& values) {
+             QgemmProblem problem = qgemm_problem(values);
+             problem.m = 128;
+             return kernel_of(problem);
+           }}};
+}
+
 }  // namespace
+
+std::string refuse_qgemm_cublas(const QgemmProblem& problem) {
+  if (!problem.packed) return "the weight must be packed";
+  if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
+  if (problem.dtype == DType::f32) return "dtype must be bf16 or f16, got f32";
+  if (problem.m < kFewestRows) return fmt::format("m must be at least {}, got {}", kFewestRows, problem.m);
+  if (problem.weight.groups > 1 && problem.weight.group % 8 != 0)
+    return fmt::format("the group size must be a multiple of 8, got {}", problem.weight.group);
+  if (problem.n % 8 != 0 || problem.k % 8 != 0 || problem.alignment < 16)
+    return fmt::format("n and k must be multiples of 8 and the alignment at least 16, got {}, {} and {}",
+                       problem.n, problem.k, problem.alignment);
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  if (problem.m > kMost || problem.n > kMost || problem.k > kMost)
+    return fmt::format("m, n and k must be at most {}, got {}, {} and {}", kMost, problem.m, problem.n,
+                       problem.k);
+  if (sum_bytes(problem) * kSliceFeatures > kWorkspaceBytes)
+    return fmt::format("{} must be at most {}, got {}", problem.transposed ? "n" : "k",
+                       kWorkspaceBytes / kSliceFeatures / size_of(problem.dtype), problem.in_cols());
+  if (problem.accumulate) return "y must not be added to: cuBLASLt rounds the product before it adds";
+  return "";
+}
 
 // As few as fit, of nearly the same size. Two buffers, one of which is decoded to while the other is
 // multiplied, were slower on an H200: kernels fill the device, so that the slices, half as large, only cost
@@ -155,18 +183,6 @@ QgemmSlices qgemm_cublas_slices(const QgemmProblem& problem) {
   return {slice, ceil_div(features, slice)};
 }
 
-cuda::KernelSpec qgemm_cublas_decode_kernel(const QgemmProblem& problem) {
-  const std::string reason = refuse_problem(problem);
-  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_cublas: {}", reason);
-  const formats::PackedLayout& weight = problem.weight;
-  return {"ops/qgemm/cublas/cublas_decode.cu", "qgemm_cublas_decode",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr bool kDoubleQuant = {}, kWideGroups = {};\n",
-                                        problem.double_quant,
-                                        weight.groups == 1 || weight.group % formats::kUnitCols == 0 ||
-                                            (weight.bits == 4 && weight.group % 32 == 0)))};
-}
-
-const QgemmVariant kQgemmCublas = {"qgemm_cublas", DeviceKind::cuda, &refuse, &make};
+const QgemmVariant kQgemmCublas = {{"qgemm_cublas", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

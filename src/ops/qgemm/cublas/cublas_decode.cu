@@ -81,11 +81,11 @@ struct PairParameters {
   u32 scale, added, minus_zero;
 };
 // Of rows `row`, which is even, and the next.
-__device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], const SimtWeight& w, u32 row,
+__device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], const WeightArgs& w, u32 row,
                                                      u32 col) {
   const u32 group = w.group_chunks.divide(col / 8), block = group >> w.group_shift;
   const u32 at = (group & ((1u << w.group_shift) - 1)) * kUnitRows + row % kUnitRows;
-  const auto address = [&](const void* section, const SimtPackedParameter& p, u32 size) {
+  const auto address = [&](const void* section, const PackedParameterArgs& p, u32 size) {
     return static_cast<const u8*>(section) + p.base + row / kUnitRows * p.strip_bytes +
            static_cast<u64>(block) * static_cast<u32>(p.block_bytes) + at * size;
   };
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmCublasThreads)
     qgemm_cublas_decode(const __grid_constant__ QgemmCublasArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
   wait_for_earlier();
-  const SimtWeight& w = args.weight;
+  const WeightArgs& w = args.weight;
   const u32 thread = threadIdx.x % kQgemmCublasUnitThreads, a = thread / 4, p = thread / 2 % 2,
             h = thread % 2;
   const u32 strip_of_slice = args.blocks_per_strip.divide(blockIdx.x);

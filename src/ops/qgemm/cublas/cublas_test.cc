@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/cublas/cublas_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -49,36 +49,29 @@ TEST(QgemmCublas, Refuses) {
   const auto refused = [](auto change) {
     QgemmDescriptor d = descriptor(128, 256, 512, false);
     change(d);
-    try {
-      qgemm_cublas_decode_kernel(problem_of(d));
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::usage);
-      return std::string(error.what());
-    }
-    return std::string();
+    return refuse_qgemm_cublas(problem_of(d));
   };
   using D = QgemmDescriptor;
   EXPECT_EQ(refused([](D&) {}), "");
-  EXPECT_EQ(refused([](D& d) { d.packed = false; }), "qgemm_cublas: the weight must be packed");
-  EXPECT_EQ(refused([](D& d) { d.tile = {64, 64}; }), "qgemm_cublas: tile is for qgemm_simt");
-  EXPECT_EQ(refused([](D& d) { d.dtype = DType::f32; }), "qgemm_cublas: dtype must be bf16 or f16, got f32");
-  EXPECT_EQ(refused([](D& d) { d.m = 64; }), "qgemm_cublas: m must be at least 65, got 64");
+  EXPECT_EQ(refused([](D& d) { d.packed = false; }), "the weight must be packed");
+  EXPECT_EQ(refused([](D& d) { d.tile = {64, 64}; }), "tile is for qgemm_simt");
+  EXPECT_EQ(refused([](D& d) { d.dtype = DType::f32; }), "dtype must be bf16 or f16, got f32");
+  EXPECT_EQ(refused([](D& d) { d.m = 64; }), "m must be at least 65, got 64");
   EXPECT_EQ(refused([](D& d) { d.spec.group_size = 100; }),
-            "qgemm_cublas: the group size must be a multiple of 8, got 100");
+            "the group size must be a multiple of 8, got 100");
   EXPECT_EQ(refused([](D& d) { d.spec.group_size = 1000; }), "");  // one a row
-  EXPECT_EQ(
-      refused([](D& d) { d.n = 260; }),
-      "qgemm_cublas: n and k must be multiples of 8 and the alignment at least 16, got 260, 512 and 16");
+  EXPECT_EQ(refused([](D& d) { d.n = 260; }),
+            "n and k must be multiples of 8 and the alignment at least 16, got 260, 512 and 16");
   EXPECT_EQ(refused([](D& d) { d.alignment = 8; }),
-            "qgemm_cublas: n and k must be multiples of 8 and the alignment at least 16, got 256, 512 and 8");
-  EXPECT_EQ(refused([](D& d) { d.k = 262152; }), "qgemm_cublas: k must be at most 262144, got 262152");
+            "n and k must be multiples of 8 and the alignment at least 16, got 256, 512 and 8");
+  EXPECT_EQ(refused([](D& d) { d.k = 262152; }), "k must be at most 262144, got 262152");
   EXPECT_EQ(refused([](D& d) { d.accumulate = true; }),
-            "qgemm_cublas: y must not be added to: cuBLASLt rounds the product before it adds");
+            "y must not be added to: cuBLASLt rounds the product before it adds");
   EXPECT_EQ(refused([](D& d) {
               d.transposed = true;
               d.n = 262152;
             }),
-            "qgemm_cublas: n must be at most 262144, got 262152");
+            "n must be at most 262144, got 262152");
 }
 
 }  // namespace

@@ -1,20 +1,29 @@
+#include "ops/qgemm/simt/simt_cuda.h"
+
 #include <algorithm>
 #include <bit>
+#include <span>
 
 #include "core/arithmetic.h"
+#include "core/format.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/simt/simt_args.h"
+#include "ops/qgemm/weight/sum_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
 
-using formats::Divider;
+// Of y, made by a block of qgemm_simt_tiles.
+std::span<const QgemmTile> tiles_of(QgemmMath math) {
+  static constexpr QgemmTile kTiles[] = {{16, 64}, {64, 64}, {128, 128}};
+  return std::span(kTiles).first(math == QgemmMath::f64 ? 2 : 3);
+}
 
 // The first tile that has the extents asked for; null: there is none.
 const QgemmTile* find_tile(const QgemmProblem& problem) {
-  const auto tiles = simt_tiles(problem.math);
+  const auto tiles = tiles_of(problem.math);
   const auto found = std::ranges::find_if(tiles, [&](const QgemmTile& tile) {
     return (problem.tile.m == 0 || problem.tile.m == tile.m) &&
            (problem.tile.n == 0 || problem.tile.n == tile.n);
@@ -25,108 +34,11 @@ const QgemmTile* find_tile(const QgemmProblem& problem) {
 std::string refuse(const QgemmProblem& problem) {
   if (find_tile(problem) == nullptr) {
     std::string known;
-    for (const auto& [m, n] : simt_tiles(problem.math))
+    for (const auto& [m, n] : tiles_of(problem.math))
       known += fmt::format("{}{} x {}", known.empty() ? "" : ", ", m, n);
     return fmt::format("tile must be one of {}, got {} x {}", known, problem.tile.m, problem.tile.n);
   }
   return "";
-}
-
-class QgemmSimt : public QgemmKernel {
- public:
-  explicit QgemmSimt(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
-    const cuda::Scope scope(context_);
-    args_.weight = simt_weight(problem);
-    args_.m = problem.m;
-    args_.in_cols = problem.in_cols();
-    args_.out_cols = problem.out_cols();
-    args_.splits = 1;
-    args_.transposed = problem.transposed;
-    args_.accumulate = problem.accumulate;
-    cuda::KernelSpec spec;
-    if (has_simt_rows(problem)) {
-      spec = simt_rows_kernel(problem);
-      grid_ = {ceil_div(args_.out_cols, kSimtRows), kSimtThreads};
-    } else {
-      const QgemmTile tile = choose_tile();
-      spec = simt_tiles_kernel(problem, tile);
-      place_tiles(tile);
-    }
-    name_ = spec.function;
-    function_ = cuda::get_kernel(context_, spec);
-    if (args_.splits > 1) sum_ = cuda::get_kernel(context_, simt_sum_kernel(problem));
-  }
-
-  std::string name() const override { return name_; }
-  std::string backend() const override { return "cuda " + context_.target; }
-  PrecisionGuarantee guarantee() const override {
-    const DType type = problem_.math == QgemmMath::f64 ? DType::f64 : DType::f32;
-    return {type, type, true, false, WeightRounding::none};
-  }
-  int64_t workspace_bytes() const override {
-    const int64_t size = problem_.math == QgemmMath::f64 ? 8 : 4;
-    return args_.splits == 1 ? 0 : args_.splits * args_.m * args_.out_cols * size;
-  }
-
-  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
-    const cuda::Scope scope(context_);
-    SimtArgs args = args_;
-    place_simt_weight(args.weight, problem_, tensors);
-    args.x = tensors.x;
-    args.bias = problem_.bias ? tensors.bias : nullptr;
-    args.y = tensors.y;
-    args.partials = workspace;
-    launch(function_, grid_, stream, args);
-    if (sum_ != nullptr)
-      launch(sum_, {ceil_div(args.m * args.out_cols, kSimtThreads), kSimtThreads}, stream, args);
-  }
-
- private:
-  void launch(cuda::CUfunction function, cuda::Grid grid, void* stream, const SimtArgs& args) const {
-    if (problem_.early_start && context_.capability >= 90)
-      cuda::launch_early(function, grid, stream, args);
-    else
-      cuda::launch(function, grid, stream, args);
-  }
-
-  int64_t num_tiles(QgemmTile tile) const {
-    return ceil_div(args_.m, tile.m) * ceil_div(args_.out_cols, tile.n);
-  }
-
-  QgemmTile choose_tile() const {
-    if (problem_.tile != QgemmTile{}) return *find_tile(problem_);
-    const auto tiles = simt_tiles(problem_.math);
-    if (args_.m <= tiles[0].m) return tiles[0];
-    return num_tiles(tiles.back()) >= context_.num_multiprocessors ? tiles.back() : tiles[1];
-  }
-
-  // A block a tile; where these are too few for the device, the summed axis is split.
-  void place_tiles(QgemmTile tile) {
-    constexpr int64_t kBlocksPerMultiprocessor = 2, kFewestSteps = 8;
-    args_.tiles_m = ceil_div(args_.m, tile.m);
-    args_.tiles_n = ceil_div(args_.out_cols, tile.n);
-    const int64_t tiles = args_.tiles_m * args_.tiles_n;
-    const int64_t steps = ceil_div(args_.in_cols, simt_step(tile.n));
-    const int64_t wanted =
-        kBlocksPerMultiprocessor * context_.num_multiprocessors / std::max<int64_t>(tiles, 1);
-    const int64_t splits = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(steps / kFewestSteps, 1));
-    args_.split_steps = ceil_div(steps, splits);
-    args_.splits =
-        static_cast<int>(std::max<int64_t>(ceil_div(steps, std::max<int64_t>(args_.split_steps, 1)), 1));
-    grid_ = {tiles * args_.splits, kSimtThreads};
-  }
-
-  QgemmProblem problem_;
-  const cuda::Context& context_;
-  std::string name_;
-  cuda::CUfunction function_ = nullptr, sum_ = nullptr;
-  cuda::Grid grid_;
-  SimtArgs args_{};  // but for addresses
-};
-
-std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
-  return std::make_shared<QgemmSimt>(problem);
 }
 
 // Tables, zero points and the types of scales are arguments: few kernels serve all formats.
@@ -152,92 +64,184 @@ std::string scales_config(bool known, formats::ScaleType type, bool double_quant
       known, double_quant, static_cast<int>(type));
 }
 
+cuda::KernelSpec rows_kernel(const QgemmProblem& problem) {
+  const auto rows = std::bit_ceil(static_cast<uint64_t>(problem.m));
+  const std::string scales = scales_config(true, problem.codec.scale_type, problem.double_quant);
+  return simt_kernel("ops/qgemm/simt/simt_rows.cu", "qgemm_simt_rows", problem,
+                     weight_config(problem) + scales + fmt::format("constexpr int kM = {};\n", rows));
+}
+cuda::KernelSpec tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
+  return simt_kernel("ops/qgemm/simt/simt_tiles.cu", "qgemm_simt_tiles", problem,
+                     weight_config(problem) + scales_config(false, {}, false) +
+                         fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
+}
+class QgemmSimt : public QgemmKernel {
+ public:
+  explicit QgemmSimt(const QgemmProblem& problem)
+      : problem_(problem), context_(cuda::context(problem.device.index)) {
+    const cuda::Scope scope(context_);
+    args_.weight = weight_args(problem);
+    args_.m = problem.m;
+    args_.in_cols = problem.in_cols();
+    args_.out_cols = problem.out_cols();
+    args_.splits = 1;
+    args_.transposed = problem.transposed;
+    args_.accumulate = problem.accumulate;
+    cuda::KernelSpec spec;
+    if (has_simt_rows(problem)) {
+      spec = rows_kernel(problem);
+      grid_ = {ceil_div(args_.out_cols, kSimtRows), kSimtThreads};
+    } else {
+      const QgemmTile tile = choose_tile();
+      spec = tiles_kernel(problem, tile);
+      place_tiles(tile);
+    }
+    name_ = spec.function;
+    function_ = cuda::get_kernel(context_, spec);
+    sum_ = QgemmSum(context_, problem, args_.splits, {sum_type(), DType::f64});
+  }
+
+  std::string name() const override { return name_; }
+  std::string backend() const override { return "cuda " + context_.target; }
+  PrecisionGuarantee guarantee() const override {
+    return {sum_type(), sum_type(), true, false, WeightRounding::none};
+  }
+  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
+
+  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
+    const cuda::Scope scope(context_);
+    SimtArgs args = args_;
+    place_weight(args.weight, problem_, tensors);
+    args.x = tensors.x;
+    args.bias = problem_.bias ? tensors.bias : nullptr;
+    args.y = tensors.y;
+    args.partials = workspace;
+    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
+    sum_.run(tensors, stream, workspace);
+  }
+
+ private:
+  DType sum_type() const { return problem_.math == QgemmMath::f64 ? DType::f64 : DType::f32; }
+
+  int64_t num_tiles(QgemmTile tile) const {
+    return ceil_div(args_.m, tile.m) * ceil_div(args_.out_cols, tile.n);
+  }
+
+  QgemmTile choose_tile() const {
+    if (problem_.tile != QgemmTile{}) return *find_tile(problem_);
+    const auto tiles = tiles_of(problem_.math);
+    if (args_.m <= tiles[0].m) return tiles[0];
+    return num_tiles(tiles.back()) >= context_.num_multiprocessors ? tiles.back() : tiles[1];
+  }
+
+  // A block a tile; where these are too few for the device, the summed axis is split.
+  void place_tiles(QgemmTile tile) {
+    constexpr int64_t kBlocksPerMultiprocessor = 2, kFewestSteps = 8;
+    args_.tiles_m = ceil_div(args_.m, tile.m);
+    args_.tiles_n = ceil_div(args_.out_cols, tile.n);
+    const int64_t tiles = args_.tiles_m * args_.tiles_n;
+    const int64_t steps = ceil_div(args_.in_cols, simt_step(tile.n));
+    const int64_t wanted =
+        kBlocksPerMultiprocessor * context_.num_multiprocessors / std::max<int64_t>(tiles, 1);
+    const int64_t splits = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(steps / kFewestSteps, 1));
+    args_.split_steps = ceil_div(steps, splits);
+    args_.splits =
+        static_cast<int>(std::max<int64_t>(ceil_div(steps, std::max<int64_t>(args_.split_steps, 1)), 1));
+    grid_ = {tiles * args_.splits, kSimtThreads};
+  }
+
+  QgemmProblem problem_;
+  const cuda::Context& context_;
+  std::string name_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  SimtArgs args_{};  // but for addresses
+  QgemmSum sum_;
+};
+
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<QgemmSimt>(problem);
+}
+
+// ---- The rows of the table of kernels
+
+using cuda::KernelValues;
+
+std::string word_of(QgemmTile tile) { return fmt::format("{}x{}", tile.m, tile.n); }
+
+// Tables, groups and zero points are arguments of these kernels.
+std::vector<KernelKey> simt_keys() {
+  std::vector<KernelKey> keys;
+  for (const KernelKey& key : qgemm_keys())
+    if (key.name == "format") keys.push_back(key);
+  keys.push_back({"layout",
+                  {"packed", "halfbyte", "bitsandbytes"},
+                  false,
+                  "Of the codes; halfbyte: compressed-tensors and mlx too."});
+  keys.push_back({"dtype", {"bf16", "f16", "f32"}, false, "The dtype of x and y."});
+  keys.push_back({"math", {"auto", "f64"}, false, "Products and sums are f32, or f64: of dtype f32."});
+  return keys;
+}
+
+QgemmProblem simt_problem(const KernelValues& values) {
+  QgemmProblem problem;
+  problem.m = problem.n = problem.k = problem.group = kSimtChunk;
+  problem.dtype = cuda::dtype_of(values);
+  problem.math = parse_qgemm_math(values.at("math"));
+  HALFBYTE_CHECK(problem.math == QgemmMath::automatic || problem.dtype == DType::f32, usage,
+                 "math f64 goes with dtype f32, got {}", to_string(problem.dtype));
+  const FormatInfo& info = find_format(values.at("format"));
+  HALFBYTE_CHECK(info.kind == FormatKind::table || values.at("layout") != "bitsandbytes", usage,
+                 "layout bitsandbytes holds table formats, got {}", info.name);
+  problem.codec.kind = static_cast<formats::Kind>(info.kind);
+  problem.codec.bits = static_cast<formats::u8>(info.bits);
+  problem.packed = values.at("layout") == "packed";
+  problem.view.high_first = values.at("layout") == "bitsandbytes";
+  return problem;
+}
+
+cuda::KernelSpec specialise_rows(const KernelValues& values) {
+  QgemmProblem problem = simt_problem(values);
+  problem.m = number_of(values, "rows");
+  problem.double_quant = cuda::is_set(values, "double-quant");
+  problem.codec.scale_type = scale_type(parse_dtype(values.at("scale-dtype")));
+  HALFBYTE_CHECK(!problem.double_quant || (problem.codec.scale_type == formats::ScaleType::f32 &&
+                                           problem.codec.kind != formats::Kind::affine),
+                 usage, "double-quant goes with f32 scales and without biases");
+  HALFBYTE_CHECK(has_simt_rows(problem), usage, "rows {} do not go with math f64", problem.m);
+  return rows_kernel(problem);
+}
+
+cuda::KernelSpec specialise_tiles(const KernelValues& values) {
+  const QgemmProblem problem = simt_problem(values);
+  for (const QgemmTile& tile : tiles_of(problem.math))
+    if (word_of(tile) == values.at("tile")) return tiles_kernel(problem, tile);
+  HALFBYTE_FAIL(usage, "tile {} does not go with math f64", values.at("tile"));
+}
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> rows = simt_keys(), tiles = rows;
+  for (const KernelKey& key : qgemm_keys())
+    if (key.name == "scale-dtype" || key.name == "double-quant") rows.push_back(key);
+  rows.push_back(number_key("rows", {1, 2, 4, 8}, "Of x, rounded up."));
+  tiles.push_back(
+      {"tile", {"16x64", "64x64", "128x128"}, false, "Rows and columns of y that a block makes."});
+  return {{{"qgemm", "qgemm_simt_rows", "Forward, at most 8 rows of x, by CUDA cores.", std::move(rows)},
+           specialise_rows},
+          {{"qgemm", "qgemm_simt_tiles", "Both directions, any shape, by CUDA cores.", std::move(tiles)},
+           specialise_tiles}};
+}
+
 }  // namespace
 
-SimtWeight simt_weight(const QgemmProblem& p) {
-  SimtWeight w{};
-  const formats::PackedLayout& layout = p.weight;
-  const formats::WeightViewLayout& view = p.view;
-  const bool one_group = !p.packed && view.one_group;
-  w.n = p.n;
-  w.k = p.k;
-  // Rows of whole groups have groups of their own.
-  w.flat = !p.packed && view.flat && p.k % p.group != 0;
-  w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
-  w.groups = one_group ? 0 : ceil_div(p.k, w.group);
-  w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kSimtChunk == 0);
-  w.group_chunks = Divider::of(ceil_div(w.group, kSimtChunk));
-  w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
-  w.zero = -p.codec.q_min;
-  std::ranges::copy(p.codec.book.values, w.values);
-  if (p.packed) {
-    w.strip_bytes = layout.strip_bytes;
-    w.block_bytes = layout.block_bytes;
-    w.block_shift = std::countr_zero(static_cast<unsigned>(layout.block_cols));
-    const int64_t groups_per_block = layout.inlined ? layout.block_cols / layout.group : 1;
-    w.group_shift = std::countr_zero(static_cast<uint64_t>(groups_per_block));
-    const auto place = [&](int64_t section, int bytes_before, int size) -> SimtPackedParameter {
-      if (layout.inlined)
-        return {layout.block_code_bytes + groups_per_block * bytes_before * formats::kUnitRows,
-                layout.strip_bytes, layout.block_bytes};
-      const int64_t group_bytes = int64_t{formats::kUnitRows} * size;
-      return {section, layout.groups * group_bytes, group_bytes};
-    };
-    w.scale = place(layout.scales, 0, layout.scale_bytes);
-    if (layout.has_zeros) w.other = place(layout.zeros, layout.scale_bytes, 1);
-    if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
-    return w;
-  }
-  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
-  w.num_bytes = view.code_bytes();
-  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
-  w.zero_words = view.zero_words;
-  return w;
-}
-
-void place_simt_weight(SimtWeight& w, const QgemmProblem& problem, const QgemmTensors& tensors) {
-  const bool packed = problem.packed;
-  w.codes = static_cast<const formats::u8*>(packed ? tensors.weight : tensors.codes);
-  w.scales = packed ? tensors.weight : tensors.scales;
-  if (problem.codec.asymmetric) w.zeros = packed ? tensors.weight : tensors.zeros;
-  w.biases = packed ? tensors.weight : tensors.biases;
-  if (!problem.double_quant) return;
-  const auto section = [&](int64_t offset) {
-    return reinterpret_cast<const float*>(static_cast<const char*>(tensors.weight) + offset);
-  };
-  w.absmax = packed ? section(problem.weight.absmax) : tensors.absmax;
-  w.map = packed ? section(problem.weight.map) : tensors.map;
-  w.offset = packed ? section(problem.weight.offset) : tensors.offset;
-}
-
-std::span<const QgemmTile> simt_tiles(QgemmMath math) {
-  static constexpr QgemmTile kTiles[] = {{16, 64}, {64, 64}, {128, 128}};
-  return std::span(kTiles).first(math == QgemmMath::f64 ? 2 : 3);
-}
-
 bool has_simt_rows(const QgemmProblem& problem) {
-  const SimtWeight weight = simt_weight(problem);
+  const WeightArgs weight = weight_args(problem);
   constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
   return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
          weight.whole_chunks && !problem.transposed && problem.tile == QgemmTile{} &&
          problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 
-cuda::KernelSpec simt_rows_kernel(const QgemmProblem& problem) {
-  const auto rows = std::bit_ceil(static_cast<uint64_t>(problem.m));
-  const std::string scales = scales_config(true, problem.codec.scale_type, problem.double_quant);
-  return simt_kernel("ops/qgemm/simt/simt_rows.cu", "qgemm_simt_rows", problem,
-                     weight_config(problem) + scales + fmt::format("constexpr int kM = {};\n", rows));
-}
-cuda::KernelSpec simt_tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
-  return simt_kernel("ops/qgemm/simt/simt_tiles.cu", "qgemm_simt_tiles", problem,
-                     weight_config(problem) + scales_config(false, {}, false) +
-                         fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
-}
-cuda::KernelSpec simt_sum_kernel(const QgemmProblem& problem) {
-  return simt_kernel("ops/qgemm/simt/simt_sum.cu", "qgemm_simt_sum", problem, "");
-}
-
-const QgemmVariant kQgemmSimt = {"qgemm_simt", DeviceKind::cuda, &refuse, &make};
+const QgemmVariant kQgemmSimt = {{"qgemm_simt", DeviceKind::cuda, &refuse, &make}, &kernels, true};
 
 }  // namespace halfbyte

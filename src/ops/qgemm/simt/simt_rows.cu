@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
     qgemm_simt_rows(const __grid_constant__ SimtArgs args) {
   __shared__ F sums[kSimtWarps][kSums];
   let_next_kernel_start();
-  const SimtWeight& w = args.weight;
+  const WeightArgs& w = args.weight;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const i64 first_row = block_index() * kRows;
   const int num_chunks = static_cast<int>(w.k / kChunk);

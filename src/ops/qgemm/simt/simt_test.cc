@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/simt/simt_cuda.h"
 
 namespace halfbyte {
 namespace {

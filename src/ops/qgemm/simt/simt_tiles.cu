@@ -1,7 +1,7 @@
 // qgemm, both directions, any number of rows: a block makes kTileM rows and kTileN columns of y. Tiles of x
 // and of the decoded weight go through shared memory, kStep of the summed axis at a time; each thread keeps
 // the next part of them in registers, and sums kTileM / 16 by kTileN / 16 outputs in the order of the axis.
-// Where the axis is split, the blocks of a tile leave partial sums to qgemm_simt_sum.
+// Where the axis is split, the blocks of a tile leave partial sums to qgemm_sum.
 #include "ops/qgemm/simt/simt_weight.cuh"
 
 namespace halfbyte::device {
@@ -28,14 +28,14 @@ class ChunkOfTile {
 
   // Of the tile that begins at `s` on the summed axis: to registers.
   __device__ __forceinline__ void load(i64 s) {
-    const SimtWeight& w = args_.weight;
+    const WeightArgs& w = args_.weight;
     const i64 row = row_of(s), col = col_of(s);
     codes_ = load_codes(w, row, col);
     if (w.whole_chunks) stored_ = load_parameters(w, row, group_of(w, col));
   }
   // ... decoded to shared memory. Behind `end` weights are 0.
   __device__ __forceinline__ void store(i64 s, i64 end) const {
-    const SimtWeight& w = args_.weight;
+    const WeightArgs& w = args_.weight;
     F values[kChunk];
     const i64 row = row_of(s), col = col_of(s);
     if (w.whole_chunks) {

@@ -24,10 +24,10 @@ struct Parameters {
 };
 
 // Constants where the kernel is made for them: kScales.
-__device__ __forceinline__ ScaleType type_of(const SimtWeight& w) {
+__device__ __forceinline__ ScaleType type_of(const WeightArgs& w) {
   return kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
 }
-__device__ __forceinline__ bool is_double_quant(const SimtWeight& w) {
+__device__ __forceinline__ bool is_double_quant(const WeightArgs& w) {
   return kScales ? kDoubleQuant : w.absmax != nullptr;
 }
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ F from_stored(u32 bits, ScaleType type) {
 }
 
 // `group`: of the row; where groups run across rows, of all, and row 0.
-__device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w, i64 row, i64 group) {
+__device__ __forceinline__ StoredParameters load_parameters(const WeightArgs& w, i64 row, i64 group) {
   const ScaleType type = type_of(w);
   const void *scales = w.scales, *biases = w.biases;
   const u8* zeros = static_cast<const u8*>(w.zeros);
@@ -70,7 +70,7 @@ __device__ __forceinline__ StoredParameters load_parameters(const SimtWeight& w,
   }
   return p;
 }
-__device__ __forceinline__ Parameters convert(const SimtWeight& w, StoredParameters stored, i64 row,
+__device__ __forceinline__ Parameters convert(const WeightArgs& w, StoredParameters stored, i64 row,
                                               i64 group) {
   const ScaleType type = type_of(w);
   Parameters p{};
@@ -96,7 +96,7 @@ __device__ __forceinline__ u64 swap_halves(u64 bytes) {
 }
 
 // `col`: a multiple of kChunk. What lies behind the row is undefined.
-__device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 col) {
+__device__ __forceinline__ Codes load_codes(const WeightArgs& w, i64 row, i64 col) {
   Codes codes = 0;
   if constexpr (kPacked) {
     constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
@@ -135,7 +135,7 @@ __device__ __forceinline__ Codes load_codes(const SimtWeight& w, i64 row, i64 co
 }
 
 // Of a chunk within one group.
-__device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
+__device__ __forceinline__ i64 group_of(const WeightArgs& w, i64 col) {
   return w.group_chunks.divide(static_cast<u32>(col / kChunk));
 }
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ i64 group_of(const SimtWeight& w, i64 col) {
 // Offsets within them have 32 bits.
 class WholeRows {
  public:
-  __device__ __forceinline__ WholeRows(const SimtWeight& w, i64 first)
+  __device__ __forceinline__ WholeRows(const WeightArgs& w, i64 first)
       : w_(w), first_(first), last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
     if constexpr (!kPacked) {
       first_group_ = first * w.groups;
@@ -192,7 +192,7 @@ class WholeRows {
     return min(r, last_) * static_cast<u32>(w_.groups) + group;
   }
 
-  const SimtWeight& w_;
+  const WeightArgs& w_;
   i64 first_, first_group_ = 0;
   u32 last_;
   const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
@@ -201,7 +201,7 @@ class WholeRows {
 // ---- 4. Decoding
 
 // The value of table code i, in lanes i and 16 + i.
-__device__ __forceinline__ float lane_value(const SimtWeight& w) {
+__device__ __forceinline__ float lane_value(const WeightArgs& w) {
   return kTable ? w.values[threadIdx.x % 16] : 0;
 }
 
@@ -227,7 +227,7 @@ __device__ __forceinline__ F decode(Codes codes, const Parameters& p, float tabl
 }
 
 // Of any chunk: the weights. By all lanes of a warp.
-__device__ __forceinline__ void decode_any(const SimtWeight& w, Codes codes, i64 row, i64 col,
+__device__ __forceinline__ void decode_any(const WeightArgs& w, Codes codes, i64 row, i64 col,
                                            float table_value, F (&values)[kChunk]) {
   const i64 first = w.flat ? row * w.k + col : col, in = w.flat ? 0 : row;
   i64 group = first / w.group, left = (group + 1) * w.group - first;  // left: columns of this group

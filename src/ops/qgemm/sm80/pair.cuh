@@ -2,8 +2,10 @@
 // products.
 #pragma once
 
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/mma.cuh"
-#include "ops/qgemm/sm80/sm80.cuh"
+#include "ops/qgemm/sm80/sm80_args.h"
+#include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
 #include "ops/qgemm/weight/values.cuh"
 

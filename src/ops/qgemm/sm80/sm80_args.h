@@ -79,7 +79,4 @@ HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes) {
   return tokens * element_bytes <= 64 ? 2 : 1;
 }
 
-// Adds up the partial sums of the splits: a thread makes a pair of y.
-inline constexpr int kQgemmSm80SumThreads = 256;
-
 }  // namespace halfbyte

@@ -2,38 +2,50 @@
 #include <bit>
 
 #include "core/arithmetic.h"
+#include "core/checks.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm80/sm80_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
 namespace {
 
 // Groups that the 64 columns of a unit can have parameters of.
-int unit_groups(const QgemmProblem& problem) {
-  const formats::PackedLayout& weight = problem.weight;
-  if (weight.groups == 1) return 1;
-  return weight.group % 64 == 0 ? 1 : weight.group % 32 == 0 ? 2 : 4;
-}
-QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
-  const formats::PackedLayout& weight = problem.weight;
-  return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
-                          weight.double_quant, unit_groups(problem), qgemm_sm80_tokens(problem),
-                          static_cast<int>(size_of(problem.dtype)), capability);
-}
+int unit_groups(const QgemmProblem& problem) { return inlined_group(problem) == 32 ? 2 : 1; }
+
 // Rows of x are whole chunks of 16 bytes.
 bool is_aligned(const QgemmProblem& problem) {
   return problem.alignment >= 16 && problem.in_cols() * size_of(problem.dtype) % 16 == 0;
 }
 
+// Rows of x in the tile of a block. What is rare has two kinds of tile: weights that no layout stores, rows
+// of x that are not aligned, f32.
+int tokens_of(const QgemmProblem& problem) {
+  const bool rare = problem.dtype == DType::f32 || !is_aligned(problem) || !is_common_weight(problem);
+  if (rare) return problem.m <= 16 ? 16 : 64;
+  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
+}
+QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
+  const formats::PackedLayout& weight = problem.weight;
+  return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
+                          weight.double_quant, unit_groups(problem), tokens_of(problem),
+                          static_cast<int>(size_of(problem.dtype)), capability);
+}
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   if (problem.dtype == DType::f32 && problem.math != QgemmMath::tf32)
     return fmt::format("math must be tf32 where dtype is f32, got {}", to_string(problem.math));
-  if (problem.weight.groups > 1 && problem.weight.group % 16 != 0)
-    return fmt::format("the group size must be a multiple of 16, got {}", problem.weight.group);
+  if (!problem.weight.inlined && problem.weight.groups != 1)
+    return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
+  if (problem.dtype == DType::f32 || !is_aligned(problem))
+    if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
+  if (problem.dtype == DType::f32 && !is_aligned(problem))
+    return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}",
+                       problem.in_cols(), problem.alignment);
   return "";
 }
 std::string refuse(const QgemmProblem& problem) {
@@ -42,6 +54,15 @@ std::string refuse(const QgemmProblem& problem) {
     return fmt::format("the device must have compute capability 8.0, got {}.{}", capability / 10,
                        capability % 10);
   return refuse_problem(problem);
+}
+
+cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
+  return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+                            fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {}, kAligned = {};\n"
+                                        "constexpr int kGroup = {}, kUnitGroups = {}, kTokens = {};\n",
+                                        problem.transposed, problem.double_quant, is_aligned(problem),
+                                        inlined_group(problem), unit_groups(problem), tokens_of(problem)))};
 }
 
 class QgemmSm80 : public QgemmKernel {
@@ -53,9 +74,9 @@ class QgemmSm80 : public QgemmKernel {
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
     args_.accumulate = problem.accumulate;
-    function_ = cuda::get_kernel(context_, qgemm_sm80_kernel(problem));
+    function_ = cuda::get_kernel(context_, kernel_of(problem));
     cuda::allow_shared_bytes(function_, grid_.shared_bytes);
-    if (args_.splits > 1) sum_ = cuda::get_kernel(context_, qgemm_sm80_sum_kernel(problem));
+    sum_ = QgemmSum(context_, problem, args_.splits, {});
   }
 
   std::string name() const override { return "qgemm_sm80"; }
@@ -63,13 +84,11 @@ class QgemmSm80 : public QgemmKernel {
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
             problem_.dtype == DType::f32 ? WeightRounding::none
-            : problem_.transposed || qgemm_sm80_tokens(problem_) == kQgemmSm80WideTokens
+            : problem_.transposed || tokens_of(problem_) == kQgemmSm80WideTokens
                 ? WeightRounding::weight_rounded
                 : WeightRounding::code_rounded};
   }
-  int64_t workspace_bytes() const override {
-    return args_.splits == 1 ? 0 : args_.splits * args_.m * args_.out_stride * int64_t{sizeof(float)};
-  }
+  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
 
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
@@ -79,27 +98,15 @@ class QgemmSm80 : public QgemmKernel {
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
     if (args.splits > 1) args.partials = static_cast<float*>(workspace);
-    const bool can_start_early = context_.capability >= 90;
-    launch(can_start_early && problem_.early_start, function_, grid_, stream, args);
-    if (sum_ != nullptr)
-      launch(can_start_early, sum_,
-             {ceil_div(args.m * args.out_stride / 2, kQgemmSm80SumThreads), kQgemmSm80SumThreads}, stream,
-             args);
+    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
+    sum_.run(tensors, stream, workspace);
   }
 
  private:
-  static void launch(bool early, cuda::CUfunction function, cuda::Grid grid, void* stream,
-                     const QgemmSm80Args& args) {
-    if (early)
-      cuda::launch_early(function, grid, stream, args);
-    else
-      cuda::launch(function, grid, stream, args);
-  }
-
   // A block a tile; where these are too few for the device, several share the sums of a tile.
   void place_tiles() {
     constexpr int64_t kFewestSteps = 4;  // of a block, which has some to begin with
-    const int tokens = qgemm_sm80_tokens(problem_);
+    const int tokens = tokens_of(problem_);
     args_.m = problem_.m;
     args_.in_cols = problem_.in_cols();
     args_.out_cols = problem_.out_cols();
@@ -132,41 +139,47 @@ class QgemmSm80 : public QgemmKernel {
 
   QgemmProblem problem_;
   const cuda::Context& context_;
-  cuda::CUfunction function_ = nullptr, sum_ = nullptr;
+  cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
   QgemmSm80Args args_{};  // but for addresses
+  QgemmSum sum_;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmSm80>(problem);
 }
 
-}  // namespace
+// ---- The rows of the table of kernels
 
-int qgemm_sm80_tokens(const QgemmProblem& problem) {
-  // Of f32 more would not fit into registers.
-  const int64_t tokens =
-      std::clamp<int64_t>(problem.m, 8, problem.dtype == DType::f32 ? 64 : kQgemmSm80WideTokens);
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
-}
-
-cuda::KernelSpec qgemm_sm80_kernel(const QgemmProblem& problem) {
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  QgemmProblem problem = qgemm_problem(values);
+  problem.m = number_of(values, "tokens");
+  if (problem.dtype == DType::f32) problem.math = QgemmMath::tf32;
+  problem.transposed = cuda::is_set(values, "transposed");
+  if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm80: {}", reason);
-  return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {}, kAligned = {};\n"
-                                        "constexpr int kGroup = {}, kUnitGroups = {}, kTokens = {};\n",
-                                        problem.transposed, problem.double_quant, is_aligned(problem),
-                                        problem.weight.inlined ? problem.weight.group : 0,
-                                        unit_groups(problem), qgemm_sm80_tokens(problem)))};
+  HALFBYTE_CHECK(
+      tokens_of(problem) == problem.m, usage,
+      "tokens must be 16 or 64 with dtype f32, unaligned, or a weight that no layout stores, got {}",
+      problem.m);
+  return kernel_of(problem);
 }
 
-cuda::KernelSpec qgemm_sm80_sum_kernel(const QgemmProblem& problem) {
-  return {"ops/qgemm/sm80/sm80_sum.cu", "qgemm_sm80_sum",
-          cuda::config_text(cuda::element_config(problem.dtype))};
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys) {
+    if (key.name == "dtype") key.description = "The dtype of x and y; f32 with math tf32.";
+  }
+  keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
+  keys.push_back(number_key("tokens", {16, 8, 32, 64, 128}, "Rows of x in the tile of a block."));
+  keys.push_back(
+      cuda::flag_key("unaligned", "Rows of x are no multiple of 8, or memory is not aligned to 16 bytes."));
+  return {{{"qgemm", "qgemm_sm80", "Both directions, any shape, by mma.sync.", std::move(keys)}, specialise}};
 }
 
-const QgemmVariant kQgemmSm80 = {"qgemm_sm80", DeviceKind::cuda, &refuse, &make};
+}  // namespace
+
+const QgemmVariant kQgemmSm80 = {{"qgemm_sm80", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

@@ -3,7 +3,6 @@
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
 
@@ -54,6 +53,16 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
+cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
+  const formats::Codec& codec = problem.codec;
+  return {"ops/qgemm/sm90_f32/sm90_f32.cu", "qgemm_sm90_f32",
+          cuda::config_text(fmt::format(
+              "constexpr ScaleType kScaleType = ScaleType({});\n"
+              "constexpr bool kAsymmetric = {}, kAffine = {}, kXInRegisters = {};\nconstexpr int kM = {};\n",
+              static_cast<int>(codec.scale_type), codec.asymmetric, codec.kind == formats::Kind::affine,
+              has_x_in_registers(problem), rows_of(problem)))};
+}
+
 class QgemmSm90F32 : public QgemmKernel {
  public:
   explicit QgemmSm90F32(const QgemmProblem& problem)
@@ -80,7 +89,7 @@ class QgemmSm90F32 : public QgemmKernel {
                                ? static_cast<float>(code + problem.codec.q_min)
                                : static_cast<float>(code);
     args_.accumulate = problem.accumulate;
-    function_ = cuda::get_kernel(context_, sm90_f32_kernel(problem));
+    function_ = cuda::get_kernel(context_, kernel_of(problem));
     cuda::allow_shared_bytes(function_, args_.shared.num_bytes);
     // The same number of strips a block, as nearly as can be.
     const int64_t rounds = ceil_div(weight.strips, context_.num_multiprocessors);
@@ -100,10 +109,7 @@ class QgemmSm90F32 : public QgemmKernel {
     args.x = static_cast<const float*>(tensors.x);
     args.bias = problem_.bias ? static_cast<const float*>(tensors.bias) : nullptr;
     args.y = static_cast<float*>(tensors.y);
-    if (problem_.early_start)
-      cuda::launch_early(function_, grid_, stream, args);
-    else
-      cuda::launch(function_, grid_, stream, args);
+    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
 
  private:
@@ -118,18 +124,38 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmSm90F32>(problem);
 }
 
-}  // namespace
+// ---- The rows of the table of kernels
 
-cuda::KernelSpec sm90_f32_kernel(const QgemmProblem& problem) {
-  const formats::Codec& codec = problem.codec;
-  return {"ops/qgemm/sm90_f32/sm90_f32.cu", "qgemm_sm90_f32",
-          cuda::config_text(fmt::format(
-              "constexpr ScaleType kScaleType = ScaleType({});\n"
-              "constexpr bool kAsymmetric = {}, kAffine = {}, kXInRegisters = {};\nconstexpr int kM = {};\n",
-              static_cast<int>(codec.scale_type), codec.asymmetric, codec.kind == formats::Kind::affine,
-              has_x_in_registers(problem), rows_of(problem)))};
+cuda::KernelSpec specialise(const cuda::KernelValues& given) {
+  cuda::KernelValues values = given;
+  if (values["format"] == "lut4") values["format"] = "nf4";  // tables are arguments
+  values["table"] = "";
+  values["group-size"] = "64";
+  values["double-quant"] = "no";
+  values["dtype"] = "f32";
+  QgemmProblem problem = qgemm_problem(values);
+  HALFBYTE_CHECK(problem.codec.bits == 4, usage, "format must have 4 bits, got {}", values.at("format"));
+  problem.m = number_of(values, "rows");
+  // As many units as are still in registers, or more.
+  problem.weight.blocks_per_strip = cuda::is_set(values, "long") ? 1 << 20 : 1;
+  return kernel_of(problem);
 }
 
-const QgemmVariant kQgemmSm90F32 = {"qgemm_sm90_f32", DeviceKind::cuda, &refuse, &make};
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys;
+  for (const KernelKey& key : qgemm_keys())
+    if (key.name == "format" || key.name == "asymmetric" || key.name == "scale-dtype") keys.push_back(key);
+  for (KernelKey& key : keys)
+    if (key.name == "format")
+      std::erase_if(key.values, [](const std::string& word) { return find_format(word).bits != 4; });
+  keys.push_back(number_key("rows", {1, 2, 4}, "Of x, rounded up."));
+  keys.push_back(cuda::flag_key("long", "Of x: more than registers hold."));
+  return {{{"qgemm", "qgemm_sm90_f32", "Forward, f32, at most 4 rows of x, on sm_90.", std::move(keys)},
+           specialise}};
+}
+
+}  // namespace
+
+const QgemmVariant kQgemmSm90F32 = {{"qgemm_sm90_f32", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

@@ -3,11 +3,11 @@
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "cuda/tensor_map.h"
 #include "ops/qgemm/qgemm_cuda.h"
-#include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/sm90_large/sm90_large_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -24,8 +24,7 @@ std::string refuse(const QgemmProblem& p) {
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m < kFewestTokens) return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  if (!p.weight.inlined && p.weight.groups != 1)
-    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", p.group);
+  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
   if (p.in_cols() % 8 != 0 || p.out_cols() % 2 != 0 || p.alignment < 16)
     return fmt::format(
         "the columns of x must be a multiple of 8, those of y of 2, both aligned to 16 bytes, got {}, {} and "
@@ -39,6 +38,21 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
+// All that a tile needs, with as many stages as fit.
+QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks, bool multicast) {
+  const formats::PackedLayout& weight = problem.weight;
+  QgemmSm90LargeTiling tiling{};
+  tiling.tokens = tokens;
+  tiling.blocks = blocks;
+  tiling.bits = problem.codec.bits;
+  tiling.group = inlined_group(problem);
+  tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
+  tiling.multicast = multicast;
+  tiling.stages = kMaxStages;
+  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
+  return tiling;
+}
+
 // How tiles are dealt out.
 struct Division {
   QgemmSm90LargeTiling tiling{};
@@ -50,8 +64,10 @@ struct Division {
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
 };
 
-// A kind of tile; clocks that a stage of it takes, forward and transposed. All clocks are those of blocks on
-// an H200, with nf4 in groups of 64.
+// A kind of tile: all that there are, as more sums would not fit into registers. Clocks that a stage of it
+// takes, forward and transposed. All clocks are those of blocks on an H200, with nf4 in groups of 64:
+// `halfbyte bench qgemm --variant qgemm_sm90_large --format nf4 --m 128,256 --shape 16896x4096,16896x16384`
+// times products of one round of tiles, of few stages and of many.
 struct Candidate {
   int tokens, blocks;
   bool multicast;  // where it can be
@@ -66,6 +82,8 @@ constexpr double kEndClocks = 9, kSharedEndClocks = 28;
 
 // That adding up parts takes; bytes of them a clock.
 constexpr double kSumClocks = 4400, kSumBytes = 1700;
+
+constexpr int kFewestStages = 3;  // else there is no such kernel
 
 // Multicast where the tiling asks for it and tiles have a neighbour.
 Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64_t parts,
@@ -97,8 +115,8 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   double least = std::numeric_limits<double>::max();
   for (const auto& [tokens, blocks, multicast, forward, transposed] : kCandidates) {
     const double clocks = p.transposed ? transposed : forward;
-    const QgemmSm90LargeTiling tiling = sm90_large_tiling(p, tokens, blocks, multicast);
-    if (!sm90_large_takes(p, tiling)) continue;
+    const QgemmSm90LargeTiling tiling = tiling_of(p, tokens, blocks, multicast);
+    if (tiling.stages < kFewestStages) continue;
     for (const int64_t parts : {1, 2, 4, 8}) {
       const Division d = divide(p, tiling, parts, num_multiprocessors);
       // Workspace and the sum of parts are for one round.
@@ -116,6 +134,22 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   return best;
 }
 
+cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTiling& t) {
+  return {"ops/qgemm/sm90_large/sm90_large.cu", "qgemm_sm90_large",
+          cuda::config_text(
+              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+              fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {};\nconstexpr int kGroup = {};\n",
+                          problem.transposed, problem.double_quant, t.group) +
+              cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
+                                  {{"tokens", t.tokens},
+                                   {"blocks", t.blocks},
+                                   {"bits", t.bits},
+                                   {"group", t.group},
+                                   {"parameter_bytes", t.parameter_bytes},
+                                   {"stages", t.stages},
+                                   {"multicast", t.multicast}}))};
+}
+
 class QgemmSm90Large : public QgemmKernel {
  public:
   explicit QgemmSm90Large(const QgemmProblem& problem)
@@ -123,7 +157,7 @@ class QgemmSm90Large : public QgemmKernel {
     const Division division = choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
     const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = sm90_large_kernel(problem, tiling_);
+    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
     name_ = spec.function;
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
@@ -150,14 +184,7 @@ class QgemmSm90Large : public QgemmKernel {
     args_.tiles = static_cast<int>(division.tiles());
     args_.whole = static_cast<int>(division.whole);
     args_.accumulate = problem.accumulate;
-    if (division.parts > 1) {
-      sum_ = cuda::get_kernel(context_, qgemm_sm80_sum_kernel(problem));
-      sum_args_.m = problem.m;
-      sum_args_.out_cols = sum_args_.out_stride = problem.out_cols();
-      sum_args_.splits = division.parts;
-      sum_args_.pairs = true;
-      sum_args_.accumulate = problem.accumulate;
-    }
+    sum_ = QgemmSum(context_, problem, division.parts, {});
     grid_ = {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster};
   }
 
@@ -167,9 +194,7 @@ class QgemmSm90Large : public QgemmKernel {
     return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
   }
 
-  int64_t workspace_bytes() const override {
-    return sum_ == nullptr ? 0 : sum_args_.splits * sum_args_.m * sum_args_.out_cols * int64_t{sizeof(float)};
-  }
+  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
 
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
@@ -179,19 +204,9 @@ class QgemmSm90Large : public QgemmKernel {
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    args.partials = sum_ == nullptr ? nullptr : static_cast<float*>(workspace);
-    if (problem_.early_start)
-      cuda::launch_early(function_, grid_, stream, args);
-    else
-      cuda::launch(function_, grid_, stream, args);
-    if (sum_ == nullptr) return;
-    QgemmSm80Args sum_args = sum_args_;
-    sum_args.partials = args.partials;
-    sum_args.bias = args.bias;
-    sum_args.y = args.y;
-    cuda::launch_early(
-        sum_, {ceil_div(sum_args.m * sum_args.out_stride / 2, kQgemmSm80SumThreads), kQgemmSm80SumThreads},
-        stream, sum_args);
+    args.partials = workspace_bytes() == 0 ? nullptr : static_cast<float*>(workspace);
+    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
+    sum_.run(tensors, stream, workspace);
   }
 
  private:
@@ -199,47 +214,52 @@ class QgemmSm90Large : public QgemmKernel {
   const cuda::Context& context_;
   QgemmSm90LargeTiling tiling_{};
   std::string name_;
-  cuda::CUfunction function_ = nullptr, sum_ = nullptr;  // sum_: null where there is one part
+  cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
   QgemmSm90LargeArgs args_{};  // but for addresses
-  QgemmSm80Args sum_args_{};
+  QgemmSum sum_;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmSm90Large>(problem);
 }
 
+// ---- The rows of the table of kernels
+
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  QgemmProblem problem = qgemm_problem(values);
+  problem.transposed = cuda::is_set(values, "transposed");
+  const std::string reason = refuse_rare_weight(problem);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
+  const QgemmSm90LargeTiling tiling =
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
+                cuda::is_set(values, "multicast"));
+  HALFBYTE_CHECK(
+      tiling.stages >= kFewestStages && std::ranges::any_of(kCandidates,
+                                                            [&](const Candidate& candidate) {
+                                                              return candidate.tokens == tiling.tokens &&
+                                                                     candidate.blocks == tiling.blocks &&
+                                                                     candidate.multicast >= tiling.multicast;
+                                                            }),
+      usage, "qgemm_sm90_large: tokens {}, features {} and multicast do not go together", tiling.tokens,
+      tiling.features());
+  return kernel_of(problem, tiling);
+}
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys)
+    if (key.name == "dtype") std::erase(key.values, "f32");
+  keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
+  keys.push_back(number_key("tokens", {256, 128, 64}, "Rows of x in a tile."));
+  keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
+  keys.push_back(cuda::flag_key("multicast", "Blocks of a cluster load x for each other."));
+  return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x: sm_90a.", std::move(keys)},
+           specialise}};
+}
+
 }  // namespace
 
-QgemmSm90LargeTiling sm90_large_tiling(const QgemmProblem& problem, int tokens, int blocks, bool multicast) {
-  const formats::PackedLayout& weight = problem.weight;
-  QgemmSm90LargeTiling tiling{};
-  tiling.tokens = tokens;
-  tiling.blocks = blocks;
-  tiling.bits = problem.codec.bits;
-  tiling.group = weight.inlined ? static_cast<int>(weight.group) : 0;
-  tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
-  tiling.multicast = multicast;
-  tiling.stages = kMaxStages;
-  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
-  return tiling;
-}
-
-bool sm90_large_takes(const QgemmProblem&, const QgemmSm90LargeTiling& t) {
-  // The sums of more would not fit into registers.
-  return t.tokens * t.blocks <= 256 && (t.blocks == 1 || t.tokens == 128) && t.stages >= 3;
-}
-
-cuda::KernelSpec sm90_large_kernel(const QgemmProblem& problem, const QgemmSm90LargeTiling& t) {
-  return {"ops/qgemm/sm90_large/sm90_large.cu", "qgemm_sm90_large",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-              fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {};\nconstexpr int kGroup = {};\n",
-                          problem.transposed, problem.double_quant, t.group) +
-              fmt::format("constexpr QgemmSm90LargeTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
-                          t.tokens, t.blocks, t.bits, t.group, t.parameter_bytes, t.stages, t.multicast))};
-}
-
-const QgemmVariant kQgemmSm90Large = {"qgemm_sm90_large", DeviceKind::cuda, &refuse, &make};
+const QgemmVariant kQgemmSm90Large = {{"qgemm_sm90_large", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

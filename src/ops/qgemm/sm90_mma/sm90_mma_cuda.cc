@@ -3,37 +3,30 @@
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_mma/sm90_mma_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
 
 namespace halfbyte {
 namespace {
 
 constexpr int kMaxStages = 9;
-constexpr int64_t kMaxUnits = 8, kMaxSlicedUnits = 7;  // of a warp, in registers
+constexpr int64_t kMaxUnits = 8;  // of a warp, whose x is in registers
+constexpr int64_t kMaxCols = kMaxUnits * kSm90MmaWarps * formats::kUnitCols;
 
-// The columns that share a scale, as the kernel has them; 0: one scale a row.
-int group_of(const QgemmProblem& problem) {
-  return problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
-}
 int64_t units_of(const QgemmProblem& problem) { return ceil_div(problem.k, formats::kUnitCols); }
 
-// What the kernel is specialised on, but for types. Units: slices of k as even as stages allow.
+// What the kernel is specialised on, but for types: units of a warp, and as many stages as fit.
 struct Tuning {
   int units = 0, stages = 0, shared_bytes = 0;
-  bool sliced = false;
 };
 Tuning tuning_of(const QgemmProblem& problem) {
-  const int64_t stages_of_strip = ceil_div(units_of(problem), kSm90MmaWarps);
-  const int64_t slices = stages_of_strip <= kMaxUnits ? 1 : ceil_div(stages_of_strip, kMaxSlicedUnits);
-  const auto stage_bytes =
-      static_cast<int>(sm90_mma_stage(problem.codec, group_of(problem), problem.double_quant).strip_bytes);
-  Tuning tuning{.units = static_cast<int>(ceil_div(stages_of_strip, slices)), .sliced = slices > 1};
+  const auto stage_bytes = static_cast<int>(
+      sm90_mma_stage(problem.codec, inlined_group(problem), problem.double_quant).strip_bytes);
+  Tuning tuning{.units = static_cast<int>(ceil_div(units_of(problem), kSm90MmaWarps))};
   for (int stages = 2; stages <= kMaxStages; ++stages) {
     const int shared_bytes =
-        sm90_mma_shared(problem.codec.bits, stage_bytes, stages, tuning.sliced, problem.double_quant)
-            .num_bytes;
+        sm90_mma_shared(problem.codec.bits, stage_bytes, stages, false, problem.double_quant).num_bytes;
     if (shared_bytes > kSm90MmaSharedBytes) break;
     tuning.stages = stages;
     tuning.shared_bytes = shared_bytes;
@@ -55,8 +48,8 @@ std::string refuse_problem(const QgemmProblem& problem) {
     return fmt::format("m must be at most {}, got {}", kSm90MmaTokens, problem.m);
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return fmt::format("dtype must be bf16 or f16, got {}", to_string(problem.dtype));
-  if (!problem.weight.inlined && problem.weight.groups != 1)
-    return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
+  if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
+  if (problem.k > kMaxCols) return fmt::format("k must be at most {}, got {}", kMaxCols, problem.k);
   if (problem.k % 2 != 0) return fmt::format("k must be even, got {}", problem.k);
   if (problem.alignment < 4) return fmt::format("alignment must be at least 4, got {}", problem.alignment);
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
@@ -68,22 +61,16 @@ std::string refuse(const QgemmProblem& problem) {
   if (context.capability != 90)
     return fmt::format("it is for capability 9.0, got {}.{}", context.capability / 10,
                        context.capability % 10);
-  if (std::string reason = refuse_problem(problem); !reason.empty()) return reason;
-  const int64_t rounds = ceil_div(problem.weight.strips, num_blocks(problem, context.num_multiprocessors));
-  if (tuning_of(problem).sliced && rounds > kSm90MmaMaxRounds)
-    return fmt::format("n must be at most {} where k is over {}, got {}",
-                       int64_t{kSm90MmaMaxRounds} * context.num_multiprocessors * formats::kUnitRows,
-                       kMaxUnits * kSm90MmaWarps * formats::kUnitCols, problem.n);
-  return "";
+  return refuse_problem(problem);
 }
 
-cuda::KernelSpec kernel_spec(const QgemmProblem& problem) {
+cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   const Tuning tuning = tuning_of(problem);
   return {"ops/qgemm/sm90_mma/sm90_mma.cu", "qgemm_sm90_mma",
           cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
                             fmt::format("constexpr int kGroup = {}, kUnits = {}, kStages = {};\n"
                                         "constexpr bool kSliced = {}, kDoubleQuant = {};\n",
-                                        group_of(problem), tuning.units, tuning.stages, tuning.sliced,
+                                        inlined_group(problem), tuning.units, tuning.stages, false,
                                         problem.double_quant))};
 }
 
@@ -92,7 +79,7 @@ class QgemmSm90MmaKernel final : public QgemmKernel {
   explicit QgemmSm90MmaKernel(const QgemmProblem& problem)
       : context_(&cuda::context(problem.device.index)), early_start_(problem.early_start) {
     const cuda::Scope scope(*context_);
-    function_ = cuda::get_kernel(*context_, kernel_spec(problem));
+    function_ = cuda::get_kernel(*context_, kernel_of(problem));
     grid_ = {num_blocks(problem, context_->num_multiprocessors), kSm90MmaThreads,
              tuning_of(problem).shared_bytes};
     cuda::allow_shared_bytes(function_, grid_.shared_bytes);
@@ -119,10 +106,7 @@ class QgemmSm90MmaKernel final : public QgemmKernel {
     args.weight = static_cast<const uint8_t*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    if (early_start_)
-      cuda::launch_early(function_, grid_, stream, args);
-    else
-      cuda::launch(function_, grid_, stream, args);
+    launch_qgemm(early_start_, function_, grid_, stream, args);
   }
 
  private:
@@ -137,14 +121,32 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<const QgemmSm90MmaKernel>(problem);
 }
 
-}  // namespace
+// ---- The rows of the table of kernels
 
-const QgemmVariant kQgemmSm90Mma = {"qgemm_sm90_mma", DeviceKind::cuda, &refuse, &make};
-
-cuda::KernelSpec qgemm_sm90_mma_kernel(const QgemmProblem& problem) {
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  QgemmProblem problem = qgemm_problem(values);
+  const formats::PackedLayout& weight = problem.weight;
+  problem.k = number_of(values, "units") * kSm90MmaWarps * formats::kUnitCols;
+  problem.weight = formats::packed_layout(problem.n, problem.k, weight.bits,
+                                          problem.group == weight.k ? problem.k : problem.group,
+                                          formats::scale_bytes(problem.codec.scale_type), weight.has_zeros,
+                                          weight.has_biases, weight.double_quant);
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_mma: {}", reason);
-  return kernel_spec(problem);
+  return kernel_of(problem);
 }
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys)
+    if (key.name == "dtype") key.values = {"bf16", "f16"};
+  keys.push_back(number_key("units", {4, 8, 1, 2, 3, 5, 6, 7}, "Columns / 1024, rounded up."));
+  return {{{"qgemm", "qgemm_sm90_mma", "Forward, up to 8 rows, sm_90: x in registers.", std::move(keys)},
+           specialise}};
+}
+
+}  // namespace
+
+const QgemmVariant kQgemmSm90Mma = {{"qgemm_sm90_mma", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

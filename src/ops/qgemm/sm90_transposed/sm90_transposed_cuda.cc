@@ -4,10 +4,10 @@
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "cuda/tensor_map.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_transposed/sm90_transposed_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -15,6 +15,12 @@ namespace {
 constexpr int kMaxTokens = 64;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
+
+// Why there are no kernels for the weight; empty if there are.
+std::string refuse_weight(const QgemmProblem& p) {
+  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
+  return refuse_spilling(p, {"qgemm_sm90_transposed"});
+}
 
 std::string refuse(const QgemmProblem& p) {
   const cuda::Context& context = cuda::context(p.device.index);
@@ -24,7 +30,7 @@ std::string refuse(const QgemmProblem& p) {
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  if (std::string reason = sm90_transposed_refuses(p.weight); !reason.empty()) return reason;
+  if (std::string reason = refuse_weight(p); !reason.empty()) return reason;
   if (p.n % 8 != 0 || p.k % 2 != 0 || p.alignment < 16)
     return fmt::format("n must be a multiple of 8, k of 2, x and y aligned to 16 bytes, got {}, {} and {}",
                        p.n, p.k, p.alignment);
@@ -34,20 +40,42 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
+// m rounded up.
+int tokens_of(int64_t m) {
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
+}
+
+// All that a tile needs, with as many stages as fit.
+QgemmSm90TransposedTiling tiling_of(const QgemmProblem& problem, int tokens, int units) {
+  QgemmSm90TransposedTiling tiling{};
+  tiling.tokens = tokens;
+  tiling.units = units;
+  tiling.bits = problem.codec.bits;
+  tiling.group = inlined_group(problem);
+  tiling.parameter_bytes =
+      problem.weight.scale_bytes + problem.weight.bias_bytes + (problem.weight.has_zeros ? 1 : 0);
+  tiling.double_quant = problem.double_quant;
+  tiling.stages = kMaxStages;
+  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
+  return tiling;
+}
+
 struct Division {
   int units = 1;    // of 64 columns, that a tile has
   int cluster = 1;  // blocks that share the rows of a tile
 };
 
 // What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
-// smaller copies; a round, and more so one of clusters, has a begin and an end.
+// smaller copies; a round, and more so one of clusters, has a begin and an end. The constants are of an H200;
+// what is chosen by them is timed by
+// `halfbyte bench qgemm --direction transposed --m 8,16,32,64 --model llama-8b,llama-70b`.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   constexpr double kRound = 70, kClusterRound = 30;
   const double single = p.m <= 8 ? 1.2 : p.m <= 16 ? 1.05 : 1.4;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
-    if (!sm90_transposed_tiling(p, sm90_transposed_tokens(p.m), units).fits()) continue;
+    if (!tiling_of(p, tokens_of(p.m), units).fits()) continue;
     for (const int cluster : {1, 2}) {
       const int64_t tiles = ceil_div(p.k, units * formats::kUnitCols);
       const auto rounds = static_cast<double>(ceil_div(tiles, num_multiprocessors / cluster));
@@ -61,14 +89,29 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   return best;
 }
 
+cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
+  return {"ops/qgemm/sm90_transposed/sm90_transposed.cu", "qgemm_sm90_transposed",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+                            fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
+                                        t.group, t.double_quant) +
+                            cuda::struct_config("QgemmSm90TransposedTiling", "kTiling",
+                                                {{"tokens", t.tokens},
+                                                 {"units", t.units},
+                                                 {"bits", t.bits},
+                                                 {"group", t.group},
+                                                 {"parameter_bytes", t.parameter_bytes},
+                                                 {"double_quant", t.double_quant},
+                                                 {"stages", t.stages}}))};
+}
+
 class QgemmSm90Transposed : public QgemmKernel {
  public:
   explicit QgemmSm90Transposed(const QgemmProblem& problem)
       : problem_(problem), context_(cuda::context(problem.device.index)) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
-    tiling_ = sm90_transposed_tiling(problem, sm90_transposed_tokens(problem.m), division.units);
+    tiling_ = tiling_of(problem, tokens_of(problem.m), division.units);
     const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = sm90_transposed_kernel(problem, tiling_);
+    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
     name_ = spec.function;
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
@@ -108,10 +151,7 @@ class QgemmSm90Transposed : public QgemmKernel {
                               tiling_.strips() * formats::kUnitRows);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.y = tensors.y;
-    if (problem_.early_start)
-      cuda::launch_early(function_, grid_, stream, args);
-    else
-      cuda::launch(function_, grid_, stream, args);
+    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
 
  private:
@@ -128,44 +168,35 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmSm90Transposed>(problem);
 }
 
+// ---- The rows of the table of kernels
+
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  const QgemmProblem problem = qgemm_problem(values);
+  const std::string reason = refuse_weight(problem);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_transposed: {}", reason);
+  const QgemmSm90TransposedTiling tiling =
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "columns") / formats::kUnitCols);
+  HALFBYTE_CHECK(tiling.fits(), usage,
+                 "qgemm_sm90_transposed: columns must be 64 for these parameters, got {}",
+                 values.at("columns"));
+  return kernel_of(problem, tiling);
+}
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys) {
+    if (key.name == "dtype") std::erase(key.values, "f32");
+    if (key.name == "format") std::erase(key.values, "affine8");
+  }
+  keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
+  keys.push_back(number_key("columns", {128, 64}, "Of the weight, in a tile."));
+  return {{{"qgemm", "qgemm_sm90_transposed", "Transposed, at most 64 rows of x: sm_90a.", std::move(keys)},
+           specialise}};
+}
+
 }  // namespace
 
-int sm90_transposed_tokens(int64_t m) {
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
-}
-
-QgemmSm90TransposedTiling sm90_transposed_tiling(const QgemmProblem& problem, int tokens, int units) {
-  QgemmSm90TransposedTiling tiling{};
-  tiling.tokens = tokens;
-  tiling.units = units;
-  tiling.bits = problem.codec.bits;
-  tiling.group = problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
-  tiling.parameter_bytes =
-      problem.weight.scale_bytes + problem.weight.bias_bytes + (problem.weight.has_zeros ? 1 : 0);
-  tiling.double_quant = problem.double_quant;
-  tiling.stages = kMaxStages;
-  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
-  return tiling;
-}
-
-std::string sm90_transposed_refuses(const formats::PackedLayout& weight) {
-  if (!weight.inlined && weight.groups != 1)
-    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", weight.group);
-  // ptxas would spill registers.
-  if (weight.bits == 8 && (weight.has_zeros || weight.has_biases || weight.double_quant))
-    return "codes of 8 bits must have no zero points, biases or double quantization";
-  return "";
-}
-cuda::KernelSpec sm90_transposed_kernel(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
-  return {"ops/qgemm/sm90_transposed/sm90_transposed.cu", "qgemm_sm90_transposed",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-              fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n", t.group,
-                          t.double_quant) +
-              fmt::format("constexpr QgemmSm90TransposedTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
-                          t.tokens, t.units, t.bits, t.group, t.parameter_bytes, t.double_quant, t.stages))};
-}
-
-const QgemmVariant kQgemmSm90Transposed = {"qgemm_sm90_transposed", DeviceKind::cuda, &refuse, &make};
+const QgemmVariant kQgemmSm90Transposed = {{"qgemm_sm90_transposed", DeviceKind::cuda, &refuse, &make},
+                                           &kernels};
 
 }  // namespace halfbyte

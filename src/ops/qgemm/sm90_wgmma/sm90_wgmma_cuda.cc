@@ -1,13 +1,12 @@
 #include <algorithm>
 #include <bit>
-#include <cmath>
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
-#include "cuda/launch.h"
 #include "cuda/tensor_map.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -24,8 +23,7 @@ std::string refuse(const QgemmProblem& p) {
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  if (!p.weight.inlined && p.weight.groups != 1)
-    return fmt::format("groups must be 32, 64, 128 or 256 columns, or a row, got {}", p.group);
+  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
   if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
     return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
                        p.alignment);
@@ -37,6 +35,36 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
+// m rounded up.
+int tokens_of(int64_t m) {
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
+}
+
+// All that a tile needs, with as many stages as fit.
+QgemmSm90WgmmaTiling tiling_of(const QgemmProblem& problem, int tokens, int strips, int cluster) {
+  QgemmSm90WgmmaTiling tiling;
+  tiling.tokens = tokens;
+  tiling.strips = strips;
+  tiling.cluster = cluster;
+  tiling.block_cols = problem.weight.block_cols;
+  tiling.block_bytes = problem.weight.block_bytes;
+  tiling.bits = problem.codec.bits;
+  while (tiling.valid() && tiling.stages < kMaxStages) {
+    ++tiling.stages;
+    if (tiling.shared_bytes() <= kSharedBytes) continue;
+    --tiling.stages;
+    break;
+  }
+  return tiling;
+}
+
+// Why there is no kernel with the tiling; empty if there is one.
+std::string refuse_tiling(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
+  if (!t.valid()) return "four warpgroups need a cluster of 1 where they have 256 rows";
+  if (t.stages < 2) return "two stages must fit into shared memory";
+  return refuse_spilling(problem, {"qgemm_sm90_wgmma", t.tokens, t.strips, t.cluster});
+}
+
 // How many pairs of strips a cluster has, at most.
 int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocessors) {
   return ceil_div(ceil_div(p.weight.strips, 2), num_multiprocessors / cluster);
@@ -44,16 +72,19 @@ int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocess
 
 // What takes the least time by this model, in units of the packed layout, of which a block reads one in the
 // time that its share of the memory's bandwidth gives it. Every tile reads all of x; blocks of a cluster wait
-// for each other at the end.
+// for each other at the end. The constants are of an H200; what is chosen by them is timed by
+// `halfbyte bench qgemm --variant qgemm_sm90_wgmma --direction forward --m 8,16,32,64 --model
+// llama-8b,llama-70b`.
 QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessors) {
-  const int tokens = sm90_wgmma_tokens(p.m);
+  constexpr double kTokensOfPair = 80;  // x of so many tokens takes as long as a pair of strips
+  constexpr double kClusterUnits = 50;
+  const int tokens = tokens_of(p.m);
   QgemmSm90WgmmaTiling best;
   double least = 0;
   for (const int cluster : {1, 2})
     for (const int strips : {2, 4, 8}) {
-      const QgemmSm90WgmmaTiling tiling = sm90_wgmma_tiling(p, tokens, strips, cluster);
-      if (!sm90_wgmma_takes(p, tiling) || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
-      constexpr double kTokensOfPair = 80, kClusterUnits = 50;  // x of so many tokens takes as long as a pair
+      const QgemmSm90WgmmaTiling tiling = tiling_of(p, tokens, strips, cluster);
+      if (!refuse_tiling(p, tiling).empty() || ceil_div(p.k, tiling.stage_cols()) < cluster) continue;
       const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
       const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
       const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
@@ -67,6 +98,21 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
   return best;
 }
 
+cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
+  return {"ops/qgemm/sm90_wgmma/sm90_wgmma.cu", "qgemm_sm90_wgmma",
+          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
+                            fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
+                                        inlined_group(problem), problem.double_quant) +
+                            cuda::struct_config("QgemmSm90WgmmaTiling", "kTiling",
+                                                {{"tokens", t.tokens},
+                                                 {"strips", t.strips},
+                                                 {"cluster", t.cluster},
+                                                 {"block_cols", t.block_cols},
+                                                 {"block_bytes", t.block_bytes},
+                                                 {"bits", t.bits},
+                                                 {"stages", t.stages}}))};
+}
+
 class QgemmSm90Wgmma : public QgemmKernel {
  public:
   explicit QgemmSm90Wgmma(const QgemmProblem& problem)
@@ -74,7 +120,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
         context_(cuda::context(problem.device.index)),
         tiling_(choose_tiling(problem, context_.num_multiprocessors)) {
     const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = sm90_wgmma_kernel(problem, tiling_);
+    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
     name_ = spec.function;
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
@@ -117,10 +163,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    if (problem_.early_start)
-      cuda::launch_early(function_, grid_, stream, args);
-    else
-      cuda::launch(function_, grid_, stream, args);
+    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
 
  private:
@@ -137,44 +180,34 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
   return std::make_shared<QgemmSm90Wgmma>(problem);
 }
 
+// ---- The rows of the table of kernels
+
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  const QgemmProblem problem = qgemm_problem(values);
+  const std::string reason = refuse_rare_weight(problem);
+  HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_wgmma: {}", reason);
+  const QgemmSm90WgmmaTiling tiling =
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "rows") / formats::kUnitRows,
+                number_of(values, "cluster"));
+  const std::string refused = refuse_tiling(problem, tiling);
+  HALFBYTE_CHECK(refused.empty(), usage, "qgemm_sm90_wgmma: {}, got tokens {}, rows {} and cluster {}",
+                 refused, tiling.tokens, tiling.strips * formats::kUnitRows, tiling.cluster);
+  return kernel_of(problem, tiling);
+}
+
+std::vector<cuda::Kernel> kernels() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys)
+    if (key.name == "dtype") std::erase(key.values, "f32");
+  keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
+  keys.push_back(number_key("rows", {128, 256, 64}, "Of the weight, in a tile."));
+  keys.push_back(number_key("cluster", {2, 1}, "Blocks that share the columns of a tile."));
+  return {
+      {{"qgemm", "qgemm_sm90_wgmma", "Forward, at most 64 rows of x: sm_90a.", std::move(keys)}, specialise}};
+}
+
 }  // namespace
 
-int sm90_wgmma_tokens(int64_t m) {
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
-}
-
-QgemmSm90WgmmaTiling sm90_wgmma_tiling(const QgemmProblem& problem, int tokens, int strips, int cluster) {
-  QgemmSm90WgmmaTiling tiling;
-  tiling.tokens = tokens;
-  tiling.strips = strips;
-  tiling.cluster = cluster;
-  tiling.block_cols = problem.weight.block_cols;
-  tiling.block_bytes = problem.weight.block_bytes;
-  tiling.bits = problem.codec.bits;
-  while (tiling.valid() && tiling.stages < kMaxStages) {
-    ++tiling.stages;
-    if (tiling.shared_bytes() <= kSharedBytes) continue;
-    --tiling.stages;
-    break;
-  }
-  return tiling;
-}
-
-bool sm90_wgmma_takes(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
-  // With the two last ptxas would spill registers.
-  return t.valid() && t.stages >= 2 && !(t.tokens == 32 && t.strips == 2 && t.cluster == 2) &&
-         !(t.tokens == 32 && t.strips == 8 && problem.double_quant && problem.weight.group == 256);
-}
-cuda::KernelSpec sm90_wgmma_kernel(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
-  return {"ops/qgemm/sm90_wgmma/sm90_wgmma.cu", "qgemm_sm90_wgmma",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-              fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
-                          problem.weight.inlined ? problem.group : 0, problem.double_quant) +
-              fmt::format("constexpr QgemmSm90WgmmaTiling kTiling = {{{}, {}, {}, {}, {}, {}, {}}};\n",
-                          t.tokens, t.strips, t.cluster, t.block_cols, t.block_bytes, t.bits, t.stages))};
-}
-
-const QgemmVariant kQgemmSm90Wgmma = {"qgemm_sm90_wgmma", DeviceKind::cuda, &refuse, &make};
+const QgemmVariant kQgemmSm90Wgmma = {{"qgemm_sm90_wgmma", DeviceKind::cuda, &refuse, &make}, &kernels};
 
 }  // namespace halfbyte

@@ -68,6 +68,6 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem&) { return nullptr; }
 
 }  // namespace
 
-const QgemmVariant kQgemmAmx = {"qgemm_amx", DeviceKind::cpu, &refuse, &make};
+const QgemmVariant kQgemmAmx = {{"qgemm_amx", DeviceKind::cpu, &refuse, &make}};
 
 }  // namespace halfbyte

@@ -154,6 +154,6 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem&) { return nullptr; }
 
 }  // namespace
 
-const QgemmVariant kQgemmAvx512 = {"qgemm_avx512", DeviceKind::cpu, &refuse, &make};
+const QgemmVariant kQgemmAvx512 = {{"qgemm_avx512", DeviceKind::cpu, &refuse, &make}};
 
 }  // namespace halfbyte

@@ -162,12 +162,13 @@ class RefKernel : public QgemmKernel {
   QgemmProblem problem_;
 };
 
+std::string refuse(const QgemmProblem&) { return ""; }
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<RefKernel>(problem);
+}
+
 }  // namespace
 
-const QgemmVariant kQgemmRef = {"qgemm_ref", DeviceKind::cpu,
-                                [](const QgemmProblem&) { return std::string(); },
-                                [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
-                                  return std::make_shared<RefKernel>(problem);
-                                }};
+const QgemmVariant kQgemmRef = {{"qgemm_ref", DeviceKind::cpu, &refuse, &make}, nullptr, true};
 
 }  // namespace halfbyte

@@ -634,12 +634,13 @@ std::string refuse(const QgemmProblem& problem) {
   return {};
 }
 
+std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
+  return std::make_shared<SimdKernel>(problem);
+}
+
 }  // namespace
 
-const QgemmVariant kQgemmSimd = {"qgemm_simd", DeviceKind::cpu, refuse,
-                                 [](const QgemmProblem& problem) -> std::shared_ptr<const QgemmKernel> {
-                                   return std::make_shared<SimdKernel>(problem);
-                                 }};
+const QgemmVariant kQgemmSimd = {{"qgemm_simd", DeviceKind::cpu, &refuse, &make}};
 
 }  // namespace halfbyte
 #endif  // HWY_ONCE

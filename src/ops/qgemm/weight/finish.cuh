@@ -1,17 +1,16 @@
-// What the kernels of variant qgemm_sm80 do with finished sums.
+// Outputs, once their products are summed: what bias and y add, in f32 two neighbours at a time, or in f64.
 #pragma once
 
-#include "cuda/device/bulk.cuh"
+#include "cuda/device/memory.cuh"
 #include "cuda/device/types.cuh"
-#include "ops/qgemm/sm80/sm80_args.h"
 
 #include "halfbyte_config.h"
 
 namespace halfbyte::device {
 
-#if HALFBYTE_DEVICE_ARCH >= 800
-
 using Memory = Element::Memory;
+
+// ---- In f32
 
 // Two neighbours in a row.
 struct alignas(8) FloatPair {
@@ -34,14 +33,16 @@ __device__ __forceinline__ void store_neighbours(T, u16* x, const FloatPair& pai
 }
 
 // What is added to columns `col` and, where there is one, col + 1.
-__device__ __forceinline__ FloatPair load_bias(const QgemmSm80Args& args, i64 col) {
+template <class Args>
+__device__ __forceinline__ FloatPair load_bias(const Args& args, i64 col) {
   if (args.bias == nullptr) return {0, 0};
   const Memory* const bias = static_cast<const Memory*>(args.bias) + col;
   return {load(Element(), bias[0]), col + 1 < args.out_cols ? load(Element(), bias[1]) : 0};
 }
 
 // Element `index` of y and, if `two`, the next, from their sums over all of x's columns.
-__device__ __forceinline__ void finish(const QgemmSm80Args& args, i64 index, bool two, const FloatPair& bias,
+template <class Args>
+__device__ __forceinline__ void finish(const Args& args, i64 index, bool two, const FloatPair& bias,
                                        FloatPair sums) {
   Memory* const y = static_cast<Memory*>(args.y) + index;
   sums.first += bias.first;
@@ -59,6 +60,21 @@ __device__ __forceinline__ void finish(const QgemmSm80Args& args, i64 index, boo
   if (two) y[1] = store(Element(), args.accumulate ? sums.second + load(Element(), y[1]) : sums.second);
 }
 
-#endif
+// ---- In f64, rounded once
+
+__device__ __forceinline__ float rounded(F32, double x) { return static_cast<float>(x); }
+__device__ __forceinline__ u16 rounded(F16, double x) { return to_f16(x); }
+__device__ __forceinline__ u16 rounded(BF16, double x) { return to_bf16(x); }
+
+// Column `col` of row m of y. Sum: float or double.
+template <class Args, class Sum>
+__device__ __forceinline__ void write_sum(const Args& args, i64 m, i64 col, Sum sum) {
+  Memory& y = static_cast<Memory*>(args.y)[m * args.out_cols + col];
+  double total = static_cast<double>(sum);
+  if (args.bias != nullptr)
+    total += static_cast<double>(load(Element(), static_cast<const Memory*>(args.bias)[col]));
+  if (args.accumulate) total += static_cast<double>(load(Element(), y));
+  y = rounded(Element(), total);
+}
 
 }  // namespace halfbyte::device

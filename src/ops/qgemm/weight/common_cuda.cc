@@ -1,0 +1,111 @@
+#include "ops/qgemm/weight/common_cuda.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/format.h"
+
+namespace halfbyte {
+namespace {
+
+using formats::Codec;
+using formats::Kind;
+using formats::ScaleType;
+
+// ---- Weights
+
+constexpr unsigned bit(ScaleType type) { return 1u << static_cast<int>(type); }
+constexpr unsigned kF32 = bit(ScaleType::f32), kF16 = bit(ScaleType::f16), kBf16 = bit(ScaleType::bf16);
+// Sets of groups; kRow: a row has one scale.
+constexpr unsigned k32 = 1, k64 = 2, k128 = 4, kRow = 8;
+
+struct CommonWeight {
+  Kind kind;
+  int bits;
+  bool asymmetric, double_quant;
+  unsigned scales, groups;
+};
+// What layouts store: bitsandbytes, halfbyte, compressed-tensors, mlx.
+constexpr CommonWeight kCommonWeights[] = {
+    {Kind::table, 4, false, false, kF32, k64},
+    {Kind::table, 4, false, true, kF32, k64},
+    {Kind::table, 4, false, false, kF16, k32 | k64 | k128},
+    {Kind::integer, 4, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {Kind::integer, 4, true, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {Kind::integer, 8, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {Kind::affine, 4, false, false, kF16 | kBf16, k32 | k64 | k128},
+    {Kind::affine, 8, false, false, kF16 | kBf16, k32 | k64 | k128},
+};
+
+unsigned group_bit(const QgemmProblem& problem) {
+  switch (inlined_group(problem)) {
+    case 32:
+      return k32;
+    case 64:
+      return k64;
+    case 128:
+      return k128;
+    default:
+      return problem.weight.groups == 1 ? kRow : 0;
+  }
+}
+
+// ---- Tiles
+
+struct SpillingTile {
+  std::string_view kernel;
+  bool (*is)(const QgemmProblem& problem, const QgemmTileOf& tile);
+  const char* reason;
+};
+// What ptxas spills registers of, as `halfbyte_tests --gtest_filter='JitCompile*'` finds.
+constexpr SpillingTile kSpillingTiles[] = {
+    {"qgemm_sm90_wgmma",
+     [](const QgemmProblem&, const QgemmTileOf& t) {
+       return t.tokens == 32 && t.strips == 2 && t.cluster == 2;
+     },
+     "32 rows of x must not go with 64 of the weight in clusters of 2"},
+    {"qgemm_sm90_transposed",
+     [](const QgemmProblem& p, const QgemmTileOf&) {
+       return p.codec.bits == 8 && (p.weight.has_zeros || p.weight.has_biases || p.double_quant);
+     },
+     "codes of 8 bits must have no zero points, biases or double quantization"},
+};
+
+}  // namespace
+
+int inlined_group(const QgemmProblem& problem) {
+  return problem.weight.inlined ? static_cast<int>(problem.weight.group) : 0;
+}
+
+bool is_common_weight(const QgemmProblem& problem) {
+  const Codec& codec = problem.codec;
+  // Scales have the dtype of x, are f16 as in layout halfbyte, or f32.
+  if (codec.scale_type == ScaleType::bf16 && problem.dtype != DType::bf16) return false;
+  return std::ranges::any_of(kCommonWeights, [&](const CommonWeight& common) {
+    return common.kind == codec.kind && common.bits == codec.bits && common.asymmetric == codec.asymmetric &&
+           common.double_quant == problem.double_quant && (common.scales & bit(codec.scale_type)) != 0 &&
+           (common.groups & group_bit(problem)) != 0;
+  });
+}
+
+std::string refuse_rare_weight(const QgemmProblem& problem) {
+  if (is_common_weight(problem)) return "";
+  constexpr std::array kKinds = {"a table", "integers", "affine integers"};
+  constexpr std::array kScales = {"f32", "f16", "bf16", "f64"};
+  const Codec& codec = problem.codec;
+  return fmt::format(
+      "x and the weight must go together as in a layout (docs/kernels.md), got {} x, {}{} of {} bits, {} "
+      "scales{} "
+      "for {} columns",
+      to_string(problem.dtype), kKinds[static_cast<size_t>(codec.kind)],
+      codec.asymmetric ? " with zero points" : "", codec.bits, kScales[static_cast<size_t>(codec.scale_type)],
+      problem.double_quant ? ", double quantized," : "", problem.group);
+}
+
+std::string refuse_spilling(const QgemmProblem& problem, const QgemmTileOf& tile) {
+  for (const auto& [kernel, is, reason] : kSpillingTiles)
+    if (kernel == tile.kernel && is(problem, tile)) return reason;
+  return "";
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,75 @@
+#include <gtest/gtest.h>
+
+#include "ops/qgemm/weight/common_cuda.h"
+
+namespace halfbyte {
+namespace {
+
+QgemmProblem problem_of(QuantSpec spec, DType dtype = DType::bf16) {
+  QgemmDescriptor d;
+  d.spec = spec;
+  d.dtype = dtype;
+  d.m = 1;
+  d.n = d.k = 1024;
+  return make_qgemm_problem({DeviceKind::cuda, 0}, d, 0);
+}
+
+// What layouts store by default, of bf16 and of f16 models.
+TEST(QgemmWeights, OfLayoutsAreCommon) {
+  const auto is_common = [](const QuantSpec& spec, DType dtype = DType::bf16) {
+    return is_common_weight(problem_of(spec, dtype));
+  };
+  using enum Format;
+  for (const Format format : {nf4, fp4}) {  // bitsandbytes
+    EXPECT_TRUE(is_common({.format = format, .group_size = 64}));
+    EXPECT_TRUE(is_common({.format = format, .group_size = 64, .double_quant = true}));
+  }
+  for (const int64_t size : {32, 64, 128})
+    for (const auto& [format, asymmetric] : {std::pair(nf4, false),
+                                             {fp4_e2m1, false},
+                                             {int4, false},
+                                             {int4, true},
+                                             {int8, false},
+                                             {affine4, false},
+                                             {affine8, false}}) {
+      QuantSpec spec{.format = format, .asymmetric = asymmetric, .group_size = size};
+      spec.scale_rule = asymmetric ? ScaleRule::minmax : info(format).default_rule;
+      spec.scale_dtype = DType::f16;
+      EXPECT_TRUE(is_common(spec) && is_common(spec, DType::f16)) << info(format).name << size;
+      spec.scale_dtype = DType::bf16;  // of bf16 models; halfbyte and bitsandbytes have other scales
+      EXPECT_EQ(is_common(spec), info(format).kind != FormatKind::table) << info(format).name << size;
+      EXPECT_FALSE(is_common(spec, DType::f16)) << info(format).name << size;
+    }
+  for (const Format format : {int4, int8})
+    for (const DType scale : {DType::f32, DType::f16, DType::bf16})
+      EXPECT_TRUE(is_common({.format = format,
+                             .granularity = Granularity::channel,
+                             .scale_rule = info(format).default_rule,
+                             .scale_dtype = scale}));
+}
+
+TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
+  EXPECT_EQ(refuse_rare_weight(problem_of({.group_size = 64})), "");
+  EXPECT_EQ(
+      refuse_rare_weight(problem_of({.group_size = 256})),
+      "x and the weight must go together as in a layout (docs/kernels.md), got bf16 x, a table of 4 bits, "
+      "f32 scales for 256 columns");
+  EXPECT_EQ(
+      refuse_rare_weight(problem_of({.group_size = 32, .double_quant = true}, DType::f16)),
+      "x and the weight must go together as in a layout (docs/kernels.md), got f16 x, a table of 4 bits, "
+      "f32 scales, double quantized, for 32 columns");
+  EXPECT_NE(refuse_rare_weight(
+                problem_of({.format = Format::int8, .asymmetric = true, .scale_rule = ScaleRule::minmax})),
+            "");
+}
+
+TEST(QgemmWeights, SpillingTilesAreRefused) {
+  const QgemmProblem problem = problem_of({});
+  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, 1}), "");
+  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, 2}),
+            "32 rows of x must not go with 64 of the weight in clusters of 2");
+  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_transposed"}), "");
+}
+
+}  // namespace
+}  // namespace halfbyte

@@ -1,0 +1,68 @@
+#include "ops/qgemm/weight/weight_cuda.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "core/arithmetic.h"
+
+namespace halfbyte {
+
+using formats::Divider;
+
+WeightArgs weight_args(const QgemmProblem& p) {
+  WeightArgs w{};
+  const formats::PackedLayout& layout = p.weight;
+  const formats::WeightViewLayout& view = p.view;
+  const bool one_group = !p.packed && view.one_group;
+  w.n = p.n;
+  w.k = p.k;
+  // Rows of whole groups have groups of their own.
+  w.flat = !p.packed && view.flat && p.k % p.group != 0;
+  w.group = one_group ? std::max<int64_t>(p.k, 1) : p.group;
+  w.groups = one_group ? 0 : ceil_div(p.k, w.group);
+  w.whole_chunks = !w.flat && (w.group >= p.k || w.group % kWeightChunk == 0);
+  w.group_chunks = Divider::of(ceil_div(w.group, kWeightChunk));
+  w.scale_type = static_cast<formats::u8>(p.codec.scale_type);
+  w.zero = -p.codec.q_min;
+  std::ranges::copy(p.codec.book.values, w.values);
+  if (p.packed) {
+    w.strip_bytes = layout.strip_bytes;
+    w.block_bytes = layout.block_bytes;
+    w.block_shift = std::countr_zero(static_cast<unsigned>(layout.block_cols));
+    const int64_t groups_per_block = layout.inlined ? layout.block_cols / layout.group : 1;
+    w.group_shift = std::countr_zero(static_cast<uint64_t>(groups_per_block));
+    const auto place = [&](int64_t section, int bytes_before, int size) -> PackedParameterArgs {
+      if (layout.inlined)
+        return {layout.block_code_bytes + groups_per_block * bytes_before * formats::kUnitRows,
+                layout.strip_bytes, layout.block_bytes};
+      const int64_t group_bytes = int64_t{formats::kUnitRows} * size;
+      return {section, layout.groups * group_bytes, group_bytes};
+    };
+    w.scale = place(layout.scales, 0, layout.scale_bytes);
+    if (layout.has_zeros) w.other = place(layout.zeros, layout.scale_bytes, 1);
+    if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
+    return w;
+  }
+  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
+  w.num_bytes = view.code_bytes();
+  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
+  w.zero_words = view.zero_words;
+  return w;
+}
+
+void place_weight(WeightArgs& w, const QgemmProblem& problem, const QgemmTensors& tensors) {
+  const bool packed = problem.packed;
+  w.codes = static_cast<const formats::u8*>(packed ? tensors.weight : tensors.codes);
+  w.scales = packed ? tensors.weight : tensors.scales;
+  if (problem.codec.asymmetric) w.zeros = packed ? tensors.weight : tensors.zeros;
+  w.biases = packed ? tensors.weight : tensors.biases;
+  if (!problem.double_quant) return;
+  const auto section = [&](int64_t offset) {
+    return reinterpret_cast<const float*>(static_cast<const char*>(tensors.weight) + offset);
+  };
+  w.absmax = packed ? section(problem.weight.absmax) : tensors.absmax;
+  w.map = packed ? section(problem.weight.map) : tensors.map;
+  w.offset = packed ? section(problem.weight.offset) : tensors.offset;
+}
+
+}  // namespace halfbyte
