@@ -1,10 +1,13 @@
 // The table of kernels and what comes out of it. What needs NVRTC is skipped without it.
 #include "kernels/kernels.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <map>
 #include <set>
 
 #include "cuda/nvrtc.h"
@@ -32,11 +35,12 @@ TEST(Kernels, names_are_unique_and_every_key_has_a_default) {
   EXPECT_TRUE(names.contains("quantize_groups") && names.contains("dequantize"));
 }
 
-// 39 ways to encode (lut4 aside), 13 pairs of data and scales, 2 code scales; 21 ways to decode, 16 pairs.
+// 39 ways to encode (lut4 aside); 13 pairs of data and scales, 9 of which round scales, with 2 code scales;
+// 21 ways to decode, 16 pairs.
 TEST(Kernels, variants_are_all_that_the_ops_can_ask_for) {
   const auto count = [](const char* name) { return all_variants(find_kernel(name)).size(); };
-  EXPECT_EQ(count("quantize_groups"), 39u * 13 * 2 * 4);
-  EXPECT_EQ(count("quantize_spans"), 39u * 13 * 2 * 2);
+  EXPECT_EQ(count("quantize_groups"), 39u * (13 + 9) * 4);
+  EXPECT_EQ(count("quantize_spans"), 39u * (13 + 9) * 2);
   EXPECT_EQ(count("value_range"), 4u);
   EXPECT_EQ(count("dequantize"), 21u * 16 * 6);
   for (const cuda::Kernel& kernel : kernel_table()) {
@@ -52,6 +56,25 @@ TEST(Kernels, variants_are_all_that_the_ops_can_ask_for) {
         return key != "dtype" || value == "f16" || value == "f64";
       });
   EXPECT_EQ(some.size(), 2u);
+}
+
+// The table of docs/kernels.md. Where it is wrong, this prints the right one.
+TEST(Kernels, the_page_has_the_counts) {
+  std::map<std::string, std::pair<size_t, std::string>> ops;
+  size_t total = 0;
+  for (const cuda::Kernel& kernel : kernel_table()) {
+    const size_t count = all_variants(kernel).size();
+    auto& [of_op, text] = ops[kernel.info.op];
+    text += fmt::format("{}`{}` {}", of_op == 0 ? "" : ", ", kernel.info.name, count);
+    of_op += count;
+    total += count;
+  }
+  std::string table = "| op | configurations | of kernels |\n|---|---|---|\n";
+  for (const auto& [op, row] : ops) table += fmt::format("| `{}` | {} | {} |\n", op, row.first, row.second);
+  table += fmt::format("| all | {} | |\n", total);
+  std::ifstream file(HALFBYTE_SOURCE_DIR "/docs/kernels.md");
+  const std::string page{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(page.find(table), std::string::npos) << "docs/kernels.md must have\n" << table;
 }
 
 TEST(Kernels, the_configuration_chooses) {

@@ -162,7 +162,11 @@ void enqueue_params(const QuantizeCuda& selected, const QuantizeProblem& problem
 
 cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
   const int64_t group_size = fixed_group_size(problem);
-  const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec);
+  formats::Codec codec = problem.codec;
+  // Stored in the type that they are computed in, parameters are not rounded.
+  if (codec.scale_type == (problem.dtype == DType::f64 ? formats::ScaleType::f64 : formats::ScaleType::f32))
+    codec.unrounded_code_scale = false;
+  const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
   if (group_size > 0)
     return {"ops/quantize/quantize_groups.cu", "quantize_groups",
             cuda::config_text(lines + fmt::format("constexpr int kGroupSize = {};\n", group_size))};
