@@ -53,8 +53,8 @@ std::string codec_config(const formats::Codec& codec) {
   return book.lines +
          fmt::format(
              "constexpr Codec kCodec = {{.kind = Kind({}), .rule = Rule({}), .scale_type = ScaleType({}), "
-             ".bits = "
-             "{}, .asymmetric = {}, .unrounded_code_scale = {}, .q_min = {}, .q_max = {}, .book = {}}};\n",
+             ".bits = {}, .asymmetric = {}, .unrounded_code_scale = {}, .q_min = {}, .q_max = {}, "
+             ".book = {}}};\n",
              static_cast<int>(codec.kind), static_cast<int>(codec.rule), static_cast<int>(codec.scale_type),
              static_cast<int>(codec.bits), codec.asymmetric, codec.unrounded_code_scale, codec.q_min,
              codec.q_max, book.value);

@@ -31,11 +31,6 @@ std::vector<KernelKey> codec_keys(bool encode) {
                   {"auto", "absmax", "half-range", "signed-max", "minmax", "mlx-edge"},
                   false,
                   "How a group gets its scale; auto: the default of the format."});
-  keys.push_back(
-      {"code-scale",
-       {"stored", "unrounded"},
-       false,
-       "Whether codes are decided by the scale as stored, or before it was rounded to its dtype."});
   return keys;
 }
 
@@ -53,8 +48,6 @@ QuantSpec spec_of(const KernelValues& values) {
   spec.scale_rule = spec.asymmetric ? ScaleRule::minmax : format.default_rule;
   if (const auto rule = values.find("scale-rule"); rule != values.end() && rule->second != "auto")
     spec.scale_rule = parse_scale_rule(rule->second);
-  if (const auto scale = values.find("code-scale"); scale != values.end() && scale->second == "unrounded")
-    spec.code_scale = CodeScale::unrounded;
   check_spec(spec);
   return spec;
 }

@@ -28,8 +28,7 @@ KernelKey dtype_key(const char* description);
 DType dtype_of(const KernelValues& values);
 KernelKey flag_key(const char* name, const char* description);
 bool is_set(const KernelValues& values, std::string_view flag);
-// What a codec is made of: format, table, asymmetric and scale-dtype; to encode, scale-rule and code-scale
-// too.
+// What a codec is made of: format, table, asymmetric and scale-dtype; to encode, scale-rule too.
 std::vector<KernelKey> codec_keys(bool encode);
 QuantSpec spec_of(const KernelValues& values);
 // A value of group-size: "128", "channel" or "tensor". Error(usage) for others.

@@ -97,14 +97,43 @@ __device__ __forceinline__ bool is_fast(const Range<F>& range, const Encoding& e
   }
 }
 
+// kCodec does not say how parameters are stored: arguments do. Of each way there is code of its own, as a
+// codec that is no constant would take memory.
+constexpr Codec stored_as(ScaleType type, bool unrounded) {
+  Codec codec = kCodec;
+  codec.scale_type = type;
+  codec.unrounded_code_scale = unrounded;
+  return codec;
+}
+template <ScaleType kType, bool kUnrounded>
+constexpr Codec kStoredAs = stored_as(kType, kUnrounded);
+__device__ __forceinline__ GroupParams<F> params_of(const QuantizeArgs& args, const Range<F>& range) {
+  const auto stored_as = [&](const Codec& rounded, const Codec& unrounded) {
+    return args.unrounded_code_scale ? group_params(-range.low, range.high, unrounded)
+                                     : group_params(-range.low, range.high, rounded);
+  };
+  // Stored in the type that they are computed in they are not rounded.
+  constexpr ScaleType kOwn = kFastType ? ScaleType::f32 : ScaleType::f64;
+  switch (args.scale_type) {
+    case kOwn:
+      return group_params(-range.low, range.high, kStoredAs<kOwn, false>);
+    case ScaleType::f16:
+      return stored_as(kStoredAs<ScaleType::f16, false>, kStoredAs<ScaleType::f16, true>);
+    case ScaleType::bf16:
+      return stored_as(kStoredAs<ScaleType::bf16, false>, kStoredAs<ScaleType::bf16, true>);
+    default:
+      return stored_as(kStoredAs<ScaleType::f32, false>, kStoredAs<ScaleType::f32, true>);
+  }
+}
+
 // Works out the parameters of group `index`, stores them and counts what is wrong with them.
 __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 index, const Range<F>& range,
                                                  bool store) {
-  const GroupParams<F> params = group_params(-range.low, range.high, kCodec);
+  const GroupParams<F> params = params_of(args, range);
   if (store) {
-    store_scale(args.scales, index, params.scale, kCodec.scale_type);
+    store_scale(args.scales, index, params.scale, args.scale_type);
     if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.q_min);
-    if constexpr (kAffine) store_scale(args.biases, index, params.bias, kCodec.scale_type);
+    if constexpr (kAffine) store_scale(args.biases, index, params.bias, args.scale_type);
     if (!params.held) atomic_add(&args.counts->num_unheld_scales, 1);
     if (params.coarse) atomic_add(&args.counts->num_coarse_scales, 1);
   }

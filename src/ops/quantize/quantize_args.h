@@ -1,6 +1,7 @@
 // What the kernels of `quantize` are given: shared by host and device, freestanding.
 #pragma once
 
+#include "formats/convert.h"
 #include "formats/counts.h"
 
 namespace halfbyte {
@@ -19,6 +20,8 @@ struct QuantizeArgs {
   // quantize_spans: columns of a block's share of a row, a multiple of 8; whole groups (of at most 2^31
   // columns), or, where ranges are given, no more than a group.
   formats::i64 span_cols, spans_per_row;
+  formats::ScaleType scale_type;  // of scales and biases
+  bool unrounded_code_scale;      // as Codec has it
 };
 
 // The shape of the kernels' work. A chunk of elements has codes of whole bytes.

@@ -109,6 +109,8 @@ QuantizeCuda select(const QuantizeProblem& problem) {
   args.row_bytes = shape.row_bytes;
   args.group_size = std::min(shape.group_size, shape.cols);  // a group longer than the row is the row
   args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;
+  args.scale_type = problem.codec.scale_type;
+  args.unrounded_code_scale = problem.codec.unrounded_code_scale;
   if (const int64_t group_size = fixed_group_size(problem); group_size > 0) {
     const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
     args.num_chunks = shape.rows * shape.cols / kChunk;
@@ -162,10 +164,9 @@ void enqueue_params(const QuantizeCuda& selected, const QuantizeProblem& problem
 
 cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
   const int64_t group_size = fixed_group_size(problem);
-  formats::Codec codec = problem.codec;
-  // Stored in the type that they are computed in, parameters are not rounded.
-  if (codec.scale_type == (problem.dtype == DType::f64 ? formats::ScaleType::f64 : formats::ScaleType::f32))
-    codec.unrounded_code_scale = false;
+  formats::Codec codec = problem.codec;  // how parameters are stored is an argument
+  codec.scale_type = {};
+  codec.unrounded_code_scale = false;
   const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
   if (group_size > 0)
     return {"ops/quantize/quantize_groups.cu", "quantize_groups",

@@ -9,9 +9,10 @@ using cuda::KernelValues;
 // Columns of the rows that kernels are chosen for.
 constexpr int64_t kWholeGroups = 4096, kCutGroups = 4072, kUnaligned = 4095;
 
-// Only addresses and extents count: nothing is at them.
-cuda::KernelSpec specialise(const KernelValues& values, int64_t cols) {
+// Only addresses and extents count: nothing is at them. How parameters are stored is an argument.
+cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
   alignas(64) static uint8_t memory[64];
+  values["scale-dtype"] = "f32";
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   const TensorView x = {memory, cuda::dtype_of(values), {16, cols}, {}, {DeviceKind::cuda, 0}};
@@ -27,6 +28,7 @@ cuda::KernelSpec specialise(const KernelValues& values, int64_t cols) {
 
 std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
   std::vector<KernelKey> keys = cuda::codec_keys(true);
+  std::erase_if(keys, [](const KernelKey& key) { return key.name == "scale-dtype"; });
   keys.push_back(cuda::dtype_key("The dtype of x."));
   keys.insert(keys.end(), more);
   return keys;

@@ -13,6 +13,7 @@
 namespace halfbyte {
 namespace {
 
+// `halfbyte bench qgemm --variant qgemm_cublas` times what these choose.
 constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
 constexpr int64_t kMatmulBytes = int64_t{4} << 20;  // of it, at most, for cuBLASLt
 constexpr int64_t kFewestRows = 65;                 // of x: fewer do not pay for decoding

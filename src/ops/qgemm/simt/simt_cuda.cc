@@ -135,6 +135,7 @@ class QgemmSimt : public QgemmKernel {
   }
 
   // A block a tile; where these are too few for the device, the summed axis is split.
+  // `halfbyte bench qgemm --variant qgemm_simt --m 16,64,128` times what the constants choose.
   void place_tiles(QgemmTile tile) {
     constexpr int64_t kBlocksPerMultiprocessor = 2, kFewestSteps = 8;
     args_.tiles_m = ceil_div(args_.m, tile.m);
