@@ -79,6 +79,7 @@ class WarpgroupProduct {
     const int to = stream.previous(stage), next = step - 1 + kStages;
     const bool fills = step > 0 && next < stream.steps();
     wgmma_wait<2>();
+    __syncwarp();  // what the other lanes have read is in order before the first lane arrives for all
     if (fills && lane_ == 0) arrive(stream.empty(to));
     multiply_rows<2>(stream, stage, words_of, pairs);
     multiply_rows<3>(stream, stage, words_of, pairs);
