@@ -637,7 +637,7 @@ TEST_F(CudaPacks, of_other_targets_and_sources_do_not_count) {
   std::string bytes = read_file(pack);
   const size_t index_at = bytes.find("0.1.0") - 8;
   for (const cuda::EmbeddedFile& file : embedded_files()) {
-    const std::string hash = sources_hash(file.name);
+    const std::string hash = sources_hash(file.name, "");
     if (const size_t at = bytes.find(hash); at != std::string::npos) bytes.replace(at, hash.size(), 32, 'f');
   }
   bytes.replace(32, 32, hash_hex(bytes.substr(0, 32) + bytes.substr(index_at)));
@@ -734,6 +734,43 @@ TEST(EmbeddedFiles, are_sorted_whole_and_end_with_a_zero) {
   for (const EmbeddedFile& file : files) {
     EXPECT_TRUE(file.text == read_file(std::string(HALFBYTE_SOURCE_DIR "/src/") + file.name)) << file.name;
     EXPECT_EQ(file.text.data()[file.text.size()], '\0') << file.name;
+  }
+}
+
+TEST(SourcesHash, follows_what_source_and_config_reach) {
+  std::vector<EmbeddedFile> files = {{"a.h", "#include <x>\nint a;"},
+                                     {"b.h", "  #  include \t\"a.h\"  // more\n#include \"k.cu\"\n"},
+                                     {"c.h", "int c;"},
+                                     {"d.h", "int d;"},
+                                     {"k.cu", "#include \"b.h\"\n#include \"halfbyte_config.h\"\nint k;"},
+                                     {"l.cu", "// #include \"d.h\"\nint l;"}};
+  const std::string config = "#pragma once\n#include \"c.h\"\n";
+  std::string names;
+  for (const EmbeddedFile* file : reached_files(files, "k.cu", config)) (names += file->name) += ' ';
+  EXPECT_EQ(names, "a.h b.h c.h k.cu ");
+  const std::string with_config = sources_hash(files, "k.cu", config),
+                    without = sources_hash(files, "k.cu", "");
+  EXPECT_NE(with_config, without);
+  for (EmbeddedFile& file : files) {
+    SCOPED_TRACE(file.name);
+    const std::string_view name = file.name, old = file.text;
+    const std::string text = std::string(old) + " ";
+    file.text = text;
+    EXPECT_EQ(sources_hash(files, "k.cu", config) != with_config, names.find(name) != names.npos);
+    EXPECT_EQ(sources_hash(files, "k.cu", "") != without, name == "a.h" || name == "b.h" || name == "k.cu");
+    file.text = old;
+  }
+}
+
+TEST(SourcesHash, every_include_is_embedded) {
+  std::set<std::string> names = {"halfbyte_config.h"};
+  for (const EmbeddedFile& file : embedded_files()) names.insert(file.name);
+  for (const EmbeddedFile& file : embedded_files()) {
+    std::istringstream text{std::string(file.text)};
+    for (std::string line; std::getline(text, line);) {
+      if (!line.starts_with("#include")) continue;
+      EXPECT_TRUE(names.contains(line.substr(10, line.find('"', 10) - 10))) << file.name << ": " << line;
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <shared_mutex>
+#include <span>
 #include <tuple>
 #include <unordered_map>
 
@@ -21,14 +22,43 @@
 namespace halfbyte::cuda {
 namespace {
 
-const EmbeddedFile& embedded_file(std::string_view name) {
-  const auto files = embedded_files();
-  const auto found = std::ranges::find(files, name, &EmbeddedFile::name);
-  HALFBYTE_CHECK(found != files.end(), bug, "no embedded file is named {}", name);
-  return *found;
+// Null where no file is named so.
+const EmbeddedFile* find_file(std::span<const EmbeddedFile> files, std::string_view name) {
+  const auto name_of = [](const EmbeddedFile& file) { return std::string_view(file.name); };
+  const auto found = std::ranges::lower_bound(files, name, {}, name_of);
+  return found != files.end() && found->name == name ? &*found : nullptr;
 }
 
-bool is_header(const EmbeddedFile& file) { return !std::string_view(file.name).ends_with(".cu"); }
+const EmbeddedFile& embedded_file(std::string_view name) {
+  const EmbeddedFile* file = find_file(embedded_files(), name);
+  HALFBYTE_CHECK(file != nullptr, bug, "no embedded file is named {}", name);
+  return *file;
+}
+
+// The names in the lines `#include "name"` of a text.
+std::vector<std::string_view> included_names(std::string_view text) {
+  constexpr std::string_view kInclude = "include";
+  std::vector<std::string_view> names;
+  const auto skip_blanks = [](std::string_view& line) {
+    line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
+  };
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    skip_blanks(line);
+    if (!line.starts_with('#')) continue;
+    line.remove_prefix(1);
+    skip_blanks(line);
+    if (!line.starts_with(kInclude)) continue;
+    line.remove_prefix(kInclude.size());
+    skip_blanks(line);
+    if (!line.starts_with('"')) continue;
+    line.remove_prefix(1);
+    if (const size_t quote = line.find('"'); quote != line.npos) names.push_back(line.substr(0, quote));
+  }
+  return names;
+}
 
 std::vector<std::string> compile_options(std::string_view architecture) {
   std::vector<std::string> options = {fmt::format("--gpu-architecture={}", architecture), "--std=c++20",
@@ -43,7 +73,7 @@ std::string cache_key(const Nvrtc& nvrtc, const KernelSpec& spec, const std::str
   ::stat(nvrtc.path.c_str(), &status);
   return fmt::format("NVRTC {} of {} bytes\ntarget {}\nsource {} {}\nfunction {}\n{}",
                      version_text(nvrtc.version), status.st_size, target, spec.source,
-                     sources_hash(spec.source), spec.function, spec.config);
+                     sources_hash(spec.source, spec.config), spec.function, spec.config);
 }
 
 // Modules are never unloaded. Returns what the driver says.
@@ -163,12 +193,38 @@ CUfunction get_kernel(const Context& context, const KernelSpec& spec) {
   return function;
 }
 
-std::string sources_hash(std::string_view source) {
+std::vector<const EmbeddedFile*> reached_files(std::span<const EmbeddedFile> files, std::string_view source,
+                                               std::string_view config) {
+  std::vector<const EmbeddedFile*> reached;
+  const auto add = [&](std::string_view name) {
+    if (const EmbeddedFile* file = find_file(files, name); file && std::ranges::count(reached, file) == 0)
+      reached.push_back(file);
+  };
+  add(source);
+  for (const std::string_view name : included_names(config)) add(name);
+  for (size_t i = 0; i < reached.size(); ++i)
+    for (const std::string_view name : included_names(reached[i]->text)) add(name);
+  std::ranges::sort(reached);  // as in `files`
+  return reached;
+}
+
+std::string sources_hash(std::span<const EmbeddedFile> files, std::string_view source,
+                         std::string_view config) {
   std::string text = fmt::format("halfbyte {}\noptions {}\n", kVersion, fmt::join(compile_options(""), " "));
-  for (const EmbeddedFile& file : embedded_files())
-    if (is_header(file) || file.name == source)
-      text += fmt::format("{} {}\n{}", file.name, file.text.size(), file.text);
+  for (const EmbeddedFile* file : reached_files(files, source, config))
+    text += fmt::format("{} {}\n{}", file->name, file->text.size(), file->text);
   return hash_hex(text);
+}
+
+std::string sources_hash(std::string_view source, std::string_view config) {
+  static auto& mutex = *new std::mutex;
+  static auto& hashes = *new std::unordered_map<std::string, std::string>;
+  std::string roots(source);
+  for (const std::string_view name : included_names(config))
+    if (find_file(embedded_files(), name)) (roots += '\n') += name;
+  const std::scoped_lock lock(mutex);
+  if (const auto found = hashes.find(roots); found != hashes.end()) return found->second;
+  return hashes.emplace(roots, sources_hash(embedded_files(), source, config)).first->second;
 }
 
 Compilation compile(const KernelSpec& spec, const std::string& target, const CompileOptions& options) {
@@ -177,10 +233,10 @@ Compilation compile(const KernelSpec& spec, const std::string& target, const Com
   HALFBYTE_CHECK(problem.empty(), device, "{}", problem);
   const EmbeddedFile& source = embedded_file(spec.source);
   std::vector<const char*> names = {"halfbyte_config.h"}, texts = {spec.config.c_str()};
-  for (const EmbeddedFile& file : embedded_files()) {
-    if (!is_header(file)) continue;
-    names.push_back(file.name);
-    texts.push_back(file.text.data());
+  for (const EmbeddedFile* file : reached_files(embedded_files(), spec.source, spec.config)) {
+    if (file == &source) continue;
+    names.push_back(file->name);
+    texts.push_back(file->text.data());
   }
   const auto check_nvrtc = [&](nvrtcResult result, const char* what, const std::string& log = "") {
     HALFBYTE_CHECK(result == 0, device, "{} for {}: {} of NVRTC {} ({}): {}{}{}", spec.source, target, what,

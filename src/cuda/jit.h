@@ -1,6 +1,7 @@
 // From the text of a kernel to a loaded function: memory cache, kernel packs, disk cache, NVRTC.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,9 +25,18 @@ struct KernelSpec {
 // KernelPack where a pack is damaged; Error(bug) with the log where the source does not compile.
 CUfunction get_kernel(const Context& context, const KernelSpec& spec);
 
+// The source, and what it and the config include, transitively by lines `#include "name"`, in the order of
+// `files`, which are sorted by name. NVRTC gets no other, so an include that is overlooked here does not
+// compile. Names that no file has are left out.
+std::vector<const EmbeddedFile*> reached_files(std::span<const EmbeddedFile> files, std::string_view source,
+                                               std::string_view config);
+
 // Names all that decides the bytes of a kernel but target, function, config and compiler: the version of the
-// library, the source with all headers, the options.
-std::string sources_hash(std::string_view source);
+// library, the options, and the files that source and config reach. The first: of `files`; the second: of
+// embedded_files(), remembered. Thread safe.
+std::string sources_hash(std::span<const EmbeddedFile> files, std::string_view source,
+                         std::string_view config);
+std::string sources_hash(std::string_view source, std::string_view config);
 
 // What get_kernel does on a miss of all caches, needs NVRTC only: for tests and offline compilation.
 struct CompileOptions {

@@ -81,7 +81,7 @@ void KernelPackWriter::add(const KernelSpec& spec, const std::string& target, st
   if (end_ == 0) end_ = kHeaderBytes;
   append_text(entries_, target);
   append_text(entries_, spec.source);
-  append_text(entries_, sources_hash(spec.source));
+  append_text(entries_, sources_hash(spec.source, spec.config));
   append_text(entries_, spec.function);
   append_text(entries_, spec.config);
   append_size(entries_, end_);
@@ -147,7 +147,6 @@ void KernelPack::parse(std::string_view index, uint64_t index_offset) {
   info_.version = reader.text();
   const uint64_t num_entries = reader.size();
   std::set<std::string, std::less<>> targets;
-  std::unordered_map<std::string, std::string> hashes;  // of the sources of this library
   for (uint64_t i = 0; i < num_entries && reader.ok; ++i) {
     const std::string_view target = reader.text(), source = reader.text(), sources = reader.text(),
                            function = reader.text(), config = reader.text();
@@ -157,9 +156,7 @@ void KernelPack::parse(std::string_view index, uint64_t index_offset) {
     if (!reader.ok) break;
     targets.emplace(target);
     ++info_.num_kernels;
-    const auto [known, is_new] = hashes.try_emplace(std::string(source));
-    if (is_new) known->second = sources_hash(source);
-    if (known->second != sources) continue;
+    if (sources_hash(source, config) != sources) continue;
     ++info_.num_matching;
     targets_.emplace(target);
     entries_.emplace(key_of(target, source, function, config), std::move(entry));
