@@ -122,3 +122,34 @@ def test_refused(tmp_path, path, text):
     result = check(tmp_path)
     assert result.returncode == 1
     assert result.stdout.startswith(f"{path}:2: "), result.stdout
+
+
+LISTED = {
+    "CMakeLists.txt": "add_library(x\n  src/core/a.cc\n  cli/a.cc)",
+    "tests/CMakeLists.txt": "add_executable(x ../src/core/a_test.cc cuda/a_test.cc)\nhalfbyte_pytest(a_test tests)",
+    "examples/CMakeLists.txt": "foreach(name IN ITEMS a b)\nadd_executable(llama llama/a.cc)",
+}
+
+
+@pytest.mark.parametrize(
+    "path, forgotten",
+    [
+        ("src/core/a.cc", "src/core/b.cc"),
+        ("cli/a.cc", "cli/b.cc"),
+        ("src/core/a_test.cc", "src/core/b_test.cc"),
+        ("tests/cuda/a_test.cc", "tests/a_test.cc"),
+        ("tests/a_test.py", "tests/b_test.py"),
+        ("examples/cpp/a.cc", "examples/cpp/c.cc"),
+        ("examples/llama/a.cc", "examples/llama/b.cc"),
+    ],
+)
+def test_what_no_list_has_is_named(tmp_path, path, forgotten):
+    for file, text in LISTED.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).touch()
+    assert check(tmp_path).returncode == 0
+    (tmp_path / forgotten).touch()
+    result = check(tmp_path)
+    assert result.returncode == 1 and result.stdout.startswith(f"{forgotten}: ")

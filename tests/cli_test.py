@@ -140,12 +140,7 @@ def test_doctor_without_cuda():
     assert "kernel cache none" in lines
 
 
-# ptx
-
-
-def needs_nvrtc():
-    if run_json("doctor")["cuda"]["nvrtc_path"] == "":
-        pytest.fail("no NVRTC") if os.environ.get("CI") else pytest.skip("no NVRTC")
+# ptx: what needs NVRTC is in ptx_test.py
 
 
 def test_ptx_lists_the_kernels():
@@ -165,39 +160,7 @@ def test_ptx_lists_the_kernels():
     assert re.search(r"^--arch +none: no NVRTC", text, re.M)
 
 
-def test_ptx(tmp_path):
-    needs_nvrtc()
-    assert "sm_90a" in run_json("ptx")["targets"]
-    ptx = run("ptx", "quantize", "--arch", "sm_90a").stdout
-    assert ptx.lstrip().startswith("//") and len(re.findall(r"^\.version", ptx, re.M)) == 1
-    assert re.findall(r"\.entry (\w+)", ptx) == ["quantize_groups"]
-    for options, kernel in [
-        ("quantize --group-size 100 --dtype bf16", "quantize_spans"),
-        ("quantize --format int4 --asymmetric --unaligned", "quantize_spans"),
-        ("quantize --kernel value_range", "value_range"),
-        ("dequantize --format lut4 --table " + ",".join(map(str, range(16))), "dequantize"),
-    ]:
-        document = run_json("ptx", *options.split(), "--arch", "sm_80")
-        assert (document["kernel"], document["target"]) == (kernel, "sm_80")
-        assert f".entry {kernel}(" in document["ptx"] and document["num_bytes"] == len(document["ptx"])
-
-    output = tmp_path / "kernel.ptx"
-    text = run("ptx", "quantize", "--arch", "sm_90a", "-o", output).stdout
-    assert output.read_text() == ptx and "quantize_groups for sm_90a" in text
-    output.write_text("old")
-    assert "kernel.ptx" in fails("ptx", "quantize", "--arch", "sm_90a", "-o", output, code=EXISTS)
-    assert output.read_text() == "old"
-    fails("ptx", "quantize", "--arch", "sm_1", "-o", output, "--force", code=USAGE)
-    assert output.read_text() == "old"
-    run("ptx", "quantize", "--arch", "sm_90a", "-o", output, "--force")
-    assert output.read_text() == ptx and os.listdir(tmp_path) == ["kernel.ptx"]
-
-
-def test_ptx_of_unknown_targets_and_without_nvrtc(tmp_path):
-    needs_nvrtc()
-    for target in ["sm_91", "90a", "", "compute_90", "sm_75a"]:
-        message = fails("ptx", "quantize", "--arch=" + target, code=USAGE)
-        assert "--arch" in message if target == "" else f"'{target}'" in message and "sm_75, sm_80" in message
+def test_ptx_without_nvrtc(tmp_path):
     message = fails("ptx", "quantize", "--arch", "sm_90a", "-o", tmp_path / "x", code=DEVICE, env=NO_CUDA)
     assert "no NVRTC" in message and os.listdir(tmp_path) == []
 

@@ -1,16 +1,14 @@
-// The table of kernels and what comes out of it. What needs NVRTC is skipped without it.
+// The table of kernels. What NVRTC makes of it is tested in tests/jit_compile_test.cc.
 #include "kernels/kernels.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <fstream>
 #include <map>
 #include <set>
 
-#include "cuda/nvrtc.h"
 #include "io/test_directory.h"
 
 namespace halfbyte {
@@ -33,6 +31,15 @@ TEST(Kernels, names_are_unique_and_every_key_has_a_default) {
     EXPECT_EQ(specialise(find_kernel(kernel.name), {}).function, kernel.name);
   }
   EXPECT_TRUE(names.contains("quantize_groups") && names.contains("dequantize"));
+}
+
+TEST(Kernels, every_embedded_kernel_has_a_row) {
+  std::set<std::string_view> sources;
+  for (const cuda::Kernel& kernel : kernel_table()) sources.insert(specialise(kernel, {}).source);
+  for (const cuda::EmbeddedFile& file : cuda::embedded_files()) {
+    const std::string_view name = file.name;
+    EXPECT_EQ(sources.contains(name), name.ends_with(".cu")) << name;
+  }
 }
 
 // 39 ways to encode (lut4 aside), 4 dtypes of data; 21 ways to decode, 16 pairs of data and scales.
@@ -121,52 +128,6 @@ TEST(Kernels, errors_name_what_is_known) {
       [] {
         choose_kernel("quantize", {{"x", "1"}});
       });
-}
-
-class Emission : public testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string& problem = cuda::find_nvrtc().problem; !problem.empty()) {
-      if (std::getenv("CI")) FAIL() << problem;
-      GTEST_SKIP() << problem;
-    }
-  }
-};
-
-TEST_F(Emission, targets) {
-  const std::vector<std::string>& targets = kernel_targets();
-  for (const char* target : {"sm_75", "sm_80", "sm_90", "sm_90a"})
-    EXPECT_EQ(std::ranges::count(targets, target), 1) << target;
-  for (const char* target : {"sm_75a", "sm_90f", "sm_70"})
-    EXPECT_EQ(std::ranges::count(targets, target), 0) << target;
-  for (const std::string target : {"", "sm_75a", "sm_1", "90a", "compute_90a", "sm_90a "})
-    expect_error(ErrorCode::usage, "unknown target '" + target + "': must be one of sm_75, ",
-                 [&] { emit_ptx("value_range", {}, target); });
-}
-
-// Each listed target is one that it does compile for.
-TEST_F(Emission, one_module_with_one_kernel) {
-  for (const std::string& target : kernel_targets()) {
-    SCOPED_TRACE(target);
-    const std::string ptx = emit_ptx("value_range", {{"dtype", "bf16"}}, target);
-    const auto count = [&](const std::string& word) {
-      size_t n = 0;
-      for (size_t at = ptx.find(word); at != std::string::npos; at = ptx.find(word, at + 1)) ++n;
-      return n;
-    };
-    EXPECT_EQ(count("\n.version "), 1u);
-    EXPECT_EQ(count("\n.target " + target + "\n"), 1u);
-    EXPECT_EQ(count(".entry "), 1u);
-    EXPECT_EQ(count(".visible .entry value_range("), 1u);
-    EXPECT_EQ(ptx.find('\0'), std::string::npos);
-  }
-  const std::vector<std::byte> cubin = emit_cubin("value_range", {}, "sm_90a");
-  ASSERT_GT(cubin.size(), 100u);
-  EXPECT_EQ(std::memcmp(cubin.data(),
-                        "\x7f"
-                        "ELF",
-                        4),
-            0);
 }
 
 }  // namespace
