@@ -4,12 +4,13 @@
     tools/check_layers.py [ROOT]
 
 Refuses an #include that the tables below do not allow, a HWY_TARGET_INCLUDE that is not the file's own
-path, and a value of a code book outside src/formats/tables.h. Prints one line per finding and exits 1 if
-there is one.
+path, a value of a code book outside src/formats/tables.h, and a source or test that no CMakeLists.txt lists.
+Prints one line per finding and exits 1 if there is one.
 """
 
 import re
 import sys
+from os.path import relpath
 from pathlib import Path
 
 # Our own headers: files -> the includes they may have. First match wins; {op} is the file's op folder.
@@ -85,6 +86,15 @@ SUFFIXES = {".h", ".hpp", ".def", ".cc", ".cu", ".cuh", ".c", ".py"}
 FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "tools")
 
 
+# What is compiled or run, and the file that lists it: by its path from there, or by its name alone.
+LISTS = [
+    (r"src/.*_test\.cc$|tests/.*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
+    (r"(src|cli|bench)/.*\.cc$", "CMakeLists.txt"),
+    (r"examples/.*\.cc?$", "examples/CMakeLists.txt"),
+]
+LISTED_BY_NAME = r"tests/\w+_test\.py$|examples/cpp/"
+
+
 def allowed_layer(path):
     for files, includes in LAYERS:
         if match := re.match(files, path):
@@ -113,7 +123,24 @@ def check_include(path, bracket, header):
     return f"{header} is not one of the headers that this project uses"
 
 
+def forgotten(root):
+    """A finding for each file that its list does not have."""
+    words = {}
+    for _, list_file in LISTS:
+        if (root / list_file).exists():
+            words[list_file] = set(re.split(r"[\s()]+", (root / list_file).read_text(encoding="utf-8")))
+    files = [file for folder in ("src", "cli", "bench", "tests", "examples") for file in (root / folder).rglob("*.*")]
+    for path in sorted(file.relative_to(root).as_posix() for file in files):
+        list_file = next((list_file for pattern, list_file in LISTS if re.match(pattern, path)), None)
+        if list_file not in words:
+            continue
+        entry = Path(path).stem if re.match(LISTED_BY_NAME, path) else relpath(path, Path(list_file).parent)
+        if entry not in words[list_file]:
+            yield f"{path}: {list_file} does not list it ({entry})"
+
+
 def findings(root):
+    yield from forgotten(root)
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix not in SUFFIXES:
