@@ -1,4 +1,4 @@
-# Shared by demo.sh and test.sh, which source it: goes to the repository root, installs what is missing.
+# Shared by the scripts here, which source it: goes to the repository root, installs what is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,4 +24,31 @@ install_packages() {
   if ((EUID != 0)); then as_root=(sudo); fi
   "${as_root[@]}" apt-get -q update
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "${missing[@]}"
+}
+
+# The Python of the tests, with NumPy and pytest.
+venv=$PWD/build/venv
+make_venv() {
+  if [[ -x $venv/bin/pytest ]]; then return; fi
+  say "Python environment: $venv"
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install -q numpy pytest
+}
+
+# What is built and tested: preset ci, in build/release.
+configure() {
+  make_venv
+  cmake --preset ci -DHALFBYTE_PYTHON="$venv/bin/python"
+}
+
+# run_ctest LABEL: the tests of that label (tests/CMakeLists.txt), with the count of them at the end.
+run_ctest() {
+  ctest --test-dir build/release -L "^$1\$" --no-tests=error --no-label-summary --output-on-failure --timeout 600 \
+    -j "$(nproc)"
+}
+
+# count_tests LOG...: one line like that of ctest, for all that these have.
+count_tests() {
+  cat "$@" | awk '/^[0-9]+% tests passed, / { failed += $4; all += $9 } END {
+    if (all) printf "%d%% tests passed, %d tests failed out of %d\n", 100 * (all - failed) / all, failed, all }'
 }

@@ -57,7 +57,7 @@ struct SpillingTile {
   bool (*is)(const QgemmProblem& problem, const QgemmTileOf& tile);
   const char* reason;
 };
-// What ptxas spills registers of, as `halfbyte_tests --gtest_filter='JitCompile*'` finds.
+// What ptxas spills registers of, as `halfbyte_kernel_tests --gtest_filter='JitCompile*'` finds.
 constexpr SpillingTile kSpillingTiles[] = {
     {"qgemm_sm90_wgmma",
      [](const QgemmProblem&, const QgemmTileOf& t) {

@@ -1,0 +1,226 @@
+#!/usr/bin/env bash
+# What scripts/test.sh leaves out, in stages. Installs what the stages need.
+#   scripts/check.sh [--full] [--seed WORD] [STAGE...]
+#       runs the stages named (all of them), goes on after a failure, ends with a table and the count of tests;
+#       exit code 1 if a stage failed. Some stages take a part of what there is to check, which the seed chooses:
+#       that of a commit is its name. --full: everything, which takes hours.
+#   scripts/check.sh --list
+#       names the stages
+# Logs: build/check/STAGE.log.
+source "$(dirname "$0")/lib.sh"
+
+full=0 chosen=()
+seed=$(git rev-parse --short=10 HEAD 2>/dev/null || echo 0)
+
+# ---- Stages, in their order: a function each. The comment behind its name is what --list says.
+
+stage_layers() {  # who may include whom; sources and tests that no list has
+  python3 tools/check_layers.py
+}
+
+stage_format() {  # clang-format
+  install_packages clang-format-14
+  find include src cli examples tests bench tools cmake -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' \
+    -o -name '*.cu' -o -name '*.cuh' | sort >"$work/files"
+  xargs -P "$(nproc)" -n 20 clang-format-14 --dry-run --Werror <"$work/files"
+  echo "$(wc -l <"$work/files") files are formatted"
+}
+
+stage_build() {  # everything compiles, benchmarks and GPU tests too, within the compile-time budget
+  install_packages "${packages[@]}" python3-venv
+  configure
+  python3 tools/build_times.py build/release cmake --build --preset ci
+}
+
+stage_examples() {  # the installed package: examples, pkg-config, the llama program
+  install_packages "${packages[@]}" python3-venv
+  configure
+  cmake --build --preset ci --target halfbyte_cli
+  run_ctest examples
+}
+
+stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
+  install_packages "${packages[@]}" python3-venv
+  configure
+  # Both from one release of the toolkit: ptxas must not be older than NVRTC.
+  HALFBYTE_NVRTC=$(find_in_toolkit "${HALFBYTE_NVRTC:-}" lib64/libnvrtc.so 'lib/libnvrtc.so.*')
+  HALFBYTE_PTXAS=$(find_in_toolkit "${HALFBYTE_PTXAS:-}" bin/ptxas bin/ptxas)
+  if [[ -z $HALFBYTE_NVRTC || -z $HALFBYTE_PTXAS ]]; then
+    "$venv/bin/pip" install -q --no-deps "nvidia-cuda-nvrtc>=13,<14" "nvidia-cuda-nvcc>=13,<14"
+    HALFBYTE_NVRTC=$(find_in_toolkit "" "" 'lib/libnvrtc.so.*')
+    HALFBYTE_PTXAS=$(find_in_toolkit "" "" bin/ptxas)
+  fi
+  echo "NVRTC: $HALFBYTE_NVRTC"
+  echo "ptxas: $HALFBYTE_PTXAS"
+  export HALFBYTE_NVRTC HALFBYTE_PTXAS CI=true  # so that a test that finds none fails
+  if ((full)); then export HALFBYTE_JIT_FULL=1; fi
+  cmake --build --preset ci --target halfbyte_cli halfbyte_kernel_tests
+  run_ctest kernels
+}
+
+stage_lint() {  # clang-tidy over kernels, changed units, and a part of the others
+  install_packages "${packages[@]}" python3-venv clang-tidy-14
+  configure
+  cmake --build --preset ci --target halfbyte_kernel_configs
+  # Not these: clang refuses shared memory of types with initial values, which NVRTC takes.
+  build/release/halfbyte_kernel_configs "$work/configs" | grep -v '/observe_mse_' >"$work/kernels"
+  find src cli -name '*.cc' ! -name '*_test.cc' ! -name '*_bench.cc' | sort >"$work/units"
+  { changed_units <"$work/units" | sort -u | part 24 && part 12 <"$work/units"; } | sort -u >"$work/chosen"
+  echo "$(wc -l <"$work/kernels") kernels, $(wc -l <"$work/chosen") of $(wc -l <"$work/units") units"
+  cmake --preset lint >/dev/null
+  local failed=0
+  xargs -P "$(nproc)" -n 1 bash -c 'lint_unit "$@"' lint <"$work/chosen" || failed=1
+  xargs -P "$(nproc)" -L 1 bash -c 'lint_kernel "$@"' lint <"$work/kernels" || failed=1
+  return $failed
+}
+
+stage_sanitizers() {  # unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer
+  install_packages "${packages[@]}"
+  # All tests of what untrusted input reaches, or of what has threads; and a part of the others.
+  run_sanitizer asan src/{core,cuda,io,kernels} tests/*_test.cc
+  run_sanitizer tsan src/{cpu,cuda,io}
+}
+
+# ---- What they use
+
+# find_in_toolkit GIVEN NAME WHEEL_NAME: GIVEN, or the path of NAME in a CUDA toolkit, or of WHEEL_NAME in a wheel.
+find_in_toolkit() {
+  local path
+  for path in "$1" "${CUDA_HOME:-/usr/local/cuda}/$2" "$venv"/lib/python*/site-packages/nvidia/*/$3; do
+    if [[ -f $path ]]; then
+      echo "$path"
+      return
+    fi
+  done
+}
+
+# part COUNT: of the lines that it reads, those that the seed chooses, or all with --full.
+part() {
+  if ((full)); then
+    cat
+  else
+    python3 -c 'import random, sys; lines = sys.stdin.readlines(); random.Random(sys.argv[1]).shuffle(lines)
+sys.stdout.writelines(lines[:int(sys.argv[2])])' "$seed" "$1"
+  fi
+}
+
+# changed_units: of the units that it reads, those of the last commits, and those that include a header of these.
+changed_units() {
+  local changed units
+  changed=$(git log -5 --first-parent -m --name-only --format= -- src cli include 2>/dev/null | sort -u) || true
+  units=$(cat)
+  grep -Fx "$changed" <<<"$units" || true
+  grep '\.h' <<<"$changed" | sed -E 's,^(src|cli|include)/(.*),#include "\2",' >"$work/includes" || true
+  xargs grep -lFf "$work/includes" <<<"$units" || true
+}
+
+# clang-tidy over one unit; a Highway unit for one target, since the others come of the same lines.
+lint_unit() {
+  clang-tidy-14 -quiet -p build/lint --extra-arg=-Wno-unknown-warning-option \
+    --extra-arg=-UHWY_COMPILE_ALL_ATTAINABLE --extra-arg=-DHWY_COMPILE_ONLY_STATIC "$1" 2>/dev/null && echo "clean: $1"
+}
+
+# lint_kernel SOURCE FOLDER: the same over a kernel, with the halfbyte_config.h in the folder, as CUDA for sm_90a: clang 14
+# knows sm_86 at most, but does not read what is in asm. Left out is what asm misleads: it changes variables of loops, and
+# lists of operands are macros; and arguments without a value, since a lambda that ignores one may be given one.
+lint_kernel() {
+  clang-tidy-14 -quiet \
+    --checks=-bugprone-infinite-loop,-bugprone-macro-parentheses,-clang-analyzer-core.CallAndMessage "$1" -- \
+    -x cuda --cuda-device-only --cuda-gpu-arch=sm_86 -nocudainc -nocudalib -std=c++20 \
+    -Wno-unknown-cuda-version -Wno-builtin-macro-redefined \
+    -U__CUDA_ARCH__ -D__CUDA_ARCH__=900 -D__CUDA_ARCH_FEAT_SM90_ALL -D__CUDACC__ \
+    -include tools/nvrtc_prelude.h -Isrc -I"$2" 2>/dev/null && echo "clean: $1"
+}
+
+# run_sanitizer PRESET PATH...: the tests of the units there, and a part of the others.
+run_sanitizer() {
+  local preset=$1 chosen
+  say "preset $preset"
+  cmake --preset "$preset" >/dev/null
+  cmake --build --preset "$preset" --target halfbyte_tests
+  list_tests "build/$preset/halfbyte_tests" >"$work/all"
+  shift
+  tests_of "$@" <"$work/all" >"$work/always"
+  { cat "$work/always" && grep -vFxf "$work/always" "$work/all" | part 60; } >"$work/chosen"
+  mapfile -t chosen <"$work/chosen"
+  run_tests "build/$preset/halfbyte_tests" "${chosen[@]}"
+}
+
+# list_tests PROGRAM: Suite.test, a line each.
+list_tests() { "$1" --gtest_list_tests | awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }'; }
+
+# tests_of PATH...: of the tests that it reads, those that the units there define.
+tests_of() {
+  find "$@" -name '*_test.cc' -print0 | xargs -0 grep -hoE '^TEST(_F|_P)?\(\w+' | sed 's/.*(//' >"$work/suites"
+  awk -F. 'NR == FNR { suites[$1]; next } $1 in suites' "$work/suites" -
+}
+
+# run_tests PROGRAM TEST...: as many processes as there are CPUs share them.
+run_tests() {
+  local program=$1 shards i failed=0 pids=()
+  shards=$(nproc)
+  shift
+  echo "$# tests"
+  for ((i = 0; i < shards; ++i)); do
+    GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i "$program" --gtest_brief=1 --gtest_filter="$(IFS=: && echo "$*")" &
+    pids+=($!)
+  done
+  for i in "${pids[@]}"; do wait "$i" || failed=1; done
+  return $failed
+}
+
+# ---- One after the other
+
+stages() { sed -nE 's/^stage_([a-z]+)\(\) \{  # (.*)/\1 \2/p' scripts/check.sh; }
+while (($#)); do
+  case $1 in
+    --full) full=1 ;;
+    --seed) seed=$2 && shift ;;
+    --list)
+      stages | while read -r name what; do printf '%-12s %s\n' "$name" "$what"; done
+      exit
+      ;;
+    -*)
+      sed -n '2,10s/^# \{0,1\}//p' scripts/check.sh >&2
+      exit 2
+      ;;
+    *)
+      [[ $(type -t "stage_$1") == function ]] || { echo "No stage is named $1: scripts/check.sh --list" >&2 && exit 2; }
+      chosen+=("$1")
+      ;;
+  esac
+  shift
+done
+((${#chosen[@]})) || read -r -d '' -a chosen < <(stages | cut -d' ' -f1) || true
+
+cpu_seconds() {  # sets cpu: what the children of this shell have taken so far
+  times >"$work/times"
+  cpu=$(tail -n 1 "$work/times" | sed 's/[ms]/ /g' | awk '{ printf "%d", 60 * ($1 + $3) + $2 + $4 }')
+}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p build/check
+export -f lint_unit lint_kernel
+echo "Seed $seed (--seed $seed chooses the same again); full: $full"
+table=() logs=() failed=0
+for stage in "${chosen[@]}"; do
+  say "$stage"
+  log=build/check/$stage.log start=$SECONDS
+  cpu_seconds && cpu_start=$cpu
+  set +e  # a stage stops at its first failure, this loop does not
+  (set -e; "stage_$stage") </dev/null 2>&1 | tee "$log"
+  code=${PIPESTATUS[0]}
+  set -e
+  logs+=("$log")
+  result=pass
+  if ((code != 0)); then result="FAIL" failed=1; fi
+  cpu_seconds
+  table+=("$(printf '%-12s %-5s %5d s, %5d s of CPU' "$stage" "$result" $((SECONDS - start)) $((cpu - cpu_start)))")
+  echo "${table[-1]}"
+done
+
+say "Summary"
+printf '%s\n' "${table[@]}"
+count_tests "${logs[@]}"
+exit $failed
