@@ -1,6 +1,6 @@
 // Fake quantization on a device: the bytes of the CPU for random descriptors, in place, in graphs.
 #include "harness.h"
-#include "ops/quantize_linear/fake_quantize_testing.h"
+#include "ops/fake_quantize/fake_quantize_testing.h"
 
 namespace halfbyte {
 namespace {

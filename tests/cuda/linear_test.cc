@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "harness.h"
-#include "ops/quantize_linear/linear_testing.h"
+#include "ops/quantize_linear/quantize_linear_testing.h"
 
 namespace halfbyte {
 namespace {

@@ -1,7 +1,7 @@
 // The gradients of learned scales on a device: the bytes of the CPU for random descriptors, every kernel,
 // graphs.
 #include "harness.h"
-#include "ops/quantize_linear/lsq_testing.h"
+#include "ops/learned_scale/learned_scale_testing.h"
 
 namespace halfbyte {
 namespace {

@@ -1,8 +1,9 @@
 #include <limits>
 
+#include "grouped/linear_ref.h"
 #include "halfbyte/device.hpp"
-#include "ops/quantize_linear/linear_testing.h"
-#include "ops/quantize_linear/quantize_linear_ref.h"
+#include "ops/quantize_linear/quantize_linear.h"
+#include "ops/quantize_linear/quantize_linear_testing.h"
 #include "ops/testing.h"
 
 namespace halfbyte {
