@@ -37,6 +37,35 @@ int64_t product(std::span<const int64_t> extents) {
 
 }  // namespace
 
+std::optional<Grouping::Rows> Grouping::as_rows() const {
+  if (num_scales == 1 && scale_strides.axis == 0) return Rows{outer, axis, group_size};  // one group
+  if (scale_strides.outer == 0) {  // channels: rows, where they are the first axis
+    if (outer != 1) return {};
+    return Rows{axis, inner, inner};
+  }
+  if (inner != 1) return {};
+  return Rows{outer, axis, group_size};
+}
+
+std::optional<Grouping::Columns> Grouping::as_columns() const {
+  if (scale_strides.outer != 0) return Columns{inner, axis, group_size};
+  if (inner != 1 || scale_strides.axis == 0) return {};
+  return Columns{axis, outer, outer};  // channels of the last axis
+}
+
+Groups Grouping::groups() const {
+  Groups groups{};
+  groups.num_groups = num_scales;
+  groups.axis = axis;
+  groups.group_outer = scale_strides.outer != 0 ? 1 : outer;
+  groups.group_axis = group_size;
+  groups.group_inner = scale_strides.inner != 0 ? 1 : inner;
+  groups.groups_axis = axis == 0 ? 1 : (axis - 1) / group_size + 1;
+  groups.groups_inner = scale_strides.inner != 0 ? std::max<int64_t>(1, inner) : 1;
+  groups.strides = {axis * inner, inner, 1};
+  return groups;
+}
+
 int axis_of(const GroupingFields& fields) {
   const int rank = static_cast<int>(fields.shape.size());
   return fields.axis < 0 ? std::max(0, fields.axis + rank) : fields.axis;

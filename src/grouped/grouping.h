@@ -1,10 +1,12 @@
 // Which elements of a tensor share a scale.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "grouped/groups_args.h"
 #include "halfbyte/format.hpp"
 
 namespace halfbyte {
@@ -26,6 +28,25 @@ struct Grouping {
   int64_t num_elements() const { return outer * axis * inner; }
   int64_t scale_index(int64_t o, int64_t a, int64_t i) const {
     return o * scale_strides.outer + a / group_size * scale_strides.axis + i * scale_strides.inner;
+  }
+
+  // Groups one behind the other: `rows` rows of `row` elements, every `group` of which share a scale; the
+  // last group of a row may be short. In order of scales.
+  struct Rows {
+    int64_t rows, row, group;
+  };
+  std::optional<Rows> as_rows() const;
+  // Groups side by side: rows of `columns` elements, in bands of `group` rows, and each column of a band has
+  // a scale; of every `axis` rows the last band may be short. In order of scales.
+  struct Columns {
+    int64_t columns, axis, group;
+  };
+  std::optional<Columns> as_columns() const;
+  // Of any groups, in elements.
+  Groups groups() const;
+  // Whether neighbouring groups lie side by side: channels of the last axis, groups along another.
+  bool side_by_side() const {
+    return inner > 1 ? scale_strides.inner != 0 : scale_strides.axis == 1 && scale_strides.outer == 0;
   }
 };
 

@@ -385,6 +385,18 @@ HWY_INLINE hn::Vec<D> scale_at(D d, const T* array, int64_t i) {
     return hn::Set(d, array[i]);
 }
 
+// The value of the table nearest to v.
+template <class D, class F = hn::TFromD<D>>
+HWY_INLINE hn::Vec<D> nearest_value(D d, hn::Vec<D> v, const formats::CodeBook& book) {
+  auto value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
+  for (int i = 0; i < 15; ++i) {
+    const F edge = sizeof(F) == 8 ? static_cast<F>(book.edges_f64[i]) : static_cast<F>(book.edges_f32[i]);
+    value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edge)),
+                           hn::Set(d, static_cast<F>(book.values[book.code_of_rank[i + 1]])), value);
+  }
+  return value;
+}
+
 // Smallest and largest finite element of each scale, joined to `low` and `high`.
 template <class Type, bool kPerColumn>
 HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,

@@ -3,26 +3,15 @@
 // formats::encode.
 #pragma once
 
-#include "cuda/device/chunk.cuh"
-#include "cuda/device/memory.cuh"
-#include "cuda/device/reduce.cuh"
-#include "cuda/device/types.cuh"
 #include "formats/codec.h"
 #include "grouped/linear_args.h"
 #include "grouped/linear_table.cuh"
-#include "halfbyte_config.h"
+#include "grouped/ranges.cuh"
 
 namespace halfbyte::device {
 
-using F = Element::Compute;  // what is computed in
-using Memory = Element::Memory;
-
 constexpr bool kFast = sizeof(F) == 4 && !(kTable && !kTableFits);
 constexpr bool kPackedZeros = kZeroType == ZeroType::i4 || kZeroType == ZeroType::u4;
-
-__device__ __forceinline__ F load_element(const void* x, i64 index) {
-  return load(Element(), static_cast<const Memory*>(x)[index]);
-}
 
 // ---- Parameters
 

@@ -5,6 +5,7 @@
 #include "formats/counts.h"
 #include "formats/divider.h"
 #include "formats/observer.h"
+#include "grouped/groups_args.h"
 
 namespace halfbyte {
 
@@ -103,9 +104,6 @@ struct LinearColumnsArgs {
 };
 inline constexpr int kLinearRows = 16;  // of a piece
 
-struct LinearStrides64 {
-  formats::i64 outer, axis, inner;
-};
 // linear_elements: anything. Items are elements, or bytes of packed codes or of a mask: row-major rows of
 // code_cols.
 struct LinearElementsArgs {
@@ -126,20 +124,6 @@ struct LinearFusedArgs {
 };
 // Groups of a team, which has at least as many lanes: each works out the parameters of one.
 inline constexpr int kLinearWarpBatch = 4;
-
-// linear_ranges: of the finite elements of every group, joined into ranges that are 0 before. All in units:
-// elements, or whole chunks that lie together. Group s begins at (o, a, i) with s = (o * groups_axis + a /
-// group_axis) * groups_inner + i; it has the extents group_outer, group_axis (less at the end of axis),
-// group_inner.
-struct LinearRangesArgs {
-  const void* x;
-  RangeKeys* ranges;
-  formats::i64 num_groups, groups_axis, groups_inner;
-  formats::i64 axis, group_outer, group_axis, group_inner;
-  LinearStrides64 strides;         // of units, in elements
-  formats::i64 per_split, splits;  // units of a part, parts of a group
-  bool columns;                    // neighbouring threads have neighbouring groups, else a warp has one
-};
 
 // mask_gradients: dx is dy where the bit of the mask is set, else 0. A thread has a chunk of 16 bytes, or an
 // element.

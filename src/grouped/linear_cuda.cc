@@ -6,6 +6,7 @@
 
 #include "core/counts.h"
 #include "cuda/config.h"
+#include "grouped/ranges_cuda.h"
 
 namespace halfbyte {
 
@@ -24,7 +25,7 @@ struct LinearCuda {
   LinearCommon common{};
   std::variant<LinearElementsArgs, LinearChunksArgs, LinearColumnsArgs, LinearFusedArgs, MaskGradientsArgs>
       args;
-  LinearRangesArgs ranges_args{};
+  RangesArgs ranges_args{};
   LinearParamsArgs params_args{};
 };
 
@@ -39,10 +40,7 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
 // The kernel of a source linear_<name>.cu; fake quantization has it under a name of its own.
 cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearTypes& types,
                              const std::string& lines) {
-  const std::string function = fmt::format("{}_{}", types.fake ? "fake" : "linear", name);
-  return {source, function,
-          "#include \"grouped/linear_args.h\"\n" + fmt::format("#define HALFBYTE_KERNEL {}\n", function) +
-              cuda::config_text(linear_config(types) + lines)};
+  return linear_kernel(source, fmt::format("{}_{}", types.fake ? "fake" : "linear", name), types, lines);
 }
 std::string op_config(LinearOp op) {
   return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
@@ -120,17 +118,9 @@ class Selection {
   // Groups of whole chunks along the last axis, not too long for a block.
   bool select_fused() {
     const LinearProblem& p = problem_;
-    const bool tensor = p.num_scales == 1 && p.scale_strides.axis == 0;
-    // The axis along which the groups lie, and their size on it.
-    int64_t axis = p.axis, group = p.group_size, rows = p.outer;
-    if (p.scale_strides.axis == 1 && p.scale_strides.outer == 0 &&
-        !tensor) {  // channels: rows, where they are the first axis
-      if (p.outer != 1) return false;
-      axis = group = p.inner;
-      rows = p.axis;
-    } else if (p.inner != 1) {
-      return false;
-    }
+    const auto along = p.as_rows();
+    if (!along) return false;
+    const auto [rows, axis, group] = *along;
     const int64_t chunk = linear_chunk(element_bytes(), LinearOp::quantize, types_.mask);
     if (!whole_ || !rows_are_whole() || packed_zeros() || axis % chunk != 0) return false;
     if (group % chunk != 0 && group < axis) return false;
@@ -162,41 +152,10 @@ class Selection {
 
   void select_ranges() {
     const LinearProblem& p = problem_;
-    LinearRangesArgs& args = made_.ranges_args;
-    int64_t outer = p.outer, axis = p.axis, inner = p.inner, group = p.group_size;
-    args.strides = {axis * inner, inner, 1};  // strided tensors: set for each run
-    args.group_outer = p.scale_strides.outer != 0 ? 1 : outer;
-    args.group_inner = p.scale_strides.inner != 0 ? 1 : inner;
-    // In whole chunks, where the elements of a group that lie together are such.
-    const int64_t chunk = 16 / size_of(p.dtype);
-    int64_t unit = 1;
-    if (whole_ && args.group_inner == inner && inner > 1 && inner % chunk == 0) {
-      unit = chunk;
-      args.group_inner = inner / unit;
-      args.strides.inner = unit;
-    } else if (whole_ && inner == 1 && group % chunk == 0 && axis % chunk == 0) {
-      unit = chunk;
-      axis /= unit;
-      group /= unit;
-      args.strides.axis = unit;
-    }
-    args.axis = axis;
-    args.group_axis = group;
-    args.groups_axis = std::max<int64_t>(1, blocks_for(axis, group));
-    args.groups_inner = p.scale_strides.inner != 0 ? inner : 1;
-    args.num_groups = p.num_scales;
-    const int64_t units = args.group_outer * args.group_axis * args.group_inner;
-    // Groups side by side: channels of the last axis, groups along another.
-    args.columns =
-        inner > 1 ? p.scale_strides.inner != 0 : p.scale_strides.axis == 1 && p.scale_strides.outer == 0;
-    // Enough parts to fill a device, not so small that joining them counts.
-    const int64_t per_thread = args.columns ? 64 : 16, per_part = (args.columns ? 1 : 32) * per_thread;
-    args.per_split = std::max(per_part, blocks_for(units, 65536));
-    args.splits = std::max<int64_t>(1, blocks_for(units, args.per_split));
-    const int64_t items = args.num_groups * args.splits;
-    made_.ranges = load(linear_ranges_kernel(p.dtype, unit > 1, is_wide(std::max(items * 32, units))));
-    made_.ranges_grid = {p.num_elements() == 0 ? 0 : blocks_for(args.columns ? items : items * 32, kThreads),
-                         kThreads};
+    const RangesCuda ranges = halfbyte::select_ranges("linear_ranges", p, p.dtype, false, whole_);
+    made_.ranges = load(ranges.spec);
+    made_.ranges_grid = ranges.grid;
+    made_.ranges_args = ranges.args;
     made_.params = load(linear_params_kernel(types_, p.op, p.codec.rule));
     made_.params_args.num_scales = p.num_scales;
     const int64_t params =
@@ -237,15 +196,11 @@ class Selection {
     const LinearProblem& p = problem_;
     if (!whole_ || !rows_are_whole()) return false;
     LinearColumnsArgs args{};
-    if (p.scale_strides.outer == 0) {  // channels
-      if (p.inner != 1 || p.scale_strides.axis == 0) return false;
-      args.columns = p.axis;
-      args.axis = args.group = p.outer;
-    } else {
-      args.columns = p.inner;
-      args.axis = p.axis;
-      args.group = p.group_size;
-    }
+    const auto side_by_side = p.as_columns();
+    if (!side_by_side) return false;
+    args.columns = side_by_side->columns;
+    args.axis = side_by_side->axis;
+    args.group = side_by_side->group;
     const int64_t chunk = linear_columns_chunk(element_bytes(), types_.mask);
     if (args.columns % chunk != 0) return false;
     args.bands_per_axis = blocks_for(args.axis, args.group);
@@ -294,15 +249,17 @@ class Selection {
 
 }  // namespace
 
-std::string linear_config(const LinearTypes& types) {
-  return cuda::element_config(types.dtype) +
-         fmt::format(
-             "constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
-             "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, kMask = {}, kTable = "
-             "{};\n",
-             types.bits, static_cast<int>(scale_type(types.scale_dtype)), static_cast<int>(types.zero_type),
-             types.fake, types.mask, types.book.has_value()) +
-         cuda::book_config(types.book ? &*types.book : nullptr);
+cuda::KernelSpec linear_kernel(const char* source, const std::string& name, const LinearTypes& types,
+                               const std::string& lines) {
+  const std::string config = fmt::format(
+      "constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
+      "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, kMask = {}, kTable = {};\n",
+      types.bits, static_cast<int>(scale_type(types.scale_dtype)), static_cast<int>(types.zero_type),
+      types.fake, types.mask, types.book.has_value());
+  return {source, name,
+          "#include \"grouped/linear_args.h\"\n" + fmt::format("#define HALFBYTE_KERNEL {}\n", name) +
+              cuda::config_text(cuda::element_config(types.dtype) + config +
+                                cuda::book_config(types.book ? &*types.book : nullptr) + lines)};
 }
 LinearTypes types_of(const LinearProblem& problem) {
   LinearTypes types;
@@ -356,10 +313,6 @@ cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, form
       "grouped/linear_fused.cu", "fused", types,
       op_config(op) + rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
-cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide) {
-  return kernel_spec("grouped/linear_ranges.cu", "ranges", LinearTypes{.dtype = dtype},
-                     fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide));
-}
 cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule) {
   LinearTypes used = types;
   used.bits = 8;
@@ -392,10 +345,10 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
   common.counts = counts;
   if (selected.params) {
     auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
-    LinearRangesArgs range = selected.ranges_args;
+    RangesArgs range = selected.ranges_args;
     range.x = tensors.x;
     range.ranges = ranges;
-    if (!problem.contiguous) range.strides = device_strides(tensors.x_strides);
+    if (!problem.contiguous) range.groups.strides = device_strides(tensors.x_strides);
     cuda::launch(selected.ranges, selected.ranges_grid, stream, range);
     LinearParamsArgs params = selected.params_args;
     params.common = common;

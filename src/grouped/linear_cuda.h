@@ -17,8 +17,10 @@ struct LinearTypes {
   bool mask = false;                           // fake_quantize writes it
   std::optional<formats::CodeBook> book = {};  // of a table, where it is not integers
 };
-// The lines of "halfbyte_config.h" that linear.cuh needs.
-std::string linear_config(const LinearTypes& types);
+// A kernel whose source includes linear.cuh, with `lines` more of "halfbyte_config.h"; HALFBYTE_KERNEL is its
+// name.
+cuda::KernelSpec linear_kernel(const char* source, const std::string& name, const LinearTypes& types,
+                               const std::string& lines);
 
 LinearTypes types_of(const LinearProblem& problem);
 // wide: 2^31 pieces of work and more.
@@ -28,7 +30,6 @@ cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op);
 // block_batch: 0: lanes share a group; 4 or 8: a block has one, of so many chunks a thread.
 cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
                                      int block_batch);
-cuda::KernelSpec linear_ranges_kernel(DType dtype, bool chunks, bool wide);
 cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule);
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide);
 

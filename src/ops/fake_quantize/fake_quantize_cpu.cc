@@ -58,11 +58,6 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
     }
     return g;
   };
-  const F* edges = nullptr;
-  if constexpr (sizeof(F) == 4)
-    edges = book.edges_f32;
-  else
-    edges = book.edges_f64;
   // Adding and taking away this rounds half to even, and leaves no -0.
   const auto magic = hn::Set(d, F(sizeof(F) == 4 ? 0x1.8p23 : 0x1.8p52));
   auto finite = hn::Zero(d), finite_too = finite;  // NaN where an element is not
@@ -83,10 +78,7 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
       value = hn::Min(g.high, hn::Max(g.low, rounded));
     } else {
       rounded = hn::Div(v, g.scale);
-      value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
-      for (int rank = 0; rank < 15; ++rank)
-        value = hn::IfThenElse(hn::Gt(rounded, hn::Set(d, edges[rank])),
-                               hn::Set(d, static_cast<F>(book.values[book.code_of_rank[rank + 1]])), value);
+      value = nearest_value(d, rounded, book);
     }
     const auto within = kWay == Way::table ? hn::And(hn::Ge(rounded, g.low), hn::Le(rounded, g.high))
                                            : hn::Eq(rounded, value);

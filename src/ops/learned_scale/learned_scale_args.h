@@ -66,13 +66,10 @@ struct LsqColumnsArgs {
 };
 inline constexpr int kLsqThreadRows = 4, kLsqPieceRows = kLsqThreadRows * (kLinearThreads / 32);
 
-// lsq_elements: any groups. With s = (o * groups_axis + a / group_axis) * groups_inner + i the first element
-// of group s is (o, a, i); it has the extents group_outer, group_axis (less at the end of axis), group_inner.
-// A warp has kLsqPieceElements of a group.
+// lsq_elements: any groups; a warp has kLsqPieceElements of one.
 struct LsqElementsArgs {
   LsqCommon common;
-  formats::i64 groups_axis, groups_inner;
-  formats::i64 axis, inner, group_outer, group_axis, group_inner;
+  Groups groups;  // of elements
 };
 inline constexpr int kLsqPieceElements = 1024;
 

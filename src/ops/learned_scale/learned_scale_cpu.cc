@@ -35,18 +35,6 @@ enum class Mode { scale, scale_and_zero, table };
 
 // ---- Elements
 
-// The value of the table nearest to v.
-template <class D, class F = hn::TFromD<D>>
-HWY_INLINE hn::Vec<D> nearest(D d, hn::Vec<D> v, const formats::CodeBook& book) {
-  auto value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
-  for (int i = 0; i < 15; ++i) {
-    const F edge = sizeof(F) == 8 ? static_cast<F>(book.edges_f64[i]) : static_cast<F>(book.edges_f32[i]);
-    value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edge)),
-                           hn::Set(d, static_cast<F>(book.values[book.code_of_rank[i + 1]])), value);
-  }
-  return value;
-}
-
 // Of a vector of elements: whether gradients pass, and what they add to the sums of scale and zero point.
 template <class D>
 struct Terms {
@@ -57,7 +45,7 @@ template <Mode kMode, class D, class V = hn::Vec<D>>
 HWY_INLINE Terms<D> terms_of(D d, V x, V gradient, V scale, V low, V high, const formats::CodeBook& book) {
   const auto v = hn::Div(x, scale);
   const auto place = kMode == Mode::table ? v : hn::Round(v);
-  const auto value = kMode == Mode::table ? nearest(d, v, book) : place;
+  const auto value = kMode == Mode::table ? nearest_value(d, v, book) : place;
   const auto bound = hn::Min(hn::Max(place, low), high);
   const auto passes = hn::Eq(bound, place);  // not NaN
   const auto counts = hn::Eq(place, place);  // likewise

@@ -6,7 +6,6 @@
 
 #include "core/counts.h"
 #include "cuda/clear.h"
-#include "cuda/config.h"
 
 namespace halfbyte {
 
@@ -42,11 +41,6 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
 }
 bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
-cuda::KernelSpec kernel_spec(const char* source, const char* function, const LinearTypes& types,
-                             const std::string& lines) {
-  return {source, function,
-          "#include \"grouped/linear_args.h\"\n" + cuda::config_text(linear_config(types) + lines)};
-}
 std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 
 class Selection {
@@ -81,15 +75,9 @@ class Selection {
   // Groups one behind the other.
   bool select_rows() {
     const LsqProblem& p = problem_;
-    int64_t row = p.axis, group = p.group_size, rows = p.outer;
-    if (p.num_scales == 1 && p.scale_strides.axis == 0) {  // one group: all is the axis
-    } else if (p.scale_strides.outer == 0) {               // channels: rows, where they are the first axis
-      if (p.outer != 1) return false;
-      row = group = p.inner;
-      rows = p.axis;
-    } else if (p.inner != 1) {
-      return false;
-    }
+    const auto along = p.as_rows();
+    if (!along) return false;
+    const auto [rows, row, group] = *along;
     if (!whole_ || row % chunk_ != 0 || (group % chunk_ != 0 && group < row)) return false;
     LsqRowsArgs args{};
     args.row = row / chunk_;
@@ -121,14 +109,11 @@ class Selection {
     const LsqProblem& p = problem_;
     if (!whole_) return false;
     LsqColumnsArgs args{};
-    int64_t columns = p.inner;
-    args.axis = p.axis;
-    args.group = p.group_size;
-    if (p.scale_strides.outer == 0) {  // channels
-      if (p.inner != 1) return false;
-      columns = p.axis;
-      args.axis = args.group = p.outer;
-    }
+    const auto side_by_side = p.as_columns();
+    if (!side_by_side) return false;
+    const int64_t columns = side_by_side->columns;
+    args.axis = side_by_side->axis;
+    args.group = side_by_side->group;
     if (columns % chunk_ != 0) return false;
     args.bands_per_axis = blocks_for(args.axis, args.group);
     args.row = columns / chunk_;
@@ -142,15 +127,8 @@ class Selection {
   void select_elements() {
     const LsqProblem& p = problem_;
     LsqElementsArgs args{};
-    args.axis = p.axis;
-    args.inner = p.inner;
-    args.group_outer = p.scale_strides.outer != 0 ? 1 : p.outer;
-    args.group_axis = p.group_size;
-    args.group_inner = p.scale_strides.inner != 0 ? 1 : p.inner;
-    args.groups_axis = std::max<int64_t>(1, blocks_for(p.axis, p.group_size));
-    args.groups_inner = p.scale_strides.inner != 0 ? std::max<int64_t>(1, p.inner) : 1;
-    const int64_t size = args.group_outer * args.group_axis * args.group_inner;
-    const int64_t pieces = std::max<int64_t>(1, blocks_for(size, kLsqPieceElements));
+    args.groups = p.groups();
+    const int64_t pieces = std::max<int64_t>(1, blocks_for(args.groups.longest(), kLsqPieceElements));
     made_.common.pieces = pieces;
     const int64_t warps = p.num_scales * pieces;
     const bool wide = is_wide(std::max({warps, pieces * kLsqPieceElements, p.num_elements()}));
@@ -198,19 +176,19 @@ class Selection {
 }  // namespace
 
 cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, int levels, bool wide) {
-  return kernel_spec("ops/learned_scale/lsq_rows.cu", "lsq_rows", types,
-                     fmt::format("constexpr int kLevels = {};\n", levels) + wide_config(wide));
+  return linear_kernel("ops/learned_scale/lsq_rows.cu", "lsq_rows", types,
+                       fmt::format("constexpr int kLevels = {};\n", levels) + wide_config(wide));
 }
 cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types, bool wide) {
-  return kernel_spec("ops/learned_scale/lsq_columns.cu", "lsq_columns", types, wide_config(wide));
+  return linear_kernel("ops/learned_scale/lsq_columns.cu", "lsq_columns", types, wide_config(wide));
 }
 cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide) {
-  return kernel_spec("ops/learned_scale/lsq_elements.cu", "lsq_elements", types, wide_config(wide));
+  return linear_kernel("ops/learned_scale/lsq_elements.cu", "lsq_elements", types, wide_config(wide));
 }
 cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types) {
   LinearTypes used = types;
   used.book.reset();
-  return kernel_spec("ops/learned_scale/lsq_totals.cu", "lsq_totals", used, "");
+  return linear_kernel("ops/learned_scale/lsq_totals.cu", "lsq_totals", used, "");
 }
 
 std::shared_ptr<const LsqCuda> select_lsq_cuda(const LsqProblem& problem, int64_t alignment) {

@@ -1,6 +1,7 @@
 // The kernels of linear quantization, listed.
 #include "core/words.h"
 #include "grouped/linear_kernels.h"
+#include "grouped/ranges_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 
 namespace halfbyte {
@@ -94,8 +95,8 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
         {cuda::dtype_key("The dtype of x."),
          cuda::flag_key("elements", "Elements do not lie together in chunks of 16 bytes."), wide_key()}},
        [](const KernelValues& values) {
-         return linear_ranges_kernel(cuda::dtype_of(values), !cuda::is_set(values, "elements"),
-                                     cuda::is_set(values, "wide"));
+         return ranges_kernel("linear_ranges", cuda::dtype_of(values), false,
+                              !cuda::is_set(values, "elements"), cuda::is_set(values, "wide"));
        }},
       {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({rule_key()})},
        [](const KernelValues& values) {
