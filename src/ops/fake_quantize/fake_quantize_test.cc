@@ -13,34 +13,6 @@ using testing::Storage;
 
 constexpr Device kCpu{DeviceKind::cpu, 0};
 
-std::array<void*, 9> memory_of(FakeCase& test) {
-  std::array<void*, 9> memory{};
-  const auto storages = test.all();
-  for (size_t i = 0; i < 9; ++i) memory[i] = storages[i]->bytes.data();
-  return memory;
-}
-
-void expect_equal(const QuantizeStatus& a, const QuantizeStatus& b) {
-  EXPECT_EQ(a.num_nonfinite, b.num_nonfinite);
-  EXPECT_EQ(a.first_nonfinite, b.first_nonfinite);
-  EXPECT_EQ(a.num_unheld_scales, b.num_unheld_scales);
-  EXPECT_EQ(a.num_coarse_scales, b.num_coarse_scales);
-  EXPECT_EQ(a.num_invalid_scales, b.num_invalid_scales);
-  EXPECT_EQ(a.num_invalid_zero_points, b.num_invalid_zero_points);
-}
-void expect_equal(FakeCase& expected, FakeCase& actual) {
-  constexpr const char* kNames[] = {"x",   "mask", "dy",          "scale", "zero_point",
-                                    "min", "max",  "num_batches", "y"};
-  const auto want = expected.all(), got = actual.all();
-  for (size_t i = 0; i < want.size(); ++i) {
-    const auto at = std::ranges::mismatch(want[i]->bytes, got[i]->bytes);
-    if (at.in1 == want[i]->bytes.end()) continue;
-    ADD_FAILURE() << fmt::format("{}: byte {} of {}: {:02x} instead of {:02x}", kNames[i],
-                                 at.in1 - want[i]->bytes.begin() - want[i]->offset, want[i]->bytes.size(),
-                                 *at.in2, *at.in1);
-  }
-}
-
 // The scalar reference on the tensors of a case.
 QuantizeStatus run_reference(FakeCase& test) {
   const FakeQuantizeDescriptor& d = test.descriptor;
@@ -48,7 +20,7 @@ QuantizeStatus run_reference(FakeCase& test) {
                       : d.mask     ? LinearOp::mask_gradients
                                    : LinearOp::backward;
   const LinearProblem problem = fake_quantize_problem(op, kCpu, d, {});
-  const auto data = [&](Storage& storage) -> void* { return storage.at(storage.bytes.data(), kCpu).data; };
+  const auto data = [](Storage& storage) -> void* { return storage.data(); };
   LinearTensors tensors;
   tensors.y = data(test.y);
   tensors.x = test.forward && test.in_place ? tensors.y : data(test.x);
@@ -67,7 +39,6 @@ QuantizeStatus run_reference(FakeCase& test) {
 TEST(FakeQuantize, RandomPlansEqualTheReferenceOnEveryTarget) {
   const int cases = testing::kSanitized ? 500 : 5000;
   uint64_t seed = 1;
-  std::vector<uint64_t> workspace(64);
   testing::for_each_target([&](const char*) {
     if (::testing::Test::HasFailure()) return;
     testing::FakeCases maker(seed++);
@@ -75,10 +46,8 @@ TEST(FakeQuantize, RandomPlansEqualTheReferenceOnEveryTarget) {
       FakeCase expected = maker.next(i % 100 == 0 ? 200000 : 3000), actual = expected;
       const PlanPreference preference{i % 8 == 0 ? 16 : i % 5 == 0 ? 3 : 1};
       const QuantizeStatus want = run_reference(expected);
-      const QuantizeStatus got =
-          testing::run_fake(actual, memory_of(actual), kCpu, workspace.data(), 512, nullptr, preference);
-      expect_equal(want, got);
-      expect_equal(expected, actual);
+      EXPECT_TRUE(testing::same_status(want, testing::run_on_cpu(actual, preference)));
+      EXPECT_TRUE(testing::same_tensors(expected, actual));
       if (::testing::Test::HasFailure()) FAIL() << "case " << i << ": " << expected.text();
     }
   });
@@ -333,9 +302,9 @@ TEST(FakeQuantize, ConversionIsExact) {
     const bool is_unsigned = d.q_min >= 0;
     if (!test.forward || test.in_place || d.format || d.zero_point_dtype == d.state_dtype()) continue;
     if (!is_unsigned && d.q_max > 127) continue;
-    std::vector<uint64_t> workspace(64);
-    const QuantizeStatus status = testing::run_fake(test, memory_of(test), kCpu, workspace.data(), 512);
+    const QuantizeStatus status = testing::run_on_cpu(test);
     if (status.num_nonfinite != 0) continue;
+    std::vector<uint64_t> workspace(64);
     LinearDescriptor linear;
     linear.shape = d.shape;
     linear.granularity = d.granularity;

@@ -2,9 +2,6 @@
 // plans on a device.
 #pragma once
 
-#include <algorithm>
-#include <array>
-
 #include "grouped/testing.h"
 #include "halfbyte/fake_quantize.hpp"
 
@@ -17,6 +14,8 @@ struct FakeCase {
   FakeQuantizeDescriptor descriptor;
   Storage x, mask, dy, scale, zero_point, min, max, num_batches, y;
 
+  static constexpr std::array kNames = {"x",   "mask", "dy",          "scale", "zero_point",
+                                        "min", "max",  "num_batches", "y"};
   std::array<Storage*, 9> all() {
     return {&x, &mask, &dy, &scale, &zero_point, &min, &max, &num_batches, &y};
   }
@@ -33,9 +32,9 @@ struct FakeCase {
   }
 };
 
-class FakeCases {
+class FakeCases : RandomCases {
  public:
-  explicit FakeCases(uint64_t seed) : random_(seed) {}
+  explicit FakeCases(uint64_t seed) : RandomCases(seed) {}
 
   // Shapes of at most about `most` elements.
   FakeCase next(int64_t most) {
@@ -43,15 +42,7 @@ class FakeCases {
     result.forward = random_() % 3 != 0;
     result.in_place = random_() % 3 == 0;
     FakeQuantizeDescriptor& d = result.descriptor;
-    d.shape = shape(most);
-    d.granularity = d.shape.empty() ? Granularity::tensor
-                                    : pick({Granularity::tensor, Granularity::channel, Granularity::group});
-    const int rank = static_cast<int>(d.shape.size());
-    if (rank > 0) d.axis = static_cast<int>(random_() % (2 * d.shape.size())) - rank;
-    if (rank > 0 && random_() % 2) d.axis = -1;
-    if (d.granularity == Granularity::group)
-      d.group_size =
-          pick<int64_t>({1, 7, 8, 16, 32, 64, 100, 128, 256, 1000, below(40) + 1, d.shape.back() + 1});
+    set_groups(d, most);
     d.dtype = kFloatDTypes[random_() % 4];
     d.scale_dtype = random_() % 2 ? d.dtype : DType::f32;
     d.computed = result.forward && random_() % 2;
@@ -104,11 +95,6 @@ class FakeCases {
   }
 
  private:
-  template <class T>
-  T pick(std::initializer_list<T> from) {
-    return *(from.begin() + random_() % from.size());
-  }
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
   static const std::vector<std::array<float, 16>>& tables() {
     static const std::vector<std::array<float, 16>> values = {
         {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6},
@@ -117,48 +103,16 @@ class FakeCases {
     return values;
   }
 
-  std::vector<int64_t> shape(int64_t most) {
-    std::vector<int64_t> result(random_() % 5);
-    int64_t left = most;
-    for (int64_t& extent : result) {
-      extent = pick<int64_t>({0, 1, 2, 3, 8, 16, 31, 32, 64, 72, 128, 200, 256, 1024, below(300) + 1});
-      if (extent == 0 && random_() % 8) extent = 16;
-      extent = std::min(extent, std::max<int64_t>(1, left));
-      left /= std::max<int64_t>(1, extent);
-    }
-    std::shuffle(result.begin(), result.end(), random_);
-    return result;
-  }
-
-  Storage storage(DType dtype, std::vector<int64_t> shape, int64_t align) {
-    Storage result;
-    result.view.dtype = dtype;
-    result.view.shape = std::move(shape);
-    const int64_t num_bytes = contiguous_bytes(dtype, result.view.shape);
-    result.offset = 256 + (align >= 16 ? 0 : align * below(3));
-    if (num_bytes > 0)
-      result.bytes.assign(static_cast<size_t>(result.offset + num_bytes + 256), Storage::kPoison);
-    return result;
-  }
-  static void put(Storage& storage, int64_t index, double value) {
-    Values one;
-    one.dtype = storage.view.dtype;
-    one.push_back(value);
-    std::ranges::copy(one.bytes, storage.bytes.begin() + storage.offset + index * size_of(one.dtype));
-  }
-
   Storage values(const FakeQuantizeDescriptor& d) {
     Storage result = storage(d.dtype, d.shape, d.alignment);
     if (result.bytes.empty()) return result;
-    const Values random = random_values(d.dtype, num_elements(result.view), random_());
-    std::ranges::copy(random.bytes, result.bytes.begin() + result.offset);
-    const auto n = static_cast<int64_t>(random.exact.size());
+    const int64_t n = num_elements(result.view);
+    put(result, 0, random_values(d.dtype, n, random_()));
     if (random_() % 3 == 0)  // NaN, of some payload, and infinities
       for (int64_t k = 0; k < 1 + n / 50; ++k) {
         const int64_t index = below(n);
         put(result, index, pick<double>({NAN, INFINITY, -INFINITY}));
-        result.bytes[static_cast<size_t>(result.offset + index * size_of(d.dtype))] |=
-            static_cast<uint8_t>(random_() % 4);
+        result.data()[index * size_of(d.dtype)] |= static_cast<uint8_t>(random_() % 4);
       }
     return result;
   }
@@ -175,7 +129,7 @@ class FakeCases {
       result.num_batches = storage(DType::i64, {}, 8);
       const bool fresh = random_() % 2;
       const int64_t batches = fresh ? 0 : 3;
-      std::memcpy(result.num_batches.bytes.data() + result.num_batches.offset, &batches, 8);
+      std::memcpy(result.num_batches.data(), &batches, 8);
       for (int64_t i = 0; i < n; ++i) {
         const bool none = fresh || random_() % 8 == 0, broken = !fresh && random_() % 16 == 0;
         const double low = static_cast<double>(below(2000)) / 1e4 - 0.15;
@@ -189,43 +143,13 @@ class FakeCases {
     if (d.computed) return;
     const bool any = random_() % 4 == 0;
     for (int64_t i = 0; i < n; ++i) {
-      double scale =
-          std::exp2(static_cast<double>(below(12)) - 12) * (1 + static_cast<double>(below(100)) / 100);
-      if (any)
-        scale = pick<double>({scale, 0.0, -scale, std::nan(""), static_cast<double>(INFINITY), scale * 1e-37,
-                              scale * 1e37, 1e-44});
-      else if (random_() % 8 == 0)
-        scale = std::exp2(static_cast<double>(below(8)) - 8);
-      put(result.scale, i, scale);
-      if (!d.zero_point_dtype) continue;
-      auto zero = static_cast<double>(d.q_min + below(d.q_max - d.q_min + 1));
-      if (*d.zero_point_dtype == DType::i32) {
-        auto integer = static_cast<int32_t>(zero);
-        if (any && random_() % 4 == 0) integer = static_cast<int32_t>(random_());
-        std::memcpy(result.zero_point.bytes.data() + result.zero_point.offset + 4 * i, &integer, 4);
-      } else {
-        zero += static_cast<double>(below(65)) / 64 - 0.5;
-        if (any && random_() % 4 == 0) zero = pick<double>({NAN, INFINITY, -1e30, 1e3, zero});
-        put(result.zero_point, i, zero);
-      }
+      put(result.scale, i, scale(any));
+      if (d.zero_point_dtype) put_zero_point(result.zero_point, i, d.q_min, d.q_max, any);
     }
   }
-
-  std::mt19937_64 random_;
 };
 
-template <class Op>
-QuantizeStatus run_fake(const FakeCase& test, const typename Op::Args& args, Device device, void* workspace,
-                        int64_t workspace_bytes, void* stream, const PlanPreference& preference) {
-  const auto plan = Plan<Op>::select(device, test.descriptor, preference);
-  EXPECT_GT(plan.workspace_size(), 0);
-  EXPECT_LE(plan.workspace_size(), workspace_bytes);
-  if (const auto error = plan.can_implement(args)) ADD_FAILURE() << error->what();
-  plan.run(stream, workspace, args);
-  return plan.status(workspace, stream);
-}
-// Runs the case with tensors at `memory`, in the order of all().
-inline QuantizeStatus run_fake(const FakeCase& test, const std::array<void*, 9>& memory, Device device,
+inline QuantizeStatus run_case(const FakeCase& test, const std::array<void*, 9>& memory, Device device,
                                void* workspace, int64_t workspace_bytes, void* stream = nullptr,
                                const PlanPreference& preference = {}) {
   const TensorView y = test.y.at(memory[8], device), mask = test.mask.at(memory[1], device),
@@ -234,10 +158,10 @@ inline QuantizeStatus run_fake(const FakeCase& test, const std::array<void*, 9>&
   const TensorView x = in_place && test.forward ? y : test.x.at(memory[0], device);
   if (!test.forward) {
     const TensorView dy = in_place ? y : test.dy.at(memory[2], device);
-    return run_fake<FakeQuantizeBackward>(test, {x, mask, dy, scale, zero, y}, device, workspace,
+    return run_plan<FakeQuantizeBackward>(test.descriptor, {x, mask, dy, scale, zero, y}, device, workspace,
                                           workspace_bytes, stream, preference);
   }
-  return run_fake<FakeQuantize>(test,
+  return run_plan<FakeQuantize>(test.descriptor,
                                 {x, y, scale, zero, mask, test.min.at(memory[5], device),
                                  test.max.at(memory[6], device), test.num_batches.at(memory[7], device)},
                                 device, workspace, workspace_bytes, stream, preference);

@@ -12,22 +12,12 @@ using testing::Storage;
 using Backward = FakeQuantizeLearnedBackward;
 using BackwardPlan = FakeQuantizeLearnedBackwardPlan;
 
-QuantizeStatus run_plan(LsqCase& test, int num_threads) {
-  std::array<void*, 7> memory{};
-  size_t i = 0;
-  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
-  alignas(16) QuantizeStatus workspace;
-  return testing::run_lsq(test, memory, Device{}, &workspace, sizeof workspace, nullptr, {num_threads});
-}
 QuantizeStatus run_reference(LsqCase& test) {
-  std::array<void*, 7> memory{};
-  size_t i = 0;
-  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
   LsqProblem problem;
   static_cast<LinearProblem&>(problem) =
       fake_quantize_problem(LinearOp::backward, Device{}, test.descriptor, {1});
   problem.gradient_scale = test.descriptor.gradient_scale;
-  const Backward::Args args = test.args(memory, Device{});
+  const Backward::Args args = test.args(testing::host_memory(test), Device{});
   LsqTensors tensors;
   tensors.x = args.x.data;
   tensors.dy = args.dy.data;
@@ -39,34 +29,17 @@ QuantizeStatus run_reference(LsqCase& test) {
   return lsq_ref::run(problem, tensors);
 }
 
-// Every byte of every storage, with what lies around the tensors.
-bool same(LsqCase& expected, LsqCase& actual) {
-  constexpr std::array kNames = {"x", "dy", "scale", "zero_point", "dx", "dscale", "dzero_point"};
-  const auto all = actual.all();
-  size_t i = 0;
-  for (const Storage* storage : expected.all()) {
-    if (storage->bytes != all[i]->bytes) {
-      const auto differs = std::mismatch(storage->bytes.begin(), storage->bytes.end(), all[i]->bytes.begin());
-      ADD_FAILURE() << kNames[i] << " byte " << (differs.first - storage->bytes.begin()) - storage->offset
-                    << "\n"
-                    << expected.text();
-      return false;
-    }
-    ++i;
-  }
-  return true;
-}
-
 TEST(FakeQuantizeLearnedBackward, equals_the_reference) {
   testing::for_each_target([&](const char*) {
     LsqCases cases(1);
     for (int i = 0; i < (testing::kSanitized ? 100 : 700); ++i) {
       LsqCase test = cases.next(i % 50 == 0 ? 300000 : i % 4 == 0 ? 6000 : 600);
       LsqCase expected = test;
-      const QuantizeStatus want = run_reference(expected), got = run_plan(test, i % 3 == 0 ? 7 : 1);
+      const QuantizeStatus want = run_reference(expected),
+                           got = testing::run_on_cpu(test, {i % 3 == 0 ? 7 : 1});
       EXPECT_TRUE(testing::same_status(want, got))
           << test.text() << testing::text_of(want) << testing::text_of(got);
-      if (!same(expected, test)) return;
+      ASSERT_TRUE(testing::same_tensors(expected, test));
     }
   });
 }
@@ -106,7 +79,7 @@ Result run(const FakeQuantizeDescriptor& d, const std::vector<double>& x, const 
     test.zero_point = storage_of(d.state_dtype(), d.scale_shape(), zero);
     test.dzero_point = test.dscale;
   }
-  run_plan(test, 1);
+  testing::run_on_cpu(test, {1});
   Result result{doubles(test.dx), doubles(test.dscale), {}};
   if (d.zero_point_dtype) result.dzero = doubles(test.dzero_point);
   return result;

@@ -2,9 +2,6 @@
 // on the CPU beside plans on a device.
 #pragma once
 
-#include <algorithm>
-#include <array>
-
 #include "grouped/linear_args.h"
 #include "grouped/testing.h"
 #include "halfbyte/quantize_linear.hpp"
@@ -17,6 +14,7 @@ struct LinearCase {
   LinearDescriptor descriptor;
   Storage x, dy, codes, scale, zero_point, y;
 
+  static constexpr std::array kNames = {"x", "dy", "codes", "scale", "zero_point", "y"};
   std::array<Storage*, 6> all() { return {&x, &dy, &codes, &scale, &zero_point, &y}; }
   std::string text() const {
     return fmt::format("op {} shape [{}] {} axis {} group {} q [{}, {}] {} {} scale {} zero {} {}{} align {}",
@@ -31,24 +29,16 @@ struct LinearCase {
   }
 };
 
-class LinearCases {
+class LinearCases : RandomCases {
  public:
-  explicit LinearCases(uint64_t seed) : random_(seed) {}
+  explicit LinearCases(uint64_t seed) : RandomCases(seed) {}
 
   // Shapes of at most about `most` elements.
   LinearCase next(int64_t most) {
     LinearCase result;
     result.op = static_cast<LinearOp>(random_() % 3);
     LinearDescriptor& d = result.descriptor;
-    d.shape = shape(most);
-    d.granularity = d.shape.empty() ? Granularity::tensor
-                                    : pick({Granularity::tensor, Granularity::channel, Granularity::group});
-    const int rank = static_cast<int>(d.shape.size());
-    if (rank > 0) d.axis = static_cast<int>(random_() % (2 * d.shape.size())) - rank;
-    if (rank > 0 && random_() % 2) d.axis = -1;
-    if (d.granularity == Granularity::group)
-      d.group_size =
-          pick<int64_t>({1, 7, 8, 16, 32, 64, 100, 128, 256, 1000, below(40) + 1, d.shape.back() + 1});
+    set_groups(d, most);
     d.dtype = kFloatDTypes[random_() % 4];
     d.code_dtype = pick({DType::i8, DType::u8, DType::i4, DType::u4});
     d.scale_dtype = random_() % 2 ? d.dtype : DType::f32;
@@ -93,25 +83,6 @@ class LinearCases {
   }
 
  private:
-  template <class T>
-  T pick(std::initializer_list<T> from) {
-    return *(from.begin() + random_() % from.size());
-  }
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-
-  std::vector<int64_t> shape(int64_t most) {
-    std::vector<int64_t> result(random_() % 5);
-    int64_t left = most;
-    for (int64_t& extent : result) {
-      extent = pick<int64_t>({0, 1, 2, 3, 8, 16, 31, 32, 64, 72, 128, 200, 256, 1024, below(300) + 1});
-      if (extent == 0 && random_() % 8) extent = 16;
-      extent = std::min(extent, std::max<int64_t>(1, left));
-      left /= std::max<int64_t>(1, extent);
-    }
-    std::shuffle(result.begin(), result.end(), random_);
-    return result;
-  }
-
   // Strides whose axes before and behind `axis` can be walked as one: the three lie in memory in any order.
   std::vector<int64_t> strides(const LinearDescriptor& d) {
     const size_t rank = d.shape.size(),
@@ -152,9 +123,7 @@ class LinearCases {
       num_bytes = (elements + 1) * size_of(dtype);
     }
     const int64_t align = walked ? d.alignment : is_packed(dtype) ? 1 : size_of(dtype);
-    result.offset = 256 + (walked && align >= 16 ? 0 : align * below(3));
-    if (num_bytes > 0)
-      result.bytes.assign(static_cast<size_t>(result.offset + num_bytes + 256), Storage::kPoison);
+    result.allocate(num_bytes, walked && align >= 16 ? 0 : align * below(3));
     return result;
   }
   // Calls set(index, offset) for each element: row-major index, offset in elements.
@@ -209,68 +178,35 @@ class LinearCases {
     if (d.zero_point_dtype) result.zero_point = storage(d, *d.zero_point_dtype, d.scale_shape(), false);
     if (d.computed) return;
     const int64_t n = num_elements(result.scale.view);
-    Values scales;
-    scales.dtype = d.scale_dtype;
     const bool any = random_() % 4 == 0;
-    for (int64_t i = 0; i < n; ++i) {
-      double scale =
-          std::exp2(static_cast<double>(below(12)) - 12) * (1 + static_cast<double>(below(100)) / 100);
-      if (any) {
-        scale = pick<double>({scale, 0.0, -scale, std::nan(""), static_cast<double>(INFINITY), scale * 1e-37,
-                              scale * 1e37, 1e-44});
-      } else if (random_() % 8 == 0) {
-        scale = std::exp2(static_cast<double>(below(8)) - 8);
-      }
-      scales.push_back(scale);
-    }
-    std::copy(scales.bytes.begin(), scales.bytes.end(), result.scale.bytes.begin() + result.scale.offset);
+    for (int64_t i = 0; i < n; ++i) put(result.scale, i, scale(any));
     if (!d.zero_point_dtype) return;
-    auto* const bytes = result.zero_point.bytes.data() + result.zero_point.offset;
-    if (*d.zero_point_dtype == DType::i32) {
-      for (int64_t i = 0; i < n; ++i) {
-        auto zero = static_cast<int32_t>(d.q_min + below(d.q_max - d.q_min + 1));
-        if (any && random_() % 4 == 0) zero = static_cast<int32_t>(random_());
-        std::memcpy(bytes + 4 * i, &zero, 4);
-      }
-    } else {
-      for (int64_t i = 0; i < contiguous_bytes(*d.zero_point_dtype, result.zero_point.view.shape); ++i)
-        bytes[i] = static_cast<uint8_t>(random_());
-    }
+    if (*d.zero_point_dtype == DType::i32)
+      for (int64_t i = 0; i < n; ++i) put_zero_point(result.zero_point, i, d.q_min, d.q_max, any);
+    else
+      for (int64_t i = 0; i < result.zero_point.num_bytes(); ++i)
+        result.zero_point.data()[i] = static_cast<uint8_t>(random_());
   }
-
-  std::mt19937_64 random_;
 };
 
-// Runs the case with tensors at `memory`, in the order of all(). The workspace is poisoned before.
-template <class Op>
-QuantizeStatus run_linear(const LinearCase& test, const typename Op::Args& args, Device device,
-                          void* workspace, int64_t workspace_bytes, void* stream,
-                          const PlanPreference& preference) {
-  const auto plan = Plan<Op>::select(device, test.descriptor, preference);
-  EXPECT_GT(plan.workspace_size(), 0);
-  EXPECT_LE(plan.workspace_size(), workspace_bytes);
-  if (const auto error = plan.can_implement(args)) ADD_FAILURE() << error->what();
-  plan.run(stream, workspace, args);
-  return plan.status(workspace, stream);
-}
-inline QuantizeStatus run_linear(const LinearCase& test, const std::array<void*, 6>& memory, Device device,
-                                 void* workspace, int64_t workspace_bytes, void* stream = nullptr,
-                                 const PlanPreference& preference = {}) {
+inline QuantizeStatus run_case(const LinearCase& test, const std::array<void*, 6>& memory, Device device,
+                               void* workspace, int64_t workspace_bytes, void* stream = nullptr,
+                               const PlanPreference& preference = {}) {
   const TensorView x = test.x.at(memory[0], device), dy = test.dy.at(memory[1], device),
                    codes = test.codes.at(memory[2], device), scale = test.scale.at(memory[3], device),
                    zero = test.zero_point.at(memory[4], device), y = test.y.at(memory[5], device);
   switch (test.op) {
     case LinearOp::quantize:
-      return run_linear<QuantizeLinear>(test, {x, codes, scale, zero}, device, workspace, workspace_bytes,
-                                        stream, preference);
+      return run_plan<QuantizeLinear>(test.descriptor, {x, codes, scale, zero}, device, workspace,
+                                      workspace_bytes, stream, preference);
     case LinearOp::dequantize:
-      return run_linear<DequantizeLinear>(test, {codes, scale, zero, y}, device, workspace, workspace_bytes,
-                                          stream, preference);
+      return run_plan<DequantizeLinear>(test.descriptor, {codes, scale, zero, y}, device, workspace,
+                                        workspace_bytes, stream, preference);
     default:
       break;
   }
-  return run_linear<QuantizeLinearBackward>(test, {x, dy, scale, zero, y}, device, workspace, workspace_bytes,
-                                            stream, preference);
+  return run_plan<QuantizeLinearBackward>(test.descriptor, {x, dy, scale, zero, y}, device, workspace,
+                                          workspace_bytes, stream, preference);
 }
 
 }  // namespace halfbyte::testing
