@@ -13,14 +13,20 @@ import sys
 from os.path import relpath
 from pathlib import Path
 
-# Our own headers: files -> the includes they may have. First match wins; {op} is the file's op folder.
+# The ops that walk grouped tensors, and so may include src/grouped.
+GROUPED_OPS = {"quantize_linear", "fake_quantize", "learned_scale", "observe"}
+
+# Our own headers: files -> the includes they may have. First match wins; {op} is the file's op folder, with
+# "|grouped" behind it for GROUPED_OPS.
 LAYERS = [
     (r"include/halfbyte/", r"halfbyte/"),
     # Freestanding: NVRTC compiles these.
     (r"src/formats/\w+\.h$", r"formats/"),
-    (r"src/ops/(?P<op>\w+)/[\w/]+_args\.h$", r"formats/|ops/{op}/[\w/]+_args\.h$"),  # what a kernel takes: shared with the host
+    (r"src/ops/(?P<op>\w+)/[\w/]+_args\.h$", r"formats/|(ops/{op})/[\w/]+_args\.h$"),  # what a kernel takes: shared with the host
     (r"src/cuda/device/", r"(formats|cuda/device)/"),
-    (r"src/ops/(?P<op>\w+)/[\w/]+\.cuh?$", r"(formats|cuda/device)/|ops/{op}/[\w/]+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
+    (r"src/ops/(?P<op>\w+)/[\w/]+\.cuh?$", r"(formats|cuda/device)/|(ops/{op})/[\w/]+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
+    (r"src/grouped/\w+_args\.h$", r"formats/|grouped/\w+_args\.h$"),
+    (r"src/grouped/\w+\.cuh?$", r"(formats|cuda/device)/|grouped/\w+(_args\.h|\.cuh)$|halfbyte_config\.h$"),
     (r"src/benchmark/\w+_args\.h$", r"formats/"),
     (r"src/benchmark/\w+\.cu$", r"(formats|cuda/device)/|benchmark/\w+_args\.h$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
@@ -28,6 +34,10 @@ LAYERS = [
     (r"src/cpu/", r"(halfbyte|formats|core|cpu)/"),
     (r"src/cuda/\w+_test\.cc$", r"(halfbyte|core|cuda)/|io/test_directory\.h$"),
     (r"src/cuda/", r"(halfbyte|formats|core|cuda)/"),
+    (r"src/grouped/\w+(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|grouped)/"),
+    (r"src/grouped/\w+_(cuda|kernels)\.(cc|h)$", r"(halfbyte|formats|core|cuda|grouped)/"),
+    (r"src/grouped/testing\.h$", r"(halfbyte|formats|core|grouped)/|ops/testing\.h$"),
+    (r"src/grouped/", r"(halfbyte|formats|core|grouped)/|cpu/parallel\.h$"),
     (r"src/ops/(?P<op>\w+)/.*(_cpu\.cc|-inl\.h)$", r"(halfbyte|formats|core|cpu|ops/{op})/"),
     (r"src/ops/(?P<op>\w+)/.*_(cuda\.cc|cuda\.h|kernels\.cc)$", r"(halfbyte|formats|core|cuda|ops/{op})/"),
     (r"src/ops/\w+/\w+_bench\.cc$", r"halfbyte/|benchmark/problem\.h$"),  # a table: through the public headers
@@ -50,7 +60,7 @@ LAYERS = [
 SHARED_FOLDER = "weight"
 
 TESTING = r".*(_test\.cc|/testing\.h|/test_\w+\.h)$|tests/"
-FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(ops|benchmark)/[\w/]+_args\.h$|.*\.cuh?$"
+FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(grouped|ops|benchmark)/[\w/]+_args\.h$|.*\.cuh?$"
 
 # Headers of others: includes -> the files that may have them. First match wins; no match is refused, so
 # a toolkit header is.
@@ -98,7 +108,8 @@ LISTED_BY_NAME = r"tests/\w+_test\.py$|examples/cpp/"
 def allowed_layer(path):
     for files, includes in LAYERS:
         if match := re.match(files, path):
-            return includes.format(**match.groupdict())
+            op = match.groupdict().get("op", "")
+            return includes.format(op=op + "|grouped" if op in GROUPED_OPS else op)
     return r"(?!)"
 
 
@@ -110,7 +121,7 @@ def is_of_another_variant(path, header):
 
 def check_include(path, bracket, header):
     """The finding about one #include of the file `path`, or None."""
-    own = bracket == '"' or re.match(r"(halfbyte|formats|core|cpu|cuda|ops|io|capi)/", header)
+    own = bracket == '"' or re.match(r"(halfbyte|formats|core|cpu|cuda|grouped|ops|io|capi)/", header)
     if own and not header.startswith("hwy/"):  # Highway's own examples write "hwy/highway.h"
         if is_of_another_variant(path, header):
             return f"{header} is of a variant: only its own files may include it"

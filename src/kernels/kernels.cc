@@ -10,6 +10,8 @@
 #include "ops/affine_qdq/affine_qdq_cuda.h"
 #include "ops/compute_qparams/compute_qparams_cuda.h"
 #include "ops/dequantize/dequantize_cuda.h"
+#include "ops/fake_quantize/fake_quantize_cuda.h"
+#include "ops/learned_scale/learned_scale_cuda.h"
 #include "ops/observe/observe_cuda.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/quantize/quantize_cuda.h"
@@ -30,6 +32,7 @@ std::vector<Kernel> make_table() {
            dequantize_kernels(),
            quantize_linear_kernels(),
            fake_quantize_kernels(),
+           learned_scale_kernels(),
            observe_kernels(),
            compute_qparams_kernels(),
            affine_qdq_kernels(),

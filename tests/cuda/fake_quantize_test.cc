@@ -1,6 +1,6 @@
 // Fake quantization on a device: the bytes of the CPU for random descriptors, in place, in graphs.
-#include "harness.h"
-#include "ops/quantize_linear/fake_quantize_testing.h"
+#include "on_device.h"
+#include "ops/fake_quantize/fake_quantize_testing.h"
 
 namespace halfbyte {
 namespace {
@@ -8,80 +8,8 @@ namespace {
 using testing::FakeCase;
 using testing::FakeCases;
 using testing::kCuda;
+using testing::OnDevice;
 using testing::Storage;
-using Addresses = std::array<void*, 9>;
-
-constexpr int64_t kWorkspace = int64_t{1} << 22;
-
-Addresses host_memory(FakeCase& test) {
-  Addresses memory{};
-  size_t i = 0;
-  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
-  return memory;
-}
-QuantizeStatus run_on_cpu(FakeCase& test) {
-  alignas(16) QuantizeStatus workspace;
-  return testing::run_fake(test, host_memory(test), Device{}, &workspace, sizeof workspace);
-}
-
-::testing::AssertionResult same(FakeCase& cpu, FakeCase& cuda) {
-  constexpr std::array kNames = {"x", "mask", "dy", "scale", "zero_point", "min", "max", "num_batches", "y"};
-  const auto all = cuda.all();
-  size_t i = 0;
-  for (const Storage* storage : cpu.all()) {
-    const auto result =
-        testing::same_bytes(kNames[i], storage->bytes.data(), all[i]->bytes.data(), storage->bytes.size());
-    if (!result) return result;
-    ++i;
-  }
-  return ::testing::AssertionSuccess();
-}
-
-// The tensors of a case on the device, one behind the other in memory that is kept.
-class OnDevice {
- public:
-  explicit OnDevice(int64_t num_bytes) : arena_(kCuda, num_bytes), workspace_(kCuda, kWorkspace) {}
-
-  Addresses upload(FakeCase& test) {
-    Addresses memory{};
-    int64_t at = 0;
-    size_t i = 0;
-    for (const Storage* storage : test.all()) {
-      memory[i] = arena_.data() + at;
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      if (at + size > arena_.num_bytes()) throw std::runtime_error("arena");
-      copy(kCuda, memory[i++], storage->bytes.data(), size);
-      at += (size + 255) / 256 * 256;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::fill(workspace_.data(), 0xA5, 4096, nullptr);
-    return memory;
-  }
-  void download(FakeCase& test, const Addresses& memory) {
-    size_t i = 0;
-    for (Storage* storage : test.all())
-      copy(kCuda, storage->bytes.data(), memory[i++], static_cast<int64_t>(storage->bytes.size()));
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-  }
-  void* workspace() const { return workspace_.data(); }
-
- private:
-  Memory arena_, workspace_;
-};
-
-// Runs a case on both; false where they differ.
-bool compare(FakeCase& test, OnDevice& device) {
-  FakeCase cpu = test;
-  const Addresses memory = device.upload(test);
-  const QuantizeStatus on_cuda = testing::run_fake(test, memory, kCuda, device.workspace(), kWorkspace);
-  device.download(test, memory);
-  const QuantizeStatus on_cpu = run_on_cpu(cpu);
-  EXPECT_TRUE(same(cpu, test)) << test.text();
-  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda))
-      << test.text() << "\nCPU  " << testing::text_of(on_cpu) << "\nCUDA " << testing::text_of(on_cuda);
-  return !::testing::Test::HasFailure();
-}
 
 // 16 parts, so that processes can share them.
 class FakeQuantizeRandom : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
@@ -199,36 +127,7 @@ TEST_F(SanitizeFakeQuantize, every_kernel) {
     random.fill(test);
     cases.push_back(test);
   }
-  for (FakeCase& test : cases) {
-    SCOPED_TRACE(test.text());
-    FakeCase cpu = test;
-    std::vector<Memory> memories;
-    Addresses memory{};
-    size_t i = 0;
-    for (Storage* storage : test.all()) {  // without what lies around
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      const int64_t used = size == 0 ? 0 : size - storage->offset - 256, shift = storage->offset % 256;
-      memories.emplace_back(kCuda, used + shift);
-      std::byte* const at = memories.back().data() + shift;
-      if (used > 0) copy(kCuda, at, storage->bytes.data() + storage->offset, used);
-      memory[i++] = used > 0 ? at - storage->offset : nullptr;
-    }
-    const Memory workspace(kCuda, kWorkspace);
-    const QuantizeStatus status = testing::run_fake(test, memory, kCuda, workspace.data(), kWorkspace);
-    const QuantizeStatus expected = run_on_cpu(cpu);
-    i = 0;
-    for (Storage* storage : test.all()) {
-      if (!storage->bytes.empty())
-        copy(kCuda, storage->bytes.data() + storage->offset,
-             static_cast<std::byte*>(memory[i]) + storage->offset,
-             static_cast<int64_t>(storage->bytes.size()) - storage->offset - 256);
-      ++i;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-    EXPECT_TRUE(same(cpu, test));
-    EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
-  }
+  for (FakeCase& test : cases) testing::compare_exact(test, OnDevice::kWorkspace);
 }
 
 // Captured once and replayed with other data: the state of the observer goes on from where it was.
@@ -250,7 +149,7 @@ TEST_F(FakeQuantizeShapes, graphs_replay_with_new_data) {
       random.fill(test);
       OnDevice device(int64_t{1} << 24);
       const Stream stream(kCuda);
-      const Addresses memory = device.upload(test);
+      const auto memory = device.upload(test);
       const auto plan = FakeQuantizePlan::select(kCuda, d);
       const auto at = [&](const Storage& storage, size_t i) { return storage.at(memory[i], kCuda); };
       const FakeQuantize::Args args{at(test.x, 0),          at(test.y, 8),          at(test.scale, 3),
@@ -264,8 +163,7 @@ TEST_F(FakeQuantizeShapes, graphs_replay_with_new_data) {
         graph.launch(stream.handle());
         const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
         device.download(test, memory);
-        EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status)) << test.text();
-        EXPECT_TRUE(same(cpu, test)) << test.text();
+        testing::expect_same(cpu, test, status);
         std::reverse(test.x.bytes.begin() + 256, test.x.bytes.end() - 256);
         cpu.x = test.x;
         copy(kCuda, memory[0], test.x.bytes.data(), static_cast<int64_t>(test.x.bytes.size()));

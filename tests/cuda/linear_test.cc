@@ -2,8 +2,8 @@
 // refused.
 #include <thread>
 
-#include "harness.h"
-#include "ops/quantize_linear/linear_testing.h"
+#include "on_device.h"
+#include "ops/quantize_linear/quantize_linear_testing.h"
 
 namespace halfbyte {
 namespace {
@@ -11,85 +11,8 @@ namespace {
 using testing::kCuda;
 using testing::LinearCase;
 using testing::LinearCases;
+using testing::OnDevice;
 using testing::Storage;
-
-constexpr int64_t kWorkspace = int64_t{1} << 22;
-
-// The tensors of a case on the device, one behind the other in memory that is kept, or each in an allocation
-// without anything around it.
-class OnDevice {
- public:
-  explicit OnDevice(int64_t num_bytes) : arena_(kCuda, num_bytes), workspace_(kCuda, kWorkspace) {}
-
-  // The memory of each tensor, whole storages.
-  std::array<void*, 6> upload(LinearCase& test) {
-    std::array<void*, 6> memory{};
-    int64_t at = 0;
-    size_t i = 0;
-    for (const Storage* storage : test.all()) {
-      memory[i] = arena_.data() + at;
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      if (at + size > arena_.num_bytes()) throw std::runtime_error("arena");
-      copy(kCuda, memory[i++], storage->bytes.data(), size);
-      at += (size + 255) / 256 * 256;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::fill(workspace_.data(), 0xA5, 4096, nullptr);
-    return memory;
-  }
-  void* workspace() const { return workspace_.data(); }
-  void download(LinearCase& test, const std::array<void*, 6>& memory) {
-    size_t i = 0;
-    for (Storage* storage : test.all())
-      copy(kCuda, storage->bytes.data(), memory[i++], static_cast<int64_t>(storage->bytes.size()));
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-  }
-
- private:
-  Memory arena_, workspace_;
-};
-
-std::array<void*, 6> host_memory(LinearCase& test) {
-  std::array<void*, 6> memory{};
-  size_t i = 0;
-  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
-  return memory;
-}
-
-QuantizeStatus run_on_cpu(LinearCase& test) {
-  alignas(16) QuantizeStatus workspace;
-  return testing::run_linear(test, host_memory(test), Device{}, &workspace, sizeof workspace);
-}
-
-// A NaN that is decoded need not have the same payload: there is none here, scales are finite where they
-// count.
-::testing::AssertionResult same(LinearCase& cpu, LinearCase& cuda) {
-  constexpr std::array kNames = {"x", "dy", "codes", "scale", "zero_point", "y"};
-  const auto all = cuda.all();
-  size_t i = 0;
-  for (const Storage* storage : cpu.all()) {
-    const auto result =
-        testing::same_bytes(kNames[i], storage->bytes.data(), all[i]->bytes.data(), storage->bytes.size());
-    if (!result) return result;
-    ++i;
-  }
-  return ::testing::AssertionSuccess();
-}
-
-// Runs a case on both; false where they differ.
-bool compare(LinearCase& test, OnDevice& device, void* stream = nullptr) {
-  LinearCase cpu = test;
-  const auto memory = device.upload(test);
-  const QuantizeStatus on_cuda =
-      testing::run_linear(test, memory, kCuda, device.workspace(), kWorkspace, stream);
-  device.download(test, memory);
-  const QuantizeStatus on_cpu = run_on_cpu(cpu);
-  EXPECT_TRUE(same(cpu, test)) << test.text();
-  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda))
-      << test.text() << "\nCPU  " << testing::text_of(on_cpu) << "\nCUDA " << testing::text_of(on_cuda);
-  return !::testing::Test::HasFailure();
-}
 
 // 16 parts, so that processes can share them.
 class Linear : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
@@ -166,65 +89,18 @@ TEST_F(SanitizeLinear, every_kernel) {
     random.fill(test);
     cases.push_back(test);
   }
-  for (LinearCase& test : cases) {
-    SCOPED_TRACE(test.text());
-    LinearCase cpu = test;
-    std::vector<Memory> memories;
-    std::array<void*, 6> memory{};
-    size_t i = 0;
-    for (Storage* storage : test.all()) {  // without what lies around
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      const int64_t used = size == 0 ? 0 : size - storage->offset - 256, shift = storage->offset % 256;
-      memories.emplace_back(kCuda, used + shift);
-      std::byte* const at = memories.back().data() + shift;
-      if (used > 0) copy(kCuda, at, storage->bytes.data() + storage->offset, used);
-      memory[i++] = used > 0 ? at - storage->offset : nullptr;
-    }
-    const Memory workspace(kCuda, kWorkspace);
-    const QuantizeStatus status = testing::run_linear(test, memory, kCuda, workspace.data(), kWorkspace);
-    const QuantizeStatus expected = run_on_cpu(cpu);
-    i = 0;
-    for (Storage* storage : test.all()) {
-      if (!storage->bytes.empty())
-        copy(kCuda, storage->bytes.data() + storage->offset,
-             static_cast<std::byte*>(memory[i]) + storage->offset,
-             static_cast<int64_t>(storage->bytes.size()) - storage->offset - 256);
-      ++i;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-    EXPECT_TRUE(same(cpu, test));
-    EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
-  }
+  for (LinearCase& test : cases) testing::compare_exact(test, OnDevice::kWorkspace);
 }
 
 // ---- Graphs
 
-// Captures a run of the case, replays it with its data, with other data, and again.
 template <class Op, class MakeArgs>
-void replay(LinearCase test, const MakeArgs& make_args) {
-  SCOPED_TRACE(test.text());
+void replay(LinearCase& test, const MakeArgs& make_args) {
   OnDevice device(int64_t{1} << 24);
-  const Stream stream(kCuda);
   LinearCase other = test;
   for (Storage* storage : {&other.x, &other.dy, &other.codes})  // of the same size; gaps too
     std::reverse(storage->bytes.begin(), storage->bytes.end());
-  const auto memory = device.upload(test);
-  const auto plan = Plan<Op>::select(kCuda, test.descriptor);
-  const typename Op::Args args = make_args(test, memory);
-  testing::Graph graph;
-  cuda::synchronize(nullptr);
-  graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
-  for (LinearCase* round : {&test, &other, &test}) {
-    LinearCase cpu = *round, result = *round;
-    device.upload(*round);
-    cuda::synchronize(nullptr);
-    graph.launch(stream.handle());
-    const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
-    device.download(result, memory);
-    EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
-    EXPECT_TRUE(same(cpu, result));
-  }
+  testing::replay<Op>(device, test, other, [&](const auto& memory) { return make_args(test, memory); });
 }
 
 TEST_F(LinearShapes, graphs_replay_with_new_data) {
@@ -284,8 +160,7 @@ TEST_F(LinearShapes, threads_share_a_plan) {
                   {}});
         const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
         device.download(test, memory);
-        EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
-        EXPECT_TRUE(same(cpu, test));
+        testing::expect_same(cpu, test, status);
       }
     });
   for (std::thread& thread : threads) thread.join();

@@ -1,7 +1,7 @@
 // The gradients of learned scales on a device: the bytes of the CPU for random descriptors, every kernel,
 // graphs.
-#include "harness.h"
-#include "ops/quantize_linear/lsq_testing.h"
+#include "on_device.h"
+#include "ops/learned_scale/learned_scale_testing.h"
 
 namespace halfbyte {
 namespace {
@@ -9,77 +9,8 @@ namespace {
 using testing::kCuda;
 using testing::LsqCase;
 using testing::LsqCases;
-using testing::Storage;
+using testing::OnDevice;
 using LearnedPlan = FakeQuantizeLearnedBackwardPlan;
-
-constexpr int64_t kWorkspace = int64_t{1} << 22;
-
-// The tensors of a case on the device, one behind the other, in memory that is kept.
-class OnDevice {
- public:
-  explicit OnDevice(int64_t num_bytes) : arena_(kCuda, num_bytes), workspace_(kCuda, kWorkspace) {}
-
-  std::array<void*, 7> upload(LsqCase& test) {
-    std::array<void*, 7> memory{};
-    int64_t at = 0;
-    size_t i = 0;
-    for (const Storage* storage : test.all()) {
-      memory[i] = arena_.data() + at;
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      if (at + size > arena_.num_bytes()) throw std::runtime_error("arena");
-      copy(kCuda, memory[i++], storage->bytes.data(), size);
-      at += (size + 255) / 256 * 256;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::fill(workspace_.data(), 0xA5, kWorkspace, nullptr);
-    return memory;
-  }
-  void* workspace() const { return workspace_.data(); }
-  void download(LsqCase& test, const std::array<void*, 7>& memory) {
-    size_t i = 0;
-    for (Storage* storage : test.all())
-      copy(kCuda, storage->bytes.data(), memory[i++], static_cast<int64_t>(storage->bytes.size()));
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-  }
-
- private:
-  Memory arena_, workspace_;
-};
-
-QuantizeStatus run_on_cpu(LsqCase& test) {
-  std::array<void*, 7> memory{};
-  size_t i = 0;
-  for (Storage* storage : test.all()) memory[i++] = storage->bytes.data();
-  alignas(16) QuantizeStatus workspace;
-  return testing::run_lsq(test, memory, Device{}, &workspace, sizeof workspace);
-}
-
-::testing::AssertionResult same(LsqCase& cpu, LsqCase& cuda) {
-  constexpr std::array kNames = {"x", "dy", "scale", "zero_point", "dx", "dscale", "dzero_point"};
-  const auto all = cuda.all();
-  size_t i = 0;
-  for (const Storage* storage : cpu.all()) {
-    const auto result =
-        testing::same_bytes(kNames[i], storage->bytes.data(), all[i]->bytes.data(), storage->bytes.size());
-    if (!result) return result;
-    ++i;
-  }
-  return ::testing::AssertionSuccess();
-}
-
-// Runs a case on both; false where they differ.
-bool compare(LsqCase& test, OnDevice& device) {
-  LsqCase cpu = test;
-  const auto memory = device.upload(test);
-  const QuantizeStatus on_cuda = testing::run_lsq(test, memory, kCuda, device.workspace(), kWorkspace);
-  device.download(test, memory);
-  const QuantizeStatus on_cpu = run_on_cpu(cpu);
-  EXPECT_TRUE(same(cpu, test)) << test.text();
-  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda))
-      << test.text() << "\nCPU  " << testing::text_of(on_cpu) << "\nCUDA " << testing::text_of(on_cuda);
-  return !::testing::Test::HasFailure();
-}
 
 // 8 parts, so that processes can share them.
 class Lsq : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
@@ -188,66 +119,19 @@ TEST_F(SanitizeLsq, every_kernel) {
   for (LsqCase& test : usual_cases(2, 9000, {8992})) cases.push_back(std::move(test));
   LsqCases random(11);
   for (int i = 0; i < 60; ++i) cases.push_back(random.next(200));
-  for (LsqCase& test : cases) {
-    SCOPED_TRACE(test.text());
-    LsqCase cpu = test;
-    std::vector<Memory> memories;
-    std::array<void*, 7> memory{};
-    size_t i = 0;
-    for (Storage* storage : test.all()) {  // without what lies around
-      const auto size = static_cast<int64_t>(storage->bytes.size());
-      const int64_t used = size == 0 ? 0 : size - storage->offset - 256, shift = storage->offset % 256;
-      memories.emplace_back(kCuda, used + shift);
-      std::byte* const at = memories.back().data() + shift;
-      if (used > 0) copy(kCuda, at, storage->bytes.data() + storage->offset, used);
-      memory[i++] = used > 0 ? at - storage->offset : nullptr;
-    }
-    const auto plan = LearnedPlan::select(kCuda, test.descriptor);
-    const Memory workspace(kCuda, plan.workspace_size());
-    plan.run(nullptr, workspace.data(), test.args(memory, kCuda));
-    const QuantizeStatus status = plan.status(workspace.data());
-    const QuantizeStatus expected = run_on_cpu(cpu);
-    i = 0;
-    for (Storage* storage : test.all()) {
-      if (!storage->bytes.empty())
-        copy(kCuda, storage->bytes.data() + storage->offset,
-             static_cast<std::byte*>(memory[i]) + storage->offset,
-             static_cast<int64_t>(storage->bytes.size()) - storage->offset - 256);
-      ++i;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-    EXPECT_TRUE(same(cpu, test));
-    EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
-  }
+  for (LsqCase& test : cases)
+    testing::compare_exact(test, LearnedPlan::select(kCuda, test.descriptor).workspace_size());
 }
 
-// Captures a run of a case of each kernel, replays it with its data, with other data, and again.
 TEST_F(LsqShapes, graphs_replay_with_new_data) {
   const cuda::Scope scope(cuda::context(kCuda.index));
   OnDevice device(int64_t{1} << 26);
   for (LsqCase& test : usual_cases(24, 9216, {64, 1000})) {
     if (test.descriptor.dtype != DType::bf16 || test.in_place) continue;
-    SCOPED_TRACE(test.text());
     LsqCase other = test;
     std::reverse(other.x.bytes.begin(), other.x.bytes.end());  // of the same size; gaps too
-    const Stream stream(kCuda);
-    const auto memory = device.upload(test);
-    const auto plan = LearnedPlan::select(kCuda, test.descriptor);
-    const auto args = test.args(memory, kCuda);
-    testing::Graph graph;
-    cuda::synchronize(nullptr);
-    graph.capture(stream.handle(), [&] { plan.run(stream.handle(), device.workspace(), args); });
-    for (LsqCase* round : {&test, &other, &test}) {
-      LsqCase cpu = *round, result = *round;
-      device.upload(*round);
-      cuda::synchronize(nullptr);
-      graph.launch(stream.handle());
-      const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
-      device.download(result, memory);
-      EXPECT_TRUE(testing::same_status(run_on_cpu(cpu), status));
-      EXPECT_TRUE(same(cpu, result));
-    }
+    testing::replay<FakeQuantizeLearnedBackward>(
+        device, test, other, [&](const auto& memory) { return test.args(memory, kCuda); });
   }
 }
 

@@ -1,7 +1,7 @@
 // Observers and their scales on a device: the bytes of the CPU for random descriptors, graphs, large tensors.
 #include <thread>
 
-#include "harness.h"
+#include "on_device.h"
 #include "ops/compute_qparams/compute_qparams_testing.h"
 #include "ops/observe/observe_testing.h"
 
@@ -11,56 +11,8 @@ namespace {
 using testing::kCuda;
 using testing::ObserveCase;
 using testing::ObserveCases;
-using testing::ObserveTensor;
-
-constexpr int64_t kWorkspace = int64_t{1} << 24;
-
-// The tensors of a case on the device, whole storages one behind the other in memory that is kept.
-class OnDevice {
- public:
-  explicit OnDevice(int64_t num_bytes) : arena_(kCuda, num_bytes), workspace_(kCuda, kWorkspace) {}
-
-  std::array<void*, 4> upload(ObserveCase& test) {
-    std::array<void*, 4> memory{};
-    int64_t at = 0;
-    size_t i = 0;
-    for (const ObserveTensor* tensor : test.all()) {
-      memory[i] = arena_.data() + at;
-      const auto size = static_cast<int64_t>(tensor->bytes.size());
-      if (at + size > arena_.num_bytes()) throw std::runtime_error("arena");
-      copy(kCuda, memory[i++], tensor->bytes.data(), size);
-      at += (size + 255) / 256 * 256;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::fill(workspace_.data(), 0xA5, 1 << 16, nullptr);
-    return memory;
-  }
-  void* workspace() const { return workspace_.data(); }
-  void download(ObserveCase& test, const std::array<void*, 4>& memory) {
-    size_t i = 0;
-    for (ObserveTensor* tensor : test.all())
-      copy(kCuda, tensor->bytes.data(), memory[i++], static_cast<int64_t>(tensor->bytes.size()));
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-  }
-
- private:
-  Memory arena_, workspace_;
-};
-
-// Runs a case on both; false where they differ.
-bool compare(ObserveCase& test, OnDevice& device, void* stream = nullptr) {
-  ObserveCase cpu = test;
-  const auto memory = device.upload(test);
-  const QuantizeStatus on_cuda =
-      testing::run_observe(test, memory, kCuda, device.workspace(), kWorkspace, stream);
-  device.download(test, memory);
-  const QuantizeStatus on_cpu = testing::run_observe_on_cpu(cpu);
-  EXPECT_TRUE(testing::same_tensors(cpu, test)) << test.text();
-  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda))
-      << test.text() << "\nCPU  " << testing::text_of(on_cpu) << "\nCUDA " << testing::text_of(on_cuda);
-  return !::testing::Test::HasFailure();
-}
+using testing::OnDevice;
+using testing::Storage;
 
 // 8 parts, so that processes can share them.
 class ObserveOnCuda : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
@@ -161,7 +113,7 @@ TEST_F(ObserveShapes, every_element_counts) {
         x.dtype = DType::bf16;
         for (int64_t k = 0; k < n; ++k) x.push_back(k == i ? value : 0.5);
         random.fill(test);
-        test.x = ObserveTensor(DType::bf16, shape.shape, x.bytes.data());
+        test.x = Storage(DType::bf16, shape.shape, x.bytes.data());
         if (!compare(test, device)) return;
       }
     }
@@ -180,36 +132,8 @@ TEST_F(SanitizeObserve, every_kernel) {
     random.fill(test);
     cases.push_back(test);
   }
-  for (ObserveCase& test : cases) {
-    SCOPED_TRACE(test.text());
-    ObserveCase cpu = test;
-    std::vector<Memory> memories;
-    std::array<void*, 4> memory{};
-    size_t i = 0;
-    for (const ObserveTensor* tensor : test.all()) {
-      const int64_t used = tensor->num_bytes(), shift = tensor->offset % 256;
-      memories.emplace_back(kCuda, used + shift);
-      std::byte* const at = memories.back().data() + shift;
-      if (used > 0) copy(kCuda, at, tensor->bytes.data() + tensor->offset, used);
-      memory[i++] = at - tensor->offset;
-    }
-    const auto plan = ObservePlan::select(kCuda, test.descriptor);
-    const Memory workspace(kCuda, plan.workspace_size());
-    const QuantizeStatus status =
-        testing::run_observe(test, memory, kCuda, workspace.data(), workspace.num_bytes());
-    const QuantizeStatus expected = testing::run_observe_on_cpu(cpu);
-    i = 0;
-    for (ObserveTensor* tensor : test.all()) {
-      if (tensor->num_bytes() > 0)
-        copy(kCuda, tensor->bytes.data() + tensor->offset,
-             static_cast<std::byte*>(memory[i]) + tensor->offset, tensor->num_bytes());
-      ++i;
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-    EXPECT_TRUE(testing::same_tensors(cpu, test));
-    EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
-  }
+  for (ObserveCase& test : cases)
+    testing::compare_exact(test, ObservePlan::select(kCuda, test.descriptor).workspace_size());
 }
 
 // ---- Graphs
@@ -245,8 +169,7 @@ TEST_F(ObserveShapes, graphs_replay_with_new_data) {
       const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
       ObserveCase result = cpu;
       device.download(result, memory);
-      EXPECT_TRUE(testing::same_status(testing::run_observe_on_cpu(cpu), status));
-      EXPECT_TRUE(testing::same_tensors(cpu, result));
+      testing::expect_same(cpu, result, status);
     }
   }
 }
@@ -272,8 +195,7 @@ TEST_F(ObserveShapes, threads_share_a_plan) {
                   test.num_batches.at(memory[3], kCuda)});
         const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
         device.download(test, memory);
-        EXPECT_TRUE(testing::same_status(testing::run_observe_on_cpu(cpu), status));
-        EXPECT_TRUE(testing::same_tensors(cpu, test));
+        testing::expect_same(cpu, test, status);
       }
     });
   for (std::thread& thread : threads) thread.join();

@@ -1,7 +1,7 @@
 // Percentile and mse ranges on a device: the bytes of the CPU for random descriptors and every kernel,
 // graphs, more than 2^31 elements.
 #include "formats/percentile.h"
-#include "harness.h"
+#include "on_device.h"
 #include "ops/observe/range_search_testing.h"
 
 namespace halfbyte {
@@ -10,87 +10,20 @@ namespace {
 using testing::kCuda;
 using testing::ObserveCase;
 using testing::ObserveCases;
-using testing::ObserveTensor;
-
-// The tensors of a case on the device, each in memory of its own: whole storages, or `exact`: what is used.
-class OnDevice {
- public:
-  OnDevice(ObserveCase& test, bool exact)
-      : exact_(exact),
-        plan_(ObservePlan::select(kCuda, test.descriptor)),
-        workspace_(kCuda, plan_.workspace_size()) {
-    for (const ObserveTensor* tensor : test.all()) {
-      const int64_t shift = tensor->offset % 256;
-      memories_.emplace_back(
-          kCuda, exact ? tensor->num_bytes() + shift : static_cast<int64_t>(tensor->bytes.size()));
-      at_.push_back(memories_.back().data() + (exact ? shift - tensor->offset : 0));
-    }
-    upload(test);
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::fill(workspace_.data(), 0xA5, workspace_.num_bytes(), nullptr);
-  }
-
-  const ObservePlan& plan() const { return plan_; }
-  void* workspace() const { return workspace_.data(); }
-  Observe::Args args(const ObserveCase& test) const {
-    return {test.x.at(at_[0], kCuda), test.min.at(at_[1], kCuda), test.max.at(at_[2], kCuda),
-            test.num_batches.at(at_[3], kCuda)};
-  }
-  void upload(ObserveCase& test) {
-    for_each(test,
-             [](std::byte* on_device, uint8_t* on_host, int64_t n) { copy(kCuda, on_device, on_host, n); });
-  }
-  void download(ObserveCase& test) {
-    for_each(test,
-             [](std::byte* on_device, uint8_t* on_host, int64_t n) { copy(kCuda, on_host, on_device, n); });
-  }
-
- private:
-  template <class Copy>
-  void for_each(ObserveCase& test, const Copy& copy_bytes) {
-    for (size_t i = 0; i < at_.size(); ++i) {
-      ObserveTensor& tensor = *test.all()[i];
-      const int64_t first = exact_ ? tensor.offset : 0;
-      const int64_t n = exact_ ? tensor.num_bytes() : static_cast<int64_t>(tensor.bytes.size());
-      if (n > 0) copy_bytes(at_[i] + first, tensor.bytes.data() + first, n);
-    }
-    const cuda::Scope scope(cuda::context(kCuda.index));
-    cuda::synchronize(nullptr);
-  }
-
-  bool exact_;
-  ObservePlan plan_;
-  Memory workspace_;
-  std::vector<Memory> memories_;
-  std::vector<std::byte*> at_;
-};
-
-// Runs a case on both; false where they differ.
-bool compare(ObserveCase test, bool exact = false) {
-  ObserveCase cpu = test;
-  OnDevice device(test, exact);
-  device.plan().run(nullptr, device.workspace(), device.args(test));
-  const QuantizeStatus on_cuda = device.plan().status(device.workspace());
-  device.download(test);
-  const QuantizeStatus on_cpu = testing::run_observe_on_cpu(cpu);
-  const ObserverConfig& config = test.descriptor.observer;
-  EXPECT_TRUE(testing::same_tensors(cpu, test))
-      << test.text() << " percentile " << config.percentile << " codes [" << config.qparams.q_min << ", "
-      << config.qparams.q_max << "] " << config.qparams.asymmetric << " eps " << config.qparams.eps;
-  EXPECT_TRUE(testing::same_status(on_cpu, on_cuda)) << test.text() << "\nCUDA " << testing::text_of(on_cuda);
-  return !::testing::Test::HasFailure();
-}
+using testing::OnDevice;
+using testing::Storage;
 
 // 8 parts, so that processes can share them.
 class RangeSearchOnCuda : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
 
 TEST_P(RangeSearchOnCuda, random_descriptors) {
+  OnDevice device(int64_t{1} << 24);
   ObserveCases cases(static_cast<uint64_t>(GetParam()) + 300);
   std::mt19937_64 random(static_cast<uint64_t>(GetParam()) + 1);
   for (int i = 0; i < 200; ++i) {
     ObserveCase test = cases.next(i % 20 == 0 ? 40000 : i % 4 == 0 ? 5000 : 800);
     test.descriptor.observer = testing::random_search(random);
-    if (!compare(std::move(test))) return;
+    if (!compare(test, device)) return;
   }
 }
 INSTANTIATE_TEST_SUITE_P(, RangeSearchOnCuda, ::testing::Range(0, 8));
@@ -125,11 +58,13 @@ std::vector<ObserveCase> usual_cases(const std::vector<std::vector<int64_t>>& sh
 class RangeSearchShapes : public testing::CudaTest {};
 
 TEST_F(RangeSearchShapes, groups_of_every_length) {
-  for (const ObserveCase& test :
+  OnDevice device(int64_t{1} << 24);
+  for (ObserveCase& test :
        usual_cases({{20, 256}, {20, 257}, {7, 4096}, {7, 4097}, {3, 30000}, {300, 5}, {4097, 6}}))
-    if (!compare(test)) return;
+    if (!compare(test, device)) return;
 }
 TEST_F(RangeSearchShapes, many_long_groups) {
+  OnDevice device(int64_t{1} << 26);
   ObserveCases random(9);
   std::mt19937_64 configs(10);
   for (const DType dtype : testing::kFloatDTypes)
@@ -144,37 +79,27 @@ TEST_F(RangeSearchShapes, many_long_groups) {
       d.observer.kind = kind;
       d.observer.percentile = 99.9;
       random.fill(test);
-      if (!compare(std::move(test))) return;
+      if (!compare(test, device)) return;
     }
 }
 TEST_F(RangeSearchShapes, a_large_tensor) {
-  for (const ObserveCase& test : usual_cases({{1000003}}))
-    if (test.descriptor.granularity == Granularity::tensor && !compare(test)) return;
+  OnDevice device(int64_t{1} << 24);
+  for (ObserveCase& test : usual_cases({{1000003}}))
+    if (test.descriptor.granularity == Granularity::tensor && !compare(test, device)) return;
 }
 
 TEST_F(RangeSearchShapes, graphs_replay_with_new_data) {
   const cuda::Scope scope(cuda::context(kCuda.index));
+  OnDevice device(int64_t{1} << 24);
   ObserveCases random(5);
   for (ObserveCase& test : usual_cases({{5, 200}, {3, 9000}})) {
     if (test.descriptor.dtype != DType::bf16) continue;
-    SCOPED_TRACE(test.text());
-    ObserveCase next = test;  // the state goes on from batch to batch
+    ObserveCase next = test;
     random.fill(next);
-    const Stream stream(kCuda);
-    OnDevice device(test, false);
-    testing::Graph graph;
-    graph.capture(stream.handle(),
-                  [&] { device.plan().run(stream.handle(), device.workspace(), device.args(test)); });
-    ObserveCase cpu = test, on_device = test;
-    for (const ObserveCase* round : {&test, &next, &test}) {
-      cpu.x = on_device.x = round->x;
-      device.upload(on_device);
-      graph.launch(stream.handle());
-      const QuantizeStatus status = device.plan().status(device.workspace(), stream.handle());
-      device.download(on_device);
-      EXPECT_TRUE(testing::same_status(testing::run_observe_on_cpu(cpu), status));
-      EXPECT_TRUE(testing::same_tensors(cpu, on_device));
-    }
+    testing::replay<Observe>(device, test, next, [&](const auto& memory) -> Observe::Args {
+      return {test.x.at(memory[0], kCuda), test.min.at(memory[1], kCuda), test.max.at(memory[2], kCuda),
+              test.num_batches.at(memory[3], kCuda)};
+    });
   }
 }
 
@@ -195,7 +120,8 @@ TEST_F(SanitizeRangeSearch, every_kernel) {
     random.fill(test);
     cases.push_back(std::move(test));
   }
-  for (const ObserveCase& test : cases) compare(test, true);
+  for (ObserveCase& test : cases)
+    testing::compare_exact(test, ObservePlan::select(kCuda, test.descriptor).workspace_size());
 }
 
 // ---- More than 2^31 elements
@@ -271,11 +197,11 @@ TEST_F(ExhaustiveRangeSearch, least_errors) {
     block.descriptor.observer = config;
     const float infinity = INFINITY, minus_infinity = -INFINITY;
     const int64_t none = 0;
-    block.x = ObserveTensor(DType::bf16, {kBlock}, values.bytes.data());
-    block.min = ObserveTensor(DType::f32, {}, &infinity);
-    block.max = ObserveTensor(DType::f32, {}, &minus_infinity);
-    block.num_batches = ObserveTensor(DType::i64, {}, &none);
-    testing::run_observe_on_cpu(block);
+    block.x = Storage(DType::bf16, {kBlock}, values.bytes.data());
+    block.min = Storage(DType::f32, {}, &infinity);
+    block.max = Storage(DType::f32, {}, &minus_infinity);
+    block.num_batches = Storage(DType::i64, {}, &none);
+    testing::run_on_cpu(block);
     const ObserverState expected =
         load_observer(block.min.at(block.min.bytes.data(), {}), block.max.at(block.max.bytes.data(), {}),
                       block.num_batches.at(block.num_batches.bytes.data(), {}));

@@ -1,55 +1,14 @@
-// What the kernels of `observe` share: ranges of finite elements, what blocks leave to each other, the state.
+// What the kernels of `observe` share: the state, what blocks leave to each other, the ranges of blocks.
 #pragma once
 
-#include "cuda/device/chunk.cuh"
-#include "cuda/device/memory.cuh"
-#include "cuda/device/reduce.cuh"
-#include "cuda/device/types.cuh"
-#include "halfbyte_config.h"
+#include "grouped/ranges.cuh"
 #include "ops/observe/observe_args.h"
 
 namespace halfbyte::device {
 
-using F = Element::Compute;
-using Memory = Element::Memory;
-
 constexpr int kThreads = kObserveThreads, kWarps = kThreads / 32;
 constexpr int kChunk = 16 / sizeof(Memory);
 using Chunk = ChunkOf<Element, kChunk>;
-
-// ---- Elements that are not finite: found in the range, which they leave without bounds, and looked for
-// again.
-
-struct NonFinite {
-  u32 count = 0;
-  u64 first_key = 0;
-
-  __device__ __forceinline__ void add(i64 index) {
-    const u64 key = ~static_cast<u64>(index);
-    first_key = max(first_key, key);
-    ++count;
-  }
-  __device__ __forceinline__ void report(QuantizeCounts* counts) const {
-    if (count == 0) return;
-    atomic_add(&counts->num_nonfinite, count);
-    atomic_max(&counts->first_nonfinite_key, first_key);
-  }
-};
-
-__device__ __forceinline__ void take_finite(const void* x, i64 index, Range<F>& range, NonFinite& found) {
-  const F value = load(Element(), static_cast<const Memory*>(x)[index]);
-  if (formats::is_finite(value))
-    range = join(range, Range<F>{-value, value});
-  else
-    found.add(index);
-}
-// Of n elements from number `first` on.
-__device__ __forceinline__ Range<F> finite_range(const void* x, i64 first, int n, NonFinite& found) {
-  Range<F> range = no_range<F>();
-#pragma unroll 1
-  for (int i = 0; i < n; ++i) take_finite(x, first + i, range, found);
-  return range;
-}
 
 // ---- The state
 
@@ -70,20 +29,6 @@ __device__ __forceinline__ void take_up(const ObserveState& state, i64 group, co
 
 // ---- What blocks leave to each other
 
-__device__ __forceinline__ bool is_empty(const Range<F>& range) { return !(range.high >= -Float<F>::kMax); }
-__device__ __forceinline__ void leave(RangeKeys* keys, const Range<F>& range) {
-  if (is_empty(range)) return;
-  atomic_max(&keys->low, order_key(static_cast<double>(range.low)));
-  atomic_max(&keys->high, order_key(static_cast<double>(range.high)));
-}
-// As all blocks left them, after the last has arrived.
-__device__ __forceinline__ Range<F> left(const RangeKeys* keys) {
-  u64 low, high;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(low) : "l"(&keys->low) : "memory");
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(high) : "l"(&keys->high) : "memory");
-  if (low == 0) return no_range<F>();
-  return {static_cast<F>(from_order_key(low)), static_cast<F>(from_order_key(high))};
-}
 // The range of a whole group. `before`: its state, loaded before the elements, so that it need not be waited
 // for.
 __device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Seen<F>& before,
@@ -111,12 +56,6 @@ __device__ __forceinline__ bool is_last(u32* arrived, i64 n) {
   return before == static_cast<u32>(n - 1);
 }
 
-// The range of a warp; all lanes get it.
-__device__ __forceinline__ Range<F> warp_range(Range<F> range) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) range = join(range, shuffle_xor(range, mask));
-  return range;
-}
 // The range of a block; the first thread gets it.
 __device__ __forceinline__ Range<F> block_range(Range<F> range) {
   __shared__ Range<F> warp_ranges[kWarps];

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "core/grouping.h"
 #include "formats/observer.h"
+#include "grouped/grouping.h"
 #include "halfbyte/observe.hpp"
 #include "ops/observe/observe_args.h"
 

@@ -65,18 +65,6 @@ struct ObserveColumnsArgs {
   formats::i32 width;
 };
 
-// observe_elements: anything, in elements. Group s begins at (o, a, i) with s = (o * groups_axis + a /
-// group_axis)
-// * groups_inner + i; it has the extents group_outer, group_axis (less at the end of axis), group_inner.
-struct ObserveElementsArgs {
-  ObserveCommon common;
-  formats::i64 num_groups, groups_axis, groups_inner;
-  formats::i64 outer_stride, axis_stride;
-  formats::i64 axis, group_outer, group_axis, group_inner;
-  formats::i64 per_split, splits;  // elements of a part, parts of a group
-  bool columns;                    // neighbouring threads have neighbouring groups, else a warp has one
-};
-
 // observe_update: the state takes up ranges that are complete.
 struct ObserveUpdateArgs {
   ObserveState state;

@@ -9,6 +9,7 @@
 #include "core/counts.h"
 #include "cuda/clear.h"
 #include "cuda/config.h"
+#include "grouped/ranges_cuda.h"
 #include "ops/observe/range_search_cuda.h"
 
 namespace halfbyte {
@@ -27,7 +28,7 @@ struct ObserveCuda {
   // percentile and mse: of the ranges, before `update`; its scratch ends the workspace.
   RangeSearchCuda search;
   // The arguments, but for addresses.
-  std::variant<ObserveGroupsArgs, ObservePartsArgs, ObserveColumnsArgs, ObserveElementsArgs> args;
+  std::variant<ObserveGroupsArgs, ObservePartsArgs, ObserveColumnsArgs, RangesArgs> args;
 
   int64_t ranges_at() const { return sizeof(QuantizeCounts); }
   int64_t counters_at() const { return ranges_at() + num_ranges * static_cast<int64_t>(sizeof(RangeKeys)); }
@@ -49,11 +50,6 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
 }
 bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
-cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dtype,
-                             const std::string& lines) {
-  return {source, function, cuda::config_text(cuda::element_config(dtype) + lines)};
-}
-
 class Selection {
  public:
   Selection(const ObserveProblem& problem, int64_t alignment)
@@ -69,7 +65,7 @@ class Selection {
     }
     if (!select_runs() && !select_columns()) select_elements();
     if (needs_search(problem)) made_.search = select_range_search(*made_.context, problem);
-    if (problem.history == kMean || std::holds_alternative<ObserveElementsArgs>(made_.args)) select_update();
+    if (problem.history == kMean || std::holds_alternative<RangesArgs>(made_.args)) select_update();
   }
   ObserveCuda take() { return std::move(made_); }
 
@@ -161,15 +157,11 @@ class Selection {
   bool select_columns() {
     const ObserveProblem& p = problem_;
     ObserveColumnsArgs args{};
-    if (p.scale_strides.outer == 0) {  // channels
-      if (p.inner != 1 || p.scale_strides.axis == 0) return false;
-      args.columns = p.axis;
-      args.axis = args.group = p.outer;
-    } else {
-      args.columns = p.inner;
-      args.axis = p.axis;
-      args.group = p.group_size;
-    }
+    const auto side_by_side = p.as_columns();
+    if (!side_by_side) return false;
+    args.columns = side_by_side->columns;
+    args.axis = side_by_side->axis;
+    args.group = side_by_side->group;
     if (!whole_ || args.columns % chunk_ != 0) return false;
     const int64_t bands_per_axis = blocks_for(args.axis, args.group);
     const int64_t num_bands = p.num_elements() / (args.columns * args.axis) * bands_per_axis;
@@ -194,28 +186,9 @@ class Selection {
   }
 
   void select_elements() {
-    const ObserveProblem& p = problem_;
-    ObserveElementsArgs args{};
-    args.outer_stride = p.axis * p.inner;
-    args.axis_stride = p.inner;
-    args.axis = p.axis;
-    args.group_outer = p.scale_strides.outer != 0 ? 1 : p.outer;
-    args.group_axis = p.group_size;
-    args.group_inner = p.scale_strides.inner != 0 ? 1 : p.inner;
-    args.groups_axis = blocks_for(p.axis, p.group_size);
-    args.groups_inner = p.scale_strides.inner != 0 ? p.inner : 1;
-    args.num_groups = p.num_scales;
-    const int64_t units = args.group_outer * args.group_axis * args.group_inner;
-    // Groups side by side: channels of the last axis, groups along another.
-    args.columns =
-        p.inner > 1 ? p.scale_strides.inner != 0 : p.scale_strides.axis == 1 && p.scale_strides.outer == 0;
-    // Enough parts to fill a device, not so small that joining them counts.
-    const int64_t per_part = args.columns ? 64 : 32 * 16;
-    args.per_split = std::max(per_part, blocks_for(units, 65536));
-    args.splits = blocks_for(units, args.per_split);
-    const int64_t threads = args.num_groups * args.splits * (args.columns ? 1 : 32);
-    choose(observe_elements_kernel(p.dtype, is_wide(std::max(threads, units))),
-           {blocks_for(threads, kThreads), kThreads}, args);
+    const RangesCuda ranges =
+        select_ranges("observe_elements", problem_, problem_.dtype, /*counts=*/true, /*whole=*/false);
+    choose(ranges.spec, ranges.grid, ranges.args);
   }
   // The ranges of all groups are left in the workspace.
   void select_update() {
@@ -234,25 +207,24 @@ class Selection {
 
 }  // namespace
 
+cuda::KernelSpec observe_kernel(const char* source, const char* name, DType dtype, const std::string& lines) {
+  return {source, name, cuda::config_text(cuda::element_config(dtype) + lines)};
+}
 cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long) {
-  return kernel_spec("ops/observe/observe_groups.cu", "observe_groups", dtype,
-                     fmt::format("constexpr bool kLong = {};\n", is_long));
+  return observe_kernel("ops/observe/observe_groups.cu", "observe_groups", dtype,
+                        fmt::format("constexpr bool kLong = {};\n", is_long));
 }
 cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide) {
-  return kernel_spec("ops/observe/observe_parts.cu", "observe_parts", dtype,
-                     fmt::format("constexpr bool kRuns = {}, kWide = {};\n", runs, wide && runs));
+  return observe_kernel("ops/observe/observe_parts.cu", "observe_parts", dtype,
+                        fmt::format("constexpr bool kRuns = {}, kWide = {};\n", runs, wide && runs));
 }
 cuda::KernelSpec observe_columns_kernel(DType dtype) {
-  return kernel_spec("ops/observe/observe_columns.cu", "observe_columns", dtype, "");
-}
-cuda::KernelSpec observe_elements_kernel(DType dtype, bool wide) {
-  return kernel_spec("ops/observe/observe_elements.cu", "observe_elements", dtype,
-                     fmt::format("constexpr bool kWide = {};\n", wide));
+  return observe_kernel("ops/observe/observe_columns.cu", "observe_columns", dtype, "");
 }
 cuda::KernelSpec observe_update_kernel(DType dtype) {
   // The state depends on f64 or not.
-  return kernel_spec("ops/observe/observe_update.cu", "observe_update",
-                     dtype == DType::f64 ? DType::f64 : DType::f32, "");
+  return observe_kernel("ops/observe/observe_update.cu", "observe_update",
+                        dtype == DType::f64 ? DType::f64 : DType::f32, "");
 }
 
 std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem& problem, int64_t alignment) {
@@ -276,7 +248,13 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
   if (selected.function)
     std::visit(
         [&](auto args) {
-          args.common = common;
+          if constexpr (std::is_same_v<decltype(args), RangesArgs>) {
+            args.x = common.x;
+            args.ranges = common.join.ranges;
+            args.counts = common.counts;
+          } else {
+            args.common = common;
+          }
           selected.clear.launch(selected.function, selected.grid, stream, args);
         },
         selected.args);

@@ -7,13 +7,13 @@
 
 namespace halfbyte {
 
+// A kernel of the op, specialised on the dtype of x and `lines` of "halfbyte_config.h".
+cuda::KernelSpec observe_kernel(const char* source, const char* name, DType dtype, const std::string& lines);
 // is_long: a warp or a block has a group, else lanes share one.
 cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long);
 // runs: a group is not in one piece; wide: it has 2^31 chunks and more.
 cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide);
 cuda::KernelSpec observe_columns_kernel(DType dtype);
-// wide: 2^31 pieces of work and more.
-cuda::KernelSpec observe_elements_kernel(DType dtype, bool wide);
 cuda::KernelSpec observe_update_kernel(DType dtype);  // of x
 
 // The kernels, listed.

@@ -1,4 +1,5 @@
 // The kernels of `observe`, listed.
+#include "grouped/ranges_cuda.h"
 #include "ops/observe/observe_cuda.h"
 #include "ops/observe/range_search_cuda.h"
 
@@ -31,7 +32,7 @@ std::vector<cuda::Kernel> observe_kernels() {
        [](const KernelValues& values) { return observe_columns_kernel(dtype_of(values)); }},
       {{"observe", "observe_elements", "Groups of any shape.", {dtype, wide}},
        [](const KernelValues& values) {
-         return observe_elements_kernel(dtype_of(values), is_set(values, "wide"));
+         return ranges_kernel("observe_elements", dtype_of(values), true, false, is_set(values, "wide"));
        }},
       {{"observe", "observe_update", "The state takes up ranges.", {dtype}},
        [](const KernelValues& values) { return observe_update_kernel(dtype_of(values)); }},

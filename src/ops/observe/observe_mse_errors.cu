@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u32 number = block / static_cast<u32>(args.splits),
             split = block - number * static_cast<u32>(args.splits);
   if (number >= args.common.groups.num_groups) return;
-  const SearchGroups::Group group = args.common.groups.group(number);
+  const Groups::Group group = args.common.groups.group<true>(number);
   const i64 per_block = static_cast<i64>(args.pieces) * mse_piece(kMseWarps, sizeof(F));
   const i64 begin = split * per_block, end = min(group.size, begin + per_block);
   MseSearch<F> search;

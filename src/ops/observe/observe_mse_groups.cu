@@ -14,7 +14,7 @@ struct WarpShared {
 };
 // A group of one piece, by a warp.
 __device__ __forceinline__ void search_group(WarpShared& shared, const MseGroupsArgs& args, i64 number) {
-  const SearchGroups::Group group = args.common.groups.group(number);
+  const Groups::Group group = args.common.groups.group<true>(number);
   MseSearch<F> search;
   if (!begin_search(&args.common.ranges[number], args.codes, search)) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void search_group(WarpShared& shared, const MseGroups
 
 // By a block.
 __device__ __forceinline__ void search_group(BlockShared& shared, const MseGroupsArgs& args, i64 number) {
-  const SearchGroups::Group group = args.common.groups.group(number);
+  const Groups::Group group = args.common.groups.group<true>(number);
   MseSearch<F> search;
   if (!begin_search(&args.common.ranges[number], args.codes, search)) return;
   Candidate best;

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Candidate parents[kMseMostParents];
   const i64 number = block_index();
   if (number >= args.common.groups.num_groups) return;
-  const SearchGroups::Group group = args.common.groups.group(number);
+  const Groups::Group group = args.common.groups.group<true>(number);
   MseSearch<F> search;
   if (!begin_search(&args.common.ranges[number], args.codes, search)) return;
   const Step step(search, args.codes, args.stage);

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const SearchCommon& common = args.common;
   const i64 number = block_index();
   if (number >= common.groups.num_groups) return;
-  const SearchGroups::Group group = common.groups.group(number);
+  const Groups::Group group = common.groups.group<true>(number);
   PercentileState state{};
 #pragma unroll 1
   for (int pass = 0; pass < kKeyBits / 8; ++pass) {

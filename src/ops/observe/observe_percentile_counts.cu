@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u32 number = block / static_cast<u32>(args.splits),
             split = block - number * static_cast<u32>(args.splits);
   if (number >= common.groups.num_groups) return;
-  const SearchGroups::Group group = common.groups.group(number);
+  const Groups::Group group = common.groups.group<true>(number);
   const i64 begin = split * args.per_block, end = min(group.size, begin + args.per_block);
   if (begin >= end) return;  // a short group
   const PercentileState state = args.states[number];

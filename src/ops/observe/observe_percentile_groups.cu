@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const SearchCommon& common = args.common;
   const i64 number = block_index() * kTeams + threadIdx.x / kTeamThreads;
   if (number >= common.groups.num_groups) return;  // a team as a whole
-  const SearchGroups::Group group = common.groups.group(number);
+  const Groups::Group group = common.groups.group<true>(number);
   const auto n = static_cast<u32>(group.size), thread = threadIdx.x % kTeamThreads;
   TeamSum sum = {sums};
   Key keys[kKeys];

@@ -2,7 +2,6 @@
 #include <limits>
 
 #include "core/checks.h"
-#include "ops/observe/observe_ref.h"
 #include "ops/observe/observe_testing.h"
 
 namespace halfbyte {
@@ -10,24 +9,15 @@ namespace {
 
 using testing::ObserveCase;
 using testing::ObserveCases;
-using testing::ObserveTensor;
-
-QuantizeStatus run_reference(ObserveCase& test) {
-  const ObserveProblem problem = observe_problem(test.descriptor, {}, {});
-  const auto data = [](ObserveTensor& tensor) { return tensor.bytes.data() + tensor.offset; };
-  const ObserveTensors tensors{data(test.x), data(test.min), data(test.max),
-                               reinterpret_cast<int64_t*>(data(test.num_batches))};
-  return problem.dtype == DType::f64 ? observe_ref::run<double>(problem, tensors)
-                                     : observe_ref::run<float>(problem, tensors);
-}
+using testing::Storage;
 
 TEST(Observe, every_target_equals_the_reference) {
   testing::for_each_target([&](const char*) {
     ObserveCases cases(1);
     for (int i = 0; i < (testing::kSanitized ? 60 : 600); ++i) {
       ObserveCase test = cases.next(i % 25 == 0 ? 200000 : 2000), expected = test;
-      const QuantizeStatus status = testing::run_observe_on_cpu(test, {1 + i % 3});
-      const QuantizeStatus reference = run_reference(expected);
+      const QuantizeStatus status = testing::run_on_cpu(test, {1 + i % 3});
+      const QuantizeStatus reference = testing::run_reference(expected);
       ASSERT_TRUE(testing::same_tensors(expected, test)) << test.text();
       ASSERT_TRUE(testing::same_status(reference, status)) << test.text() << "\n" << testing::text_of(status);
     }
@@ -46,11 +36,11 @@ TEST(Observe, the_groups_are_those_of_linear_scales) {
     const std::vector<int64_t> shape = test.descriptor.state_shape();
     const std::vector<float> low(12, INFINITY), high(12, -INFINITY);
     const int64_t none = 0;
-    test.x = ObserveTensor(DType::f32, {2, 3, 2}, x.data());
-    test.min = ObserveTensor(DType::f32, shape, low.data());
-    test.max = ObserveTensor(DType::f32, shape, high.data());
-    test.num_batches = ObserveTensor(DType::i64, {}, &none);
-    EXPECT_TRUE(testing::run_observe_on_cpu(test).ok());
+    test.x = Storage(DType::f32, {2, 3, 2}, x.data());
+    test.min = Storage(DType::f32, shape, low.data());
+    test.max = Storage(DType::f32, shape, high.data());
+    test.num_batches = Storage(DType::i64, {}, &none);
+    EXPECT_TRUE(testing::run_on_cpu(test).ok());
     ObserverState state =
         load_observer(test.min.at(test.min.bytes.data(), {}), test.max.at(test.max.bytes.data(), {}),
                       test.num_batches.at(test.num_batches.bytes.data(), {}));

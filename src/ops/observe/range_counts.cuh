@@ -26,8 +26,8 @@ __device__ __forceinline__ u32 total(const ByteCounts& counts, int end, int byte
 // Of the elements [begin, end) of a group; fewer than 2^32. In the first pass one end stands for both.
 template <class Index>
 __device__ __forceinline__ void count_bytes(ByteCounts& counts, const SearchCommon& common,
-                                            const SearchGroups::Group& group, Index begin, Index end,
-                                            int pass, u64 low, u64 high) {
+                                            const Groups::Group& group, Index begin, Index end, int pass,
+                                            u64 low, u64 high) {
   constexpr int kUnroll = 8;  // loads in flight
   const int shift = kKeyBits - 8 * (pass + 1);
   const u32 copy = threadIdx.x % kCopies;

@@ -174,8 +174,8 @@ __device__ __forceinline__ void take_errors(const Step& step, const F* errors, C
 // The elements of a piece in units, with zeros up to whole blocks. By `threads` threads; they must meet
 // afterwards.
 template <class Index>
-__device__ __forceinline__ u32 load_piece(const SearchCommon& common, const SearchGroups::Group& group,
-                                          i64 begin, u32 piece, F per_unit, u32 thread, u32 threads, F* y) {
+__device__ __forceinline__ u32 load_piece(const SearchCommon& common, const Groups::Group& group, i64 begin,
+                                          u32 piece, F per_unit, u32 thread, u32 threads, F* y) {
   const u32 n = static_cast<u32>(min(static_cast<i64>(piece), group.size - begin));
   const u32 blocks = (n + kBlock - 1) / kBlock;
   for (u32 k = thread; k < blocks * kBlock; k += threads) {
@@ -202,8 +202,8 @@ struct BlockShared {
 constexpr int kKept = (kMost + kThreads - 1) / kThreads;
 template <class Index>
 __device__ __forceinline__ void block_errors(BlockShared& shared, const SearchCommon& common,
-                                             const SearchGroups::Group& group, i64 begin, i64 end,
-                                             const Step& step, F (&errors)[kKept]) {
+                                             const Groups::Group& group, i64 begin, i64 end, const Step& step,
+                                             F (&errors)[kKept]) {
   constexpr int kPiece = mse_piece(kMseWarps, sizeof(F));
   const int count = step.stage.count(), warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);

@@ -8,9 +8,9 @@ namespace halfbyte::device {
 
 // Element k of a group.
 template <class Index>
-__device__ __forceinline__ Memory element_at(const SearchCommon& common, const SearchGroups::Group& group,
+__device__ __forceinline__ Memory element_at(const SearchCommon& common, const Groups::Group& group,
                                              Index k) {
-  return static_cast<const Memory*>(common.x)[group.begin + common.groups.offset(group, k)];
+  return static_cast<const Memory*>(common.x)[group.begin + common.groups.offset<true>(group, k)];
 }
 
 __device__ __forceinline__ void store_range(RangeKeys* keys, F min, F max) {

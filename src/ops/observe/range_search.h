@@ -6,9 +6,6 @@
 
 namespace halfbyte {
 
-SearchGroups search_groups(const ObserveProblem& problem);
-// Elements of the longest group.
-int64_t longest_group(const SearchGroups& groups);
 formats::MseCodes mse_codes(const QParamsConfig& config);
 
 // Whether the ranges of the finite values are not yet those of the observer: percentile and mse, but for

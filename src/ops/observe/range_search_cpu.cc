@@ -143,13 +143,13 @@ template <class F>
 class Reader {
  public:
   Reader(const ObserveProblem& problem, const void* x)
-      : groups_(search_groups(problem)), x_(x), type_(scale_type(problem.dtype)) {}
+      : groups_(problem.groups()), x_(x), type_(scale_type(problem.dtype)) {}
 
-  const SearchGroups& groups() const { return groups_; }
+  const Groups& groups() const { return groups_; }
 
   // Calls take(value) with each that is finite, other() for each that is not.
   template <class Take, class Other>
-  void read(const SearchGroups::Group& group, int64_t begin, int64_t n, const Take& take,
+  void read(const Groups::Group& group, int64_t begin, int64_t n, const Take& take,
             const Other& other) const {
     switch (type_) {
       case formats::ScaleType::f32:
@@ -165,15 +165,15 @@ class Reader {
 
  private:
   template <formats::ScaleType type, class Take, class Other>
-  void read(const SearchGroups::Group& group, int64_t begin, int64_t n, const Take& take,
+  void read(const Groups::Group& group, int64_t begin, int64_t n, const Take& take,
             const Other& other) const {
     // Lines of elements that are `stride` apart.
     int64_t line = groups_.group_inner, stride = 1;
-    if (line == 1) line = group.axis, stride = groups_.stride_axis;
-    if (line == 1) line = groups_.group_outer, stride = groups_.stride_outer;
+    if (line == 1) line = group.axis, stride = groups_.strides.axis;
+    if (line == 1) line = groups_.group_outer, stride = groups_.strides.outer;
     for (int64_t k = begin; k < begin + n;) {
       const int64_t count = std::min(line - k % line, begin + n - k);
-      const int64_t from = group.begin + groups_.offset(group, k);
+      const int64_t from = group.begin + groups_.offset<true>(group, k);
       for (int64_t i = 0; i < count; ++i) {
         const F value = formats::load_scale<F>(x_, from + i * stride, type);
         if (formats::is_finite(value))
@@ -185,7 +185,7 @@ class Reader {
     }
   }
 
-  SearchGroups groups_;
+  Groups groups_;
   const void* x_;
   formats::ScaleType type_;
 };
@@ -196,7 +196,7 @@ class Reader {
 constexpr int64_t kSorted = 1 << 18;
 
 template <class F>
-Seen<F> sorted_range(const Reader<F>& reader, const SearchGroups::Group& group, double percentile,
+Seen<F> sorted_range(const Reader<F>& reader, const Groups::Group& group, double percentile,
                      std::vector<F>& values) {
   values.clear();
   reader.read(
@@ -213,8 +213,7 @@ Seen<F> sorted_range(const Reader<F>& reader, const SearchGroups::Group& group, 
 }
 
 template <class F>
-Seen<F> counted_range(const ObserveProblem& problem, const Reader<F>& reader,
-                      const SearchGroups::Group& group) {
+Seen<F> counted_range(const ObserveProblem& problem, const Reader<F>& reader, const Groups::Group& group) {
   using Bits = typename formats::Float<F>::Bits;
   constexpr int kDigit = 16, kBins = 1 << kDigit, kKey = 8 * sizeof(F);
   struct Target {
@@ -265,17 +264,18 @@ Seen<F> counted_range(const ObserveProblem& problem, const Reader<F>& reader,
 
 template <class F>
 void percentiles(const ObserveProblem& problem, const Reader<F>& reader, Seen<F>* seen) {
-  const SearchGroups& groups = reader.groups();
-  const int64_t longest = longest_group(groups);
+  const Groups& groups = reader.groups();
+  const int64_t longest = groups.longest();
   if (longest > kSorted) {
-    for (int64_t s = 0; s < groups.num_groups; ++s) seen[s] = counted_range(problem, reader, groups.group(s));
+    for (int64_t s = 0; s < groups.num_groups; ++s)
+      seen[s] = counted_range(problem, reader, groups.group<true>(s));
     return;
   }
   parallel_for(groups.num_groups, std::max<int64_t>(1, 65536 / longest), problem.num_threads,
                [&](int64_t begin, int64_t end, int) {
                  std::vector<F> values;
                  for (int64_t s = begin; s < end; ++s)
-                   seen[s] = sorted_range(reader, groups.group(s), problem.observer.percentile, values);
+                   seen[s] = sorted_range(reader, groups.group<true>(s), problem.observer.percentile, values);
                });
 }
 
@@ -341,7 +341,7 @@ constexpr int64_t kPiece = 1 << kPieceLevel;
 
 // Returns how many there are with the zeros behind them.
 template <class F>
-int64_t read_piece(const Reader<F>& reader, const SearchGroups::Group& group, int64_t begin, F per_unit,
+int64_t read_piece(const Reader<F>& reader, const Groups::Group& group, int64_t begin, F per_unit,
                    F* values) {
   const int64_t n = std::min<int64_t>(kPiece, group.size - begin);
   int64_t count = 0;
@@ -353,7 +353,7 @@ int64_t read_piece(const Reader<F>& reader, const SearchGroups::Group& group, in
 
 // A group of one piece.
 template <class F>
-Seen<F> piece_range(const Reader<F>& reader, const SearchGroups::Group& group, Search<F>& search, F* values) {
+Seen<F> piece_range(const Reader<F>& reader, const Groups::Group& group, Search<F>& search, F* values) {
   const int64_t n = read_piece(reader, group, 0, search.per_unit(), values);
   F errors[formats::kMseMostCandidates];
   do mse_errors(values, n, search.candidates, errors);
@@ -363,7 +363,7 @@ Seen<F> piece_range(const Reader<F>& reader, const SearchGroups::Group& group, S
 
 // A group of many, by all threads.
 template <class F>
-Seen<F> pieces_range(const ObserveProblem& problem, const Reader<F>& reader, const SearchGroups::Group& group,
+Seen<F> pieces_range(const ObserveProblem& problem, const Reader<F>& reader, const Groups::Group& group,
                      Search<F>& search) {
   const int64_t pieces = (group.size - 1) / kPiece + 1;
   std::vector<F> errors(static_cast<size_t>(pieces * formats::kMseMostCandidates));
@@ -389,17 +389,17 @@ Seen<F> pieces_range(const ObserveProblem& problem, const Reader<F>& reader, con
 
 template <class F>
 void least_errors(const ObserveProblem& problem, const Reader<F>& reader, Seen<F>* seen) {
-  const SearchGroups& groups = reader.groups();
+  const Groups& groups = reader.groups();
   const formats::MseCodes codes = mse_codes(problem.observer.qparams);
   const auto is_open = [](const Seen<F>& range) {
     return !range.empty() && !(range.min == 0 && range.max == 0);
   };
-  const int64_t longest = longest_group(groups);
+  const int64_t longest = groups.longest();
   if (longest > kPiece) {
     for (int64_t s = 0; s < groups.num_groups; ++s) {
       if (!is_open(seen[s])) continue;
       Search<F> search(seen[s], codes);
-      seen[s] = pieces_range(problem, reader, groups.group(s), search);
+      seen[s] = pieces_range(problem, reader, groups.group<true>(s), search);
     }
     return;
   }
@@ -409,7 +409,7 @@ void least_errors(const ObserveProblem& problem, const Reader<F>& reader, Seen<F
                  for (int64_t s = begin; s < end; ++s) {
                    if (!is_open(seen[s])) continue;
                    Search<F> search(seen[s], codes);
-                   seen[s] = piece_range(reader, groups.group(s), search, values.data());
+                   seen[s] = piece_range(reader, groups.group<true>(s), search, values.data());
                  }
                });
 }

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "cuda/config.h"
+#include "ops/observe/observe_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -18,10 +18,6 @@ int64_t blocks_for(int64_t work, int64_t work_per_block) {
 }
 bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
-cuda::KernelSpec kernel_spec(const char* source, const char* function, DType dtype,
-                             const std::string& lines) {
-  return {source, function, cuda::config_text(cuda::element_config(dtype) + lines)};
-}
 std::string team_config(int team_warps) {
   return fmt::format("constexpr int kTeamWarps = {};\n", team_warps);
 }
@@ -34,8 +30,8 @@ class Selection {
   Selection(const cuda::Context& context, const ObserveProblem& problem)
       : context_(context),
         problem_(problem),
-        common_{nullptr, nullptr, search_groups(problem)},
-        longest_(longest_group(common_.groups)) {
+        common_{nullptr, nullptr, problem.groups()},
+        longest_(common_.groups.longest()) {
     if (problem.observer.kind == ObserverKind::percentile)
       select_percentile();
     else
@@ -116,28 +112,28 @@ class Selection {
 }  // namespace
 
 cuda::KernelSpec percentile_groups_kernel(DType dtype, int team_warps) {
-  return kernel_spec("ops/observe/observe_percentile_groups.cu", "observe_percentile_groups", dtype,
-                     team_config(team_warps));
+  return observe_kernel("ops/observe/observe_percentile_groups.cu", "observe_percentile_groups", dtype,
+                        team_config(team_warps));
 }
 cuda::KernelSpec percentile_blocks_kernel(DType dtype) {
-  return kernel_spec("ops/observe/observe_percentile_blocks.cu", "observe_percentile_blocks", dtype, "");
+  return observe_kernel("ops/observe/observe_percentile_blocks.cu", "observe_percentile_blocks", dtype, "");
 }
 cuda::KernelSpec percentile_counts_kernel(DType dtype, bool wide) {
-  return kernel_spec("ops/observe/observe_percentile_counts.cu", "observe_percentile_counts", dtype,
-                     wide_config(wide));
+  return observe_kernel("ops/observe/observe_percentile_counts.cu", "observe_percentile_counts", dtype,
+                        wide_config(wide));
 }
 cuda::KernelSpec percentile_pick_kernel(DType dtype) {
-  return kernel_spec("ops/observe/observe_percentile_pick.cu", "observe_percentile_pick", dtype, "");
+  return observe_kernel("ops/observe/observe_percentile_pick.cu", "observe_percentile_pick", dtype, "");
 }
 cuda::KernelSpec mse_groups_kernel(DType dtype, int team_warps) {
-  return kernel_spec("ops/observe/observe_mse_groups.cu", "observe_mse_groups", dtype,
-                     team_config(team_warps));
+  return observe_kernel("ops/observe/observe_mse_groups.cu", "observe_mse_groups", dtype,
+                        team_config(team_warps));
 }
 cuda::KernelSpec mse_errors_kernel(DType dtype, bool wide) {
-  return kernel_spec("ops/observe/observe_mse_errors.cu", "observe_mse_errors", dtype, wide_config(wide));
+  return observe_kernel("ops/observe/observe_mse_errors.cu", "observe_mse_errors", dtype, wide_config(wide));
 }
 cuda::KernelSpec mse_pick_kernel(DType dtype) {
-  return kernel_spec("ops/observe/observe_mse_pick.cu", "observe_mse_pick", value_dtype(dtype), "");
+  return observe_kernel("ops/observe/observe_mse_pick.cu", "observe_mse_pick", value_dtype(dtype), "");
 }
 
 RangeSearchCuda select_range_search(const cuda::Context& context, const ObserveProblem& problem) {

@@ -16,12 +16,12 @@ using formats::Seen;
 // The elements of a group, in order.
 template <class F>
 std::vector<F> elements_of(const ObserveProblem& problem, const void* x, int64_t s) {
-  const SearchGroups groups = search_groups(problem);
-  const SearchGroups::Group group = groups.group(s);
+  const Groups groups = problem.groups();
+  const Groups::Group group = groups.group<true>(s);
   std::vector<F> elements;
   for (int64_t k = 0; k < group.size; ++k)
     elements.push_back(
-        formats::load_scale<F>(x, group.begin + groups.offset(group, k), scale_type(problem.dtype)));
+        formats::load_scale<F>(x, group.begin + groups.offset<true>(group, k), scale_type(problem.dtype)));
   return elements;
 }
 

@@ -2,7 +2,6 @@
 // a search of all candidates.
 #include <limits>
 
-#include "ops/observe/observe_ref.h"
 #include "ops/observe/range_search_testing.h"
 
 namespace halfbyte {
@@ -11,19 +10,10 @@ namespace {
 using formats::Seen;
 using testing::ObserveCase;
 
-QuantizeStatus run_reference(ObserveCase& test) {
-  const ObserveProblem problem = observe_problem(test.descriptor, {}, {});
-  const auto data = [](testing::ObserveTensor& tensor) { return tensor.bytes.data() + tensor.offset; };
-  const ObserveTensors tensors{data(test.x), data(test.min), data(test.max),
-                               reinterpret_cast<int64_t*>(data(test.num_batches))};
-  return problem.dtype == DType::f64 ? observe_ref::run<double>(problem, tensors)
-                                     : observe_ref::run<float>(problem, tensors);
-}
-
 void expect_reference(ObserveCase test, const PlanPreference& preference) {
   ObserveCase expected = test;
-  const QuantizeStatus status = testing::run_observe_on_cpu(test, preference);
-  const QuantizeStatus reference = run_reference(expected);
+  const QuantizeStatus status = testing::run_on_cpu(test, preference);
+  const QuantizeStatus reference = testing::run_reference(expected);
   const ObserverConfig& config = test.descriptor.observer;
   ASSERT_TRUE(testing::same_tensors(expected, test))
       << test.text() << " percentile " << config.percentile << " codes [" << config.qparams.q_min << ", "

@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
+#include "halfbyte/quantize_linear.hpp"
 
 namespace halfbyte {
 namespace {

@@ -1,11 +1,12 @@
-// SIMD kernels of `quantize_linear`, `dequantize_linear` and `quantize_linear_backward`.
+// SIMD kernels of `quantize_linear` and `dequantize_linear`.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/quantize_linear/quantize_linear_cpu.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 //
 #include "hwy/highway.h"
 //
-#include "ops/quantize_linear/linear-inl.h"
+#include "grouped/linear-inl.h"
+#include "ops/quantize_linear/quantize_linear.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -86,42 +87,10 @@ HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, 
   }
 }
 
-template <class Type, bool kPerColumn>
-HWY_INLINE void backward_segment(const Source<typename Type::Memory>& x,
-                                 const Source<typename Type::Memory>& dy, int64_t begin, int64_t end,
-                                 const Scales<typename Type::Compute>& scales, int64_t k,
-                                 typename Type::Memory* HWY_RESTRICT dx) {
-  const hn::ScalableTag<typename Type::Compute> d;
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
-  auto scale = scale_at<kPerColumn>(d, scales.scale, k);
-  auto low = scale_at<kPerColumn>(d, scales.low, k), high = scale_at<kPerColumn>(d, scales.high, k);
-  const auto* const from = x.at(begin, end, N);
-  const auto* const gradient = dy.at(begin, end, N);
-  const auto passes = [&](hn::Vec<decltype(d)> v) HWY_ATTR {
-    const auto q = hn::Round(hn::Div(v, scale));
-    return hn::And(hn::Ge(q, low), hn::Le(q, high));
-  };
-  int64_t i = begin;
-  if constexpr (!kPerColumn)
-    for (; i + 2 * N <= end; i += 2 * N) {
-      const auto v = load_two<Type>(d, from + (i - begin));
-      select_two<Type>(d, passes(v.a), passes(v.b), gradient + (i - begin), dx + i);
-    }
-  for (; i < end; i += N) {
-    if constexpr (kPerColumn) {
-      scale = scale_at<true>(d, scales.scale, i);
-      low = scale_at<true>(d, scales.low, i);
-      high = scale_at<true>(d, scales.high, i);
-    }
-    select<Type>(d, passes(Type::load(d, from + (i - begin))), gradient + (i - begin), dx + i);
-  }
-}
-
 template <class Type>
 class QuantizeWorker : public LinearWorker<Type> {
   using Base = LinearWorker<Type>;
-  using Base::grid_, Base::problem_, Base::tensors_, Base::scales_, Base::x_, Base::dy_, Base::y_,
-      Base::codes_;
+  using Base::grid_, Base::problem_, Base::tensors_, Base::scales_, Base::x_, Base::y_, Base::codes_;
   using Base::source, Base::write, Base::write_y, Base::for_each_segment;
   using typename Base::F, typename Base::Memory, typename Base::Place;
 
@@ -130,14 +99,10 @@ class QuantizeWorker : public LinearWorker<Type> {
 
   void run(const Tile& tile) {
     this->walk(tile, [&](const Place& place, int64_t n) {
-      switch (problem_.op) {
-        case LinearOp::quantize:
-          return quantize(place, n);
-        case LinearOp::dequantize:
-          return dequantize(place, n);
-        default:
-          return backward(place, n);
-      }
+      if (problem_.op == LinearOp::quantize)
+        quantize(place, n);
+      else
+        dequantize(place, n);
     });
   }
 
@@ -197,16 +162,6 @@ class QuantizeWorker : public LinearWorker<Type> {
         [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
   }
 
-  void backward(const Place& place, int64_t n) {
-    const Source<Memory> x = source(tensors_.x, tensors_.x_strides, place, n, x_);
-    const Source<Memory> dy = source(tensors_.dy, tensors_.dy_strides, place, n, dy_);
-    for_each_segment(
-        place.column, n,
-        [&](auto per_column, int64_t begin, int64_t end, int64_t k)
-            HWY_ATTR { backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_); },
-        [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
-  }
-
   HWY_ALIGN uint8_t packed_[kChunk / 2 + kPad];
 };
 
@@ -230,6 +185,7 @@ namespace halfbyte {
 HWY_EXPORT(QuantizeLinearCpu);
 
 QuantizeStatus quantize_linear_cpu(const LinearProblem& problem, const LinearTensors& tensors) {
+  if (problem.op == LinearOp::backward) return linear_backward_cpu(problem, tensors);
   return HWY_DYNAMIC_DISPATCH(QuantizeLinearCpu)(problem, tensors);
 }
 

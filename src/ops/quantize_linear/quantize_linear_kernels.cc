@@ -1,5 +1,7 @@
 // The kernels of linear quantization, listed.
 #include "core/words.h"
+#include "grouped/linear_kernels.h"
+#include "grouped/ranges_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 
 namespace halfbyte {
@@ -37,7 +39,6 @@ KernelKey rule_key() {
           false,
           "How ranges become scales: minmax with a zero point, and only then."};
 }
-KernelKey wide_key() { return cuda::flag_key("wide", "2^31 pieces of work and more."); }
 
 LinearOp operation_of(const KernelValues& values) {
   return value_of(kOperations, values.at("operation"), "operation");
@@ -62,13 +63,6 @@ LinearTypes types_of(const KernelValues& values) {
                    values.at("zero-point"));
   return types;
 }
-formats::Rule rule_of(const KernelValues& values, const LinearTypes& types) {
-  const ScaleRule rule = parse_scale_rule(values.at("scale-rule"));
-  HALFBYTE_CHECK((rule == ScaleRule::minmax) == (types.zero_type != ZeroType::none), usage,
-                 "scale-rule must be minmax with a zero point and only then, got {} with zero-point {}",
-                 values.at("scale-rule"), values.at("zero-point"));
-  return static_cast<formats::Rule>(rule);
-}
 
 }  // namespace
 
@@ -89,20 +83,11 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
          return linear_elements_kernel(types_of(values), operation_of(values));
        }},
       {{"quantize_linear", "linear_fused", "Scales, zero points and codes in one pass.",
-        keys({bits_key(),
-              rule_key(),
-              {"group",
-               {"lanes", "block-4", "block-8"},
-               false,
-               "What shares a group: lanes of a warp, or a block with so many chunks a thread."}},
-             {"none", "i32", "i8", "u8"})},
+        keys({bits_key(), rule_key(), fused_group_key()}, {"none", "i32", "i8", "u8"})},
        [](const KernelValues& values) {
          const LinearTypes types = types_of(values);
-         const std::string& group = values.at("group");
          return linear_fused_kernel(types, LinearOp::quantize, rule_of(values, types),
-                                    group == "lanes"     ? 0
-                                    : group == "block-4" ? 4
-                                                         : 8);
+                                    fused_block_batch(values));
        }},
       {{"quantize_linear",
         "linear_ranges",
@@ -110,8 +95,8 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
         {cuda::dtype_key("The dtype of x."),
          cuda::flag_key("elements", "Elements do not lie together in chunks of 16 bytes."), wide_key()}},
        [](const KernelValues& values) {
-         return linear_ranges_kernel(cuda::dtype_of(values), !cuda::is_set(values, "elements"),
-                                     cuda::is_set(values, "wide"));
+         return ranges_kernel("linear_ranges", cuda::dtype_of(values), false,
+                              !cuda::is_set(values, "elements"), cuda::is_set(values, "wide"));
        }},
       {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({rule_key()})},
        [](const KernelValues& values) {

@@ -1,8 +1,9 @@
 #include <limits>
 
+#include "grouped/linear_ref.h"
 #include "halfbyte/device.hpp"
-#include "ops/quantize_linear/linear_testing.h"
-#include "ops/quantize_linear/quantize_linear_ref.h"
+#include "ops/quantize_linear/quantize_linear.h"
+#include "ops/quantize_linear/quantize_linear_testing.h"
 #include "ops/testing.h"
 
 namespace halfbyte {
@@ -251,15 +252,6 @@ std::string describe(const LinearProblem& p) {
       static_cast<int>(p.codec.rule), p.contiguous, p.num_threads);
 }
 
-void expect_equal(const QuantizeStatus& a, const QuantizeStatus& b) {
-  EXPECT_EQ(a.num_nonfinite, b.num_nonfinite);
-  EXPECT_EQ(a.first_nonfinite, b.first_nonfinite);
-  EXPECT_EQ(a.num_unheld_scales, b.num_unheld_scales);
-  EXPECT_EQ(a.num_coarse_scales, b.num_coarse_scales);
-  EXPECT_EQ(a.num_invalid_scales, b.num_invalid_scales);
-  EXPECT_EQ(a.num_invalid_zero_points, b.num_invalid_zero_points);
-}
-
 std::string first_difference(const Bytes& a, const Bytes& b) {
   for (size_t i = 0; i < a.size(); ++i)
     if (a[i] != b[i])
@@ -279,7 +271,7 @@ TEST(QuantizeLinear, RandomProblemsEqualTheReferenceOnEveryTarget) {
     for (int i = 0; i < cases; ++i) {
       const Case c = maker.make();
       const QuantizeStatus want = c.run(expected, linear_ref::run), got = c.run(actual, quantize_linear_cpu);
-      expect_equal(want, got);
+      EXPECT_TRUE(testing::same_status(want, got));
       EXPECT_EQ(first_difference(expected.codes, actual.codes), "") << "codes";
       EXPECT_EQ(first_difference(expected.scale, actual.scale), "") << "scale";
       EXPECT_EQ(first_difference(expected.zero, actual.zero), "") << "zero";
@@ -506,20 +498,8 @@ TEST(QuantizeLinear, RandomPlansEqualTheFormulas) {
     testing::LinearCase actual = cases.next(i % 50 == 0 ? 20000 : 400), expected = actual;
     const QuantizeStatus want = actual.descriptor.dtype == DType::f64 ? Oracle<double>(expected).run()
                                                                       : Oracle<float>(expected).run();
-    std::array<void*, 6> memory{};
-    size_t part = 0;
-    for (testing::Storage* storage : actual.all()) memory[part++] = storage->bytes.data();
-    alignas(16) QuantizeStatus workspace;
-    const QuantizeStatus got = testing::run_linear(actual, memory, Device{}, &workspace, sizeof workspace,
-                                                   nullptr, {i % 3 == 0 ? 3 : 1});
-    expect_equal(want, got);
-    const char* const names[] = {"x", "dy", "codes", "scale", "zero_point", "y"};
-    part = 0;
-    const auto all = expected.all();
-    for (const testing::Storage* storage : actual.all()) {
-      EXPECT_EQ(first_difference(all[part]->bytes, storage->bytes), "") << names[part];
-      ++part;
-    }
+    EXPECT_TRUE(testing::same_status(want, testing::run_on_cpu(actual, {i % 3 == 0 ? 3 : 1})));
+    EXPECT_TRUE(testing::same_tensors(expected, actual));
     if (HasFailure()) FAIL() << "case " << i << ": " << actual.text();
   }
 }

@@ -1,0 +1,656 @@
+// What the SIMD kernels of linear quantization and fake quantization share. Include after highway.h, inside a
+// file that foreach_target.h compiles.
+//
+// A problem is walked as a grid of lines, in tiles that threads share out, in chunks of a line that stay in
+// L1. Along a line either groups of columns share a scale, or each column has its own (`per_column`). The
+// scales of a chunk are converted once, and again only where the next chunk has others: tiles of per_column
+// problems are narrow, so that all lines of one use the same. Chunks of tensors with other strides than 1 are
+// gathered and scattered, which leaves one kernel for all.
+#if defined(HALFBYTE_LINEAR_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HALFBYTE_LINEAR_INL_H_
+#undef HALFBYTE_LINEAR_INL_H_
+#else
+#define HALFBYTE_LINEAR_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <vector>
+
+#include "core/counts.h"
+#include "cpu/simd-inl.h"
+#include "grouped/linear_grid.h"
+#include "grouped/linear_ref.h"
+#include "hwy/cache_control.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace halfbyte::HWY_NAMESPACE {
+
+#if HALFBYTE_SIMD
+
+using linear::Grid;
+using linear::kScales;
+using linear::round_up;
+using linear::Tile;
+
+constexpr int64_t kChunk = 4096;         // elements: 16 KiB of f32
+constexpr int64_t kPart = 512;           // elements that are written at a time, between others that are read
+constexpr int64_t kAhead = 2048;         // elements that are fetched ahead
+constexpr int64_t kPad = HWY_MAX_BYTES;  // room for a whole vector beyond the last element
+
+// ---- Memory -----------------------------------------------------------------------------------
+
+// n elements `stride` apart, from or to a buffer.
+template <class T>
+void gather(const void* from, int64_t stride, int64_t n, void* to) {
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i] = static_cast<const T*>(from)[i * stride];
+}
+template <class T>
+void scatter(const void* from, int64_t stride, int64_t n, void* to) {
+  for (int64_t i = 0; i < n; ++i) static_cast<T*>(to)[i * stride] = static_cast<const T*>(from)[i];
+}
+
+// Elements that can be read as whole vectors: the last ones from a copy. What lies `ahead` elements further
+// is fetched while these are worked on.
+template <class Memory>
+class Source {
+ public:
+  Source(const Memory* x, int64_t n, int64_t ahead)
+      : x_(x), n_(n), copied_(std::max<int64_t>(0, n - kLanes)), ahead_(ahead) {
+    std::memcpy(tail_, x + copied_, static_cast<size_t>(n - copied_) * sizeof(Memory));
+  }
+  // Of elements [begin, end), which are not the last or less than a vector of N.
+  HWY_INLINE const Memory* at(int64_t begin, int64_t end, int64_t N) const {
+    for (int64_t i = begin; i < end; i += 64 / static_cast<int64_t>(sizeof(Memory)))
+      hwy::Prefetch(x_ + i + ahead_);
+    return round_up(end - begin, N) <= n_ - begin ? x_ + begin : tail_ + (begin - copied_);
+  }
+  const Memory& operator[](int64_t i) const { return x_[i]; }
+
+ private:
+  static constexpr int64_t kLanes = HWY_MAX_BYTES / 4;
+  const Memory* x_;
+  int64_t n_, copied_, ahead_;
+  Memory tail_[2 * kLanes] = {};
+};
+
+// n nibbles from the low half of `packed`, one a byte.
+HWY_INLINE void unpack(const uint8_t* HWY_RESTRICT packed, int64_t n, uint8_t* HWY_RESTRICT out) {
+  const hn::ScalableTag<uint16_t> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const auto N = static_cast<int64_t>(hn::Lanes(d16));
+  int64_t i = 0;
+  for (; i + 2 * N <= n; i += 2 * N) {
+    const auto bytes = hn::PromoteTo(d16, hn::LoadU(d8, packed + i / 2));
+    const auto pairs = hn::And(hn::Or(bytes, hn::ShiftLeft<4>(bytes)), hn::Set(d16, uint16_t{0x0F0F}));
+    hn::StoreU(pairs, d16, reinterpret_cast<uint16_t*>(out + i));
+  }
+  for (; i < n; ++i) out[i] = i % 2 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
+}
+// The low halves of n bytes, and of one more where n is odd, to nibbles.
+HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, uint8_t* HWY_RESTRICT packed) {
+  const hn::ScalableTag<uint16_t> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const auto N = static_cast<int64_t>(hn::Lanes(d16));
+  int64_t i = 0;
+  for (; i + 2 * N <= n; i += 2 * N) {
+    const auto pairs = hn::LoadU(d16, reinterpret_cast<const uint16_t*>(codes + i));
+    const auto low = hn::And(pairs, hn::Set(d16, uint16_t{0x0F}));
+    const auto high = hn::And(hn::ShiftRight<4>(pairs), hn::Set(d16, uint16_t{0xF0}));
+    hn::StoreU(hn::TruncateTo(d8, hn::Or(low, high)), d8, packed + i / 2);
+  }
+  for (; i < n; i += 2) packed[i / 2] = static_cast<uint8_t>((codes[i] & 15) | codes[i + 1] << 4);
+}
+// Element `index` of packed integers; it must begin at a byte where written.
+template <class Byte>
+HWY_INLINE Byte* packed_at(Byte* data, const LinearCodes& codes, int64_t index) {
+  return data + index / codes.cols * codes.row_bytes + index % codes.cols / 2;
+}
+// n packed integers from `index` on, through the ends of rows.
+HWY_INLINE void unpack_rows(const void* data, const LinearCodes& codes, int64_t index, int64_t n,
+                            uint8_t* out) {
+  while (n > 0) {
+    const uint8_t* from = packed_at(static_cast<const uint8_t*>(data), codes, index);
+    int64_t m = std::min(n, codes.cols - index % codes.cols);
+    if (index % codes.cols % 2 != 0) {
+      *out = *from >> 4;
+      m = 1;
+    } else {
+      for (int64_t i = 0; i < m; i += 128) hwy::Prefetch(from + (i + kAhead) / 2);
+      unpack(from, m, out);
+    }
+    out += m, index += m, n -= m;
+  }
+}
+// Integers of at most 8 bits, xor this, are unsigned and larger by it.
+inline uint8_t sign_bit(DType dtype) { return dtype == DType::i8 ? 0x80 : dtype == DType::i4 ? 8 : 0; }
+
+// ---- Elements ---------------------------------------------------------------------------------
+
+struct F32AsF64 {  // scales of f64 tensors
+  using Memory = float;
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const float* x) {
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<float, D>(), x));
+  }
+};
+
+// v is not NaN: a finite scale times an integer.
+template <class Type, class D>
+HWY_INLINE void store(D d, hn::Vec<D> v, typename Type::Memory* y) {
+  if constexpr (std::is_same_v<Type, BF16>) {  // to_bf16 without its care for NaN
+    const hn::RebindToUnsigned<D> du;
+    const auto bits = hn::BitCast(du, v);
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+    const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
+    const hn::Rebind<uint16_t, D> d16;
+    hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16, y);
+  } else if constexpr (std::is_same_v<Type, F16>) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(y));
+  } else {
+    hn::StoreU(v, d, y);
+  }
+}
+
+// Elements of `from` where the mask is set, else 0.
+template <class Type, class D, class M>
+HWY_INLINE void select(D d, M mask, const typename Type::Memory* from, typename Type::Memory* to) {
+  if constexpr (sizeof(typename Type::Memory) == 2) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Rebind<uint16_t, D> d16;
+    const auto bits = hn::PromoteTo(du, hn::LoadU(d16, from));
+    hn::StoreU(hn::TruncateTo(d16, hn::IfThenElseZero(hn::RebindMask(du, mask), bits)), d16, to);
+  } else {
+    hn::StoreU(hn::IfThenElseZero(mask, hn::LoadU(d, from)), d, to);
+  }
+}
+
+// Two vectors of elements, worked on together: of bf16 those with even and with odd numbers, which is how
+// they lie in words; else one vector behind the other.
+template <class V>
+struct Two {
+  V a, b;
+};
+template <class Type>
+constexpr bool kEvenOdd = std::is_same_v<Type, BF16>;
+template <class Type, class D>
+HWY_INLINE Two<hn::Vec<D>> load_two(D d, const typename Type::Memory* x) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(x));
+    return {hn::BitCast(d, hn::ShiftLeft<16>(words)),
+            hn::BitCast(d, hn::And(words, hn::Set(du, 0xFFFF0000u)))};
+  } else {
+    return {Type::load(d, x), Type::load(d, x + hn::Lanes(d))};
+  }
+}
+// No value is NaN.
+template <class Type, class D>
+HWY_INLINE void store_two(D d, hn::Vec<D> a, hn::Vec<D> b, typename Type::Memory* y) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const auto rounded = [&](hn::Vec<D> v) HWY_ATTR {  // in the upper half
+      const auto bits = hn::BitCast(du, v);
+      const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+      return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
+    };
+    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(rounded(a)));
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, rounded(b)), even), d16, y);
+  } else {
+    store<Type>(d, a, y);
+    store<Type>(d, b, y + hn::Lanes(d));
+  }
+}
+// Elements of `from` where a mask is set, else 0.
+template <class Type, class D, class M>
+HWY_INLINE void select_two(D d, M a, M b, const typename Type::Memory* from, typename Type::Memory* to) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(from));
+    const auto even = hn::IfThenElseZero(hn::RebindMask(du, a), words);
+    const auto odd = hn::IfThenElseZero(hn::RebindMask(du, b), words);
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, even)), d16, to);
+  } else {
+    select<Type>(d, a, from, to);
+    select<Type>(d, b, from + hn::Lanes(d), to + hn::Lanes(d));
+  }
+}
+
+// The low bytes of unsigned lanes (Highway 1.0.3 takes the wrong ones of u32 for AVX3_DL).
+template <class D>
+HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
+#if HALFBYTE_AVX512
+  if constexpr (sizeof(hn::TFromD<D>) == 4)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(v.raw));
+  else
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm512_cvtepi64_epi8(v.raw));
+#else
+  const hn::Rebind<uint8_t, D> d8;
+  hn::StoreU(hn::TruncateTo(d8, v), d8, to);
+#endif
+}
+
+// A mask as bytes, 0 or not.
+template <class D, class M>
+HWY_INLINE void store_mask_bytes(D d, M mask, uint8_t* to) {
+#if HALFBYTE_AVX512
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_movm_epi8(mask.raw));
+    return;
+  }
+#endif
+  const hn::RebindToUnsigned<D> du;
+  store_low_bytes(du, hn::IfThenElseZero(hn::RebindMask(du, mask), hn::Set(du, 1u)), to);
+}
+template <class Type, class D, class M>
+HWY_INLINE void store_mask_bytes_of_two(D d, M a, M b, uint8_t* to) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<uint16_t, D> d16;
+    const hn::Rebind<uint8_t, decltype(d16)> d8;
+    const auto even = hn::IfThenElseZero(hn::RebindMask(du, a), hn::Set(du, 1u));
+    const auto odd = hn::IfThenElseZero(hn::RebindMask(du, b), hn::Set(du, 0x10000u));
+    hn::StoreU(hn::TruncateTo(d8, hn::BitCast(d16, hn::Or(even, odd))), d8, to);
+  } else {
+    store_mask_bytes(d, a, to);
+    store_mask_bytes(d, b, to + hn::Lanes(d));
+  }
+}
+
+// The scales of a chunk, as the kernels use them.
+template <class F>
+struct Scales {
+  int64_t first = -1, count = 0;
+  bool fast;  // f32: a quotient can be had by reciprocal and residual, see quotient
+  HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];  // a scale that is 0: 1, with inverse 0
+  // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x.
+  HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];
+  HWY_ALIGN int32_t zero[kScales + kPad];
+
+  // Those numbered first, first + stride, ...; counts what are none.
+  void load(const LinearProblem& problem, const LinearTensors& tensors, int64_t index, int64_t stride,
+            int64_t n, QuantizeStatus& status) {
+    const hn::ScalableTag<F> d;
+    const hn::Rebind<int32_t, decltype(d)> di;
+    const auto N = static_cast<int64_t>(hn::Lanes(d));
+    const formats::Codec& codec = problem.codec;
+    first = index;
+    count = n;
+    load_scales(tensors.scale, codec.scale_type, stride);
+    load_zeros(problem, tensors, stride);
+    const auto one = hn::Set(d, F{1}), infinity = hn::Set(d, std::numeric_limits<F>::infinity());
+    const auto q_min = hn::Set(di, codec.q_min), q_max = hn::Set(di, codec.q_max);
+    const bool is_table = codec.kind == formats::Kind::table;
+    const auto lowest = hn::Set(d, static_cast<F>(codec.book.values[codec.book.code_of_rank[0]]));
+    const auto highest = hn::Set(d, static_cast<F>(codec.book.values[codec.book.code_of_rank[15]]));
+    fast = sizeof(F) == 4;
+    for (int64_t i = 0; i < n; i += N) {
+      const auto inside = hn::FirstN(d, static_cast<size_t>(n - i));
+      auto s = hn::Load(d, scale + i);
+      const auto valid = hn::And(hn::Ge(s, hn::Zero(d)), hn::Lt(s, infinity));
+      status.num_invalid_scales += static_cast<int64_t>(hn::CountTrue(d, hn::AndNot(valid, inside)));
+      s = hn::IfThenElseZero(valid, s);
+      auto z = hn::Load(di, zero + i);
+      if (tensors.zero) {
+        const auto clamped = hn::Min(hn::Max(z, q_min), q_max);
+        const auto wrong = hn::And(hn::Ne(z, clamped), hn::FirstN(di, static_cast<size_t>(n - i)));
+        status.num_invalid_zero_points += static_cast<int64_t>(hn::CountTrue(di, wrong));
+        z = clamped;
+      }
+      if (problem.op == LinearOp::dequantize) {
+        hn::Store(s, d, scale + i);
+        hn::Store(hn::Add(z, hn::Set(di, sign_bit(problem.codes.dtype))), di, zero + i);
+        continue;
+      }
+      // A scale of 0: a quotient of 0 for quantize, within every bound for the others.
+      const auto none = hn::Eq(s, hn::Zero(d));
+      const auto open = problem.op == LinearOp::quantize ? hn::Zero(d) : infinity;
+      s = hn::IfThenElse(none, one, s);
+      const auto usual = hn::And(hn::Gt(s, hn::Set(d, F(0x1p-90))), hn::Lt(s, hn::Set(d, F(0x1p100))));
+      fast = fast && hn::AllFalse(d, hn::AndNot(usual, inside));
+      if (problem.op == LinearOp::fake_quantize) fast = fast && hn::AllFalse(d, hn::And(none, inside));
+      hn::Store(s, d, scale + i);
+      hn::Store(hn::IfThenZeroElse(none, hn::Div(one, s)), d, inverse + i);
+      const auto least = is_table ? lowest : to_float(d, hn::Sub(q_min, z));
+      const auto most = is_table ? highest : to_float(d, hn::Sub(q_max, z));
+      hn::Store(hn::IfThenElse(none, hn::Neg(open), least), d, low + i);
+      hn::Store(hn::IfThenElse(none, open, most), d, high + i);
+      hn::Store(z, di, zero + i);
+    }
+    if (!fast || problem.op != LinearOp::quantize) return;
+    for (int64_t i = 0; i < n; i += N) {  // bounds of x: low * scale, rounded, has the quotient low
+      const auto s = hn::Load(d, scale + i);
+      hn::Store(hn::Mul(s, hn::Load(d, low + i)), d, low + i);
+      hn::Store(hn::Mul(s, hn::Load(d, high + i)), d, high + i);
+    }
+  }
+
+  template <class D>
+  static HWY_INLINE hn::Vec<D> to_float(D d, hn::Vec<hn::Rebind<int32_t, D>> v) {
+    if constexpr (sizeof(F) == 8)
+      return hn::PromoteTo(d, v);
+    else
+      return hn::ConvertTo(d, v);
+  }
+
+ private:
+  void load_scales(const void* data, formats::ScaleType type, int64_t stride) {
+    if (stride == 1 && type == formats::ScaleType::f32)
+      return convert<std::conditional_t<sizeof(F) == 4, F32, F32AsF64>>(data, type);
+    if constexpr (sizeof(F) == 4) {
+      if (stride == 1 && type == formats::ScaleType::f16) return convert<F16>(data, type);
+      if (stride == 1 && type == formats::ScaleType::bf16) return convert<BF16>(data, type);
+    } else {
+      if (stride == 1 && type == formats::ScaleType::f64) return convert<F64>(data, type);
+    }
+    for (int64_t i = 0; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i * stride, type);
+  }
+  template <class Type>
+  void convert(const void* data, formats::ScaleType type) {
+    const hn::ScalableTag<F> d;
+    const auto N = static_cast<int64_t>(hn::Lanes(d));
+    const auto* from = static_cast<const typename Type::Memory*>(data) + first;
+    int64_t i = 0;
+    for (; i + N <= count; i += N) hn::Store(Type::load(d, from + i), d, scale + i);
+    for (; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i, type);
+  }
+  void load_zeros(const LinearProblem& problem, const LinearTensors& tensors, int64_t stride) {
+    if (!tensors.zero) {
+      std::fill_n(zero, count, 0);
+    } else if (stride == 1 && is_packed(problem.zeros.dtype)) {
+      const int flip = sign_bit(problem.zeros.dtype);
+      uint8_t nibbles[kScales];
+      unpack_rows(tensors.zero, problem.zeros, first, count, nibbles);
+      for (int64_t i = 0; i < count; ++i) zero[i] = (nibbles[i] ^ flip) - flip;
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        zero[i] = linear_ref::load_integer(tensors.zero, problem.zeros, first + i * stride);
+    }
+  }
+};
+
+// ---- Kernels: elements [begin, end) of a chunk, whole vectors of them. The scale of all is number k, or
+// that of element i is number i. ---------------------------------------------------------------------
+
+template <bool kPerColumn, class D, class T>
+HWY_INLINE hn::Vec<D> scale_at(D d, const T* array, int64_t i) {
+  if constexpr (kPerColumn)
+    return hn::LoadU(d, array + i);
+  else
+    return hn::Set(d, array[i]);
+}
+
+// The value of the table nearest to v.
+template <class D, class F = hn::TFromD<D>>
+HWY_INLINE hn::Vec<D> nearest_value(D d, hn::Vec<D> v, const formats::CodeBook& book) {
+  auto value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
+  for (int i = 0; i < 15; ++i) {
+    const F edge = sizeof(F) == 8 ? static_cast<F>(book.edges_f64[i]) : static_cast<F>(book.edges_f32[i]);
+    value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edge)),
+                           hn::Set(d, static_cast<F>(book.values[book.code_of_rank[i + 1]])), value);
+  }
+  return value;
+}
+
+// Smallest and largest finite element of each scale, joined to `low` and `high`.
+template <class Type, bool kPerColumn>
+HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,
+                              typename Type::Compute* low, typename Type::Compute* high, int64_t k) {
+  const hn::ScalableTag<typename Type::Compute> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto infinity = hn::Set(d, std::numeric_limits<typename Type::Compute>::infinity());
+  auto lowest = infinity, highest = hn::Neg(infinity);
+  const auto* const from = x.at(begin, end, N);
+  for (int64_t i = begin; i < end; i += N) {
+    const auto v = Type::load(d, from + (i - begin));
+    auto counts = hn::Lt(hn::Abs(v), infinity);
+    if (i + N > end) counts = hn::And(counts, hn::FirstN(d, static_cast<size_t>(end - i)));
+    const auto bottom = hn::IfThenElse(counts, v, infinity),
+               top = hn::IfThenElse(counts, v, hn::Neg(infinity));
+    if constexpr (kPerColumn) {
+      hn::StoreU(hn::Min(hn::LoadU(d, low + i), bottom), d, low + i);
+      hn::StoreU(hn::Max(hn::LoadU(d, high + i), top), d, high + i);
+    } else {
+      lowest = hn::Min(lowest, bottom);
+      highest = hn::Max(highest, top);
+    }
+  }
+  if constexpr (!kPerColumn) {
+    low[k] = std::min(low[k], hn::GetLane(hn::MinOfLanes(d, lowest)));
+    high[k] = std::max(high[k], hn::GetLane(hn::MaxOfLanes(d, highest)));
+  }
+}
+
+// x / scale by the reciprocal and an exact residual correction (Markstein), correctly rounded where nothing
+// under- or overflows.
+template <class D>
+HWY_INLINE hn::Vec<D> quotient(D, hn::Vec<D> x, hn::Vec<D> scale, hn::Vec<D> inverse) {
+  const auto q = hn::Mul(x, inverse);
+  return hn::MulAdd(hn::NegMulAdd(q, scale, x), inverse, q);
+}
+
+// ---- Tiles ------------------------------------------------------------------------------------
+
+// What a thread has to work on tiles. An operation derives from it.
+template <class Type>
+class LinearWorker {
+ public:
+  using F = typename Type::Compute;
+  using Memory = typename Type::Memory;
+
+  explicit LinearWorker(const Grid& grid) : grid_(grid), problem_(grid.problem), tensors_(grid.tensors) {}
+
+  // Calls body(place, n) for the chunks of a tile: n elements, whose scales are loaded.
+  template <class Body>
+  void walk(const Tile& tile, const Body& body) {
+    for (int64_t begin = tile.column, end = begin; begin < tile.end_column; begin = end) {
+      int64_t n = grid_.per_column ? kScales : kChunk;
+      if (grid_.group_cols < kChunk / kScales) n = (kScales - 1) * grid_.group_cols / grid_.unit * grid_.unit;
+      if (grid_.odd_cols != 0) n = std::min(n, grid_.odd_cols - begin % grid_.odd_cols);
+      end = std::min(tile.end_column, begin + n);
+      for (int64_t line = tile.line; line < tile.end_line; ++line)
+        load_and_run({tile.outer, line, begin}, end - begin, body);
+    }
+    if (grid_.past_caches) hwy::FlushStream();
+  }
+
+  // Calls emit(first scale, count, low, high) with the ranges of scales in the tile.
+  template <class Emit>
+  void ranges(const Tile& tile, const Emit& emit) {
+    const int64_t width =
+        grid_.group_cols * std::max<int64_t>(1, std::min(kScales, kChunk / grid_.group_cols));
+    F* const low = scales_.low;
+    F* const high = scales_.high;
+    for (int64_t line = tile.line, next = line; line < tile.end_line; line = next) {
+      next = std::min(tile.end_line, (line / grid_.group_lines + 1) * grid_.group_lines);
+      for (int64_t column = tile.column, end = column; column < tile.end_column; column = end) {
+        end = std::min(tile.end_column, (column / grid_.group_cols) * grid_.group_cols + width);
+        const int64_t count = grid_.num_scales(column, end);
+        std::fill_n(low, count, std::numeric_limits<F>::infinity());
+        std::fill_n(high, count, -std::numeric_limits<F>::infinity());
+        for (int64_t l = line; l < next; ++l)
+          for (int64_t begin = column; begin < end; begin += kChunk) {
+            const int64_t n = std::min(kChunk, end - begin);
+            const Source<Memory> x = source(tensors_.x, tensors_.x_strides, {tile.outer, l, begin}, n, x_);
+            const int64_t first = grid_.num_scales(column, begin + 1) - 1;
+            for_each_segment(
+                begin, n,
+                [&](auto per_column, int64_t from, int64_t to, int64_t k)
+                    HWY_ATTR { range_segment<Type, per_column>(x, from, to, low, high, first + k); },
+                [](int64_t, int64_t) {});
+          }
+        emit(grid_.scale_index({tile.outer, line, column}), count, low, high);
+      }
+    }
+    scales_.first = -1;
+  }
+
+  // `count` scales from number `first`, `stride` apart, of these ranges.
+  static void store_scales(const LinearProblem& problem, const LinearTensors& tensors, int64_t first,
+                           int64_t count, int64_t stride, const F* low, const F* high,
+                           QuantizeStatus& status) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t index = first + i * stride;
+      const auto params = linear_ref::compute_params<F>(problem, tensors, index, low[i], high[i], status);
+      formats::store_scale(tensors.scale, index, params.scale, problem.codec.scale_type);
+      if (tensors.zero) linear_ref::store_integer(tensors.zero, problem.zeros, index, params.zero_point);
+    }
+  }
+
+  // Counts what are none of the scales [first, first + n).
+  void check(int64_t first, int64_t n) { scales_.load(problem_, tensors_, first, 1, n, status); }
+
+  QuantizeStatus status;
+
+ protected:
+  using Place = Grid::Place;
+
+  // n elements of a tensor, through `buffer` where they do not lie side by side.
+  template <class T>
+  Source<T> source(const void* data, const LinearStrides& strides, const Place& place, int64_t n,
+                   T* buffer) const {
+    const auto* from = static_cast<const T*>(data) + Grid::offset(strides, place);
+    if (strides.inner == 1) return {from, n, grid_.per_column ? strides.axis : kAhead};
+    gather<T>(from, strides.inner, n, buffer);
+    return {buffer, n, 0};
+  }
+  template <class T>
+  void write(const T* from, int64_t n, T* to, int64_t stride) const {
+    if (stride != 1)
+      scatter<T>(from, stride, n, to);
+    else if (grid_.past_caches)
+      stream_copy(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(from),
+                  static_cast<size_t>(n) * sizeof(T));
+    else
+      std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T));
+  }
+
+  // Calls body(per_column, begin, end, k) for the elements of n columns with scale k of the chunk, and
+  // done(begin, end) for each part of them.
+  template <class Body, class Done>
+  HWY_INLINE void for_each_segment(int64_t column, int64_t n, const Body& body, const Done& done) const {
+    const auto N = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<F>()));
+    int64_t group_end = grid_.per_column ? n : grid_.group_cols - column % grid_.group_cols;
+    for (int64_t begin = 0, end = 0, k = 0, part = 0; begin < n; begin = end) {
+      end = std::min({n, group_end, part + kPart});
+      const int64_t whole = round_up(end - begin, N) <= n - begin ? end : begin + (end - begin) / N * N;
+      for (int64_t from = begin, to = whole > begin ? whole : end; from < end; from = to, to = end)
+        if (grid_.per_column)
+          body(std::true_type(), from, to, from);
+        else
+          body(std::false_type(), from, to, k);
+      if (end == group_end) group_end += grid_.group_cols, ++k;
+      if (end < n && end < part + kPart) continue;
+      done(part, end);
+      part = end;
+    }
+  }
+
+  // Counts an element that is not finite, number `index` of all.
+  void count_nonfinite(int64_t index) {
+    if (status.num_nonfinite++ == 0 || index < status.first_nonfinite) status.first_nonfinite = index;
+  }
+  void write_y(const Place& place, int64_t begin, int64_t end) const {
+    const LinearStrides& strides = tensors_.y_strides;
+    write(y_ + begin, end - begin,
+          static_cast<Memory*>(tensors_.y) + Grid::offset(strides, place) + begin * strides.inner,
+          strides.inner);
+  }
+
+  const Grid& grid_;
+  const LinearProblem& problem_;
+  const LinearTensors& tensors_;
+  Scales<F> scales_;
+  HWY_ALIGN Memory x_[kChunk + kPad], dy_[kChunk + kPad], y_[kChunk + kPad];
+  HWY_ALIGN uint8_t codes_[kChunk + kPad];
+
+ private:
+  template <class Body>
+  void load_and_run(const Place& place, int64_t n, const Body& body) {
+    const int64_t first = grid_.scale_index(place);
+    const int64_t count = grid_.num_scales(place.column, place.column + n);
+    QuantizeStatus counted_before;
+    if (first != scales_.first || count != scales_.count)
+      scales_.load(problem_, tensors_, first, grid_.scale.inner, count, counted_before);
+    body(place, n);
+  }
+};
+
+// All of a problem: the scales, where they are computed, and the tiles, each by a Worker<Type>.
+template <class Type, template <class> class Worker>
+QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tensors) {
+  using F = typename Type::Compute;
+  QuantizeStatus total;
+  if (problem.num_elements() == 0) {
+    if (problem.computed) linear_ref::compute_params<F>(problem, tensors, total);
+    return total;
+  }
+  const Grid grid(problem, tensors);
+  std::mutex mutex;  // of total, low and high: held for moments at the end of a tile
+  const auto finish = [&](const Worker<Type>& worker) {
+    const std::lock_guard lock(mutex);
+    merge(total, worker.status);
+  };
+  if (!problem.computed) {
+    parallel_for(problem.num_scales, linear::kTask, problem.num_threads,
+                 [&](int64_t begin, int64_t end, int) {
+                   Worker<Type> worker(grid);
+                   for (; begin < end; begin += kScales) worker.check(begin, std::min(kScales, end - begin));
+                   finish(worker);
+                 });
+  } else if (problem.observed) {
+    ++*tensors.observer.num_batches;
+  }
+  if (problem.computed && !grid.fused()) {
+    const auto n = static_cast<size_t>(problem.num_scales);
+    std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());
+    grid.for_each_tile([&](const Tile& tile) {
+      Worker<Type>(grid).ranges(tile, [&](int64_t first, int64_t count, const F* lows, const F* highs) {
+        const std::lock_guard lock(mutex);
+        for (int64_t i = 0; i < count; ++i) {
+          const auto index = static_cast<size_t>(first + i * grid.scale.inner);
+          low[index] = std::min(low[index], lows[i]);
+          high[index] = std::max(high[index], highs[i]);
+        }
+      });
+    });
+    Worker<Type>::store_scales(problem, tensors, 0, problem.num_scales, 1, low.data(), high.data(), total);
+  }
+  grid.for_each_tile([&](const Tile& tile) {
+    Worker<Type> worker(grid);
+    if (grid.fused())
+      worker.ranges(tile, [&](int64_t first, int64_t count, const F* low, const F* high) {
+        Worker<Type>::store_scales(problem, tensors, first, count, grid.scale.inner, low, high,
+                                   worker.status);
+      });
+    worker.run(tile);
+    finish(worker);
+  });
+  return total;
+}
+
+template <template <class> class Worker>
+QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tensors) {
+  switch (problem.dtype) {
+    case DType::f32:
+      return run_tiles<F32, Worker>(problem, tensors);
+    case DType::f16:
+      return run_tiles<F16, Worker>(problem, tensors);
+    case DType::bf16:
+      return run_tiles<BF16, Worker>(problem, tensors);
+    default:
+      return run_tiles<F64, Worker>(problem, tensors);
+  }
+}
+
+#endif  // HALFBYTE_SIMD
+
+}  // namespace halfbyte::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HALFBYTE_LINEAR_INL_H_

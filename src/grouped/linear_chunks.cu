@@ -1,0 +1,72 @@
+// quantize_linear, dequantize_linear, quantize_linear_backward and fake_quantize of contiguous tensors whose
+// scales belong to whole chunks. A thread has kBatch chunks, 32 apart, so that loads and stores of a warp are
+// contiguous; all are on their way before the first is used.
+#include "grouped/linear.cuh"
+
+namespace halfbyte::device {
+
+constexpr int kChunk = linear_chunk(sizeof(Memory), kOp, kMask), kBatch = linear_batch(kOp);
+
+using Index = Select<kWide, i64, int>;  // of chunks
+// Of a multiprocessor; 0: as the compiler finds it, which spills in some kernels of fake quantization.
+constexpr int kMinBlocks = !kFake ? 0 : kOp == LinearOp::backward ? 2 : 3;
+
+// The number of the chunk's scale, and whether the chunk is the first of its group.
+struct Place {
+  i64 scale;
+  bool first;
+};
+template <class Int, class OuterDivider, class ScaleDivider>
+__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, Int chunk,
+                                          const OuterDivider& outer_of, const ScaleDivider& scale_of) {
+  const Int outer = outer_of(chunk), rest = chunk - outer * static_cast<Int>(args.per_outer),
+            in = scale_of(rest);
+  return {outer * args.scale_outer + in,
+          rest == in * static_cast<Int>(args.per_scale) && (args.scale_outer != 0 || outer == 0)};
+}
+__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chunk) {
+  if constexpr (kWide)
+    return place_of(
+        args, chunk, [&](i64 c) { return c / args.per_outer; },
+        [&](i64 rest) { return rest / args.per_scale; });
+  else
+    return place_of(
+        args, static_cast<u32>(chunk), [&](u32 c) { return args.outer_divider.divide(c); },
+        [&](u32 rest) { return args.scale_divider.divide(rest); });
+}
+
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
+    HALFBYTE_KERNEL(const __grid_constant__ LinearChunksArgs args) {
+  load_bins();
+  const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
+  const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
+  Work<kOp, kBits, kChunk> work[kBatch];
+  Place places[kBatch];
+  Loaded loaded[kBatch];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const Index chunk = min<Index>(first + b * 32, args.num_chunks - 1);
+    work[b].load(args.common.data, chunk);
+    places[b] = place_of(args, chunk);
+    loaded[b] = load_parameters(args.common, places[b].scale);
+  }
+  u32 slow = 0;
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const Index chunk = first + b * 32;
+    if (chunk >= args.num_chunks) break;
+    const OneGroup group(args.common, make_group(args.common, loaded[b], [&] { return places[b].first; }));
+    if (!work[b].finish(args.common, chunk, group)) slow |= 1u << b;
+  }
+  if constexpr (kOp != LinearOp::dequantize) {
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      if (!(slow >> b & 1)) continue;
+      const i64 chunk = first + b * 32;
+      const Group group = load_group(args.common, place_of(args, chunk).scale, [] { return false; });
+      run_slow<kOp, kBits>(args.common, chunk * kChunk, kChunk, [&](int) { return group; });
+    }
+  }
+}
+
+}  // namespace halfbyte::device

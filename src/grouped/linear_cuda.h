@@ -1,0 +1,36 @@
+// The CUDA kernels of every LinearOp, specialised.
+#pragma once
+
+#include "cuda/kernel.h"
+#include "cuda/launch.h"
+#include "grouped/linear.h"
+
+namespace halfbyte {
+
+// What kernels are compiled for; everything else is given at run time.
+struct LinearTypes {
+  DType dtype = DType::f32;  // of x, y, gradients
+  int bits = 8;              // of a code; 4
+  DType scale_dtype = DType::f32;
+  ZeroType zero_type = ZeroType::none;
+  bool fake = false;                           // fake quantization, forward or backward
+  bool mask = false;                           // fake_quantize writes it
+  std::optional<formats::CodeBook> book = {};  // of a table, where it is not integers
+};
+// A kernel whose source includes linear.cuh, with `lines` more of "halfbyte_config.h"; HALFBYTE_KERNEL is its
+// name.
+cuda::KernelSpec linear_kernel(const char* source, const std::string& name, const LinearTypes& types,
+                               const std::string& lines);
+
+LinearTypes types_of(const LinearProblem& problem);
+// wide: 2^31 pieces of work and more.
+cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide);
+cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide);
+cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op);
+// block_batch: 0: lanes share a group; 4 or 8: a block has one, of so many chunks a thread.
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
+                                     int block_batch);
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule);
+cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide);
+
+}  // namespace halfbyte

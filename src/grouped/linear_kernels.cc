@@ -1,0 +1,94 @@
+#include "grouped/linear_kernels.h"
+
+#include "core/checks.h"
+#include "core/words.h"
+
+namespace halfbyte {
+
+using cuda::KernelValues;
+
+namespace {
+
+constexpr std::array<Word<ZeroType>, 4> kZeroTypes{
+    {{ZeroType::none, "none"}, {ZeroType::i32, "i32"}, {ZeroType::f32, "f32"}, {ZeroType::f64, "f64"}}};
+constexpr const char* kIntegers = "integers";
+
+std::vector<std::string> format_words() {
+  std::vector<std::string> words = {kIntegers, "lut4"};
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::table && format.format != Format::lut4) words.push_back(format.name);
+  return words;
+}
+
+}  // namespace
+
+KernelKey wide_key() { return cuda::flag_key("wide", "2^31 pieces of work and more."); }
+KernelKey fused_group_key() {
+  return {"group",
+          {"lanes", "block-4", "block-8"},
+          false,
+          "What shares a group: lanes of a warp, or a block with so many chunks a thread."};
+}
+int fused_block_batch(const KernelValues& values) {
+  const std::string& group = values.at("group");
+  return group == "lanes" ? 0 : group == "block-4" ? 4 : 8;
+}
+
+formats::Rule rule_of(const KernelValues& values, const LinearTypes& types) {
+  const ScaleRule rule = parse_scale_rule(values.at("scale-rule"));
+  HALFBYTE_CHECK((rule == ScaleRule::minmax) == (types.zero_type != ZeroType::none), usage,
+                 "scale-rule must be minmax with a zero point and only then, got {} with zero-point {}",
+                 values.at("scale-rule"), values.at("zero-point"));
+  HALFBYTE_CHECK(!types.book || rule == ScaleRule::absmax, usage,
+                 "scale-rule of format {} must be absmax, got {}", values.at("format"),
+                 values.at("scale-rule"));
+  return static_cast<formats::Rule>(rule);
+}
+
+std::vector<KernelKey> fake_keys(const std::vector<std::string>& zero_points,
+                                 std::initializer_list<KernelKey> more) {
+  std::vector<KernelKey> keys = {
+      cuda::dtype_key("The dtype of x, y and gradients."),
+      {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
+      {"zero-point", zero_points, false, "The dtype of zero points: i32, or learned f32 (f64: f64)."},
+      {"format", format_words(), false, "A table has no zero points."},
+      {"table", {}, true, "The 16 ascending values of lut4, separated by commas."}};
+  keys.insert(keys.end(), more);
+  return keys;
+}
+LinearTypes fake_types_of(const KernelValues& values) {
+  LinearTypes types;
+  types.fake = true;
+  types.dtype = cuda::dtype_of(values);
+  types.scale_dtype = parse_dtype(values.at("scale-dtype"));
+  types.zero_type = value_of(kZeroTypes, values.at("zero-point"), "zero point");
+  HALFBYTE_CHECK(types.scale_dtype == DType::f32 || types.scale_dtype == types.dtype, usage,
+                 "scale-dtype must be f32 or the dtype ({}), got {}", to_string(types.dtype),
+                 to_string(types.scale_dtype));
+  const bool is_f64 = types.dtype == DType::f64;
+  HALFBYTE_CHECK(types.zero_type != (is_f64 ? ZeroType::f32 : ZeroType::f64), usage,
+                 "zero-point must be that of f64 data for f64 data and only then, got {} for {}",
+                 values.at("zero-point"), to_string(types.dtype));
+  const std::string &format = values.at("format"), &table = values.at("table");
+  if (format != kIntegers) {
+    QuantSpec spec;
+    spec.format = find_format(format).format;
+    HALFBYTE_CHECK((spec.format == Format::lut4) == !table.empty(), usage,
+                   "format lut4 and table go together, got format {} and {} table", format,
+                   table.empty() ? "no" : "a");
+    if (!table.empty()) spec.table = parse_table(table);
+    check_spec(spec);
+    HALFBYTE_CHECK(types.zero_type == ZeroType::none, usage, "format {} has no zero points", format);
+    types.book = make_codec(spec).book;
+  } else {
+    HALFBYTE_CHECK(table.empty(), usage, "format lut4 and table go together, got format {} and a table",
+                   format);
+  }
+  if (!values.contains("mask")) return types;
+  types.mask = cuda::is_set(values, "mask");
+  HALFBYTE_CHECK(!(types.mask && values.contains("operation") && values.at("operation") == "backward"), usage,
+                 "mask is of operation forward");
+  return types;
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,43 @@
+// From the range of a group to its scale and zero point.
+#pragma once
+
+#include "grouped/linear.cuh"
+
+namespace halfbyte::device {
+
+// Also stores them where `store` says so, but for a packed zero point, and counts what is wrong with them.
+__device__ __forceinline__ Group make_params(const LinearCommon& common, i64 index, F min, F max,
+                                             bool store) {
+  Codec codec = codec_of(common);
+  codec.rule = kRule;
+  codec.asymmetric = kZeroType != ZeroType::none;
+  GroupParams<F> params;
+  if constexpr (kOp == LinearOp::fake_quantize) {
+    codec.kind = kTable ? Kind::table : Kind::integer;
+    codec.book = kBook;
+    codec.eps = common.eps;
+    if (store && common.observer.min != nullptr) {
+      if (!observe_params(common.observer, index, Seen<F>{min, max}, common.history, codec, params))
+        atomic_add(&common.counts->num_invalid_scales, 1);
+    } else {
+      params = group_params(min, max, codec);
+    }
+  } else {
+    params = group_params(min, max, codec);
+  }
+  if (store) {
+    store_scale(common.data.scales, index, params.scale, kScaleType);
+    if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
+    if constexpr (kZeroType == ZeroType::i8 || kZeroType == ZeroType::u8)
+      static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);
+    if (!params.held) atomic_add(&common.counts->num_unheld_scales, 1);
+    if (params.coarse) atomic_add(&common.counts->num_coarse_scales, 1);
+  }
+  Group group{};
+  group.scale = formats::is_finite(params.scale) ? params.scale : 0;
+  group.zero_point = params.zero_point;
+  prepare(group);
+  return group;
+}
+
+}  // namespace halfbyte::device

@@ -1,0 +1,86 @@
+// What the kernels of fake_quantize_learned_backward are given, and what an element adds to the gradients of
+// its scale and zero point: shared by host and device, freestanding.
+#pragma once
+
+#include "formats/pairwise.h"
+#include "grouped/linear_args.h"
+
+namespace halfbyte {
+
+template <class F>
+struct LsqTerms {
+  bool passes = false;    // the gradient of the element
+  F scale = 0, zero = 0;  // added to the sums of the group
+};
+// `scale`, and `low` and `high`, which are q_min and q_max less the zero point, or the ends of the table, as
+// they are used. value_of(quotient): the value that stands for it, an integer or nearest of the table.
+template <bool kTable, class F, class ValueOf>
+HALFBYTE_FN LsqTerms<F> lsq_terms(F x, F dy, F scale, F low, F high, const ValueOf& value_of) {
+  if (x != x) return {};  // NaN NOLINT(misc-redundant-expression)
+  if (scale == 0) return {true, 0, 0};
+  const F quotient = x / scale, value = value_of(quotient);
+  const F place = kTable ? quotient : value;
+  if (low <= place && place <= high) return {true, dy * (value - quotient), 0};
+  return {false, dy * (place < low ? low : high), dy};
+}
+
+// The gradients of a group from its totals.
+template <class F>
+HALFBYTE_FN F lsq_scale_gradient(F total, F factor) {
+  return formats::total_of(total * factor);
+}
+template <class F>
+HALFBYTE_FN F lsq_zero_gradient(F total, F scale, F factor) {
+  return formats::total_of(-(scale * total) * factor);
+}
+
+struct LsqCommon {
+  LinearCommon linear;  // y: dx
+  void* dscale;
+  void* dzero;
+  double factor;
+  formats::i64 num_groups;
+  // Sums of the pieces of groups, where these have several: number ((sum * bands + band) * pieces + piece) *
+  // band_groups + g of group band * band_groups + g, with sum 0 for the scale and 1 for the zero point.
+  void* partials;
+  formats::i64 pieces, band_groups;
+};
+
+// lsq_rows: groups that are whole chunks, one behind the other: rows of `row` chunks, groups of `group`
+// chunks along them, the last of which may be short. A warp has 128 chunks of its groups, each filled up to
+// 2^kLevels; or a block as many chunks of one group as 128 times its warps.
+struct LsqRowsArgs {
+  LsqCommon common;
+  formats::i64 row, group, groups_per_row;
+  formats::Divider row_divider;    // by groups_per_row
+  formats::Divider piece_divider;  // by common.pieces
+};
+inline constexpr int kLsqBatch = 4;       // chunks a thread
+inline constexpr int kLsqWarpLevels = 7;  // 128 chunks; one more: a block shares a group
+
+// lsq_columns: tensors [bands of `group` rows, columns], of which each column of a band has a scale; a band
+// at the end of `axis` rows is short. A block has 32 chunks of columns and kLsqPieceRows rows.
+struct LsqColumnsArgs {
+  LsqCommon common;
+  formats::i64 bands_per_axis, axis, group, row;  // row: chunks
+};
+inline constexpr int kLsqThreadRows = 4, kLsqPieceRows = kLsqThreadRows * (kLinearThreads / 32);
+
+// lsq_elements: any groups; a warp has kLsqPieceElements of one.
+struct LsqElementsArgs {
+  LsqCommon common;
+  Groups groups;  // of elements
+};
+inline constexpr int kLsqPieceElements = 1024;
+
+// lsq_totals: adds up the partial sums of groups; a thread has kLsqRun pieces of one of `side` neighbouring
+// groups. To further partial sums of `out_pieces`, or, where that is 1, to the gradients.
+struct LsqTotalsArgs {
+  LsqCommon common;
+  void* out;
+  formats::i64 out_pieces;
+  formats::i32 side, runs;  // threads: side * runs
+};
+inline constexpr int kLsqRun = 16, kLsqTotalsThreads = 1024;
+
+}  // namespace halfbyte
