@@ -575,10 +575,11 @@ QgemmDescriptor draw_qgemm(Problem& p) {
   return d;
 }
 
-void run_qgemm(Problem& p) {
+// Returns the other variants that take the problem.
+std::vector<std::string> run_product(Problem& p, const std::string& variant) {
   QgemmDescriptor d = draw_qgemm(p);
-  const std::string text = p.text.str();
-  std::vector<std::string> variants = {p.options.variant};
+  d.variant = variant;
+  std::vector<std::string> others;
   Qgemm::Args args;
   try {
     const WeightView view = make_weight_view(p, d.spec, d.n, d.k, d.layout, false);
@@ -589,22 +590,28 @@ void run_qgemm(Problem& p) {
     args.x = p.tensor(d.dtype, {d.m, d.transposed ? d.n : d.k}, Data::normal);
     if (d.bias) args.bias = p.tensor(d.dtype, {d.n}, Data::normal);
     args.y = p.tensor(d.dtype, {d.m, d.transposed ? d.k : d.n}, d.accumulate ? Data::normal : Data::poison);
-    if (p.options.variant.empty())
-      for (const QgemmChoice& choice : explain_qgemm(p.device, d))
-        if (choice.reason.empty()) variants.push_back(choice.variant);
-    if (variants.size() > 1) variants.erase(variants.begin() + 1);  // is what is chosen
+    for (const QgemmChoice& choice : explain_qgemm(p.device, d))
+      if (choice.reason.empty()) others.push_back(choice.variant);
+    if (!others.empty()) others.erase(others.begin());  // is what is chosen
   } catch (const Error&) {
-    variants = {""};  // selecting it says the same
+    others.clear();  // selecting the plan says why
   }
-  for (const std::string& variant : variants) {
-    d.variant = variant;
-    p.text.str("");
-    p.text << text << ' ';
-    p.print([&] {
-      const QgemmPlan plan = p.select<Qgemm>(d);
-      p.text << plan.sku().kernel;
-      p.run(plan, args);
-    });
+  p.text << ' ';
+  p.print([&] {
+    const QgemmPlan plan = p.select<Qgemm>(d);
+    p.text << plan.sku().kernel;
+    p.run(plan, args);
+  });
+  return others;
+}
+
+// Each variant has the problem anew, so that its line does not depend on who else takes it.
+void run_qgemm(Problem& p) {
+  const std::vector<std::string> others = run_product(p, p.options.variant);
+  if (!p.options.variant.empty()) return;
+  for (const std::string& variant : others) {
+    Problem again(&p);
+    run_product(again, variant);
   }
 }
 

@@ -211,12 +211,9 @@ class Problem {
   Hash hash;
 
   Problem(const Options& opts, const std::string& op, int64_t index)
-      : random(seed_of(opts, op, index)),
-        options(opts),
-        device(opts.device),
-        stream(opts.device),
-        execution{opts.num_threads, stream.handle()},
-        name_(op + " " + std::to_string(index)) {}
+      : Problem(opts, seed_of(opts, op, index), op + " " + std::to_string(index)) {}
+  // The same from its start: nothing drawn, no tensors.
+  explicit Problem(const Problem* other) : Problem(other->options, other->seed_, other->name_) {}
 
   // What descriptors promise of tensors, those made after it: that they are aligned to 16 bytes or, as often,
   // to elements of `dtype`, and then to no more.
@@ -304,6 +301,15 @@ class Problem {
   }
 
  private:
+  Problem(const Options& opts, uint64_t seed, std::string name)
+      : random(seed),
+        options(opts),
+        device(opts.device),
+        stream(opts.device),
+        execution{opts.num_threads, stream.handle()},
+        seed_(seed),
+        name_(std::move(name)) {}
+
   static constexpr uint8_t kPoison = 0xA5;
   static constexpr int64_t kGuard = 256;  // bytes before and behind a tensor
 
@@ -345,6 +351,7 @@ class Problem {
     stream.synchronize();
   }
 
+  uint64_t seed_;
   std::string name_;
   int64_t misalignment_ = 0;  // bytes beyond a multiple of 256; 0: none
   std::vector<Array> arrays_;

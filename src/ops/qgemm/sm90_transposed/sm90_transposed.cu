@@ -137,8 +137,8 @@ struct Position {
   }
 };
 
-// The stage that comes next, and the parity of its phase.
-struct RingPlace {
+// The stage of a team that comes next, and the parity of its phase.
+struct TeamStage {
   int stage;
   u32 parity = 0;
 };
@@ -154,7 +154,7 @@ __device__ __forceinline__ void fill_tables(const QgemmSm90TransposedArgs& args,
 }
 
 __device__ __forceinline__ void multiply_tile(Product& product, const Stream& stream, int tile,
-                                              RingPlace& ring) {
+                                              TeamStage& ring) {
   product.set_tile(tile, stream.strip_of(0));
   for (int step = 0; step < stream.steps(); ++step) {
     wait(stream.full(ring.stage), ring.parity);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   if (args.cluster == 2) cluster_arrive_relaxed();
   __syncthreads();
 
-  RingPlace ring{stream.first()};
+  TeamStage ring{stream.first()};
   for (int number = 0;; ++number) {
     multiply_tile(product, stream, tile, ring);
     finish_tile(args, shared, product, at, tile, number);
