@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs a GPU, from programs that were built elsewhere: correctness, compute-sanitizer, time, peers.
-#   scripts/gpu_check.sh --pack [BUILD]
+#   scripts/gpu_check.sh --bundle [BUILD]
 #       lays out what that takes in build/gpu, from a build directory (build/release)
 #   scripts/gpu_check.sh [--from DIR] [--out DIR] [first|second|SECTION...]
 #       runs the sections named, or a half of them, or all, with the programs in DIR (HALFBYTE_BUILD, else
@@ -12,7 +12,7 @@
 # packs, which compiles every kernel, some minutes of all CPUs, and runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
-pack() {
+bundle() {
   local build=$1 to=build/gpu
   rm -rf "$to"
   cmake --install "$build" --prefix "$to" >/dev/null
@@ -30,8 +30,8 @@ from=${HALFBYTE_BUILD:-build/gpu} out=build/gpu_check
 chosen=()
 while (($#)); do
   case $1 in
-    --pack)
-      pack "${2:-build/release}"
+    --bundle)
+      bundle "${2:-build/release}"
       exit
       ;;
     --from) from=$2 && shift ;;

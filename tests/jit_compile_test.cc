@@ -28,32 +28,33 @@ constexpr const char* kOtherTargets[] = {"sm_75", "sm_80", "sm_86", "sm_89", "sm
 constexpr const char* kPtxTargets[] = {"sm_75", "sm_80", "sm_90a", "sm_120a"};
 
 // All configurations of a kernel. A user's table has no listed values: one is added.
-std::vector<KernelVariant> variants_of(const cuda::Kernel& kernel) {
-  std::vector<KernelVariant> variants = all_variants(kernel);
+std::vector<KernelConfiguration> configurations_of(const cuda::Kernel& kernel) {
+  std::vector<KernelConfiguration> configurations = all_configurations(kernel);
   cuda::Kernel with_table = kernel;
   for (KernelKey& key : with_table.info.keys) {
     if (key.name == "format") key.values = {"lut4"};
     if (key.name == "table") key.values = {"-7,-5,-3.5,-3,-2.25,-2,-1,-0.125,0,0.5,1,1.5,2,3,4,6"};
-    if (key.name == "table") std::ranges::move(all_variants(with_table), std::back_inserter(variants));
+    if (key.name == "table")
+      std::ranges::move(all_configurations(with_table), std::back_inserter(configurations));
   }
-  return variants;
+  return configurations;
 }
 
 // "dtype=f32". A table comes with its format.
-std::vector<std::string> words_of(const KernelVariant& variant) {
+std::vector<std::string> words_of(const KernelConfiguration& configuration) {
   std::vector<std::string> words;
-  for (const auto& [key, value] : variant.config)
+  for (const auto& [key, value] : configuration.config)
     if (key != "table") words.push_back(key + "=" + value);
   return words;
 }
 
 // Some that have every word of all, or every pair of words that occurs: greedily, the one with the most that
 // is missing, the first of equals. At least one.
-std::vector<KernelVariant> covering(const std::vector<KernelVariant>& all, bool pairs) {
+std::vector<KernelConfiguration> covering(const std::vector<KernelConfiguration>& all, bool pairs) {
   std::map<std::pair<std::string, std::string>, size_t> numbers;  // a word twice: itself
   std::vector<std::vector<size_t>> parts;                         // that a configuration has
-  for (const KernelVariant& variant : all) {
-    const std::vector<std::string> words = words_of(variant);
+  for (const KernelConfiguration& configuration : all) {
+    const std::vector<std::string> words = words_of(configuration);
     parts.emplace_back();
     for (size_t a = 0; a < words.size(); ++a)
       for (size_t b = a; b < (pairs ? words.size() : a + 1); ++b)
@@ -66,7 +67,7 @@ std::vector<KernelVariant> covering(const std::vector<KernelVariant>& all, bool 
   // Gains only shrink: the largest is that of a configuration whose gain, up to date, is still the largest.
   std::priority_queue<std::pair<std::ptrdiff_t, std::ptrdiff_t>> queue;  // gain, -index
   for (size_t i = 0; i < all.size(); ++i) queue.emplace(gain_of(i), -static_cast<std::ptrdiff_t>(i));
-  std::vector<KernelVariant> chosen;
+  std::vector<KernelConfiguration> chosen;
   while (!queue.empty()) {
     const auto [old_gain, minus_index] = queue.top();
     const auto index = static_cast<size_t>(-minus_index);
@@ -83,8 +84,8 @@ std::vector<KernelVariant> covering(const std::vector<KernelVariant>& all, bool 
 }
 
 // f64 scales are those of f64 data. That they can be decoded to another dtype is not worth registers.
-bool is_rare(const KernelVariant& variant) {
-  const std::map<std::string, std::string> values(variant.config.begin(), variant.config.end());
+bool is_rare(const KernelConfiguration& configuration) {
+  const std::map<std::string, std::string> values(configuration.config.begin(), configuration.config.end());
   const auto scale = values.find("scale-dtype");
   return scale != values.end() && scale->second == "f64" && values.at("dtype") != "f64";
 }
@@ -105,11 +106,12 @@ int max_spill_bytes(const std::string& kernel) {
   return found == std::end(kSpills) ? 0 : found->max_bytes;
 }
 
-void expect_compiles(const KernelVariant& variant, const std::string& target) {
-  SCOPED_TRACE(fmt::format("{} {} for {}", variant.spec.function, fmt::join(words_of(variant), " "), target));
+void expect_compiles(const KernelConfiguration& configuration, const std::string& target) {
+  SCOPED_TRACE(fmt::format("{} {} for {}", configuration.spec.function,
+                           fmt::join(words_of(configuration), " "), target));
   std::string log;
   try {
-    const cuda::Compilation compilation = cuda::compile(variant.spec, target, {.verbose = true});
+    const cuda::Compilation compilation = cuda::compile(configuration.spec, target, {.verbose = true});
     EXPECT_FALSE(compilation.code.empty());
     log = compilation.log;
   } catch (const Error& error) {
@@ -117,13 +119,13 @@ void expect_compiles(const KernelVariant& variant, const std::string& target) {
     return;
   }
   EXPECT_EQ(log.find("warning"), std::string::npos) << log;
-  if (is_rare(variant)) return;
+  if (is_rare(configuration)) return;
   static const std::regex line(
       R"((\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads)");
   int num_kernels = 0;
   for (std::sregex_iterator match(log.begin(), log.end(), line), end; match != end; ++match, ++num_kernels)
     for (const int number : {1, 2, 3})
-      EXPECT_LE(std::stoi(match->str(number)), max_spill_bytes(variant.spec.function)) << match->str();
+      EXPECT_LE(std::stoi(match->str(number)), max_spill_bytes(configuration.spec.function)) << match->str();
   EXPECT_EQ(num_kernels, 1) << log;
 }
 
@@ -145,18 +147,18 @@ class NeedsNvrtc : public ::testing::Test {
 // The parameter is the name of a kernel.
 class JitCompile : public NeedsNvrtc, public ::testing::WithParamInterface<std::string> {
  protected:
-  const std::vector<KernelVariant> all_ = variants_of(find_kernel(GetParam()));
+  const std::vector<KernelConfiguration> all_ = configurations_of(find_kernel(GetParam()));
   const bool full_ = std::getenv("HALFBYTE_JIT_FULL") != nullptr;
 };
 
 TEST_P(JitCompile, for_the_main_target) {
-  const std::vector<KernelVariant> chosen = full_ ? all_ : covering(all_, true);
+  const std::vector<KernelConfiguration> chosen = full_ ? all_ : covering(all_, true);
   report(chosen.size(), all_.size());
-  for (const KernelVariant& variant : chosen) expect_compiles(variant, kMainTarget);
+  for (const KernelConfiguration& configuration : chosen) expect_compiles(configuration, kMainTarget);
 }
 
 TEST_P(JitCompile, for_the_others) {
-  const std::vector<KernelVariant> chosen = full_ ? all_ : covering(all_, false);
+  const std::vector<KernelConfiguration> chosen = full_ ? all_ : covering(all_, false);
   const size_t num_targets = std::size(kOtherTargets);
   const size_t count = full_ ? all_.size() * num_targets : std::max(chosen.size(), num_targets);
   report(count, all_.size());
@@ -185,15 +187,15 @@ TEST_P(JitCompile, assembles_as_ptx) {
     if (std::getenv("CI")) FAIL() << "no ptxas: HALFBYTE_PTXAS may give its path";
     GTEST_SKIP() << "no ptxas";
   }
-  const std::vector<KernelVariant> chosen = covering(all_, false);
+  const std::vector<KernelConfiguration> chosen = covering(all_, false);
   const TestDirectory dir;
   const size_t num_targets = std::size(kPtxTargets), count = std::max(chosen.size(), num_targets);
   report(count, all_.size());
   for (size_t i = 0; i < count; ++i) {
-    const KernelVariant& variant = chosen[i % chosen.size()];
+    const KernelConfiguration& configuration = chosen[i % chosen.size()];
     const std::string target = kPtxTargets[i % num_targets];
-    SCOPED_TRACE(fmt::format("{} for {}", fmt::join(words_of(variant), " "), target));
-    const std::string ptx = emit_ptx(GetParam(), variant.config, target);
+    SCOPED_TRACE(fmt::format("{} for {}", fmt::join(words_of(configuration), " "), target));
+    const std::string ptx = emit_ptx(GetParam(), configuration.config, target);
     EXPECT_NE(ptx.find(fmt::format("\n.target {}\n", target)), std::string::npos);
     EXPECT_NE(ptx.find(fmt::format(".visible .entry {}(", GetParam())), std::string::npos);
     std::ofstream(dir / "kernel.ptx") << ptx;

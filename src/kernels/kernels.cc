@@ -107,7 +107,7 @@ KernelSpec specialise(const Kernel& kernel, const KernelConfig& config) {
   return specialise_values(kernel, values);
 }
 
-std::vector<KernelVariant> all_variants(
+std::vector<KernelConfiguration> all_configurations(
     const Kernel& kernel, const std::function<bool(const std::string& key, const std::string& value)>& uses) {
   std::vector<KernelConfig> configs = {{}};
   for (const KernelKey& key : kernel.info.keys) {
@@ -122,17 +122,17 @@ std::vector<KernelVariant> all_variants(
     }
     configs = std::move(longer);
   }
-  std::vector<KernelVariant> variants;
+  std::vector<KernelConfiguration> configurations;
   std::set<std::string> found;
   for (KernelConfig& config : configs) {
     try {
       KernelSpec spec = specialise_values(kernel, {config.begin(), config.end()});
-      if (found.insert(spec.config).second) variants.push_back({std::move(config), std::move(spec)});
+      if (found.insert(spec.config).second) configurations.push_back({std::move(config), std::move(spec)});
     } catch (const Error& error) {
       if (error.code() != ErrorCode::usage) throw;  // the values do not go together
     }
   }
-  return variants;
+  return configurations;
 }
 
 const std::vector<KernelInfo>& all_kernels() {

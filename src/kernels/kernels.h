@@ -18,13 +18,13 @@ const cuda::Kernel& find_kernel(std::string_view name);
 // Checks keys and values, fills in defaults. Error(usage) naming the known ones.
 cuda::KernelSpec specialise(const cuda::Kernel& kernel, const KernelConfig& config);
 
-struct KernelVariant {
+struct KernelConfiguration {
   KernelConfig config;  // complete
   cuda::KernelSpec spec;
 };
 // All that the listed values make, each kernel once: it has the first configuration that gives it. `uses`
 // leaves out values (key, value).
-std::vector<KernelVariant> all_variants(
+std::vector<KernelConfiguration> all_configurations(
     const cuda::Kernel& kernel,
     const std::function<bool(const std::string& key, const std::string& value)>& uses = {});
 

@@ -43,22 +43,22 @@ TEST(Kernels, every_embedded_kernel_has_a_row) {
 }
 
 // 39 ways to encode (lut4 aside), 4 dtypes of data; 21 ways to decode, 16 pairs of data and scales.
-TEST(Kernels, variants_are_all_that_the_ops_can_ask_for) {
-  const auto count = [](const char* name) { return all_variants(find_kernel(name)).size(); };
+TEST(Kernels, configurations_are_all_that_the_ops_can_ask_for) {
+  const auto count = [](const char* name) { return all_configurations(find_kernel(name)).size(); };
   EXPECT_EQ(count("quantize_groups"), 39u * 4 * 4);
   EXPECT_EQ(count("quantize_spans"), 39u * 4 * 2);
   EXPECT_EQ(count("value_range"), 4u);
   EXPECT_EQ(count("dequantize"), 21u * 16 * 6);
   for (const cuda::Kernel& kernel : kernel_table()) {
     std::set<std::string> configs;
-    for (const KernelVariant& variant : all_variants(kernel)) {
-      EXPECT_TRUE(configs.insert(variant.spec.config).second);
-      EXPECT_EQ(variant.spec, specialise(kernel, variant.config));
-      EXPECT_EQ(variant.config.size(), kernel.info.keys.size());
+    for (const KernelConfiguration& configuration : all_configurations(kernel)) {
+      EXPECT_TRUE(configs.insert(configuration.spec.config).second);
+      EXPECT_EQ(configuration.spec, specialise(kernel, configuration.config));
+      EXPECT_EQ(configuration.config.size(), kernel.info.keys.size());
     }
   }
   const auto some =
-      all_variants(find_kernel("value_range"), [](const std::string& key, const std::string& value) {
+      all_configurations(find_kernel("value_range"), [](const std::string& key, const std::string& value) {
         return key != "dtype" || value == "f16" || value == "f64";
       });
   EXPECT_EQ(some.size(), 2u);
@@ -69,7 +69,7 @@ TEST(Kernels, the_page_has_the_counts) {
   std::map<std::string, std::pair<size_t, std::string>> ops;
   size_t total = 0;
   for (const cuda::Kernel& kernel : kernel_table()) {
-    const size_t count = all_variants(kernel).size();
+    const size_t count = all_configurations(kernel).size();
     auto& [of_op, text] = ops[kernel.info.op];
     text += fmt::format("{}`{}` {}", of_op == 0 ? "" : ", ", kernel.info.name, count);
     of_op += count;

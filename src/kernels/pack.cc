@@ -49,7 +49,8 @@ std::vector<cuda::KernelSpec> kernels_of(const KernelPackOptions& options) {
   std::vector<cuda::KernelSpec> specs;
   for (const cuda::Kernel& kernel : kernel_table())
     if (options.ops.empty() || contains(options.ops, kernel.info.op))
-      for (KernelVariant& variant : all_variants(kernel, uses)) specs.push_back(std::move(variant.spec));
+      for (KernelConfiguration& configuration : all_configurations(kernel, uses))
+        specs.push_back(std::move(configuration.spec));
   HALFBYTE_CHECK(!specs.empty(), usage, "kernel pack: no kernel of {} has these formats and dtypes",
                  fmt::join(options.ops, ", "));
   return specs;
