@@ -64,6 +64,22 @@ TEST(Kernels, configurations_are_all_that_the_ops_can_ask_for) {
   EXPECT_EQ(some.size(), 2u);
 }
 
+// What the codes stand for is an argument. Zero points and biases need other arithmetic.
+TEST(Kernels, symmetric_codes_of_4_bits_have_the_same_kernels) {
+  for (const char* name : {"qgemm_sm90_wgmma", "qgemm_sm90_mma", "qgemm_sm90_transposed", "qgemm_sm90_large",
+                           "qgemm_sm90_f32", "qgemm_sm80", "qgemm_cublas_decode"}) {
+    SCOPED_TRACE(name);
+    const auto of = [&](KernelConfig config) {
+      config.emplace_back("scale-dtype", "f16");
+      return specialise(find_kernel(name), config);
+    };
+    for (const char* format : {"fp4", "fp4_e2m1", "lut4", "int4"})
+      EXPECT_EQ(of({{"format", format}}), of({{"format", "nf4"}})) << format;
+    EXPECT_FALSE(of({{"format", "int4"}, {"asymmetric", "yes"}}) == of({{"format", "int4"}}));
+    EXPECT_FALSE(of({{"format", "affine4"}}) == of({{"format", "int4"}}));
+  }
+}
+
 // The table of docs/kernels.md. Where it is wrong, this prints the right one.
 TEST(Kernels, the_page_has_the_counts) {
   std::map<std::string, std::pair<size_t, std::string>> ops;

@@ -38,8 +38,11 @@ std::vector<cuda::KernelSpec> kernels_of(const KernelPackOptions& options) {
   check_known("op", options.ops, ops);
   check_known("format", options.formats, values_of("format"));
   check_known("dtype", options.dtypes, values_of("dtype"));
-  HALFBYTE_CHECK(!contains(options.formats, "lut4"), usage,
-                 "kernel pack: it cannot hold kernels of format lut4, which hold the user's table");
+  // Kernels of qgemm are given the table.
+  HALFBYTE_CHECK(!contains(options.formats, "lut4") || options.ops == std::vector<std::string>{"qgemm"},
+                 usage,
+                 "kernel pack: it cannot hold kernels of format lut4 but those of op qgemm: others hold the "
+                 "user's table");
   const auto uses = [&](const std::string& key, const std::string& value) {
     const std::vector<std::string>* only = key == "format"  ? &options.formats
                                            : key == "dtype" ? &options.dtypes

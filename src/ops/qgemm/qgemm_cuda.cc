@@ -25,6 +25,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
 
 std::vector<KernelKey> qgemm_keys() {
   std::vector<KernelKey> keys = cuda::codec_keys(false);
+  std::erase_if(keys, [](const KernelKey& key) { return key.name == "table"; });
   for (KernelKey& key : keys) {
     if (key.name == "scale-dtype") std::erase(key.values, "f64");
     if (key.name != "format") continue;
@@ -40,7 +41,10 @@ std::vector<KernelKey> qgemm_keys() {
   return keys;
 }
 
-QgemmProblem qgemm_problem(const cuda::KernelValues& values) {
+QgemmProblem qgemm_problem(const cuda::KernelValues& given) {
+  cuda::KernelValues values = given;
+  if (values["format"] == "lut4") values["format"] = "nf4";  // any table: it is an argument
+  values["table"] = "";
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   spec.double_quant = cuda::is_set(values, "double-quant");

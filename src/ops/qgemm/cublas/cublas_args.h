@@ -15,7 +15,8 @@ inline constexpr int kQgemmCublasUnits =
 // ends of 8. All fit into 31 bits.
 struct QgemmCublasArgs {
   WeightArgs weight;
-  void* to;  // [end_row - row][stride]
+  CodeValuesArgs values;  // of codes of 4 bits
+  void* to;               // [end_row - row][stride]
   formats::u32 stride;
   formats::u32 row, end_row, col, end_col;
   formats::Divider blocks_per_strip;

@@ -36,9 +36,8 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_cublas: {}", reason);
   const formats::PackedLayout& weight = problem.weight;
   return {"ops/qgemm/cublas/cublas_decode.cu", "qgemm_cublas_decode",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr bool kDoubleQuant = {}, kWideGroups = {};\n",
-                                        problem.double_quant,
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr bool kWideGroups = {};\n",
                                         weight.groups == 1 || weight.group % formats::kUnitCols == 0 ||
                                             (weight.bits == 4 && weight.group % 32 == 0)))};
 }
@@ -54,6 +53,7 @@ class QgemmCublas : public QgemmKernel {
     matmul_bytes_ = std::min(kMatmulBytes, kWorkspaceBytes - slice_bytes_);
     decode_ = cuda::get_kernel(context_, kernel_of(problem));
     args_.weight = weight_args(problem);
+    args_.values = code_values_args(problem.codec, problem.dtype);
     products_.push_back(product_of(slice_features(0)));
     if (slice_features(slices_.count - 1) != slice_features(0))
       products_.push_back(product_of(slice_features(slices_.count - 1)));

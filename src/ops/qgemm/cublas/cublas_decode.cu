@@ -13,9 +13,7 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-constexpr int kBits = kCodec.bits;
-constexpr bool kAsymmetric = kCodec.asymmetric, kAffine = kCodec.kind == Kind::affine;
-constexpr int kParameterBytes = scale_bytes(kCodec.scale_type);
+constexpr int kParameterBytes = scale_bytes(kScaleType);
 [[maybe_unused]] constexpr u32 kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
 
 // ---- 1. Codes of a chunk: from the words of a unit
@@ -71,9 +69,9 @@ __device__ __forceinline__ void load_two(u32 (&stored)[2], const u8* from) {
   stored[1] = static_cast<u32>(both >> kShift);
 }
 __device__ __forceinline__ float from_stored(u32 bits) {
-  if (kCodec.scale_type == ScaleType::f32) return bit_cast<float>(bits);
+  if (kScaleType == ScaleType::f32) return bit_cast<float>(bits);
   const u16 half = static_cast<u16>(bits);
-  return kCodec.scale_type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half);
+  return kScaleType == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half);
 }
 
 // Of a row, each of them twice.
@@ -114,10 +112,11 @@ __device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], 
 
 // ---- 3. Weights
 
-__device__ __forceinline__ Words4 decode_chunk(const ChunkCodes& codes, const PairParameters& p) {
+__device__ __forceinline__ Words4 decode_chunk(const QgemmCublasArgs& args, const ChunkCodes& codes,
+                                               const PairParameters& p) {
   Words4 values;
   if constexpr (kBits == 4) {
-    compute_pairs(values.word, codes.word[0]);
+    compute_pairs(values.word, codes.word[0], args.values);
   } else {
 #pragma unroll
     for (int i = 0; i < kBits / 4; ++i) {
@@ -172,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kQgemmCublasThreads)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       *reinterpret_cast<Words4*>(to + r * args.stride + (cols[i] - args.col)) =
-          decode_chunk(codes[r], parameters[r]);
+          decode_chunk(args, codes[r], parameters[r]);
   }
 #endif
 }

@@ -149,7 +149,9 @@ class Copies {
           q(i / (kParamChunks * kUnitGroups)) {}
     __device__ __forceinline__ bool is_scale() const { return chunk < kScaleChunks; }
     // Bytes of one, and from the first of the group on.
-    __device__ __forceinline__ int size() const { return is_scale() ? kScaleBytes : kZeros ? 1 : kBiasBytes; }
+    __device__ __forceinline__ int size() const {
+      return is_scale() ? kScaleBytes : kAsymmetric ? 1 : kBiasBytes;
+    }
     __device__ __forceinline__ int offset() const { return (is_scale() ? chunk : chunk - kScaleChunks) * 16; }
     __device__ __forceinline__ int in_block() const {  // from the parameters on, where they are inlined
       return (is_scale() ? 0 : kGroupsPerBlock * kUnitRows * kScaleBytes) + group * kUnitRows * size() +
@@ -164,7 +166,7 @@ class Copies {
       return args_.weight + strip * args_.strip_bytes + block_offset(unit) + kBlockCodeBytes +
              param.in_block();
     const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
-    const i64 section = param.is_scale() ? args_.scales : kZeros ? args_.zeros : args_.biases;
+    const i64 section = param.is_scale() ? args_.scales : kAsymmetric ? args_.zeros : args_.biases;
     return args_.weight + section + first * param.size() + param.offset();
   }
   __device__ __forceinline__ void load_params(u8* stage, i64 step) const {

@@ -19,12 +19,12 @@ struct Lane {
 };
 
 __device__ __forceinline__ float scale_at(const u8* params, int row, const Lane& lane) {
-  if (!kDoubleQuant) return load_scale<float>(params, row, kCodec.scale_type);
+  if (!kDoubleQuant) return load_scale<float>(params, row, kScaleType);
   const float absmax = reinterpret_cast<const float*>(params + kGroupBytes)[row];
   return shared_map()[params[row]] * absmax + lane.offset;
 }
 __device__ __forceinline__ float bias_at(const u8* params, int row) {
-  return load_scale<float>(params + kUnitRows * kScaleBytes, row, kCodec.scale_type);
+  return load_scale<float>(params + kUnitRows * kScaleBytes, row, kScaleType);
 }
 __device__ __forceinline__ float zero_at(const u8* params, int row) {
   return static_cast<float>(params[kUnitRows * kScaleBytes + row]);
@@ -61,15 +61,15 @@ __device__ __forceinline__ void forward_fragments(Pair (&a)[kDeep][4], const u8*
   Pair zeros[2], scales[2], biases[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (kZeros) zeros[i] = same_pair(Element(), -zero_at(params, first + i));
+    if (kAsymmetric) zeros[i] = same_pair(Element(), -zero_at(params, first + i));
     if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(params, first + i, lane));
-    biases[i] = kScaledWeight && kBiases ? same_pair(Element(), bias_at(params, first + i)) : kMinusZeros;
+    biases[i] = kScaledWeight && kAffine ? same_pair(Element(), bias_at(params, first + i)) : kMinusZeros;
   }
 #pragma unroll
   for (int j = 0; j < kDeep; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (kZeros) a[j][i] = fma_pair(Element(), a[j][i], kOnes, zeros[i % 2]);
+      if (kAsymmetric) a[j][i] = fma_pair(Element(), a[j][i], kOnes, zeros[i % 2]);
       if (kScaledWeight) a[j][i] = rounded_pair(fma_pair(Element(), a[j][i], scales[i % 2], biases[i % 2]));
     }
   }
@@ -112,11 +112,11 @@ __device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], con
       load_row_pairs(values, unit, pair, half, lane);
       const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
       const Pair scales = of_rows([&](int row) { return scale_at(params, row, lane); });
-      const Pair biases = kBiases ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
+      const Pair biases = kAffine ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Pair value = values[i / 2][i % 2];
-        if (kZeros)
+        if (kAsymmetric)
           value = fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(params, row); }));
         a[i / 2][j][2 * second + i % 2] = rounded_pair(fma_pair(Element(), value, scales, biases));
       }
@@ -178,7 +178,7 @@ struct Weight {
           if (kScaledWeight) continue;
           const int row = 16 * half + 2 * lane.g + i;
           scales[half][i] = scale_at(params, row, lane);
-          biases[half][i] = kBiases ? bias_at(params, row) : 0;
+          biases[half][i] = kAffine ? bias_at(params, row) : 0;
         }
       }
     }
@@ -198,7 +198,7 @@ struct Weight {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         sum[i] = __fmaf_rn(scales[half][i / 2], group_sum[i], sum[i]);
-        if (kBiases) sum[i] = __fmaf_rn(biases[half][i / 2], x_sums[i], sum[i]);
+        if (kAffine) sum[i] = __fmaf_rn(biases[half][i / 2], x_sums[i], sum[i]);
       }
     }
   }
@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature
       Pair b[kDeep][2];
       token_fragments(b, stage + kStage.code_bytes, warp_token + tile * 8, chunk * kDeep, lane);
       float x_sums[4] = {};
-      if (kBiases && !kScaledWeight) {
+      if (kAffine && !kScaledWeight) {
         const Pair ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
         for (int j = 0; j < kDeep; ++j) mma(Element(), x_sums, ones, b[j]);

@@ -7,18 +7,16 @@
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
-#include "ops/qgemm/weight/values.cuh"
 
 namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-constexpr int kBits = kCodec.bits, kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
-constexpr bool kZeros = kCodec.asymmetric, kBiases = kCodec.kind == Kind::affine;
-constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kCodec.scale_type);
-constexpr int kBiasBytes = kBiases ? scale_bytes(kCodec.scale_type) : 0;
+constexpr int kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
+constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kScaleType);
+constexpr int kBiasBytes = kAffine ? scale_bytes(kScaleType) : 0;
 constexpr QgemmSm80Stage kStage =
-    qgemm_sm80_stage(kBits, kScaleBytes, kZeros, kBiasBytes, kDoubleQuant, kUnitGroups, kTokens,
+    qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, kDoubleQuant, kUnitGroups, kTokens,
                      sizeof(Memory), HALFBYTE_DEVICE_ARCH / 10);
 static_assert(kStage.stages >= 2);
 
@@ -27,7 +25,7 @@ constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
 constexpr int kUnitsPerBlock = max(kGroup, kUnitCols) / kUnitCols;
 constexpr int kGroupsPerBlock = kGroup == 32 ? 2 : 1;
 constexpr int kBlockCodeBytes = kUnitsPerBlock * kUnitBytes;
-constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kZeros + kBiasBytes);
+constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
 constexpr int kBlockBytes = kBlockCodeBytes + (kGroup > 0 ? kGroupsPerBlock * kGroupBytes : 0);
 
 // A warp has kWarpBlocks times 32 features, two tiles of 16 each, and kTokenTiles times 8 tokens.
@@ -75,13 +73,13 @@ __device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
 
 // The table of pairs: a row of 128 bytes for each byte of codes, full of copies, so that the lanes that
 // shared memory serves at a time do not meet in a bank.
-__device__ __forceinline__ void build_table(int thread) {
+__device__ __forceinline__ void build_table(const QgemmSm80Args& args, int thread) {
   constexpr int kCopies = 128 / sizeof(Pair);
 #pragma unroll 4
   for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Pair)); i += kThreads) {
-    const Memory first = kCodeValues.values[i / kCopies & 15], second = kCodeValues.values[i / kCopies >> 4];
+    const int byte = i / kCopies;
     reinterpret_cast<Pair*>(shared_words)[i] =
-        make_pair(Element(), load(Element(), first), load(Element(), second));
+        make_pair(Element(), args.values[byte & 15], args.values[byte >> 4]);
   }
 }
 __device__ __forceinline__ void load_shared(u32& pair, u32 address) {

@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums
 
 // The table and, of double quantization, the map; and what a lane needs of them.
 __device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, int thread) {
-  build_table(thread);
+  build_table(args, thread);
   const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Pair) % 128);
   Lane lane = {thread % 32, thread % 32 / 4, thread % 4, table, 0};
   if (kDoubleQuant) {

@@ -22,7 +22,8 @@ struct QgemmSm80Args {
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;
-  float* partials;  // [splits][m][out_stride]; null where there is one split
+  float values[16];  // that codes of 4 bits stand for but for the scale, rounded to the dtype of x
+  float* partials;   // [splits][m][out_stride]; null where there is one split
   formats::i64 m, in_cols, out_cols;
   formats::i64 out_stride;                  // out_cols rounded up to pairs
   formats::i64 feature_tiles, token_tiles;  // of a block: ((split * feature_tiles) + ...) * token_tiles + ...

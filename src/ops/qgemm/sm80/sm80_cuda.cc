@@ -8,6 +8,7 @@
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
 #include "ops/qgemm/weight/sum_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -58,11 +59,11 @@ std::string refuse(const QgemmProblem& problem) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {}, kAligned = {};\n"
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr bool kTransposed = {}, kAligned = {};\n"
                                         "constexpr int kGroup = {}, kUnitGroups = {}, kTokens = {};\n",
-                                        problem.transposed, problem.double_quant, is_aligned(problem),
-                                        inlined_group(problem), unit_groups(problem), tokens_of(problem)))};
+                                        problem.transposed, is_aligned(problem), inlined_group(problem),
+                                        unit_groups(problem), tokens_of(problem)))};
 }
 
 class QgemmSm80 : public QgemmKernel {
@@ -73,6 +74,7 @@ class QgemmSm80 : public QgemmKernel {
     place_tiles();
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
+    std::ranges::copy(code_values(problem.codec, problem.dtype), args_.values);
     args_.accumulate = problem.accumulate;
     function_ = cuda::get_kernel(context_, kernel_of(problem));
     cuda::allow_shared_bytes(function_, grid_.shared_bytes);

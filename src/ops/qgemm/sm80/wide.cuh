@@ -15,12 +15,12 @@ __device__ __forceinline__ Factors load_factors(const u8* params, int first_row,
                                                 const Lane& lane) {
   const auto both = [&](auto&& at) { return make_pair(Element(), at(first_row), at(second_row)); };
   Factors f = {both([&](int row) { return scale_at(params, row, lane); }), kMinusZeros, kMinusZeros};
-  if (kBiases) f.added = both([&](int row) { return bias_at(params, row); });
-  if (kZeros) f.minus_zero = both([&](int row) { return -zero_at(params, row); });
+  if (kAffine) f.added = both([&](int row) { return bias_at(params, row); });
+  if (kAsymmetric) f.minus_zero = both([&](int row) { return -zero_at(params, row); });
   return f;
 }
 __device__ __forceinline__ Pair scaled(Pair value, const Factors& f) {
-  if (kZeros) value = fma_pair(Element(), value, kOnes, f.minus_zero);
+  if (kAsymmetric) value = fma_pair(Element(), value, kOnes, f.minus_zero);
   return fma_pair(Element(), value, f.scale, f.added);
 }
 

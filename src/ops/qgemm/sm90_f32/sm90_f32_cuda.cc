@@ -5,6 +5,7 @@
 #include "cuda/config.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -54,13 +55,10 @@ std::string refuse(const QgemmProblem& p) {
 }
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
-  const formats::Codec& codec = problem.codec;
   return {"ops/qgemm/sm90_f32/sm90_f32.cu", "qgemm_sm90_f32",
-          cuda::config_text(fmt::format(
-              "constexpr ScaleType kScaleType = ScaleType({});\n"
-              "constexpr bool kAsymmetric = {}, kAffine = {}, kXInRegisters = {};\nconstexpr int kM = {};\n",
-              static_cast<int>(codec.scale_type), codec.asymmetric, codec.kind == formats::Kind::affine,
-              has_x_in_registers(problem), rows_of(problem)))};
+          cuda::config_text(packed_config(problem) +
+                            fmt::format("constexpr bool kXInRegisters = {};\nconstexpr int kM = {};\n",
+                                        has_x_in_registers(problem), rows_of(problem)))};
 }
 
 class QgemmSm90F32 : public QgemmKernel {
@@ -83,11 +81,7 @@ class QgemmSm90F32 : public QgemmKernel {
     args_.unit_groups = problem.group < formats::kUnitCols ? 2 : 1;
     args_.shared = f32_shared(rows_of(problem), args_.stages, args_.stage_bytes,
                               has_x_in_registers(problem) ? 0 : args_.units * formats::kUnitCols);
-    for (int code = 0; code < 16; ++code)
-      args_.values[code] = problem.codec.kind == formats::Kind::table ? problem.codec.book.values[code]
-                           : problem.codec.kind == formats::Kind::integer && !problem.codec.asymmetric
-                               ? static_cast<float>(code + problem.codec.q_min)
-                               : static_cast<float>(code);
+    std::ranges::copy(code_values(problem.codec, DType::f32), args_.values);
     args_.accumulate = problem.accumulate;
     function_ = cuda::get_kernel(context_, kernel_of(problem));
     cuda::allow_shared_bytes(function_, args_.shared.num_bytes);
@@ -128,8 +122,6 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 cuda::KernelSpec specialise(const cuda::KernelValues& given) {
   cuda::KernelValues values = given;
-  if (values["format"] == "lut4") values["format"] = "nf4";  // tables are arguments
-  values["table"] = "";
   values["group-size"] = "64";
   values["double-quant"] = "no";
   values["dtype"] = "f32";

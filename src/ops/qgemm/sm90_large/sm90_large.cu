@@ -624,7 +624,7 @@ __launch_bounds__(kLargeThreads, 1)
   }
 
   take_registers<Registers::kMultiply>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(block.thread, block.rank);
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
   if constexpr (kDoubleQuant)
     reinterpret_cast<float*>(block.shared + kTiling.map_offset())[block.thread] =
         reinterpret_cast<const float*>(args.weight + args.map)[block.thread];

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
 
@@ -54,6 +55,7 @@ struct QgemmSm90LargeArgs {
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;
+  CodeValuesArgs values;  // of codes of 4 bits
   float* partials;  // [parts][m][features]: of tiles of parts of what is summed; null where there is one part
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases

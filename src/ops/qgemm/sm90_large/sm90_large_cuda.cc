@@ -8,6 +8,7 @@
 #include "ops/qgemm/sm90_large/sm90_large_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
 #include "ops/qgemm/weight/sum_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -136,18 +137,17 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTiling& t) {
   return {"ops/qgemm/sm90_large/sm90_large.cu", "qgemm_sm90_large",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-              fmt::format("constexpr bool kTransposed = {}, kDoubleQuant = {};\nconstexpr int kGroup = {};\n",
-                          problem.transposed, problem.double_quant, t.group) +
-              cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
-                                  {{"tokens", t.tokens},
-                                   {"blocks", t.blocks},
-                                   {"bits", t.bits},
-                                   {"group", t.group},
-                                   {"parameter_bytes", t.parameter_bytes},
-                                   {"stages", t.stages},
-                                   {"multicast", t.multicast}}))};
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr bool kTransposed = {};\nconstexpr int kGroup = {};\n",
+                                        problem.transposed, t.group) +
+                            cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
+                                                {{"tokens", t.tokens},
+                                                 {"blocks", t.blocks},
+                                                 {"bits", t.bits},
+                                                 {"group", t.group},
+                                                 {"parameter_bytes", t.parameter_bytes},
+                                                 {"stages", t.stages},
+                                                 {"multicast", t.multicast}}))};
 }
 
 class QgemmSm90Large : public QgemmKernel {
@@ -183,6 +183,7 @@ class QgemmSm90Large : public QgemmKernel {
         std::clamp<int64_t>(kPanelBytes / (tiling_.tokens * problem.in_cols() * 2), 1, division.token_tiles));
     args_.tiles = static_cast<int>(division.tiles());
     args_.whole = static_cast<int>(division.whole);
+    args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     sum_ = QgemmSum(context_, problem, division.parts, {});
     grid_ = {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster};

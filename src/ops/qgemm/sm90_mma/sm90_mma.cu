@@ -3,8 +3,7 @@
 //
 // A block has whole strips of 32 rows, one a round; where strips do not divide evenly, two blocks share one
 // in the last round, each with one tile of 16 rows. Its 16 warps divide k: a stage of the ring is 16 units,
-// one bulk copy, and warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units, a
-// slice of k; where k has more, the rounds are repeated for each slice, and sums are kept in shared memory.
+// one bulk copy, and warp w multiplies unit w. What a warp needs of x stays in its registers: kUnits units.
 // After each round the sums of the warps are added in order.
 //
 // What limits it: reads and writes of shared memory, a clock each 128 bytes. A unit of 4-bit codes takes 32
@@ -32,21 +31,20 @@ namespace halfbyte::device {
 // ---- 1. Shared memory, and what a block does.
 
 constexpr int kWarps = kSm90MmaWarps, kThreads = kSm90MmaThreads;
-constexpr bool kLookUp = kCodec.bits == 4, kAffine = kCodec.kind == Kind::affine;
-constexpr PackedLayout kStage = sm90_mma_stage(kCodec, kGroup, kDoubleQuant);
+constexpr bool kLookUp = kBits == 4;
+constexpr PackedLayout kStage = sm90_mma_stage(kBits, kScaleType, kAsymmetric, kAffine, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
-constexpr Sm90MmaShared kShared = sm90_mma_shared(kCodec.bits, kStageBytes, kStages, kSliced, kDoubleQuant);
+constexpr Sm90MmaShared kShared = sm90_mma_shared(kBits, kStageBytes, kStages, kDoubleQuant);
 // Copies that are asked for before x: on an H200 more of them delay x by as long as they take, none the
 // weight.
 constexpr int kFirst = 1, kFirstEarly = 2;
-constexpr int kUnitBytes = kUnitRows * kUnitCols * kCodec.bits / 8;
+constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
 
 extern __shared__ __align__(1024) u8 shared[];
 
 // What a block does: the strips of its rounds, of which the last may be shared with another block. In shared
 // memory: the registers are x's.
 struct Work {
-  int num_stages;            // of a strip
   int whole_rounds, rounds;  // with both tiles, in all
 };
 __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(shared + kShared.work); }
@@ -59,8 +57,7 @@ __device__ __forceinline__ Work make_work(const QgemmSm90MmaArgs& args) {
   const int index = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
   const bool halves = 2 * args.rest <= num_blocks;
   const int whole_rounds = args.rounds + (!halves && index < args.rest ? 1 : 0);
-  return {kSliced ? (args.units + kWarps - 1) / kWarps : kUnits, whole_rounds,
-          whole_rounds + (halves && index < 2 * args.rest ? 1 : 0)};
+  return {whole_rounds, whole_rounds + (halves && index < 2 * args.rest ? 1 : 0)};
 }
 __device__ __forceinline__ int strip_of(int round, int whole_rounds) {
   const int index = static_cast<int>(blockIdx.x);
@@ -72,14 +69,10 @@ __device__ __forceinline__ int strip_of(int round, int whole_rounds) {
 // Starts copy number `copy` of the block, in the order in which stages are used, if there are so many. By one
 // thread.
 __device__ __forceinline__ void start_copy(const QgemmSm90MmaArgs& args, const Work& w, int copy, int slot) {
-  if (copy >= w.rounds * w.num_stages) return;
-  const int first = kSliced ? copy / (w.rounds * kUnits) * kUnits : 0;
-  const int stages = kSliced ? min(kUnits, w.num_stages - first) : kUnits;
-  const int in_slice = copy - first * w.rounds, round = in_slice / stages;
-  const i64 begin = static_cast<i64>(first + in_slice % stages) * kStageBytes,
-            rest = args.layout.strip_bytes - begin;
+  if (copy >= w.rounds * kUnits) return;
+  const i64 begin = static_cast<i64>(copy % kUnits) * kStageBytes, rest = args.layout.strip_bytes - begin;
   const u32 num_bytes = rest < kStageBytes ? static_cast<u32>(rest) : kStageBytes;
-  const u8* const strip = args.weight + strip_of(round, w.whole_rounds) * args.layout.strip_bytes;
+  const u8* const strip = args.weight + strip_of(copy / kUnits, w.whole_rounds) * args.layout.strip_bytes;
   arrive_expecting(full(slot), num_bytes);
   copy_bulk_once(shared + kShared.ring + slot * kStageBytes, strip + begin, num_bytes, full(slot));
 }
@@ -121,12 +114,12 @@ struct Zeros {
 };
 
 // Double quantization: each of the four lanes that need the scales of the same four rows decodes one of them.
-// An absmax is that of 256 scales in the order of rows, and a row has no more in a slice of k: it has two
-// absmax there at most, which come to shared memory some strips before they are needed.
+// An absmax is that of 256 scales in the order of rows, and a row has no more: it has two absmax at most,
+// which come to shared memory some strips before they are needed.
 constexpr bool kNested = kDoubleQuant && kGroup > 0;
 constexpr int kAbsmaxAhead = kSm90MmaAbsmaxStrips - 1;
-constexpr int kSliceCols = kUnits * kWarps * kUnitCols, kStageGroups = kWarps * kUnitCols / max(kGroup, 1);
-static_assert(!kNested || kSliceCols / max(kGroup, 1) <= 256);
+constexpr int kStageGroups = kWarps * kUnitCols / max(kGroup, 1);
+static_assert(!kNested || kUnits * kStageGroups <= 256);
 
 // The absmax of the row, and the one after, of strip `number` of the block.
 __device__ __forceinline__ u32* absmax_at(int number, int row) {
@@ -137,12 +130,10 @@ __device__ __forceinline__ u32* absmax_at(int number, int row) {
 // 64 threads.
 __device__ __forceinline__ void start_absmax(const QgemmSm90MmaArgs& args, const Work& w, int number,
                                              int thread) {
-  const int slice = kSliced ? number / w.rounds : 0, round = number - slice * w.rounds;
-  if (kSliced ? slice * kUnits >= w.num_stages : round >= w.rounds) return;
+  if (number >= w.rounds) return;
   const i64 groups = args.layout.groups;
-  const i64 row = static_cast<i64>(strip_of(round, w.whole_rounds)) * kUnitRows + thread % kUnitRows;
-  const i64 first = (row * groups + slice * kUnits * kStageGroups) / 256,
-            last = (args.layout.n * groups - 1) / 256;
+  const i64 row = static_cast<i64>(strip_of(number, w.whole_rounds)) * kUnitRows + thread % kUnitRows;
+  const i64 first = row * groups / 256, last = (args.layout.n * groups - 1) / 256;
   const float* const absmax = reinterpret_cast<const float*>(args.weight + args.layout.absmax);
   copy_async(absmax_at(number, thread), absmax + min(first + thread / kUnitRows, last));
 }
@@ -201,8 +192,8 @@ __device__ __forceinline__ Zeros<kTiles> load_zeros(int tile, const u8* zeros) {
   Zeros<kTiles> result;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    u32 rows = kCodec.kind == Kind::integer ? static_cast<u32>(-kCodec.q_min) * 0x101u : 0;
-    if constexpr (kCodec.asymmetric) rows = *reinterpret_cast<const u16*>(zeros + 16 * (tile + i));
+    u32 rows = static_cast<u32>(-kLowestCode) * 0x101u;
+    if constexpr (kAsymmetric) rows = *reinterpret_cast<const u16*>(zeros + 16 * (tile + i));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float zero = above_2_23(rows >> (8 * r) & 0xFF);
@@ -220,14 +211,14 @@ __device__ __forceinline__ Zeros<kTiles> load_zeros(int tile, const u8* zeros) {
 // The fragment of columns 16 * kStep to 16 * kStep + 15 of a unit, for one tile, of which `words` has the
 // lane's codes.
 template <int kStep>
-__device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kCodec.bits], u32 table,
+__device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kBits], u32 table,
                                               const Zero (&zero)[2]) {
   if constexpr (kLookUp) {
     a[0] = look_up_pair<0>(words[kStep], table);
     a[1] = look_up_pair<1>(words[kStep], table);
     a[2] = look_up_pair<2>(words[kStep], table);
     a[3] = look_up_pair<3>(words[kStep], table);
-    if constexpr (kCodec.asymmetric) {
+    if constexpr (kAsymmetric) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = subtract_pair(Element(), a[i], zero[i % 2]);
     }
@@ -240,9 +231,8 @@ __device__ __forceinline__ void make_fragment(u32 (&a)[4], const u32 (&words)[kC
 }
 
 template <int kTiles, int kStep>
-__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4],
-                                              const u32 (&words)[kTiles][kCodec.bits], u32 table,
-                                              const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
+__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const u32 (&words)[kTiles][kBits],
+                                              u32 table, const Zeros<kTiles>& zeros, const u32 (&x)[8]) {
   const u32 b[2] = {x[2 * kStep], x[2 * kStep + 1]};
   u32 a[kTiles][4];
 #pragma unroll
@@ -307,24 +297,23 @@ struct Consumer {
   u32 parity = 0;
   int count = 0;  // stages used
 
-  __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8], int first) const;
+  __device__ __forceinline__ void load_x(u32 (&x)[kUnits][8]) const;
   __device__ __forceinline__ void arrange_x(u32 (&x)[kUnits][8]) const;
   template <int kTiles, int kFirstStep, int kSteps>
-  __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip,
-                                                 const u32 (&words)[kTiles][kCodec.bits], const u32 (&x)[8],
-                                                 const u8* stage, int in_slice) const;
+  __device__ __forceinline__ void multiply_group(Strip<kTiles>& strip, const u32 (&words)[kTiles][kBits],
+                                                 const u32 (&x)[8], const u8* stage, int u) const;
   template <int kTiles>
-  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int in_slice) const;
+  __device__ __forceinline__ void multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8], int u) const;
   __device__ __forceinline__ void release_stage();
   template <int kTiles>
-  __device__ __forceinline__ void take_absmax(Strip<kTiles>& strip, int first, int round) const;
+  __device__ __forceinline__ void take_absmax(Strip<kTiles>& strip, int round) const;
   template <int kTiles>
   __device__ __forceinline__ void load_row_parameters(Strip<kTiles>& strip, float (&scale)[kTiles][2],
                                                       float (&bias)[kTiles][2], int round) const;
   template <int kTiles>
-  __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int first, int round, int tile);
+  __device__ __forceinline__ void multiply_strip(const u32 (&x)[kUnits][8], int round, int tile);
   template <int kTiles>
-  __device__ __forceinline__ void add_warps(u32 thread, int first, int round, int only_tile) const;
+  __device__ __forceinline__ void add_warps(u32 thread, int round, int only_tile) const;
   __device__ __forceinline__ void store_rows(float (&sum)[2], int token, i64 row) const;
 
   // The sums of a warp in a round: 16 bytes a tile and lane.
@@ -336,11 +325,11 @@ struct Consumer {
 
 // ---- 6. Operand B: x, in registers.
 
-// The fragments of the warp's units of a slice: zeros beyond m and k. Where rows of x are whole chunks of 16
+// The fragments of the warp's units: zeros beyond m and k. Where rows of x are whole chunks of 16
 // bytes, a lane loads chunks, and arrange_x() makes them fragments: loads of single words would take three
 // times as long.
-__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8], int first) const {
-  const i64 begin = (static_cast<i64>(first) * kWarps + lane.warp) * kUnitCols;
+__device__ __forceinline__ void Consumer::load_x(u32 (&x)[kUnits][8]) const {
+  const i64 begin = static_cast<i64>(lane.warp) * kUnitCols;
   const int rest = static_cast<int>(min<i64>(args.layout.k - begin, kUnits * kWarps * kUnitCols));
   const int num_cols = lane.row < args.m ? rest : 0;
   const u16* const from = static_cast<const u16*>(args.x) + lane.row * args.layout.k + begin;
@@ -398,18 +387,17 @@ __device__ __forceinline__ void Consumer::arrange_x(u32 (&x)[kUnits][8]) const {
 // The steps of a unit that have one group: all four, or two.
 template <int kTiles, int kFirstStep, int kSteps>
 __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
-                                                         const u32 (&words)[kTiles][kCodec.bits],
-                                                         const u32 (&x)[8], const u8* stage,
-                                                         int in_slice) const {
+                                                         const u32 (&words)[kTiles][kBits], const u32 (&x)[8],
+                                                         const u8* stage, int u) const {
   constexpr int kIndex = kFirstStep / 2;  // of the group in the unit
   const u8* const scales = stage + lane.scales + kIndex * kUnitRows * kStage.scale_bytes;
   float decoded = 0;
   if constexpr (kNested) {  // early: one load after the other
-    const bool second = strip.nested_index + in_slice * kStageGroups + kIndex >= 256;
+    const bool second = strip.nested_index + u * kStageGroups + kIndex >= 256;
     decoded = decode_scale(scales[nested_row<kTiles>(lane, strip.tile)],
                            second ? strip.absmax[1] : strip.absmax[0], offset);
   }
-  if constexpr (kGroup > 0 && kCodec.asymmetric)
+  if constexpr (kGroup > 0 && kAsymmetric)
     strip.zeros = load_zeros<kTiles>(strip.tile, stage + lane.zeros + kIndex * kUnitRows);
   multiply_step<kTiles, kFirstStep>(strip.part, words, lane.table, strip.zeros, x);
   multiply_step<kTiles, kFirstStep + 1>(strip.part, words, lane.table, strip.zeros, x);
@@ -432,23 +420,23 @@ __device__ __forceinline__ void Consumer::multiply_group(Strip<kTiles>& strip,
 
 template <int kTiles>
 __device__ __forceinline__ void Consumer::multiply_unit(Strip<kTiles>& strip, const u32 (&x)[8],
-                                                        int in_slice) const {
+                                                        int u) const {
   const u8* const stage = shared + kShared.ring + slot * kStageBytes;
-  u32 words[kTiles][kCodec.bits];
+  u32 words[kTiles][kBits];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int j = 0; j < kCodec.bits; j += 4) {
+    for (int j = 0; j < kBits; j += 4) {
       const Words4 four = *reinterpret_cast<const Words4*>(stage + lane.codes + (strip.tile + i) * 512 +
                                                            j / 4 * (kUnitBytes / 2));
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][j + w] = four.word[w];
     }
   if constexpr (kGroup == 32) {
-    multiply_group<kTiles, 0, 2>(strip, words, x, stage, in_slice);
-    multiply_group<kTiles, 2, 2>(strip, words, x, stage, in_slice);
+    multiply_group<kTiles, 0, 2>(strip, words, x, stage, u);
+    multiply_group<kTiles, 2, 2>(strip, words, x, stage, u);
   } else {
-    multiply_group<kTiles, 0, 4>(strip, words, x, stage, in_slice);
+    multiply_group<kTiles, 0, 4>(strip, words, x, stage, u);
   }
 }
 
@@ -469,19 +457,16 @@ __device__ __forceinline__ void Consumer::release_stage() {
 // Double quantization of groups: the absmax of a strip, which are in shared memory; those of a later one are
 // copied there.
 template <int kTiles>
-__device__ __forceinline__ void Consumer::take_absmax(Strip<kTiles>& strip, int first, int round) const {
-  const int number = first / kUnits * work().rounds + round;
+__device__ __forceinline__ void Consumer::take_absmax(Strip<kTiles>& strip, int round) const {
   const int row = 2 * lane.row + nested_row<kTiles>(lane, strip.tile);
   const u32 of_weight =
       static_cast<u32>(strip_of(round, work().whole_rounds)) * kUnitRows + static_cast<u32>(row);
-  strip.absmax[0] = bit_cast<float>(*absmax_at(number, row));
-  strip.absmax[1] = bit_cast<float>(*absmax_at(number, row + kUnitRows));
-  strip.nested_index =
-      static_cast<int>(
-          (of_weight * static_cast<u32>(args.layout.groups) + static_cast<u32>(first * kStageGroups)) % 256) +
-      lane.warp * kUnitCols / max(kGroup, 1);
+  strip.absmax[0] = bit_cast<float>(*absmax_at(round, row));
+  strip.absmax[1] = bit_cast<float>(*absmax_at(round, row + kUnitRows));
+  strip.nested_index = static_cast<int>(of_weight * static_cast<u32>(args.layout.groups) % 256) +
+                       lane.warp * kUnitCols / max(kGroup, 1);
   if (const u32 thread = thread_again(); thread < 64)
-    start_absmax(args, work(), number + kAbsmaxAhead, static_cast<int>(thread));
+    start_absmax(args, work(), round + kAbsmaxAhead, static_cast<int>(thread));
   commit_copies();
 }
 
@@ -503,26 +488,21 @@ __device__ __forceinline__ void Consumer::load_row_parameters(Strip<kTiles>& str
   strip.zeros = load_zeros<kTiles>(tile, args.weight + args.layout.zero(row, 0));
 }
 
-// Both tiles of a strip, or one: the units of the warp in a slice, whose first stage is `first`.
+// Both tiles of a strip, or one: the units of the warp.
 template <int kTiles>
-__device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int first, int round,
-                                                         int tile) {
+__device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][8], int round, int tile) {
   Strip<kTiles> strip{tile};
   float scale[kTiles][2], bias[kTiles][2];
-  if constexpr (kNested) take_absmax(strip, first, round);
+  if constexpr (kNested) take_absmax(strip, round);
   if constexpr (kGroup == 0)
     load_row_parameters(strip, scale, bias, round);
-  else if constexpr (!kCodec.asymmetric)
+  else if constexpr (!kAsymmetric)
     strip.zeros = load_zeros<kTiles>(tile, nullptr);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    const int stage = first + u, unit = stage * kWarps + lane.warp;
-    if (!kSliced || stage < work().num_stages) {
-      wait(full(slot), parity);
-      const bool may_end = kSliced || u == kUnits - 1;
-      if (!may_end || unit < args.units) multiply_unit(strip, x[u], u);
-      release_stage();
-    }
+    wait(full(slot), parity);
+    if (u < kUnits - 1 || u * kWarps + lane.warp < args.units) multiply_unit(strip, x[u], u);
+    release_stage();
   }
   if constexpr (kGroup == 0) add_scaled(strip.total, scale, strip.part);
   if constexpr (kGroup == 0 && kAffine) add_scaled(strip.total, bias, strip.x);
@@ -535,7 +515,8 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
         bit_cast<u32>(strip.total[i][3])};
   if constexpr (kNested) wait_copies<kAbsmaxAhead - 1>();  // of the next strip
   __syncthreads();
-  add_warps<kTiles>(thread, first, round, tile);
+  add_warps<kTiles>(thread, round, tile);
+  __syncwarp();  // lanes that store and those that do not
 }
 
 // ---- 8. The sums of the warps are added up and stored.
@@ -543,7 +524,7 @@ __device__ __forceinline__ void Consumer::multiply_strip(const u32 (&x)[kUnits][
 // Four warps, other ones each round: a thread has two neighbouring rows and a row of x. No warp writes these
 // sums again before all have met after the next round.
 template <int kTiles>
-__device__ __forceinline__ void Consumer::add_warps(u32 thread, int first, int round, int only_tile) const {
+__device__ __forceinline__ void Consumer::add_warps(u32 thread, int round, int only_tile) const {
   constexpr int kPairs = kUnitRows / 2 * kSm90MmaTokens;
   const int pair = static_cast<int>((thread - static_cast<u32>(round) * kPairs) % kThreads);
   const int tile = pair / 64, of_lane = pair / 2 % 32, odd = pair % 2;
@@ -554,16 +535,6 @@ __device__ __forceinline__ void Consumer::add_warps(u32 thread, int first, int r
     const u64 two = *reinterpret_cast<const u64*>(sums_at(round, warp, tile, of_lane) + odd * 8);
     sum[0] += bit_cast<float>(static_cast<u32>(two));
     sum[1] += bit_cast<float>(static_cast<u32>(two >> 32));
-  }
-  float* const kept = reinterpret_cast<float*>(shared + kShared.kept) + (round * kPairs + pair) * 2;
-  if (first > 0) {
-    sum[0] += kept[0];
-    sum[1] += kept[1];
-  }
-  if (first + kUnits < work().num_stages) {
-    kept[0] = sum[0];
-    kept[1] = sum[1];
-    return;
   }
   const i64 row =
       static_cast<i64>(strip_of(round, work().whole_rounds)) * kUnitRows + 16 * tile + of_lane / 4 * 2;
@@ -613,26 +584,22 @@ extern "C" __global__ void __launch_bounds__(halfbyte::kSm90MmaThreads, 1)
     start_copies(args, of_block, 0, num_first);
   }
   if (!args.early_start) {
-    consumer.load_x(x, 0);
+    consumer.load_x(x);
     if (thread == 0) start_copies(args, of_block, num_first, kStages);
   }
-  if constexpr (kLookUp) build_pair_table<kThreads>(thread);
+  if constexpr (kLookUp) build_pair_table<kThreads>(args.values, thread);
   if constexpr (kDoubleQuant) wait_copies();
   __syncthreads();
   let_next_start();
   if (args.early_start) {
     wait_for_earlier();
-    consumer.load_x(x, 0);
+    consumer.load_x(x);
     if (thread == 0) start_copies(args, of_block, num_first, kStages);
   }
 
-  for (int first = 0; first < (kSliced ? of_block.num_stages : 1); first += kUnits) {
-    if (first > 0) consumer.load_x(x, first);
-    consumer.arrange_x(x);
-    int round = 0;
-    for (; round < work().whole_rounds; ++round) consumer.multiply_strip<2>(x, first, round, 0);
-    if (round < work().rounds) consumer.multiply_strip<1>(x, first, round, static_cast<int>(blockIdx.x % 2));
-    if (kSliced) __syncthreads();  // the first round of a slice may have the sums of the last before
-  }
+  consumer.arrange_x(x);
+  int round = 0;
+  for (; round < work().whole_rounds; ++round) consumer.multiply_strip<2>(x, round, 0);
+  if (round < work().rounds) consumer.multiply_strip<1>(x, round, static_cast<int>(blockIdx.x % 2));
 #endif
 }

@@ -6,6 +6,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_mma/sm90_mma_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -21,12 +22,14 @@ struct Tuning {
   int units = 0, stages = 0, shared_bytes = 0;
 };
 Tuning tuning_of(const QgemmProblem& problem) {
-  const auto stage_bytes = static_cast<int>(
-      sm90_mma_stage(problem.codec, inlined_group(problem), problem.double_quant).strip_bytes);
+  const formats::Codec& codec = problem.codec;
+  const auto stage_bytes = static_cast<int>(sm90_mma_stage(codec.bits, codec.scale_type, codec.asymmetric,
+                                                           codec.kind == formats::Kind::affine,
+                                                           inlined_group(problem), problem.double_quant)
+                                                .strip_bytes);
   Tuning tuning{.units = static_cast<int>(ceil_div(units_of(problem), kSm90MmaWarps))};
   for (int stages = 2; stages <= kMaxStages; ++stages) {
-    const int shared_bytes =
-        sm90_mma_shared(problem.codec.bits, stage_bytes, stages, false, problem.double_quant).num_bytes;
+    const int shared_bytes = sm90_mma_shared(codec.bits, stage_bytes, stages, problem.double_quant).num_bytes;
     if (shared_bytes > kSm90MmaSharedBytes) break;
     tuning.stages = stages;
     tuning.shared_bytes = shared_bytes;
@@ -67,11 +70,9 @@ std::string refuse(const QgemmProblem& problem) {
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   const Tuning tuning = tuning_of(problem);
   return {"ops/qgemm/sm90_mma/sm90_mma.cu", "qgemm_sm90_mma",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr int kGroup = {}, kUnits = {}, kStages = {};\n"
-                                        "constexpr bool kSliced = {}, kDoubleQuant = {};\n",
-                                        inlined_group(problem), tuning.units, tuning.stages, false,
-                                        problem.double_quant))};
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr int kGroup = {}, kUnits = {}, kStages = {};\n",
+                                        inlined_group(problem), tuning.units, tuning.stages))};
 }
 
 class QgemmSm90MmaKernel final : public QgemmKernel {
@@ -89,6 +90,7 @@ class QgemmSm90MmaKernel final : public QgemmKernel {
     args_.rounds = static_cast<int>(problem.weight.strips / grid_.num_blocks);
     args_.rest = static_cast<int>(problem.weight.strips % grid_.num_blocks);
     args_.whole_chunks = problem.k % 8 == 0 && problem.alignment >= 16;
+    args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     args_.early_start = problem.early_start;
   }

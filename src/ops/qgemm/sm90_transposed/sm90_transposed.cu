@@ -145,7 +145,7 @@ struct TeamStage {
 
 __device__ __forceinline__ void fill_tables(const QgemmSm90TransposedArgs& args, u8* shared, int rank) {
   const int thread = static_cast<int>(threadIdx.x);
-  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(thread, static_cast<u32>(rank));
+  if constexpr (kBits == 4) build_pair_table<kTransposedThreads>(args.values, thread, static_cast<u32>(rank));
   if constexpr (kDoubleQuant) {
     if (thread < 256)
       reinterpret_cast<float*>(shared + kTiling.map())[thread] =

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
 
@@ -68,6 +69,7 @@ struct QgemmSm90TransposedArgs {
       x;  // [m, n], boxes of `tokens` rows and as many columns as a step has rows of the weight
   const formats::u8* weight;
   void* y;                       // [m, k]
+  CodeValuesArgs values;         // of codes of 4 bits
   formats::i64 scales, seconds;  // sections of the weight: where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
   formats::u32 absmax_count;

@@ -8,6 +8,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_transposed/sm90_transposed_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -91,9 +92,8 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90TransposedTiling& t) {
   return {"ops/qgemm/sm90_transposed/sm90_transposed.cu", "qgemm_sm90_transposed",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
-                                        t.group, t.double_quant) +
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr int kGroup = {};\n", t.group) +
                             cuda::struct_config("QgemmSm90TransposedTiling", "kTiling",
                                                 {{"tokens", t.tokens},
                                                  {"units", t.units},
@@ -132,6 +132,7 @@ class QgemmSm90Transposed : public QgemmKernel {
     args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
     args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
     args_.cluster = division.cluster;
+    args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
     grid_ = {int64_t{clusters} * division.cluster, kTransposedThreads, tiling_.shared_bytes(),

@@ -500,7 +500,7 @@ __launch_bounds__(kThreads, 1)
   }
 
   take_registers<Registers::kMultiply>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(block.thread, block.rank);
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
   if constexpr (kDoubleQuant)
     if (block.thread < 256)
       block.map[block.thread] = reinterpret_cast<const float*>(args.weight + args.map)[block.thread];

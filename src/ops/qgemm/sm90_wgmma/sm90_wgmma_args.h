@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/common.h"
+#include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
 
@@ -43,6 +44,7 @@ struct QgemmSm90WgmmaArgs {
   const formats::u8* weight;
   const void* bias;
   void* y;
+  CodeValuesArgs values;             // of codes of 4 bits
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization

@@ -7,6 +7,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -100,9 +101,8 @@ QgemmSm90WgmmaTiling choose_tiling(const QgemmProblem& p, int num_multiprocessor
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90WgmmaTiling& t) {
   return {"ops/qgemm/sm90_wgmma/sm90_wgmma.cu", "qgemm_sm90_wgmma",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(problem.codec) +
-                            fmt::format("constexpr int kGroup = {};\nconstexpr bool kDoubleQuant = {};\n",
-                                        inlined_group(problem), problem.double_quant) +
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr int kGroup = {};\n", inlined_group(problem)) +
                             cuda::struct_config("QgemmSm90WgmmaTiling", "kTiling",
                                                 {{"tokens", t.tokens},
                                                  {"strips", t.strips},
@@ -143,6 +143,7 @@ class QgemmSm90Wgmma : public QgemmKernel {
         ceil_div(pairs, pairs_of_worker(problem, tiling_.cluster, context_.num_multiprocessors));
     args_.num_pairs = static_cast<int>(pairs / workers);
     args_.num_longer = static_cast<int>(pairs % workers);
+    args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
     grid_ = {workers * tiling_.cluster, tiling_.threads(), tiling_.shared_bytes(), tiling_.cluster};

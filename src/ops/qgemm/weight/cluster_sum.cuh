@@ -4,14 +4,16 @@
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/table.cuh"
 
+#include "halfbyte_config.h"
+
 namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 900
 
 // Shared memory begins with the table of pairs, which uses half of each of its rows of 256 bytes. Lines of
 // 128 bytes of sums lie in the other halves; without a table (codes of 8 bits) they lie one behind the other.
-constexpr int kScratchStride = kCodec.bits == 4 ? 256 : 128;
-constexpr u32 kScratchAddress = kCodec.bits == 4 ? kPairTableAddress + 128 : kPairTableAddress;
+constexpr int kScratchStride = kBits == 4 ? 256 : 128;
+constexpr u32 kScratchAddress = kBits == 4 ? kPairTableAddress + 128 : kPairTableAddress;
 
 // Word `lane` of a line; `rank`: of the block in its cluster, as for build_pair_table().
 __device__ __forceinline__ u32 scratch_address(int line, int lane, u32 rank) {

@@ -60,9 +60,9 @@ __device__ __forceinline__ u32 decode_bytes(u32 low, u32 high, float zero) {
   return store_pair(Element(), byte_above_2_23<kLow>(low) - zero, byte_above_2_23<kHigh>(high) - zero);
 }
 
-// The values of two bytes of a word of 8-bit codes; of asymmetric integers the stored codes.
-[[maybe_unused]] constexpr int kLowestCode =
-    kCodec.kind == Kind::integer && !kCodec.asymmetric ? kCodec.q_min : 0;
+// What code 0 of 8 bits stands for; of asymmetric integers and affine formats codes are as stored.
+[[maybe_unused]] constexpr int kLowestCode = kAsymmetric || kAffine ? 0 : -128;
+// The values of two bytes of a word of 8-bit codes.
 template <int kByte>
 __device__ __forceinline__ float byte_value(u32 word) {
   return byte_above_2_23<kByte>(word) - (kMagic - kLowestCode);

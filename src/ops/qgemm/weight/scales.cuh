@@ -24,12 +24,12 @@ struct Stored<1> {
 };
 
 // Two neighbouring scales or biases as they are stored; the first of an even row.
-using StoredScales = Stored<scale_bytes(kCodec.scale_type)>::Type;
+using StoredScales = Stored<scale_bytes(kScaleType)>::Type;
 __device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits) {
-  if constexpr (kCodec.scale_type == ScaleType::f32) {
+  if constexpr (kScaleType == ScaleType::f32) {
     to[0] = bit_cast<float>(static_cast<u32>(bits));
     to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
-  } else if constexpr (kCodec.scale_type == ScaleType::bf16) {
+  } else if constexpr (kScaleType == ScaleType::bf16) {
     to[0] = bit_cast<float>(static_cast<u32>(bits) << 16);
     to[1] = bit_cast<float>(static_cast<u32>(bits) & 0xFFFF0000u);
   } else {

@@ -22,11 +22,8 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c) {
 }
 
 // ---- Parameters of the rows 2a and 2a + 1 in one group.
-constexpr bool kAsymmetric = kCodec.kind == Kind::integer && kCodec.asymmetric;
-constexpr bool kAffine = kCodec.kind == Kind::affine;
-constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kCodec.scale_type);
-constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? scale_bytes(kCodec.scale_type) : 0;
-constexpr int kBits = kCodec.bits;
+constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kScaleType);
+constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? scale_bytes(kScaleType) : 0;
 // Columns that have one scale; where a row has one, kGroup is 0 and this is not used.
 constexpr int kGroupSize = kGroup == 0 ? 64 : kGroup;
 
@@ -60,8 +57,7 @@ __device__ __forceinline__ u32 finish_pair(u32 pair, const RowPair& rows) {
 // Of 8-bit codes: bytes kFirst and kFirst + 1 of a word.
 template <int kFirst, int kOdd>
 __device__ __forceinline__ u32 pair_of_bytes(u32 word, const RowPair& rows) {
-  const float offset =
-      kAsymmetric ? rows.zero[kOdd] : kMagic - static_cast<float>(kAffine ? 0 : kCodec.q_min);
+  const float offset = kAsymmetric ? rows.zero[kOdd] : kMagic - kLowestCode;
   return finish_pair<kOdd>(decode_bytes<kFirst, kFirst + 1>(word, word, offset), rows);
 }
 
@@ -93,8 +89,7 @@ __device__ __forceinline__ u32 weight_pair(u32 values, const ParameterPairs& par
 // The values of a byte of each word, as elements; exact: integers up to 256. Asymmetric: of the codes.
 template <int kLow, int kHigh>
 __device__ __forceinline__ u32 byte_values(u32 low, u32 high) {
-  constexpr float kZero = kMagic - (kCodec.kind == Kind::integer && !kAsymmetric ? kCodec.q_min : 0);
-  return decode_bytes<kLow, kHigh>(low, high, kZero);
+  return decode_bytes<kLow, kHigh>(low, high, kMagic - kLowestCode);
 }
 
 // Of all lanes' parameters those of rows 2a and 2a + 1 of strip kFirst / 16, a = kFirst % 16 + t', where lane

@@ -6,20 +6,11 @@
 #pragma once
 
 #include "cuda/device/bulk.cuh"
-#include "ops/qgemm/weight/values.cuh"
+#include "cuda/device/types.cuh"
+#include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte::device {
 
-// Bytes kShift / 8 of four values.
-template <int kFirst, int kShift>
-__device__ __forceinline__ u32 bytes_of_values() {
-  constexpr CodeValues<Element> kValues = make_code_values<Element>();
-  constexpr u32 kBytes = (kValues.values[kFirst] >> kShift & 255u) |
-                         (kValues.values[kFirst + 1] >> kShift & 255u) << 8 |
-                         (kValues.values[kFirst + 2] >> kShift & 255u) << 16 |
-                         (kValues.values[kFirst + 3] >> kShift & 255u) << 24;
-  return kBytes;
-}
 __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 d;
   asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
@@ -27,17 +18,17 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
 }
 // The pairs of values of a word of codes without the table, which takes longer. Four codes at a time choose
 // bytes from the first and the last eight values, and their upper bits between these.
-__device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word) {
+__device__ __forceinline__ void compute_pairs(u32 (&pairs)[4], u32 word, const CodeValuesArgs& values) {
   const u32 choices = word & 0x77777777u, moved = word << 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const u32 choice = i == 0 ? choices : choices >> 16;
     // 255 where a code is 8 and more: the sign of each byte of `moved` and `word`.
     const u32 last = permute_bytes(moved, word, i == 0 ? 0xD9C8 : 0xFBEA);
-    const u32 low_first = permute_bytes(bytes_of_values<0, 0>(), bytes_of_values<4, 0>(), choice),
-              low_last = permute_bytes(bytes_of_values<8, 0>(), bytes_of_values<12, 0>(), choice),
-              high_first = permute_bytes(bytes_of_values<0, 8>(), bytes_of_values<4, 8>(), choice),
-              high_last = permute_bytes(bytes_of_values<8, 8>(), bytes_of_values<12, 8>(), choice);
+    const u32 low_first = permute_bytes(values.low[0], values.low[1], choice),
+              low_last = permute_bytes(values.low[2], values.low[3], choice),
+              high_first = permute_bytes(values.high[0], values.high[1], choice),
+              high_last = permute_bytes(values.high[2], values.high[3], choice);
     const u32 low = (last & low_last) | (~last & low_first), high = (last & high_last) | (~last & high_first);
     pairs[2 * i] = permute_bytes(low, high, 0x5140);
     pairs[2 * i + 1] = permute_bytes(low, high, 0x7362);
@@ -52,16 +43,16 @@ inline constexpr int kPairTableBytes = 65536;
 inline constexpr u32 kPairTableAddress = 1024;
 
 // Fills the table, which is at kPairTableAddress: kNumThreads threads, then a barrier of the block. `rank`:
-// of the block in its cluster, which the top byte of its addresses has. The values come with the
-// instructions: memory that nobody has read yet would take longer.
+// of the block in its cluster, which the top byte of its addresses has. The values are arguments of the
+// kernel, operands of instructions as these are: memory that nobody has read yet would take longer.
 template <int kNumThreads>
-__device__ __forceinline__ void build_pair_table(int thread, u32 rank = 0) {
+__device__ __forceinline__ void build_pair_table(const CodeValuesArgs& values, int thread, u32 rank = 0) {
   static_assert(512 % kNumThreads == 0);
 #pragma unroll
   for (int i = 0; i < 512 / kNumThreads; ++i) {  // 16 bytes of 4 entries each
     const int at = i * kNumThreads + thread, entry = at / 8 * 4;
     u32 pairs[4];
-    compute_pairs(pairs, 0x03020100u + static_cast<u32>(entry) * 0x01010101u);
+    compute_pairs(pairs, 0x03020100u + static_cast<u32>(entry) * 0x01010101u, values);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       asm volatile("st.shared.v4.u32 [%0+1024], {%1, %1, %1, %1};" ::"r"(

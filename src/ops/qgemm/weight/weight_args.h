@@ -7,6 +7,12 @@ namespace halfbyte {
 
 inline constexpr int kWeightChunk = 8;  // columns that a thread decodes together
 
+// What codes of 4 bits stand for but for the scale (code_values() of weight_cuda.h), as elements of 16 bits.
+// Byte permutes choose from four words: the bytes of codes 4 i to 4 i + 3, low ones and high ones.
+struct CodeValuesArgs {
+  formats::u32 low[4], high[4];
+};
+
 // One parameter of the groups of a packed weight: of group g of row 32 s + r it is at
 //   base + s * strip_bytes + g / groups_per_block * block_bytes + (g % groups_per_block * 32 + r) * its size
 struct PackedParameterArgs {

@@ -4,10 +4,45 @@
 #include <bit>
 
 #include "core/arithmetic.h"
+#include "core/format.h"
 
 namespace halfbyte {
 
+using formats::Codec;
 using formats::Divider;
+using formats::Kind;
+
+std::string packed_config(const QgemmProblem& problem) {
+  const Codec& codec = problem.codec;
+  return fmt::format(
+      "constexpr int kBits = {};\nconstexpr bool kAsymmetric = {}, kAffine = {}, kDoubleQuant = {};\n"
+      "constexpr ScaleType kScaleType = ScaleType({});\n",
+      static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine, problem.double_quant,
+      static_cast<int>(codec.scale_type));
+}
+
+std::array<float, 16> code_values(const Codec& codec, DType dtype) {
+  const bool is_signed = codec.kind == Kind::integer && !codec.asymmetric;
+  std::array<float, 16> values{};
+  for (int code = 0; code < 16; ++code) {
+    const float value = codec.kind == Kind::table ? codec.book.values[code]
+                                                  : static_cast<float>(is_signed ? code + codec.q_min : code);
+    values[static_cast<size_t>(code)] = formats::stored(value, scale_type(dtype));
+  }
+  return values;
+}
+
+CodeValuesArgs code_values_args(const Codec& codec, DType dtype) {
+  const std::array<float, 16> values = code_values(codec, dtype);
+  CodeValuesArgs args{};
+  for (size_t code = 0; code < values.size(); ++code) {
+    const unsigned bits =
+        dtype == DType::f16 ? formats::to_f16(values[code]) : formats::to_bf16(values[code]);
+    args.low[code / 4] |= (bits & 0xFF) << code % 4 * 8;
+    args.high[code / 4] |= bits >> 8 << code % 4 * 8;
+  }
+  return args;
+}
 
 WeightArgs weight_args(const QgemmProblem& p) {
   WeightArgs w{};

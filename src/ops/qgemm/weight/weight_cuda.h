@@ -1,12 +1,24 @@
-// A weight in any layout as kernels are given it (weight_args.h).
+// A weight as kernels are given it (weight_args.h).
 #pragma once
+
+#include <array>
+#include <string>
 
 #include "ops/qgemm/qgemm.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
 
-// But for its addresses; then these.
+// Lines of the configuration of a kernel for packed weights: kBits, kAsymmetric, kAffine, kScaleType and
+// kDoubleQuant. What symmetric codes of 4 bits stand for is an argument: their formats share kernels.
+std::string packed_config(const QgemmProblem& problem);
+// What codes of 4 bits stand for but for the scale, rounded to `dtype`; of asymmetric integers and affine
+// formats the stored codes.
+std::array<float, 16> code_values(const formats::Codec& codec, DType dtype);
+// Likewise; dtype: bf16 or f16.
+CodeValuesArgs code_values_args(const formats::Codec& codec, DType dtype);
+
+// A weight in any layout, but for its addresses; then these.
 WeightArgs weight_args(const QgemmProblem& problem);
 void place_weight(WeightArgs& weight, const QgemmProblem& problem, const QgemmTensors& tensors);
 
