@@ -20,21 +20,19 @@ constexpr unsigned kF32 = bit(ScaleType::f32), kF16 = bit(ScaleType::f16), kBf16
 constexpr unsigned k32 = 1, k64 = 2, k128 = 4, kRow = 8;
 
 struct CommonWeight {
-  Kind kind;
   int bits;
-  bool asymmetric, double_quant;
+  bool asymmetric, affine, double_quant;
   unsigned scales, groups;
 };
 // What layouts store: bitsandbytes, halfbyte, compressed-tensors, mlx.
 constexpr CommonWeight kCommonWeights[] = {
-    {Kind::table, 4, false, false, kF32, k64},
-    {Kind::table, 4, false, true, kF32, k64},
-    {Kind::table, 4, false, false, kF16, k32 | k64 | k128},
-    {Kind::integer, 4, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
-    {Kind::integer, 4, true, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
-    {Kind::integer, 8, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
-    {Kind::affine, 4, false, false, kF16 | kBf16, k32 | k64 | k128},
-    {Kind::affine, 8, false, false, kF16 | kBf16, k32 | k64 | k128},
+    {4, false, false, true, kF32, k64},  // tables and int4 alike: they have the same kernels
+    {4, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {4, true, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {8, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {8, true, false, false, kF16 | kBf16, k128 | kRow},
+    {4, false, true, false, kF16 | kBf16, k32 | k64 | k128},
+    {8, false, true, false, kF16 | kBf16, k32 | k64 | k128},
 };
 
 unsigned group_bit(const QgemmProblem& problem) {
@@ -82,9 +80,9 @@ bool is_common_weight(const QgemmProblem& problem) {
   // Scales have the dtype of x, are f16 as in layout halfbyte, or f32.
   if (codec.scale_type == ScaleType::bf16 && problem.dtype != DType::bf16) return false;
   return std::ranges::any_of(kCommonWeights, [&](const CommonWeight& common) {
-    return common.kind == codec.kind && common.bits == codec.bits && common.asymmetric == codec.asymmetric &&
-           common.double_quant == problem.double_quant && (common.scales & bit(codec.scale_type)) != 0 &&
-           (common.groups & group_bit(problem)) != 0;
+    return common.bits == codec.bits && common.asymmetric == codec.asymmetric &&
+           common.affine == (codec.kind == Kind::affine) && common.double_quant == problem.double_quant &&
+           (common.scales & bit(codec.scale_type)) != 0 && (common.groups & group_bit(problem)) != 0;
   });
 }
 

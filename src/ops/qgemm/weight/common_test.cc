@@ -21,7 +21,7 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
   };
   using enum Format;
   for (const Format format : {nf4, fp4}) {  // bitsandbytes
-    EXPECT_TRUE(is_common({.format = format, .group_size = 64}));
+    for (const int64_t size : {32, 64, 128}) EXPECT_TRUE(is_common({.format = format, .group_size = size}));
     EXPECT_TRUE(is_common({.format = format, .group_size = 64, .double_quant = true}));
   }
   for (const int64_t size : {32, 64, 128})
@@ -36,11 +36,17 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
       spec.scale_rule = asymmetric ? ScaleRule::minmax : info(format).default_rule;
       spec.scale_dtype = DType::f16;
       EXPECT_TRUE(is_common(spec) && is_common(spec, DType::f16)) << info(format).name << size;
-      spec.scale_dtype = DType::bf16;  // of bf16 models; halfbyte and bitsandbytes have other scales
-      EXPECT_EQ(is_common(spec), info(format).kind != FormatKind::table) << info(format).name << size;
+      spec.scale_dtype = DType::bf16;  // of bf16 models
+      EXPECT_TRUE(is_common(spec)) << info(format).name << size;
       EXPECT_FALSE(is_common(spec, DType::f16)) << info(format).name << size;
     }
-  for (const Format format : {int4, int8})
+  for (const DType scale : {DType::f16, DType::bf16})
+    EXPECT_TRUE(is_common({.format = int8,
+                           .asymmetric = true,
+                           .group_size = 128,
+                           .scale_rule = ScaleRule::minmax,
+                           .scale_dtype = scale}));
+  for (const Format format : {nf4, int4, int8})
     for (const DType scale : {DType::f32, DType::f16, DType::bf16})
       EXPECT_TRUE(is_common({.format = format,
                              .granularity = Granularity::channel,
