@@ -11,7 +11,7 @@
 namespace halfbyte::device {
 
 constexpr bool kFast = sizeof(F) == 4 && !(kTable && !kTableFits);
-constexpr bool kPackedZeros = kZeroType == ZeroType::i4 || kZeroType == ZeroType::u4;
+constexpr bool kPackedZeros = kZeroType == ZeroType::nibble;
 
 // ---- Parameters
 
@@ -24,11 +24,22 @@ struct Group {
 // A limit that says that nothing of the group needs to be clamped.
 constexpr float kNoClamp = 0x1p126f;
 
+// Scales are f32 or have the type of the elements: an argument says which.
+constexpr ScaleType kElementScale = Element::kScaleType;
+__device__ __forceinline__ bool has_element_scales(const LinearCommon& common) {
+  return common.scale_type == kElementScale;
+}
+__device__ __forceinline__ F load_scale(const LinearCommon& common, i64 index) {
+  return has_element_scales(common) ? formats::load_scale<F>(common.data.scales, index, kElementScale)
+                                    : formats::load_scale<F>(common.data.scales, index, ScaleType::f32);
+}
+
 __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 index) {
   const void* const zeros = common.data.zeros;
   if constexpr (kZeroType == ZeroType::i32) return static_cast<const int*>(zeros)[index];
-  if constexpr (kZeroType == ZeroType::i8) return static_cast<const signed char*>(zeros)[index];
-  if constexpr (kZeroType == ZeroType::u8) return static_cast<const u8*>(zeros)[index];
+  if constexpr (kZeroType == ZeroType::byte)
+    return common.zero_sign != 0 ? static_cast<const signed char*>(zeros)[index]
+                                 : static_cast<const u8*>(zeros)[index];
   if constexpr (kZeroType == ZeroType::f32)
     return learned_zero_point(static_cast<const float*>(zeros)[index]);
   if constexpr (kZeroType == ZeroType::f64)
@@ -41,7 +52,7 @@ __device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 i
     }
     const int nibble =
         static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
-    return kZeroType == ZeroType::i4 ? (nibble ^ 8) - 8 : nibble;
+    return (nibble ^ common.zero_sign) - common.zero_sign;
   }
   return 0;
 }
@@ -60,7 +71,30 @@ struct Loaded {
   int zero_point;
 };
 __device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i64 index) {
-  return {load_scale<F>(common.data.scales, index, kScaleType), load_zero_point(common, index)};
+  return {load_scale(common, index), load_zero_point(common, index)};
+}
+// Of n groups: a branch on how they are stored is one for all, so that all are on their way at once.
+template <int n>
+__device__ __forceinline__ void load_parameters(const LinearCommon& common, const i64 (&indices)[n],
+                                                Loaded (&loaded)[n]) {
+  const auto for_all = [&](const auto& load) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) load(loaded[i], indices[i]);
+  };
+  if constexpr (kZeroType == ZeroType::byte) {
+    const void* const zeros = common.data.zeros;
+    if (common.zero_sign != 0)
+      for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const signed char*>(zeros)[index]; });
+    else
+      for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const u8*>(zeros)[index]; });
+  } else {
+    for_all([&](Loaded& to, i64 index) { to.zero_point = load_zero_point(common, index); });
+  }
+  const void* const scales = common.data.scales;
+  if (has_element_scales(common))
+    for_all([&](Loaded& to, i64 index) { to.scale = formats::load_scale<F>(scales, index, kElementScale); });
+  else
+    for_all([&](Loaded& to, i64 index) { to.scale = formats::load_scale<F>(scales, index, ScaleType::f32); });
 }
 // `is_first()`: whether the caller has the first element of the group, so that each is counted once.
 template <class IsFirst>
@@ -149,7 +183,7 @@ struct ManyGroups {
 __device__ __forceinline__ Codec codec_of(const LinearCommon& common) {
   Codec codec;
   codec.kind = Kind::integer;
-  codec.scale_type = kScaleType;
+  codec.scale_type = has_element_scales(common) ? kElementScale : ScaleType::f32;
   codec.q_min = common.q_min;
   codec.q_max = common.q_max;
   return codec;

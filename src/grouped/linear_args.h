@@ -11,8 +11,9 @@ namespace halfbyte {
 
 // mask_gradients: backward by the mask that fake_quantize wrote.
 enum class LinearOp : formats::u8 { quantize, dequantize, backward, fake_quantize, mask_gradients };
-// How zero points are stored; `none`: they are 0. f32 and f64 are learned.
-enum class ZeroType : formats::u8 { none, i32, i8, u8, i4, u4, f32, f64 };
+// How zero points are stored; `none`: they are 0. f32 and f64 are learned; `byte` and `nibble` have a sign or
+// none.
+enum class ZeroType : formats::u8 { none, i32, byte, nibble, f32, f64 };
 
 // The zero point that a learned one stands for. It may be out of range, and is for NaN.
 template <class F>
@@ -67,6 +68,9 @@ struct LinearCommon {
   formats::i32 q_min, q_max;
   formats::i32 code_min;                   // of the dtype of the codes
   formats::u32 sign_bits;                  // of all codes in a word: what tells q from q - code_min
+  formats::i32 zero_sign;                  // of zero points that are bytes or nibbles: their sign bit, or 0
+  formats::ScaleType scale_type;           // f32, or that of the elements
+  formats::Rule rule;                      // computed, without zero points: absmax or half_range
   formats::i64 zero_cols, zero_row_bytes;  // of packed zero points
   // fake_quantize, computed: see Codec; `history` as formats::observed has it.
   double eps, history;

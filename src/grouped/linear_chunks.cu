@@ -8,8 +8,13 @@ namespace halfbyte::device {
 constexpr int kChunk = linear_chunk(sizeof(Memory), kOp, kMask), kBatch = linear_batch(kOp);
 
 using Index = Select<kWide, i64, int>;  // of chunks
-// Of a multiprocessor; 0: as the compiler finds it, which spills in some kernels of fake quantization.
-constexpr int kMinBlocks = !kFake ? 0 : kOp == LinearOp::backward ? 2 : 3;
+// Of a multiprocessor; 0: as the compiler finds it. Without these bounds some kernels of fake quantization
+// spill, and gradients of 16 bits take a few registers more than leave room for so many blocks.
+constexpr bool kLearnedZero = kZeroType == ZeroType::f32 || kZeroType == ZeroType::f64;
+constexpr bool kBounded = sizeof(Memory) == 2 && !kWide && !kPackedZeros;
+constexpr int kMinBlocks = kOp != LinearOp::backward ? (kFake ? 3 : 0)
+                           : kBounded                ? (kLearnedZero ? 3 : 4)
+                                                     : (kFake ? 2 : 0);
 
 // The number of the chunk's scale, and whether the chunk is the first of its group.
 struct Place {
@@ -42,14 +47,16 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
   const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
   Work<kOp, kBits, kChunk> work[kBatch];
   Place places[kBatch];
+  i64 scales[kBatch];
   Loaded loaded[kBatch];
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     const Index chunk = min<Index>(first + b * 32, args.num_chunks - 1);
     work[b].load(args.common.data, chunk);
     places[b] = place_of(args, chunk);
-    loaded[b] = load_parameters(args.common, places[b].scale);
+    scales[b] = places[b].scale;
   }
+  load_parameters(args.common, scales, loaded);
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {

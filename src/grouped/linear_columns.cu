@@ -8,7 +8,10 @@ namespace halfbyte::device {
 constexpr int kChunk = linear_columns_chunk(sizeof(Memory), kMask);
 constexpr int kBatch = kOp == LinearOp::backward ? (kFast ? 2 : 1) : 4;  // rows on their way at a time
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads)
+// Of a multiprocessor; 0: as the compiler finds it, which spills.
+constexpr int kMinBlocks = kWide && sizeof(F) == 8 ? 3 : 0;
+
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
     HALFBYTE_KERNEL(const __grid_constant__ LinearColumnsArgs args) {
   load_bins();
   using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
@@ -28,9 +31,17 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
 
   ManyGroups<kChunk> groups;
   const i64 first_scale = static_cast<i64>(band) * args.columns + column * kChunk;
+  Loaded loaded[kChunk];
+  if constexpr (kFast) {
+    i64 scales[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) scales[i] = first_scale + i;
+    load_parameters(args.common, scales, loaded);
+  }
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    const Group group = load_group(args.common, first_scale + i, [&] { return piece == 0; });
+    if constexpr (!kFast) loaded[i] = load_parameters(args.common, first_scale + i);  // takes fewer registers
+    const Group group = make_group(args.common, loaded[i], [&] { return piece == 0; });
     groups.template set<kBits>(args.common, i, group, kOp != LinearOp::dequantize);
   }
   const i64 stride = row_chunks;  // of rows, in chunks

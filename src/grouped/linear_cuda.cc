@@ -45,9 +45,6 @@ cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearT
 std::string op_config(LinearOp op) {
   return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
 }
-std::string rule_config(formats::Rule rule) {
-  return fmt::format("constexpr Rule kRule = Rule({});\n", static_cast<int>(rule));
-}
 std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
@@ -86,6 +83,9 @@ class Selection {
     common.zero_row_bytes = problem_.zeros.row_bytes;
     common.eps = problem_.codec.eps;
     common.history = problem_.history;
+    common.scale_type = problem_.codec.scale_type;
+    common.rule = problem_.codec.rule;
+    common.zero_sign = problem_.zeros.dtype == DType::i8 ? 128 : problem_.zeros.dtype == DType::i4 ? 8 : 0;
     switch (problem_.codes.dtype) {
       case DType::i8:
         common.code_min = -128;
@@ -139,12 +139,11 @@ class Selection {
       const int lanes = std::max(kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
-      choose(linear_fused_kernel(types_, p.op, p.codec.rule, 0),
-             {blocks_for(args.num_groups, per_block), kThreads}, args);
+      choose(linear_fused_kernel(types_, p.op, 0), {blocks_for(args.num_groups, per_block), kThreads}, args);
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
       const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
-      choose(linear_fused_kernel(types_, p.op, p.codec.rule, batch),
+      choose(linear_fused_kernel(types_, p.op, batch),
              {args.num_groups, std::max(32, static_cast<int>(threads))}, args);
     }
     return true;
@@ -156,7 +155,7 @@ class Selection {
     made_.ranges = load(ranges.spec);
     made_.ranges_grid = ranges.grid;
     made_.ranges_args = ranges.args;
-    made_.params = load(linear_params_kernel(types_, p.op, p.codec.rule));
+    made_.params = load(linear_params_kernel(types_, p.op));
     made_.params_args.num_scales = p.num_scales;
     const int64_t params =
         packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
@@ -252,10 +251,9 @@ class Selection {
 cuda::KernelSpec linear_kernel(const char* source, const std::string& name, const LinearTypes& types,
                                const std::string& lines) {
   const std::string config = fmt::format(
-      "constexpr int kBits = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n"
-      "constexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, kMask = {}, kTable = {};\n",
-      types.bits, static_cast<int>(scale_type(types.scale_dtype)), static_cast<int>(types.zero_type),
-      types.fake, types.mask, types.book.has_value());
+      "constexpr int kBits = {};\nconstexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, "
+      "kMask = {}, kTable = {};\n",
+      types.bits, static_cast<int>(types.zero_type), types.fake, types.mask, types.book.has_value());
   return {source, name,
           "#include \"grouped/linear_args.h\"\n" + fmt::format("#define HALFBYTE_KERNEL {}\n", name) +
               cuda::config_text(cuda::element_config(types.dtype) + config +
@@ -265,20 +263,14 @@ LinearTypes types_of(const LinearProblem& problem) {
   LinearTypes types;
   types.dtype = problem.dtype;
   types.bits = problem.codec.bits;
-  types.scale_dtype = problem.codec.scale_type == formats::ScaleType::f32 ? DType::f32 : problem.dtype;
   if (problem.has_zeros) {
     switch (problem.zeros.dtype) {
       case DType::i32:
         types.zero_type = ZeroType::i32;
         break;
       case DType::i8:
-        types.zero_type = ZeroType::i8;
-        break;
       case DType::u8:
-        types.zero_type = ZeroType::u8;
-        break;
-      case DType::i4:
-        types.zero_type = ZeroType::i4;
+        types.zero_type = ZeroType::byte;
         break;
       case DType::f32:
         types.zero_type = ZeroType::f32;
@@ -287,7 +279,7 @@ LinearTypes types_of(const LinearProblem& problem) {
         types.zero_type = ZeroType::f64;
         break;
       default:
-        types.zero_type = ZeroType::u4;
+        types.zero_type = ZeroType::nibble;
         break;
     }
   }
@@ -307,17 +299,15 @@ cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bo
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
   return kernel_spec("grouped/linear_elements.cu", "elements", types, op_config(op));
 }
-cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
-                                     int block_batch) {
-  return kernel_spec(
-      "grouped/linear_fused.cu", "fused", types,
-      op_config(op) + rule_config(rule) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, int block_batch) {
+  return kernel_spec("grouped/linear_fused.cu", "fused", types,
+                     op_config(op) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
-cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule) {
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op) {
   LinearTypes used = types;
   used.bits = 8;
   used.mask = false;
-  return kernel_spec("grouped/linear_params.cu", "params", used, op_config(op) + rule_config(rule));
+  return kernel_spec("grouped/linear_params.cu", "params", used, op_config(op));
 }
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide) {
   return {"grouped/mask_gradients.cu", "mask_gradients",

@@ -11,7 +11,6 @@ namespace halfbyte {
 struct LinearTypes {
   DType dtype = DType::f32;  // of x, y, gradients
   int bits = 8;              // of a code; 4
-  DType scale_dtype = DType::f32;
   ZeroType zero_type = ZeroType::none;
   bool fake = false;                           // fake quantization, forward or backward
   bool mask = false;                           // fake_quantize writes it
@@ -28,9 +27,8 @@ cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, boo
 cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide);
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op);
 // block_batch: 0: lanes share a group; 4 or 8: a block has one, of so many chunks a thread.
-cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule,
-                                     int block_batch);
-cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op, formats::Rule rule);
+cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, int block_batch);
+cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op);
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide);
 
 }  // namespace halfbyte

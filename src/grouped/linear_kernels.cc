@@ -34,22 +34,10 @@ int fused_block_batch(const KernelValues& values) {
   return group == "lanes" ? 0 : group == "block-4" ? 4 : 8;
 }
 
-formats::Rule rule_of(const KernelValues& values, const LinearTypes& types) {
-  const ScaleRule rule = parse_scale_rule(values.at("scale-rule"));
-  HALFBYTE_CHECK((rule == ScaleRule::minmax) == (types.zero_type != ZeroType::none), usage,
-                 "scale-rule must be minmax with a zero point and only then, got {} with zero-point {}",
-                 values.at("scale-rule"), values.at("zero-point"));
-  HALFBYTE_CHECK(!types.book || rule == ScaleRule::absmax, usage,
-                 "scale-rule of format {} must be absmax, got {}", values.at("format"),
-                 values.at("scale-rule"));
-  return static_cast<formats::Rule>(rule);
-}
-
 std::vector<KernelKey> fake_keys(const std::vector<std::string>& zero_points,
                                  std::initializer_list<KernelKey> more) {
   std::vector<KernelKey> keys = {
       cuda::dtype_key("The dtype of x, y and gradients."),
-      {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
       {"zero-point", zero_points, false, "The dtype of zero points: i32, or learned f32 (f64: f64)."},
       {"format", format_words(), false, "A table has no zero points."},
       {"table", {}, true, "The 16 ascending values of lut4, separated by commas."}};
@@ -60,11 +48,7 @@ LinearTypes fake_types_of(const KernelValues& values) {
   LinearTypes types;
   types.fake = true;
   types.dtype = cuda::dtype_of(values);
-  types.scale_dtype = parse_dtype(values.at("scale-dtype"));
   types.zero_type = value_of(kZeroTypes, values.at("zero-point"), "zero point");
-  HALFBYTE_CHECK(types.scale_dtype == DType::f32 || types.scale_dtype == types.dtype, usage,
-                 "scale-dtype must be f32 or the dtype ({}), got {}", to_string(types.dtype),
-                 to_string(types.scale_dtype));
   const bool is_f64 = types.dtype == DType::f64;
   HALFBYTE_CHECK(types.zero_type != (is_f64 ? ZeroType::f32 : ZeroType::f64), usage,
                  "zero-point must be that of f64 data for f64 data and only then, got {} for {}",

@@ -10,8 +10,6 @@ KernelKey wide_key();
 // linear_fused: what shares a group.
 KernelKey fused_group_key();
 int fused_block_batch(const cuda::KernelValues& values);
-// Of "scale-rule" and "zero-point", and of tables "format".
-formats::Rule rule_of(const cuda::KernelValues& values, const LinearTypes& types);
 
 // Fake quantization and its gradients: dtypes, format and table, then `more`.
 std::vector<KernelKey> fake_keys(const std::vector<std::string>& zero_points,

@@ -9,8 +9,10 @@ namespace halfbyte::device {
 __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 index, F min, F max,
                                              bool store) {
   Codec codec = codec_of(common);
-  codec.rule = kRule;
   codec.asymmetric = kZeroType != ZeroType::none;
+  codec.rule = codec.asymmetric                             ? Rule::minmax
+               : !kTable && common.rule == Rule::half_range ? Rule::half_range
+                                                            : Rule::absmax;
   GroupParams<F> params;
   if constexpr (kOp == LinearOp::fake_quantize) {
     codec.kind = kTable ? Kind::table : Kind::integer;
@@ -26,9 +28,9 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
     params = group_params(min, max, codec);
   }
   if (store) {
-    store_scale(common.data.scales, index, params.scale, kScaleType);
+    store_scale(common.data.scales, index, params.scale, codec.scale_type);
     if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
-    if constexpr (kZeroType == ZeroType::i8 || kZeroType == ZeroType::u8)
+    if constexpr (kZeroType == ZeroType::byte)
       static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);
     if (!params.held) atomic_add(&common.counts->num_unheld_scales, 1);
     if (params.coarse) atomic_add(&common.counts->num_coarse_scales, 1);

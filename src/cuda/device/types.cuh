@@ -10,18 +10,22 @@ using namespace formats;
 struct F32 {
   using Memory = float;
   using Compute = float;
+  static constexpr ScaleType kScaleType = ScaleType::f32;  // of scales of this type
 };
 struct F64 {
   using Memory = double;
   using Compute = double;
+  static constexpr ScaleType kScaleType = ScaleType::f64;
 };
 struct F16 {
   using Memory = u16;
   using Compute = float;
+  static constexpr ScaleType kScaleType = ScaleType::f16;
 };
 struct BF16 {
   using Memory = u16;
   using Compute = float;
+  static constexpr ScaleType kScaleType = ScaleType::bf16;
 };
 
 template <bool condition, class A, class B>

@@ -10,6 +10,18 @@ struct Columns {
   i64 begin, end;
 };
 
+// Of `rule`, which is a constant where group_params needs it: there is code of its own for each.
+__device__ __forceinline__ Codec codec_of(const AffineInitArgs& args, Rule rule) {
+  Codec codec;
+  codec.kind = Kind::affine;
+  codec.rule = rule;
+  codec.scale_type = args.scale_type;
+  codec.q_min = 0;
+  codec.q_max = args.levels;
+  return codec;
+}
+__device__ __forceinline__ Codec codec_of(const AffineInitArgs& args) { return codec_of(args, Rule::minmax); }
+
 // The groups of a warp: columns of a row.
 struct Unit {
   const AffineInitArgs& args;
@@ -47,11 +59,13 @@ __device__ __forceinline__ GroupParams<float> find_params(const Unit& unit, cons
   }
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) range = join(range, shuffle_xor(range, mask));
-  return group_params(-range.low, range.high, kCodec);
+  if (unit.args.rule == Rule::mlx_edge)
+    return group_params(-range.low, range.high, codec_of(unit.args, Rule::mlx_edge));
+  return group_params(-range.low, range.high, codec_of(unit.args, Rule::minmax));
 }
 
-__device__ __forceinline__ int code_of(float w, const GroupParams<float>& params) {
-  return affine_encode(formats::is_finite(w) ? w : 0.0f, params, kCodec, kHalfAway);
+__device__ __forceinline__ int code_of(float w, const GroupParams<float>& params, const Codec& codec) {
+  return affine_encode(formats::is_finite(w) ? w : 0.0f, params, codec, kHalfAway);
 }
 
 // The sums of two terms over a step of 32 elements.
@@ -65,6 +79,7 @@ __device__ __forceinline__ u64 integer_sum(u64 value) {
 
 __device__ __forceinline__ GroupParams<float> refit(const Unit& unit, const Columns& columns,
                                                     const GroupParams<float>& start) {
+  const Codec codec = codec_of(unit.args);
   RefitSums sums;
   WarpSums<double> plain;
 #pragma unroll 1
@@ -76,7 +91,7 @@ __device__ __forceinline__ GroupParams<float> refit(const Unit& unit, const Colu
         column < columns.end ? unit.element(column) : bit_cast<float>(Float<float>::kInfinity);
     if (formats::is_finite(value)) {
       w = static_cast<double>(value);
-      q = static_cast<u64>(code_of(value, start));
+      q = static_cast<u64>(code_of(value, start, codec));
       sums.q += q;
       sums.qq += q * q;
       sums.n += 1;
@@ -89,7 +104,7 @@ __device__ __forceinline__ GroupParams<float> refit(const Unit& unit, const Colu
   sums.q = integer_sum(sums.q);
   sums.qq = integer_sum(sums.qq);
   sums.n = integer_sum(sums.n);
-  const GroupParams<float> fitted = refitted(sums, start, kCodec);
+  const GroupParams<float> fitted = refitted(sums, start, codec);
   WarpSums<double> errors;
 #pragma unroll 1
   for (i64 step = columns.begin; step < columns.end; step += 32) {
@@ -97,9 +112,9 @@ __device__ __forceinline__ GroupParams<float> refit(const Unit& unit, const Colu
     const float w = column < columns.end ? unit.element(column) : bit_cast<float>(Float<float>::kInfinity);
     double before = 0, after = 0;
     if (formats::is_finite(w)) {
-      const int code = code_of(w, start);
-      before = squared_error(code, w, start, kCodec);
-      after = squared_error(code, w, fitted, kCodec);
+      const int code = code_of(w, start, codec);
+      before = squared_error(code, w, start, codec);
+      after = squared_error(code, w, fitted, codec);
     }
     errors.add(step_sums(before, after));
   }
@@ -125,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
   }
 
   const i64 n = unit.columns.end - begin, num_chunks = (n + 7) / 8;
+  const Codec codec = codec_of(args);
   u8* const codes = args.codes + row * shape.row_bytes + begin * kBits / 8;
   const i64 num_bytes = packed_bytes(n, kBits);
 #pragma unroll 1
@@ -140,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
       params.code_scale = shuffle(own.code_scale, g);
       params.code_bias = shuffle(own.code_bias, g);
       const float w = column < n ? unit.element(begin + column) : 0.0f;
-      eight |= static_cast<u64>(code_of(w, params)) << (8 * i);
+      eight |= static_cast<u64>(code_of(w, params, codec)) << (8 * i);
     }
     eight = pack8(eight, kBits);
 #pragma unroll 1
@@ -148,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
       codes[chunk * kBits + i] = static_cast<u8>(eight >> (8 * i));
   }
 
-  if constexpr (kRefit) {
+  if (args.refit) {
 #pragma unroll 1
     for (int g = 0; g < num_groups; ++g) {
       GroupParams<float> params;
@@ -164,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
   }
   if (lane < num_groups) {
     const i64 index = unit.index_of_group(lane);
-    store_scale(args.scales, index, own.scale, kCodec.scale_type);
-    store_scale(args.biases, index, own.bias, kCodec.scale_type);
+    store_scale(args.scales, index, own.scale, args.scale_type);
+    store_scale(args.biases, index, own.bias, args.scale_type);
     if (!own.held) atomic_add(&args.counts->num_unheld_scales, 1);
     if (own.coarse) atomic_add(&args.counts->num_coarse_scales, 1);
   }

@@ -25,6 +25,10 @@ struct AffineInitArgs {
   AffineShape shape;
   formats::i64 units_per_row;
   formats::i32 unit;
+  formats::i32 levels;  // the largest code
+  formats::Rule rule;   // minmax or mlx_edge
+  formats::ScaleType scale_type;
+  bool refit;
 };
 inline constexpr int kAffineUnit = 8;  // the most groups of a unit
 // Groups whose codes are whole bytes.

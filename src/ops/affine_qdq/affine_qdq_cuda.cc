@@ -49,6 +49,10 @@ class Selection {
     args.shape = shape;
     args.unit = affine_unit(shape.group_size, problem_.code_bits);
     args.units_per_row = blocks_for(shape.groups_per_row, args.unit);
+    args.levels = problem_.codec.levels();
+    args.rule = problem_.codec.rule;
+    args.scale_type = problem_.codec.scale_type;
+    args.refit = problem_.refit;
     choose("affine_init", affine_init_kernel(problem_), blocks_for(shape.rows * args.units_per_row, kWarps),
            args);
   }
@@ -98,10 +102,8 @@ class Selection {
 }  // namespace
 
 cuda::KernelSpec affine_init_kernel(const AffineProblem& problem) {
-  return kernel_spec(
-      "ops/affine_qdq/affine_init.cu", "affine_init", problem,
-      cuda::codec_config(problem.codec) +
-          fmt::format("constexpr bool kHalfAway = {}, kRefit = {};\n", problem.half_away, problem.refit));
+  return kernel_spec("ops/affine_qdq/affine_init.cu", "affine_init", problem,
+                     fmt::format("constexpr bool kHalfAway = {};\n", problem.half_away));
 }
 cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide) {
   return kernel_spec("ops/affine_qdq/affine_chunks.cu", "affine_chunks", problem,

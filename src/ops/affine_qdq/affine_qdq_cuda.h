@@ -7,7 +7,7 @@
 
 namespace halfbyte {
 
-// Of a problem: its dtype, code_bits, codec, half_away and refit.
+// Of a problem: its dtype, code_bits and half_away.
 cuda::KernelSpec affine_init_kernel(const AffineProblem& problem);
 // dtype, code_bits, adam. wide: 2^31 chunks and more.
 cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide);

@@ -23,20 +23,8 @@ AffineProblem problem_of(const KernelValues& values) {
   problem.dtype = cuda::dtype_of(values);
   problem.code_bits = values.at("code-bits")[0] - '0';
   if (values.contains("adam")) problem.adam = cuda::is_set(values, "adam");
+  if (values.contains("half-away")) problem.half_away = cuda::is_set(values, "half-away");
   return problem;
-}
-
-AffineProblem init_problem_of(const KernelValues& values) {
-  AffineQdqDescriptor descriptor;
-  descriptor.bits = values.at("bits")[0] - '0';
-  descriptor.packed = !cuda::is_set(values, "bytes");
-  descriptor.dtype = cuda::dtype_of(values);
-  descriptor.scale_dtype = parse_dtype(values.at("scale-dtype"));
-  descriptor.scale_rule = parse_scale_rule(values.at("scale-rule"));
-  descriptor.rounding =
-      cuda::is_set(values, "half-away") ? AffineRounding::half_away : AffineRounding::half_even;
-  descriptor.refit = cuda::is_set(values, "refit");
-  return make_affine_problem(descriptor);
 }
 
 }  // namespace
@@ -46,14 +34,9 @@ std::vector<cuda::Kernel> affine_qdq_kernels() {
       {{"affine_qdq",
         "affine_init",
         "Codes, scales and biases.",
-        {dtype_key("The dtype of w."),
-         {"bits", kBitsValues, false, "Of a code."},
-         cuda::flag_key("bytes", "A byte a code: not packed."),
-         {"scale-dtype", {"f32", "f16", "bf16"}, false, "The dtype of scales and biases."},
-         {"scale-rule", {"minmax", "mlx-edge"}, false, "How ranges become scales and biases."},
-         cuda::flag_key("half-away", "Codes are rounded half away from zero."),
-         cuda::flag_key("refit", "Then the least squares over the codes.")}},
-       [](const KernelValues& values) { return affine_init_kernel(init_problem_of(values)); }},
+        {dtype_key("The dtype of w."), code_bits_key(),
+         cuda::flag_key("half-away", "Codes are rounded half away from zero.")}},
+       [](const KernelValues& values) { return affine_init_kernel(problem_of(values)); }},
       {{"affine_qdq",
         "affine_chunks",
         "Gradients of rows of whole groups of 16, 32, ... 1024 elements.",

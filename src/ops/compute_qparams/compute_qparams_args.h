@@ -16,6 +16,9 @@ struct ComputeQParamsArgs {
   formats::i64 n;
   formats::i32 q_min, q_max;
   double eps;
+  formats::Rule rule;
+  formats::ScaleType scale_type;
+  QParamsZero zero_type;
 };
 
 // Of the range of an observer. None (min > max, or not finite): scale 0 and the zero point of 0.

@@ -17,17 +17,10 @@ struct QParamsCuda {
   cuda::CUfunction function = nullptr;
 };
 
-cuda::KernelSpec compute_qparams_kernel(DType dtype, formats::ScaleType scale_type, QParamsZero zero_type,
-                                        formats::Rule rule) {
+cuda::KernelSpec compute_qparams_kernel(DType dtype) {
   return {"ops/compute_qparams/compute_qparams.cu", "compute_qparams",
-          "#include \"ops/compute_qparams/compute_qparams_args.h\"\n" +
-              cuda::config_text(
-                  cuda::element_config(dtype) +
-                  fmt::format(
-                      "constexpr ScaleType kScaleType = ScaleType({});\nconstexpr QParamsZero kZeroType = "
-                      "QParamsZero({});\nconstexpr Rule kRule = Rule({});\nconstexpr int kThreads = {};\n",
-                      static_cast<int>(scale_type), static_cast<int>(zero_type), static_cast<int>(rule),
-                      kThreads))};
+          cuda::config_text(cuda::element_config(dtype) +
+                            fmt::format("constexpr int kThreads = {};\n", kThreads))};
 }
 
 std::shared_ptr<const QParamsCuda> select_qparams_cuda(const QParamsProblem& problem) {
@@ -35,8 +28,7 @@ std::shared_ptr<const QParamsCuda> select_qparams_cuda(const QParamsProblem& pro
   made.problem = problem;
   made.context = &cuda::context(problem.device.index);
   const cuda::Scope scope(*made.context);
-  const cuda::KernelSpec spec =
-      compute_qparams_kernel(problem.dtype, problem.rule.scale_type, problem.zero_type, problem.rule.rule);
+  const cuda::KernelSpec spec = compute_qparams_kernel(problem.dtype);
   made.name = spec.function;
   made.function = cuda::get_kernel(*made.context, spec);
   return std::make_shared<const QParamsCuda>(std::move(made));
@@ -49,9 +41,18 @@ void run_qparams_cuda(const QParamsCuda& selected, const QParamsTensors& tensors
   const cuda::Scope scope(*selected.context);
   const QParamsProblem& p = selected.problem;
   cuda::fill(workspace, 0, sizeof(QuantizeCounts), stream);
-  const ComputeQParamsArgs args{
-      tensors.min,  tensors.max,  tensors.scale, tensors.zero_point, static_cast<QuantizeCounts*>(workspace),
-      p.num_groups, p.rule.q_min, p.rule.q_max,  p.rule.eps};
+  const ComputeQParamsArgs args{.min = tensors.min,
+                                .max = tensors.max,
+                                .scale = tensors.scale,
+                                .zero_point = tensors.zero_point,
+                                .counts = static_cast<QuantizeCounts*>(workspace),
+                                .n = p.num_groups,
+                                .q_min = p.rule.q_min,
+                                .q_max = p.rule.q_max,
+                                .eps = p.rule.eps,
+                                .rule = p.rule.rule,
+                                .scale_type = p.rule.scale_type,
+                                .zero_type = p.zero_type};
   cuda::launch(selected.function, {(p.num_groups + kThreads - 1) / kThreads, kThreads}, stream, args);
 }
 

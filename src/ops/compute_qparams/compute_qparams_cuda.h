@@ -8,8 +8,7 @@
 namespace halfbyte {
 
 // dtype: of min and max.
-cuda::KernelSpec compute_qparams_kernel(DType dtype, formats::ScaleType scale_type, QParamsZero zero_type,
-                                        formats::Rule rule);
+cuda::KernelSpec compute_qparams_kernel(DType dtype);
 
 // The kernel, listed.
 std::vector<cuda::Kernel> compute_qparams_kernels();

@@ -3,8 +3,8 @@
 // A thread decodes kBatch chunks of kChunk elements (16 bytes of y), 32 chunks apart, so that loads and
 // stores of a warp are contiguous; all its codes and scales are on their way before the first is used.
 // kAligned: rows are whole chunks of 8 elements and y is aligned to 16 bytes, so that the codes are one bit
-// stream and stores are wide. kGroupSize > 0: rows are also whole groups, so that groups are one sequence
-// too; 0: any group size.
+// stream and stores are wide. kWholeGroups: rows are also whole groups of a power of two of chunks, so that
+// groups are one sequence too. How scales are stored and the values of a table are arguments.
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/codes.cuh"
 #include "cuda/device/memory.cuh"
@@ -21,22 +21,20 @@ using F = Element::Compute;
 using Memory = Element::Memory;
 
 constexpr int kThreads = kDequantizeThreads;
-constexpr int kBits = kCodec.bits;
-constexpr bool kTable = kCodec.kind == Kind::table;
-constexpr bool kAffine = kCodec.kind == Kind::affine;
+constexpr bool kTable = kKind == Kind::table;
+constexpr bool kAffine = kKind == Kind::affine;
 constexpr int kChunk = dequantize_chunk(kAligned, sizeof(Memory));
 constexpr int kChunkBits = kChunk * kBits;
-constexpr int kChunksPerGroup = kGroupSize > 0 ? kGroupSize / kChunk : 1;
-constexpr int kBatch = dequantize_batch(kAligned, kGroupSize > 0, sizeof(Memory));
+constexpr int kBatch = dequantize_batch(kAligned, kWholeGroups, sizeof(Memory));
 
 struct Group {
   F scale, bias;
   u32 zero;  // the code of 0 of integer formats
 };
-__device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 index) {
-  Group group{load_scale<F>(args.scales, index, kCodec.scale_type), 0, static_cast<u32>(-kCodec.q_min)};
-  if constexpr (kAffine) group.bias = load_scale<F>(args.biases, index, kCodec.scale_type);
-  if constexpr (kCodec.asymmetric) group.zero = args.zeros[index];
+__device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 index, ScaleType type) {
+  Group group{load_scale<F>(args.scales, index, type), 0, 1u << (kBits - 1)};
+  if constexpr (kAffine) group.bias = load_scale<F>(args.biases, index, type);
+  if constexpr (kAsymmetric) group.zero = args.zeros[index];
   return group;
 }
 
@@ -48,8 +46,6 @@ __device__ __forceinline__ u64 load_codes_unaligned(const u8* codes, i64 num_byt
     if (i < num_bytes) bits |= static_cast<u64>(codes[i]) << (8 * i);
   return bits;
 }
-
-__device__ const CodeBook kBook = kCodec.book;
 
 // Element i of a chunk before the parameters of its group: the value of a table, else the code.
 using Raw = Select<kTable, float, u32>;
@@ -83,8 +79,8 @@ struct Place {
 };
 __device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk) {
   Place place{};
-  if constexpr (kAligned && kGroupSize > 0) {
-    place.group = chunk / kChunksPerGroup;
+  if constexpr (kWholeGroups) {
+    place.group = chunk >> args.group_shift;
     place.n = place.in_first = kChunk;
   } else if (kAligned && args.chunks_per_group > 0) {
     place.group = static_cast<u32>(chunk) / static_cast<u32>(args.chunks_per_group);
@@ -107,13 +103,34 @@ __device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk)
   return place;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
+// The groups of a thread's chunks: a branch for all, so that all are on their way before one is converted.
+template <ScaleType kType>
+__device__ __forceinline__ void load_groups(const DequantizeArgs& args, const Place (&places)[kBatch],
+                                            Group (&groups)[kBatch]) {
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) groups[b] = load_group(args, places[b].group, kType);
+}
+__device__ __forceinline__ void load_groups(const DequantizeArgs& args, const Place (&places)[kBatch],
+                                            Group (&groups)[kBatch]) {
+  switch (args.scale_type) {
+    case ScaleType::f32:
+      return load_groups<ScaleType::f32>(args, places, groups);
+    case ScaleType::f16:
+      return load_groups<ScaleType::f16>(args, places, groups);
+    case ScaleType::bf16:
+      return load_groups<ScaleType::bf16>(args, places, groups);
+    case ScaleType::f64:
+      return load_groups<ScaleType::f64>(args, places, groups);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kWholeGroups ? 4 : 2)
     dequantize(const __grid_constant__ DequantizeArgs args) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const i64 warp = block_index() * (kThreads / 32) + threadIdx.x / 32;
   const i64 first = warp * (32 * kBatch) + lane;
   const i64 num_chunks = args.rows * ((args.cols + kChunk - 1) / kChunk);
-  const float lane_value = kTable ? kBook.values[lane % 16] : 0;
+  const float lane_value = kTable ? args.values[lane % 16] : 0;
 
   u64 codes[kBatch];
   Group groups[kBatch];
@@ -130,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
       codes[b] = load_codes_unaligned(args.codes + places[b].row * args.row_bytes + in_row * kBits,
                                       args.row_bytes - in_row * kBits);
     }
-    groups[b] = load_group(args, places[b].group);
   }
+  load_groups(args, places, groups);
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     Raw raw[kChunk];
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) raw[i] = raw_value(codes[b], i, lane_value);
     F values[kChunk];
-    if (kAligned && kGroupSize > 0) {
+    if constexpr (kWholeGroups) {
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) values[i] = decode(raw[i], groups[b]);
     } else {
@@ -147,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kGroupSize > 0 ? 4 : 2)
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) {
         if (i == next && i < places[b].n) {
-          group = load_group(args, ++places[b].group);
+          group = load_group(args, ++places[b].group, args.scale_type);
           next += args.group_size;
         }
         values[i] = decode(raw[i], group);

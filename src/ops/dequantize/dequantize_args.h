@@ -1,7 +1,7 @@
 // What the kernel of `dequantize` is given: shared by host and device, freestanding.
 #pragma once
 
-#include "formats/common.h"
+#include "formats/codec.h"
 
 namespace halfbyte {
 
@@ -15,14 +15,17 @@ struct DequantizeArgs {
   formats::i64 rows, cols, row_bytes, group_size, groups_per_row;
   // Where groups are whole chunks of y and rows whole groups, and there are less than 2^31 chunks; else 0.
   formats::i64 chunks_per_group;
+  formats::i32 group_shift;       // whole groups: 2^group_shift chunks are one
+  formats::ScaleType scale_type;  // of scales and biases
+  float values[16];               // of a table, by code
 };
 
 inline constexpr int kDequantizeThreads = 256;
 // Elements of a chunk: 16 bytes of y; where rows are not aligned 8, so that it begins at a byte.
 HALFBYTE_FN int dequantize_chunk(bool aligned, int element_bytes) { return aligned ? 16 / element_bytes : 8; }
 // Chunks a thread. Parameters of any group size take more registers.
-HALFBYTE_FN int dequantize_batch(bool aligned, bool fixed_group_size, int element_bytes) {
-  return !aligned ? 1 : (fixed_group_size ? 16 : 8) / element_bytes;
+HALFBYTE_FN int dequantize_batch(bool aligned, bool whole_groups, int element_bytes) {
+  return !aligned ? 1 : (whole_groups ? 16 : 8) / element_bytes;
 }
 
 }  // namespace halfbyte

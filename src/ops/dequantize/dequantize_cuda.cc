@@ -1,6 +1,7 @@
 #include "ops/dequantize/dequantize_cuda.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/config.h"
 #include "ops/dequantize/dequantize_args.h"
@@ -23,11 +24,11 @@ bool is_aligned(const DequantizeProblem& problem) {
   return problem.shape.cols % 8 == 0 && problem.y_alignment >= 16 && problem.code_alignment >= 8;
 }
 
-// The group size that the kernel is compiled for; 0: any.
-int64_t fixed_group_size(const DequantizeProblem& problem) {
+// Rows are whole groups of a power of two of elements, at least a chunk.
+bool has_whole_groups(const DequantizeProblem& problem) {
   const int64_t size = problem.shape.group_size;
-  const bool fits = size == 32 || size == 64 || size == 128 || size == 256;
-  return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem) ? size : 0;
+  const bool fits = size >= 32 && std::has_single_bit(static_cast<uint64_t>(size));
+  return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem);
 }
 
 DequantizeCuda select(const DequantizeProblem& problem) {
@@ -51,8 +52,11 @@ DequantizeCuda select(const DequantizeProblem& problem) {
     else if (args.group_size % chunk == 0 && shape.cols % args.group_size == 0)
       args.chunks_per_group = args.group_size / chunk;
   }
-  const int64_t per_block =
-      kDequantizeThreads * dequantize_batch(aligned, fixed_group_size(problem) > 0, size);
+  const bool whole_groups = has_whole_groups(problem);
+  if (whole_groups) args.group_shift = std::countr_zero(static_cast<uint64_t>(args.group_size / chunk));
+  args.scale_type = problem.codec.scale_type;
+  std::ranges::copy(problem.codec.book.values, args.values);
+  const int64_t per_block = kDequantizeThreads * dequantize_batch(aligned, whole_groups, size);
   selected.grid = {(num_chunks + per_block - 1) / per_block, kDequantizeThreads};
   selected.name = "dequantize";
   selected.function = cuda::get_kernel(*selected.context, dequantize_kernel(problem));
@@ -62,13 +66,14 @@ DequantizeCuda select(const DequantizeProblem& problem) {
 }  // namespace
 
 cuda::KernelSpec dequantize_kernel(const DequantizeProblem& problem) {
-  formats::Codec codec = problem.codec;  // without what only matters to quantize
-  codec.rule = {};
-  codec.unrounded_code_scale = false;
-  return {"ops/dequantize/dequantize.cu", "dequantize",
-          cuda::config_text(cuda::element_config(problem.dtype) + cuda::codec_config(codec) +
-                            fmt::format("constexpr int kGroupSize = {};\nconstexpr bool kAligned = {};\n",
-                                        fixed_group_size(problem), is_aligned(problem)))};
+  const formats::Codec& codec = problem.codec;
+  return {
+      "ops/dequantize/dequantize.cu", "dequantize",
+      cuda::config_text(cuda::element_config(problem.dtype) +
+                        fmt::format("constexpr Kind kKind = Kind({});\nconstexpr int kBits = {};\n"
+                                    "constexpr bool kAsymmetric = {}, kAligned = {}, kWholeGroups = {};\n",
+                                    static_cast<int>(codec.kind), static_cast<int>(codec.bits),
+                                    codec.asymmetric, is_aligned(problem), has_whole_groups(problem)))};
 }
 
 std::shared_ptr<const DequantizeCuda> select_dequantize_cuda(const DequantizeProblem& problem) {

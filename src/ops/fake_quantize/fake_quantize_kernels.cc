@@ -15,13 +15,6 @@ std::vector<KernelKey> given_keys(std::initializer_list<KernelKey> more) {
   all.insert(all.end(), more);
   return all;
 }
-KernelKey rule_key() {
-  return {"scale-rule",
-          {"absmax", "half-range", "minmax"},
-          false,
-          "How ranges become scales: minmax with a zero point, and only then; tables: absmax."};
-}
-
 LinearOp operation_of(const KernelValues& values) {
   return values.at("operation") == "backward" ? LinearOp::backward : LinearOp::fake_quantize;
 }
@@ -47,19 +40,16 @@ std::vector<cuda::Kernel> fake_quantize_kernels() {
          return linear_elements_kernel(fake_types_of(values), operation_of(values));
        }},
       {{"fake_quantize", "fake_fused", "Observer, scales, zero points and values in one pass.",
-        fake_keys(
-            {"none", "i32"},
-            {rule_key(), cuda::flag_key("mask", "The mask of the gradient is written."), fused_group_key()})},
+        fake_keys({"none", "i32"},
+                  {cuda::flag_key("mask", "The mask of the gradient is written."), fused_group_key()})},
        [](const KernelValues& values) {
-         const LinearTypes types = fake_types_of(values);
-         return linear_fused_kernel(types, LinearOp::fake_quantize, rule_of(values, types),
+         return linear_fused_kernel(fake_types_of(values), LinearOp::fake_quantize,
                                     fused_block_batch(values));
        }},
       {{"fake_quantize", "fake_params", "Observer, scales and zero points from ranges.",
-        fake_keys({"none", "i32"}, {rule_key()})},
+        fake_keys({"none", "i32"}, {})},
        [](const KernelValues& values) {
-         const LinearTypes types = fake_types_of(values);
-         return linear_params_kernel(types, LinearOp::fake_quantize, rule_of(values, types));
+         return linear_params_kernel(fake_types_of(values), LinearOp::fake_quantize);
        }},
       {{"fake_quantize",
         "mask_gradients",

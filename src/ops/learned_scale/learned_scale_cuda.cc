@@ -54,6 +54,7 @@ class Selection {
     linear.given = true;
     linear.q_min = problem.codec.q_min;
     linear.q_max = problem.codec.q_max;
+    linear.scale_type = problem.codec.scale_type;
     made_.common.factor = problem.gradient_scale;
     made_.common.num_groups = problem.num_scales;
     made_.common.pieces = made_.common.band_groups = 1;
@@ -188,6 +189,7 @@ cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide) {
 cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types) {
   LinearTypes used = types;
   used.book.reset();
+  if (used.zero_type == ZeroType::i32) used.zero_type = ZeroType::none;  // has no sum either
   return linear_kernel("ops/learned_scale/lsq_totals.cu", "lsq_totals", used, "");
 }
 

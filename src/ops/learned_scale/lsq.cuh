@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_gradient(const LsqCommon& common, i64 grou
   if (sum == 0) {
     static_cast<F*>(common.dscale)[group] = lsq_scale_gradient(total, factor);
   } else {
-    F scale = load_scale<F>(common.linear.data.scales, group, kScaleType);
+    F scale = load_scale(common.linear, group);
     if (!(scale >= 0 && scale <= Float<F>::kMax)) scale = 0;
     static_cast<F*>(common.dzero)[group] = lsq_zero_gradient(total, scale, factor);
   }

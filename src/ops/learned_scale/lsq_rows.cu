@@ -99,7 +99,9 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
   load_bins();
   if constexpr (kFast) {
     Chunk x[kLsqBatch], dy[kLsqBatch];
-    Loaded loaded[kLsqBatch];
+    constexpr int kLoaded = kLevels < kLsqWarpLevels ? kLsqBatch : 1;  // groups of a thread
+    i64 groups[kLoaded];
+    Loaded loaded[kLoaded];
 #pragma unroll
     for (int b = 0; b < kLsqBatch; ++b) {
       const Place place = place_of(args, b);
@@ -107,14 +109,13 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
       dy[b] = load_gradients<Chunk>(common, place.chunk);
     }
 #pragma unroll
-    for (int b = 0; b < kLsqBatch; ++b)
-      if (kLevels < kLsqWarpLevels || b == 0) loaded[b] = load_parameters(common, place_of(args, b).group);
+    for (int b = 0; b < kLoaded; ++b) groups[b] = place_of(args, b).group;
+    load_parameters(common, groups, loaded);
 #pragma unroll
     for (int b = 0; b < kLsqBatch; ++b) {
       const Place place = place_of(args, b);
       if (!place.inside) continue;
-      const OneGroup group(common, make_group(common, loaded[kLevels < kLsqWarpLevels ? b : 0],
-                                              [&] { return place.rank == 0; }));
+      const OneGroup group(common, make_group(common, loaded[b % kLoaded], [&] { return place.rank == 0; }));
       if (!is_exact(x[b], group)) {
         slow |= 1u << b;
         continue;

@@ -9,23 +9,19 @@ namespace {
 
 using cuda::KernelValues;
 
-constexpr std::array<Word<ZeroType>, 6> kZeroTypes{{{ZeroType::none, "none"},
+constexpr std::array<Word<ZeroType>, 4> kZeroTypes{{{ZeroType::none, "none"},
                                                     {ZeroType::i32, "i32"},
-                                                    {ZeroType::i8, "i8"},
-                                                    {ZeroType::u8, "u8"},
-                                                    {ZeroType::i4, "i4"},
-                                                    {ZeroType::u4, "u4"}}};
+                                                    {ZeroType::byte, "byte"},
+                                                    {ZeroType::nibble, "nibble"}}};
 constexpr std::array<Word<LinearOp>, 3> kOperations{{{LinearOp::quantize, "quantize"},
                                                      {LinearOp::dequantize, "dequantize"},
                                                      {LinearOp::backward, "backward"}}};
 
 std::vector<KernelKey> keys(std::initializer_list<KernelKey> more,
-                            const std::vector<std::string>& zero_points = {"none", "i32", "i8", "u8", "i4",
-                                                                           "u4"}) {
-  std::vector<KernelKey> keys = {
-      cuda::dtype_key("The dtype of x, y and gradients."),
-      {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "f32, or the dtype."},
-      {"zero-point", zero_points, false, "The dtype of zero points: i32, or that of the codes."}};
+                            const std::vector<std::string>& zero_points = {"none", "i32", "byte", "nibble"}) {
+  std::vector<KernelKey> keys = {cuda::dtype_key("The dtype of x, y and gradients."),
+                                 {"zero-point", zero_points, false,
+                                  "The dtype of zero points: i32, or that of the codes, of 8 or 4 bits."}};
   keys.insert(keys.end(), more);
   return keys;
 }
@@ -33,27 +29,15 @@ KernelKey bits_key() { return {"bits", {"8", "4"}, false, "Of a code; gradients 
 KernelKey operation_key() {
   return {"operation", {"quantize", "dequantize", "backward"}, false, "What is done."};
 }
-KernelKey rule_key() {
-  return {"scale-rule",
-          {"absmax", "half-range", "minmax"},
-          false,
-          "How ranges become scales: minmax with a zero point, and only then."};
-}
-
 LinearOp operation_of(const KernelValues& values) {
   return value_of(kOperations, values.at("operation"), "operation");
 }
 LinearTypes types_of(const KernelValues& values) {
   LinearTypes types;
   types.dtype = cuda::dtype_of(values);
-  types.scale_dtype = parse_dtype(values.at("scale-dtype"));
   types.zero_type = value_of(kZeroTypes, values.at("zero-point"), "zero point");
   if (values.contains("bits")) types.bits = values.at("bits") == "4" ? 4 : 8;
-  HALFBYTE_CHECK(types.scale_dtype == DType::f32 || types.scale_dtype == types.dtype, usage,
-                 "scale-dtype must be f32 or the dtype ({}), got {}", to_string(types.dtype),
-                 to_string(types.scale_dtype));
-  const bool packed = types.zero_type == ZeroType::i4 || types.zero_type == ZeroType::u4;
-  const bool whole = types.zero_type == ZeroType::i8 || types.zero_type == ZeroType::u8;
+  const bool packed = types.zero_type == ZeroType::nibble, whole = types.zero_type == ZeroType::byte;
   const bool gradients = values.contains("operation") && operation_of(values) == LinearOp::backward;
   if (gradients)
     types.bits = 8;
@@ -83,11 +67,9 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
          return linear_elements_kernel(types_of(values), operation_of(values));
        }},
       {{"quantize_linear", "linear_fused", "Scales, zero points and codes in one pass.",
-        keys({bits_key(), rule_key(), fused_group_key()}, {"none", "i32", "i8", "u8"})},
+        keys({bits_key(), fused_group_key()}, {"none", "i32", "byte"})},
        [](const KernelValues& values) {
-         const LinearTypes types = types_of(values);
-         return linear_fused_kernel(types, LinearOp::quantize, rule_of(values, types),
-                                    fused_block_batch(values));
+         return linear_fused_kernel(types_of(values), LinearOp::quantize, fused_block_batch(values));
        }},
       {{"quantize_linear",
         "linear_ranges",
@@ -98,11 +80,8 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
          return ranges_kernel("linear_ranges", cuda::dtype_of(values), false,
                               !cuda::is_set(values, "elements"), cuda::is_set(values, "wide"));
        }},
-      {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({rule_key()})},
-       [](const KernelValues& values) {
-         const LinearTypes types = types_of(values);
-         return linear_params_kernel(types, LinearOp::quantize, rule_of(values, types));
-       }},
+      {{"quantize_linear", "linear_params", "Scales and zero points from ranges.", keys({})},
+       [](const KernelValues& values) { return linear_params_kernel(types_of(values), LinearOp::quantize); }},
   };
 }
 
