@@ -108,6 +108,24 @@ constexpr Codec stored_as(ScaleType type, bool unrounded) {
 template <ScaleType kType, bool kUnrounded>
 constexpr Codec kStoredAs = stored_as(kType, kUnrounded);
 __device__ __forceinline__ GroupParams<F> params_of(const QuantizeArgs& args, const Range<F>& range) {
+  if constexpr (!kFastType && !kTable) {  // no element depends on the rule
+    Codec codec;
+    codec.kind = kCodec.kind;
+    codec.scale_type = args.scale_type;
+    codec.asymmetric = kCodec.asymmetric;
+    codec.unrounded_code_scale = args.unrounded_code_scale;
+    codec.q_min = kCodec.q_min;
+    codec.q_max = kCodec.q_max;
+    if constexpr (kAffine)
+      codec.rule = args.rule == Rule::mlx_edge ? Rule::mlx_edge : Rule::minmax;
+    else if constexpr (kCodec.asymmetric)
+      codec.rule = Rule::minmax;
+    else
+      codec.rule = args.rule == Rule::half_range   ? Rule::half_range
+                   : args.rule == Rule::signed_max ? Rule::signed_max
+                                                   : Rule::absmax;
+    return group_params(-range.low, range.high, codec);
+  }
   const auto stored_as = [&](const Codec& rounded, const Codec& unrounded) {
     return args.unrounded_code_scale ? group_params(-range.low, range.high, unrounded)
                                      : group_params(-range.low, range.high, rounded);

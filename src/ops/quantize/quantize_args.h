@@ -1,7 +1,7 @@
 // What the kernels of `quantize` are given: shared by host and device, freestanding.
 #pragma once
 
-#include "formats/convert.h"
+#include "formats/codec.h"
 #include "formats/counts.h"
 
 namespace halfbyte {
@@ -22,6 +22,7 @@ struct QuantizeArgs {
   formats::i64 span_cols, spans_per_row;
   formats::ScaleType scale_type;  // of scales and biases
   bool unrounded_code_scale;      // as Codec has it
+  formats::Rule rule;             // f64, no table: kernels are the same for all rules
 };
 
 // The shape of the kernels' work. A chunk of elements has codes of whole bytes.

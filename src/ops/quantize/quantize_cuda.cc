@@ -111,6 +111,7 @@ QuantizeCuda select(const QuantizeProblem& problem) {
   args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;
   args.scale_type = problem.codec.scale_type;
   args.unrounded_code_scale = problem.codec.unrounded_code_scale;
+  args.rule = problem.codec.rule;
   if (const int64_t group_size = fixed_group_size(problem); group_size > 0) {
     const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
     args.num_chunks = shape.rows * shape.cols / kChunk;
@@ -167,6 +168,7 @@ cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
   formats::Codec codec = problem.codec;  // how parameters are stored is an argument
   codec.scale_type = {};
   codec.unrounded_code_scale = false;
+  if (problem.dtype == DType::f64 && codec.kind != formats::Kind::table) codec.rule = {};  // as is the rule
   const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
   if (group_size > 0)
     return {"ops/quantize/quantize_groups.cu", "quantize_groups",
