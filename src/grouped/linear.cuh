@@ -125,10 +125,10 @@ constexpr u32 kOnes = kBits == 8 ? 0x01010101u : 0x11111111u;
 
 // Bounds of the quotient: q_min and q_max less the zero point, or of the table.
 __device__ __forceinline__ float least_of(const LinearCommon& common, const Group& group) {
-  return kTable ? kLowest : static_cast<float>(common.q_min - group.zero_point);
+  return kTable ? lowest_of(common.table) : static_cast<float>(common.q_min - group.zero_point);
 }
 __device__ __forceinline__ float most_of(const LinearCommon& common, const Group& group) {
-  return kTable ? kHighest : static_cast<float>(common.q_max - group.zero_point);
+  return kTable ? highest_of(common.table) : static_cast<float>(common.q_max - group.zero_point);
 }
 
 // The groups of a chunk: one for all elements, or one for each.
@@ -222,7 +222,7 @@ __device__ __forceinline__ Memory fake_element(Memory element, const Group& grou
   if (x != x) return element;
   if (group.scale == 0) return Memory{};
   if constexpr (kTable)
-    return store(Element(), any_table_value(x / group.scale) * group.scale);
+    return store(Element(), any_table_value(common.table, x / group.scale) * group.scale);
   else
     return store(Element(), decode_element(encode_number(x, group, common), group));
 }
@@ -232,7 +232,8 @@ __device__ __forceinline__ bool is_within(F x, const Group& group, const LinearC
   if (group.scale == 0) return true;
   if constexpr (kTable) {
     const F value = x / group.scale;
-    return static_cast<F>(kLowest) <= value && value <= static_cast<F>(kHighest);
+    return static_cast<F>(lowest_of(common.table)) <= value &&
+           value <= static_cast<F>(highest_of(common.table));
   }
   const F rounded = round_half_even(x / group.scale);
   return static_cast<F>(common.q_min - group.zero_point) <= rounded &&

@@ -49,6 +49,13 @@ HALFBYTE_FN bool observe_params(const ObserverPointers& state, formats::i64 inde
   return false;
 }
 
+// A table, for kernels that are not compiled for one: values ascending, an edge between each two.
+struct LinearTable {
+  float values[16], edges_f32[15];
+  double edges_f64[15];
+  float max_magnitude, of_code_0;
+};
+
 // The tensors of a run, of which an operation uses some; scales and zero points are written where they are
 // computed.
 struct LinearPointers {
@@ -75,6 +82,7 @@ struct LinearCommon {
   // fake_quantize, computed: see Codec; `history` as formats::observed has it.
   double eps, history;
   ObserverPointers observer;
+  LinearTable table;  // where there is one
 };
 
 inline constexpr int kLinearThreads = 256;

@@ -85,6 +85,7 @@ class Selection {
     common.history = problem_.history;
     common.scale_type = problem_.codec.scale_type;
     common.rule = problem_.codec.rule;
+    common.table = linear_table(problem_.codec.book);
     common.zero_sign = problem_.zeros.dtype == DType::i8 ? 128 : problem_.zeros.dtype == DType::i4 ? 8 : 0;
     switch (problem_.codes.dtype) {
       case DType::i8:
@@ -254,10 +255,11 @@ cuda::KernelSpec linear_kernel(const char* source, const std::string& name, cons
       "constexpr int kBits = {};\nconstexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, "
       "kMask = {}, kTable = {};\n",
       types.bits, static_cast<int>(types.zero_type), types.fake, types.mask, types.book.has_value());
+  const bool has_bins = types.book && types.bins && types.dtype != DType::f64;
   return {source, name,
           "#include \"grouped/linear_args.h\"\n" + fmt::format("#define HALFBYTE_KERNEL {}\n", name) +
               cuda::config_text(cuda::element_config(types.dtype) + config +
-                                cuda::book_config(types.book ? &*types.book : nullptr) + lines)};
+                                cuda::book_config(has_bins ? &*types.book : nullptr) + lines)};
 }
 LinearTypes types_of(const LinearProblem& problem) {
   LinearTypes types;
@@ -290,6 +292,17 @@ LinearTypes types_of(const LinearProblem& problem) {
   if (problem.codec.kind == formats::Kind::table) types.book = problem.codec.book;
   return types;
 }
+LinearTable linear_table(const formats::CodeBook& book) {
+  LinearTable table{};
+  for (int rank = 0; rank < 16; ++rank) table.values[rank] = book.values[book.code_of_rank[rank]];
+  for (int i = 0; i < 15; ++i) {
+    table.edges_f32[i] = book.edges_f32[i];
+    table.edges_f64[i] = book.edges_f64[i];
+  }
+  table.max_magnitude = book.max_magnitude;
+  table.of_code_0 = book.values[0];
+  return table;
+}
 cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide) {
   return kernel_spec("grouped/linear_chunks.cu", "chunks", types, op_config(op) + wide_config(wide));
 }
@@ -297,14 +310,14 @@ cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bo
   return kernel_spec("grouped/linear_columns.cu", "columns", types, op_config(op) + wide_config(wide));
 }
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
-  return kernel_spec("grouped/linear_elements.cu", "elements", types, op_config(op));
+  return kernel_spec("grouped/linear_elements.cu", "elements", types.without_bins(), op_config(op));
 }
 cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, int block_batch) {
   return kernel_spec("grouped/linear_fused.cu", "fused", types,
                      op_config(op) + fmt::format("constexpr int kBlockBatch = {};\n", block_batch));
 }
 cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op) {
-  LinearTypes used = types;
+  LinearTypes used = types.without_bins();
   used.bits = 8;
   used.mask = false;
   return kernel_spec("grouped/linear_params.cu", "params", used, op_config(op));

@@ -15,6 +15,14 @@ struct LinearTypes {
   bool fake = false;                           // fake quantization, forward or backward
   bool mask = false;                           // fake_quantize writes it
   std::optional<formats::CodeBook> book = {};  // of a table, where it is not integers
+  bool bins = true;  // values of tables are found by bins, which kernels are compiled for; not of f64
+
+  // Of a kernel whose table is an argument.
+  LinearTypes without_bins() const {
+    LinearTypes types = *this;
+    types.bins = false;
+    return types;
+  }
 };
 // A kernel whose source includes linear.cuh, with `lines` more of "halfbyte_config.h"; HALFBYTE_KERNEL is its
 // name.
@@ -22,6 +30,8 @@ cuda::KernelSpec linear_kernel(const char* source, const std::string& name, cons
                                const std::string& lines);
 
 LinearTypes types_of(const LinearProblem& problem);
+// As kernels are given it.
+LinearTable linear_table(const formats::CodeBook& book);
 // wide: 2^31 pieces of work and more.
 cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide);
 cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide);

@@ -16,7 +16,14 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
   GroupParams<F> params;
   if constexpr (kOp == LinearOp::fake_quantize) {
     codec.kind = kTable ? Kind::table : Kind::integer;
-    codec.book = kBook;
+    if constexpr (kTableGiven) {  // as much of it as group_params needs: 1 is another code
+      codec.book.values[0] = common.table.of_code_0;
+      codec.book.values[1] = common.table.values[15];
+      codec.book.code_of_rank[15] = 1;
+      codec.book.max_magnitude = common.table.max_magnitude;
+    } else {
+      codec.book = kBook;
+    }
     codec.eps = common.eps;
     if (store && common.observer.min != nullptr) {
       if (!observe_params(common.observer, index, Seen<F>{min, max}, common.history, codec, params))

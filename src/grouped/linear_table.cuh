@@ -4,6 +4,7 @@
 
 #include "cuda/device/chunk.cuh"
 #include "cuda/device/table.cuh"
+#include "grouped/linear_args.h"
 #include "halfbyte_config.h"
 
 namespace halfbyte::device {
@@ -55,8 +56,14 @@ constexpr ValueBins kBins = kTable ? make_value_bins(kBook) : ValueBins{};
 constexpr bool kTableFits = kBins.num_edges <= ValueBins::kMaxEdges;
 __device__ const ValueBins kDeviceBins = kBins;
 
-constexpr float kLowest = kBook.values[kBook.code_of_rank[0]],
-                kHighest = kBook.values[kBook.code_of_rank[15]];
+// The table is an argument where no bins are used: in kernels that are not compiled for one, kBook is empty.
+constexpr bool kTableGiven = kTable && kBook.max_magnitude == 0;
+__device__ __forceinline__ float lowest_of(const LinearTable& table) {
+  return kTableGiven ? table.values[0] : kBook.values[kBook.code_of_rank[0]];
+}
+__device__ __forceinline__ float highest_of(const LinearTable& table) {
+  return kTableGiven ? table.values[15] : kBook.values[kBook.code_of_rank[15]];
+}
 
 struct SharedBins {
   float edges[kTable ? kBins.num_edges : 1][32], values[kTable ? kBins.num_edges + 1 : 1][32];
@@ -94,12 +101,19 @@ __device__ __forceinline__ float table_value(float y) {
 
 // The same of any y, by all edges.
 template <class F>
-__device__ __forceinline__ F any_table_value(F y) {
-  F value = static_cast<F>(kLowest);
+__device__ __forceinline__ F any_table_value(const LinearTable& table, F y) {
+  F value = static_cast<F>(lowest_of(table));
 #pragma unroll
   for (int i = 0; i < 15; ++i) {
-    const F edge = sizeof(F) == 4 ? static_cast<F>(kBook.edges_f32[i]) : static_cast<F>(kBook.edges_f64[i]);
-    if (y > edge) value = static_cast<F>(kBook.values[kBook.code_of_rank[i + 1]]);
+    F edge, above;
+    if constexpr (kTableGiven) {
+      edge = sizeof(F) == 4 ? static_cast<F>(table.edges_f32[i]) : static_cast<F>(table.edges_f64[i]);
+      above = static_cast<F>(table.values[i + 1]);
+    } else {
+      edge = sizeof(F) == 4 ? static_cast<F>(kBook.edges_f32[i]) : static_cast<F>(kBook.edges_f64[i]);
+      above = static_cast<F>(kBook.values[kBook.code_of_rank[i + 1]]);
+    }
+    if (y > edge) value = above;
   }
   return value;
 }

@@ -55,6 +55,7 @@ class Selection {
     linear.q_min = problem.codec.q_min;
     linear.q_max = problem.codec.q_max;
     linear.scale_type = problem.codec.scale_type;
+    linear.table = linear_table(problem.codec.book);
     made_.common.factor = problem.gradient_scale;
     made_.common.num_groups = problem.num_scales;
     made_.common.pieces = made_.common.band_groups = 1;
@@ -184,7 +185,8 @@ cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types, bool wide) {
   return linear_kernel("ops/learned_scale/lsq_columns.cu", "lsq_columns", types, wide_config(wide));
 }
 cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide) {
-  return linear_kernel("ops/learned_scale/lsq_elements.cu", "lsq_elements", types, wide_config(wide));
+  return linear_kernel("ops/learned_scale/lsq_elements.cu", "lsq_elements", types.without_bins(),
+                       wide_config(wide));
 }
 cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types) {
   LinearTypes used = types;

@@ -48,8 +48,9 @@ __device__ __forceinline__ Sums run_element(const LinearCommon& common, const Gr
   const Memory dy = static_cast<const Memory*>(common.data.dy)[index];
   LsqTerms<F> terms;
   if constexpr (kTable)
-    terms = lsq_terms<true>(x, load(Element(), dy), group.scale, static_cast<F>(kLowest),
-                            static_cast<F>(kHighest), [](F quotient) { return any_table_value(quotient); });
+    terms = lsq_terms<true>(x, load(Element(), dy), group.scale, static_cast<F>(lowest_of(common.table)),
+                            static_cast<F>(highest_of(common.table)),
+                            [&](F quotient) { return any_table_value(common.table, quotient); });
   else
     terms =
         lsq_terms<false>(x, load(Element(), dy), group.scale, static_cast<F>(common.q_min - group.zero_point),
