@@ -214,8 +214,8 @@ def test_precompile_a_part_with_any_number_of_jobs(tmp_path, with_stubs):
     for jobs in [1, 2, 5, 100]:
         packs.append(tmp_path / f"{jobs}.hbk")
         document = run_json("precompile", *part, "--jobs", jobs, "-o", packs[-1], env=nvrtc)
-        # nf4, int8 and int8 with zero points; 4 dtypes of scales; 4 group sizes, others, unaligned.
-        assert (document["num_kernels"], document["num_jobs"]) == (72, min(jobs, 72))
+        # nf4, int8 and int8 with zero points; whole groups, others, unaligned.
+        assert (document["num_kernels"], document["num_jobs"]) == (9, min(jobs, 9))
         assert document["num_bytes"] == packs[-1].stat().st_size
         assert packs[-1].read_bytes() == packs[0].read_bytes()
     assert len(os.listdir(tmp_path)) == 4
