@@ -16,6 +16,7 @@ __device__ __forceinline__ Codec codec_of(const AffineInitArgs& args, Rule rule)
   codec.kind = Kind::affine;
   codec.rule = rule;
   codec.scale_type = args.scale_type;
+  codec.unrounded_code_scale = rule == Rule::mlx_edge;  // as MLX decides codes
   codec.q_min = 0;
   codec.q_max = args.levels;
   return codec;
