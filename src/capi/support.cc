@@ -146,12 +146,14 @@ HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE4, Format::affine4);
 HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE5, Format::affine5);
 HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE6, Format::affine6);
 HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE8, Format::affine8);
-// formats.def has a row that halfbyte.h lacks: its enumerator goes there, and here.
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) +1
-static_assert(HALFBYTE_FORMAT_AFFINE8 + 1 == 0
+enum class FormatRow {
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule) name,
 #include "halfbyte/formats.def"
-);
 #undef HALFBYTE_FORMAT
+  end
+};
+// Else formats.def has a row that halfbyte.h lacks: its enumerator goes there, and here.
+static_assert(HALFBYTE_FORMAT_AFFINE8 + 1 == static_cast<int>(FormatRow::end));
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_ABSMAX, ScaleRule::absmax);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_HALF_RANGE, ScaleRule::half_range);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_SIGNED_MAX, ScaleRule::signed_max);

@@ -84,7 +84,9 @@ __device__ __forceinline__ void load_parameters(const LinearCommon& common, cons
   if constexpr (kZeroType == ZeroType::byte) {
     const void* const zeros = common.data.zeros;
     if (common.zero_sign != 0)
-      for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const signed char*>(zeros)[index]; });
+      for_all([&](Loaded& to, i64 index) {
+        to.zero_point = static_cast<const signed char*>(zeros)[index];  // NOLINT(bugprone-signed-char-misuse)
+      });
     else
       for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const u8*>(zeros)[index]; });
   } else {

@@ -62,11 +62,8 @@ struct LinearCuda;
 // `alignment`: of the tensors, in bytes.
 std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment);
 const std::string& kernel_name(const LinearCuda& cuda);  // of the last one, which writes the result
-const std::string& target(const LinearCuda& cuda);
 int64_t workspace_bytes(const LinearCuda& cuda);
 // Enqueues on `stream`.
 void run_linear_cuda(const LinearCuda& cuda, const LinearTensors& tensors, void* stream, void* workspace);
-// Waits for `stream`.
-QuantizeStatus status_linear_cuda(const LinearCuda& cuda, const void* workspace, void* stream);
 
 }  // namespace halfbyte

@@ -4,8 +4,8 @@
 #include <bit>
 #include <variant>
 
-#include "core/counts.h"
 #include "cuda/config.h"
+#include "formats/counts.h"
 #include "grouped/ranges_cuda.h"
 
 namespace halfbyte {
@@ -332,7 +332,6 @@ std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& proble
   return std::make_shared<const LinearCuda>(Selection(problem, alignment).take());
 }
 const std::string& kernel_name(const LinearCuda& cuda) { return cuda.name; }
-const std::string& target(const LinearCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const LinearCuda& cuda) { return cuda.workspace_bytes; }
 
 void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, void* stream,
@@ -376,14 +375,6 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
         cuda::launch(selected.function, selected.grid, stream, args);
       },
       selected.args);
-}
-
-QuantizeStatus status_linear_cuda(const LinearCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
 }
 
 }  // namespace halfbyte

@@ -28,11 +28,8 @@ struct LsqCuda;
 // `alignment`: of x and gradients, in bytes.
 std::shared_ptr<const LsqCuda> select_lsq_cuda(const LsqProblem& problem, int64_t alignment);
 const std::string& kernel_name(const LsqCuda& cuda);  // of the one that reads x
-const std::string& target(const LsqCuda& cuda);
 int64_t workspace_bytes(const LsqCuda& cuda);
 // Enqueues on `stream`.
 void run_lsq_cuda(const LsqCuda& cuda, const LsqTensors& tensors, void* stream, void* workspace);
-// Waits for `stream`.
-QuantizeStatus status_lsq_cuda(const LsqCuda& cuda, const void* workspace, void* stream);
 
 }  // namespace halfbyte

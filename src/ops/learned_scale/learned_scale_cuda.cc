@@ -4,8 +4,8 @@
 #include <bit>
 #include <variant>
 
-#include "core/counts.h"
 #include "cuda/clear.h"
+#include "formats/counts.h"
 
 namespace halfbyte {
 
@@ -199,7 +199,6 @@ std::shared_ptr<const LsqCuda> select_lsq_cuda(const LsqProblem& problem, int64_
   return std::make_shared<const LsqCuda>(Selection(problem, alignment).take());
 }
 const std::string& kernel_name(const LsqCuda& cuda) { return cuda.name; }
-const std::string& target(const LsqCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const LsqCuda& cuda) { return cuda.workspace_bytes; }
 
 void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stream, void* workspace) {
@@ -231,14 +230,6 @@ void run_lsq_cuda(const LsqCuda& selected, const LsqTensors& tensors, void* stre
     args.out = bytes + stage.out;
     selected.clear.launch(selected.totals, stage.grid, stream, args);
   }
-}
-
-QuantizeStatus status_lsq_cuda(const LsqCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
 }
 
 }  // namespace halfbyte

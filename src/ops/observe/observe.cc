@@ -6,6 +6,7 @@
 
 #include "core/checks.h"
 #include "core/plan.h"
+#include "core/plan_device.h"
 #include "core/tensor_check.h"
 #include "halfbyte/device.hpp"
 
@@ -88,7 +89,7 @@ void store(const ObserverState& state, const TensorView& min, const TensorView& 
   copy(min.device, min.data, low.data(), num_bytes, stream);
   copy(min.device, max.data, high.data(), num_bytes, stream);
   copy(min.device, num_batches.data, &state.num_batches, sizeof state.num_batches, stream);
-  wait_observe(min.device, stream);  // what is copied lives till here
+  wait_for(min.device, stream);  // what is copied lives till here
 }
 template <class F>
 void load(ObserverState& state, const TensorView& min, const TensorView& max, const TensorView& num_batches,
@@ -98,7 +99,7 @@ void load(ObserverState& state, const TensorView& min, const TensorView& max, co
   copy(min.device, low.data(), min.data, num_bytes, stream);
   copy(min.device, high.data(), max.data, num_bytes, stream);
   copy(min.device, &state.num_batches, num_batches.data, sizeof state.num_batches, stream);
-  wait_observe(min.device, stream);
+  wait_for(min.device, stream);
   std::ranges::copy(low, state.min.begin());
   std::ranges::copy(high, state.max.begin());
 }

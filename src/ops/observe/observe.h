@@ -58,13 +58,8 @@ struct ObserveCuda;
 // `alignment`: of x, in bytes.
 std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem& problem, int64_t alignment);
 const std::string& kernel_name(const ObserveCuda& cuda);  // of the one that reads x
-const std::string& target(const ObserveCuda& cuda);
 int64_t workspace_bytes(const ObserveCuda& cuda);
 // Enqueues on `stream`.
 void run_observe_cuda(const ObserveCuda& cuda, const ObserveTensors& tensors, void* stream, void* workspace);
-// Waits for `stream`.
-QuantizeStatus status_observe_cuda(const ObserveCuda& cuda, const void* workspace, void* stream);
-// Waits for `stream` of a CUDA device.
-void wait_observe(Device device, void* stream);
 
 }  // namespace halfbyte

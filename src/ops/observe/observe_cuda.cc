@@ -6,9 +6,9 @@
 
 #include <fmt/format.h>
 
-#include "core/counts.h"
 #include "cuda/clear.h"
 #include "cuda/config.h"
+#include "formats/counts.h"
 #include "grouped/ranges_cuda.h"
 #include "ops/observe/range_search_cuda.h"
 
@@ -231,7 +231,6 @@ std::shared_ptr<const ObserveCuda> select_observe_cuda(const ObserveProblem& pro
   return std::make_shared<const ObserveCuda>(Selection(problem, alignment).take());
 }
 const std::string& kernel_name(const ObserveCuda& cuda) { return cuda.name; }
-const std::string& target(const ObserveCuda& cuda) { return cuda.context->target; }
 int64_t workspace_bytes(const ObserveCuda& cuda) { return cuda.workspace_bytes(); }
 
 void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors, void* stream,
@@ -262,20 +261,6 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
   if (selected.update)
     cuda::launch(selected.update, selected.update_grid, stream,
                  ObserveUpdateArgs{state, join, selected.problem.num_scales});
-}
-
-QuantizeStatus status_observe_cuda(const ObserveCuda& selected, const void* workspace, void* stream) {
-  const cuda::Scope scope(*selected.context);
-  QuantizeCounts counts;
-  cuda::copy(&counts, workspace, sizeof(counts), stream);
-  cuda::synchronize(stream);
-  return status_of(counts);
-}
-
-void wait_observe(Device device, void* stream) {
-  if (device.kind != DeviceKind::cuda) return;
-  const cuda::Scope scope(cuda::context(device.index));
-  cuda::synchronize(stream);
 }
 
 }  // namespace halfbyte

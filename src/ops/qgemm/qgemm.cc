@@ -5,6 +5,7 @@
 
 #include "core/format.h"
 #include "core/packed_weight.h"
+#include "core/tensor_check.h"
 #include "core/weight_view.h"
 #include "core/words.h"
 #include "halfbyte/device.hpp"
@@ -42,9 +43,7 @@ void check_descriptor(const QgemmDescriptor& d) {
   HALFBYTE_CHECK(!d.bias || !d.transposed, usage, "{}: bias must be false where transposed is true", kWhat);
   HALFBYTE_CHECK(d.math == QgemmMath::automatic || d.dtype == DType::f32, usage,
                  "{}: math {} needs dtype f32, got {}", kWhat, to_string(d.math), to_string(d.dtype));
-  HALFBYTE_CHECK(d.alignment > 0 && (d.alignment & (d.alignment - 1)) == 0 && d.alignment >= size_of(d.dtype),
-                 usage, "{}: alignment must be a power of two and at least the {} bytes of {}, got {}", kWhat,
-                 size_of(d.dtype), to_string(d.dtype), d.alignment);
+  check_alignment(kWhat, d.alignment, d.dtype);
   HALFBYTE_CHECK(d.tile.m >= 0 && d.tile.n >= 0, usage, "{}: tile must not be negative, got {} x {}", kWhat,
                  d.tile.m, d.tile.n);
   std::string known;

@@ -92,7 +92,4 @@ extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
 extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors
 extern const QgemmVariant kQgemmRef;             // the CPU: any shape and layout
 
-// Waits for `stream` of a CUDA device.
-void wait_qgemm_cuda(Device device, void* stream);
-
 }  // namespace halfbyte

@@ -7,11 +7,6 @@
 
 namespace halfbyte {
 
-void wait_qgemm_cuda(Device device, void* stream) {
-  const cuda::Scope scope(cuda::context(device.index));
-  cuda::synchronize(stream);
-}
-
 std::vector<cuda::Kernel> qgemm_kernels() {
   std::vector<cuda::Kernel> table;
   const auto add = [&](std::vector<cuda::Kernel> rows) {

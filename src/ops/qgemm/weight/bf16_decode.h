@@ -42,13 +42,14 @@ struct alignas(64) Bf16Tile {
 // is a word of vectors j and 2 + j; of 8 bits two neighbours in vectors 2j and 2j + 1, one behind the other.
 constexpr int forward_column(int bits, int j, int pair, int i) {
   constexpr auto kOrder4 = column_order(4), kOrder8 = column_order(8);
-  return bits == 4 ? kOrder4[static_cast<size_t>(16 * (2 * i + j) + pair)]
-                   : kOrder8[static_cast<size_t>(32 * j + 2 * pair + i)];
+  const int of4 = 16 * (2 * i + j) + pair, of8 = 32 * j + 2 * pair + i;
+  return bits == 4 ? kOrder4[static_cast<size_t>(of4)] : kOrder8[static_cast<size_t>(of8)];
 }
 // ... of pair `pair` of tile [j][i] of the transposed product: for 4 bits too, as those of 8 bits lie.
 constexpr int transposed_column(int j, int i, int pair) {
   constexpr auto kOrder8 = column_order(8);
-  return kOrder8[static_cast<size_t>(16 * (2 * j + i) + pair)];
+  const int of8 = 16 * (2 * j + i) + pair;
+  return kOrder8[static_cast<size_t>(of8)];
 }
 
 // Why there is no decoder for the weight of a problem; empty if there is.

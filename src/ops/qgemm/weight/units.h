@@ -39,7 +39,8 @@ constexpr std::array<uint8_t, formats::kUnitCols> column_order(int bits) {
     const auto [byte, shift] = formats::code_place(0, col, bits);
     const int word = byte % formats::kTileBytes / 4, of_word = byte % 4;
     const int vector = bits == 4 ? of_word / 2 * 2 + shift / 4 : byte / formats::kTileBytes * 2 + of_word;
-    columns[static_cast<size_t>(vector * 16 + word)] = static_cast<uint8_t>(col);
+    const int number = vector * 16 + word;
+    columns[static_cast<size_t>(number)] = static_cast<uint8_t>(col);
   }
   return columns;
 }
