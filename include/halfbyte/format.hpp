@@ -20,7 +20,7 @@ enum class Format : uint8_t {
 enum class FormatKind : uint8_t { table, integer, affine };
 
 // How the statistics of a group become its scale (and zero point or bias). With qmin, qmax the
-// bounds of the signed codes and L = 2^bits - 1; src/formats/scale.h is the definition.
+// bounds of the signed codes and L = 2^bits - 1; src/formats/codec.h is the definition.
 enum class ScaleRule : uint8_t {
   absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table)
   half_range,  // absmax / ((qmax - qmin) / 2)

@@ -4,6 +4,7 @@
 #include <bit>
 #include <variant>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "formats/counts.h"
 #include "grouped/ranges_cuda.h"
@@ -33,10 +34,6 @@ namespace {
 
 constexpr int kThreads = kLinearThreads;
 
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
-
 // The kernel of a source linear_<name>.cu; fake quantization has it under a name of its own.
 cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearTypes& types,
                              const std::string& lines) {
@@ -46,8 +43,6 @@ std::string op_config(LinearOp op) {
   return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
 }
 std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
-bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
-
 LinearStrides64 device_strides(const LinearStrides& strides) {
   return {strides.outer, strides.axis, strides.inner};
 }
@@ -128,7 +123,7 @@ class Selection {
     const int64_t group_chunks = (group + chunk - 1) / chunk;
     constexpr int kSmall = 4, kLarge = 8;  // chunks a thread
     if (group_chunks > int64_t{kThreads} * kLarge) return false;
-    const int64_t axis_chunks = axis / chunk, groups_per_row = blocks_for(axis_chunks, group_chunks);
+    const int64_t axis_chunks = axis / chunk, groups_per_row = ceil_div(axis_chunks, group_chunks);
     if (is_wide(rows * axis_chunks)) return false;
     LinearFusedArgs args{};
     args.axis = static_cast<int>(axis_chunks);
@@ -140,10 +135,10 @@ class Selection {
       const int lanes = std::max(kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
-      choose(linear_fused_kernel(types_, p.op, 0), {blocks_for(args.num_groups, per_block), kThreads}, args);
+      choose(linear_fused_kernel(types_, p.op, 0), {ceil_div(args.num_groups, per_block), kThreads}, args);
     } else {
       const int batch = group_chunks <= kThreads * kSmall ? kSmall : kLarge;
-      const auto threads = std::bit_ceil(static_cast<unsigned>(blocks_for(group_chunks, batch)));
+      const auto threads = std::bit_ceil(static_cast<unsigned>(ceil_div(group_chunks, batch)));
       choose(linear_fused_kernel(types_, p.op, batch),
              {args.num_groups, std::max(32, static_cast<int>(threads))}, args);
     }
@@ -160,7 +155,7 @@ class Selection {
     made_.params_args.num_scales = p.num_scales;
     const int64_t params =
         packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
-    made_.params_grid = {blocks_for(params, kThreads), kThreads};
+    made_.params_grid = {ceil_div(params, kThreads), kThreads};
     made_.workspace_bytes += p.num_scales * static_cast<int64_t>(sizeof(RangeKeys));
   }
 
@@ -182,13 +177,13 @@ class Selection {
       if (p.inner != 1 || p.axis % chunk != 0 || (p.group_size % chunk != 0 && p.group_size < p.axis))
         return false;
       args.per_outer = p.axis / chunk;
-      args.per_scale = blocks_for(p.group_size, chunk);
+      args.per_scale = ceil_div(p.group_size, chunk);
       args.scale_outer = scales.outer;
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
     choose(linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
-           {blocks_for(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads}, args);
+           {ceil_div(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads}, args);
     return true;
   }
 
@@ -203,12 +198,11 @@ class Selection {
     args.group = side_by_side->group;
     const int64_t chunk = linear_columns_chunk(element_bytes(), types_.mask);
     if (args.columns % chunk != 0) return false;
-    args.bands_per_axis = blocks_for(args.axis, args.group);
+    args.bands_per_axis = ceil_div(args.axis, args.group);
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
-    args.pieces = blocks_for(args.group, kLinearRows);
+    args.pieces = ceil_div(args.group, kLinearRows);
     const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
-    choose(linear_columns_kernel(types_, p.op, is_wide(items)), {blocks_for(items, kThreads), kThreads},
-           args);
+    choose(linear_columns_kernel(types_, p.op, is_wide(items)), {ceil_div(items, kThreads), kThreads}, args);
     return true;
   }
 
@@ -225,7 +219,7 @@ class Selection {
     args.inner = p.inner;
     args.group = p.group_size;
     args.scale_strides = device_strides(p.scale_strides);
-    choose(linear_elements_kernel(types_, p.op), {blocks_for(args.num_items, kThreads), kThreads}, args);
+    choose(linear_elements_kernel(types_, p.op), {ceil_div(args.num_items, kThreads), kThreads}, args);
   }
 
   void select_mask_gradients() {
@@ -238,7 +232,7 @@ class Selection {
     args.num_items = chunks ? n / chunk : n;
     const int64_t per_block = int64_t{kThreads} * (chunks ? kMaskBatch : 1);
     choose(mask_gradients_kernel(p.dtype, chunks, is_wide(args.num_items)),
-           {blocks_for(args.num_items, per_block), kThreads}, args);
+           {ceil_div(args.num_items, per_block), kThreads}, args);
   }
 
   const LinearProblem& problem_;

@@ -4,14 +4,11 @@
 
 #include <algorithm>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 
 namespace halfbyte {
 namespace {
-
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
 
 // In whole chunks, where the elements of a group that lie together are such. False: they are not.
 bool to_chunks(Groups& groups, const Grouping& grouping, int64_t chunk) {
@@ -48,12 +45,12 @@ RangesCuda select_ranges(const char* name, const Grouping& grouping, DType dtype
   const int64_t units = args.groups.longest();
   // Enough parts to fill a device, not so small that joining them counts.
   const int64_t per_part = args.columns ? 64 : 32 * 16;
-  args.per_split = std::max(per_part, blocks_for(units, 65536));
-  args.splits = std::max<int64_t>(1, blocks_for(units, args.per_split));
+  args.per_split = std::max(per_part, ceil_div(units, 65536));
+  args.splits = std::max<int64_t>(1, ceil_div(units, args.per_split));
   const int64_t threads = args.groups.num_groups * args.splits * (args.columns ? 1 : 32);
   const bool wide = std::max(threads, units) >= int64_t{1} << 31;
   made.spec = ranges_kernel(name, dtype, counts, chunks, wide);
-  made.grid = {grouping.num_elements() == 0 ? 0 : blocks_for(threads, kRangesThreads), kRangesThreads};
+  made.grid = {grouping.num_elements() == 0 ? 0 : ceil_div(threads, kRangesThreads), kRangesThreads};
   return made;
 }
 

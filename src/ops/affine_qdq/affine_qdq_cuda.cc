@@ -3,6 +3,7 @@
 #include <bit>
 #include <variant>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cuda/config.h"
 #include "formats/counts.h"
@@ -21,10 +22,6 @@ struct AffineCuda {
 namespace {
 
 constexpr int kThreads = kAffineThreads, kWarps = kThreads / 32;
-
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
 
 cuda::KernelSpec kernel_spec(const char* source, const char* function, const AffineProblem& problem,
                              const std::string& lines) {
@@ -48,12 +45,12 @@ class Selection {
     AffineInitArgs args{};
     args.shape = shape;
     args.unit = affine_unit(shape.group_size, problem_.code_bits);
-    args.units_per_row = blocks_for(shape.groups_per_row, args.unit);
+    args.units_per_row = ceil_div(shape.groups_per_row, args.unit);
     args.levels = problem_.codec.levels();
     args.rule = problem_.codec.rule;
     args.scale_type = problem_.codec.scale_type;
     args.refit = problem_.refit;
-    choose("affine_init", affine_init_kernel(problem_), blocks_for(shape.rows * args.units_per_row, kWarps),
+    choose("affine_init", affine_init_kernel(problem_), ceil_div(shape.rows * args.units_per_row, kWarps),
            args);
   }
 
@@ -61,7 +58,7 @@ class Selection {
     if (problem_.num_groups() == 0 || select_chunks()) return;
     AffineGroupsArgs args{};
     args.shape = problem_.shape;
-    choose("affine_groups", affine_groups_kernel(problem_), blocks_for(problem_.num_groups(), kWarps), args);
+    choose("affine_groups", affine_groups_kernel(problem_), ceil_div(problem_.num_groups(), kWarps), args);
   }
 
  private:
@@ -91,7 +88,7 @@ class Selection {
     args.team = std::min(chunks, 5);
     args.merge = chunks - args.team;
     choose("affine_chunks", affine_chunks_kernel(problem_, args.num_chunks >= int64_t{1} << 31),
-           blocks_for(args.num_chunks, int64_t{kThreads} * kAffineBatch), args);
+           ceil_div(args.num_chunks, int64_t{kThreads} * kAffineBatch), args);
     return true;
   }
 

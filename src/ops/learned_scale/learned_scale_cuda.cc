@@ -4,6 +4,7 @@
 #include <bit>
 #include <variant>
 
+#include "core/arithmetic.h"
 #include "cuda/clear.h"
 #include "formats/counts.h"
 
@@ -35,11 +36,6 @@ namespace {
 constexpr int kThreads = kLinearThreads, kWarps = kThreads / 32;
 constexpr int64_t kCountsBytes = sizeof(QuantizeCounts);
 static_assert(kCountsBytes % 16 == 0);
-
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
-bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
 std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 
@@ -83,20 +79,20 @@ class Selection {
     if (!whole_ || row % chunk_ != 0 || (group % chunk_ != 0 && group < row)) return false;
     LsqRowsArgs args{};
     args.row = row / chunk_;
-    args.group = blocks_for(group, chunk_);
-    args.groups_per_row = blocks_for(args.row, args.group);
+    args.group = ceil_div(group, chunk_);
+    args.groups_per_row = ceil_div(args.row, args.group);
     args.row_divider = formats::Divider::of(args.groups_per_row);
     const int64_t num_groups = rows * args.groups_per_row;
     int levels = static_cast<int>(std::bit_width(static_cast<uint64_t>(args.group - 1)));
     cuda::Grid grid;
     int64_t padded = num_groups << levels;  // chunks
     if (levels <= kLsqWarpLevels) {
-      grid = {blocks_for(padded, kThreads * kLsqBatch), kThreads};
+      grid = {ceil_div(padded, kThreads * kLsqBatch), kThreads};
     } else {
       const auto warps = std::min<int64_t>(kWarps, int64_t{1} << (levels - kLsqWarpLevels));
       grid.threads_per_block = static_cast<int>(32 * warps);
       const int64_t per_block = grid.threads_per_block * int64_t{kLsqBatch};
-      made_.common.pieces = blocks_for(args.group, per_block);
+      made_.common.pieces = ceil_div(args.group, per_block);
       args.piece_divider = formats::Divider::of(made_.common.pieces);
       grid.num_blocks = num_groups * made_.common.pieces;
       padded = grid.num_blocks * per_block;
@@ -117,11 +113,11 @@ class Selection {
     args.axis = side_by_side->axis;
     args.group = side_by_side->group;
     if (columns % chunk_ != 0) return false;
-    args.bands_per_axis = blocks_for(args.axis, args.group);
+    args.bands_per_axis = ceil_div(args.axis, args.group);
     args.row = columns / chunk_;
     made_.common.band_groups = columns;
-    made_.common.pieces = blocks_for(args.group, kLsqPieceRows);
-    const int64_t blocks = p.num_scales / columns * made_.common.pieces * blocks_for(args.row, 32);
+    made_.common.pieces = ceil_div(args.group, kLsqPieceRows);
+    const int64_t blocks = p.num_scales / columns * made_.common.pieces * ceil_div(args.row, 32);
     choose("lsq_columns", lsq_columns_kernel(types_, is_wide(blocks)), {blocks, kThreads}, args);
     return true;
   }
@@ -130,11 +126,11 @@ class Selection {
     const LsqProblem& p = problem_;
     LsqElementsArgs args{};
     args.groups = p.groups();
-    const int64_t pieces = std::max<int64_t>(1, blocks_for(args.groups.longest(), kLsqPieceElements));
+    const int64_t pieces = std::max<int64_t>(1, ceil_div(args.groups.longest(), kLsqPieceElements));
     made_.common.pieces = pieces;
     const int64_t warps = p.num_scales * pieces;
     const bool wide = is_wide(std::max({warps, pieces * kLsqPieceElements, p.num_elements()}));
-    choose("lsq_elements", lsq_elements_kernel(types_, wide), {blocks_for(warps, kWarps), kThreads}, args);
+    choose("lsq_elements", lsq_elements_kernel(types_, wide), {ceil_div(warps, kWarps), kThreads}, args);
   }
 
   // As many stages as leave one piece of each group.
@@ -142,7 +138,7 @@ class Selection {
     const int64_t size = problem_.dtype == DType::f64 ? 8 : 4, num_sums = problem_.learns_zeros() ? 2 : 1;
     const int64_t groups = made_.common.num_groups;
     const auto bytes_of = [&](int64_t pieces) {
-      return blocks_for(num_sums * groups * pieces * size, 16) * 16;
+      return ceil_div(num_sums * groups * pieces * size, 16) * 16;
     };
     int64_t pieces = made_.common.pieces, at = kCountsBytes;
     while (pieces > 1) {
@@ -151,10 +147,10 @@ class Selection {
       stage.args.common.pieces = pieces;
       stage.args.side = groups >= 32 ? 32 : 1;
       const auto most = static_cast<uint64_t>(kLsqTotalsThreads / stage.args.side);
-      const auto runs = static_cast<uint64_t>(blocks_for(pieces, kLsqRun));
+      const auto runs = static_cast<uint64_t>(ceil_div(pieces, kLsqRun));
       stage.args.runs = static_cast<int>(std::min(most, std::bit_ceil(runs)));
-      stage.args.out_pieces = blocks_for(pieces, int64_t{stage.args.runs} * kLsqRun);
-      stage.grid = {num_sums * blocks_for(groups, stage.args.side) * stage.args.out_pieces,
+      stage.args.out_pieces = ceil_div(pieces, int64_t{stage.args.runs} * kLsqRun);
+      stage.grid = {num_sums * ceil_div(groups, stage.args.side) * stage.args.out_pieces,
                     stage.args.side * stage.args.runs};
       stage.partials = at;
       at += bytes_of(pieces);

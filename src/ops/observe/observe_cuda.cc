@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "core/arithmetic.h"
 #include "cuda/clear.h"
 #include "cuda/config.h"
 #include "formats/counts.h"
@@ -44,11 +45,6 @@ constexpr int kThreads = kObserveThreads;
 constexpr int kBatch = 8;  // loads of a thread that are in flight
 constexpr int kWarps = kThreads / 32;
 constexpr int64_t kMost = 1 << 30;  // of what kernels number by 32 bits
-
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
-bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
 class Selection {
  public:
@@ -98,8 +94,8 @@ class Selection {
     }
     if (axis == 0 || axis % chunk_ != 0 || (group % chunk_ != 0 && group < axis)) return false;
     axis /= chunk_;
-    group = blocks_for(group, chunk_);
-    const int64_t in_all = group * runs, per_row = blocks_for(axis, group);
+    group = ceil_div(group, chunk_);
+    const int64_t in_all = group * runs, per_row = ceil_div(axis, group);
     // A block has a group, unless there are few of them and they are large.
     constexpr int64_t kLarge = 512;
     const bool many = rows * per_row >= kLarge || in_all <= kThreads * kBatch;
@@ -114,26 +110,25 @@ class Selection {
     args.axis = axis;
     args.group = group;
     args.num_groups = num_groups;
-    args.row_divider = formats::Divider::of(blocks_for(axis, group));
+    args.row_divider = formats::Divider::of(ceil_div(axis, group));
     if (group <= 32) {
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(group - 1)));
       const int64_t per_block =
           (kThreads >> args.team) * observe_batch(static_cast<int>(size_of(problem_.dtype)));
-      choose(observe_groups_kernel(problem_.dtype, false), {blocks_for(num_groups, per_block), kThreads},
-             args);
+      choose(observe_groups_kernel(problem_.dtype, false), {ceil_div(num_groups, per_block), kThreads}, args);
     } else {
       // Warps need not wait for each other, where there are enough groups to fill the device with them.
       const auto threads =
-          std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(blocks_for(group, kBatch), kThreads)));
+          std::bit_ceil(static_cast<uint64_t>(std::min<int64_t>(ceil_div(group, kBatch), kThreads)));
       const bool warps = threads <= 32 || num_groups >= wave_ * kWarps;
       args.team = warps ? 32 : static_cast<int>(threads);
       choose(observe_groups_kernel(problem_.dtype, true),
-             warps ? cuda::Grid{blocks_for(num_groups, kWarps), kThreads} : cuda::Grid{num_groups, args.team},
+             warps ? cuda::Grid{ceil_div(num_groups, kWarps), kThreads} : cuda::Grid{num_groups, args.team},
              args);
     }
   }
   bool select_parts(int64_t axis, int64_t group, int64_t rows, int64_t runs, int tail) {
-    const int64_t in_all = group * runs, per_row = blocks_for(axis, group), num_groups = rows * per_row;
+    const int64_t in_all = group * runs, per_row = ceil_div(axis, group), num_groups = rows * per_row;
     ObservePartsArgs args{};
     args.row = axis;
     args.group = args.run = group;
@@ -143,8 +138,8 @@ class Selection {
     args.run_divider = formats::Divider::of(group);
     args.tail = tail;
     const int64_t unit = kThreads * kBatch;
-    args.per_part = blocks_for(std::max(unit, in_all / blocks_for(wave_, num_groups)), unit) * unit;
-    const int64_t parts = blocks_for(in_all, args.per_part);
+    args.per_part = ceil_div(std::max(unit, in_all / ceil_div(wave_, num_groups)), unit) * unit;
+    const int64_t parts = ceil_div(in_all, args.per_part);
     if (num_groups > kMost / parts) return false;
     args.parts = static_cast<formats::u32>(parts);
     if (parts > 1) made_.num_ranges = made_.num_counters = num_groups;
@@ -163,16 +158,16 @@ class Selection {
     args.axis = side_by_side->axis;
     args.group = side_by_side->group;
     if (!whole_ || args.columns % chunk_ != 0) return false;
-    const int64_t bands_per_axis = blocks_for(args.axis, args.group);
+    const int64_t bands_per_axis = ceil_div(args.axis, args.group);
     const int64_t num_bands = p.num_elements() / (args.columns * args.axis) * bands_per_axis;
     args.columns /= chunk_;
     args.width =
         static_cast<int>(std::bit_width(static_cast<uint64_t>(std::min<int64_t>(args.columns, 32) - 1)));
-    const int64_t tiles = blocks_for(args.columns, int64_t{1} << args.width);
+    const int64_t tiles = ceil_div(args.columns, int64_t{1} << args.width);
     const int64_t unit = int64_t{kBatch * kThreads} >> args.width;  // rows of a block
     args.rows =
-        blocks_for(std::max<int64_t>(unit, args.group / blocks_for(wave_, num_bands * tiles)), unit) * unit;
-    const int64_t pieces = blocks_for(args.group, args.rows);
+        ceil_div(std::max<int64_t>(unit, args.group / ceil_div(wave_, num_bands * tiles)), unit) * unit;
+    const int64_t pieces = ceil_div(args.group, args.rows);
     if (tiles > kMost / pieces || num_bands > kMost / (pieces * tiles)) return false;
     args.bands_per_axis = static_cast<formats::u32>(bands_per_axis);
     args.pieces = static_cast<formats::u32>(pieces);
@@ -195,7 +190,7 @@ class Selection {
     made_.num_ranges = problem_.num_scales;
     made_.num_counters = 1;
     made_.update = cuda::get_kernel(*made_.context, observe_update_kernel(problem_.dtype));
-    made_.update_grid = {blocks_for(problem_.num_scales, kThreads), kThreads};
+    made_.update_grid = {ceil_div(problem_.num_scales, kThreads), kThreads};
   }
 
   const ObserveProblem& problem_;

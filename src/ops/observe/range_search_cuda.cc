@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/arithmetic.h"
 #include "ops/observe/observe_cuda.h"
 
 namespace halfbyte {
@@ -12,11 +13,6 @@ namespace {
 
 constexpr int kThreads = kSearchThreads;
 constexpr int64_t kMany = 512;  // groups that fill a device with a block each
-
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
-bool is_wide(int64_t count) { return count >= int64_t{1} << 31; }
 
 std::string team_config(int team_warps) {
   return fmt::format("constexpr int kTeamWarps = {};\n", team_warps);
@@ -45,7 +41,7 @@ class Selection {
     made_.launches.push_back({cuda::get_kernel(context_, spec), {num_blocks, threads}, args});
   }
   void set_scratch(int64_t first_bytes, int64_t second_bytes) {
-    made_.second_at = blocks_for(first_bytes, 16) * 16;
+    made_.second_at = ceil_div(first_bytes, 16) * 16;
     made_.scratch_bytes = made_.second_at + second_bytes;
   }
 
@@ -54,7 +50,7 @@ class Selection {
     const int64_t groups = problem_.num_scales;
     const PercentileGroupsArgs args{common_, problem_.observer.percentile};
     if (longest_ <= 32 * kPercentileLanes)
-      return add(percentile_groups_kernel(dtype, 1), blocks_for(groups, kThreads / 32), kThreads, args);
+      return add(percentile_groups_kernel(dtype, 1), ceil_div(groups, kThreads / 32), kThreads, args);
     if (longest_ <= kThreads * kPercentileBlock)
       return add(percentile_groups_kernel(dtype, kThreads / 32), groups, kThreads, args);
     if (groups >= kMany && !is_wide(longest_))
@@ -63,9 +59,9 @@ class Selection {
     counts.common = common_;
     counts.percentile = problem_.observer.percentile;
     constexpr int64_t kUnit = kThreads * 16;
-    const int64_t per_block = std::max(longest_ / blocks_for(4 * kMany, groups), int64_t{4} * kUnit);
-    counts.per_block = blocks_for(std::min(per_block, int64_t{1} << 30), kUnit) * kUnit;
-    counts.splits = blocks_for(longest_, counts.per_block);
+    const int64_t per_block = std::max(longest_ / ceil_div(4 * kMany, groups), int64_t{4} * kUnit);
+    counts.per_block = ceil_div(std::min(per_block, int64_t{1} << 30), kUnit) * kUnit;
+    counts.splits = ceil_div(longest_, counts.per_block);
     const int passes = static_cast<int>(size_of(dtype));  // a byte each
     for (int pass = 0; pass < passes; ++pass) {
       counts.pass = pass;
@@ -80,18 +76,18 @@ class Selection {
     const DType dtype = problem_.dtype;
     const int64_t groups = problem_.num_scales;
     const int value_bytes = dtype == DType::f64 ? 8 : 4;
-    const int64_t piece = mse_piece(kMseWarps, value_bytes), pieces = blocks_for(longest_, piece);
+    const int64_t piece = mse_piece(kMseWarps, value_bytes), pieces = ceil_div(longest_, piece);
     const MseGroupsArgs args{common_, mse_codes(problem_.observer.qparams)};
     if (longest_ <= mse_piece(1, value_bytes))
-      return add(mse_groups_kernel(dtype, 1), blocks_for(groups, 4), 128, args);
+      return add(mse_groups_kernel(dtype, 1), ceil_div(groups, 4), 128, args);
     if (pieces == 1 || (groups >= kMany && pieces <= kMseMostPieces))
       return add(mse_groups_kernel(dtype, kMseWarps), groups, kThreads, args);
     MseErrorsArgs errors{};
     errors.common = common_;
     errors.codes = args.codes;
-    const auto per_block = static_cast<uint64_t>(blocks_for(pieces, blocks_for(4 * kMany, groups)));
+    const auto per_block = static_cast<uint64_t>(ceil_div(pieces, ceil_div(4 * kMany, groups)));
     errors.pieces = static_cast<int>(std::min<uint64_t>(kMseMostPieces, std::bit_ceil(per_block)));
-    errors.splits = blocks_for(pieces, errors.pieces);
+    errors.splits = ceil_div(pieces, errors.pieces);
     for (int stage = 0; stage <= formats::kMseStages; ++stage) {
       errors.stage = stage;
       add(mse_errors_kernel(dtype, is_wide(longest_)), groups * errors.splits, kThreads, errors);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/arithmetic.h"
 #include "core/counts.h"
 #include "core/plan_device.h"
 #include "cuda/config.h"
@@ -58,10 +59,6 @@ bool needs_ranges(const QuantizeProblem& problem) {
   return problem.one_group || std::min(problem.shape.group_size, problem.shape.cols) > kMaxGroup;
 }
 
-int64_t blocks_for(int64_t work, int64_t work_per_block) {
-  return (work + work_per_block - 1) / work_per_block;
-}
-
 const cuda::Context& context_of(const QuantizeProblem& problem) {
   return cuda::context(problem.device.index);
 }
@@ -74,7 +71,7 @@ void select_ranges(QuantizeCuda& selected, DType dtype, int64_t num_groups, int6
   args.cols = cols;
   args.group_size = group_size;
   args.groups_per_row = groups_per_row;
-  args.spans_per_group = blocks_for(group_size, kRangeSpan);
+  args.spans_per_group = ceil_div(group_size, kRangeSpan);
   selected.ranges = cuda::get_kernel(*selected.context, value_range_kernel(dtype));
   selected.ranges_grid = {num_groups * args.spans_per_group, kRangeThreads};
 }
@@ -116,7 +113,7 @@ QuantizeCuda select(const QuantizeProblem& problem) {
     const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
     args.num_chunks = shape.rows * shape.cols / kChunk;
     selected.name = "quantize_groups";
-    selected.codes_grid = {blocks_for(args.num_chunks, kGroupsThreads * batch), kGroupsThreads};
+    selected.codes_grid = {ceil_div(args.num_chunks, kGroupsThreads * batch), kGroupsThreads};
   } else {
     selected.needs_ranges = needs_ranges(problem);
     if (selected.needs_ranges) {
@@ -133,7 +130,7 @@ QuantizeCuda select(const QuantizeProblem& problem) {
       const int64_t most = std::min<int64_t>(kSpan / (groups * args.group_size), kMaxSpanGroups / groups);
       args.span_cols = std::max<int64_t>(1, most) * groups * args.group_size;
     }
-    args.spans_per_row = blocks_for(shape.cols, args.span_cols);
+    args.spans_per_row = ceil_div(shape.cols, args.span_cols);
     selected.name = "quantize_spans";
     selected.codes_grid = {shape.rows * args.spans_per_row, kSpansThreads};
   }
