@@ -9,6 +9,11 @@
 
 #ifdef HALFBYTE_TSAN
 #include <sanitizer/tsan_interface.h>
+
+// libtbb itself is seen only where it calls the C library: its workers compare and free their affinity
+// masks. The name is the runtime's.
+extern "C" [[gnu::visibility("default")]] const char* __tsan_default_suppressions();  // NOLINT
+const char* __tsan_default_suppressions() { return "called_from_lib:libtbb.so\n"; }   // NOLINT
 #endif
 
 namespace halfbyte {
