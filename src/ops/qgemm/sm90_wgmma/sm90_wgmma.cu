@@ -18,7 +18,7 @@ namespace halfbyte::device {
 // ---- 1. How a tile is divided.
 
 using Args = QgemmSm90WgmmaArgs;
-constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages, kCluster = kTiling.cluster;
+constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages;
 static_assert(kStages > 1);
 constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
 constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
@@ -45,8 +45,8 @@ constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
 // those of the other block follow.
 constexpr int kGroupLines = 4 * kPairs * kSums;
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;
-static_assert(kClusterLines + (kCluster - 1) * kGroupLines <= 256);
-static_assert(kCluster == 1 || kRowGroups <= 2);
+static_assert(kClusterLines + (kTiling.shared ? kGroupLines : 0) <= 256);
+static_assert(!kTiling.shared || kTiling.can_share());
 
 // From the codes of a column 0: where those of a column begin that a lane reads at once.
 __device__ constexpr int code_offset(int col) {
@@ -73,7 +73,6 @@ struct Block {
   // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
   Barrier *received, *taken;
   int thread, lane, warp, warpgroup;
-  u32 rank;                     // in the cluster
   int first_pair, last_pair;    // of strips of the cluster
   int first_stage, last_stage;  // of a tile, of this block
 
@@ -87,14 +86,17 @@ struct Block {
         thread(static_cast<int>(threadIdx.x)),
         lane(thread % 32),
         warp(__shfl_sync(~0u, thread / 32, 0)),
-        warpgroup(warp / 4),
-        rank(kCluster == 1 ? 0 : cluster_rank()) {
-    const int worker = static_cast<int>(blockIdx.x) / kCluster, half = static_cast<int>(rank);
+        warpgroup(warp / 4) {
+    const int worker = static_cast<int>(blockIdx.x) >> args.log2_cluster, half = static_cast<int>(rank());
     first_pair = worker * args.num_pairs + min(worker, args.num_longer);
     last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
-    first_stage = args.num_stages * half / kCluster;
-    last_stage = args.num_stages * (half + 1) / kCluster;
+    first_stage = args.num_stages * half >> args.log2_cluster;
+    last_stage = args.num_stages * (half + 1) >> args.log2_cluster;
   }
+
+  // In the cluster. Read each time: a register for it, or for what follows from it, would be taken from the
+  // loop over stages, which then has up to a sixth more instructions.
+  __device__ __forceinline__ u32 rank() const { return kTiling.shared ? cluster_rank() : 0; }
 
   __device__ __forceinline__ void init_barriers() const {
 #pragma unroll
@@ -175,7 +177,7 @@ struct Lane {
     codes = strip + code_offset(first_col) + packed_slot(a, t) * 16;
     scales = strip + group_offset(first_col) + 2 * a * kScaleBytes;
     seconds = strip + second_offset(first_col) + 2 * a * kSecondBytes;
-    table = pair_table_lane(block.lane, block.rank);
+    table = pair_table_lane(block.lane, block.rank());
     x = {k_major_tile(block.ring + first_col / 64 * kBoxBytes, 1024)};
   }
 };
@@ -392,7 +394,7 @@ class Multiplier {
 
 // Sum i of the lane in the scratch memory that begins at line `first`.
 __device__ __forceinline__ u32 line_of(const Block& block, const Lane& lane, int first, int i) {
-  return scratch_address(first + lane.warp_of_group * (kPairs * kSums) + i, block.lane, block.rank);
+  return scratch_address(first + lane.warp_of_group * (kPairs * kSums) + i, block.lane, block.rank());
 }
 
 // The warpgroups that have the columns of the same rows give theirs to the first of them.
@@ -422,14 +424,14 @@ __device__ __forceinline__ void add_warpgroups(Tile& tile, const Block& block, c
 __device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const Lane& lane, bool& stores,
                                            u32 parity) {
   const u32 finisher = kRowGroups > 1 ? static_cast<u32>(lane.row_group) : 0;
-  if (stores && block.rank != finisher) {
+  if (stores && block.rank() != finisher) {
     if (tile.pair > block.first_pair) wait_cluster(block.taken, parity ^ 1);
     const u32 barrier = address_in(finisher, shared_address(block.received));
     tile.each_sum([&](float& sum, int i) {
       store_async(address_in(finisher, line_of(block, lane, kClusterLines, i)), sum, barrier);
     });
   }
-  stores = stores && block.rank == finisher;
+  stores = stores && block.rank() == finisher;
   if (!stores) return;
   if (lane.warp_of_group == 0 && block.lane == 0) arrive_expecting(block.received, kGroupLines * 128);
   wait_cluster(block.received, parity);
@@ -488,7 +490,8 @@ __launch_bounds__(kThreads, 1)
   let_next_start();
   const bool copies_codes = block.warp == kWarpgroups * 4, copies_x = block.warp == kWarpgroups * 4 + 1;
   start_ring<kMultipliers>(copies_codes, copies_x, &args.x, [&] { block.init_barriers(); });
-  if constexpr (kCluster > 1) cluster_arrive_relaxed();
+  const auto shares = [&] { return kTiling.shared && args.log2_cluster > 0; };
+  if (shares()) cluster_arrive_relaxed();
 
   if (block.warpgroup == kWarpgroups) {
     keep_registers<Registers::kCopy>();
@@ -500,25 +503,23 @@ __launch_bounds__(kThreads, 1)
   }
 
   take_registers<Registers::kMultiply>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
+  if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank());
   if constexpr (kDoubleQuant)
     if (block.thread < 256)
       block.map[block.thread] = reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
   wait_for_earlier();
   wait_for_ring<kMultipliers>();
-  if constexpr (kCluster > 1) cluster_wait();  // the other block has its barriers
+  if (shares()) cluster_wait();  // the other block has its barriers
 
   const Lane lane(block);
   Multiplier multiplier(args, block, lane);
-  u32 tile_parity = 0;
   for (int pair = block.first_pair; pair < block.last_pair; pair += kTilePairs) {
     Tile tile(block, lane, pair);
     multiplier.run(tile);
     if constexpr (kColGroups > 1) add_warpgroups(tile, block, lane);
     bool stores = tile.active && lane.col_group == 0;
-    if constexpr (kCluster > 1) {
-      add_blocks(tile, block, lane, stores, tile_parity);
-      tile_parity ^= 1;
+    if (shares()) {
+      add_blocks(tile, block, lane, stores, static_cast<u32>((pair - block.first_pair) / kTilePairs % 2));
     }
     if (stores) store_tile(args, tile, lane);
   }

@@ -9,11 +9,11 @@ namespace halfbyte {
 
 // A tile is 32 * strips rows of the weight by all tokens; a block reads it in stages of so many columns.
 // Pairs of strips go to different warpgroups, or two to one, and so do the parts of the columns of a stage,
-// whose sums are added up at the end of the tile. The blocks of a cluster share the columns of a tile.
+// whose sums are added up at the end of the tile. Two blocks of a cluster may share the columns of a tile.
 struct QgemmSm90WgmmaTiling {
   int tokens = 8;       // 8, 16, 32, 64: m rounded up
   int strips = 4;       // 8, 4 or 2
-  int cluster = 1;      // 1 or 2; 1 where 4 warpgroups have 8 strips
+  bool shared = false;  // whether there is code for clusters of two blocks
   int block_cols = 64;  // columns and bytes of a block of the packed layout
   int block_bytes = 0;
   int bits = 4;
@@ -22,7 +22,7 @@ struct QgemmSm90WgmmaTiling {
   // Where 128 registers a thread are too few: 255 of half as many threads.
   HALFBYTE_FN int warpgroups() const { return tokens * bits >= 256 ? 2 : 4; }
   HALFBYTE_FN int threads() const { return (warpgroups() + 1) * 128; }
-  HALFBYTE_FN bool valid() const { return cluster == 1 || row_groups() <= 2; }
+  HALFBYTE_FN bool can_share() const { return row_groups() <= 2; }
   HALFBYTE_FN int row_groups() const { return formats::min(strips / 2, warpgroups()); }
   HALFBYTE_FN int col_groups() const { return warpgroups() / row_groups(); }
   HALFBYTE_FN int stage_cols() const { return formats::max(col_groups() * 128, block_cols); }
@@ -53,6 +53,7 @@ struct QgemmSm90WgmmaArgs {
   formats::i32 m, n;
   formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
   formats::i32 num_stages;              // of a row, all blocks of the cluster together
+  formats::i32 log2_cluster;            // blocks of a cluster: 1 of two, 0 of one
   // Pairs of strips of a cluster; of the first `num_longer` clusters one more.
   formats::i32 num_pairs, num_longer;
   bool accumulate;

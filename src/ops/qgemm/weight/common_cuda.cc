@@ -58,10 +58,8 @@ struct SpillingTile {
 // What ptxas spills registers of, as `halfbyte_kernel_tests --gtest_filter='JitCompile*'` finds.
 constexpr SpillingTile kSpillingTiles[] = {
     {"qgemm_sm90_wgmma",
-     [](const QgemmProblem&, const QgemmTileOf& t) {
-       return t.tokens == 32 && t.strips == 2 && t.cluster == 2;
-     },
-     "32 rows of x must not go with 64 of the weight in clusters of 2"},
+     [](const QgemmProblem&, const QgemmTileOf& t) { return t.tokens == 32 && t.strips == 2 && t.shared; },
+     "blocks must not share a tile of 32 rows of x and 64 of the weight"},
     {"qgemm_sm90_transposed",
      [](const QgemmProblem& p, const QgemmTileOf&) {
        return p.codec.bits == 8 && (p.weight.has_zeros || p.weight.has_biases || p.double_quant);

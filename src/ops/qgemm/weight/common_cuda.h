@@ -21,7 +21,8 @@ std::string refuse_rare_weight(const QgemmProblem& problem);
 // A kernel with a tile: what the variant calls them, 0 where it has none.
 struct QgemmTileOf {
   std::string_view kernel;
-  int tokens = 0, strips = 0, cluster = 0;
+  int tokens = 0, strips = 0;
+  bool shared = false;  // by the blocks of a cluster
 };
 // Why there is no such kernel: ptxas would spill registers. Empty if there is one.
 std::string refuse_spilling(const QgemmProblem& problem, const QgemmTileOf& tile);

@@ -71,9 +71,9 @@ TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
 
 TEST(QgemmWeights, SpillingTilesAreRefused) {
   const QgemmProblem problem = problem_of({});
-  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, 1}), "");
-  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, 2}),
-            "32 rows of x must not go with 64 of the weight in clusters of 2");
+  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, false}), "");
+  EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, true}),
+            "blocks must not share a tile of 32 rows of x and 64 of the weight");
   EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_transposed"}), "");
 }
 
