@@ -38,7 +38,8 @@ std::string key_line(const KernelKey& key) {
 void list(std::string& text, Json& document) {
   Json kernels = Json::array();
   for (const KernelInfo& kernel : all_kernels()) {
-    text += fmt::format("{} --kernel {}: {}\n", kernel.op, kernel.name, kernel.description);
+    text += fmt::format("{} --kernel {}: {}{}\n", kernel.op, kernel.name, kernel.description,
+                        kernel.target.empty() ? "" : fmt::format(" For {} only.", kernel.target));
     Json keys = Json::array();
     for (const KernelKey& key : kernel.keys) {
       text += key_line(key);
@@ -52,6 +53,7 @@ void list(std::string& text, Json& document) {
     kernels.push_back({{"op", kernel.op},
                        {"name", kernel.name},
                        {"description", kernel.description},
+                       {"target", kernel.target},
                        {"keys", std::move(keys)}});
   }
   document["kernels"] = std::move(kernels);

@@ -140,7 +140,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(system_info, num_threads);
   EXPECT_NO_TAIL(cuda_info, num_devices);
   EXPECT_NO_TAIL(cuda_device, memory_bytes);
-  EXPECT_NO_TAIL(kernel, num_keys);
+  EXPECT_NO_TAIL(kernel, target);
   EXPECT_NO_TAIL(kernel_key, open);
   EXPECT_NO_TAIL(kernel_pack_options, user_data);
   EXPECT_NO_TAIL(kernel_pack_info, num_bytes);

@@ -152,6 +152,11 @@ TEST_P(JitCompile, for_the_main_target) {
 }
 
 TEST_P(JitCompile, for_the_others) {
+  if (!find_kernel(GetParam()).is_for(kOtherTargets[0])) {
+    expect_error(ErrorCode::usage, "kernel " + GetParam() + ": target must be sm_90a, got sm_75",
+                 [&] { emit_ptx(GetParam(), {}, kOtherTargets[0]); });
+    return;
+  }
   const std::vector<KernelConfiguration> chosen = full_ ? all_ : covering(all_, false);
   const size_t num_targets = std::size(kOtherTargets);
   const size_t count = full_ ? all_.size() * num_targets : std::max(chosen.size(), num_targets);
@@ -182,12 +187,14 @@ TEST_P(JitCompile, assembles_as_ptx) {
     GTEST_SKIP() << "no ptxas";
   }
   const std::vector<KernelConfiguration> chosen = covering(all_, false);
+  const cuda::Kernel& kernel = find_kernel(GetParam());
   const TestDirectory dir;
   const size_t num_targets = std::size(kPtxTargets), count = std::max(chosen.size(), num_targets);
   report(count, all_.size());
   for (size_t i = 0; i < count; ++i) {
     const KernelConfiguration& configuration = chosen[i % chosen.size()];
-    const std::string target = kPtxTargets[i % num_targets];
+    const std::string target =
+        kernel.is_for(kPtxTargets[0]) ? kPtxTargets[i % num_targets] : kernel.info.target;
     SCOPED_TRACE(fmt::format("{} for {}", fmt::join(words_of(configuration), " "), target));
     const std::string ptx = emit_ptx(GetParam(), configuration.config, target);
     EXPECT_NE(ptx.find(fmt::format("\n.target {}\n", target)), std::string::npos);

@@ -1193,6 +1193,7 @@ typedef struct halfbyte_kernel {
   const char* name; /* "quantize_groups": the extern "C" function */
   const char* description;
   int64_t num_keys;
+  const char* target; /* the only one that it is for: "sm_90a"; empty: any */
 } halfbyte_kernel;
 HALFBYTE_API halfbyte_status halfbyte_kernel_count(int64_t* num_kernels);
 HALFBYTE_API halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel);

@@ -29,6 +29,7 @@ struct KernelInfo {
   std::string name;  // "quantize_groups": the extern "C" function
   std::string description;
   std::vector<KernelKey> keys;
+  std::string target = "";  // the only one that it is for: "sm_90a"; empty: any
 };
 
 // Keys and values; what is missing has its default.
@@ -46,8 +47,8 @@ HALFBYTE_API const KernelInfo& choose_kernel(std::string_view op, const KernelCo
 HALFBYTE_API const std::vector<std::string>& kernel_targets();
 
 // One module with one kernel: PTX as text, or the machine code of the target. Thread safe; a process compiles
-// one kernel at a time. Error(usage) for an unknown kernel, key, value or target, naming the known ones;
-// Error(device) without NVRTC.
+// one kernel at a time. Error(usage) for an unknown kernel, key, value or target, naming the known ones, and
+// for a target that the kernel is not for; Error(device) without NVRTC.
 HALFBYTE_API std::string emit_ptx(std::string_view kernel, const KernelConfig& config,
                                   std::string_view target);
 HALFBYTE_API std::vector<std::byte> emit_cubin(std::string_view kernel, const KernelConfig& config,

@@ -54,10 +54,10 @@ halfbyte_status halfbyte_kernel_count(int64_t* num_kernels) {
 halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel) {
   return guard([&] {
     const KernelInfo& of = element(all_kernels(), index, "kernels");
-    write_struct(
-        kernel,
-        {0, of.op.c_str(), of.name.c_str(), of.description.c_str(), static_cast<int64_t>(of.keys.size())},
-        "kernel");
+    write_struct(kernel,
+                 {0, of.op.c_str(), of.name.c_str(), of.description.c_str(),
+                  static_cast<int64_t>(of.keys.size()), of.target.c_str()},
+                 "kernel");
   });
 }
 halfbyte_status halfbyte_kernel_get_key(int64_t kernel_index, int64_t key_index, halfbyte_kernel_key* key) {

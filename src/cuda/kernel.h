@@ -21,6 +21,8 @@ struct Kernel {
   // The op has several kernels of which the configuration chooses the first that takes it: this is one of
   // them.
   bool chosen_by_config = false;
+
+  bool is_for(std::string_view target) const { return info.target.empty() || info.target == target; }
 };
 
 // Keys that ops share, and what their values mean.

@@ -70,10 +70,13 @@ KernelSpec specialise_values(const Kernel& kernel, const KernelValues& values) {
 
 // The code of a kernel for a target that NVRTC must know.
 std::vector<char> emit(std::string_view name, const KernelConfig& config, std::string_view target, bool ptx) {
-  const KernelSpec spec = specialise(find_kernel(name), config);
+  const Kernel& kernel = find_kernel(name);
+  const KernelSpec spec = specialise(kernel, config);
   const std::vector<std::string>& targets = kernel_targets();
   HALFBYTE_CHECK(std::ranges::find(targets, target) != targets.end(), usage,
                  "unknown target '{}': must be one of {}", target, fmt::join(targets, ", "));
+  HALFBYTE_CHECK(kernel.is_for(target), usage, "kernel {}: target must be {}, got {}", name,
+                 kernel.info.target, target);
   return cuda::compile(spec, std::string(target), {.ptx = ptx}).code;
 }
 

@@ -31,8 +31,12 @@ std::set<std::string> values_of(const std::string& name) {
   return values;
 }
 
-// What the options ask for, without targets and shards.
-std::vector<cuda::KernelSpec> kernels_of(const KernelPackOptions& options) {
+struct PackKernel {
+  cuda::KernelSpec spec;
+  std::string target;
+};
+// What the options ask for, of all shards.
+std::vector<PackKernel> kernels_of(const KernelPackOptions& options) {
   std::set<std::string> ops;
   for (const KernelInfo& kernel : all_kernels()) ops.insert(kernel.op);
   check_known("op", options.ops, ops);
@@ -49,21 +53,22 @@ std::vector<cuda::KernelSpec> kernels_of(const KernelPackOptions& options) {
                                                             : nullptr;
     return !only || only->empty() || contains(*only, value);
   };
-  std::vector<cuda::KernelSpec> specs;
+  std::vector<PackKernel> kernels;
   for (const cuda::Kernel& kernel : kernel_table())
     if (options.ops.empty() || contains(options.ops, kernel.info.op))
-      for (KernelConfiguration& configuration : all_configurations(kernel, uses))
-        specs.push_back(std::move(configuration.spec));
-  HALFBYTE_CHECK(!specs.empty(), usage, "kernel pack: no kernel of {} has these formats and dtypes",
-                 fmt::join(options.ops, ", "));
-  return specs;
+      for (const KernelConfiguration& configuration : all_configurations(kernel, uses))
+        for (const std::string& target : options.targets)
+          if (kernel.is_for(target)) kernels.push_back({configuration.spec, target});
+  HALFBYTE_CHECK(!kernels.empty() || options.targets.empty(), usage,
+                 "kernel pack: no kernel of {} has these formats and dtypes", fmt::join(options.ops, ", "));
+  return kernels;
 }
 
 int64_t count_of_shard(const KernelPackOptions& options, size_t num_kernels) {
   HALFBYTE_CHECK(options.num_shards > 0 && options.shard >= 0 && options.shard < options.num_shards, usage,
                  "kernel pack: shard must be one of num_shards, got {} of {}", options.shard,
                  options.num_shards);
-  const auto all = static_cast<int64_t>(num_kernels * options.targets.size());
+  const auto all = static_cast<int64_t>(num_kernels);
   return (all - options.shard + options.num_shards - 1) / options.num_shards;
 }
 
@@ -78,17 +83,15 @@ KernelPackReport write_kernel_pack(const std::string& path, const KernelPackOpti
   HALFBYTE_CHECK(!options.targets.empty(), usage, "kernel pack: at least one target is needed, of {}",
                  fmt::join(known, ", "));
   check_known("target", options.targets, {known.begin(), known.end()});
-  const std::vector<cuda::KernelSpec> specs = kernels_of(options);
-  const int64_t total = count_of_shard(options, specs.size());
+  const std::vector<PackKernel> kernels = kernels_of(options);
+  const int64_t total = count_of_shard(options, kernels.size());
 
   io::OutputFile file(path, 0, options.force);
   cuda::KernelPackWriter writer(
       [&](uint64_t offset, std::string_view bytes) { file.write(offset, std::as_bytes(std::span(bytes))); });
   KernelPackReport report;
   for (int64_t i = 0; i < total; ++i) {
-    const auto index = static_cast<size_t>(options.shard + i * options.num_shards);
-    const cuda::KernelSpec& spec = specs[index % specs.size()];
-    const std::string& target = options.targets[index / specs.size()];
+    const auto& [spec, target] = kernels[static_cast<size_t>(options.shard + i * options.num_shards)];
     std::optional<cuda::PackedKernel> packed = cuda::find_packed(spec, target);
     if (!packed) ++report.num_compiled;
     const std::vector<char> cubin = packed ? std::move(packed->cubin) : cuda::compile(spec, target).code;

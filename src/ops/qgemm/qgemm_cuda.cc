@@ -61,4 +61,9 @@ int number_of(const cuda::KernelValues& values, std::string_view key) {
   return std::stoi(values.find(key)->second);
 }
 
+std::string refuse_other_than_sm90(const QgemmProblem& problem) {
+  const std::string& target = cuda::context(problem.device.index).target;
+  return target == kSm90Target ? "" : fmt::format("it is for {}, the device is {}", kSm90Target, target);
+}
+
 }  // namespace halfbyte

@@ -21,6 +21,11 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& values);
 KernelKey number_key(const char* name, const std::vector<int>& values, const char* description);
 int number_of(const cuda::KernelValues& values, std::string_view key);
 
+// Of variants for capability 9.0: what their kernels are compiled for, and why the device is another; empty
+// if it is not.
+inline constexpr const char* kSm90Target = "sm_90a";
+std::string refuse_other_than_sm90(const QgemmProblem& problem);
+
 // A kernel of a product; `early`: it may start before the kernel before it has ended, where the device can.
 template <class Args>
 void launch_qgemm(bool early, cuda::CUfunction function, cuda::Grid grid, void* stream, const Args& args) {

@@ -38,8 +38,7 @@ int stages_of(const QgemmProblem& problem) {
 }
 
 std::string refuse(const QgemmProblem& p) {
-  if (const int capability = cuda::context(p.device.index).capability; capability != 90)
-    return fmt::format("it is for compute capability 9.0, got {}.{}", capability / 10, capability % 10);
+  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (p.dtype != DType::f32) return fmt::format("dtype must be f32, got {}", to_string(p.dtype));
   if (p.math == QgemmMath::f64) return "math must not be f64";
   if (p.transposed) return "it is forward only";
@@ -142,7 +141,7 @@ std::vector<cuda::Kernel> kernels() {
       std::erase_if(key.values, [](const std::string& word) { return find_format(word).bits != 4; });
   keys.push_back(number_key("rows", {1, 2, 4}, "Of x, rounded up."));
   keys.push_back(cuda::flag_key("long", "Of x: more than registers hold."));
-  return {{{"qgemm", "qgemm_sm90_f32", "Forward, f32, at most 4 rows of x, on sm_90.", std::move(keys)},
+  return {{{"qgemm", "qgemm_sm90_f32", "Forward, f32, at most 4 rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
 

@@ -19,8 +19,7 @@ constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
 std::string refuse(const QgemmProblem& p) {
-  const cuda::Context& context = cuda::context(p.device.index);
-  if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);
+  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m < kFewestTokens) return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
@@ -255,7 +254,7 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(number_key("tokens", {256, 128, 64}, "Rows of x in a tile."));
   keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
   keys.push_back(cuda::flag_key("multicast", "Blocks of a cluster load x for each other."));
-  return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x: sm_90a.", std::move(keys)},
+  return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
 

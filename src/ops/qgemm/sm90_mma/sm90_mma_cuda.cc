@@ -60,10 +60,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
 }
 
 std::string refuse(const QgemmProblem& problem) {
-  const cuda::Context& context = cuda::context(problem.device.index);
-  if (context.capability != 90)
-    return fmt::format("it is for capability 9.0, got {}.{}", context.capability / 10,
-                       context.capability % 10);
+  if (std::string reason = refuse_other_than_sm90(problem); !reason.empty()) return reason;
   return refuse_problem(problem);
 }
 
@@ -143,8 +140,9 @@ std::vector<cuda::Kernel> kernels() {
   for (KernelKey& key : keys)
     if (key.name == "dtype") key.values = {"bf16", "f16"};
   keys.push_back(number_key("units", {4, 8, 1, 2, 3, 5, 6, 7}, "Columns / 1024, rounded up."));
-  return {{{"qgemm", "qgemm_sm90_mma", "Forward, up to 8 rows, sm_90: x in registers.", std::move(keys)},
-           specialise}};
+  return {
+      {{"qgemm", "qgemm_sm90_mma", "Forward, up to 8 rows: x in registers.", std::move(keys), kSm90Target},
+       specialise}};
 }
 
 }  // namespace

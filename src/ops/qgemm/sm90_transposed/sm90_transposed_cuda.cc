@@ -24,8 +24,7 @@ std::string refuse_weight(const QgemmProblem& p) {
 }
 
 std::string refuse(const QgemmProblem& p) {
-  const cuda::Context& context = cuda::context(p.device.index);
-  if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);
+  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (!p.transposed) return "it is for transposed products";
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
@@ -191,8 +190,9 @@ std::vector<cuda::Kernel> kernels() {
   }
   keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
   keys.push_back(number_key("columns", {128, 64}, "Of the weight, in a tile."));
-  return {{{"qgemm", "qgemm_sm90_transposed", "Transposed, at most 64 rows of x: sm_90a.", std::move(keys)},
-           specialise}};
+  return {
+      {{"qgemm", "qgemm_sm90_transposed", "Transposed, at most 64 rows of x.", std::move(keys), kSm90Target},
+       specialise}};
 }
 
 }  // namespace

@@ -18,8 +18,7 @@ constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
 
 std::string refuse(const QgemmProblem& p) {
-  const cuda::Context& context = cuda::context(p.device.index);
-  if (context.target != "sm_90a") return fmt::format("it is for sm_90a, the device is {}", context.target);
+  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (p.transposed) return "it is for forward products";
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
@@ -205,8 +204,8 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
   keys.push_back(number_key("rows", {128, 256, 64}, "Of the weight, in a tile."));
   keys.push_back(number_key("cluster", {2, 1}, "Blocks that share the columns of a tile."));
-  return {
-      {{"qgemm", "qgemm_sm90_wgmma", "Forward, at most 64 rows of x: sm_90a.", std::move(keys)}, specialise}};
+  return {{{"qgemm", "qgemm_sm90_wgmma", "Forward, at most 64 rows of x.", std::move(keys), kSm90Target},
+           specialise}};
 }
 
 }  // namespace
