@@ -6,6 +6,7 @@
 #include "cuda/kernel.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
 
@@ -34,5 +35,49 @@ void launch_qgemm(bool early, cuda::CUfunction function, cuda::Grid grid, void* 
   else
     cuda::launch(function, grid, stream, args);
 }
+
+// A product by one kernel, and by qgemm_sum where it leaves parts of sums. A variant's constructor fills in
+// args_ but for addresses, which place() adds for each run, and ends with load().
+template <class Args>
+class QgemmOneKernel : public QgemmKernel {
+ public:
+  std::string name() const override { return name_; }
+  std::string backend() const override { return "cuda " + context_.target; }
+  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
+  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
+    const cuda::Scope scope(context_);
+    Args args = args_;
+    place(args, tensors, workspace);
+    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
+    sum_.run(tensors, stream, workspace);
+  }
+
+ protected:
+  explicit QgemmOneKernel(const QgemmProblem& problem)
+      : problem_(problem), context_(cuda::context(problem.device.index)) {}
+
+  // `parts`: of the sums of a tile, that the kernel leaves in the workspace.
+  void load(const cuda::KernelSpec& spec, const cuda::Grid& grid, int64_t parts = 1,
+            QgemmSumTypes types = {}) {
+    const cuda::Scope scope(context_);
+    name_ = spec.function;
+    function_ = cuda::get_kernel(context_, spec);
+    cuda::allow_shared_bytes(function_, grid.shared_bytes);
+    grid_ = grid;
+    sum_ = QgemmSum(context_, problem_, parts, types);
+  }
+
+  const QgemmProblem problem_;
+  const cuda::Context& context_;
+  Args args_{};
+
+ private:
+  virtual void place(Args& args, const QgemmTensors& tensors, void* workspace) const = 0;
+
+  std::string name_;
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  QgemmSum sum_;
+};
 
 }  // namespace halfbyte

@@ -60,11 +60,9 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
                                         has_x_in_registers(problem), rows_of(problem)))};
 }
 
-class QgemmSm90F32 : public QgemmKernel {
+class QgemmSm90F32 : public QgemmOneKernel<QgemmSm90F32Args> {
  public:
-  explicit QgemmSm90F32(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
-    const cuda::Scope scope(context_);
+  explicit QgemmSm90F32(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const formats::PackedLayout& weight = problem.weight;
     args_.n = problem.n;
     args_.k = problem.k;
@@ -82,35 +80,22 @@ class QgemmSm90F32 : public QgemmKernel {
                               has_x_in_registers(problem) ? 0 : args_.units * formats::kUnitCols);
     std::ranges::copy(code_values(problem.codec, DType::f32), args_.values);
     args_.accumulate = problem.accumulate;
-    function_ = cuda::get_kernel(context_, kernel_of(problem));
-    cuda::allow_shared_bytes(function_, args_.shared.num_bytes);
     // The same number of strips a block, as nearly as can be.
     const int64_t rounds = ceil_div(weight.strips, context_.num_multiprocessors);
-    grid_ = {ceil_div(weight.strips, rounds), kF32Threads, args_.shared.num_bytes};
+    load(kernel_of(problem), {ceil_div(weight.strips, rounds), kF32Threads, args_.shared.num_bytes});
   }
 
-  std::string name() const override { return "qgemm_sm90_f32"; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false, WeightRounding::none};
   }
 
-  void run(const QgemmTensors& tensors, void* stream, void*) const override {
-    const cuda::Scope scope(context_);
-    QgemmSm90F32Args args = args_;
+ private:
+  void place(QgemmSm90F32Args& args, const QgemmTensors& tensors, void*) const override {
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.x = static_cast<const float*>(tensors.x);
     args.bias = problem_.bias ? static_cast<const float*>(tensors.bias) : nullptr;
     args.y = static_cast<float*>(tensors.y);
-    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
-
- private:
-  QgemmProblem problem_;
-  const cuda::Context& context_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm90F32Args args_{};  // but for addresses
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

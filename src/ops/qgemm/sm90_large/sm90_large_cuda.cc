@@ -149,24 +149,14 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                                                  {"multicast", t.multicast}}))};
 }
 
-class QgemmSm90Large : public QgemmKernel {
+class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
  public:
-  explicit QgemmSm90Large(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
+  explicit QgemmSm90Large(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
-    const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
-    name_ = spec.function;
-    function_ = cuda::get_kernel(context_, spec);
-    cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
-    args_.scales = layout.scales;
-    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
-    args_.absmax = layout.absmax;
-    args_.map = layout.map;
-    args_.offset = layout.offset;
+    describe_sections(args_, layout);
     args_.block_bytes = layout.block_bytes;
     args_.strips = static_cast<int>(layout.strips);
     args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
@@ -184,40 +174,25 @@ class QgemmSm90Large : public QgemmKernel {
     args_.whole = static_cast<int>(division.whole);
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
-    sum_ = QgemmSum(context_, problem, division.parts, {});
-    grid_ = {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster};
+    load(kernel_of(problem, tiling_),
+         {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster}, division.parts);
   }
 
-  std::string name() const override { return name_; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
   }
 
-  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
-
-  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
-    const cuda::Scope scope(context_);
-    QgemmSm90LargeArgs args = args_;
+ private:
+  void place(QgemmSm90LargeArgs& args, const QgemmTensors& tensors, void* workspace) const override {
     args.x =
         cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), problem_.in_cols(), tiling_.box_tokens());
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
     args.partials = workspace_bytes() == 0 ? nullptr : static_cast<float*>(workspace);
-    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
-    sum_.run(tensors, stream, workspace);
   }
 
- private:
-  QgemmProblem problem_;
-  const cuda::Context& context_;
   QgemmSm90LargeTiling tiling_{};
-  std::string name_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm90LargeArgs args_{};  // but for addresses
-  QgemmSum sum_;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

@@ -72,52 +72,37 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
                                         inlined_group(problem), tuning.units, tuning.stages))};
 }
 
-class QgemmSm90MmaKernel final : public QgemmKernel {
+class QgemmSm90Mma : public QgemmOneKernel<QgemmSm90MmaArgs> {
  public:
-  explicit QgemmSm90MmaKernel(const QgemmProblem& problem)
-      : context_(&cuda::context(problem.device.index)), early_start_(problem.early_start) {
-    const cuda::Scope scope(*context_);
-    function_ = cuda::get_kernel(*context_, kernel_of(problem));
-    grid_ = {num_blocks(problem, context_->num_multiprocessors), kSm90MmaThreads,
-             tuning_of(problem).shared_bytes};
-    cuda::allow_shared_bytes(function_, grid_.shared_bytes);
+  explicit QgemmSm90Mma(const QgemmProblem& problem) : QgemmOneKernel(problem) {
+    const int64_t blocks = num_blocks(problem, context_.num_multiprocessors);
     args_.layout = problem.weight;
     args_.m = static_cast<int>(problem.m);
     args_.units = static_cast<int>(units_of(problem));
-    args_.rounds = static_cast<int>(problem.weight.strips / grid_.num_blocks);
-    args_.rest = static_cast<int>(problem.weight.strips % grid_.num_blocks);
+    args_.rounds = static_cast<int>(problem.weight.strips / blocks);
+    args_.rest = static_cast<int>(problem.weight.strips % blocks);
     args_.whole_chunks = problem.k % 8 == 0 && problem.alignment >= 16;
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     args_.early_start = problem.early_start;
+    load(kernel_of(problem), {blocks, kSm90MmaThreads, tuning_of(problem).shared_bytes});
   }
 
-  std::string name() const override { return "qgemm_sm90_mma"; }
-  std::string backend() const override { return "cuda " + context_->target; }
   PrecisionGuarantee guarantee() const override {
     return {.same_on_all_devices = false, .weight_rounding = WeightRounding::code_rounded};
   }
 
-  void run(const QgemmTensors& tensors, void* stream, void*) const override {
-    const cuda::Scope scope(*context_);
-    QgemmSm90MmaArgs args = args_;
+ private:
+  void place(QgemmSm90MmaArgs& args, const QgemmTensors& tensors, void*) const override {
     args.x = tensors.x;
     args.weight = static_cast<const uint8_t*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    launch_qgemm(early_start_, function_, grid_, stream, args);
   }
-
- private:
-  const cuda::Context* context_;
-  bool early_start_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm90MmaArgs args_{};  // but for addresses
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
-  return std::make_shared<const QgemmSm90MmaKernel>(problem);
+  return std::make_shared<const QgemmSm90Mma>(problem);
 }
 
 // ---- The rows of the table of kernels

@@ -103,23 +103,13 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90Transpose
                                                  {"stages", t.stages}}))};
 }
 
-class QgemmSm90Transposed : public QgemmKernel {
+class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
  public:
-  explicit QgemmSm90Transposed(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
+  explicit QgemmSm90Transposed(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
     tiling_ = tiling_of(problem, tokens_of(problem.m), division.units);
-    const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
-    name_ = spec.function;
-    function_ = cuda::get_kernel(context_, spec);
-    cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
     const formats::PackedLayout& layout = problem.weight;
-    args_.scales = layout.scales;
-    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
-    args_.absmax = layout.absmax;
-    args_.map = layout.map;
-    args_.offset = layout.offset;
+    describe_sections(args_, layout);
     args_.absmax_count = static_cast<formats::u32>(ceil_div(layout.n * layout.groups, 256));
     args_.groups = layout.groups;
     args_.k = problem.k;
@@ -134,34 +124,23 @@ class QgemmSm90Transposed : public QgemmKernel {
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
-    grid_ = {int64_t{clusters} * division.cluster, kTransposedThreads, tiling_.shared_bytes(),
-             division.cluster};
+    load(kernel_of(problem, tiling_), {int64_t{clusters} * division.cluster, kTransposedThreads,
+                                       tiling_.shared_bytes(), division.cluster});
   }
 
-  std::string name() const override { return name_; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false, WeightRounding::weight_rounded};
   }
 
-  void run(const QgemmTensors& tensors, void* stream, void*) const override {
-    const cuda::Scope scope(context_);
-    QgemmSm90TransposedArgs args = args_;
+ private:
+  void place(QgemmSm90TransposedArgs& args, const QgemmTensors& tensors, void*) const override {
     args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, tiling_.tokens,
                               tiling_.strips() * formats::kUnitRows);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.y = tensors.y;
-    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
 
- private:
-  QgemmProblem problem_;
-  const cuda::Context& context_;
   QgemmSm90TransposedTiling tiling_{};
-  std::string name_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm90TransposedArgs args_{};  // but for addresses
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

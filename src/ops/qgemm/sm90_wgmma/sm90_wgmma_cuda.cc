@@ -114,24 +114,14 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90WgmmaTili
                                                  {"stages", t.stages}}))};
 }
 
-class QgemmSm90Wgmma : public QgemmKernel {
+class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
  public:
-  explicit QgemmSm90Wgmma(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
+  explicit QgemmSm90Wgmma(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const auto [tiling, cluster] = choose_division(problem, context_.num_multiprocessors);
     tiling_ = tiling;
-    const cuda::Scope scope(context_);
-    const cuda::KernelSpec spec = kernel_of(problem, tiling_);
-    name_ = spec.function;
-    function_ = cuda::get_kernel(context_, spec);
-    cuda::allow_shared_bytes(function_, tiling_.shared_bytes());
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
-    args_.scales = layout.scales;
-    args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
-    args_.absmax = layout.absmax;
-    args_.map = layout.map;
-    args_.offset = layout.offset;
+    describe_sections(args_, layout);
     args_.groups = static_cast<int>(layout.groups);
     args_.last_scale = static_cast<int>(layout.n * layout.groups - 1);
     args_.m = static_cast<int>(problem.m);
@@ -147,35 +137,24 @@ class QgemmSm90Wgmma : public QgemmKernel {
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
-    grid_ = {workers * cluster, tiling_.threads(), tiling_.shared_bytes(), cluster};
+    load(kernel_of(problem, tiling), {workers * cluster, tiling.threads(), tiling.shared_bytes(), cluster});
   }
 
-  std::string name() const override { return name_; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
             problem_.codec.kind == formats::Kind::affine ? WeightRounding::weight_rounded
                                                          : WeightRounding::code_rounded};
   }
 
-  void run(const QgemmTensors& tensors, void* stream, void*) const override {
-    const cuda::Scope scope(context_);
-    QgemmSm90WgmmaArgs args = args_;
+ private:
+  void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void*) const override {
     args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, problem_.k, tiling_.tokens);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    launch_qgemm(problem_.early_start, function_, grid_, stream, args);
   }
 
- private:
-  QgemmProblem problem_;
-  const cuda::Context& context_;
   QgemmSm90WgmmaTiling tiling_;
-  std::string name_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm90WgmmaArgs args_{};  // but for addresses
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

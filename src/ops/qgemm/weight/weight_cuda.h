@@ -18,6 +18,16 @@ std::array<float, 16> code_values(const formats::Codec& codec, DType dtype);
 // Likewise; dtype: bf16 or f16.
 CodeValuesArgs code_values_args(const formats::Codec& codec, DType dtype);
 
+// The sections of a packed weight, where kernels are given just these.
+template <class Args>
+void describe_sections(Args& args, const formats::PackedLayout& weight) {
+  args.scales = weight.scales;
+  args.seconds = weight.has_zeros ? weight.zeros : weight.biases;
+  args.absmax = weight.absmax;
+  args.map = weight.map;
+  args.offset = weight.offset;
+}
+
 // A weight in any layout, but for its addresses; then these.
 WeightArgs weight_args(const QgemmProblem& problem);
 void place_weight(WeightArgs& weight, const QgemmProblem& problem, const QgemmTensors& tensors);
