@@ -40,10 +40,10 @@ constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
 using Registers = DealtRegisters<kMultipliers / 128>;
 using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
-constexpr int kSums = kTokens / 2;                // of a thread, in 64 features
-constexpr int kGroups = kTiling.unit_groups();    // of a unit
-constexpr int kSteps = kLargeStage / 16;          // matrix instructions along a stage
-constexpr int kPair = kTiling.multicast ? 2 : 1;  // blocks that have the same tokens
+constexpr int kSums = kTokens / 2;                 // of a thread, in 64 features
+constexpr int kGroups = kTiling.unit_groups();     // of a unit
+constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
+constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
 
 // What a thread knows of its block: shared memory, and its own place.
 struct Block {
@@ -68,7 +68,7 @@ struct Block {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       init_barrier(full + stage, 2);
-      init_barrier(empty + stage, kPair * kMultipliers / 32);
+      init_barrier(empty + stage, kBoxes * kMultipliers / 32);
     }
   }
 };
@@ -92,14 +92,20 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
   i -= tile.part * of_part;
   const int panel = i / (args.panel * args.feature_tiles), first = panel * args.panel;
   const int width = min(args.panel, args.token_tiles - first), rest = i - first * args.feature_tiles;
-  const int pair = rest / kPair;
-  tile.features = pair / width * kPair + rest % kPair;
+  // Neighbours have the same tokens where they load x for each other.
+  const int multicast = kTiling.multicast ? args.multicast : 0, pair = rest >> multicast;
+  tile.features = (pair / width << multicast) + (rest & multicast);
   tile.tokens = first + pair % width;
   tile.first_stage = tile.part * args.part_stages;
   tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
   const int middle = tile.first_stage + (tile.last_stage - tile.first_stage) / 4 * 2;
   if (tile.shared) (index % 2 == 0 ? tile.last_stage : tile.first_stage) = middle;
   return true;
+}
+
+// Whether the blocks of the cluster go through the tile together.
+__device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& tile) {
+  return kTiling.multicast && args.multicast != 0 && !tile.shared;
 }
 
 // ---- 3. The ring is filled: by one lane each.
@@ -161,10 +167,10 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
     Barrier* const full = block.full + place;
     arrive_expecting(full, kTiling.x_bytes());
 #pragma unroll
-    for (int i = 0; i < kPair; ++i) {
-      u8* const box = block.boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kPair);
+    for (int i = 0; i < kBoxes; ++i) {
+      u8* const box = block.boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kBoxes);
       const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
-      if (!kTiling.multicast || tile.shared)
+      if (!loads_for_both(args, tile))
         load_tile(box, &args.x, token, stage * kLargeStage, full);
       else if (i == static_cast<int>(block.rank))
         load_tile_multicast(box, &args.x, token, stage * kLargeStage, full, 3);
@@ -373,7 +379,8 @@ using Sums = float[kBlocks][kSums];
 class Multiplier {
  public:
   __device__ __forceinline__ Multiplier(const Args& args, const Block& block, RingTile x)
-      : block_(block),
+      : args_(args),
+        block_(block),
         operand_(args, block.shared, block.warpgroup, block.warp % 4, block.lane, block.rank),
         x_(x) {}
 
@@ -388,8 +395,8 @@ class Multiplier {
   __device__ __forceinline__ void multiply(Sums& sums, const Tile& tile, const Tile& next, bool goes_on,
                                            bool leads) {
     if constexpr (kTiling.multicast)
-      released_ =
-          shared_address_of(block_.empty, tile.shared ? block_.rank : static_cast<u32>(block_.lane % kPair));
+      released_ = shared_address_of(
+          block_.empty, loads_for_both(args_, tile) ? static_cast<u32>(block_.lane % kBoxes) : block_.rank);
     int place = 0;
     constexpr int kTurn = 2 / kBlocks;  // stages
     for (int stage = tile.first_stage; stage < tile.last_stage; stage += kTurn) {
@@ -442,17 +449,18 @@ class Multiplier {
   }
 
   // By all warps, when the products of the stage are done. Multicast: a lane arrives at the barrier of each
-  // block, or, where these share a tile and have stages of their own, both at the block's own.
+  // block, or, where these have stages of their own, both at the block's own.
   __device__ __forceinline__ void release(int place) const {
     __syncwarp();
     if constexpr (kTiling.multicast) {
-      if (block_.lane < kPair)
+      if (block_.lane < kBoxes)
         arrive_there(released_ + static_cast<u32>(place) * static_cast<u32>(sizeof(Barrier)));
     } else {
       if (block_.lane == 0) arrive(block_.empty + place);
     }
   }
 
+  const Args& args_;
   const Block& block_;
   Operand operand_;
   RingTile x_;

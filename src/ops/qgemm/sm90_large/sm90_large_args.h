@@ -22,7 +22,7 @@ struct QgemmSm90LargeTiling {
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
   int stages;
-  bool multicast;  // the blocks of a cluster have neighbouring features and load half of x each, for both
+  bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
 
   HALFBYTE_FN int features() const { return blocks * 128; }
   HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
@@ -65,9 +65,12 @@ struct QgemmSm90LargeArgs {
   formats::i32 n, groups;      // of the weight; of a row
   formats::i32 m, features;    // of y
   formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
-  formats::i32 part_stages;                 // of a part but the last, a multiple of 2
-  formats::i32 feature_tiles, token_tiles;  // multicast: feature_tiles, and `whole`, multiples of 2
-  formats::i32 panel;                       // tiles of tokens that are gone through before the next ones
+  formats::i32 part_stages;  // of a part but the last, a multiple of 2
+  formats::i32 feature_tiles, token_tiles;
+  // 1: the blocks of a cluster have neighbouring features and load x for each other; feature_tiles and
+  // `whole` are multiples of 2. 0: each loads its own.
+  formats::i32 multicast;
+  formats::i32 panel;  // tiles of tokens that are gone through before the next ones
   formats::i32 tiles,
       whole;  // whole: tiles of one block each. The blocks of a cluster share one of the others.
   bool accumulate;

@@ -39,7 +39,7 @@ std::string refuse(const QgemmProblem& p) {
 }
 
 // All that a tile needs, with as many stages as fit.
-QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks, bool multicast) {
+QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
   tiling.tokens = tokens;
@@ -47,7 +47,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
   tiling.bits = problem.codec.bits;
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
-  tiling.multicast = multicast;
+  tiling.multicast = tokens == 256;  // x of so many takes as long to load as the weight
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -61,6 +61,7 @@ struct Division {
   int64_t whole = 0;                   // tiles of one block each; two blocks share one of the others
   int64_t blocks = 0;                  // of the grid
   int cluster = 1;
+  bool multicast = false;
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
 };
 
@@ -70,13 +71,10 @@ struct Division {
 // times products of one round of tiles, of few stages and of many.
 struct Candidate {
   int tokens, blocks;
-  bool multicast;  // where it can be
   double forward, transposed;
 };
-constexpr Candidate kCandidates[] = {{256, 1, true, 1090, 1090},
-                                     {128, 2, false, 1260, 1490},
-                                     {128, 1, false, 685, 775},
-                                     {64, 1, false, 490, 585}};
+constexpr Candidate kCandidates[] = {
+    {256, 1, 1090, 1090}, {128, 2, 1260, 1490}, {128, 1, 685, 775}, {64, 1, 490, 585}};
 // That the end of a tile takes, for each token and block; where it is shared.
 constexpr double kEndClocks = 9, kSharedEndClocks = 28;
 
@@ -85,7 +83,7 @@ constexpr double kSumClocks = 4400, kSumBytes = 1700;
 
 constexpr int kFewestStages = 3;  // else there is no such kernel
 
-// Multicast where the tiling asks for it and tiles have a neighbour.
+// Multicast where the tiling allows it and tiles have a neighbour.
 Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64_t parts,
                 int num_multiprocessors) {
   Division d;
@@ -99,8 +97,8 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   const int64_t at_once = num_multiprocessors / 2 * 2, rest = d.tiles() % at_once;
   const bool shares = rest > 0 && rest <= at_once / 2 && last_stages >= 4;
   d.whole = d.tiles() - (shares ? rest : 0);
-  d.tiling.multicast = tiling.multicast && d.feature_tiles % 2 == 0 && d.whole > 0;
-  d.cluster = shares || d.tiling.multicast ? 2 : 1;
+  d.multicast = tiling.multicast && d.feature_tiles % 2 == 0 && d.whole > 0;
+  d.cluster = shares || d.multicast ? 2 : 1;
   const int64_t most = num_multiprocessors / d.cluster * d.cluster;
   if (shares)
     d.blocks = d.whole > 0 ? most : 2 * rest;
@@ -113,9 +111,9 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
-  for (const auto& [tokens, blocks, multicast, forward, transposed] : kCandidates) {
+  for (const auto& [tokens, blocks, forward, transposed] : kCandidates) {
     const double clocks = p.transposed ? transposed : forward;
-    const QgemmSm90LargeTiling tiling = tiling_of(p, tokens, blocks, multicast);
+    const QgemmSm90LargeTiling tiling = tiling_of(p, tokens, blocks);
     if (tiling.stages < kFewestStages) continue;
     for (const int64_t parts : {1, 2, 4, 8}) {
       const Division d = divide(p, tiling, parts, num_multiprocessors);
@@ -171,6 +169,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.panel = static_cast<int>(
         std::clamp<int64_t>(kPanelBytes / (tiling_.tokens * problem.in_cols() * 2), 1, division.token_tiles));
     args_.tiles = static_cast<int>(division.tiles());
+    args_.multicast = division.multicast;
     args_.whole = static_cast<int>(division.whole);
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.accumulate = problem.accumulate;
@@ -207,16 +206,14 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const std::string reason = refuse_rare_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
   const QgemmSm90LargeTiling tiling =
-      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
-                cuda::is_set(values, "multicast"));
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128);
   HALFBYTE_CHECK(
       tiling.stages >= kFewestStages && std::ranges::any_of(kCandidates,
                                                             [&](const Candidate& candidate) {
                                                               return candidate.tokens == tiling.tokens &&
-                                                                     candidate.blocks == tiling.blocks &&
-                                                                     candidate.multicast >= tiling.multicast;
+                                                                     candidate.blocks == tiling.blocks;
                                                             }),
-      usage, "qgemm_sm90_large: tokens {}, features {} and multicast do not go together", tiling.tokens,
+      usage, "qgemm_sm90_large: tokens {} and features {} do not go together", tiling.tokens,
       tiling.features());
   return kernel_of(problem, tiling);
 }
@@ -228,7 +225,6 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
   keys.push_back(number_key("tokens", {256, 128, 64}, "Rows of x in a tile."));
   keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
-  keys.push_back(cuda::flag_key("multicast", "Blocks of a cluster load x for each other."));
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
