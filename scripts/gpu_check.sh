@@ -145,6 +145,11 @@ section_latency() {
 }
 # Lines as they come, so that a time limit loses none; docs/benchmarks.md and docs/qgemm.md say what they are.
 section_bench() {
+  local op
+  for op in $("$HALFBYTE_CLI" bench --list | awk '{ print $1 }'); do  # side by side: to compile, not to measure
+    case $op in all | qgemm | latency | memory | checkpoint) ;; *) "$HALFBYTE_CLI" bench "$op" --quick >/dev/null 2>&1 & ;; esac
+  done
+  wait
   "$HALFBYTE_CLI" bench memory && "$HALFBYTE_CLI" bench all --json "$out/bench.json" --force
 }
 section_qgemm() {
