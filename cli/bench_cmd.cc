@@ -88,7 +88,7 @@ Json row_json(const BenchRow& row, const std::string& device) {
 // What is measured beside operations.
 constexpr const char* kOthers[][2] = {
     {"qgemm", "products with packed weights (docs/qgemm.md)"},
-    {"latency", "CUDA: plans, of which the first compiles or loads its kernel, and the host's part of a run"},
+    {"latency", "CUDA: the host's time for the first plan of a kernel, for later plans, and for a run"},
     {"memory", "bare reads and copies"},
     {"checkpoint", "quantize of a checkpoint of 2 GiB"}};
 
@@ -240,39 +240,45 @@ void add_bench_command(CLI::App& app, Command& command) {
   };
   const auto of_qgemm = [](CLI::Option* option) { option->group("qgemm"); };
   add("OP", arguments->ops, "OP...", "What to measure: " + known_ops());
-  sub.add_flag("--list", arguments->list, "Only print what there is: operations, or the problems of OP");
+  sub.add_flag("--list", arguments->list, "Only print the operations, or with OP its problems");
   add("--device", arguments->device, "DEVICE", "cuda (default), cuda:N or cpu");
-  add("--threads", arguments->num_threads, "INT", "Of the CPU (default 0: all)")
+  add("--threads", arguments->num_threads, "INT", "Number of CPU threads (default 0: all)")
       ->check(CLI::NonNegativeNumber);
   add_list("--format", arguments->formats, "FORMAT,...",
-           "Of weights (default: all; qgemm: nf4,int4; on CUDA also nf4 with --double-quant and affine4)");
-  add_list("--dtype", arguments->dtypes, "DTYPE,...",
-           "Of values (default: all; qgemm: bf16 of bf16, f16, f32; on CUDA bf16,f16)");
+           "Formats of the weights (default: all; qgemm: nf4,int4; on CUDA also nf4 with --double-quant and "
+           "affine4)");
+  add_list(
+      "--dtype", arguments->dtypes, "DTYPE,...",
+      "Dtypes of the values (default: all; qgemm, which takes bf16, f16 and f32: bf16; on CUDA bf16,f16)");
   add("--filter", arguments->filter, "TEXT", "Only problems whose line in --list contains TEXT");
   sub.add_flag("--quick", arguments->quick, "Fewer repetitions");
-  add("--limit-ms", arguments->limit_ms, "MS", "latency: a failure where a first plan takes longer")
+  add("--limit-ms", arguments->limit_ms, "MS", "latency: fail if a first plan takes longer")
       ->check(CLI::PositiveNumber);
-  add("--directory", arguments->directory, "DIR", "checkpoint: where it is made (default /dev/shm)");
-  of_qgemm(add_list("--shape", arguments->shapes, "NxK,...",
-                    "Of weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)"));
+  add("--directory", arguments->directory, "DIR", "checkpoint: where to make it (default /dev/shm)");
+  of_qgemm(
+      add_list("--shape", arguments->shapes, "NxK,...",
+               "Shapes of the weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)"));
   of_qgemm(add_list("--model", arguments->models, "MODEL,...",
-                    "The linear layers of llama-8b, llama-32b or llama-70b instead, or beside --shape"));
+                    "The linear layers of llama-8b, llama-32b or llama-70b, instead of the default shapes"));
   of_qgemm(
       add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512)"));
   of_qgemm(add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
                ->check(CLI::IsMember({"forward", "transposed", "both"})));
-  of_qgemm(add_list("--group-size", arguments->group_sizes, "SIZE,...",
-                    "Columns that share a scale, channel (a row) or tensor (default 64, of int 128)"));
-  of_qgemm(add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f16 (default), bf16 or f32"));
-  of_qgemm(sub.add_flag("--double-quant", arguments->double_quant, "With --format: the scales in 8 bits"));
+  of_qgemm(
+      add_list("--group-size", arguments->group_sizes, "SIZE,...",
+               "How many columns share a scale: a number, channel (a row) or tensor (default 64; int 128)"));
+  of_qgemm(add("--scale-dtype", arguments->scale_dtype, "DTYPE",
+               "Dtype of the scales: f16 (default), bf16 or f32"));
+  of_qgemm(sub.add_flag("--double-quant", arguments->double_quant, "With --format: scales of 8 bits"));
   of_qgemm(sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point"));
   of_qgemm(add("--variant", arguments->variant, "NAME",
-               "This one, as --explain names it, or none (default: the first that takes the case)"));
+               "The variant to measure, as --explain names it (default: the first that takes the case)"));
   of_qgemm(add("--lora", arguments->lora, "RANK",
-               "CUDA: also with a low-rank adapter: two thin products of cuBLAS, to which the product adds")
+               "CUDA: also measure with a low-rank adapter: two thin products by cuBLAS, then the product "
+               "adds to them")
                ->check(CLI::NonNegativeNumber));
   of_qgemm(sub.add_flag("--explain", arguments->explain,
-                        "Only print which variant takes each case, and why others do not"));
+                        "Only print which variant takes each case, and why the others do not"));
   add_report_options(sub, command);
   sub.footer(
       "The JSON report has a line for the run, then one for each row. docs/benchmarks.md says how it is "

@@ -321,13 +321,11 @@ void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::strin
 // What the columns are.
 std::string explain_columns(Device device) {
   if (device.kind == DeviceKind::cpu)
-    return "Microseconds. read: of the packed weight, and nothing else. p/p1: times one row of x; fma, dot, "
-           "amx: the\n"
-           "share of multiply-adds in registers; f: the longer of read and the best of these; fw/p: forward "
-           "/ plain.\n";
-  return "Microseconds. read: of the packed weight, and nothing else. c/p: cuBLAS / plain; f: the longer of "
-         "read and\n"
-         "what cuBLAS takes for so many products at its best.\n";
+    return "Times are microseconds. read: only reading the packed weight. p/p1: plain / plain of one\n"
+           "row of x. fma, dot, amx: share of the rate of multiply-adds in registers. f: the longer of\n"
+           "read and the best of these. fw/p: forward / plain.\n";
+  return "Times are microseconds. read: only reading the packed weight. c/p: cuBLAS / plain.\n"
+         "f: the longer of read and the time of as many multiply-adds at the best rate of cuBLAS.\n";
 }
 
 // Lines are printed as they come: who stops it early has what there is.

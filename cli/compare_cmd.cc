@@ -100,7 +100,7 @@ void add_compare_command(CLI::App& app, Command& command) {
   sub.add_option("A", arguments->a, "The reference: a .safetensors file or a model directory")
       ->required()
       ->option_text("REQUIRED");
-  sub.add_option("B", arguments->b, "What is compared with it")->required()->option_text("REQUIRED");
+  sub.add_option("B", arguments->b, "The checkpoint to compare with A")->required()->option_text("REQUIRED");
   add_compute_options(sub, arguments->compute);
   sub.get_option("--device")->description("auto (default) or cpu: compare runs on the CPU only");
   add_report_options(sub, command);

@@ -41,7 +41,8 @@ void add_dequantize_command(CLI::App& app, Command& command) {
       ->required()
       ->option_text("REQUIRED");
   add_destination_options(sub, arguments->destination);
-  sub.add_option("--dtype", arguments->dtype, "f32, f16 or bf16 (default: what each weight was before)")
+  sub.add_option("--dtype", arguments->dtype,
+                 "f32, f16 or bf16 (default: the dtype that each weight had before)")
       ->option_text("DTYPE");
   add_compute_options(sub, arguments->compute);
   add_report_options(sub, command);

@@ -67,14 +67,15 @@ DeviceChoice select_automatically(const std::string& input) {
 }  // namespace
 
 void add_report_options(CLI::App& app, Command& command) {
-  app.add_option("--json", command.json_path, "Write a JSON report to FILE (-: stdout, instead of the text)")
+  app.add_option("--json", command.json_path,
+                 "Write a JSON report to FILE (-: to stdout, instead of the text)")
       ->option_text("FILE");
-  app.add_flag("--force", command.force, "Replace what exists");
+  app.add_flag("--force", command.force, "Replace output files that exist");
 }
 
 void add_destination_options(CLI::App& app, Destination& destination) {
   app.add_option("-o,--output", destination.path, "The file or directory to write")->option_text("OUT");
-  app.add_flag("--dry-run", destination.dry_run, "Only report what would be done; needs no -o");
+  app.add_flag("--dry-run", destination.dry_run, "Only report what would happen; needs no -o");
 }
 
 void check_destination(const Destination& destination) {

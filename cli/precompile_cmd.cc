@@ -160,10 +160,12 @@ void add_precompile_command(CLI::App& app, Command& command) {
         ->option_text("A[,B]...");
   };
   sub.add_option("-o,--output", arguments->output, "The file to write")->required()->option_text("PACK");
-  add_list("--arch", arguments->targets, "What the kernels are for: sm_90a,sm_120a")->required();
-  add_list("--ops", arguments->ops, "Of these ops only (default: all)");
-  add_list("--formats", arguments->formats, "Of these formats only (default: all but lut4)");
-  add_list("--dtypes", arguments->dtypes, "For dense tensors of these dtypes only (default: all)");
+  add_list("--arch", arguments->targets, "The GPU targets to compile for, such as sm_90a,sm_120a")
+      ->required();
+  add_list("--ops", arguments->ops, "Only the kernels of these ops (default: all)");
+  add_list("--formats", arguments->formats, "Only the kernels of these formats (default: all but lut4)");
+  add_list("--dtypes", arguments->dtypes,
+           "Only the kernels for dense tensors of these dtypes (default: all)");
   sub.add_option("--jobs", arguments->num_jobs, "Number of processes that compile (default 0: one per CPU)")
       ->check(CLI::Range(0, 4096))
       ->option_text("N");

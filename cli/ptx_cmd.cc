@@ -118,11 +118,12 @@ void add_key_options(CLI::App& sub, const std::shared_ptr<Arguments>& arguments)
 
 void add_ptx_command(CLI::App& app, Command& command) {
   const auto arguments = std::make_shared<Arguments>();
-  CLI::App& sub =
-      *app.add_subcommand("ptx", "Print the code of a CUDA kernel as PTX; without OP: list the kernels");
+  CLI::App& sub = *app.add_subcommand("ptx", "Print a CUDA kernel as PTX; without OP, list the kernels");
   sub.add_option("OP", arguments->op, "quantize, dequantize, ...")->option_text(" ");
-  sub.add_option("--arch", arguments->arch, "What the code is for: sm_90a")->option_text("TARGET");
-  sub.add_option("--kernel", arguments->kernel, "One of the op's (default: what the other options choose)")
+  sub.add_option("--arch", arguments->arch, "The GPU target to compile for, such as sm_90a")
+      ->option_text("TARGET");
+  sub.add_option("--kernel", arguments->kernel,
+                 "A kernel of the op (default: the one that the other options choose)")
       ->option_text("NAME");
   add_key_options(sub, arguments);
   sub.add_option("-o,--output", arguments->output, "Write to FILE instead of standard output")

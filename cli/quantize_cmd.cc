@@ -96,25 +96,26 @@ void add_quantize_command(CLI::App& app, Command& command) {
   add_destination_options(sub, arguments->destination);
   add("--format", arguments->format, "FORMAT", fmt::format("{} (default nf4)", formats));
   add("--layout", arguments->layout, "LAYOUT",
-      "How the file stores it: halfbyte, bitsandbytes, compressed-tensors or mlx (default: by format)");
+      "How the file stores the weights: halfbyte, bitsandbytes, compressed-tensors or mlx (default: by "
+      "format)");
   add("--group-size", arguments->group_size, "SIZE",
-      "Elements that share a scale, or channel (a row), or tensor (default: by layout)");
-  sub.add_flag("--asymmetric", arguments->asymmetric, "Integer formats: with a zero point");
-  sub.add_flag("--double-quant", arguments->double_quant, "Quantize the scales to 8 bits in turn");
+      "How many elements share a scale: a number, channel (a row) or tensor (default: by layout)");
+  sub.add_flag("--asymmetric", arguments->asymmetric, "Integer formats: add a zero point");
+  sub.add_flag("--double-quant", arguments->double_quant, "Quantize the scales too, to 8 bits");
   add("--scale-rule", arguments->scale_rule, "RULE",
       "absmax, half-range, signed-max, minmax or mlx-edge (default: by format and layout)");
   add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f32, f16 or bf16 (default: by layout)");
-  add("--table", arguments->table, "V0,...,V15", "The 16 values of lut4, ascending");
+  add("--table", arguments->table, "V0,...,V15", "The 16 values of lut4, in ascending order");
   add("--include", arguments->include, "REGEX",
-      "Quantize the weights whose name it matches, instead of the linear layers (repeatable)")
+      "Quantize the weights whose names match, instead of the linear layers (repeatable)")
       ->allow_extra_args(false);
-  add("--exclude", arguments->exclude, "REGEX", "Keep the weights whose name it matches dense (repeatable)")
+  add("--exclude", arguments->exclude, "REGEX", "Keep the weights whose names match dense (repeatable)")
       ->allow_extra_args(false);
   add("--nonfinite", arguments->nonfinite, "POLICY",
-      "A weight with NaN or infinity: error (default) or keep-dense")
+      "What to do with a weight that has NaN or infinity: error (default) or keep-dense")
       ->check(CLI::IsMember({"error", "keep-dense"}));
   add("--fallback", arguments->fallback, "dense",
-      "Keep a weight dense that the layout cannot hold (default: an error)")
+      "If the layout cannot hold a weight, keep it dense (default: an error)")
       ->check(CLI::IsMember({"dense"}));
   sub.add_flag("--no-verify", arguments->no_verify,
                "Do not read the output back and compare it with the input");

@@ -1,14 +1,14 @@
-// Training the scales and biases of an affine quantization over codes that stay as they are (DWQ), as plans.
+// Plans for training the scales and biases of an affine quantization while its codes stay fixed (DWQ).
 //
 //   init      codes, scales and biases of a matrix, group by group: what training starts from
 //   qdq       y = q * scale + bias, two roundings in f32, then one to the dtype of y
 //   backward  dscale = sum of q * dy, dbias = sum of dy over the elements of a group, in one pass over dy;
 //             optionally a step of Adam with them, in the same pass
 //
-// Matrices are [rows, cols] with groups of `group_size` elements along a row, of which the last may be short.
-// Arithmetic is f32, sums in the order of a binary tree over the elements of the group (pairwise), so that
-// the bytes are the same for every device, SIMD target, number of threads and run; a NaN among sums and
-// parameters is one of one kind. docs/training.md shows the loop.
+// Matrices are [rows, cols], with groups of `group_size` elements along a row; the last group may be short.
+// Arithmetic is f32. Sums have the order of a binary tree over the elements of the group (pairwise), so every
+// device, SIMD target, number of threads and run gives the same bytes. A NaN in sums and parameters is always
+// the same NaN. docs/training.md shows the loop.
 #pragma once
 
 #include <vector>
@@ -27,24 +27,24 @@ struct HALFBYTE_API AffineQdqDescriptor {
   int64_t rows = 0, cols = 0;
   int bits = 4;                    // of a code: 2, 3, 4, 5, 6, 8; codes are 0 .. 2^bits - 1
   int64_t group_size = 64;         // elements, > 0
-  bool packed = true;              // codes as QuantShape has them; false: one in a byte
+  bool packed = true;              // codes as in QuantShape; false: one code in each byte
   DType dtype = DType::f32;        // of w, y, dy: f32, f16, bf16
   DType scale_dtype = DType::f32;  // of scales and biases: f32, f16, bf16; gradients are f32
-  // Init. minmax: scale = (max - min) / (2^bits - 1), bias = min, of a constant group scale = 1; codes are
-  // those of the scale and bias as stored. mlx_edge: the rule of MLX (of its CPU build), in which 0 and the
-  // larger edge are exact; codes are those of the scale and bias before they are rounded to scale_dtype.
+  // For Init. minmax: scale = (max - min) / (2^bits - 1) and bias = min; a constant group has scale = 1. The
+  // stored scale and bias decide the codes. mlx_edge: the rule of MLX (its CPU build), in which 0 and the
+  // larger edge are exact. The scale and bias before they are rounded to scale_dtype decide the codes.
   ScaleRule scale_rule = ScaleRule::minmax;
   AffineRounding rounding = AffineRounding::half_even;  // Init. MLX: CPU half_even, Metal and CUDA half_away
-  // Init. Then scale and bias are replaced by those that minimise the sum of (q * scale + bias - w)^2 over
-  // the codes, rounded to scale_dtype, where they make it less.
+  // For Init. Afterwards, replaces scale and bias by those that minimise the sum of (q * scale + bias - w)^2
+  // over the codes, rounded to scale_dtype, if that makes the sum smaller.
   bool refit = false;
   bool adam = false;  // Backward: with a step of Adam
-  // What `run` may rely on: of the addresses of w, y, dy and codes, in bytes, a power of two, at least the
-  // size of an element of dtype; 16 is fastest. All else is aligned to its elements.
+  // Alignment of the addresses of w, y, dy and codes, in bytes, which `run` relies on. A power of two, at
+  // least the size of an element of dtype; 16 is fastest. Everything else is aligned to its elements.
   int64_t alignment = 16;
 
-  // Of codes (u8): [rows, bytes of a row], a byte a code where not packed; of scales, biases and what belongs
-  // to them: [rows, groups of a row]. Throw as check_descriptor.
+  // Shape of the codes (u8): [rows, bytes of a row], with one code in each byte if not packed. Shape of
+  // scales, biases, their gradients and moments: [rows, groups of a row]. Both throw as check_descriptor.
   std::vector<int64_t> code_shape() const;
   std::vector<int64_t> scale_shape() const;
 
@@ -54,8 +54,8 @@ struct HALFBYTE_API AffineQdqDescriptor {
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const AffineQdqDescriptor& descriptor);
 
-// w -> codes, scales, biases. Elements that are not finite get the code of 0 and count for nothing else; the
-// status counts them, and scales as `quantize` does. Nothing overlaps.
+// w -> codes, scales, biases. Elements that are not finite get the code of 0 and affect nothing else. The
+// status counts them, and counts scales as `quantize` does. Nothing overlaps.
 struct HALFBYTE_API AffineInit {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
@@ -65,7 +65,7 @@ struct HALFBYTE_API AffineInit {
   using Status = QuantizeStatus;
 };
 
-// codes, scales, biases -> y. There is nothing to find: the status is that of no data. Nothing overlaps.
+// codes, scales, biases -> y. It has nothing to report: the status is that of empty data. Nothing overlaps.
 struct HALFBYTE_API AffineQdq {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
@@ -90,15 +90,17 @@ struct HALFBYTE_API AdamStep {
   bool operator==(const AdamStep&) const = default;
 };
 
-// codes, dy -> dscales, dbiases, and with descriptor.adam a step of the scales and biases that are trained,
-// the f32 masters: with scale_dtype f32 the ones that AffineQdq decodes with. There is nothing to find: the
-// status is that of no data. Nothing overlaps. A run that is captured in a graph repeats the same AdamStep.
+// codes, dy -> dscales, dbiases. With descriptor.adam it also steps the trained scales and biases, which are
+// f32 masters. With scale_dtype f32, these are the ones that AffineQdq decodes with. It has nothing to
+// report: the status is that of empty data. Nothing overlaps. A run captured in a graph repeats the same
+// AdamStep.
 struct HALFBYTE_API AffineQdqBackward {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
     TensorView codes, dy;         // read
     TensorView dscales, dbiases;  // written: f32, scale_shape(); with adam each may be without data
-    // With adam, else without data; f32, scale_shape(), read and written. The moments are 0 before step 1.
+    // Only with adam, otherwise without data: f32, scale_shape(), read and written. The moments are 0 before
+    // step 1.
     TensorView scales, biases;
     TensorView scale_m, scale_v, bias_m, bias_v;
     AdamStep adam;

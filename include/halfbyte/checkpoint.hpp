@@ -1,5 +1,5 @@
-// Checkpoints: safetensors files and Hugging Face model directories, dense or quantized, in the
-// layouts of several tools. The command line tool and the Python package use nothing else.
+// Checkpoints: safetensors files and Hugging Face model directories, dense or quantized, in the layouts of
+// several tools. The command line tool uses only this interface for checkpoints.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct StoredTensor {
 struct Weight {
   std::string name;            // "model.layers.0.mlp.up_proj.weight"
   std::vector<int64_t> shape;  // logical: of the dense weight
-  // Dense: as stored, empty if the dtype is none of ours. Quantized: the dtype it had before.
+  // Dense: as stored; unset if DType does not have it. Quantized: the dtype that the weight had before.
   std::optional<DType> dtype;
   std::optional<Layout> layout;  // set iff quantized
   QuantSpec spec;                // where quantized
@@ -46,9 +46,9 @@ struct Weight {
 
 class Checkpoint {
  public:
-  // `path`: a .safetensors file, or a directory with model.safetensors or an index and shards.
-  // Validates every header, and that the parts of each quantized weight fit together.
-  // Throws Error(bad_input) naming file, tensor or byte; Error(io).
+  // `path` is a .safetensors file, or a directory with model.safetensors or with an index and shards.
+  // Validates every header, and checks that the parts of each quantized weight fit together. Throws
+  // Error(bad_input), naming file, tensor or byte, and Error(io).
   HALFBYTE_API static Checkpoint open(const std::string& path);
   HALFBYTE_API Checkpoint(Checkpoint&&) noexcept;
   HALFBYTE_API Checkpoint& operator=(Checkpoint&&) noexcept;
@@ -77,12 +77,13 @@ struct Progress {
   uint64_t done_bytes;
   uint64_t total_bytes;
 };
-// Called from any thread, one call at a time; returns false to cancel: Error(cancelled), no output.
+// Called from any thread, one call at a time. Return false to cancel: the operation throws Error(cancelled)
+// and leaves no output.
 using ProgressFunction = std::function<bool(const Progress&)>;
 
 enum class NonFinite : uint8_t { error, keep_dense };
 
-// What is not set follows the layout (DESIGN of defaults: docs/formats.md).
+// An option that is not set has the default of the layout (docs/formats.md).
 struct QuantizeOptions {
   Format format = Format::nf4;
   bool asymmetric = false;
@@ -101,8 +102,9 @@ struct QuantizeOptions {
   bool dry_run = false;         // plan and report only
   bool verify = true;
   bool force = false;  // replace an existing output
-  // What computes. The same bytes for every device. Error(device) where it cannot be used, or its memory does
-  // not suffice even for small blocks: nothing falls back. The verification always runs on the CPU.
+  // The device that computes. Every device gives the same bytes. Throws Error(device) if it cannot be used,
+  // or if its memory is too small even for small blocks; nothing falls back. Verification always runs on the
+  // CPU.
   Device device;
   int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress;
@@ -121,7 +123,7 @@ struct WeightReport {
   uint64_t source_bytes = 0;
   uint64_t output_bytes = 0;
   double bits_per_weight = 0;  // output bits per element
-  // Error of the decoded output against the source, where verified. 0-filled otherwise.
+  // Error of the decoded output against the source, if verified. Otherwise 0.
   bool measured = false;
   double max_error = 0;  // largest |x_hat - x|
   int64_t max_error_index = 0;
@@ -142,22 +144,22 @@ struct CheckpointReport {
   double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
 };
 
-// Reads `input`, writes `output`: file -> file, directory -> directory. The output is written to a
-// temporary sibling, synced and renamed; after any failure there is none. Unless options.verify is
-// false, the written files are read back by an independent unpacker and compared with the source
-// first. Memory is bounded by row blocks (and the scales of double-quantized weights).
+// Reads `input` and writes `output`: file -> file, directory -> directory. The output is written to a
+// temporary sibling, synced and renamed; a failure leaves no output. Unless options.verify is false, an
+// independent unpacker first reads the written files back and compares them with the source. Memory use
+// depends on blocks of rows (and on the scales of double-quantized weights), not on the model.
 HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                                   const QuantizeOptions& options);
 
 struct DequantizeOptions {
-  std::optional<DType> dtype;  // f32, f16, bf16; default: what each weight was before
+  std::optional<DType> dtype;  // f32, f16, bf16; default: the dtype that each weight had before
   bool dry_run = false;
   bool force = false;
   Device device;  // as above
   int num_threads = 0;
   ProgressFunction progress;
 };
-// Every quantized weight becomes dense; config.json loses what quantization had added to it.
+// Makes every quantized weight dense, and removes from config.json what quantization had added.
 HALFBYTE_API CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                                     const DequantizeOptions& options);
 
@@ -169,8 +171,8 @@ struct CompareRow {
   double relative_rmse = 0;
   double snr_db = 0;
 };
-// Compares the decoded weights of two checkpoints (A is the reference). Rows with a problem first,
-// then worst SNR first.
+// Compares the decoded weights of two checkpoints; A is the reference. Rows with a problem come first, then
+// the others with the worst SNR first.
 HALFBYTE_API std::vector<CompareRow> compare_checkpoints(const std::string& a, const std::string& b,
                                                          int num_threads = 0, ProgressFunction progress = {});
 

@@ -1,6 +1,6 @@
-// CUDA devices: which are usable, memory on them, copies and streams. Nothing here needs the CUDA
-// toolkit: the driver and NVRTC are found when the first function is called. A device can be used where NVRTC
-// compiles for it or a kernel pack has kernels for it (kernels.hpp).
+// CUDA devices: which are usable, their memory, copies and streams. Nothing here needs the CUDA toolkit: the
+// library looks for the driver and NVRTC when the first function is called. A device can be used if NVRTC
+// compiles for it, or a kernel pack has kernels for it (kernels.hpp).
 #pragma once
 
 #include <cstddef>
@@ -18,18 +18,18 @@ struct CudaDevice {
   int index = 0;
   std::string name;    // "NVIDIA H200"
   int capability = 0;  // 10 * major + minor: 90
-  std::string target;  // that kernels are compiled for: "sm_90a"; empty if the device cannot be used
+  std::string target;  // what kernels are compiled for: "sm_90a"; empty if the device cannot be used
   int num_multiprocessors = 0;
   uint64_t memory_bytes = 0;
   std::string problem;  // why it cannot be used; empty if it can
 };
 
-// What was found of CUDA on this machine, and why it can or cannot be used.
+// What this machine has of CUDA, and why it can or cannot be used.
 struct CudaInfo {
   // Why no device can be used: "no CUDA driver: libcuda.so.1: cannot open ..."; empty if one can.
   std::string problem;
   std::string driver_path;  // empty if not found
-  int driver_version = 0;   // of CUDA that the driver supports: 1000 * major + 10 * minor
+  int driver_version = 0;   // the CUDA version that the driver supports: 1000 * major + 10 * minor
   std::string nvrtc_path;
   int nvrtc_version = 0;  // as above
   std::vector<CudaDevice> devices;
@@ -37,31 +37,33 @@ struct CudaInfo {
   std::string cache_problem;    // why none is used
   bool usable() const { return problem.empty(); }
 };
-// Never throws for what the machine lacks. Makes no context; where a device can be used, the cache directory.
+// Does not throw if the machine lacks something. Creates no context. Creates the cache directory if a device
+// can be used.
 HALFBYTE_API CudaInfo cuda_info();
 
-// "cpu", "cuda" or "cuda:1". parse_device throws Error(usage) for other words; it does not look whether the
+// "cpu", "cuda" or "cuda:1". parse_device throws Error(usage) for other words. It does not check whether the
 // device exists.
 HALFBYTE_API std::string to_string(Device device);
 HALFBYTE_API Device parse_device(std::string_view word);
-// Throws Error(device) with the reason where the device cannot be used. The CPU always can.
+// Throws Error(device), with the reason, if the device cannot be used. The CPU always can.
 HALFBYTE_API void check_device(Device device);
 
-// Throws Error(usage) naming `what` unless the memory can be used by work on `device`: a CUDA device cannot
-// be given plain host memory, memory of another device, or more bytes than its allocation has; the CPU cannot
-// be given memory of a CUDA device. What the driver does not know is host memory. Takes less than a
+// Throws Error(usage), naming `what`, if work on `device` cannot use the memory. A CUDA device cannot use
+// plain host memory, memory of another device, or more bytes than the allocation has. The CPU cannot use
+// memory of a CUDA device. Memory that the driver does not know counts as host memory. Takes less than a
 // microsecond.
 HALFBYTE_API void check_memory(const char* what, const void* data, int64_t num_bytes, Device device);
 
-// A stream of a CUDA device: what is enqueued on it runs in order. On the CPU: nothing, everything is done
-// when the call returns. Functions that take a stream take handle(): a CUstream; null is the default stream.
+// A stream of a CUDA device: work on it runs in the order in which it was enqueued. On the CPU a stream does
+// nothing, because work is done when the call returns. Functions that take a stream take handle(), a
+// CUstream; null is the default stream.
 class HALFBYTE_API Stream {
  public:
   Stream() = default;  // of the CPU
   // Throws Error(device) where the device cannot be used.
   explicit Stream(Device device);
   void* handle() const { return handle_.get(); }
-  // Waits until all is done. Throws Error(device) where something failed.
+  // Waits until all work is done. Throws Error(device) if something failed.
   void synchronize() const;
 
  private:
@@ -69,16 +71,17 @@ class HALFBYTE_API Stream {
   std::shared_ptr<void> handle_;
 };
 
-// Memory of a device, or of the host for copies to and from it. Copies share it; the last one frees it, for
-// which work on it must be done.
+// Memory of a device, or of the host for copies to and from it. Copies of the object share the memory; the
+// last one frees it. Work on it must be done by then.
 class HALFBYTE_API Memory {
  public:
   Memory() = default;
-  // Uninitialized, at least 256-byte aligned: packed weights want that. Throws Error(no_memory) for the CPU,
-  // Error(device) for a CUDA device, naming the bytes wanted and free.
+  // Uninitialized memory, aligned to at least 256 bytes, as packed weights need. If there is not enough,
+  // throws Error(no_memory) for the CPU and Error(device) for a CUDA device, naming the bytes wanted and
+  // free.
   Memory(Device device, int64_t num_bytes);
-  // Host memory that copies to and from `device` run asynchronously on (page-locked). For the CPU: plain.
-  // Throws Error(no_memory) where the host has none left, Error(device) where the device cannot be used.
+  // Page-locked host memory, which copies to and from `device` use asynchronously. For the CPU: plain memory.
+  // Throws Error(no_memory) if the host has none left, and Error(device) if the device cannot be used.
   static Memory host(Device device, int64_t num_bytes);
 
   std::byte* data() const { return data_.get(); }
@@ -89,9 +92,9 @@ class HALFBYTE_API Memory {
   int64_t num_bytes_ = 0;
 };
 
-// Copies between host memory and memory of `device`, either way, or within it. On a CUDA device enqueued on
-// `stream`: host memory must live until that has come so far, and may make the call wait if it is not from
-// Memory::host. Throws Error(device) where the device refuses.
+// Copies between host memory and memory of `device`, in either direction, or within the device. On a CUDA
+// device the copy is enqueued on `stream`. Host memory must live until the copy is done; if it is not from
+// Memory::host, the call may wait. Throws Error(device) if the device refuses.
 HALFBYTE_API void copy(Device device, void* to, const void* from, int64_t num_bytes, void* stream = nullptr);
 
 }  // namespace halfbyte

@@ -10,15 +10,15 @@
 
 namespace halfbyte {
 
-// The same memory as a TensorView. Devices: kDLCPU and kDLCUDAHost become the CPU, kDLCUDA and kDLCUDAManaged
+// A TensorView of the same memory. Devices: kDLCPU and kDLCUDAHost become the CPU, kDLCUDA and kDLCUDAManaged
 // the CUDA device. Dtypes: float 16, 32, 64; bfloat 16; int 4, 8, 32, 64; uint 4, 8, 32; one lane. 4-bit
-// tensors are packed; rows of an odd number of elements begin at a byte here, but not in DLPack, so more than
-// one of them is refused. Throws Error(usage) naming `name`, the rule and the value for anything else, and
+// tensors are packed. A row of 4-bit elements begins at a byte here, but not in DLPack, so several rows of
+// odd length are refused. Throws Error(usage), naming `name`, the rule and the value, for anything else, and
 // for a negative extent or a null shape.
 HALFBYTE_API TensorView from_dlpack(const DLTensor& tensor, std::string_view name = "tensor");
 
-// The other way. The result points to the memory of `view` and to `storage`, which gets its shape and
-// strides, and must live as long, unchanged. Throws Error(usage) for 4-bit rows as above.
+// The other direction. The result points to the memory of `view`, and to `storage`, which gets the shape and
+// strides. Both must live, unchanged, as long as the result. Throws Error(usage) for 4-bit rows as above.
 HALFBYTE_API DLTensor to_dlpack(const TensorView& view, std::vector<int64_t>& storage);
 
 // {kDLCPU, 0}, {kDLCUDA, index}.

@@ -19,7 +19,7 @@ enum class ErrorCode : int {
   io = 6,           // a file operation failed (including no space, no permission)
   no_memory = 7,    // host memory
   exists = 8,       // the output exists, or is being written by another process
-  corrupt = 9,      // own cache or journal is damaged and cannot be healed
+  corrupt = 9,      // halfbyte's own files (kernel packs) are damaged
   cancelled = 130,  // stopped on request
 };
 

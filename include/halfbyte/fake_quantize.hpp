@@ -1,5 +1,5 @@
-// Fake quantization: a tensor rounded to what a quantized tensor could hold, in its own dtype, for training
-// that prepares quantization; with gradients that pass through the rounding, as plans.
+// Plans of fake quantization, for quantization-aware training. A tensor is rounded to the values that a
+// quantized tensor could hold, and keeps its dtype. Gradients pass through the rounding.
 //
 //   forward          q = clamp(rne(x / scale) + zero_point, q_min, q_max), y = (q - zero_point) * scale
 //   of a table       y = value * scale, with the value of the table nearest to x / scale; ties are those of
@@ -8,12 +8,12 @@
 //                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
 //                    al. 2013) with the inclusive mask of PyTorch
 //
-// in f32, for f64 tensors in f64, with correctly rounded quotients, rounded once to the dtype. The scale is
-// the stored one, as rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y.
-// Infinities saturate; NaN stays NaN, bit by bit, and has gradient 0. A code of zero is +0. A scale of 0
-// gives +0 everywhere, and passes every gradient but that of NaN. Given scales and zero points that are none
-// are replaced and counted as in quantize_linear.hpp. The bytes are the same for every device, SIMD target,
-// number of threads and run.
+// Arithmetic is f32 (f64 for f64 tensors), with correctly rounded quotients; results are rounded once to the
+// dtype. The scale is the stored one, rounded to its dtype: quantize_linear and dequantize_linear with it
+// give exactly y. Infinities saturate. NaN stays NaN, bit by bit, and has gradient 0. A code of zero gives
+// +0. A scale of 0 gives +0 everywhere, and passes every gradient except that of NaN. Given scales and zero
+// points that are invalid are replaced and counted, as in quantize_linear.hpp. Every device, SIMD target,
+// number of threads and run gives the same bytes.
 #pragma once
 
 #include <array>
@@ -33,39 +33,40 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   Granularity granularity = Granularity::tensor;
   int axis = -1;
   int64_t group_size = 0;
-  // Unset: integers in [q_min, q_max]. Else a format of kind table: nf4, fp4, fp4_e2m1, lut4 (whose values
-  // are `table`, ascending); without zero points.
+  // Unset: integers in [q_min, q_max]. Set: a format of kind table, without zero points: nf4, fp4, fp4_e2m1
+  // or lut4 (its values are `table`, ascending).
   std::optional<Format> format;
   std::array<float, 16> table = {};
   // q_max - q_min in [2, 255], within [-128, 255]; without a zero point around 0.
   int q_min = -8, q_max = 7;
   DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
-  // None: the zero point is 0. i32. Or learned: f32 (f64 for f64 tensors), used rounded half to even and
-  // clamped to [q_min, q_max]; NaN counts as q_min.
+  // Unset: the zero point is 0. i32: integer zero points. f32 (f64 for f64 tensors): learned zero points,
+  // which are rounded half to even and clamped to [q_min, q_max] when used; NaN counts as q_min.
   std::optional<DType> zero_point_dtype;
-  // forward: false: scale and zero point are given. true: they are computed from the range of the finite
-  // values of x by scale_rule (absmax or half_range; with a zero point, which must be i32, minmax; tables:
-  // absmax), and written. No scale is less than eps.
+  // For forward. false: scale and zero point are given. true: they are computed from the range of the finite
+  // values of x, and written. scale_rule is absmax or half_range; minmax with a zero point, which must be
+  // i32; absmax for tables. No scale is less than eps.
   bool computed = false;
   ScaleRule scale_rule = ScaleRule::absmax;
   double eps = 0;
-  // Computed: x is observed first (kinds min_max, moving_average), and the range is that of the observer's
-  // state after it. A group that has seen nothing has scale 0 and counts as an invalid scale.
+  // With `computed`: x is observed first (kinds min_max, moving_average), and scales come from the range in
+  // the observer's state after that. A group that has seen nothing gets scale 0 and counts as an invalid
+  // scale.
   std::optional<ObserverConfig> observer;
-  // forward writes the mask of the gradient, backward reads it in place of x: a bit an element, see
+  // forward writes the mask of the gradient, one bit per element; backward reads it instead of x. See
   // mask_shape().
   bool mask = false;
-  // learned backward: factor of the gradients of scale and zero point; LSQ (arXiv:1902.08153) has
-  // 1 / sqrt(n * q_max) with n the number of elements that share a scale.
+  // For learned backward: factor of the gradients of scale and zero point. LSQ (arXiv:1902.08153) uses 1 /
+  // sqrt(n * q_max), where n is the number of elements that share a scale.
   double gradient_scale = 1;
   int64_t alignment = 16;  // of x, y and gradients, as LinearDescriptor has it
 
-  // Of scale, zero point, their gradients, and the observer's state: that of LinearDescriptor. Throws as
-  // check_descriptor.
+  // The shape of scale, zero point, their gradients and the observer's state, as in LinearDescriptor. Throws
+  // as check_descriptor.
   std::vector<int64_t> scale_shape() const;
-  // Of the mask, u8: `shape` with ceil(K / 8) in place of the last extent K ([1] for []). Element i of a row
-  // is bit i % 8 of its byte i / 8; what lies behind the last one is 0.
+  // The shape of the mask (u8): `shape` with ceil(K / 8) in place of the last extent K ([1] for []). Element
+  // i of a row is bit i % 8 of byte i / 8 of that row. The bits after the last element are 0.
   std::vector<int64_t> mask_shape() const;
   DType state_dtype() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
@@ -74,8 +75,8 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const FakeQuantizeDescriptor& descriptor);
 
-// x -> y, which may be x. Nothing else overlaps. All tensors are contiguous. The status is that of
-// quantize_linear.
+// x -> y. y may be the same memory as x; nothing else overlaps. All tensors are contiguous. The status is
+// that of quantize_linear.
 struct HALFBYTE_API FakeQuantize {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
@@ -89,9 +90,9 @@ struct HALFBYTE_API FakeQuantize {
   };
   using Status = QuantizeStatus;
 };
-// x, dy -> dx, which may be dy: the straight-through estimator. The descriptor's `computed` must be false.
-// With the descriptor's `mask` the mask is read, and x, scale and zero_point are without data; else the mask
-// is.
+// The straight-through estimator: x, dy -> dx. dx may be the same memory as dy. The descriptor's `computed`
+// must be false. With the descriptor's `mask`, the mask is read, and x, scale and zero_point have no data;
+// without it, the mask has no data.
 struct HALFBYTE_API FakeQuantizeBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
@@ -100,17 +101,18 @@ struct HALFBYTE_API FakeQuantizeBackward {
   };
   using Status = QuantizeStatus;
 };
-// x, dy -> dx, which may be dy, and the gradients of scale and zero point (LSQ, arXiv:1902.08153; LSQ+,
-// arXiv:2004.09576). The descriptor's `computed` and `mask` must be false. With v = x / scale, rounded to r
-// as forward rounds, an element
+// x, dy -> dx and the gradients of scale and zero point (LSQ, arXiv:1902.08153; LSQ+, arXiv:2004.09576). dx
+// may be the same memory as dy. The descriptor's `computed` and `mask` must be false. Let v = x / scale, and
+// let r be v rounded as forward rounds it. An element
 //   that passes (see backward)  has dx = dy and adds dy * (r - v) to the sum of its scale
 //   that does not               has dx = +0, adds dy * bound to it, and dy to the sum of its zero point
-// with bound the nearer of q_min - zero_point and q_max - zero_point, of a table its lowest or highest value.
-// NaN, and an element with scale 0, adds nothing. Then, rounding after each operation,
+// where bound is the nearer of q_min - zero_point and q_max - zero_point, or for a table its lowest or
+// highest value. NaN adds nothing, and neither does an element with scale 0. Then, with rounding after each
+// operation,
 //   dscale = scale_sum * gradient_scale        dzero_point = -(scale * zero_sum) * gradient_scale
 // The sums are pairwise over the elements of the group in row-major order: S(i, 2m) = S(i, m) + S(i + m, m),
-// m a power of two and i a multiple of 2m. A gradient is never -0; NaN is the quiet one without a sign.
-// Status: scales and zero points that are none.
+// with m a power of two and i a multiple of 2m. A gradient is never -0, and NaN is the quiet NaN without a
+// sign. The status counts invalid scales and zero points.
 struct HALFBYTE_API FakeQuantizeLearnedBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {

@@ -19,8 +19,8 @@ enum class Format : uint8_t {
 
 enum class FormatKind : uint8_t { table, integer, affine };
 
-// How the statistics of a group become its scale (and zero point or bias). With qmin, qmax the
-// bounds of the signed codes and L = 2^bits - 1; src/formats/codec.h is the definition.
+// How a group gets its scale (and zero point or bias) from its statistics. qmin and qmax are the bounds of
+// the signed codes, and L = 2^bits - 1. src/formats/codec.h has the definition.
 enum class ScaleRule : uint8_t {
   absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table)
   half_range,  // absmax / ((qmax - qmin) / 2)
@@ -58,7 +58,7 @@ HALFBYTE_API const FormatInfo& info(Format format);
 HALFBYTE_API const FormatInfo& find_format(std::string_view name);
 // "absmax" "half-range" "signed-max" "minmax" "mlx-edge"
 HALFBYTE_API ScaleRule parse_scale_rule(std::string_view word);
-// "-1,-0.5,...": 16 numbers separated by commas, whatever the locale. That they ascend is left to check_spec.
+// "-1,-0.5,...": 16 numbers separated by commas, in any locale. check_spec checks that they ascend.
 HALFBYTE_API std::array<float, 16> parse_table(std::string_view text);
 HALFBYTE_API const char* to_string(ScaleRule rule);
 HALFBYTE_API const char* to_string(Granularity granularity);
@@ -72,13 +72,13 @@ struct QuantSpec {
   ScaleRule scale_rule = ScaleRule::absmax;
   DType scale_dtype = DType::f32;  // of scales and biases: f32, f16, bf16; f64 only for f64 data
   CodeScale code_scale = CodeScale::stored;
-  bool double_quant = false;         // the scales are quantized to 8 bits in turn (needs f32 scales)
+  bool double_quant = false;         // the scales are quantized too, to 8 bits (needs f32 scales)
   std::array<float, 16> table = {};  // lut4 only: the values, ascending
 
   bool operator==(const QuantSpec&) const = default;
 };
 
-// Throws Error(usage) naming the field, the rule and the value where `spec` is inconsistent.
+// Throws Error(usage), naming the field, the rule and the value, if `spec` is inconsistent.
 HALFBYTE_API void check_spec(const QuantSpec& spec);
 
 // The quantized form of a row-major matrix [rows, cols] (leading axes of a higher-rank tensor are

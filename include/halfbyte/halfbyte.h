@@ -1,21 +1,23 @@
-/* halfbyte from C, and from every language that calls C: what the headers *.hpp have for C++. C99 and C++.
+/* The C interface of halfbyte, for C and for every language that can call C. It offers what the headers *.hpp
+ * offer in C++, except measurements. C99 and C++.
  *
- * Every function but those that return text, a pointer, a number or nothing returns a halfbyte_status; what
- * is wrong is in halfbyte_last_error(). A function that fails leaves what its pointers to results point to as
- * it was, and arrays that it was to write undefined. No exception leaves a function. NULL where that is not
- * said to be allowed is HALFBYTE_USAGE.
+ * Functions return a halfbyte_status, except those that return text, a pointer, a number or nothing. After a
+ * failure, halfbyte_last_error() says what is wrong. A function that fails does not change what its result
+ * pointers point to, and leaves output arrays undefined. No exception leaves a function. NULL is
+ * HALFBYTE_USAGE unless the comment allows it.
  *
- * Structures begin with struct_size, which the caller sets to sizeof of the structure in its header; the
- * _init functions do, and set all else to its default. A library that is newer takes what an older, smaller
- * structure lacks as its default, or does not write it; one that is older refuses a larger structure where
- * something that it does not know is not zero.
+ * Structures begin with struct_size, which the caller sets to the size of the structure in the caller's
+ * header. The _init functions do this, and set every other field to its default. For a field that an older,
+ * smaller structure lacks, a newer library uses the default, or does not write it. An older library refuses a
+ * larger structure if a byte that it does not know is not zero.
  *
  * Tensors are DLTensor (DLPack 1.x), described in halfbyte/dlpack.hpp: extents and strides in elements,
- * strides may be NULL, on the CPU or on CUDA devices. Only the call uses the DLTensor and its shape, a run on
- * a CUDA device the memory until the stream is done with it. `stream` is a CUstream (cudaStream_t) of the
- * device, NULL its default stream; it is ignored for the CPU. Flags are 0 or 1. Text is UTF-8.
+ * strides may be NULL, on the CPU or on CUDA devices. The DLTensor and its shape are used only until the call
+ * returns. A run on a CUDA device uses the memory until the stream is done with it. `stream` is a CUstream
+ * (cudaStream_t) of the device; NULL is its default stream. The CPU ignores it. Flags are 0 or 1. Text is
+ * UTF-8.
  *
- * docs/c-api.md has life times, threads and examples; the numbers are in docs/numerics.md. */
+ * docs/c-api.md describes life times, threads and errors; docs/numerics.md defines the numbers. */
 #ifndef HALFBYTE_HALFBYTE_H
 #define HALFBYTE_HALFBYTE_H
 
@@ -43,23 +45,24 @@ enum {
   HALFBYTE_IO = 6,          /* a file operation failed */
   HALFBYTE_NO_MEMORY = 7,   /* host memory */
   HALFBYTE_EXISTS = 8,      /* the output exists, or is being written */
-  HALFBYTE_CORRUPT = 9,     /* own files are damaged */
+  HALFBYTE_CORRUPT = 9,     /* halfbyte's own files are damaged */
   HALFBYTE_CANCELLED = 130, /* a progress function asked to stop */
 };
 
 /* "OK", "USAGE", ...; "BUG" for a number that is none of these. */
 HALFBYTE_API const char* halfbyte_status_name(halfbyte_status status);
-/* What the last function that failed on this thread said: operation, argument, rule and values. "" before the
- * first. Stays until the next failure on this thread. */
+/* The text of the last failure on this thread: operation, argument, rule and values. "" before the first
+ * failure. Stays until the next failure on this thread. */
 HALFBYTE_API const char* halfbyte_last_error(void);
 
-/* Of the library that is linked: HALFBYTE_VERSION and HALFBYTE_VERSION_STRING are of the header. */
+/* The version of the library at run time. HALFBYTE_VERSION and HALFBYTE_VERSION_STRING are that of the
+ * header. */
 HALFBYTE_API int32_t halfbyte_version(void);
 HALFBYTE_API const char* halfbyte_version_string(void);
 
 /* ---- Words: enumerators and the text that the tool and files use */
 
-enum { HALFBYTE_UNSET = -1 }; /* of any of these types, where it is allowed: the default */
+enum { HALFBYTE_UNSET = -1 }; /* for any of these types, where it is allowed: the default */
 
 typedef int32_t halfbyte_dtype;
 enum {
@@ -127,12 +130,13 @@ enum {
   HALFBYTE_LAYOUT_MLX = 3,
 };
 
-/* From the word ("nf4", "bf16", "half-range", "compressed-tensors"); HALFBYTE_USAGE names the known ones. */
+/* From the word ("nf4", "bf16", "half-range", "compressed-tensors"). For an unknown word, HALFBYTE_USAGE; the
+ * text names the known ones. */
 HALFBYTE_API halfbyte_status halfbyte_dtype_find(const char* word, halfbyte_dtype* dtype);
 HALFBYTE_API halfbyte_status halfbyte_format_find(const char* word, halfbyte_format* format);
 HALFBYTE_API halfbyte_status halfbyte_scale_rule_find(const char* word, halfbyte_scale_rule* rule);
 HALFBYTE_API halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout);
-/* "cpu", "cuda" or "cuda:1"; whether the device exists is not looked at. */
+/* "cpu", "cuda" or "cuda:1". Does not check whether the device exists. */
 HALFBYTE_API halfbyte_status halfbyte_device_find(const char* word, DLDevice* device);
 /* To the word; NULL for a number that is none of these. */
 HALFBYTE_API const char* halfbyte_dtype_name(halfbyte_dtype dtype);
@@ -140,7 +144,7 @@ HALFBYTE_API const char* halfbyte_format_name(halfbyte_format format);
 HALFBYTE_API const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule);
 HALFBYTE_API const char* halfbyte_layout_name(halfbyte_layout layout);
 
-/* Bytes that a function made. Behind them is a byte 0, which size does not count. */
+/* Bytes that a function made. A 0 byte follows them, which size does not count. */
 typedef struct halfbyte_blob halfbyte_blob;
 HALFBYTE_API const void* halfbyte_blob_data(const halfbyte_blob* blob);
 HALFBYTE_API int64_t halfbyte_blob_size(const halfbyte_blob* blob);
@@ -159,16 +163,16 @@ typedef struct halfbyte_quant_spec {
   halfbyte_scale_rule scale_rule;
   halfbyte_dtype scale_dtype;
   halfbyte_code_scale code_scale;
-  int32_t double_quant; /* flag: the scales are quantized in turn. 0 for halfbyte_quantize and _dequantize */
+  int32_t double_quant; /* flag: the scales are quantized too. 0 for halfbyte_quantize and _dequantize */
   float table[16];      /* lut4: the values, ascending */
-  int64_t group_size;   /* elements; of granularity group and flat */
+  int64_t group_size;   /* elements; for granularity group and flat */
 } halfbyte_quant_spec;
 HALFBYTE_API halfbyte_status halfbyte_quant_spec_init(halfbyte_quant_spec* spec, size_t struct_size);
 /* Whether the fields fit together. */
 HALFBYTE_API halfbyte_status halfbyte_quant_spec_check(const halfbyte_quant_spec* spec);
 
-/* Sizes of a quantized matrix [rows, cols]; the layout of its parts is at QuantShape in halfbyte/format.hpp.
- */
+/* Sizes of a quantized matrix [rows, cols]. QuantShape in halfbyte/format.hpp describes the layout of its
+ * parts. */
 typedef struct halfbyte_quant_shape {
   size_t struct_size;
   int64_t rows;           /* of codes: 1 for granularity flat */
@@ -192,7 +196,7 @@ typedef struct halfbyte_execution {
 } halfbyte_execution;
 HALFBYTE_API halfbyte_status halfbyte_execution_init(halfbyte_execution* execution, size_t struct_size);
 
-/* What is found in data. The counts are at QuantizeStatus in halfbyte/ops.hpp. */
+/* What was found in the data. QuantizeStatus in halfbyte/ops.hpp describes the counts. */
 typedef struct halfbyte_quantize_status {
   size_t struct_size;
   int64_t num_nonfinite;   /* elements: NaN or infinite */
@@ -203,7 +207,7 @@ typedef struct halfbyte_quantize_status {
   int64_t num_invalid_zero_points;
 } halfbyte_quantize_status;
 
-/* Smallest and largest finite value; +infinity and -infinity where there is none. */
+/* Smallest and largest finite value; +infinity and -infinity if there is none. */
 typedef struct halfbyte_value_range {
   size_t struct_size;
   double min, max;
@@ -214,8 +218,8 @@ typedef struct halfbyte_value_range {
 HALFBYTE_API halfbyte_status halfbyte_value_range_of(const DLTensor* x, const halfbyte_execution* execution,
                                                      halfbyte_value_range* range);
 
-/* The parts of a quantized matrix: contiguous, of any shape, with as many elements as halfbyte_quant_shape
- * says. NULL: a part that the spec does not have. */
+/* The parts of a quantized matrix: contiguous, of any shape, with the numbers of elements in
+ * halfbyte_quant_shape. A part that the spec does not have is NULL. */
 typedef struct halfbyte_quantized {
   size_t struct_size;
   const DLTensor* codes;  /* u8, code_bytes elements */
@@ -226,23 +230,24 @@ typedef struct halfbyte_quantized {
 HALFBYTE_API halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantized, size_t struct_size);
 
 /* Quantizes x [..., cols] (contiguous; f32, f16, bf16 or f64), with rows the product of its other extents,
- * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. execution: NULL: the
- * defaults. range: granularity tensor: of the whole tensor where x is a block of it; else NULL. status: gets
- * what was found in x. With NULL that is an error: HALFBYTE_BAD_INPUT where an element is not finite, or a
- * scale cannot be held by its dtype. */
+ * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. execution: NULL means the
+ * defaults. range: with granularity tensor, if x is a block of a tensor, the range of the whole tensor;
+ * otherwise NULL. status: receives what was found in x. If it is NULL, an element that is not finite, or a
+ * scale that its dtype cannot hold, is HALFBYTE_BAD_INPUT. */
 HALFBYTE_API halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* spec,
                                                const halfbyte_quantized* out,
                                                const halfbyte_execution* execution,
                                                const halfbyte_value_range* range,
                                                halfbyte_quantize_status* status);
 /* Decodes into y [..., cols] (contiguous; f32, f16, bf16 or f64). All are on the device of y; nothing
- * overlaps. On a CUDA device enqueued on the stream, else done when it returns. */
+ * overlaps. On a CUDA device the work is enqueued on the stream; on the CPU it is done when the function
+ * returns. */
 HALFBYTE_API halfbyte_status halfbyte_dequantize(const halfbyte_quantized* in,
                                                  const halfbyte_quant_spec* spec, const DLTensor* y,
                                                  const halfbyte_execution* execution);
 
-/* Double quantization of scales, in host memory: codes u8 [n] and absmax f32 [ceil(n / 256)] of scales f32
- * [n], around *offset. All contiguous. */
+/* Double quantization of scales, in host memory: scales f32 [n] become codes u8 [n], absmax f32 [ceil(n /
+ * 256)] and *offset. All are contiguous. */
 HALFBYTE_API halfbyte_status halfbyte_double_quantize(const DLTensor* scales, const DLTensor* codes,
                                                       const DLTensor* absmax, float* offset);
 HALFBYTE_API halfbyte_status halfbyte_double_dequantize(const DLTensor* codes, const DLTensor* absmax,
@@ -271,10 +276,10 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_nf4(const DLTensor* codes, cons
 
 /* ---- Plans: halfbyte/plan.hpp. An operation prepared once and run many times.
  *
- * Each operation has three functions: _select makes a plan, _can_implement returns what _run would for these
- * tensors, _run is asynchronous on the stream, allocates no memory of a device and can be captured in a CUDA
- * graph. The other functions take the plan of any operation. Threads may share a plan and run it at the same
- * time, each run with a workspace of its own. */
+ * Each operation has three functions. _select makes a plan. _can_implement returns what _run would return for
+ * these tensors. _run is asynchronous on the stream, allocates no device memory, and can be captured in a
+ * CUDA graph. The other functions take the plan of any operation. Threads may share a plan and run it at the
+ * same time, each run with a workspace of its own. */
 
 typedef struct halfbyte_plan halfbyte_plan;
 
@@ -285,7 +290,7 @@ typedef struct halfbyte_plan_preference {
 HALFBYTE_API halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference,
                                                            size_t struct_size);
 
-/* NULL is fine. The workspace is not used any more when its last run is done. */
+/* NULL is fine. After its last run is done, a plan does not use its workspace. */
 HALFBYTE_API void halfbyte_plan_destroy(halfbyte_plan* plan);
 
 /* The kernel that a plan runs. The text lives as long as the plan. */
@@ -321,7 +326,7 @@ HALFBYTE_API halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_pl
                                                                halfbyte_precision_guarantee* guarantee);
 
 HALFBYTE_API halfbyte_status halfbyte_plan_device(const halfbyte_plan* plan, DLDevice* device);
-/* Bytes of memory of the device that a run needs, at a multiple of 16. Never 0. */
+/* Bytes of device memory that a run needs, at an address that is a multiple of 16. Never 0. */
 HALFBYTE_API halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* plan, int64_t* num_bytes);
 /* What the last run with this workspace found in the data. Waits for the stream, which may not be capturing.
  */
@@ -337,7 +342,7 @@ typedef struct halfbyte_quantize_descriptor {
   int64_t cols;
   int64_t alignment; /* bytes: of x, y and codes */
 } halfbyte_quantize_descriptor;
-/* f32 in memory aligned to 16 bytes; spec, rows and cols are the caller's to set. */
+/* f32 in memory aligned to 16 bytes. The caller sets spec, rows and cols. */
 HALFBYTE_API halfbyte_status halfbyte_quantize_descriptor_init(halfbyte_quantize_descriptor* descriptor,
                                                                size_t struct_size);
 
@@ -392,7 +397,7 @@ typedef struct halfbyte_linear_descriptor {
   int32_t computed;                /* flag: quantize computes scale and zero point and writes them */
   int32_t strided;                 /* flag: x, y, codes and gradients may have strides */
 } halfbyte_linear_descriptor;
-/* A tensor of rank 0, f32 to i8 in -128 ... 127, one f32 scale that is given. */
+/* A tensor of rank 0, f32 to i8 in -128 ... 127, with one given f32 scale. */
 HALFBYTE_API halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_descriptor* descriptor,
                                                              size_t struct_size);
 /* The shape of scale and zero point: *ndim gets its rank (0, 1 or descriptor->ndim), scale_shape its extents,
@@ -473,7 +478,7 @@ typedef struct halfbyte_qparams_config {
 /* Symmetric, -128 ... 127, absmax, no eps. */
 HALFBYTE_API halfbyte_status halfbyte_qparams_config_init(halfbyte_qparams_config* config,
                                                           size_t struct_size);
-/* dtype: of min and max, f32 or f64: what is computed in. */
+/* dtype: of min and max and of the arithmetic: f32 or f64. */
 HALFBYTE_API halfbyte_status halfbyte_compute_qparams(double min, double max,
                                                       const halfbyte_qparams_config* config,
                                                       halfbyte_dtype scale_dtype, halfbyte_dtype dtype,
@@ -510,27 +515,27 @@ typedef struct halfbyte_observer_state {
   int64_t num_groups;
   int64_t num_batches;
 } halfbyte_observer_state;
-/* No groups of f32, nothing seen; min, max and num_groups are the caller's to set. */
+/* f32, no groups, nothing seen. The caller sets min, max and num_groups. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_init(halfbyte_observer_state* state, size_t struct_size);
 /* Nothing seen: +inf and -inf. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_reset(halfbyte_observer_state* state);
-/* A batch, by num_groups ranges. */
+/* Adds a batch by its num_groups ranges. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_update(halfbyte_observer_state* state,
                                                             const halfbyte_observer_config* config,
                                                             const double* batch_min, const double* batch_max);
 HALFBYTE_API halfbyte_status halfbyte_observer_state_merge(halfbyte_observer_state* state,
                                                            const halfbyte_observer_config* config,
                                                            const halfbyte_observer_state* other);
-/* num_groups scales and zero points. */
+/* Writes num_groups scales and zero points. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_qparams(const halfbyte_observer_state* state,
                                                              const halfbyte_qparams_config* config,
                                                              halfbyte_dtype scale_dtype, double* scale,
                                                              int32_t* zero_point);
-/* The tensors of a state on their device: min and max f32 or f64, num_batches i64 []. On a CUDA device they
- * wait for the stream. */
+/* These functions set and copy the tensors of a state on their device: min and max are f32 or f64,
+ * num_batches is i64 []. On a CUDA device they wait for the stream. */
 HALFBYTE_API halfbyte_status halfbyte_observer_reset(const DLTensor* min, const DLTensor* max,
                                                      const DLTensor* num_batches, void* stream);
-/* state: with arrays for as many groups, and their dtype. */
+/* state must have arrays for as many groups, and the dtype of the tensors. */
 HALFBYTE_API halfbyte_status halfbyte_observer_load(const DLTensor* min, const DLTensor* max,
                                                     const DLTensor* num_batches, void* stream,
                                                     halfbyte_observer_state* state);
@@ -538,7 +543,7 @@ HALFBYTE_API halfbyte_status halfbyte_observer_store(const halfbyte_observer_sta
                                                      const DLTensor* min, const DLTensor* max,
                                                      const DLTensor* num_batches, void* stream);
 
-/* The plan of observe: a batch into a state on the device. */
+/* The plan of observe, which adds a batch to a state on the device. */
 typedef struct halfbyte_observe_descriptor {
   size_t struct_size;
   const int64_t* shape; /* of x; only _select uses it, and observer */
@@ -558,7 +563,7 @@ HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_init(halfbyte_observe_d
 HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_state_shape(
     const halfbyte_observe_descriptor* descriptor, int32_t* ndim, int64_t* state_shape);
 
-/* x into the state. Nothing overlaps. */
+/* Adds x to the state. Nothing overlaps. */
 typedef struct halfbyte_observe_args {
   size_t struct_size;
   const DLTensor* x;
@@ -576,7 +581,7 @@ HALFBYTE_API halfbyte_status halfbyte_observe_can_implement(const halfbyte_plan*
 HALFBYTE_API halfbyte_status halfbyte_observe_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                                   const halfbyte_observe_args* args);
 
-/* The plan of compute_qparams: of ranges on the device. */
+/* The plan of compute_qparams, for ranges on the device. */
 typedef struct halfbyte_qparams_descriptor {
   size_t struct_size;
   const int64_t* shape;                  /* of all tensors; only _select uses it, and config */
@@ -610,26 +615,26 @@ HALFBYTE_API halfbyte_status halfbyte_compute_qparams_run(const halfbyte_plan* p
                                                           void* workspace,
                                                           const halfbyte_compute_qparams_args* args);
 
-/* Training the scales and biases of an affine quantization: halfbyte/affine_qdq.hpp describes the fields and
- * the three operations, of which each uses some fields. */
+/* Training the scales and biases of an affine quantization. halfbyte/affine_qdq.hpp describes the fields and
+ * the three operations. Each operation uses some of the fields. */
 typedef struct halfbyte_affine_qdq_descriptor {
   size_t struct_size;
   int64_t rows, cols;
   int64_t group_size; /* elements, along a row */
   int64_t alignment;  /* bytes */
   int32_t bits;       /* of a code: 2, 3, 4, 5, 6, 8 */
-  int32_t packed;     /* flag: codes are a stream of bits; else each has a byte */
+  int32_t packed;     /* flag: codes are a stream of bits; 0: each code has a byte */
   halfbyte_dtype dtype;
   halfbyte_dtype scale_dtype;
   halfbyte_scale_rule scale_rule; /* minmax or mlx_edge */
   int32_t half_away;              /* flag: codes are rounded half away from zero; else half to even */
-  int32_t refit;                  /* flag: init ends with the least squares over the codes */
+  int32_t refit;                  /* flag: init ends with a least-squares fit over the codes */
   int32_t adam;                   /* flag: backward makes a step of Adam */
 } halfbyte_affine_qdq_descriptor;
 /* An empty matrix, packed 4-bit codes, groups of 64, all f32, minmax. */
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_init(halfbyte_affine_qdq_descriptor* descriptor,
                                                                  size_t struct_size);
-/* The shapes of codes (u8), and of scales, biases and what belongs to them. */
+/* The shapes of codes (u8), and of scales, biases, their gradients and moments. */
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_shapes(
     const halfbyte_affine_qdq_descriptor* descriptor, int64_t code_shape[2], int64_t scale_shape[2]);
 
@@ -680,14 +685,14 @@ typedef struct halfbyte_adam_step {
 /* 1e-3, 0.9, 0.999, 1e-8, step 1. */
 HALFBYTE_API halfbyte_status halfbyte_adam_step_init(halfbyte_adam_step* step, size_t struct_size);
 
-/* codes, dy -> dscales, dbiases (f32), and with adam a step of scales and biases. Nothing overlaps. */
+/* codes, dy -> dscales, dbiases (f32). With adam, also a step of scales and biases. Nothing overlaps. */
 typedef struct halfbyte_affine_qdq_backward_args {
   size_t struct_size;
   const DLTensor* codes;
   const DLTensor* dy;
   const DLTensor* dscales; /* written; with adam NULL where not wanted */
   const DLTensor* dbiases; /* likewise */
-  /* With adam, else NULL; f32, read and written. The moments are 0 before step 1. */
+  /* Only with adam, otherwise NULL: f32, read and written. The moments are 0 before step 1. */
   const DLTensor* scales;
   const DLTensor* biases;
   const DLTensor* scale_m;
@@ -730,17 +735,17 @@ typedef struct halfbyte_fake_quantize_descriptor {
   int32_t computed;                         /* flag: scale and zero point are computed and written */
   int32_t mask;                             /* flag: forward writes the mask, backward reads it */
 } halfbyte_fake_quantize_descriptor;
-/* A tensor of rank 0, f32, integers in -8 ... 7, one f32 scale that is given. */
+/* A tensor of rank 0, f32, integers in -8 ... 7, with one given f32 scale. */
 HALFBYTE_API halfbyte_status
 halfbyte_fake_quantize_descriptor_init(halfbyte_fake_quantize_descriptor* descriptor, size_t struct_size);
 /* As halfbyte_linear_descriptor_scale_shape. */
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_scale_shape(
     const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* scale_shape);
-/* The same of the mask, u8. */
+/* The same for the mask, u8. */
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_mask_shape(
     const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* mask_shape);
 
-/* x -> y, which may be x; nothing else overlaps. */
+/* x -> y. y may be the same memory as x; nothing else overlaps. */
 typedef struct halfbyte_fake_quantize_args {
   size_t struct_size;
   const DLTensor* x;
@@ -763,7 +768,7 @@ HALFBYTE_API halfbyte_status halfbyte_fake_quantize_run(const halfbyte_plan* pla
                                                         void* workspace,
                                                         const halfbyte_fake_quantize_args* args);
 
-/* x, dy -> dx, which may be dy; nothing else overlaps. */
+/* x, dy -> dx. dx may be the same memory as dy; nothing else overlaps. */
 typedef struct halfbyte_fake_quantize_backward_args {
   size_t struct_size;
   const DLTensor* x;    /* NULL with a mask */
@@ -784,7 +789,8 @@ HALFBYTE_API halfbyte_status
 halfbyte_fake_quantize_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                     const halfbyte_fake_quantize_backward_args* args);
 
-/* x, dy -> dx, which may be dy, and the gradients of scale and zero point; nothing else overlaps. */
+/* x, dy -> dx and the gradients of scale and zero point. dx may be the same memory as dy; nothing else
+ * overlaps. */
 typedef struct halfbyte_fake_quantize_learned_backward_args {
   size_t struct_size;
   const DLTensor* x;
@@ -808,7 +814,7 @@ halfbyte_fake_quantize_learned_backward_run(const halfbyte_plan* plan, void* str
 
 /* ---- Products with quantized weights: halfbyte/qgemm.hpp has the formulas and describes the fields */
 
-/* A quantized matrix [rows, cols] in one of the layouts. NULL: a part that the spec does not have. */
+/* A quantized matrix [rows, cols] in one of the layouts. A part that the spec does not have is NULL. */
 typedef struct halfbyte_weight_view {
   size_t struct_size;
   const halfbyte_quant_spec* spec;
@@ -825,7 +831,7 @@ typedef struct halfbyte_weight_view {
 } halfbyte_weight_view;
 HALFBYTE_API halfbyte_status halfbyte_weight_view_init(halfbyte_weight_view* view, size_t struct_size);
 
-/* The form that products in both directions read: one array, at a multiple of 256 bytes. */
+/* A packed weight, which products in both directions read: one array, at a multiple of 256 bytes. */
 typedef struct halfbyte_packed_weight {
   size_t struct_size;
   const halfbyte_quant_spec* spec;
@@ -837,8 +843,8 @@ HALFBYTE_API halfbyte_status halfbyte_packed_weight_init(halfbyte_packed_weight*
 HALFBYTE_API halfbyte_status halfbyte_packed_weight_bytes(const halfbyte_quant_spec* spec, int64_t rows,
                                                           int64_t cols, int64_t* num_bytes);
 
-/* To the packed form and back, exactly, where the memory is; on a CUDA device enqueued on the stream. Nothing
- * overlaps. execution: NULL: the defaults. */
+/* To the packed form and back, exactly. They run on the device of the memory; on a CUDA device they are
+ * enqueued on the stream. Nothing overlaps. execution: NULL means the defaults. */
 HALFBYTE_API halfbyte_status halfbyte_reorder_to_packed(const halfbyte_weight_view* from,
                                                         const halfbyte_packed_weight* to,
                                                         const halfbyte_execution* execution);
@@ -859,7 +865,7 @@ HALFBYTE_API const char* halfbyte_qgemm_math_name(halfbyte_qgemm_math math);
 typedef struct halfbyte_qgemm_descriptor {
   size_t struct_size;
   const halfbyte_quant_spec* spec; /* of the weight [n, k]; only _select and _explain use it */
-  const char* variant;             /* the one that must take it; NULL: the first that does */
+  const char* variant;             /* the variant to use; NULL: the first that does not refuse */
   int64_t m, n, k;
   int64_t alignment; /* bytes: of x, y, bias and the codes of a view */
   halfbyte_dtype dtype;
@@ -872,11 +878,11 @@ typedef struct halfbyte_qgemm_descriptor {
   int32_t accumulate;     /* flag */
   int32_t early_start;    /* flag */
 } halfbyte_qgemm_descriptor;
-/* Forward, bf16, a packed weight; spec and extents are the caller's to set. */
+/* Forward, bf16, a packed weight. The caller sets spec and extents. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_descriptor_init(halfbyte_qgemm_descriptor* descriptor,
                                                             size_t struct_size);
-/* A line a variant, in the order in which they are tried: its name, and behind ": " why it does not take the
- * description; nothing if it does. */
+/* One line for each variant, in the order in which they are tried: its name, and if it refuses the
+ * description, ": " and the reason. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_explain(DLDevice device,
                                                     const halfbyte_qgemm_descriptor* descriptor,
                                                     halfbyte_blob** text);
@@ -885,7 +891,7 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_explain(DLDevice device,
 typedef struct halfbyte_qgemm_args {
   size_t struct_size;
   const DLTensor* x;
-  const halfbyte_packed_weight* weight; /* where packed, else NULL */
+  const halfbyte_packed_weight* weight; /* if packed, otherwise NULL */
   const halfbyte_weight_view* view;     /* else */
   const DLTensor* bias;                 /* NULL where descriptor.bias is 0 */
   const DLTensor* y;                    /* written; read too to accumulate */
@@ -902,7 +908,8 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_run(const halfbyte_plan* plan, void*
 
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
-/* Called from any thread, one call at a time. Not 0 cancels: HALFBYTE_CANCELLED, no output. */
+/* Called from any thread, one call at a time. A result other than 0 cancels: HALFBYTE_CANCELLED, and no
+ * output. */
 typedef struct halfbyte_progress {
   size_t struct_size;
   const char* phase; /* "quantize", "dequantize", "verify", "compare", "sync" */
@@ -947,7 +954,7 @@ typedef struct halfbyte_weight {
   const char* name;
   const int64_t* shape; /* of the dense weight */
   int64_t ndim;
-  halfbyte_dtype dtype;   /* of the dense weight; HALFBYTE_UNSET: none of ours */
+  halfbyte_dtype dtype;   /* of the dense weight; HALFBYTE_UNSET: one that halfbyte does not have */
   halfbyte_layout layout; /* HALFBYTE_UNSET: dense */
   const int32_t* parts;   /* indices of tensors; a dense weight has one */
   int64_t num_parts;
@@ -959,7 +966,7 @@ HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_check
 /* Of a weight that is quantized. */
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_spec(const halfbyte_checkpoint* checkpoint,
                                                           int64_t index, halfbyte_quant_spec* spec);
-/* *index gets the index of the weight, -1 where there is none of the name. */
+/* *index gets the index of the weight, or -1 if no weight has the name. */
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_find(const halfbyte_checkpoint* checkpoint, const char* name,
                                                       int64_t* index);
 /* Bytes [offset, offset + num_bytes) of a stored tensor. */
@@ -978,8 +985,8 @@ enum {
   HALFBYTE_NONFINITE_KEEP_DENSE = 1,
 };
 
-/* What is HALFBYTE_UNSET (group_size: 0) follows the layout. By default nf4, verified, on all threads of the
- * CPU. */
+/* A field that is HALFBYTE_UNSET (group_size: 0) has the default of the layout. The defaults: nf4, verified,
+ * on all threads of the CPU. */
 typedef struct halfbyte_quantize_options {
   size_t struct_size;
   halfbyte_format format;
@@ -1010,7 +1017,7 @@ HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_op
 
 typedef struct halfbyte_dequantize_options {
   size_t struct_size;
-  halfbyte_dtype dtype; /* HALFBYTE_UNSET: what each weight was before */
+  halfbyte_dtype dtype; /* HALFBYTE_UNSET: the dtype that each weight had before */
   int32_t dry_run;      /* flag */
   int32_t force;        /* flag */
   DLDevice device;
@@ -1022,8 +1029,8 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantiz
                                                               size_t struct_size);
 
 typedef struct halfbyte_report halfbyte_report;
-/* Reads `input`, writes `output`: file to file, directory to directory; after a failure there is no output.
- * options: NULL: the defaults. report: gets what happened; NULL where that does not matter. */
+/* Reads `input` and writes `output`: file to file, directory to directory. A failure leaves no output.
+ * options: NULL means the defaults. report: receives what happened; may be NULL. */
 HALFBYTE_API halfbyte_status halfbyte_quantize_checkpoint(const char* input, const char* output,
                                                           const halfbyte_quantize_options* options,
                                                           halfbyte_report** report);
@@ -1059,10 +1066,10 @@ typedef struct halfbyte_weight_report {
   const int64_t* shape;
   int64_t ndim;
   const char* dtype;  /* of the source, as stored: "BF16" */
-  const char* reason; /* why it stayed dense; "" where quantized */
+  const char* reason; /* why it stayed dense; "" if quantized */
   const char* note;   /* "scales in f32: f16 cannot hold them"; "" where there is none */
   int32_t quantized;  /* flag */
-  int32_t measured;   /* flag: the errors are; else they are 0 */
+  int32_t measured;   /* flag: the errors were measured; otherwise they are 0 */
   uint64_t source_bytes, output_bytes;
   double bits_per_weight;
   double max_error; /* largest |x_hat - x| */
@@ -1075,7 +1082,8 @@ HALFBYTE_API halfbyte_status halfbyte_report_get_weight(const halfbyte_report* r
 /* Of a weight that was quantized. */
 HALFBYTE_API halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t index,
                                                       halfbyte_quant_spec* spec);
-/* Names of files of a directory that were copied, and not. NULL for an index that is none. */
+/* Names of the files of a directory that were copied, and that were skipped. NULL for an index out of range.
+ */
 HALFBYTE_API const char* halfbyte_report_copied_file(const halfbyte_report* report, int64_t index);
 HALFBYTE_API const char* halfbyte_report_skipped_file(const halfbyte_report* report, int64_t index);
 
@@ -1089,8 +1097,8 @@ HALFBYTE_API halfbyte_status halfbyte_compare_options_init(halfbyte_compare_opti
                                                            size_t struct_size);
 
 typedef struct halfbyte_comparison halfbyte_comparison;
-/* Compares the decoded weights of two checkpoints, of which `a` is the reference: rows with a problem first,
- * then worst signal to noise first. options: NULL: the defaults. */
+/* Compares the decoded weights of two checkpoints; `a` is the reference. Rows with a problem come first, then
+ * the others with the worst signal-to-noise ratio first. options: NULL means the defaults. */
 HALFBYTE_API halfbyte_status halfbyte_compare_checkpoints(const char* a, const char* b,
                                                           const halfbyte_compare_options* options,
                                                           halfbyte_comparison** comparison);
@@ -1117,14 +1125,14 @@ HALFBYTE_API halfbyte_status halfbyte_comparison_get_row(const halfbyte_comparis
 typedef struct halfbyte_system_info {
   size_t struct_size;
   const char* version;
-  const char* simd_target;      /* that CPU kernels run on here: "AVX3_DL" */
-  const char* compiled_targets; /* that this build has kernels for, best first: "AVX3_DL AVX2 SCALAR" */
-  int64_t num_threads;          /* that operations use by default */
+  const char* simd_target;      /* what CPU kernels use on this machine: "AVX3_DL" */
+  const char* compiled_targets; /* what this build has kernels for, best first: "AVX3_DL AVX2 SCALAR" */
+  int64_t num_threads;          /* the default of operations */
 } halfbyte_system_info;
 HALFBYTE_API halfbyte_status halfbyte_get_system_info(halfbyte_system_info* info);
 
 typedef struct halfbyte_cuda halfbyte_cuda;
-/* What is found of CUDA on this machine. That there is none is no failure. */
+/* Finds out what this machine has of CUDA. Finding nothing is not a failure. */
 HALFBYTE_API halfbyte_status halfbyte_cuda_query(halfbyte_cuda** cuda);
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_cuda_destroy(halfbyte_cuda* cuda);
@@ -1135,7 +1143,7 @@ typedef struct halfbyte_cuda_info {
   const char* problem;     /* why no device can be used; "" if one can */
   const char* driver_path; /* "" if not found */
   const char* nvrtc_path;
-  int32_t driver_version; /* of CUDA that the driver supports: 1000 * major + 10 * minor */
+  int32_t driver_version; /* the CUDA version that the driver supports: 1000 * major + 10 * minor */
   int32_t nvrtc_version;
   const char* cache_directory; /* of compiled kernels on disk; "" if none is used */
   const char* cache_problem;   /* why none is used */
@@ -1146,7 +1154,7 @@ HALFBYTE_API halfbyte_status halfbyte_cuda_get_info(const halfbyte_cuda* cuda, h
 typedef struct halfbyte_cuda_device {
   size_t struct_size;
   const char* name;    /* "NVIDIA H200" */
-  const char* target;  /* that kernels are compiled for: "sm_90a"; "" if NVRTC cannot */
+  const char* target;  /* what kernels are compiled for: "sm_90a"; "" if NVRTC cannot */
   const char* problem; /* why it cannot be used; "" if it can */
   int32_t index;
   int32_t capability; /* 10 * major + minor */
@@ -1156,15 +1164,15 @@ typedef struct halfbyte_cuda_device {
 HALFBYTE_API halfbyte_status halfbyte_cuda_get_device(const halfbyte_cuda* cuda, int64_t index,
                                                       halfbyte_cuda_device* device);
 
-/* HALFBYTE_DEVICE with the reason where the device cannot be used. The CPU always can. */
+/* HALFBYTE_DEVICE, with the reason, if the device cannot be used. The CPU always can. */
 HALFBYTE_API halfbyte_status halfbyte_check_device(DLDevice device);
 
-/* A stream of a CUDA device; for the CPU nothing. */
+/* A stream of a CUDA device. For the CPU it does nothing. */
 typedef struct halfbyte_stream halfbyte_stream;
 HALFBYTE_API halfbyte_status halfbyte_stream_create(DLDevice device, halfbyte_stream** stream);
 /* The `stream` of other functions; NULL for the CPU. */
 HALFBYTE_API void* halfbyte_stream_handle(const halfbyte_stream* stream);
-/* Waits until all is done. HALFBYTE_DEVICE where something failed. */
+/* Waits until all work is done. HALFBYTE_DEVICE if something failed. */
 HALFBYTE_API halfbyte_status halfbyte_stream_synchronize(const halfbyte_stream* stream);
 /* NULL is fine. Work on it must be done. */
 HALFBYTE_API void halfbyte_stream_destroy(halfbyte_stream* stream);
@@ -1173,32 +1181,32 @@ HALFBYTE_API void halfbyte_stream_destroy(halfbyte_stream* stream);
 typedef struct halfbyte_memory halfbyte_memory;
 HALFBYTE_API halfbyte_status halfbyte_memory_create(DLDevice device, int64_t num_bytes,
                                                     halfbyte_memory** memory);
-/* Host memory that copies to and from `device` run asynchronously on. */
+/* Page-locked host memory, which copies to and from `device` use asynchronously. */
 HALFBYTE_API halfbyte_status halfbyte_memory_create_host(DLDevice device, int64_t num_bytes,
                                                          halfbyte_memory** memory);
 HALFBYTE_API void* halfbyte_memory_data(const halfbyte_memory* memory);
 /* NULL is fine. Work on it must be done. */
 HALFBYTE_API void halfbyte_memory_destroy(halfbyte_memory* memory);
-/* Copies between host memory and memory of `device`, either way, or within it; on a CUDA device enqueued on
- * the stream. */
+/* Copies between host memory and memory of `device`, in either direction, or within the device. On a CUDA
+ * device the copy is enqueued on the stream. */
 HALFBYTE_API halfbyte_status halfbyte_copy(DLDevice device, void* to, const void* from, int64_t num_bytes,
                                            void* stream);
 
-/* ---- Kernels: halfbyte/kernels.hpp. Nothing here needs a GPU; what compiles needs NVRTC. */
+/* ---- Kernels: halfbyte/kernels.hpp. Nothing here needs a GPU. Functions that compile need NVRTC. */
 
-/* What it points to lives as long as the process, here and for keys and targets. */
+/* Its pointers are valid as long as the process lives, as are those of keys and targets. */
 typedef struct halfbyte_kernel {
   size_t struct_size;
   const char* op;   /* "quantize" */
   const char* name; /* "quantize_groups": the extern "C" function */
   const char* description;
   int64_t num_keys;
-  const char* target; /* the only one that it is for: "sm_90a"; empty: any */
+  const char* target; /* the only target that it is for: "sm_90a"; empty: any target */
 } halfbyte_kernel;
 HALFBYTE_API halfbyte_status halfbyte_kernel_count(int64_t* num_kernels);
 HALFBYTE_API halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel);
 
-/* What a kernel is specialised on. */
+/* A property that a kernel is specialised on. */
 typedef struct halfbyte_kernel_key {
   size_t struct_size;
   const char* name; /* "group-size" */
@@ -1208,11 +1216,11 @@ typedef struct halfbyte_kernel_key {
 } halfbyte_kernel_key;
 HALFBYTE_API halfbyte_status halfbyte_kernel_get_key(int64_t kernel_index, int64_t key_index,
                                                      halfbyte_kernel_key* key);
-/* NULL for indices that are none. */
+/* NULL for indices out of range. */
 HALFBYTE_API const char* halfbyte_kernel_key_value(int64_t kernel_index, int64_t key_index,
                                                    int64_t value_index);
 
-/* A configuration is an array of these; what is missing has its default. This structure will not change. */
+/* A configuration is an array of these. A missing key has its default. This structure will not change. */
 typedef struct halfbyte_kernel_setting {
   const char* key;
   const char* value;
@@ -1221,7 +1229,7 @@ typedef struct halfbyte_kernel_setting {
 HALFBYTE_API halfbyte_status halfbyte_kernel_choose(const char* op, const halfbyte_kernel_setting* settings,
                                                     int64_t num_settings, int64_t* index);
 
-/* What the NVRTC of this machine compiles for; HALFBYTE_DEVICE without NVRTC. */
+/* The targets that the NVRTC of this machine compiles for. HALFBYTE_DEVICE without NVRTC. */
 HALFBYTE_API halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets);
 HALFBYTE_API halfbyte_status halfbyte_kernel_target_get(int64_t index, const char** target);
 
@@ -1235,10 +1243,10 @@ HALFBYTE_API halfbyte_status halfbyte_kernel_emit_cubin(const char* kernel,
                                                         int64_t num_settings, const char* target,
                                                         halfbyte_blob** cubin);
 
-/* Called after each kernel. Not 0 cancels: HALFBYTE_CANCELLED, no file. */
+/* Called after each kernel. A result other than 0 cancels: HALFBYTE_CANCELLED, and no file. */
 typedef int (*halfbyte_kernel_progress_function)(int64_t num_done, int64_t num_total, void* user_data);
-/* Of a kernel pack: a file of compiled kernels, which takes the place of NVRTC. Lists are NULL where their
- * number is 0, which means all; targets has at least one. */
+/* What a kernel pack contains. A pack is a file of compiled kernels, which takes the place of NVRTC. A list
+ * with number 0 is NULL and means all; targets has at least one. */
 typedef struct halfbyte_kernel_pack_options {
   size_t struct_size;
   const char* const* targets;
@@ -1271,8 +1279,8 @@ typedef struct halfbyte_kernel_pack_info {
 HALFBYTE_API halfbyte_status halfbyte_kernel_pack_write(const char* path,
                                                         const halfbyte_kernel_pack_options* options,
                                                         halfbyte_kernel_pack_info* info);
-/* From now on kernels are looked for in this pack before they are compiled. A pack is machine code: load none
- * that somebody else could have written. info: may be NULL. */
+/* Loads a pack: from now on, kernels are looked for in it before they are compiled. A pack is machine code:
+ * do not load one that somebody else could have written. info: may be NULL. */
 HALFBYTE_API halfbyte_status halfbyte_kernel_pack_load(const char* path, halfbyte_kernel_pack_info* info);
 
 #ifdef __cplusplus

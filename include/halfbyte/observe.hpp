@@ -1,5 +1,5 @@
-// Observers: the ranges of values that pass by, per tensor, channel or group, from which scales and zero
-// points are computed.
+// Observers record the ranges of the values that they see, per tensor, channel or group. Scales and zero
+// points are computed from these ranges.
 #pragma once
 
 #include <optional>
@@ -16,11 +16,11 @@ namespace halfbyte {
 enum class ObserverKind : uint8_t {
   min_max,         // of all batches
   moving_average,  // of the minima and maxima of batches: avg = avg * momentum + new * (1 - momentum)
-  // Of the n finite values of each batch, sorted, number k = ceil(percentile * n / 100) from below, and as
-  // many from above: exact, nearest rank. The mean over batches.
+  // In each batch, sort the n finite values and let k = ceil(percentile * n / 100). The range is from the
+  // k-th value from above to the k-th from below: exact, nearest rank. The state is the mean over batches.
   percentile,
-  // Of each batch, the range whose sum of squared quantization errors is least, by a search that
-  // docs/training.md describes. The mean over batches.
+  // In each batch, the range with the least sum of squared quantization errors, by a search that
+  // docs/training.md describes. The state is the mean over batches.
   mse,
 };
 HALFBYTE_API const char* to_string(ObserverKind kind);  // "min-max" "moving-average" "percentile" "mse"
@@ -33,28 +33,30 @@ struct HALFBYTE_API ObserverConfig {
   QParamsConfig qparams;      // mse: the quantization whose error is measured
   bool operator==(const ObserverConfig&) const = default;
 };
-// Throws Error(usage) naming the field, the rule and the value; NaN is none.
+// Throws Error(usage) naming the field, the rule and the value. NaN is never valid.
 HALFBYTE_API void check_config(const ObserverConfig& config);
 
-// What an observer has seen. Plain values, to be copied, saved and sent as they are: all that an observer
-// keeps between batches.
+// What an observer has seen: all that it keeps between batches, as plain values to copy, save and send.
 struct HALFBYTE_API ObserverState {
-  // One of each group, in the order of scales; values of `dtype`. min > max (+inf, -inf): nothing seen.
+  // One value for each group, in the order of the scales, of type `dtype`. min > max (+inf, -inf) means
+  // nothing seen.
   std::vector<double> min, max;
-  DType dtype = DType::f32;  // what is computed and kept in: f32; f64 for observers of f64 tensors
+  DType dtype = DType::f32;  // type of the arithmetic and of the state: f32; f64 for f64 tensors
   int64_t num_batches = 0;
 
   static ObserverState empty(int64_t num_groups, DType dtype = DType::f32);
-  // A batch, by its ranges, values of `dtype` or rounded to it: min-max and moving-average as the kind says,
-  // percentile and mse take them as the ranges of a batch. Throws Error(usage) for other lengths and
-  // Error(bad_input) for NaN, infinities and min > max; nothing is changed then.
+  // Adds a batch by its ranges, which are rounded to `dtype`. min-max and moving-average update the state as
+  // the kind says; percentile and mse take the values as the ranges that they found in a batch. Throws
+  // Error(usage) for other lengths, and Error(bad_input) for NaN, infinities and min > max. The state is then
+  // unchanged.
   void update(const ObserverConfig& config, std::span<const double> batch_min,
               std::span<const double> batch_max);
   void update(const ObserverConfig& config, double batch_min, double batch_max);  // of one group
-  // What the two have seen, of as many groups and the same dtype: min-max: the range that contains both; else
-  // the mean, weighted by batches.
+  // Adds what another observer of as many groups and the same dtype has seen. min-max: the range that
+  // contains both ranges. Others: the mean, weighted by batches.
   void merge(const ObserverConfig& config, const ObserverState& other);
-  // Of every group. Error(usage) "observer has no data" where a group has seen nothing.
+  // Scale and zero point of every group. Throws Error(usage) "observer has no data" if a group has seen
+  // nothing.
   std::vector<QParams> qparams(const QParamsConfig& config, DType scale_dtype = DType::f32) const;
 
   bool operator==(const ObserverState&) const = default;
@@ -77,11 +79,11 @@ struct HALFBYTE_API ObserveDescriptor {
 };
 HALFBYTE_API void check_descriptor(const ObserveDescriptor& descriptor);
 
-// A batch into the state, which lies in memory of the device. Only finite values count; the status says how
-// many were not, and where the first of them is. A group without any keeps its state, and num_batches grows
-// by 1; a batch without elements changes nothing. Nothing overlaps.
+// Adds a batch to the state, which lies in memory of the device. Only finite values count; the status has the
+// number of the others and the position of the first. A group without finite values keeps its state, and
+// num_batches still grows by 1. A batch without elements changes nothing. Nothing overlaps.
 //
-// The bytes are the same for every device, SIMD target, number of threads and run; a zero in them is +0.
+// Every device, SIMD target, number of threads and run gives the same bytes. A zero in the state is +0.
 struct HALFBYTE_API Observe {
   using Descriptor = ObserveDescriptor;
   struct Args {
@@ -94,9 +96,10 @@ struct HALFBYTE_API Observe {
 using ObservePlan = Plan<Observe>;
 extern template class Plan<Observe>;
 
-// The tensors of a state on their device: as they are before a first batch; copied to the host, from the
-// host. On a CUDA device enqueued on `stream`; load_observer waits for it. Throws Error(usage) for tensors
-// that Observe would refuse, or that are not those of the state.
+// reset_observer sets the tensors of a state on their device to what they are before the first batch.
+// load_observer copies them to the host, store_observer from the host. On a CUDA device the work is enqueued
+// on `stream`; load_observer waits for it. They throw Error(usage) for tensors that Observe would refuse, or
+// that do not fit the state.
 HALFBYTE_API void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                                  void* stream = nullptr);
 HALFBYTE_API ObserverState load_observer(const TensorView& min, const TensorView& max,
@@ -114,9 +117,9 @@ struct HALFBYTE_API QParamsDescriptor {
 };
 HALFBYTE_API void check_descriptor(const QParamsDescriptor& descriptor);
 
-// Scales and zero points from ranges, on the device: compute_qparams for each. A group that has seen nothing
-// (min > max) or whose range is not finite gets scale 0 and the zero point of 0, and counts as an invalid
-// scale in the status; a scale that its dtype cannot hold as unheld.
+// Computes scales and zero points from ranges on the device, each by compute_qparams. A group that has seen
+// nothing (min > max), or whose range is not finite, gets scale 0 and the zero point of the range (0, 0), and
+// counts as an invalid scale in the status. A scale that its dtype cannot hold counts as unheld.
 struct HALFBYTE_API ComputeQParams {
   using Descriptor = QParamsDescriptor;
   struct Args {

@@ -1,11 +1,12 @@
-// The operations, one function each. All are deterministic: the same bytes for every number of
-// threads, SIMD target and device (but for the payload of a NaN that decoding with a NaN or infinite scale
-// gives).
+// The operations, one function each. All are deterministic: every number of threads, SIMD target and device
+// gives the same bytes. The one exception is the payload of a NaN that comes from decoding with a NaN or
+// infinite scale.
 //
-// They run where the dense tensor (x, y) is: all other pointers of the call but `range` are memory of the
-// same device. On a CUDA device an operation is enqueued on Execution::stream; those that return what they
-// found in the data wait for it, the others return at once. Error(device) where the device cannot run it;
-// there is no falling back. Alignment on a CUDA device: of each array to its element; 16 bytes are fastest.
+// An operation runs on the device of the dense tensor (x or y). All other pointers of the call, except
+// `range`, must be memory of the same device. On a CUDA device the operation is enqueued on
+// Execution::stream. Operations that return what they found in the data wait for the stream; the others
+// return at once. If the device cannot run an operation, that is an Error(device); nothing falls back. On a
+// CUDA device each array must be aligned to its elements; 16 bytes are fastest.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ struct Execution {
   void* stream = nullptr;  // CUDA: the CUstream of the device to enqueue on; null: the default stream
 };
 
-// Non-owning parts of a quantized matrix; see QuantShape for the layout of each.
-// Parts that the spec does not have are null.
+// The parts of a quantized matrix, non-owning. QuantShape describes each. Parts that the spec does not have
+// are null.
 struct QuantizedView {
   QuantSpec spec;
   int64_t rows = 0;
@@ -35,16 +36,16 @@ struct QuantizedView {
   void* biases = nullptr;
 };
 
-// What a kernel can only find while it runs.
+// What an operation finds in the data while it runs.
 struct QuantizeStatus {
   int64_t num_nonfinite = 0;     // NaN or Inf elements; they get the code of zero
   int64_t first_nonfinite = -1;  // row-major index of the first
-  // Groups whose scale or bias is beyond the largest finite value of spec.scale_dtype, or so large
-  // that a code decodes to infinity.
+  // Groups whose scale or bias is larger than the largest finite value of spec.scale_dtype, or so large that
+  // a code decodes to infinity.
   int64_t num_unheld_scales = 0;
   // Groups whose stored scale keeps fewer than 8 significant bits: below 2^-17 for f16, 2^-126 for bf16.
   int64_t num_coarse_scales = 0;
-  // Of scales and zero points that were given: negative or not finite; outside the range of the codes.
+  // Given scales that are negative or not finite, and given zero points outside the range of the codes.
   int64_t num_invalid_scales = 0;
   int64_t num_invalid_zero_points = 0;
   bool ok() const {
@@ -53,8 +54,8 @@ struct QuantizeStatus {
   }
 };
 
-// Smallest and largest finite value of x (contiguous, floating); min = +inf, max = -inf where there
-// is none, so that ranges merge by min and max.
+// Smallest and largest finite value of x (contiguous, floating). If there is none, min = +inf and max = -inf,
+// so ranges merge by min and max.
 struct ValueRange {
   double min = std::numeric_limits<double>::infinity();
   double max = -std::numeric_limits<double>::infinity();
@@ -65,11 +66,12 @@ HALFBYTE_API ValueRange value_range(const TensorView& x, Execution execution = {
 
 // Quantizes x [..., cols] (f32, f16, bf16 or f64; contiguous) into `out` (out.rows = product of the
 // leading extents). spec.double_quant must be false: see double_quantize. Nothing overlaps.
-// Per group: scale from min, max by spec.scale_rule; code = clamp(rne(x / scale) + zero_point) for
-// integers, nearest table value (ties to the lower; fp4: toward zero; fp4_e2m1: to even) for tables.
-// f64 input is computed in f64, everything else in f32. Throws Error(usage) for bad arguments only;
-// what the data brings is in the status.
-// Granularity::tensor: `range` gives the values of the whole tensor where x is only a block of it.
+// In each group, spec.scale_rule computes the scale from min and max. The code of an integer format is
+// clamp(rne(x / scale) + zero_point). The code of a table format is the nearest value of the code book (ties
+// go to the lower value; fp4: toward zero; fp4_e2m1: to the even code). f64 input is computed in f64,
+// everything else in f32. Throws Error(usage) for bad arguments only; the status reports what was found in
+// the data. With Granularity::tensor, if x is only a block of the tensor, `range` gives the range of the
+// whole tensor.
 HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution = {},
                                      const ValueRange* range = nullptr);
 
@@ -78,10 +80,11 @@ HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& o
 // y is f64), rounded once to the dtype of y. Nothing overlaps.
 HALFBYTE_API void dequantize(const QuantizedView& in, const TensorView& y, Execution execution = {});
 
-// In host memory. Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes): offset = mean
-// of the scales, r = scale - offset, blocks of 256: absmax, code = nearest of a signed dynamic 8-bit map to
-// r / absmax. The mean is the f64 sum in a fixed order (blocks of 4096: 32 strided partial sums, a
-// halving tree; blocks in order) divided by n, rounded to f32.
+// Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes), in host memory. offset is the
+// mean of the scales, and r = scale - offset. Each block of 256 has its absmax; the code is the entry of a
+// signed dynamic 8-bit map that is nearest to r / absmax. The mean is an f64 sum in a fixed order (blocks of
+// 4096, each 32 strided partial sums in a halving tree; then the blocks in order), divided by n and rounded
+// to f32.
 inline constexpr int64_t kDoubleQuantBlock = 256;
 struct DoubleQuantizedView {
   uint8_t* codes = nullptr;  // [n]
@@ -106,8 +109,8 @@ struct QuantizedTensor {
   float scales_offset = 0;
 };
 
-// One-line forms. quantize throws Error(bad_input) on non-finite data, naming count and first
-// index, and where spec.scale_dtype cannot hold a scale.
+// One-line forms. quantize throws Error(bad_input) if the data is not finite, naming the count and the first
+// index, or if spec.scale_dtype cannot hold a scale.
 HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution = {});
 HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
 

@@ -31,7 +31,7 @@ HALFBYTE_API const char* to_string(WeightLayout layout);
 HALFBYTE_API WeightLayout parse_weight_layout(std::string_view word);
 
 // A quantized matrix [rows, cols] in one of these layouts. Non-owning; parts that the spec does not have are
-// null. The formats of qgemm are those of 4 and 8 bits.
+// null. qgemm takes formats of 4 and 8 bits.
 struct WeightView {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
@@ -40,25 +40,26 @@ struct WeightView {
   void* scales = nullptr;  // of spec.scale_dtype; u8 codes of double_quantize if spec.double_quant
   void* zeros = nullptr;
   void* biases = nullptr;
-  // Double quantization only, in memory of the same device: as DoubleQuantizedView has them.
+  // Only with double quantization, in memory of the same device. DoubleQuantizedView describes them.
   float* absmax = nullptr;  // [ceil(number of scales / 256)]
   float* map = nullptr;     // [256]
   float* offset = nullptr;  // [1]
   Device device = {};
 };
 
-// Bytes of each part; 0: the spec does not have it. Throws Error(usage) where there is no such view: formats
-// of other than 4 or 8 bits (bitsandbytes: 4), scales of f64, zero points of compressed-tensors that are not
-// of groups within rows.
+// Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: for formats
+// of other than 4 or 8 bits (bitsandbytes: 4), for f64 scales, and in compressed-tensors for zero points
+// whose groups do not lie within rows.
 struct WeightViewBytes {
   int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
 };
 HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
                                                WeightLayout layout);
 
-// The packed form: one allocation, at a multiple of 256 bytes, that products in both directions read. Opaque;
-// `version` says which form it is. Where rows and columns are multiples of 32 and of max(64, group size), at
-// most 2 KB longer than the native layout; a scale of a whole tensor is there for each row.
+// A packed weight: one allocation, at a multiple of 256 bytes, that products in both directions read. Its
+// content is opaque; `version` says which form it is. If the rows are a multiple of 32 and the columns a
+// multiple of max(64, group size), it is at most 2 KB longer than the native layout. The exception is one
+// scale for the whole tensor: it is stored once for each row.
 inline constexpr int kPackedWeightVersion = 1;
 struct PackedWeight {
   QuantSpec spec;
@@ -66,17 +67,17 @@ struct PackedWeight {
   void* data = nullptr;
   Device device;
   int version = kPackedWeightVersion;
-  int64_t num_bytes = -1;  // of the memory; where it is known, too little is refused
+  int64_t num_bytes = -1;  // length of the memory; -1: not known. If it is known, too little is refused
 };
-// Throws Error(usage) where there is no packed form: formats of other than 4 or 8 bits, scales of f64,
-// Granularity::flat with groups that do not divide the rows.
+// Throws Error(usage) if there is no packed form: for formats of other than 4 or 8 bits, for f64 scales, and
+// for Granularity::flat with groups that do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
 
-// To the packed form and back: exact, each undoes the other. They run where the memory is, as the functions
-// in ops.hpp; from and to are of the same spec (Granularity::flat and group with groups that divide the rows
-// are the same), rows, cols and device, and do not overlap. Padding of the packed form is written too, as
-// zeros; that behind the rows of a view as their layout has it: the code of zero, in words 0 bits. Of a
-// weight without elements only what double quantization has beside the scales is moved.
+// To the packed form and back. Both are exact, and each undoes the other. They run where the memory is, as
+// the functions in ops.hpp do. `from` and `to` have the same spec, rows, cols and device, and do not overlap.
+// (For spec, Granularity::flat and group are the same if groups divide the rows.) Padding is written too:
+// zeros in the packed form; after the rows of a view what its layout defines, the code of zero, or 0 bits in
+// words. For a weight without elements, only absmax, map and offset of double quantization are moved.
 HALFBYTE_API void reorder(const WeightView& from, const PackedWeight& to, Execution execution = {});
 HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execution execution = {});
 
@@ -88,7 +89,7 @@ enum class QgemmMath : uint8_t {
 HALFBYTE_API const char* to_string(QgemmMath math);  // "auto" "tf32" "f64"
 HALFBYTE_API QgemmMath parse_qgemm_math(std::string_view word);
 
-// Of the output that a block of a simt kernel makes; 0: chosen.
+// The part of the output that one block of a simt kernel computes; 0: chosen by the library.
 struct QgemmTile {
   int m = 0, n = 0;  // n: along the other axis of y
   bool operator==(const QgemmTile&) const = default;
@@ -99,20 +100,22 @@ struct HALFBYTE_API QgemmDescriptor {
   int64_t m = 0, n = 0, k = 0;  // each may be 0
   bool transposed = false;
   DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32
-  bool packed = true;         // the weight: PackedWeight; else a WeightView, which fewer kernels take
+  bool packed = true;         // the weight is a PackedWeight; false: a WeightView, which fewer kernels take
   WeightLayout layout = WeightLayout::halfbyte;  // of the WeightView
   bool bias = false;                             // forward only
   bool accumulate = false;                       // y += instead of y =; the sum is rounded once
   QgemmMath math = QgemmMath::automatic;
-  // CUDA: starts before the kernel before it on the stream has ended (programmatic dependent launch) and
-  // reads the weight meanwhile; x, bias and y are not touched before. So nothing may still write the weight:
-  // not that kernel and, where it started early itself, not the ones before it, back to and with the last
-  // that is in front of the unbroken run of such kernels.
+  // CUDA: the kernel starts before the previous kernel on the stream has ended (programmatic dependent
+  // launch), and reads the weight in the meantime. It touches x, bias and y only after that kernel has ended.
+  // So nothing may still write the weight: neither the previous kernel nor, if that one started early too,
+  // the kernels before it, back to and including the last kernel in front of the unbroken run of kernels that
+  // start early.
   bool early_start = false;
-  // What `run` may rely on: of the addresses of x, y, bias and the codes of a view, in bytes, a power of
-  // two, at least the size of an element; 16 is fastest. Other parts of a view are aligned to their elements.
+  // Alignment of the addresses of x, y, bias and the codes of a view, in bytes, which `run` relies on. A
+  // power of two, at least the size of an element; 16 is fastest. Other parts of a view are aligned to their
+  // elements.
   int64_t alignment = 16;
-  std::string variant = {};  // "qgemm_sm80": this one or none; empty: the first that does not refuse
+  std::string variant = {};  // "qgemm_sm80": only this one; empty: the first that does not refuse
   QgemmTile tile = {};       // for qgemm_simt
 
   bool operator==(const QgemmDescriptor&) const = default;
@@ -120,16 +123,16 @@ struct HALFBYTE_API QgemmDescriptor {
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const QgemmDescriptor& descriptor);
 
-// One line a variant, in the order in which they are tried: why it refuses, or nothing.
+// One row for each variant, in the order in which they are tried, with the reason if it refuses.
 struct QgemmChoice {
   std::string variant;
   std::string reason;  // empty: it takes the description
 };
 HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor);
 
-// y = ... as above. Sums have one order for a plan, so that runs give the same bytes; another kernel, device
-// or m may give others. precision_guarantee() says how weights are rounded. There is nothing to find: the
-// status is that of no data. y overlaps nothing; weight and x may.
+// y = ... as above. A plan has one order of sums, so its runs give the same bytes; another kernel, device or
+// m may give others. precision_guarantee() says how weights are rounded. It has nothing to report: the status
+// is that of empty data. y overlaps nothing; weight and x may overlap.
 struct HALFBYTE_API Qgemm {
   using Descriptor = QgemmDescriptor;
   struct Args {

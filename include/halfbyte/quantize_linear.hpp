@@ -6,10 +6,11 @@
 //   backward    dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else 0: the straight-through
 //               estimator (Bengio et al. 2013) with the inclusive mask of PyTorch
 //
-// in f32, for f64 tensors in f64, rounded once to the dtype of the result. Infinities saturate; NaN gets the
-// code zero_point, and the gradient 0. A scale of 0 gives the code zero_point everywhere. A given scale that
-// is negative or not finite counts as 0, a given zero point outside [q_min, q_max] as the nearer of the two;
-// the status counts both. The bytes are the same for every device, SIMD target, number of threads and run.
+// Arithmetic is f32 (f64 for f64 tensors), and results are rounded once to their dtype. Infinities saturate.
+// NaN gets the code zero_point and the gradient 0. A scale of 0 gives the code zero_point everywhere. A given
+// scale that is negative or not finite counts as 0. A given zero point outside [q_min, q_max] counts as the
+// nearer bound. The status counts both. Every device, SIMD target, number of threads and run gives the same
+// bytes.
 #pragma once
 
 #include <vector>
@@ -23,8 +24,8 @@ namespace halfbyte {
 struct HALFBYTE_API LinearDescriptor {
   std::vector<int64_t> shape;  // of x, y, codes and gradients, in elements; any rank, any extents
   // tensor: one scale. channel: one for each index of `axis`. group: one for `group_size` consecutive
-  // elements along `axis`, of which the last may be short. Per token: group along the last axis, group_size
-  // its extent.
+  // elements along `axis`; the last group may be short. For one scale per token, use group along the last
+  // axis with group_size = its extent.
   Granularity granularity = Granularity::tensor;
   int axis = -1;                  // channel, group (tensor: see strided); counted from the end where negative
   int64_t group_size = 0;         // group: elements, > 0
@@ -34,34 +35,35 @@ struct HALFBYTE_API LinearDescriptor {
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // None: symmetric, the zero point is 0. Else i32, or the same as code_dtype.
   std::optional<DType> zero_point_dtype;
-  // quantize: false: scale and zero point are given. true: they are computed and written: from the range of
-  // the finite values by scale_rule over [q_min, q_max] (absmax or half_range; with a zero point minmax, over
-  // the range extended to contain 0), rounded to scale_dtype. Codes are those of the stored scale.
+  // For quantize. false: scale and zero point are given. true: they are computed and written. scale_rule
+  // computes them from the range of the finite values for codes in [q_min, q_max] (absmax or half_range; with
+  // a zero point minmax, over the range extended to contain 0). They are rounded to scale_dtype, and the
+  // stored scale decides the codes.
   bool computed = false;
   ScaleRule scale_rule = ScaleRule::absmax;
-  // What `run` may rely on. strided: x, y, gradients, and codes of whole bytes may have any strides >= 0 that
-  // let the axes before `axis` be walked as one, and those behind it; outputs with no two elements at one
-  // place. Else all are contiguous. alignment: of the addresses of all these tensors, in bytes, a power of
-  // two, at least the size of an element; 16 is fastest.
+  // What `run` relies on. strided = true: x, y, gradients, and codes of whole bytes may have any strides >= 0
+  // that let the axes before `axis` be walked as one axis, and the axes after it as another. No two elements
+  // of an output may lie at the same place. strided = false: all tensors are contiguous. alignment: of the
+  // addresses of all these tensors, in bytes, a power of two, at least the size of an element; 16 is fastest.
   bool strided = false;
   int64_t alignment = 16;
 
-  // The shapes of the granularity; the other fields at their defaults.
+  // Descriptors of each granularity. The other fields have their defaults.
   static LinearDescriptor per_tensor(std::vector<int64_t> shape);
   static LinearDescriptor per_channel(std::vector<int64_t> shape, int axis);
   static LinearDescriptor per_group(std::vector<int64_t> shape, int64_t group_size, int axis = -1);
   static LinearDescriptor per_token(std::vector<int64_t> shape);
 
-  // Of scale and zero point, always contiguous: [] per tensor; [extent of axis] per channel; per group
-  // `shape` with the number of groups in place of the extent of `axis`.
-  // Throws as check_descriptor.
+  // The shape of scale and zero point, which are always contiguous. Per tensor: []. Per channel: [extent of
+  // axis]. Per group: `shape`, with the number of groups in place of the extent of `axis`. Throws as
+  // check_descriptor.
   std::vector<int64_t> scale_shape() const;
 
   bool operator==(const LinearDescriptor&) const = default;
 };
-// Packed dtypes (i4 in two's complement, u4), codes and zero points alike: two elements a byte along the last
-// axis, the first in the low half; each row of the last axis begins at a byte, the half byte behind an odd
-// row is 0. Contiguous only.
+// Packed dtypes (i4 in two's complement, u4), for codes and zero points: two elements in a byte along the
+// last axis, the first in the low half. Each row of the last axis begins at a byte. After a row of odd
+// length, the other half of the byte is 0. Contiguous only.
 
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const LinearDescriptor& descriptor);
@@ -86,7 +88,7 @@ struct HALFBYTE_API DequantizeLinear {
   };
   using Status = QuantizeStatus;
 };
-// x, dy -> dx, of which dx may be dy. The descriptor's `computed` must be false.
+// x, dy -> dx. dx may be the same memory as dy. The descriptor's `computed` must be false.
 struct HALFBYTE_API QuantizeLinearBackward {
   using Descriptor = LinearDescriptor;
   struct Args {

@@ -1,6 +1,6 @@
-// Plans of `quantize` and `dequantize` (ops.hpp, which has the formulas): for matrices that are encoded or
-// decoded many times. They give the bytes of the functions and, where those wait for the device or look for
-// their kernel in each call, do neither.
+// Plans of `quantize` and `dequantize`, for matrices that are encoded or decoded many times. ops.hpp has the
+// formulas. The plans give the same bytes as the functions. Unlike the functions, they neither wait for the
+// device nor look for their kernel in each call.
 #pragma once
 
 #include "halfbyte/format.hpp"
@@ -10,13 +10,13 @@
 namespace halfbyte {
 
 struct HALFBYTE_API QuantizeDescriptor {
-  // double_quant must be false: double_quantize makes the 8-bit scales, double_dequantize decodes them,
+  // double_quant must be false: 8-bit scales are made by double_quantize and decoded by double_dequantize,
   // outside of plans.
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
   DType dtype = DType::f32;  // of x and y: f32, f64, f16, bf16
-  // What `run` may rely on: of the addresses of x, y and codes, in bytes, a power of two, at least the size
-  // of an element; 16 is fastest. Scales and biases are aligned to their elements.
+  // Alignment of the addresses of x, y and codes, in bytes, which `run` relies on. A power of two, at least
+  // the size of an element; 16 is fastest. Scales and biases are aligned to their elements.
   int64_t alignment = 16;
 
   bool operator==(const QuantizeDescriptor&) const = default;
@@ -25,8 +25,8 @@ struct HALFBYTE_API QuantizeDescriptor {
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const QuantizeDescriptor& descriptor);
 
-// x -> out. spec.scale_dtype is f64 for f64 data only. Granularity::tensor: of all of x. The status is what
-// `quantize` returns. Nothing overlaps.
+// x -> out. spec.scale_dtype may be f64 for f64 data only. With Granularity::tensor, the range is that of all
+// of x. The status is what `quantize` returns. Nothing overlaps.
 struct HALFBYTE_API Quantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
@@ -35,12 +35,12 @@ struct HALFBYTE_API Quantize {
   };
   using Status = QuantizeStatus;
 };
-// in -> y. There is nothing to find: the status is that of no data, whatever the workspace holds; it waits
-// for the stream all the same. Nothing overlaps.
+// in -> y. It has nothing to report: the status is that of empty data, whatever the workspace holds. Reading
+// it still waits for the stream. Nothing overlaps.
 struct HALFBYTE_API Dequantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
-    QuantizedView in;  // read, else as above
+    QuantizedView in;  // read; otherwise as above
     TensorView y;      // written
   };
   using Status = QuantizeStatus;

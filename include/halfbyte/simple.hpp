@@ -1,10 +1,10 @@
-// INT4 and NF4 of flat buffers: four functions, and nothing to set but the length of a group.
+// INT4 and NF4 of flat buffers in four functions. The length of a group is nearly all there is to set.
 //
-// A buffer of n elements is cut into groups of group_size consecutive elements, of which the last may be
-// short. Element 2i is in the low half of byte i, element 2i + 1 in the high half; behind an odd n the high
-// half of the last byte is the code of zero. Any n is fine, 0 too. The numbers are those of quantize() and
-// dequantize() with Granularity::flat (<halfbyte/ops.hpp>), the same for every device, SIMD target and number
-// of threads.
+// A buffer of n elements is cut into groups of group_size consecutive elements; the last group may be short.
+// Element 2i is in the low half of byte i, element 2i + 1 in the high half. If n is odd, the high half of the
+// last byte is the code of zero. n may be 0. The results are those of quantize() and dequantize() with
+// Granularity::flat (<halfbyte/ops.hpp>). They are the same for every device, SIMD target and number of
+// threads.
 #pragma once
 
 #include <cstdint>
@@ -28,20 +28,20 @@ struct HALFBYTE_API Int4Config {
   int64_t packed_bytes(int64_t n) const;
 };
 
-// Buffers of all four functions are contiguous, of any shape, on one device, and may be longer than needed;
-// none that is written overlaps another:
+// The buffers of all four functions are contiguous, have any shape, lie on one device, and may be longer than
+// needed. A buffer that is written must not overlap another:
 //   x, y    n elements: f32, f16, bf16 or f64
 //   codes   u8, ceil(n / 2) bytes
 //   scales  f32, f16, bf16 or (quantizing: where x is) f64, one element a group
 //   zeros   u8, one element a group; not looked at where config.symmetric: pass {}
-// The length of a buffer is the number of its elements, or what fits into TensorView::num_bytes where that is
-// known and less. A buffer that needs no element may be null.
+// The length of a buffer is the number of its elements, or of those that fit into TensorView::num_bytes if
+// that is known and less. A buffer that needs no element may be null.
 //
-// Throws Error(usage) naming the argument, its unit and the values, Error(device) where the device cannot be
-// used, and when quantizing Error(bad_input) naming how many elements of x are not finite, and the first, or
-// how many scales their dtype cannot hold: then codes, scales and zeros are written, but not to be used.
-// Quantizing waits for Execution::stream; dequantizing on a CUDA device is enqueued there and returns at
-// once.
+// All throw Error(usage), naming the argument, its unit and the values, and Error(device) if the device
+// cannot be used. Quantizing throws Error(bad_input) if elements of x are not finite, naming how many and the
+// first, or if scales do not fit their dtype, naming how many. Codes, scales and zeros are then written, but
+// must not be used. Quantizing waits for Execution::stream. Dequantizing on a CUDA device is enqueued there
+// and returns at once.
 
 // code = clamp(rne(x / scale) + zero), where rne rounds half to even; decoded to (code - zero) * scale.
 HALFBYTE_API void quantize_int4(const TensorView& x, const TensorView& codes, const TensorView& scales,
@@ -51,8 +51,8 @@ HALFBYTE_API void dequantize_int4(const TensorView& codes, const TensorView& sca
                                   const TensorView& y, int64_t n, const Int4Config& config = {},
                                   Execution execution = {});
 
-// scale = absmax; code = the nearest of the sixteen values of NF4 to x / scale, of two the lower; decoded to
-// value * scale.
+// scale = absmax. The code is that of the NF4 value nearest to x / scale; ties go to the lower value. It
+// decodes to value * scale.
 HALFBYTE_API void quantize_nf4(const TensorView& x, const TensorView& codes, const TensorView& scales,
                                int64_t n, int64_t group_size = 64, Execution execution = {});
 HALFBYTE_API void dequantize_nf4(const TensorView& codes, const TensorView& scales, const TensorView& y,
