@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT, TINY_LLAMA
+from conftest import LAYOUTS, ROOT, TINY_LLAMA
 from independent import safetensors_io as st
 
 MODEL = TINY_LLAMA
@@ -91,6 +91,7 @@ def test_version_and_help():
     text = run("quantize", "--help").stdout
     for word in ["nf4", "affine8", "compressed-tensors", "half-range", "keep-dense", "--double-quant"]:
         assert word in text
+    assert [word for word in LAYOUTS if word not in text] == []
 
 
 def test_doctor():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
+
+# The words of the layouts: halfbyte.h has an enumerator of each, or src/capi/checkpoint.cc does not compile.
+LAYOUTS = [
+    name.lower().replace("_", "-")
+    for name in re.findall(r"HALFBYTE_LAYOUT_(\w+) =", (ROOT / "include/halfbyte/halfbyte.h").read_text())
+]
 
 
 @pytest.fixture(scope="session")

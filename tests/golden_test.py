@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import LAYOUTS
 from independent import encode as enc
 from independent import safetensors_io as st
 from independent import tables, unpack
@@ -288,10 +289,17 @@ def test_code_book(name):
     assert enc.table_codes(numbers, name).tolist() == list(case["codes"].values())
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/formats.md", "docs/numerics.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/formats.md", "docs/numerics.md", "CHANGELOG.md"])
 def test_documents_name_every_table(document):
     text = (Path(__file__).parent.parent / document).read_text()
     missing = [name for name in table_formats() if f"`{name}`" not in text]
+    assert not missing, f"{document} does not name {missing}"
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/formats.md", "CHANGELOG.md"])
+def test_documents_name_every_layout(document):
+    text = (Path(__file__).parent.parent / document).read_text()
+    missing = [name for name in LAYOUTS if f"`{name}`" not in text]
     assert not missing, f"{document} does not name {missing}"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from conftest import TINY_LLAMA
+from conftest import LAYOUTS, TINY_LLAMA
 from independent import checkpoints, tables, unpack
 from independent import encode as enc
 from independent import safetensors_io as st
@@ -175,6 +175,10 @@ def cases():
 
 
 CASES = {case.id(): case for case in cases()}
+
+
+def test_every_layout_has_cases():
+    assert set(LAYOUTS) - {case.layout for case in CASES.values()} == set()
 
 
 class Model:

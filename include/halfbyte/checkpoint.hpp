@@ -19,7 +19,7 @@ namespace halfbyte {
 
 // How quantized weights are stored in a file (docs/formats.md).
 enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
-HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
+HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
 HALFBYTE_API Layout parse_layout(std::string_view word);
 
 // One tensor as stored in a safetensors file.

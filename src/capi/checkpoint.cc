@@ -18,10 +18,28 @@ struct halfbyte_comparison {
 
 namespace {
 
-static_assert(HALFBYTE_LAYOUT_HALFBYTE == static_cast<int32_t>(Layout::halfbyte));
-static_assert(HALFBYTE_LAYOUT_BITSANDBYTES == static_cast<int32_t>(Layout::bitsandbytes));
-static_assert(HALFBYTE_LAYOUT_COMPRESSED_TENSORS == static_cast<int32_t>(Layout::compressed_tensors));
-static_assert(HALFBYTE_LAYOUT_MLX == static_cast<int32_t>(Layout::mlx));
+// HALFBYTE_UNSET where there is none.
+constexpr halfbyte_layout layout_of(Layout layout) {
+  switch (layout) {
+    case Layout::halfbyte:
+      return HALFBYTE_LAYOUT_HALFBYTE;
+    case Layout::bitsandbytes:
+      return HALFBYTE_LAYOUT_BITSANDBYTES;
+    case Layout::compressed_tensors:
+      return HALFBYTE_LAYOUT_COMPRESSED_TENSORS;
+    case Layout::mlx:
+      return HALFBYTE_LAYOUT_MLX;
+  }
+  return HALFBYTE_UNSET;
+}
+constexpr halfbyte_layout num_layouts() {
+  halfbyte_layout count = 0;
+  while (layout_of(static_cast<Layout>(count)) == count) ++count;
+  return count;
+}
+constexpr auto kLastLayout = static_cast<Layout>(num_layouts() - 1);
+static_assert(layout_of(static_cast<Layout>(num_layouts())) == HALFBYTE_UNSET,
+              "a HALFBYTE_LAYOUT_ is not the number of its Layout");
 static_assert(HALFBYTE_NONFINITE_KEEP_DENSE == static_cast<int32_t>(NonFinite::keep_dense));
 
 template <class T>
@@ -67,7 +85,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.asymmetric = flag_of(c.asymmetric, "options.asymmetric");
   options.double_quant = flag_of(c.double_quant, "options.double_quant");
   std::copy(std::begin(c.table), std::end(c.table), options.table.begin());
-  options.layout = optional_of(c.layout, Layout::mlx, "options.layout");
+  options.layout = optional_of(c.layout, kLastLayout, "options.layout");
   options.granularity = optional_of(c.granularity, Granularity::flat, "options.granularity");
   if (c.group_size != 0) options.group_size = c.group_size;
   options.scale_rule = optional_of(c.scale_rule, ScaleRule::mlx_edge, "options.scale_rule");
@@ -120,7 +138,7 @@ halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout) 
       [&] { required(layout, "layout") = static_cast<int32_t>(parse_layout(&required(word, "word"))); });
 }
 const char* halfbyte_layout_name(halfbyte_layout layout) {
-  return layout < 0 || layout > HALFBYTE_LAYOUT_MLX ? nullptr : to_string(static_cast<Layout>(layout));
+  return layout < 0 || layout >= num_layouts() ? nullptr : to_string(static_cast<Layout>(layout));
 }
 
 // ---- Reading

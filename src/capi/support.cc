@@ -130,30 +130,6 @@ HALFBYTE_SAME(HALFBYTE_DTYPE_U32, DType::u32);
 HALFBYTE_SAME(HALFBYTE_DTYPE_I64, DType::i64);
 HALFBYTE_SAME(HALFBYTE_DTYPE_I4, DType::i4);
 HALFBYTE_SAME(HALFBYTE_DTYPE_U4, DType::u4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_NF4, Format::nf4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_FP4, Format::fp4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_FP4_E2M1, Format::fp4_e2m1);
-HALFBYTE_SAME(HALFBYTE_FORMAT_LUT4, Format::lut4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT2, Format::int2);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT3, Format::int3);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT4, Format::int4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT5, Format::int5);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT6, Format::int6);
-HALFBYTE_SAME(HALFBYTE_FORMAT_INT8, Format::int8);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE2, Format::affine2);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE3, Format::affine3);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE4, Format::affine4);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE5, Format::affine5);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE6, Format::affine6);
-HALFBYTE_SAME(HALFBYTE_FORMAT_AFFINE8, Format::affine8);
-enum class FormatRow {
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) name,
-#include "halfbyte/formats.def"
-#undef HALFBYTE_FORMAT
-  end
-};
-// Else formats.def has a row that halfbyte.h lacks: its enumerator goes there, and here.
-static_assert(HALFBYTE_FORMAT_AFFINE8 + 1 == static_cast<int>(FormatRow::end));
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_ABSMAX, ScaleRule::absmax);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_HALF_RANGE, ScaleRule::half_range);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_SIGNED_MAX, ScaleRule::signed_max);
@@ -166,13 +142,31 @@ HALFBYTE_SAME(HALFBYTE_GRANULARITY_FLAT, Granularity::flat);
 HALFBYTE_SAME(HALFBYTE_CODE_SCALE_STORED, CodeScale::stored);
 HALFBYTE_SAME(HALFBYTE_CODE_SCALE_UNROUNDED, CodeScale::unrounded);
 #undef HALFBYTE_SAME
+// A pair for each row of formats.def.
+struct FormatId {
+  halfbyte_format c;
+  Format cpp;
+};
+constexpr FormatId kFormatIds[] = {
+    {HALFBYTE_FORMAT_NF4, Format::nf4},           {HALFBYTE_FORMAT_FP4, Format::fp4},
+    {HALFBYTE_FORMAT_FP4_E2M1, Format::fp4_e2m1}, {HALFBYTE_FORMAT_LUT4, Format::lut4},
+    {HALFBYTE_FORMAT_INT2, Format::int2},         {HALFBYTE_FORMAT_INT3, Format::int3},
+    {HALFBYTE_FORMAT_INT4, Format::int4},         {HALFBYTE_FORMAT_INT5, Format::int5},
+    {HALFBYTE_FORMAT_INT6, Format::int6},         {HALFBYTE_FORMAT_INT8, Format::int8},
+    {HALFBYTE_FORMAT_AFFINE2, Format::affine2},   {HALFBYTE_FORMAT_AFFINE3, Format::affine3},
+    {HALFBYTE_FORMAT_AFFINE4, Format::affine4},   {HALFBYTE_FORMAT_AFFINE5, Format::affine5},
+    {HALFBYTE_FORMAT_AFFINE6, Format::affine6},   {HALFBYTE_FORMAT_AFFINE8, Format::affine8},
+};
 constexpr Format kFormats[] = {
 #define HALFBYTE_FORMAT(name, kind, bits, default_rule) Format::name,
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
 };
 constexpr auto kNumFormats = static_cast<int32_t>(std::size(kFormats));
-static_assert(HALFBYTE_FORMAT_AFFINE8 == kNumFormats - 1, "a row of formats.def has no HALFBYTE_FORMAT_");
+static_assert(std::size(kFormatIds) == std::size(kFormats), "kFormatIds lacks a row of formats.def");
+static_assert(std::ranges::all_of(kFormatIds,
+                                  [](FormatId id) { return id.c == static_cast<int32_t>(id.cpp); }),
+              "a HALFBYTE_FORMAT_ is not the number of its row in formats.def");
 
 }  // namespace halfbyte::capi
 

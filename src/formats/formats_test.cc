@@ -243,7 +243,6 @@ TEST(Codec, StoredScalesNeverBecomeZero) {
 }
 
 TEST(Spec, EveryFormatHasARowAndAWord) {
-  EXPECT_EQ(all_formats().size(), 16u);
   for (const FormatInfo& format : all_formats()) {
     EXPECT_EQ(&find_format(format.name), &format);
     EXPECT_EQ(&info(format.format), &format);

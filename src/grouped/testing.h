@@ -99,6 +99,10 @@ class RandomCases {
   T pick(std::initializer_list<T> from) {
     return *(from.begin() + random_() % from.size());
   }
+  Format pick_table() {
+    static const std::vector<Format> tables = table_formats();
+    return tables[random_() % tables.size()];
+  }
   int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
 
   // A shape of at most about `most` elements, and groups of it.

@@ -230,7 +230,21 @@ std::vector<Case> all_cases() {
         add(options, {{7, 100}});
       }
     }
+  for (const io::LayoutInfo* layout : io::all_layouts())
+    for (const FormatInfo& format : all_formats())
+      if (layout->formats.empty() ||
+          std::ranges::find(layout->formats, format.format) != layout->formats.end())
+        add(options_for(format.format, layout->layout), {{4, 256}});
   return cases;
+}
+
+TEST(Layouts, AreListedWithTheirWords) {
+  const auto layouts = io::all_layouts();
+  for (const io::LayoutInfo* layout : layouts) {
+    EXPECT_STREQ(to_string(layout->layout), layout->name);
+    EXPECT_EQ(parse_layout(layout->name), layout->layout);
+  }
+  EXPECT_THROW(to_string(static_cast<Layout>(layouts.size())), Error) << "all_layouts() lacks a layout";
 }
 
 TEST_F(CheckpointTest, RoundTripEveryLayoutFormatGranularityAndShape) {
@@ -449,10 +463,11 @@ TEST_F(CheckpointTest, BytesOfMlx) {
 
 TEST_F(CheckpointTest, DirectoryAndBack) {
   const std::string input = write_model_directory();
-  const Format formats[] = {Format::nf4, Format::int4, Format::affine4, Format::int6};
-  for (const Format format : formats) {
-    const std::string name = info(format).name;
-    const CheckpointReport report = quantize_checkpoint(input, path(name), options_for(format));
+  for (const io::LayoutInfo* layout : io::all_layouts()) {
+    const std::string name = layout->name;
+    const Format format = layout->formats.empty() ? Format::int6 : layout->formats.back();
+    const CheckpointReport report =
+        quantize_checkpoint(input, path(name), options_for(format, layout->layout));
     SCOPED_TRACE(name);
     EXPECT_EQ(report.num_quantized, 2);
     EXPECT_EQ(report.copied_files, (std::vector<std::string>{"sub/code.py", "tokenizer.json"}));

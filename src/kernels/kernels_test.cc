@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 
+#include "core/format.h"
 #include "io/test_directory.h"
 
 namespace halfbyte {
@@ -42,12 +43,15 @@ TEST(Kernels, every_embedded_kernel_has_a_row) {
   }
 }
 
-// 39 ways to encode (lut4 aside), of f64 21 as rules are no others, 4 dtypes of data; 19 ways to decode, the
-// same for all tables.
+// 36 ways to encode but for tables (lut4 aside), of f64 18 as rules are no others, 4 dtypes of data; 19 ways
+// to decode, the same for all tables.
 TEST(Kernels, configurations_are_all_that_the_ops_can_ask_for) {
   const auto count = [](const char* name) { return all_configurations(find_kernel(name)).size(); };
-  EXPECT_EQ(count("quantize_groups"), (39u * 3 + 21) * 4);
-  EXPECT_EQ(count("quantize_spans"), (39u * 3 + 21) * 2);
+  const auto tables =
+      static_cast<size_t>(std::ranges::count(all_formats(), FormatKind::table, &FormatInfo::kind)) - 1;
+  const size_t ways = (36 + tables) * 3 + 18 + tables;
+  EXPECT_EQ(count("quantize_groups"), ways * 4);
+  EXPECT_EQ(count("quantize_spans"), ways * 2);
   EXPECT_EQ(count("value_range"), 4u);
   EXPECT_EQ(count("dequantize"), 19u * 4 * 3);
   for (const cuda::Kernel& kernel : kernel_table()) {
@@ -74,10 +78,26 @@ TEST(Kernels, symmetric_codes_of_4_bits_have_the_same_kernels) {
       config.emplace_back("scale-dtype", "f16");
       return specialise(find_kernel(name), config);
     };
-    for (const char* format : {"fp4", "fp4_e2m1", "lut4", "int4"})
-      EXPECT_EQ(of({{"format", format}}), of({{"format", "nf4"}})) << format;
+    for (const FormatInfo& format : all_formats())
+      if (format.kind == FormatKind::table || format.format == Format::int4) {
+        EXPECT_EQ(of({{"format", format.name}}), of({{"format", "nf4"}})) << format.name;
+      }
     EXPECT_FALSE(of({{"format", "int4"}, {"asymmetric", "yes"}}) == of({{"format", "int4"}}));
     EXPECT_FALSE(of({{"format", "affine4"}}) == of({{"format", "int4"}}));
+  }
+}
+
+TEST(Kernels, that_decide_codes_have_the_values_and_the_tie_rule_of_the_format) {
+  for (const FormatInfo& format : all_formats()) {
+    if (format.kind != FormatKind::table || format.format == Format::lut4) continue;
+    std::string values;
+    for (const float value : code_book(format.format)->values) values += fmt::format("{:a}f, ", value);
+    const std::string tie = fmt::format("Tie({})", static_cast<int>(code_book(format.format)->tie));
+    for (const char* name : {"quantize_groups", "quantize_spans", "fake_chunks", "lsq_rows"}) {
+      const std::string config = specialise(find_kernel(name), {{"format", format.name}}).config;
+      EXPECT_NE(config.find(values), std::string::npos) << format.name << ": " << config;
+      EXPECT_NE(config.find(tie), std::string::npos) << format.name << ": " << config;
+    }
   }
 }
 

@@ -64,6 +64,13 @@ inline std::vector<QuantSpec> all_specs() {
   return specs;
 }
 
+inline std::vector<Format> table_formats() {
+  std::vector<Format> tables;
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::table) tables.push_back(format.format);
+  return tables;
+}
+
 inline std::string describe(const QuantSpec& spec) {
   return fmt::format("{}{} {} {} {} {} scales", info(spec.format).name, spec.asymmetric ? " asymmetric" : "",
                      to_string(spec.scale_rule), to_string(spec.granularity), spec.group_size,

@@ -24,6 +24,13 @@ TEST_P(FakeQuantizeRandom, descriptors) {
 }
 INSTANTIATE_TEST_SUITE_P(, FakeQuantizeRandom, ::testing::Range(0, 16));
 
+// But for that of the user.
+std::vector<Format> tables() {
+  std::vector<Format> formats = testing::table_formats();
+  std::erase(formats, Format::lut4);
+  return formats;
+}
+
 // Shapes that take each kernel: what is one of few choices by turns.
 std::vector<FakeCase> usual_cases(int64_t rows, int64_t cols) {
   struct Shape {
@@ -33,6 +40,7 @@ std::vector<FakeCase> usual_cases(int64_t rows, int64_t cols) {
   };
   std::vector<FakeCase> cases;
   FakeCases random(7);
+  const std::vector<Format> formats = tables();
   int turn = 0;
   for (const DType dtype : testing::kFloatDTypes)
     for (const Shape& shape : {Shape{Granularity::tensor, -1, 0}, Shape{Granularity::channel, 0, 0},
@@ -54,7 +62,7 @@ std::vector<FakeCase> usual_cases(int64_t rows, int64_t cols) {
           d.mask = kind == 4 || (test.forward && turn % 4 < 2);
           d.computed = kind == 1 || kind == 2;
           if (table)
-            d.format = turn % 5 == 0 ? Format::fp4 : turn % 5 == 1 ? Format::fp4_e2m1 : Format::nf4;
+            d.format = formats[static_cast<size_t>(turn / 10) % formats.size()];
           else if (turn % 3 != 1)
             d.zero_point_dtype = d.computed || turn % 2 ? DType::i32 : d.state_dtype();
           if (kind == 2)
@@ -88,9 +96,10 @@ TEST_F(FakeQuantizeShapes, long_rows) {
 TEST_F(FakeQuantizeShapes, every_value_of_16_bits) {
   OnDevice device(int64_t{1} << 24);
   FakeCases random(3);
+  std::vector<std::optional<Format>> formats = {std::nullopt};
+  for (const Format format : tables()) formats.emplace_back(format);
   for (const DType dtype : {DType::bf16, DType::f16})
-    for (const std::optional<Format> format : {std::optional<Format>(), std::optional(Format::nf4),
-                                               std::optional(Format::fp4), std::optional(Format::fp4_e2m1)})
+    for (const std::optional<Format> format : formats)
       for (int round = 0; round < 4; ++round) {
         FakeCase test;
         test.descriptor.shape = {256, 256};

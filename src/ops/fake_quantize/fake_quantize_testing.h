@@ -47,7 +47,7 @@ class FakeCases : RandomCases {
     d.scale_dtype = random_() % 2 ? d.dtype : DType::f32;
     d.computed = result.forward && random_() % 2;
     if (random_() % 3 == 0) {
-      d.format = pick({Format::nf4, Format::fp4, Format::fp4_e2m1, Format::lut4});
+      d.format = pick_table();
       if (*d.format == Format::lut4) d.table = tables()[random_() % tables().size()];
     } else {
       const int bits = static_cast<int>(2 + below(7)), low = random_() % 3 == 0 ? 0 : -(1 << (bits - 1));

@@ -49,7 +49,7 @@ class LsqCases : RandomCases {
     d.dtype = kFloatDTypes[below(4)];
     d.scale_dtype = below(2) ? d.dtype : DType::f32;
     if (below(4) == 0) {
-      d.format = pick({Format::nf4, Format::fp4, Format::fp4_e2m1, Format::lut4});
+      d.format = pick_table();
       if (*d.format == Format::lut4)
         d.table = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     } else {
