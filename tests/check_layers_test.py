@@ -1,7 +1,9 @@
 """tools/check_layers.py finds what it is there for."""
 
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,49 @@ def test_what_no_list_has_is_named(tmp_path, path, forgotten):
     (tmp_path / forgotten).touch()
     result = check(tmp_path)
     assert result.returncode == 1 and result.stdout.startswith(f"{forgotten}: ")
+
+
+# What must name an operation, a structure of C, a benchmark and a variant: each line is one that can be forgotten.
+NAMES = {
+    "include/halfbyte/negate.hpp": ["using NegatePlan = Plan<Negate>;"],
+    "include/halfbyte/halfbyte.h": ["typedef struct halfbyte_negate_args {\n  size_t struct_size;\n  int x;"],
+    "src/ops/negate/negate_bench.cc": ["BenchProblems negate_problems(DeviceKind) {"],
+    "src/ops/qgemm/sm1/sm1_cuda.cc": ['const QgemmVariant kQgemmSm1 = {{"qgemm_sm1", x}};'],
+}
+NAMING = {
+    "include/halfbyte/negate.hpp": ["extern template class Plan<Negate>;"],
+    "src/ops/negate/negate_test.cc": ["NegatePlan::select({}, d);"],
+    "tests/cuda/negate_test.cc": ["NegatePlan::select({}, d);"],
+    "tests/op_hashes.cc": ["p.run<Negate>(d, args);"],
+    "src/capi/negate.cc": ["HALFBYTE_PLAN(negate, Negate, halfbyte_negate_descriptor)"],
+    "src/ops/negate/negate_bench.cc": ["return bench_run<Negate>(memory);"],
+    "CHANGELOG.md": ["(`<halfbyte/negate.hpp>`)"],
+    "ARCHITECTURE.md": ["affine_qdq negate"],
+    "README.md": ["| `negate` |"],
+    "src/benchmark/ops_bench.cc": ['{{"negate", "minus x"}, negate_problems},'],
+    "tests/capi_test.cc": ["EXPECT_NO_TAIL(negate_args, x);"],
+    "src/ops/qgemm/qgemm.cc": ["{&kQgemmSm1},"],
+    "docs/qgemm.md": ["| `qgemm_sm1` |"],
+}
+
+
+def lay_out(root, forgotten=None):
+    naming = {**NAMING, forgotten: ["// Nothing."]} if forgotten else NAMING
+    for path in {**NAMES, **NAMING}:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("\n".join(NAMES.get(path, []) + naming.get(path, [])) + "\n")
+
+
+def test_what_is_named_everywhere_is_clean(tmp_path):
+    lay_out(tmp_path)
+    result = check(tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("place", NAMING)
+def test_a_place_without_a_name_is_named(tmp_path, place):
+    lay_out(tmp_path, place)
+    result = check(tmp_path)
+    assert result.returncode == 1
+    found = re.match(r"\S+: (\S+) does not name (\w+)\n", result.stdout)
+    assert found and fnmatch(place, found[1].replace("**", "*")), result.stdout

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Who may include whom (ARCHITECTURE.md), checked.
+"""Who may include whom (ARCHITECTURE.md), and what is forgotten, checked.
 
     tools/check_layers.py [ROOT]
 
 Refuses an #include that the tables below do not allow, a HWY_TARGET_INCLUDE that is not the file's own
-path, a value of a code book outside src/formats/tables.h, and a source or test that no CMakeLists.txt lists.
+path, a value of a code book outside src/formats/tables.h, a source or test that no CMakeLists.txt lists, and an
+operation or variant that a table, test or page does not name.
 Prints one line per finding and exits 1 if there is one.
 """
 
@@ -104,6 +105,43 @@ LISTS = [
 ]
 LISTED_BY_NAME = r"tests/\w+_test\.py$|examples/cpp/"
 
+# What is declared or defined, and who must name it: files, and a pattern whose group is a name (without a group: the file
+# is named), then the files of which one must have the pattern with that NAME.
+NAMED = [
+    # An operation is a plan.
+    (
+        "include/halfbyte/*.hpp",
+        r"^using \w+ = Plan<(\w+)>;",
+        [
+            ("include/halfbyte/*.hpp", r"^extern template class Plan<NAME>;"),
+            ("src/ops/*/*_test.cc", r"\bNAME(Plan)?\b"),
+            ("tests/cuda/*.cc", r"\bNAME(Plan)?\b"),
+            ("tests/op_hashes.cc", r"\bNAME\b"),
+            ("src/capi/*.cc", r"^HALFBYTE_PLAN\(\w+, NAME,"),
+        ],
+    ),
+    # Of compute_qparams there is nothing to measure: it takes a value a group.
+    (
+        "include/halfbyte/*.hpp",
+        r"^using \w+ = Plan<((?!ComputeQParams)\w+)>;",
+        [("src/**/*_bench.cc", r"\b(bench_run<NAME>|NAMEPlan\b)")],
+    ),
+    (
+        "include/halfbyte/*.hpp",
+        r"^using \w+ = Plan<",
+        [("CHANGELOG.md", r"<halfbyte/NAME\.hpp>"), ("ARCHITECTURE.md", r"\bNAME\b")],
+    ),
+    ("src/capi/*.cc", r"^HALFBYTE_PLAN\((\w+),", [("README.md", r"`NAME`")]),
+    ("src/ops/*/*_bench.cc", r"^BenchProblems (\w+)\(", [("src/benchmark/ops_bench.cc", r"\bNAME\}")]),
+    (
+        "include/halfbyte/halfbyte.h",
+        r"^typedef struct halfbyte_(\w+) \{\n  size_t struct_size;",
+        [("tests/capi_test.cc", r"EXPECT_NO_TAIL\(NAME,")],
+    ),
+    ("src/ops/qgemm/**/*.cc", r"^const QgemmVariant (\w+) =", [("src/ops/qgemm/qgemm.cc", r"&NAME\b")]),
+    ("src/ops/qgemm/**/*.cc", r"^const QgemmVariant \w+ = \{\{\"(\w+)\"", [("docs/qgemm.md", r"`NAME`")]),
+]
+
 
 def allowed_layer(path):
     for files, includes in LAYERS:
@@ -150,8 +188,27 @@ def forgotten(root):
             yield f"{path}: {list_file} does not list it ({entry})"
 
 
+def unnamed(root):
+    """A finding for each name that a place of NAMED does not have."""
+    texts = {}  # of the files of each place
+
+    def text_of(places):
+        if places not in texts:
+            texts[places] = "\n".join(file.read_text(encoding="utf-8") for file in sorted(root.glob(places)))
+        return texts[places]
+
+    for files, pattern, places in NAMED:
+        for file in sorted(root.glob(files)):
+            for match in re.finditer(pattern, file.read_text(encoding="utf-8"), re.MULTILINE):
+                name = match[1] if match.re.groups else file.stem
+                for place, naming in places:
+                    if text_of(place) and not re.search(naming.replace("NAME", name), text_of(place), re.MULTILINE):
+                        yield f"{file.relative_to(root).as_posix()}: {place} does not name {name}"
+
+
 def findings(root):
     yield from forgotten(root)
+    yield from dict.fromkeys(unnamed(root))
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix not in SUFFIXES:

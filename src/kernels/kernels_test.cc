@@ -35,12 +35,14 @@ TEST(Kernels, names_are_unique_and_every_key_has_a_default) {
 }
 
 TEST(Kernels, every_embedded_kernel_has_a_row) {
-  std::set<std::string_view> sources;
+  std::set<std::string_view> sources, files;
   for (const cuda::Kernel& kernel : kernel_table()) sources.insert(specialise(kernel, {}).source);
   for (const cuda::EmbeddedFile& file : cuda::embedded_files()) {
     const std::string_view name = file.name;
+    files.insert(name);
     EXPECT_EQ(sources.contains(name), name.ends_with(".cu")) << name;
   }
+  for (const std::string_view source : sources) EXPECT_TRUE(files.contains(source)) << source;
 }
 
 // 36 ways to encode but for tables (lut4 aside), of f64 18 as rules are no others, 4 dtypes of data; 19 ways
