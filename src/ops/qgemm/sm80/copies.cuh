@@ -143,10 +143,11 @@ class Copies : Traits {
   }
 
   __device__ __forceinline__ i64 group_of(i64 unit, int group) const {
+    if (kRare && !stored.inlined) return 0;  // a row is one group
     const i64 col = unit * kUnitCols + group * (kUnitCols / kUnitGroups);
-    return min(stored.inlined               ? block_of(unit, stored.block_shift) * kUnitGroups + group
-               : kRare || args_.groups == 1 ? 0
-                                            : col / args_.group,
+    return min(stored.inlined      ? block_of(unit, stored.block_shift) * kUnitGroups + group
+               : args_.groups == 1 ? 0
+                                   : col / args_.group,
                args_.groups - 1);
   }
   // Copy i of the parameters of a step.
@@ -183,7 +184,7 @@ class Copies : Traits {
     const i64 unit = first_unit() + unit_of_step(step) + unit_of(param.q);
     if (stored.inlined)
       return args_.weight + strip * args_.strip_bytes + block_offset(unit) +
-             (kUnitBytes << stored.block_shift) + param.in_block();
+             (u32{kUnitBytes} << stored.block_shift) + param.in_block();
     const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
     const i64 section = param.is_scale() ? args_.scales : kAsymmetric ? args_.zeros : args_.biases;
     return args_.weight + section + first * param.size() + param.offset();

@@ -36,31 +36,32 @@ constexpr QgemmSm80Stage kStage = KnownScales::kStage;
 // How the weight and x are stored: constants or, in a rare kernel, arguments.
 struct KnownTraits {
   static constexpr QgemmSm80Stored stored = kStored;
-  static constexpr QgemmSm80Stage stage = kStage;
+  static constexpr int map_bytes = kStage.map_bytes, stage_bytes = kStage.bytes(), stages = kStage.stages;
   __device__ __forceinline__ explicit KnownTraits(const QgemmSm80Args&) {}
 };
 struct GivenTraits {
   const QgemmSm80Stored& stored;
-  const QgemmSm80Stage& stage;
+  int map_bytes, stage_bytes, stages;
   __device__ __forceinline__ explicit GivenTraits(const QgemmSm80Args& args)
-      : stored(args.stored), stage(args.stage) {}
+      : stored(args.stored), map_bytes(args.map_bytes), stage_bytes(args.stage_bytes), stages(args.stages) {}
 };
 using Traits = Select<kRare, GivenTraits, KnownTraits>;
 
-// Calls body(Scales()) with those of the weight: in a rare kernel by branches, the same for all threads. As
-// they are compared, no compiler makes a table of jumps of them.
+// Calls body(Scales()) with those of the weight: in a rare kernel by two branches, the same for all threads.
 template <class Body>
 __device__ __forceinline__ void with_scales(const QgemmSm80Args& args, Body&& body) {
-  if constexpr (!kRare)
+  if constexpr (!kRare) {
     body(KnownScales());
-  else if (args.stored.scale_type > static_cast<int>(ScaleType::f16))
-    body(Scales<ScaleType::bf16, false>());
-  else if (args.stored.scale_type == static_cast<int>(ScaleType::f16))
+  } else if (const int type = args.stored.scale_type; type < static_cast<int>(ScaleType::f16)) {
+    if (!kAffine && args.stored.double_quant)  // affine formats have none
+      body(Scales<ScaleType::f32, true>());
+    else
+      body(Scales<ScaleType::f32, false>());
+  } else if (type == static_cast<int>(ScaleType::f16)) {
     body(Scales<ScaleType::f16, false>());
-  else if (!kAffine && args.stored.double_quant)  // affine formats have none
-    body(Scales<ScaleType::f32, true>());
-  else
-    body(Scales<ScaleType::f32, false>());
+  } else {
+    body(Scales<ScaleType::bf16, false>());
+  }
 }
 
 // A warp has kWarpBlocks times 32 features, two tiles of 16 each, and kTokenTiles times 8 tokens.

@@ -95,21 +95,21 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads,
 #endif
 
   const Traits traits(args);
-  u8* const stages = shared_bytes() + traits.stage.table_bytes + traits.stage.map_bytes;
-  const int ahead = traits.stage.stages - 1;
+  u8* const stages = shared_bytes() + kStage.table_bytes + traits.map_bytes;
+  const int ahead = traits.stages - 1;
   const Copies copies(args, at.tile, at.first_token);
   // The weight is there before earlier kernels have ended; x may not be.
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
     if (begin + i >= end) break;
-    copies.load_weight(stages + i * traits.stage.bytes(), begin + i);
+    copies.load_weight(stages + i * traits.stage_bytes, begin + i);
   }
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const Lane lane = make_tables(args, thread);
   wait_for_earlier();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
-    if (begin + i < end) copies.load_x(stages + i * traits.stage.bytes(), begin + i);
+    if (begin + i < end) copies.load_x(stages + i * traits.stage_bytes, begin + i);
     commit_copies();
   }
 
@@ -122,12 +122,12 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads,
     wait_steps(ahead - 1);
     __syncthreads();  // the step is there, and all are done with the one before
     if (next < end) {
-      u8* const free = stages + (slot == 0 ? ahead : slot - 1) * traits.stage.bytes();
+      u8* const free = stages + (slot == 0 ? ahead : slot - 1) * traits.stage_bytes;
       copies.load_weight(free, next);
       copies.load_x(free, next);
     }
     commit_copies();
-    u8* const full = stages + slot * traits.stage.bytes();
+    u8* const full = stages + slot * traits.stage_bytes;
     if constexpr (kWide) {
       if (tokens > 0) multiply_wide(Element(), sums, full, warp_feature, warp_token, lane);
     } else {

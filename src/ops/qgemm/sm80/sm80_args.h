@@ -34,7 +34,7 @@ struct QgemmSm80Stage {
 struct QgemmSm80Stored {
   int scale_type;              // formats::ScaleType, of scales and biases
   int block_shift;             // units of a block are 1 << block_shift
-  int block_bytes;             // as PackedLayout has them
+  formats::u32 block_bytes;    // as PackedLayout has them
   bool inlined, double_quant;  // as PackedLayout has them
   bool aligned;                // rows of x are whole chunks of 16 bytes, aligned to them
 };
@@ -57,8 +57,9 @@ struct QgemmSm80Args {
   formats::i64 groups, group, last_absmax;  // of a row; columns of a group; index of the last absmax
   bool pairs;                               // two neighbours of y are at a multiple of their bytes
   bool accumulate;
-  QgemmSm80Stored stored;  // for a rare kernel, as `stage`
-  QgemmSm80Stage stage;
+  // For a rare kernel; as QgemmSm80Stage has them.
+  QgemmSm80Stored stored;
+  int map_bytes, stage_bytes, stages;
 };
 
 // That a block may have on devices of a compute capability (10 * major + minor).

@@ -31,7 +31,7 @@ QgemmSm80Stored stored_of(const QgemmProblem& problem) {
   const auto shift = [](int64_t x) { return std::countr_zero(static_cast<uint64_t>(x)); };
   return {.scale_type = static_cast<int>(problem.codec.scale_type),
           .block_shift = shift(weight.block_cols / formats::kUnitCols),
-          .block_bytes = weight.block_bytes,
+          .block_bytes = static_cast<formats::u32>(weight.block_bytes),
           .inlined = weight.inlined,
           .double_quant = problem.double_quant,
           .aligned = is_aligned(problem)};
@@ -97,7 +97,6 @@ class QgemmSm80 : public QgemmKernel {
       : problem_(problem), context_(cuda::context(problem.device.index)) {
     const cuda::Scope scope(context_);
     args_.stored = stored_of(problem);
-    args_.stage = stage_of(problem, context_.capability);
     place_tiles();
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
@@ -148,7 +147,11 @@ class QgemmSm80 : public QgemmKernel {
     const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
                              context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
-    grid_ = {tiles * args_.splits, kQgemmSm80Threads, args_.stage.shared_bytes()};
+    const QgemmSm80Stage stage = stage_of(problem_, context_.capability);
+    args_.map_bytes = stage.map_bytes;
+    args_.stage_bytes = stage.bytes();
+    args_.stages = stage.stages;
+    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage.shared_bytes()};
   }
 
   void describe_weight() {
