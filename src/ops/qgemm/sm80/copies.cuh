@@ -7,17 +7,19 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-// Where unit `unit` of a strip begins, and its block.
-__device__ __forceinline__ constexpr i64 block_offset(i64 unit) {
-  return unit / kUnitsPerBlock * kBlockBytes;
+// The block of a unit of a strip, and the unit within it. Where the shift is no constant, of 32 bits: what is
+// in memory has fewer units.
+__device__ __forceinline__ i64 block_of(i64 unit, int shift) {
+  return kRare ? static_cast<u32>(unit) >> shift : unit / (i64{1} << shift);
 }
-__device__ __forceinline__ constexpr i64 unit_offset(i64 unit) {
-  return block_offset(unit) + unit % kUnitsPerBlock * kUnitBytes;
+__device__ __forceinline__ i64 unit_of_block(i64 unit, int shift) {
+  return kRare ? static_cast<u32>(unit) & ((1u << shift) - 1) : unit % (i64{1} << shift);
 }
 
 // Group `group` of unit q: 32 scales, then 32 zero points or biases, then 32 absmax.
-__device__ __forceinline__ u8* params_of(u8* stage, int q, int group) {
-  return stage + kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * kStage.param_bytes;
+template <class S>
+__device__ __forceinline__ u8* params_of(S, u8* stage, int q, int group) {
+  return stage + kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * S::kStage.param_bytes;
 }
 
 // Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
@@ -44,10 +46,10 @@ struct Tile {
 
 // What a thread copies in each step: of codes, parameters and x every kThreads-th 16 bytes. Where registers
 // allow, addresses of the first step come once; those of others differ by what is the same for all threads.
-class Copies {
+class Copies : Traits {
  public:
   __device__ __forceinline__ Copies(const QgemmSm80Args& args, i64 tile, i64 first_token)
-      : args_(args), tile_(tile), first_token_(first_token) {
+      : Traits(args), args_(args), tile_(tile), first_token_(first_token) {
     left_ = static_cast<int>(
         min<i64>(kTransposed ? args.units_per_strip - first_unit() : args.strips - first_strip(), kUnits));
     num_tokens_ = static_cast<int>(min<i64>(args.m - first_token, kTokens));
@@ -55,13 +57,17 @@ class Copies {
       codes_ = code_address(thread_, 0);
       x_ = x_address(thread_, 0);
     }
-    if constexpr (kParamsAhead) params_ = param_address(Param(thread_), 0);
+    with_scales(args, [&](auto kind) {
+      if (stored.inlined && kParamsAhead<decltype(kind)>) params_ = param_address(Param(kind, thread_), 0);
+    });
   }
 
   __device__ __forceinline__ void load_weight(u8* stage, i64 step) const {
     load_codes(stage, step);
-    load_params(stage, step);
-    if (kDoubleQuant) load_absmax(stage, step);
+    with_scales(args_, [&](auto kind) {
+      load_params(kind, stage, step);
+      if (kind.kDoubleQuant) load_absmax(kind, stage, step);
+    });
   }
 
   __device__ __forceinline__ void load_x(u8* stage, i64 step) const {
@@ -77,7 +83,7 @@ class Copies {
       const Memory* const address = kRoomy ? x_ + moved : x_address(i, step);
       const Memory* const from = valid ? address : static_cast<const Memory*>(args_.x);
       u8* const to = stage + kStage.code_bytes + x_chunk(token, i % kRowChunks);
-      if (kAligned) {
+      if (kTf32 || stored.aligned) {
         copy_async_or_zero(to, from, valid);
       } else {
         Words4 chunk = {};
@@ -102,6 +108,14 @@ class Copies {
   __device__ __forceinline__ i64 first_unit() const { return kTransposed ? tile_ * 4 : 0; }
   __device__ __forceinline__ bool is_valid(i64 step, int q) const {
     return kTransposed ? unit_of(q) < left_ && strip_of_step(step) + strip_of(q) < args_.strips : q < left_;
+  }
+
+  // Where unit `unit` of a strip begins, and its block.
+  __device__ __forceinline__ i64 block_offset(i64 unit) const {
+    return block_of(unit, stored.block_shift) * stored.block_bytes;
+  }
+  __device__ __forceinline__ i64 unit_offset(i64 unit) const {
+    return block_offset(unit) + unit_of_block(unit, stored.block_shift) * kUnitBytes;
   }
 
   // Of copy i of a step.
@@ -129,57 +143,65 @@ class Copies {
   }
 
   __device__ __forceinline__ i64 group_of(i64 unit, int group) const {
+    if (kRare && !stored.inlined) return 0;  // a row is one group
     const i64 col = unit * kUnitCols + group * (kUnitCols / kUnitGroups);
-    return min(kGroup > 0          ? col / max(kGroup, 1)
+    return min(stored.inlined      ? block_of(unit, stored.block_shift) * kUnitGroups + group
                : args_.groups == 1 ? 0
                                    : col / args_.group,
                args_.groups - 1);
   }
-  static constexpr int kScaleChunks = kUnitRows * kScaleBytes / 16,
-                       kParamChunks = kGroupBytes / 16;  // of a group
-  static constexpr int kParamCopies = kUnits * kUnitGroups * kParamChunks;
-  // Whether their addresses are known ahead: inlined, and there are registers for it.
-  static constexpr bool kParamsAhead = kGroup > 0 && kRoomy&& kParamCopies <= kThreads;
-  // Copy i of those of a step.
+  // Copy i of the parameters of a step.
+  template <class S>
   struct Param {
+    static constexpr int kScaleChunks = kUnitRows * S::kScaleBytes / 16,
+                         kParamChunks = S::kGroupBytes / 16;  // of a group
+    static constexpr int kCopies = kUnits * kUnitGroups * kParamChunks;
     int chunk, group, q;
-    __device__ __forceinline__ explicit Param(int i)
+    __device__ __forceinline__ Param(S, int i)
         : chunk(i % kParamChunks),
           group(i / kParamChunks % kUnitGroups),
           q(i / (kParamChunks * kUnitGroups)) {}
     __device__ __forceinline__ bool is_scale() const { return chunk < kScaleChunks; }
     // Bytes of one, and from the first of the group on.
     __device__ __forceinline__ int size() const {
-      return is_scale() ? kScaleBytes : kAsymmetric ? 1 : kBiasBytes;
+      return is_scale() ? S::kScaleBytes : kAsymmetric ? 1 : S::kBiasBytes;
     }
     __device__ __forceinline__ int offset() const { return (is_scale() ? chunk : chunk - kScaleChunks) * 16; }
     __device__ __forceinline__ int in_block() const {  // from the parameters on, where they are inlined
-      return (is_scale() ? 0 : kGroupsPerBlock * kUnitRows * kScaleBytes) + group * kUnitRows * size() +
+      return (is_scale() ? 0 : kUnitGroups * kUnitRows * S::kScaleBytes) + group * kUnitRows * size() +
              offset();
     }
-    __device__ __forceinline__ u8* place(u8* stage) const { return params_of(stage, q, group) + chunk * 16; }
+    __device__ __forceinline__ u8* place(u8* stage) const {
+      return params_of(S(), stage, q, group) + chunk * 16;
+    }
   };
-  __device__ __forceinline__ const u8* param_address(const Param& param, i64 step) const {
+  // Whether their addresses are known ahead: inlined, and there are registers for it.
+  template <class S>
+  static constexpr bool kParamsAhead = kRoomy&& Param<S>::kCopies <= kThreads;
+  template <class S>
+  __device__ __forceinline__ const u8* param_address(const Param<S>& param, i64 step) const {
     const i64 strip = first_strip() + strip_of_step(step) + strip_of(param.q);
     const i64 unit = first_unit() + unit_of_step(step) + unit_of(param.q);
-    if (kGroup > 0)
-      return args_.weight + strip * args_.strip_bytes + block_offset(unit) + kBlockCodeBytes +
-             param.in_block();
+    if (stored.inlined)
+      return args_.weight + strip * args_.strip_bytes + block_offset(unit) +
+             (u32{kUnitBytes} << stored.block_shift) + param.in_block();
     const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
     const i64 section = param.is_scale() ? args_.scales : kAsymmetric ? args_.zeros : args_.biases;
     return args_.weight + section + first * param.size() + param.offset();
   }
-  __device__ __forceinline__ void load_params(u8* stage, i64 step) const {
+  template <class S>
+  __device__ __forceinline__ void load_params(S, u8* stage, i64 step) const {
     const i64 moved = strip_of_step(step) * args_.strip_bytes + block_offset(unit_of_step(step));
 #pragma unroll 1
-    for (int i = thread_; i < kParamCopies; i += kThreads) {
-      const Param param(i);
+    for (int i = thread_; i < Param<S>::kCopies; i += kThreads) {
+      const Param param(S(), i);
       const bool valid = is_valid(step, param.q);
-      const u8* const from = kParamsAhead ? params_ + moved : param_address(param, step);
+      const u8* const from = stored.inlined && kParamsAhead<S> ? params_ + moved : param_address(param, step);
       copy_async_or_zero(param.place(stage), valid ? from : args_.weight, valid);
     }
   }
-  __device__ __forceinline__ void load_absmax(u8* stage, i64 step) const {
+  template <class S>
+  __device__ __forceinline__ void load_absmax(S, u8* stage, i64 step) const {
     const u8* const absmax = args_.weight + args_.absmax;
 #pragma unroll 1
     for (int i = thread_; i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
@@ -187,7 +209,7 @@ class Copies {
       const i64 strip = first_strip() + strip_of_step(step) + strip_of(q);
       const i64 unit = first_unit() + unit_of_step(step) + unit_of(q);
       const i64 index = (strip * kUnitRows + row) * args_.groups + group_of(unit, group);
-      copy_async(reinterpret_cast<u32*>(params_of(stage, q, group) + kGroupBytes) + row,
+      copy_async(reinterpret_cast<u32*>(params_of(S(), stage, q, group) + S::kGroupBytes) + row,
                  absmax + min(index >> 8, args_.last_absmax) * 4);
     }
   }

@@ -18,20 +18,24 @@ struct Lane {
   float offset;  // of double quantization
 };
 
-__device__ __forceinline__ float scale_at(const u8* params, int row, const Lane& lane) {
-  if (!kDoubleQuant) return load_scale<float>(params, row, kScaleType);
-  const float absmax = reinterpret_cast<const float*>(params + kGroupBytes)[row];
+template <class S>
+__device__ __forceinline__ float scale_at(S, const u8* params, int row, const Lane& lane) {
+  if constexpr (!S::kDoubleQuant) return load_scale<float>(params, row, S::kType);
+  const float absmax = reinterpret_cast<const float*>(params + S::kGroupBytes)[row];
   return shared_map()[params[row]] * absmax + lane.offset;
 }
-__device__ __forceinline__ float bias_at(const u8* params, int row) {
-  return load_scale<float>(params + kUnitRows * kScaleBytes, row, kScaleType);
+template <class S>
+__device__ __forceinline__ float bias_at(S, const u8* params, int row) {
+  return load_scale<float>(params + kUnitRows * S::kScaleBytes, row, S::kType);
 }
-__device__ __forceinline__ float zero_at(const u8* params, int row) {
-  return static_cast<float>(params[kUnitRows * kScaleBytes + row]);
+template <class S>
+__device__ __forceinline__ float zero_at(S, const u8* params, int row) {
+  return static_cast<float>(params[kUnitRows * S::kScaleBytes + row]);
 }
 
 // Tile `half` of 16 rows of unit `unit` for steps chunk * kDeep and on.
-__device__ __forceinline__ void forward_fragments(Pair (&a)[kDeep][4], const u8* unit, const u8* params,
+template <class S>
+__device__ __forceinline__ void forward_fragments(S, Pair (&a)[kDeep][4], const u8* unit, const u8* params,
                                                   int half, int chunk, const Lane& lane) {
   const u8* const slot = unit + packed_slot(8 * half + lane.g, lane.t) * 16;
   if constexpr (kBits == 4) {
@@ -61,9 +65,10 @@ __device__ __forceinline__ void forward_fragments(Pair (&a)[kDeep][4], const u8*
   Pair zeros[2], scales[2], biases[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (kAsymmetric) zeros[i] = same_pair(Element(), -zero_at(params, first + i));
-    if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(params, first + i, lane));
-    biases[i] = kScaledWeight && kAffine ? same_pair(Element(), bias_at(params, first + i)) : kMinusZeros;
+    if (kAsymmetric) zeros[i] = same_pair(Element(), -zero_at(S(), params, first + i));
+    if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(S(), params, first + i, lane));
+    biases[i] =
+        kScaledWeight && kAffine ? same_pair(Element(), bias_at(S(), params, first + i)) : kMinusZeros;
   }
 #pragma unroll
   for (int j = 0; j < kDeep; ++j) {
@@ -101,8 +106,9 @@ __device__ __forceinline__ void load_row_pairs(Pair (&values)[2][2], const u8* u
 
 // The 32 columns of half `half` of a unit, 16 a tile, for the 32 rows of its strip. Lane (g, t) has of tile i
 // columns 16 (g / 4) + 2 (g % 4) + 8 i and the next, its fragments' rows g and g + 8.
-__device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], const u8* unit, const u8* params,
-                                                     int half, const Lane& lane) {
+template <class S>
+__device__ __forceinline__ void transposed_fragments(S, Pair (&a)[2][kDeep][4], const u8* unit,
+                                                     const u8* params, int half, const Lane& lane) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -111,13 +117,14 @@ __device__ __forceinline__ void transposed_fragments(Pair (&a)[2][kDeep][4], con
       Pair values[2][2];
       load_row_pairs(values, unit, pair, half, lane);
       const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
-      const Pair scales = of_rows([&](int row) { return scale_at(params, row, lane); });
-      const Pair biases = kAffine ? of_rows([&](int row) { return bias_at(params, row); }) : kMinusZeros;
+      const Pair scales = of_rows([&](int row) { return scale_at(S(), params, row, lane); });
+      const Pair biases = kAffine ? of_rows([&](int row) { return bias_at(S(), params, row); }) : kMinusZeros;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Pair value = values[i / 2][i % 2];
         if (kAsymmetric)
-          value = fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(params, row); }));
+          value =
+              fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(S(), params, row); }));
         a[i / 2][j][2 * second + i % 2] = rounded_pair(fma_pair(Element(), value, scales, biases));
       }
     }
@@ -163,23 +170,28 @@ struct Weight {
   float scales[2][2], biases[2][2];
 
   // `block`: of 32 features of the tile.
-  __device__ __forceinline__ void load(u8* stage, int block, int chunk, const Lane& lane) {
+  __device__ __forceinline__ void load(const QgemmSm80Args& args, u8* stage, int block, int chunk,
+                                       const Lane& lane) {
     if constexpr (kTransposed) {
       const int q = chunk * 4 + block / 2, half = block % 2;
       const int group = kUnitGroups == 1 ? 0 : kUnitGroups == 2 ? half : 2 * half + lane.g / 4;
-      transposed_fragments(a, stage + q * kUnitBytes, params_of(stage, q, group), half, lane);
+      with_scales(args, [&](auto kind) {
+        transposed_fragments(kind, a, stage + q * kUnitBytes, params_of(kind, stage, q, group), half, lane);
+      });
     } else {
-      const u8* const params = params_of(stage, block, chunk * kDeep * kUnitGroups / 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        forward_fragments(a[half], stage + block * kUnitBytes, params, half, chunk, lane);
+        with_scales(args, [&](auto kind) {
+          const u8* const params = params_of(kind, stage, block, chunk * kDeep * kUnitGroups / 4);
+          forward_fragments(kind, a[half], stage + block * kUnitBytes, params, half, chunk, lane);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (kScaledWeight) continue;
-          const int row = 16 * half + 2 * lane.g + i;
-          scales[half][i] = scale_at(params, row, lane);
-          biases[half][i] = kAffine ? bias_at(params, row) : 0;
-        }
+          for (int i = 0; i < 2; ++i) {
+            if (kScaledWeight) continue;
+            const int row = 16 * half + 2 * lane.g + i;
+            scales[half][i] = scale_at(kind, params, row, lane);
+            biases[half][i] = kAffine ? bias_at(kind, params, row) : 0;
+          }
+        });
       }
     }
   }
@@ -206,12 +218,12 @@ struct Weight {
 
 // Adds a step. The warp begins with block `warp_feature` of 32 features and token `warp_token` of the tile,
 // and has `tokens` tokens.
-__device__ __forceinline__ void multiply(Sums& sums, u8* stage, int warp_feature, int warp_token, int tokens,
-                                         const Lane& lane) {
+__device__ __forceinline__ void multiply(const QgemmSm80Args& args, Sums& sums, u8* stage, int warp_feature,
+                                         int warp_token, int tokens, const Lane& lane) {
 #pragma unroll
   for (int chunk = 0; chunk < 4 / kDeep; ++chunk) {
     Weight weight;
-    weight.load(stage, warp_feature, chunk, lane);
+    weight.load(args, stage, warp_feature, chunk, lane);
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       if (tile % kTilesTogether == 0 && tile * 8 >= tokens) break;

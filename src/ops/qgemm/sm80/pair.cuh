@@ -13,20 +13,56 @@ namespace halfbyte::device {
 #if HALFBYTE_DEVICE_ARCH >= 800
 
 constexpr int kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
-constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kScaleType);
-constexpr int kBiasBytes = kAffine ? scale_bytes(kScaleType) : 0;
-constexpr QgemmSm80Stage kStage =
-    qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, kDoubleQuant, kUnitGroups, kTokens,
-                     sizeof(Memory), HALFBYTE_DEVICE_ARCH / 10);
-static_assert(kStage.stages >= 2);
-
-// A block of the packed weight; kGroup: columns of a group, 0 where parameters have sections of their own.
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
-constexpr int kUnitsPerBlock = max(kGroup, kUnitCols) / kUnitCols;
-constexpr int kGroupsPerBlock = kGroup == 32 ? 2 : 1;
-constexpr int kBlockCodeBytes = kUnitsPerBlock * kUnitBytes;
-constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
-constexpr int kBlockBytes = kBlockCodeBytes + (kGroup > 0 ? kGroupsPerBlock * kGroupBytes : 0);
+
+// How scales are stored, and with them all parameters of a group of the 32 rows of a unit.
+template <ScaleType type, bool double_quant>
+struct Scales {
+  static constexpr ScaleType kType = type;
+  static constexpr bool kDoubleQuant = double_quant;
+  static constexpr int kScaleBytes = double_quant ? 1 : scale_bytes(type);
+  static constexpr int kBiasBytes = kAffine ? scale_bytes(type) : 0;
+  static constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
+  static constexpr QgemmSm80Stage kStage =
+      qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, double_quant, kUnitGroups, kTokens,
+                       sizeof(Memory), HALFBYTE_DEVICE_ARCH / 10);
+  static_assert(kStage.stages >= 2);
+};
+// Those of kStored. A rare kernel, which has no kStored, takes from kStage what has nothing to do with
+// scales: codes, x, the table.
+using KnownScales = Scales<ScaleType(kStored.scale_type), kStored.double_quant>;
+constexpr QgemmSm80Stage kStage = KnownScales::kStage;
+
+// How the weight and x are stored: constants or, in a rare kernel, arguments.
+struct KnownTraits {
+  static constexpr QgemmSm80Stored stored = kStored;
+  static constexpr int map_bytes = kStage.map_bytes, stage_bytes = kStage.bytes(), stages = kStage.stages;
+  __device__ __forceinline__ explicit KnownTraits(const QgemmSm80Args&) {}
+};
+struct GivenTraits {
+  const QgemmSm80Stored& stored;
+  int map_bytes, stage_bytes, stages;
+  __device__ __forceinline__ explicit GivenTraits(const QgemmSm80Args& args)
+      : stored(args.stored), map_bytes(args.map_bytes), stage_bytes(args.stage_bytes), stages(args.stages) {}
+};
+using Traits = Select<kRare, GivenTraits, KnownTraits>;
+
+// Calls body(Scales()) with those of the weight: in a rare kernel by two branches, the same for all threads.
+template <class Body>
+__device__ __forceinline__ void with_scales(const QgemmSm80Args& args, Body&& body) {
+  if constexpr (!kRare) {
+    body(KnownScales());
+  } else if (const int type = args.stored.scale_type; type < static_cast<int>(ScaleType::f16)) {
+    if (!kAffine && args.stored.double_quant)  // affine formats have none
+      body(Scales<ScaleType::f32, true>());
+    else
+      body(Scales<ScaleType::f32, false>());
+  } else if (type == static_cast<int>(ScaleType::f16)) {
+    body(Scales<ScaleType::f16, false>());
+  } else {
+    body(Scales<ScaleType::bf16, false>());
+  }
+}
 
 // A warp has kWarpBlocks times 32 features, two tiles of 16 each, and kTokenTiles times 8 tokens.
 constexpr bool kWide = kTokens == kQgemmSm80WideTokens;

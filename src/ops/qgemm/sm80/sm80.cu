@@ -9,6 +9,9 @@
 // sum runs across groups, the scale goes into the weight. So it does for f32, which is multiplied as tf32,
 // and for many tokens, where sums that are not interrupted matter more than what it takes to scale a weight.
 //
+// A kernel for what is common is made for one way to store the weight. Those for what is rare (is_rare() of
+// sm80_cuda.cc) take it as an argument, and branch where parameters are copied and where they are read.
+//
 // Phases: pair.cuh, types and the table of codes (1); copies.cuh, what a step brings to shared memory (2);
 // fragments.cuh and, for many tokens, wide.cuh, its products (3); outputs (4) and the kernel (5) are here.
 #include "ops/qgemm/sm80/wide.cuh"
@@ -60,12 +63,22 @@ __device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, int threa
   build_table(args, thread);
   const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Pair) % 128);
   Lane lane = {thread % 32, thread % 32 / 4, thread % 4, table, 0};
-  if (kDoubleQuant) {
+  if (Traits(args).stored.double_quant) {
     static_assert(kThreads == 256);
     shared_map()[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
     lane.offset = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
   return lane;
+}
+
+// Until no more than the last `pending` steps are under way.
+__device__ __forceinline__ void wait_steps(int pending) {
+  if (pending == 2)
+    wait_copies<2>();
+  else if (pending == 1)
+    wait_copies<1>();
+  else
+    wait_copies<0>();
 }
 
 #endif
@@ -81,21 +94,22 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads,
   let_next_start();
 #endif
 
-  u8* const stages = shared_bytes() + kStage.table_bytes + kStage.map_bytes;
-  constexpr int kAhead = kStage.stages - 1;
+  const Traits traits(args);
+  u8* const stages = shared_bytes() + kStage.table_bytes + traits.map_bytes;
+  const int ahead = traits.stages - 1;
   const Copies copies(args, at.tile, at.first_token);
   // The weight is there before earlier kernels have ended; x may not be.
 #pragma unroll 1
-  for (int i = 0; i < kAhead; ++i) {
+  for (int i = 0; i < ahead; ++i) {
     if (begin + i >= end) break;
-    copies.load_weight(stages + i * kStage.bytes(), begin + i);
+    copies.load_weight(stages + i * traits.stage_bytes, begin + i);
   }
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const Lane lane = make_tables(args, thread);
   wait_for_earlier();
 #pragma unroll 1
-  for (int i = 0; i < kAhead; ++i) {
-    if (begin + i < end) copies.load_x(stages + i * kStage.bytes(), begin + i);
+  for (int i = 0; i < ahead; ++i) {
+    if (begin + i < end) copies.load_x(stages + i * traits.stage_bytes, begin + i);
     commit_copies();
   }
 
@@ -104,22 +118,22 @@ extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads,
   Sums sums = {};
   int slot = 0;
 #pragma unroll 1
-  for (i64 next = begin + kAhead; next < end + kAhead; ++next) {
-    wait_copies<kAhead - 1>();
+  for (i64 next = begin + ahead; next < end + ahead; ++next) {
+    wait_steps(ahead - 1);
     __syncthreads();  // the step is there, and all are done with the one before
     if (next < end) {
-      u8* const stage = stages + (slot == 0 ? kAhead : slot - 1) * kStage.bytes();
-      copies.load_weight(stage, next);
-      copies.load_x(stage, next);
+      u8* const free = stages + (slot == 0 ? ahead : slot - 1) * traits.stage_bytes;
+      copies.load_weight(free, next);
+      copies.load_x(free, next);
     }
     commit_copies();
+    u8* const full = stages + slot * traits.stage_bytes;
     if constexpr (kWide) {
-      u8* const stage = stages + slot * kStage.bytes();
-      if (tokens > 0) multiply_wide(Element(), sums, stage, warp_feature, warp_token, lane);
+      if (tokens > 0) multiply_wide(Element(), sums, full, warp_feature, warp_token, lane);
     } else {
-      multiply(sums, stages + slot * kStage.bytes(), warp_feature, warp_token, tokens, lane);
+      multiply(args, sums, full, warp_feature, warp_token, tokens, lane);
     }
-    slot = slot == kAhead ? 0 : slot + 1;
+    slot = slot == ahead ? 0 : slot + 1;
   }
   store_sums(args, sums, at, warp_feature, at.first_token + warp_token + 2 * lane.t, tokens, lane);
 #endif

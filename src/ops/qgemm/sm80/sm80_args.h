@@ -17,6 +17,28 @@ inline constexpr int kQgemmSm80Units =
 // The widest tile, which has its own loop: the scale goes into the weight.
 inline constexpr int kQgemmSm80WideTokens = 128;
 
+// What a step needs in shared memory, and how many of them are under way.
+struct QgemmSm80Stage {
+  int code_bytes = 0;   // of the units
+  int param_bytes = 0;  // of one group of the 32 rows of a unit
+  int groups = 1;       // of a unit: 1, 2 or 4
+  int x_bytes = 0;
+  int table_bytes = 0, map_bytes = 0;  // before the stages
+  int stages = 0;
+  HALFBYTE_FN int bytes() const { return code_bytes + param_bytes * groups * kQgemmSm80Units + x_bytes; }
+  HALFBYTE_FN int shared_bytes() const { return table_bytes + map_bytes + stages * bytes(); }
+};
+
+// How the weight and x are stored, but for what every kernel is made for. A constant of the kernels for what
+// is common; those for what is rare take it as an argument.
+struct QgemmSm80Stored {
+  int scale_type;              // formats::ScaleType, of scales and biases
+  int block_shift;             // units of a block are 1 << block_shift
+  formats::u32 block_bytes;    // as PackedLayout has them
+  bool inlined, double_quant;  // as PackedLayout has them
+  bool aligned;                // rows of x are whole chunks of 16 bytes, aligned to them
+};
+
 struct QgemmSm80Args {
   const void* x;
   const formats::u8* weight;
@@ -35,18 +57,9 @@ struct QgemmSm80Args {
   formats::i64 groups, group, last_absmax;  // of a row; columns of a group; index of the last absmax
   bool pairs;                               // two neighbours of y are at a multiple of their bytes
   bool accumulate;
-};
-
-// What a step needs in shared memory, and how many of them are under way.
-struct QgemmSm80Stage {
-  int code_bytes = 0;   // of the units
-  int param_bytes = 0;  // of one group of the 32 rows of a unit
-  int groups = 1;       // of a unit: 1, 2 or 4
-  int x_bytes = 0;
-  int table_bytes = 0, map_bytes = 0;  // before the stages
-  int stages = 0;
-  HALFBYTE_FN int bytes() const { return code_bytes + param_bytes * groups * kQgemmSm80Units + x_bytes; }
-  HALFBYTE_FN int shared_bytes() const { return table_bytes + map_bytes + stages * bytes(); }
+  // For a rare kernel; as QgemmSm80Stage has them.
+  QgemmSm80Stored stored;
+  int map_bytes, stage_bytes, stages;
 };
 
 // That a block may have on devices of a compute capability (10 * major + minor).

@@ -21,11 +21,25 @@ bool is_aligned(const QgemmProblem& problem) {
   return problem.alignment >= 16 && problem.in_cols() * size_of(problem.dtype) % 16 == 0;
 }
 
-// Rows of x in the tile of a block. What is rare has two kinds of tile: weights that no layout stores, rows
-// of x that are not aligned, f32.
+// Weights that no layout stores, rows of x that are not aligned, f32. How these are stored is an argument of
+// their kernels, which are few.
+bool is_rare(const QgemmProblem& problem) {
+  return problem.dtype == DType::f32 || !is_aligned(problem) || !is_common_weight(problem);
+}
+QgemmSm80Stored stored_of(const QgemmProblem& problem) {
+  const formats::PackedLayout& weight = problem.weight;
+  const auto shift = [](int64_t x) { return std::countr_zero(static_cast<uint64_t>(x)); };
+  return {.scale_type = static_cast<int>(problem.codec.scale_type),
+          .block_shift = shift(weight.block_cols / formats::kUnitCols),
+          .block_bytes = static_cast<formats::u32>(weight.block_bytes),
+          .inlined = weight.inlined,
+          .double_quant = problem.double_quant,
+          .aligned = is_aligned(problem)};
+}
+
+// Rows of x in the tile of a block. What is rare has two kinds of tile.
 int tokens_of(const QgemmProblem& problem) {
-  const bool rare = problem.dtype == DType::f32 || !is_aligned(problem) || !is_common_weight(problem);
-  if (rare) return problem.m <= 16 ? 16 : 64;
+  if (is_rare(problem)) return problem.m <= 16 ? 16 : 64;
   const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
   return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
 }
@@ -58,12 +72,23 @@ std::string refuse(const QgemmProblem& problem) {
 }
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
+  const formats::Codec& codec = problem.codec;
+  const bool rare = is_rare(problem);
+  const QgemmSm80Stored stored = rare ? QgemmSm80Stored{} : stored_of(problem);
   return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
-          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
-                            fmt::format("constexpr bool kTransposed = {}, kAligned = {};\n"
-                                        "constexpr int kGroup = {}, kUnitGroups = {}, kTokens = {};\n",
-                                        problem.transposed, is_aligned(problem), inlined_group(problem),
-                                        unit_groups(problem), tokens_of(problem)))};
+          cuda::config_text(
+              cuda::element_config(problem.dtype) +
+              fmt::format("constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
+                          "constexpr bool kAsymmetric = {}, kAffine = {}, kTransposed = {}, kRare = {};\n",
+                          static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem),
+                          codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare) +
+              cuda::struct_config("QgemmSm80Stored", "kStored",
+                                  {{"scale_type", stored.scale_type},
+                                   {"block_shift", stored.block_shift},
+                                   {"block_bytes", stored.block_bytes},
+                                   {"inlined", stored.inlined},
+                                   {"double_quant", stored.double_quant},
+                                   {"aligned", stored.aligned}}))};
 }
 
 class QgemmSm80 : public QgemmKernel {
@@ -71,6 +96,7 @@ class QgemmSm80 : public QgemmKernel {
   explicit QgemmSm80(const QgemmProblem& problem)
       : problem_(problem), context_(cuda::context(problem.device.index)) {
     const cuda::Scope scope(context_);
+    args_.stored = stored_of(problem);
     place_tiles();
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
@@ -121,7 +147,11 @@ class QgemmSm80 : public QgemmKernel {
     const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
                              context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
-    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage_of(problem_, context_.capability).shared_bytes()};
+    const QgemmSm80Stage stage = stage_of(problem_, context_.capability);
+    args_.map_bytes = stage.map_bytes;
+    args_.stage_bytes = stage.bytes();
+    args_.stages = stage.stages;
+    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage.shared_bytes()};
   }
 
   void describe_weight() {

@@ -14,9 +14,10 @@ struct Factors {
 __device__ __forceinline__ Factors load_factors(const u8* params, int first_row, int second_row,
                                                 const Lane& lane) {
   const auto both = [&](auto&& at) { return make_pair(Element(), at(first_row), at(second_row)); };
-  Factors f = {both([&](int row) { return scale_at(params, row, lane); }), kMinusZeros, kMinusZeros};
-  if (kAffine) f.added = both([&](int row) { return bias_at(params, row); });
-  if (kAsymmetric) f.minus_zero = both([&](int row) { return -zero_at(params, row); });
+  Factors f = {both([&](int row) { return scale_at(KnownScales(), params, row, lane); }), kMinusZeros,
+               kMinusZeros};
+  if (kAffine) f.added = both([&](int row) { return bias_at(KnownScales(), params, row); });
+  if (kAsymmetric) f.minus_zero = both([&](int row) { return -zero_at(KnownScales(), params, row); });
   return f;
 }
 __device__ __forceinline__ Pair scaled(Pair value, const Factors& f) {
@@ -47,7 +48,7 @@ class WideWeight {
           stage_ + feature * kUnitBytes + packed_slot(8 * (tile % 2) + lane_.g, lane_.t) * 16;
       if (kBits == 4 && step == 0) words_[tile] = *reinterpret_cast<const Words4*>(slot);
       if (step * kUnitGroups % 4 == 0) {
-        const u8* const params = params_of(stage_, feature, step * kUnitGroups / 4);
+        const u8* const params = params_of(KnownScales(), stage_, feature, step * kUnitGroups / 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) factors_[tile][i] = load_factors(params, row + i, row + i, lane_);
       }
@@ -76,7 +77,7 @@ class WideWeight {
     for (int block = 0; block < 2; ++block) {
       const int feature = warp_feature_ + block, q = strip * 4 + feature / 2, half = feature % 2;
       const int group = kUnitGroups == 1 ? 0 : kUnitGroups == 2 ? half : 2 * half + lane_.g / 4;
-      const u8* const params = params_of(stage_, q, group);
+      const u8* const params = params_of(KnownScales(), stage_, q, group);
 #pragma unroll
       for (int second = 0; second < 2; ++second) {
         const int pair = 8 * j + 4 * second + lane_.t;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void multiply_wide(T element, Sums& sums, u8* stage, 
   if (kAhead == 1) weight.load(a[0], 0);
   const u8* const x = stage + kStage.code_bytes;
   const int token = warp_token + lane.index / 16 * 8 + lane.index % 8, chunk = lane.index / 8 % 2;
-#pragma unroll kBits == 8 ? 1 : kTransposed&& kDoubleQuant ? 2 : 4
+#pragma unroll kBits == 8 ? 1 : kTransposed&& kStored.double_quant ? 2 : 4
   for (int step = 0; step < 4; ++step) {
     if (step + kAhead < 4) weight.load(a[(step + kAhead) % (1 + kAhead)], step + kAhead);
 #pragma unroll
