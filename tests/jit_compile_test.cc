@@ -89,7 +89,7 @@ struct Spill {
   int max_bytes;
 };
 constexpr Spill kSpills[] = {
-    {"observe_parts", 8},           // with 64-bit indices, for sm_120a
+    {"affine_init", 36},            // for sm_120a
     {"qgemm_sm80", 24},             // affine8, 16 rows of x, a f32 scale a row, for sm_100a
     {"qgemm_sm90_transposed", 24},  // int8, 64 rows of x, f32 scales for 32 columns
     {"quantize_groups",

@@ -34,17 +34,38 @@ __device__ __forceinline__ F load_scale(const LinearCommon& common, i64 index) {
                                     : formats::load_scale<F>(common.data.scales, index, ScaleType::f32);
 }
 
-__device__ __forceinline__ int load_zero_point(const LinearCommon& common, i64 index) {
+template <ZeroType type>
+struct ZeroTypeOf {};
+// body(ZeroTypeOf<type>()): a branch, where the type is an argument. Kernels of 4-bit codes have it as a
+// constant; gradients do not know the bits of codes.
+template <class Body>
+__device__ __forceinline__ void with_zero_type(const LinearCommon& common, const Body& body) {
+  constexpr ZeroType kLearned = sizeof(F) == 8 ? ZeroType::f64 : ZeroType::f32;
+  if constexpr (kZeroType != ZeroType::any) {
+    body(ZeroTypeOf<kZeroType>());
+  } else if (common.zero_type == ZeroType::none) {
+    body(ZeroTypeOf<ZeroType::none>());
+  } else if (common.zero_type == ZeroType::i32) {
+    body(ZeroTypeOf<ZeroType::i32>());
+  } else if constexpr (kFake) {
+    body(ZeroTypeOf<kLearned>());
+  } else if (kOp != LinearOp::backward || common.zero_type == ZeroType::byte) {
+    body(ZeroTypeOf<ZeroType::byte>());
+  } else {
+    body(ZeroTypeOf<ZeroType::nibble>());
+  }
+}
+
+template <ZeroType type>
+__device__ __forceinline__ int load_zero_point(ZeroTypeOf<type>, const LinearCommon& common, i64 index) {
   const void* const zeros = common.data.zeros;
-  if constexpr (kZeroType == ZeroType::i32) return static_cast<const int*>(zeros)[index];
-  if constexpr (kZeroType == ZeroType::byte)
+  if constexpr (type == ZeroType::i32) return static_cast<const int*>(zeros)[index];
+  if constexpr (type == ZeroType::byte)
     return common.zero_sign != 0 ? static_cast<const signed char*>(zeros)[index]
                                  : static_cast<const u8*>(zeros)[index];
-  if constexpr (kZeroType == ZeroType::f32)
-    return learned_zero_point(static_cast<const float*>(zeros)[index]);
-  if constexpr (kZeroType == ZeroType::f64)
-    return learned_zero_point(static_cast<const double*>(zeros)[index]);
-  if constexpr (kPackedZeros) {
+  if constexpr (type == ZeroType::f32) return learned_zero_point(static_cast<const float*>(zeros)[index]);
+  if constexpr (type == ZeroType::f64) return learned_zero_point(static_cast<const double*>(zeros)[index]);
+  if constexpr (type == ZeroType::nibble) {
     i64 row = 0, column = index;
     if (common.zero_cols % 2 != 0) {  // else rows are whole bytes, one sequence
       row = index / common.zero_cols;
@@ -71,7 +92,9 @@ struct Loaded {
   int zero_point;
 };
 __device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i64 index) {
-  return {load_scale(common, index), load_zero_point(common, index)};
+  Loaded loaded{load_scale(common, index), 0};
+  with_zero_type(common, [&](auto type) { loaded.zero_point = load_zero_point(type, common, index); });
+  return loaded;
 }
 // Of n groups: a branch on how they are stored is one for all, so that all are on their way at once.
 template <int n>
@@ -81,17 +104,20 @@ __device__ __forceinline__ void load_parameters(const LinearCommon& common, cons
 #pragma unroll
     for (int i = 0; i < n; ++i) load(loaded[i], indices[i]);
   };
-  if constexpr (kZeroType == ZeroType::byte) {
-    const void* const zeros = common.data.zeros;
-    if (common.zero_sign != 0)
-      for_all([&](Loaded& to, i64 index) {
-        to.zero_point = static_cast<const signed char*>(zeros)[index];  // NOLINT(bugprone-signed-char-misuse)
-      });
-    else
-      for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const u8*>(zeros)[index]; });
-  } else {
-    for_all([&](Loaded& to, i64 index) { to.zero_point = load_zero_point(common, index); });
-  }
+  with_zero_type(common, [&]<ZeroType type>(ZeroTypeOf<type> zero_type) {
+    if constexpr (type == ZeroType::byte) {
+      const void* const zeros = common.data.zeros;
+      if (common.zero_sign != 0)
+        for_all([&](Loaded& to, i64 index) {
+          to.zero_point =
+              static_cast<const signed char*>(zeros)[index];  // NOLINT(bugprone-signed-char-misuse)
+        });
+      else
+        for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const u8*>(zeros)[index]; });
+    } else {
+      for_all([&](Loaded& to, i64 index) { to.zero_point = load_zero_point(zero_type, common, index); });
+    }
+  });
   const void* const scales = common.data.scales;
   if (has_element_scales(common))
     for_all([&](Loaded& to, i64 index) { to.scale = formats::load_scale<F>(scales, index, kElementScale); });
@@ -108,7 +134,7 @@ __device__ __forceinline__ Group make_group(const LinearCommon& common, const Lo
     group.scale = 0;
     if (common.given && is_first()) atomic_add(&common.counts->num_invalid_scales, 1);
   }
-  if constexpr (kZeroType != ZeroType::none) {
+  if (kZeroType == ZeroType::any ? common.zero_type != ZeroType::none : kZeroType != ZeroType::none) {
     group.zero_point = clamp(loaded.zero_point, common.q_min, common.q_max);
     if (group.zero_point != loaded.zero_point && common.given && is_first())
       atomic_add(&common.counts->num_invalid_zero_points, 1);

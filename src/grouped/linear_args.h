@@ -12,8 +12,8 @@ namespace halfbyte {
 // mask_gradients: backward by the mask that fake_quantize wrote.
 enum class LinearOp : formats::u8 { quantize, dequantize, backward, fake_quantize, mask_gradients };
 // How zero points are stored; `none`: they are 0. f32 and f64 are learned; `byte` and `nibble` have a sign or
-// none.
-enum class ZeroType : formats::u8 { none, i32, byte, nibble, f32, f64 };
+// none. `any`: of kernels that are told by an argument.
+enum class ZeroType : formats::u8 { none, i32, byte, nibble, f32, f64, any };
 
 // The zero point that a learned one stands for. It may be out of range, and is for NaN.
 template <class F>
@@ -77,6 +77,7 @@ struct LinearCommon {
   formats::u32 sign_bits;                  // of all codes in a word: what tells q from q - code_min
   formats::i32 zero_sign;                  // of zero points that are bytes or nibbles: their sign bit, or 0
   formats::ScaleType scale_type;           // f32, or that of the elements
+  ZeroType zero_type;                      // not `any`
   formats::Rule rule;                      // computed, without zero points: absmax or half_range
   formats::i64 zero_cols, zero_row_bytes;  // of packed zero points
   // fake_quantize, computed: see Codec; `history` as formats::observed has it.
@@ -102,7 +103,7 @@ HALFBYTE_FN int linear_columns_chunk(int element_bytes, bool mask) {
 struct LinearChunksArgs {
   LinearCommon common;
   formats::i64 num_chunks, per_outer, per_scale, scale_outer;
-  formats::Divider outer_divider, scale_divider;  // not kWide: num_chunks < 2^31
+  formats::Divider outer_divider, scale_divider;  // num_chunks < 2^31
 };
 // Chunks a thread.
 HALFBYTE_FN int linear_batch(LinearOp op) { return op == LinearOp::quantize ? 2 : 4; }

@@ -7,11 +7,10 @@ namespace halfbyte::device {
 
 constexpr int kChunk = linear_chunk(sizeof(Memory), kOp, kMask), kBatch = linear_batch(kOp);
 
-using Index = Select<kWide, i64, int>;  // of chunks
 // Of a multiprocessor; 0: as the compiler finds it. Without these bounds some kernels of fake quantization
 // spill, and gradients of 16 bits take a few registers more than leave room for so many blocks.
 constexpr bool kLearnedZero = kZeroType == ZeroType::f32 || kZeroType == ZeroType::f64;
-constexpr bool kBounded = sizeof(Memory) == 2 && !kWide && !kPackedZeros;
+constexpr bool kBounded = sizeof(Memory) == 2 && !kPackedZeros;
 constexpr int kMinBlocks = kOp != LinearOp::backward ? (kFake ? 3 : 0)
                            : kBounded                ? (kLearnedZero ? 3 : 4)
                                                      : (kFake ? 2 : 0);
@@ -21,37 +20,25 @@ struct Place {
   i64 scale;
   bool first;
 };
-template <class Int, class OuterDivider, class ScaleDivider>
-__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, Int chunk,
-                                          const OuterDivider& outer_of, const ScaleDivider& scale_of) {
-  const Int outer = outer_of(chunk), rest = chunk - outer * static_cast<Int>(args.per_outer),
-            in = scale_of(rest);
+__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, u32 chunk) {
+  const u32 outer = args.outer_divider.divide(chunk), rest = chunk - outer * static_cast<u32>(args.per_outer),
+            in = args.scale_divider.divide(rest);
   return {outer * args.scale_outer + in,
-          rest == in * static_cast<Int>(args.per_scale) && (args.scale_outer != 0 || outer == 0)};
-}
-__device__ __forceinline__ Place place_of(const LinearChunksArgs& args, i64 chunk) {
-  if constexpr (kWide)
-    return place_of(
-        args, chunk, [&](i64 c) { return c / args.per_outer; },
-        [&](i64 rest) { return rest / args.per_scale; });
-  else
-    return place_of(
-        args, static_cast<u32>(chunk), [&](u32 c) { return args.outer_divider.divide(c); },
-        [&](u32 rest) { return args.scale_divider.divide(rest); });
+          rest == in * static_cast<u32>(args.per_scale) && (args.scale_outer != 0 || outer == 0)};
 }
 
 extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
     HALFBYTE_KERNEL(const __grid_constant__ LinearChunksArgs args) {
   load_bins();
-  const Index warp = static_cast<Index>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
-  const Index first = warp * (32 * kBatch) + threadIdx.x % 32;
+  const int warp = static_cast<int>(block_index()) * (kLinearThreads / 32) + threadIdx.x / 32;
+  const int first = warp * (32 * kBatch) + threadIdx.x % 32;
   Work<kOp, kBits, kChunk> work[kBatch];
   Place places[kBatch];
   i64 scales[kBatch];
   Loaded loaded[kBatch];
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
-    const Index chunk = min<Index>(first + b * 32, args.num_chunks - 1);
+    const int chunk = min(first + b * 32, static_cast<int>(args.num_chunks) - 1);
     work[b].load(args.common.data, chunk);
     places[b] = place_of(args, chunk);
     scales[b] = places[b].scale;
@@ -60,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
   u32 slow = 0;
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
-    const Index chunk = first + b * 32;
+    const int chunk = first + b * 32;
     if (chunk >= args.num_chunks) break;
     const OneGroup group(args.common, make_group(args.common, loaded[b], [&] { return places[b].first; }));
     if (!work[b].finish(args.common, chunk, group)) slow |= 1u << b;

@@ -8,22 +8,18 @@ namespace halfbyte::device {
 constexpr int kChunk = linear_columns_chunk(sizeof(Memory), kMask);
 constexpr int kBatch = kOp == LinearOp::backward ? (kFast ? 2 : 1) : 4;  // rows on their way at a time
 
-// Of a multiprocessor; 0: as the compiler finds it, which spills.
-constexpr int kMinBlocks = kWide && sizeof(F) == 8 ? 3 : 0;
-
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
+extern "C" __global__ void __launch_bounds__(kLinearThreads)
     HALFBYTE_KERNEL(const __grid_constant__ LinearColumnsArgs args) {
   load_bins();
-  using Index = Select<kWide, i64, u32>;  // 32-bit divisions are several times as fast
-  const auto row_chunks = static_cast<Index>(args.columns / kChunk);
-  const auto item = static_cast<Index>(block_index() * kLinearThreads + threadIdx.x);
-  const Index row_item = item / row_chunks, column = item - row_item * row_chunks;
-  const Index band = row_item / static_cast<Index>(args.pieces);
-  const int piece = static_cast<int>(row_item - band * static_cast<Index>(args.pieces));
+  const auto row_chunks = static_cast<u32>(args.columns / kChunk);
+  const auto item = static_cast<u32>(block_index() * kLinearThreads + threadIdx.x);
+  const u32 row_item = item / row_chunks, column = item - row_item * row_chunks;
+  const u32 band = row_item / static_cast<u32>(args.pieces);
+  const int piece = static_cast<int>(row_item - band * static_cast<u32>(args.pieces));
   if (band >= args.num_bands) return;
-  const Index outer = band / static_cast<Index>(args.bands_per_axis);
+  const u32 outer = band / static_cast<u32>(args.bands_per_axis);
   const i64 in_axis =
-      (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;  // first row of the band
+      (band - outer * static_cast<u32>(args.bands_per_axis)) * args.group;  // first row of the band
   const i64 row = outer * args.axis + in_axis;
   const i64 left = min(args.group, args.axis - in_axis) - static_cast<i64>(piece) * kLinearRows;
   if (left <= 0) return;

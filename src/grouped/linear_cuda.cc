@@ -42,7 +42,6 @@ cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearT
 std::string op_config(LinearOp op) {
   return fmt::format("constexpr LinearOp kOp = LinearOp({});\n", static_cast<int>(op));
 }
-std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 LinearStrides64 device_strides(const LinearStrides& strides) {
   return {strides.outer, strides.axis, strides.inner};
 }
@@ -79,6 +78,7 @@ class Selection {
     common.eps = problem_.codec.eps;
     common.history = problem_.history;
     common.scale_type = problem_.codec.scale_type;
+    common.zero_type = types_.zero_type;
     common.rule = problem_.codec.rule;
     common.table = linear_table(problem_.codec.book);
     common.zero_sign = problem_.zeros.dtype == DType::i8 ? 128 : problem_.zeros.dtype == DType::i4 ? 8 : 0;
@@ -165,7 +165,7 @@ class Selection {
     LinearChunksArgs args{};
     const int64_t chunk = linear_chunk(element_bytes(), p.op, types_.mask);
     args.num_chunks = p.num_elements() / chunk;
-    if (p.num_elements() % chunk != 0) return false;
+    if (p.num_elements() % chunk != 0 || is_wide(args.num_chunks)) return false;
     const LinearStrides& scales = p.scale_strides;
     if (p.num_scales == 1) {
       args.per_outer = args.per_scale = args.num_chunks;
@@ -182,7 +182,7 @@ class Selection {
     }
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
-    choose(linear_chunks_kernel(types_, p.op, is_wide(args.num_chunks)),
+    choose(linear_chunks_kernel(types_, p.op),
            {ceil_div(args.num_chunks, int64_t{kThreads} * linear_batch(p.op)), kThreads}, args);
     return true;
   }
@@ -202,7 +202,8 @@ class Selection {
     args.num_bands = p.num_elements() / (args.columns * args.axis) * args.bands_per_axis;
     args.pieces = ceil_div(args.group, kLinearRows);
     const int64_t items = args.num_bands * args.pieces * (args.columns / chunk);
-    choose(linear_columns_kernel(types_, p.op, is_wide(items)), {ceil_div(items, kThreads), kThreads}, args);
+    if (is_wide(items)) return false;
+    choose(linear_columns_kernel(types_, p.op), {ceil_div(items, kThreads), kThreads}, args);
     return true;
   }
 
@@ -297,14 +298,17 @@ LinearTable linear_table(const formats::CodeBook& book) {
   table.of_code_0 = book.values[0];
   return table;
 }
-cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide) {
-  return kernel_spec("grouped/linear_chunks.cu", "chunks", types, op_config(op) + wide_config(wide));
+cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op) {
+  return kernel_spec("grouped/linear_chunks.cu", "chunks", types, op_config(op));
 }
-cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide) {
-  return kernel_spec("grouped/linear_columns.cu", "columns", types, op_config(op) + wide_config(wide));
+cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op) {
+  const bool any = types.fake && types.zero_type != ZeroType::none;
+  return kernel_spec("grouped/linear_columns.cu", "columns", any ? types.any_zeros() : types, op_config(op));
 }
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op) {
-  return kernel_spec("grouped/linear_elements.cu", "elements", types.without_bins(), op_config(op));
+  const LinearTypes used = types.without_bins();
+  return kernel_spec("grouped/linear_elements.cu", "elements", types.bits == 8 ? used.any_zeros() : used,
+                     op_config(op));
 }
 cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, int block_batch) {
   return kernel_spec("grouped/linear_fused.cu", "fused", types,
@@ -319,7 +323,7 @@ cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op) {
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide) {
   return {"grouped/mask_gradients.cu", "mask_gradients",
           cuda::config_text(cuda::element_config(dtype) +
-                            fmt::format("constexpr bool kChunks = {};\n", chunks) + wide_config(wide))};
+                            fmt::format("constexpr bool kChunks = {}, kWide = {};\n", chunks, wide))};
 }
 
 std::shared_ptr<const LinearCuda> select_linear_cuda(const LinearProblem& problem, int64_t alignment) {

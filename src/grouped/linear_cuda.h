@@ -23,6 +23,12 @@ struct LinearTypes {
     types.bins = false;
     return types;
   }
+  // Of a kernel for which the type of zero points is an argument.
+  LinearTypes any_zeros() const {
+    LinearTypes types = *this;
+    if (!book) types.zero_type = ZeroType::any;
+    return types;
+  }
 };
 // A kernel whose source includes linear.cuh, with `lines` more of "halfbyte_config.h"; HALFBYTE_KERNEL is its
 // name.
@@ -32,13 +38,13 @@ cuda::KernelSpec linear_kernel(const char* source, const std::string& name, cons
 LinearTypes types_of(const LinearProblem& problem);
 // As kernels are given it.
 LinearTable linear_table(const formats::CodeBook& book);
-// wide: 2^31 pieces of work and more.
-cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op, bool wide);
-cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op, bool wide);
+cuda::KernelSpec linear_chunks_kernel(const LinearTypes& types, LinearOp op);
+cuda::KernelSpec linear_columns_kernel(const LinearTypes& types, LinearOp op);
 cuda::KernelSpec linear_elements_kernel(const LinearTypes& types, LinearOp op);
 // block_batch: 0: lanes share a group; 4 or 8: a block has one, of so many chunks a thread.
 cuda::KernelSpec linear_fused_kernel(const LinearTypes& types, LinearOp op, int block_batch);
 cuda::KernelSpec linear_params_kernel(const LinearTypes& types, LinearOp op);
+// wide: 2^31 pieces of work and more.
 cuda::KernelSpec mask_gradients_kernel(DType dtype, bool chunks, bool wide);
 
 }  // namespace halfbyte

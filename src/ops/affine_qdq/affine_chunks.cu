@@ -9,7 +9,6 @@ namespace halfbyte::device {
 
 constexpr int kChunk = 8, kBatch = kAffineBatch, kWarps = kAffineThreads / 32;
 using Chunk = ChunkOf<Element, kChunk>;
-using Index = Select<kWide, i64, u32>;  // of chunks
 
 // Of q * dy in even lanes, of dy in odd ones: over two chunks.
 __device__ __forceinline__ float chunk_sums(const Chunk& dy, u64 codes) {
@@ -27,13 +26,13 @@ __device__ __forceinline__ float chunk_sums(const Chunk& dy, u64 codes) {
 extern "C" __global__ void __launch_bounds__(kAffineThreads, sizeof(Memory) == 2 ? 4 : 3)
     affine_chunks(const __grid_constant__ AffineChunksArgs args) {
   const int lane = lane_index();
-  const Index warp = static_cast<Index>(block_index()) * kWarps + threadIdx.x / 32;
-  const Index first = warp * (32 * kBatch) + lane;
+  const u32 warp = static_cast<u32>(block_index()) * kWarps + threadIdx.x / 32;
+  const u32 first = warp * (32 * kBatch) + lane;
   Chunk dy[kBatch];
   u64 codes[kBatch];
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
-    const Index chunk = min<Index>(first + b * 32, args.num_chunks - 1);  // the last again, for nothing
+    const u32 chunk = min<u32>(first + b * 32, args.num_chunks - 1);  // the last again, for nothing
     dy[b] = load_chunk<Chunk>(args.common.dy, chunk);
     codes[b] = load_codes<kChunk * kBits>(args.common.codes, chunk, args.code_bytes);
   }

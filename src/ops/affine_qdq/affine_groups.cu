@@ -6,7 +6,14 @@ namespace halfbyte::device {
 
 constexpr int kRows = 8, kStep = 32 * kRows;
 
-extern "C" __global__ void __launch_bounds__(kAffineThreads)
+// Of a multiprocessor: with codes of 8 bits the compiler takes the registers of one for the step of Adam.
+// Before sm_80 one has 1024 threads.
+#if __CUDA_ARCH__ >= 800
+constexpr int kMinBlocks = 6;
+#else
+constexpr int kMinBlocks = 4;
+#endif
+extern "C" __global__ void __launch_bounds__(kAffineThreads, kMinBlocks)
     affine_groups(const __grid_constant__ AffineGroupsArgs args) {
   const AffineShape& shape = args.shape;
   const i64 group = block_index() * (kAffineThreads / 32) + threadIdx.x / 32;

@@ -142,8 +142,9 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
 
   const i64 n = unit.columns.end - begin, num_chunks = (n + 7) / 8;
   const Codec codec = codec_of(args);
-  u8* const codes = args.codes + row * shape.row_bytes + begin * kBits / 8;
-  const i64 num_bytes = packed_bytes(n, kBits);
+  const int bits = args.code_bits;
+  u8* const codes = args.codes + row * shape.row_bytes + begin * bits / 8;
+  const i64 num_bytes = packed_bytes(n, bits);
 #pragma unroll 1
   for (i64 chunk = lane; chunk - lane < num_chunks; chunk += 32) {
     u64 eight = 0;
@@ -159,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
       const float w = column < n ? unit.element(begin + column) : 0.0f;
       eight |= static_cast<u64>(code_of(w, params, codec)) << (8 * i);
     }
-    eight = pack8(eight, kBits);
+    eight = pack8(eight, bits);
 #pragma unroll 1
-    for (int i = 0; i < kBits && chunk * kBits + i < num_bytes; ++i)
-      codes[chunk * kBits + i] = static_cast<u8>(eight >> (8 * i));
+    for (int i = 0; i < bits && chunk * bits + i < num_bytes; ++i)
+      codes[chunk * bits + i] = static_cast<u8>(eight >> (8 * i));
   }
 
   if (args.refit) {

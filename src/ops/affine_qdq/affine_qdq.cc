@@ -189,7 +189,8 @@ struct BackwardImpl : AffineImpl<AffineQdqBackward> {
     run.dy = args.dy.data;
     run.scales = {at(args.dscales), at(args.scales), at(args.scale_m), at(args.scale_v)};
     run.biases = {at(args.dbiases), at(args.biases), at(args.bias_m), at(args.bias_v)};
-    if (descriptor.adam) run.adam = factors_of(args.adam);
+    run.has_adam = descriptor.adam;
+    if (run.has_adam) run.adam = factors_of(args.adam);
     if (cuda)
       run_affine_backward_cuda(*cuda, run, stream);
     else

@@ -26,7 +26,8 @@ struct AffineInitArgs {
   formats::i64 units_per_row;
   formats::i32 unit;
   formats::i32 levels;  // the largest code
-  formats::Rule rule;   // minmax or mlx_edge
+  formats::i32 code_bits;
+  formats::Rule rule;  // minmax or mlx_edge
   formats::ScaleType scale_type;
   bool refit;
 };
@@ -49,6 +50,7 @@ struct AffineBackwardArgs {
   const formats::u8* codes;
   const void* dy;
   AffineTrained scales, biases;
+  bool has_adam;
   formats::AdamFactors adam;
 };
 

@@ -25,12 +25,11 @@ constexpr int kThreads = kAffineThreads, kWarps = kThreads / 32;
 
 cuda::KernelSpec kernel_spec(const char* source, const char* function, const AffineProblem& problem,
                              const std::string& lines) {
-  return {source, function,
-          cuda::config_text(cuda::element_config(problem.dtype) +
-                            fmt::format("constexpr int kBits = {};\n", problem.code_bits) + lines)};
+  return {source, function, cuda::config_text(cuda::element_config(problem.dtype) + lines)};
 }
-std::string adam_config(const AffineProblem& problem) {
-  return fmt::format("constexpr bool kAdam = {};\n", problem.adam);
+
+std::string bits_config(const AffineProblem& problem) {
+  return fmt::format("constexpr int kBits = {};\n", problem.code_bits);
 }
 
 class Selection {
@@ -47,6 +46,7 @@ class Selection {
     args.unit = affine_unit(shape.group_size, problem_.code_bits);
     args.units_per_row = ceil_div(shape.groups_per_row, args.unit);
     args.levels = problem_.codec.levels();
+    args.code_bits = problem_.code_bits;
     args.rule = problem_.codec.rule;
     args.scale_type = problem_.codec.scale_type;
     args.refit = problem_.refit;
@@ -77,7 +77,8 @@ class Selection {
     const AffineShape& shape = problem_.shape;
     const int64_t size = shape.group_size;
     if (problem_.alignment < 16 || size < 2 * kChunk || size > kLanes * kChunk * kAffineBatch ||
-        !std::has_single_bit(static_cast<uint64_t>(size)) || shape.cols % size != 0)
+        !std::has_single_bit(static_cast<uint64_t>(size)) || shape.cols % size != 0 ||
+        is_wide(shape.rows * shape.cols / kChunk))
       return false;
     AffineChunksArgs args{};
     args.num_groups = problem_.num_groups();
@@ -87,7 +88,7 @@ class Selection {
         std::countr_zero(static_cast<uint64_t>(size / kChunk));  // of a group, as a power of two
     args.team = std::min(chunks, 5);
     args.merge = chunks - args.team;
-    choose("affine_chunks", affine_chunks_kernel(problem_, args.num_chunks >= int64_t{1} << 31),
+    choose("affine_chunks", affine_chunks_kernel(problem_),
            ceil_div(args.num_chunks, int64_t{kThreads} * kAffineBatch), args);
     return true;
   }
@@ -102,12 +103,11 @@ cuda::KernelSpec affine_init_kernel(const AffineProblem& problem) {
   return kernel_spec("ops/affine_qdq/affine_init.cu", "affine_init", problem,
                      fmt::format("constexpr bool kHalfAway = {};\n", problem.half_away));
 }
-cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide) {
-  return kernel_spec("ops/affine_qdq/affine_chunks.cu", "affine_chunks", problem,
-                     adam_config(problem) + fmt::format("constexpr bool kWide = {};\n", wide));
+cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem) {
+  return kernel_spec("ops/affine_qdq/affine_chunks.cu", "affine_chunks", problem, bits_config(problem));
 }
 cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem) {
-  return kernel_spec("ops/affine_qdq/affine_groups.cu", "affine_groups", problem, adam_config(problem));
+  return kernel_spec("ops/affine_qdq/affine_groups.cu", "affine_groups", problem, bits_config(problem));
 }
 
 std::shared_ptr<const AffineCuda> select_affine_init_cuda(const AffineProblem& problem) {

@@ -7,10 +7,10 @@
 
 namespace halfbyte {
 
-// Of a problem: its dtype, code_bits and half_away.
+// Of a problem: its dtype and half_away.
 cuda::KernelSpec affine_init_kernel(const AffineProblem& problem);
-// dtype, code_bits, adam. wide: 2^31 chunks and more.
-cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem, bool wide);
+// dtype, code_bits.
+cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem);
 cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem);
 
 // The kernels, listed.

@@ -8,12 +8,10 @@ namespace {
 
 using cuda::KernelValues;
 
-std::vector<KernelKey> given_keys(std::initializer_list<KernelKey> more) {
-  std::vector<KernelKey> all = fake_keys(
-      {"none", "i32", "f32", "f64"}, {{"operation", {"forward", "backward"}, false, "What is done."},
-                                      cuda::flag_key("mask", "Forward writes the mask of the gradient.")});
-  all.insert(all.end(), more);
-  return all;
+std::vector<KernelKey> given_keys() {
+  return fake_keys({"none", "i32", "f32", "f64"},
+                   {{"operation", {"forward", "backward"}, false, "What is done."},
+                    cuda::flag_key("mask", "Forward writes the mask of the gradient.")});
 }
 LinearOp operation_of(const KernelValues& values) {
   return values.at("operation") == "backward" ? LinearOp::backward : LinearOp::fake_quantize;
@@ -23,19 +21,15 @@ LinearOp operation_of(const KernelValues& values) {
 
 std::vector<cuda::Kernel> fake_quantize_kernels() {
   return {
-      {{"fake_quantize", "fake_chunks", "Tensors whose scales belong to whole chunks.",
-        given_keys({wide_key()})},
+      {{"fake_quantize", "fake_chunks", "Tensors whose scales belong to whole chunks.", given_keys()},
        [](const KernelValues& values) {
-         return linear_chunks_kernel(fake_types_of(values), operation_of(values),
-                                     cuda::is_set(values, "wide"));
+         return linear_chunks_kernel(fake_types_of(values), operation_of(values));
        }},
-      {{"fake_quantize", "fake_columns", "Tensors whose scales differ from column to column.",
-        given_keys({wide_key()})},
+      {{"fake_quantize", "fake_columns", "Tensors whose scales differ from column to column.", given_keys()},
        [](const KernelValues& values) {
-         return linear_columns_kernel(fake_types_of(values), operation_of(values),
-                                      cuda::is_set(values, "wide"));
+         return linear_columns_kernel(fake_types_of(values), operation_of(values));
        }},
-      {{"fake_quantize", "fake_elements", "Any tensors.", given_keys({})},
+      {{"fake_quantize", "fake_elements", "Any tensors.", given_keys()},
        [](const KernelValues& values) {
          return linear_elements_kernel(fake_types_of(values), operation_of(values));
        }},

@@ -48,15 +48,16 @@ struct LsqCommon {
 
 // lsq_rows: groups that are whole chunks, one behind the other: rows of `row` chunks, groups of `group`
 // chunks along them, the last of which may be short. A warp has 128 chunks of its groups, each filled up to
-// 2^kLevels; or a block as many chunks of one group as 128 times its warps.
+// 2^levels; or a block as many chunks of one group as 128 times its warps.
 struct LsqRowsArgs {
   LsqCommon common;
   formats::i64 row, group, groups_per_row;
   formats::Divider row_divider;    // by groups_per_row
   formats::Divider piece_divider;  // by common.pieces
+  formats::i32 levels;             // of lanes: less than kLsqWarpLevels
 };
 inline constexpr int kLsqBatch = 4;       // chunks a thread
-inline constexpr int kLsqWarpLevels = 7;  // 128 chunks; one more: a block shares a group
+inline constexpr int kLsqWarpLevels = 7;  // 128 chunks
 
 // lsq_columns: tensors [bands of `group` rows, columns], of which each column of a band has a scale; a band
 // at the end of `axis` rows is short. A block has 32 chunks of columns and kLsqPieceRows rows.

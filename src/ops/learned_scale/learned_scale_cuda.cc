@@ -33,11 +33,16 @@ struct LsqCuda {
 
 namespace {
 
+constexpr int kFew = 2;  // levels of lanes that share a group, the most of LsqTeam::few
 constexpr int kThreads = kLinearThreads, kWarps = kThreads / 32;
 constexpr int64_t kCountsBytes = sizeof(QuantizeCounts);
 static_assert(kCountsBytes % 16 == 0);
 
-std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
+// A kernel of gradients.
+cuda::KernelSpec kernel_spec(const char* source, const char* name, const LinearTypes& types,
+                             const std::string& lines) {
+  return linear_kernel(source, name, types, "constexpr LinearOp kOp = LinearOp::backward;\n" + lines);
+}
 
 class Selection {
  public:
@@ -51,6 +56,7 @@ class Selection {
     linear.q_min = problem.codec.q_min;
     linear.q_max = problem.codec.q_max;
     linear.scale_type = problem.codec.scale_type;
+    linear.zero_type = types_.zero_type;
     linear.table = linear_table(problem.codec.book);
     made_.common.factor = problem.gradient_scale;
     made_.common.num_groups = problem.num_scales;
@@ -83,22 +89,27 @@ class Selection {
     args.groups_per_row = ceil_div(args.row, args.group);
     args.row_divider = formats::Divider::of(args.groups_per_row);
     const int64_t num_groups = rows * args.groups_per_row;
-    int levels = static_cast<int>(std::bit_width(static_cast<uint64_t>(args.group - 1)));
+    args.levels = static_cast<int>(std::bit_width(static_cast<uint64_t>(args.group - 1)));
+    auto team = args.levels <= kFew            ? LsqTeam::few
+                : args.levels < kLsqWarpLevels ? LsqTeam::lanes
+                                               : LsqTeam::warp;
     cuda::Grid grid;
-    int64_t padded = num_groups << levels;  // chunks
-    if (levels <= kLsqWarpLevels) {
+    int64_t padded = num_groups << args.levels, pieces = 1;  // chunks
+    if (args.levels <= kLsqWarpLevels) {
       grid = {ceil_div(padded, kThreads * kLsqBatch), kThreads};
     } else {
-      const auto warps = std::min<int64_t>(kWarps, int64_t{1} << (levels - kLsqWarpLevels));
+      team = LsqTeam::block;
+      const auto warps = std::min<int64_t>(kWarps, int64_t{1} << (args.levels - kLsqWarpLevels));
       grid.threads_per_block = static_cast<int>(32 * warps);
       const int64_t per_block = grid.threads_per_block * int64_t{kLsqBatch};
-      made_.common.pieces = ceil_div(args.group, per_block);
-      args.piece_divider = formats::Divider::of(made_.common.pieces);
-      grid.num_blocks = num_groups * made_.common.pieces;
+      pieces = ceil_div(args.group, per_block);
+      args.piece_divider = formats::Divider::of(pieces);
+      grid.num_blocks = num_groups * pieces;
       padded = grid.num_blocks * per_block;
-      levels = kLsqWarpLevels + 1;
     }
-    choose("lsq_rows", lsq_rows_kernel(types_, levels, is_wide(padded)), grid, args);
+    if (is_wide(padded)) return false;
+    made_.common.pieces = pieces;
+    choose("lsq_rows", lsq_rows_kernel(types_, team), grid, args);
     return true;
   }
 
@@ -115,10 +126,12 @@ class Selection {
     if (columns % chunk_ != 0) return false;
     args.bands_per_axis = ceil_div(args.axis, args.group);
     args.row = columns / chunk_;
+    const int64_t pieces = ceil_div(args.group, kLsqPieceRows);
+    const int64_t blocks = p.num_scales / columns * pieces * ceil_div(args.row, 32);
+    if (is_wide(blocks)) return false;
     made_.common.band_groups = columns;
-    made_.common.pieces = ceil_div(args.group, kLsqPieceRows);
-    const int64_t blocks = p.num_scales / columns * made_.common.pieces * ceil_div(args.row, 32);
-    choose("lsq_columns", lsq_columns_kernel(types_, is_wide(blocks)), {blocks, kThreads}, args);
+    made_.common.pieces = pieces;
+    choose("lsq_columns", lsq_columns_kernel(types_), {blocks, kThreads}, args);
     return true;
   }
 
@@ -173,22 +186,32 @@ class Selection {
 
 }  // namespace
 
-cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, int levels, bool wide) {
-  return linear_kernel("ops/learned_scale/lsq_rows.cu", "lsq_rows", types,
-                       fmt::format("constexpr int kLevels = {};\n", levels) + wide_config(wide));
+cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, LsqTeam team) {
+  return kernel_spec(
+      "ops/learned_scale/lsq_rows.cu", "lsq_rows", types,
+      fmt::format("constexpr int kMinLevels = {}, kMaxLevels = {};\nconstexpr bool kBlock = {};\n",
+                  team == LsqTeam::few     ? 0
+                  : team == LsqTeam::lanes ? kFew + 1
+                                           : kLsqWarpLevels,
+                  team == LsqTeam::few     ? kFew
+                  : team == LsqTeam::lanes ? kLsqWarpLevels - 1
+                                           : kLsqWarpLevels,
+                  team == LsqTeam::block));
 }
-cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types, bool wide) {
-  return linear_kernel("ops/learned_scale/lsq_columns.cu", "lsq_columns", types, wide_config(wide));
+cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types) {
+  return kernel_spec("ops/learned_scale/lsq_columns.cu", "lsq_columns", types, "");
 }
 cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide) {
-  return linear_kernel("ops/learned_scale/lsq_elements.cu", "lsq_elements", types.without_bins(),
-                       wide_config(wide));
+  const bool learned = types.zero_type == ZeroType::f32 || types.zero_type == ZeroType::f64;  // a sum more
+  const LinearTypes used = types.without_bins();
+  return kernel_spec("ops/learned_scale/lsq_elements.cu", "lsq_elements", learned ? used : used.any_zeros(),
+                     fmt::format("constexpr bool kWide = {};\n", wide));
 }
 cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types) {
   LinearTypes used = types;
   used.book.reset();
   if (used.zero_type == ZeroType::i32) used.zero_type = ZeroType::none;  // has no sum either
-  return linear_kernel("ops/learned_scale/lsq_totals.cu", "lsq_totals", used, "");
+  return kernel_spec("ops/learned_scale/lsq_totals.cu", "lsq_totals", used, "");
 }
 
 std::shared_ptr<const LsqCuda> select_lsq_cuda(const LsqProblem& problem, int64_t alignment) {

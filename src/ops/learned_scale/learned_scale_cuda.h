@@ -6,10 +6,11 @@
 
 namespace halfbyte {
 
-// wide: 2^31 pieces of work and more. levels: a group fills up 2^levels chunks, at most 2^kLsqWarpLevels; one
-// more: a block or several share a group.
-cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, int levels, bool wide);
-cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types, bool wide);
+// What shares a group: up to 4 lanes, more, a warp, blocks.
+enum class LsqTeam : uint8_t { few, lanes, warp, block };
+cuda::KernelSpec lsq_rows_kernel(const LinearTypes& types, LsqTeam team);
+cuda::KernelSpec lsq_columns_kernel(const LinearTypes& types);
+// wide: 2^31 pieces of work and more.
 cuda::KernelSpec lsq_elements_kernel(const LinearTypes& types, bool wide);
 cuda::KernelSpec lsq_totals_kernel(const LinearTypes& types);
 

@@ -1,4 +1,5 @@
 // The kernels of gradients of learned scales, listed with those of fake quantization.
+#include "core/words.h"
 #include "grouped/linear_kernels.h"
 #include "ops/learned_scale/learned_scale_cuda.h"
 
@@ -6,24 +7,27 @@ namespace halfbyte {
 
 using cuda::KernelValues;
 
+namespace {
+
+constexpr std::array<Word<LsqTeam>, 4> kTeams{
+    {{LsqTeam::few, "few"}, {LsqTeam::lanes, "lanes"}, {LsqTeam::warp, "warp"}, {LsqTeam::block, "block"}}};
+
+}  // namespace
+
 std::vector<cuda::Kernel> learned_scale_kernels() {
   return {
       {{"fake_quantize", "lsq_rows", "Gradients of learned scales of groups one behind the other.",
         fake_keys({"none", "i32", "f32", "f64"},
-                  {{"levels",
-                    {"3", "0", "1", "2", "4", "5", "6", "7", "8"},
+                  {{"group",
+                    {"lanes", "few", "warp", "block"},
                     false,
-                    "A group fills up 2^levels chunks of 16 bytes; 8: blocks share a group."},
-                   wide_key()})},
+                    "What shares a group: lanes of a warp, few of them (up to 4), all, or blocks."}})},
        [](const KernelValues& values) {
-         return lsq_rows_kernel(fake_types_of(values), values.at("levels")[0] - '0',
-                                cuda::is_set(values, "wide"));
+         return lsq_rows_kernel(fake_types_of(values), value_of(kTeams, values.at("group"), "group"));
        }},
       {{"fake_quantize", "lsq_columns", "Gradients of learned scales of groups side by side.",
-        fake_keys({"none", "i32", "f32", "f64"}, {wide_key()})},
-       [](const KernelValues& values) {
-         return lsq_columns_kernel(fake_types_of(values), cuda::is_set(values, "wide"));
-       }},
+        fake_keys({"none", "i32", "f32", "f64"}, {})},
+       [](const KernelValues& values) { return lsq_columns_kernel(fake_types_of(values)); }},
       {{"fake_quantize", "lsq_elements", "Gradients of learned scales of any groups.",
         fake_keys({"none", "i32", "f32", "f64"}, {wide_key()})},
        [](const KernelValues& values) {

@@ -11,23 +11,22 @@ constexpr int kColumns = 32 * kChunk;  // of a block
 constexpr int kStride = 32 + 32 / kChunk, kPlaces = kChunk * kStride;
 __device__ __forceinline__ int place_of(int i, int lane) { return i * kStride + lane; }
 using Chunk = ChunkOf<Element, kChunk>;
-using Index = Select<kWide, i64, u32>;  // of blocks; 32-bit divisions are several times as fast
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(kLinearThreads, 3)
     lsq_columns(const __grid_constant__ LsqColumnsArgs args) {
   __shared__ F parts[kSums][kWarps][kPlaces];
   __shared__ float scales[kPlaces], reciprocals[kPlaces], limits[kPlaces], lows[kPlaces], highs[kPlaces];
   const LinearCommon& common = args.common.linear;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto block = static_cast<Index>(block_index()), across = static_cast<Index>((args.row + 31) / 32);
-  const Index piece_item = block / across, tile = block - piece_item * across;
-  const Index band = piece_item / static_cast<Index>(args.common.pieces);
-  const Index piece = piece_item - band * static_cast<Index>(args.common.pieces);
+  const auto block = static_cast<u32>(block_index()), across = static_cast<u32>((args.row + 31) / 32);
+  const u32 piece_item = block / across, tile = block - piece_item * across;
+  const u32 band = piece_item / static_cast<u32>(args.common.pieces);
+  const u32 piece = piece_item - band * static_cast<u32>(args.common.pieces);
   const i64 bands = args.common.num_groups / args.common.band_groups;
   if (band >= bands) return;  // a block as a whole
   load_bins();
-  const Index outer = band / static_cast<Index>(args.bands_per_axis);
-  const i64 in_axis = (band - outer * static_cast<Index>(args.bands_per_axis)) * args.group;
+  const u32 outer = band / static_cast<u32>(args.bands_per_axis);
+  const i64 in_axis = (band - outer * static_cast<u32>(args.bands_per_axis)) * args.group;
   const i64 in_band =
       static_cast<i64>(piece) * kLsqPieceRows + warp * kLsqThreadRows;  // first row of the thread
   const i64 column = static_cast<i64>(tile) * 32 + lane;

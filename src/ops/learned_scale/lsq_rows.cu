@@ -5,72 +5,68 @@
 
 namespace halfbyte::device {
 
-constexpr bool kBlock = kLevels > kLsqWarpLevels;
 constexpr int kWarpChunks = 32 * kLsqBatch;
-constexpr int kLaneLevels = kLevels < 5 ? kLevels : 5;
-// Groups of a warp, as a power of two.
-constexpr int kWarpGroups = kBlock ? 0 : kLsqWarpLevels - kLevels;
+// What a warp has of a group fills up 2^levels chunks; kMinLevels <= levels <= kMaxLevels.
+__device__ __forceinline__ int levels_of(const LsqRowsArgs& args) {
+  return kMinLevels == kMaxLevels ? kMinLevels : args.levels;
+}
+__device__ __forceinline__ bool has_level(int level, int levels) {
+  return level < kMinLevels || (level < kMaxLevels && level < levels);
+}
 // Values that a level of lanes adds two at a time; after it a lane has half as many.
 constexpr int kValues = kSums * kLsqBatch;
 static_assert(kLsqBatch == 4 && 1 << kLsqWarpLevels == kWarpChunks);
 
-using Index = Select<kWide, i64, int>;  // of chunks
 using Chunk = ChunkOf<Element, kChunk>;
 
 // A chunk of a group, and where it lies.
 struct Place {
-  Index group, rank, chunk;
+  int group, rank, chunk;
   bool inside;  // else there is no such chunk; `chunk` then names another
 };
-__device__ __forceinline__ Place place_of(const LsqRowsArgs& args, Index group, Index rank) {
-  const auto last = static_cast<Index>(args.common.num_groups) - 1;
-  Place place = {min<Index>(group, last), rank, 0, group <= last};
-  Index row = place.group, in_row = 0;
+__device__ __forceinline__ Place place_of(const LsqRowsArgs& args, int group, int rank) {
+  const auto last = static_cast<int>(args.common.num_groups) - 1;
+  Place place = {min(group, last), rank, 0, group <= last};
+  int row = place.group, in_row = 0;
   if (args.groups_per_row != 1) {
-    if constexpr (kWide)
-      row = place.group / args.groups_per_row;
-    else
-      row = args.row_divider.divide(place.group);
-    in_row = (place.group - row * static_cast<Index>(args.groups_per_row)) * static_cast<Index>(args.group);
+    row = args.row_divider.divide(place.group);
+    in_row = (place.group - row * static_cast<int>(args.groups_per_row)) * static_cast<int>(args.group);
   }
-  const Index size = min<Index>(args.group, static_cast<Index>(args.row) - in_row);
+  const int size = min(static_cast<int>(args.group), static_cast<int>(args.row) - in_row);
   place.inside = place.inside && rank < size;
-  place.chunk = row * static_cast<Index>(args.row) + in_row + min<Index>(rank, size - 1);
+  place.chunk = row * static_cast<int>(args.row) + in_row + min(rank, size - 1);
   return place;
 }
 
 // The group of chunk b of this thread, and its number within it.
 __device__ __forceinline__ Place place_of(const LsqRowsArgs& args, int b) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto block = static_cast<Index>(block_index());
+  const auto block = static_cast<int>(block_index());
   if constexpr (kBlock) {
-    Index group = block;
-    if (args.common.pieces != 1) {
-      if constexpr (kWide)
-        group = block / args.common.pieces;
-      else
-        group = args.piece_divider.divide(block);
-    }
-    const Index piece = block - group * static_cast<Index>(args.common.pieces);
-    const Index first = piece * static_cast<Index>(blockDim.x * kLsqBatch) + warp * kWarpChunks;
+    int group = block;
+    if (args.common.pieces != 1) group = args.piece_divider.divide(block);
+    const int piece = block - group * static_cast<int>(args.common.pieces);
+    const int first = piece * static_cast<int>(blockDim.x * kLsqBatch) + warp * kWarpChunks;
     return place_of(args, group, first + b * 32 + lane);
   } else {
-    const Index first = (block * (kLinearThreads / 32) + warp) << kWarpGroups;
-    return place_of(args, first + ((b * 32 + lane) >> kLevels), (b * 32 + lane) & ((1 << kLevels) - 1));
+    const int levels = levels_of(args);
+    const int first = (block * (kLinearThreads / 32) + warp) << (kLsqWarpLevels - levels);
+    return place_of(args, first + ((b * 32 + lane) >> levels), (b * 32 + lane) & ((1 << levels) - 1));
   }
 }
 
 // One level of lanes: two values at a time while there are several.
 template <int n, int kLevel>
-__device__ __forceinline__ void add_lanes(F (&values)[kValues]) {
-  if constexpr (kLevel < kLaneLevels) {
+__device__ __forceinline__ void add_lanes(F (&values)[kValues], int levels) {
+  if constexpr (kLevel < 5) {
+    if (!has_level(kLevel, levels)) return;
     if constexpr (n > 1) {
 #pragma unroll
       for (int i = 0; i < n / 2; ++i) values[i] = fold_sums(values[2 * i], values[2 * i + 1], 1 << kLevel);
-      add_lanes<n / 2, kLevel + 1>(values);
+      add_lanes<n / 2, kLevel + 1>(values, levels);
     } else {
       values[0] = values[0] + shuffle_xor(values[0], 1 << kLevel);
-      add_lanes<1, kLevel + 1>(values);
+      add_lanes<1, kLevel + 1>(values, levels);
     }
   }
 }
@@ -91,7 +87,7 @@ __device__ __forceinline__ Sums run_chunk(const LsqRowsArgs& args, const Place& 
   return sums;
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast ? 4 : 3)
     lsq_rows(const __grid_constant__ LsqRowsArgs args) {
   const LinearCommon& common = args.common.linear;
   F values[kValues] = {};  // number s * kLsqBatch + b: sum s of chunk b
@@ -99,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
   load_bins();
   if constexpr (kFast) {
     Chunk x[kLsqBatch], dy[kLsqBatch];
-    constexpr int kLoaded = kLevels < kLsqWarpLevels ? kLsqBatch : 1;  // groups of a thread
+    constexpr int kLoaded = kMinLevels < kLsqWarpLevels ? kLsqBatch : 1;  // groups of a thread
     i64 groups[kLoaded];
     Loaded loaded[kLoaded];
 #pragma unroll
@@ -149,23 +145,26 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kWide || !kFast ? 3
       if (v % kLsqBatch == b) values[v] = sums.sum[v / kLsqBatch];
   }
 
-  add_lanes<kValues, 0>(values);
+  const int levels = levels_of(args), lane_levels = kMaxLevels <= 5 ? levels : min(levels, 5);
+  add_lanes<kValues, 0>(values, levels);
   wait_for_earlier();
   // A lane now has the values whose low bits are those of its number: as many bits as there were levels, or
   // all.
-  constexpr int kAll = kSums == 2 ? 3 : 2, kFolds = kLaneLevels < kAll ? kLaneLevels : kAll;
+  constexpr int kAll = kSums == 2 ? 3 : 2;
+  const int folds = kMinLevels >= kAll ? kAll : min(levels, kAll);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if constexpr (kLevels > 5) values[0] = values[0] + shuffle_xor(values[0], 1);
-  if constexpr (kLevels > 6) values[0] = values[0] + shuffle_xor(values[0], 2);
+  if (has_level(5, levels)) values[0] = values[0] + shuffle_xor(values[0], 1);
+  if (has_level(6, levels)) values[0] = values[0] + shuffle_xor(values[0], 2);
   if constexpr (!kBlock) {
-    const i64 first = (block_index() * (kLinearThreads / 32) + warp) << kWarpGroups;
-    if ((lane & ((1 << kLaneLevels) - 1)) >> kFolds != 0) return;  // the others have the same
+    const i64 first = (block_index() * (kLinearThreads / 32) + warp) << (kLsqWarpLevels - levels);
+    if ((lane & ((1 << lane_levels) - 1)) >> folds != 0) return;  // the others have the same
 #pragma unroll
-    for (int j = 0; j < kValues >> kFolds; ++j) {
-      const int value = j << kFolds | (lane & ((1 << kFolds) - 1)), b = value % kLsqBatch;
-      const i64 group = first + ((b * 32 + lane) >> kLevels);
-      if ((b & ((1 << (kLevels - kLaneLevels)) - 1)) == 0 && group < args.common.num_groups)
-        store_gradient(args.common, group, value / kLsqBatch, values[j]);
+    for (int j = 0; j < kValues; ++j) {
+      if (j >= kValues >> folds) break;
+      const int value = j << folds | (lane & ((1 << folds) - 1)), b = value % kLsqBatch;
+      const i64 group = first + ((b * 32 + lane) >> levels);
+      if ((b & ((1 << (levels - lane_levels)) - 1)) == 0 && group < args.common.num_groups)
+        store_gradient(args.common, group, kSums == 1 ? 0 : value / kLsqBatch, values[j]);
     }
   } else {
     constexpr int kWarps = kLinearThreads / 32;

@@ -140,11 +140,10 @@ class Selection {
     const int64_t unit = kThreads * kBatch;
     args.per_part = ceil_div(std::max(unit, in_all / ceil_div(wave_, num_groups)), unit) * unit;
     const int64_t parts = ceil_div(in_all, args.per_part);
-    if (num_groups > kMost / parts) return false;
+    if (num_groups > kMost / parts || (runs > 1 && is_wide(in_all))) return false;
     args.parts = static_cast<formats::u32>(parts);
     if (parts > 1) made_.num_ranges = made_.num_counters = num_groups;
-    choose(observe_parts_kernel(problem_.dtype, runs > 1, is_wide(in_all)), {num_groups * parts, kThreads},
-           args);
+    choose(observe_parts_kernel(problem_.dtype, runs > 1), {num_groups * parts, kThreads}, args);
     return true;
   }
 
@@ -209,9 +208,9 @@ cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long) {
   return observe_kernel("ops/observe/observe_groups.cu", "observe_groups", dtype,
                         fmt::format("constexpr bool kLong = {};\n", is_long));
 }
-cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide) {
+cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs) {
   return observe_kernel("ops/observe/observe_parts.cu", "observe_parts", dtype,
-                        fmt::format("constexpr bool kRuns = {}, kWide = {};\n", runs, wide && runs));
+                        fmt::format("constexpr bool kRuns = {};\n", runs));
 }
 cuda::KernelSpec observe_columns_kernel(DType dtype) {
   return observe_kernel("ops/observe/observe_columns.cu", "observe_columns", dtype, "");

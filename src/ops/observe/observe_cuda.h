@@ -11,8 +11,8 @@ namespace halfbyte {
 cuda::KernelSpec observe_kernel(const char* source, const char* name, DType dtype, const std::string& lines);
 // is_long: a warp or a block has a group, else lanes share one.
 cuda::KernelSpec observe_groups_kernel(DType dtype, bool is_long);
-// runs: a group is not in one piece; wide: it has 2^31 chunks and more.
-cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs, bool wide);
+// runs: a group is not in one piece.
+cuda::KernelSpec observe_parts_kernel(DType dtype, bool runs);
 cuda::KernelSpec observe_columns_kernel(DType dtype);
 cuda::KernelSpec observe_update_kernel(DType dtype);  // of x
 

@@ -11,7 +11,6 @@ using cuda::KernelValues;
 
 std::vector<cuda::Kernel> observe_kernels() {
   const KernelKey dtype = cuda::dtype_key("The dtype of x.");
-  const KernelKey wide = cuda::flag_key("wide", "2^31 pieces of work and more.");
   std::vector<cuda::Kernel> kernels = {
       {{"observe",
         "observe_groups",
@@ -24,13 +23,16 @@ std::vector<cuda::Kernel> observe_kernels() {
       {{"observe",
         "observe_parts",
         "Few large groups of whole chunks, and channels that are not in one piece.",
-        {dtype, cuda::flag_key("runs", "A group is not in one piece."), wide}},
+        {dtype, cuda::flag_key("runs", "A group is not in one piece.")}},
        [](const KernelValues& values) {
-         return observe_parts_kernel(dtype_of(values), is_set(values, "runs"), is_set(values, "wide"));
+         return observe_parts_kernel(dtype_of(values), is_set(values, "runs"));
        }},
       {{"observe", "observe_columns", "Groups side by side: each column of a band of rows is one.", {dtype}},
        [](const KernelValues& values) { return observe_columns_kernel(dtype_of(values)); }},
-      {{"observe", "observe_elements", "Groups of any shape.", {dtype, wide}},
+      {{"observe",
+        "observe_elements",
+        "Groups of any shape.",
+        {dtype, cuda::flag_key("wide", "2^31 pieces of work and more.")}},
        [](const KernelValues& values) {
          return ranges_kernel("observe_elements", dtype_of(values), true, false, is_set(values, "wide"));
        }},

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   Range<F> range;
   if constexpr (kRuns) {
     range = chunks_range(args.common, begin + threadIdx.x, end, kThreads, [&](i64 k) {
-      const i64 o = kWide ? k / args.run : static_cast<i64>(args.run_divider.divide(static_cast<u32>(k)));
+      const i64 o = static_cast<i64>(args.run_divider.divide(static_cast<u32>(k)));
       return base + o * args.run_stride + (k - o * args.run);
     });
   } else {

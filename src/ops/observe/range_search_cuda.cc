@@ -17,7 +17,6 @@ constexpr int64_t kMany = 512;  // groups that fill a device with a block each
 std::string team_config(int team_warps) {
   return fmt::format("constexpr int kTeamWarps = {};\n", team_warps);
 }
-std::string wide_config(bool wide) { return fmt::format("constexpr bool kWide = {};\n", wide); }
 // Where only the type of values matters.
 DType value_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
@@ -90,7 +89,7 @@ class Selection {
     errors.splits = ceil_div(pieces, errors.pieces);
     for (int stage = 0; stage <= formats::kMseStages; ++stage) {
       errors.stage = stage;
-      add(mse_errors_kernel(dtype, is_wide(longest_)), groups * errors.splits, kThreads, errors);
+      add(mse_errors_kernel(dtype), groups * errors.splits, kThreads, errors);
       add(mse_pick_kernel(dtype), groups, kThreads, errors);
     }
     const auto state_bytes = static_cast<int64_t>(value_bytes == 8 ? sizeof(MseState<double>)  //
@@ -116,7 +115,7 @@ cuda::KernelSpec percentile_blocks_kernel(DType dtype) {
 }
 cuda::KernelSpec percentile_counts_kernel(DType dtype, bool wide) {
   return observe_kernel("ops/observe/observe_percentile_counts.cu", "observe_percentile_counts", dtype,
-                        wide_config(wide));
+                        fmt::format("constexpr bool kWide = {};\n", wide));
 }
 cuda::KernelSpec percentile_pick_kernel(DType dtype) {
   return observe_kernel("ops/observe/observe_percentile_pick.cu", "observe_percentile_pick", dtype, "");
@@ -125,8 +124,8 @@ cuda::KernelSpec mse_groups_kernel(DType dtype, int team_warps) {
   return observe_kernel("ops/observe/observe_mse_groups.cu", "observe_mse_groups", dtype,
                         team_config(team_warps));
 }
-cuda::KernelSpec mse_errors_kernel(DType dtype, bool wide) {
-  return observe_kernel("ops/observe/observe_mse_errors.cu", "observe_mse_errors", dtype, wide_config(wide));
+cuda::KernelSpec mse_errors_kernel(DType dtype) {
+  return observe_kernel("ops/observe/observe_mse_errors.cu", "observe_mse_errors", dtype, "");
 }
 cuda::KernelSpec mse_pick_kernel(DType dtype) {
   return observe_kernel("ops/observe/observe_mse_pick.cu", "observe_mse_pick", value_dtype(dtype), "");

@@ -36,7 +36,7 @@ cuda::KernelSpec percentile_blocks_kernel(DType dtype);
 cuda::KernelSpec percentile_counts_kernel(DType dtype, bool wide);
 cuda::KernelSpec percentile_pick_kernel(DType dtype);
 cuda::KernelSpec mse_groups_kernel(DType dtype, int team_warps);
-cuda::KernelSpec mse_errors_kernel(DType dtype, bool wide);
+cuda::KernelSpec mse_errors_kernel(DType dtype);
 cuda::KernelSpec mse_pick_kernel(DType dtype);
 
 // The kernels, listed.

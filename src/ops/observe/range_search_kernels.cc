@@ -16,7 +16,6 @@ int team_warps(const KernelValues& values) { return values.at("group") == "warp"
 std::vector<cuda::Kernel> range_search_kernels() {
   const KernelKey dtype = cuda::dtype_key("The dtype of x.");
   const KernelKey team = {"group", {"warp", "block"}, false, "What shares a group."};
-  const KernelKey wide = cuda::flag_key("wide", "A group has 2^31 elements and more.");
   return {
       {{"observe", "observe_percentile_groups", "Percentiles of short groups, in one pass.", {dtype, team}},
        [](const KernelValues& values) {
@@ -27,7 +26,7 @@ std::vector<cuda::Kernel> range_search_kernels() {
       {{"observe",
         "observe_percentile_counts",
         "Percentiles of few long groups: a byte of their keys.",
-        {dtype, wide}},
+        {dtype, cuda::flag_key("wide", "A group has 2^31 elements and more.")}},
        [](const KernelValues& values) {
          return percentile_counts_kernel(dtype_of(values), is_set(values, "wide"));
        }},
@@ -38,10 +37,8 @@ std::vector<cuda::Kernel> range_search_kernels() {
        [](const KernelValues& values) { return percentile_pick_kernel(dtype_of(values)); }},
       {{"observe", "observe_mse_groups", "Ranges of least error.", {dtype, team}},
        [](const KernelValues& values) { return mse_groups_kernel(dtype_of(values), team_warps(values)); }},
-      {{"observe", "observe_mse_errors", "Errors of candidates, of few long groups.", {dtype, wide}},
-       [](const KernelValues& values) {
-         return mse_errors_kernel(dtype_of(values), is_set(values, "wide"));
-       }},
+      {{"observe", "observe_mse_errors", "Errors of candidates, of few long groups.", {dtype}},
+       [](const KernelValues& values) { return mse_errors_kernel(dtype_of(values)); }},
       {{"observe", "observe_mse_pick", "The next candidates, of few long groups.", {dtype}},
        [](const KernelValues& values) { return mse_pick_kernel(dtype_of(values)); }},
   };

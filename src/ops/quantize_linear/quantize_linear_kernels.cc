@@ -53,14 +53,14 @@ LinearTypes types_of(const KernelValues& values) {
 std::vector<cuda::Kernel> quantize_linear_kernels() {
   return {
       {{"quantize_linear", "linear_chunks", "Contiguous tensors whose scales belong to whole chunks.",
-        keys({bits_key(), operation_key(), wide_key()})},
+        keys({bits_key(), operation_key()})},
        [](const KernelValues& values) {
-         return linear_chunks_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
+         return linear_chunks_kernel(types_of(values), operation_of(values));
        }},
       {{"quantize_linear", "linear_columns", "Contiguous tensors whose scales differ from column to column.",
-        keys({bits_key(), operation_key(), wide_key()})},
+        keys({bits_key(), operation_key()})},
        [](const KernelValues& values) {
-         return linear_columns_kernel(types_of(values), operation_of(values), cuda::is_set(values, "wide"));
+         return linear_columns_kernel(types_of(values), operation_of(values));
        }},
       {{"quantize_linear", "linear_elements", "Any tensors.", keys({bits_key(), operation_key()})},
        [](const KernelValues& values) {
