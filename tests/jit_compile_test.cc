@@ -92,6 +92,7 @@ constexpr Spill kSpills[] = {
     {"observe_parts", 8},           // with 64-bit indices, for sm_120a
     {"qgemm_sm80", 24},             // affine8, 16 rows of x, a f32 scale a row, for sm_100a
     {"qgemm_sm90_transposed", 24},  // int8, 64 rows of x, f32 scales for 32 columns
+    {"qgemm_simt_rows", 8},         // packed int8, 2 and 4 rows of f32 x, for sm_120a
     {"quantize_groups",
      8},  // 40 registers, which leave room for all warps, are too few for some affine formats
 };

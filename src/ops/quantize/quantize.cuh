@@ -108,8 +108,8 @@ __device__ __forceinline__ bool is_fast(const QuantizeArgs& args, const Range<F>
   }
 }
 
-// kCodec has neither the rule nor how parameters are stored: arguments have. Of each there is code of its own,
-// as a codec that is no constant would take memory.
+// kCodec has neither the rule nor how parameters are stored: arguments have. Of each there is code of its
+// own, as a codec that is no constant would take memory.
 constexpr Codec with_rule(Rule rule) {
   Codec codec = kCodec;
   codec.rule = rule;
