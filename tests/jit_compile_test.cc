@@ -90,10 +90,11 @@ struct Spill {
 };
 constexpr Spill kSpills[] = {
     {"affine_init", 36},            // for sm_120a
-    {"qgemm_sm80", 24},             // affine8, 16 rows of x, a f32 scale a row, for sm_100a
+    {"fake_chunks", 16},            // f16, i32 zero points, backward, for sm_80
+    {"qgemm_simt_rows", 8},         // packed int8, 2 and 4 rows of f32 x, for sm_120a
+    {"qgemm_sm80", 24},             // 8 bits, 16 rows of x, for sm_100a
     {"qgemm_sm90_transposed", 24},  // int8, 64 rows of x, f32 scales for 32 columns
-    {"quantize_groups",
-     8},  // 40 registers, which leave room for all warps, are too few for some affine formats
+    {"quantize_groups", 8},         // affine; 40 registers leave room for all warps
 };
 
 int max_spill_bytes(const std::string& kernel) {

@@ -18,20 +18,13 @@ KernelKey flag_key(const char* name, const char* description) {
 
 bool is_set(const KernelValues& values, std::string_view flag) { return values.find(flag)->second == "yes"; }
 
-std::vector<KernelKey> codec_keys(bool encode) {
+std::vector<KernelKey> codec_keys() {
   std::vector<std::string> formats;
   for (const FormatInfo& format : all_formats()) formats.push_back(format.name);
-  std::vector<KernelKey> keys = {
-      {"format", std::move(formats), false, "The format of the codes."},
-      {"table", {}, true, "The 16 ascending values of lut4, separated by commas."},
-      flag_key("asymmetric", "Integer formats: with a zero point."),
-      {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "The dtype of scales and biases."}};
-  if (!encode) return keys;
-  keys.push_back({"scale-rule",
-                  {"auto", "absmax", "half-range", "signed-max", "minmax", "mlx-edge"},
-                  false,
-                  "How a group gets its scale; auto: the default of the format."});
-  return keys;
+  return {{"format", std::move(formats), false, "The format of the codes."},
+          {"table", {}, true, "The 16 ascending values of lut4, separated by commas."},
+          flag_key("asymmetric", "Integer formats: with a zero point."),
+          {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "The dtype of scales and biases."}};
 }
 
 QuantSpec spec_of(const KernelValues& values) {
@@ -46,8 +39,6 @@ QuantSpec spec_of(const KernelValues& values) {
   spec.asymmetric = is_set(values, "asymmetric");
   spec.scale_dtype = parse_dtype(values.at("scale-dtype"));
   spec.scale_rule = spec.asymmetric ? ScaleRule::minmax : format.default_rule;
-  if (const auto rule = values.find("scale-rule"); rule != values.end() && rule->second != "auto")
-    spec.scale_rule = parse_scale_rule(rule->second);
   check_spec(spec);
   return spec;
 }

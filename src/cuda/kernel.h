@@ -30,8 +30,8 @@ KernelKey dtype_key(const char* description);
 DType dtype_of(const KernelValues& values);
 KernelKey flag_key(const char* name, const char* description);
 bool is_set(const KernelValues& values, std::string_view flag);
-// What a codec is made of: format, table, asymmetric and scale-dtype; to encode, scale-rule too.
-std::vector<KernelKey> codec_keys(bool encode);
+// What a codec is made of: format, table, asymmetric and scale-dtype.
+std::vector<KernelKey> codec_keys();
 QuantSpec spec_of(const KernelValues& values);
 // A value of group-size: "128", "channel" or "tensor". Error(usage) for others.
 void set_group_size(QuantSpec& spec, const std::string& value);

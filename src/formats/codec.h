@@ -109,18 +109,26 @@ HALFBYTE_FN F range_step(F min, F max, F levels) {
   return range == 0 ? 0 : nonzero_quotient(range, levels);
 }
 
-// The statistics of a group (of its finite values; min > max if there are none) to its parameters.
+// What a rule makes of a group, before it is stored.
+template <class F>
+struct RuleParams {
+  F scale = 0, bias = 0;
+  F min = 0;                  // of the range that the codes cover
+  bool may_underflow = true;  // a scale too small for its type is a loss
+};
+
+// The statistics of a group (of its finite values; min > max if there are none) by the rule of the codec.
 // Sources of the rules: absmax, half_range: PyTorch's observers and compressed-tensors; signed_max:
 // GGML's Q4_0; mlx_edge: the affine quantizer of MLX, CPU form.
 template <class F>
-HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
+HALFBYTE_FN RuleParams<F> rule_params(F min, F max, const Codec& codec) {
   if (min > max) min = max = 0;
   min += 0;  // -0 becomes +0
   max += 0;
   const F absmax = formats::max(-min, max);
   const F levels = static_cast<F>(codec.levels());
   F scale = 0, bias = 0;
-  bool may_underflow = true;  // a scale too small for its type is a loss
+  bool may_underflow = true;
   switch (codec.rule) {
     case Rule::absmax: {
       const F largest =
@@ -161,19 +169,31 @@ HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
     }
   }
   if (codec.eps > 0 && scale < static_cast<F>(codec.eps)) scale = static_cast<F>(codec.eps);
+  return {scale, bias, min, may_underflow};
+}
+
+// The parameters as the codec stores them.
+template <class F>
+HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Codec& codec) {
   GroupParams<F> params;
-  params.scale = stored_scale(scale, codec.scale_type);
-  params.bias = stored(bias, codec.scale_type);
-  params.code_scale = codec.unrounded_code_scale ? scale : params.scale;
-  params.code_bias = codec.unrounded_code_scale ? bias : params.bias;
-  params.coarse = may_underflow && is_coarse(scale, codec);
+  params.scale = stored_scale(by_rule.scale, codec.scale_type);
+  params.bias = stored(by_rule.bias, codec.scale_type);
+  params.code_scale = codec.unrounded_code_scale ? by_rule.scale : params.scale;
+  params.code_bias = codec.unrounded_code_scale ? by_rule.bias : params.bias;
+  params.coarse = by_rule.may_underflow && is_coarse(by_rule.scale, codec);
   if (codec.asymmetric) {
+    const F levels = static_cast<F>(codec.levels());
     // min / scale is in [-levels - 1, 0] up to the rounding of the scale; a coarse scale may exceed it.
-    const F low = params.code_scale == 0 ? 0 : formats::max(-levels, min / params.code_scale);
+    const F low = params.code_scale == 0 ? 0 : formats::max(-levels, by_rule.min / params.code_scale);
     params.zero_point = codec.q_min - static_cast<int>(round_half_even(low));
   }
   params.held = is_held(params, codec);
   return params;
+}
+
+template <class F>
+HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
+  return stored_params(rule_params(min, max, codec), codec);
 }
 
 // Where a finite x lies among the codes of an affine format, in [0, levels].

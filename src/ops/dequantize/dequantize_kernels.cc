@@ -22,7 +22,7 @@ cuda::KernelSpec specialise(const KernelValues& given) {
 }  // namespace
 
 std::vector<cuda::Kernel> dequantize_kernels() {
-  std::vector<KernelKey> keys = cuda::codec_keys(false);
+  std::vector<KernelKey> keys = cuda::codec_keys();
   std::erase_if(keys, [](const KernelKey& key) { return key.name == "scale-dtype"; });
   keys.push_back(cuda::dtype_key("The dtype of y."));
   keys.push_back({"group-size",

@@ -19,7 +19,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
 }
 
 std::vector<KernelKey> qgemm_keys() {
-  std::vector<KernelKey> keys = cuda::codec_keys(false);
+  std::vector<KernelKey> keys = cuda::codec_keys();
   std::erase_if(keys, [](const KernelKey& key) { return key.name == "table"; });
   for (KernelKey& key : keys) {
     if (key.name == "scale-dtype") std::erase(key.values, "f64");

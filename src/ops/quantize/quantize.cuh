@@ -24,11 +24,6 @@ constexpr bool kFastType = sizeof(F) == 4;
 constexpr bool kAffine = kCodec.kind == Kind::affine;
 constexpr bool kTable = kCodec.kind == Kind::table;
 constexpr int kBits = kCodec.bits;
-// Other rules bring the largest quotient into the codes but for rounding (then the group is slow).
-constexpr bool kClampHigh =
-    kCodec.rule == Rule::half_range || kCodec.rule == Rule::signed_max || kCodec.rule == Rule::mlx_edge;
-// The parameters depend on the largest magnitude alone.
-constexpr bool kSymmetric = kCodec.rule == Rule::absmax || kCodec.rule == Rule::half_range;
 
 constexpr TableBins kBins = kTable ? make_table_bins(kCodec.book) : TableBins{};
 constexpr bool kFast = kFastType && !(kTable && kBins.num_edges > TableBins::kMaxEdges);
@@ -42,14 +37,29 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
   return load(Element(), static_cast<const Memory*>(x)[index]);
 }
 
+// ---- Scale rules: an argument
+
+// Without a zero point: of these formats and of affine ones there are several rules.
+constexpr bool kSignedInteger = kCodec.kind == Kind::integer && !kCodec.asymmetric;
+constexpr Rule kFirstRule = kTable || kSignedInteger ? Rule::absmax : Rule::minmax;
+
+// The parameters depend on the largest magnitude alone.
+__device__ __forceinline__ bool is_symmetric(const QuantizeArgs& args) {
+  return kTable || (kSignedInteger && args.rule != Rule::signed_max);
+}
+// Other rules bring the largest quotient into the codes but for rounding (then the group is slow).
+__device__ __forceinline__ bool clamps_high(const QuantizeArgs& args) {
+  return (kAffine || kSignedInteger) && args.rule != kFirstRule;
+}
+
 // ---- Ranges
 
-// Of a chunk in the form that costs least.
-__device__ __forceinline__ auto chunk_range(const Chunk& x) {
-  if constexpr (kSymmetric && kPairs)
-    return magnitude_range(x);
-  else
-    return signed_range(x);
+// add(the range of a chunk), in the form that costs least.
+template <class Add>
+__device__ __forceinline__ auto with_range(const QuantizeArgs& args, const Chunk& x, const Add& add) {
+  if constexpr (kPairs)
+    if (is_symmetric(args)) return add(magnitude_range(x));
+  return add(signed_range(x));
 }
 
 // Of the finite elements among the first n of x.
@@ -76,29 +86,47 @@ struct Encoding {
 
 // Whether all elements within the range can be encoded by `quotient`: no residual underflows where it
 // matters, and what is not clamped lies within the codes.
-__device__ __forceinline__ bool is_fast(const Range<F>& range, const Encoding& e) {
+__device__ __forceinline__ bool is_fast(const QuantizeArgs& args, const Range<F>& range, const Encoding& e) {
   if constexpr (!kFast) {
     return false;
   } else {
     const float scale = formats::abs(e.scale);
     const float magnitude = max(range.low, range.high), largest = magnitude + formats::abs(e.bias);
-    const float b = quotient(kSymmetric ? magnitude : range.high - e.bias, e.scale, e.reciprocal);
-    const float a = kSymmetric ? -b : quotient(-range.low - e.bias, e.scale, e.reciprocal);
+    const float b = quotient(kTable ? magnitude : range.high - e.bias, e.scale, e.reciprocal);
+    const float a = kTable ? -b : quotient(-range.low - e.bias, e.scale, e.reciprocal);
     bool within;
     if constexpr (kTable) {
       within = formats::abs(a) <= kBins.limit && formats::abs(b) <= kBins.limit;
     } else {
       const float offset = static_cast<float>(kAffine ? 0 : e.zero_point - kCodec.q_min);
-      within = round_half_even(min(a, b)) + offset >= 0 &&
-               (kClampHigh || round_half_even(max(a, b)) + offset <= static_cast<float>(kCodec.levels()));
+      within =
+          round_half_even(min(a, b)) + offset >= 0 &&
+          (clamps_high(args) || round_half_even(max(a, b)) + offset <= static_cast<float>(kCodec.levels()));
     }
     return within && scale > 0x1p-90f && scale <= kLargestSignedScale && scale < 0x1p100f &&
            largest < scale * 0x1p20f;
   }
 }
 
-// kCodec does not say how parameters are stored: arguments do. Of each way there is code of its own, as a
-// codec that is no constant would take memory.
+// kCodec has neither the rule nor how parameters are stored: arguments have. Of each there is code of its
+// own, as a codec that is no constant would take memory.
+constexpr Codec with_rule(Rule rule) {
+  Codec codec = kCodec;
+  codec.rule = rule;
+  return codec;
+}
+template <Rule kRule>
+constexpr Codec kWithRule = with_rule(kRule);
+__device__ __forceinline__ RuleParams<F> params_by_rule(Rule rule, const Range<F>& range) {
+  if constexpr (kSignedInteger) {
+    if (rule == Rule::half_range) return rule_params(-range.low, range.high, kWithRule<Rule::half_range>);
+    if (rule == Rule::signed_max) return rule_params(-range.low, range.high, kWithRule<Rule::signed_max>);
+  }
+  if constexpr (kAffine)
+    if (rule == Rule::mlx_edge) return rule_params(-range.low, range.high, kWithRule<Rule::mlx_edge>);
+  return rule_params(-range.low, range.high, kWithRule<kFirstRule>);
+}
+
 constexpr Codec stored_as(ScaleType type, bool unrounded) {
   Codec codec = kCodec;
   codec.scale_type = type;
@@ -108,33 +136,15 @@ constexpr Codec stored_as(ScaleType type, bool unrounded) {
 template <ScaleType kType, bool kUnrounded>
 constexpr Codec kStoredAs = stored_as(kType, kUnrounded);
 __device__ __forceinline__ GroupParams<F> params_of(const QuantizeArgs& args, const Range<F>& range) {
-  if constexpr (!kFastType && !kTable) {  // no element depends on the rule
-    Codec codec;
-    codec.kind = kCodec.kind;
-    codec.scale_type = args.scale_type;
-    codec.asymmetric = kCodec.asymmetric;
-    codec.unrounded_code_scale = args.unrounded_code_scale;
-    codec.q_min = kCodec.q_min;
-    codec.q_max = kCodec.q_max;
-    if constexpr (kAffine)
-      codec.rule = args.rule == Rule::mlx_edge ? Rule::mlx_edge : Rule::minmax;
-    else if constexpr (kCodec.asymmetric)
-      codec.rule = Rule::minmax;
-    else
-      codec.rule = args.rule == Rule::half_range   ? Rule::half_range
-                   : args.rule == Rule::signed_max ? Rule::signed_max
-                                                   : Rule::absmax;
-    return group_params(-range.low, range.high, codec);
-  }
+  const RuleParams<F> params = params_by_rule(args.rule, range);
   const auto stored_as = [&](const Codec& rounded, const Codec& unrounded) {
-    return args.unrounded_code_scale ? group_params(-range.low, range.high, unrounded)
-                                     : group_params(-range.low, range.high, rounded);
+    return args.unrounded_code_scale ? stored_params(params, unrounded) : stored_params(params, rounded);
   };
   // Stored in the type that they are computed in they are not rounded.
   constexpr ScaleType kOwn = kFastType ? ScaleType::f32 : ScaleType::f64;
   switch (args.scale_type) {
     case kOwn:
-      return group_params(-range.low, range.high, kStoredAs<kOwn, false>);
+      return stored_params(params, kStoredAs<kOwn, false>);
     case ScaleType::f16:
       return stored_as(kStoredAs<ScaleType::f16, false>, kStoredAs<ScaleType::f16, true>);
     case ScaleType::bf16:
@@ -157,7 +167,7 @@ __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 i
   }
   Encoding e{params.code_scale, params.code_bias, 0, params.zero_point, true};
   if constexpr (kFast) e.reciprocal = 1.0f / params.code_scale;
-  e.slow = !is_fast(range, e);
+  e.slow = !is_fast(args, range, e);
   return e;
 }
 
@@ -216,6 +226,7 @@ __device__ __forceinline__ u32 codes_of_ranks(u32 ranks) {
 __device__ __forceinline__ u32 one_if_less(float a, float b) { return bit_cast<u32>(__fsub_rn(a, b)) >> 31; }
 
 // Of a chunk of a group that is not slow; all lanes of the warp take part.
+template <bool kClampHigh>
 __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e, const LaneBins& bins) {
   u32 sums[2] = {0, 0};
   if constexpr (kTable) {

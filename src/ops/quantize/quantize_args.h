@@ -16,20 +16,23 @@ struct QuantizeArgs {
   QuantizeCounts* counts;
   const RangeKeys* ranges;  // quantize_spans: of every group, where they are known before; else null
   formats::i64 rows, cols, row_bytes, group_size, groups_per_row;
-  formats::i64 num_chunks;  // quantize_groups: of kQuantizeChunk elements
+  // quantize_groups: chunks of kQuantizeChunk elements; 2^group_shift of them are a group.
+  formats::i64 num_chunks;
+  formats::i32 group_shift;
   // quantize_spans: columns of a block's share of a row, a multiple of 8; whole groups (of at most 2^31
   // columns), or, where ranges are given, no more than a group.
   formats::i64 span_cols, spans_per_row;
+  formats::Rule rule;
   formats::ScaleType scale_type;  // of scales and biases
   bool unrounded_code_scale;      // as Codec has it
-  formats::Rule rule;             // f64, no table: kernels are the same for all rules
 };
 
 // The shape of the kernels' work. A chunk of elements has codes of whole bytes.
 inline constexpr int kQuantizeChunk = 8;
 // quantize_groups: small blocks end at different times, so that others can load meanwhile.
 inline constexpr int kGroupsThreads = 128;
-HALFBYTE_FN int groups_batch(int group_size, int element_bytes) {  // chunks a thread
+// Chunks a thread, kBatch: more share the cost of the parameters, but take shared memory.
+HALFBYTE_FN int groups_batch(int group_size, int element_bytes) {
   return formats::min(group_size / kQuantizeChunk, 16 / element_bytes);
 }
 inline constexpr int kSpansThreads = 256;

@@ -1,6 +1,7 @@
 #include "ops/quantize/quantize_cuda.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <numeric>
 
@@ -45,13 +46,13 @@ bool is_aligned(const QuantizeProblem& problem) {
                                                 : 4);
 }
 
-// The group size that quantize_groups is compiled for; 0: quantize_spans takes the problem.
-int64_t fixed_group_size(const QuantizeProblem& problem) {
+// Chunks a thread of quantize_groups; 0: quantize_spans takes the problem.
+int batch_of_groups(const QuantizeProblem& problem) {
   const int64_t size = problem.shape.group_size;
   const bool fits = size == 32 || size == 64 || size == 128 || size == 256;
   return fits && !problem.one_group && problem.shape.cols % size == 0 && is_aligned(problem) &&
                  problem.code_alignment >= 16
-             ? size
+             ? groups_batch(static_cast<int>(size), static_cast<int>(size_of(problem.dtype)))
              : 0;
 }
 
@@ -109,8 +110,8 @@ QuantizeCuda select(const QuantizeProblem& problem) {
   args.scale_type = problem.codec.scale_type;
   args.unrounded_code_scale = problem.codec.unrounded_code_scale;
   args.rule = problem.codec.rule;
-  if (const int64_t group_size = fixed_group_size(problem); group_size > 0) {
-    const int batch = groups_batch(static_cast<int>(group_size), static_cast<int>(size_of(problem.dtype)));
+  if (const int batch = batch_of_groups(problem); batch > 0) {
+    args.group_shift = std::countr_zero(static_cast<uint64_t>(shape.group_size / kChunk));
     args.num_chunks = shape.rows * shape.cols / kChunk;
     selected.name = "quantize_groups";
     selected.codes_grid = {ceil_div(args.num_chunks, kGroupsThreads * batch), kGroupsThreads};
@@ -161,15 +162,14 @@ void enqueue_params(const QuantizeCuda& selected, const QuantizeProblem& problem
 }  // namespace
 
 cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
-  const int64_t group_size = fixed_group_size(problem);
-  formats::Codec codec = problem.codec;  // how parameters are stored is an argument
+  formats::Codec codec = problem.codec;  // the rule and how parameters are stored are arguments
+  codec.rule = {};
   codec.scale_type = {};
   codec.unrounded_code_scale = false;
-  if (problem.dtype == DType::f64 && codec.kind != formats::Kind::table) codec.rule = {};  // as is the rule
   const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
-  if (group_size > 0)
+  if (const int batch = batch_of_groups(problem); batch > 0)
     return {"ops/quantize/quantize_groups.cu", "quantize_groups",
-            cuda::config_text(lines + fmt::format("constexpr int kGroupSize = {};\n", group_size))};
+            cuda::config_text(lines + fmt::format("constexpr int kBatch = {};\n", batch))};
   return {"ops/quantize/quantize_spans.cu", "quantize_spans",
           cuda::config_text(lines + fmt::format("constexpr bool kAligned = {};\n", is_aligned(problem)))};
 }

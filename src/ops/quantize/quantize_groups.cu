@@ -1,27 +1,17 @@
-// quantize where rows are whole groups of kGroupSize elements, so that x is one sequence of groups:
-// statistics, parameters, codes and packing in one pass.
+// quantize where rows are whole groups of 8 << args.group_shift elements, so that x is one sequence of
+// groups: statistics, parameters, codes and packing in one pass.
 //
 // Work is issued about as fast as memory delivers it, so that instructions count and many warps must be under
 // way: x waits in shared memory, not in registers. A thread has kBatch chunks of 8 elements, 32 chunks apart;
-// kGroupSize / 8 neighbouring lanes have a group in each. Ranges by shuffles; then lane b of a group's lanes
-// works out the parameters of their chunk b, so that this costly part runs once for all chunks.
+// 2^args.group_shift neighbouring lanes have a group in each. Ranges by shuffles; then lane b of a
+// group's lanes works out the parameters of their chunk b, so that this costly part runs once for all chunks.
 #include "ops/quantize/quantize.cuh"
 
 namespace halfbyte::device {
 
 constexpr int kThreads = kGroupsThreads;
-constexpr int kLanes = kGroupSize / kChunk;  // that share a group
-// More chunks share the cost of the parameters, but take shared memory.
-constexpr int kBatch = groups_batch(kGroupSize, sizeof(Memory));
 // 40 registers a thread: as many warps as can be, where the fast path needs no more.
 constexpr int kMinBlocks = !kFast ? 4 : (HALFBYTE_DEVICE_ARCH >= 800 ? 1536 : 1024) / kThreads;
-static_assert(kLanes >= 1 && kLanes <= 32 && 32 % kLanes == 0);
-// The lanes that own a group in the first of the chunks.
-constexpr u32 kOwners = [] {
-  u32 lanes = 0;
-  for (int i = 0; i < 32; i += kLanes) lanes |= 1u << i;
-  return lanes;
-}();
 
 // The memory of a warp: its chunks of x, 32 after 32, and from the front their codes, which take the place of
 // chunks that are done, and are stored 16 bytes a lane.
@@ -58,16 +48,16 @@ struct Tile {
   }
 };
 
-// The range of the own-th of kBatch chunks over kLanes lanes. In each step a lane keeps half of its chunks
+// The range of chunk `lane` % kBatch over `lanes` lanes. In each step a lane keeps half of its chunks
 // and gives the other half away, which takes kBatch - 1 shuffles for what would otherwise be kBatch a step.
 template <class RangeOfChunk>
-__device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk, int own) {
+__device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk, int lane, int lanes) {
   decltype(range_of_chunk(0)) ranges[kBatch];
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) ranges[b] = range_of_chunk(b);
 #pragma unroll
   for (int half = kBatch / 2, mask = 1; half >= 1; half /= 2, mask *= 2) {
-    const bool odd = (own & mask) != 0;
+    const bool odd = (lane & mask) != 0;
 #pragma unroll
     for (int b = 0; b < half; ++b) {
       const auto keep = odd ? ranges[2 * b + 1] : ranges[2 * b],
@@ -76,8 +66,25 @@ __device__ __forceinline__ Range<F> own_range(const RangeOfChunk& range_of_chunk
     }
   }
 #pragma unroll
-  for (int mask = kBatch; mask < kLanes; mask *= 2) ranges[0] = join(ranges[0], shuffle_xor(ranges[0], mask));
+  for (int mask = kBatch; mask < 32; mask *= 2)
+    if (mask < lanes) ranges[0] = join(ranges[0], shuffle_xor(ranges[0], mask));
   return unpack(ranges[0]);
+}
+
+// Encodes all chunks, also of groups that are slow: shuffles need all lanes. owner: the first lane of this
+// lane's group.
+template <bool kClampHigh>
+__device__ __forceinline__ void encode_tile(Tile& tile, const Encoding& e, const LaneBins& bins, int lane,
+                                            int owner) {
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const Encoding shared = {shuffle(e.scale, owner + b), kAffine ? shuffle(e.bias, owner + b) : 0,
+                             shuffle(e.reciprocal, owner + b),
+                             kCodec.asymmetric ? shuffle(e.zero_point, owner + b) : 0, false};
+    const Packed codes = encode_fast<kClampHigh>(tile.chunk(b * 32 + lane), shared, bins);
+    __syncwarp();  // all lanes have read what is written over
+    tile.put(b * 32 + lane, codes);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -105,9 +112,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   wait_copies();
 
-  const int own = lane % kLanes, own_chunk = own * 32 + lane;
+  const int lanes = 1 << args.group_shift, own = lane & (lanes - 1), own_chunk = own * 32 + lane;
   const bool owns = own < kBatch && own_chunk < num_chunks;
-  Range<F> range = own_range([&](int b) { return chunk_range(tile.chunk(b * 32 + lane)); }, own);
+  const auto x_of = [&](int b) -> const Chunk& { return tile.chunk(b * 32 + lane); };
+  Range<F> range;
+  if (kPairs && is_symmetric(args))
+    range = own_range([&](int b) { return magnitude_range(x_of(b)); }, lane, lanes);
+  else
+    range = own_range([&](int b) { return signed_range(x_of(b)); }, lane, lanes);
   const bool finite = is_finite(range);
   if (__any_sync(kAllLanes, !finite)) {
 #pragma unroll 1
@@ -115,37 +127,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const int chunk = b * 32 + lane;
       Range<F> r = finite_range(chunk < num_chunks ? kChunk : 0,
                                 [&](int i) { return load_element(args.x, (first + chunk) * kChunk + i); });
-#pragma unroll
-      for (int mask = 1; mask < kLanes; mask *= 2) r = join(r, shuffle_xor(r, mask));
+#pragma unroll 1
+      for (int mask = 1; mask < lanes; mask *= 2) r = join(r, shuffle_xor(r, mask));
       if (own == b) range = r;
     }
   }
   Encoding e{};
-  if (owns) e = finish_group(args, static_cast<u64>(first + own_chunk) / kLanes, range, true);
+  if (owns) e = finish_group(args, (first + own_chunk) >> args.group_shift, range, true);
   e.slow = e.slow || !finite;
   const u32 slow = __ballot_sync(kAllLanes, e.slow);
+  const int owner = lane & -lanes;  // of this lane's group in the first of the chunks
   if constexpr (kFast) {
-    // Also where a group is slow: shuffles need all lanes.
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int owner = lane / kLanes * kLanes + b;
-      const Encoding shared = {shuffle(e.scale, owner), kAffine ? shuffle(e.bias, owner) : 0,
-                               shuffle(e.reciprocal, owner),
-                               kCodec.asymmetric ? shuffle(e.zero_point, owner) : 0, false};
-      const Packed codes = encode_fast(tile.chunk(b * 32 + lane), shared, bins);
-      __syncwarp();  // all lanes have read what is written over
-      tile.put(b * 32 + lane, codes);
-    }
+    if (clamps_high(args))
+      encode_tile<true>(tile, e, bins, lane, owner);
+    else
+      encode_tile<false>(tile, e, bins, lane, owner);
   }
   if (slow != 0) {
     __syncwarp();
 #pragma unroll 1
     for (int b = 0; b < kBatch; ++b) {
-      const int owner = lane / kLanes * kLanes + b;
-      const Encoding shared = {shuffle(e.scale, owner), shuffle(e.bias, owner), 0,
-                               shuffle(e.zero_point, owner), true};
+      const Encoding shared = {shuffle(e.scale, owner + b), shuffle(e.bias, owner + b), 0,
+                               shuffle(e.zero_point, owner + b), true};
       const int chunk = b * 32 + lane;
-      if (!(slow & (kOwners << b)) || chunk >= num_chunks) continue;
+      if (!(slow >> (owner + b) & 1) || chunk >= num_chunks) continue;
       const i64 index = (first + chunk) * kChunk;
       tile.put(chunk, Packed::of(encode_slow(
                           args, index, kChunk, [&](int i) { return load_element(args.x, index + i); },

@@ -9,7 +9,8 @@ using cuda::KernelValues;
 // Columns of the rows that kernels are chosen for.
 constexpr int64_t kWholeGroups = 4096, kCutGroups = 4072, kUnaligned = 4095;
 
-// Only addresses and extents count: nothing is at them. How parameters are stored is an argument.
+// Only addresses and extents count: nothing is at them. The scale rule and how parameters are stored
+// are arguments.
 cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
   alignas(64) static uint8_t memory[64];
   values["scale-dtype"] = "f32";
@@ -27,7 +28,7 @@ cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
 }
 
 std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
-  std::vector<KernelKey> keys = cuda::codec_keys(true);
+  std::vector<KernelKey> keys = cuda::codec_keys();
   std::erase_if(keys, [](const KernelKey& key) { return key.name == "scale-dtype"; });
   keys.push_back(cuda::dtype_key("The dtype of x."));
   keys.insert(keys.end(), more);
@@ -39,7 +40,10 @@ std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
 std::vector<cuda::Kernel> quantize_kernels() {
   return {
       {{"quantize", "quantize_groups", "Rows of whole groups of a common size, in aligned memory.",
-        keys({{"group-size", {"64", "32", "128", "256"}, false, "Elements of a group."}})},
+        keys({{"group-size",
+               {"64", "32", "128", "256"},
+               false,
+               "Elements of a group, of which some have the same kernel."}})},
        [](const KernelValues& values) { return specialise(values, kWholeGroups); },
        true},
       {{"quantize", "quantize_spans", "Everything else: other groups, groups that a row cuts, whole tensors.",

@@ -13,7 +13,7 @@ constexpr int kThreads = kSpansThreads;
 constexpr int kUnroll = 8 / static_cast<int>(sizeof(Memory));
 
 struct SpanGroup {
-  Key low, high;  // sortable(-min), sortable(max); 0: none
+  Key low, high;  // sortable(-min), sortable(max), 0: none; with the encoding the bits of -min and max
   Encoding encoding;
 };
 
@@ -130,12 +130,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
         const Part part = part_of(step + u * kThreads);
         const Chunk x = chunk_at(u);
         const int warp_group = shuffle(part.group, 0);
-        const auto range = chunk_range(x);
-        if (__all_sync(kAllLanes,
-                       part.in_first == kChunk && part.group == warp_group && is_finite(unpack(range)))) {
-          add_warp_range(groups[warp_group], range, lane);
+        const bool within = part.in_first == kChunk && part.group == warp_group;
+        if (with_range(args, x, [&](const auto& range) {
+              const bool all = __all_sync(kAllLanes, within && is_finite(unpack(range)));
+              if (all) add_warp_range(groups[warp_group], range, lane);
+              return all;
+            }))
           continue;
-        }
         for (int i = 0, group = part.group, next = part.in_first; i < part.n; ++group) {
           add_range(groups[group], x, i, next);
           i = next;
@@ -157,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
       range = {groups[g].low == 0 ? kNone : from_sortable(groups[g].low),
                groups[g].high == 0 ? kNone : from_sortable(groups[g].high)};
     }
+    if (is_symmetric(args)) range.low = range.high = max(range.low, range.high);
     // The block that has the first column of a group stores what it has worked out.
     const bool first = group * args.group_size >= begin && (args.groups_per_row > 0 || row == 0);
     groups[g].encoding = finish_group(args, row_groups + group, range, first);
-    if constexpr (kSymmetric) range.low = range.high = max(range.low, range.high);
-    groups[g].low = sortable(range.low);
-    groups[g].high = sortable(range.high);
+    groups[g].low = bit_cast<Key>(range.low);
+    groups[g].high = bit_cast<Key>(range.high);
   }
   __syncthreads();
 
@@ -178,11 +179,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFast ? 4 : 2)
       const Chunk x = chunk_at(u);
       // What lies behind the end of a row needs the code of zero, which may not lie within the range. A given
       // range may be that of other elements.
-      const Range<F> range = unpack(chunk_range(x));
-      const bool fast = kFast && !e.slow && part.in_first == kChunk && is_finite(range) &&
-                        sortable(range.low) <= group.low && sortable(range.high) <= group.high;
+      const bool within = with_range(args, x, [&](const auto& of_chunk) {  // not if one is not finite
+        const Range<F> range = unpack(of_chunk);
+        return range.low <= bit_cast<F>(group.low) && range.high <= bit_cast<F>(group.high);
+      });
+      const bool fast = kFast && !e.slow && part.in_first == kChunk && within;
       u64 bits = 0;
-      if constexpr (kFast) bits = encode_fast(x, e, bins).bits();
+      if constexpr (kFast)
+        bits = (clamps_high(args) ? encode_fast<true>(x, e, bins) : encode_fast<false>(x, e, bins)).bits();
       if (part.n == 0) continue;
       if (!fast) {
         const i64 index = span_index + part.offset;

@@ -58,21 +58,25 @@ std::string weight_config(const QgemmProblem& problem) {
 }
 
 // Whether the kernel knows how scales are stored.
-std::string scales_config(bool known, formats::ScaleType type, bool double_quant) {
+std::string scales_config(const QgemmProblem& problem, bool known) {
+  const formats::ScaleType type = known ? problem.codec.scale_type : formats::ScaleType{};
   return fmt::format(
       "constexpr bool kScales = {}, kDoubleQuant = {};\nconstexpr ScaleType kScaleType = ScaleType({});\n",
-      known, double_quant, static_cast<int>(type));
+      known, known && problem.double_quant, static_cast<int>(type));
 }
 
 cuda::KernelSpec rows_kernel(const QgemmProblem& problem) {
   const auto rows = std::bit_ceil(static_cast<uint64_t>(problem.m));
-  const std::string scales = scales_config(true, problem.codec.scale_type, problem.double_quant);
-  return simt_kernel("ops/qgemm/simt/simt_rows.cu", "qgemm_simt_rows", problem,
-                     weight_config(problem) + scales + fmt::format("constexpr int kM = {};\n", rows));
+  // Asking costs 6 instructions for 8 columns of 4 rows of the weight, which take 190 with one row of x; of a
+  // packed weight 390.
+  const bool known = !problem.packed && rows <= 2 && problem.math != QgemmMath::f64;
+  return simt_kernel(
+      "ops/qgemm/simt/simt_rows.cu", "qgemm_simt_rows", problem,
+      weight_config(problem) + scales_config(problem, known) + fmt::format("constexpr int kM = {};\n", rows));
 }
 cuda::KernelSpec tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
   return simt_kernel("ops/qgemm/simt/simt_tiles.cu", "qgemm_simt_tiles", problem,
-                     weight_config(problem) + scales_config(false, {}, false) +
+                     weight_config(problem) + scales_config(problem, false) +
                          fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
 }
 class QgemmSimt : public QgemmKernel {

@@ -12,9 +12,10 @@ static_assert(kSums <= 32);
 
 // ---- 1. Chunks of the weight and of x
 
-struct Chunk {
-  Codes codes;
-  StoredParameters parameters;
+// One of each row.
+struct Chunks {
+  Codes codes[kRows];
+  StoredParameters parameters[kRows];
 };
 
 using ChunkOfX = ChunkOf<Element, kChunk>;
@@ -63,7 +64,9 @@ __device__ __forceinline__ void add_lanes(F (&sum)[kSums]) {
 // ---- 4. The kernel
 
 // Of a multiprocessor at once: as many as registers allow.
-constexpr int kBlocks = kF64 || kPacked || kSums > 16 ? 1 : kSums > 4 ? 2 : kTable ? 4 : 3;
+constexpr int kBlocks = kF64 || kSums > 16     ? 1
+                        : kPacked || kSums > 8 ? 2
+                                               : (kTable ? 4 : 3) - (kSums > 4 ? 1 : 0);
 
 extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
     qgemm_simt_rows(const __grid_constant__ SimtArgs args) {
@@ -79,15 +82,16 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
   const auto group_at = [&](int chunk) {
     return w.group_chunks.divide(static_cast<u32>(min(chunk, num_chunks - 1)));
   };
-  const auto load_chunks = [&](int chunk, Chunk(&chunks)[kRows]) {
+  const auto load_chunks = [&](int chunk, Chunks& chunks) {
     const u32 group = group_at(chunk);
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r)
-      chunks[r] = {rows.codes(r, static_cast<u32>(min(chunk, num_chunks - 1))), rows.parameters(r, group)};
+      chunks.codes[r] = rows.codes(r, static_cast<u32>(min(chunk, num_chunks - 1)));
+    rows.parameters(group, chunks.parameters);
   };
 
   F sum[kSums] = {};
-  Chunk next[kRows] = {};
+  Chunks next = {};
   if (warp * 32 < num_chunks) load_chunks(warp * 32 + lane, next);
   wait_for_earlier();
 #pragma unroll 1
@@ -95,16 +99,15 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kBlocks)
     const int chunk = first + lane;
     ChunkOfX x[kM] = {};
     if (chunk < num_chunks) load_x(x, args, num_chunks, chunk);
-    Chunk chunks[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) chunks[r] = next[r];
+    const Chunks chunks = next;
     if (first + kSimtWarps * 32 < num_chunks) load_chunks(chunk + kSimtWarps * 32, next);
     const u32 group = group_at(chunk);
+    Parameters parameters[kRows];
+    rows.convert(chunks.parameters, group, parameters);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       F values[kChunk];
-      const Parameters p = rows.convert(chunks[r].parameters, static_cast<u32>(r), group);
-      const F factor = decode(chunks[r].codes, p, table_value, values);
+      const F factor = decode(chunks.codes[r], parameters[r], table_value, values);
       add_products(sum + r * kM, x, values, factor);
     }
   }

@@ -39,7 +39,8 @@ class ChunkOfTile {
     F values[kChunk];
     const i64 row = row_of(s), col = col_of(s);
     if (w.whole_chunks) {
-      const F factor = decode(codes_, convert(w, stored_, row, group_of(w, col)), table_value_, values);
+      const Parameters p = convert(w, storage_of(w), stored_, row, group_of(w, col));
+      const F factor = decode(codes_, p, table_value_, values);
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) values[i] = values[i] * factor;
     } else {

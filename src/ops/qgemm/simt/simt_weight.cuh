@@ -23,64 +23,87 @@ struct Parameters {
   F scale, other;
 };
 
-// Constants where the kernel is made for them: kScales.
-__device__ __forceinline__ ScaleType type_of(const WeightArgs& w) {
-  return kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
+// How scales and biases are stored: a constant where the kernel is made for it, kScales.
+enum class Storage { f32, f16, bf16, double_quant };
+__device__ __forceinline__ Storage storage_of(const WeightArgs& w) {
+  if (kScales ? kDoubleQuant : !kAffine && w.absmax != nullptr) return Storage::double_quant;
+  const auto type = kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
+  return type == ScaleType::f32 ? Storage::f32 : type == ScaleType::f16 ? Storage::f16 : Storage::bf16;
 }
-__device__ __forceinline__ bool is_double_quant(const WeightArgs& w) {
-  return kScales ? kDoubleQuant : w.absmax != nullptr;
+// use(storage), where it is a constant: what it does has one branch for all.
+template <class Use>
+__device__ __forceinline__ void with_constant(Storage storage, const Use& use) {
+  if (storage == Storage::f32)
+    use(Storage::f32);
+  else if (storage == Storage::f16)
+    use(Storage::f16);
+  else if (kAffine || storage == Storage::bf16)
+    use(Storage::bf16);
+  else
+    use(Storage::double_quant);
 }
 
-__device__ __forceinline__ u32 load_stored(const void* scales, i64 index, ScaleType type) {
-  return type == ScaleType::f32 ? static_cast<const u32*>(scales)[index]
-                                : static_cast<const u16*>(scales)[index];
+__device__ __forceinline__ u32 load_stored(const void* scales, i64 index, Storage storage) {
+  if (storage == Storage::double_quant) return static_cast<const u8*>(scales)[index];
+  return storage == Storage::f32 ? static_cast<const u32*>(scales)[index]
+                                 : static_cast<const u16*>(scales)[index];
 }
-__device__ __forceinline__ F from_stored(u32 bits, ScaleType type) {
-  if (type == ScaleType::f32) return static_cast<F>(bit_cast<float>(bits));
+__device__ __forceinline__ F from_stored(u32 bits, Storage storage) {
+  if (storage == Storage::f32) return static_cast<F>(bit_cast<float>(bits));
   const u16 half = static_cast<u16>(bits);
-  return static_cast<F>(type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half));
+  return static_cast<F>(storage == Storage::f16 ? f16_to_f32(half) : bf16_to_f32(half));
 }
 
-// `group`: of the row; where groups run across rows, of all, and row 0.
-__device__ __forceinline__ StoredParameters load_parameters(const WeightArgs& w, i64 row, i64 group) {
-  const ScaleType type = type_of(w);
-  const void *scales = w.scales, *biases = w.biases;
-  const u8* zeros = static_cast<const u8*>(w.zeros);
-  i64 at = row * w.groups + group;
+// Where the parameters of a group lie: `index` counts from these bytes of their arrays. `group`: of the row;
+// where groups run across rows, of all, and row 0.
+struct GroupPlace {
+  i64 index, scales, others;
+};
+__device__ __forceinline__ GroupPlace group_place(const WeightArgs& w, i64 row, i64 group) {
   if constexpr (kPacked) {
     const i64 strip = row / kUnitRows, block = group >> w.group_shift;
-    at = (group & ((1 << w.group_shift) - 1)) * kUnitRows + row % kUnitRows;
-    scales = static_cast<const u8*>(scales) + w.scale.base + strip * w.scale.strip_bytes +
-             block * w.scale.block_bytes;
-    const i64 other = w.other.base + strip * w.other.strip_bytes + block * w.other.block_bytes;
-    zeros += other;
-    biases = static_cast<const u8*>(biases) + other;
+    return {(group & ((1 << w.group_shift) - 1)) * kUnitRows + row % kUnitRows,
+            w.scale.base + strip * w.scale.strip_bytes + block * w.scale.block_bytes,
+            w.other.base + strip * w.other.strip_bytes + block * w.other.block_bytes};
+  } else {
+    return {row * w.groups + group, 0, 0};
   }
+}
+// But for zero points, which do not depend on the storage.
+__device__ __forceinline__ StoredParameters load_scale(const WeightArgs& w, Storage storage, i64 row,
+                                                       i64 group) {
+  const GroupPlace at = group_place(w, row, group);
+  const u8* const scales = static_cast<const u8*>(w.scales) + at.scales;
   StoredParameters p{};
-  p.scale = is_double_quant(w) ? static_cast<const u8*>(scales)[at] : load_stored(scales, at, type);
-  if constexpr (kAffine) p.other = load_stored(biases, at, type);
-  if constexpr (kKind == Kind::integer) {
-    p.other = static_cast<u32>(w.zero);
-    if (w.zeros != nullptr && w.zero_words) {
-      const u32 word = static_cast<const u32*>(w.zeros)[row / kRowsPerWord * w.groups + group];
-      p.other = word >> (row % kRowsPerWord * kBits) & kCodeMask;
-    } else if (w.zeros != nullptr) {
-      p.other = zeros[at];
-    }
-  }
+  p.scale = load_stored(scales, at.index, storage);
+  if constexpr (kAffine)
+    p.other = load_stored(static_cast<const u8*>(w.biases) + at.others, at.index, storage);
   return p;
 }
-__device__ __forceinline__ Parameters convert(const WeightArgs& w, StoredParameters stored, i64 row,
-                                              i64 group) {
-  const ScaleType type = type_of(w);
+__device__ __forceinline__ u32 load_zero(const WeightArgs& w, i64 row, i64 group) {
+  if (w.zeros == nullptr) return static_cast<u32>(w.zero);
+  if (w.zero_words) {
+    const u32 word = static_cast<const u32*>(w.zeros)[row / kRowsPerWord * w.groups + group];
+    return word >> (row % kRowsPerWord * kBits) & kCodeMask;
+  }
+  const GroupPlace at = group_place(w, row, group);
+  return static_cast<const u8*>(w.zeros)[at.others + at.index];
+}
+__device__ __forceinline__ StoredParameters load_parameters(const WeightArgs& w, i64 row, i64 group) {
+  StoredParameters p = load_scale(w, storage_of(w), row, group);
+  if constexpr (kKind == Kind::integer) p.other = load_zero(w, row, group);
+  return p;
+}
+__device__ __forceinline__ Parameters convert(const WeightArgs& w, Storage storage, StoredParameters stored,
+                                              i64 row, i64 group) {
   Parameters p{};
-  if (is_double_quant(w)) {
+  if (storage == Storage::double_quant) {
     const float absmax = w.absmax[(row * w.groups + group) / 256];
     p.scale = static_cast<F>(__fadd_rn(__fmul_rn(w.map[stored.scale], absmax), *w.offset));
   } else {
-    p.scale = from_stored(stored.scale, type);
+    p.scale = from_stored(stored.scale, storage);
   }
-  if constexpr (kAffine) p.other = from_stored(stored.other, type);
+  if constexpr (kAffine) p.other = from_stored(stored.other, storage);
   if constexpr (kKind == Kind::integer) p.other = static_cast<F>(static_cast<int>(stored.other));
   return p;
 }
@@ -146,12 +169,15 @@ __device__ __forceinline__ i64 group_of(const WeightArgs& w, i64 col) {
 class WholeRows {
  public:
   __device__ __forceinline__ WholeRows(const WeightArgs& w, i64 first)
-      : w_(w), first_(first), last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
+      : w_(w),
+        storage_(storage_of(w)),
+        first_(first),
+        last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
     if constexpr (!kPacked) {
       first_group_ = first * w.groups;
-      const int size = scale_bytes(type_of(w));
+      const int size = storage_ == Storage::double_quant ? 1 : storage_ == Storage::f32 ? 4 : 2;
       codes_ = w.codes + first * (w.row_codes / kChunk) * kBits;
-      scales_ = static_cast<const u8*>(w.scales) + first_group_ * (is_double_quant(w) ? 1 : size);
+      scales_ = static_cast<const u8*>(w.scales) + first_group_ * size;
       if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;
       // All rows are in one row of words.
       if constexpr (kKind == Kind::integer)
@@ -167,23 +193,22 @@ class WholeRows {
     if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
     return codes;
   }
-  __device__ __forceinline__ StoredParameters parameters(u32 r, u32 group) const {
-    if constexpr (kPacked) return load_parameters(w_, row(r), group);
-    const u32 at = index(r, group);
-    StoredParameters p{};
-    p.scale = is_double_quant(w_) ? scales_[at] : load_stored(scales_, at, type_of(w_));
-    if constexpr (kAffine) p.other = load_stored(others_, at, type_of(w_));
-    if constexpr (kKind == Kind::integer) {
-      p.other = static_cast<u32>(w_.zero);
-      if (w_.zeros != nullptr && w_.zero_words)
-        p.other = reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
-      else if (w_.zeros != nullptr)
-        p.other = others_[at];
-    }
-    return p;
+  // Of all rows: one branch for how they are stored, so that all are on their way before one is used.
+  __device__ __forceinline__ void parameters(u32 group, StoredParameters (&to)[kSimtRows]) const {
+    with_constant(storage_, [&](Storage storage) {
+#pragma unroll
+      for (u32 r = 0; r < kSimtRows; ++r) to[r] = scale(storage, r, group);
+    });
+    if constexpr (kKind == Kind::integer)
+#pragma unroll
+      for (u32 r = 0; r < kSimtRows; ++r) to[r].other = zero(r, group);
   }
-  __device__ __forceinline__ Parameters convert(StoredParameters stored, u32 r, u32 group) const {
-    return device::convert(w_, stored, row(r), group);
+  __device__ __forceinline__ void convert(const StoredParameters (&stored)[kSimtRows], u32 group,
+                                          Parameters (&to)[kSimtRows]) const {
+    with_constant(storage_, [&](Storage storage) {
+#pragma unroll
+      for (u32 r = 0; r < kSimtRows; ++r) to[r] = device::convert(w_, storage, stored[r], row(r), group);
+    });
   }
 
  private:
@@ -192,7 +217,24 @@ class WholeRows {
     return min(r, last_) * static_cast<u32>(w_.groups) + group;
   }
 
+  __device__ __forceinline__ StoredParameters scale(Storage storage, u32 r, u32 group) const {
+    if constexpr (kPacked) return load_scale(w_, storage, row(r), group);
+    const u32 at = index(r, group);
+    StoredParameters p{};
+    p.scale = load_stored(scales_, at, storage);
+    if constexpr (kAffine) p.other = load_stored(others_, at, storage);
+    return p;
+  }
+  __device__ __forceinline__ u32 zero(u32 r, u32 group) const {
+    if constexpr (kPacked) return load_zero(w_, row(r), group);
+    if (w_.zeros == nullptr) return static_cast<u32>(w_.zero);
+    if (w_.zero_words)
+      return reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
+    return others_[index(r, group)];
+  }
+
   const WeightArgs& w_;
+  Storage storage_;
   i64 first_, first_group_ = 0;
   u32 last_;
   const u8 *codes_ = nullptr, *scales_ = nullptr, *others_ = nullptr;
@@ -231,12 +273,13 @@ __device__ __forceinline__ void decode_any(const WeightArgs& w, Codes codes, i64
                                            float table_value, F (&values)[kChunk]) {
   const i64 first = w.flat ? row * w.k + col : col, in = w.flat ? 0 : row;
   i64 group = first / w.group, left = (group + 1) * w.group - first;  // left: columns of this group
-  Parameters p = convert(w, load_parameters(w, in, group), in, group);
+  const auto parameters = [&] { return convert(w, storage_of(w), load_parameters(w, in, group), in, group); };
+  Parameters p = parameters();
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     if (left-- == 0 && col + i < w.k) {
       ++group;
-      p = convert(w, load_parameters(w, in, group), in, group);
+      p = parameters();
       left = w.group - 1;
     }
     values[i] = code_value(codes, i, table_value);
