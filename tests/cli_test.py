@@ -741,7 +741,6 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["ptx", "dequantize", "--kernel", "value_range", "--arch", "sm_90a"], ["value_range", "quantize"]),
         (["ptx", "dequantize", "--format", "nf5", "--arch", "sm_90a"], ["nf5", "fp4_e2m1"]),
         (["ptx", "quantize", "--dtype", "i8", "--arch", "sm_90a"], ["i8", "bf16"]),
-        (["ptx", "dequantize", "--scale-rule", "absmax", "--arch", "sm_90a"], ["scale-rule", "asymmetric"]),
         (["ptx", "quantize", "--kernel", "quantize_groups", "--group-size", "7", "--arch", "sm_90a"], ["7", "128"]),
         (["ptx", "dequantize", "--format", "lut4", "--arch", "sm_90a"], ["lut4", "table"]),
         (["ptx", "--kernel", "linear_fused", "--arch", "sm_90a"], ["OP"]),

@@ -9,7 +9,6 @@
 #include "cuda/config.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/simt/simt_args.h"
-#include "ops/qgemm/weight/sum_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -79,11 +78,9 @@ cuda::KernelSpec tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
                      weight_config(problem) + scales_config(problem, false) +
                          fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
 }
-class QgemmSimt : public QgemmKernel {
+class QgemmSimt : public QgemmOneKernel<SimtArgs> {
  public:
-  explicit QgemmSimt(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
-    const cuda::Scope scope(context_);
+  explicit QgemmSimt(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     args_.weight = weight_args(problem);
     args_.m = problem.m;
     args_.in_cols = problem.in_cols();
@@ -91,40 +88,28 @@ class QgemmSimt : public QgemmKernel {
     args_.splits = 1;
     args_.transposed = problem.transposed;
     args_.accumulate = problem.accumulate;
-    cuda::KernelSpec spec;
     if (has_simt_rows(problem)) {
-      spec = rows_kernel(problem);
-      grid_ = {ceil_div(args_.out_cols, kSimtRows), kSimtThreads};
+      load(rows_kernel(problem), {ceil_div(args_.out_cols, kSimtRows), kSimtThreads});
     } else {
       const QgemmTile tile = choose_tile();
-      spec = tiles_kernel(problem, tile);
-      place_tiles(tile);
+      const cuda::Grid grid = place_tiles(tile);
+      load(tiles_kernel(problem, tile), grid, args_.splits, {sum_type(), DType::f64});
     }
-    name_ = spec.function;
-    function_ = cuda::get_kernel(context_, spec);
-    sum_ = QgemmSum(context_, problem, args_.splits, {sum_type(), DType::f64});
   }
 
-  std::string name() const override { return name_; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {sum_type(), sum_type(), true, false, WeightRounding::none};
   }
-  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
 
-  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
-    const cuda::Scope scope(context_);
-    SimtArgs args = args_;
+ private:
+  void place(SimtArgs& args, const QgemmTensors& tensors, void* workspace) const override {
     place_weight(args.weight, problem_, tensors);
     args.x = tensors.x;
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
     args.partials = workspace;
-    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
-    sum_.run(tensors, stream, workspace);
   }
 
- private:
   DType sum_type() const { return problem_.math == QgemmMath::f64 ? DType::f64 : DType::f32; }
 
   int64_t num_tiles(QgemmTile tile) const {
@@ -140,7 +125,7 @@ class QgemmSimt : public QgemmKernel {
 
   // A block a tile; where these are too few for the device, the summed axis is split.
   // `halfbyte bench qgemm --variant qgemm_simt --m 16,64,128` times what the constants choose.
-  void place_tiles(QgemmTile tile) {
+  cuda::Grid place_tiles(QgemmTile tile) {
     constexpr int64_t kBlocksPerMultiprocessor = 2, kFewestSteps = 8;
     args_.tiles_m = ceil_div(args_.m, tile.m);
     args_.tiles_n = ceil_div(args_.out_cols, tile.n);
@@ -152,16 +137,8 @@ class QgemmSimt : public QgemmKernel {
     args_.split_steps = ceil_div(steps, splits);
     args_.splits =
         static_cast<int>(std::max<int64_t>(ceil_div(steps, std::max<int64_t>(args_.split_steps, 1)), 1));
-    grid_ = {tiles * args_.splits, kSimtThreads};
+    return {tiles * args_.splits, kSimtThreads};
   }
-
-  QgemmProblem problem_;
-  const cuda::Context& context_;
-  std::string name_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  SimtArgs args_{};  // but for addresses
-  QgemmSum sum_;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

@@ -7,7 +7,6 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
-#include "ops/qgemm/weight/sum_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -91,24 +90,18 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
                                    {"aligned", stored.aligned}}))};
 }
 
-class QgemmSm80 : public QgemmKernel {
+class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
  public:
-  explicit QgemmSm80(const QgemmProblem& problem)
-      : problem_(problem), context_(cuda::context(problem.device.index)) {
-    const cuda::Scope scope(context_);
+  explicit QgemmSm80(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     args_.stored = stored_of(problem);
-    place_tiles();
+    const cuda::Grid grid = place_tiles();
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
     std::ranges::copy(code_values(problem.codec, problem.dtype), args_.values);
     args_.accumulate = problem.accumulate;
-    function_ = cuda::get_kernel(context_, kernel_of(problem));
-    cuda::allow_shared_bytes(function_, grid_.shared_bytes);
-    sum_ = QgemmSum(context_, problem, args_.splits, {});
+    load(kernel_of(problem), grid, args_.splits);
   }
 
-  std::string name() const override { return "qgemm_sm80"; }
-  std::string backend() const override { return "cuda " + context_.target; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
             problem_.dtype == DType::f32 ? WeightRounding::none
@@ -116,24 +109,19 @@ class QgemmSm80 : public QgemmKernel {
                 ? WeightRounding::weight_rounded
                 : WeightRounding::code_rounded};
   }
-  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
 
-  void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
-    const cuda::Scope scope(context_);
-    QgemmSm80Args args = args_;
+ private:
+  void place(QgemmSm80Args& args, const QgemmTensors& tensors, void* workspace) const override {
     args.x = tensors.x;
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
     if (args.splits > 1) args.partials = static_cast<float*>(workspace);
-    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
-    sum_.run(tensors, stream, workspace);
   }
 
- private:
   // A block a tile; where these are too few for the device, several share the sums of a tile.
   // `halfbyte bench qgemm --variant qgemm_sm80` times what the constant chooses.
-  void place_tiles() {
+  cuda::Grid place_tiles() {
     constexpr int64_t kFewestSteps = 4;  // of a block, which has some to begin with
     const int tokens = tokens_of(problem_);
     args_.m = problem_.m;
@@ -151,7 +139,7 @@ class QgemmSm80 : public QgemmKernel {
     args_.map_bytes = stage.map_bytes;
     args_.stage_bytes = stage.bytes();
     args_.stages = stage.stages;
-    grid_ = {tiles * args_.splits, kQgemmSm80Threads, stage.shared_bytes()};
+    return {tiles * args_.splits, kQgemmSm80Threads, stage.shared_bytes()};
   }
 
   void describe_weight() {
@@ -169,13 +157,6 @@ class QgemmSm80 : public QgemmKernel {
     args_.group = weight.group;
     args_.last_absmax = (weight.n * weight.groups - 1) / 256;
   }
-
-  QgemmProblem problem_;
-  const cuda::Context& context_;
-  cuda::CUfunction function_ = nullptr;
-  cuda::Grid grid_;
-  QgemmSm80Args args_{};  // but for addresses
-  QgemmSum sum_;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

@@ -7,7 +7,6 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_large/sm90_large_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
-#include "ops/qgemm/weight/sum_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
