@@ -36,14 +36,11 @@ __device__ __forceinline__ F load_scale(const LinearCommon& common, i64 index) {
 
 template <ZeroType type>
 struct ZeroTypeOf {};
-// body(ZeroTypeOf<type>()): a branch, where the type is an argument. Kernels of 4-bit codes have it as a
-// constant; gradients do not know the bits of codes.
+// body(ZeroTypeOf<type>()) for the type that is an argument. Gradients do not know the bits of codes.
 template <class Body>
-__device__ __forceinline__ void with_zero_type(const LinearCommon& common, const Body& body) {
+__device__ __forceinline__ void branch_by_zero_type(const LinearCommon& common, const Body& body) {
   constexpr ZeroType kLearned = sizeof(F) == 8 ? ZeroType::f64 : ZeroType::f32;
-  if constexpr (kZeroType != ZeroType::any) {
-    body(ZeroTypeOf<kZeroType>());
-  } else if (common.zero_type == ZeroType::none) {
+  if (common.zero_type == ZeroType::none) {
     body(ZeroTypeOf<ZeroType::none>());
   } else if (common.zero_type == ZeroType::i32) {
     body(ZeroTypeOf<ZeroType::i32>());
@@ -54,6 +51,14 @@ __device__ __forceinline__ void with_zero_type(const LinearCommon& common, const
   } else {
     body(ZeroTypeOf<ZeroType::nibble>());
   }
+}
+// The same without a branch where the kernel has the type as a constant, as kernels of 4-bit codes have.
+template <class Body>
+__device__ __forceinline__ void with_zero_type(const LinearCommon& common, const Body& body) {
+  if constexpr (kZeroType != ZeroType::any)
+    body(ZeroTypeOf<kZeroType>());
+  else
+    branch_by_zero_type(common, body);
 }
 
 template <ZeroType type>
