@@ -14,7 +14,7 @@ seed=$(git rev-parse --short=10 HEAD 2>/dev/null || echo 0)
 
 # ---- Stages, in their order: a function each. The comment behind its name is what --list says.
 
-stage_layers() {  # who may include whom; sources and tests that no list has
+stage_layers() {  # who may include whom; sources, tests, operations and variants that a list or page lacks
   python3 tools/check_layers.py
 }
 
