@@ -9,7 +9,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -844,24 +843,15 @@ def test_missing_parent(tmp_path):
     assert "nowhere" in fails("quantize", MODEL, "-o", tmp_path / "nowhere/out", code=IO)
 
 
-def test_read_only_directory():
-    # Permissions do not bind root, and another user may not reach the checkout or pytest's directories.
-    as_nobody = []
-    if os.geteuid() == 0:
-        if shutil.which("setpriv") is None:
-            pytest.skip("needs setpriv to run as another user")
-        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        shutil.copy(CLI, directory / "halfbyte")
-        shutil.copy(MODEL / "model.safetensors", directory / "in.safetensors")
-        directory.chmod(0o555)
-        command = [*as_nobody, "./halfbyte", "quantize", "in.safetensors", "-o", "out.safetensors"]
-        result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
-        assert result.returncode == IO, result.stderr
-        assert "out.safetensors" in result.stderr and "Permission denied" in result.stderr
-        assert sorted(os.listdir(directory)) == ["halfbyte", "in.safetensors"]
-        directory.chmod(0o755)
+def test_read_only_directory(unprivileged):
+    directory, options = unprivileged
+    shutil.copy(MODEL / "model.safetensors", directory / "in.safetensors")
+    directory.chmod(0o555)
+    command = ["halfbyte", "quantize", "in.safetensors", "-o", "out.safetensors"]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, **options)
+    assert result.returncode == IO, result.stderr
+    assert "out.safetensors" in result.stderr and "Permission denied" in result.stderr
+    assert os.listdir(directory) == ["in.safetensors"]
 
 
 # JSON

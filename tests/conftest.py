@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,24 @@ def halfbyte(cli):
         return result
 
     return run
+
+
+@pytest.fixture
+def unprivileged(cli):
+    """A directory that all can reach, and options that run the tool as a user whom file modes bind. That user may not
+    reach the build: the tool is copied."""
+    with tempfile.TemporaryDirectory() as name:
+        directory, tool = Path(name) / "work", Path(name) / "tool"
+        for folder in (Path(name), directory, tool):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o755)
+        for file in (cli, *cli.parent.glob("libhalfbyte.so*")):
+            shutil.copy(file, tool)
+        options = {"executable": tool / cli.name, "env": {**os.environ, "LD_LIBRARY_PATH": str(tool)}}
+        if os.geteuid() == 0:
+            options |= {"user": 65534, "group": 65534, "extra_groups": []}
+        yield directory, options
+        directory.chmod(0o755)
 
 
 @pytest.fixture(scope="session")

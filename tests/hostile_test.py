@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -932,15 +931,6 @@ def test_o1_parent_is_a_symlink(invoke, input_file, tmp_path):
     outcome = invoke("quantize", input_file, "-o", tmp_path / "link" / "out.safetensors")
     assert outcome.code == 0, outcome.message
     assert [p.name for p in (tmp_path / "real").iterdir()] == ["out.safetensors"]
-
-
-@pytest.fixture
-def unprivileged():
-    """A directory that all can reach, and options that run a child as a user whom file modes bind."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)
-        nobody = {"user": 65534, "group": 65534, "extra_groups": []}
-        yield Path(directory), nobody if os.geteuid() == 0 else {}
 
 
 def test_o6_read_only_directory(invoke, unprivileged):
