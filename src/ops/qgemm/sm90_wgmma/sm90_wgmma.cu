@@ -87,11 +87,12 @@ struct Block {
         lane(thread % 32),
         warp(__shfl_sync(~0u, thread / 32, 0)),
         warpgroup(warp / 4) {
-    const int worker = static_cast<int>(blockIdx.x) >> args.log2_cluster, half = static_cast<int>(rank());
+    const int log2_cluster = kTiling.shared ? args.log2_cluster : 0;
+    const int worker = static_cast<int>(blockIdx.x) >> log2_cluster, half = static_cast<int>(rank());
     first_pair = worker * args.num_pairs + min(worker, args.num_longer);
     last_pair = first_pair + args.num_pairs + (worker < args.num_longer ? 1 : 0);
-    first_stage = args.num_stages * half >> args.log2_cluster;
-    last_stage = args.num_stages * (half + 1) >> args.log2_cluster;
+    first_stage = args.num_stages * half >> log2_cluster;
+    last_stage = args.num_stages * (half + 1) >> log2_cluster;
   }
 
   // In the cluster. Read each time: a register for it, or for what follows from it, would be taken from the
