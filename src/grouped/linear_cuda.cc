@@ -120,7 +120,7 @@ class Selection {
     const int64_t chunk = linear_chunk(element_bytes(), LinearOp::quantize, types_.mask);
     if (!whole_ || !rows_are_whole() || packed_zeros() || axis % chunk != 0) return false;
     if (group % chunk != 0 && group < axis) return false;
-    const int64_t group_chunks = (group + chunk - 1) / chunk;
+    const int64_t group_chunks = ceil_div(group, chunk);
     constexpr int kSmall = 4, kLarge = 8;  // chunks a thread
     if (group_chunks > int64_t{kThreads} * kLarge) return false;
     const int64_t axis_chunks = axis / chunk, groups_per_row = ceil_div(axis_chunks, group_chunks);

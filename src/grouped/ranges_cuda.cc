@@ -48,7 +48,7 @@ RangesCuda select_ranges(const char* name, const Grouping& grouping, DType dtype
   args.per_split = std::max(per_part, ceil_div(units, 65536));
   args.splits = std::max<int64_t>(1, ceil_div(units, args.per_split));
   const int64_t threads = args.groups.num_groups * args.splits * (args.columns ? 1 : 32);
-  const bool wide = std::max(threads, units) >= int64_t{1} << 31;
+  const bool wide = is_wide(std::max(threads, units));
   made.spec = ranges_kernel(name, dtype, counts, chunks, wide);
   made.grid = {grouping.num_elements() == 0 ? 0 : ceil_div(threads, kRangesThreads), kRangesThreads};
   return made;

@@ -8,7 +8,7 @@ constexpr int kRows = 8, kStep = 32 * kRows;
 
 // Of a multiprocessor: with codes of 8 bits the compiler takes the registers of one for the step of Adam.
 // Before sm_80 one has 1024 threads.
-#if __CUDA_ARCH__ >= 800
+#if HALFBYTE_DEVICE_ARCH >= 800
 constexpr int kMinBlocks = 6;
 #else
 constexpr int kMinBlocks = 4;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "formats/counts.h"
 
@@ -53,7 +54,7 @@ void run_qparams_cuda(const QParamsCuda& selected, const QParamsTensors& tensors
                                 .rule = p.rule.rule,
                                 .scale_type = p.rule.scale_type,
                                 .zero_type = p.zero_type};
-  cuda::launch(selected.function, {(p.num_groups + kThreads - 1) / kThreads, kThreads}, stream, args);
+  cuda::launch(selected.function, {ceil_div(p.num_groups, kThreads), kThreads}, stream, args);
 }
 
 }  // namespace halfbyte

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/arithmetic.h"
 #include "cuda/config.h"
 #include "ops/dequantize/dequantize_args.h"
 
@@ -45,8 +46,8 @@ DequantizeCuda select(const DequantizeProblem& problem) {
   args.groups_per_row = problem.one_group ? 0 : shape.groups_per_row;  // 0: all rows have the first group
   const bool aligned = is_aligned(problem);
   const int size = static_cast<int>(size_of(problem.dtype)), chunk = dequantize_chunk(aligned, size);
-  const int64_t num_chunks = shape.rows * ((shape.cols + chunk - 1) / chunk);
-  if (aligned && num_chunks < (int64_t{1} << 31)) {
+  const int64_t num_chunks = shape.rows * ceil_div(shape.cols, chunk);
+  if (aligned && !is_wide(num_chunks)) {
     if (problem.one_group)
       args.chunks_per_group = num_chunks;
     else if (args.group_size % chunk == 0 && shape.cols % args.group_size == 0)
@@ -57,7 +58,7 @@ DequantizeCuda select(const DequantizeProblem& problem) {
   args.scale_type = problem.codec.scale_type;
   std::ranges::copy(problem.codec.book.values, args.values);
   const int64_t per_block = kDequantizeThreads * dequantize_batch(aligned, whole_groups, size);
-  selected.grid = {(num_chunks + per_block - 1) / per_block, kDequantizeThreads};
+  selected.grid = {ceil_div(num_chunks, per_block), kDequantizeThreads};
   selected.name = "dequantize";
   selected.function = cuda::get_kernel(*selected.context, dequantize_kernel(problem));
   return selected;
