@@ -13,7 +13,6 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-constexpr int kParameterBytes = scale_bytes(kScaleType);
 [[maybe_unused]] constexpr u32 kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
 
 // ---- 1. Codes of a chunk: from the words of a unit
@@ -68,10 +67,10 @@ __device__ __forceinline__ void load_two(u32 (&stored)[2], const u8* from) {
   stored[0] = static_cast<u32>(both) & static_cast<u32>((u64{1} << kShift) - 1);
   stored[1] = static_cast<u32>(both >> kShift);
 }
-__device__ __forceinline__ float from_stored(u32 bits) {
-  if (kScaleType == ScaleType::f32) return bit_cast<float>(bits);
+__device__ __forceinline__ float from_stored(u32 bits, ScaleType type) {
+  if (kParameterBytes == 4) return bit_cast<float>(bits);
   const u16 half = static_cast<u16>(bits);
-  return kScaleType == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half);
+  return type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half);
 }
 
 // Of a row, each of them twice.
@@ -87,6 +86,7 @@ __device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], 
     return static_cast<const u8*>(section) + p.base + row / kUnitRows * p.strip_bytes +
            static_cast<u64>(block) * static_cast<u32>(p.block_bytes) + at * size;
   };
+  const auto type = static_cast<ScaleType>(w.scale_type);
   u32 scales[2], others[2];
   load_two<kDoubleQuant ? 1 : kParameterBytes>(
       scales, address(w.scales, w.scale, kDoubleQuant ? 1 : kParameterBytes));
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], 
   if constexpr (kAsymmetric) load_two<1>(others, address(w.zeros, w.other, 1));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float scale = from_stored(scales[r]);
+    float scale = from_stored(scales[r], type);
     if constexpr (kDoubleQuant) {
       const float absmax = w.absmax[(static_cast<u64>(row + r) * static_cast<u32>(w.groups) + group) / 256];
       scale = __fadd_rn(__fmul_rn(w.map[scales[r]], absmax), *w.offset);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_pair_parameters(PairParameters (&rows)[2], 
     rows[r].scale = store_pair(Element(), scale, scale);
     rows[r].added = kMinusZeros;
     if constexpr (kAffine)
-      rows[r].added = store_pair(Element(), from_stored(others[r]), from_stored(others[r]));
+      rows[r].added = store_pair(Element(), from_stored(others[r], type), from_stored(others[r], type));
     if constexpr (kAsymmetric) {
       const float minus_zero = -static_cast<float>(others[r]);
       rows[r].minus_zero = store_pair(Element(), minus_zero, minus_zero);

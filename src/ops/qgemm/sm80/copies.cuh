@@ -7,13 +7,10 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-// The block of a unit of a strip, and the unit within it. Where the shift is no constant, of 32 bits: what is
-// in memory has fewer units.
-__device__ __forceinline__ i64 block_of(i64 unit, int shift) {
-  return kRare ? static_cast<u32>(unit) >> shift : unit / (i64{1} << shift);
-}
+// The block of a unit of a strip, and the unit within it: of 32 bits, as what is in memory has fewer units.
+__device__ __forceinline__ i64 block_of(i64 unit, int shift) { return static_cast<u32>(unit) >> shift; }
 __device__ __forceinline__ i64 unit_of_block(i64 unit, int shift) {
-  return kRare ? static_cast<u32>(unit) & ((1u << shift) - 1) : unit % (i64{1} << shift);
+  return static_cast<u32>(unit) & ((1u << shift) - 1);
 }
 
 // Group `group` of unit q: 32 scales, then 32 zero points or biases, then 32 absmax.
@@ -58,7 +55,7 @@ class Copies : Traits {
       x_ = x_address(thread_, 0);
     }
     with_scales(args, [&](auto kind) {
-      if (stored.inlined && kParamsAhead<decltype(kind)>) params_ = param_address(Param(kind, thread_), 0);
+      if (is_inlined() && kParamsAhead<decltype(kind)>) params_ = param_address(Param(kind, thread_), 0);
     });
   }
 
@@ -110,12 +107,15 @@ class Copies : Traits {
     return kTransposed ? unit_of(q) < left_ && strip_of_step(step) + strip_of(q) < args_.strips : q < left_;
   }
 
+  // Whether parameters lie behind the codes of their block: those of a common affine weight always do.
+  __device__ __forceinline__ bool is_inlined() const { return (kAffine && !kRare) || args_.inlined; }
+
   // Where unit `unit` of a strip begins, and its block.
   __device__ __forceinline__ i64 block_offset(i64 unit) const {
-    return block_of(unit, stored.block_shift) * stored.block_bytes;
+    return block_of(unit, args_.block_shift) * args_.block_bytes;
   }
   __device__ __forceinline__ i64 unit_offset(i64 unit) const {
-    return block_offset(unit) + unit_of_block(unit, stored.block_shift) * kUnitBytes;
+    return block_offset(unit) + unit_of_block(unit, args_.block_shift) * kUnitBytes;
   }
 
   // Of copy i of a step.
@@ -143,12 +143,8 @@ class Copies : Traits {
   }
 
   __device__ __forceinline__ i64 group_of(i64 unit, int group) const {
-    if (kRare && !stored.inlined) return 0;  // a row is one group
-    const i64 col = unit * kUnitCols + group * (kUnitCols / kUnitGroups);
-    return min(stored.inlined      ? block_of(unit, stored.block_shift) * kUnitGroups + group
-               : args_.groups == 1 ? 0
-                                   : col / args_.group,
-               args_.groups - 1);
+    if (!is_inlined()) return 0;
+    return min(block_of(unit, args_.block_shift) * kUnitGroups + group, args_.groups - 1);
   }
   // Copy i of the parameters of a step.
   template <class S>
@@ -182,9 +178,9 @@ class Copies : Traits {
   __device__ __forceinline__ const u8* param_address(const Param<S>& param, i64 step) const {
     const i64 strip = first_strip() + strip_of_step(step) + strip_of(param.q);
     const i64 unit = first_unit() + unit_of_step(step) + unit_of(param.q);
-    if (stored.inlined)
+    if (is_inlined())
       return args_.weight + strip * args_.strip_bytes + block_offset(unit) +
-             (u32{kUnitBytes} << stored.block_shift) + param.in_block();
+             (u32{kUnitBytes} << args_.block_shift) + param.in_block();
     const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
     const i64 section = param.is_scale() ? args_.scales : kAsymmetric ? args_.zeros : args_.biases;
     return args_.weight + section + first * param.size() + param.offset();
@@ -196,7 +192,7 @@ class Copies : Traits {
     for (int i = thread_; i < Param<S>::kCopies; i += kThreads) {
       const Param param(S(), i);
       const bool valid = is_valid(step, param.q);
-      const u8* const from = stored.inlined && kParamsAhead<S> ? params_ + moved : param_address(param, step);
+      const u8* const from = is_inlined() && kParamsAhead<S> ? params_ + moved : param_address(param, step);
       copy_async_or_zero(param.place(stage), valid ? from : args_.weight, valid);
     }
   }

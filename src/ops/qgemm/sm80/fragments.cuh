@@ -16,21 +16,59 @@ struct Lane {
   int index, g, t;
   u32 table;     // see look_up()
   float offset;  // of double quantization
+  bool bf16_scales;
 };
 
+// The parameters of two neighbouring rows in one group, the first of which is even.
+struct RowPair {
+  float scale[2], zero[2], bias[2];
+};
 template <class S>
-__device__ __forceinline__ float scale_at(S, const u8* params, int row, const Lane& lane) {
-  if constexpr (!S::kDoubleQuant) return load_scale<float>(params, row, S::kType);
-  const float absmax = reinterpret_cast<const float*>(params + S::kGroupBytes)[row];
-  return shared_map()[params[row]] * absmax + lane.offset;
+__device__ __forceinline__ RowPair load_rows(S, const u8* params, int row, const Lane& lane, bool bf16) {
+  RowPair rows;
+  if constexpr (S::kDoubleQuant) {
+    const float* const absmax = reinterpret_cast<const float*>(params + S::kGroupBytes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows.scale[i] = shared_map()[params[row + i]] * absmax[row + i] + lane.offset;
+  } else {
+    load_scales<S::kScaleBytes>(rows.scale, params + row * S::kScaleBytes, bf16);
+  }
+  const u8* const others = params + kUnitRows * S::kScaleBytes;
+  if constexpr (kAsymmetric) {
+    const u16 zeros = *reinterpret_cast<const u16*>(others + row);
+    rows.zero[0] = static_cast<float>(zeros & 0xFF);
+    rows.zero[1] = static_cast<float>(zeros >> 8);
+  }
+  if constexpr (kAffine) load_scales<S::kParameterBytes>(rows.bias, others + row * S::kParameterBytes, bf16);
+  return rows;
 }
-template <class S>
-__device__ __forceinline__ float bias_at(S, const u8* params, int row) {
-  return load_scale<float>(params + kUnitRows * S::kScaleBytes, row, S::kType);
+
+// Of the two weights of a word of a fragment.
+struct Factors {
+  Pair scale, added, minus_zero;
+};
+// Of rows i and j of a pair.
+__device__ __forceinline__ Factors make_factors(const RowPair& rows, int i, int j) {
+  Factors f = {make_pair(Element(), rows.scale[i], rows.scale[j]), kMinusZeros, kMinusZeros};
+  if (kAffine) f.added = make_pair(Element(), rows.bias[i], rows.bias[j]);
+  if (kAsymmetric) f.minus_zero = make_pair(Element(), -rows.zero[i], -rows.zero[j]);
+  return f;
 }
+// Of both. Parameters that are stored as elements are pairs already.
 template <class S>
-__device__ __forceinline__ float zero_at(S, const u8* params, int row) {
-  return static_cast<float>(params[kUnitRows * S::kScaleBytes + row]);
+__device__ __forceinline__ Factors load_factors(S, const u8* params, int row, const Lane& lane) {
+  constexpr bool kMayBePairs = may_have_bf16_scales(Element()) && S::kScaleBytes == 2;
+  Factors f = make_factors(load_rows(S(), params, row, lane, !kMayBePairs && lane.bf16_scales), 0, 1);
+  if constexpr (kMayBePairs) {
+    const u8* const others = params + kUnitRows * 2;
+    if (lane.bf16_scales) f.scale = *reinterpret_cast<const Pair*>(params + row * 2);
+    if (kAffine && lane.bf16_scales) f.added = *reinterpret_cast<const Pair*>(others + row * 2);
+  }
+  return f;
+}
+__device__ __forceinline__ Pair scaled(Pair value, const Factors& f) {
+  if (kAsymmetric) value = fma_pair(Element(), value, kOnes, f.minus_zero);
+  return fma_pair(Element(), value, f.scale, f.added);
 }
 
 // Tile `half` of 16 rows of unit `unit` for steps chunk * kDeep and on.
@@ -61,21 +99,16 @@ __device__ __forceinline__ void forward_fragments(S, Pair (&a)[kDeep][4], const 
       a[j][3] = byte_pair<2, 3>(Element(), words.word[first + 1]);
     }
   }
-  const int first = 16 * half + 2 * lane.g;
-  Pair zeros[2], scales[2], biases[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (kAsymmetric) zeros[i] = same_pair(Element(), -zero_at(S(), params, first + i));
-    if (kScaledWeight) scales[i] = same_pair(Element(), scale_at(S(), params, first + i, lane));
-    biases[i] =
-        kScaledWeight && kAffine ? same_pair(Element(), bias_at(S(), params, first + i)) : kMinusZeros;
-  }
+  const RowPair rows = load_rows(S(), params, 16 * half + 2 * lane.g, lane, lane.bf16_scales);
+  const Factors factors[2] = {make_factors(rows, 0, 0), make_factors(rows, 1, 1)};
 #pragma unroll
   for (int j = 0; j < kDeep; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (kAsymmetric) a[j][i] = fma_pair(Element(), a[j][i], kOnes, zeros[i % 2]);
-      if (kScaledWeight) a[j][i] = rounded_pair(fma_pair(Element(), a[j][i], scales[i % 2], biases[i % 2]));
+      if (kScaledWeight)
+        a[j][i] = rounded_pair(scaled(a[j][i], factors[i % 2]));
+      else if (kAsymmetric)
+        a[j][i] = fma_pair(Element(), a[j][i], kOnes, factors[i % 2].minus_zero);
     }
   }
 }
@@ -116,17 +149,10 @@ __device__ __forceinline__ void transposed_fragments(S, Pair (&a)[2][kDeep][4], 
       const int pair = 8 * j + 4 * second + lane.t;
       Pair values[2][2];
       load_row_pairs(values, unit, pair, half, lane);
-      const auto of_rows = [&](auto&& at) { return make_pair(Element(), at(2 * pair), at(2 * pair + 1)); };
-      const Pair scales = of_rows([&](int row) { return scale_at(S(), params, row, lane); });
-      const Pair biases = kAffine ? of_rows([&](int row) { return bias_at(S(), params, row); }) : kMinusZeros;
+      const Factors factors = load_factors(S(), params, 2 * pair, lane);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Pair value = values[i / 2][i % 2];
-        if (kAsymmetric)
-          value =
-              fma_pair(Element(), value, kOnes, of_rows([&](int row) { return -zero_at(S(), params, row); }));
-        a[i / 2][j][2 * second + i % 2] = rounded_pair(fma_pair(Element(), value, scales, biases));
-      }
+      for (int i = 0; i < 4; ++i)
+        a[i / 2][j][2 * second + i % 2] = rounded_pair(scaled(values[i / 2][i % 2], factors));
     }
   }
 }
@@ -184,12 +210,12 @@ struct Weight {
         with_scales(args, [&](auto kind) {
           const u8* const params = params_of(kind, stage, block, chunk * kDeep * kUnitGroups / 4);
           forward_fragments(kind, a[half], stage + block * kUnitBytes, params, half, chunk, lane);
+          if (kScaledWeight) return;
+          const RowPair rows = load_rows(kind, params, 16 * half + 2 * lane.g, lane, lane.bf16_scales);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            if (kScaledWeight) continue;
-            const int row = 16 * half + 2 * lane.g + i;
-            scales[half][i] = scale_at(kind, params, row, lane);
-            biases[half][i] = kAffine ? bias_at(kind, params, row) : 0;
+            scales[half][i] = rows.scale[i];
+            biases[half][i] = kAffine ? rows.bias[i] : 0;
           }
         });
       }

@@ -7,6 +7,7 @@
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
+#include "ops/qgemm/weight/scales.cuh"
 
 namespace halfbyte::device {
 
@@ -16,12 +17,12 @@ constexpr int kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
 
 // How scales are stored, and with them all parameters of a group of the 32 rows of a unit.
-template <ScaleType type, bool double_quant>
+template <int parameter_bytes, bool double_quant>
 struct Scales {
-  static constexpr ScaleType kType = type;
+  static constexpr int kParameterBytes = parameter_bytes;
   static constexpr bool kDoubleQuant = double_quant;
-  static constexpr int kScaleBytes = double_quant ? 1 : scale_bytes(type);
-  static constexpr int kBiasBytes = kAffine ? scale_bytes(type) : 0;
+  static constexpr int kScaleBytes = double_quant ? 1 : kParameterBytes;
+  static constexpr int kBiasBytes = kAffine ? kParameterBytes : 0;
   static constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
   static constexpr QgemmSm80Stage kStage =
       qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, double_quant, kUnitGroups, kTokens,
@@ -30,7 +31,7 @@ struct Scales {
 };
 // Those of kStored. A rare kernel, which has no kStored, takes from kStage what has nothing to do with
 // scales: codes, x, the table.
-using KnownScales = Scales<ScaleType(kStored.scale_type), kStored.double_quant>;
+using KnownScales = Scales<kStored.parameter_bytes, kStored.double_quant>;
 constexpr QgemmSm80Stage kStage = KnownScales::kStage;
 
 // How the weight and x are stored: constants or, in a rare kernel, arguments.
@@ -52,15 +53,13 @@ template <class Body>
 __device__ __forceinline__ void with_scales(const QgemmSm80Args& args, Body&& body) {
   if constexpr (!kRare) {
     body(KnownScales());
-  } else if (const int type = args.stored.scale_type; type < static_cast<int>(ScaleType::f16)) {
+  } else if (args.stored.parameter_bytes == 4) {
     if (!kAffine && args.stored.double_quant)  // affine formats have none
-      body(Scales<ScaleType::f32, true>());
+      body(Scales<4, true>());
     else
-      body(Scales<ScaleType::f32, false>());
-  } else if (type == static_cast<int>(ScaleType::f16)) {
-    body(Scales<ScaleType::f16, false>());
+      body(Scales<4, false>());
   } else {
-    body(Scales<ScaleType::bf16, false>());
+    body(Scales<2, false>());
   }
 }
 

@@ -9,8 +9,9 @@
 // sum runs across groups, the scale goes into the weight. So it does for f32, which is multiplied as tf32,
 // and for many tokens, where sums that are not interrupted matter more than what it takes to scale a weight.
 //
-// A kernel for what is common is made for one way to store the weight. Those for what is rare (is_rare() of
-// sm80_cuda.cc) take it as an argument, and branch where parameters are copied and where they are read.
+// How groups of 64 columns and more lie in the weight is an argument. A kernel for what is common is made for
+// one way to store scales. Those for what is rare (is_rare() of sm80_cuda.cc) take it as an argument, and
+// branch where parameters are copied and where they are read.
 //
 // Phases: pair.cuh, types and the table of codes (1); copies.cuh, what a step brings to shared memory (2);
 // fragments.cuh and, for many tokens, wide.cuh, its products (3); outputs (4) and the kernel (5) are here.
@@ -62,7 +63,8 @@ __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums
 __device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, int thread) {
   build_table(args, thread);
   const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Pair) % 128);
-  Lane lane = {thread % 32, thread % 32 / 4, thread % 4, table, 0};
+  Lane lane = {
+      thread % 32, thread % 32 / 4, thread % 4, table, 0, kRare ? args.bf16_scales : has_bf16_scales(args)};
   if (Traits(args).stored.double_quant) {
     static_assert(kThreads == 256);
     shared_map()[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];

@@ -29,14 +29,12 @@ struct QgemmSm80Stage {
   HALFBYTE_FN int shared_bytes() const { return table_bytes + map_bytes + stages * bytes(); }
 };
 
-// How the weight and x are stored, but for what every kernel is made for. A constant of the kernels for what
-// is common; those for what is rare take it as an argument.
+// How scales and x are stored. A constant of the kernels for what is common; those for what is rare take it
+// as an argument.
 struct QgemmSm80Stored {
-  int scale_type;              // formats::ScaleType, of scales and biases
-  int block_shift;             // units of a block are 1 << block_shift
-  formats::u32 block_bytes;    // as PackedLayout has them
-  bool inlined, double_quant;  // as PackedLayout has them
-  bool aligned;                // rows of x are whole chunks of 16 bytes, aligned to them
+  int parameter_bytes = 4;  // of a bias, or a scale that is not quantized
+  bool double_quant;        // scales are quantized
+  bool aligned;             // rows of x are whole chunks of 16 bytes, aligned to them
 };
 
 struct QgemmSm80Args {
@@ -52,10 +50,14 @@ struct QgemmSm80Args {
   formats::i64 steps, splits;               // split s walks steps s * steps / splits up to those of s + 1
   formats::i64 strips, units_per_strip;     // of the weight, with padding
   formats::i64 strip_bytes;                 // as PackedLayout has them
-  formats::i64 scales, zeros, biases;       // sections; 0 where inlined
-  formats::i64 absmax, map, offset;         // sections of double quantization
-  formats::i64 groups, group, last_absmax;  // of a row; columns of a group; index of the last absmax
-  bool pairs;                               // two neighbours of y are at a multiple of their bytes
+  formats::u32 block_bytes;
+  int block_shift;                     // units of a block are 1 << block_shift
+  bool inlined;                        // else a row has one group
+  formats::i64 scales, zeros, biases;  // sections; 0 where inlined
+  formats::i64 absmax, map, offset;    // sections of double quantization
+  formats::i64 groups, last_absmax;    // of a row; index of the last absmax
+  bool pairs;                          // two neighbours of y are at a multiple of their bytes
+  bool bf16_scales;                    // parameters of two bytes are bf16, else f16
   bool accumulate;
   // For a rare kernel; as QgemmSm80Stage has them.
   QgemmSm80Stored stored;

@@ -26,12 +26,7 @@ bool is_rare(const QgemmProblem& problem) {
   return problem.dtype == DType::f32 || !is_aligned(problem) || !is_common_weight(problem);
 }
 QgemmSm80Stored stored_of(const QgemmProblem& problem) {
-  const formats::PackedLayout& weight = problem.weight;
-  const auto shift = [](int64_t x) { return std::countr_zero(static_cast<uint64_t>(x)); };
-  return {.scale_type = static_cast<int>(problem.codec.scale_type),
-          .block_shift = shift(weight.block_cols / formats::kUnitCols),
-          .block_bytes = static_cast<formats::u32>(weight.block_bytes),
-          .inlined = weight.inlined,
+  return {.parameter_bytes = formats::scale_bytes(problem.codec.scale_type),
           .double_quant = problem.double_quant,
           .aligned = is_aligned(problem)};
 }
@@ -82,10 +77,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
                           static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem),
                           codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare) +
               cuda::struct_config("QgemmSm80Stored", "kStored",
-                                  {{"scale_type", stored.scale_type},
-                                   {"block_shift", stored.block_shift},
-                                   {"block_bytes", stored.block_bytes},
-                                   {"inlined", stored.inlined},
+                                  {{"parameter_bytes", stored.parameter_bytes},
                                    {"double_quant", stored.double_quant},
                                    {"aligned", stored.aligned}}))};
 }
@@ -98,6 +90,7 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     describe_weight();
     args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
     std::ranges::copy(code_values(problem.codec, problem.dtype), args_.values);
+    args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem), grid, args_.splits);
   }
@@ -147,6 +140,9 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args_.strips = weight.strips;
     args_.units_per_strip = weight.blocks_per_strip * (weight.block_cols / formats::kUnitCols);
     args_.strip_bytes = weight.strip_bytes;
+    args_.block_bytes = static_cast<formats::u32>(weight.block_bytes);
+    args_.block_shift = std::countr_zero(static_cast<uint64_t>(weight.block_cols / formats::kUnitCols));
+    args_.inlined = weight.inlined;
     args_.scales = weight.scales;
     args_.zeros = weight.zeros;
     args_.biases = weight.biases;
@@ -154,7 +150,6 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args_.map = weight.map;
     args_.offset = weight.offset;
     args_.groups = weight.groups;
-    args_.group = weight.group;
     args_.last_absmax = (weight.n * weight.groups - 1) / 256;
   }
 };

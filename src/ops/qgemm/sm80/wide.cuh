@@ -7,24 +7,6 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 800
 
-// Of the two weights of a word of a fragment.
-struct Factors {
-  Pair scale, added, minus_zero;
-};
-__device__ __forceinline__ Factors load_factors(const u8* params, int first_row, int second_row,
-                                                const Lane& lane) {
-  const auto both = [&](auto&& at) { return make_pair(Element(), at(first_row), at(second_row)); };
-  Factors f = {both([&](int row) { return scale_at(KnownScales(), params, row, lane); }), kMinusZeros,
-               kMinusZeros};
-  if (kAffine) f.added = both([&](int row) { return bias_at(KnownScales(), params, row); });
-  if (kAsymmetric) f.minus_zero = both([&](int row) { return -zero_at(KnownScales(), params, row); });
-  return f;
-}
-__device__ __forceinline__ Pair scaled(Pair value, const Factors& f) {
-  if (kAsymmetric) value = fma_pair(Element(), value, kOnes, f.minus_zero);
-  return fma_pair(Element(), value, f.scale, f.added);
-}
-
 // Fragments of the weight for the four tiles of 16 features of a warp, for one 16 of a step after the other.
 class WideWeight {
  public:
@@ -49,8 +31,9 @@ class WideWeight {
       if (kBits == 4 && step == 0) words_[tile] = *reinterpret_cast<const Words4*>(slot);
       if (step * kUnitGroups % 4 == 0) {
         const u8* const params = params_of(KnownScales(), stage_, feature, step * kUnitGroups / 4);
+        const RowPair rows = load_rows(KnownScales(), params, row, lane_, lane_.bf16_scales);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factors_[tile][i] = load_factors(params, row + i, row + i, lane_);
+        for (int i = 0; i < 2; ++i) factors_[tile][i] = make_factors(rows, i, i);
       }
       if constexpr (kBits == 4) {
         const u32 word = words_[tile].word[step];
@@ -83,7 +66,7 @@ class WideWeight {
         const int pair = 8 * j + 4 * second + lane_.t;
         Pair values[2][2];
         load_row_pairs(values, stage_ + q * kUnitBytes, pair, half, lane_);
-        const Factors factors = load_factors(params, 2 * pair, 2 * pair + 1, lane_);
+        const Factors factors = load_factors(KnownScales(), params, 2 * pair, lane_);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           a[2 * block + i / 2][2 * second + i % 2] = scaled(values[i / 2][i % 2], factors);

@@ -17,7 +17,6 @@ namespace halfbyte::device {
 #if HALFBYTE_DEVICE_ARCH >= 900
 
 constexpr int kRegisterUnits = kXInRegisters ? f32_register_units(kM) : 0;
-constexpr int kScaleBytes = scale_bytes(kScaleType);
 
 // ---- 1. Copies: the stages of this block, one strip after the other
 
@@ -130,14 +129,14 @@ struct TwoFloats {
   float first, second;
 };
 __device__ __forceinline__ TwoFloats load_two(const u8* from, int a) {
-  if constexpr (kScaleType == ScaleType::f32) {
+  if constexpr (kParameterBytes == 4) {
     const u64 both = reinterpret_cast<const u64*>(from)[a];
     return {bit_cast<float>(static_cast<u32>(both)), bit_cast<float>(static_cast<u32>(both >> 32))};
   } else {
     const u32 both = reinterpret_cast<const u32*>(from)[a];
     const u16 first = static_cast<u16>(both), second = static_cast<u16>(both >> 16);
-    if constexpr (kScaleType == ScaleType::f16) return {f16_to_f32(first), f16_to_f32(second)};
-    return {bf16_to_f32(first), bf16_to_f32(second)};
+    if constexpr (kBf16Scales) return {bf16_to_f32(first), bf16_to_f32(second)};
+    return {f16_to_f32(first), f16_to_f32(second)};
   }
 }
 
@@ -170,9 +169,9 @@ __device__ __forceinline__ void multiply_unit(const QgemmSm90F32Args& args, cons
   const int t = lane & 3, h = lane >> 2 & 1, b = lane >> 3;
   const u32 lane_bytes = static_cast<u32>(lane * 8);
   const int group_rows = (args.unit_groups == 2 ? h : 0) * kUnitRows;
-  const u8* const scales = parameters + group_rows * kScaleBytes;
-  const u8* const others =
-      parameters + args.unit_groups * kUnitRows * kScaleBytes + group_rows * (kAffine ? kScaleBytes : 1);
+  const u8* const scales = parameters + group_rows * kParameterBytes;
+  const u8* const others = parameters + args.unit_groups * kUnitRows * kParameterBytes +
+                           group_rows * (kAffine ? kParameterBytes : 1);
   float total[kM];
   if constexpr (kAffine) {
 #pragma unroll

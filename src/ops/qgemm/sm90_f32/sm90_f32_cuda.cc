@@ -55,7 +55,7 @@ std::string refuse(const QgemmProblem& p) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   return {"ops/qgemm/sm90_f32/sm90_f32.cu", "qgemm_sm90_f32",
-          cuda::config_text(packed_config(problem) +
+          cuda::config_text(packed_config(problem) + bf16_scales_config(problem) +
                             fmt::format("constexpr bool kXInRegisters = {};\nconstexpr int kM = {};\n",
                                         has_x_in_registers(problem), rows_of(problem)))};
 }

@@ -346,13 +346,13 @@ class Operand {
     if constexpr (kDoubleQuant) {
       decode_scales(rows.scale, stored.scales, map_, stored.absmax, offset_);
     } else {
-      unpack_scales(rows.scale, stored.scales);
+      unpack_scales<kParameterBytes>(rows.scale, stored.scales, has_bf16_scales(args_));
     }
     if constexpr (kAsymmetric) {
       rows.zero[0] = above_2_23(stored.seconds & 0xFF) - kMagic;
       rows.zero[1] = above_2_23(stored.seconds >> 8) - kMagic;
     }
-    if constexpr (kAffine) unpack_scales(rows.bias, stored.seconds);
+    if constexpr (kAffine) unpack_scales<kParameterBytes>(rows.bias, stored.seconds, has_bf16_scales(args_));
     return rows;
   }
 

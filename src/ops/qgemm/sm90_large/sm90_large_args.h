@@ -72,7 +72,8 @@ struct QgemmSm90LargeArgs {
   formats::i32 multicast;
   formats::i32 panel;  // tiles of tokens that are gone through before the next ones
   formats::i32 tiles,
-      whole;  // whole: tiles of one block each. The blocks of a cluster share one of the others.
+      whole;         // whole: tiles of one block each. The blocks of a cluster share one of the others.
+  bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
 };
 

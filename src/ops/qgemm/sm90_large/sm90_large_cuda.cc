@@ -171,6 +171,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.multicast = division.multicast;
     args_.whole = static_cast<int>(division.whole);
     args_.values = code_values_args(problem.codec, problem.dtype);
+    args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem, tiling_),
          {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster}, division.parts);

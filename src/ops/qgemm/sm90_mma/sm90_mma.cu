@@ -32,7 +32,8 @@ namespace halfbyte::device {
 
 constexpr int kWarps = kSm90MmaWarps, kThreads = kSm90MmaThreads;
 constexpr bool kLookUp = kBits == 4;
-constexpr PackedLayout kStage = sm90_mma_stage(kBits, kScaleType, kAsymmetric, kAffine, kGroup, kDoubleQuant);
+constexpr PackedLayout kStage =
+    sm90_mma_stage(kBits, kParameterBytes, kAsymmetric, kAffine, kGroup, kDoubleQuant);
 constexpr int kStageBytes = static_cast<int>(kStage.strip_bytes);
 constexpr Sm90MmaShared kShared = sm90_mma_shared(kBits, kStageBytes, kStages, kDoubleQuant);
 // Copies that are asked for before x: on an H200 more of them delay x by as long as they take, none the
@@ -177,13 +178,15 @@ __device__ __forceinline__ void load_tile_scales(float (&scale)[kTiles][2], cons
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) load_scales(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes);
+    for (int i = 0; i < kTiles; ++i)
+      load_scales<kParameterBytes>(scale[i], scales + 16 * (tile + i) * kStage.scale_bytes, kBf16Scales);
   }
 }
 template <int kTiles>
 __device__ __forceinline__ void load_tile_biases(float (&bias)[kTiles][2], int tile, const u8* biases) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) load_scales(bias[i], biases + 16 * (tile + i) * kStage.bias_bytes);
+  for (int i = 0; i < kTiles; ++i)
+    load_scales<kParameterBytes>(bias[i], biases + 16 * (tile + i) * kStage.bias_bytes, kBf16Scales);
 }
 
 // `zeros`: from that of the lane's first row on.

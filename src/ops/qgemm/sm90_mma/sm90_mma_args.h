@@ -14,11 +14,11 @@ inline constexpr int kSm90MmaAbsmaxStrips = 4;  // whose absmax are in shared me
 
 // A stage of the ring: a unit for each warp, in order along k. They begin a block of the packed layout and
 // lie together as a strip of so many columns does. `group`: columns; 0: a row has one.
-HALFBYTE_FN formats::PackedLayout sm90_mma_stage(int bits, formats::ScaleType scale_type, bool asymmetric,
-                                                 bool affine, int group, bool double_quant) {
+HALFBYTE_FN formats::PackedLayout sm90_mma_stage(int bits, int parameter_bytes, bool asymmetric, bool affine,
+                                                 int group, bool double_quant) {
   const int cols = kSm90MmaWarps * formats::kUnitCols;
-  return formats::packed_layout(formats::kUnitRows, cols, bits, group > 0 ? group : cols,
-                                formats::scale_bytes(scale_type), asymmetric, affine, double_quant);
+  return formats::packed_layout(formats::kUnitRows, cols, bits, group > 0 ? group : cols, parameter_bytes,
+                                asymmetric, affine, double_quant);
 }
 
 // Where things are in shared memory: the table of pairs (none for codes of 8 bits), with the sums of warps in

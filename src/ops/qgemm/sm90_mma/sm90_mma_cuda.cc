@@ -23,10 +23,10 @@ struct Tuning {
 };
 Tuning tuning_of(const QgemmProblem& problem) {
   const formats::Codec& codec = problem.codec;
-  const auto stage_bytes = static_cast<int>(sm90_mma_stage(codec.bits, codec.scale_type, codec.asymmetric,
-                                                           codec.kind == formats::Kind::affine,
-                                                           inlined_group(problem), problem.double_quant)
-                                                .strip_bytes);
+  const auto stage_bytes = static_cast<int>(
+      sm90_mma_stage(codec.bits, formats::scale_bytes(codec.scale_type), codec.asymmetric,
+                     codec.kind == formats::Kind::affine, inlined_group(problem), problem.double_quant)
+          .strip_bytes);
   Tuning tuning{.units = static_cast<int>(ceil_div(units_of(problem), kSm90MmaWarps))};
   for (int stages = 2; stages <= kMaxStages; ++stages) {
     const int shared_bytes = sm90_mma_shared(codec.bits, stage_bytes, stages, problem.double_quant).num_bytes;
@@ -68,6 +68,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   const Tuning tuning = tuning_of(problem);
   return {"ops/qgemm/sm90_mma/sm90_mma.cu", "qgemm_sm90_mma",
           cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            bf16_scales_config(problem) +
                             fmt::format("constexpr int kGroup = {}, kUnits = {}, kStages = {};\n",
                                         inlined_group(problem), tuning.units, tuning.stages))};
 }

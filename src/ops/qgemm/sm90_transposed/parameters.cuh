@@ -63,7 +63,7 @@ class Parameters {
       rows.scale[0] = map_[codes & 0xFF] * absmax_[0] + offset_;
       rows.scale[1] = map_[codes >> 8] * absmax_[1] + offset_;
     } else {
-      load_scales(rows.scale, scale);
+      load_scales<kParameterBytes>(rows.scale, scale, has_bf16_scales(*args_));
     }
     const u8* const second =
         block + kTiling.groups_per_block() * kScales + (group_ * kUnitRows + row_) * kSecondBytes;
@@ -72,7 +72,7 @@ class Parameters {
       rows.zero[0] = static_cast<float>(zeros & 0xFF);
       rows.zero[1] = static_cast<float>(zeros >> 8);
     }
-    if constexpr (kAffine) load_scales(rows.bias, second);
+    if constexpr (kAffine) load_scales<kParameterBytes>(rows.bias, second, has_bf16_scales(*args_));
     return rows;
   }
 

@@ -79,8 +79,9 @@ struct QgemmSm90TransposedArgs {
   int block_bytes;
   int strips, units;  // of the weight; of a strip
   int m, n;
-  int tiles;    // of the columns of the weight
-  int cluster;  // blocks, which share the rows of the weight: 1 or 2
+  int tiles;         // of the columns of the weight
+  int cluster;       // blocks, which share the rows of the weight: 1 or 2
+  bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
 };
 

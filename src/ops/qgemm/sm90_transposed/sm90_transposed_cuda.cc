@@ -122,6 +122,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
     args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
     args_.cluster = division.cluster;
     args_.values = code_values_args(problem.codec, problem.dtype);
+    args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
     load(kernel_of(problem, tiling_), {int64_t{clusters} * division.cluster, kTransposedThreads,

@@ -330,7 +330,7 @@ class Multiplier {
                                of_weight[min(at + args_.groups, args_.last_scale) >> 8]};
       decode_scales(to.scale, codes, block_.map, absmax, offset);
     } else {
-      load_scales(to.scale, scales);
+      load_scales<kParameterBytes>(to.scale, scales, has_bf16_scales(args_));
     }
     // What was not copied may be anything.
     to.scale[0] = inside ? to.scale[0] : 0;
@@ -345,7 +345,7 @@ class Multiplier {
     }
     if constexpr (kAffine) {
       float bias[2];
-      load_scales(bias, seconds);
+      load_scales<kParameterBytes>(bias, seconds, has_bf16_scales(args_));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);

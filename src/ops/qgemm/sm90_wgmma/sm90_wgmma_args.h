@@ -56,6 +56,7 @@ struct QgemmSm90WgmmaArgs {
   formats::i32 log2_cluster;            // blocks of a cluster: 1 of two, 0 of one
   // Pairs of strips of a cluster; of the first `num_longer` clusters one more.
   formats::i32 num_pairs, num_longer;
+  bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
   bool pairs;  // two neighbouring elements of y and of bias can be accessed at once
 };

@@ -135,6 +135,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
     args_.num_pairs = static_cast<int>(pairs / workers);
     args_.num_longer = static_cast<int>(pairs % workers);
     args_.values = code_values_args(problem.codec, problem.dtype);
+    args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     args_.pairs = problem.n % 2 == 0;
     load(kernel_of(problem, tiling), {workers * cluster, tiling.threads(), tiling.shared_bytes(), cluster});

@@ -23,13 +23,25 @@ struct Stored<1> {
   using Type = u16;
 };
 
-// Two neighbouring scales or biases as they are stored; the first of an even row.
-using StoredScales = Stored<scale_bytes(kScaleType)>::Type;
-__device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits) {
-  if constexpr (kScaleType == ScaleType::f32) {
+// Scales of two bytes are bf16 or f16, an argument of most kernels says which; bf16 ones go with bf16 x alone
+// where the weight is common (common_cuda.h).
+HALFBYTE_FN bool may_have_bf16_scales(BF16) { return true; }
+template <class T>
+HALFBYTE_FN bool may_have_bf16_scales(T) {
+  return false;
+}
+template <class Args>
+__device__ __forceinline__ bool has_bf16_scales(const Args& args) {
+  return may_have_bf16_scales(Element()) && args.bf16_scales;
+}
+
+// Two neighbouring scales or biases, the first of an even row, from how they are stored.
+template <int kBytes>
+__device__ __forceinline__ void unpack_scales(float (&to)[2], typename Stored<kBytes>::Type bits, bool bf16) {
+  if constexpr (kBytes == 4) {
     to[0] = bit_cast<float>(static_cast<u32>(bits));
-    to[1] = bit_cast<float>(static_cast<u32>(static_cast<u64>(bits) >> 32));
-  } else if constexpr (kScaleType == ScaleType::bf16) {
+    to[1] = bit_cast<float>(static_cast<u32>(bits >> 32));
+  } else if (bf16) {
     to[0] = bit_cast<float>(static_cast<u32>(bits) << 16);
     to[1] = bit_cast<float>(static_cast<u32>(bits) & 0xFFFF0000u);
   } else {
@@ -38,8 +50,9 @@ __device__ __forceinline__ void unpack_scales(float (&to)[2], StoredScales bits)
   }
 }
 
-__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from) {
-  unpack_scales(to, *reinterpret_cast<const StoredScales*>(from));
+template <int kBytes>
+__device__ __forceinline__ void load_scales(float (&to)[2], const u8* from, bool bf16) {
+  unpack_scales<kBytes>(to, *reinterpret_cast<const typename Stored<kBytes>::Type*>(from), bf16);
 }
 
 }  // namespace halfbyte::device

@@ -22,8 +22,8 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c) {
 }
 
 // ---- Parameters of the rows 2a and 2a + 1 in one group.
-constexpr int kScaleBytes = kDoubleQuant ? 1 : scale_bytes(kScaleType);
-constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? scale_bytes(kScaleType) : 0;
+constexpr int kScaleBytes = kDoubleQuant ? 1 : kParameterBytes;
+constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? kParameterBytes : 0;
 // Columns that have one scale; where a row has one, kGroup is 0 and this is not used.
 constexpr int kGroupSize = kGroup == 0 ? 64 : kGroup;
 

@@ -16,9 +16,14 @@ std::string packed_config(const QgemmProblem& problem) {
   const Codec& codec = problem.codec;
   return fmt::format(
       "constexpr int kBits = {};\nconstexpr bool kAsymmetric = {}, kAffine = {}, kDoubleQuant = {};\n"
-      "constexpr ScaleType kScaleType = ScaleType({});\n",
+      "constexpr int kParameterBytes = {};\n",
       static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine, problem.double_quant,
-      static_cast<int>(codec.scale_type));
+      formats::scale_bytes(codec.scale_type));
+}
+
+std::string bf16_scales_config(const QgemmProblem& problem) {
+  return fmt::format("constexpr bool kBf16Scales = {};\n",
+                     problem.codec.scale_type == formats::ScaleType::bf16);
 }
 
 std::array<float, 16> code_values(const Codec& codec, DType dtype) {

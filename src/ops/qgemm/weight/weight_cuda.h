@@ -9,9 +9,12 @@
 
 namespace halfbyte {
 
-// Lines of the configuration of a kernel for packed weights: kBits, kAsymmetric, kAffine, kScaleType and
-// kDoubleQuant. What symmetric codes of 4 bits stand for is an argument: their formats share kernels.
+// Lines of the configuration of a kernel for packed weights: kBits, kAsymmetric, kAffine, kDoubleQuant, and
+// kParameterBytes, of a bias or a scale that is not quantized. What symmetric codes of 4 bits stand for is an
+// argument: their formats share kernels.
 std::string packed_config(const QgemmProblem& problem);
+// kBf16Scales: whether parameters of two bytes are bf16, else f16, where this is no argument.
+std::string bf16_scales_config(const QgemmProblem& problem);
 // What codes of 4 bits stand for but for the scale, rounded to `dtype`; of asymmetric integers and affine
 // formats the stored codes.
 std::array<float, 16> code_values(const formats::Codec& codec, DType dtype);
