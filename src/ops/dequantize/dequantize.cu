@@ -97,21 +97,31 @@ __device__ __forceinline__ Place place_of(const DequantizeArgs& args, i64 chunk)
                            ? static_cast<u32>(place.col) / static_cast<u32>(args.group_size)
                            : place.col / args.group_size;
     place.group = place.row * args.groups_per_row + in_row;
-    place.n = static_cast<int>(min<i64>(kChunk, args.cols - place.col));
+    place.n = kAligned ? kChunk : static_cast<int>(min<i64>(kChunk, args.cols - place.col));
     place.in_first = static_cast<int>(min<i64>(place.n, (in_row + 1) * args.group_size - place.col));
   }
   return place;
 }
 
-// The groups of a thread's chunks: a branch for all, so that all are on their way before one is converted.
+// The groups of a thread's chunks: of their first elements, and the next of those chunks that have several.
+struct Groups {
+  Group first[kBatch], second[kBatch];
+};
 template <ScaleType kType>
 __device__ __forceinline__ void load_groups(const DequantizeArgs& args, const Place (&places)[kBatch],
-                                            Group (&groups)[kBatch]) {
+                                            Groups& groups) {
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) groups[b] = load_group(args, places[b].group, kType);
+  for (int b = 0; b < kBatch; ++b) groups.first[b] = load_group(args, places[b].group, kType);
+  if constexpr (!kWholeGroups) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      groups.second[b] =
+          places[b].in_first < places[b].n ? load_group(args, places[b].group + 1, kType) : Group{};
+  }
 }
+// A branch for all, so that all are on their way before one is converted.
 __device__ __forceinline__ void load_groups(const DequantizeArgs& args, const Place (&places)[kBatch],
-                                            Group (&groups)[kBatch]) {
+                                            Groups& groups) {
   switch (args.scale_type) {
     case ScaleType::f32:
       return load_groups<ScaleType::f32>(args, places, groups);
@@ -133,16 +143,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kWholeGroups ? 4 : 2)
   const float lane_value = kTable ? args.values[lane % 16] : 0;
 
   u64 codes[kBatch];
-  Group groups[kBatch];
+  int before = 0;  // bits before the chunks in their codes
+  Groups groups;
   Place places[kBatch];
+  const i64 num_bytes = args.rows * args.row_bytes;
+  if constexpr (kAligned && !is_word(kChunkBits))
+    before = load_words<kChunkBits>(args.codes, first, num_bytes, codes);
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     // Behind the end the last chunk is decoded again, so that shuffles find all lanes.
     const i64 chunk = min(first + b * 32, num_chunks - 1);
     places[b] = place_of(args, chunk);
-    if constexpr (kAligned) {
-      codes[b] = load_codes<kChunkBits>(args.codes, chunk, args.rows * args.row_bytes);
-    } else {
+    if constexpr (kAligned && is_word(kChunkBits)) {
+      codes[b] = load_codes<kChunkBits>(args.codes, chunk, num_bytes);
+    } else if constexpr (!kAligned) {
       const i64 in_row = places[b].col / kChunk;
       codes[b] = load_codes_unaligned(args.codes + places[b].row * args.row_bytes + in_row * kBits,
                                       args.row_bytes - in_row * kBits);
@@ -153,21 +167,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kWholeGroups ? 4 : 2)
   for (int b = 0; b < kBatch; ++b) {
     Raw raw[kChunk];
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) raw[i] = raw_value(codes[b], i, lane_value);
+    for (int i = 0; i < kChunk; ++i) raw[i] = raw_value(codes[b] >> before, i, lane_value);
     F values[kChunk];
-    if constexpr (kWholeGroups) {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) values[i] = decode(raw[i], groups[b]);
-    } else {
-      Group group = groups[b];
-      i64 next = places[b].in_first;
+    for (int i = 0; i < kChunk; ++i) values[i] = decode(raw[i], groups.first[b]);
+    if constexpr (!kWholeGroups) {
+      // The other groups of the chunk: no more than one where groups are not shorter than chunks.
+      const int step = static_cast<int>(min<i64>(args.group_size, kChunk));
+#pragma unroll 1
+      for (int begin = places[b].in_first; begin < places[b].n; begin += step) {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        if (i == next && i < places[b].n) {
-          group = load_group(args, ++places[b].group, args.scale_type);
-          next += args.group_size;
-        }
-        values[i] = decode(raw[i], group);
+        for (int i = 0; i < kChunk; ++i)
+          if (i >= begin) values[i] = decode(raw[i], groups.second[b]);
+        if (begin + step < places[b].n)
+          groups.second[b] = load_group(args, ++places[b].group + 1, args.scale_type);
       }
     }
     if (first + b * 32 >= num_chunks) continue;
