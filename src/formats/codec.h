@@ -172,21 +172,28 @@ HALFBYTE_FN RuleParams<F> rule_params(F min, F max, const Codec& codec) {
   return {scale, bias, min, may_underflow};
 }
 
-// The parameters as the codec stores them.
+// What decides codes, once scale and bias are as they are stored.
 template <class F>
-HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Codec& codec) {
-  GroupParams<F> params;
-  params.scale = stored_scale(by_rule.scale, codec.scale_type);
-  params.bias = stored(by_rule.bias, codec.scale_type);
-  params.code_scale = codec.unrounded_code_scale ? by_rule.scale : params.scale;
-  params.code_bias = codec.unrounded_code_scale ? by_rule.bias : params.bias;
-  params.coarse = by_rule.may_underflow && is_coarse(by_rule.scale, codec);
+HALFBYTE_FN void decide_codes(GroupParams<F>& params, const RuleParams<F>& by_rule, bool unrounded,
+                              const Codec& codec) {
+  params.code_scale = unrounded ? by_rule.scale : params.scale;
+  params.code_bias = unrounded ? by_rule.bias : params.bias;
   if (codec.asymmetric) {
     const F levels = static_cast<F>(codec.levels());
     // min / scale is in [-levels - 1, 0] up to the rounding of the scale; a coarse scale may exceed it.
     const F low = params.code_scale == 0 ? 0 : formats::max(-levels, by_rule.min / params.code_scale);
     params.zero_point = codec.q_min - static_cast<int>(round_half_even(low));
   }
+}
+
+// The parameters as the codec stores them.
+template <class F>
+HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Codec& codec) {
+  GroupParams<F> params;
+  params.scale = stored_scale(by_rule.scale, codec.scale_type);
+  params.bias = stored(by_rule.bias, codec.scale_type);
+  params.coarse = by_rule.may_underflow && is_coarse(by_rule.scale, codec);
+  decide_codes(params, by_rule, codec.unrounded_code_scale, codec);
   params.held = is_held(params, codec);
   return params;
 }

@@ -84,6 +84,12 @@ struct Encoding {
   bool slow;  // formats::encode must do it
 };
 
+// The largest float that rounds to n or less.
+constexpr float limit_of(int n) {
+  const float tie = static_cast<float>(n) + 0.5f;  // goes to the even one
+  return n % 2 == 0 ? tie : next_below(tie);
+}
+
 // Whether all elements within the range can be encoded by `quotient`: no residual underflows where it
 // matters, and what is not clamped lies within the codes.
 __device__ __forceinline__ bool is_fast(const QuantizeArgs& args, const Range<F>& range, const Encoding& e) {
@@ -92,12 +98,14 @@ __device__ __forceinline__ bool is_fast(const QuantizeArgs& args, const Range<F>
   } else {
     const float scale = formats::abs(e.scale);
     const float magnitude = max(range.low, range.high), largest = magnitude + formats::abs(e.bias);
-    const float b = quotient(kTable ? magnitude : range.high - e.bias, e.scale, e.reciprocal);
-    const float a = kTable ? -b : quotient(-range.low - e.bias, e.scale, e.reciprocal);
     bool within;
-    if constexpr (kTable) {
-      within = formats::abs(a) <= kBins.limit && formats::abs(b) <= kBins.limit;
+    if (is_symmetric(args)) {
+      constexpr float kLowest = limit_of(-kCodec.q_min), kHighest = limit_of(kCodec.q_max);
+      const float limit = kTable ? kBins.limit : clamps_high(args) ? kLowest : kHighest;
+      within = fabsf(quotient(magnitude, e.scale, e.reciprocal)) <= limit;
     } else {
+      const float b = quotient(range.high - e.bias, e.scale, e.reciprocal);
+      const float a = quotient(-range.low - e.bias, e.scale, e.reciprocal);
       const float offset = static_cast<float>(kAffine ? 0 : e.zero_point - kCodec.q_min);
       within =
           round_half_even(min(a, b)) + offset >= 0 &&
@@ -127,43 +135,68 @@ __device__ __forceinline__ RuleParams<F> params_by_rule(Rule rule, const Range<F
   return rule_params(-range.low, range.high, kWithRule<kFirstRule>);
 }
 
-constexpr Codec stored_as(ScaleType type, bool unrounded) {
+// Rounds scale and bias to args.scale_type and stores them as those of group `index`: a branch for both.
+template <ScaleType kType>
+__device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
+                                             const RuleParams<F>& by_rule, bool store,
+                                             GroupParams<F>& params) {
+  params.scale = stored_scale(by_rule.scale, kType);
+  if constexpr (kAffine) params.bias = stored(by_rule.bias, kType);
+  if (!store) return;
+  store_scale(args.scales, index, params.scale, kType);
+  if constexpr (kAffine) store_scale(args.biases, index, params.bias, kType);
+}
+__device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
+                                             const RuleParams<F>& by_rule, bool store,
+                                             GroupParams<F>& params) {
+  switch (args.scale_type) {
+    case ScaleType::f16:
+      return store_params<ScaleType::f16>(args, index, by_rule, store, params);
+    case ScaleType::bf16:
+      return store_params<ScaleType::bf16>(args, index, by_rule, store, params);
+    case ScaleType::f64:
+      if constexpr (!kFastType) return store_params<ScaleType::f64>(args, index, by_rule, store, params);
+    default:
+      return store_params<ScaleType::f32>(args, index, by_rule, store, params);
+  }
+}
+
+// So far from the bounds of every type of scales that nothing is lost: most groups need no more questions.
+__device__ __forceinline__ bool is_usual(const GroupParams<F>& params) {
+  if (kTable && kCodec.book.max_magnitude > 0x1p64f) return false;
+  const F scale = formats::abs(params.scale);
+  return scale >= static_cast<F>(0x1p-14f) && scale <= static_cast<F>(0x1p14f) &&
+         (!kAffine || formats::abs(params.bias) <= static_cast<F>(0x1p14f));
+}
+
+constexpr Codec stored_as(ScaleType type) {
   Codec codec = kCodec;
   codec.scale_type = type;
-  codec.unrounded_code_scale = unrounded;
   return codec;
 }
-template <ScaleType kType, bool kUnrounded>
-constexpr Codec kStoredAs = stored_as(kType, kUnrounded);
-__device__ __forceinline__ GroupParams<F> params_of(const QuantizeArgs& args, const Range<F>& range) {
-  const RuleParams<F> params = params_by_rule(args.rule, range);
-  const auto stored_as = [&](const Codec& rounded, const Codec& unrounded) {
-    return args.unrounded_code_scale ? stored_params(params, unrounded) : stored_params(params, rounded);
-  };
-  // Stored in the type that they are computed in they are not rounded.
-  constexpr ScaleType kOwn = kFastType ? ScaleType::f32 : ScaleType::f64;
-  switch (args.scale_type) {
-    case kOwn:
-      return stored_params(params, kStoredAs<kOwn, false>);
-    case ScaleType::f16:
-      return stored_as(kStoredAs<ScaleType::f16, false>, kStoredAs<ScaleType::f16, true>);
-    case ScaleType::bf16:
-      return stored_as(kStoredAs<ScaleType::bf16, false>, kStoredAs<ScaleType::bf16, true>);
-    default:
-      return stored_as(kStoredAs<ScaleType::f32, false>, kStoredAs<ScaleType::f32, true>);
-  }
+template <ScaleType kType>
+constexpr Codec kStoredAs = stored_as(kType);
+// Counts what is wrong with the parameters of a group.
+__device__ __forceinline__ void count_losses(const QuantizeArgs& args, const RuleParams<F>& by_rule,
+                                             const GroupParams<F>& params) {
+  if (!is_held(params, kCodec)) atomic_add(&args.counts->num_unheld_scales, 1);
+  const bool coarse = args.scale_type == ScaleType::f16 ? is_coarse(by_rule.scale, kStoredAs<ScaleType::f16>)
+                      : args.scale_type == ScaleType::bf16
+                          ? is_coarse(by_rule.scale, kStoredAs<ScaleType::bf16>)
+                          : is_coarse(by_rule.scale, kCodec);
+  if (by_rule.may_underflow && coarse) atomic_add(&args.counts->num_coarse_scales, 1);
 }
 
 // Works out the parameters of group `index`, stores them and counts what is wrong with them.
 __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 index, const Range<F>& range,
                                                  bool store) {
-  const GroupParams<F> params = params_of(args, range);
+  const RuleParams<F> by_rule = params_by_rule(args.rule, range);
+  GroupParams<F> params;
+  store_params(args, index, by_rule, store, params);
+  decide_codes(params, by_rule, args.unrounded_code_scale, kCodec);
   if (store) {
-    store_scale(args.scales, index, params.scale, args.scale_type);
     if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.q_min);
-    if constexpr (kAffine) store_scale(args.biases, index, params.bias, args.scale_type);
-    if (!params.held) atomic_add(&args.counts->num_unheld_scales, 1);
-    if (params.coarse) atomic_add(&args.counts->num_coarse_scales, 1);
+    if (!is_usual(params)) count_losses(args, by_rule, params);
   }
   Encoding e{params.code_scale, params.code_bias, 0, params.zero_point, true};
   if constexpr (kFast) e.reciprocal = 1.0f / params.code_scale;

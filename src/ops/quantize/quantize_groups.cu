@@ -13,6 +13,14 @@ constexpr int kThreads = kGroupsThreads;
 // 40 registers a thread: as many warps as can be, where the fast path needs no more.
 constexpr int kMinBlocks = !kFast ? 4 : (HALFBYTE_DEVICE_ARCH >= 800 ? 1536 : 1024) / kThreads;
 
+// Where a thread has fewer chunks than it could have, they are as many as a group has: the size is known.
+__device__ __forceinline__ int group_shift(const QuantizeArgs& args) {
+  if constexpr (kBatch == groups_batch(1 << 20, sizeof(Memory))) return args.group_shift;
+  int shift = 0;
+  while (1 << shift < kBatch) ++shift;
+  return shift;
+}
+
 // The memory of a warp: its chunks of x, 32 after 32, and from the front their codes, which take the place of
 // chunks that are done, and are stored 16 bytes a lane.
 struct Tile {
@@ -112,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   wait_copies();
 
-  const int lanes = 1 << args.group_shift, own = lane & (lanes - 1), own_chunk = own * 32 + lane;
+  const int lanes = 1 << group_shift(args), own = lane & (lanes - 1), own_chunk = own * 32 + lane;
   const bool owns = own < kBatch && own_chunk < num_chunks;
   const auto x_of = [&](int b) -> const Chunk& { return tile.chunk(b * 32 + lane); };
   Range<F> range;
@@ -133,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
   Encoding e{};
-  if (owns) e = finish_group(args, (first + own_chunk) >> args.group_shift, range, true);
+  if (owns) e = finish_group(args, (first + own_chunk) >> group_shift(args), range, true);
   e.slow = e.slow || !finite;
   const u32 slow = __ballot_sync(kAllLanes, e.slow);
   const int owner = lane & -lanes;  // of this lane's group in the first of the chunks
