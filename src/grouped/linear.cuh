@@ -29,11 +29,6 @@ constexpr ScaleType kElementScale = Element::kScaleType;
 __device__ __forceinline__ bool has_element_scales(const LinearCommon& common) {
   return common.scale_type == kElementScale;
 }
-__device__ __forceinline__ F load_scale(const LinearCommon& common, i64 index) {
-  return has_element_scales(common) ? formats::load_scale<F>(common.data.scales, index, kElementScale)
-                                    : formats::load_scale<F>(common.data.scales, index, ScaleType::f32);
-}
-
 template <ZeroType type>
 struct ZeroTypeOf {};
 // body(ZeroTypeOf<type>()) for the type that is an argument. Gradients do not know the bits of codes.
@@ -61,26 +56,15 @@ __device__ __forceinline__ void with_zero_type(const LinearCommon& common, const
     branch_by_zero_type(common, body);
 }
 
-template <ZeroType type>
-__device__ __forceinline__ int load_zero_point(ZeroTypeOf<type>, const LinearCommon& common, i64 index) {
-  const void* const zeros = common.data.zeros;
-  if constexpr (type == ZeroType::i32) return static_cast<const int*>(zeros)[index];
-  if constexpr (type == ZeroType::byte)
-    return common.zero_sign != 0 ? static_cast<const signed char*>(zeros)[index]
-                                 : static_cast<const u8*>(zeros)[index];
-  if constexpr (type == ZeroType::f32) return learned_zero_point(static_cast<const float*>(zeros)[index]);
-  if constexpr (type == ZeroType::f64) return learned_zero_point(static_cast<const double*>(zeros)[index]);
-  if constexpr (type == ZeroType::nibble) {
-    i64 row = 0, column = index;
-    if (common.zero_cols % 2 != 0) {  // else rows are whole bytes, one sequence
-      row = index / common.zero_cols;
-      column -= row * common.zero_cols;
-    }
-    const int nibble =
-        static_cast<const u8*>(zeros)[row * common.zero_row_bytes + column / 2] >> (column % 2 * 4) & 15;
-    return (nibble ^ common.zero_sign) - common.zero_sign;
-  }
-  return 0;
+__device__ __forceinline__ bool has_packed_zeros(const LinearCommon& common) {
+  if constexpr (kZeroType == ZeroType::any && kOp == LinearOp::backward && !kFake)
+    return common.zero_type == ZeroType::nibble;
+  return kPackedZeros;
+}
+// The number of a zero point; among packed ones rows are whole bytes.
+__device__ __forceinline__ i64 zero_index_of(const LinearCommon& common, i64 index) {
+  if (has_packed_zeros(common) && common.zero_cols % 2 != 0) return index + index / common.zero_cols;
+  return index;
 }
 // What the fast way needs besides scale and zero point.
 __device__ __forceinline__ void prepare(Group& group) {
@@ -91,57 +75,117 @@ __device__ __forceinline__ void prepare(Group& group) {
   }
 }
 
-// What a group takes from memory: loaded early, so that it is there when it is used.
+// What a group takes from memory: loaded early, so that it is there when it is used. It is as it was stored,
+// since what is made of it waits for it, and must not come before other loads.
+using StoredScale = Select<sizeof(Memory) == 2, u32, F>;
 struct Loaded {
-  F scale;
-  int zero_point;
+  StoredScale scale;
+  int zero_point;  // packed: its byte
+  u32 zero_shift;  // where it begins there
 };
-__device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i64 index) {
-  Loaded loaded{load_scale(common, index), 0};
-  with_zero_type(common, [&](auto type) { loaded.zero_point = load_zero_point(type, common, index); });
-  return loaded;
+// Of a kind that is an argument, without a branch: behind one, loads that came before would be sent later.
+template <class Index>
+__device__ __forceinline__ StoredScale load_stored_scale(const LinearCommon& common, Index index) {
+  const bool whole = !has_element_scales(common);
+  if constexpr (sizeof(Memory) == 2)
+    return load_half_or_word(
+        static_cast<const u8*>(common.data.scales) + static_cast<u64>(index) * (whole ? 4u : 2u), whole);
+  else
+    return whole ? formats::load_scale<F>(common.data.scales, index, ScaleType::f32)
+                 : formats::load_scale<F>(common.data.scales, index, kElementScale);
 }
-// Of n groups: a branch on how they are stored is one for all, so that all are on their way at once.
-template <int n>
-__device__ __forceinline__ void load_parameters(const LinearCommon& common, const i64 (&indices)[n],
-                                                Loaded (&loaded)[n]) {
-  const auto for_all = [&](const auto& load) {
+__device__ __forceinline__ F scale_of(const LinearCommon& common, StoredScale stored) {
+  if constexpr (kElementScale == ScaleType::bf16 && kOp == LinearOp::dequantize)
+    return bit_cast<float>(static_cast<u32>(stored)
+                           << (has_element_scales(common) ? 16 : 0));  // in fewer registers
+  else if constexpr (sizeof(Memory) == 2)
+    return has_element_scales(common) ? load(Element(), static_cast<Memory>(stored))
+                                      : bit_cast<float>(stored);
+  else
+    return stored;
+}
+__device__ __forceinline__ F load_scale(const LinearCommon& common, i64 index) {
+  return scale_of(common, load_stored_scale(common, index));
+}
+__device__ __forceinline__ int zero_point_of(const LinearCommon& common, const Loaded& loaded) {
+  if constexpr (kFake || kZeroType == ZeroType::i32) return loaded.zero_point;
+  const int bits = has_packed_zeros(common) ? loaded.zero_point >> loaded.zero_shift & 15 : loaded.zero_point;
+  return (bits ^ common.zero_sign) - common.zero_sign;
+}
+// Of n groups: a branch on how they are stored is one for all, so that all are on their way at once. `zeros`:
+// zero_index_of(index).
+template <int n, class Index>
+__device__ __forceinline__ void load_parameters(const LinearCommon& common, const Index (&indices)[n],
+                                                const Index (&zeros)[n], Loaded (&loaded)[n]) {
+  const auto load_zeros = [&](const auto* from, const auto& value_of) {
 #pragma unroll
-    for (int i = 0; i < n; ++i) load(loaded[i], indices[i]);
+    for (int i = 0; i < n; ++i) loaded[i].zero_point = value_of(from[indices[i]]);
   };
-  with_zero_type(common, [&]<ZeroType type>(ZeroTypeOf<type> zero_type) {
-    if constexpr (type == ZeroType::byte) {
-      const void* const zeros = common.data.zeros;
-      if (common.zero_sign != 0)
-        for_all([&](Loaded& to, i64 index) {
-          to.zero_point =
-              static_cast<const signed char*>(zeros)[index];  // NOLINT(bugprone-signed-char-misuse)
-        });
-      else
-        for_all([&](Loaded& to, i64 index) { to.zero_point = static_cast<const u8*>(zeros)[index]; });
+  const auto as_int = [](auto value) { return static_cast<int>(value); };
+  const void* const zero_points = common.data.zeros;
+  with_zero_type(common, [&]<ZeroType type>(ZeroTypeOf<type>) {
+    if constexpr (type == ZeroType::none) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) loaded[i].zero_point = 0;
+    } else if constexpr (type == ZeroType::i32) {
+      load_zeros(static_cast<const int*>(zero_points), as_int);
+    } else if constexpr (type == ZeroType::byte) {
+      load_zeros(static_cast<const u8*>(zero_points), as_int);
+    } else if constexpr (type == ZeroType::nibble) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        loaded[i].zero_point = static_cast<const u8*>(zero_points)[zeros[i] >> 1];
+        loaded[i].zero_shift = static_cast<u32>(zeros[i] & 1) * 4;
+      }
     } else {
-      for_all([&](Loaded& to, i64 index) { to.zero_point = load_zero_point(zero_type, common, index); });
+      load_zeros(static_cast<const F*>(zero_points), [](F value) { return learned_zero_point(value); });
     }
   });
-  const void* const scales = common.data.scales;
-  if (has_element_scales(common))
-    for_all([&](Loaded& to, i64 index) { to.scale = formats::load_scale<F>(scales, index, kElementScale); });
-  else
-    for_all([&](Loaded& to, i64 index) { to.scale = formats::load_scale<F>(scales, index, ScaleType::f32); });
+  if constexpr (sizeof(Memory) == 2 && n > 4) {  // as a branch, in fewer registers; the loads before are few
+    const auto load_scales = [&](const auto* from) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) loaded[i].scale = static_cast<StoredScale>(from[indices[i]]);
+    };
+    if (has_element_scales(common))
+      load_scales(static_cast<const Memory*>(common.data.scales));
+    else
+      load_scales(static_cast<const u32*>(common.data.scales));
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) loaded[i].scale = load_stored_scale(common, indices[i]);
+  }
+}
+template <int n, class Index>
+__device__ __forceinline__ void load_parameters(const LinearCommon& common, const Index (&indices)[n],
+                                                Loaded (&loaded)[n]) {
+  Index zeros[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) zeros[i] = indices[i];
+  if (has_packed_zeros(common) && common.zero_cols % 2 != 0) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) zeros[i] = static_cast<Index>(zero_index_of(common, indices[i]));
+  }
+  load_parameters(common, indices, zeros, loaded);
+}
+__device__ __forceinline__ Loaded load_parameters(const LinearCommon& common, i64 index) {
+  Loaded loaded[1];
+  load_parameters(common, {index}, loaded);
+  return loaded[0];
 }
 // `is_first()`: whether the caller has the first element of the group, so that each is counted once.
 template <class IsFirst>
 __device__ __forceinline__ Group make_group(const LinearCommon& common, const Loaded& loaded,
                                             const IsFirst& is_first) {
   Group group{};
-  group.scale = loaded.scale;
+  group.scale = scale_of(common, loaded.scale);
   if (!(group.scale >= 0 && group.scale <= Float<F>::kMax)) {
     group.scale = 0;
     if (common.given && is_first()) atomic_add(&common.counts->num_invalid_scales, 1);
   }
   if (kZeroType == ZeroType::any ? common.zero_type != ZeroType::none : kZeroType != ZeroType::none) {
-    group.zero_point = clamp(loaded.zero_point, common.q_min, common.q_max);
-    if (group.zero_point != loaded.zero_point && common.given && is_first())
+    const int zero_point = zero_point_of(common, loaded);
+    group.zero_point = clamp(zero_point, common.q_min, common.q_max);
+    if (group.zero_point != zero_point && common.given && is_first())
       atomic_add(&common.counts->num_invalid_zero_points, 1);
   }
   prepare(group);

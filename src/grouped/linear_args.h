@@ -99,10 +99,11 @@ HALFBYTE_FN int linear_columns_chunk(int element_bytes, bool mask) {
 }
 
 // linear_chunks: contiguous tensors whose scales belong to whole chunks. With c the number of a chunk and
-// rest = c % per_outer, its scale is number c / per_outer * scale_outer + rest / per_scale.
+// rest = c % per_outer, its scale is number c / per_outer * scale_outer + rest / per_scale. Rows of packed
+// zero points are whole bytes, zero_outer of them apart.
 struct LinearChunksArgs {
   LinearCommon common;
-  formats::i64 num_chunks, per_outer, per_scale, scale_outer;
+  formats::i64 num_chunks, per_outer, per_scale, scale_outer, zero_outer;
   formats::Divider outer_divider, scale_divider;  // num_chunks < 2^31
 };
 // Chunks a thread.

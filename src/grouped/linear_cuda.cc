@@ -180,6 +180,7 @@ class Selection {
       args.per_scale = ceil_div(p.group_size, chunk);
       args.scale_outer = scales.outer;
     }
+    args.zero_outer = ceil_div(args.scale_outer, 2) * 2;  // packed codes: the last axis is the one of groups
     args.outer_divider = formats::Divider::of(args.per_outer);
     args.scale_divider = formats::Divider::of(args.per_scale);
     choose(linear_chunks_kernel(types_, p.op),

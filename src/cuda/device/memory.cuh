@@ -58,6 +58,18 @@ __device__ __forceinline__ u32 load_table(const u32* from) {
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
+// 4 bytes, or 2 in the low half, without a branch.
+__device__ __forceinline__ u32 load_half_or_word(const void* from, bool word) {
+  u32 v;
+  asm volatile(
+      "{ .reg .pred word;\n"
+      "  setp.ne.u32 word, %2, 0;\n"
+      "  @word ld.global.u32 %0, [%1];\n"
+      "  @!word ld.global.u16 %0, [%1]; }"
+      : "=r"(v)
+      : "l"(from), "r"(word ? 1u : 0u));
+  return v;
+}
 // Written lines are the first to leave the second-level cache.
 __device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast ? 4 : 3)
   if constexpr (kFast) {
     Chunk x[kLsqBatch], dy[kLsqBatch];
     constexpr int kLoaded = kMinLevels < kLsqWarpLevels ? kLsqBatch : 1;  // groups of a thread
-    i64 groups[kLoaded];
+    u32 groups[kLoaded];
     Loaded loaded[kLoaded];
 #pragma unroll
     for (int b = 0; b < kLsqBatch; ++b) {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast ? 4 : 3)
       dy[b] = load_gradients<Chunk>(common, place.chunk);
     }
 #pragma unroll
-    for (int b = 0; b < kLoaded; ++b) groups[b] = place_of(args, b).group;
+    for (int b = 0; b < kLoaded; ++b) groups[b] = static_cast<u32>(place_of(args, b).group);
     load_parameters(common, groups, loaded);
 #pragma unroll
     for (int b = 0; b < kLsqBatch; ++b) {
