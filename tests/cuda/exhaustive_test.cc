@@ -273,45 +273,46 @@ void check_huge(Format format, int64_t rows, int64_t cols) {
 TEST_F(Exhaustive, MoreThan2ToThe32ElementsInAlignedRows) { check_huge(Format::nf4, (1 << 20) + 1, 4096); }
 TEST_F(Exhaustive, MoreThan2ToThe32ElementsInOneRow) { check_huge(Format::int4, 1, (int64_t{1} << 32) + 1); }
 
-// Kernels that count in 64 bits: 2^31 chunks of 16 elements and more.
-TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe31Chunks) {
-  constexpr int64_t kRows = (1 << 15) + 1, kCols = 1 << 20, kPeriod = 4099;
+// Rows of 2^16 chunks of 16 elements.
+void check_huge_linear(int64_t rows, const char* kernel) {
+  SCOPED_TRACE(kernel);
+  constexpr int64_t kCols = 1 << 20, kPeriod = 4099;
   if (cuda_info().devices[0].memory_bytes < uint64_t{100} << 30) GTEST_SKIP() << "needs 86 GB";
   const testing::Values row = testing::random_values(DType::bf16, kCols, 3);
-  const Memory x(kCuda, 2 * kRows * kCols), codes(kCuda, kRows * kCols / 2), scales(kCuda, 4 * kRows);
-  std::vector<float> scale(kRows);
-  for (int64_t r = 0; r < kRows; ++r)
+  const Memory x(kCuda, 2 * rows * kCols), codes(kCuda, rows * kCols / 2), scales(kCuda, 4 * rows);
+  std::vector<float> scale(static_cast<size_t>(rows));
+  for (int64_t r = 0; r < rows; ++r)
     scale[static_cast<size_t>(r)] = 0.001f * static_cast<float>(1 + r % kPeriod);
   poison(codes);
   copy(kCuda, x.data(), row.bytes.data(), 2 * kCols);
   repeat(x, 2 * kCols);
-  copy(kCuda, scales.data(), scale.data(), 4 * kRows);
+  copy(kCuda, scales.data(), scale.data(), 4 * rows);
   constexpr uint16_t kNan = 0x7FC0;
-  copy(kCuda, x.data() + 2 * (kRows * kCols - 1), &kNan, 2);
+  copy(kCuda, x.data() + 2 * (rows * kCols - 1), &kNan, 2);
 
-  LinearDescriptor descriptor = LinearDescriptor::per_channel({kRows, kCols}, 0);
+  LinearDescriptor descriptor = LinearDescriptor::per_channel({rows, kCols}, 0);
   descriptor.dtype = DType::bf16;
   descriptor.code_dtype = DType::i4;
   descriptor.q_min = -8;
   descriptor.q_max = 7;
   const auto plan = QuantizeLinearPlan::select(kCuda, descriptor);
-  EXPECT_EQ(plan.sku().kernel, "linear_chunks");
+  EXPECT_EQ(plan.sku().kernel, kernel);
   const Memory workspace(kCuda, plan.workspace_size());
   plan.run(nullptr, workspace.data(),
-           {{x.data(), DType::bf16, {kRows, kCols}, {}, kCuda},
-            {codes.data(), DType::i4, {kRows, kCols}, {}, kCuda},
-            {scales.data(), DType::f32, {kRows}, {}, kCuda},
+           {{x.data(), DType::bf16, {rows, kCols}, {}, kCuda},
+            {codes.data(), DType::i4, {rows, kCols}, {}, kCuda},
+            {scales.data(), DType::f32, {rows}, {}, kCuda},
             {}});
   const QuantizeStatus status = plan.status(workspace.data());
   EXPECT_EQ(status.num_nonfinite, 1);
-  EXPECT_EQ(status.first_nonfinite, kRows * kCols - 1);
+  EXPECT_EQ(status.first_nonfinite, rows * kCols - 1);
   EXPECT_EQ(status.num_invalid_scales, 0);
 
   descriptor.shape = {1, kCols};
   const auto of_row = QuantizeLinearPlan::select(Device{}, descriptor);
-  for (const int64_t r : {int64_t{0}, int64_t{1}, kPeriod, kRows / 2, kRows - 2, kRows - 1}) {
+  for (const int64_t r : {int64_t{0}, int64_t{1}, kPeriod, rows / 2, rows - 2, rows - 1}) {
     std::vector<uint8_t> values = row.bytes, expected(kCols / 2), actual(kCols / 2);
-    if (r == kRows - 1) std::memcpy(values.data() + 2 * (kCols - 1), &kNan, 2);
+    if (r == rows - 1) std::memcpy(values.data() + 2 * (kCols - 1), &kNan, 2);
     alignas(16) QuantizeStatus found;
     of_row.run(nullptr, &found,
                {{values.data(), DType::bf16, {1, kCols}, {}, {}},
@@ -323,6 +324,14 @@ TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe31Chunks) {
     cuda::synchronize(nullptr);
     EXPECT_TRUE(testing::same_bytes("codes", expected.data(), actual.data(), expected.size())) << "row " << r;
   }
+}
+
+// Nearly as many chunks as 32 bits count, and more, for which kernels of elements count in 64 bits.
+TEST_F(Exhaustive, LinearQuantizationOfNearly2ToThe31Chunks) {
+  check_huge_linear((1 << 15) - 1, "linear_chunks");
+}
+TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe31Chunks) {
+  check_huge_linear((1 << 15) + 1, "linear_elements");
 }
 
 // And 2^31 lanes: a warp for each of 2^26 groups.
@@ -416,10 +425,11 @@ void check_huge_fake(int64_t n, const char* kernel) {
 TEST_F(Exhaustive, FakeQuantizationOfMoreThan2ToThe31Elements) {
   check_huge_fake((int64_t{1} << 31) + 1, "fake_elements");
 }
-// And of as many chunks of 8.
-TEST_F(Exhaustive, FakeQuantizationOfMoreThan2ToThe31Chunks) {
+// And of nearly as many chunks of 8, and more.
+TEST_F(Exhaustive, FakeQuantizationOf2ToThe31Chunks) {
   if (cuda_info().devices[0].memory_bytes < uint64_t{50} << 30) GTEST_SKIP() << "needs 37 GB";
-  check_huge_fake((int64_t{1} << 34) + 8 * 1237, "fake_chunks");
+  check_huge_fake((int64_t{1} << 34) - 8 * 1237, "fake_chunks");
+  check_huge_fake((int64_t{1} << 34) + 8 * 1237, "fake_elements");
 }
 
 // The gradients of a learned scale, one for 2^31 + 1 elements: sums in several stages.
@@ -477,17 +487,19 @@ TEST_F(Exhaustive, LearnedScaleOfMoreThan2ToThe31Elements) {
   EXPECT_NE(sums[0], 0);
 }
 
-// And 2^31 places for chunks: 2^26 groups of 17, each filled up to 32.
-TEST_F(Exhaustive, LearnedScalesOfMoreThan2ToThe26Groups) {
-  constexpr int64_t kPeriod = 1 << 12, kRows = (int64_t{1} << 26) + kPeriod, kCols = 17 * 8;
+// Groups of 17 chunks, each filled up to 32: 2^26 of them have 2^31 places.
+void check_many_learned_scales(int64_t groups_beyond, const char* kernel) {
+  SCOPED_TRACE(kernel);
+  constexpr int64_t kPeriod = 1 << 12, kCols = 17 * 8;
+  const int64_t rows = (int64_t{1} << 26) + groups_beyond;  // a multiple of kPeriod
   if (cuda_info().devices[0].memory_bytes < uint64_t{50} << 30) GTEST_SKIP() << "needs 40 GB";
   const testing::Values part = testing::random_values(DType::bf16, kPeriod * kCols, 6),
                         gradients = testing::random_values(DType::bf16, kPeriod * kCols, 7);
   std::vector<float> scale(kPeriod);
   for (int64_t r = 0; r < kPeriod; ++r)
     scale[static_cast<size_t>(r)] = 0.001f * static_cast<float>(1 + r % 99);
-  const Memory x(kCuda, 2 * kRows * kCols), dx(kCuda, 2 * kRows * kCols), scales(kCuda, 4 * kRows),
-      dscale(kCuda, 4 * kRows);
+  const Memory x(kCuda, 2 * rows * kCols), dx(kCuda, 2 * rows * kCols), scales(kCuda, 4 * rows),
+      dscale(kCuda, 4 * rows);
   copy(kCuda, x.data(), part.bytes.data(), 2 * kPeriod * kCols);
   repeat(x, 2 * kPeriod * kCols);
   copy(kCuda, dx.data(), gradients.bytes.data(), 2 * kPeriod * kCols);
@@ -495,36 +507,39 @@ TEST_F(Exhaustive, LearnedScalesOfMoreThan2ToThe26Groups) {
   copy(kCuda, scales.data(), scale.data(), 4 * kPeriod);
   repeat(scales, 4 * kPeriod);
   poison(dscale);
-  const auto run = [](Device device, int64_t rows, void* x_data, void* dx_data, void* scale_data,
+  const auto run = [](Device device, int64_t count, void* x_data, void* dx_data, void* scale_data,
                       void* dscale_data, void* workspace) {
     FakeQuantizeDescriptor descriptor;
-    descriptor.shape = {rows, kCols};
+    descriptor.shape = {count, kCols};
     descriptor.granularity = Granularity::channel;
     descriptor.axis = 0;
     descriptor.dtype = DType::bf16;
     const auto plan = FakeQuantizeLearnedBackwardPlan::select(device, descriptor);
-    const TensorView dense{dx_data, DType::bf16, {rows, kCols}, {}, device};
+    const TensorView dense{dx_data, DType::bf16, {count, kCols}, {}, device};
     plan.run(nullptr, workspace,
-             {{x_data, DType::bf16, {rows, kCols}, {}, device},
+             {{x_data, DType::bf16, {count, kCols}, {}, device},
               dense,
-              {scale_data, DType::f32, {rows}, {}, device},
+              {scale_data, DType::f32, {count}, {}, device},
               {},
               dense,
-              {dscale_data, DType::f32, {rows}, {}, device},
+              {dscale_data, DType::f32, {count}, {}, device},
               {}});
     EXPECT_TRUE(testing::same(plan.status(workspace), {}));
     return plan.sku().kernel;
   };
   const Memory workspace(kCuda, 1024);
-  EXPECT_EQ(run(kCuda, kRows, x.data(), dx.data(), scales.data(), dscale.data(), workspace.data()),
-            "lsq_rows");
+  EXPECT_EQ(run(kCuda, rows, x.data(), dx.data(), scales.data(), dscale.data(), workspace.data()), kernel);
   std::vector<uint8_t> host_x = part.bytes, host_dx = gradients.bytes;
   std::vector<float> host_dscale(kPeriod);
   alignas(16) QuantizeStatus status;
   run(Device{}, kPeriod, host_x.data(), host_dx.data(), scale.data(), host_dscale.data(), &status);
-  expect_repeated("dx", dx, host_dx.data(), 2 * kPeriod * kCols, 2 * kRows * kCols, {});
+  expect_repeated("dx", dx, host_dx.data(), 2 * kPeriod * kCols, 2 * rows * kCols, {});
   expect_repeated("dscale", dscale, reinterpret_cast<const uint8_t*>(host_dscale.data()), 4 * kPeriod,
-                  4 * kRows, {});
+                  4 * rows, {});
+}
+TEST_F(Exhaustive, LearnedScalesOfNearly2ToThe26Groups) { check_many_learned_scales(-(1 << 12), "lsq_rows"); }
+TEST_F(Exhaustive, LearnedScalesOfMoreThan2ToThe26Groups) {
+  check_many_learned_scales(1 << 12, "lsq_elements");
 }
 
 }  // namespace
