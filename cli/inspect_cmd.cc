@@ -34,9 +34,35 @@ Json weight_json(const Weight& weight) {
           {"dtype", weight.dtype ? Json(to_string(*weight.dtype)) : Json()},
           {"layout", weight.layout ? Json(to_string(*weight.layout)) : Json()},
           {"spec", weight.layout ? spec_json(weight.spec) : Json()},
+          {"foreign", weight.foreign.empty() ? Json() : Json(weight.foreign)},
           {"parts", weight.parts},
           {"num_bytes", weight.num_bytes},
           {"bits_per_weight", bits_per_weight(weight)}};
+}
+
+Json foreign_json(const ForeignQuantization& foreign) {
+  Json parameters = Json::object();
+  for (const auto& [key, value] : foreign.parameters) parameters[key] = Json::parse(value);
+  return {{"method", foreign.method},
+          {"layout", foreign.layout.empty() ? Json() : Json(foreign.layout)},
+          {"source", foreign.source},
+          {"parameters", std::move(parameters)},
+          {"num_weights", foreign.num_weights},
+          {"example", foreign.example.empty() ? Json() : Json(foreign.example)},
+          {"advice", foreign.advice}};
+}
+
+// "fp8 (modelopt), 56 weights, quant_algo FP8; from config.json"
+std::string foreign_text(const ForeignQuantization& foreign) {
+  std::string text = printable(foreign.method);
+  if (!foreign.layout.empty() && foreign.layout != foreign.method)
+    text += fmt::format(" ({})", printable(foreign.layout));
+  text += fmt::format(", {} weights", foreign.num_weights);
+  for (const auto& [key, value] : foreign.parameters) {
+    const Json json = Json::parse(value);
+    text += fmt::format(", {} {}", key, printable(json.is_string() ? json.get<std::string>() : value));
+  }
+  return text + fmt::format("; from {}", foreign.source);
 }
 
 void run(const std::string& path, std::string& text, Json& document) {
@@ -55,7 +81,7 @@ void run(const std::string& path, std::string& text, Json& document) {
                {"bytes", Align::right}});
   Json weights = Json::array(), tensors = Json::array();
   BitsPerWeight bits;
-  int64_t num_quantized = 0;
+  int64_t num_quantized = 0, num_foreign = 0;
   uint64_t num_bytes = 0;
   for (const Weight& weight : checkpoint.weights()) {
     const bool quantized = weight.layout.has_value();
@@ -63,25 +89,35 @@ void run(const std::string& path, std::string& text, Json& document) {
       ++num_quantized;
       bits.add(weight.num_bytes, weight.shape);
     }
+    if (!weight.foreign.empty()) ++num_foreign;
     num_bytes += weight.num_bytes;
     table.add_row({printable(weight.name), format_shape(weight.shape), stored_as(checkpoint, weight),
-                   quantized ? format_name(weight.spec) : "-", quantized ? group_name(weight.spec) : "-",
-                   quantized ? to_string(*weight.layout) : "-",
+                   quantized                 ? format_name(weight.spec)
+                   : !weight.foreign.empty() ? printable(weight.foreign)
+                                             : "-",
+                   quantized ? group_name(weight.spec) : "-", quantized ? to_string(*weight.layout) : "-",
                    fmt::format("{:.3f}", bits_per_weight(weight)), fmt::format("{}", weight.num_bytes)});
     weights.push_back(weight_json(weight));
   }
   for (const StoredTensor& tensor : checkpoint.tensors()) tensors.push_back(tensor_json(tensor));
 
-  const int64_t num_dense = static_cast<int64_t>(checkpoint.weights().size()) - num_quantized;
+  const int64_t num_dense = static_cast<int64_t>(checkpoint.weights().size()) - num_quantized - num_foreign;
+  Json foreign = Json::array();
   text += table.text() + "\n";
   text += summary_line("quantized",
                        fmt::format("{} weights, {:.3f} bits per weight", num_quantized, bits.value()));
+  for (const ForeignQuantization& quantization : checkpoint.foreign()) {
+    text += summary_line("not read", foreign_text(quantization));
+    text += summary_line("", printable(quantization.advice));
+    foreign.push_back(foreign_json(quantization));
+  }
   text += summary_line("dense", fmt::format("{} weights", num_dense));
   text += summary_line("bytes", fmt::format("{} ({})", num_bytes, format_bytes(num_bytes)));
   text += summary_line("valid", "yes");
 
   document["is_directory"] = checkpoint.is_directory();
   document["num_quantized"] = num_quantized;
+  document["foreign"] = std::move(foreign);
   document["num_bytes"] = num_bytes;
   document["bits_per_weight"] = bits.value();
   document["weights"] = std::move(weights);

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "halfbyte/error.hpp"
@@ -42,6 +43,24 @@ struct Weight {
   QuantSpec spec;                // where quantized
   std::vector<int> parts;        // indices into Checkpoint::tensors(); a dense weight has one
   uint64_t num_bytes = 0;        // of all parts
+  // Where the tensor belongs to a ForeignQuantization: its method.
+  std::string foreign = {};
+};
+
+// Quantization by another tool in a form that is recognised and not read. Its tensors are weights as stored,
+// and nothing can be computed from them.
+struct ForeignQuantization {
+  std::string method;  // "gptq", "awq", "fp8", "int8", "llm.int8", "nvfp4", "mxfp4", ...: a word of that tool
+                       // where it is not known
+  std::string layout;  // whose tensors they are: "gptq", "compressed-tensors", "modelopt", "mlx", ...; empty
+                       // where several tools store it in this way
+  std::string source;  // what says so: "config.json", "tensors", ...
+  // Of the config, with the words of its tool, or of the shapes of the first weight. The values are JSON
+  // texts; where parts of the model differ, lists.
+  std::vector<std::pair<std::string, std::string>> parameters;
+  int64_t num_weights = 0;  // that were found
+  std::string example;      // the codes of the first one
+  std::string advice;       // how to make the model dense
 };
 
 class Checkpoint {
@@ -58,6 +77,7 @@ class Checkpoint {
   HALFBYTE_API std::span<const StoredTensor> tensors() const;
   HALFBYTE_API std::span<const Weight> weights() const;          // sorted by name
   HALFBYTE_API const Weight* find(std::string_view name) const;  // null if there is none
+  HALFBYTE_API std::span<const ForeignQuantization> foreign() const;
   // Raw bytes [offset, offset + bytes.size()) of a stored tensor. Thread safe.
   HALFBYTE_API void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
   // Elements [begin, begin + count) of the row-major weight, decoded to `dtype` (f32, f16, bf16,
@@ -160,6 +180,7 @@ struct DequantizeOptions {
   ProgressFunction progress;
 };
 // Makes every quantized weight dense, and removes from config.json what quantization had added.
+// Error(bad_input) for weights of a ForeignQuantization.
 HALFBYTE_API CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                                     const DequantizeOptions& options);
 

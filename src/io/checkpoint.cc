@@ -10,6 +10,7 @@
 #include "core/checks.h"
 #include "core/format.h"
 #include "io/config.h"
+#include "io/foreign.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 
@@ -25,6 +26,9 @@ namespace fs = std::filesystem;
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kModelFile = "model.safetensors";
+// Of other tools; config.json can say the same.
+constexpr const char* kQuantizationConfigFiles[] = {"hf_quant_config.json", "quantize_config.json",
+                                                    "quant_config.json"};
 constexpr uint64_t kMaxSmallBytes = 64 * 1024;
 constexpr int64_t kMaxElements = int64_t{1} << 56;
 
@@ -108,6 +112,10 @@ void open_directory(Checkpoint::Impl& checkpoint) {
   const auto has = [&](const char* name) { return std::ranges::binary_search(names, name); };
   if (has(kConfigFile))
     checkpoint.config = read_text(InputFile::open_beneath(checkpoint.path, kConfigFile), kMaxConfigBytes);
+  for (const char* name : kQuantizationConfigFiles)
+    if (has(name))
+      checkpoint.quantization_configs[name] =
+          read_text(InputFile::open_beneath(checkpoint.path, name), kMaxHeaderBytes);
   if (has(kIndexFile)) {
     checkpoint.index = read_text(InputFile::open_beneath(checkpoint.path, kIndexFile), kMaxHeaderBytes);
     const WeightMap weight_map = parse_index(checkpoint.index);
@@ -342,6 +350,13 @@ const StoredTensor* Checkpoint::Impl::find(const std::string& name) const {
   return found == by_name.end() ? nullptr : &tensors[static_cast<size_t>(found->second)];
 }
 
+const std::string& Checkpoint::Impl::config_text(const std::string& file) const {
+  if (file == io::kConfigFile) return config;
+  static const std::string none;
+  const auto found = quantization_configs.find(file);
+  return found == quantization_configs.end() ? none : found->second;
+}
+
 void Checkpoint::Impl::read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const {
   const auto found = by_name.find(tensor.name);
   HALFBYTE_CHECK(found != by_name.end(), usage, "read: no tensor \"{}\"", printable(tensor.name));
@@ -374,6 +389,7 @@ Checkpoint Checkpoint::open(const std::string& path) {
     io::index_tensors(*impl);
   }
   io::make_weights(*impl);
+  io::find_foreign(*impl);
   return Checkpoint(std::move(impl));
 }
 
@@ -385,6 +401,7 @@ Checkpoint::~Checkpoint() = default;
 bool Checkpoint::is_directory() const { return impl_->is_directory; }
 std::span<const StoredTensor> Checkpoint::tensors() const { return impl_->tensors; }
 std::span<const Weight> Checkpoint::weights() const { return impl_->weights; }
+std::span<const ForeignQuantization> Checkpoint::foreign() const { return impl_->foreign; }
 
 const Weight* Checkpoint::find(std::string_view name) const {
   const auto weight = std::ranges::lower_bound(impl_->weights, name, {}, &Weight::name);

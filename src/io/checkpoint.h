@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -42,10 +43,14 @@ struct Checkpoint::Impl {
   std::vector<size_t> file_of;                        // for each tensor
   std::unordered_map<std::string_view, int> by_name;  // of the tensors
   std::string config, index;  // texts of config.json and the index of shards; empty: there is none
+  std::map<std::string, std::string> quantization_configs;  // names of other files -> their texts
   std::vector<Weight> weights;
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;
+  std::vector<ForeignQuantization> foreign;
 
+  // Of config.json or one of `quantization_configs`; empty: there is none.
+  const std::string& config_text(const std::string& file) const;
   const StoredTensor* find(const std::string& name) const;
   void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
   // All bytes of a small tensor; Error(bad_input) naming it if it has more than 64 KiB.

@@ -6,6 +6,7 @@
 #include "cpu/parallel.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
+#include "io/foreign.h"
 #include "io/safetensors.h"
 
 namespace halfbyte {
@@ -54,6 +55,7 @@ void Dequantizer::plan() {
   const auto dtype = options_.dtype.value_or(DType::f32);
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
+  refuse_foreign(input_);  // its tensors would lose the config that tells how to read them
   weights_of_file_.resize(input_.files.size());
   tasks_of_file_.resize(input_.files.size());
   int64_t copy_bytes = 0, block_bytes = 0;

@@ -14,6 +14,7 @@
 #include "cpu/parallel.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
+#include "io/foreign.h"
 #include "io/safetensors.h"
 #include "io/verify.h"
 
@@ -151,28 +152,16 @@ std::string name_list(const std::vector<std::string>& names) {
 // Quantizing what was quantized before measures its error against the wrong weights.
 void Quantizer::refuse_quantized() const {
   for (const Weight& weight : input_.weights)
-    HALFBYTE_CHECK(!weight.layout, bad_input,
-                   "weight \"{}\" is already quantized (layout {}): dequantize it first",
-                   printable(weight.name), to_string(*weight.layout));
+    HALFBYTE_CHECK(
+        !weight.layout, bad_input,
+        "weight \"{}\" is already quantized (layout {}): make it dense first, with halfbyte dequantize",
+        printable(weight.name), to_string(*weight.layout));
+  refuse_foreign(input_);
   const std::string method = input_.config.empty() ? "" : quant_method(input_.config);
   HALFBYTE_CHECK(method.empty(), bad_input,
-                 "\"{}\": config.json says that the model is already quantized ({})", printable(input_.path),
-                 printable(method));
-  // Tensors that only quantized models of other tools have.
-  constexpr std::string_view kEndings[] = {".qweight", ".SCB", ".weight_packed", ".weight_scale",
-                                           ".weight_scale_inv"};
-  for (const StoredTensor& tensor : input_.tensors) {
-    // A matrix of small floats is no weight as it was trained.
-    const bool low_bits =
-        tensor.shape.size() >= 2 && tensor.dtype.starts_with('F') &&
-        safetensors_dtype_bits(tensor.dtype) <= 8 &&
-        (tensor.name.ends_with(".weight") || tensor.name.find("experts") != std::string::npos);
-    const bool by_name =
-        std::ranges::any_of(kEndings, [&](std::string_view e) { return tensor.name.ends_with(e); });
-    HALFBYTE_CHECK(!low_bits && !by_name, bad_input,
-                   "tensor \"{}\" ({}) belongs to a model that is already quantized", printable(tensor.name),
-                   tensor.dtype);
-  }
+                 "\"{}\": config.json says that the model is already quantized ({}), but none of its tensors "
+                 "is: remove \"quantization_config\" and \"quantization\" if the weights are dense",
+                 printable(input_.path), printable(method));
 }
 
 // Chooses the weights to quantize, and says why the others stay dense.

@@ -1,0 +1,307 @@
+"""Checkpoints as people have them: quantized by other tools, linked from a cache, in other containers."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from conftest import TINY_LLAMA
+from independent import safetensors_io as st
+
+BAD_INPUT = 3
+
+
+def zeros(dtype, *shape):
+    return st.Tensor(dtype, np.zeros(shape, st.STORAGE[dtype]))
+
+
+def dense(rows=64, cols=256):
+    return st.from_f32(np.random.default_rng(0).standard_normal((rows, cols)) * 0.02, "BF16")
+
+
+def write_model(path, tensors, config=None, **files):
+    path.mkdir()
+    st.write(path / "model.safetensors", tensors)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"} | (config or {})))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def inspect(halfbyte, path):
+    return json.loads(halfbyte("inspect", path, "--json", "-").stdout)
+
+
+# Quantized by other tools
+
+P = "model.layers.0.mlp.up_proj"
+E = "model.layers.0.mlp.experts.gate_up_proj"
+
+# Of a weight [64, 256].
+GPTQ = {
+    f"{P}.qweight": zeros("I32", 32, 64),
+    f"{P}.qzeros": zeros("I32", 2, 8),
+    f"{P}.scales": zeros("F16", 2, 64),
+    f"{P}.g_idx": zeros("I32", 256),
+}
+AWQ = {
+    f"{P}.qweight": zeros("I32", 256, 8),
+    f"{P}.qzeros": zeros("I32", 2, 8),
+    f"{P}.scales": zeros("F16", 2, 64),
+}
+FP8_BLOCKS = {f"{P}.weight": zeros("F8_E4M3", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
+FP8_CHANNELS = {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale": zeros("BF16", 64, 1)}
+FP8_TENSOR = {
+    f"{P}.weight": zeros("F8_E4M3", 64, 256),
+    f"{P}.weight_scale": zeros("F32"),
+    f"{P}.input_scale": zeros("F32"),
+}
+INT8 = {f"{P}.weight": zeros("I8", 64, 256), f"{P}.weight_scale": zeros("BF16", 64, 1)}
+LLM_INT8 = {
+    f"{P}.weight": zeros("I8", 64, 256),
+    f"{P}.SCB": zeros("F32", 64),
+    f"{P}.weight_format": zeros("U8"),
+}
+NVFP4 = {
+    f"{P}.weight_packed": zeros("U8", 64, 128),
+    f"{P}.weight_scale": zeros("F8_E4M3", 64, 16),
+    f"{P}.weight_global_scale": zeros("F32", 1),
+    f"{P}.input_global_scale": zeros("F32", 1),
+}
+NVFP4_MODELOPT = {
+    f"{P}.weight": zeros("U8", 64, 128),
+    f"{P}.weight_scale": zeros("F8_E4M3", 64, 16),
+    f"{P}.weight_scale_2": zeros("F32"),
+    f"{P}.input_scale": zeros("F32"),
+}
+MXFP4 = {f"{P}.weight_packed": zeros("U8", 64, 128), f"{P}.weight_scale": zeros("U8", 64, 8)}
+GPT_OSS = {f"{E}_blocks": zeros("U8", 2, 64, 8, 16), f"{E}_scales": zeros("U8", 2, 64, 8)}
+
+
+def mlx(words, groups):
+    return {f"{P}.weight": zeros("U32", 64, words), f"{P}.scales": zeros("U8", 64, groups)}
+
+
+def compressed(*groups):
+    """A config of compressed-tensors: for each group its format, weights, and input activations."""
+    entry = {"quant_method": "compressed-tensors", "format": groups[0][0] if len(groups) == 1 else "mixed-precision"}
+    entry["config_groups"] = {
+        f"group_{i}": {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": activations}
+        for i, (form, weights, activations) in enumerate(groups)
+    }
+    return {"quantization_config": entry}
+
+
+CHANNEL_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None}
+DYNAMIC_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+CHANNEL_INT8 = CHANNEL_FP8 | {"type": "int"}
+GROUP_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+SCHEME_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+# Tensors, what config.json (or other files) say: method, layout, source, parameters, a word of the advice.
+FOREIGN = {
+    "gptq": (
+        GPTQ,
+        {
+            "quantization_config": {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "sym": True,
+                "desc_act": False,
+                "checkpoint_format": "gptq",
+                "damp_percent": 0.01,
+            }
+        },
+        ("gptq", "gptq", "config.json"),
+        {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"},
+    ),
+    "gptq-tensors": (GPTQ, {}, ("gptq", "gptq", "tensors"), {"bits": 4, "group_size": 128}),
+    "awq": (
+        AWQ,
+        {
+            "quantization_config": {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "zero_point": True,
+                "version": "gemm",
+            }
+        },
+        ("awq", "awq", "config.json"),
+        {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    ),
+    "awq-tensors": (AWQ, {}, ("awq", "awq", "tensors"), {"bits": 4, "group_size": 128}),
+    "fp8-blocks": (
+        FP8_BLOCKS,
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
+        },
+        ("fp8", "fp8", "config.json"),
+        {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    ),
+    "fp8-blocks-tensors": (FP8_BLOCKS, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [128, 128]}),
+    "fp8-compressed-tensors": (
+        FP8_CHANNELS,
+        compressed(("float-quantized", CHANNEL_FP8, DYNAMIC_FP8)),
+        ("fp8", "compressed-tensors", "config.json"),
+        SCHEME_FP8 | {"activations": "float8 token dynamic"},
+    ),
+    "fp8-tensors": (FP8_TENSOR, {}, ("fp8", None, "tensors"), {"granularity": "tensor"}),
+    "fp8-modelopt": (
+        FP8_TENSOR,
+        {"hf_quant_config": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}},
+        ("fp8", "modelopt", "hf_quant_config.json"),
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "granularity": "tensor"},
+    ),
+    "fp8-experts": (
+        {E: zeros("F8_E4M3", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 2, 1)},
+        {},
+        ("fp8", "fp8", "tensors"),
+        {"weight_block_size": [128, 128]},
+    ),
+    "w8a8": (
+        INT8,
+        compressed(("int-quantized", CHANNEL_INT8, DYNAMIC_FP8 | {"type": "int"})),
+        ("int8", "compressed-tensors", "config.json"),
+        SCHEME_FP8 | {"type": "int", "activations": "int8 token dynamic"},
+    ),
+    "w8a8-tensors": (INT8, {}, ("int8", None, "tensors"), {"granularity": "channel"}),
+    "llm.int8": (
+        LLM_INT8,
+        {
+            "quantization_config": {
+                "quant_method": "bitsandbytes",
+                "load_in_8bit": True,
+                "load_in_4bit": False,
+                "llm_int8_threshold": 6.0,
+            }
+        },
+        ("llm.int8", "bitsandbytes", "config.json"),
+        {"llm_int8_threshold": 6.0, "granularity": "channel"},
+    ),
+    "llm.int8-tensors": (LLM_INT8, {}, ("llm.int8", "bitsandbytes", "tensors"), {"granularity": "channel"}),
+    "nvfp4": (
+        NVFP4,
+        compressed(("nvfp4-pack-quantized", GROUP_FP4, None)),
+        ("nvfp4", "compressed-tensors", "config.json"),
+        GROUP_FP4,
+    ),
+    "nvfp4-tensors": (NVFP4, {}, ("nvfp4", "compressed-tensors", "tensors"), {"group_size": 16}),
+    "nvfp4-modelopt": (
+        NVFP4_MODELOPT,
+        {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}},
+        ("nvfp4", "modelopt", "hf_quant_config.json"),
+        {"group_size": 16, "quant_algo": "NVFP4"},
+    ),
+    "mxfp4": (MXFP4, {}, ("mxfp4", "compressed-tensors", "tensors"), {"group_size": 32}),
+    "gpt-oss": (
+        GPT_OSS,
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
+        ("mxfp4", "gpt-oss", "config.json"),
+        {"group_size": 32},
+    ),
+    "mlx-mxfp4": (
+        mlx(32, 8),
+        {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
+        ("mxfp4", "mlx", "config.json"),
+        {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    ),
+    "mlx-nvfp4-tensors": (mlx(32, 16), {}, ("nvfp4", "mlx", "tensors"), {"group_size": 16}),
+    "mlx-mxfp8-tensors": (mlx(64, 8), {}, ("mxfp8", "mlx", "tensors"), {"group_size": 32}),
+    "another-tool": (
+        {f"{P}.Wf": zeros("U8", 4)},
+        {"quantization_config": {"quant_method": "vptq", "bits": 2}},
+        ("vptq", "vptq", "config.json"),
+        {"bits": 2},
+    ),
+    "traces": ({f"{P}.SCB": zeros("F32", 64)}, {}, ("unknown", None, "tensors"), {"dtype": "F32"}),
+}
+
+
+@pytest.fixture(params=FOREIGN)
+def foreign(request, tmp_path):
+    tensors, config, names, parameters = FOREIGN[request.param]
+    files = {name: content for name, content in config.items() if name == "hf_quant_config"}
+    config = {name: content for name, content in config.items() if name not in files}
+    tensors = tensors | {"lm_head.weight": dense(), "model.layers.1.mlp.up_proj.weight": dense()}
+    return write_model(tmp_path / "in", tensors, config, **files), names, parameters
+
+
+def test_foreign_quantization_is_named(halfbyte, foreign):
+    path, (method, layout, source), parameters = foreign
+    document = inspect(halfbyte, path)
+    (found,) = document["foreign"]
+    assert (found["method"], found["layout"], found["source"]) == (method, layout, source)
+    assert found["parameters"] == parameters
+    # All tensors of the quantized weight are marked, and no other.
+    marked = {weight["name"] for weight in document["weights"] if weight["foreign"] == method}
+    unmarked = {weight["name"] for weight in document["weights"] if weight["foreign"] is None}
+    assert unmarked - {f"{P}.Wf"} == {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"}
+    assert found["num_weights"] == (1 if marked else 0) and (found["example"] in marked or not marked)
+    assert document["num_quantized"] == 0
+    text = halfbyte("inspect", path).stdout
+    line = re.search(r"^not read +(.*)$", text, re.M)[1]
+    assert line.startswith(method) and line.endswith(f"; from {source}")
+    for key, value in parameters.items():
+        value = value if isinstance(value, str) else json.dumps(value).replace(" ", "")
+        assert f", {key} {value}" in line, line
+    assert found["advice"] in text
+    assert re.search(rf"^dense +{len(unmarked)} weights$", text, re.M)
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize"])
+def test_foreign_quantization_is_refused(halfbyte, foreign, tmp_path, command):
+    path, (method, _, source), _ = foreign
+    message = halfbyte(command, path, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+    assert f"is already quantized ({method}" in message and "halfbyte does not read that: " in message
+    assert source in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_quantization_beside_a_layout(halfbyte, tmp_path):
+    """Modules of mlx in several modes: those that are read are read, and the others not lost in silence."""
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4")
+    tensors, metadata = st.read_directory(tmp_path / "mlx")
+    path = tmp_path / "mixed"
+    other = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    write_model(
+        path, tensors | mlx(32, 8), {"quantization": {"group_size": 64, "bits": 4, "mode": "affine", P: other}}
+    )
+    (path / "model.safetensors").unlink()
+    del tensors[f"{P}.biases"]
+    st.write(path / "model.safetensors", tensors | mlx(32, 8), metadata)
+    document = inspect(halfbyte, path)
+    assert document["num_quantized"] == 27
+    assert [(found["method"], found["num_weights"]) for found in document["foreign"]] == [("mxfp4", 1)]
+    message = halfbyte("dequantize", path, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+    assert "mxfp4 of mlx" in message and "mlx_lm.convert --dequantize" in message
+
+
+def test_groups_of_several_methods(halfbyte, tmp_path):
+    other = {name.replace("up_proj", "down_proj"): tensor for name, tensor in FP8_CHANNELS.items()}
+    groups = [("nvfp4-pack-quantized", GROUP_FP4, None), ("float-quantized", CHANNEL_FP8, None)]
+    groups.append(("float-quantized", CHANNEL_FP8 | {"strategy": "tensor"}, None))
+    path = write_model(tmp_path / "in", NVFP4 | other, compressed(*groups))
+    found = {entry["method"]: entry for entry in inspect(halfbyte, path)["foreign"]}
+    assert set(found) == {"nvfp4", "fp8"} and {entry["num_weights"] for entry in found.values()} == {1}
+    assert found["fp8"]["parameters"]["strategy"] == ["channel", "tensor"]
+    assert "CompressedTensorsDequantizer" in found["fp8"]["advice"]
+
+
+def test_a_config_left_over_refuses_nothing(halfbyte, tmp_path):
+    path = write_model(tmp_path / "in", {"a.weight": dense()}, quantize_config={"bits": 4, "group_size": 128})
+    assert inspect(halfbyte, path)["foreign"] == []
+    halfbyte("quantize", path, "-o", tmp_path / "out")
+
+
+def test_own_outputs_are_not_foreign(halfbyte, tmp_path):
+    for layout in ("nf4", "int4", "affine4", "int3"):
+        halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / layout, "--format", layout)
+        assert inspect(halfbyte, tmp_path / layout)["foreign"] == []
