@@ -305,3 +305,91 @@ def test_own_outputs_are_not_foreign(halfbyte, tmp_path):
     for layout in ("nf4", "int4", "affine4", "int3"):
         halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / layout, "--format", layout)
         assert inspect(halfbyte, tmp_path / layout)["foreign"] == []
+
+
+# Snapshots of the Hugging Face cache
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """tiny-llama as the hub's cache has it: a snapshot of links to blobs, one of them below a directory."""
+    repository = tmp_path / "models--org--tiny"
+    snapshot = repository / "snapshots" / "0123abcd"
+    (repository / "blobs").mkdir(parents=True)
+    (snapshot / "sub").mkdir(parents=True)
+    for number, file in enumerate(sorted(TINY_LLAMA.iterdir())):
+        blob = repository / "blobs" / f"{number:040x}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    (repository / "blobs" / "ff").write_text("# code")
+    (snapshot / "sub" / "code.py").symlink_to("../../../blobs/ff")
+    return snapshot
+
+
+def test_a_snapshot_of_the_cache(halfbyte, hub, tmp_path):
+    arguments = ("--format", "nf4")
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "plain", *arguments)
+    halfbyte("quantize", hub, "-o", tmp_path / "out", *arguments)
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (tmp_path / "out/sub/code.py").read_text() == "# code"
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_symlink()]
+    assert inspect(halfbyte, hub)["num_quantized"] == 0
+
+
+def test_other_links_are_refused(halfbyte, hub, tmp_path):
+    (tmp_path / "outside").write_text("secret")
+    (hub / "notes.txt").symlink_to("../../../outside")
+    message = halfbyte("quantize", hub, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+    assert 'notes.txt" is a link, and below a model directory only those of a Hugging Face cache' in message
+    (hub / "notes.txt").unlink()
+    hub.parents[1].rename(tmp_path / "renamed")  # no longer a repository of the cache
+    renamed = tmp_path / "renamed" / "snapshots" / hub.name
+    assert "is a link" in halfbyte("inspect", renamed, expect=BAD_INPUT).stderr
+    message = halfbyte("inspect", tmp_path / "renamed", expect=BAD_INPUT).stderr
+    assert "give a directory in its snapshots/" in message
+
+
+# Other containers, adapters
+
+CONTAINERS = {
+    "GGUF": (b"GGUF\x03\0\0\0" + bytes(64), ".gguf", "a GGUF file"),
+    "zip": (b"PK\x03\x04\0\0\x08\x08" + bytes(64), ".bin", "a pickle, as torch.save writes"),
+    "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." + bytes(64), ".pth", "a pickle, as torch.save writes"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(64), ".h5", "an HDF5 file"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_other_containers_are_named(halfbyte, tmp_path, name):
+    content, ending, what = CONTAINERS[name]
+    (tmp_path / "in").mkdir()
+    for file in (tmp_path / "in" / f"model{ending}", tmp_path / "misnamed.safetensors"):
+        file.write_bytes(content)
+        message = halfbyte("quantize", file, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+        assert f"{file.name} is {what}" in message and ", not a safetensors file: " in message
+    message = halfbyte("inspect", tmp_path / "in", expect=BAD_INPUT).stderr
+    assert "has no .safetensors file; " in message and f'"model{ending}" is {what}' in message
+
+
+def test_a_pointer_of_git_lfs(halfbyte, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "a pointer of Git LFS" in halfbyte("inspect", path, expect=BAD_INPUT).stderr
+
+
+def test_adapters_are_refused(halfbyte, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for prefix in ("", "base_model.model."):
+        st.write(path / "adapter_model.safetensors", {prefix + name: dense(8, 256)})
+        message = halfbyte("quantize", path, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+        assert "is an adapter of PEFT" in message and "merge_and_unload" in message
+    file = path / "adapter_model.safetensors"
+    message = halfbyte("quantize", file, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
+    assert f'is an adapter of PEFT (tensor "base_model.model.{name}")' in message
+    # A model with an adapter beside it is a model.
+    st.write(path / "model.safetensors", {"model.layers.0.self_attn.q_proj.weight": dense()})
+    halfbyte("quantize", path, "-o", tmp_path / "out")

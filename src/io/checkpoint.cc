@@ -10,6 +10,7 @@
 #include "core/checks.h"
 #include "core/format.h"
 #include "io/config.h"
+#include "io/container.h"
 #include "io/foreign.h"
 #include "io/json.h"
 #include "io/safetensors.h"
@@ -26,6 +27,7 @@ namespace fs = std::filesystem;
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kModelFile = "model.safetensors";
+constexpr const char* kAdapterConfigFile = "adapter_config.json";
 // Of other tools; config.json can say the same.
 constexpr const char* kQuantizationConfigFiles[] = {"hf_quant_config.json", "quantize_config.json",
                                                     "quant_config.json"};
@@ -107,6 +109,20 @@ void index_tensors(Checkpoint::Impl& checkpoint) {
   }
 }
 
+// A directory without safetensors: says what there is instead.
+[[noreturn]] void refuse_directory(const std::string& path, const std::vector<std::string>& names) {
+  std::string instead;
+  const auto other = std::ranges::find_if(names, [](const auto& name) { return container_of_name(name); });
+  if (other != names.end()) {
+    const Container& container = *container_of_name(*other);
+    instead = fmt::format("; \"{}\" is {}: {}", printable(*other), container.what, container.advice);
+  } else if (std::ranges::binary_search(names, "snapshots")) {
+    instead =
+        "; this is a repository in the cache of the Hugging Face hub: give a directory in its snapshots/";
+  }
+  HALFBYTE_FAIL(bad_input, "directory \"{}\" has no .safetensors file{}", printable(path), instead);
+}
+
 void open_directory(Checkpoint::Impl& checkpoint) {
   const std::vector<std::string> names = list_names(checkpoint.path);
   const auto has = [&](const char* name) { return std::ranges::binary_search(names, name); };
@@ -134,8 +150,8 @@ void open_directory(Checkpoint::Impl& checkpoint) {
   for (const std::string& name : names)
     if (name.ends_with(".safetensors")) models.push_back(name);
   if (has(kModelFile)) models = {kModelFile};
-  HALFBYTE_CHECK(!models.empty(), bad_input, "directory \"{}\" has no .safetensors file",
-                 printable(checkpoint.path));
+  checkpoint.has_adapter_config = has(kAdapterConfigFile) && !has(kModelFile);
+  if (models.empty()) refuse_directory(checkpoint.path, names);
   HALFBYTE_CHECK(models.size() == 1, bad_input,
                  "directory \"{}\" has {} .safetensors files but no {}: \"{}\", \"{}\"{}",
                  printable(checkpoint.path), models.size(), kIndexFile, printable(models[0]),

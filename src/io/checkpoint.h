@@ -44,6 +44,7 @@ struct Checkpoint::Impl {
   std::unordered_map<std::string_view, int> by_name;  // of the tensors
   std::string config, index;  // texts of config.json and the index of shards; empty: there is none
   std::map<std::string, std::string> quantization_configs;  // names of other files -> their texts
+  bool has_adapter_config = false;                          // of PEFT, and no model beside it
   std::vector<Weight> weights;
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;

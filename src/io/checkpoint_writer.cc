@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/checks.h"
+#include "io/container.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 
@@ -15,13 +16,9 @@ namespace fs = std::filesystem;
 
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
-// Weights in other forms.
-constexpr std::string_view kSkippedEndings[] = {".safetensors", ".bin",     ".pt",   ".pth",
-                                                ".h5",          ".msgpack", ".gguf", ".onnx"};
-
+// Weights, in other forms too.
 bool is_skipped_file(const std::string& name) {
-  return std::ranges::any_of(kSkippedEndings,
-                             [&](std::string_view ending) { return name.ends_with(ending); });
+  return name.ends_with(".safetensors") || container_of_name(name) != nullptr;
 }
 bool is_skipped_directory(const std::string& name) { return name.starts_with('.') || name == "original"; }
 
@@ -37,13 +34,12 @@ void find_side_files(const Checkpoint::Impl& input, const std::string& prefix, S
   std::ranges::sort(entries);
   for (const fs::directory_entry& entry : entries) {
     const std::string name = entry.path().filename().string(), path = prefix + name;
-    const fs::file_status status = entry.symlink_status(error);
+    fs::file_status status = entry.symlink_status(error);
+    if (fs::is_symlink(status)) {
+      if (!InputFile::is_cache_link(directory.string(), name)) InputFile::refuse_link(entry.path().string());
+      status = entry.status(error);
+    }
     HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry.path().string()), error.message());
-    HALFBYTE_CHECK(
-        !fs::is_symlink(status), bad_input,
-        "\"{}\" is a link, and links are not followed below a model directory (a Hugging Face cache "
-        "snapshot consists of links: make a real copy with cp -rL)",
-        printable(entry.path().string()));
     if (fs::is_directory(status)) {
       if (is_skipped_directory(name)) {
         files.skipped.push_back(path + "/");

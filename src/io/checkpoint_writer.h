@@ -17,7 +17,7 @@ struct SideFiles {
   std::vector<std::string> copied;   // without config.json and the index, which are rewritten
   std::vector<std::string> skipped;  // weights in other forms, hidden directories
 };
-// Error(bad_input) for links. Nothing for a checkpoint that is a single file.
+// Error(bad_input) for links but InputFile::is_cache_link. Nothing for a checkpoint that is a single file.
 SideFiles find_side_files(const Checkpoint::Impl& input);
 
 // Error(usage) if the output is the input, or one is inside the other.

@@ -176,6 +176,27 @@ std::string escape(std::string_view text) {
   return out;
 }
 
+// In the cache of the Hugging Face hub, models--NAME/snapshots/REVISION/FILE is a link to ../../blobs/HASH, a
+// file of the same repository. The target of the link if it is such a one; otherwise empty.
+std::string blob_of(const std::string& dir, const std::string& name) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  const std::string target = fs::read_symlink(fs::path(dir) / name, error).string();
+  size_t levels = 0;  // up to the repository
+  while (target.compare(3 * levels, 3, "../") == 0) ++levels;
+  constexpr std::string_view kBlobs = "blobs/";
+  if (error || levels < 2 || target.compare(3 * levels, kBlobs.size(), kBlobs) != 0) return "";
+  const std::string blob = target.substr(3 * levels + kBlobs.size());
+  if (blob.empty() || blob.starts_with('.') || blob.find('/') != std::string::npos) return "";
+  fs::path snapshots = fs::canonical(dir, error);
+  for (size_t i = 1; i < levels; ++i) snapshots = snapshots.parent_path();
+  const fs::path repository = snapshots.parent_path();
+  const bool is_cache = !error && snapshots.filename() == "snapshots" &&
+                        repository.filename().string().starts_with("models--") &&
+                        !fs::is_symlink(repository / "blobs", error);
+  return is_cache ? target : "";
+}
+
 }  // namespace
 
 std::string printable(std::string_view text) {
@@ -218,13 +239,18 @@ InputFile InputFile::open_beneath(const std::string& dir, const std::string& nam
   const Descriptor directory{retry([&] { return ::open(c_path(dir), O_PATH | O_DIRECTORY | O_CLOEXEC); })};
   if (directory.fd < 0) fail_io("open directory", dir, errno);
   std::string path = (dir.ends_with('/') ? dir : dir + '/') + name;
-  const int fd = retry(
-      [&] { return ::openat(directory.fd, name.c_str(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC); });
+  const auto open = [&](const std::string& file) {
+    return retry(
+        [&] { return ::openat(directory.fd, file.c_str(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC); });
+  };
+  int fd = open(name);
+  if (fd < 0 && errno == ELOOP) {
+    const std::string blob = blob_of(dir, name);
+    if (blob.empty()) refuse_link(path);
+    fd = open(blob);
+    HALFBYTE_CHECK(fd >= 0 || errno != ELOOP, bad_input, "\"{}\" is a link to a link", printable(path));
+  }
   if (fd < 0) {
-    HALFBYTE_CHECK(errno != ELOOP, bad_input,
-                   "\"{}\" is a link, and links are not followed below a model directory (a Hugging Face "
-                   "cache snapshot consists of links: make a real copy with cp -rL)",
-                   printable(path));
     HALFBYTE_CHECK(errno != ENOENT && errno != ENAMETOOLONG, bad_input, "\"{}\" does not exist",
                    printable(path));
     HALFBYTE_CHECK(errno != ENXIO, bad_input, "\"{}\" is a socket or a device, not a regular file",
@@ -232,6 +258,18 @@ InputFile InputFile::open_beneath(const std::string& dir, const std::string& nam
     fail_io("open", path, errno);
   }
   return InputFile(fd, std::move(path));
+}
+
+bool InputFile::is_cache_link(const std::string& dir, const std::string& name) {
+  return !blob_of(dir, name).empty();
+}
+
+void InputFile::refuse_link(const std::string& path) {
+  HALFBYTE_FAIL(
+      bad_input,
+      "\"{}\" is a link, and below a model directory only those of a Hugging Face cache are followed, from "
+      "models--NAME/snapshots/REVISION to ../../blobs (make a real copy with cp -rL)",
+      printable(path));
 }
 
 InputFile::InputFile(InputFile&& other) noexcept

@@ -22,9 +22,14 @@ class InputFile {
   // Follows links (the user named this path). Error(io) if it cannot be opened, Error(bad_input) if
   // it is not a regular file (a FIFO or device is never waited for).
   static InputFile open(const std::string& path);
-  // `name` is untrusted (from an index): one path component, no link, an existing file inside the
-  // directory `dir`. Error(bad_input) otherwise.
+  // `name` is untrusted (from an index): one path component, an existing file inside the directory `dir`, no
+  // link but is_cache_link. Error(bad_input) otherwise.
   static InputFile open_beneath(const std::string& dir, const std::string& name);
+  // Whether `name` in `dir`, a snapshot in the cache of the Hugging Face hub or a directory below it, is a
+  // link to a blob of the same repository: models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
+  static bool is_cache_link(const std::string& dir, const std::string& name);
+  // Error(bad_input) for any other.
+  [[noreturn]] static void refuse_link(const std::string& path);
   InputFile(InputFile&& other) noexcept;
   InputFile& operator=(InputFile&& other) noexcept;
   ~InputFile();

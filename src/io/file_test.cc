@@ -216,6 +216,42 @@ TEST_F(Input, only_regular_files_and_never_waits) {
   ::close(socket);
 }
 
+// models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH
+TEST_F(Input, beneath_follows_the_links_of_a_cache_into_its_own_blobs_only) {
+  namespace fs = std::filesystem;
+  const fs::path hub = dir_ / "hub", repository = hub / "models--a--b",
+                 snapshot = repository / "snapshots/r1";
+  for (const fs::path& path :
+       {repository / "blobs", snapshot / "sub", hub / "other/snapshots/r1", hub / "blobs"})
+    fs::create_directories(path);
+  for (const fs::path& blob : {repository / "blobs/abc", hub / "blobs/abc", hub / "other/secret"})
+    write_file(blob, "data");
+  const auto link = [&](const fs::path& path, const std::string& target) {
+    fs::create_symlink(target, path);
+    return InputFile::open_beneath(path.parent_path(), path.filename());
+  };
+  EXPECT_EQ(read_all(link(snapshot / "a", "../../blobs/abc")), "data");
+  EXPECT_EQ(read_all(link(snapshot / "sub/a", "../../../blobs/abc")), "data");
+  EXPECT_TRUE(InputFile::is_cache_link(snapshot, "a"));
+  fs::create_directory_symlink(snapshot, dir_ / "named");  // a path that the user gives may be a link
+  EXPECT_EQ(read_all(InputFile::open_beneath(dir_ / "named", "a")), "data");
+
+  int number = 0;
+  for (const char* target :
+       {"../../../blobs/abc", "../blobs/abc", "../../blobs/../blobs/abc", "../../blobs/.hidden",
+        "../../blobs/", "../../../other/secret", "../../refs/main", "sub/a", "a", "/etc/passwd"})
+    expect_error(ErrorCode::bad_input, "is a link, and below a model directory only",
+                 [&] { link(snapshot / std::to_string(number++), target); });
+  expect_error(ErrorCode::bad_input, "does not exist", [&] { link(snapshot / "gone", "../../blobs/gone"); });
+  fs::create_symlink("../../other/secret", repository / "blobs/indirect");
+  expect_error(ErrorCode::bad_input, "is a link to a link",
+               [&] { link(snapshot / "x", "../../blobs/indirect"); });
+  // No snapshot of a cache.
+  expect_error(ErrorCode::bad_input, "is a link",
+               [&] { link(hub / "other/snapshots/r1/a", "../../blobs/abc"); });
+  expect_error(ErrorCode::bad_input, "is a link", [&] { link(repository / "blobs/a", "../../blobs/abc"); });
+}
+
 TEST_F(Input, beneath_takes_one_component_and_no_link) {
   std::filesystem::create_directory(dir_ / "model");
   write_file(dir_ / "secret", "secret");
@@ -233,7 +269,7 @@ TEST_F(Input, beneath_takes_one_component_and_no_link) {
     expect_error(ErrorCode::bad_input, "is not the name of a file within directory",
                  [&] { InputFile::open_beneath(dir_ / "model", name); });
   for (const char* name : {"link", "inner"})
-    expect_error(ErrorCode::bad_input, "links are not followed below a model directory",
+    expect_error(ErrorCode::bad_input, "is a link, and below a model directory only",
                  [&] { InputFile::open_beneath(dir_ / "model", name); });
   expect_error(ErrorCode::bad_input, "model/gone\" does not exist",
                [&] { InputFile::open_beneath(dir_ / "model", "gone"); });

@@ -97,6 +97,7 @@ class Quantizer {
   };
 
   void plan();
+  void refuse_adapter() const;
   void refuse_quantized() const;
   void select();
   void keep_dense(Item& item, const std::string& reason);
@@ -148,6 +149,21 @@ std::string name_list(const std::vector<std::string>& names) {
 }
 
 // ---- The plan
+
+// Adapters of PEFT are small, and their readers do not look for quantized ones.
+void Quantizer::refuse_adapter() const {
+  constexpr std::string_view kPrefix = "base_model.model.";  // of every tensor that PEFT saves
+  const auto own = std::ranges::find_if(input_.tensors,
+                                        [&](const auto& tensor) { return tensor.name.starts_with(kPrefix); });
+  const bool is_adapter = own != input_.tensors.end();
+  HALFBYTE_CHECK(
+      !input_.has_adapter_config && !is_adapter, bad_input,
+      "\"{}\" is an adapter of PEFT ({}), not a model: merge it into the dense model that it was trained on "
+      "(merge_and_unload, then save_pretrained) and quantize that, or quantize that model alone and load the "
+      "adapter beside it",
+      printable(input_.path),
+      is_adapter ? fmt::format("tensor \"{}\"", printable(own->name)) : "adapter_config.json");
+}
 
 // Quantizing what was quantized before measures its error against the wrong weights.
 void Quantizer::refuse_quantized() const {
@@ -237,6 +253,7 @@ void Quantizer::plan() {
   check_device(options_.device);
   // Wrong options are reported even where nothing would be quantized.
   resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16));
+  refuse_adapter();
   refuse_quantized();
   select();
   std::vector<std::string> not_held;

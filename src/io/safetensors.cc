@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/checks.h"
+#include "io/container.h"
 
 namespace halfbyte::io {
 namespace {
@@ -385,6 +386,9 @@ SafetensorsHeader read_safetensors_header(const InputFile& input, const std::str
   input.read(0, raw);
   uint64_t length = 0;
   for (size_t i = 0; i < kLengthBytes; ++i) length |= static_cast<uint64_t>(raw[i]) << (8 * i);
+  if (length > kMaxHeaderBytes)
+    if (const Container* other = container_of_bytes({reinterpret_cast<const char*>(raw.data()), raw.size()}))
+      HALFBYTE_FAIL(bad_input, "{} is {}, not a safetensors file: {}", where, other->what, other->advice);
   check_length(length, input.size(), where);  // before memory for it is allocated
   std::string json(length, '\0');
   input.read(kLengthBytes, std::as_writable_bytes(std::span(json)));
