@@ -350,6 +350,126 @@ def test_other_links_are_refused(halfbyte, hub, tmp_path):
     assert "give a directory in its snapshots/" in message
 
 
+# Modules of MLX that leave something to its defaults
+
+
+def test_mlx_defaults(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4")
+    halfbyte("dequantize", tmp_path / "mlx", "-o", tmp_path / "dense")
+    expected = (tmp_path / "dense" / "model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    module = {"group_size": None, "bits": 4}
+    for number, quantization in enumerate(
+        [
+            {"group_size": None, "bits": 4, "mode": "affine"},
+            {"group_size": 64, "bits": None},
+            {"bits": 4},
+            {"group_size": 32, "bits": 8}
+            | {f"model.layers.{i}.{name}": module for i in range(4) for name in MODULES},
+        ]
+    ):
+        config["quantization"] = quantization
+        (tmp_path / "mlx" / "config.json").write_text(json.dumps(config))
+        out = tmp_path / f"out{number}"
+        halfbyte("dequantize", tmp_path / "mlx", "-o", out)
+        assert (out / "model.safetensors").read_bytes() == expected
+    config["quantization"] = {"group_size": None, "bits": 8}
+    (tmp_path / "mlx" / "config.json").write_text(json.dumps(config))
+    assert "does not fit" in halfbyte("inspect", tmp_path / "mlx", expect=BAD_INPUT).stderr
+
+
+MODULES = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+
+
+# What compressed-tensors packs with other numbers of bits
+
+
+def pack(codes, bits, axis=1):
+    """Unsigned codes [rows, cols] as a bit stream in words along an axis, as compressed-tensors 0.18 packs them."""
+    codes = codes.T if axis == 0 else codes
+    stream = (codes[:, :, None] >> np.arange(bits)) & 1
+    stream = stream.reshape(codes.shape[0], -1)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32))).reshape(codes.shape[0], -1, 32)
+    words = (stream.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+    return np.ascontiguousarray(words.T if axis == 0 else words)
+
+
+def test_pack_is_that_of_compressed_tensors():
+    """The words that compressed-tensors makes of 0..7 repeated, minus 4, in 3 bits."""
+    words = pack(np.arange(32)[None] % 8, 3)[0]
+    assert [f"{word:08x}" for word in words.view(np.uint32)] == ["88fac688", "c688fac6", "fac688fa"]
+
+
+def packed_weight(rng, name, rows, cols, bits, strategy, symmetric=True):
+    """Its tensors, its dense values in f32, and its weights in the config."""
+    codes = rng.integers(0, 2**bits, (rows, cols))
+    groups = {"group": cols // 32, "channel": 1, "tensor": 1}[strategy]
+    shape = (1,) if strategy == "tensor" else (rows, groups)
+    scales = rng.standard_normal(shape).astype(np.float32)
+    zeros = np.full((rows, groups), 2 ** (bits - 1))
+    tensors = {
+        f"{name}.weight_packed": st.Tensor("I32", pack(codes, bits)),
+        f"{name}.weight_scale": st.Tensor("F32", scales),
+        f"{name}.weight_shape": st.Tensor("I64", np.array([rows, cols])),
+    }
+    if not symmetric:
+        zeros = rng.integers(0, 2**bits, (rows, groups))
+        tensors[f"{name}.weight_zero_point"] = st.Tensor("I32", pack(zeros, bits, axis=0))
+    wide = np.repeat(np.broadcast_to(scales, (rows, groups)), cols // groups, 1)
+    values = (codes - np.repeat(zeros, cols // groups, 1)).astype(np.float32) * wide
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    return tensors, values, weights | {"group_size": 32 if strategy == "group" else None}
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_compressed_tensors_of_any_bits(halfbyte, tmp_path, with_config):
+    """Several groups with schemes of their own in one file."""
+    rng = np.random.default_rng(3)
+    tensors, expected, groups = {}, {}, []
+    for bits in (2, 3, 4, 5, 6, 8):
+        for strategy, symmetric in [("group", True), ("group", False), ("channel", False), ("tensor", True)]:
+            name = f"model.layers.{bits}.{strategy}{int(symmetric)}_proj"
+            rows = 2400 if (bits, strategy, symmetric) == (3, "group", False) else 70  # more than a block of rows
+            own, values, weights = packed_weight(rng, name, rows, 256, bits, strategy, symmetric)
+            tensors |= own
+            expected[f"{name}.weight"] = values
+            groups.append(("pack-quantized", weights, None))
+    path = write_model(tmp_path / "in", tensors, compressed(*groups) if with_config else {})
+    document = inspect(halfbyte, path)
+    assert document["num_quantized"] == len(expected) and document["foreign"] == []
+    specs = {weight["name"]: weight["spec"] for weight in document["weights"]}
+    assert specs["model.layers.3.group0_proj.weight"]["format"] == "int3"
+    assert specs["model.layers.5.tensor1_proj.weight"]["granularity"] == "tensor"
+    halfbyte("dequantize", path, "-o", tmp_path / "out")
+    decoded = st.read(tmp_path / "out" / "model.safetensors")[0]
+    assert set(decoded) == set(expected)
+    for name, values in expected.items():
+        assert np.array_equal(decoded[name].data, values), name
+
+
+def test_compressed_tensors_that_are_not_read(halfbyte, tmp_path):
+    rng = np.random.default_rng(4)
+
+    def refused(name, tensors, config):
+        path = write_model(tmp_path / name, tensors, config)
+        return halfbyte("inspect", path, expect=BAD_INPUT).stderr
+
+    tensors, _, weights = packed_weight(rng, "a", 8, 256, 7, "channel")
+    config = compressed(("pack-quantized", weights, None))
+    assert "config.json has weights of 7 bits, which halfbyte does not read" in refused("seven", tensors, config)
+    assert "has codes of 7 bits" in refused("seven_alone", tensors, {})
+    # Ten codes of 3 bits in a word.
+    tensors, _, weights = packed_weight(rng, "a", 8, 256, 3, "channel")
+    config = compressed(("pack-quantized", weights, None))
+    old = tensors | {"a.weight_packed": zeros("I32", 8, 26)}
+    assert "10 codes of 3 bits in a word, as old versions" in refused("old", old, config)
+    config = compressed(("pack-quantized", weights | {"num_bits": 4}, None))
+    assert "24 words for 256 columns are not codes of 4 bits" in refused("other", tensors, config)
+    tensors, _, weights = packed_weight(rng, "a", 8, 256, 4, "tensor")
+    tensors["a.weight_zero_point"] = zeros("I32", 1, 1)
+    assert "a zero point of the whole tensor is not supported" in refused("tensor", tensors, {})
+
+
 # Other containers, adapters
 
 CONTAINERS = {

@@ -1,5 +1,6 @@
 #include "io/config.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "core/words.h"
@@ -67,16 +68,21 @@ Json halfbyte_entry(const QuantSpec& spec) {
   return entry;
 }
 
+// What is missing or null has the default of MLX for its affine mode.
 MlxGrid mlx_grid(const nlohmann::json& object, const std::string& what) {
-  const int64_t bits = json_integer(object, "bits", what);
+  const auto value = [&](const char* key, int64_t otherwise) {
+    const auto member = object.find(key);
+    return member == object.end() || member->is_null() ? otherwise : json_integer(object, key, what);
+  };
+  const int64_t bits = value("bits", 4);
   HALFBYTE_CHECK(bits >= 1 && bits <= 8, bad_input, "{}: \"bits\" must be within [1, 8], got {}", what, bits);
-  return {static_cast<int>(bits), json_integer(object, "group_size", what)};
+  return {static_cast<int>(bits), value("group_size", 64)};
 }
 
 MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& what) {
   MlxGrids grids;
   if (!quantization.is_object()) return grids;
-  if (quantization.contains("bits") && quantization.contains("group_size"))
+  if (quantization.contains("bits") || quantization.contains("group_size"))
     grids.all = mlx_grid(quantization, what);
   for (const auto& [module, value] : quantization.items())
     if (value.is_object()) grids.modules[module] = mlx_grid(value, what + " of module \"" + module + "\"");
@@ -114,6 +120,27 @@ MlxGrids mlx_grids_of_config(const std::string& config) {
 MlxGrids mlx_grids(const std::string& quantization) {
   const std::string what = "__metadata__: quantization";
   return mlx_grids_of(parse_json<nlohmann::json>(quantization, what), what);
+}
+
+std::vector<int> compressed_tensors_bits(const std::string& config) {
+  const auto json = parse_json<nlohmann::json>(config, kName);
+  std::vector<int> bits;
+  for (const auto& pointer : {"/quantization_config/config_groups", "/compression_config/config_groups",
+                              "/text_config/quantization_config/config_groups"}) {
+    const nlohmann::json::json_pointer place(pointer);
+    if (!json.contains(place) || !json[place].is_object()) continue;
+    for (const auto& group : json[place]) {
+      const nlohmann::json::json_pointer weights("/weights/num_bits"), type("/weights/type");
+      if (!group.contains(weights) || !group[weights].is_number_integer()) continue;
+      if (group.contains(type) && group[type] != "int") continue;
+      const auto value = group[weights].get<int64_t>();
+      if (value < 1 || value > 8) continue;  // those are not packed
+      bits.push_back(static_cast<int>(value));
+    }
+  }
+  std::ranges::sort(bits);
+  bits.erase(std::unique(bits.begin(), bits.end()), bits.end());
+  return bits;
 }
 
 std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dump(); }

@@ -38,6 +38,10 @@ MlxGrids mlx_grids(const std::string& quantization);
 // That object for `spec`.
 std::string mlx_quantization(const QuantSpec& spec);
 
+// The "num_bits" of integer weights in the "config_groups" of compressed-tensors, within [1, 8], each once,
+// ascending.
+std::vector<int> compressed_tensors_bits(const std::string& config);
+
 struct ModelQuantization {
   Layout layout;
   QuantSpec spec;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "core/format.h"
 #include "core/words.h"
@@ -33,8 +34,13 @@ bool packs_zeros(const QuantizedWeight& weight) {
   return layout_info(weight.layout).packs_zeros && has_zeros(weight.spec);
 }
 
-// Zero points in a word: 8 or 4.
-int64_t zeros_per_word(const QuantizedWeight& weight) { return 8 * kWordBytes / bits_of(weight); }
+// Rows of which the zero points fill whole words.
+int64_t zeros_unit(const QuantizedWeight& weight) {
+  return std::max(
+      8, 8 * static_cast<int>(kWordBytes) / std::gcd(8 * static_cast<int>(kWordBytes), bits_of(weight)));
+}
+// Words for the zero points of so many rows, in one group.
+int64_t zero_words(int64_t rows, int bits) { return (rows * bits + 8 * kWordBytes - 1) / (8 * kWordBytes); }
 
 int64_t stored_row_bytes(const QuantizedWeight& weight, const QuantShape& shape) {
   return round_up(shape.row_bytes, layout_info(weight.layout).row_align_bytes);
@@ -65,26 +71,40 @@ void replace_zero_scales(std::byte* scales, int64_t count, DType dtype) {
       formats::store_scale(scales, i, epsilon(dtype), type);
 }
 
-// zeros [rows, groups] of bytes -> words [ceil(rows / per_word), groups], and back.
+// zeros [rows, groups] of bytes -> words [ceil(rows * bits / 32), groups], and back: a bit stream for each
+// group.
 void pack_zeros(const uint8_t* zeros, int64_t rows, int64_t groups, int bits, std::byte* stored) {
-  const int64_t per_word = 8 * kWordBytes / bits;
-  for (int64_t first = 0; first < rows; first += per_word)
-    for (int64_t group = 0; group < groups; ++group) {
-      uint32_t word = 0;
-      for (int64_t i = 0; i < std::min(per_word, rows - first); ++i)
-        word |= static_cast<uint32_t>(zeros[(first + i) * groups + group]) << (i * bits);
-      std::memcpy(stored + (first / per_word * groups + group) * kWordBytes, &word, kWordBytes);
+  const int64_t num_words = zero_words(rows, bits);
+  for (int64_t group = 0; group < groups; ++group) {
+    uint64_t pending = 0;  // bits that are not yet in a word
+    int num_pending = 0;
+    for (int64_t word = 0, row = 0; word < num_words; ++word) {
+      for (; num_pending < 32 && row < rows; ++row, num_pending += bits)
+        pending |= uint64_t{zeros[row * groups + group]} << num_pending;
+      const auto value = static_cast<uint32_t>(pending);
+      std::memcpy(stored + (word * groups + group) * kWordBytes, &value, kWordBytes);
+      pending >>= 32;
+      num_pending -= 32;
     }
+  }
 }
 void unpack_zeros(const std::byte* stored, int64_t rows, int64_t groups, int bits, uint8_t* zeros) {
-  const int64_t per_word = 8 * kWordBytes / bits;
-  const uint32_t mask = (1u << bits) - 1;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t group = 0; group < groups; ++group) {
-      uint32_t word;
-      std::memcpy(&word, stored + (row / per_word * groups + group) * kWordBytes, kWordBytes);
-      zeros[row * groups + group] = static_cast<uint8_t>(word >> (row % per_word * bits) & mask);
+  const uint64_t mask = (1u << bits) - 1;
+  for (int64_t group = 0; group < groups; ++group) {
+    uint64_t pending = 0;
+    int num_pending = 0;
+    for (int64_t word = 0, row = 0; row < rows; ++row) {
+      if (num_pending < bits) {
+        uint32_t value;
+        std::memcpy(&value, stored + (word++ * groups + group) * kWordBytes, kWordBytes);
+        pending |= uint64_t{value} << num_pending;
+        num_pending += 32;
+      }
+      zeros[row * groups + group] = static_cast<uint8_t>(pending & mask);
+      pending >>= bits;
+      num_pending -= bits;
     }
+  }
 }
 
 void swap_nibbles(const std::byte* from, std::byte* to, int64_t num_bytes) {
@@ -197,8 +217,8 @@ Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_eleme
     block.cols = block.count;
     block.first_group = block.begin / weight.spec.group_size;
   } else {
-    // Words of zero points hold up to 8 rows of one matrix.
-    const int64_t unit = packs_zeros(weight) ? 8 : 1;
+    // Words of zero points hold rows of one matrix.
+    const int64_t unit = packs_zeros(weight) ? zeros_unit(weight) : 1;
     const int64_t matrix_rows = packs_zeros(weight) ? rows_per_matrix(weight) : num_rows;
     const int64_t row = element / cols;
     const int64_t matrix = row / matrix_rows * matrix_rows;
@@ -224,11 +244,12 @@ StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role
     offset = block.first_row * stored_row_bytes(weight, block.shape);
     num_bytes = block.rows * stored_row_bytes(weight, block.shape);
   } else if (role == Role::zeros && packs_zeros(weight)) {
-    const int64_t matrix_rows = rows_per_matrix(weight), per_word = zeros_per_word(weight);
-    const int64_t word_rows = block.first_row / matrix_rows * (round_up(matrix_rows, per_word) / per_word) +
-                              block.first_row % matrix_rows / per_word;
+    const int64_t matrix_rows = rows_per_matrix(weight);
+    const int bits = bits_of(weight);
+    const int64_t word_rows = block.first_row / matrix_rows * zero_words(matrix_rows, bits) +
+                              zero_words(block.first_row % matrix_rows, bits);
     offset = word_rows * block.shape.groups_per_row * kWordBytes;
-    num_bytes = round_up(block.rows, per_word) / per_word * block.shape.groups_per_row * kWordBytes;
+    num_bytes = zero_words(block.rows, bits) * block.shape.groups_per_row * kWordBytes;
   } else {
     const int64_t size = role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype);
     offset = block.first_group * size;

@@ -1,9 +1,12 @@
 // The pack-quantized format of compressed-tensors: codes in words of 32 bits along the rows, zero points in
 // such words along the columns.
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/checks.h"
 #include "io/checkpoint.h"
+#include "io/config.h"
 #include "io/safetensors.h"
 
 namespace halfbyte::io {
@@ -17,10 +20,12 @@ std::vector<Part> parts(const QuantizedWeight& weight) {
   const int bits = info(weight.spec.format).bits;
   const std::vector<int64_t>& shape = weight.shape;
   const int64_t groups = weight.quant_shape().groups_per_row;
+  const bool one_scale = weight.spec.granularity == Granularity::tensor;
   const std::string& name = weight.name;
   std::vector<Part> parts = {
       {Role::codes, name + "_packed", "I32", with_last(shape, words(shape.back(), bits))},
-      {Role::scales, name + "_scale", dtype_to_safetensors(weight.dtype), with_last(shape, groups)},
+      {Role::scales, name + "_scale", dtype_to_safetensors(weight.dtype),
+       one_scale ? std::vector<int64_t>{1} : with_last(shape, groups)},
       {Role::constant,
        name + "_shape",
        "I64",
@@ -42,8 +47,60 @@ const StoredTensor& required(const Checkpoint::Impl& checkpoint, const std::stri
   return *tensor;
 }
 
-// The tensors tell everything but the scale rule, which decoding does not need.
-QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTensor& packed) {
+// The number of bits: one that the config has, or the tensors tell where it does not say. Rows of 32 columns
+// or more have as many words as bits for each 32 of them.
+int read_bits(const StoredTensor& packed, int64_t cols, const std::vector<int>& of_config) {
+  constexpr int kRead[] = {2, 3, 4, 5, 6, 8};
+  const std::string name = printable(packed.name);
+  const int64_t num_words = packed.shape.empty() ? 0 : packed.shape.back();
+  // Packed without gaps; and in whole codes to a word, as compressed-tensors did it first.
+  const auto fits = [&](int bits) { return num_words == words(cols, bits); };
+  const auto fits_gaps = [&](int bits) { return num_words == (cols + 32 / bits - 1) / (32 / bits); };
+  const auto is_read = [&](int bits) { return std::ranges::find(kRead, bits) != std::end(kRead); };
+  for (const int bits : of_config) {
+    HALFBYTE_CHECK(is_read(bits) || !(fits(bits) || fits_gaps(bits)), bad_input,
+                   "tensor \"{}\": config.json has weights of {} bits, which halfbyte does not read", name,
+                   bits);
+    const bool has_gaps = 32 % bits != 0 && fits_gaps(bits) && num_words > 1;
+    HALFBYTE_CHECK(!has_gaps || !fits(bits), bad_input,
+                   "tensor \"{}\": {} words for {} columns of {} bits may be packed in two ways", name,
+                   num_words, cols, bits);
+    HALFBYTE_CHECK(
+        !has_gaps || std::ranges::any_of(of_config, fits), bad_input,
+        "tensor \"{}\": has {} codes of {} bits in a word, as old versions of compressed-tensors packed "
+        "them: save the model again with a newer one",
+        name, 32 / bits, bits);
+  }
+  std::vector<int> found;
+  const auto find_in = [&](std::span<const int> list) {
+    std::ranges::copy_if(list, std::back_inserter(found), fits);
+  };
+  if (!of_config.empty()) {
+    find_in(of_config);
+  } else {
+    // In short rows, what halfbyte writes is preferred to what only others do.
+    find_in(std::array{4, 8});
+    if (found.empty()) find_in(kRead);
+    HALFBYTE_CHECK(!found.empty() || !fits(7), bad_input,
+                   "tensor \"{}\": has codes of 7 bits, which halfbyte does not read", name);
+  }
+  if (cols == 0) return found.empty() ? 4 : found.front();
+  HALFBYTE_CHECK(found.size() == 1, bad_input,
+                 "tensor \"{}\": {} words for {} columns are not codes of {} bits{}", name, num_words, cols,
+                 fmt::join(of_config.empty() ? std::span<const int>(kRead) : of_config, " or "),
+                 found.empty() ? "" : fmt::format(", but may be of {}", fmt::join(found, " or ")));
+  return found.front();
+}
+
+Format integer_format(int bits) {
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::integer && format.bits == bits) return format.format;
+  HALFBYTE_FAIL(bug, "no integers of {} bits", bits);
+}
+
+// The tensors tell everything else but the scale rule, which decoding does not need.
+QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTensor& packed,
+                            const std::vector<int>& bits_of_config) {
   QuantizedWeight weight;
   weight.layout = Layout::compressed_tensors;
   weight.name = packed.name.substr(0, packed.name.size() - kPacked.size());
@@ -57,7 +114,7 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
   weight.shape.resize(shape.num_bytes / sizeof(int64_t));
   checkpoint.read(shape, 0, std::as_writable_bytes(std::span(weight.shape)));
   const int64_t cols = weight.shape.back();
-  HALFBYTE_CHECK(cols >= 0 && cols < INT64_MAX / 8, bad_input, "tensor \"{}\" says {} columns",
+  HALFBYTE_CHECK(cols >= 0 && cols < INT64_MAX / 16, bad_input, "tensor \"{}\" says {} columns",
                  printable(shape.name), cols);
 
   const auto dtype = dtype_from_safetensors(scale.dtype);
@@ -65,17 +122,18 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
                  "tensor \"{}\" must be F32, F16 or BF16, got {}", printable(scale.name), scale.dtype);
   weight.dtype = weight.spec.scale_dtype = *dtype;
 
-  const int64_t num_words = packed.shape.empty() ? 0 : packed.shape.back();
-  const bool is_int4 = num_words == words(cols, 4), is_int8 = num_words == words(cols, 8);
-  HALFBYTE_CHECK(is_int4 != is_int8 || cols == 0, bad_input,
-                 "tensor \"{}\": {} words for {} columns are neither 4 nor 8 bits each, or both",
-                 printable(packed.name), num_words, cols);
-  weight.spec.format = is_int4 ? Format::int4 : Format::int8;
+  weight.spec.format = integer_format(read_bits(packed, cols, bits_of_config));
   weight.spec.asymmetric = checkpoint.find(weight.name + "_zero_point") != nullptr;
   weight.spec.scale_rule = weight.spec.asymmetric ? ScaleRule::minmax : ScaleRule::half_range;
 
   const int64_t groups = scale.shape.empty() ? 0 : scale.shape.back();
   weight.spec.granularity = groups == 1 ? Granularity::channel : Granularity::group;
+  if (groups == 1 && scale.shape.size() == 1) {
+    weight.spec.granularity = Granularity::tensor;
+    HALFBYTE_CHECK(!weight.spec.asymmetric, bad_input,
+                   "tensor \"{}_zero_point\": a zero point of the whole tensor is not supported",
+                   printable(weight.name));
+  }
   if (groups > 1) {
     HALFBYTE_CHECK(cols % groups == 0 && cols > 0, bad_input,
                    "tensor \"{}\": {} columns do not divide into {} groups", printable(scale.name), cols,
@@ -85,10 +143,22 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
   return weight;
 }
 
+std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
+  if (checkpoint.config.empty()) return {};
+  try {
+    return compressed_tensors_bits(checkpoint.config);
+  } catch (const Error&) {
+    return {};  // the tensors tell; whoever writes a checkpoint parses it again, and says so
+  }
+}
+
 void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found) {
-  for (const StoredTensor& tensor : checkpoint.tensors)  // other formats pack into U8
-    if (tensor.name.ends_with(kPacked) && tensor.dtype == "I32")
-      found.push_back(read_weight(checkpoint, tensor));
+  std::optional<std::vector<int>> bits;  // of the config; read where it is needed
+  for (const StoredTensor& tensor : checkpoint.tensors) {
+    if (!tensor.name.ends_with(kPacked) || tensor.dtype != "I32") continue;  // other formats pack into U8
+    if (!bits) bits = bits_of_config(checkpoint);
+    found.push_back(read_weight(checkpoint, tensor, *bits));
+  }
 }
 
 }  // namespace
