@@ -22,6 +22,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   DequantizeOptions options;
   if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
   options.dry_run = arguments.destination.dry_run;
+  options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
   options.force = force;
   options.num_threads = arguments.compute.num_threads;
   const DeviceChoice device = select_device(arguments.compute.device, arguments.input);

@@ -76,6 +76,10 @@ void add_report_options(CLI::App& app, Command& command) {
 void add_destination_options(CLI::App& app, Destination& destination) {
   app.add_option("-o,--output", destination.path, "The file or directory to write")->option_text("OUT");
   app.add_flag("--dry-run", destination.dry_run, "Only report what would happen; needs no -o");
+  app.add_option(
+         "--shard-size", destination.shard_size,
+         "Of a directory: at most so many bytes in a file, such as 5GB or 512MiB (default: the files of IN)")
+      ->option_text("SIZE");
 }
 
 void check_destination(const Destination& destination) {
@@ -115,6 +119,32 @@ void check_cpu(const std::string& word, const std::string& command) {
   const std::optional<Device> device = parse_device_option(word);
   if (device && device->kind != DeviceKind::cpu)
     throw Error(ErrorCode::device, fmt::format("--device {}: {} runs on the CPU only", word, command));
+}
+
+uint64_t parse_shard_size(const std::string& text) {
+  if (text.empty()) return 0;
+  struct Unit {
+    std::string_view word;
+    uint64_t num_bytes;
+  };
+  constexpr Unit kUnits[] = {{"", 1},
+                             {"KB", 1'000},
+                             {"MB", 1'000'000},
+                             {"GB", 1'000'000'000},
+                             {"KiB", uint64_t{1} << 10},
+                             {"MiB", uint64_t{1} << 20},
+                             {"GiB", uint64_t{1} << 30}};
+  const char* const last = text.data() + text.size();
+  uint64_t count = 0;
+  const auto [end, error] = std::from_chars(text.data(), last, count);
+  const auto* unit = std::ranges::find(kUnits, std::string_view(end, last), &Unit::word);
+  if (error != std::errc() || unit == std::end(kUnits) || count == 0 || count > INT64_MAX / unit->num_bytes)
+    throw Error(
+        ErrorCode::usage,
+        fmt::format(
+            "--shard-size: expected a number above 0 with KB, MB, GB, KiB, MiB, GiB or no unit, got '{}'",
+            printable(text)));
+  return count * unit->num_bytes;
 }
 
 GroupSize parse_group_size(const std::string& text) {

@@ -13,11 +13,13 @@ namespace halfbyte::cli {
 void add_report_options(CLI::App& app, Command& command);
 
 struct Destination {
-  std::string path;
+  std::string path, shard_size;
   bool dry_run = false;
 };
-// -o and --dry-run.
+// -o, --dry-run and --shard-size.
 void add_destination_options(CLI::App& app, Destination& destination);
+// Bytes of --shard-size; 0 where it is not given. Error(usage) for what is no size.
+uint64_t parse_shard_size(const std::string& text);
 // Called when all is parsed: only a dry run needs no -o.
 void check_destination(const Destination& destination);
 

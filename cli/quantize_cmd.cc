@@ -62,6 +62,7 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   options.exclude = arguments.exclude;
   options.fallback_dense = arguments.fallback == "dense";
   options.dry_run = arguments.destination.dry_run;
+  options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
   options.verify = !arguments.no_verify;
   options.force = force;
   options.num_threads = arguments.compute.num_threads;

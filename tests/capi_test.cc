@@ -131,8 +131,8 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(checkpoint_info, num_weights);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, bits_per_weight);
-  EXPECT_NO_TAIL(quantize_options, table);
-  EXPECT_NO_TAIL(dequantize_options, user_data);
+  EXPECT_NO_TAIL(quantize_options, shard_bytes);
+  EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(report_info, verify_seconds);
   EXPECT_NO_TAIL(weight_report, snr_db);
   EXPECT_NO_TAIL(compare_options, user_data);
@@ -1418,6 +1418,11 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_GT(info.num_copied_files, 0);
   EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);
   EXPECT_EQ(halfbyte_report_copied_file(report, info.num_copied_files), nullptr);
+  auto sharded = INITIALISED(quantize_options);
+  sharded.shard_bytes = 1 << 20;
+  const std::string shards = directory / "shards";
+  EXPECT_OK(halfbyte_quantize_checkpoint(kModel.c_str(), shards.c_str(), &sharded, nullptr));
+  EXPECT_TRUE(std::filesystem::exists(shards + "/model.safetensors.index.json"));
   EXPECT_EQ(halfbyte_report_skipped_file(report, info.num_skipped_files), nullptr);
   bool saw_excluded = false;
   for (int64_t i = 0; i < info.num_weights; ++i) {

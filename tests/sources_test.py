@@ -513,3 +513,56 @@ def test_adapters_are_refused(halfbyte, tmp_path):
     # A model with an adapter beside it is a model.
     st.write(path / "model.safetensors", {"model.layers.0.self_attn.q_proj.weight": dense()})
     halfbyte("quantize", path, "-o", tmp_path / "out")
+
+
+# --shard-size
+
+
+def shards_of(path):
+    return sorted(file.name for file in path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("arguments", [("quantize", "--format", "nf4"), ("quantize", "--format", "affine4")])
+def test_shard_size(halfbyte, tmp_path, arguments):
+    command, *options = arguments
+    limit = 300_000
+    halfbyte(command, TINY_LLAMA, "-o", tmp_path / "one", *options)
+    halfbyte(command, TINY_LLAMA, "-o", tmp_path / "many", *options, "--shard-size", "300KB")
+    one, metadata = st.read_directory(tmp_path / "one")
+    many, first_metadata = st.read_directory(tmp_path / "many")  # checks the index, and its total
+    assert set(one) == set(many) and first_metadata.items() <= metadata.items()
+    for name, tensor in one.items():
+        assert tensor.dtype == many[name].dtype and np.array_equal(tensor.data, many[name].data), name
+    files = shards_of(tmp_path / "many")
+    assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    sizes = [sum(t.data.nbytes for t in st.read(tmp_path / "many" / file)[0].values()) for file in files]
+    assert max(sizes) <= limit and all(a + b > limit for a, b in zip(sizes, sizes[1:]))
+    # A weight and its scales lie in one file.
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())["weight_map"]
+    module = "model.layers.2.mlp.up_proj."
+    assert len({file for name, file in index.items() if name.startswith(module)}) == 1
+    # And back into one.
+    dense = ("--shard-size", "1GiB")
+    halfbyte("dequantize", tmp_path / "many", "-o", tmp_path / "dense", *dense)
+    assert shards_of(tmp_path / "dense") == ["model.safetensors"]
+    assert not (tmp_path / "dense" / "model.safetensors.index.json").exists()
+    halfbyte("dequantize", tmp_path / "one", "-o", tmp_path / "plain")
+    expected = (tmp_path / "plain" / "model.safetensors").read_bytes()
+    assert (tmp_path / "dense" / "model.safetensors").read_bytes() == expected
+    halfbyte("dequantize", tmp_path / "one", "-o", tmp_path / "dense_shards", "--shard-size", "1MB")
+    assert len(shards_of(tmp_path / "dense_shards")) == 8
+    assert set(st.read_directory(tmp_path / "dense_shards")[0]) == set(st.read_directory(tmp_path / "plain")[0])
+
+
+def test_shard_size_below_a_tensor(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "out", "--shard-size", "1")
+    assert len(shards_of(tmp_path / "out")) == len(inspect(halfbyte, TINY_LLAMA)["weights"])
+
+
+def test_wrong_shard_sizes(halfbyte, tmp_path):
+    for size in ("0", "5TB", "GB", "-1", "1.5GB", "5 GB", "99999999999GB", "5gb"):
+        arguments = ("quantize", TINY_LLAMA, "-o", tmp_path / "out", f"--shard-size={size}")
+        assert "--shard-size: expected a number above 0" in halfbyte(*arguments, expect=2).stderr
+    file = TINY_LLAMA / "model.safetensors"
+    message = halfbyte("quantize", file, "-o", tmp_path / "out", "--shard-size", "1MB", expect=2).stderr
+    assert "shard size 1000000" in message and "is a single file" in message

@@ -122,6 +122,10 @@ struct QuantizeOptions {
   bool dry_run = false;         // plan and report only
   bool verify = true;
   bool force = false;  // replace an existing output
+  // Of a directory: the output has files of at most so many bytes of tensors, but for a larger tensor with
+  // what belongs to it; 0: the files of the input. What is known only after quantizing (a weight that stays
+  // dense by its values, scales in f32) can make a file larger.
+  uint64_t shard_bytes = 0;
   // The device that computes. Every device gives the same bytes. Throws Error(device) if it cannot be used,
   // or if its memory is too small even for small blocks; nothing falls back. Verification always runs on the
   // CPU.
@@ -175,7 +179,8 @@ struct DequantizeOptions {
   std::optional<DType> dtype;  // f32, f16, bf16; default: the dtype that each weight had before
   bool dry_run = false;
   bool force = false;
-  Device device;  // as above
+  uint64_t shard_bytes = 0;  // as above
+  Device device;             // as above
   int num_threads = 0;
   ProgressFunction progress;
 };

@@ -1010,7 +1010,8 @@ typedef struct halfbyte_quantize_options {
   int64_t num_threads;                 /* of the CPU; 0: all */
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
-  float table[16]; /* lut4 */
+  float table[16];      /* lut4 */
+  uint64_t shard_bytes; /* of a directory: at most so many in an output file; 0: the files of the input */
 } halfbyte_quantize_options;
 HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options,
                                                             size_t struct_size);
@@ -1024,6 +1025,7 @@ typedef struct halfbyte_dequantize_options {
   int64_t num_threads;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
+  uint64_t shard_bytes; /* as above */
 } halfbyte_dequantize_options;
 HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options,
                                                               size_t struct_size);

@@ -96,6 +96,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.fallback_dense = flag_of(c.fallback_dense, "options.fallback_dense");
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
   options.verify = flag_of(c.verify, "options.verify");
+  options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
   options.device = from_dlpack(c.device, "options.device");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
@@ -115,6 +116,7 @@ DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
   DequantizeOptions options;
   options.dtype = optional_of(c.dtype, DType::u4, "options.dtype");
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
+  options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
   options.device = from_dlpack(c.device, "options.device");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");

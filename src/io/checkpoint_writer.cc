@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "core/checks.h"
 #include "io/container.h"
@@ -16,6 +17,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kModelFile = "model.safetensors";
 // Weights, in other forms too.
 bool is_skipped_file(const std::string& name) {
   return name.ends_with(".safetensors") || container_of_name(name) != nullptr;
@@ -95,8 +97,41 @@ void set_metadata(Metadata& metadata, const std::string& key, const std::string&
   metadata.emplace_back(key, value);
 }
 
-CheckpointWriter::CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force)
-    : input_(input), output_(output), force_(force) {
+OutputFiles output_files(const Checkpoint::Impl& input, std::span<const uint64_t> num_bytes,
+                         uint64_t shard_bytes) {
+  OutputFiles files;
+  std::vector<std::vector<size_t>> of_input(input.files.size());
+  for (size_t i = 0; i < input.weights.size(); ++i) of_input[input.file_index(input.weights[i])].push_back(i);
+  if (shard_bytes == 0) {
+    for (const auto& file : input.files) files.names.push_back(file.name);
+    files.weights = std::move(of_input);
+    files.has_index = !input.index.empty();
+    return files;
+  }
+  HALFBYTE_CHECK(input.is_directory, usage,
+                 "shard size {}: \"{}\" is a single file, and so is its output: only directories have shards",
+                 shard_bytes, printable(input.path));
+  uint64_t sum = 0;
+  for (const auto& weights : of_input)
+    for (const size_t i : weights) {
+      if (files.weights.empty() || (sum > 0 && num_bytes[i] > shard_bytes - std::min(sum, shard_bytes))) {
+        files.weights.emplace_back();
+        sum = 0;
+      }
+      files.weights.back().push_back(i);
+      sum += num_bytes[i];
+    }
+  const size_t count = files.weights.size();
+  for (size_t i = 0; i < count; ++i)
+    files.names.push_back(count == 1 ? kModelFile
+                                     : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, count));
+  files.has_index = count > 1;
+  return files;
+}
+
+CheckpointWriter::CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force,
+                                   const OutputFiles& files)
+    : input_(input), output_(output), force_(force), files_(files) {
   check_output_path(input.path, output);
   if (input.is_directory) directory_ = std::make_unique<OutputDirectory>(output, force);
 }
@@ -112,8 +147,7 @@ void CheckpointWriter::begin_file(size_t index, std::vector<StoredTensor> tensor
                    printable(tensor.name));
     by_name_[tensor.name] = &tensor;
   }
-  const std::string path =
-      directory_ ? directory_->temporary_path() + "/" + input_.files[index].name : output_;
+  const std::string path = directory_ ? directory_->temporary_path() + "/" + files_.names[index] : output_;
   file_ = std::make_unique<OutputFile>(path, layout.file_bytes, force_);
   file_->write(0, std::as_bytes(std::span(layout.prefix)));
 }
@@ -126,17 +160,22 @@ void CheckpointWriter::write(const StoredTensor& tensor, uint64_t offset, std::s
 }
 
 void CheckpointWriter::commit_file() {
-  input_.files[file_index_].input.check_unchanged();
+  std::set<size_t> sources;
+  for (const size_t weight : files_.weights[file_index_])
+    for (const int part : input_.weights[weight].parts)
+      sources.insert(input_.file_of[static_cast<size_t>(part)]);
+  for (const size_t source : sources) input_.files[source].input.check_unchanged();
   file_->commit();
   file_.reset();
   for (const StoredTensor& tensor : tensors_) {
-    weight_map_[tensor.name] = input_.files[file_index_].name;
+    weight_map_[tensor.name] = files_.names[file_index_];
     total_bytes_ += tensor.num_bytes;
   }
 }
 
 std::string CheckpointWriter::index_text() const {
-  nlohmann::json index = parse_json<nlohmann::json>(input_.index, kIndexFile);
+  nlohmann::json index = nlohmann::json::object();
+  if (!input_.index.empty()) index = parse_json<nlohmann::json>(input_.index, kIndexFile);
   if (!index["metadata"].is_object()) index["metadata"] = nlohmann::json::object();
   index["metadata"]["total_size"] = total_bytes_;
   index["weight_map"] = weight_map_;
@@ -173,7 +212,7 @@ void CheckpointWriter::copy_file(const std::string& name) {
 void CheckpointWriter::finish(const SideFiles& side_files, const std::string& config) {
   if (!directory_) return;
   for (const std::string& name : side_files.copied) copy_file(name);
-  if (!input_.index.empty()) write_text(kIndexFile, index_text());
+  if (files_.has_index) write_text(kIndexFile, index_text());
   if (!config.empty()) write_text(kConfigFile, config);  // last: it says what the rest is
   directory_->commit();
 }

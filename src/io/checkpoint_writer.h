@@ -3,6 +3,7 @@
 
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,13 +27,27 @@ void check_output_path(const std::string& input, const std::string& output);
 // Sets or replaces a key.
 void set_metadata(Metadata& metadata, const std::string& key, const std::string& value);
 
+// The files of an output with tensors, and which of Checkpoint::Impl::weights go into each.
+struct OutputFiles {
+  std::vector<std::string> names;
+  std::vector<std::vector<size_t>> weights;
+  bool has_index = false;
+};
+// The files of the input, or for shard_bytes > 0 as few as hold the weights in the order of the input with at
+// most so many bytes each, but for a weight that is larger. `num_bytes`: of each weight in the output.
+// Error(usage) where shard_bytes is given for a single file.
+OutputFiles output_files(const Checkpoint::Impl& input, std::span<const uint64_t> num_bytes,
+                         uint64_t shard_bytes);
+
 class CheckpointWriter {
  public:
-  // Checks the output path and makes what keeps the output invisible until it is complete.
-  CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force);
+  // Checks the output path and makes what keeps the output invisible until it is complete. `files` must
+  // outlive it.
+  CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force,
+                   const OutputFiles& files);
 
-  // Begins the file in the place of file `index` of the input: reserves its space, writes its header.
-  // A file that was begun and not committed is forgotten.
+  // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
+  // committed is forgotten.
   void begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata);
   // A tensor of the current file.
   const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
@@ -54,6 +69,7 @@ class CheckpointWriter {
   const Checkpoint::Impl& input_;
   std::string output_;
   bool force_;
+  const OutputFiles& files_;
   std::unique_ptr<OutputDirectory> directory_;  // null for a single file
   std::unique_ptr<OutputFile> file_;            // the current one
   size_t file_index_ = 0;

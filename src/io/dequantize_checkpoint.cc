@@ -42,7 +42,7 @@ class Dequantizer {
   const DequantizeOptions& options_;
   const int num_workers_;
   ProgressReporter reporter_;
-  std::vector<std::vector<const Weight*>> weights_of_file_;
+  OutputFiles files_;
   std::vector<std::vector<Task>> tasks_of_file_;
   SideFiles side_files_;
   CheckpointReport report_;
@@ -56,12 +56,19 @@ void Dequantizer::plan() {
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
   refuse_foreign(input_);  // its tensors would lose the config that tells how to read them
-  weights_of_file_.resize(input_.files.size());
-  tasks_of_file_.resize(input_.files.size());
+  std::vector<uint64_t> num_bytes;
+  for (const Weight& weight : input_.weights)
+    num_bytes.push_back(weight.layout
+                            ? static_cast<uint64_t>(num_elements(weight) * size_of(dtype_of(weight)))
+                            : weight.num_bytes);
+  files_ = output_files(input_, num_bytes, options_.shard_bytes);
+  std::vector<size_t> file_of(input_.weights.size());
+  for (size_t file = 0; file < files_.weights.size(); ++file)
+    for (const size_t weight : files_.weights[file]) file_of[weight] = file;
+  tasks_of_file_.resize(files_.weights.size());
   int64_t copy_bytes = 0, block_bytes = 0;
   for (const Weight& weight : input_.weights) {
-    const size_t file = input_.file_index(weight);
-    weights_of_file_[file].push_back(&weight);
+    const size_t file = file_of[report_.weights.size()];
     const StoredWeight* quantized = input_.quantized_weight(weight);
     const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
     const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
@@ -102,7 +109,9 @@ void Dequantizer::plan() {
 }
 
 Metadata Dequantizer::metadata_of(size_t file) const {
-  Metadata metadata = input_.files[file].metadata;
+  const std::vector<size_t>& weights = files_.weights[file];
+  const size_t source = weights.empty() ? file : input_.file_index(input_.weights[weights.front()]);
+  Metadata metadata = input_.files[source].metadata;
   if (report_.layout == Layout::mlx) {
     std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
     set_metadata(metadata, "format", "pt");
@@ -134,10 +143,11 @@ void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task
 
 void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress) {
   std::vector<StoredTensor> tensors;
-  for (const Weight* weight : weights_of_file_[file]) {
-    const StoredTensor& first = input_.tensors[static_cast<size_t>(weight->parts.front())];
-    const std::string dtype = weight->layout ? dtype_to_safetensors(dtype_of(*weight)) : first.dtype;
-    tensors.push_back({weight->name, dtype, weight->shape, "", 0, 0});
+  for (const size_t i : files_.weights[file]) {
+    const Weight& weight = input_.weights[i];
+    const StoredTensor& first = input_.tensors[static_cast<size_t>(weight.parts.front())];
+    const std::string dtype = weight.layout ? dtype_to_safetensors(dtype_of(weight)) : first.dtype;
+    tensors.push_back({weight.name, dtype, weight.shape, "", 0, 0});
   }
   writer.begin_file(file, std::move(tensors), metadata_of(file));
   const std::vector<Task>& tasks = tasks_of_file_[file];
@@ -169,8 +179,8 @@ CheckpointReport Dequantizer::run() {
   if (options_.dry_run) return std::move(report_);
 
   ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
-  CheckpointWriter writer(input_, output_, options_.force);
-  for (size_t file = 0; file < input_.files.size(); ++file) {
+  CheckpointWriter writer(input_, output_, options_.force, files_);
+  for (size_t file = 0; file < files_.names.size(); ++file) {
     const auto start = std::chrono::steady_clock::now();
     write_file(writer, file, progress);
     const auto written = std::chrono::steady_clock::now();

@@ -128,7 +128,7 @@ class Quantizer {
   const int num_workers_;
   ProgressReporter reporter_;
   std::vector<Item> items_;
-  std::vector<std::vector<size_t>> items_of_file_;
+  OutputFiles files_;
   SideFiles side_files_;
   CheckpointReport report_;
   std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
@@ -282,12 +282,12 @@ void Quantizer::plan() {
                  : options_.include.empty()
                      ? "none is a matrix of F32, F16 or BF16 of a linear layer that is not excluded"
                      : "none that include selects is a matrix that is not excluded");
-  items_of_file_.resize(input_.files.size());
-  for (size_t i = 0; i < items_.size(); ++i)
-    items_of_file_[input_.file_index(*items_[i].source)].push_back(i);
+  std::vector<uint64_t> num_bytes;  // an item for each weight
+  for (const Item& item : items_) num_bytes.push_back(report_of(item).output_bytes);
+  files_ = output_files(input_, num_bytes, options_.shard_bytes);
   // Names must be unique over all files.
   std::set<std::string> names;
-  for (const auto& items : items_of_file_)
+  for (const auto& items : files_.weights)
     for (const StoredTensor& tensor : tensors_of(items))
       HALFBYTE_CHECK(names.insert(tensor.name).second, bad_input,
                      "layout {} would write tensor \"{}\", but the input has one of this name", layout_.name,
@@ -320,10 +320,12 @@ std::string Quantizer::config_text() const {
 }
 
 Metadata Quantizer::metadata_of(size_t file) const {
-  Metadata metadata = input_.files[file].metadata;
+  const std::vector<size_t>& items = files_.weights[file];
+  const size_t source = items.empty() ? file : input_.file_index(*items_[items.front()].source);
+  Metadata metadata = input_.files[source].metadata;
   if (layout_.layout == Layout::mlx) {
     set_metadata(metadata, "format", "mlx");
-    for (const size_t i : items_of_file_[file])
+    for (const size_t i : items)
       if (items_[i].quantize) {
         set_metadata(metadata, "quantization", mlx_quantization(items_[i].target.spec));
         break;
@@ -483,7 +485,7 @@ void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWor
 }
 
 void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
-  const std::vector<size_t>& items = items_of_file_[file];
+  const std::vector<size_t>& items = files_.weights[file];
   writer.begin_file(file, tensors_of(items), metadata_of(file));
   const std::vector<Task> tasks = tasks_of(items);
   for (const size_t i : items)
@@ -524,7 +526,7 @@ bool Quantizer::plan_again(size_t file) {
   bool changed = false;
   std::vector<std::string> failed;
   std::string first_reason;
-  for (const size_t i : items_of_file_[file]) {
+  for (const size_t i : files_.weights[file]) {
     Item& item = items_[i];
     if (!item.quantize) continue;
     const QuantizeStatus& status = item.status;
@@ -561,7 +563,7 @@ bool Quantizer::plan_again(size_t file) {
 
 void Quantizer::verify(CheckpointWriter& writer, size_t file) {
   std::vector<VerifyItem> checks;
-  for (const size_t i : items_of_file_[file])
+  for (const size_t i : files_.weights[file])
     checks.push_back(
         {items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
   verify_file(input_, writer.temporary_path(), checks, options_.num_threads, *verify_phase_);
@@ -569,7 +571,7 @@ void Quantizer::verify(CheckpointWriter& writer, size_t file) {
 
 void Quantizer::run_file(CheckpointWriter& writer, size_t file) {
   uint64_t source_bytes = 0;
-  for (const size_t i : items_of_file_[file]) source_bytes += items_[i].source->num_bytes;
+  for (const size_t i : files_.weights[file]) source_bytes += items_[i].source->num_bytes;
   const auto start = std::chrono::steady_clock::now();
   for (write_file(writer, file); plan_again(file); write_file(writer, file))
     quantize_phase_->take_back(source_bytes);
@@ -594,13 +596,13 @@ CheckpointReport Quantizer::run() {
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;
-  for (const auto& items : items_of_file_)
+  for (const auto& items : files_.weights)
     report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, buffer_bytes(items));
   if (!options_.dry_run) {
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", report_.source_bytes);
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", report_.source_bytes);
-    CheckpointWriter writer(input_, output_, options_.force);
-    for (size_t file = 0; file < input_.files.size(); ++file) run_file(writer, file);
+    CheckpointWriter writer(input_, output_, options_.force, files_);
+    for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
     writer.finish(side_files_, input_.config.empty() ? "" : config_text());
   }
   for (const WeightReport& weight : report_.weights) {
