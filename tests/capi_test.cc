@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <filesystem>
+#include <fstream>
 #include <new>
 #include <thread>
 #include <type_traits>
@@ -128,9 +129,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(qgemm_descriptor, early_start);
   EXPECT_NO_TAIL(qgemm_args, y);
   EXPECT_NO_TAIL(progress, total_bytes);
-  EXPECT_NO_TAIL(checkpoint_info, num_weights);
+  EXPECT_NO_TAIL(checkpoint_info, num_foreign);
+  EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
-  EXPECT_NO_TAIL(weight, bits_per_weight);
+  EXPECT_NO_TAIL(weight, foreign);
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(report_info, verify_seconds);
@@ -1389,6 +1391,40 @@ TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
 }
 
 // ---- Checkpoints
+
+TEST(CApi, ForeignQuantizationIsNamed) {
+  const TestDirectory directory;
+  const std::string path = directory / "fp8.safetensors";
+  const std::string header = R"({"a.weight":{"dtype":"F8_E4M3","shape":[1,2],"data_offsets":[0,2]},)"
+                             R"("a.weight_scale":{"dtype":"F16","shape":[1],"data_offsets":[2,4]}})";
+  std::string file(8, '\0');
+  file[0] = static_cast<char>(header.size());
+  std::ofstream(path, std::ios::binary) << file << header << std::string(4, '\0');
+  halfbyte_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_open(path.c_str(), &checkpoint), HALFBYTE_OK) << halfbyte_last_error();
+  auto info = output<halfbyte_checkpoint_info>();
+  EXPECT_OK(halfbyte_checkpoint_get_info(checkpoint, &info));
+  EXPECT_EQ(info.num_foreign, 1);
+  auto weight = output<halfbyte_weight>();
+  EXPECT_OK(halfbyte_checkpoint_get_weight(checkpoint, 0, &weight));
+  EXPECT_STREQ(weight.foreign, "fp8");
+  auto foreign = output<halfbyte_foreign>();
+  EXPECT_OK(halfbyte_checkpoint_get_foreign(checkpoint, 0, &foreign));
+  EXPECT_STREQ(foreign.method, "fp8");
+  EXPECT_STREQ(foreign.layout, "");
+  EXPECT_STREQ(foreign.source, "tensors");
+  EXPECT_STREQ(foreign.example, "a.weight");
+  EXPECT_EQ(foreign.num_weights, 1);
+  ASSERT_EQ(foreign.num_parameters, 1);
+  const char *key = nullptr, *value = nullptr;
+  EXPECT_OK(halfbyte_checkpoint_get_foreign_parameter(checkpoint, 0, 0, &key, &value));
+  EXPECT_STREQ(key, "granularity");
+  EXPECT_STREQ(value, "\"tensor\"");
+  EXPECT_EQ(halfbyte_checkpoint_get_foreign_parameter(checkpoint, 0, 1, &key, &value), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_get_foreign_parameter(checkpoint, 0, 0, &key, nullptr), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_get_foreign(checkpoint, 1, &foreign), HALFBYTE_USAGE);
+  halfbyte_checkpoint_close(checkpoint);
+}
 
 TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   const TestDirectory directory;

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -299,6 +300,37 @@ def test_a_config_left_over_refuses_nothing(halfbyte, tmp_path):
     path = write_model(tmp_path / "in", {"a.weight": dense()}, quantize_config={"bits": 4, "group_size": 128})
     assert inspect(halfbyte, path)["foreign"] == []
     halfbyte("quantize", path, "-o", tmp_path / "out")
+
+
+READ = {
+    "a.weight": zeros("U32", 64, 32),
+    "a.scales": zeros("F16", 64, 4),
+    "a.biases": zeros("F16", 64, 4),
+    "b.weight_packed": zeros("I32", 64, 32),
+    "b.weight_scale": zeros("F16", 64, 1),
+    "b.weight_shape": st.Tensor("I64", np.array([64, 256])),
+}
+
+
+@pytest.mark.parametrize("tensors", [FP8_BLOCKS, READ], ids=["foreign", "read"])
+def test_configs_of_strangers(cli, tmp_path, tensors):
+    """Whatever a config says, the tool answers with a weight, or an error of its input."""
+    odd = [None, 1, "x", [], {}, [1], {"a": 1}, True, -1e300]
+    configs = list(odd)
+    for key in ("quant_method", "bits", "group_size", "config_groups", "quantized_layers", "mode", "format"):
+        configs += [{key: value} for value in odd]
+    for method in ("compressed-tensors", "mlx", "modelopt", "bitsandbytes", "gptq", "\x1b[31m"):
+        base = {"quant_method": method}
+        configs += [base, base | {"load_in_8bit": 1, "config_groups": {"g": {"weights": [], "input_activations": {}}}}]
+        configs += [base | {"config_groups": {"g": {"weights": {"num_bits": value, "type": value}}}} for value in odd]
+    path = write_model(tmp_path / "in", tensors)
+    for number, config in enumerate(configs):
+        key = ("quantization_config", "quantization", "compression_config", "text_config")[number % 4]
+        (path / "config.json").write_text(json.dumps({key: config}))
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
+        result = subprocess.run([cli, "inspect", path], capture_output=True, text=True)
+        assert result.returncode in (0, BAD_INPUT), (config, result.stderr)
+        assert result.stdout.isascii() and "\x1b" not in result.stdout + result.stderr
 
 
 def test_own_outputs_are_not_foreign(halfbyte, tmp_path):

@@ -930,6 +930,7 @@ typedef struct halfbyte_checkpoint_info {
   int32_t is_directory; /* flag */
   int64_t num_tensors;
   int64_t num_weights;
+  int64_t num_foreign;
 } halfbyte_checkpoint_info;
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_info(const halfbyte_checkpoint* checkpoint,
                                                           halfbyte_checkpoint_info* info);
@@ -960,9 +961,28 @@ typedef struct halfbyte_weight {
   int64_t num_parts;
   uint64_t num_bytes; /* of all parts */
   double bits_per_weight;
+  const char* foreign; /* the method of the foreign quantization that it belongs to; NULL: none */
 } halfbyte_weight;
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkpoint,
                                                             int64_t index, halfbyte_weight* weight);
+/* Quantization by another tool in a form that is recognised and not read. What it points to lives as long as
+ * the checkpoint. */
+typedef struct halfbyte_foreign {
+  size_t struct_size;
+  const char* method;  /* "gptq", "awq", "fp8", ... */
+  const char* layout;  /* whose tensors they are: "modelopt", ...; empty: of several tools */
+  const char* source;  /* what says so: "config.json", "tensors", ... */
+  const char* example; /* the codes of the first weight; empty: none was found */
+  const char* advice;  /* how to make the model dense */
+  int64_t num_weights; /* that were found */
+  int64_t num_parameters;
+} halfbyte_foreign;
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_foreign(const halfbyte_checkpoint* checkpoint,
+                                                             int64_t index, halfbyte_foreign* foreign);
+/* *value gets a JSON text: a list where parts of the model differ. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_foreign_parameter(const halfbyte_checkpoint* checkpoint,
+                                                                       int64_t index, int64_t parameter,
+                                                                       const char** key, const char** value);
 /* Of a weight that is quantized. */
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_spec(const halfbyte_checkpoint* checkpoint,
                                                           int64_t index, halfbyte_quant_spec* spec);

@@ -159,7 +159,7 @@ halfbyte_status halfbyte_checkpoint_get_info(const halfbyte_checkpoint* checkpoi
     const Checkpoint& of = required(checkpoint, "checkpoint").checkpoint;
     write_struct(info,
                  {0, of.is_directory(), static_cast<int64_t>(of.tensors().size()),
-                  static_cast<int64_t>(of.weights().size())},
+                  static_cast<int64_t>(of.weights().size()), static_cast<int64_t>(of.foreign().size())},
                  "info");
   });
 }
@@ -180,11 +180,36 @@ halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkp
                                                halfbyte_weight* weight) {
   return guard([&] {
     const Weight& of = weight_of(checkpoint, index);
-    write_struct(
-        weight,
-        {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype), or_unset(of.layout),
-         of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of)},
-        "weight");
+    write_struct(weight,
+                 {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype),
+                  or_unset(of.layout), of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of),
+                  of.foreign.empty() ? nullptr : of.foreign.c_str()},
+                 "weight");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_get_foreign(const halfbyte_checkpoint* checkpoint, int64_t index,
+                                                halfbyte_foreign* foreign) {
+  return guard([&] {
+    const ForeignQuantization& of =
+        element(required(checkpoint, "checkpoint").checkpoint.foreign(), index, "foreign");
+    write_struct(foreign,
+                 {0, of.method.c_str(), of.layout.c_str(), of.source.c_str(), of.example.c_str(),
+                  of.advice.c_str(), of.num_weights, count_of(of.parameters)},
+                 "foreign");
+  });
+}
+
+halfbyte_status halfbyte_checkpoint_get_foreign_parameter(const halfbyte_checkpoint* checkpoint,
+                                                          int64_t index, int64_t parameter, const char** key,
+                                                          const char** value) {
+  return guard([&] {
+    const ForeignQuantization& of =
+        element(required(checkpoint, "checkpoint").checkpoint.foreign(), index, "foreign");
+    const auto& [name, text] = element(std::span(of.parameters), parameter, "parameters");
+    const char*& given_key = required(key, "key");
+    required(value, "value") = text.c_str();
+    given_key = name.c_str();
   });
 }
 
