@@ -48,11 +48,14 @@ bool has_words(const StoredTensor& codes, const StoredTensor& scales) {
 bool packs_inputs(const StoredTensor& codes, const StoredTensor& scales) {
   return cols_of(codes) == cols_of(scales);
 }
+bool packs_outputs(const StoredTensor& codes, const StoredTensor& scales) {
+  return cols_of(codes) < cols_of(scales);
+}
 
 // The first row that fits is taken.
 constexpr Form kForms[] = {
     {"gptq", "gptq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros .g_idx", 0, packs_inputs},
-    {"awq", "awq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros"},
+    {"awq", "awq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros", 0, packs_outputs},
     {"mxfp4", "gpt-oss", "_blocks", "U8", "_scales", "U8", ""},
     {"mxfp4", "gpt-oss", ".blocks", "U8", ".scales", "U8", ""},
     {"nvfp4", "mlx", ".weight", "U32", ".scales", "U8", "", 8, has_words<2>},
@@ -170,6 +173,13 @@ constexpr const char* kDequantizer =
 constexpr Advice kAdvice[] = {
     {"", "compressed-tensors", kDequantizer},
     {"", "mlx", "make it dense with mlx_lm.convert --dequantize"},
+    {"awq", "awq",
+     "convert it to compressed-tensors, which halfbyte reads, with convert_checkpoint of that tool and its "
+     "AutoAWQConverter"},
+    {"nvfp4", "modelopt",
+     "convert it with convert_checkpoint of compressed-tensors and its ModelOptNvfp4Converter, and make that "
+     "dense "
+     "with its CompressedTensorsDequantizer"},
     {"mxfp4", "gpt-oss", "load it in transformers with Mxfp4Config(dequantize=True), and save that"},
     {"llm.int8", "", "load it in transformers, call dequantize() of the model, and save that"},
     {"fp8", "fp8",
@@ -464,7 +474,18 @@ void Finder::merge(Said& said) {
     if (!said.values[i].empty())
       add_parameter(quantization.parameters, kParameters[i],
                     said.values[i].size() == 1 ? said.values[i].front() : Json(said.values[i]));
-  const auto found = std::ranges::find(found_, quantization.method, &ForeignQuantization::method);
+  auto found = std::ranges::find(found_, quantization.method, &ForeignQuantization::method);
+  if (found != found_.end() && !found->source.empty()) return;  // another file has said it
+  // A tool with a word of its own for what is stored like another's: "auto-round" for GPTQ.
+  if (found == found_.end() && said.decides && found_.size() == 1 && found_.front().source.empty()) {
+    found = found_.begin();
+    found->layout = quantization.layout;
+    if (found->method == kUnknown) {
+      for (Weight& weight : checkpoint_.weights)
+        if (!weight.foreign.empty()) weight.foreign = quantization.method;
+      found->method = quantization.method;
+    }
+  }
   if (found == found_.end()) {
     if (said.decides && (checkpoint_.quantized.empty() || !found_.empty())) found_.push_back(quantization);
     return;
@@ -493,6 +514,10 @@ void Finder::find() {
   }
   find_traces();
   find_configs();
+  const auto is_found = [&](const Said& said) {
+    return std::ranges::find(found_, said.quantization.method, &ForeignQuantization::method) != found_.end();
+  };
+  std::stable_partition(said_.begin(), said_.end(), is_found);
   for (Said& said : said_) merge(said);
   for (ForeignQuantization& found : found_) {
     if (found.source.empty()) found.source = "tensors";
@@ -511,11 +536,14 @@ void refuse_foreign(const Checkpoint::Impl& checkpoint) {
   std::string text = printable(first.method);
   if (!first.layout.empty() && first.layout != first.method)
     text += fmt::format(" of {}", printable(first.layout));
-  for (const auto& [key, value] : first.parameters) text += fmt::format(", {} {}", key, printable(value));
+  for (const auto& [key, value] : first.parameters) {
+    const Json json = Json::parse(value);
+    text += fmt::format(", {} {}", key, printable(json.is_string() ? json.get<std::string>() : value));
+  }
   const std::string weights =
       first.num_weights == 0
           ? ""
-          : fmt::format(": {} weights, \"{}\" the first", first.num_weights, printable(first.example));
+          : fmt::format(": {} weights, the first is \"{}\"", first.num_weights, printable(first.example));
   HALFBYTE_FAIL(bad_input, "\"{}\" is already quantized ({}; from {}){}, and halfbyte does not read that: {}",
                 printable(checkpoint.path), text, first.source, weights, first.advice);
 }
