@@ -4,16 +4,16 @@
     tools/architectures.py [--check] [--report FILE] [--only REGEX] [OUTPUT]
 
 Builds every model class of the installed transformers without weights (on torch's meta device, with default
-configurations and variants of these), and writes what a checkpoint's tensors are: the class and role of their modules,
+configurations and variants of these), and those of mlx-lm, and writes what a checkpoint's tensors are: the class and role of their modules,
 ties, the names of modules and how names of checkpoints map to them, what stays in f32, what quantizers leave out.
 docs/architectures.md explains the result. It depends on the versions of the readers only; --check compares it with
 OUTPUT (src/io/architectures.json) and exits 1 if it differs. --report writes what failed and what is ambiguous.
 
-Needs transformers, torch, timm and scipy; no accelerator, no network, no weights.
+Needs transformers, torch, timm, scipy and mlx-lm (mlx[cpu]); no accelerator, no network, no weights.
 """
 
 import argparse
-import gc
+import difflib
 import importlib
 import inspect
 import json
@@ -23,6 +23,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,18 +46,46 @@ NUM_EXPERTS = 11
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # Arguments without which a default configuration does not build, by the name of the configuration's class.
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPES = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
+_SPARSE = {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+_EXPERTS = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": 64, "top_k_experts": 2}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4}
+_PERCEPTION = {"model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "model_args": {"embed_dim": 1024}}
+_TALKER = {"text_config": {"shared_expert_intermediate_size": 256}, "spatial_merge_size": 2}
 REQUIRED = {
     "AutoformerConfig": {"prediction_length": 8},
+    "AyaVisionConfig": {"vision_config": {"model_type": "siglip_vision_model"}},
     "BeitConfig": {"out_indices": [3, 5, 7, 11]},
+    "BridgeTowerConfig": {"contrastive_hidden_size": 512},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5}},
+    "CohereCompassConfig": {"text_config": _ROPES},
+    "CohereCompassTextConfig": _ROPES,
+    "DbrxConfig": {"attn_config": {"rope_theta": 10000.0}},
+    "DeepseekOcr2Config": {"text_config": _SPARSE},
+    "DeepseekOcr2TextConfig": _SPARSE,
+    "DiffusionGemmaConfig": {"text_config": _EXPERTS},
+    "DiffusionGemmaTextConfig": _EXPERTS,
+    "Dots1Config": {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1},
+    "Emu3Config": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6, "<|visual token 000000|>": 7}},
     "EsmConfig": {"vocab_size": 33, "pad_token_id": 1},
+    "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0], "downsample_rate": "1/2"},
     "HunYuanDenseV1Config": {"head_dim": 128},
     "HunYuanMoEV1Config": {"head_dim": 128},
+    "HunYuanVLConfig": {"text_config": {"head_dim": 128}},
     "HunYuanVLTextConfig": {"head_dim": 128},
     "InformerConfig": {"prediction_length": 8},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
     "MinistralConfig": {"head_dim": 128},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 8},
+    "MoshiConfig": {"audio_vocab_size": 2048},
     "NemotronConfig": {"num_key_value_heads": 8},
+    "PerceptionLMConfig": {"vision_config": _PERCEPTION},
+    "Qwen3OmniMoeConfig": {"talker_config": _TALKER},
+    "Qwen3OmniMoeTalkerConfig": _TALKER,
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 256},
+    "Qwen4ExpConfig": {"text_config": _INDEXER},
+    "Qwen4ExpTextConfig": _INDEXER,
     "ReformerConfig": {"is_decoder": True},
     "TimeSeriesTransformerConfig": {"prediction_length": 8},
     "ViltConfig": {"num_images": 2},
@@ -135,7 +164,7 @@ def build(cls, config, shrink=True):
         changed = []
         for part in [config, *(c for _, c in subconfigs(config))]:
             for key in EXPERT_COUNTS:
-                count = getattr(part, key, None)
+                count = vars(part).get(key)
                 if isinstance(count, int) and not isinstance(count, bool) and count > NUM_EXPERTS:
                     changed.append((part, key, count))
                     setattr(part, key, NUM_EXPERTS)
@@ -174,8 +203,8 @@ def variants(config_class):
 
 
 def wild(name):
-    """The name with `*` for every number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """The name with `*` for every number that is a component, or ends one as in `expert_7`."""
+    return ".".join("*" if part.isdigit() else re.sub(r"^(expert_)\d+$", r"\1*", part) for part in name.split("."))
 
 
 def modalities(cls):
@@ -197,8 +226,9 @@ class Row:
     """What was seen of a class of models, in all configurations."""
 
     def __init__(self, cls):
-        self.cls = cls
-        self.config_class = cls.config_class
+        self.name = cls.__name__
+        self.model_type = getattr(cls.config_class, "model_type", "") or "-"
+        self.reads = modality(cls)
         self.kinds = defaultdict(set)  # pattern of a module or tensor -> its kinds
         self.exact = defaultdict(set)  # the same with the numbers that a Sequential has
         self.children = {}  # pattern of a module -> (key of the configuration or None, {classes})
@@ -210,7 +240,6 @@ class Row:
         self.names = {}  # pattern of the checkpoint -> pattern of the model, where they differ or are equal
         self.fused = {}  # (patterns of the model) -> (operations, patterns of the checkpoint)
         self.prefixes = set()
-        self.built = False
 
 
 def sequential_name(model, name):
@@ -218,7 +247,7 @@ def sequential_name(model, name):
     module, parts = model, []
     for part in name.split("."):
         digit = part.isdigit()
-        parts.append("*" if digit and not isinstance(module, nn.Sequential) else part)
+        parts.append(part if digit and isinstance(module, nn.Sequential) else wild(part))
         module = getattr(module, part, None) if not digit else (module[int(part)] if hasattr(module, "__getitem__") else getattr(module, part))
     return ".".join(parts)
 
@@ -272,8 +301,8 @@ def own_kinds(model):
                 path = f"{name}.{key}" if name else key
                 if "parametrizations." in path or ".weight_g" in path or ".weight_v" in path:
                     kind = "convolution-part"
-                elif tensor.ndim >= 3 and is_experts(module, tensor):
-                    kind = expert_kind(module, key, tensor, model.config)
+                elif tensor.ndim >= 3 and is_experts(module, tensor, model.config):
+                    kind = expert_kind(module, path, tensor, model.config)
                 elif tensor.ndim >= 2 and not key.endswith("bias"):
                     kind = "parameter"
                 else:
@@ -286,8 +315,9 @@ def is_parametrized(module):
     return torch.nn.utils.parametrize.is_parametrized(module)
 
 
-def is_experts(module, tensor):
-    return hasattr(module, "is_transposed") or "Expert" in type(module).__name__ or tensor.shape[0] == NUM_EXPERTS
+def is_experts(module, tensor, config):
+    counted = any(key in vars(config) for key in EXPERT_COUNTS)
+    return hasattr(module, "is_transposed") or "Expert" in type(module).__name__ or (counted and tensor.shape[0] == NUM_EXPERTS)
 
 
 def roles(model, found, children):
@@ -490,16 +520,22 @@ def checkpoint_names(model):
 
 
 def observe_names(model, row):
+    plain = defaultdict(dict)
     for ops, modules, names in checkpoint_names(model):
         if not ops:
             for module in modules:
                 for name in names:
-                    row.names[wild(name)] = wild(module)
+                    plain[wild(name)][name] = wild(module)
         else:
             key = tuple(sorted({wild(m) for m in modules}))
             # The order of the parts is that of the operations: kept, without the number of the expert.
             parts = list(dict.fromkeys(wild(n) for n in names))
             row.fused[key] = (ops, tuple(parts))
+    for name, exact in plain.items():
+        if len(set(exact.values())) == 1 or len(exact) > 16:
+            row.names[name] = max(exact.values())
+        else:  # the numbers are those of an nn.Sequential
+            row.names.update(exact)
     for change in conversion_mapping.extract_weight_conversions_for_model(model) or ():
         if isinstance(change, core_model_loading.PrefixChange):
             at = change.model_prefix + "." if change.model_prefix else ""
@@ -575,185 +611,508 @@ def expand(text):
     return result
 
 
-def matches(pattern, name):
-    """Whether a pattern, in components, matches the beginning of a name, in components."""
-    return len(pattern) <= len(name) and all(p == n or (p == "*" and (n.isdigit() or n == "*")) for p, n in zip(pattern, name))
+def components(text):
+    """The components of a name or of a part of one; the first is `^` at the beginning of a name."""
+    if text.startswith("^"):
+        return ["^"] + (text[1:].split(".") if text[1:] else [])
+    return text.split(".") if text else []
+
+
+def joined(parts):
+    return "^" + ".".join(parts[1:]) if parts[:1] == ["^"] else ".".join(parts)
+
+
+def same(pattern, part):
+    return pattern == part or (pattern.endswith("*") and part.startswith(pattern[:-1]) and part[len(pattern) - 1 :].isdigit())
 
 
 def rename(rules, name):
-    """The name after the rule with the longest matching prefix, or the name."""
-    parts = name.split(".")
-    best = None
-    for source, target in rules.items():
-        pattern = source.split(".") if source else []
-        if matches(pattern, parts) and (best is None or len(pattern) > len(best[0])):
-            best = (pattern, target)
-    if best is None:
-        return name
-    pattern, target = best
-    numbers = [n for p, n in zip(pattern, parts) if p == "*"]
-    out = []
-    for part in target.split(".") if target else []:
-        out.append(numbers.pop(0) if part == "*" and numbers else part)
-    return ".".join(out + parts[len(pattern) :])
+    """The name with each part that a rule has replaced, from left to right; of several rules the longest is taken."""
+    parts, out, i = ["^"] + name.split("."), [], 0
+    while i < len(parts):
+        best = None
+        for source, target in rules.items():
+            pattern = components(source)
+            if (best is None or len(pattern) > len(best[0])) and len(pattern) <= len(parts) - i and all(map(same, pattern, parts[i:])):
+                best = (pattern, target)
+        if best is None:
+            out.append(parts[i])
+            i += 1
+            continue
+        numbers = [n for p, n in zip(best[0], parts[i:]) if p == "*"]
+        for part in components(best[1]):
+            out.append(numbers.pop(0) if part == "*" and numbers else part)
+        i += len(best[0])
+    return ".".join(out[1:])
+
+
+def changes(name, module):
+    """[(first, last, components instead)] that make `name`, in components from `^`, the name of the module."""
+    a, b = ["^"] + name.split("."), ["^"] + module.split(".")
+    result = []
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag == "insert":
+            i1, j1 = i1 - 1, j1 - 1
+        if tag != "equal":
+            result.append((i1, i2, b[j1:j2]))
+    return a, result
+
+
+def around(name, module, left, right):
+    """One rule for all that changes in `name`, with some components before and behind it."""
+    a, b = ["^"] + name.split("."), ["^"] + module.split(".")
+    ends = max(0, common_end(name, module) - right)
+    starts = next(i for i, (x, y) in enumerate(zip(a + [""], b + [""])) if x != y)
+    starts = max(0, starts - left)
+    if len(a) - ends <= starts:  # nothing of the name changes but that something is added
+        ends = max(0, len(a) - starts - 1)
+    return joined(a[starts : len(a) - ends]), joined(b[starts : len(b) - ends])
 
 
 def rules_of(pairs):
-    """The fewest prefix rules that rename each of {name: module} right."""
+    """Rules that rename each of {name: name of the module} right, and those names for which there are none."""
     pairs = dict(sorted(pairs.items()))
     rules = {}
     for name, module in pairs.items():
-        if name == module:
-            continue
-        a, b = name.split("."), module.split(".")
-        while len(a) > 1 and len(b) > 1 and a[-1] == b[-1] and a[:-1] != b[:-1]:
-            a.pop()
-            b.pop()
-        # One more component, if both sides lost a prefix only.
-        if len(a) == 1 and len(b) > 1 and a[-1] == b[-1]:
-            pass
-        rules[".".join(a)] = ".".join(b)
-    wrong = True
-    for _ in range(8):
+        parts, some = changes(name, module)
+        for first, last, instead in some:
+            rules.setdefault(joined(parts[first:last]), joined(instead))
+    # With more and more of what surrounds the change: each change alone at first, then all of a name at once.
+    for left, right in [(1, None), (2, None), (3, None), (0, 0), (0, 1), (1, 1), (2, 2), (0, 3), (99, 0), (99, 1), (99, 3), (99, 99)]:
         wrong = {n: m for n, m in pairs.items() if rename(rules, n) != m}
         if not wrong:
             break
         for name, module in wrong.items():
-            # A longer rule for this name: one component more than the rule that was taken.
-            taken = max((len(r.split(".")) for r in rules if matches(r.split("."), name.split("."))), default=0)
-            a, b = name.split("."), module.split(".")
-            while len(a) > taken + 1 and len(b) > 1 and a[-1] == b[-1]:
-                a.pop()
-                b.pop()
-            rules[".".join(a)] = ".".join(b)
-    # Without the rules that change nothing.
-    for rule in sorted(rules, key=lambda r: (-len(r.split(".")), r)):
+            parts, some = changes(name, module)
+            if some and right is not None:
+                rules.setdefault(*around(name, module, left, right))
+                continue
+            if not some:  # a rule of others: it is none of this name
+                for source in list(rules):
+                    pattern = components(source)
+                    for i in range(len(parts) - len(pattern) + 1):
+                        if all(map(same, pattern, parts[i:])):
+                            some.append((i, i + len(pattern), parts[i : i + len(pattern)]))
+            for first, last, instead in some:
+                start = max(0, first - left)
+                end = min(len(parts), last + max(0, left - first))
+                rules.setdefault(joined(parts[start:end]), joined(parts[start:first] + instead + parts[last:end]))
+    wrong = {n for n, m in pairs.items() if rename(rules, n) != m}
+    pairs = {n: m for n, m in pairs.items() if n not in wrong}
+    for rule in sorted(rules, key=lambda r: (-len(components(r)), r)):
         fewer = {k: v for k, v in rules.items() if k != rule}
         if all(rename(fewer, n) == m for n, m in pairs.items()):
             rules = fewer
-    return rules, sorted(n for n, m in pairs.items() if rename(rules, n) != m)
+    return rules, sorted(wrong)
 
 
 # --- The table ------------------------------------------------------------------------------------------------------
 
 
 def kinds_of_row(row, report):
-    """{kind: [patterns]}: numbers of an nn.Sequential stay where modules of several kinds have them."""
+    """{kind: [patterns]}: numbers of an nn.Sequential stay where modules of several kinds have them.
+
+    Without what has one dimension, and without roles of convolutions: neither is ever quantized.
+    """
+    def plain(kinds):
+        return {"convolution" if k.startswith("convolution") else k for k in kinds if not k.startswith(("norm", "vector"))}
+
     result = defaultdict(list)
     exact = defaultdict(dict)
     for pattern, kinds in row.exact.items():
         exact[wild(pattern)][pattern] = kinds
     for pattern, kinds in sorted(row.kinds.items()):
         if len(kinds) == 1:
-            result[next(iter(kinds))].append(pattern)
+            for kind in plain(kinds):
+                result[kind].append(pattern)
             continue
         for finer, some in sorted(exact[pattern].items()):
             if len(some) > 1:
-                report["ambiguous"].append(f"{row.cls.__name__} {finer}: {sorted(some)}")
-            for kind in sorted(some):
+                report["ambiguous"].append(f"{row.name} {finer}: {sorted(some)}")
+            for kind in sorted(plain(some)):
                 result[kind].append(finer)
     return result
 
 
 def table(rows, report):
-    # Which class a configuration's model has, by model type, in the order of transformers' own mapping.
+    """{model type: {class: entry}}: the class of a configuration's model first, the others sorted."""
+    names = modeling_auto.MODEL_MAPPING_NAMES
+    base_of = {k: v if isinstance(v, str) else v[0] for k, v in names.items()}
+    wanted = {n for n in rows if hasattr(transformers, n)}
+    while True:
+        more = {c for n in wanted for _, some in rows[n].children.values() for c in some} - wanted
+        if not more:
+            break
+        wanted |= more
     types = defaultdict(dict)
-    base_of = dict(modeling_auto.MODEL_MAPPING_NAMES)
-    for name, row in sorted(rows.items()):
-        model_type = getattr(row.config_class, "model_type", "") or "-"
-        types[model_type][name] = row
-    result = {}
-    for model_type, classes in sorted(types.items()):
-        base = base_of.get(model_type)
-        base = base if isinstance(base, str) else (base[0] if base else None)
-        out = {}
-        order = sorted(classes, key=lambda n: (n != base, n))
-        for name in order:
-            out[name] = class_entry(classes[name], rows, report)
-        result[model_type] = out
-    compact(result)
-    return result
+    for name in sorted(wanted, key=lambda n: (n != base_of.get(rows[n].model_type), n)):
+        types[rows[name].model_type][name] = class_entry(rows[name], rows, report)
+    types = dict(sorted(types.items()))
+    verify(types, rows, report)
+    compact(types)
+    return types
 
 
 def class_entry(row, rows, report):
     entry = {}
-    kind = modality(row.cls)
-    if kind:
-        entry["reads"] = kind
+    if row.reads:
+        entry["reads"] = row.reads
     for path, (key, classes) in sorted(row.children.items()):
         value = "|".join(sorted(classes))
         entry.setdefault("models", {})[path] = f"{key}:{value}" if key else value
     for kind, patterns in sorted(kinds_of_row(row, report).items()):
         entry[kind] = braces(patterns)
         if sorted(expand(entry[kind])) != sorted(patterns):
-            raise AssertionError(f"{row.cls.__name__}: braces of {patterns}")
+            raise AssertionError(f"{row.name}: braces of {patterns}")
     if row.tied:
-        entry["tied"] = {a: b for a, b in sorted(row.tied)}
-        entry["tie"] = True in row.tie
+        entry["tied"] = braces([a for a, _ in row.tied]) + "=" + braces({b for _, b in row.tied})
+        if True in row.tie:
+            entry["tie"] = True
     if row.float32_always:
-        entry["f32"] = sorted(row.float32_always)
+        entry["f32"] = " ".join(sorted(row.float32_always))
     if row.float32:
-        entry["f32-from-f16"] = sorted(row.float32)
+        entry["f32-from-f16"] = " ".join(sorted(row.float32))
     if row.skipped:
-        entry["skipped"] = sorted(row.skipped)
-    # Names: those of nested models are their rows', behind a prefix.
-    names = dict(row.names)
-    fused = dict(row.fused)
-    rules = {}
-    for path, (_, classes) in sorted(row.children.items(), key=lambda item: item[0]):
-        prefix = nested_prefix(path, [rows[c] for c in sorted(classes)], names, fused)
-        if prefix is None:
-            continue
-        for name in [n for n, m in names.items() if (m + ".").startswith(path + ".")]:
-            del names[name]
-        for key in [k for k in fused if all((m + ".").startswith(path + ".") for m in k)]:
-            del fused[key]
-        if prefix != path:
-            rules[prefix] = path
-    more, wrong = rules_of(names)
+        entry["skipped"] = braces(row.skipped)
+    wanted, fused = names_here(row, rows)
+    rules, wrong = rules_of(wanted)
     for name in wrong:
-        report["names"].append(f"{row.cls.__name__} {name}: not by prefix rules, is {names[name]}")
-    rules.update(more)
+        report["names"].append(f"{row.name} {name}: by no rules, is {wanted[name]}")
     if rules:
         entry["names"] = dict(sorted(rules.items()))
     if fused:
-        entry["fused"] = {braces(k): f"{', '.join(ops)}: {' '.join(parts)}" for k, (ops, parts) in sorted(fused.items())}
+        entry["fused"] = {braces(k): f"{', '.join(ops)}: {parts_text(parts)}" for k, (ops, parts) in sorted(fused.items())}
     if row.prefixes:
         entry["may-be"] = {a: b for a, b in sorted(row.prefixes)}
     return entry
 
 
-def nested_prefix(path, children, names, fused):
-    """The prefix that the names of a nested model have in a checkpoint, behind which they are those of its row."""
-    inner = {n: m for n, m in names.items() if m.startswith(path + ".")}
-    inner_fused = {k: v for k, v in fused.items() if all(m.startswith(path + ".") for m in k)}
-    own, own_fused = {}, {}
-    for child in children:
-        own.update(child.names)
-        own_fused.update(child.fused)
-    if not inner or not own:
-        return None
-    prefix = None
-    back = {m: n for n, m in own.items()}
-    for name, module in sorted(inner.items()):
-        expected = back.get(module[len(path) + 1 :])
-        if expected is None or not ("." + name).endswith("." + expected):
-            return None
-        found = name[: len(name) - len(expected)].removesuffix(".")
-        if prefix is not None and found != prefix:
-            return None
-        prefix = found
-    for key, (ops, parts) in inner_fused.items():
-        expected = own_fused.get(tuple(m[len(path) + 1 :] for m in key))
-        head = prefix + "." if prefix else ""
-        if expected is None or expected[0] != ops or tuple(head + p for p in expected[1]) != parts:
-            return None
-    return prefix
+def parts_text(parts):
+    """The patterns as one brace expression if that gives them in their order, or apart."""
+    text = braces(parts)
+    return text if expand(text) == list(parts) else " ".join(parts)
+
+
+def common_end(a, b):
+    a, b = a.split("."), b.split(".")
+    count = 0
+    while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
+        count += 1
+    return count
+
+
+def names_here(row, rows):
+    """What names are renamed to by the rules of this class, those of nested models to the names that their rows have;
+    and what is fused here."""
+    wanted, fused = {}, {}
+    children = []
+    for path, (_, classes) in row.children.items():
+        back, parts = defaultdict(list), {}
+        for child in sorted(classes):
+            for name, module in rows[child].names.items():
+                back[module].append(name)
+            parts.update(rows[child].fused)
+        children.append((path + ".", back, parts))
+    for name, module in row.names.items():
+        candidates = [module]
+        for path, back, _ in children:
+            if module.startswith(path):
+                candidates += [path + n for n in back.get(module[len(path) :], ())]
+        wanted[name] = max(candidates, key=lambda c: (common_end(name, c), c == name, c))
+    for modules, (ops, parts) in row.fused.items():
+        for path, _, inner in children:
+            if all(m.startswith(path) for m in modules):
+                known = inner.get(tuple(m[len(path) :] for m in modules))
+                if known is not None and known[0] == ops and len(known[1]) == len(parts):
+                    wanted.update({p: path + k for p, k in zip(parts, known[1])})
+                    break
+        else:
+            fused[modules] = (ops, parts)
+    return wanted, fused
+
+
+def resolve(types, rows, name, text, depth=0):
+    """Where the tensor `text` of a checkpoint of class `name` is: the names of its modules' tensors, one at a time."""
+    entry = types[rows[name].model_type][name]
+    renamed = [rename(entry.get("names", {}), text), text]
+    for source, target in entry.get("may-be", {}).items():
+        for one in list(renamed):
+            if source == "":
+                renamed.append(f"{target}.{one}")
+            elif one.startswith(source + "."):
+                renamed.append((target + "." if target else "") + one[len(source) + 1 :])
+    for modules, value in entry.get("fused", {}).items():
+        for part in value.split(": ", 1)[1].split(" "):
+            if text in expand(part):
+                yield from expand(modules)
+    for one in renamed:
+        nested = [p for p in entry.get("models", {}) if one.startswith(p + ".")]
+        if nested:
+            path = max(nested, key=len)
+            for child in entry["models"][path].rpartition(":")[2].split("|"):
+                for found in resolve(types, rows, child, one[len(path) + 1 :], depth + 1):
+                    yield f"{path}.{found}"
+        elif any(p in rows[name].kinds for p in (one, one.rpartition(".")[0], one.rpartition(".out_proj.")[0])):
+            yield one
+
+
+def verify(types, rows, report):
+    """Reports the names of checkpoints that are not found again."""
+    for classes in types.values():
+        for name in classes:
+            row = rows[name]
+            expected = {n: {m} for n, m in row.names.items()}
+            expected.update({n: set(modules) for modules, (_, parts) in row.fused.items() for n in parts})
+            for text, modules in sorted(expected.items()):
+                found = next(iter(resolve(types, rows, name, text)), None)
+                if found not in modules:
+                    report["not-found"].append(f"{name} {text}: is {sorted(modules)}, found {found}")
+
+
+# --- mlx-lm ---------------------------------------------------------------------------------------------------------
+
+# A small model: the elements of its weights are numbered, so that it shows where mlx-lm puts them.
+SMALL = {
+    "d_ff": 96, "d_kv": 16, "d_model": 64, "depth": 2, "embed_dim": 64, "out_hidden_size": 64, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "head_dim": 16, "hidden_dim": 96,
+    "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 112, "kv_lora_rank": 16, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 16, "mamba_d_head": 16, "mamba_expand": 2,
+    "mamba_head_dim": 16, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_num_heads": 8, "max_position_embeddings": 64,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "n_embd": 64, "n_group": 1, "n_head": 4,
+    "n_layer": 4, "n_positions": 64, "n_routed_experts": 6, "num_attention_heads": 4, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_layers": 4, "num_local_experts": 6, "q_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48,
+    "topk_group": 1, "v_head_dim": 16, "vocab_size": 128, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+
+
+def small_arguments(config_class):
+    """Arguments that make a small model of the default configuration."""
+    default = config_class(**REQUIRED.get(config_class.__name__, {}))
+    result = {}
+    for key, value in vars(default).items():
+        if isinstance(value, PreTrainedConfig):
+            result[key] = {"model_type": value.model_type, **small_arguments(type(value))}
+        elif isinstance(value, int) and not isinstance(value, bool) and key in SMALL and value > SMALL[key]:
+            result[key] = SMALL[key]
+    layers = result.get("num_hidden_layers") or result.get("num_layers")
+    for key, value in vars(default).items():
+        if layers and isinstance(value, list) and len(value) > layers and key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+            kinds = list(dict.fromkeys(value))
+            result[key] = value[:layers] if set(value[:layers]) == set(kinds) else (kinds * 4)[:layers]
+    if "pad_token_id" in vars(default):
+        result.update({k: 1 for k in ("pad_token_id", "bos_token_id", "eos_token_id") if k in vars(default)})
+    for key, value in REQUIRED.get(config_class.__name__, {}).items():
+        result[key] = {**result.get(key, {}), **value} if isinstance(value, dict) else value
+    return result
+
+
+# What mlx-lm asks of a config.json and transformers 5 has no more, where the configuration does not tell.
+MLX_ARGUMENTS = {
+    "block_dim": 64, "is_moe_layer": [False, True, True, True], "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False,
+    "attention_method": "MLA", "zero_expert_type": "identity", "moe_layer_freq": 1, "n_ctx": 64, "partial_rotary_factor": 1.0,
+    "first_k_dense_replace": 1, "head_dim": 16, "norm_topk_prob": True, "post_norm": False, "qk_norm": True, "rope_theta": 10000.0, "rotary_dim": 8, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 48, "tie_word_embeddings": False, "topk_method": "noaux_tc",
+}  # fmt: skip
+
+
+# The same, of one model type: values that only published configurations have.
+MLX_TYPES = {
+    "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0, "mscale_all_dim": 0, "original_max_position_embeddings": 64}},
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 64, "long_factor": [1.0], "short_factor": [1.0]}},
+}  # fmt: skip
+# Models whose published checkpoints are of the base model, without its name.
+MLX_WITHOUT_PREFIX = {"gpt2"}
+
+
+def as_published(values, config):
+    """A config.json with the keys of transformers 4, which published models and mlx-lm have."""
+    for key, value in (values.get("rope_parameters") or {}).items():
+        if key != "rope_type":
+            values.setdefault(key, value)
+    for key, target in (config.attribute_map or {}).items():
+        if target in values:
+            values.setdefault(key, values[target])
+    for key, value in MLX_ARGUMENTS.items():
+        if values.get(key) is None:
+            values[key] = value
+    for key, inner in values.items():
+        if isinstance(vars(config).get(key), PreTrainedConfig):
+            as_published(inner, vars(config)[key])
+    return values
+
+
+def mlx_table(failures, report):
+    """{model type: entry} of the models of mlx-lm that transformers has too."""
+    import mlx.core as mx
+    from mlx_lm import models, utils
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    result = {}
+    names = {n.name for n in pkgutil.iter_modules(models.__path__)}
+    for model_type in sorted(set(CONFIG_MAPPING.keys()) & (names | set(utils.MODEL_REMAPPING))):
+        candidates = []
+        for mapping in (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        ):
+            names_of = mapping.get(model_type, ())
+            candidates += [names_of] if isinstance(names_of, str) else names_of
+        classes = [c for c in (getattr(transformers, n, None) for n in candidates) if c is not None]
+        classes = [c for c in classes if c.config_class.model_type == model_type]
+        if not classes:
+            continue
+        try:
+            result[model_type] = mlx_entry(mx, utils, classes[0], report)
+        except (Exception, SystemExit) as error:
+            failures[f"mlx {model_type}"] = first_line(error)
+    return result
+
+
+def mlx_entry(mx, utils, cls, report):
+    config = cls.config_class(**small_arguments(cls.config_class))
+    model = build(cls, config, shrink=False)
+    config.architectures = [cls.__name__]
+    checkpoint = core_model_loading.revert_weight_conversion(model, {k: v for k, v in model.state_dict().items() if k not in model.all_tied_weights_keys})
+    if sum(v.numel() for v in checkpoint.values()) > 2**27:
+        raise ValueError(f"no small model: {sum(v.numel() for v in checkpoint.values())} elements")
+    values = as_published(json.loads(config.to_json_string(use_diff=False)), config)
+    values.update(MLX_TYPES.get(config.model_type, {}))
+    model_class, args_class = utils._get_classes(values)
+    for key, parameter in inspect.signature(args_class).parameters.items():
+        if parameter.default is parameter.empty and key not in values:
+            values[key] = getattr(config, key, None)
+    reader = model_class(args_class.from_dict(values))
+    if f"{model.base_model_prefix}." in "".join(sorted(checkpoint)) and config.model_type in MLX_WITHOUT_PREFIX:
+        checkpoint = {k.removeprefix(model.base_model_prefix + "."): v for k, v in checkpoint.items()}
+    sources, weights, origin = [], {}, {}
+    first = 0
+    for name, tensor in checkpoint.items():
+        count = tensor.numel()
+        weights[name] = mx.arange(first, first + count, dtype=mx.int32).reshape(tuple(tensor.shape))
+        origin[name] = (first, tuple(tensor.shape))
+        sources.append((first, name))
+        first += count
+    weights = reader.sanitize(weights) if hasattr(reader, "sanitize") else weights
+    entry = mlx_modules(reader)
+    parameters = dict(mlx_flatten(reader.parameters()))
+    missing = sorted(set(parameters) - set(weights))
+    unexpected = sorted(set(weights) - set(parameters))
+    for kind, some in (("missing", missing), ("unexpected", unexpected)):
+        if some:
+            report["mlx"].append(f"{config.model_type}: {kind} {braces(sorted({wild(n) for n in some}))}"[:300])
+    plain, made = {}, defaultdict(set)
+    used = set()
+    for name, value in weights.items():
+        if value.ndim < 2:
+            continue
+        ops, parts = mlx_origin(value, sources, origin)
+        used |= set(parts)
+        if ops == "copy":
+            plain[wild(parts[0])] = wild(name)
+        else:
+            made[wild(name)].add(f"{ops}: {parts_text(list(dict.fromkeys(wild(p) for p in parts)))}")
+    rules, wrong = rules_of(plain)
+    for name in wrong:
+        report["mlx"].append(f"{config.model_type}: {name}: by no rules, is {plain[name]}")
+    if rules:
+        entry["names"] = dict(sorted(rules.items()))
+    if made:
+        entry["fused"] = {k: " | ".join(sorted(v)) for k, v in sorted(made.items())}
+    dropped = {wild(n) for n, t in checkpoint.items() if t.ndim >= 2} - {wild(n) for n in used}
+    if dropped:
+        entry["dropped"] = braces(dropped)
+    return entry
+
+
+def mlx_flatten(tree, prefix=""):
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    else:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from mlx_flatten(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def mlx_modules(reader):
+    """{kind: modules} that mlx-lm quantizes, with those that its predicate leaves out or gives other parameters."""
+    kinds = {"Linear": "linear", "Embedding": "embedding", "SwitchLinear": "experts"}
+    found = defaultdict(set)
+    predicate = getattr(reader, "quant_predicate", None)
+    for name, module in reader.named_modules():
+        if not hasattr(module, "to_quantized"):
+            continue
+        kind = kinds.get(type(module).__name__, type(module).__name__)
+        answer = predicate(name, module) if predicate is not None else True
+        if isinstance(answer, dict):
+            kind += " " + " ".join(f"{k}={v}" for k, v in sorted(answer.items()))
+        elif not answer:
+            kind += " dense"
+        found[kind].add(wild(name))
+    return {kind: braces(names) for kind, names in sorted(found.items())}
+
+
+def mlx_origin(value, sources, origin):
+    """(operations, names in the checkpoint) of an array whose elements are numbered as in the checkpoint."""
+    import bisect
+
+    import numpy as np
+
+    array = np.array(value).astype(np.int64)
+    starts = [s for s, _ in sources]
+    def source_of(number):
+        return sources[bisect.bisect_right(starts, number) - 1][1]
+
+    def numbers(name):
+        first, shape = origin[name]
+        return np.arange(first, first + int(np.prod(shape))).reshape(shape)
+
+    outer = array.reshape(array.shape[0], -1)
+    parts = list(dict.fromkeys(source_of(n) for n in outer[:, [0, -1]].reshape(-1)))
+    given = [numbers(p) for p in parts]
+    if len(parts) == 1:
+        one = given[0]
+        if one.shape == array.shape and (one == array).all():
+            return "copy", parts
+        for axes in ([0, 1], [1, 0]) if one.ndim == 2 else ([0, 1, 2], [0, 2, 1]) if one.ndim == 3 else ([*range(one.ndim)],):
+            turned = one.transpose(axes)
+            word = "transpose " if axes[-1] != one.ndim - 1 else ""
+            if turned.shape == array.shape and (turned == array).all():
+                return word.strip() or "copy", parts
+            for axis in range(turned.ndim):
+                if turned.ndim != array.ndim or turned.shape[axis] <= array.shape[axis]:
+                    continue
+                size, all_ = array.shape[axis], turned.shape[axis]
+                for begin in range(0, all_ - size + 1):
+                    if (np.take(turned, range(begin, begin + size), axis) .shape == array.shape) and (np.take(turned, range(begin, begin + size), axis) == array).all():
+                        return f"{word}part {begin}/{all_} of {axis}", parts
+                for begin in range(all_ // size):
+                    some = np.take(turned, range(begin, all_, all_ // size), axis)
+                    if some.shape == array.shape and (some == array).all():
+                        return f"{word}every {all_ // size} from {begin} of {axis}", parts
+        if one.size == array.size and (one.reshape(array.shape) == array).all():
+            return "reshape", parts
+        return "computed", parts
+    if all(g.shape == given[0].shape for g in given) and array.shape == (len(given), *given[0].shape) and (np.stack(given) == array).all():
+        return "stack 0", parts
+    for axis in range(array.ndim):
+        try:
+            if (np.concatenate(given, axis) == array).all():
+                return f"concat {axis}", parts
+        except ValueError:
+            continue
+    return "computed", parts
 
 
 def compact(types):
-    """`@` for the first class of a model type in others of it; then the name of an equal class before it for a class."""
-    seen = {}
+    """`@` for the first class of a model type in others of it; `=X` for a value that class X has; the name of an equal
+    class for a class."""
+    entries, values = {}, {}
     for classes in types.values():
         base = next(iter(classes))
         for name, entry in classes.items():
@@ -761,25 +1120,72 @@ def compact(types):
                 if value == base:
                     entry["models"][path] = "@"
             text = json.dumps(entry, sort_keys=True)
-            if name != base or '"@"' not in text:
-                classes[name] = seen.setdefault(text, name) if len(text) > 40 else entry
-            if classes[name] == name:
-                classes[name] = entry
+            if (name == base and '"@"' in text) or len(text) < 30:
+                continue
+            if text in entries:
+                classes[name] = entries[text]
+                continue
+            entries[text] = name
+            for key, value in entry.items():
+                text = json.dumps([key, value], sort_keys=True)
+                if len(text) > 36 and '"@"' not in text:
+                    first = values.setdefault(text, name)
+                    if first != name:
+                        entry[key] = "=" + first
 
 
-def dump(head, types):
+def dump(head, types, mlx):
     """One line a class, sorted."""
     lines = ["{", '"readers": ' + json.dumps(head) + ",", '"types": {']
-    items = list(types.items())
-    for i, (model_type, value) in enumerate(items):
+    for i, (model_type, classes) in enumerate(types.items()):
         lines.append(f"{json.dumps(model_type)}: {{")
-        classes = list(value.items())
-        for j, (name, entry) in enumerate(classes):
-            comma = "," if j + 1 < len(classes) else ""
-            lines.append(f" {json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}{comma}")
-        lines.append("}" + ("," if i + 1 < len(items) else ""))
-    lines += ["}", "}", ""]
-    return "\n".join(lines)
+        lines += separated([f" {json.dumps(n)}: {json.dumps(e, separators=(',', ':'))}" for n, e in classes.items()])
+        lines.append("}" + ("," if i + 1 < len(types) else ""))
+    lines += ["},", '"mlx": {']
+    lines += separated([f" {json.dumps(n)}: {json.dumps(e, separators=(',', ':'))}" for n, e in mlx.items()])
+    return "\n".join([*lines, "}", "}", ""])
+
+
+def separated(lines):
+    return [line + "," for line in lines[:-1]] + lines[-1:]
+
+
+def collect(options, failures, report):
+    """What is seen of every class, by name."""
+    classes = model_classes(failures)
+    if options.only:
+        classes = {k: v for k, v in classes.items() if re.fullmatch(options.only, getattr(v.config_class, "model_type", "") or "-")}
+    rows = {}
+    for name, cls in sorted(classes.items()):
+        arguments = REQUIRED.get(cls.config_class.__name__, {})
+        error = see(cls, arguments, rows, report)
+        # Flags of a configuration are those of the model that heads are put on.
+        if not options.no_variants and (error is not None or not rows[name].has_base):
+            for values in variants(cls.config_class):
+                if see(cls, {**arguments, **values}, rows, report) is None:
+                    error = None
+        if error is not None:
+            failures[name] = f"{getattr(cls.config_class, 'model_type', '')}: {first_line(error)}"
+    return rows
+
+
+def see(cls, arguments, rows, report):
+    """Adds a model with these arguments to the rows; the error if it cannot be built."""
+    try:
+        model = build(cls, cls.config_class(**arguments))
+    except Exception as error:
+        return error
+    before = sum(len(r.kinds) for r in rows.values())
+    observe(model, rows)
+    observe_root(model, rows)
+    row = rows[cls.__name__]
+    row.has_base = model.base_model_prefix != "" and isinstance(getattr(model, model.base_model_prefix, None), PreTrainedModel)
+    if not row.names or sum(len(r.kinds) for r in rows.values()) > before:
+        try:
+            observe_names(model, row)
+        except Exception as error:
+            report["names"].append(f"{cls.__name__} {arguments}: {first_line(error)}")
+    return None
 
 
 def main():
@@ -792,36 +1198,12 @@ def main():
     options = parser.parse_args()
 
     failures, report = {}, defaultdict(list)
-    classes = model_classes(failures)
-    if options.only:
-        classes = {k: v for k, v in classes.items() if re.fullmatch(options.only, getattr(v.config_class, "model_type", "") or "-")}
-    rows, built = {}, set()
-    for name, cls in sorted(classes.items()):
-        config_class = cls.config_class
-        arguments = REQUIRED.get(config_class.__name__, {})
-        configs = [arguments]
-        if not options.no_variants:
-            configs += [{**arguments, **v} for v in variants(config_class)]
-        for index, values in enumerate(configs):
-            try:
-                model = build(cls, config_class(**values))
-            except Exception as error:
-                if index == 0:
-                    failures[name] = f"{getattr(config_class, 'model_type', '')}: {first_line(error)}"
-                continue
-            observe(model, rows)
-            observe_root(model, rows)
-            built.add(name)
-            try:
-                observe_names(model, rows[name])
-            except Exception as error:
-                report["names"].append(f"{name} {values}: {first_line(error)}")
-            del model
-        gc.collect(1)
-
+    rows = collect(options, failures, report)
     types = table(rows, report)
-    text = dump({"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}, types)
-    print(f"{len(types)} model types, {len(rows)} classes, {len(failures)} failed, {len(text)} bytes", file=sys.stderr)
+    mlx = mlx_table(failures, report)
+    head = {name: version(name) for name in ("mlx-lm", "timm", "torch", "transformers")}
+    text = dump(head, types, mlx)
+    print(f"{len(types)} model types, {len(rows)} classes, {len(mlx)} of mlx-lm, {len(failures)} failed, {len(text)} bytes", file=sys.stderr)
     if options.report:
         lines = [f"failed {k}: {v}" for k, v in sorted(failures.items())]
         lines += [f"{kind} {line}" for kind, some in sorted(report.items()) for line in sorted(set(some))]
