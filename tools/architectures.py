@@ -75,7 +75,7 @@ REQUIRED = {
     "HunYuanVLConfig": {"text_config": {"head_dim": 128}},
     "HunYuanVLTextConfig": {"head_dim": 128},
     "InformerConfig": {"prediction_length": 8},
-    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 16},
+    "Lfm2MoeConfig": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "MinistralConfig": {"head_dim": 128},
     "MoonshineStreamingConfig": {"num_key_value_heads": 8},
     "MoshiConfig": {"audio_vocab_size": 2048},
@@ -651,7 +651,7 @@ def changes(name, module):
     a, b = ["^"] + name.split("."), ["^"] + module.split(".")
     result = []
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if tag == "insert":
+        if tag in ("insert", "delete"):
             i1, j1 = i1 - 1, j1 - 1
         if tag != "equal":
             result.append((i1, i2, b[j1:j2]))
@@ -685,7 +685,10 @@ def rules_of(pairs):
         for name, module in wrong.items():
             parts, some = changes(name, module)
             if some and right is not None:
-                rules.setdefault(*around(name, module, left, right))
+                source, target = around(name, module, left, right)
+                if right == 99:  # the whole name
+                    rules[source] = target
+                rules.setdefault(source, target)
                 continue
             if not some:  # a rule of others: it is none of this name
                 for source in list(rules):
@@ -801,6 +804,15 @@ def common_end(a, b):
     return count
 
 
+def is_listed(row, rows, name):
+    """Whether the table has the module of a tensor: not if it has one dimension."""
+    for path, (_, classes) in row.children.items():
+        if name.startswith(path + "."):
+            return any(is_listed(rows[c], rows, name[len(path) + 1 :]) for c in classes)
+    kinds = [row.kinds.get(p, ()) for p in (name, name.rpartition(".")[0], name.rpartition(".out_proj.")[0])]
+    return any(not kind.startswith(("norm", "vector")) for some in kinds for kind in some)
+
+
 def names_here(row, rows):
     """What names are renamed to by the rules of this class, those of nested models to the names that their rows have;
     and what is fused here."""
@@ -814,6 +826,8 @@ def names_here(row, rows):
             parts.update(rows[child].fused)
         children.append((path + ".", back, parts))
     for name, module in row.names.items():
+        if not is_listed(row, rows, module):
+            continue
         candidates = [module]
         for path, back, _ in children:
             if module.startswith(path):
@@ -861,7 +875,7 @@ def verify(types, rows, report):
     for classes in types.values():
         for name in classes:
             row = rows[name]
-            expected = {n: {m} for n, m in row.names.items()}
+            expected = {n: {m} for n, m in row.names.items() if is_listed(row, rows, m)}
             expected.update({n: set(modules) for modules, (_, parts) in row.fused.items() for n in parts})
             for text, modules in sorted(expected.items()):
                 found = next(iter(resolve(types, rows, name, text)), None)
@@ -910,7 +924,7 @@ def small_arguments(config_class):
 MLX_ARGUMENTS = {
     "block_dim": 64, "is_moe_layer": [False, True, True, True], "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False,
     "attention_method": "MLA", "zero_expert_type": "identity", "moe_layer_freq": 1, "n_ctx": 64, "partial_rotary_factor": 1.0,
-    "first_k_dense_replace": 1, "head_dim": 16, "norm_topk_prob": True, "post_norm": False, "qk_norm": True, "rope_theta": 10000.0, "rotary_dim": 8, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "first_k_dense_replace": 1, "head_dim": 16, "norm_topk_prob": True, "post_norm": False, "qk_norm": True, "rope_scaling": None, "rope_theta": 10000.0, "rotary_dim": 8, "rotary_emb_base": 10000, "rotary_pct": 0.25,
     "scoring_func": "sigmoid", "shared_intermediate_size": 48, "tie_word_embeddings": False, "topk_method": "noaux_tc",
 }  # fmt: skip
 
@@ -1109,11 +1123,16 @@ def mlx_origin(value, sources, origin):
     return "computed", parts
 
 
+# Others are said to be like these where they are: a new architecture changes no line of another.
+KNOWN = ["llama", "mixtral", "bert", "bart", "t5", "gpt2", "vit", "clip", "clip_vision_model", "llava", "wav2vec2", "whisper"]
+
+
 def compact(types):
     """`@` for the first class of a model type in others of it; `=X` for a value that class X has; the name of an equal
     class for a class."""
     entries, values = {}, {}
-    for classes in types.values():
+    for model_type in [t for t in KNOWN if t in types] + [t for t in types if t not in KNOWN]:
+        classes = types[model_type]
         base = next(iter(classes))
         for name, entry in classes.items():
             for path, value in entry.get("models", {}).items():
