@@ -519,13 +519,22 @@ def checkpoint_names(model):
     return [(ops, sources, tuple(names)) for (ops, sources, _), names in groups.items()]
 
 
+def wild_as(name, module):
+    """The name of the module's tensor with `*` for as many numbers as the name in the checkpoint has."""
+    count, parts = wild(name).count("*"), []
+    for part, other in zip(module.split("."), wild(module).split(".")):
+        parts.append(other if count > 0 else part)
+        count -= "*" in other
+    return ".".join(parts)
+
+
 def observe_names(model, row):
     plain = defaultdict(dict)
     for ops, modules, names in checkpoint_names(model):
         if not ops:
             for module in modules:
                 for name in names:
-                    plain[wild(name)][name] = wild(module)
+                    plain[wild(name)][name] = wild_as(name, module)
         else:
             key = tuple(sorted({wild(m) for m in modules}))
             # The order of the parts is that of the operations: kept, without the number of the expert.
@@ -624,6 +633,12 @@ def joined(parts):
 
 def same(pattern, part):
     return pattern == part or (pattern.endswith("*") and part.startswith(pattern[:-1]) and part[len(pattern) - 1 :].isdigit())
+
+
+def matches(pattern, name):
+    """Whether the pattern is that of the beginning of a name."""
+    pattern, parts = pattern.split("."), name.split(".")
+    return len(pattern) < len(parts) and all(map(same, pattern, parts))
 
 
 def rename(rules, name):
@@ -807,8 +822,9 @@ def common_end(a, b):
 def is_listed(row, rows, name):
     """Whether the table has the module of a tensor: not if it has one dimension."""
     for path, (_, classes) in row.children.items():
-        if name.startswith(path + "."):
+        if wild(name).startswith(path + "."):
             return any(is_listed(rows[c], rows, name[len(path) + 1 :]) for c in classes)
+    name = wild(name)
     kinds = [row.kinds.get(p, ()) for p in (name, name.rpartition(".")[0], name.rpartition(".out_proj.")[0])]
     return any(not kind.startswith(("norm", "vector")) for some in kinds for kind in some)
 
@@ -845,7 +861,7 @@ def names_here(row, rows):
     return wanted, fused
 
 
-def resolve(types, rows, name, text, depth=0):
+def resolve(types, rows, name, text):
     """Where the tensor `text` of a checkpoint of class `name` is: the names of its modules' tensors, one at a time."""
     entry = types[rows[name].model_type][name]
     renamed = [rename(entry.get("names", {}), text), text]
@@ -860,13 +876,15 @@ def resolve(types, rows, name, text, depth=0):
             if text in expand(part):
                 yield from expand(modules)
     for one in renamed:
-        nested = [p for p in entry.get("models", {}) if one.startswith(p + ".")]
+        nested = [p for p in entry.get("models", {}) if matches(p, one)]
         if nested:
             path = max(nested, key=len)
+            count = len(path.split("."))
+            head, rest = one.split(".")[:count], one.split(".")[count:]
             for child in entry["models"][path].rpartition(":")[2].split("|"):
-                for found in resolve(types, rows, child, one[len(path) + 1 :], depth + 1):
-                    yield f"{path}.{found}"
-        elif any(p in rows[name].kinds for p in (one, one.rpartition(".")[0], one.rpartition(".out_proj.")[0])):
+                for found in resolve(types, rows, child, ".".join(rest)):
+                    yield ".".join([*head, found])
+        elif any(wild(p) in rows[name].kinds for p in (one, one.rpartition(".")[0], one.rpartition(".out_proj.")[0])):
             yield one
 
 
@@ -1103,9 +1121,11 @@ def mlx_origin(value, sources, origin):
                     continue
                 size, all_ = array.shape[axis], turned.shape[axis]
                 for begin in range(0, all_ - size + 1):
-                    if (np.take(turned, range(begin, begin + size), axis) .shape == array.shape) and (np.take(turned, range(begin, begin + size), axis) == array).all():
-                        return f"{word}part {begin}/{all_} of {axis}", parts
-                for begin in range(all_ // size):
+                    some = np.take(turned, range(begin, begin + size), axis)
+                    if some.shape == array.shape and (some == array).all():
+                        which = f"{begin // size + 1}/{all_ // size}" if all_ % size == 0 and begin % size == 0 else f"{begin}:{begin + size}"
+                        return f"{word}part {which} of {axis}", parts
+                for begin in range(all_ // size):  # those that take turns
                     some = np.take(turned, range(begin, all_, all_ // size), axis)
                     if some.shape == array.shape and (some == array).all():
                         return f"{word}every {all_ // size} from {begin} of {axis}", parts

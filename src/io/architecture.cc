@@ -1,0 +1,444 @@
+#include "io/architecture.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/checks.h"
+#include "io/json.h"
+
+namespace halfbyte::io {
+namespace {
+
+using nlohmann::json;
+using Parts = std::vector<std::string>;  // components of a name
+
+Parts split(std::string_view text, char separator) {
+  Parts parts;
+  for (size_t begin = 0;;) {
+    const size_t end = std::min(text.find(separator, begin), text.size());
+    parts.emplace_back(text.substr(begin, end - begin));
+    if (end == text.size()) return parts;
+    begin = end + 1;
+  }
+}
+
+std::string join(const Parts& parts, size_t first, size_t last) {
+  std::string text;
+  for (size_t i = first; i < last; ++i) text += (i == first ? "" : ".") + parts[i];
+  return text;
+}
+
+// The components of a part of a name; `^`, which stands before the name, is the first of those at its
+// beginning.
+Parts components(std::string_view text) {
+  if (text.empty()) return {};
+  if (text.front() != '^') return split(text, '.');
+  Parts parts{"^"};
+  if (text.size() > 1) {
+    Parts rest = split(text.substr(1), '.');
+    parts.insert(parts.end(), rest.begin(), rest.end());
+  }
+  return parts;
+}
+
+// The patterns of an expression with braces and commas, as of a shell: a.{b,c.d}.
+std::vector<std::string> expand(std::string_view text) {
+  std::vector<std::string> result;
+  for (size_t begin = 0; begin <= text.size();) {
+    size_t end = begin, open = std::string_view::npos, close = std::string_view::npos;
+    for (int depth = 0; end < text.size() && (depth > 0 || text[end] != ','); ++end) {
+      if (text[end] == '{' && depth++ == 0 && open == std::string_view::npos) open = end;
+      if (text[end] == '}' && --depth == 0 && close == std::string_view::npos) close = end;
+    }
+    if (open == std::string_view::npos) {
+      result.emplace_back(text.substr(begin, end - begin));
+    } else {
+      const std::string head(text.substr(begin, open - begin));
+      const std::vector<std::string> tails = expand(text.substr(close + 1, end - close - 1));
+      for (const std::string& inner : expand(text.substr(open + 1, close - open - 1))) {
+        for (const std::string& tail : tails) result.push_back(head + inner + tail);
+      }
+    }
+    begin = end + 1;
+  }
+  return result;
+}
+
+// A `*` at the end of a component of a pattern stands for a number.
+bool same(std::string_view pattern, std::string_view part) {
+  if (pattern == part) return true;
+  if (pattern.empty() || pattern.back() != '*') return false;
+  pattern.remove_suffix(1);
+  if (!part.starts_with(pattern) || part.size() == pattern.size()) return false;
+  part.remove_prefix(pattern.size());
+  return part.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+// Whether the pattern matches parts[first, last).
+bool matches(const Parts& pattern, const Parts& parts, size_t first, size_t last) {
+  return last >= first && pattern.size() == last - first &&
+         std::equal(pattern.begin(), pattern.end(), parts.begin() + static_cast<ptrdiff_t>(first), same);
+}
+
+// `target` with the numbers that `source` matched in parts[first, ...) in place of its `*`.
+Parts with_numbers(const Parts& source, const Parts& target, const Parts& parts, size_t first) {
+  Parts numbers, result;
+  for (size_t i = 0; i < source.size(); ++i) {
+    if (source[i] == "*") numbers.push_back(parts[first + i]);
+  }
+  size_t next = 0;
+  for (const std::string& part : target) {
+    result.push_back(part == "*" && next < numbers.size() ? numbers[next++] : part);
+  }
+  return result;
+}
+
+struct Rule {
+  Parts source, target;
+};
+
+// The name with each part that a rule has replaced, from left to right; of several rules the longest is
+// taken.
+std::string renamed(const std::vector<Rule>& rules, std::string_view name) {
+  Parts parts = split(name, '.'), result;
+  parts.insert(parts.begin(), "^");
+  for (size_t i = 0; i < parts.size();) {
+    const Rule* best = nullptr;
+    for (const Rule& rule : rules) {
+      const size_t size = rule.source.size();
+      if ((best == nullptr || size > best->source.size()) && i + size <= parts.size() &&
+          matches(rule.source, parts, i, i + size)) {
+        best = &rule;
+      }
+    }
+    if (best == nullptr) {
+      result.push_back(parts[i++]);
+      continue;
+    }
+    for (std::string& part : with_numbers(best->source, best->target, parts, i))
+      result.push_back(std::move(part));
+    i += best->source.size();
+  }
+  return join(result, 1, result.size());
+}
+
+struct Table {
+  struct Class {
+    std::string model_type;
+    const json* entry;
+  };
+  json text;
+  std::map<std::string, Class, std::less<>> classes;
+  std::map<std::string, std::string, std::less<>> base;  // of a model type
+};
+
+const Table& table() {
+  static const Table result = [] {
+    Table made;
+    made.text = parse_json<json>(architectures_json(), "architectures.json");
+    // The first class of a model type is its base model, and the file's order is not that of `json`.
+    const auto ordered = nlohmann::ordered_json::parse(architectures_json());
+    for (const auto& [model_type, classes] : ordered.at("types").items()) {
+      made.base.emplace(model_type, classes.begin().key());
+    }
+    for (const auto& [model_type, classes] : made.text.at("types").items()) {
+      for (const auto& [name, entry] : classes.items()) made.classes.insert({name, {model_type, &entry}});
+    }
+    return made;
+  }();
+  return result;
+}
+
+// The entry of a class: its own, or that of the class that it is like.
+const json& entry_of(const std::string& name) {
+  const json& entry = *table().classes.at(name).entry;
+  return entry.is_string() ? entry_of(entry.get<std::string>()) : entry;
+}
+
+// What a class has under a key: its own, or that of the class that it refers to; or null.
+const json& value_of(const std::string& name, const char* key) {
+  static const json none;
+  const json& entry = entry_of(name);
+  const auto found = entry.find(key);
+  if (found == entry.end()) return none;
+  if (found->is_string() && found->get_ref<const std::string&>().starts_with('=')) {
+    return value_of(found->get<std::string>().substr(1), key);
+  }
+  return *found;
+}
+
+// The configuration within another, by its keys; null if there is none.
+const json& inner_config(const json& config, std::string_view keys) {
+  static const json none;
+  const json* at = &config;
+  for (const std::string& key : split(keys, '.')) {
+    const auto found = at->is_object() ? at->find(key) : at->end();
+    if (!at->is_object() || found == at->end()) return none;
+    at = &*found;
+  }
+  return *at;
+}
+
+std::string text_of(const json& object, const char* key) {
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return object.is_object() && found != object.end() && found->is_string() ? found->get<std::string>() : "";
+}
+
+// The class that stands for `usual` in a model whose configuration says another model type: that with the
+// same head.
+std::string class_like(const std::string& usual, const json& config) {
+  const Table& all = table();
+  const std::string model_type = text_of(config, "model_type");
+  const auto base = all.base.find(model_type);
+  if (base == all.base.end() || all.classes.at(usual).model_type == model_type) return usual;
+  const size_t head = usual.find("For");
+  if (head == std::string::npos) return base->second;
+  for (const auto& [name, one] : all.classes) {
+    if (one.model_type != model_type) continue;
+    if (name.ends_with(usual.substr(head)) ||
+        (usual.ends_with("ForCausalLM") && name.ends_with("LMHeadModel")))
+      return name;
+  }
+  return base->second;
+}
+
+ModuleKind kind_of(std::string_view word) {
+  if (word == "linear") return ModuleKind::linear;
+  if (word == "linear-subclass") return ModuleKind::linear_subclass;
+  if (word == "conv1d") return ModuleKind::conv1d;
+  if (word == "embedding") return ModuleKind::embedding;
+  if (word == "attention") return ModuleKind::attention;
+  if (word == "convolution") return ModuleKind::convolution;
+  if (word == "parameter") return ModuleKind::parameter;
+  HALFBYTE_CHECK(word.starts_with("experts"), bug, "architectures.json: no kind {}", word);
+  return ModuleKind::experts;
+}
+
+ModuleRole role_of(std::string_view word) {
+  if (word.empty()) return ModuleRole::plain;
+  if (word == "head") return ModuleRole::head;
+  if (word == "router") return ModuleRole::router;
+  if (word == "expert") return ModuleRole::expert;
+  if (word == "projector") return ModuleRole::projector;
+  HALFBYTE_CHECK(word == "adapter", bug, "architectures.json: no role {}", word);
+  return ModuleRole::adapter;
+}
+
+// The keys of an entry that are no kinds of modules.
+bool is_kind(const std::string& key) {
+  static const std::vector<std::string> others{"f32",   "f32-from-f16", "fused",   "may-be", "models",
+                                               "names", "reads",        "skipped", "tie",    "tied"};
+  return !std::binary_search(others.begin(), others.end(), key);
+}
+
+}  // namespace
+
+struct Architecture::Model {
+  struct Group {
+    ModuleKind kind;
+    ModuleRole role;
+    bool transposed, interleaved;
+    std::vector<Parts> patterns;
+  };
+  struct Nested {
+    Parts path;
+    std::vector<std::shared_ptr<const Model>> models;  // one of these
+  };
+  struct Fused {
+    std::vector<Parts> targets, sources;
+    std::string operations;
+  };
+
+  std::string name;
+  bool tied = false;
+  ModuleRole reads = ModuleRole::plain;  // vision or audio
+  std::vector<Group> groups;
+  std::vector<Nested> nested;
+  std::vector<Fused> fused;
+  std::vector<Rule> rules, may_be;
+  std::vector<Parts> tied_modules;
+  std::string tied_to;
+
+  static std::shared_ptr<const Model> make(const std::string& name, const json& config);
+  std::optional<ModuleInfo> find(std::string_view tensor) const;
+  std::optional<ModuleInfo> find_module(const Parts& parts) const;
+};
+
+std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::string& name,
+                                                                     const json& config) {
+  const auto patterns = [](std::string_view text) {
+    std::vector<Parts> result;
+    for (const std::string& one : expand(text)) result.push_back(split(one, '.'));
+    return result;
+  };
+  auto model = std::make_shared<Model>();
+  model->name = name;
+  for (const auto& [key, own] : entry_of(name).items()) {
+    const json& value = value_of(name, key.c_str());
+    if (is_kind(key)) {
+      const Parts words = split(key, '/');
+      model->groups.push_back({kind_of(words[0]), role_of(words.size() > 1 ? words[1] : ""),
+                               words[0].find("transposed") != std::string::npos,
+                               words[0].find("interleaved") != std::string::npos,
+                               patterns(value.get_ref<const std::string&>())});
+    } else if (key == "models") {
+      for (const auto& [path, what] : value.items()) {
+        const auto text = what.get<std::string>();
+        const size_t colon = text.find(':');
+        const json& inner = colon == std::string::npos ? config : inner_config(config, text.substr(0, colon));
+        Nested nested{split(path, '.'), {}};
+        for (const std::string& one :
+             split(colon == std::string::npos ? text : text.substr(colon + 1), '|')) {
+          const std::string usual = one == "@" ? table().base.at(table().classes.at(name).model_type) : one;
+          nested.models.push_back(make(colon == std::string::npos ? usual : class_like(usual, inner), inner));
+        }
+        model->nested.push_back(std::move(nested));
+      }
+    } else if (key == "names" || key == "may-be") {
+      for (const auto& [source, target] : value.items()) {
+        (key == "names" ? model->rules : model->may_be)
+            .push_back({components(source), components(target.get_ref<const std::string&>())});
+      }
+    } else if (key == "fused") {
+      for (const auto& [target, how] : value.items()) {
+        const auto text = how.get<std::string>();
+        const size_t colon = text.find(": ");
+        Fused fused{patterns(target), {}, text.substr(0, colon)};
+        for (const std::string& one : split(text.substr(colon + 2), ' ')) {
+          for (Parts& pattern : patterns(one)) fused.sources.push_back(std::move(pattern));
+        }
+        model->fused.push_back(std::move(fused));
+      }
+    } else if (key == "tied") {
+      const Parts sides = split(value.get_ref<const std::string&>(), '=');
+      model->tied_modules = patterns(sides.at(0));
+      model->tied_to = expand(sides.at(1)).front();
+    } else if (key == "tie") {
+      model->tied = true;
+    } else if (key == "reads") {
+      model->reads = value == "audio" ? ModuleRole::audio : ModuleRole::vision;
+    }
+  }
+  if (config.is_object() && config.contains("tie_word_embeddings") &&
+      config["tie_word_embeddings"].is_boolean()) {
+    model->tied = config["tie_word_embeddings"].get<bool>();
+  }
+  return model;
+}
+
+// The module with a tensor of this name in the model.
+std::optional<ModuleInfo> Architecture::Model::find_module(const Parts& parts) const {
+  const size_t size = parts.size();
+  for (const Group& group : groups) {
+    // Experts and parameters are tensors, and so are the parts that weight normalisation makes of a
+    // convolution's.
+    const bool whole = group.kind == ModuleKind::experts || group.kind == ModuleKind::parameter;
+    const bool own =
+        group.kind == ModuleKind::attention || parts.back() == "weight" || parts.back() == "bias";
+    const size_t length = whole ? size : size - 1;
+    for (const Parts& pattern : group.patterns) {
+      const bool inside = group.kind == ModuleKind::attention && size >= 2 && parts[size - 2] == "out_proj" &&
+                          matches(pattern, parts, 0, size - 2);
+      const bool part = group.kind == ModuleKind::convolution && matches(pattern, parts, 0, size);
+      if (!inside && !part && !((whole || own) && matches(pattern, parts, 0, length))) continue;
+      ModuleInfo info{group.kind, group.role, group.transposed, group.interleaved, join(parts, 0, length),
+                      "",         ""};
+      for (const Parts& one : tied_modules) {
+        if (matches(one, parts, 0, length)) info.tied_to = tied_to;
+      }
+      return info;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<ModuleInfo> Architecture::Model::find(std::string_view tensor) const {
+  // The names that it may have in the model: by the rules, as it is, and these with a prefix more or less.
+  std::vector<std::pair<std::string, std::string>> names;  // with operations
+  const Parts given = split(tensor, '.');
+  for (const Fused& one : fused) {
+    for (const Parts& source : one.sources) {
+      if (!matches(source, given, 0, given.size())) continue;
+      const Parts target = with_numbers(source, one.targets.front(), given, 0);
+      names.emplace_back(join(target, 0, target.size()), one.operations);
+    }
+  }
+  const size_t plain = names.size();
+  names.emplace_back(renamed(rules, tensor), "");
+  names.emplace_back(tensor, "");
+  for (const Rule& rule : may_be) {
+    for (size_t i = plain; i < plain + 2; ++i) {
+      const Parts parts = split(names[i].first, '.');
+      if (parts.size() <= rule.source.size() || !matches(rule.source, parts, 0, rule.source.size())) continue;
+      Parts other = rule.target;
+      other.insert(other.end(), parts.begin() + static_cast<ptrdiff_t>(rule.source.size()), parts.end());
+      names.emplace_back(join(other, 0, other.size()), "");
+    }
+  }
+  for (const auto& [name, operations] : names) {
+    const Parts parts = split(name, '.');
+    std::optional<ModuleInfo> info;
+    const Nested* inside = nullptr;
+    for (const Nested& one : nested) {
+      const size_t size = one.path.size();
+      if (size < parts.size() && matches(one.path, parts, 0, size) &&
+          (inside == nullptr || size > inside->path.size())) {
+        inside = &one;
+      }
+    }
+    if (inside == nullptr) {
+      info = find_module(parts);
+    } else {
+      const std::string prefix = join(parts, 0, inside->path.size()) + ".";
+      for (const auto& model : inside->models) {
+        info = model->find(name.substr(prefix.size()));
+        if (!info) continue;
+        info->module.insert(0, prefix);
+        if (!info->tied_to.empty()) info->tied_to.insert(0, prefix);
+        break;
+      }
+    }
+    if (!info) continue;
+    if (!operations.empty()) info->operations = operations;
+    if (info->role == ModuleRole::plain) info->role = reads;
+    return info;
+  }
+  return std::nullopt;
+}
+
+Architecture::Architecture(std::shared_ptr<const Model> model) : model_(std::move(model)) {}
+
+std::optional<Architecture> Architecture::find(const json& config) {
+  const Table& all = table();
+  if (!config.is_object()) return std::nullopt;
+  if (const auto names = config.find("architectures"); names != config.end() && names->is_array()) {
+    for (const json& name : *names) {
+      if (name.is_string() && all.classes.contains(name.get_ref<const std::string&>())) {
+        return Architecture(Model::make(name.get<std::string>(), config));
+      }
+    }
+  }
+  const auto base = all.base.find(text_of(config, "model_type"));
+  if (base == all.base.end()) return std::nullopt;
+  return Architecture(Model::make(base->second, config));
+}
+
+const std::string& Architecture::name() const { return model_->name; }
+
+bool Architecture::tied() const { return model_->tied; }
+
+std::optional<ModuleInfo> Architecture::find_tensor(std::string_view tensor) const {
+  if (auto info = model_->find(tensor)) return info;
+  // Checkpoints of a base model have no prefix for it, and those of a model with a head may be read as the
+  // base model.
+  for (const Model::Nested& one : model_->nested) {
+    if (auto info = model_->find(join(one.path, 0, one.path.size()) + "." + std::string(tensor))) return info;
+  }
+  const size_t dot = tensor.find('.');
+  return dot == std::string_view::npos ? std::nullopt : model_->find(tensor.substr(dot + 1));
+}
+
+}  // namespace halfbyte::io
