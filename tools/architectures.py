@@ -67,8 +67,11 @@ REQUIRED = {
     "DiffusionGemmaConfig": {"text_config": _EXPERTS},
     "DiffusionGemmaTextConfig": _EXPERTS,
     "Dots1Config": {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1},
+    "EmbeddingGemma2Config": {"vision_config": {}, "audio_config": {}},
     "Emu3Config": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6, "<|visual token 000000|>": 7}},
-    "EsmConfig": {"vocab_size": 33, "pad_token_id": 1},
+    "EsmConfig": {"vocab_size": 33, "pad_token_id": 1, "esmfold_config": {}},
+    "Gemma4Config": {"vision_config": {}, "audio_config": {}},
+    "Gemma4UnifiedConfig": {"vision_config": {}, "audio_config": {}},
     "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0], "downsample_rate": "1/2"},
     "HunYuanDenseV1Config": {"head_dim": 128},
     "HunYuanMoEV1Config": {"head_dim": 128},
@@ -108,6 +111,11 @@ VARIANTS = {
     "q_lora_rank": [None, 64],
     "shared_intermediate_size": [0, 64],
     "word_embed_proj_dim": [96],
+}
+# Configurations with what takes several arguments.
+ALSO = {
+    "DogeConfig": [{"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}],
+    "Gemma4TextConfig": [{"enable_moe_block": True, **_EXPERTS}],
 }
 # Flags that change how a model is run or trained, not what it consists of.
 NOT_STRUCTURE = re.compile(
@@ -186,6 +194,7 @@ def variants(config_class):
         default = config_class(**REQUIRED.get(config_class.__name__, {}))
     except Exception:
         return
+    yield from ALSO.get(config_class.__name__, ())
     accepted = {k: v for k, v in vars(default).items() if not isinstance(v, PreTrainedConfig)}
     for key in sorted(accepted):
         value = accepted[key]
@@ -213,12 +222,24 @@ def modalities(cls):
 
 
 def modality(cls):
-    """What a model reads if it does not read text: vision or audio, or None."""
-    kinds = set(modalities(cls))
+    """What a class is beside a language model: vision, audio, a projector between them, or None.
+
+    By what it says that it reads, but parts of a larger model often say what that reads: then by their names.
+    """
+    name, kinds = cls.__name__, set(modalities(cls))
+    if re.search(r"Text(Model|Encoder|Decoder|Stack)$", name):
+        return None
+    if re.search(r"QFormerModel|PerceiverResampler|Molmo2Adapter", name):
+        return "projector"
     if kinds and kinds <= {"image", "video"}:
         return "vision"
     if kinds == {"audio"}:
         return "audio"
+    if "text_config" not in cls.config_class.sub_configs:
+        if re.search(r"Vision(Model|Transformer|Encoder)|VQVAE", name):
+            return "vision"
+        if re.search(r"Audio(Model|Encoder)$|Speech2TextEncoder|HifiGan", name):
+            return "audio"
     return None
 
 
@@ -237,6 +258,7 @@ class Row:
         self.float32 = set()
         self.float32_always = set()
         self.skipped = set()
+        self.ignored = set()
         self.names = {}  # pattern of the checkpoint -> pattern of the model, where they differ or are equal
         self.fused = {}  # (patterns of the model) -> (operations, patterns of the checkpoint)
         self.prefixes = set()
@@ -340,7 +362,7 @@ def roles(model, found, children):
             role = "head"
         elif kind == "embedding":
             pass
-        elif ROUTER_CLASS.search(name) or re.search(r"(^|\.)(router|shared_expert_gate)(\.|$)", path):
+        elif ROUTER_CLASS.search(name) or re.search(r"(^|\.)(router\w*|shared_expert_gate)(\.|$)", path):
             role = "router"
         elif weight is not None and getattr(weight, "ndim", 0) == 2 and NUM_EXPERTS in weight.shape and has_experts(model, path):
             role = "router"
@@ -409,6 +431,7 @@ def observe(model, rows):
             row.children[wild(path)][0] = key
         classes.add(type(child).__name__)
         observe(child, rows)
+    row.ignored |= set(cls._keys_to_ignore_on_load_unexpected or [])
     # Those of nested models are in their rows.
     nested = [type(m) for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for kept, name in ((row.float32, "_keep_in_fp32_modules"), (row.float32_always, "_keep_in_fp32_modules_strict")):
@@ -792,6 +815,8 @@ def class_entry(row, rows, report):
         entry["f32-from-f16"] = " ".join(sorted(row.float32))
     if row.skipped:
         entry["skipped"] = braces(row.skipped)
+    if row.ignored:
+        entry["ignored"] = " ".join(sorted(row.ignored))
     wanted, fused = names_here(row, rows)
     rules, wrong = rules_of(wanted)
     for name in wrong:

@@ -133,22 +133,23 @@ struct Table {
   json text;
   std::map<std::string, Class, std::less<>> classes;
   std::map<std::string, std::string, std::less<>> base;  // of a model type
+
+  Table() : text(parse_json<json>(architectures_json(), "architectures.json")) {
+    // The first class of a model type is its base model, and the file's order is not that of `json`.
+    const auto ordered = parse_json<nlohmann::ordered_json>(architectures_json(), "architectures.json");
+    for (const auto& [model_type, some] : ordered.at("types").items()) {
+      base.emplace(model_type, some.begin().key());
+    }
+    for (const auto& [model_type, some] : text.at("types").items()) {
+      for (const auto& [name, entry] : some.items()) classes.insert({name, {model_type, &entry}});
+    }
+  }
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
 };
 
 const Table& table() {
-  static const Table result = [] {
-    Table made;
-    made.text = parse_json<json>(architectures_json(), "architectures.json");
-    // The first class of a model type is its base model, and the file's order is not that of `json`.
-    const auto ordered = nlohmann::ordered_json::parse(architectures_json());
-    for (const auto& [model_type, classes] : ordered.at("types").items()) {
-      made.base.emplace(model_type, classes.begin().key());
-    }
-    for (const auto& [model_type, classes] : made.text.at("types").items()) {
-      for (const auto& [name, entry] : classes.items()) made.classes.insert({name, {model_type, &entry}});
-    }
-    return made;
-  }();
+  static const Table result;
   return result;
 }
 
@@ -229,8 +230,9 @@ ModuleRole role_of(std::string_view word) {
 
 // The keys of an entry that are no kinds of modules.
 bool is_kind(const std::string& key) {
-  static const std::vector<std::string> others{"f32",   "f32-from-f16", "fused",   "may-be", "models",
-                                               "names", "reads",        "skipped", "tie",    "tied"};
+  static const std::vector<std::string> others{"f32",     "f32-from-f16", "fused", "ignored",
+                                               "may-be",  "models",       "names", "reads",
+                                               "skipped", "tie",          "tied"};
   return !std::binary_search(others.begin(), others.end(), key);
 }
 
@@ -319,7 +321,9 @@ std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::
     } else if (key == "tie") {
       model->tied = true;
     } else if (key == "reads") {
-      model->reads = value == "audio" ? ModuleRole::audio : ModuleRole::vision;
+      model->reads = value == "audio"    ? ModuleRole::audio
+                     : value == "vision" ? ModuleRole::vision
+                                         : ModuleRole::projector;
     }
   }
   if (config.is_object() && config.contains("tie_word_embeddings") &&

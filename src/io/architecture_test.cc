@@ -91,6 +91,30 @@ TEST(Architectures, ModelsWithinAModel) {
   EXPECT_EQ(module(llava, "language_model.lm_head.weight").module, "lm_head");
 }
 
+// Published names that are neither those of transformers 5 nor those that it writes, by hand.
+TEST(Architectures, PublishedNames) {
+  const auto qwen = architecture({{"architectures", {"Qwen2_5_VLForConditionalGeneration"}}});
+  EXPECT_EQ(module(qwen, "model.layers.0.self_attn.q_proj.weight").module,
+            "model.language_model.layers.0.self_attn.q_proj");
+  EXPECT_EQ(module(qwen, "visual.blocks.0.attn.qkv.weight").role, ModuleRole::vision);
+  const auto neox = architecture({{"architectures", {"GPTNeoXForCausalLM"}}});
+  EXPECT_EQ(module(neox, "embed_out.weight").role, ModuleRole::head);
+  const auto llama4 = architecture({{"architectures", {"Llama4ForConditionalGeneration"}}});
+  EXPECT_TRUE(module(llama4, "language_model.model.layers.0.feed_forward.experts.gate_up_proj").transposed);
+  EXPECT_EQ(module(llama4, "language_model.model.layers.0.feed_forward.router.weight").role,
+            ModuleRole::router);
+  const auto granite = architecture({{"architectures", {"GraniteMoeForCausalLM"}}});
+  EXPECT_EQ(module(granite, "model.layers.0.block_sparse_moe.input_linear.weight").kind, ModuleKind::experts);
+  EXPECT_EQ(module(granite, "model.layers.0.block_sparse_moe.router.layer.weight").role, ModuleRole::router);
+  const auto vit = architecture({{"architectures", {"ViTForImageClassification"}}});
+  EXPECT_EQ(module(vit, "vit.encoder.layer.0.attention.attention.query.weight").module,
+            "vit.layers.0.attention.q_proj");
+  const auto falcon = architecture({{"architectures", {"FalconForCausalLM"}}});
+  EXPECT_EQ(module(falcon, "transformer.h.0.mlp.dense_h_to_4h.weight").kind, ModuleKind::linear_subclass);
+  const auto siglip = architecture({{"architectures", {"SiglipModel"}}});
+  EXPECT_EQ(module(siglip, "vision_model.head.attention.out_proj.weight").kind, ModuleKind::attention);
+}
+
 TEST(Architectures, UnknownAndByModelTypeOnly) {
   EXPECT_FALSE(Architecture::find({{"model_type", "nobody"}}).has_value());
   EXPECT_FALSE(Architecture::find({{"architectures", {1, "Nobody"}}}).has_value());
