@@ -148,12 +148,16 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
 #pragma unroll 1
   for (i64 chunk = lane; chunk - lane < num_chunks; chunk += 32) {
     u64 eight = 0;
+    // Behind the end of the row, in its last byte, is the code of 0 of its last group.
+    int g = num_groups == 1 ? 0 : static_cast<int>(min<i64>(chunk * 8 / shape.group_size, num_groups - 1));
+    i64 end = (g + 1) * shape.group_size;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       const i64 column = chunk * 8 + i;
-      // Behind the end of the row, in its last byte, is the code of 0 of its last group.
-      const int g =
-          num_groups == 1 ? 0 : static_cast<int>(min<i64>(column / shape.group_size, num_groups - 1));
+      if (column == end && g < num_groups - 1) {
+        ++g;
+        end += shape.group_size;
+      }
       GroupParams<float> params;
       params.code_scale = shuffle(own.code_scale, g);
       params.code_bias = shuffle(own.code_bias, g);
