@@ -7,12 +7,10 @@ namespace {
 
 constexpr Container kPickle = {"a pickle, as torch.save writes (.bin, .pt, .pth)",
                                "reading one can run code that it brings, so halfbyte does not: load it in "
-                               "transformers, and save_pretrained "
-                               "writes safetensors"};
+                               "transformers, and save_pretrained writes safetensors"};
 constexpr Container kGguf = {"a GGUF file",
                              "take the safetensors that it was made from, or load it in transformers with "
-                             "gguf_file=, which makes it dense, "
-                             "and save_pretrained"};
+                             "gguf_file=, which makes it dense, and save_pretrained"};
 constexpr Container kHdf5 = {"an HDF5 file, as Keras writes (.h5)",
                              "load it in transformers with from_tf=True, and save_pretrained"};
 constexpr Container kOnnx = {"an ONNX model", "take the safetensors that it was exported from"};
@@ -25,7 +23,7 @@ struct Magic {
   std::string_view bytes;
   const Container* container;
 };
-// None of them is the begin of a safetensors file: as a length, the first eight bytes are too large.
+// No safetensors file begins so: as the length of a header, these bytes are too large.
 constexpr Magic kMagics[] = {{"GGUF", &kGguf},        {std::string_view("PK\x03\x04", 4), &kPickle},
                              {"\x80\x02", &kPickle},  {"\x80\x03", &kPickle},
                              {"\x80\x04", &kPickle},  {"\x80\x05", &kPickle},

@@ -178,8 +178,7 @@ constexpr Advice kAdvice[] = {
      "AutoAWQConverter"},
     {"nvfp4", "modelopt",
      "convert it with convert_checkpoint of compressed-tensors and its ModelOptNvfp4Converter, and make that "
-     "dense "
-     "with its CompressedTensorsDequantizer"},
+     "dense with its CompressedTensorsDequantizer"},
     {"mxfp4", "gpt-oss", "load it in transformers with Mxfp4Config(dequantize=True), and save that"},
     {"llm.int8", "", "load it in transformers, call dequantize() of the model, and save that"},
     {"fp8", "fp8",
