@@ -1,5 +1,5 @@
 // affine_init: a warp has some groups that lie side by side, whose codes are whole bytes. It finds their
-// ranges and parameters, then packs their codes, eight a lane, then refits.
+// ranges and parameters, then packs their codes, then refits.
 #include "ops/affine_qdq/affine.cuh"
 
 namespace halfbyte::device {
@@ -140,34 +140,27 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads)
     if (lane == g) own = params;
   }
 
-  const i64 n = unit.columns.end - begin, num_chunks = (n + 7) / 8;
+  // A lane has a code of 32. Of eight lanes, each then has all eight, and stores a byte of them.
+  const i64 n = unit.columns.end - begin;
   const Codec codec = codec_of(args);
-  const int bits = args.code_bits;
+  const int bits = args.code_bits, place = lane % 8;
   u8* const codes = args.codes + row * shape.row_bytes + begin * bits / 8;
   const i64 num_bytes = packed_bytes(n, bits);
+  int g = 0;
+  i64 end = shape.group_size;
 #pragma unroll 1
-  for (i64 chunk = lane; chunk - lane < num_chunks; chunk += 32) {
-    u64 eight = 0;
+  for (i64 column = lane; column - lane < n; column += 32) {
     // Behind the end of the row, in its last byte, is the code of 0 of its last group.
-    int g = num_groups == 1 ? 0 : static_cast<int>(min<i64>(chunk * 8 / shape.group_size, num_groups - 1));
-    i64 end = (g + 1) * shape.group_size;
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const i64 column = chunk * 8 + i;
-      if (column == end && g < num_groups - 1) {
-        ++g;
-        end += shape.group_size;
-      }
-      GroupParams<float> params;
-      params.code_scale = shuffle(own.code_scale, g);
-      params.code_bias = shuffle(own.code_bias, g);
-      const float w = column < n ? unit.element(begin + column) : 0.0f;
-      eight |= static_cast<u64>(code_of(w, params, codec)) << (8 * i);
-    }
-    eight = pack8(eight, bits);
-#pragma unroll 1
-    for (int i = 0; i < bits && chunk * bits + i < num_bytes; ++i)
-      codes[chunk * bits + i] = static_cast<u8>(eight >> (8 * i));
+    for (; column >= end && g < num_groups - 1; ++g) end += shape.group_size;
+    GroupParams<float> params;
+    params.code_scale = shuffle(own.code_scale, g);
+    params.code_bias = shuffle(own.code_bias, g);
+    const float w = column < n ? unit.element(begin + column) : 0.0f;
+    u64 eight = static_cast<u64>(code_of(w, params, codec)) << (8 * place);
+#pragma unroll
+    for (int mask = 1; mask < 8; mask *= 2) eight |= shuffle_xor(eight, mask);
+    const i64 byte = column / 8 * bits + place;
+    if (place < bits && byte < num_bytes) codes[byte] = static_cast<u8>(pack8(eight, bits) >> (8 * place));
   }
 
   if (args.refit) {
