@@ -300,10 +300,10 @@ void convert_elements(const std::byte* from, DType from_dtype, int64_t count, st
   });
 }
 
-int64_t num_elements(const Weight& weight) {
-  if (std::ranges::find(weight.shape, 0) != weight.shape.end()) return 0;  // the others may overflow
+int64_t num_elements(std::span<const int64_t> shape) {
+  if (std::ranges::find(shape, 0) != shape.end()) return 0;  // the others may overflow
   int64_t product = 1;
-  for (const int64_t extent : weight.shape) product *= extent;
+  for (const int64_t extent : shape) product *= extent;
   return product;
 }
 

@@ -64,7 +64,8 @@ struct Checkpoint::Impl {
 
 namespace io {
 
-int64_t num_elements(const Weight& weight);
+int64_t num_elements(std::span<const int64_t> shape);
+inline int64_t num_elements(const Weight& weight) { return num_elements(weight.shape); }
 // One rounding, half to even, between f32, f16, bf16 and f64.
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);
 

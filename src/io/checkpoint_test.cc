@@ -8,6 +8,7 @@
 #include "core/checks.h"
 #include "halfbyte/ops.hpp"
 #include "io/checkpoint.h"
+#include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/safetensors.h"
 #include "io/test_directory.h"
@@ -861,6 +862,8 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
   const std::string input = write_input({random_tensor("a.weight", DType::bf16, {10, 256}, 3),
                                          random_tensor("b.norm.weight", DType::bf16, {3, 7})});
   const Checkpoint source = Checkpoint::open(input);
+  const io::OutputWeight weight = io::whole_weight(source.weights()[0], 0),
+                         norm = io::whole_weight(source.weights()[1], 1);
   std::vector<QuantizeOptions> runs = {
       options_for(Format::nf4),     options_for(Format::nf4),  options_for(Format::fp4),
       options_for(Format::int4),    options_for(Format::int4), options_for(Format::affine4),
@@ -876,8 +879,7 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
     const io::QuantizedWeight& quantized = written.impl().quantized.at(0).weight;
     const auto verify = [&] {
       WeightReport report;
-      const io::VerifyItem items[] = {{source.find("a.weight"), &quantized, &report},
-                                      {source.find("b.norm.weight"), nullptr, nullptr}};
+      const io::VerifyItem items[] = {{&weight, &quantized, &report}, {&norm, nullptr, nullptr}};
       io::ProgressReporter reporter({});
       io::ProgressPhase progress(reporter, "verify", 1);
       io::verify_file(source.impl(), path("out"), items, 1, progress);
@@ -905,6 +907,77 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
     EXPECT_LE(num_missed, num_tried / 20)
         << info(options.format).name << options.double_quant << options.asymmetric;
   }
+}
+
+// Where the description of an output weight says that the elements are, and nowhere else.
+TEST_F(CheckpointTest, VerifyOfWeightsMadeOfOthers) {
+  const int64_t half = 37, cols = 2090;
+  const Tensor fused = random_tensor("fused", DType::bf16, {2, 2 * half, cols}, 3),
+               turned = random_tensor("turned", DType::bf16, {600, cols, 2}, 5);
+  const Checkpoint source = Checkpoint::open(write_input({fused, turned}));
+  const std::vector<io::OutputWeight> weights = {
+      {"experts.weight", {half, cols}, {{0, (2 * half + 1) * cols, half, 2 * cols, 1}}},
+      {"experts.weight",
+       {2, half, cols},
+       {{0, half * cols, half, cols, 1}, {0, 2 * half * cols, half, cols, 1}}},
+      {"experts.weight", {1, 600 * cols}, {{1, 0, 1, 1, 2}}},
+      {"experts.weight", {cols, 600}, {{1, 1, cols, 2, 2 * cols}}}};
+  for (const io::OutputWeight& weight : weights) {
+    const std::vector<std::byte>& from = weight.sources.front().weight == 0 ? fused.bytes : turned.bytes;
+    Tensor dense = {weight.name, "BF16", weight.shape, {}};
+    for (const io::SourceRows& rows : weight.sources)
+      for (int64_t row = 0; row < rows.num_rows; ++row)
+        for (int64_t column = 0; column < weight.cols(); ++column) {
+          const auto* at = from.data() + 2 * (rows.first + row * rows.row_stride + column * rows.col_stride);
+          dense.bytes.insert(dense.bytes.end(), at, at + 2);
+        }
+    write_model(path("dense"), {dense});
+    io::OutputWeight wrong = weight;
+    int64_t& first = wrong.sources.back().first;
+    first = first == 0 ? 1 : first - 1;
+    const auto verify = [&](const io::OutputWeight& made_of, const io::QuantizedWeight* quantized) {
+      WeightReport report;
+      const io::VerifyItem items[] = {{&made_of, quantized, &report}};
+      io::ProgressReporter reporter({});
+      io::ProgressPhase progress(reporter, "verify", 1);
+      io::verify_file(source.impl(), path(quantized ? "out" : "dense"), items, 2, progress);
+    };
+    verify(weight, nullptr);
+    expect_error(ErrorCode::verify, "differs from the input", [&] { verify(wrong, nullptr); });
+    for (const Format format : {Format::nf4, Format::int4}) {
+      QuantizeOptions options = options_for(format);
+      options.force = true;
+      options.include = {".*"};
+      if (format == Format::int4) options.granularity = Granularity::channel;
+      quantize_checkpoint(path("dense"), path("out"), options);
+      const Checkpoint written = Checkpoint::open(path("out"));
+      verify(weight, &written.impl().quantized.at(0).weight);
+      expect_error(ErrorCode::verify, "not the nearest level",
+                   [&] { verify(wrong, &written.impl().quantized.at(0).weight); });
+    }
+  }
+}
+
+TEST_F(CheckpointTest, FilesOfWeightsMadeOfOthers) {
+  const Checkpoint source = Checkpoint::open(write_model_directory());
+  const auto rows_of = [&](const std::string& name) {
+    const auto index = static_cast<size_t>(source.find(name) - source.weights().data());
+    return io::whole_weight(source.weights()[index], index).sources.front();
+  };
+  const io::SourceRows up0 = rows_of("model.layers.0.mlp.up_proj.weight"),
+                       up1 = rows_of("model.layers.1.mlp.up_proj.weight"), head = rows_of("lm_head.weight");
+  const io::OutputWeight stacked{"stacked", {2, 24, 256}, {up1, up0}}, last{"last", {32, 256}, {head}};
+  const io::OutputWeight* const weights[] = {&last, &stacked};
+  const uint64_t num_bytes[] = {100, 200};
+  // The first file is not needed: its only weight went to the second.
+  const io::OutputFiles files = io::output_files(source.impl(), weights, num_bytes, 0);
+  EXPECT_EQ(files.names, (std::vector<std::string>{"model-00002-of-00002.safetensors"}));
+  EXPECT_EQ(files.weights, (std::vector<std::vector<size_t>>{{0, 1}}));
+  EXPECT_EQ(files.sources, (std::vector<std::vector<size_t>>{{1, 0}}));
+  EXPECT_TRUE(files.has_index);
+  const io::OutputFiles shards = io::output_files(source.impl(), weights, num_bytes, 250);
+  EXPECT_EQ(shards.weights, (std::vector<std::vector<size_t>>{{0}, {1}}));
+  EXPECT_EQ(shards.sources, (std::vector<std::vector<size_t>>{{1}, {1, 0}}));
 }
 
 // No format, scale or magnitude makes it fail on what was written right.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "core/checks.h"
 #include "io/container.h"
@@ -97,35 +96,54 @@ void set_metadata(Metadata& metadata, const std::string& key, const std::string&
   metadata.emplace_back(key, value);
 }
 
-OutputFiles output_files(const Checkpoint::Impl& input, std::span<const uint64_t> num_bytes,
-                         uint64_t shard_bytes) {
-  OutputFiles files;
-  std::vector<std::vector<size_t>> of_input(input.files.size());
-  for (size_t i = 0; i < input.weights.size(); ++i) of_input[input.file_index(input.weights[i])].push_back(i);
-  if (shard_bytes == 0) {
-    for (const auto& file : input.files) files.names.push_back(file.name);
-    files.weights = std::move(of_input);
-    files.has_index = !input.index.empty();
-    return files;
-  }
-  HALFBYTE_CHECK(input.is_directory, usage,
+OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWeight* const> weights,
+                         std::span<const uint64_t> num_bytes, uint64_t shard_bytes) {
+  HALFBYTE_CHECK(shard_bytes == 0 || input.is_directory, usage,
                  "shard size {}: \"{}\" is a single file, and so is its output: only directories have shards",
                  shard_bytes, printable(input.path));
-  uint64_t sum = 0;
-  for (const auto& weights : of_input)
-    for (const size_t i : weights) {
-      if (files.weights.empty() || (sum > 0 && num_bytes[i] > shard_bytes - std::min(sum, shard_bytes))) {
-        files.weights.emplace_back();
-        sum = 0;
-      }
-      files.weights.back().push_back(i);
-      sum += num_bytes[i];
+  OutputFiles files;
+  const auto first_file = [&](const OutputWeight& weight) {
+    return input.file_index(input.weights[weight.sources.front().weight]);
+  };
+  std::vector<std::vector<size_t>> of_input(input.files.size());
+  for (size_t i = 0; i < weights.size(); ++i) of_input[first_file(*weights[i])].push_back(i);
+  if (shard_bytes == 0) {
+    std::vector<char> has_tensors(input.files.size());
+    for (const size_t file : input.file_of) has_tensors[file] = 1;
+    for (size_t i = 0; i < input.files.size(); ++i) {
+      if (of_input[i].empty() && has_tensors[i]) continue;
+      files.names.push_back(input.files[i].name);
+      files.weights.push_back(std::move(of_input[i]));
+      files.sources.push_back({i});
     }
-  const size_t count = files.weights.size();
-  for (size_t i = 0; i < count; ++i)
-    files.names.push_back(count == 1 ? kModelFile
-                                     : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, count));
-  files.has_index = count > 1;
+    files.has_index = !input.index.empty();
+  } else {
+    uint64_t sum = 0;
+    for (const auto& indices : of_input)
+      for (const size_t i : indices) {
+        if (files.weights.empty() || (sum > 0 && num_bytes[i] > shard_bytes - std::min(sum, shard_bytes))) {
+          files.weights.emplace_back();
+          files.sources.emplace_back();
+          sum = 0;
+        }
+        files.weights.back().push_back(i);
+        sum += num_bytes[i];
+      }
+    const size_t count = files.weights.size();
+    for (size_t i = 0; i < count; ++i)
+      files.names.push_back(count == 1 ? kModelFile
+                                       : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, count));
+    files.has_index = count > 1;
+  }
+  for (size_t file = 0; file < files.names.size(); ++file) {
+    std::vector<size_t>& sources = files.sources[file];
+    for (const size_t i : files.weights[file])
+      for (const SourceRows& rows : weights[i]->sources)
+        for (const int part : input.weights[rows.weight].parts) {
+          const size_t source = input.file_of[static_cast<size_t>(part)];
+          if (std::ranges::find(sources, source) == sources.end()) sources.push_back(source);
+        }
+  }
   return files;
 }
 
@@ -160,11 +178,7 @@ void CheckpointWriter::write(const StoredTensor& tensor, uint64_t offset, std::s
 }
 
 void CheckpointWriter::commit_file() {
-  std::set<size_t> sources;
-  for (const size_t weight : files_.weights[file_index_])
-    for (const int part : input_.weights[weight].parts)
-      sources.insert(input_.file_of[static_cast<size_t>(part)]);
-  for (const size_t source : sources) input_.files[source].input.check_unchanged();
+  for (const size_t source : files_.sources[file_index_]) input_.files[source].input.check_unchanged();
   file_->commit();
   file_.reset();
   for (const StoredTensor& tensor : tensors_) {

@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "io/checkpoint.h"
+#include "io/output_weight.h"
 #include "io/progress.h"
 
 namespace halfbyte::io {
@@ -27,17 +27,20 @@ void check_output_path(const std::string& input, const std::string& output);
 // Sets or replaces a key.
 void set_metadata(Metadata& metadata, const std::string& key, const std::string& value);
 
-// The files of an output with tensors, and which of Checkpoint::Impl::weights go into each.
+// The files of an output with tensors. For each: which output weights go into it, and which files of the
+// input these are made of, that of the first weight first; a file without weights is made of the one that it
+// replaces.
 struct OutputFiles {
   std::vector<std::string> names;
-  std::vector<std::vector<size_t>> weights;
+  std::vector<std::vector<size_t>> weights, sources;
   bool has_index = false;
 };
-// The files of the input, or for shard_bytes > 0 as few as hold the weights in the order of the input with at
-// most so many bytes each, but for a weight that is larger. `num_bytes`: of each weight in the output.
-// Error(usage) where shard_bytes is given for a single file.
-OutputFiles output_files(const Checkpoint::Impl& input, std::span<const uint64_t> num_bytes,
-                         uint64_t shard_bytes);
+// The files of the input, each with the weights whose first source it has; a file of which all tensors went
+// elsewhere is left out. For shard_bytes > 0 as few as hold the weights in this order with at most so many
+// bytes each, but for a weight that is larger. `num_bytes`: of each weight in the output. Error(usage) where
+// shard_bytes is given for a single file.
+OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWeight* const> weights,
+                         std::span<const uint64_t> num_bytes, uint64_t shard_bytes);
 
 class CheckpointWriter {
  public:
@@ -56,6 +59,7 @@ class CheckpointWriter {
   // To read it back.
   const std::string& temporary_path() const { return file_->temporary_path(); }
   void sync() { file_->sync(); }
+  // The files that it is made of must not have changed.
   void commit_file();
 
   // Copies the other files, writes index and config (where not empty), makes the output visible.

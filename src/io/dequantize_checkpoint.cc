@@ -56,12 +56,17 @@ void Dequantizer::plan() {
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
   refuse_foreign(input_);  // its tensors would lose the config that tells how to read them
+  std::vector<OutputWeight> outputs;
   std::vector<uint64_t> num_bytes;
-  for (const Weight& weight : input_.weights)
+  outputs.reserve(input_.weights.size());
+  std::vector<const OutputWeight*> pointers;
+  for (const Weight& weight : input_.weights) {
+    pointers.push_back(&outputs.emplace_back(whole_weight(weight, outputs.size())));
     num_bytes.push_back(weight.layout
                             ? static_cast<uint64_t>(num_elements(weight) * size_of(dtype_of(weight)))
                             : weight.num_bytes);
-  files_ = output_files(input_, num_bytes, options_.shard_bytes);
+  }
+  files_ = output_files(input_, pointers, num_bytes, options_.shard_bytes);
   std::vector<size_t> file_of(input_.weights.size());
   for (size_t file = 0; file < files_.weights.size(); ++file)
     for (const size_t weight : files_.weights[file]) file_of[weight] = file;
@@ -109,9 +114,7 @@ void Dequantizer::plan() {
 }
 
 Metadata Dequantizer::metadata_of(size_t file) const {
-  const std::vector<size_t>& weights = files_.weights[file];
-  const size_t source = weights.empty() ? file : input_.file_index(input_.weights[weights.front()]);
-  Metadata metadata = input_.files[source].metadata;
+  Metadata metadata = input_.files[files_.sources[file].front()].metadata;
   if (report_.layout == Layout::mlx) {
     std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
     set_metadata(metadata, "format", "pt");

@@ -4,8 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "io/checkpoint.h"
 
 namespace halfbyte::io {
 
@@ -21,6 +24,35 @@ struct OutputWeight {
   std::string name;
   std::vector<int64_t> shape;
   std::vector<SourceRows> sources;  // one behind the other, of one dtype; a whole weight is one source
+
+  int64_t cols() const { return shape.empty() ? 1 : shape.back(); }
 };
+
+// `weight` is number `index` of the input. As it is, and with its last two axes exchanged: a source for each
+// matrix.
+OutputWeight whole_weight(const Weight& weight, size_t index);
+OutputWeight transposed_weight(const Weight& weight, size_t index);
+
+// The sources must be dense, lie within their weights and make up the shape, Error(bug); and be of one dtype,
+// of whole bytes unless they are a whole weight, Error(bad_input).
+void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weight);
+
+// As safetensors spells it: DType need not have it.
+const std::string& stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight);
+uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight);
+
+// Whether it has all elements of an input weight in their order: then its bytes are those of the tensor.
+bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight);
+// Whether a row of it is a column in the input. A block is then read in runs as long as it has rows, and
+// should have many: kTransposedElements.
+bool is_transposed(const OutputWeight& weight);
+inline constexpr int64_t kTransposedElements = 1 << 20;
+
+// Bytes [offset, offset + bytes.size()) of the row-major matrix as it would be stored: whole elements, but
+// for a whole weight. Thread safe. `scratch` grows to at most scratch_bytes(bytes.size()) if the row_stride
+// of transposed sources is 1 or 2, for a whole weight not at all.
+void read_output(const Checkpoint::Impl& input, const OutputWeight& weight, uint64_t offset,
+                 std::span<std::byte> bytes, Buffer& scratch);
+int64_t scratch_bytes(int64_t num_bytes);
 
 }  // namespace halfbyte::io

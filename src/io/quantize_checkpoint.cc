@@ -65,9 +65,9 @@ bool is_quantizable(const std::optional<DType>& dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
 }
 
-// One weight of the input and what becomes of it.
+// One weight of the output: what it is made of and what becomes of it.
 struct Item {
-  const Weight* source;
+  OutputWeight source;
   size_t report;          // its place in CheckpointReport::weights
   bool quantize = false;  // false: copied
   QuantizedWeight target = {};
@@ -105,6 +105,8 @@ class Quantizer {
   std::string config_text() const;
   Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(std::span<const size_t> items) const;
+  // Of a block, on the device.
+  int64_t max_elements(const Item& item) const;
   std::vector<Task> tasks_of(std::span<const size_t> items) const;
   uint64_t buffer_bytes(std::span<const size_t> items) const;
 
@@ -120,6 +122,7 @@ class Quantizer {
   void verify(CheckpointWriter& writer, size_t file);
 
   WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
+  DType dtype_of(const Item& item) const { return *input_.weights[item.source.sources.front().weight].dtype; }
 
   const Checkpoint::Impl& input_;
   const std::string& output_;
@@ -184,12 +187,13 @@ void Quantizer::refuse_quantized() const {
 void Quantizer::select() {
   const NameFilter include("include", options_.include), exclude("exclude", options_.exclude);
   for (const Weight& weight : input_.weights) {
-    Item& item = items_.emplace_back(Item{&weight, report_.weights.size()});
+    Item& item = items_.emplace_back(Item{whole_weight(weight, items_.size()), report_.weights.size()});
+    check_output_weight(input_, item.source);
     WeightReport& report = report_.weights.emplace_back();
-    report.name = weight.name;
-    report.shape = weight.shape;
-    report.dtype = input_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
-    report.source_bytes = weight.num_bytes;
+    report.name = item.source.name;
+    report.shape = item.source.shape;
+    report.dtype = stored_dtype(input_, item.source);
+    report.source_bytes = num_bytes(input_, item.source);
     report_.source_bytes += weight.num_bytes;
 
     const std::string& name = weight.name;
@@ -227,14 +231,14 @@ void Quantizer::keep_dense(Item& item, const std::string& reason) {
   report.note.clear();
   report.spec = {};
   report.output_bytes = report.source_bytes;
-  const int64_t n = num_elements(*item.source);
+  const int64_t n = num_elements(item.source.shape);
   report.bits_per_weight = n == 0 ? 0 : 8 * static_cast<double>(report.output_bytes) / static_cast<double>(n);
 }
 
 void Quantizer::set_target(Item& item, const QuantSpec& spec) {
-  item.target = {item.source->name, item.source->shape, *item.source->dtype, layout_.layout, spec};
-  item.parts = parts_of(item.target);
   WeightReport& report = report_of(item);
+  item.target = {item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec};
+  item.parts = parts_of(item.target);
   report.quantized = true;
   report.spec = spec;
   report.output_bytes = 0;
@@ -244,7 +248,7 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
     report.output_bytes += num_bytes;
   }
   report.bits_per_weight =
-      8 * static_cast<double>(report.output_bytes) / static_cast<double>(num_elements(*item.source));
+      8 * static_cast<double>(report.output_bytes) / static_cast<double>(num_elements(item.source.shape));
 }
 
 void Quantizer::plan() {
@@ -260,13 +264,13 @@ void Quantizer::plan() {
   std::string first_reason;
   for (Item& item : items_) {
     if (!item.quantize) continue;
-    const QuantSpec spec = resolve_spec(layout_, options_, *item.source->dtype);
-    const std::string reason = cannot_hold(layout_, spec, item.source->shape);
+    const QuantSpec spec = resolve_spec(layout_, options_, dtype_of(item));
+    const std::string reason = cannot_hold(layout_, spec, item.source.shape);
     if (reason.empty()) {
       set_target(item, spec);
     } else {
       keep_dense(item, "fallback: " + reason);
-      not_held.push_back(item.source->name);
+      not_held.push_back(item.source.name);
       if (first_reason.empty()) first_reason = reason;
     }
   }
@@ -282,9 +286,13 @@ void Quantizer::plan() {
                  : options_.include.empty()
                      ? "none is a matrix of F32, F16 or BF16 of a linear layer that is not excluded"
                      : "none that include selects is a matrix that is not excluded");
-  std::vector<uint64_t> num_bytes;  // an item for each weight
-  for (const Item& item : items_) num_bytes.push_back(report_of(item).output_bytes);
-  files_ = output_files(input_, num_bytes, options_.shard_bytes);
+  std::vector<const OutputWeight*> weights;
+  std::vector<uint64_t> output_bytes;
+  for (const Item& item : items_) {
+    weights.push_back(&item.source);
+    output_bytes.push_back(report_of(item).output_bytes);
+  }
+  files_ = output_files(input_, weights, output_bytes, options_.shard_bytes);
   // Names must be unique over all files.
   std::set<std::string> names;
   for (const auto& items : files_.weights)
@@ -302,13 +310,13 @@ std::string Quantizer::config_text() const {
   std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
   std::set<std::string> modules = {"lm_head"};
   for (const Item& item : items_) {
-    const std::string& name = item.source->name;
+    const std::string& name = item.source.name;
     const std::string module = name.ends_with(".weight") ? name.substr(0, name.size() - 7) : "";
     if (item.quantize) {
       if (elements.empty()) quantization.spec = item.target.spec;
-      elements[item.target.dtype] += num_elements(*item.source);
+      elements[item.target.dtype] += num_elements(item.source.shape);
       if (module == "lm_head") modules.erase(module);
-    } else if (!module.empty() && item.source->shape.size() == 2 && !embedding_names().matches(name)) {
+    } else if (!module.empty() && item.source.shape.size() == 2 && !embedding_names().matches(name)) {
       modules.insert(module);
     }
   }
@@ -321,8 +329,7 @@ std::string Quantizer::config_text() const {
 
 Metadata Quantizer::metadata_of(size_t file) const {
   const std::vector<size_t>& items = files_.weights[file];
-  const size_t source = items.empty() ? file : input_.file_index(*items_[items.front()].source);
-  Metadata metadata = input_.files[source].metadata;
+  Metadata metadata = input_.files[files_.sources[file].front()].metadata;
   if (layout_.layout == Layout::mlx) {
     set_metadata(metadata, "format", "mlx");
     for (const size_t i : items)
@@ -343,11 +350,15 @@ std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) c
     if (item.quantize) {
       for (const Part& part : item.parts) tensors.push_back({part.name, part.dtype, part.shape, "", 0, 0});
     } else {
-      const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
-      tensors.push_back({source.name, source.dtype, source.shape, "", 0, 0});
+      tensors.push_back({item.source.name, stored_dtype(input_, item.source), item.source.shape, "", 0, 0});
     }
   }
   return tensors;
+}
+
+int64_t Quantizer::max_elements(const Item& item) const {
+  const int64_t most = block_elements(options_.device);
+  return is_transposed(item.source) ? std::max(most, kTransposedElements) : most;
 }
 
 std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) const {
@@ -355,15 +366,15 @@ std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) 
   for (const size_t i : items) {
     const Item& item = items_[i];
     if (item.quantize) {
-      for (int64_t begin = 0, n = num_elements(*item.source); begin < n;) {
-        const int64_t count = block_at(item.target, begin, block_elements(options_.device)).count;
+      for (int64_t begin = 0, n = num_elements(item.source.shape); begin < n;) {
+        const int64_t count = block_at(item.target, begin, max_elements(item)).count;
         tasks.push_back({i, begin, count});
         begin += count;
       }
     } else {
-      const auto num_bytes = static_cast<int64_t>(item.source->num_bytes);
-      for (int64_t begin = 0; begin < num_bytes; begin += kCopyBytes)
-        tasks.push_back({i, begin, std::min(kCopyBytes, num_bytes - begin)});
+      const auto bytes = static_cast<int64_t>(num_bytes(input_, item.source));
+      for (int64_t begin = 0; begin < bytes; begin += kCopyBytes)
+        tasks.push_back({i, begin, std::min(kCopyBytes, bytes - begin)});
     }
   }
   return tasks;
@@ -374,17 +385,20 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
   int64_t copy_bytes = 0, block_bytes = 0, verify_bytes = 0, scales = 0;
   for (const size_t i : items) {
     const Item& item = items_[i];
+    const bool whole = is_whole(input_, item.source);
     if (!item.quantize) {
-      copy_bytes = std::max(copy_bytes, std::min(kCopyBytes, static_cast<int64_t>(item.source->num_bytes)));
+      const int64_t bytes = std::min(kCopyBytes, static_cast<int64_t>(num_bytes(input_, item.source)));
+      copy_bytes = std::max(copy_bytes, bytes + (whole ? 0 : scratch_bytes(bytes)));
       continue;
     }
-    const Block block = block_at(item.target, 0, block_elements(options_.device));  // none is larger
-    int64_t num_bytes = block.count * size_of(item.target.dtype);
+    const Block block = block_at(item.target, 0, max_elements(item));  // none is larger
+    int64_t bytes = block.count * size_of(item.target.dtype);
+    if (!whole) bytes += scratch_bytes(bytes);
     for (const Role role : block_roles(item.target.spec))
-      num_bytes += native_bytes(item.target, block, role) +
-                   static_cast<int64_t>(stored_range(item.target, block, role).num_bytes);
-    block_bytes = std::max(block_bytes, num_bytes);
-    verify_bytes = std::max(verify_bytes, verify_buffer_bytes(item.target));
+      bytes += native_bytes(item.target, block, role) +
+               static_cast<int64_t>(stored_range(item.target, block, role).num_bytes);
+    block_bytes = std::max(block_bytes, bytes);
+    verify_bytes = std::max(verify_bytes, verify_buffer_bytes(item.source, item.target));
     // As f32, and as the codes that they become.
     if (item.target.spec.double_quant) scales += 5 * item.target.quant_shape().num_groups;
   }
@@ -399,19 +413,17 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
 TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWorker& worker) const {
   const int64_t size = size_of(item.target.dtype);
   std::byte* data = worker.dense.reserve(block.count * size);
-  const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
-  input_.read(source, static_cast<uint64_t>(block.begin * size),
-              {data, static_cast<size_t>(block.count * size)});
+  read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
+              {data, static_cast<size_t>(block.count * size)}, worker.stored);
   worker.dense.upload(worker.stream);
   return {worker.dense.mirror(), item.target.dtype, {block.rows, block.cols}, {}, worker.device};
 }
 
 void Quantizer::copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
   const Item& item = items_[task.item];
-  const StoredTensor& source = input_.tensors[static_cast<size_t>(item.source->parts.front())];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
-  input_.read(source, static_cast<uint64_t>(task.begin), bytes);
-  writer.write(writer.tensor(source.name), static_cast<uint64_t>(task.begin), bytes);
+  read_output(input_, item.source, static_cast<uint64_t>(task.begin), bytes, worker.dense);
+  writer.write(writer.tensor(item.source.name), static_cast<uint64_t>(task.begin), bytes);
 }
 
 QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
@@ -491,8 +503,11 @@ void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
   for (const size_t i : items)
     if (items_[i].quantize && items_[i].target.spec.double_quant)
       items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
+  int64_t most = block_elements(options_.device);
+  for (const size_t i : items)
+    if (items_[i].quantize) most = std::max(most, max_elements(items_[i]));
   std::vector<BlockWorker> workers;
-  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device);
+  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
   find_ranges(tasks, workers);
   std::vector<QuantizeStatus> status(tasks.size());
   parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
@@ -549,7 +564,7 @@ bool Quantizer::plan_again(size_t file) {
         keep_dense(item, nonfinite ? reason : "fallback: " + reason);
         changed = true;
       } else {
-        failed.push_back(item.source->name);
+        failed.push_back(item.source.name);
         if (first_reason.empty()) first_reason = reason;
       }
     } else if (status.num_coarse_scales > 0) {
@@ -565,13 +580,13 @@ void Quantizer::verify(CheckpointWriter& writer, size_t file) {
   std::vector<VerifyItem> checks;
   for (const size_t i : files_.weights[file])
     checks.push_back(
-        {items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
+        {&items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
   verify_file(input_, writer.temporary_path(), checks, options_.num_threads, *verify_phase_);
 }
 
 void Quantizer::run_file(CheckpointWriter& writer, size_t file) {
   uint64_t source_bytes = 0;
-  for (const size_t i : files_.weights[file]) source_bytes += items_[i].source->num_bytes;
+  for (const size_t i : files_.weights[file]) source_bytes += report_of(items_[i]).source_bytes;
   const auto start = std::chrono::steady_clock::now();
   for (write_file(writer, file); plan_again(file); write_file(writer, file))
     quantize_phase_->take_back(source_bytes);
@@ -599,8 +614,10 @@ CheckpointReport Quantizer::run() {
   for (const auto& items : files_.weights)
     report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, buffer_bytes(items));
   if (!options_.dry_run) {
-    quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", report_.source_bytes);
-    verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", report_.source_bytes);
+    uint64_t total_bytes = 0;
+    for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
+    quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
+    verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
     CheckpointWriter writer(input_, output_, options_.force, files_);
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
     writer.finish(side_files_, input_.config.empty() ? "" : config_text());

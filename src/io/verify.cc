@@ -112,6 +112,57 @@ struct VerifyBuffers {
   std::vector<Group> groups;
 };
 
+bool is_one_run(const SourceRows& rows, int64_t cols) {
+  return rows.col_stride == 1 && rows.row_stride == cols;
+}
+
+// Elements of a task. More of them where a row is a column in the input: the columns are read one by one.
+int64_t task_elements(const OutputWeight& weight) {
+  return is_transposed(weight) ? kTransposedElements : kVerifyElements;
+}
+
+// Bytes of a weight from `offset` on, from where its description says that each element is. It shares nothing
+// with how the writer reads them.
+void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int64_t offset,
+                 std::span<std::byte> bytes, Buffer& buffer) {
+  const auto num_bytes = static_cast<int64_t>(bytes.size());
+  const int bits = safetensors_dtype_bits(stored_dtype(source, weight));
+  const int64_t cols = weight.cols(), size = bits / 8;
+  int64_t end = 0;  // of the source, in elements of the weight
+  for (const SourceRows& rows : weight.sources) {
+    const StoredTensor& tensor =
+        source.tensors[static_cast<size_t>(source.weights[rows.weight].parts.front())];
+    if (bits % 8 != 0) return source.read(tensor, static_cast<uint64_t>(offset), bytes);  // it is all of it
+    const int64_t begin = end;
+    end += rows.num_rows * cols;
+    const int64_t low = std::max(offset / size, begin), high = std::min((offset + num_bytes) / size, end);
+    if (low >= high) continue;
+    std::byte* to = bytes.data() + (low * size - offset);
+    const auto read = [&](int64_t element, int64_t count, std::byte* out) {
+      source.read(tensor, static_cast<uint64_t>(element * size), {out, static_cast<size_t>(count * size)});
+    };
+    if (is_one_run(rows, cols)) {
+      read(rows.first + low - begin, high - low, to);
+      continue;
+    }
+    // The rows [top, bottom), or where its columns are farther apart than its rows, these of each column.
+    const int64_t top = (low - begin) / cols, bottom = ceil_div(high - begin, cols);
+    const bool by_columns = rows.col_stride > rows.row_stride;
+    const int64_t num_lines = by_columns ? cols : bottom - top;
+    const int64_t line_stride = by_columns ? rows.col_stride : rows.row_stride;
+    const int64_t step = by_columns ? rows.row_stride : rows.col_stride;
+    const int64_t span = ((by_columns ? bottom - top : cols) - 1) * step + 1;
+    std::byte* lines = buffer.reserve(num_lines * span * size);
+    for (int64_t line = 0; line < num_lines; ++line)
+      read(rows.first + top * rows.row_stride + line * line_stride, span, lines + line * span * size);
+    for (int64_t element = low - begin; element < high - begin; ++element, to += size) {
+      const int64_t row = element / cols - top, column = element % cols;
+      const int64_t line = by_columns ? column : row, place = by_columns ? row : column;
+      std::memcpy(to, lines + (line * span + place * step) * size, static_cast<size_t>(size));
+    }
+  }
+}
+
 // A quantized weight in the written file.
 class Unpacker {
  public:
@@ -541,10 +592,15 @@ double ErrorSums::relative_rmse() const {
 }
 double ErrorSums::snr_db() const { return -20 * std::log10(relative_rmse()); }
 
-int64_t verify_buffer_bytes(const QuantizedWeight& weight) {
-  const Block block = block_at(weight, 0, kVerifyElements);
-  const int64_t per_element = size_of(weight.dtype) + 2 * static_cast<int64_t>(sizeof(float)) + 2;
-  return block.count * per_element +
+int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& weight) {
+  const Block block = block_at(weight, 0, task_elements(source));
+  const int64_t size = size_of(weight.dtype),
+                per_element = size + 2 * static_cast<int64_t>(sizeof(float)) + 2;
+  const bool strided = std::ranges::any_of(
+      source.sources, [&](const SourceRows& rows) { return !is_one_run(rows, source.cols()); });
+  // Whole rows with what is between their elements, which is as much again.
+  const int64_t gathered = strided ? 2 * (block.count + 2 * source.cols()) * size : 0;
+  return gathered + block.count * per_element +
          block.shape.num_groups * static_cast<int64_t>(sizeof(Group) + sizeof(float));
 }
 
@@ -559,17 +615,17 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
   };
   std::vector<Task> tasks;
   for (size_t i = 0; i < items.size(); ++i) {
-    const Weight& weight = *items[i].source;
+    const OutputWeight& weight = *items[i].source;
+    const int64_t most = task_elements(weight);
     if (const QuantizedWeight* quantized = items[i].quantized) {
       unpackers[i] = std::make_unique<Unpacker>(file, *quantized);
-      for (int64_t begin = 0, n = num_elements(weight); begin < n; begin += tasks.back().count)
-        tasks.push_back({i, begin, block_at(*quantized, begin, kVerifyElements).count});
+      for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += tasks.back().count)
+        tasks.push_back({i, begin, block_at(*quantized, begin, most).count});
     } else {
-      const StoredTensor& tensor = source.tensors[static_cast<size_t>(weight.parts.front())];
-      copies[i] = &file.take(tensor.name, tensor.dtype, tensor.shape);
-      const auto num_bytes = static_cast<int64_t>(tensor.num_bytes);
+      copies[i] = &file.take(weight.name, stored_dtype(source, weight), weight.shape);
+      const auto num_bytes = static_cast<int64_t>(copies[i]->num_bytes);
       for (int64_t begin = 0; begin < num_bytes; begin += tasks.back().count)
-        tasks.push_back({i, begin, std::min(4 * kVerifyElements, num_bytes - begin)});
+        tasks.push_back({i, begin, std::min(4 * most, num_bytes - begin)});
     }
   }
   file.check_all_taken();
@@ -581,15 +637,15 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                  VerifyBuffers& own = buffers[static_cast<size_t>(worker)];
                  for (auto t = static_cast<size_t>(first); t < static_cast<size_t>(last); ++t) {
                    const auto [item, begin, count] = tasks[t];
-                   const Weight& weight = *items[item].source;
-                   const StoredTensor& tensor = source.tensors[static_cast<size_t>(weight.parts.front())];
-                   const int64_t size = unpackers[item] ? size_of(*weight.dtype) : 1;
+                   const OutputWeight& weight = *items[item].source;
+                   const QuantizedWeight* quantized = items[item].quantized;
+                   const int64_t size = quantized ? size_of(quantized->dtype) : 1;
                    const auto num_bytes = static_cast<size_t>(count * size);
                    std::byte* raw = own.source.reserve(count * size);
-                   source.read(tensor, static_cast<uint64_t>(begin * size), {raw, num_bytes});
-                   if (unpackers[item]) {
+                   read_source(source, weight, begin * size, {raw, num_bytes}, own.raw);
+                   if (quantized) {
                      std::byte* x = own.x.reserve(count * 4);
-                     convert_elements(raw, *weight.dtype, count, x, DType::f32);
+                     convert_elements(raw, quantized->dtype, count, x, DType::f32);
                      unpackers[item]->decode(begin, count, reinterpret_cast<const float*>(x), own);
                      sums[t].add(reinterpret_cast<const float*>(x),
                                  reinterpret_cast<const float*>(own.y.data()), count, begin);
@@ -598,7 +654,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                      file.read(*copies[item], begin, count, copy);
                      HALFBYTE_CHECK(std::memcmp(raw, copy, num_bytes) == 0, verify,
                                     "verify: tensor \"{}\" differs from the input within bytes [{}, {})",
-                                    printable(tensor.name), begin, begin + count);
+                                    printable(weight.name), begin, begin + count);
                    }
                    progress.add(num_bytes);
                  }

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "io/checkpoint.h"
+#include "io/output_weight.h"
 #include "io/progress.h"
 
 namespace halfbyte::io {
@@ -24,13 +24,13 @@ struct ErrorSums {
 };
 
 struct VerifyItem {
-  const Weight* source;              // of the checkpoint that was quantized
+  const OutputWeight* source;        // where it is in the checkpoint that was quantized
   const QuantizedWeight* quantized;  // what it became; null if it was copied
   WeightReport* report;              // receives the figures
 };
 
 // Bytes of buffers that verifying a weight takes on each thread.
-int64_t verify_buffer_bytes(const QuantizedWeight& weight);
+int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& weight);
 
 // `path` must hold the items and nothing else. Copied tensors must be equal; every decoded element must be as
 // near to its source as rounding to the nearest level allows. Error(verify) naming tensor, index and values.

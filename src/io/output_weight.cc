@@ -1,0 +1,233 @@
+#include "io/output_weight.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/arithmetic.h"
+#include "core/checks.h"
+#include "io/safetensors.h"
+
+namespace halfbyte::io {
+namespace {
+
+// Columns of a transposed weight that are read before they are put into place: a line of the cache then gets
+// all of its elements at once.
+constexpr int64_t kLanes = 32;
+
+const StoredTensor& tensor_of(const Checkpoint::Impl& input, const SourceRows& rows) {
+  return input.tensors[static_cast<size_t>(input.weights[rows.weight].parts.front())];
+}
+
+bool is_contiguous(const SourceRows& rows, int64_t cols) {
+  return rows.col_stride == 1 && (rows.row_stride == cols || rows.num_rows <= 1);
+}
+
+// Bytes of an element. Whole weights are never asked for it.
+int64_t element_size(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  return safetensors_dtype_bits(stored_dtype(input, weight)) / 8;
+}
+
+template <class Body>
+void with_element(int64_t size, const Body& body) {
+  switch (size) {
+    case 1:
+      return body(uint8_t{});
+    case 2:
+      return body(uint16_t{});
+    case 4:
+      return body(uint32_t{});
+    case 8:
+      return body(uint64_t{});
+    default:
+      HALFBYTE_FAIL(bug, "elements of {} bytes", size);
+  }
+}
+
+// Reads elements [begin, begin + count) of the matrix that one source makes.
+class SourceReader {
+ public:
+  SourceReader(const Checkpoint::Impl& input, const SourceRows& rows, int64_t cols, int64_t size,
+               Buffer& scratch)
+      : input_(input),
+        rows_(rows),
+        tensor_(tensor_of(input, rows)),
+        cols_(cols),
+        size_(size),
+        scratch_(scratch) {}
+
+  void read(int64_t begin, int64_t count, std::byte* out) const {
+    if (is_contiguous(rows_, cols_)) {
+      read_run(rows_.first + begin, count, out);
+    } else if (rows_.col_stride == 1) {
+      read_rows(begin, begin + count, out);
+    } else {
+      read_columns(begin, begin + count, out);
+    }
+  }
+
+ private:
+  void read_run(int64_t first, int64_t count, std::byte* out) const {
+    input_.read(tensor_, static_cast<uint64_t>(first * size_), {out, static_cast<size_t>(count * size_)});
+  }
+
+  void read_rows(int64_t begin, int64_t end, std::byte* out) const {
+    const auto at = [&](int64_t element) {
+      return rows_.first + element / cols_ * rows_.row_stride + element % cols_;
+    };
+    const int64_t first = at(begin), span = at(end - 1) + 1 - first;
+    const std::byte* read = nullptr;  // all rows and what is between them, if that is not much
+    if (rows_.row_stride > cols_ && span <= 2 * (end - begin)) {
+      std::byte* data = scratch_.reserve(span * size_);
+      read_run(first, span, data);
+      read = data;
+    }
+    for (int64_t element = begin, next; element < end; element = next) {
+      next = std::min(end, (element / cols_ + 1) * cols_);
+      std::byte* const row = out + (element - begin) * size_;
+      if (read) {
+        std::memcpy(row, read + (at(element) - first) * size_, static_cast<size_t>((next - element) * size_));
+      } else {
+        read_run(at(element), next - element, row);
+      }
+    }
+  }
+
+  // Column c has rows [first_row(begin), first_row(end)) of the range.
+  void read_columns(int64_t begin, int64_t end, std::byte* out) const {
+    const int64_t stride = rows_.row_stride, most = ceil_div(end - begin, cols_);
+    const int64_t span = (most - 1) * stride + 1;
+    std::byte* const lanes = scratch_.reserve(std::min(kLanes, cols_) * span * size_);
+    for (int64_t column = 0; column < cols_; column += kLanes) {
+      const int64_t num_lanes = std::min(kLanes, cols_ - column);
+      int64_t low[kLanes], high[kLanes];
+      for (int64_t lane = 0; lane < num_lanes; ++lane) {
+        const auto first_row = [&](int64_t element) {
+          return ceil_div(std::max<int64_t>(element - column - lane, 0), cols_);
+        };
+        low[lane] = first_row(begin), high[lane] = first_row(end);
+        if (low[lane] < high[lane])
+          read_run(rows_.first + low[lane] * stride + (column + lane) * rows_.col_stride,
+                   (high[lane] - low[lane] - 1) * stride + 1, lanes + lane * span * size_);
+      }
+      with_element(size_, [&](auto type) {
+        using Element = decltype(type);
+        const auto move = [&](int64_t row, int64_t lane) {
+          std::memcpy(out + (row * cols_ + column + lane - begin) * size_,
+                      lanes + (lane * span + (row - low[lane]) * stride) * size_, sizeof(Element));
+        };
+        // The first and the last row need not have all lanes.
+        const auto [least, first] = std::minmax_element(low, low + num_lanes);
+        const auto [last, largest] = std::minmax_element(high, high + num_lanes);
+        for (int64_t row = *least; row < *largest; ++row) {
+          if (row >= *first && row < *last) {
+            for (int64_t lane = 0; lane < num_lanes; ++lane) move(row, lane);
+          } else {
+            for (int64_t lane = 0; lane < num_lanes; ++lane)
+              if (row >= low[lane] && row < high[lane]) move(row, lane);
+          }
+        }
+      });
+    }
+  }
+
+  const Checkpoint::Impl& input_;
+  const SourceRows& rows_;
+  const StoredTensor& tensor_;
+  const int64_t cols_, size_;
+  Buffer& scratch_;
+};
+
+}  // namespace
+
+OutputWeight whole_weight(const Weight& weight, size_t index) {
+  OutputWeight output{weight.name, weight.shape, {}};
+  const int64_t n = num_elements(weight), cols = output.cols();
+  output.sources.push_back({index, 0, n == 0 ? 0 : n / cols, cols, 1});
+  return output;
+}
+
+OutputWeight transposed_weight(const Weight& weight, size_t index) {
+  OutputWeight output{weight.name, weight.shape, {}};
+  const size_t rank = weight.shape.size();
+  HALFBYTE_CHECK(rank >= 2, bug, "weight \"{}\" has no two axes to exchange", printable(weight.name));
+  std::swap(output.shape[rank - 2], output.shape[rank - 1]);
+  const int64_t n = num_elements(weight), rows = output.shape[rank - 2], cols = output.shape[rank - 1];
+  for (int64_t first = 0; first < n; first += rows * cols)
+    output.sources.push_back({index, first, rows, 1, rows});
+  if (n == 0) output.sources.push_back({index, 0, 0, 1, rows});
+  return output;
+}
+
+void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  const auto fail = [&](const char* what) {
+    HALFBYTE_FAIL(bug, "output weight \"{}\" [{}]: {}", printable(weight.name), fmt::join(weight.shape, ", "),
+                  what);
+  };
+  if (weight.sources.empty()) fail("it has no sources");
+  const StoredTensor& first = tensor_of(input, weight.sources.front());
+  const int64_t n = num_elements(weight.shape), cols = weight.cols();
+  int64_t total = 0;
+  for (const SourceRows& rows : weight.sources) {
+    const Weight& source = input.weights[rows.weight];
+    const StoredTensor& tensor = tensor_of(input, rows);
+    if (source.layout) fail("a source is quantized");
+    HALFBYTE_CHECK(tensor.dtype == first.dtype, bad_input,
+                   "weight \"{}\" would be made of \"{}\", which is {}, and of \"{}\", which is {}",
+                   printable(weight.name), printable(first.name), first.dtype, printable(tensor.name),
+                   tensor.dtype);
+    if (n == 0) continue;
+    if (rows.num_rows <= 0 || rows.row_stride <= 0 || rows.col_stride <= 0) fail("no rows, or no strides");
+    const int64_t last = rows.first + (rows.num_rows - 1) * rows.row_stride + (cols - 1) * rows.col_stride;
+    if (rows.first < 0 || last >= num_elements(source)) fail("a source is not within its weight");
+    total += rows.num_rows * cols;
+  }
+  if (total != n) fail("the sources do not make up the shape");
+  HALFBYTE_CHECK(
+      safetensors_dtype_bits(first.dtype) % 8 == 0 || is_whole(input, weight), bad_input,
+      "weight \"{}\" would be a part of \"{}\" or several weights, but elements of {} are not whole "
+      "bytes",
+      printable(weight.name), printable(first.name), first.dtype);
+}
+
+const std::string& stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  return tensor_of(input, weight.sources.front()).dtype;
+}
+
+uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  if (is_whole(input, weight)) return tensor_of(input, weight.sources.front()).num_bytes;
+  return static_cast<uint64_t>(num_elements(weight.shape) * element_size(input, weight));
+}
+
+bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  const SourceRows& rows = weight.sources.front();
+  return weight.sources.size() == 1 && rows.first == 0 && is_contiguous(rows, weight.cols()) &&
+         num_elements(weight.shape) == num_elements(input.weights[rows.weight]);
+}
+
+bool is_transposed(const OutputWeight& weight) {
+  return std::ranges::any_of(weight.sources, [](const auto& rows) { return rows.col_stride != 1; });
+}
+
+int64_t scratch_bytes(int64_t num_bytes) {
+  constexpr int64_t kMaxElementSize = 8;
+  return 2 * (num_bytes + kLanes * kMaxElementSize);
+}
+
+void read_output(const Checkpoint::Impl& input, const OutputWeight& weight, uint64_t offset,
+                 std::span<std::byte> bytes, Buffer& scratch) {
+  if (is_whole(input, weight)) return input.read(tensor_of(input, weight.sources.front()), offset, bytes);
+  const int64_t size = element_size(input, weight), cols = weight.cols();
+  const int64_t begin = static_cast<int64_t>(offset) / size;
+  const int64_t end = begin + static_cast<int64_t>(bytes.size()) / size;
+  int64_t first = 0;  // element of the source
+  for (const SourceRows& rows : weight.sources) {
+    const int64_t last = first + rows.num_rows * cols;
+    const int64_t low = std::max(begin, first), high = std::min(end, last);
+    if (low < high)
+      SourceReader(input, rows, cols, size, scratch)
+          .read(low - first, high - low, bytes.data() + (low - begin) * size);
+    first = last;
+  }
+}
+
+}  // namespace halfbyte::io
