@@ -36,7 +36,7 @@ struct StoredTensor {
 // One weight as a model sees it: a dense tensor, or the parts of a quantized one.
 struct Weight {
   std::string name;            // "model.layers.0.mlp.up_proj.weight"
-  std::vector<int64_t> shape;  // logical: of the dense weight
+  std::vector<int64_t> shape;  // logical: of the dense weight, [in, out] for a Conv1D
   // Dense: as stored; unset if DType does not have it. Quantized: the dtype that the weight had before.
   std::optional<DType> dtype;
   std::optional<Layout> layout;  // set iff quantized

@@ -7,8 +7,10 @@
 #include <nlohmann/json.hpp>
 #include <type_traits>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/format.h"
+#include "io/architecture.h"
 #include "io/config.h"
 #include "io/container.h"
 #include "io/foreign.h"
@@ -173,11 +175,12 @@ void check_shape(const QuantizedWeight& weight) {
       fail();
 }
 
-// Finds the parts of a quantized weight.
+// Finds the parts of a quantized weight, whose shape is that which the model sees.
 Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std::vector<char>& used) {
   const QuantizedWeight& quantized = stored.weight;
   check_shape(quantized);
   Weight weight{quantized.name, quantized.shape, quantized.dtype, quantized.layout, quantized.spec, {}, 0};
+  if (stored.transposed) std::ranges::reverse(weight.shape);
   for (const Part& part : parts_of(quantized)) {
     const auto found = checkpoint.by_name.find(part.name);
     HALFBYTE_CHECK(found != checkpoint.by_name.end(), bad_input,
@@ -202,10 +205,27 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   return weight;
 }
 
+// bitsandbytes quantizes the transpose of a Conv1D, and its reader puts a linear layer in its place.
+void find_transposed(Checkpoint::Impl& checkpoint) {
+  std::optional<Architecture> architecture;
+  const auto of_bitsandbytes = [](const StoredWeight& stored) {
+    return stored.weight.layout == Layout::bitsandbytes && stored.weight.shape.size() == 2;
+  };
+  if (!checkpoint.config.empty() && std::ranges::any_of(checkpoint.quantized, of_bitsandbytes))
+    architecture = Architecture::find(parse_json<nlohmann::json>(checkpoint.config, kConfigFile));
+  if (!architecture) return;
+  for (StoredWeight& stored : checkpoint.quantized) {
+    if (!of_bitsandbytes(stored)) continue;
+    const std::optional<ModuleInfo> module = architecture->find_tensor(stored.weight.name);
+    stored.transposed = module && module->kind == ModuleKind::conv1d;
+  }
+}
+
 void make_weights(Checkpoint::Impl& checkpoint) {
   std::vector<QuantizedWeight> found;
   for (const LayoutInfo* layout : all_layouts()) layout->match(checkpoint, found);
-  for (QuantizedWeight& weight : found) checkpoint.quantized.push_back({std::move(weight), {}});
+  for (QuantizedWeight& weight : found) checkpoint.quantized.push_back({std::move(weight)});
+  find_transposed(checkpoint);
 
   struct Entry {
     Weight weight;
@@ -324,12 +344,32 @@ void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quanti
 void Decoder::decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out) {
   const StoredWeight* quantized = checkpoint_.quantized_weight(weight);
   if (quantized == nullptr) return decode_dense(weight, begin, count, dtype, out);
+  if (quantized->transposed) return decode_transposed(*quantized, begin, count, dtype, out);
+  decode_stored(*quantized, begin, count, dtype, out);
+}
+
+// Each column [in] of the range is a run of a row of what is stored.
+void Decoder::decode_transposed(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
+                                std::byte* out) {
+  const int64_t in = quantized.weight.shape[1], cols = quantized.weight.shape[0], size = size_of(dtype);
+  for (int64_t column = 0; column < cols; ++column) {
+    const RowRange rows = rows_of_column(begin, begin + count, column, cols);
+    std::byte* const run = column_.reserve((rows.end - rows.begin) * size);
+    decode_stored(quantized, column * in + rows.begin, rows.end - rows.begin, dtype, run);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      std::memcpy(out + (row * cols + column - begin) * size, run + (row - rows.begin) * size,
+                  static_cast<size_t>(size));
+  }
+}
+
+void Decoder::decode_stored(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
+                            std::byte* out) {
   const int64_t size = size_of(dtype), end = begin + count;
   while (begin < end) {
-    const Block block = block_at(quantized->weight, begin, std::min(kBlockElements, end - begin));
+    const Block block = block_at(quantized.weight, begin, std::min(kBlockElements, end - begin));
     const int64_t skip = begin - block.begin, taken = std::min(block.count - skip, end - begin);
     std::byte* decoded = taken == block.count ? out : worker_.dense.reserve(block.count * size);
-    decode_block(checkpoint_, *quantized, block, worker_, {decoded, dtype, {block.rows, block.cols}, {}, {}});
+    decode_block(checkpoint_, quantized, block, worker_, {decoded, dtype, {block.rows, block.cols}, {}, {}});
     if (decoded != out) std::memcpy(out, decoded + skip * size, static_cast<size_t>(taken * size));
     out += taken * size;
     begin += taken;

@@ -21,8 +21,10 @@ using Metadata = std::vector<std::pair<std::string, std::string>>;
 
 // A quantized weight and where its parts are.
 struct StoredWeight {
-  QuantizedWeight weight;
+  QuantizedWeight weight;                         // as stored
   std::array<const StoredTensor*, 5> parts = {};  // by role, without the constants
+  // The model has the transpose of what is stored, [in, out]: a Conv1D that bitsandbytes made a linear layer.
+  bool transposed = false;
 
   const StoredTensor& part(Role role) const { return *parts[static_cast<size_t>(role)]; }
 };
@@ -83,9 +85,14 @@ class Decoder {
 
  private:
   void decode_dense(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
+  void decode_stored(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
+                     std::byte* out);
+  void decode_transposed(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
+                         std::byte* out);
 
   const Checkpoint::Impl& checkpoint_;
   BlockWorker worker_;
+  Buffer column_;
 };
 
 }  // namespace io

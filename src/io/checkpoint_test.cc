@@ -1144,6 +1144,77 @@ TEST_F(CheckpointTest, BitsandbytesStatesOfOthers) {
             decode_all(written, "a.weight", DType::f32));
 }
 
+// bitsandbytes puts a linear layer [out, in] in the place of a Conv1D [in, out] of GPT-2, and saves that.
+TEST_F(CheckpointTest, BitsandbytesOfConv1D) {
+  const std::vector<Tensor> linear = {
+      random_tensor("transformer.h.0.attn.c_attn.weight", DType::bf16, {150, 50}, 1),
+      random_tensor("transformer.h.0.attn.c_proj.weight", DType::bf16, {50, 50}, 2),
+      random_tensor("transformer.h.0.mlp.c_fc.weight", DType::bf16, {4001, 301}, 3)};
+  const auto turn = [](const std::vector<std::byte>& from, int64_t rows, int64_t cols, int64_t size) {
+    std::vector<std::byte> to(from.size());
+    for (int64_t i = 0; i < rows * cols; ++i)
+      std::memcpy(to.data() + (i % cols * rows + i / cols) * size, from.data() + i * size,
+                  static_cast<size_t>(size));
+    return to;
+  };
+  std::vector<Tensor> conv1d = linear;
+  for (Tensor& tensor : conv1d) {
+    tensor.bytes = turn(tensor.bytes, tensor.shape[0], tensor.shape[1], 2);
+    std::swap(tensor.shape[0], tensor.shape[1]);
+  }
+  for (const char* name : {"linear", "dense"}) fs::create_directories(dir_ / name);
+  write_model(dir_ / "linear/model.safetensors", linear);
+  write_file(dir_ / "linear/config.json", R"({"model_type": "none"})");
+  write_model(dir_ / "dense/model.safetensors", conv1d);
+  write_file(dir_ / "dense/config.json", R"({"model_type": "gpt2"})");
+  QuantizeOptions options = options_for(Format::nf4);
+  options.include = {"c_"};
+  quantize_checkpoint(path("linear"), path("save"), options);
+  // The same save, of a model whose layers are linear ones, and of GPT-2.
+  fs::copy(dir_ / "save", dir_ / "other");
+  json config = json::parse(read_file(dir_ / "save/config.json"));
+  config["model_type"] = "gpt2";
+  write_file(dir_ / "save/config.json", config.dump());
+
+  const Checkpoint save = Checkpoint::open(path("save")), other = Checkpoint::open(path("other"));
+  DequantizeOptions exact;
+  exact.dtype = DType::f32;
+  dequantize_checkpoint(path("save"), path("back"), exact);
+  const Checkpoint back = Checkpoint::open(path("back"));
+  std::mt19937 rng(7);
+  for (size_t i = 0; i < linear.size(); ++i) {
+    const std::string& name = linear[i].name;
+    SCOPED_TRACE(name);
+    const std::vector<int64_t>& stored = linear[i].shape;
+    EXPECT_EQ(other.find(name)->shape, stored);
+    EXPECT_EQ(save.find(name)->shape, conv1d[i].shape);
+    EXPECT_EQ(back.find(name)->shape, conv1d[i].shape);
+    const std::vector<std::byte> all =
+        turn(decode_all(other, name, DType::bf16), stored[0], stored[1], size_of(DType::bf16));
+    EXPECT_TRUE(decode_all(save, name, DType::bf16) == all);
+    EXPECT_TRUE(decode_all(back, name, DType::bf16) == all);
+    const int64_t n = product(stored);
+    for (int trial = 0; trial < 10; ++trial) {
+      const int64_t begin = std::uniform_int_distribution<int64_t>(0, n)(rng);
+      const int64_t count =
+          std::uniform_int_distribution<int64_t>(0, std::min<int64_t>(n - begin, 1000))(rng);
+      std::vector<std::byte> part(static_cast<size_t>(count * 2));
+      save.decode(*save.find(name), begin, count, DType::bf16, part.data());
+      EXPECT_TRUE(
+          std::ranges::equal(part, std::span(all).subspan(static_cast<size_t>(begin * 2), part.size())))
+          << "[" << begin << ", +" << count << ")";
+    }
+  }
+  for (const CompareRow& row : compare_checkpoints(path("dense"), path("save"), 2)) {
+    EXPECT_EQ(row.problem, "") << row.name;
+    EXPECT_LT(row.relative_rmse, 0.15) << row.name;
+  }
+  for (const CompareRow& row : compare_checkpoints(path("back"), path("save"), 2)) {
+    EXPECT_EQ(row.problem, "") << row.name;
+    EXPECT_EQ(row.max_error, 0) << row.name;
+  }
+}
+
 TEST_F(CheckpointTest, IndexFaults) {
   const std::string model = write_model_directory();
   const std::string index_path = model + "/model.safetensors.index.json";

@@ -31,6 +31,11 @@ struct Difference {
 
 bool decodes(const Weight& weight) { return weight.dtype && is_floating(*weight.dtype); }
 
+bool is_transposed(const Checkpoint::Impl& checkpoint, const Weight& weight) {
+  const StoredWeight* quantized = checkpoint.quantized_weight(weight);
+  return quantized && quantized->transposed;
+}
+
 // Why two weights of one name cannot be compared; empty if they can.
 std::string mismatch(const Checkpoint::Impl& checkpoint_a, const Weight& a,
                      const Checkpoint::Impl& checkpoint_b, const Weight& b) {
@@ -104,8 +109,10 @@ std::vector<CompareRow> compare(const Checkpoint::Impl& a, const Checkpoint::Imp
       row.problem = mismatch(a, *x, b, *y);
       if (row.problem.empty()) {
         const int64_t n = decodes(*x) ? num_elements(*x) : static_cast<int64_t>(x->num_bytes);
-        for (int64_t begin = 0; begin < n; begin += kCompareElements)
-          tasks.push_back({pairs.size(), begin, std::min(kCompareElements, n - begin)});
+        const int64_t most =
+            is_transposed(a, *x) || is_transposed(b, *y) ? kTransposedElements : kCompareElements;
+        for (int64_t begin = 0; begin < n; begin += most)
+          tasks.push_back({pairs.size(), begin, std::min(most, n - begin)});
         pairs.push_back({&*x, &*y, rows.size() - 1});
         total_bytes += static_cast<uint64_t>(n);
       }

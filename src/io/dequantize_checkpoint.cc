@@ -1,7 +1,9 @@
 // Makes the quantized weights of a checkpoint dense, file by file; everything else is copied.
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cpu/parallel.h"
 #include "io/checkpoint_writer.h"
@@ -31,6 +33,7 @@ class Dequantizer {
 
  private:
   void plan();
+  int64_t max_elements(const StoredWeight& quantized) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   Metadata metadata_of(size_t file) const;
   void write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress);
@@ -78,9 +81,8 @@ void Dequantizer::plan() {
     const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
     const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
     for (int64_t begin = 0; begin < n;) {
-      const int64_t count = quantized
-                                ? block_at(quantized->weight, begin, block_elements(options_.device)).count
-                                : std::min(kCopyBytes, n - begin);
+      const int64_t count = quantized ? block_at(quantized->weight, begin, max_elements(*quantized)).count
+                                      : std::min(kCopyBytes, n - begin);
       tasks_of_file_[file].push_back({&weight, begin, count});
       // Decoded, and at most once more for the parts, in their stored and their native form.
       if (quantized) block_bytes = std::max(block_bytes, count * (size + 8));
@@ -113,6 +115,11 @@ void Dequantizer::plan() {
   side_files_ = find_side_files(input_);
 }
 
+int64_t Dequantizer::max_elements(const StoredWeight& quantized) const {
+  const int64_t most = block_elements(options_.device);
+  return quantized.transposed ? std::max(most, kTransposedElements) : most;
+}
+
 Metadata Dequantizer::metadata_of(size_t file) const {
   Metadata metadata = input_.files[files_.sources[file].front()].metadata;
   if (report_.layout == Layout::mlx) {
@@ -140,7 +147,19 @@ void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task
                  {worker.dense.mirror(), dtype, {block.rows, block.cols}, {}, worker.device});
     worker.dense.download(worker.stream);
     worker.stream.synchronize();
-    writer.write(writer.tensor(task.weight->name), static_cast<uint64_t>(block.begin * size), bytes);
+    const StoredTensor& tensor = writer.tensor(task.weight->name);
+    if (!quantized.transposed) return writer.write(tensor, static_cast<uint64_t>(block.begin * size), bytes);
+    // A column of the block is a run of a row of the weight.
+    const int64_t out = quantized.weight.shape[0], in = quantized.weight.shape[1];
+    for (int64_t column = 0; column < in; ++column) {
+      const RowRange rows = rows_of_column(block.begin, block.begin + block.count, column, in);
+      const auto run_bytes = static_cast<size_t>((rows.end - rows.begin) * size);
+      std::byte* const run = worker.stored.reserve(static_cast<int64_t>(run_bytes));
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        std::memcpy(run + (row - rows.begin) * size, bytes.data() + (row * in + column - block.begin) * size,
+                    static_cast<size_t>(size));
+      writer.write(tensor, static_cast<uint64_t>((column * out + rows.begin) * size), {run, run_bytes});
+    }
   });
 }
 
@@ -154,8 +173,12 @@ void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhas
   }
   writer.begin_file(file, std::move(tensors), metadata_of(file));
   const std::vector<Task>& tasks = tasks_of_file_[file];
+  int64_t most = block_elements(options_.device);
+  for (const size_t i : files_.weights[file])
+    if (const StoredWeight* quantized = input_.quantized_weight(input_.weights[i]))
+      most = std::max(most, max_elements(*quantized));
   std::vector<BlockWorker> workers;
-  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device);
+  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
   parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[static_cast<size_t>(w)];
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {

@@ -92,7 +92,6 @@ class SourceReader {
     }
   }
 
-  // Column c has rows [first_row(begin), first_row(end)) of the range.
   void read_columns(int64_t begin, int64_t end, std::byte* out) const {
     const int64_t stride = rows_.row_stride, most = ceil_div(end - begin, cols_);
     const int64_t span = (most - 1) * stride + 1;
@@ -101,10 +100,8 @@ class SourceReader {
       const int64_t num_lanes = std::min(kLanes, cols_ - column);
       int64_t low[kLanes], high[kLanes];
       for (int64_t lane = 0; lane < num_lanes; ++lane) {
-        const auto first_row = [&](int64_t element) {
-          return ceil_div(std::max<int64_t>(element - column - lane, 0), cols_);
-        };
-        low[lane] = first_row(begin), high[lane] = first_row(end);
+        const RowRange rows = rows_of_column(begin, end, column + lane, cols_);
+        low[lane] = rows.begin, high[lane] = rows.end;
         if (low[lane] < high[lane])
           read_run(rows_.first + low[lane] * stride + (column + lane) * rows_.col_stride,
                    (high[lane] - low[lane] - 1) * stride + 1, lanes + lane * span * size_);
