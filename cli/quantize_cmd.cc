@@ -19,11 +19,12 @@ namespace {
 struct Arguments {
   std::string input;
   std::string format = "nf4";
-  std::string group_size, layout, scale_rule, scale_dtype, table;
+  std::string group_size, layout, reader, scale_rule, scale_dtype, table;
   std::string nonfinite = "error";
   std::string fallback;
   std::vector<std::string> include, exclude;
-  bool asymmetric = false, double_quant = false, no_verify = false;
+  bool asymmetric = false, double_quant = false, force_layout = false, keep_embeddings = false,
+       no_verify = false;
   Destination destination;
   ComputeArguments compute;
 };
@@ -55,6 +56,9 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
       options.granularity = group.granularity;
   }
   if (!arguments.layout.empty()) options.layout = parse_layout(arguments.layout);
+  if (!arguments.reader.empty()) options.reader = parse_reader(arguments.reader);
+  options.force_layout = arguments.force_layout;
+  options.keep_embeddings = arguments.keep_embeddings;
   if (!arguments.scale_rule.empty()) options.scale_rule = parse_scale_rule(arguments.scale_rule);
   if (!arguments.scale_dtype.empty()) options.scale_dtype = parse_dtype(arguments.scale_dtype);
   options.nonfinite = arguments.nonfinite == "error" ? NonFinite::error : NonFinite::keep_dense;
@@ -99,6 +103,9 @@ void add_quantize_command(CLI::App& app, Command& command) {
   add("--layout", arguments->layout, "LAYOUT",
       "How the file stores the weights: halfbyte, bitsandbytes, compressed-tensors or mlx (default: by "
       "format)");
+  add("--reader", arguments->reader, "NAME",
+      "What the output must load in: transformers-5, transformers-4, vllm, mlx-lm or none (default: by "
+      "layout)");
   add("--group-size", arguments->group_size, "SIZE",
       "How many elements share a scale: a number, channel (a row) or tensor (default: by layout)");
   sub.add_flag("--asymmetric", arguments->asymmetric, "Integer formats: add a zero point");
@@ -112,6 +119,10 @@ void add_quantize_command(CLI::App& app, Command& command) {
       ->allow_extra_args(false);
   add("--exclude", arguments->exclude, "REGEX", "Keep the weights whose names match dense (repeatable)")
       ->allow_extra_args(false);
+  sub.add_flag("--force-layout", arguments->force_layout,
+               "Let --include select weights that the reader cannot load in this layout");
+  sub.add_flag("--keep-embeddings", arguments->keep_embeddings,
+               "Keep embeddings and head dense, which mlx-lm quantizes");
   add("--nonfinite", arguments->nonfinite, "POLICY",
       "What to do with a weight that has NaN or infinity: error (default) or keep-dense")
       ->check(CLI::IsMember({"error", "keep-dense"}));

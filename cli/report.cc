@@ -55,6 +55,42 @@ Table weight_table(const CheckpointReport& report) {
   return table;
 }
 
+double elements_of(std::span<const int64_t> shape) {
+  double product = 1;
+  for (const int64_t extent : shape) product *= static_cast<double>(extent);
+  return product;
+}
+double percent(double part, double all) { return all == 0 ? 0 : 100 * part / all; }
+
+// "; dense: embedding 12.5%, head 12.5%": what is large, the largest first.
+std::string large_parts(const std::map<std::string, double>& dense, double all) {
+  constexpr double kLarge = 1;  // percent
+  std::vector<std::pair<double, std::string>> parts;
+  for (const auto& [reason, count] : dense)
+    if (percent(count, all) >= kLarge) parts.emplace_back(-count, reason);
+  std::ranges::sort(parts);
+  std::string text;
+  for (const auto& [count, reason] : parts)
+    text += fmt::format("{}{} {:.1f}%", text.empty() ? "; dense: " : ", ", printable(reason),
+                        percent(-count, all));
+  return text;
+}
+
+// What was not run is said to be so.
+std::string readers_text(const CheckpointReport& report, bool vouched) {
+  if (!vouched) return "unknown";
+  std::string loads, refuses;
+  for (const ReaderVerdict& verdict : report.readers) {
+    const bool run = verdict.reader == Reader::transformers_5 || verdict.reader == Reader::mlx_lm;
+    if (verdict.why_not.empty())
+      loads += fmt::format("{}{}{}", loads.empty() ? "" : ", ", to_string(verdict.reader),
+                           run ? "" : " (by its documents)");
+    else
+      refuses += fmt::format("; not in {} because {}", to_string(verdict.reader), printable(verdict.why_not));
+  }
+  return (loads.empty() ? "none" : loads) + refuses;
+}
+
 Json weight_json(const WeightReport& weight) {
   Json json = {{"name", weight.name},
                {"shape", weight.shape},
@@ -109,21 +145,25 @@ Json spec_json(const QuantSpec& spec) {
 }
 
 void BitsPerWeight::add(uint64_t weight_bytes, std::span<const int64_t> shape) {
-  double product = 1;
-  for (const int64_t extent : shape) product *= static_cast<double>(extent);
   num_bytes += static_cast<double>(weight_bytes);
-  num_elements += product;
+  num_elements += elements_of(shape);
 }
 
 void describe(const CheckpointReport& report, const RunInfo& run, std::string& text, Json& document) {
   BitsPerWeight bits;
   uint64_t dense_bytes = 0;
+  double all_elements = 0;
+  std::map<std::string, double> dense_elements;  // by reason
   Json weights = Json::array();
   for (const WeightReport& weight : report.weights) {
-    if (weight.quantized)
+    const double count = elements_of(weight.shape);
+    all_elements += count;
+    if (weight.quantized) {
       bits.add(weight.output_bytes, weight.shape);
-    else
+    } else {
       dense_bytes += weight.source_bytes;
+      dense_elements[weight.reason] += count;
+    }
     weights.push_back(weight_json(weight));
   }
   const double share = report.source_bytes == 0 ? 0
@@ -131,7 +171,15 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
                                                       static_cast<double>(report.source_bytes);
   const int64_t num_dense = static_cast<int64_t>(report.weights.size()) - report.num_quantized;
 
-  if (const Table table = weight_table(report); !table.empty()) text += table.text() + "\n";
+  const bool vouched = report.reader == Reader::none || !report.architecture.empty();
+  if (!vouched)
+    text += summary_line("warning",
+                         "no config.json with a model type that is known: weights were selected by "
+                         "their names, and nothing vouches that a reader loads the result");
+  text +=
+      summary_line(run.verb, fmt::format("{:.1f}% of the model{}", percent(bits.num_elements, all_elements),
+                                         large_parts(dense_elements, all_elements)));
+  if (const Table table = weight_table(report); !table.empty()) text += "\n" + table.text() + "\n";
   text += summary_line(run.verb, fmt::format("{} weights, {:.1f}% of the bytes, {:.3f} bits per weight",
                                              report.num_quantized, 100 * share, bits.value()));
   text += summary_line("dense", fmt::format("{} weights, {}", num_dense, format_bytes(dense_bytes)));
@@ -156,6 +204,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
                                              report.sync_seconds, verify));
     text += summary_line("output", printable(report.output));
   }
+  if (!report.readers.empty()) text += summary_line("loads in", readers_text(report, vouched));
 
   document["input"] = report.input;
   document["output"] = report.output;
@@ -163,6 +212,13 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["verified"] = run.verified;
   document["device"] = to_string(report.device);
   document["device_note"] = run.device.note;
+  document["architecture"] = report.architecture;
+  document["reader"] = to_string(report.reader);
+  document["readers"] = Json::array();
+  for (const ReaderVerdict& verdict : report.readers)
+    document["readers"].push_back({{"reader", to_string(verdict.reader)},
+                                   {"loads", vouched ? Json(verdict.why_not.empty()) : Json()},
+                                   {"why_not", verdict.why_not}});
   document["layout"] = report.layout ? Json(to_string(*report.layout)) : Json();
   document["weights"] = std::move(weights);
   document["copied_files"] = report.copied_files;

@@ -135,7 +135,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(weight, foreign);
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
-  EXPECT_NO_TAIL(report_info, verify_seconds);
+  EXPECT_NO_TAIL(report_info, num_readers);
   EXPECT_NO_TAIL(weight_report, snr_db);
   EXPECT_NO_TAIL(compare_options, user_data);
   EXPECT_NO_TAIL(comparison_row, snr_db);
@@ -306,6 +306,11 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_OK(halfbyte_layout_find(halfbyte_layout_name(i), &found));
     EXPECT_EQ(found, i);
   }
+  for (int32_t i = 0; i <= HALFBYTE_READER_NONE; ++i) {
+    halfbyte_reader found = -1;
+    EXPECT_OK(halfbyte_reader_find(halfbyte_reader_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
   for (int32_t i = 0; i <= HALFBYTE_QGEMM_MATH_F64; ++i) {
     halfbyte_qgemm_math found = -1;
     EXPECT_OK(halfbyte_qgemm_math_find(halfbyte_qgemm_math_name(i), &found));
@@ -320,9 +325,11 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_EQ(halfbyte_dtype_name(none), nullptr);
     EXPECT_EQ(halfbyte_scale_rule_name(none), nullptr);
     EXPECT_EQ(halfbyte_layout_name(none), nullptr);
+    EXPECT_EQ(halfbyte_reader_name(none), nullptr);
   }
   EXPECT_STREQ(halfbyte_format_name(HALFBYTE_FORMAT_FP4_E2M1), "fp4_e2m1");
   EXPECT_STREQ(halfbyte_layout_name(HALFBYTE_LAYOUT_COMPRESSED_TENSORS), "compressed-tensors");
+  EXPECT_STREQ(halfbyte_reader_name(HALFBYTE_READER_TRANSFORMERS_4), "transformers-4");
   DLDevice device{};
   EXPECT_OK(halfbyte_device_find("cuda:3", &device));
   EXPECT_EQ(device.device_type, kDLCUDA);

@@ -321,7 +321,7 @@ def test_groups_of_several_methods(halfbyte, tmp_path):
 
 
 def test_a_config_left_over_refuses_nothing(halfbyte, tmp_path):
-    path = write_model(tmp_path / "in", {"a.weight": dense()}, quantize_config={"bits": 4, "group_size": 128})
+    path = write_model(tmp_path / "in", {f"{P}.weight": dense()}, quantize_config={"bits": 4, "group_size": 128})
     assert inspect(halfbyte, path)["foreign"] == []
     halfbyte("quantize", path, "-o", tmp_path / "out")
 

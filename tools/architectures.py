@@ -37,7 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
 from transformers import conversion_mapping, core_model_loading  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
-from transformers.quantizers.base import get_keys_to_not_convert  # noqa: E402
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION, get_keys_to_not_convert  # noqa: E402
 
 transformers.logging.set_verbosity(50)
 
@@ -258,6 +258,7 @@ class Row:
         self.float32 = set()
         self.float32_always = set()
         self.skipped = set()
+        self.apart = set()
         self.ignored = set()
         self.names = {}  # pattern of the checkpoint -> pattern of the model, where they differ or are equal
         self.fused = {}  # (patterns of the model) -> (operations, patterns of the checkpoint)
@@ -423,6 +424,9 @@ def observe(model, rows):
         value = kind + ("/" + role[path] if role[path] else "")
         row.kinds[wild(path)].add(value)
         row.exact[sequential_name(model, path)].add(value)
+        experts = path.rpartition(".")[0]
+        if kind.startswith("experts") and type(model.get_submodule(experts)).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION:
+            row.apart.add(wild(experts))
     for path, child in children.items():
         key = child_config(model, child)
         auto = key is not None and is_auto(model, key)
@@ -815,6 +819,8 @@ def class_entry(row, rows, report):
         entry["f32-from-f16"] = " ".join(sorted(row.float32))
     if row.skipped:
         entry["skipped"] = braces(row.skipped)
+    if row.apart:
+        entry["apart"] = braces(row.apart)
     if row.ignored:
         entry["ignored"] = " ".join(sorted(row.ignored))
     wanted, fused = names_here(row, rows)

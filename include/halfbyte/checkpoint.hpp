@@ -23,6 +23,13 @@ enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
 HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
 HALFBYTE_API Layout parse_layout(std::string_view word);
 
+// What an output is to load in (docs/compatibility.md). Readers hold modules, not tensors: which of them may
+// be quantized, and under which names, differs.
+enum class Reader : uint8_t { transformers_5, transformers_4, vllm, mlx_lm, none };
+HALFBYTE_API const char* to_string(Reader reader);  // "transformers-5", "mlx-lm", ...
+// "transformers" is the newest.
+HALFBYTE_API Reader parse_reader(std::string_view word);
+
 // One tensor as stored in a safetensors file.
 struct StoredTensor {
   std::string name;
@@ -118,6 +125,10 @@ struct QuantizeOptions {
   std::vector<std::string> include;  // ECMAScript regular expressions searched in the names; where
                                      // given they replace the default choice of linear weights
   std::vector<std::string> exclude;
+  std::optional<Reader> reader;  // default by layout: transformers_5, mlx_lm, or none
+  bool force_layout = false;     // include may select what the reader cannot load
+  bool keep_embeddings =
+      false;  // reader mlx_lm: embeddings and head stay dense, which it quantizes by default
   bool fallback_dense = false;  // a selected tensor the layout cannot hold stays dense
   bool dry_run = false;         // plan and report only
   bool verify = true;
@@ -140,10 +151,10 @@ struct WeightReport {
   std::vector<int64_t> shape;
   std::string dtype;  // of the source, as stored ("BF16")
   bool quantized = false;
-  std::string
-      reason;  // why a weight stayed dense: "not selected", "excluded", "fallback: ...", "non-finite: ..."
-  std::string note;  // "scales in f32: f16 cannot hold them"
-  QuantSpec spec;    // where quantized
+  std::string reason;  // why a weight stayed dense: "embedding", "router", "excluded", "fallback: ...",
+                       // "non-finite: ..."
+  std::string note;    // "scales in f32: f16 cannot hold them"
+  QuantSpec spec;      // where quantized
   uint64_t source_bytes = 0;
   uint64_t output_bytes = 0;
   double bits_per_weight = 0;  // output bits per element
@@ -155,8 +166,19 @@ struct WeightReport {
   double snr_db = 0;         // -20 log10(relative_rmse); +inf where exact
 };
 
+// Whether a reader loads an output, by the rules that are known of it.
+struct ReaderVerdict {
+  Reader reader;
+  std::string why_not;  // empty: it does
+};
+
 struct CheckpointReport {
   std::string input, output;
+  // Of quantize: the reader that the output is for, and which read the layout; the architecture that the
+  // weights were selected by. Empty: config.json names none that is known, and nothing vouches for a reader.
+  Reader reader = Reader::none;
+  std::vector<ReaderVerdict> readers;
+  std::string architecture;
   std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
   Device device;                 // that computed
   std::vector<WeightReport> weights;

@@ -130,12 +130,23 @@ enum {
   HALFBYTE_LAYOUT_MLX = 3,
 };
 
+/* What a checkpoint is to load in. */
+typedef int32_t halfbyte_reader;
+enum {
+  HALFBYTE_READER_TRANSFORMERS_5 = 0,
+  HALFBYTE_READER_TRANSFORMERS_4 = 1,
+  HALFBYTE_READER_VLLM = 2,
+  HALFBYTE_READER_MLX_LM = 3,
+  HALFBYTE_READER_NONE = 4,
+};
+
 /* From the word ("nf4", "bf16", "half-range", "compressed-tensors"). For an unknown word, HALFBYTE_USAGE; the
  * text names the known ones. */
 HALFBYTE_API halfbyte_status halfbyte_dtype_find(const char* word, halfbyte_dtype* dtype);
 HALFBYTE_API halfbyte_status halfbyte_format_find(const char* word, halfbyte_format* format);
 HALFBYTE_API halfbyte_status halfbyte_scale_rule_find(const char* word, halfbyte_scale_rule* rule);
 HALFBYTE_API halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout);
+HALFBYTE_API halfbyte_status halfbyte_reader_find(const char* word, halfbyte_reader* reader);
 /* "cpu", "cuda" or "cuda:1". Does not check whether the device exists. */
 HALFBYTE_API halfbyte_status halfbyte_device_find(const char* word, DLDevice* device);
 /* To the word; NULL for a number that is none of these. */
@@ -143,6 +154,7 @@ HALFBYTE_API const char* halfbyte_dtype_name(halfbyte_dtype dtype);
 HALFBYTE_API const char* halfbyte_format_name(halfbyte_format format);
 HALFBYTE_API const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule);
 HALFBYTE_API const char* halfbyte_layout_name(halfbyte_layout layout);
+HALFBYTE_API const char* halfbyte_reader_name(halfbyte_reader reader);
 
 /* Bytes that a function made. A 0 byte follows them, which size does not count. */
 typedef struct halfbyte_blob halfbyte_blob;
@@ -1022,10 +1034,13 @@ typedef struct halfbyte_quantize_options {
   int64_t num_include;
   const char* const* exclude;
   int64_t num_exclude;
-  int32_t fallback_dense; /* flag: what the layout cannot hold stays dense */
-  int32_t dry_run;        /* flag: plan and report only */
-  int32_t verify;         /* flag */
-  int32_t force;          /* flag: replace an existing output */
+  int32_t fallback_dense;  /* flag: what the layout cannot hold stays dense */
+  int32_t dry_run;         /* flag: plan and report only */
+  int32_t verify;          /* flag */
+  int32_t force;           /* flag: replace an existing output */
+  halfbyte_reader reader;  /* HALFBYTE_UNSET: that of the layout */
+  int32_t force_layout;    /* flag: include may select what the reader cannot load */
+  int32_t keep_embeddings; /* flag: embeddings and head stay dense, which mlx-lm quantizes */
   DLDevice device;
   int64_t num_threads;                 /* of the CPU; 0: all */
   halfbyte_progress_function progress; /* may be NULL */
@@ -1069,6 +1084,7 @@ typedef struct halfbyte_report_info {
   const char* output;
   halfbyte_layout layout; /* of the output (quantize) or the input (dequantize); HALFBYTE_UNSET: none */
   DLDevice device;        /* that computed */
+  halfbyte_reader reader; /* of quantize: what the output is for */
   int64_t num_weights;
   int64_t num_quantized;
   int64_t num_copied_files; /* of a directory */
@@ -1077,9 +1093,21 @@ typedef struct halfbyte_report_info {
   uint64_t quantized_source_bytes;
   uint64_t peak_buffer_bytes; /* upper bound of the working memory on the host, as planned */
   double run_seconds, sync_seconds, verify_seconds;
+  const char*
+      architecture;    /* that the weights were selected by; "" if config.json names none that is known */
+  int64_t num_readers; /* that read the layout */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);
+
+/* Whether a reader loads the output, by the rules that are known of it. */
+typedef struct halfbyte_reader_verdict {
+  size_t struct_size;
+  halfbyte_reader reader;
+  const char* why_not; /* "": it does; lives as long as the report */
+} halfbyte_reader_verdict;
+HALFBYTE_API halfbyte_status halfbyte_report_get_reader(const halfbyte_report* report, int64_t index,
+                                                        halfbyte_reader_verdict* verdict);
 
 /* What happened (or would happen) to one weight. What it points to lives as long as the report. */
 typedef struct halfbyte_weight_report {

@@ -40,6 +40,10 @@ constexpr halfbyte_layout num_layouts() {
 constexpr auto kLastLayout = static_cast<Layout>(num_layouts() - 1);
 static_assert(layout_of(static_cast<Layout>(num_layouts())) == HALFBYTE_UNSET,
               "a HALFBYTE_LAYOUT_ is not the number of its Layout");
+static_assert(HALFBYTE_READER_TRANSFORMERS_4 == static_cast<int32_t>(Reader::transformers_4));
+static_assert(HALFBYTE_READER_VLLM == static_cast<int32_t>(Reader::vllm));
+static_assert(HALFBYTE_READER_MLX_LM == static_cast<int32_t>(Reader::mlx_lm));
+static_assert(HALFBYTE_READER_NONE == static_cast<int32_t>(Reader::none));
 static_assert(HALFBYTE_NONFINITE_KEEP_DENSE == static_cast<int32_t>(NonFinite::keep_dense));
 
 template <class T>
@@ -75,6 +79,7 @@ halfbyte_quantize_options default_quantize_options() {
   options.nonfinite = static_cast<int32_t>(defaults.nonfinite);
   options.verify = defaults.verify;
   options.device = to_dlpack(defaults.device);
+  options.reader = HALFBYTE_UNSET;
   return options;
 }
 
@@ -93,6 +98,9 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.nonfinite = enum_of(c.nonfinite, NonFinite::keep_dense, "options.nonfinite");
   options.include = words_of(c.include, c.num_include, "options.include");
   options.exclude = words_of(c.exclude, c.num_exclude, "options.exclude");
+  options.reader = optional_of(c.reader, Reader::none, "options.reader");
+  options.force_layout = flag_of(c.force_layout, "options.force_layout");
+  options.keep_embeddings = flag_of(c.keep_embeddings, "options.keep_embeddings");
   options.fallback_dense = flag_of(c.fallback_dense, "options.fallback_dense");
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
   options.verify = flag_of(c.verify, "options.verify");
@@ -141,6 +149,14 @@ halfbyte_status halfbyte_layout_find(const char* word, halfbyte_layout* layout) 
 }
 const char* halfbyte_layout_name(halfbyte_layout layout) {
   return layout < 0 || layout >= num_layouts() ? nullptr : to_string(static_cast<Layout>(layout));
+}
+
+halfbyte_status halfbyte_reader_find(const char* word, halfbyte_reader* reader) {
+  return guard(
+      [&] { required(reader, "reader") = static_cast<int32_t>(parse_reader(&required(word, "word"))); });
+}
+const char* halfbyte_reader_name(halfbyte_reader reader) {
+  return reader < 0 || reader > HALFBYTE_READER_NONE ? nullptr : to_string(static_cast<Reader>(reader));
 }
 
 // ---- Reading
@@ -293,10 +309,19 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
     const CheckpointReport& of = required(report, "report").report;
     write_struct(info,
                  {0, of.input.c_str(), of.output.c_str(), or_unset(of.layout), to_dlpack(of.device),
-                  count_of(of.weights), of.num_quantized, count_of(of.copied_files),
-                  count_of(of.skipped_files), of.source_bytes, of.output_bytes, of.quantized_source_bytes,
-                  of.peak_buffer_bytes, of.run_seconds, of.sync_seconds, of.verify_seconds},
+                  static_cast<int32_t>(of.reader), count_of(of.weights), of.num_quantized,
+                  count_of(of.copied_files), count_of(of.skipped_files), of.source_bytes, of.output_bytes,
+                  of.quantized_source_bytes, of.peak_buffer_bytes, of.run_seconds, of.sync_seconds,
+                  of.verify_seconds, of.architecture.c_str(), count_of(of.readers)},
                  "info");
+  });
+}
+
+halfbyte_status halfbyte_report_get_reader(const halfbyte_report* report, int64_t index,
+                                           halfbyte_reader_verdict* verdict) {
+  return guard([&] {
+    const ReaderVerdict& of = element(required(report, "report").report.readers, index, "readers");
+    write_struct(verdict, {0, static_cast<int32_t>(of.reader), of.why_not.c_str()}, "verdict");
   });
 }
 

@@ -230,9 +230,9 @@ ModuleRole role_of(std::string_view word) {
 
 // The keys of an entry that are no kinds of modules.
 bool is_kind(const std::string& key) {
-  static const std::vector<std::string> others{"f32",     "f32-from-f16", "fused", "ignored",
-                                               "may-be",  "models",       "names", "reads",
-                                               "skipped", "tie",          "tied"};
+  static const std::vector<std::string> others{"apart",   "f32",     "f32-from-f16", "fused",
+                                               "ignored", "may-be",  "models",       "names",
+                                               "reads",   "skipped", "tie",          "tied"};
   return !std::binary_search(others.begin(), others.end(), key);
 }
 
@@ -261,12 +261,14 @@ struct Architecture::Model {
   std::vector<Nested> nested;
   std::vector<Fused> fused;
   std::vector<Rule> rules, may_be;
-  std::vector<Parts> tied_modules;
+  std::vector<Parts> tied_modules, apart;
   std::string tied_to;
+  Parts f32_from_f16;
 
   static std::shared_ptr<const Model> make(const std::string& name, const json& config);
   std::optional<ModuleInfo> find(std::string_view tensor) const;
   std::optional<ModuleInfo> find_module(const Parts& parts) const;
+  std::vector<std::string> tied_names() const;
 };
 
 std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::string& name,
@@ -318,6 +320,10 @@ std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::
       const Parts sides = split(value.get_ref<const std::string&>(), '=');
       model->tied_modules = patterns(sides.at(0));
       model->tied_to = expand(sides.at(1)).front();
+    } else if (key == "apart") {
+      model->apart = patterns(value.get_ref<const std::string&>());
+    } else if (key == "f32-from-f16") {
+      model->f32_from_f16 = split(value.get_ref<const std::string&>(), ' ');
     } else if (key == "tie") {
       model->tied = true;
     } else if (key == "reads") {
@@ -348,8 +354,15 @@ std::optional<ModuleInfo> Architecture::Model::find_module(const Parts& parts) c
                           matches(pattern, parts, 0, size - 2);
       const bool part = group.kind == ModuleKind::convolution && matches(pattern, parts, 0, size);
       if (!inside && !part && !((whole || own) && matches(pattern, parts, 0, length))) continue;
-      ModuleInfo info{group.kind, group.role, group.transposed, group.interleaved, join(parts, 0, length),
-                      "",         ""};
+      ModuleInfo info{group.kind, group.role, group.transposed,       group.interleaved,
+                      false,      false,      join(parts, 0, length), "",
+                      ""};
+      info.apart = std::ranges::any_of(
+          apart, [&](const Parts& one) { return one.size() <= size && matches(one, parts, 0, one.size()); });
+      // As transformers compares them: the beginning or the end of a name.
+      info.kept_f32 = std::ranges::any_of(f32_from_f16, [&](const std::string& word) {
+        return info.module.ends_with(word) || info.module.starts_with(word + ".");
+      });
       for (const Parts& one : tied_modules) {
         if (matches(one, parts, 0, length)) info.tied_to = tied_to;
       }
@@ -425,14 +438,33 @@ std::optional<Architecture> Architecture::find(const json& config) {
       }
     }
   }
-  const auto base = all.base.find(text_of(config, "model_type"));
+  const std::string model_type = text_of(config, "model_type");
+  const auto base = all.base.find(model_type);
   if (base == all.base.end()) return std::nullopt;
+  // With a head, which a checkpoint may have.
+  for (const char* head : {"ForCausalLM", "LMHeadModel", "ForConditionalGeneration"}) {
+    for (const auto& [name, one] : all.classes)
+      if (one.model_type == model_type && name.ends_with(head))
+        return Architecture(Model::make(name, config));
+  }
   return Architecture(Model::make(base->second, config));
+}
+
+std::vector<std::string> Architecture::Model::tied_names() const {
+  std::vector<std::string> names;
+  for (const Parts& one : tied_modules) names.push_back(join(one, 0, one.size()));
+  for (const Nested& one : nested)
+    for (const auto& model : one.models)
+      for (const std::string& name : model->tied_names())
+        names.push_back(join(one.path, 0, one.path.size()) + "." + name);
+  return names;
 }
 
 const std::string& Architecture::name() const { return model_->name; }
 
 bool Architecture::tied() const { return model_->tied; }
+
+std::vector<std::string> Architecture::tied_modules() const { return model_->tied_names(); }
 
 std::optional<ModuleInfo> Architecture::find_tensor(std::string_view tensor) const {
   if (auto info = model_->find(tensor)) return info;

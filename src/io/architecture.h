@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace halfbyte::io {
 
@@ -30,10 +31,12 @@ struct ModuleInfo {
   ModuleRole role;
   bool transposed;     // experts: [E, in, out]
   bool interleaved;    // experts: gate and up take turns; otherwise gate comes first
+  bool apart;          // experts: readers of quantized weights have a linear layer for each
+  bool kept_f32;       // f32 in a model that is loaded as f16: bitsandbytes does not replace it
   std::string module;  // its name in transformers 5; of experts and parameters that of the tensor
   std::string
       operations;  // what makes the module's tensor of those of the checkpoint, "stack 0, concat 1"; or empty
-  std::string tied_to;  // the module that it is one with if the model's embeddings are tied; or empty
+  std::string tied_to;  // the module that it shares its weight with if the embeddings are tied; or empty
 };
 
 // The text of the table, in the library.
@@ -42,8 +45,8 @@ std::string_view architectures_json();
 // A row of the table with the rows of the models within it. Copies share it.
 class Architecture {
  public:
-  // That of a config.json: the class in its "architectures", or the base model of its "model_type"; models
-  // within it by their configurations. Nothing if the table has neither.
+  // That of a config.json: the class in its "architectures", or one of its "model_type", with a head if there
+  // is such a class; models within it by their configurations. Nothing if the table has neither.
   static std::optional<Architecture> find(const nlohmann::json& config);
 
   // The class, as LlamaForCausalLM.
@@ -55,6 +58,8 @@ class Architecture {
   // transformers 5, with or without that of the base model. Nothing if it is unknown, or has one dimension,
   // as norms have.
   std::optional<ModuleInfo> find_tensor(std::string_view tensor) const;
+  // The modules that share a weight with others if the embeddings are tied, a `*` for each number.
+  std::vector<std::string> tied_modules() const;
 
  private:
   struct Model;

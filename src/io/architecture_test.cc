@@ -120,7 +120,7 @@ TEST(Architectures, UnknownAndByModelTypeOnly) {
   EXPECT_FALSE(Architecture::find({{"architectures", {1, "Nobody"}}}).has_value());
   EXPECT_FALSE(Architecture::find(json::array()).has_value());
   const auto own = architecture({{"model_type", "qwen3_moe"}, {"architectures", {"MyQwen"}}});
-  EXPECT_EQ(own.name(), "Qwen3MoeModel");
+  EXPECT_EQ(own.name(), "Qwen3MoeForCausalLM");
   EXPECT_EQ(module(own, "model.layers.0.mlp.experts.3.up_proj.weight").kind, ModuleKind::experts);
 }
 

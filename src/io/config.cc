@@ -54,8 +54,14 @@ Json compressed_tensors_entry(const ModelQuantization& q) {
           {"config_groups", Json::object({{"group_0", group}})}};
 }
 
-Json mlx_entry(const QuantSpec& spec) {
-  return {{"group_size", spec.group_size}, {"bits", info(spec.format).bits}, {"mode", "affine"}};
+Json mlx_entry(const MlxGrid& grid) {
+  return {{"group_size", grid.group_size}, {"bits", grid.bits}, {"mode", "affine"}};
+}
+Json mlx_entry(const QuantSpec& spec) { return mlx_entry({info(spec.format).bits, spec.group_size}); }
+Json mlx_entry(const ModelQuantization& quantization) {
+  Json entry = mlx_entry(quantization.spec);
+  for (const auto& [module, grid] : quantization.modules) entry[module] = mlx_entry(grid);
+  return entry;
 }
 
 Json halfbyte_entry(const QuantSpec& spec) {
@@ -155,8 +161,8 @@ std::string with_quantization(const std::string& config, const ModelQuantization
       json["quantization_config"] = compressed_tensors_entry(quantization);
       break;
     case Layout::mlx:
-      json["quantization"] = mlx_entry(quantization.spec);
-      json["quantization_config"] = mlx_entry(quantization.spec);
+      json["quantization"] = mlx_entry(quantization);
+      json["quantization_config"] = mlx_entry(quantization);
       break;
     case Layout::halfbyte:
       json["quantization_config"] = halfbyte_entry(quantization.spec);

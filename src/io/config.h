@@ -46,7 +46,8 @@ struct ModelQuantization {
   Layout layout;
   QuantSpec spec;
   DType weight_dtype;                      // of the weights before
-  std::vector<std::string> dense_modules;  // linear layers that are not quantized
+  std::vector<std::string> dense_modules;  // what is not quantized, as the reader spells it
+  std::map<std::string, MlxGrid> modules;  // of MLX, that differ from `spec`
 };
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
 // Without what with_quantization has added; `dtype` replaces the one the config names.

@@ -85,6 +85,11 @@ const LayoutInfo& compressed_tensors_layout();
 const LayoutInfo& mlx_layout();
 const LayoutInfo& halfbyte_layout();
 
+// Of layout mlx: "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight", and the format of so
+// many bits; Error(bad_input) naming the tensor.
+std::string mlx_module(const std::string& weight);
+Format mlx_format(int bits, const std::string& tensor);
+
 // The first layout that holds the format.
 const LayoutInfo& default_layout(Format format);
 

@@ -11,14 +11,9 @@ namespace {
 constexpr std::string_view kScales = ".scales";
 constexpr std::string_view kWeight = ".weight";
 
-// "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight".
-std::string module_of(const std::string& name) {
-  return name.ends_with(kWeight) ? name.substr(0, name.size() - kWeight.size()) : name;
-}
-
 std::vector<Part> parts(const QuantizedWeight& weight) {
   const QuantShape shape = weight.quant_shape();
-  const std::string module = module_of(weight.name);
+  const std::string module = mlx_module(weight.name);
   const char* dtype = dtype_to_safetensors(weight.dtype);
   const std::vector<int64_t> scales = with_last(weight.shape, shape.groups_per_row);
   return {{Role::codes, module + ".weight", "U32", with_last(weight.shape, shape.row_bytes / 4)},
@@ -36,12 +31,6 @@ MlxGrids read_grids(const Checkpoint::Impl& checkpoint) {
   return {};
 }
 
-Format affine_format(int bits, const std::string& name) {
-  for (const FormatInfo& format : all_formats())
-    if (format.kind == FormatKind::affine && format.bits == bits) return format.format;
-  HALFBYTE_FAIL(bad_input, "tensor \"{}\": MLX has no {} bits", printable(name), bits);
-}
-
 QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const MlxGrids& grids,
                             const std::string& module, const StoredTensor& codes,
                             const StoredTensor& scales) {
@@ -55,7 +44,7 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const MlxGrids& 
       "metadata of {}",
       printable(codes.name), printable(checkpoint.path));
   const MlxGrid grid = own != grids.modules.end() ? own->second : *grids.all;
-  weight.spec.format = affine_format(grid.bits, codes.name);
+  weight.spec.format = mlx_format(grid.bits, codes.name);
   weight.spec.group_size = grid.group_size;
   weight.spec.scale_rule = ScaleRule::mlx_edge;
   weight.spec.code_scale = CodeScale::unrounded;
@@ -85,6 +74,16 @@ void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& fou
 }
 
 }  // namespace
+
+std::string mlx_module(const std::string& weight) {
+  return weight.ends_with(kWeight) ? weight.substr(0, weight.size() - kWeight.size()) : weight;
+}
+
+Format mlx_format(int bits, const std::string& tensor) {
+  for (const FormatInfo& format : all_formats())
+    if (format.kind == FormatKind::affine && format.bits == bits) return format.format;
+  HALFBYTE_FAIL(bad_input, "tensor \"{}\": MLX has no {} bits", printable(tensor), bits);
+}
 
 const LayoutInfo& mlx_layout() {
   static const LayoutInfo layout = {.layout = Layout::mlx,

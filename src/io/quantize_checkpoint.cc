@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <regex>
 #include <set>
 
 #include "core/checks.h"
@@ -16,54 +15,12 @@
 #include "io/config.h"
 #include "io/foreign.h"
 #include "io/safetensors.h"
+#include "io/selection.h"
 #include "io/verify.h"
 
 namespace halfbyte {
 namespace io {
 namespace {
-
-constexpr size_t kMaxMatchedName = 1024;  // std::regex recurses
-
-// The regular expressions of --include or --exclude.
-class NameFilter {
- public:
-  NameFilter(const char* option, const std::vector<std::string>& expressions) : option_(option) {
-    for (const std::string& text : expressions) try {
-        expressions_.emplace_back(text, std::regex::ECMAScript | std::regex::optimize);
-      } catch (const std::regex_error& error) {
-        HALFBYTE_FAIL(usage, "{}: \"{}\" is not a regular expression: {}", option_, printable(text),
-                      error.what());
-      }
-  }
-  bool matches(const std::string& name) const {
-    if (name.size() > kMaxMatchedName) return false;
-    try {
-      return std::ranges::any_of(expressions_,
-                                 [&](const std::regex& e) { return std::regex_search(name, e); });
-    } catch (const std::regex_error& error) {
-      HALFBYTE_FAIL(usage, "{}: too complex for \"{}\": {}", option_, printable(name), error.what());
-    }
-  }
-
- private:
-  const char* option_;
-  std::vector<std::regex> expressions_;
-};
-
-// Names of embeddings; of heads, norms and routers, which lose more than they save.
-const NameFilter& embedding_names() {
-  static const NameFilter filter("embeddings",
-                                 {R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)"});
-  return filter;
-}
-const NameFilter& kept_names() {
-  static const NameFilter filter("kept", {R"(lm_head|^(output|head)\.weight$|norm|(gate|router)\.weight$)"});
-  return filter;
-}
-
-bool is_quantizable(const std::optional<DType>& dtype) {
-  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
-}
 
 // One weight of the output: what it is made of and what becomes of it.
 struct Item {
@@ -100,6 +57,9 @@ class Quantizer {
   void refuse_adapter() const;
   void refuse_quantized() const;
   void select();
+  std::string main_reason() const;
+  std::vector<bool> is_dense() const;
+  QuantSpec spec_of(const Item& item) const;
   void keep_dense(Item& item, const std::string& reason);
   void set_target(Item& item, const QuantSpec& spec);
   std::string config_text() const;
@@ -130,7 +90,8 @@ class Quantizer {
   const LayoutInfo& layout_;
   const int num_workers_;
   ProgressReporter reporter_;
-  std::vector<Item> items_;
+  Selection selection_;
+  std::vector<Item> items_;  // one for each weight of selection_
   OutputFiles files_;
   SideFiles side_files_;
   CheckpointReport report_;
@@ -139,16 +100,6 @@ class Quantizer {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// "a", "b", "c" and 4 more
-std::string name_list(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 3;
-  std::string text;
-  for (size_t i = 0; i < std::min(kShown, names.size()); ++i)
-    text += fmt::format("{}\"{}\"", i == 0 ? "" : ", ", printable(names[i]));
-  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
-  return text;
 }
 
 // ---- The plan
@@ -183,44 +134,29 @@ void Quantizer::refuse_quantized() const {
                  printable(input_.path), printable(method));
 }
 
-// Chooses the weights to quantize, and says why the others stay dense.
 void Quantizer::select() {
-  const NameFilter include("include", options_.include), exclude("exclude", options_.exclude);
-  for (const Weight& weight : input_.weights) {
-    Item& item = items_.emplace_back(Item{whole_weight(weight, items_.size()), report_.weights.size()});
+  selection_ = select_weights(input_, layout_, options_);
+  for (const Weight& weight : input_.weights) report_.source_bytes += weight.num_bytes;
+  for (const SelectedWeight& selected : selection_.weights) {
+    Item& item = items_.emplace_back(Item{selected.weight, report_.weights.size()});
     check_output_weight(input_, item.source);
     WeightReport& report = report_.weights.emplace_back();
     report.name = item.source.name;
     report.shape = item.source.shape;
     report.dtype = stored_dtype(input_, item.source);
     report.source_bytes = num_bytes(input_, item.source);
-    report_.source_bytes += weight.num_bytes;
-
-    const std::string& name = weight.name;
-    const bool experts = name.find("experts") != std::string::npos;
-    const bool rank_fits = weight.shape.size() == 2 || (weight.shape.size() == 3 && experts);
-    const bool excluded = exclude.matches(name);
-    bool chosen = false;
-    if (options_.include.empty()) {
-      chosen = rank_fits && is_quantizable(weight.dtype) && name.size() <= kMaxMatchedName &&
-               (name.ends_with(".weight") || weight.shape.size() == 3) && !embedding_names().matches(name) &&
-               !kept_names().matches(name);
-    } else if (rank_fits && include.matches(name)) {
-      HALFBYTE_CHECK(is_quantizable(weight.dtype) || excluded, usage,
-                     "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
-                     printable(name), report.dtype);
-      chosen = true;
-    }
-    if (!chosen) {
-      keep_dense(item, "not selected");
-    } else if (excluded) {
-      keep_dense(item, "excluded");
-    } else if (num_elements(weight) == 0) {
-      keep_dense(item, "empty");
-    } else {
-      item.quantize = true;
-    }
+    item.quantize = selected.quantize;
+    if (!selected.quantize) keep_dense(item, selected.reason);
   }
+}
+
+// Of what stays dense, the reason that most elements have.
+std::string Quantizer::main_reason() const {
+  std::map<std::string, int64_t> elements;
+  for (const Item& item : items_)
+    if (!item.quantize) elements[report_.weights[item.report].reason] += num_elements(item.source.shape);
+  const auto most = std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; });
+  return most == elements.end() ? "it has no weights" : most->first;
 }
 
 void Quantizer::keep_dense(Item& item, const std::string& reason) {
@@ -251,6 +187,16 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
       8 * static_cast<double>(report.output_bytes) / static_cast<double>(num_elements(item.source.shape));
 }
 
+// That of the options, with bits and groups of its own where the reader has such.
+QuantSpec Quantizer::spec_of(const Item& item) const {
+  const auto& grid = selection_.weights[item.report].grid;
+  if (!grid) return resolve_spec(layout_, options_, dtype_of(item));
+  QuantizeOptions own = options_;
+  own.format = mlx_format(grid->bits, item.source.name);
+  own.group_size = grid->group_size;
+  return resolve_spec(layout_, own, dtype_of(item));
+}
+
 void Quantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
@@ -264,7 +210,7 @@ void Quantizer::plan() {
   std::string first_reason;
   for (Item& item : items_) {
     if (!item.quantize) continue;
-    const QuantSpec spec = resolve_spec(layout_, options_, dtype_of(item));
+    const QuantSpec spec = spec_of(item);
     const std::string reason = cannot_hold(layout_, spec, item.source.shape);
     if (reason.empty()) {
       set_target(item, spec);
@@ -282,10 +228,11 @@ void Quantizer::plan() {
   const bool any = std::ranges::any_of(items_, &Item::quantize);
   HALFBYTE_CHECK(any, usage, "nothing to quantize in \"{}\": {} tensors, {}", printable(input_.path),
                  input_.tensors.size(),
-                 !not_held.empty() ? first_reason
-                 : options_.include.empty()
+                 !not_held.empty()           ? first_reason
+                 : !options_.include.empty() ? "none that include selects is a matrix that is not excluded"
+                 : selection_.architecture.empty()
                      ? "none is a matrix of F32, F16 or BF16 of a linear layer that is not excluded"
-                     : "none that include selects is a matrix that is not excluded");
+                     : fmt::format("of {}: {}", selection_.architecture, main_reason()));
   std::vector<const OutputWeight*> weights;
   std::vector<uint64_t> output_bytes;
   for (const Item& item : items_) {
@@ -304,26 +251,28 @@ void Quantizer::plan() {
   if (!input_.config.empty()) config_text();  // it must be valid before hours of work
 }
 
-// Modules that a loader would otherwise replace by quantized ones.
+std::vector<bool> Quantizer::is_dense() const {
+  std::vector<bool> dense;
+  for (const Item& item : items_) dense.push_back(!item.quantize);
+  return dense;
+}
+
 std::string Quantizer::config_text() const {
-  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}};
+  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}, {}};
   std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
-  std::set<std::string> modules = {"lm_head"};
-  for (const Item& item : items_) {
-    const std::string& name = item.source.name;
-    const std::string module = name.ends_with(".weight") ? name.substr(0, name.size() - 7) : "";
-    if (item.quantize) {
-      if (elements.empty()) quantization.spec = item.target.spec;
-      elements[item.target.dtype] += num_elements(item.source.shape);
-      if (module == "lm_head") modules.erase(module);
-    } else if (!module.empty() && item.source.shape.size() == 2 && !embedding_names().matches(name)) {
-      modules.insert(module);
-    }
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    if (!item.quantize) continue;
+    elements[item.target.dtype] += num_elements(item.source.shape);
+    if (const auto& grid = selection_.weights[i].grid)
+      quantization.modules[mlx_module(item.source.name)] = *grid;
+    else
+      quantization.spec = item.target.spec;
   }
   if (elements.empty()) return input_.config;
   quantization.weight_dtype =
       std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
-  quantization.dense_modules.assign(modules.begin(), modules.end());
+  quantization.dense_modules = skips_of(selection_, layout_, is_dense());
   return with_quantization(input_.config, quantization);
 }
 
@@ -622,6 +571,9 @@ CheckpointReport Quantizer::run() {
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
     writer.finish(side_files_, input_.config.empty() ? "" : config_text());
   }
+  report_.reader = selection_.reader;
+  report_.architecture = selection_.architecture;
+  report_.readers = reader_verdicts(selection_, layout_, is_dense());
   for (const WeightReport& weight : report_.weights) {
     report_.output_bytes += weight.output_bytes;
     report_.quantized_source_bytes += weight.quantized ? weight.source_bytes : 0;

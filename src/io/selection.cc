@@ -1,0 +1,450 @@
+#include "io/selection.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <set>
+
+#include "core/checks.h"
+#include "core/words.h"
+#include "io/json.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr std::array<Word<Reader>, 5> kReaders{{{Reader::transformers_5, "transformers-5"},
+                                                {Reader::transformers_4, "transformers-4"},
+                                                {Reader::vllm, "vllm"},
+                                                {Reader::mlx_lm, "mlx-lm"},
+                                                {Reader::none, "none"}}};
+
+}  // namespace
+
+const char* to_string(Reader reader) { return word_of(kReaders, reader); }
+Reader parse_reader(std::string_view word) {
+  return word == "transformers" ? Reader::transformers_5 : value_of(kReaders, word, "reader");
+}
+
+namespace io {
+namespace {
+
+constexpr size_t kMaxMatchedName = 1024;  // std::regex recurses
+
+// The regular expressions of --include or --exclude.
+class NameFilter {
+ public:
+  NameFilter(const char* option, const std::vector<std::string>& expressions) : option_(option) {
+    for (const std::string& text : expressions) try {
+        expressions_.emplace_back(text, std::regex::ECMAScript | std::regex::optimize);
+      } catch (const std::regex_error& error) {
+        HALFBYTE_FAIL(usage, "{}: \"{}\" is not a regular expression: {}", option_, printable(text),
+                      error.what());
+      }
+  }
+  bool matches(const std::string& name) const {
+    if (name.size() > kMaxMatchedName) return false;
+    try {
+      return std::ranges::any_of(expressions_,
+                                 [&](const std::regex& e) { return std::regex_search(name, e); });
+    } catch (const std::regex_error& error) {
+      HALFBYTE_FAIL(usage, "{}: too complex for \"{}\": {}", option_, printable(name), error.what());
+    }
+  }
+
+ private:
+  const char* option_;
+  std::vector<std::regex> expressions_;
+};
+
+// For architectures that the table does not have. Names of embeddings; of heads, norms and routers, which
+// lose more than they save.
+const NameFilter& embedding_names() {
+  static const NameFilter filter("embeddings",
+                                 {R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)"});
+  return filter;
+}
+const NameFilter& kept_names() {
+  static const NameFilter filter(
+      "kept",
+      {R"(lm_head|^(output|head|score|classifier)\.weight$|norm|(gate|router|router\.layer)\.weight$)"});
+  return filter;
+}
+
+bool is_quantizable(const std::optional<DType>& dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+std::string without_suffix(const std::string& name, std::string_view suffix) {
+  return name.ends_with(suffix) ? name.substr(0, name.size() - suffix.size()) : "";
+}
+
+const char* word(ModuleRole role) {
+  switch (role) {
+    case ModuleRole::plain:
+    case ModuleRole::expert:
+      return "";
+    case ModuleRole::head:
+      return "head";
+    case ModuleRole::router:
+      return "router";
+    case ModuleRole::projector:
+      return "projector";
+    case ModuleRole::adapter:
+      return "adapter";
+    case ModuleRole::vision:
+      return "vision";
+    case ModuleRole::audio:
+      return "audio";
+  }
+  HALFBYTE_FAIL(bug, "no role {}", static_cast<int>(role));
+}
+
+// Why a weight with a module stays dense by default; empty: it does not.
+std::string kept_reason(const ModuleInfo& module) {
+  switch (module.kind) {
+    case ModuleKind::embedding:
+      return "embedding";
+    case ModuleKind::attention:
+    case ModuleKind::convolution:
+    case ModuleKind::parameter:
+      return *word(module.role) != '\0' ? word(module.role) : "no linear layer";
+    default:
+      return word(module.role);
+  }
+}
+
+// Readers that load the layout, the default first. What is said of vLLM and of transformers 4 comes from
+// their documents and sources; no test runs them.
+std::vector<Reader> readers_of(Layout layout) {
+  switch (layout) {
+    case Layout::bitsandbytes:
+    case Layout::compressed_tensors:
+      return {Reader::transformers_5, Reader::transformers_4, Reader::vllm};
+    case Layout::mlx:
+      return {Reader::mlx_lm};
+    case Layout::halfbyte:
+      return {};
+  }
+  HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(layout));
+}
+
+// Whether the experts of a tensor [E, ...] are written as a linear layer each.
+bool takes_apart(Reader reader, Layout layout, const ModuleInfo& module) {
+  if (module.kind != ModuleKind::experts || !module.operations.empty() || module.interleaved) return false;
+  if (reader == Reader::transformers_5) return module.apart;
+  return reader == Reader::vllm && layout == Layout::compressed_tensors;
+}
+
+// Why the reader would not find the weight of this module, quantized; empty: it does. `one_expert`: experts
+// that come one by one.
+std::string cannot_load(Reader reader, Layout layout, const ModuleInfo& module, bool one_expert, bool tied) {
+  if (reader == Reader::none || layout == Layout::halfbyte || layout == Layout::mlx) return "";
+  if (tied && !module.tied_to.empty())
+    return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
+  const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
+  switch (module.kind) {
+    case ModuleKind::linear:
+      if (bitsandbytes && module.kept_f32) return "transformers keeps it in a wider dtype";
+      if (version5 && !module.operations.empty()) return "transformers makes it of other tensors";
+      return "";
+    case ModuleKind::linear_subclass:
+      return bitsandbytes && version5 ? "bitsandbytes replaces nn.Linear, not classes derived from it" : "";
+    case ModuleKind::conv1d:
+      return bitsandbytes ? "" : "compressed-tensors replaces nn.Linear, not the Conv1D of transformers";
+    case ModuleKind::experts:
+      if (takes_apart(reader, layout, module)) return "";
+      if (!one_expert)
+        return fmt::format("{} holds these experts in one tensor, which it reads dense only",
+                           to_string(reader));
+      if (bitsandbytes && reader != Reader::transformers_4)
+        return fmt::format("{} holds experts in one tensor, which it reads dense only", to_string(reader));
+      return "";
+    case ModuleKind::embedding:
+      return "it reads embeddings dense only";
+    default:
+      return "it is no linear layer";
+  }
+}
+
+// A linear layer for each expert of a tensor [E, ...].
+std::vector<OutputWeight> experts_apart(const Weight& weight, size_t index, const ModuleInfo& module) {
+  const std::string name =
+      without_suffix(weight.name, ".weight").empty() ? weight.name : without_suffix(weight.name, ".weight");
+  const size_t dot = name.rfind('.');
+  const std::string path = name.substr(0, dot), own = name.substr(dot + 1);
+  const std::vector<std::string> projections = own.starts_with("gate_up")
+                                                   ? std::vector<std::string>{"gate_proj", "up_proj"}
+                                                   : std::vector<std::string>{"down_proj"};
+  const auto parts = static_cast<int64_t>(projections.size());
+  const int64_t experts = weight.shape[0], stored_rows = weight.shape[1], stored_cols = weight.shape[2];
+  const int64_t rows = (module.transposed ? stored_cols : stored_rows) / parts,
+                cols = module.transposed ? stored_rows : stored_cols;
+  std::vector<OutputWeight> result;
+  for (int64_t e = 0; e < experts; ++e)
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t row_stride = module.transposed ? 1 : stored_cols,
+                    col_stride = module.transposed ? stored_cols : 1;
+      result.push_back(
+          {fmt::format("{}.{}.{}.weight", path, e, projections[static_cast<size_t>(p)]),
+           {rows, cols},
+           {{index, e * stored_rows * stored_cols + p * rows * row_stride, rows, row_stride, col_stride}}});
+    }
+  return result;
+}
+
+// Names below this one too.
+constexpr char kBelow = '.';
+
+// The names by which a reader is told that a weight is dense: that of its module in transformers 5, and that
+// which it has in the checkpoint, which may be that of other readers.
+std::vector<std::string> skips_of_weight(const std::string& name, const std::optional<ModuleInfo>& module) {
+  std::vector<std::string> skips;
+  const auto add = [&](std::string skip) {
+    if (!skip.empty() && std::ranges::find(skips, skip) == skips.end()) skips.push_back(std::move(skip));
+  };
+  const std::string own = without_suffix(name, ".weight");
+  if (!module) {
+    add(own);
+    return skips;
+  }
+  const auto experts_of = [](const std::string& of) {
+    const size_t at = of.find("experts.");
+    return at == std::string::npos ? "" : of.substr(0, at + 8);
+  };
+  switch (module->kind) {
+    case ModuleKind::experts:
+      if (module->apart || !module->operations.empty()) {  // linear layers in some readers
+        add(experts_of(module->module));
+        add(experts_of(name));
+      }
+      return skips;
+    case ModuleKind::attention:
+      if (name.find("out_proj") == std::string::npos) return skips;
+      add(module->module + ".out_proj");
+      break;
+    case ModuleKind::linear:
+    case ModuleKind::linear_subclass:
+    case ModuleKind::conv1d:
+      add(module->module);
+      break;
+    case ModuleKind::parameter:
+      if (own.empty()) return skips;
+      break;
+    default:
+      return skips;
+  }
+  add(own);
+  return skips;
+}
+
+nlohmann::json config_of(const Checkpoint::Impl& checkpoint) {
+  return checkpoint.config.empty() ? nlohmann::json()
+                                   : parse_json<nlohmann::json>(checkpoint.config, "config.json");
+}
+
+class Selector {
+ public:
+  Selector(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout, const QuantizeOptions& options)
+      : checkpoint_(checkpoint),
+        layout_(layout),
+        options_(options),
+        include_("include", options.include),
+        exclude_("exclude", options.exclude),
+        architecture_(Architecture::find(config_of(checkpoint))) {
+    selection_.reader = reader_of(layout, options);
+    if (architecture_) selection_.architecture = architecture_->name();
+  }
+
+  Selection run() {
+    for (size_t i = 0; i < checkpoint_.weights.size(); ++i) select(checkpoint_.weights[i], i);
+    refuse_unreadable();
+    // Modules that share the weight of others have none in the checkpoint.
+    if (architecture_) selection_.skips = architecture_->tied_modules();
+    selection_.skips.push_back("lm_head");
+    return std::move(selection_);
+  }
+
+ private:
+  void select(const Weight& weight, size_t index);
+  std::string reason_by_name(const Weight& weight) const;
+  void refuse_unreadable() const;
+
+  const Checkpoint::Impl& checkpoint_;
+  const LayoutInfo& layout_;
+  const QuantizeOptions& options_;
+  const NameFilter include_, exclude_;
+  const std::optional<Architecture> architecture_;
+  Selection selection_;
+  std::vector<std::string> unreadable_;  // that include selects
+  std::string first_reason_;
+};
+
+// Why a weight of an unknown architecture stays dense by default.
+std::string Selector::reason_by_name(const Weight& weight) const {
+  const std::string& name = weight.name;
+  if (name.size() > kMaxMatchedName || embedding_names().matches(name) || kept_names().matches(name) ||
+      !(name.ends_with(".weight") || weight.shape.size() == 3))
+    return "not selected";
+  return "";
+}
+
+void Selector::select(const Weight& weight, size_t index) {
+  const std::string& name = weight.name;
+  const size_t rank = weight.shape.size();
+  const std::optional<ModuleInfo> module = architecture_ ? architecture_->find_tensor(name) : std::nullopt;
+  const bool by_include = !options_.include.empty(), excluded = exclude_.matches(name);
+  const bool experts =
+      module ? module->kind == ModuleKind::experts : name.find("experts") != std::string::npos;
+  std::string reason;
+  if (by_include) {
+    if (rank < 2 || rank > 3 || !include_.matches(name)) reason = "not selected";
+    HALFBYTE_CHECK(!reason.empty() || is_quantizable(weight.dtype) || excluded, usage,
+                   "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
+                   printable(name), checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype);
+  } else if (!(rank == 2 || (rank == 3 && experts)) || !is_quantizable(weight.dtype)) {
+    reason = module && rank > 1 ? kept_reason(*module) : "";
+    if (reason.empty()) reason = "not selected";
+  } else if (architecture_) {
+    reason = module ? kept_reason(*module) : "not in " + selection_.architecture;
+  } else {
+    reason = reason_by_name(weight);
+  }
+  if (reason.empty() && excluded) reason = "excluded";
+  if (reason.empty() && num_elements(weight) == 0) reason = "empty";
+
+  const Reader reader = selection_.reader;
+  if (reason.empty() && architecture_ && reader != Reader::none) {
+    std::string why = module ? cannot_load(reader, layout_.layout, *module, rank == 2, architecture_->tied())
+                             : selection_.architecture + " has no such weight";
+    if (!why.empty() && by_include && !options_.force_layout) {
+      unreadable_.push_back(name);
+      if (first_reason_.empty()) first_reason_ = why;
+    } else if (!why.empty() && !by_include) {
+      reason = why;
+    }
+  }
+
+  std::vector<OutputWeight> outputs;
+  if (module && rank == 3 && takes_apart(reader, layout_.layout, *module)) {
+    outputs = experts_apart(weight, index, *module);
+  } else if (reason.empty() && module && module->kind == ModuleKind::conv1d && rank == 2 &&
+             layout_.layout == Layout::bitsandbytes) {
+    outputs = {transposed_weight(weight, index)};
+  } else {
+    outputs = {whole_weight(weight, index)};
+  }
+  std::vector<std::string> skips;
+  if (rank >= 2 && (module || !embedding_names().matches(name))) skips = skips_of_weight(name, module);
+  for (OutputWeight& output : outputs)
+    selection_.weights.push_back({std::move(output), reason.empty(), reason, skips, {}, module});
+}
+
+void Selector::refuse_unreadable() const {
+  if (unreadable_.empty()) return;
+  HALFBYTE_FAIL(
+      usage,
+      "include selects {}, which {} cannot load in layout {}: {}; leave {} out, or write what it cannot load "
+      "with --force-layout or --layout halfbyte",
+      name_list(unreadable_), to_string(selection_.reader), layout_.name, first_reason_,
+      unreadable_.size() == 1 ? "it" : "them");
+}
+
+std::string escaped(const std::string& name) {
+  std::string text;
+  for (const char c : name) {
+    if (c == '.') text += '\\';
+    text += c;
+  }
+  return text;
+}
+// Of a pattern with a `*` for each number.
+std::string with_digits(const std::string& pattern) {
+  std::string text;
+  for (const char c : pattern) text += c == '*' ? std::string("[0-9]+") : std::string(1, c);
+  return text;
+}
+
+// transformers matches an entry of bitsandbytes with the beginning of a module's name up to a dot, and with
+// the end of it.
+std::vector<std::string> spelled_for_bitsandbytes(const std::set<std::string>& skips,
+                                                  const std::set<std::string>& quantized) {
+  std::vector<std::string> result;
+  for (std::string skip : skips) {
+    if (skip.ends_with(kBelow)) skip.pop_back();
+    skip = with_digits(skip);
+    const bool covers_more =
+        std::ranges::any_of(quantized, [&](const std::string& module) { return module.ends_with(skip); });
+    result.push_back(covers_more ? skip + "$" : skip);
+  }
+  return result;
+}
+// An entry of compressed-tensors is a whole name, or a regular expression.
+std::vector<std::string> spelled_for_compressed_tensors(const std::set<std::string>& skips) {
+  std::vector<std::string> result;
+  for (const std::string& skip : skips) {
+    const bool below = skip.ends_with(kBelow);
+    if (below || skip.find('*') != std::string::npos)
+      result.push_back("re:^" + with_digits(escaped(skip)) + (below ? "" : "$"));
+    else
+      result.push_back(skip);
+  }
+  return result;
+}
+
+}  // namespace
+
+// "a", "b", "c" and 4 more
+std::string name_list(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 3;
+  std::string text;
+  for (size_t i = 0; i < std::min(kShown, names.size()); ++i)
+    text += fmt::format("{}\"{}\"", i == 0 ? "" : ", ", printable(names[i]));
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options) {
+  const std::vector<Reader> readers = readers_of(layout.layout);
+  if (!options.reader) return readers.empty() ? Reader::none : readers.front();
+  HALFBYTE_CHECK(
+      *options.reader == Reader::none || std::ranges::find(readers, *options.reader) != readers.end(), usage,
+      "reader {} does not read layout {}", to_string(*options.reader), layout.name);
+  return *options.reader;
+}
+
+Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout,
+                         const QuantizeOptions& options) {
+  return Selector(checkpoint, layout, options).run();
+}
+
+std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& layout,
+                                  const std::vector<bool>& is_dense) {
+  std::set<std::string> skips(selection.skips.begin(), selection.skips.end()), quantized;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const SelectedWeight& weight = selection.weights[i];
+    (is_dense[i] ? skips : quantized).insert(weight.skips.begin(), weight.skips.end());
+  }
+  for (const std::string& name : quantized) skips.erase(name);
+  return layout.layout == Layout::bitsandbytes ? spelled_for_bitsandbytes(skips, quantized)
+                                               : spelled_for_compressed_tensors(skips);
+}
+
+std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
+                                           const std::vector<bool>& is_dense) {
+  std::vector<ReaderVerdict> verdicts;
+  for (const Reader reader : readers_of(layout.layout)) {
+    ReaderVerdict& verdict = verdicts.emplace_back(ReaderVerdict{reader, ""});
+    for (size_t i = 0; i < selection.weights.size() && verdict.why_not.empty(); ++i) {
+      const SelectedWeight& weight = selection.weights[i];
+      if (is_dense[i] || !weight.module) continue;
+      verdict.why_not =
+          cannot_load(reader, layout.layout, *weight.module, weight.weight.shape.size() == 2, false);
+      if (!verdict.why_not.empty())
+        verdict.why_not = fmt::format("\"{}\": {}", weight.weight.name, verdict.why_not);
+    }
+  }
+  return verdicts;
+}
+
+}  // namespace io
+}  // namespace halfbyte

@@ -1,0 +1,53 @@
+// Which weights of a checkpoint are quantized, and in what form the reader of the output wants each: by the
+// modules that they belong to, where the table of architectures has the model, otherwise by their names.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/architecture.h"
+#include "io/checkpoint.h"
+#include "io/config.h"
+#include "io/layout.h"
+#include "io/output_weight.h"
+
+namespace halfbyte::io {
+
+struct SelectedWeight {
+  OutputWeight weight;
+  bool quantize = false;
+  std::string reason = {};              // why it stays dense
+  std::vector<std::string> skips = {};  // what tells readers that it is dense, where they would expect codes
+  std::optional<MlxGrid> grid = {};     // other bits and groups than those of the options
+  std::optional<ModuleInfo> module = {};
+};
+
+struct Selection {
+  Reader reader = Reader::none;
+  std::string architecture;  // that of the table, as LlamaForCausalLM; empty: it has none
+  std::vector<SelectedWeight> weights;
+  std::vector<std::string> skips;  // as above, of modules that have no weight of their own
+};
+
+// The reader of the options, or that of the layout. Error(usage) if it does not read the layout.
+Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options);
+
+// Error(usage) where options.include selects what cannot be quantized, or what the reader cannot load
+// quantized (without options.force_layout).
+Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout,
+                         const QuantizeOptions& options);
+
+// What readers are told: the skips of `selection`, and of its weights that `is_dense`, but for those that
+// would cover a module that is quantized; each once, in order.
+std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& layout,
+                                  const std::vector<bool>& is_dense);
+
+// Which readers load the output, and which do not and why, as far as the rules go that are known of them.
+std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
+                                           const std::vector<bool>& is_dense);
+
+// "a", "b", "c" and 4 more
+std::string name_list(const std::vector<std::string>& names);
+
+}  // namespace halfbyte::io

@@ -1,0 +1,245 @@
+"""Which weights of a model are quantized, in what form, and what its reader is told: by modules, not by names."""
+
+import json
+
+import numpy as np
+import pytest
+
+from conftest import TINY_LLAMA
+from independent import safetensors_io as st
+
+USAGE = 2
+
+
+def matrix(*shape, seed=0):
+    return st.from_f32(np.random.default_rng(seed + sum(shape)).standard_normal(shape).astype(np.float32) * 0.05, "BF16")
+
+
+def write_model(path, architecture, tensors, **config):
+    path.mkdir()
+    st.write(path / "model.safetensors", tensors)
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture]} | config))
+    return path
+
+
+def quantize(halfbyte, source, output, *arguments, expect=0):
+    run = halfbyte("quantize", source, "-o", output, *arguments, "--json", "-", expect=expect)
+    return json.loads(run.stdout) if expect == 0 else run
+
+
+def reasons(report):
+    return {w["name"]: w["reason"] for w in report["weights"]}
+
+
+def quantized(report):
+    return sorted(w["name"] for w in report["weights"] if w["quantized"])
+
+
+def config_of(path):
+    return json.loads((path / "config.json").read_text())["quantization_config"]
+
+
+def stored(path):
+    return st.read(path / "model.safetensors")[0]
+
+
+LAYER = "model.layers.0."
+ATTENTION = [f"{LAYER}self_attn.{p}_proj.weight" for p in "qkvo"]
+LLAMA = (
+    {n: matrix(128, 128) for n in ATTENTION}
+    | {"model.embed_tokens.weight": matrix(128, 128), "lm_head.weight": matrix(128, 128)}
+    | {f"{LAYER}input_layernorm.weight": matrix(128)}
+)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return write_model(tmp_path / "llama", "LlamaForCausalLM", LLAMA, model_type="llama")
+
+
+def test_report_says_what_the_model_is_and_who_reads_it(halfbyte, llama, tmp_path):
+    text = halfbyte("quantize", llama, "-o", tmp_path / "out", "--format", "nf4").stdout
+    lines = text.splitlines()
+    assert lines[0].split() == "quantized 66.6% of the model; dense: embedding 16.6%, head 16.6%".split()
+    assert lines[-1].split() == "loads in transformers-5, transformers-4 (by its documents), vllm (by its documents)".split()
+    report = quantize(halfbyte, llama, tmp_path / "two")
+    assert report["architecture"] == "LlamaForCausalLM" and report["reader"] == "transformers-5"
+    assert quantized(report) == sorted(ATTENTION)
+    assert reasons(report)["model.embed_tokens.weight"] == "embedding" and reasons(report)["lm_head.weight"] == "head"
+
+
+def test_an_unknown_model_is_selected_by_names_with_a_warning(halfbyte, tmp_path):
+    source = write_model(tmp_path / "model", "NobodyForCausalLM", LLAMA, model_type="nobody")
+    text = halfbyte("quantize", source, "-o", tmp_path / "out").stdout
+    assert text.startswith("warning") and "nothing vouches" in text.splitlines()[0]
+    assert text.splitlines()[-1].split() == ["loads", "in", "unknown"]
+    report = quantize(halfbyte, source, tmp_path / "two")
+    assert quantized(report) == sorted(ATTENTION) and report["readers"][0]["loads"] is None
+    # Nobody else reads the layout halfbyte: nothing to warn of.
+    assert not halfbyte("quantize", source, "-o", tmp_path / "own", "--layout", "halfbyte").stdout.startswith("warning")
+
+
+def test_include_of_what_the_reader_cannot_load(halfbyte, llama, tmp_path):
+    include = ("--include", "embed_tokens", "--format", "nf4")
+    run = quantize(halfbyte, llama, tmp_path / "out", *include, expect=USAGE)
+    assert "embed_tokens" in run.stderr and "dense only" in run.stderr and "--force-layout" in run.stderr
+    assert not (tmp_path / "out").exists()
+    assert quantized(quantize(halfbyte, llama, tmp_path / "out", *include, "--force-layout")) == ["model.embed_tokens.weight"]
+    own = quantize(halfbyte, llama, tmp_path / "own", *include, "--layout", "halfbyte")
+    assert quantized(own) == ["model.embed_tokens.weight"]
+    head = quantize(halfbyte, llama, tmp_path / "head", "--include", "lm_head")
+    assert quantized(head) == ["lm_head.weight"]
+    assert "lm_head" not in config_of(tmp_path / "head")["llm_int8_skip_modules"]
+
+
+def test_reader_and_layout_must_fit(halfbyte, llama, tmp_path):
+    run = quantize(halfbyte, llama, tmp_path / "out", "--reader", "mlx-lm", expect=USAGE)
+    assert "reader mlx-lm does not read layout bitsandbytes" in run.stderr
+    run = quantize(halfbyte, llama, tmp_path / "out", "--reader", "tgi", expect=USAGE)
+    assert "unknown reader 'tgi'" in run.stderr
+
+
+# Conv1D of transformers: stored as [in, out].
+
+GPT2 = {
+    "wte.weight": matrix(96, 64),
+    "wpe.weight": matrix(32, 64),
+    "h.0.attn.c_attn.weight": matrix(64, 192),
+    "h.0.attn.c_proj.weight": matrix(64, 64),
+    "h.0.mlp.c_fc.weight": matrix(64, 256),
+    "h.0.mlp.c_proj.weight": matrix(256, 64),
+    "h.0.ln_1.weight": matrix(64),
+}
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    return write_model(tmp_path / "gpt2", "GPT2LMHeadModel", GPT2, model_type="gpt2")
+
+
+def test_conv1d_is_transposed_for_bitsandbytes(halfbyte, gpt2, tmp_path):
+    report = quantize(halfbyte, gpt2, tmp_path / "out", "--format", "nf4")
+    shapes = {w["name"]: w["shape"] for w in report["weights"] if w["quantized"]}
+    assert shapes["h.0.attn.c_attn.weight"] == [192, 64] and shapes["h.0.mlp.c_proj.weight"] == [64, 256]
+    assert len(shapes) == 4
+    assert "lm_head" in config_of(tmp_path / "out")["llm_int8_skip_modules"]
+    # As if the transposed weight were that of a linear layer.
+    turned = {n: st.Tensor(t.dtype, np.ascontiguousarray(t.data.T)) if t.data.ndim == 2 and ".c_" in n else t for n, t in GPT2.items()}
+    expected = write_model(tmp_path / "turned", "Nobody", turned)
+    quantize(halfbyte, expected, tmp_path / "expected", "--include", "c_(attn|proj|fc)")
+    mine, theirs = (stored(tmp_path / d) for d in ("out", "expected"))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype and np.array_equal(tensor.data, theirs[name].data), name
+
+
+def test_conv1d_stays_dense_where_its_reader_has_no_other(halfbyte, gpt2, tmp_path):
+    run = quantize(halfbyte, gpt2, tmp_path / "out", "--format", "int4", "--group-size", "64", expect=USAGE)
+    assert "Conv1D" in run.stderr
+    own = quantize(halfbyte, gpt2, tmp_path / "own", "--layout", "halfbyte", "--format", "int4")
+    assert {w["name"]: w["shape"] for w in own["weights"]}["h.0.attn.c_attn.weight"] == [64, 192]
+
+
+# Experts
+
+MOE = f"{LAYER}mlp."
+ROUTED = LLAMA | {f"{MOE}gate.weight": matrix(4, 128)}
+ROUTED |= {
+    f"{MOE}experts.{e}.{p}_proj.weight": matrix(*((128, 64) if p == "down" else (64, 128)), seed=e)
+    for e in range(4)
+    for p in ("gate", "up", "down")
+}
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return write_model(tmp_path / "qwen", "Qwen3MoeForCausalLM", ROUTED, model_type="qwen3_moe")
+
+
+def test_experts_one_by_one(halfbyte, qwen, tmp_path):
+    report = quantize(halfbyte, qwen, tmp_path / "nf4")
+    assert quantized(report) == sorted(ATTENTION)
+    assert "transformers-5 holds experts in one tensor" in reasons(report)[f"{MOE}experts.0.up_proj.weight"]
+    assert reasons(report)[f"{MOE}gate.weight"] == "router"
+    report = quantize(halfbyte, qwen, tmp_path / "nf4-4", "--reader", "transformers-4")
+    assert len(quantized(report)) == 4 + 12
+    verdicts = {v["reader"]: v for v in report["readers"]}
+    assert verdicts["transformers-4"]["loads"] and not verdicts["transformers-5"]["loads"]
+    assert "experts" in verdicts["transformers-5"]["why_not"]
+    report = quantize(halfbyte, qwen, tmp_path / "int4", "--format", "int4", "--group-size", "64")
+    assert len(quantized(report)) == 4 + 12
+    packed = stored(tmp_path / "int4")
+    assert f"{MOE}experts.3.down_proj.weight_packed" in packed
+    assert config_of(tmp_path / "int4")["ignore"] == ["lm_head", f"{MOE}gate"] or f"{MOE}gate" not in config_of(tmp_path / "int4")["ignore"]
+
+
+def test_experts_of_llama_4_come_apart(halfbyte, tmp_path):
+    experts = f"{LAYER}feed_forward.experts."
+    both, down = matrix(3, 64, 256), matrix(3, 128, 64)  # [E, in, out]
+    tensors = LLAMA | {f"{experts}gate_up_proj": both, f"{experts}down_proj": down}
+    source = write_model(tmp_path / "llama4", "Llama4ForCausalLM", tensors, model_type="llama4_text")
+    for arguments in (["--format", "nf4"], ["--format", "int4", "--group-size", "64"], ["--format", "nf4", "--exclude", "experts"]):
+        output = tmp_path / "-".join(arguments)
+        report = quantize(halfbyte, source, output, *arguments)
+        names = {w["name"] for w in report["weights"]}
+        assert f"{experts}2.up_proj.weight" in names and f"{experts}gate_up_proj" not in names
+        dense = tmp_path / ("dense" + "-".join(arguments))
+        if "--exclude" in arguments:
+            dense = output
+        else:
+            halfbyte("dequantize", output, "-o", dense)
+        written = stored(dense)
+        for e in range(3):
+            for name, expected in (("gate", both.data[e, :, :128].T), ("up", both.data[e, :, 128:].T), ("down", down.data[e].T)):
+                tensor = written[f"{experts}{e}.{name}_proj.weight"]
+                assert tensor.data.shape == expected.shape
+                if dense == output:
+                    assert np.array_equal(tensor.data, expected)
+                else:
+                    error = np.abs(st.to_f32(tensor) - st.to_f32(st.Tensor("BF16", expected)))
+                    assert error.max() < 0.04 and error.mean() < 0.01
+
+
+# What a reader is told
+
+LLAVA = (
+    {f"language_model.{n}": t for n, t in LLAMA.items()}
+    | {f"vision_tower.vision_model.encoder.layers.0.self_attn.{p}_proj.weight": matrix(64, 64) for p in ("q", "k", "v", "out")}
+    | {"multi_modal_projector.linear_1.weight": matrix(128, 64)}
+)
+
+
+@pytest.mark.parametrize("arguments", [["--format", "nf4"], ["--format", "int4"]], ids=["nf4", "int4"])
+def test_skipped_modules_have_the_names_of_the_reader(halfbyte, tmp_path, arguments):
+    text, vision = {"model_type": "llama"}, {"model_type": "clip_vision_model"}
+    source = write_model(
+        tmp_path / "llava", "LlavaForConditionalGeneration", LLAVA, model_type="llava", text_config=text, vision_config=vision
+    )
+    report = quantize(halfbyte, source, tmp_path / "out", *arguments)
+    assert quantized(report) == sorted(f"language_model.{n}" for n in ATTENTION)
+    assert reasons(report)["multi_modal_projector.linear_1.weight"] == "projector"
+    assert reasons(report)["vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"] == "vision"
+    config = config_of(tmp_path / "out")
+    told = config.get("llm_int8_skip_modules") or config["ignore"]
+    assert {"lm_head", "model.multi_modal_projector.linear_1", "model.vision_tower.encoder.layers.0.self_attn.out_proj"} <= set(told)
+
+
+def test_a_skipped_name_does_not_cover_more(halfbyte, tmp_path):
+    """bitsandbytes' reader takes the end of a name for the name."""
+    tensors = {
+        "proj_out.weight": matrix(96, 64),
+        "model.decoder.embed_tokens.weight": matrix(96, 64),
+        "model.decoder.layers.0.self_attn.q_proj.weight": matrix(64, 64),
+        "model.encoder.layers.0.self_attn.q_proj.weight": matrix(64, 64),
+    }
+    source = write_model(tmp_path / "whisper", "WhisperForConditionalGeneration", tensors, model_type="whisper")
+    report = quantize(halfbyte, source, tmp_path / "out")
+    assert quantized(report) == ["model.decoder.layers.0.self_attn.q_proj.weight"]
+    skips = config_of(tmp_path / "out")["llm_int8_skip_modules"]
+    assert "proj_out" in skips and "model.encoder.layers.0.self_attn.q_proj" in skips
+
+
+def test_bare_parameters_are_dense_and_tiny_llama_is_unchanged(halfbyte, tmp_path):
+    report = quantize(halfbyte, TINY_LLAMA, tmp_path / "out", "--format", "int4", "--group-size", "128")
+    assert report["num_quantized"] == 28
+    assert config_of(tmp_path / "out")["ignore"] == ["lm_head"]
