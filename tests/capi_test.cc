@@ -1458,6 +1458,15 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(info.layout, HALFBYTE_LAYOUT_BITSANDBYTES);
   EXPECT_STREQ(info.input, kModel.c_str());
   EXPECT_GT(info.num_quantized, 0);
+  EXPECT_EQ(info.reader, HALFBYTE_READER_TRANSFORMERS_5);
+  EXPECT_STREQ(info.architecture, "LlamaForCausalLM");
+  ASSERT_EQ(info.num_readers, 3);
+  halfbyte_reader_verdict verdict{};
+  verdict.struct_size = sizeof verdict;
+  EXPECT_OK(halfbyte_report_get_reader(report, 0, &verdict));
+  EXPECT_EQ(verdict.reader, HALFBYTE_READER_TRANSFORMERS_5);
+  EXPECT_STREQ(verdict.why_not, "");
+  EXPECT_EQ(halfbyte_report_get_reader(report, 3, &verdict), HALFBYTE_USAGE);
   EXPECT_GT(info.num_copied_files, 0);
   EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);
   EXPECT_EQ(halfbyte_report_copied_file(report, info.num_copied_files), nullptr);
