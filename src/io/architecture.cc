@@ -8,122 +8,22 @@
 
 #include "core/checks.h"
 #include "io/json.h"
+#include "io/name_patterns.h"
 
 namespace halfbyte::io {
 namespace {
 
+using names::components;
+using names::expand;
+using names::join;
+using names::matches;
+using names::Parts;
+using names::patterns;
+using names::renamed;
+using names::Rule;
+using names::split;
+using names::with_numbers;
 using nlohmann::json;
-using Parts = std::vector<std::string>;  // components of a name
-
-Parts split(std::string_view text, char separator) {
-  Parts parts;
-  for (size_t begin = 0;;) {
-    const size_t end = std::min(text.find(separator, begin), text.size());
-    parts.emplace_back(text.substr(begin, end - begin));
-    if (end == text.size()) return parts;
-    begin = end + 1;
-  }
-}
-
-std::string join(const Parts& parts, size_t first, size_t last) {
-  std::string text;
-  for (size_t i = first; i < last; ++i) text += (i == first ? "" : ".") + parts[i];
-  return text;
-}
-
-// The components of a part of a name; `^`, which stands before the name, is the first of those at its
-// beginning.
-Parts components(std::string_view text) {
-  if (text.empty()) return {};
-  if (text.front() != '^') return split(text, '.');
-  Parts parts{"^"};
-  if (text.size() > 1) {
-    Parts rest = split(text.substr(1), '.');
-    parts.insert(parts.end(), rest.begin(), rest.end());
-  }
-  return parts;
-}
-
-// The patterns of an expression with braces and commas, as of a shell: a.{b,c.d}.
-std::vector<std::string> expand(std::string_view text) {
-  std::vector<std::string> result;
-  for (size_t begin = 0; begin <= text.size();) {
-    size_t end = begin, open = std::string_view::npos, close = std::string_view::npos;
-    for (int depth = 0; end < text.size() && (depth > 0 || text[end] != ','); ++end) {
-      if (text[end] == '{' && depth++ == 0 && open == std::string_view::npos) open = end;
-      if (text[end] == '}' && --depth == 0 && close == std::string_view::npos) close = end;
-    }
-    if (open == std::string_view::npos) {
-      result.emplace_back(text.substr(begin, end - begin));
-    } else {
-      const std::string head(text.substr(begin, open - begin));
-      const std::vector<std::string> tails = expand(text.substr(close + 1, end - close - 1));
-      for (const std::string& inner : expand(text.substr(open + 1, close - open - 1))) {
-        for (const std::string& tail : tails) result.push_back(head + inner + tail);
-      }
-    }
-    begin = end + 1;
-  }
-  return result;
-}
-
-// A `*` at the end of a component of a pattern stands for a number.
-bool same(std::string_view pattern, std::string_view part) {
-  if (pattern == part) return true;
-  if (pattern.empty() || pattern.back() != '*') return false;
-  pattern.remove_suffix(1);
-  if (!part.starts_with(pattern) || part.size() == pattern.size()) return false;
-  part.remove_prefix(pattern.size());
-  return part.find_first_not_of("0123456789") == std::string_view::npos;
-}
-
-// Whether the pattern matches parts[first, last).
-bool matches(const Parts& pattern, const Parts& parts, size_t first, size_t last) {
-  return last >= first && pattern.size() == last - first &&
-         std::equal(pattern.begin(), pattern.end(), parts.begin() + static_cast<ptrdiff_t>(first), same);
-}
-
-// `target` with the numbers that `source` matched in parts[first, ...) in place of its `*`.
-Parts with_numbers(const Parts& source, const Parts& target, const Parts& parts, size_t first) {
-  Parts numbers, result;
-  for (size_t i = 0; i < source.size(); ++i) {
-    if (source[i] == "*") numbers.push_back(parts[first + i]);
-  }
-  size_t next = 0;
-  for (const std::string& part : target) {
-    result.push_back(part == "*" && next < numbers.size() ? numbers[next++] : part);
-  }
-  return result;
-}
-
-struct Rule {
-  Parts source, target;
-};
-
-// The name with each part that a rule has replaced, from left to right; of several rules the longest is
-// taken.
-std::string renamed(const std::vector<Rule>& rules, std::string_view name) {
-  Parts parts = split(name, '.'), result;
-  parts.insert(parts.begin(), "^");
-  for (size_t i = 0; i < parts.size();) {
-    const Rule* best = nullptr;
-    for (const Rule& rule : rules) {
-      const size_t size = rule.source.size();
-      if ((best == nullptr || size > best->source.size()) && i + size <= parts.size() &&
-          matches(rule.source, parts, i, i + size)) {
-        best = &rule;
-      }
-    }
-    if (best == nullptr) {
-      result.push_back(parts[i++]);
-      continue;
-    }
-    for (std::string& part : with_numbers(best->source, best->target, parts, i))
-      result.push_back(std::move(part));
-    i += best->source.size();
-  }
-  return join(result, 1, result.size());
-}
 
 struct Table {
   struct Class {
@@ -238,6 +138,8 @@ bool is_kind(const std::string& key) {
 
 }  // namespace
 
+const json& architectures() { return table().text; }
+
 struct Architecture::Model {
   struct Group {
     ModuleKind kind;
@@ -273,11 +175,6 @@ struct Architecture::Model {
 
 std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::string& name,
                                                                      const json& config) {
-  const auto patterns = [](std::string_view text) {
-    std::vector<Parts> result;
-    for (const std::string& one : expand(text)) result.push_back(split(one, '.'));
-    return result;
-  };
   auto model = std::make_shared<Model>();
   model->name = name;
   for (const auto& [key, own] : entry_of(name).items()) {

@@ -41,6 +41,8 @@ struct ModuleInfo {
 
 // The text of the table, in the library.
 std::string_view architectures_json();
+// It, read.
+const nlohmann::json& architectures();
 
 // A row of the table with the rows of the models within it. Copies share it.
 class Architecture {
