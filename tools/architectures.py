@@ -17,6 +17,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import pkgutil
 import re
@@ -982,11 +983,46 @@ MLX_ARGUMENTS = {
 MLX_TYPES = {
     "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0, "mscale_all_dim": 0, "original_max_position_embeddings": 64}},
     "exaone4": {"sliding_window_pattern": "LLLG"},
+    "gpt_neox": {"intermediate_size": 256},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "longcat_flash": {"zero_expert_num": 0},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mistral3": {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
+    "recurrent_gemma": {"num_key_value_heads": 1},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "qwen3_vl_moe": {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
+    "gemma4": {"text_config": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 64, "long_factor": [1.0], "short_factor": [1.0]}},
 }  # fmt: skip
+# Keys of a config.json that transformers' configuration does not have.
+MLX_CONFIGS = {
+    "gemma3": {"vocab_size": 128},
+    "gemma4": {"vocab_size": 128},
+    "gemma4_unified": {"vocab_size": 128, "text_config": {"hidden_size_per_layer_input": 0}},
+}
+# Models whose published checkpoints have the experts as transformers 5 has them, as one tensor.
+MLX_FUSED_EXPERTS = {"qwen3_5_moe"}
+# What a small model does not show.
+MLX_REFUSED = {
+    "dbrx": "mlx-lm has experts apart there, whose number is in no name",
+    "falcon_h1": "mlx-lm multiplies weights by factors of the configuration",
+}
+# mlx-lm reads the published 4-bit blocks of these only; of the tensors that transformers writes this is what it makes of the blocks.
+MLX_FUSED = {
+    "gpt_oss": {
+        f"model.layers.*.mlp.experts.{target}": f"{how}: model.layers.*.mlp.experts.{source}"
+        for target, how, source in (
+            ("down_proj.weight", "transpose", "down_proj"),
+            ("gate_proj.bias", "every 2 from 0 of 1", "gate_up_proj_bias"),
+            ("gate_proj.weight", "transpose, every 2 from 0 of 1", "gate_up_proj"),
+            ("up_proj.bias", "every 2 from 1 of 1", "gate_up_proj_bias"),
+            ("up_proj.weight", "transpose, every 2 from 1 of 1", "gate_up_proj"),
+        )
+    }
+}  # fmt: skip
 # Models whose published checkpoints are of the base model, without its name.
-MLX_WITHOUT_PREFIX = {"gpt2"}
+MLX_WITHOUT_PREFIX = {"gpt2": "transformer"}
 
 
 def as_published(values, config):
@@ -1034,60 +1070,176 @@ def mlx_table(failures, report):
     return result
 
 
-def mlx_entry(mx, utils, cls, report):
-    config = cls.config_class(**small_arguments(cls.config_class))
+def mlx_sample(utils, cls):
+    """A small model of a class: (config.json, {name in the checkpoint: shape}, what makes mlx-lm's model)."""
+    arguments = small_arguments(cls.config_class)
+    model_type = cls.config_class.model_type
+    for key, value in MLX_TYPES.get(model_type, {}).items():
+        if isinstance(value, dict) and isinstance(arguments.get(key), dict):
+            arguments[key].update(value)
+        else:
+            arguments[key] = value
+    config = cls.config_class(**arguments)
     model = build(cls, config, shrink=False)
     config.architectures = [cls.__name__]
-    checkpoint = core_model_loading.revert_weight_conversion(model, {k: v for k, v in model.state_dict().items() if k not in model.all_tied_weights_keys})
+    state = {k: v for k, v in model.state_dict().items() if k not in model.all_tied_weights_keys}
+    checkpoint = state if model_type in MLX_FUSED_EXPERTS else core_model_loading.revert_weight_conversion(model, state)
     if sum(v.numel() for v in checkpoint.values()) > 2**27:
         raise ValueError(f"no small model: {sum(v.numel() for v in checkpoint.values())} elements")
     values = as_published(json.loads(config.to_json_string(use_diff=False)), config)
-    values.update(MLX_TYPES.get(config.model_type, {}))
+    for key, value in {**MLX_TYPES.get(model_type, {}), **MLX_CONFIGS.get(model_type, {})}.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            values[key].update(value)
+        else:
+            values[key] = value
     model_class, args_class = utils._get_classes(values)
     for key, parameter in inspect.signature(args_class).parameters.items():
         if parameter.default is parameter.empty and key not in values:
             values[key] = getattr(config, key, None)
-    reader = model_class(args_class.from_dict(values))
-    if f"{model.base_model_prefix}." in "".join(sorted(checkpoint)) and config.model_type in MLX_WITHOUT_PREFIX:
-        checkpoint = {k.removeprefix(model.base_model_prefix + "."): v for k, v in checkpoint.items()}
-    sources, weights, origin = [], {}, {}
+    if model_type in MLX_WITHOUT_PREFIX:
+        checkpoint = {k.removeprefix(MLX_WITHOUT_PREFIX[model_type] + "."): v for k, v in checkpoint.items()}
+    return values, {k: tuple(v.shape) for k, v in checkpoint.items()}, lambda: model_class(args_class.from_dict(values))
+
+
+def mlx_sanitize(reader, weights):
+    return reader.sanitize(dict(weights)) if hasattr(reader, "sanitize") else dict(weights)
+
+
+def mlx_entry(mx, utils, cls, report):
+    values, checkpoint, make = mlx_sample(utils, cls)
+    reader = make()
+    model_type = cls.config_class.model_type
+    sources, given, origin = [], {}, {}
     first = 0
-    for name, tensor in checkpoint.items():
-        count = tensor.numel()
-        weights[name] = mx.arange(first, first + count, dtype=mx.int32).reshape(tuple(tensor.shape))
-        origin[name] = (first, tuple(tensor.shape))
+    for name, shape in checkpoint.items():
+        count = math.prod(shape)
+        given[name] = mx.arange(first, first + count, dtype=mx.int32).reshape(shape)
+        origin[name] = (first, shape)
         sources.append((first, name))
         first += count
-    weights = reader.sanitize(weights) if hasattr(reader, "sanitize") else weights
-    entry = mlx_modules(reader)
+    weights = mlx_sanitize(reader, given)
+    entry = mlx_modules_tied(utils, values)
     parameters = dict(mlx_flatten(reader.parameters()))
     missing = sorted(set(parameters) - set(weights))
     unexpected = sorted(set(weights) - set(parameters))
     for kind, some in (("missing", missing), ("unexpected", unexpected)):
         if some:
-            report["mlx"].append(f"{config.model_type}: {kind} {braces(sorted({wild(n) for n in some}))}"[:300])
+            report["mlx"].append(f"{model_type}: {kind} {braces(sorted({wild(n) for n in some}))}"[:300])
     plain, made = {}, defaultdict(set)
     used = set()
+    experts = {m for k, v in entry.items() if k.startswith("experts") for m in expand(v)}
     for name, value in weights.items():
-        if value.ndim < 2:
-            continue
         ops, parts = mlx_origin(value, sources, origin)
+        ops = mlx_heads(ops, name, value, parts, given, values)
         used |= set(parts)
-        if ops == "copy":
+        if ops == "copy" and (wild(name) == wild(parts[0]) or wild(name).removesuffix(".weight") not in experts):
             plain[wild(parts[0])] = wild(name)
         else:
             made[wild(name)].add(f"{ops}: {parts_text(list(dict.fromkeys(wild(p) for p in parts)))}")
     rules, wrong = rules_of(plain)
     for name in wrong:
-        report["mlx"].append(f"{config.model_type}: {name}: by no rules, is {plain[name]}")
+        report["mlx"].append(f"{model_type}: {name}: by no rules, is {plain[name]}")
+    if model_type in MLX_WITHOUT_PREFIX:  # with it they are what transformers saves
+        prefix = MLX_WITHOUT_PREFIX[model_type]
+        rules[f"^{prefix}"] = rules["^"]
+        for name, some in made.items():
+            made[name] = some | {one.replace(": ", f": {prefix}.") for one in some}
     if rules:
         entry["names"] = dict(sorted(rules.items()))
     if made:
         entry["fused"] = {k: " | ".join(sorted(v)) for k, v in sorted(made.items())}
-    dropped = {wild(n) for n, t in checkpoint.items() if t.ndim >= 2} - {wild(n) for n in used}
+    kept = {wild(n) for n in used}
+    dropped = {shortest_prefix(wild(n), kept) for n in checkpoint if wild(n) not in kept}
     if dropped:
         entry["dropped"] = braces(dropped)
+    # What mlx-lm saved, its loader changes again.
+    again = mlx_sanitize(make(), weights)
+    same = again.keys() == weights.keys() and all(again[k].shape == v.shape and (again[k] == v).all().item() for k, v in weights.items())
+    # What it makes of each tensor's elements must be these, moved.
+    computed = sorted(k for k, v in entry.get("fused", {}).items() if re.search(r"(^|\| )(computed|plus)", v))
+    # Its loader may do what is computed: if nothing but what it quantizes has been moved before.
+    if computed and not any(entry["fused"][k].startswith("computed") for k in computed):
+        partly = {k: v for k, v in weights.items() if wild(k) not in entry["fused"] or mlx_is_quantized(entry, wild(k))}
+        for name, value in weights.items():
+            if name not in partly:
+                partly[name] = given[mlx_origin(value, sources, origin)[1][0]]
+        again = mlx_sanitize(make(), partly)
+        if again.keys() == weights.keys() and all(again[k].shape == v.shape and (again[k] == v).all().item() for k, v in weights.items()):
+            for name in list(entry["fused"]):
+                if not mlx_is_quantized(entry, name):
+                    source = entry["fused"].pop(name).split(": ")[1]
+                    plain[source] = name
+            rules, wrong = rules_of(plain)
+            assert not wrong
+            entry["names"] = dict(sorted(rules.items()))
+            if not entry["fused"]:
+                del entry["fused"]
+            computed, same = [], True
+    if model_type in MLX_FUSED:
+        entry["fused"] = MLX_FUSED[model_type]
+    elif model_type in MLX_REFUSED:
+        return {"refused": MLX_REFUSED[model_type]}
+    elif missing or unexpected:
+        return {"refused": "mlx-lm does not read the names of published checkpoints"}
+    elif computed:
+        return {"refused": "mlx-lm computes new values of " + braces(computed)}
+    elif not same:
+        return {"refused": "mlx-lm does not load what it saves"}
     return entry
+
+
+def shortest_prefix(name, others):
+    """The first components of a name that none of the others has."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return next(p for p in prefixes if p == name or not any(f"{o}.".startswith(f"{p}.") for o in others))
+
+
+def mlx_modules_tied(utils, values):
+    """The modules that mlx-lm quantizes, with the head; if it has one only if the embeddings are not tied, which (`untied`), and
+    whether they are if config.json does not say so (`tied`)."""
+    within = "text_config" if "text_config" in values else None
+
+    def reader(tie):
+        config = json.loads(json.dumps(values))
+        config.pop("tie_word_embeddings", None)
+        part = config[within] if within else config
+        part["tie_word_embeddings"] = tie
+        if tie is None:
+            del part["tie_word_embeddings"]
+        model_class, args_class = utils._get_classes(config)
+        return model_class(args_class.from_dict(config))
+
+    def modules(tie):
+        return {wild(n) for n, m in reader(tie).named_modules() if hasattr(m, "to_quantized")}
+
+    result = mlx_modules(reader(False))
+    if untied := modules(False) - modules(True):
+        result["untied"] = braces(untied)
+        try:
+            if not untied <= modules(None):
+                result["tied"] = True
+        except TypeError:  # it has to
+            pass
+    return result
+
+
+def mlx_is_quantized(entry, name):
+    return any(wild(name).removesuffix(".weight") in expand(v) for k, v in entry.items() if k.split(" ")[0] in ("linear", "embedding", "experts", "MultiLinear"))
+
+
+def mlx_heads(ops, name, value, parts, given, values):
+    """The operation, if the elements are those of the keys or values of the heads of kv_b_proj."""
+    if ops != "computed" or not name.endswith((".embed_q.weight", ".unembed_out.weight")):
+        return ops
+    values = values.get("text_config", values)
+    nope = values["qk_nope_head_dim"]
+    heads = given[parts[0]].reshape(values["num_attention_heads"], nope + values["v_head_dim"], -1)
+    keys, rest = heads[:, :nope].swapaxes(1, 2), heads[:, nope:]
+    for which, some in (("keys of heads, transpose", keys), ("values of heads", rest)):
+        if some.shape == value.shape and (some == value).all().item():
+            return which
+    return ops
 
 
 def mlx_flatten(tree, prefix=""):
@@ -1124,9 +1276,10 @@ def mlx_origin(value, sources, origin):
     """(operations, names in the checkpoint) of an array whose elements are numbered as in the checkpoint."""
     import bisect
 
+    import mlx.core as mx
     import numpy as np
 
-    array = np.array(value).astype(np.int64)
+    array = np.array(value.astype(mx.float32 if value.dtype == mx.bfloat16 else value.dtype)).astype(np.int64)
     starts = [s for s, _ in sources]
     def source_of(number):
         return sources[bisect.bisect_right(starts, number) - 1][1]
@@ -1135,7 +1288,11 @@ def mlx_origin(value, sources, origin):
         first, shape = origin[name]
         return np.arange(first, first + int(np.prod(shape))).reshape(shape)
 
-    outer = array.reshape(array.shape[0], -1)
+    if array.ndim == 1:
+        for (start, name) in sources:
+            if origin[name][1] == array.shape and (numbers(name) + 1 == array).all():
+                return "plus 1", [name]
+    outer = array.reshape(array.shape[0] if array.ndim else 1, -1)
     parts = list(dict.fromkeys(source_of(n) for n in outer[:, [0, -1]].reshape(-1)))
     given = [numbers(p) for p in parts]
     if len(parts) == 1:
@@ -1144,9 +1301,9 @@ def mlx_origin(value, sources, origin):
             return "copy", parts
         for axes in ([0, 1], [1, 0]) if one.ndim == 2 else ([0, 1, 2], [0, 2, 1]) if one.ndim == 3 else ([*range(one.ndim)],):
             turned = one.transpose(axes)
-            word = "transpose " if axes[-1] != one.ndim - 1 else ""
+            word = "transpose, " if axes[-1] != one.ndim - 1 else ""
             if turned.shape == array.shape and (turned == array).all():
-                return word.strip() or "copy", parts
+                return word.removesuffix(", ") or "copy", parts
             for axis in range(turned.ndim):
                 if turned.ndim != array.ndim or turned.shape[axis] <= array.shape[axis]:
                     continue
