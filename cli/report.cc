@@ -86,7 +86,7 @@ std::string readers_text(const CheckpointReport& report, bool vouched) {
       loads += fmt::format("{}{}{}", loads.empty() ? "" : ", ", to_string(verdict.reader),
                            run ? "" : " (by its documents)");
     else
-      refuses += fmt::format("; not in {} because {}", to_string(verdict.reader), printable(verdict.why_not));
+      refuses += fmt::format("; not in {} because {}", to_string(verdict.reader), verdict.why_not);
   }
   return (loads.empty() ? "none" : loads) + refuses;
 }
@@ -186,6 +186,11 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   text += by_text(report.weights, &WeightReport::reason);
   if (const std::string notes = by_text(report.weights, &WeightReport::note); !notes.empty())
     text += "notes\n" + notes;
+  if (!report.left_out.empty())
+    text +=
+        summary_line("left out", fmt::format("{} weights that {} does not load: {}{}", report.left_out.size(),
+                                             to_string(report.reader), printable(report.left_out.front()),
+                                             report.left_out.size() > 1 ? ", ..." : ""));
   text += summary_line("layout", report.layout ? to_string(*report.layout) : "-");
   text += summary_line("bytes",
                        fmt::format("{} -> {} ({} -> {})", report.source_bytes, report.output_bytes,
@@ -219,6 +224,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
     document["readers"].push_back({{"reader", to_string(verdict.reader)},
                                    {"loads", vouched ? Json(verdict.why_not.empty()) : Json()},
                                    {"why_not", verdict.why_not}});
+  document["left_out"] = report.left_out;
   document["layout"] = report.layout ? Json(to_string(*report.layout)) : Json();
   document["weights"] = std::move(weights);
   document["copied_files"] = report.copied_files;

@@ -135,7 +135,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(weight, foreign);
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
-  EXPECT_NO_TAIL(report_info, num_readers);
+  EXPECT_NO_TAIL(report_info, num_left_out);
   EXPECT_NO_TAIL(weight_report, snr_db);
   EXPECT_NO_TAIL(compare_options, user_data);
   EXPECT_NO_TAIL(comparison_row, snr_db);
@@ -1467,6 +1467,8 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(verdict.reader, HALFBYTE_READER_TRANSFORMERS_5);
   EXPECT_STREQ(verdict.why_not, "");
   EXPECT_EQ(halfbyte_report_get_reader(report, 3, &verdict), HALFBYTE_USAGE);
+  EXPECT_EQ(info.num_left_out, 0);
+  EXPECT_EQ(halfbyte_report_left_out(report, 0), nullptr);
   EXPECT_GT(info.num_copied_files, 0);
   EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);
   EXPECT_EQ(halfbyte_report_copied_file(report, info.num_copied_files), nullptr);

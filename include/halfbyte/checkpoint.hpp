@@ -182,6 +182,7 @@ struct CheckpointReport {
   std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
   Device device;                 // that computed
   std::vector<WeightReport> weights;
+  std::vector<std::string> left_out;                     // weights of the input that the reader does not load
   std::vector<std::string> copied_files, skipped_files;  // of a directory
   uint64_t source_bytes = 0, output_bytes = 0;           // of tensors
   uint64_t quantized_source_bytes = 0;                   // share = this / source_bytes

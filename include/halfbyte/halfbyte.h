@@ -1093,12 +1093,15 @@ typedef struct halfbyte_report_info {
   uint64_t quantized_source_bytes;
   uint64_t peak_buffer_bytes; /* upper bound of the working memory on the host, as planned */
   double run_seconds, sync_seconds, verify_seconds;
-  const char*
-      architecture;    /* that the weights were selected by; "" if config.json names none that is known */
-  int64_t num_readers; /* that read the layout */
+  const char* architecture; /* that the weights were selected by; "": config.json names none that is known */
+  int64_t num_readers;      /* that read the layout */
+  int64_t num_left_out;     /* weights of the input that the reader does not load */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);
+
+/* The name of a weight that was left out; NULL outside of them. */
+HALFBYTE_API const char* halfbyte_report_left_out(const halfbyte_report* report, int64_t index);
 
 /* Whether a reader loads the output, by the rules that are known of it. */
 typedef struct halfbyte_reader_verdict {

@@ -308,11 +308,26 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
   return guard([&] {
     const CheckpointReport& of = required(report, "report").report;
     write_struct(info,
-                 {0, of.input.c_str(), of.output.c_str(), or_unset(of.layout), to_dlpack(of.device),
-                  static_cast<int32_t>(of.reader), count_of(of.weights), of.num_quantized,
-                  count_of(of.copied_files), count_of(of.skipped_files), of.source_bytes, of.output_bytes,
-                  of.quantized_source_bytes, of.peak_buffer_bytes, of.run_seconds, of.sync_seconds,
-                  of.verify_seconds, of.architecture.c_str(), count_of(of.readers)},
+                 {0,
+                  of.input.c_str(),
+                  of.output.c_str(),
+                  or_unset(of.layout),
+                  to_dlpack(of.device),
+                  static_cast<int32_t>(of.reader),
+                  count_of(of.weights),
+                  of.num_quantized,
+                  count_of(of.copied_files),
+                  count_of(of.skipped_files),
+                  of.source_bytes,
+                  of.output_bytes,
+                  of.quantized_source_bytes,
+                  of.peak_buffer_bytes,
+                  of.run_seconds,
+                  of.sync_seconds,
+                  of.verify_seconds,
+                  of.architecture.c_str(),
+                  count_of(of.readers),
+                  count_of(of.left_out)},
                  "info");
   });
 }
@@ -345,6 +360,12 @@ halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t 
     if (!of.quantized) refuse("weight {} stayed dense: it has no spec", index);
     write_struct(spec, to_c(of.spec), "spec");
   });
+}
+
+const char* halfbyte_report_left_out(const halfbyte_report* report, int64_t index) {
+  const char* name = nullptr;
+  guard([&] { name = element(required(report, "report").report.left_out, index, "left out").c_str(); });
+  return name;
 }
 
 const char* halfbyte_report_copied_file(const halfbyte_report* report, int64_t index) {

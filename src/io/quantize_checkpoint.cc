@@ -190,7 +190,8 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
 // That of the options, with bits and groups of its own where the reader has such.
 QuantSpec Quantizer::spec_of(const Item& item) const {
   const auto& grid = selection_.weights[item.report].grid;
-  if (!grid) return resolve_spec(layout_, options_, dtype_of(item));
+  if (!grid || item.source.cols() % grid->group_size != 0)
+    return resolve_spec(layout_, options_, dtype_of(item));
   QuantizeOptions own = options_;
   own.format = mlx_format(grid->bits, item.source.name);
   own.group_size = grid->group_size;
@@ -264,8 +265,9 @@ std::string Quantizer::config_text() const {
     const Item& item = items_[i];
     if (!item.quantize) continue;
     elements[item.target.dtype] += num_elements(item.source.shape);
-    if (const auto& grid = selection_.weights[i].grid)
-      quantization.modules[mlx_module(item.source.name)] = *grid;
+    if (selection_.weights[i].grid)
+      quantization.modules[mlx_module(item.source.name)] = {info(item.target.spec.format).bits,
+                                                            item.target.spec.group_size};
     else
       quantization.spec = item.target.spec;
   }
@@ -282,7 +284,7 @@ Metadata Quantizer::metadata_of(size_t file) const {
   if (layout_.layout == Layout::mlx) {
     set_metadata(metadata, "format", "mlx");
     for (const size_t i : items)
-      if (items_[i].quantize) {
+      if (items_[i].quantize && !selection_.weights[i].grid) {
         set_metadata(metadata, "quantization", mlx_quantization(items_[i].target.spec));
         break;
       }
@@ -573,6 +575,7 @@ CheckpointReport Quantizer::run() {
   }
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
+  for (const size_t weight : selection_.left_out) report_.left_out.push_back(input_.weights[weight].name);
   report_.readers = reader_verdicts(selection_, layout_, is_dense());
   for (const WeightReport& weight : report_.weights) {
     report_.output_bytes += weight.output_bytes;

@@ -8,6 +8,7 @@
 #include "core/checks.h"
 #include "core/words.h"
 #include "io/json.h"
+#include "io/mlx_model.h"
 
 namespace halfbyte {
 namespace {
@@ -256,6 +257,13 @@ class Selector {
   }
 
   Selection run() {
+    if (selection_.reader == Reader::mlx_lm) {
+      const std::optional<MlxModel> model = MlxModel::find(config_of(checkpoint_));
+      if (model) return for_mlx(*model);
+      if (architecture_)
+        selection_.why_not =
+            fmt::format("it has no {} that the table of architectures knows", architecture_->name());
+    }
     for (size_t i = 0; i < checkpoint_.weights.size(); ++i) select(checkpoint_.weights[i], i);
     refuse_unreadable();
     // Modules that share the weight of others have none in the checkpoint.
@@ -266,6 +274,8 @@ class Selector {
 
  private:
   void select(const Weight& weight, size_t index);
+  Selection for_mlx(const MlxModel& model);
+  std::string reason_for_mlx(const MlxWeight& own) const;
   std::string reason_by_name(const Weight& weight) const;
   void refuse_unreadable() const;
 
@@ -337,6 +347,51 @@ void Selector::select(const Weight& weight, size_t index) {
   if (rank >= 2 && (module || !embedding_names().matches(name))) skips = skips_of_weight(name, module);
   for (OutputWeight& output : outputs)
     selection_.weights.push_back({std::move(output), reason.empty(), reason, skips, {}, module});
+}
+
+// Why a weight of mlx-lm stays dense.
+std::string Selector::reason_for_mlx(const MlxWeight& own) const {
+  const auto is_named = [&](const NameFilter& filter) {
+    return filter.matches(own.weight.name) ||
+           std::ranges::any_of(own.weight.sources, [&](const SourceRows& source) {
+             return filter.matches(checkpoint_.weights[source.weight].name);
+           });
+  };
+  const Weight& first = checkpoint_.weights[own.weight.sources.front().weight];
+  const bool excluded = is_named(exclude_);
+  if (!options_.include.empty()) {
+    if (own.weight.shape.size() < 2 || !is_named(include_)) return "not selected";
+    HALFBYTE_CHECK(is_quantizable(first.dtype) || excluded, usage,
+                   "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
+                   printable(own.weight.name),
+                   checkpoint_.tensors[static_cast<size_t>(first.parts.front())].dtype);
+  } else if (own.kind == MlxWeight::Kind::other || !is_quantizable(first.dtype)) {
+    return "not selected";
+  } else if (options_.keep_embeddings && (own.head || own.kind == MlxWeight::Kind::embedding)) {
+    return own.head ? "head" : "embedding";
+  } else if (!own.quantized) {
+    return "mlx-lm keeps it dense";
+  }
+  return excluded ? "excluded" : num_elements(first) == 0 ? "empty" : "";
+}
+
+Selection Selector::for_mlx(const MlxModel& model) {
+  HALFBYTE_CHECK(model.refused().empty(), bad_input,
+                 "mlx-lm does not load what layout mlx has of {}: {}; --reader none writes it all the same",
+                 selection_.architecture.empty() ? "this model" : selection_.architecture, model.refused());
+  if (selection_.architecture.empty()) selection_.architecture = "a model of mlx-lm";
+  MlxModel::Weights all = model.weights(checkpoint_.weights);
+  for (MlxWeight& own : all.weights) {
+    const std::string reason = reason_for_mlx(own);
+    if (reason.empty() && own.kind == MlxWeight::Kind::other && !options_.force_layout) {
+      unreadable_.push_back(own.weight.name);
+      if (first_reason_.empty()) first_reason_ = "it is no layer that mlx-lm quantizes";
+    }
+    selection_.weights.push_back({std::move(own.weight), reason.empty(), reason, {}, own.grid, {}});
+  }
+  refuse_unreadable();
+  selection_.left_out = std::move(all.dropped);
+  return std::move(selection_);
 }
 
 void Selector::refuse_unreadable() const {
@@ -433,14 +488,14 @@ std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const Lay
                                            const std::vector<bool>& is_dense) {
   std::vector<ReaderVerdict> verdicts;
   for (const Reader reader : readers_of(layout.layout)) {
-    ReaderVerdict& verdict = verdicts.emplace_back(ReaderVerdict{reader, ""});
+    ReaderVerdict& verdict = verdicts.emplace_back(ReaderVerdict{reader, selection.why_not});
     for (size_t i = 0; i < selection.weights.size() && verdict.why_not.empty(); ++i) {
       const SelectedWeight& weight = selection.weights[i];
       if (is_dense[i] || !weight.module) continue;
       verdict.why_not =
           cannot_load(reader, layout.layout, *weight.module, weight.weight.shape.size() == 2, false);
       if (!verdict.why_not.empty())
-        verdict.why_not = fmt::format("\"{}\": {}", weight.weight.name, verdict.why_not);
+        verdict.why_not = fmt::format("of {}: {}", printable(weight.weight.name), verdict.why_not);
     }
   }
   return verdicts;

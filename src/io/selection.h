@@ -28,6 +28,8 @@ struct Selection {
   std::string architecture;  // that of the table, as LlamaForCausalLM; empty: it has none
   std::vector<SelectedWeight> weights;
   std::vector<std::string> skips;  // as above, of modules that have no weight of their own
+  std::vector<size_t> left_out;    // weights of the input that the reader does not load
+  std::string why_not;             // why the reader does not load the model at all
 };
 
 // The reader of the options, or that of the layout. Error(usage) if it does not read the layout.
