@@ -137,28 +137,39 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
     end += rows.num_rows * cols;
     const int64_t low = std::max(offset / size, begin), high = std::min((offset + num_bytes) / size, end);
     if (low >= high) continue;
-    std::byte* to = bytes.data() + (low * size - offset);
     const auto read = [&](int64_t element, int64_t count, std::byte* out) {
       source.read(tensor, static_cast<uint64_t>(element * size), {out, static_cast<size_t>(count * size)});
     };
     if (is_one_run(rows, cols)) {
-      read(rows.first + low - begin, high - low, to);
+      read(rows.first + low - begin, high - low, bytes.data() + (low * size - offset));
       continue;
     }
-    // The rows [top, bottom), or where its columns are farther apart than its rows, these of each column.
+    // Lines are the rows [top, bottom), or where columns are farther apart than rows, these of each column.
+    constexpr int64_t kLines = 64;  // at once: as many as the first-level cache has
     const int64_t top = (low - begin) / cols, bottom = ceil_div(high - begin, cols);
     const bool by_columns = rows.col_stride > rows.row_stride;
-    const int64_t num_lines = by_columns ? cols : bottom - top;
+    const int64_t num_lines = by_columns ? cols : bottom - top, length = by_columns ? bottom - top : cols;
     const int64_t line_stride = by_columns ? rows.col_stride : rows.row_stride;
-    const int64_t step = by_columns ? rows.row_stride : rows.col_stride;
-    const int64_t span = ((by_columns ? bottom - top : cols) - 1) * step + 1;
-    std::byte* lines = buffer.reserve(num_lines * span * size);
-    for (int64_t line = 0; line < num_lines; ++line)
-      read(rows.first + top * rows.row_stride + line * line_stride, span, lines + line * span * size);
-    for (int64_t element = low - begin; element < high - begin; ++element, to += size) {
-      const int64_t row = element / cols - top, column = element % cols;
-      const int64_t line = by_columns ? column : row, place = by_columns ? row : column;
-      std::memcpy(to, lines + (line * span + place * step) * size, static_cast<size_t>(size));
+    const int64_t step = by_columns ? rows.row_stride : rows.col_stride, span = (length - 1) * step + 1;
+    std::byte* const lines = buffer.reserve(std::min(kLines, num_lines) * span * size);
+    for (int64_t first = 0; first < num_lines; first += kLines) {
+      const int64_t last = std::min(first + kLines, num_lines);
+      for (int64_t line = first; line < last; ++line)
+        read(rows.first + top * rows.row_stride + line * line_stride, span,
+             lines + (line - first) * span * size);
+      for (int64_t place = 0; place < length; ++place)
+        for (int64_t line = first; line < last; ++line) {
+          const int64_t row = top + (by_columns ? place : line), column = by_columns ? line : place;
+          const int64_t element = begin + row * cols + column;
+          if (element < low || element >= high) continue;
+          std::byte* to = bytes.data() + (element * size - offset);
+          const std::byte* from = lines + ((line - first) * span + place * step) * size;
+          if (size == 2) {
+            std::memcpy(to, from, 2);  // without a call
+          } else {
+            std::memcpy(to, from, static_cast<size_t>(size));
+          }
+        }
     }
   }
 }
