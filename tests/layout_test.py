@@ -231,12 +231,13 @@ def run(request, halfbyte, source_of, tmp_path_factory):
     shutil.rmtree(path)
 
 
-def selected(source):
-    """The weights that are quantized by default: the linear layers, less lm_head."""
+def selected(source, layout="bitsandbytes"):
+    """The weights that are quantized by default: the linear layers, less lm_head; mlx-lm has embeddings too."""
+    suffixes = ("_proj.weight",)
+    if layout == "mlx" and source.config.get("model_type") == "llama":
+        suffixes += ("embed_tokens.weight", "lm_head.weight")
     return {
-        name
-        for name, tensor in source.tensors.items()
-        if name.endswith("_proj.weight") and tensor.data.ndim >= 2
+        name for name, tensor in source.tensors.items() if name.endswith(suffixes) and tensor.data.ndim >= 2
     }
 
 
@@ -307,7 +308,7 @@ def test_tensors_on_disk(run):
     case = run.case
     expected = {}
     for name, tensor in run.source.tensors.items():
-        if name in selected(run.source):
+        if name in selected(run.source, case.layout):
             expected |= expected_parts(case, name, tensor)
         else:
             expected[name] = (tensor.dtype, list(tensor.data.shape))
@@ -320,7 +321,7 @@ def test_tensors_on_disk(run):
         if shape is not None:
             assert list(stored.data.shape) == shape, key
     assert run.quantized.metadata["format"] == ("mlx" if case.layout == "mlx" else "pt")
-    assert set(run.unpacked) == selected(run.source)
+    assert set(run.unpacked) == selected(run.source, case.layout)
     for name, unpacked in run.unpacked.items():
         tensor = run.source.tensors[name]
         assert unpacked.spec["shape"] == list(tensor.data.shape)

@@ -54,7 +54,7 @@ LLAMA = (
 
 @pytest.fixture
 def llama(tmp_path):
-    return write_model(tmp_path / "llama", "LlamaForCausalLM", LLAMA, model_type="llama")
+    return write_model(tmp_path / "llama", "LlamaForCausalLM", LLAMA, model_type="llama", tie_word_embeddings=False)
 
 
 def test_report_says_what_the_model_is_and_who_reads_it(halfbyte, llama, tmp_path):
@@ -243,3 +243,56 @@ def test_bare_parameters_are_dense_and_tiny_llama_is_unchanged(halfbyte, tmp_pat
     report = quantize(halfbyte, TINY_LLAMA, tmp_path / "out", "--format", "int4", "--group-size", "128")
     assert report["num_quantized"] == 28
     assert config_of(tmp_path / "out")["ignore"] == ["lm_head"]
+
+
+# What mlx-lm saves
+
+
+def test_experts_are_stacked_for_mlx(halfbyte, qwen, tmp_path):
+    report = quantize(halfbyte, qwen, tmp_path / "out", "--format", "affine4", "--group-size", "32")
+    written = stored(tmp_path / "out")
+    up = written[f"{MOE}switch_mlp.up_proj.weight"]
+    assert up.dtype == "U32" and list(up.data.shape) == [4, 64, 128 // 8]
+    assert not any(".experts." in name for name in written)
+    assert all(w["quantized"] for w in report["weights"] if len(w["shape"]) > 1)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization"][f"{MOE}gate"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+    # As if each expert had been quantized by itself.
+    own = write_model(tmp_path / "own", "Nobody", {n: t for n, t in ROUTED.items() if "experts" in n})
+    quantize(halfbyte, own, tmp_path / "apart", "--format", "affine4", "--group-size", "32", "--layout", "mlx")
+    apart = stored(tmp_path / "apart")
+    for e in range(4):
+        for part in ("weight", "scales", "biases"):
+            one = apart[f"{MOE}experts.{e}.up_proj.{part}"].data
+            assert np.array_equal(written[f"{MOE}switch_mlp.up_proj.{part}"].data[e], one)
+
+
+def test_embeddings_are_quantized_for_mlx(halfbyte, llama, tmp_path):
+    report = quantize(halfbyte, llama, tmp_path / "out", "--format", "affine4")
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(quantized(report))
+    report = quantize(halfbyte, llama, tmp_path / "kept", "--format", "affine4", "--keep-embeddings")
+    assert quantized(report) == sorted(ATTENTION)
+    assert reasons(report)["lm_head.weight"] == "head"
+
+
+def test_mlx_takes_gpt2_the_other_way_round(halfbyte, gpt2, tmp_path):
+    quantize(halfbyte, gpt2, tmp_path / "out", "--format", "affine8", "--group-size", "32")
+    written = stored(tmp_path / "out")
+    assert list(written["model.h.0.attn.c_attn.weight"].data.shape) == [192, 64 // 4]
+
+
+def test_what_mlx_does_not_load_is_refused_or_left_out(halfbyte, tmp_path):
+    vision = {"vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight": matrix(64, 64)}
+    names = {n.replace("model.", "language_model.model.", 1) if n.startswith("model.") else f"language_model.{n}": t for n, t in LLAMA.items()}
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 1}
+    source = write_model(
+        tmp_path / "in", "Gemma3ForConditionalGeneration", names | vision, model_type="gemma3", text_config=text
+    )
+    report = quantize(halfbyte, source, tmp_path / "out", "--format", "affine4")
+    assert list(vision)[0] in report["left_out"] and list(vision)[0] not in stored(tmp_path / "out")
+    source = write_model(tmp_path / "next", "Qwen3NextForCausalLM", ROUTED, model_type="qwen3_next")
+    run = quantize(halfbyte, source, tmp_path / "refused", "--format", "affine4", expect=3)
+    assert "mlx-lm does not load" in run.stderr
+    source = write_model(tmp_path / "bert", "BertForMaskedLM", {"bert.encoder.layer.0.attention.self.query.weight": matrix(64, 64)}, model_type="bert")
+    report = quantize(halfbyte, source, tmp_path / "bert-out", "--format", "affine4")
+    assert not report["readers"][0]["loads"] and "BertForMaskedLM" in report["readers"][0]["why_not"]

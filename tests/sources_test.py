@@ -292,7 +292,7 @@ def test_foreign_quantization_is_refused(halfbyte, foreign, tmp_path, command):
 
 def test_foreign_quantization_beside_a_layout(halfbyte, tmp_path):
     """Modules of mlx in several modes: those that are read are read, and the others not lost in silence."""
-    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4")
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4", "--keep-embeddings")
     tensors, metadata = st.read_directory(tmp_path / "mlx")
     path = tmp_path / "mixed"
     other = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -410,7 +410,7 @@ def test_other_links_are_refused(halfbyte, hub, tmp_path):
 
 
 def test_mlx_defaults(halfbyte, tmp_path):
-    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4")
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4", "--keep-embeddings")
     halfbyte("dequantize", tmp_path / "mlx", "-o", tmp_path / "dense")
     expected = (tmp_path / "dense" / "model.safetensors").read_bytes()
     config = json.loads((tmp_path / "mlx" / "config.json").read_text())
