@@ -136,6 +136,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(report_info, num_left_out);
+  EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, snr_db);
   EXPECT_NO_TAIL(compare_options, user_data);
   EXPECT_NO_TAIL(comparison_row, snr_db);
@@ -1461,8 +1462,7 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(info.reader, HALFBYTE_READER_TRANSFORMERS_5);
   EXPECT_STREQ(info.architecture, "LlamaForCausalLM");
   ASSERT_EQ(info.num_readers, 3);
-  halfbyte_reader_verdict verdict{};
-  verdict.struct_size = sizeof verdict;
+  auto verdict = output<halfbyte_reader_verdict>();
   EXPECT_OK(halfbyte_report_get_reader(report, 0, &verdict));
   EXPECT_EQ(verdict.reader, HALFBYTE_READER_TRANSFORMERS_5);
   EXPECT_STREQ(verdict.why_not, "");

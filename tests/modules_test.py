@@ -296,3 +296,18 @@ def test_what_mlx_does_not_load_is_refused_or_left_out(halfbyte, tmp_path):
     source = write_model(tmp_path / "bert", "BertForMaskedLM", {"bert.encoder.layer.0.attention.self.query.weight": matrix(64, 64)}, model_type="bert")
     report = quantize(halfbyte, source, tmp_path / "bert-out", "--format", "affine4")
     assert not report["readers"][0]["loads"] and "BertForMaskedLM" in report["readers"][0]["why_not"]
+
+
+def test_constants_that_json_does_not_have(halfbyte, tmp_path):
+    """Python writes Infinity and NaN into config.json."""
+    source = write_model(
+        tmp_path / "in", "LlamaForCausalLM", LLAMA, model_type="llama", limits=[float("inf"), float("-inf"), 1.5], text="NaN, \\u0001 \"Infinity"
+    )
+    assert "[Infinity, -Infinity, 1.5]" in (source / "config.json").read_text()
+    assert quantize(halfbyte, source, tmp_path / "out")["architecture"] == "LlamaForCausalLM"
+    halfbyte("dequantize", tmp_path / "out", "-o", tmp_path / "dense")
+    halfbyte("inspect", tmp_path / "out")
+    before, after = (json.loads((p / "config.json").read_text()) for p in (source, tmp_path / "dense"))
+    assert before == after
+    (source / "config.json").write_text('{"limits": Infinit}')
+    assert "not valid JSON" in halfbyte("quantize", source, "-o", tmp_path / "no", expect=3).stderr

@@ -130,9 +130,9 @@ ModuleRole role_of(std::string_view word) {
 
 // The keys of an entry that are no kinds of modules.
 bool is_kind(const std::string& key) {
-  static const std::vector<std::string> others{"apart",   "f32",     "f32-from-f16", "fused",
-                                               "ignored", "may-be",  "models",       "names",
-                                               "reads",   "skipped", "tie",          "tied"};
+  static const std::vector<std::string> others{"apart",  "f32",    "f32-from-f16", "fused", "ignored",
+                                               "may-be", "models", "names",        "reads", "skipped",
+                                               "tie",    "tied",   "uncompressed"};
   return !std::binary_search(others.begin(), others.end(), key);
 }
 
@@ -163,7 +163,7 @@ struct Architecture::Model {
   std::vector<Nested> nested;
   std::vector<Fused> fused;
   std::vector<Rule> rules, may_be;
-  std::vector<Parts> tied_modules, apart;
+  std::vector<Parts> tied_modules, apart, uncompressed;
   std::string tied_to;
   Parts f32_from_f16;
 
@@ -219,6 +219,8 @@ std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::
       model->tied_to = expand(sides.at(1)).front();
     } else if (key == "apart") {
       model->apart = patterns(value.get_ref<const std::string&>());
+    } else if (key == "uncompressed") {
+      model->uncompressed = patterns(value.get_ref<const std::string&>());
     } else if (key == "f32-from-f16") {
       model->f32_from_f16 = split(value.get_ref<const std::string&>(), ' ');
     } else if (key == "tie") {
@@ -251,11 +253,17 @@ std::optional<ModuleInfo> Architecture::Model::find_module(const Parts& parts) c
                           matches(pattern, parts, 0, size - 2);
       const bool part = group.kind == ModuleKind::convolution && matches(pattern, parts, 0, size);
       if (!inside && !part && !((whole || own) && matches(pattern, parts, 0, length))) continue;
-      ModuleInfo info{group.kind, group.role, group.transposed,       group.interleaved,
-                      false,      false,      join(parts, 0, length), "",
-                      ""};
-      info.apart = std::ranges::any_of(
-          apart, [&](const Parts& one) { return one.size() <= size && matches(one, parts, 0, one.size()); });
+      ModuleInfo info{};
+      info.kind = group.kind;
+      info.role = group.role;
+      info.transposed = group.transposed;
+      info.interleaved = group.interleaved;
+      info.module = join(parts, 0, length);
+      const auto lies_in = [&](const Parts& one) {
+        return one.size() <= size && matches(one, parts, 0, one.size());
+      };
+      info.apart = std::ranges::any_of(apart, lies_in);
+      info.uncompressed = std::ranges::any_of(uncompressed, lies_in);
       // As transformers compares them: the beginning or the end of a name.
       info.kept_f32 = std::ranges::any_of(f32_from_f16, [&](const std::string& word) {
         return info.module.ends_with(word) || info.module.starts_with(word + ".");

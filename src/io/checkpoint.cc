@@ -212,7 +212,7 @@ void find_transposed(Checkpoint::Impl& checkpoint) {
     return stored.weight.layout == Layout::bitsandbytes && stored.weight.shape.size() == 2;
   };
   if (!checkpoint.config.empty() && std::ranges::any_of(checkpoint.quantized, of_bitsandbytes))
-    architecture = Architecture::find(parse_json<nlohmann::json>(checkpoint.config, kConfigFile));
+    architecture = Architecture::find(config_json(checkpoint.config));
   if (!architecture) return;
   for (StoredWeight& stored : checkpoint.quantized) {
     if (!of_bitsandbytes(stored)) continue;

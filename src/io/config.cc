@@ -16,12 +16,12 @@ constexpr std::array<Word<DType>, 3> kTorchNames{
     {{DType::f32, "float32"}, {DType::f16, "float16"}, {DType::bf16, "bfloat16"}}};
 
 Json parse_config(const std::string& text) {
-  Json config = parse_json<Json>(text, kName);
+  Json config = parse_json<Json>(with_marked_constants(text), kName);
   HALFBYTE_CHECK(config.is_object(), bad_input, "{}: expected an object, got {}", kName, config.type_name());
   return config;
 }
 
-std::string dump(const Json& config) { return config.dump(2) + "\n"; }
+std::string dump(const Json& config) { return without_marks(config.dump(2)) + "\n"; }
 
 Json bitsandbytes_entry(const ModelQuantization& q) {
   return {{"quant_method", "bitsandbytes"},
@@ -97,6 +97,10 @@ MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& wha
 
 }  // namespace
 
+nlohmann::json config_json(const std::string& config) {
+  return parse_json<nlohmann::json>(with_marked_constants(config), kName);
+}
+
 const char* torch_name(DType dtype) { return word_of(kTorchNames, dtype); }
 
 std::optional<DType> dtype_from_torch(std::string_view name) {
@@ -118,7 +122,7 @@ std::string quant_method(const std::string& config) {
 }
 
 MlxGrids mlx_grids_of_config(const std::string& config) {
-  const auto json = parse_json<nlohmann::json>(config, kName);
+  const nlohmann::json json = config_json(config);
   if (!json.is_object() || !json.contains("quantization")) return {};
   return mlx_grids_of(json["quantization"], std::string(kName) + ": quantization");
 }
@@ -129,7 +133,7 @@ MlxGrids mlx_grids(const std::string& quantization) {
 }
 
 std::vector<int> compressed_tensors_bits(const std::string& config) {
-  const auto json = parse_json<nlohmann::json>(config, kName);
+  const nlohmann::json json = config_json(config);
   std::vector<int> bits;
   for (const auto& pointer : {"/quantization_config/config_groups", "/compression_config/config_groups",
                               "/text_config/quantization_config/config_groups"}) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -19,6 +20,9 @@ const char* torch_name(DType dtype);
 std::optional<DType> dtype_from_torch(std::string_view name);
 
 // Texts are whole config.json documents; what cannot be understood is Error(bad_input).
+
+// Constants that JSON does not have (io/json.h) are strings in it.
+nlohmann::json config_json(const std::string& config);
 
 // "quant_method" of a config that has a quantization ("mlx" where it names none); empty if it has none.
 std::string quant_method(const std::string& config);

@@ -450,7 +450,7 @@ void Finder::find_configs() {
     const std::string& text = checkpoint_.config_text(place.file);
     if (text.empty()) continue;
     try {
-      read_config(parse_json<Json>(text, place.file), place);
+      read_config(parse_json<Json>(with_marked_constants(text), place.file), place);
     } catch (const Error&) {
       // The tensors can be shown without it. Whoever writes a checkpoint parses it again, and says so.
     }

@@ -1,5 +1,6 @@
 #include "io/json.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <type_traits>
 #include <unordered_set>
@@ -17,7 +18,58 @@ bool is_int64(const nlohmann::json& value) {
   return value.is_number_unsigned() ? value.get<uint64_t>() <= INT64_MAX : value.is_number_integer();
 }
 
+// Python writes these, which JSON does not have.
+constexpr std::string_view kConstants[] = {"NaN", "Infinity", "-Infinity"};
+// Calls `text(part)` for what is outside of strings, and `string(part)` for these with their quotes.
+template <class Text, class String>
+void for_each_part(std::string_view json, const Text& text, const String& string) {
+  for (size_t begin = 0; begin < json.size();) {
+    size_t end = std::min(json.find('"', begin), json.size());
+    text(json.substr(begin, end - begin));
+    begin = end;
+    if (begin == json.size()) return;
+    for (++end; end < json.size() && json[end] != '"'; ++end)
+      if (json[end] == '\\') ++end;
+    end = std::min(end + 1, json.size());
+    string(json.substr(begin, end - begin));
+    begin = end;
+  }
+}
+
 }  // namespace
+
+std::string with_marked_constants(std::string_view json) {
+  std::string result;
+  const auto keep = [&](std::string_view part) { result += part; };
+  for_each_part(
+      json,
+      [&](std::string_view part) {
+        while (!part.empty()) {
+          const auto own =
+              std::ranges::find_if(kConstants, [&](std::string_view one) { return part.starts_with(one); });
+          const size_t size = own == std::end(kConstants) ? 1 : own->size();
+          if (own == std::end(kConstants))
+            result += part.front();
+          else
+            result += "\"\\u0001number " + std::string(*own) + "\"";
+          part.remove_prefix(size);
+        }
+      },
+      keep);
+  return result;
+}
+
+std::string without_marks(std::string_view json) {
+  std::string result;
+  for_each_part(
+      json, [&](std::string_view part) { result += part; },
+      [&](std::string_view part) {
+        constexpr std::string_view kWritten = "\"\\u0001number ";
+        result += part.starts_with(kWritten) ? part.substr(kWritten.size(), part.size() - kWritten.size() - 1)
+                                             : part;
+      });
+  return result;
+}
 
 template <class Json>
 Json parse_json(std::string_view text, const std::string& what) {

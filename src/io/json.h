@@ -15,6 +15,11 @@ namespace halfbyte::io {
 template <class Json>
 Json parse_json(std::string_view text, const std::string& what);
 
+// NaN, Infinity and -Infinity, which Python writes and JSON does not have, as strings that begin with the
+// character U+0001 and "number "; and back, in what nlohmann's dump has made.
+std::string with_marked_constants(std::string_view json);
+std::string without_marks(std::string_view json);
+
 // Members of `object`. Error(bad_input) naming `what` and the key if it is missing or of another kind.
 const nlohmann::json& json_member(const nlohmann::json& object, const char* key, const std::string& what);
 int64_t json_integer(const nlohmann::json& object, const char* key, const std::string& what);

@@ -143,6 +143,8 @@ std::string cannot_load(Reader reader, Layout layout, const ModuleInfo& module, 
   if (tied && !module.tied_to.empty())
     return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
   const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
+  if (version5 && !bitsandbytes && module.uncompressed)
+    return "transformers initialises this layer in a way that fails where it is compressed";
   switch (module.kind) {
     case ModuleKind::linear:
       if (bitsandbytes && module.kept_f32) return "transformers keeps it in a wider dtype";
@@ -239,8 +241,7 @@ std::vector<std::string> skips_of_weight(const std::string& name, const std::opt
 }
 
 nlohmann::json config_of(const Checkpoint::Impl& checkpoint) {
-  return checkpoint.config.empty() ? nlohmann::json()
-                                   : parse_json<nlohmann::json>(checkpoint.config, "config.json");
+  return checkpoint.config.empty() ? nlohmann::json() : config_json(checkpoint.config);
 }
 
 class Selector {
