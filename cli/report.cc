@@ -84,7 +84,7 @@ std::string readers_text(const CheckpointReport& report, bool vouched) {
     const bool run = verdict.reader == Reader::transformers_5 || verdict.reader == Reader::mlx_lm;
     if (verdict.why_not.empty())
       loads += fmt::format("{}{}{}", loads.empty() ? "" : ", ", to_string(verdict.reader),
-                           run ? "" : " (by its documents)");
+                           run ? "" : " (by its rules, not run)");
     else
       refuses += fmt::format("; not in {} because {}", to_string(verdict.reader), verdict.why_not);
   }

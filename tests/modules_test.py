@@ -61,7 +61,7 @@ def test_report_says_what_the_model_is_and_who_reads_it(halfbyte, llama, tmp_pat
     text = halfbyte("quantize", llama, "-o", tmp_path / "out", "--format", "nf4").stdout
     lines = text.splitlines()
     assert lines[0].split() == "quantized 66.6% of the model; dense: embedding 16.6%, head 16.6%".split()
-    assert lines[-1].split() == "loads in transformers-5, transformers-4 (by its documents), vllm (by its documents)".split()
+    assert lines[-1].split() == "loads in transformers-5, transformers-4 (by its rules, not run), vllm (by its rules, not run)".split()
     report = quantize(halfbyte, llama, tmp_path / "two")
     assert report["architecture"] == "LlamaForCausalLM" and report["reader"] == "transformers-5"
     assert quantized(report) == sorted(ATTENTION)
