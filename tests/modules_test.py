@@ -275,6 +275,15 @@ def test_embeddings_are_quantized_for_mlx(halfbyte, llama, tmp_path):
     assert reasons(report)["lm_head.weight"] == "head"
 
 
+def test_rows_that_mlx_does_not_quantize(halfbyte, llama, tmp_path):
+    odd = LLAMA | {f"{LAYER}mlp.down_proj.weight": matrix(128, 96), f"{LAYER}mlp.up_proj.weight": matrix(96, 128)}
+    st.write(llama / "model.safetensors", odd)
+    report = quantize(halfbyte, llama, tmp_path / "out", "--format", "affine4")
+    assert "whole groups" in reasons(report)[f"{LAYER}mlp.down_proj.weight"] and reasons(report)[f"{LAYER}mlp.up_proj.weight"] == ""
+    run = quantize(halfbyte, llama, tmp_path / "named", "--format", "affine4", "--include", "mlp", expect=3)
+    assert "96 columns are not a multiple of the group size 64" in run.stderr
+
+
 def test_mlx_takes_gpt2_the_other_way_round(halfbyte, gpt2, tmp_path):
     quantize(halfbyte, gpt2, tmp_path / "out", "--format", "affine8", "--group-size", "32")
     written = stored(tmp_path / "out")

@@ -372,6 +372,8 @@ std::string Selector::reason_for_mlx(const MlxWeight& own) const {
     return own.head ? "head" : "embedding";
   } else if (!own.quantized) {
     return "mlx-lm keeps it dense";
+  } else if (own.weight.cols() % options_.group_size.value_or(layout_.default_group_size) != 0) {
+    return "mlx-lm keeps rows dense that are not whole groups";
   }
   return excluded ? "excluded" : num_elements(first) == 0 ? "empty" : "";
 }
