@@ -991,13 +991,30 @@ MLX_TYPES = {
     "recurrent_gemma": {"num_key_value_heads": 1},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "qwen3_vl_moe": {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}},
+    "gpt_bigcode": {"n_inner": 256},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "mamba2": {"num_heads": 8},
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}},
     "gemma4": {"text_config": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 64, "long_factor": [1.0], "short_factor": [1.0]}},
 }  # fmt: skip
+# Further small models, which have other modules.
+MLX_VARIANTS = {
+    "deepseek_v2": [{"q_lora_rank": None}, {"first_k_dense_replace": 1}],
+    "deepseek_v3": [{"q_lora_rank": None}],
+    "dots1": [{"first_k_dense_replace": 1}],
+    "glm4_moe_lite": [{"q_lora_rank": None}],
+    "llama4": [{"text_config": {"moe_layers": [1, 3], "interleave_moe_layer_step": 2}}],
+    "qwen3_moe": [{"mlp_only_layers": [0]}],
+}
+# The same, of which mlx-lm makes other models: under names of their own, with the first argument.
+MLX_OTHERS = {"granitemoehybrid": {"num_local_experts": 0, "shared_intermediate_size": 96}}
 # Keys of a config.json that transformers' configuration does not have.
 MLX_CONFIGS = {
     "gemma3": {"vocab_size": 128},
+    "gemma3n": {"text_config": {"rope_local_base_freq": 10000.0}},
+    "gpt_bigcode": {"mlp_bias": True},
     "gemma4": {"vocab_size": 128},
     "gemma4_unified": {"vocab_size": 128, "text_config": {"hidden_size_per_layer_input": 0}},
 }
@@ -1064,34 +1081,40 @@ def mlx_table(failures, report):
         if not classes:
             continue
         try:
-            result[model_type] = mlx_entry(mx, utils, classes[0], report)
+            result[model_type] = mlx_entry(mx, utils, classes[0], report, [{}, *MLX_VARIANTS.get(model_type, ())])
+            if variant := MLX_OTHERS.get(model_type):
+                key, value = next(iter(variant.items()))
+                result[f"{model_type} {key}={value}"] = mlx_entry(mx, utils, classes[0], report, [variant])
         except (Exception, SystemExit) as error:
             failures[f"mlx {model_type}"] = first_line(error)
     return result
 
 
-def mlx_sample(utils, cls):
+def update(config, values):
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            config[key].update(value)
+        else:
+            config[key] = value
+
+
+def mlx_sample(utils, cls, variant={}):
     """A small model of a class: (config.json, {name in the checkpoint: shape}, what makes mlx-lm's model)."""
     arguments = small_arguments(cls.config_class)
     model_type = cls.config_class.model_type
-    for key, value in MLX_TYPES.get(model_type, {}).items():
-        if isinstance(value, dict) and isinstance(arguments.get(key), dict):
-            arguments[key].update(value)
-        else:
-            arguments[key] = value
+    update(arguments, MLX_TYPES.get(model_type, {}))
+    update(arguments, variant)
     config = cls.config_class(**arguments)
     model = build(cls, config, shrink=False)
     config.architectures = [cls.__name__]
     state = {k: v for k, v in model.state_dict().items() if k not in model.all_tied_weights_keys}
     checkpoint = state if model_type in MLX_FUSED_EXPERTS else core_model_loading.revert_weight_conversion(model, state)
-    if sum(v.numel() for v in checkpoint.values()) > 2**27:
+    if sum(v.numel() for v in checkpoint.values()) > 2**29:
         raise ValueError(f"no small model: {sum(v.numel() for v in checkpoint.values())} elements")
     values = as_published(json.loads(config.to_json_string(use_diff=False)), config)
-    for key, value in {**MLX_TYPES.get(model_type, {}), **MLX_CONFIGS.get(model_type, {})}.items():
-        if isinstance(value, dict) and isinstance(values.get(key), dict):
-            values[key].update(value)
-        else:
-            values[key] = value
+    for some in (MLX_TYPES, MLX_CONFIGS):
+        update(values, some.get(model_type, {}))
+    update(values, variant)
     model_class, args_class = utils._get_classes(values)
     for key, parameter in inspect.signature(args_class).parameters.items():
         if parameter.default is parameter.empty and key not in values:
@@ -1105,8 +1128,50 @@ def mlx_sanitize(reader, weights):
     return reader.sanitize(dict(weights)) if hasattr(reader, "sanitize") else dict(weights)
 
 
-def mlx_entry(mx, utils, cls, report):
-    values, checkpoint, make = mlx_sample(utils, cls)
+def mlx_entry(mx, utils, cls, report, variants):
+    """What some small models of a class have, as one entry."""
+    model_type = cls.config_class.model_type
+    if model_type in MLX_REFUSED:
+        return {"refused": MLX_REFUSED[model_type]}
+    modules, plain, made, kept, names = defaultdict(set), {}, defaultdict(set), set(), set()
+    entry = {}
+    for variant in variants:
+        seen = mlx_observe(mx, utils, cls, report, variant)
+        if isinstance(seen, str):
+            return {"refused": seen}
+        for key, value in seen["modules"].items():
+            if isinstance(value, set):
+                modules[key] |= value
+            else:
+                entry[key] = value
+        plain.update(seen["plain"])
+        for name, some in seen["made"].items():
+            made[name] |= some
+        kept |= seen["kept"]
+        names |= seen["names"]
+    rules, wrong = rules_of(plain)
+    for name in wrong:
+        report["mlx"].append(f"{model_type}: {name}: by no rules, is {plain[name]}")
+    if model_type in MLX_WITHOUT_PREFIX:  # with it they are what transformers saves
+        prefix = MLX_WITHOUT_PREFIX[model_type]
+        rules[f"^{prefix}"] = rules["^"]
+        for name, some in made.items():
+            made[name] = some | {one.replace(": ", f": {prefix}.") for one in some}
+    result = {kind: braces(some) for kind, some in sorted(modules.items())} | entry
+    if rules:
+        result["names"] = dict(sorted(rules.items()))
+    if made:
+        result["fused"] = {k: " | ".join(sorted(v)) for k, v in sorted(made.items())}
+    if model_type in MLX_FUSED:
+        result["fused"] = MLX_FUSED[model_type]
+    if names - kept:
+        result["dropped"] = braces({shortest_prefix(n, kept) for n in names - kept})
+    return result
+
+
+def mlx_observe(mx, utils, cls, report, variant):
+    """What a small model has, or why it is refused."""
+    values, checkpoint, make = mlx_sample(utils, cls, variant)
     reader = make()
     model_type = cls.config_class.model_type
     sources, given, origin = [], {}, {}
@@ -1118,74 +1183,47 @@ def mlx_entry(mx, utils, cls, report):
         sources.append((first, name))
         first += count
     weights = mlx_sanitize(reader, given)
-    entry = mlx_modules_tied(utils, values)
+    modules = mlx_modules_tied(utils, values)
     parameters = dict(mlx_flatten(reader.parameters()))
     missing = sorted(set(parameters) - set(weights))
     unexpected = sorted(set(weights) - set(parameters))
     for kind, some in (("missing", missing), ("unexpected", unexpected)):
         if some:
             report["mlx"].append(f"{model_type}: {kind} {braces(sorted({wild(n) for n in some}))}"[:300])
-    plain, made = {}, defaultdict(set)
-    used = set()
-    experts = {m for k, v in entry.items() if k.startswith("experts") for m in expand(v)}
+    if (missing or unexpected) and model_type not in MLX_FUSED:
+        return "mlx-lm does not read the names of published checkpoints"
+    quantized = {f"{m}.weight" for kind, some in modules.items() if isinstance(some, set) and kind != "untied" for m in some}
+    experts = {m for kind, some in modules.items() if kind.startswith("experts") for m in some}
+    plain, made, origins = {}, defaultdict(set), {}
+    kept = set()
     for name, value in weights.items():
         ops, parts = mlx_origin(value, sources, origin)
         ops = mlx_heads(ops, name, value, parts, given, values)
-        used |= set(parts)
+        kept |= {wild(p) for p in parts}
+        origins[name] = parts
         if ops == "copy" and (wild(name) == wild(parts[0]) or wild(name).removesuffix(".weight") not in experts):
             plain[wild(parts[0])] = wild(name)
         else:
             made[wild(name)].add(f"{ops}: {parts_text(list(dict.fromkeys(wild(p) for p in parts)))}")
-    rules, wrong = rules_of(plain)
-    for name in wrong:
-        report["mlx"].append(f"{model_type}: {name}: by no rules, is {plain[name]}")
-    if model_type in MLX_WITHOUT_PREFIX:  # with it they are what transformers saves
-        prefix = MLX_WITHOUT_PREFIX[model_type]
-        rules[f"^{prefix}"] = rules["^"]
-        for name, some in made.items():
-            made[name] = some | {one.replace(": ", f": {prefix}.") for one in some}
-    if rules:
-        entry["names"] = dict(sorted(rules.items()))
-    if made:
-        entry["fused"] = {k: " | ".join(sorted(v)) for k, v in sorted(made.items())}
-    kept = {wild(n) for n in used}
-    dropped = {shortest_prefix(wild(n), kept) for n in checkpoint if wild(n) not in kept}
-    if dropped:
-        entry["dropped"] = braces(dropped)
-    # What mlx-lm saved, its loader changes again.
-    again = mlx_sanitize(make(), weights)
-    same = again.keys() == weights.keys() and all(again[k].shape == v.shape and (again[k] == v).all().item() for k, v in weights.items())
-    # What it makes of each tensor's elements must be these, moved.
-    computed = sorted(k for k, v in entry.get("fused", {}).items() if re.search(r"(^|\| )(computed|plus)", v))
-    # Its loader may do what is computed: if nothing but what it quantizes has been moved before.
-    if computed and not any(entry["fused"][k].startswith("computed") for k in computed):
-        partly = {k: v for k, v in weights.items() if wild(k) not in entry["fused"] or mlx_is_quantized(entry, wild(k))}
-        for name, value in weights.items():
-            if name not in partly:
-                partly[name] = given[mlx_origin(value, sources, origin)[1][0]]
-        again = mlx_sanitize(make(), partly)
-        if again.keys() == weights.keys() and all(again[k].shape == v.shape and (again[k] == v).all().item() for k, v in weights.items()):
-            for name in list(entry["fused"]):
-                if not mlx_is_quantized(entry, name):
-                    source = entry["fused"].pop(name).split(": ")[1]
-                    plain[source] = name
-            rules, wrong = rules_of(plain)
-            assert not wrong
-            entry["names"] = dict(sorted(rules.items()))
-            if not entry["fused"]:
-                del entry["fused"]
-            computed, same = [], True
-    if model_type in MLX_FUSED:
-        entry["fused"] = MLX_FUSED[model_type]
-    elif model_type in MLX_REFUSED:
-        return {"refused": MLX_REFUSED[model_type]}
-    elif missing or unexpected:
-        return {"refused": "mlx-lm does not read the names of published checkpoints"}
+    # Values that are not elements of the checkpoint. The loader may compute them again of a checkpoint in which nothing is moved but
+    # what it quantizes.
+    computed = {name for name, some in made.items() if any(one.startswith(("computed", "plus")) for one in some)}
+    if computed and not computed & quantized:
+        partly = {n: v if wild(n) not in made or wild(n) in quantized else given[origins[n][0]] for n, v in weights.items()}
+        if not mlx_same(mlx_sanitize(make(), partly), weights):
+            return "mlx-lm computes new values of " + braces(computed)
+        for name in set(made) - quantized:
+            (one,) = made.pop(name)
+            plain[one.split(": ")[1]] = name
     elif computed:
-        return {"refused": "mlx-lm computes new values of " + braces(computed)}
-    elif not same:
-        return {"refused": "mlx-lm does not load what it saves"}
-    return entry
+        return "mlx-lm computes new values of " + braces(computed)
+    elif not mlx_same(mlx_sanitize(make(), weights), weights):
+        return "mlx-lm does not load what it saves"
+    return {"modules": modules, "plain": plain, "made": made, "kept": kept, "names": {wild(n) for n in checkpoint}}
+
+
+def mlx_same(a, b):
+    return a.keys() == b.keys() and all(a[k].shape == v.shape and (a[k] == v).all().item() for k, v in b.items())
 
 
 def shortest_prefix(name, others):
@@ -1215,17 +1253,13 @@ def mlx_modules_tied(utils, values):
 
     result = mlx_modules(reader(False))
     if untied := modules(False) - modules(True):
-        result["untied"] = braces(untied)
+        result["untied"] = untied
         try:
             if not untied <= modules(None):
                 result["tied"] = True
         except TypeError:  # it has to
             pass
     return result
-
-
-def mlx_is_quantized(entry, name):
-    return any(wild(name).removesuffix(".weight") in expand(v) for k, v in entry.items() if k.split(" ")[0] in ("linear", "embedding", "experts", "MultiLinear"))
 
 
 def mlx_heads(ops, name, value, parts, given, values):
@@ -1255,7 +1289,7 @@ def mlx_flatten(tree, prefix=""):
 
 
 def mlx_modules(reader):
-    """{kind: modules} that mlx-lm quantizes, with those that its predicate leaves out or gives other parameters."""
+    """{kind: set of modules} that mlx-lm quantizes, with those that its predicate leaves out or gives other parameters."""
     kinds = {"Linear": "linear", "Embedding": "embedding", "SwitchLinear": "experts"}
     found = defaultdict(set)
     predicate = getattr(reader, "quant_predicate", None)
@@ -1269,7 +1303,7 @@ def mlx_modules(reader):
         elif not answer:
             kind += " dense"
         found[kind].add(wild(name))
-    return {kind: braces(names) for kind, names in sorted(found.items())}
+    return dict(found)
 
 
 def mlx_origin(value, sources, origin):

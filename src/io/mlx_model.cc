@@ -141,6 +141,20 @@ Listed listed_of(const std::string& key) {
   return listed;
 }
 
+// That of a model type, or of one that has a certain value too: "granitemoehybrid num_local_experts=0".
+const json* entry_of(const json& config, const std::string& model_type) {
+  const json* result = nullptr;
+  for (const auto& [key, entry] : architectures().at("mlx").items()) {
+    if (key == model_type && result == nullptr) result = &entry;
+    if (!key.starts_with(model_type + " ")) continue;
+    const Parts condition = split(std::string_view(key).substr(model_type.size() + 1), '=');
+    const json* value = member(config, condition.at(0).c_str());
+    if (value != nullptr && value->is_number_integer() && value->get<int64_t>() == integer(condition.at(1)))
+      result = &entry;
+  }
+  return result;
+}
+
 // What published checkpoints have beside the table's tensors, and no model of mlx-lm loads: precomputed
 // rotations and masks of attention, and layers that predict several tokens.
 bool is_left_out(const Parts& name, const Weight& weight) {
@@ -327,9 +341,8 @@ MlxModel::MlxModel(std::shared_ptr<const Model> model) : model_(std::move(model)
 std::optional<MlxModel> MlxModel::find(const json& config) {
   const json* model_type = member(config, "model_type");
   if (model_type == nullptr || !model_type->is_string()) return std::nullopt;
-  const json& all = architectures().at("mlx");
-  const auto entry = all.find(model_type->get_ref<const std::string&>());
-  if (entry == all.end()) return std::nullopt;
+  const json* entry = entry_of(config, model_type->get_ref<const std::string&>());
+  if (entry == nullptr) return std::nullopt;
   auto model = std::make_shared<Model>();
   model->model_type = model_type->get<std::string>();
   const json* text = member(config, "text_config");
