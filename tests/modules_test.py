@@ -299,7 +299,7 @@ def test_what_mlx_does_not_load_is_refused_or_left_out(halfbyte, tmp_path):
     )
     report = quantize(halfbyte, source, tmp_path / "out", "--format", "affine4")
     assert list(vision)[0] in report["left_out"] and list(vision)[0] not in stored(tmp_path / "out")
-    source = write_model(tmp_path / "next", "Qwen3NextForCausalLM", ROUTED, model_type="qwen3_next")
+    source = write_model(tmp_path / "falcon", "FalconH1ForCausalLM", ROUTED, model_type="falcon_h1")
     run = quantize(halfbyte, source, tmp_path / "refused", "--format", "affine4", expect=3)
     assert "mlx-lm does not load" in run.stderr
     source = write_model(tmp_path / "bert", "BertForMaskedLM", {"bert.encoder.layer.0.attention.self.query.weight": matrix(64, 64)}, model_type="bert")

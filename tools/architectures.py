@@ -1192,32 +1192,21 @@ def mlx_observe(mx, utils, cls, report, variant):
             report["mlx"].append(f"{model_type}: {kind} {braces(sorted({wild(n) for n in some}))}"[:300])
     if (missing or unexpected) and model_type not in MLX_FUSED:
         return "mlx-lm does not read the names of published checkpoints"
-    quantized = {f"{m}.weight" for kind, some in modules.items() if isinstance(some, set) and kind != "untied" for m in some}
     experts = {m for kind, some in modules.items() if kind.startswith("experts") for m in some}
-    plain, made, origins = {}, defaultdict(set), {}
+    plain, made = {}, defaultdict(set)
     kept = set()
     for name, value in weights.items():
         ops, parts = mlx_origin(value, sources, origin)
         ops = mlx_heads(ops, name, value, parts, given, values)
         kept |= {wild(p) for p in parts}
-        origins[name] = parts
         if ops == "copy" and (wild(name) == wild(parts[0]) or wild(name).removesuffix(".weight") not in experts):
             plain[wild(parts[0])] = wild(name)
         else:
             made[wild(name)].add(f"{ops}: {parts_text(list(dict.fromkeys(wild(p) for p in parts)))}")
-    # Values that are not elements of the checkpoint. The loader may compute them again of a checkpoint in which nothing is moved but
-    # what it quantizes.
-    computed = {name for name, some in made.items() if any(one.startswith(("computed", "plus")) for one in some)}
-    if computed and not computed & quantized:
-        partly = {n: v if wild(n) not in made or wild(n) in quantized else given[origins[n][0]] for n, v in weights.items()}
-        if not mlx_same(mlx_sanitize(make(), partly), weights):
-            return "mlx-lm computes new values of " + braces(computed)
-        for name in set(made) - quantized:
-            (one,) = made.pop(name)
-            plain[one.split(": ")[1]] = name
-    elif computed:
+    computed = {name for name, some in made.items() if any(one.startswith("computed") for one in some)}
+    if computed:
         return "mlx-lm computes new values of " + braces(computed)
-    elif not mlx_same(mlx_sanitize(make(), weights), weights):
+    if not mlx_same(mlx_sanitize(make(), weights), weights):
         return "mlx-lm does not load what it saves"
     return {"modules": modules, "plain": plain, "made": made, "kept": kept, "names": {wild(n) for n in checkpoint}}
 

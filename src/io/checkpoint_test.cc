@@ -462,6 +462,64 @@ TEST_F(CheckpointTest, BytesOfMlx) {
 
 // ---- Directories
 
+// Experts of two shards become one tensor; a router has bits of its own; what mlx-lm does not load is left
+// out.
+TEST_F(CheckpointTest, ModelOfMlxLm) {
+  fs::create_directories(dir_ / "moe");
+  const std::string layer = "model.layers.0.mlp.";
+  std::vector<Tensor> tensors{
+      random_tensor("model.embed_tokens.weight", DType::bf16, {64, 128}, 1),
+      random_tensor(layer + "experts.1.up_proj.weight", DType::bf16, {32, 128}, 2),
+      random_tensor(layer + "experts.0.up_proj.weight", DType::bf16, {32, 128}, 3),
+      random_tensor(layer + "gate.weight", DType::bf16, {2, 128}, 4),
+      random_tensor("lm_head.weight", DType::bf16, {64, 128}, 5),
+  };
+  write_model(dir_ / "moe/model.safetensors", tensors);
+  write_file(dir_ / "moe/config.json", R"({"model_type": "qwen3_moe", "tie_word_embeddings": true})");
+  QuantizeOptions options = options_for(Format::affine4, Layout::mlx);
+  options.group_size = 32;
+  const CheckpointReport report = quantize_checkpoint(path("moe"), path("out"), options);
+  EXPECT_EQ(report.num_quantized, 3);
+  EXPECT_EQ(report.weights.size(), 3U);
+  EXPECT_EQ(report.left_out, (std::vector<std::string>{"lm_head.weight"}));
+  const Checkpoint written = Checkpoint::open(path("out")), source = Checkpoint::open(path("moe"));
+  EXPECT_EQ(written.find("lm_head.weight"), nullptr);
+  const Weight& router = *written.find(layer + "gate.weight");
+  EXPECT_EQ(router.spec.format, Format::affine8);
+  EXPECT_EQ(router.spec.group_size, 64);
+  const Weight& experts = *written.find(layer + "switch_mlp.up_proj.weight");
+  EXPECT_EQ(experts.shape, (std::vector<int64_t>{2, 32, 128}));
+  EXPECT_EQ(experts.spec.format, Format::affine4);
+
+  // The same, of experts that came stacked.
+  Tensor stacked = tensors[2];
+  stacked.name = layer + "switch_mlp.up_proj.weight";
+  stacked.shape = {2, 32, 128};
+  stacked.bytes.insert(stacked.bytes.end(), tensors[1].bytes.begin(), tensors[1].bytes.end());
+  fs::create_directories(dir_ / "stacked");
+  write_model(dir_ / "stacked/model.safetensors", {tensors[0], stacked});
+  write_file(dir_ / "stacked/config.json", R"({"model_type": "qwen3_moe", "tie_word_embeddings": true})");
+  quantize_checkpoint(path("stacked"), path("other"), options);
+  EXPECT_TRUE(decode_all(written, experts.name, DType::f32) ==
+              decode_all(Checkpoint::open(path("other")), experts.name, DType::f32));
+
+  options.keep_embeddings = true;
+  options.dry_run = true;
+  EXPECT_EQ(quantize_checkpoint(path("moe"), "", options).num_quantized, 2);
+
+  // Norms that mlx-lm adds 1 to: 1 + 2^-8 is 1 in bf16, and 1 + 3 * 2^-8 is 1 + 2^-6.
+  options.dry_run = false;
+  tensors.push_back(make_tensor("model.norm.weight", DType::bf16, {3}, {0.5F, 0x1p-8F, 0x3p-8F}));
+  fs::create_directories(dir_ / "next");
+  write_model(dir_ / "next/model.safetensors", tensors);
+  write_file(dir_ / "next/config.json", R"({"model_type": "qwen3_next", "tie_word_embeddings": true})");
+  quantize_checkpoint(path("next"), path("next-out"), options);
+  EXPECT_EQ(hex_of(Checkpoint::open(path("next-out")), "model.norm.weight"), "c03f803f823f");
+
+  write_file(dir_ / "next/config.json", R"({"model_type": "falcon_h1"})");
+  EXPECT_THROW(quantize_checkpoint(path("next"), path("refused"), options), Error);
+}
+
 TEST_F(CheckpointTest, DirectoryAndBack) {
   const std::string input = write_model_directory();
   for (const io::LayoutInfo* layout : io::all_layouts()) {

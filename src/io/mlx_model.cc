@@ -321,10 +321,14 @@ MlxWeight MlxModel::Model::make(const std::string& target, const Recipe& recipe,
                    printable(target), i);
     View view(sources[i].second, weight.shape);
     // The kernels of a convolution keep their name: mlx-lm goes by their shape too.
-    const bool is_done = recipe.source == recipe.target && !weight.shape.empty() && weight.shape.back() == 1;
+    const bool is_done =
+        recipe.source == recipe.target && weight.shape.size() == 3 && weight.shape.back() == 1;
     if (!is_done) {
       for (const std::string& operation : recipe.operations) {
-        if (operation != "transpose" || !is_turned(view, target)) apply(operation, view, target);
+        if (operation == "plus 1")
+          output.plus = 1;
+        else if (operation != "transpose" || !is_turned(view, target))
+          apply(operation, view, target);
       }
     }
     HALFBYTE_CHECK(i == 0 || view.shape == output.shape, bad_input, "\"{}\" has shape [{}], others [{}]",

@@ -252,9 +252,26 @@ TEST(MlxModels, RefusedAndUnknown) {
   EXPECT_FALSE(MlxModel::find({{"model_type", 1}}).has_value());
   EXPECT_FALSE(MlxModel::find(json::array()).has_value());
   EXPECT_EQ(model({{"model_type", "llama"}}).refused(), "");
+  const auto falcon = model({{"model_type", "falcon_h1"}});
+  EXPECT_NE(falcon.refused().find("multiplies"), std::string::npos);
+  EXPECT_THROW(static_cast<void>(falcon.weights({})), Error);
+}
+
+// mlx-lm adds 1 to norms, unless the experts of the checkpoint are stacked already.
+TEST(MlxModels, NormsPlusOne) {
   const auto next = model({{"model_type", "qwen3_next"}});
-  EXPECT_NE(next.refused().find("norm"), std::string::npos);
-  EXPECT_THROW(static_cast<void>(next.weights({})), Error);
+  const std::string layer = "model.layers.0.";
+  std::vector<Weight> input{weight(layer + "input_layernorm.weight", {2}),
+                            weight(layer + "linear_attn.norm.weight", {2}),
+                            weight(layer + "mlp.experts.0.up_proj.weight", {2, 2}),
+                            weight("mtp.layers.0.mlp.experts.0.up_proj.weight", {2, 2})};
+  auto all = next.weights(input);
+  EXPECT_EQ(all.weights[0].weight.plus, 1);
+  EXPECT_EQ(all.weights[1].weight.plus, 0);
+  EXPECT_EQ(all.weights[2].weight.plus, 0);
+  EXPECT_EQ(all.dropped, (std::vector<size_t>{3}));
+  input[2] = weight(layer + "mlp.switch_mlp.up_proj.weight", {2, 2, 2});
+  EXPECT_EQ(next.weights(input).weights[0].weight.plus, 0);
 }
 
 // Every row can be read.

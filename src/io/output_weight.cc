@@ -43,6 +43,19 @@ void with_element(int64_t size, const Body& body) {
   }
 }
 
+void add(DType dtype, float value, std::span<std::byte> bytes) {
+  constexpr int64_t kMany = 1024;
+  float sums[kMany];
+  const int64_t size = size_of(dtype), n = static_cast<int64_t>(bytes.size()) / size;
+  for (int64_t i = 0; i < n; i += kMany) {
+    const int64_t count = std::min(kMany, n - i);
+    convert_elements(bytes.data() + i * size, dtype, count, reinterpret_cast<std::byte*>(sums), DType::f32);
+    for (float& sum : std::span(sums, static_cast<size_t>(count))) sum += value;
+    convert_elements(reinterpret_cast<const std::byte*>(sums), DType::f32, count, bytes.data() + i * size,
+                     dtype);
+  }
+}
+
 // Reads elements [begin, begin + count) of the matrix that one source makes.
 class SourceReader {
  public:
@@ -179,6 +192,9 @@ void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weig
     total += rows.num_rows * cols;
   }
   if (total != n) fail("the sources do not make up the shape");
+  HALFBYTE_CHECK(weight.plus == 0 || first.dtype == "F32" || first.dtype == "F16" || first.dtype == "BF16",
+                 bad_input, "weight \"{}\" would be that of the input plus {}, but it is {}",
+                 printable(weight.name), weight.plus, first.dtype);
   HALFBYTE_CHECK(
       safetensors_dtype_bits(first.dtype) % 8 == 0 || is_whole(input, weight), bad_input,
       "weight \"{}\" would be a part of \"{}\" or several weights, but elements of {} are not whole "
@@ -197,7 +213,8 @@ uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight) {
 
 bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight) {
   const SourceRows& rows = weight.sources.front();
-  return weight.sources.size() == 1 && rows.first == 0 && is_contiguous(rows, weight.cols()) &&
+  return weight.plus == 0 && weight.sources.size() == 1 && rows.first == 0 &&
+         is_contiguous(rows, weight.cols()) &&
          num_elements(weight.shape) == num_elements(input.weights[rows.weight]);
 }
 
@@ -225,6 +242,7 @@ void read_output(const Checkpoint::Impl& input, const OutputWeight& weight, uint
           .read(low - first, high - low, bytes.data() + (low - begin) * size);
     first = last;
   }
+  if (weight.plus != 0) add(*dtype_from_safetensors(stored_dtype(input, weight)), weight.plus, bytes);
 }
 
 }  // namespace halfbyte::io

@@ -24,6 +24,7 @@ struct OutputWeight {
   std::string name;
   std::vector<int64_t> shape;
   std::vector<SourceRows> sources;  // one behind the other, of one dtype; a whole weight is one source
+  float plus = 0;  // is added to each element, and the sum rounded: readers may store norms so
 
   int64_t cols() const { return shape.empty() ? 1 : shape.back(); }
 };
@@ -34,14 +35,15 @@ OutputWeight whole_weight(const Weight& weight, size_t index);
 OutputWeight transposed_weight(const Weight& weight, size_t index);
 
 // The sources must be dense, lie within their weights and make up the shape, Error(bug); and be of one dtype,
-// of whole bytes unless they are a whole weight, Error(bad_input).
+// of whole bytes unless they are a whole weight, and F32, F16 or BF16 for `plus`, Error(bad_input).
 void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weight);
 
 // As safetensors spells it: DType need not have it.
 const std::string& stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight);
 uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight);
 
-// Whether it has all elements of an input weight in their order: then its bytes are those of the tensor.
+// Whether it has all elements of an input weight in their order, as they are: then its bytes are those of the
+// tensor.
 bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight);
 // Whether a row of it is a column in the input. A block is then read in runs as long as it has rows, and
 // should have many: kTransposedElements.

@@ -172,6 +172,15 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
         }
     }
   }
+  if (weight.plus == 0) return;
+  const DType dtype = *dtype_from_safetensors(stored_dtype(source, weight));
+  for (int64_t at = 0; at < num_bytes; at += size) {
+    float value;
+    auto* number = reinterpret_cast<std::byte*>(&value);
+    convert_elements(bytes.data() + at, dtype, 1, number, DType::f32);
+    value += weight.plus;
+    convert_elements(number, DType::f32, 1, bytes.data() + at, dtype);
+  }
 }
 
 // A quantized weight in the written file.
