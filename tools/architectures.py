@@ -1184,6 +1184,10 @@ def mlx_observe(mx, utils, cls, report, variant):
         first += count
     weights = mlx_sanitize(reader, given)
     modules = mlx_modules_tied(utils, values)
+    if "untied" not in modules and "lm_head" in {n.split(".")[-2] for n in weights if "." in n}:
+        headless = mlx_sanitize(other := make(), {n: v for n, v in given.items() if not n.endswith("lm_head.weight")})
+        if left := {n for n, _ in mlx_flatten(other.parameters())} - set(headless):
+            modules["head"] = next(n.removesuffix(".weight") for n in left if n.endswith("lm_head.weight"))
     parameters = dict(mlx_flatten(reader.parameters()))
     missing = sorted(set(parameters) - set(weights))
     unexpected = sorted(set(weights) - set(parameters))

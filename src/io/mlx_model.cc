@@ -175,6 +175,7 @@ struct MlxModel::Model {
   std::vector<Rule> rules;
   std::vector<Parts> dropped;     // beginnings of names in the checkpoint
   std::vector<Parts> tied;        // modules that there are not
+  std::string own_head;           // a head that is there although it is the embedding; or empty
   std::optional<int64_t> layers;  // the model has no more
 
   const Listed* find_module(const Parts& tensor) const;
@@ -364,6 +365,8 @@ std::optional<MlxModel> MlxModel::find(const json& config) {
       model->dropped = patterns(value.get_ref<const std::string&>());
     } else if (key == "untied") {
       untied = patterns(value.get_ref<const std::string&>());
+    } else if (key == "head") {
+      model->own_head = value.get<std::string>() + ".weight";
     } else if (key == "tied") {
       tied = value.get<bool>();
     } else if (key == "names") {
@@ -402,7 +405,10 @@ std::optional<MlxModel> MlxModel::find(const json& config) {
   }
   if (const json* own = member(model->config, "tie_word_embeddings"); own != nullptr && own->is_boolean())
     tied = own->get<bool>();
-  if (tied) model->tied = std::move(untied);
+  if (tied)
+    model->tied = std::move(untied);
+  else
+    model->own_head.clear();
   return MlxModel(std::move(model));
 }
 
@@ -463,6 +469,12 @@ MlxModel::Weights MlxModel::weights(std::span<const Weight> input) const {
       result.weights.push_back(model.classified(std::move(output)));
     }
     known = known || result.weights.back().kind != MlxWeight::Kind::other;
+  }
+  const auto embedding = std::ranges::find(result.weights, MlxWeight::Kind::embedding, &MlxWeight::kind);
+  if (!model.own_head.empty() && !place.contains(model.own_head) && embedding != result.weights.end()) {
+    OutputWeight head = embedding->weight;
+    head.name = model.own_head;
+    result.weights.push_back(model.classified(std::move(head)));
   }
   HALFBYTE_CHECK(known || input.empty(), bad_input,
                  "no tensor has a name that mlx-lm's model {} reads, as \"{}\"", model.model_type,

@@ -247,6 +247,19 @@ TEST(MlxModels, TiedHead) {
             (std::vector<size_t>{1}));
 }
 
+TEST(MlxModels, HeadThatIsTheEmbedding) {
+  const std::vector<Weight> input{weight("model.embed_tokens.weight", {4, 2})};
+  const auto all = model({{"model_type", "glm4"}, {"tie_word_embeddings", true}}).weights(input);
+  EXPECT_EQ(names_of(all), (std::vector<std::string>{"model.embed_tokens.weight", "lm_head.weight"}));
+  EXPECT_TRUE(all.weights[1].head);
+  EXPECT_EQ(elements(all.weights[1].weight), elements(all.weights[0].weight));
+  EXPECT_EQ(model({{"model_type", "glm4"}, {"tie_word_embeddings", false}}).weights(input).weights.size(),
+            1U);
+  EXPECT_EQ(
+      model({{"model_type", "gemma3_text"}, {"tie_word_embeddings", true}}).weights(input).weights.size(),
+      1U);
+}
+
 TEST(MlxModels, RefusedAndUnknown) {
   EXPECT_FALSE(MlxModel::find({{"model_type", "bert"}}).has_value());
   EXPECT_FALSE(MlxModel::find({{"model_type", 1}}).has_value());
