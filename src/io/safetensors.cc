@@ -85,7 +85,7 @@ const std::string* find_duplicate(size_t count, const Names& names) {
 }
 
 // Builds a SafetensorsHeader from the events of the JSON parser. The accepted grammar is
-// {"__metadata__": {key: string}, NAME: {"dtype": string, "shape": [u64], "data_offsets": [u64, u64],
+// {"__metadata__": {key: string} or null, NAME: {"dtype": string, "shape": [u64], "data_offsets": [u64, u64],
 // any other key: any value}}. Offsets stay relative to the data.
 class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
@@ -93,7 +93,8 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
   SafetensorsHeader header;
 
-  bool null() override { return scalar("null"); }
+  // MLX writes this for a file without metadata, and the library of safetensors reads it.
+  bool null() override { return (place_ == Place::header && key_ == kMetadata) || scalar("null"); }
   bool boolean(bool value) override { return scalar(value ? "true" : "false"); }
   bool number_integer(number_integer_t value) override { return scalar(fmt::to_string(value)); }
   bool number_float(number_float_t, const string_t& text) override { return scalar(printable(text)); }
