@@ -118,6 +118,11 @@ class BitsAndBytes(Transformers):
                 module.support_avx512bf16_for_cpu = False
         return model
 
+    def read(self, model):
+        """In this order: bitsandbytes changes the dtype of a bias when it is used first."""
+        weights = self.weights(model)
+        return weights, self.outputs(model)
+
     def weights(self, model):
         import bitsandbytes
 

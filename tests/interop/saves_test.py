@@ -1,0 +1,113 @@
+"""What other tools write, the tool reads: models that bitsandbytes, compressed-tensors (as llm-compressor does) and mlx-lm quantize and
+save. `halfbyte dequantize` gives the weights that the tool that wrote them gives."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import readers
+import torch
+import transformers
+import zoo
+
+BITSANDBYTES, COMPRESSED_TENSORS, MLX = readers.READERS
+
+
+@pytest.fixture
+def dense(tmp_path, request):
+    """The directory of the model that the test names."""
+    path = tmp_path / "dense"
+    zoo.model(request.getfixturevalue("name")).save(path)
+    return path
+
+
+@pytest.fixture
+def compare(halfbyte, tmp_path):
+    """Compares a model with what dequantize makes of the save of it."""
+
+    def run(reader, model, saved):
+        weights = reader.read(model)[0]
+        halfbyte("dequantize", saved, "-o", tmp_path / "dequantized", *reader.dequantize)
+        expected = reader.read(reader.load_dense(tmp_path / "dequantized"))[0]
+        assert weights.keys() == expected.keys()
+        different = [name for name, weight in weights.items() if not reader.equal(weight, expected[name])]
+        assert not different
+
+    return run
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("form", ["nf4", "fp4"])
+@pytest.mark.parametrize("name", [
+    "LlamaForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "WhisperForConditionalGeneration",
+    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+])
+def test_bitsandbytes(name, form, double, dense, compare, tmp_path):
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=form, bnb_4bit_use_double_quant=double)
+    zoo.model(name).cls.from_pretrained(dense, quantization_config=config).save_pretrained(tmp_path / "saved")
+    compare(BITSANDBYTES, BITSANDBYTES.load(tmp_path / "saved"), tmp_path / "saved")
+
+
+SCHEMES = {  # targets: arguments of the weights
+    "W4A16": {"Linear": {"num_bits": 4, "strategy": "group", "group_size": 64}},
+    "W4A16 asymmetric": {"Linear": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}},
+    "W8A16 channel": {"Linear": {"num_bits": 8, "strategy": "channel"}},
+    "W8A16 tensor": {"Linear": {"num_bits": 8, "strategy": "tensor"}},
+    "W3A16": {"Linear": {"num_bits": 3, "strategy": "group", "group_size": 128}},
+    "W5A16": {"Linear": {"num_bits": 5, "strategy": "group", "group_size": 128}},
+    "W6A16": {"Linear": {"num_bits": 6, "strategy": "channel"}},
+    "mixed": {
+        r"re:.*down_proj$": {"num_bits": 8, "strategy": "channel"},
+        "Linear": {"num_bits": 4, "strategy": "group", "group_size": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_compressed_tensors(name, scheme, dense, compare, tmp_path):
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = zoo.model(name).cls.from_pretrained(dense)
+    groups = {
+        f"group_{i}": {"targets": [target], "weights": arguments} for i, (target, arguments) in enumerate(SCHEMES[scheme].items())
+    }
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            observe(module)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "saved")
+    compressor.update_config(tmp_path / "saved")
+    compare(COMPRESSED_TENSORS, model, tmp_path / "saved")
+
+
+def observe(module):
+    """Sets scales and zero points from the range of each group."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    arguments, weight = module.quantization_scheme.weights, module.weight.data
+    size = {"group": arguments.group_size, "channel": weight.shape[1], "tensor": weight.numel()}[arguments.strategy]
+    groups = weight.reshape(-1, size)
+    scale, zero_point = calculate_qparams(groups.amin(1), groups.amax(1), arguments)
+    module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+    module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
+
+
+@pytest.mark.parametrize("recipe", ["affine4", "mixed_4_6", "mixed_3_4"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM"])
+def test_mlx(name, recipe, dense, compare, tmp_path):
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    model = MLX.load_dense(dense)
+    predicate = None if recipe == "affine4" else mixed_quant_predicate_builder(recipe, model)
+    model, config = quantize_model(model, json.loads((dense / "config.json").read_text()), 64, 4, quant_predicate=predicate)
+    save_model(tmp_path / "saved", model)
+    save_config(config, tmp_path / "saved" / "config.json")
+    compare(MLX, MLX.load(tmp_path / "saved"), tmp_path / "saved")
