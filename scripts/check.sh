@@ -39,6 +39,16 @@ stage_examples() {  # the installed package: examples, pkg-config, the llama pro
   run_ctest examples
 }
 
+stage_readers() {  # transformers and mlx-lm load what the tool writes, and the tool what they save
+  install_packages "${packages[@]}" python3-venv
+  configure
+  cmake --build --preset ci --target halfbyte_cli
+  make_readers
+  local cells=(--seed "$seed" --count 300)
+  if ((full)); then cells=(--full); fi
+  "$readers" -m pytest -q -p no:cacheprovider tests/interop "${cells[@]}"
+}
+
 stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
   install_packages "${packages[@]}" python3-venv
   configure
@@ -92,6 +102,24 @@ find_in_toolkit() {
       return
     fi
   done
+}
+
+# The Python of tests/interop, with the readers: that of $HALFBYTE_READERS, or one in the cache, whose name goes by what it has.
+# 3 GB are loaded where the builds of torch for CPUs cannot be reached, a tenth of it otherwise.
+make_readers() {
+  readers=${HALFBYTE_READERS:-}
+  if [[ -n $readers ]]; then return; fi
+  local wanted=tests/interop/requirements.txt builds=https://download.pytorch.org/whl/cpu index=() folder
+  folder=${XDG_CACHE_HOME:-$HOME/.cache}/halfbyte/readers-$(sha256sum $wanted | cut -c1-12)
+  readers=$folder/bin/python
+  if [[ -e $folder/complete ]]; then return; fi
+  if python3 -c "import urllib.request; urllib.request.urlopen('$builds/torch/', timeout=10)" 2>/dev/null; then
+    index=(--extra-index-url "$builds")
+  fi
+  say "Python environment: $folder"
+  python3 -m venv --clear "$folder"
+  "$folder/bin/pip" install -q "${index[@]}" -r $wanted
+  touch "$folder/complete"
 }
 
 # part COUNT: of the lines that it reads, those that the seed chooses, or all with --full.

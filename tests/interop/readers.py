@@ -1,7 +1,8 @@
 """The programs that read what the tool writes: transformers with bitsandbytes and with compressed-tensors, and mlx-lm, on the CPU.
 
 A reader has `load`, which gives a model that is loaded without a complaint or raises; `read`, which gives all tensors of a model, dense,
-by the names of its modules, and what it computes. `Unreadable` is raised where the reader has no such model, even dense.
+by the names of its modules, and what it computes for some input, or None without one. `Unreadable` is raised where the reader has no
+such model, even dense.
 """
 
 import importlib.metadata
@@ -37,6 +38,7 @@ class Wrong(Exception):
 class Transformers:
     packages = ["transformers"]
     dequantize = []  # options of the tool
+    beside = {"embedding", "convolution"}  # reasons of the report for weights that `linear` does not have
 
     def load(self, directory):
         cls = getattr(transformers, json.loads((directory / "config.json").read_text())["architectures"][0])
@@ -63,8 +65,8 @@ class Transformers:
             feed["decoder_input_ids"] = text
         vision = getattr(config, "vision_config", config)
         if "pixel_values" in takes and ("input_ids" not in takes or model.main_input_name == "pixel_values" or "For" not in type(model).__name__):
-            size, channels = vision.image_size, vision.num_channels
-            feed["pixel_values"] = torch.randn(2, channels, size, size, generator=generator).to(dtype)
+            size = vision.image_size if isinstance(vision.image_size, (list, tuple)) else [vision.image_size] * 2
+            feed["pixel_values"] = torch.randn(2, vision.num_channels, *size, generator=generator).to(dtype)
         if "input_features" in takes and model.main_input_name == "input_features":
             feed["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator).to(dtype)
         if "use_cache" in takes:
@@ -73,9 +75,9 @@ class Transformers:
             given = model(**feed)
         return {k: v for k, v in given.items() if torch.is_tensor(v) and v.is_floating_point()}
 
-    def read(self, model):
-        """(weights, outputs). In this order: compressed-tensors makes a module dense when it is used first."""
-        outputs = self.outputs(model)
+    def read(self, model, with_outputs=True):
+        """(weights, outputs). The latter first: compressed-tensors makes a model dense when it is used first."""
+        outputs = self.outputs(model) if with_outputs else None
         return self.weights(model), outputs
 
     def weights(self, model):
@@ -85,7 +87,8 @@ class Transformers:
         return fuse_sequential_experts({k: v.detach() for k, v in found.items()}, model)
 
     def equal(self, a, b):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        """To the bit; the dtype may differ, since transformers holds some modules in f32 only where others are quantized."""
+        return torch.equal(a.double(), b.double())
 
     def distance(self, a, b):
         """The norm of the difference, as a part of that of b."""
@@ -118,10 +121,10 @@ class BitsAndBytes(Transformers):
                 module.support_avx512bf16_for_cpu = False
         return model
 
-    def read(self, model):
-        """In this order: bitsandbytes changes the dtype of a bias when it is used first."""
+    def read(self, model, with_outputs=True):
+        """The weights first: bitsandbytes changes the dtype of a bias when it is used first."""
         weights = self.weights(model)
-        return weights, self.outputs(model)
+        return weights, self.outputs(model) if with_outputs else None
 
     def weights(self, model):
         import bitsandbytes
@@ -181,6 +184,7 @@ def fuse_sequential_experts(found, model):
 class Mlx:
     name, packages = "mlx", ["mlx-lm", "mlx"]
     dequantize = ["--dtype", "f32"]
+    beside = {"convolution"}
     formats = {
         "affine4 group 32": ["--format", "affine4", "--group-size", "32"],
         "affine4 group 64": ["--format", "affine4", "--group-size", "64"],
@@ -225,12 +229,12 @@ class Mlx:
 
         return load_model(Path(directory), strict=True)[0]
 
-    def read(self, model):
+    def read(self, model, with_outputs=True):
         """In f32: MLX computes a weight in the dtype of its scales, and has not all products in f16 and bf16 on the CPU."""
         import mlx.core as mx
 
         model.set_dtype(mx.float32)
-        return self.weights(model), self.outputs(model)
+        return self.weights(model), self.outputs(model) if with_outputs else None
 
     def outputs(self, model):
         import mlx.core as mx
@@ -265,16 +269,10 @@ class Mlx:
         }
 
     def equal(self, a, b):
-        """Within 4 units of the last place: MLX computes in the dtype of the weight (docs/formats.md)."""
+        """To the bit, in f32."""
         import mlx.core as mx
-        import numpy as np
 
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        if a.dtype == mx.float32:
-            return bool(np.allclose(np.array(a), np.array(b), rtol=4 * 2.0**-23, atol=1e-9))
-        order = lambda x: (lambda i: np.where(i < 0, -(i & 0x7FFF), i))(np.array(x.view(mx.int16)).astype(np.int32))
-        return bool((np.abs(order(a) - order(b)) <= 4).all())
+        return a.shape == b.shape and bool(mx.array_equal(a, b))
 
     def distance(self, a, b):
         import mlx.core as mx
