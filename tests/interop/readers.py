@@ -37,6 +37,7 @@ class Wrong(Exception):
 
 class Transformers:
     packages = ["transformers"]
+    said = "transformers-5"  # in the report of the tool
     dequantize = []  # options of the tool
     beside = {"embedding", "convolution"}  # reasons of the report for weights that `linear` does not have
 
@@ -102,7 +103,7 @@ class Transformers:
         """The names of the weights that quantizing is about: of linear layers and experts, but of the head."""
         head = model.get_output_embeddings()
         names = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
-        return names | {n for n, p in model.named_parameters() if p.ndim == 3 and "expert" in n}
+        return names | {n for n, p in model.named_parameters() if p.ndim > 1 and "experts." in n and not n.endswith("bias")}
 
 
 class BitsAndBytes(Transformers):
@@ -183,6 +184,7 @@ def fuse_sequential_experts(found, model):
 
 class Mlx:
     name, packages = "mlx", ["mlx-lm", "mlx"]
+    said = "mlx-lm"
     dequantize = ["--dtype", "f32"]
     beside = {"convolution"}
     formats = {

@@ -27,6 +27,7 @@ from readers import READERS, Unreadable, Wrong
 
 TABLE = zoo.ROOT / "docs" / "compatibility.md"
 EQUAL, DENSE, REFUSED, CANNOT, FAILURE = "loads, equal", "kept dense, said so", "refused", "cannot", "**FAILURE**"
+USAGE, BAD_INPUT = 2, 3  # exit codes of the tool
 LOSS = 0.25  # of a quantized weight, at most, relative to its norm: that of random weights in 4 bits is about 0.1
 
 
@@ -100,7 +101,8 @@ class Bench:
             report = folder / "report.json"
             result = self.tool("quantize", self.checkpoint(model), "-o", quantized, "--layout", reader.name, *reader.formats[form], "--json", report)
             if result.returncode:
-                return Verdict(REFUSED, refusal(result.stderr))
+                refused = result.returncode in (USAGE, BAD_INPUT) and "error: " in result.stderr
+                return Verdict(REFUSED if refused else FAILURE, first_line(result.stderr))
             try:
                 return compare(self, reader, quantized, dense, original, json.loads(report.read_text()))
             except Exception as error:
@@ -116,18 +118,22 @@ class Bench:
         return Folder(dir=self.folder)
 
 
-def refusal(stderr):
-    return re.sub(r"/\S+/", "", stderr.strip().splitlines()[0].removeprefix("error: ")) if stderr.strip() else "in silence"
+def first_line(stderr):
+    """What the tool says, without the paths of this run."""
+    line = next(iter(stderr.strip().splitlines()), "nothing").removeprefix("halfbyte: ").removeprefix("error: ")
+    return re.sub(r'"/[^"]*"', "the model", line)
 
 
 def compare(bench, reader, quantized, dense, of_original, report):
     """The verdict on a model that the tool quantized. Raises what is wrong."""
     original, original_outputs, linear = of_original
+    if {"reader": reader.said, "loads": True, "why_not": ""} not in report["readers"]:
+        raise Wrong(f"the report does not say that it loads in {reader.said}")
     with_outputs = original_outputs is not None
     weights, outputs = reader.read(reader.load(quantized), with_outputs)
     result = bench.tool("dequantize", quantized, "-o", dense, *reader.dequantize)
     if result.returncode:
-        raise Wrong(f"dequantize: {refusal(result.stderr)}")
+        raise Wrong(f"dequantize: {first_line(result.stderr)}")
     expected, expected_outputs = reader.read(reader.load_dense(dense), with_outputs)
 
     for names, what in ((expected.keys() - weights.keys(), "lacks"), (weights.keys() - expected.keys(), "has, but should not,")):

@@ -90,7 +90,7 @@ def required_arguments():
 
 # Class: overrides. In the order of the table.
 _MOE = {"moe_intermediate_size": 64}
-_MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+_MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
         "head_dim": 32, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1} | _MOE
 _YARN = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1e4, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
          "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
@@ -156,7 +156,7 @@ ZOO = {
     "MambaForCausalLM": {},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 32},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-                         "use_mamba_kernels": False},
+                         "mamba_dt_rank": 64, "use_mamba_kernels": False},
     "RecurrentGemmaForCausalLM": {"num_key_value_heads": 1, "block_types": ["recurrent", "attention"]},
     "T5ForConditionalGeneration": {"d_kv": 32},
     "BartForConditionalGeneration": {},
