@@ -1,10 +1,10 @@
-"""Tiny models with random weights, of the architectures in use: a class of transformers and what its default configuration needs
-changed to be small. `save` writes them as save_pretrained does, which are the names of published checkpoints."""
+"""Tiny models with random weights, of the architectures in use: a class of transformers, and what its configuration has
+that is not made small by rule. They are saved with the names of published checkpoints."""
 
-import importlib.util
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from architectures import REQUIRED  # noqa: E402
+
 HIDDEN, LAYERS = 128, 2
 
 # What a field of a configuration becomes, by its name: the first that matches.
@@ -36,59 +39,42 @@ SIZES = [
     (r"^patch_size$", 14),
     (r"_token_(id|index)$|^image_token|^video_token", 200),
 ]
-DROPPED = r"^(architectures|transformers_version|model_type|id2label|label2id|_name_or_path|dtype|torch_dtype)$"
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id")
+DROPPED = ("architectures", "transformers_version", "model_type", "id2label", "label2id", "_name_or_path", "dtype")
 
 
-def shrink(values, overrides):
+def shrink(values):
     """The values of a configuration that are other than those of the default."""
     small = {}
     for key, value in values.items():
-        if re.match(DROPPED, key):
+        if key in DROPPED:
             continue
         if isinstance(value, dict) and (key.endswith("_config") or key in ("encoder", "decoder", "generator")):
-            kept = {"model_type": value["model_type"]} if "model_type" in value else {}
-            small[key] = kept | shrink(value, {})
+            small[key] = {k: v for k, v in value.items() if k == "model_type"} | shrink(value)
+        elif key in TOKENS and value is not None:
+            small[key] = TOKENS.index(key)
         elif isinstance(value, int) and not isinstance(value, bool):
-            if key in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"):
-                small[key] = ["pad", "bos", "eos", "dec", "sep", "cls"].index(key[:3])
-                continue
-            for pattern, size in SIZES:
-                if re.search(pattern, key):
-                    if size is not None:
-                        small[key] = size if "token_i" in key else size
-                    break
+            size = next((size for pattern, size in SIZES if re.search(pattern, key)), None)
+            if size is not None:
+                small[key] = size
         elif isinstance(value, list) and key in ("layer_types", "layers_block_type", "mlp_layer_types"):
             small[key] = (value[:1] + [kind for kind in value if kind != value[0]] + value)[:LAYERS]
-        elif isinstance(value, list) and key in ("eos_token_id",):
-            small[key] = 2
-    for key, value in overrides.items():
-        small[key] = small.get(key, {}) | value if isinstance(value, dict) and isinstance(small.get(key), dict) else value
     return small
+
+
+def merge(values, overrides):
+    both = {k: merge(values[k], v) for k, v in overrides.items() if isinstance(v, dict) and isinstance(values.get(k), dict)}
+    return values | overrides | both
 
 
 def config_of(cls, overrides):
     """A small configuration of a class of models."""
-    config_class = cls.config_class
-    required = required_arguments().get(config_class.__name__, {})
-    default = config_class(**required)
-    small = shrink(default.to_dict(), overrides)
-    for key, value in required.items():
-        small.setdefault(key, value)
-    return config_class(**small)
+    required = REQUIRED.get(cls.config_class.__name__, {})
+    small = shrink(cls.config_class(**required).to_dict())
+    return cls.config_class(**(required | merge(small, overrides)))
 
 
-def required_arguments():
-    """Those that tools/architectures.py found: its file is not imported, since that builds on much else."""
-    if not hasattr(required_arguments, "found"):
-        path = ROOT / "tools" / "architectures.py"
-        spec = importlib.util.spec_from_file_location("architectures", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        required_arguments.found = module.REQUIRED
-    return required_arguments.found
-
-
-# Class: overrides. In the order of the table.
+# Classes in the order of the table, with fields of their configuration.
 _MOE = {"moe_intermediate_size": 64}
 _MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
         "head_dim": 32, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1} | _MOE
