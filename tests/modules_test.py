@@ -239,6 +239,23 @@ def test_a_skipped_name_does_not_cover_more(halfbyte, tmp_path):
     assert "proj_out" in skips and "model.encoder.layers.0.self_attn.q_proj" in skips
 
 
+def test_a_model_that_only_reads_images_is_quantized(halfbyte, tmp_path):
+    layer = "vit.encoder.layer.0.attention.attention.query.weight"
+    tensors = {layer: matrix(64, 64), "classifier.weight": matrix(10, 64)}
+    source = write_model(tmp_path / "vit", "ViTForImageClassification", tensors, model_type="vit")
+    report = quantize(halfbyte, source, tmp_path / "out")
+    assert quantized(report) == [layer] and reasons(report)["classifier.weight"] == "head"
+
+
+def test_attention_of_pytorch_is_skipped(halfbyte, tmp_path):
+    """Its out_proj is of a class derived from nn.Linear."""
+    projector = "multi_modal_projector.cross_attn.multihead_attn"
+    tensors = {f"language_model.{n}": t for n, t in LLAMA.items()} | {f"{projector}.out_proj.weight": matrix(64, 64)}
+    source = write_model(tmp_path / "aria", "AriaForConditionalGeneration", tensors, model_type="aria")
+    quantize(halfbyte, source, tmp_path / "out", "--format", "int4")
+    assert f"model.{projector}.out_proj" in config_of(tmp_path / "out")["ignore"]
+
+
 def test_bare_parameters_are_dense_and_tiny_llama_is_unchanged(halfbyte, tmp_path):
     report = quantize(halfbyte, TINY_LLAMA, tmp_path / "out", "--format", "int4", "--group-size", "128")
     assert report["num_quantized"] == 28

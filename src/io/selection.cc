@@ -100,8 +100,9 @@ const char* word(ModuleRole role) {
   HALFBYTE_FAIL(bug, "no role {}", static_cast<int>(role));
 }
 
-// Why a weight with a module stays dense by default; empty: it does not.
-std::string kept_reason(const ModuleInfo& module) {
+// Why a weight with a module stays dense by default; empty: it does not. `reads_only`: the model is nothing
+// but what reads images or sound.
+std::string kept_reason(const ModuleInfo& module, bool reads_only = false) {
   switch (module.kind) {
     case ModuleKind::embedding:
       return "embedding";
@@ -110,7 +111,9 @@ std::string kept_reason(const ModuleInfo& module) {
     case ModuleKind::parameter:
       return *word(module.role) != '\0' ? word(module.role) : "no linear layer";
     default:
-      return word(module.role);
+      return reads_only && (module.role == ModuleRole::vision || module.role == ModuleRole::audio)
+                 ? ""
+                 : word(module.role);
   }
 }
 
@@ -223,7 +226,7 @@ std::vector<std::string> skips_of_weight(const std::string& name, const std::opt
       return skips;
     case ModuleKind::attention:
       if (name.find("out_proj") == std::string::npos) return skips;
-      add(module->module + ".out_proj");
+      add(module->module);
       break;
     case ModuleKind::linear:
     case ModuleKind::linear_subclass:
@@ -258,6 +261,11 @@ class Selector {
   }
 
   Selection run() {
+    // What reads images or sound is all that some models are.
+    reads_only_ = architecture_ && std::ranges::none_of(checkpoint_.weights, [&](const Weight& weight) {
+                    const auto module = architecture_->find_tensor(weight.name);
+                    return module && weight.shape.size() > 1 && kept_reason(*module).empty();
+                  });
     if (selection_.reader == Reader::mlx_lm) {
       const std::optional<MlxModel> model = MlxModel::find(config_of(checkpoint_));
       if (model) return for_mlx(*model);
@@ -286,6 +294,7 @@ class Selector {
   const NameFilter include_, exclude_;
   const std::optional<Architecture> architecture_;
   Selection selection_;
+  bool reads_only_ = false;
   std::vector<std::string> unreadable_;  // that include selects
   std::string first_reason_;
 };
@@ -313,10 +322,10 @@ void Selector::select(const Weight& weight, size_t index) {
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
                    printable(name), checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype);
   } else if (!(rank == 2 || (rank == 3 && experts)) || !is_quantizable(weight.dtype)) {
-    reason = module && rank > 1 ? kept_reason(*module) : "";
+    reason = module && rank > 1 ? kept_reason(*module, reads_only_) : "";
     if (reason.empty()) reason = "not selected";
   } else if (architecture_) {
-    reason = module ? kept_reason(*module) : "not in " + selection_.architecture;
+    reason = module ? kept_reason(*module, reads_only_) : "not in " + selection_.architecture;
   } else {
     reason = reason_by_name(weight);
   }
