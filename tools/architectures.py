@@ -13,6 +13,7 @@ Needs transformers, torch, timm, scipy and mlx-lm (mlx[cpu]); no accelerator, no
 """
 
 import argparse
+import ast
 import difflib
 import importlib
 import inspect
@@ -24,6 +25,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -75,7 +77,7 @@ REQUIRED = {
     "Gemma4UnifiedConfig": {"vision_config": {}, "audio_config": {}},
     "Granite4VisionConfig": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0], "downsample_rate": "1/2"},
     "HunYuanDenseV1Config": {"head_dim": 128},
-    "HunYuanMoEV1Config": {"head_dim": 128},
+    "HunYuanMoEV1Config": {"head_dim": 128, "num_experts": NUM_EXPERTS},
     "HunYuanVLConfig": {"text_config": {"head_dim": 128}},
     "HunYuanVLTextConfig": {"head_dim": 128},
     "InformerConfig": {"prediction_length": 8},
@@ -260,6 +262,8 @@ class Row:
         self.float32_always = set()
         self.skipped = set()
         self.apart = set()
+        self.probed = set()  # linear layers
+        self.uncompressed = set()
         self.ignored = set()
         self.names = {}  # pattern of the checkpoint -> pattern of the model, where they differ or are equal
         self.fused = {}  # (patterns of the model) -> (operations, patterns of the checkpoint)
@@ -364,7 +368,7 @@ def roles(model, found, children):
             role = "head"
         elif kind == "embedding":
             pass
-        elif ROUTER_CLASS.search(name) or re.search(r"(^|\.)(router\w*|shared_expert_gate)(\.|$)", path):
+        elif ROUTER_CLASS.search(name) or re.search(r"(^|\.)(router\w*|shared_expert_gate|gate\.wg)(\.|$)", path):
             role = "router"
         elif weight is not None and getattr(weight, "ndim", 0) == 2 and NUM_EXPERTS in weight.shape and has_experts(model, path):
             role = "router"
@@ -380,6 +384,54 @@ def roles(model, found, children):
             role = "head"
         result[path] = role
     return result
+
+
+@cache
+def class_sources(module):
+    """{class: its syntax tree} of a module of Python."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def used_weights(cls):
+    """The attributes of a class of modules whose weight it computes with itself: it never calls them."""
+    called, used = set(), set()
+    for part in cls.__mro__:
+        if not part.__module__.startswith(f"{transformers.__name__}.models."):
+            continue
+        tree = class_sources(part.__module__).get(part.__name__)
+        if tree is None:  # made by a decorator
+            continue
+        parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for function in tree.body:
+            if not isinstance(function, ast.FunctionDef) or "init" in function.name:
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call):
+                    called.add(ast.unparse(node.func))
+                match = re.fullmatch(r"self\.(\w+)\.weight", ast.unparse(node)) if isinstance(node, ast.Attribute) else None
+                if match is not None and isinstance(node.ctx, ast.Load) and getattr(parent[node], "attr", "") not in ("dtype", "device", "shape"):
+                    used.add(match[1])
+    return {name for name in used if f"self.{name}" not in called}
+
+
+def is_compressible(model, path, module):
+    """Whether `_init_weights`, which transformers 5 calls for each module that it has loaded, leaves the linear layer at `path`
+    alone if it has no weight, as those of compressed-tensors."""
+    parameters = dict(module._parameters)
+    del module._parameters["weight"]
+    parts = path.split(".")
+    try:
+        with torch.no_grad():
+            for count in range(len(parts) + 1):
+                model._init_weights(model.get_submodule(".".join(parts[:count])))
+    except AttributeError as error:
+        return "weight" not in str(error)
+    finally:  # in their order
+        module._parameters.clear()
+        module._parameters.update(parameters)
+    return True
 
 
 def has_experts(model, path):
@@ -421,7 +473,17 @@ def observe(model, rows):
     row = rows.setdefault(cls.__name__, Row(cls))
     found, children = own_kinds(model)
     role = roles(model, found, children)
-    for path, kind, _ in found:
+    for path, kind, module in found:
+        if kind in ("linear", "linear-subclass") and role[path] in ("", "expert"):
+            parent, _, name = path.rpartition(".")
+            # No reader can quantize what is used in this way.
+            if name in used_weights(type(model.get_submodule(parent))):
+                role[f"{path}.weight"] = role[path]
+                path, kind = f"{path}.weight", "parameter"
+            elif not row.reads and wild(path) not in row.probed:
+                row.probed.add(wild(path))
+                if not is_compressible(model, path, module):
+                    row.uncompressed.add(wild(path))
         value = kind + ("/" + role[path] if role[path] else "")
         row.kinds[wild(path)].add(value)
         row.exact[sequential_name(model, path)].add(value)
@@ -822,6 +884,8 @@ def class_entry(row, rows, report):
         entry["skipped"] = braces(row.skipped)
     if row.apart:
         entry["apart"] = braces(row.apart)
+    if row.uncompressed:
+        entry["uncompressed"] = braces(row.uncompressed)
     if row.ignored:
         entry["ignored"] = " ".join(sorted(row.ignored))
     wanted, fused = names_here(row, rows)
