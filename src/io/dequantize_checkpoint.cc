@@ -2,10 +2,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <regex>
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cpu/parallel.h"
+#include "io/architecture.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
@@ -15,8 +19,15 @@ namespace halfbyte {
 namespace io {
 namespace {
 
+// Where the rows of a weight lie in an output, in elements. Turned (row_stride 1): a row is a column there.
+struct Place {
+  size_t output;
+  int64_t first = 0, row_stride = 0, col_stride = 1;
+  bool turned() const { return col_stride != 1; }
+};
+
 struct Task {
-  const Weight* weight;
+  size_t weight;
   int64_t begin, count;  // elements to decode, or bytes to copy
 };
 
@@ -33,18 +44,24 @@ class Dequantizer {
 
  private:
   void plan();
-  int64_t max_elements(const StoredWeight& quantized) const;  // of a block
+  void find_places();
+  bool place_expert(size_t weight, const Architecture& architecture, std::map<std::string, size_t>& outputs);
+  int64_t max_elements(size_t weight) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   Metadata metadata_of(size_t file) const;
   void write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress);
   void copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
   void dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
+  void write_elements(CheckpointWriter& writer, size_t weight, int64_t begin,
+                      std::span<const std::byte> bytes, int64_t size) const;
 
   const Checkpoint::Impl& input_;
   const std::string& output_;
   const DequantizeOptions& options_;
   const int num_workers_;
   ProgressReporter reporter_;
+  std::vector<OutputWeight> outputs_;
+  std::vector<Place> places_;  // of each weight of the input
   OutputFiles files_;
   std::vector<std::vector<Task>> tasks_of_file_;
   SideFiles side_files_;
@@ -59,31 +76,31 @@ void Dequantizer::plan() {
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
   refuse_foreign(input_);  // its tensors would lose the config that tells how to read them
-  std::vector<OutputWeight> outputs;
-  std::vector<uint64_t> num_bytes;
-  outputs.reserve(input_.weights.size());
-  std::vector<const OutputWeight*> pointers;
-  for (const Weight& weight : input_.weights) {
-    pointers.push_back(&outputs.emplace_back(whole_weight(weight, outputs.size())));
-    num_bytes.push_back(weight.layout
-                            ? static_cast<uint64_t>(num_elements(weight) * size_of(dtype_of(weight)))
-                            : weight.num_bytes);
+  find_places();
+  std::vector<uint64_t> num_bytes(outputs_.size());
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Weight& weight = input_.weights[i];
+    num_bytes[places_[i].output] +=
+        weight.layout ? static_cast<uint64_t>(num_elements(weight) * size_of(dtype_of(weight)))
+                      : weight.num_bytes;
   }
+  std::vector<const OutputWeight*> pointers;
+  for (const OutputWeight& output : outputs_) pointers.push_back(&output);
   files_ = output_files(input_, pointers, num_bytes, options_.shard_bytes);
-  std::vector<size_t> file_of(input_.weights.size());
+  std::vector<size_t> file_of(outputs_.size());
   for (size_t file = 0; file < files_.weights.size(); ++file)
-    for (const size_t weight : files_.weights[file]) file_of[weight] = file;
+    for (const size_t output : files_.weights[file]) file_of[output] = file;
   tasks_of_file_.resize(files_.weights.size());
   int64_t copy_bytes = 0, block_bytes = 0;
   for (const Weight& weight : input_.weights) {
-    const size_t file = file_of[report_.weights.size()];
+    const size_t number = report_.weights.size(), file = file_of[places_[number].output];
     const StoredWeight* quantized = input_.quantized_weight(weight);
     const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
     const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
     for (int64_t begin = 0; begin < n;) {
-      const int64_t count = quantized ? block_at(quantized->weight, begin, max_elements(*quantized)).count
+      const int64_t count = quantized ? block_at(quantized->weight, begin, max_elements(number)).count
                                       : std::min(kCopyBytes, n - begin);
-      tasks_of_file_[file].push_back({&weight, begin, count});
+      tasks_of_file_[file].push_back({number, begin, count});
       // Decoded, and at most once more for the parts, in their stored and their native form.
       if (quantized) block_bytes = std::max(block_bytes, count * (size + 8));
       if (!quantized) copy_bytes = std::max(copy_bytes, count);
@@ -115,9 +132,63 @@ void Dequantizer::plan() {
   side_files_ = find_side_files(input_);
 }
 
-int64_t Dequantizer::max_elements(const StoredWeight& quantized) const {
+// Where the weights go: each into a tensor of its name, but for experts that only readers of quantized
+// weights have apart.
+void Dequantizer::find_places() {
+  std::optional<Architecture> architecture;
+  if (!input_.config.empty()) architecture = Architecture::find(config_json(input_.config));
+  std::map<std::string, size_t> experts;  // names of outputs with several
+  for (size_t i = 0; i < input_.weights.size(); ++i) {
+    const Weight& weight = input_.weights[i];
+    if (architecture && place_expert(i, *architecture, experts)) continue;
+    const int64_t cols = weight.shape.empty() ? 1 : weight.shape.back();
+    Place place{outputs_.size(), 0, cols, 1};
+    if (const StoredWeight* quantized = input_.quantized_weight(weight); quantized && quantized->transposed)
+      place = {outputs_.size(), 0, 1, quantized->weight.shape[0]};
+    places_.push_back(place);
+    outputs_.push_back(whole_weight(weight, i));
+  }
+  // How many experts there are is known now.
+  for (const auto& [name, number] : experts) {
+    OutputWeight& output = outputs_[number];
+    const int64_t parts = name.ends_with("gate_up_proj") ? 2 : 1;
+    const auto count = static_cast<int64_t>(output.sources.size());
+    const Weight& first = input_.weights[output.sources.front().weight];
+    const int64_t out = first.shape[0], in = first.shape[1];
+    output.shape = {count / parts, in, parts * out};
+    for (const SourceRows& source : output.sources) {
+      const Weight& weight = input_.weights[source.weight];
+      HALFBYTE_CHECK(weight.shape == first.shape && weight.dtype == first.dtype && count % parts == 0 &&
+                         places_[source.weight].first < count / parts * in * parts * out,
+                     bad_input, "weight \"{}\" does not fit the other experts of \"{}\"",
+                     printable(weight.name), printable(name));
+    }
+  }
+}
+
+// "X.experts.7.up_proj.weight" into X.experts.gate_up_proj [experts, in, gate and up].
+bool Dequantizer::place_expert(size_t weight, const Architecture& architecture,
+                               std::map<std::string, size_t>& outputs) {
+  static const std::regex pattern(R"((.*\.experts\.)(\d{1,6})\.(gate|up|down)_proj\.weight)");
+  const Weight& own = input_.weights[weight];
+  std::smatch match;
+  if (own.shape.size() != 2 || own.name.size() > 1024 || !std::regex_match(own.name, match, pattern))
+    return false;
+  const std::string name = match[1].str() + (match[3] == "down" ? "down_proj" : "gate_up_proj");
+  const auto module = architecture.find_tensor(name);
+  if (!module || !module->apart || !module->transposed || !own.dtype) return false;
+  const int64_t out = own.shape[0], in = own.shape[1], parts = match[3] == "down" ? 1 : 2;
+  const auto [entry, is_new] = outputs.emplace(name, outputs_.size());
+  if (is_new) outputs_.push_back({name, {}, {}});
+  outputs_[entry->second].sources.push_back({weight, 0, out, in, 1});
+  places_.push_back({entry->second, std::stoll(match[2]) * in * parts * out + (match[3] == "up" ? out : 0), 1,
+                     parts * out});
+  return true;
+}
+
+int64_t Dequantizer::max_elements(size_t weight) const {
   const int64_t most = block_elements(options_.device);
-  return quantized.transposed ? std::max(most, kTransposedElements) : most;
+  return places_[weight].turned() ? std::max(most, kTransposedElements) : most;
 }
 
 Metadata Dequantizer::metadata_of(size_t file) const {
@@ -129,16 +200,42 @@ Metadata Dequantizer::metadata_of(size_t file) const {
   return metadata;
 }
 
+// Elements of the weight from `begin` on.
+void Dequantizer::write_elements(CheckpointWriter& writer, size_t weight, int64_t begin,
+                                 std::span<const std::byte> bytes, int64_t size) const {
+  const Place& place = places_[weight];
+  const StoredTensor& tensor = writer.tensor(outputs_[place.output].name);
+  if (!place.turned())
+    return writer.write(tensor, static_cast<uint64_t>((place.first + begin) * size), bytes);
+  // Rows as they are stored: of those that are turned when they are read, the columns.
+  const StoredWeight* quantized = input_.quantized_weight(input_.weights[weight]);
+  const int64_t cols = quantized ? quantized->weight.cols() : input_.weights[weight].shape.back();
+  const int64_t end = begin + static_cast<int64_t>(bytes.size()) / size;
+  std::vector<std::byte> run;
+  for (int64_t column = 0; column < cols; ++column) {
+    const RowRange rows = rows_of_column(begin, end, column, cols);
+    run.resize(static_cast<size_t>((rows.end - rows.begin) * size));
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      std::memcpy(run.data() + (row - rows.begin) * size, bytes.data() + (row * cols + column - begin) * size,
+                  static_cast<size_t>(size));
+    writer.write(tensor, static_cast<uint64_t>((place.first + column * place.col_stride + rows.begin) * size),
+                 run);
+  }
+}
+
 void Dequantizer::copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+  const Weight& weight = input_.weights[task.weight];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
-  input_.read(input_.tensors[static_cast<size_t>(task.weight->parts.front())],
-              static_cast<uint64_t>(task.begin), bytes);
-  writer.write(writer.tensor(task.weight->name), static_cast<uint64_t>(task.begin), bytes);
+  input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
+              bytes);
+  const int64_t size = places_[task.weight].turned() ? size_of(*weight.dtype) : 1;
+  write_elements(writer, task.weight, task.begin / size, bytes, size);
 }
 
 void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
-  const StoredWeight& quantized = *input_.quantized_weight(*task.weight);
-  const DType dtype = dtype_of(*task.weight);
+  const Weight& weight = input_.weights[task.weight];
+  const StoredWeight& quantized = *input_.quantized_weight(weight);
+  const DType dtype = dtype_of(weight);
   const int64_t size = size_of(dtype);
   worker.for_each_block(quantized.weight, task.begin, task.count, [&](const Block& block) {
     const std::span<const std::byte> bytes(worker.dense.reserve(block.count * size),
@@ -147,45 +244,32 @@ void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task
                  {worker.dense.mirror(), dtype, {block.rows, block.cols}, {}, worker.device});
     worker.dense.download(worker.stream);
     worker.stream.synchronize();
-    const StoredTensor& tensor = writer.tensor(task.weight->name);
-    if (!quantized.transposed) return writer.write(tensor, static_cast<uint64_t>(block.begin * size), bytes);
-    // A column of the block is a run of a row of the weight.
-    const int64_t out = quantized.weight.shape[0], in = quantized.weight.shape[1];
-    for (int64_t column = 0; column < in; ++column) {
-      const RowRange rows = rows_of_column(block.begin, block.begin + block.count, column, in);
-      const auto run_bytes = static_cast<size_t>((rows.end - rows.begin) * size);
-      std::byte* const run = worker.stored.reserve(static_cast<int64_t>(run_bytes));
-      for (int64_t row = rows.begin; row < rows.end; ++row)
-        std::memcpy(run + (row - rows.begin) * size, bytes.data() + (row * in + column - block.begin) * size,
-                    static_cast<size_t>(size));
-      writer.write(tensor, static_cast<uint64_t>((column * out + rows.begin) * size), {run, run_bytes});
-    }
+    write_elements(writer, task.weight, block.begin, bytes, size);
   });
 }
 
 void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress) {
   std::vector<StoredTensor> tensors;
   for (const size_t i : files_.weights[file]) {
-    const Weight& weight = input_.weights[i];
+    const Weight& weight = input_.weights[outputs_[i].sources.front().weight];
     const StoredTensor& first = input_.tensors[static_cast<size_t>(weight.parts.front())];
     const std::string dtype = weight.layout ? dtype_to_safetensors(dtype_of(weight)) : first.dtype;
-    tensors.push_back({weight.name, dtype, weight.shape, "", 0, 0});
+    tensors.push_back({outputs_[i].name, dtype, outputs_[i].shape, "", 0, 0});
   }
   writer.begin_file(file, std::move(tensors), metadata_of(file));
   const std::vector<Task>& tasks = tasks_of_file_[file];
   int64_t most = block_elements(options_.device);
-  for (const size_t i : files_.weights[file])
-    if (const StoredWeight* quantized = input_.quantized_weight(input_.weights[i]))
-      most = std::max(most, max_elements(*quantized));
+  for (const Task& task : tasks)
+    if (input_.weights[task.weight].layout) most = std::max(most, max_elements(task.weight));
   std::vector<BlockWorker> workers;
   for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
   parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[static_cast<size_t>(w)];
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       const Task& task = tasks[i];
-      if (task.weight->layout) {
+      if (const Weight& weight = input_.weights[task.weight]; weight.layout) {
         dequantize_elements(writer, task, worker);
-        progress.add(static_cast<uint64_t>(task.count * size_of(dtype_of(*task.weight))));
+        progress.add(static_cast<uint64_t>(task.count * size_of(dtype_of(weight))));
       } else {
         copy_bytes(writer, task, worker);
         progress.add(static_cast<uint64_t>(task.count));
