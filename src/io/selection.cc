@@ -235,6 +235,7 @@ std::vector<std::string> skips_of_weight(const std::string& name, const std::opt
       break;
     case ModuleKind::parameter:
       if (own.empty()) return skips;
+      add(without_suffix(module->module, ".weight"));
       break;
     default:
       return skips;
