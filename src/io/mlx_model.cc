@@ -169,7 +169,7 @@ bool is_left_out(const Parts& name, const Weight& weight) {
 
 struct MlxModel::Model {
   std::string model_type, refused;
-  json config;  // the text model's
+  std::map<std::string, int64_t, std::less<>> sizes;  // the integers of the text model's configuration
   std::vector<Listed> listed;
   std::vector<Recipe> recipes;
   std::vector<Rule> rules;
@@ -236,12 +236,12 @@ bool MlxModel::Model::is_dropped(const Parts& source, const Parts& target, const
 // 5 has them and may save them: the shape tells.
 bool MlxModel::Model::is_turned(const View& experts, const std::string& target) const {
   const Listed* module = find(split(target, '.'));
-  const json* hidden = member(config, "hidden_size");
+  const auto hidden = sizes.find("hidden_size");
   if (module == nullptr || module->kind != MlxWeight::Kind::experts || experts.shape.size() != 3 ||
-      hidden == nullptr || !hidden->is_number_integer()) {
+      hidden == sizes.end()) {
     return false;
   }
-  const auto size = hidden->get<int64_t>();
+  const int64_t size = hidden->second;
   const size_t in = target.ends_with("down_proj.weight") ? 2 : 1;
   return experts.shape[in] != size && experts.shape[3 - in] == size;
 }
@@ -252,10 +252,10 @@ void MlxModel::Model::apply(const std::string& operation, View& view, const std:
                    printable(target), operation, fmt::join(view.shape, ", "));
   };
   const auto length = [&](const char* key) {
-    const json* value = member(config, key);
-    HALFBYTE_CHECK(value != nullptr && value->is_number_integer() && value->get<int64_t>() > 0, bad_input,
-                   "config.json: {} needs \"{}\"", model_type, key);
-    return value->get<int64_t>();
+    const auto value = sizes.find(key);
+    HALFBYTE_CHECK(value != sizes.end() && value->second > 0, bad_input, "config.json: {} needs \"{}\"",
+                   model_type, key);
+    return value->second;
   };
   const Parts words = split(operation, ' ');
   if (operation == "copy") return;
@@ -351,11 +351,12 @@ std::optional<MlxModel> MlxModel::find(const json& config) {
   auto model = std::make_shared<Model>();
   model->model_type = model_type->get<std::string>();
   const json* text = member(config, "text_config");
-  model->config = text != nullptr && text->is_object() ? *text : config;
-  if (const json* count = member(model->config, "num_hidden_layers");
-      count != nullptr && count->is_number_integer()) {
-    model->layers = count->get<int64_t>();
+  const json& own_config = text != nullptr && text->is_object() ? *text : config;
+  for (const auto& [key, value] : own_config.items()) {
+    if (value.is_number_integer()) model->sizes[key] = value.get<int64_t>();
   }
+  if (const auto count = model->sizes.find("num_hidden_layers"); count != model->sizes.end())
+    model->layers = count->second;
   bool tied = false;
   std::vector<Parts> untied;
   for (const auto& [key, value] : entry->items()) {
@@ -403,7 +404,7 @@ std::optional<MlxModel> MlxModel::find(const json& config) {
       }
     }
   }
-  if (const json* own = member(model->config, "tie_word_embeddings"); own != nullptr && own->is_boolean())
+  if (const json* own = member(own_config, "tie_word_embeddings"); own != nullptr && own->is_boolean())
     tied = own->get<bool>();
   if (tied)
     model->tied = std::move(untied);
