@@ -390,7 +390,7 @@ std::string Selector::reason_for_mlx(const MlxWeight& own) const {
 
 Selection Selector::for_mlx(const MlxModel& model) {
   HALFBYTE_CHECK(model.refused().empty(), bad_input,
-                 "mlx-lm does not load what layout mlx has of {}: {}; --reader none writes it all the same",
+                 "mlx-lm does not load {} as layout mlx has it: {}; --reader none writes it all the same",
                  selection_.architecture.empty() ? "this model" : selection_.architecture, model.refused());
   if (selection_.architecture.empty()) selection_.architecture = "a model of mlx-lm";
   MlxModel::Weights all = model.weights(checkpoint_.weights);
