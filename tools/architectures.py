@@ -480,7 +480,7 @@ def observe(model, rows):
             if name in used_weights(type(model.get_submodule(parent))):
                 role[f"{path}.weight"] = role[path]
                 path, kind = f"{path}.weight", "parameter"
-            elif not row.reads and wild(path) not in row.probed:
+            elif wild(path) not in row.probed:
                 row.probed.add(wild(path))
                 if not is_compressible(model, path, module):
                     row.uncompressed.add(wild(path))

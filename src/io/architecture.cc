@@ -165,7 +165,7 @@ struct Architecture::Model {
   std::vector<Rule> rules, may_be;
   std::vector<Parts> tied_modules, apart, uncompressed;
   std::string tied_to;
-  Parts f32_from_f16;
+  Parts f32;
 
   static std::shared_ptr<const Model> make(const std::string& name, const json& config);
   std::optional<ModuleInfo> find(std::string_view tensor) const;
@@ -221,8 +221,9 @@ std::shared_ptr<const Architecture::Model> Architecture::Model::make(const std::
       model->apart = patterns(value.get_ref<const std::string&>());
     } else if (key == "uncompressed") {
       model->uncompressed = patterns(value.get_ref<const std::string&>());
-    } else if (key == "f32-from-f16") {
-      model->f32_from_f16 = split(value.get_ref<const std::string&>(), ' ');
+    } else if (key == "f32" || key == "f32-from-f16") {
+      for (std::string& one : split(value.get_ref<const std::string&>(), ' '))
+        model->f32.push_back(std::move(one));
     } else if (key == "tie") {
       model->tied = true;
     } else if (key == "reads") {
@@ -265,7 +266,7 @@ std::optional<ModuleInfo> Architecture::Model::find_module(const Parts& parts) c
       info.apart = std::ranges::any_of(apart, lies_in);
       info.uncompressed = std::ranges::any_of(uncompressed, lies_in);
       // As transformers compares them: the beginning or the end of a name.
-      info.kept_f32 = std::ranges::any_of(f32_from_f16, [&](const std::string& word) {
+      info.kept_f32 = std::ranges::any_of(f32, [&](const std::string& word) {
         return info.module.ends_with(word) || info.module.starts_with(word + ".");
       });
       for (const Parts& one : tied_modules) {

@@ -33,7 +33,7 @@ struct ModuleInfo {
   bool interleaved;    // experts: gate and up take turns; otherwise gate comes first
   bool apart;          // experts: readers of quantized weights have a linear layer for each
   bool uncompressed;   // transformers 5 cannot hold it as compressed-tensors has it
-  bool kept_f32;       // f32 in a model that is loaded as f16: bitsandbytes does not replace it
+  bool kept_f32;       // f32 in a model of another dtype: readers do not quantize it
   std::string module;  // its name in transformers 5; of experts and parameters that of the tensor
   std::string
       operations;  // what makes the module's tensor of those of the checkpoint, "stack 0, concat 1"; or empty

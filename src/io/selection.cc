@@ -150,7 +150,7 @@ std::string cannot_load(Reader reader, Layout layout, const ModuleInfo& module, 
     return "transformers initialises this layer in a way that fails where it is compressed";
   switch (module.kind) {
     case ModuleKind::linear:
-      if (bitsandbytes && module.kept_f32) return "transformers keeps it in a wider dtype";
+      if (module.kept_f32) return "transformers keeps it in a wider dtype";
       if (version5 && !module.operations.empty()) return "transformers makes it of other tensors";
       return "";
     case ModuleKind::linear_subclass:
