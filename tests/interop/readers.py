@@ -123,9 +123,12 @@ class BitsAndBytes(Transformers):
         return model
 
     def read(self, model, with_outputs=True):
-        """The weights first: bitsandbytes changes the dtype of a bias when it is used first."""
+        """The weights first: bitsandbytes changes the dtype of a bias when it is used first. No outputs where its code for the CPU
+        is wrong: rows that end within a block."""
         weights = self.weights(model)
-        return weights, self.outputs(model) if with_outputs else None
+        states = [m.weight.quant_state for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+        wrong = any(state.shape[-1] % state.blocksize for state in states)
+        return weights, self.outputs(model) if with_outputs and not wrong else None
 
     def weights(self, model):
         import bitsandbytes
@@ -133,9 +136,19 @@ class BitsAndBytes(Transformers):
         found = super().weights(model)
         for name, module in model.named_modules():
             if isinstance(module, bitsandbytes.nn.Linear4bit):
-                weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                weight = self.decode(module.weight.data, module.weight.quant_state)
                 found[f"{name}.weight"] = weight.T if issubclass(module.source_cls, Conv1D) else weight
         return fuse_sequential_experts(found, model)
+
+    def decode(self, codes, state):
+        """By the code of bitsandbytes for all devices where that for the CPU is wrong."""
+        from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+        from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+
+        if state.shape[-1] % state.blocksize == 0:
+            return dequantize_4bit(codes, state)
+        absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        return _dequantize_4bit_compute(codes.reshape(-1), absmax, state.code, state.blocksize, state.shape, state.dtype)
 
     def quantized(self, model):
         import bitsandbytes

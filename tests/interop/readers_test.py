@@ -129,12 +129,15 @@ def compare(bench, reader, quantized, dense, of_original, report):
     original, original_outputs, linear = of_original
     if {"reader": reader.said, "loads": True, "why_not": ""} not in report["readers"]:
         raise Wrong(f"the report does not say that it loads in {reader.said}")
-    with_outputs = original_outputs is not None
-    weights, outputs = reader.read(reader.load(quantized), with_outputs)
+    weights, outputs = reader.read(reader.load(quantized), original_outputs is not None)
+    with_outputs = outputs is not None
     result = bench.tool("dequantize", quantized, "-o", dense, *reader.dequantize)
     if result.returncode:
         raise Wrong(f"dequantize: {first_line(result.stderr)}")
-    expected, expected_outputs = reader.read(reader.load_dense(dense), with_outputs)
+    try:
+        expected, expected_outputs = reader.read(reader.load_dense(dense), with_outputs)
+    except Exception as error:
+        raise Wrong(f"the dequantized model does not load: {words(error)}") from error
 
     for names, what in ((expected.keys() - weights.keys(), "lacks"), (weights.keys() - expected.keys(), "has, but should not,")):
         if names:
