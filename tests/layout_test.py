@@ -459,6 +459,8 @@ def test_compressed_tensors_configuration(
     assert without(model.config, "quantization_config") == source.config
     config = model.config["quantization_config"]
     assert sorted(config.pop("ignore")) == ["lm_head", "model.layers.1.mlp.down_proj"]
+    if asymmetric:
+        assert config.pop("run_compressed") is False
     weights = {"num_bits": bits, "type": "int", "symmetric": not asymmetric}
     weights |= {"strategy": strategy, "dynamic": False}
     group = config["config_groups"]["group_0"]

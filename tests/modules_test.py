@@ -343,3 +343,18 @@ def test_constants_that_json_does_not_have(halfbyte, tmp_path):
     assert before == after
     (source / "config.json").write_text('{"limits": Infinit}')
     assert "not valid JSON" in halfbyte("quantize", source, "-o", tmp_path / "no", expect=3).stderr
+
+
+def test_what_transformers_must_make_dense_when_it_loads(halfbyte, llama, qwen, tmp_path):
+    int4 = ("--format", "int4", "--group-size", "64")
+    quantize(halfbyte, llama, tmp_path / "llama-int4", *int4)
+    assert "run_compressed" not in config_of(tmp_path / "llama-int4")
+    quantize(halfbyte, llama, tmp_path / "zeros", *int4, "--asymmetric")
+    assert config_of(tmp_path / "zeros")["run_compressed"] is False
+    report = quantize(halfbyte, qwen, tmp_path / "experts", *int4, "--asymmetric")
+    assert quantized(report) == sorted(ATTENTION)
+    assert "without zero points" in reasons(report)[f"{MOE}experts.0.up_proj.weight"]
+    tensors = {"encoder.block.0.layer.0.SelfAttention.q.weight": matrix(64, 64), "shared.weight": matrix(96, 64)}
+    t5 = write_model(tmp_path / "t5", "T5ForConditionalGeneration", tensors, model_type="t5")
+    quantize(halfbyte, t5, tmp_path / "t5-out", *int4)
+    assert config_of(tmp_path / "t5-out")["run_compressed"] is False

@@ -32,7 +32,7 @@ struct ModuleInfo {
   bool transposed;     // experts: [E, in, out]
   bool interleaved;    // experts: gate and up take turns; otherwise gate comes first
   bool apart;          // experts: readers of quantized weights have a linear layer for each
-  bool uncompressed;   // transformers 5 cannot hold it as compressed-tensors has it
+  bool uncompressed;   // transformers 5 cannot hold it compressed, only make it dense
   bool kept_f32;       // f32 in a model of another dtype: readers do not quantize it
   std::string module;  // its name in transformers 5; of experts and parameters that of the tensor
   std::string

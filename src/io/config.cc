@@ -47,11 +47,13 @@ Json compressed_tensors_entry(const ModelQuantization& q) {
                       {"input_activations", nullptr},
                       {"output_activations", nullptr},
                       {"weights", weights}};
-  return {{"quant_method", "compressed-tensors"},
-          {"format", "pack-quantized"},
-          {"quantization_status", "compressed"},
-          {"ignore", q.dense_modules},
-          {"config_groups", Json::object({{"group_0", group}})}};
+  Json entry = {{"quant_method", "compressed-tensors"},
+                {"format", "pack-quantized"},
+                {"quantization_status", "compressed"},
+                {"ignore", q.dense_modules},
+                {"config_groups", Json::object({{"group_0", group}})}};
+  if (q.decompressed) entry["run_compressed"] = false;
+  return entry;
 }
 
 Json mlx_entry(const MlxGrid& grid) {

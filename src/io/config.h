@@ -52,6 +52,7 @@ struct ModelQuantization {
   DType weight_dtype;                      // of the weights before
   std::vector<std::string> dense_modules;  // what is not quantized, as the reader spells it
   std::map<std::string, MlxGrid> modules;  // of MLX, that differ from `spec`
+  bool decompressed = false;               // of compressed-tensors: when the model is loaded
 };
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
 // Without what with_quantization has added; `dtype` replaces the one the config names.

@@ -259,7 +259,7 @@ std::vector<bool> Quantizer::is_dense() const {
 }
 
 std::string Quantizer::config_text() const {
-  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}, {}};
+  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}, {}, false};
   std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
   for (size_t i = 0; i < items_.size(); ++i) {
     const Item& item = items_[i];
@@ -275,6 +275,7 @@ std::string Quantizer::config_text() const {
   quantization.weight_dtype =
       std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
   quantization.dense_modules = skips_of(selection_, layout_, is_dense());
+  quantization.decompressed = must_be_decompressed(selection_, options_.asymmetric, is_dense());
   return with_quantization(input_.config, quantization);
 }
 
@@ -576,7 +577,7 @@ CheckpointReport Quantizer::run() {
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
   for (const size_t weight : selection_.left_out) report_.left_out.push_back(input_.weights[weight].name);
-  report_.readers = reader_verdicts(selection_, layout_, is_dense());
+  report_.readers = reader_verdicts(selection_, layout_, options_.asymmetric, is_dense());
   for (const WeightReport& weight : report_.weights) {
     report_.output_bytes += weight.output_bytes;
     report_.quantized_source_bytes += weight.quantized ? weight.source_bytes : 0;

@@ -141,13 +141,12 @@ bool takes_apart(Reader reader, Layout layout, const ModuleInfo& module) {
 
 // Why the reader would not find the weight of this module, quantized; empty: it does. `one_expert`: experts
 // that come one by one.
-std::string cannot_load(Reader reader, Layout layout, const ModuleInfo& module, bool one_expert, bool tied) {
+std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const ModuleInfo& module,
+                        bool one_expert, bool tied) {
   if (reader == Reader::none || layout == Layout::halfbyte || layout == Layout::mlx) return "";
   if (tied && !module.tied_to.empty())
     return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
   const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
-  if (version5 && !bitsandbytes && module.uncompressed)
-    return "transformers initialises this layer in a way that fails where it is compressed";
   switch (module.kind) {
     case ModuleKind::linear:
       if (module.kept_f32) return "transformers keeps it in a wider dtype";
@@ -164,6 +163,7 @@ std::string cannot_load(Reader reader, Layout layout, const ModuleInfo& module, 
                            to_string(reader));
       if (bitsandbytes && reader != Reader::transformers_4)
         return fmt::format("{} holds experts in one tensor, which it reads dense only", to_string(reader));
+      if (asymmetric && version5) return "transformers-5 reads experts without zero points only";
       return "";
     case ModuleKind::embedding:
       return "it reads embeddings dense only";
@@ -335,7 +335,8 @@ void Selector::select(const Weight& weight, size_t index) {
 
   const Reader reader = selection_.reader;
   if (reason.empty() && architecture_ && reader != Reader::none) {
-    std::string why = module ? cannot_load(reader, layout_.layout, *module, rank == 2, architecture_->tied())
+    std::string why = module ? cannot_load(reader, layout_.layout, options_.asymmetric, *module, rank == 2,
+                                           architecture_->tied())
                              : selection_.architecture + " has no such weight";
     if (!why.empty() && by_include && !options_.force_layout) {
       unreadable_.push_back(name);
@@ -497,16 +498,28 @@ std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& 
                                                : spelled_for_compressed_tensors(skips);
 }
 
+bool must_be_decompressed(const Selection& selection, bool asymmetric, const std::vector<bool>& is_dense) {
+  if (asymmetric) return true;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const std::optional<ModuleInfo>& module = selection.weights[i].module;
+    if (is_dense[i] || !module) continue;
+    // Of other roles the table does not say it.
+    const bool is_known = module->role == ModuleRole::plain || module->role == ModuleRole::expert;
+    if (module->uncompressed || !is_known) return true;
+  }
+  return false;
+}
+
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
-                                           const std::vector<bool>& is_dense) {
+                                           bool asymmetric, const std::vector<bool>& is_dense) {
   std::vector<ReaderVerdict> verdicts;
   for (const Reader reader : readers_of(layout.layout)) {
     ReaderVerdict& verdict = verdicts.emplace_back(ReaderVerdict{reader, selection.why_not});
     for (size_t i = 0; i < selection.weights.size() && verdict.why_not.empty(); ++i) {
       const SelectedWeight& weight = selection.weights[i];
       if (is_dense[i] || !weight.module) continue;
-      verdict.why_not =
-          cannot_load(reader, layout.layout, *weight.module, weight.weight.shape.size() == 2, false);
+      verdict.why_not = cannot_load(reader, layout.layout, asymmetric, *weight.module,
+                                    weight.weight.shape.size() == 2, false);
       if (!verdict.why_not.empty())
         verdict.why_not = fmt::format("of {}: {}", printable(weight.weight.name), verdict.why_not);
     }

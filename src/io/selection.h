@@ -45,9 +45,13 @@ Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& l
 std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& layout,
                                   const std::vector<bool>& is_dense);
 
+// Whether transformers can load what compressed-tensors has of this only if it makes it dense at once: the
+// layers that it would hold compressed cannot have zero points, and not all models can hold such layers.
+bool must_be_decompressed(const Selection& selection, bool asymmetric, const std::vector<bool>& is_dense);
+
 // Which readers load the output, and which do not and why, as far as the rules go that are known of them.
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
-                                           const std::vector<bool>& is_dense);
+                                           bool asymmetric, const std::vector<bool>& is_dense);
 
 // "a", "b", "c" and 4 more
 std::string name_list(const std::vector<std::string>& names);
