@@ -206,6 +206,23 @@ def test_experts_of_llama_4_come_apart(halfbyte, tmp_path):
         assert not any(".experts.0." in name for name in written)
 
 
+def test_experts_for_vllm(halfbyte, tmp_path):
+    int4 = ("--format", "int4", "--group-size", "64", "--reader", "vllm")
+    experts = f"{LAYER}mlp.experts."
+    tensors = LLAMA | {f"{experts}gate_up_proj": matrix(3, 256, 64), f"{experts}down_proj": matrix(3, 64, 128)}
+    source = write_model(tmp_path / "qwen", "Qwen3MoeForCausalLM", tensors, model_type="qwen3_moe")
+    report = quantize(halfbyte, source, tmp_path / "out", *int4)
+    shapes = {w["name"]: w["shape"] for w in report["weights"]}
+    assert shapes[f"{experts}2.up_proj.weight"] == [128, 64] and shapes[f"{experts}0.down_proj.weight"] == [64, 128]
+    # Experts whose parts have other names stay as they are.
+    granite = f"{LAYER}block_sparse_moe."
+    tensors = LLAMA | {f"{granite}input_linear.weight": matrix(3, 256, 64), f"{granite}output_linear.weight": matrix(3, 64, 128)}
+    source = write_model(tmp_path / "granite", "GraniteMoeForCausalLM", tensors, model_type="granitemoe")
+    report = quantize(halfbyte, source, tmp_path / "dense", *int4)
+    assert quantized(report) == sorted(ATTENTION)
+    assert "in one tensor" in reasons(report)[f"{granite}input_linear.weight"]
+
+
 # What a reader is told
 
 LLAVA = (

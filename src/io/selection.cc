@@ -134,7 +134,11 @@ std::vector<Reader> readers_of(Layout layout) {
 
 // Whether the experts of a tensor [E, ...] are written as a linear layer each.
 bool takes_apart(Reader reader, Layout layout, const ModuleInfo& module) {
-  if (module.kind != ModuleKind::experts || !module.operations.empty() || module.interleaved) return false;
+  // By the names of their parts: others may be of other experts.
+  const bool is_known =
+      module.module.ends_with("experts.gate_up_proj") || module.module.ends_with("experts.down_proj");
+  if (module.kind != ModuleKind::experts || !is_known || !module.operations.empty() || module.interleaved)
+    return false;
   if (reader == Reader::transformers_5) return module.apart;
   return reader == Reader::vllm && layout == Layout::compressed_tensors;
 }
