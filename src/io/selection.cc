@@ -132,19 +132,21 @@ std::vector<Reader> readers_of(Layout layout) {
   HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(layout));
 }
 
-// Whether the experts of a tensor [E, ...] are written as a linear layer each.
-bool takes_apart(Reader reader, Layout layout, const ModuleInfo& module) {
-  // By the names of their parts: others may be of other experts.
-  const bool is_known =
-      module.module.ends_with("experts.gate_up_proj") || module.module.ends_with("experts.down_proj");
-  if (module.kind != ModuleKind::experts || !is_known || !module.operations.empty() || module.interleaved)
+// Whether the experts of a tensor [E, ...] are written as a linear layer each: only those whose parts have
+// the names that readers give them.
+bool takes_apart(Reader reader, Layout layout, const Weight& weight, const ModuleInfo& module) {
+  const std::string own = without_suffix(weight.name, ".weight");
+  const std::string& name = own.empty() ? weight.name : own;
+  if (module.kind != ModuleKind::experts || weight.shape.size() != 3 || module.interleaved ||
+      !module.operations.empty() ||
+      !(name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj")))
     return false;
   if (reader == Reader::transformers_5) return module.apart;
   return reader == Reader::vllm && layout == Layout::compressed_tensors;
 }
 
 // Why the reader would not find the weight of this module, quantized; empty: it does. `one_expert`: experts
-// that come one by one.
+// that are written one by one.
 std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const ModuleInfo& module,
                         bool one_expert, bool tied) {
   if (reader == Reader::none || layout == Layout::halfbyte || layout == Layout::mlx) return "";
@@ -161,10 +163,10 @@ std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const Mod
     case ModuleKind::conv1d:
       return bitsandbytes ? "" : "compressed-tensors replaces nn.Linear, not the Conv1D of transformers";
     case ModuleKind::experts:
-      if (takes_apart(reader, layout, module)) return "";
       if (!one_expert)
         return fmt::format("{} holds these experts in one tensor, which it reads dense only",
                            to_string(reader));
+      if (version5 && module.apart) return "";
       if (bitsandbytes && reader != Reader::transformers_4)
         return fmt::format("{} holds experts in one tensor, which it reads dense only", to_string(reader));
       if (asymmetric && version5) return "transformers-5 reads experts without zero points only";
@@ -338,9 +340,10 @@ void Selector::select(const Weight& weight, size_t index) {
   if (reason.empty() && num_elements(weight) == 0) reason = "empty";
 
   const Reader reader = selection_.reader;
+  const bool apart = module && takes_apart(reader, layout_.layout, weight, *module);
   if (reason.empty() && architecture_ && reader != Reader::none) {
-    std::string why = module ? cannot_load(reader, layout_.layout, options_.asymmetric, *module, rank == 2,
-                                           architecture_->tied())
+    std::string why = module ? cannot_load(reader, layout_.layout, options_.asymmetric, *module,
+                                           rank == 2 || apart, architecture_->tied())
                              : selection_.architecture + " has no such weight";
     if (!why.empty() && by_include && !options_.force_layout) {
       unreadable_.push_back(name);
@@ -351,7 +354,7 @@ void Selector::select(const Weight& weight, size_t index) {
   }
 
   std::vector<OutputWeight> outputs;
-  if (module && rank == 3 && takes_apart(reader, layout_.layout, *module)) {
+  if (apart) {
     outputs = experts_apart(weight, index, *module);
   } else if (reason.empty() && module && module->kind == ModuleKind::conv1d && rank == 2 &&
              layout_.layout == Layout::bitsandbytes) {
