@@ -81,6 +81,8 @@ FUSED = {  # options of `quantize`, and how the report describes the weights
     "--format affine4 --layout halfbyte --scale-dtype f16": "affine4 g64, halfbyte",
     "--format lut4 --table=-1,-.8,-.6,-.5,-.4,-.3,-.2,-.1,0,.1,.2,.3,.4,.5,.75,1": "lut4 g64, halfbyte",
 }
+# With layout mlx the head is quantized, too.
+LAYERS = {True: 29, False: 28}
 DECODED = {"--format affine3": "affine3 g64, mlx", "--format int2": "int2 g64, halfbyte"}
 
 
@@ -91,8 +93,9 @@ def test_fused_products_of_every_layout(options, halfbyte, tmp_path):
     fused, dequantized = (evaluate(tmp_path / "model", "--matmul", kind) for kind in ("fused", "dequantize"))
     (row,) = (row for row in fused["products"] if row["kind"] != "dense")
     assert row.pop("kernel").startswith("qgemm_")
-    assert row == {"layers": 28, "weight": FUSED[options], "kind": "fused"}
-    assert {"layers": 28, "weight": FUSED[options], "kind": "dequantized"} in dequantized["products"]
+    layers = LAYERS[FUSED[options].endswith("mlx")]
+    assert row == {"layers": layers, "weight": FUSED[options], "kind": "fused"}
+    assert {"layers": layers, "weight": FUSED[options], "kind": "dequantized"} in dequantized["products"]
     assert fused["eval"]["nats_per_byte"] == pytest.approx(loss, abs=1e-5)
     assert dequantized["eval"]["nats_per_byte"] == pytest.approx(loss, abs=1e-5)
     assert fused["stored_bytes"] == dequantized["stored_bytes"] < 4e6
@@ -104,7 +107,11 @@ def test_formats_without_fused_products_are_decoded_and_reported(options, halfby
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", *options.split())
     document = evaluate(tmp_path / "model")
     (row,) = (row for row in document["products"] if row["kind"] != "dense")
-    assert (row["layers"], row["weight"], row["kind"]) == (28, DECODED[options], "dequantized")
+    assert (row["layers"], row["weight"], row["kind"]) == (
+        LAYERS[DECODED[options].endswith("mlx")],
+        DECODED[options],
+        "dequantized",
+    )
     assert "4 or 8 bits" in row["reason"]
     assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=1e-5)
 
@@ -280,7 +287,7 @@ def test_a_cuda_device_gives_the_loss_of_the_cpu(format, device, halfbyte, tmp_p
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", format)
     cpu, cuda = (evaluate(tmp_path / "model", "--device", where) for where in ("cpu", device))
     assert cuda["device"] == device
-    assert [row["layers"] for row in cuda["products"] if row["kind"] == "fused"] == [28]
+    assert [row["layers"] for row in cuda["products"] if row["kind"] == "fused"] == [LAYERS[format == "affine4"]]
     assert cuda["eval"]["nats_per_byte"] == pytest.approx(cpu["eval"]["nats_per_byte"], abs=1e-4)
     bf16 = evaluate(tmp_path / "model", "--device", device, "--dtype", "bf16")["eval"]["nats_per_byte"]
     assert bf16 == pytest.approx(cpu["eval"]["nats_per_byte"], abs=5e-3)
