@@ -11,6 +11,7 @@ logits, so that they may differ by twice as much, at most and on average (root m
 Exit code 77 where a package or a GPU is missing.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -69,19 +70,27 @@ def logits(model):
         return model(text()).logits.double()
 
 
+def run_compressed(directory):
+    """Whether transformers is to hold the model compressed until its first use."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return config.get("run_compressed", True)
+
+
 def linears(model):
     """Those that are quantized: all but lm_head."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
 
 
-def check_quantized(model, layout):
-    """Before the first use: compressed-tensors makes a module dense then."""
+def check_quantized(model, layout, compressed):
+    """Before the first use: compressed-tensors makes a module dense then, or at once if the configuration says so."""
     found = linears(model)
     assert len(found) == 28, f"{len(found)} linear modules"
     for name, module in found:
         if layout == "bitsandbytes":
             assert isinstance(module, bitsandbytes.nn.Linear4bit), f"{name} is a {type(module)}"
             assert module.weight.dtype == torch.uint8 and module.weight.quant_state is not None, name
+        elif not compressed:
+            assert module.weight.is_floating_point() and not hasattr(module, "weight_packed"), name
         else:
             assert module.quantization_scheme is not None, name
             assert module.quantization_status == compressed_tensors.quantization.QuantizationStatus.COMPRESSED, name
@@ -109,7 +118,7 @@ def check(name, options, layout, original, folder):
     halfbyte("quantize", MODEL, "-o", quantized, "--layout", layout, *options.split())
     halfbyte("dequantize", quantized, "-o", dense)
     model = load(quantized)
-    check_quantized(model, layout)
+    check_quantized(model, layout, run_compressed(quantized))
     actual = logits(model)
     dense_model = load(dense)
     expected = logits(dense_model)
