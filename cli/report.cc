@@ -62,12 +62,13 @@ double elements_of(std::span<const int64_t> shape) {
 }
 double percent(double part, double all) { return all == 0 ? 0 : 100 * part / all; }
 
-// "; dense: embedding 12.5%, head 12.5%": what is large, the largest first.
+// "; dense: embedding 12.5%, head 12.5%": what is large, the largest first; of what was dense before,
+// nothing.
 std::string large_parts(const std::map<std::string, double>& dense, double all) {
   constexpr double kLarge = 1;  // percent
   std::vector<std::pair<double, std::string>> parts;
   for (const auto& [reason, count] : dense)
-    if (percent(count, all) >= kLarge) parts.emplace_back(-count, reason);
+    if (percent(count, all) >= kLarge && reason != "dense") parts.emplace_back(-count, reason);
   std::ranges::sort(parts);
   std::string text;
   for (const auto& [count, reason] : parts)
