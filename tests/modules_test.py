@@ -362,16 +362,38 @@ def test_constants_that_json_does_not_have(halfbyte, tmp_path):
     assert "not valid JSON" in halfbyte("quantize", source, "-o", tmp_path / "no", expect=3).stderr
 
 
-def test_what_transformers_must_make_dense_when_it_loads(halfbyte, llama, qwen, tmp_path):
+def test_what_transformers_must_make_dense_when_it_loads(halfbyte, llama, tmp_path):
     int4 = ("--format", "int4", "--group-size", "64")
     quantize(halfbyte, llama, tmp_path / "llama-int4", *int4)
     assert "run_compressed" not in config_of(tmp_path / "llama-int4")
     quantize(halfbyte, llama, tmp_path / "zeros", *int4, "--asymmetric")
     assert config_of(tmp_path / "zeros")["run_compressed"] is False
-    report = quantize(halfbyte, qwen, tmp_path / "experts", *int4, "--asymmetric")
-    assert quantized(report) == sorted(ATTENTION)
-    assert "without zero points" in reasons(report)[f"{MOE}experts.0.up_proj.weight"]
     tensors = {"encoder.block.0.layer.0.SelfAttention.q.weight": matrix(64, 64), "shared.weight": matrix(96, 64)}
     t5 = write_model(tmp_path / "t5", "T5ForConditionalGeneration", tensors, model_type="t5")
     quantize(halfbyte, t5, tmp_path / "t5-out", *int4)
     assert config_of(tmp_path / "t5-out")["run_compressed"] is False
+
+
+def test_experts_that_must_all_be_quantized(halfbyte, qwen, tmp_path):
+    """transformers makes one tensor of them, and loses dense ones in compressed-tensors."""
+    int4 = ("--format", "int4", "--group-size", "64")
+    for arguments, word in (
+        (["--asymmetric"], "without zero points"),
+        (["--exclude", "experts"], "excluded"),
+        (["--exclude", "experts.0.down_proj"], "excluded"),
+    ):
+        run = quantize(halfbyte, qwen, tmp_path / "out", *int4, *arguments, expect=USAGE)
+        assert "only if all are quantized" in run.stderr and word in run.stderr
+        assert not (tmp_path / "out").exists()
+    # Others have a module for each, and are told which are dense.
+    quantize(halfbyte, qwen, tmp_path / "out", *int4, "--exclude", "experts.0.down_proj", "--reader", "transformers-4")
+    ignored = config_of(tmp_path / "out")["ignore"]
+    assert f"{MOE}experts.0.down_proj" in ignored and not any("experts.1" in name or "re:" in name for name in ignored)
+    quantize(halfbyte, qwen, tmp_path / "all", *int4, "--exclude", "experts", "--reader", "vllm")
+    assert any(name.startswith("re:^model") and "experts" in name for name in config_of(tmp_path / "all")["ignore"])
+
+
+def test_experts_that_cannot_be_divided(halfbyte, tmp_path):
+    tensors = LLAMA | {f"{LAYER}feed_forward.experts.gate_up_proj": matrix(3, 64, 255)}
+    source = write_model(tmp_path / "odd", "Llama4ForCausalLM", tensors, model_type="llama4_text")
+    assert "cannot be divided into gate and up" in quantize(halfbyte, source, tmp_path / "out", expect=3).stderr

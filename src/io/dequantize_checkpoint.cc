@@ -1,10 +1,10 @@
 // Makes the quantized weights of a checkpoint dense, file by file; everything else is copied.
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <regex>
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
@@ -13,6 +13,7 @@
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
+#include "io/name_patterns.h"
 #include "io/safetensors.h"
 
 namespace halfbyte {
@@ -169,20 +170,27 @@ void Dequantizer::find_places() {
 // "X.experts.7.up_proj.weight" into X.experts.gate_up_proj [experts, in, gate and up].
 bool Dequantizer::place_expert(size_t weight, const Architecture& architecture,
                                std::map<std::string, size_t>& outputs) {
-  static const std::regex pattern(R"((.*\.experts\.)(\d{1,6})\.(gate|up|down)_proj\.weight)");
   const Weight& own = input_.weights[weight];
-  std::smatch match;
-  if (own.shape.size() != 2 || own.name.size() > 1024 || !std::regex_match(own.name, match, pattern))
+  const names::Parts parts = names::split(own.name, '.');
+  const size_t rank = own.shape.size(), last = parts.size() - 1;
+  if (rank != 2 || !own.dtype || last < 3 || parts[last] != "weight" || parts[last - 3] != "experts")
     return false;
-  const std::string name = match[1].str() + (match[3] == "down" ? "down_proj" : "gate_up_proj");
+  const std::string& projection = parts[last - 1];
+  const bool is_down = projection == "down_proj", is_up = projection == "up_proj";
+  int64_t number = -1;
+  const std::string& digits = parts[last - 2];
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  if (!(is_down || is_up || projection == "gate_proj") || error != std::errc() ||
+      end != digits.data() + digits.size() || number < 0 || number >= std::ssize(input_.weights))
+    return false;
+  const std::string name = names::join(parts, 0, last - 2) + (is_down ? ".down_proj" : ".gate_up_proj");
   const auto module = architecture.find_tensor(name);
-  if (!module || !module->apart || !module->transposed || !own.dtype) return false;
-  const int64_t out = own.shape[0], in = own.shape[1], parts = match[3] == "down" ? 1 : 2;
+  if (!module || !module->apart || !module->transposed) return false;
+  const int64_t out = own.shape[0], in = own.shape[1], num_parts = is_down ? 1 : 2;
   const auto [entry, is_new] = outputs.emplace(name, outputs_.size());
   if (is_new) outputs_.push_back({name, {}, {}});
   outputs_[entry->second].sources.push_back({weight, 0, out, in, 1});
-  places_.push_back({entry->second, std::stoll(match[2]) * in * parts * out + (match[3] == "up" ? out : 0), 1,
-                     parts * out});
+  places_.push_back({entry->second, number * in * num_parts * out + (is_up ? out : 0), 1, num_parts * out});
   return true;
 }
 

@@ -272,6 +272,7 @@ std::string Quantizer::config_text() const {
       quantization.spec = item.target.spec;
   }
   if (elements.empty()) return input_.config;
+  if (!options_.force_layout) check_experts(selection_, layout_, is_dense());
   quantization.weight_dtype =
       std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
   quantization.dense_modules = skips_of(selection_, layout_, is_dense());

@@ -191,6 +191,9 @@ std::vector<OutputWeight> experts_apart(const Weight& weight, size_t index, cons
   const int64_t experts = weight.shape[0], stored_rows = weight.shape[1], stored_cols = weight.shape[2];
   const int64_t rows = (module.transposed ? stored_cols : stored_rows) / parts,
                 cols = module.transposed ? stored_rows : stored_cols;
+  HALFBYTE_CHECK((module.transposed ? stored_cols : stored_rows) % parts == 0, bad_input,
+                 "weight \"{}\" [{}] cannot be divided into gate and up", printable(weight.name),
+                 fmt::join(weight.shape, ", "));
   std::vector<OutputWeight> result;
   for (int64_t e = 0; e < experts; ++e)
     for (int64_t p = 0; p < parts; ++p) {
@@ -340,7 +343,8 @@ void Selector::select(const Weight& weight, size_t index) {
   if (reason.empty() && num_elements(weight) == 0) reason = "empty";
 
   const Reader reader = selection_.reader;
-  const bool apart = module && takes_apart(reader, layout_.layout, weight, *module);
+  const bool apart =
+      module && num_elements(weight) > 0 && takes_apart(reader, layout_.layout, weight, *module);
   if (reason.empty() && architecture_ && reader != Reader::none) {
     std::string why = module ? cannot_load(reader, layout_.layout, options_.asymmetric, *module,
                                            rank == 2 || apart, architecture_->tied())
@@ -469,7 +473,6 @@ std::vector<std::string> spelled_for_compressed_tensors(const std::set<std::stri
 
 }  // namespace
 
-// "a", "b", "c" and 4 more
 std::string name_list(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
   std::string text;
@@ -500,9 +503,33 @@ std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& 
     const SelectedWeight& weight = selection.weights[i];
     (is_dense[i] ? skips : quantized).insert(weight.skips.begin(), weight.skips.end());
   }
+  // Of experts some of which are quantized, the others one by one.
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const SelectedWeight& weight = selection.weights[i];
+    if (is_dense[i] && std::ranges::any_of(weight.skips, [&](const std::string& skip) {
+          return skip.ends_with(kBelow) && quantized.contains(skip);
+        }))
+      skips.insert(without_suffix(weight.weight.name, ".weight"));
+  }
   for (const std::string& name : quantized) skips.erase(name);
   return layout.layout == Layout::bitsandbytes ? spelled_for_bitsandbytes(skips, quantized)
                                                : spelled_for_compressed_tensors(skips);
+}
+
+void check_experts(const Selection& selection, const LayoutInfo& layout, const std::vector<bool>& is_dense) {
+  // What makes one tensor of them takes no dense ones where the model is of compressed-tensors.
+  if (layout.layout != Layout::compressed_tensors || selection.reader != Reader::transformers_5) return;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const SelectedWeight& weight = selection.weights[i];
+    const bool is_merged = weight.module && weight.module->kind == ModuleKind::experts &&
+                           weight.weight.shape.size() == 2 && !weight.module->operations.empty();
+    HALFBYTE_CHECK(
+        !is_merged || !is_dense[i], usage,
+        "transformers-5 loads experts of layout {} only if all are quantized, but \"{}\" stays dense{}; "
+        "quantize them all, or choose --reader transformers-4, --reader vllm or another layout",
+        layout.name, printable(weight.weight.name),
+        weight.reason.empty() ? "" : fmt::format(" ({})", weight.reason));
+  }
 }
 
 bool must_be_decompressed(const Selection& selection, bool asymmetric, const std::vector<bool>& is_dense) {

@@ -45,6 +45,10 @@ Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& l
 std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& layout,
                                   const std::vector<bool>& is_dense);
 
+// Error(usage) where the reader loads the experts of a layer only if all of them are quantized, and some stay
+// dense.
+void check_experts(const Selection& selection, const LayoutInfo& layout, const std::vector<bool>& is_dense);
+
 // Whether transformers can load what compressed-tensors has of this only if it makes it dense at once: the
 // layers that it would hold compressed cannot have zero points, and not all models can hold such layers.
 bool must_be_decompressed(const Selection& selection, bool asymmetric, const std::vector<bool>& is_dense);
