@@ -104,7 +104,6 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
     if (spec.format == Format::lut4)
       throw Error(ErrorCode::usage, "--format: lut4 is not measured: its kernels are those of nf4");
     spec.asymmetric = arguments.asymmetric;
-    spec.scale_rule = arguments.asymmetric ? ScaleRule::minmax : find_format(name).default_rule;
     spec.double_quant = double_quant;
     spec.scale_dtype = double_quant                    ? DType::f32
                        : arguments.scale_dtype.empty() ? DType::f16

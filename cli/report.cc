@@ -92,6 +92,11 @@ std::string readers_text(const CheckpointReport& report, bool vouched) {
   return (loads.empty() ? "none" : loads) + refuses;
 }
 
+Json encoding_json(const Encoding& encoding) {
+  return {{"scale_rule", encoding.scale_rule ? Json(to_string(*encoding.scale_rule)) : Json()},
+          {"code_scale", encoding.code_scale == CodeScale::stored ? "stored" : "unrounded"}};
+}
+
 Json weight_json(const WeightReport& weight) {
   Json json = {{"name", weight.name},
                {"shape", weight.shape},
@@ -100,6 +105,7 @@ Json weight_json(const WeightReport& weight) {
                {"reason", weight.reason},
                {"note", weight.note},
                {"spec", weight.quantized ? spec_json(weight.spec) : Json()},
+               {"encoding", weight.quantized ? encoding_json(weight.encoding) : Json()},
                {"source_bytes", weight.source_bytes},
                {"output_bytes", weight.output_bytes},
                {"bits_per_weight", weight.bits_per_weight},
@@ -133,14 +139,10 @@ std::string group_name(const QuantSpec& spec) {
 
 Json spec_json(const QuantSpec& spec) {
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
-  Json json = {{"format", info(spec.format).name},
-               {"asymmetric", spec.asymmetric},
-               {"granularity", to_string(spec.granularity)},
-               {"group_size", grouped ? Json(spec.group_size) : Json()},
-               {"scale_rule", to_string(spec.scale_rule)},
-               {"scale_dtype", to_string(spec.scale_dtype)},
-               {"code_scale", spec.code_scale == CodeScale::stored ? "stored" : "unrounded"},
-               {"double_quant", spec.double_quant}};
+  Json json = {
+      {"format", info(spec.format).name},           {"asymmetric", spec.asymmetric},
+      {"granularity", to_string(spec.granularity)}, {"group_size", grouped ? Json(spec.group_size) : Json()},
+      {"scale_dtype", to_string(spec.scale_dtype)}, {"double_quant", spec.double_quant}};
   if (spec.format == Format::lut4) json["table"] = spec.table;
   return json;
 }

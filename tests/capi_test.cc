@@ -93,6 +93,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
 #define EXPECT_NO_TAIL(type, member) \
   EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
   EXPECT_NO_TAIL(quant_spec, group_size);
+  EXPECT_NO_TAIL(encoding, code_scale);
   EXPECT_NO_TAIL(quant_shape, has_biases);
   EXPECT_NO_TAIL(execution, stream);
   EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
@@ -348,9 +349,7 @@ TEST(CApi, QuantizeGivesTheBytesOfCppAndComesBack) {
   for (const char* word : {"nf4", "int4", "affine4", "int8"}) {
     auto spec = INITIALISED(quant_spec);
     EXPECT_OK(halfbyte_format_find(word, &spec.format));
-    if (spec.format == HALFBYTE_FORMAT_AFFINE4) spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
     spec.asymmetric = spec.format == HALFBYTE_FORMAT_INT8;
-    if (spec.asymmetric) spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
     EXPECT_OK(halfbyte_quant_spec_check(&spec));
     auto shape = output<halfbyte_quant_shape>();
     EXPECT_OK(halfbyte_quant_shape_of(&spec, 3, 100, &shape));
@@ -365,7 +364,7 @@ TEST(CApi, QuantizeGivesTheBytesOfCppAndComesBack) {
     auto status = output<halfbyte_quantize_status>();
     auto execution = INITIALISED(execution);
     execution.num_threads = 1;
-    EXPECT_OK(halfbyte_quantize(x, &spec, &parts, &execution, nullptr, &status));
+    EXPECT_OK(halfbyte_quantize(x, &spec, nullptr, &parts, &execution, nullptr, &status));
     EXPECT_EQ(status.num_nonfinite, 0);
     EXPECT_EQ(status.first_nonfinite, -1);
     EXPECT_OK(halfbyte_dequantize(&parts, &spec, y, nullptr));
@@ -377,6 +376,29 @@ TEST(CApi, QuantizeGivesTheBytesOfCppAndComesBack) {
     dequantize(q, {expected.data(), DType::f32, {3, 100}, {}, {}});
     EXPECT_EQ(y.values, expected);
   }
+}
+
+TEST(CApi, AnEncodingSaysHowCodesAreChosen) {
+  Array<float> x({8}, {1, -7.5, 2, 0, 3, 4, 5, 7}), scales({1});
+  Array<uint8_t> codes({4});
+  auto spec = INITIALISED(quant_spec);
+  spec.format = HALFBYTE_FORMAT_INT4;
+  auto out = INITIALISED(quantized);
+  out.codes = codes;
+  out.scales = scales;
+  auto encoding = INITIALISED(encoding);
+  EXPECT_EQ(encoding.scale_rule, HALFBYTE_UNSET);
+  EXPECT_OK(halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  EXPECT_FLOAT_EQ(scales.values[0], 7.5f / 7);
+  encoding.scale_rule = HALFBYTE_SCALE_RULE_HALF_RANGE;
+  EXPECT_OK(halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  EXPECT_FLOAT_EQ(scales.values[0], 1);
+  encoding.scale_rule = HALFBYTE_SCALE_RULE_MLX_EDGE;
+  EXPECT_FAILS(HALFBYTE_USAGE, "encoding: scale rule mlx-edge does not fit format int4",
+               halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  encoding.code_scale = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "encoding.code_scale must be 0 to 1, got 7",
+               halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
 }
 
 TEST(CApi, RangeOfTheWholeTensor) {
@@ -395,7 +417,7 @@ TEST(CApi, RangeOfTheWholeTensor) {
   auto out = INITIALISED(quantized);
   out.codes = codes;
   out.scales = scales;
-  EXPECT_OK(halfbyte_quantize(x, &spec, &out, nullptr, &range, nullptr));
+  EXPECT_OK(halfbyte_quantize(x, &spec, nullptr, &out, nullptr, &range, nullptr));
   EXPECT_FLOAT_EQ(scales.values[0], 0.1f);
 }
 
@@ -407,14 +429,14 @@ TEST(CApi, QuantizeRefusesWithTheArgumentTheRuleAndTheValues) {
   auto out = INITIALISED(quantized);
   out.codes = codes;
   out.scales = scales;
-  const auto run = [&] { return halfbyte_quantize(x, &spec, &out, nullptr, nullptr, nullptr); };
+  const auto run = [&] { return halfbyte_quantize(x, &spec, nullptr, &out, nullptr, nullptr, nullptr); };
   EXPECT_OK(run());
   EXPECT_FAILS(HALFBYTE_USAGE, "x must not be NULL",
-               halfbyte_quantize(nullptr, &spec, &out, nullptr, nullptr, nullptr));
+               halfbyte_quantize(nullptr, &spec, nullptr, &out, nullptr, nullptr, nullptr));
   EXPECT_FAILS(HALFBYTE_USAGE, "spec must not be NULL",
-               halfbyte_quantize(x, nullptr, &out, nullptr, nullptr, nullptr));
+               halfbyte_quantize(x, nullptr, nullptr, &out, nullptr, nullptr, nullptr));
   EXPECT_FAILS(HALFBYTE_USAGE, "out must not be NULL",
-               halfbyte_quantize(x, &spec, nullptr, nullptr, nullptr, nullptr));
+               halfbyte_quantize(x, &spec, nullptr, nullptr, nullptr, nullptr, nullptr));
   out.codes = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "quantize: out.codes is null", run());
   out.codes = wrong_codes;
@@ -461,11 +483,11 @@ TEST(CApi, QuantizeRefusesWithTheArgumentTheRuleAndTheValues) {
   bad = spec;
   bad.group_size = 0;
   EXPECT_FAILS(HALFBYTE_USAGE, "spec: group_size must be positive, got 0",
-               halfbyte_quantize(x, &bad, &out, nullptr, nullptr, nullptr));
+               halfbyte_quantize(x, &bad, nullptr, &out, nullptr, nullptr, nullptr));
   auto execution = INITIALISED(execution);
   execution.num_threads = -1;
   EXPECT_FAILS(HALFBYTE_USAGE, "execution.num_threads must be 0 to 2147483647, got -1",
-               halfbyte_quantize(x, &spec, &out, &execution, nullptr, nullptr));
+               halfbyte_quantize(x, &spec, nullptr, &out, &execution, nullptr, nullptr));
   EXPECT_OK(run());
 }
 
@@ -477,9 +499,9 @@ TEST(CApi, NonFiniteDataIsAnErrorUnlessAskedFor) {
   out.codes = codes;
   out.scales = scales;
   EXPECT_FAILS(HALFBYTE_BAD_INPUT, "quantize: x has 2 elements that are not finite, the first at index 2",
-               halfbyte_quantize(x, &spec, &out, nullptr, nullptr, nullptr));
+               halfbyte_quantize(x, &spec, nullptr, &out, nullptr, nullptr, nullptr));
   auto status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_quantize(x, &spec, &out, nullptr, nullptr, &status));
+  EXPECT_OK(halfbyte_quantize(x, &spec, nullptr, &out, nullptr, nullptr, &status));
   EXPECT_EQ(status.num_nonfinite, 2);
   EXPECT_EQ(status.first_nonfinite, 2);
 }
@@ -660,7 +682,7 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   auto parts = INITIALISED(quantized);
   parts.codes = codes;
   parts.scales = scales;
-  EXPECT_OK(halfbyte_quantize(w, &spec, &parts, nullptr, nullptr, nullptr));
+  EXPECT_OK(halfbyte_quantize(w, &spec, nullptr, &parts, nullptr, nullptr, nullptr));
   auto view = INITIALISED(weight_view);
   view.spec = &spec;
   view.rows = 40;
@@ -1272,7 +1294,6 @@ TEST(CApi, PlansOfPackedFormats) {
   auto spec = INITIALISED(quant_spec);
   spec.format = HALFBYTE_FORMAT_INT4;
   spec.asymmetric = 1;
-  spec.scale_rule = HALFBYTE_SCALE_RULE_MINMAX;
   auto descriptor = INITIALISED(quantize_descriptor);
   descriptor.spec = &spec;
   descriptor.rows = 2;
@@ -1301,7 +1322,7 @@ TEST(CApi, PlansOfPackedFormats) {
   expected.scales = expected_scales;
   expected.zeros = expected_zeros;
   auto status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_quantize(x, &spec, &expected, nullptr, nullptr, &status));
+  EXPECT_OK(halfbyte_quantize(x, &spec, nullptr, &expected, nullptr, nullptr, &status));
   EXPECT_OK(halfbyte_dequantize(&expected, &spec, decoded, nullptr));
 
   alignas(16) std::byte workspace[64];

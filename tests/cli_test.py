@@ -599,7 +599,8 @@ def test_dry_run_writes_nothing_and_predicts_the_run(tmp_path, nf4):
 def test_options_reach_the_specification(tmp_path):
     def spec(*options):
         document = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", *options)
-        (found,) = {json.dumps(weight["spec"]) for weight in document["weights"] if weight["quantized"]}
+        weights = [weight for weight in document["weights"] if weight["quantized"]]
+        (found,) = {json.dumps(weight["spec"] | weight["encoding"]) for weight in weights}
         return document["layout"], json.loads(found)
 
     layout, found = spec("--format", "int4", "--asymmetric", "--group-size", "32")

@@ -48,7 +48,7 @@ QuantizedView make_quantized(Problem& p, const QuantSpec& spec, int64_t rows, in
 void run_quantize(Problem& p) {
   Random& r = p.random;
   const DType dtype = draw_float(r);
-  const QuantSpec spec = draw_spec(r, dtype);
+  const EncodedSpec spec = draw_spec(r, dtype);
   const Shape shape = draw_shape(r, 1, 3);
   const int64_t rows = rows_of(shape), cols = shape.back(), alignment = p.draw_alignment(dtype);
   const bool plan = r.one_in(2), ranged = !plan && spec.granularity == Granularity::tensor && r.one_in(2);
@@ -56,16 +56,16 @@ void run_quantize(Problem& p) {
   const TensorView x = p.tensor(dtype, shape, Data::any);
   p.print([&] {
     const QuantizedView out = make_quantized(p, spec, rows, cols, true);
-    if (plan) return p.run<Quantize>({spec, rows, cols, dtype, alignment}, {x, out});
+    if (plan) return p.run<Quantize>({spec, rows, cols, dtype, alignment, spec.encoding}, {x, out});
     const ValueRange range{-1, 3};  // as if of a larger tensor
-    p.hash.add(quantize(x, out, p.execution, ranged ? &range : nullptr));
+    p.hash.add(quantize(x, out, spec.encoding, p.execution, ranged ? &range : nullptr));
   });
 }
 
 void run_dequantize(Problem& p) {
   Random& r = p.random;
   const DType dtype = draw_float(r);
-  const QuantSpec spec = draw_spec(r, dtype);
+  const EncodedSpec spec = draw_spec(r, dtype);
   const Shape shape = draw_shape(r, 1, 3);
   const int64_t rows = rows_of(shape), cols = shape.back(), alignment = p.draw_alignment(dtype);
   const bool plan = r.one_in(2);
@@ -91,7 +91,7 @@ void run_value_range(Problem& p) {
 void run_quantized_tensor(Problem& p) {
   Random& r = p.random;
   const DType dtype = draw_float(r);
-  QuantSpec spec = draw_spec(r, dtype);
+  EncodedSpec spec = draw_spec(r, dtype);
   if (spec.scale_dtype == DType::f64) spec.scale_dtype = DType::f32;
   spec.double_quant = spec.scale_dtype == DType::f32 && !has_biases(spec);
   const Shape shape = draw_shape(r, 1, 3);
@@ -99,7 +99,8 @@ void run_quantized_tensor(Problem& p) {
   std::vector<uint8_t> values(static_cast<size_t>(contiguous_bytes(dtype, shape))), result = values;
   fill_values(r, values.data(), dtype, rows_of(shape) * shape.back(), r.one_in(4) ? Data::any : Data::normal);
   p.print([&] {
-    const QuantizedTensor q = quantize({values.data(), dtype, shape, {}, {}}, spec, p.execution);
+    const QuantizedTensor q =
+        quantize({values.data(), dtype, shape, {}, {}}, spec, spec.encoding, p.execution);
     dequantize(q, {result.data(), dtype, shape, {}, {}}, p.execution);
     for (const auto& bytes : {q.codes, q.scales, q.zeros, q.biases, result}) p.hash.add(bytes);
     p.hash.add(q.scales_absmax);
@@ -508,8 +509,8 @@ void run_affine_qdq_backward(Problem& p) {
 
 // ---- Packed weights and products
 
-WeightView make_weight_view(Problem& p, const QuantSpec& spec, int64_t rows, int64_t cols,
-                            WeightLayout layout, bool output) {
+WeightView make_weight_view(Problem& p, const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout,
+                            bool output) {
   const WeightViewBytes bytes = weight_view_bytes(spec, rows, cols, layout);
   const auto part = [&](DType dtype, int64_t num_bytes, Data data) {
     return p.tensor(dtype, {num_bytes / size_of(dtype)}, output ? Data::poison : data).data;
@@ -519,7 +520,7 @@ WeightView make_weight_view(Problem& p, const QuantSpec& spec, int64_t rows, int
   view.codes = part(DType::u8, bytes.codes, Data::bits);
   view.scales = spec.double_quant ? part(DType::u8, bytes.scales, Data::bits)
                                   : part(spec.scale_dtype, bytes.scales, Data::normal);
-  if (has_zeros(spec) && (output || layout == WeightLayout::compressed_tensors))
+  if (has_zeros(spec) && (output || layout == Layout::compressed_tensors))
     view.zeros = part(DType::u8, bytes.zeros, Data::bits);
   else if (has_zeros(spec))
     view.zeros = p.integers(DType::u8, {bytes.zeros}, 0, (1 << info(spec.format).bits) - 1).data;
@@ -538,9 +539,9 @@ PackedWeight make_packed_weight(Problem& p, const QuantSpec& spec, int64_t rows,
 
 void run_reorder(Problem& p) {
   Random& r = p.random;
-  const QuantSpec spec = draw_weight_spec(r);
+  const EncodedSpec spec = draw_weight_spec(r);
   const Shape shape = draw_weight_shape(r, spec);
-  const WeightLayout from = draw_layout(r, spec), to = r.one_in(2) ? from : draw_layout(r, spec);
+  const Layout from = draw_layout(r, spec), to = r.one_in(2) ? from : draw_layout(r, spec);
   p.draw_alignment(DType::f32);
   p.text << shape << ' ' << spec << ' ' << to_string(from) << " to " << to_string(to);
   p.print([&] {
@@ -553,7 +554,8 @@ void run_reorder(Problem& p) {
 QgemmDescriptor draw_qgemm(Problem& p) {
   Random& r = p.random;
   QgemmDescriptor d;
-  d.spec = draw_weight_spec(r);
+  const EncodedSpec spec = draw_weight_spec(r);
+  d.spec = spec;
   const Shape shape = draw_weight_shape(r, d.spec);
   d.n = shape[0];
   d.k = shape[1];
@@ -568,7 +570,7 @@ QgemmDescriptor draw_qgemm(Problem& p) {
   if (d.dtype == DType::f32) d.math = r.pick({QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64});
   d.early_start = r.one_in(8);
   d.alignment = p.draw_alignment(d.dtype);
-  p.text << d.dtype << ' ' << d.m << 'x' << d.n << 'x' << d.k << ' ' << d.spec << ' '
+  p.text << d.dtype << ' ' << d.m << 'x' << d.n << 'x' << d.k << ' ' << spec << ' '
          << (d.packed ? "packed" : to_string(d.layout)) << (d.transposed ? " transposed" : "")
          << (d.bias ? " bias" : "") << (d.accumulate ? " accumulate" : "") << (d.early_start ? " early" : "")
          << (d.alignment == 16 ? " " : " unaligned ") << to_string(d.math);

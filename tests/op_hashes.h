@@ -429,33 +429,37 @@ inline void draw_table(Random& random, Format format, std::array<float, 16>& tab
   table = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   if (random.one_in(2)) table = {-20, -13, -8, -7, -5, -3, -2, -1, 0, 1, 2, 4, 6, 7, 11, 16};
 }
-inline std::ostream& operator<<(std::ostream& out, const QuantSpec& spec) {
+struct EncodedSpec : QuantSpec {
+  Encoding encoding = {};
+};
+inline std::ostream& operator<<(std::ostream& out, const EncodedSpec& spec) {
   out << info(spec.format).name << (spec.asymmetric ? "+zero " : " ") << to_string(spec.granularity);
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat) out << spec.group_size;
-  return out << ' ' << to_string(spec.scale_rule) << ' ' << spec.scale_dtype
-             << (spec.code_scale == CodeScale::unrounded ? " unrounded" : "")
+  return out << ' ' << to_string(spec.encoding.scale_rule.value_or(default_scale_rule(spec))) << ' '
+             << spec.scale_dtype << (spec.encoding.code_scale == CodeScale::unrounded ? " unrounded" : "")
              << (spec.double_quant ? " double" : "");
 }
-inline QuantSpec draw_spec(Random& random, DType dtype) {
-  QuantSpec spec;
+inline EncodedSpec draw_spec(Random& random, DType dtype) {
+  EncodedSpec spec;
   const FormatInfo& format = all_formats()[static_cast<size_t>(random.below(kNumFormats))];
   spec.format = format.format;
   draw_table(random, spec.format, spec.table);
   spec.asymmetric = format.kind == FormatKind::integer && random.one_in(2);
-  spec.scale_rule = format.default_rule;
+  spec.encoding.scale_rule = format.default_rule;
   if (spec.asymmetric)
-    spec.scale_rule = ScaleRule::minmax;
+    spec.encoding.scale_rule = ScaleRule::minmax;
   else if (format.kind == FormatKind::integer)
-    spec.scale_rule = random.pick({ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max});
+    spec.encoding.scale_rule = random.pick({ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max});
   else if (format.kind == FormatKind::affine)
-    spec.scale_rule = random.pick({ScaleRule::minmax, ScaleRule::mlx_edge});
-  if (random.one_in(40)) spec.scale_rule = static_cast<ScaleRule>(random.below(5));  // some are refused
+    spec.encoding.scale_rule = random.pick({ScaleRule::minmax, ScaleRule::mlx_edge});
+  if (random.one_in(40))
+    spec.encoding.scale_rule = static_cast<ScaleRule>(random.below(5));  // some are refused
   spec.granularity = random.pick({Granularity::tensor, Granularity::channel, Granularity::group,
                                   Granularity::group, Granularity::group, Granularity::flat});
   spec.group_size = draw_group_size(random);
   spec.scale_dtype = draw_short_float(random);
   if (dtype == DType::f64 && random.one_in(2)) spec.scale_dtype = DType::f64;
-  if (format.kind == FormatKind::affine && random.one_in(3)) spec.code_scale = CodeScale::unrounded;
+  if (format.kind == FormatKind::affine && random.one_in(3)) spec.encoding.code_scale = CodeScale::unrounded;
   return spec;
 }
 
@@ -496,12 +500,12 @@ inline std::ostream& operator<<(std::ostream& out, const ObserverConfig& config)
 }
 
 // Of a weight that can be packed, nearly always.
-inline QuantSpec draw_weight_spec(Random& random) {
-  QuantSpec spec;
+inline EncodedSpec draw_weight_spec(Random& random) {
+  EncodedSpec spec;
   do {
     spec = draw_spec(random, DType::f32);
   } while (info(spec.format).bits != 4 && info(spec.format).bits != 8);
-  spec.code_scale = CodeScale::stored;
+  spec.encoding.code_scale = CodeScale::stored;
   spec.group_size = random.pick<int64_t>({32, 32, 64, 64, 64, 128, 128, 256, 16, 48, 100, 1, 7, 512});
   spec.double_quant = spec.scale_dtype == DType::f32 && !has_biases(spec) && random.one_in(2);
   return spec;
@@ -519,11 +523,10 @@ inline Shape draw_weight_shape(Random& random, const QuantSpec& spec) {
   if (random.one_in(60)) shape[static_cast<size_t>(random.below(2))] = 0;
   return shape;
 }
-inline WeightLayout draw_layout(Random& random, const QuantSpec& spec) {
-  const WeightLayout layout = random.pick({WeightLayout::halfbyte, WeightLayout::compressed_tensors,
-                                           WeightLayout::mlx, WeightLayout::bitsandbytes});
-  return layout == WeightLayout::bitsandbytes && info(spec.format).bits != 4 ? WeightLayout::halfbyte
-                                                                             : layout;
+inline Layout draw_layout(Random& random, const QuantSpec& spec) {
+  const Layout layout =
+      random.pick({Layout::halfbyte, Layout::compressed_tensors, Layout::mlx, Layout::bitsandbytes});
+  return layout == Layout::bitsandbytes && info(spec.format).bits != 4 ? Layout::halfbyte : layout;
 }
 
 }  // namespace halfbyte::op_hashes

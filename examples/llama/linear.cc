@@ -110,7 +110,7 @@ class StoredWeight {
     view_.spec = weight.spec;
     view_.rows = weight.shape[0];
     view_.cols = weight.shape[1];
-    view_.layout = parse_weight_layout(to_string(*weight.layout));  // the same words
+    view_.layout = *weight.layout;
     const WeightViewBytes bytes = weight_view_bytes(view_.spec, view_.rows, view_.cols, view_.layout);
     view_.codes = read(names.codes, bytes.codes);
     view_.scales = read(names.scales, bytes.scales);
@@ -261,7 +261,7 @@ class QuantizedLinear : public Linear {
 std::string refusal(const Weight& weight) {
   const int64_t rows = weight.shape[0], cols = weight.shape[1];
   try {
-    weight_view_bytes(weight.spec, rows, cols, parse_weight_layout(to_string(*weight.layout)));
+    weight_view_bytes(weight.spec, rows, cols, *weight.layout);
     packed_weight_bytes(weight.spec, rows, cols);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::usage) throw;

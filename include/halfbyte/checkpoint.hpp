@@ -18,11 +18,6 @@
 
 namespace halfbyte {
 
-// How quantized weights are stored in a file (docs/formats.md).
-enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
-HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
-HALFBYTE_API Layout parse_layout(std::string_view word);
-
 // What an output is to load in (docs/compatibility.md). Readers hold modules, not tensors: which of them may
 // be quantized, and under which names, differs.
 enum class Reader : uint8_t { transformers_5, transformers_4, vllm, mlx_lm, none };
@@ -155,6 +150,7 @@ struct WeightReport {
                        // "non-finite: ..."
   std::string note;    // "scales in f32: f16 cannot hold them"
   QuantSpec spec;      // where quantized
+  Encoding encoding;   // likewise: the choices made
   uint64_t source_bytes = 0;
   uint64_t output_bytes = 0;
   double bits_per_weight = 0;  // output bits per element

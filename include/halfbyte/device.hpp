@@ -92,6 +92,36 @@ class HALFBYTE_API Memory {
   int64_t num_bytes_ = 0;
 };
 
+// A contiguous row-major tensor that owns its memory. Copies of the object share the memory; the last one
+// frees it. Work on it must be done by then.
+class HALFBYTE_API Tensor {
+ public:
+  Tensor() = default;  // of no elements: f32 [0] on the CPU
+  // Uninitialized, at a multiple of 256 bytes. Throws Error(usage) for a negative extent or more than 2^63 -
+  // 1 bytes, and as Memory.
+  Tensor(Device device, DType dtype, std::vector<int64_t> shape);
+  // The elements of a contiguous view, on its device. Waits for `stream`. Throws Error(usage) otherwise.
+  static Tensor copy_of(const TensorView& view, void* stream = nullptr);
+
+  Device device() const { return device_; }
+  DType dtype() const { return dtype_; }
+  const std::vector<int64_t>& shape() const { return shape_; }
+  int64_t num_elements() const;
+  int64_t num_bytes() const;  // of the elements
+  std::byte* data() const { return memory_.data(); }
+  // Of the memory, with its length: valid as long as the tensor.
+  TensorView view() const;
+  // The same elements on another device; the tensor itself if it is there already. Waits for `stream`, which
+  // is one of the CUDA device of the two.
+  Tensor to(Device device, void* stream = nullptr) const;
+
+ private:
+  Device device_;
+  DType dtype_ = DType::f32;
+  std::vector<int64_t> shape_ = {0};
+  Memory memory_;
+};
+
 // Copies between host memory and memory of `device`, in either direction, or within the device. On a CUDA
 // device the copy is enqueued on `stream`. Host memory must live until the copy is done; if it is not from
 // Memory::host, the call may wait. Throws Error(device) if the device refuses.

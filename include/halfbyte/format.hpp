@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -63,15 +64,13 @@ HALFBYTE_API std::array<float, 16> parse_table(std::string_view text);
 HALFBYTE_API const char* to_string(ScaleRule rule);
 HALFBYTE_API const char* to_string(Granularity granularity);
 
-// Everything that determines the bytes of a quantized tensor, except its layout.
+// How the codes of a quantized tensor are read. All that decoding and products need, except the layout.
 struct QuantSpec {
   Format format = Format::nf4;
   bool asymmetric = false;  // integer formats: with an integer zero point
   Granularity granularity = Granularity::group;
-  int64_t group_size = 64;  // elements; used by Granularity::group and flat
-  ScaleRule scale_rule = ScaleRule::absmax;
-  DType scale_dtype = DType::f32;  // of scales and biases: f32, f16, bf16; f64 only for f64 data
-  CodeScale code_scale = CodeScale::stored;
+  int64_t group_size = 64;           // elements; used by Granularity::group and flat
+  DType scale_dtype = DType::f32;    // of scales and biases: f32, f16, bf16; f64 only for f64 data
   bool double_quant = false;         // the scales are quantized too, to 8 bits (needs f32 scales)
   std::array<float, 16> table = {};  // lut4 only: the values, ascending
 
@@ -80,6 +79,24 @@ struct QuantSpec {
 
 // Throws Error(usage), naming the field, the rule and the value, if `spec` is inconsistent.
 HALFBYTE_API void check_spec(const QuantSpec& spec);
+
+// How codes are chosen: what encoding needs beside the spec, and decoding never asks for.
+struct Encoding {
+  std::optional<ScaleRule> scale_rule;  // unset: default_scale_rule of the spec
+  CodeScale code_scale = CodeScale::stored;
+
+  bool operator==(const Encoding&) const = default;
+};
+// minmax with zero points, else that of the format.
+HALFBYTE_API ScaleRule default_scale_rule(const QuantSpec& spec);
+// Throws Error(usage), as check_spec, if the rule does not fit the spec.
+HALFBYTE_API void check_encoding(const QuantSpec& spec, const Encoding& encoding);
+
+// How quantized weights are stored: where codes, scales, zero points and biases lie, in files and in memory
+// (docs/formats.md).
+enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
+HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
+HALFBYTE_API Layout parse_layout(std::string_view word);
 
 // The quantized form of a row-major matrix [rows, cols] (leading axes of a higher-rank tensor are
 // folded into rows), in the native layout:

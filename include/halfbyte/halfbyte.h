@@ -165,16 +165,13 @@ HALFBYTE_API void halfbyte_blob_destroy(halfbyte_blob* blob);
 
 /* ---- Quantization: halfbyte/format.hpp and halfbyte/ops.hpp */
 
-/* Everything that determines the bytes of a quantized tensor, except its layout. By default nf4 in groups of
- * 64 with f32 scales. */
+/* How the codes of a quantized tensor are read. By default nf4 in groups of 64 with f32 scales. */
 typedef struct halfbyte_quant_spec {
   size_t struct_size;
   halfbyte_format format;
   int32_t asymmetric; /* flag: integer formats: with an integer zero point */
   halfbyte_granularity granularity;
-  halfbyte_scale_rule scale_rule;
   halfbyte_dtype scale_dtype;
-  halfbyte_code_scale code_scale;
   int32_t double_quant; /* flag: the scales are quantized too. 0 for halfbyte_quantize and _dequantize */
   float table[16];      /* lut4: the values, ascending */
   int64_t group_size;   /* elements; for granularity group and flat */
@@ -182,6 +179,15 @@ typedef struct halfbyte_quant_spec {
 HALFBYTE_API halfbyte_status halfbyte_quant_spec_init(halfbyte_quant_spec* spec, size_t struct_size);
 /* Whether the fields fit together. */
 HALFBYTE_API halfbyte_status halfbyte_quant_spec_check(const halfbyte_quant_spec* spec);
+
+/* How codes are chosen, which only encoding asks for. By default the rule of the format (minmax with zero
+ * points), and codes decided by the stored scale. */
+typedef struct halfbyte_encoding {
+  size_t struct_size;
+  halfbyte_scale_rule scale_rule; /* HALFBYTE_UNSET: the default */
+  halfbyte_code_scale code_scale;
+} halfbyte_encoding;
+HALFBYTE_API halfbyte_status halfbyte_encoding_init(halfbyte_encoding* encoding, size_t struct_size);
 
 /* Sizes of a quantized matrix [rows, cols]. QuantShape in halfbyte/format.hpp describes the layout of its
  * parts. */
@@ -242,11 +248,12 @@ typedef struct halfbyte_quantized {
 HALFBYTE_API halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantized, size_t struct_size);
 
 /* Quantizes x [..., cols] (contiguous; f32, f16, bf16 or f64), with rows the product of its other extents,
- * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. execution: NULL means the
- * defaults. range: with granularity tensor, if x is a block of a tensor, the range of the whole tensor;
- * otherwise NULL. status: receives what was found in x. If it is NULL, an element that is not finite, or a
- * scale that its dtype cannot hold, is HALFBYTE_BAD_INPUT. */
+ * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. encoding, execution: NULL
+ * means the defaults. range: with granularity tensor, if x is a block of a tensor, the range of the whole
+ * tensor; otherwise NULL. status: receives what was found in x. If it is NULL, an element that is not finite,
+ * or a scale that its dtype cannot hold, is HALFBYTE_BAD_INPUT. */
 HALFBYTE_API halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* spec,
+                                               const halfbyte_encoding* encoding,
                                                const halfbyte_quantized* out,
                                                const halfbyte_execution* execution,
                                                const halfbyte_value_range* range,
@@ -348,8 +355,9 @@ HALFBYTE_API halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, con
 /* Packed formats: halfbyte/quantize_plan.hpp describes the fields and the two operations. */
 typedef struct halfbyte_quantize_descriptor {
   size_t struct_size;
-  const halfbyte_quant_spec* spec; /* double_quant: 0; only _select uses it */
-  halfbyte_dtype dtype;            /* of x and y */
+  const halfbyte_quant_spec* spec;   /* double_quant: 0; only _select uses it */
+  const halfbyte_encoding* encoding; /* of quantize; NULL: the defaults; only _select uses it */
+  halfbyte_dtype dtype;              /* of x and y */
   int64_t rows;
   int64_t cols;
   int64_t alignment; /* bytes: of x, y and codes */
@@ -1135,6 +1143,8 @@ HALFBYTE_API halfbyte_status halfbyte_report_get_weight(const halfbyte_report* r
 /* Of a weight that was quantized. */
 HALFBYTE_API halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t index,
                                                       halfbyte_quant_spec* spec);
+HALFBYTE_API halfbyte_status halfbyte_report_get_encoding(const halfbyte_report* report, int64_t index,
+                                                          halfbyte_encoding* encoding);
 /* Names of the files of a directory that were copied, and that were skipped. NULL for an index out of range.
  */
 HALFBYTE_API const char* halfbyte_report_copied_file(const halfbyte_report* report, int64_t index);

@@ -66,13 +66,14 @@ HALFBYTE_API ValueRange value_range(const TensorView& x, Execution execution = {
 
 // Quantizes x [..., cols] (f32, f16, bf16 or f64; contiguous) into `out` (out.rows = product of the
 // leading extents). spec.double_quant must be false: see double_quantize. Nothing overlaps.
-// In each group, spec.scale_rule computes the scale from min and max. The code of an integer format is
-// clamp(rne(x / scale) + zero_point). The code of a table format is the nearest value of the code book (ties
-// go to the lower value; fp4: toward zero; fp4_e2m1: to the even code). f64 input is computed in f64,
-// everything else in f32. Throws Error(usage) for bad arguments only; the status reports what was found in
-// the data. With Granularity::tensor, if x is only a block of the tensor, `range` gives the range of the
+// In each group, the scale rule of `encoding` computes the scale from min and max. The code of an integer
+// format is clamp(rne(x / scale) + zero_point). The code of a table format is the nearest value of the code
+// book (ties go to the lower value; fp4: toward zero; fp4_e2m1: to the even code). f64 input is computed in
+// f64, everything else in f32. Throws Error(usage) for bad arguments only; the status reports what was found
+// in the data. With Granularity::tensor, if x is only a block of the tensor, `range` gives the range of the
 // whole tensor.
-HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution = {},
+HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& out,
+                                     const Encoding& encoding = {}, Execution execution = {},
                                      const ValueRange* range = nullptr);
 
 // Decodes into y [..., cols] of dtype f32, f16, bf16 or f64 (contiguous, rows as in.rows).
@@ -111,7 +112,8 @@ struct QuantizedTensor {
 
 // One-line forms. quantize throws Error(bad_input) if the data is not finite, naming the count and the first
 // index, or if spec.scale_dtype cannot hold a scale.
-HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution = {});
+HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec,
+                                      const Encoding& encoding = {}, Execution execution = {});
 HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
 
 }  // namespace halfbyte

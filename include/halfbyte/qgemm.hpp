@@ -18,24 +18,18 @@
 
 namespace halfbyte {
 
-// How the codes, scales, zero points and biases of a quantized matrix lie in memory.
+// A quantized matrix [rows, cols] in one of the layouts. Non-owning; parts that the spec does not have are
+// null. qgemm takes formats of 4 and 8 bits.
 //   halfbyte            as QuantShape describes them
 //   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte;
 //                       codes and groups (Granularity::flat) run across rows
 //   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
 //                       rows: word [r / 8][group] of 4 bits
 //   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
-enum class WeightLayout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
-// "halfbyte" "bitsandbytes" "compressed-tensors" "mlx"
-HALFBYTE_API const char* to_string(WeightLayout layout);
-HALFBYTE_API WeightLayout parse_weight_layout(std::string_view word);
-
-// A quantized matrix [rows, cols] in one of these layouts. Non-owning; parts that the spec does not have are
-// null. qgemm takes formats of 4 and 8 bits.
 struct WeightView {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
-  WeightLayout layout = WeightLayout::halfbyte;
+  Layout layout = Layout::halfbyte;
   void* codes = nullptr;
   void* scales = nullptr;  // of spec.scale_dtype; u8 codes of double_quantize if spec.double_quant
   void* zeros = nullptr;
@@ -54,7 +48,7 @@ struct WeightViewBytes {
   int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
 };
 HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
-                                               WeightLayout layout);
+                                               Layout layout);
 
 // A packed weight: one allocation, at a multiple of 256 bytes, that products in both directions read. Its
 // content is opaque; `version` says which form it is. If the rows are a multiple of 32 and the columns a
@@ -101,9 +95,9 @@ struct HALFBYTE_API QgemmDescriptor {
   bool transposed = false;
   DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32
   bool packed = true;         // the weight is a PackedWeight; false: a WeightView, which fewer kernels take
-  WeightLayout layout = WeightLayout::halfbyte;  // of the WeightView
-  bool bias = false;                             // forward only
-  bool accumulate = false;                       // y += instead of y =; the sum is rounded once
+  Layout layout = Layout::halfbyte;  // of the WeightView
+  bool bias = false;                 // forward only
+  bool accumulate = false;           // y += instead of y =; the sum is rounded once
   QgemmMath math = QgemmMath::automatic;
   // CUDA: the kernel starts before the previous kernel on the stream has ended (programmatic dependent
   // launch), and reads the weight in the meantime. It touches x, bias and y only after that kernel has ended.

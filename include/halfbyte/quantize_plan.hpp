@@ -18,6 +18,7 @@ struct HALFBYTE_API QuantizeDescriptor {
   // Alignment of the addresses of x, y and codes, in bytes, which `run` relies on. A power of two, at least
   // the size of an element; 16 is fastest. Scales and biases are aligned to their elements.
   int64_t alignment = 16;
+  Encoding encoding = {};  // of quantize
 
   bool operator==(const QuantizeDescriptor&) const = default;
 };

@@ -73,7 +73,8 @@ void bench_latency(Device device, const std::function<bool(const BenchRow&)>& pr
   for (const BenchSpec& test : bench_specs_cuda()) {
     if (test.rows <= kBenchExtent || test.spec.group_size != 64) continue;
     for (const DType dtype : {DType::bf16, DType::f64}) {
-      const QuantizeDescriptor d{.spec = test.spec, .rows = 64, .cols = 4096, .dtype = dtype};
+      const QuantizeDescriptor d{
+          .spec = test.spec, .rows = 64, .cols = 4096, .dtype = dtype, .encoding = test.encoding};
       const std::string name = test.name + " " + to_string(dtype);
       report(time_plans<Quantize>(device, d, "quantize " + name));
       report(time_plans<Dequantize>(device, d, "dequantize " + name));

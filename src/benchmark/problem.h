@@ -152,6 +152,7 @@ struct BenchSpec {
   double target;
   DType dtype;
   int64_t rows;
+  Encoding encoding = {};  // of quantize
 };
 std::vector<BenchSpec> bench_specs_cuda();
 std::string bench_name(const BenchSpec& test);

@@ -54,11 +54,6 @@ template <class Enum>
 int32_t or_unset(const std::optional<Enum>& value) {
   return value ? static_cast<int32_t>(*value) : HALFBYTE_UNSET;
 }
-template <class Enum>
-std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
-  if (value == HALFBYTE_UNSET) return std::nullopt;
-  return enum_of(value, last, name);
-}
 
 ProgressFunction progress_of(halfbyte_progress_function function, void* user_data) {
   if (function == nullptr) return {};
@@ -359,6 +354,14 @@ halfbyte_status halfbyte_report_get_spec(const halfbyte_report* report, int64_t 
     const WeightReport& of = element(required(report, "report").report.weights, index, "weights");
     if (!of.quantized) refuse("weight {} stayed dense: it has no spec", index);
     write_struct(spec, to_c(of.spec), "spec");
+  });
+}
+halfbyte_status halfbyte_report_get_encoding(const halfbyte_report* report, int64_t index,
+                                             halfbyte_encoding* encoding) {
+  return guard([&] {
+    const WeightReport& of = element(required(report, "report").report.weights, index, "weights");
+    if (!of.quantized) refuse("weight {} stayed dense: it has no encoding", index);
+    write_struct(encoding, to_c(of.encoding), "encoding");
   });
 }
 

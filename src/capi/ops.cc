@@ -44,6 +44,9 @@ T* host_array(const DLTensor* tensor, const char* name, DType dtype, int64_t n) 
 halfbyte_status halfbyte_quant_spec_init(halfbyte_quant_spec* spec, size_t struct_size) {
   return init_struct(spec, capi::to_c(QuantSpec{}), struct_size, "spec");
 }
+halfbyte_status halfbyte_encoding_init(halfbyte_encoding* encoding, size_t struct_size) {
+  return init_struct(encoding, capi::to_c(Encoding{}), struct_size, "encoding");
+}
 halfbyte_status halfbyte_quant_spec_check(const halfbyte_quant_spec* spec) {
   return guard([&] { check_spec(spec_of(spec, "spec")); });
 }
@@ -77,16 +80,17 @@ halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantized, size_t st
 }
 
 halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* spec,
-                                  const halfbyte_quantized* out, const halfbyte_execution* execution,
-                                  const halfbyte_value_range* range, halfbyte_quantize_status* status) {
+                                  const halfbyte_encoding* encoding, const halfbyte_quantized* out,
+                                  const halfbyte_execution* execution, const halfbyte_value_range* range,
+                                  halfbyte_quantize_status* status) {
   return guard([&] {
     const TensorView dense = dense_of(x, "x");
     const QuantizedView view = parts_of(out, spec, dense, "out");
     const halfbyte_value_range given = read_struct(range, to_c(ValueRange{}), "range");
     const ValueRange whole{given.min, given.max, given.num_nonfinite, given.first_nonfinite};
     if (status != nullptr) check_struct_size<halfbyte_quantize_status>(status->struct_size, "status");
-    const QuantizeStatus found =
-        quantize(dense, view, execution_of(execution), range == nullptr ? nullptr : &whole);
+    const QuantizeStatus found = quantize(dense, view, encoding_of(encoding, "encoding"),
+                                          execution_of(execution), range == nullptr ? nullptr : &whole);
     if (status != nullptr) {
       write_struct(status, capi::to_c(found), "status");
       return;

@@ -84,6 +84,7 @@ QuantizeDescriptor descriptor_of(const halfbyte_quantize_descriptor* given) {
   const halfbyte_quantize_descriptor c = read_struct(given, default_quantize_descriptor(), "descriptor");
   QuantizeDescriptor descriptor;
   descriptor.spec = spec_of(c.spec, "descriptor.spec");
+  descriptor.encoding = encoding_of(c.encoding, "descriptor.encoding");
   descriptor.rows = c.rows;
   descriptor.cols = c.cols;
   descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");

@@ -11,9 +11,6 @@ using namespace halfbyte::capi;
 
 static_assert(HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED == static_cast<int>(WeightRounding::weight_rounded));
 static_assert(HALFBYTE_QGEMM_MATH_F64 == static_cast<int>(QgemmMath::f64));
-static_assert(HALFBYTE_LAYOUT_BITSANDBYTES == static_cast<int>(WeightLayout::bitsandbytes));
-static_assert(HALFBYTE_LAYOUT_COMPRESSED_TENSORS == static_cast<int>(WeightLayout::compressed_tensors));
-static_assert(HALFBYTE_LAYOUT_MLX == static_cast<int>(WeightLayout::mlx));
 
 namespace {
 
@@ -54,7 +51,7 @@ WeightView weight_view_of(const halfbyte_weight_view* given, const char* name) {
   view.cols = c.cols;
   if (c.layout < 0 || c.layout > HALFBYTE_LAYOUT_MLX)
     refuse("{}layout must be 0 to {}, got {}", prefix, int{HALFBYTE_LAYOUT_MLX}, c.layout);
-  view.layout = static_cast<WeightLayout>(c.layout);
+  view.layout = static_cast<Layout>(c.layout);
   view.device = codes.device;
   const WeightViewBytes bytes = weight_view_bytes(view.spec, view.rows, view.cols, view.layout);
   // Codes and zero points are bytes or words of any dtype.
@@ -105,7 +102,7 @@ QgemmDescriptor descriptor_of(const halfbyte_qgemm_descriptor* given) {
   descriptor.transposed = flag_of(c.transposed, "descriptor.transposed");
   descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");
   descriptor.packed = flag_of(c.packed, "descriptor.packed");
-  descriptor.layout = enum_of(c.layout, WeightLayout::mlx, "descriptor.layout");
+  descriptor.layout = enum_of(c.layout, Layout::mlx, "descriptor.layout");
   descriptor.bias = flag_of(c.bias, "descriptor.bias");
   descriptor.accumulate = flag_of(c.accumulate, "descriptor.accumulate");
   descriptor.math = enum_of(c.math, QgemmMath::f64, "descriptor.math");

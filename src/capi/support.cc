@@ -37,9 +37,7 @@ QuantSpec spec_of(const halfbyte_quant_spec* given, const char* name) {
   result.asymmetric = flag_of(spec.asymmetric, "spec.asymmetric");
   result.granularity = enum_of(spec.granularity, Granularity::flat, "spec.granularity");
   result.group_size = spec.group_size;
-  result.scale_rule = enum_of(spec.scale_rule, ScaleRule::mlx_edge, "spec.scale_rule");
   result.scale_dtype = dtype_of(spec.scale_dtype, "spec.scale_dtype");
-  result.code_scale = enum_of(spec.code_scale, CodeScale::unrounded, "spec.code_scale");
   result.double_quant = flag_of(spec.double_quant, "spec.double_quant");
   std::copy(std::begin(spec.table), std::end(spec.table), result.table.begin());
   return result;
@@ -52,12 +50,23 @@ halfbyte_quant_spec to_c(const QuantSpec& spec) {
   result.asymmetric = spec.asymmetric;
   result.granularity = static_cast<int32_t>(spec.granularity);
   result.group_size = spec.group_size;
-  result.scale_rule = static_cast<int32_t>(spec.scale_rule);
   result.scale_dtype = static_cast<int32_t>(spec.scale_dtype);
-  result.code_scale = static_cast<int32_t>(spec.code_scale);
   result.double_quant = spec.double_quant;
   std::copy(spec.table.begin(), spec.table.end(), result.table);
   return result;
+}
+
+Encoding encoding_of(const halfbyte_encoding* given, const char* name) {
+  if (given == nullptr) return {};
+  const halfbyte_encoding encoding = read_struct(given, to_c(Encoding{}), name);
+  return {optional_of(encoding.scale_rule, ScaleRule::mlx_edge, "encoding.scale_rule"),
+          enum_of(encoding.code_scale, CodeScale::unrounded, "encoding.code_scale")};
+}
+
+halfbyte_encoding to_c(const Encoding& encoding) {
+  return {sizeof(halfbyte_encoding),
+          encoding.scale_rule ? static_cast<int32_t>(*encoding.scale_rule) : HALFBYTE_UNSET,
+          static_cast<int32_t>(encoding.code_scale)};
 }
 
 void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {

@@ -8,6 +8,7 @@
 #include <concepts>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "halfbyte/dlpack.hpp"
@@ -109,6 +110,11 @@ Enum enum_of(int32_t value, Enum last, const char* name) {
     refuse("{} must be 0 to {}, got {}", name, static_cast<int>(last), value);
   return static_cast<Enum>(value);
 }
+template <class Enum>
+std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
+  if (value == HALFBYTE_UNSET) return std::nullopt;
+  return enum_of(value, last, name);
+}
 inline DType dtype_of(int32_t value, const char* name) { return enum_of(value, DType::u4, name); }
 inline bool flag_of(int32_t value, const char* name) {
   if (value != 0 && value != 1) refuse("{} must be 0 or 1, got {}", name, value);
@@ -139,6 +145,9 @@ inline TensorView optional_view_of(const DLTensor* tensor, const char* name) {
 std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name);
 QuantSpec spec_of(const halfbyte_quant_spec* spec, const char* name);
 halfbyte_quant_spec to_c(const QuantSpec& spec);
+// Null: the defaults.
+Encoding encoding_of(const halfbyte_encoding* encoding, const char* name);
+halfbyte_encoding to_c(const Encoding& encoding);
 // A part of a quantized matrix, or an array of scales: contiguous, with n elements. The memory, NULL: none.
 void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device);
 QuantizedView parts_of(const halfbyte_quantized* given, const QuantSpec& spec, int64_t rows, int64_t cols,

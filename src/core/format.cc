@@ -41,6 +41,11 @@ constexpr std::array<Word<Granularity>, 4> kGranularities{{{Granularity::tensor,
                                                            {Granularity::group, "group"},
                                                            {Granularity::flat, "flat"}}};
 
+constexpr std::array<Word<Layout>, 4> kLayouts{{{Layout::halfbyte, "halfbyte"},
+                                                {Layout::bitsandbytes, "bitsandbytes"},
+                                                {Layout::compressed_tensors, "compressed-tensors"},
+                                                {Layout::mlx, "mlx"}}};
+
 bool rule_fits(const FormatInfo& format, bool asymmetric, ScaleRule rule) {
   switch (format.kind) {
     case FormatKind::table:
@@ -93,13 +98,13 @@ std::array<float, 16> parse_table(std::string_view text) {
 const char* to_string(ScaleRule rule) { return word_of(kScaleRules, rule); }
 const char* to_string(Granularity granularity) { return word_of(kGranularities, granularity); }
 
+const char* to_string(Layout layout) { return word_of(kLayouts, layout); }
+Layout parse_layout(std::string_view word) { return value_of(kLayouts, word, "layout"); }
+
 void check_spec(const QuantSpec& spec) {
   const FormatInfo& format = info(spec.format);
   HALFBYTE_CHECK(!spec.asymmetric || format.kind == FormatKind::integer, usage,
                  "spec: asymmetric needs an integer format, got {}", format.name);
-  HALFBYTE_CHECK(rule_fits(format, spec.asymmetric, spec.scale_rule), usage,
-                 "spec: scale rule {} does not fit format {}{}", to_string(spec.scale_rule), format.name,
-                 spec.asymmetric ? " asymmetric" : "");
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat)
     HALFBYTE_CHECK(spec.group_size > 0, usage, "spec: group_size must be positive, got {}", spec.group_size);
   HALFBYTE_CHECK(is_floating(spec.scale_dtype), usage,
@@ -117,6 +122,18 @@ void check_spec(const QuantSpec& spec) {
       largest = std::max(largest, std::fabs(spec.table[i]));
     }
   }
+}
+
+ScaleRule default_scale_rule(const QuantSpec& spec) {
+  return spec.asymmetric ? ScaleRule::minmax : info(spec.format).default_rule;
+}
+
+void check_encoding(const QuantSpec& spec, const Encoding& encoding) {
+  const FormatInfo& format = info(spec.format);
+  const ScaleRule rule = encoding.scale_rule.value_or(default_scale_rule(spec));
+  HALFBYTE_CHECK(rule_fits(format, spec.asymmetric, rule), usage,
+                 "encoding: scale rule {} does not fit format {}{}", to_string(rule), format.name,
+                 spec.asymmetric ? " asymmetric" : "");
 }
 
 bool has_zeros(const QuantSpec& spec) { return spec.asymmetric; }
@@ -167,15 +184,15 @@ std::span<const float, 16> table_values(Format format) {
   return book->values;
 }
 
-formats::Codec make_codec(const QuantSpec& spec) {
+formats::Codec make_codec(const QuantSpec& spec, const Encoding& encoding) {
   const FormatInfo& format = info(spec.format);
   formats::Codec codec;
   codec.kind = static_cast<formats::Kind>(format.kind);
-  codec.rule = static_cast<formats::Rule>(spec.scale_rule);
+  codec.rule = static_cast<formats::Rule>(encoding.scale_rule.value_or(default_scale_rule(spec)));
   codec.scale_type = scale_type(spec.scale_dtype);
   codec.bits = static_cast<formats::u8>(format.bits);
   codec.asymmetric = spec.asymmetric;
-  codec.unrounded_code_scale = spec.code_scale == CodeScale::unrounded;
+  codec.unrounded_code_scale = encoding.code_scale == CodeScale::unrounded;
   codec.q_min = -(1 << (format.bits - 1));
   codec.q_max = (1 << (format.bits - 1)) - 1;
   if (const formats::CodeBook* book = code_book(spec.format)) {

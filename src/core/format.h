@@ -8,8 +8,8 @@
 
 namespace halfbyte {
 
-// The choices of `spec` resolved. `spec` must have passed check_spec.
-formats::Codec make_codec(const QuantSpec& spec);
+// The choices of `spec` and `encoding` resolved. They must have passed their checks.
+formats::Codec make_codec(const QuantSpec& spec, const Encoding& encoding = {});
 
 formats::ScaleType scale_type(DType dtype);  // f32, f16, bf16, f64 only
 

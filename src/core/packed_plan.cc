@@ -9,6 +9,7 @@ namespace halfbyte {
 void check_descriptor(const QuantizeDescriptor& d) {
   constexpr const char* kOp = "quantize descriptor";
   check_spec(d.spec);
+  check_encoding(d.spec, d.encoding);
   HALFBYTE_CHECK(!d.spec.double_quant, usage,
                  "{}: spec.double_quant must be false: double_quantize and double_dequantize encode and "
                  "decode the scales of a plan",

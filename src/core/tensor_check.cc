@@ -135,10 +135,9 @@ void check_same_spec(const char* op, const char* name, const QuantSpec& given, c
   same("asymmetric", given.asymmetric, expected.asymmetric);
   same("granularity", Text(to_string(given.granularity)), Text(to_string(expected.granularity)));
   same("group_size", given.group_size, expected.group_size);
-  same("scale_rule", Text(to_string(given.scale_rule)), Text(to_string(expected.scale_rule)));
   same("scale_dtype", Text(to_string(given.scale_dtype)), Text(to_string(expected.scale_dtype)));
   same("double_quant", given.double_quant, expected.double_quant);
-  HALFBYTE_FAIL(usage, "{}: {}.spec must be that of {}, its code_scale or table is not", op, name, other);
+  HALFBYTE_FAIL(usage, "{}: {}.spec must be that of {}, its table is not", op, name, other);
 }
 
 }  // namespace halfbyte

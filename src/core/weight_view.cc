@@ -3,27 +3,14 @@
 #include <algorithm>
 #include <array>
 
+#include "core/checks.h"
 #include "core/packed_weight.h"
-#include "core/words.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/ops.hpp"
 
 namespace halfbyte {
-namespace {
 
-constexpr std::array<Word<WeightLayout>, 4> kLayouts{
-    {{WeightLayout::halfbyte, "halfbyte"},
-     {WeightLayout::bitsandbytes, "bitsandbytes"},
-     {WeightLayout::compressed_tensors, "compressed-tensors"},
-     {WeightLayout::mlx, "mlx"}}};
-
-}  // namespace
-
-const char* to_string(WeightLayout layout) { return word_of(kLayouts, layout); }
-WeightLayout parse_weight_layout(std::string_view word) { return value_of(kLayouts, word, "weight layout"); }
-
-formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols,
-                                         WeightLayout layout) {
+formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout) {
   check_spec(spec);
   const FormatInfo& format = info(spec.format);
   HALFBYTE_CHECK(format.bits == 4 || format.bits == 8, usage,
@@ -33,7 +20,7 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
                  "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
   quant_shape(spec, rows, formats::round_up(cols, 8));  // throws for too many bits; of whole words
-  HALFBYTE_CHECK(layout != WeightLayout::bitsandbytes || format.bits == 4, usage,
+  HALFBYTE_CHECK(layout != Layout::bitsandbytes || format.bits == 4, usage,
                  "weight view: layout bitsandbytes has codes of 4 bits, got {}", format.name);
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
   formats::WeightViewLayout v;
@@ -45,11 +32,11 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   v.one_group = spec.granularity == Granularity::tensor;
   const bool flat = spec.granularity == Granularity::flat;
   v.flat = flat && cols % v.group != 0;  // else they are those of rows
-  v.flat_codes = layout == WeightLayout::bitsandbytes || (layout == WeightLayout::halfbyte && flat);
-  const bool words = layout == WeightLayout::compressed_tensors || layout == WeightLayout::mlx;
+  v.flat_codes = layout == Layout::bitsandbytes || (layout == Layout::halfbyte && flat);
+  const bool words = layout == Layout::compressed_tensors || layout == Layout::mlx;
   v.row_bytes = words ? formats::round_up(cols * v.bits, 32) / 8 : (cols * v.bits + 7) / 8;
-  v.high_first = layout == WeightLayout::bitsandbytes;
-  v.zero_words = has_zeros(spec) && layout == WeightLayout::compressed_tensors;
+  v.high_first = layout == Layout::bitsandbytes;
+  v.zero_words = has_zeros(spec) && layout == Layout::compressed_tensors;
   HALFBYTE_CHECK(
       !v.zero_words || (!v.flat && !v.one_group), usage,
       "weight view: zero points of layout compressed-tensors are of groups within rows, got granularity "
@@ -58,7 +45,7 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   return v;
 }
 
-WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols, WeightLayout layout) {
+WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout) {
   const formats::WeightViewLayout v = view_layout_of(spec, rows, cols, layout);
   const int64_t num_scales = v.num_scales(), scale_bytes = num_scales * size_of(spec.scale_dtype);
   WeightViewBytes bytes;
@@ -95,7 +82,7 @@ ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight
 }
 
 std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
-                                                int64_t rows, int64_t cols, WeightLayout layout,
+                                                int64_t rows, int64_t cols, Layout layout,
                                                 int64_t code_alignment) {
   using View = const WeightView&;
   const WeightViewBytes bytes = weight_view_bytes(spec, rows, cols, layout);
@@ -106,7 +93,7 @@ std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, co
       {names.scales, [](View v) -> const void* { return v.scales; }, true, bytes.scales,
        nested ? 1 : scale_size},
       {names.zeros, [](View v) -> const void* { return v.zeros; }, has_zeros(spec), bytes.zeros,
-       layout == WeightLayout::compressed_tensors ? 4 : 1},
+       layout == Layout::compressed_tensors ? 4 : 1},
       {names.biases, [](View v) -> const void* { return v.biases; }, has_biases(spec), bytes.biases,
        scale_size},
       {names.absmax, [](View v) -> const void* { return v.absmax; }, nested, bytes.absmax, 4},

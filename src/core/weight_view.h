@@ -14,8 +14,7 @@ inline constexpr int64_t kMaxWeightExtent = int64_t{1} << 40;
 
 // Throws Error(usage) for formats of other than 4 or 8 bits, scales of f64, what the layout does not hold,
 // and extents beyond kMaxWeightExtent.
-formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols,
-                                         WeightLayout layout);
+formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout);
 
 // Checked but for what a descriptor says: the memory of their parts. Throw Error(usage) that names operation,
 // argument, rule and values.
@@ -43,7 +42,7 @@ struct WeightViewPart {
 };
 inline constexpr const char* kNoWeightPart = "spec has none";
 std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
-                                                int64_t rows, int64_t cols, WeightLayout layout,
+                                                int64_t rows, int64_t cols, Layout layout,
                                                 int64_t code_alignment);
 
 }  // namespace halfbyte

@@ -38,7 +38,6 @@ QuantSpec spec_of(const KernelValues& values) {
   if (!table.empty()) spec.table = parse_table(table);
   spec.asymmetric = is_set(values, "asymmetric");
   spec.scale_dtype = parse_dtype(values.at("scale-dtype"));
-  spec.scale_rule = spec.asymmetric ? ScaleRule::minmax : format.default_rule;
   check_spec(spec);
   return spec;
 }

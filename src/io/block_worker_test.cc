@@ -65,10 +65,8 @@ TEST(BlockWorker, SmallBlocksFillLargeOnes) {
   QuantSpec asymmetric, flat, affine;
   asymmetric.format = Format::int4;
   asymmetric.asymmetric = true;
-  asymmetric.scale_rule = ScaleRule::minmax;
   flat.granularity = Granularity::flat;
   affine.format = Format::affine3;
-  affine.scale_rule = ScaleRule::mlx_edge;
   for (const QuantizedWeight& weight : {
            make_weight(Layout::compressed_tensors, {3, 13, 640},
                        asymmetric),  // words of zero points hold 8 rows

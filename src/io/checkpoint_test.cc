@@ -88,10 +88,10 @@ std::vector<std::byte> decode_all(const Checkpoint& checkpoint, const std::strin
 }
 
 // What the operations give for the whole tensor at once.
-std::vector<std::byte> expected_values(const Tensor& tensor, QuantSpec spec, DType dtype) {
+std::vector<std::byte> expected_values(const Tensor& tensor, const WeightReport& report, DType dtype) {
   std::vector<std::byte> x = tensor.bytes;
   const DType source = *io::dtype_from_safetensors(tensor.dtype);
-  const QuantizedTensor q = quantize({x.data(), source, tensor.shape, {}, {}}, spec);
+  const QuantizedTensor q = quantize({x.data(), source, tensor.shape, {}, {}}, report.spec, report.encoding);
   std::vector<std::byte> y(static_cast<size_t>(product(tensor.shape) * size_of(dtype)));
   dequantize(q, {y.data(), dtype, tensor.shape, {}, {}});
   return y;
@@ -276,7 +276,7 @@ TEST_F(CheckpointTest, RoundTripEveryLayoutFormatGranularityAndShape) {
       EXPECT_EQ(written.weights()[0].spec.format, weight.spec.format);
       EXPECT_EQ(bits_per_weight(written.weights()[0]), weight.bits_per_weight);
       for (const DType out : {DType::f32, dtype})
-        ASSERT_EQ(decode_all(written, "a.weight", out), expected_values(tensor, weight.spec, out));
+        ASSERT_EQ(decode_all(written, "a.weight", out), expected_values(tensor, weight, out));
     }
 }
 
@@ -325,7 +325,7 @@ TEST_F(CheckpointTest, LargeTensorsAreTheSameForEveryNumberOfThreads) {
         first = bytes;
         first_report = weight;
         EXPECT_EQ(decode_all(Checkpoint::open(path("out")), "a.weight", DType::f32),
-                  expected_values(tensor, weight.spec, DType::f32));
+                  expected_values(tensor, weight, DType::f32));
       }
       EXPECT_TRUE(bytes == first) << info(options.format).name << ", " << threads << " threads";
       EXPECT_EQ(weight.relative_rmse, first_report.relative_rmse);
@@ -696,8 +696,7 @@ TEST_F(CheckpointTest, ExpertsOfThreeDimensions) {
     const std::string name = report.layout == Layout::mlx ? tensor.name + ".weight" : tensor.name;
     ASSERT_NE(written.find(name), nullptr);
     EXPECT_EQ(written.find(name)->shape, tensor.shape);
-    EXPECT_EQ(decode_all(written, name, DType::f32),
-              expected_values(tensor, report.weights[0].spec, DType::f32));
+    EXPECT_EQ(decode_all(written, name, DType::f32), expected_values(tensor, report.weights[0], DType::f32));
   }
   const Checkpoint packed = Checkpoint::open(path("int4true"));
   EXPECT_EQ(packed.impl().find("mlp.experts.gate_up_proj_zero_point")->shape,
@@ -839,7 +838,7 @@ TEST_F(CheckpointTest, ScalesThatF16CannotHold) {
     EXPECT_TRUE(weight.measured);
   }
   EXPECT_EQ(decode_all(Checkpoint::open(path("out")), "small.weight", DType::f32),
-            expected_values(b, report.weights[2].spec, DType::f32));
+            expected_values(b, report.weights[2], DType::f32));
   options.force = true;
   options.scale_dtype = DType::f16;
   expect_error(ErrorCode::bad_input, "cannot quantize \"large.weight\" (f16 cannot hold 4 scales)",
@@ -932,10 +931,11 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
   for (QuantizeOptions& options : runs) {
     options.force = true;
     options.verify = false;
-    quantize_checkpoint(input, path("out"), options);
+    const CheckpointReport wrote = quantize_checkpoint(input, path("out"), options);
     const std::string good = read_file(path("out"));
     const Checkpoint written = Checkpoint::open(path("out"));
-    const io::QuantizedWeight& quantized = written.impl().quantized.at(0).weight;
+    io::QuantizedWeight quantized = written.impl().quantized.at(0).weight;
+    quantized.encoding = wrote.weights[0].encoding;
     const auto verify = [&] {
       WeightReport report;
       const io::VerifyItem items[] = {{&weight, &quantized, &report}, {&norm, nullptr, nullptr}};

@@ -5,23 +5,10 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/checks.h"
 #include "core/format.h"
-#include "core/words.h"
 
-namespace halfbyte {
-namespace {
-
-constexpr std::array<Word<Layout>, 4> kLayouts{{{Layout::halfbyte, "halfbyte"},
-                                                {Layout::bitsandbytes, "bitsandbytes"},
-                                                {Layout::compressed_tensors, "compressed-tensors"},
-                                                {Layout::mlx, "mlx"}}};
-
-}  // namespace
-
-const char* to_string(Layout layout) { return word_of(kLayouts, layout); }
-Layout parse_layout(std::string_view word) { return value_of(kLayouts, word, "layout"); }
-
-namespace io {
+namespace halfbyte::io {
 namespace {
 
 constexpr int64_t kWordBytes = 4;  // of packed zero points
@@ -139,14 +126,12 @@ const LayoutInfo& default_layout(Format format) {
 }
 
 QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options, DType dtype) {
-  const FormatInfo& format = info(options.format);
   const auto word = [](auto value) { return to_string(value); };
   QuantSpec spec;
   spec.format = options.format;
   spec.asymmetric = options.asymmetric;
   spec.double_quant = options.double_quant;
   spec.table = options.table;
-  spec.code_scale = layout.code_scale;
   check_allowed(layout, "format", layout.formats, spec.format, [](Format f) { return info(f).name; });
   HALFBYTE_CHECK(layout.asymmetric || !spec.asymmetric, usage,
                  "layout {}: has no zero points: asymmetric must be off", layout.name);
@@ -163,10 +148,6 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
     HALFBYTE_CHECK(!options.group_size, usage, "group size {} does not go with granularity {}",
                    *options.group_size, to_string(spec.granularity));
   }
-
-  const ScaleRule rule = layout.scale_rules.empty() ? format.default_rule : layout.scale_rules.front();
-  spec.scale_rule = options.scale_rule.value_or(spec.asymmetric ? ScaleRule::minmax : rule);
-  if (!spec.asymmetric) check_allowed(layout, "scale rule", layout.scale_rules, spec.scale_rule, word);
 
   switch (layout.scale_dtypes) {
     case ScaleDTypes::f32:
@@ -186,6 +167,17 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
   }
   check_spec(spec);
   return spec;
+}
+
+Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& options, const QuantSpec& spec) {
+  const ScaleRule rule =
+      !layout.scale_rules.empty() && !spec.asymmetric ? layout.scale_rules.front() : default_scale_rule(spec);
+  const Encoding encoding{options.scale_rule.value_or(rule), layout.code_scale};
+  if (!spec.asymmetric)
+    check_allowed(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
+                  [](ScaleRule value) { return to_string(value); });
+  check_encoding(spec, encoding);
+  return encoding;
 }
 
 std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape) {
@@ -347,5 +339,4 @@ std::vector<Role> block_roles(const QuantSpec& spec) {
   return roles;
 }
 
-}  // namespace io
-}  // namespace halfbyte
+}  // namespace halfbyte::io

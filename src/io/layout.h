@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -39,9 +40,10 @@ struct QuantizedWeight {
   DType dtype = DType::f32;    // of the dense weight
   Layout layout = Layout::halfbyte;
   QuantSpec spec;
-  float scales_offset = 0;             // double quantization
-  std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
-  std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
+  std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
+  float scales_offset = 0;                // double quantization
+  std::vector<float> scales_map = {};     // double quantization: 256 values; empty: double_quant_map()
+  std::string codes_dtype = "U8";         // bitsandbytes can store the bytes of the codes as floats
 
   int64_t cols() const { return shape.back(); }
   int64_t rows() const;  // product of the leading extents
@@ -96,6 +98,8 @@ const LayoutInfo& default_layout(Format format);
 // The spec that the options ask for, open choices filled in, for weights of `dtype`. Error(usage) naming
 // layout, rule and value where the layout does not allow one.
 QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options, DType dtype);
+// How its codes are chosen, likewise.
+Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& options, const QuantSpec& spec);
 // Why the layout cannot hold a weight of this shape; empty if it can.
 std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape);
 

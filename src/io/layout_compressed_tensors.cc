@@ -124,7 +124,6 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
 
   weight.spec.format = integer_format(read_bits(packed, cols, bits_of_config));
   weight.spec.asymmetric = checkpoint.find(weight.name + "_zero_point") != nullptr;
-  weight.spec.scale_rule = weight.spec.asymmetric ? ScaleRule::minmax : ScaleRule::half_range;
 
   const int64_t groups = scale.shape.empty() ? 0 : scale.shape.back();
   weight.spec.granularity = groups == 1 ? Granularity::channel : Granularity::group;

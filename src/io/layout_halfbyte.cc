@@ -22,9 +22,11 @@ std::string spec_json(const QuantizedWeight& weight) {
       fmt::format(R"({{"version":{},"format":"{}","asymmetric":{},"granularity":"{}")", kVersion,
                   info(spec.format).name, spec.asymmetric, to_string(spec.granularity));
   if (grouped(spec.granularity)) json += fmt::format(R"(,"group_size":{})", spec.group_size);
-  json += fmt::format(R"(,"scale_rule":"{}","scale_dtype":"{}","double_quant":{},"shape":[{}],"dtype":"{}")",
-                      to_string(spec.scale_rule), to_string(spec.scale_dtype), spec.double_quant,
-                      fmt::join(weight.shape, ","), to_string(weight.dtype));
+  if (weight.encoding && weight.encoding->scale_rule)
+    json += fmt::format(R"(,"scale_rule":"{}")", to_string(*weight.encoding->scale_rule));
+  json += fmt::format(R"(,"scale_dtype":"{}","double_quant":{},"shape":[{}],"dtype":"{}")",
+                      to_string(spec.scale_dtype), spec.double_quant, fmt::join(weight.shape, ","),
+                      to_string(weight.dtype));
   // A space or a minus: the length is the same for all offsets.
   if (spec.double_quant) json += fmt::format(R"(,"scales_offset":{: .16e})", weight.scales_offset);
   return json + "}";
@@ -73,10 +75,19 @@ QuantSpec read_spec(const nlohmann::json& json, const std::string& what) {
   spec.asymmetric = json_flag(json, "asymmetric", what);
   spec.granularity = parse_granularity(json_string(json, "granularity", what));
   if (grouped(spec.granularity)) spec.group_size = json_integer(json, "group_size", what);
-  spec.scale_rule = parse_scale_rule(json_string(json, "scale_rule", what));
   spec.scale_dtype = parse_dtype(json_string(json, "scale_dtype", what));
   spec.double_quant = json_flag(json, "double_quant", what);
   return spec;
+}
+
+// Tells how the codes were chosen, which decoding does not need: what is not known is passed over.
+std::optional<Encoding> read_encoding(const nlohmann::json& json) {
+  const auto rule = json.find("scale_rule");
+  if (rule == json.end() || !rule->is_string()) return std::nullopt;
+  for (const ScaleRule value : {ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max,
+                                ScaleRule::minmax, ScaleRule::mlx_edge})
+    if (*rule == to_string(value)) return Encoding{value};
+  return std::nullopt;
 }
 
 QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTensor& blob) {
@@ -91,6 +102,7 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
   weight.shape = json_shape(json, "shape", what);
   try {
     weight.spec = read_spec(json, what);
+    weight.encoding = read_encoding(json);
     weight.dtype = parse_dtype(json_string(json, "dtype", what));
     if (weight.spec.format == Format::lut4) {
       const StoredTensor* table = checkpoint.find(weight.name + ".table");

@@ -46,8 +46,6 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const MlxGrids& 
   const MlxGrid grid = own != grids.modules.end() ? own->second : *grids.all;
   weight.spec.format = mlx_format(grid.bits, codes.name);
   weight.spec.group_size = grid.group_size;
-  weight.spec.scale_rule = ScaleRule::mlx_edge;
-  weight.spec.code_scale = CodeScale::unrounded;
   const auto dtype = dtype_from_safetensors(scales.dtype);
   HALFBYTE_CHECK(dtype && is_floating(*dtype) && *dtype != DType::f64, bad_input,
                  "tensor \"{}\" must be F32, F16 or BF16, got {}", printable(scales.name), scales.dtype);

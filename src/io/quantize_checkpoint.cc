@@ -59,7 +59,7 @@ class Quantizer {
   void select();
   std::string main_reason() const;
   std::vector<bool> is_dense() const;
-  QuantSpec spec_of(const Item& item) const;
+  QuantizeOptions options_of(const Item& item) const;
   void keep_dense(Item& item, const std::string& reason);
   void set_target(Item& item, const QuantSpec& spec);
   std::string config_text() const;
@@ -166,6 +166,7 @@ void Quantizer::keep_dense(Item& item, const std::string& reason) {
   report.reason = reason;
   report.note.clear();
   report.spec = {};
+  report.encoding = {};
   report.output_bytes = report.source_bytes;
   const int64_t n = num_elements(item.source.shape);
   report.bits_per_weight = n == 0 ? 0 : 8 * static_cast<double>(report.output_bytes) / static_cast<double>(n);
@@ -173,10 +174,12 @@ void Quantizer::keep_dense(Item& item, const std::string& reason) {
 
 void Quantizer::set_target(Item& item, const QuantSpec& spec) {
   WeightReport& report = report_of(item);
-  item.target = {item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec};
+  const Encoding encoding = resolve_encoding(layout_, options_of(item), spec);
+  item.target = {item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec, encoding};
   item.parts = parts_of(item.target);
   report.quantized = true;
   report.spec = spec;
+  report.encoding = encoding;
   report.output_bytes = 0;
   for (const Part& part : item.parts) {
     uint64_t num_bytes = static_cast<uint64_t>(safetensors_dtype_bits(part.dtype) / 8);
@@ -187,15 +190,14 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
       8 * static_cast<double>(report.output_bytes) / static_cast<double>(num_elements(item.source.shape));
 }
 
-// That of the options, with bits and groups of its own where the reader has such.
-QuantSpec Quantizer::spec_of(const Item& item) const {
-  const auto& grid = selection_.weights[item.report].grid;
-  if (!grid || item.source.cols() % grid->group_size != 0)
-    return resolve_spec(layout_, options_, dtype_of(item));
+// With bits and groups of its own where the reader has such.
+QuantizeOptions Quantizer::options_of(const Item& item) const {
   QuantizeOptions own = options_;
+  const auto& grid = selection_.weights[item.report].grid;
+  if (!grid || item.source.cols() % grid->group_size != 0) return own;
   own.format = mlx_format(grid->bits, item.source.name);
   own.group_size = grid->group_size;
-  return resolve_spec(layout_, own, dtype_of(item));
+  return own;
 }
 
 void Quantizer::plan() {
@@ -203,7 +205,8 @@ void Quantizer::plan() {
                  options_.num_threads);
   check_device(options_.device);
   // Wrong options are reported even where nothing would be quantized.
-  resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16));
+  resolve_encoding(layout_, options_,
+                   resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16)));
   refuse_adapter();
   refuse_quantized();
   select();
@@ -211,7 +214,7 @@ void Quantizer::plan() {
   std::string first_reason;
   for (Item& item : items_) {
     if (!item.quantize) continue;
-    const QuantSpec spec = spec_of(item);
+    const QuantSpec spec = resolve_spec(layout_, options_of(item), dtype_of(item));
     const std::string reason = cannot_hold(layout_, spec, item.source.shape);
     if (reason.empty()) {
       set_target(item, spec);
@@ -384,8 +387,8 @@ QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, c
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
   const QuantizedView view = native_view(item.target, block, worker.native);
-  QuantizeStatus status =
-      quantize(x, view, worker.execution(), spec.granularity == Granularity::tensor ? &item.range : nullptr);
+  QuantizeStatus status = quantize(x, view, *item.target.encoding, worker.execution(),
+                                   spec.granularity == Granularity::tensor ? &item.range : nullptr);
   if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
   for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
   worker.stream.synchronize();

@@ -558,7 +558,8 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
       levels * rounding(spec_.scale_dtype, scale) + (affine ? rounding(spec_.scale_dtype, bias) : 0);
   const double slack =
       (levels * step + std::abs(bias)) * kF32Slack + (levels + 1) * group.scale_error + kTiny;
-  const double unrounded = spec_.code_scale == CodeScale::unrounded ? stored_error : 0;
+  const double unrounded =
+      weight_.encoding && weight_.encoding->code_scale == CodeScale::unrounded ? stored_error : 0;
   // Of a value within the levels to its own; of a value outside to the last one: no rule clips more than one
   // step.
   const float near = finite_bound(step / 2 + slack + unrounded),

@@ -38,11 +38,17 @@ void for_each_target(const Body& body) {
 
 inline constexpr DType kFloatDTypes[] = {DType::f32, DType::f16, DType::bf16, DType::f64};
 
+// A spec, and how its codes are chosen.
+struct EncodedSpec : QuantSpec {
+  Encoding encoding;
+  EncodedSpec(const QuantSpec& spec = {}, const Encoding& how = {}) : QuantSpec(spec), encoding(how) {}
+};
+
 // Every format with every way to choose its scale.
-inline std::vector<QuantSpec> all_specs() {
-  std::vector<QuantSpec> specs;
+inline std::vector<EncodedSpec> all_specs() {
+  std::vector<EncodedSpec> specs;
   for (const FormatInfo& format : all_formats()) {
-    QuantSpec spec;
+    EncodedSpec spec;
     spec.format = format.format;
     if (format.format == Format::lut4)
       spec.table = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -51,9 +57,9 @@ inline std::vector<QuantSpec> all_specs() {
       spec.asymmetric = asymmetric;
       for (const ScaleRule rule : {ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max,
                                    ScaleRule::minmax, ScaleRule::mlx_edge}) {
-        spec.scale_rule = rule;
+        spec.encoding.scale_rule = rule;
         try {
-          check_spec(spec);
+          check_encoding(spec, spec.encoding);
         } catch (const Error&) {
           continue;
         }
@@ -71,10 +77,10 @@ inline std::vector<Format> table_formats() {
   return tables;
 }
 
-inline std::string describe(const QuantSpec& spec) {
+inline std::string describe(const EncodedSpec& spec) {
   return fmt::format("{}{} {} {} {} {} scales", info(spec.format).name, spec.asymmetric ? " asymmetric" : "",
-                     to_string(spec.scale_rule), to_string(spec.granularity), spec.group_size,
-                     to_string(spec.scale_dtype));
+                     to_string(spec.encoding.scale_rule.value_or(default_scale_rule(spec))),
+                     to_string(spec.granularity), spec.group_size, to_string(spec.scale_dtype));
 }
 
 // Row-major values with a dtype: kept as doubles that the dtype holds exactly, and as its bytes.
@@ -182,12 +188,12 @@ inline std::string text_of(const QuantizeStatus& s) {
 struct Parts {
   static constexpr uint8_t kPoison = 0xA5;
   static constexpr size_t kGuard = 64;
-  QuantSpec spec;
+  EncodedSpec spec;
   int64_t rows = 0, cols = 0;
   std::vector<uint8_t> codes, scales, zeros, biases;
   QuantizeStatus status;
 
-  Parts(const QuantSpec& s, int64_t r, int64_t c) : spec(s), rows(r), cols(c) {
+  Parts(const EncodedSpec& s, int64_t r, int64_t c) : spec(s), rows(r), cols(c) {
     const QuantShape shape = quant_shape(s, r, c);
     const auto groups = static_cast<size_t>(shape.num_groups);
     const size_t scale_bytes = groups * static_cast<size_t>(size_of(s.scale_dtype));
@@ -220,7 +226,7 @@ struct Parts {
 template <class F>
 void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = nullptr) {
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
-  const formats::Codec codec = make_codec(out.spec);
+  const formats::Codec codec = make_codec(out.spec, out.spec.encoding);
   std::fill(out.codes.begin(), out.codes.end() - Parts::kGuard, uint8_t{0});
   const bool one = out.spec.granularity == Granularity::tensor;
   const auto range_of = [&](int64_t begin, int64_t end) {
@@ -270,7 +276,7 @@ void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = null
   }
 }
 
-inline Parts oracle_quantize(const Values& x, const QuantSpec& spec, int64_t rows, int64_t cols,
+inline Parts oracle_quantize(const Values& x, const EncodedSpec& spec, int64_t rows, int64_t cols,
                              const ValueRange* given = nullptr) {
   Parts parts(spec, rows, cols);
   if (x.dtype == DType::f64)
@@ -280,10 +286,10 @@ inline Parts oracle_quantize(const Values& x, const QuantSpec& spec, int64_t row
   return parts;
 }
 
-inline Parts quantize_parts(Values& x, const QuantSpec& spec, int64_t rows, int64_t cols, int num_threads = 1,
-                            const ValueRange* given = nullptr) {
+inline Parts quantize_parts(Values& x, const EncodedSpec& spec, int64_t rows, int64_t cols,
+                            int num_threads = 1, const ValueRange* given = nullptr) {
   Parts parts(spec, rows, cols);
-  parts.status = quantize(x.view({rows, cols}), parts.view(), {num_threads}, given);
+  parts.status = quantize(x.view({rows, cols}), parts.view(), spec.encoding, {num_threads}, given);
   return parts;
 }
 

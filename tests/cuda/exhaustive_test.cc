@@ -14,12 +14,12 @@ using Exhaustive = testing::CudaTest;
 
 constexpr int64_t kGroup = 64;
 
-QuantSpec spec_of(Format format) {
-  return {.format = format, .group_size = kGroup, .scale_rule = info(format).default_rule};
+testing::EncodedSpec spec_of(Format format) {
+  return {{.format = format, .group_size = kGroup}, {info(format).default_rule}};
 }
 // Every table format but that of the user, and `others`.
-std::vector<QuantSpec> tables_and(std::initializer_list<Format> others) {
-  std::vector<QuantSpec> specs;
+std::vector<testing::EncodedSpec> tables_and(std::initializer_list<Format> others) {
+  std::vector<testing::EncodedSpec> specs;
   for (const FormatInfo& format : all_formats())
     if (format.kind == FormatKind::table && format.format != Format::lut4)
       specs.push_back(spec_of(format.format));
@@ -52,7 +52,7 @@ TEST_F(Exhaustive, AllBf16ValuesAgainst4096Scales) {
       }
     });
     const auto* const bytes = reinterpret_cast<const uint8_t*>(x.data());
-    for (const QuantSpec& spec : tables_and({Format::int4, Format::int8, Format::affine4})) {
+    for (const testing::EncodedSpec& spec : tables_and({Format::int4, Format::int8, Format::affine4})) {
       SCOPED_TRACE(fmt::format("{} scales from {}", testing::describe(spec), first));
       const auto n = static_cast<int64_t>(x.size());
       const Parts cpu = testing::quantize_on_cpu(bytes, DType::bf16, spec, 1, n);
@@ -141,14 +141,14 @@ void fill_group(Random& random, const formats::Codec& codec, Bits* group) {
 }
 
 template <class Bits>
-void check_many(const QuantSpec& chosen, DType dtype) {
+void check_many(const testing::EncodedSpec& chosen, DType dtype) {
   constexpr int64_t kBlock = 1 << 24, kBlocks = 32;
-  QuantSpec spec = chosen;
+  testing::EncodedSpec spec = chosen;
   std::vector<Bits> x(kBlock);
   for (int64_t block = 0; block < kBlocks; ++block) {
     // f16 holds the scales of weights only; the status tells of the others.
     spec.scale_dtype = block % 4 == 3 ? DType::f16 : DType::f32;
-    const formats::Codec codec = make_codec(spec);
+    const formats::Codec codec = make_codec(spec, spec.encoding);
     parallel_for(kBlock / kGroup, 1024, 0, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) {
         Random random{static_cast<uint64_t>(block * kBlock + i)};
@@ -166,7 +166,7 @@ void check_many(const QuantSpec& chosen, DType dtype) {
 
 // 2^29 values for each dtype of each format.
 TEST_F(Exhaustive, ABillionRandomAndAdversarialValues) {
-  for (const QuantSpec& spec : tables_and({Format::int4, Format::affine4})) {
+  for (const testing::EncodedSpec& spec : tables_and({Format::int4, Format::affine4})) {
     check_many<uint32_t>(spec, DType::f32);
     check_many<uint16_t>(spec, DType::bf16);
     if (HasFailure()) return;
@@ -228,7 +228,7 @@ std::vector<uint16_t> huge_block() {
 }
 
 void check_huge(Format format, int64_t rows, int64_t cols) {
-  const QuantSpec spec = spec_of(format);
+  const testing::EncodedSpec spec = spec_of(format);
   SCOPED_TRACE(fmt::format("{} [{}, {}]", testing::describe(spec), rows, cols));
   const int64_t n = rows * cols, last_group = (n - 1) / kGroup * kGroup;
   const std::vector<uint16_t> block = huge_block();

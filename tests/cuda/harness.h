@@ -86,7 +86,7 @@ class DeviceBytes {
 // Parts on the device.
 class DeviceParts {
  public:
-  DeviceParts(const QuantSpec& spec, int64_t rows, int64_t cols, const Placement& place)
+  DeviceParts(const EncodedSpec& spec, int64_t rows, int64_t cols, const Placement& place)
       : DeviceParts(spec, rows, cols, quant_shape(spec, rows, cols), place) {}
 
   QuantizedView view() const {
@@ -114,7 +114,7 @@ class DeviceParts {
   }
 
  private:
-  DeviceParts(const QuantSpec& spec, int64_t rows, int64_t cols, const QuantShape& shape,
+  DeviceParts(const EncodedSpec& spec, int64_t rows, int64_t cols, const QuantShape& shape,
               const Placement& place)
       : spec_(spec),
         rows_(rows),
@@ -126,7 +126,7 @@ class DeviceParts {
         biases_(has_biases(spec) ? shape.num_groups * size_of(spec.scale_dtype) : 0,
                 place.scales * size_of(spec.scale_dtype), place.exact) {}
 
-  QuantSpec spec_;
+  EncodedSpec spec_;
   int64_t rows_, cols_;
   DeviceBytes codes_, scales_, zeros_, biases_;
 };
@@ -138,20 +138,20 @@ inline TensorView matrix(const void* data, DType dtype, int64_t rows, int64_t co
 }
 
 // x: rows * cols elements in host memory.
-inline Parts quantize_on_cpu(const uint8_t* x, DType dtype, const QuantSpec& spec, int64_t rows, int64_t cols,
-                             const ValueRange* range = nullptr) {
+inline Parts quantize_on_cpu(const uint8_t* x, DType dtype, const EncodedSpec& spec, int64_t rows,
+                             int64_t cols, const ValueRange* range = nullptr) {
   Parts parts(spec, rows, cols);
-  parts.status = quantize(matrix(x, dtype, rows, cols), parts.view(), {}, range);
+  parts.status = quantize(matrix(x, dtype, rows, cols), parts.view(), spec.encoding, {}, range);
   return parts;
 }
-inline Parts quantize_on_cuda(const uint8_t* x, DType dtype, const QuantSpec& spec, int64_t rows,
+inline Parts quantize_on_cuda(const uint8_t* x, DType dtype, const EncodedSpec& spec, int64_t rows,
                               int64_t cols, const Placement& place = {}, const ValueRange* range = nullptr) {
   const int64_t size = size_of(dtype);
   const DeviceBytes source(rows * cols * size, place.values * size, place.exact);
   source.upload(x);
   const DeviceParts device(spec, rows, cols, place);
   const QuantizeStatus status =
-      quantize(matrix(source.data(), dtype, rows, cols, kCuda), device.view(), {}, range);
+      quantize(matrix(source.data(), dtype, rows, cols, kCuda), device.view(), spec.encoding, {}, range);
   Parts parts = device.download();
   parts.status = status;
   std::vector<uint8_t> after(static_cast<size_t>(source.num_bytes()));
@@ -254,9 +254,9 @@ inline std::string test_name(const std::string& text) {
   for (const char c : text) name += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
   return name;
 }
-inline std::string short_name(const QuantSpec& spec) {
+inline std::string short_name(const EncodedSpec& spec) {
   return fmt::format("{}{}_{}", info(spec.format).name, spec.asymmetric ? "_asymmetric" : "",
-                     to_string(spec.scale_rule));
+                     to_string(spec.encoding.scale_rule.value_or(default_scale_rule(spec))));
 }
 
 // The same values with NaN and infinities among them: some alone, some by the hundred.

@@ -19,55 +19,50 @@ using testing::Values;
 using Quantize = testing::CudaTest;
 using Runtime = testing::CudaTest;
 
-QuantSpec with_table(QuantSpec spec) {
-  for (const QuantSpec& known : testing::all_specs())
+testing::EncodedSpec with_table(testing::EncodedSpec spec) {
+  for (const testing::EncodedSpec& known : testing::all_specs())
     if (known.format == spec.format) spec.table = known.table;
   return spec;
 }
 
 TEST_F(Quantize, GroupsLargerThanABlockAndWholeTensors) {
   struct Case {
-    QuantSpec spec;
+    testing::EncodedSpec spec;
     DType dtype;
     int64_t rows, cols;
   };
   const Case cases[] = {
-      {{.format = Format::nf4, .granularity = Granularity::channel}, DType::bf16, 3, 70001},
-      {{.format = Format::nf4, .granularity = Granularity::channel}, DType::bf16, 3, 70008},
-      {{.format = Format::int4, .asymmetric = true, .group_size = 65544, .scale_rule = ScaleRule::minmax},
+      {{{.format = Format::nf4, .granularity = Granularity::channel}}, DType::bf16, 3, 70001},
+      {{{.format = Format::nf4, .granularity = Granularity::channel}}, DType::bf16, 3, 70008},
+      {{{.format = Format::int4, .asymmetric = true, .group_size = 65544}, {ScaleRule::minmax}},
        DType::f32,
        2,
        200000},
-      {{.format = Format::affine4, .group_size = 65537, .scale_rule = ScaleRule::minmax},
-       DType::f16,
-       2,
-       150001},
-      {{.format = Format::int3, .granularity = Granularity::tensor}, DType::f64, 17, 4099},
-      {{.format = Format::int8,
-        .granularity = Granularity::flat,
-        .group_size = 100000,
-        .scale_rule = ScaleRule::signed_max},
+      {{{.format = Format::affine4, .group_size = 65537}, {ScaleRule::minmax}}, DType::f16, 2, 150001},
+      {{{.format = Format::int3, .granularity = Granularity::tensor}}, DType::f64, 17, 4099},
+      {{{.format = Format::int8, .granularity = Granularity::flat, .group_size = 100000},
+        {ScaleRule::signed_max}},
        DType::bf16,
        7,
        50001},
-      {{.format = Format::fp4, .granularity = Granularity::channel}, DType::f32, 2, 1 << 20},
-      {{.format = Format::affine8, .granularity = Granularity::tensor, .scale_rule = ScaleRule::mlx_edge},
+      {{{.format = Format::fp4, .granularity = Granularity::channel}}, DType::f32, 2, 1 << 20},
+      {{{.format = Format::affine8, .granularity = Granularity::tensor}, {ScaleRule::mlx_edge}},
        DType::bf16,
        33,
        8192},
-      {{.format = Format::int6, .group_size = 131072, .scale_rule = ScaleRule::half_range},
+      {{{.format = Format::int6, .group_size = 131072}, {ScaleRule::half_range}},
        DType::f16,
        1,
        (1 << 21) + 24},
-      {{.format = Format::lut4, .group_size = 65536}, DType::bf16, 2, 131072},
-      {{.format = Format::int2, .group_size = 65535}, DType::bf16, 1, 524281},
-      {{.format = Format::affine5, .granularity = Granularity::tensor, .scale_rule = ScaleRule::minmax},
+      {{{.format = Format::lut4, .group_size = 65536}}, DType::bf16, 2, 131072},
+      {{{.format = Format::int2, .group_size = 65535}}, DType::bf16, 1, 524281},
+      {{{.format = Format::affine5, .granularity = Granularity::tensor}, {ScaleRule::minmax}},
        DType::f32,
        1,
        1},
   };
   for (const Case& test : cases) {
-    const QuantSpec spec = with_table(test.spec);
+    const testing::EncodedSpec spec = with_table(test.spec);
     const Values clean = testing::random_values(test.dtype, test.rows * test.cols, 5);
     for (const Values& x : {clean, testing::with_nonfinite(clean)})
       for (const Placement& place : {Placement{}, Placement{1, 3, 1}}) {
@@ -89,9 +84,9 @@ TEST_F(Quantize, AGivenRangeIsThatOfTheTensor) {
     const ValueRange whole = value_range(testing::matrix(x.bytes.data(), dtype, rows, cols));
     const ValueRange ranges[] = {
         whole, {whole.min / 1024, whole.max / 1024, 0, -1}, {-0.03, 0.01, 0, -1}, {0, 0, 0, -1}, {}};
-    for (QuantSpec spec : testing::all_specs()) {
+    for (testing::EncodedSpec spec : testing::all_specs()) {
       // One per format and dtype: the kernels are the same for all rules of one.
-      if (spec.scale_rule != info(spec.format).default_rule) continue;
+      if (spec.encoding.scale_rule != info(spec.format).default_rule) continue;
       spec.granularity = Granularity::tensor;
       for (const ValueRange& range : ranges) {
         SCOPED_TRACE(fmt::format("{} {} range {} {}", testing::describe(spec), to_string(dtype), range.min,
@@ -106,17 +101,17 @@ TEST_F(Quantize, AGivenRangeIsThatOfTheTensor) {
 
 TEST_F(Quantize, ScalarsAndEmptyTensors) {
   const std::vector<int64_t> shapes[] = {{}, {1}, {0}, {0, 64}, {4, 0}, {2, 0, 3}, {0, 2, 3}};
-  const QuantSpec specs[] = {
-      {.format = Format::nf4},
-      {.format = Format::int4, .asymmetric = true, .scale_rule = ScaleRule::minmax},
-      {.format = Format::affine4, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::f16}};
+  const testing::EncodedSpec specs[] = {
+      {{.format = Format::nf4}},
+      {{.format = Format::int4, .asymmetric = true}, {ScaleRule::minmax}},
+      {{.format = Format::affine4, .scale_dtype = DType::f16}, {ScaleRule::minmax}}};
   Values x = testing::random_values(DType::bf16, 8, 7);
   const ValueRange given{-0.5, 0.25};
   struct Grouping {
     Granularity granularity;
     const ValueRange* range = nullptr;
   };
-  for (QuantSpec spec : specs)
+  for (testing::EncodedSpec spec : specs)
     for (const Grouping grouping :
          {Grouping{Granularity::tensor}, Grouping{Granularity::tensor, &given},
           Grouping{Granularity::channel}, Grouping{Granularity::group}, Grouping{Granularity::flat}})
@@ -127,12 +122,12 @@ TEST_F(Quantize, ScalarsAndEmptyTensors) {
         for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
         const int64_t cols = shape.empty() ? 1 : shape.back();
         Parts cpu(spec, rows, cols);
-        cpu.status = quantize(x.view(shape), cpu.view(), {}, grouping.range);
+        cpu.status = quantize(x.view(shape), cpu.view(), spec.encoding, {}, grouping.range);
         const DeviceBytes source(2 * rows * cols, 0, false), target(2 * rows * cols, 0, false);
         source.upload(x.bytes.data());
         const DeviceParts device(spec, rows, cols, {});
-        const QuantizeStatus status =
-            quantize({source.data(), DType::bf16, shape, {}, kCuda}, device.view(), {}, grouping.range);
+        const QuantizeStatus status = quantize({source.data(), DType::bf16, shape, {}, kCuda}, device.view(),
+                                               spec.encoding, {}, grouping.range);
         Parts cuda = device.download();
         cuda.status = status;
         EXPECT_TRUE(testing::same(cpu, cuda));
@@ -193,7 +188,7 @@ TEST_F(Quantize, ArraysThatAreNotAlignedToTheirElementsAreRefused) {
 // ---- Streams, threads, contexts
 
 struct Work {
-  QuantSpec spec;
+  testing::EncodedSpec spec;
   DType dtype;
   int64_t rows, cols;
   Values x;
@@ -202,18 +197,18 @@ struct Work {
 };
 std::vector<Work> make_work() {
   std::vector<Work> work;
-  const auto add = [&](const QuantSpec& spec, DType dtype, int64_t rows, int64_t cols) {
+  const auto add = [&](const testing::EncodedSpec& spec, DType dtype, int64_t rows, int64_t cols) {
     Values x = testing::random_values(dtype, rows * cols, work.size());
     Parts parts = testing::quantize_on_cpu(x.bytes.data(), dtype, spec, rows, cols);
     std::vector<uint8_t> y = testing::dequantize_on_cpu(parts, dtype);
     work.push_back({spec, dtype, rows, cols, std::move(x), std::move(parts), std::move(y)});
   };
-  add({.format = Format::nf4}, DType::bf16, 256, 1024);
-  add({.format = Format::int4, .group_size = 128, .scale_dtype = DType::f16}, DType::f16, 64, 2048);
-  add({.format = Format::affine4, .scale_rule = ScaleRule::minmax}, DType::f32, 33, 640);
-  add({.format = Format::int5, .granularity = Granularity::tensor}, DType::bf16, 40, 999);
-  add({.format = Format::int4, .asymmetric = true, .group_size = 100, .scale_rule = ScaleRule::minmax},
-      DType::bf16, 100, 1000);
+  add({{.format = Format::nf4}}, DType::bf16, 256, 1024);
+  add({{.format = Format::int4, .group_size = 128, .scale_dtype = DType::f16}}, DType::f16, 64, 2048);
+  add({{.format = Format::affine4}, {ScaleRule::minmax}}, DType::f32, 33, 640);
+  add({{.format = Format::int5, .granularity = Granularity::tensor}}, DType::bf16, 40, 999);
+  add({{.format = Format::int4, .asymmetric = true, .group_size = 100}, {ScaleRule::minmax}}, DType::bf16,
+      100, 1000);
   return work;
 }
 
@@ -228,7 +223,7 @@ TEST_F(Runtime, WorkIsEnqueuedOnTheGivenStream) {
     const DeviceParts device(work.spec, work.rows, work.cols, {});
     copy(kCuda, x.data(), source.data(), num_bytes, stream.handle());
     const QuantizeStatus status = quantize(testing::matrix(x.data(), work.dtype, work.rows, work.cols, kCuda),
-                                           device.view(), {.stream = stream.handle()});
+                                           device.view(), work.spec.encoding, {.stream = stream.handle()});
     dequantize(device.view(), testing::matrix(y.data(), work.dtype, work.rows, work.cols, kCuda),
                {.stream = stream.handle()});
     copy(kCuda, target.data(), y.data(), num_bytes, stream.handle());
@@ -257,7 +252,7 @@ TEST_F(Runtime, SixteenThreadsOnEightStreamsGiveTheSameBytes) {
         for (int round = 0; round < 10; ++round) {
           const QuantizeStatus status =
               quantize(testing::matrix(x.data(), work.dtype, work.rows, work.cols, kCuda), device.view(),
-                       {.stream = stream});
+                       work.spec.encoding, {.stream = stream});
           EXPECT_TRUE(testing::same(work.parts.status, status));
           dequantize(device.view(), testing::matrix(y.data(), work.dtype, work.rows, work.cols, kCuda),
                      {.stream = stream});

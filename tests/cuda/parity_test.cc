@@ -36,19 +36,20 @@ std::vector<DType> scale_dtypes(DType dtype) {
 }
 
 // Decoding does not depend on the rule that chose the scales: the first spec of each kind is decoded.
-bool is_first_of_its_codes(const std::vector<QuantSpec>& specs, size_t index) {
-  return std::none_of(
-      specs.begin(), specs.begin() + static_cast<std::ptrdiff_t>(index), [&](const QuantSpec& other) {
-        return other.format == specs[index].format && other.asymmetric == specs[index].asymmetric;
-      });
+bool is_first_of_its_codes(const std::vector<testing::EncodedSpec>& specs, size_t index) {
+  return std::none_of(specs.begin(), specs.begin() + static_cast<std::ptrdiff_t>(index),
+                      [&](const testing::EncodedSpec& other) {
+                        return other.format == specs[index].format &&
+                               other.asymmetric == specs[index].asymmetric;
+                      });
 }
 
 class Parity : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<size_t, DType>> {
  protected:
   const size_t index_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
-  const std::vector<QuantSpec> specs_ = testing::all_specs();
-  QuantSpec spec_ = specs_[index_];
+  const std::vector<testing::EncodedSpec> specs_ = testing::all_specs();
+  testing::EncodedSpec spec_ = specs_[index_];
   const bool decodes_ = is_first_of_its_codes(specs_, index_);
   std::mt19937_64 random_{index_ * 16 + static_cast<size_t>(dtype_)};
   Values clean_, nonfinite_;
@@ -96,7 +97,7 @@ TEST_P(Parity, quantize_and_dequantize) {
       if (HasFailure()) return;
     }
   if (info(spec_.format).kind == FormatKind::affine) {
-    spec_.code_scale = CodeScale::unrounded;
+    spec_.encoding.code_scale = CodeScale::unrounded;
     for (const Grouping& grouping : {kGroupings[1], kGroupings[4]}) {
       spec_.granularity = grouping.granularity;
       spec_.group_size = grouping.size;

@@ -41,7 +41,8 @@ DeviceBytes workspace_of(int64_t num_bytes) { return DeviceBytes(num_bytes, 0, f
 // Both operations on the device against the CPU.
 void compare(const uint8_t* x, const QuantizeDescriptor& descriptor, const Placement& place = {},
              void* stream = nullptr) {
-  const auto& [spec, rows, cols, dtype, alignment] = descriptor;
+  const auto& [of, rows, cols, dtype, alignment, encoding] = descriptor;
+  const testing::EncodedSpec spec(of, encoding);
   SCOPED_TRACE(fmt::format("{}, {} [{}, {}], alignment {}", testing::describe(spec), to_string(dtype), rows,
                            cols, alignment));
   Parts expected = testing::quantize_on_cpu(x, dtype, spec, rows, cols);
@@ -77,7 +78,7 @@ void compare(const uint8_t* x, const QuantizeDescriptor& descriptor, const Place
 class PackedPlan : public testing::CudaTest {};
 
 // A kernel is compiled for each case.
-void compare_with_cpu(QuantSpec spec, DType dtype, const Grouping& grouping, bool aligned,
+void compare_with_cpu(testing::EncodedSpec spec, DType dtype, const Grouping& grouping, bool aligned,
                       std::mt19937_64& random) {
   constexpr std::pair<int64_t, int64_t> kShapes[] = {{3, 256}, {5, 77}, {2, 1000}};
   constexpr DType kScales[] = {DType::f32, DType::f16, DType::bf16, DType::f64};
@@ -88,13 +89,13 @@ void compare_with_cpu(QuantSpec spec, DType dtype, const Grouping& grouping, boo
   const Values x = testing::with_nonfinite(testing::random_values(dtype, rows * cols, random()));
   Placement place;
   if (!aligned) place = {1, size_of(dtype), 1};
-  compare(x.bytes.data(), {spec, rows, cols, dtype, aligned ? 16 : size_of(dtype)}, place);
+  compare(x.bytes.data(), {spec, rows, cols, dtype, aligned ? 16 : size_of(dtype), spec.encoding}, place);
 }
 
 // Every spec once, and every way to choose kernels for one of them.
 TEST_F(PackedPlan, EqualsTheCpu) {
   std::mt19937_64 random(1);
-  for (const QuantSpec& spec : testing::all_specs())
+  for (const testing::EncodedSpec& spec : testing::all_specs())
     if (spec.format != Format::lut4)
       compare_with_cpu(spec, testing::kFloatDTypes[random() % 4],
                        kGroupings[random() % std::size(kGroupings)], random() % 2 == 0, random);
@@ -105,7 +106,7 @@ TEST_F(PackedPlan, EqualsTheCpu) {
 // Its kernels contain the user's table: no kernel pack can have them.
 TEST_F(PackedPlan, EqualsTheCpuForlut4) {
   std::mt19937_64 random(2);
-  for (const QuantSpec& spec : testing::all_specs())
+  for (const testing::EncodedSpec& spec : testing::all_specs())
     if (spec.format == Format::lut4)
       for (const Grouping& grouping : kGroupings) compare_with_cpu(spec, DType::bf16, grouping, true, random);
 }
@@ -113,13 +114,13 @@ TEST_F(PackedPlan, EqualsTheCpuForlut4) {
 // Groups that blocks share, alone and many.
 TEST_F(PackedPlan, LargeGroups) {
   const Values x = testing::with_nonfinite(testing::random_values(DType::f32, int64_t{3} * 100000, 3));
-  QuantSpec spec;
+  testing::EncodedSpec spec;
   spec.format = Format::affine4;
-  spec.scale_rule = ScaleRule::mlx_edge;
+  spec.encoding.scale_rule = ScaleRule::mlx_edge;
   for (const Granularity granularity : {Granularity::channel, Granularity::tensor, Granularity::flat}) {
     spec.granularity = granularity;
     spec.group_size = 70000;
-    compare(x.bytes.data(), {spec, 3, 100000});
+    compare(x.bytes.data(), {spec, 3, 100000, DType::f32, 16, spec.encoding});
   }
 }
 
@@ -127,7 +128,7 @@ TEST_F(PackedPlan, LargeGroups) {
 TEST_F(PackedPlan, ExactMemory) {
   const Values x = testing::random_values(DType::bf16, 17 * 257, 5);
   for (const auto& [granularity, size] : kGroupings) {
-    QuantSpec spec;
+    testing::EncodedSpec spec;
     spec.granularity = granularity;
     spec.group_size = size;
     Placement place;
@@ -138,7 +139,7 @@ TEST_F(PackedPlan, ExactMemory) {
 
 TEST_F(PackedPlan, EmptyTensors) {
   const Stream stream(kCuda);
-  for (QuantSpec spec : testing::all_specs())
+  for (testing::EncodedSpec spec : testing::all_specs())
     for (const auto& [granularity, size] : kGroupings)
       for (const auto& [rows, cols] : {std::pair(0, 64), std::pair(3, 0)})
         for (const DType scale_dtype : {DType::f32, DType::f16, DType::f64}) {
@@ -151,7 +152,7 @@ TEST_F(PackedPlan, EmptyTensors) {
 }
 
 TEST_F(PackedPlan, SaysWhatItIs) {
-  const QuantSpec spec;
+  const testing::EncodedSpec spec;
   const auto quantize = QuantizePlan::select(kCuda, {spec, 4, 256, DType::f16});
   EXPECT_EQ(quantize.sku().kernel, "quantize_groups");
   EXPECT_EQ(quantize.sku().backend.find("cuda sm_"), 0u);
@@ -170,10 +171,9 @@ TEST_F(PackedPlan, GraphsReplayWithNewData) {
   const Stream stream(kCuda);
   for (const auto& [granularity, size] : kGroupings)
     for (const int64_t rows : {24, 0}) {
-      QuantSpec spec;
+      testing::EncodedSpec spec;
       spec.format = Format::int4;
       spec.asymmetric = true;
-      spec.scale_rule = ScaleRule::minmax;
       spec.scale_dtype = DType::f16;
       spec.granularity = granularity;
       spec.group_size = size;
@@ -237,7 +237,7 @@ TEST_F(PackedPlan, ThreadsShareAPlan) {
 // ---- What is refused
 
 TEST_F(PackedPlan, MemoryOfTheWrongKind) {
-  QuantSpec spec;
+  testing::EncodedSpec spec;
   const QuantizeDescriptor descriptor{spec, 4, 64};
   const auto quantize = QuantizePlan::select(kCuda, descriptor);
   const auto dequantize = DequantizePlan::select(kCuda, descriptor);

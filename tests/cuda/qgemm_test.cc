@@ -413,7 +413,6 @@ TEST_P(QgemmCudaShapes, Slices) {
   for (const auto& [m, features, sums] : {Shape{4096, 2184, 8192}, Shape{72, 392, 45000}}) {
     QuantSpec spec = grouped(nf4(), 128);
     spec.format = Format::int4;
-    spec.scale_rule = info(spec.format).default_rule;
     QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
     d.m = m;
     d.n = d.transposed ? sums : features;

@@ -92,12 +92,11 @@ TEST_F(Reorder, HasTheBytesOfTheCpuAndComesBack) {
 TEST_F(Reorder, WholeVectors) {
   uint64_t seed = 1;
   for (const QuantSpec& spec : testing::packed_specs())
-    for (const auto layout :
-         {WeightLayout::halfbyte, WeightLayout::bitsandbytes, WeightLayout::compressed_tensors})
+    for (const auto layout : {Layout::halfbyte, Layout::bitsandbytes, Layout::compressed_tensors})
       for (const int64_t cols : {128, 1152, 4096}) {
         WeightCase c{spec, 70, cols, layout};
         c.spec.group_size = cols == 1152 ? 32 : 128;
-        if (layout == WeightLayout::bitsandbytes) c.spec.granularity = Granularity::flat;
+        if (layout == Layout::bitsandbytes) c.spec.granularity = Granularity::flat;
         if (testing::is_held(c.spec, layout)) check_case(c, {}, ++seed);
       }
 }
@@ -105,7 +104,7 @@ TEST_F(Reorder, WholeVectors) {
 TEST_F(Reorder, EmptyWeights) {
   for (const QuantSpec& spec : testing::packed_specs())
     for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{0, 64}, {32, 0}})
-      check_case({spec, rows, cols, WeightLayout::halfbyte}, {}, 1);
+      check_case({spec, rows, cols, Layout::halfbyte}, {}, 1);
 }
 
 // More than 2^32 bytes: offsets of 64 bits.
@@ -147,7 +146,7 @@ TEST_F(SanitizeReorder, every_kernel) {
   uint64_t seed = 1;
   for (const WeightCase& c : testing::weight_cases(12, 8)) check_case(c, {.exact = true}, ++seed);
   for (const QuantSpec& spec : testing::packed_specs())
-    check_case({spec, 33, 192, WeightLayout::halfbyte}, {.exact = true}, ++seed);
+    check_case({spec, 33, 192, Layout::halfbyte}, {.exact = true}, ++seed);
 }
 
 }  // namespace

@@ -10,11 +10,11 @@ using testing::Placement;
 using testing::Values;
 
 // One spec per format; the rules take turns.
-std::vector<QuantSpec> specs_of_formats() {
-  std::vector<QuantSpec> specs;
+std::vector<testing::EncodedSpec> specs_of_formats() {
+  std::vector<testing::EncodedSpec> specs;
   for (const FormatInfo& format : all_formats()) {
-    std::vector<QuantSpec> candidates;
-    for (const QuantSpec& spec : testing::all_specs())
+    std::vector<testing::EncodedSpec> candidates;
+    for (const testing::EncodedSpec& spec : testing::all_specs())
       if (spec.format == format.format) candidates.push_back(spec);
     specs.push_back(candidates[specs.size() % candidates.size()]);
   }
@@ -39,7 +39,7 @@ class Sanitize : public testing::CudaTest, public ::testing::WithParamInterface<
 
 TEST_P(Sanitize, quantize_and_dequantize) {
   const size_t index = GetParam();
-  QuantSpec spec = specs_of_formats()[index];
+  testing::EncodedSpec spec = specs_of_formats()[index];
   for (size_t c = 0; c < std::size(kCases); ++c) {
     const Case& test = kCases[c];
     const DType dtype = testing::kFloatDTypes[(index + c) % 4];

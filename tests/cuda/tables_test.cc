@@ -57,9 +57,9 @@ std::array<float, 16> random_table(size_t index) {
 }
 
 // Groups of 64: their largest magnitude, and values within two units of all thresholds.
-Values near_thresholds(const QuantSpec& spec, DType dtype, uint64_t seed) {
+Values near_thresholds(const testing::EncodedSpec& spec, DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
-  const formats::Codec codec = make_codec(spec);
+  const formats::Codec codec = make_codec(spec, spec.encoding);
   Values x;
   x.dtype = dtype;
   for (int group = 0; group < 60; ++group) {
@@ -81,7 +81,7 @@ class Tables : public testing::CudaTest, public ::testing::WithParamInterface<si
 
 TEST_P(Tables, equal_the_cpu) {
   const size_t index = GetParam();
-  QuantSpec spec{.format = Format::lut4};
+  testing::EncodedSpec spec{{.format = Format::lut4}};
   spec.table = random_table(index);
   spec.group_size = index % 5 == 4 ? 100 : 64;
   const DType dtype = testing::kFloatDTypes[index / 10 % 4];

@@ -26,10 +26,11 @@ QuantSpec spec_of(const AffineQdqDescriptor& d, int bits) {
   for (const FormatInfo& format : all_formats())
     if (format.kind == FormatKind::affine && format.bits == bits) spec.format = format.format;
   spec.group_size = d.group_size;
-  spec.scale_rule = d.scale_rule;
   spec.scale_dtype = d.scale_dtype;
-  spec.code_scale = d.scale_rule == ScaleRule::mlx_edge ? CodeScale::unrounded : CodeScale::stored;
   return spec;
+}
+Encoding encoding_of(const AffineQdqDescriptor& d) {
+  return {d.scale_rule, d.scale_rule == ScaleRule::mlx_edge ? CodeScale::unrounded : CodeScale::stored};
 }
 int code_bits(const AffineQdqDescriptor& d) { return d.packed ? d.bits : 8; }
 
@@ -255,7 +256,7 @@ AffineProblem make_affine_problem(const AffineQdqDescriptor& d) {
   problem.shape = {shape.rows, shape.cols, shape.row_bytes,
                    std::min(d.group_size, std::max<int64_t>(1, d.cols)), shape.groups_per_row};
   problem.dtype = d.dtype;
-  problem.codec = make_codec(spec_of(d, d.bits));
+  problem.codec = make_codec(spec_of(d, d.bits), encoding_of(d));
   problem.half_away = d.rounding == AffineRounding::half_away;
   problem.refit = d.refit;
   problem.adam = d.adam;

@@ -220,11 +220,12 @@ void compare_with_quantize(AffineCase& test) {
   for (const FormatInfo& format : all_formats())
     if (format.kind == FormatKind::affine && format.bits == d.bits) spec.format = format.format;
   spec.group_size = d.group_size;
-  spec.scale_rule = d.scale_rule;
   spec.scale_dtype = d.scale_dtype;
-  spec.code_scale = d.scale_rule == ScaleRule::mlx_edge ? CodeScale::unrounded : CodeScale::stored;
+  const Encoding encoding{d.scale_rule,
+                          d.scale_rule == ScaleRule::mlx_edge ? CodeScale::unrounded : CodeScale::stored};
   testing::Parts parts(spec, d.rows, d.cols);
-  const QuantizeStatus expected = quantize(test.dense.at(test.dense.bytes.data(), {}), parts.view());
+  const QuantizeStatus expected =
+      quantize(test.dense.at(test.dense.bytes.data(), {}), parts.view(), encoding);
   const QuantizeStatus status = testing::run_on_cpu(test);
   EXPECT_TRUE(testing::same_status(expected, status)) << testing::text_of(status);
   const auto equal = [](const std::vector<uint8_t>& a, AffineTensor& b) {

@@ -42,8 +42,8 @@ BenchProblems dequantize_problems(DeviceKind device) {
   add("nf4", nf4, DType::f16);
   add("nf4", nf4, DType::f32);
   add("int4", {.format = Format::int4, .group_size = 128, .scale_dtype = DType::bf16});
-  add("affine4", {.format = Format::affine4, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::bf16});
-  add("affine3", {.format = Format::affine3, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::bf16});
+  add("affine4", {.format = Format::affine4, .scale_dtype = DType::bf16});
+  add("affine3", {.format = Format::affine3, .scale_dtype = DType::bf16});
   add("int8", {.format = Format::int8});
   return problems;
 }

@@ -225,8 +225,8 @@ TEST(Quality, SnrOfNormalWeightsIsThatOfTheory) {
   const auto shape = static_cast<int64_t>(n);
   for (const Row& row : rows)
     for (int g = 0; g < 3; ++g) {
-      const QuantSpec spec{.format = row.format, .group_size = int64_t{32} << g, .scale_rule = row.rule};
-      dequantize(quantize({x.data(), DType::f32, {shape}, {}, {}}, spec),
+      const QuantSpec spec{.format = row.format, .group_size = int64_t{32} << g};
+      dequantize(quantize({x.data(), DType::f32, {shape}, {}, {}}, spec, {row.rule}),
                  {y.data(), DType::f32, {shape}, {}, {}});
       double signal = 0, noise = 0;
       for (size_t i = 0; i < n; ++i) {

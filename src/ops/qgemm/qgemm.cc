@@ -125,7 +125,6 @@ QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num
   problem.dtype = d.dtype;
   problem.codec = make_codec(d.spec);
   problem.codec.rule = {};
-  problem.codec.unrounded_code_scale = false;
   problem.double_quant = d.spec.double_quant;
   problem.packed = d.packed;
   if (d.packed)

@@ -209,7 +209,7 @@ TEST(QgemmPlan, LayoutsByHand) {
   alignas(16) uint8_t flat[] = {0x12, 0x34, 0x56};
   view.codes = flat;
   view.spec.granularity = Granularity::flat;
-  view.layout = WeightLayout::bitsandbytes;
+  view.layout = Layout::bitsandbytes;
   EXPECT_EQ(decoded(view), expected);
 
   // q = code - 8, zero point = stored - 8: rows 0 and 1 are at 2 and 3 of their codes' scale.
@@ -217,9 +217,8 @@ TEST(QgemmPlan, LayoutsByHand) {
   alignas(4) uint8_t zeros[] = {0x32, 0, 0, 0};
   view.spec.format = Format::int4;
   view.spec.asymmetric = true;
-  view.spec.scale_rule = ScaleRule::minmax;
   view.spec.granularity = Granularity::channel;
-  view.layout = WeightLayout::compressed_tensors;
+  view.layout = Layout::compressed_tensors;
   view.codes = words;
   view.zeros = zeros;
   EXPECT_EQ(decoded(view), expected);
@@ -229,7 +228,7 @@ TEST(QgemmPlan, LayoutsByHand) {
   view.spec.format = Format::affine4;
   view.spec.asymmetric = false;
   view.spec.granularity = Granularity::group;
-  view.layout = WeightLayout::mlx;
+  view.layout = Layout::mlx;
   view.codes = affine;
   view.zeros = nullptr;
   view.biases = biases;
@@ -283,7 +282,7 @@ TEST(QgemmPlan, BadDescriptors) {
   EXPECT_EQ(refused([](D& d) {
               d.packed = false;
               d.spec.format = Format::int8;
-              d.layout = WeightLayout::bitsandbytes;
+              d.layout = Layout::bitsandbytes;
             }),
             "weight view: layout bitsandbytes has codes of 4 bits, got int8");
   EXPECT_EQ(
@@ -291,9 +290,8 @@ TEST(QgemmPlan, BadDescriptors) {
         d.packed = false;
         d.spec.format = Format::int4;
         d.spec.asymmetric = true;
-        d.spec.scale_rule = ScaleRule::minmax;
         d.spec.granularity = Granularity::tensor;
-        d.layout = WeightLayout::compressed_tensors;
+        d.layout = Layout::compressed_tensors;
       }),
       "weight view: zero points of layout compressed-tensors are of groups within rows, got granularity "
       "tensor for 128 columns");
@@ -399,7 +397,7 @@ TEST(QgemmPlan, BadViews) {
             "qgemm: view.zeros must be null: spec has none");
   EXPECT_EQ(refused([&](A& a) { a.view.absmax = absmax.data(); }),
             "qgemm: view.absmax must be null: spec has none");
-  EXPECT_EQ(refused([](A& a) { a.view.layout = WeightLayout::mlx; }),
+  EXPECT_EQ(refused([](A& a) { a.view.layout = Layout::mlx; }),
             "qgemm: view.layout must be halfbyte as in the descriptor, got mlx");
   EXPECT_EQ(refused([](A& a) { a.view.cols = 64; }),
             "qgemm: view.cols must be 128 as in the descriptor, got 64");
@@ -429,11 +427,8 @@ TEST(QgemmPlan, SkuAndGuarantee) {
   d.dtype = DType::f32;
   d.math = QgemmMath::f64;
   d.transposed = true;
-  d.spec = {.format = Format::int4,
-            .asymmetric = true,
-            .granularity = Granularity::channel,
-            .scale_rule = ScaleRule::minmax,
-            .double_quant = true};
+  d.spec = {
+      .format = Format::int4, .asymmetric = true, .granularity = Granularity::channel, .double_quant = true};
   const auto other = QgemmPlan::select({}, d);
   EXPECT_EQ(other.sku().dtypes,
             "f32 x int4 transposed (channel, scale f32 double quantized, zero point u8) -> f32");
@@ -510,15 +505,10 @@ TEST(QgemmPlan, OrderOfVariants) {
 }
 
 TEST(QgemmPlan, Words) {
-  for (const auto layout : {WeightLayout::halfbyte, WeightLayout::bitsandbytes,
-                            WeightLayout::compressed_tensors, WeightLayout::mlx})
-    EXPECT_EQ(parse_weight_layout(to_string(layout)), layout);
   for (const auto math : {QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64})
     EXPECT_EQ(parse_qgemm_math(to_string(math)), math);
   EXPECT_EQ(error_of([] { parse_qgemm_math("f16"); }),
             "unknown math of qgemm 'f16': must be one of auto, tf32, f64");
-  EXPECT_EQ(error_of([] { parse_weight_layout("gptq"); }),
-            "unknown weight layout 'gptq': must be one of halfbyte, bitsandbytes, compressed-tensors, mlx");
 }
 
 }  // namespace

@@ -15,14 +15,12 @@ inline std::vector<QuantSpec> qgemm_formats() {
     if (format.bits != 4 && format.bits != 8) continue;
     QuantSpec spec;
     spec.format = format.format;
-    spec.scale_rule = format.default_rule;
     spec.scale_dtype = DType::f16;
     if (format.format == Format::lut4)
       spec.table = {-20, -13, -8, -7, -5, -3, -2, -1, 0, 1, 2, 4, 6, 7, 11, 16};
     specs.push_back(spec);
     if (format.kind != FormatKind::integer) continue;
     spec.asymmetric = true;
-    spec.scale_rule = ScaleRule::minmax;
     specs.push_back(spec);
   }
   return specs;
@@ -286,8 +284,8 @@ inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& fo
   constexpr int64_t kGroups[] = {32, 64, 128, 256, 100};
   constexpr Granularity kGranularities[] = {Granularity::group,   Granularity::group,  Granularity::group,
                                             Granularity::channel, Granularity::tensor, Granularity::flat};
-  constexpr WeightLayout kLayouts[] = {WeightLayout::halfbyte, WeightLayout::bitsandbytes,
-                                       WeightLayout::compressed_tensors, WeightLayout::mlx};
+  constexpr Layout kLayouts[] = {Layout::halfbyte, Layout::bitsandbytes, Layout::compressed_tensors,
+                                 Layout::mlx};
   constexpr QgemmMath kMaths[] = {QgemmMath::automatic, QgemmMath::automatic, QgemmMath::tf32,
                                   QgemmMath::f64};
   QgemmDescriptor d;
@@ -301,7 +299,7 @@ inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& fo
     d.dtype = pick(random, kQgemmDTypes);
     d.transposed = random() % 2 == 0;
     d.packed = packed;
-    d.layout = packed ? WeightLayout::halfbyte : pick(random, kLayouts);
+    d.layout = packed ? Layout::halfbyte : pick(random, kLayouts);
     d.bias = random() % 2 == 0;
     d.accumulate = random() % 2 == 0;
     d.math = pick(random, kMaths);
@@ -314,7 +312,7 @@ inline void set_random_extents(std::mt19937_64& random, QgemmDescriptor& d, int6
   d.m = m > 0 ? m : pick(random, kQgemmExtents);
   d.n = pick(random, kQgemmExtents);
   d.k = pick(random, kQgemmExtents);
-  const bool groups_divide_rows = d.packed || d.layout == WeightLayout::compressed_tensors;
+  const bool groups_divide_rows = d.packed || d.layout == Layout::compressed_tensors;
   if (groups_divide_rows && d.spec.granularity == Granularity::flat) d.k = d.spec.group_size * (1 + d.k % 3);
 }
 

@@ -118,17 +118,19 @@ void merge(ValueRange& into, const ValueRange& from) {
   into.num_nonfinite += from.num_nonfinite;
 }
 
-QuantizeProblem make_quantize_problem(const QuantSpec& spec, int64_t rows, int64_t cols, DType dtype) {
+QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& encoding, int64_t rows,
+                                      int64_t cols, DType dtype) {
+  check_encoding(spec, encoding);
   QuantizeProblem problem;
   problem.dtype = dtype;
   problem.shape = quant_shape(spec, rows, cols);
-  problem.codec = make_codec(spec);
+  problem.codec = make_codec(spec, encoding);
   problem.one_group = spec.granularity == Granularity::tensor;
   return problem;
 }
 
-QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
-                                      const ValueRange* range) {
+QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
+                                      Execution execution, const ValueRange* range) {
   check_values("quantize", "x", x);
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
   const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
@@ -147,7 +149,7 @@ QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& 
   HALFBYTE_CHECK((out.biases != nullptr) == has_biases(out.spec) || shape.num_groups == 0, usage,
                  "quantize: out.biases must be given exactly for affine formats");
 
-  QuantizeProblem problem = make_quantize_problem(out.spec, out.rows, out.cols, x.dtype);
+  QuantizeProblem problem = make_quantize_problem(out.spec, encoding, out.rows, out.cols, x.dtype);
   problem.x = x.data;
   problem.codes = out.codes;
   problem.scales = out.scales;
@@ -162,9 +164,9 @@ QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& 
   return problem;
 }
 
-QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, Execution execution,
-                        const ValueRange* range) {
-  const QuantizeProblem problem = make_quantize_problem(x, out, execution, range);
+QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
+                        Execution execution, const ValueRange* range) {
+  const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range);
   if (problem.shape.num_groups == 0) return {};
   const auto& variant =
       choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
@@ -189,7 +191,8 @@ ValueRange value_range(const TensorView& x, Execution execution) {
   return total;
 }
 
-QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution execution) {
+QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, const Encoding& encoding,
+                         Execution execution) {
   check_values("quantize", "x", x);
   HALFBYTE_CHECK(x.device.kind == DeviceKind::cpu, usage,
                  "quantize: x must be in host memory for the form that returns its result there, got {}",
@@ -215,7 +218,7 @@ QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, Execution e
                            q.scales.data(),
                            has_zeros(spec) ? q.zeros.data() : nullptr,
                            has_biases(spec) ? q.biases.data() : nullptr};
-  const QuantizeStatus status = quantize(x, view, execution);
+  const QuantizeStatus status = quantize(x, view, encoding, execution);
   HALFBYTE_CHECK(status.num_nonfinite == 0, bad_input,
                  "quantize: x has {} non-finite elements, the first at index {}", status.num_nonfinite,
                  status.first_nonfinite);

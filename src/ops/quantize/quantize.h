@@ -98,9 +98,10 @@ QuantizeStatus quantize_cuda(const QuantizeProblem& problem);
 ValueRange value_range_cuda(const TensorView& x, void* stream);
 
 // A problem without addresses. Throws Error(usage) for bad extents.
-QuantizeProblem make_quantize_problem(const QuantSpec& spec, int64_t rows, int64_t cols, DType dtype);
+QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& encoding, int64_t rows,
+                                      int64_t cols, DType dtype);
 // The checked problem of a call of `quantize`. `range` must outlive it.
-QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, Execution execution,
-                                      const ValueRange* range);
+QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
+                                      Execution execution, const ValueRange* range);
 
 }  // namespace halfbyte

@@ -19,9 +19,10 @@ BenchProblem make_problem(const BenchSpec& test) {
   p.writes({out.codes, out.scales, out.zeros, out.biases});
   p.has_more_ceilings = true;
   p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
-    return bench_run<Quantize>(memory, preference,
-                               {.spec = test.spec, .rows = test.rows, .cols = kCols, .dtype = test.dtype},
-                               {memory.view(x, test.dtype, {test.rows, kCols}), out.view(memory)});
+    return bench_run<Quantize>(
+        memory, preference,
+        {.spec = test.spec, .rows = test.rows, .cols = kCols, .dtype = test.dtype, .encoding = test.encoding},
+        {memory.view(x, test.dtype, {test.rows, kCols}), out.view(memory)});
   };
   return p;
 }
@@ -39,19 +40,20 @@ std::string bench_name(const BenchSpec& test) {
 std::vector<BenchSpec> bench_specs_cuda() {
   std::vector<BenchSpec> cases;
   const auto add = [&](int64_t rows, const std::string& name, const QuantSpec& spec, double target,
-                       DType dtype = DType::bf16) {
-    cases.push_back({name, spec, target, dtype, rows});
+                       DType dtype = DType::bf16, const Encoding& encoding = {}) {
+    cases.push_back({name, spec, target, dtype, rows, encoding});
   };
-  QuantSpec nf4, int4{.format = Format::int4, .scale_rule = ScaleRule::half_range, .scale_dtype = DType::f16},
-      affine4{.format = Format::affine4, .scale_rule = ScaleRule::minmax, .scale_dtype = DType::f16};
+  QuantSpec nf4, int4{.format = Format::int4, .scale_dtype = DType::f16},
+      affine4{.format = Format::affine4, .scale_dtype = DType::f16};
+  const Encoding half_range{ScaleRule::half_range}, edge{ScaleRule::mlx_edge, CodeScale::unrounded};
   for (const int64_t rows : {8192, 28672}) {
     for (const int64_t group_size : {64, 128}) {
       nf4.group_size = int4.group_size = affine4.group_size = group_size;
       add(rows, "nf4", nf4, 0.9);
-      add(rows, "int4", int4, 0.9);
+      add(rows, "int4", int4, 0.9, DType::bf16, half_range);
       add(rows, "affine4", affine4, 0.9);
       for (const FormatInfo& format : all_formats()) {
-        QuantSpec spec{.format = format.format, .group_size = group_size, .scale_rule = format.default_rule};
+        QuantSpec spec{.format = format.format, .group_size = group_size};
         if (format.kind != FormatKind::table) spec.scale_dtype = DType::f16;
         if (format.format == Format::lut4)
           spec.table = {-1,    -0.7f, -0.53f, -0.4f, -0.29f, -0.19f, -0.1f, 0,
@@ -59,24 +61,22 @@ std::vector<BenchSpec> bench_specs_cuda() {
         if (spec.format == Format::nf4 || spec == affine4) continue;
         add(rows, spec.format == Format::int4 ? "int4_absmax" : format.name, spec, 0.8);
       }
-      QuantSpec asymmetric = int4, edge = affine4;
+      QuantSpec asymmetric = int4;
       asymmetric.asymmetric = true;
-      asymmetric.scale_rule = ScaleRule::minmax;
       add(rows, "int4_asymmetric", asymmetric, 0.8);
-      edge.scale_rule = ScaleRule::mlx_edge;
-      edge.code_scale = CodeScale::unrounded;
-      add(rows, "affine4_mlx_edge", edge, 0.8);
+      add(rows, "affine4_mlx_edge", affine4, 0.8, DType::bf16, edge);
     }
     if (rows > kBenchExtent) continue;
     for (QuantSpec spec : {nf4, int4}) {
       const std::string name = info(spec.format).name;
+      const Encoding encoding = spec.format == Format::int4 ? half_range : Encoding{};
       for (const int64_t group_size : {32, 256, 100}) {
         spec.group_size = group_size;
-        add(rows, name, spec, 0);
+        add(rows, name, spec, 0, DType::bf16, encoding);
       }
       for (const Granularity granularity : {Granularity::channel, Granularity::tensor}) {
         spec.granularity = granularity;
-        add(rows, name, spec, 0);
+        add(rows, name, spec, 0, DType::bf16, encoding);
       }
     }
     nf4.group_size = 64;
@@ -92,17 +92,16 @@ BenchProblems quantize_problems(DeviceKind device) {
     for (const BenchSpec& test : bench_specs_cuda()) problems.push_back(make_problem(test));
     return problems;
   }
-  const auto add = [&](const char* name, const QuantSpec& spec) {
-    problems.push_back(make_problem({name, spec, 0, DType::bf16, 65536}));
+  const auto add = [&](const char* name, const QuantSpec& spec, const Encoding& encoding = {}) {
+    problems.push_back(make_problem({name, spec, 0, DType::bf16, 65536, encoding}));
   };
   add("nf4", {.format = Format::nf4});
   add("fp4", {.format = Format::fp4});
-  add("int4", {.format = Format::int4, .group_size = 128, .scale_rule = ScaleRule::half_range});
-  add("int4_asymmetric",
-      {.format = Format::int4, .asymmetric = true, .group_size = 128, .scale_rule = ScaleRule::minmax});
+  add("int4", {.format = Format::int4, .group_size = 128}, {ScaleRule::half_range});
+  add("int4_asymmetric", {.format = Format::int4, .asymmetric = true, .group_size = 128});
   add("int8", {.format = Format::int8, .granularity = Granularity::channel});
-  add("affine4", {.format = Format::affine4, .scale_rule = ScaleRule::mlx_edge});
-  add("affine3", {.format = Format::affine3, .scale_rule = ScaleRule::minmax});
+  add("affine4", {.format = Format::affine4}, {ScaleRule::mlx_edge});
+  add("affine3", {.format = Format::affine3});
   return problems;
 }
 

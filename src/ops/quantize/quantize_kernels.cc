@@ -24,7 +24,7 @@ cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
                              memory,
                              has_zeros(spec) ? memory : nullptr,
                              has_biases(spec) ? memory : nullptr};
-  return quantize_kernel(make_quantize_problem(x, out, {}, nullptr));
+  return quantize_kernel(make_quantize_problem(x, out, {}, {}, nullptr));
 }
 
 std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {

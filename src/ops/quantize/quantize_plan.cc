@@ -17,7 +17,7 @@ struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::
 
   QuantizeImpl(Device on, const QuantizeDescriptor& d, const PlanPreference& preference)
       : PackedImpl("quantize", on, d, preference, "x", "out", true, check_scale_dtype),
-        problem(make_quantize_problem(d.spec, d.rows, d.cols, d.dtype)) {
+        problem(make_quantize_problem(d.spec, d.encoding, d.rows, d.cols, d.dtype)) {
     problem.num_threads = num_threads;
     problem.device = on;
     problem.x_alignment = problem.code_alignment = d.alignment;

@@ -14,8 +14,8 @@ using testing::Values;
 constexpr Granularity kGranularities[] = {Granularity::tensor, Granularity::channel, Granularity::group,
                                           Granularity::flat};
 
-QuantizeDescriptor descriptor_of(const QuantSpec& spec, int64_t rows, int64_t cols, DType dtype) {
-  return {spec, rows, cols, dtype, size_of(dtype)};
+QuantizeDescriptor descriptor_of(const testing::EncodedSpec& spec, int64_t rows, int64_t cols, DType dtype) {
+  return {spec, rows, cols, dtype, size_of(dtype), spec.encoding};
 }
 
 void expect_equal(const QuantizeStatus& actual, const QuantizeStatus& expected) {
@@ -24,7 +24,8 @@ void expect_equal(const QuantizeStatus& actual, const QuantizeStatus& expected) 
 }
 
 // Both operations, by plans and by the functions.
-void compare(Values& x, const QuantSpec& spec, int64_t rows, int64_t cols, const PlanPreference& preference) {
+void compare(Values& x, const testing::EncodedSpec& spec, int64_t rows, int64_t cols,
+             const PlanPreference& preference) {
   SCOPED_TRACE(fmt::format("{}, {} [{}, {}]", testing::describe(spec), to_string(x.dtype), rows, cols));
   const QuantizeDescriptor descriptor = descriptor_of(spec, rows, cols, x.dtype);
   alignas(16) std::array<uint8_t, 64> workspace;
@@ -54,7 +55,7 @@ void compare(Values& x, const QuantSpec& spec, int64_t rows, int64_t cols, const
 
 TEST(QuantizePlan, EqualsTheFunctions) {
   uint64_t seed = 0;
-  for (QuantSpec spec : testing::all_specs())
+  for (testing::EncodedSpec spec : testing::all_specs())
     for (const DType dtype : testing::kFloatDTypes)
       for (const Granularity granularity : kGranularities)
         for (const DType scale_dtype : {DType::f32, DType::f16, DType::bf16, DType::f64}) {
@@ -80,7 +81,7 @@ TEST(QuantizePlan, ReportsWhatIsInTheData) {
 }
 
 TEST(QuantizePlan, EmptyTensors) {
-  for (QuantSpec spec : testing::all_specs())
+  for (testing::EncodedSpec spec : testing::all_specs())
     for (const Granularity granularity : kGranularities)
       for (const auto& [rows, cols] : {std::pair(0, 64), std::pair(3, 0), std::pair(0, 0)}) {
         spec.granularity = granularity;
@@ -93,7 +94,6 @@ TEST(QuantizePlan, ManyThreadsAndHigherRanks) {
   QuantSpec spec;
   spec.format = Format::int8;
   spec.asymmetric = true;
-  spec.scale_rule = ScaleRule::minmax;
   for (const Granularity granularity : kGranularities) {
     spec.granularity = granularity;
     Values x = testing::random_values(DType::bf16, int64_t{300} * 1000, 3);
@@ -124,7 +124,6 @@ TEST(QuantizePlan, SaysWhatItIs) {
 
   spec.format = Format::int4;
   spec.asymmetric = true;
-  spec.scale_rule = ScaleRule::minmax;
   spec.scale_dtype = DType::f16;
   const auto dequantize = DequantizePlan::select(Device{}, {spec, 4, 64, DType::f64});
   EXPECT_EQ(dequantize.sku().op, "dequantize");
@@ -189,7 +188,6 @@ class PlanRefusals : public ::testing::Test {
   explicit PlanRefusals() {
     spec_.format = Format::int4;
     spec_.asymmetric = true;
-    spec_.scale_rule = ScaleRule::minmax;
   }
   TensorView dense() { return {storage_.dense.data(), DType::f32, {kRows, kCols}, {}, {}}; }
   QuantizedView parts() {
@@ -250,10 +248,9 @@ TEST_F(PlanRefusals, Parts) {
   refused([](T&, Q& q) { q.spec.granularity = Granularity::channel; }, "spec.granularity",
           {"group", "channel"});
   refused([](T&, Q& q) { q.spec.group_size = 32; }, "spec.group_size", {"64", "32"});
-  refused([](T&, Q& q) { q.spec.scale_rule = ScaleRule::absmax; }, "spec.scale_rule", {"minmax", "absmax"});
   refused([](T&, Q& q) { q.spec.scale_dtype = DType::f16; }, "spec.scale_dtype", {"f32", "f16"});
   refused([](T&, Q& q) { q.spec.double_quant = true; }, "spec.double_quant", {"false", "true"});
-  refused([](T&, Q& q) { q.spec.code_scale = CodeScale::unrounded; }, "spec", {"code_scale"});
+  refused([](T&, Q& q) { q.spec.table[0] = 1; }, "spec", {"table"});
   refused([](T&, Q& q) { q.rows = 5; }, "rows", {"4", "5"});
   refused([](T&, Q& q) { q.cols = 63; }, "cols", {"64", "63"});
   refused([](T&, Q& q) { q.codes = nullptr; }, "codes", {"needs 128 bytes but has no data"});

@@ -5,6 +5,7 @@
 namespace halfbyte {
 namespace {
 
+using testing::EncodedSpec;
 using testing::Parts;
 using testing::Values;
 
@@ -21,7 +22,7 @@ TEST(Quantize, EveryFormatDTypeAndLengthEqualsTheOracleOnEveryTarget) {
   const int64_t step = testing::kSanitized ? 13 : 1;
   uint64_t seed = 1;
   for (const DType dtype : testing::kFloatDTypes) {
-    for (QuantSpec spec : testing::all_specs()) {
+    for (EncodedSpec spec : testing::all_specs()) {
       Values x = testing::random_values(dtype, 1100, ++seed);
       for (int64_t n = 0; n <= 1100; n += step) {
         spec.group_size = n % 3 == 0 ? 64 : n % 3 == 1 ? 32 : 1 + n % 150;
@@ -43,13 +44,14 @@ TEST(Quantize, EveryGranularityGroupSizeAndThreadCountEqualsTheOracle) {
   const int cases = testing::kSanitized ? 60 : 600;
   const auto specs = testing::all_specs();
   for (int i = 0; i < cases; ++i) {
-    QuantSpec spec = specs[random() % specs.size()];
+    EncodedSpec spec = specs[random() % specs.size()];
     spec.granularity = static_cast<Granularity>(random() % 4);
     const int64_t sizes[] = {1, 3, 7, 8, 16, 32, 50, 64, 96, 100, 128, 256, 1000};
     spec.group_size = sizes[random() % 13];
     const DType scale_dtypes[] = {DType::f32, DType::f16, DType::bf16};
     spec.scale_dtype = scale_dtypes[random() % 3];
-    if (random() % 2 && info(spec.format).kind == FormatKind::affine) spec.code_scale = CodeScale::unrounded;
+    if (random() % 2 && info(spec.format).kind == FormatKind::affine)
+      spec.encoding.code_scale = CodeScale::unrounded;
     const DType dtype = testing::kFloatDTypes[random() % 4];
     if (dtype == DType::f64 && random() % 2) spec.scale_dtype = DType::f64;
     const auto rows = static_cast<int64_t>(random() % 40), cols = static_cast<int64_t>(random() % 3000);
@@ -68,7 +70,7 @@ TEST(Quantize, NonFiniteElementsAreCountedAndGetTheCodeOfZero) {
   std::mt19937_64 random(11);
   const auto specs = testing::all_specs();
   for (const DType dtype : testing::kFloatDTypes) {
-    for (const QuantSpec& spec : specs) {
+    for (const EncodedSpec& spec : specs) {
       Values clean = testing::random_values(dtype, 512, random());
       Values x;
       x.dtype = dtype;
@@ -81,7 +83,7 @@ TEST(Quantize, NonFiniteElementsAreCountedAndGetTheCodeOfZero) {
       EXPECT_GE(expected.status.num_nonfinite, 5 + 64 - 1);
       testing::for_each_target(
           [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 1, 512)); });
-      EXPECT_THROW(quantize(x.view({512}), spec), Error);
+      EXPECT_THROW(quantize(x.view({512}), spec, spec.encoding), Error);
       if (HasFailure()) FAIL() << testing::describe(spec) << ' ' << to_string(dtype);
     }
   }
@@ -96,20 +98,20 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
   std::vector<uint16_t> scales;  // half of them where weights are, half anywhere
   for (int i = 0; i < num_scales; ++i)
     scales.push_back(static_cast<uint16_t>(i % 2 ? 1 + random() % 0x7F7F : 0x3800 + random() % 0x800));
-  std::vector<QuantSpec> specs(5);
+  std::vector<EncodedSpec> specs(5);
   specs[0].format = Format::nf4;
   specs[1].format = Format::fp4;
   specs[2].format = Format::int4;
   specs[3].format = Format::affine4;
-  specs[3].scale_rule = ScaleRule::minmax;
+  specs[3].encoding.scale_rule = ScaleRule::minmax;
   specs[4].format = Format::int8;
-  specs[4].scale_rule = ScaleRule::half_range;
+  specs[4].encoding.scale_rule = ScaleRule::half_range;
   std::vector<uint16_t> x(4 * n);
   std::vector<uint8_t> expected(4 * n);
-  for (QuantSpec spec : specs) {
+  for (EncodedSpec spec : specs) {
     spec.granularity = Granularity::flat;
     spec.group_size = n;
-    const formats::Codec codec = make_codec(spec);
+    const formats::Codec codec = make_codec(spec, spec.encoding);
     for (size_t first = 0; first < scales.size(); first += 4) {
       for (size_t group = 0; group < 4; ++group) {
         const uint16_t largest = scales[first + group];
@@ -125,7 +127,7 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
       testing::for_each_target([&](const char* target) {
         if (std::string_view(target) == "SCALAR") return;  // the rule itself, slowly
         Parts actual(spec, 1, 4 * n);
-        quantize({x.data(), DType::bf16, {1, 4 * n}, {}, {}}, actual.view(), {1});
+        quantize({x.data(), DType::bf16, {1, 4 * n}, {}, {}}, actual.view(), spec.encoding, {1});
         for (int64_t i = 0; i < 4 * n; ++i) {
           const int code = formats::get_code(actual.codes.data(), i, codec.bits);
           if (code != expected[static_cast<size_t>(i)])
@@ -142,7 +144,7 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
 // Enough elements for the kernels that prepare thresholds first.
 TEST(Quantize, LargeBf16TablesEqualTheOracle) {
   std::mt19937_64 random(13);
-  for (QuantSpec spec : testing::all_specs()) {
+  for (EncodedSpec spec : testing::all_specs()) {
     if (info(spec.format).kind != FormatKind::table) continue;
     for (const DType scale_dtype : {DType::f32, DType::f16, DType::bf16})
       for (const int64_t group_size : {32, 64, 96, 128, 256, 4096}) {
@@ -167,14 +169,14 @@ TEST(Quantize, LargeBf16TablesEqualTheOracle) {
 TEST(Quantize, NeighboursOfEveryThreshold) {
   std::mt19937_64 random(5);
   const int num_scales = testing::kSanitized ? 20 : 2000;
-  for (QuantSpec spec : testing::all_specs()) {
+  for (EncodedSpec spec : testing::all_specs()) {
     spec.granularity = Granularity::channel;
     for (int s = 0; s < num_scales / 10; ++s) {
       const double exponent =
           s % 4 == 0 ? static_cast<double>(random() % 240) - 120 : static_cast<double>(random() % 10) - 8;
       const auto absmax = static_cast<float>(
           std::ldexp(1 + static_cast<double>(random() % (1 << 23)) / (1 << 23), static_cast<int>(exponent)));
-      const formats::Codec codec = make_codec(spec);
+      const formats::Codec codec = make_codec(spec, spec.encoding);
       const auto params = formats::group_params(-absmax, absmax, codec);
       Values x;
       x.push_back(static_cast<double>(absmax));
@@ -206,7 +208,7 @@ TEST(Quantize, ReadsNothingBeyondItsInputAndWritesEveryByte) {
   ASSERT_NE(memory, MAP_FAILED);
   ASSERT_EQ(mprotect(memory + page, page, PROT_NONE), 0);
   for (const DType dtype : testing::kFloatDTypes) {
-    for (const QuantSpec& spec : testing::all_specs()) {
+    for (const EncodedSpec& spec : testing::all_specs()) {
       for (int64_t n = 1; n < 200; n += 7) {
         Values x = testing::random_values(dtype, n, static_cast<uint64_t>(n));
         uint8_t* at_end = memory + page - x.bytes.size();
@@ -216,7 +218,7 @@ TEST(Quantize, ReadsNothingBeyondItsInputAndWritesEveryByte) {
           for (const uint8_t poison : {uint8_t{0}, uint8_t{0xFF}}) {
             Parts actual(spec, 1, n);
             std::fill(actual.codes.begin(), actual.codes.end() - Parts::kGuard, poison);
-            quantize({at_end, dtype, {1, n}, {}, {}}, actual.view(), {1});
+            quantize({at_end, dtype, {1, n}, {}, {}}, actual.view(), spec.encoding, {1});
             EXPECT_TRUE(expected.same_bytes(actual)) << testing::describe(spec) << " n " << n;
           }
         });
@@ -227,8 +229,8 @@ TEST(Quantize, ReadsNothingBeyondItsInputAndWritesEveryByte) {
 }
 
 TEST(Quantize, GroupsAreIndependentAndScalingByAPowerOfTwoKeepsTheCodes) {
-  for (QuantSpec spec : testing::all_specs()) {
-    if (spec.scale_rule == ScaleRule::mlx_edge) continue;  // its scale has a fixed floor
+  for (EncodedSpec spec : testing::all_specs()) {
+    if (spec.encoding.scale_rule == ScaleRule::mlx_edge) continue;  // its scale has a fixed floor
     Values x, doubled;
     std::mt19937_64 random(9);
     std::normal_distribution<double> normal;
@@ -245,7 +247,7 @@ TEST(Quantize, GroupsAreIndependentAndScalingByAPowerOfTwoKeepsTheCodes) {
 
 TEST(Quantize, DegenerateGroupsRoundTrip) {
   for (const DType dtype : testing::kFloatDTypes) {
-    for (const QuantSpec& spec : testing::all_specs()) {
+    for (const EncodedSpec& spec : testing::all_specs()) {
       const double smallest = dtype == DType::f16    ? 0x1p-24
                               : dtype == DType::bf16 ? 0x1p-133
                               : dtype == DType::f32  ? 0x1p-149
@@ -256,7 +258,7 @@ TEST(Quantize, DegenerateGroupsRoundTrip) {
         Values x;
         x.dtype = dtype;
         for (int i = 0; i < 64; ++i) x.push_back(constant);
-        const QuantizedTensor q = quantize(x.view({64}), spec);
+        const QuantizedTensor q = quantize(x.view({64}), spec, spec.encoding);
         std::vector<double> y(64, 12345.0);
         dequantize(q, {y.data(), DType::f64, {64}, {}, {}});
         for (const double v : y) {
@@ -264,7 +266,7 @@ TEST(Quantize, DegenerateGroupsRoundTrip) {
           if (constant == 0) {
             ASSERT_EQ(v, 0.0);
             ASSERT_FALSE(std::signbit(v));
-          } else if (spec.scale_rule == ScaleRule::half_range) {
+          } else if (spec.encoding.scale_rule == ScaleRule::half_range) {
             // The grid is centred between codes: the end of the range is half a step away.
             ASSERT_NEAR(v, constant, std::fabs(constant) / 2);
           } else {
@@ -279,8 +281,7 @@ TEST(Quantize, DegenerateGroupsRoundTrip) {
 
 TEST(Quantize, HugeRangesDoNotOverflow) {
   for (const Format format : {Format::affine4, Format::int4}) {
-    const QuantSpec spec{
-        .format = format, .asymmetric = format == Format::int4, .scale_rule = ScaleRule::minmax};
+    const EncodedSpec spec{{.format = format, .asymmetric = format == Format::int4}, {ScaleRule::minmax}};
     Values x, beyond;
     for (int i = 0; i < 64; ++i) {
       x.push_back(-3e38 + i * (3.3e38 / 63));
@@ -288,7 +289,7 @@ TEST(Quantize, HugeRangesDoNotOverflow) {
                        i * (6e38 / 63));  // 15 * scale is beyond f32: reported, not written as infinity
     }
     std::vector<float> y(64);
-    dequantize(quantize(x.view({64}), spec), {y.data(), DType::f32, {64}, {}, {}});
+    dequantize(quantize(x.view({64}), spec, spec.encoding), {y.data(), DType::f32, {64}, {}, {}});
     for (size_t i = 0; i < 64; ++i) EXPECT_NEAR(static_cast<double>(y[i]), x.exact[i], 1.2e37) << i;
     if (format == Format::affine4) {
       EXPECT_EQ(testing::quantize_parts(beyond, spec, 1, 64).status.num_unheld_scales, 1);
@@ -299,7 +300,7 @@ TEST(Quantize, HugeRangesDoNotOverflow) {
 }
 
 TEST(Quantize, ScalesThatADTypeCannotHoldOrOnlyCoarselyAreCounted) {
-  QuantSpec spec{.format = Format::int8, .scale_dtype = DType::f16};
+  EncodedSpec spec{{.format = Format::int8, .scale_dtype = DType::f16}};
   const auto status = [&](double scale) {
     Values x;
     for (int i = 0; i < 128; ++i) x.push_back(scale * 127 * (i % 2 ? 1 : -1));
@@ -315,11 +316,11 @@ TEST(Quantize, ScalesThatADTypeCannotHoldOrOnlyCoarselyAreCounted) {
   Values huge;
   for (int i = 0; i < 64; ++i) huge.push_back(1e7 * 127);
   spec.scale_dtype = DType::f16;
-  EXPECT_THROW(quantize(huge.view({64}), spec), Error);
+  EXPECT_THROW(quantize(huge.view({64}), spec, spec.encoding), Error);
 }
 
 TEST(Quantize, GivenRangeEqualsThatOfTheWholeTensor) {
-  for (QuantSpec spec : testing::all_specs()) {
+  for (EncodedSpec spec : testing::all_specs()) {
     spec.granularity = Granularity::tensor;
     Values x = testing::random_values(DType::bf16, 64 * 100, 21);
     const Parts whole = testing::quantize_parts(x, spec, 64, 100);
@@ -332,7 +333,8 @@ TEST(Quantize, GivenRangeEqualsThatOfTheWholeTensor) {
     std::vector<uint8_t> codes;
     for (int64_t row = 0; row < 64; row += 16) {
       Parts part(spec, 16, 100);
-      quantize({x.bytes.data() + row * 200, DType::bf16, {16, 100}, {}, {}}, part.view(), {1}, &range);
+      quantize({x.bytes.data() + row * 200, DType::bf16, {16, 100}, {}, {}}, part.view(), spec.encoding, {1},
+               &range);
       codes.insert(codes.end(), part.codes.begin(), part.codes.end() - Parts::kGuard);
       EXPECT_EQ(part.scales, whole.scales);
     }
@@ -343,8 +345,8 @@ TEST(Quantize, GivenRangeEqualsThatOfTheWholeTensor) {
 
 TEST(Quantize, LargeGroupsAreSplitBetweenThreadsWithTheSameBytes) {
   const int64_t n = (int64_t{1} << 20) + 4096 + 24;
-  for (QuantSpec spec : {QuantSpec{.format = Format::nf4},
-                         QuantSpec{.format = Format::affine3, .scale_rule = ScaleRule::minmax}}) {
+  for (EncodedSpec spec : {EncodedSpec{{.format = Format::nf4}},
+                           EncodedSpec{{.format = Format::affine3}, {ScaleRule::minmax}}}) {
     spec.granularity = Granularity::flat;
     spec.group_size = (int64_t{1} << 20) + 16;
     Values x = testing::random_values(DType::bf16, n, 2);
@@ -356,12 +358,12 @@ TEST(Quantize, LargeGroupsAreSplitBetweenThreadsWithTheSameBytes) {
 
 // ---- Golden facts -------------------------------------------------------------------------------
 
-std::vector<int> codes_of(const std::vector<double>& values, const QuantSpec& spec, DType dtype = DType::f32,
-                          std::vector<float>* scales = nullptr) {
+std::vector<int> codes_of(const std::vector<double>& values, const EncodedSpec& spec,
+                          DType dtype = DType::f32, std::vector<float>* scales = nullptr) {
   Values x;
   x.dtype = dtype;
   for (const double v : values) x.push_back(v);
-  const QuantizedTensor q = quantize(x.view({static_cast<int64_t>(values.size())}), spec);
+  const QuantizedTensor q = quantize(x.view({static_cast<int64_t>(values.size())}), spec, spec.encoding);
   const int bits = info(spec.format).bits;
   std::vector<int> codes;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -385,7 +387,7 @@ TEST(QuantizeGolden, Nf4) {
   EXPECT_EQ(scales, std::vector<float>{2});
   Values x;
   for (const double v : {-2., -1., -.5, -0., .1, .5, 1., 2.}) x.push_back(v);
-  const QuantizedTensor q = quantize(x.view({8}), QuantSpec{});
+  const QuantizedTensor q = quantize(x.view({8}), EncodedSpec{});
   EXPECT_EQ(q.codes, (std::vector<uint8_t>{0x20, 0x74, 0xA8, 0xFC}));
   std::vector<float> y(8);
   dequantize(q, {y.data(), DType::f32, {8}, {}, {}});
@@ -404,21 +406,21 @@ TEST(QuantizeGolden, Nf4ThresholdsTakeTheUpperCodeJustAboveTheExactMidpoint) {
 }
 
 TEST(QuantizeGolden, IntegerRounding) {
-  QuantSpec int4{.format = Format::int4};
+  EncodedSpec int4{{.format = Format::int4}};
   EXPECT_EQ(codes_of({-7, -3.5, -.5, .5, 1.5, 2.5, 3.49, 7}, int4), (std::vector{-7, -4, 0, 0, 2, 2, 3, 7}));
-  QuantSpec int8{.format = Format::int8};
+  EncodedSpec int8{{.format = Format::int8}};
   std::vector<float> scales;
   EXPECT_EQ(codes_of({-1, -.5, .00390625, .1, .25, .5, .75, 1}, int8, DType::f32, &scales),
             (std::vector{-127, -64, 0, 13, 32, 64, 95, 127}));
   EXPECT_EQ(formats::bit_cast<uint32_t>(scales[0]), 0x3C010204u);
-  QuantSpec asymmetric{.format = Format::int4, .asymmetric = true, .scale_rule = ScaleRule::minmax};
+  EncodedSpec asymmetric{{.format = Format::int4, .asymmetric = true}, {ScaleRule::minmax}};
   scales.clear();
   // Offset codes 0 3 5 6 7 10 13 15 with zero point 5.
   EXPECT_EQ(codes_of({-1, -.5, 0, .25, .5, 1, 1.5, 2}, asymmetric, DType::f32, &scales),
             (std::vector{-8, -5, -3, -2, -1, 2, 5, 7}));
   EXPECT_EQ(formats::bit_cast<uint32_t>(scales[0]), 0x3E4CCCCDu);
   // Division, not multiplication by the reciprocal: 0.0015 / 0.001 is 1.5 in f32, and f64 is f64.
-  QuantSpec given{.format = Format::int8, .granularity = Granularity::tensor};
+  EncodedSpec given{{.format = Format::int8, .granularity = Granularity::tensor}};
   const auto code_with_scale = [&](double value, double scale, DType dtype) {
     Values x;
     x.dtype = dtype;
@@ -436,13 +438,13 @@ TEST(QuantizeGolden, IntegerRounding) {
 TEST(QuantizeGolden, CompressedTensorsVectors) {
   const std::vector<double> w = {0.7, -0.8, 0.05, 0.0, -0.33, 0.66, 0.12, -0.5,
                                  0.1, 0.2,  0.3,  0.4, 0.5,   0.6,  0.7,  0.8};
-  QuantSpec spec{.format = Format::int4, .group_size = 8, .scale_rule = ScaleRule::half_range};
+  EncodedSpec spec{{.format = Format::int4, .group_size = 8}, {ScaleRule::half_range}};
   std::vector<float> scales;
   EXPECT_EQ(codes_of(w, spec, DType::f32, &scales),
             (std::vector{7, -8, 0, 0, -3, 6, 1, -5, 1, 2, 3, 4, 5, 6, 7, 7}));
   EXPECT_FLOAT_EQ(scales[0], 0.1066666692f);
   spec.asymmetric = true;
-  spec.scale_rule = ScaleRule::minmax;
+  spec.encoding.scale_rule = ScaleRule::minmax;
   scales.clear();
   EXPECT_EQ(codes_of(w, spec, DType::f32, &scales),
             (std::vector{7, -8, 0, 0, -3, 7, 1, -5, -6, -4, -2, 0, 1, 3, 5, 7}));
@@ -451,7 +453,7 @@ TEST(QuantizeGolden, CompressedTensorsVectors) {
 }
 
 TEST(QuantizeGolden, AffineVectors) {
-  QuantSpec spec{.format = Format::affine4, .scale_rule = ScaleRule::minmax};
+  EncodedSpec spec{{.format = Format::affine4}, {ScaleRule::minmax}};
   std::vector<float> scales;
   EXPECT_EQ(codes_of({0, .5, 1.5, 2.5, 3.5, 7.5, 14.5, 15}, spec, DType::f32, &scales),
             (std::vector{0, 0, 2, 2, 4, 8, 14, 15}));
@@ -459,8 +461,8 @@ TEST(QuantizeGolden, AffineVectors) {
   EXPECT_EQ(codes_of({3.14, 3.14, 3.14}, spec, DType::f32, &scales), (std::vector{0, 0, 0}));
   EXPECT_EQ(scales[1], 1.0f);
   EXPECT_EQ(codes_of({-3, -2.5, -2, -1}, spec), (std::vector{0, 4, 7, 15}));
-  spec.scale_rule = ScaleRule::mlx_edge;
-  spec.code_scale = CodeScale::unrounded;
+  spec.encoding.scale_rule = ScaleRule::mlx_edge;
+  spec.encoding.code_scale = CodeScale::unrounded;
   scales.clear();
   EXPECT_EQ(codes_of({-1, -.5, 0, .25, .5, 1, 1.5, 2}, spec, DType::f32, &scales),
             (std::vector{15, 12, 10, 9, 8, 5, 2, 0}));
@@ -472,11 +474,26 @@ TEST(QuantizeGolden, AffineVectors) {
   EXPECT_EQ(scales[0], -1e-7f);
 }
 
+// How codes are chosen is no part of how they are read.
+TEST(Quantize, DefaultsOfEveryFormatWork) {
+  Values x = testing::random_values(DType::f32, 128, 1);
+  std::vector<float> y(128);
+  for (const FormatInfo& format : all_formats())
+    for (const bool asymmetric : {false, true}) {
+      if (format.format == Format::lut4 || (asymmetric && format.kind != FormatKind::integer)) continue;
+      const QuantSpec spec{.format = format.format, .asymmetric = asymmetric};
+      const QuantizedTensor q = quantize(x.view({2, 64}), spec);
+      const QuantizedTensor same = quantize(x.view({2, 64}), spec, {default_scale_rule(spec)});
+      EXPECT_TRUE(q.codes == same.codes && q.scales == same.scales) << testing::describe(spec);
+      dequantize(q, {y.data(), DType::f32, {2, 64}, {}, {}});
+    }
+}
+
 TEST(QuantizeGolden, BadArgumentsAreNamed) {
   Values x = testing::random_values(DType::f32, 64, 1);
-  const auto message = [&](const QuantSpec& spec) {
+  const auto message = [&](const QuantSpec& spec, const Encoding& encoding = {}) {
     try {
-      quantize(x.view({64}), spec);
+      quantize(x.view({64}), spec, encoding);
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::usage);
       return std::string(error.what());
@@ -486,7 +503,7 @@ TEST(QuantizeGolden, BadArgumentsAreNamed) {
   EXPECT_NE(message({.group_size = 0}).find("group_size must be positive, got 0"), std::string::npos);
   EXPECT_NE(message({.asymmetric = true}).find("asymmetric needs an integer format, got nf4"),
             std::string::npos);
-  EXPECT_NE(message({.scale_rule = ScaleRule::minmax}).find("scale rule minmax does not fit format nf4"),
+  EXPECT_NE(message({}, {ScaleRule::minmax}).find("scale rule minmax does not fit format nf4"),
             std::string::npos);
   EXPECT_NE(message({.scale_dtype = DType::i8}).find("got i8"), std::string::npos);
   EXPECT_NE(message({.scale_dtype = DType::f64}).find("f64 scales need f64 data, got f32"),

@@ -20,7 +20,6 @@ QuantSpec spec_of(Format format, int64_t group_size, bool asymmetric, DType scal
   spec.asymmetric = asymmetric;
   spec.granularity = Granularity::flat;
   spec.group_size = group_size;
-  spec.scale_rule = asymmetric ? ScaleRule::minmax : ScaleRule::absmax;
   spec.scale_dtype = scale_dtype;
   return spec;
 }
@@ -101,7 +100,7 @@ void quantize_flat(const char* op, const QuantSpec& spec, const TensorView& x, c
   if (has_zeros(spec)) buffers.bytes("zeros", zeros, num_groups, "elements", true);
   if (n == 0) return;
   const QuantizeStatus status =
-      quantize({x.data, x.dtype, {n}, {}, x.device}, parts_of(spec, n, codes, scales, zeros), execution);
+      quantize({x.data, x.dtype, {n}, {}, x.device}, parts_of(spec, n, codes, scales, zeros), {}, execution);
   HALFBYTE_CHECK(status.num_nonfinite == 0, bad_input,
                  "{}: x has {} elements that are not finite, the first at index {}", op, status.num_nonfinite,
                  status.first_nonfinite);

@@ -19,7 +19,7 @@ constexpr const char* kOp = "reorder";
 constexpr int64_t kTaskTiles = 64;
 
 int padding_of(const WeightView& view) {
-  if (view.layout == WeightLayout::compressed_tensors || view.layout == WeightLayout::mlx) return 0;
+  if (view.layout == Layout::compressed_tensors || view.layout == Layout::mlx) return 0;
   const formats::Codec codec = make_codec(view.spec);
   if (codec.kind == formats::Kind::table) return codec.book.zero_code;
   return codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : kPaddingOfGroup;

@@ -7,7 +7,7 @@ namespace halfbyte {
 BenchProblems reorder_problems(DeviceKind device) {
   BenchProblems problems;
   const int64_t rows = device == DeviceKind::cpu ? 65536 : kBenchExtent, cols = 8192;
-  const auto add = [&](const char* name, const QuantSpec& spec, WeightLayout layout, bool to_packed) {
+  const auto add = [&](const char* name, const QuantSpec& spec, Layout layout, bool to_packed) {
     BenchProblem p;
     p.op = "reorder";
     p.name = std::to_string(rows) + "x" + std::to_string(cols) + " " + name + (to_packed ? "" : " back");
@@ -48,15 +48,13 @@ BenchProblems reorder_problems(DeviceKind device) {
     problems.push_back(std::move(p));
   };
   const QuantSpec flat{.format = Format::nf4, .granularity = Granularity::flat};
-  add("nf4 g64 bitsandbytes", flat, WeightLayout::bitsandbytes, true);
-  add("nf4 g64 bitsandbytes", flat, WeightLayout::bitsandbytes, false);
+  add("nf4 g64 bitsandbytes", flat, Layout::bitsandbytes, true);
+  add("nf4 g64 bitsandbytes", flat, Layout::bitsandbytes, false);
   add("int4 g128 compressed-tensors", {.format = Format::int4, .group_size = 128, .scale_dtype = DType::bf16},
-      WeightLayout::compressed_tensors, true);
-  add("affine4 g64 mlx",
-      {.format = Format::affine4, .scale_rule = ScaleRule::mlx_edge, .scale_dtype = DType::bf16},
-      WeightLayout::mlx, true);
-  add("int8 g64", {.format = Format::int8}, WeightLayout::halfbyte, true);
-  add("int8 g64", {.format = Format::int8}, WeightLayout::halfbyte, false);
+      Layout::compressed_tensors, true);
+  add("affine4 g64 mlx", {.format = Format::affine4, .scale_dtype = DType::bf16}, Layout::mlx, true);
+  add("int8 g64", {.format = Format::int8}, Layout::halfbyte, true);
+  add("int8 g64", {.format = Format::int8}, Layout::halfbyte, false);
   return problems;
 }
 

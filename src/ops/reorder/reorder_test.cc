@@ -54,12 +54,12 @@ TEST(Reorder, LongRowsAreSplitOverThreads) {
   const QuantSpec nf4;
   for (const int64_t cols : {8192, 8191, 20000})
     for (const Granularity granularity : {Granularity::group, Granularity::channel}) {
-      WeightCase c{nf4, 40, cols, WeightLayout::halfbyte};
+      WeightCase c{nf4, 40, cols, Layout::halfbyte};
       c.spec.granularity = granularity;
       check_case(c, 3, 4);
       if (cols % 64 != 0) continue;
       c.spec.granularity = Granularity::flat;
-      c.layout = WeightLayout::bitsandbytes;
+      c.layout = Layout::bitsandbytes;
       check_case(c, 4, 4);
     }
 }
@@ -75,7 +75,7 @@ TEST(Reorder, WhatQuantizeMakesComesBack) {
       spec.group_size = 35;
       const int64_t rows = 37, cols = 105;
       testing::Values x = testing::random_values(DType::f32, rows * cols, 9);
-      StoredWeight stored(spec, rows, cols, WeightLayout::halfbyte);
+      StoredWeight stored(spec, rows, cols, Layout::halfbyte);
       const testing::Parts parts = testing::quantize_parts(x, spec, rows, cols);
       const auto take = [&](StoredWeight::Part part, const std::vector<uint8_t>& bytes) {
         ASSERT_EQ(static_cast<size_t>(stored.parts[part].num_bytes()), bytes.size() - testing::Parts::kGuard);
@@ -88,7 +88,7 @@ TEST(Reorder, WhatQuantizeMakesComesBack) {
       SCOPED_TRACE(testing::describe(spec));
       GuardedBytes packed(packed_weight_bytes(spec, rows, cols));
       reorder(stored.view(), packed_weight(stored.view(), packed));
-      StoredWeight back(spec, rows, cols, WeightLayout::halfbyte);
+      StoredWeight back(spec, rows, cols, Layout::halfbyte);
       reorder(packed_weight(back.view(), packed), back.view());
       EXPECT_TRUE(testing::same_parts(stored, back));
     }
@@ -97,7 +97,7 @@ TEST(Reorder, WhatQuantizeMakesComesBack) {
 
 // A matrix has one packed form, whatever layout it comes from.
 TEST(Reorder, LayoutsHaveTheSamePackedForm) {
-  const auto make = [](const QuantSpec& spec, WeightLayout layout) {
+  const auto make = [](const QuantSpec& spec, Layout layout) {
     StoredWeight w(spec, 45, 192, layout);
     std::mt19937_64 random(5);
     for (int64_t row = 0; row < w.rows; ++row)
@@ -110,7 +110,7 @@ TEST(Reorder, LayoutsHaveTheSamePackedForm) {
     for (int64_t row = 0; has_zeros(spec) && row < w.rows; ++row)
       for (int64_t group = 0; group < w.groups; ++group) {
         const auto zero = static_cast<uint32_t>(row * 5 + group * 3) & ((1u << w.bits) - 1);
-        if (layout == WeightLayout::halfbyte) {
+        if (layout == Layout::halfbyte) {
           w.parts[StoredWeight::kZeros].data()[row * w.groups + group] = static_cast<uint8_t>(zero);
           continue;
         }
@@ -126,16 +126,14 @@ TEST(Reorder, LayoutsHaveTheSamePackedForm) {
   flat.granularity = Granularity::flat;
   int4.format = Format::int4;
   int4.asymmetric = true;
-  int4.scale_rule = ScaleRule::minmax;
   int8 = int4;
   int8.format = Format::int8;
   affine4.format = Format::affine4;
-  affine4.scale_rule = ScaleRule::mlx_edge;
-  EXPECT_TRUE(make(nf4, WeightLayout::halfbyte) == make(flat, WeightLayout::bitsandbytes));
-  EXPECT_TRUE(make(nf4, WeightLayout::halfbyte) == make(flat, WeightLayout::halfbyte));
-  EXPECT_TRUE(make(int4, WeightLayout::halfbyte) == make(int4, WeightLayout::compressed_tensors));
-  EXPECT_TRUE(make(int8, WeightLayout::halfbyte) == make(int8, WeightLayout::compressed_tensors));
-  EXPECT_TRUE(make(affine4, WeightLayout::halfbyte) == make(affine4, WeightLayout::mlx));
+  EXPECT_TRUE(make(nf4, Layout::halfbyte) == make(flat, Layout::bitsandbytes));
+  EXPECT_TRUE(make(nf4, Layout::halfbyte) == make(flat, Layout::halfbyte));
+  EXPECT_TRUE(make(int4, Layout::halfbyte) == make(int4, Layout::compressed_tensors));
+  EXPECT_TRUE(make(int8, Layout::halfbyte) == make(int8, Layout::compressed_tensors));
+  EXPECT_TRUE(make(affine4, Layout::halfbyte) == make(affine4, Layout::mlx));
 }
 
 // Bytes that the tools themselves wrote, and the codes that they stand for.
@@ -160,7 +158,7 @@ TEST(Reorder, ReadsWhatOtherToolsWrite) {
   view.spec.group_size = 6;
   view.rows = 2;
   view.cols = 6;
-  view.layout = WeightLayout::bitsandbytes;
+  view.layout = Layout::bitsandbytes;
   view.codes = nf4;
   view.scales = scales;
   EXPECT_EQ(codes_of(view), (std::vector<int>{9, 4, 11, 2, 13, 1, 15, 0, 8, 7, 3, 14}));
@@ -169,10 +167,9 @@ TEST(Reorder, ReadsWhatOtherToolsWrite) {
   view.spec = {};
   view.spec.format = Format::int4;
   view.spec.asymmetric = true;
-  view.spec.scale_rule = ScaleRule::minmax;
   view.spec.group_size = 8;
   view.cols = 8;
-  view.layout = WeightLayout::compressed_tensors;
+  view.layout = Layout::compressed_tensors;
   view.codes = words;
   view.zeros = zeros;
   // q + 8 of [7, -8, 0, 0, -3, 7, 1, -5], [-6, -4, -2, 0, 1, 3, 5, 7]; zero points 0 and -8.
@@ -193,7 +190,7 @@ TEST(Reorder, EmptyWeights) {
     for (QuantSpec spec : testing::packed_specs())
       for (const Granularity granularity : {Granularity::group, Granularity::channel, Granularity::flat}) {
         spec.granularity = granularity;
-        for (const auto layout : {WeightLayout::halfbyte, WeightLayout::compressed_tensors})
+        for (const auto layout : {Layout::halfbyte, Layout::compressed_tensors})
           if (testing::is_held(spec, layout)) check_case({spec, rows, cols, layout}, 2, 1);
       }
 }
@@ -210,7 +207,7 @@ TEST(Reorder, SizesOfThePackedForm) {
       for (const int64_t group_size : {32, 64, 128, 256}) {
         s.granularity = granularity;
         s.group_size = group_size;
-        const StoredWeight native(s, 1024, 2048, WeightLayout::halfbyte);
+        const StoredWeight native(s, 1024, 2048, Layout::halfbyte);
         int64_t num_bytes = 0;
         for (const GuardedBytes& part : native.parts) num_bytes += part.num_bytes();
         EXPECT_LE(static_cast<double>(packed_weight_bytes(s, 1024, 2048)),
@@ -255,9 +252,8 @@ TEST(Reorder, Errors) {
   QuantSpec spec;
   spec.format = Format::int4;
   spec.asymmetric = true;
-  spec.scale_rule = ScaleRule::minmax;
   spec.scale_dtype = DType::f16;
-  StoredWeight stored(spec, 32, 128, WeightLayout::halfbyte);
+  StoredWeight stored(spec, 32, 128, Layout::halfbyte);
   stored.fill(1);
   GuardedBytes bytes(packed_weight_bytes(spec, 32, 128));
   const GuardedBytes before = bytes;
@@ -290,7 +286,7 @@ TEST(Reorder, Errors) {
       {"reorder: from.scales must be aligned to 2 bytes",
        message([](V v, P) { v.scales = static_cast<uint8_t*>(v.scales) + 1; })},
       {"layout bitsandbytes has codes of 4 bits, got int8", message([](V v, P p) {
-         v.layout = WeightLayout::bitsandbytes;
+         v.layout = Layout::bitsandbytes;
          v.spec.format = p.spec.format = Format::int8;
        })},
   };

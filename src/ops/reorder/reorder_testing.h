@@ -49,17 +49,17 @@ struct StoredWeight {
 
   QuantSpec spec;
   int64_t rows, cols;
-  WeightLayout layout;
+  Layout layout;
   int bits;
   bool words, joined;  // rows of codes: padded to words; one behind the other
   int64_t row_codes, groups, num_scales;
   GuardedBytes parts[kParts];
 
-  StoredWeight(const QuantSpec& s, int64_t n, int64_t k, WeightLayout l)
+  StoredWeight(const QuantSpec& s, int64_t n, int64_t k, Layout l)
       : spec(s), rows(n), cols(k), layout(l), bits(info(s.format).bits) {
-    words = layout == WeightLayout::compressed_tensors || layout == WeightLayout::mlx;
-    joined = layout == WeightLayout::bitsandbytes ||
-             (layout == WeightLayout::halfbyte && spec.granularity == Granularity::flat);
+    words = layout == Layout::compressed_tensors || layout == Layout::mlx;
+    joined = layout == Layout::bitsandbytes ||
+             (layout == Layout::halfbyte && spec.granularity == Granularity::flat);
     const int64_t unit = words ? 32 / bits : 8 / bits;
     row_codes = joined ? cols : (cols + unit - 1) / unit * unit;
     const bool one = spec.granularity == Granularity::tensor;
@@ -71,7 +71,7 @@ struct StoredWeight {
     parts[kCodes] = GuardedBytes((rows * row_codes * bits + 7) / 8);
     parts[kScales] = GuardedBytes(num_scales * size);
     if (has_zeros(spec))
-      parts[kZeros] = GuardedBytes(layout == WeightLayout::compressed_tensors
+      parts[kZeros] = GuardedBytes(layout == Layout::compressed_tensors
                                        ? (zero_rows + per_word - 1) / per_word * groups * 4
                                        : num_scales);
     if (has_biases(spec)) parts[kBiases] = GuardedBytes(num_scales * size);
@@ -101,7 +101,7 @@ struct StoredWeight {
   // Code number i of all.
   int shift(int64_t i) const {
     if (bits == 8) return 0;
-    return (i % 2 == 0) == (layout == WeightLayout::bitsandbytes) ? 4 : 0;
+    return (i % 2 == 0) == (layout == Layout::bitsandbytes) ? 4 : 0;
   }
   int code(int64_t i) const { return parts[kCodes].data()[i * bits / 8] >> shift(i) & ((1 << bits) - 1); }
   void set_code(int64_t i, int value) {
@@ -110,7 +110,7 @@ struct StoredWeight {
   }
   int zero(int64_t row) const {  // of the last group
     const int64_t r = spec.granularity == Granularity::tensor ? 0 : row;
-    if (layout != WeightLayout::compressed_tensors) return parts[kZeros].data()[(r + 1) * groups - 1];
+    if (layout != Layout::compressed_tensors) return parts[kZeros].data()[(r + 1) * groups - 1];
     uint32_t word;
     std::memcpy(&word, parts[kZeros].data() + ((r * bits / 32 + 1) * groups - 1) * 4, 4);
     return static_cast<int>(word >> (r * bits % 32) & ((1u << bits) - 1));
@@ -142,7 +142,7 @@ struct StoredWeight {
       }
     }
     std::fill_n(parts[kZeros].data(), parts[kZeros].num_bytes(), uint8_t{0});
-    if (layout == WeightLayout::compressed_tensors) {
+    if (layout == Layout::compressed_tensors) {
       const int64_t zero_rows = num_scales > 0 && has_zeros(spec) ? num_scales / groups : 0;
       for (int64_t row = 0; row < zero_rows; ++row)
         for (int64_t group = 0; group < groups; ++group) {
@@ -196,7 +196,6 @@ inline std::vector<QuantSpec> packed_specs() {
     s.scale_dtype = scale;
     s.asymmetric = asymmetric;
     s.double_quant = double_quant;
-    s.scale_rule = asymmetric ? ScaleRule::minmax : info(format).default_rule;
     return s;
   };
   return {spec(Format::nf4, DType::f32),
@@ -216,7 +215,7 @@ inline std::vector<QuantSpec> packed_specs() {
 struct WeightCase {
   QuantSpec spec;
   int64_t rows, cols;
-  WeightLayout layout;
+  Layout layout;
 };
 inline std::string describe(const WeightCase& c) {
   return fmt::format("{}{} [{}, {}] in {}", describe(c.spec), c.spec.double_quant ? " double quantized" : "",
@@ -224,17 +223,17 @@ inline std::string describe(const WeightCase& c) {
 }
 
 // What the layouts hold.
-inline bool is_held(const QuantSpec& spec, WeightLayout layout) {
+inline bool is_held(const QuantSpec& spec, Layout layout) {
   const FormatKind kind = info(spec.format).kind;
   switch (layout) {
-    case WeightLayout::bitsandbytes:
+    case Layout::bitsandbytes:
       return kind == FormatKind::table && spec.granularity == Granularity::flat;
-    case WeightLayout::compressed_tensors:
+    case Layout::compressed_tensors:
       return kind == FormatKind::integer && !spec.double_quant &&
              (spec.granularity == Granularity::group || spec.granularity == Granularity::channel);
-    case WeightLayout::mlx:
+    case Layout::mlx:
       return kind == FormatKind::affine && spec.granularity == Granularity::group;
-    case WeightLayout::halfbyte:
+    case Layout::halfbyte:
       break;
   }
   return true;
@@ -248,12 +247,11 @@ inline std::vector<WeightCase> weight_cases(uint64_t seed, int per_spec) {
   std::vector<WeightCase> cases;
   for (const QuantSpec& base : packed_specs())
     for (int i = 0; i < per_spec; ++i) {
-      WeightCase c{base, 0, 0, WeightLayout::halfbyte};
+      WeightCase c{base, 0, 0, Layout::halfbyte};
       const FormatKind kind = info(base.format).kind;
       c.spec.granularity = static_cast<Granularity>(random() % 4);
       if (i % 2 == 0 && kind == FormatKind::table) c.spec.granularity = Granularity::flat;
-      for (const WeightLayout layout :
-           {WeightLayout::bitsandbytes, WeightLayout::compressed_tensors, WeightLayout::mlx})
+      for (const Layout layout : {Layout::bitsandbytes, Layout::compressed_tensors, Layout::mlx})
         if (i % 2 == 0 && is_held(c.spec, layout)) c.layout = layout;
       c.spec.group_size = kGroups[random() % std::size(kGroups)];
       const auto pick = [&](auto... sizes) {

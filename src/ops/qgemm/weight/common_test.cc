@@ -33,7 +33,6 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
                                              {affine4, false},
                                              {affine8, false}}) {
       QuantSpec spec{.format = format, .asymmetric = asymmetric, .group_size = size};
-      spec.scale_rule = asymmetric ? ScaleRule::minmax : info(format).default_rule;
       spec.scale_dtype = DType::f16;
       EXPECT_TRUE(is_common(spec) && is_common(spec, DType::f16)) << info(format).name << size;
       spec.scale_dtype = DType::bf16;  // of bf16 models
@@ -41,17 +40,10 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
       EXPECT_FALSE(is_common(spec, DType::f16)) << info(format).name << size;
     }
   for (const DType scale : {DType::f16, DType::bf16})
-    EXPECT_TRUE(is_common({.format = int8,
-                           .asymmetric = true,
-                           .group_size = 128,
-                           .scale_rule = ScaleRule::minmax,
-                           .scale_dtype = scale}));
+    EXPECT_TRUE(is_common({.format = int8, .asymmetric = true, .group_size = 128, .scale_dtype = scale}));
   for (const Format format : {nf4, int4, int8})
     for (const DType scale : {DType::f32, DType::f16, DType::bf16})
-      EXPECT_TRUE(is_common({.format = format,
-                             .granularity = Granularity::channel,
-                             .scale_rule = info(format).default_rule,
-                             .scale_dtype = scale}));
+      EXPECT_TRUE(is_common({.format = format, .granularity = Granularity::channel, .scale_dtype = scale}));
 }
 
 TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
@@ -64,9 +56,7 @@ TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
       refuse_rare_weight(problem_of({.group_size = 32, .double_quant = true}, DType::f16)),
       "x and the weight must go together as in a layout (docs/kernels.md), got f16 x, a table of 4 bits, "
       "f32 scales, double quantized, for 32 columns");
-  EXPECT_NE(refuse_rare_weight(
-                problem_of({.format = Format::int8, .asymmetric = true, .scale_rule = ScaleRule::minmax})),
-            "");
+  EXPECT_NE(refuse_rare_weight(problem_of({.format = Format::int8, .asymmetric = true})), "");
 }
 
 TEST(QgemmWeights, SpillingTilesAreRefused) {

@@ -94,7 +94,6 @@ TEST(QgemmBf16DecodeAffine, IsRoundedOnce) {
   for (const Format format : {Format::affine4, Format::affine8}) {
     QgemmDescriptor d;
     d.spec.format = format;
-    d.spec.scale_rule = ScaleRule::minmax;
     d.m = 1;
     d.n = d.k = 64;
     QgemmCase test(d, 1);
