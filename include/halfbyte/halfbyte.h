@@ -901,8 +901,8 @@ typedef struct halfbyte_qgemm_descriptor {
 /* Forward, bf16, a packed weight. The caller sets spec and extents. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_descriptor_init(halfbyte_qgemm_descriptor* descriptor,
                                                             size_t struct_size);
-/* One line for each variant, in the order in which they are tried: its name, and if it refuses the
- * description, ": " and the reason. */
+/* One line for each variant, in the order in which they are tried, those of the device's kind first: its
+ * name, and if it refuses the description, ": " and the reason. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_explain(DLDevice device,
                                                     const halfbyte_qgemm_descriptor* descriptor,
                                                     halfbyte_blob** text);

@@ -117,7 +117,8 @@ struct HALFBYTE_API QgemmDescriptor {
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const QgemmDescriptor& descriptor);
 
-// One row for each variant, in the order in which they are tried, with the reason if it refuses.
+// One row for each variant, in the order in which they are tried, with the reason if it refuses: first those
+// of the device's kind, then the others.
 struct QgemmChoice {
   std::string variant;
   std::string reason;  // empty: it takes the description

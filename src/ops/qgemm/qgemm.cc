@@ -169,8 +169,11 @@ std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& des
   check_descriptor(descriptor);
   check_device(device);
   const QgemmProblem problem = make_qgemm_problem(device, descriptor, 0);
+  std::vector<const QgemmVariant*> variants = qgemm_variants(problem);
+  std::ranges::stable_partition(variants,
+                                [&](const QgemmVariant* variant) { return variant->device == device.kind; });
   std::vector<QgemmChoice> choices;
-  for (const QgemmVariant* variant : qgemm_variants(problem))
+  for (const QgemmVariant* variant : variants)
     choices.push_back(
         {variant->name, problem.is_empty() ? "y has no elements" : reason_of(*variant, problem)});
   return choices;
