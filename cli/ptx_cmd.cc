@@ -17,6 +17,7 @@ namespace {
 
 struct Arguments {
   std::string op, kernel, arch, output;
+  bool describe = false;
   KernelConfig config;
 };
 
@@ -54,6 +55,7 @@ void list(std::string& text, Json& document) {
                        {"name", kernel.name},
                        {"description", kernel.description},
                        {"target", kernel.target},
+                       {"plain", kernel.plain},
                        {"keys", std::move(keys)}});
   }
   document["kernels"] = std::move(kernels);
@@ -68,13 +70,35 @@ void list(std::string& text, Json& document) {
   text += summary_line("--arch", targets);
 }
 
-void emit(const Arguments& arguments, bool force, std::string& text, Json& document) {
-  const std::string kernel =
-      arguments.kernel.empty() ? choose_kernel(arguments.op, arguments.config).name : arguments.kernel;
+std::string kernel_of(const Arguments& arguments) {
+  if (arguments.kernel.empty()) return choose_kernel(arguments.op, arguments.config).name;
   for (const KernelInfo& info : all_kernels())
-    if (info.name == kernel && info.op != arguments.op)
-      throw Error(ErrorCode::usage,
-                  fmt::format("--kernel {} is of {}, not of {}", kernel, info.op, printable(arguments.op)));
+    if (info.name == arguments.kernel && info.op != arguments.op)
+      throw Error(ErrorCode::usage, fmt::format("--kernel {} is of {}, not of {}", arguments.kernel, info.op,
+                                                printable(arguments.op)));
+  return arguments.kernel;
+}
+
+// The description, as text and as the document.
+void describe(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  const std::string kernel = kernel_of(arguments);
+  std::optional<ReportFile> file;
+  if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
+  Json description = Json::parse(to_json(describe_kernel(kernel, arguments.config)));
+  if (!arguments.arch.empty()) description["target"] = arguments.arch;
+  const std::string json = description.dump(2) + "\n";
+  document.update(description);
+  if (!file) {
+    text = json;
+    return;
+  }
+  file->commit(json);
+  text += summary_line("kernel", kernel);
+  text += summary_line("output", printable(arguments.output));
+}
+
+void emit(const Arguments& arguments, bool force, std::string& text, Json& document) {
+  const std::string kernel = kernel_of(arguments);
   std::optional<ReportFile> file;
   if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
   const std::string ptx = emit_ptx(kernel, arguments.config, arguments.arch);
@@ -123,22 +147,27 @@ void add_ptx_command(CLI::App& app, Command& command) {
   sub.add_option("--arch", arguments->arch, "The GPU target to compile for, such as sm_90a")
       ->option_text("TARGET");
   sub.add_option("--kernel", arguments->kernel,
-                 "A kernel of the op (default: the one that the other options choose)")
+                 "A kernel of the op (default: the plain one, or the one that the other options choose)")
       ->option_text("NAME");
+  sub.add_flag("--describe", arguments->describe,
+               "Print instead what a plain kernel is given and how it is launched, as JSON");
   add_key_options(sub, arguments);
   sub.add_option("-o,--output", arguments->output, "Write to FILE instead of standard output")
       ->option_text("FILE");
   add_report_options(sub, command);
   sub.footer("'halfbyte ptx' lists the kernels, which of these options each takes, and their values.");
   sub.callback([arguments, &command] {
-    if (!arguments->op.empty() && arguments->arch.empty()) throw CLI::RequiredError("--arch");
-    if (arguments->op.empty() &&
-        !(arguments->arch.empty() && arguments->kernel.empty() && arguments->config.empty()))
+    if (!arguments->op.empty() && arguments->arch.empty() && !arguments->describe)
+      throw CLI::RequiredError("--arch");
+    if (arguments->op.empty() && !(arguments->arch.empty() && arguments->kernel.empty() &&
+                                   arguments->config.empty() && !arguments->describe))
       throw CLI::RequiredError("OP");
     command.name = "ptx";
     command.run = [arguments, &command](std::string& text, Json& document) {
       if (arguments->op.empty())
         list(text, document);
+      else if (arguments->describe)
+        describe(*arguments, command.force, text, document);
       else
         emit(*arguments, command.force, text, document);
     };

@@ -88,7 +88,7 @@ section_packs() {
   "$HALFBYTE_CLI" precompile --arch "$target" -o "$work/kernels.hbk" || return 1
   export HALFBYTE_NVRTC=/nonexistent HALFBYTE_KERNEL_PACK=$work/kernels.hbk HALFBYTE_CACHE_DIR=
   "$HALFBYTE_CLI" doctor
-  run_tests "-Exhaustive*:DeviceMemory.*:DeviceHeadersCuda.*:Tables.*:*lut4*:$(
+  run_tests "-Exhaustive*:DeviceMemory.*:DeviceHeadersCuda.*:PlainKernels.*:Tables.*:*lut4*:$(
   )Quantize.GroupsLargerThanABlockAndWholeTensors:Quantize.AGivenRangeIsThatOfTheTensor"
 }
 # racecheck, which takes longest, in several processes; its reports are compared with a list: what is not explained there is a

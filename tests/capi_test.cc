@@ -144,7 +144,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(system_info, num_threads);
   EXPECT_NO_TAIL(cuda_info, num_devices);
   EXPECT_NO_TAIL(cuda_device, memory_bytes);
-  EXPECT_NO_TAIL(kernel, target);
+  EXPECT_NO_TAIL(kernel, plain);
   EXPECT_NO_TAIL(kernel_key, open);
   EXPECT_NO_TAIL(kernel_pack_options, user_data);
   EXPECT_NO_TAIL(kernel_pack_info, num_bytes);
@@ -1706,6 +1706,23 @@ TEST(CApi, KernelsAreListedAndChosen) {
   EXPECT_EQ(halfbyte_kernel_choose("multiply", nullptr, 0, &index), HALFBYTE_USAGE);
   EXPECT_FAILS(HALFBYTE_USAGE, "settings must not be NULL",
                halfbyte_kernel_choose("dequantize", nullptr, 1, &index));
+  EXPECT_TRUE(kernel.plain);
+
+  halfbyte_blob* json = nullptr;
+  EXPECT_OK(halfbyte_kernel_describe(kernel.name, settings, 1, &json));
+  const std::string text = static_cast<const char*>(halfbyte_blob_data(json));
+  EXPECT_EQ(static_cast<int64_t>(text.size()), halfbyte_blob_size(json));
+  EXPECT_NE(text.find("\"kernel\": \"halfbyte_dequantize\""), std::string::npos) << text;
+  halfbyte_blob_destroy(json);
+  json = nullptr;
+  EXPECT_FAILS(
+      HALFBYTE_USAGE,
+      "kernel dequantize takes a struct of this version of the library: only plain kernels are described",
+      halfbyte_kernel_describe("dequantize", settings, 1, &json));
+  EXPECT_EQ(halfbyte_kernel_describe("x", nullptr, 0, &json), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "json must not be NULL",
+               halfbyte_kernel_describe(kernel.name, settings, 1, nullptr));
+  EXPECT_EQ(json, nullptr);
 }
 
 TEST(CApi, KernelsAreEmittedAndPacked) {

@@ -162,6 +162,21 @@ def test_ptx_lists_the_kernels():
     assert re.search(r"^--arch +none: no NVRTC", text, re.M)
 
 
+def test_ptx_describes_plain_kernels(tmp_path):
+    description = json.loads(run("ptx", "quantize", "--describe", "--format", "int4", "--asymmetric", env=NO_CUDA).stdout)
+    assert description["kernel"] == "halfbyte_quantize" and description["config"]["asymmetric"] == "yes"
+    names = [parameter["name"] for parameter in description["parameters"]]
+    assert names == ["x", "codes", "scales", "zeros", "biases", "counts", "rows", "cols", "group_size"]
+    zeros, biases = (description["parameters"][names.index(name)] for name in ("zeros", "biases"))
+    assert (zeros["type"], zeros["optional"], biases["optional"]) == ("u8", False, True)
+    file = tmp_path / "description.json"
+    run("ptx", "quantize", "--describe", "--arch", "sm_90a", "-o", file, env=NO_CUDA)
+    assert json.loads(file.read_text())["target"] == "sm_90a"
+    message = fails("ptx", "quantize", "--describe", "--kernel", "value_range", code=USAGE, env=NO_CUDA)
+    assert "value_range" in message and "plain" in message
+    assert "OP" in fails("ptx", "--describe", code=USAGE, env=NO_CUDA)
+
+
 def test_ptx_without_nvrtc(tmp_path):
     message = fails("ptx", "quantize", "--arch", "sm_90a", "-o", tmp_path / "x", code=DEVICE, env=NO_CUDA)
     assert "no NVRTC" in message and os.listdir(tmp_path) == []

@@ -147,7 +147,9 @@ class JitCompile : public NeedsNvrtc, public ::testing::WithParamInterface<std::
 };
 
 TEST_P(JitCompile, for_the_main_target) {
-  const std::vector<KernelConfiguration> chosen = full_ ? all_ : covering(all_, true);
+  // The library does not run plain kernels: their values are enough.
+  const bool plain = find_kernel(GetParam()).info.plain;
+  const std::vector<KernelConfiguration> chosen = full_ && !plain ? all_ : covering(all_, !plain);
   report(chosen.size(), all_.size());
   for (const KernelConfiguration& configuration : chosen) expect_compiles(configuration, kMainTarget);
 }
@@ -158,12 +160,13 @@ TEST_P(JitCompile, for_the_others) {
                  [&] { emit_ptx(GetParam(), {}, kOtherTargets[0]); });
     return;
   }
-  const std::vector<KernelConfiguration> chosen = full_ ? all_ : covering(all_, false);
+  const bool full = full_ && !find_kernel(GetParam()).info.plain;
+  const std::vector<KernelConfiguration> chosen = full ? all_ : covering(all_, false);
   const size_t num_targets = std::size(kOtherTargets);
-  const size_t count = full_ ? all_.size() * num_targets : std::max(chosen.size(), num_targets);
+  const size_t count = full ? all_.size() * num_targets : std::max(chosen.size(), num_targets);
   report(count, all_.size());
   for (size_t i = 0; i < count; ++i) {
-    const size_t target = full_ ? i / all_.size() : i % num_targets;
+    const size_t target = full ? i / all_.size() : i % num_targets;
     expect_compiles(chosen[i % chosen.size()], kOtherTargets[target]);
   }
 }
@@ -250,6 +253,31 @@ TEST_F(Emission, one_module_with_one_kernel) {
                         "ELF",
                         4),
             0);
+}
+
+// What is described is what the driver wants: in this order, of these sizes.
+TEST_F(Emission, plain_kernels_have_the_parameters_that_are_described) {
+  static const std::regex parameter(R"(\.param \.(\w+)(?: \.ptr(?: \.\w+ \d+)?)? \w+_param_(\d+))");
+  int num_kernels = 0;
+  for (const KernelInfo& kernel : all_kernels()) {
+    if (!kernel.plain) continue;
+    ++num_kernels;
+    SCOPED_TRACE(kernel.name);
+    const KernelDescription description = describe_kernel(kernel.name, {});
+    const std::string ptx = emit_ptx(kernel.name, {}, "sm_80");
+    const std::string entry = ptx.substr(ptx.find(".entry"), ptx.find(".maxntid") - ptx.find(".entry"));
+    std::vector<std::string> expected, found;
+    for (const KernelParameter& of : description.parameters)
+      expected.push_back(of.is_pointer() || of.type == "i64" ? "u64" : of.type == "i32" ? "u32" : of.type);
+    for (std::sregex_iterator match(entry.begin(), entry.end(), parameter), end; match != end; ++match) {
+      EXPECT_EQ(match->str(2), std::to_string(found.size()));
+      found.push_back(match->str(1));
+    }
+    EXPECT_EQ(found, expected) << entry;
+    EXPECT_NE(ptx.find(fmt::format(".maxntid {}", description.block)), std::string::npos);
+    EXPECT_EQ(ptx.find(".extern"), std::string::npos) << "dynamic shared memory";
+  }
+  EXPECT_EQ(num_kernels, 8);
 }
 
 }  // namespace

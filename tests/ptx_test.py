@@ -26,11 +26,20 @@ def test_targets(halfbyte):
 @pytest.mark.parametrize(
     "options, kernel",
     [
-        ("quantize", "quantize_groups"),
+        ("quantize", "halfbyte_quantize"),
+        ("quantize --group-size 64", "quantize_groups"),
         ("quantize --group-size 100 --dtype bf16", "quantize_spans"),
         ("quantize --format int4 --asymmetric --unaligned", "quantize_spans"),
         ("quantize --kernel value_range", "value_range"),
-        ("dequantize --format lut4 --table " + ",".join(map(str, range(16))), "dequantize"),
+        ("dequantize --format lut4 --table " + ",".join(map(str, range(16))), "halfbyte_dequantize"),
+        ("dequantize --kernel dequantize", "dequantize"),
+        ("observe", "halfbyte_observe"),
+        ("quantize_linear", "linear_elements"),
+        ("fake_quantize --format nf4", "halfbyte_fake_quantize"),
+        ("affine_qdq", "halfbyte_affine_qdq"),
+        ("qgemm --dtype f32", "halfbyte_qgemm"),
+        ("reorder", "reorder_codes"),
+        ("compute_qparams", "compute_qparams"),
     ],
 )
 def test_one_module_with_the_kernel_that_the_options_choose(halfbyte, options, kernel):
@@ -47,7 +56,7 @@ def test_output_is_replaced_on_request_only(halfbyte, tmp_path):
     ptx = halfbyte("ptx", "quantize", "--arch", "sm_90a").stdout
     output = tmp_path / "kernel.ptx"
     options = ["quantize", "--arch", "sm_90a", "-o", output]
-    assert "quantize_groups for sm_90a" in halfbyte("ptx", *options).stdout
+    assert "halfbyte_quantize for sm_90a" in halfbyte("ptx", *options).stdout
     assert output.read_text() == ptx
     output.write_text("old")
     assert "kernel.ptx" in halfbyte("ptx", *options, expect=EXISTS).stderr

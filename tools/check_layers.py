@@ -67,8 +67,9 @@ FREESTANDING = r"src/formats/\w+\.h$|src/cuda/device/|src/(grouped|ops|benchmark
 # a toolkit header is.
 OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
-    (r"std(def|int)\.h$", r"include/halfbyte/\w+\.h$"),  # C
-    (r"(math|stdio)\.h$", r"examples/c/"),
+    (r"stdint\.h$", r"include/halfbyte/\w+\.h$|examples/c/"),  # C
+    (r"stddef\.h$", r"include/halfbyte/\w+\.h$"),
+    (r"(math|stdio|string)\.h$", r"examples/c/"),
     (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
     (r"cpuid\.h$", r"src/cpu/features\.cc$"),
     (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/weight/bf16_decode\.h$"),
@@ -76,7 +77,7 @@ OTHERS = [
     (r"hwy/", rf"src/(cpu/.*|.*_cpu\.cc|.*-inl\.h)$|{TESTING}"),
     (r"(tbb|sanitizer)/", r"src/cpu/parallel\.cc$"),
     (r"nlohmann/json_fwd\.hpp$", r"(src/io|cli)/"),
-    (r"nlohmann/", rf"(src/io|cli|examples/llama)/.*\.cc$|{TESTING}"),
+    (r"nlohmann/", rf"(src/io|src/kernels|cli|examples/llama)/.*\.cc$|{TESTING}"),
     (r"xxhash\.h$", r"src/(io|cuda)/.*\.cc$"),
     (r"CLI/", r"cli/.*\.cc$"),
     (r"(gtest|gmock)/", TESTING),

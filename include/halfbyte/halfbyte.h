@@ -1265,6 +1265,7 @@ typedef struct halfbyte_kernel {
   const char* description;
   int64_t num_keys;
   const char* target; /* the only target that it is for: "sm_90a"; empty: any target */
+  int64_t plain;      /* flag: halfbyte_kernel_describe tells its parameters */
 } halfbyte_kernel;
 HALFBYTE_API halfbyte_status halfbyte_kernel_count(int64_t* num_kernels);
 HALFBYTE_API halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel);
@@ -1288,9 +1289,14 @@ typedef struct halfbyte_kernel_setting {
   const char* key;
   const char* value;
 } halfbyte_kernel_setting;
-/* The index of the kernel of the op that runs for this configuration. */
+/* The index of the kernel of the op for this configuration: the plain one if it takes the configuration. */
 HALFBYTE_API halfbyte_status halfbyte_kernel_choose(const char* op, const halfbyte_kernel_setting* settings,
                                                     int64_t num_settings, int64_t* index);
+/* What a plain kernel is given and how it is launched, as JSON (docs/kernels.md); the text ends with a zero
+ * byte that its size does not count. HALFBYTE_USAGE for kernels that are not plain. */
+HALFBYTE_API halfbyte_status halfbyte_kernel_describe(const char* kernel,
+                                                      const halfbyte_kernel_setting* settings,
+                                                      int64_t num_settings, halfbyte_blob** json);
 
 /* The targets that the NVRTC of this machine compiles for. HALFBYTE_DEVICE without NVRTC. */
 HALFBYTE_API halfbyte_status halfbyte_kernel_target_count(int64_t* num_targets);

@@ -31,6 +31,10 @@ struct KernelInfo {
   std::string description;
   std::vector<KernelKey> keys;
   std::string target = "";  // the only target that the kernel is for: "sm_90a"; empty: any target
+  // Its parameters are pointers and numbers, which describe_kernel() tells: a kernel for other programs,
+  // which the library itself does not run. Its name and parameters change with the major version only. Other
+  // kernels take a struct that belongs to this version of the library.
+  bool plain = false;
 };
 
 // Keys and values. A missing key has its default.
@@ -38,10 +42,38 @@ using KernelConfig = std::vector<std::pair<std::string, std::string>>;
 
 // Every kernel, op by op. The list does not change while the process lives.
 HALFBYTE_API const std::vector<KernelInfo>& all_kernels();
-// The kernel of the op that runs for this configuration. Throws Error(usage) for an unknown op, and for a
-// configuration that none of its kernels takes. If the op has several kernels and the configuration does not
-// choose one, throws Error(usage) naming them.
+// The kernel of the op for this configuration: the plain one if it takes the configuration, else one that the
+// library runs. Of ops without a plain kernel: the one that the op would choose, or that takes the most.
+// Throws Error(usage) for an unknown op, and for a configuration that none of these takes.
 HALFBYTE_API const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config);
+
+// How a plain kernel is launched. Formulas are of the kernel's numbers, by name: integers, + - * and / (which
+// rounds toward zero), parentheses, min(a, b) and max(a, b).
+struct KernelParameter {
+  std::string name;  // "codes"
+  std::string type;  // "i32", "i64", "f64"; of a pointer what lies there: "u8", "f16", ...
+  // Pointers: how many elements of `type` lie there, a formula. Numbers: empty.
+  std::string elements;
+  std::string access;     // pointers: "read", "written", "read and written"
+  bool optional = false;  // the pointer may be null
+  std::string description;
+  bool is_pointer() const { return !elements.empty(); }
+  // Of the address, the size of an element; of a number, its size: it lies in the buffer of parameters at a
+  // multiple of that. Pointers take 8 bytes there.
+  int64_t alignment() const;
+};
+struct KernelDescription {
+  std::string op, kernel;
+  KernelConfig config;                      // complete
+  std::vector<KernelParameter> parameters;  // in the order of the kernel
+  std::string grid;      // blocks along x; along y and z: 1. Any other number is right, too
+  int block = 0;         // threads along x; along y and z: 1
+  int shared_bytes = 0;  // of dynamic shared memory
+};
+// Throws Error(usage) as emit_ptx does, and for kernels that are not plain.
+HALFBYTE_API KernelDescription describe_kernel(std::string_view kernel, const KernelConfig& config);
+// As JSON, which docs/kernels.md describes.
+HALFBYTE_API std::string to_json(const KernelDescription& description);
 
 // The targets that the NVRTC of this machine compiles for: "sm_75", "sm_90", "sm_90a", "sm_100f", ... Throws
 // Error(device) without NVRTC.
@@ -67,9 +99,9 @@ struct KernelPackOptions {
   // Called after each kernel. Return false to cancel: Error(cancelled), and no file is left.
   std::function<bool(int64_t done, int64_t total)> progress;
 };
-// How many kernels a pack of these options holds: every kernel in all its configurations, except those for
-// lut4, which contain the user's table. Throws Error(usage) for unknown words, naming the known ones, and if
-// no kernel is left.
+// How many kernels a pack of these options holds: every kernel but plain ones in all its configurations,
+// except those for lut4, which contain the user's table. Throws Error(usage) for unknown words, naming the
+// known ones, and if no kernel is left.
 HALFBYTE_API int64_t count_pack_kernels(const KernelPackOptions& options);
 
 struct KernelPackReport {

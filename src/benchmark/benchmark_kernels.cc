@@ -39,7 +39,8 @@ std::vector<cuda::Kernel> benchmark_kernels() {
          {"loads", {"4", "8"}, false, "Words of 16 bytes that a thread has in flight."}}},
        [](const KernelValues& values) {
          return read_blocks_kernel(number(values, "threads"), number(values, "loads"));
-       }},
+       },
+       true},
       {{"benchmark",
         "read_bulk",
         "Reads memory by bulk copies, for comparison (sm_90 and later).",

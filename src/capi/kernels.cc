@@ -56,7 +56,7 @@ halfbyte_status halfbyte_kernel_get(int64_t index, halfbyte_kernel* kernel) {
     const KernelInfo& of = element(all_kernels(), index, "kernels");
     write_struct(kernel,
                  {0, of.op.c_str(), of.name.c_str(), of.description.c_str(),
-                  static_cast<int64_t>(of.keys.size()), of.target.c_str()},
+                  static_cast<int64_t>(of.keys.size()), of.target.c_str(), of.plain},
                  "kernel");
   });
 }
@@ -80,6 +80,15 @@ halfbyte_status halfbyte_kernel_choose(const char* op, const halfbyte_kernel_set
     const KernelInfo& kernel = choose_kernel(&required(op, "op"), config_of(settings, num_settings));
     const auto found = std::ranges::find(all_kernels(), kernel.name, &KernelInfo::name);
     required(index, "index") = found - all_kernels().begin();
+  });
+}
+
+halfbyte_status halfbyte_kernel_describe(const char* kernel, const halfbyte_kernel_setting* settings,
+                                         int64_t num_settings, halfbyte_blob** json) {
+  return guard([&] {
+    required(json, "json");
+    *json = new halfbyte_blob{
+        to_json(describe_kernel(&required(kernel, "kernel"), config_of(settings, num_settings)))};
   });
 }
 

@@ -24,7 +24,11 @@ std::vector<KernelKey> codec_keys() {
   return {{"format", std::move(formats), false, "The format of the codes."},
           {"table", {}, true, "The 16 ascending values of lut4, separated by commas."},
           flag_key("asymmetric", "Integer formats: with a zero point."),
-          {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, "The dtype of scales and biases."}};
+          scale_dtype_key("The dtype of scales and biases.")};
+}
+
+KernelKey scale_dtype_key(const char* description) {
+  return {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, description};
 }
 
 QuantSpec spec_of(const KernelValues& values) {

@@ -18,9 +18,11 @@ struct Kernel {
   // The kernel that the op's code runs for these values, made by the functions that it uses itself. Follows
   // no pointer, needs no device. Error(usage) where the values do not go together.
   KernelSpec (*specialise)(const KernelValues& values);
-  // The op has several kernels of which the configuration chooses the first that takes it: this is one of
-  // them.
+  // The configuration chooses the first of these kernels of the op that takes it. An op with several kernels
+  // has one.
   bool chosen_by_config = false;
+  // Of plain kernels: all but op, kernel and config, for values that go together. Else null.
+  KernelDescription (*describe)(const KernelValues& values) = nullptr;
 
   bool is_for(std::string_view target) const { return info.target.empty() || info.target == target; }
 };
@@ -32,6 +34,7 @@ KernelKey flag_key(const char* name, const char* description);
 bool is_set(const KernelValues& values, std::string_view flag);
 // What a codec is made of: format, table, asymmetric and scale-dtype.
 std::vector<KernelKey> codec_keys();
+KernelKey scale_dtype_key(const char* description);
 QuantSpec spec_of(const KernelValues& values);
 // A value of group-size: "128", "channel" or "tensor". Error(usage) for others.
 void set_group_size(QuantSpec& spec, const std::string& value);

@@ -68,6 +68,21 @@ KernelSpec specialise_values(const Kernel& kernel, const KernelValues& values) {
   return spec;
 }
 
+// The value of every key. Error(usage) naming the known ones.
+KernelValues complete_values(const Kernel& kernel, const KernelConfig& config) {
+  KernelValues values;
+  for (const auto& [name, value] : config) {
+    const KernelKey& key = find_key(kernel, name);
+    HALFBYTE_CHECK(key.open || std::ranges::find(key.values, value) != key.values.end(), usage,
+                   "kernel {}: {} must be one of {}, got '{}'", kernel.info.name, name,
+                   fmt::join(key.values, ", "), value);
+    HALFBYTE_CHECK(values.emplace(name, value).second, usage, "kernel {}: {} is given twice",
+                   kernel.info.name, name);
+  }
+  for (const KernelKey& key : kernel.info.keys) values.emplace(key.name, key.default_value());
+  return values;
+}
+
 // The code of a kernel for a target that NVRTC must know.
 std::vector<char> emit(std::string_view name, const KernelConfig& config, std::string_view target, bool ptx) {
   const Kernel& kernel = find_kernel(name);
@@ -97,17 +112,7 @@ const Kernel& find_kernel(std::string_view name) {
 }
 
 KernelSpec specialise(const Kernel& kernel, const KernelConfig& config) {
-  KernelValues values;
-  for (const auto& [name, value] : config) {
-    const KernelKey& key = find_key(kernel, name);
-    HALFBYTE_CHECK(key.open || std::ranges::find(key.values, value) != key.values.end(), usage,
-                   "kernel {}: {} must be one of {}, got '{}'", kernel.info.name, name,
-                   fmt::join(key.values, ", "), value);
-    HALFBYTE_CHECK(values.emplace(name, value).second, usage, "kernel {}: {} is given twice",
-                   kernel.info.name, name);
-  }
-  for (const KernelKey& key : kernel.info.keys) values.emplace(key.name, key.default_value());
-  return specialise_values(kernel, values);
+  return specialise_values(kernel, complete_values(kernel, config));
 }
 
 std::vector<KernelConfiguration> all_configurations(
@@ -158,9 +163,7 @@ const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config)
   }
   HALFBYTE_CHECK(!kernels.empty(), usage, "unknown op '{}': must be one of {}", op, fmt::join(ops, ", "));
   if (kernels.size() == 1) chosen = kernels;
-  std::string names;
-  for (const Kernel* kernel : kernels) names += (names.empty() ? "" : ", ") + kernel->info.name;
-  HALFBYTE_CHECK(!chosen.empty(), usage, "{} has several kernels: name one of {}", op, names);
+  HALFBYTE_CHECK(!chosen.empty(), bug, "{}: none of its kernels is chosen", op);
   for (const Kernel* kernel : chosen) {
     try {
       specialise(*kernel, config);
@@ -171,6 +174,21 @@ const KernelInfo& choose_kernel(std::string_view op, const KernelConfig& config)
     }
   }
   HALFBYTE_FAIL(bug, "{}: no kernel was tried", op);
+}
+
+KernelDescription describe_kernel(std::string_view name, const KernelConfig& config) {
+  const Kernel& kernel = find_kernel(name);
+  HALFBYTE_CHECK(kernel.describe != nullptr, usage,
+                 "kernel {} takes a struct of this version of the library: only plain kernels are described",
+                 name);
+  const KernelValues values = complete_values(kernel, config);
+  specialise_values(kernel, values);  // whether they go together
+  KernelDescription description = kernel.describe(values);
+  description.op = kernel.info.op;
+  description.kernel = kernel.info.name;
+  for (const KernelKey& key : kernel.info.keys)
+    description.config.emplace_back(key.name, values.at(key.name));
+  return description;
 }
 
 const std::vector<std::string>& kernel_targets() { return cuda::nvrtc().targets; }

@@ -11,6 +11,7 @@
 
 #include "core/format.h"
 #include "io/test_directory.h"
+#include "kernels/test_formula.h"
 
 namespace halfbyte {
 namespace {
@@ -112,6 +113,7 @@ TEST(Kernels, the_page_has_the_counts) {
   std::map<std::string, Row> ops;
   Row all;
   for (const cuda::Kernel& kernel : kernel_table()) {
+    if (kernel.info.plain) continue;
     const size_t count = all_configurations(kernel).size();
     for (Row* row : {&ops[kernel.info.op], &all}) {
       if (kernel.is_for("sm_90a")) row->sm90a += count;
@@ -129,15 +131,28 @@ TEST(Kernels, the_page_has_the_counts) {
 }
 
 TEST(Kernels, the_configuration_chooses) {
-  const auto chosen = [](const char* op, const KernelConfig& config) {
+  const auto chosen = [](const std::string& op, const KernelConfig& config) {
     return choose_kernel(op, config).name;
   };
-  EXPECT_EQ(chosen("quantize", {}), "quantize_groups");
+  std::map<std::string, std::string> by_default;
+  for (const KernelInfo& kernel : all_kernels()) by_default[kernel.op] = chosen(kernel.op, {});
+  EXPECT_EQ(by_default, (std::map<std::string, std::string>{{"affine_qdq", "halfbyte_affine_qdq"},
+                                                            {"benchmark", "read_blocks"},
+                                                            {"compute_qparams", "compute_qparams"},
+                                                            {"dequantize", "halfbyte_dequantize"},
+                                                            {"fake_quantize", "halfbyte_fake_quantize"},
+                                                            {"observe", "halfbyte_observe"},
+                                                            {"qgemm", "halfbyte_qgemm"},
+                                                            {"quantize", "halfbyte_quantize"},
+                                                            {"quantize_linear", "linear_elements"},
+                                                            {"reorder", "reorder_codes"},
+                                                            {"workspace", "clear_workspace"}}));
   EXPECT_EQ(chosen("quantize", {{"group-size", "128"}, {"dtype", "bf16"}}), "quantize_groups");
   EXPECT_EQ(chosen("quantize", {{"group-size", "100"}}), "quantize_spans");
   EXPECT_EQ(chosen("quantize", {{"group-size", "tensor"}}), "quantize_spans");
   EXPECT_EQ(chosen("quantize", {{"unaligned", "yes"}, {"group-size", "64"}}), "quantize_spans");
-  EXPECT_EQ(chosen("dequantize", {{"format", "lut4"}, {"table", kTable}}), "dequantize");
+  EXPECT_EQ(chosen("dequantize", {{"format", "lut4"}, {"table", kTable}}), "halfbyte_dequantize");
+  EXPECT_EQ(chosen("dequantize", {{"group-size", "64"}}), "dequantize");
   // Configurations of other sizes have the kernel that the key's sentence says.
   const auto spec = [](const char* kernel, const char* size) {
     return specialise(find_kernel(kernel), {{"group-size", size}});
@@ -149,12 +164,96 @@ TEST(Kernels, the_configuration_chooses) {
   EXPECT_FALSE(spec("dequantize", "64") == spec("dequantize", "channel"));
 }
 
+// ---- Plain kernels
+
+std::vector<const cuda::Kernel*> plain_kernels() {
+  std::vector<const cuda::Kernel*> kernels;
+  for (const cuda::Kernel& kernel : kernel_table())
+    if (kernel.info.plain) kernels.push_back(&kernel);
+  return kernels;
+}
+
+TEST(PlainKernels, have_a_description_and_stay_out_of_packs) {
+  for (const cuda::Kernel& kernel : kernel_table()) {
+    SCOPED_TRACE(kernel.info.name);
+    EXPECT_EQ(kernel.info.plain, kernel.describe != nullptr);
+    EXPECT_EQ(kernel.info.plain, kernel.info.name.starts_with("halfbyte_"));
+    if (!kernel.info.plain)
+      expect_error(ErrorCode::usage, "only plain kernels are described",
+                   [&] { describe_kernel(kernel.info.name, {}); });
+  }
+  int64_t num_configurations = 0;
+  for (const cuda::Kernel& kernel : kernel_table())
+    if (!kernel.info.plain && kernel.is_for("sm_80"))
+      num_configurations += static_cast<int64_t>(all_configurations(kernel).size());
+  KernelPackOptions options;
+  options.targets = {"sm_80"};
+  EXPECT_EQ(count_pack_kernels(options), num_configurations);
+}
+
+// Of every configuration: formulas of numbers that the kernel has, which lie in its parameters.
+TEST(PlainKernels, are_described_by_formulas_of_their_numbers) {
+  for (const cuda::Kernel* kernel : plain_kernels()) {
+    std::set<std::string> seen;
+    for (const KernelConfiguration& configuration : all_configurations(*kernel)) {
+      const KernelDescription description = describe_kernel(kernel->info.name, configuration.config);
+      SCOPED_TRACE(kernel->info.name);
+      EXPECT_EQ(description.op, kernel->info.op);
+      EXPECT_EQ(description.kernel, kernel->info.name);
+      EXPECT_EQ(description.config, configuration.config);
+      EXPECT_GT(description.block, 0);
+      FormulaNumbers ones, zeros;
+      std::string names;
+      for (const KernelParameter& parameter : description.parameters) {
+        names += parameter.name + (parameter.is_pointer() ? "* " : " ");
+        EXPECT_TRUE(parameter.description.ends_with('.')) << parameter.name;
+        if (parameter.is_pointer()) continue;
+        EXPECT_TRUE(parameter.access.empty() && !parameter.optional);
+        ones.emplace(parameter.name, 1);
+        zeros.emplace(parameter.name, parameter.name.starts_with("group") ? 1 : 0);
+      }
+      seen.insert(names);
+      EXPECT_EQ(Formula::value(description.grid, ones), 1);
+      EXPECT_EQ(Formula::value(description.grid, zeros), 1);
+      for (const KernelParameter& parameter : description.parameters)
+        EXPECT_TRUE(!parameter.is_pointer() || Formula::value(parameter.elements, ones) >= 0)
+            << parameter.name;
+    }
+    EXPECT_EQ(seen.size(), 1u) << "of a kernel, every configuration has the same parameters";
+  }
+}
+
+TEST(PlainKernels, are_described_as_json) {
+  const std::string json = to_json(describe_kernel("halfbyte_dequantize", {{"format", "affine3"}}));
+  for (const char* text :
+       {"\"op\": \"dequantize\"", "\"kernel\": \"halfbyte_dequantize\"", "\"format\": \"affine3\"",
+        "\"elements\": \"rows * ((cols * 3 + 7) / 8)\"", "\"shared_bytes\": \"0\""})
+    EXPECT_NE(json.find(text), std::string::npos) << text << "\n" << json;
+}
+
+// The parameters are stable: the page has them, and this prints what it must have.
+TEST(PlainKernels, the_page_has_their_parameters) {
+  std::string list;
+  for (const cuda::Kernel* kernel : plain_kernels()) {
+    const KernelDescription description = describe_kernel(kernel->info.name, {});
+    std::string parameters;
+    for (const KernelParameter& parameter : description.parameters)
+      parameters += fmt::format("{}{}{}", parameters.empty() ? "" : ", ",
+                                parameter.is_pointer() ? "*" : parameter.type + " ", parameter.name);
+    list += fmt::format("{}({})\n", description.kernel, parameters);
+  }
+  std::ifstream file(HALFBYTE_SOURCE_DIR "/docs/kernels.md");
+  const std::string page{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(page.find(list), std::string::npos) << "docs/kernels.md must have\n" << list;
+}
+
 TEST(Kernels, errors_name_what_is_known) {
   const auto expect_usage = [](const std::string& text, const auto& body) {
     expect_error(ErrorCode::usage, text, body);
   };
   expect_usage("unknown op 'x': must be one of ", [] { choose_kernel("x", {}); });
-  expect_usage("unknown kernel 'x': must be one of quantize_groups,", [] { find_kernel("x"); });
+  expect_usage("unknown kernel 'x': must be one of halfbyte_quantize, quantize_groups,",
+               [] { find_kernel("x"); });
   const auto of = [](const char* kernel, const KernelConfig& config) {
     return [=] { specialise(find_kernel(kernel), config); };
   };

@@ -55,7 +55,7 @@ std::vector<PackKernel> kernels_of(const KernelPackOptions& options) {
   };
   std::vector<PackKernel> kernels;
   for (const cuda::Kernel& kernel : kernel_table())
-    if (options.ops.empty() || contains(options.ops, kernel.info.op))
+    if (!kernel.info.plain && (options.ops.empty() || contains(options.ops, kernel.info.op)))
       for (const KernelConfiguration& configuration : all_configurations(kernel, uses))
         for (const std::string& target : options.targets)
           if (kernel.is_for(target)) kernels.push_back({configuration.spec, target});

@@ -1,10 +1,7 @@
-// affine_qdq_backward of any groups: a warp has one, and takes 256 elements at a time, 32 side by side. Of
-// the sums over lanes, each exchange halves how many a lane has, until it has one.
-#include "ops/affine_qdq/affine_backward.cuh"
+// affine_qdq_backward of any groups: a warp has one.
+#include "ops/affine_qdq/affine_groups.cuh"
 
 namespace halfbyte::device {
-
-constexpr int kRows = 8, kStep = 32 * kRows;
 
 // Of a multiprocessor: with codes of 8 bits the compiler takes the registers of one for the step of Adam.
 // Before sm_80 one has 1024 threads.
@@ -15,38 +12,8 @@ constexpr int kMinBlocks = 4;
 #endif
 extern "C" __global__ void __launch_bounds__(kAffineThreads, kMinBlocks)
     affine_groups(const __grid_constant__ AffineGroupsArgs args) {
-  const AffineShape& shape = args.shape;
   const i64 group = block_index() * (kAffineThreads / 32) + threadIdx.x / 32;
-  if (group >= shape.rows * shape.groups_per_row) return;
-  const int lane = lane_index();
-  const i64 row = group / shape.groups_per_row;
-  const i64 begin = (group - row * shape.groups_per_row) * shape.group_size;
-  const i64 end = min(shape.cols, begin + shape.group_size);
-  const u8* const codes = args.common.codes + row * shape.row_bytes;
-  WarpSums<float> sums;
-#pragma unroll 1
-  for (i64 step = begin; step < end; step += kStep) {
-    float products[kRows], plain[kRows], four[kRows / 2], two[kRows / 4];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const i64 column = step + i * 32 + lane;
-      plain[i] = products[i] = 0;
-      if (column < end) {
-        plain[i] = load_element(args.common.dy, row * shape.cols + column);
-        products[i] = __fmul_rn(static_cast<float>(get_code(codes, column, kBits)), plain[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) products[i] = fold_sums(products[i], plain[i], 1);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) four[i] = fold_sums(products[2 * i], products[2 * i + 1], 2);
-#pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) two[i] = fold_sums(four[2 * i], four[2 * i + 1], 4);
-    // Lanes have rows: their bits 1, 2, 3 are those of the number of the row.
-    sums.add(lane_sum(lane_sum(fold_sums(two[0], two[1], 8), 16, 32), 2, 16));
-  }
-  const float sum = sums.total();
-  if (lane < 2) finish(args.common, lane == 1, group, sum);
+  if (group < args.shape.rows * args.shape.groups_per_row) run_group(args, group);
 }
 
 }  // namespace halfbyte::device

@@ -6,6 +6,7 @@
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "cuda/config.h"
+#include "cuda/plain.h"
 #include "formats/counts.h"
 
 namespace halfbyte {
@@ -108,6 +109,10 @@ cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem) {
 }
 cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem) {
   return kernel_spec("ops/affine_qdq/affine_groups.cu", "affine_groups", problem, bits_config(problem));
+}
+cuda::KernelSpec affine_backward_plain_kernel(const AffineProblem& problem) {
+  return kernel_spec("ops/affine_qdq/affine_qdq_backward_plain.cu", "halfbyte_affine_qdq_backward", problem,
+                     bits_config(problem) + cuda::plain_lines());
 }
 
 std::shared_ptr<const AffineCuda> select_affine_init_cuda(const AffineProblem& problem) {

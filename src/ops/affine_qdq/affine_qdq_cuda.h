@@ -12,6 +12,7 @@ cuda::KernelSpec affine_init_kernel(const AffineProblem& problem);
 // dtype, code_bits.
 cuda::KernelSpec affine_chunks_kernel(const AffineProblem& problem);
 cuda::KernelSpec affine_groups_kernel(const AffineProblem& problem);
+cuda::KernelSpec affine_backward_plain_kernel(const AffineProblem& problem);  // for other programs
 
 // The kernels, listed.
 std::vector<cuda::Kernel> affine_qdq_kernels();

@@ -1,4 +1,5 @@
 // The kernels of `observe`, listed.
+#include "cuda/plain.h"
 #include "grouped/ranges_cuda.h"
 #include "ops/observe/observe_cuda.h"
 #include "ops/observe/range_search_cuda.h"
@@ -9,9 +10,43 @@ using cuda::dtype_of;
 using cuda::is_set;
 using cuda::KernelValues;
 
+namespace {
+
+cuda::KernelSpec specialise_plain(const KernelValues& values) {
+  return observe_kernel("ops/observe/observe_plain.cu", "halfbyte_observe", dtype_of(values),
+                        cuda::plain_lines());
+}
+KernelDescription describe_plain(const KernelValues& values) {
+  const std::string& dtype = values.at("dtype");
+  const char* const state = dtype == "f64" ? "f64" : "f32";
+  return cuda::plain_description(
+      cuda::tensor_parameters(
+          {cuda::read_parameter("x", dtype.c_str(), cuda::kTensorElements, "The batch."),
+           cuda::updated_parameter("min", state, cuda::kTensorGroups,
+                                   "What was seen of each group; before the first batch +infinity."),
+           cuda::updated_parameter("max", state, cuda::kTensorGroups, "Likewise; -infinity."),
+           cuda::updated_parameter("num_batches", "i64", "1", "Before the first batch 0."),
+           cuda::counts_parameter(),
+           cuda::number_parameter("history", "f64",
+                                  "-1: the range of all batches (min-max). In (0, 1): the weight of what was "
+                                  "seen before (the momentum of moving-average).")}),
+      cuda::kTensorGroups, 1);
+}
+
+}  // namespace
+
 std::vector<cuda::Kernel> observe_kernels() {
   const KernelKey dtype = cuda::dtype_key("The dtype of x.");
   std::vector<cuda::Kernel> kernels = {
+      {{"observe",
+        "halfbyte_observe",
+        "Any groups, by min-max and moving-average, with plain parameters.",
+        {dtype},
+        "",
+        true},
+       specialise_plain,
+       true,
+       describe_plain},
       {{"observe",
         "observe_groups",
         "Groups that are runs of whole chunks, in one pass.",

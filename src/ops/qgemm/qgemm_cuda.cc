@@ -8,7 +8,7 @@
 namespace halfbyte {
 
 std::vector<cuda::Kernel> qgemm_kernels() {
-  std::vector<cuda::Kernel> table;
+  std::vector<cuda::Kernel> table = {qgemm_plain_kernel()};
   const auto add = [&](std::vector<cuda::Kernel> rows) {
     std::ranges::move(rows, std::back_inserter(table));
   };

@@ -12,6 +12,7 @@ namespace halfbyte {
 
 // The rows of the table of kernels (src/kernels): those of all variants.
 std::vector<cuda::Kernel> qgemm_kernels();
+cuda::Kernel qgemm_plain_kernel();  // one of them
 
 // What rows of variants have in common: the keys of the weight (codec, group-size, double-quant) and of
 // dtype, and the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values

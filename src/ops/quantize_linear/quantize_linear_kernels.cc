@@ -65,7 +65,8 @@ std::vector<cuda::Kernel> quantize_linear_kernels() {
       {{"quantize_linear", "linear_elements", "Any tensors.", keys({bits_key(), operation_key()})},
        [](const KernelValues& values) {
          return linear_elements_kernel(types_of(values), operation_of(values));
-       }},
+       },
+       true},
       {{"quantize_linear", "linear_fused", "Scales, zero points and codes in one pass.",
         keys({bits_key(), fused_group_key()}, {"none", "i32", "byte"})},
        [](const KernelValues& values) {

@@ -36,7 +36,8 @@ std::vector<cuda::Kernel> reorder_kernels() {
             {direction, bits,
              cuda::flag_key("unaligned",
                             "Rows of the view are no multiple of 16 bytes, or not aligned to them.")}},
-           [](const KernelValues& values) { return reorder_kernels_of(problem_of(values)).codes; }},
+           [](const KernelValues& values) { return reorder_kernels_of(problem_of(values)).codes; },
+           true},
           {{"reorder", "reorder_parameters", "Moves scales, zero points and biases.", {direction}},
            [](const KernelValues& values) { return reorder_kernels_of(problem_of(values)).parameters; }}};
 }
