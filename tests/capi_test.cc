@@ -1510,8 +1510,13 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
       EXPECT_GT(weight.snr_db, 15);
       EXPECT_OK(halfbyte_report_get_spec(report, i, &spec));
       EXPECT_EQ(spec.format, HALFBYTE_FORMAT_NF4);
+      auto encoding = output<halfbyte_encoding>();
+      EXPECT_OK(halfbyte_report_get_encoding(report, i, &encoding));
+      EXPECT_EQ(encoding.scale_rule, HALFBYTE_SCALE_RULE_ABSMAX);
     } else {
       EXPECT_EQ(halfbyte_report_get_spec(report, i, &spec), HALFBYTE_USAGE);
+      auto encoding = output<halfbyte_encoding>();
+      EXPECT_EQ(halfbyte_report_get_encoding(report, i, &encoding), HALFBYTE_USAGE);
       saw_excluded |= std::string(weight.reason) == "excluded";
     }
   }
