@@ -105,9 +105,9 @@ struct HALFBYTE_API QgemmDescriptor {
   // the kernels before it, back to and including the last kernel in front of the unbroken run of kernels that
   // start early.
   bool early_start = false;
-  // Alignment of the addresses of x, y, bias and the codes of a view, in bytes, which `run` relies on. A
+  // Alignment of the addresses of x, y, bias and the codes of a view, in bytes, on which CUDA kernels rely. A
   // power of two, at least the size of an element; 16 is fastest. Other parts of a view are aligned to their
-  // elements.
+  // elements; on the CPU all tensors are, and codes lie anywhere.
   int64_t alignment = 16;
   std::string variant = {};  // "qgemm_sm80": only this one; empty: the first that does not refuse
   QgemmTile tile = {};       // for qgemm_simt

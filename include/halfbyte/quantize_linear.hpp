@@ -43,9 +43,11 @@ struct HALFBYTE_API LinearDescriptor {
   ScaleRule scale_rule = ScaleRule::absmax;
   // What `run` relies on. strided = true: x, y, gradients, and codes of whole bytes may have any strides >= 0
   // that let the axes before `axis` be walked as one axis, and the axes after it as another. No two elements
-  // of an output may lie at the same place. strided = false: all tensors are contiguous. alignment: of the
-  // addresses of all these tensors, in bytes, a power of two, at least the size of an element; 16 is fastest.
+  // of an output may lie at the same place. strided = false: all tensors are contiguous.
   bool strided = false;
+  // What CUDA kernels rely on: the alignment of the addresses of all these tensors, in bytes, a power of two,
+  // at least the size of an element of x. 16 is fastest. Less is of x, y and gradients only: codes, which are
+  // bytes, then lie anywhere. On the CPU a tensor has the alignment of its own elements, whatever this is.
   int64_t alignment = 16;
 
   // Descriptors of each granularity. The other fields have their defaults.

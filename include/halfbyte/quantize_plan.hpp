@@ -15,8 +15,8 @@ struct HALFBYTE_API QuantizeDescriptor {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
   DType dtype = DType::f32;  // of x and y: f32, f64, f16, bf16
-  // Alignment of the addresses of x, y and codes, in bytes, which `run` relies on. A power of two, at least
-  // the size of an element; 16 is fastest. Scales and biases are aligned to their elements.
+  // Alignment of the addresses of x, y and codes, in bytes, as LinearDescriptor has it. Scales and biases are
+  // aligned to their elements.
   int64_t alignment = 16;
   Encoding encoding = {};  // of quantize
 

@@ -48,8 +48,8 @@ ArgumentRow& ArgumentRow::aligned(int64_t alignment) {
   return *this;
 }
 ArgumentRow& ArgumentRow::promised(int64_t alignment) {
-  promised_ = true;
-  return aligned(alignment);
+  promised_ = alignment_ > 1 || alignment >= 16 ? alignment : 0;
+  return *this;
 }
 ArgumentRow& ArgumentRow::strided(bool value) {
   may_be_strided_ = value;
@@ -127,17 +127,19 @@ void PlanBase::check_rows(std::span<const ArgumentData> data, std::span<Argument
   for (size_t i = 0; i < rows_.size(); ++i) {
     const ArgumentRow& row = rows_[i];
     const char* const name = row.name_.c_str();
+    const bool promised = row.promised_ != 0 && device.kind == DeviceKind::cuda;
+    const int64_t alignment = promised ? row.promised_ : row.alignment_;
     ArgumentMemory* const touched = &memory[i];  // made in place: this is most of the time of a small run
     if (!row.absent_.empty() || (row.optional_ && data[i].data == nullptr)) {
       *touched = {};
     } else if (row.is_tensor_) {
       const TensorArgument argument{
-          name,           data[i].tensor, row.dtype_,          row.shape_,         row.written_,
-          row.alignment_, row.promised_,  row.may_be_strided_, row.contiguous_as_, row.any_leading_axes_};
+          name,      data[i].tensor, row.dtype_,          row.shape_,         row.written_,
+          alignment, promised,       row.may_be_strided_, row.contiguous_as_, row.any_leading_axes_};
       new (touched) ArgumentMemory(check_tensor(op, argument, device));
     } else {
-      new (touched) ArgumentMemory{name,           data[i].data,  row.num_bytes_, data[i].known_bytes,
-                                   row.alignment_, row.promised_, row.written_};
+      new (touched) ArgumentMemory{name,      data[i].data, row.num_bytes_, data[i].known_bytes,
+                                   alignment, promised,     row.written_};
       check_argument(op, *touched, device);
     }
   }

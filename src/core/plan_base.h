@@ -31,7 +31,9 @@ class ArgumentRow {
   ArgumentRow& written(bool value = true);
   // Its address is a multiple of `alignment` bytes; without this, of an element.
   ArgumentRow& aligned(int64_t alignment);
-  ArgumentRow& promised(int64_t alignment);  // likewise: descriptor.alignment
+  // Likewise descriptor.alignment, on which CUDA kernels rely: the CPU takes what is aligned to its elements.
+  // Bytes lie anywhere where it is less than 16: kernels for that move them one by one.
+  ArgumentRow& promised(int64_t alignment);
   // The descriptor's `strided`: true: strides may be any >= 0.
   ArgumentRow& strided(bool value);
   // The shape is [rows, cols]: cols is the extent of the last axis, rows the product of those before it.
@@ -53,7 +55,7 @@ class ArgumentRow {
   int64_t num_bytes_ = 0;  // of memory without a type
   bool written_ = false, optional_ = false, any_leading_axes_ = false, may_be_strided_ = false;
   int64_t alignment_ = 1;
-  bool promised_ = false;
+  int64_t promised_ = 0;            // 0: nothing is
   const char* contiguous_as_ = "";  // why it must be
   std::string absent_;              // the rule that it must have no data; empty: there is none
 };

@@ -42,8 +42,8 @@ struct QgemmImpl : QgemmPlan::Impl {
           problem.weight.num_bytes)
           .aligned(formats::kPackedAlignment);
     else
-      for (const WeightViewPart& part :
-           weight_view_parts(kViewNames, d.spec, d.n, d.k, d.layout, d.alignment))
+      for (const WeightViewPart& part : weight_view_parts(kViewNames, d.spec, d.n, d.k, d.layout,
+                                                          on.kind == DeviceKind::cuda ? d.alignment : 1))
         memory(
             part.name,
             [data = part.data](const Args& args) -> ArgumentData {

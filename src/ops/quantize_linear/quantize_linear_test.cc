@@ -820,7 +820,7 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
   expect_refused(refusal([](Args& a) { a.scale.data = nullptr; }), {"scale", "no data"});
   expect_refused(refusal([](Args& a) { a.x.num_bytes = 1023; }), {"x", "1024", "1023"});
   expect_refused(refusal([](Args& a) { a.zero_point.num_bytes = 7; }), {"zero_point", "8", "7"});
-  expect_refused(refusal([](Args& a) { a.x.data = x + 4; }), {"x", "aligned", "16"});
+  expect_refused(refusal([](Args& a) { a.x.data = x + 2; }), {"x", "aligned", "4"});
   expect_refused(refusal([](Args& a) { a.scale.data = scale + 1; }), {"scale", "aligned", "4"});
   expect_refused(refusal([](Args& a) { a.x.device = {DeviceKind::cuda, 0}; }), {"x", "cpu", "cuda"});
   expect_refused(refusal([](Args& a) { a.codes.data = x + 1008; }), {"codes", "x", "overlap"});

@@ -122,7 +122,9 @@ class LinearCases : RandomCases {
         elements += (result.view.shape[i] - 1) * result.view.strides[i];
       num_bytes = (elements + 1) * size_of(dtype);
     }
-    const int64_t align = walked ? d.alignment : is_packed(dtype) ? 1 : size_of(dtype);
+    const int64_t element = is_packed(dtype) ? 1 : size_of(dtype);
+    const bool promised = walked && (element > 1 || d.alignment >= 16);
+    const int64_t align = promised ? d.alignment : element;
     result.allocate(num_bytes, walked && align >= 16 ? 0 : align * below(3));
     return result;
   }
