@@ -892,6 +892,11 @@ TEST(CApi, FakeQuantizationIsThatOfCpp) {
   EXPECT_OK(halfbyte_fake_quantize_descriptor_scale_shape(&descriptor, &ndim, extents));
   const std::vector<int64_t> groups(extents, extents + ndim);
   EXPECT_EQ(groups, same.scale_shape());
+  int64_t num_levels = 0;
+  EXPECT_OK(halfbyte_fake_quantize_descriptor_num_levels(&descriptor, &num_levels));
+  EXPECT_EQ(num_levels, 16);
+  EXPECT_FAILS(HALFBYTE_USAGE, "num_levels must not be NULL",
+               halfbyte_fake_quantize_descriptor_num_levels(&descriptor, nullptr));
   EXPECT_OK(halfbyte_fake_quantize_descriptor_mask_shape(&descriptor, &ndim, extents));
   const std::vector<int64_t> bits(extents, extents + ndim);
   EXPECT_EQ(bits, (std::vector<int64_t>{2, 3, 2}));
@@ -956,6 +961,21 @@ TEST(CApi, FakeQuantizationIsThatOfCpp) {
     EXPECT_TRUE(c == cpp);
   };
   run_both(true);
+  {  // backward takes the same descriptor
+    halfbyte_plan* raw = nullptr;
+    EXPECT_OK(halfbyte_fake_quantize_backward_select(kCpu, &descriptor, nullptr, &raw));
+    const UniquePlan plan(raw);
+    auto args = INITIALISED(fake_quantize_backward_args);
+    args.mask = c.mask;
+    args.dy = c.dy;
+    args.dx = c.dx;
+    EXPECT_OK(halfbyte_fake_quantize_backward_run(plan.get(), nullptr, workspace, &args));
+    FakeQuantizeBackwardPlan::select({}, same).run(nullptr, workspace,
+                                                   {{}, view(cpp.mask), view(cpp.dy), {}, {}, view(cpp.dx)});
+    EXPECT_TRUE(c == cpp);
+    EXPECT_OK(halfbyte_fake_quantize_learned_backward_select(kCpu, &descriptor, nullptr, &raw));
+    halfbyte_plan_destroy(raw);
+  }
   EXPECT_EQ(c.num_batches.values[0], 2);
   EXPECT_EQ(*std::ranges::min_element(c.scale.values), 0.125f);
 
@@ -1015,6 +1035,14 @@ TEST(CApi, PlansOfTheThreeOperations) {
   EXPECT_OK(halfbyte_linear_descriptor_scale_shape(&descriptor, &ndim, scale_shape));
   EXPECT_EQ(ndim, 1);
   EXPECT_EQ(scale_shape[0], 2);
+  int64_t num_levels = 0;
+  EXPECT_OK(halfbyte_linear_descriptor_num_levels(&descriptor, &num_levels));
+  EXPECT_EQ(num_levels, 256);
+  EXPECT_FAILS(HALFBYTE_USAGE, "num_levels must not be NULL",
+               halfbyte_linear_descriptor_num_levels(&descriptor, nullptr));
+  descriptor.q_min = 300;
+  EXPECT_EQ(halfbyte_linear_descriptor_num_levels(&descriptor, &num_levels), HALFBYTE_USAGE);
+  descriptor.q_min = -128;
 
   auto preference = INITIALISED(plan_preference);
   preference.num_threads = 1;

@@ -20,7 +20,6 @@ int main(int argc, char** argv) try {
   LinearDescriptor descriptor = LinearDescriptor::per_token({rows, cols});
   descriptor.computed = true;
   const auto quantize = QuantizeLinearPlan::select(device, descriptor);
-  descriptor.computed = false;  // the scales are given now
   const auto dequantize = DequantizeLinearPlan::select(device, descriptor);
   std::printf("%s\n%s\n", to_string(quantize.sku()).c_str(), to_string(dequantize.sku()).c_str());
   const Stream stream(device);

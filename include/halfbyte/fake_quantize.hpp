@@ -9,11 +9,12 @@
 //                    al. 2013) with the inclusive mask of PyTorch
 //
 // Arithmetic is f32 (f64 for f64 tensors), with correctly rounded quotients; results are rounded once to the
-// dtype. The scale is the stored one, rounded to its dtype: quantize_linear and dequantize_linear with it
-// give exactly y. Infinities saturate. NaN stays NaN, bit by bit, and has gradient 0. A code of zero gives
-// +0. A scale of 0 gives +0 everywhere, and passes every gradient except that of NaN. Given scales and zero
-// points that are invalid are replaced and counted, as in quantize_linear.hpp. Every device, SIMD target,
-// number of threads and run gives the same bytes.
+// dtype. Integer zero points are any i32, and sums with them exact, as in quantize_linear.hpp. The scale is
+// the stored one, rounded to its dtype: quantize_linear and dequantize_linear with it give exactly y.
+// Infinities saturate. NaN stays NaN, bit by bit, and has gradient 0. A code of zero gives +0. A scale of 0
+// gives 0 everywhere (-0 where the zero point is above q_max), and passes every gradient except that of NaN.
+// A given scale that is negative or not finite counts as 0, and the status counts it. Every device, SIMD
+// target, number of threads and run gives the same bytes.
 #pragma once
 
 #include <array>
@@ -42,11 +43,12 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // Unset: the zero point is 0. i32: integer zero points. f32 (f64 for f64 tensors): learned zero points,
-  // which are rounded half to even and clamped to [q_min, q_max] when used; NaN counts as q_min.
+  // which are rounded half to even and clamped to [q_min, q_max] when used; NaN counts as q_min. The status
+  // counts those that were clamped.
   std::optional<DType> zero_point_dtype;
-  // For forward. false: scale and zero point are given. true: they are computed from the range of the finite
-  // values of x, and written. scale_rule is absmax or half_range; minmax with a zero point, which must be
-  // i32; absmax for tables. No scale is less than eps.
+  // For forward; backward is given what it wrote. false: scale and zero point are given. true: they are
+  // computed from the range of the finite values of x, and written. scale_rule is absmax or half_range;
+  // minmax with a zero point, which must be i32; absmax for tables. No scale is less than eps.
   bool computed = false;
   ScaleRule scale_rule = ScaleRule::absmax;
   double eps = 0;
@@ -54,8 +56,8 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   // the observer's state after that. A group that has seen nothing gets scale 0 and counts as an invalid
   // scale.
   std::optional<ObserverConfig> observer;
-  // forward writes the mask of the gradient, one bit per element; backward reads it instead of x. See
-  // mask_shape().
+  // forward writes the mask of the gradient, one bit per element; backward reads it instead of x, but learned
+  // backward, which needs x. See mask_shape().
   bool mask = false;
   // For learned backward: factor of the gradients of scale and zero point. LSQ (arXiv:1902.08153) uses 1 /
   // sqrt(n * q_max), where n is the number of elements that share a scale.
@@ -68,12 +70,17 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   // The shape of the mask (u8): `shape` with ceil(K / 8) in place of the last extent K ([1] for []). Element
   // i of a row is bit i % 8 of byte i / 8 of that row. The bits after the last element are 0.
   std::vector<int64_t> mask_shape() const;
+  // Of the codes: 16 for [-8, 7], and of a table.
+  int64_t num_levels() const { return format ? 16 : int64_t{q_max} - q_min + 1; }
   DType state_dtype() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
   bool operator==(const FakeQuantizeDescriptor&) const = default;
 };
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const FakeQuantizeDescriptor& descriptor);
+
+// One descriptor serves all three plans: scales and zero points that forward computed are given to the
+// others.
 
 // x -> y. y may be the same memory as x; nothing else overlaps. All tensors are contiguous. The status is
 // that of quantize_linear.
@@ -90,9 +97,8 @@ struct HALFBYTE_API FakeQuantize {
   };
   using Status = QuantizeStatus;
 };
-// The straight-through estimator: x, dy -> dx. dx may be the same memory as dy. The descriptor's `computed`
-// must be false. With the descriptor's `mask`, the mask is read, and x, scale and zero_point have no data;
-// without it, the mask has no data.
+// The straight-through estimator: x, dy -> dx. dx may be the same memory as dy. With the descriptor's `mask`,
+// the mask is read, and x, scale and zero_point have no data; without it, the mask has no data.
 struct HALFBYTE_API FakeQuantizeBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
@@ -102,13 +108,12 @@ struct HALFBYTE_API FakeQuantizeBackward {
   using Status = QuantizeStatus;
 };
 // x, dy -> dx and the gradients of scale and zero point (LSQ, arXiv:1902.08153; LSQ+, arXiv:2004.09576). dx
-// may be the same memory as dy. The descriptor's `computed` and `mask` must be false. Let v = x / scale, and
-// let r be v rounded as forward rounds it. An element
+// may be the same memory as dy. Let v = x / scale, and let r be v rounded as forward rounds it. An element
 //   that passes (see backward)  has dx = dy and adds dy * (r - v) to the sum of its scale
 //   that does not               has dx = +0, adds dy * bound to it, and dy to the sum of its zero point
-// where bound is the nearer of q_min - zero_point and q_max - zero_point, or for a table its lowest or
-// highest value. NaN adds nothing, and neither does an element with scale 0. Then, with rounding after each
-// operation,
+// where bound is the nearer of q_min - zero_point and q_max - zero_point, each rounded once, or for a table
+// its lowest or highest value. NaN adds nothing, and neither does an element with scale 0. Then, with
+// rounding after each operation,
 //   dscale = scale_sum * gradient_scale        dzero_point = -(scale * zero_sum) * gradient_scale
 // The sums are pairwise over the elements of the group in row-major order: S(i, 2m) = S(i, m) + S(i + m, m),
 // with m a power of two and i a multiple of 2m. A gradient is never -0, and NaN is the quiet NaN without a

@@ -399,7 +399,8 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_can_implement(const halfbyte_pl
 HALFBYTE_API halfbyte_status halfbyte_dequantize_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                                      const halfbyte_dequantize_args* args);
 
-/* Linear quantization: halfbyte/quantize_linear.hpp describes the fields and the three operations. */
+/* Linear quantization: halfbyte/quantize_linear.hpp describes the fields and the three operations, which take
+ * one descriptor. Zero points are any int32_t. */
 typedef struct halfbyte_linear_descriptor {
   size_t struct_size;
   const int64_t* shape; /* of x, y, codes and gradients; only _select uses it */
@@ -413,7 +414,7 @@ typedef struct halfbyte_linear_descriptor {
   halfbyte_dtype zero_point_dtype; /* HALFBYTE_UNSET: symmetric */
   halfbyte_scale_rule scale_rule;  /* where computed */
   int64_t group_size;              /* elements */
-  int64_t alignment;               /* bytes */
+  int64_t alignment;               /* bytes, on a CUDA device; less than 16: codes lie anywhere */
   int32_t computed;                /* flag: quantize computes scale and zero point and writes them */
   int32_t strided;                 /* flag: x, y, codes and gradients may have strides */
 } halfbyte_linear_descriptor;
@@ -424,6 +425,9 @@ HALFBYTE_API halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_des
  * for which it must have room for max(1, descriptor->ndim). */
 HALFBYTE_API halfbyte_status halfbyte_linear_descriptor_scale_shape(
     const halfbyte_linear_descriptor* descriptor, int32_t* ndim, int64_t* scale_shape);
+/* q_max - q_min + 1. */
+HALFBYTE_API halfbyte_status
+halfbyte_linear_descriptor_num_levels(const halfbyte_linear_descriptor* descriptor, int64_t* num_levels);
 
 /* x -> codes. Nothing overlaps. */
 typedef struct halfbyte_quantize_linear_args {
@@ -732,7 +736,8 @@ HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_pla
                                                               void* workspace,
                                                               const halfbyte_affine_qdq_backward_args* args);
 
-/* ---- Fake quantization: halfbyte/fake_quantize.hpp describes the fields and the three operations */
+/* ---- Fake quantization: halfbyte/fake_quantize.hpp describes the fields and the three operations, which
+ * take one descriptor */
 
 typedef struct halfbyte_fake_quantize_descriptor {
   size_t struct_size;
@@ -752,7 +757,7 @@ typedef struct halfbyte_fake_quantize_descriptor {
   const halfbyte_observer_config* observer; /* likewise; NULL: none */
   double gradient_scale;                    /* of the learned backward operation */
   int64_t alignment;                        /* bytes */
-  int32_t computed;                         /* flag: scale and zero point are computed and written */
+  int32_t computed;                         /* flag: forward computes scale and zero point and writes them */
   int32_t mask;                             /* flag: forward writes the mask, backward reads it */
 } halfbyte_fake_quantize_descriptor;
 /* A tensor of rank 0, f32, integers in -8 ... 7, with one given f32 scale. */
@@ -764,6 +769,9 @@ HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_scale_shape(
 /* The same for the mask, u8. */
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_mask_shape(
     const halfbyte_fake_quantize_descriptor* descriptor, int32_t* ndim, int64_t* mask_shape);
+/* q_max - q_min + 1; 16 of a table. */
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_descriptor_num_levels(
+    const halfbyte_fake_quantize_descriptor* descriptor, int64_t* num_levels);
 
 /* x -> y. y may be the same memory as x; nothing else overlaps. */
 typedef struct halfbyte_fake_quantize_args {

@@ -45,7 +45,7 @@ struct QuantizeStatus {
   int64_t num_unheld_scales = 0;
   // Groups whose stored scale keeps fewer than 8 significant bits: below 2^-17 for f16, 2^-126 for bf16.
   int64_t num_coarse_scales = 0;
-  // Given scales that are negative or not finite, and given zero points outside the range of the codes.
+  // Given scales that are negative or not finite, and learned zero points outside the range of the codes.
   int64_t num_invalid_scales = 0;
   int64_t num_invalid_zero_points = 0;
   bool ok() const {

@@ -6,11 +6,12 @@
 //   backward    dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else 0: the straight-through
 //               estimator (Bengio et al. 2013) with the inclusive mask of PyTorch
 //
-// Arithmetic is f32 (f64 for f64 tensors), and results are rounded once to their dtype. Infinities saturate.
-// NaN gets the code zero_point and the gradient 0. A scale of 0 gives the code zero_point everywhere. A given
-// scale that is negative or not finite counts as 0. A given zero point outside [q_min, q_max] counts as the
-// nearer bound. The status counts both. Every device, SIMD target, number of threads and run gives the same
-// bytes.
+// Arithmetic is f32 (f64 for f64 tensors), and results are rounded once to their dtype. Zero points are any
+// i32, also outside [q_min, q_max]: rne(x / scale) + zero_point is exact, as in 64 bits, and so is q -
+// zero_point, until it is converted to f32 (f64). Infinities saturate. NaN gets the code of 0, which is
+// clamp(zero_point, q_min, q_max), and the gradient 0. A scale of 0 gives this code everywhere, and passes
+// every gradient except that of NaN. A given scale that is negative or not finite counts as 0, and the status
+// counts it. Every device, SIMD target, number of threads and run gives the same bytes.
 #pragma once
 
 #include <vector>
@@ -35,10 +36,10 @@ struct HALFBYTE_API LinearDescriptor {
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // None: symmetric, the zero point is 0. Else i32, or the same as code_dtype.
   std::optional<DType> zero_point_dtype;
-  // For quantize. false: scale and zero point are given. true: they are computed and written. scale_rule
-  // computes them from the range of the finite values for codes in [q_min, q_max] (absmax or half_range; with
-  // a zero point minmax, over the range extended to contain 0). They are rounded to scale_dtype, and the
-  // stored scale decides the codes.
+  // For quantize; the other operations are given what it wrote. false: scale and zero point are given. true:
+  // they are computed and written. scale_rule computes them from the range of the finite values for codes in
+  // [q_min, q_max] (absmax or half_range; with a zero point minmax, over the range extended to contain 0).
+  // They are rounded to scale_dtype, and the stored scale decides the codes.
   bool computed = false;
   ScaleRule scale_rule = ScaleRule::absmax;
   // What `run` relies on. strided = true: x, y, gradients, and codes of whole bytes may have any strides >= 0
@@ -60,6 +61,8 @@ struct HALFBYTE_API LinearDescriptor {
   // axis]. Per group: `shape`, with the number of groups in place of the extent of `axis`. Throws as
   // check_descriptor.
   std::vector<int64_t> scale_shape() const;
+  // Of the codes: 256 for [-128, 127].
+  int64_t num_levels() const { return int64_t{q_max} - q_min + 1; }
 
   bool operator==(const LinearDescriptor&) const = default;
 };
@@ -69,6 +72,8 @@ struct HALFBYTE_API LinearDescriptor {
 
 // Throws Error(usage) naming the field, the rule and the values.
 HALFBYTE_API void check_descriptor(const LinearDescriptor& descriptor);
+
+// One descriptor serves all three plans.
 
 // x -> codes. Nothing overlaps.
 struct HALFBYTE_API QuantizeLinear {
@@ -81,7 +86,7 @@ struct HALFBYTE_API QuantizeLinear {
   };
   using Status = QuantizeStatus;
 };
-// codes -> y. The descriptor's `computed` must be false. Nothing overlaps.
+// codes, which are any of code_dtype, -> y. Nothing overlaps.
 struct HALFBYTE_API DequantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
@@ -90,7 +95,7 @@ struct HALFBYTE_API DequantizeLinear {
   };
   using Status = QuantizeStatus;
 };
-// x, dy -> dx. dx may be the same memory as dy. The descriptor's `computed` must be false.
+// x, dy -> dx. dx may be the same memory as dy.
 struct HALFBYTE_API QuantizeLinearBackward {
   using Descriptor = LinearDescriptor;
   struct Args {

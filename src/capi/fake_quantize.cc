@@ -120,3 +120,12 @@ halfbyte_status halfbyte_fake_quantize_descriptor_mask_shape(
     write_shape(checked.mask_shape(), ndim, mask_shape);
   });
 }
+halfbyte_status halfbyte_fake_quantize_descriptor_num_levels(
+    const halfbyte_fake_quantize_descriptor* descriptor, int64_t* num_levels) {
+  return guard([&] {
+    required(num_levels, "num_levels");
+    const FakeQuantizeDescriptor checked = descriptor_of(descriptor);
+    check_descriptor(checked);
+    *num_levels = checked.num_levels();
+  });
+}

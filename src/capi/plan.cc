@@ -130,6 +130,15 @@ halfbyte_status halfbyte_linear_descriptor_scale_shape(const halfbyte_linear_des
     write_shape(checked.scale_shape(), ndim, scale_shape);
   });
 }
+halfbyte_status halfbyte_linear_descriptor_num_levels(const halfbyte_linear_descriptor* descriptor,
+                                                      int64_t* num_levels) {
+  return guard([&] {
+    required(num_levels, "num_levels");
+    const LinearDescriptor checked = descriptor_of(descriptor);
+    check_descriptor(checked);
+    *num_levels = checked.num_levels();
+  });
+}
 
 // ---- What all plans have
 

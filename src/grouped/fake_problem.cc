@@ -124,12 +124,13 @@ LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuanti
   problem.codec.q_min = d.format ? 0 : d.q_min;
   problem.codec.q_max = d.format ? 0 : d.q_max;
   problem.codec.eps = d.eps;
-  problem.has_mask = d.mask;
+  problem.has_mask = d.mask && op != LinearOp::backward;
   problem.mask.cols = d.shape.empty() ? 1 : d.shape.back();
   problem.mask.row_bytes = d.mask_shape().back();
-  problem.computed = d.computed;
-  problem.observed = d.observer.has_value();
-  if (d.observer && d.observer->kind == ObserverKind::moving_average) problem.history = d.observer->momentum;
+  problem.computed = d.computed && op == LinearOp::fake_quantize;
+  problem.observed = problem.computed && d.observer.has_value();
+  if (problem.observed && d.observer->kind == ObserverKind::moving_average)
+    problem.history = d.observer->momentum;
   problem.num_threads = preference.num_threads;
   problem.device = device;
   return problem;

@@ -267,10 +267,19 @@ template <class F>
 struct Scales {
   int64_t first = -1, count = 0;
   bool fast;  // f32: a quotient can be had by reciprocal and residual, see quotient
+  bool far;   // elements are to be worked on one by one: of f32, as a zero point is far
   HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];  // a scale that is 0: 1, with inverse 0
-  // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x.
+  // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x. Dequantize: low is the zero
+  // point, larger by sign_bit.
   HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];
   HWY_ALIGN int32_t zero[kScales + kPad];
+
+  formats::GroupParams<F> params(int64_t i) const {
+    formats::GroupParams<F> result;
+    result.code_scale = inverse[i] == 0 ? 0 : scale[i];
+    result.zero_point = zero[i];
+    return result;
+  }
 
   // Those numbered first, first + stride, ...; counts what are none.
   void load(const LinearProblem& problem, const LinearTensors& tensors, int64_t index, int64_t stride,
@@ -282,33 +291,40 @@ struct Scales {
     first = index;
     count = n;
     load_scales(tensors.scale, codec.scale_type, stride);
-    load_zeros(problem, tensors, stride);
+    load_zeros(problem, tensors, stride, status);
     const auto one = hn::Set(d, F{1}), infinity = hn::Set(d, std::numeric_limits<F>::infinity());
-    const auto q_min = hn::Set(di, codec.q_min), q_max = hn::Set(di, codec.q_max);
+    const auto q_min = hn::Set(d, static_cast<F>(codec.q_min)),
+               q_max = hn::Set(d, static_cast<F>(codec.q_max));
     const bool is_table = codec.kind == formats::Kind::table;
     const auto lowest = hn::Set(d, static_cast<F>(codec.book.values[codec.book.code_of_rank[0]]));
     const auto highest = hn::Set(d, static_cast<F>(codec.book.values[codec.book.code_of_rank[15]]));
     fast = sizeof(F) == 4;
+    far = false;
     for (int64_t i = 0; i < n; i += N) {
       const auto inside = hn::FirstN(d, static_cast<size_t>(n - i));
       auto s = hn::Load(d, scale + i);
       const auto valid = hn::And(hn::Ge(s, hn::Zero(d)), hn::Lt(s, infinity));
       status.num_invalid_scales += static_cast<int64_t>(hn::CountTrue(d, hn::AndNot(valid, inside)));
       s = hn::IfThenElseZero(valid, s);
-      auto z = hn::Load(di, zero + i);
-      if (tensors.zero) {
-        const auto clamped = hn::Min(hn::Max(z, q_min), q_max);
-        const auto wrong = hn::And(hn::Ne(z, clamped), hn::FirstN(di, static_cast<size_t>(n - i)));
-        status.num_invalid_zero_points += static_cast<int64_t>(hn::CountTrue(di, wrong));
-        z = clamped;
+      const auto none = hn::Eq(s, hn::Zero(d));
+      if (!hn::AllFalse(d, none)) {
+        hn::Store(s, d, scale + i);
+        for (int64_t j = i; j < std::min(n, i + N); ++j)
+          if (scale[j] == 0) load_none(problem, j);
       }
+      const auto zeros = hn::Load(di, zero + i);
+      if (sizeof(F) == 4 && tensors.zero) {
+        const auto most = hn::Set(di, kMostNear);
+        const auto beyond = hn::Or(hn::Gt(zeros, most), hn::Lt(zeros, hn::Neg(most)));
+        far |= !hn::AllFalse(di, hn::And(beyond, hn::FirstN(di, static_cast<size_t>(n - i))));
+      }
+      const auto z = to_float(d, zeros);
       if (problem.op == LinearOp::dequantize) {
         hn::Store(s, d, scale + i);
-        hn::Store(hn::Add(z, hn::Set(di, sign_bit(problem.codes.dtype))), di, zero + i);
+        hn::Store(hn::Add(z, hn::Set(d, static_cast<F>(sign_bit(problem.codes.dtype)))), d, low + i);
         continue;
       }
       // A scale of 0: a quotient of 0 for quantize, within every bound for the others.
-      const auto none = hn::Eq(s, hn::Zero(d));
       const auto open = problem.op == LinearOp::quantize ? hn::Zero(d) : infinity;
       s = hn::IfThenElse(none, one, s);
       const auto usual = hn::And(hn::Gt(s, hn::Set(d, F(0x1p-90))), hn::Lt(s, hn::Set(d, F(0x1p100))));
@@ -316,11 +332,10 @@ struct Scales {
       if (problem.op == LinearOp::fake_quantize) fast = fast && hn::AllFalse(d, hn::And(none, inside));
       hn::Store(s, d, scale + i);
       hn::Store(hn::IfThenZeroElse(none, hn::Div(one, s)), d, inverse + i);
-      const auto least = is_table ? lowest : to_float(d, hn::Sub(q_min, z));
-      const auto most = is_table ? highest : to_float(d, hn::Sub(q_max, z));
+      const auto least = is_table ? lowest : hn::Sub(q_min, z);
+      const auto most = is_table ? highest : hn::Sub(q_max, z);
       hn::Store(hn::IfThenElse(none, hn::Neg(open), least), d, low + i);
       hn::Store(hn::IfThenElse(none, open, most), d, high + i);
-      hn::Store(z, di, zero + i);
     }
     if (!fast || problem.op != LinearOp::quantize) return;
     for (int64_t i = 0; i < n; i += N) {  // bounds of x: low * scale, rounded, has the quotient low
@@ -339,6 +354,12 @@ struct Scales {
   }
 
  private:
+  // Number i is a scale of 0: its code is that of a quotient of 0.
+  void load_none(const LinearProblem& problem, int64_t i) {
+    const int code = std::clamp(zero[i], problem.codec.q_min, problem.codec.q_max);
+    if (problem.op == LinearOp::quantize) zero[i] = code;                     // gives the same
+    if (problem.op == LinearOp::fake_quantize && zero[i] > code) far = true;  // y is -0
+  }
   void load_scales(const void* data, formats::ScaleType type, int64_t stride) {
     if (stride == 1 && type == formats::ScaleType::f32)
       return convert<std::conditional_t<sizeof(F) == 4, F32, F32AsF64>>(data, type);
@@ -359,7 +380,8 @@ struct Scales {
     for (; i + N <= count; i += N) hn::Store(Type::load(d, from + i), d, scale + i);
     for (; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i, type);
   }
-  void load_zeros(const LinearProblem& problem, const LinearTensors& tensors, int64_t stride) {
+  void load_zeros(const LinearProblem& problem, const LinearTensors& tensors, int64_t stride,
+                  QuantizeStatus& status) {
     if (!tensors.zero) {
       std::fill_n(zero, count, 0);
     } else if (stride == 1 && is_packed(problem.zeros.dtype)) {
@@ -370,6 +392,12 @@ struct Scales {
     } else {
       for (int64_t i = 0; i < count; ++i)
         zero[i] = linear_ref::load_integer(tensors.zero, problem.zeros, first + i * stride);
+    }
+    if (!problem.learns_zeros()) return;
+    for (int64_t i = 0; i < count; ++i) {
+      const int clamped = std::clamp(zero[i], problem.codec.q_min, problem.codec.q_max);
+      status.num_invalid_zero_points += zero[i] != clamped ? 1 : 0;
+      zero[i] = clamped;
     }
   }
 };
@@ -550,6 +578,13 @@ class LinearWorker {
       part = end;
     }
   }
+
+  // Calls body(i, params) for elements [begin, end), whose scale is number k, or number i.
+  template <class Body>
+  void one_by_one(bool per_column, int64_t begin, int64_t end, int64_t k, const Body& body) const {
+    for (int64_t i = begin; i < end; ++i) body(i, scales_.params(per_column ? i : k));
+  }
+  F value_of(const Memory& element) const { return linear_ref::load_element<F>(&element, problem_.dtype, 0); }
 
   // Counts an element that is not finite, number `index` of all.
   void count_nonfinite(int64_t index) {

@@ -12,6 +12,9 @@ namespace halfbyte::device {
 
 constexpr bool kFast = sizeof(F) == 4 && !(kTable && !kTableFits);
 constexpr bool kPackedZeros = kZeroType == ZeroType::nibble;
+// Zero points may be far: others are bytes, or clamped.
+constexpr bool kFarZeros = kZeroType == ZeroType::i32 || kZeroType == ZeroType::any;
+using Position = Select<kFarZeros, i64, int>;
 
 // ---- Parameters
 
@@ -19,7 +22,8 @@ struct Group {
   F scale;  // 0 where it is none
   int zero_point;
   F reciprocal,
-      limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme
+      limit;  // of the fast way: 1 / scale, and what |x| must stay below; 0 where the scale is extreme or the
+              // zero point far
 };
 // A limit that says that nothing of the group needs to be clamped.
 constexpr float kNoClamp = 0x1p126f;
@@ -183,12 +187,16 @@ __device__ __forceinline__ Group make_group(const LinearCommon& common, const Lo
     if (common.given && is_first()) atomic_add(&common.counts->num_invalid_scales, 1);
   }
   if (kZeroType == ZeroType::any ? common.zero_type != ZeroType::none : kZeroType != ZeroType::none) {
-    const int zero_point = zero_point_of(common, loaded);
-    group.zero_point = clamp(zero_point, common.q_min, common.q_max);
-    if (group.zero_point != zero_point && common.given && is_first())
-      atomic_add(&common.counts->num_invalid_zero_points, 1);
+    group.zero_point = zero_point_of(common, loaded);
+    if (kFake && kZeroType != ZeroType::i32 && common.zero_type != ZeroType::i32) {  // learned
+      const int zero_point = clamp(group.zero_point, common.q_min, common.q_max);
+      if (group.zero_point != zero_point && common.given && is_first())
+        atomic_add(&common.counts->num_invalid_zero_points, 1);
+      group.zero_point = zero_point;
+    }
   }
   prepare(group);
+  if (kFarZeros && is_far(group.zero_point)) group.limit = 0;
   return group;
 }
 template <class IsFirst>
@@ -217,6 +225,7 @@ struct OneGroup {
   __device__ __forceinline__ F scale(int) const { return group.scale; }
   __device__ __forceinline__ F reciprocal(int) const { return group.reciprocal; }
   __device__ __forceinline__ int zero_point(int) const { return group.zero_point; }
+  __device__ __forceinline__ bool are_far() const { return kFarZeros && is_far(group.zero_point); }
   __device__ __forceinline__ float least(const LinearCommon&, int) const { return low; }
   __device__ __forceinline__ float most(const LinearCommon&, int) const { return high; }
   // The zero points of the codes of a word, each in its bits.
@@ -231,10 +240,12 @@ struct ManyGroups {
   int zero_points[n];
   float lows[n], highs[n];
   u32 zero_words[2];
+  bool far = false;  // a zero point is
 
   __device__ __forceinline__ F scale(int i) const { return scales[i]; }
   __device__ __forceinline__ F reciprocal(int i) const { return reciprocals[i]; }
   __device__ __forceinline__ int zero_point(int i) const { return zero_points[i]; }
+  __device__ __forceinline__ bool are_far() const { return kFarZeros && far; }
   __device__ __forceinline__ float least(const LinearCommon&, int i) const { return lows[i]; }
   __device__ __forceinline__ float most(const LinearCommon&, int i) const { return highs[i]; }
   template <int kBits>
@@ -247,6 +258,7 @@ struct ManyGroups {
     scales[i] = kFast && fast_way && group.limit == 0 ? 0 : group.scale;
     reciprocals[i] = group.reciprocal;
     zero_points[i] = group.zero_point;
+    if (kFarZeros) far = far || is_far(group.zero_point);
     lows[i] = least_of(common, group);
     highs[i] = most_of(common, group);
     const u32 zero = static_cast<u32>(group.zero_point) << (i * kBits % 32);
@@ -272,24 +284,19 @@ __device__ __forceinline__ void count_nonfinite(F x, const LinearCommon& common,
     atomic_max(&common.counts->first_nonfinite_key, ~static_cast<u64>(index));
   }
 }
-// The code of an x that is not NaN.
+// NaN has the code of 0.
 __device__ __forceinline__ int encode_number(F x, const Group& group, const LinearCommon& common) {
-  GroupParams<F> params;
-  params.code_scale = group.scale;
-  params.zero_point = group.zero_point;
-  return encode(x, params, codec_of(common)) + common.q_min;
+  return linear_code<Position>(x == x ? x : 0, group.scale, group.zero_point, common.q_min, common.q_max);
 }
 
 // The code as it is stored in the low bits; `index`: of the element, row-major.
 __device__ __forceinline__ u32 encode_element(F x, const Group& group, const LinearCommon& common,
                                               i64 index) {
-  int q = group.zero_point;
   count_nonfinite(x, common, index);
-  if (x == x) q = encode_number(x, group, common);
-  return static_cast<u32>(q);
+  return static_cast<u32>(encode_number(x, group, common));
 }
 __device__ __forceinline__ F decode_element(int q, const Group& group) {
-  return static_cast<F>(q - group.zero_point) * group.scale;
+  return code_distance<F, Position>(q, group.zero_point) * group.scale;
 }
 // An element of fake_quantize: NaN is kept.
 __device__ __forceinline__ Memory fake_element(Memory element, const Group& group, const LinearCommon& common,
@@ -297,9 +304,9 @@ __device__ __forceinline__ Memory fake_element(Memory element, const Group& grou
   const F x = load(Element(), element);
   count_nonfinite(x, common, index);
   if (x != x) return element;
-  if (group.scale == 0) return Memory{};
   if constexpr (kTable)
-    return store(Element(), any_table_value(common.table, x / group.scale) * group.scale);
+    return group.scale == 0 ? Memory{}
+                            : store(Element(), any_table_value(common.table, x / group.scale) * group.scale);
   else
     return store(Element(), decode_element(encode_number(x, group, common), group));
 }
@@ -312,9 +319,8 @@ __device__ __forceinline__ bool is_within(F x, const Group& group, const LinearC
     return static_cast<F>(lowest_of(common.table)) <= value &&
            value <= static_cast<F>(highest_of(common.table));
   }
-  const F rounded = round_half_even(x / group.scale);
-  return static_cast<F>(common.q_min - group.zero_point) <= rounded &&
-         rounded <= static_cast<F>(common.q_max - group.zero_point);
+  const Position position = code_position<Position>(round_half_even(x / group.scale), group.zero_point);
+  return common.q_min <= position && position <= common.q_max;
 }
 
 // ---- Chunks
@@ -400,7 +406,7 @@ __device__ __forceinline__ Codes<n, kBits> quantize_chunk(const ChunkOf<Element,
   return codes;
 }
 
-// n elements of y are stored.
+// n elements of y are stored. No zero point is far.
 template <int kBits, int n, class Groups>
 __device__ __forceinline__ void dequantize_chunk(Codes<n, kBits> codes, const Groups& groups,
                                                  const LinearCommon& common, i64 chunk) {
@@ -486,6 +492,10 @@ __device__ __forceinline__ void backward_chunk(const ChunkOf<Element, n>& x, con
   }
 }
 
+// Whether some chunks are for run_slow.
+template <LinearOp op>
+constexpr bool kMayBeSlow = op != LinearOp::dequantize || kFarZeros;
+
 // Any n elements from `index` on, whose codes and mask begin at a byte; `group_of(i)`: the group of element
 // i.
 template <LinearOp op, int kBits, class GroupOf>
@@ -495,8 +505,13 @@ __device__ __forceinline__ void run_slow(const LinearCommon& common, i64 index, 
 #pragma unroll 1
   for (int i = 0; i < n; ++i) {
     const Group group = group_of(i);
-    const F x = load_element(common.data.x, index + i);
-    if constexpr (op == LinearOp::fake_quantize) {
+    F x{};
+    if constexpr (op != LinearOp::dequantize) x = load_element(common.data.x, index + i);
+    if constexpr (op == LinearOp::dequantize) {
+      const u32 bits = static_cast<const u8*>(common.data.codes)[(index + i) * kBits / 8] >> (i * kBits % 8);
+      const int code = static_cast<int>((bits ^ common.sign_bits) & ((1u << kBits) - 1)) + common.code_min;
+      static_cast<Memory*>(common.data.y)[index + i] = store(Element(), decode_element(code, group));
+    } else if constexpr (op == LinearOp::fake_quantize) {
       static_cast<Memory*>(common.data.y)[index + i] =
           fake_element(static_cast<const Memory*>(common.data.x)[index + i], group, common, index + i);
       if constexpr (kMask) {
@@ -538,6 +553,7 @@ struct Work {
   template <class Groups>
   __device__ __forceinline__ bool finish(const LinearCommon& common, i64 chunk, const Groups& groups) const {
     if constexpr (op == LinearOp::dequantize) {
+      if (groups.are_far()) return false;
       dequantize_chunk(read, groups, common, chunk);
       return true;
     } else if constexpr (kFast) {

@@ -27,6 +27,8 @@ struct LinearProblem : Grouping {
   bool contiguous = true;    // all tensors, so that their strides are axis * inner, inner, 1
   LinearCodes codes, zeros;
   bool has_zeros = false;
+  // Zero points that are learned are rounded, and clamped to the range of the codes.
+  bool learns_zeros() const { return has_zeros && is_floating(zeros.dtype); }
   // kind, asymmetric where there are zero points, q_min, q_max, scale_type; where computed rule, eps; book.
   formats::Codec codec;
   bool computed = false;

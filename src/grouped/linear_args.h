@@ -22,6 +22,31 @@ HALFBYTE_FN int learned_zero_point(F value) {
   return static_cast<int>(formats::round_half_even(formats::clamp(value, -limit, limit)));
 }
 
+// Zero points are any i32, and q - z and rne(x / s) + z are as if in 64 bits. With a zero point that is not
+// far, both are exact in f32 wherever they decide something, and in 32 bits.
+inline constexpr int kMostNear = 1 << 20;
+HALFBYTE_FN bool is_far(int zero_point) { return zero_point < -kMostNear || zero_point > kMostNear; }
+// rne(x / scale) + zero_point, from the rounded quotient, which is not NaN. What is beyond all codes may be
+// any number beyond them, on the same side. Position: an integer of 64 bits, or where no zero point is far of
+// 32.
+template <class Position = formats::i64, class F>
+HALFBYTE_FN Position code_position(F rounded, int zero_point) {
+  const F limit = static_cast<F>(Position{1} << (sizeof(Position) == 8 ? 40 : 24));
+  return static_cast<Position>(formats::clamp(rounded, -limit, limit)) + zero_point;
+}
+// The code of an x that is not NaN.
+template <class Position = formats::i64, class F>
+HALFBYTE_FN int linear_code(F x, F scale, int zero_point, int q_min, int q_max) {
+  const F rounded = scale == 0 ? 0 : formats::round_half_even(x / scale);
+  return static_cast<int>(
+      formats::clamp<Position>(code_position<Position>(rounded, zero_point), q_min, q_max));
+}
+// q - zero_point, rounded once.
+template <class F, class Position = formats::i64>
+HALFBYTE_FN F code_distance(int q, int zero_point) {
+  return static_cast<F>(static_cast<Position>(q) - zero_point);
+}
+
 // The state of an observer; null: there is none.
 struct ObserverPointers {
   void* min = nullptr;  // of the type that is computed in

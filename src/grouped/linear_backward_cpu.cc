@@ -64,7 +64,7 @@ template <class Type>
 class BackwardWorker : public LinearWorker<Type> {
   using Base = LinearWorker<Type>;
   using Base::problem_, Base::tensors_, Base::scales_, Base::x_, Base::dy_, Base::y_, Base::codes_;
-  using Base::source, Base::write_y, Base::for_each_segment;
+  using Base::source, Base::write_y, Base::for_each_segment, Base::one_by_one, Base::value_of;
   using typename Base::Memory, typename Base::Place;
 
  public:
@@ -86,8 +86,12 @@ class BackwardWorker : public LinearWorker<Type> {
     const Source<Memory> dy = source(tensors_.dy, tensors_.dy_strides, place, n, dy_);
     for_each_segment(
         place.column, n,
-        [&](auto per_column, int64_t begin, int64_t end, int64_t k)
-            HWY_ATTR { backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_); },
+        [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+          if (!scales_.far) return backward_segment<Type, per_column>(x, dy, begin, end, scales_, k, y_);
+          one_by_one(per_column, begin, end, k, [&](int64_t i, const auto& params) {
+            y_[i] = linear_ref::is_within(value_of(x[i]), params, problem_.codec) ? dy[i] : Memory{0};
+          });
+        },
         [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
   }
 

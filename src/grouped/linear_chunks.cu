@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
     const OneGroup group(args.common, make_group(args.common, loaded[b], [&] { return places[b].first; }));
     if (!work[b].finish(args.common, chunk, group)) slow |= 1u << b;
   }
-  if constexpr (kOp != LinearOp::dequantize) {
+  if constexpr (kMayBeSlow<kOp>) {
 #pragma unroll 1
     for (int b = 0; b < kBatch; ++b) {
       if (!(slow >> b & 1)) continue;

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
     for (int b = 0; b < kBatch; ++b)
       if (step + b < rows && !work[b].finish(args.common, first + (step + b) * stride, groups))
         slow |= 1u << b;
-    if constexpr (kOp != LinearOp::dequantize) {
+    if constexpr (kMayBeSlow<kOp>) {
 #pragma unroll 1
       for (int b = 0; b < kBatch; ++b)
         if (slow >> b & 1)

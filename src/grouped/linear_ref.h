@@ -86,28 +86,30 @@ formats::GroupParams<F> load_params(const LinearProblem& problem, const LinearTe
     ++status.num_invalid_scales;
   }
   if (tensors.zero) {
-    const int zero_point = load_integer(tensors.zero, problem.zeros, index);
-    params.zero_point = std::clamp(zero_point, problem.codec.q_min, problem.codec.q_max);
-    if (params.zero_point != zero_point) ++status.num_invalid_zero_points;
+    params.zero_point = load_integer(tensors.zero, problem.zeros, index);
+    if (problem.learns_zeros()) {
+      const int zero_point = std::clamp(params.zero_point, problem.codec.q_min, problem.codec.q_max);
+      if (params.zero_point != zero_point) ++status.num_invalid_zero_points;
+      params.zero_point = zero_point;
+    }
   }
   return params;
 }
 
 template <class F>
 int quantize(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
-  if (std::isnan(x)) return params.zero_point;
-  return formats::encode(x, params, codec) + codec.q_min;
+  return linear_code(std::isnan(x) ? 0 : x, params.code_scale, params.zero_point, codec.q_min, codec.q_max);
 }
 template <class F>
 F dequantize(int q, const formats::GroupParams<F>& params) {
-  return static_cast<F>(q - params.zero_point) * params.code_scale;
+  return code_distance<F>(q, params.zero_point) * params.code_scale;
 }
 // Of an x that is not NaN.
 template <class F>
 F fake_quantize(F x, const formats::GroupParams<F>& params, const formats::Codec& codec) {
+  if (codec.kind == formats::Kind::integer) return dequantize(quantize(x, params, codec), params);
   if (params.code_scale == 0) return 0;
-  return formats::decode(formats::encode(x, params, codec), params.code_scale, F{0}, params.zero_point,
-                         codec);
+  return formats::decode(formats::encode(x, params, codec), params.code_scale, F{0}, 0, codec);
 }
 // Whether the gradient passes.
 template <class F>
@@ -120,9 +122,8 @@ bool is_within(F x, const formats::GroupParams<F>& params, const formats::Codec&
     return static_cast<F>(book.values[book.code_of_rank[0]]) <= value &&
            value <= static_cast<F>(book.values[book.code_of_rank[15]]);
   }
-  const F rounded = formats::round_half_even(x / params.code_scale);
-  return static_cast<F>(codec.q_min - params.zero_point) <= rounded &&
-         rounded <= static_cast<F>(codec.q_max - params.zero_point);
+  const int64_t position = code_position(formats::round_half_even(x / params.code_scale), params.zero_point);
+  return codec.q_min <= position && position <= codec.q_max;
 }
 
 template <class Body>

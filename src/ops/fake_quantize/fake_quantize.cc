@@ -7,11 +7,6 @@
 namespace halfbyte {
 namespace {
 
-void check_given(const char* op, const FakeQuantizeDescriptor& d) {
-  HALFBYTE_CHECK(!d.computed, usage, "{}: descriptor.computed must be false: scale and zero point are given",
-                 op);
-}
-
 // Forward and backward.
 template <class Op>
 struct FakeImpl : Plan<Op>::Impl {
@@ -22,8 +17,7 @@ struct FakeImpl : Plan<Op>::Impl {
   std::shared_ptr<const LinearCuda> cuda;  // null: the CPU
 
   FakeImpl(Device on, const FakeQuantizeDescriptor& d, const PlanPreference& preference)
-      : Plan<Op>::Impl(kForward ? "fake_quantize" : "fake_quantize_backward", on, d, preference,
-                       kForward ? nullptr : check_given),
+      : Plan<Op>::Impl(kForward ? "fake_quantize" : "fake_quantize_backward", on, d, preference),
         problem(fake_quantize_problem(kForward ? LinearOp::fake_quantize
                                       : d.mask ? LinearOp::mask_gradients
                                                : LinearOp::backward,
@@ -46,10 +40,10 @@ struct FakeImpl : Plan<Op>::Impl {
         .absent_unless(d.mask, "descriptor.mask is false");
     if constexpr (!kForward) this->tensor("dy", &Args::dy, d.dtype, d.shape).promised(d.alignment);
     this->tensor("scale", &Args::scale, d.scale_dtype, groups)
-        .written(d.computed)
+        .written(problem.computed)
         .absent_unless(!by_mask, kByMask);
     this->tensor("zero_point", &Args::zero_point, problem.zeros.dtype, groups)
-        .written(d.computed)
+        .written(problem.computed)
         .absent_unless(!by_mask, kByMask)
         .absent_unless(problem.has_zeros, "descriptor.zero_point_dtype is not set");
     if constexpr (kForward) {

@@ -154,7 +154,7 @@ template <class Type>
 class FakeWorker : public LinearWorker<Type> {
   using Base = LinearWorker<Type>;
   using Base::grid_, Base::problem_, Base::tensors_, Base::scales_, Base::x_, Base::y_, Base::codes_;
-  using Base::source, Base::write, Base::write_y, Base::for_each_segment;
+  using Base::source, Base::write, Base::write_y, Base::for_each_segment, Base::one_by_one, Base::value_of;
   using typename Base::F, typename Base::Memory, typename Base::Place;
 
  public:
@@ -188,8 +188,18 @@ class FakeWorker : public LinearWorker<Type> {
     for_each_segment(
         place.column, n,
         [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
-          finite &= fake_quantize_segment<Type, per_column, kWay, kMask>(x, begin, end, scales_,
-                                                                         problem_.codec.book, k, y_, codes_);
+          if (!scales_.far) {
+            finite &= fake_quantize_segment<Type, per_column, kWay, kMask>(
+                x, begin, end, scales_, problem_.codec.book, k, y_, codes_);
+            return;
+          }
+          one_by_one(per_column, begin, end, k, [&](int64_t i, const auto& params) {
+            const F value = value_of(x[i]);
+            codes_[i] = linear_ref::is_within(value, params, problem_.codec) ? 1 : 0;
+            linear_ref::store_element(y_, problem_.dtype, i,
+                                      linear_ref::fake_quantize(value, params, problem_.codec));
+          });
+          finite = false;  // perhaps
         },
         [&](int64_t begin, int64_t end) HWY_ATTR {
           if (!finite) mend(x, begin, end, index);
@@ -201,7 +211,7 @@ class FakeWorker : public LinearWorker<Type> {
   // Counts what is not finite, and keeps NaN.
   void mend(const Source<Memory>& x, int64_t begin, int64_t end, int64_t index) {
     for (int64_t i = begin; i < end; ++i) {
-      const F value = linear_ref::load_element<F>(&x[i], problem_.dtype, 0);
+      const F value = value_of(x[i]);
       if (formats::is_finite(value)) continue;
       this->count_nonfinite(index + i);
       if (!std::isnan(value)) continue;

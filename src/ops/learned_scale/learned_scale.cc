@@ -7,18 +7,12 @@
 namespace halfbyte {
 namespace {
 
-void check_given(const char* op, const FakeQuantizeDescriptor& d) {
-  HALFBYTE_CHECK(!d.computed, usage, "{}: descriptor.computed must be false: scale and zero point are given",
-                 op);
-  HALFBYTE_CHECK(!d.mask, usage, "{}: descriptor.mask must be false: x is read", op);
-}
-
 struct LsqImpl : FakeQuantizeLearnedBackwardPlan::Impl {
   LsqProblem problem;
   std::shared_ptr<const LsqCuda> cuda;  // null: the CPU
 
   LsqImpl(Device on, const FakeQuantizeDescriptor& d, const PlanPreference& preference)
-      : Impl("fake_quantize_learned_backward", on, d, preference, check_given),
+      : Impl("fake_quantize_learned_backward", on, d, preference),
         problem{fake_quantize_problem(LinearOp::backward, on, d, preference), d.gradient_scale} {
     const DType state = d.state_dtype();
     const std::vector<int64_t>& groups = problem.scale_shape;

@@ -10,8 +10,6 @@ namespace halfbyte {
 // codec.kind may be table.
 struct LsqProblem : LinearProblem {
   double gradient_scale = 1;
-  // A learned zero point has a gradient.
-  bool learns_zeros() const { return has_zeros && is_floating(zeros.dtype); }
 };
 
 // The tensors of one run: x, dy, scale and zero are read, y = dx written, which may be dy.

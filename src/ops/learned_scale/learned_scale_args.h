@@ -12,16 +12,24 @@ struct LsqTerms {
   bool passes = false;    // the gradient of the element
   F scale = 0, zero = 0;  // added to the sums of the group
 };
-// `scale`, and `low` and `high`, which are q_min and q_max less the zero point, or the ends of the table, as
-// they are used. value_of(quotient): the value that stands for it, an integer or nearest of the table.
-template <bool kTable, class F, class ValueOf>
-HALFBYTE_FN LsqTerms<F> lsq_terms(F x, F dy, F scale, F low, F high, const ValueOf& value_of) {
+// Scale and zero point are as they are used.
+template <class Position = formats::i64, class F>
+HALFBYTE_FN LsqTerms<F> lsq_terms(F x, F dy, F scale, int zero_point, int q_min, int q_max) {
   if (x != x) return {};  // NaN NOLINT(misc-redundant-expression)
   if (scale == 0) return {true, 0, 0};
-  const F quotient = x / scale, value = value_of(quotient);
-  const F place = kTable ? quotient : value;
-  if (low <= place && place <= high) return {true, dy * (value - quotient), 0};
-  return {false, dy * (place < low ? low : high), dy};
+  const F quotient = x / scale, value = formats::round_half_even(quotient);
+  const Position position = code_position<Position>(value, zero_point);
+  if (q_min <= position && position <= q_max) return {true, dy * (value - quotient), 0};
+  return {false, dy * code_distance<F, Position>(position < q_min ? q_min : q_max, zero_point), dy};
+}
+// The same of a table: its ends, and value_of(quotient), the nearest value.
+template <class F, class ValueOf>
+HALFBYTE_FN LsqTerms<F> lsq_table_terms(F x, F dy, F scale, F low, F high, const ValueOf& value_of) {
+  if (x != x) return {};  // NaN NOLINT(misc-redundant-expression)
+  if (scale == 0) return {true, 0, 0};
+  const F quotient = x / scale;
+  if (low <= quotient && quotient <= high) return {true, dy * (value_of(quotient) - quotient), 0};
+  return {false, dy * (quotient < low ? low : high), dy};
 }
 
 // The gradients of a group from its totals.

@@ -386,8 +386,13 @@ class Runner {
             hwy::Prefetch(x_ + index + columns + i);
             hwy::Prefetch(dy_ + index + columns + i);
           }
-        compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, problem_.codec.book,
-                                   scratch.dx, scratch.rows[0].next(), scratch.rows[kSums - 1].next());
+        F* const terms = scratch.rows[0].next();
+        if (scratch.scales.far)
+          for (int64_t i = 0; i < width; ++i)
+            terms[i] = run_element(scratch.scales.params(i), x_[index + i], dy_[index + i], scratch.dx[i]);
+        else
+          compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, problem_.codec.book,
+                                     scratch.dx, terms, scratch.rows[kSums - 1].next());
         for (auto& sum : scratch.rows) sum.add(width);
         write(scratch.dx, width, dx_ + index);
       }
@@ -416,8 +421,30 @@ class Runner {
     return totals;
   }
 
+  // dx of an element, and what it adds to the sum of its scale. Learned zero points are never far.
+  F run_element(const formats::GroupParams<F>& params, const Memory& x, const Memory& dy, Memory& dx) const {
+    const auto load = [&](const Memory& from) {
+      return linear_ref::load_element<F>(&from, problem_.dtype, 0);
+    };
+    const LsqTerms<F> terms = lsq_terms(load(x), load(dy), params.code_scale, params.zero_point,
+                                        problem_.codec.q_min, problem_.codec.q_max);
+    dx = terms.passes ? dy : Memory{0};
+    return terms.scale;
+  }
+
   HWY_INLINE void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
                           int64_t group, Memory* dx, int64_t to) const {
+    if (scratch.scales.far) {
+      const auto params = scratch.scales.params(group);
+      F* const sums = scratch.terms[0] + to;
+      for (int64_t i = 0; i < n; i += 4) {
+        F terms[4] = {};
+        for (int64_t j = i; j < std::min(n, i + 4); ++j)
+          terms[j - i] = run_element(params, x[j], dy[j], dx[j]);
+        sums[i / 4] = (terms[0] + terms[1]) + (terms[2] + terms[3]);
+      }
+      return;
+    }
     sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
                            scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
   }

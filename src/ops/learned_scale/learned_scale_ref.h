@@ -36,16 +36,14 @@ QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
     const auto* const dy = static_cast<const std::byte*>(tensors.dy) + at;
     const F x = linear_ref::load_element<F>(static_cast<const std::byte*>(tensors.x) + at, problem.dtype, 0);
     const F gradient = linear_ref::load_element<F>(dy, problem.dtype, 0), scale = group.params.code_scale;
-    const int zero = group.params.zero_point;
     const auto terms =
-        table ? lsq_terms<true>(x, gradient, scale, static_cast<F>(book.values[book.code_of_rank[0]]),
+        table ? lsq_table_terms(x, gradient, scale, static_cast<F>(book.values[book.code_of_rank[0]]),
                                 static_cast<F>(book.values[book.code_of_rank[15]]),
                                 [&](F quotient) {
                                   return static_cast<F>(book.values[formats::table_encode(book, quotient)]);
                                 })
-              : lsq_terms<false>(x, gradient, scale, static_cast<F>(problem.codec.q_min - zero),
-                                 static_cast<F>(problem.codec.q_max - zero),
-                                 [](F quotient) { return formats::round_half_even(quotient); });
+              : lsq_terms(x, gradient, scale, group.params.zero_point, problem.codec.q_min,
+                          problem.codec.q_max);
     group.scale.add(terms.scale);
     group.zero.add(terms.zero);
     if (terms.passes)

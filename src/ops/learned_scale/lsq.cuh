@@ -48,14 +48,12 @@ __device__ __forceinline__ Sums run_element(const LinearCommon& common, const Gr
   const Memory dy = static_cast<const Memory*>(common.data.dy)[index];
   LsqTerms<F> terms;
   if constexpr (kTable)
-    terms = lsq_terms<true>(x, load(Element(), dy), group.scale, static_cast<F>(lowest_of(common.table)),
+    terms = lsq_table_terms(x, load(Element(), dy), group.scale, static_cast<F>(lowest_of(common.table)),
                             static_cast<F>(highest_of(common.table)),
                             [&](F quotient) { return any_table_value(common.table, quotient); });
   else
-    terms =
-        lsq_terms<false>(x, load(Element(), dy), group.scale, static_cast<F>(common.q_min - group.zero_point),
-                         static_cast<F>(common.q_max - group.zero_point),
-                         [](F quotient) { return round_half_even(quotient); });
+    terms = lsq_terms<Position>(x, load(Element(), dy), group.scale, group.zero_point, common.q_min,
+                                common.q_max);
   static_cast<Memory*>(common.data.y)[index] = terms.passes ? dy : Memory{};
   Sums sums = {terms.scale};
   if constexpr (kSums == 2) sums.sum[1] = terms.zero;

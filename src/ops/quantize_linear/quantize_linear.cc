@@ -70,7 +70,7 @@ LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& des
   problem.codec.asymmetric = problem.has_zeros;
   problem.codec.q_min = descriptor.q_min;
   problem.codec.q_max = descriptor.q_max;
-  problem.computed = descriptor.computed;
+  problem.computed = descriptor.computed && op == LinearOp::quantize;
   problem.num_threads = preference.num_threads;
   problem.device = device;
   return problem;
@@ -142,11 +142,6 @@ class LinearWalk {
   const LinearProblem& problem_;
 };
 
-void check_given(const char* op, const LinearDescriptor& d) {
-  HALFBYTE_CHECK(!d.computed, usage, "{}: descriptor.computed must be false: scale and zero point are given",
-                 op);
-}
-
 std::string text_of_dtypes(LinearOp op, const LinearDescriptor& d) {
   const char *const dense = to_string(d.dtype), *const code = to_string(d.code_dtype);
   std::string text = op == LinearOp::quantize     ? fmt::format("{} -> {}", dense, code)
@@ -170,7 +165,7 @@ struct LinearImpl : Plan<Op>::Impl {
   std::shared_ptr<const LinearCuda> cuda;  // null: the CPU
 
   LinearImpl(Device on, const LinearDescriptor& d, const PlanPreference& preference)
-      : Plan<Op>::Impl(name_of(kLinearOp), on, d, preference, kQuantizes ? nullptr : check_given),
+      : Plan<Op>::Impl(name_of(kLinearOp), on, d, preference),
         problem(problem_of(kLinearOp, on, d, preference)) {
     declare(d);
     this->sku.dtypes = text_of_dtypes(kLinearOp, d);
@@ -187,9 +182,9 @@ struct LinearImpl : Plan<Op>::Impl {
     if constexpr (requires { &Args::x; }) dense("x", &Args::x, d.dtype);
     if constexpr (requires { &Args::dy; }) dense("dy", &Args::dy, d.dtype);
     if constexpr (requires { &Args::codes; }) dense("codes", &Args::codes, d.code_dtype).written(kQuantizes);
-    this->tensor("scale", &Args::scale, d.scale_dtype, problem.scale_shape).written(d.computed);
+    this->tensor("scale", &Args::scale, d.scale_dtype, problem.scale_shape).written(problem.computed);
     this->tensor("zero_point", &Args::zero_point, problem.zeros.dtype, problem.scale_shape)
-        .written(d.computed)
+        .written(problem.computed)
         .absent_unless(problem.has_zeros, "descriptor.zero_point_dtype is not set");
     if constexpr (requires { &Args::y; }) dense("y", &Args::y, d.dtype).written();
     if constexpr (requires { &Args::dx; }) {

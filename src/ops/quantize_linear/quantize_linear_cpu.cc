@@ -64,7 +64,7 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
   return hn::AllTrue(d, hn::Eq(finite, finite));
 }
 
-// Codes as bytes, flipped by sign_bit; Scales::zero is larger by it too.
+// Codes as bytes, flipped by sign_bit; Scales::low is the zero point, larger by it too.
 template <class Type, bool kPerColumn>
 HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, int64_t end,
                                    const Scales<typename Type::Compute>& scales, int64_t k, uint8_t flip,
@@ -75,15 +75,15 @@ HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, 
   const hn::Rebind<uint8_t, decltype(d)> d8;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   auto scale = scale_at<kPerColumn>(d, scales.scale, k);
-  auto zero = scale_at<kPerColumn>(di, scales.zero, k);
+  auto zero = scale_at<kPerColumn>(d, scales.low, k);
   const uint8_t* const from = codes.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
     if constexpr (kPerColumn) {
       scale = scale_at<true>(d, scales.scale, i);
-      zero = scale_at<true>(di, scales.zero, i);
+      zero = scale_at<true>(d, scales.low, i);
     }
     const auto q = hn::PromoteTo(di, hn::Xor(hn::LoadU(d8, from + (i - begin)), hn::Set(d8, flip)));
-    store<Type>(d, hn::Mul(Scales<F>::to_float(d, hn::Sub(q, zero)), scale), y + i);
+    store<Type>(d, hn::Mul(hn::Sub(Scales<F>::to_float(d, q), zero), scale), y + i);
   }
 }
 
@@ -91,7 +91,7 @@ template <class Type>
 class QuantizeWorker : public LinearWorker<Type> {
   using Base = LinearWorker<Type>;
   using Base::grid_, Base::problem_, Base::tensors_, Base::scales_, Base::x_, Base::y_, Base::codes_;
-  using Base::source, Base::write, Base::write_y, Base::for_each_segment;
+  using Base::source, Base::write, Base::write_y, Base::for_each_segment, Base::one_by_one, Base::value_of;
   using typename Base::F, typename Base::Memory, typename Base::Place;
 
  public:
@@ -120,10 +120,16 @@ class QuantizeWorker : public LinearWorker<Type> {
     for_each_segment(
         place.column, n,
         [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
-          if (sizeof(F) == 4 && fast)
+          if (scales_.far) {
+            one_by_one(per_column, begin, end, k, [&](int64_t i, const auto& params) {
+              codes_[i] = static_cast<uint8_t>(linear_ref::quantize(value_of(x[i]), params, problem_.codec));
+            });
+            finite = false;  // perhaps
+          } else if (sizeof(F) == 4 && fast) {
             finite &= quantize_segment<Type, per_column, sizeof(F) == 4>(x, begin, end, scales_, k, codes_);
-          else
+          } else {
             finite &= quantize_segment<Type, per_column, false>(x, begin, end, scales_, k, codes_);
+          }
         },
         [&](int64_t begin, int64_t end) HWY_ATTR {
           if (!finite) mend(x, begin, end, place.column, index);
@@ -139,11 +145,12 @@ class QuantizeWorker : public LinearWorker<Type> {
   // of all.
   void mend(const Source<Memory>& x, int64_t begin, int64_t end, int64_t column, int64_t index) {
     for (int64_t i = begin; i < end; ++i) {
-      const F value = linear_ref::load_element<F>(&x[i], problem_.dtype, 0);
+      const F value = value_of(x[i]);
       if (formats::is_finite(value)) continue;
       this->count_nonfinite(index + i);
       const int64_t k = grid_.num_scales(column, column + i + 1) - 1;
-      if (std::isnan(value)) codes_[i] = static_cast<uint8_t>(scales_.zero[k]);
+      if (std::isnan(value))
+        codes_[i] = static_cast<uint8_t>(linear_ref::quantize(value, scales_.params(k), problem_.codec));
     }
   }
 
@@ -157,8 +164,15 @@ class QuantizeWorker : public LinearWorker<Type> {
     const uint8_t flip = sign_bit(problem_.codes.dtype);
     for_each_segment(
         place.column, n,
-        [&](auto per_column, int64_t begin, int64_t end, int64_t k)
-            HWY_ATTR { dequantize_segment<Type, per_column>(from, begin, end, scales_, k, flip, y_); },
+        [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
+          if (!scales_.far)
+            return dequantize_segment<Type, per_column>(from, begin, end, scales_, k, flip, y_);
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t at = per_column ? i : k;
+            const F distance = code_distance<F>((from[i] ^ flip) - flip, scales_.zero[at]);
+            linear_ref::store_element(y_, problem_.dtype, i, distance * scales_.scale[at]);
+          }
+        },
         [&](int64_t begin, int64_t end) HWY_ATTR { write_y(place, begin, end); });
   }
 
