@@ -269,8 +269,8 @@ struct Scales {
   bool fast;  // f32: a quotient can be had by reciprocal and residual, see quotient
   bool far;   // elements are to be worked on one by one: of f32, as a zero point is far
   HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];  // a scale that is 0: 1, with inverse 0
-  // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x. Dequantize: low is the zero
-  // point, larger by sign_bit.
+  // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x. Dequantize of f64: low is the
+  // zero point.
   HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];
   HWY_ALIGN int32_t zero[kScales + kPad];
 
@@ -307,7 +307,7 @@ struct Scales {
       status.num_invalid_scales += static_cast<int64_t>(hn::CountTrue(d, hn::AndNot(valid, inside)));
       s = hn::IfThenElseZero(valid, s);
       const auto none = hn::Eq(s, hn::Zero(d));
-      if (!hn::AllFalse(d, none)) {
+      if (problem.op != LinearOp::dequantize && !hn::AllFalse(d, none)) {
         hn::Store(s, d, scale + i);
         for (int64_t j = i; j < std::min(n, i + N); ++j)
           if (scale[j] == 0) load_none(problem, j);
@@ -316,12 +316,12 @@ struct Scales {
       if (sizeof(F) == 4 && tensors.zero) {
         const auto most = hn::Set(di, kMostNear);
         const auto beyond = hn::Or(hn::Gt(zeros, most), hn::Lt(zeros, hn::Neg(most)));
-        far |= !hn::AllFalse(di, hn::And(beyond, hn::FirstN(di, static_cast<size_t>(n - i))));
+        far = far || !hn::AllFalse(di, hn::And(beyond, hn::FirstN(di, static_cast<size_t>(n - i))));
       }
       const auto z = to_float(d, zeros);
       if (problem.op == LinearOp::dequantize) {
         hn::Store(s, d, scale + i);
-        hn::Store(hn::Add(z, hn::Set(d, static_cast<F>(sign_bit(problem.codes.dtype)))), d, low + i);
+        hn::Store(z, d, low + i);
         continue;
       }
       // A scale of 0: a quotient of 0 for quantize, within every bound for the others.
@@ -389,6 +389,8 @@ struct Scales {
       uint8_t nibbles[kScales];
       unpack_rows(tensors.zero, problem.zeros, first, count, nibbles);
       for (int64_t i = 0; i < count; ++i) zero[i] = (nibbles[i] ^ flip) - flip;
+    } else if (stride == 1 && problem.zeros.dtype == DType::i32) {
+      std::copy_n(static_cast<const int32_t*>(tensors.zero) + first, count, zero);
     } else {
       for (int64_t i = 0; i < count; ++i)
         zero[i] = linear_ref::load_integer(tensors.zero, problem.zeros, first + i * stride);

@@ -14,7 +14,7 @@ constexpr bool kFast = sizeof(F) == 4 && !(kTable && !kTableFits);
 constexpr bool kPackedZeros = kZeroType == ZeroType::nibble;
 // Zero points may be far: others are bytes, or clamped.
 constexpr bool kFarZeros = kZeroType == ZeroType::i32 || kZeroType == ZeroType::any;
-using Position = Select<kFarZeros, i64, int>;
+using CodePosition = Select<kFarZeros, i64, int>;
 
 // ---- Parameters
 
@@ -286,7 +286,14 @@ __device__ __forceinline__ void count_nonfinite(F x, const LinearCommon& common,
 }
 // NaN has the code of 0.
 __device__ __forceinline__ int encode_number(F x, const Group& group, const LinearCommon& common) {
-  return linear_code<Position>(x == x ? x : 0, group.scale, group.zero_point, common.q_min, common.q_max);
+  if constexpr (kZeroType == ZeroType::none) {  // the same in fewer registers
+    GroupParams<F> params;
+    params.code_scale = group.scale;
+    return x == x ? encode(x, params, codec_of(common)) + common.q_min : 0;
+  } else {
+    return linear_code<CodePosition>(x == x ? x : 0, group.scale, group.zero_point, common.q_min,
+                                     common.q_max);
+  }
 }
 
 // The code as it is stored in the low bits; `index`: of the element, row-major.
@@ -296,7 +303,7 @@ __device__ __forceinline__ u32 encode_element(F x, const Group& group, const Lin
   return static_cast<u32>(encode_number(x, group, common));
 }
 __device__ __forceinline__ F decode_element(int q, const Group& group) {
-  return code_distance<F, Position>(q, group.zero_point) * group.scale;
+  return code_distance<F, CodePosition>(q, group.zero_point) * group.scale;
 }
 // An element of fake_quantize: NaN is kept.
 __device__ __forceinline__ Memory fake_element(Memory element, const Group& group, const LinearCommon& common,
@@ -319,8 +326,14 @@ __device__ __forceinline__ bool is_within(F x, const Group& group, const LinearC
     return static_cast<F>(lowest_of(common.table)) <= value &&
            value <= static_cast<F>(highest_of(common.table));
   }
-  const Position position = code_position<Position>(round_half_even(x / group.scale), group.zero_point);
-  return common.q_min <= position && position <= common.q_max;
+  const F rounded = round_half_even(x / group.scale);
+  if constexpr (kFarZeros) {
+    const i64 position = code_position(rounded, group.zero_point);
+    return common.q_min <= position && position <= common.q_max;
+  } else {
+    return static_cast<F>(common.q_min - group.zero_point) <= rounded &&
+           rounded <= static_cast<F>(common.q_max - group.zero_point);
+  }
 }
 
 // ---- Chunks

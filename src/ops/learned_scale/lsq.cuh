@@ -52,8 +52,8 @@ __device__ __forceinline__ Sums run_element(const LinearCommon& common, const Gr
                             static_cast<F>(highest_of(common.table)),
                             [&](F quotient) { return any_table_value(common.table, quotient); });
   else
-    terms = lsq_terms<Position>(x, load(Element(), dy), group.scale, group.zero_point, common.q_min,
-                                common.q_max);
+    terms = lsq_terms<CodePosition>(x, load(Element(), dy), group.scale, group.zero_point, common.q_min,
+                                    common.q_max);
   static_cast<Memory*>(common.data.y)[index] = terms.passes ? dy : Memory{};
   Sums sums = {terms.scale};
   if constexpr (kSums == 2) sums.sum[1] = terms.zero;

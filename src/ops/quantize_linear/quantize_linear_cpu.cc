@@ -64,7 +64,7 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
   return hn::AllTrue(d, hn::Eq(finite, finite));
 }
 
-// Codes as bytes, flipped by sign_bit; Scales::low is the zero point, larger by it too.
+// Codes as bytes, flipped by sign_bit. q - zero_point is an integer: of f64 as such, else of 32 bits.
 template <class Type, bool kPerColumn>
 HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, int64_t end,
                                    const Scales<typename Type::Compute>& scales, int64_t k, uint8_t flip,
@@ -74,16 +74,25 @@ HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, 
   const hn::Rebind<int32_t, decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto zero_at = [&](int64_t i) HWY_ATTR {
+    if constexpr (sizeof(F) == 8)
+      return hn::Add(scale_at<kPerColumn>(d, scales.low, i), hn::Set(d, static_cast<F>(flip)));
+    else
+      return hn::Add(scale_at<kPerColumn>(di, scales.zero, i), hn::Set(di, flip));
+  };
   auto scale = scale_at<kPerColumn>(d, scales.scale, k);
-  auto zero = scale_at<kPerColumn>(d, scales.low, k);
+  auto zero = zero_at(k);
   const uint8_t* const from = codes.at(begin, end, N);
   for (int64_t i = begin; i < end; i += N) {
     if constexpr (kPerColumn) {
       scale = scale_at<true>(d, scales.scale, i);
-      zero = scale_at<true>(d, scales.low, i);
+      zero = zero_at(i);
     }
     const auto q = hn::PromoteTo(di, hn::Xor(hn::LoadU(d8, from + (i - begin)), hn::Set(d8, flip)));
-    store<Type>(d, hn::Mul(hn::Sub(Scales<F>::to_float(d, q), zero), scale), y + i);
+    if constexpr (sizeof(F) == 8)
+      store<Type>(d, hn::Mul(hn::Sub(hn::PromoteTo(d, q), zero), scale), y + i);
+    else
+      store<Type>(d, hn::Mul(hn::ConvertTo(d, hn::Sub(q, zero)), scale), y + i);
   }
 }
 
