@@ -270,9 +270,9 @@ struct Scales {
   bool far;   // elements are to be worked on one by one: of f32, as a zero point is far
   HWY_ALIGN F scale[kScales + kPad], inverse[kScales + kPad];  // a scale that is 0: 1, with inverse 0
   // Bounds of rne(x / scale), of tables of x / scale; quantize, fast: of x. Dequantize of f64: low is the
-  // zero point.
+  // zero point, larger by sign_bit.
   HWY_ALIGN F low[kScales + kPad], high[kScales + kPad];
-  HWY_ALIGN int32_t zero[kScales + kPad];
+  HWY_ALIGN int32_t zero[kScales + kPad];  // dequantize: likewise, modulo 2^32
 
   formats::GroupParams<F> params(int64_t i) const {
     formats::GroupParams<F> result;
@@ -321,7 +321,11 @@ struct Scales {
       const auto z = to_float(d, zeros);
       if (problem.op == LinearOp::dequantize) {
         hn::Store(s, d, scale + i);
-        hn::Store(z, d, low + i);
+        const int flip = sign_bit(problem.codes.dtype);
+        if constexpr (sizeof(F) == 8)
+          hn::Store(hn::Add(z, hn::Set(d, static_cast<F>(flip))), d, low + i);
+        else
+          hn::Store(hn::Add(zeros, hn::Set(di, flip)), di, zero + i);
         continue;
       }
       // A scale of 0: a quotient of 0 for quantize, within every bound for the others.

@@ -64,7 +64,7 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
   return hn::AllTrue(d, hn::Eq(finite, finite));
 }
 
-// Codes as bytes, flipped by sign_bit. q - zero_point is an integer: of f64 as such, else of 32 bits.
+// Codes as bytes, flipped by sign_bit; the zero points are larger by it. The difference is exact.
 template <class Type, bool kPerColumn>
 HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, int64_t end,
                                    const Scales<typename Type::Compute>& scales, int64_t k, uint8_t flip,
@@ -76,9 +76,9 @@ HWY_INLINE void dequantize_segment(const Source<uint8_t>& codes, int64_t begin, 
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto zero_at = [&](int64_t i) HWY_ATTR {
     if constexpr (sizeof(F) == 8)
-      return hn::Add(scale_at<kPerColumn>(d, scales.low, i), hn::Set(d, static_cast<F>(flip)));
+      return scale_at<kPerColumn>(d, scales.low, i);
     else
-      return hn::Add(scale_at<kPerColumn>(di, scales.zero, i), hn::Set(di, flip));
+      return scale_at<kPerColumn>(di, scales.zero, i);
   };
   auto scale = scale_at<kPerColumn>(d, scales.scale, k);
   auto zero = zero_at(k);
@@ -187,7 +187,8 @@ class QuantizeWorker : public LinearWorker<Type> {
                                    int64_t k, uint8_t flip) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t at = per_column ? i : k;
-      const F distance = code_distance<F>((codes[i] ^ flip) - flip, scales_.zero[at]);
+      const auto zero = static_cast<int>(static_cast<uint32_t>(scales_.zero[at]) - flip);
+      const F distance = code_distance<F>((codes[i] ^ flip) - flip, zero);
       linear_ref::store_element(y_, problem_.dtype, i, distance * scales_.scale[at]);
     }
   }
