@@ -115,7 +115,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(fake_quantize_learned_backward_args, dzero_point);
   EXPECT_NO_TAIL(qparams_config, eps);
   EXPECT_NO_TAIL(observer_config, qparams);
-  EXPECT_NO_TAIL(observer_state, num_batches);
+  EXPECT_NO_TAIL(observer_state, group_batches);
   EXPECT_NO_TAIL(observe_descriptor, observer);
   EXPECT_NO_TAIL(observe_args, num_batches);
   EXPECT_NO_TAIL(qparams_descriptor, zero_point_dtype);
@@ -1260,6 +1260,82 @@ TEST(CApi, PlansOfObservers) {
   EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
   const UniquePlan observe(raw);
   Array<float> x({2, 4}, {1, NAN, -3, 2, 0, 4, 5, -127}), min({2}), max({2}), scale({2});
+TEST(CApi, MeansCountBatchesOfEachGroup) {
+  auto config = INITIALISED(observer_config);
+  config.kind = HALFBYTE_OBSERVER_PERCENTILE;
+  double min[2], max[2], other_min[2] = {10, 20}, other_max[2] = {10, 20};
+  int64_t counts[2] = {7, 7}, other_counts[2] = {1, 3};
+  auto state = INITIALISED(observer_state), other = INITIALISED(observer_state);
+  state.min = min;
+  state.max = max;
+  state.num_groups = other.num_groups = 2;
+  state.group_batches = counts;
+  other.min = other_min;
+  other.max = other_max;
+  other.group_batches = other_counts;
+  EXPECT_OK(halfbyte_observer_state_reset(&state));
+  EXPECT_EQ(counts[1], 0);
+  const double zeros[2] = {};
+  EXPECT_OK(halfbyte_observer_state_update(&state, &config, zeros, zeros));
+  EXPECT_OK(halfbyte_observer_state_merge(&state, &config, &other));
+  EXPECT_EQ(max[0], 5);
+  EXPECT_EQ(max[1], 15);
+  EXPECT_EQ(counts[0], 2);
+  EXPECT_EQ(counts[1], 4);
+  EXPECT_EQ(state.num_batches, 0);
+
+  const int64_t shape[2] = {2, 1};
+  auto descriptor = INITIALISED(observe_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  descriptor.observer = &config;
+  int32_t ndim = 0;
+  int64_t count_shape[2] = {};
+  EXPECT_OK(halfbyte_observe_descriptor_count_shape(&descriptor, &ndim, count_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(count_shape[0], 2);
+  EXPECT_FAILS(HALFBYTE_USAGE, "count_shape must not be NULL",
+               halfbyte_observe_descriptor_count_shape(&descriptor, &ndim, nullptr));
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan observe(raw);
+  Array<float> x({2, 1}, {NAN, 35}), low({2}), high({2});
+  Array<int64_t> batches({2});
+  EXPECT_OK(halfbyte_observer_store(&state, low, high, batches, nullptr));
+  auto args = INITIALISED(observe_args);
+  args.x = x;
+  args.min = low;
+  args.max = high;
+  args.num_batches = batches;
+  alignas(16) std::byte workspace[64];
+  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_observer_load(low, high, batches, nullptr, &state));
+  EXPECT_EQ(max[0], 5);
+  EXPECT_EQ(max[1], 19);
+  EXPECT_EQ(counts[0], 2);
+  EXPECT_EQ(counts[1], 5);
+
+  // One count does not tell how much each group weighs.
+  state.group_batches = nullptr;
+  EXPECT_FAILS(
+      HALFBYTE_USAGE,
+      "observer: num_batches of percentile must have a count of each of the 2 groups, got 1: a state "
+      "with one count does not tell in how many batches each group had finite values",
+      halfbyte_observer_state_update(&state, &config, zeros, zeros));
+  EXPECT_FAILS(HALFBYTE_USAGE, "state must have group_batches, as num_batches has 2 counts",
+               halfbyte_observer_load(low, high, batches, nullptr, &state));
+  Array<int64_t> one({});
+  state.group_batches = counts;
+  EXPECT_FAILS(HALFBYTE_USAGE, "state must have no group_batches, as num_batches has 1 counts",
+               halfbyte_observer_load(low, high, one, nullptr, &state));
+  args.num_batches = one;
+  EXPECT_FAILS(HALFBYTE_USAGE, "observe: num_batches must have the shape [2], got []",
+               halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+}
+
   Array<int64_t> num_batches({});
   EXPECT_OK(halfbyte_observer_reset(min, max, num_batches, nullptr));
   auto args = INITIALISED(observe_args);

@@ -255,11 +255,11 @@ void run_quantize_linear_backward(Problem& p) {
 struct StateTensors {
   TensorView min, max, num_batches;
 };
-StateTensors make_state(Problem& p, DType dtype, const Shape& shape) {
+StateTensors make_state(Problem& p, DType dtype, const Shape& shape, const Shape& counts) {
   StateTensors state;
   state.min = p.tensor(dtype, shape, Data::poison);
   state.max = p.tensor(dtype, shape, Data::poison);
-  state.num_batches = p.tensor(DType::i64, {}, Data::poison);
+  state.num_batches = p.tensor(DType::i64, counts, Data::poison);
   reset_observer(state.min, state.max, state.num_batches, p.stream.handle());
   return state;
 }
@@ -274,7 +274,7 @@ void run_observe(Problem& p) {
   const int64_t num_batches = r.between(1, 3);
   p.text << d.observer << ' ' << num_batches << (num_batches > 1 ? " batches" : " batch");
   p.print([&] {
-    const auto [min, max, batches] = make_state(p, d.state_dtype(), d.state_shape());
+    const auto [min, max, batches] = make_state(p, d.state_dtype(), d.state_shape(), d.count_shape());
     const ObservePlan plan = p.select<Observe>(d);
     for (int64_t i = 0; i < num_batches; ++i)
       p.run(plan, {p.tensor(d.dtype, d.shape, Data::any), min, max, batches});
@@ -291,8 +291,8 @@ void run_observer_state(Problem& p) {
   const int64_t num_groups = r.between(1, 40);
   p.text << config << ' ' << dtype << " [" << num_groups << "] " << scale_dtype;
   p.print([&] {
-    ObserverState states[] = {ObserverState::empty(num_groups, dtype),
-                              ObserverState::empty(num_groups, dtype)};
+    ObserverState states[] = {ObserverState::empty(num_groups, dtype, config.kind),
+                              ObserverState::empty(num_groups, dtype, config.kind)};
     for (ObserverState& state : states)
       for (int64_t batch = r.between(1, 4); batch > 0; --batch) {
         std::vector<double> min, max;
@@ -378,7 +378,7 @@ void run_fake_quantize(Problem& p) {
     const auto [scale, zero_point] = make_parameters(p, d);
     const TensorView mask = d.mask ? p.tensor(DType::u8, d.mask_shape(), Data::poison) : TensorView{};
     const auto [min, max, batches] =
-        d.observer ? make_state(p, d.state_dtype(), d.scale_shape()) : StateTensors{};
+        d.observer ? make_state(p, d.state_dtype(), d.scale_shape(), {}) : StateTensors{};
     const FakeQuantizePlan plan = p.select<FakeQuantize>(d);
     for (int64_t i = d.observer ? r.between(1, 3) : 1; i > 0; --i) {
       const TensorView x = p.tensor(d.dtype, d.shape, Data::any);

@@ -68,7 +68,11 @@ class Hash {
   }
   void add(const ObserverState& state) {
     for (const auto& bounds : {state.min, state.max}) add(bounds);
-    add(static_cast<uint64_t>(state.num_batches));
+    // Groups that have all seen as many are as one count of all.
+    std::vector<int64_t> counts = state.num_batches;
+    if (std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end())
+      counts = {counts.empty() ? 0 : counts[0]};
+    for (const int64_t count : counts) add(static_cast<uint64_t>(count));
   }
   void add(const QParams& params) {
     add(params.scale);

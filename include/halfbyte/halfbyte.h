@@ -523,7 +523,7 @@ typedef struct halfbyte_observer_config {
   size_t struct_size;
   halfbyte_observer_kind kind;
   double momentum;                        /* moving average: weight of history */
-  double percentile;                      /* in (50, 100] */
+  double percentile;                      /* in (0, 100] */
   const halfbyte_qparams_config* qparams; /* mse; NULL: the defaults */
 } halfbyte_observer_config;
 /* min-max, momentum 0.99, percentile 99.99. */
@@ -537,13 +537,15 @@ typedef struct halfbyte_observer_state {
   double* min;
   double* max;
   int64_t num_groups;
-  int64_t num_batches;
+  int64_t num_batches;    /* of min-max and moving average; not used where there is group_batches */
+  int64_t* group_batches; /* of percentile and mse: those in which a group had finite values; else NULL */
 } halfbyte_observer_state;
-/* f32, no groups, nothing seen. The caller sets min, max and num_groups. */
+/* f32, no groups, nothing seen. The caller sets min, max and num_groups, and group_batches for percentile and
+ * mse, which is one count of each group. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_init(halfbyte_observer_state* state, size_t struct_size);
-/* Nothing seen: +inf and -inf. */
+/* Nothing seen: +inf and -inf, no batches. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_reset(halfbyte_observer_state* state);
-/* Adds a batch by its num_groups ranges. */
+/* Adds a batch by its num_groups ranges: +inf and -inf of a group without finite values. */
 HALFBYTE_API halfbyte_status halfbyte_observer_state_update(halfbyte_observer_state* state,
                                                             const halfbyte_observer_config* config,
                                                             const double* batch_min, const double* batch_max);
@@ -556,10 +558,11 @@ HALFBYTE_API halfbyte_status halfbyte_observer_state_qparams(const halfbyte_obse
                                                              halfbyte_dtype scale_dtype, double* scale,
                                                              int32_t* zero_point);
 /* These functions set and copy the tensors of a state on their device: min and max are f32 or f64,
- * num_batches is i64 []. On a CUDA device they wait for the stream. */
+ * num_batches is i64, [] or as min and max. On a CUDA device they wait for the stream. */
 HALFBYTE_API halfbyte_status halfbyte_observer_reset(const DLTensor* min, const DLTensor* max,
                                                      const DLTensor* num_batches, void* stream);
-/* state must have arrays for as many groups, and the dtype of the tensors. */
+/* state must have arrays for as many groups, and the dtype of the tensors; group_batches where num_batches
+ * has a count of each group. */
 HALFBYTE_API halfbyte_status halfbyte_observer_load(const DLTensor* min, const DLTensor* max,
                                                     const DLTensor* num_batches, void* stream,
                                                     halfbyte_observer_state* state);
@@ -586,6 +589,9 @@ HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_init(halfbyte_observe_d
  * which it must have room for max(1, descriptor->ndim). */
 HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_state_shape(
     const halfbyte_observe_descriptor* descriptor, int32_t* ndim, int64_t* state_shape);
+/* Likewise of num_batches: [], or the state_shape of percentile and mse. */
+HALFBYTE_API halfbyte_status halfbyte_observe_descriptor_count_shape(
+    const halfbyte_observe_descriptor* descriptor, int32_t* ndim, int64_t* count_shape);
 
 /* Adds x to the state. Nothing overlaps. */
 typedef struct halfbyte_observe_args {
@@ -593,7 +599,7 @@ typedef struct halfbyte_observe_args {
   const DLTensor* x;
   const DLTensor* min;         /* read and written: f32, f64 for f64 */
   const DLTensor* max;         /* likewise */
-  const DLTensor* num_batches; /* likewise: i64 [] */
+  const DLTensor* num_batches; /* likewise: i64, count_shape */
 } halfbyte_observe_args;
 HALFBYTE_API halfbyte_status halfbyte_observe_args_init(halfbyte_observe_args* args, size_t struct_size);
 HALFBYTE_API halfbyte_status halfbyte_observe_select(DLDevice device,

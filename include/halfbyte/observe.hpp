@@ -17,10 +17,12 @@ enum class ObserverKind : uint8_t {
   min_max,         // of all batches
   moving_average,  // of the minima and maxima of batches: avg = avg * momentum + new * (1 - momentum)
   // In each batch, sort the n finite values and let k = ceil(percentile * n / 100). The range is from the
-  // k-th value from above to the k-th from below: exact, nearest rank. The state is the mean over batches.
+  // k-th value from above to the k-th from below: exact, nearest rank. k is at least floor(n / 2) + 1, which
+  // gives the median, or both of them: percentiles up to 50 all mean that. The state is the mean over the
+  // batches in which the group had finite values.
   percentile,
   // In each batch, the range with the least sum of squared quantization errors, by a search that
-  // docs/training.md describes. The state is the mean over batches.
+  // docs/training.md describes. The state is the mean, as that of percentile.
   mse,
 };
 HALFBYTE_API const char* to_string(ObserverKind kind);  // "min-max" "moving-average" "percentile" "mse"
@@ -29,12 +31,14 @@ HALFBYTE_API ObserverKind parse_observer_kind(std::string_view word);  // Error(
 struct HALFBYTE_API ObserverConfig {
   ObserverKind kind = ObserverKind::min_max;
   double momentum = 0.99;     // moving_average: weight of history, in (0, 1)
-  double percentile = 99.99;  // in (50, 100]
+  double percentile = 99.99;  // in (0, 100]
   QParamsConfig qparams;      // mse: the quantization whose error is measured
   bool operator==(const ObserverConfig&) const = default;
 };
 // Throws Error(usage) naming the field, the rule and the value. NaN is never valid.
 HALFBYTE_API void check_config(const ObserverConfig& config);
+// Whether states count batches per group: percentile and mse.
+HALFBYTE_API bool counts_per_group(ObserverKind kind);
 
 // What an observer has seen: all that it keeps between batches, as plain values to copy, save and send.
 struct HALFBYTE_API ObserverState {
@@ -42,18 +46,22 @@ struct HALFBYTE_API ObserverState {
   // nothing seen.
   std::vector<double> min, max;
   DType dtype = DType::f32;  // type of the arithmetic and of the state: f32; f64 for f64 tensors
-  int64_t num_batches = 0;
+  // min-max and moving-average: one count, of all batches. percentile and mse: for each group, the count of
+  // batches in which it had finite values. A state whose counts are not those of the kind is refused with
+  // Error(usage): one count of many groups does not tell how much each weighs.
+  std::vector<int64_t> num_batches = {0};
 
-  static ObserverState empty(int64_t num_groups, DType dtype = DType::f32);
+  static ObserverState empty(int64_t num_groups, DType dtype = DType::f32,
+                             ObserverKind kind = ObserverKind::min_max);
   // Adds a batch by its ranges, which are rounded to `dtype`. min-max and moving-average update the state as
-  // the kind says; percentile and mse take the values as the ranges that they found in a batch. Throws
-  // Error(usage) for other lengths, and Error(bad_input) for NaN, infinities and min > max. The state is then
-  // unchanged.
+  // the kind says; percentile and mse take the values as the ranges that they found in a batch. A group
+  // without finite values in the batch has +inf and -inf. Throws Error(usage) for other lengths, and
+  // Error(bad_input) for NaN, other infinities and min > max. The state is then unchanged.
   void update(const ObserverConfig& config, std::span<const double> batch_min,
               std::span<const double> batch_max);
   void update(const ObserverConfig& config, double batch_min, double batch_max);  // of one group
   // Adds what another observer of as many groups and the same dtype has seen. min-max: the range that
-  // contains both ranges. Others: the mean, weighted by batches.
+  // contains both ranges. Others: the mean, weighted by the counts of batches.
   void merge(const ObserverConfig& config, const ObserverState& other);
   // Scale and zero point of every group. Throws Error(usage) "observer has no data" if a group has seen
   // nothing.
@@ -74,14 +82,17 @@ struct HALFBYTE_API ObserveDescriptor {
 
   // Of min and max: the scale_shape() of LinearDescriptor.
   std::vector<int64_t> state_shape() const;
+  // Of num_batches: [], or the state_shape() of percentile and mse.
+  std::vector<int64_t> count_shape() const;
   DType state_dtype() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
   bool operator==(const ObserveDescriptor&) const = default;
 };
 HALFBYTE_API void check_descriptor(const ObserveDescriptor& descriptor);
 
 // Adds a batch to the state, which lies in memory of the device. Only finite values count; the status has the
-// number of the others and the position of the first. A group without finite values keeps its state, and
-// num_batches still grows by 1. A batch without elements changes nothing. Nothing overlaps.
+// number of the others and the position of the first. A group without finite values keeps its state: its
+// count too where there is one of each group; one count of all grows by 1. A batch without elements changes
+// nothing. Nothing overlaps.
 //
 // Every device, SIMD target, number of threads and run gives the same bytes. A zero in the state is +0.
 struct HALFBYTE_API Observe {
@@ -89,7 +100,7 @@ struct HALFBYTE_API Observe {
   struct Args {
     TensorView x;            // read; contiguous
     TensorView min, max;     // read and written: state_shape(), state_dtype(); before the first +inf and -inf
-    TensorView num_batches;  // read and written: i64 []; before the first 0
+    TensorView num_batches;  // read and written: i64, count_shape(); before the first 0
   };
   using Status = QuantizeStatus;
 };
@@ -98,8 +109,8 @@ extern template class Plan<Observe>;
 
 // reset_observer sets the tensors of a state on their device to what they are before the first batch.
 // load_observer copies them to the host, store_observer from the host. On a CUDA device the work is enqueued
-// on `stream`; load_observer waits for it. They throw Error(usage) for tensors that Observe would refuse, or
-// that do not fit the state.
+// on `stream`; load_observer waits for it. num_batches is [], or has the shape of min and max. They throw
+// Error(usage) for tensors that Observe would refuse, or that do not fit the state.
 HALFBYTE_API void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                                  void* stream = nullptr);
 HALFBYTE_API ObserverState load_observer(const TensorView& min, const TensorView& max,

@@ -68,15 +68,21 @@ ObserverState state_of(const halfbyte_observer_state* given, const char* name) {
   state.min.assign(c.min, c.min + c.num_groups);
   state.max.assign(c.max, c.max + c.num_groups);
   state.dtype = dtype_of(c.dtype, "state.dtype");
-  state.num_batches = c.num_batches;
+  if (c.group_batches != nullptr)
+    state.num_batches.assign(c.group_batches, c.group_batches + c.num_groups);
+  else
+    state.num_batches = {c.num_batches};
   return state;
 }
-// Into a structure of as many groups, that read_state took.
+// Into a structure of as many groups and counts, that read_state took.
 void write_state(const ObserverState& state, halfbyte_observer_state* to) {
   halfbyte_observer_state c = read_state(to, "state");
   std::copy(state.min.begin(), state.min.end(), c.min);
   std::copy(state.max.begin(), state.max.end(), c.max);
-  c.num_batches = state.num_batches;
+  if (c.group_batches != nullptr)
+    std::copy(state.num_batches.begin(), state.num_batches.end(), c.group_batches);
+  else
+    c.num_batches = state.num_batches[0];
   write_struct(to, c, "state");
 }
 
@@ -105,6 +111,17 @@ ObserveDescriptor descriptor_of(const halfbyte_observe_descriptor* given) {
   descriptor.observer = observer_config_of(c.observer, "descriptor.observer");
   descriptor.alignment = c.alignment;
   return descriptor;
+}
+halfbyte_status shape_of_state(const halfbyte_observe_descriptor* given,
+                               std::vector<int64_t> (ObserveDescriptor::*shape)() const, int32_t* ndim,
+                               int64_t* extents, const char* name) {
+  return guard([&] {
+    required(ndim, "ndim");
+    required(extents, name);
+    const ObserveDescriptor descriptor = descriptor_of(given);
+    check_descriptor(descriptor);
+    write_shape((descriptor.*shape)(), ndim, extents);
+  });
 }
 Observe::Args args_of(const ObserveDescriptor&, const halfbyte_observe_args* given) {
   required(given, "args");
@@ -180,7 +197,10 @@ halfbyte_status halfbyte_observer_state_init(halfbyte_observer_state* state, siz
 halfbyte_status halfbyte_observer_state_reset(halfbyte_observer_state* state) {
   return guard([&] {
     const halfbyte_observer_state c = read_state(state, "state");
-    write_state(ObserverState::empty(c.num_groups, dtype_of(c.dtype, "state.dtype")), state);
+    const bool per_group = c.group_batches != nullptr;
+    write_state(ObserverState::empty(c.num_groups, dtype_of(c.dtype, "state.dtype"),
+                                     per_group ? ObserverKind::percentile : ObserverKind::min_max),
+                state);
   });
 }
 halfbyte_status halfbyte_observer_state_update(halfbyte_observer_state* state,
@@ -239,6 +259,10 @@ halfbyte_status halfbyte_observer_load(const DLTensor* min, const DLTensor* max,
         static_cast<int32_t>(loaded.dtype) != c.dtype)
       refuse("state must have {} groups of dtype {}, got {} of {}", loaded.min.size(),
              static_cast<int32_t>(loaded.dtype), c.num_groups, c.dtype);
+    const int64_t counts = c.group_batches != nullptr ? c.num_groups : 1;
+    if (static_cast<int64_t>(loaded.num_batches.size()) != counts)
+      refuse("state must have {}, as num_batches has {} counts",
+             counts == 1 ? "group_batches" : "no group_batches", loaded.num_batches.size());
     write_state(loaded, state);
   });
 }
@@ -261,13 +285,11 @@ halfbyte_status halfbyte_observe_descriptor_init(halfbyte_observe_descriptor* de
 }
 halfbyte_status halfbyte_observe_descriptor_state_shape(const halfbyte_observe_descriptor* descriptor,
                                                         int32_t* ndim, int64_t* state_shape) {
-  return guard([&] {
-    required(ndim, "ndim");
-    required(state_shape, "state_shape");
-    const ObserveDescriptor checked = descriptor_of(descriptor);
-    check_descriptor(checked);
-    write_shape(checked.state_shape(), ndim, state_shape);
-  });
+  return shape_of_state(descriptor, &ObserveDescriptor::state_shape, ndim, state_shape, "state_shape");
+}
+halfbyte_status halfbyte_observe_descriptor_count_shape(const halfbyte_observe_descriptor* descriptor,
+                                                        int32_t* ndim, int64_t* count_shape) {
+  return shape_of_state(descriptor, &ObserveDescriptor::count_shape, ndim, count_shape, "count_shape");
 }
 halfbyte_status halfbyte_qparams_descriptor_init(halfbyte_qparams_descriptor* descriptor,
                                                  size_t struct_size) {

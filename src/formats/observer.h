@@ -24,4 +24,14 @@ HALFBYTE_FN Seen<F> observed(const Seen<F>& before, const Seen<F>& batch, double
           static_cast<F>(static_cast<double>(before.max) * history + static_cast<double>(batch.max) * now)};
 }
 
+// The mean over the batches in which the group had values; `count`: how many there were.
+template <class F>
+HALFBYTE_FN Seen<F> observed_mean(const Seen<F>& before, const Seen<F>& batch, i64& count) {
+  if (batch.empty()) return before;
+  if (before.empty()) count = 0;
+  const double history = static_cast<double>(count) / static_cast<double>(count + 1);
+  ++count;
+  return observed(before, batch, history);
+}
+
 }  // namespace halfbyte::formats

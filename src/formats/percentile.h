@@ -6,12 +6,13 @@
 namespace halfbyte::formats {
 
 // Of n > 0 values sorted up, v[0] .. v[n-1], the percentile is v[k - 1] with k the result: p * n / 100 in
-// f64 (the product rounded, then the quotient), rounded up, in [1, n]. That of the other end, (100 - p), is
-// v[n - k], so that a range is as wide on both sides.
+// f64 (the product rounded, then the quotient), rounded up, in (n / 2, n]. That of the other end, (100 - p),
+// is v[n - k], so that a range is as wide on both sides. k is more than n / 2, so that the ends do not cross:
+// the narrowest range is the median, or both of them.
 HALFBYTE_FN i64 percentile_rank(double percentile, i64 n) {
   const double exact = percentile * static_cast<double>(n) / 100;
   const i64 whole = static_cast<i64>(exact);
-  return max<i64>(1, min(n, static_cast<double>(whole) < exact ? whole + 1 : whole));
+  return max(n / 2 + 1, min(n, static_cast<double>(whole) < exact ? whole + 1 : whole));
 }
 
 // An unsigned integer that orders like x, which is finite; -0 is +0. And back.

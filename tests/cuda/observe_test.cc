@@ -213,6 +213,15 @@ TEST_F(ObserveShapes, states_are_reset_stored_and_loaded) {
     state.update({}, std::vector<double>{-1, 0, 2}, std::vector<double>{1, 0, 3});
     store_observer(state, min, max, num_batches, stream.handle());
     EXPECT_EQ(load_observer(min, max, num_batches, stream.handle()), state);
+    const Memory counts(kCuda, 24);
+    const TensorView each{counts.data(), DType::i64, {3}, {}, kCuda};
+    reset_observer(min, max, each, stream.handle());
+    state = ObserverState::empty(3, dtype, ObserverKind::mse);
+    EXPECT_EQ(load_observer(min, max, each, stream.handle()), state);
+    state.min = state.max = {1, 2, 3};
+    state.num_batches = {4, 5, 6};
+    store_observer(state, min, max, each, stream.handle());
+    EXPECT_EQ(load_observer(min, max, each, stream.handle()), state);
   }
 }
 

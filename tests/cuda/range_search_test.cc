@@ -104,6 +104,51 @@ TEST_F(RangeSearchShapes, graphs_replay_with_new_data) {
   }
 }
 
+// A group weighs a batch by those in which it had finite values itself: means of 2, of 3, of none.
+TEST_F(RangeSearchShapes, each_group_has_a_mean_of_its_own) {
+  for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse})
+    for (const DType dtype : testing::kFloatDTypes) {
+      ObserveDescriptor descriptor;
+      descriptor.shape = {3, 1};
+      descriptor.granularity = Granularity::channel;
+      descriptor.axis = 0;
+      descriptor.dtype = dtype;
+      descriptor.observer.kind = kind;
+      const auto plan = ObservePlan::select(kCuda, descriptor), host = ObservePlan::select({}, descriptor);
+      const Memory memory(kCuda, 1024), workspace(kCuda, plan.workspace_size());
+      const DType state_dtype = descriptor.state_dtype();
+      const auto at = [&](int64_t offset, DType of) {
+        return TensorView{memory.data() + offset, of, {3}, {}, kCuda};
+      };
+      const TensorView min = at(0, state_dtype), max = at(256, state_dtype), counts = at(512, DType::i64);
+      reset_observer(min, max, counts);
+      std::array<double, 3> low, high;
+      std::array<int64_t, 3> batches;
+      const TensorView host_min{low.data(), state_dtype, {3}, {}, {}},
+          host_max{high.data(), state_dtype, {3}, {}, {}},
+          host_counts{batches.data(), DType::i64, {3}, {}, {}};
+      reset_observer(host_min, host_max, host_counts);
+      alignas(16) QuantizeStatus status;
+      for (const std::array<double, 3>& batch :
+           {std::array<double, 3>{NAN, 8, NAN}, {NAN, 8, NAN}, {10, NAN, NAN}, {20, 16, NAN}}) {
+        testing::Values x;
+        x.dtype = dtype;
+        for (const double value : batch) x.push_back(value);
+        copy(kCuda, memory.data() + 768, x.bytes.data(), static_cast<int64_t>(x.bytes.size()));
+        plan.run(nullptr, workspace.data(),
+                 {{memory.data() + 768, dtype, {3, 1}, {}, kCuda}, min, max, counts});
+        plan.status(workspace.data());
+        host.run(nullptr, &status, {x.view({3, 1}), host_min, host_max, host_counts});
+      }
+      const ObserverState state = load_observer(min, max, counts);
+      EXPECT_EQ(state, load_observer(host_min, host_max, host_counts)) << to_string(dtype);
+      EXPECT_EQ(state.num_batches, std::vector<int64_t>({2, 3, 0}));
+      if (kind == ObserverKind::percentile) {
+        EXPECT_EQ(state.max[0], 15);
+      }
+    }
+}
+
 // Every kernel once, in memory that nothing lies around.
 class SanitizeRangeSearch : public testing::CudaTest {};
 

@@ -41,7 +41,7 @@ struct ObserveImpl : ObservePlan::Impl {
     tensor("x", &Args::x, d.dtype, d.shape).promised(d.alignment);
     tensor("min", &Args::min, state, problem.scale_shape).written();
     tensor("max", &Args::max, state, problem.scale_shape).written();
-    tensor("num_batches", &Args::num_batches, DType::i64, {}).written();
+    tensor("num_batches", &Args::num_batches, DType::i64, d.count_shape()).written();
     sku.dtypes = fmt::format("{} -> {}", to_string(d.dtype), to_string(state));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_observe_cuda(problem, d.alignment);
@@ -59,21 +59,29 @@ struct ObserveImpl : ObservePlan::Impl {
   }
 };
 
-// The tensors of a state: how many groups, of which dtype. `written`: all of them, else they are read.
-int64_t check_state(const char* op, const TensorView& min, const TensorView& max,
-                    const TensorView& num_batches, bool written) {
+// The tensors of a state, an empty one of which is the result. `written`: all of them, else they are read.
+ObserverState check_state(const char* op, const TensorView& min, const TensorView& max,
+                          const TensorView& num_batches, bool written) {
   HALFBYTE_CHECK(min.dtype == DType::f32 || min.dtype == DType::f64, usage,
                  "{}: min must be f32 or f64, got {}", op, to_string(min.dtype));
+  const bool per_group =
+      num_batches.shape.size() > 1 || (num_batches.shape.size() == 1 && num_batches.shape[0] != 1);
+  const std::vector<int64_t> counts = per_group ? min.shape : std::vector<int64_t>();
   const std::array<TensorArgument, 3> arguments{
       {{"min", &min, min.dtype, min.shape, written, size_of(min.dtype)},
        {"max", &max, min.dtype, min.shape, written, size_of(min.dtype)},
-       {"num_batches", &num_batches, DType::i64, {}, written, size_of(DType::i64)}}};
+       {"num_batches", &num_batches, DType::i64, counts, written, size_of(DType::i64)}}};
   std::array<ArgumentMemory, 3> memory;
   for (size_t i = 0; i < arguments.size(); ++i) memory[i] = check_tensor(op, arguments[i], min.device);
   check_all_apart(op, memory);
-  return num_elements(min);
+  return ObserverState::empty(num_elements(min), min.dtype,
+                              per_group ? ObserverKind::mse : ObserverKind::min_max);
 }
 
+template <class T>
+int64_t bytes_of(const std::vector<T>& values) {
+  return static_cast<int64_t>(values.size() * sizeof(T));
+}
 // As the tensor has them, F for its dtype.
 template <class F>
 std::vector<F> converted(const std::vector<double>& values) {
@@ -85,20 +93,18 @@ template <class F>
 void store(const ObserverState& state, const TensorView& min, const TensorView& max,
            const TensorView& num_batches, void* stream) {
   const std::vector<F> low = converted<F>(state.min), high = converted<F>(state.max);
-  const auto num_bytes = static_cast<int64_t>(low.size() * sizeof(F));
-  copy(min.device, min.data, low.data(), num_bytes, stream);
-  copy(min.device, max.data, high.data(), num_bytes, stream);
-  copy(min.device, num_batches.data, &state.num_batches, sizeof state.num_batches, stream);
+  copy(min.device, min.data, low.data(), bytes_of(low), stream);
+  copy(min.device, max.data, high.data(), bytes_of(low), stream);
+  copy(min.device, num_batches.data, state.num_batches.data(), bytes_of(state.num_batches), stream);
   wait_for(min.device, stream);  // what is copied lives till here
 }
 template <class F>
 void load(ObserverState& state, const TensorView& min, const TensorView& max, const TensorView& num_batches,
           void* stream) {
   std::vector<F> low(state.min.size()), high(low.size());
-  const auto num_bytes = static_cast<int64_t>(low.size() * sizeof(F));
-  copy(min.device, low.data(), min.data, num_bytes, stream);
-  copy(min.device, high.data(), max.data, num_bytes, stream);
-  copy(min.device, &state.num_batches, num_batches.data, sizeof state.num_batches, stream);
+  copy(min.device, low.data(), min.data, bytes_of(low), stream);
+  copy(min.device, high.data(), max.data, bytes_of(low), stream);
+  copy(min.device, state.num_batches.data(), num_batches.data, bytes_of(state.num_batches), stream);
   wait_for(min.device, stream);
   std::ranges::copy(low, state.min.begin());
   std::ranges::copy(high, state.max.begin());
@@ -107,6 +113,9 @@ void load(ObserverState& state, const TensorView& min, const TensorView& max, co
 }  // namespace
 
 std::vector<int64_t> ObserveDescriptor::state_shape() const { return grouping_of(*this).scale_shape; }
+std::vector<int64_t> ObserveDescriptor::count_shape() const {
+  return counts_per_group(observer.kind) ? state_shape() : std::vector<int64_t>();
+}
 
 void check_descriptor(const ObserveDescriptor& d) {
   HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kDescriptor,
@@ -118,14 +127,12 @@ void check_descriptor(const ObserveDescriptor& d) {
 
 void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                     void* stream) {
-  const int64_t num_groups = check_state("reset_observer", min, max, num_batches, true);
-  store_observer(ObserverState::empty(num_groups, min.dtype), min, max, num_batches, stream);
+  store_observer(check_state("reset_observer", min, max, num_batches, true), min, max, num_batches, stream);
 }
 
 ObserverState load_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                             void* stream) {
-  ObserverState state =
-      ObserverState::empty(check_state("load_observer", min, max, num_batches, false), min.dtype);
+  ObserverState state = check_state("load_observer", min, max, num_batches, false);
   if (min.dtype == DType::f64)
     load<double>(state, min, max, num_batches, stream);
   else
@@ -136,12 +143,13 @@ ObserverState load_observer(const TensorView& min, const TensorView& max, const 
 void store_observer(const ObserverState& state, const TensorView& min, const TensorView& max,
                     const TensorView& num_batches, void* stream) {
   check_state(state);
-  const int64_t num_groups = check_state("store_observer", min, max, num_batches, true);
-  HALFBYTE_CHECK(state.dtype == min.dtype && static_cast<int64_t>(state.min.size()) == num_groups &&
-                     static_cast<int64_t>(state.max.size()) == num_groups,
-                 usage,
+  const ObserverState there = check_state("store_observer", min, max, num_batches, true);
+  HALFBYTE_CHECK(state.dtype == there.dtype && state.min.size() == there.min.size(), usage,
                  "store_observer: min and max must have the {} groups of the state in {}, got {} in {}",
-                 state.min.size(), to_string(state.dtype), num_groups, to_string(min.dtype));
+                 state.min.size(), to_string(state.dtype), there.min.size(), to_string(there.dtype));
+  HALFBYTE_CHECK(state.num_batches.size() == there.num_batches.size(), usage,
+                 "store_observer: num_batches must have the {} counts of the state, got {}",
+                 state.num_batches.size(), there.num_batches.size());
   if (min.dtype == DType::f64)
     store<double>(state, min, max, num_batches, stream);
   else

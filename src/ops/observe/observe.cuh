@@ -20,9 +20,7 @@ __device__ __forceinline__ Seen<F> state_of(const ObserveState& state, i64 group
   return {load_early(static_cast<const F*>(state.min) + group),
           load_early(static_cast<const F*>(state.max) + group)};
 }
-__device__ __forceinline__ void take_up(const ObserveState& state, i64 group, const Seen<F>& before,
-                                        const Range<F>& range, double history) {
-  const Seen<F> now = observed(before, seen_of(range), history);
+__device__ __forceinline__ void store_state(const ObserveState& state, i64 group, const Seen<F>& now) {
   static_cast<F*>(state.min)[group] = now.min;
   static_cast<F*>(state.max)[group] = now.max;
 }
@@ -36,7 +34,7 @@ __device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, c
   if (common.leaves_ranges)
     leave(&common.join.ranges[group], range);
   else
-    take_up(common.state, group, before, range, common.state.history);
+    store_state(common.state, group, observed(before, seen_of(range), common.state.history));
 }
 __device__ __forceinline__ void finish(const ObserveCommon& common, i64 group, const Range<F>& range) {
   finish(common, group, state_of(common.state, group), range);

@@ -20,9 +20,11 @@ void check_state(const ObserverState& state);
 struct ObserveProblem : Grouping {
   DType dtype = DType::f32;  // of x
   ObserverConfig observer;
-  double history = -1;  // the weight of what was seen before, see ObserveState
+  double history = -1;  // the weight of what was seen before, as formats::observed has it; or kMean
   int num_threads = 0;
   Device device;
+
+  bool is_mean() const { return history == kMean; }  // num_batches has a count of each group
 };
 
 // Of a checked descriptor.
@@ -35,13 +37,6 @@ struct ObserveTensors {
   int64_t* num_batches = nullptr;
 };
 
-// Counts a batch in tensors of the host. Returns the weight of what was seen before.
-inline double begin_batch(const ObserveProblem& problem, const ObserveTensors& tensors) {
-  const int64_t before = (*tensors.num_batches)++;
-  if (problem.history != kMean) return problem.history;
-  return static_cast<double>(before) / static_cast<double>(before + 1);
-}
-
 // F is double where x is f64, else float.
 
 // ---- CPU: returns when all is done.
@@ -49,8 +44,6 @@ QuantizeStatus observe_cpu(const ObserveProblem& problem, const ObserveTensors& 
 // Step 1, min-max and moving-average: the range of the finite values of every group; `seen`: num_scales
 // Seen<F>.
 QuantizeStatus value_ranges_cpu(const ObserveProblem& problem, const void* x, void* seen);
-// Step 2: the state takes up `seen`, num_scales Seen<F>; num_batches grows by 1.
-void take_up_cpu(const ObserveProblem& problem, const void* seen, const ObserveTensors& tensors);
 
 // ---- CUDA: kernels chosen and loaded for a problem. The workspace has the counts, then what the kernels
 // need.

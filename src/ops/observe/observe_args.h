@@ -9,11 +9,11 @@ namespace halfbyte {
 
 // The state on a device, and how it takes up the ranges of a batch.
 struct ObserveState {
-  void *min, *max;  // f32; f64 of f64 tensors
-  formats::i64* num_batches;
-  double history;  // the weight of what was seen before, as formats::observed has it; or kMean
+  void *min, *max;            // f32; f64 of f64 tensors
+  formats::i64* num_batches;  // one; where history is kMean one of each group
+  double history;             // the weight of what was seen before, as formats::observed has it; or kMean
 };
-// The mean over batches: the weight of n batches before is n / (n + 1).
+// The mean over batches, as formats::observed_mean has it.
 inline constexpr double kMean = 2;
 
 inline constexpr int kObserveThreads = 256;
@@ -68,7 +68,7 @@ struct ObserveColumnsArgs {
 // observe_update: the state takes up ranges that are complete.
 struct ObserveUpdateArgs {
   ObserveState state;
-  ObserveJoin join;  // one counter
+  const RangeKeys* ranges;  // of each group
   formats::i64 num_groups;
 };
 

@@ -44,8 +44,7 @@ struct Shared {
   const void* x;
   Seen<F>* seen;
   F *min = nullptr, *max = nullptr;  // of the state
-  double history = 0;
-  std::mutex mutex;  // of status, and of `seen` where groups have parts: held for moments
+  std::mutex mutex;                  // of status, and of `seen` where groups have parts: held for moments
   QuantizeStatus status;
 
   // The ranges of n whole groups, from number `first` on.
@@ -55,7 +54,8 @@ struct Shared {
       return;
     }
     for (int64_t i = 0; i < n; ++i) {
-      const Seen<F> now = formats::observed(Seen<F>{min[first + i], max[first + i]}, found[i], history);
+      const Seen<F> now =
+          formats::observed(Seen<F>{min[first + i], max[first + i]}, found[i], problem.history);
       min[first + i] = now.min;
       max[first + i] = now.max;
     }
@@ -409,8 +409,7 @@ void ranges_of_columns(Shared<typename Type::Compute>& shared, int64_t axis, int
 }
 
 template <class Type>
-QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const ObserveTensors* state,
-                      double history) {
+QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const ObserveTensors* state) {
   using F = typename Type::Compute;
   if (p.num_elements() == 0) {
     if (state == nullptr) std::fill_n(static_cast<Seen<F>*>(seen), p.num_scales, Seen<F>());
@@ -427,8 +426,9 @@ QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const 
                          : runs_task(length, group) < group || (length % group != 0 && length > 4 * kTask) ||
                                (channels && !one && p.outer > 1);
   std::vector<Seen<F>> joined;
-  Shared<F> shared{p, x, static_cast<Seen<F>*>(seen), nullptr, nullptr, history, {}, {}};
+  Shared<F> shared{p, x, static_cast<Seen<F>*>(seen), nullptr, nullptr, {}, {}};
   if (state != nullptr) {
+    ++*state->num_batches;
     shared.min = static_cast<F*>(state->min);
     shared.max = static_cast<F*>(state->max);
     joined.resize(parts ? static_cast<size_t>(p.num_scales) : 0);
@@ -445,35 +445,34 @@ QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const 
 }
 
 QuantizeStatus ObserveRanges(const ObserveProblem& problem, const void* x, void* seen,
-                             const ObserveTensors* state, double history) {
+                             const ObserveTensors* state) {
   switch (problem.dtype) {
     case DType::f32:
-      return ranges<F32>(problem, x, seen, state, history);
+      return ranges<F32>(problem, x, seen, state);
     case DType::f16:
-      return ranges<F16>(problem, x, seen, state, history);
+      return ranges<F16>(problem, x, seen, state);
     case DType::bf16:
-      return ranges<BF16>(problem, x, seen, state, history);
+      return ranges<BF16>(problem, x, seen, state);
     default:
-      return ranges<F64>(problem, x, seen, state, history);
+      return ranges<F64>(problem, x, seen, state);
   }
 }
 
 #else  // !HALFBYTE_SIMD
 
 template <class F>
-QuantizeStatus ranges(const ObserveProblem& problem, const void* x, void* seen, const ObserveTensors* state,
-                      double history) {
+QuantizeStatus ranges(const ObserveProblem& problem, const void* x, void* seen, const ObserveTensors* state) {
   if (state == nullptr) return observe_ref::value_ranges(problem, x, static_cast<Seen<F>*>(seen));
   std::vector<Seen<F>> batch(static_cast<size_t>(problem.num_scales));
   const QuantizeStatus status = observe_ref::value_ranges(problem, x, batch.data());
-  observe_ref::take_up(problem, batch.data(), *state, history);
+  observe_ref::take_up(problem, batch.data(), *state);
   return status;
 }
 
 QuantizeStatus ObserveRanges(const ObserveProblem& problem, const void* x, void* seen,
-                             const ObserveTensors* state, double history) {
-  return problem.dtype == DType::f64 ? ranges<double>(problem, x, seen, state, history)
-                                     : ranges<float>(problem, x, seen, state, history);
+                             const ObserveTensors* state) {
+  return problem.dtype == DType::f64 ? ranges<double>(problem, x, seen, state)
+                                     : ranges<float>(problem, x, seen, state);
 }
 
 #endif  // HALFBYTE_SIMD
@@ -487,14 +486,15 @@ namespace {
 
 template <class F>
 void take_up(const ObserveProblem& problem, const formats::Seen<F>* seen, const ObserveTensors& tensors) {
-  const double history = begin_batch(problem, tensors);
   auto *const min = static_cast<F*>(tensors.min), *const max = static_cast<F*>(tensors.max);
   constexpr int64_t kGroups = 16384;  // of a task
   parallel_for(problem.num_scales, kGroups, problem.num_threads, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto state = formats::observed(formats::Seen<F>{min[i], max[i]}, seen[i], history);
+      formats::i64 count = tensors.num_batches[i];
+      const auto state = formats::observed_mean(formats::Seen<F>{min[i], max[i]}, seen[i], count);
       min[i] = state.min;
       max[i] = state.max;
+      tensors.num_batches[i] = count;
     }
   });
 }
@@ -514,24 +514,15 @@ QuantizeStatus run_search(const ObserveProblem& problem, const ObserveTensors& t
 HWY_EXPORT(ObserveRanges);
 
 QuantizeStatus value_ranges_cpu(const ObserveProblem& problem, const void* x, void* seen) {
-  return HWY_DYNAMIC_DISPATCH(ObserveRanges)(problem, x, seen, nullptr, 0);
-}
-
-void take_up_cpu(const ObserveProblem& problem, const void* seen, const ObserveTensors& tensors) {
-  if (problem.num_elements() == 0) return;
-  if (problem.dtype == DType::f64)
-    take_up(problem, static_cast<const formats::Seen<double>*>(seen), tensors);
-  else
-    take_up(problem, static_cast<const formats::Seen<float>*>(seen), tensors);
+  return HWY_DYNAMIC_DISPATCH(ObserveRanges)(problem, x, seen, nullptr);
 }
 
 QuantizeStatus observe_cpu(const ObserveProblem& problem, const ObserveTensors& tensors) {
   if (problem.num_elements() == 0) return {};
-  if (problem.history == kMean)
+  if (problem.is_mean())
     return problem.dtype == DType::f64 ? run_search<double>(problem, tensors)
                                        : run_search<float>(problem, tensors);
-  const double history = begin_batch(problem, tensors);
-  return HWY_DYNAMIC_DISPATCH(ObserveRanges)(problem, tensors.x, nullptr, &tensors, history);
+  return HWY_DYNAMIC_DISPATCH(ObserveRanges)(problem, tensors.x, nullptr, &tensors);
 }
 
 }  // namespace halfbyte

@@ -61,7 +61,7 @@ class Selection {
     }
     if (!select_runs() && !select_columns()) select_elements();
     if (needs_search(problem)) made_.search = select_range_search(*made_.context, problem);
-    if (problem.history == kMean || std::holds_alternative<RangesArgs>(made_.args)) select_update();
+    if (problem.is_mean() || std::holds_alternative<RangesArgs>(made_.args)) select_update();
   }
   ObserveCuda take() { return std::move(made_); }
 
@@ -187,7 +187,6 @@ class Selection {
   // The ranges of all groups are left in the workspace.
   void select_update() {
     made_.num_ranges = problem_.num_scales;
-    made_.num_counters = 1;
     made_.update = cuda::get_kernel(*made_.context, observe_update_kernel(problem_.dtype));
     made_.update_grid = {ceil_div(problem_.num_scales, kThreads), kThreads};
   }
@@ -254,7 +253,7 @@ void run_observe_cuda(const ObserveCuda& selected, const ObserveTensors& tensors
   run_range_search(selected.search, tensors.x, join.ranges, bytes + selected.scratch_at(), stream);
   if (selected.update)
     cuda::launch(selected.update, selected.update_grid, stream,
-                 ObserveUpdateArgs{state, join, selected.problem.num_scales});
+                 ObserveUpdateArgs{state, join.ranges, selected.problem.num_scales});
 }
 
 }  // namespace halfbyte

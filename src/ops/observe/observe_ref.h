@@ -39,11 +39,18 @@ QuantizeStatus value_ranges(const ObserveProblem& problem, const void* x, Seen<F
 
 // The state takes up the ranges of a batch.
 template <class F>
-void take_up(const ObserveProblem& problem, const Seen<F>* seen, const ObserveTensors& tensors,
-             double history) {
+void take_up(const ObserveProblem& problem, const Seen<F>* seen, const ObserveTensors& tensors) {
   auto *const min = static_cast<F*>(tensors.min), *const max = static_cast<F*>(tensors.max);
+  if (!problem.is_mean()) ++*tensors.num_batches;
   for (int64_t group = 0; group < problem.num_scales; ++group) {
-    const Seen<F> state = formats::observed(Seen<F>{min[group], max[group]}, seen[group], history);
+    Seen<F> state{min[group], max[group]};
+    if (problem.is_mean()) {
+      formats::i64 count = tensors.num_batches[group];
+      state = formats::observed_mean(state, seen[group], count);
+      tensors.num_batches[group] = count;
+    } else {
+      state = formats::observed(state, seen[group], problem.history);
+    }
     min[group] = state.min;
     max[group] = state.max;
   }
@@ -54,7 +61,7 @@ QuantizeStatus run(const ObserveProblem& problem, const ObserveTensors& tensors)
   std::vector<Seen<F>> seen(static_cast<size_t>(problem.num_scales));
   const QuantizeStatus status = value_ranges(problem, tensors.x, seen.data());
   range_search_ref::run(problem, tensors.x, seen.data());
-  if (problem.num_elements() > 0) take_up(problem, seen.data(), tensors, begin_batch(problem, tensors));
+  if (problem.num_elements() > 0) take_up(problem, seen.data(), tensors);
   return status;
 }
 

@@ -44,7 +44,7 @@ TEST(Observe, the_groups_are_those_of_linear_scales) {
     ObserverState state =
         load_observer(test.min.at(test.min.bytes.data(), {}), test.max.at(test.max.bytes.data(), {}),
                       test.num_batches.at(test.num_batches.bytes.data(), {}));
-    EXPECT_EQ(state.num_batches, 1);
+    EXPECT_EQ(state.num_batches[0], 1);
     return state;
   };
   using Values = std::vector<double>;
@@ -93,7 +93,7 @@ TEST(Observe, a_first_batch_is_that_after_a_reset) {
     EXPECT_TRUE(observed.batch({0.5, -0.25, 0}).ok());
     EXPECT_EQ(observed.state().min[0], -0.25);
     EXPECT_EQ(observed.state().max[0], 0.5);
-    EXPECT_EQ(observed.state().num_batches, 1);
+    EXPECT_EQ(observed.state().num_batches[0], 1);
   }
 }
 
@@ -115,7 +115,7 @@ TEST(Observe, the_momentum_weighs_history) {
   EXPECT_EQ(zeros.state().max[0], 1);
   zeros.batch({0, 0});
   EXPECT_EQ(zeros.state().max[0], 0.75);
-  EXPECT_EQ(zeros.state().num_batches, 3);
+  EXPECT_EQ(zeros.state().num_batches[0], 3);
 }
 
 TEST(Observe, only_finite_values_count) {
@@ -127,7 +127,7 @@ TEST(Observe, only_finite_values_count) {
   EXPECT_EQ(observed.state().max[0], 2);
   observed.batch({NAN, NAN});  // nothing of use: as it was
   EXPECT_EQ(observed.state().min[0], 1);
-  EXPECT_EQ(observed.state().num_batches, 2);
+  EXPECT_EQ(observed.state().num_batches[0], 2);
   const ObserverState before = observed.state();
   observed.batch({});
   EXPECT_EQ(observed.state(), before);
@@ -172,10 +172,10 @@ TEST(Observe, bad_descriptors_are_refused) {
     d.observer.momentum = momentum;
     refused(d, {"momentum", "(0, 1)"});
   }
-  for (const double percentile : {50.0, 100.5, std::numeric_limits<double>::quiet_NaN()}) {
+  for (const double percentile : {0.0, -1.0, 100.5, std::numeric_limits<double>::quiet_NaN()}) {
     d = good;
     d.observer.percentile = percentile;
-    refused(d, {"percentile", "(50, 100]"});
+    refused(d, {"percentile", "(0, 100]"});
   }
   d = good;
   d.observer.qparams.q_max = 1000;
@@ -237,7 +237,7 @@ TEST(Observe, states_are_stored_and_loaded) {
   EXPECT_THROW(store_observer(ObserverState::empty(3), a, b, n), Error);
   EXPECT_THROW(store_observer(state, a, a, n), Error) << "they overlap";
   ObserverState wrong = state;
-  wrong.num_batches = -1;
+  wrong.num_batches[0] = -1;
   EXPECT_THROW(store_observer(wrong, a, b, n), Error);
   wrong = state;
   wrong.min[0] = std::numeric_limits<double>::quiet_NaN();
@@ -246,6 +246,20 @@ TEST(Observe, states_are_stored_and_loaded) {
   EXPECT_THROW(store_observer(wrong, a, b, n), Error);
   reset_observer(a, b, n);
   EXPECT_EQ(load_observer(a, b, n), ObserverState::empty(3, DType::f64));
+  // Means have a count of each group.
+  std::array<int64_t, 3> counts{};
+  const TensorView each{counts.data(), DType::i64, {3}, {}, {}}, two{counts.data(), DType::i64, {2}, {}, {}};
+  state = ObserverState::empty(3, DType::f64, ObserverKind::mse);
+  state.min = state.max = {1, 2, 3};
+  state.num_batches = {1, 2, 3};
+  store_observer(state, a, b, each);
+  EXPECT_EQ(counts, (std::array<int64_t, 3>{1, 2, 3}));
+  EXPECT_EQ(load_observer(a, b, each), state);
+  EXPECT_THROW(store_observer(state, a, b, n), Error);
+  EXPECT_THROW(store_observer(state, a, b, two), Error);
+  EXPECT_THROW(store_observer(ObserverState::empty(3, DType::f64), a, b, each), Error);
+  reset_observer(a, b, each);
+  EXPECT_EQ(load_observer(a, b, each), ObserverState::empty(3, DType::f64, ObserverKind::percentile));
 }
 
 TEST(Observe, the_plan_says_what_it_is) {

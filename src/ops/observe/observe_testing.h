@@ -52,17 +52,20 @@ class ObserveCases : RandomCases {
     const int64_t num_groups = contiguous_bytes(DType::i8, groups);
     Values low, high;
     low.dtype = high.dtype = d.state_dtype();
-    const bool first = random_() % 3 == 0;
+    const bool first = random_() % 3 == 0, per_group = counts_per_group(d.observer.kind);
+    std::vector<int64_t> counts;
     for (int64_t i = 0; i < num_groups; ++i) {
       const bool empty = first || random_() % 4 == 0;
       const double a = below(2000) * 1e-5 - 0.01, b = below(2000) * 1e-5 - 0.01;
+      counts.push_back(empty ? below(2) : 1 + below(100));  // of an empty one it does not count
       low.push_back(empty ? INFINITY : std::min(a, b));
       high.push_back(empty ? -INFINITY : std::max(a, b));
     }
-    const int64_t num_batches = first ? 0 : 1 + below(100), shift = size_of(d.state_dtype()) * below(4);
+    if (!per_group) counts = {first ? 0 : 1 + below(100)};
+    const int64_t shift = size_of(d.state_dtype()) * below(4);
     result.min = Storage(d.state_dtype(), groups, low.bytes.data(), shift);
     result.max = Storage(d.state_dtype(), groups, high.bytes.data(), size_of(d.state_dtype()) * below(4));
-    result.num_batches = Storage(DType::i64, {}, &num_batches);
+    result.num_batches = Storage(DType::i64, d.count_shape(), counts.data());
   }
 };
 

@@ -7,16 +7,14 @@ namespace halfbyte::device {
 extern "C" __global__ void __launch_bounds__(kThreads)
     observe_update(const __grid_constant__ ObserveUpdateArgs args) {
   const i64 group = block_index() * kThreads + threadIdx.x;
-  double history = args.state.history;
-  if (history == kMean) {
-    const i64 before = *args.state.num_batches;
-    history = static_cast<double>(before) / static_cast<double>(before + 1);
-  }
-  if (group < args.num_groups)
-    take_up(args.state, group, state_of(args.state, group), left(&args.join.ranges[group]), history);
-  __syncthreads();  // all have read the number of batches
-  const i64 num_blocks = static_cast<i64>(gridDim.x) * gridDim.y;
-  if (threadIdx.x == 0 && is_last(args.join.arrived, num_blocks)) ++*args.state.num_batches;
+  const ObserveState& state = args.state;
+  const bool is_mean = state.history == kMean;
+  if (group == 0 && !is_mean) ++*state.num_batches;
+  if (group >= args.num_groups) return;
+  const Seen<F> before = state_of(state, group), batch = seen_of(left(&args.ranges[group]));
+  store_state(state, group,
+              is_mean ? observed_mean(before, batch, state.num_batches[group])
+                      : observed(before, batch, state.history));
 }
 
 }  // namespace halfbyte::device

@@ -16,16 +16,14 @@ constexpr std::array<Word<ObserverKind>, 4> kKinds{{{ObserverKind::min_max, "min
                                                     {ObserverKind::mse, "mse"}}};
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where num_batches batches were seen before.
-double history_of(const ObserverConfig& config, int64_t num_batches) {
-  switch (config.kind) {
-    case ObserverKind::min_max:
-      return -1;
-    case ObserverKind::moving_average:
-      return config.momentum;
-    default:
-      return static_cast<double>(num_batches) / static_cast<double>(num_batches + 1);
-  }
+// The weight of what was seen before, as formats::observed has it.
+double history_of(const ObserverConfig& config) {
+  return config.kind == ObserverKind::min_max ? -1 : config.momentum;
+}
+// The weight of a state in one that two of them make.
+double share_of(const ObserverConfig& config, int64_t own, int64_t other) {
+  if (config.kind == ObserverKind::min_max || own + other == 0) return -1;
+  return static_cast<double>(own) / static_cast<double>(own + other);
 }
 
 template <class F>
@@ -33,18 +31,40 @@ formats::Seen<F> seen_of(double min, double max) {
   return {static_cast<F>(min) + 0, static_cast<F>(max) + 0};  // -0 becomes +0
 }
 
-template <class F>
-void update(ObserverState& state, double history, std::span<const double> min, std::span<const double> max) {
+// `observed`: of what was seen before, a range and the number of the group.
+template <class F, class Observed>
+void update(ObserverState& state, std::span<const double> min, std::span<const double> max,
+            const Observed& observed) {
   for (size_t i = 0; i < min.size(); ++i) {
-    const auto seen =
-        formats::observed(seen_of<F>(state.min[i], state.max[i]), seen_of<F>(min[i], max[i]), history);
+    const formats::Seen<F> seen =
+        observed(seen_of<F>(state.min[i], state.max[i]), seen_of<F>(min[i], max[i]), i);
     state.min[i] = static_cast<double>(seen.min);
     state.max[i] = static_cast<double>(seen.max);
   }
 }
+template <class Observed>
+void update(ObserverState& state, std::span<const double> min, std::span<const double> max,
+            const Observed& observed) {
+  if (state.dtype == DType::f64)
+    update<double>(state, min, max, observed);
+  else
+    update<float>(state, min, max, observed);
+}
 
 double rounded(double value, DType dtype) {
   return dtype == DType::f64 ? value : static_cast<double>(static_cast<float>(value));
+}
+
+// `state`: as check_state has it.
+void check_counts(const ObserverConfig& config, const ObserverState& state) {
+  const size_t counts = counts_per_group(config.kind) ? state.min.size() : 1;
+  HALFBYTE_CHECK(state.num_batches.size() == counts, usage,
+                 "observer: num_batches of {} must have {} of the {} groups, got {}: {}",
+                 to_string(config.kind), counts_per_group(config.kind) ? "a count of each" : "one count",
+                 state.min.size(), state.num_batches.size(),
+                 counts_per_group(config.kind)
+                     ? "a state with one count does not tell in how many batches each group had finite values"
+                     : "the kind counts batches as a whole");
 }
 
 }  // namespace
@@ -55,9 +75,12 @@ void check_state(const ObserverState& state) {
                  state.max.size());
   HALFBYTE_CHECK(state.dtype == DType::f32 || state.dtype == DType::f64, usage,
                  "observer: dtype must be f32 or f64, got {}", to_string(state.dtype));
-  // Means have it as a double.
-  HALFBYTE_CHECK(0 <= state.num_batches && state.num_batches < int64_t{1} << 53, usage,
-                 "observer: num_batches must be in [0, 2^53), got {}", state.num_batches);
+  HALFBYTE_CHECK(state.num_batches.size() == 1 || state.num_batches.size() == state.min.size(), usage,
+                 "observer: num_batches must have one value, or one of each of the {} groups, got {}",
+                 state.min.size(), state.num_batches.size());
+  for (const int64_t count : state.num_batches)  // means have it as a double
+    HALFBYTE_CHECK(0 <= count && count < int64_t{1} << 53, usage,
+                   "observer: num_batches must be in [0, 2^53), got {}", count);
   for (size_t i = 0; i < state.min.size(); ++i) {
     const double min = state.min[i], max = state.max[i];
     const bool finite = std::isfinite(rounded(min, state.dtype)) && std::isfinite(rounded(max, state.dtype));
@@ -75,17 +98,22 @@ void check_config(const ObserverConfig& config) {
                  static_cast<int>(config.kind));
   HALFBYTE_CHECK(0 < config.momentum && config.momentum < 1, usage,
                  "observer: momentum must be in (0, 1), got {}", config.momentum);
-  HALFBYTE_CHECK(50 < config.percentile && config.percentile <= 100, usage,
-                 "observer: percentile must be in (50, 100], got {}", config.percentile);
+  HALFBYTE_CHECK(0 < config.percentile && config.percentile <= 100, usage,
+                 "observer: percentile must be in (0, 100], got {}", config.percentile);
   check_config(config.qparams);
 }
 
-ObserverState ObserverState::empty(int64_t num_groups, DType dtype) {
+bool counts_per_group(ObserverKind kind) {
+  return kind == ObserverKind::percentile || kind == ObserverKind::mse;
+}
+
+ObserverState ObserverState::empty(int64_t num_groups, DType dtype, ObserverKind kind) {
   HALFBYTE_CHECK(num_groups >= 0, usage, "observer: the number of groups must be >= 0, got {}", num_groups);
   ObserverState state;
   state.min.assign(static_cast<size_t>(num_groups), kInfinity);
   state.max.assign(static_cast<size_t>(num_groups), -kInfinity);
   state.dtype = dtype;
+  if (counts_per_group(kind)) state.num_batches.assign(static_cast<size_t>(num_groups), 0);
   check_state(state);
   return state;
 }
@@ -94,10 +122,12 @@ void ObserverState::update(const ObserverConfig& config, std::span<const double>
                            std::span<const double> batch_max) {
   check_config(config);
   check_state(*this);
+  check_counts(config, *this);
   HALFBYTE_CHECK(batch_min.size() == min.size() && batch_max.size() == min.size(), usage,
                  "observer: batch_min and batch_max must have {} values, one of each group, got {} and {}",
                  min.size(), batch_min.size(), batch_max.size());
   for (size_t i = 0; i < min.size(); ++i) {
+    if (batch_min[i] == kInfinity && batch_max[i] == -kInfinity) continue;  // no finite values
     HALFBYTE_CHECK(std::isfinite(rounded(batch_min[i], dtype)) && std::isfinite(rounded(batch_max[i], dtype)),
                    bad_input, "observer: the range of a batch must be finite in {}, got [{}, {}] of group {}",
                    to_string(dtype), batch_min[i], batch_max[i], i);
@@ -105,12 +135,20 @@ void ObserverState::update(const ObserverConfig& config, std::span<const double>
                    "observer: batch_min must be at most batch_max, got {} and {} of group {}", batch_min[i],
                    batch_max[i], i);
   }
-  const double history = history_of(config, num_batches);
-  if (dtype == DType::f64)
-    halfbyte::update<double>(*this, history, batch_min, batch_max);
-  else
-    halfbyte::update<float>(*this, history, batch_min, batch_max);
-  ++num_batches;
+  if (counts_per_group(config.kind)) {
+    halfbyte::update(*this, batch_min, batch_max, [&](const auto& before, const auto& batch, size_t group) {
+      formats::i64 count = num_batches[group];
+      const auto now = formats::observed_mean(before, batch, count);
+      num_batches[group] = count;
+      return now;
+    });
+  } else {
+    const double history = history_of(config);
+    halfbyte::update(*this, batch_min, batch_max, [&](const auto& before, const auto& batch, size_t) {
+      return formats::observed(before, batch, history);
+    });
+    ++num_batches[0];
+  }
 }
 void ObserverState::update(const ObserverConfig& config, double batch_min, double batch_max) {
   update(config, std::span(&batch_min, 1), std::span(&batch_max, 1));
@@ -119,19 +157,26 @@ void ObserverState::update(const ObserverConfig& config, double batch_min, doubl
 void ObserverState::merge(const ObserverConfig& config, const ObserverState& other) {
   check_config(config);
   check_state(*this);
+  check_counts(config, *this);
   check_state(other);
   HALFBYTE_CHECK(other.min.size() == min.size() && other.dtype == dtype, usage,
                  "observer: only states of as many groups and one dtype merge, got {} of {} and {} of {}",
                  min.size(), to_string(dtype), other.min.size(), to_string(other.dtype));
-  const int64_t total = num_batches + other.num_batches;
-  const double history = config.kind == ObserverKind::min_max || total == 0
-                             ? -1
-                             : static_cast<double>(num_batches) / static_cast<double>(total);
-  if (dtype == DType::f64)
-    halfbyte::update<double>(*this, history, other.min, other.max);
-  else
-    halfbyte::update<float>(*this, history, other.min, other.max);
-  num_batches = total;
+  check_counts(config, other);
+  if (counts_per_group(config.kind)) {
+    halfbyte::update(*this, other.min, other.max, [&](const auto& own, const auto& others, size_t group) {
+      const int64_t count = own.empty() ? 0 : num_batches[group],
+                    more = others.empty() ? 0 : other.num_batches[group];
+      num_batches[group] = count + more;
+      return formats::observed(own, others, share_of(config, count, more));
+    });
+  } else {
+    const double share = share_of(config, num_batches[0], other.num_batches[0]);
+    halfbyte::update(*this, other.min, other.max, [&](const auto& own, const auto& others, size_t) {
+      return formats::observed(own, others, share);
+    });
+    num_batches[0] += other.num_batches[0];
+  }
 }
 
 std::vector<QParams> ObserverState::qparams(const QParamsConfig& config, DType scale_dtype) const {

@@ -226,7 +226,7 @@ TEST(ObserverState, the_momentum_is_used) {
   state.update(config, 0, 0);
   state.update(config, -2, 2);
   EXPECT_EQ(state.max[0], 1.25);
-  EXPECT_EQ(state.num_batches, 4);
+  EXPECT_EQ(state.num_batches[0], 4);
 }
 
 // B-2: the ranges of batches are averaged, not joined.
@@ -234,13 +234,13 @@ TEST(ObserverState, percentiles_are_averaged) {
   for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse}) {
     ObserverConfig config;
     config.kind = kind;
-    ObserverState state = ObserverState::empty(1);
+    ObserverState state = ObserverState::empty(1, DType::f32, kind);
     state.update(config, -1, 1);
     state.update(config, -2, 3);
     state.update(config, -6, 2);
     EXPECT_EQ(state.min[0], -3);
     EXPECT_EQ(state.max[0], 2);
-    EXPECT_EQ(state.num_batches, 3);
+    EXPECT_EQ(state.num_batches[0], 3);
   }
 }
 
@@ -293,18 +293,66 @@ TEST(ObserverState, states_merge) {
   state.merge(config, seen(config, {{-5, 6}}));
   EXPECT_EQ(state.min[0], -3);
   EXPECT_EQ(state.max[0], 3);
-  EXPECT_EQ(state.num_batches, 3);
+  EXPECT_EQ(state.num_batches[0], 3);
   config.kind = ObserverKind::moving_average;
   state = seen(config, {{-1, 1}});
   state.merge(config, seen(config, {{-2, 2}}));
   EXPECT_EQ(state.min[0], -1.5);
   ObserverState worn = state;
-  worn.num_batches = std::numeric_limits<int64_t>::max();
+  worn.num_batches[0] = std::numeric_limits<int64_t>::max();
   refused(ErrorCode::usage, "num_batches must be in [0, 2^53), got 9223372036854775807",
           [&] { state.merge(config, worn); });
   refused(ErrorCode::usage, "num_batches", [&] { worn.update(config, -1, 1); });
   refused(ErrorCode::usage, "as many groups", [&] { state.merge(config, ObserverState::empty(2)); });
   refused(ErrorCode::usage, "one dtype", [&] { state.merge(config, ObserverState::empty(1, DType::f64)); });
+}
+
+// Means weigh what each group has seen; a state that does not tell is refused.
+TEST(ObserverState, means_count_per_group) {
+  for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse}) {
+    ObserverConfig config;
+    config.kind = kind;
+    EXPECT_TRUE(counts_per_group(kind));
+    const ObserverState empty = ObserverState::empty(3, DType::f32, kind);
+    EXPECT_EQ(empty.num_batches, std::vector<int64_t>(3));
+    ObserverState state = empty, other = empty;
+    state.min = state.max = {4, 4, kInfinity};
+    state.max[2] = -kInfinity;
+    state.num_batches = {1, 3, 7};  // 7: of a group that has seen nothing, it does not count
+    other.min = other.max = {12, 12, 12};
+    other.num_batches = {3, 1, 2};
+    state.merge(config, other);
+    EXPECT_EQ(state.max, std::vector<double>({10, 6, 12}));
+    EXPECT_EQ(state.min, state.max);
+    EXPECT_EQ(state.num_batches, std::vector<int64_t>({4, 4, 2}));
+    const std::vector<double> batch = {20, 1, 0};
+    state.update(config, batch, batch);
+    EXPECT_EQ(state.max, std::vector<double>({12, 5, 8}));
+    EXPECT_EQ(state.num_batches, std::vector<int64_t>({5, 5, 3}));
+    const ObserverState before = state;
+    ObserverState one = ObserverState::empty(1, DType::f32, kind);
+    for (const double value : {kInfinity, kInfinity, 10.0, 20.0})  // no finite values in two batches
+      one.update(config, value, std::isinf(value) ? -value : value);
+    EXPECT_EQ(one.max[0], 15);
+    EXPECT_EQ(one.num_batches, std::vector<int64_t>({2}));
+    refused(ErrorCode::bad_input, "finite", [&] { one.update(config, kInfinity, 1); });
+    state.num_batches = {5};
+    const std::string refusal = "num_batches of " + std::string(to_string(kind)) +
+                                " must have a count of each of the 3 groups, got 1: a state with one count";
+    refused(ErrorCode::usage, refusal, [&] { state.update(config, batch, batch); });
+    refused(ErrorCode::usage, refusal, [&] { state.merge(config, before); });
+    refused(ErrorCode::usage, refusal, [&, copy = before]() mutable { copy.merge(config, state); });
+    state.num_batches = {5, 5};
+    refused(ErrorCode::usage, "one of each of the 3 groups, got 2",
+            [&] { state.update(config, batch, batch); });
+    EXPECT_EQ(state.max, before.max);
+    config.kind = ObserverKind::min_max;
+    state.num_batches = before.num_batches;
+    refused(ErrorCode::usage, "num_batches of min-max must have one count of the 3 groups, got 3",
+            [&] { state.update(config, batch, batch); });
+  }
+  EXPECT_FALSE(counts_per_group(ObserverKind::min_max));
+  EXPECT_FALSE(counts_per_group(ObserverKind::moving_average));
 }
 
 TEST(ObserverState, kinds_have_words) {

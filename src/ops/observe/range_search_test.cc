@@ -28,6 +28,7 @@ TEST(RangeSearch, every_target_equals_the_reference) {
     for (int i = 0; i < (testing::kSanitized ? 20 : 150); ++i) {
       ObserveCase test = cases.next(i % 50 == 0 ? 20000 : 500);
       test.descriptor.observer = testing::random_search(random);
+      cases.fill(test);
       expect_reference(test, {1 + i % 3});
     }
   });
@@ -74,6 +75,8 @@ TEST(RangeSearch, percentiles_are_order_statistics) {
   expect(99, 11, 990);
   expect(90, 101, 900);
   expect(50.1, 500, 501);
+  // The ends never cross: what lies between is the median.
+  for (const double percentile : {50.0, 49.9, 25.0, 1.0, 1e-300}) expect(percentile, 500, 501);
   values.push_back(std::numeric_limits<double>::quiet_NaN());
   values.push_back(std::numeric_limits<double>::infinity());
   expect(99.9, 2, 999);
@@ -83,6 +86,10 @@ TEST(RangeSearch, the_rank_is_the_nearest_above) {
   EXPECT_EQ(formats::percentile_rank(99.99, 1), 1);
   EXPECT_EQ(formats::percentile_rank(99.99, 2), 2);
   EXPECT_EQ(formats::percentile_rank(50.1, 3), 2);
+  EXPECT_EQ(formats::percentile_rank(50, 3), 2);
+  EXPECT_EQ(formats::percentile_rank(50, 4), 3);
+  EXPECT_EQ(formats::percentile_rank(0.1, 4), 3);
+  EXPECT_EQ(formats::percentile_rank(std::nextafter(50.0, 51), 4), 3);
   EXPECT_EQ(formats::percentile_rank(99.9, 1000), 999);
   EXPECT_EQ(formats::percentile_rank(99.9, 1001), 1000);
   EXPECT_EQ(formats::percentile_rank(100, (int64_t{1} << 31) + 1), (int64_t{1} << 31) + 1);
@@ -98,6 +105,8 @@ TEST(RangeSearch, few_values_have_percentiles_too) {
   EXPECT_EQ(percentile_of({4, 3}, 60).max, 4);
   EXPECT_EQ(percentile_of({5, 3, 4}, 60).min, 4);
   EXPECT_EQ(percentile_of({5, 3, 4}, 67).max, 5);
+  EXPECT_EQ(percentile_of({5, 3, 4}, 20).min, 4);
+  EXPECT_EQ(percentile_of({5, 3, 4}, 20).max, 4);
   EXPECT_FALSE(std::signbit(percentile_of({-0.0, -0.0, -0.0}, 60).min));
 }
 
@@ -170,11 +179,71 @@ TEST(RangeSearch, batches_are_averaged) {
   config.kind = ObserverKind::percentile;
   config.percentile = 100;
   Batch batch(config, {-1, 2});
-  ObserverState state = ObserverState::empty(1);
+  ObserverState state = ObserverState::empty(1, DType::f32, config.kind);
   for (const double max : {2.0, 4.0, 9.0}) state.update(config, -1, max);
   EXPECT_EQ(state.max[0], 5);
-  EXPECT_EQ(state.num_batches, 3);
+  EXPECT_EQ(state.num_batches[0], 3);
   EXPECT_EQ(batch.max, 2);
+}
+
+// A group weighs a batch by those in which it had finite values itself.
+TEST(RangeSearch, each_group_has_a_mean_of_its_own) {
+  for (const ObserverKind kind : {ObserverKind::percentile, ObserverKind::mse})
+    for (const DType dtype : testing::kFloatDTypes) {
+      ObserveDescriptor descriptor;
+      descriptor.shape = {3, 1};
+      descriptor.granularity = Granularity::channel;
+      descriptor.axis = 0;
+      descriptor.dtype = dtype;
+      descriptor.observer.kind = kind;
+      EXPECT_EQ(descriptor.count_shape(), std::vector<int64_t>({3}));
+      const auto plan = ObservePlan::select({}, descriptor);
+      std::array<double, 3> low, high;
+      std::array<int64_t, 3> counts;
+      const DType state_dtype = descriptor.state_dtype();
+      const TensorView min{low.data(), state_dtype, {3}, {}, {}}, max{high.data(), state_dtype, {3}, {}, {}},
+          num_batches{counts.data(), DType::i64, {3}, {}, {}};
+      reset_observer(min, max, num_batches);
+      EXPECT_EQ(load_observer(min, max, num_batches), ObserverState::empty(3, state_dtype, kind));
+      alignas(16) QuantizeStatus workspace;
+      for (const std::array<double, 3>& batch :
+           {std::array<double, 3>{NAN, 8, NAN}, {NAN, 8, NAN}, {8, NAN, NAN}, {16, 16, NAN}}) {
+        testing::Values x;
+        x.dtype = dtype;
+        for (const double value : batch) x.push_back(value);
+        plan.run(nullptr, &workspace, {x.view({3, 1}), min, max, num_batches});
+      }
+      const ObserverState state = load_observer(min, max, num_batches);
+      EXPECT_EQ(state.num_batches, std::vector<int64_t>({2, 3, 0}));
+      const double third = dtype == DType::f64 ? 8 * (2.0 / 3) + 16 * (1 - 2.0 / 3)
+                                               : static_cast<double>(static_cast<float>(32 / 3.0));
+      EXPECT_NEAR(state.max[0], 12, kind == ObserverKind::mse ? 1 : 0) << to_string(dtype);
+      EXPECT_NEAR(state.max[1], third, kind == ObserverKind::mse ? 1 : 0) << to_string(dtype);
+      EXPECT_GT(state.min[2], state.max[2]);
+    }
+}
+TEST(RangeSearch, a_channel_of_nan_nan_10_20_gives_15) {
+  ObserverConfig config;
+  config.kind = ObserverKind::percentile;
+  ObserveDescriptor descriptor;
+  descriptor.shape = {1};
+  descriptor.granularity = Granularity::channel;
+  descriptor.observer = config;
+  descriptor.alignment = 4;
+  const auto plan = ObservePlan::select({}, descriptor);
+  float x = 0, low = 0, high = 0;
+  int64_t count = 0;
+  const auto view = [](auto& value, DType dtype) { return TensorView{&value, dtype, {1}, {}, {}}; };
+  reset_observer(view(low, DType::f32), view(high, DType::f32), view(count, DType::i64));
+  alignas(16) QuantizeStatus workspace;
+  for (const float value : {NAN, NAN, 10.0f, 20.0f}) {
+    x = value;
+    plan.run(nullptr, &workspace,
+             {view(x, DType::f32), view(low, DType::f32), view(high, DType::f32), view(count, DType::i64)});
+  }
+  EXPECT_EQ(low, 15);
+  EXPECT_EQ(high, 15);
+  EXPECT_EQ(count, 2);
 }
 
 // ---- Mse

@@ -11,7 +11,7 @@ inline ObserverConfig random_search(std::mt19937_64& random) {
   };
   ObserverConfig config;
   config.kind = random() % 2 ? ObserverKind::percentile : ObserverKind::mse;
-  config.percentile = pick({99.99, 99.9, 99, 90, 75, 51, 50.001, 100});
+  config.percentile = pick({99.99, 99.9, 99, 90, 75, 51, 50.001, 50, 30, 0.01, 100});
   QParamsConfig& codes = config.qparams;
   codes = QParamsConfig::of_bits(static_cast<int>(2 + random() % 7), random() % 2 != 0);
   if (random() % 4 == 0) {  // unsigned
