@@ -33,8 +33,8 @@ template <class F>
 struct GroupParams {
   F scale = 0, bias = 0;
   F code_scale = 0, code_bias = 0;
-  int zero_point = 0;   // signed; stored as zero_point - q_min
-  bool held = true;     // false: scale_type cannot hold the scale or bias, or a code has no finite value
+  int zero_point = 0;  // signed; stored as zero_point - q_min
+  bool held = true;  // false: scale_type cannot hold the scale or bias, or the code of a value is not finite
   bool coarse = false;  // the stored scale keeps fewer than 8 significant bits
 };
 
@@ -92,15 +92,6 @@ HALFBYTE_FN bool is_coarse(F scale, const Codec& codec) {
                                                                           : 0);
   return scale != 0 && abs(scale) < smallest;
 }
-// Whether scale and bias, as stored, and all that is decoded with them are finite.
-template <class F>
-HALFBYTE_FN bool is_held(const GroupParams<F>& params, const Codec& codec) {
-  const auto finite = [&](int code) {
-    return is_finite(decode(code, params.scale, params.bias, params.zero_point, codec));
-  };
-  return is_finite(params.scale) && is_finite(params.bias) && finite(0) && finite(codec.highest_code());
-}
-
 // (max - min) / levels without overflow; 0 only for an empty range.
 template <class F>
 HALFBYTE_FN F range_step(F min, F max, F levels) {
@@ -186,7 +177,7 @@ HALFBYTE_FN void decide_codes(GroupParams<F>& params, const RuleParams<F>& by_ru
   }
 }
 
-// The parameters as the codec stores them.
+// The parameters as the codec stores them, but for `held`.
 template <class F>
 HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Codec& codec) {
   GroupParams<F> params;
@@ -194,13 +185,7 @@ HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Cod
   params.bias = stored(by_rule.bias, codec.scale_type);
   params.coarse = by_rule.may_underflow && is_coarse(by_rule.scale, codec);
   decide_codes(params, by_rule, codec.unrounded_code_scale, codec);
-  params.held = is_held(params, codec);
   return params;
-}
-
-template <class F>
-HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
-  return stored_params(rule_params(min, max, codec), codec);
 }
 
 // Where a finite x lies among the codes of an affine format, in [0, levels].
@@ -234,6 +219,35 @@ HALFBYTE_FN int encode(F x, const GroupParams<F>& params, const Codec& codec) {
       break;
   }
   return static_cast<int>(round_half_even(affine_position(x, params, codec)));
+}
+
+// Whether scale and bias, as stored, and all that codes are decoded to are finite.
+template <class F>
+HALFBYTE_FN bool is_held(const GroupParams<F>& params, const Codec& codec) {
+  const auto finite = [&](int code) {
+    return is_finite(decode(code, params.scale, params.bias, params.zero_point, codec));
+  };
+  return is_finite(params.scale) && is_finite(params.bias) && finite(0) && finite(codec.highest_code());
+}
+
+// Likewise of the codes of 0 and of the values in [min, max] (none if min > max), which need not be all codes
+// of integers: with rule absmax no value has the code -8 of int4.
+template <class F>
+HALFBYTE_FN bool is_held(const GroupParams<F>& params, F min, F max, const Codec& codec) {
+  if (is_held(params, codec)) return true;
+  if (codec.kind != Kind::integer || !is_finite(params.scale)) return false;
+  const auto finite = [&](F x) {
+    return is_finite(decode(encode(x, params, codec), params.scale, params.bias, params.zero_point, codec));
+  };
+  return finite(formats::min(min, static_cast<F>(0))) && finite(formats::max(max, static_cast<F>(0)));
+}
+
+// Scale, bias and zero point of a group by its statistics, see rule_params.
+template <class F>
+HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
+  GroupParams<F> params = stored_params(rule_params(min, max, codec), codec);
+  params.held = is_held(params, min, max, codec);
+  return params;
 }
 
 // The code of zero: what padding and non-finite elements get.

@@ -54,10 +54,11 @@ struct ObserverPointers {
   formats::i64* num_batches = nullptr;
 };
 // Takes up the range of a batch, in which -0 is +0, and gives the parameters for all that was seen. False:
-// there are none, since nothing was seen or the state is not finite.
+// there are none, since nothing was seen or the state is not finite. `batch` becomes the range of what is
+// quantized and was seen: an average need not contain the batch.
 template <class F>
-HALFBYTE_FN bool observe_params(const ObserverPointers& state, formats::i64 index,
-                                const formats::Seen<F>& batch, double history, const formats::Codec& codec,
+HALFBYTE_FN bool observe_params(const ObserverPointers& state, formats::i64 index, formats::Seen<F>& batch,
+                                double history, const formats::Codec& codec,
                                 formats::GroupParams<F>& params) {
   F& min = static_cast<F*>(state.min)[index];
   F& max = static_cast<F*>(state.max)[index];
@@ -67,6 +68,7 @@ HALFBYTE_FN bool observe_params(const ObserverPointers& state, formats::i64 inde
   max = seen.max;
   if (seen.min <= seen.max && formats::is_finite(seen.min) && formats::is_finite(seen.max)) {
     params = formats::group_params(seen.min, seen.max, codec);
+    batch = {formats::min(batch.min, seen.min), formats::max(batch.max, seen.max)};
     return true;
   }
   params = {};

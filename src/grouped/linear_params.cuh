@@ -14,6 +14,7 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
                : !kTable && common.rule == Rule::half_range ? Rule::half_range
                                                             : Rule::absmax;
   GroupParams<F> params;
+  Seen<F> range{min, max};
   if constexpr (kOp == LinearOp::fake_quantize) {
     codec.kind = kTable ? Kind::table : Kind::integer;
     if constexpr (kTableGiven) {  // as much of it as group_params needs: 1 is another code
@@ -26,7 +27,7 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
     }
     codec.eps = common.eps;
     if (store && common.observer.min != nullptr) {
-      if (!observe_params(common.observer, index, Seen<F>{min, max}, common.history, codec, params))
+      if (!observe_params(common.observer, index, range, common.history, codec, params))
         atomic_add(&common.counts->num_invalid_scales, 1);
     } else {
       params = group_params(min, max, codec);
@@ -39,7 +40,7 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
     if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
     if constexpr (kZeroType == ZeroType::byte)
       static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);
-    if (!params.held) atomic_add(&common.counts->num_unheld_scales, 1);
+    if (!is_held(params, range.min, range.max, codec)) atomic_add(&common.counts->num_unheld_scales, 1);
     if (params.coarse) atomic_add(&common.counts->num_coarse_scales, 1);
   }
   Group group{};

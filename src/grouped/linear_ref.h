@@ -141,11 +141,12 @@ template <class F>
 formats::GroupParams<F> compute_params(const LinearProblem& problem, const LinearTensors& tensors,
                                        int64_t index, F low, F high, QuantizeStatus& status) {
   formats::GroupParams<F> params;
+  formats::Seen<F> range{low, high};
   if (!problem.observed)
     params = formats::group_params(low, high, problem.codec);
-  else if (!observe_params(tensors.observer, index, {low, high}, problem.history, problem.codec, params))
+  else if (!observe_params(tensors.observer, index, range, problem.history, problem.codec, params))
     ++status.num_invalid_scales;
-  status.num_unheld_scales += params.held ? 0 : 1;
+  status.num_unheld_scales += formats::is_held(params, range.min, range.max, problem.codec) ? 0 : 1;
   status.num_coarse_scales += params.coarse ? 1 : 0;
   return params;
 }

@@ -77,6 +77,31 @@ TEST_F(Quantize, GroupsLargerThanABlockAndWholeTensors) {
   }
 }
 
+// Groups whose last code would be infinite, if a value had it.
+TEST_F(Quantize, ValuesNearTheLargest) {
+  constexpr int64_t kRows = 96, kCols = 64;
+  for (const Format format : {Format::int2, Format::int4, Format::int5, Format::int8})
+    for (const ScaleRule rule :
+         {ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max, ScaleRule::minmax})
+      for (const DType scale_dtype : {DType::f32, DType::bf16}) {
+        const testing::EncodedSpec spec{
+            {.format = format, .asymmetric = rule == ScaleRule::minmax, .scale_dtype = scale_dtype}, {rule}};
+        SCOPED_TRACE(testing::describe(spec));
+        Values x;
+        for (int64_t i = 0; i < kRows * kCols; ++i) {
+          const double largest = 2.6e38 + static_cast<double>(i / kCols) * (8e37 / kRows);
+          x.push_back(i % kCols == 5 ? (i / kCols % 2 ? largest : -largest) : 1e36 * (i % 7));
+        }
+        Parts parts = testing::quantize_on_cpu(x.bytes.data(), DType::f32, spec, kRows, kCols);
+        EXPECT_LT(parts.status.num_unheld_scales, kRows);
+        if (rule == ScaleRule::absmax && scale_dtype == DType::f32) {
+          EXPECT_EQ(parts.status.num_unheld_scales, 0);
+        }
+        EXPECT_TRUE(
+            testing::same(parts, testing::quantize_on_cuda(x.bytes.data(), DType::f32, spec, kRows, kCols)));
+      }
+}
+
 TEST_F(Quantize, AGivenRangeIsThatOfTheTensor) {
   const int64_t rows = 5, cols = 1000;
   for (const DType dtype : {DType::bf16, DType::f32, DType::f64}) {

@@ -226,6 +226,15 @@ TEST(FakeQuantize, ScalesAndZeroPointsAreComputed) {
   EXPECT_EQ(r.zero_point, (std::vector<int32_t>{-5}));
   const Result constant = run(d, {5, 5, 5, 5}, {});
   EXPECT_EQ(constant.y, (Floats{5, 5, 5, 5}));
+  // The code -8 has no value of rule absmax: that it is infinite does not count.
+  d = integers({4}, -8, 7);
+  d.computed = true;
+  const Result large = run(d, {3.3e38f, -3.3e38f, 0, 1e38f}, {});
+  EXPECT_EQ(large.status.num_unheld_scales, 0);
+  EXPECT_EQ(large.y[1], -large.y[0]);
+  d.scale_rule = ScaleRule::half_range;  // 7.5: a tie to -8, which is infinite
+  const Result unheld = run(d, {0x1.ep127f, -0x1.ep127f, 0, 1e38f}, {});
+  EXPECT_EQ(unheld.status.num_unheld_scales, std::isinf(unheld.y[1]) ? 1 : 0);
 }
 
 // A step of training, with scales from an observer: forward and both backward operations by one descriptor.

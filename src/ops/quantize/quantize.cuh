@@ -178,8 +178,8 @@ template <ScaleType kType>
 constexpr Codec kStoredAs = stored_as(kType);
 // Counts what is wrong with the parameters of a group.
 __device__ __forceinline__ void count_losses(const QuantizeArgs& args, const RuleParams<F>& by_rule,
-                                             const GroupParams<F>& params) {
-  if (!is_held(params, kCodec)) atomic_add(&args.counts->num_unheld_scales, 1);
+                                             const Range<F>& range, const GroupParams<F>& params) {
+  if (!is_held(params, -range.low, range.high, kCodec)) atomic_add(&args.counts->num_unheld_scales, 1);
   const bool coarse = args.scale_type == ScaleType::f16 ? is_coarse(by_rule.scale, kStoredAs<ScaleType::f16>)
                       : args.scale_type == ScaleType::bf16
                           ? is_coarse(by_rule.scale, kStoredAs<ScaleType::bf16>)
@@ -196,7 +196,7 @@ __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 i
   decide_codes(params, by_rule, args.unrounded_code_scale, kCodec);
   if (store) {
     if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.q_min);
-    if (!is_usual(params)) count_losses(args, by_rule, params);
+    if (!is_usual(params)) count_losses(args, by_rule, range, params);
   }
   Encoding e{params.code_scale, params.code_bias, 0, params.zero_point, true};
   if constexpr (kFast) e.reciprocal = 1.0f / params.code_scale;

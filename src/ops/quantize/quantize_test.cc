@@ -299,6 +299,47 @@ TEST(Quantize, HugeRangesDoNotOverflow) {
   }
 }
 
+// A code that no value has, like -8 of int4 with rule absmax, does not count: a group is held if and only if
+// all its values are decoded to finite ones.
+TEST(Quantize, OnlyCodesOfValuesMustBeFinite) {
+  constexpr double kMost = 3.4028234663852886e38;
+  int held = 0, unheld = 0;
+  const auto check = [&](const EncodedSpec& spec, const std::vector<double>& values) {
+    Values x;
+    for (const double value : values) x.push_back(value);
+    const auto n = static_cast<int64_t>(values.size());
+    testing::Parts parts = testing::quantize_parts(x, spec, 1, n);
+    std::vector<float> y(values.size());
+    dequantize(parts.view(), {y.data(), DType::f32, {1, n}, {}, {}});
+    const bool finite = std::all_of(y.begin(), y.end(), [](float value) { return std::isfinite(value); });
+    EXPECT_EQ(parts.status.num_unheld_scales, finite ? 0 : 1)
+        << testing::describe(spec) << " " << values[0] << " " << values[1];
+    ++(finite ? held : unheld);
+    return finite;
+  };
+  for (const FormatInfo& format : all_formats()) {
+    if (format.kind != FormatKind::integer) continue;
+    for (const ScaleRule rule :
+         {ScaleRule::absmax, ScaleRule::half_range, ScaleRule::signed_max, ScaleRule::minmax})
+      for (const DType scale_dtype : {DType::f32, DType::bf16}) {
+        const EncodedSpec spec{
+            {.format = format.format, .asymmetric = rule == ScaleRule::minmax, .scale_dtype = scale_dtype},
+            {rule}};
+        for (double a = 2.5e38; a < kMost; a *= 1.004)
+          for (const double b : {0.0, 1.0, -a / 3, a / 9}) {
+            const bool positive = check(spec, {a, b, 1e37}), negative = check(spec, {-a, b, 1e37});
+            if (rule == ScaleRule::absmax && scale_dtype == DType::f32) {
+              EXPECT_TRUE(positive && negative) << a;
+            }
+          }
+      }
+  }
+  EXPECT_GT(held, 1000);
+  EXPECT_GT(unheld, 100);
+  const EncodedSpec spec{{.format = Format::int4, .scale_dtype = DType::f32}};
+  EXPECT_TRUE(check(spec, {3.3e38, -3.3e38, 0, kMost}));
+}
+
 TEST(Quantize, ScalesThatADTypeCannotHoldOrOnlyCoarselyAreCounted) {
   EncodedSpec spec{{.format = Format::int8, .scale_dtype = DType::f16}};
   const auto status = [&](double scale) {

@@ -242,6 +242,13 @@ TEST(Simple, ErrorsNameTheArgumentItsUnitAndTheValues) {
             "dequantize_nf4: n must not be negative, got -1 elements");
 }
 
+TEST(Simple, ValuesNearTheLargestAreHeld) {
+  const std::vector<float> x{3.4e38f, -3.3e38f, 1e38f, 0};
+  const Encoded q = encode_int4(x, 4);
+  const std::vector<float> y = decode_int4(q, 4, 4);
+  for (size_t i = 0; i < 4; ++i) EXPECT_LE(std::abs(y[i] / 2 - x[i] / 2), 1.25e37f) << y[i];
+}
+
 TEST(Simple, DataThatCannotBeHeldIsAnError) {
   EXPECT_EQ(error_of(ErrorCode::bad_input,
                      [] {

@@ -436,8 +436,12 @@ class Oracle {
         zero = d_.q_min - static_cast<int>(std::nearbyint(steps));
         put_integer(test_.zero_point, static_cast<int64_t>(k), zero);
       }
-      if (!std::isfinite(static_cast<F>(d_.q_min - zero) * stored) ||
-          !std::isfinite(static_cast<F>(d_.q_max - zero) * stored))
+      const auto finite = [&](F x) {  // what is decoded of it
+        const F code = std::clamp(std::nearbyint(x / stored), static_cast<F>(d_.q_min - zero),
+                                  static_cast<F>(d_.q_max - zero));
+        return stored == 0 || std::isfinite(code * stored);
+      };
+      if (!std::isfinite(stored) || !finite(std::min<F>(0, low[k])) || !finite(std::max<F>(0, high[k])))
         ++status_.num_unheld_scales;
     }
   }
@@ -687,6 +691,10 @@ TEST(QuantizeLinear, ComputedScales) {
   int4.descriptor.scale_rule = ScaleRule::half_range;
   EXPECT_EQ(int4.codes({-1, 1}), (Ints{-7, 7}));  // 7.4999996
   EXPECT_EQ(formats::bit_cast<uint32_t>(int4.scale_value()), 0x3E088889u);
+  // That the code -8 would be infinite does not count where no value has it.
+  Golden large(vector_of(2, DType::i4, -8, 7));
+  EXPECT_EQ(large.codes({-3.3e38, 1e38}), (Ints{-7, 2}));
+  EXPECT_EQ(large.status.num_unheld_scales, 0);
 
   const auto asymmetric = [](int64_t n, DType code_dtype, int q_min, int q_max) {
     LinearDescriptor d = vector_of(n, code_dtype, q_min, q_max);
