@@ -25,6 +25,7 @@ struct HALFBYTE_API QParamsConfig {
   // All two's complement codes of `bits` bits; bits must be in [2, 8], else Error(usage). Asymmetric uses
   // rule minmax.
   static QParamsConfig of_bits(int bits, bool asymmetric = false);
+  int num_levels() const { return q_max - q_min + 1; }  // codes that there are
 
   bool operator==(const QParamsConfig&) const = default;
 };

@@ -47,7 +47,7 @@ TEST(QParams, of_bits_are_those_of_qat) {
   EXPECT_EQ(of(8, false, 0, 0), QParams{});
   for (int bits = 2; bits <= 8; ++bits) {
     const QParamsConfig config = QParamsConfig::of_bits(bits);
-    EXPECT_EQ(config.q_max - config.q_min, (1 << bits) - 1);
+    EXPECT_EQ(config.num_levels(), 1 << bits);
     EXPECT_EQ(compute_qparams(-1, 1, config).scale,
               static_cast<double>(1.0f / static_cast<float>(config.q_max)));
   }
