@@ -120,7 +120,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(observe_args, num_batches);
   EXPECT_NO_TAIL(qparams_descriptor, zero_point_dtype);
   EXPECT_NO_TAIL(compute_qparams_args, zero_point);
-  EXPECT_NO_TAIL(affine_qdq_descriptor, adam);
+  EXPECT_NO_TAIL(affine_qdq_descriptor, n_bins);
   EXPECT_NO_TAIL(affine_init_args, biases);
   EXPECT_NO_TAIL(affine_qdq_args, y);
   EXPECT_NO_TAIL(adam_step, step);
@@ -590,6 +590,14 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   EXPECT_FAILS(HALFBYTE_USAGE, "affine descriptor: bits must be 2, 3, 4, 5, 6 or 8, got 7",
                halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
   descriptor.bits = 4;
+  descriptor.n_bins = int64_t{1} << 33;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.n_bins must be in [0, 256], got 8589934592",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  descriptor.n_bins = 17;
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               "affine descriptor: n_bins must be 0 (all codes), or 2 to the 16 codes of 4 bits, got 17",
+               halfbyte_affine_qdq_descriptor_shapes(&descriptor, code_shape, scale_shape));
+  descriptor.n_bins = 16;
   descriptor.packed = 2;
   halfbyte_plan* raw = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.packed must be 0 or 1, got 2",
@@ -649,6 +657,17 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
   EXPECT_EQ(dscales.values[0], 62.75f);
   EXPECT_EQ(dbiases.values[0], 7.25f);
+  // Either gradient alone; tensors without an axis of one element.
+  dscales.values[0] = dbiases.values[0] = 0;
+  Array<float> flat_dbiases({1});
+  gradient.dscales = nullptr;
+  gradient.dbiases = flat_dbiases;
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_EQ(dscales.values[0], 0);
+  EXPECT_EQ(flat_dbiases.values[0], 7.25f);
+  gradient.dbiases = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq_backward: dscales or dbiases must have data",
+               halfbyte_affine_qdq_backward_can_implement(backward.get(), &gradient));
 
   const auto refused = [&] { return halfbyte_affine_qdq_backward_can_implement(training.get(), &gradient); };
   EXPECT_FAILS(HALFBYTE_USAGE, "scales must not be NULL", refused());
@@ -1241,25 +1260,6 @@ TEST(CApi, ObserversOfTheHost) {
                halfbyte_observer_load(low, high, batches, nullptr, &state));
 }
 
-TEST(CApi, PlansOfObservers) {
-  const int64_t shape[2] = {2, 4};
-  auto config = INITIALISED(observer_config);
-  auto descriptor = INITIALISED(observe_descriptor);
-  descriptor.shape = shape;
-  descriptor.ndim = 2;
-  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
-  descriptor.axis = 0;
-  descriptor.alignment = 4;
-  descriptor.observer = &config;
-  int32_t ndim = 0;
-  int64_t state_shape[2] = {};
-  EXPECT_OK(halfbyte_observe_descriptor_state_shape(&descriptor, &ndim, state_shape));
-  EXPECT_EQ(ndim, 1);
-  EXPECT_EQ(state_shape[0], 2);
-  halfbyte_plan* raw = nullptr;
-  EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
-  const UniquePlan observe(raw);
-  Array<float> x({2, 4}, {1, NAN, -3, 2, 0, 4, 5, -127}), min({2}), max({2}), scale({2});
 TEST(CApi, MeansCountBatchesOfEachGroup) {
   auto config = INITIALISED(observer_config);
   config.kind = HALFBYTE_OBSERVER_PERCENTILE;
@@ -1336,6 +1336,25 @@ TEST(CApi, MeansCountBatchesOfEachGroup) {
                halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
 }
 
+TEST(CApi, PlansOfObservers) {
+  const int64_t shape[2] = {2, 4};
+  auto config = INITIALISED(observer_config);
+  auto descriptor = INITIALISED(observe_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.alignment = 4;
+  descriptor.observer = &config;
+  int32_t ndim = 0;
+  int64_t state_shape[2] = {};
+  EXPECT_OK(halfbyte_observe_descriptor_state_shape(&descriptor, &ndim, state_shape));
+  EXPECT_EQ(ndim, 1);
+  EXPECT_EQ(state_shape[0], 2);
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan observe(raw);
+  Array<float> x({2, 4}, {1, NAN, -3, 2, 0, 4, 5, -127}), min({2}), max({2}), scale({2});
   Array<int64_t> num_batches({});
   EXPECT_OK(halfbyte_observer_reset(min, max, num_batches, nullptr));
   auto args = INITIALISED(observe_args);

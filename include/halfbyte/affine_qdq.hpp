@@ -6,6 +6,8 @@
 //             optionally a step of Adam with them, in the same pass
 //
 // Matrices are [rows, cols], with groups of `group_size` elements along a row; the last group may be short.
+// Tensors may have any leading axes that make up the rows: none for one row, so that flat buffers of whole
+// groups are a matrix of one row. A last axis of one element (a scale for each row) may be left out.
 // Arithmetic is f32. Sums have the order of a binary tree over the elements of the group (pairwise), so every
 // device, SIMD target, number of threads and run gives the same bytes. A NaN in sums and parameters is always
 // the same NaN. docs/training.md shows the loop.
@@ -25,24 +27,29 @@ enum class AffineRounding : uint8_t { half_even, half_away };
 // One description for all three plans.
 struct HALFBYTE_API AffineQdqDescriptor {
   int64_t rows = 0, cols = 0;
-  int bits = 4;                    // of a code: 2, 3, 4, 5, 6, 8; codes are 0 .. 2^bits - 1
+  int bits = 4;                    // of a code: 2, 3, 4, 5, 6, 8; codes are 0 .. num_levels() - 1
   int64_t group_size = 64;         // elements, > 0
   bool packed = true;              // codes as in QuantShape; false: one code in each byte
   DType dtype = DType::f32;        // of w, y, dy: f32, f16, bf16
   DType scale_dtype = DType::f32;  // of scales and biases: f32, f16, bf16; gradients are f32
-  // For Init. minmax: scale = (max - min) / (2^bits - 1) and bias = min; a constant group has scale = 1. The
-  // stored scale and bias decide the codes. mlx_edge: the rule of MLX (its CPU build), in which 0 and the
-  // larger edge are exact. The scale and bias before they are rounded to scale_dtype decide the codes.
+  // For Init. minmax: scale = (max - min) / (num_levels() - 1) and bias = min; a constant group has scale
+  // = 1. The stored scale and bias decide the codes. mlx_edge: the rule of MLX (its CPU build), in which 0
+  // and the larger edge are exact. The scale and bias before they are rounded to scale_dtype decide the
+  // codes.
   ScaleRule scale_rule = ScaleRule::minmax;
   AffineRounding rounding = AffineRounding::half_even;  // Init. MLX: CPU half_even, Metal and CUDA half_away
   // For Init. Afterwards, replaces scale and bias by those that minimise the sum of (q * scale + bias - w)^2
   // over the codes, rounded to scale_dtype, if that makes the sum smaller.
   bool refit = false;
   bool adam = false;  // Backward: with a step of Adam
-  // Alignment of the addresses of w, y, dy and codes, in bytes, which `run` relies on. A power of two, at
-  // least the size of an element of dtype; 16 is fastest. Everything else is aligned to its elements.
+  // Alignment of the addresses of w, y and dy, in bytes, which `run` relies on. A power of two, at least the
+  // size of an element of dtype; 16 is fastest. Everything else is aligned to its elements: codes lie at any
+  // address, but those of AffineQdq as QuantizeDescriptor has it. Backward reads them fastest at multiples
+  // of 8.
   int64_t alignment = 16;
+  int n_bins = 0;  // levels: 2 .. 2^bits; 0: 2^bits
 
+  int num_levels() const { return n_bins == 0 ? 1 << bits : n_bins; }
   // Shape of the codes (u8): [rows, bytes of a row], with one code in each byte if not packed. Shape of
   // scales, biases, their gradients and moments: [rows, groups of a row]. Both throw as check_descriptor.
   std::vector<int64_t> code_shape() const;
@@ -97,8 +104,9 @@ struct HALFBYTE_API AdamStep {
 struct HALFBYTE_API AffineQdqBackward {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    TensorView codes, dy;         // read
-    TensorView dscales, dbiases;  // written: f32, scale_shape(); with adam each may be without data
+    TensorView codes, dy;  // read
+    // Written: f32, scale_shape(). Either may be without data; with adam both may.
+    TensorView dscales, dbiases;
     // Only with adam, otherwise without data: f32, scale_shape(), read and written. The moments are 0 before
     // step 1.
     TensorView scales, biases;

@@ -651,7 +651,7 @@ typedef struct halfbyte_affine_qdq_descriptor {
   size_t struct_size;
   int64_t rows, cols;
   int64_t group_size; /* elements, along a row */
-  int64_t alignment;  /* bytes */
+  int64_t alignment;  /* bytes: of w, y and dy */
   int32_t bits;       /* of a code: 2, 3, 4, 5, 6, 8 */
   int32_t packed;     /* flag: codes are a stream of bits; 0: each code has a byte */
   halfbyte_dtype dtype;
@@ -660,8 +660,9 @@ typedef struct halfbyte_affine_qdq_descriptor {
   int32_t half_away;              /* flag: codes are rounded half away from zero; else half to even */
   int32_t refit;                  /* flag: init ends with a least-squares fit over the codes */
   int32_t adam;                   /* flag: backward makes a step of Adam */
+  int64_t n_bins;                 /* levels: 2 .. 2^bits; 0: 2^bits */
 } halfbyte_affine_qdq_descriptor;
-/* An empty matrix, packed 4-bit codes, groups of 64, all f32, minmax. */
+/* An empty matrix, packed 4-bit codes with all levels, groups of 64, all f32, minmax. */
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_descriptor_init(halfbyte_affine_qdq_descriptor* descriptor,
                                                                  size_t struct_size);
 /* The shapes of codes (u8), and of scales, biases, their gradients and moments. */
@@ -720,7 +721,7 @@ typedef struct halfbyte_affine_qdq_backward_args {
   size_t struct_size;
   const DLTensor* codes;
   const DLTensor* dy;
-  const DLTensor* dscales; /* written; with adam NULL where not wanted */
+  const DLTensor* dscales; /* written; NULL where not wanted, both only with adam */
   const DLTensor* dbiases; /* likewise */
   /* Only with adam, otherwise NULL: f32, read and written. The moments are 0 before step 1. */
   const DLTensor* scales;

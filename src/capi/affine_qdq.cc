@@ -18,6 +18,7 @@ halfbyte_affine_qdq_descriptor default_descriptor() {
   descriptor.dtype = static_cast<int32_t>(defaults.dtype);
   descriptor.scale_dtype = static_cast<int32_t>(defaults.scale_dtype);
   descriptor.scale_rule = static_cast<int32_t>(defaults.scale_rule);
+  descriptor.n_bins = defaults.n_bins;
   return descriptor;
 }
 
@@ -38,6 +39,8 @@ AffineQdqDescriptor descriptor_of(const halfbyte_affine_qdq_descriptor* given) {
   descriptor.refit = flag_of(c.refit, "descriptor.refit");
   descriptor.adam = flag_of(c.adam, "descriptor.adam");
   descriptor.alignment = c.alignment;
+  if (c.n_bins < 0 || c.n_bins > 256) refuse("descriptor.n_bins must be in [0, 256], got {}", c.n_bins);
+  descriptor.n_bins = static_cast<int>(c.n_bins);
   return descriptor;
 }
 
@@ -73,12 +76,11 @@ AffineQdqBackward::Args args_of(const AffineQdqDescriptor& descriptor,
                                 const halfbyte_affine_qdq_backward_args* given) {
   required(given, "args");
   const halfbyte_affine_qdq_backward_args args = read_struct(given, {}, "args");
-  const auto gradients = descriptor.adam ? optional_view_of : view_of;
   const auto masters = descriptor.adam ? view_of : optional_view_of;
   return {view_of(args.codes, "codes"),
           view_of(args.dy, "dy"),
-          gradients(args.dscales, "dscales"),
-          gradients(args.dbiases, "dbiases"),
+          optional_view_of(args.dscales, "dscales"),
+          optional_view_of(args.dbiases, "dbiases"),
           masters(args.scales, "scales"),
           masters(args.biases, "biases"),
           masters(args.scale_m, "scale_m"),

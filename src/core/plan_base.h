@@ -36,7 +36,8 @@ class ArgumentRow {
   ArgumentRow& promised(int64_t alignment);
   // The descriptor's `strided`: true: strides may be any >= 0.
   ArgumentRow& strided(bool value);
-  // The shape is [rows, cols]: cols is the extent of the last axis, rows the product of those before it.
+  // The shape is [rows, cols]: cols is the extent of the last axis, rows the product of those before it. One
+  // column need not have an axis.
   ArgumentRow& any_leading_axes();
   // Unless `present`, it must have no data: "..., as `reason`". The last reason counts.
   ArgumentRow& absent_unless(bool present, std::string_view reason);

@@ -42,11 +42,16 @@ void check_shape(const char* op, const TensorArgument& argument) {
                    text_of(shape));
     return;
   }
-  int64_t leading = 1;
-  bool fits = (shape.empty() ? 1 : shape.back()) == argument.shape[1];
-  for (size_t i = 0; i + 1 < shape.size() && fits; ++i)
-    fits = shape[i] >= 0 && !__builtin_mul_overflow(leading, shape[i], &leading);
-  HALFBYTE_CHECK(fits && leading == argument.shape[0], usage,
+  const auto rows = [](std::span<const int64_t> axes) {  // -1: there cannot be so many
+    int64_t product = 1;
+    for (const int64_t extent : axes)
+      if (extent < 0 || __builtin_mul_overflow(product, extent, &product)) return int64_t{-1};
+    return product;
+  };
+  const bool one_column = argument.shape[1] == 1 && rows(shape) == argument.shape[0];
+  const bool fits = !shape.empty() && shape.back() == argument.shape[1] &&
+                    rows(shape.first(shape.size() - 1)) == argument.shape[0];
+  HALFBYTE_CHECK(fits || one_column, usage,
                  "{}: {} must have the rows and columns of the descriptor, {}, got the shape {}", op,
                  argument.name, text_of(argument.shape), text_of(shape));
 }

@@ -38,7 +38,9 @@ struct TensorArgument {
   bool promised = false;           // the alignment is that of the descriptor
   bool may_be_strided = false;     // else it must be contiguous
   const char* contiguous_as = "";  // why: " as ..."
-  bool any_leading_axes = false;   // shape is [rows, cols]: the leading axes have `rows` elements together
+  // shape is [rows, cols]: the leading axes have `rows` elements together; of one column, the last axis may
+  // be missing.
+  bool any_leading_axes = false;
 };
 
 // Of a descriptor: what it promises of the addresses of tensors of `dtype`. `what` names it in errors.

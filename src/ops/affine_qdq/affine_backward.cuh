@@ -9,7 +9,7 @@ namespace halfbyte::device {
 __device__ __forceinline__ void finish(const AffineBackwardArgs& args, bool bias, i64 group, float sum) {
   const float gradient = total_of(sum);
   float* const gradients = bias ? args.biases.gradients : args.scales.gradients;
-  if (!args.has_adam || gradients != nullptr) gradients[group] = gradient;
+  if (gradients != nullptr) gradients[group] = gradient;
   if (args.has_adam) {
     float* const value = (bias ? args.biases.values : args.scales.values) + group;
     float* const m = (bias ? args.biases.m : args.scales.m) + group;

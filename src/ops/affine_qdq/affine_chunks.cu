@@ -9,14 +9,30 @@ namespace halfbyte::device {
 
 constexpr int kChunk = 8, kBatch = kAffineBatch, kWarps = kAffineThreads / 32;
 using Chunk = ChunkOf<Element, kChunk>;
+using Codes = Select<kBits == 2 || kBits == 4, u32, u64>;
+
+// Those of a thread, number `first` and 32, 64, ... after it; `chunk`: their numbers, of what exists. Returns
+// how many bits are before them in their codes.
+template <int kChunkBits, class At>
+__device__ __forceinline__ int load_aligned(const AffineBackwardArgs& args, i64 num_bytes, u32 first,
+                                            const At& chunk, Codes (&codes)[kBatch]) {
+  if constexpr (is_word(kChunkBits)) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      codes[b] = static_cast<Codes>(load_codes<kChunkBits>(args.codes, chunk(b), num_bytes));
+    return 0;
+  } else {
+    return load_words<kChunkBits>(args.codes, first, num_bytes, codes);
+  }
+}
 
 // Of q * dy in even lanes, of dy in odd ones: over two chunks.
-__device__ __forceinline__ float chunk_sums(const Chunk& dy, u64 codes) {
+__device__ __forceinline__ float chunk_sums(const Chunk& dy, Codes codes) {
   constexpr u32 kMask = (1u << kBits) - 1;
   float plain[kChunk], products[kChunk];
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    const u32 code = kBits == 4 ? static_cast<u32>(codes) >> (4 * i) : static_cast<u32>(codes >> (kBits * i));
+    const auto code = static_cast<u32>(codes >> (kBits * i));
     plain[i] = dy[i];
     products[i] = __fmul_rn(__fsub_rn(above_2_23(code & kMask), 0x1p23f), plain[i]);
   }
@@ -28,14 +44,26 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads, sizeof(Memory) == 2
   const int lane = lane_index();
   const u32 warp = static_cast<u32>(block_index()) * kWarps + threadIdx.x / 32;
   const u32 first = warp * (32 * kBatch) + lane;
+  const auto chunk = [&](int b) {
+    return min<u32>(first + b * 32, args.num_chunks - 1);  // behind the end the last again, for nothing
+  };
   Chunk dy[kBatch];
-  u64 codes[kBatch];
+  Codes codes[kBatch];
+  int before = 0;  // bits before the chunks in their codes
+  if (reinterpret_cast<u64>(args.common.codes) % 8 == 0) {
+    before = load_aligned<kChunk * kBits>(args.common, args.code_bytes, first, chunk, codes);
+  } else {  // at any address, in no more registers
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    const u32 chunk = min<u32>(first + b * 32, args.num_chunks - 1);  // the last again, for nothing
-    dy[b] = load_chunk<Chunk>(args.common.dy, chunk);
-    codes[b] = load_codes<kChunk * kBits>(args.common.codes, chunk, args.code_bytes);
+    for (int b = 0; b < kBatch; ++b) codes[b] = 0;
+#pragma unroll 1
+    for (int i = 0; i < kBits; ++i) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+        codes[b] |= static_cast<Codes>(args.common.codes[static_cast<i64>(chunk(b)) * kBits + i]) << (8 * i);
+    }
   }
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) dy[b] = load_chunk<Chunk>(args.common.dy, chunk(b));
   // The sums that a team has: number j is that of its group j. Each lane finishes one, or several `half`
   // apart.
   const int team = 1 << args.team, half = team / 2, own = lane & (team - 1);
@@ -43,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kAffineThreads, sizeof(Memory) == 2
   const i64 first_group = static_cast<i64>(warp) * (num_sums * teams) + (lane >> args.team);
   float sums[kBatch];
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) sums[b] = chunk_sums(dy[b], codes[b]);
+  for (int b = 0; b < kBatch; ++b) sums[b] = chunk_sums(dy[b], codes[b] >> before);
   for (int mask = 2; mask < team; mask *= 2) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) sums[b] = sums[b] + shuffle_xor(sums[b], mask);

@@ -46,14 +46,13 @@ struct AffineImpl : Plan<Op>::Impl {
 
   ArgumentRow& dense(const char* name, TensorView Args::*view) {
     const AffineQdqDescriptor& d = this->descriptor;
-    return this->tensor(name, view, d.dtype, {d.rows, d.cols}).promised(d.alignment);
+    return this->tensor(name, view, d.dtype, {d.rows, d.cols}).any_leading_axes().promised(d.alignment);
   }
   ArgumentRow& codes() {
-    const AffineQdqDescriptor& d = this->descriptor;
-    return this->tensor("codes", &Args::codes, DType::u8, d.code_shape()).promised(d.alignment);
+    return this->tensor("codes", &Args::codes, DType::u8, this->descriptor.code_shape()).any_leading_axes();
   }
   ArgumentRow& parameters(const char* name, TensorView Args::*view, DType dtype) {
-    return this->tensor(name, view, dtype, this->descriptor.scale_shape());
+    return this->tensor(name, view, dtype, this->descriptor.scale_shape()).any_leading_axes();
   }
 };
 
@@ -106,7 +105,7 @@ struct QdqImpl : AffineImpl<AffineQdq> {
       : AffineImpl("affine_qdq", on, d, preference),
         spec(spec_of(d, code_bits(d))),
         dequantize(DequantizePlan::select(on, {spec, d.rows, d.cols, d.dtype, d.alignment}, preference)) {
-    codes();
+    codes().promised(d.alignment);
     parameters("scales", &Args::scales, d.scale_dtype);
     parameters("biases", &Args::biases, d.scale_dtype);
     dense("y", &Args::y).written();
@@ -164,8 +163,8 @@ struct BackwardImpl : AffineImpl<AffineQdqBackward> {
     };
     codes();
     dense("dy", &Args::dy);
-    f32("dscales", &Args::dscales).optional(d.adam);
-    f32("dbiases", &Args::dbiases).optional(d.adam);
+    f32("dscales", &Args::dscales).optional();
+    f32("dbiases", &Args::dbiases).optional();
     trained("scales", &Args::scales);
     trained("biases", &Args::biases);
     trained("scale_m", &Args::scale_m);
@@ -180,7 +179,12 @@ struct BackwardImpl : AffineImpl<AffineQdqBackward> {
   }
 
   void check_values(const Args& args) const override {
-    if (descriptor.adam) check_step(op, args.adam);
+    if (descriptor.adam)
+      check_step(op, args.adam);
+    else
+      HALFBYTE_CHECK(
+          problem.num_groups() == 0 || args.dscales.data != nullptr || args.dbiases.data != nullptr, usage,
+          "{}: dscales or dbiases must have data", op);
   }
 
   void execute(const Args& args, void* stream, void*) const override {
@@ -257,6 +261,7 @@ AffineProblem make_affine_problem(const AffineQdqDescriptor& d) {
                    std::min(d.group_size, std::max<int64_t>(1, d.cols)), shape.groups_per_row};
   problem.dtype = d.dtype;
   problem.codec = make_codec(spec_of(d, d.bits), encoding_of(d));
+  problem.codec.q_max = problem.codec.q_min + d.num_levels() - 1;
   problem.half_away = d.rounding == AffineRounding::half_away;
   problem.refit = d.refit;
   problem.adam = d.adam;
@@ -268,6 +273,9 @@ void check_descriptor(const AffineQdqDescriptor& d) {
                  kDescriptor, d.rows, d.cols);
   HALFBYTE_CHECK((d.bits >= 2 && d.bits <= 6) || d.bits == 8, usage,
                  "{}: bits must be 2, 3, 4, 5, 6 or 8, got {}", kDescriptor, d.bits);
+  HALFBYTE_CHECK(d.n_bins == 0 || (d.n_bins >= 2 && d.n_bins <= 1 << d.bits), usage,
+                 "{}: n_bins must be 0 (all codes), or 2 to the {} codes of {} bits, got {}", kDescriptor,
+                 1 << d.bits, d.bits, d.n_bins);
   HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kDescriptor,
                  d.group_size);
   HALFBYTE_CHECK(is_short_float(d.dtype), usage, "{}: dtype must be f32, f16 or bf16, got {}", kDescriptor,

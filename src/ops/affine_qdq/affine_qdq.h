@@ -15,7 +15,7 @@ struct AffineProblem {
   AffineShape shape{};  // group_size is at most cols, unless that is 0
   int code_bits = 4;    // as stored: 8 where codes are not packed
   DType dtype = DType::f32;
-  formats::Codec codec;  // affine, of `bits`
+  formats::Codec codec;  // affine, of `bits` and the levels
   bool half_away = false, refit = false, adam = false;
   int num_threads = 0;
   Device device;

@@ -25,7 +25,7 @@ struct AffineInitArgs {
   AffineShape shape;
   formats::i64 units_per_row;
   formats::i32 unit;
-  formats::i32 levels;  // the largest code
+  formats::i32 levels;  // the largest code, below 2^code_bits
   formats::i32 code_bits;
   formats::Rule rule;  // minmax or mlx_edge
   formats::ScaleType scale_type;
@@ -41,7 +41,7 @@ HALFBYTE_FN int affine_unit(formats::i64 group_size, int code_bits) {
 
 // What becomes of one sum of each group: of q * dy for the scale, of dy for the bias.
 struct AffineTrained {
-  float* gradients;  // may be null with Adam
+  float* gradients;  // may be null
   float* values;     // these with Adam
   float* m;
   float* v;

@@ -172,6 +172,90 @@ TEST(AffineQdq, PacksLikeMlx) {
   }
 }
 
+// Any number of levels, in the width that bits say.
+TEST(AffineQdq, AnyNumberOfLevels) {
+  AffineQdqDescriptor d = row_of(5);
+  EXPECT_EQ(d.num_levels(), 16);
+  d.n_bins = 3;  // scale (max - min) / 2
+  for (const int bits : {2, 4, 8})
+    for (const bool packed : {true, false}) {
+      d.bits = bits;
+      d.packed = packed;
+      Affine affine(d);
+      affine.init({-1, -0.5f, 0, 0.75f, 3});
+      EXPECT_EQ(affine.scales[0], 2);
+      EXPECT_EQ(affine.biases[0], -1);
+      EXPECT_EQ(affine.unpacked(), (Ints{0, 0, 0, 1, 2}));
+      EXPECT_EQ(affine.decode(), (Floats{-1, -1, -1, 1, 3}));
+    }
+  d.scale_rule = ScaleRule::mlx_edge;  // the larger edge and 0 are codes: 3 / rne(3 / 2) = 1.5, downwards
+  Affine edge(d);
+  edge.init({-1, -0.5f, 0, 0.75f, 3});
+  EXPECT_EQ(edge.scales[0], -1.5f);
+  EXPECT_EQ(edge.biases[0], 3);
+  EXPECT_EQ(edge.unpacked(), (Ints{2, 2, 2, 2, 0}));
+  Floats w(257);
+  for (size_t i = 0; i < w.size(); ++i) w[i] = static_cast<float>(i);
+  for (int n_bins = 2; n_bins <= 256; ++n_bins) {
+    AffineQdqDescriptor all = row_of(w.size(), 8);
+    all.n_bins = n_bins;
+    all.refit = n_bins % 2 == 0;
+    Affine affine(all);
+    affine.init(w);
+    const Ints codes = affine.unpacked();
+    EXPECT_EQ(codes.front(), 0);
+    EXPECT_EQ(codes.back(), n_bins - 1);
+    EXPECT_EQ(*std::ranges::max_element(codes), n_bins - 1);
+    const Floats y = affine.decode();
+    const float step = 256.0f / static_cast<float>(n_bins - 1);
+    if (all.refit) continue;  // the least squares, which need not be within half a step
+    for (size_t i = 0; i < w.size(); ++i) ASSERT_NEAR(y[i], w[i], step * 0.51f + 1e-3f) << n_bins;
+  }
+}
+
+// Flat buffers of whole groups are one row; any leading axes are rows; a scale for each row needs no axis.
+TEST(AffineQdq, ShapesOfAnyRank) {
+  Floats w(96), y(96), dy(96), scales(12), biases(12), dscales(12), dbiases(12);
+  for (size_t i = 0; i < w.size(); ++i) dy[i] = w[i] = std::sin(static_cast<float>(i * i));
+  std::vector<uint8_t> codes(48);
+  alignas(16) std::array<uint8_t, 64> workspace;
+  using Shape = std::vector<int64_t>;
+  const auto view = [](auto& data, const Shape& shape) { return Affine::view(data, shape); };
+  const auto run = [&](const AffineQdqDescriptor& d, const Shape& dense, const Shape& packed,
+                       const Shape& groups) {
+    const TensorView q = view(codes, packed), s = view(scales, groups), b = view(biases, groups);
+    AffineInitPlan::select({}, d).run(nullptr, workspace.data(), {view(w, dense), q, s, b});
+    AffineQdqPlan::select({}, d).run(nullptr, workspace.data(), {q, s, b, view(y, dense)});
+    AffineQdqBackward::Args args;
+    args.codes = q;
+    args.dy = view(dy, dense);
+    args.dscales = view(dscales, groups);
+    args.dbiases = view(dbiases, groups);
+    AffineQdqBackwardPlan::select({}, d).run(nullptr, workspace.data(), args);
+    return std::tuple(codes, scales, biases, y, dscales, dbiases);
+  };
+  AffineQdqDescriptor d;
+  d.alignment = 4;
+  d.group_size = 8;
+  d.rows = 1;
+  d.cols = 96;
+  const auto flat = run(d, {96}, {48}, {12});
+  EXPECT_EQ(run(d, {1, 96}, {1, 1, 48}, {1, 12}), flat);
+  d.rows = 12;
+  d.cols = 8;
+  EXPECT_EQ(run(d, {12, 8}, {3, 4, 4}, {12, 1}), flat);
+  EXPECT_EQ(run(d, {3, 4, 8}, {12, 4}, {12}), flat);
+  EXPECT_EQ(run(d, {3, 2, 2, 8}, {12, 4}, {3, 4}), flat);
+  const auto refused = [&](const Shape& dense, const Shape& groups) {
+    EXPECT_THROW(run(d, dense, {12, 4}, groups), Error);
+  };
+  refused({96}, {12});
+  refused({12, 8}, {2, 12});
+  refused({12, 8}, {11});
+  refused({8, 12}, {12, 1});
+  refused({-3, -4, 8}, {12, 1});
+}
+
 TEST(AffineQdq, GoldenAdam) {
   AffineQdqDescriptor d = row_of(1, 2);
   d.adam = true;
@@ -242,6 +326,7 @@ TEST(AffineQdq, InitIsQuantize) {
     AffineCase test = cases.next(3000);
     test.op = AffineOp::init;
     test.descriptor.packed = true;
+    test.descriptor.n_bins = 0;
     test.descriptor.refit = false;
     test.descriptor.rounding = AffineRounding::half_even;
     cases.fill(test);
@@ -260,7 +345,7 @@ TEST(AffineQdq, InitAgainstPlainLoops) {
     test.descriptor.refit = false;
     cases.fill(test);
     SCOPED_TRACE(test.text());
-    testing::run_on_cpu(test);
+    const QuantizeStatus status = testing::run_on_cpu(test);
     const AffineQdqDescriptor& d = test.descriptor;
     const auto groups = d.rows * d.cols == 0 ? 0 : d.scale_shape()[1];
     for (int64_t index = 0; index < d.rows * d.cols; ++index) {
@@ -269,12 +354,17 @@ TEST(AffineQdq, InitAgainstPlainLoops) {
       float w = load_element(test.dense.data<uint8_t>(), index, d.dtype);
       if (!std::isfinite(w)) w = 0;
       const float scale = test.scales.data<float>()[group], bias = test.biases.data<float>()[group];
+      if (d.num_levels() == 2 && std::isinf(scale)) {  // the range of f32 and more in one step
+        EXPECT_GT(status.num_unheld_scales, 0);
+        continue;
+      }
       ASSERT_TRUE(std::isfinite(scale) && std::isfinite(bias));
       const float z = std::isfinite(w - bias) ? (w - bias) / scale : (w / 2 - bias / 2) / (scale / 2);
       // Of one value that is large the rule of MLX has scale 0: every code is the same.
       if (scale == 0) continue;
       const float rounded = d.rounding == AffineRounding::half_away ? std::round(z) : std::nearbyint(z);
-      const int expected = static_cast<int>(std::clamp(rounded, 0.0f, static_cast<float>((1 << d.bits) - 1)));
+      const int expected =
+          static_cast<int>(std::clamp(rounded, 0.0f, static_cast<float>(d.num_levels() - 1)));
       const int bits = d.packed ? d.bits : 8;
       ASSERT_EQ(formats::get_code(test.codes.data<uint8_t>() + row * d.code_shape()[1], column, bits),
                 expected)
@@ -630,6 +720,9 @@ TEST(AffineQdq, RefusesBadDescriptors) {
   };
   refused([](auto& d) { d.bits = 7; }, {"bits must be 2, 3, 4, 5, 6 or 8", "got 7"});
   refused([](auto& d) { d.bits = 1; }, {"bits", "got 1"});
+  refused([](auto& d) { d.n_bins = 1; }, {"n_bins must be 0 (all codes), or 2 to the 16 codes", "got 1"});
+  refused([](auto& d) { d.n_bins = 17; }, {"n_bins", "got 17"});
+  refused([](auto& d) { d.n_bins = -1; }, {"n_bins", "got -1"});
   refused([](auto& d) { d.group_size = 0; }, {"group_size", "got 0"});
   refused([](auto& d) { d.rows = -1; }, {"rows", "got -1"});
   refused([](auto& d) { d.cols = int64_t{1} << 62; }, {"63"});
@@ -662,7 +755,7 @@ TEST(AffineQdq, RefusesBadArguments) {
   refused([](auto& a) { a.dy.dtype = DType::bf16; }, {"affine_qdq_backward", "dy must be f32", "bf16"});
   refused([](auto& a) { a.codes.shape = {1, 64}; }, {"codes", "[1, 32]", "[1, 64]"});
   refused([](auto& a) { a.scales.data = nullptr; }, {"scales", "has no data"});
-  refused([](auto& a) { a.bias_v.shape = {1}; }, {"bias_v", "[1, 1]"});
+  refused([](auto& a) { a.bias_v.shape = {2}; }, {"bias_v", "[1, 1]", "[2]"});
   refused([](auto& a) { a.scale_m.data = a.scale_v.data; }, {"scale_v", "must not overlap scale_m"});
   refused([](auto& a) { a.adam.step = 0; }, {"adam.step", "got 0"});
   refused([](auto& a) { a.adam.beta1 = 1; }, {"adam.beta1", "[0, 1)", "got 1"});
@@ -673,7 +766,13 @@ TEST(AffineQdq, RefusesBadArguments) {
   AffineQdqDescriptor d = test.descriptor;
   d.adam = false;
   const auto without = AffineQdqBackwardPlan::select({}, d);
+  good.dscales = good.scale_m;
   expect_refused([&] { throw Error(*without.can_implement(good)); }, {"scales must have no data", "adam"});
+  AffineQdqBackward::Args neither;
+  neither.codes = good.codes;
+  neither.dy = good.dy;
+  expect_refused([&] { throw Error(*without.can_implement(neither)); },
+                 {"dscales or dbiases must have data"});
 }
 
 TEST(AffineQdq, DescribesItself) {

@@ -47,11 +47,11 @@ struct AffineCase {
       "dense", "codes", "scales", "biases", "dscales", "dbiases", "scale_m", "scale_v", "bias_m", "bias_v"};
   std::string text() const {
     const AffineQdqDescriptor& d = descriptor;
-    return fmt::format("op {} [{}, {}] {} bits{} group {} {} scale {} {}{}{}{} align {} step {}",
-                       static_cast<int>(op), d.rows, d.cols, d.bits, d.packed ? " packed" : "", d.group_size,
-                       to_string(d.dtype), to_string(d.scale_dtype), to_string(d.scale_rule),
-                       d.rounding == AffineRounding::half_away ? " half away" : "", d.refit ? " refit" : "",
-                       d.adam ? " adam" : "", d.alignment, adam.step);
+    return fmt::format("op {} [{}, {}] {} bits{}, {} levels, group {} {} scale {} {}{}{}{} align {} step {}",
+                       static_cast<int>(op), d.rows, d.cols, d.bits, d.packed ? " packed" : "",
+                       d.num_levels(), d.group_size, to_string(d.dtype), to_string(d.scale_dtype),
+                       to_string(d.scale_rule), d.rounding == AffineRounding::half_away ? " half away" : "",
+                       d.refit ? " refit" : "", d.adam ? " adam" : "", d.alignment, adam.step);
   }
 };
 
@@ -71,6 +71,7 @@ class AffineCases {
         pick<int64_t>({1, 2, 7, 8, 16, 32, 64, 100, 128, 256, 512, 1024, 5000, below(40) + 1, d.cols + 1});
     if (below(2) && d.cols > d.group_size) d.cols = d.cols / d.group_size * d.group_size;
     d.bits = pick({2, 3, 4, 5, 6, 8});
+    if (below(3) == 0) d.n_bins = static_cast<int>(2 + below((1 << d.bits) - 1));
     d.packed = below(3) > 0;
     d.dtype = pick({DType::f32, DType::f16, DType::bf16});
     d.scale_dtype = pick({DType::f32, DType::f16, DType::bf16});
@@ -93,12 +94,17 @@ class AffineCases {
     const bool init = result.op == AffineOp::init, backward = result.op == AffineOp::backward;
     result.dense = tensor(d.dtype, {d.rows, d.cols}, alignment);
     if (result.op != AffineOp::qdq) set_values(result.dense);
-    result.codes = tensor(DType::u8, d.code_shape(), alignment);
+    result.codes = tensor(DType::u8, d.code_shape(),
+                          result.op == AffineOp::qdq ? alignment
+                          : below(3)                 ? 16
+                                                     : 1);
     if (!init && !result.codes.bytes.empty())
       for (int64_t i = 0; i < result.codes.num_bytes(); ++i)
         result.codes.data<uint8_t>()[i] = static_cast<uint8_t>(random_());
-    if (backward && (!d.adam || below(2))) result.dscales = tensor(DType::f32, scale_shape, 4);
-    if (backward && (!d.adam || below(2))) result.dbiases = tensor(DType::f32, scale_shape, 4);
+    const int64_t absent = below(4);  // either gradient, both with adam
+    if (backward && absent != 0 && (!d.adam || absent != 1))
+      result.dscales = tensor(DType::f32, scale_shape, 4);
+    if (backward && (d.adam ? absent > 1 : absent != 1)) result.dbiases = tensor(DType::f32, scale_shape, 4);
     if (backward && !d.adam) return;
     const DType dtype = backward ? DType::f32 : d.scale_dtype;
     for (AffineTensor* parameters : {&result.scales, &result.biases}) {
