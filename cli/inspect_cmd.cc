@@ -2,9 +2,9 @@
 #include <fmt/format.h>
 
 #include <CLI/App.hpp>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "command.h"
 #include "halfbyte/checkpoint.hpp"
@@ -35,6 +35,7 @@ Json weight_json(const Weight& weight) {
           {"layout", weight.layout ? Json(to_string(*weight.layout)) : Json()},
           {"spec", weight.layout ? spec_json(weight.spec) : Json()},
           {"foreign", weight.foreign.empty() ? Json() : Json(weight.foreign)},
+          {"note", weight.note.empty() ? Json() : Json(weight.note)},
           {"parts", weight.parts},
           {"num_bytes", weight.num_bytes},
           {"bits_per_weight", bits_per_weight(weight)}};
@@ -81,6 +82,7 @@ void run(const std::string& path, std::string& text, Json& document) {
                {"bytes", Align::right}});
   Json weights = Json::array(), tensors = Json::array();
   BitsPerWeight bits;
+  std::map<std::string, int64_t> notes;  // how many weights have each
   int64_t num_quantized = 0, num_foreign = 0;
   uint64_t num_bytes = 0;
   for (const Weight& weight : checkpoint.weights()) {
@@ -97,6 +99,7 @@ void run(const std::string& path, std::string& text, Json& document) {
                                              : "-",
                    quantized ? group_name(weight.spec) : "-", quantized ? to_string(*weight.layout) : "-",
                    fmt::format("{:.3f}", bits_per_weight(weight)), fmt::format("{}", weight.num_bytes)});
+    if (!weight.note.empty()) ++notes[weight.note];
     weights.push_back(weight_json(weight));
   }
   for (const StoredTensor& tensor : checkpoint.tensors()) tensors.push_back(tensor_json(tensor));
@@ -106,6 +109,8 @@ void run(const std::string& path, std::string& text, Json& document) {
   text += table.text() + "\n";
   text += summary_line("quantized",
                        fmt::format("{} weights, {:.3f} bits per weight", num_quantized, bits.value()));
+  for (const auto& [note, count] : notes)
+    text += summary_line("note", fmt::format("{} weights: {}", count, printable(note)));
   for (const ForeignQuantization& quantization : checkpoint.foreign()) {
     text += summary_line("not read", foreign_text(quantization));
     text += summary_line("", printable(quantization.advice));

@@ -82,7 +82,9 @@ std::string readers_text(const CheckpointReport& report, bool vouched) {
   if (!vouched) return "unknown";
   std::string loads, refuses;
   for (const ReaderVerdict& verdict : report.readers) {
-    const bool run = verdict.reader == Reader::transformers_5 || verdict.reader == Reader::mlx_lm;
+    const bool of_words = report.layout == Layout::gptq || report.layout == Layout::awq;
+    const bool run =
+        verdict.reader == Reader::mlx_lm || (verdict.reader == Reader::transformers_5 && !of_words);
     if (verdict.why_not.empty())
       loads += fmt::format("{}{}{}", loads.empty() ? "" : ", ", to_string(verdict.reader),
                            run ? "" : " (by its rules, not run)");

@@ -133,7 +133,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(checkpoint_info, num_foreign);
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
-  EXPECT_NO_TAIL(weight, foreign);
+  EXPECT_NO_TAIL(weight, note);
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(report_info, num_left_out);
@@ -331,6 +331,8 @@ TEST(CApi, WordsOfEveryEnumerator) {
   }
   EXPECT_STREQ(halfbyte_format_name(HALFBYTE_FORMAT_FP4_E2M1), "fp4_e2m1");
   EXPECT_STREQ(halfbyte_layout_name(HALFBYTE_LAYOUT_COMPRESSED_TENSORS), "compressed-tensors");
+  EXPECT_STREQ(halfbyte_layout_name(HALFBYTE_LAYOUT_GPTQ), "gptq");
+  EXPECT_STREQ(halfbyte_layout_name(HALFBYTE_LAYOUT_AWQ), "awq");
   EXPECT_STREQ(halfbyte_reader_name(HALFBYTE_READER_TRANSFORMERS_4), "transformers-4");
   DLDevice device{};
   EXPECT_OK(halfbyte_device_find("cuda:3", &device));
@@ -773,8 +775,8 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   Array<float> more_scales({41, 3});
   view.scales = more_scales;
   EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must have 480 bytes, got 492", refused(plan_of_view.get()));
-  view.layout = 4;
-  EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 3, got 4", refused(plan_of_view.get()));
+  view.layout = 6;
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 5, got 6", refused(plan_of_view.get()));
   args.view = nullptr;
   args.weight = &packed;
   packed.version = 2;
@@ -1545,6 +1547,32 @@ TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
 
 // ---- Checkpoints
 
+TEST(CApi, NoteOfAWeight) {
+  const TestDirectory directory;
+  const std::string path = directory / "gptq.safetensors";
+  // [8, 16] in two groups, of even and of odd columns.
+  const std::string header = R"({"a.qweight":{"dtype":"I32","shape":[2,8],"data_offsets":[0,64]},)"
+                             R"("a.qzeros":{"dtype":"I32","shape":[2,1],"data_offsets":[64,72]},)"
+                             R"("a.g_idx":{"dtype":"I32","shape":[16],"data_offsets":[72,136]},)"
+                             R"("a.scales":{"dtype":"F16","shape":[2,8],"data_offsets":[136,168]}})";
+  std::string data = std::string(64, '\0') + std::string(8, '\x77');
+  for (int column = 0; column < 16; ++column)
+    data += std::string(1, static_cast<char>(column % 2)) + std::string(3, '\0');
+  for (int i = 0; i < 16; ++i) data += std::string("\x00\x3c", 2);  // 1
+  std::string file(8, '\0');
+  file[0] = static_cast<char>(header.size());
+  file[1] = static_cast<char>(header.size() >> 8);
+  std::ofstream(path, std::ios::binary) << file << header << data;
+  halfbyte_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_open(path.c_str(), &checkpoint), HALFBYTE_OK) << halfbyte_last_error();
+  auto weight = output<halfbyte_weight>();
+  EXPECT_OK(halfbyte_checkpoint_get_weight(checkpoint, 0, &weight));
+  EXPECT_STREQ(weight.name, "a.weight");
+  EXPECT_EQ(weight.layout, HALFBYTE_LAYOUT_GPTQ);
+  EXPECT_STREQ(weight.note, "act-order");
+  halfbyte_checkpoint_close(checkpoint);
+}
+
 TEST(CApi, ForeignQuantizationIsNamed) {
   const TestDirectory directory;
   const std::string path = directory / "fp8.safetensors";
@@ -1561,6 +1589,7 @@ TEST(CApi, ForeignQuantizationIsNamed) {
   auto weight = output<halfbyte_weight>();
   EXPECT_OK(halfbyte_checkpoint_get_weight(checkpoint, 0, &weight));
   EXPECT_STREQ(weight.foreign, "fp8");
+  EXPECT_EQ(weight.note, nullptr);
   auto foreign = output<halfbyte_foreign>();
   EXPECT_OK(halfbyte_checkpoint_get_foreign(checkpoint, 0, &foreign));
   EXPECT_STREQ(foreign.method, "fp8");

@@ -12,7 +12,7 @@ import pytest
 from conftest import LAYOUTS
 from independent import encode as enc
 from independent import safetensors_io as st
-from independent import tables, unpack
+from independent import tables, unpack, words
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "formats.json").read_text())
 
@@ -123,6 +123,35 @@ def test_compressed_tensors_packing():
     case = GOLDEN["ct_pack_int8"]
     codes = unpack.bit_stream(u32(case["packed_u32"]), case["bits"], len(case["q"]))
     assert (codes.astype(int) - 128).tolist() == case["q"]
+
+
+def test_gptq_packing():
+    """Of codes (8 k + n) % 16 of input k and output n; of zero points; of 0..7 repeated, in 3 bits."""
+    case = GOLDEN["gptq_pack"]
+    codes = (8 * np.arange(8)[:, None] + np.arange(8)) % 16
+    assert np.array_equal(words.pack(codes, 4)[0].view("<u4"), u32(case["qweight_u32"]))
+    assert np.array_equal(words.unpack(u32(case["qweight_u32"]).view("<i4")[None], 4), codes)
+    for version in (1, 2):
+        middle = np.full((8, 1), 8 - (version == 1))
+        assert words.pack(middle, 4).view("<u4") == u32([case[f"qzeros_sym_v{version}"]])
+        scales, zeros = np.ones((8, 1)), np.array(case["zeros"])[:, None]
+        tensors = words.gptq_tensors("P", codes.T, scales, zeros, 4, np.zeros(8), version)
+        assert tensors["P.qzeros"].data.view("<u4") == u32([case[f"qzeros_v{version}"]])
+    repeated = np.arange(32)[:, None] % 8
+    assert np.array_equal(words.pack(repeated, 3)[:, 0].view("<u4"), u32(case["int3_u32"]))
+    for bits in (2, 3, 4, 5, 6, 8):
+        codes = np.random.default_rng(bits).integers(0, 2**bits, (96, 5))
+        for planar in (False, True):
+            assert np.array_equal(words.unpack(words.pack(codes, bits, planar), bits, planar), codes)
+        if bits in (2, 4, 8):
+            assert np.array_equal(words.pack(codes, bits), words.pack(codes, bits, planar=True))
+
+
+def test_awq_packing():
+    case = GOLDEN["awq_pack"]
+    codes = np.array([case["codes"]])
+    assert words.pack_awq(codes)[0].view("<u4") == u32(case["qweight_u32"])
+    assert np.array_equal(words.unpack_awq(words.pack_awq(codes)), codes)
 
 
 def test_compressed_tensors_of_a_bf16_weight():

@@ -951,3 +951,101 @@ def test_o6_unreadable_input(invoke, unprivileged):
     path.chmod(0)
     outcome = invoke("inspect", path, **options)
     assert outcome.code == IO and "secret.safetensors" in outcome.message, outcome.message
+
+
+# The words of GPTQ and AWQ
+
+
+def gptq_file(path, quantization=None, **changes):
+    """A weight [64, 128] in groups of 32, and what is changed or missing of it."""
+    tensors = {
+        "qweight": st.Tensor("I32", np.zeros((16, 64), np.int32)),
+        "qzeros": st.Tensor("I32", np.full((4, 8), 0x77777777, np.int32)),
+        "scales": st.from_f32(np.ones((4, 64), np.float32), "F16"),
+        "g_idx": st.Tensor("I32", np.arange(128, dtype=np.int32) // 32),
+    } | changes
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True} | (quantization or {})
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    module = WEIGHT.removesuffix(".weight")
+    st.write(path / "model.safetensors", {f"{module}.{n}": t for n, t in tensors.items() if t is not None})
+    return path
+
+
+def i32(values):
+    return st.Tensor("I32", np.array(values, np.int32))
+
+
+def changed(index, value):
+    groups = np.arange(128, dtype=np.int32) // 32
+    groups[index] = value
+    return st.Tensor("I32", groups)
+
+
+WRONG_WORDS = {
+    "a group that is not there": ({"g_idx": changed(5, 4)}, "column 5 is in group 4, but there are 4 groups"),
+    "a negative group": ({"g_idx": changed(127, -1)}, "column 127 is in group -1"),
+    "the largest group": ({"g_idx": changed(0, 2**31 - 1)}, "column 0 is in group 2147483647"),
+    "too many columns in a group": ({"g_idx": changed(40, 0)}, "group 0 has more than 32 columns"),
+    "an index that is too short": ({"g_idx": i32([0] * 64)}, r"must be I32 \[128\]"),
+    "an index that is too long": ({"g_idx": i32([0] * 129)}, r"must be I32 \[128\]"),
+    "an index of two axes": ({"g_idx": i32([[0] * 128])}, r"must be I32 \[128\]"),
+    "an index of another dtype": ({"g_idx": st.Tensor("I64", np.zeros(128, np.int64))}, "the group of each column"),
+    "zero points of fewer outputs": ({"qzeros": i32([[0] * 7] * 4)}, r"words \[4, 7\] for 64 outputs"),
+    "zero points of fewer groups": ({"qzeros": i32([[0] * 8] * 3)}, r"must be I32 \[4, 8\]"),
+    "zero points of one axis": ({"qzeros": i32([0] * 32)}, r"words \[32\] for 64 outputs"),
+    "no zero points": ({"qzeros": st.Tensor("I32", np.zeros((4, 0), np.int32))}, r"words \[4, 0\]"),
+    "zero points of another dtype": ({"qzeros": st.Tensor("F32", np.zeros((4, 8), np.float32))}, "must be I32"),
+    "groups that do not divide the columns": (
+        {"qzeros": i32([[0] * 8] * 3), "scales": st.from_f32(np.ones((3, 64), np.float32), "F16"), "g_idx": None},
+        "128 columns do not divide into 3 groups",
+    ),
+    "more groups than columns": (
+        {"qzeros": i32([[0] * 8] * 256), "scales": st.from_f32(np.ones((256, 64), np.float32), "F16"), "g_idx": None},
+        "256 groups of 128 columns",
+    ),
+    "no columns": ({"qweight": st.Tensor("I32", np.zeros((0, 64), np.int32))}, "is of an empty weight"),
+    "no groups": (
+        {"qzeros": i32(np.zeros((0, 8))), "scales": st.from_f32(np.ones((0, 64), np.float32), "F16")},
+        "is of an empty weight",
+    ),
+    "codes that do not fill their words": (
+        {
+            "qweight": st.Tensor("I32", np.zeros((16, 16), np.int32)),
+            "qzeros": i32([[0] * 3] * 4),
+            "scales": st.from_f32(np.ones((4, 16), np.float32), "F16"),
+        },
+        "codes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WORDS)
+def test_words_of_gptq(refused, tmp_path, name):
+    changes, pattern = WRONG_WORDS[name]
+    refused(gptq_file(tmp_path / "in", **changes), pattern)
+
+
+def test_words_of_gptq_of_huge_extents(invoke, tmp_path):
+    """Tensors without bytes: nothing is allocated for what their shapes say."""
+    module = WEIGHT.removesuffix(".weight")
+    header = {
+        f"{module}.{name}": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
+        for name, dtype, shape in [
+            ("qweight", "I32", [2**58, 0]),
+            ("scales", "F16", [2**58, 0]),
+            ("qzeros", "I32", [2**58, 0]),
+            ("g_idx", "I32", [0]),
+        ]
+    }
+    (tmp_path / "in.safetensors").write_bytes(raw(json.dumps(header)))
+    outcome = invoke("inspect", tmp_path / "in.safetensors")
+    assert outcome.code == BAD_INPUT and "empty weight" in outcome.message
+
+
+@pytest.mark.parametrize("key", ["bits", "group_size", "sym", "checkpoint_format", "quant_method", "version"])
+def test_words_with_odd_configs(invoke, tmp_path, key):
+    for number, value in enumerate([None, 0, -1, 2**63, 1e300, "x", [], {}, True, [[]]]):
+        path = gptq_file(tmp_path / f"{number}", {key: value})
+        assert invoke("inspect", path).code in (0, BAD_INPUT)
+        assert invoke("dequantize", path, "-o", tmp_path / f"out{number}").code in (0, BAD_INPUT)

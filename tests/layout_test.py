@@ -64,7 +64,7 @@ class Case:
     def resolved_group_size(self):
         if type(self.group_size) is int:
             return self.group_size
-        return 128 if self.layout == "compressed-tensors" else 64
+        return 128 if self.layout in ("compressed-tensors", "gptq", "awq") else 64
 
     @property
     def resolved_rule(self):
@@ -74,7 +74,7 @@ class Case:
             return "minmax"
         if self.format.startswith("affine"):
             return "mlx-edge" if self.layout == "mlx" else "minmax"
-        return "half-range" if self.layout == "compressed-tensors" else "absmax"
+        return "half-range" if self.layout in ("compressed-tensors", "gptq", "awq") else "absmax"
 
     def resolved_scale_dtype(self, tensor):
         if self.scale_dtype is not None:
@@ -83,6 +83,8 @@ class Case:
             return SHORT_DTYPE[tensor.dtype]
         if self.layout == "bitsandbytes" or self.double_quant:
             return "f32"
+        if self.layout in ("gptq", "awq"):
+            return "f16"
         # The native layout takes f32 scales by itself where f16 cannot hold them. The scale of a
         # constant affine group says nothing: all its codes are 0.
         scales = self.encode(tensor, "f32").scales
@@ -138,6 +140,19 @@ def cases():
     yield Case("experts", "compressed-tensors", "int4")
     yield Case("experts", "compressed-tensors", "int4", asymmetric=True)
     yield Case("experts", "compressed-tensors", "int8", asymmetric=True)
+
+    for asymmetric in (False, True):
+        for format in ("int2", "int3", "int4", "int8"):
+            yield Case("words", "gptq", format, asymmetric=asymmetric)
+            yield Case("words", "gptq", format, "channel", asymmetric=asymmetric)
+        yield Case("tiny-llama", "gptq", "int4", asymmetric=asymmetric)
+        yield Case("many_words", "gptq", "int3", asymmetric=asymmetric)
+        yield Case("tiny-llama", "awq", "int4", asymmetric=asymmetric)
+        yield Case("words", "awq", "int4", asymmetric=asymmetric)
+        yield Case("words", "awq", "int4", "channel", asymmetric=asymmetric)
+        yield Case("many_words", "awq", "int4", 64, asymmetric=asymmetric)
+    yield Case("words", "gptq", "int4", 32, rule="absmax")
+    yield Case("many_words", "gptq", "int4", 64)
 
     yield Case("grouped", "mlx", "affine5")
     yield Case("grouped", "mlx", "affine6")
@@ -281,6 +296,15 @@ def expected_parts(case, name, tensor):
             words = -(-shape[-2] * bits // 32)
             zero_shape = [*shape[:-2], words, groups[-1]]
             parts[f"{module}.weight_zero_point"] = ("I32", zero_shape)
+    elif case.layout in ("gptq", "awq"):
+        out, width = shape
+        parts = {
+            f"{module}.qweight": ("I32", [width * bits // 32, out] if case.layout == "gptq" else [width, out // 8]),
+            f"{module}.qzeros": ("I32", [groups[-1], out * bits // 32]),
+            f"{module}.scales": ("F16", [groups[-1], out]),
+        }
+        if case.layout == "gptq":
+            parts[f"{module}.g_idx"] = ("I32", [width])
     elif case.layout == "mlx":
         parts = {
             name: ("U32", [*shape[:-1], shape[-1] * bits // 32]),
@@ -350,6 +374,8 @@ def test_every_code(run):
             assert_same(name, "scale", encoded.scales, unpacked.scales)
         if encoded.zeros is not None:
             assert_same(name, "zero point", encoded.zeros, unpacked.zeros)
+        elif case.layout == "awq":  # stored of all weights; -8 + 8
+            assert np.all(unpacked.zeros == 0), name
         if encoded.biases is not None:
             assert_same(name, "bias", encoded.biases, unpacked.biases)
         assert_same(name, "code", encoded.codes, unpacked.codes, st.to_f32(tensor))
@@ -496,6 +522,44 @@ def test_mlx_configuration(halfbyte, source_of, tmp_path, bits):
     assert model.config["quantization"] == model.config["quantization_config"] == expected
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("group_size", [32, "channel"])
+@pytest.mark.parametrize("layout, bits", [("gptq", 2), ("gptq", 4), ("awq", 4)])
+def test_words_configuration(halfbyte, source_of, tmp_path, layout, bits, group_size, asymmetric):
+    source = source_of("tiny-llama")
+    arguments = ["--format", f"int{bits}", "--layout", layout, "--group-size", group_size]
+    arguments += ["--exclude", r"layers\.1\.mlp\.down", *["--asymmetric"] * asymmetric]
+    model = run_once(halfbyte, source, tmp_path, *arguments)
+    assert without(model.config, "quantization_config") == source.config
+    config = model.config["quantization_config"]
+    expected = {"quant_method": layout, "bits": bits, "group_size": -1 if group_size == "channel" else group_size}
+    if layout == "awq":
+        assert sorted(config.pop("modules_to_not_convert")) == ["lm_head", "model.layers.1.mlp.down_proj"]
+        expected |= {"zero_point": True, "version": "gemm", "lm_head": False}
+    else:
+        assert json.loads((model.path / "quantize_config.json").read_text()) == config
+        (modules,) = config.pop("modules_in_block_to_quantize")
+        assert set(modules) == {n.removesuffix(".weight") for n in unpack.weights(model.tensors, model.config)}
+        expected |= {"sym": not asymmetric, "desc_act": False, "pack_dtype": "int32", "lm_head": False}
+        expected |= {"checkpoint_format": "gptq_v2" if asymmetric else "gptq", "block_name_to_quantize": "model.layers"}
+    assert config == expected
+
+
+def test_words_that_do_not_fit(halfbyte, source_of, tmp_path):
+    """Words hold whole codes: what does not fill them is refused, or stays dense."""
+    source = source_of("grouped")
+    arguments = ["quantize", source.path, "-o", tmp_path / "q", "--format", "int4", "--group-size", "64"]
+    message = halfbyte(*arguments, "--layout", "awq", expect=3).stderr
+    assert "layout awq: 13 rows are not a multiple of 8" in message or "are not a multiple of 8" in message
+    halfbyte(*arguments, "--layout", "gptq", "--fallback", "dense")
+    assert set(unpack.weights(*(lambda m: (m.tensors, m.config))(Model(tmp_path / "q")))) == {
+        "model.layers.1.mlp.down_proj.weight"
+    }
+    message = halfbyte("quantize", source_of("experts").path, "-o", tmp_path / "e", "--format", "int4",
+                       "--layout", "gptq", "--group-size", "64", expect=3).stderr  # fmt: skip
+    assert "layout gptq: holds matrices, not tensors of 3 axes" in message
+
+
 def test_halfbyte_specification(halfbyte, source_of, tmp_path):
     source = source_of("experts")
     for arguments, expected in [
@@ -613,6 +677,19 @@ def test_dequantize_restores_the_directory(halfbyte, source_of, tmp_path, argume
             assert dense.tensors[name].data.tobytes() == tensor.data.tobytes()
 
 
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_dequantize_restores_what_words_replaced(halfbyte, source_of, tmp_path, layout):
+    source = source_of("words")
+    quantized = run_once(halfbyte, source, tmp_path, "--format", "int4", "--layout", layout)
+    assert (quantized.path / "quantize_config.json").exists() == (layout == "gptq")
+    halfbyte("dequantize", quantized.path, "-o", tmp_path / "dense")
+    dense = Model(tmp_path / "dense")
+    assert dense.config == source.config
+    assert dense.files() == source.files() - set(checkpoints.SKIPPED_FILES)
+    for name, tensor in source.tensors.items():
+        assert dense.tensors[name].dtype == tensor.dtype, name
+
+
 def test_dequantize_restores_mlx(halfbyte, source_of, tmp_path):
     source = source_of("grouped")
     quantized = run_once(halfbyte, source, tmp_path, "--format", "affine4")
@@ -640,6 +717,8 @@ def same_directories(a, b):
         ["--format", "affine3"],
         ["--format", "int5"],
         ["--format", "nf4", "--layout", "halfbyte", "--group-size", "tensor"],
+        ["--format", "int3", "--layout", "gptq", "--asymmetric"],
+        ["--format", "int4", "--layout", "awq"],
     ],
 )
 def test_any_number_of_threads_gives_the_same_bytes(halfbyte, tmp_path, arguments):
@@ -654,7 +733,13 @@ def test_any_number_of_threads_gives_the_same_bytes(halfbyte, tmp_path, argument
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--format", "nf4", "--double-quant"], ["--format", "int4"], ["--format", "affine4"]],
+    [
+        ["--format", "nf4", "--double-quant"],
+        ["--format", "int4"],
+        ["--format", "affine4"],
+        ["--format", "int4", "--layout", "gptq"],
+        ["--format", "int4", "--layout", "awq", "--asymmetric"],
+    ],
 )
 def test_shards(halfbyte, source_of, tmp_path, arguments):
     source = source_of("tiny-llama")

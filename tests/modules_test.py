@@ -140,6 +140,22 @@ def test_conv1d_stays_dense_where_its_reader_has_no_other(halfbyte, gpt2, tmp_pa
     assert {w["name"]: w["shape"] for w in own["weights"]}["h.0.attn.c_attn.weight"] == [64, 192]
 
 
+def test_conv1d_is_transposed_for_gptq(halfbyte, gpt2, tmp_path):
+    """And turned back when it is read; awq has no such layers."""
+    arguments = ("--format", "int4", "--layout", "gptq", "--group-size", "64")
+    report = quantize(halfbyte, gpt2, tmp_path / "out", *arguments)
+    shapes = {w["name"]: w["shape"] for w in report["weights"] if w["quantized"]}
+    assert shapes["h.0.attn.c_attn.weight"] == [192, 64] and len(shapes) == 4
+    assert config_of(tmp_path / "out")["block_name_to_quantize"] == "transformer.h"
+    assert stored(tmp_path / "out")["h.0.attn.c_attn.qweight"].data.shape == (8, 192)
+    rows = json.loads(halfbyte("compare", gpt2, tmp_path / "out", "--json", "-").stdout)["rows"]
+    assert all(not row["problem"] and row["relative_rmse"] < 0.15 for row in rows)
+    halfbyte("dequantize", tmp_path / "out", "-o", tmp_path / "back")
+    assert {n: t.data.shape for n, t in stored(tmp_path / "back").items()} == {n: t.data.shape for n, t in GPT2.items()}
+    arguments = ("--format", "int4", "--layout", "awq", "--group-size", "64")
+    assert "Conv1D" in quantize(halfbyte, gpt2, tmp_path / "awq", *arguments, expect=USAGE).stderr
+
+
 # Experts
 
 MOE = f"{LAYER}mlp."
@@ -154,6 +170,25 @@ ROUTED |= {
 @pytest.fixture
 def qwen(tmp_path):
     return write_model(tmp_path / "qwen", "Qwen3MoeForCausalLM", ROUTED, model_type="qwen3_moe")
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_experts_in_words(halfbyte, qwen, tmp_path, layout):
+    """transformers 5 has no place for them; vllm has. What stays dense is said."""
+    arguments = ("--format", "int4", "--layout", layout, "--group-size", "64")
+    report = quantize(halfbyte, qwen, tmp_path / "five", *arguments)
+    assert quantized(report) == sorted(ATTENTION)
+    assert "transformers-5 holds experts in one tensor" in reasons(report)[f"{MOE}experts.0.up_proj.weight"]
+    config = config_of(tmp_path / "five")
+    if layout == "awq":
+        assert f"{MOE}experts" in config["modules_to_not_convert"] and "lm_head" in config["modules_to_not_convert"]
+    else:
+        assert set(config["modules_in_block_to_quantize"][0]) == {name.removesuffix(".weight") for name in ATTENTION}
+    report = quantize(halfbyte, qwen, tmp_path / "vllm", *arguments, "--reader", "vllm")
+    assert len(quantized(report)) == 4 + 12
+    assert f"{MOE}experts.3.down_proj.qweight" in stored(tmp_path / "vllm")
+    verdicts = {v["reader"]: v for v in report["readers"]}
+    assert verdicts["vllm"]["loads"] and verdicts["transformers-4"]["loads"] and not verdicts["transformers-5"]["loads"]
 
 
 def test_experts_one_by_one(halfbyte, qwen, tmp_path):

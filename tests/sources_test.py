@@ -39,16 +39,16 @@ def inspect(halfbyte, path):
 P = "model.layers.0.mlp.up_proj"
 E = "model.layers.0.mlp.experts.gate_up_proj"
 
-# Of a weight [64, 256].
+# Of a weight [64, 256], in 7 and in 8 bits, which are not read.
 GPTQ = {
-    f"{P}.qweight": zeros("I32", 32, 64),
-    f"{P}.qzeros": zeros("I32", 2, 8),
+    f"{P}.qweight": zeros("I32", 56, 64),
+    f"{P}.qzeros": zeros("I32", 2, 14),
     f"{P}.scales": zeros("F16", 2, 64),
     f"{P}.g_idx": zeros("I32", 256),
 }
 AWQ = {
-    f"{P}.qweight": zeros("I32", 256, 8),
-    f"{P}.qzeros": zeros("I32", 2, 8),
+    f"{P}.qweight": zeros("I32", 256, 16),
+    f"{P}.qzeros": zeros("I32", 2, 16),
     f"{P}.scales": zeros("F16", 2, 64),
 }
 FP8_BLOCKS = {f"{P}.weight": zeros("F8_E4M3", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
@@ -107,7 +107,7 @@ FOREIGN = {
         {
             "quantization_config": {
                 "quant_method": "gptq",
-                "bits": 4,
+                "bits": 7,
                 "group_size": 128,
                 "sym": True,
                 "desc_act": False,
@@ -116,24 +116,24 @@ FOREIGN = {
             }
         },
         ("gptq", "gptq", "config.json"),
-        {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"},
+        {"bits": 7, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"},
     ),
-    "gptq-tensors": (GPTQ, {}, ("gptq", "gptq", "tensors"), {"bits": 4, "group_size": 128}),
+    "gptq-tensors": (GPTQ, {}, ("gptq", "gptq", "tensors"), {"bits": 7, "group_size": 128}),
     "awq": (
         AWQ,
         {
             "quantization_config": {
                 "quant_method": "awq",
-                "bits": 4,
+                "bits": 8,
                 "group_size": 128,
                 "zero_point": True,
                 "version": "gemm",
             }
         },
         ("awq", "awq", "config.json"),
-        {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        {"bits": 8, "group_size": 128, "zero_point": True, "version": "gemm"},
     ),
-    "awq-tensors": (AWQ, {}, ("awq", "awq", "tensors"), {"bits": 4, "group_size": 128}),
+    "awq-tensors": (AWQ, {}, ("awq", "awq", "tensors"), {"bits": 8, "group_size": 128}),
     "fp8-blocks": (
         FP8_BLOCKS,
         {
@@ -228,13 +228,13 @@ FOREIGN = {
             "quantization_config": {
                 "quant_method": "auto-round",
                 "packing_format": "auto_round:auto_gptq",
-                "bits": 4,
+                "bits": 7,
                 "group_size": 128,
                 "sym": True,
             }
         },
         ("gptq", "auto-round", "config.json"),
-        {"bits": 4, "group_size": 128, "sym": True, "packing_format": "auto_round:auto_gptq"},
+        {"bits": 7, "group_size": 128, "sym": True, "packing_format": "auto_round:auto_gptq"},
     ),
     "awq-gemv": (  # in a form that no row knows
         {

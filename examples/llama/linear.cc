@@ -95,6 +95,9 @@ PartNames part_names(const Weight& weight) {
       return {.codes = ".weight_packed", .scales = ".weight_scale", .zeros = ".weight_zero_point"};
     case Layout::mlx:
       return {.codes = ".weight", .scales = ".scales", .biases = ".biases"};
+    case Layout::gptq:
+    case Layout::awq:
+      break;
   }
   throw Error(ErrorCode::bug, "a layout without names");
 }

@@ -47,14 +47,17 @@ struct Weight {
   uint64_t num_bytes = 0;        // of all parts
   // Where the tensor belongs to a ForeignQuantization: its method.
   std::string foreign = {};
+  // What is unusual in how a quantized weight is stored: "act-order" (of gptq: groups of columns that are not
+  // neighbours), or what its config says wrong. Empty: nothing.
+  std::string note = {};
 };
 
 // Quantization by another tool in a form that is recognised and not read. Its tensors are weights as stored,
 // and nothing can be computed from them.
 struct ForeignQuantization {
-  std::string method;  // "gptq", "awq", "fp8", "int8", "llm.int8", "nvfp4", "mxfp4", ...: a word of that tool
-                       // where it is not known
-  std::string layout;  // whose tensors they are: "gptq", "compressed-tensors", "modelopt", "mlx", ...; empty
+  std::string method;  // "fp8", "gptq" in forms that are not read, "int8", "llm.int8", "nvfp4", "mxfp4", ...:
+                       // a word of that tool where it is not known
+  std::string layout;  // whose tensors they are: "compressed-tensors", "modelopt", "mlx", ...; empty
                        // where several tools store it in this way
   std::string source;  // what says so: "config.json", "tensors", ...
   // Of the config, with the words of its tool, or of the shapes of the first weight. The values are JSON

@@ -94,7 +94,7 @@ HALFBYTE_API void check_encoding(const QuantSpec& spec, const Encoding& encoding
 
 // How quantized weights are stored: where codes, scales, zero points and biases lie, in files and in memory
 // (docs/formats.md).
-enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx };
+enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx, gptq, awq };
 HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
 HALFBYTE_API Layout parse_layout(std::string_view word);
 

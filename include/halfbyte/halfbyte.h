@@ -128,6 +128,8 @@ enum {
   HALFBYTE_LAYOUT_BITSANDBYTES = 1,
   HALFBYTE_LAYOUT_COMPRESSED_TENSORS = 2,
   HALFBYTE_LAYOUT_MLX = 3,
+  HALFBYTE_LAYOUT_GPTQ = 4,
+  HALFBYTE_LAYOUT_AWQ = 5,
 };
 
 /* What a checkpoint is to load in. */
@@ -997,6 +999,7 @@ typedef struct halfbyte_weight {
   uint64_t num_bytes; /* of all parts */
   double bits_per_weight;
   const char* foreign; /* the method of the foreign quantization that it belongs to; NULL: none */
+  const char* note;    /* what is unusual in how it is stored: "act-order", ...; NULL: nothing */
 } halfbyte_weight;
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkpoint,
                                                             int64_t index, halfbyte_weight* weight);
@@ -1004,7 +1007,7 @@ HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_check
  * the checkpoint. */
 typedef struct halfbyte_foreign {
   size_t struct_size;
-  const char* method;  /* "gptq", "awq", "fp8", ... */
+  const char* method;  /* "fp8", "nvfp4", ... */
   const char* layout;  /* whose tensors they are: "modelopt", ...; empty: of several tools */
   const char* source;  /* what says so: "config.json", "tensors", ... */
   const char* example; /* the codes of the first weight; empty: none was found */

@@ -41,8 +41,8 @@ struct WeightView {
   Device device = {};
 };
 
-// Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: for formats
-// of other than 4 or 8 bits (bitsandbytes: 4), for f64 scales, and in compressed-tensors for zero points
+// Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: of gptq and
+// awq, formats of other than 4 or 8 bits (bitsandbytes: 4), f64 scales, and in compressed-tensors zero points
 // whose groups do not lie within rows.
 struct WeightViewBytes {
   int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;

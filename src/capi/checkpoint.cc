@@ -29,6 +29,10 @@ constexpr halfbyte_layout layout_of(Layout layout) {
       return HALFBYTE_LAYOUT_COMPRESSED_TENSORS;
     case Layout::mlx:
       return HALFBYTE_LAYOUT_MLX;
+    case Layout::gptq:
+      return HALFBYTE_LAYOUT_GPTQ;
+    case Layout::awq:
+      return HALFBYTE_LAYOUT_AWQ;
   }
   return HALFBYTE_UNSET;
 }
@@ -191,11 +195,12 @@ halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkp
                                                halfbyte_weight* weight) {
   return guard([&] {
     const Weight& of = weight_of(checkpoint, index);
-    write_struct(weight,
-                 {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype),
-                  or_unset(of.layout), of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of),
-                  of.foreign.empty() ? nullptr : of.foreign.c_str()},
-                 "weight");
+    write_struct(
+        weight,
+        {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype), or_unset(of.layout),
+         of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of),
+         of.foreign.empty() ? nullptr : of.foreign.c_str(), of.note.empty() ? nullptr : of.note.c_str()},
+        "weight");
   });
 }
 

@@ -41,10 +41,12 @@ constexpr std::array<Word<Granularity>, 4> kGranularities{{{Granularity::tensor,
                                                            {Granularity::group, "group"},
                                                            {Granularity::flat, "flat"}}};
 
-constexpr std::array<Word<Layout>, 4> kLayouts{{{Layout::halfbyte, "halfbyte"},
+constexpr std::array<Word<Layout>, 6> kLayouts{{{Layout::halfbyte, "halfbyte"},
                                                 {Layout::bitsandbytes, "bitsandbytes"},
                                                 {Layout::compressed_tensors, "compressed-tensors"},
-                                                {Layout::mlx, "mlx"}}};
+                                                {Layout::mlx, "mlx"},
+                                                {Layout::gptq, "gptq"},
+                                                {Layout::awq, "awq"}}};
 
 bool rule_fits(const FormatInfo& format, bool asymmetric, ScaleRule rule) {
   switch (format.kind) {

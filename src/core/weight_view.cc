@@ -20,6 +20,9 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
                  "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
   quant_shape(spec, rows, formats::round_up(cols, 8));  // throws for too many bits; of whole words
+  HALFBYTE_CHECK(layout != Layout::gptq && layout != Layout::awq, usage,
+                 "weight view: layout {} is transposed, which products do not read: give the native parts",
+                 to_string(layout));
   HALFBYTE_CHECK(layout != Layout::bitsandbytes || format.bits == 4, usage,
                  "weight view: layout bitsandbytes has codes of 4 bits, got {}", format.name);
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;

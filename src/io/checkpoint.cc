@@ -180,6 +180,7 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   const QuantizedWeight& quantized = stored.weight;
   check_shape(quantized);
   Weight weight{quantized.name, quantized.shape, quantized.dtype, quantized.layout, quantized.spec, {}, 0};
+  weight.note = quantized.note;
   if (stored.transposed) std::ranges::reverse(weight.shape);
   for (const Part& part : parts_of(quantized)) {
     const auto found = checkpoint.by_name.find(part.name);
@@ -205,26 +206,29 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   return weight;
 }
 
-// bitsandbytes quantizes the transpose of a Conv1D, and its reader puts a linear layer in its place.
+// bitsandbytes and gptq quantize the transpose of a Conv1D, and their readers put a linear layer in its
+// place.
 void find_transposed(Checkpoint::Impl& checkpoint) {
   std::optional<Architecture> architecture;
-  const auto of_bitsandbytes = [](const StoredWeight& stored) {
-    return stored.weight.layout == Layout::bitsandbytes && stored.weight.shape.size() == 2;
+  const auto may_be = [](const StoredWeight& stored) {
+    return (stored.weight.layout == Layout::bitsandbytes || stored.weight.layout == Layout::gptq) &&
+           stored.weight.shape.size() == 2;
   };
-  if (!checkpoint.config.empty() && std::ranges::any_of(checkpoint.quantized, of_bitsandbytes))
+  if (!checkpoint.config.empty() && std::ranges::any_of(checkpoint.quantized, may_be))
     architecture = Architecture::find(config_json(checkpoint.config));
   if (!architecture) return;
   for (StoredWeight& stored : checkpoint.quantized) {
-    if (!of_bitsandbytes(stored)) continue;
+    if (!may_be(stored)) continue;
     const std::optional<ModuleInfo> module = architecture->find_tensor(stored.weight.name);
     stored.transposed = module && module->kind == ModuleKind::conv1d;
   }
 }
 
 void make_weights(Checkpoint::Impl& checkpoint) {
-  std::vector<QuantizedWeight> found;
+  FoundWeights found;
   for (const LayoutInfo* layout : all_layouts()) layout->match(checkpoint, found);
-  for (QuantizedWeight& weight : found) checkpoint.quantized.push_back({std::move(weight)});
+  for (QuantizedWeight& weight : found.weights) checkpoint.quantized.push_back({std::move(weight)});
+  checkpoint.not_read = std::move(found.not_read);
   find_transposed(checkpoint);
 
   struct Entry {
@@ -278,8 +282,8 @@ void with_type(DType dtype, const Body& body) {
 void read_part(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
                Role role, BlockWorker& worker) {
   const StoredRange range = stored_range(quantized.weight, block, role);
-  std::byte* stored = worker.stored.reserve(static_cast<int64_t>(range.num_bytes));
-  checkpoint.read(quantized.part(role), range.offset, {stored, range.num_bytes});
+  std::byte* stored = worker.stored.reserve(static_cast<int64_t>(range.num_bytes()));
+  checkpoint.read(quantized.part(role), range, {stored, range.num_bytes()});
   to_native(quantized.weight, block, role, stored, worker.native.of(role).data());
 }
 
@@ -366,10 +370,12 @@ void Decoder::decode_stored(const StoredWeight& quantized, int64_t begin, int64_
                             std::byte* out) {
   const int64_t size = size_of(dtype), end = begin + count;
   while (begin < end) {
-    const Block block = block_at(quantized.weight, begin, std::min(kBlockElements, end - begin));
+    const Block block = block_at(quantized.weight, begin,
+                                 std::min(preferred_elements(quantized.weight, kBlockElements), end - begin));
     const int64_t skip = begin - block.begin, taken = std::min(block.count - skip, end - begin);
     std::byte* decoded = taken == block.count ? out : worker_.dense.reserve(block.count * size);
     decode_block(checkpoint_, quantized, block, worker_, {decoded, dtype, {block.rows, block.cols}, {}, {}});
+    restore_columns(quantized.weight, decoded, block.rows, size);
     if (decoded != out) std::memcpy(out, decoded + skip * size, static_cast<size_t>(taken * size));
     out += taken * size;
     begin += taken;
@@ -422,6 +428,13 @@ void Checkpoint::Impl::read(const StoredTensor& tensor, uint64_t offset, std::sp
                  "read: bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset,
                  bytes.size(), printable(own.name), own.num_bytes);
   files[file_of[index]].input.read(own.offset + offset, bytes);
+}
+
+void Checkpoint::Impl::read(const StoredTensor& tensor, const io::StoredRange& range,
+                            std::span<std::byte> bytes) const {
+  io::for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
+    read(tensor, offset, bytes.subspan(begin, size));
+  });
 }
 
 std::string Checkpoint::Impl::read_text(const StoredTensor& tensor) const {

@@ -50,12 +50,15 @@ struct Checkpoint::Impl {
   std::vector<Weight> weights;
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;
+  std::map<std::string, std::string> not_read;  // as in FoundWeights
   std::vector<ForeignQuantization> foreign;
 
   // Of config.json or one of `quantization_configs`; empty: there is none.
   const std::string& config_text(const std::string& file) const;
   const StoredTensor* find(const std::string& name) const;
   void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
+  // One run behind the other.
+  void read(const StoredTensor& tensor, const io::StoredRange& range, std::span<std::byte> bytes) const;
   // All bytes of a small tensor; Error(bad_input) naming it if it has more than 64 KiB.
   std::string read_text(const StoredTensor& tensor) const;
   // The file with the first part of a weight.
@@ -72,7 +75,7 @@ inline int64_t num_elements(const Weight& weight) { return num_elements(weight.s
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);
 
 // Reads a block of a quantized weight and decodes it into y [block.rows, block.cols], memory of the worker's
-// device: enqueued on its stream. Uses its buffers but `dense`.
+// device: enqueued on its stream. Uses its buffers but `dense`. On the host, restore_columns() is left to do.
 void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
                   BlockWorker& worker, const TensorView& y);
 

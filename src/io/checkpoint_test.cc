@@ -9,6 +9,7 @@
 #include "halfbyte/ops.hpp"
 #include "io/checkpoint.h"
 #include "io/checkpoint_writer.h"
+#include "io/columnwise.h"
 #include "io/config.h"
 #include "io/safetensors.h"
 #include "io/test_directory.h"
@@ -206,6 +207,19 @@ std::vector<Case> all_cases() {
     options.scale_rule = ScaleRule::minmax;
     add(options, {{9, 256}});
   }
+  for (const Layout layout : {Layout::gptq, Layout::awq})
+    for (const Format format : {Format::int2, Format::int3, Format::int4, Format::int8})
+      for (const bool asymmetric : {false, true}) {
+        if (layout == Layout::awq && format != Format::int4) continue;
+        QuantizeOptions options = options_for(format, layout);
+        options.asymmetric = asymmetric;
+        add(options, {{32, 256}, {96, 384}});
+        options.group_size = 32;
+        add(options, {{64, 96}});
+        options.group_size.reset();
+        options.granularity = Granularity::channel;
+        add(options, {{32, 160}});
+      }
   for (const FormatInfo& format : all_formats())
     for (const Granularity granularity :
          {Granularity::group, Granularity::channel, Granularity::tensor, Granularity::flat}) {
@@ -235,7 +249,8 @@ std::vector<Case> all_cases() {
     for (const FormatInfo& format : all_formats())
       if (layout->formats.empty() ||
           std::ranges::find(layout->formats, format.format) != layout->formats.end())
-        add(options_for(format.format, layout->layout), {{4, 256}});
+        add(options_for(format.format, layout->layout),
+            {{layout->packing == io::Packing::rows ? 4 : 32, 256}});  // words of rows
   return cases;
 }
 
@@ -282,7 +297,9 @@ TEST_F(CheckpointTest, RoundTripEveryLayoutFormatGranularityAndShape) {
 
 TEST_F(CheckpointTest, DecodesAnyRange) {
   for (const Case& c : all_cases()) {
-    if (c.shape != std::vector<int64_t>{33, 200} && c.shape != std::vector<int64_t>{33, 384}) continue;
+    if (c.shape != std::vector<int64_t>{33, 200} && c.shape != std::vector<int64_t>{33, 384} &&
+        c.shape != std::vector<int64_t>{96, 384})
+      continue;
     const std::string input = write_input({random_tensor("a.weight", DType::bf16, c.shape)});
     QuantizeOptions options = c.options;
     options.force = true;
@@ -305,10 +322,14 @@ TEST_F(CheckpointTest, DecodesAnyRange) {
 
 // Several blocks: larger than kBlockElements, in rows that a block does not divide.
 TEST_F(CheckpointTest, LargeTensorsAreTheSameForEveryNumberOfThreads) {
-  const Tensor tensor = random_tensor("a.weight", DType::bf16, {300, 2048});
+  const Tensor tensor = random_tensor("a.weight", DType::bf16, {1512, 2048});
   const std::string input = write_input({tensor, random_tensor("b.norm.weight", DType::bf16, {3, 799'999})});
-  std::vector<QuantizeOptions> runs = {options_for(Format::nf4), options_for(Format::int4),
-                                       options_for(Format::affine3), options_for(Format::int5)};
+  std::vector<QuantizeOptions> runs = {options_for(Format::nf4),
+                                       options_for(Format::int4),
+                                       options_for(Format::affine3),
+                                       options_for(Format::int5),
+                                       options_for(Format::int4, Layout::gptq),
+                                       options_for(Format::int4, Layout::awq)};
   runs[0].double_quant = true;
   runs[1].asymmetric = true;
   runs[3].granularity = Granularity::tensor;
@@ -426,6 +447,83 @@ TEST_F(CheckpointTest, BytesOfCompressedTensors) {
   const Checkpoint asymmetric = Checkpoint::open(path("asymmetric"));
   EXPECT_EQ(hex_of(asymmetric, "a.weight_packed"), "0f88f5394286b9fd");
   EXPECT_EQ(hex_of(asymmetric, "a.weight_zero_point"), "08000000");
+}
+
+// Of a weight whose native parts are these, the bytes of a part as the layout stores it; and that they come
+// back.
+std::string stored_hex(const io::QuantizedWeight& weight, io::Role role, std::vector<std::byte> native) {
+  const io::Block block = io::block_at(weight, 0, product(weight.shape));
+  EXPECT_EQ(native.size(), static_cast<size_t>(io::native_bytes(weight, block, role)));
+  const std::vector<std::byte> given = native;
+  io::Buffer scratch;
+  const std::span<const std::byte> stored = io::to_stored(weight, block, role, native.data(), scratch);
+  EXPECT_EQ(stored.size(), io::stored_range(weight, block, role).num_bytes());
+  std::vector<std::byte> back(given.size());
+  io::to_native(weight, block, role, stored.data(), back.data());
+  EXPECT_TRUE(back == given);
+  std::string hex;
+  for (const std::byte byte : stored) hex += fmt::format("{:02x}", static_cast<int>(byte));
+  return hex;
+}
+
+TEST_F(CheckpointTest, BytesOfGptqAndAwq) {
+  QuantSpec spec{.format = Format::int4, .asymmetric = true, .granularity = Granularity::channel};
+  spec.scale_dtype = DType::f16;
+  io::QuantizedWeight weight = io::written_weight("a.weight", {8, 8}, DType::f16, Layout::gptq, spec);
+  // Of output n and input k: (8 k + n) % 16; two in a byte.
+  std::vector<std::byte> codes;
+  for (int n = 0; n < 8; ++n)
+    for (int k = 0; k < 8; k += 2)
+      codes.push_back(static_cast<std::byte>((8 * k + n) % 16 | (8 * (k + 1) + n) % 16 << 4));
+  EXPECT_EQ(stored_hex(weight, io::Role::codes, codes),
+            "8080808091919191a2a2a2a2b3b3b3b3c4c4c4c4d5d5d5d5e6e6e6e6f7f7f7f7");
+  std::vector<std::byte> zeros;
+  for (const int zero : {0, 1, 8, 15, 3, 4, 5, 6}) zeros.push_back(static_cast<std::byte>(zero));
+  EXPECT_EQ(stored_hex(weight, io::Role::zeros, zeros), "10f84365");
+  weight.words.zeros_less_one = true;
+  expect_error(ErrorCode::bad_input, "row 0 has a zero point of 0",
+               [&] { stored_hex(weight, io::Role::zeros, zeros); });
+  zeros[0] = std::byte{2};
+  EXPECT_EQ(stored_hex(weight, io::Role::zeros, zeros), "01e73254");
+  EXPECT_EQ(io::columnwise_zero_words(weight, 7), std::vector<uint32_t>{0x77777777});
+
+  weight.layout = Layout::awq;
+  weight.words = {};
+  std::vector<std::byte> rows;  // row n has code n
+  for (int n = 0; n < 8; ++n) rows.insert(rows.end(), 4, static_cast<std::byte>(n * 17));
+  std::string hex;
+  for (int k = 0; k < 8; ++k) hex += "20643175";
+  EXPECT_EQ(stored_hex(weight, io::Role::codes, rows), hex);
+}
+
+// Planar words and columns in another order: only read from files, but written as well.
+TEST_F(CheckpointTest, WordsOfEveryFormComeBack) {
+  std::mt19937 rng(5);
+  for (const Format format :
+       {Format::int2, Format::int3, Format::int4, Format::int5, Format::int6, Format::int8})
+    for (const bool planar : {false, true})
+      for (const bool ordered : {false, true}) {
+        QuantSpec spec{.format = format, .asymmetric = true, .group_size = 48};
+        spec.scale_dtype = DType::f16;
+        io::QuantizedWeight weight =
+            io::written_weight("a.weight", {64, 160}, DType::f16, Layout::gptq, spec);
+        weight.words.planar = planar;
+        if (ordered) {
+          weight.words.order.resize(160);
+          for (size_t i = 0; i < 160; ++i) weight.words.order[i] = static_cast<int32_t>(i);
+          std::ranges::shuffle(weight.words.order, rng);
+        }
+        const io::Block block = io::block_at(weight, 0, 64 * 160);
+        ASSERT_EQ(block.count, 64 * 160);
+        const int bits = info(format).bits;
+        for (const io::Role role : {io::Role::codes, io::Role::scales, io::Role::zeros}) {
+          std::vector<std::byte> native(static_cast<size_t>(io::native_bytes(weight, block, role)));
+          for (std::byte& byte : native)
+            byte = static_cast<std::byte>(role == io::Role::zeros ? rng() % (1u << bits) : rng() % 256);
+          SCOPED_TRACE(fmt::format("{} planar {} ordered {}", info(format).name, planar, ordered));
+          stored_hex(weight, role, native);
+        }
+      }
 }
 
 TEST_F(CheckpointTest, CompressedTensorsPadsWithZeroBitsAndWritesEpsForZeroGroups) {
@@ -733,6 +831,11 @@ TEST_F(CheckpointTest, LayoutsRefuseWhatTheyCannotSay) {
           [](auto& o) { o.scale_dtype = DType::f64; });
   refused("layout compressed-tensors: scale rule must be half-range or absmax, got signed-max", Format::int4,
           {}, [](auto& o) { o.scale_rule = ScaleRule::signed_max; });
+  refused("layout gptq: format must be int4 or int2 or int3 or int8, got int5", Format::int5, Layout::gptq,
+          none);
+  refused("layout awq: format must be int4, got int8", Format::int8, Layout::awq, none);
+  refused("layout gptq: scale dtype must be f16, got f32", Format::int4, Layout::gptq,
+          [](auto& o) { o.scale_dtype = DType::f32; });
   refused("layout compressed-tensors: double quantization must be off", Format::int4, {},
           [](auto& o) { o.double_quant = true; });
   refused("layout bitsandbytes: has no zero points", Format::nf4, {}, [](auto& o) { o.asymmetric = true; });
@@ -917,7 +1020,7 @@ TEST_F(CheckpointTest, CancelLeavesNothing) {
 
 // Every damage to the bytes of codes, and to the leading bytes of scales and zero points, must be found.
 TEST_F(CheckpointTest, VerifyFindsDamage) {
-  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {10, 256}, 3),
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {16, 256}, 3),
                                          random_tensor("b.norm.weight", DType::bf16, {3, 7})});
   const Checkpoint source = Checkpoint::open(input);
   const io::OutputWeight weight = io::whole_weight(source.weights()[0], 0),
@@ -928,6 +1031,11 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
       options_for(Format::affine2), options_for(Format::int5), options_for(Format::lut4)};
   runs[1].double_quant = true;
   runs[4].asymmetric = true;
+  for (const Layout layout : {Layout::gptq, Layout::awq})
+    for (const bool asymmetric : {false, true}) {
+      runs.push_back(options_for(Format::int4, layout));
+      runs.back().asymmetric = asymmetric;
+    }
   for (QuantizeOptions& options : runs) {
     options.force = true;
     options.verify = false;

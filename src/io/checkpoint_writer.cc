@@ -177,6 +177,13 @@ void CheckpointWriter::write(const StoredTensor& tensor, uint64_t offset, std::s
   file_->write(tensor.offset + offset, bytes);
 }
 
+void CheckpointWriter::write(const StoredTensor& tensor, const StoredRange& range,
+                             std::span<const std::byte> bytes) {
+  for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
+    write(tensor, offset, bytes.subspan(begin, size));
+  });
+}
+
 void CheckpointWriter::commit_file() {
   for (const size_t source : files_.sources[file_index_]) input_.files[source].input.check_unchanged();
   file_->commit();
@@ -223,10 +230,12 @@ void CheckpointWriter::copy_file(const std::string& name) {
   to.commit();
 }
 
-void CheckpointWriter::finish(const SideFiles& side_files, const std::string& config) {
+void CheckpointWriter::finish(const SideFiles& side_files, const std::string& config,
+                              const std::map<std::string, std::string>& texts) {
   if (!directory_) return;
   for (const std::string& name : side_files.copied) copy_file(name);
   if (files_.has_index) write_text(kIndexFile, index_text());
+  for (const auto& [name, text] : texts) write_text(name, text);
   if (!config.empty()) write_text(kConfigFile, config);  // last: it says what the rest is
   directory_->commit();
 }

@@ -56,14 +56,18 @@ class CheckpointWriter {
   const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
   // Thread safe for disjoint ranges.
   void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
+  // One run behind the other.
+  void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
   // To read it back.
   const std::string& temporary_path() const { return file_->temporary_path(); }
   void sync() { file_->sync(); }
   // The files that it is made of must not have changed.
   void commit_file();
 
-  // Copies the other files, writes index and config (where not empty), makes the output visible.
-  void finish(const SideFiles& side_files, const std::string& config);
+  // Copies the other files, writes index, `texts` (names of files and what they hold) and config (where not
+  // empty), makes the output visible.
+  void finish(const SideFiles& side_files, const std::string& config,
+              const std::map<std::string, std::string>& texts = {});
 
  private:
   void write_text(const std::string& name, const std::string& text);

@@ -31,9 +31,11 @@ struct Difference {
 
 bool decodes(const Weight& weight) { return weight.dtype && is_floating(*weight.dtype); }
 
-bool is_transposed(const Checkpoint::Impl& checkpoint, const Weight& weight) {
+int64_t elements_at_once(const Checkpoint::Impl& checkpoint, const Weight& weight) {
   const StoredWeight* quantized = checkpoint.quantized_weight(weight);
-  return quantized && quantized->transposed;
+  if (!quantized) return kCompareElements;
+  return preferred_elements(quantized->weight,
+                            quantized->transposed ? kTransposedElements : kCompareElements);
 }
 
 // Why two weights of one name cannot be compared; empty if they can.
@@ -109,8 +111,7 @@ std::vector<CompareRow> compare(const Checkpoint::Impl& a, const Checkpoint::Imp
       row.problem = mismatch(a, *x, b, *y);
       if (row.problem.empty()) {
         const int64_t n = decodes(*x) ? num_elements(*x) : static_cast<int64_t>(x->num_bytes);
-        const int64_t most =
-            is_transposed(a, *x) || is_transposed(b, *y) ? kTransposedElements : kCompareElements;
+        const int64_t most = std::max(elements_at_once(a, *x), elements_at_once(b, *y));
         for (int64_t begin = 0; begin < n; begin += most)
           tasks.push_back({pairs.size(), begin, std::min(most, n - begin)});
         pairs.push_back({&*x, &*y, rows.size() - 1});

@@ -76,6 +76,66 @@ Json halfbyte_entry(const QuantSpec& spec) {
   return entry;
 }
 
+// Readers refuse a config without these keys. Symmetric weights are of version 1, which every reader has,
+// others of version 2.
+Json gptq_entry(const ModelQuantization& q) {
+  Json entry = {{"quant_method", "gptq"},
+                {"bits", info(q.spec.format).bits},
+                {"group_size", q.spec.granularity == Granularity::group ? q.spec.group_size : -1},
+                {"sym", !q.spec.asymmetric},
+                {"desc_act", false},
+                {"checkpoint_format", q.spec.asymmetric ? "gptq_v2" : "gptq"},
+                {"lm_head", q.head},
+                {"pack_dtype", "int32"}};
+  if (!q.blocks.empty()) entry["block_name_to_quantize"] = q.blocks;
+  if (!q.quantized_modules.empty())
+    entry["modules_in_block_to_quantize"] = Json::array({Json(q.quantized_modules)});
+  return entry;
+}
+
+// Symmetric weights have zero points too: their readers know no others.
+Json awq_entry(const ModelQuantization& q) {
+  return {{"quant_method", "awq"},
+          {"bits", info(q.spec.format).bits},
+          {"group_size", q.spec.granularity == Granularity::group ? q.spec.group_size : -1},
+          {"zero_point", true},
+          {"version", "gemm"},
+          {"lm_head", q.head},
+          {"modules_to_not_convert", q.dense_modules}};
+}
+
+std::string lower_case(std::string text) {
+  for (char& c : text)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return text;
+}
+
+std::optional<WordConfig> word_config(const nlohmann::json& object) {
+  if (!object.is_object()) return {};
+  WordConfig config;
+  bool any = false;
+  const auto text_of = [&](std::initializer_list<const char*> keys) -> std::string {
+    for (const char* key : keys)
+      if (const auto value = object.find(key); value != object.end() && value->is_string()) {
+        any = true;
+        return lower_case(value->get<std::string>());
+      }
+    return "";
+  };
+  config.method = text_of({"quant_method"});
+  config.format = text_of({"checkpoint_format", "packing_format", "format", "version"});
+  for (const char* key : {"group_size", "q_group_size"})
+    if (object.contains(key) && object[key].is_number_integer())
+      config.group_size = object[key].get<int64_t>();
+  if (object.contains("sym") && object["sym"].is_boolean()) config.symmetric = object["sym"].get<bool>();
+  if (object.contains("zero_point") && object["zero_point"].is_boolean())
+    config.symmetric = !object["zero_point"].get<bool>();
+  if (object.contains("dtype") && object["dtype"].is_string())
+    config.dtype = dtype_from_torch(object["dtype"].get<std::string>());
+  if (!any && !object.contains("bits") && !object.contains("w_bit")) return {};
+  return config;
+}
+
 // What is missing or null has the default of MLX for its affine mode.
 MlxGrid mlx_grid(const nlohmann::json& object, const std::string& what) {
   const auto value = [&](const char* key, int64_t otherwise) {
@@ -155,6 +215,39 @@ std::vector<int> compressed_tensors_bits(const std::string& config) {
   return bits;
 }
 
+std::optional<WordConfig> word_config(const std::string& text, const std::string& what) {
+  return word_config(parse_json<nlohmann::json>(with_marked_constants(text), what));
+}
+
+std::optional<WordConfig> word_config_of_config(const std::string& config) {
+  if (config.empty()) return {};
+  const nlohmann::json json = config_json(config);
+  for (const char* place : {"/quantization_config", "/text_config/quantization_config"})
+    if (const nlohmann::json::json_pointer pointer(place); json.contains(pointer))
+      if (auto found = word_config(json[pointer])) return found;
+  return {};
+}
+
+std::optional<DType> dtype_of_config(const std::string& config) {
+  if (config.empty()) return {};
+  try {
+    const nlohmann::json json = config_json(config);
+    for (const char* place : {"/dtype", "/torch_dtype", "/text_config/dtype", "/text_config/torch_dtype"})
+      if (const nlohmann::json::json_pointer pointer(place);
+          json.contains(pointer) && json[pointer].is_string())
+        if (const auto dtype = dtype_from_torch(json[pointer].get<std::string>())) return dtype;
+  } catch (const Error&) {
+    // Whoever writes a checkpoint parses it again, and says so.
+  }
+  return {};
+}
+
+std::string word_quantization(const ModelQuantization& quantization, bool with_dtype) {
+  Json entry = quantization.layout == Layout::gptq ? gptq_entry(quantization) : awq_entry(quantization);
+  if (with_dtype) entry["dtype"] = torch_name(quantization.weight_dtype);
+  return with_dtype ? entry.dump() : dump(entry);
+}
+
 std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dump(); }
 
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization) {
@@ -173,6 +266,12 @@ std::string with_quantization(const std::string& config, const ModelQuantization
     case Layout::halfbyte:
       json["quantization_config"] = halfbyte_entry(quantization.spec);
       break;
+    case Layout::gptq:
+      json["quantization_config"] = gptq_entry(quantization);
+      break;
+    case Layout::awq:
+      json["quantization_config"] = awq_entry(quantization);
+      break;
   }
   return dump(json);
 }
@@ -181,6 +280,8 @@ std::string without_quantization(const std::string& config, std::optional<DType>
   Json json = parse_config(config);
   json.erase("quantization_config");
   json.erase("quantization");
+  if (const auto text = json.find("text_config"); text != json.end() && text->is_object())
+    text->erase("quantization_config");
   for (const char* key : {"dtype", "torch_dtype"})
     if (dtype && json.contains(key)) json[key] = torch_name(*dtype);
   return dump(json);

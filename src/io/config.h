@@ -46,15 +46,39 @@ std::string mlx_quantization(const QuantSpec& spec);
 // ascending.
 std::vector<int> compressed_tensors_bits(const std::string& config);
 
+// What says how the words of gptq and awq are meant.
+struct WordConfig {
+  std::string method;                 // "gptq", "awq", "auto-round"; empty: it does not say
+  std::string format;                 // "gptq", "gptq_v2", "gemm", in lower case; empty: it does not say
+  std::optional<int64_t> group_size;  // -1: a row
+  std::optional<bool> symmetric;
+  std::optional<DType> dtype;  // of the weights before; only where a file stands alone
+};
+// Of the text of such an object, or of a config that has one; nothing where it says nothing of this kind.
+std::optional<WordConfig> word_config(const std::string& text, const std::string& what);
+std::optional<WordConfig> word_config_of_config(const std::string& config);
+// The key in the metadata of a file that stands alone, and the other file of a directory that has it.
+inline constexpr const char* kWordMetadata = "quantization_config";
+inline constexpr const char* kWordFile = "quantize_config.json";
+
+// Of the weights that are not quantized, as the config says.
+std::optional<DType> dtype_of_config(const std::string& config);
+
 struct ModelQuantization {
   Layout layout;
   QuantSpec spec;
-  DType weight_dtype;                      // of the weights before
-  std::vector<std::string> dense_modules;  // what is not quantized, as the reader spells it
+  DType weight_dtype;                               // of the weights before
+  std::vector<std::string> dense_modules;           // what is not quantized, as the reader spells it
+  std::vector<std::string> quantized_modules = {};  // of gptq, where others beside them are dense
+  std::string blocks = {};                 // of gptq: the list of layers that has them, "model.layers"
+  bool head = false;                       // of gptq, awq: it is quantized
   std::map<std::string, MlxGrid> modules;  // of MLX, that differ from `spec`
   bool decompressed = false;               // of compressed-tensors: when the model is loaded
 };
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
+// The "quantization_config" of that alone, of gptq and awq: what other files say, and, with the dtype of the
+// weights, the metadata of a file that stands alone.
+std::string word_quantization(const ModelQuantization& quantization, bool with_dtype);
 // Without what with_quantization has added; `dtype` replaces the one the config names.
 std::string without_quantization(const std::string& config, std::optional<DType> dtype);
 

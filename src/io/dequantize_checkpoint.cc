@@ -114,6 +114,7 @@ void Dequantizer::plan() {
                              : input_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
     report.quantized = quantized != nullptr;
     report.reason = quantized ? "" : "dense";
+    report.note = weight.note;
     report.spec = weight.spec;
     report.source_bytes = weight.num_bytes;
     report.output_bytes = static_cast<uint64_t>(n * size);
@@ -131,6 +132,9 @@ void Dequantizer::plan() {
                  "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
   report_.peak_buffer_bytes = static_cast<uint64_t>(num_workers_ * (copy_bytes + block_bytes));
   side_files_ = find_side_files(input_);
+  // They describe what is no longer there.
+  std::erase_if(side_files_.copied,
+                [&](const std::string& name) { return input_.quantization_configs.contains(name); });
 }
 
 // Where the weights go: each into a tensor of its name, but for experts that only readers of quantized
@@ -195,7 +199,9 @@ bool Dequantizer::place_expert(size_t weight, const Architecture& architecture,
 }
 
 int64_t Dequantizer::max_elements(size_t weight) const {
-  const int64_t most = block_elements(options_.device);
+  const StoredWeight* quantized = input_.quantized_weight(input_.weights[weight]);
+  int64_t most = block_elements(options_.device);
+  if (quantized) most = preferred_elements(quantized->weight, most);
   return places_[weight].turned() ? std::max(most, kTransposedElements) : most;
 }
 
@@ -205,6 +211,7 @@ Metadata Dequantizer::metadata_of(size_t file) const {
     std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
     set_metadata(metadata, "format", "pt");
   }
+  std::erase_if(metadata, [](const auto& entry) { return entry.first == kWordMetadata; });
   return metadata;
 }
 
@@ -252,6 +259,7 @@ void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task
                  {worker.dense.mirror(), dtype, {block.rows, block.cols}, {}, worker.device});
     worker.dense.download(worker.stream);
     worker.stream.synchronize();
+    restore_columns(quantized.weight, worker.dense.data(), block.rows, size);
     write_elements(writer, task.weight, block.begin, bytes, size);
   });
 }

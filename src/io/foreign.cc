@@ -44,7 +44,8 @@ template <int kWordsOfGroup>
 bool has_words(const StoredTensor& codes, const StoredTensor& scales) {
   return cols_of(scales) < INT64_MAX / kWordsOfGroup && cols_of(codes) == kWordsOfGroup * cols_of(scales);
 }
-// Scales are [groups, out] for both: GPTQ packs along the inputs, AWQ along the outputs.
+// What the layouts gptq and awq do not read. Scales are [groups, out] for both: GPTQ packs along the inputs,
+// AWQ along the outputs.
 bool packs_inputs(const StoredTensor& codes, const StoredTensor& scales) {
   return cols_of(codes) == cols_of(scales);
 }
@@ -173,9 +174,6 @@ constexpr const char* kDequantizer =
 constexpr Advice kAdvice[] = {
     {"", "compressed-tensors", kDequantizer},
     {"", "mlx", "make it dense with mlx_lm.convert --dequantize"},
-    {"awq", "awq",
-     "convert it to compressed-tensors, which halfbyte reads, with convert_checkpoint of that tool and its "
-     "AutoAWQConverter"},
     {"nvfp4", "modelopt",
      "convert it with convert_checkpoint of compressed-tensors and its ModelOptNvfp4Converter, and make that "
      "dense with its CompressedTensorsDequantizer"},
@@ -324,6 +322,8 @@ bool Finder::match(const StoredTensor& tensor, const Form& form) {
   ForeignQuantization& found = entry(form.method, form.layout);
   if (found.num_weights++ == 0) {
     found.example = tensor.name;
+    if (const auto reason = checkpoint_.not_read.find(tensor.name); reason != checkpoint_.not_read.end())
+      found.advice = reason->second;
     describe(checkpoint_, form, module, tensor, *scales, found.parameters);
   }
   weight_of(tensor)->foreign = weight_of(*scales)->foreign = form.method;
@@ -486,6 +486,10 @@ void Finder::merge(Said& said) {
     }
   }
   if (found == found_.end()) {
+    const bool is_read = std::ranges::any_of(checkpoint_.quantized, [&](const StoredWeight& stored) {
+      return to_string(stored.weight.layout) == quantization.method;
+    });
+    if (is_read) return;
     if (said.decides && (checkpoint_.quantized.empty() || !found_.empty())) found_.push_back(quantization);
     return;
   }
@@ -520,7 +524,7 @@ void Finder::find() {
   for (Said& said : said_) merge(said);
   for (ForeignQuantization& found : found_) {
     if (found.source.empty()) found.source = "tensors";
-    found.advice = advice_for(found);
+    if (found.advice.empty()) found.advice = advice_for(found);
   }
   checkpoint_.foreign = std::move(found_);
 }

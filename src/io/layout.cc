@@ -7,6 +7,7 @@
 
 #include "core/checks.h"
 #include "core/format.h"
+#include "io/columnwise.h"
 
 namespace halfbyte::io {
 namespace {
@@ -108,8 +109,9 @@ int64_t QuantizedWeight::rows() const {
 
 std::span<const LayoutInfo* const> all_layouts() {
   // In the order of preference for a format that several hold.
-  static const std::array<const LayoutInfo*, 4> layouts = {
-      &bitsandbytes_layout(), &compressed_tensors_layout(), &mlx_layout(), &halfbyte_layout()};
+  static const std::array<const LayoutInfo*, 6> layouts = {
+      &bitsandbytes_layout(), &compressed_tensors_layout(), &mlx_layout(), &halfbyte_layout(), &gptq_layout(),
+      &awq_layout()};
   return layouts;
 }
 
@@ -154,6 +156,10 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
       spec.scale_dtype = options.scale_dtype.value_or(DType::f32);
       check_allowed(layout, "scale dtype", {DType::f32}, spec.scale_dtype, word);
       break;
+    case ScaleDTypes::f16:
+      spec.scale_dtype = options.scale_dtype.value_or(DType::f16);
+      check_allowed(layout, "scale dtype", {DType::f16}, spec.scale_dtype, word);
+      break;
     case ScaleDTypes::of_weight:
       spec.scale_dtype = options.scale_dtype.value_or(dtype);
       HALFBYTE_CHECK(spec.scale_dtype == dtype, usage,
@@ -187,7 +193,31 @@ std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::sp
                        spec.group_size);
   if (cols < layout.min_cols)
     return fmt::format("layout {}: {} columns are fewer than {}", layout.name, cols, layout.min_cols);
+  if (layout.packing == Packing::rows) return "";
+  if (shape.size() != 2)
+    return fmt::format("layout {}: holds matrices, not tensors of {} axes", layout.name, shape.size());
+  // Zero points fill words along the rows; codes of gptq along the columns, those of awq along the rows.
+  const int64_t unit = 32 / std::gcd(32, info(spec.format).bits);
+  if (shape[0] % unit != 0)
+    return fmt::format("layout {}: {} rows are not a multiple of {}", layout.name, shape[0], unit);
+  if (layout.packing == Packing::gptq && cols % unit != 0)
+    return fmt::format("layout {}: {} columns are not a multiple of {}", layout.name, cols, unit);
   return "";
+}
+
+QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DType dtype, Layout layout,
+                               const QuantSpec& spec) {
+  QuantizedWeight weight{std::move(name), std::move(shape), dtype, layout, spec};
+  // Every reader has version 1, which cannot hold a zero point of 0.
+  weight.words.zeros_less_one = layout == Layout::gptq && !spec.asymmetric;
+  // Loaders of transformers make one of uninitialised memory where a file has none.
+  weight.words.has_group_index = layout == Layout::gptq;
+  return weight;
+}
+
+std::string module_of(const std::string& weight) {
+  constexpr std::string_view kWeight = ".weight";
+  return weight.ends_with(kWeight) ? weight.substr(0, weight.size() - kWeight.size()) : weight;
 }
 
 std::vector<Part> parts_of(const QuantizedWeight& weight) { return layout_info(weight.layout).parts(weight); }
@@ -210,7 +240,9 @@ Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_eleme
     block.first_group = block.begin / weight.spec.group_size;
   } else {
     // Words of zero points hold rows of one matrix.
-    const int64_t unit = packs_zeros(weight) ? zeros_unit(weight) : 1;
+    const int64_t unit = is_columnwise(weight) ? columnwise_unit(weight)
+                         : packs_zeros(weight) ? zeros_unit(weight)
+                                               : 1;
     const int64_t matrix_rows = packs_zeros(weight) ? rows_per_matrix(weight) : num_rows;
     const int64_t row = element / cols;
     const int64_t matrix = row / matrix_rows * matrix_rows;
@@ -227,7 +259,12 @@ Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_eleme
   return block;
 }
 
+int64_t preferred_elements(const QuantizedWeight& weight, int64_t otherwise) {
+  return is_columnwise(weight) ? std::max(otherwise, kColumnElements) : otherwise;
+}
+
 StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role) {
+  if (is_columnwise(weight)) return columnwise_range(weight, block, role);
   int64_t offset = 0, num_bytes = 0;
   if (role == Role::codes && weight.spec.granularity == Granularity::flat) {
     offset = block.begin / 8 * bits_of(weight);
@@ -247,7 +284,7 @@ StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role
     offset = block.first_group * size;
     num_bytes = block.shape.num_groups * size;
   }
-  return {static_cast<uint64_t>(offset), static_cast<uint64_t>(num_bytes)};
+  return {static_cast<uint64_t>(offset), static_cast<uint64_t>(num_bytes), static_cast<uint64_t>(num_bytes)};
 }
 
 int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role) {
@@ -258,9 +295,12 @@ int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role rol
 std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block& block, Role role,
                                      std::byte* native, Buffer& scratch) {
   const LayoutInfo& layout = layout_info(weight.layout);
-  const auto num_bytes = static_cast<int64_t>(stored_range(weight, block, role).num_bytes);
+  const auto num_bytes = static_cast<int64_t>(stored_range(weight, block, role).num_bytes());
   std::byte* stored = native;
-  if (role == Role::codes && layout.high_nibble_first) {
+  if (is_columnwise(weight)) {
+    stored = scratch.reserve(num_bytes);
+    pack_columnwise(weight, block, role, native, stored);
+  } else if (role == Role::codes && layout.high_nibble_first) {
     swap_nibbles(native, native, num_bytes);
   } else if (role == Role::codes && layout.row_align_bytes > 1) {
     const int64_t row_bytes = block.shape.row_bytes, stored_row = stored_row_bytes(weight, block.shape);
@@ -288,7 +328,9 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
                std::byte* native) {
   const LayoutInfo& layout = layout_info(weight.layout);
   const int64_t num_bytes = native_bytes(weight, block, role);
-  if (role == Role::codes && layout.high_nibble_first) {
+  if (is_columnwise(weight)) {
+    unpack_columnwise(weight, block, role, stored, native);
+  } else if (role == Role::codes && layout.high_nibble_first) {
     swap_nibbles(stored, native, num_bytes);
   } else if (role == Role::codes && stored_row_bytes(weight, block.shape) != block.shape.row_bytes) {
     const int64_t row_bytes = block.shape.row_bytes, stored_row = stored_row_bytes(weight, block.shape);
@@ -299,6 +341,19 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
                  reinterpret_cast<uint8_t*>(native));
   } else {
     std::memcpy(native, stored, static_cast<size_t>(num_bytes));
+  }
+}
+
+void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t rows, int64_t size) {
+  if (weight.words.order.empty()) return;
+  const int64_t cols = weight.cols();
+  std::vector<std::byte> native(static_cast<size_t>(cols * size));
+  for (int64_t row = 0; row < rows; ++row) {
+    std::byte* const own = elements + row * cols * size;
+    std::memcpy(native.data(), own, native.size());
+    for (int64_t i = 0; i < cols; ++i)
+      std::memcpy(own + weight.words.order[static_cast<size_t>(i)] * size, native.data() + i * size,
+                  static_cast<size_t>(size));
   }
 }
 

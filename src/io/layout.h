@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -30,7 +31,17 @@ struct Part {
   std::string name;
   std::string dtype;  // as safetensors spells it
   std::vector<int64_t> shape;
-  std::string content = {};  // of a constant
+  std::string content = {};  // of a constant; repeated where it is shorter than the tensor
+};
+
+// Of gptq and awq: what the config and the tensors of a model say of how its words are meant.
+struct WordForm {
+  bool planar = false;  // gptq: the low bits of 32 codes, then their high bits, each in words of their own
+  bool zeros_less_one = false;   // gptq, version 1: zero points are stored less 1
+  bool has_zeros = true;         // a tensor of zero points, of symmetric weights too
+  bool has_group_index = false;  // gptq: a tensor with the group of each column
+  std::vector<int32_t> order =
+      {};  // act-order: the stored column of each native one, whose groups are in order
 };
 
 // Everything about a quantized weight but its codes and scales.
@@ -44,14 +55,26 @@ struct QuantizedWeight {
   float scales_offset = 0;                // double quantization
   std::vector<float> scales_map = {};     // double quantization: 256 values; empty: double_quant_map()
   std::string codes_dtype = "U8";         // bitsandbytes can store the bytes of the codes as floats
+  WordForm words = {};                    // gptq, awq
+  std::string note = {};                  // as in Weight
 
   int64_t cols() const { return shape.back(); }
   int64_t rows() const;  // product of the leading extents
   QuantShape quant_shape() const { return halfbyte::quant_shape(spec, rows(), cols()); }
 };
 
+// What layouts find in a checkpoint.
+struct FoundWeights {
+  std::vector<QuantizedWeight> weights;
+  // Tensors of codes of a layout, in a form that it does not read, and why; they become foreign.
+  std::map<std::string, std::string> not_read;
+};
+
 // Which dtypes the scales and biases of a layout have.
-enum class ScaleDTypes : uint8_t { f32, of_weight, any };
+enum class ScaleDTypes : uint8_t { f32, f16, of_weight, any };
+
+// Where codes are: in the rows of the weight, or in columns of words (io/columnwise.h).
+enum class Packing : uint8_t { rows, gptq, awq };
 
 struct LayoutInfo {
   Layout layout;
@@ -70,6 +93,7 @@ struct LayoutInfo {
   ScaleDTypes scale_dtypes = ScaleDTypes::any;
   CodeScale code_scale = CodeScale::stored;
   // How what it stores differs from the native layout (QuantShape).
+  Packing packing = Packing::rows;
   bool high_nibble_first = false;
   int64_t row_align_bytes = 1;     // rows of codes are padded to it with zero bits
   bool packs_zeros = false;        // zero points like codes, in words of 32 bits along the rows
@@ -77,7 +101,7 @@ struct LayoutInfo {
 
   std::vector<Part> (*parts)(const QuantizedWeight& weight);
   // Appends the weights that it recognises by their tensors.
-  void (*match)(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found);
+  void (*match)(const Checkpoint::Impl& checkpoint, FoundWeights& found);
 };
 
 std::span<const LayoutInfo* const> all_layouts();
@@ -86,10 +110,16 @@ const LayoutInfo& bitsandbytes_layout();
 const LayoutInfo& compressed_tensors_layout();
 const LayoutInfo& mlx_layout();
 const LayoutInfo& halfbyte_layout();
+const LayoutInfo& gptq_layout();
+const LayoutInfo& awq_layout();
 
-// Of layout mlx: "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight", and the format of so
-// many bits; Error(bad_input) naming the tensor.
-std::string mlx_module(const std::string& weight);
+// A weight as the layout is written.
+QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DType dtype, Layout layout,
+                               const QuantSpec& spec);
+
+// "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight".
+std::string module_of(const std::string& weight);
+// Of layout mlx, the format of so many bits; Error(bad_input) naming the tensor.
 Format mlx_format(int bits, const std::string& tensor);
 
 // The first layout that holds the format.
@@ -121,15 +151,29 @@ struct Block {
 };
 // Large enough to hide the cost of a read, small enough for the second-level cache.
 inline constexpr int64_t kBlockElements = 256 * 1024;
+// At least so many, on any device, where the rows of the weight are columns of what is read or written: then
+// runs are as long as a block has rows.
+inline constexpr int64_t kColumnElements = 2 << 20;
+int64_t preferred_elements(const QuantizedWeight& weight, int64_t otherwise);
 // The block of at most max_elements, or else as small as possible, that begins where the element can be
 // reached first.
 Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_elements = kBlockElements);
 
 // The bytes that a block has in the part of this role (codes, scales, zeros or biases; scales that are
-// not quantized in turn).
+// not quantized in turn): runs of one length, `stride` bytes from one to the next.
 struct StoredRange {
-  uint64_t offset = 0, num_bytes = 0;
+  uint64_t offset = 0, run_bytes = 0, stride = 0;
+  int64_t num_runs = 1;
+  uint64_t num_bytes() const { return run_bytes * static_cast<uint64_t>(num_runs); }
 };
+// Calls body(offset, begin, size) for runs of bytes [offset, offset + size) of the part: those from `begin`
+// on of all bytes of the range.
+template <class Body>
+void for_each_run(const StoredRange& range, const Body& body) {
+  if (range.stride == range.run_bytes) return body(range.offset, uint64_t{0}, range.num_bytes());
+  for (uint64_t run = 0; run < static_cast<uint64_t>(range.num_runs); ++run)
+    body(range.offset + run * range.stride, run * range.run_bytes, range.run_bytes);
+}
 StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role);
 // Bytes of the same in the native layout.
 int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role);
@@ -138,6 +182,9 @@ std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block&
                                      std::byte* native, Buffer& scratch);
 void to_native(const QuantizedWeight& weight, const Block& block, Role role, const std::byte* stored,
                std::byte* native);
+// Puts decoded rows, of elements of `size` bytes, into the order of the weight's columns: they come in that
+// of the native form (WordForm::order).
+void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t rows, int64_t size);
 
 // The native form of a block.
 struct NativeBuffers {

@@ -114,10 +114,10 @@ QuantizedWeight read_state(const Checkpoint::Impl& checkpoint, const StoredTenso
   return weight;
 }
 
-void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found) {
+void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   for (const StoredTensor& tensor : checkpoint.tensors)
     if (const size_t infix = tensor.name.find(kStateInfix); infix != std::string::npos)
-      found.push_back(read_state(checkpoint, tensor, infix));
+      found.weights.push_back(read_state(checkpoint, tensor, infix));
 }
 
 }  // namespace

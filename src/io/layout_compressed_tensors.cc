@@ -151,12 +151,12 @@ std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
   }
 }
 
-void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found) {
+void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   std::optional<std::vector<int>> bits;  // of the config; read where it is needed
   for (const StoredTensor& tensor : checkpoint.tensors) {
     if (!tensor.name.ends_with(kPacked) || tensor.dtype != "I32") continue;  // other formats pack into U8
     if (!bits) bits = bits_of_config(checkpoint);
-    found.push_back(read_weight(checkpoint, tensor, *bits));
+    found.weights.push_back(read_weight(checkpoint, tensor, *bits));
   }
 }
 

@@ -124,9 +124,9 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
   return weight;
 }
 
-void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found) {
+void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   for (const StoredTensor& tensor : checkpoint.tensors)
-    if (tensor.name.ends_with(kSpec)) found.push_back(read_weight(checkpoint, tensor));
+    if (tensor.name.ends_with(kSpec)) found.weights.push_back(read_weight(checkpoint, tensor));
 }
 
 }  // namespace

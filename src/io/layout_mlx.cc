@@ -9,11 +9,10 @@ namespace halfbyte::io {
 namespace {
 
 constexpr std::string_view kScales = ".scales";
-constexpr std::string_view kWeight = ".weight";
 
 std::vector<Part> parts(const QuantizedWeight& weight) {
   const QuantShape shape = weight.quant_shape();
-  const std::string module = mlx_module(weight.name);
+  const std::string module = module_of(weight.name);
   const char* dtype = dtype_to_safetensors(weight.dtype);
   const std::vector<int64_t> scales = with_last(weight.shape, shape.groups_per_row);
   return {{Role::codes, module + ".weight", "U32", with_last(weight.shape, shape.row_bytes / 4)},
@@ -59,7 +58,7 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const MlxGrids& 
   return weight;
 }
 
-void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& found) {
+void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   std::optional<MlxGrids> grids;
   for (const StoredTensor& scales : checkpoint.tensors) {
     if (!scales.name.ends_with(kScales)) continue;
@@ -67,15 +66,11 @@ void match(const Checkpoint::Impl& checkpoint, std::vector<QuantizedWeight>& fou
     const StoredTensor* codes = checkpoint.find(module + ".weight");
     if (codes == nullptr || codes->dtype != "U32" || checkpoint.find(module + ".biases") == nullptr) continue;
     if (!grids) grids = read_grids(checkpoint);
-    found.push_back(read_weight(checkpoint, *grids, module, *codes, scales));
+    found.weights.push_back(read_weight(checkpoint, *grids, module, *codes, scales));
   }
 }
 
 }  // namespace
-
-std::string mlx_module(const std::string& weight) {
-  return weight.ends_with(kWeight) ? weight.substr(0, weight.size() - kWeight.size()) : weight;
-}
 
 Format mlx_format(int bits, const std::string& tensor) {
   for (const FormatInfo& format : all_formats())

@@ -62,7 +62,9 @@ class Quantizer {
   QuantizeOptions options_of(const Item& item) const;
   void keep_dense(Item& item, const std::string& reason);
   void set_target(Item& item, const QuantSpec& spec);
+  std::optional<ModelQuantization> model_quantization() const;
   std::string config_text() const;
+  std::map<std::string, std::string> quantization_files() const;
   Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(std::span<const size_t> items) const;
   // Of a block, on the device.
@@ -77,6 +79,8 @@ class Quantizer {
   void copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
   QuantizeStatus quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
                                 BlockWorker& worker);
+  static void write_constant(CheckpointWriter& writer, const StoredTensor& tensor,
+                             const std::string& content);
   void finish_weight(CheckpointWriter& writer, Item& item) const;
   bool plan_again(size_t file);
   void verify(CheckpointWriter& writer, size_t file);
@@ -97,6 +101,9 @@ class Quantizer {
   CheckpointReport report_;
   std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
 };
+
+// Of a constant that is short and repeated, written at once.
+constexpr uint64_t kRepeatedBytes = 64 * 1024;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -175,8 +182,10 @@ void Quantizer::keep_dense(Item& item, const std::string& reason) {
 void Quantizer::set_target(Item& item, const QuantSpec& spec) {
   WeightReport& report = report_of(item);
   const Encoding encoding = resolve_encoding(layout_, options_of(item), spec);
-  item.target = {item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec, encoding};
+  item.target = written_weight(item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec);
+  item.target.encoding = encoding;
   item.parts = parts_of(item.target);
+  for (Part& part : item.parts) part.content = {};  // made again when it is written
   report.quantized = true;
   report.spec = spec;
   report.encoding = encoding;
@@ -252,6 +261,8 @@ void Quantizer::plan() {
                      "layout {} would write tensor \"{}\", but the input has one of this name", layout_.name,
                      printable(tensor.name));
   side_files_ = find_side_files(input_);
+  const auto replaced = quantization_files();
+  std::erase_if(side_files_.copied, [&](const std::string& name) { return replaced.contains(name); });
   if (!input_.config.empty()) config_text();  // it must be valid before hours of work
 }
 
@@ -261,26 +272,44 @@ std::vector<bool> Quantizer::is_dense() const {
   return dense;
 }
 
-std::string Quantizer::config_text() const {
-  ModelQuantization quantization{layout_.layout, {}, DType::bf16, {}, {}, false};
+// What the configs of the output say; nothing where no weight is quantized.
+std::optional<ModelQuantization> Quantizer::model_quantization() const {
+  ModelQuantization quantization{
+      .layout = layout_.layout, .spec = {}, .weight_dtype = DType::bf16, .dense_modules = {}, .modules = {}};
   std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
   for (size_t i = 0; i < items_.size(); ++i) {
     const Item& item = items_[i];
     if (!item.quantize) continue;
     elements[item.target.dtype] += num_elements(item.source.shape);
     if (selection_.weights[i].grid)
-      quantization.modules[mlx_module(item.source.name)] = {info(item.target.spec.format).bits,
-                                                            item.target.spec.group_size};
+      quantization.modules[module_of(item.source.name)] = {info(item.target.spec.format).bits,
+                                                           item.target.spec.group_size};
     else
       quantization.spec = item.target.spec;
   }
-  if (elements.empty()) return input_.config;
+  if (elements.empty()) return {};
   if (!options_.force_layout) check_experts(selection_, layout_, is_dense());
   quantization.weight_dtype =
       std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
   quantization.dense_modules = skips_of(selection_, layout_, is_dense());
   quantization.decompressed = must_be_decompressed(selection_, options_.asymmetric, is_dense());
-  return with_quantization(input_.config, quantization);
+  const QuantizedModules modules = quantized_modules(selection_, is_dense());
+  quantization.quantized_modules = modules.names;
+  quantization.blocks = modules.blocks;
+  quantization.head = modules.head;
+  return quantization;
+}
+
+std::string Quantizer::config_text() const {
+  const std::optional<ModelQuantization> quantization = model_quantization();
+  return quantization ? with_quantization(input_.config, *quantization) : input_.config;
+}
+
+// Other files of the output that say how it is quantized.
+std::map<std::string, std::string> Quantizer::quantization_files() const {
+  const std::optional<ModelQuantization> quantization = model_quantization();
+  if (!quantization || layout_.layout != Layout::gptq) return {};
+  return {{kWordFile, word_quantization(*quantization, /*with_dtype=*/false)}};
 }
 
 Metadata Quantizer::metadata_of(size_t file) const {
@@ -295,6 +324,9 @@ Metadata Quantizer::metadata_of(size_t file) const {
       }
   } else {
     set_metadata(metadata, "format", "pt");  // older readers demand it
+    const bool of_words = layout_.packing != Packing::rows;
+    if (const auto quantization = of_words && !input_.is_directory ? model_quantization() : std::nullopt)
+      set_metadata(metadata, kWordMetadata, word_quantization(*quantization, /*with_dtype=*/true));
   }
   return metadata;
 }
@@ -313,7 +345,7 @@ std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) c
 }
 
 int64_t Quantizer::max_elements(const Item& item) const {
-  const int64_t most = block_elements(options_.device);
+  const int64_t most = preferred_elements(item.target, block_elements(options_.device));
   return is_transposed(item.source) ? std::max(most, kTransposedElements) : most;
 }
 
@@ -352,7 +384,7 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
     if (!whole) bytes += scratch_bytes(bytes);
     for (const Role role : block_roles(item.target.spec))
       bytes += native_bytes(item.target, block, role) +
-               static_cast<int64_t>(stored_range(item.target, block, role).num_bytes);
+               static_cast<int64_t>(stored_range(item.target, block, role).num_bytes());
     block_bytes = std::max(block_bytes, bytes);
     verify_bytes = std::max(verify_bytes, verify_buffer_bytes(item.source, item.target));
     // As f32, and as the codes that they become.
@@ -400,11 +432,21 @@ QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, c
       std::memcpy(item.scales.data() + block.first_group, native,
                   static_cast<size_t>(block.shape.num_groups) * sizeof(float));
     } else {
-      writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role).offset,
+      writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role),
                    to_stored(item.target, block, part.role, native, worker.stored));
     }
   }
   return status;
+}
+
+void Quantizer::write_constant(CheckpointWriter& writer, const StoredTensor& tensor,
+                               const std::string& content) {
+  std::string run = content;
+  while (!run.empty() && run.size() < std::min<uint64_t>(tensor.num_bytes, kRepeatedBytes)) run += run;
+  for (uint64_t offset = 0; offset < tensor.num_bytes; offset += run.size())
+    writer.write(
+        tensor, offset,
+        std::as_bytes(std::span(run)).first(std::min<uint64_t>(run.size(), tensor.num_bytes - offset)));
 }
 
 // What is known only after the last block.
@@ -416,12 +458,11 @@ void Quantizer::finish_weight(CheckpointWriter& writer, Item& item) const {
     DoubleQuantizedView view{codes.data(), absmax.data(), 0};
     double_quantize(item.scales.data(), num_scales, view);
     item.target.scales_offset = view.offset;
-    item.parts = parts_of(item.target);
     item.scales = {};
   }
-  for (const Part& part : item.parts) {
+  for (const Part& part : parts_of(item.target)) {
     const StoredTensor& tensor = writer.tensor(part.name);
-    if (part.role == Role::constant) writer.write(tensor, 0, std::as_bytes(std::span(part.content)));
+    if (part.role == Role::constant) write_constant(writer, tensor, part.content);
     if (part.role == Role::scales) writer.write(tensor, 0, std::as_bytes(std::span(codes)));
     if (part.role == Role::scales_absmax) writer.write(tensor, 0, std::as_bytes(std::span(absmax)));
   }
@@ -576,12 +617,12 @@ CheckpointReport Quantizer::run() {
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
     CheckpointWriter writer(input_, output_, options_.force, files_);
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
-    writer.finish(side_files_, input_.config.empty() ? "" : config_text());
+    writer.finish(side_files_, input_.config.empty() ? "" : config_text(), quantization_files());
   }
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
   for (const size_t weight : selection_.left_out) report_.left_out.push_back(input_.weights[weight].name);
-  report_.readers = reader_verdicts(selection_, layout_, options_.asymmetric, is_dense());
+  report_.readers = reader_verdicts(selection_, layout_, options_, is_dense());
   for (const WeightReport& weight : report_.weights) {
     report_.output_bytes += weight.output_bytes;
     report_.quantized_source_bytes += weight.quantized ? weight.source_bytes : 0;

@@ -117,12 +117,16 @@ std::string kept_reason(const ModuleInfo& module, bool reads_only = false) {
   }
 }
 
+bool is_of_words(Layout layout) { return layout == Layout::gptq || layout == Layout::awq; }
+
 // Readers that load the layout, the default first. What is said of vLLM and of transformers 4 comes from
 // their documents and sources; no test runs them.
 std::vector<Reader> readers_of(Layout layout) {
   switch (layout) {
     case Layout::bitsandbytes:
     case Layout::compressed_tensors:
+    case Layout::gptq:
+    case Layout::awq:
       return {Reader::transformers_5, Reader::transformers_4, Reader::vllm};
     case Layout::mlx:
       return {Reader::mlx_lm};
@@ -141,8 +145,26 @@ bool takes_apart(Reader reader, Layout layout, const Weight& weight, const Modul
       !module.operations.empty() ||
       !(name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj")))
     return false;
+  if (is_of_words(layout)) return reader == Reader::vllm || reader == Reader::none;
   if (reader == Reader::transformers_5) return module.apart;
   return reader == Reader::vllm && layout == Layout::compressed_tensors;
+}
+
+// Why the reader does not load the format in this layout; empty: it does.
+std::string cannot_read(Reader reader, Layout layout, const QuantizeOptions& options) {
+  const int bits = info(options.format).bits;
+  if (reader == Reader::vllm && layout == Layout::gptq && (options.asymmetric || (bits != 4 && bits != 8)))
+    return "vllm reads gptq of 4 and 8 bits without zero points only";
+  return "";
+}
+
+// Layers of a list have a number in their names. The name of the list; empty: it is in none.
+std::string list_of_layers(const std::string& module) {
+  for (size_t dot = module.find('.'); dot != std::string::npos; dot = module.find('.', dot + 1))
+    if (const size_t end = std::min(module.find('.', dot + 1), module.size());
+        end > dot + 1 && module.find_first_not_of("0123456789", dot + 1) >= end)
+      return module.substr(0, dot);
+  return "";
 }
 
 // Why the reader would not find the weight of this module, quantized; empty: it does. `one_expert`: experts
@@ -153,6 +175,8 @@ std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const Mod
   if (tied && !module.tied_to.empty())
     return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
   const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
+  if (layout == Layout::gptq && reader != Reader::vllm && list_of_layers(module.module).empty())
+    return fmt::format("{} reads gptq in lists of layers only", to_string(reader));
   switch (module.kind) {
     case ModuleKind::linear:
       if (module.kept_f32) return "transformers keeps it in a wider dtype";
@@ -161,12 +185,16 @@ std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const Mod
     case ModuleKind::linear_subclass:
       return bitsandbytes && version5 ? "bitsandbytes replaces nn.Linear, not classes derived from it" : "";
     case ModuleKind::conv1d:
-      return bitsandbytes ? "" : "compressed-tensors replaces nn.Linear, not the Conv1D of transformers";
+      return bitsandbytes || layout == Layout::gptq
+                 ? ""
+                 : fmt::format("{} replaces nn.Linear, not the Conv1D of transformers", to_string(layout));
     case ModuleKind::experts:
       if (!one_expert)
         return fmt::format("{} holds these experts in one tensor, which it reads dense only",
                            to_string(reader));
-      if (version5 && module.apart) return "";
+      if (version5 && module.apart && !is_of_words(layout)) return "";
+      if (version5 && is_of_words(layout))
+        return fmt::format("{} holds experts in one tensor, which it reads dense only", to_string(reader));
       if (bitsandbytes && reader != Reader::transformers_4)
         return fmt::format("{} holds experts in one tensor, which it reads dense only", to_string(reader));
       if (asymmetric && version5) return "transformers-5 reads experts without zero points only";
@@ -361,7 +389,7 @@ void Selector::select(const Weight& weight, size_t index) {
   if (apart) {
     outputs = experts_apart(weight, index, *module);
   } else if (reason.empty() && module && module->kind == ModuleKind::conv1d && rank == 2 &&
-             layout_.layout == Layout::bitsandbytes) {
+             (layout_.layout == Layout::bitsandbytes || layout_.layout == Layout::gptq)) {
     outputs = {transposed_weight(weight, index)};
   } else {
     outputs = {whole_weight(weight, index)};
@@ -471,6 +499,17 @@ std::vector<std::string> spelled_for_compressed_tensors(const std::set<std::stri
   return result;
 }
 
+// In transformers an entry of awq is a regular expression for the beginning of a module's name up to a dot,
+// or an end of it; in vLLM a part of it.
+std::vector<std::string> spelled_for_awq(const std::set<std::string>& skips) {
+  std::vector<std::string> result;
+  for (std::string skip : skips) {
+    if (skip.ends_with(kBelow)) skip.pop_back();
+    result.push_back(with_digits(skip));
+  }
+  return result;
+}
+
 }  // namespace
 
 std::string name_list(const std::vector<std::string>& names) {
@@ -488,6 +527,11 @@ Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options) {
   HALFBYTE_CHECK(
       *options.reader == Reader::none || std::ranges::find(readers, *options.reader) != readers.end(), usage,
       "reader {} does not read layout {}", to_string(*options.reader), layout.name);
+  const std::string why_not = cannot_read(*options.reader, layout.layout, options);
+  HALFBYTE_CHECK(why_not.empty() || options.force_layout, usage,
+                 "{}; choose another --reader, or write it all the same "
+                 "with --force-layout",
+                 why_not);
   return *options.reader;
 }
 
@@ -512,8 +556,14 @@ std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& 
       skips.insert(without_suffix(weight.weight.name, ".weight"));
   }
   for (const std::string& name : quantized) skips.erase(name);
-  return layout.layout == Layout::bitsandbytes ? spelled_for_bitsandbytes(skips, quantized)
-                                               : spelled_for_compressed_tensors(skips);
+  switch (layout.layout) {
+    case Layout::bitsandbytes:
+      return spelled_for_bitsandbytes(skips, quantized);
+    case Layout::awq:
+      return spelled_for_awq(skips);
+    default:
+      return spelled_for_compressed_tensors(skips);
+  }
 }
 
 void check_experts(const Selection& selection, const LayoutInfo& layout, const std::vector<bool>& is_dense) {
@@ -544,19 +594,47 @@ bool must_be_decompressed(const Selection& selection, bool asymmetric, const std
   return false;
 }
 
+QuantizedModules quantized_modules(const Selection& selection, const std::vector<bool>& is_dense) {
+  QuantizedModules modules;
+  std::set<std::string> names, lists;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const SelectedWeight& weight = selection.weights[i];
+    if (is_dense[i]) continue;
+    const std::string own = module_of(weight.weight.name);
+    const std::string module = weight.module && weight.weight.shape.size() == 2 ? weight.module->module : own;
+    names.insert({own, module});
+    lists.insert(list_of_layers(module));
+    modules.head |= weight.module ? weight.module->role == ModuleRole::head : own == "lm_head";
+  }
+  if (lists.size() == 1) modules.blocks = *lists.begin();
+  for (size_t i = 0; i < selection.weights.size(); ++i)
+    if (is_dense[i] && std::ranges::any_of(selection.weights[i].skips, [&](const std::string& skip) {
+          return skip.starts_with(modules.blocks) && !list_of_layers(skip).empty();
+        })) {
+      modules.names.assign(names.begin(), names.end());
+      break;
+    }
+  return modules;
+}
+
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
-                                           bool asymmetric, const std::vector<bool>& is_dense) {
+                                           const QuantizeOptions& options,
+                                           const std::vector<bool>& is_dense) {
   std::vector<ReaderVerdict> verdicts;
   for (const Reader reader : readers_of(layout.layout)) {
     ReaderVerdict& verdict = verdicts.emplace_back(ReaderVerdict{reader, selection.why_not});
+    if (verdict.why_not.empty()) verdict.why_not = cannot_read(reader, layout.layout, options);
     for (size_t i = 0; i < selection.weights.size() && verdict.why_not.empty(); ++i) {
       const SelectedWeight& weight = selection.weights[i];
       if (is_dense[i] || !weight.module) continue;
-      verdict.why_not = cannot_load(reader, layout.layout, asymmetric, *weight.module,
+      verdict.why_not = cannot_load(reader, layout.layout, options.asymmetric, *weight.module,
                                     weight.weight.shape.size() == 2, false);
       if (!verdict.why_not.empty())
         verdict.why_not = fmt::format("of {}: {}", printable(weight.weight.name), verdict.why_not);
     }
+    if (verdict.why_not.empty() && layout.layout == Layout::gptq && reader != Reader::vllm &&
+        quantized_modules(selection, is_dense).blocks.empty())
+      verdict.why_not = fmt::format("{} reads gptq in one list of layers only", to_string(reader));
   }
   return verdicts;
 }

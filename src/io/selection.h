@@ -32,7 +32,8 @@ struct Selection {
   std::string why_not;             // why the reader does not load the model at all
 };
 
-// The reader of the options, or that of the layout. Error(usage) if it does not read the layout.
+// The reader of the options, or that of the layout. Error(usage) if it does not read the layout, or what the
+// options ask for in it.
 Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options);
 
 // Error(usage) where options.include selects what cannot be quantized, or what the reader cannot load
@@ -53,9 +54,17 @@ void check_experts(const Selection& selection, const LayoutInfo& layout, const s
 // layers that it would hold compressed cannot have zero points, and not all models can hold such layers.
 bool must_be_decompressed(const Selection& selection, bool asymmetric, const std::vector<bool>& is_dense);
 
+// Of gptq, what its readers are told of the layers that are quantized.
+struct QuantizedModules {
+  std::vector<std::string> names;  // empty: there are no linear layers but these in the blocks
+  std::string blocks;  // the list of layers that has them all, "model.layers"; empty: there is none
+  bool head = false;   // is one of them
+};
+QuantizedModules quantized_modules(const Selection& selection, const std::vector<bool>& is_dense);
+
 // Which readers load the output, and which do not and why, as far as the rules go that are known of them.
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,
-                                           bool asymmetric, const std::vector<bool>& is_dense);
+                                           const QuantizeOptions& options, const std::vector<bool>& is_dense);
 
 // "a", "b", "c" and 4 more
 std::string name_list(const std::vector<std::string>& names);

@@ -116,9 +116,12 @@ bool is_one_run(const SourceRows& rows, int64_t cols) {
   return rows.col_stride == 1 && rows.row_stride == cols;
 }
 
-// Elements of a task. More of them where a row is a column in the input: the columns are read one by one.
-int64_t task_elements(const OutputWeight& weight) {
-  return is_transposed(weight) ? kTransposedElements : kVerifyElements;
+// Elements of a task. More of them where a row is a column in the input or the output: the columns are read
+// one by one.
+int64_t task_elements(const OutputWeight& weight, const QuantizedWeight* quantized) {
+  const bool in_columns =
+      quantized != nullptr && (quantized->layout == Layout::gptq || quantized->layout == Layout::awq);
+  return is_transposed(weight) || in_columns ? kTransposedElements : kVerifyElements;
 }
 
 // Bytes of a weight from `offset` on, from where its description says that each element is. It shares nothing
@@ -197,8 +200,14 @@ class Unpacker {
   void open_compressed_tensors();
   void open_mlx();
   void open_halfbyte();
+  void open_gptq();
+  void open_awq();
+  void open_columns(bool symmetric_zeros_less_one);
   void find_cells();
   void read_codes(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
+  void read_columns(const StoredTensor& tensor, int64_t first, int64_t count, std::byte* out) const;
+  void read_code_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
+  void read_group_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
   void read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers) const;
   void read_quantized_scales(int64_t first, int64_t count, VerifyBuffers& buffers) const;
   void read_zeros(int64_t first_row, int64_t first, int64_t count, VerifyBuffers& buffers) const;
@@ -222,6 +231,7 @@ class Unpacker {
   int64_t row_bytes_ = 0;  // stored, where not flat
   bool high_nibble_first_ = false;
   bool zeros_in_words_ = false;
+  enum class Columns : uint8_t { none, gptq, awq } columns_ = Columns::none;  // tensors are transposed
   // Table formats: the values, what is nearest to each of them, the largest magnitude.
   struct Cell {
     float low, high;
@@ -275,6 +285,12 @@ void Unpacker::open() {
       break;
     case Layout::halfbyte:
       open_halfbyte();
+      break;
+    case Layout::gptq:
+      open_gptq();
+      break;
+    case Layout::awq:
+      open_awq();
       break;
   }
 }
@@ -382,6 +398,114 @@ void Unpacker::open_halfbyte() {
   scale_offset_ = static_cast<float>(json.value("scales_offset", std::numeric_limits<double>::quiet_NaN()));
 }
 
+// Tensors of [.., out]; a word has codes of neighbours along the inputs, zero points of neighbours along the
+// outputs.
+void Unpacker::open_gptq() {
+  columns_ = Columns::gptq;
+  const std::string module = weight_.name.substr(0, weight_.name.rfind(".weight"));
+  codes_ = &file_.take(module + ".qweight", "I32", {cols_ * bits_ / 32, rows_});
+  std::vector<int32_t> groups(static_cast<size_t>(cols_));
+  for (size_t i = 0; i < groups.size(); ++i)
+    groups[i] = static_cast<int32_t>(static_cast<int64_t>(i) / ceil_div(cols_, groups_per_row_));
+  file_.take_constant(module + ".g_idx", "I32", {cols_}, std::as_bytes(std::span(groups)));
+  open_columns(true);
+}
+
+// Here words have codes of neighbours along the outputs too.
+void Unpacker::open_awq() {
+  columns_ = Columns::awq;
+  const std::string module = weight_.name.substr(0, weight_.name.rfind(".weight"));
+  codes_ = &file_.take(module + ".qweight", "I32", {cols_, rows_ / 8});
+  open_columns(false);
+}
+
+void Unpacker::open_columns(bool symmetric_zeros_less_one) {
+  const std::string module = weight_.name.substr(0, weight_.name.rfind(".weight"));
+  scales_ = &file_.take(module + ".scales", "F16", {groups_per_row_, rows_});
+  const std::vector<int64_t> shape = {groups_per_row_, rows_ * bits_ / 32};
+  if (spec_.asymmetric) {
+    zeros_ = &file_.take(module + ".qzeros", "I32", shape);
+    return;
+  }
+  const uint32_t zero = (1u << (bits_ - 1)) - (symmetric_zeros_less_one ? 1 : 0);
+  std::vector<uint8_t> bytes(static_cast<size_t>(groups_per_row_ * rows_ * bits_ / 8));
+  for (size_t bit = 0; bit < bytes.size() * 8; ++bit)
+    if ((zero >> bit % static_cast<size_t>(bits_) & 1) != 0)
+      bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] | 1 << bit % 8);
+  file_.take_constant(module + ".qzeros", "I32", shape, std::as_bytes(std::span(bytes)));
+}
+
+// Bytes [first, first + count) of each row of a tensor.
+void Unpacker::read_columns(const StoredTensor& tensor, int64_t first, int64_t count, std::byte* out) const {
+  const int64_t num_rows = tensor.shape[0], row_bytes = static_cast<int64_t>(tensor.num_bytes) / num_rows;
+  if (count == row_bytes) return file_.read(tensor, 0, num_rows * row_bytes, out);
+  for (int64_t row = 0; row < num_rows; ++row)
+    file_.read(tensor, row * row_bytes + first, count, out + row * count);
+}
+
+uint32_t word_at(const std::byte* words, int64_t index) {
+  uint32_t word;
+  std::memcpy(&word, words + index * 4, 4);
+  return word;
+}
+// Of awq: where in a word is the code of each of eight outputs.
+constexpr int kAwqNibbles[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+void Unpacker::read_code_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  constexpr int64_t kTogether = 64;  // columns, so that a line of the cache gets all of its codes
+  const int64_t rows = count / cols_, first_row = begin / cols_;
+  auto* codes = reinterpret_cast<uint8_t*>(buffers.codes.reserve(count));
+  const bool awq = columns_ == Columns::awq;
+  const int64_t words = awq ? rows / 8 : rows;  // of a row of the tensor
+  std::byte* raw = buffers.raw.reserve(codes_->shape[0] * words * 4);
+  read_columns(*codes_, (awq ? first_row / 8 : first_row) * 4, words * 4, raw);
+  const uint32_t mask = (1u << bits_) - 1;
+  for (int64_t k0 = 0; k0 < cols_; k0 += kTogether)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t k = k0; k < std::min(k0 + kTogether, cols_); ++k) {
+        uint64_t word;
+        int shift;
+        if (awq) {
+          word = word_at(raw, k * words + r / 8);
+          shift = 4 * kAwqNibbles[r % 8];
+        } else {
+          const int64_t bit = k * bits_;
+          shift = static_cast<int>(bit % 32);
+          word = word_at(raw, bit / 32 * words + r);
+          if (shift + bits_ > 32) word |= uint64_t{word_at(raw, (bit / 32 + 1) * words + r)} << 32;
+        }
+        codes[r * cols_ + k] = static_cast<uint8_t>(word >> shift & mask);
+      }
+}
+
+void Unpacker::read_group_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  const int64_t rows = count / cols_, first_row = begin / cols_, size = size_of(spec_.scale_dtype);
+  buffers.groups.assign(static_cast<size_t>(rows * groups_per_row_), {});
+  const auto group_of = [&](int64_t row, int64_t group) -> Group& {
+    return buffers.groups[static_cast<size_t>(row * groups_per_row_ + group)];
+  };
+  std::byte* raw = buffers.raw.reserve(groups_per_row_ * rows * size);
+  read_columns(*scales_, first_row * size, rows * size, raw);
+  for (int64_t g = 0; g < groups_per_row_; ++g)
+    for (int64_t r = 0; r < rows; ++r) {
+      Group& group = group_of(r, g);
+      convert_elements(raw + (g * rows + r) * size, spec_.scale_dtype, 1,
+                       reinterpret_cast<std::byte*>(&group.scale), DType::f32);
+      group.zero = 1 << (bits_ - 1);
+    }
+  if (zeros_ == nullptr) return;
+  const int64_t words = rows * bits_ / 32;
+  raw = buffers.raw.reserve(groups_per_row_ * words * 4);
+  read_columns(*zeros_, first_row * bits_ / 8, words * 4, raw);
+  for (int64_t g = 0; g < groups_per_row_; ++g)
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t bit = columns_ == Columns::awq ? r / 8 * 32 + 4 * kAwqNibbles[r % 8] : r * bits_;
+      uint64_t word = word_at(raw, g * words + bit / 32);
+      if (bit % 32 + bits_ > 32) word |= uint64_t{word_at(raw, g * words + bit / 32 + 1)} << 32;
+      group_of(r, g).zero = static_cast<int>(word >> bit % 32 & ((1u << bits_) - 1));
+    }
+}
+
 // The first `count` codes of a little-endian bit stream (or with the first code of a byte in its high
 // nibble).
 void unpack_codes(const std::byte* bytes, int64_t count, int bits, bool high_nibble_first, uint8_t* codes) {
@@ -407,6 +531,7 @@ void unpack_codes(const std::byte* bytes, int64_t count, int bits, bool high_nib
 }
 
 void Unpacker::read_codes(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  if (columns_ != Columns::none) return read_code_columns(begin, count, buffers);
   auto* codes = reinterpret_cast<uint8_t*>(buffers.codes.reserve(count));
   if (spec_.granularity == Granularity::flat) {
     const int64_t num_bytes = ceil_div(count * bits_, 8);
@@ -423,6 +548,7 @@ void Unpacker::read_codes(int64_t begin, int64_t count, VerifyBuffers& buffers) 
 }
 
 void Unpacker::read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
+  if (columns_ != Columns::none) return read_group_columns(begin, count, buffers);
   int64_t first = 0, num = 1;
   if (spec_.granularity == Granularity::flat) {
     first = begin / spec_.group_size;
@@ -614,7 +740,7 @@ double ErrorSums::relative_rmse() const {
 double ErrorSums::snr_db() const { return -20 * std::log10(relative_rmse()); }
 
 int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& weight) {
-  const Block block = block_at(weight, 0, task_elements(source));
+  const Block block = block_at(weight, 0, task_elements(source, &weight));
   const int64_t size = size_of(weight.dtype),
                 per_element = size + 2 * static_cast<int64_t>(sizeof(float)) + 2;
   const bool strided = std::ranges::any_of(
@@ -637,7 +763,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
   std::vector<Task> tasks;
   for (size_t i = 0; i < items.size(); ++i) {
     const OutputWeight& weight = *items[i].source;
-    const int64_t most = task_elements(weight);
+    const int64_t most = task_elements(weight, items[i].quantized);
     if (const QuantizedWeight* quantized = items[i].quantized) {
       unpackers[i] = std::make_unique<Unpacker>(file, *quantized);
       for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += tasks.back().count)

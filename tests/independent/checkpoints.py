@@ -119,6 +119,22 @@ def grouped():
     )
 
 
+def words():
+    """Rows and columns that fill words of any number of bits."""
+    return _checkpoint(
+        [
+            ("0.mlp.up_proj", (32, 1280), "BF16"),
+            ("0.mlp.gate_proj", (96, 384), "BF16"),
+            ("0.self_attn.q_proj", (64, 128), "BF16"),
+        ]
+    )
+
+
+def many_words():
+    """More than a block of rows, that a block does not divide."""
+    return _checkpoint([("0.mlp.up_proj", (352, 8192), "BF16"), ("0.mlp.gate_proj", (2080, 1280), "BF16")])
+
+
 def experts():
     """Weights of three axes."""
     return _checkpoint(

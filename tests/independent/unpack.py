@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import safetensors_io as st
+from . import words
 from .encode import FILE_DTYPE, bits_of
 from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
 
@@ -170,6 +171,60 @@ def mlx(tensors, name, config):
     )
 
 
+def gptq(tensors, name, config):
+    """`name` is P.weight; its parts are P.qweight, P.qzeros, P.scales and, in most files, P.g_idx."""
+    args = config["quantization_config"]
+    bits, middle = args["bits"], 2 ** (args["bits"] - 1)
+    module = name.removesuffix(".weight")
+    keys = [f"{module}.qweight", f"{module}.qzeros", f"{module}.scales"]
+    planar = args["checkpoint_format"] == "gptq_p" or bits in (5, 6, 7)
+    codes = words.unpack(tensors[keys[0]].data, bits, planar).T
+    stored = words.unpack(np.ascontiguousarray(tensors[keys[1]].data.T), bits, planar)
+    zeros = (stored + (args["checkpoint_format"] == "gptq")) % 2**bits
+    scales = tensors[keys[2]]
+    size = codes.shape[1] if args["group_size"] == -1 else args["group_size"]
+    if f"{module}.g_idx" in tensors:
+        keys.append(f"{module}.g_idx")
+        assert np.array_equal(tensors[keys[3]].data, np.arange(codes.shape[1]) // size)
+    assert not args["sym"] or np.all(zeros == middle)
+    spec = {
+        "format": f"int{bits}",
+        "asymmetric": not args["sym"],
+        "granularity": "channel" if args["group_size"] == -1 else "group",
+        "group_size": args["group_size"],
+        "shape": list(codes.shape),
+    }
+    return _decode(
+        spec,
+        codes - middle,
+        np.ascontiguousarray(st.to_f32(scales).T),
+        None if args["sym"] else zeros - middle,
+        dtype=scales.dtype,
+        keys=keys,
+    )
+
+
+def awq(tensors, name, config):
+    """`name` is P.weight; its parts are P.qweight, P.qzeros, P.scales."""
+    args = config["quantization_config"]
+    assert args["version"] == "gemm" and args["bits"] == 4
+    module = name.removesuffix(".weight")
+    keys = [f"{module}.qweight", f"{module}.qzeros", f"{module}.scales"]
+    codes = words.unpack_awq(tensors[keys[0]].data).T
+    zeros = words.unpack_awq(tensors[keys[1]].data).T
+    scales = tensors[keys[2]]
+    spec = {
+        "format": "int4",
+        "asymmetric": True,
+        "granularity": "channel" if args["group_size"] == -1 else "group",
+        "group_size": args["group_size"],
+        "shape": list(codes.shape),
+    }
+    return _decode(
+        spec, codes - 8, np.ascontiguousarray(st.to_f32(scales).T), zeros - 8, dtype=scales.dtype, keys=keys
+    )
+
+
 def halfbyte(tensors, name):
     """`name` is P.weight; its parts are P.weight.scales, ..."""
     keys = [name, f"{name}.scales", f"{name}.quant_spec"]
@@ -233,6 +288,9 @@ def weights(tensors, config):
         elif method == "compressed-tensors" and key.endswith("_packed"):
             name = key.removesuffix("_packed")
             found[name] = compressed_tensors(tensors, name, config)
+        elif method in ("gptq", "awq") and key.endswith(".qweight"):
+            name = key.removesuffix(".qweight") + ".weight"
+            found[name] = (gptq if method == "gptq" else awq)(tensors, name, config)
         elif "quantization" in config and key.endswith(".scales"):
             name = key.removesuffix(".scales") + ".weight"
             found[name] = mlx(tensors, name, config)

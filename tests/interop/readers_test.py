@@ -281,6 +281,9 @@ Formats:
 
 {formats}
 
+The layouts `gptq` and `awq` are not in the table: transformers reads them with further packages (optimum and gptqmodel),
+and vLLM on GPUs; no test runs either. What is known of them is in [formats.md](formats.md#gptq).
+
 | words | meaning |
 |---|---|
 | {equal} | The reader loads the model. No key is missing, unexpected or of another shape. All weights are those of `halfbyte dequantize`, to the bit; in f32 in MLX. The outputs are those of the dense model with these weights, but for the order of sums. All linear layers and experts are quantized, the head aside |

@@ -285,6 +285,12 @@ TEST(QgemmPlan, BadDescriptors) {
               d.layout = Layout::bitsandbytes;
             }),
             "weight view: layout bitsandbytes has codes of 4 bits, got int8");
+  EXPECT_EQ(refused([](D& d) {
+              d.packed = false;
+              d.spec.format = Format::int4;
+              d.layout = Layout::gptq;
+            }),
+            "weight view: layout gptq is transposed, which products do not read: give the native parts");
   EXPECT_EQ(
       refused([](D& d) {
         d.packed = false;

@@ -222,7 +222,7 @@ inline std::string describe(const WeightCase& c) {
                      c.rows, c.cols, to_string(c.layout));
 }
 
-// What the layouts hold.
+// What the layouts hold that products read.
 inline bool is_held(const QuantSpec& spec, Layout layout) {
   const FormatKind kind = info(spec.format).kind;
   switch (layout) {
@@ -233,6 +233,9 @@ inline bool is_held(const QuantSpec& spec, Layout layout) {
              (spec.granularity == Granularity::group || spec.granularity == Granularity::channel);
     case Layout::mlx:
       return kind == FormatKind::affine && spec.granularity == Granularity::group;
+    case Layout::gptq:
+    case Layout::awq:
+      return false;
     case Layout::halfbyte:
       break;
   }
