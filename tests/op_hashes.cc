@@ -102,9 +102,14 @@ void run_quantized_tensor(Problem& p) {
     const QuantizedTensor q =
         quantize({values.data(), dtype, shape, {}, {}}, spec, spec.encoding, p.execution);
     dequantize(q, {result.data(), dtype, shape, {}, {}}, p.execution);
-    for (const auto& bytes : {q.codes, q.scales, q.zeros, q.biases, result}) p.hash.add(bytes);
-    p.hash.add(q.scales_absmax);
-    p.hash.add(double{q.scales_offset});
+    const auto add = [&](const Tensor& part) {
+      p.hash.add(part.data(), static_cast<size_t>(part.num_bytes()));
+    };
+    for (const Tensor& part : {q.codes, q.scales, q.zeros, q.biases}) add(part);
+    p.hash.add(result);
+    add(q.scales_absmax);
+    const Tensor& offset = q.scales_offset;
+    p.hash.add(offset.num_elements() == 0 ? 0.0 : double{*reinterpret_cast<const float*>(offset.data())});
   });
 }
 

@@ -21,7 +21,7 @@ int main() {
   for (size_t i = 0; i < weights.size(); ++i)
     max_error = std::max(max_error, std::abs(decoded[i] - weights[i]));
   std::printf("halfbyte %s: %s, %zu bytes of codes, largest error %.3f\n", halfbyte::kVersion,
-              halfbyte::info(q.spec.format).name, q.codes.size(), max_error);
+              halfbyte::info(q.spec.format).name, static_cast<size_t>(q.codes.num_bytes()), max_error);
   // The widest gap of NF4 is 0.304 of the scale, which is at most 1 here.
   return max_error < 0.153f ? 0 : 1;
 }

@@ -11,8 +11,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
+#include "halfbyte/device.hpp"
 #include "halfbyte/format.hpp"
 #include "halfbyte/tensor.hpp"
 
@@ -98,20 +100,59 @@ HALFBYTE_API void double_dequantize(const DoubleQuantizedView& in, int64_t n, fl
                                     const float* map = nullptr);
 HALFBYTE_API const float* double_quant_map();
 
-// An owning quantized matrix in host memory, as `quantize` makes it.
-struct QuantizedTensor {
+struct WeightView;   // qgemm.hpp
+class PackedTensor;  // likewise
+
+// A quantized weight that owns its memory, on one device: the parts in the native layout, as QuantShape
+// describes them for rows() and cols(). A part that the spec does not have is empty. Copies of the object
+// share the memory; the last one frees it. Work on it must be done by then. Parts may be replaced, by tensors
+// of the same dtype, device and number of elements; whoever reads them checks that.
+struct HALFBYTE_API QuantizedTensor {
   QuantSpec spec;
-  std::vector<int64_t> shape;  // of the original tensor
-  std::vector<uint8_t> codes;
-  std::vector<uint8_t> scales;  // bytes of spec.scale_dtype; u8 codes if spec.double_quant
-  std::vector<uint8_t> zeros;
-  std::vector<uint8_t> biases;
-  std::vector<float> scales_absmax;  // double quantization only
-  float scales_offset = 0;
+  // Of the dense weight. The leading axes are folded into rows: [experts, rows, cols] has a matrix for each
+  // expert.
+  std::vector<int64_t> shape = {0};
+  DType dtype = DType::f32;  // of the dense weight: f32, f16, bf16, f64
+  // How the codes were chosen, where that is known. Nothing but files of layout halfbyte says it.
+  std::optional<Encoding> encoding;
+  Tensor codes;   // u8
+  Tensor scales;  // spec.scale_dtype; u8 with double quantization
+  Tensor zeros;   // u8
+  Tensor biases;  // spec.scale_dtype
+  // Double quantization, f32: [ceil(scales / 256)], [256], [1]. DoubleQuantizedView describes them.
+  Tensor scales_absmax, scales_map, scales_offset;
+
+  QuantizedTensor() = default;
+  // Parts that are uninitialized, but for scales_map, which is double_quant_map(). Throws as quant_shape, and
+  // as Tensor.
+  QuantizedTensor(const QuantSpec& spec, std::vector<int64_t> shape, DType dtype, Device device = {});
+
+  Device device() const { return codes.device(); }
+  int64_t rows() const;         // product of the leading extents
+  int64_t cols() const;         // the last extent
+  int64_t num_experts() const;  // product of the extents before the last two
+  int64_t num_bytes() const;    // of all parts
+
+  // Views are valid as long as the memory. All throw Error(usage), naming the part, where a part does not fit
+  // the spec.
+  // Throws Error(usage) with double quantization: see expanded().
+  QuantizedView view() const;
+  // The matrix of one expert, which is all of a weight of up to two axes, in layout halfbyte. Throws
+  // Error(usage) as weight_view_bytes, and where the matrix does not begin with a byte, a group or (double
+  // quantization) a block of scales of its own.
+  WeightView weight_view(int64_t expert = 0) const;
+  // The same in packed form, on the same device. Throws as weight_view and packed_weight_bytes. On a CUDA
+  // device the work is enqueued on the stream.
+  PackedTensor pack(Execution execution = {}, int64_t expert = 0) const;
+  // The same weight with scales of spec.scale_dtype: itself where it has them. Waits for `stream`.
+  QuantizedTensor expanded(void* stream = nullptr) const;
+  // The same weight on another device, as Tensor::to.
+  QuantizedTensor to(Device device, void* stream = nullptr) const;
 };
 
-// One-line forms. quantize throws Error(bad_input) if the data is not finite, naming the count and the first
-// index, or if spec.scale_dtype cannot hold a scale.
+// One-line forms, on the device of x and of q. quantize waits for Execution::stream. It throws
+// Error(bad_input) if the data is not finite, naming the count and the first index, or if spec.scale_dtype
+// cannot hold a scale. dequantize waits too with double quantization, which is undone in host memory.
 HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec,
                                       const Encoding& encoding = {}, Execution execution = {});
 HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});

@@ -3,10 +3,9 @@
 //   forward      y[m, n] = x[m, k] . W^T (+ bias[n])      W[n, k] the decoded weight
 //   transposed   y[m, k] = x[m, n] . W                    the gradient of the input of a linear layer
 //
-//   const PackedWeight w{spec, n, k, memory};
-//   reorder(view_of_codes, w);                             // once
-//   const auto plan = QgemmPlan::select(device, {.spec = spec, .m = m, .n = n, .k = k});
-//   plan.run(stream, workspace, {.x = x, .weight = w, .y = y});
+//   const PackedTensor w = load_weight(checkpoint, name, device).pack();  // once; checkpoint.hpp
+//   const auto plan = QgemmPlan::select(device, {.spec = w.view().spec, .m = m, .n = n, .k = k});
+//   plan.run(stream, workspace, {.x = x, .weight = w.view(), .y = y});
 #pragma once
 
 #include <cstdint>
@@ -66,6 +65,22 @@ struct PackedWeight {
 // Throws Error(usage) if there is no packed form: for formats of other than 4 or 8 bits, for f64 scales, and
 // for Granularity::flat with groups that do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
+
+// A packed weight that owns its memory. Copies of the object share it; the last one frees it. Work on it must
+// be done by then.
+class HALFBYTE_API PackedTensor {
+ public:
+  PackedTensor() = default;  // of no elements
+  // Uninitialized. Throws as packed_weight_bytes, and as Tensor.
+  PackedTensor(const QuantSpec& spec, int64_t rows, int64_t cols, Device device = {});
+  const PackedWeight& view() const { return weight_; }  // valid as long as the memory
+  // The same weight on another device, as Tensor::to.
+  PackedTensor to(Device device, void* stream = nullptr) const;
+
+ private:
+  Tensor memory_;
+  PackedWeight weight_;
+};
 
 // To the packed form and back. Both are exact, and each undoes the other. They run where the memory is, as
 // the functions in ops.hpp do. `from` and `to` have the same spec, rows, cols and device, and do not overlap.

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-struct Tensor {
+struct StoredValues {
   std::string name;
   std::string dtype;
   std::vector<int64_t> shape;
@@ -41,14 +41,14 @@ std::vector<std::byte> to_bytes(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
-Tensor make_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
-                   std::vector<float> values) {
+StoredValues make_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                         std::vector<float> values) {
   return {name, io::dtype_to_safetensors(dtype), shape, to_bytes(values, dtype)};
 }
 
 // Normal values; some groups are zero, constant or of one sign.
-Tensor random_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
-                     unsigned seed = 1) {
+StoredValues random_tensor(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                           unsigned seed = 1) {
   std::mt19937 rng(seed);
   std::normal_distribution<float> normal(0, 0.02f);
   std::vector<float> values(static_cast<size_t>(product(shape)));
@@ -59,15 +59,16 @@ Tensor random_tensor(const std::string& name, DType dtype, const std::vector<int
   return make_tensor(name, dtype, shape, values);
 }
 
-void write_model(const fs::path& path, const std::vector<Tensor>& tensors,
+void write_model(const fs::path& path, const std::vector<StoredValues>& tensors,
                  const io::Metadata& metadata = {}) {
   std::vector<StoredTensor> stored;
-  for (const Tensor& tensor : tensors) stored.push_back({tensor.name, tensor.dtype, tensor.shape, "", 0, 0});
+  for (const StoredValues& tensor : tensors)
+    stored.push_back({tensor.name, tensor.dtype, tensor.shape, "", 0, 0});
   const io::SafetensorsLayout layout = io::lay_out_safetensors(stored, metadata);
   std::string text = layout.prefix;
   text.resize(layout.file_bytes);
   for (const StoredTensor& place : stored)
-    for (const Tensor& tensor : tensors)
+    for (const StoredValues& tensor : tensors)
       if (tensor.name == place.name && !tensor.bytes.empty())
         std::memcpy(text.data() + place.offset, tensor.bytes.data(), tensor.bytes.size());
   write_file(path, text);
@@ -89,7 +90,7 @@ std::vector<std::byte> decode_all(const Checkpoint& checkpoint, const std::strin
 }
 
 // What the operations give for the whole tensor at once.
-std::vector<std::byte> expected_values(const Tensor& tensor, const WeightReport& report, DType dtype) {
+std::vector<std::byte> expected_values(const StoredValues& tensor, const WeightReport& report, DType dtype) {
   std::vector<std::byte> x = tensor.bytes;
   const DType source = *io::dtype_from_safetensors(tensor.dtype);
   const QuantizedTensor q = quantize({x.data(), source, tensor.shape, {}, {}}, report.spec, report.encoding);
@@ -111,7 +112,7 @@ class CheckpointTest : public ::testing::Test {
 
   std::string path(const std::string& name) const { return (dir_ / name).string(); }
   // Writes "in.safetensors".
-  std::string write_input(const std::vector<Tensor>& tensors, const io::Metadata& metadata = {}) {
+  std::string write_input(const std::vector<StoredValues>& tensors, const io::Metadata& metadata = {}) {
     write_model(dir_ / "in.safetensors", tensors, metadata);
     return path("in.safetensors");
   }
@@ -266,7 +267,7 @@ TEST(Layouts, AreListedWithTheirWords) {
 TEST_F(CheckpointTest, RoundTripEveryLayoutFormatGranularityAndShape) {
   for (const Case& c : all_cases())
     for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-      const Tensor tensor = random_tensor("a.weight", dtype, c.shape);
+      const StoredValues tensor = random_tensor("a.weight", dtype, c.shape);
       const std::string input = write_input({tensor});
       QuantizeOptions options = c.options;
       options.force = true;
@@ -322,7 +323,7 @@ TEST_F(CheckpointTest, DecodesAnyRange) {
 
 // Several blocks: larger than kBlockElements, in rows that a block does not divide.
 TEST_F(CheckpointTest, LargeTensorsAreTheSameForEveryNumberOfThreads) {
-  const Tensor tensor = random_tensor("a.weight", DType::bf16, {1512, 2048});
+  const StoredValues tensor = random_tensor("a.weight", DType::bf16, {1512, 2048});
   const std::string input = write_input({tensor, random_tensor("b.norm.weight", DType::bf16, {3, 799'999})});
   std::vector<QuantizeOptions> runs = {options_for(Format::nf4),
                                        options_for(Format::int4),
@@ -357,7 +358,7 @@ TEST_F(CheckpointTest, LargeTensorsAreTheSameForEveryNumberOfThreads) {
 }
 
 TEST_F(CheckpointTest, ReportsTheError) {
-  const Tensor tensor = random_tensor("a.weight", DType::f32, {64, 256});
+  const StoredValues tensor = random_tensor("a.weight", DType::f32, {64, 256});
   const std::string input = write_input({tensor});
   const CheckpointReport report = quantize_checkpoint(input, path("out"), options_for(Format::nf4));
   const std::vector<std::byte> decoded = decode_all(Checkpoint::open(path("out")), "a.weight", DType::f32);
@@ -565,7 +566,7 @@ TEST_F(CheckpointTest, BytesOfMlx) {
 TEST_F(CheckpointTest, ModelOfMlxLm) {
   fs::create_directories(dir_ / "moe");
   const std::string layer = "model.layers.0.mlp.";
-  std::vector<Tensor> tensors{
+  std::vector<StoredValues> tensors{
       random_tensor("model.embed_tokens.weight", DType::bf16, {64, 128}, 1),
       random_tensor(layer + "experts.1.up_proj.weight", DType::bf16, {32, 128}, 2),
       random_tensor(layer + "experts.0.up_proj.weight", DType::bf16, {32, 128}, 3),
@@ -590,7 +591,7 @@ TEST_F(CheckpointTest, ModelOfMlxLm) {
   EXPECT_EQ(experts.spec.format, Format::affine4);
 
   // The same, of experts that came stacked.
-  Tensor stacked = tensors[2];
+  StoredValues stacked = tensors[2];
   stacked.name = layer + "switch_mlp.up_proj.weight";
   stacked.shape = {2, 32, 128};
   stacked.bytes.insert(stacked.bytes.end(), tensors[1].bytes.begin(), tensors[1].bytes.end());
@@ -708,7 +709,7 @@ TEST_F(CheckpointTest, Metadata) {
   const auto metadata = [&](const std::string& name) {
     return Checkpoint::open(path(name)).impl().files[0].metadata;
   };
-  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 64});
+  const StoredValues tensor = random_tensor("a.weight", DType::bf16, {4, 64});
   const std::string input = write_input({tensor}, {{"origin", "x"}});
   quantize_checkpoint(input, path("nf4"), options_for(Format::nf4));
   EXPECT_EQ(metadata("nf4"), (io::Metadata{{"origin", "x"}, {"format", "pt"}}));
@@ -724,7 +725,7 @@ TEST_F(CheckpointTest, Metadata) {
 // ---- What is selected
 
 TEST_F(CheckpointTest, SelectsLinearWeights) {
-  std::vector<Tensor> tensors;
+  std::vector<StoredValues> tensors;
   const auto add = [&](const std::string& name, const std::vector<int64_t>& shape,
                        DType dtype = DType::bf16) { tensors.push_back(random_tensor(name, dtype, shape)); };
   const std::vector<std::string> selected = {
@@ -781,7 +782,7 @@ TEST_F(CheckpointTest, SelectsLinearWeights) {
 
 TEST_F(CheckpointTest, ExpertsOfThreeDimensions) {
   // 9 rows: words of zero points must not run from one expert into the next.
-  const Tensor tensor = random_tensor("mlp.experts.gate_up_proj", DType::bf16, {3, 9, 256});
+  const StoredValues tensor = random_tensor("mlp.experts.gate_up_proj", DType::bf16, {3, 9, 256});
   const std::string input = write_input({tensor});
   QuantizeOptions asymmetric = options_for(Format::int4);
   asymmetric.asymmetric = true;
@@ -872,7 +873,7 @@ TEST_F(CheckpointTest, ShapesThatDoNotFit) {
 }
 
 TEST_F(CheckpointTest, QuantizedInputIsRefused) {
-  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 128});
+  const StoredValues tensor = random_tensor("a.weight", DType::bf16, {4, 128});
   const std::string input = write_input({tensor});
   for (const Format format : {Format::nf4, Format::int4, Format::affine4, Format::int3}) {
     const std::string output = path(info(format).name);
@@ -880,9 +881,9 @@ TEST_F(CheckpointTest, QuantizedInputIsRefused) {
     expect_error(ErrorCode::bad_input, "weight \"a.weight\" is already quantized",
                  [&] { quantize_checkpoint(output, path("again"), options_for(Format::nf4)); });
   }
-  for (Tensor extra :
-       {Tensor{"b.qweight", "I32", {1}, {}}, Tensor{"b.SCB", "F32", {1}, {}},
-        Tensor{"b.weight_scale_inv", "F32", {1}, {}}, Tensor{"b.weight", "F8_E4M3", {2, 2}, {}}}) {
+  for (StoredValues extra : {StoredValues{"b.qweight", "I32", {1}, {}}, StoredValues{"b.SCB", "F32", {1}, {}},
+                             StoredValues{"b.weight_scale_inv", "F32", {1}, {}},
+                             StoredValues{"b.weight", "F8_E4M3", {2, 2}, {}}}) {
     extra.bytes.resize(4);
     write_input({tensor, extra});
     expect_error(ErrorCode::bad_input, "is already quantized (",
@@ -906,8 +907,8 @@ TEST_F(CheckpointTest, NonFiniteWeights) {
   std::vector<float> values(256, 0.5f);
   values[70] = std::numeric_limits<float>::quiet_NaN();
   values[200] = std::numeric_limits<float>::infinity();
-  const Tensor good = random_tensor("good.weight", DType::f32, {4, 64});
-  const Tensor bad = make_tensor("bad.weight", DType::f32, {4, 64}, values);
+  const StoredValues good = random_tensor("good.weight", DType::f32, {4, 64});
+  const StoredValues bad = make_tensor("bad.weight", DType::f32, {4, 64}, values);
   const std::string input = write_input({good, bad});
   for (const Format format : {Format::nf4, Format::affine4, Format::int3}) {
     QuantizeOptions options = options_for(format);
@@ -928,9 +929,9 @@ TEST_F(CheckpointTest, NonFiniteWeights) {
 
 TEST_F(CheckpointTest, ScalesThatF16CannotHold) {
   std::vector<float> large(256, 3e6f), small(256, 1e-7f);
-  const Tensor good = random_tensor("good.weight", DType::f32, {4, 64});
-  const Tensor a = make_tensor("large.weight", DType::f32, {4, 64}, large),
-               b = make_tensor("small.weight", DType::f32, {4, 64}, small);
+  const StoredValues good = random_tensor("good.weight", DType::f32, {4, 64});
+  const StoredValues a = make_tensor("large.weight", DType::f32, {4, 64}, large),
+                     b = make_tensor("small.weight", DType::f32, {4, 64}, small);
   const std::string input = write_input({good, a, b});
   QuantizeOptions options = options_for(Format::int5);
   const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
@@ -984,7 +985,7 @@ TEST_F(CheckpointTest, OutputPaths) {
 }
 
 TEST_F(CheckpointTest, TensorNamesThatClash) {
-  const Tensor weight = random_tensor("a.weight", DType::bf16, {4, 64});
+  const StoredValues weight = random_tensor("a.weight", DType::bf16, {4, 64});
   const std::string input = write_input({weight, random_tensor("a.weight.absmax", DType::f32, {4}),
                                          random_tensor("a.scales", DType::f32, {4})});
   expect_error(ErrorCode::bad_input, "would write tensor \"a.weight.absmax\"",
@@ -1079,8 +1080,8 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
 // Where the description of an output weight says that the elements are, and nowhere else.
 TEST_F(CheckpointTest, VerifyOfWeightsMadeOfOthers) {
   const int64_t half = 37, cols = 2090;
-  const Tensor fused = random_tensor("fused", DType::bf16, {2, 2 * half, cols}, 3),
-               turned = random_tensor("turned", DType::bf16, {600, cols, 2}, 5);
+  const StoredValues fused = random_tensor("fused", DType::bf16, {2, 2 * half, cols}, 3),
+                     turned = random_tensor("turned", DType::bf16, {600, cols, 2}, 5);
   const Checkpoint source = Checkpoint::open(write_input({fused, turned}));
   const std::vector<io::OutputWeight> weights = {
       {"experts.weight", {half, cols}, {{0, (2 * half + 1) * cols, half, 2 * cols, 1}}},
@@ -1091,7 +1092,7 @@ TEST_F(CheckpointTest, VerifyOfWeightsMadeOfOthers) {
       {"experts.weight", {cols, 600}, {{1, 1, cols, 2, 2 * cols}}}};
   for (const io::OutputWeight& weight : weights) {
     const std::vector<std::byte>& from = weight.sources.front().weight == 0 ? fused.bytes : turned.bytes;
-    Tensor dense = {weight.name, "BF16", weight.shape, {}};
+    StoredValues dense = {weight.name, "BF16", weight.shape, {}};
     for (const io::SourceRows& rows : weight.sources)
       for (int64_t row = 0; row < rows.num_rows; ++row)
         for (int64_t column = 0; column < weight.cols(); ++column) {
@@ -1192,7 +1193,7 @@ TEST_F(CheckpointTest, PartsMustFitTogether) {
   for (const Format format : {Format::nf4, Format::int4, Format::affine4, Format::int3}) {
     const std::string output = path(info(format).name);
     quantize_checkpoint(input, output, options_for(format));
-    std::vector<Tensor> tensors;
+    std::vector<StoredValues> tensors;
     const Checkpoint written = Checkpoint::open(output);
     for (const StoredTensor& stored : written.tensors()) {
       tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
@@ -1202,7 +1203,7 @@ TEST_F(CheckpointTest, PartsMustFitTogether) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       SCOPED_TRACE(tensors[i].name);
       // Without one of them: not a quantized weight, or an error, but never another weight.
-      std::vector<Tensor> fewer = tensors;
+      std::vector<StoredValues> fewer = tensors;
       fewer.erase(fewer.begin() + static_cast<int64_t>(i));
       write_model(path("damaged"), fewer, metadata);
       try {
@@ -1212,14 +1213,14 @@ TEST_F(CheckpointTest, PartsMustFitTogether) {
         EXPECT_EQ(error.code(), ErrorCode::bad_input) << error.what();
       }
       // With one row more.
-      std::vector<Tensor> larger = tensors;
+      std::vector<StoredValues> larger = tensors;
       larger[i].bytes.resize(larger[i].bytes.size() * 2);
       larger[i].shape[0] *= 2;
       write_model(path("damaged"), larger, metadata);
       if (tensors[i].name.find("quant_s") == std::string::npos)
         expect_error(ErrorCode::bad_input, "a.", [&] { Checkpoint::open(path("damaged")); });
       // Of another dtype of the same size.
-      std::vector<Tensor> other = tensors;
+      std::vector<StoredValues> other = tensors;
       other[i].dtype = tensors[i].dtype == "U8"     ? "I8"
                        : tensors[i].dtype == "BF16" ? "I16"
                        : tensors[i].dtype == "I64"  ? "F64"
@@ -1239,7 +1240,7 @@ TEST_F(CheckpointTest, PartsMustFitTogether) {
 TEST_F(CheckpointTest, MlxNeedsToBeToldItsGrid) {
   const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 128})});
   quantize_checkpoint(input, path("mlx"), options_for(Format::affine4));
-  std::vector<Tensor> tensors;
+  std::vector<StoredValues> tensors;
   const Checkpoint written = Checkpoint::open(path("mlx"));
   for (const StoredTensor& stored : written.tensors()) {
     tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
@@ -1261,17 +1262,17 @@ TEST_F(CheckpointTest, MlxNeedsToBeToldItsGrid) {
 }
 
 TEST_F(CheckpointTest, BitsandbytesStatesOfOthers) {
-  const Tensor tensor = random_tensor("a.weight", DType::bf16, {4, 64});
+  const StoredValues tensor = random_tensor("a.weight", DType::bf16, {4, 64});
   quantize_checkpoint(write_input({tensor}), path("out"), options_for(Format::nf4));
   const Checkpoint written = Checkpoint::open(path("out"));
-  std::vector<Tensor> tensors;
+  std::vector<StoredValues> tensors;
   for (const StoredTensor& stored : written.tensors()) {
     tensors.push_back({stored.name, stored.dtype, stored.shape, std::vector<std::byte>(stored.num_bytes)});
     written.read(stored, 0, tensors.back().bytes);
   }
   const auto with_state = [&](const std::string& text) {
-    std::vector<Tensor> changed = tensors;
-    for (Tensor& t : changed)
+    std::vector<StoredValues> changed = tensors;
+    for (StoredValues& t : changed)
       if (t.name.find("quant_state") != std::string::npos) {
         t.bytes.assign(reinterpret_cast<const std::byte*>(text.data()),
                        reinterpret_cast<const std::byte*>(text.data()) + text.size());
@@ -1304,7 +1305,7 @@ TEST_F(CheckpointTest, BitsandbytesStatesOfOthers) {
     expect_error(ErrorCode::bad_input, text, [&] { with_state(state); });
 
   // The same bytes under a floating dtype, as sharded training stores them.
-  for (Tensor& t : tensors)
+  for (StoredValues& t : tensors)
     if (t.name == "a.weight") t.dtype = "BF16", t.shape = {64, 1};
   write_model(path("storage"), tensors);
   EXPECT_EQ(decode_all(Checkpoint::open(path("storage")), "a.weight", DType::f32),
@@ -1313,7 +1314,7 @@ TEST_F(CheckpointTest, BitsandbytesStatesOfOthers) {
 
 // bitsandbytes puts a linear layer [out, in] in the place of a Conv1D [in, out] of GPT-2, and saves that.
 TEST_F(CheckpointTest, BitsandbytesOfConv1D) {
-  const std::vector<Tensor> linear = {
+  const std::vector<StoredValues> linear = {
       random_tensor("transformer.h.0.attn.c_attn.weight", DType::bf16, {150, 50}, 1),
       random_tensor("transformer.h.0.attn.c_proj.weight", DType::bf16, {50, 50}, 2),
       random_tensor("transformer.h.0.mlp.c_fc.weight", DType::bf16, {4001, 301}, 3)};
@@ -1324,8 +1325,8 @@ TEST_F(CheckpointTest, BitsandbytesOfConv1D) {
                   static_cast<size_t>(size));
     return to;
   };
-  std::vector<Tensor> conv1d = linear;
-  for (Tensor& tensor : conv1d) {
+  std::vector<StoredValues> conv1d = linear;
+  for (StoredValues& tensor : conv1d) {
     tensor.bytes = turn(tensor.bytes, tensor.shape[0], tensor.shape[1], 2);
     std::swap(tensor.shape[0], tensor.shape[1]);
   }
@@ -1451,12 +1452,12 @@ TEST_F(CheckpointTest, Compare) {
   std::vector<float> values(128, 1.0f), changed = values, nan = values;
   changed[77] = 1.5f;
   nan[3] = std::numeric_limits<float>::quiet_NaN();
-  const auto write = [&](const std::string& name, const std::vector<Tensor>& tensors) {
+  const auto write = [&](const std::string& name, const std::vector<StoredValues>& tensors) {
     write_model(dir_ / name, tensors);
     return path(name);
   };
-  const Tensor integers{"ids", "I64", {2}, std::vector<std::byte>(16, std::byte{1})};
-  Tensor other = integers;
+  const StoredValues integers{"ids", "I64", {2}, std::vector<std::byte>(16, std::byte{1})};
+  StoredValues other = integers;
   other.bytes[9] = std::byte{2};
   const std::string a =
       write("a", {make_tensor("changed", DType::f32, {2, 64}, values),

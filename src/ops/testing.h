@@ -38,6 +38,12 @@ void for_each_target(const Body& body) {
 
 inline constexpr DType kFloatDTypes[] = {DType::f32, DType::f16, DType::bf16, DType::f64};
 
+// Of a part of a quantized weight in host memory.
+inline std::vector<uint8_t> bytes_of(const Tensor& part) {
+  const auto* const data = reinterpret_cast<const uint8_t*>(part.data());
+  return {data, data + part.num_bytes()};
+}
+
 // A spec, and how its codes are chosen.
 struct EncodedSpec : QuantSpec {
   Encoding encoding;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/plan_device.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
@@ -80,31 +81,14 @@ void dequantize(const QuantizedView& in, const TensorView& y, Execution executio
 }
 
 void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution) {
-  const int64_t cols = q.shape.empty() ? 1 : q.shape.back();
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < q.shape.size(); ++i) rows *= q.shape[i];
-  HALFBYTE_CHECK(y.shape == q.shape, usage, "dequantize: y must have the shape of q");
-  HALFBYTE_CHECK(y.device.kind == DeviceKind::cpu, usage,
-                 "dequantize: y must be in host memory, where q is, got {}", to_string(y.device));
-  QuantSpec stored = q.spec;
-  stored.double_quant = false;
-  std::vector<float> scales;
-  // The view is read only.
-  QuantizedView view{stored,
-                     rows,
-                     cols,
-                     const_cast<uint8_t*>(q.codes.data()),
-                     const_cast<uint8_t*>(q.scales.data()),
-                     q.zeros.empty() ? nullptr : const_cast<uint8_t*>(q.zeros.data()),
-                     q.biases.empty() ? nullptr : const_cast<uint8_t*>(q.biases.data())};
-  if (q.spec.double_quant) {
-    scales.resize(q.scales.size());
-    const DoubleQuantizedView nested{const_cast<uint8_t*>(q.scales.data()),
-                                     const_cast<float*>(q.scales_absmax.data()), q.scales_offset};
-    double_dequantize(nested, static_cast<int64_t>(scales.size()), scales.data());
-    view.scales = scales.data();
-  }
-  dequantize(view, y, execution);
+  HALFBYTE_CHECK(y.shape == q.shape, usage, "dequantize: y must have the shape of q, {}, got {}",
+                 text_of(q.shape), text_of(y.shape));
+  HALFBYTE_CHECK(y.device == q.device(), usage, "dequantize: y must be on {}, where q is, got {}",
+                 to_string(q.device()), to_string(y.device));
+  const QuantizedTensor expanded = q.expanded(execution.stream);
+  dequantize(expanded.view(), y, execution);
+  // What was made for this call must live until the work is done.
+  if (q.spec.double_quant) wait_for(y.device, execution.stream);
 }
 
 }  // namespace halfbyte

@@ -185,7 +185,7 @@ TEST(Dequantize, RequantizingTheDecodedValuesKeepsTheCodes) {
     dequantize(again, {twice.data(), DType::f32, {200, 64}, {}, {}});
     for (size_t i = 0; i < y.size(); ++i)
       ASSERT_NEAR(static_cast<double>(y[i]), static_cast<double>(twice[i]), 1e-7) << info(format).name;
-    EXPECT_EQ(q.codes, again.codes) << info(format).name;
+    EXPECT_EQ(testing::bytes_of(q.codes), testing::bytes_of(again.codes)) << info(format).name;
   }
 }
 

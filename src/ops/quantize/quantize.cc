@@ -1,8 +1,10 @@
 #include "ops/quantize/quantize.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
+#include "core/arithmetic.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
@@ -194,44 +196,33 @@ ValueRange value_range(const TensorView& x, Execution execution) {
 QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, const Encoding& encoding,
                          Execution execution) {
   check_values("quantize", "x", x);
-  HALFBYTE_CHECK(x.device.kind == DeviceKind::cpu, usage,
-                 "quantize: x must be in host memory for the form that returns its result there, got {}",
-                 to_string(x.device));
+  check_spec(spec);
   QuantSpec stored = spec;
   stored.double_quant = false;
-  const int64_t rows = leading_rows(x), cols = x.shape.empty() ? 1 : x.shape.back();
-  check_spec(spec);
-  const QuantShape shape = quant_shape(stored, rows, cols);
-  const auto groups = static_cast<size_t>(shape.num_groups);
-  const size_t scale_bytes = groups * static_cast<size_t>(size_of(spec.scale_dtype));
-  QuantizedTensor q;
-  q.spec = spec;
-  q.shape = x.shape;
-  q.codes.resize(static_cast<size_t>(shape.code_bytes()));
-  q.scales.resize(scale_bytes);
-  if (has_zeros(spec)) q.zeros.resize(groups);
-  if (has_biases(spec)) q.biases.resize(scale_bytes);
-  const QuantizedView view{stored,
-                           rows,
-                           cols,
-                           q.codes.data(),
-                           q.scales.data(),
-                           has_zeros(spec) ? q.zeros.data() : nullptr,
-                           has_biases(spec) ? q.biases.data() : nullptr};
-  const QuantizeStatus status = quantize(x, view, encoding, execution);
+  QuantizedTensor q(stored, x.shape, x.dtype, x.device);
+  q.encoding = encoding;
+  if (!q.encoding->scale_rule) q.encoding->scale_rule = default_scale_rule(spec);
+  const QuantizeStatus status = quantize(x, q.view(), encoding, execution);
   HALFBYTE_CHECK(status.num_nonfinite == 0, bad_input,
                  "quantize: x has {} non-finite elements, the first at index {}", status.num_nonfinite,
                  status.first_nonfinite);
   HALFBYTE_CHECK(status.num_unheld_scales == 0, bad_input, "quantize: {} cannot hold {} of {} scales",
-                 to_string(spec.scale_dtype), status.num_unheld_scales, groups);
-  if (spec.double_quant) {
-    std::vector<uint8_t> codes(groups);
-    q.scales_absmax.resize((groups + kDoubleQuantBlock - 1) / kDoubleQuantBlock);
-    DoubleQuantizedView nested{codes.data(), q.scales_absmax.data(), 0};
-    double_quantize(reinterpret_cast<const float*>(q.scales.data()), shape.num_groups, nested);
-    q.scales = std::move(codes);
-    q.scales_offset = nested.offset;
-  }
+                 to_string(spec.scale_dtype), status.num_unheld_scales, q.scales.num_elements());
+  if (!spec.double_quant) return q;
+  const Tensor scales = q.scales.to(Device{}, execution.stream);
+  const int64_t n = scales.num_elements();
+  const Tensor codes({}, DType::u8, scales.shape()), offset({}, DType::f32, {1}), map({}, DType::f32, {256});
+  const Tensor absmax({}, DType::f32, {ceil_div(n, kDoubleQuantBlock)});
+  DoubleQuantizedView nested{reinterpret_cast<uint8_t*>(codes.data()),
+                             reinterpret_cast<float*>(absmax.data()), 0};
+  double_quantize(reinterpret_cast<const float*>(scales.data()), n, nested);
+  std::memcpy(offset.data(), &nested.offset, sizeof nested.offset);
+  std::memcpy(map.data(), double_quant_map(), 256 * sizeof(float));
+  q.spec = spec;
+  q.scales = codes.to(x.device, execution.stream);
+  q.scales_absmax = absmax.to(x.device, execution.stream);
+  q.scales_map = map.to(x.device, execution.stream);
+  q.scales_offset = offset.to(x.device, execution.stream);
   return q;
 }
 

@@ -405,19 +405,17 @@ std::vector<int> codes_of(const std::vector<double>& values, const EncodedSpec& 
   x.dtype = dtype;
   for (const double v : values) x.push_back(v);
   const QuantizedTensor q = quantize(x.view({static_cast<int64_t>(values.size())}), spec, spec.encoding);
+  const std::vector<uint8_t> codes_of_q = testing::bytes_of(q.codes);
   const int bits = info(spec.format).bits;
   std::vector<int> codes;
   for (size_t i = 0; i < values.size(); ++i) {
-    int code = formats::get_code(q.codes.data(), static_cast<int64_t>(i), bits);
+    int code = formats::get_code(codes_of_q.data(), static_cast<int64_t>(i), bits);
     if (info(spec.format).kind == FormatKind::integer) code -= 1 << (bits - 1);
     codes.push_back(code);
   }
   if (scales != nullptr && spec.scale_dtype == DType::f32)
-    for (size_t i = 0; i + 4 <= q.scales.size(); i += 4) {
-      float s;
-      std::memcpy(&s, q.scales.data() + i, 4);
-      scales->push_back(s);
-    }
+    for (int64_t i = 0; i < q.scales.num_elements(); ++i)
+      scales->push_back(reinterpret_cast<const float*>(q.scales.data())[i]);
   return codes;
 }
 
@@ -429,7 +427,7 @@ TEST(QuantizeGolden, Nf4) {
   Values x;
   for (const double v : {-2., -1., -.5, -0., .1, .5, 1., 2.}) x.push_back(v);
   const QuantizedTensor q = quantize(x.view({8}), EncodedSpec{});
-  EXPECT_EQ(q.codes, (std::vector<uint8_t>{0x20, 0x74, 0xA8, 0xFC}));
+  EXPECT_EQ(testing::bytes_of(q.codes), (std::vector<uint8_t>{0x20, 0x74, 0xA8, 0xFC}));
   std::vector<float> y(8);
   dequantize(q, {y.data(), DType::f32, {8}, {}, {}});
   EXPECT_EQ(y, (std::vector<float>{-2, -1.0501461f, -0.568882763f, 0, 0.159160599f, 0.492224604f,
@@ -525,7 +523,8 @@ TEST(Quantize, DefaultsOfEveryFormatWork) {
       const QuantSpec spec{.format = format.format, .asymmetric = asymmetric};
       const QuantizedTensor q = quantize(x.view({2, 64}), spec);
       const QuantizedTensor same = quantize(x.view({2, 64}), spec, {default_scale_rule(spec)});
-      EXPECT_TRUE(q.codes == same.codes && q.scales == same.scales) << testing::describe(spec);
+      EXPECT_EQ(testing::bytes_of(q.codes), testing::bytes_of(same.codes)) << testing::describe(spec);
+      EXPECT_EQ(testing::bytes_of(q.scales), testing::bytes_of(same.scales)) << testing::describe(spec);
       dequantize(q, {y.data(), DType::f32, {2, 64}, {}, {}});
     }
 }

@@ -1,0 +1,147 @@
+// The owner of a quantized weight: its parts, its views, its experts.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "halfbyte/qgemm.hpp"
+#include "ops/testing.h"
+
+namespace halfbyte {
+namespace {
+
+using testing::bytes_of;
+
+TensorView of(std::vector<float>& values, const std::vector<int64_t>& shape) {
+  return {values.data(), DType::f32, shape, {}, {}};
+}
+
+std::vector<float> some_values(int64_t n) {
+  std::vector<float> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(static_cast<float>(i * i % 1009));
+  return values;
+}
+
+template <class Body>
+void expect_usage(const std::string& text, const Body& body) {
+  try {
+    body();
+    ADD_FAILURE() << "no error with \"" << text << '"';
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+TEST(QuantizedTensor, HasTheParts) {
+  const QuantizedTensor q({.format = Format::int4, .asymmetric = true}, {3, 5, 100}, DType::bf16);
+  EXPECT_EQ(q.rows(), 15);
+  EXPECT_EQ(q.cols(), 100);
+  EXPECT_EQ(q.num_experts(), 3);
+  EXPECT_EQ(q.codes.shape(), (std::vector<int64_t>{15, 50}));
+  EXPECT_EQ(q.scales.shape(), (std::vector<int64_t>{15, 2}));
+  EXPECT_EQ(q.scales.dtype(), DType::f32);
+  EXPECT_EQ(q.zeros.shape(), q.scales.shape());
+  EXPECT_EQ(q.biases.num_elements(), 0);
+  EXPECT_EQ(q.num_bytes(), 15 * 50 + 30 * 4 + 30);
+  const QuantizedView view = q.view();
+  EXPECT_EQ(view.rows, 15);
+  EXPECT_EQ(static_cast<void*>(view.zeros), q.zeros.data());
+  EXPECT_EQ(view.biases, nullptr);
+}
+
+TEST(QuantizedTensor, RefusesPartsThatDoNotFit) {
+  QuantizedTensor q({.format = Format::affine4}, {4, 64}, DType::f32);
+  q.biases = Tensor({}, DType::f32, {3});
+  expect_usage("biases must be 4 elements of f32", [&] { q.view(); });
+  q.biases = Tensor({}, DType::f16, {4});
+  expect_usage("biases must be 4 elements of f32", [&] { q.weight_view(); });
+  q.biases = Tensor({}, DType::f32, {1, 4});
+  EXPECT_NO_THROW(q.view());
+  q.zeros = Tensor({}, DType::u8, {4});
+  expect_usage("zeros must be empty", [&] { q.pack(); });
+  expect_usage("expert must be 0 to 0, got 1", [] {
+    QuantizedTensor(QuantSpec{}, {4, 64}, DType::f32).weight_view(1);
+  });
+  expect_usage("double quantization", [] {
+    QuantizedTensor({.granularity = Granularity::flat, .double_quant = true}, {4, 64}, DType::f32).view();
+  });
+}
+
+// Every expert decodes and multiplies as the matrix that it is.
+TEST(QuantizedTensor, ExpertsAreSlices) {
+  const int64_t experts = 3, n = 33, k = 130;
+  std::vector<float> x = some_values(experts * n * k);
+  for (const QuantSpec& spec :
+       {QuantSpec{.format = Format::nf4}, QuantSpec{.format = Format::int8, .asymmetric = true},
+        QuantSpec{.format = Format::affine4, .granularity = Granularity::channel},
+        QuantSpec{.format = Format::int4, .granularity = Granularity::tensor},
+        QuantSpec{.format = Format::fp4, .granularity = Granularity::flat, .group_size = 130}}) {
+    SCOPED_TRACE(testing::describe(spec));
+    const QuantizedTensor q = quantize(of(x, {experts, n, k}), spec);
+    for (int64_t expert = 0; expert < experts; ++expert) {
+      const WeightView view = q.weight_view(expert);
+      const QuantizedView parts{view.spec,   view.rows,
+                                view.cols,   static_cast<uint8_t*>(view.codes),
+                                view.scales, static_cast<uint8_t*>(view.zeros),
+                                view.biases};
+      std::vector<float> own(static_cast<size_t>(n * k)), all(x.size());
+      dequantize(parts, of(own, {n, k}));
+      dequantize(q, of(all, {experts, n, k}));
+      EXPECT_EQ(own, std::vector<float>(all.begin() + expert * n * k, all.begin() + (expert + 1) * n * k));
+      // The packed form gives the parts back.
+      const PackedTensor packed = q.pack({}, expert);
+      QuantizedTensor back(spec, {n, k}, DType::f32);
+      reorder(packed.view(), back.weight_view());
+      std::vector<float> again(own.size());
+      dequantize(back, of(again, {n, k}));
+      EXPECT_EQ(own, again);
+    }
+  }
+  const QuantSpec straddling{.granularity = Granularity::flat, .group_size = 64};
+  const QuantizedTensor q = quantize(of(x, {experts, n, k}), straddling);
+  expect_usage("not whole groups of 64", [&] { q.weight_view(1); });
+}
+
+TEST(QuantizedTensor, DoubleQuantizationHasAViewAndExpands) {
+  const int64_t n = 40, k = 512;
+  std::vector<float> x = some_values(n * k), y(x.size()), z(x.size());
+  const QuantSpec spec{.granularity = Granularity::flat, .double_quant = true};
+  const QuantizedTensor q = quantize(of(x, {n, k}), spec);
+  EXPECT_EQ(q.scales.dtype(), DType::u8);
+  const WeightView view = q.weight_view();
+  EXPECT_EQ(static_cast<void*>(view.absmax), q.scales_absmax.data());
+  EXPECT_EQ(*view.offset, *reinterpret_cast<float*>(q.scales_offset.data()));
+  EXPECT_EQ(std::memcmp(view.map, double_quant_map(), 1024), 0);
+  const QuantizedTensor expanded = q.expanded();
+  EXPECT_FALSE(expanded.spec.double_quant);
+  dequantize(q, of(y, {n, k}));
+  dequantize(expanded, of(z, {n, k}));
+  EXPECT_EQ(y, z);
+  // A map of its own is used.
+  QuantizedTensor other = q;
+  other.scales_map = Tensor({}, DType::f32, {256});
+  for (int i = 0; i < 256; ++i) reinterpret_cast<float*>(other.scales_map.data())[i] = 0;
+  dequantize(other, of(z, {n, k}));
+  EXPECT_NE(y, z);
+}
+
+TEST(QuantizedTensor, CopiesShareTheMemory) {
+  std::vector<float> x = some_values(64);
+  const QuantizedTensor q = quantize(of(x, {1, 64}), QuantSpec{});
+  const QuantizedTensor copy = q.to(Device{});
+  EXPECT_EQ(copy.codes.data(), q.codes.data());
+  EXPECT_EQ(q.encoding->scale_rule, ScaleRule::absmax);
+  EXPECT_EQ(q.dtype, DType::f32);
+}
+
+TEST(QuantizedTensor, MayBeEmpty) {
+  std::vector<float> none;
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{0}, {0, 64}, {3, 0}, {0, 4, 64}}) {
+    const QuantizedTensor q = quantize(of(none, shape), QuantSpec{});
+    EXPECT_NO_THROW(dequantize(q, of(none, shape)));
+  }
+  EXPECT_NO_THROW(QuantizedTensor().expanded());
+}
+
+}  // namespace
+}  // namespace halfbyte
