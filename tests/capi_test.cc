@@ -129,6 +129,8 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(packed_weight, version);
   EXPECT_NO_TAIL(qgemm_descriptor, early_start);
   EXPECT_NO_TAIL(qgemm_args, y);
+  EXPECT_NO_TAIL(quantized_weight_info, device);
+  EXPECT_NO_TAIL(quantized_weight_parts, offset);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_foreign);
   EXPECT_NO_TAIL(foreign, num_parameters);
@@ -136,6 +138,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(weight, note);
   EXPECT_NO_TAIL(quantize_options, shard_bytes);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
+  EXPECT_NO_TAIL(writer_options, user_data);
   EXPECT_NO_TAIL(report_info, num_left_out);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, snr_db);
@@ -1735,6 +1738,103 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_GT(row.snr_db, 15);
   EXPECT_EQ(halfbyte_comparison_get_row(comparison, num_rows, &row), HALFBYTE_USAGE);
   halfbyte_comparison_destroy(comparison);
+}
+
+// A weight comes in, is changed, multiplied and goes out.
+TEST(CApi, WeightsComeInAndGoOut) {
+  const TestDirectory directory;
+  const std::string quantized = directory / "quantized", out = directory / "out";
+  const char* const name = "model.layers.0.mlp.up_proj.weight";
+  auto options = INITIALISED(quantize_options);
+  options.double_quant = 1;
+  ASSERT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), quantized.c_str(), &options, nullptr), HALFBYTE_OK)
+      << halfbyte_last_error();
+  halfbyte_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_open(quantized.c_str(), &checkpoint), HALFBYTE_OK);
+  int64_t index = -1, dense = -1;
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, name, &index));
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, "model.norm.weight", &dense));
+  halfbyte_quantized_weight* weight = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &weight), HALFBYTE_OK)
+      << halfbyte_last_error();
+  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, dense, kCpu, nullptr, &weight), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, -1, kCpu, nullptr, &weight), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL",
+               halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, nullptr));
+
+  auto info = output<halfbyte_quantized_weight_info>();
+  EXPECT_OK(halfbyte_quantized_weight_get_info(weight, &info));
+  ASSERT_EQ(info.ndim, 2);
+  const int64_t rows = info.shape[0], cols = info.shape[1];
+  EXPECT_EQ(info.num_experts, 1);
+  EXPECT_EQ(info.device.device_type, kDLCPU);
+  auto spec = output<halfbyte_quant_spec>();
+  EXPECT_OK(halfbyte_quantized_weight_get_spec(weight, &spec));
+  EXPECT_EQ(spec.format, HALFBYTE_FORMAT_NF4);
+  EXPECT_EQ(spec.double_quant, 1);
+  auto parts = output<halfbyte_quantized_weight_parts>();
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(weight, &parts));
+  ASSERT_NE(parts.codes, nullptr);
+  EXPECT_EQ(parts.codes->shape[0], rows * cols / 2);
+  EXPECT_EQ(parts.zeros, nullptr);
+  ASSERT_NE(parts.map, nullptr);
+  EXPECT_EQ(parts.map->shape[0], 256);
+
+  // The packed form goes back to a weight that was made here.
+  halfbyte_packed_tensor* packed = nullptr;
+  ASSERT_EQ(halfbyte_quantized_weight_pack(weight, 0, nullptr, &packed), HALFBYTE_OK)
+      << halfbyte_last_error();
+  auto packed_weight = INITIALISED(packed_weight);
+  EXPECT_OK(halfbyte_packed_tensor_get(packed, &packed_weight));
+  EXPECT_EQ(packed_weight.rows, rows);
+  halfbyte_quantized_weight *made = nullptr, *moved = nullptr;
+  ASSERT_EQ(halfbyte_quantized_weight_create(&spec, info.shape, 2, HALFBYTE_DTYPE_BF16, kCpu, &made),
+            HALFBYTE_OK);
+  auto view = INITIALISED(weight_view);
+  EXPECT_OK(halfbyte_quantized_weight_get_view(made, 0, &view));
+  EXPECT_EQ(view.cols, cols);
+  EXPECT_OK(halfbyte_reorder_from_packed(&packed_weight, &view, nullptr));
+  EXPECT_OK(halfbyte_quantized_weight_to(made, kCpu, nullptr, &moved));
+  auto back = output<halfbyte_quantized_weight_parts>();
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(moved, &back));
+  EXPECT_EQ(0, std::memcmp(back.codes->data, parts.codes->data, static_cast<size_t>(rows * cols / 2)));
+  EXPECT_EQ(0, std::memcmp(back.offset->data, parts.offset->data, 4));
+  halfbyte_packed_tensor_destroy(packed);
+
+  // Written into the place of the other.
+  static_cast<uint8_t*>(back.codes->data)[0] ^= 0x11;
+  auto wanted = INITIALISED(writer_options);
+  const std::string base = quantized;
+  wanted.base = base.c_str();
+  wanted.layout = HALFBYTE_LAYOUT_BITSANDBYTES;
+  halfbyte_writer* writer = nullptr;
+  ASSERT_EQ(halfbyte_writer_create(out.c_str(), &wanted, &writer), HALFBYTE_OK) << halfbyte_last_error();
+  EXPECT_OK(halfbyte_writer_set(writer, name, moved));
+  EXPECT_FAILS(HALFBYTE_USAGE, fmt::format("writer: weight \"{}\" was given before", name).c_str(),
+               halfbyte_writer_set(writer, name, moved));
+  Array<float> norm({cols}, some_values(static_cast<size_t>(cols)));
+  EXPECT_OK(halfbyte_writer_set_dense(writer, "model.norm.weight", norm));
+  EXPECT_FAILS(HALFBYTE_USAGE, "dense must not be NULL", halfbyte_writer_set_dense(writer, "x", nullptr));
+  halfbyte_report* report = nullptr;
+  ASSERT_EQ(halfbyte_writer_finish(writer, &report), HALFBYTE_OK) << halfbyte_last_error();
+  EXPECT_EQ(halfbyte_writer_finish(writer, nullptr), HALFBYTE_USAGE);
+  halfbyte_writer_destroy(writer);
+  halfbyte_report_destroy(report);
+  halfbyte_quantized_weight_destroy(made);
+  halfbyte_quantized_weight_destroy(weight);
+  halfbyte_checkpoint_close(checkpoint);
+
+  ASSERT_EQ(halfbyte_checkpoint_open(out.c_str(), &checkpoint), HALFBYTE_OK) << halfbyte_last_error();
+  EXPECT_OK(halfbyte_checkpoint_find(checkpoint, name, &index));
+  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &weight), HALFBYTE_OK);
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(weight, &parts));
+  EXPECT_EQ(0, std::memcmp(back.codes->data, parts.codes->data, static_cast<size_t>(rows * cols / 2)));
+  halfbyte_quantized_weight_destroy(weight);
+  halfbyte_quantized_weight_destroy(moved);
+  halfbyte_checkpoint_close(checkpoint);
+  const int64_t shape[] = {4, 64};
+  EXPECT_EQ(halfbyte_quantized_weight_create(&spec, shape, 0, HALFBYTE_DTYPE_F32, kCpu, &made),
+            HALFBYTE_USAGE);
 }
 
 TEST(CApi, CheckpointFailuresHaveTheirStatus) {

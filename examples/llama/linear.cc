@@ -1,7 +1,6 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "halfbyte/qgemm.hpp"
@@ -67,131 +66,29 @@ class DenseLinear : public Linear {
 
 // ---- Quantized: the product reads the codes
 
-// What the layouts call the parts of the weight of a module.
-struct PartNames {
-  std::string codes = {}, scales = {}, zeros = {}, biases = {}, absmax = {}, map = {};
-  std::string description = {}, offset = {};  // a text in JSON, and its key
-};
-
-PartNames part_names(const Weight& weight) {
-  switch (*weight.layout) {
-    case Layout::halfbyte:
-      return {.codes = ".weight",
-              .scales = ".weight.scales",
-              .zeros = ".weight.zeros",
-              .biases = ".weight.biases",
-              .absmax = ".weight.scales_absmax",
-              .description = ".weight.quant_spec",
-              .offset = "scales_offset"};
-    case Layout::bitsandbytes:
-      return {
-          .codes = ".weight",
-          .scales = ".weight.absmax",
-          .absmax = ".weight.nested_absmax",
-          .map = ".weight.nested_quant_map",
-          .description = std::string(".weight.quant_state.bitsandbytes__") + info(weight.spec.format).name,
-          .offset = "nested_offset"};
-    case Layout::compressed_tensors:
-      return {.codes = ".weight_packed", .scales = ".weight_scale", .zeros = ".weight_zero_point"};
-    case Layout::mlx:
-      return {.codes = ".weight", .scales = ".scales", .biases = ".biases"};
-    case Layout::gptq:
-    case Layout::awq:
-      break;
-  }
-  throw Error(ErrorCode::bug, "a layout without names");
-}
-
-// A quantized weight as it is stored, in host memory.
-class StoredWeight {
- public:
-  StoredWeight(const Checkpoint& checkpoint, const Weight& weight)
-      : checkpoint_(checkpoint),
-        weight_(weight),
-        module_(weight.name.substr(0, weight.name.rfind(".weight"))) {
-    const PartNames names = part_names(weight);
-    view_.spec = weight.spec;
-    view_.rows = weight.shape[0];
-    view_.cols = weight.shape[1];
-    view_.layout = *weight.layout;
-    const WeightViewBytes bytes = weight_view_bytes(view_.spec, view_.rows, view_.cols, view_.layout);
-    view_.codes = read(names.codes, bytes.codes);
-    view_.scales = read(names.scales, bytes.scales);
-    view_.zeros = read(names.zeros, bytes.zeros);
-    view_.biases = read(names.biases, bytes.biases);
-    if (!view_.spec.double_quant) return;
-    view_.absmax = reinterpret_cast<float*>(read(names.absmax, bytes.absmax));
-    // That of bitsandbytes stands in each file; ours is always the same.
-    view_.map = names.map.empty() ? const_cast<float*>(double_quant_map())
-                                  : reinterpret_cast<float*>(read(names.map, bytes.map));
-    std::string text(part(names.description).num_bytes, '\0');
-    checkpoint.read(part(names.description), 0, std::as_writable_bytes(std::span(text)));
-    offset_ = nlohmann::json::parse(text).at(names.offset).get<float>();
-    view_.offset = &offset_;
-  }
-  StoredWeight(const StoredWeight&) = delete;
-  StoredWeight& operator=(const StoredWeight&) = delete;
-
-  const WeightView& view() const { return view_; }
-
- private:
-  const StoredTensor& part(const std::string& name) const {
-    for (const int index : weight_.parts) {
-      const StoredTensor& tensor = checkpoint_.tensors()[static_cast<size_t>(index)];
-      if (tensor.name == module_ + name) return tensor;
-    }
-    throw Error(ErrorCode::bad_input, weight_.name + ": no part is named \"" + module_ + name + "\"");
-  }
-  std::byte* read(const std::string& name, int64_t num_bytes) {
-    if (num_bytes == 0) return nullptr;
-    const StoredTensor& tensor = part(name);
-    if (tensor.num_bytes != static_cast<uint64_t>(num_bytes))
-      throw Error(ErrorCode::bad_input, tensor.name + ": must have " + std::to_string(num_bytes) +
-                                            " bytes, got " + std::to_string(tensor.num_bytes));
-    const Memory& memory = parts_.emplace_back(Device{}, num_bytes);
-    checkpoint_.read(tensor, 0, {memory.data(), static_cast<size_t>(num_bytes)});
-    return memory.data();
-  }
-
-  const Checkpoint& checkpoint_;
-  const Weight& weight_;
-  std::string module_;
-  std::vector<Memory> parts_;
-  float offset_ = 0;
-  WeightView view_;
-};
-
 class QuantizedLinear : public Linear {
  public:
   QuantizedLinear(const Checkpoint& checkpoint, const Weight& weight, const std::vector<float>& bias,
                   Workplace& workplace)
       : product_{describe(weight), "fused", "", ""}, workplace_(workplace) {
     const Options& options = workplace.options;
-    const StoredWeight stored(checkpoint, weight);
-    packed_.spec = weight.spec;
-    packed_.rows = weight.shape[0];
-    packed_.cols = weight.shape[1];
-    packed_.num_bytes = packed_weight_bytes(packed_.spec, packed_.rows, packed_.cols);
-    const Memory host(Device{}, packed_.num_bytes);
-    packed_.data = host.data();
-    reorder(stored.view(), packed_, {.num_threads = options.num_threads});
-    memory_ = to_device(host, packed_.num_bytes);
-    packed_.data = memory_.data();
-    packed_.device = options.device;
+    const Execution execution{.num_threads = options.num_threads};
+    packed_ = load_weight(checkpoint, weight.name, {}, execution)
+                  .pack(execution)
+                  .to(options.device, workplace.stream.handle());
     if (bias.empty()) return;
-    const auto bias_bytes = static_cast<int64_t>(bias.size()) * size_of(options.dtype);
-    const Memory host_bias(Device{}, bias_bytes);
+    const Tensor host({}, options.dtype, {packed_.view().rows});
     for (size_t i = 0; i < bias.size(); ++i)
       if (options.dtype == DType::f32)
-        reinterpret_cast<float*>(host_bias.data())[i] = bias[i];
+        reinterpret_cast<float*>(host.data())[i] = bias[i];
       else
-        reinterpret_cast<uint16_t*>(host_bias.data())[i] = to_bf16(bias[i]);
-    bias_ = to_device(host_bias, bias_bytes);
+        reinterpret_cast<uint16_t*>(host.data())[i] = to_bf16(bias[i]);
+    bias_ = host.to(options.device, workplace.stream.handle());
   }
 
   void forward(const float* x, int64_t m, float* y) override {
     const auto& [device, dtype, matmul, num_threads] = workplace_.options;
-    const int64_t n = packed_.rows, k = packed_.cols;
+    const int64_t n = packed_.view().rows, k = packed_.view().cols;
     select(m);
     void *from = const_cast<float*>(x), *to = y;
     if (dtype == DType::bf16) {
@@ -201,10 +98,10 @@ class QuantizedLinear : public Linear {
       from = workplace_.x_bf16.data();
       to = workplace_.y_bf16.data();
     }
-    Qgemm::Args args{.weight = packed_};
+    Qgemm::Args args{.weight = packed_.view()};
     args.x = {from, dtype, {m, k}, {}, device};
     args.y = {to, dtype, {m, n}, {}, device};
-    if (plan_->descriptor().bias) args.bias = {bias_.data(), dtype, {n}, {}, device};
+    if (plan_->descriptor().bias) args.bias = bias_.view();
     const int64_t x_bytes = m * k * size_of(dtype), y_bytes = m * n * size_of(dtype);
     const bool elsewhere = device != Device{};
     void* stream = workplace_.stream.handle();
@@ -222,7 +119,7 @@ class QuantizedLinear : public Linear {
       std::transform(workplace_.y_bf16.begin(), workplace_.y_bf16.end(), y, from_bf16);
   }
   Product product() const override { return product_; }
-  int64_t memory_bytes() const override { return packed_.num_bytes; }
+  int64_t memory_bytes() const override { return packed_.view().num_bytes; }
 
  private:
   // The plan for m rows: the last one, where it fits.
@@ -230,23 +127,16 @@ class QuantizedLinear : public Linear {
     if (plan_ && plan_->descriptor().m == m) return;
     const Options& options = workplace_.options;
     plan_ = QgemmPlan::select(options.device,
-                              {.spec = packed_.spec,
+                              {.spec = packed_.view().spec,
                                .m = m,
-                               .n = packed_.rows,
-                               .k = packed_.cols,
+                               .n = packed_.view().rows,
+                               .k = packed_.view().cols,
                                .dtype = options.dtype,
-                               .bias = bias_.data() != nullptr},
+                               .bias = bias_.num_elements() > 0},
                               {.num_threads = options.num_threads});
     const std::string& kernel = plan_->sku().kernel;
     if (product_.kernel.find(kernel) == std::string::npos)
       product_.kernel += (product_.kernel.empty() ? "" : ", ") + kernel;
-  }
-  Memory to_device(const Memory& host, int64_t num_bytes) const {
-    if (workplace_.options.device == Device{}) return host;
-    Memory memory(workplace_.options.device, num_bytes);
-    copy(workplace_.options.device, memory.data(), host.data(), num_bytes, workplace_.stream.handle());
-    workplace_.stream.synchronize();
-    return memory;
   }
   std::byte* grown(Memory& memory, int64_t num_bytes) const {
     if (memory.num_bytes() < num_bytes) memory = Memory(workplace_.options.device, num_bytes);
@@ -255,17 +145,15 @@ class QuantizedLinear : public Linear {
 
   Product product_;
   Workplace& workplace_;
-  Memory memory_, bias_;  // of the device
-  PackedWeight packed_;   // in memory_
+  PackedTensor packed_;  // on the device, as the bias
+  Tensor bias_;
   std::optional<QgemmPlan> plan_;
 };
 
 // Why products cannot read the codes of a weight; empty: they can.
 std::string refusal(const Weight& weight) {
-  const int64_t rows = weight.shape[0], cols = weight.shape[1];
   try {
-    weight_view_bytes(weight.spec, rows, cols, *weight.layout);
-    packed_weight_bytes(weight.spec, rows, cols);
+    packed_weight_bytes(weight.spec, weight.shape[0], weight.shape[1]);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::usage) throw;
     return error.what();

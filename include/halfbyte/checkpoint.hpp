@@ -14,6 +14,7 @@
 
 #include "halfbyte/error.hpp"
 #include "halfbyte/format.hpp"
+#include "halfbyte/ops.hpp"
 #include "halfbyte/tensor.hpp"
 
 namespace halfbyte {
@@ -97,8 +98,15 @@ class Checkpoint {
   std::unique_ptr<Impl> impl_;
 };
 
+// The parts of a quantized weight, from every layout, exactly: a QuantizedTensor of the spec, with the
+// padding of the native layout. Its shape is [out, in] of the layer, also of a Conv1D, whose Weight::shape is
+// the reverse. Throws Error(usage) if no weight has the name, naming it, or if it is dense: see decode.
+// Error(bad_input) where the file does not have what its header says. Waits for execution.stream.
+HALFBYTE_API QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
+                                         Device device = {}, Execution execution = {});
+
 struct Progress {
-  const char* phase;  // "quantize", "dequantize", "verify", "compare", "sync"
+  const char* phase;  // "quantize", "dequantize", "write", "verify", "compare", "sync"
   uint64_t done_bytes;
   uint64_t total_bytes;
 };
@@ -210,6 +218,54 @@ struct DequantizeOptions {
 // Error(bad_input) for weights of a ForeignQuantization.
 HALFBYTE_API CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                                     const DequantizeOptions& options);
+
+struct WriterOptions {
+  Layout layout = Layout::halfbyte;  // of the quantized weights
+  // A checkpoint: its weights that are not given, its side files and its metadata are those of the output
+  // too, weights under the names and in the form that the reader wants. Its weights that are quantized in
+  // another layout must all be given. It must not change before finish() is done. Empty: there is none.
+  std::string base = {};
+  // config.json of an output directory, without or with an entry of a quantization, which is replaced. Unset:
+  // that of base.
+  std::optional<std::string> config = {};
+  std::optional<Reader> reader = {};  // as in QuantizeOptions, like all below
+  bool force_layout = false;  // weights that the reader cannot load quantized are written all the same
+  bool verify = true;
+  bool force = false;
+  uint64_t shard_bytes = 0;
+  int num_threads = 0;
+  ProgressFunction progress = {};
+};
+
+// Writes a checkpoint of weights that are given: quantized ones as they are, in a layout that can hold them,
+// and dense ones. The output is a directory, or one .safetensors file: what base is, or if there is none, a
+// file if the name ends so. The output becomes visible with finish(), complete and verified, or not at all.
+class CheckpointWriter {
+ public:
+  HALFBYTE_API CheckpointWriter(std::string output, WriterOptions options);
+  HALFBYTE_API CheckpointWriter(CheckpointWriter&&) noexcept;
+  HALFBYTE_API CheckpointWriter& operator=(CheckpointWriter&&) noexcept;
+  HALFBYTE_API ~CheckpointWriter();
+
+  // A weight of the output, in the place of that of base with this name. The object and its memory are shared
+  // until finish() is done, and must not change. Throws Error(usage), naming the weight and the reason, where
+  // the layout cannot hold it: format, granularity, group size, dtype of scales, double quantization, shape;
+  // and where the name was given before.
+  HALFBYTE_API void set(const std::string& name, QuantizedTensor weight);
+  HALFBYTE_API void set(const std::string& name, Tensor dense);
+
+  // Writes all; once. Error(bad_input) for scales or biases that are not finite, for zero points that are no
+  // codes, and for weights of base that are neither given nor in the layout; Error(usage) where the reader
+  // cannot load a weight as it was given. Unless options.verify is false, an independent unpacker reads the
+  // files back: what it decodes must be what the weights decode to in f32, to the bit. Memory: blocks of
+  // rows, and host copies of the weights of a file that are on a CUDA device.
+  HALFBYTE_API CheckpointReport finish();
+
+  struct Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
 
 struct CompareRow {
   std::string name;

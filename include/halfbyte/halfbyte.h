@@ -943,13 +943,73 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_can_implement(const halfbyte_plan* p
 HALFBYTE_API halfbyte_status halfbyte_qgemm_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                                 const halfbyte_qgemm_args* args);
 
+/* ---- Quantized weights that own their memory: QuantizedTensor in halfbyte/ops.hpp */
+
+typedef struct halfbyte_quantized_weight halfbyte_quantized_weight;
+/* Parts that are uninitialized, but for the map of double quantization. shape: of the dense weight, [experts,
+ * rows, cols] for experts. dtype: of the dense weight. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_create(const halfbyte_quant_spec* spec,
+                                                              const int64_t* shape, int64_t ndim,
+                                                              halfbyte_dtype dtype, DLDevice device,
+                                                              halfbyte_quantized_weight** weight);
+/* NULL is fine. Weights and packed weights that were made of this one remain. */
+HALFBYTE_API void halfbyte_quantized_weight_destroy(halfbyte_quantized_weight* weight);
+
+/* What it points to lives as long as the weight, as in all that follows. */
+typedef struct halfbyte_quantized_weight_info {
+  size_t struct_size;
+  const int64_t* shape;
+  int64_t ndim;
+  int64_t dtype; /* halfbyte_dtype, of the dense weight */
+  int64_t num_experts;
+  int64_t num_bytes; /* of all parts */
+  DLDevice device;
+} halfbyte_quantized_weight_info;
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_info(const halfbyte_quantized_weight* weight,
+                                                                halfbyte_quantized_weight_info* info);
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_spec(const halfbyte_quantized_weight* weight,
+                                                                halfbyte_quant_spec* spec);
+/* The parts, to read and to fill: those of halfbyte_quant_shape, with all leading axes folded into rows.
+ * NULL: the spec does not have it. */
+typedef struct halfbyte_quantized_weight_parts {
+  size_t struct_size;
+  const DLTensor* codes;  /* u8 */
+  const DLTensor* scales; /* of spec->scale_dtype; double quantization: u8 */
+  const DLTensor* zeros;  /* u8 */
+  const DLTensor* biases; /* of spec->scale_dtype */
+  const DLTensor* absmax; /* double quantization: f32 [ceil(number of scales / 256)] */
+  const DLTensor* map;    /* likewise: f32 [256] */
+  const DLTensor* offset; /* likewise: f32 [1] */
+} halfbyte_quantized_weight_parts;
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_parts(const halfbyte_quantized_weight* weight,
+                                                                 halfbyte_quantized_weight_parts* parts);
+/* The matrix of one expert (0 of a weight of up to two axes) for products and halfbyte_reorder_to_packed. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_view(const halfbyte_quantized_weight* weight,
+                                                                int64_t expert, halfbyte_weight_view* view);
+/* The same weight on another device, sharing the memory if it is there already. Waits for the stream. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_to(const halfbyte_quantized_weight* weight,
+                                                          DLDevice device, void* stream,
+                                                          halfbyte_quantized_weight** result);
+
+typedef struct halfbyte_packed_tensor halfbyte_packed_tensor;
+/* The matrix of one expert in packed form, on the same device. On a CUDA device the work is enqueued on the
+ * stream. execution: NULL means the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_pack(const halfbyte_quantized_weight* weight,
+                                                            int64_t expert,
+                                                            const halfbyte_execution* execution,
+                                                            halfbyte_packed_tensor** packed);
+HALFBYTE_API halfbyte_status halfbyte_packed_tensor_get(const halfbyte_packed_tensor* packed,
+                                                        halfbyte_packed_weight* weight);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_packed_tensor_destroy(halfbyte_packed_tensor* packed);
+
 /* ---- Checkpoints: halfbyte/checkpoint.hpp */
 
 /* Called from any thread, one call at a time. A result other than 0 cancels: HALFBYTE_CANCELLED, and no
  * output. */
 typedef struct halfbyte_progress {
   size_t struct_size;
-  const char* phase; /* "quantize", "dequantize", "verify", "compare", "sync" */
+  const char* phase; /* "quantize", "dequantize", "write", "verify", "compare", "sync" */
   uint64_t done_bytes;
   uint64_t total_bytes;
 } halfbyte_progress;
@@ -1037,6 +1097,13 @@ HALFBYTE_API halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoin
                                                         int64_t weight_index, int64_t begin,
                                                         const DLTensor* y);
 
+/* The parts of a quantized weight, from every layout. HALFBYTE_USAGE if it is dense. execution: NULL means
+ * the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_checkpoint_load(const halfbyte_checkpoint* checkpoint,
+                                                      int64_t weight_index, DLDevice device,
+                                                      const halfbyte_execution* execution,
+                                                      halfbyte_quantized_weight** weight);
+
 typedef int32_t halfbyte_nonfinite;
 enum {
   HALFBYTE_NONFINITE_ERROR = 0,
@@ -1100,6 +1167,41 @@ HALFBYTE_API halfbyte_status halfbyte_quantize_checkpoint(const char* input, con
 HALFBYTE_API halfbyte_status halfbyte_dequantize_checkpoint(const char* input, const char* output,
                                                             const halfbyte_dequantize_options* options,
                                                             halfbyte_report** report);
+
+/* A checkpoint of weights that are given: CheckpointWriter in halfbyte/checkpoint.hpp. */
+typedef struct halfbyte_writer halfbyte_writer;
+typedef struct halfbyte_writer_options {
+  size_t struct_size;
+  const char* base;       /* whose other weights and files the output has too; NULL: there is none */
+  const char* config;     /* the text of config.json; NULL: that of base */
+  halfbyte_layout layout; /* of the quantized weights */
+  halfbyte_reader reader; /* HALFBYTE_UNSET: that of the layout */
+  int32_t force_layout;   /* flag */
+  int32_t verify;         /* flag */
+  int32_t force;          /* flag: replace an existing output */
+  uint64_t shard_bytes;
+  int64_t num_threads;
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_writer_options;
+/* Layout halfbyte, verified. */
+HALFBYTE_API halfbyte_status halfbyte_writer_options_init(halfbyte_writer_options* options,
+                                                          size_t struct_size);
+/* options: NULL means the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_writer_create(const char* output,
+                                                    const halfbyte_writer_options* options,
+                                                    halfbyte_writer** writer);
+/* A weight of the output. Quantized: shares the memory, which must not change before the writer has finished.
+ * Dense: copied. */
+HALFBYTE_API halfbyte_status halfbyte_writer_set(halfbyte_writer* writer, const char* name,
+                                                 const halfbyte_quantized_weight* weight);
+HALFBYTE_API halfbyte_status halfbyte_writer_set_dense(halfbyte_writer* writer, const char* name,
+                                                       const DLTensor* dense);
+/* Writes all; once. report: receives what happened; may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_writer_finish(halfbyte_writer* writer, halfbyte_report** report);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_writer_destroy(halfbyte_writer* writer);
+
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_report_destroy(halfbyte_report* report);
 

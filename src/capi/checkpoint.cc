@@ -12,6 +12,9 @@ struct halfbyte_checkpoint {
 struct halfbyte_report {
   CheckpointReport report;
 };
+struct halfbyte_writer {
+  CheckpointWriter writer;
+};
 struct halfbyte_comparison {
   std::vector<CompareRow> rows;
 };
@@ -126,6 +129,31 @@ DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
   options.device = from_dlpack(c.device, "options.device");
+  options.num_threads = threads_of(c.num_threads, "options.num_threads");
+  options.progress = progress_of(c.progress, c.user_data);
+  return options;
+}
+
+halfbyte_writer_options default_writer_options() {
+  const WriterOptions defaults;
+  halfbyte_writer_options options{};
+  options.layout = static_cast<int32_t>(defaults.layout);
+  options.reader = HALFBYTE_UNSET;
+  options.verify = defaults.verify;
+  return options;
+}
+
+WriterOptions options_of(const halfbyte_writer_options* given) {
+  const halfbyte_writer_options c = read_struct(given, default_writer_options(), "options");
+  WriterOptions options;
+  options.layout = enum_of(c.layout, kLastLayout, "options.layout");
+  if (c.base != nullptr) options.base = c.base;
+  if (c.config != nullptr) options.config = c.config;
+  options.reader = optional_of(c.reader, Reader::none, "options.reader");
+  options.force_layout = flag_of(c.force_layout, "options.force_layout");
+  options.verify = flag_of(c.verify, "options.verify");
+  options.force = flag_of(c.force, "options.force");
+  options.shard_bytes = c.shard_bytes;
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
   return options;
@@ -273,6 +301,17 @@ halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoint* checkpoint
   });
 }
 
+halfbyte_status halfbyte_checkpoint_load(const halfbyte_checkpoint* checkpoint, int64_t weight_index,
+                                         DLDevice device, const halfbyte_execution* execution,
+                                         halfbyte_quantized_weight** weight) {
+  return guard([&] {
+    const std::string& name = weight_of(checkpoint, weight_index).name;
+    required(weight, "weight");
+    *weight =
+        new_weight(load_weight(checkpoint->checkpoint, name, from_dlpack(device), execution_of(execution)));
+  });
+}
+
 // ---- Writing
 
 halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options, size_t struct_size) {
@@ -301,6 +340,31 @@ halfbyte_status halfbyte_dequantize_checkpoint(const char* input, const char* ou
          report);
   });
 }
+
+halfbyte_status halfbyte_writer_options_init(halfbyte_writer_options* options, size_t struct_size) {
+  return init_struct(options, default_writer_options(), struct_size, "options");
+}
+halfbyte_status halfbyte_writer_create(const char* output, const halfbyte_writer_options* options,
+                                       halfbyte_writer** writer) {
+  return guard([&] {
+    required(writer, "writer");
+    *writer = new halfbyte_writer{CheckpointWriter(&required(output, "output"), options_of(options))};
+  });
+}
+halfbyte_status halfbyte_writer_set(halfbyte_writer* writer, const char* name,
+                                    const halfbyte_quantized_weight* weight) {
+  return guard(
+      [&] { required(writer, "writer").writer.set(&required(name, "name"), tensor_of(weight, "weight")); });
+}
+halfbyte_status halfbyte_writer_set_dense(halfbyte_writer* writer, const char* name, const DLTensor* dense) {
+  return guard([&] {
+    required(writer, "writer").writer.set(&required(name, "name"), Tensor::copy_of(view_of(dense, "dense")));
+  });
+}
+halfbyte_status halfbyte_writer_finish(halfbyte_writer* writer, halfbyte_report** report) {
+  return guard([&] { give(required(writer, "writer").writer.finish(), report); });
+}
+void halfbyte_writer_destroy(halfbyte_writer* writer) { delete writer; }
 
 void halfbyte_report_destroy(halfbyte_report* report) { delete report; }
 

@@ -154,5 +154,8 @@ QuantizedView parts_of(const halfbyte_quantized* given, const QuantSpec& spec, i
                        Device device, const char* name);
 halfbyte_quantize_status to_c(const QuantizeStatus& status);
 Execution execution_of(const halfbyte_execution* execution);
+// The opaque weight for C (capi/weight.cc), and back.
+halfbyte_quantized_weight* new_weight(QuantizedTensor tensor);
+const QuantizedTensor& tensor_of(const halfbyte_quantized_weight* weight, const char* name);
 
 }  // namespace halfbyte::capi

@@ -331,6 +331,22 @@ int64_t num_elements(std::span<const int64_t> shape) {
   return product;
 }
 
+std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path) {
+  auto impl = std::make_unique<Checkpoint::Impl>();
+  impl->path = path;
+  std::error_code error;
+  impl->is_directory = fs::is_directory(path, error);
+  if (impl->is_directory) {
+    open_directory(*impl);
+  } else {
+    add_file(*impl, path.substr(path.rfind('/') + 1), InputFile::open(path));
+    index_tensors(*impl);
+  }
+  make_weights(*impl);
+  find_foreign(*impl);
+  return impl;
+}
+
 void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
                   BlockWorker& worker, const TensorView& y) {
   const QuantizedView view = native_view(quantized.weight, block, worker.native);
@@ -446,21 +462,7 @@ std::string Checkpoint::Impl::read_text(const StoredTensor& tensor) const {
   return text;
 }
 
-Checkpoint Checkpoint::open(const std::string& path) {
-  auto impl = std::make_unique<Impl>();
-  impl->path = path;
-  std::error_code error;
-  impl->is_directory = std::filesystem::is_directory(path, error);
-  if (impl->is_directory) {
-    io::open_directory(*impl);
-  } else {
-    io::add_file(*impl, path.substr(path.rfind('/') + 1), io::InputFile::open(path));
-    io::index_tensors(*impl);
-  }
-  io::make_weights(*impl);
-  io::find_foreign(*impl);
-  return Checkpoint(std::move(impl));
-}
+Checkpoint Checkpoint::open(const std::string& path) { return Checkpoint(io::open_checkpoint(path)); }
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;

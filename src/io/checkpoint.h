@@ -3,6 +3,7 @@
 
 #include <array>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -68,6 +69,8 @@ struct Checkpoint::Impl {
 };
 
 namespace io {
+
+std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path);
 
 int64_t num_elements(std::span<const int64_t> shape);
 inline int64_t num_elements(const Weight& weight) { return num_elements(weight.shape); }

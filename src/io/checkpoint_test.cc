@@ -6,6 +6,7 @@
 #include <random>
 
 #include "core/checks.h"
+#include "core/format.h"
 #include "halfbyte/ops.hpp"
 #include "io/checkpoint.h"
 #include "io/checkpoint_writer.h"
@@ -1495,6 +1496,278 @@ TEST_F(CheckpointTest, DecodeRefusesWrongArguments) {
   expect_error(ErrorCode::usage, "not within",
                [&] { checkpoint.read(checkpoint.tensors()[0], 1, std::as_writable_bytes(std::span(out))); });
   EXPECT_EQ(checkpoint.find("b"), nullptr);
+}
+
+// ---- Weights in and out
+
+std::string bytes_of(const halfbyte::Tensor& part) {
+  return {reinterpret_cast<const char*>(part.data()), static_cast<size_t>(part.num_bytes())};
+}
+
+halfbyte::Tensor copy_of(const halfbyte::Tensor& part) { return halfbyte::Tensor::copy_of(part.view()); }
+
+void expect_same_parts(const QuantizedTensor& a, const QuantizedTensor& b) {
+  EXPECT_EQ(a.shape, b.shape);
+  EXPECT_EQ(a.dtype, b.dtype);
+  EXPECT_TRUE(bytes_of(a.codes) == bytes_of(b.codes)) << "codes";
+  EXPECT_TRUE(bytes_of(a.zeros) == bytes_of(b.zeros)) << "zeros";
+  EXPECT_TRUE(bytes_of(a.biases) == bytes_of(b.biases)) << "biases";
+  EXPECT_TRUE(bytes_of(a.scales) == bytes_of(b.scales)) << "scales";
+  EXPECT_TRUE(bytes_of(a.scales_absmax) == bytes_of(b.scales_absmax)) << "scales_absmax";
+  EXPECT_TRUE(bytes_of(a.scales_map) == bytes_of(b.scales_map)) << "scales_map";
+  EXPECT_TRUE(bytes_of(a.scales_offset) == bytes_of(b.scales_offset)) << "scales_offset";
+}
+
+// What was quantized comes in with the parts that quantize() makes, and goes out with the bytes that it had.
+TEST_F(CheckpointTest, WeightsOfEveryLayoutComeInAndGoOut) {
+  for (Case c : all_cases()) {
+    for (const bool experts : {false, true}) {
+      if (experts && c.shape != std::vector<int64_t>{7, 64} && c.shape != std::vector<int64_t>{7, 256} &&
+          c.shape != std::vector<int64_t>{33, 200} && c.shape != std::vector<int64_t>{17, 200})
+        continue;
+      if (experts) c.shape.insert(c.shape.begin(), 3);
+      StoredValues tensor = random_tensor("a.experts.weight", DType::bf16, c.shape);
+      const std::string input = write_input({tensor, random_tensor("norm.weight", DType::f32, {7})});
+      QuantizeOptions options = c.options;
+      options.include = {"experts"};
+      options.force = true;
+      options.num_threads = 1;
+      const CheckpointReport report = quantize_checkpoint(input, path("out"), options);
+      const WeightReport& weight = report.weights[0];
+      SCOPED_TRACE(fmt::format("{} {} {} group {} asymmetric {} double {} [{}]", to_string(*report.layout),
+                               info(weight.spec.format).name, to_string(weight.spec.granularity),
+                               weight.spec.group_size, weight.spec.asymmetric, weight.spec.double_quant,
+                               fmt::join(c.shape, ", ")));
+
+      const QuantizedTensor loaded = load_weight(Checkpoint::open(path("out")), "a.experts.weight");
+      QuantizedTensor expected =
+          quantize({tensor.bytes.data(), DType::bf16, c.shape, {}, {}}, weight.spec, weight.encoding);
+      if (report.layout == Layout::compressed_tensors) {  // zero scales are not stored
+        std::vector<float> a(static_cast<size_t>(product(c.shape))), b(a.size());
+        dequantize(loaded, {a.data(), DType::f32, c.shape, {}, {}});
+        dequantize(expected, {b.data(), DType::f32, c.shape, {}, {}});
+        EXPECT_EQ(a, b);
+        expected.scales = loaded.scales;
+      } else {
+        EXPECT_TRUE(loaded.spec == weight.spec);
+      }
+      expect_same_parts(loaded, expected);
+
+      CheckpointWriter writer(path("again"), {.layout = *report.layout, .base = input, .force = true});
+      writer.set("a.experts.weight", loaded);
+      const CheckpointReport written = writer.finish();
+      EXPECT_TRUE(read_file(path("again")) == read_file(path("out")));
+      EXPECT_EQ(written.num_quantized, 1);
+      EXPECT_EQ(written.output_bytes, report.output_bytes);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// All files of two directories.
+void expect_same_directory(const fs::path& a, const fs::path& b) {
+  std::vector<std::string> names[2];
+  for (int i = 0; i < 2; ++i) {
+    for (const auto& entry : fs::recursive_directory_iterator(i == 0 ? a : b))
+      if (entry.is_regular_file()) names[i].push_back(fs::relative(entry.path(), i == 0 ? a : b));
+    std::ranges::sort(names[i]);
+  }
+  EXPECT_EQ(names[0], names[1]);
+  for (const std::string& name : names[0]) EXPECT_TRUE(read_file(a / name) == read_file(b / name)) << name;
+}
+
+TEST_F(CheckpointTest, ModelsAreWrittenAsTheyWereQuantized) {
+  const std::string model = write_model_directory();
+  for (const io::LayoutInfo* layout : io::all_layouts()) {
+    SCOPED_TRACE(layout->name);
+    const Format format = layout->formats.empty() ? Format::int5 : layout->formats.back();
+    for (const uint64_t shard_bytes : {uint64_t{0}, uint64_t{8000}}) {
+      QuantizeOptions options = options_for(format, layout->layout);
+      options.force = true;
+      options.shard_bytes = shard_bytes;
+      const CheckpointReport report = quantize_checkpoint(model, path("out"), options);
+      const Checkpoint out = Checkpoint::open(path("out"));
+      // Made from the dense model, and from the output itself: all of it is given, or one weight.
+      for (const std::string& base : {model, path("out")})
+        for (const bool all : {true, false}) {
+          if (!all && base == model) continue;
+          CheckpointWriter writer(
+              path("again"),
+              {.layout = layout->layout, .base = base, .force = true, .shard_bytes = shard_bytes});
+          bool any = false;
+          for (const Weight& weight : out.weights())
+            if (weight.layout && (all || !any)) {
+              writer.set(weight.name, load_weight(out, weight.name));
+              any = true;
+            }
+          const CheckpointReport written = writer.finish();
+          EXPECT_EQ(written.num_quantized, report.num_quantized);
+          EXPECT_EQ(written.readers.size(), report.readers.size());
+          expect_same_directory(path("again"), path("out"));
+        }
+    }
+  }
+}
+
+// Values that were trained, found by an observer or converted reach the file.
+TEST_F(CheckpointTest, GivenScalesComeBack) {
+  const std::string model = write_model_directory();
+  const std::string name = "model.layers.1.mlp.up_proj.weight";
+  for (const io::LayoutInfo* layout : io::all_layouts()) {
+    SCOPED_TRACE(layout->name);
+    QuantizeOptions options =
+        options_for(layout->formats.empty() ? Format::int4 : layout->formats.front(), layout->layout);
+    options.asymmetric = layout->asymmetric;
+    options.force = true;
+    quantize_checkpoint(model, path("out"), options);
+    QuantizedTensor q = load_weight(Checkpoint::open(path("out")), name);
+    q.codes = copy_of(q.codes);
+    q.codes.data()[5] ^= std::byte{1};
+    q.scales = copy_of(q.scales);
+    const auto type = scale_type(q.spec.scale_dtype);
+    formats::store_scale(q.scales.data(), 3, 1.5f * formats::load_scale<float>(q.scales.data(), 3, type),
+                         type);
+    if (q.zeros.num_elements() > 0) {
+      q.zeros = copy_of(q.zeros);
+      q.zeros.data()[2] = std::byte{11};
+    }
+    CheckpointWriter writer(path("again"), {.layout = layout->layout, .base = path("out"), .force = true});
+    writer.set(name, q);
+    std::vector<float> norm(256, 0.25f);
+    writer.set("model.layers.0.input_layernorm.weight",
+               halfbyte::Tensor::copy_of({norm.data(), DType::f32, {256}, {}, {}}));
+    writer.finish();
+    const Checkpoint again = Checkpoint::open(path("again"));
+    expect_same_parts(load_weight(again, name), q);
+    EXPECT_EQ(read_file(path("again/config.json")), read_file(path("out/config.json")));
+    EXPECT_TRUE(decode_all(again, "model.layers.0.mlp.up_proj.weight", DType::f32) ==
+                decode_all(Checkpoint::open(path("out")), "model.layers.0.mlp.up_proj.weight", DType::f32));
+    const std::vector<std::byte> stored =
+        decode_all(again, "model.layers.0.input_layernorm.weight", DType::f32);
+    EXPECT_EQ(0, std::memcmp(stored.data(), norm.data(), stored.size()));
+  }
+}
+
+TEST_F(CheckpointTest, ACheckpointIsMadeFromNothing) {
+  const StoredValues x = random_tensor("x", DType::f32, {6, 128});
+  std::vector<std::byte> bytes = x.bytes;
+  const TensorView view{bytes.data(), DType::f32, {6, 128}, {}, {}};
+  const QuantizedTensor q = quantize(view, {.format = Format::affine4});
+  for (const std::string& to : {path("one.safetensors"), path("many")}) {
+    const bool directory = to == path("many");
+    WriterOptions options{.layout = Layout::mlx};
+    if (directory) options.config = kConfig, options.shard_bytes = 1000;
+    CheckpointWriter writer(to, options);
+    writer.set("model.layers.0.mlp.up_proj.weight", q);
+    writer.set("model.norm.weight", halfbyte::Tensor::copy_of(view));
+    const CheckpointReport report = writer.finish();
+    EXPECT_EQ(report.num_quantized, 1);
+    EXPECT_THROW(writer.finish(), Error);
+    const Checkpoint back = Checkpoint::open(to);
+    EXPECT_EQ(back.is_directory(), directory);
+    expect_same_parts(load_weight(back, "model.layers.0.mlp.up_proj.weight"), q);
+    EXPECT_TRUE(decode_all(back, "model.norm.weight", DType::f32) == bytes);
+  }
+  EXPECT_EQ(json::parse(read_file(path("many/config.json")))["quantization"]["bits"], 4);
+}
+
+TEST_F(CheckpointTest, WhatALayoutCannotHoldIsRefusedByName) {
+  const auto weight = [](const QuantSpec& spec, const std::vector<int64_t>& shape) {
+    std::vector<float> x(static_cast<size_t>(product(shape)), 0.5f);
+    return quantize({x.data(), DType::f32, shape, {}, {}}, spec);
+  };
+  const auto refused = [&](Layout layout, const QuantizedTensor& q, const std::string& text) {
+    CheckpointWriter writer(path("out"), {.layout = layout});
+    expect_error(ErrorCode::usage, "weight \"w\": layout " + text, [&] { writer.set("w", q); });
+  };
+  const QuantSpec affine{.format = Format::affine4}, nf4{.granularity = Granularity::flat};
+  refused(Layout::mlx, weight(nf4, {4, 64}), "mlx: format must be");
+  refused(Layout::mlx, weight({.format = Format::affine4, .group_size = 16}, {4, 64}),
+          "mlx: group size must be");
+  refused(Layout::mlx, weight(affine, {4, 100}), "mlx: 100 columns are not a multiple");
+  refused(Layout::mlx, weight(affine, {64}), "mlx: a weight has 2 to 3 axes, got 1");
+  refused(Layout::bitsandbytes, weight({}, {4, 64}), "bitsandbytes: granularity must be flat, got group");
+  refused(Layout::bitsandbytes,
+          weight({.granularity = Granularity::flat, .scale_dtype = DType::f16}, {4, 64}),
+          "bitsandbytes: scale dtype must be f32");
+  refused(Layout::compressed_tensors,
+          weight({.format = Format::int4, .granularity = Granularity::tensor}, {4, 64}),
+          "compressed-tensors: granularity must be");
+  refused(Layout::compressed_tensors, weight({.format = Format::int3}, {4, 64}),
+          "compressed-tensors: format must");
+  refused(Layout::halfbyte, QuantizedTensor({.scale_dtype = DType::f64}, {4, 64}, DType::f32),
+          "halfbyte: scale dtype must be");
+  QuantizedTensor q = weight({.granularity = Granularity::flat, .double_quant = true}, {4, 64});
+  q.scales_map = halfbyte::Tensor({}, DType::f32, {256});
+  std::memset(q.scales_map.data(), 0, 1024);
+  refused(Layout::halfbyte, q, "halfbyte: its scales have a map of their own");
+  q = weight(affine, {4, 64});
+  q.biases = {};
+  CheckpointWriter writer(path("out"), {.layout = Layout::mlx});
+  expect_error(ErrorCode::usage, "weight \"w\": parts: biases must be 4 elements",
+               [&] { writer.set("w", q); });
+
+  // What is found when it is written leaves no output.
+  const auto fails = [&](ErrorCode code, const std::string& text, WriterOptions options, const auto& fill) {
+    options.layout = Layout::compressed_tensors;
+    expect_error(code, text, [&] {
+      CheckpointWriter failing(path("out"), options);
+      fill(failing);
+      failing.finish();
+    });
+    EXPECT_FALSE(fs::exists(path("out")));
+  };
+  const QuantSpec int4{.format = Format::int4, .asymmetric = true};
+  fails(ErrorCode::bad_input, "weight \"w\": scale 2 is not finite", {}, [&](CheckpointWriter& to) {
+    QuantizedTensor bad = weight(int4, {4, 64});
+    reinterpret_cast<float*>(bad.scales.data())[2] = std::numeric_limits<float>::quiet_NaN();
+    to.set("w", bad);
+  });
+  fails(ErrorCode::bad_input, "weight \"w\": zero point 1 is 16, not a code of 4 bits", {},
+        [&](CheckpointWriter& to) {
+          QuantizedTensor bad = weight(int4, {4, 64});
+          bad.zeros.data()[1] = std::byte{16};
+          to.set("w", bad);
+        });
+  fails(ErrorCode::usage, "but \"w\" has another than \"v\"", {.config = "{}"}, [&](CheckpointWriter& to) {
+    to.set("v", weight(int4, {4, 64}));
+    to.set("w", weight({.format = Format::int8}, {4, 64}));
+  });
+  const std::string model = write_model_directory();
+  quantize_checkpoint(model, path("quantized"), options_for(Format::nf4));
+  fails(ErrorCode::bad_input, "is quantized in layout bitsandbytes, and was not given",
+        {.base = path("quantized")}, [&](CheckpointWriter& to) {
+          to.set("w", weight(int4, {4, 64}));
+        });
+  fails(ErrorCode::usage, "the input", {.base = path("quantized")}, [&](CheckpointWriter& to) {
+    to = CheckpointWriter(path("quantized"), {.layout = Layout::bitsandbytes, .base = path("quantized")});
+  });
+  expect_error(ErrorCode::usage, "has no weight \"w\"", [&] { load_weight(Checkpoint::open(model), "w"); });
+  expect_error(ErrorCode::usage, "\"lm_head.weight\" is dense",
+               [&] { load_weight(Checkpoint::open(model), "lm_head.weight"); });
+}
+
+// Whoever stores the bytes of codes as floats gives the same weight.
+TEST_F(CheckpointTest, CodesStoredAsFloatsComeIn) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {64, 128})});
+  QuantizeOptions options = options_for(Format::nf4);
+  options.double_quant = true;
+  quantize_checkpoint(input, path("out"), options);
+  const Checkpoint out = Checkpoint::open(path("out"));
+  std::vector<StoredValues> tensors;
+  for (const StoredTensor& stored : out.tensors()) {
+    StoredValues& tensor = tensors.emplace_back(stored.name, stored.dtype, stored.shape);
+    tensor.bytes.resize(stored.num_bytes);
+    out.read(stored, 0, tensor.bytes);
+    if (stored.name == "a.weight") tensor.dtype = "F32", tensor.shape = {1024, 1};
+  }
+  write_model(path("floats"), tensors);
+  const QuantizedTensor q = load_weight(Checkpoint::open(path("floats")), "a.weight");
+  expect_same_parts(q, load_weight(out, "a.weight"));
+  CheckpointWriter writer(path("again"), {.layout = Layout::bitsandbytes, .base = input});
+  writer.set("a.weight", q);
+  writer.finish();
+  EXPECT_TRUE(read_file(path("again")) == read_file(path("out")));
 }
 
 }  // namespace

@@ -147,14 +147,14 @@ OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWe
   return files;
 }
 
-CheckpointWriter::CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force,
+OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                                    const OutputFiles& files)
     : input_(input), output_(output), force_(force), files_(files) {
-  check_output_path(input.path, output);
+  if (!input.path.empty()) check_output_path(input.path, output);
   if (input.is_directory) directory_ = std::make_unique<OutputDirectory>(output, force);
 }
 
-void CheckpointWriter::begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata) {
+void OutputCheckpoint::begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata) {
   file_.reset();
   file_index_ = index;
   tensors_ = std::move(tensors);
@@ -170,21 +170,30 @@ void CheckpointWriter::begin_file(size_t index, std::vector<StoredTensor> tensor
   file_->write(0, std::as_bytes(std::span(layout.prefix)));
 }
 
-void CheckpointWriter::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {
+void OutputCheckpoint::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {
   HALFBYTE_CHECK(offset <= tensor.num_bytes && bytes.size() <= tensor.num_bytes - offset, bug,
                  "bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset, bytes.size(),
                  printable(tensor.name), tensor.num_bytes);
   file_->write(tensor.offset + offset, bytes);
 }
 
-void CheckpointWriter::write(const StoredTensor& tensor, const StoredRange& range,
+void OutputCheckpoint::write(const StoredTensor& tensor, const StoredRange& range,
                              std::span<const std::byte> bytes) {
   for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
     write(tensor, offset, bytes.subspan(begin, size));
   });
 }
 
-void CheckpointWriter::commit_file() {
+void OutputCheckpoint::write_repeated(const StoredTensor& tensor, std::string_view content) {
+  constexpr uint64_t kRunBytes = 64 * 1024;  // of a short content, written at once
+  std::string run(content);
+  while (!run.empty() && run.size() < std::min<uint64_t>(tensor.num_bytes, kRunBytes)) run += run;
+  for (uint64_t offset = 0; offset < tensor.num_bytes; offset += run.size())
+    write(tensor, offset,
+          std::as_bytes(std::span(run)).first(std::min<uint64_t>(run.size(), tensor.num_bytes - offset)));
+}
+
+void OutputCheckpoint::commit_file() {
   for (const size_t source : files_.sources[file_index_]) input_.files[source].input.check_unchanged();
   file_->commit();
   file_.reset();
@@ -194,7 +203,7 @@ void CheckpointWriter::commit_file() {
   }
 }
 
-std::string CheckpointWriter::index_text() const {
+std::string OutputCheckpoint::index_text() const {
   nlohmann::json index = nlohmann::json::object();
   if (!input_.index.empty()) index = parse_json<nlohmann::json>(input_.index, kIndexFile);
   if (!index["metadata"].is_object()) index["metadata"] = nlohmann::json::object();
@@ -203,13 +212,13 @@ std::string CheckpointWriter::index_text() const {
   return index.dump(2) + "\n";
 }
 
-void CheckpointWriter::write_text(const std::string& name, const std::string& text) {
+void OutputCheckpoint::write_text(const std::string& name, const std::string& text) {
   OutputFile file(directory_->temporary_path() + "/" + name, text.size(), false);
   file.write(0, std::as_bytes(std::span(text)));
   file.commit();
 }
 
-void CheckpointWriter::copy_file(const std::string& name) {
+void OutputCheckpoint::copy_file(const std::string& name) {
   const fs::path target = fs::path(directory_->temporary_path()) / name;
   std::error_code error;
   fs::create_directories(target.parent_path(), error);
@@ -230,7 +239,7 @@ void CheckpointWriter::copy_file(const std::string& name) {
   to.commit();
 }
 
-void CheckpointWriter::finish(const SideFiles& side_files, const std::string& config,
+void OutputCheckpoint::finish(const SideFiles& side_files, const std::string& config,
                               const std::map<std::string, std::string>& texts) {
   if (!directory_) return;
   for (const std::string& name : side_files.copied) copy_file(name);

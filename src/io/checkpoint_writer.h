@@ -1,4 +1,4 @@
-// Writes a checkpoint beside the one it is made from: the same files, other tensors.
+// The files of an output: as those of the checkpoint that it is made from, with other tensors.
 #pragma once
 
 #include <map>
@@ -42,11 +42,11 @@ struct OutputFiles {
 OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWeight* const> weights,
                          std::span<const uint64_t> num_bytes, uint64_t shard_bytes);
 
-class CheckpointWriter {
+class OutputCheckpoint {
  public:
   // Checks the output path and makes what keeps the output invisible until it is complete. `files` must
   // outlive it.
-  CheckpointWriter(const Checkpoint::Impl& input, const std::string& output, bool force,
+  OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                    const OutputFiles& files);
 
   // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
@@ -58,6 +58,8 @@ class CheckpointWriter {
   void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
   // One run behind the other.
   void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
+  // As often as it fits into the tensor.
+  void write_repeated(const StoredTensor& tensor, std::string_view content);
   // To read it back.
   const std::string& temporary_path() const { return file_->temporary_path(); }
   void sync() { file_->sync(); }

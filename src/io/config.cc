@@ -248,6 +248,11 @@ std::string word_quantization(const ModelQuantization& quantization, bool with_d
   return with_dtype ? entry.dump() : dump(entry);
 }
 
+std::map<std::string, std::string> files_beside_config(const ModelQuantization& quantization) {
+  if (quantization.layout != Layout::gptq) return {};
+  return {{kWordFile, word_quantization(quantization, /*with_dtype=*/false)}};
+}
+
 std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dump(); }
 
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization) {

@@ -79,6 +79,8 @@ std::string with_quantization(const std::string& config, const ModelQuantization
 // The "quantization_config" of that alone, of gptq and awq: what other files say, and, with the dtype of the
 // weights, the metadata of a file that stands alone.
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype);
+// Other files of a model directory that say so: of gptq, for old readers. Their names and texts.
+std::map<std::string, std::string> files_beside_config(const ModelQuantization& quantization);
 // Without what with_quantization has added; `dtype` replaces the one the config names.
 std::string without_quantization(const std::string& config, std::optional<DType> dtype);
 

@@ -50,10 +50,10 @@ class Dequantizer {
   int64_t max_elements(size_t weight) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   Metadata metadata_of(size_t file) const;
-  void write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress);
-  void copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
-  void dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
-  void write_elements(CheckpointWriter& writer, size_t weight, int64_t begin,
+  void write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress);
+  void copy_bytes(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
+  void dequantize_elements(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
+  void write_elements(OutputCheckpoint& writer, size_t weight, int64_t begin,
                       std::span<const std::byte> bytes, int64_t size) const;
 
   const Checkpoint::Impl& input_;
@@ -216,7 +216,7 @@ Metadata Dequantizer::metadata_of(size_t file) const {
 }
 
 // Elements of the weight from `begin` on.
-void Dequantizer::write_elements(CheckpointWriter& writer, size_t weight, int64_t begin,
+void Dequantizer::write_elements(OutputCheckpoint& writer, size_t weight, int64_t begin,
                                  std::span<const std::byte> bytes, int64_t size) const {
   const Place& place = places_[weight];
   const StoredTensor& tensor = writer.tensor(outputs_[place.output].name);
@@ -238,7 +238,7 @@ void Dequantizer::write_elements(CheckpointWriter& writer, size_t weight, int64_
   }
 }
 
-void Dequantizer::copy_bytes(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+void Dequantizer::copy_bytes(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
   input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
@@ -247,7 +247,7 @@ void Dequantizer::copy_bytes(CheckpointWriter& writer, const Task& task, BlockWo
   write_elements(writer, task.weight, task.begin / size, bytes, size);
 }
 
-void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+void Dequantizer::dequantize_elements(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const StoredWeight& quantized = *input_.quantized_weight(weight);
   const DType dtype = dtype_of(weight);
@@ -264,7 +264,7 @@ void Dequantizer::dequantize_elements(CheckpointWriter& writer, const Task& task
   });
 }
 
-void Dequantizer::write_file(CheckpointWriter& writer, size_t file, ProgressPhase& progress) {
+void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress) {
   std::vector<StoredTensor> tensors;
   for (const size_t i : files_.weights[file]) {
     const Weight& weight = input_.weights[outputs_[i].sources.front().weight];
@@ -305,7 +305,7 @@ CheckpointReport Dequantizer::run() {
   if (options_.dry_run) return std::move(report_);
 
   ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
-  CheckpointWriter writer(input_, output_, options_.force, files_);
+  OutputCheckpoint writer(input_, output_, options_.force, files_);
   for (size_t file = 0; file < files_.names.size(); ++file) {
     const auto start = std::chrono::steady_clock::now();
     write_file(writer, file, progress);

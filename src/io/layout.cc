@@ -52,13 +52,6 @@ float epsilon(DType dtype) {
   return dtype == DType::f32 ? 0x1p-23f : dtype == DType::f16 ? 0x1p-10f : 0x1p-7f;
 }
 
-void replace_zero_scales(std::byte* scales, int64_t count, DType dtype) {
-  const auto type = scale_type(dtype);
-  for (int64_t i = 0; i < count; ++i)
-    if (formats::load_scale<float>(scales, i, type) == 0)
-      formats::store_scale(scales, i, epsilon(dtype), type);
-}
-
 // zeros [rows, groups] of bytes -> words [ceil(rows * bits / 32), groups], and back: a bit stream for each
 // group.
 void pack_zeros(const uint8_t* zeros, int64_t rows, int64_t groups, int bits, std::byte* stored) {
@@ -292,6 +285,13 @@ int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role rol
   return block.shape.num_groups * (role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype));
 }
 
+int64_t native_offset(const QuantizedWeight& weight, const Block& block, Role role) {
+  if (role != Role::codes)
+    return block.first_group * (role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype));
+  return weight.spec.granularity == Granularity::flat ? block.begin / 8 * bits_of(weight)
+                                                      : block.first_row * block.shape.row_bytes;
+}
+
 std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block& block, Role role,
                                      std::byte* native, Buffer& scratch) {
   const LayoutInfo& layout = layout_info(weight.layout);
@@ -318,8 +318,6 @@ std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block&
     stored = scratch.reserve(num_bytes);
     pack_zeros(reinterpret_cast<const uint8_t*>(native), block.rows, block.shape.groups_per_row,
                bits_of(weight), stored);
-  } else if (role == Role::scales && layout.zero_scale_is_eps) {
-    replace_zero_scales(native, block.shape.num_groups, weight.spec.scale_dtype);
   }
   return {stored, static_cast<size_t>(num_bytes)};
 }
@@ -357,6 +355,32 @@ void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t
   }
 }
 
+void replace_zero_scales(const QuantizedWeight& weight, const Block& block, std::byte* native) {
+  if (!layout_info(weight.layout).zero_scale_is_eps) return;
+  const auto type = scale_type(weight.spec.scale_dtype);
+  for (int64_t i = 0; i < block.shape.num_groups; ++i)
+    if (formats::load_scale<float>(native, i, type) == 0)
+      formats::store_scale(native, i, epsilon(weight.spec.scale_dtype), type);
+}
+
+const Tensor& part_of(const QuantizedTensor& q, Role role) {
+  switch (role) {
+    case Role::codes:
+      return q.codes;
+    case Role::scales:
+      return q.scales;
+    case Role::zeros:
+      return q.zeros;
+    case Role::biases:
+      return q.biases;
+    case Role::scales_absmax:
+      return q.scales_absmax;
+    case Role::constant:
+      break;
+  }
+  HALFBYTE_FAIL(bug, "no part for role {}", static_cast<int>(role));
+}
+
 Buffer& NativeBuffers::of(Role role) {
   switch (role) {
     case Role::codes:
@@ -384,6 +408,16 @@ QuantizedView native_view(const QuantizedWeight& weight, const Block& block, Nat
   view.scales = buffers.scales.mirror();
   if (has_zeros(weight.spec)) view.zeros = reinterpret_cast<uint8_t*>(buffers.zeros.mirror());
   if (has_biases(weight.spec)) view.biases = buffers.biases.mirror();
+  return view;
+}
+
+QuantizedView view_of(const QuantizedTensor& q, const QuantizedWeight& weight, const Block& block) {
+  const auto at = [&](Role role) { return part_of(q, role).data() + native_offset(weight, block, role); };
+  QuantizedView view{q.spec, block.rows, block.cols};
+  view.codes = reinterpret_cast<uint8_t*>(at(Role::codes));
+  view.scales = at(Role::scales);
+  if (has_zeros(q.spec)) view.zeros = reinterpret_cast<uint8_t*>(at(Role::zeros));
+  if (has_biases(q.spec)) view.biases = at(Role::biases);
   return view;
 }
 

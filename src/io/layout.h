@@ -92,6 +92,7 @@ struct LayoutInfo {
   std::vector<ScaleRule> scale_rules = {};  // with a zero point it is always minmax
   ScaleDTypes scale_dtypes = ScaleDTypes::any;
   CodeScale code_scale = CodeScale::stored;
+  bool many_specs = true;  // weights of a model may differ: files or config say the spec of each
   // How what it stores differs from the native layout (QuantShape).
   Packing packing = Packing::rows;
   bool high_nibble_first = false;
@@ -175,8 +176,9 @@ void for_each_run(const StoredRange& range, const Body& body) {
     body(range.offset + run * range.stride, run * range.run_bytes, range.run_bytes);
 }
 StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role);
-// Bytes of the same in the native layout.
+// Bytes of the same in the native layout, and where they begin in that of the whole weight.
 int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role);
+int64_t native_offset(const QuantizedWeight& weight, const Block& block, Role role);
 // Converts those of a block; may change `native`, and may use `scratch` for the result.
 std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block& block, Role role,
                                      std::byte* native, Buffer& scratch);
@@ -185,6 +187,11 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
 // Puts decoded rows, of elements of `size` bytes, into the order of the weight's columns: they come in that
 // of the native form (WordForm::order).
 void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t rows, int64_t size);
+// As some layouts want it of scales that were computed: the scale of an all-zero group is no zero.
+void replace_zero_scales(const QuantizedWeight& weight, const Block& block, std::byte* native);
+
+// The part of this role (no constant) of a whole weight in the native layout.
+const Tensor& part_of(const QuantizedTensor& q, Role role);
 
 // The native form of a block.
 struct NativeBuffers {
@@ -195,6 +202,8 @@ struct NativeBuffers {
 };
 // What quantize and dequantize work on: the mirrors of the buffers, large enough.
 QuantizedView native_view(const QuantizedWeight& weight, const Block& block, NativeBuffers& buffers);
+// A block of a whole weight in the native layout, without double quantization.
+QuantizedView view_of(const QuantizedTensor& q, const QuantizedWeight& weight, const Block& block);
 // Roles with data for each block.
 std::vector<Role> block_roles(const QuantSpec& spec);
 

@@ -48,7 +48,8 @@ std::vector<Part> parts(const QuantizedWeight& weight) {
                      name + ".nested_quant_map",
                      "F32",
                      {256},
-                     bytes_of({double_quant_map(), size_t{256}})});
+                     weight.scales_map.empty() ? bytes_of({double_quant_map(), size_t{256}})
+                                               : bytes_of(weight.scales_map)});
   }
   parts.push_back({Role::constant,
                    name + kStateInfix + info(weight.spec.format).name,
@@ -132,6 +133,7 @@ const LayoutInfo& bitsandbytes_layout() {
                                     .default_group_size = 64,
                                     .scale_rules = {ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::f32,
+                                    .many_specs = false,
                                     .high_nibble_first = true,
                                     .parts = parts,
                                     .match = match};

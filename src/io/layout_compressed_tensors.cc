@@ -173,6 +173,7 @@ const LayoutInfo& compressed_tensors_layout() {
                                     .min_cols = 5,  // below, the words do not tell 4 from 8 bits
                                     .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::of_weight,
+                                    .many_specs = false,
                                     .row_align_bytes = 4,
                                     .packs_zeros = true,
                                     .zero_scale_is_eps = true,

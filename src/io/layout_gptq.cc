@@ -310,6 +310,7 @@ const LayoutInfo& gptq_layout() {
                                     .whole_groups = true,
                                     .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::f16,
+                                    .many_specs = false,
                                     .packing = Packing::gptq,
                                     .parts = parts,
                                     .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
@@ -328,6 +329,7 @@ const LayoutInfo& awq_layout() {
                                     .whole_groups = true,
                                     .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::f16,
+                                    .many_specs = false,
                                     .packing = Packing::awq,
                                     .parts = parts,
                                     .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {

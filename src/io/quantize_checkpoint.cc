@@ -62,7 +62,7 @@ class Quantizer {
   QuantizeOptions options_of(const Item& item) const;
   void keep_dense(Item& item, const std::string& reason);
   void set_target(Item& item, const QuantSpec& spec);
-  std::optional<ModelQuantization> model_quantization() const;
+  std::optional<ModelQuantization> quantization() const;
   std::string config_text() const;
   std::map<std::string, std::string> quantization_files() const;
   Metadata metadata_of(size_t file) const;
@@ -72,18 +72,16 @@ class Quantizer {
   std::vector<Task> tasks_of(std::span<const size_t> items) const;
   uint64_t buffer_bytes(std::span<const size_t> items) const;
 
-  void run_file(CheckpointWriter& writer, size_t file);
-  void write_file(CheckpointWriter& writer, size_t file);
+  void run_file(OutputCheckpoint& writer, size_t file);
+  void write_file(OutputCheckpoint& writer, size_t file);
   void find_ranges(const std::vector<Task>& tasks, std::vector<BlockWorker>& workers);
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
-  void copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const;
-  QuantizeStatus quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
+  void copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
+  QuantizeStatus quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
                                 BlockWorker& worker);
-  static void write_constant(CheckpointWriter& writer, const StoredTensor& tensor,
-                             const std::string& content);
-  void finish_weight(CheckpointWriter& writer, Item& item) const;
+  void finish_weight(OutputCheckpoint& writer, Item& item) const;
   bool plan_again(size_t file);
-  void verify(CheckpointWriter& writer, size_t file);
+  void verify(OutputCheckpoint& writer, size_t file);
 
   WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
   DType dtype_of(const Item& item) const { return *input_.weights[item.source.sources.front().weight].dtype; }
@@ -101,9 +99,6 @@ class Quantizer {
   CheckpointReport report_;
   std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
 };
-
-// Of a constant that is short and repeated, written at once.
-constexpr uint64_t kRepeatedBytes = 64 * 1024;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -273,43 +268,22 @@ std::vector<bool> Quantizer::is_dense() const {
 }
 
 // What the configs of the output say; nothing where no weight is quantized.
-std::optional<ModelQuantization> Quantizer::model_quantization() const {
-  ModelQuantization quantization{
-      .layout = layout_.layout, .spec = {}, .weight_dtype = DType::bf16, .dense_modules = {}, .modules = {}};
-  std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
-  for (size_t i = 0; i < items_.size(); ++i) {
-    const Item& item = items_[i];
-    if (!item.quantize) continue;
-    elements[item.target.dtype] += num_elements(item.source.shape);
-    if (selection_.weights[i].grid)
-      quantization.modules[module_of(item.source.name)] = {info(item.target.spec.format).bits,
-                                                           item.target.spec.group_size};
-    else
-      quantization.spec = item.target.spec;
-  }
-  if (elements.empty()) return {};
-  if (!options_.force_layout) check_experts(selection_, layout_, is_dense());
-  quantization.weight_dtype =
-      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
-  quantization.dense_modules = skips_of(selection_, layout_, is_dense());
-  quantization.decompressed = must_be_decompressed(selection_, options_.asymmetric, is_dense());
-  const QuantizedModules modules = quantized_modules(selection_, is_dense());
-  quantization.quantized_modules = modules.names;
-  quantization.blocks = modules.blocks;
-  quantization.head = modules.head;
-  return quantization;
+std::optional<ModelQuantization> Quantizer::quantization() const {
+  std::vector<const QuantizedWeight*> targets;
+  for (const Item& item : items_) targets.push_back(item.quantize ? &item.target : nullptr);
+  if (std::ranges::all_of(targets, [](auto* target) { return target == nullptr; })) return {};
+  return model_quantization(selection_, layout_, options_.force_layout, targets);
 }
 
 std::string Quantizer::config_text() const {
-  const std::optional<ModelQuantization> quantization = model_quantization();
-  return quantization ? with_quantization(input_.config, *quantization) : input_.config;
+  const std::optional<ModelQuantization> all = quantization();
+  return all ? with_quantization(input_.config, *all) : input_.config;
 }
 
 // Other files of the output that say how it is quantized.
 std::map<std::string, std::string> Quantizer::quantization_files() const {
-  const std::optional<ModelQuantization> quantization = model_quantization();
-  if (!quantization || layout_.layout != Layout::gptq) return {};
-  return {{kWordFile, word_quantization(*quantization, /*with_dtype=*/false)}};
+  const std::optional<ModelQuantization> all = quantization();
+  return all ? files_beside_config(*all) : std::map<std::string, std::string>();
 }
 
 Metadata Quantizer::metadata_of(size_t file) const {
@@ -325,8 +299,8 @@ Metadata Quantizer::metadata_of(size_t file) const {
   } else {
     set_metadata(metadata, "format", "pt");  // older readers demand it
     const bool of_words = layout_.packing != Packing::rows;
-    if (const auto quantization = of_words && !input_.is_directory ? model_quantization() : std::nullopt)
-      set_metadata(metadata, kWordMetadata, word_quantization(*quantization, /*with_dtype=*/true));
+    if (const auto all = of_words && !input_.is_directory ? quantization() : std::nullopt)
+      set_metadata(metadata, kWordMetadata, word_quantization(*all, /*with_dtype=*/true));
   }
   return metadata;
 }
@@ -407,14 +381,14 @@ TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWork
   return {worker.dense.mirror(), item.target.dtype, {block.rows, block.cols}, {}, worker.device};
 }
 
-void Quantizer::copy_block(CheckpointWriter& writer, const Task& task, BlockWorker& worker) const {
+void Quantizer::copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
   const Item& item = items_[task.item];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
   read_output(input_, item.source, static_cast<uint64_t>(task.begin), bytes, worker.dense);
   writer.write(writer.tensor(item.source.name), static_cast<uint64_t>(task.begin), bytes);
 }
 
-QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, const Block& block,
+QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
                                          BlockWorker& worker) {
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
@@ -432,6 +406,7 @@ QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, c
       std::memcpy(item.scales.data() + block.first_group, native,
                   static_cast<size_t>(block.shape.num_groups) * sizeof(float));
     } else {
+      if (part.role == Role::scales) replace_zero_scales(item.target, block, native);
       writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role),
                    to_stored(item.target, block, part.role, native, worker.stored));
     }
@@ -439,18 +414,8 @@ QuantizeStatus Quantizer::quantize_block(CheckpointWriter& writer, Item& item, c
   return status;
 }
 
-void Quantizer::write_constant(CheckpointWriter& writer, const StoredTensor& tensor,
-                               const std::string& content) {
-  std::string run = content;
-  while (!run.empty() && run.size() < std::min<uint64_t>(tensor.num_bytes, kRepeatedBytes)) run += run;
-  for (uint64_t offset = 0; offset < tensor.num_bytes; offset += run.size())
-    writer.write(
-        tensor, offset,
-        std::as_bytes(std::span(run)).first(std::min<uint64_t>(run.size(), tensor.num_bytes - offset)));
-}
-
 // What is known only after the last block.
-void Quantizer::finish_weight(CheckpointWriter& writer, Item& item) const {
+void Quantizer::finish_weight(OutputCheckpoint& writer, Item& item) const {
   const auto num_scales = static_cast<int64_t>(item.scales.size());
   std::vector<uint8_t> codes(item.scales.size());
   std::vector<float> absmax(static_cast<size_t>((num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock));
@@ -462,7 +427,7 @@ void Quantizer::finish_weight(CheckpointWriter& writer, Item& item) const {
   }
   for (const Part& part : parts_of(item.target)) {
     const StoredTensor& tensor = writer.tensor(part.name);
-    if (part.role == Role::constant) write_constant(writer, tensor, part.content);
+    if (part.role == Role::constant) writer.write_repeated(tensor, part.content);
     if (part.role == Role::scales) writer.write(tensor, 0, std::as_bytes(std::span(codes)));
     if (part.role == Role::scales_absmax) writer.write(tensor, 0, std::as_bytes(std::span(absmax)));
   }
@@ -493,7 +458,7 @@ void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWor
   for (size_t i = 0; i < wanted.size(); ++i) merge(items_[wanted[i].item].range, ranges[i]);
 }
 
-void Quantizer::write_file(CheckpointWriter& writer, size_t file) {
+void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
   const std::vector<size_t>& items = files_.weights[file];
   writer.begin_file(file, tensors_of(items), metadata_of(file));
   const std::vector<Task> tasks = tasks_of(items);
@@ -573,7 +538,7 @@ bool Quantizer::plan_again(size_t file) {
   return changed;
 }
 
-void Quantizer::verify(CheckpointWriter& writer, size_t file) {
+void Quantizer::verify(OutputCheckpoint& writer, size_t file) {
   std::vector<VerifyItem> checks;
   for (const size_t i : files_.weights[file])
     checks.push_back(
@@ -581,7 +546,7 @@ void Quantizer::verify(CheckpointWriter& writer, size_t file) {
   verify_file(input_, writer.temporary_path(), checks, options_.num_threads, *verify_phase_);
 }
 
-void Quantizer::run_file(CheckpointWriter& writer, size_t file) {
+void Quantizer::run_file(OutputCheckpoint& writer, size_t file) {
   uint64_t source_bytes = 0;
   for (const size_t i : files_.weights[file]) source_bytes += report_of(items_[i]).source_bytes;
   const auto start = std::chrono::steady_clock::now();
@@ -615,7 +580,7 @@ CheckpointReport Quantizer::run() {
     for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
-    CheckpointWriter writer(input_, output_, options_.force, files_);
+    OutputCheckpoint writer(input_, output_, options_.force, files_);
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
     writer.finish(side_files_, input_.config.empty() ? "" : config_text(), quantization_files());
   }

@@ -1,6 +1,7 @@
 #include "io/selection.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
@@ -287,10 +288,12 @@ nlohmann::json config_of(const Checkpoint::Impl& checkpoint) {
 
 class Selector {
  public:
-  Selector(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout, const QuantizeOptions& options)
+  Selector(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout, const QuantizeOptions& options,
+           const std::set<std::string>* chosen)
       : checkpoint_(checkpoint),
         layout_(layout),
         options_(options),
+        chosen_(chosen),
         include_("include", options.include),
         exclude_("exclude", options.exclude),
         architecture_(Architecture::find(config_of(checkpoint))) {
@@ -320,6 +323,10 @@ class Selector {
   }
 
  private:
+  bool by_include() const { return chosen_ != nullptr || !options_.include.empty(); }
+  bool is_included(const std::string& name) const {
+    return chosen_ != nullptr ? chosen_->contains(name) : include_.matches(name);
+  }
   void select(const Weight& weight, size_t index);
   Selection for_mlx(const MlxModel& model);
   std::string reason_for_mlx(const MlxWeight& own) const;
@@ -329,6 +336,7 @@ class Selector {
   const Checkpoint::Impl& checkpoint_;
   const LayoutInfo& layout_;
   const QuantizeOptions& options_;
+  const std::set<std::string>* const chosen_;
   const NameFilter include_, exclude_;
   const std::optional<Architecture> architecture_;
   Selection selection_;
@@ -350,12 +358,12 @@ void Selector::select(const Weight& weight, size_t index) {
   const std::string& name = weight.name;
   const size_t rank = weight.shape.size();
   const std::optional<ModuleInfo> module = architecture_ ? architecture_->find_tensor(name) : std::nullopt;
-  const bool by_include = !options_.include.empty(), excluded = exclude_.matches(name);
+  const bool by_include = this->by_include(), excluded = exclude_.matches(name);
   const bool experts =
       module ? module->kind == ModuleKind::experts : name.find("experts") != std::string::npos;
   std::string reason;
   if (by_include) {
-    if (rank < 2 || rank > 3 || !include_.matches(name)) reason = "not selected";
+    if (rank < 2 || rank > 3 || !is_included(name)) reason = "not selected";
     HALFBYTE_CHECK(!reason.empty() || is_quantizable(weight.dtype) || excluded, usage,
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
                    printable(name), checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype);
@@ -402,16 +410,16 @@ void Selector::select(const Weight& weight, size_t index) {
 
 // Why a weight of mlx-lm stays dense.
 std::string Selector::reason_for_mlx(const MlxWeight& own) const {
-  const auto is_named = [&](const NameFilter& filter) {
-    return filter.matches(own.weight.name) ||
-           std::ranges::any_of(own.weight.sources, [&](const SourceRows& source) {
-             return filter.matches(checkpoint_.weights[source.weight].name);
+  const auto is_named = [&](const auto& matches) {
+    return matches(own.weight.name) || std::ranges::any_of(own.weight.sources, [&](const SourceRows& source) {
+             return matches(checkpoint_.weights[source.weight].name);
            });
   };
   const Weight& first = checkpoint_.weights[own.weight.sources.front().weight];
-  const bool excluded = is_named(exclude_);
-  if (!options_.include.empty()) {
-    if (own.weight.shape.size() < 2 || !is_named(include_)) return "not selected";
+  const bool excluded = is_named([&](const std::string& name) { return exclude_.matches(name); });
+  if (by_include()) {
+    if (own.weight.shape.size() < 2 || !is_named([&](const std::string& name) { return is_included(name); }))
+      return "not selected";
     HALFBYTE_CHECK(is_quantizable(first.dtype) || excluded, usage,
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
                    printable(own.weight.name),
@@ -449,12 +457,12 @@ Selection Selector::for_mlx(const MlxModel& model) {
 
 void Selector::refuse_unreadable() const {
   if (unreadable_.empty()) return;
-  HALFBYTE_FAIL(
-      usage,
-      "include selects {}, which {} cannot load in layout {}: {}; leave {} out, or write what it cannot load "
-      "with --force-layout or --layout halfbyte",
-      name_list(unreadable_), to_string(selection_.reader), layout_.name, first_reason_,
-      unreadable_.size() == 1 ? "it" : "them");
+  HALFBYTE_FAIL(usage,
+                "{} {}, which {} cannot load in layout {}: {}; leave {} out, or write what it cannot load "
+                "with --force-layout or --layout halfbyte",
+                chosen_ != nullptr ? "quantized is" : "include selects", name_list(unreadable_),
+                to_string(selection_.reader), layout_.name, first_reason_,
+                unreadable_.size() == 1 ? "it" : "them");
 }
 
 std::string escaped(const std::string& name) {
@@ -536,8 +544,8 @@ Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options) {
 }
 
 Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout,
-                         const QuantizeOptions& options) {
-  return Selector(checkpoint, layout, options).run();
+                         const QuantizeOptions& options, const std::set<std::string>* chosen) {
+  return Selector(checkpoint, layout, options, chosen).run();
 }
 
 std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& layout,
@@ -615,6 +623,47 @@ QuantizedModules quantized_modules(const Selection& selection, const std::vector
       break;
     }
   return modules;
+}
+
+ModelQuantization model_quantization(const Selection& selection, const LayoutInfo& layout, bool force_layout,
+                                     std::span<const QuantizedWeight* const> targets) {
+  ModelQuantization quantization{
+      .layout = layout.layout, .spec = {}, .weight_dtype = DType::bf16, .dense_modules = {}, .modules = {}};
+  std::map<DType, int64_t> elements;  // of the quantized weights, by dtype
+  std::vector<bool> is_dense;
+  const QuantizedWeight* first = nullptr;  // that has no grid of its own
+  bool asymmetric = false;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const QuantizedWeight* const target = targets[i];
+    is_dense.push_back(target == nullptr);
+    if (target == nullptr) continue;
+    const QuantSpec& spec = target->spec;
+    elements[target->dtype] += num_elements(target->shape);
+    asymmetric |= spec.asymmetric;
+    const bool own_grid = layout.layout == Layout::mlx && first != nullptr &&
+                          (spec.format != first->spec.format || spec.group_size != first->spec.group_size);
+    if (selection.weights[i].grid || own_grid) {
+      quantization.modules[module_of(target->name)] = {info(spec.format).bits, spec.group_size};
+      continue;
+    }
+    if (first == nullptr) first = target;
+    QuantSpec as_first = spec;
+    as_first.scale_dtype = first->spec.scale_dtype;  // no config says it
+    HALFBYTE_CHECK(layout.many_specs || as_first == first->spec, usage,
+                   "layout {} has one spec for all weights of a model, but \"{}\" has another than \"{}\"",
+                   layout.name, printable(target->name), printable(first->name));
+  }
+  if (first != nullptr) quantization.spec = first->spec;
+  if (!force_layout) check_experts(selection, layout, is_dense);
+  quantization.weight_dtype =
+      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; })->first;
+  quantization.dense_modules = skips_of(selection, layout, is_dense);
+  quantization.decompressed = must_be_decompressed(selection, asymmetric, is_dense);
+  const QuantizedModules modules = quantized_modules(selection, is_dense);
+  quantization.quantized_modules = modules.names;
+  quantization.blocks = modules.blocks;
+  quantization.head = modules.head;
+  return quantization;
 }
 
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,

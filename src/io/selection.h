@@ -3,6 +3,8 @@
 #pragma once
 
 #include <optional>
+#include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,9 +39,10 @@ struct Selection {
 Reader reader_of(const LayoutInfo& layout, const QuantizeOptions& options);
 
 // Error(usage) where options.include selects what cannot be quantized, or what the reader cannot load
-// quantized (without options.force_layout).
+// quantized (without options.force_layout). With `chosen`, names of weights, include is not looked at: these
+// are quantized, and nothing else.
 Selection select_weights(const Checkpoint::Impl& checkpoint, const LayoutInfo& layout,
-                         const QuantizeOptions& options);
+                         const QuantizeOptions& options, const std::set<std::string>* chosen = nullptr);
 
 // What readers are told: the skips of `selection`, and of its weights that `is_dense`, but for those that
 // would cover a module that is quantized; each once, in order.
@@ -61,6 +64,12 @@ struct QuantizedModules {
   bool head = false;   // is one of them
 };
 QuantizedModules quantized_modules(const Selection& selection, const std::vector<bool>& is_dense);
+
+// What the config of the output says. `targets`: for each weight of the selection what it becomes; null:
+// dense. At least one is quantized. Error(usage) where the layout has one spec for the model, and they
+// differ.
+ModelQuantization model_quantization(const Selection& selection, const LayoutInfo& layout, bool force_layout,
+                                     std::span<const QuantizedWeight* const> targets);
 
 // Which readers load the output, and which do not and why, as far as the rules go that are known of them.
 std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const LayoutInfo& layout,

@@ -191,7 +191,7 @@ class Unpacker {
  public:
   Unpacker(WrittenFile& file, const QuantizedWeight& weight);
   // Decodes elements [begin, begin + count): whole rows, or (flat) from the first of a group whose codes
-  // begin with a byte. Every element must be as near to x as its neighbouring levels allow.
+  // begin with a byte. Every element must be as near to x, if it is given, as its neighbouring levels allow.
   void decode(int64_t begin, int64_t count, const float* x, VerifyBuffers& buffers) const;
 
  private:
@@ -325,7 +325,8 @@ void Unpacker::open_bitsandbytes() {
                  state.dump());
   if (!spec_.double_quant) return;
   absmax_ = &file_.take(name + ".nested_absmax", "F32", {ceil_div(num_groups_, 256)});
-  scale_map_.assign(double_quant_map(), double_quant_map() + 256);
+  scale_map_ = weight_.scales_map;
+  if (scale_map_.empty()) scale_map_.assign(double_quant_map(), double_quant_map() + 256);
   file_.take_constant(name + ".nested_quant_map", "F32", {256}, std::as_bytes(std::span(scale_map_)));
   HALFBYTE_CHECK(state.value("nested_blocksize", 0) == 256 && state.value("nested_dtype", "") == "float32",
                  verify, "verify: the quant_state of \"{}\" is wrong: {}", printable(name), state.dump());
@@ -637,10 +638,11 @@ void Unpacker::decode(int64_t begin, int64_t count, const float* x, VerifyBuffer
   for (int64_t row = 0; row < count; row += row_length)
     for (int64_t column = 0; column < row_length; column += group_length) {
       const int64_t at = row + column, n = std::min(group_length, row_length - column);
+      const float* const own = x == nullptr ? nullptr : x + at;
       if (table) {
-        decode_table(*group, codes + at, x + at, n, begin + at, y + at);
+        decode_table(*group, codes + at, own, n, begin + at, y + at);
       } else {
-        decode_integer(*group, codes + at, x + at, n, begin + at, y + at);
+        decode_integer(*group, codes + at, own, n, begin + at, y + at);
       }
       if (!one) ++group;
     }
@@ -648,6 +650,10 @@ void Unpacker::decode(int64_t begin, int64_t count, const float* x, VerifyBuffer
 
 void Unpacker::decode_table(const Group& group, const uint8_t* codes, const float* x, int64_t count,
                             int64_t index, float* y) const {
+  if (x == nullptr) {
+    for (int64_t i = 0; i < count; ++i) y[i] = table_[codes[i]] * group.scale;
+    return;
+  }
   const double scale = group.scale;
   const double slack = largest_ * (scale * kF32Slack + 2 * group.scale_error) + kTiny;
   const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale);
@@ -679,6 +685,7 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
   } else {
     for (int64_t i = 0; i < count; ++i) y[i] = static_cast<float>(codes[i] - zero) * scale;
   }
+  if (x == nullptr) return;
   const double step = std::abs(scale), levels = (1 << bits_) - 1;
   const double stored_error =
       levels * rounding(spec_.scale_dtype, scale) + (affine ? rounding(spec_.scale_dtype, bias) : 0);
@@ -751,6 +758,23 @@ int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& w
          block.shape.num_groups * static_cast<int64_t>(sizeof(Group) + sizeof(float));
 }
 
+namespace {
+
+// Elements of what was given must be those that were decoded, to the bit.
+void compare_given(const VerifyItem& item, const Block& block, VerifyBuffers& buffers) {
+  auto* const x = reinterpret_cast<float*>(buffers.x.reserve(block.count * 4));
+  dequantize(view_of(*item.given, *item.quantized, block), {x, DType::f32, {block.rows, block.cols}, {}, {}},
+             {1});
+  const auto* const y = reinterpret_cast<const float*>(buffers.y.data());
+  if (std::memcmp(x, y, static_cast<size_t>(block.count) * 4) == 0) return;
+  for (int64_t i = 0; i < block.count; ++i)
+    HALFBYTE_CHECK(std::memcmp(x + i, y + i, 4) == 0, verify,
+                   "verify: weight \"{}\" element {} is {} but decodes to {}",
+                   printable(item.quantized->name), block.begin + i, x[i], y[i]);
+}
+
+}  // namespace
+
 void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
                  int num_threads, ProgressPhase& progress) {
   WrittenFile file(path, path.substr(path.rfind('/') + 1));
@@ -788,8 +812,17 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                    const QuantizedWeight* quantized = items[item].quantized;
                    const int64_t size = quantized ? size_of(quantized->dtype) : 1;
                    const auto num_bytes = static_cast<size_t>(count * size);
+                   if (items[item].given != nullptr) {
+                     unpackers[item]->decode(begin, count, nullptr, own);
+                     compare_given(items[item], block_at(*quantized, begin, count), own);
+                     progress.add(num_bytes);
+                     continue;
+                   }
                    std::byte* raw = own.source.reserve(count * size);
-                   read_source(source, weight, begin * size, {raw, num_bytes}, own.raw);
+                   if (const Tensor* dense = items[item].dense)
+                     std::memcpy(raw, dense->data() + begin, num_bytes);
+                   else
+                     read_source(source, weight, begin * size, {raw, num_bytes}, own.raw);
                    if (quantized) {
                      std::byte* x = own.x.reserve(count * 4);
                      convert_elements(raw, quantized->dtype, count, x, DType::f32);
@@ -809,7 +842,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
   std::vector<ErrorSums> totals(items.size());
   for (size_t t = 0; t < tasks.size(); ++t) totals[tasks[t].item].merge(sums[t]);
   for (size_t i = 0; i < items.size(); ++i) {
-    if (!items[i].quantized) continue;
+    if (!items[i].quantized || items[i].given != nullptr) continue;
     WeightReport& report = *items[i].report;
     report.measured = true;
     report.max_error = totals[i].max_error;

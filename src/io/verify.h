@@ -26,14 +26,19 @@ struct ErrorSums {
 struct VerifyItem {
   const OutputWeight* source;        // where it is in the checkpoint that was quantized
   const QuantizedWeight* quantized;  // what it became; null if it was copied
-  WeightReport* report;              // receives the figures
+  WeightReport* report;              // receives the figures; null where it was given
+  // In host memory, of a weight that has no source but was given: what it was, without double quantization,
+  // or its bytes.
+  const QuantizedTensor* given = nullptr;
+  const Tensor* dense = nullptr;
 };
 
 // Bytes of buffers that verifying a weight takes on each thread.
 int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& weight);
 
 // `path` must hold the items and nothing else. Copied tensors must be equal; every decoded element must be as
-// near to its source as rounding to the nearest level allows. Error(verify) naming tensor, index and values.
+// near to its source as rounding to the nearest level allows, or what was given must decode to the same f32.
+// Error(verify) naming tensor, index and values.
 void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
                  int num_threads, ProgressPhase& progress);
 

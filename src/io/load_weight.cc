@@ -1,0 +1,100 @@
+// A quantized weight of a checkpoint, as the parts of the native layout.
+#include <cstring>
+
+#include "core/checks.h"
+#include "core/format.h"
+#include "cpu/parallel.h"
+#include "formats/bits.h"
+#include "io/checkpoint.h"
+
+namespace halfbyte {
+namespace io {
+namespace {
+
+// Layouts fill up rows with other bits than the native one.
+void set_padding(const QuantizedTensor& q) {
+  const QuantShape shape = quant_shape(q.spec, q.rows(), q.cols());
+  const int bits = info(q.spec.format).bits;
+  const int used = static_cast<int>(shape.cols * bits % 8);
+  if (used == 0) return;
+  auto* const codes = reinterpret_cast<uint8_t*>(q.codes.data());
+  const formats::Codec codec = make_codec(q.spec);
+  for (int64_t row = 0; row < shape.rows; ++row) {
+    uint8_t& last = codes[(row + 1) * shape.row_bytes - 1];
+    const int64_t group =
+        q.spec.granularity == Granularity::tensor ? 0 : (row + 1) * shape.groups_per_row - 1;
+    int zero = 1 << (bits - 1);
+    if (codec.kind == formats::Kind::table) {
+      zero = codec.book.zero_code;
+    } else if (has_zeros(q.spec)) {
+      zero = std::to_integer<int>(q.zeros.data()[group]);
+    } else if (has_biases(q.spec)) {
+      formats::GroupParams<float> params;
+      const auto type = scale_type(q.spec.scale_dtype);
+      params.code_scale = formats::load_scale<float>(q.scales.data(), group, type);
+      params.code_bias = formats::load_scale<float>(q.biases.data(), group, type);
+      zero = formats::zero_code(params, codec);
+    }
+    unsigned padding = 0;
+    for (int bit = used, i = 0; bit < 8; bit += bits, ++i) padding |= static_cast<unsigned>(zero) << bit;
+    last = static_cast<uint8_t>((last & ((1u << used) - 1)) | padding);
+  }
+}
+
+QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, int num_threads) {
+  const QuantizedWeight& weight = stored.weight;
+  QuantizedTensor q(weight.spec, weight.shape, weight.dtype);
+  q.encoding = weight.encoding;
+  const auto whole = [&](Role role) {
+    const Tensor& part = part_of(q, role);
+    checkpoint.read(stored.part(role), 0, {part.data(), static_cast<size_t>(part.num_bytes())});
+  };
+  std::vector<Role> roles = block_roles(weight.spec);
+  if (weight.spec.double_quant) {
+    std::erase(roles, Role::scales);
+    whole(Role::scales);
+    whole(Role::scales_absmax);
+    if (!weight.scales_map.empty())
+      std::memcpy(q.scales_map.data(), weight.scales_map.data(), 256 * sizeof(float));
+    std::memcpy(q.scales_offset.data(), &weight.scales_offset, sizeof weight.scales_offset);
+  }
+  std::vector<Block> blocks;
+  for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += blocks.back().count)
+    blocks.push_back(block_at(weight, begin, preferred_elements(weight, kBlockElements)));
+  std::vector<Buffer> buffers(static_cast<size_t>(effective_threads(num_threads)));
+  parallel_for(std::ssize(blocks), 1, num_threads, [&](int64_t first, int64_t last, int worker) {
+    for (int64_t i = first; i < last; ++i) {
+      const Block& block = blocks[static_cast<size_t>(i)];
+      for (const Role role : roles) {
+        const bool read = role != Role::codes && weight.spec.granularity == Granularity::tensor && i > 0;
+        if (read) continue;
+        const StoredRange range = stored_range(weight, block, role);
+        std::byte* const bytes =
+            buffers[static_cast<size_t>(worker)].reserve(static_cast<int64_t>(range.num_bytes()));
+        for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
+          checkpoint.read(stored.part(role), offset, {bytes + begin, size});
+        });
+        to_native(weight, block, role, bytes, part_of(q, role).data() + native_offset(weight, block, role));
+      }
+    }
+  });
+  if (!blocks.empty()) set_padding(q);
+  return q;
+}
+
+}  // namespace
+}  // namespace io
+
+QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name, Device device,
+                            Execution execution) {
+  const Checkpoint::Impl& impl = checkpoint.impl();
+  const Weight* const weight = checkpoint.find(name);
+  HALFBYTE_CHECK(weight != nullptr, usage, "load_weight: \"{}\" has no weight \"{}\"",
+                 io::printable(impl.path), io::printable(name));
+  HALFBYTE_CHECK(weight->layout, usage,
+                 "load_weight: weight \"{}\" is {}, not in a layout that halfbyte reads", io::printable(name),
+                 weight->foreign.empty() ? "dense" : weight->foreign);
+  return io::load(impl, *impl.quantized_weight(*weight), execution.num_threads).to(device, execution.stream);
+}
+
+}  // namespace halfbyte
