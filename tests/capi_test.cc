@@ -131,6 +131,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(qgemm_args, y);
   EXPECT_NO_TAIL(quantized_weight_info, device);
   EXPECT_NO_TAIL(quantized_weight_parts, offset);
+  EXPECT_NO_TAIL(linear_codes_parts, descriptor);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_foreign);
   EXPECT_NO_TAIL(foreign, num_parameters);
@@ -1546,6 +1547,71 @@ TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
   EXPECT_EQ(halfbyte_quantize_linear_select(kCpu, &good, &preference, &plan), HALFBYTE_USAGE);
   EXPECT_EQ(plan, nullptr) << "a failure leaves the result as it was";
   halfbyte_plan_destroy(nullptr);
+}
+
+// ---- Weights of codes that were made elsewhere
+
+TEST(CApi, CodesOfPlansAreWeightsAndBack) {
+  Array<int8_t> codes({2, 3}, {-8, 7, 0, 3, -1, 2});
+  Array<float> scale({2}, {0.5f, 2});
+  Array<int32_t> zero_point({2}, {1, -3});
+  const int64_t shape[] = {2, 3};
+  auto descriptor = INITIALISED(linear_descriptor);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_CHANNEL;
+  descriptor.axis = 0;
+  descriptor.zero_point_dtype = HALFBYTE_DTYPE_I32;
+  halfbyte_quantized_weight* weight = nullptr;
+  ASSERT_EQ(halfbyte_quantized_weight_from_linear(&descriptor, codes, scale, zero_point, nullptr, &weight),
+            HALFBYTE_OK)
+      << halfbyte_last_error();
+  auto parts = output<halfbyte_quantized_weight_parts>();
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(weight, &parts));
+  const uint8_t expected[] = {120, 135, 128, 131, 127, 130};
+  EXPECT_EQ(0, std::memcmp(parts.codes->data, expected, 6));
+  EXPECT_EQ(static_cast<uint8_t*>(parts.zeros->data)[1], 125);
+  halfbyte_linear_codes* back = nullptr;
+  ASSERT_EQ(halfbyte_quantized_weight_to_linear(weight, nullptr, &back), HALFBYTE_OK);
+  auto linear = output<halfbyte_linear_codes_parts>();
+  EXPECT_OK(halfbyte_linear_codes_get(back, &linear));
+  EXPECT_EQ(0, std::memcmp(linear.codes->data, codes.values.data(), 6));
+  EXPECT_EQ(static_cast<int8_t*>(linear.zero_point->data)[1], -3);
+  EXPECT_EQ(linear.descriptor.zero_point_dtype, HALFBYTE_DTYPE_I8);
+  EXPECT_EQ(linear.descriptor.shape[1], 3);
+  int32_t ndim = 0;
+  int64_t scale_shape[2] = {};
+  EXPECT_OK(halfbyte_linear_descriptor_scale_shape(&linear.descriptor, &ndim, scale_shape));
+  EXPECT_EQ(scale_shape[0], 2);
+  halfbyte_linear_codes_destroy(back);
+  halfbyte_quantized_weight_destroy(weight);
+  EXPECT_EQ(halfbyte_quantized_weight_from_linear(&descriptor, codes, scale, nullptr, nullptr, &weight),
+            HALFBYTE_USAGE);
+  zero_point.values[1] = 128;
+  EXPECT_EQ(halfbyte_quantized_weight_from_linear(&descriptor, codes, scale, zero_point, nullptr, &weight),
+            HALFBYTE_BAD_INPUT);
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL",
+               halfbyte_quantized_weight_to_linear(nullptr, nullptr, &back));
+
+  Array<uint8_t> flat({3}, {0x10, 0x32, 0x04});
+  Array<double> scales({2}, {0.5, 0.1}), zeros({2}, {1.25, 3});
+  const int64_t five[] = {1, 5};
+  double max_error = -1;
+  int64_t index = -1;
+  ASSERT_EQ(halfbyte_quantized_weight_from_flat(HALFBYTE_FORMAT_INT4, 0, 3, flat, scales, zeros, five, 2,
+                                                &weight, &max_error, &index),
+            HALFBYTE_OK)
+      << halfbyte_last_error();
+  EXPECT_GE(index, 3);  // 0.1 is no f32
+  EXPECT_GT(max_error, 0);
+  EXPECT_LT(max_error, 1e-7);
+  auto spec = output<halfbyte_quant_spec>();
+  EXPECT_OK(halfbyte_quantized_weight_get_spec(weight, &spec));
+  EXPECT_EQ(spec.format, HALFBYTE_FORMAT_AFFINE4);
+  halfbyte_quantized_weight_destroy(weight);
+  EXPECT_EQ(halfbyte_quantized_weight_from_flat(HALFBYTE_FORMAT_NF4, 1, 3, flat, scales, zeros, five, 2,
+                                                &weight, nullptr, nullptr),
+            HALFBYTE_USAGE);
 }
 
 // ---- Checkpoints

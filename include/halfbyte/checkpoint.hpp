@@ -253,12 +253,17 @@ class CheckpointWriter {
   // and where the name was given before.
   HALFBYTE_API void set(const std::string& name, QuantizedTensor weight);
   HALFBYTE_API void set(const std::string& name, Tensor dense);
+  // The same for a weight that `make` returns when its file is written, so that only the weights of one file
+  // are in memory. `form` has its spec, shape and dtype; parts of it are not looked at. finish() throws
+  // Error(usage) if `make` returns a weight of another form, and what `make` throws.
+  HALFBYTE_API void set(const std::string& name, const QuantizedTensor& form,
+                        std::function<QuantizedTensor()> make);
 
   // Writes all; once. Error(bad_input) for scales or biases that are not finite, for zero points that are no
   // codes, and for weights of base that are neither given nor in the layout; Error(usage) where the reader
   // cannot load a weight as it was given. Unless options.verify is false, an independent unpacker reads the
   // files back: what it decodes must be what the weights decode to in f32, to the bit. Memory: blocks of
-  // rows, and host copies of the weights of a file that are on a CUDA device.
+  // rows, and of one file the weights that are made and host copies of those on a CUDA device.
   HALFBYTE_API CheckpointReport finish();
 
   struct Impl;

@@ -991,6 +991,39 @@ HALFBYTE_API halfbyte_status halfbyte_quantized_weight_to(const halfbyte_quantiz
                                                           DLDevice device, void* stream,
                                                           halfbyte_quantized_weight** result);
 
+/* Weights from codes that were made elsewhere, and back: halfbyte/convert.hpp has the rules. */
+
+/* Codes, scale and zero point of quantize_linear. zero_point: NULL where the descriptor has none. execution:
+ * NULL means the defaults. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_from_linear(
+    const halfbyte_linear_descriptor* descriptor, const DLTensor* codes, const DLTensor* scale,
+    const DLTensor* zero_point, const halfbyte_execution* execution, halfbyte_quantized_weight** weight);
+typedef struct halfbyte_linear_codes halfbyte_linear_codes;
+/* HALFBYTE_USAGE also for several rows of an odd number of 4-bit codes, which DLPack does not have. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_to_linear(const halfbyte_quantized_weight* weight,
+                                                                 const halfbyte_execution* execution,
+                                                                 halfbyte_linear_codes** codes);
+/* What it points to, the shape of the descriptor too, lives as long as the object. */
+typedef struct halfbyte_linear_codes_parts {
+  size_t struct_size;
+  const DLTensor* codes;
+  const DLTensor* scale;
+  const DLTensor* zero_point; /* NULL: the descriptor has none */
+  halfbyte_linear_descriptor descriptor;
+} halfbyte_linear_codes_parts;
+HALFBYTE_API halfbyte_status halfbyte_linear_codes_get(const halfbyte_linear_codes* codes,
+                                                       halfbyte_linear_codes_parts* parts);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_linear_codes_destroy(halfbyte_linear_codes* codes);
+
+/* A flat buffer of 4-bit codes in host memory: format int4 or nf4, codes u8, scales f32, f64, f16 or bf16,
+ * zeros likewise (asymmetric only; may be NULL). max_error, max_error_index: of the decoded values; may be
+ * NULL. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_from_flat(
+    halfbyte_format format, int32_t symmetric, int64_t group_size, const DLTensor* codes,
+    const DLTensor* scales, const DLTensor* zeros, const int64_t* shape, int64_t ndim,
+    halfbyte_quantized_weight** weight, double* max_error, int64_t* max_error_index);
+
 typedef struct halfbyte_packed_tensor halfbyte_packed_tensor;
 /* The matrix of one expert in packed form, on the same device. On a CUDA device the work is enqueued on the
  * stream. execution: NULL means the defaults. */

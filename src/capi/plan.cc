@@ -1,6 +1,9 @@
 // Plans: one handle for the plans of all operations.
 #include "capi/plan.h"
 
+#include <array>
+
+#include "halfbyte/convert.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/quantize_plan.hpp"
 
@@ -117,6 +120,61 @@ halfbyte_status halfbyte_quantize_descriptor_init(halfbyte_quantize_descriptor* 
                                                   size_t struct_size) {
   return init_struct(descriptor, default_quantize_descriptor(), struct_size, "descriptor");
 }
+struct halfbyte_linear_codes {
+  explicit halfbyte_linear_codes(LinearCodes of) : codes(std::move(of)) {
+    const LinearDescriptor& d = codes.descriptor;
+    halfbyte_linear_descriptor c = default_linear_descriptor();
+    c.struct_size = sizeof c;
+    c.shape = d.shape.data();
+    c.ndim = static_cast<int32_t>(d.shape.size());
+    c.granularity = static_cast<int32_t>(d.granularity);
+    c.axis = d.axis;
+    c.q_min = d.q_min;
+    c.q_max = d.q_max;
+    c.dtype = static_cast<int32_t>(d.dtype);
+    c.code_dtype = static_cast<int32_t>(d.code_dtype);
+    c.scale_dtype = static_cast<int32_t>(d.scale_dtype);
+    if (d.zero_point_dtype) c.zero_point_dtype = static_cast<int32_t>(*d.zero_point_dtype);
+    c.group_size = d.group_size;
+    tensors[0] = to_dlpack(codes.codes.view(), storage[0]);
+    tensors[1] = to_dlpack(codes.scale.view(), storage[1]);
+    if (d.zero_point_dtype) tensors[2] = to_dlpack(codes.zero_point.view(), storage[2]);
+    parts = {0, &tensors[0], &tensors[1], d.zero_point_dtype ? &tensors[2] : nullptr, c};
+  }
+  halfbyte_linear_codes(const halfbyte_linear_codes&) = delete;
+
+  const LinearCodes codes;
+  std::array<DLTensor, 3> tensors = {};
+  std::array<std::vector<int64_t>, 3> storage = {};
+  halfbyte_linear_codes_parts parts = {};
+};
+
+halfbyte_status halfbyte_quantized_weight_from_linear(const halfbyte_linear_descriptor* descriptor,
+                                                      const DLTensor* codes, const DLTensor* scale,
+                                                      const DLTensor* zero_point,
+                                                      const halfbyte_execution* execution,
+                                                      halfbyte_quantized_weight** weight) {
+  return guard([&] {
+    required(weight, "weight");
+    *weight =
+        new_weight(from_linear(descriptor_of(descriptor), view_of(codes, "codes"), view_of(scale, "scale"),
+                               optional_view_of(zero_point, "zero_point"), execution_of(execution)));
+  });
+}
+halfbyte_status halfbyte_quantized_weight_to_linear(const halfbyte_quantized_weight* weight,
+                                                    const halfbyte_execution* execution,
+                                                    halfbyte_linear_codes** codes) {
+  return guard([&] {
+    const QuantizedTensor& of = tensor_of(weight, "weight");
+    required(codes, "codes") = new halfbyte_linear_codes(to_linear(of, execution_of(execution)));
+  });
+}
+halfbyte_status halfbyte_linear_codes_get(const halfbyte_linear_codes* codes,
+                                          halfbyte_linear_codes_parts* parts) {
+  return guard([&] { write_struct(parts, required(codes, "codes").parts, "parts"); });
+}
+void halfbyte_linear_codes_destroy(halfbyte_linear_codes* codes) { delete codes; }
+
 halfbyte_status halfbyte_linear_descriptor_init(halfbyte_linear_descriptor* descriptor, size_t struct_size) {
   return init_struct(descriptor, default_linear_descriptor(), struct_size, "descriptor");
 }

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "capi/support.h"
+#include "halfbyte/convert.hpp"
 #include "halfbyte/qgemm.hpp"
 
 using namespace halfbyte;
@@ -28,6 +29,12 @@ class Parts {
   std::array<DLTensor, 7> tensors_ = {};
   std::array<std::vector<int64_t>, 7> storage_ = {};
 };
+
+std::vector<int64_t> shape_of(const int64_t* shape, int64_t ndim) {
+  if (ndim < 1 || ndim > 32) refuse("ndim must be 1 to 32, got {}", ndim);
+  required(shape, "shape");
+  return {shape, shape + ndim};
+}
 
 struct View {
   Parts parts;
@@ -85,13 +92,12 @@ halfbyte_status halfbyte_quantized_weight_create(const halfbyte_quant_spec* spec
                                                  int64_t ndim, halfbyte_dtype dtype, DLDevice device,
                                                  halfbyte_quantized_weight** weight) {
   return guard([&] {
-    if (ndim < 1 || ndim > 32) refuse("ndim must be 1 to 32, got {}", ndim);
-    required(shape, "shape");
+    std::vector<int64_t> extents = shape_of(shape, ndim);
     required(weight, "weight");
     const DType of_weight = dtype_of(dtype, "dtype");
     if (!is_floating(of_weight)) refuse("dtype must be f32, f16, bf16 or f64, got {}", to_string(of_weight));
     *weight = new_weight(
-        QuantizedTensor(spec_of(spec, "spec"), {shape, shape + ndim}, of_weight, from_dlpack(device)));
+        QuantizedTensor(spec_of(spec, "spec"), std::move(extents), of_weight, from_dlpack(device)));
   });
 }
 void halfbyte_quantized_weight_destroy(halfbyte_quantized_weight* weight) { delete weight; }
@@ -153,6 +159,28 @@ halfbyte_status halfbyte_quantized_weight_to(const halfbyte_quantized_weight* we
   return guard([&] {
     const QuantizedTensor& of = tensor_of(weight, "weight");
     required(result, "result") = new_weight(of.to(from_dlpack(device), stream));
+  });
+}
+
+halfbyte_status halfbyte_quantized_weight_from_flat(halfbyte_format format, int32_t symmetric,
+                                                    int64_t group_size, const DLTensor* codes,
+                                                    const DLTensor* scales, const DLTensor* zeros,
+                                                    const int64_t* shape, int64_t ndim,
+                                                    halfbyte_quantized_weight** weight, double* max_error,
+                                                    int64_t* max_error_index) {
+  return guard([&] {
+    FlatCodes flat;
+    flat.format = enum_of(format, all_formats().back().format, "format");
+    flat.symmetric = flag_of(symmetric, "symmetric");
+    flat.group_size = group_size;
+    flat.codes = view_of(codes, "codes");
+    flat.scales = view_of(scales, "scales");
+    flat.zeros = optional_view_of(zeros, "zeros");
+    required(weight, "weight");
+    Conversion conversion = from_flat(flat, shape_of(shape, ndim));
+    *weight = new_weight(std::move(conversion.weight));
+    if (max_error != nullptr) *max_error = conversion.max_error;
+    if (max_error_index != nullptr) *max_error_index = conversion.max_error_index;
   });
 }
 

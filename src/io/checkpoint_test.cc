@@ -1597,7 +1597,12 @@ TEST_F(CheckpointTest, ModelsAreWrittenAsTheyWereQuantized) {
           bool any = false;
           for (const Weight& weight : out.weights())
             if (weight.layout && (all || !any)) {
-              writer.set(weight.name, load_weight(out, weight.name));
+              const QuantizedTensor q = load_weight(out, weight.name);
+              if (any) {
+                writer.set(weight.name, q, [q] { return q; });
+              } else {
+                writer.set(weight.name, q);
+              }
               any = true;
             }
           const CheckpointReport written = writer.finish();
@@ -1605,6 +1610,36 @@ TEST_F(CheckpointTest, ModelsAreWrittenAsTheyWereQuantized) {
           EXPECT_EQ(written.readers.size(), report.readers.size());
           expect_same_directory(path("again"), path("out"));
         }
+    }
+  }
+}
+
+// From its layout to halfbyte's and back: no code and no scale changes.
+TEST_F(CheckpointTest, WeightsMoveBetweenLayouts) {
+  const std::string model = write_model_directory();
+  const auto move = [&](const std::string& from, const std::string& to, Layout layout) {
+    const Checkpoint checkpoint = Checkpoint::open(path(from));
+    CheckpointWriter writer(path(to), {.layout = layout, .base = path(from), .force = true});
+    for (const Weight& weight : checkpoint.weights())
+      if (weight.layout) writer.set(weight.name, load_weight(checkpoint, weight.name));
+    return writer.finish().num_quantized;
+  };
+  for (const io::LayoutInfo* layout : io::all_layouts()) {
+    SCOPED_TRACE(layout->name);
+    for (const bool special : {false, true}) {  // double quantization, zero points
+      QuantizeOptions options =
+          options_for(layout->formats.empty() ? Format::int6 : layout->formats.front(), layout->layout);
+      options.force = true;
+      options.double_quant = special && layout->double_quant;
+      options.asymmetric = special && layout->asymmetric;
+      const CheckpointReport report = quantize_checkpoint(model, path("out"), options);
+      EXPECT_EQ(move("out", "own", Layout::halfbyte), report.num_quantized);
+      EXPECT_EQ(move("own", "again", layout->layout), report.num_quantized);
+      expect_same_directory(path("again"), path("out"));
+      for (const CompareRow& row : compare_checkpoints(path("out"), path("own"))) {
+        EXPECT_EQ(row.problem, "") << row.name;
+        EXPECT_EQ(row.max_error, 0) << row.name;
+      }
     }
   }
 }
@@ -1729,6 +1764,9 @@ TEST_F(CheckpointTest, WhatALayoutCannotHoldIsRefusedByName) {
           bad.zeros.data()[1] = std::byte{16};
           to.set("w", bad);
         });
+  fails(ErrorCode::usage, "\"w\" was made of another spec", {}, [&](CheckpointWriter& to) {
+    to.set("w", weight(int4, {4, 64}), [&] { return weight(int4, {8, 64}); });
+  });
   fails(ErrorCode::usage, "but \"w\" has another than \"v\"", {.config = "{}"}, [&](CheckpointWriter& to) {
     to.set("v", weight(int4, {4, 64}));
     to.set("w", weight({.format = Format::int8}, {4, 64}));

@@ -71,9 +71,7 @@ QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& sto
         const StoredRange range = stored_range(weight, block, role);
         std::byte* const bytes =
             buffers[static_cast<size_t>(worker)].reserve(static_cast<int64_t>(range.num_bytes()));
-        for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
-          checkpoint.read(stored.part(role), offset, {bytes + begin, size});
-        });
+        checkpoint.read(stored.part(role), range, {bytes, range.num_bytes()});
         to_native(weight, block, role, bytes, part_of(q, role).data() + native_offset(weight, block, role));
       }
     }
@@ -94,6 +92,10 @@ QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
   HALFBYTE_CHECK(weight->layout, usage,
                  "load_weight: weight \"{}\" is {}, not in a layout that halfbyte reads", io::printable(name),
                  weight->foreign.empty() ? "dense" : weight->foreign);
+  HALFBYTE_CHECK(impl.quantized_weight(*weight)->weight.words.order.empty(), bad_input,
+                 "load_weight: the groups of weight \"{}\" are of columns in another order (act-order), which a "
+                 "QuantizedTensor does not have: decode it",
+                 io::printable(name));
   return io::load(impl, *impl.quantized_weight(*weight), execution.num_threads).to(device, execution.stream);
 }
 

@@ -26,7 +26,8 @@ constexpr const char* kSingleFile = ".safetensors";
 struct Given {
   std::optional<QuantizedTensor> quantized;
   Tensor dense;
-  QuantizedWeight target = {};  // of quantized
+  QuantizedWeight target = {};                 // of quantized
+  std::function<QuantizedTensor()> make = {};  // then `quantized` has no parts
 };
 
 // One weight of the output.
@@ -38,6 +39,7 @@ struct Item {
   // Of what is given, while its file is written.
   std::optional<QuantizedTensor> quantized = {};
   Tensor dense = {};
+  QuantizedWeight made = {};  // the target, where it is made
 };
 
 uint64_t stored_bytes(std::span<const Part> parts) {
@@ -48,9 +50,10 @@ uint64_t stored_bytes(std::span<const Part> parts) {
 }
 
 // What the layout has of a weight. Error(usage) where it cannot hold it.
-QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, const QuantizedTensor& q) {
+QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, const QuantizedTensor& q,
+                          bool has_parts = true) {
   try {
-    check_quantized("parts", q);
+    if (has_parts) check_quantized("parts", q);
     const size_t rank = q.shape.size();
     HALFBYTE_CHECK(rank >= (layout.layout == Layout::halfbyte ? 1u : 2u) && rank <= 3, usage,
                    "layout {}: a weight has {} to 3 axes, got {}", layout.name,
@@ -74,7 +77,7 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
     HALFBYTE_CHECK(reason.empty(), usage, "{}", reason);
     QuantizedWeight target = written_weight(name, q.shape, dtype, layout.layout, spec);
     target.encoding = q.encoding;
-    if (!spec.double_quant) return target;
+    if (!spec.double_quant || !has_parts) return target;
     const Tensor map = q.scales_map.to({}), offset = q.scales_offset.to({});
     const auto* const values = reinterpret_cast<const float*>(map.data());
     if (std::memcmp(values, double_quant_map(), 256 * sizeof(float)) != 0) {
@@ -143,6 +146,7 @@ struct CheckpointWriter::Impl {
   std::vector<StoredTensor> tensors_of(const io::Item& item) const;
   uint64_t output_bytes(const io::Item& item) const;
   io::ModelQuantization quantization() const;
+  void take_quantized(io::Item& item) const;
   void write_block(io::OutputCheckpoint& to, const io::Item& item, const io::Block& block,
                    io::BlockWorker& worker) const;
   void write_constants(io::OutputCheckpoint& to, const io::Item& item) const;
@@ -344,13 +348,17 @@ void CheckpointWriter::Impl::plan_files() {
   std::vector<uint64_t> bytes;
   std::set<std::string> names;
   std::vector<bool> is_dense;
-  bool asymmetric = false;
+  QuantizeOptions as;  // what readers ask of
+  as.layout = options.layout;
   for (size_t i = 0; i < items_.size(); ++i) {
     const io::Item& item = items_[i];
     weights.push_back(&item.source);
     bytes.push_back(output_bytes(item));
     is_dense.push_back(item.target == nullptr);
-    asymmetric |= item.target != nullptr && item.target->spec.asymmetric;
+    if (item.target != nullptr) {
+      as.format = item.target->spec.format;
+      as.asymmetric |= item.target->spec.asymmetric;
+    }
     for (const StoredTensor& tensor : tensors_of(item))
       HALFBYTE_CHECK(names.insert(tensor.name).second, bad_input,
                      "writer: tensor \"{}\" would be written twice", printable(tensor.name));
@@ -377,7 +385,7 @@ void CheckpointWriter::Impl::plan_files() {
     for (auto& sources : files_.sources) sources.clear();
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
-  report_.readers = io::reader_verdicts(selection_, layout, asymmetric, is_dense);
+  report_.readers = io::reader_verdicts(selection_, layout, as, is_dense);
   for (const size_t weight : selection_.left_out) report_.left_out.push_back(input_->weights[weight].name);
 }
 
@@ -386,6 +394,7 @@ void CheckpointWriter::Impl::plan_files() {
 io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   io::Metadata metadata;
   if (!files_.sources[file].empty()) metadata = input_->files[files_.sources[file].front()].metadata;
+  std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
   if (options.layout != Layout::mlx) {
     io::set_metadata(metadata, "format", "pt");
     if (layout.packing != io::Packing::rows && !input_->is_directory && report_.num_quantized > 0)
@@ -393,7 +402,6 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
     return metadata;
   }
   io::set_metadata(metadata, "format", "mlx");
-  std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
   if (report_.num_quantized == 0) return metadata;
   const io::ModelQuantization all = quantization();
   for (const size_t i : files_.weights[file])
@@ -437,6 +445,21 @@ void CheckpointWriter::Impl::write_constants(io::OutputCheckpoint& to, const io:
   }
 }
 
+void CheckpointWriter::Impl::take_quantized(io::Item& item) const {
+  const io::Given& own = *item.given;
+  const QuantizedTensor& form = *own.quantized;
+  item.quantized = (own.make ? own.make() : form).to({});
+  if (own.make) {
+    const QuantizedTensor& made = *item.quantized;
+    HALFBYTE_CHECK(made.spec == form.spec && made.shape == form.shape && made.dtype == form.dtype, usage,
+                   "writer: weight \"{}\" was made of another spec, shape or dtype than it was set",
+                   printable(item.source.name));
+    item.made = io::target_of(item.source.name, layout, made);
+    item.target = &item.made;
+  }
+  io::check_values(item.source.name, *item.quantized);
+}
+
 void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress) {
   struct Task {
     size_t item;
@@ -451,6 +474,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
   };
   for (const size_t i : files_.weights[file]) {
     io::Item& item = items_[i];
+    if (item.given != nullptr && item.target != nullptr) take_quantized(item);
     for (StoredTensor& tensor : tensors_of(item)) tensors.push_back(std::move(tensor));
     for (const io::OutputWeight& copy : item.copies) add_bytes(i, &copy, io::num_bytes(*input_, copy));
     if (item.given == nullptr) continue;
@@ -459,8 +483,6 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
       add_bytes(i, nullptr, static_cast<uint64_t>(item.dense.num_bytes()));
       continue;
     }
-    item.quantized = item.given->quantized->to({});
-    io::check_values(item.source.name, *item.quantized);
     const int64_t most = io::preferred_elements(*item.target, io::kBlockElements);
     for (int64_t begin = 0, n = io::num_elements(item.source.shape); begin < n; begin += tasks.back().count)
       tasks.push_back({i, nullptr, begin, io::block_at(*item.target, begin, most).count});
@@ -566,6 +588,20 @@ CheckpointWriter::~CheckpointWriter() = default;
 void CheckpointWriter::set(const std::string& name, QuantizedTensor weight) {
   io::Given given{std::move(weight), {}};
   given.target = io::target_of(name, impl_->layout, *given.quantized);
+  HALFBYTE_CHECK(impl_->given.emplace(name, std::move(given)).second, usage,
+                 "writer: weight \"{}\" was given before", printable(name));
+}
+
+void CheckpointWriter::set(const std::string& name, const QuantizedTensor& form,
+                           std::function<QuantizedTensor()> make) {
+  HALFBYTE_CHECK(make != nullptr, usage, "writer: weight \"{}\": make must not be empty", printable(name));
+  QuantizedTensor own;
+  own.spec = form.spec;
+  own.shape = form.shape;
+  own.dtype = form.dtype;
+  io::Given given{std::move(own), {}};
+  given.target = io::target_of(name, impl_->layout, *given.quantized, false);
+  given.make = std::move(make);
   HALFBYTE_CHECK(impl_->given.emplace(name, std::move(given)).second, usage,
                  "writer: weight \"{}\" was given before", printable(name));
 }
