@@ -100,7 +100,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(value_range, first_nonfinite);
   EXPECT_NO_TAIL(quantized, biases);
   EXPECT_NO_TAIL(plan_preference, num_threads);
-  EXPECT_NO_TAIL(sku, dtypes);
+  EXPECT_NO_TAIL(sku, device_type);
   EXPECT_NO_TAIL(precision_guarantee, weight_rounding);
   EXPECT_NO_TAIL(quantize_descriptor, alignment);
   EXPECT_NO_TAIL(quantize_args, out);
@@ -323,10 +323,16 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_EQ(found, i);
   }
   EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_CODE_ROUNDED), "code-rounded");
+  EXPECT_STREQ(halfbyte_error_kind_name(HALFBYTE_ERROR_KIND_MISALIGNED), "misaligned");
+  EXPECT_STREQ(halfbyte_op_kind_name(HALFBYTE_OP_QGEMM), "qgemm");
+  EXPECT_STREQ(halfbyte_arch_name(HALFBYTE_ARCH_SM_90A), "sm_90a");
   EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED), "weight-rounded");
   for (const int32_t none : {-1, 99}) {
     EXPECT_EQ(halfbyte_qgemm_math_name(none), nullptr);
     EXPECT_EQ(halfbyte_weight_rounding_name(none), nullptr);
+    EXPECT_EQ(halfbyte_error_kind_name(none), nullptr);
+    EXPECT_EQ(halfbyte_op_kind_name(none), nullptr);
+    EXPECT_EQ(halfbyte_arch_name(none), nullptr);
     EXPECT_EQ(halfbyte_format_name(none), nullptr);
     EXPECT_EQ(halfbyte_dtype_name(none), nullptr);
     EXPECT_EQ(halfbyte_scale_rule_name(none), nullptr);
@@ -631,11 +637,11 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   args.scales = scales;
   args.biases = biases;
   EXPECT_OK(halfbyte_affine_init_can_implement(init.get(), &args));
-  EXPECT_OK(halfbyte_affine_init_run(init.get(), nullptr, workspace.data(), &args));
+  EXPECT_OK(halfbyte_affine_init_run(init.get(), nullptr, workspace.data(), sizeof workspace, &args));
   EXPECT_EQ(codes.values, (std::vector<uint8_t>{0, 1, 2, 3, 4, 8, 15, 15}));
   EXPECT_EQ(scales.values[0], 1);
   auto status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_plan_status(init.get(), workspace.data(), nullptr, &status));
+  EXPECT_OK(halfbyte_plan_status(init.get(), nullptr, workspace.data(), sizeof workspace, &status));
   EXPECT_EQ(status.num_nonfinite, 0);
   args.w = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "w must not be NULL", halfbyte_affine_init_can_implement(init.get(), &args));
@@ -646,7 +652,7 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   decode.biases = biases;
   decode.y = y;
   EXPECT_OK(halfbyte_affine_qdq_can_implement(forward.get(), &decode));
-  EXPECT_OK(halfbyte_affine_qdq_run(forward.get(), nullptr, workspace.data(), &decode));
+  EXPECT_OK(halfbyte_affine_qdq_run(forward.get(), nullptr, workspace.data(), sizeof workspace, &decode));
   EXPECT_EQ(y.values, (std::vector<float>{0, 1, 2, 3, 4, 8, 15, 15}));
   decode.y = codes;
   EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq: y must be f32, got u8",
@@ -660,7 +666,8 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   gradient.dscales = dscales;
   gradient.dbiases = dbiases;
   EXPECT_OK(halfbyte_affine_qdq_backward_can_implement(backward.get(), &gradient));
-  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), sizeof workspace,
+                                             &gradient));
   EXPECT_EQ(dscales.values[0], 62.75f);
   EXPECT_EQ(dbiases.values[0], 7.25f);
   // Either gradient alone; tensors without an axis of one element.
@@ -668,7 +675,8 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   Array<float> flat_dbiases({1});
   gradient.dscales = nullptr;
   gradient.dbiases = flat_dbiases;
-  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(backward.get(), nullptr, workspace.data(), sizeof workspace,
+                                             &gradient));
   EXPECT_EQ(dscales.values[0], 0);
   EXPECT_EQ(flat_dbiases.values[0], 7.25f);
   gradient.dbiases = nullptr;
@@ -692,7 +700,8 @@ TEST(CApi, PlansOfAffineQuantizationThatIsTrained) {
   EXPECT_FAILS(HALFBYTE_USAGE, "affine_qdq_backward: adam.beta1 must be in [0, 1), got 1", refused());
   step.beta1 = 0.9;
   EXPECT_OK(refused());
-  EXPECT_OK(halfbyte_affine_qdq_backward_run(training.get(), nullptr, workspace.data(), &gradient));
+  EXPECT_OK(halfbyte_affine_qdq_backward_run(training.get(), nullptr, workspace.data(), sizeof workspace,
+                                             &gradient));
   EXPECT_NEAR(static_cast<double>(scales.values[0]), 0.999, 1e-6);
   EXPECT_NEAR(static_cast<double>(biases.values[0]), -0.001, 1e-6);
   EXPECT_NEAR(static_cast<double>(moments[0].values[0]), 6.275, 1e-6);
@@ -761,11 +770,11 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   args.bias = bias;
   args.y = y;
   EXPECT_OK(halfbyte_qgemm_can_implement(plan.get(), &args));
-  EXPECT_OK(halfbyte_qgemm_run(plan.get(), nullptr, workspace.data(), &args));
+  EXPECT_OK(halfbyte_qgemm_run(plan.get(), nullptr, workspace.data(), sizeof workspace, &args));
   args.weight = nullptr;
   args.view = &view;
   args.y = expected;
-  EXPECT_OK(halfbyte_qgemm_run(plan_of_view.get(), nullptr, workspace.data(), &args));
+  EXPECT_OK(halfbyte_qgemm_run(plan_of_view.get(), nullptr, workspace.data(), sizeof workspace, &args));
   EXPECT_EQ(y.values, expected.values);
   EXPECT_NE(y.values[0], 0);
 
@@ -839,7 +848,7 @@ TEST(CApi, PlansOfFakeQuantization) {
   args.scale = scale;
   args.mask = mask;
   EXPECT_OK(halfbyte_fake_quantize_can_implement(forward.get(), &args));
-  EXPECT_OK(halfbyte_fake_quantize_run(forward.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_fake_quantize_run(forward.get(), nullptr, workspace, sizeof workspace, &args));
   EXPECT_EQ(y.values, (std::vector<float>{1, 2.5f, -1, 3.5f, 10, 14, -16, 4}));
   EXPECT_EQ(mask.values, (std::vector<uint8_t>{0b0111, 0b1001}));
 
@@ -848,7 +857,8 @@ TEST(CApi, PlansOfFakeQuantization) {
   gradient.dy = dy;
   gradient.dx = dx;
   EXPECT_OK(halfbyte_fake_quantize_backward_can_implement(backward.get(), &gradient));
-  EXPECT_OK(halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_OK(
+      halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, sizeof workspace, &gradient));
   EXPECT_EQ(dx.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
 
   auto of_scale = INITIALISED(fake_quantize_learned_backward_args);
@@ -858,18 +868,19 @@ TEST(CApi, PlansOfFakeQuantization) {
   of_scale.dx = dx;
   of_scale.dscale = dscale;
   EXPECT_OK(halfbyte_fake_quantize_learned_backward_can_implement(learned.get(), &of_scale));
-  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, &of_scale));
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, sizeof workspace,
+                                                        &of_scale));
   EXPECT_EQ(dx.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
   EXPECT_EQ(dscale.values[1], 7.0f - 8 + (2 - 2.5f));
 
   args.mask = nullptr;
   EXPECT_EQ(halfbyte_fake_quantize_can_implement(forward.get(), &args), HALFBYTE_USAGE);
   gradient.x = x;
-  EXPECT_FAILS(HALFBYTE_USAGE,
-               "fake_quantize_backward: x must have no data, as the mask is read in its place",
-               halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_FAILS(
+      HALFBYTE_USAGE, "fake_quantize_backward: x must have no data, as the mask is read in its place",
+      halfbyte_fake_quantize_backward_run(backward.get(), nullptr, workspace, sizeof workspace, &gradient));
   EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of fake_quantize, got one of fake_quantize_backward",
-               halfbyte_fake_quantize_run(backward.get(), nullptr, workspace, &args));
+               halfbyte_fake_quantize_run(backward.get(), nullptr, workspace, sizeof workspace, &args));
   descriptor.q_max = 256;
   EXPECT_EQ(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);
 }
@@ -981,7 +992,7 @@ TEST(CApi, FakeQuantizationIsThatOfCpp) {
       other.max = view(cpp.max);
       other.num_batches = view(cpp.num_batches);
     }
-    EXPECT_OK(halfbyte_fake_quantize_run(plan.get(), nullptr, workspace, &args));
+    EXPECT_OK(halfbyte_fake_quantize_run(plan.get(), nullptr, workspace, sizeof workspace, &args));
     FakeQuantizePlan::select({}, same).run(nullptr, workspace, other);
     EXPECT_TRUE(c == cpp);
   };
@@ -994,7 +1005,7 @@ TEST(CApi, FakeQuantizationIsThatOfCpp) {
     args.mask = c.mask;
     args.dy = c.dy;
     args.dx = c.dx;
-    EXPECT_OK(halfbyte_fake_quantize_backward_run(plan.get(), nullptr, workspace, &args));
+    EXPECT_OK(halfbyte_fake_quantize_backward_run(plan.get(), nullptr, workspace, sizeof workspace, &args));
     FakeQuantizeBackwardPlan::select({}, same).run(nullptr, workspace,
                                                    {{}, view(cpp.mask), view(cpp.dy), {}, {}, view(cpp.dx)});
     EXPECT_TRUE(c == cpp);
@@ -1041,7 +1052,8 @@ TEST(CApi, FakeQuantizationIsThatOfCpp) {
   args.dscale = c.dscale;
   EXPECT_EQ(halfbyte_fake_quantize_learned_backward_can_implement(learned.get(), &args), HALFBYTE_USAGE);
   args.dzero_point = c.dzero;
-  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_fake_quantize_learned_backward_run(learned.get(), nullptr, workspace, sizeof workspace,
+                                                        &args));
   FakeQuantizeLearnedBackwardPlan::select({}, same).run(
       nullptr, workspace,
       {view(cpp.x), view(cpp.dy), view(cpp.scale), view(cpp.learned_zero), view(cpp.dx), view(cpp.dscale),
@@ -1083,6 +1095,12 @@ TEST(CApi, PlansOfTheThreeOperations) {
   EXPECT_OK(halfbyte_plan_sku(quantize.get(), &sku));
   EXPECT_STREQ(sku.op, "quantize_linear");
   EXPECT_STREQ(sku.dtypes, "f32 -> i8, scale f32");
+  EXPECT_EQ(sku.op_kind, HALFBYTE_OP_QUANTIZE_LINEAR);
+  EXPECT_EQ(sku.element, HALFBYTE_DTYPE_F32);
+  EXPECT_EQ(sku.aux_element, HALFBYTE_DTYPE_I8);
+  EXPECT_EQ(sku.layout, HALFBYTE_UNSET);
+  EXPECT_EQ(sku.device_type, kDLCPU);
+  EXPECT_EQ(std::string("cpu ") + halfbyte_arch_name(sku.arch), sku.backend);
   auto guarantee = output<halfbyte_precision_guarantee>();
   EXPECT_OK(halfbyte_plan_precision_guarantee(quantize.get(), &guarantee));
   EXPECT_EQ(guarantee.math, HALFBYTE_DTYPE_F32);
@@ -1105,10 +1123,10 @@ TEST(CApi, PlansOfTheThreeOperations) {
   args.codes = codes;
   args.scale = scale;
   EXPECT_OK(halfbyte_quantize_linear_can_implement(quantize.get(), &args));
-  EXPECT_OK(halfbyte_quantize_linear_run(quantize.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_quantize_linear_run(quantize.get(), nullptr, workspace, workspace_size, &args));
   EXPECT_EQ(codes.values, (std::vector<int8_t>{2, 5, -2, 0, 5, 127, -128, 2}));
   auto status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_plan_status(quantize.get(), workspace, nullptr, &status));
+  EXPECT_OK(halfbyte_plan_status(quantize.get(), nullptr, workspace, workspace_size, &status));
   EXPECT_EQ(status.num_nonfinite, 1);
   EXPECT_EQ(status.first_nonfinite, 3);
 
@@ -1117,7 +1135,7 @@ TEST(CApi, PlansOfTheThreeOperations) {
   back.scale = scale;
   back.y = y;
   EXPECT_OK(halfbyte_dequantize_linear_can_implement(dequantize.get(), &back));
-  EXPECT_OK(halfbyte_dequantize_linear_run(dequantize.get(), nullptr, workspace, &back));
+  EXPECT_OK(halfbyte_dequantize_linear_run(dequantize.get(), nullptr, workspace, workspace_size, &back));
   EXPECT_EQ(y.values, (std::vector<float>{1, 2.5f, -1, 0, 10, 254, -256, 4}));
 
   auto gradient = INITIALISED(quantize_linear_backward_args);
@@ -1126,19 +1144,36 @@ TEST(CApi, PlansOfTheThreeOperations) {
   gradient.scale = scale;
   gradient.dx = dy;  // in place
   EXPECT_OK(halfbyte_quantize_linear_backward_can_implement(backward.get(), &gradient));
-  EXPECT_OK(halfbyte_quantize_linear_backward_run(backward.get(), nullptr, workspace, &gradient));
+  EXPECT_OK(
+      halfbyte_quantize_linear_backward_run(backward.get(), nullptr, workspace, workspace_size, &gradient));
   EXPECT_EQ(dy.values, (std::vector<float>{1, 1, 1, 0, 1, 0, 0, 1}));
 
   // What each kind of bad argument gives, without running anything.
   const auto refused = [&] { return halfbyte_quantize_linear_can_implement(quantize.get(), &args); };
   EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of dequantize_linear, got one of quantize_linear",
-               halfbyte_dequantize_linear_run(quantize.get(), nullptr, workspace, &back));
+               halfbyte_dequantize_linear_run(quantize.get(), nullptr, workspace, workspace_size, &back));
   EXPECT_FAILS(HALFBYTE_USAGE, "plan must not be NULL",
-               halfbyte_quantize_linear_run(nullptr, nullptr, workspace, &args));
+               halfbyte_quantize_linear_run(nullptr, nullptr, workspace, workspace_size, &args));
   EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
                halfbyte_quantize_linear_can_implement(quantize.get(), nullptr));
-  EXPECT_EQ(halfbyte_quantize_linear_run(quantize.get(), nullptr, nullptr, &args), HALFBYTE_USAGE);
-  EXPECT_EQ(halfbyte_plan_status(quantize.get(), nullptr, nullptr, &status), HALFBYTE_USAGE);
+  EXPECT_OK(halfbyte_quantize_linear_run(quantize.get(), nullptr, nullptr, 0, &args));  // has no status
+  const auto expect_fields = [](int32_t kind, const char* argument, const char* expected,
+                                const char* actual) {
+    EXPECT_EQ(halfbyte_last_error_kind(), kind);
+    EXPECT_STREQ(halfbyte_last_error_argument(), argument);
+    EXPECT_STREQ(halfbyte_last_error_expected(), expected);
+    EXPECT_STREQ(halfbyte_last_error_actual(), actual);
+  };
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_linear: workspace needs 48 bytes, its memory has 47",
+               halfbyte_quantize_linear_run(quantize.get(), nullptr, workspace, 47, &args));
+  expect_fields(HALFBYTE_ERROR_KIND_WORKSPACE_TOO_SMALL, "workspace", "48 bytes", "47 bytes");
+  args.codes = scale;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize_linear: codes must be i8, got f32", refused());
+  expect_fields(HALFBYTE_ERROR_KIND_INVALID_ARGUMENT, "codes", "i8", "f32");
+  args.codes = codes;
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must not be NULL", halfbyte_plan_sku(nullptr, nullptr));
+  expect_fields(HALFBYTE_ERROR_KIND_GENERAL, "", "", "");
+  EXPECT_EQ(halfbyte_plan_status(quantize.get(), nullptr, nullptr, 0, &status), HALFBYTE_USAGE);
   args.scale = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "scale must not be NULL", refused());
   args.scale = x;
@@ -1317,7 +1352,7 @@ TEST(CApi, MeansCountBatchesOfEachGroup) {
   args.max = high;
   args.num_batches = batches;
   alignas(16) std::byte workspace[64];
-  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, sizeof workspace, &args));
   EXPECT_OK(halfbyte_observer_load(low, high, batches, nullptr, &state));
   EXPECT_EQ(max[0], 5);
   EXPECT_EQ(max[1], 19);
@@ -1339,7 +1374,7 @@ TEST(CApi, MeansCountBatchesOfEachGroup) {
                halfbyte_observer_load(low, high, one, nullptr, &state));
   args.num_batches = one;
   EXPECT_FAILS(HALFBYTE_USAGE, "observe: num_batches must have the shape [2], got []",
-               halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+               halfbyte_observe_run(observe.get(), nullptr, workspace, sizeof workspace, &args));
 }
 
 TEST(CApi, PlansOfObservers) {
@@ -1370,9 +1405,9 @@ TEST(CApi, PlansOfObservers) {
   args.num_batches = num_batches;
   alignas(16) std::byte workspace[64];
   EXPECT_OK(halfbyte_observe_can_implement(observe.get(), &args));
-  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_observe_run(observe.get(), nullptr, workspace, sizeof workspace, &args));
   auto status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_plan_status(observe.get(), workspace, nullptr, &status));
+  EXPECT_OK(halfbyte_plan_status(observe.get(), nullptr, workspace, sizeof workspace, &status));
   EXPECT_EQ(status.first_nonfinite, 1);
   EXPECT_EQ(min.values, (std::vector<float>{-3, -127}));
   EXPECT_EQ(max.values, (std::vector<float>{2, 5}));
@@ -1388,12 +1423,13 @@ TEST(CApi, PlansOfObservers) {
   scale_args.max = max;
   scale_args.scale = scale;
   EXPECT_OK(halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
-  EXPECT_OK(halfbyte_compute_qparams_run(compute.get(), nullptr, workspace, &scale_args));
+  EXPECT_OK(halfbyte_compute_qparams_run(compute.get(), nullptr, workspace, sizeof workspace, &scale_args));
   EXPECT_EQ(scale.values, (std::vector<float>{3.0f / 127, 1}));
 
   const auto refused = [&] { return halfbyte_observe_can_implement(observe.get(), &args); };
-  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of compute_qparams, got one of observe",
-               halfbyte_compute_qparams_run(observe.get(), nullptr, workspace, &scale_args));
+  EXPECT_FAILS(
+      HALFBYTE_USAGE, "plan must be one of compute_qparams, got one of observe",
+      halfbyte_compute_qparams_run(observe.get(), nullptr, workspace, sizeof workspace, &scale_args));
   args.min = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "min must not be NULL", refused());
   args.min = x;
@@ -1438,6 +1474,9 @@ TEST(CApi, PlansOfPackedFormats) {
   EXPECT_OK(halfbyte_plan_sku(quantize.get(), &sku));
   EXPECT_STREQ(sku.op, "quantize");
   EXPECT_STREQ(sku.dtypes, "f32 -> int4, scale f32, zero point u8");
+  EXPECT_EQ(sku.op_kind, HALFBYTE_OP_QUANTIZE);
+  EXPECT_EQ(sku.aux_element, HALFBYTE_DTYPE_U8);
+  EXPECT_EQ(sku.layout, HALFBYTE_LAYOUT_HALFBYTE);
 
   // The bytes of the functions.
   Array<float> x({2, 128}, some_values(256)), y({2, 128}), decoded({2, 128});
@@ -1463,27 +1502,27 @@ TEST(CApi, PlansOfPackedFormats) {
   args.x = x;
   args.out = &parts;
   EXPECT_OK(halfbyte_quantize_can_implement(quantize.get(), &args));
-  EXPECT_OK(halfbyte_quantize_run(quantize.get(), nullptr, workspace, &args));
+  EXPECT_OK(halfbyte_quantize_run(quantize.get(), nullptr, workspace, sizeof workspace, &args));
   EXPECT_EQ(codes.values, expected_codes.values);
   EXPECT_EQ(scales.values, expected_scales.values);
   EXPECT_EQ(zeros.values, expected_zeros.values);
   status = output<halfbyte_quantize_status>();
-  EXPECT_OK(halfbyte_plan_status(quantize.get(), workspace, nullptr, &status));
+  EXPECT_OK(halfbyte_plan_status(quantize.get(), nullptr, workspace, sizeof workspace, &status));
   EXPECT_EQ(status.num_nonfinite, 1);
   EXPECT_EQ(status.first_nonfinite, 77);
   auto back = INITIALISED(dequantize_args);
   back.in = &parts;
   back.y = y;
   EXPECT_OK(halfbyte_dequantize_can_implement(dequantize.get(), &back));
-  EXPECT_OK(halfbyte_dequantize_run(dequantize.get(), nullptr, workspace, &back));
+  EXPECT_OK(halfbyte_dequantize_run(dequantize.get(), nullptr, workspace, sizeof workspace, &back));
   EXPECT_EQ(y.values, decoded.values);
 
   const auto refused = [&] { return halfbyte_quantize_can_implement(quantize.get(), &args); };
   EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of dequantize, got one of quantize",
-               halfbyte_dequantize_run(quantize.get(), nullptr, workspace, &back));
+               halfbyte_dequantize_run(quantize.get(), nullptr, workspace, sizeof workspace, &back));
   EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
-               halfbyte_quantize_run(quantize.get(), nullptr, workspace, nullptr));
-  EXPECT_EQ(halfbyte_quantize_run(quantize.get(), nullptr, nullptr, &args), HALFBYTE_USAGE);
+               halfbyte_quantize_run(quantize.get(), nullptr, workspace, sizeof workspace, nullptr));
+  EXPECT_EQ(halfbyte_quantize_run(quantize.get(), nullptr, nullptr, 8, &args), HALFBYTE_USAGE);
   args.out = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "out must not be NULL", refused());
   args.out = &parts;

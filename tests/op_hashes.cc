@@ -402,8 +402,9 @@ void run_fake_quantize_backward(Problem& p) {
   p.text << (d.mask ? " mask" : "") << (in_place ? " in place" : "");
   p.print([&] {
     FakeQuantizeBackward::Args args;
-    args.dy = p.tensor(d.dtype, d.shape, Data::any);
-    args.dx = in_place ? args.dy : p.tensor(d.dtype, d.shape, Data::poison);
+    const TensorView dy = p.tensor(d.dtype, d.shape, Data::any);
+    args.dy = dy;
+    args.dx = in_place ? dy : p.tensor(d.dtype, d.shape, Data::poison);
     if (d.mask) {
       args.mask = p.tensor(DType::u8, d.mask_shape(), Data::bits);
     } else {
@@ -425,10 +426,11 @@ void run_fake_quantize_learned_backward(Problem& p) {
   p.print([&] {
     FakeQuantizeLearnedBackward::Args args;
     args.x = p.tensor(d.dtype, d.shape, Data::any);
-    args.dy = p.tensor(d.dtype, d.shape, Data::any);
+    const TensorView dy = p.tensor(d.dtype, d.shape, Data::any);
+    args.dy = dy;
     const Parameters parameters = make_parameters(p, d);
     args.scale = parameters.scale, args.zero_point = parameters.zero_point;
-    args.dx = in_place ? args.dy : p.tensor(d.dtype, d.shape, Data::poison);
+    args.dx = in_place ? dy : p.tensor(d.dtype, d.shape, Data::poison);
     args.dscale = p.tensor(d.state_dtype(), d.scale_shape(), Data::poison);
     if (learned) args.dzero_point = p.tensor(d.state_dtype(), d.scale_shape(), Data::poison);
     p.run<FakeQuantizeLearnedBackward>(d, args);
@@ -590,10 +592,13 @@ std::vector<std::string> run_product(Problem& p, const std::string& variant) {
   Qgemm::Args args;
   try {
     const WeightView view = make_weight_view(p, d.spec, d.n, d.k, d.layout, false);
-    if (d.packed)
-      reorder(view, args.weight = make_packed_weight(p, d.spec, d.n, d.k), p.execution);
-    else
+    if (d.packed) {
+      const PackedWeight weight = make_packed_weight(p, d.spec, d.n, d.k);
+      args.weight = weight;
+      reorder(view, weight, p.execution);
+    } else {
       args.view = view;
+    }
     args.x = p.tensor(d.dtype, {d.m, d.transposed ? d.n : d.k}, Data::normal);
     if (d.bias) args.bias = p.tensor(d.dtype, {d.n}, Data::normal);
     args.y = p.tensor(d.dtype, {d.m, d.transposed ? d.k : d.n}, d.accumulate ? Data::normal : Data::poison);

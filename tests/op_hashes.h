@@ -276,8 +276,8 @@ class Problem {
     const Memory workspace(device, plan.workspace_size());
     const std::vector<uint8_t> poison(static_cast<size_t>(workspace.num_bytes()), kPoison);
     copy(device, workspace.data(), poison.data(), workspace.num_bytes(), stream.handle());
-    plan.run(stream.handle(), workspace.data(), args);
-    hash.add(plan.status(workspace.data(), stream.handle()));
+    plan.run(stream.handle(), workspace, args);
+    hash.add(plan.status(stream.handle(), workspace));
   }
   template <class Op>
   void run(const typename Op::Descriptor& descriptor, const typename Op::Args& args) {

@@ -89,9 +89,9 @@ static void plan(void) {
   args.x = &x;
   args.codes = &q;
   args.scale = &s;
-  check(halfbyte_quantize_linear_run(quantize, NULL, halfbyte_memory_data(workspace), &args));
+  check(halfbyte_quantize_linear_run(quantize, NULL, halfbyte_memory_data(workspace), workspace_size, &args));
   status.struct_size = sizeof status;
-  check(halfbyte_plan_status(quantize, halfbyte_memory_data(workspace), NULL, &status));
+  check(halfbyte_plan_status(quantize, NULL, halfbyte_memory_data(workspace), workspace_size, &status));
   printf("%s, %s, %s:", sku.kernel, sku.backend, sku.dtypes);
   for (i = 0; i < 8; ++i) printf(" %d", codes[i]);
   printf(", %d not finite\n", (int)status.num_nonfinite);

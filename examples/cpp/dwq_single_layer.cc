@@ -107,7 +107,7 @@ double train(Device device, int64_t group_size) {
   // The mean squared error, and its gradient.
   std::vector<float> gradient(weights.size());
   const auto error = [&] {
-    forward.run(stream.handle(), workspace.data(), {codes, scales.view(), biases.view(), y.view()});
+    forward.run(stream.handle(), workspace, {codes, scales.view(), biases.view(), y.view()});
     const std::vector<float> decoded = y.get(stream);
     double sum = 0;
     for (size_t i = 0; i < decoded.size(); ++i) {
@@ -119,7 +119,7 @@ double train(Device device, int64_t group_size) {
   };
 
   w.set(weights, stream);
-  init.run(stream.handle(), workspace.data(), {w.view(), codes, scales.view(), biases.view()});
+  init.run(stream.handle(), workspace, {w.view(), codes, scales.view(), biases.view()});
   const double rounding = error();
   for (const Floats* parameters : {&scales, &biases}) {
     std::vector<float> values = parameters->get(stream);
@@ -143,7 +143,7 @@ double train(Device device, int64_t group_size) {
   args.adam.learning_rate = kLearningRate;
   for (args.adam.step = 1; args.adam.step <= kSteps; ++args.adam.step) {
     dy.set(gradient, stream);
-    backward.run(stream.handle(), workspace.data(), args);
+    backward.run(stream.handle(), workspace, args);
     error();
   }
   const double after = error();

@@ -37,9 +37,9 @@ int main(int argc, char** argv) try {
   std::vector<float> values(static_cast<size_t>(n)), decoded(values.size());
   for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(static_cast<float>(i * i % 1000));
   copy(device, x.data(), values.data(), n * float_bytes, stream.handle());
-  quantize.run(stream.handle(), workspace.data(), {x_view, codes_view, scales_view, {}});
-  const QuantizeStatus status = quantize.status(workspace.data(), stream.handle());  // waits
-  dequantize.run(stream.handle(), workspace.data(), {codes_view, scales_view, {}, y_view});
+  quantize.run(stream.handle(), workspace, {x_view, codes_view, scales_view, {}});
+  const QuantizeStatus status = quantize.status(stream.handle(), workspace);  // waits
+  dequantize.run(stream.handle(), workspace, {codes_view, scales_view, {}, y_view});
   copy(device, decoded.data(), y.data(), n * float_bytes, stream.handle());
   stream.synchronize();
 

@@ -90,7 +90,8 @@ class QuantizedLinear : public Linear {
     const auto& [device, dtype, matmul, num_threads] = workplace_.options;
     const int64_t n = packed_.view().rows, k = packed_.view().cols;
     select(m);
-    void *from = const_cast<float*>(x), *to = y;
+    const void* from = x;
+    void* to = y;
     if (dtype == DType::bf16) {
       workplace_.x_bf16.resize(static_cast<size_t>(m * k));
       workplace_.y_bf16.resize(static_cast<size_t>(m * n));
@@ -106,11 +107,13 @@ class QuantizedLinear : public Linear {
     const bool elsewhere = device != Device{};
     void* stream = workplace_.stream.handle();
     if (elsewhere) {
-      args.x.data = grown(workplace_.x, x_bytes);
+      void* const x_memory = grown(workplace_.x, x_bytes);
+      copy(device, x_memory, from, x_bytes, stream);
+      args.x.data = x_memory;
       args.y.data = grown(workplace_.y, y_bytes);
-      copy(device, args.x.data, from, x_bytes, stream);
     }
-    plan_->run(stream, grown(workplace_.workspace, plan_->workspace_size()), args);
+    grown(workplace_.workspace, plan_->workspace_size());
+    plan_->run(stream, workplace_.workspace, args);
     if (elsewhere) {
       copy(device, to, args.y.data, y_bytes, stream);
       workplace_.stream.synchronize();

@@ -66,7 +66,7 @@ HALFBYTE_API void check_descriptor(const AffineQdqDescriptor& descriptor);
 struct HALFBYTE_API AffineInit {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    TensorView w;                      // read
+    ConstTensorView w;                 // read
     TensorView codes, scales, biases;  // written
   };
   using Status = QuantizeStatus;
@@ -76,8 +76,8 @@ struct HALFBYTE_API AffineInit {
 struct HALFBYTE_API AffineQdq {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    TensorView codes, scales, biases;  // read
-    TensorView y;                      // written
+    ConstTensorView codes, scales, biases;  // read
+    TensorView y;                           // written
   };
   using Status = QuantizeStatus;
 };
@@ -104,7 +104,7 @@ struct HALFBYTE_API AdamStep {
 struct HALFBYTE_API AffineQdqBackward {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    TensorView codes, dy;  // read
+    ConstTensorView codes, dy;  // read
     // Written: f32, scale_shape(). Either may be without data; with adam both may.
     TensorView dscales, dbiases;
     // Only with adam, otherwise without data: f32, scale_shape(), read and written. The moments are 0 before

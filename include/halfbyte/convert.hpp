@@ -20,8 +20,8 @@ namespace halfbyte {
 // Granularity: tensor; channel along axis 0 of two; or group along the last axis. Throws Error(usage), naming
 // the reason, for other axes and for scales in f64. Error(bad_input), naming the first, for codes outside of
 // [q_min, q_max], zero points outside of the range of code_dtype, and scales that are negative or not finite.
-HALFBYTE_API QuantizedTensor from_linear(const LinearDescriptor& descriptor, const TensorView& codes,
-                                         const TensorView& scale, const TensorView& zero_point = {},
+HALFBYTE_API QuantizedTensor from_linear(const LinearDescriptor& descriptor, const ConstTensorView& codes,
+                                         const ConstTensorView& scale, const ConstTensorView& zero_point = {},
                                          Execution execution = {});
 
 // The reverse: tensors for integer plans, and the descriptor that they fit.
@@ -45,9 +45,9 @@ struct FlatCodes {
   Format format = Format::int4;  // int4, nf4
   bool symmetric = true;         // int4
   int64_t group_size = 64;
-  TensorView codes = {};   // u8, ceil(n / 2)
-  TensorView scales = {};  // f32, f64, f16 or bf16, one a group
-  TensorView zeros = {};   // of the same dtype, likewise; asymmetric only
+  ConstTensorView codes = {};   // u8, ceil(n / 2)
+  ConstTensorView scales = {};  // f32, f64, f16 or bf16, one a group
+  ConstTensorView zeros = {};   // of the same dtype, likewise; asymmetric only
 };
 struct Conversion {
   QuantizedTensor weight;

@@ -101,7 +101,7 @@ class HALFBYTE_API Tensor {
   // 1 bytes, and as Memory.
   Tensor(Device device, DType dtype, std::vector<int64_t> shape);
   // The elements of a contiguous view, on its device. Waits for `stream`. Throws Error(usage) otherwise.
-  static Tensor copy_of(const TensorView& view, void* stream = nullptr);
+  static Tensor copy_of(const ConstTensorView& view, void* stream = nullptr);
 
   Device device() const { return device_; }
   DType dtype() const { return dtype_; }

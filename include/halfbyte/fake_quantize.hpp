@@ -87,7 +87,7 @@ HALFBYTE_API void check_descriptor(const FakeQuantizeDescriptor& descriptor);
 struct HALFBYTE_API FakeQuantize {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    TensorView x;           // read
+    ConstTensorView x;      // read
     TensorView y;           // written
     TensorView scale;       // read; written where computed
     TensorView zero_point;  // likewise; without data where the descriptor has none
@@ -102,8 +102,8 @@ struct HALFBYTE_API FakeQuantize {
 struct HALFBYTE_API FakeQuantizeBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    TensorView x, mask, dy, scale, zero_point;  // read
-    TensorView dx;                              // written
+    ConstTensorView x, mask, dy, scale, zero_point;  // read
+    TensorView dx;                                   // written
   };
   using Status = QuantizeStatus;
 };
@@ -121,10 +121,10 @@ struct HALFBYTE_API FakeQuantizeBackward {
 struct HALFBYTE_API FakeQuantizeLearnedBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    TensorView x, dy, scale, zero_point;  // read
-    TensorView dx;                        // written
-    TensorView dscale;                    // written: scale_shape(), state_dtype()
-    TensorView dzero_point;               // likewise, of a learned zero point; else without data
+    ConstTensorView x, dy, scale, zero_point;  // read
+    TensorView dx;                             // written
+    TensorView dscale;                         // written: scale_shape(), state_dtype()
+    TensorView dzero_point;                    // likewise, of a learned zero point; else without data
   };
   using Status = QuantizeStatus;
 };

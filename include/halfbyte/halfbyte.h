@@ -55,6 +55,28 @@ HALFBYTE_API const char* halfbyte_status_name(halfbyte_status status);
  * failure. Stays until the next failure on this thread. */
 HALFBYTE_API const char* halfbyte_last_error(void);
 
+/* Finer than the status: ErrorKind in halfbyte/error.hpp describes each. */
+typedef int32_t halfbyte_error_kind;
+enum {
+  HALFBYTE_ERROR_KIND_GENERAL = 0,
+  HALFBYTE_ERROR_KIND_INVALID_ARGUMENT = 1,
+  HALFBYTE_ERROR_KIND_INVALID_PROBLEM = 2,
+  HALFBYTE_ERROR_KIND_UNSUPPORTED = 3,
+  HALFBYTE_ERROR_KIND_MISALIGNED = 4,
+  HALFBYTE_ERROR_KIND_BUFFER_TOO_SMALL = 5,
+  HALFBYTE_ERROR_KIND_WORKSPACE_TOO_SMALL = 6,
+  HALFBYTE_ERROR_KIND_COMPILATION_FAILED = 7,
+  HALFBYTE_ERROR_KIND_LAUNCH_FAILED = 8,
+};
+/* Of the last failure on this thread, like its text: the kind, the argument ("codes"), what it must be and
+ * what it is. "" where one is not known. */
+HALFBYTE_API halfbyte_error_kind halfbyte_last_error_kind(void);
+HALFBYTE_API const char* halfbyte_last_error_argument(void);
+HALFBYTE_API const char* halfbyte_last_error_expected(void);
+HALFBYTE_API const char* halfbyte_last_error_actual(void);
+/* "general", "invalid-argument", ...; NULL for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_error_kind_name(halfbyte_error_kind kind);
+
 /* The version of the library at run time. HALFBYTE_VERSION and HALFBYTE_VERSION_STRING are that of the
  * header. */
 HALFBYTE_API int32_t halfbyte_version(void);
@@ -298,9 +320,11 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_nf4(const DLTensor* codes, cons
 /* ---- Plans: halfbyte/plan.hpp. An operation prepared once and run many times.
  *
  * Each operation has three functions. _select makes a plan. _can_implement returns what _run would return for
- * these tensors. _run is asynchronous on the stream, allocates no device memory, and can be captured in a
- * CUDA graph. The other functions take the plan of any operation. Threads may share a plan and run it at the
- * same time, each run with a workspace of its own. */
+ * these tensors. _run is asynchronous on the stream, allocates no memory, and can be captured in a CUDA
+ * graph. The other functions take the plan of any operation. Threads may share a plan and run it at the same
+ * time, each run with a workspace of its own, of workspace_bytes bytes; Workspace in halfbyte/plan.hpp
+ * describes it. On the CPU it may be NULL and 0 bytes: the run then uses memory of its own, and has no
+ * status. */
 
 typedef struct halfbyte_plan halfbyte_plan;
 
@@ -314,6 +338,53 @@ HALFBYTE_API halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_prefere
 /* NULL is fine. After its last run is done, a plan does not use its workspace. */
 HALFBYTE_API void halfbyte_plan_destroy(halfbyte_plan* plan);
 
+/* The operation of a plan; 0: none of this version. */
+typedef int32_t halfbyte_op_kind;
+enum {
+  HALFBYTE_OP_OTHER = 0,
+  HALFBYTE_OP_QUANTIZE = 1,
+  HALFBYTE_OP_DEQUANTIZE = 2,
+  HALFBYTE_OP_QUANTIZE_LINEAR = 3,
+  HALFBYTE_OP_DEQUANTIZE_LINEAR = 4,
+  HALFBYTE_OP_QUANTIZE_LINEAR_BACKWARD = 5,
+  HALFBYTE_OP_FAKE_QUANTIZE = 6,
+  HALFBYTE_OP_FAKE_QUANTIZE_BACKWARD = 7,
+  HALFBYTE_OP_FAKE_QUANTIZE_LEARNED_BACKWARD = 8,
+  HALFBYTE_OP_OBSERVE = 9,
+  HALFBYTE_OP_COMPUTE_QPARAMS = 10,
+  HALFBYTE_OP_AFFINE_INIT = 11,
+  HALFBYTE_OP_AFFINE_QDQ = 12,
+  HALFBYTE_OP_AFFINE_QDQ_BACKWARD = 13,
+  HALFBYTE_OP_QGEMM = 14,
+};
+
+/* What a kernel was compiled for. */
+typedef int32_t halfbyte_arch;
+enum {
+  HALFBYTE_ARCH_NONE = 0,  /* nothing runs: the tensors are empty */
+  HALFBYTE_ARCH_OTHER = 1, /* none of this list: halfbyte_sku.backend names it */
+  HALFBYTE_ARCH_SCALAR = 2,
+  HALFBYTE_ARCH_AVX2 = 3,
+  HALFBYTE_ARCH_AVX3 = 4,
+  HALFBYTE_ARCH_AVX3_DL = 5,
+  HALFBYTE_ARCH_AVX3_ZEN4 = 6,
+  HALFBYTE_ARCH_AVX512_BF16 = 7,
+  HALFBYTE_ARCH_AMX_BF16 = 8,
+  HALFBYTE_ARCH_SM_75 = 9,
+  HALFBYTE_ARCH_SM_80 = 10,
+  HALFBYTE_ARCH_SM_86 = 11,
+  HALFBYTE_ARCH_SM_87 = 12,
+  HALFBYTE_ARCH_SM_89 = 13,
+  HALFBYTE_ARCH_SM_90A = 14,
+  HALFBYTE_ARCH_SM_100A = 15,
+  HALFBYTE_ARCH_SM_103A = 16,
+  HALFBYTE_ARCH_SM_120A = 17,
+  HALFBYTE_ARCH_SM_121A = 18,
+};
+/* To the word, as halfbyte_sku has it; NULL for a number that is none of these. */
+HALFBYTE_API const char* halfbyte_op_kind_name(halfbyte_op_kind kind);
+HALFBYTE_API const char* halfbyte_arch_name(halfbyte_arch arch);
+
 /* The kernel that a plan runs. The text lives as long as the plan. */
 typedef struct halfbyte_sku {
   size_t struct_size;
@@ -321,6 +392,13 @@ typedef struct halfbyte_sku {
   const char* kernel;  /* "quantize_linear_cpu" */
   const char* backend; /* "cpu AVX3_DL", "cuda sm_90a" */
   const char* dtypes;  /* "bf16 -> i8, scale f32" */
+  /* The same as enumerators; Sku in halfbyte/plan.hpp describes each. */
+  halfbyte_op_kind op_kind;
+  halfbyte_arch arch;
+  halfbyte_dtype element;
+  halfbyte_dtype aux_element; /* HALFBYTE_UNSET: none */
+  halfbyte_layout layout;     /* HALFBYTE_UNSET: none */
+  int32_t device_type;        /* kDLCPU, kDLCUDA */
 } halfbyte_sku;
 HALFBYTE_API halfbyte_status halfbyte_plan_sku(const halfbyte_plan* plan, halfbyte_sku* sku);
 
@@ -347,12 +425,13 @@ HALFBYTE_API halfbyte_status halfbyte_plan_precision_guarantee(const halfbyte_pl
                                                                halfbyte_precision_guarantee* guarantee);
 
 HALFBYTE_API halfbyte_status halfbyte_plan_device(const halfbyte_plan* plan, DLDevice* device);
-/* Bytes of device memory that a run needs, at an address that is a multiple of 16. Never 0. */
+/* Bytes of memory of the device that a run needs, at an address that is a multiple of 16. Never 0. */
 HALFBYTE_API halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* plan, int64_t* num_bytes);
 /* What the last run with this workspace found in the data. Waits for the stream, which may not be capturing.
  */
-HALFBYTE_API halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, const void* workspace,
-                                                  void* stream, halfbyte_quantize_status* status);
+HALFBYTE_API halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, void* stream,
+                                                  const void* workspace, int64_t workspace_bytes,
+                                                  halfbyte_quantize_status* status);
 
 /* Packed formats: halfbyte/quantize_plan.hpp describes the fields and the two operations. */
 typedef struct halfbyte_quantize_descriptor {
@@ -382,6 +461,7 @@ HALFBYTE_API halfbyte_status halfbyte_quantize_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_quantize_can_implement(const halfbyte_plan* plan,
                                                              const halfbyte_quantize_args* args);
 HALFBYTE_API halfbyte_status halfbyte_quantize_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                   int64_t workspace_bytes,
                                                    const halfbyte_quantize_args* args);
 
 /* in -> y [..., cols]. Nothing overlaps. */
@@ -399,6 +479,7 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_dequantize_can_implement(const halfbyte_plan* plan,
                                                                const halfbyte_dequantize_args* args);
 HALFBYTE_API halfbyte_status halfbyte_dequantize_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                     int64_t workspace_bytes,
                                                      const halfbyte_dequantize_args* args);
 
 /* Linear quantization: halfbyte/quantize_linear.hpp describes the fields and the three operations, which take
@@ -448,7 +529,7 @@ HALFBYTE_API halfbyte_status halfbyte_quantize_linear_select(DLDevice device,
 HALFBYTE_API halfbyte_status
 halfbyte_quantize_linear_can_implement(const halfbyte_plan* plan, const halfbyte_quantize_linear_args* args);
 HALFBYTE_API halfbyte_status halfbyte_quantize_linear_run(const halfbyte_plan* plan, void* stream,
-                                                          void* workspace,
+                                                          void* workspace, int64_t workspace_bytes,
                                                           const halfbyte_quantize_linear_args* args);
 
 /* codes -> y. Nothing overlaps. */
@@ -468,7 +549,7 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_can_implement(
     const halfbyte_plan* plan, const halfbyte_dequantize_linear_args* args);
 HALFBYTE_API halfbyte_status halfbyte_dequantize_linear_run(const halfbyte_plan* plan, void* stream,
-                                                            void* workspace,
+                                                            void* workspace, int64_t workspace_bytes,
                                                             const halfbyte_dequantize_linear_args* args);
 
 /* x, dy -> dx. dx may be dy; nothing else overlaps. */
@@ -487,9 +568,9 @@ halfbyte_quantize_linear_backward_select(DLDevice device, const halfbyte_linear_
                                          const halfbyte_plan_preference* preference, halfbyte_plan** plan);
 HALFBYTE_API halfbyte_status halfbyte_quantize_linear_backward_can_implement(
     const halfbyte_plan* plan, const halfbyte_quantize_linear_backward_args* args);
-HALFBYTE_API halfbyte_status
-halfbyte_quantize_linear_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
-                                      const halfbyte_quantize_linear_backward_args* args);
+HALFBYTE_API halfbyte_status halfbyte_quantize_linear_backward_run(
+    const halfbyte_plan* plan, void* stream, void* workspace, int64_t workspace_bytes,
+    const halfbyte_quantize_linear_backward_args* args);
 
 /* ---- Scales and zero points from ranges, observers: halfbyte/qparams.hpp and halfbyte/observe.hpp describe
  * the fields, the rules and the errors */
@@ -611,7 +692,7 @@ HALFBYTE_API halfbyte_status halfbyte_observe_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_observe_can_implement(const halfbyte_plan* plan,
                                                             const halfbyte_observe_args* args);
 HALFBYTE_API halfbyte_status halfbyte_observe_run(const halfbyte_plan* plan, void* stream, void* workspace,
-                                                  const halfbyte_observe_args* args);
+                                                  int64_t workspace_bytes, const halfbyte_observe_args* args);
 
 /* The plan of compute_qparams, for ranges on the device. */
 typedef struct halfbyte_qparams_descriptor {
@@ -644,7 +725,7 @@ HALFBYTE_API halfbyte_status halfbyte_compute_qparams_select(DLDevice device,
 HALFBYTE_API halfbyte_status
 halfbyte_compute_qparams_can_implement(const halfbyte_plan* plan, const halfbyte_compute_qparams_args* args);
 HALFBYTE_API halfbyte_status halfbyte_compute_qparams_run(const halfbyte_plan* plan, void* stream,
-                                                          void* workspace,
+                                                          void* workspace, int64_t workspace_bytes,
                                                           const halfbyte_compute_qparams_args* args);
 
 /* Training the scales and biases of an affine quantization. halfbyte/affine_qdq.hpp describes the fields and
@@ -688,7 +769,8 @@ HALFBYTE_API halfbyte_status halfbyte_affine_init_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_affine_init_can_implement(const halfbyte_plan* plan,
                                                                 const halfbyte_affine_init_args* args);
 HALFBYTE_API halfbyte_status halfbyte_affine_init_run(const halfbyte_plan* plan, void* stream,
-                                                      void* workspace, const halfbyte_affine_init_args* args);
+                                                      void* workspace, int64_t workspace_bytes,
+                                                      const halfbyte_affine_init_args* args);
 
 /* codes, scales, biases -> y. Nothing overlaps. */
 typedef struct halfbyte_affine_qdq_args {
@@ -707,6 +789,7 @@ HALFBYTE_API halfbyte_status halfbyte_affine_qdq_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_can_implement(const halfbyte_plan* plan,
                                                                const halfbyte_affine_qdq_args* args);
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                     int64_t workspace_bytes,
                                                      const halfbyte_affine_qdq_args* args);
 
 /* A step of Adam. */
@@ -742,7 +825,7 @@ halfbyte_affine_qdq_backward_select(DLDevice device, const halfbyte_affine_qdq_d
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_can_implement(
     const halfbyte_plan* plan, const halfbyte_affine_qdq_backward_args* args);
 HALFBYTE_API halfbyte_status halfbyte_affine_qdq_backward_run(const halfbyte_plan* plan, void* stream,
-                                                              void* workspace,
+                                                              void* workspace, int64_t workspace_bytes,
                                                               const halfbyte_affine_qdq_backward_args* args);
 
 /* ---- Fake quantization: halfbyte/fake_quantize.hpp describes the fields and the three operations, which
@@ -802,7 +885,7 @@ halfbyte_fake_quantize_select(DLDevice device, const halfbyte_fake_quantize_desc
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_can_implement(const halfbyte_plan* plan,
                                                                   const halfbyte_fake_quantize_args* args);
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_run(const halfbyte_plan* plan, void* stream,
-                                                        void* workspace,
+                                                        void* workspace, int64_t workspace_bytes,
                                                         const halfbyte_fake_quantize_args* args);
 
 /* x, dy -> dx. dx may be the same memory as dy; nothing else overlaps. */
@@ -822,9 +905,9 @@ halfbyte_fake_quantize_backward_select(DLDevice device, const halfbyte_fake_quan
                                        const halfbyte_plan_preference* preference, halfbyte_plan** plan);
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_backward_can_implement(
     const halfbyte_plan* plan, const halfbyte_fake_quantize_backward_args* args);
-HALFBYTE_API halfbyte_status
-halfbyte_fake_quantize_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
-                                    const halfbyte_fake_quantize_backward_args* args);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_backward_run(
+    const halfbyte_plan* plan, void* stream, void* workspace, int64_t workspace_bytes,
+    const halfbyte_fake_quantize_backward_args* args);
 
 /* x, dy -> dx and the gradients of scale and zero point. dx may be the same memory as dy; nothing else
  * overlaps. */
@@ -845,9 +928,9 @@ HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_select(
     const halfbyte_plan_preference* preference, halfbyte_plan** plan);
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_can_implement(
     const halfbyte_plan* plan, const halfbyte_fake_quantize_learned_backward_args* args);
-HALFBYTE_API halfbyte_status
-halfbyte_fake_quantize_learned_backward_run(const halfbyte_plan* plan, void* stream, void* workspace,
-                                            const halfbyte_fake_quantize_learned_backward_args* args);
+HALFBYTE_API halfbyte_status halfbyte_fake_quantize_learned_backward_run(
+    const halfbyte_plan* plan, void* stream, void* workspace, int64_t workspace_bytes,
+    const halfbyte_fake_quantize_learned_backward_args* args);
 
 /* ---- Products with quantized weights: halfbyte/qgemm.hpp has the formulas and describes the fields */
 
@@ -941,7 +1024,7 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_select(DLDevice device,
 HALFBYTE_API halfbyte_status halfbyte_qgemm_can_implement(const halfbyte_plan* plan,
                                                           const halfbyte_qgemm_args* args);
 HALFBYTE_API halfbyte_status halfbyte_qgemm_run(const halfbyte_plan* plan, void* stream, void* workspace,
-                                                const halfbyte_qgemm_args* args);
+                                                int64_t workspace_bytes, const halfbyte_qgemm_args* args);
 
 /* ---- Quantized weights that own their memory: QuantizedTensor in halfbyte/ops.hpp */
 

@@ -98,7 +98,7 @@ HALFBYTE_API void check_descriptor(const ObserveDescriptor& descriptor);
 struct HALFBYTE_API Observe {
   using Descriptor = ObserveDescriptor;
   struct Args {
-    TensorView x;            // read; contiguous
+    ConstTensorView x;       // read; contiguous
     TensorView min, max;     // read and written: state_shape(), state_dtype(); before the first +inf and -inf
     TensorView num_batches;  // read and written: i64, count_shape(); before the first 0
   };
@@ -113,8 +113,8 @@ extern template class Plan<Observe>;
 // Error(usage) for tensors that Observe would refuse, or that do not fit the state.
 HALFBYTE_API void reset_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
                                  void* stream = nullptr);
-HALFBYTE_API ObserverState load_observer(const TensorView& min, const TensorView& max,
-                                         const TensorView& num_batches, void* stream = nullptr);
+HALFBYTE_API ObserverState load_observer(const ConstTensorView& min, const ConstTensorView& max,
+                                         const ConstTensorView& num_batches, void* stream = nullptr);
 HALFBYTE_API void store_observer(const ObserverState& state, const TensorView& min, const TensorView& max,
                                  const TensorView& num_batches, void* stream = nullptr);
 
@@ -134,9 +134,9 @@ HALFBYTE_API void check_descriptor(const QParamsDescriptor& descriptor);
 struct HALFBYTE_API ComputeQParams {
   using Descriptor = QParamsDescriptor;
   struct Args {
-    TensorView min, max;    // read
-    TensorView scale;       // written
-    TensorView zero_point;  // written; without data where the descriptor has none
+    ConstTensorView min, max;  // read
+    TensorView scale;          // written
+    TensorView zero_point;     // written; without data where the descriptor has none
   };
   using Status = QuantizeStatus;
 };

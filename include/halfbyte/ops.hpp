@@ -26,17 +26,24 @@ struct Execution {
   void* stream = nullptr;  // CUDA: the CUstream of the device to enqueue on; null: the default stream
 };
 
-// The parts of a quantized matrix, non-owning. QuantShape describes each. Parts that the spec does not have
-// are null.
-struct QuantizedView {
+// The parts of a quantized matrix, non-owning: QuantizedView, or of what is only read ConstQuantizedView.
+// QuantShape describes each. Parts that the spec does not have are null.
+template <class Data>  // void, const void
+struct BasicQuantizedView {
   QuantSpec spec;
   int64_t rows = 0;
   int64_t cols = 0;
-  uint8_t* codes = nullptr;
-  void* scales = nullptr;
-  uint8_t* zeros = nullptr;
-  void* biases = nullptr;
+  ConstAs<Data, uint8_t>* codes = nullptr;
+  Data* scales = nullptr;
+  ConstAs<Data, uint8_t>* zeros = nullptr;
+  Data* biases = nullptr;
+
+  operator BasicQuantizedView<const void>() const requires(!std::is_const_v<Data>) {
+    return {spec, rows, cols, codes, scales, zeros, biases};
+  }
 };
+using QuantizedView = BasicQuantizedView<void>;
+using ConstQuantizedView = BasicQuantizedView<const void>;
 
 // What an operation finds in the data while it runs.
 struct QuantizeStatus {
@@ -64,7 +71,7 @@ struct ValueRange {
   int64_t num_nonfinite = 0;
   int64_t first_nonfinite = -1;  // row-major index
 };
-HALFBYTE_API ValueRange value_range(const TensorView& x, Execution execution = {});
+HALFBYTE_API ValueRange value_range(const ConstTensorView& x, Execution execution = {});
 
 // Quantizes x [..., cols] (f32, f16, bf16 or f64; contiguous) into `out` (out.rows = product of the
 // leading extents). spec.double_quant must be false: see double_quantize. Nothing overlaps.
@@ -74,14 +81,14 @@ HALFBYTE_API ValueRange value_range(const TensorView& x, Execution execution = {
 // f64, everything else in f32. Throws Error(usage) for bad arguments only; the status reports what was found
 // in the data. With Granularity::tensor, if x is only a block of the tensor, `range` gives the range of the
 // whole tensor.
-HALFBYTE_API QuantizeStatus quantize(const TensorView& x, const QuantizedView& out,
+HALFBYTE_API QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out,
                                      const Encoding& encoding = {}, Execution execution = {},
                                      const ValueRange* range = nullptr);
 
 // Decodes into y [..., cols] of dtype f32, f16, bf16 or f64 (contiguous, rows as in.rows).
 // integer: (q - zp) * s; affine: q * s + b (two roundings); table: v * s. Computed in f32 (f64 if
 // y is f64), rounded once to the dtype of y. Nothing overlaps.
-HALFBYTE_API void dequantize(const QuantizedView& in, const TensorView& y, Execution execution = {});
+HALFBYTE_API void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution execution = {});
 
 // Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes), in host memory. offset is the
 // mean of the scales, and r = scale - offset. Each block of 256 has its absmax; the code is the entry of a
@@ -89,18 +96,27 @@ HALFBYTE_API void dequantize(const QuantizedView& in, const TensorView& y, Execu
 // 4096, each 32 strided partial sums in a halving tree; then the blocks in order), divided by n and rounded
 // to f32.
 inline constexpr int64_t kDoubleQuantBlock = 256;
-struct DoubleQuantizedView {
-  uint8_t* codes = nullptr;  // [n]
-  float* absmax = nullptr;   // [ceil(n / 256)]
-  float offset = 0;          // set by double_quantize
+template <class Data>  // void, const void
+struct BasicDoubleQuantizedView {
+  ConstAs<Data, uint8_t>* codes = nullptr;  // [n]
+  ConstAs<Data, float>* absmax = nullptr;   // [ceil(n / 256)]
+  float offset = 0;                         // set by double_quantize
+
+  operator BasicDoubleQuantizedView<const void>() const requires(!std::is_const_v<Data>) {
+    return {codes, absmax, offset};
+  }
 };
+using DoubleQuantizedView = BasicDoubleQuantizedView<void>;
+using ConstDoubleQuantizedView = BasicDoubleQuantizedView<const void>;
 HALFBYTE_API void double_quantize(const float* scales, int64_t n, DoubleQuantizedView& out);
 // map: 256 entries; null: double_quant_map()
-HALFBYTE_API void double_dequantize(const DoubleQuantizedView& in, int64_t n, float* scales,
+HALFBYTE_API void double_dequantize(const ConstDoubleQuantizedView& in, int64_t n, float* scales,
                                     const float* map = nullptr);
 HALFBYTE_API const float* double_quant_map();
 
-struct WeightView;   // qgemm.hpp
+template <class Data>
+struct BasicWeightView;  // qgemm.hpp
+using WeightView = BasicWeightView<void>;
 class PackedTensor;  // likewise
 
 // A quantized weight that owns its memory, on one device: the parts in the native layout, as QuantShape
@@ -153,7 +169,7 @@ struct HALFBYTE_API QuantizedTensor {
 // One-line forms, on the device of x and of q. quantize waits for Execution::stream. It throws
 // Error(bad_input) if the data is not finite, naming the count and the first index, or if spec.scale_dtype
 // cannot hold a scale. dequantize waits too with double quantization, which is undone in host memory.
-HALFBYTE_API QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec,
+HALFBYTE_API QuantizedTensor quantize(const ConstTensorView& x, const QuantSpec& spec,
                                       const Encoding& encoding = {}, Execution execution = {});
 HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
 

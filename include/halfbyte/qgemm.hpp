@@ -17,28 +17,35 @@
 
 namespace halfbyte {
 
-// A quantized matrix [rows, cols] in one of the layouts. Non-owning; parts that the spec does not have are
-// null. qgemm takes formats of 4 and 8 bits.
+// A quantized matrix [rows, cols] in one of the layouts. Non-owning: WeightView, or of what is only read
+// ConstWeightView. Parts that the spec does not have are null. qgemm takes formats of 4 and 8 bits.
 //   halfbyte            as QuantShape describes them
 //   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte;
 //                       codes and groups (Granularity::flat) run across rows
 //   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
 //                       rows: word [r / 8][group] of 4 bits
 //   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
-struct WeightView {
+template <class Data>  // void, const void
+struct BasicWeightView {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
   Layout layout = Layout::halfbyte;
-  void* codes = nullptr;
-  void* scales = nullptr;  // of spec.scale_dtype; u8 codes of double_quantize if spec.double_quant
-  void* zeros = nullptr;
-  void* biases = nullptr;
+  Data* codes = nullptr;
+  Data* scales = nullptr;  // of spec.scale_dtype; u8 codes of double_quantize if spec.double_quant
+  Data* zeros = nullptr;
+  Data* biases = nullptr;
   // Only with double quantization, in memory of the same device. DoubleQuantizedView describes them.
-  float* absmax = nullptr;  // [ceil(number of scales / 256)]
-  float* map = nullptr;     // [256]
-  float* offset = nullptr;  // [1]
+  ConstAs<Data, float>* absmax = nullptr;  // [ceil(number of scales / 256)]
+  ConstAs<Data, float>* map = nullptr;     // [256]
+  ConstAs<Data, float>* offset = nullptr;  // [1]
   Device device = {};
+
+  operator BasicWeightView<const void>() const requires(!std::is_const_v<Data>) {
+    return {spec, rows, cols, layout, codes, scales, zeros, biases, absmax, map, offset, device};
+  }
 };
+using WeightView = BasicWeightView<void>;
+using ConstWeightView = BasicWeightView<const void>;
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: of gptq and
 // awq, formats of other than 4 or 8 bits (bitsandbytes: 4), f64 scales, and in compressed-tensors zero points
@@ -54,14 +61,21 @@ HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t ro
 // multiple of max(64, group size), it is at most 2 KB longer than the native layout. The exception is one
 // scale for the whole tensor: it is stored once for each row.
 inline constexpr int kPackedWeightVersion = 1;
-struct PackedWeight {
+template <class Data>  // void, const void
+struct BasicPackedWeight {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
-  void* data = nullptr;
+  Data* data = nullptr;
   Device device;
   int version = kPackedWeightVersion;
   int64_t num_bytes = -1;  // length of the memory; -1: not known. If it is known, too little is refused
+
+  operator BasicPackedWeight<const void>() const requires(!std::is_const_v<Data>) {
+    return {spec, rows, cols, data, device, version, num_bytes};
+  }
 };
+using PackedWeight = BasicPackedWeight<void>;
+using ConstPackedWeight = BasicPackedWeight<const void>;
 // Throws Error(usage) if there is no packed form: for formats of other than 4 or 8 bits, for f64 scales, and
 // for Granularity::flat with groups that do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
@@ -87,8 +101,8 @@ class HALFBYTE_API PackedTensor {
 // (For spec, Granularity::flat and group are the same if groups divide the rows.) Padding is written too:
 // zeros in the packed form; after the rows of a view what its layout defines, the code of zero, or 0 bits in
 // words. For a weight without elements, only absmax, map and offset of double quantization are moved.
-HALFBYTE_API void reorder(const WeightView& from, const PackedWeight& to, Execution execution = {});
-HALFBYTE_API void reorder(const PackedWeight& from, const WeightView& to, Execution execution = {});
+HALFBYTE_API void reorder(const ConstWeightView& from, const PackedWeight& to, Execution execution = {});
+HALFBYTE_API void reorder(const ConstPackedWeight& from, const WeightView& to, Execution execution = {});
 
 enum class QgemmMath : uint8_t {
   automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums
@@ -146,11 +160,11 @@ HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDe
 struct HALFBYTE_API Qgemm {
   using Descriptor = QgemmDescriptor;
   struct Args {
-    TensorView x = {};         // read: [m, k]; transposed: [m, n]
-    PackedWeight weight = {};  // read, if descriptor.packed
-    WeightView view = {};      // read, else
-    TensorView bias = {};      // read: [n]
-    TensorView y = {};         // written (read too, if accumulate): [m, n]; transposed: [m, k]
+    ConstTensorView x = {};         // read: [m, k]; transposed: [m, n]
+    ConstPackedWeight weight = {};  // read, if descriptor.packed
+    ConstWeightView view = {};      // read, else
+    ConstTensorView bias = {};      // read: [n]
+    TensorView y = {};              // written (read too, if accumulate): [m, n]; transposed: [m, k]
   };
   using Status = QuantizeStatus;
 };

@@ -79,7 +79,7 @@ HALFBYTE_API void check_descriptor(const LinearDescriptor& descriptor);
 struct HALFBYTE_API QuantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
-    TensorView x;           // read
+    ConstTensorView x;      // read
     TensorView codes;       // written
     TensorView scale;       // read; written where computed
     TensorView zero_point;  // likewise; without data where the descriptor has none
@@ -90,8 +90,8 @@ struct HALFBYTE_API QuantizeLinear {
 struct HALFBYTE_API DequantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
-    TensorView codes, scale, zero_point;  // read
-    TensorView y;                         // written
+    ConstTensorView codes, scale, zero_point;  // read
+    TensorView y;                              // written
   };
   using Status = QuantizeStatus;
 };
@@ -99,8 +99,8 @@ struct HALFBYTE_API DequantizeLinear {
 struct HALFBYTE_API QuantizeLinearBackward {
   using Descriptor = LinearDescriptor;
   struct Args {
-    TensorView x, dy, scale, zero_point;  // read
-    TensorView dx;                        // written
+    ConstTensorView x, dy, scale, zero_point;  // read
+    TensorView dx;                             // written
   };
   using Status = QuantizeStatus;
 };

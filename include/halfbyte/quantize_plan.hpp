@@ -31,7 +31,7 @@ HALFBYTE_API void check_descriptor(const QuantizeDescriptor& descriptor);
 struct HALFBYTE_API Quantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
-    TensorView x;       // read: [..., cols], contiguous, `rows` the product of the other extents
+    ConstTensorView x;  // read: [..., cols], contiguous, `rows` the product of the other extents
     QuantizedView out;  // written: spec, rows and cols of the descriptor; memory of the plan's device
   };
   using Status = QuantizeStatus;
@@ -41,8 +41,8 @@ struct HALFBYTE_API Quantize {
 struct HALFBYTE_API Dequantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
-    QuantizedView in;  // read; otherwise as above
-    TensorView y;      // written
+    ConstQuantizedView in;  // read; otherwise as above
+    TensorView y;           // written
   };
   using Status = QuantizeStatus;
 };

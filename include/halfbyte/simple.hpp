@@ -44,18 +44,19 @@ struct HALFBYTE_API Int4Config {
 // and returns at once.
 
 // code = clamp(rne(x / scale) + zero), where rne rounds half to even; decoded to (code - zero) * scale.
-HALFBYTE_API void quantize_int4(const TensorView& x, const TensorView& codes, const TensorView& scales,
+HALFBYTE_API void quantize_int4(const ConstTensorView& x, const TensorView& codes, const TensorView& scales,
                                 const TensorView& zeros, int64_t n, const Int4Config& config = {},
                                 Execution execution = {});
-HALFBYTE_API void dequantize_int4(const TensorView& codes, const TensorView& scales, const TensorView& zeros,
-                                  const TensorView& y, int64_t n, const Int4Config& config = {},
-                                  Execution execution = {});
+HALFBYTE_API void dequantize_int4(const ConstTensorView& codes, const ConstTensorView& scales,
+                                  const ConstTensorView& zeros, const TensorView& y, int64_t n,
+                                  const Int4Config& config = {}, Execution execution = {});
 
 // scale = absmax. The code is that of the NF4 value nearest to x / scale; ties go to the lower value. It
 // decodes to value * scale.
-HALFBYTE_API void quantize_nf4(const TensorView& x, const TensorView& codes, const TensorView& scales,
+HALFBYTE_API void quantize_nf4(const ConstTensorView& x, const TensorView& codes, const TensorView& scales,
                                int64_t n, int64_t group_size = 64, Execution execution = {});
-HALFBYTE_API void dequantize_nf4(const TensorView& codes, const TensorView& scales, const TensorView& y,
-                                 int64_t n, int64_t group_size = 64, Execution execution = {});
+HALFBYTE_API void dequantize_nf4(const ConstTensorView& codes, const ConstTensorView& scales,
+                                 const TensorView& y, int64_t n, int64_t group_size = 64,
+                                 Execution execution = {});
 
 }  // namespace halfbyte

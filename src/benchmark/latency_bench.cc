@@ -54,7 +54,7 @@ BenchRow time_run(Device device) {
   for (int round = 0; round < kRounds; ++round) {
     stream.synchronize();
     const BenchClock::time_point start = BenchClock::now();
-    for (int i = 0; i < kRuns; ++i) plan.run(stream.handle(), workspace.data(), args);
+    for (int i = 0; i < kRuns; ++i) plan.run(stream.handle(), workspace, args);
     row.median_us = std::min(row.median_us, us_since(start) / kRuns);
   }
   stream.synchronize();

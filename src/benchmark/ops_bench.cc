@@ -167,7 +167,7 @@ class OpsBench {
     if (cuda) row.correct = check(problem, runs[0], set_bytes);
 
     const auto launch = [&](int i) {
-      runs[static_cast<size_t>(i % num_sets)].run(harness_.stream().handle(), workspace_.memory().data());
+      runs[static_cast<size_t>(i % num_sets)].run(harness_.stream().handle(), workspace_.memory());
     };
     const BenchBackend& backend = harness_.backend();
     std::vector<std::shared_ptr<Work>> works = {backend.repeat(cuda ? kLaunches : 1, launch)};
@@ -233,8 +233,8 @@ class OpsBench {
     const BenchRun expected = problem.bind(memory, {});
     host_workspace_.reserve({}, expected.workspace_bytes);
     for (int i = 0; i < 2; ++i) {
-      run.run(harness_.stream().handle(), workspace_.memory().data());
-      expected.run(nullptr, host_workspace_.memory().data());
+      run.run(harness_.stream().handle(), workspace_.memory());
+      expected.run(nullptr, host_workspace_.memory());
     }
     std::byte* const found = host_arena_.at(1, set_bytes);
     copy(device_, found, arena_.at(0, set_bytes), set_bytes, harness_.stream().handle());

@@ -42,14 +42,14 @@ struct BenchMemory {
 struct BenchRun {
   Sku sku;
   int64_t workspace_bytes = 0;
-  std::function<void(void* stream, void* workspace)> run;
+  std::function<void(void* stream, const Workspace& workspace)> run;
 };
 template <class Op>
 BenchRun bench_run(const BenchMemory& memory, const PlanPreference& preference,
                    const typename Op::Descriptor& descriptor, const typename Op::Args& args) {
   const auto plan = Plan<Op>::select(memory.device, descriptor, preference);
   return {plan.sku(), plan.workspace_size(),
-          [plan, args](void* stream, void* workspace) { plan.run(stream, workspace, args); }};
+          [plan, args](void* stream, const Workspace& workspace) { plan.run(stream, workspace, args); }};
 }
 
 struct BenchProblem {

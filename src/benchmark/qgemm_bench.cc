@@ -282,7 +282,7 @@ class QgemmBench {
     std::vector<std::shared_ptr<Work>> works;
     for (const QgemmPlan& plan : plans)
       works.push_back(backend_->record(num_launches, [&](int i) {
-        plan.run(stream_.handle(), workspaces_.at(i % workspace.count, workspace.bytes),
+        plan.run(stream_.handle(), {workspaces_.at(i % workspace.count, workspace.bytes), workspace.bytes},
                  {.x = view(x_at(i), in), .weight = packed(i % weight_.count), .y = view(y_at(i), out)});
       }));
     const std::vector<int64_t> rows = checked_rows(d.m);
@@ -324,7 +324,7 @@ class QgemmBench {
           cublas.product(d.dtype, false, d.m, d.n, test.lora, projected, b, y_at(i));
         }
         adapter->adding.run(
-            stream_.handle(), adapter->workspace.data(),
+            stream_.handle(), adapter->workspace,
             {.x = view(x_at(i), in), .weight = packed(i % weight_.count), .y = view(y_at(i), out)});
       }));
     }
@@ -404,7 +404,7 @@ class QgemmBench {
         workspace(device_, plan.workspace_size());
     copy(device_, x_memory.data(), x.data(), x_memory.num_bytes(), stream_.handle());
     poison(y_memory.data(), y_bytes);
-    plan.run(stream_.handle(), workspace.data(),
+    plan.run(stream_.handle(), workspace,
              {.x = {x_memory.data(), DType::f32, {kCheckedRows, in}, {}, device_},
               .weight = packed(0),
               .y = {y_memory.data(), DType::f32, {kCheckedRows, out}, {}, device_}});

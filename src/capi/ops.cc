@@ -134,8 +134,8 @@ halfbyte_status halfbyte_double_dequantize(const DLTensor* codes, const DLTensor
     const int64_t n = num_elements(view_of(scales, "scales"));
     const int64_t blocks = n / kDoubleQuantBlock + (n % kDoubleQuantBlock != 0);
     float* const values = host_array<float>(scales, "scales", DType::f32, n);
-    const DoubleQuantizedView view{host_array<uint8_t>(codes, "codes", DType::u8, n),
-                                   host_array<float>(absmax, "absmax", DType::f32, blocks), offset};
+    const ConstDoubleQuantizedView view{host_array<uint8_t>(codes, "codes", DType::u8, n),
+                                        host_array<float>(absmax, "absmax", DType::f32, blocks), offset};
     double_dequantize(view, n, values);
   });
 }

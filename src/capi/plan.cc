@@ -200,6 +200,14 @@ halfbyte_status halfbyte_linear_descriptor_num_levels(const halfbyte_linear_desc
 
 // ---- What all plans have
 
+static_assert(HALFBYTE_OP_QGEMM == static_cast<int>(OpKind::qgemm));
+static_assert(HALFBYTE_OP_OBSERVE == static_cast<int>(OpKind::observe));
+static_assert(HALFBYTE_ARCH_AMX_BF16 == static_cast<int>(Arch::amx_bf16));
+static_assert(HALFBYTE_ARCH_SM_121A == static_cast<int>(Arch::sm_121a));
+
+const char* halfbyte_op_kind_name(halfbyte_op_kind kind) { return word_of(kind, OpKind::qgemm); }
+const char* halfbyte_arch_name(halfbyte_arch arch) { return word_of(arch, Arch::sm_121a); }
+
 halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference, size_t struct_size) {
   return init_struct(preference, {}, struct_size, "preference");
 }
@@ -209,7 +217,14 @@ void halfbyte_plan_destroy(halfbyte_plan* plan) { delete plan; }
 halfbyte_status halfbyte_plan_sku(const halfbyte_plan* plan, halfbyte_sku* sku) {
   return guard([&] {
     const Sku& of = required(plan, "plan").sku();
-    write_struct(sku, {0, of.op.c_str(), of.kernel.c_str(), of.backend.c_str(), of.dtypes.c_str()}, "sku");
+    write_struct(
+        sku,
+        {0, of.op.c_str(), of.kernel.c_str(), of.backend.c_str(), of.dtypes.c_str(),
+         static_cast<int32_t>(of.op_kind), static_cast<int32_t>(of.arch), static_cast<int32_t>(of.element),
+         of.aux_element ? static_cast<int32_t>(*of.aux_element) : HALFBYTE_UNSET,
+         of.layout ? static_cast<int32_t>(*of.layout) : HALFBYTE_UNSET,
+         static_cast<int32_t>(of.device_kind == DeviceKind::cuda ? kDLCUDA : kDLCPU)},
+        "sku");
   });
 }
 
@@ -232,10 +247,11 @@ halfbyte_status halfbyte_plan_workspace_size(const halfbyte_plan* plan, int64_t*
   return guard([&] { required(num_bytes, "num_bytes") = required(plan, "plan").workspace_size(); });
 }
 
-halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, const void* workspace, void* stream,
-                                     halfbyte_quantize_status* status) {
+halfbyte_status halfbyte_plan_status(const halfbyte_plan* plan, void* stream, const void* workspace,
+                                     int64_t workspace_bytes, halfbyte_quantize_status* status) {
   return guard([&] {
     required(status, "status");
-    write_struct(status, to_c(required(plan, "plan").status(workspace, stream)), "status");
+    const Workspace memory(const_cast<void*>(workspace), workspace_bytes);  // which status reads
+    write_struct(status, to_c(required(plan, "plan").status(stream, memory)), "status");
   });
 }

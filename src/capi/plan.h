@@ -12,7 +12,7 @@ struct halfbyte_plan {
   virtual const halfbyte::Sku& sku() const = 0;
   virtual const halfbyte::PrecisionGuarantee& guarantee() const = 0;
   virtual int64_t workspace_size() const = 0;
-  virtual halfbyte::QuantizeStatus status(const void* workspace, void* stream) const = 0;
+  virtual halfbyte::QuantizeStatus status(void* stream, const halfbyte::Workspace& workspace) const = 0;
 };
 
 namespace halfbyte::capi {
@@ -24,8 +24,8 @@ struct PlanOf : halfbyte_plan {
   const Sku& sku() const override { return plan.sku(); }
   const PrecisionGuarantee& guarantee() const override { return plan.precision_guarantee(); }
   int64_t workspace_size() const override { return plan.workspace_size(); }
-  QuantizeStatus status(const void* workspace, void* stream) const override {
-    return plan.status(workspace, stream);
+  QuantizeStatus status(void* stream, const Workspace& workspace) const override {
+    return plan.status(stream, workspace);
   }
 
   Plan<Op> plan;
@@ -71,7 +71,7 @@ halfbyte_status can_implement(const char* op, const halfbyte_plan* plan, const A
   });
 }
 template <class Op, class Args>
-halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream, void* workspace,
+halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream, const Workspace& workspace,
                          const Args& args) {
   return guard([&] {
     const Plan<Op>& typed = plan_of<Op>(plan, op);
@@ -83,24 +83,24 @@ halfbyte_status run_plan(const char* op, const halfbyte_plan* plan, void* stream
 
 // Defines the functions that halfbyte.h declares for an operation. In sight must be
 // descriptor_of(const descriptor_type*) and args_of(const Op::Descriptor&, const halfbyte_NAME_args*).
-#define HALFBYTE_PLAN(name, Op, descriptor_type)                                                   \
-  halfbyte_status halfbyte_##name##_select(DLDevice device, const descriptor_type* descriptor,     \
-                                           const halfbyte_plan_preference* preference,             \
-                                           halfbyte_plan** plan) {                                 \
-    return halfbyte::capi::select_plan<Op>(                                                        \
-        device, [&] { return descriptor_of(descriptor); }, preference, plan);                      \
-  }                                                                                                \
-  halfbyte_status halfbyte_##name##_args_init(halfbyte_##name##_args* args, size_t struct_size) {  \
-    return halfbyte::capi::init_struct(args, {}, struct_size, "args");                             \
-  }                                                                                                \
-  halfbyte_status halfbyte_##name##_can_implement(const halfbyte_plan* plan,                       \
-                                                  const halfbyte_##name##_args* args) {            \
-    return halfbyte::capi::can_implement<Op>(                                                      \
-        #name, plan, [&](const Op::Descriptor& descriptor) { return args_of(descriptor, args); }); \
-  }                                                                                                \
-  halfbyte_status halfbyte_##name##_run(const halfbyte_plan* plan, void* stream, void* workspace,  \
-                                        const halfbyte_##name##_args* args) {                      \
-    return halfbyte::capi::run_plan<Op>(                                                           \
-        #name, plan, stream, workspace,                                                            \
-        [&](const Op::Descriptor& descriptor) { return args_of(descriptor, args); });              \
+#define HALFBYTE_PLAN(name, Op, descriptor_type)                                                       \
+  halfbyte_status halfbyte_##name##_select(DLDevice device, const descriptor_type* descriptor,         \
+                                           const halfbyte_plan_preference* preference,                 \
+                                           halfbyte_plan** plan) {                                     \
+    return halfbyte::capi::select_plan<Op>(                                                            \
+        device, [&] { return descriptor_of(descriptor); }, preference, plan);                          \
+  }                                                                                                    \
+  halfbyte_status halfbyte_##name##_args_init(halfbyte_##name##_args* args, size_t struct_size) {      \
+    return halfbyte::capi::init_struct(args, {}, struct_size, "args");                                 \
+  }                                                                                                    \
+  halfbyte_status halfbyte_##name##_can_implement(const halfbyte_plan* plan,                           \
+                                                  const halfbyte_##name##_args* args) {                \
+    return halfbyte::capi::can_implement<Op>(                                                          \
+        #name, plan, [&](const Op::Descriptor& descriptor) { return args_of(descriptor, args); });     \
+  }                                                                                                    \
+  halfbyte_status halfbyte_##name##_run(const halfbyte_plan* plan, void* stream, void* workspace,      \
+                                        int64_t workspace_bytes, const halfbyte_##name##_args* args) { \
+    return halfbyte::capi::run_plan<Op>(                                                               \
+        #name, plan, stream, {workspace, workspace_bytes},                                             \
+        [&](const Op::Descriptor& descriptor) { return args_of(descriptor, args); });                  \
   }

@@ -7,18 +7,30 @@ namespace halfbyte::capi {
 namespace {
 
 thread_local std::string last_error;
+thread_local ErrorDetails last_details;
 thread_local bool last_error_was_lost = false;
 
 }  // namespace
 
 halfbyte_status fail(ErrorCode code, const char* message) noexcept {
   last_error_was_lost = false;
+  last_details = {};
   try {
     last_error = message;
   } catch (const std::bad_alloc&) {
     last_error_was_lost = true;
   }
   return static_cast<halfbyte_status>(code);
+}
+halfbyte_status fail(const Error& error) noexcept {
+  const halfbyte_status status = fail(error.code(), error.what());
+  last_details.kind = error.kind();
+  try {
+    last_details = {error.kind(), error.argument(), error.expected(), error.actual()};
+  } catch (const std::bad_alloc&) {
+    last_error_was_lost = true;
+  }
+  return status;
 }
 
 std::vector<std::string> words_of(const char* const* words, int64_t count, const char* name) {
@@ -150,6 +162,15 @@ HALFBYTE_SAME(HALFBYTE_GRANULARITY_GROUP, Granularity::group);
 HALFBYTE_SAME(HALFBYTE_GRANULARITY_FLAT, Granularity::flat);
 HALFBYTE_SAME(HALFBYTE_CODE_SCALE_STORED, CodeScale::stored);
 HALFBYTE_SAME(HALFBYTE_CODE_SCALE_UNROUNDED, CodeScale::unrounded);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_GENERAL, ErrorKind::general);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_INVALID_ARGUMENT, ErrorKind::invalid_argument);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_INVALID_PROBLEM, ErrorKind::invalid_problem);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_UNSUPPORTED, ErrorKind::unsupported);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_MISALIGNED, ErrorKind::misaligned);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_BUFFER_TOO_SMALL, ErrorKind::buffer_too_small);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_WORKSPACE_TOO_SMALL, ErrorKind::workspace_too_small);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_COMPILATION_FAILED, ErrorKind::compilation_failed);
+HALFBYTE_SAME(HALFBYTE_ERROR_KIND_LAUNCH_FAILED, ErrorKind::launch_failed);
 #undef HALFBYTE_SAME
 // A pair for each row of formats.def.
 struct FormatId {
@@ -188,18 +209,16 @@ const char* halfbyte_last_error(void) {
   return last_error_was_lost ? "out of memory, for the text of an error too" : last_error.c_str();
 }
 
+const char* halfbyte_error_kind_name(halfbyte_error_kind kind) {
+  return word_of(kind, ErrorKind::launch_failed);
+}
+halfbyte_error_kind halfbyte_last_error_kind(void) { return static_cast<int32_t>(last_details.kind); }
+const char* halfbyte_last_error_argument(void) { return last_details.argument.c_str(); }
+const char* halfbyte_last_error_expected(void) { return last_details.expected.c_str(); }
+const char* halfbyte_last_error_actual(void) { return last_details.actual.c_str(); }
+
 int32_t halfbyte_version(void) { return HALFBYTE_VERSION; }
 const char* halfbyte_version_string(void) { return kVersion; }
-
-namespace {
-
-// The word of an enumerator; NULL where there is none.
-template <class Enum>
-const char* word_of(int32_t value, Enum last) {
-  return value < 0 || value > static_cast<int32_t>(last) ? nullptr : to_string(static_cast<Enum>(value));
-}
-
-}  // namespace
 
 halfbyte_status halfbyte_dtype_find(const char* word, halfbyte_dtype* dtype) {
   return guard(

@@ -28,7 +28,8 @@ template <class... Values>
   throw Error(ErrorCode::usage, fmt::format(text, std::forward<Values>(values)...));
 }
 
-// Sets what halfbyte_last_error() says.
+// Sets what halfbyte_last_error() and its like say.
+halfbyte_status fail(const Error& error) noexcept;
 halfbyte_status fail(ErrorCode code, const char* message) noexcept;
 
 // Runs the body of a C function.
@@ -38,7 +39,7 @@ halfbyte_status guard(const Body& body) noexcept {
     body();
     return HALFBYTE_OK;
   } catch (const Error& error) {
-    return fail(error.code(), error.what());
+    return fail(error);
   } catch (const std::bad_alloc&) {
     return fail(ErrorCode::no_memory, "out of memory");
   } catch (const std::exception& error) {
@@ -109,6 +110,11 @@ Enum enum_of(int32_t value, Enum last, const char* name) {
   if (value < 0 || value > static_cast<int32_t>(last))
     refuse("{} must be 0 to {}, got {}", name, static_cast<int>(last), value);
   return static_cast<Enum>(value);
+}
+// The word of an enumerator; NULL where there is none.
+template <class Enum>
+const char* word_of(int32_t value, Enum last) {
+  return value < 0 || value > static_cast<int32_t>(last) ? nullptr : to_string(static_cast<Enum>(value));
 }
 template <class Enum>
 std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {

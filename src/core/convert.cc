@@ -37,9 +37,10 @@ void put_offset_code(std::byte* data, DType dtype, int64_t row, int64_t col, int
 }
 
 // The argument in host memory. Error(usage) where it is not as the descriptor says.
-Tensor host_of(const char* op, const char* name, const TensorView& view, DType dtype,
+Tensor host_of(const char* op, const char* name, const ConstTensorView& view, DType dtype,
                std::span<const int64_t> shape, Device device, void* stream) {
-  check_tensor(op, {.name = name, .view = &view, .dtype = dtype, .shape = shape}, device);
+  const ArgumentData data = data_of(view);
+  check_tensor(op, {.name = name, .view = &data, .dtype = dtype, .shape = shape}, device);
   return Tensor::copy_of(view, stream).to(Device{}, stream);
 }
 
@@ -69,8 +70,9 @@ QuantSpec spec_of(const LinearDescriptor& d) {
 
 }  // namespace
 
-QuantizedTensor from_linear(const LinearDescriptor& d, const TensorView& codes, const TensorView& scale,
-                            const TensorView& zero_point, Execution execution) {
+QuantizedTensor from_linear(const LinearDescriptor& d, const ConstTensorView& codes,
+                            const ConstTensorView& scale, const ConstTensorView& zero_point,
+                            Execution execution) {
   constexpr const char* kOp = "from_linear";
   check_descriptor(d);
   QuantizedTensor q(spec_of(d), d.shape, d.dtype);
@@ -211,9 +213,10 @@ Conversion from_flat_of(const FlatCodes& flat, std::vector<int64_t> shape) {
                                     is_floating(flat.scales.dtype) ? flat.scales.dtype : DType::f32)};
   QuantizedTensor& q = result.weight;
   const int64_t n = q.rows() * q.cols(), groups = q.scales.num_elements();
-  const auto check = [&](const char* name, const TensorView& view, DType dtype, int64_t count) {
+  const auto check = [&](const char* name, const ConstTensorView& view, DType dtype, int64_t count) {
     const int64_t wanted[] = {count};
-    check_tensor("from_flat", {.name = name, .view = &view, .dtype = dtype, .shape = wanted}, Device{});
+    const ArgumentData data = data_of(view);
+    check_tensor("from_flat", {.name = name, .view = &data, .dtype = dtype, .shape = wanted}, Device{});
   };
   check("codes", flat.codes, DType::u8, (n + 1) / 2);
   check("scales", flat.scales, flat.scales.dtype, groups);

@@ -65,7 +65,7 @@ template <class Op>
 void run(const typename Op::Descriptor& descriptor, const typename Op::Args& args) {
   const auto plan = Plan<Op>::select({}, descriptor);
   const Memory workspace({}, plan.workspace_size());
-  plan.run(nullptr, workspace.data(), args);
+  plan.run(nullptr, workspace, args);
 }
 
 struct Linear {

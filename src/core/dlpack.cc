@@ -67,8 +67,8 @@ TensorView from_dlpack(const DLTensor& tensor, std::string_view name) {
   HALFBYTE_CHECK(tensor.ndim >= 0, usage, "dlpack: {}: ndim must not be negative, got {}", name, tensor.ndim);
   HALFBYTE_CHECK(tensor.ndim == 0 || tensor.shape != nullptr, usage,
                  "dlpack: {}: shape must not be null, ndim is {}", name, tensor.ndim);
-  view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-  if (tensor.strides != nullptr) view.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
+  view.shape = Extents(tensor.shape, tensor.shape + tensor.ndim);
+  if (tensor.strides != nullptr) view.strides = Extents(tensor.strides, tensor.strides + tensor.ndim);
   for (const int64_t extent : view.shape)
     HALFBYTE_CHECK(extent >= 0, usage, "dlpack: {}: an extent must not be negative, got {}", name, extent);
   check_packing(view, name);

@@ -11,7 +11,7 @@ Tensor::Tensor(Device device, DType dtype, std::vector<int64_t> shape)
       shape_(std::move(shape)),
       memory_(device, contiguous_bytes(dtype, shape_)) {}
 
-Tensor Tensor::copy_of(const TensorView& view, void* stream) {
+Tensor Tensor::copy_of(const ConstTensorView& view, void* stream) {
   HALFBYTE_CHECK(is_contiguous(view), usage,
                  "tensor: the view must be contiguous, got strides {} of shape {}", text_of(view.strides),
                  text_of(view.shape));

@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "core/checks.h"
+#include "core/expect.h"
 
 namespace halfbyte {
 
@@ -10,12 +10,13 @@ void check_descriptor(const QuantizeDescriptor& d) {
   constexpr const char* kOp = "quantize descriptor";
   check_spec(d.spec);
   check_encoding(d.spec, d.encoding);
-  HALFBYTE_CHECK(!d.spec.double_quant, usage,
-                 "{}: spec.double_quant must be false: double_quantize and double_dequantize encode and "
-                 "decode the scales of a plan",
-                 kOp);
-  HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kOp,
-                 to_string(d.dtype));
+  HALFBYTE_CHECK_AS(!d.spec.double_quant, usage,
+                    (ErrorDetails{ErrorKind::unsupported, "spec.double_quant", "false", "true"}),
+                    "{}: spec.double_quant must be false: double_quantize and double_dequantize encode and "
+                    "decode the scales of a plan",
+                    kOp);
+  HALFBYTE_MUST(is_floating(d.dtype), unsupported, kOp, "dtype", "be", "f32, f64, f16 or bf16",
+                to_string(d.dtype));
   quant_shape(d.spec, d.rows, d.cols);  // throws for negative extents and what is too large
   contiguous_bytes(d.dtype, std::array{d.rows, d.cols});
   check_alignment(kOp, d.alignment, d.dtype);
@@ -32,12 +33,14 @@ std::string text_of_dtypes(const QuantizeDescriptor& descriptor, bool quantizes)
   return dtypes;
 }
 
-void check_parts(const char* op, const std::string& name, const QuantizedView& parts,
+void check_parts(const char* op, const std::string& name, const ConstQuantizedView& parts,
                  const QuantizeDescriptor& descriptor) {
   check_same_spec(op, name.c_str(), parts.spec, descriptor.spec);
   const auto same = [&](const char* field, int64_t actual, int64_t expected) {
-    HALFBYTE_CHECK(actual == expected, usage, "{}: {}.{} must be {} as in the descriptor, got {}", op, name,
-                   field, expected, actual);
+    HALFBYTE_CHECK_AS(actual == expected, usage,
+                      (ErrorDetails{ErrorKind::invalid_argument, fmt::format("{}.{}", name, field),
+                                    fmt::format("{}", expected), fmt::format("{}", actual)}),
+                      "{}: {}.{} must be {} as in the descriptor, got {}", op, name, field, expected, actual);
   };
   same("rows", parts.rows, descriptor.rows);
   same("cols", parts.cols, descriptor.cols);

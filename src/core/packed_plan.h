@@ -9,13 +9,14 @@ namespace halfbyte {
 // "bf16 -> nf4, scale f16", or the other way.
 std::string text_of_dtypes(const QuantizeDescriptor& descriptor, bool quantizes);
 // That what parts say of themselves is that of the descriptor; the parts are called `name`.
-void check_parts(const char* op, const std::string& name, const QuantizedView& parts,
+void check_parts(const char* op, const std::string& name, const ConstQuantizedView& parts,
                  const QuantizeDescriptor& descriptor);
 
 // The arguments: a matrix, and the parts that quantization writes and dequantization reads.
-template <class Op, TensorView Op::Args::*matrix, QuantizedView Op::Args::*parts>
+template <class Op, auto matrix, auto parts>
 struct PackedImpl : Plan<Op>::Impl {
   using Args = typename Op::Args;
+  using View = std::remove_cvref_t<decltype(std::declval<Args>().*parts)>;
 
   std::string parts_name;
 
@@ -24,23 +25,23 @@ struct PackedImpl : Plan<Op>::Impl {
              void (*rules)(const char* op, const QuantizeDescriptor& descriptor) = nullptr)
       : Plan<Op>::Impl(op, device, d, preference, rules), parts_name(name_of_parts) {
     this->sku.dtypes = text_of_dtypes(d, quantizes);
+    this->sku.aux_element = DType::u8;
+    this->sku.layout = Layout::halfbyte;
     const QuantShape shape = quant_shape(d.spec, d.rows, d.cols);
     const int64_t scale_size = size_of(d.spec.scale_dtype), scale_bytes = shape.num_groups * scale_size;
     this->tensor(matrix_name, matrix, d.dtype, {d.rows, d.cols})
         .any_leading_axes()
         .promised(d.alignment)
         .written(!quantizes);
-    const auto part = [&](const char* name, auto QuantizedView::*pointer, int64_t num_bytes) -> ArgumentRow& {
-      const auto find = [pointer](const Args& args) -> ArgumentData {
-        return {args.*parts.*pointer, -1, nullptr};
-      };
+    const auto part = [&](const char* name, auto pointer, int64_t num_bytes) -> ArgumentRow& {
+      const auto find = [pointer](const Args& args) -> ArgumentData { return untyped(args.*parts.*pointer); };
       return this->memory(parts_name + name, find, num_bytes).written(quantizes);
     };
-    part(".codes", &QuantizedView::codes, shape.code_bytes()).promised(d.alignment);
-    part(".scales", &QuantizedView::scales, scale_bytes).aligned(scale_size);
-    part(".zeros", &QuantizedView::zeros, shape.num_groups)
+    part(".codes", &View::codes, shape.code_bytes()).promised(d.alignment);
+    part(".scales", &View::scales, scale_bytes).aligned(scale_size);
+    part(".zeros", &View::zeros, shape.num_groups)
         .null_unless(has_zeros(d.spec), "only asymmetric integer formats have zero points");
-    part(".biases", &QuantizedView::biases, scale_bytes)
+    part(".biases", &View::biases, scale_bytes)
         .aligned(scale_size)
         .null_unless(has_biases(d.spec), "only affine formats have biases");
   }

@@ -36,18 +36,21 @@ struct Plan<Op>::Impl : PlanBase {
     check_arguments(args, memory);
   }
   // Checks them too.
-  void run(void* stream, void* workspace, const Args& args) const {
+  void run(void* stream, const Workspace& workspace, const Args& args) const {
     std::array<ArgumentMemory, kMaxArguments> memory;
-    check_workspace(op, workspace, workspace_size, device, check_arguments(args, memory));
-    execute(args, stream, workspace);
+    const std::span<const ArgumentMemory> touched = check_arguments(args, memory);
+    const bool has_none = workspace.data == nullptr && workspace.num_bytes == 0;
+    if (has_none && device.kind == DeviceKind::cpu) return run_without_workspace(stream, args);
+    check_workspace(op, workspace, workspace_size, device, touched);
+    execute(args, stream, workspace.data);
   }
 
  protected:
   // ---- The table. What is wrong is found in the order of its rows, which have the names of errors.
-  ArgumentRow& tensor(std::string name, TensorView Args::*view, DType dtype, std::vector<int64_t> shape) {
-    finds_.push_back([view](const Args& args, ArgumentData& data) {
-      data = {(args.*view).data, -1, &(args.*view)};
-    });
+  template <class Data>
+  ArgumentRow& tensor(std::string name, BasicTensorView<Data> Args::*view, DType dtype,
+                      std::vector<int64_t> shape) {
+    finds_.push_back([view](const Args& args, ArgumentData& data) { data = data_of(args.*view); });
     return add({std::move(name), dtype, std::move(shape)});
   }
   // `find` returns an ArgumentData.
@@ -71,10 +74,22 @@ struct Plan<Op>::Impl : PlanBase {
  private:
   static_assert(std::is_same_v<typename Op::Status, QuantizeStatus>);
 
+  void run_without_workspace(void* stream, const Args& args) const {
+    constexpr int64_t kSmall = 1024;
+    if (workspace_size <= kSmall) {
+      alignas(64) std::array<std::byte, kSmall> memory;
+      execute(args, stream, memory.data());
+    } else {
+      execute(args, stream, Memory(device, workspace_size).data());
+    }
+  }
+
   static const Descriptor& checked(const char* name, const Descriptor& of,
                                    void (*rules)(const char* op, const Descriptor& descriptor)) {
-    check_descriptor(of);
-    if (rules != nullptr) rules(name, of);
+    check_problem([&] {
+      check_descriptor(of);
+      if (rules != nullptr) rules(name, of);
+    });
     return of;
   }
   // Returns what a run touches, in `memory`.
@@ -132,12 +147,12 @@ std::optional<Error> Plan<Op>::can_implement(const Args& args) const {
   return std::nullopt;
 }
 template <class Op>
-void Plan<Op>::run(void* stream, void* workspace, const Args& args) const {
+void Plan<Op>::run(void* stream, const Workspace& workspace, const Args& args) const {
   impl_->run(stream, workspace, args);
 }
 template <class Op>
-typename Op::Status Plan<Op>::status(const void* workspace, void* stream) const {
-  return impl_->status(workspace, stream);
+typename Op::Status Plan<Op>::status(void* stream, const Workspace& workspace) const {
+  return impl_->status(stream, workspace);
 }
 
 }  // namespace halfbyte
@@ -147,6 +162,8 @@ typename Op::Status Plan<Op>::status(const void* workspace, void* stream) const 
   template <>                                                                                          \
   std::shared_ptr<const Plan<OP>::Impl> make_plan<OP>(Device device, const OP::Descriptor& descriptor, \
                                                       const PlanPreference& preference) {              \
-    return std::make_shared<IMPL>(device, descriptor, preference);                                     \
+    const auto made = std::make_shared<IMPL>(device, descriptor, preference);                          \
+    set_enumerators(made->sku);                                                                        \
+    return made;                                                                                       \
   }                                                                                                    \
   template class Plan<OP>

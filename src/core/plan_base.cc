@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <new>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/plan_device.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/system.hpp"
@@ -13,15 +13,16 @@ namespace {
 
 // Of two tensors of one address, shape and dtype, which have elements: whether each element of one is that of
 // the other.
-bool same_elements(const TensorView& a, const TensorView& b) {
-  if (a.shape.size() != b.shape.size()) return true;  // [] and [1]
-  int64_t contiguous = 1;                             // stride of a tensor without strides
-  for (size_t i = a.shape.size(); i-- > 0;) {
-    const auto stride = [&](const TensorView& view) {
-      return view.strides.empty() ? contiguous : view.strides[i];
+bool same_elements(const ArgumentData& a, const ArgumentData& b) {
+  const std::span<const int64_t> shape = *a.shape;
+  if (shape.size() != b.shape->size()) return true;  // [] and [1]
+  int64_t contiguous = 1;                            // stride of a tensor without strides
+  for (size_t i = shape.size(); i-- > 0;) {
+    const auto stride = [&](const ArgumentData& view) {
+      return view.strides->empty() ? contiguous : (*view.strides)[i];
     };
-    if (a.shape[i] > 1 && stride(a) != stride(b)) return false;
-    contiguous *= a.shape[i];
+    if (shape[i] > 1 && stride(a) != stride(b)) return false;
+    contiguous *= shape[i];
   }
   return true;
 }
@@ -77,22 +78,34 @@ ArgumentRow& ArgumentRow::optional(bool value) {
 
 PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreference& preference)
     : op(name), device(on), num_threads(preference.num_threads) {
-  HALFBYTE_CHECK(num_threads >= 0, usage, "{}: preference.num_threads must be >= 0, got {}", op, num_threads);
+  HALFBYTE_MUST(num_threads >= 0, invalid_argument, op, "preference.num_threads", "be", ">= 0", num_threads);
   check_device(device);
   const bool is_cuda = device.kind == DeviceKind::cuda;
   sku = {op, is_cuda ? "" : fmt::format("{}_cpu", op),
          is_cuda ? "cuda " + target_of(device) : "cpu " + system_info().simd_target, ""};
+  sku.element = dtype;
   guarantee.math = guarantee.accumulator = dtype == DType::f64 ? DType::f64 : DType::f32;
 }
 
-QuantizeStatus PlanBase::status(const void* workspace, void* stream) const {
+QuantizeStatus PlanBase::status(void* stream, const Workspace& workspace) const {
   check_workspace(op, workspace, workspace_size, device);
   if (!has_status_) {
     wait_for(device, stream);
     return {};
   }
-  return device.kind == DeviceKind::cuda ? read_counts(device, workspace, stream)
-                                         : *static_cast<const QuantizeStatus*>(workspace);
+  return device.kind == DeviceKind::cuda ? read_counts(device, workspace.data, stream)
+                                         : *static_cast<const QuantizeStatus*>(workspace.data);
+}
+
+void PlanBase::needs_scratch(int64_t num_bytes) {
+  if (device.kind == DeviceKind::cuda || num_threads != 1 || num_bytes == 0) return;
+  scratch_bytes_ = num_bytes + Scratch::kAlignment;  // wherever the workspace lies
+  workspace_size = kScratchBegin + scratch_bytes_;
+}
+Scratch PlanBase::scratch(void* workspace) const {
+  static_assert(sizeof(QuantizeStatus) <= kScratchBegin);
+  return scratch_bytes_ == 0 ? Scratch()
+                             : Scratch(static_cast<std::byte*>(workspace) + kScratchBegin, scratch_bytes_);
 }
 
 void PlanBase::finds_nothing() {
@@ -115,15 +128,15 @@ void PlanBase::in_place(std::string_view written, std::string_view read) {
 }
 bool PlanBase::are_in_place(size_t a, size_t b, std::span<const ArgumentData> data) const {
   return std::ranges::any_of(in_place_, [&](const auto& pair) {
-    return (pair == std::pair(a, b) || pair == std::pair(b, a)) &&
-           same_elements(*data[a].tensor, *data[b].tensor);
+    return (pair == std::pair(a, b) || pair == std::pair(b, a)) && same_elements(data[a], data[b]);
   });
 }
 
 void PlanBase::check_rows(std::span<const ArgumentData> data, std::span<ArgumentMemory> memory) const {
   for (size_t i = 0; i < rows_.size(); ++i)
-    HALFBYTE_CHECK(rows_[i].absent_.empty() || data[i].data == nullptr, usage, "{}: {} {}", op,
-                   rows_[i].name_, rows_[i].absent_);
+    HALFBYTE_CHECK_AS(rows_[i].absent_.empty() || data[i].data == nullptr, usage,
+                      (ErrorDetails{ErrorKind::invalid_argument, rows_[i].name_, "no data", "data"}),
+                      "{}: {} {}", op, rows_[i].name_, rows_[i].absent_);
   for (size_t i = 0; i < rows_.size(); ++i) {
     const ArgumentRow& row = rows_[i];
     const char* const name = row.name_.c_str();
@@ -134,8 +147,8 @@ void PlanBase::check_rows(std::span<const ArgumentData> data, std::span<Argument
       *touched = {};
     } else if (row.is_tensor_) {
       const TensorArgument argument{
-          name,      data[i].tensor, row.dtype_,          row.shape_,         row.written_,
-          alignment, promised,       row.may_be_strided_, row.contiguous_as_, row.any_leading_axes_};
+          name,      &data[i], row.dtype_,          row.shape_,         row.written_,
+          alignment, promised, row.may_be_strided_, row.contiguous_as_, row.any_leading_axes_};
       new (touched) ArgumentMemory(check_tensor(op, argument, device));
     } else {
       new (touched) ArgumentMemory{name,      data[i].data, row.num_bytes_, data[i].known_bytes,

@@ -8,18 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "core/scratch.h"
 #include "core/tensor_check.h"
 #include "halfbyte/ops.hpp"
 #include "halfbyte/plan.hpp"
 
 namespace halfbyte {
-
-// Where an argument of one run lies.
-struct ArgumentData {
-  const void* data;
-  int64_t known_bytes;       // that there are; -1: not known
-  const TensorView* tensor;  // null: memory without a type
-};
 
 // What one argument must be, as follows from the descriptor.
 class ArgumentRow {
@@ -61,6 +55,20 @@ class ArgumentRow {
   std::string absent_;              // the rule that it must have no data; empty: there is none
 };
 
+// Those that follow from its texts.
+void set_enumerators(Sku& sku);
+
+// What is wrong with a descriptor: of kind invalid_problem, where the error has none of its own.
+template <class Check>
+void check_problem(const Check& check) {
+  try {
+    check();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::usage || error.kind() != ErrorKind::general) throw;
+    throw Error(error.code(), error.what(), ErrorDetails{ErrorKind::invalid_problem});
+  }
+}
+
 struct PlanBase {
   static constexpr size_t kMaxArguments = 12;  // so that a run allocates nothing
 
@@ -80,9 +88,14 @@ struct PlanBase {
   virtual ~PlanBase() = default;
 
   // Waits for `stream`. On the CPU the workspace has a QuantizeStatus, on a CUDA device QuantizeCounts.
-  QuantizeStatus status(const void* workspace, void* stream) const;
+  QuantizeStatus status(void* stream, const Workspace& workspace) const;
 
  protected:
+  // On the CPU with one thread, what `execute` takes of a scratch(workspace) is `num_bytes` in all: it
+  // allocates nothing. With more threads it does as it likes.
+  void needs_scratch(int64_t num_bytes);
+  Scratch scratch(void* workspace) const;
+
   // The op finds nothing in its data: the workspace is left as it is, the status that of no data.
   void finds_nothing();
 
@@ -106,6 +119,8 @@ struct PlanBase {
   std::vector<ArgumentRow> rows_;
   std::vector<std::pair<size_t, size_t>> in_place_;
   bool has_status_ = true;
+  int64_t scratch_bytes_ = 0;  // behind the first kScratchBegin of the workspace
+  static constexpr int64_t kScratchBegin = 64;
 };
 
 }  // namespace halfbyte

@@ -43,11 +43,7 @@ struct ProbeImpl : Plan<Probe>::Impl {
     dense("x", &Args::x);
     tensor("scale", &Args::scale, DType::f32, {}).absent_unless(d.has_scale, "descriptor.has_scale is false");
     memory(
-        "parts",
-        [](const Args& args) -> ArgumentData {
-          return {args.parts, args.parts_bytes, nullptr};
-        },
-        8)
+        "parts", [](const Args& args) -> ArgumentData { return untyped(args.parts, args.parts_bytes); }, 8)
         .aligned(2)
         .null_unless(d.has_parts, "there are none");
     dense("y", &Args::y).written();
@@ -134,7 +130,7 @@ TEST_F(PlanBaseTest, SaysWhatHoldsForMost) {
   EXPECT_EQ(plan.workspace_size(), static_cast<int64_t>(sizeof(QuantizeStatus)));
   plan.run(nullptr, workspace, good(of()));
   plan.run(nullptr, workspace, good(of()));
-  EXPECT_EQ(plan.status(workspace).num_nonfinite, 2);
+  EXPECT_EQ(plan.status(nullptr, workspace).num_nonfinite, 2);
   ProbeDescriptor wide = of();
   wide.dtype = DType::f64;
   EXPECT_EQ(Plan<Probe>::select({}, wide).precision_guarantee().accumulator, DType::f64);
@@ -147,7 +143,7 @@ TEST_F(PlanBaseTest, FindsNothingWhereItSaysSo) {
   EXPECT_EQ(plan.workspace_size(), 16);
   workspace[0] = 1;
   plan.run(nullptr, workspace, good(d));
-  EXPECT_TRUE(plan.status(workspace).ok());
+  EXPECT_TRUE(plan.status(nullptr, workspace).ok());
   EXPECT_EQ(workspace[0], 1);
 }
 
@@ -209,7 +205,7 @@ TEST_F(PlanBaseTest, TheLastReasonForAbsenceCounts) {
       }
       void check(const void* data) const {
         std::array<ArgumentMemory, 1> memory;
-        check_rows(std::array{ArgumentData{data, -1, nullptr}}, memory);
+        check_rows(std::array{untyped(data)}, memory);
       }
     };
     return message_of([&] { Table(first, second).check(x); });
@@ -268,10 +264,79 @@ TEST_F(PlanBaseTest, WhatIsWrittenOverlapsNothing) {
                 plan.run(nullptr, x, good(of()));
               }).starts_with("probe: workspace must not overlap x"));
   EXPECT_TRUE(message_of([&] {
-                plan.run(nullptr, workspace + 8, good(of()));
+                plan.run(nullptr, {workspace + 8, 56}, good(of()));
               }).starts_with("probe: workspace must be aligned to 16 bytes"));
-  EXPECT_EQ(message_of([&] { plan.status(nullptr); }),
-            fmt::format("probe: workspace needs {} bytes but has no data", sizeof(QuantizeStatus)));
+}
+
+TEST_F(PlanBaseTest, ErrorsHaveFieldsBesideTheText) {
+  const auto plan = Plan<Probe>::select({}, of());
+  const auto expect = [&](auto change, ErrorKind kind, const char* argument, const std::string& expected,
+                          const std::string& actual) {
+    Probe::Args args = good(of());
+    change(args);
+    const std::optional<Error> error = plan.can_implement(args);
+    ASSERT_TRUE(error.has_value()) << argument;
+    EXPECT_EQ(error->kind(), kind) << error->what();
+    EXPECT_EQ(error->argument(), argument);
+    EXPECT_EQ(error->expected(), expected);
+    EXPECT_EQ(error->actual(), actual);
+  };
+  expect([](A& a) { a.x.dtype = DType::f16; }, ErrorKind::invalid_argument, "x", "f32", "f16");
+  expect([](A& a) { a.x.shape = {4, 2}; }, ErrorKind::invalid_argument, "x", "[2, 4]", "[4, 2]");
+  expect([](A& a) { a.y.num_bytes = 31; }, ErrorKind::buffer_too_small, "y", "32 bytes", "31 bytes");
+  expect([](A& a) { a.x.data = nullptr; }, ErrorKind::buffer_too_small, "x", "32 bytes", "no data");
+  char* const odd = reinterpret_cast<char*>(x) + 1;
+  expect([odd](A& a) { a.x.data = odd; }, ErrorKind::misaligned, "x", "aligned to 4 bytes",
+         fmt::format("{:#x}", reinterpret_cast<uintptr_t>(odd)));
+  try {
+    plan.run(nullptr, {workspace, 1}, good(of()));
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::workspace_too_small);
+    EXPECT_EQ(error.argument(), "workspace");
+    EXPECT_EQ(error.actual(), "1 bytes");
+  }
+  ProbeDescriptor bad = of();
+  bad.alignment = 3;
+  try {
+    Plan<Probe>::select({}, bad);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::invalid_problem);
+    EXPECT_EQ(error.argument(), "alignment");
+    EXPECT_EQ(error.actual(), "3");
+  }
+  bad = of();
+  bad.dtype = DType::i8;
+  bad.alignment = 16;
+  try {
+    Plan<Probe>::select({}, bad);
+    ADD_FAILURE();
+  } catch (const Error& error) {  // without fields of its own
+    EXPECT_EQ(error.kind(), ErrorKind::invalid_problem);
+    EXPECT_EQ(error.argument(), "");
+  }
+  EXPECT_EQ(Error(ErrorCode::usage, "text").kind(), ErrorKind::general);
+}
+
+TEST_F(PlanBaseTest, TheWorkspaceIsCheckedAndOnTheCpuMayBeNone) {
+  const auto plan = Plan<Probe>::select({}, of());
+  const int64_t size = plan.workspace_size();
+  const auto expect = [&](const Workspace& given, const std::string& text) {
+    EXPECT_EQ(message_of([&] { plan.run(nullptr, given, good(of())); }), text);
+    EXPECT_EQ(message_of([&] { plan.status(nullptr, given); }), text);
+  };
+  expect({nullptr, size}, fmt::format("probe: workspace needs {} bytes but has no data", size));
+  expect({workspace, size - 1},
+         fmt::format("probe: workspace needs {} bytes, its memory has {}", size, size - 1));
+  expect({workspace, -1}, fmt::format("probe: workspace needs {} bytes, its memory has 0", size));
+  EXPECT_EQ(message_of([&] { plan.status(nullptr, {}); }),
+            fmt::format("probe: workspace needs {} bytes but has no data", size));
+  plan.run(nullptr, {}, good(of()));
+  plan.run(nullptr, Memory({}, size), good(of()));
+  std::vector<uint64_t> memory(static_cast<size_t>(size) / 8);
+  plan.run(nullptr, memory, good(of()));
+  EXPECT_EQ(plan.status(nullptr, memory).num_nonfinite, 3);
 }
 
 TEST_F(PlanBaseTest, InPlaceIsTheSameElements) {

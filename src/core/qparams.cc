@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/format.h"
 
 namespace halfbyte {
@@ -27,7 +27,7 @@ QParams computed(double given_min, double given_max, const QParamsConfig& config
 }  // namespace
 
 QParamsConfig QParamsConfig::of_bits(int bits, bool asymmetric) {
-  HALFBYTE_CHECK(2 <= bits && bits <= 8, usage, "{}: bits must be in [2, 8], got {}", kConfig, bits);
+  HALFBYTE_MUST(2 <= bits && bits <= 8, invalid_problem, kConfig, "bits", "be", "in [2, 8]", bits);
   QParamsConfig config;
   config.q_min = -(1 << (bits - 1));
   config.q_max = (1 << (bits - 1)) - 1;
@@ -53,8 +53,8 @@ void check_config(const QParamsConfig& config) {
     HALFBYTE_CHECK(config.scale_rule == ScaleRule::absmax || config.scale_rule == ScaleRule::half_range,
                    usage, "{}: scale_rule of a symmetric configuration must be absmax or half-range, got {}",
                    kConfig, to_string(config.scale_rule));
-  HALFBYTE_CHECK(std::isfinite(static_cast<float>(config.eps)) && config.eps >= 0, usage,
-                 "{}: eps must be finite in f32 and >= 0, got {}", kConfig, config.eps);
+  HALFBYTE_MUST(std::isfinite(static_cast<float>(config.eps)) && config.eps >= 0, invalid_problem, kConfig,
+                "eps", "be", "finite in f32 and >= 0", config.eps);
 }
 
 formats::QParamsRule qparams_rule(const QParamsConfig& config, DType scale_dtype) {
@@ -67,8 +67,8 @@ formats::QParamsRule qparams_rule(const QParamsConfig& config, DType scale_dtype
 }
 
 void check_scale_dtype(const char* what, DType dtype, DType scale_dtype) {
-  HALFBYTE_CHECK(dtype == DType::f32 || dtype == DType::f64, usage, "{}: dtype must be f32 or f64, got {}",
-                 what, to_string(dtype));
+  HALFBYTE_MUST(dtype == DType::f32 || dtype == DType::f64, unsupported, what, "dtype", "be", "f32 or f64",
+                to_string(dtype));
   HALFBYTE_CHECK(is_floating(scale_dtype) && (scale_dtype != DType::f64 || dtype == DType::f64), usage,
                  "{}: scale_dtype must be f32, f16 or bf16, or f64 of f64, got {} of {}", what,
                  to_string(scale_dtype), to_string(dtype));

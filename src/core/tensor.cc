@@ -44,8 +44,7 @@ int64_t size_of(DType dtype) {
   HALFBYTE_FAIL(bug, "size_of: no dtype {}", static_cast<int>(dtype));
 }
 
-namespace {
-int64_t product_of(std::span<const int64_t> shape) {
+int64_t num_elements(std::span<const int64_t> shape) {
   int64_t product = 1;
   bool fits = true, empty = false;
   for (const int64_t extent : shape) {
@@ -56,12 +55,9 @@ int64_t product_of(std::span<const int64_t> shape) {
   HALFBYTE_CHECK(fits || empty, usage, "tensor: the number of elements exceeds 2^63 - 1");
   return empty ? 0 : product;
 }
-}  // namespace
-
-int64_t num_elements(const TensorView& tensor) { return product_of(tensor.shape); }
 
 int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape) {
-  const int64_t n = product_of(shape);
+  const int64_t n = num_elements(shape);
   int64_t num_bytes = 0;
   if (is_packed(dtype)) {
     const int64_t last = shape.empty() ? 1 : shape.back();
@@ -72,14 +68,14 @@ int64_t contiguous_bytes(DType dtype, std::span<const int64_t> shape) {
   return num_bytes;
 }
 
-bool is_contiguous(const TensorView& tensor) {
-  if (tensor.strides.empty()) return true;
-  if (tensor.strides.size() != tensor.shape.size()) return false;
-  if (num_elements(tensor) == 0) return true;
+bool is_contiguous(std::span<const int64_t> shape, std::span<const int64_t> strides) {
+  if (strides.empty()) return true;
+  if (strides.size() != shape.size()) return false;
+  if (num_elements(shape) == 0) return true;
   int64_t expected = 1;
-  for (size_t i = tensor.shape.size(); i-- > 0;) {
-    if (tensor.shape[i] > 1 && tensor.strides[i] != expected) return false;
-    expected *= tensor.shape[i];
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (shape[i] > 1 && strides[i] != expected) return false;
+    expected *= shape[i];
   }
   return true;
 }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "halfbyte/format.hpp"
+#include "halfbyte/plan.hpp"
 
 namespace halfbyte {
 
@@ -27,10 +28,27 @@ struct ArgumentMemory {
   bool written;         // else read
 };
 
+// Where an argument of one run lies, and what it says of itself: by pointers, as a run copies no shapes.
+struct ArgumentData {
+  const void* data;
+  int64_t known_bytes;   // that there are; -1: not known
+  const Extents* shape;  // null: memory without a type, which has none of what follows
+  const Extents* strides;
+  DType dtype;
+  Device device;
+};
+template <class Data>
+ArgumentData data_of(const BasicTensorView<Data>& view) {
+  return {view.data, view.num_bytes, &view.shape, &view.strides, view.dtype, view.device};
+}
+inline ArgumentData untyped(const void* data, int64_t known_bytes = -1) {
+  return {data, known_bytes, nullptr, nullptr, DType::u8, {}};
+}
+
 // A tensor argument, and what it must be.
 struct TensorArgument {
   const char* name = nullptr;
-  const TensorView* view = nullptr;
+  const ArgumentData* view = nullptr;
   DType dtype = DType::f32;
   std::span<const int64_t> shape;  // one element: [] or [1]
   bool written = false;            // else read
@@ -55,7 +73,7 @@ void check_apart(const char* op, const ArgumentMemory& a, const ArgumentMemory& 
 // Each pair of them.
 void check_all_apart(const char* op, std::span<const ArgumentMemory> arguments);
 // Of a run with these arguments, from all of which it must lie apart; or none, for the status of one.
-void check_workspace(const char* op, const void* workspace, int64_t num_bytes, Device device,
+void check_workspace(const char* op, const Workspace& workspace, int64_t num_bytes, Device device,
                      std::span<const ArgumentMemory> arguments = {});
 
 // The spec of an argument is that of another.

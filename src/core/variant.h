@@ -29,8 +29,10 @@ const Variant<Problem, Result>& choose(const char* op, std::span<const Variant<P
     if (reason.empty()) return variant;
     reasons += fmt::format("; {}: {}", variant.name, reason);
   }
-  HALFBYTE_FAIL(device, "{}: no variant for this device{}", op,
-                reasons.empty() ? "; none is built in" : reasons);
+  throw Error(
+      ErrorCode::device,
+      fmt::format("{}: no variant for this device{}", op, reasons.empty() ? "; none is built in" : reasons),
+      ErrorDetails{ErrorKind::unsupported});
 }
 
 }  // namespace halfbyte

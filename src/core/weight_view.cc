@@ -63,14 +63,14 @@ WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t c
   return bytes;
 }
 
-void check_packed_form(const char* op, const char* name, const PackedWeight& weight, Device device) {
+void check_packed_form(const char* op, const char* name, const ConstPackedWeight& weight, Device device) {
   HALFBYTE_CHECK(weight.version == kPackedWeightVersion, usage, "{}: {}.version must be {}, got {}", op, name,
                  kPackedWeightVersion, weight.version);
   HALFBYTE_CHECK(weight.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
                  to_string(weight.device));
 }
 
-ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
+ArgumentMemory check_packed(const char* op, const char* name, const ConstPackedWeight& weight, Device device,
                             bool written) {
   check_packed_form(op, name, weight, device);
   const ArgumentMemory memory{name,
@@ -87,7 +87,7 @@ ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight
 std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
                                                 int64_t rows, int64_t cols, Layout layout,
                                                 int64_t code_alignment) {
-  using View = const WeightView&;
+  using View = const ConstWeightView&;
   const WeightViewBytes bytes = weight_view_bytes(spec, rows, cols, layout);
   const bool nested = spec.double_quant;
   const int64_t scale_size = size_of(spec.scale_dtype);
@@ -105,13 +105,14 @@ std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, co
   }};
 }
 
-void check_view_device(const char* op, const char* name, const WeightView& view, Device device) {
+void check_view_device(const char* op, const char* name, const ConstWeightView& view, Device device) {
   HALFBYTE_CHECK(view.device == device, usage, "{}: {} must be on {}, got {}", op, name, to_string(device),
                  to_string(view.device));
 }
 
-std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
-                                       Device device, int64_t code_alignment, bool written) {
+std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names,
+                                       const ConstWeightView& view, Device device, int64_t code_alignment,
+                                       bool written) {
   check_view_device(op, names.view, view, device);
   std::vector<ArgumentMemory> memory;
   for (const WeightViewPart& part :

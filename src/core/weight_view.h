@@ -18,25 +18,26 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
 
 // Checked but for what a descriptor says: the memory of their parts. Throw Error(usage) that names operation,
 // argument, rule and values.
-ArgumentMemory check_packed(const char* op, const char* name, const PackedWeight& weight, Device device,
+ArgumentMemory check_packed(const char* op, const char* name, const ConstPackedWeight& weight, Device device,
                             bool written);
 // All but the memory.
-void check_packed_form(const char* op, const char* name, const PackedWeight& weight, Device device);
+void check_packed_form(const char* op, const char* name, const ConstPackedWeight& weight, Device device);
 
 // The names of a view and of its parts.
 struct WeightViewNames {
   const char *view, *codes, *scales, *zeros, *biases, *absmax, *map, *offset;
 };
 // `code_alignment`: in bytes.
-std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names, const WeightView& view,
-                                       Device device, int64_t code_alignment, bool written);
+std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names,
+                                       const ConstWeightView& view, Device device, int64_t code_alignment,
+                                       bool written);
 // All but the memory.
-void check_view_device(const char* op, const char* name, const WeightView& view, Device device);
+void check_view_device(const char* op, const char* name, const ConstWeightView& view, Device device);
 
 // A part of a view, and what its memory must be.
 struct WeightViewPart {
   const char* name;
-  const void* (*data)(const WeightView& view);
+  const void* (*data)(const ConstWeightView& view);
   bool present;  // else it must be null
   int64_t num_bytes, alignment;
 };

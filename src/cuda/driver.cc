@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "cuda/library.h"
 
 namespace halfbyte::cuda {
@@ -86,9 +86,18 @@ const Driver& driver() {
   return found;
 }
 
+namespace {
+// Of a function of the driver that failed.
+ErrorKind kind_of(std::string_view what) {
+  if (what.starts_with("cuModule")) return ErrorKind::compilation_failed;
+  const bool runs = what.starts_with("cuLaunch") || what == "cuGraphLaunch" || what == "cuStreamSynchronize";
+  return runs ? ErrorKind::launch_failed : ErrorKind::general;
+}
+}  // namespace
+
 void check(CUresult result, const char* what) {
-  if (result != 0) [[unlikely]]
-    HALFBYTE_FAIL(device, "{}: {}", what, text_of(driver(), result));
+  HALFBYTE_CHECK_AS(result == 0, device, ErrorDetails{kind_of(what)}, "{}: {}", what,
+                    text_of(driver(), result));
 }
 
 std::string target_of(int capability) {

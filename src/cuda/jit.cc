@@ -11,7 +11,7 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/hash.h"
 #include "cuda/kernel_pack.h"
@@ -239,9 +239,10 @@ Compilation compile(const KernelSpec& spec, const std::string& target, const Com
     texts.push_back(file->text.data());
   }
   const auto check_nvrtc = [&](nvrtcResult result, const char* what, const std::string& log = "") {
-    HALFBYTE_CHECK(result == 0, device, "{} for {}: {} of NVRTC {} ({}): {}{}{}", spec.source, target, what,
-                   version_text(compiler.version), compiler.path, compiler.nvrtcGetErrorString(result),
-                   log.empty() ? "" : "\n", log);
+    HALFBYTE_CHECK_AS(result == 0, device, ErrorDetails{ErrorKind::compilation_failed},
+                      "{} for {}: {} of NVRTC {} ({}): {}{}{}", spec.source, target, what,
+                      version_text(compiler.version), compiler.path, compiler.nvrtcGetErrorString(result),
+                      log.empty() ? "" : "\n", log);
   };
   Program program{compiler};
   check_nvrtc(compiler.nvrtcCreateProgram(&program.handle, source.text.data(), source.name,
@@ -264,9 +265,9 @@ Compilation compile(const KernelSpec& spec, const std::string& target, const Com
   }
   constexpr nvrtcResult kCompilationError = 6;
   constexpr size_t kMaxLogBytes = 4096;  // of an error: the first lines tell
-  HALFBYTE_CHECK(result != kCompilationError, bug, "{} does not compile for {} with NVRTC {}:\n{}\nwith\n{}",
-                 spec.source, target, version_text(compiler.version), compilation.log.substr(0, kMaxLogBytes),
-                 spec.config);
+  HALFBYTE_CHECK_AS(result != kCompilationError, bug, ErrorDetails{ErrorKind::compilation_failed},
+                    "{} does not compile for {} with NVRTC {}:\n{}\nwith\n{}", spec.source, target,
+                    version_text(compiler.version), compilation.log.substr(0, kMaxLogBytes), spec.config);
   check_nvrtc(result, "nvrtcCompileProgram", compilation.log.substr(0, kMaxLogBytes));
   const auto get_size = options.ptx ? compiler.nvrtcGetPTXSize : compiler.nvrtcGetCUBINSize;
   const auto get_code = options.ptx ? compiler.nvrtcGetPTX : compiler.nvrtcGetCUBIN;

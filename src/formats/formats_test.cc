@@ -283,13 +283,41 @@ TEST(Spec, ShapesOfTheParts) {
 }
 
 TEST(TensorView, CountsAndContiguity) {
-  EXPECT_EQ(num_elements({nullptr, DType::f32, {}, {}, {}}), 1);
-  EXPECT_EQ(num_elements({nullptr, DType::f32, {3, 0, 5}, {}, {}}), 0);
-  EXPECT_THROW(num_elements({nullptr, DType::f32, {-1}, {}, {}}), Error);
-  EXPECT_THROW(num_elements({nullptr, DType::f32, {int64_t{1} << 40, int64_t{1} << 40}, {}, {}}), Error);
-  EXPECT_TRUE(is_contiguous({nullptr, DType::f32, {3, 4}, {4, 1}, {}}));
-  EXPECT_FALSE(is_contiguous({nullptr, DType::f32, {3, 4}, {1, 3}, {}}));
-  EXPECT_TRUE(is_contiguous({nullptr, DType::f32, {1, 4}, {99, 1}, {}}));
+  using V = ConstTensorView;
+  EXPECT_EQ(num_elements(V{nullptr, DType::f32, {}, {}, {}}), 1);
+  EXPECT_EQ(num_elements(V{nullptr, DType::f32, {3, 0, 5}, {}, {}}), 0);
+  EXPECT_THROW(num_elements(V{nullptr, DType::f32, {-1}, {}, {}}), Error);
+  EXPECT_THROW(num_elements(V{nullptr, DType::f32, {int64_t{1} << 40, int64_t{1} << 40}, {}, {}}), Error);
+  EXPECT_TRUE(is_contiguous(V{nullptr, DType::f32, {3, 4}, {4, 1}, {}}));
+  EXPECT_FALSE(is_contiguous(V{nullptr, DType::f32, {3, 4}, {1, 3}, {}}));
+  EXPECT_TRUE(is_contiguous(V{nullptr, DType::f32, {1, 4}, {99, 1}, {}}));
+}
+
+TEST(TensorView, ExtentsOfAnyRank) {
+  Extents extents;
+  EXPECT_TRUE(extents.empty());
+  for (int64_t i = 0; i < 20; ++i) {
+    extents.push_back(i);
+    EXPECT_EQ(extents.size(), static_cast<size_t>(i) + 1);
+    EXPECT_EQ(extents.back(), i);
+  }
+  std::vector<int64_t> values = extents;
+  EXPECT_EQ(extents, values);
+  EXPECT_EQ(Extents(values.begin(), values.begin() + 3), (Extents{0, 1, 2}));
+  Extents moved = std::move(extents);
+  EXPECT_EQ(moved, values);
+  extents = {7, 8};
+  EXPECT_EQ(extents, (std::vector<int64_t>{7, 8}));
+  EXPECT_FALSE(extents == moved);
+  extents[0] = 3;
+  extents.front() += 1;
+  const std::span<const int64_t> span = extents;
+  EXPECT_EQ(span[0], 4);
+  const TensorView view{&values, DType::i64, {2, 10}, {}, {}, 160};
+  const ConstTensorView read = view;
+  EXPECT_EQ(read.data, &values);
+  EXPECT_EQ(read.shape, view.shape);
+  EXPECT_EQ(read.num_bytes, 160);
 }
 
 // The packed layout is stored by others: these numbers, worked out by hand, are version 1 for good.

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/tensor_check.h"
 
 namespace halfbyte {
@@ -29,9 +29,10 @@ void check_integers(const FakeQuantizeDescriptor& d) {
   HALFBYTE_CHECK(d.q_min <= d.q_max && 2 <= d.q_max - d.q_min && d.q_max - d.q_min <= 255, usage,
                  "{}: q_max - q_min must be in [2, 255], got {} - {}", kDescriptor, d.q_max, d.q_min);
   if (d.zero_point_dtype)
-    HALFBYTE_CHECK(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.state_dtype(), usage,
-                   "{}: zero_point_dtype must be i32, or {} for learned ones, got {}", kDescriptor,
-                   to_string(d.state_dtype()), to_string(*d.zero_point_dtype));
+    HALFBYTE_MUST(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.state_dtype(), unsupported,
+                  kDescriptor, "zero_point_dtype", "be",
+                  fmt::format("i32, or {} for learned ones", to_string(d.state_dtype())),
+                  to_string(*d.zero_point_dtype));
   else
     HALFBYTE_CHECK(d.q_min <= 0 && 0 <= d.q_max, usage,
                    "{}: without a zero point 0 must be in [q_min, q_max], got [{}, {}]", kDescriptor, d.q_min,
@@ -55,12 +56,11 @@ void check_computed(const FakeQuantizeDescriptor& d) {
                  to_string(*d.zero_point_dtype));
   const bool absmax = d.scale_rule == ScaleRule::absmax;
   if (d.format)
-    HALFBYTE_CHECK(absmax, usage, "{}: scale_rule of a table must be absmax, got {}", kDescriptor,
-                   to_string(d.scale_rule));
+    HALFBYTE_MUST(absmax, invalid_problem, kDescriptor, "scale_rule of a table", "be", "absmax",
+                  to_string(d.scale_rule));
   else if (!d.zero_point_dtype)
-    HALFBYTE_CHECK(absmax || d.scale_rule == ScaleRule::half_range, usage,
-                   "{}: scale_rule without a zero point must be absmax or half-range, got {}", kDescriptor,
-                   to_string(d.scale_rule));
+    HALFBYTE_MUST(absmax || d.scale_rule == ScaleRule::half_range, invalid_problem, kDescriptor,
+                  "scale_rule without a zero point", "be", "absmax or half-range", to_string(d.scale_rule));
   if (!d.format && !d.zero_point_dtype)
     HALFBYTE_CHECK(d.q_max > 0, usage, "{}: computed scales without a zero point need q_max > 0, got {}",
                    kDescriptor, d.q_max);
@@ -77,11 +77,11 @@ std::vector<int64_t> FakeQuantizeDescriptor::mask_shape() const {
 }
 
 void check_descriptor(const FakeQuantizeDescriptor& d) {
-  HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kDescriptor,
-                 to_string(d.dtype));
-  HALFBYTE_CHECK(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, usage,
-                 "{}: scale_dtype must be f32 or dtype ({}), got {}", kDescriptor, to_string(d.dtype),
-                 to_string(d.scale_dtype));
+  HALFBYTE_MUST(is_floating(d.dtype), unsupported, kDescriptor, "dtype", "be", "f32, f64, f16 or bf16",
+                to_string(d.dtype));
+  HALFBYTE_MUST(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, unsupported, kDescriptor,
+                "scale_dtype", "be", fmt::format("f32 or dtype ({})", to_string(d.dtype)),
+                to_string(d.scale_dtype));
   grouping_of(d);  // throws
   if (d.format)
     check_table(d);
@@ -91,8 +91,8 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
   const auto used = [&](double value) {  // as it is computed with
     return d.dtype == DType::f64 ? value : static_cast<double>(static_cast<float>(value));
   };
-  HALFBYTE_CHECK(std::isfinite(used(d.eps)) && d.eps >= 0, usage, "{}: eps must be finite and >= 0, got {}",
-                 kDescriptor, d.eps);
+  HALFBYTE_MUST(std::isfinite(used(d.eps)) && d.eps >= 0, invalid_problem, kDescriptor, "eps", "be",
+                "finite and >= 0", d.eps);
   if (d.observer) {
     HALFBYTE_CHECK(d.computed, usage, "{}: an observer needs computed scales", kDescriptor);
     const ObserverConfig& observer = *d.observer;
@@ -101,8 +101,8 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
         "{}: observer.kind must be min-max or moving-average; others are plans of their own", kDescriptor);
     check_config(observer);
   }
-  HALFBYTE_CHECK(std::isfinite(used(d.gradient_scale)) && used(d.gradient_scale) > 0, usage,
-                 "{}: gradient_scale must be finite and > 0, got {}", kDescriptor, d.gradient_scale);
+  HALFBYTE_MUST(std::isfinite(used(d.gradient_scale)) && used(d.gradient_scale) > 0, invalid_problem,
+                kDescriptor, "gradient_scale", "be", "finite and > 0", d.gradient_scale);
   check_alignment(kDescriptor, d.alignment, d.dtype);
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/tensor_check.h"
 
 namespace halfbyte {
@@ -11,20 +11,18 @@ namespace {
 void check(const char* what, const GroupingFields& fields, DType dtype) {
   const int rank = static_cast<int>(fields.shape.size());
   contiguous_bytes(dtype, fields.shape);  // throws for negative extents and what is beyond 2^63 - 1 bytes
-  HALFBYTE_CHECK(
-      fields.granularity == Granularity::tensor || fields.granularity == Granularity::channel ||
-          fields.granularity == Granularity::group,
-      usage, "{}: granularity must be tensor, channel or group, got {}", what,
-      fields.granularity == Granularity::flat ? "flat: give a shape of one axis" : "none of these");
+  HALFBYTE_MUST(fields.granularity == Granularity::tensor || fields.granularity == Granularity::channel ||
+                    fields.granularity == Granularity::group,
+                invalid_problem, what, "granularity", "be", "tensor, channel or group",
+                fields.granularity == Granularity::flat ? "flat: give a shape of one axis" : "none of these");
   HALFBYTE_CHECK(rank > 0 || fields.granularity == Granularity::tensor, usage,
                  "{}: granularity {} needs an axis, shape is []", what, to_string(fields.granularity));
   if (rank > 0)
-    HALFBYTE_CHECK(-rank <= fields.axis && fields.axis < rank, usage,
-                   "{}: axis must be in [{}, {}) for shape {}, got {}", what, -rank, rank,
-                   text_of(fields.shape), fields.axis);
+    HALFBYTE_MUST(-rank <= fields.axis && fields.axis < rank, invalid_problem, what, "axis", "be",
+                  fmt::format("in [{}, {}) for shape {}", -rank, rank, text_of(fields.shape)), fields.axis);
   if (fields.granularity == Granularity::group)
-    HALFBYTE_CHECK(fields.group_size > 0, usage, "{}: group_size must be positive, got {}", what,
-                   fields.group_size);
+    HALFBYTE_MUST(fields.group_size > 0, invalid_problem, what, "group_size", "be", "positive",
+                  fields.group_size);
 }
 
 // Of checked extents: no overflow, unless one of the others is 0.

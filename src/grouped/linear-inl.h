@@ -648,19 +648,22 @@ QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tens
     ++*tensors.observer.num_batches;
   }
   if (problem.computed && !grid.fused()) {
-    const auto n = static_cast<size_t>(problem.num_scales);
-    std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());
+    Scratch own;
+    Scratch& scratch = tensors.scratch ? *tensors.scratch : own;
+    F *const low = scratch.take<F>(problem.num_scales), *const high = scratch.take<F>(problem.num_scales);
+    std::fill_n(low, problem.num_scales, std::numeric_limits<F>::infinity());
+    std::fill_n(high, problem.num_scales, -std::numeric_limits<F>::infinity());
     grid.for_each_tile([&](const Tile& tile) {
       Worker<Type>(grid).ranges(tile, [&](int64_t first, int64_t count, const F* lows, const F* highs) {
         const std::lock_guard lock(mutex);
         for (int64_t i = 0; i < count; ++i) {
-          const auto index = static_cast<size_t>(first + i * grid.scale.inner);
+          const int64_t index = first + i * grid.scale.inner;
           low[index] = std::min(low[index], lows[i]);
           high[index] = std::max(high[index], highs[i]);
         }
       });
     });
-    Worker<Type>::store_scales(problem, tensors, 0, problem.num_scales, 1, low.data(), high.data(), total);
+    Worker<Type>::store_scales(problem, tensors, 0, problem.num_scales, 1, low, high, total);
   }
   grid.for_each_tile([&](const Tile& tile) {
     Worker<Type> worker(grid);

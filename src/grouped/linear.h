@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/format.h"
+#include "core/scratch.h"
 #include "core/variant.h"
 #include "grouped/grouping.h"
 #include "grouped/linear_args.h"
@@ -44,6 +45,11 @@ struct LinearProblem : Grouping {
 
 // The tensors of one run. x: read (dequantize: codes is read, y written; backward: x, dy read, y = dx
 // written; fake_quantize: x read, y written, of which y may be x).
+// Each op writes some of them; the others it is given to read.
+template <class Data>
+void* address_of(const BasicTensorView<Data>& view) {
+  return const_cast<void*>(view.data);
+}
 struct LinearTensors {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -53,10 +59,17 @@ struct LinearTensors {
   void* y = nullptr;
   void* mask = nullptr;
   ObserverPointers observer;
+  Scratch* scratch = nullptr;                                    // CPU; null: all that is needed is allocated
   LinearStrides x_strides, dy_strides, code_strides, y_strides;  // code_strides: of whole bytes
 };
 
 // ---- CPU: returns when all is done. Each op has its own forward.
+// Of Scratch, at most: minima and maxima of groups whose scales are computed.
+inline int64_t linear_scratch_bytes(const LinearProblem& problem) {
+  if (!problem.computed) return 0;
+  const int64_t n = problem.num_scales;
+  return 2 * (problem.dtype == DType::f64 ? Scratch::bytes_of<double>(n) : Scratch::bytes_of<float>(n));
+}
 QuantizeStatus linear_backward_cpu(const LinearProblem& problem, const LinearTensors& tensors);
 
 // ---- CUDA, every LinearOp: kernels chosen and loaded for a problem.

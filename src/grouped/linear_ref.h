@@ -154,22 +154,24 @@ formats::GroupParams<F> compute_params(const LinearProblem& problem, const Linea
 // Scales and zero points from the finite values of each group.
 template <class F>
 void compute_params(const LinearProblem& problem, const LinearTensors& tensors, QuantizeStatus& status) {
-  const auto n = static_cast<size_t>(problem.num_scales);
-  std::vector<F> low(n, std::numeric_limits<F>::infinity()), high(n, -std::numeric_limits<F>::infinity());
+  const int64_t n = problem.num_scales;
+  Scratch own;
+  Scratch& scratch = tensors.scratch ? *tensors.scratch : own;
+  F *const low = scratch.take<F>(n), *const high = scratch.take<F>(n);
+  std::fill_n(low, n, std::numeric_limits<F>::infinity());
+  std::fill_n(high, n, -std::numeric_limits<F>::infinity());
   for_each_element(problem, [&](int64_t o, int64_t a, int64_t i) {
     const F x = load_element<F>(tensors.x, problem.dtype, offset(tensors.x_strides, o, a, i));
     if (!formats::is_finite(x)) return;
-    const auto index = static_cast<size_t>(problem.scale_index(o, a, i));
+    const int64_t index = problem.scale_index(o, a, i);
     low[index] = std::min(low[index], x);
     high[index] = std::max(high[index], x);
   });
   if (problem.observed && problem.num_elements() > 0) ++*tensors.observer.num_batches;
-  for (size_t index = 0; index < n; ++index) {
-    const auto params =
-        compute_params<F>(problem, tensors, static_cast<int64_t>(index), low[index], high[index], status);
-    formats::store_scale(tensors.scale, static_cast<int64_t>(index), params.scale, problem.codec.scale_type);
-    if (tensors.zero)
-      store_integer(tensors.zero, problem.zeros, static_cast<int64_t>(index), params.zero_point);
+  for (int64_t index = 0; index < n; ++index) {
+    const auto params = compute_params<F>(problem, tensors, index, low[index], high[index], status);
+    formats::store_scale(tensors.scale, index, params.scale, problem.codec.scale_type);
+    if (tensors.zero) store_integer(tensors.zero, problem.zeros, index, params.zero_point);
   }
 }
 

@@ -135,8 +135,8 @@ template <class Op>
 void run(const typename Op::Descriptor& d, const typename Op::Args& args) {
   alignas(16) QuantizeStatus workspace;
   const auto plan = Plan<Op>::select({}, d);
-  plan.run(nullptr, &workspace, args);
-  QuantizeStatus status = plan.status(&workspace);
+  plan.run(nullptr, {&workspace, sizeof workspace}, args);
+  QuantizeStatus status = plan.status(nullptr, {&workspace, sizeof workspace});
   status.num_nonfinite = 0;
   EXPECT_TRUE(status.ok()) << testing::text_of(status);
 }

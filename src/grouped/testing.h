@@ -64,15 +64,20 @@ QuantizeStatus run_plan(const typename Op::Descriptor& descriptor, const typenam
                         const PlanPreference& preference) {
   const auto plan = Plan<Op>::select(device, descriptor, preference);
   EXPECT_GT(plan.workspace_size(), 0);
+  Memory own;
+  if (workspace == nullptr) {
+    own = Memory(device, plan.workspace_size());
+    workspace = own.data();
+    workspace_bytes = own.num_bytes();
+  }
   EXPECT_LE(plan.workspace_size(), workspace_bytes);
   if (const auto error = plan.can_implement(args)) ADD_FAILURE() << error->what();
-  plan.run(stream, workspace, args);
-  return plan.status(workspace, stream);
+  plan.run(stream, {workspace, workspace_bytes}, args);
+  return plan.status(stream, {workspace, workspace_bytes});
 }
 template <class Case>
 QuantizeStatus run_on_cpu(Case& test, const PlanPreference& preference = {}) {
-  alignas(16) QuantizeStatus workspace;
-  return run_case(test, host_memory(test), Device{}, &workspace, sizeof workspace, nullptr, preference);
+  return run_case(test, host_memory(test), Device{}, nullptr, 0, nullptr, preference);
 }
 
 // Every byte of every storage, with what lies around the tensors.

@@ -38,7 +38,7 @@ class OnDevice {
     cuda::fill(workspace_.data(), 0xA5, 256, nullptr);
     return memory;
   }
-  void* workspace() const { return workspace_.data(); }
+  const Memory& workspace() const { return workspace_; }
   static void download(AffineCase& test, const AffineMemory& memory) {
     size_t i = 0;
     for (AffineTensor* tensor : test.all())
@@ -66,7 +66,7 @@ class OnDevice {
 bool compare(AffineCase& test, OnDevice& device) {
   AffineCase cpu = test;
   const AffineMemory memory = device.upload(test);
-  const QuantizeStatus on_cuda = testing::run_affine(test, memory, kCuda, device.workspace());
+  const QuantizeStatus on_cuda = testing::run_affine(test, memory, kCuda, device.workspace().data());
   OnDevice::download(test, memory);
   const QuantizeStatus on_cpu = testing::run_on_cpu(cpu);
   EXPECT_TRUE(same(cpu, test)) << test.text();
@@ -190,7 +190,7 @@ void replay(AffineCase test, const Select& select) {
     device.upload(*round);
     cuda::synchronize(nullptr);
     graph.launch(stream.handle());
-    const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+    const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
     OnDevice::download(result, memory);
     EXPECT_TRUE(testing::same_status(testing::run_on_cpu(cpu), status));
     EXPECT_TRUE(same(cpu, result));
@@ -249,7 +249,7 @@ TEST_F(Exhaustive, AffineQdqOfMoreThan2ToThe31Elements) {
     args.dy = view(dy, DType::bf16, {whole.rows, whole.cols});
     args.dscales = view(dscales, DType::f32, whole.scale_shape());
     args.dbiases = view(dbiases, DType::f32, whole.scale_shape());
-    AffineQdqBackwardPlan::select(kCuda, whole).run(nullptr, workspace.data(), args);
+    AffineQdqBackwardPlan::select(kCuda, whole).run(nullptr, workspace, args);
     testing::run_on_cpu(block);
     const auto expect = [&](const char* name, const Memory& memory, AffineTensor& expected) {
       const int64_t n = expected.num_bytes();
@@ -276,7 +276,7 @@ TEST_F(Exhaustive, AffineQdqOfMoreThan2ToThe31Elements) {
                      scale_view = view(scales, DType::f32, whole.scale_shape()),
                      bias_view = view(biases, DType::f32, whole.scale_shape());
     AffineInitPlan::select(kCuda, whole)
-        .run(nullptr, workspace.data(),
+        .run(nullptr, workspace,
              {view(w, DType::bf16, {whole.rows, cols}), code_view, scale_view, bias_view});
     testing::run_on_cpu(init);
     expect("codes", init_codes, init.codes);
@@ -288,7 +288,7 @@ TEST_F(Exhaustive, AffineQdqOfMoreThan2ToThe31Elements) {
     forward.biases = init.biases;
     testing::run_on_cpu(forward);
     halfbyte::AffineQdqPlan::select(kCuda, whole)
-        .run(nullptr, workspace.data(),
+        .run(nullptr, workspace,
              {code_view, scale_view, bias_view, view(dy, DType::bf16, {whole.rows, cols})});
     expect("y", dy, forward.dense);
   }

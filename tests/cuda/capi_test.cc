@@ -123,10 +123,11 @@ TEST_F(CApiCuda, PlansRunOnAStreamOfTheCaller) {
     args.codes = &ct;
     args.scale = &st;
     void* const handle = halfbyte_stream_handle(stream);
-    ASSERT_OK(halfbyte_quantize_linear_run(plan, handle, halfbyte_memory_data(workspace), &args));
+    ASSERT_OK(
+        halfbyte_quantize_linear_run(plan, handle, halfbyte_memory_data(workspace), workspace_size, &args));
     halfbyte_quantize_status status;
     status.struct_size = sizeof status;
-    ASSERT_OK(halfbyte_plan_status(plan, halfbyte_memory_data(workspace), handle, &status));
+    ASSERT_OK(halfbyte_plan_status(plan, handle, halfbyte_memory_data(workspace), workspace_size, &status));
     EXPECT_EQ(status.num_nonfinite, 0);
     halfbyte_memory_destroy(workspace);
     halfbyte_plan_destroy(plan);

@@ -298,12 +298,12 @@ void check_huge_linear(int64_t rows, const char* kernel) {
   const auto plan = QuantizeLinearPlan::select(kCuda, descriptor);
   EXPECT_EQ(plan.sku().kernel, kernel);
   const Memory workspace(kCuda, plan.workspace_size());
-  plan.run(nullptr, workspace.data(),
+  plan.run(nullptr, workspace,
            {{x.data(), DType::bf16, {rows, kCols}, {}, kCuda},
             {codes.data(), DType::i4, {rows, kCols}, {}, kCuda},
             {scales.data(), DType::f32, {rows}, {}, kCuda},
             {}});
-  const QuantizeStatus status = plan.status(workspace.data());
+  const QuantizeStatus status = plan.status(nullptr, workspace);
   EXPECT_EQ(status.num_nonfinite, 1);
   EXPECT_EQ(status.first_nonfinite, rows * kCols - 1);
   EXPECT_EQ(status.num_invalid_scales, 0);
@@ -314,7 +314,7 @@ void check_huge_linear(int64_t rows, const char* kernel) {
     std::vector<uint8_t> values = row.bytes, expected(kCols / 2), actual(kCols / 2);
     if (r == rows - 1) std::memcpy(values.data() + 2 * (kCols - 1), &kNan, 2);
     alignas(16) QuantizeStatus found;
-    of_row.run(nullptr, &found,
+    of_row.run(nullptr, {&found, sizeof found},
                {{values.data(), DType::bf16, {1, kCols}, {}, {}},
                 {expected.data(), DType::i4, {1, kCols}, {}, {}},
                 {&scale[static_cast<size_t>(r)], DType::f32, {1}, {}, {}},
@@ -343,7 +343,8 @@ TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe26Groups) {
   poison(scales);
   copy(kCuda, x.data(), part.bytes.data(), 2 * kPeriod * kCols);
   repeat(x, 2 * kPeriod * kCols);
-  const auto run = [](Device device, int64_t rows, const void* values, void* to, void* scale, void* space) {
+  const auto run = [](Device device, int64_t rows, const void* values, void* to, void* scale,
+                      const Workspace& space) {
     LinearDescriptor descriptor = LinearDescriptor::per_token({rows, kCols});
     descriptor.dtype = DType::bf16;
     descriptor.computed = true;
@@ -353,14 +354,14 @@ TEST_F(Exhaustive, LinearQuantizationOfMoreThan2ToThe26Groups) {
               {to, DType::i8, {rows, kCols}, {}, device},
               {scale, DType::f32, {rows, 1}, {}, device},
               {}});
-    return plan.status(space);
+    return plan.status(nullptr, space);
   };
   const Memory workspace(kCuda, 16 * kRows + 4096);
-  const QuantizeStatus status = run(kCuda, kRows, x.data(), codes.data(), scales.data(), workspace.data());
+  const QuantizeStatus status = run(kCuda, kRows, x.data(), codes.data(), scales.data(), workspace);
   alignas(16) QuantizeStatus space;
   std::vector<uint8_t> expected(kPeriod * kCols), expected_scales(4 * kPeriod);
   const QuantizeStatus once =
-      run({}, kPeriod, part.bytes.data(), expected.data(), expected_scales.data(), &space);
+      run({}, kPeriod, part.bytes.data(), expected.data(), expected_scales.data(), {&space, sizeof space});
   EXPECT_EQ(status.num_coarse_scales, once.num_coarse_scales * (kRows / kPeriod));
   expect_repeated("codes", codes, expected.data(), kPeriod * kCols, (kRows - kPeriod) * kCols, expected);
   expect_repeated("scales", scales, expected_scales.data(), 4 * kPeriod, 4 * (kRows - kPeriod),
@@ -376,7 +377,7 @@ void check_huge_fake(int64_t n, const char* kernel) {
   tail.back() = 0x7FC0;
 
   const auto run = [](bool forward, Device device, int64_t count, void* dense, void* mask, void* scale,
-                      void* workspace) {
+                      const Workspace& workspace) {
     FakeQuantizeDescriptor descriptor;
     descriptor.shape = {count};
     descriptor.dtype = DType::bf16;
@@ -386,7 +387,7 @@ void check_huge_fake(int64_t n, const char* kernel) {
     const auto run_plan = [&](const auto& plan, const auto& args) {
       EXPECT_LE(plan.workspace_size(), 1024);
       plan.run(nullptr, workspace, args);
-      return std::pair(plan.sku().kernel, plan.status(workspace));
+      return std::pair(plan.sku().kernel, plan.status(nullptr, workspace));
     };
     if (forward)
       return run_plan(
@@ -406,13 +407,13 @@ void check_huge_fake(int64_t n, const char* kernel) {
   std::vector<uint8_t> block_mask(kPeriod / 8), tail_mask(1);
   for (const bool forward : {true, false}) {
     const auto [name, status] =
-        run(forward, kCuda, n, dense.data(), mask.data(), scale_memory.data(), workspace.data());
+        run(forward, kCuda, n, dense.data(), mask.data(), scale_memory.data(), workspace);
     EXPECT_EQ(name, forward ? kernel : "mask_gradients");
     QuantizeStatus expected;
     if (forward) expected.num_nonfinite = 1, expected.first_nonfinite = n - 1;
     EXPECT_TRUE(testing::same(expected, status));
-    run(forward, {}, kPeriod, block.data(), block_mask.data(), &scale, host_workspace.data());
-    run(forward, {}, n - last_byte, tail.data(), tail_mask.data(), &scale, host_workspace.data());
+    run(forward, {}, kPeriod, block.data(), block_mask.data(), &scale, host_workspace);
+    run(forward, {}, n - last_byte, tail.data(), tail_mask.data(), &scale, host_workspace);
     const auto* const bytes = reinterpret_cast<const uint8_t*>(block.data());
     const auto* const tail_bytes = reinterpret_cast<const uint8_t*>(tail.data());
     expect_repeated(forward ? "y" : "dx", dense, bytes, 2 * kPeriod, 2 * last_byte,
@@ -458,7 +459,7 @@ TEST_F(Exhaustive, LearnedScaleOfMoreThan2ToThe31Elements) {
   copy(kCuda, host_dx.data(), dx.data(), 2 * kElements);
   wait();
   const auto run = [&](Device device, void* x_data, void* dx_data, const std::array<void*, 4>& one,
-                       void* workspace) {
+                       const Workspace& workspace) {
     const auto plan = FakeQuantizeLearnedBackwardPlan::select(device, descriptor);
     const auto view = [&](void* data, DType dtype, std::vector<int64_t> shape) {
       return TensorView{data, dtype, std::move(shape), {}, device};
@@ -468,14 +469,15 @@ TEST_F(Exhaustive, LearnedScaleOfMoreThan2ToThe31Elements) {
         nullptr, workspace,
         {view(x_data, DType::bf16, {kElements}), dense, view(one[0], DType::f32, {}),
          view(one[1], DType::f32, {}), dense, view(one[2], DType::f32, {}), view(one[3], DType::f32, {})});
-    EXPECT_TRUE(testing::same(plan.status(workspace), {}));
+    EXPECT_TRUE(testing::same(plan.status(nullptr, workspace), {}));
   };
   const Memory workspace(kCuda, FakeQuantizeLearnedBackwardPlan::select(kCuda, descriptor).workspace_size());
   run(kCuda, x.data(), dx.data(), {small.data(), small.data() + 256, small.data() + 512, small.data() + 768},
-      workspace.data());
+      workspace);
   std::array<float, 4> host = {parameters[0], parameters[1]};
   alignas(16) QuantizeStatus host_status;
-  run(Device{}, host_x.data(), host_dx.data(), {&host[0], &host[1], &host[2], &host[3]}, &host_status);
+  run(Device{}, host_x.data(), host_dx.data(), {&host[0], &host[1], &host[2], &host[3]},
+      {&host_status, sizeof host_status});
   std::array<float, 2> sums{};
   copy(kCuda, &sums[0], small.data() + 512, 4);
   copy(kCuda, &sums[1], small.data() + 768, 4);
@@ -508,7 +510,7 @@ void check_many_learned_scales(int64_t groups_beyond, const char* kernel) {
   repeat(scales, 4 * kPeriod);
   poison(dscale);
   const auto run = [](Device device, int64_t count, void* x_data, void* dx_data, void* scale_data,
-                      void* dscale_data, void* workspace) {
+                      void* dscale_data, const Workspace& workspace) {
     FakeQuantizeDescriptor descriptor;
     descriptor.shape = {count, kCols};
     descriptor.granularity = Granularity::channel;
@@ -524,15 +526,16 @@ void check_many_learned_scales(int64_t groups_beyond, const char* kernel) {
               dense,
               {dscale_data, DType::f32, {count}, {}, device},
               {}});
-    EXPECT_TRUE(testing::same(plan.status(workspace), {}));
+    EXPECT_TRUE(testing::same(plan.status(nullptr, workspace), {}));
     return plan.sku().kernel;
   };
   const Memory workspace(kCuda, 1024);
-  EXPECT_EQ(run(kCuda, rows, x.data(), dx.data(), scales.data(), dscale.data(), workspace.data()), kernel);
+  EXPECT_EQ(run(kCuda, rows, x.data(), dx.data(), scales.data(), dscale.data(), workspace), kernel);
   std::vector<uint8_t> host_x = part.bytes, host_dx = gradients.bytes;
   std::vector<float> host_dscale(kPeriod);
   alignas(16) QuantizeStatus status;
-  run(Device{}, kPeriod, host_x.data(), host_dx.data(), scale.data(), host_dscale.data(), &status);
+  run(Device{}, kPeriod, host_x.data(), host_dx.data(), scale.data(), host_dscale.data(),
+      {&status, sizeof status});
   expect_repeated("dx", dx, host_dx.data(), 2 * kPeriod * kCols, 2 * rows * kCols, {});
   expect_repeated("dscale", dscale, reinterpret_cast<const uint8_t*>(host_dscale.data()), 4 * kPeriod,
                   4 * rows, {});

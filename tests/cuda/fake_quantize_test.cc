@@ -170,7 +170,7 @@ TEST_F(FakeQuantizeShapes, graphs_replay_with_new_data) {
       FakeCase cpu = test;
       for (int round = 0; round < 3; ++round) {
         graph.launch(stream.handle());
-        const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+        const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
         device.download(test, memory);
         testing::expect_same(cpu, test, status);
         std::reverse(test.x.bytes.begin() + 256, test.x.bytes.end() - 256);

@@ -8,6 +8,7 @@
 #include "cuda/graph.h"
 #include "cuda/launch.h"
 #include "halfbyte/device.hpp"
+#include "halfbyte/plan.hpp"
 #include "ops/testing.h"
 
 namespace halfbyte::testing {
@@ -61,6 +62,7 @@ class DeviceBytes {
 
   uint8_t* data() const { return reinterpret_cast<uint8_t*>(memory_.data()) + begin_; }
   int64_t num_bytes() const { return num_bytes_; }
+  Workspace workspace() const { return {data(), num_bytes_}; }
   void upload(const void* bytes) const { copy(kCuda, data(), bytes, num_bytes_); }
   // Writes num_bytes() bytes to `bytes`. The guards must be as they were.
   void download(void* bytes) const {

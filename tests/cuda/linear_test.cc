@@ -158,7 +158,7 @@ TEST_F(LinearShapes, threads_share_a_plan) {
                   test.codes.at(memory[2], kCuda),
                   test.scale.at(memory[3], kCuda),
                   {}});
-        const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+        const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
         device.download(test, memory);
         testing::expect_same(cpu, test, status);
       }
@@ -201,11 +201,11 @@ TEST_F(LinearShapes, memory_of_the_wrong_kind) {
   args = good;
   args.x.data = pinned.data();
   EXPECT_FALSE(plan.can_implement(args));
-  EXPECT_THROW(plan.run(nullptr, host.data(), good), Error);  // the workspace
+  EXPECT_THROW(plan.run(nullptr, host, good), Error);  // the workspace
 
   const auto on_cpu = QuantizeLinearPlan::select(Device{}, descriptor);
   args = good;
-  for (TensorView* tensor : {&args.x, &args.codes, &args.scale}) tensor->device = Device{};
+  args.x.device = args.codes.device = args.scale.device = Device{};
   refused(on_cpu.can_implement(args), {"x", "host memory", "cuda:0"});
 }
 

@@ -166,7 +166,7 @@ TEST_F(ObserveShapes, graphs_replay_with_new_data) {
       copy(kCuda, memory[0], cpu.x.bytes.data(), static_cast<int64_t>(cpu.x.bytes.size()));
       cuda::synchronize(nullptr);
       graph.launch(stream.handle());
-      const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+      const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
       ObserveCase result = cpu;
       device.download(result, memory);
       testing::expect_same(cpu, result, status);
@@ -193,7 +193,7 @@ TEST_F(ObserveShapes, threads_share_a_plan) {
         plan.run(stream.handle(), device.workspace(),
                  {test.x.at(memory[0], kCuda), test.min.at(memory[1], kCuda), test.max.at(memory[2], kCuda),
                   test.num_batches.at(memory[3], kCuda)});
-        const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+        const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
         device.download(test, memory);
         testing::expect_same(cpu, test, status);
       }
@@ -248,9 +248,9 @@ TEST_F(ExhaustiveObserve, more_than_2_31_elements) {
         num_batches{batches.data(), DType::i64, {}, {}, kCuda};
     reset_observer(min, max, num_batches);
     const Memory workspace(kCuda, plan.workspace_size());
-    plan.run(nullptr, workspace.data(),
+    plan.run(nullptr, workspace,
              {{x.data() + 2 * offset, DType::bf16, descriptor.shape, {}, kCuda}, min, max, num_batches});
-    const QuantizeStatus status = plan.status(workspace.data());
+    const QuantizeStatus status = plan.status(nullptr, workspace);
     return std::pair(status, load_observer(min, max, num_batches));
   };
   cuda::fill(x.data(), 0, x.num_bytes(), nullptr);
@@ -290,8 +290,8 @@ TEST_F(QParamsOnCuda, the_bytes_of_the_cpu) {
     ASSERT_LE(plan.workspace_size(), workspace.num_bytes());
     const ComputeQParams::Args args = test.args(memory.data(), kCuda);
     ASSERT_FALSE(plan.can_implement(args));
-    plan.run(nullptr, workspace.data(), args);
-    const QuantizeStatus status = plan.status(workspace.data());
+    plan.run(nullptr, workspace, args);
+    const QuantizeStatus status = plan.status(nullptr, workspace);
     copy(kCuda, test.bytes.data(), memory.data(), num_bytes);
     const cuda::Scope scope(cuda::context(kCuda.index));
     cuda::synchronize(nullptr);

@@ -39,7 +39,7 @@ class OnDevice {
     const cuda::Scope scope(cuda::context(kCuda.index));
     cuda::synchronize(nullptr);
   }
-  void* workspace() const { return workspace_.data(); }
+  const Memory& workspace() const { return workspace_; }
 
  private:
   Memory arena_, workspace_;
@@ -61,7 +61,7 @@ bool compare(Case& test, OnDevice& device) {
   Case cpu = test;
   const auto memory = device.upload(test);
   const QuantizeStatus status =
-      run_case(test, memory, kCuda, device.workspace(), OnDevice::kWorkspace, nullptr, {});
+      run_case(test, memory, kCuda, device.workspace().data(), OnDevice::kWorkspace, nullptr, {});
   device.download(test, memory);
   return expect_same(cpu, test, status);
 }
@@ -108,7 +108,7 @@ void replay(OnDevice& device, Case& test, Case& other, const MakeArgs& make_args
     device.upload(*round);
     cuda::synchronize(nullptr);
     graph.launch(stream.handle());
-    const QuantizeStatus status = plan.status(device.workspace(), stream.handle());
+    const QuantizeStatus status = plan.status(stream.handle(), device.workspace());
     device.download(result, memory);
     expect_same(cpu, result, status);
   }

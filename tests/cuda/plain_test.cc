@@ -273,8 +273,8 @@ TEST_F(PlainKernels, FakeQuantizeForwardAndBackward) {
         descriptor.alignment = size_of(test.dtype);
         const TensorView scale_like = {nullptr, test.scale_dtype, descriptor.scale_shape(), {}, {}};
         const int64_t num_scales = num_elements(scale_like);
-        Values x = testing::with_nonfinite(testing::random_values(
-            test.dtype, num_elements({nullptr, test.dtype, grouped.shape, {}, {}}), seed));
+        Values x =
+            testing::with_nonfinite(testing::random_values(test.dtype, num_elements(grouped.shape), seed));
         Values dy = testing::random_values(test.dtype, static_cast<int64_t>(x.exact.size()), seed + 1);
         Values scales;
         scales.dtype = test.scale_dtype;
@@ -314,14 +314,14 @@ TEST_F(PlainKernels, FakeQuantizeForwardAndBackward) {
         args.y = {y.data(), test.dtype, grouped.shape, {}, {}};
         args.scale = scale;
         args.zero_point = zero;
-        plan.run(nullptr, workspace.data(), args);
+        plan.run(nullptr, workspace, args);
         Bytes y_cuda = poisoned(static_cast<int64_t>(x.exact.size()), test.dtype), counts = zero_counts();
         PlainKernel::Memories given = memories;
         given.emplace("y", &y_cuda);
         given.emplace("counts", &counts);
         forward.run(given, numbers, 0, num_blocks);
         EXPECT_EQ(y, y_cuda);
-        const QuantizeStatus cpu = plan.status(workspace.data(), nullptr), cuda = status_of(counts);
+        const QuantizeStatus cpu = plan.status(nullptr, workspace), cuda = status_of(counts);
         EXPECT_TRUE(testing::same(cpu, cuda));
         EXPECT_EQ(cpu.num_invalid_scales, cuda.num_invalid_scales);
         EXPECT_EQ(cpu.num_invalid_zero_points, cuda.num_invalid_zero_points);
@@ -334,7 +334,7 @@ TEST_F(PlainKernels, FakeQuantizeForwardAndBackward) {
         of_gradients.scale = scale;
         of_gradients.zero_point = zero;
         of_gradients.dx = {dx.data(), test.dtype, grouped.shape, {}, {}};
-        gradients.run(nullptr, workspace.data(), of_gradients);
+        gradients.run(nullptr, workspace, of_gradients);
         Bytes dx_cuda = y_cuda;
         counts = zero_counts();
         given = memories;
@@ -367,7 +367,7 @@ TEST_F(PlainKernels, ObserveTwoBatches) {
         const DType state_dtype = descriptor.state_dtype();
         Values empty;
         empty.dtype = state_dtype;
-        const int64_t num_groups = num_elements({nullptr, state_dtype, descriptor.state_shape(), {}, {}});
+        const int64_t num_groups = num_elements(descriptor.state_shape());
         for (int64_t i = 0; i < num_groups; ++i) empty.push_back(INFINITY);
         Bytes min = empty.bytes, min_cuda = min;
         empty = {};
@@ -377,9 +377,9 @@ TEST_F(PlainKernels, ObserveTwoBatches) {
         const auto plan = ObservePlan::select({}, descriptor);
         Bytes workspace(static_cast<size_t>(plan.workspace_size()));
         for (const uint64_t seed : {1u, 2u}) {
-          Values x = testing::with_nonfinite(
-              testing::random_values(dtype, num_elements({nullptr, dtype, grouped.shape, {}, {}}), seed));
-          plan.run(nullptr, workspace.data(),
+          Values x =
+              testing::with_nonfinite(testing::random_values(dtype, num_elements(grouped.shape), seed));
+          plan.run(nullptr, workspace,
                    {.x = x.view(grouped.shape),
                     .min = {min.data(), state_dtype, descriptor.state_shape(), {}, {}},
                     .max = {max.data(), state_dtype, descriptor.state_shape(), {}, {}},
@@ -394,7 +394,7 @@ TEST_F(PlainKernels, ObserveTwoBatches) {
           EXPECT_EQ(min, min_cuda);
           EXPECT_EQ(max, max_cuda);
           EXPECT_EQ(batches, batches_cuda);
-          EXPECT_TRUE(testing::same(plan.status(workspace.data(), nullptr), status_of(counts)));
+          EXPECT_TRUE(testing::same(plan.status(nullptr, workspace), status_of(counts)));
           if (HasFailure()) return;
         }
       }
@@ -430,20 +430,19 @@ TEST_F(PlainKernels, AffineQdqAndBackward) {
         const std::vector<int64_t> groups = descriptor.scale_shape();
         Values w = testing::random_values(dtype, rows * cols, number),
                dy = testing::random_values(dtype, rows * cols, number + 100);
-        Bytes codes =
-            poisoned(num_elements({nullptr, DType::u8, descriptor.code_shape(), {}, {}}), DType::u8);
+        Bytes codes = poisoned(num_elements(descriptor.code_shape()), DType::u8);
         Bytes scales = poisoned(groups[0] * groups[1], scale_dtype), biases = scales;
         const TensorView code_view = {codes.data(), DType::u8, descriptor.code_shape(), {}, {}};
         const TensorView scale_view = {scales.data(), scale_dtype, groups, {}, {}};
         const TensorView bias_view = {biases.data(), scale_dtype, groups, {}, {}};
         const auto init = AffineInitPlan::select({}, descriptor);
         Bytes workspace(static_cast<size_t>(init.workspace_size()));
-        init.run(nullptr, workspace.data(),
+        init.run(nullptr, workspace,
                  {.w = w.view({rows, cols}), .codes = code_view, .scales = scale_view, .biases = bias_view});
         Bytes y(w.bytes.size()), y_cuda = poisoned(rows * cols, dtype);
         const auto qdq = AffineQdqPlan::select({}, descriptor);
         workspace.resize(static_cast<size_t>(qdq.workspace_size()));
-        qdq.run(nullptr, workspace.data(),
+        qdq.run(nullptr, workspace,
                 {.codes = code_view,
                  .scales = scale_view,
                  .biases = bias_view,
@@ -461,7 +460,7 @@ TEST_F(PlainKernels, AffineQdqAndBackward) {
         args.dy = dy.view({rows, cols});
         args.dscales = {dscales.data(), DType::f32, groups, {}, {}};
         args.dbiases = {dbiases.data(), DType::f32, groups, {}, {}};
-        gradients.run(nullptr, workspace.data(), args);
+        gradients.run(nullptr, workspace, args);
         for (const int64_t num_blocks : {0, 1}) {
           backward.run(
               {{"codes", &codes}, {"dy", &dy.bytes}, {"dscales", &dscales_cuda}, {"dbiases", &dbiases_cuda}},
@@ -524,7 +523,7 @@ TEST_F(PlainKernels, QgemmHasTheBytesOfTheReference) {
       if (has_biases(spec)) args.view.biases = parts.biases.data();
       if (has_bias) args.bias = bias.view({n});
       args.y = {y.data(), dtype, {m, n}, {}, {}};
-      plan.run(nullptr, workspace.data(), args);
+      plan.run(nullptr, workspace, args);
 
       const auto part = [](const Bytes& guarded, int64_t num_bytes) {
         return Bytes(guarded.begin(), guarded.begin() + num_bytes);

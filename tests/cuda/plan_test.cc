@@ -52,8 +52,8 @@ void compare(const uint8_t* x, const QuantizeDescriptor& descriptor, const Place
   const auto quantize = QuantizePlan::select(kCuda, descriptor);
   const DeviceBytes workspace = workspace_of(quantize.workspace_size());
   cuda::synchronize(nullptr);
-  quantize.run(stream, workspace.data(), {memory.view, memory.parts.view()});
-  const QuantizeStatus status = quantize.status(workspace.data(), stream);
+  quantize.run(stream, workspace.workspace(), {memory.view, memory.parts.view()});
+  const QuantizeStatus status = quantize.status(stream, workspace.workspace());
   Parts parts = memory.parts.download();
   parts.status = status;
   EXPECT_TRUE(testing::same(expected, parts));
@@ -62,8 +62,8 @@ void compare(const uint8_t* x, const QuantizeDescriptor& descriptor, const Place
   const auto dequantize = DequantizePlan::select(kCuda, descriptor);
   const DeviceBytes unused = workspace_of(dequantize.workspace_size());
   cuda::synchronize(nullptr);
-  dequantize.run(stream, unused.data(), {memory.parts.view(), target.view});
-  EXPECT_TRUE(testing::same({}, dequantize.status(unused.data(), stream)));
+  dequantize.run(stream, unused.workspace(), {memory.parts.view(), target.view});
+  EXPECT_TRUE(testing::same({}, dequantize.status(stream, unused.workspace())));
   std::vector<uint8_t> y(static_cast<size_t>(target.dense.num_bytes()));
   target.dense.download(y.data());
   EXPECT_TRUE(testing::same_values(testing::dequantize_on_cpu(expected, dtype), y, dtype));
@@ -185,9 +185,9 @@ TEST_F(PackedPlan, GraphsReplayWithNewData) {
       cuda::synchronize(nullptr);
       testing::Graph graph;
       graph.capture(stream.handle(), [&] {
-        quantize.run(stream.handle(), workspace.data(), {memory.view, memory.parts.view()});
+        quantize.run(stream.handle(), workspace.workspace(), {memory.view, memory.parts.view()});
         // The workspace of `dequantize` holds nothing: it may be the same.
-        dequantize.run(stream.handle(), workspace.data(), {memory.parts.view(), target.view});
+        dequantize.run(stream.handle(), workspace.workspace(), {memory.parts.view(), target.view});
       });
       for (uint64_t seed = 0; seed < 3; ++seed) {
         Values x = testing::random_values(DType::bf16, rows * 192, seed);
@@ -195,7 +195,7 @@ TEST_F(PackedPlan, GraphsReplayWithNewData) {
         memory.dense.upload(x.bytes.data());
         cuda::synchronize(nullptr);
         graph.launch(stream.handle());
-        const QuantizeStatus status = quantize.status(workspace.data(), stream.handle());
+        const QuantizeStatus status = quantize.status(stream.handle(), workspace.workspace());
         Parts expected = testing::quantize_on_cpu(x.bytes.data(), DType::bf16, spec, rows, 192);
         Parts parts = memory.parts.download();
         parts.status = status;
@@ -223,8 +223,8 @@ TEST_F(PackedPlan, ThreadsShareAPlan) {
           const cuda::Scope scope(cuda::context(kCuda.index));
           cuda::synchronize(nullptr);
         }
-        plan.run(stream.handle(), workspace.data(), {memory.view, memory.parts.view()});
-        const QuantizeStatus status = plan.status(workspace.data(), stream.handle());
+        plan.run(stream.handle(), workspace.workspace(), {memory.view, memory.parts.view()});
+        const QuantizeStatus status = plan.status(stream.handle(), workspace.workspace());
         Parts parts = memory.parts.download();
         parts.status = status;
         EXPECT_TRUE(testing::same(
@@ -272,8 +272,8 @@ TEST_F(PackedPlan, MemoryOfTheWrongKind) {
   q = parts;
   q.scales = host.data();
   refused(good, q, {"scales", "host memory"});
-  EXPECT_THROW(quantize.run(nullptr, host.data(), {good, parts}), Error);  // the workspace
-  EXPECT_THROW(dequantize.run(nullptr, host.data(), {parts, good}), Error);
+  EXPECT_THROW(quantize.run(nullptr, host, {good, parts}), Error);  // the workspace
+  EXPECT_THROW(dequantize.run(nullptr, host, {parts, good}), Error);
   const auto on_cpu = QuantizePlan::select(Device{}, descriptor);
   x = good;
   x.device = Device{};

@@ -123,8 +123,8 @@ std::vector<std::string> variants_of(QgemmDescriptor d) {
 std::vector<uint8_t> run(const QgemmCase& test, const QgemmPlan& plan, bool exact) {
   const Surrounded workspace = workspace_of(plan, exact);
   const OnDevice memory(test, exact);
-  plan.run(nullptr, workspace.data(), memory.args());
-  EXPECT_TRUE(plan.status(workspace.data()).ok());
+  plan.run(nullptr, {workspace.data(), plan.workspace_size()}, memory.args());
+  EXPECT_TRUE(plan.status(nullptr, {workspace.data(), plan.workspace_size()}).ok());
   memory.expect_inputs_as_before();
   workspace.download();  // what lies around it
   return memory.y();
@@ -451,7 +451,8 @@ TEST_P(QgemmCudaShapes, Threads) {
         const Surrounded workspace = workspace_of(plan);
         const OnDevice memory(test, false);
         const Stream stream(kCuda);
-        for (int i = 0; i < 20; ++i) plan.run(stream.handle(), workspace.data(), memory.args());
+        for (int i = 0; i < 20; ++i)
+          plan.run(stream.handle(), {workspace.data(), plan.workspace_size()}, memory.args());
         stream.synchronize();
         right = memory.y() == expected;
       });
@@ -510,7 +511,7 @@ TEST_P(QgemmCudaShapes, RunsGiveTheSameBytes) {
       for (int i = 0; i < 100; ++i) {
         memory.reset();
         if (i % 10 == 0) workspace.clear();  // else as the run before left it
-        plan.run(nullptr, workspace.data(), memory.args());
+        plan.run(nullptr, {workspace.data(), plan.workspace_size()}, memory.args());
         std::vector<uint8_t> y = memory.y();
         if (i == 0) first = y;
         num_different += y != first;
@@ -536,7 +537,8 @@ TEST_P(QgemmCudaShapes, Graphs) {
         testing::Graph graph;
         const cuda::Scope scope(cuda::context(kCuda.index));
         graph.capture(stream.handle(), [&] {
-          for (int i = 0; i < 3; ++i) plan.run(stream.handle(), workspace.data(), memory.args());
+          for (int i = 0; i < 3; ++i)
+            plan.run(stream.handle(), {workspace.data(), plan.workspace_size()}, memory.args());
         });
         for (int i = 0; i < 3; ++i) {
           memory.reset();
@@ -583,7 +585,7 @@ TEST_P(QgemmCudaShapes, ChainsThatStartEarly) {
       std::vector<std::vector<uint8_t>> expected;
       buffers[0].upload(test.x.bytes);
       for (int link = 0; link < kLinks; ++link) {
-        plain.run(stream.handle(), plain_workspace.data(), args_of(link));
+        plain.run(stream.handle(), {plain_workspace.data(), plain.workspace_size()}, args_of(link));
         stream.synchronize();
         expected.push_back(buffers[(link + 1) % 2].download());
       }
@@ -596,7 +598,8 @@ TEST_P(QgemmCudaShapes, ChainsThatStartEarly) {
             buffers[0].upload(test.x.bytes);
             buffers[1].clear();
             for (int link = 0; link < kLinks; ++link) {
-              early.run(stream.handle(), workspaces[link % num_workspaces].data(), args_of(link));
+              early.run(stream.handle(), {workspaces[link % num_workspaces].data(), early.workspace_size()},
+                        args_of(link));
               if (with_copies)
                 copy(kCuda, copied.data() + link * num_bytes, buffers[(link + 1) % 2].data(), num_bytes,
                      stream.handle());

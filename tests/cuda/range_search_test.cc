@@ -135,10 +135,9 @@ TEST_F(RangeSearchShapes, each_group_has_a_mean_of_its_own) {
         x.dtype = dtype;
         for (const double value : batch) x.push_back(value);
         copy(kCuda, memory.data() + 768, x.bytes.data(), static_cast<int64_t>(x.bytes.size()));
-        plan.run(nullptr, workspace.data(),
-                 {{memory.data() + 768, dtype, {3, 1}, {}, kCuda}, min, max, counts});
-        plan.status(workspace.data());
-        host.run(nullptr, &status, {x.view({3, 1}), host_min, host_max, host_counts});
+        plan.run(nullptr, workspace, {{memory.data() + 768, dtype, {3, 1}, {}, kCuda}, min, max, counts});
+        plan.status(nullptr, workspace);
+        host.run(nullptr, {&status, sizeof status}, {x.view({3, 1}), host_min, host_max, host_counts});
       }
       const ObserverState state = load_observer(min, max, counts);
       EXPECT_EQ(state, load_observer(host_min, host_max, host_counts)) << to_string(dtype);
@@ -187,9 +186,9 @@ class ExhaustiveRangeSearch : public testing::CudaTest {
         max{state.data() + 4, DType::f32, {}, {}, kCuda},
         num_batches{state.data() + 8, DType::i64, {}, {}, kCuda};
     reset_observer(min, max, num_batches);
-    plan.run(nullptr, workspace.data(),
+    plan.run(nullptr, workspace,
              {{x.data(), DType::bf16, descriptor.shape, {}, kCuda}, min, max, num_batches});
-    EXPECT_EQ(plan.status(workspace.data()).num_nonfinite, config.kind == ObserverKind::percentile ? 1 : 0);
+    EXPECT_EQ(plan.status(nullptr, workspace).num_nonfinite, config.kind == ObserverKind::percentile ? 1 : 0);
     return load_observer(min, max, num_batches);
   }
 };

@@ -3,7 +3,7 @@
 #include <array>
 #include <cmath>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
@@ -44,14 +44,18 @@ struct AffineImpl : Plan<Op>::Impl {
   using Args = typename Op::Args;
   using Plan<Op>::Impl::Impl;
 
-  ArgumentRow& dense(const char* name, TensorView Args::*view) {
+  template <class Data>
+  ArgumentRow& dense(const char* name, BasicTensorView<Data> Args::*view) {
     const AffineQdqDescriptor& d = this->descriptor;
     return this->tensor(name, view, d.dtype, {d.rows, d.cols}).any_leading_axes().promised(d.alignment);
   }
   ArgumentRow& codes() {
+    this->sku.aux_element = DType::u8;
+    if (this->descriptor.packed) this->sku.layout = Layout::halfbyte;
     return this->tensor("codes", &Args::codes, DType::u8, this->descriptor.code_shape()).any_leading_axes();
   }
-  ArgumentRow& parameters(const char* name, TensorView Args::*view, DType dtype) {
+  template <class Data>
+  ArgumentRow& parameters(const char* name, BasicTensorView<Data> Args::*view, DType dtype) {
     return this->tensor(name, view, dtype, this->descriptor.scale_shape()).any_leading_axes();
   }
 };
@@ -79,6 +83,7 @@ struct InitImpl : AffineImpl<AffineInit> {
     sku.dtypes =
         fmt::format("{} -> {}, scale {}", to_string(d.dtype), text_of_codes(d), to_string(d.scale_dtype));
     if (d.refit) guarantee.accumulator = DType::f64;
+    needs_scratch(affine_init_scratch_bytes(problem));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_affine_init_cuda(problem);
     sku.kernel = kernel_name(*cuda);
@@ -88,10 +93,9 @@ struct InitImpl : AffineImpl<AffineInit> {
   void execute(const Args& args, void* stream, void* workspace) const override {
     const AffineInitTensors tensors{args.w.data, static_cast<uint8_t*>(args.codes.data), args.scales.data,
                                     args.biases.data};
-    if (cuda)
-      run_affine_init_cuda(*cuda, tensors, stream, workspace);
-    else
-      status_in(workspace) = affine_init_cpu(problem, tensors);
+    if (cuda) return run_affine_init_cuda(*cuda, tensors, stream, workspace);
+    Scratch memory = scratch(workspace);
+    status_in(workspace) = affine_init_cpu(problem, tensors, memory);
   }
 };
 
@@ -116,10 +120,13 @@ struct QdqImpl : AffineImpl<AffineQdq> {
   }
 
   void execute(const Args& args, void* stream, void* workspace) const override {
-    const QuantizedView in{
-        spec,    descriptor.rows, descriptor.cols, static_cast<uint8_t*>(args.codes.data), args.scales.data,
-        nullptr, args.biases.data};
-    dequantize.run(stream, workspace, {in, args.y});
+    const ConstQuantizedView in{.spec = spec,
+                                .rows = descriptor.rows,
+                                .cols = descriptor.cols,
+                                .codes = static_cast<const uint8_t*>(args.codes.data),
+                                .scales = args.scales.data,
+                                .biases = args.biases.data};
+    dequantize.run(stream, {workspace, workspace_size}, {in, args.y});
   }
 };
 
@@ -133,7 +140,7 @@ void check_step(const char* op, const AdamStep& step) {
   check("beta1", step.beta1, step.beta1 >= 0 && step.beta1 < 1, "in [0, 1)");
   check("beta2", step.beta2, step.beta2 >= 0 && step.beta2 < 1, "in [0, 1)");
   check("epsilon", step.epsilon, std::isfinite(step.epsilon) && step.epsilon >= 0, "finite and >= 0");
-  HALFBYTE_CHECK(step.step >= 1, usage, "{}: adam.step must be at least 1, got {}", op, step.step);
+  HALFBYTE_MUST(step.step >= 1, invalid_problem, op, "adam.step", "be", "at least 1", step.step);
 }
 
 formats::AdamFactors factors_of(const AdamStep& step) {
@@ -207,34 +214,54 @@ struct BackwardImpl : AffineImpl<AffineQdqBackward> {
 
 // ---- The CPU
 
-QuantizeStatus affine_init_cpu(const AffineProblem& problem, const AffineInitTensors& tensors) {
+namespace {
+
+// The elements of a task: whole groups, which begin at a byte of the codes.
+int64_t init_unit(const AffineShape& shape, int code_bits) {
+  return shape.group_size * affine_unit(shape.group_size, code_bits);
+}
+
+}  // namespace
+
+int64_t affine_init_scratch_bytes(const AffineProblem& problem) {
+  const int64_t size = std::min<int64_t>(init_unit(problem.shape, problem.code_bits), problem.shape.cols);
+  return Scratch::bytes_of<float>(size) + Scratch::bytes_of<uint8_t>(size);
+}
+
+QuantizeStatus affine_init_cpu(const AffineProblem& problem, const AffineInitTensors& tensors,
+                               Scratch& scratch) {
   const AffineShape& shape = problem.shape;
-  QuantizeStatus status;
-  if (problem.num_groups() == 0) return status;
-  const int64_t unit = shape.group_size * affine_unit(shape.group_size, problem.code_bits);
+  if (problem.num_groups() == 0) return {};
+  const int64_t unit = init_unit(shape, problem.code_bits);
   const int64_t units_per_row = (shape.cols - 1) / unit + 1, size = std::min<int64_t>(unit, shape.cols);
   struct Worker {
-    std::vector<float> w;
-    std::vector<uint8_t> codes;
+    float* w = nullptr;
+    uint8_t* codes = nullptr;
+    Scratch own;
     QuantizeStatus status;
   };
-  std::vector<Worker> workers(static_cast<size_t>(effective_threads(problem.num_threads)));
+  const bool one = problem.num_threads == 1;
+  Worker only;
+  std::vector<Worker> workers(one ? 0 : static_cast<size_t>(effective_threads(problem.num_threads)));
   parallel_for(shape.rows * units_per_row, std::max<int64_t>(1, kTaskElements / size), problem.num_threads,
-               [&](int64_t first, int64_t last, int worker) {
-                 Worker& own = workers[static_cast<size_t>(worker)];
-                 own.w.resize(static_cast<size_t>(size));
-                 own.codes.resize(static_cast<size_t>(size));
+               [&](int64_t first, int64_t last, int number) {
+                 Worker& worker = one ? only : workers[static_cast<size_t>(number)];
+                 if (worker.w == nullptr) {
+                   Scratch& memory = one ? scratch : worker.own;
+                   worker.w = memory.take<float>(size);
+                   worker.codes = memory.take<uint8_t>(size);
+                 }
                  for (int64_t i = first; i < last; ++i) {
                    const int64_t begin = i % units_per_row * unit;
                    QuantizeStatus found;
                    affine_init_ref(problem, tensors, i / units_per_row, begin,
-                                   std::min<int64_t>(shape.cols, begin + unit), own.w.data(),
-                                   own.codes.data(), found);
-                   merge(own.status, found);
+                                   std::min<int64_t>(shape.cols, begin + unit), worker.w, worker.codes,
+                                   found);
+                   merge(worker.status, found);
                  }
                });
-  for (const Worker& worker : workers) merge(status, worker.status);
-  return status;
+  for (const Worker& worker : workers) merge(only.status, worker.status);
+  return only.status;
 }
 
 void affine_backward_cpu(const AffineProblem& problem, const AffineBackwardArgs& args) {
@@ -271,19 +298,18 @@ AffineProblem make_affine_problem(const AffineQdqDescriptor& d) {
 void check_descriptor(const AffineQdqDescriptor& d) {
   HALFBYTE_CHECK(d.rows >= 0 && d.cols >= 0, usage, "{}: rows and cols must not be negative, got {} and {}",
                  kDescriptor, d.rows, d.cols);
-  HALFBYTE_CHECK((d.bits >= 2 && d.bits <= 6) || d.bits == 8, usage,
-                 "{}: bits must be 2, 3, 4, 5, 6 or 8, got {}", kDescriptor, d.bits);
-  HALFBYTE_CHECK(d.n_bins == 0 || (d.n_bins >= 2 && d.n_bins <= 1 << d.bits), usage,
-                 "{}: n_bins must be 0 (all codes), or 2 to the {} codes of {} bits, got {}", kDescriptor,
-                 1 << d.bits, d.bits, d.n_bins);
-  HALFBYTE_CHECK(d.group_size > 0, usage, "{}: group_size must be positive, got {}", kDescriptor,
-                 d.group_size);
-  HALFBYTE_CHECK(is_short_float(d.dtype), usage, "{}: dtype must be f32, f16 or bf16, got {}", kDescriptor,
-                 to_string(d.dtype));
-  HALFBYTE_CHECK(is_short_float(d.scale_dtype), usage, "{}: scale_dtype must be f32, f16 or bf16, got {}",
-                 kDescriptor, to_string(d.scale_dtype));
-  HALFBYTE_CHECK(d.scale_rule == ScaleRule::minmax || d.scale_rule == ScaleRule::mlx_edge, usage,
-                 "{}: scale_rule must be minmax or mlx-edge, got {}", kDescriptor, to_string(d.scale_rule));
+  HALFBYTE_MUST((d.bits >= 2 && d.bits <= 6) || d.bits == 8, invalid_problem, kDescriptor, "bits", "be",
+                "2, 3, 4, 5, 6 or 8", d.bits);
+  HALFBYTE_MUST(d.n_bins == 0 || (d.n_bins >= 2 && d.n_bins <= 1 << d.bits), invalid_problem, kDescriptor,
+                "n_bins", "be",
+                fmt::format("0 (all codes), or 2 to the {} codes of {} bits", 1 << d.bits, d.bits), d.n_bins);
+  HALFBYTE_MUST(d.group_size > 0, invalid_problem, kDescriptor, "group_size", "be", "positive", d.group_size);
+  HALFBYTE_MUST(is_short_float(d.dtype), unsupported, kDescriptor, "dtype", "be", "f32, f16 or bf16",
+                to_string(d.dtype));
+  HALFBYTE_MUST(is_short_float(d.scale_dtype), unsupported, kDescriptor, "scale_dtype", "be",
+                "f32, f16 or bf16", to_string(d.scale_dtype));
+  HALFBYTE_MUST(d.scale_rule == ScaleRule::minmax || d.scale_rule == ScaleRule::mlx_edge, invalid_problem,
+                kDescriptor, "scale_rule", "be", "minmax or mlx-edge", to_string(d.scale_rule));
   contiguous_bytes(d.dtype, std::array{d.rows, d.cols});  // throws for what is beyond 2^63 - 1 bytes
   quant_shape(spec_of(d, code_bits(d)), d.rows, d.cols);
   check_alignment(kDescriptor, d.alignment, d.dtype);

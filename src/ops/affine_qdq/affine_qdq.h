@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/format.h"
+#include "core/scratch.h"
 #include "halfbyte/affine_qdq.hpp"
 #include "ops/affine_qdq/affine_qdq_args.h"
 
@@ -36,7 +37,10 @@ struct AffineInitTensors {
 };
 
 // ---- CPU: returns when all is done.
-QuantizeStatus affine_init_cpu(const AffineProblem& problem, const AffineInitTensors& tensors);
+QuantizeStatus affine_init_cpu(const AffineProblem& problem, const AffineInitTensors& tensors,
+                               Scratch& scratch);
+// What it takes of it where one thread runs.
+int64_t affine_init_scratch_bytes(const AffineProblem& problem);
 void affine_backward_cpu(const AffineProblem& problem, const AffineBackwardArgs& args);
 // SIMD kernel, dispatched at run time: groups [begin, end) of a row.
 void affine_backward_span_cpu(const AffineProblem& problem, const AffineBackwardArgs& args, int64_t row,

@@ -38,15 +38,15 @@ struct Affine {
   void init(std::vector<float> w) {
     alignas(16) std::array<uint8_t, 64> workspace;
     const auto plan = AffineInitPlan::select({}, d);
-    plan.run(nullptr, workspace.data(),
+    plan.run(nullptr, workspace,
              {view(w, {d.rows, d.cols}), view(codes, d.code_shape()), view(scales, d.scale_shape()),
               view(biases, d.scale_shape())});
-    status = plan.status(workspace.data());
+    status = plan.status(nullptr, workspace);
   }
   std::vector<float> decode() {
     std::vector<float> y(static_cast<size_t>(d.rows * d.cols));
     alignas(16) std::array<uint8_t, 64> workspace;
-    AffineQdqPlan::select({}, d).run(nullptr, workspace.data(),
+    AffineQdqPlan::select({}, d).run(nullptr, workspace,
                                      {view(codes, d.code_shape()), view(scales, d.scale_shape()),
                                       view(biases, d.scale_shape()), view(y, {d.rows, d.cols})});
     return y;
@@ -62,7 +62,7 @@ struct Affine {
     args.dy = view(dy, {d.rows, d.cols});
     args.dscales = view(g.scales, d.scale_shape());
     args.dbiases = view(g.biases, d.scale_shape());
-    AffineQdqBackwardPlan::select({}, d).run(nullptr, workspace.data(), args);
+    AffineQdqBackwardPlan::select({}, d).run(nullptr, workspace, args);
     return g;
   }
   std::vector<int> unpacked() const {
@@ -224,14 +224,14 @@ TEST(AffineQdq, ShapesOfAnyRank) {
   const auto run = [&](const AffineQdqDescriptor& d, const Shape& dense, const Shape& packed,
                        const Shape& groups) {
     const TensorView q = view(codes, packed), s = view(scales, groups), b = view(biases, groups);
-    AffineInitPlan::select({}, d).run(nullptr, workspace.data(), {view(w, dense), q, s, b});
-    AffineQdqPlan::select({}, d).run(nullptr, workspace.data(), {q, s, b, view(y, dense)});
+    AffineInitPlan::select({}, d).run(nullptr, workspace, {view(w, dense), q, s, b});
+    AffineQdqPlan::select({}, d).run(nullptr, workspace, {q, s, b, view(y, dense)});
     AffineQdqBackward::Args args;
     args.codes = q;
     args.dy = view(dy, dense);
     args.dscales = view(dscales, groups);
     args.dbiases = view(dbiases, groups);
-    AffineQdqBackwardPlan::select({}, d).run(nullptr, workspace.data(), args);
+    AffineQdqBackwardPlan::select({}, d).run(nullptr, workspace, args);
     return std::tuple(codes, scales, biases, y, dscales, dbiases);
   };
   AffineQdqDescriptor d;
@@ -277,7 +277,7 @@ TEST(AffineQdq, GoldenAdam) {
                                  Affine::view(bias_v, one),
                                  {}};
     args.adam.step = step;
-    plan.run(nullptr, workspace.data(), args);
+    plan.run(nullptr, workspace, args);
     const double expected = 1 - 1e-3 * static_cast<double>(step);
     EXPECT_NEAR(static_cast<double>(scale[0]), expected, 2e-7);
     EXPECT_NEAR(static_cast<double>(bias[0]), expected, 2e-7);
@@ -749,7 +749,7 @@ TEST(AffineQdq, RefusesBadArguments) {
     AffineQdqBackward::Args args = good;
     change(args);
     alignas(16) std::array<uint8_t, 64> workspace;
-    expect_refused([&] { plan.run(nullptr, workspace.data(), args); }, words);
+    expect_refused([&] { plan.run(nullptr, workspace, args); }, words);
     EXPECT_TRUE(plan.can_implement(args).has_value());
   };
   refused([](auto& a) { a.dy.dtype = DType::bf16; }, {"affine_qdq_backward", "dy must be f32", "bf16"});

@@ -170,10 +170,16 @@ QuantizeStatus run_affine(const AffineCase& test, const typename Op::Args& args,
                           void* workspace, void* stream, const PlanPreference& preference) {
   const auto plan = Plan<Op>::select(device, test.descriptor, preference);
   EXPECT_GT(plan.workspace_size(), 0);
-  EXPECT_LE(plan.workspace_size(), 256);
   if (const auto error = plan.can_implement(args)) ADD_FAILURE() << error->what();
-  plan.run(stream, workspace, args);
-  return plan.status(workspace, stream);
+  if (workspace == nullptr) {
+    const Memory own(device, plan.workspace_size());
+    std::memset(own.data(), Parts::kPoison, static_cast<size_t>(own.num_bytes()));
+    plan.run(stream, own, args);
+    return plan.status(stream, own);
+  }
+  EXPECT_LE(plan.workspace_size(), 256);
+  plan.run(stream, {workspace, 256}, args);
+  return plan.status(stream, {workspace, 256});
 }
 
 using AffineMemory = std::array<void*, AffineCase::kTensors>;
@@ -199,7 +205,8 @@ inline AffineArgs args_of(const AffineCase& test, const AffineMemory& memory, De
            test.bias_m.at(memory[8], device), test.bias_v.at(memory[9], device), test.adam}};
 }
 
-// Runs the case with tensors at `memory`, in the order of all(), and a workspace of 256 bytes.
+// Runs the case with tensors at `memory`, in the order of all(), and a workspace of 256 bytes, or one of its
+// own.
 inline QuantizeStatus run_affine(const AffineCase& test, const AffineMemory& memory, Device device,
                                  void* workspace, void* stream = nullptr,
                                  const PlanPreference& preference = {}) {
@@ -215,9 +222,7 @@ inline QuantizeStatus run_affine(const AffineCase& test, const AffineMemory& mem
   return run_affine<AffineQdqBackward>(test, args.backward, device, workspace, stream, preference);
 }
 inline QuantizeStatus run_on_cpu(AffineCase& test, int num_threads = 0) {
-  alignas(16) std::array<uint8_t, 256> workspace;
-  workspace.fill(Parts::kPoison);
-  return run_affine(test, host_memory(test), Device{}, workspace.data(), nullptr, {num_threads});
+  return run_affine(test, host_memory(test), Device{}, nullptr, nullptr, {num_threads});
 }
 
 }  // namespace halfbyte::testing

@@ -4,8 +4,8 @@
 
 #include <mutex>
 
-#include "core/checks.h"
 #include "core/counts.h"
+#include "core/expect.h"
 #include "core/plan.h"
 #include "core/qparams.h"
 #include "cpu/parallel.h"
@@ -56,6 +56,7 @@ struct QParamsImpl : ComputeQParamsPlan::Impl {
     tensor("zero_point", &Args::zero_point, zero.value_or(DType::i32), d.shape)
         .written()
         .absent_unless(zero.has_value(), "descriptor.zero_point_dtype is not set");
+    sku.aux_element = d.scale_dtype;
     sku.dtypes = fmt::format("{} -> scale {}", to_string(d.dtype), to_string(d.scale_dtype));
     if (zero) sku.dtypes += fmt::format(", zero point {}", to_string(*zero));
     problem.num_groups = contiguous_bytes(DType::u8, d.shape);
@@ -94,8 +95,8 @@ void check_descriptor(const QParamsDescriptor& d) {
     return;
   }
   const DType dtype = *d.zero_point_dtype;
-  HALFBYTE_CHECK(dtype == DType::i32 || dtype == DType::i8 || dtype == DType::u8, usage,
-                 "{}: zero_point_dtype must be i32, i8 or u8, got {}", kDescriptor, to_string(dtype));
+  HALFBYTE_MUST(dtype == DType::i32 || dtype == DType::i8 || dtype == DType::u8, unsupported, kDescriptor,
+                "zero_point_dtype", "be", "i32, i8 or u8", to_string(dtype));
   const int least = dtype == DType::u8 ? 0 : -128, most = dtype == DType::i8 ? 127 : 255;
   HALFBYTE_CHECK(least <= config.q_min && config.q_max <= most, usage,
                  "{}: zero_point_dtype {} must hold all of [{}, {}]", kDescriptor, to_string(dtype),

@@ -151,8 +151,8 @@ inline QuantizeStatus run_qparams_on_cpu(QParamsCase& test, const PlanPreference
   const ComputeQParams::Args args = test.args(test.bytes.data(), {});
   if (const auto error = plan.can_implement(args)) ADD_FAILURE() << error->what();
   alignas(16) QuantizeStatus workspace;
-  plan.run(nullptr, &workspace, args);
-  return plan.status(&workspace);
+  plan.run(nullptr, {&workspace, sizeof workspace}, args);
+  return plan.status(nullptr, {&workspace, sizeof workspace});
 }
 
 }  // namespace halfbyte::testing

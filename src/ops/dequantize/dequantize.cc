@@ -39,7 +39,7 @@ constexpr Variant<DequantizeProblem, void> kVariants[] = {
 
 }  // namespace
 
-DequantizeProblem make_dequantize_problem(const QuantizedView& in, void* y, DType dtype) {
+DequantizeProblem make_dequantize_problem(const ConstQuantizedView& in, void* y, DType dtype) {
   DequantizeProblem problem;
   problem.shape = quant_shape(in.spec, in.rows, in.cols);
   problem.codec = make_codec(in.spec);
@@ -56,7 +56,7 @@ DequantizeProblem make_dequantize_problem(const QuantizedView& in, void* y, DTyp
   return problem;
 }
 
-void dequantize(const QuantizedView& in, const TensorView& y, Execution execution) {
+void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution execution) {
   const int64_t n = num_elements(y);
   HALFBYTE_CHECK(is_floating(y.dtype), usage, "dequantize: y must be f32, f16, bf16 or f64, got {}",
                  to_string(y.dtype));

@@ -70,6 +70,6 @@ std::string refuse_dequantize_cuda(const DequantizeProblem& problem);
 void dequantize_cuda(const DequantizeProblem& problem);
 
 // Of a matrix and memory for its elements, which are not checked. Throws Error(usage) for bad extents.
-DequantizeProblem make_dequantize_problem(const QuantizedView& in, void* y, DType dtype);
+DequantizeProblem make_dequantize_problem(const ConstQuantizedView& in, void* y, DType dtype);
 
 }  // namespace halfbyte

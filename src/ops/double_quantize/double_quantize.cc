@@ -41,7 +41,7 @@ void double_quantize(const float* scales, int64_t n, DoubleQuantizedView& out) {
   }
 }
 
-void double_dequantize(const DoubleQuantizedView& in, int64_t n, float* scales, const float* map) {
+void double_dequantize(const ConstDoubleQuantizedView& in, int64_t n, float* scales, const float* map) {
   HALFBYTE_CHECK(n >= 0, usage, "double_dequantize: n must not be negative, got {}", n);
   if (map == nullptr) map = double_quant_map();
   for (int64_t i = 0; i < n; ++i) scales[i] = map[in.codes[i]] * in.absmax[i / kDoubleQuantBlock] + in.offset;

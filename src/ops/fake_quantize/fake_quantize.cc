@@ -24,6 +24,7 @@ struct FakeImpl : Plan<Op>::Impl {
                                       on, d, preference)) {
     declare(d);
     this->sku.dtypes = dtypes_of(d);
+    this->needs_scratch(linear_scratch_bytes(problem));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_linear_cuda(problem, d.alignment);
     this->sku.kernel = kernel_name(*cuda);
@@ -65,11 +66,13 @@ struct FakeImpl : Plan<Op>::Impl {
   }
 
   void execute(const Args& args, void* stream, void* workspace) const override {
+    Scratch scratch = this->scratch(workspace);
     LinearTensors tensors;
+    tensors.scratch = &scratch;
     tensors.x = args.x.data;
-    tensors.mask = args.mask.data;
-    tensors.scale = args.scale.data;
-    tensors.zero = args.zero_point.data;
+    tensors.mask = address_of(args.mask);
+    tensors.scale = address_of(args.scale);
+    tensors.zero = address_of(args.zero_point);
     if constexpr (kForward) {
       tensors.observer = {args.min.data, args.max.data, static_cast<formats::i64*>(args.num_batches.data)};
       tensors.y = args.y.data;

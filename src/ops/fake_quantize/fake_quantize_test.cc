@@ -75,7 +75,7 @@ struct Result {
 };
 // Forward with its mask, and backward of dy = 1 from x and from the mask, which must be equal.
 Result run(FakeQuantizeDescriptor d, const Floats& x, Floats scale, std::vector<int32_t> zero_point = {}) {
-  const auto num_scales = static_cast<size_t>(num_elements({nullptr, DType::f32, d.scale_shape(), {}, {}}));
+  const auto num_scales = static_cast<size_t>(num_elements(d.scale_shape()));
   Result r{Floats(x.size()), Floats(x.size()), std::move(scale), std::move(zero_point), {}, {}};
   r.scale.resize(num_scales);
   if (d.zero_point_dtype) r.zero_point.resize(num_scales);
@@ -89,18 +89,16 @@ Result run(FakeQuantizeDescriptor d, const Floats& x, Floats scale, std::vector<
   const auto forward = FakeQuantizePlan::select(kCpu, d);
   std::vector<uint64_t> workspace(64);
   forward.run(
-      nullptr, workspace.data(),
+      nullptr, workspace,
       {view(x, d.shape), view(r.y, d.shape), scales, zeros, view(r.mask, d.mask_shape()), {}, {}, {}});
-  r.status = forward.status(workspace.data());
+  r.status = forward.status(nullptr, workspace);
   const Floats dy(x.size(), 1);
   FakeQuantizeBackwardPlan::select(kCpu, d).run(
-      nullptr, workspace.data(),
-      {{}, view(r.mask, d.mask_shape()), view(dy, d.shape), {}, {}, view(r.dx, d.shape)});
+      nullptr, workspace, {{}, view(r.mask, d.mask_shape()), view(dy, d.shape), {}, {}, view(r.dx, d.shape)});
   d.mask = false;
   Floats from_x(x.size());
   FakeQuantizeBackwardPlan::select(kCpu, d).run(
-      nullptr, workspace.data(),
-      {view(x, d.shape), {}, view(dy, d.shape), scales, zeros, view(from_x, d.shape)});
+      nullptr, workspace, {view(x, d.shape), {}, view(dy, d.shape), scales, zeros, view(from_x, d.shape)});
   EXPECT_EQ(from_x, r.dx);
   return r;
 }
@@ -169,10 +167,10 @@ TEST(FakeQuantize, LearnedZeroPointsAreRoundedAndClamped) {
   Floats y(8);
   const auto plan = FakeQuantizePlan::select(kCpu, d);
   std::vector<uint64_t> workspace(64);
-  plan.run(nullptr, workspace.data(),
+  plan.run(nullptr, workspace,
            {view(x, {8}), view(y, {8}), view(scale, {8}), view(zero_point, {8}), {}, {}, {}, {}});
   EXPECT_EQ(y, (Floats{-2, -4, -3, 0, 0, -15, -15, 0}));
-  EXPECT_EQ(plan.status(workspace.data()).num_invalid_zero_points, 3);
+  EXPECT_EQ(plan.status(nullptr, workspace).num_invalid_zero_points, 3);
 }
 
 TEST(FakeQuantize, InfinitiesSaturateAndNanIsKept) {
@@ -259,7 +257,7 @@ TEST(FakeQuantize, OneDescriptorServesAllPlans) {
     for (size_t i = 0; i < 64; ++i) x[i] = std::sin(static_cast<float>(i)), dy[i] = 1 + static_cast<float>(i);
     const TensorView scales = view(scale, {4, 1}), zeros = view(zero_point, {4, 1}),
                      mask_view = mask ? view(bits, {4, 2}) : TensorView{};
-    FakeQuantizePlan::select(kCpu, d).run(nullptr, &workspace,
+    FakeQuantizePlan::select(kCpu, d).run(nullptr, {&workspace, sizeof workspace},
                                           {view(x, d.shape),
                                            view(y, d.shape),
                                            scales,
@@ -275,18 +273,18 @@ TEST(FakeQuantize, OneDescriptorServesAllPlans) {
         bits[i / 8] &= static_cast<uint8_t>(~(-8 <= position && position <= 7 ? 0 : 1 << i % 8));
       }
     FakeQuantizeBackwardPlan::select(kCpu, given)
-        .run(nullptr, &workspace,
+        .run(nullptr, {&workspace, sizeof workspace},
              {view(x, d.shape), {}, view(dy, d.shape), scales, zeros, view(want, d.shape)});
     FakeQuantizeBackward::Args args{view(x, d.shape), {},    view(dy, d.shape),
                                     scales,           zeros, view(dx, d.shape)};
     if (mask) args = {{}, mask_view, view(dy, d.shape), {}, {}, view(dx, d.shape)};
-    FakeQuantizeBackwardPlan::select(kCpu, d).run(nullptr, &workspace, args);
+    FakeQuantizeBackwardPlan::select(kCpu, d).run(nullptr, {&workspace, sizeof workspace}, args);
     EXPECT_EQ(dx, want);
     EXPECT_NE(dx, dy);
     const auto learn = [&](const FakeQuantizeDescriptor& by, Floats& sums) {
       std::ranges::fill(dx, 0.0f);
       FakeQuantizeLearnedBackwardPlan::select(kCpu, by).run(
-          nullptr, &workspace,
+          nullptr, {&workspace, sizeof workspace},
           {view(x, d.shape), view(dy, d.shape), scales, zeros, view(dx, d.shape), view(sums, {4, 1}), {}});
       EXPECT_EQ(dx, want);
     };
@@ -343,7 +341,7 @@ TEST(FakeQuantize, ObservesWhatPassesBy) {
     const auto plan = FakeQuantizePlan::select(kCpu, d);
     std::vector<uint64_t> workspace(64);
     for (const Floats& x : batches)
-      plan.run(nullptr, workspace.data(),
+      plan.run(nullptr, workspace,
                {view(x, {2}),
                 view(y, {2}),
                 view(scale, {}),
@@ -374,7 +372,7 @@ TEST(FakeQuantize, AGroupThatHasSeenNothingHasNoScale) {
   int64_t num_batches = 0;
   const auto plan = FakeQuantizePlan::select(kCpu, d);
   std::vector<uint64_t> workspace(64);
-  plan.run(nullptr, workspace.data(),
+  plan.run(nullptr, workspace,
            {view(x, {2}),
             view(y, {2}),
             view(scale, {}),
@@ -386,7 +384,7 @@ TEST(FakeQuantize, AGroupThatHasSeenNothingHasNoScale) {
   EXPECT_EQ(scale[0], 0);
   EXPECT_EQ(y[1], 0);
   EXPECT_EQ(min[0], INFINITY);
-  EXPECT_EQ(plan.status(workspace.data()).num_invalid_scales, 1);
+  EXPECT_EQ(plan.status(nullptr, workspace).num_invalid_scales, 1);
 }
 
 // ---- Properties ----------------------------------------------------------------------------------
@@ -420,11 +418,11 @@ TEST(FakeQuantize, ConversionIsExact) {
     const TensorView code_view{codes.data(), linear.code_dtype, d.shape, {}, {}};
     const auto at = [](Storage& storage) { return storage.at(storage.bytes.data(), kCpu); };
     QuantizeLinearPlan::select(kCpu, linear)
-        .run(nullptr, workspace.data(), {at(test.x), code_view, at(test.scale), at(test.zero_point)});
+        .run(nullptr, workspace, {at(test.x), code_view, at(test.scale), at(test.zero_point)});
     Storage y = test.y;
     std::ranges::fill(y.bytes, Storage::kPoison);
     DequantizeLinearPlan::select(kCpu, linear)
-        .run(nullptr, workspace.data(), {code_view, at(test.scale), at(test.zero_point), at(y)});
+        .run(nullptr, workspace, {code_view, at(test.scale), at(test.zero_point), at(y)});
     ASSERT_EQ(y.bytes, test.y.bytes) << test.text();
     ++compared;
   }
@@ -466,7 +464,7 @@ TEST(FakeQuantize, ErrorIsAtMostHalfAStep) {
             Floats scale(4);
             std::vector<int32_t> zero_point(4);
             std::vector<uint64_t> workspace(64);
-            FakeQuantizePlan::select(kCpu, d).run(nullptr, workspace.data(),
+            FakeQuantizePlan::select(kCpu, d).run(nullptr, workspace,
                                                   {x.view(d.shape),
                                                    y.view(d.shape),
                                                    view(scale, {4, 1}),
@@ -590,7 +588,7 @@ TEST(FakeQuantize, RefusesTensorsThatBreakARule) {
   expect("min must have no data, as descriptor.observer is not set", [&](A& a) { a.min = view(state, {}); });
   expect("scale", [&](A& a) { a.scale = view(y, {}); });  // overlaps y
   expect("overlap", [&](A& a) { a.y.data = x.data() + 1; });
-  EXPECT_EQ(refusal({good.x, good.x, good.scale, {}, {}, {}, {}, {}}), "");  // in place
+  EXPECT_EQ(refusal({good.x, view(x, {2, 12}), good.scale, {}, {}, {}, {}, {}}), "");  // in place
   d.mask = true;
   expect("mask", [&](A&) {});
   expect("mask", [&](A& a) { a.mask = view(mask, {2, 12}); });

@@ -30,6 +30,7 @@ struct LsqImpl : FakeQuantizeLearnedBackwardPlan::Impl {
     in_place("dx", "dy");
     sku.kernel = "lsq_cpu";
     sku.dtypes = dtypes_of(d);
+    needs_scratch(lsq_scratch_bytes(problem));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_lsq_cuda(problem, d.alignment);
     sku.kernel = kernel_name(*cuda);
@@ -37,11 +38,13 @@ struct LsqImpl : FakeQuantizeLearnedBackwardPlan::Impl {
   }
 
   void execute(const Args& args, void* stream, void* workspace) const override {
+    Scratch memory = scratch(workspace);
     LsqTensors tensors;
+    tensors.scratch = &memory;
     tensors.x = args.x.data;
     tensors.dy = args.dy.data;
-    tensors.scale = args.scale.data;
-    tensors.zero = args.zero_point.data;
+    tensors.scale = address_of(args.scale);
+    tensors.zero = address_of(args.zero_point);
     tensors.y = args.dx.data;
     tensors.dscale = args.dscale.data;
     tensors.dzero = args.dzero_point.data;

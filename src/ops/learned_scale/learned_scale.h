@@ -20,6 +20,8 @@ struct LsqTensors : LinearTensors {
 
 // ---- CPU: returns when all is done.
 QuantizeStatus lsq_cpu(const LsqProblem& problem, const LsqTensors& tensors);
+// Of Scratch, at most, where one thread runs.
+int64_t lsq_scratch_bytes(const LsqProblem& problem);
 
 // ---- CUDA: kernels chosen and loaded for a problem.
 struct LsqCuda;

@@ -8,7 +8,8 @@
 #include <bit>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <new>
+#include <utility>
 
 #include "cpu/parallel.h"
 #include "ops/learned_scale/learned_scale_ref.h"
@@ -167,26 +168,37 @@ class RowSums {
   // Where the next row is written.
   F* next() {
     const auto level = static_cast<size_t>(std::countr_one(count_));
-    if (level == parts_.size()) parts_.emplace_back();
-    return parts_[level].data();
+    if (level == num_parts_) {
+      parts_[num_parts_] = memory->take<F>(kColumns + kPad);
+      std::fill_n(parts_[num_parts_++], kColumns + kPad, F{0});
+    }
+    return parts_[level];
   }
   // It has been written.
   void add(int64_t width) {
     const auto level = static_cast<size_t>(std::countr_one(count_++));
-    for (size_t below = 0; below < level; ++below) add_to(parts_[below].data(), parts_[level].data(), width);
+    for (size_t below = 0; below < level; ++below) add_to(parts_[below], parts_[level], width);
   }
   // Of all rows, of which there are some; then there are none.
   const F* total(int64_t width) {
     auto level = static_cast<size_t>(std::countr_zero(count_));
-    F* const sum = parts_[level].data();
-    while (++level < parts_.size())
-      if (count_ >> level & 1) add_to(parts_[level].data(), sum, width);
+    F* const sum = parts_[level];
+    while (++level < num_parts_)
+      if (count_ >> level & 1) add_to(parts_[level], sum, width);
     count_ = 0;
     return sum;
   }
 
+  // Of this many rows, what is taken of the memory.
+  static int64_t bytes(int64_t num_rows) {
+    return std::bit_width(static_cast<uint64_t>(num_rows)) * halfbyte::Scratch::bytes_of<F>(kColumns + kPad);
+  }
+
+  halfbyte::Scratch* memory = nullptr;
+
  private:
-  std::vector<std::array<F, kColumns + kPad>> parts_;  // of 2^level rows, where that bit of the count is set
+  std::array<F*, 64> parts_;  // of 2^level rows, where that bit of the count is set
+  size_t num_parts_ = 0;
   uint64_t count_ = 0;
 };
 
@@ -204,7 +216,20 @@ class Runner {
         x_(static_cast<const Memory*>(tensors.x)),
         dy_(static_cast<const Memory*>(tensors.dy)),
         dx_(static_cast<Memory*>(tensors.y)),
-        past_caches_(problem.num_elements() * size_of(problem.dtype) >= linear::kStreamBytes) {}
+        past_caches_(problem.num_elements() * size_of(problem.dtype) >= linear::kStreamBytes),
+        memory_(tensors.scratch ? *tensors.scratch : own_) {}
+
+  // What a run by one thread takes of its scratch.
+  static int64_t scratch_bytes(const LsqProblem& p) {
+    if (p.num_elements() == 0) return 0;
+    const bool one = p.num_scales == 1 && p.scale_strides.axis == 0, channels = p.scale_strides.outer == 0;
+    const bool columns = !one && (channels ? p.inner == 1 : p.inner > 1);
+    const int64_t size = one ? p.num_elements() : channels ? p.outer * p.inner : p.group_size;
+    const int64_t piece = columns ? kRows : kPiece, pieces = (size + piece - 1) / piece;
+    return halfbyte::Scratch::bytes_of<Scratch>(1) +
+           halfbyte::Scratch::bytes_of<F>(kSums * p.num_scales * pieces) +
+           (columns ? kSums * RowSums<F>::bytes(std::max(kRows, pieces)) : 0);
+  }
 
   QuantizeStatus run() {
     const LsqProblem& p = problem_;
@@ -243,9 +268,21 @@ class Runner {
   // Calls body(scratch, i) for the pieces of work [0, n), of about `elements` each, in parallel.
   template <class Body>
   void for_each(int64_t n, int64_t elements, const Body& body) {
+    if (problem_.num_threads == 1) {  // one for all
+      static_assert(std::is_trivially_destructible_v<Scratch> &&
+                    alignof(Scratch) <= halfbyte::Scratch::kAlignment);
+      if (only_ == nullptr) only_ = new (memory_.take<std::byte>(sizeof(Scratch))) Scratch;
+      for (auto& rows : only_->rows) rows.memory = &memory_;
+      for (int64_t i = 0; i < n; ++i) body(*only_, i);
+      if (past_caches_) hwy::FlushStream();
+      merge(status_, std::exchange(only_->status, {}));
+      return;
+    }
     parallel_for(n, std::max<int64_t>(1, linear::kTask / elements), problem_.num_threads,
                  [&](int64_t begin, int64_t end, int) {
+                   halfbyte::Scratch memory;
                    const auto scratch = std::make_unique_for_overwrite<Scratch>();
+                   for (auto& rows : scratch->rows) rows.memory = &memory;
                    for (int64_t i = begin; i < end; ++i) body(*scratch, i);
                    if (past_caches_) hwy::FlushStream();
                    const std::lock_guard lock(mutex_);
@@ -337,9 +374,9 @@ class Runner {
   // of the group, whose scale is number 0.
   template <class SizeOf, class Body>
   void run_pieces(int64_t pieces, const SizeOf& size_of_group, const Body& body) {
-    std::vector<F> sums(static_cast<size_t>(kSums * problem_.num_scales * pieces));
+    F* const sums = zeros(kSums * problem_.num_scales * pieces);
     const auto at = [&](int sum, int64_t group) {
-      return sums.data() + (sum * problem_.num_scales + group) * pieces;
+      return sums + (sum * problem_.num_scales + group) * pieces;
     };
     for_each(problem_.num_scales * pieces, kPiece, [&](Scratch& scratch, int64_t item) HWY_ATTR {
       const int64_t group = item / pieces, piece = item % pieces, begin = piece * kPiece;
@@ -368,9 +405,9 @@ class Runner {
       for (int64_t i = 0; i < width; ++i)
         store(band * columns + column + i, totals_at(totals, i), scratch.scales.scale[i]);
     };
-    std::vector<F> sums(static_cast<size_t>(pieces == 1 ? 0 : kSums * bands * pieces * columns));
+    F* const sums = zeros(pieces == 1 ? 0 : kSums * bands * pieces * columns);
     const auto at = [&](int sum, int64_t band, int64_t piece) {
-      return sums.data() + ((sum * bands + band) * pieces + piece) * columns;
+      return sums + ((sum * bands + band) * pieces + piece) * columns;
     };
     for_each(bands * pieces * across, kRows * kColumns, [&](Scratch& scratch, int64_t item) HWY_ATTR {
       const int64_t tile = item % across, piece = item / across % pieces, band = item / across / pieces;
@@ -412,6 +449,12 @@ class Runner {
       load(scratch, band * columns + column, width, false);
       finish(scratch, band, column, width);
     });
+  }
+
+  F* zeros(int64_t n) {
+    F* const values = memory_.template take<F>(n);
+    std::fill_n(values, n, F{0});
+    return values;
   }
 
   template <class Terms>
@@ -463,7 +506,10 @@ class Runner {
   const Memory *x_, *dy_;
   Memory* dx_;
   bool past_caches_;
-  std::mutex mutex_;  // of status_, held for moments
+  halfbyte::Scratch own_;
+  halfbyte::Scratch& memory_;  // of what all threads share
+  Scratch* only_ = nullptr;    // of one thread
+  std::mutex mutex_;           // of status_, held for moments
   QuantizeStatus status_;
 };
 
@@ -472,6 +518,19 @@ QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
   if (problem.codec.kind == formats::Kind::table) return Runner<Type, Mode::table>(problem, tensors).run();
   if (problem.learns_zeros()) return Runner<Type, Mode::scale_and_zero>(problem, tensors).run();
   return Runner<Type, Mode::scale>(problem, tensors).run();
+}
+
+int64_t LsqScratchBytes(const LsqProblem& problem) {  // of the mode with the most sums
+  switch (problem.dtype) {
+    case DType::f32:
+      return Runner<F32, Mode::scale_and_zero>::scratch_bytes(problem);
+    case DType::f16:
+      return Runner<F16, Mode::scale_and_zero>::scratch_bytes(problem);
+    case DType::bf16:
+      return Runner<BF16, Mode::scale_and_zero>::scratch_bytes(problem);
+    default:
+      return Runner<F64, Mode::scale_and_zero>::scratch_bytes(problem);
+  }
 }
 
 QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
@@ -489,6 +548,8 @@ QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
 
 #else  // !HALFBYTE_SIMD
 
+int64_t LsqScratchBytes(const LsqProblem&) { return 0; }
+
 QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
   return lsq_ref::run(problem, tensors);
 }
@@ -501,6 +562,11 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace halfbyte {
 HWY_EXPORT(LsqCpu);
+HWY_EXPORT(LsqScratchBytes);
+
+int64_t lsq_scratch_bytes(const LsqProblem& problem) {
+  return HWY_DYNAMIC_DISPATCH(LsqScratchBytes)(problem);
+}
 
 QuantizeStatus lsq_cpu(const LsqProblem& problem, const LsqTensors& tensors) {
   return HWY_DYNAMIC_DISPATCH(LsqCpu)(problem, tensors);

@@ -21,8 +21,8 @@ QuantizeStatus run_reference(LsqCase& test) {
   LsqTensors tensors;
   tensors.x = args.x.data;
   tensors.dy = args.dy.data;
-  tensors.scale = args.scale.data;
-  tensors.zero = args.zero_point.data;
+  tensors.scale = address_of(args.scale);
+  tensors.zero = address_of(args.zero_point);
   tensors.y = args.dx.data;
   tensors.dscale = args.dscale.data;
   tensors.dzero = args.dzero_point.data;
@@ -223,32 +223,40 @@ TEST(FakeQuantizeLearnedBackward, refuses) {
   };
   const Backward::Args good{view(0, {2, 3}),  view(8, {2, 3}), view(6, {}), view(7, {}),
                             view(16, {2, 3}), view(14, {}),    view(15, {})};
-  plan.run(nullptr, &workspace, good);
+  plan.run(nullptr, {&workspace, sizeof workspace}, good);
   Backward::Args args = good;
-  args.dx = args.dy;
+  args.dx = view(8, {2, 3});
   EXPECT_FALSE(plan.can_implement(args));
   args = good;
-  args.dx = args.x;
-  refused([&] { plan.run(nullptr, &workspace, args); }, {"dx must not overlap x"});
+  args.dx = view(0, {2, 3});
+  refused([&] { plan.run(nullptr, {&workspace, sizeof workspace}, args); }, {"dx must not overlap x"});
   args = good;
   args.dscale = args.dzero_point;
-  refused([&] { plan.run(nullptr, &workspace, args); }, {"dzero_point must not overlap dscale"});
+  refused(
+      [&] {
+        plan.run(nullptr, {&workspace, sizeof workspace}, args);
+      },
+      {"dzero_point must not overlap dscale"});
   args = good;
   args.dzero_point = {};
-  refused([&] { plan.run(nullptr, &workspace, args); }, {"dzero_point"});
+  refused([&] { plan.run(nullptr, {&workspace, sizeof workspace}, args); }, {"dzero_point"});
   args = good;
   args.dscale.dtype = DType::f64;
-  refused([&] { plan.run(nullptr, &workspace, args); }, {"dscale must be f32", "f64"});
+  refused([&] { plan.run(nullptr, {&workspace, sizeof workspace}, args); }, {"dscale must be f32", "f64"});
   args = good;
   args.x.data = reinterpret_cast<std::byte*>(memory.data()) + 2;
-  refused([&] { plan.run(nullptr, &workspace, args); }, {"x must be aligned to 4 bytes"});
-  refused([&] { plan.run(nullptr, memory.data() + 16, good); }, {"workspace"});
+  refused([&] { plan.run(nullptr, {&workspace, sizeof workspace}, args); }, {"x must be aligned to 4 bytes"});
+  refused([&] { plan.run(nullptr, {memory.data() + 16, 64}, good); }, {"workspace"});
 
   d.zero_point_dtype = DType::i32;
   const auto fixed = BackwardPlan::select({}, d);
   args = good;
   args.zero_point.dtype = DType::i32;
-  refused([&] { fixed.run(nullptr, &workspace, args); }, {"dzero_point must have no data"});
+  refused(
+      [&] {
+        fixed.run(nullptr, {&workspace, sizeof workspace}, args);
+      },
+      {"dzero_point must have no data"});
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/plan.h"
 #include "core/plan_device.h"
 #include "core/tensor_check.h"
@@ -43,6 +43,11 @@ struct ObserveImpl : ObservePlan::Impl {
     tensor("max", &Args::max, state, problem.scale_shape).written();
     tensor("num_batches", &Args::num_batches, DType::i64, d.count_shape()).written();
     sku.dtypes = fmt::format("{} -> {}", to_string(d.dtype), to_string(state));
+    sku.aux_element = state;
+    // Ranges of groups that are found in parts. A search allocates what it sorts and measures.
+    if (problem.history != kMean)
+      needs_scratch(state == DType::f64 ? Scratch::bytes_of<formats::Seen<double>>(problem.num_scales)
+                                        : Scratch::bytes_of<formats::Seen<float>>(problem.num_scales));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_observe_cuda(problem, d.alignment);
     sku.kernel = kernel_name(*cuda);
@@ -50,8 +55,9 @@ struct ObserveImpl : ObservePlan::Impl {
   }
 
   void execute(const Args& args, void* stream, void* workspace) const override {
+    Scratch memory = scratch(workspace);
     const ObserveTensors tensors{args.x.data, args.min.data, args.max.data,
-                                 static_cast<int64_t*>(args.num_batches.data)};
+                                 static_cast<int64_t*>(args.num_batches.data), &memory};
     if (cuda)
       run_observe_cuda(*cuda, tensors, stream, workspace);
     else
@@ -60,17 +66,18 @@ struct ObserveImpl : ObservePlan::Impl {
 };
 
 // The tensors of a state, an empty one of which is the result. `written`: all of them, else they are read.
-ObserverState check_state(const char* op, const TensorView& min, const TensorView& max,
-                          const TensorView& num_batches, bool written) {
-  HALFBYTE_CHECK(min.dtype == DType::f32 || min.dtype == DType::f64, usage,
-                 "{}: min must be f32 or f64, got {}", op, to_string(min.dtype));
+ObserverState check_state(const char* op, const ConstTensorView& min, const ConstTensorView& max,
+                          const ConstTensorView& num_batches, bool written) {
+  HALFBYTE_MUST(min.dtype == DType::f32 || min.dtype == DType::f64, invalid_argument, op, "min", "be",
+                "f32 or f64", to_string(min.dtype));
   const bool per_group =
       num_batches.shape.size() > 1 || (num_batches.shape.size() == 1 && num_batches.shape[0] != 1);
-  const std::vector<int64_t> counts = per_group ? min.shape : std::vector<int64_t>();
+  const Extents counts = per_group ? min.shape : Extents();
+  const std::array<ArgumentData, 3> data{data_of(min), data_of(max), data_of(num_batches)};
   const std::array<TensorArgument, 3> arguments{
-      {{"min", &min, min.dtype, min.shape, written, size_of(min.dtype)},
-       {"max", &max, min.dtype, min.shape, written, size_of(min.dtype)},
-       {"num_batches", &num_batches, DType::i64, counts, written, size_of(DType::i64)}}};
+      {{"min", &data[0], min.dtype, min.shape, written, size_of(min.dtype)},
+       {"max", &data[1], min.dtype, min.shape, written, size_of(min.dtype)},
+       {"num_batches", &data[2], DType::i64, counts, written, size_of(DType::i64)}}};
   std::array<ArgumentMemory, 3> memory;
   for (size_t i = 0; i < arguments.size(); ++i) memory[i] = check_tensor(op, arguments[i], min.device);
   check_all_apart(op, memory);
@@ -99,8 +106,8 @@ void store(const ObserverState& state, const TensorView& min, const TensorView& 
   wait_for(min.device, stream);  // what is copied lives till here
 }
 template <class F>
-void load(ObserverState& state, const TensorView& min, const TensorView& max, const TensorView& num_batches,
-          void* stream) {
+void load(ObserverState& state, const ConstTensorView& min, const ConstTensorView& max,
+          const ConstTensorView& num_batches, void* stream) {
   std::vector<F> low(state.min.size()), high(low.size());
   copy(min.device, low.data(), min.data, bytes_of(low), stream);
   copy(min.device, high.data(), max.data, bytes_of(low), stream);
@@ -118,8 +125,8 @@ std::vector<int64_t> ObserveDescriptor::count_shape() const {
 }
 
 void check_descriptor(const ObserveDescriptor& d) {
-  HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kDescriptor,
-                 to_string(d.dtype));
+  HALFBYTE_MUST(is_floating(d.dtype), unsupported, kDescriptor, "dtype", "be", "f32, f64, f16 or bf16",
+                to_string(d.dtype));
   grouping_of(d);  // throws
   check_config(d.observer);
   check_alignment(kDescriptor, d.alignment, d.dtype);
@@ -130,8 +137,8 @@ void reset_observer(const TensorView& min, const TensorView& max, const TensorVi
   store_observer(check_state("reset_observer", min, max, num_batches, true), min, max, num_batches, stream);
 }
 
-ObserverState load_observer(const TensorView& min, const TensorView& max, const TensorView& num_batches,
-                            void* stream) {
+ObserverState load_observer(const ConstTensorView& min, const ConstTensorView& max,
+                            const ConstTensorView& num_batches, void* stream) {
   ObserverState state = check_state("load_observer", min, max, num_batches, false);
   if (min.dtype == DType::f64)
     load<double>(state, min, max, num_batches, stream);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "core/scratch.h"
 #include "formats/observer.h"
 #include "grouped/grouping.h"
 #include "halfbyte/observe.hpp"
@@ -35,6 +36,7 @@ struct ObserveTensors {
   const void* x = nullptr;
   void *min = nullptr, *max = nullptr;  // of F, see below
   int64_t* num_batches = nullptr;
+  Scratch* scratch = nullptr;  // null: all that is needed is allocated
 };
 
 // F is double where x is f64, else float.

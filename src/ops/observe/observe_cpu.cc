@@ -425,14 +425,18 @@ QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const 
                          ? rows > kHeight
                          : runs_task(length, group) < group || (length % group != 0 && length > 4 * kTask) ||
                                (channels && !one && p.outer > 1);
-  std::vector<Seen<F>> joined;
+  Scratch own;
+  Seen<F>* joined = nullptr;  // of `state`, where groups are found in parts
   Shared<F> shared{p, x, static_cast<Seen<F>*>(seen), nullptr, nullptr, {}, {}};
   if (state != nullptr) {
     ++*state->num_batches;
     shared.min = static_cast<F*>(state->min);
     shared.max = static_cast<F*>(state->max);
-    joined.resize(parts ? static_cast<size_t>(p.num_scales) : 0);
-    shared.seen = joined.data();
+    if (parts) {
+      joined = (state->scratch ? *state->scratch : own).take<Seen<F>>(p.num_scales);
+      std::fill_n(joined, p.num_scales, Seen<F>());
+    }
+    shared.seen = joined;
   } else if (parts) {
     std::fill_n(shared.seen, p.num_scales, Seen<F>());
   }
@@ -440,7 +444,7 @@ QuantizeStatus ranges(const ObserveProblem& p, const void* x, void* seen, const 
     ranges_of_columns<Type>(shared, axis, rows, channels ? p.axis : p.inner);
   else
     ranges_of_runs<Type>(shared, length, group, channels && !one);
-  if (!joined.empty()) shared.put(0, joined.data(), p.num_scales);
+  if (joined != nullptr) shared.put(0, joined, p.num_scales);
   return shared.status;
 }
 

@@ -73,8 +73,9 @@ struct Observed {
     descriptor.shape = {static_cast<int64_t>(values.size())};
     const auto plan = ObservePlan::select({}, descriptor);
     alignas(16) QuantizeStatus workspace;
-    plan.run(nullptr, &workspace, {x.view(descriptor.shape), min_view(), max_view(), batches_view()});
-    return plan.status(&workspace);
+    plan.run(nullptr, {&workspace, sizeof workspace},
+             {x.view(descriptor.shape), min_view(), max_view(), batches_view()});
+    return plan.status(nullptr, {&workspace, sizeof workspace});
   }
   ObserverState state() { return load_observer(min_view(), max_view(), batches_view()); }
   TensorView min_view() { return {&min, descriptor.state_dtype(), {}, {}, {}}; }
@@ -217,11 +218,11 @@ TEST(Observe, bad_tensors_are_refused) {
   args = good;
   args.x.data = x.data() + 1;  // descriptor.alignment is of CUDA devices
   EXPECT_FALSE(plan.can_implement(args));
-  args.x.data = reinterpret_cast<std::byte*>(x.data()) + 2;
+  args.x.data = reinterpret_cast<const std::byte*>(x.data()) + 2;
   expect(args, {"x", "4 bytes"});
   alignas(16) QuantizeStatus workspace;
-  EXPECT_THROW(plan.run(nullptr, nullptr, good), Error);
-  EXPECT_THROW(plan.run(nullptr, reinterpret_cast<std::byte*>(&workspace) + 8, good), Error);
+  EXPECT_THROW(plan.run(nullptr, {nullptr, 48}, good), Error);
+  EXPECT_THROW(plan.run(nullptr, {reinterpret_cast<std::byte*>(&workspace) + 8, 48}, good), Error);
 }
 
 TEST(Observe, states_are_stored_and_loaded) {

@@ -118,7 +118,7 @@ struct Batch {
     descriptor.observer = config;
     const auto plan = ObservePlan::select({}, descriptor);
     alignas(16) QuantizeStatus workspace;
-    plan.run(nullptr, &workspace,
+    plan.run(nullptr, {&workspace, sizeof workspace},
              {{x.data(), DType::f32, descriptor.shape, {}, {}},
               {&min, DType::f32, {}, {}, {}},
               {&max, DType::f32, {}, {}, {}},
@@ -211,7 +211,7 @@ TEST(RangeSearch, each_group_has_a_mean_of_its_own) {
         testing::Values x;
         x.dtype = dtype;
         for (const double value : batch) x.push_back(value);
-        plan.run(nullptr, &workspace, {x.view({3, 1}), min, max, num_batches});
+        plan.run(nullptr, {&workspace, sizeof workspace}, {x.view({3, 1}), min, max, num_batches});
       }
       const ObserverState state = load_observer(min, max, num_batches);
       EXPECT_EQ(state.num_batches, std::vector<int64_t>({2, 3, 0}));
@@ -238,7 +238,7 @@ TEST(RangeSearch, a_channel_of_nan_nan_10_20_gives_15) {
   alignas(16) QuantizeStatus workspace;
   for (const float value : {NAN, NAN, 10.0f, 20.0f}) {
     x = value;
-    plan.run(nullptr, &workspace,
+    plan.run(nullptr, {&workspace, sizeof workspace},
              {view(x, DType::f32), view(low, DType::f32), view(high, DType::f32), view(count, DType::i64)});
   }
   EXPECT_EQ(low, 15);

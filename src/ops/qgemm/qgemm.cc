@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "core/expect.h"
 #include "core/format.h"
 #include "core/packed_weight.h"
 #include "core/tensor_check.h"
@@ -32,8 +33,8 @@ void check_descriptor(const QgemmDescriptor& d) {
   check_extent("m", d.m);
   check_extent("n", d.n);
   check_extent("k", d.k);
-  HALFBYTE_CHECK(d.dtype == DType::bf16 || d.dtype == DType::f16 || d.dtype == DType::f32, usage,
-                 "{}: dtype must be bf16, f16 or f32, got {}", kWhat, to_string(d.dtype));
+  HALFBYTE_MUST(d.dtype == DType::bf16 || d.dtype == DType::f16 || d.dtype == DType::f32, unsupported, kWhat,
+                "dtype", "be", "bf16, f16 or f32", to_string(d.dtype));
   if (d.packed)
     packed_layout_of(d.spec, d.n, d.k);
   else
@@ -44,8 +45,8 @@ void check_descriptor(const QgemmDescriptor& d) {
   HALFBYTE_CHECK(d.math == QgemmMath::automatic || d.dtype == DType::f32, usage,
                  "{}: math {} needs dtype f32, got {}", kWhat, to_string(d.math), to_string(d.dtype));
   check_alignment(kWhat, d.alignment, d.dtype);
-  HALFBYTE_CHECK(d.tile.m >= 0 && d.tile.n >= 0, usage, "{}: tile must not be negative, got {} x {}", kWhat,
-                 d.tile.m, d.tile.n);
+  HALFBYTE_MUST(d.tile.m >= 0 && d.tile.n >= 0, invalid_problem, kWhat, "tile", "not be", "negative",
+                fmt::format("{} x {}", d.tile.m, d.tile.n));
   std::string known;
   for (const QgemmVariant* variant : qgemm_variants({})) {
     if (d.variant == variant->name) return;
@@ -161,8 +162,11 @@ const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string&
     if (reason.empty()) return *variant;
     reasons += fmt::format("; {}: {}", variant->name, reason);
   }
-  HALFBYTE_FAIL(device, "qgemm: {}{}",
-                name.empty() ? "no variant takes this" : "descriptor.variant does not take this", reasons);
+  throw Error(
+      ErrorCode::device,
+      fmt::format("qgemm: {}{}",
+                  name.empty() ? "no variant takes this" : "descriptor.variant does not take this", reasons),
+      ErrorDetails{ErrorKind::unsupported});
 }
 
 std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor) {

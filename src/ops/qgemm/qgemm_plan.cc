@@ -1,6 +1,7 @@
 // The plan of `qgemm`.
 #include <algorithm>
 
+#include "core/expect.h"
 #include "core/format.h"
 #include "core/plan.h"
 #include "core/weight_view.h"
@@ -36,9 +37,7 @@ struct QgemmImpl : QgemmPlan::Impl {
     if (d.packed)
       memory(
           "weight",
-          [](const Args& args) -> ArgumentData {
-            return {args.weight.data, args.weight.num_bytes, nullptr};
-          },
+          [](const Args& args) -> ArgumentData { return untyped(args.weight.data, args.weight.num_bytes); },
           problem.weight.num_bytes)
           .aligned(formats::kPackedAlignment);
     else
@@ -46,9 +45,7 @@ struct QgemmImpl : QgemmPlan::Impl {
                                                           on.kind == DeviceKind::cuda ? d.alignment : 1))
         memory(
             part.name,
-            [data = part.data](const Args& args) -> ArgumentData {
-              return {data(args.view), -1, nullptr};
-            },
+            [data = part.data](const Args& args) -> ArgumentData { return untyped(data(args.view)); },
             part.num_bytes)
             .aligned(part.alignment)
             .null_unless(part.present, kNoWeightPart);
@@ -59,6 +56,9 @@ struct QgemmImpl : QgemmPlan::Impl {
     tensor("y", &Args::y, d.dtype, {d.m, problem.out_cols()}).promised(d.alignment).written();
     finds_nothing();
     sku = {op, "none", to_string(on), text_of_dtypes(d)};
+    sku.element = d.dtype;
+    sku.aux_element = DType::u8;
+    if (!d.packed) sku.layout = d.layout;
     if (problem.is_empty()) return;
     kernel = choose_qgemm(problem, d.variant).run(problem);
     sku.kernel = kernel->name();
@@ -86,9 +86,8 @@ struct QgemmImpl : QgemmPlan::Impl {
       check_packed_form(op, "weight", args.weight, device);
     } else {
       same("view", args.view);
-      HALFBYTE_CHECK(args.view.layout == d.layout, usage,
-                     "{}: view.layout must be {} as in the descriptor, got {}", op, to_string(d.layout),
-                     to_string(args.view.layout));
+      HALFBYTE_MUST(args.view.layout == d.layout, invalid_argument, op, "view.layout", "be",
+                    fmt::format("{} as in the descriptor", to_string(d.layout)), to_string(args.view.layout));
       check_view_device(op, "view", args.view, device);
     }
   }

@@ -333,7 +333,10 @@ TEST(QgemmPlan, BadArguments) {
     Qgemm::Args args = good;
     change(args);
     const auto error = plan.can_implement(args);
-    EXPECT_EQ(error_of([&] { plan.run(nullptr, workspace.data(), args); }), error ? error->what() : "");
+    EXPECT_EQ(error_of([&] {
+                plan.run(nullptr, {workspace.data(), plan.workspace_size()}, args);
+              }),
+              error ? error->what() : "");
     return error ? std::string(error->what()) : std::string();
   };
   using A = Qgemm::Args;
@@ -365,15 +368,23 @@ TEST(QgemmPlan, BadArguments) {
   };
   starts([&](A& a) { a.weight.data = packed.data() + 16; }, "qgemm: weight must be aligned to 256 bytes");
   starts([&](A& a) { a.x.data = x.data() + 1; }, "qgemm: x must be aligned to 2 bytes, ");
-  starts([&](A& a) { a.y.data = a.x.data; }, "qgemm: y must not overlap x");
+  starts([&](A& a) { a.y.data = x.data(); }, "qgemm: y must not overlap x");
   starts([&](A& a) { a.y.data = packed.data() + 4592; }, "qgemm: y must not overlap weight");
   starts([&](A& a) { a.y.data = bias.data() - 16; }, "qgemm: y must not overlap bias");
-  EXPECT_EQ(error_of([&] { plan.run(nullptr, nullptr, good); }),
-            fmt::format("qgemm: workspace needs {} bytes but has no data", plan.workspace_size()));
+  const int64_t size = plan.workspace_size();
+  EXPECT_EQ(error_of([&] {
+              plan.run(nullptr, {nullptr, size}, good);
+            }),
+            fmt::format("qgemm: workspace needs {} bytes but has no data", size));
+  EXPECT_EQ(error_of([&] {
+              plan.run(nullptr, {workspace.data(), size - 1}, good);
+            }),
+            fmt::format("qgemm: workspace needs {} bytes, its memory has {}", size, size - 1));
+  plan.run(nullptr, {}, good);
   EXPECT_TRUE(error_of([&] {
-                plan.run(nullptr, bias.data() - 16, good);
+                plan.run(nullptr, {bias.data() - 16, size}, good);
               }).starts_with("qgemm: workspace must not overlap "));
-  EXPECT_TRUE(plan.status(workspace.data()).ok());
+  EXPECT_TRUE(plan.status(nullptr, {workspace.data(), size}).ok());
 }
 
 TEST(QgemmPlan, BadViews) {

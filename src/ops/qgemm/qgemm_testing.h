@@ -383,7 +383,7 @@ inline CpuRun run_on_cpu(const QgemmCase& test, int num_threads) {
   const auto plan = QgemmPlan::select({}, test.descriptor, {num_threads});
   return {run_guarded(test, plan.workspace_size(),
                       [&](const QgemmTensors& t, void* workspace) {
-                        plan.run(nullptr, workspace, qgemm_args(test, t, {}));
+                        plan.run(nullptr, {workspace, plan.workspace_size()}, qgemm_args(test, t, {}));
                       }),
           plan.precision_guarantee()};
 }

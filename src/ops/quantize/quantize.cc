@@ -19,6 +19,21 @@ constexpr int64_t kTaskElements = 131072;
 // A larger group is split between threads: its range first, then its codes.
 constexpr int64_t kSplitGroup = int64_t{1} << 20;
 
+// What each worker of parallel_for found. One worker needs no memory.
+template <class Found>
+class PerWorker {
+ public:
+  explicit PerWorker(int num_threads) {
+    if (num_threads != 1) more_.resize(static_cast<size_t>(effective_threads(num_threads)));
+  }
+  Found& operator[](int worker) { return all()[static_cast<size_t>(worker)]; }
+  std::span<Found> all() { return more_.empty() ? std::span(&one_, 1) : std::span(more_); }
+
+ private:
+  Found one_;
+  std::vector<Found> more_;
+};
+
 // Least multiple of 8 columns and whole groups that is at least kSpanElements.
 int64_t span_columns(const QuantShape& shape, bool whole_groups) {
   // A group longer than the row is the row.
@@ -34,30 +49,33 @@ QuantizeStatus for_each_span(int64_t row, int64_t rows, int64_t begin, int64_t e
   const int64_t spans_per_row = (end - begin + columns - 1) / columns;
   const int64_t grain =
       std::max<int64_t>(1, kTaskElements * spans_per_row / std::max<int64_t>(1, end - begin));
-  std::vector<QuantizeStatus> status(static_cast<size_t>(effective_threads(num_threads)));
+  PerWorker<QuantizeStatus> status(num_threads);
   parallel_for(rows * spans_per_row, grain, num_threads, [&](int64_t first, int64_t last, int worker) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t start = begin + i % spans_per_row * columns;
       const QuantizeSpan span{row + i / spans_per_row, start, std::min(end, start + columns), params};
-      merge(status[static_cast<size_t>(worker)], run(span));
+      merge(status[worker], run(span));
     }
   });
   QuantizeStatus total;
-  for (const QuantizeStatus& part : status) merge(total, part);
+  for (const QuantizeStatus& part : status.all()) merge(total, part);
   return total;
 }
 
 ValueRange range_of_all(const QuantizeProblem& problem) {
   const int64_t n = problem.shape.rows * problem.shape.cols;
-  return value_range({const_cast<void*>(problem.x), problem.dtype, {n}, {}, {}}, {problem.num_threads});
+  return value_range({problem.x, problem.dtype, {n}, {}, {}}, {problem.num_threads});
 }
 
 }  // namespace
 
 QuantizeStatus quantize_cpu(const QuantizeProblem& checked) {
   QuantizeProblem problem = checked;
-  const std::shared_ptr<const void> prepared = prepare_quantize_cpu(problem);
-  problem.prepared = prepared.get();
+  std::shared_ptr<const void> prepared;
+  if (!problem.is_prepared) {
+    prepared = prepare_quantize_cpu(problem);
+    problem.prepared = prepared.get();
+  }
   const QuantShape& shape = problem.shape;
   const auto run = [&](const QuantizeSpan& span) { return quantize_span_cpu(problem, span); };
   QuantizeStatus status;
@@ -78,7 +96,7 @@ QuantizeStatus quantize_cpu(const QuantizeProblem& checked) {
     const int64_t end = std::min(shape.cols, begin + shape.group_size);
     const int64_t first = row * shape.cols + begin;
     const std::byte* data = static_cast<const std::byte*>(problem.x) + first * size_of(problem.dtype);
-    const TensorView group{const_cast<std::byte*>(data), problem.dtype, {end - begin}, {}, {}};
+    const ConstTensorView group{data, problem.dtype, {end - begin}, {}, {}};
     const auto params = params_of_range(problem, value_range(group, {problem.num_threads}));
     store_params(problem, index, params);
     count(status, params);
@@ -95,14 +113,14 @@ constexpr Variant<QuantizeProblem, QuantizeStatus> kVariants[] = {
     {"quantize_cuda", DeviceKind::cuda, refuse_quantize_cuda, quantize_cuda},
 };
 
-int64_t leading_rows(const TensorView& x) {
+int64_t leading_rows(const ConstTensorView& x) {
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < x.shape.size(); ++i) rows *= x.shape[i];
   return rows;
 }
 
 // The checks that a value and a quantized tensor share: `op` and `name` for the message.
-void check_values(const char* op, const char* name, const TensorView& x) {
+void check_values(const char* op, const char* name, const ConstTensorView& x) {
   const int64_t n = num_elements(x);
   HALFBYTE_CHECK(is_floating(x.dtype), usage, "{}: {} must be f32, f16, bf16 or f64, got {}", op, name,
                  to_string(x.dtype));
@@ -131,8 +149,9 @@ QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& enc
   return problem;
 }
 
-QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
-                                      Execution execution, const ValueRange* range) {
+QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedView& out,
+                                      const Encoding& encoding, Execution execution,
+                                      const ValueRange* range) {
   check_values("quantize", "x", x);
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
   const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
@@ -166,7 +185,7 @@ QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& 
   return problem;
 }
 
-QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
+QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out, const Encoding& encoding,
                         Execution execution, const ValueRange* range) {
   const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range);
   if (problem.shape.num_groups == 0) return {};
@@ -175,25 +194,25 @@ QuantizeStatus quantize(const TensorView& x, const QuantizedView& out, const Enc
   return variant.run(problem);
 }
 
-ValueRange value_range(const TensorView& x, Execution execution) {
+ValueRange value_range(const ConstTensorView& x, Execution execution) {
   check_values("value_range", "x", x);
   if (x.device.kind == DeviceKind::cuda) return value_range_cuda(x, execution.stream);
   const int64_t n = num_elements(x);
   const int64_t chunks = (n + kSpanElements - 1) / kSpanElements;
-  std::vector<ValueRange> parts(static_cast<size_t>(effective_threads(execution.num_threads)));
+  PerWorker<ValueRange> parts(execution.num_threads);
   parallel_for(chunks, 4, execution.num_threads, [&](int64_t first, int64_t last, int worker) {
     const int64_t begin = first * kSpanElements, end = std::min(n, last * kSpanElements);
     const std::byte* data = static_cast<const std::byte*>(x.data) + begin * size_of(x.dtype);
     ValueRange range = value_range_cpu(data, x.dtype, end - begin);
     if (range.num_nonfinite != 0) range.first_nonfinite += begin;
-    merge(parts[static_cast<size_t>(worker)], range);
+    merge(parts[worker], range);
   });
   ValueRange total;
-  for (const ValueRange& part : parts) merge(total, part);
+  for (const ValueRange& part : parts.all()) merge(total, part);
   return total;
 }
 
-QuantizedTensor quantize(const TensorView& x, const QuantSpec& spec, const Encoding& encoding,
+QuantizedTensor quantize(const ConstTensorView& x, const QuantSpec& spec, const Encoding& encoding,
                          Execution execution) {
   check_values("quantize", "x", x);
   check_spec(spec);

@@ -28,8 +28,10 @@ struct QuantizeProblem {
   Device device = {};  // of all pointers but `range`
   // Bytes that the addresses of x and codes are multiples of: CUDA kernels are chosen by them, to 16.
   int64_t x_alignment = 1, code_alignment = 1;
-  void* stream = nullptr;          // CUDA
-  const void* prepared = nullptr;  // what prepare_quantize_cpu made of the rest
+  void* stream = nullptr;  // CUDA
+  // CPU: what prepare_quantize_cpu made of the rest, where it was asked.
+  const void* prepared = nullptr;
+  bool is_prepared = false;
 };
 
 // Columns [begin, end) of one row. begin is a multiple of 8 (so that codes start at a byte) and,
@@ -95,13 +97,13 @@ void run_quantize_cuda(const QuantizeCuda& cuda, const QuantizeProblem& problem,
 // CUDA: both wait for the stream.
 std::string refuse_quantize_cuda(const QuantizeProblem& problem);
 QuantizeStatus quantize_cuda(const QuantizeProblem& problem);
-ValueRange value_range_cuda(const TensorView& x, void* stream);
+ValueRange value_range_cuda(const ConstTensorView& x, void* stream);
 
 // A problem without addresses. Throws Error(usage) for bad extents.
 QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& encoding, int64_t rows,
                                       int64_t cols, DType dtype);
 // The checked problem of a call of `quantize`. `range` must outlive it.
-QuantizeProblem make_quantize_problem(const TensorView& x, const QuantizedView& out, const Encoding& encoding,
-                                      Execution execution, const ValueRange* range);
+QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedView& out,
+                                      const Encoding& encoding, Execution execution, const ValueRange* range);
 
 }  // namespace halfbyte

@@ -210,7 +210,7 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
   cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
 }
 
-ValueRange value_range_cuda(const TensorView& x, void* stream) {
+ValueRange value_range_cuda(const ConstTensorView& x, void* stream) {
   ValueRange range;
   const int64_t n = num_elements(x);
   if (n == 0) return range;

@@ -13,6 +13,7 @@ void check_scale_dtype(const char* op, const QuantizeDescriptor& d) {
 
 struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::out> {
   QuantizeProblem problem;                   // without addresses
+  std::shared_ptr<const void> prepared;      // problem.prepared
   std::shared_ptr<const QuantizeCuda> cuda;  // null: the CPU
 
   QuantizeImpl(Device on, const QuantizeDescriptor& d, const PlanPreference& preference)
@@ -21,7 +22,12 @@ struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::
     problem.num_threads = num_threads;
     problem.device = on;
     problem.x_alignment = problem.code_alignment = d.alignment;
-    if (on.kind != DeviceKind::cuda) return;
+    if (on.kind != DeviceKind::cuda) {
+      prepared = prepare_quantize_cpu(problem);
+      problem.prepared = prepared.get();
+      problem.is_prepared = true;
+      return;
+    }
     cuda = select_quantize_cuda(problem);
     sku.kernel = kernel_name(*cuda);
     workspace_size = workspace_bytes(*cuda);

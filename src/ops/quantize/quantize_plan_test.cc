@@ -36,9 +36,9 @@ void compare(Values& x, const testing::EncodedSpec& spec, int64_t rows, int64_t 
   const Quantize::Args args{x.view({rows, cols}), parts.view()};
   const auto refusal = quantize_plan.can_implement(args);
   ASSERT_FALSE(refusal) << refusal->what();
-  quantize_plan.run(nullptr, workspace.data(), args);
+  quantize_plan.run(nullptr, workspace, args);
   EXPECT_TRUE(parts.same_bytes(expected));
-  expect_equal(quantize_plan.status(workspace.data()), expected.status);
+  expect_equal(quantize_plan.status(nullptr, workspace), expected.status);
 
   const auto size = static_cast<size_t>(rows * cols * size_of(x.dtype));
   std::vector<uint8_t> values(size + 1, Parts::kPoison), y = values;  // one more, so that there is some
@@ -48,9 +48,9 @@ void compare(Values& x, const testing::EncodedSpec& spec, int64_t rows, int64_t 
   dequantize(expected.view(), view(values));
   const auto dequantize_plan = DequantizePlan::select(Device{}, descriptor, preference);
   ASSERT_LE(dequantize_plan.workspace_size(), 64);
-  dequantize_plan.run(nullptr, workspace.data(), {parts.view(), view(y)});
+  dequantize_plan.run(nullptr, workspace, {parts.view(), view(y)});
   EXPECT_EQ(values, y);
-  expect_equal(dequantize_plan.status(workspace.data()), {});
+  expect_equal(dequantize_plan.status(nullptr, workspace), {});
 }
 
 TEST(QuantizePlan, EqualsTheFunctions) {
@@ -91,9 +91,9 @@ TEST(QuantizePlan, AnyAddressOnTheCpu) {
         QuantizedView out = parts.view();
         out.codes = codes.data() + shift;
         const TensorView shifted = view(dense.data() + shift * size);
-        QuantizePlan::select(Device{}, descriptor).run(nullptr, workspace.data(), {shifted, out});
+        QuantizePlan::select(Device{}, descriptor).run(nullptr, workspace, {shifted, out});
         EXPECT_EQ(std::memcmp(out.codes, expected.view().codes, static_cast<size_t>(shape.code_bytes())), 0);
-        DequantizePlan::select(Device{}, descriptor).run(nullptr, workspace.data(), {out, shifted});
+        DequantizePlan::select(Device{}, descriptor).run(nullptr, workspace, {out, shifted});
         EXPECT_EQ(std::memcmp(shifted.data, y.data(), y.size()), 0);
       }
     }
@@ -135,7 +135,7 @@ TEST(QuantizePlan, ManyThreadsAndHigherRanks) {
   Parts expected = testing::quantize_parts(x, spec, 6, 64), parts(spec, 6, 64);
   const auto plan = QuantizePlan::select(Device{}, descriptor_of(spec, 6, 64, DType::f32));
   alignas(16) std::array<uint8_t, 64> workspace;
-  plan.run(nullptr, workspace.data(), {x.view({2, 3, 64}), parts.view()});
+  plan.run(nullptr, workspace, {x.view({2, 3, 64}), parts.view()});
   EXPECT_TRUE(parts.same_bytes(expected));
 }
 
@@ -244,9 +244,9 @@ class PlanRefusals : public ::testing::Test {
     alignas(16) std::array<uint8_t, 64> workspace;
     std::vector<std::string> expected = words;
     expected.push_back("quantize: " + (of_dense ? std::string("x") : "out." + argument));
-    expect_refused([&] { quantize.run(nullptr, workspace.data(), {dense, parts}); }, expected);
+    expect_refused([&] { quantize.run(nullptr, workspace, {dense, parts}); }, expected);
     expected.back() = "dequantize: " + (of_dense ? std::string("y") : "in." + argument);
-    expect_refused([&] { dequantize.run(nullptr, workspace.data(), {parts, dense}); }, expected);
+    expect_refused([&] { dequantize.run(nullptr, workspace, {parts, dense}); }, expected);
     EXPECT_TRUE(quantize.can_implement({dense, parts}));
     EXPECT_TRUE(dequantize.can_implement({parts, dense}));
   }
@@ -303,9 +303,9 @@ TEST_F(PlanRefusals, Overlap) {
   alignas(16) std::array<uint8_t, 64> workspace;
   const auto refused = [&](const QuantizedView& view, const std::vector<std::string>& words,
                            const std::vector<std::string>& other) {
-    expect_refused([&] { quantize.run(nullptr, workspace.data(), {dense(), view}); }, words);
+    expect_refused([&] { quantize.run(nullptr, workspace, {dense(), view}); }, words);
     if (!other.empty())
-      expect_refused([&] { dequantize.run(nullptr, workspace.data(), {view, dense()}); }, other);
+      expect_refused([&] { dequantize.run(nullptr, workspace, {view, dense()}); }, other);
     else
       EXPECT_FALSE(dequantize.can_implement({view, dense()})) << "both are read only";
   };
@@ -331,11 +331,11 @@ TEST_F(PlanRefusals, Workspaces) {
   const auto dequantize = DequantizePlan::select(Device{}, {spec_, kRows, kCols, DType::f32});
   alignas(16) std::array<uint8_t, 80> workspace{};
   for (void* const bad : {static_cast<void*>(nullptr), static_cast<void*>(workspace.data() + 8)}) {
-    expect_refused([&] { quantize.run(nullptr, bad, {dense(), parts()}); }, {"workspace", "bytes"});
-    expect_refused([&] { dequantize.run(nullptr, bad, {parts(), dense()}); }, {"workspace", "bytes"});
+    expect_refused([&] { quantize.run(nullptr, {bad, 72}, {dense(), parts()}); }, {"workspace", "bytes"});
+    expect_refused([&] { dequantize.run(nullptr, {bad, 72}, {parts(), dense()}); }, {"workspace", "bytes"});
   }
-  expect_refused([&] { quantize.status(nullptr); }, {"workspace"});
-  expect_refused([&] { dequantize.status(nullptr); }, {"workspace"});
+  expect_refused([&] { quantize.status(nullptr, {}); }, {"workspace"});
+  expect_refused([&] { dequantize.status(nullptr, {}); }, {"workspace"});
 }
 
 }  // namespace

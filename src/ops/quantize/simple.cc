@@ -30,12 +30,13 @@ class Buffers {
   Buffers(const char* op, Device device) : op_(op), device_(device) {}
 
   // `num_needed` elements of a floating dtype, or of u8 that are called `unit`.
-  void floats(const char* name, const TensorView& view, int64_t num_needed, bool written) {
+  void floats(const char* name, const ConstTensorView& view, int64_t num_needed, bool written) {
     HALFBYTE_CHECK(is_floating(view.dtype), usage, "{}: {} must be f32, f16, bf16 or f64, got {}", op_, name,
                    to_string(view.dtype));
     check(name, view, num_needed, "elements", written);
   }
-  void bytes(const char* name, const TensorView& view, int64_t num_needed, const char* unit, bool written) {
+  void bytes(const char* name, const ConstTensorView& view, int64_t num_needed, const char* unit,
+             bool written) {
     HALFBYTE_CHECK(view.dtype == DType::u8, usage, "{}: {} must be u8, got {}", op_, name,
                    to_string(view.dtype));
     check(name, view, num_needed, unit, written);
@@ -48,7 +49,8 @@ class Buffers {
     bool written = false;
   };
 
-  void check(const char* name, const TensorView& view, int64_t num_needed, const char* unit, bool written) {
+  void check(const char* name, const ConstTensorView& view, int64_t num_needed, const char* unit,
+             bool written) {
     HALFBYTE_CHECK(is_contiguous(view), usage, "{}: {} must be contiguous", op_, name);
     HALFBYTE_CHECK(view.device == device_, usage, "{}: {} must be on {} as the others, got {}", op_, name,
                    to_string(device_), to_string(view.device));
@@ -78,17 +80,19 @@ class Buffers {
   size_t count_ = 0;
 };
 
-QuantizedView parts_of(const QuantSpec& spec, int64_t n, const TensorView& codes, const TensorView& scales,
-                       const TensorView& zeros) {
+template <class Data>
+BasicQuantizedView<Data> parts_of(const QuantSpec& spec, int64_t n, const BasicTensorView<Data>& codes,
+                                  const BasicTensorView<Data>& scales, const BasicTensorView<Data>& zeros) {
+  using Byte = ConstAs<Data, uint8_t>;
   return {.spec = spec,
           .rows = 1,
           .cols = n,
-          .codes = static_cast<uint8_t*>(codes.data),
+          .codes = static_cast<Byte*>(codes.data),
           .scales = scales.data,
-          .zeros = has_zeros(spec) ? static_cast<uint8_t*>(zeros.data) : nullptr};
+          .zeros = has_zeros(spec) ? static_cast<Byte*>(zeros.data) : nullptr};
 }
 
-void quantize_flat(const char* op, const QuantSpec& spec, const TensorView& x, const TensorView& codes,
+void quantize_flat(const char* op, const QuantSpec& spec, const ConstTensorView& x, const TensorView& codes,
                    const TensorView& scales, const TensorView& zeros, int64_t n, Execution execution) {
   const int64_t num_groups = ceil_div(n, spec.group_size);
   Buffers buffers(op, x.device);
@@ -108,8 +112,9 @@ void quantize_flat(const char* op, const QuantSpec& spec, const TensorView& x, c
                  to_string(scales.dtype), status.num_unheld_scales, num_groups);
 }
 
-void dequantize_flat(const char* op, const QuantSpec& spec, const TensorView& codes, const TensorView& scales,
-                     const TensorView& zeros, const TensorView& y, int64_t n, Execution execution) {
+void dequantize_flat(const char* op, const QuantSpec& spec, const ConstTensorView& codes,
+                     const ConstTensorView& scales, const ConstTensorView& zeros, const TensorView& y,
+                     int64_t n, Execution execution) {
   const int64_t num_groups = ceil_div(n, spec.group_size);
   Buffers buffers(op, y.device);
   buffers.bytes("codes", codes, ceil_div(n, 2), "bytes", false);
@@ -132,29 +137,30 @@ int64_t Int4Config::packed_bytes(int64_t n) const {
   return ceil_div(n, 2);
 }
 
-void quantize_int4(const TensorView& x, const TensorView& codes, const TensorView& scales,
+void quantize_int4(const ConstTensorView& x, const TensorView& codes, const TensorView& scales,
                    const TensorView& zeros, int64_t n, const Int4Config& config, Execution execution) {
   check_sizes("quantize_int4", n, config.group_size);
   const QuantSpec spec = spec_of(Format::int4, config.group_size, !config.symmetric, scales.dtype);
   quantize_flat("quantize_int4", spec, x, codes, scales, zeros, n, execution);
 }
 
-void dequantize_int4(const TensorView& codes, const TensorView& scales, const TensorView& zeros,
-                     const TensorView& y, int64_t n, const Int4Config& config, Execution execution) {
+void dequantize_int4(const ConstTensorView& codes, const ConstTensorView& scales,
+                     const ConstTensorView& zeros, const TensorView& y, int64_t n, const Int4Config& config,
+                     Execution execution) {
   check_sizes("dequantize_int4", n, config.group_size);
   const QuantSpec spec = spec_of(Format::int4, config.group_size, !config.symmetric, scales.dtype);
   dequantize_flat("dequantize_int4", spec, codes, scales, zeros, y, n, execution);
 }
 
-void quantize_nf4(const TensorView& x, const TensorView& codes, const TensorView& scales, int64_t n,
+void quantize_nf4(const ConstTensorView& x, const TensorView& codes, const TensorView& scales, int64_t n,
                   int64_t group_size, Execution execution) {
   check_sizes("quantize_nf4", n, group_size);
   const QuantSpec spec = spec_of(Format::nf4, group_size, false, scales.dtype);
   quantize_flat("quantize_nf4", spec, x, codes, scales, {}, n, execution);
 }
 
-void dequantize_nf4(const TensorView& codes, const TensorView& scales, const TensorView& y, int64_t n,
-                    int64_t group_size, Execution execution) {
+void dequantize_nf4(const ConstTensorView& codes, const ConstTensorView& scales, const TensorView& y,
+                    int64_t n, int64_t group_size, Execution execution) {
   check_sizes("dequantize_nf4", n, group_size);
   const QuantSpec spec = spec_of(Format::nf4, group_size, false, scales.dtype);
   dequantize_flat("dequantize_nf4", spec, codes, scales, {}, y, n, execution);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "core/checks.h"
+#include "core/expect.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
 #include "halfbyte/quantize_linear.hpp"
@@ -84,7 +84,7 @@ class LinearWalk {
   LinearWalk(const char* op, const LinearDescriptor& descriptor, const LinearProblem& problem)
       : op_(op), shape_(descriptor.shape), descriptor_(descriptor), problem_(problem) {}
 
-  LinearStrides strides(const char* name, const TensorView& view, bool written = false) const {
+  LinearStrides strides(const char* name, const ConstTensorView& view, bool written = false) const {
     if (problem_.contiguous || view.strides.empty() || is_packed(view.dtype) || problem_.num_elements() == 0)
       return {problem_.axis * problem_.inner, problem_.inner, 1};
     LinearStrides strides;
@@ -100,7 +100,7 @@ class LinearWalk {
 
  private:
   // The stride that walks the axes [begin, end) as one; 0 where there is nothing to walk.
-  int64_t folded_stride(const char* name, const TensorView& view, size_t begin, size_t end,
+  int64_t folded_stride(const char* name, const ConstTensorView& view, size_t begin, size_t end,
                         const char* which) const {
     int64_t stride = 0, expected = 0;
     bool first = true;
@@ -118,7 +118,7 @@ class LinearWalk {
   }
 
   // No two elements of what is written lie at one place.
-  void check_distinct(const char* name, const TensorView& view, const LinearStrides& strides) const {
+  void check_distinct(const char* name, const ConstTensorView& view, const LinearStrides& strides) const {
     struct Axis {
       int64_t stride, extent;
     };
@@ -169,6 +169,8 @@ struct LinearImpl : Plan<Op>::Impl {
         problem(problem_of(kLinearOp, on, d, preference)) {
     declare(d);
     this->sku.dtypes = text_of_dtypes(kLinearOp, d);
+    if (kQuantizes || kDequantizes) this->sku.aux_element = d.code_dtype;
+    this->needs_scratch(linear_scratch_bytes(problem));
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_linear_cuda(problem, d.alignment);
     this->sku.kernel = kernel_name(*cuda);
@@ -176,7 +178,7 @@ struct LinearImpl : Plan<Op>::Impl {
   }
 
   void declare(const LinearDescriptor& d) {
-    const auto dense = [&](const char* name, TensorView Args::*view, DType dtype) -> ArgumentRow& {
+    const auto dense = [&](const char* name, auto view, DType dtype) -> ArgumentRow& {
       return this->tensor(name, view, dtype, d.shape).promised(d.alignment).strided(d.strided);
     };
     if constexpr (requires { &Args::x; }) dense("x", &Args::x, d.dtype);
@@ -209,11 +211,11 @@ struct LinearImpl : Plan<Op>::Impl {
       tensors.dy_strides = walk.strides("dy", args.dy);
     }
     if constexpr (requires { args.codes; }) {
-      tensors.codes = args.codes.data;
+      tensors.codes = address_of(args.codes);
       tensors.code_strides = walk.strides("codes", args.codes, kQuantizes);
     }
-    tensors.scale = args.scale.data;
-    tensors.zero = args.zero_point.data;
+    tensors.scale = address_of(args.scale);
+    tensors.zero = address_of(args.zero_point);
     if constexpr (requires { args.y; }) {
       tensors.y = args.y.data;
       tensors.y_strides = walk.strides("y", args.y, true);
@@ -226,7 +228,9 @@ struct LinearImpl : Plan<Op>::Impl {
   }
 
   void execute(const Args& args, void* stream, void* workspace) const override {
-    const LinearTensors tensors = tensors_of(args);
+    LinearTensors tensors = tensors_of(args);
+    Scratch scratch = this->scratch(workspace);
+    tensors.scratch = &scratch;
     if (cuda)
       run_linear_cuda(*cuda, tensors, stream, workspace);
     else
@@ -261,32 +265,31 @@ LinearDescriptor LinearDescriptor::per_token(std::vector<int64_t> shape) {
 std::vector<int64_t> LinearDescriptor::scale_shape() const { return grouping_of(*this).scale_shape; }
 
 void check_descriptor(const LinearDescriptor& d) {
-  HALFBYTE_CHECK(is_floating(d.dtype), usage, "{}: dtype must be f32, f64, f16 or bf16, got {}", kOp,
-                 to_string(d.dtype));
-  HALFBYTE_CHECK(d.code_dtype == DType::i8 || d.code_dtype == DType::u8 || is_packed(d.code_dtype), usage,
-                 "{}: code_dtype must be i8, u8, i4 or u4, got {}", kOp, to_string(d.code_dtype));
-  HALFBYTE_CHECK(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, usage,
-                 "{}: scale_dtype must be f32 or dtype ({}), got {}", kOp, to_string(d.dtype),
-                 to_string(d.scale_dtype));
+  HALFBYTE_MUST(is_floating(d.dtype), unsupported, kOp, "dtype", "be", "f32, f64, f16 or bf16",
+                to_string(d.dtype));
+  HALFBYTE_MUST(d.code_dtype == DType::i8 || d.code_dtype == DType::u8 || is_packed(d.code_dtype),
+                unsupported, kOp, "code_dtype", "be", "i8, u8, i4 or u4", to_string(d.code_dtype));
+  HALFBYTE_MUST(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, unsupported, kOp, "scale_dtype",
+                "be", fmt::format("f32 or dtype ({})", to_string(d.dtype)), to_string(d.scale_dtype));
   if (d.zero_point_dtype)
-    HALFBYTE_CHECK(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.code_dtype, usage,
-                   "{}: zero_point_dtype must be i32 or code_dtype ({}), got {}", kOp,
-                   to_string(d.code_dtype), to_string(*d.zero_point_dtype));
+    HALFBYTE_MUST(*d.zero_point_dtype == DType::i32 || *d.zero_point_dtype == d.code_dtype, unsupported, kOp,
+                  "zero_point_dtype", "be", fmt::format("i32 or code_dtype ({})", to_string(d.code_dtype)),
+                  to_string(*d.zero_point_dtype));
   grouping_of(d);  // throws
   if (!d.zero_point_dtype)
     HALFBYTE_CHECK(d.q_min <= 0 && 0 <= d.q_max, usage,
                    "{}: without a zero point 0 must be in [q_min, q_max], got [{}, {}]", kOp, d.q_min,
                    d.q_max);
   const IntegerRange range = range_of(d.code_dtype);
-  HALFBYTE_CHECK(d.q_min <= d.q_max, usage, "{}: q_min must be at most q_max, got {} and {}", kOp, d.q_min,
-                 d.q_max);
+  HALFBYTE_MUST(d.q_min <= d.q_max, invalid_problem, kOp, "q_min", "be", "at most q_max",
+                fmt::format("{} and {}", d.q_min, d.q_max));
   HALFBYTE_CHECK(range.min <= d.q_min && d.q_max <= range.max, usage,
                  "{}: q_min and q_max must be within [{}, {}] of code_dtype {}, got {} and {}", kOp,
                  range.min, range.max, to_string(d.code_dtype), d.q_min, d.q_max);
   if (d.computed) {
-    HALFBYTE_CHECK(
+    HALFBYTE_MUST(
         d.zero_point_dtype || d.scale_rule == ScaleRule::absmax || d.scale_rule == ScaleRule::half_range,
-        usage, "{}: scale_rule without a zero point must be absmax or half-range, got {}", kOp,
+        invalid_problem, kOp, "scale_rule without a zero point", "be", "absmax or half-range",
         to_string(d.scale_rule));
     HALFBYTE_CHECK(d.q_min < d.q_max, usage, "{}: computed scales need q_min less than q_max, got {} and {}",
                    kOp, d.q_min, d.q_max);

@@ -530,8 +530,8 @@ struct Golden {
   void run(const typename Op::Args& args) {
     alignas(16) QuantizeStatus workspace;
     const auto plan = Plan<Op>::select({}, descriptor);
-    plan.run(nullptr, &workspace, args);
-    status = plan.status(&workspace);
+    plan.run(nullptr, {&workspace, sizeof workspace}, args);
+    status = plan.status(nullptr, {&workspace, sizeof workspace});
   }
   TensorView scale_view() { return scale.view(descriptor.scale_shape()); }
   TensorView zero_view() {
@@ -844,8 +844,9 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
   Args args = good;
   args.x.dtype = DType::f64;
   alignas(16) QuantizeStatus workspace;
-  EXPECT_THROW(QuantizeLinearPlan::select({}, descriptor).run(nullptr, &workspace, args), Error);
-  EXPECT_THROW(QuantizeLinearPlan::select({}, descriptor).run(nullptr, nullptr, good), Error);
+  EXPECT_THROW(QuantizeLinearPlan::select({}, descriptor).run(nullptr, {&workspace, sizeof workspace}, args),
+               Error);
+  EXPECT_THROW(QuantizeLinearPlan::select({}, descriptor).run(nullptr, {&workspace, 47}, good), Error);
 
   // Strides.
   descriptor.strided = true;
@@ -884,7 +885,8 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
   const auto backward = QuantizeLinearBackwardPlan::select({}, descriptor);
   EXPECT_FALSE(
       backward.can_implement(Gradient{good.x, dense, good.scale, good.zero_point, dense}).has_value());
-  expect_refused(backward.can_implement(Gradient{good.x, dense, good.scale, good.zero_point, good.x}),
+  expect_refused(backward.can_implement(Gradient{good.x, dense, good.scale, good.zero_point,
+                                                 TensorView{x, DType::f32, {4, 64}, {}, {}}}),
                  {"quantize_linear_backward", "dx", "x", "overlap"});
   TensorView shifted = dense;
   shifted.data = y + 16;
@@ -895,11 +897,11 @@ TEST(QuantizeLinear, RefusesTensorsThatBreakARule) {
   // A workspace is memory of the device, apart from all tensors.
   alignas(16) QuantizeStatus space;
   const DequantizeLinear::Args fine{good.codes, good.scale, good.zero_point, dense};
-  EXPECT_NO_THROW(dequantize.run(nullptr, &space, fine));
+  EXPECT_NO_THROW(dequantize.run(nullptr, {&space, sizeof space}, fine));
   for (void* const bad : {static_cast<void*>(nullptr), static_cast<void*>(y), static_cast<void*>(codes),
                           static_cast<void*>(reinterpret_cast<std::byte*>(&space) + 4)})
-    EXPECT_THROW(dequantize.run(nullptr, bad, fine), Error);
-  EXPECT_THROW(static_cast<void>(dequantize.status(nullptr)), Error);
+    EXPECT_THROW(dequantize.run(nullptr, {bad, sizeof space}, fine), Error);
+  EXPECT_THROW(static_cast<void>(dequantize.status(nullptr, {})), Error);
   TensorView over = dense;
   over.data = codes;
   expect_refused(dequantize.can_implement({good.codes, good.scale, good.zero_point, over}),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/expect.h"
 #include "core/format.h"
 #include "core/packed_weight.h"
 #include "core/tensor_check.h"
@@ -18,7 +19,7 @@ constexpr const char* kOp = "reorder";
 // Tiles that are taken at once: of a row 2 KB. A task is large against the cost of scheduling it.
 constexpr int64_t kTaskTiles = 64;
 
-int padding_of(const WeightView& view) {
+int padding_of(const ConstWeightView& view) {
   if (view.layout == Layout::compressed_tensors || view.layout == Layout::mlx) return 0;
   const formats::Codec codec = make_codec(view.spec);
   if (codec.kind == formats::Kind::table) return codec.book.zero_code;
@@ -148,19 +149,23 @@ void move_sections(const ReorderArgs& args, bool to_packed) {
 
 }  // namespace
 
-ReorderArgs make_reorder_args(const WeightView& view, void* packed) {
+ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
+  // One description for both directions: which of the two a kernel writes is its own.
+  const auto pointer = [](auto* data) {
+    return const_cast<std::remove_const_t<std::remove_pointer_t<decltype(data)>>*>(data);
+  };
   const PackedLayout p = packed_layout_of(view.spec, view.rows, view.cols);
   ReorderArgs args{};
   args.layout = p;
   find_gaps(p, args.gaps);
-  args.packed = static_cast<uint8_t*>(packed);
-  args.codes = static_cast<uint8_t*>(view.codes);
-  args.scales = view.scales;
-  args.zeros = view.zeros;
-  args.biases = view.biases;
-  args.absmax = view.absmax;
-  args.map = view.map;
-  args.offset = view.offset;
+  args.packed = static_cast<uint8_t*>(pointer(packed));
+  args.codes = static_cast<uint8_t*>(pointer(view.codes));
+  args.scales = pointer(view.scales);
+  args.zeros = pointer(view.zeros);
+  args.biases = pointer(view.biases);
+  args.absmax = pointer(view.absmax);
+  args.map = pointer(view.map);
+  args.offset = pointer(view.offset);
   const formats::WeightViewLayout v = view_layout_of(view.spec, view.rows, view.cols, view.layout);
   args.row_codes = v.flat_codes ? v.cols : v.row_bytes * 8 / v.bits;
   args.num_code_bytes = v.code_bytes();
@@ -203,7 +208,7 @@ QuantSpec packed_spec(QuantSpec spec) {
   return spec;
 }
 
-void check_same(const WeightView& view, const char* view_name, const PackedWeight& packed,
+void check_same(const ConstWeightView& view, const char* view_name, const ConstPackedWeight& packed,
                 const char* packed_name) {
   const auto same = [&](const char* field, const auto& a, const auto& b) {
     HALFBYTE_CHECK(a == b, usage, "{}: {}.{} must be that of {}, {}, got {}", kOp, view_name, field,
@@ -226,10 +231,10 @@ constexpr Names kToPacked = {{"from", "from.codes", "from.scales", "from.zeros",
 constexpr Names kFromPacked = {
     {"to", "to.codes", "to.scales", "to.zeros", "to.biases", "to.absmax", "to.map", "to.offset"}, "from"};
 
-void run(const WeightView& view, const PackedWeight& packed, bool to_packed, Execution execution) {
+void run(const ConstWeightView& view, const ConstPackedWeight& packed, bool to_packed, Execution execution) {
   const Names& names = to_packed ? kToPacked : kFromPacked;
-  HALFBYTE_CHECK(execution.num_threads >= 0, usage, "{}: execution.num_threads must be >= 0, got {}", kOp,
-                 execution.num_threads);
+  HALFBYTE_MUST(execution.num_threads >= 0, invalid_argument, kOp, "execution.num_threads", "be", ">= 0",
+                execution.num_threads);
   check_same(view, names.view.view, packed, names.packed);
   check_device(packed.device);
   const Device device = packed.device;
@@ -248,10 +253,10 @@ void run(const WeightView& view, const PackedWeight& packed, bool to_packed, Exe
 
 }  // namespace
 
-void reorder(const WeightView& from, const PackedWeight& to, Execution execution) {
+void reorder(const ConstWeightView& from, const PackedWeight& to, Execution execution) {
   run(from, to, true, execution);
 }
-void reorder(const PackedWeight& from, const WeightView& to, Execution execution) {
+void reorder(const ConstPackedWeight& from, const WeightView& to, Execution execution) {
   run(to, from, false, execution);
 }
 

@@ -22,7 +22,7 @@ inline bool rows_begin_at_bytes(const ReorderArgs& args) {
 }
 
 // Of checked parts that fit together, and packed memory.
-ReorderArgs make_reorder_args(const WeightView& view, void* packed);
+ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed);
 
 void reorder_cpu(const ReorderProblem& problem);
 

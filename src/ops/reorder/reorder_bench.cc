@@ -37,7 +37,7 @@ BenchProblems reorder_problems(DeviceKind device) {
           .spec = spec, .rows = rows, .cols = cols, .data = memory.at(packed), .device = memory.device};
       BenchRun run;
       run.sku.op = run.sku.kernel = "reorder";
-      run.run = [=](void* stream, void*) {
+      run.run = [=](void* stream, const Workspace&) {
         if (to_packed)
           reorder(view, to, {preference.num_threads, stream});
         else
