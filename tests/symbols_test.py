@@ -57,5 +57,8 @@ def test_every_cpp_function_of_the_headers_is_marked():
     """One that is not could be called within the library only."""
     function = re.compile(r"^(?!HALFBYTE_API|inline|constexpr|using|struct|class|enum|template|extern|namespace|#|//|\s)[\w:<>,&* ]+\(")
     for header in sorted(INCLUDE.glob("*.hpp")):
+        before = ""
         for line in header.read_text().splitlines():
-            assert not function.match(line), f"{header.name}: {line}"
+            is_template = before.startswith("template")  # whose definition the header has
+            assert is_template or not function.match(line), f"{header.name}: {line}"
+            before = line
