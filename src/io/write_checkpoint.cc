@@ -398,7 +398,8 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   if (options.layout != Layout::mlx) {
     io::set_metadata(metadata, "format", "pt");
     if (layout.packing != io::Packing::rows && !input_->is_directory && report_.num_quantized > 0)
-      io::set_metadata(metadata, io::kWordMetadata, io::word_quantization(quantization(), /*with_dtype=*/true));
+      io::set_metadata(metadata, io::kWordMetadata,
+                       io::word_quantization(quantization(), /*with_dtype=*/true));
     return metadata;
   }
   io::set_metadata(metadata, "format", "mlx");
@@ -499,7 +500,8 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
         io::read_output(*input_, *copy, static_cast<uint64_t>(begin), bytes, worker.dense);
         to.write(to.tensor(copy->name), static_cast<uint64_t>(begin), bytes);
       } else if (item.quantized) {
-        write_block(to, item, io::block_at(*item.target, begin, count), worker);
+        const int64_t most = io::preferred_elements(*item.target, io::kBlockElements);
+        write_block(to, item, io::block_at(*item.target, begin, most), worker);
       } else {
         to.write(to.tensor(item.source.name), static_cast<uint64_t>(begin),
                  {item.dense.data() + begin, static_cast<size_t>(count)});
