@@ -231,11 +231,16 @@ HALFBYTE_FN bool is_held(const GroupParams<F>& params, const Codec& codec) {
 }
 
 // Likewise of the codes of 0 and of the values in [min, max] (none if min > max), which need not be all codes
-// of integers: with rule absmax no value has the code -8 of int4.
+// of integers: with rule absmax no value has the code -8 of int4. Where absmax alone decides the scale, the
+// values may be in all of [-absmax, absmax].
 template <class F>
 HALFBYTE_FN bool is_held(const GroupParams<F>& params, F min, F max, const Codec& codec) {
   if (is_held(params, codec)) return true;
   if (codec.kind != Kind::integer || !is_finite(params.scale)) return false;
+  if (!codec.asymmetric && codec.rule != Rule::signed_max) {
+    max = formats::max(-min, max);
+    min = -max;
+  }
   const auto finite = [&](F x) {
     return is_finite(decode(encode(x, params, codec), params.scale, params.bias, params.zero_point, codec));
   };

@@ -23,6 +23,7 @@ TEST_P(RangeSearchOnCuda, random_descriptors) {
   for (int i = 0; i < 200; ++i) {
     ObserveCase test = cases.next(i % 20 == 0 ? 40000 : i % 4 == 0 ? 5000 : 800);
     test.descriptor.observer = testing::random_search(random);
+    cases.fill(test);  // its state is of another form
     if (!compare(test, device)) return;
   }
 }
