@@ -28,6 +28,7 @@ struct Command {
 
 // Each adds one subcommand; parsing it sets `command`.
 void add_quantize_command(CLI::App& app, Command& command);
+void add_convert_command(CLI::App& app, Command& command);
 void add_dequantize_command(CLI::App& app, Command& command);
 void add_inspect_command(CLI::App& app, Command& command);
 void add_compare_command(CLI::App& app, Command& command);

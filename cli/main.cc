@@ -103,6 +103,7 @@ int parse_and_run(int argc, char** argv) {
   Command command;
   add_quantize_command(app, command);
   add_dequantize_command(app, command);
+  add_convert_command(app, command);
   add_inspect_command(app, command);
   add_compare_command(app, command);
   add_ptx_command(app, command);

@@ -94,6 +94,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
   EXPECT_NO_TAIL(quant_spec, group_size);
   EXPECT_NO_TAIL(encoding, code_scale);
+  EXPECT_NO_TAIL(convert_options, user_data);
   EXPECT_NO_TAIL(quant_shape, has_biases);
   EXPECT_NO_TAIL(execution, stream);
   EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
@@ -1832,6 +1833,18 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   halfbyte_checkpoint_close(checkpoint);
 
   EXPECT_OK(halfbyte_dequantize_checkpoint(output_path.c_str(), dense.c_str(), nullptr, nullptr));
+  auto convert = INITIALISED(convert_options);
+  EXPECT_EQ(convert.verify, 1);
+  const std::string converted = output_path + "-halfbyte";
+  EXPECT_OK(halfbyte_convert_checkpoint(output_path.c_str(), converted.c_str(), &convert, &report));
+  auto converted_info = output<halfbyte_report_info>();
+  EXPECT_OK(halfbyte_report_get_info(report, &converted_info));
+  EXPECT_EQ(converted_info.layout, HALFBYTE_LAYOUT_HALFBYTE);
+  halfbyte_report_destroy(report);
+  convert.layout = HALFBYTE_LAYOUT_AWQ;
+  EXPECT_EQ(halfbyte_convert_checkpoint(output_path.c_str(), dense.c_str(), &convert, nullptr),
+            HALFBYTE_BAD_INPUT);
+  EXPECT_NE(std::string(halfbyte_last_error()).find("layout awq: does not hold nf4"), std::string::npos);
   halfbyte_comparison* comparison = nullptr;
   EXPECT_OK(halfbyte_compare_checkpoints(kModel.c_str(), dense.c_str(), nullptr, &comparison));
   int64_t num_rows = 0;

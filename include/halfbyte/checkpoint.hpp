@@ -121,18 +121,18 @@ struct QuantizeOptions {
   Format format = Format::nf4;
   bool asymmetric = false;
   bool double_quant = false;
-  std::array<float, 16> table = {};        // lut4 only
-  std::optional<Layout> layout;            // default by format
-  std::optional<Granularity> granularity;  // group, channel or tensor
-  std::optional<int64_t> group_size;       // with Granularity::group (or when only this is set)
-  std::optional<ScaleRule> scale_rule;
-  std::optional<DType> scale_dtype;
+  std::array<float, 16> table = {};             // lut4 only
+  std::optional<Layout> layout = {};            // default by format
+  std::optional<Granularity> granularity = {};  // group, channel or tensor
+  std::optional<int64_t> group_size = {};       // with Granularity::group (or when only this is set)
+  std::optional<ScaleRule> scale_rule = {};
+  std::optional<DType> scale_dtype = {};
   NonFinite nonfinite = NonFinite::error;
-  std::vector<std::string> include;  // ECMAScript regular expressions searched in the names; where
-                                     // given they replace the default choice of linear weights
-  std::vector<std::string> exclude;
-  std::optional<Reader> reader;  // default by layout: transformers_5, mlx_lm, or none
-  bool force_layout = false;     // include may select what the reader cannot load
+  std::vector<std::string> include = {};  // ECMAScript regular expressions searched in the names; where
+                                          // given they replace the default choice of linear weights
+  std::vector<std::string> exclude = {};
+  std::optional<Reader> reader = {};  // default by layout: transformers_5, mlx_lm, or none
+  bool force_layout = false;          // include may select what the reader cannot load
   bool keep_embeddings =
       false;  // reader mlx_lm: embeddings and head stay dense, which it quantizes by default
   bool fallback_dense = false;  // a selected tensor the layout cannot hold stays dense
@@ -146,9 +146,9 @@ struct QuantizeOptions {
   // The device that computes. Every device gives the same bytes. Throws Error(device) if it cannot be used,
   // or if its memory is too small even for small blocks; nothing falls back. Verification always runs on the
   // CPU.
-  Device device;
+  Device device = {};
   int num_threads = 0;  // of the CPU; 0: all
-  ProgressFunction progress;
+  ProgressFunction progress = {};
 };
 
 // What happened (or would happen) to one weight.
@@ -206,13 +206,13 @@ HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, cons
                                                   const QuantizeOptions& options);
 
 struct DequantizeOptions {
-  std::optional<DType> dtype;  // f32, f16, bf16; default: the dtype that each weight had before
+  std::optional<DType> dtype = {};  // f32, f16, bf16; default: the dtype that each weight had before
   bool dry_run = false;
   bool force = false;
   uint64_t shard_bytes = 0;  // as above
-  Device device;             // as above
+  Device device = {};        // as above
   int num_threads = 0;
-  ProgressFunction progress;
+  ProgressFunction progress = {};
 };
 // Makes every quantized weight dense, and removes from config.json what quantization had added.
 // Error(bad_input) for weights of a ForeignQuantization.
@@ -271,6 +271,29 @@ class CheckpointWriter {
  private:
   std::unique_ptr<Impl> impl_;
 };
+
+struct ConvertOptions {
+  Layout layout = Layout::halfbyte;  // of the output
+  // Weights that cannot keep their codes are decoded and quantized as the layout does it. Otherwise they are
+  // an error.
+  bool requantize = false;
+  bool dry_run = false;
+  std::optional<Reader> reader = {};  // as in QuantizeOptions, like all below
+  bool force_layout = false;
+  bool verify = true;
+  bool force = false;
+  uint64_t shard_bytes = 0;
+  int num_threads = 0;
+  ProgressFunction progress = {};
+};
+// Writes the quantized weights of `input` in another layout: the codes stay, and scales, zero points and
+// biases become those that make every code decode to the same f32. Where the layout cannot hold them so,
+// throws Error(bad_input) that names the first weight and what it would lose, unless options.requantize.
+// Scales have the dtype of the model's weights where the layout wants it and it holds them, otherwise the one
+// that they have. Other weights and files are copied. Memory: the weights of one file of the output. The
+// report has the notes "requantized: ...", with the error against the decoded input.
+HALFBYTE_API CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
+                                                 const ConvertOptions& options);
 
 struct CompareRow {
   std::string name;

@@ -1274,6 +1274,24 @@ typedef struct halfbyte_dequantize_options {
 HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options,
                                                               size_t struct_size);
 
+/* ConvertOptions in halfbyte/checkpoint.hpp describes the fields. */
+typedef struct halfbyte_convert_options {
+  size_t struct_size;
+  halfbyte_layout layout; /* of the output */
+  halfbyte_reader reader; /* HALFBYTE_UNSET: by layout */
+  int32_t requantize;     /* flag, like the next four */
+  int32_t dry_run;
+  int32_t force_layout;
+  int32_t verify;
+  int32_t force;
+  int64_t num_threads;
+  uint64_t shard_bytes;
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_convert_options;
+HALFBYTE_API halfbyte_status halfbyte_convert_options_init(halfbyte_convert_options* options,
+                                                           size_t struct_size);
+
 typedef struct halfbyte_report halfbyte_report;
 /* Reads `input` and writes `output`: file to file, directory to directory. A failure leaves no output.
  * options: NULL means the defaults. report: receives what happened; may be NULL. */
@@ -1318,6 +1336,10 @@ HALFBYTE_API halfbyte_status halfbyte_writer_finish(halfbyte_writer* writer, hal
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_writer_destroy(halfbyte_writer* writer);
 
+/* Writes the quantized weights in another layout, with the codes that they have. */
+HALFBYTE_API halfbyte_status halfbyte_convert_checkpoint(const char* input, const char* output,
+                                                         const halfbyte_convert_options* options,
+                                                         halfbyte_report** report);
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_report_destroy(halfbyte_report* report);
 

@@ -159,6 +159,29 @@ WriterOptions options_of(const halfbyte_writer_options* given) {
   return options;
 }
 
+halfbyte_convert_options default_convert_options() {
+  halfbyte_convert_options options{};
+  options.reader = HALFBYTE_UNSET;
+  options.verify = 1;
+  return options;
+}
+
+ConvertOptions options_of(const halfbyte_convert_options* given) {
+  const halfbyte_convert_options c = read_struct(given, default_convert_options(), "options");
+  ConvertOptions options;
+  options.layout = enum_of(c.layout, kLastLayout, "options.layout");
+  options.reader = optional_of(c.reader, Reader::none, "options.reader");
+  options.requantize = flag_of(c.requantize, "options.requantize");
+  options.dry_run = flag_of(c.dry_run, "options.dry_run");
+  options.force_layout = flag_of(c.force_layout, "options.force_layout");
+  options.verify = flag_of(c.verify, "options.verify");
+  options.force = flag_of(c.force, "options.force");
+  options.num_threads = threads_of(c.num_threads, "options.num_threads");
+  options.shard_bytes = c.shard_bytes;
+  options.progress = progress_of(c.progress, c.user_data);
+  return options;
+}
+
 // Hands a report to who asked for one.
 void give(CheckpointReport&& report, halfbyte_report** to) {
   if (to != nullptr) *to = new halfbyte_report{std::move(report)};
@@ -320,6 +343,9 @@ halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* option
 halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options, size_t struct_size) {
   return init_struct(options, default_dequantize_options(), struct_size, "options");
 }
+halfbyte_status halfbyte_convert_options_init(halfbyte_convert_options* options, size_t struct_size) {
+  return init_struct(options, default_convert_options(), struct_size, "options");
+}
 halfbyte_status halfbyte_compare_options_init(halfbyte_compare_options* options, size_t struct_size) {
   return init_struct(options, {}, struct_size, "options");
 }
@@ -365,6 +391,15 @@ halfbyte_status halfbyte_writer_finish(halfbyte_writer* writer, halfbyte_report*
   return guard([&] { give(required(writer, "writer").writer.finish(), report); });
 }
 void halfbyte_writer_destroy(halfbyte_writer* writer) { delete writer; }
+
+halfbyte_status halfbyte_convert_checkpoint(const char* input, const char* output,
+                                            const halfbyte_convert_options* options,
+                                            halfbyte_report** report) {
+  return guard([&] {
+    give(convert_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
+         report);
+  });
+}
 
 void halfbyte_report_destroy(halfbyte_report* report) { delete report; }
 
