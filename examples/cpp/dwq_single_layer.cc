@@ -1,9 +1,10 @@
 // DWQ of one layer: random weights to 4-bit codes, scales and biases 5 % off, and 200 steps of Adam that
 // bring them back while the codes stay as they are. The loss is the mean squared error of the decoded
 // weights.
-//   dwq_single_layer_cpp [--device cpu|cuda|cuda:1]
-// Prints a hash of the trained scales and biases, which is the same on every device. Exit code 1: the error
-// did not become 5 times smaller.
+//   dwq_single_layer_cpp [--device cpu|cuda|cuda:1] [OUTPUT.safetensors]
+// Prints a hash of the trained scales and biases, which is the same on every device. Stores the layer of
+// groups of 64 in the layout of MLX. Exit code 1: the error did not become 5 times smaller, or what is stored
+// is not what training ended with.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "halfbyte/affine_qdq.hpp"
+#include "halfbyte/checkpoint.hpp"
 #include "halfbyte/device.hpp"
 
 using namespace halfbyte;
@@ -75,8 +77,28 @@ class Floats {
   Memory memory_;
 };
 
-// Trains a layer; returns how many times smaller its error became.
-double train(Device device, int64_t group_size) {
+// The layer as MLX reads it. Whether it decodes to `expected` when it is read back.
+bool is_stored(const std::string& path, const AffineQdqDescriptor& d, const TensorView& codes,
+               const std::vector<float>& scales, const std::vector<float>& biases,
+               const std::vector<float>& expected) {
+  const std::vector<int64_t> groups = {static_cast<int64_t>(scales.size())};
+  QuantizedTensor layer({.format = Format::affine4, .group_size = d.group_size}, {d.rows, d.cols},
+                        DType::f32);
+  layer.codes = Tensor::copy_of(codes).to(Device{});
+  layer.scales = Tensor::copy_of({scales.data(), DType::f32, groups});
+  layer.biases = Tensor::copy_of({biases.data(), DType::f32, groups});
+  CheckpointWriter writer(path, {.layout = Layout::mlx, .force = true});
+  writer.set("layer.weight", layer);
+  writer.finish();
+
+  const Checkpoint checkpoint = Checkpoint::open(path);
+  std::vector<float> decoded(expected.size());
+  checkpoint.decode(*checkpoint.find("layer.weight"), 0, d.rows * d.cols, DType::f32, decoded.data());
+  return decoded == expected;
+}
+
+// Trains a layer; returns how many times smaller its error became, 0 if it was not stored so.
+double train(Device device, int64_t group_size, const std::string& output) {
   AffineQdqDescriptor descriptor;
   descriptor.rows = 64;
   descriptor.cols = 256;
@@ -105,10 +127,10 @@ double train(Device device, int64_t group_size) {
   const std::vector<float> weights = random_weights(n);
 
   // The mean squared error, and its gradient.
-  std::vector<float> gradient(weights.size());
+  std::vector<float> gradient(weights.size()), decoded;
   const auto error = [&] {
     forward.run(stream.handle(), workspace, {codes, scales.view(), biases.view(), y.view()});
-    const std::vector<float> decoded = y.get(stream);
+    decoded = y.get(stream);
     double sum = 0;
     for (size_t i = 0; i < decoded.size(); ++i) {
       const float difference = decoded[i] - weights[i];
@@ -154,19 +176,30 @@ double train(Device device, int64_t group_size) {
       "hash %016llx\n",
       static_cast<long long>(group_size), rounding, before, kSteps, after, before / after,
       static_cast<unsigned long long>(hash));
+  if (!output.empty() &&
+      !is_stored(output, descriptor, codes, scales.get(stream), biases.get(stream), decoded)) {
+    std::printf("%s does not hold what training ended with\n", output.c_str());
+    return 0;
+  }
   return before / after;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) try {
-  if (argc != 1 && !(argc == 3 && std::string(argv[1]) == "--device")) {
-    std::fprintf(stderr, "usage: %s [--device cpu|cuda|cuda:1]\n", argv[0]);
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  Device device;
+  if (arguments.size() >= 2 && arguments[0] == "--device") {
+    device = parse_device(arguments[1]);
+    arguments.erase(arguments.begin(), arguments.begin() + 2);
+  }
+  if (arguments.size() > 1) {
+    std::fprintf(stderr, "usage: %s [--device cpu|cuda|cuda:1] [OUTPUT.safetensors]\n", argv[0]);
     return 2;
   }
-  const Device device = parse_device(argc == 3 ? argv[2] : "cpu");
-  bool good = true;
-  for (const int64_t group_size : {32, 64}) good = train(device, group_size) >= 5 && good;
+  const std::string output = arguments.empty() ? "" : arguments[0];
+  bool good = train(device, 32, "") >= 5;
+  good = train(device, 64, output) >= 5 && good;
   return good ? 0 : 1;
 } catch (const Error& error) {
   std::fprintf(stderr, "%s: %s\n", to_string(error.code()), error.what());

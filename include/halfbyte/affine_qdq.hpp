@@ -66,8 +66,8 @@ HALFBYTE_API void check_descriptor(const AffineQdqDescriptor& descriptor);
 struct HALFBYTE_API AffineInit {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    ConstTensorView w;                 // read
-    TensorView codes, scales, biases;  // written
+    ConstTensorView w = {};                           // read
+    TensorView codes = {}, scales = {}, biases = {};  // written
   };
   using Status = QuantizeStatus;
 };
@@ -76,8 +76,8 @@ struct HALFBYTE_API AffineInit {
 struct HALFBYTE_API AffineQdq {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    ConstTensorView codes, scales, biases;  // read
-    TensorView y;                           // written
+    ConstTensorView codes = {}, scales = {}, biases = {};  // read
+    TensorView y = {};                                     // written
   };
   using Status = QuantizeStatus;
 };
@@ -104,14 +104,14 @@ struct HALFBYTE_API AdamStep {
 struct HALFBYTE_API AffineQdqBackward {
   using Descriptor = AffineQdqDescriptor;
   struct Args {
-    ConstTensorView codes, dy;  // read
+    ConstTensorView codes = {}, dy = {};  // read
     // Written: f32, scale_shape(). Either may be without data; with adam both may.
-    TensorView dscales, dbiases;
+    TensorView dscales = {}, dbiases = {};
     // Only with adam, otherwise without data: f32, scale_shape(), read and written. The moments are 0 before
     // step 1.
-    TensorView scales, biases;
-    TensorView scale_m, scale_v, bias_m, bias_v;
-    AdamStep adam;
+    TensorView scales = {}, biases = {};
+    TensorView scale_m = {}, scale_v = {}, bias_m = {}, bias_v = {};
+    AdamStep adam = {};
   };
   using Status = QuantizeStatus;
 };

@@ -29,14 +29,14 @@
 namespace halfbyte {
 
 struct HALFBYTE_API FakeQuantizeDescriptor {
-  std::vector<int64_t> shape;  // of x, y and gradients, in elements; any rank, any extents
+  std::vector<int64_t> shape = {};  // of x, y and gradients, in elements; any rank, any extents
   // As LinearDescriptor has them.
   Granularity granularity = Granularity::tensor;
   int axis = -1;
   int64_t group_size = 0;
   // Unset: integers in [q_min, q_max]. Set: a format of kind table, without zero points: nf4, fp4, fp4_e2m1
   // or lut4 (its values are `table`, ascending).
-  std::optional<Format> format;
+  std::optional<Format> format = {};
   std::array<float, 16> table = {};
   // q_max - q_min in [2, 255], within [-128, 255]; without a zero point around 0.
   int q_min = -8, q_max = 7;
@@ -45,7 +45,7 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   // Unset: the zero point is 0. i32: integer zero points. f32 (f64 for f64 tensors): learned zero points,
   // which are rounded half to even and clamped to [q_min, q_max] when used; NaN counts as q_min. The status
   // counts those that were clamped.
-  std::optional<DType> zero_point_dtype;
+  std::optional<DType> zero_point_dtype = {};
   // For forward; backward is given what it wrote. false: scale and zero point are given. true: they are
   // computed from the range of the finite values of x, and written. scale_rule is absmax or half_range;
   // minmax with a zero point, which must be i32; absmax for tables. No scale is less than eps.
@@ -55,7 +55,7 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   // With `computed`: x is observed first (kinds min_max, moving_average), and scales come from the range in
   // the observer's state after that. A group that has seen nothing gets scale 0 and counts as an invalid
   // scale.
-  std::optional<ObserverConfig> observer;
+  std::optional<ObserverConfig> observer = {};
   // forward writes the mask of the gradient, one bit per element; backward reads it instead of x, but learned
   // backward, which needs x. See mask_shape().
   bool mask = false;
@@ -87,13 +87,13 @@ HALFBYTE_API void check_descriptor(const FakeQuantizeDescriptor& descriptor);
 struct HALFBYTE_API FakeQuantize {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    ConstTensorView x;      // read
-    TensorView y;           // written
-    TensorView scale;       // read; written where computed
-    TensorView zero_point;  // likewise; without data where the descriptor has none
-    TensorView mask;        // written; without data where the descriptor has none
+    ConstTensorView x = {};      // read
+    TensorView y = {};           // written
+    TensorView scale = {};       // read; written where computed
+    TensorView zero_point = {};  // likewise; without data where the descriptor has none
+    TensorView mask = {};        // written; without data where the descriptor has none
     // The observer's state as in observe.hpp, read and written; without data where the descriptor has none.
-    TensorView min, max, num_batches;
+    TensorView min = {}, max = {}, num_batches = {};
   };
   using Status = QuantizeStatus;
 };
@@ -102,8 +102,8 @@ struct HALFBYTE_API FakeQuantize {
 struct HALFBYTE_API FakeQuantizeBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    ConstTensorView x, mask, dy, scale, zero_point;  // read
-    TensorView dx;                                   // written
+    ConstTensorView x = {}, mask = {}, dy = {}, scale = {}, zero_point = {};  // read
+    TensorView dx = {};                                                       // written
   };
   using Status = QuantizeStatus;
 };
@@ -121,10 +121,10 @@ struct HALFBYTE_API FakeQuantizeBackward {
 struct HALFBYTE_API FakeQuantizeLearnedBackward {
   using Descriptor = FakeQuantizeDescriptor;
   struct Args {
-    ConstTensorView x, dy, scale, zero_point;  // read
-    TensorView dx;                             // written
-    TensorView dscale;                         // written: scale_shape(), state_dtype()
-    TensorView dzero_point;                    // likewise, of a learned zero point; else without data
+    ConstTensorView x = {}, dy = {}, scale = {}, zero_point = {};  // read
+    TensorView dx = {};                                            // written
+    TensorView dscale = {};                                        // written: scale_shape(), state_dtype()
+    TensorView dzero_point = {};  // likewise, of a learned zero point; else without data
   };
   using Status = QuantizeStatus;
 };

@@ -82,7 +82,7 @@ HALFBYTE_API void check_spec(const QuantSpec& spec);
 
 // How codes are chosen: what encoding needs beside the spec, and decoding never asks for.
 struct Encoding {
-  std::optional<ScaleRule> scale_rule;  // unset: default_scale_rule of the spec
+  std::optional<ScaleRule> scale_rule = {};  // unset: default_scale_rule of the spec
   CodeScale code_scale = CodeScale::stored;
 
   bool operator==(const Encoding&) const = default;

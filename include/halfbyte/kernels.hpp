@@ -90,14 +90,14 @@ HALFBYTE_API std::vector<std::byte> emit_cubin(std::string_view kernel, const Ke
 // --- Kernel packs: files of compiled kernels, which take the place of NVRTC.
 
 struct KernelPackOptions {
-  std::vector<std::string> targets;          // of kernel_targets(); at least one
-  std::vector<std::string> ops;              // empty: all
-  std::vector<std::string> formats, dtypes;  // of kernels that have these keys; empty: all
-  bool force = false;                        // replace an existing file
+  std::vector<std::string> targets = {};               // of kernel_targets(); at least one
+  std::vector<std::string> ops = {};                   // empty: all
+  std::vector<std::string> formats = {}, dtypes = {};  // of kernels that have these keys; empty: all
+  bool force = false;                                  // replace an existing file
   // To share the work: only every num_shards-th kernel, from number `shard` on.
   int shard = 0, num_shards = 1;
   // Called after each kernel. Return false to cancel: Error(cancelled), and no file is left.
-  std::function<bool(int64_t done, int64_t total)> progress;
+  std::function<bool(int64_t done, int64_t total)> progress = {};
 };
 // How many kernels a pack of these options holds: every kernel but plain ones in all its configurations,
 // except those for lut4, which contain the user's table. Throws Error(usage) for unknown words, naming the

@@ -30,9 +30,9 @@ HALFBYTE_API ObserverKind parse_observer_kind(std::string_view word);  // Error(
 
 struct HALFBYTE_API ObserverConfig {
   ObserverKind kind = ObserverKind::min_max;
-  double momentum = 0.99;     // moving_average: weight of history, in (0, 1)
-  double percentile = 99.99;  // in (0, 100]
-  QParamsConfig qparams;      // mse: the quantization whose error is measured
+  double momentum = 0.99;      // moving_average: weight of history, in (0, 1)
+  double percentile = 99.99;   // in (0, 100]
+  QParamsConfig qparams = {};  // mse: the quantization whose error is measured
   bool operator==(const ObserverConfig&) const = default;
 };
 // Throws Error(usage) naming the field, the rule and the value. NaN is never valid.
@@ -71,13 +71,13 @@ struct HALFBYTE_API ObserverState {
 };
 
 struct HALFBYTE_API ObserveDescriptor {
-  std::vector<int64_t> shape;  // of x, in elements; any rank, any extents
+  std::vector<int64_t> shape = {};  // of x, in elements; any rank, any extents
   // As LinearDescriptor has them.
   Granularity granularity = Granularity::tensor;
   int axis = -1;
   int64_t group_size = 0;
   DType dtype = DType::f32;  // of x: f32, f64, f16, bf16
-  ObserverConfig observer;
+  ObserverConfig observer = {};
   int64_t alignment = 16;  // of the address of x, as LinearDescriptor has it
 
   // Of min and max: the scale_shape() of LinearDescriptor.
@@ -98,9 +98,10 @@ HALFBYTE_API void check_descriptor(const ObserveDescriptor& descriptor);
 struct HALFBYTE_API Observe {
   using Descriptor = ObserveDescriptor;
   struct Args {
-    ConstTensorView x;       // read; contiguous
-    TensorView min, max;     // read and written: state_shape(), state_dtype(); before the first +inf and -inf
-    TensorView num_batches;  // read and written: i64, count_shape(); before the first 0
+    ConstTensorView x = {};  // read; contiguous
+    TensorView min = {},
+               max = {};  // read and written: state_shape(), state_dtype(); before the first +inf and -inf
+    TensorView num_batches = {};  // read and written: i64, count_shape(); before the first 0
   };
   using Status = QuantizeStatus;
 };
@@ -119,11 +120,11 @@ HALFBYTE_API void store_observer(const ObserverState& state, const TensorView& m
                                  const TensorView& num_batches, void* stream = nullptr);
 
 struct HALFBYTE_API QParamsDescriptor {
-  std::vector<int64_t> shape;  // of all tensors
-  QParamsConfig config;
-  DType dtype = DType::f32;               // of min and max: f32, f64
-  DType scale_dtype = DType::f32;         // f32, f16, bf16; f64 for f64
-  std::optional<DType> zero_point_dtype;  // i32, i8, u8; none where symmetric and signed
+  std::vector<int64_t> shape = {};  // of all tensors
+  QParamsConfig config = {};
+  DType dtype = DType::f32;                    // of min and max: f32, f64
+  DType scale_dtype = DType::f32;              // f32, f16, bf16; f64 for f64
+  std::optional<DType> zero_point_dtype = {};  // i32, i8, u8; none where symmetric and signed
   bool operator==(const QParamsDescriptor&) const = default;
 };
 HALFBYTE_API void check_descriptor(const QParamsDescriptor& descriptor);
@@ -134,9 +135,9 @@ HALFBYTE_API void check_descriptor(const QParamsDescriptor& descriptor);
 struct HALFBYTE_API ComputeQParams {
   using Descriptor = QParamsDescriptor;
   struct Args {
-    ConstTensorView min, max;  // read
-    TensorView scale;          // written
-    TensorView zero_point;     // written; without data where the descriptor has none
+    ConstTensorView min = {}, max = {};  // read
+    TensorView scale = {};               // written
+    TensorView zero_point = {};          // written; without data where the descriptor has none
   };
   using Status = QuantizeStatus;
 };

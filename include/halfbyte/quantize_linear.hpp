@@ -23,7 +23,7 @@
 namespace halfbyte {
 
 struct HALFBYTE_API LinearDescriptor {
-  std::vector<int64_t> shape;  // of x, y, codes and gradients, in elements; any rank, any extents
+  std::vector<int64_t> shape = {};  // of x, y, codes and gradients, in elements; any rank, any extents
   // tensor: one scale. channel: one for each index of `axis`. group: one for `group_size` consecutive
   // elements along `axis`; the last group may be short. For one scale per token, use group along the last
   // axis with group_size = its extent.
@@ -35,7 +35,7 @@ struct HALFBYTE_API LinearDescriptor {
   DType code_dtype = DType::i8;   // i8, u8, or packed i4, u4
   DType scale_dtype = DType::f32;  // f32, or the same as dtype
   // None: symmetric, the zero point is 0. Else i32, or the same as code_dtype.
-  std::optional<DType> zero_point_dtype;
+  std::optional<DType> zero_point_dtype = {};
   // For quantize; the other operations are given what it wrote. false: scale and zero point are given. true:
   // they are computed and written. scale_rule computes them from the range of the finite values for codes in
   // [q_min, q_max] (absmax or half_range; with a zero point minmax, over the range extended to contain 0).
@@ -79,10 +79,10 @@ HALFBYTE_API void check_descriptor(const LinearDescriptor& descriptor);
 struct HALFBYTE_API QuantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
-    ConstTensorView x;      // read
-    TensorView codes;       // written
-    TensorView scale;       // read; written where computed
-    TensorView zero_point;  // likewise; without data where the descriptor has none
+    ConstTensorView x = {};      // read
+    TensorView codes = {};       // written
+    TensorView scale = {};       // read; written where computed
+    TensorView zero_point = {};  // likewise; without data where the descriptor has none
   };
   using Status = QuantizeStatus;
 };
@@ -90,8 +90,8 @@ struct HALFBYTE_API QuantizeLinear {
 struct HALFBYTE_API DequantizeLinear {
   using Descriptor = LinearDescriptor;
   struct Args {
-    ConstTensorView codes, scale, zero_point;  // read
-    TensorView y;                              // written
+    ConstTensorView codes = {}, scale = {}, zero_point = {};  // read
+    TensorView y = {};                                        // written
   };
   using Status = QuantizeStatus;
 };
@@ -99,8 +99,8 @@ struct HALFBYTE_API DequantizeLinear {
 struct HALFBYTE_API QuantizeLinearBackward {
   using Descriptor = LinearDescriptor;
   struct Args {
-    ConstTensorView x, dy, scale, zero_point;  // read
-    TensorView dx;                             // written
+    ConstTensorView x = {}, dy = {}, scale = {}, zero_point = {};  // read
+    TensorView dx = {};                                            // written
   };
   using Status = QuantizeStatus;
 };

@@ -12,7 +12,7 @@ namespace halfbyte {
 struct HALFBYTE_API QuantizeDescriptor {
   // double_quant must be false: 8-bit scales are made by double_quantize and decoded by double_dequantize,
   // outside of plans.
-  QuantSpec spec;
+  QuantSpec spec = {};
   int64_t rows = 0, cols = 0;
   DType dtype = DType::f32;  // of x and y: f32, f64, f16, bf16
   // Alignment of the addresses of x, y and codes, in bytes, as LinearDescriptor has it. Scales and biases are
@@ -31,8 +31,8 @@ HALFBYTE_API void check_descriptor(const QuantizeDescriptor& descriptor);
 struct HALFBYTE_API Quantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
-    ConstTensorView x;  // read: [..., cols], contiguous, `rows` the product of the other extents
-    QuantizedView out;  // written: spec, rows and cols of the descriptor; memory of the plan's device
+    ConstTensorView x = {};  // read: [..., cols], contiguous, `rows` the product of the other extents
+    QuantizedView out = {};  // written: spec, rows and cols of the descriptor; memory of the plan's device
   };
   using Status = QuantizeStatus;
 };
@@ -41,8 +41,8 @@ struct HALFBYTE_API Quantize {
 struct HALFBYTE_API Dequantize {
   using Descriptor = QuantizeDescriptor;
   struct Args {
-    ConstQuantizedView in;  // read; otherwise as above
-    TensorView y;           // written
+    ConstQuantizedView in = {};  // read; otherwise as above
+    TensorView y = {};           // written
   };
   using Status = QuantizeStatus;
 };

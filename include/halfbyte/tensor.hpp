@@ -106,9 +106,9 @@ template <class Data>  // void, const void
 struct BasicTensorView {
   Data* data = nullptr;
   DType dtype = DType::f32;
-  Extents shape;
-  Extents strides;
-  Device device;
+  Extents shape = {};
+  Extents strides = {};
+  Device device = {};
   // Length of the memory from `data` on; -1: not known. If it is known, calls that need more are refused.
   int64_t num_bytes = -1;
 

@@ -23,6 +23,7 @@
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
 #include "halfbyte/device.hpp"
+#include "halfbyte/version.hpp"
 #include "io/test_directory.h"
 
 namespace halfbyte::cuda {
@@ -635,7 +636,7 @@ TEST_F(CudaPacks, of_other_targets_and_sources_do_not_count) {
   const std::string compiled = run(one_kernel_, {{"HALFBYTE_CACHE_DIR", ""}});
   compilations();
   std::string bytes = read_file(pack);
-  const size_t index_at = bytes.find("0.1.0") - 8;
+  const size_t index_at = bytes.find(HALFBYTE_VERSION_STRING) - 8;
   for (const cuda::EmbeddedFile& file : embedded_files()) {
     const std::string hash = sources_hash(file.name, "");
     if (const size_t at = bytes.find(hash); at != std::string::npos) bytes.replace(at, hash.size(), 32, 'f');

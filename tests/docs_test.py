@@ -1,0 +1,55 @@
+"""What the pages say compiles and exists: every block of C++ and C of README.md and docs/, the programs and tests that
+docs/migrating.md names.
+
+A block is part of a program. What it uses and does not declare, a comment in front of it declares, which readers do not
+see: <!-- compile: DECLARATIONS -->. `...` stands for code that is left out.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- compile:\n?(?P<before>.*?)-->\n+)?^```(?P<language>cpp|c)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+FLAGS = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{ROOT / 'include'}", *(f"-I{path}" for path in os.environ.get("HALFBYTE_INCLUDE", "").split(":") if path)]
+
+
+def blocks():
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start("code")) + 1
+            yield pytest.param(match, id=f"{page.name}:{line}")
+
+
+def program(match):
+    """The block as the body of a function, after its includes and declarations."""
+    lines = match["code"].replace("for (...)", "for (;;)").replace(" ...", " {}").splitlines()
+    is_head = [line.startswith(("#include", "using namespace")) for line in lines]
+    head = [line for line, first in zip(lines, is_head) if first]
+    body = [line for line, first in zip(lines, is_head) if not first]
+    return "\n".join([*head, match["before"] or "", "void block();", "void block() {", *body, "}", ""])
+
+
+@pytest.mark.parametrize("match", list(blocks()))
+def test_blocks_compile(match, tmp_path):
+    is_cpp = match["language"] == "cpp"
+    source = tmp_path / ("block.cc" if is_cpp else "block.c")
+    source.write_text(program(match))
+    compiler = [os.environ.get("CXX", "c++"), "-std=c++20"] if is_cpp else [os.environ.get("CC", "cc"), "-std=c99", "-pedantic"]
+    result = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + source.read_text()
+
+
+def test_migrating_names_what_there_is():
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    source = (ROOT / "tests" / "migrating_test.cc").read_text()
+    tests = {".".join(match) for match in re.findall(r"^TEST\((\w+), (\w+)\)", source, re.MULTILINE)}
+    named = set(re.findall(r"`(Migrating\w\.\w+)`", page))
+    assert named and named <= tests, named - tests
+    for link in re.findall(r"\]\(\.\./([^)#]+)\)", page):
+        assert (ROOT / link).exists(), link
