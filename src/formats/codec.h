@@ -231,26 +231,26 @@ HALFBYTE_FN bool is_held(const GroupParams<F>& params, const Codec& codec) {
 }
 
 // Likewise of the codes of 0 and of the values in [min, max] (none if min > max), which need not be all codes
-// of integers: with rule absmax no value has the code -8 of int4. Where absmax alone decides the scale, the
-// values may be in all of [-absmax, absmax].
+// of integers: with rule absmax no value has the code -8 of int4.
 template <class F>
 HALFBYTE_FN bool is_held(const GroupParams<F>& params, F min, F max, const Codec& codec) {
   if (is_held(params, codec)) return true;
   if (codec.kind != Kind::integer || !is_finite(params.scale)) return false;
-  if (!codec.asymmetric && codec.rule != Rule::signed_max) {
-    max = formats::max(-min, max);
-    min = -max;
-  }
   const auto finite = [&](F x) {
     return is_finite(decode(encode(x, params, codec), params.scale, params.bias, params.zero_point, codec));
   };
   return finite(formats::min(min, static_cast<F>(0))) && finite(formats::max(max, static_cast<F>(0)));
 }
 
-// Scale, bias and zero point of a group by its statistics, see rule_params.
+// Scale, bias and zero point of a group by its statistics, see rule_params. Where absmax alone decides the
+// scale, it is held if it is for values in all of [-absmax, absmax]: kernels know no more of such a group.
 template <class F>
 HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
   GroupParams<F> params = stored_params(rule_params(min, max, codec), codec);
+  if (!codec.asymmetric && (codec.rule == Rule::absmax || codec.rule == Rule::half_range)) {
+    max = formats::max(-min, max);
+    min = -max;
+  }
   params.held = is_held(params, min, max, codec);
   return params;
 }
