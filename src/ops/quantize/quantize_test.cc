@@ -300,20 +300,27 @@ TEST(Quantize, HugeRangesDoNotOverflow) {
 }
 
 // A code that no value has, like -8 of int4 with rule absmax, does not count: a group is held if and only if
-// all its values are decoded to finite ones.
+// all its values are decoded to finite ones; where absmax alone decides the scale, those of its negative too.
 TEST(Quantize, OnlyCodesOfValuesMustBeFinite) {
   constexpr double kMost = 3.4028234663852886e38;
   int held = 0, unheld = 0;
   const auto check = [&](const EncodedSpec& spec, const std::vector<double>& values) {
-    Values x;
-    for (const double value : values) x.push_back(value);
     const auto n = static_cast<int64_t>(values.size());
-    testing::Parts parts = testing::quantize_parts(x, spec, 1, n);
-    std::vector<float> y(values.size());
-    dequantize(parts.view(), {y.data(), DType::f32, {1, n}, {}, {}});
-    const bool finite = std::all_of(y.begin(), y.end(), [](float value) { return std::isfinite(value); });
-    EXPECT_EQ(parts.status.num_unheld_scales, finite ? 0 : 1)
-        << testing::describe(spec) << " " << values[0] << " " << values[1];
+    const bool by_absmax =
+        spec.encoding.scale_rule == ScaleRule::absmax || spec.encoding.scale_rule == ScaleRule::half_range;
+    bool finite = true;
+    int64_t num_unheld = 0;
+    for (const double sign : {1.0, -1.0}) {
+      if (sign < 0 && !by_absmax) continue;
+      Values x;
+      for (const double value : values) x.push_back(sign * value);
+      testing::Parts parts = testing::quantize_parts(x, spec, 1, n);
+      if (sign > 0) num_unheld = parts.status.num_unheld_scales;
+      std::vector<float> y(values.size());
+      dequantize(parts.view(), {y.data(), DType::f32, {1, n}, {}, {}});
+      finite &= std::all_of(y.begin(), y.end(), [](float value) { return std::isfinite(value); });
+    }
+    EXPECT_EQ(num_unheld, finite ? 0 : 1) << testing::describe(spec) << " " << values[0] << " " << values[1];
     ++(finite ? held : unheld);
     return finite;
   };
@@ -336,7 +343,7 @@ TEST(Quantize, OnlyCodesOfValuesMustBeFinite) {
   }
   EXPECT_GT(held, 1000);
   EXPECT_GT(unheld, 100);
-  const EncodedSpec spec{{.format = Format::int4, .scale_dtype = DType::f32}};
+  const EncodedSpec spec{{.format = Format::int4, .scale_dtype = DType::f32}, {ScaleRule::absmax}};
   EXPECT_TRUE(check(spec, {3.3e38, -3.3e38, 0, kMost}));
 }
 
