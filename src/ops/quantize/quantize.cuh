@@ -179,9 +179,9 @@ constexpr Codec kStoredAs = stored_as(kType);
 // Counts what is wrong with the parameters of a group.
 __device__ __forceinline__ void count_losses(const QuantizeArgs& args, const RuleParams<F>& by_rule,
                                              const Range<F>& range, const GroupParams<F>& params) {
-  Codec codec = kCodec;
-  codec.rule = args.rule;
-  if (!is_held(params, -range.low, range.high, codec)) atomic_add(&args.counts->num_unheld_scales, 1);
+  Range<F> held = range;  // as group_params has it
+  if (is_symmetric(args)) held.low = held.high = max(range.low, range.high);
+  if (!is_held(params, -held.low, held.high, kCodec)) atomic_add(&args.counts->num_unheld_scales, 1);
   const bool coarse = args.scale_type == ScaleType::f16 ? is_coarse(by_rule.scale, kStoredAs<ScaleType::f16>)
                       : args.scale_type == ScaleType::bf16
                           ? is_coarse(by_rule.scale, kStoredAs<ScaleType::bf16>)
