@@ -118,6 +118,7 @@ struct Workspace {
   requires(
       std::ranges::borrowed_range<Range>&& std::is_trivially_copyable_v<std::ranges::range_value_t<Range>> &&
       !std::is_const_v<std::remove_reference_t<std::ranges::range_reference_t<Range>>>)
+      // NOLINTNEXTLINE(bugprone-forwarding-reference-overload): a Workspace is no range.
       Workspace(Range&& range)
       : data(std::ranges::data(range)),
         num_bytes(

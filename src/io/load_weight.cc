@@ -92,10 +92,11 @@ QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
   HALFBYTE_CHECK(weight->layout, usage,
                  "load_weight: weight \"{}\" is {}, not in a layout that halfbyte reads", io::printable(name),
                  weight->foreign.empty() ? "dense" : weight->foreign);
-  HALFBYTE_CHECK(impl.quantized_weight(*weight)->weight.words.order.empty(), bad_input,
-                 "load_weight: the groups of weight \"{}\" are of columns in another order (act-order), which a "
-                 "QuantizedTensor does not have: decode it",
-                 io::printable(name));
+  HALFBYTE_CHECK(
+      impl.quantized_weight(*weight)->weight.words.order.empty(), bad_input,
+      "load_weight: the groups of weight \"{}\" are of columns in another order (act-order), which a "
+      "QuantizedTensor does not have: decode it",
+      io::printable(name));
   return io::load(impl, *impl.quantized_weight(*weight), execution.num_threads).to(device, execution.stream);
 }
 

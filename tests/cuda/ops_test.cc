@@ -93,7 +93,11 @@ TEST_F(Quantize, ValuesNearTheLargest) {
           x.push_back(i % kCols == 5 ? (i / kCols % 2 ? largest : -largest) : 1e36 * (i % 7));
         }
         Parts parts = testing::quantize_on_cpu(x.bytes.data(), DType::f32, spec, kRows, kCols);
-        EXPECT_LT(parts.status.num_unheld_scales, kRows);
+        // int2 with half-range has a code of 4/3 of absmax, which none of these groups holds.
+        const bool none_held = format == Format::int2 && rule == ScaleRule::half_range;
+        if (!none_held) {
+          EXPECT_LT(parts.status.num_unheld_scales, kRows);
+        }
         if (rule == ScaleRule::absmax && scale_dtype == DType::f32) {
           EXPECT_EQ(parts.status.num_unheld_scales, 0);
         }
