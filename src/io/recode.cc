@@ -196,7 +196,8 @@ Recoded recode(const QuantizedTensor& from, const LayoutInfo& to, DType model_dt
   if (from.spec.double_quant) {
     if (!to.double_quant || !holds(to, format.format, false))
       return lost(fmt::format("does not hold {} with double quantization", format.name));
-    const bool own_map = std::memcmp(from.scales_map.data(), double_quant_map(), 256 * sizeof(float)) != 0;
+    const std::span<const float> map(reinterpret_cast<const float*>(from.scales_map.data()), 256);
+    const bool own_map = !std::ranges::equal(map, std::span(double_quant_map(), 256));
     if (own_map && to.layout != Layout::bitsandbytes)
       return lost("has no map of its own for double quantized scales");
     return {weight, {}};
