@@ -33,6 +33,9 @@ struct QgemmImpl : QgemmPlan::Impl {
 
   QgemmImpl(Device on, const QgemmDescriptor& d, const PlanPreference& preference)
       : Impl("qgemm", on, d, preference) {
+    HALFBYTE_CHECK(on.kind == DeviceKind::cuda || d.tile == QgemmTile{}, usage,
+                   "qgemm: tile is for qgemm_simt on CUDA devices, got {} x {} on the CPU", d.tile.m,
+                   d.tile.n);
     const QgemmProblem problem = make_qgemm_problem(on, d, num_threads);
     if (d.packed)
       memory(

@@ -307,6 +307,8 @@ TEST(QgemmPlan, BadDescriptors) {
             "qgemm descriptor: math tf32 needs dtype f32, got bf16");
   EXPECT_EQ(refused([](D& d) { d.alignment = 1; }),
             "qgemm descriptor: alignment must be a power of two and at least the 2 bytes of bf16, got 1");
+  EXPECT_EQ(refused([](D& d) { d.tile.m = 64; }),
+            "qgemm: tile is for qgemm_simt on CUDA devices, got 64 x 0 on the CPU");
   EXPECT_EQ(refused([](D& d) { d.tile.m = -1; }), "qgemm descriptor: tile must not be negative, got -1 x 0");
   const std::string unknown = refused([](D& d) { d.variant = "qgemm_sm60"; });
   EXPECT_TRUE(unknown.starts_with("qgemm descriptor: variant must be empty or one of ")) << unknown;
