@@ -160,3 +160,20 @@ def test_tails_stay_in_halfbyte(halfbyte, tmp_path):
 def test_a_dense_checkpoint_is_refused(halfbyte, tmp_path):
     dense = write_model(tmp_path / "dense", SHAPES)
     assert "no quantized weights" in halfbyte("convert", dense, "-o", tmp_path / "out", "--layout", "mlx", expect=2).stderr
+
+
+@pytest.mark.parametrize("layout, to", itertools.product(("bitsandbytes", "halfbyte"), ("halfbyte", "bitsandbytes", "gptq")))
+def test_conv1d_is_turned_for_its_reader(halfbyte, tmp_path, layout, to):
+    """[in, out] in the model, [out, in] in the layouts whose readers make a linear layer of it; one is square."""
+    shapes = {f"h.0.{name}.weight": shape for name, shape in
+              {"attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256)}.items()}  # fmt: skip
+    dense = write_model(tmp_path / "dense", shapes)
+    (dense / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    source = tmp_path / "source"
+    halfbyte("quantize", dense, "-o", source, "--layout", layout, "--format", "nf4", "--group-size", "32")
+    command = ["convert", source, "-o", tmp_path / "out", "--layout", to]
+    if (layout == "halfbyte") != (to == "halfbyte"):
+        assert "Conv1D" in halfbyte(*command, expect=3).stderr
+    halfbyte(*command, "--requantize")
+    rows = json.loads(halfbyte("compare", dense, tmp_path / "out", "--json", "-").stdout)["rows"]
+    assert len(rows) == 4 and all(not row["problem"] and row["relative_rmse"] < 0.2 for row in rows)

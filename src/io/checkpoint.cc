@@ -206,13 +206,10 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   return weight;
 }
 
-// bitsandbytes and gptq quantize the transpose of a Conv1D, and their readers put a linear layer in its
-// place.
 void find_transposed(Checkpoint::Impl& checkpoint) {
   std::optional<Architecture> architecture;
   const auto may_be = [](const StoredWeight& stored) {
-    return (stored.weight.layout == Layout::bitsandbytes || stored.weight.layout == Layout::gptq) &&
-           stored.weight.shape.size() == 2;
+    return layout_info(stored.weight.layout).turns_conv1d && stored.weight.shape.size() == 2;
   };
   if (!checkpoint.config.empty() && std::ranges::any_of(checkpoint.quantized, may_be))
     architecture = Architecture::find(config_json(checkpoint.config));

@@ -1,9 +1,11 @@
 // Writes the weights of a checkpoint in another layout, with the codes that they have.
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "core/checks.h"
 #include "core/format.h"
+#include "io/architecture.h"
 #include "io/checkpoint.h"
 #include "io/config.h"
 #include "io/recode.h"
@@ -17,6 +19,7 @@ namespace {
 // than the weights of a file are in memory.
 struct Item {
   const Weight* weight;
+  bool turned = false;        // is [in, out] in the model, and [out, in] in the other layout
   std::string lost = {};      // why it cannot keep its codes; empty: it does
   QuantizedTensor form = {};  // in the other layout, without its parts
   double signal = 0, noise = 0, max_error = 0;
@@ -51,13 +54,20 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
   const int64_t n = num_elements(weight);
   std::vector<float> x(static_cast<size_t>(n)), y(x.size());
   from.decode(weight, 0, n, DType::f32, x.data());
+  const std::vector<int64_t>& shape = item.form.shape;
+  if (item.turned) {
+    for (int64_t row = 0; row < shape[0]; ++row)
+      for (int64_t col = 0; col < shape[1]; ++col)
+        y[static_cast<size_t>(row * shape[1] + col)] = x[static_cast<size_t>(col * shape[0] + row)];
+    x.swap(y);
+  }
   const QuantizeOptions options = nearest_options(layout, weight);
   const QuantSpec spec = resolve_spec(layout, options, dtype);
   const Encoding encoding = resolve_encoding(layout, options, spec);
-  QuantizedTensor q = quantize({x.data(), DType::f32, weight.shape, {}, {}}, spec, encoding);
+  QuantizedTensor q = quantize({x.data(), DType::f32, shape, {}, {}}, spec, encoding);
   q.dtype = dtype;
   q.encoding = encoding;
-  dequantize(q, {y.data(), DType::f32, weight.shape, {}, {}});
+  dequantize(q, {y.data(), DType::f32, shape, {}, {}});
   item.signal = item.noise = item.max_error = 0;
   for (size_t i = 0; i < x.size(); ++i) {
     const double value = static_cast<double>(x[i]), error = static_cast<double>(y[i]) - value;
@@ -71,13 +81,13 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
 }
 
 // What is not of the codes themselves; empty where nothing keeps them from being used.
-std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const Weight& weight) {
-  const StoredWeight& stored = *from.impl().quantized_weight(weight);
+std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const Item& item) {
+  const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
   if (!stored.weight.words.order.empty())
     return "its groups are of columns in another order (act-order), which is not written";
-  // bitsandbytes and gptq hold a Conv1D as a linear layer, turned.
-  if (stored.transposed && layout.layout != Layout::bitsandbytes && layout.layout != Layout::gptq)
-    return fmt::format("layout {}: holds it as [in, out], and its groups are of the other axis", layout.name);
+  if (stored.transposed != item.turned)
+    return fmt::format("layout {}: holds this Conv1D as {}, and its groups are of the other axis",
+                       layout.name, item.turned ? "[out, in]" : "[in, out]");
   return "";
 }
 
@@ -128,11 +138,19 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   const std::optional<DType> model_dtype = io::dtype_of_config(from.impl().config);
   const auto dtype_of = [&](const Weight& weight) { return model_dtype.value_or(*weight.dtype); };
 
+  std::optional<io::Architecture> architecture;
+  if (layout.turns_conv1d && !from.impl().config.empty())
+    architecture = io::Architecture::find(io::config_json(from.impl().config));
+  const auto is_turned = [&](const Weight& weight) {
+    const auto module = architecture ? architecture->find_tensor(weight.name) : std::nullopt;
+    return module && module->kind == io::ModuleKind::conv1d && weight.shape.size() == 2;
+  };
+
   std::vector<io::Item> items;
   const io::Item* first_lost = nullptr;
   int64_t num_lost = 0;
   for (const Weight& weight : from.weights())
-    if (weight.layout) items.push_back({&weight});
+    if (weight.layout) items.push_back({&weight, is_turned(weight)});
   HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", io::printable(input));
   CheckpointWriter writer(output, {.layout = options.layout,
                                    .base = input,
@@ -145,16 +163,19 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                                    .progress = options.progress});
   for (io::Item& item : items) {
     const Weight& weight = *item.weight;
-    item.lost = io::refuse_form(from, layout, weight);
+    item.lost = io::refuse_form(from, layout, item);
     if (item.lost.empty()) {
       const io::Recoded recoded = io::recode(load_weight(from, weight.name), layout, dtype_of(weight));
       item.lost = recoded.lost;
       if (recoded.weight)
         item.form = io::form_of(recoded.weight->spec, recoded.weight->shape, recoded.weight->dtype);
     }
-    if (!item.lost.empty() && options.requantize)
+    if (!item.lost.empty() && options.requantize) {
+      std::vector<int64_t> shape = weight.shape;
+      if (item.turned) std::ranges::reverse(shape);
       item.form = io::form_of(io::resolve_spec(layout, io::nearest_options(layout, weight), dtype_of(weight)),
-                              weight.shape, dtype_of(weight));
+                              shape, dtype_of(weight));
+    }
     if (!item.lost.empty() && num_lost++ == 0) first_lost = &item;
   }
   HALFBYTE_CHECK(num_lost == 0 || options.requantize, bad_input,

@@ -93,6 +93,8 @@ struct LayoutInfo {
   ScaleDTypes scale_dtypes = ScaleDTypes::any;
   CodeScale code_scale = CodeScale::stored;
   bool many_specs = true;  // weights of a model may differ: files or config say the spec of each
+  bool turns_conv1d =
+      false;  // a Conv1D [in, out] is held as the linear layer [out, in] that readers make of it
   // How what it stores differs from the native layout (QuantShape).
   Packing packing = Packing::rows;
   bool high_nibble_first = false;

@@ -134,6 +134,7 @@ const LayoutInfo& bitsandbytes_layout() {
                                     .scale_rules = {ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::f32,
                                     .many_specs = false,
+                                    .turns_conv1d = true,
                                     .high_nibble_first = true,
                                     .parts = parts,
                                     .match = match};

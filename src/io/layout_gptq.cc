@@ -311,6 +311,7 @@ const LayoutInfo& gptq_layout() {
                                     .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                                     .scale_dtypes = ScaleDTypes::f16,
                                     .many_specs = false,
+                                    .turns_conv1d = true,
                                     .packing = Packing::gptq,
                                     .parts = parts,
                                     .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {

@@ -397,7 +397,7 @@ void Selector::select(const Weight& weight, size_t index) {
   if (apart) {
     outputs = experts_apart(weight, index, *module);
   } else if (reason.empty() && module && module->kind == ModuleKind::conv1d && rank == 2 &&
-             (layout_.layout == Layout::bitsandbytes || layout_.layout == Layout::gptq)) {
+             layout_.turns_conv1d) {
     outputs = {transposed_weight(weight, index)};
   } else {
     outputs = {whole_weight(weight, index)};
