@@ -52,7 +52,7 @@ LAYERS = [
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
     (r"src/capi/", r"(halfbyte|capi)/"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
-    (r"python/", r"halfbyte/"),
+    (r"python/", r"halfbyte/|\w+\.h$"),
     (r"examples/llama/", r"halfbyte/|\w+\.h$"),
     (r"examples/", r"halfbyte/|random_values\.h$"),
     (r"tests/", r""),  # what crosses the layers
@@ -101,7 +101,7 @@ FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "too
 # What is compiled or run, and the file that lists it: by its path from there, or by its name alone.
 LISTS = [
     # Of tests/interop the stage `readers` runs all.
-    (r"src/.*_test\.cc$|tests/(?!interop/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
+    (r"src/.*_test\.cc$|tests/(?!interop/|torch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
     (r"(src|cli|bench)/.*\.cc$", "CMakeLists.txt"),
     (r"examples/.*\.cc?$", "examples/CMakeLists.txt"),
 ]
