@@ -88,12 +88,13 @@ class HALFBYTE_API Memory {
   int64_t num_bytes() const { return num_bytes_; }
 
  private:
+  friend class Tensor;
   std::shared_ptr<std::byte> data_;
   int64_t num_bytes_ = 0;
 };
 
-// A contiguous row-major tensor that owns its memory. Copies of the object share the memory; the last one
-// frees it. Work on it must be done by then.
+// A contiguous row-major tensor that owns its memory, or shares the memory of another owner. Copies of the
+// object share the memory; the last one frees it, or lets go of the owner. Work on it must be done by then.
 class HALFBYTE_API Tensor {
  public:
   Tensor() = default;  // of no elements: f32 [0] on the CPU
@@ -102,6 +103,12 @@ class HALFBYTE_API Tensor {
   Tensor(Device device, DType dtype, std::vector<int64_t> shape);
   // The elements of a contiguous view, on its device. Waits for `stream`. Throws Error(usage) otherwise.
   static Tensor copy_of(const ConstTensorView& view, void* stream = nullptr);
+  // The memory of a contiguous view itself, such as an array of Python: `owner` is held as long as any copy
+  // of the tensor, and data() is that of the view. Null: somebody else sees to it that the memory outlives
+  // them. What is only read of the tensor may be memory that is only readable. Throws Error(usage) if the
+  // view is not contiguous, not aligned to its elements, longer than its memory, or not in memory of its
+  // device.
+  static Tensor of(const TensorView& view, std::shared_ptr<void> owner);
 
   Device device() const { return device_; }
   DType dtype() const { return dtype_; }

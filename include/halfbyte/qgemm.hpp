@@ -80,13 +80,17 @@ using ConstPackedWeight = BasicPackedWeight<const void>;
 // for Granularity::flat with groups that do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
 
-// A packed weight that owns its memory. Copies of the object share it; the last one frees it. Work on it must
-// be done by then.
+// A packed weight with its memory. Copies of the object share it; the last one frees it. Work on it must be
+// done by then.
 class HALFBYTE_API PackedTensor {
  public:
   PackedTensor() = default;  // of no elements
   // Uninitialized. Throws as packed_weight_bytes, and as Tensor.
   PackedTensor(const QuantSpec& spec, int64_t rows, int64_t cols, Device device = {});
+  // A packed weight that `memory` holds, or is to hold: u8 of any shape, at least packed_weight_bytes long
+  // and aligned as a PackedWeight. It is shared, not copied. Throws Error(usage) for other memory, and as
+  // packed_weight_bytes.
+  static PackedTensor of(const QuantSpec& spec, int64_t rows, int64_t cols, Tensor memory);
   const PackedWeight& view() const { return weight_; }  // valid as long as the memory
   // The same weight on another device, as Tensor::to.
   PackedTensor to(Device device, void* stream = nullptr) const;

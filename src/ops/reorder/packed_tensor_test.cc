@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
+#include <memory>
 
 #include "halfbyte/qgemm.hpp"
 #include "ops/testing.h"
@@ -132,6 +134,44 @@ TEST(QuantizedTensor, CopiesShareTheMemory) {
   EXPECT_EQ(copy.codes.data(), q.codes.data());
   EXPECT_EQ(q.encoding->scale_rule, ScaleRule::absmax);
   EXPECT_EQ(q.dtype, DType::f32);
+}
+
+// Parts and packed memory of another owner, such as arrays of Python, without a copy.
+TEST(PackedTensor, SharesMemoryOfAnotherOwner) {
+  const int64_t n = 33, k = 130;
+  std::vector<float> x = some_values(n * k);
+  const QuantSpec spec{.format = Format::int4, .asymmetric = true};
+  const QuantizedTensor q = quantize(of(x, {n, k}), spec);
+  QuantizedTensor shared = q;
+  for (Tensor* const part : {&shared.codes, &shared.scales, &shared.zeros})
+    *part = Tensor::of(part->view(), std::make_shared<Tensor>(*part));
+  EXPECT_EQ(shared.codes.data(), q.codes.data());
+  const PackedTensor expected = q.pack();
+  const int64_t num_bytes = expected.view().num_bytes;
+
+  const Tensor memory({}, DType::u8, {2, num_bytes});
+  const PackedTensor packed = PackedTensor::of(spec, n, k, Tensor::of(memory.view(), nullptr));
+  EXPECT_EQ(packed.view().data, memory.data());
+  EXPECT_EQ(packed.view().num_bytes, 2 * num_bytes);
+  reorder(shared.weight_view(), packed.view());
+  EXPECT_EQ(std::memcmp(packed.view().data, expected.view().data, static_cast<size_t>(num_bytes)), 0);
+  EXPECT_EQ(packed.to(Device{}).view().data, memory.data());
+}
+
+TEST(PackedTensor, RefusesMemoryThatCannotHoldIt) {
+  const QuantSpec spec;
+  const int64_t num_bytes = packed_weight_bytes(spec, 64, 64);
+  const auto make = [&](const Tensor& memory) { PackedTensor::of(spec, 64, 64, memory); };
+  const Tensor memory({}, DType::u8, {num_bytes + 256});
+  expect_usage("packed tensor: memory must be u8, got i8", [&] { make(Tensor({}, DType::i8, {num_bytes})); });
+  expect_usage("packed tensor: memory needs " + std::to_string(num_bytes) + " bytes, its memory has " +
+                   std::to_string(num_bytes - 1),
+               [&] { make(Tensor({}, DType::u8, {num_bytes - 1})); });
+  expect_usage("packed tensor: memory must be aligned to", [&] {
+    make(Tensor::of({memory.data() + 32, DType::u8, {num_bytes}, {}, {}}, nullptr));
+  });
+  expect_usage("packed weight: spec.format must have 4 or 8 bits",
+               [&] { PackedTensor::of({.format = Format::int2}, 64, 64, memory); });
 }
 
 TEST(QuantizedTensor, MayBeEmpty) {
