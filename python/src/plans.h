@@ -1,6 +1,7 @@
 // Plans as classes: select, run with arrays by name, status.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -144,12 +145,18 @@ class PlanClass {
 
  private:
   struct Row {
-    const char* name;
+    std::string_view name;
     Set set;
   };
   static std::vector<Row>& rows() {
     static std::vector<Row> rows;
     return rows;
+  }
+  [[noreturn]] static void unknown(const char* name, std::string_view word) {
+    std::string text = std::string(name) + " has no tensor " + std::string(word) + "; it has ";
+    for (const Row& row : rows())
+      text += std::string(&row == rows().data() ? "" : ", ") + std::string(row.name);
+    throw nb::type_error(text.c_str());
   }
   static Args take(const char* name, const Value& self, RunArguments& run, nb::object stream,
                    nb::kwargs& kwargs) {
@@ -158,15 +165,9 @@ class PlanClass {
     run.arrays.reserve(16);
     Args args;
     for (const auto& [key, value] : kwargs) {
-      const std::string word = nb::cast<std::string>(key);
-      const Row* found = nullptr;
-      std::string known;
-      for (const Row& row : rows()) {
-        if (word == row.name) found = &row;
-        known += std::string(known.empty() ? "" : ", ") + row.name;
-      }
-      if (found == nullptr)
-        throw nb::type_error((std::string(name) + " has no tensor " + word + "; it has " + known).c_str());
+      const std::string_view word = nb::cast<std::string_view>(key);
+      const auto found = std::ranges::find(rows(), word, &Row::name);
+      if (found == rows().end()) unknown(name, word);
       if (!value.is_none()) found->set(self.plan.descriptor(), args, run, value);
     }
     return args;

@@ -8,7 +8,9 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -169,13 +171,11 @@ class Fields {
     return rows;
   }
   static void set(const char* name, T& to, std::string_view key, nb::handle value) {
-    std::string known;
-    for (const Row& row : rows()) {
+    for (const Row& row : rows())
       if (key == row.name) return row.set(to, value);
-      known += std::string(known.empty() ? "" : ", ") + row.name;
-    }
-    throw nb::type_error(
-        (std::string(name) + " has no field " + std::string(key) + "; its fields are " + known).c_str());
+    std::string text = std::string(name) + " has no field " + std::string(key) + "; its fields are ";
+    for (const Row& row : rows()) text += std::string(&row == rows().data() ? "" : ", ") + row.name;
+    throw nb::type_error(text.c_str());
   }
   // What differs from the defaults.
   static std::string repr(const char* name, const T& value) {
