@@ -172,9 +172,19 @@ void take_torch(nb::handle object, const char* name, const Kind& kind, Array& ar
   view.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
 }
 
+bool is_jax(nb::handle object) {
+  const std::string module = text_attribute(object.type(), "__module__");
+  return is_module(module, "jax") || is_module(module, "jaxlib");
+}
+
 // By __dlpack__ or the buffer protocol.
 void take_protocol(nb::handle object, const char* name, bool written, nb::handle stream, Array& array) {
   array.framework = Framework::other;
+  // Its arrays say nothing of it in DLPack.
+  if (written && is_jax(object))
+    throw Error(ErrorCode::usage,
+                std::string(name) + ": arrays of JAX are immutable, and it would be written",
+                ErrorDetails{ErrorKind::invalid_argument, name, "a writable array", "an array of JAX"});
   nb::object given = nb::borrow(object);
   if (nb::hasattr(object, "__dlpack_device__")) {
     const nb::object device = object.attr("__dlpack_device__")();
@@ -342,9 +352,7 @@ nb::object give_back(const Array& like, nb::object array) {
   if (like.framework != Framework::other) return array;
   if (nb::hasattr(like.source, "__array_namespace__"))
     return like.source.attr("__array_namespace__")().attr("from_dlpack")(array);
-  if (is_module(text_attribute(like.source.type(), "__module__"), "jax") ||
-      is_module(text_attribute(like.source.type(), "__module__"), "jaxlib"))
-    return module_named("jax.numpy").attr("from_dlpack")(array);
+  if (is_jax(like.source)) return module_named("jax.numpy").attr("from_dlpack")(array);
   return like.view.device.kind == DeviceKind::cpu ? module_named("numpy").attr("asarray")(array) : array;
 }
 
