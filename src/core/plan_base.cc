@@ -6,7 +6,6 @@
 #include "core/expect.h"
 #include "core/plan_device.h"
 #include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
@@ -82,7 +81,7 @@ PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreferenc
   check_device(device);
   const bool is_cuda = device.kind == DeviceKind::cuda;
   sku = {op, is_cuda ? "" : fmt::format("{}_cpu", op),
-         is_cuda ? "cuda " + target_of(device) : "cpu " + system_info().simd_target, ""};
+         is_cuda ? "cuda " + target_of(device) : fmt::format("cpu {}", simd_target()), ""};
   sku.element = dtype;
   guarantee.math = guarantee.accumulator = dtype == DType::f64 ? DType::f64 : DType::f32;
 }
