@@ -951,7 +951,8 @@ typedef struct halfbyte_weight_view {
 } halfbyte_weight_view;
 HALFBYTE_API halfbyte_status halfbyte_weight_view_init(halfbyte_weight_view* view, size_t struct_size);
 
-/* A packed weight, which products in both directions read: one array, at a multiple of 256 bytes. */
+/* A packed weight, which products in both directions read: one array, at a multiple of 64 bytes on the CPU
+ * and of 256 on a CUDA device. */
 typedef struct halfbyte_packed_weight {
   size_t struct_size;
   const halfbyte_quant_spec* spec;

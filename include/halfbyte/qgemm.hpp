@@ -56,10 +56,10 @@ struct WeightViewBytes {
 HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
                                                Layout layout);
 
-// A packed weight: one allocation, at a multiple of 256 bytes, that products in both directions read. Its
-// content is opaque; `version` says which form it is. If the rows are a multiple of 32 and the columns a
-// multiple of max(64, group size), it is at most 2 KB longer than the native layout. The exception is one
-// scale for the whole tensor: it is stored once for each row.
+// A packed weight: one array that products in both directions read, at a multiple of 64 bytes on the CPU and
+// of 256 on a CUDA device. Its content is opaque; `version` says which form it is. If the rows are a multiple
+// of 32 and the columns a multiple of max(64, group size), it is at most 2 KB longer than the native layout.
+// The exception is one scale for the whole tensor: it is stored once for each row.
 inline constexpr int kPackedWeightVersion = 1;
 template <class Data>  // void, const void
 struct BasicPackedWeight {
