@@ -1,7 +1,9 @@
 #include "core/plan_base.h"
 
 #include <algorithm>
+#include <bit>
 #include <new>
+#include <utility>
 
 #include "core/expect.h"
 #include "core/plan_device.h"
@@ -74,6 +76,23 @@ ArgumentRow& ArgumentRow::optional(bool value) {
 }
 
 // ---- Plans
+
+namespace {
+
+thread_local Memory kept_workspace;
+
+}  // namespace
+
+ThreadWorkspace::ThreadWorkspace(int64_t num_bytes) : memory_(std::exchange(kept_workspace, {})) {
+  if (memory_.num_bytes() >= num_bytes) return;
+  memory_ = {};  // before more is taken
+  // By powers of two, as the rows of x grow one by one.
+  const auto size = static_cast<uint64_t>(num_bytes);
+  memory_ = Memory({}, num_bytes > kMostKept ? num_bytes : static_cast<int64_t>(std::bit_ceil(size)));
+}
+ThreadWorkspace::~ThreadWorkspace() {
+  if (memory_.num_bytes() <= kMostKept) kept_workspace = std::move(memory_);
+}
 
 PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreference& preference)
     : op(name), device(on), num_threads(preference.num_threads) {
