@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "halfbyte/format.hpp"
@@ -174,5 +175,33 @@ struct HALFBYTE_API Qgemm {
 };
 using QgemmPlan = Plan<Qgemm>;
 extern template class Plan<Qgemm>;
+
+// The plans of one product for every m, for weights that meet batches of any size. Each is selected when it
+// is first wanted. Threads may share the object; copies of it share the plans.
+//
+//   const QgemmPlans plans(device, {.spec = w.view().spec, .n = n, .k = k});
+//   plans.run(stream, workspace, {.x = x, .weight = w.view(), .y = y});
+class HALFBYTE_API QgemmPlans {
+ public:
+  // Plans for m up to kSmall are kept for good; of the others those that were used last.
+  static constexpr int64_t kSmall = 64;
+  static constexpr int64_t kMostOthers = 32;
+
+  // descriptor.m is ignored. Throws as QgemmPlan::select what does not depend on m.
+  QgemmPlans(Device device, const QgemmDescriptor& descriptor, const PlanPreference& preference = {});
+
+  Device device() const;
+  const QgemmDescriptor& descriptor() const;  // its m is 0
+  // QgemmPlan::select of the descriptor with this m, or the plan that it once returned. Takes no lock for a
+  // plan that is kept for good. Where it selects, on a CUDA device a kernel may be compiled.
+  QgemmPlan at(int64_t m) const;
+  int64_t workspace_size(int64_t m) const { return at(m).workspace_size(); }
+  // Runs the plan of m = args.x.shape[0]. Throws as `at` and QgemmPlan::run.
+  void run(void* stream, const Workspace& workspace, const Qgemm::Args& args) const;
+
+ private:
+  struct Plans;
+  std::shared_ptr<Plans> plans_;
+};
 
 }  // namespace halfbyte
