@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "core/plan_base.h"
 #include "halfbyte/affine_qdq.hpp"
 #include "halfbyte/device.hpp"
 #include "halfbyte/fake_quantize.hpp"
@@ -60,6 +61,18 @@ Tensor tensor(DType dtype, std::vector<int64_t> shape) {
     for (int64_t i = 0; i < result.num_elements(); ++i)
       reinterpret_cast<float*>(result.data())[i] = static_cast<float>(i % 17) * 0.25F + 0.5F;
   return result;
+}
+
+// Without a workspace, and with the number of threads left to the library, for problems so small: but for the
+// first run, which takes the memory of the thread.
+template <class Op>
+void expect_none_of_its_own(const typename Op::Descriptor& descriptor, const typename Op::Args& args) {
+  const auto plan = Plan<Op>::select(Device{}, descriptor);
+  SCOPED_TRACE(to_string(plan.sku()));
+  plan.run(nullptr, {}, args);
+  const int64_t before = num_allocations;
+  plan.run(nullptr, {}, args);
+  EXPECT_EQ(num_allocations - before, 0);
 }
 
 template <class Op>
@@ -266,10 +279,34 @@ TEST_F(Allocations, OfQgemm) {
             if (!choice.reason.empty()) continue;
             d.variant = choice.variant;
             expect_none<Qgemm>(d, args);
+            expect_none_of_its_own<Qgemm>(d, args);
             ++num_runs;
           }
         }
   EXPECT_GE(num_runs, 16);
+}
+
+// The memory that the thread keeps grows, serves runs that are nested in no way, and is not kept where it is
+// large.
+TEST_F(Allocations, OfWorkspacesOfTheThread) {
+  const auto allocations = [](int64_t num_bytes) {
+    const int64_t before = num_allocations;
+    const ThreadWorkspace memory(num_bytes);
+    std::memset(memory.data(), 1, static_cast<size_t>(num_bytes));
+    return num_allocations - before;
+  };
+  allocations(100000);
+  EXPECT_EQ(allocations(100000), 0);
+  EXPECT_EQ(allocations(16), 0);
+  EXPECT_GT(allocations(1 << 20), 0);
+  EXPECT_EQ(allocations((1 << 20) - 5), 0);
+  {
+    const ThreadWorkspace outer(1 << 20);
+    EXPECT_GT(allocations(16), 0);  // within a run
+  }
+  EXPECT_EQ(allocations(1 << 20), 0);
+  EXPECT_GT(allocations(ThreadWorkspace::kMostKept + 1), 0);
+  EXPECT_GT(allocations(ThreadWorkspace::kMostKept + 1), 0);
 }
 
 }  // namespace

@@ -779,6 +779,43 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   EXPECT_EQ(y.values, expected.values);
   EXPECT_NE(y.values[0], 0);
 
+  // Plans for every m: the rows are those of x.
+  descriptor.m = -7;
+  descriptor.packed = 1;
+  halfbyte_qgemm_plans* plans = nullptr;
+  EXPECT_OK(halfbyte_qgemm_plans_create(kCpu, &descriptor, nullptr, &plans));
+  int64_t plan_bytes = 0, plans_bytes = 0;
+  EXPECT_OK(halfbyte_plan_workspace_size(plan.get(), &plan_bytes));
+  EXPECT_OK(halfbyte_qgemm_plans_workspace_size(plans, 3, &plans_bytes));
+  EXPECT_EQ(plans_bytes, plan_bytes);
+  args.weight = &packed;
+  args.view = nullptr;
+  args.y = y;
+  std::fill(y.values.begin(), y.values.end(), 0.0f);
+  EXPECT_OK(halfbyte_qgemm_plans_run(plans, nullptr, workspace.data(), sizeof workspace, &args));
+  EXPECT_EQ(y.values, expected.values);
+  std::fill(y.values.begin(), y.values.end(), 0.0f);
+  EXPECT_OK(halfbyte_qgemm_plans_run(plans, nullptr, nullptr, 0, &args));
+  EXPECT_EQ(y.values, expected.values);
+  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm descriptor: m must be 0 to 2^40, got -1",
+               halfbyte_qgemm_plans_workspace_size(plans, -1, &plans_bytes));
+  EXPECT_FAILS(HALFBYTE_USAGE, "num_bytes must not be NULL",
+               halfbyte_qgemm_plans_workspace_size(plans, 3, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
+               halfbyte_qgemm_plans_run(plans, nullptr, nullptr, 0, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plans must not be NULL",
+               halfbyte_qgemm_plans_run(nullptr, nullptr, nullptr, 0, &args));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plans must not be NULL",
+               halfbyte_qgemm_plans_create(kCpu, &descriptor, nullptr, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor must not be NULL",
+               halfbyte_qgemm_plans_create(kCpu, nullptr, nullptr, &plans));
+  halfbyte_qgemm_plans_destroy(plans);
+  halfbyte_qgemm_plans_destroy(nullptr);
+  descriptor.m = 3;
+  descriptor.packed = 0;
+  args.weight = nullptr;
+  args.view = &view;
+
   const auto refused = [&](const halfbyte_plan* of) { return halfbyte_qgemm_can_implement(of, &args); };
   EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL", refused(plan.get()));
   view.scales = nullptr;

@@ -233,7 +233,7 @@ HALFBYTE_API halfbyte_status halfbyte_quant_shape_of(const halfbyte_quant_spec* 
 /* How an operation runs. */
 typedef struct halfbyte_execution {
   size_t struct_size;
-  int64_t num_threads; /* CPU: 0: all; 1: on the calling thread only */
+  int64_t num_threads; /* CPU: 0: all, but 1 for small work; 1: on the calling thread only */
   void* stream;
 } halfbyte_execution;
 HALFBYTE_API halfbyte_status halfbyte_execution_init(halfbyte_execution* execution, size_t struct_size);
@@ -323,14 +323,14 @@ HALFBYTE_API halfbyte_status halfbyte_dequantize_nf4(const DLTensor* codes, cons
  * these tensors. _run is asynchronous on the stream, allocates no memory, and can be captured in a CUDA
  * graph. The other functions take the plan of any operation. Threads may share a plan and run it at the same
  * time, each run with a workspace of its own, of workspace_bytes bytes; Workspace in halfbyte/plan.hpp
- * describes it. On the CPU it may be NULL and 0 bytes: the run then uses memory of its own, and has no
- * status. */
+ * describes it. On the CPU it may be NULL and 0 bytes: the run then uses memory that the library holds for
+ * the calling thread, and has no status. */
 
 typedef struct halfbyte_plan halfbyte_plan;
 
 typedef struct halfbyte_plan_preference {
   size_t struct_size;
-  int64_t num_threads; /* CPU: 0: all; 1: on the calling thread only */
+  int64_t num_threads; /* CPU: 0: all, but 1 for small work; 1: on the calling thread only */
 } halfbyte_plan_preference;
 HALFBYTE_API halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference,
                                                            size_t struct_size);
@@ -951,7 +951,8 @@ typedef struct halfbyte_weight_view {
 } halfbyte_weight_view;
 HALFBYTE_API halfbyte_status halfbyte_weight_view_init(halfbyte_weight_view* view, size_t struct_size);
 
-/* A packed weight, which products in both directions read: one array, at a multiple of 256 bytes. */
+/* A packed weight, which products in both directions read: one array, at a multiple of 64 bytes on the CPU
+ * and of 256 on a CUDA device. */
 typedef struct halfbyte_packed_weight {
   size_t struct_size;
   const halfbyte_quant_spec* spec;
@@ -1025,6 +1026,24 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_can_implement(const halfbyte_plan* p
                                                           const halfbyte_qgemm_args* args);
 HALFBYTE_API halfbyte_status halfbyte_qgemm_run(const halfbyte_plan* plan, void* stream, void* workspace,
                                                 int64_t workspace_bytes, const halfbyte_qgemm_args* args);
+
+/* The plans of one product for every m, which are selected when they are first wanted: QgemmPlans in
+ * halfbyte/qgemm.hpp. descriptor.m is ignored. Threads may share the object. */
+typedef struct halfbyte_qgemm_plans halfbyte_qgemm_plans;
+HALFBYTE_API halfbyte_status halfbyte_qgemm_plans_create(DLDevice device,
+                                                         const halfbyte_qgemm_descriptor* descriptor,
+                                                         const halfbyte_plan_preference* preference,
+                                                         halfbyte_qgemm_plans** plans);
+/* Of a run with m rows of x. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_plans_workspace_size(const halfbyte_qgemm_plans* plans, int64_t m,
+                                                                 int64_t* num_bytes);
+/* halfbyte_qgemm_run of the plan for the m of x. Where that is selected first, on a CUDA device a kernel may
+ * be compiled, and the stream must not be capturing. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_plans_run(const halfbyte_qgemm_plans* plans, void* stream,
+                                                      void* workspace, int64_t workspace_bytes,
+                                                      const halfbyte_qgemm_args* args);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_qgemm_plans_destroy(halfbyte_qgemm_plans* plans);
 
 /* ---- Quantized weights that own their memory: QuantizedTensor in halfbyte/ops.hpp */
 

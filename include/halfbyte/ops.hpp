@@ -22,7 +22,7 @@ namespace halfbyte {
 
 // How an operation runs.
 struct Execution {
-  int num_threads = 0;     // CPU: 0: all; 1: on the calling thread only
+  int num_threads = 0;     // CPU: 0: all, but 1 for small work; 1: on the calling thread only
   void* stream = nullptr;  // CUDA: the CUstream of the device to enqueue on; null: the default stream
 };
 

@@ -104,8 +104,9 @@ struct PrecisionGuarantee {
 
 // The memory that a run uses besides its arguments: of the plan's device, at least workspace_size() bytes, at
 // a multiple of 16. Non-owning. A run leaves what it found in the data there, which `status` reads. On the
-// CPU it may be Workspace{}: a run then uses memory of its own, allocated where it needs more than 1024
-// bytes, and its status cannot be read.
+// CPU it may be Workspace{}: a run then uses memory that the library holds for the calling thread, and its
+// status cannot be read. That memory grows with the need; more than 32 MiB is freed after the run, the rest
+// with the thread.
 struct Workspace {
   void* data = nullptr;
   int64_t num_bytes = 0;
@@ -126,7 +127,7 @@ struct Workspace {
 };
 
 struct PlanPreference {
-  int num_threads = 0;  // CPU: 0: all; 1: on the calling thread only
+  int num_threads = 0;  // CPU: 0: all, but 1 for small work; 1: on the calling thread only
 };
 
 // A plan of operation Op, which names its Descriptor, Args and Status.

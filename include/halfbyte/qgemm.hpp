@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "halfbyte/format.hpp"
@@ -56,10 +57,10 @@ struct WeightViewBytes {
 HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
                                                Layout layout);
 
-// A packed weight: one allocation, at a multiple of 256 bytes, that products in both directions read. Its
-// content is opaque; `version` says which form it is. If the rows are a multiple of 32 and the columns a
-// multiple of max(64, group size), it is at most 2 KB longer than the native layout. The exception is one
-// scale for the whole tensor: it is stored once for each row.
+// A packed weight: one array that products in both directions read, at a multiple of 64 bytes on the CPU and
+// of 256 on a CUDA device. Its content is opaque; `version` says which form it is. If the rows are a multiple
+// of 32 and the columns a multiple of max(64, group size), it is at most 2 KB longer than the native layout.
+// The exception is one scale for the whole tensor: it is stored once for each row.
 inline constexpr int kPackedWeightVersion = 1;
 template <class Data>  // void, const void
 struct BasicPackedWeight {
@@ -174,5 +175,33 @@ struct HALFBYTE_API Qgemm {
 };
 using QgemmPlan = Plan<Qgemm>;
 extern template class Plan<Qgemm>;
+
+// The plans of one product for every m, for weights that meet batches of any size. Each is selected when it
+// is first wanted. Threads may share the object; copies of it share the plans.
+//
+//   const QgemmPlans plans(device, {.spec = w.view().spec, .n = n, .k = k});
+//   plans.run(stream, workspace, {.x = x, .weight = w.view(), .y = y});
+class HALFBYTE_API QgemmPlans {
+ public:
+  // Plans for m up to kSmall are kept for good; of the others those that were used last.
+  static constexpr int64_t kSmall = 64;
+  static constexpr int64_t kMostOthers = 32;
+
+  // descriptor.m is ignored. Throws as QgemmPlan::select what does not depend on m.
+  QgemmPlans(Device device, const QgemmDescriptor& descriptor, const PlanPreference& preference = {});
+
+  Device device() const;
+  const QgemmDescriptor& descriptor() const;  // its m is 0
+  // QgemmPlan::select of the descriptor with this m, or the plan that it once returned. Takes no lock for a
+  // plan that is kept for good. Where it selects, on a CUDA device a kernel may be compiled.
+  QgemmPlan at(int64_t m) const;
+  int64_t workspace_size(int64_t m) const { return at(m).workspace_size(); }
+  // Runs the plan of m = args.x.shape[0]. Throws as `at` and QgemmPlan::run.
+  void run(void* stream, const Workspace& workspace, const Qgemm::Args& args) const;
+
+ private:
+  struct Plans;
+  std::shared_ptr<Plans> plans_;
+};
 
 }  // namespace halfbyte

@@ -51,6 +51,12 @@ inline void write_shape(const std::vector<int64_t>& from, int32_t* ndim, int64_t
   *ndim = static_cast<int32_t>(from.size());
 }
 
+// NULL: the defaults.
+inline PlanPreference preference_of(const halfbyte_plan_preference* given) {
+  const halfbyte_plan_preference preference = read_struct(given, {}, "preference");
+  return {threads_of(preference.num_threads, "preference.num_threads")};
+}
+
 // The functions of an operation. `descriptor` and `args` convert what C gave, where errors become statuses.
 
 template <class Op, class Descriptor>
@@ -58,9 +64,8 @@ halfbyte_status select_plan(DLDevice device, const Descriptor& descriptor,
                             const halfbyte_plan_preference* given, halfbyte_plan** plan) {
   return guard([&] {
     required(plan, "plan");
-    const halfbyte_plan_preference preference = read_struct(given, {}, "preference");
-    const int num_threads = threads_of(preference.num_threads, "preference.num_threads");
-    *plan = new PlanOf<Op>(Plan<Op>::select(from_dlpack(device), descriptor(), {num_threads}));
+    const PlanPreference preference = preference_of(given);
+    *plan = new PlanOf<Op>(Plan<Op>::select(from_dlpack(device), descriptor(), preference));
   });
 }
 template <class Op, class Args>

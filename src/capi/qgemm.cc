@@ -129,6 +129,32 @@ Qgemm::Args args_of(const QgemmDescriptor& descriptor, const halfbyte_qgemm_args
 
 HALFBYTE_PLAN(qgemm, Qgemm, halfbyte_qgemm_descriptor)
 
+struct halfbyte_qgemm_plans {
+  QgemmPlans plans;
+};
+
+halfbyte_status halfbyte_qgemm_plans_create(DLDevice device, const halfbyte_qgemm_descriptor* descriptor,
+                                            const halfbyte_plan_preference* preference,
+                                            halfbyte_qgemm_plans** plans) {
+  return guard([&] {
+    required(plans, "plans");
+    *plans = new halfbyte_qgemm_plans{
+        QgemmPlans(from_dlpack(device), descriptor_of(descriptor), preference_of(preference))};
+  });
+}
+halfbyte_status halfbyte_qgemm_plans_workspace_size(const halfbyte_qgemm_plans* plans, int64_t m,
+                                                    int64_t* num_bytes) {
+  return guard([&] { required(num_bytes, "num_bytes") = required(plans, "plans").plans.workspace_size(m); });
+}
+halfbyte_status halfbyte_qgemm_plans_run(const halfbyte_qgemm_plans* plans, void* stream, void* workspace,
+                                         int64_t workspace_bytes, const halfbyte_qgemm_args* args) {
+  return guard([&] {
+    const QgemmPlans& of = required(plans, "plans").plans;
+    of.run(stream, {workspace, workspace_bytes}, args_of(of.descriptor(), args));
+  });
+}
+void halfbyte_qgemm_plans_destroy(halfbyte_qgemm_plans* plans) { delete plans; }
+
 halfbyte_status halfbyte_qgemm_descriptor_init(halfbyte_qgemm_descriptor* descriptor, size_t struct_size) {
   return init_struct(descriptor, default_descriptor(), struct_size, "descriptor");
 }

@@ -40,7 +40,8 @@ struct Plan<Op>::Impl : PlanBase {
     std::array<ArgumentMemory, kMaxArguments> memory;
     const std::span<const ArgumentMemory> touched = check_arguments(args, memory);
     const bool has_none = workspace.data == nullptr && workspace.num_bytes == 0;
-    if (has_none && device.kind == DeviceKind::cpu) return run_without_workspace(stream, args);
+    if (has_none && device.kind == DeviceKind::cpu)
+      return execute(args, stream, ThreadWorkspace(workspace_size).data());
     check_workspace(op, workspace, workspace_size, device, touched);
     execute(args, stream, workspace.data);
   }
@@ -73,16 +74,6 @@ struct Plan<Op>::Impl : PlanBase {
 
  private:
   static_assert(std::is_same_v<typename Op::Status, QuantizeStatus>);
-
-  void run_without_workspace(void* stream, const Args& args) const {
-    constexpr int64_t kSmall = 1024;
-    if (workspace_size <= kSmall) {
-      alignas(64) std::array<std::byte, kSmall> memory;
-      execute(args, stream, memory.data());
-    } else {
-      execute(args, stream, Memory(device, workspace_size).data());
-    }
-  }
 
   static const Descriptor& checked(const char* name, const Descriptor& of,
                                    void (*rules)(const char* op, const Descriptor& descriptor)) {

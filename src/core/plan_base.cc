@@ -1,12 +1,13 @@
 #include "core/plan_base.h"
 
 #include <algorithm>
+#include <bit>
 #include <new>
+#include <utility>
 
 #include "core/expect.h"
 #include "core/plan_device.h"
 #include "halfbyte/device.hpp"
-#include "halfbyte/system.hpp"
 
 namespace halfbyte {
 namespace {
@@ -76,13 +77,30 @@ ArgumentRow& ArgumentRow::optional(bool value) {
 
 // ---- Plans
 
+namespace {
+
+thread_local Memory kept_workspace;
+
+}  // namespace
+
+ThreadWorkspace::ThreadWorkspace(int64_t num_bytes) : memory_(std::exchange(kept_workspace, {})) {
+  if (memory_.num_bytes() >= num_bytes) return;
+  memory_ = {};  // before more is taken
+  // By powers of two, as the rows of x grow one by one.
+  const auto size = static_cast<uint64_t>(num_bytes);
+  memory_ = Memory({}, num_bytes > kMostKept ? num_bytes : static_cast<int64_t>(std::bit_ceil(size)));
+}
+ThreadWorkspace::~ThreadWorkspace() {
+  if (memory_.num_bytes() <= kMostKept) kept_workspace = std::move(memory_);
+}
+
 PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreference& preference)
     : op(name), device(on), num_threads(preference.num_threads) {
   HALFBYTE_MUST(num_threads >= 0, invalid_argument, op, "preference.num_threads", "be", ">= 0", num_threads);
   check_device(device);
   const bool is_cuda = device.kind == DeviceKind::cuda;
   sku = {op, is_cuda ? "" : fmt::format("{}_cpu", op),
-         is_cuda ? "cuda " + target_of(device) : "cpu " + system_info().simd_target, ""};
+         is_cuda ? "cuda " + target_of(device) : fmt::format("cpu {}", simd_target()), ""};
   sku.element = dtype;
   guarantee.math = guarantee.accumulator = dtype == DType::f64 ? DType::f64 : DType::f32;
 }

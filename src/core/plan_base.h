@@ -10,6 +10,7 @@
 
 #include "core/scratch.h"
 #include "core/tensor_check.h"
+#include "halfbyte/device.hpp"
 #include "halfbyte/ops.hpp"
 #include "halfbyte/plan.hpp"
 
@@ -68,6 +69,21 @@ void check_problem(const Check& check) {
     throw Error(error.code(), error.what(), ErrorDetails{ErrorKind::invalid_problem});
   }
 }
+
+// The memory of a run on the CPU that was given none. The calling thread keeps it for its next run, up to
+// kMostKept bytes. It is taken away during the run, so one within it has memory of its own.
+class ThreadWorkspace {
+ public:
+  static constexpr int64_t kMostKept = int64_t{32} << 20;
+
+  explicit ThreadWorkspace(int64_t num_bytes);
+  ThreadWorkspace(const ThreadWorkspace&) = delete;
+  ~ThreadWorkspace();
+  std::byte* data() const { return memory_.data(); }
+
+ private:
+  Memory memory_;
+};
 
 struct PlanBase {
   static constexpr size_t kMaxArguments = 12;  // so that a run allocates nothing

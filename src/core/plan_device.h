@@ -1,4 +1,4 @@
-// What plans ask of their device. Defined in cuda/plan_device.cc.
+// What plans ask of their device. Defined in cuda/plan_device.cc, of the CPU in cpu/system.cc.
 #pragma once
 
 #include <string>
@@ -7,6 +7,8 @@
 
 namespace halfbyte {
 
+// What kernels of the CPU use on this machine: SystemInfo::simd_target.
+const char* simd_target();
 // Of a CUDA device, what kernels are compiled for: "sm_90a".
 std::string target_of(Device device);
 // Waits for `stream` of a CUDA device; on the CPU there is nothing to wait for.

@@ -77,7 +77,7 @@ ArgumentMemory check_packed(const char* op, const char* name, const ConstPackedW
                               weight.data,
                               packed_layout_of(weight.spec, weight.rows, weight.cols).num_bytes,
                               weight.num_bytes,
-                              formats::kPackedAlignment,
+                              packed_alignment(device),
                               false,
                               written};
   check_argument(op, memory, device);

@@ -45,6 +45,34 @@ TEST(Parallel, WorkersAreExclusiveAndAsManyAsAskedFor) {
   EXPECT_GT(most, 2);
 }
 
+// A call in a body of another: its workers are exclusive, too, and the outer ones go on.
+TEST(Parallel, CallsMayBeNested) {
+  std::vector<std::atomic<int>> busy(3);
+  std::atomic<int> sum = 0;
+  for (int round = 0; round < 20; ++round)
+    parallel_for(12, 1, 3, [&](int64_t, int64_t, int worker) {
+      EXPECT_EQ(busy[static_cast<size_t>(worker)]++, 0);
+      std::vector<std::atomic<int>> inner(3);
+      parallel_for(8, 1, 3, [&](int64_t, int64_t, int inner_worker) {
+        EXPECT_EQ(inner[static_cast<size_t>(inner_worker)]++, 0);
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        ++sum;
+        --inner[static_cast<size_t>(inner_worker)];
+      });
+      --busy[static_cast<size_t>(worker)];
+    });
+  EXPECT_EQ(sum, 20 * 12 * 8);
+}
+
+TEST(Parallel, LittleWorkIsForOneThreadUnlessThreadsAreAskedFor) {
+  EXPECT_EQ(threads_for(0, 1000), 1);
+  EXPECT_EQ(threads_for(0, 1e9), 0);
+  for (const int threads : {1, 3}) {
+    EXPECT_EQ(threads_for(threads, 1000), threads);
+    EXPECT_EQ(threads_for(threads, 1e9), threads);
+  }
+}
+
 TEST(Parallel, AnExceptionIsRethrown) {
   for (const int threads : {1, 2, 4})
     EXPECT_THROW(parallel_for(100, 1, threads,

@@ -4,6 +4,7 @@
 
 #include "core/expect.h"
 #include "core/tensor_check.h"
+#include "cpu/parallel.h"
 
 namespace halfbyte {
 namespace {
@@ -131,7 +132,7 @@ LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuanti
   problem.observed = problem.computed && d.observer.has_value();
   if (problem.observed && d.observer->kind == ObserverKind::moving_average)
     problem.history = d.observer->momentum;
-  problem.num_threads = preference.num_threads;
+  problem.num_threads = threads_for(preference.num_threads, static_cast<double>(problem.num_elements()));
   problem.device = device;
   return problem;
 }

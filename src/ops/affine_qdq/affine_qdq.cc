@@ -60,9 +60,11 @@ struct AffineImpl : Plan<Op>::Impl {
   }
 };
 
-AffineProblem problem_of(const AffineQdqDescriptor& d, Device device, int num_threads) {
+// `work`: of an element, see threads_for.
+AffineProblem problem_of(const AffineQdqDescriptor& d, Device device, int num_threads, double work) {
   AffineProblem problem = make_affine_problem(d);
-  problem.num_threads = num_threads;
+  problem.num_threads =
+      threads_for(num_threads, work * static_cast<double>(d.rows) * static_cast<double>(d.cols));
   problem.device = device;
   problem.alignment = d.alignment;
   return problem;
@@ -75,7 +77,7 @@ struct InitImpl : AffineImpl<AffineInit> {
   std::shared_ptr<const AffineCuda> cuda;  // null: the CPU
 
   InitImpl(Device on, const AffineQdqDescriptor& d, const PlanPreference& preference)
-      : AffineImpl("affine_init", on, d, preference), problem(problem_of(d, on, num_threads)) {
+      : AffineImpl("affine_init", on, d, preference), problem(problem_of(d, on, num_threads, 32)) {
     dense("w", &Args::w);
     codes().written();
     parameters("scales", &Args::scales, d.scale_dtype).written();
@@ -161,7 +163,7 @@ struct BackwardImpl : AffineImpl<AffineQdqBackward> {
   std::shared_ptr<const AffineCuda> cuda;  // null: the CPU
 
   BackwardImpl(Device on, const AffineQdqDescriptor& d, const PlanPreference& preference)
-      : AffineImpl("affine_qdq_backward", on, d, preference), problem(problem_of(d, on, num_threads)) {
+      : AffineImpl("affine_qdq_backward", on, d, preference), problem(problem_of(d, on, num_threads, 2)) {
     const auto f32 = [&](const char* name, TensorView Args::*view) -> ArgumentRow& {
       return parameters(name, view, DType::f32).written();
     };

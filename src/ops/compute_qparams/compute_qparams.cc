@@ -63,7 +63,8 @@ struct QParamsImpl : ComputeQParamsPlan::Impl {
     problem.dtype = d.dtype;
     problem.rule = qparams_rule(d.config, d.scale_dtype);
     problem.zero_type = zero_type_of(zero);
-    problem.num_threads = num_threads;
+    constexpr double kGroup = 16;  // as long as so many elements takes a group
+    problem.num_threads = threads_for(num_threads, kGroup * static_cast<double>(problem.num_groups));
     problem.device = on;
     if (on.kind != DeviceKind::cuda) return;
     cuda = select_qparams_cuda(problem);

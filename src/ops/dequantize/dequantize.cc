@@ -74,7 +74,7 @@ void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution exe
       (in.zeros != nullptr) == has_zeros(in.spec) && (in.biases != nullptr) == has_biases(in.spec), usage,
       "dequantize: in.zeros must be given exactly for asymmetric integer formats, in.biases for affine ones");
   DequantizeProblem problem = make_dequantize_problem(in, y.data, y.dtype);
-  problem.num_threads = execution.num_threads;
+  problem.num_threads = threads_for(execution.num_threads, dequantize_work(problem));
   problem.device = y.device;
   problem.stream = execution.stream;
   choose<DequantizeProblem, void>("dequantize", kVariants, problem, y.device.kind).run(problem);

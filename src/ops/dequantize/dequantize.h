@@ -29,6 +29,11 @@ struct DequantizeProblem {
   void* stream = nullptr;  // CUDA
 };
 
+// For threads_for.
+inline double dequantize_work(const DequantizeProblem& problem) {
+  return static_cast<double>(problem.shape.rows) * static_cast<double>(problem.shape.cols);
+}
+
 // Columns [begin, end) of one row; begin is a multiple of 8.
 struct DequantizeSpan {
   int64_t row = 0, begin = 0, end = 0;

@@ -1,5 +1,6 @@
 // The plan of `dequantize`.
 #include "core/packed_plan.h"
+#include "cpu/parallel.h"
 #include "ops/dequantize/dequantize.h"
 
 namespace halfbyte {
@@ -13,7 +14,7 @@ struct DequantizeImpl : PackedImpl<Dequantize, &Dequantize::Args::y, &Dequantize
       : PackedImpl("dequantize", on, d, preference, "y", "in", false),
         problem(make_dequantize_problem({d.spec, d.rows, d.cols}, nullptr, d.dtype)) {
     finds_nothing();
-    problem.num_threads = num_threads;
+    problem.num_threads = threads_for(num_threads, dequantize_work(problem));
     problem.device = on;
     problem.code_alignment = problem.y_alignment = d.alignment;
     if (on.kind != DeviceKind::cuda) return;

@@ -8,6 +8,7 @@
 #include "core/plan.h"
 #include "core/plan_device.h"
 #include "core/tensor_check.h"
+#include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
 
 namespace halfbyte {
@@ -170,7 +171,7 @@ ObserveProblem observe_problem(const ObserveDescriptor& descriptor, Device devic
   problem.dtype = descriptor.dtype;
   problem.observer = descriptor.observer;
   problem.history = history_of(descriptor.observer);
-  problem.num_threads = preference.num_threads;
+  problem.num_threads = threads_for(preference.num_threads, static_cast<double>(problem.num_elements()));
   problem.device = device;
   return problem;
 }

@@ -9,6 +9,7 @@
 #include "core/tensor_check.h"
 #include "core/weight_view.h"
 #include "core/words.h"
+#include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
 
 namespace halfbyte {
@@ -115,10 +116,22 @@ std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem) {
   return variants;
 }
 
+namespace {
+
+// For threads_for. Vectors decode four weights in the time of an element, and then add 16 products; qgemm_ref
+// takes about 16 times as long, and has the views and the sums in f64.
+double work_of(const QgemmDescriptor& d) {
+  const bool by_vectors = d.packed && d.math != QgemmMath::f64;
+  return static_cast<double>(d.n) * static_cast<double>(d.k) * static_cast<double>(d.m + 3) /
+         (by_vectors ? 16 : 1);
+}
+
+}  // namespace
+
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {
   QgemmProblem problem;
   problem.device = device;
-  problem.num_threads = num_threads;
+  problem.num_threads = threads_for(num_threads, work_of(d));
   problem.transposed = d.transposed;
   problem.m = d.m;
   problem.n = d.n;

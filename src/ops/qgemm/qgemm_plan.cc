@@ -3,6 +3,7 @@
 
 #include "core/expect.h"
 #include "core/format.h"
+#include "core/packed_weight.h"
 #include "core/plan.h"
 #include "core/weight_view.h"
 #include "halfbyte/device.hpp"
@@ -42,7 +43,7 @@ struct QgemmImpl : QgemmPlan::Impl {
           "weight",
           [](const Args& args) -> ArgumentData { return untyped(args.weight.data, args.weight.num_bytes); },
           problem.weight.num_bytes)
-          .aligned(formats::kPackedAlignment);
+          .aligned(packed_alignment(on));
     else
       for (const WeightViewPart& part : weight_view_parts(kViewNames, d.spec, d.n, d.k, d.layout,
                                                           on.kind == DeviceKind::cuda ? d.alignment : 1))

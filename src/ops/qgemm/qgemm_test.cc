@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 
+#include "halfbyte/system.hpp"
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte {
@@ -368,7 +369,7 @@ TEST(QgemmPlan, BadArguments) {
     const std::string error = refused(change);
     EXPECT_TRUE(error.starts_with(text)) << error;
   };
-  starts([&](A& a) { a.weight.data = packed.data() + 16; }, "qgemm: weight must be aligned to 256 bytes");
+  starts([&](A& a) { a.weight.data = packed.data() + 32; }, "qgemm: weight must be aligned to 64 bytes");
   starts([&](A& a) { a.x.data = x.data() + 1; }, "qgemm: x must be aligned to 2 bytes, ");
   starts([&](A& a) { a.y.data = x.data(); }, "qgemm: y must not overlap x");
   starts([&](A& a) { a.y.data = packed.data() + 4592; }, "qgemm: y must not overlap weight");
@@ -489,6 +490,15 @@ std::string order_of(const QgemmProblem& problem) {
       order += (order.empty() ? "" : " ") + std::string(variant->name).substr(6);
   return order;
 }
+TEST(QgemmPlan, TheSkuNamesTheTargetThatRuns) {
+  testing::for_each_target([](const std::string& target) {
+    QgemmDescriptor d = descriptor(1, 64, 64);
+    d.variant = "qgemm_ref";
+    EXPECT_EQ(QgemmPlan::select({}, d).sku().backend, "cpu " + target);
+    EXPECT_EQ(system_info().simd_target, target);
+  });
+}
+
 TEST(QgemmPlan, OrderOfVariants) {
   constexpr const char *kLoaded = "sm90_mma sm90_wgmma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",
                        *kUsual = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",

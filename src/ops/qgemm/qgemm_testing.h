@@ -355,7 +355,7 @@ inline Qgemm::Args qgemm_args(const QgemmCase& test, const QgemmTensors& t, Devi
 template <class Run>
 std::vector<uint8_t> run_guarded(const QgemmCase& test, int64_t workspace_bytes, const Run& run) {
   const int64_t alignment = test.descriptor.alignment;
-  GuardedMemory x(test.x.bytes, alignment), bias(test.bias.bytes, alignment), packed(test.packed, 256);
+  GuardedMemory x(test.x.bytes, alignment), bias(test.bias.bytes, alignment), packed(test.packed, 64);
   GuardedMemory codes(test.codes, alignment),
       y(test.num_outputs() * size_of(test.descriptor.dtype), alignment);
   GuardedMemory workspace(workspace_bytes, 16);

@@ -176,7 +176,7 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
   problem.scales = out.scales;
   problem.zeros = out.zeros;
   problem.biases = out.biases;
-  problem.num_threads = execution.num_threads;
+  problem.num_threads = threads_for(execution.num_threads, quantize_work(problem));
   problem.device = x.device;
   problem.x_alignment = alignment_of(x.data);
   problem.code_alignment = alignment_of(out.codes);
@@ -199,8 +199,9 @@ ValueRange value_range(const ConstTensorView& x, Execution execution) {
   if (x.device.kind == DeviceKind::cuda) return value_range_cuda(x, execution.stream);
   const int64_t n = num_elements(x);
   const int64_t chunks = (n + kSpanElements - 1) / kSpanElements;
-  PerWorker<ValueRange> parts(execution.num_threads);
-  parallel_for(chunks, 4, execution.num_threads, [&](int64_t first, int64_t last, int worker) {
+  const int num_threads = threads_for(execution.num_threads, static_cast<double>(n));
+  PerWorker<ValueRange> parts(num_threads);
+  parallel_for(chunks, 4, num_threads, [&](int64_t first, int64_t last, int worker) {
     const int64_t begin = first * kSpanElements, end = std::min(n, last * kSpanElements);
     const std::byte* data = static_cast<const std::byte*>(x.data) + begin * size_of(x.dtype);
     ValueRange range = value_range_cpu(data, x.dtype, end - begin);

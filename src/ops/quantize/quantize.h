@@ -34,6 +34,11 @@ struct QuantizeProblem {
   bool is_prepared = false;
 };
 
+// For threads_for: the search for a code takes as long as reading several elements.
+inline double quantize_work(const QuantizeProblem& problem) {
+  return 8 * static_cast<double>(problem.shape.rows) * static_cast<double>(problem.shape.cols);
+}
+
 // Columns [begin, end) of one row. begin is a multiple of 8 (so that codes start at a byte) and,
 // unless the parameters are given, the start of a group; end likewise, or the end of the row.
 struct QuantizeSpan {

@@ -1,6 +1,7 @@
 // The plan of `quantize`.
 #include "core/checks.h"
 #include "core/packed_plan.h"
+#include "cpu/parallel.h"
 #include "ops/quantize/quantize.h"
 
 namespace halfbyte {
@@ -19,7 +20,7 @@ struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::
   QuantizeImpl(Device on, const QuantizeDescriptor& d, const PlanPreference& preference)
       : PackedImpl("quantize", on, d, preference, "x", "out", true, check_scale_dtype),
         problem(make_quantize_problem(d.spec, d.encoding, d.rows, d.cols, d.dtype)) {
-    problem.num_threads = num_threads;
+    problem.num_threads = threads_for(num_threads, quantize_work(problem));
     problem.device = on;
     problem.x_alignment = problem.code_alignment = d.alignment;
     if (on.kind != DeviceKind::cuda) {

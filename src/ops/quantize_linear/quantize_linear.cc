@@ -6,6 +6,7 @@
 #include "core/expect.h"
 #include "core/plan.h"
 #include "core/tensor_check.h"
+#include "cpu/parallel.h"
 #include "halfbyte/quantize_linear.hpp"
 
 namespace halfbyte {
@@ -71,7 +72,7 @@ LinearProblem problem_of(LinearOp op, Device device, const LinearDescriptor& des
   problem.codec.q_min = descriptor.q_min;
   problem.codec.q_max = descriptor.q_max;
   problem.computed = descriptor.computed && op == LinearOp::quantize;
-  problem.num_threads = preference.num_threads;
+  problem.num_threads = threads_for(preference.num_threads, static_cast<double>(problem.num_elements()));
   problem.device = device;
   return problem;
 }

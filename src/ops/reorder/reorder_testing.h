@@ -11,11 +11,11 @@
 
 namespace halfbyte::testing {
 
-// Bytes at a multiple of 256 before a guard, poisoned like it.
+// Bytes before a guard, poisoned like it, at a multiple of 64 and of no greater power of two.
 class GuardedBytes {
  public:
   explicit GuardedBytes(int64_t num_bytes = 0)
-      : num_bytes_(num_bytes), bytes_(static_cast<size_t>(num_bytes) + 2 * kAlignment, Parts::kPoison) {}
+      : num_bytes_(num_bytes), bytes_(static_cast<size_t>(num_bytes) + 4 * kAlignment, Parts::kPoison) {}
   GuardedBytes(const GuardedBytes& other) : GuardedBytes(other.num_bytes_) {
     std::copy_n(other.data(), num_bytes_, data());
   }
@@ -23,7 +23,7 @@ class GuardedBytes {
   GuardedBytes& operator=(GuardedBytes&&) = default;
   uint8_t* data() {
     const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
-    return bytes_.data() + (kAlignment - address % kAlignment) % kAlignment;
+    return bytes_.data() + (3 * kAlignment - address % (2 * kAlignment)) % (2 * kAlignment);
   }
   const uint8_t* data() const { return const_cast<GuardedBytes*>(this)->data(); }
   int64_t num_bytes() const { return num_bytes_; }
@@ -36,7 +36,7 @@ class GuardedBytes {
   }
 
  private:
-  static constexpr size_t kAlignment = 256;
+  static constexpr size_t kAlignment = 64;
   int64_t num_bytes_;
   std::vector<uint8_t> bytes_;
 };

@@ -6,8 +6,8 @@
 #include <array>
 #include <cstring>
 
+#include "core/plan_device.h"
 #include "cpu/parallel.h"
-#include "halfbyte/system.hpp"
 #include "ops/qgemm/weight/weight.h"
 
 namespace halfbyte {
@@ -144,7 +144,7 @@ class RefKernel : public QgemmKernel {
  public:
   explicit RefKernel(const QgemmProblem& problem) : problem_(problem) {}
   std::string name() const override { return "qgemm_ref"; }
-  std::string backend() const override { return "cpu " + system_info().simd_target; }
+  std::string backend() const override { return fmt::format("cpu {}", simd_target()); }
   PrecisionGuarantee guarantee() const override {
     const DType math = is_f64() ? DType::f64 : DType::f32;
     return {math, math, true, false, WeightRounding::none};

@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/plan_device.h"
 #include "cpu/parallel.h"
-#include "halfbyte/system.hpp"
 #include "ops/qgemm/weight/weight.h"
 
 // Sums are arrays of vectors, which those of SVE cannot be in: NEON takes their place.
@@ -599,7 +599,7 @@ class SimdKernel : public QgemmKernel {
  public:
   explicit SimdKernel(const QgemmProblem& problem) : problem_(problem) {}
   std::string name() const override { return "qgemm_simd"; }
-  std::string backend() const override { return "cpu " + system_info().simd_target; }
+  std::string backend() const override { return fmt::format("cpu {}", simd_target()); }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false, WeightRounding::none};
   }
