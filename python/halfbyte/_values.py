@@ -17,6 +17,57 @@ class QuantizationError(NamedTuple):
     """-20 log10(relative_rmse); inf where exact."""
 
 
+class LinearCodes(NamedTuple):
+    """Tensors for integer plans, and the descriptor that they fit."""
+
+    descriptor: _core.LinearDescriptor
+    codes: object
+    scale: object
+    zero_point: object
+
+
+class Conversion(NamedTuple):
+    """A weight that was made of other codes, and what that lost."""
+
+    weight: "_core.QuantizedTensor"
+    max_error: float
+    max_error_index: int
+
+
+class QParams(NamedTuple):
+    """Scale and zero point of integer codes."""
+
+    scale: float
+    zero_point: int
+
+
+class ValueRange(NamedTuple):
+    """The smallest and largest finite value, and the others."""
+
+    min: float
+    max: float
+    num_nonfinite: int
+    first_nonfinite: int
+    """Row-major index; -1: there is none."""
+
+
+class QgemmChoice(NamedTuple):
+    """An implementation of a product, and why it refuses."""
+
+    variant: str
+    reason: str
+
+
+class FormatInfo(NamedTuple):
+    """A format."""
+
+    name: str
+    kind: str
+    """table, integer or affine."""
+    bits: int
+    default_rule: str
+
+
 def rebuild(name: str, fields: dict) -> object:
     return getattr(_core, name)(**fields)
 

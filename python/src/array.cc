@@ -437,20 +437,21 @@ Output::Output(nb::handle out, const char* name, const Array& beside, DType dtyp
 
 nb::object Output::result() const { return is_given ? array.source : give_back(like, array.source); }
 
+nb::object contiguous(nb::handle object, const Array& array) {
+  if (is_contiguous(array.view)) return nb::borrow(object);
+  if (array.framework == Framework::torch) return object.attr("contiguous")();
+  if (array.view.device.kind == DeviceKind::cpu)
+    return module_named("numpy").attr("ascontiguousarray")(object);
+  return object.attr("copy")();
+}
+
 Array to_contiguous(nb::handle object, const char* name, nb::handle stream) {
   Array array = to_array(object, name, false, stream);
   if (is_contiguous(array.view)) return array;
-  nb::object copy;
-  if (array.framework == Framework::torch)
-    copy = object.attr("contiguous")();
-  else if (array.view.device.kind == DeviceKind::cpu)
-    copy = module_named("numpy").attr("ascontiguousarray")(object);
-  else
-    copy = object.attr("copy")();
-  Array contiguous = to_array(copy, name, false, stream);
-  contiguous.source = array.source;
-  contiguous.framework = array.framework;
-  return contiguous;
+  Array copy = to_array(contiguous(object, array), name, false, stream);
+  copy.source = array.source;
+  copy.framework = array.framework;
+  return copy;
 }
 
 Tensor to_tensor(const Array& array) { return Tensor::of(array.view, kept_by(array.owner)); }

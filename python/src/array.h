@@ -67,6 +67,7 @@ struct Output {
   bool is_given;
 };
 // The array itself where it is contiguous, else a copy of it that is.
+nb::object contiguous(nb::handle object, const Array& array);
 Array to_contiguous(nb::handle object, const char* name, nb::handle stream = nb::none());
 // The memory of a contiguous array as a tensor of the library, which keeps it.
 Tensor to_tensor(const Array& array);

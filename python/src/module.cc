@@ -40,4 +40,7 @@ NB_MODULE(_core, module) {
   bind_training_plans(module);
   bind_weight_plans(module);
   bind_tensors(module);
+  bind_functions(module);
+  bind_observers(module);
+  bind_system(module);
 }
