@@ -3,3 +3,20 @@
 from ._core import *  # noqa: F403
 from ._core import __version__
 from ._errors import Error, NoMemoryError, UsageError
+from ._functions import (
+    AffineCodes,
+    FakeQuantized,
+    Observed,
+    affine_init,
+    affine_qdq,
+    affine_qdq_backward,
+    dequantize_linear,
+    fake_quantize,
+    fake_quantize_backward,
+    fake_quantize_learned_backward,
+    observe,
+    qgemm,
+    quantize_linear,
+    quantize_linear_backward,
+)
+from ._values import Conversion, FormatInfo, LinearCodes, QgemmChoice, QParams, QuantizationError, ValueRange

@@ -16,6 +16,7 @@ namespace {
 struct Kind {
   enum Way : uint8_t { numpy, torch, torch_without_memory, interface, protocol, none } way = none;
   const DLPackExchangeAPI* table = nullptr;
+  bool makes_arrays = false;  // protocol: its results are arrays of its own
 };
 
 std::string text_of(nb::handle object) { return nb::cast<std::string>(nb::str(object)); }
@@ -55,7 +56,10 @@ Kind find_kind(nb::handle type) {
     }
     return kind;
   }
-  if (nb::hasattr(type, "__dlpack__")) return {Kind::protocol};
+  if (nb::hasattr(type, "__dlpack__")) {
+    const bool is_jax = is_module(module, "jax") || is_module(module, "jaxlib");
+    return {Kind::protocol, nullptr, is_jax || nb::hasattr(type, "__array_namespace__")};
+  }
   if (PyType_GetSlot(reinterpret_cast<PyTypeObject*>(type.ptr()), Py_bf_getbuffer) != nullptr)
     return {Kind::protocol};
   if (nb::hasattr(type, "__array_interface__")) return {Kind::interface};
@@ -178,8 +182,9 @@ bool is_jax(nb::handle object) {
 }
 
 // By __dlpack__ or the buffer protocol.
-void take_protocol(nb::handle object, const char* name, bool written, nb::handle stream, Array& array) {
-  array.framework = Framework::other;
+void take_protocol(nb::handle object, const char* name, const Kind& kind, bool written, nb::handle stream,
+                   Array& array) {
+  array.framework = kind.makes_arrays ? Framework::other : Framework::numpy;
   // Its arrays say nothing of it in DLPack.
   if (written && is_jax(object))
     throw Error(ErrorCode::usage,
@@ -189,6 +194,7 @@ void take_protocol(nb::handle object, const char* name, bool written, nb::handle
   if (nb::hasattr(object, "__dlpack_device__")) {
     const nb::object device = object.attr("__dlpack_device__")();
     if (nb::cast<int>(device[0]) == kDLCUDA) {
+      array.framework = Framework::other;
       array.view.device = {DeviceKind::cuda, nb::cast<int>(device[1])};
       array.source = given;
       void* const on = to_stream(stream, array);
@@ -299,7 +305,7 @@ Array to_array(nb::handle object, const char* name, bool written, nb::handle str
       take_torch(object, name, kind, array);
       break;
     case Kind::protocol:
-      take_protocol(object, name, written, stream, array);
+      take_protocol(object, name, kind, written, stream, array);
       break;
     case Kind::interface:
       take_numpy(module_named("numpy").attr("asarray")(object), name, written, array);
@@ -353,7 +359,7 @@ nb::object give_back(const Array& like, nb::object array) {
   if (nb::hasattr(like.source, "__array_namespace__"))
     return like.source.attr("__array_namespace__")().attr("from_dlpack")(array);
   if (is_jax(like.source)) return module_named("jax.numpy").attr("from_dlpack")(array);
-  return like.view.device.kind == DeviceKind::cpu ? module_named("numpy").attr("asarray")(array) : array;
+  return array;
 }
 
 std::shared_ptr<void> kept_by(nb::object object) {
@@ -385,5 +391,77 @@ nb::object to_python(const Tensor& tensor, Framework framework) {
   }
   return array(nb::array_api(), tensor.dtype());
 }
+
+nb::object to_python(const Tensor& tensor, const Array& like) {
+  const nb::object array = to_python(tensor, like.framework);
+  const bool on_cpu = tensor.device().kind == DeviceKind::cpu;
+  if (like.framework == Framework::numpy && on_cpu && tensor.dtype() == DType::bf16 &&
+      like.source.is_valid() && nb::hasattr(like.source, "dtype") && is_bf16(like.source.attr("dtype")))
+    return array.attr("view")(like.source.attr("dtype"));
+  return give_back(like, array);
+}
+
+Array home_of(const Array& array) {
+  Array home;
+  home.framework = array.framework;
+  home.table = array.table;
+  home.view.device = array.view.device;
+  home.source = give_back(array, empty_beside(array, array.view.dtype, std::array{int64_t{0}}));
+  return home;
+}
+
+Array home_of(Framework framework, Device device) {
+  Array home;
+  home.framework =
+      device.kind == DeviceKind::cuda && framework == Framework::numpy ? Framework::other : framework;
+  home.view.device = device;
+  if (framework == Framework::torch)
+    home = to_array(module_named("torch").attr("empty")(0, nb::arg("device") = halfbyte::to_string(device)),
+                    "framework");
+  return home;
+}
+
+const char* to_string(Framework framework) {
+  return framework == Framework::numpy ? "numpy" : framework == Framework::torch ? "torch" : "dlpack";
+}
+
+void from_python(nb::handle object, const char* name, Framework& value) {
+  std::string word;
+  from_python(object, name, word);
+  for (const Framework each : {Framework::numpy, Framework::torch, Framework::other})
+    if (word == to_string(each)) {
+      value = each;
+      return;
+    }
+  throw Error(ErrorCode::usage, std::string(name) + " must be numpy, torch or dlpack, got " + word,
+              ErrorDetails{ErrorKind::invalid_argument, name, "numpy, torch or dlpack", word});
+}
+
+Output::Output(nb::handle out, const char* name, const Array& beside, DType dtype,
+               std::span<const int64_t> shape, nb::handle stream)
+    : like(beside), is_given(!out.is_none()) {
+  array = to_array(is_given ? nb::borrow(out) : empty_beside(like, dtype, shape), name, true, stream);
+}
+
+nb::object Output::result() const { return is_given ? array.source : give_back(like, array.source); }
+
+nb::object contiguous(nb::handle object, const Array& array) {
+  if (is_contiguous(array.view)) return nb::borrow(object);
+  if (array.framework == Framework::torch) return object.attr("contiguous")();
+  if (array.view.device.kind == DeviceKind::cpu)
+    return module_named("numpy").attr("ascontiguousarray")(object);
+  return object.attr("copy")();
+}
+
+Array to_contiguous(nb::handle object, const char* name, nb::handle stream) {
+  Array array = to_array(object, name, false, stream);
+  if (is_contiguous(array.view)) return array;
+  Array copy = to_array(contiguous(object, array), name, false, stream);
+  copy.source = array.source;
+  copy.framework = array.framework;
+  return copy;
+}
+
+Tensor to_tensor(const Array& array) { return Tensor::of(array.view, kept_by(array.owner)); }
 
 }  // namespace halfbyte::python

@@ -38,8 +38,8 @@ Array to_array(nb::handle object, const char* name, bool written = false, nb::ha
 void* to_stream(nb::handle stream, const Array& array);
 
 // A new array of the framework of `like`, on its device. bf16 in NumPy: of ml_dtypes if `like` is, else
-// uint16. What is neither NumPy nor PyTorch gets an array that speaks DLPack; give_back turns it into one of
-// its own.
+// uint16. What is neither NumPy nor PyTorch, and has more than a buffer, gets an array that speaks DLPack;
+// give_back turns it into one of its own.
 nb::object empty_beside(const Array& like, DType dtype, std::span<const int64_t> shape);
 nb::object give_back(const Array& like, nb::object array);
 
@@ -47,5 +47,29 @@ nb::object give_back(const Array& like, nb::object array);
 std::shared_ptr<void> kept_by(nb::object object);
 // A tensor of the library as an array, without a copy: 4-bit elements as bytes, bf16 in NumPy as uint16.
 nb::object to_python(const Tensor& tensor, Framework framework);
+// The same as an array like another: of its own framework, bf16 as it has it.
+nb::object to_python(const Tensor& tensor, const Array& like);
+
+// What remains of an array for empty_beside, give_back and to_python: its framework and device, no memory.
+Array home_of(const Array& array);
+Array home_of(Framework framework, Device device);
+void from_python(nb::handle object, const char* name, Framework& value);  // "numpy", "torch", "dlpack"
+const char* to_string(Framework framework);
+
+// An array that is written: the one that the caller gives, or if that is None, a new one beside `like`.
+struct Output {
+  Output(nb::handle out, const char* name, const Array& like, DType dtype, std::span<const int64_t> shape,
+         nb::handle stream = nb::none());
+  nb::object result() const;  // what the caller gets, once it is written
+
+  Array array;
+  Array like;
+  bool is_given;
+};
+// The array itself where it is contiguous, else a copy of it that is.
+nb::object contiguous(nb::handle object, const Array& array);
+Array to_contiguous(nb::handle object, const char* name, nb::handle stream = nb::none());
+// The memory of a contiguous array as a tensor of the library, which keeps it.
+Tensor to_tensor(const Array& array);
 
 }  // namespace halfbyte::python

@@ -7,6 +7,7 @@
 #include "halfbyte/system.hpp"
 #include "halfbyte/version.hpp"
 #include "plans.h"
+#include "tensors.h"
 
 namespace halfbyte::python {
 namespace {
@@ -38,4 +39,8 @@ NB_MODULE(_core, module) {
   bind_linear_plans(module);
   bind_training_plans(module);
   bind_weight_plans(module);
+  bind_tensors(module);
+  bind_functions(module);
+  bind_observers(module);
+  bind_system(module);
 }

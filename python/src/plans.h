@@ -26,6 +26,9 @@ void bind_weight_plans(nb::module_& module);
 // Error(usage).
 void* part_data(const Array& array, const char* name, DType dtype, int64_t num_bytes, Device device);
 
+// Codes of 4 bits come as bytes, [..., ceil(K / 2)]: what they are is in the descriptor.
+TensorView codes_view(const Array& array, const char* name, DType dtype, std::vector<int64_t> shape);
+
 // The workspace of a run: what the caller gives; on a CUDA device otherwise memory of the framework of
 // `like`, or one that `kept` has for the stream.
 struct KeptWorkspaces {

@@ -4,9 +4,6 @@
 #include "plans.h"
 
 namespace halfbyte::python {
-namespace {
-
-// Codes of 4 bits come as bytes, [..., ceil(K / 2)]: what they are is in the descriptor.
 TensorView codes_view(const Array& array, const char* name, DType dtype, std::vector<int64_t> shape) {
   TensorView view = array.view;
   if (!is_packed(dtype) || view.dtype != DType::u8) return view;
@@ -22,6 +19,8 @@ TensorView codes_view(const Array& array, const char* name, DType dtype, std::ve
   view.num_bytes = given;
   return view;
 }
+
+namespace {
 
 template <class Op, class View>
 void add_codes(PlanClass<Op>& plan, const char* name, View Op::Args::*member, bool written,

@@ -1,0 +1,48 @@
+// Quantized weights as Python has them: the tensors of the library, with the framework that their parts are
+// given back as.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "halfbyte/ops.hpp"
+#include "halfbyte/qgemm.hpp"
+#include "words.h"
+
+namespace halfbyte::python {
+
+// What `error` found.
+struct QuantizationError {
+  double max_error = 0;
+  int64_t max_error_index = 0;
+  double relative_rmse = 0;
+  double snr_db = 0;
+};
+
+struct Quantized {
+  QuantizedTensor tensor;
+  Array home;  // see home_of
+  std::optional<QuantizationError> error = {};
+};
+// Its base is what functions of the library are given.
+struct Packed : PackedTensor {
+  Array home;
+};
+
+// Fails with TypeError for what is no QuantizedTensor.
+const Quantized& to_quantized(nb::handle object, const char* name);
+// The number of threads, and the stream of the framework where none is given.
+Execution execution_of(int num_threads, nb::handle stream, const Array& like);
+// A packed weight without content beside `like`; its memory is `out`, where that is not None.
+Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out);
+// A row of a report: "relative RMSE 0.0917, SNR 20.8 dB".
+std::string text_of(const QuantizationError& error);
+
+void bind_tensors(nb::module_& module);
+void bind_functions(nb::module_& module);
+void bind_observers(nb::module_& module);
+void bind_system(nb::module_& module);
+
+}  // namespace halfbyte::python
