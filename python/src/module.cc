@@ -38,4 +38,5 @@ NB_MODULE(_core, module) {
   bind_linear_plans(module);
   bind_training_plans(module);
   bind_weight_plans(module);
+  bind_products(module);
 }
