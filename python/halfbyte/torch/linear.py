@@ -188,7 +188,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         weight, bias, a, b = parameters["weight"], parameters["bias"], parameters["lora_a"], parameters["lora_b"]
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+        kind = "cuda" if x.is_cuda else "cpu"
         if torch.is_autocast_enabled(kind) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(kind))
         dtype = x.dtype
@@ -248,6 +248,9 @@ class QuantizedLinear(nn.Linear):
                     state_dict[key] = packed.view(self.weight.dtype)
             elif given is not None:
                 missing_keys.append(prefix + "weight_spec")
+            loaded = state_dict.get(key)
+            if type(loaded) in (Tensor, nn.Parameter) and loaded.is_cpu and loaded.data_ptr() % 64 != 0:
+                state_dict[key] = loaded.clone()  # of a mapped file; products want multiples of 64
         except ValueError as error:
             error_msgs.append(f"{key}: {error}")
             state_dict[key] = self.weight.detach()  # reported once
