@@ -153,19 +153,27 @@ Device torch_device(nb::handle tensor, const char* name) {
   return {};
 }
 
+void check_sign(nb::handle tensor, const char* name) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  const nb::object negative = nb::steal(PyObject_CallMethodObjArgs(tensor.ptr(), is_neg, nullptr));
+  if (!negative.is_valid()) nb::raise_python_error();
+  if (negative.ptr() == Py_True)
+    throw Error(ErrorCode::usage,
+                std::string(name) + ": a negative view of a tensor: call resolve_neg() first");
+}
+
 void take_torch(nb::handle object, const char* name, const Kind& kind, Array& array) {
   array.framework = Framework::torch;
   array.table = kind.table;
   array.owner = nb::borrow(object);
-  if (nb::cast<bool>(object.attr("is_neg")()))
-    throw Error(ErrorCode::usage,
-                std::string(name) + ": a negative view of a tensor: call resolve_neg() first");
   if (kind.table != nullptr) {
     DLTensor tensor{};
     if (kind.table->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) nb::raise_python_error();
     array.view = view_of(tensor, name);
+    if (is_floating(array.view.dtype)) check_sign(object, name);
     return;
   }
+  check_sign(object, name);
   TensorView& view = array.view;
   view.dtype = torch_dtype(object.attr("dtype"), name);
   view.device = torch_device(object, name);
@@ -271,12 +279,8 @@ void set_error(void*, const char* kind, const char* message) {
   PyErr_Format(PyExc_RuntimeError, "%s: %s", kind, message);
 }
 
-nb::object empty_torch(const Array& like, DType dtype, std::span<const int64_t> shape) {
-  if (like.table == nullptr) {
-    const nb::object torch = module_named("torch");
-    return torch.attr("empty")(tuple_of(shape), nb::arg("dtype") = torch.attr(long_name(dtype)),
-                               nb::arg("device") = like.source.attr("device"));
-  }
+// Of a framework that has the table. The memory is known before there is an object.
+nb::object empty_by_table(const Array& like, DType dtype, std::span<const int64_t> shape, void*& data) {
   const nb::dlpack::dtype type = nb_dtype(dtype);
   DLTensor prototype{};
   prototype.device = to_dlpack(like.view.device);
@@ -285,10 +289,19 @@ nb::object empty_torch(const Array& like, DType dtype, std::span<const int64_t> 
   prototype.shape = const_cast<int64_t*>(shape.data());
   DLManagedTensorVersioned* made = nullptr;
   void* object = nullptr;
-  if (like.table->managed_tensor_allocator(&prototype, &made, nullptr, set_error) != 0 ||
-      like.table->managed_tensor_to_py_object_no_sync(made, &object) != 0)
+  if (like.table->managed_tensor_allocator(&prototype, &made, nullptr, set_error) != 0)
     nb::raise_python_error();
+  data = static_cast<std::byte*>(made->dl_tensor.data) + made->dl_tensor.byte_offset;
+  if (like.table->managed_tensor_to_py_object_no_sync(made, &object) != 0) nb::raise_python_error();
   return nb::steal(static_cast<PyObject*>(object));
+}
+
+nb::object empty_torch(const Array& like, DType dtype, std::span<const int64_t> shape) {
+  void* data = nullptr;
+  if (like.table != nullptr) return empty_by_table(like, dtype, shape, data);
+  const nb::object torch = module_named("torch");
+  return torch.attr("empty")(tuple_of(shape), nb::arg("dtype") = torch.attr(long_name(dtype)),
+                             nb::arg("device") = like.source.attr("device"));
 }
 
 }  // namespace
@@ -352,6 +365,18 @@ nb::object empty_beside(const Array& like, DType dtype, std::span<const int64_t>
     return module_named("numpy").attr("empty")(tuple_of(shape), nb::arg("dtype") = type);
   }
   return to_python(Tensor(like.view.device, dtype, {shape.begin(), shape.end()}), Framework::other);
+}
+
+Array new_beside(const Array& like, DType dtype, std::span<const int64_t> shape) {
+  if (like.table == nullptr) return to_array(empty_beside(like, dtype, shape), "a new array", true);
+  Array made;
+  made.framework = like.framework;
+  made.table = like.table;
+  made.source = made.owner = empty_by_table(like, dtype, shape, made.view.data);
+  made.view.dtype = dtype;
+  made.view.shape = shape;
+  made.view.device = like.view.device;
+  return made;
 }
 
 nb::object give_back(const Array& like, nb::object array) {

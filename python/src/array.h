@@ -41,6 +41,7 @@ void* to_stream(nb::handle stream, const Array& array);
 // uint16. What is neither NumPy nor PyTorch, and has more than a buffer, gets an array that speaks DLPack;
 // give_back turns it into one of its own.
 nb::object empty_beside(const Array& like, DType dtype, std::span<const int64_t> shape);
+Array new_beside(const Array& like, DType dtype, std::span<const int64_t> shape);  // with its view
 nb::object give_back(const Array& like, nb::object array);
 
 // Memory that a Python object keeps.

@@ -43,4 +43,5 @@ NB_MODULE(_core, module) {
   bind_functions(module);
   bind_observers(module);
   bind_system(module);
+  bind_products(module);
 }

@@ -1,0 +1,272 @@
+// The products of one shape of weights, for any number of rows of x: what layers and the operators of PyTorch
+// call.
+#include <map>
+#include <mutex>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "halfbyte/error.hpp"
+#include "halfbyte/qgemm.hpp"
+#include "plans.h"
+
+namespace halfbyte::python {
+namespace {
+
+// Products on the CPU of at least so many multiplications release the GIL: 0.2 ms on one core.
+constexpr int64_t kReleaseGil = int64_t{1} << 24;
+
+struct Products {
+  Device device;
+  QgemmDescriptor descriptor;  // its m is not looked at
+  PlanPreference preference;
+  int64_t weight_bytes;
+  std::map<int64_t, QgemmPlan> plans;
+  std::mutex mutex;
+  KeptWorkspaces kept;
+
+  Products(Device on, QgemmDescriptor of, PlanPreference with)
+      : device(on), descriptor(std::move(of)), preference(with) {
+    descriptor.m = 0;
+    check_descriptor(descriptor);
+    weight_bytes = packed_weight_bytes(descriptor.spec, descriptor.n, descriptor.k);
+  }
+  QgemmPlan at(int64_t m) {
+    const std::scoped_lock lock(mutex);
+    const auto found = plans.find(m);
+    if (found != plans.end()) return found->second;
+    QgemmDescriptor of = descriptor;
+    of.m = m;
+    return plans.emplace(m, QgemmPlan::select(device, of, preference)).first->second;
+  }
+};
+
+[[noreturn]] void refuse(const char* name, const std::string& rule, const std::string& actual) {
+  throw Error(ErrorCode::usage, std::string(name) + " must " + rule + ", got " + actual,
+              ErrorDetails{ErrorKind::invalid_argument, name, rule, actual});
+}
+
+std::string text_of(const Extents& shape) {
+  std::string text;
+  for (const int64_t extent : shape) text += (text.empty() ? "" : ", ") + std::to_string(extent);
+  return "[" + text + "]";
+}
+
+// [..., cols] as [m, cols].
+int64_t fold_rows(TensorView& view, const char* name, int64_t cols) {
+  if (view.shape.empty() || view.shape.back() != cols)
+    refuse(name, "have the shape [..., " + std::to_string(cols) + "]", text_of(view.shape));
+  if (!is_contiguous(view)) refuse(name, "be contiguous", "other strides");
+  int64_t m = 1;
+  for (size_t axis = 0; axis + 1 < view.shape.size(); ++axis) m *= view.shape[axis];
+  view.shape = {m, cols};
+  view.strides = {};
+  return m;
+}
+
+// y where none is given. On CUDA devices x makes it: what the exchange table allocates there, the allocator
+// of PyTorch does not know as its own, and record_stream does nothing for it.
+Array new_rows(const Array& x, const Extents& shape) {
+  if (x.framework != Framework::torch || x.view.device.kind == DeviceKind::cpu)
+    return new_beside(x, x.view.dtype, shape);
+  return to_array(x.source.attr("new_empty")(nb::tuple(to_python(shape))), "out", true);
+}
+
+ConstPackedWeight weight_of(Products& self, nb::handle weight, nb::handle stream, nb::object& owner) {
+  if (nb::isinstance<PackedTensor>(weight)) {
+    const PackedWeight& packed = nb::cast<const PackedTensor&>(weight).view();
+    owner = nb::borrow(weight);
+    return packed;
+  }
+  Array array = to_array(weight, "weight", false, stream);
+  const TensorView& view = array.view;
+  const int64_t given = is_contiguous(view) ? contiguous_bytes(view.dtype, view.shape) : -1;
+  if (given != self.weight_bytes)
+    refuse("weight",
+           "be the " + std::to_string(self.weight_bytes) + " contiguous bytes of a packed weight " +
+               halfbyte::python::to_string(self.descriptor.spec) + " [" + std::to_string(self.descriptor.n) +
+               ", " + std::to_string(self.descriptor.k) + "]",
+           given < 0 ? "strided memory"
+                     : std::to_string(given) + " bytes (" + to_string(view.dtype) + " " +
+                           text_of(view.shape) + "): a cast destroys them");
+  owner = std::move(array.owner);
+  return {self.descriptor.spec,
+          self.descriptor.n,
+          self.descriptor.k,
+          view.data,
+          view.device,
+          kPackedWeightVersion,
+          given};
+}
+
+nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out,
+                    nb::handle stream) {
+  const QgemmDescriptor& d = self.descriptor;
+  Qgemm::Args args;
+  Array rows = to_array(x, "x", false, stream);
+  Extents shape = rows.view.shape;
+  const int64_t m = fold_rows(rows.view, "x", d.transposed ? d.n : d.k);
+  if (rows.view.dtype != d.dtype)
+    refuse("x", std::string("be ") + to_string(d.dtype), to_string(rows.view.dtype));
+  if (rows.view.device != self.device)
+    refuse("x", "be on " + halfbyte::to_string(self.device), halfbyte::to_string(rows.view.device));
+  args.x = rows.view;
+  nb::object weight_owner;
+  args.weight = weight_of(self, weight, stream, weight_owner);
+  Array bias_array;
+  if (!bias.is_none()) {
+    bias_array = to_array(bias, "bias", false, stream);
+    args.bias = bias_array.view;
+  }
+  const int64_t cols = d.transposed ? d.k : d.n;
+  shape.back() = cols;
+  if (out.is_none() && d.accumulate) refuse("out", "be given to products that accumulate", "None");
+  Array y = out.is_none() ? new_rows(rows, shape) : to_array(out, "out", true, stream);
+  if (y.view.shape != shape) refuse("out", "have the shape " + text_of(shape), text_of(y.view.shape));
+  fold_rows(y.view, "out", cols);
+  args.y = y.view;
+
+  const QgemmPlan plan = self.at(m);
+  if (self.device.kind == DeviceKind::cpu) {
+    if (m * d.n * d.k < kReleaseGil) {
+      plan.run(nullptr, {}, args);
+    } else {
+      const nb::gil_scoped_release release;
+      plan.run(nullptr, {}, args);
+    }
+  } else {
+    void* const handle = to_stream(stream, rows);
+    const RunWorkspace memory =
+        workspace_of(nb::none(), stream, handle, rows, self.device, plan.workspace_size(), self.kept);
+    const nb::gil_scoped_release release;
+    plan.run(handle, memory.workspace, args);
+  }
+  return out.is_none() ? give_back(rows, y.source) : y.source;
+}
+
+// The parts of a view as arrays by name, and the memory of the packed form. They stay where they are.
+template <class Data>
+struct Parts {
+  BasicWeightView<Data> view;
+  std::vector<Array> arrays;
+
+  Parts(const QuantSpec& spec, int64_t n, int64_t k, Layout layout, Device device, nb::kwargs given) {
+    constexpr bool written = !std::is_const_v<Data>;
+    const WeightViewBytes bytes = weight_view_bytes(spec, n, k, layout);
+    const DType scale_dtype = spec.double_quant ? DType::u8 : spec.scale_dtype;
+    view.spec = spec;
+    view.rows = n;
+    view.cols = k;
+    view.layout = layout;
+    view.device = device;
+    const auto take = [&](const char* name, auto& data, std::optional<DType> dtype, int64_t num_bytes) {
+      if (num_bytes == 0 || !given.contains(name)) return;  // reorder says what is missing
+      const Array& array = arrays.emplace_back(to_array(given[name], name, written));
+      data = static_cast<std::remove_reference_t<decltype(data)>>(
+          part_data(array, name, dtype.value_or(array.view.dtype), num_bytes, device));
+    };
+    take("codes", view.codes, {}, bytes.codes);  // in words of any size
+    take("scales", view.scales, scale_dtype, bytes.scales);
+    take("zeros", view.zeros, {}, bytes.zeros);
+    take("biases", view.biases, spec.scale_dtype, bytes.biases);
+    take("absmax", view.absmax, DType::f32, bytes.absmax);
+    take("map", view.map, DType::f32, bytes.map);
+    take("offset", view.offset, DType::f32, bytes.offset);
+  }
+};
+
+template <class Data>
+void reorder_parts(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle layout, nb::handle packed,
+                   nb::kwargs given) {
+  constexpr bool pack = std::is_const_v<Data>;
+  const auto spec = from_python<QuantSpec>(spec_or_text, "spec");
+  const Array memory = to_array(packed, "packed", pack);
+  const int64_t num_bytes = packed_weight_bytes(spec, n, k);
+  void* const data = part_data(memory, "packed", memory.view.dtype, num_bytes, memory.view.device);
+  const PackedWeight weight{spec, n, k, data, memory.view.device, kPackedWeightVersion, num_bytes};
+  const Parts<Data> parts(spec, n, k, from_python<Layout>(layout, "layout"), memory.view.device,
+                          std::move(given));
+  const Execution execution{0, to_stream(nb::none(), memory)};
+  const nb::gil_scoped_release release;
+  if constexpr (pack)
+    reorder(parts.view, weight, execution);
+  else
+    reorder(ConstPackedWeight(weight), parts.view, execution);
+}
+
+}  // namespace
+
+void bind_products(nb::module_& module) {
+  nb::class_<Products>(
+      module, "QgemmPlans",
+      "The products of one shape of packed weights: a plan for each number of rows of x.\n\n"
+      "    y[..., n] = x[..., k] . W^T (+ bias[n])    transposed: y[..., k] = x[..., n] . W\n\n"
+      "x, bias, y: dtype (bf16, f16, f32), contiguous, on the device. W [n, k] is packed; which "
+      "weight it is, each call says. Threads may share the object.")
+      .def(
+          "__init__",
+          [](Products* self, nb::handle spec, int64_t n, int64_t k, nb::handle dtype, bool transposed,
+             bool bias, bool accumulate, nb::handle device, int num_threads) {
+            QgemmDescriptor d;
+            from_python(spec, "spec", d.spec);
+            from_python(dtype, "dtype", d.dtype);
+            d.n = n;
+            d.k = k;
+            d.transposed = transposed;
+            d.bias = bias;
+            d.accumulate = accumulate;
+            new (self) Products(from_python<Device>(device, "device"), std::move(d), {num_threads});
+          },
+          nb::arg("spec"), nb::arg("n"), nb::arg("k"), nb::arg("dtype") = "bf16", nb::kw_only(),
+          nb::arg("transposed") = false, nb::arg("bias") = false, nb::arg("accumulate") = false,
+          nb::arg("device") = "cpu", nb::arg("num_threads") = 0,
+          nb::sig("def __init__(self, spec: QuantSpec | str, n: int, k: int, dtype: object = 'bf16', *, "
+                  "transposed: bool = False, bias: bool = False, accumulate: bool = False, "
+                  "device: object = 'cpu', num_threads: int = 0) -> None"),
+          "accumulate: y += instead of y =. num_threads is of the CPU; 0: all. Raises ValueError for what "
+          "cannot "
+          "be packed or multiplied.")
+      .def(
+          "__call__", &multiply, nb::arg("x"), nb::arg("weight"), nb::arg("bias") = nb::none(),
+          nb::arg("out") = nb::none(), nb::arg("stream") = nb::none(),
+          nb::sig(
+              "def __call__(self, x: object, weight: object, bias: object | None = None, out: object | None "
+              "= None, stream: object = None) -> object"),
+          "The product: a new array beside x, or `out`, which overlaps nothing. x may have any number of "
+          "leading "
+          "axes, also with no rows. weight: a PackedTensor, or an array with exactly its bytes, of any shape "
+          "and "
+          "dtype. stream: as QgemmPlan.run takes it. Raises ValueError for arrays of other shapes, dtypes or "
+          "devices, naming them.")
+      .def(
+          "at", [](Products& self, int64_t m) { return PlanClass<Qgemm>::Value{self.at(m)}; }, nb::arg("m"),
+          nb::sig("def at(self, m: int) -> QgemmPlan"), "The plan for m rows.")
+      .def(
+          "workspace_size", [](Products& self, int64_t m) { return self.at(m).workspace_size(); },
+          nb::arg("m"), "Bytes that the plan for m rows works in.")
+      .def_prop_ro("descriptor", [](const Products& self) { return self.descriptor; })
+      .def_prop_ro("device", [](const Products& self) { return to_python(self.device); })
+      .def_ro("weight_bytes", &Products::weight_bytes, "Bytes of the packed weight.");
+  // For halfbyte.torch, whose operators allocate.
+  module.def("_double_quantize", [](nb::handle scales, nb::handle codes, nb::handle absmax) {
+    const Array from = to_array(scales, "scales"), to = to_array(codes, "codes", true),
+                blocks = to_array(absmax, "absmax", true);
+    const int64_t n = num_elements(from.view);
+    DoubleQuantizedView out;
+    out.codes = static_cast<uint8_t*>(part_data(to, "codes", DType::u8, n, {}));
+    out.absmax = static_cast<float*>(
+        part_data(blocks, "absmax", DType::f32, (n + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, {}));
+    double_quantize(static_cast<const float*>(part_data(from, "scales", DType::f32, 4 * n, {})), n, out);
+    return out.offset;
+  });
+  module.def("_double_quant_map", [] {
+    nb::list map;
+    for (int i = 0; i < 256; ++i) map.append(double_quant_map()[i]);
+    return map;
+  });
+  module.def("_pack", &reorder_parts<const void>);
+  module.def("_unpack", &reorder_parts<void>);
+  module.attr("_packed_version") = kPackedWeightVersion;
+}
+
+}  // namespace halfbyte::python
