@@ -1,1 +1,4 @@
 """halfbyte for PyTorch (2.6 and later): operators, layers and training."""
+
+from ._ops_training import (affine_adam_step, affine_init, affine_qdq, compute_qparams, dequantize_linear, fake_quantize,
+                            observe, quantize_linear)
