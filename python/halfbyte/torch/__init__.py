@@ -1,3 +1,5 @@
 """halfbyte for PyTorch (2.6 and later): operators, layers and training."""
 
+from ._ops_training import (affine_adam_step, affine_init, affine_qdq, compute_qparams, dequantize_linear, fake_quantize,
+                            observe, quantize_linear)
 from .linear import Linear4bit, LinearAffine, LinearInt, MergeReport, QuantizedLinear, linear_class
