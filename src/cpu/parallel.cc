@@ -40,14 +40,17 @@ struct AtExit {  // of the scope, by an exception too
 // An arena of the calling thread, which keeps it for its next call: making one costs more than a small
 // product takes, and as idle workers leave it late, old ones add up to hundreds of microseconds a call. It is
 // taken away during a call, so one that is nested has another: there it never steals an outer task, and
-// scratch memory that the worker's number indexes stays private.
+// scratch memory that the worker's number indexes stays private. Workers of TBB keep none: they may end after
+// what it needs.
 class Arena {
  public:
   explicit Arena(int threads) : mine_(std::exchange(kept, {})) {
     if (mine_.threads != threads) mine_ = {threads, std::make_unique<tbb::task_arena>(threads)};
   }
   Arena(const Arena&) = delete;
-  ~Arena() { kept = std::move(mine_); }
+  ~Arena() {
+    if (tbb::this_task_arena::current_thread_index() < 1) kept = std::move(mine_);
+  }
   tbb::task_arena& operator*() const { return *mine_.arena; }
 
  private:
@@ -70,8 +73,8 @@ int effective_threads(int num_threads) {
 }
 
 int threads_for(int num_threads, double work) {
-  // 25 to 50 microseconds of one core. A second thread pays from 10 on where it is awake, as in a row of calls;
-  // where it sleeps, waking it costs the caller 6 to 10, and it pays from 60 to 200 on.
+  // 25 to 50 microseconds of one core. A second thread pays from 10 on where it is awake, as in a row of
+  // calls; where it sleeps, waking it costs the caller 6 to 10, and it pays from 60 to 200 on.
   constexpr double kAlone = 1 << 18;
   return num_threads == 0 && work < kAlone ? 1 : num_threads;
 }
