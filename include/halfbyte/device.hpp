@@ -105,9 +105,8 @@ class HALFBYTE_API Tensor {
   static Tensor copy_of(const ConstTensorView& view, void* stream = nullptr);
   // The memory of a contiguous view itself, such as an array of Python: `owner` is held as long as any copy
   // of the tensor, and data() is that of the view. Null: somebody else sees to it that the memory outlives
-  // them. What is only read of the tensor may be memory that is only readable. Throws Error(usage) if the
-  // view is not contiguous, not aligned to its elements, longer than its memory, or not in memory of its
-  // device.
+  // them. Where the tensor is only read, the memory may be read-only. Throws Error(usage) if the view is not
+  // contiguous, not aligned to its elements, longer than its memory, or not in memory of its device.
   static Tensor of(const TensorView& view, std::shared_ptr<void> owner);
 
   Device device() const { return device_; }
