@@ -32,7 +32,7 @@ def documented():
             yield pytest.param(text, id=name)
 
 
-@pytest.mark.parametrize("text", sorted(documented(), key=lambda param: param.id))
+@pytest.mark.parametrize("text", sorted(documented(), key=lambda each: each.id))
 def test_docstring(text, tmp_path):
     names = {"halfbyte": halfbyte, "np": np, "model": MODEL, "output": tmp_path / "output", "second": tmp_path / "second"}
     problems = []
