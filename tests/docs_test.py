@@ -1,13 +1,16 @@
-"""What the pages say compiles and exists: every block of C++ and C of README.md and docs/, the programs and tests that
-docs/migrating.md names.
+"""What the pages say compiles, runs and exists: every block of C++, C and Python of README.md and docs/, the programs and
+tests that docs/migrating.md names.
 
 A block is part of a program. What it uses and does not declare, a comment in front of it declares, which readers do not
-see: <!-- compile: DECLARATIONS -->. `...` stands for code that is left out.
+see: <!-- compile: DECLARATIONS -->. `...` stands for code that is left out. The blocks of Python of a page are one program;
+they run where the package is built.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,20 @@ def test_blocks_compile(match, tmp_path):
     compiler = [os.environ.get("CXX", "c++"), "-std=c++20"] if is_cpp else [os.environ.get("CC", "cc"), "-std=c99", "-pedantic"]
     result = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr + source.read_text()
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("halfbyte") is None, reason="the Python package is not built")
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.name)
+def test_blocks_run(page, tmp_path):
+    program = "\n".join(PYTHON.findall(page.read_text()))
+    if re.search(r"^\s*(import|from) torch|halfbyte\.torch", program, re.MULTILINE):
+        pytest.importorskip("torch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    result = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
 
 
 def test_migrating_names_what_there_is():

@@ -61,6 +61,19 @@ def _plan(of: type, device: str, num_threads: int, descriptor: Any) -> Any:
     return of.select(device, descriptor, num_threads=num_threads)
 
 
+@functools.lru_cache(maxsize=256)
+def _products(spec, n, k, dtype, transposed, bias, accumulate, device, num_threads) -> _core.QgemmPlans:
+    return _core.QgemmPlans(spec, n, k, dtype, transposed=transposed, bias=bias, accumulate=accumulate, device=device,
+                            num_threads=num_threads)  # fmt: skip
+
+
+def _product(extents: tuple) -> int:
+    product = 1
+    for extent in extents:
+        product *= extent
+    return product
+
+
 def _dtype_of(array: Any, name: str) -> str | None:
     return None if array is None else _core._describe(array, name)[1]
 
@@ -369,10 +382,7 @@ def affine_init(
     w = _core._contiguous(w, "w")
     shape, dtype, _ = _core._describe(w, "w")
     cols = shape[-1] if shape else 1
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    d = _descriptor(AffineQdqDescriptor, rows=rows, cols=cols, dtype=dtype, **fields)
+    d = _descriptor(AffineQdqDescriptor, rows=_product(shape[:-1]), cols=cols, dtype=dtype, **fields)
     codes = _new(w, "u8", d.code_shape)
     scales, biases = (_new(w, d.scale_dtype, d.scale_shape) for _ in range(2))
     _run(_core.AffineInitPlan, d, w, stream, num_threads, check, w=w, codes=codes, scales=scales, biases=biases)
@@ -462,21 +472,16 @@ def qgemm(
     if not isinstance(weight, PackedTensor):
         raise TypeError(f"weight must be a PackedTensor, got {type(weight).__name__}")
     x = _core._contiguous(x, "x")
-    shape, dtype, _ = _core._describe(x, "x")
+    shape, dtype, device = _core._describe(x, "x")
     n, k = weight.rows, weight.cols
-    inner, outer = (n, k) if transposed else (k, n)
-    if not shape or shape[-1] != inner:
-        text = f"qgemm: x must have the shape [..., {inner}], got {list(shape)}"
-        raise make_error(text, 2, "invalid-argument", "x", f"[..., {inner}]", str(list(shape)))
-    if accumulate and out is None:
-        raise make_error("qgemm: accumulate needs out", 2, "invalid-argument", "out", "an array", "None")
-    m = 1
-    for extent in shape[:-1]:
-        m *= extent
+    if math == "auto" and not variant:
+        plans = _products(weight.spec, n, k, dtype, transposed, bias is not None, accumulate, device, num_threads)
+        return plans(x, weight, bias, out, stream)
+    m = _product(shape[:-1])
     d = _descriptor(QgemmDescriptor, spec=weight.spec, m=m, n=n, k=k, transposed=transposed, dtype=dtype,
                     bias=bias is not None, accumulate=accumulate, math=math, variant=variant)  # fmt: skip
+    outer = k if transposed else n
     y = _new(x, dtype, (*shape[:-1], outer), out)
-    rows = x if len(shape) == 2 else x.reshape(m, inner)
-    to = y if len(shape) == 2 else y.reshape(m, outer)
+    rows, to = (each if len(shape) == 2 else each.reshape(m, -1) for each in (x, y))
     _run(_core.QgemmPlan, d, x, stream, num_threads, x=rows, weight=weight.data, bias=bias, y=to)
     return _core._give_back(x, y) if out is None else out

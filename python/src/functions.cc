@@ -338,7 +338,10 @@ void bind_functions(nb::module_& module) {
       nb::sig("def double_dequantize(codes: object, absmax: object, offset: float, map: object = None) -> "
               "object"),
       "The scales (f32) again: map[codes] * absmax of the block of 256 + offset. map: f32 [256]; None: "
-      "double_quant_map().");
+      "double_quant_map().\n\n"
+      "    >>> zero = np.array([127], np.uint8)\n"
+      "    >>> halfbyte.double_dequantize(zero, np.array([8], np.float32), 0.5)\n"
+      "    array([0.5], dtype=float32)");
   module.def("double_quant_map", &map_array, nb::sig("def double_quant_map() -> object"),
              "The 256 values of 8-bit scales, f32, ascending, as bitsandbytes has them; a copy.\n\n"
              "    >>> halfbyte.double_quant_map()[[0, 127, 255]].round(3).tolist()\n"

@@ -44,4 +44,5 @@ NB_MODULE(_core, module) {
   bind_observers(module);
   bind_system(module);
   bind_products(module);
+  bind_checkpoints(module);
 }

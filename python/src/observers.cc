@@ -153,7 +153,10 @@ void bind_observers(nb::module_& module) {
       nb::arg("min"), nb::arg("max"), nb::arg("num_batches"), nb::arg("stream") = nb::none(),
       nb::sig("def load_observer(min: object, max: object, num_batches: object, stream: object = None) -> "
               "ObserverState"),
-      "What the arrays of a state hold, as plain values. Waits for the stream.");
+      "What the arrays of a state hold, as plain values. Waits for the stream.\n\n"
+      "    >>> state = halfbyte.observe(np.array([1, -2], np.float32))\n"
+      "    >>> halfbyte.load_observer(*state)\n"
+      "    ObserverState(min=[-2.0], max=[1.0], dtype='f32', num_batches=[1])");
   module.def(
       "store_observer",
       [](const ObserverState& state, nb::handle min, nb::handle max, nb::handle num_batches,
@@ -166,7 +169,11 @@ void bind_observers(nb::module_& module) {
       nb::arg("stream") = nb::none(),
       nb::sig("def store_observer(state: ObserverState, min: object, max: object, num_batches: object, "
               "stream: object = None) -> None"),
-      "The reverse of load_observer. Raises ValueError for arrays that do not fit the state.");
+      "The reverse of load_observer. Raises ValueError for arrays that do not fit the state.\n\n"
+      "    >>> arrays = np.zeros(1, np.float32), np.zeros(1, np.float32), np.array(0)\n"
+      "    >>> halfbyte.store_observer(halfbyte.ObserverState([-1.0], [2.0], num_batches=[5]), *arrays)\n"
+      "    >>> [each.tolist() for each in arrays]\n"
+      "    [[-1.0], [2.0], 5]");
 }
 
 }  // namespace halfbyte::python

@@ -63,23 +63,17 @@ Tensor moved(const Tensor& part, const Array& home, Device device, void* stream)
   return to_tensor(to_array(array, "part"));
 }
 
-Device resolve(nb::handle device) { return from_python<Device>(device, "device"); }
-
 Array home_on(const Array& home, Device device) {
   if (home.view.device == device) return home;
   const bool from_cuda = home.framework == Framework::other && device.kind == DeviceKind::cpu;
   return home_of(from_cuda ? Framework::numpy : home.framework, device);
 }
 
-Quantized to_device(const Quantized& self, nb::handle device, nb::handle stream) {
-  const Device to = resolve(device);
+Quantized move_to(const Quantized& self, nb::handle device, nb::handle stream) {
+  const Device to = from_python<Device>(device, "device");
   if (to == self.tensor.device()) return self;
-  Quantized result{self.tensor, home_on(self.home, to), self.error};
-  void* const handle = to_stream(stream, to.kind == DeviceKind::cuda ? result.home : self.home);
-  for (const Part& part : kParts)
-    if (has_part(self.tensor, part))
-      result.tensor.*part.tensor = moved(self.tensor.*part.tensor, self.home, to, handle);
-  return result;
+  const Array home = home_on(self.home, to);
+  return to_device(self, to, to_stream(stream, to.kind == DeviceKind::cuda ? home : self.home));
 }
 
 // ---- Errors against the dense weight
@@ -381,7 +375,7 @@ void bind_quantized(nb::module_& module) {
           nb::arg("stream") = nb::none(),
           nb::sig("def expanded(self, stream: object = None) -> QuantizedTensor"),
           "The same weight without double quantization: its scales are f32. Waits for the stream.")
-      .def("to", &to_device, nb::arg("device"), nb::arg("stream") = nb::none(),
+      .def("to", &move_to, nb::arg("device"), nb::arg("stream") = nb::none(),
            nb::sig("def to(self, device: object, stream: object = None) -> QuantizedTensor"),
            "The same weight on another device: \"cpu\", \"cuda\", \"cuda:1\". Waits for the stream.")
       .def(
@@ -408,8 +402,9 @@ void bind_quantized(nb::module_& module) {
       .def("__repr__", &repr)
       .def("__reduce__", [](const Quantized& self) {
         nb::dict parts;
-        const Quantized host =
-            self.home.framework == Framework::torch ? self : to_device(self, nb::str("cpu"), nb::none());
+        const Quantized host = self.home.framework == Framework::torch
+                                   ? self
+                                   : to_device(self, {}, to_stream(nb::none(), self.home));
         for (const Part& part : kParts)
           if (has_part(host.tensor, part)) parts[part.name] = part_of(host, part);
         if (host.tensor.encoding) parts["encoding"] = to_python(host.tensor.encoding);
@@ -602,7 +597,7 @@ void bind_packed(nb::module_& module) {
       .def(
           "to",
           [](const Packed& self, nb::handle device, nb::handle stream) {
-            const Device to = resolve(device);
+            const Device to = from_python<Device>(device, "device");
             if (to == self.view().device) return self;
             const Array home = home_on(self.home, to);
             void* const handle = to_stream(stream, to.kind == DeviceKind::cuda ? home : self.home);
@@ -655,6 +650,15 @@ Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Arr
       out.is_none() ? empty_beside(like, DType::u8, std::array{num_bytes}) : nb::borrow(out);
   const Array array = to_array(made, "out", true);
   return {PackedTensor::of(spec, rows, cols, to_tensor(array)), home_of(array)};
+}
+
+Quantized to_device(const Quantized& q, Device device, void* stream) {
+  if (device == q.tensor.device()) return q;
+  Quantized result{q.tensor, home_on(q.home, device), q.error};
+  for (const Part& part : kParts)
+    if (has_part(q.tensor, part))
+      result.tensor.*part.tensor = moved(q.tensor.*part.tensor, q.home, device, stream);
+  return result;
 }
 
 std::string text_of(const QuantizationError& error) {

@@ -37,6 +37,8 @@ const Quantized& to_quantized(nb::handle object, const char* name);
 Execution execution_of(int num_threads, nb::handle stream, const Array& like);
 // A packed weight without content beside `like`; its memory is `out`, where that is not None.
 Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out);
+// The same weight on another device, in memory of its framework. Waits for the stream.
+Quantized to_device(const Quantized& q, Device device, void* stream);
 // A row of a report: "relative RMSE 0.0917, SNR 20.8 dB".
 std::string text_of(const QuantizationError& error);
 
@@ -44,5 +46,6 @@ void bind_tensors(nb::module_& module);
 void bind_functions(nb::module_& module);
 void bind_observers(nb::module_& module);
 void bind_system(nb::module_& module);
+void bind_checkpoints(nb::module_& module);
 
 }  // namespace halfbyte::python
