@@ -20,27 +20,27 @@ stage_layers() {  # who may include whom; sources, tests, operations and variant
 
 stage_format() {  # clang-format
   install_packages clang-format-14
-  find include src cli examples tests bench tools cmake -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' \
+  find include src cli python examples tests bench tools cmake -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.c' \
     -o -name '*.cu' -o -name '*.cuh' | sort >"$work/files"
   xargs -P "$(nproc)" -n 20 clang-format-14 --dry-run --Werror <"$work/files"
   echo "$(wc -l <"$work/files") files are formatted"
 }
 
 stage_build() {  # everything compiles, benchmarks and GPU tests too, within the compile-time budget
-  install_packages "${packages[@]}" python3-venv
+  install_packages "${packages[@]}" "${python_packages[@]}"
   configure
   python3 tools/build_times.py build/release cmake --build --preset ci
 }
 
 stage_examples() {  # the installed package: examples, pkg-config, the llama program
-  install_packages "${packages[@]}" python3-venv
+  install_packages "${packages[@]}" "${python_packages[@]}"
   configure
   cmake --build --preset ci --target halfbyte_cli
   run_ctest examples
 }
 
 stage_readers() {  # transformers and mlx-lm load what the tool writes, and the tool what they save
-  install_packages "${packages[@]}" python3-venv
+  install_packages "${packages[@]}" "${python_packages[@]}"
   configure
   cmake --build --preset ci --target halfbyte_cli
   make_readers
@@ -49,8 +49,17 @@ stage_readers() {  # transformers and mlx-lm load what the tool writes, and the 
   "$readers" -m pytest -q -p no:cacheprovider tests/interop "${cells[@]}"
 }
 
+stage_python() {  # the Python package: halfbyte.torch with the torch of the readers; the wheel where there is no compiler
+  install_packages "${packages[@]}" "${python_packages[@]}"
+  configure
+  cmake --build --preset ci --target halfbyte_cli halfbyte_python
+  make_readers
+  PYTHONPATH=build/release/python PYTHONDONTWRITEBYTECODE=1 "$readers" -m pytest -q -p no:cacheprovider tests/torch
+  scripts/wheel.sh
+}
+
 stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
-  install_packages "${packages[@]}" python3-venv
+  install_packages "${packages[@]}" "${python_packages[@]}"
   configure
   # Both from one release of the toolkit: ptxas must not be older than NVRTC.
   HALFBYTE_NVRTC=$(find_in_toolkit "${HALFBYTE_NVRTC:-}" lib64/libnvrtc.so 'lib/libnvrtc.so.*')
@@ -69,7 +78,7 @@ stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
 }
 
 stage_lint() {  # clang-tidy over kernels, changed units, and a part of the others
-  install_packages "${packages[@]}" python3-venv clang-tidy-14
+  install_packages "${packages[@]}" "${python_packages[@]}" clang-tidy-14
   configure
   cmake --build --preset ci --target halfbyte_kernel_configs
   # Not these: clang refuses shared memory of types with initial values, which NVRTC takes.
@@ -104,8 +113,8 @@ find_in_toolkit() {
   done
 }
 
-# The Python of tests/interop, with the readers: that of $HALFBYTE_READERS, or one in the cache, whose name goes by what it has.
-# 3 GB are loaded where the builds of torch for CPUs cannot be reached, a tenth of it otherwise.
+# The Python of tests/interop and tests/torch, with the readers: that of $HALFBYTE_READERS, or one in the cache, whose name goes by
+# what it has. 3 GB are loaded where the builds of torch for CPUs cannot be reached, a tenth of it otherwise.
 make_readers() {
   readers=${HALFBYTE_READERS:-}
   if [[ -n $readers ]]; then return; fi

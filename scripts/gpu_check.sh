@@ -1,26 +1,34 @@
 #!/usr/bin/env bash
 # What needs a GPU, from programs that were built elsewhere: correctness, compute-sanitizer, time, peers.
-#   scripts/gpu_check.sh --bundle [BUILD]
-#       lays out what that takes in build/gpu, from a build directory (build/release)
+#   scripts/gpu_check.sh --bundle [BUILD [PYTHON]]
+#       lays out what that takes in build/gpu, from a build directory (build/release); with the module of the Python package,
+#       if a Python of 3.12 or later is named that has nanobind: it serves these all. Otherwise section python compiles one.
 #   scripts/gpu_check.sh [--from DIR] [--out DIR] [first|second|SECTION...]
 #       runs the sections named, or a half of them, or all, with the programs in DIR (HALFBYTE_BUILD, else
 #       build/gpu), goes on after a failure, ends with a table; exit code 1 if a section failed. Each half ends within ten
 #       minutes. Logs and JSON go to --out (build/gpu_check). Python packages that the machine lacks (bitsandbytes,
 #       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them.
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
-# the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights;
-# packs, which compiles every kernel, some minutes of all CPUs, and runs the tests with these and without NVRTC.
+# the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
+# the tests of the Python package, those of halfbyte.torch too; packs, which compiles every kernel, some minutes of all CPUs, and
+# runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
 bundle() {
-  local build=$1 to=build/gpu
+  local build=$1 python=$2 to=build/gpu
   rm -rf "$to"
   cmake --install "$build" --prefix "$to" >/dev/null
   cmake --install "$build" --prefix "$to" --component bundle >/dev/null
   cmake -S examples -B "$build/examples/gpu" -DCMAKE_PREFIX_PATH="$PWD/$to" -DCMAKE_BUILD_RPATH="\$ORIGIN/../lib" >/dev/null
   cmake --build "$build/examples/gpu" --target llama
   cp "$build/examples/gpu/llama" "$to/bin"
-  rm -rf "$to"/include "$to"/lib/{cmake,pkgconfig} "$to"/lib/*.a
+  if [[ $python ]]; then
+    cmake -S python -B "$build/abi3" -DCMAKE_PREFIX_PATH="$PWD/$to" -DHALFBYTE_PYTHON="$(command -v "$python")" >/dev/null
+    cmake --build "$build/abi3" -j "$(nproc)"
+    cmake --install "$build/abi3" --prefix "$to/python" --component python >/dev/null
+    ln -s ../../lib ../../bin "$to/python/halfbyte"
+  fi
+  rm -rf "$to"/lib/pkgconfig
   cp "$build"/halfbyte_cuda_tests "$to/bin"
   strip "$to"/bin/*
   du -sh "$to"
@@ -31,13 +39,13 @@ chosen=()
 while (($#)); do
   case $1 in
     --bundle)
-      bundle "${2:-build/release}"
+      bundle "${2:-build/release}" "${3-}"
       exit
       ;;
     --from) from=$2 && shift ;;
     --out) out=$2 && shift ;;
     -*)
-      sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+      sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
       exit 2
       ;;
     *) chosen+=("$1") ;;
@@ -123,6 +131,15 @@ section_sanitize() {
 section_engine() {
   python3 -m pytest -q -p no:cacheprovider tests/device_engine_test.py && python3 -m pytest -q -p no:cacheprovider tests/llama_test.py -k cuda
 }
+section_python() {
+  local package=$from/python
+  if [[ ! -d $package ]]; then
+    package=$work/module
+    cmake -S python -B "$package" -DCMAKE_PREFIX_PATH="$from" -DHALFBYTE_PYTHON="$(command -v python3)" || return 1
+    cmake --build "$package" -j "$(nproc)" || return 1
+  fi
+  PYTHONPATH=$package:$PYTHONPATH python3 -m pytest -q -p no:cacheprovider tests/python tests/torch
+}
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
   local peer code result=77
@@ -161,7 +178,7 @@ section_qgemm() {
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240)
+  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
   [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
 sections=()
@@ -176,10 +193,10 @@ readonly deadline=$((SECONDS + allowed))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm}.json "$out"/summary.txt
 table=() failed=0
 export -f run_tests $(compgen -A function section_)
-export tests out work
+export tests from out work
 for section in "${sections[@]}"; do
   say "$section"
   limit=$((deadline - SECONDS < limits[$section] ? deadline - SECONDS : limits[$section]))

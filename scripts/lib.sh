@@ -7,6 +7,8 @@ say() { printf '\n== %s\n' "$*"; }
 # What building takes.
 packages=(g++ cmake ninja-build libhwy-dev libtbb-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libxxhash-dev libgtest-dev pkg-config)
+# The tests and the Python package need Python beside it, with its headers.
+python_packages=(python3-venv python3-dev)
 
 # install_packages NAME...: installs the Debian packages among these that are missing.
 install_packages() {
@@ -26,13 +28,13 @@ install_packages() {
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "${missing[@]}"
 }
 
-# The Python of the tests, with NumPy and pytest.
+# The Python of the tests, with NumPy and pytest, and with what builds and tests the package.
 venv=$PWD/build/venv
 make_venv() {
-  if [[ -x $venv/bin/pytest ]]; then return; fi
+  if "$venv/bin/python" -c "import ml_dtypes, nanobind, numpy, pytest" 2>/dev/null; then return; fi
   say "Python environment: $venv"
   python3 -m venv "$venv"
-  "$venv/bin/pip" install -q numpy pytest
+  "$venv/bin/pip" install -q ml_dtypes "$(grep -o 'nanobind[^"]*' pyproject.toml)" numpy pytest
 }
 
 # What is built and tested: preset ci, in build/release.

@@ -103,9 +103,10 @@ LISTS = [
     # Of tests/interop the stage `readers` runs all.
     (r"src/.*_test\.cc$|tests/(?!interop/|torch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
     (r"(src|cli|bench)/.*\.cc$", "CMakeLists.txt"),
+    (r"python/src/.*\.cc$", "python/CMakeLists.txt"),
     (r"examples/.*\.cc?$", "examples/CMakeLists.txt"),
 ]
-LISTED_BY_NAME = r"tests/\w+_test\.py$|examples/cpp/"
+LISTED_BY_NAME = r"tests/(python/)?\w+_test\.py$|examples/cpp/"
 
 # What is declared or defined, and who must name it: files, and a pattern whose group is a name (without a group: the file
 # is named), then the files of which one must have the pattern with that NAME.
@@ -180,12 +181,14 @@ def forgotten(root):
     for _, list_file in LISTS:
         if (root / list_file).exists():
             words[list_file] = set(re.split(r"[\s()]+", (root / list_file).read_text(encoding="utf-8")))
-    files = [file for folder in ("src", "cli", "bench", "tests", "examples") for file in (root / folder).rglob("*.*")]
+    files = [file for folder in ("src", "cli", "python", "bench", "tests", "examples") for file in (root / folder).rglob("*.*")]
     for path in sorted(file.relative_to(root).as_posix() for file in files):
         list_file = next((list_file for pattern, list_file in LISTS if re.match(pattern, path)), None)
         if list_file not in words:
             continue
-        entry = Path(path).stem if re.match(LISTED_BY_NAME, path) else relpath(path, Path(list_file).parent)
+        entry = relpath(path, Path(list_file).parent)
+        if re.match(LISTED_BY_NAME, path):
+            entry = entry.removesuffix(".py") if list_file.startswith("tests/") else Path(path).stem
         if entry not in words[list_file]:
             yield f"{path}: {list_file} does not list it ({entry})"
 

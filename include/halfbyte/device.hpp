@@ -41,6 +41,12 @@ struct CudaInfo {
 // can be used.
 HALFBYTE_API CudaInfo cuda_info();
 
+// Adds a directory of Python packages, such as the site-packages of the interpreter that this process is, to
+// where NVRTC, cuBLAS and cuBLASLt are looked for: in its nvidia/*/lib, where wheels have them. Only what an
+// environment variable names goes before; the first added is the first looked in. Each library is looked for
+// once in a process: call it before. Throws Error(usage) if the path is not absolute. Thread-safe.
+HALFBYTE_API void add_site_packages(const std::string& directory);
+
 // "cpu", "cuda" or "cuda:1". parse_device throws Error(usage) for other words. It does not check whether the
 // device exists.
 HALFBYTE_API std::string to_string(Device device);

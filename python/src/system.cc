@@ -15,9 +15,17 @@ const char* to_string(FormatKind kind) {
   return kind == FormatKind::table ? "table" : kind == FormatKind::integer ? "integer" : "affine";
 }
 
+// Where this interpreter imports packages from, and so those of CUDA. Only the names are read here.
+void add_packages_of_interpreter() {
+  for (const nb::handle entry : nb::module_::import_("sys").attr("path"))
+    if (std::string directory; nb::try_cast(entry, directory) && directory.starts_with('/'))
+      add_site_packages(directory);
+}
+
 }  // namespace
 
 void bind_system(nb::module_& module) {
+  add_packages_of_interpreter();
   nb::class_<CudaDevice>(module, "CudaDevice", "A CUDA device.")
       .def_ro("index", &CudaDevice::index)
       .def_ro("name", &CudaDevice::name)

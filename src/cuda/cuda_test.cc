@@ -803,6 +803,7 @@ TEST(Nvrtc, search_order) {
   const std::string conda = touch("conda/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
   const std::string user = touch("home/.local/lib/python3.10/site-packages/nvidia/cu13/lib/libnvrtc.so.13");
   const std::string python = touch("python/lib/python3/dist-packages/nvidia/cu13/lib/libnvrtc.so.13");
+  const std::string added = touch("packages/nvidia/cu13/lib/libnvrtc.so.13");
   touch("python/lib/python3/dist-packages/nvidia/cu13/lib/libnvrtc-builtins.so.13.0");
   touch("elsewhere/python3.11");
   fs::create_directory(dir / "python/bin");
@@ -811,11 +812,13 @@ TEST(Nvrtc, search_order) {
       {"CUDA_HOME", dir / "cuda"},     {"VIRTUAL_ENV", dir / "venv"},
       {"CONDA_PREFIX", dir / "conda"}, {"HOME", dir / "home"},
       {"HALFBYTE_NVRTC", ""},          {"PATH", "relative:/none:" + (dir / "python/bin")}};
+  add_site_packages(dir / "packages");
+  expect_error(ErrorCode::usage, "must be absolute, got \"packages\"", [] { add_site_packages("packages"); });
   std::vector<std::string> found = nvrtc_candidates();
   std::erase_if(
       found, [&](const std::string& path) { return path.starts_with('/') && !path.starts_with(dir.path()); });
-  EXPECT_EQ(found, (std::vector<std::string>{"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", home, venv,
-                                             conda, python, user}));
+  EXPECT_EQ(found, (std::vector<std::string>{added, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", home,
+                                             venv, conda, python, user}));
   const SetVariable own("HALFBYTE_NVRTC", "/mine.so");
   EXPECT_EQ(nvrtc_candidates(), std::vector<std::string>{"/mine.so"});
 }

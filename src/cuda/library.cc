@@ -5,8 +5,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <mutex>
 #include <sstream>
 #include <system_error>
+
+#include "core/checks.h"
+#include "halfbyte/device.hpp"
 
 namespace halfbyte::cuda {
 namespace {
@@ -41,13 +45,28 @@ void add_existing(const fs::path& directory, std::span<const char* const> names,
     if (const fs::path path = directory / name; fs::exists(path, error)) candidates.push_back(path);
 }
 
+// What add_site_packages has added.
+struct SitePackages {
+  std::mutex mutex;
+  std::vector<fs::path> directories;
+};
+SitePackages& site_packages() {
+  static SitePackages& added = *new SitePackages;  // never destroyed: threads may ask until the process ends
+  return added;
+}
+
+void add_packages(const fs::path& packages, std::span<const char* const> names,
+                  std::vector<std::string>& candidates) {
+  for (const fs::path& wheel : entries(packages / "nvidia", ""))
+    add_existing(wheel / "lib", names, candidates);
+}
+
 void add_wheels(const fs::path& prefix, std::span<const char* const> names,
                 std::vector<std::string>& candidates) {
   if (!prefix.is_absolute()) return;
   for (const fs::path& python : entries(prefix / "lib", "python3"))
     for (const char* packages : {"site-packages", "dist-packages"})
-      for (const fs::path& wheel : entries(python / packages / "nvidia", ""))
-        add_existing(wheel / "lib", names, candidates);
+      add_packages(python / packages, names, candidates);
 }
 
 }  // namespace
@@ -66,7 +85,13 @@ std::string environment(const char* name) {
 
 std::vector<std::string> library_candidates(const char* variable, std::span<const char* const> names) {
   if (const std::string own = environment(variable); !own.empty()) return {own};
-  std::vector<std::string> candidates(names.begin(), names.end());
+  std::vector<std::string> candidates;
+  {
+    SitePackages& added = site_packages();
+    const std::lock_guard lock(added.mutex);
+    for (const fs::path& packages : added.directories) add_packages(packages, names, candidates);
+  }
+  candidates.insert(candidates.end(), names.begin(), names.end());
   if (const std::string home = environment("CUDA_HOME"); !home.empty())
     add_existing(home + "/lib64", names, candidates);
   add_existing("/usr/local/cuda/lib64", names, candidates);
@@ -81,3 +106,15 @@ std::vector<std::string> library_candidates(const char* variable, std::span<cons
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
 
 }  // namespace halfbyte::cuda
+
+namespace halfbyte {
+
+void add_site_packages(const std::string& directory) {
+  HALFBYTE_CHECK(directory.starts_with('/'), usage,
+                 "add_site_packages: directory must be absolute, got \"{}\"", directory);
+  cuda::SitePackages& added = cuda::site_packages();
+  const std::lock_guard lock(added.mutex);
+  added.directories.emplace_back(directory);
+}
+
+}  // namespace halfbyte

@@ -40,8 +40,9 @@ class Library {
 std::string environment(const char* name);
 
 // Where a library of the CUDA toolkit may be, in search order: the environment variable (then nothing else);
-// its names, as the loader finds them; CUDA_HOME, /usr/local/cuda; the nvidia wheels in the site-packages of
-// VIRTUAL_ENV, CONDA_PREFIX, the python3 on PATH, /usr/local, /usr and ~/.local.
+// the nvidia wheels in what add_site_packages (device.hpp) was given; its names, as the loader finds them;
+// CUDA_HOME, /usr/local/cuda; the nvidia wheels in the site-packages of VIRTUAL_ENV, CONDA_PREFIX, the
+// python3 on PATH, /usr/local, /usr and ~/.local.
 std::vector<std::string> library_candidates(const char* variable, std::span<const char* const> names);
 
 // 13000 -> "13.0": versions of CUDA are 1000 * major + 10 * minor.
