@@ -205,6 +205,14 @@ struct CheckpointReport {
 HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                                   const QuantizeOptions& options);
 
+// What quantize_checkpoint does with the weights of a model in layout halfbyte, by their names, shapes and
+// dtypes, where there are no files: for each why it stays dense, as WeightReport::reason; empty: it is
+// quantized. `config`: the text of config.json; empty: there is none, and names decide. Of the options,
+// include and exclude are looked at. Throws as quantize_checkpoint where these do not fit.
+HALFBYTE_API std::vector<std::string> dense_reasons(const std::string& config,
+                                                    std::span<const Weight> weights,
+                                                    const QuantizeOptions& options);
+
 struct DequantizeOptions {
   std::optional<DType> dtype = {};  // f32, f16, bf16; default: the dtype that each weight had before
   bool dry_run = false;
