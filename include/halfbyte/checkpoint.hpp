@@ -105,6 +105,15 @@ class Checkpoint {
 HALFBYTE_API QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
                                          Device device = {}, Execution execution = {});
 
+// A dense weight, quantized while it is read, in blocks of rows: what quantize() makes of the whole, with
+// little memory besides. Its shape is that of the file. Throws Error(usage) if no weight has the name, if it
+// is quantized or of a dtype that quantize does not take, and as check_spec; spec.double_quant must be false.
+// Error(bad_input), naming the weight, where it is not finite or spec.scale_dtype cannot hold a scale. Waits
+// for execution.stream.
+HALFBYTE_API QuantizedTensor quantize_weight(const Checkpoint& checkpoint, std::string_view name,
+                                             const QuantSpec& spec, const Encoding& encoding = {},
+                                             Device device = {}, Execution execution = {});
+
 struct Progress {
   const char* phase;  // "quantize", "dequantize", "write", "verify", "compare", "sync"
   uint64_t done_bytes;

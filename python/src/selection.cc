@@ -1,6 +1,9 @@
-// Which layers of a model are quantized.
+// Which layers of a model are quantized, and their weights.
+#include <nanobind/stl/string.h>
+
 #include "halfbyte/checkpoint.hpp"
 #include "plans.h"
+#include "tensors.h"
 
 namespace halfbyte::python {
 
