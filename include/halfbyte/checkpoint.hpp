@@ -105,6 +105,15 @@ class Checkpoint {
 HALFBYTE_API QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
                                          Device device = {}, Execution execution = {});
 
+// A dense weight, quantized while it is read, in blocks of rows: what quantize() makes of the whole, with
+// little memory besides. Its shape is that of the file. Throws Error(usage) if no weight has the name, if it
+// is quantized or of a dtype that quantize does not take, and as check_spec; spec.double_quant must be false.
+// Error(bad_input), naming the weight, where it is not finite or spec.scale_dtype cannot hold a scale. Waits
+// for execution.stream.
+HALFBYTE_API QuantizedTensor quantize_weight(const Checkpoint& checkpoint, std::string_view name,
+                                             const QuantSpec& spec, const Encoding& encoding = {},
+                                             Device device = {}, Execution execution = {});
+
 struct Progress {
   const char* phase;  // "quantize", "dequantize", "write", "verify", "compare", "sync"
   uint64_t done_bytes;
@@ -204,6 +213,14 @@ struct CheckpointReport {
 // depends on blocks of rows (and on the scales of double-quantized weights), not on the model.
 HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                                   const QuantizeOptions& options);
+
+// What quantize_checkpoint does with the weights of a model in layout halfbyte, by their names, shapes and
+// dtypes, where there are no files: for each why it stays dense, as WeightReport::reason; empty: it is
+// quantized. `config`: the text of config.json; empty: there is none, and names decide. Of the options,
+// include and exclude are looked at. Throws as quantize_checkpoint where these do not fit.
+HALFBYTE_API std::vector<std::string> dense_reasons(const std::string& config,
+                                                    std::span<const Weight> weights,
+                                                    const QuantizeOptions& options);
 
 struct DequantizeOptions {
   std::optional<DType> dtype = {};  // f32, f16, bf16; default: the dtype that each weight had before

@@ -45,4 +45,5 @@ NB_MODULE(_core, module) {
   bind_system(module);
   bind_products(module);
   bind_checkpoints(module);
+  bind_selection(module);
 }

@@ -22,6 +22,7 @@ void bind_linear_plans(nb::module_& module);
 void bind_training_plans(nb::module_& module);
 void bind_weight_plans(nb::module_& module);
 void bind_products(nb::module_& module);
+void bind_selection(nb::module_& module);
 
 // The memory of a part of a weight: contiguous, of that dtype, at least so many bytes, on that device. Throws
 // Error(usage).

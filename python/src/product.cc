@@ -1,7 +1,5 @@
 // The products of one shape of weights, for any number of rows of x: what layers and the operators of PyTorch
 // call.
-#include <map>
-#include <mutex>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -17,28 +15,13 @@ namespace {
 constexpr int64_t kReleaseGil = int64_t{1} << 24;
 
 struct Products {
-  Device device;
-  QgemmDescriptor descriptor;  // its m is not looked at
-  PlanPreference preference;
+  QgemmPlans plans;
   int64_t weight_bytes;
-  std::map<int64_t, QgemmPlan> plans;
-  std::mutex mutex;
   KeptWorkspaces kept;
 
-  Products(Device on, QgemmDescriptor of, PlanPreference with)
-      : device(on), descriptor(std::move(of)), preference(with) {
-    descriptor.m = 0;
-    check_descriptor(descriptor);
-    weight_bytes = packed_weight_bytes(descriptor.spec, descriptor.n, descriptor.k);
-  }
-  QgemmPlan at(int64_t m) {
-    const std::scoped_lock lock(mutex);
-    const auto found = plans.find(m);
-    if (found != plans.end()) return found->second;
-    QgemmDescriptor of = descriptor;
-    of.m = m;
-    return plans.emplace(m, QgemmPlan::select(device, of, preference)).first->second;
-  }
+  Products(Device device, const QgemmDescriptor& descriptor, int num_threads)
+      : plans(device, descriptor, {num_threads}),
+        weight_bytes(packed_weight_bytes(descriptor.spec, descriptor.n, descriptor.k)) {}
 };
 
 [[noreturn]] void refuse(const char* name, const std::string& rule, const std::string& actual) {
@@ -72,44 +55,40 @@ Array new_rows(const Array& x, const Extents& shape) {
   return to_array(x.source.attr("new_empty")(nb::tuple(to_python(shape))), "out", true);
 }
 
-ConstPackedWeight weight_of(Products& self, nb::handle weight, nb::handle stream, nb::object& owner) {
+ConstPackedWeight weight_of(const Products& self, nb::handle weight, nb::handle stream, nb::object& owner) {
   if (nb::isinstance<PackedTensor>(weight)) {
     const PackedWeight& packed = nb::cast<const PackedTensor&>(weight).view();
     owner = nb::borrow(weight);
     return packed;
   }
+  const QgemmDescriptor& d = self.plans.descriptor();
   Array array = to_array(weight, "weight", false, stream);
   const TensorView& view = array.view;
   const int64_t given = is_contiguous(view) ? contiguous_bytes(view.dtype, view.shape) : -1;
   if (given != self.weight_bytes)
     refuse("weight",
            "be the " + std::to_string(self.weight_bytes) + " contiguous bytes of a packed weight " +
-               halfbyte::python::to_string(self.descriptor.spec) + " [" + std::to_string(self.descriptor.n) +
-               ", " + std::to_string(self.descriptor.k) + "]",
+               halfbyte::python::to_string(d.spec) + " [" + std::to_string(d.n) + ", " + std::to_string(d.k) +
+               "]",
            given < 0 ? "strided memory"
                      : std::to_string(given) + " bytes (" + to_string(view.dtype) + " " +
                            text_of(view.shape) + "): a cast destroys them");
   owner = std::move(array.owner);
-  return {self.descriptor.spec,
-          self.descriptor.n,
-          self.descriptor.k,
-          view.data,
-          view.device,
-          kPackedWeightVersion,
-          given};
+  return {d.spec, d.n, d.k, view.data, view.device, kPackedWeightVersion, given};
 }
 
 nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out,
                     nb::handle stream) {
-  const QgemmDescriptor& d = self.descriptor;
+  const QgemmDescriptor& d = self.plans.descriptor();
+  const Device device = self.plans.device();
   Qgemm::Args args;
   Array rows = to_array(x, "x", false, stream);
   Extents shape = rows.view.shape;
   const int64_t m = fold_rows(rows.view, "x", d.transposed ? d.n : d.k);
   if (rows.view.dtype != d.dtype)
     refuse("x", std::string("be ") + to_string(d.dtype), to_string(rows.view.dtype));
-  if (rows.view.device != self.device)
-    refuse("x", "be on " + halfbyte::to_string(self.device), halfbyte::to_string(rows.view.device));
+  if (rows.view.device != device)
+    refuse("x", "be on " + halfbyte::to_string(device), halfbyte::to_string(rows.view.device));
   args.x = rows.view;
   nb::object weight_owner;
   args.weight = weight_of(self, weight, stream, weight_owner);
@@ -126,8 +105,8 @@ nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle 
   fold_rows(y.view, "out", cols);
   args.y = y.view;
 
-  const QgemmPlan plan = self.at(m);
-  if (self.device.kind == DeviceKind::cpu) {
+  const QgemmPlan plan = self.plans.at(m);
+  if (device.kind == DeviceKind::cpu) {
     if (m * d.n * d.k < kReleaseGil) {
       plan.run(nullptr, {}, args);
     } else {
@@ -137,7 +116,7 @@ nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle 
   } else {
     void* const handle = to_stream(stream, rows);
     const RunWorkspace memory =
-        workspace_of(nb::none(), stream, handle, rows, self.device, plan.workspace_size(), self.kept);
+        workspace_of(nb::none(), stream, handle, rows, device, plan.workspace_size(), self.kept);
     const nb::gil_scoped_release release;
     plan.run(handle, memory.workspace, args);
   }
@@ -215,7 +194,7 @@ void bind_products(nb::module_& module) {
             d.transposed = transposed;
             d.bias = bias;
             d.accumulate = accumulate;
-            new (self) Products(from_python<Device>(device, "device"), std::move(d), {num_threads});
+            new (self) Products(from_python<Device>(device, "device"), d, num_threads);
           },
           nb::arg("spec"), nb::arg("n"), nb::arg("k"), nb::arg("dtype") = "bf16", nb::kw_only(),
           nb::arg("transposed") = false, nb::arg("bias") = false, nb::arg("accumulate") = false,
@@ -239,13 +218,13 @@ void bind_products(nb::module_& module) {
           "dtype. stream: as QgemmPlan.run takes it. Raises ValueError for arrays of other shapes, dtypes or "
           "devices, naming them.")
       .def(
-          "at", [](Products& self, int64_t m) { return PlanClass<Qgemm>::Value{self.at(m)}; }, nb::arg("m"),
-          nb::sig("def at(self, m: int) -> QgemmPlan"), "The plan for m rows.")
+          "at", [](const Products& self, int64_t m) { return PlanClass<Qgemm>::Value{self.plans.at(m)}; },
+          nb::arg("m"), nb::sig("def at(self, m: int) -> QgemmPlan"), "The plan for m rows.")
       .def(
-          "workspace_size", [](Products& self, int64_t m) { return self.at(m).workspace_size(); },
+          "workspace_size", [](const Products& self, int64_t m) { return self.plans.workspace_size(m); },
           nb::arg("m"), "Bytes that the plan for m rows works in.")
-      .def_prop_ro("descriptor", [](const Products& self) { return self.descriptor; })
-      .def_prop_ro("device", [](const Products& self) { return to_python(self.device); })
+      .def_prop_ro("descriptor", [](const Products& self) { return self.plans.descriptor(); })
+      .def_prop_ro("device", [](const Products& self) { return to_python(self.plans.device()); })
       .def_ro("weight_bytes", &Products::weight_bytes, "Bytes of the packed weight.");
   // For halfbyte.torch, whose operators allocate.
   module.def("_double_quantize", [](nb::handle scales, nb::handle codes, nb::handle absmax) {

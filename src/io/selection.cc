@@ -689,4 +689,27 @@ std::vector<ReaderVerdict> reader_verdicts(const Selection& selection, const Lay
 }
 
 }  // namespace io
+
+std::vector<std::string> dense_reasons(const std::string& config, std::span<const Weight> weights,
+                                       const QuantizeOptions& options) {
+  Checkpoint::Impl model;  // without files
+  model.config = config;
+  for (const Weight& weight : weights) {
+    StoredTensor& tensor = model.tensors.emplace_back();
+    tensor.name = weight.name;
+    tensor.dtype = weight.dtype ? to_string(*weight.dtype) : "of another dtype";
+    model.weights.push_back(weight);
+    model.weights.back().parts = {static_cast<int>(model.tensors.size()) - 1};
+  }
+  QuantizeOptions of_names;
+  of_names.layout = Layout::halfbyte;
+  of_names.include = options.include;
+  of_names.exclude = options.exclude;
+  std::vector<std::string> reasons;
+  for (const io::SelectedWeight& weight :
+       io::select_weights(model, io::layout_info(Layout::halfbyte), of_names).weights)
+    reasons.push_back(weight.reason);
+  return reasons;
+}
+
 }  // namespace halfbyte

@@ -1,0 +1,366 @@
+"""Whole models: which layers are quantized, and models from checkpoints."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from ._layouts import Packed
+from ._ops_weight import double_quantize, pack, spec_of, without_double_quant
+from .linear import QuantizedLinear, as_tensor, dtype_of
+
+
+class LayerReport(NamedTuple):
+    """What became of a weight of two axes or more."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: _core.QuantSpec | None  # None: it is dense
+    reason: str  # why it is dense
+    dense_bytes: int
+    num_bytes: int
+
+
+class ModelReport(NamedTuple):
+    """What became of the weights of a model. As a text: a line for the quantized layers, one for each reason."""
+
+    layers: list[LayerReport]
+
+    @property
+    def quantized(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.spec is not None]
+
+    @property
+    def dense(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.spec is None]
+
+    def __str__(self) -> str:
+        groups: dict[str, list[LayerReport]] = {}
+        for layer in self.layers:
+            groups.setdefault(f"{layer.spec}" if layer.spec is not None else f"dense, {layer.reason}", []).append(layer)
+        lines = []
+        for name, layers in groups.items():
+            of, now = sum(layer.dense_bytes for layer in layers), sum(layer.num_bytes for layer in layers)
+            names = layers[0].name if len(layers) == 1 else f"{layers[0].name} and {len(layers) - 1} more"
+            lines.append(f"{name}: {names}, {of / 1e6:.1f} -> {now / 1e6:.1f} MB")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+# ---- Which layers
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """The linear layer of transformers with its weight turned."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _extents(module: nn.Module) -> tuple[int, int]:
+    n, k = module.weight.shape
+    return (k, n) if _is_conv1d(module) else (n, k)
+
+
+def _config_text(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return ""
+    fields = config.to_dict()
+    fields["architectures"] = fields.get("architectures") or [type(model).__name__]
+    return json.dumps(fields, default=str)
+
+
+_WORDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
+
+
+def _names(expressions: Sequence[str] | str | None) -> list[str]:
+    return [expressions] if isinstance(expressions, str) else list(expressions or ())
+
+
+def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
+                  exclude: Sequence[str] | str | None = None) -> dict[str, str]:
+    """Why each weight of two axes or more would stay dense, by its name; empty: it would be quantized. The rule is that
+    of `halfbyte quantize`: by the modules of the model where its config names an architecture that is known, else by
+    names; heads, embeddings and routers stay dense. include, exclude: regular expressions that are searched in the
+    names; include replaces the choice."""
+    owners = {id(parameter): [] for parameter in model.parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)].append(name)
+    weights = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
+               if parameter.dim() >= 2]
+    reasons = _core._dense_reasons(_config_text(model), [
+        (name, list(of.shape), _WORDS.get(of.dtype)) for name, of in weights], _names(include), _names(exclude))
+    result = {}
+    for (name, parameter), reason in zip(weights, reasons):
+        module = model.get_submodule(name.rpartition(".")[0])
+        others = [other for other in owners[id(parameter)] if other != name]
+        if not reason and others:
+            reason = f"shared with {others[0]}"
+        elif not reason and not (name.endswith("weight") and (type(module) is nn.Linear or _is_conv1d(module))):
+            reason = f"of {type(module).__name__}, not nn.Linear"
+        result[name] = reason
+    return result
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _of_linear(module: nn.Module, spec: _core.QuantSpec, device: object, options: dict) -> QuantizedLinear:
+    if module.weight.is_meta:
+        n, k = _extents(module)
+        from .linear import linear_class
+        return linear_class(spec)(k, n, module.bias is not None, spec=spec, device="meta", dtype=module.weight.dtype,
+                                  **options).train(module.training)
+    if _is_conv1d(module):
+        turned = nn.Linear(1, 1, device="meta")
+        turned.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+        turned.bias = module.bias
+        module = turned.train(module.training)
+    return QuantizedLinear.from_linear(module, spec, device=device, **options)
+
+
+def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, include: Sequence[str] | str | None = None,
+                   exclude: Sequence[str] | str | None = None, lora_rank: int = 0, lora_alpha: float | None = None,
+                   storage_dtype: torch.dtype = torch.uint8, device: torch.device | str | None = None) -> ModelReport:
+    """Replaces the linear layers of a model, in place, by quantized ones, one after the other: each dense weight is
+    freed before the next is touched. The choice is that of `halfbyte quantize`; see dense_reasons. device: of the new
+    layers; None: that of each. On the meta device nothing is computed. Raises ValueError, before any layer is
+    replaced, for a spec that cannot hold one of them.
+
+        >>> import torch, halfbyte.torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> halfbyte.torch.replace_linear(model, "int8", exclude="2")
+        int8: 0.weight, 0.0 -> 0.0 MB
+        dense, excluded: 2.weight, 0.0 -> 0.0 MB
+    """
+    spec = spec_of(str(_core.QuantSpec.parse(str(spec))))
+    options = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "storage_dtype": storage_dtype}
+    reasons = dense_reasons(model, include, exclude)
+    for name, reason in reasons.items():
+        if not reason:
+            spec.packed_bytes(*_extents(model.get_submodule(name.rpartition(".")[0])))
+    layers = []
+    for name, reason in reasons.items():
+        path = name.rpartition(".")[0]
+        module = model.get_submodule(path)
+        weight = model.get_parameter(name)
+        shape, size = tuple(weight.shape), _bytes_of(weight)
+        del weight
+        if reason:
+            layers.append(LayerReport(name, shape, None, reason, size, size))
+            continue
+        layer = _of_linear(module, spec, device, options)
+        _put(model, path, layer)
+        del module
+        layers.append(LayerReport(name, shape, spec, "", size, _bytes_of(layer.weight)))
+    return ModelReport(layers)
+
+
+# ---- From a checkpoint
+
+
+def _snapshot(path: str) -> str:
+    """A directory: itself, or the snapshot of a model in the cache of the hub."""
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise ValueError(f"a model must be a directory with config.json, got the file {path}")
+    from huggingface_hub import snapshot_download
+    return snapshot_download(path, local_files_only=True)
+
+
+def _empty_model(path: str, dtype: torch.dtype | None) -> nn.Module:
+    """The model of transformers, on the meta device."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    names = config.architectures or []
+    if not names or not hasattr(transformers, names[0]):
+        raise ValueError(f"{path}: config.json names no class of transformers in \"architectures\", but {names}")
+    if hasattr(config, "quantization_config"):  # here the layers are those of halfbyte
+        del config.quantization_config
+    own = config.dtype or torch.get_default_dtype()
+    dtype = dtype or (getattr(torch, own) if isinstance(own, str) else own)
+    with torch.device("meta"):
+        model = getattr(transformers, names[0])._from_config(config, dtype=dtype)
+    return model.eval()
+
+
+class _Loader:
+    """Fills a model on the meta device from a checkpoint."""
+
+    def __init__(self, model: nn.Module, path: str, spec: _core.QuantSpec | None, device: torch.device,
+                 options: dict, reasons: dict[str, str]) -> None:
+        self.model, self.path, self.spec, self.device, self.options = model, path, spec, device, options
+        self.reasons = reasons
+        self.checkpoint = _core.Checkpoint(path)
+        self.weights = {weight.name: weight for weight in self.checkpoint.weights}
+        self.layers: list[LayerReport] = []
+
+    def find(self, name: str):
+        """The weight of a tensor of the model, which may lack the prefix of the base model, or have it."""
+        prefix = getattr(self.model, "base_model_prefix", "") + "."
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if candidate in self.weights:
+                return self.weights[candidate]
+        return None
+
+    def run(self) -> ModelReport:
+        jobs = list(self._jobs())
+        # While one weight is packed, the next is read.
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(jobs[0][0]) if jobs else None
+            for i, (_, finish) in enumerate(jobs):
+                read = following.result()
+                following = reader.submit(jobs[i + 1][0]) if i + 1 < len(jobs) else None
+                finish(read)
+                del read
+        self._fill_buffers()
+        self.model.tie_weights()
+        left = [name for name, of in [*self.model.named_parameters(), *self.model.named_buffers()] if of.is_meta]
+        if left:
+            raise ValueError(f"{self.path}: the checkpoint has no weight {left[0]}"
+                             + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
+                             + f", which {type(self.model).__name__} has")
+        return ModelReport(self.layers)
+
+    def _jobs(self) -> Iterator[tuple[Callable, Callable]]:
+        """For each tensor a function that reads, and one that takes what was read."""
+        for path, module in list(self.model.named_modules()):
+            is_linear = type(module) is nn.Linear or _is_conv1d(module)
+            weight = self.find(path + ".weight") if is_linear else None
+            name = path + ".weight"
+            if weight is not None and weight.layout is not None and self._is_packable(weight):
+                yield (lambda weight=weight: self._load(weight),
+                       lambda q, path=path, module=module: self._put_quantized(path, module, q))
+            elif weight is not None and weight.layout is None and self.spec is not None and not self.reasons[name]:
+                yield (lambda weight=weight, module=module: self._quantize(weight, module),
+                       lambda packed, path=path, module=module: self._put_packed(path, module, packed))
+            else:
+                yield from self._dense_jobs(path, module, module._parameters, "weight" if is_linear else "")
+                continue
+            yield from self._dense_jobs(path, module, {"bias": module.bias}, "")
+        for path, module in list(self.model.named_modules()):
+            kept = {name: of for name, of in module._buffers.items() if name not in module._non_persistent_buffers_set}
+            yield from self._dense_jobs(path, module, kept, "")
+
+    def _dense_jobs(self, path: str, module: nn.Module, tensors: dict, linear: str) -> Iterator[tuple[Callable, Callable]]:
+        for own, tensor in tensors.items():
+            name = f"{path}.{own}" if path else own
+            weight = self.find(name) if tensor is not None else None
+            if weight is None:  # tied to another, or missing: said at the end
+                continue
+            yield (lambda weight=weight, tensor=tensor: self._read(weight, tensor),
+                   lambda read, path=path, own=own, name=name: self._put_dense(path, own, name, read))
+
+    # Reading, in a thread of its own
+
+    def _is_packable(self, weight) -> bool:
+        try:
+            weight.spec.packed_bytes(*weight.shape)
+        except ValueError:
+            return False
+        return weight.note != "act-order"
+
+    def _load(self, weight) -> object:
+        return self.checkpoint.load_weight(weight.name, self.device, framework="torch")
+
+    def _quantize(self, weight, module: nn.Module) -> Packed:
+        from ._ops_weight import quantize_packed
+        n, k = _extents(module)
+        if _is_conv1d(module):
+            dense = self._read(weight, module.weight)
+            return Packed(quantize_packed(dense.t().contiguous(), str(self.spec)), self.spec, n, k)
+        spec = without_double_quant(self.spec)
+        q = _core._quantize_weight(self.checkpoint, weight.name, spec, _core.Encoding(), self.device, 0)
+        if not self.spec.double_quant:
+            return Packed(as_tensor(q.pack().data), self.spec, n, k)
+        codes, zeros = as_tensor(q.codes), as_tensor(q.codes).new_empty(0)
+        scales, nested = double_quantize(as_tensor(q.scales))
+        return Packed(pack(codes, scales, zeros, scales.new_empty(0, dtype=torch.float32), nested, str(self.spec), n, k),
+                      self.spec, n, k)
+
+    def _read(self, weight, like: Tensor) -> Tensor:
+        word = _WORDS.get(like.dtype)
+        if word is None:
+            stored = self.checkpoint.tensors[weight.parts[0]]
+            data = as_tensor(self.checkpoint.read(stored)).view(like.dtype).reshape(like.shape)
+            return data.to(self.device)
+        read = as_tensor(self.checkpoint.load_dense(weight.name, word, device=self.device, framework="torch"))
+        if list(read.shape) != list(like.shape):
+            raise ValueError(f"weight {weight.name} must have the shape {list(like.shape)}, got {list(read.shape)}")
+        return read
+
+    # Placing
+
+    def _put_quantized(self, path: str, module: nn.Module, q: object) -> None:
+        n, k = q.shape
+        if (n, k) != _extents(module):
+            raise ValueError(f"weight {path}.weight must have the shape {list(_extents(module))}, got {[n, k]}")
+        self._put_packed(path, module, Packed(as_tensor(q.pack().data), q.spec, n, k))
+
+    def _put_packed(self, path: str, module: nn.Module, packed: Packed) -> None:
+        layer = QuantizedLinear._of_packed(packed, None, module.weight.dtype, **self.options)
+        if module.bias is not None:
+            layer.bias = module.bias
+        _put(self.model, path, layer.train(module.training))
+        self.layers.append(LayerReport(path + ".weight", tuple(module.weight.shape), packed.spec, "",
+                                       _bytes_of(module.weight), _bytes_of(layer.weight)))
+
+    def _put_dense(self, path: str, own: str, name: str, read: Tensor) -> None:
+        module = self.model.get_submodule(path)
+        if own in module._buffers:
+            module._buffers[own] = read
+            return
+        like = module._parameters[own]
+        module._parameters[own] = nn.Parameter(read, requires_grad=like.requires_grad)
+        if read.dim() >= 2:
+            reason = self.reasons.get(name) or "no packed form of it"
+            self.layers.append(LayerReport(name, tuple(read.shape), None, reason, _bytes_of(read), _bytes_of(read)))
+
+    def _fill_buffers(self) -> None:
+        """Buffers that are computed and not stored, as the frequencies of rotary embeddings."""
+        for module in self.model.modules():
+            empty = [name for name, of in module._buffers.items() if of is not None and of.is_meta]
+            if empty:
+                for name in empty:
+                    module._buffers[name] = torch.zeros_like(module._buffers[name], device=self.device)
+                self.model._init_weights(module)
+
+
+def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.QuantSpec | str | None = "nf4", *,
+                   device: torch.device | str | None = None, include: Sequence[str] | str | None = None,
+                   exclude: Sequence[str] | str | None = None, dtype: torch.dtype | None = None, lora_rank: int = 0,
+                   lora_alpha: float | None = None,
+                   storage_dtype: torch.dtype = torch.uint8) -> tuple[nn.Module, ModelReport]:
+    """A model with quantized linear layers, and the report of replace_linear.
+
+    Of a module: in place, layer by layer, each on `device` (None: its own), where the model is moved in the end. Of a
+    directory with a model of transformers, or of a model in the cache of the hub ("org/name", which is not
+    downloaded): weights go from the file into packed ones in blocks of rows, so that little more memory is needed than
+    that of the result. Weights that the file has quantized, in any layout, are taken exactly as they are, whatever
+    `spec`; None: no other weight is quantized. dtype: of what stays dense; None: that of config.json. device: None:
+    the CPU. Raises ValueError for weights that are missing or do not fit.
+    """
+    options = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "storage_dtype": storage_dtype}
+    if isinstance(model_or_dir, nn.Module):
+        report = replace_linear(model_or_dir, spec, include=include, exclude=exclude, device=device, **options)
+        model_or_dir.to(device=device, dtype=dtype)
+        return model_or_dir, report
+    path = _snapshot(os.fspath(model_or_dir))
+    model = _empty_model(path, dtype)
+    of = None if spec is None else spec_of(str(_core.QuantSpec.parse(str(spec))))
+    loader = _Loader(model, path, of, torch.device("cpu" if device is None else device), options,
+                     dense_reasons(model, include, exclude))
+    return model, loader.run()
