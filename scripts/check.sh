@@ -54,7 +54,7 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   configure
   cmake --build --preset ci --target halfbyte_cli halfbyte_python
   make_readers
-  PYTHONPATH=build/release/python PYTHONDONTWRITEBYTECODE=1 "$readers" -m pytest -q -p no:cacheprovider tests/torch
+  PYTHONPATH=$PWD/build/release/python PYTHONDONTWRITEBYTECODE=1 "$readers" -m pytest -q -p no:cacheprovider tests/torch
   scripts/wheel.sh
 }
 

@@ -17,7 +17,8 @@ fi
 
 # needed DIR...: the libraries that the files there need, and that are not among these.
 needed() {
-  find "$@" -type f \( -name '*.so*' -o -path '*/bin/halfbyte' \) -exec readelf -d {} + | sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p' | sort -u >"$work/needed"
+  find "$@" -type f \( -name '*.so*' -o -path '*/bin/halfbyte' \) -exec readelf -d {} + |
+    sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p' | sort -u >"$work/needed"
   find "$@" -name '*.so*' -printf '%f\n' | sort -u | comm -23 "$work/needed" -
 }
 
