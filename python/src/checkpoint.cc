@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <sstream>
 
 #include "halfbyte/error.hpp"
@@ -26,6 +27,7 @@ struct Callbacks {
   nb::object progress;  // None: nobody asks
   bool is_bar = false;
   std::exception_ptr error;
+  std::chrono::steady_clock::time_point next_look = {};  // for signals, where nobody asks
 
   explicit Callbacks(nb::handle given) {
     if (given.is_none() || given.is(nb::bool_(false))) {
@@ -51,6 +53,11 @@ struct Callbacks {
     error = nullptr;
   }
   bool report(const Progress& at) {
+    if (progress.is_none()) {
+      const auto now = std::chrono::steady_clock::now();
+      if (now < next_look) return true;
+      next_look = now + std::chrono::milliseconds(50);
+    }
     const nb::gil_scoped_acquire gil;
     if (error) return false;
     try {

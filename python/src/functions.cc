@@ -289,7 +289,7 @@ void bind_flat(nb::module_& module) {
       nb::arg("group_size") = 64,
       nb::sig("def from_flat(shape: Sequence[int], codes: object, scales: object, zeros: object = None, *, "
               "format: str = 'int4', symmetric: bool = True, group_size: int = 64) -> "
-              "halfbyte._values.Conversion"),
+              "Conversion"),
       "A weight of this shape from a flat buffer of 4-bit codes (int4 or nf4), in host memory, with zero "
       "points "
       "in floating point where it is not symmetric: (code - zero) * scale becomes affine4. Granularity flat, "
@@ -366,7 +366,7 @@ void bind_functions(nb::module_& module) {
       "to_linear", &to_linear_arrays, nb::arg("q"), nb::kw_only(), nb::arg("num_threads") = 0,
       nb::arg("stream") = nb::none(),
       nb::sig("def to_linear(q: QuantizedTensor, *, num_threads: int = 0, stream: object = None) -> "
-              "halfbyte._values.LinearCodes"),
+              "LinearCodes"),
       "The reverse: (descriptor, codes, scale, zero_point) for integer plans; zero_point is None where q is "
       "symmetric. Exact for every integer format. Codes of int4 are bytes [..., ceil(cols / 2)]. Raises "
       "ValueError for other formats and for double quantization (see expanded).\n\n"
@@ -383,7 +383,7 @@ void bind_functions(nb::module_& module) {
       nb::arg("min"), nb::arg("max"), nb::arg("config") = QParamsConfig{}, nb::arg("scale_dtype") = "f32",
       nb::arg("dtype") = "f32",
       nb::sig("def compute_qparams(min: float, max: float, config: QParamsConfig = ..., "
-              "scale_dtype: object = 'f32', dtype: object = 'f32') -> halfbyte._values.QParams"),
+              "scale_dtype: object = 'f32', dtype: object = 'f32') -> QParams"),
       "The (scale, zero_point) of integer codes for a range of values, as all ops compute them. Raises "
       "Error (BAD_INPUT) if the range is not finite, min > max, or scale_dtype cannot hold the scale.\n\n"
       "    >>> halfbyte.compute_qparams(-1, 2, halfbyte.QParamsConfig.of_bits(4, asymmetric=True))\n"
@@ -392,7 +392,7 @@ void bind_functions(nb::module_& module) {
       "value_range", &range_of, nb::arg("x"), nb::kw_only(), nb::arg("num_threads") = 0,
       nb::arg("stream") = nb::none(),
       nb::sig("def value_range(x: object, *, num_threads: int = 0, stream: object = None) -> "
-              "halfbyte._values.ValueRange"),
+              "ValueRange"),
       "The smallest and largest finite value of x (floating, any shape); inf and -inf if there is none.\n\n"
       "    >>> halfbyte.value_range(np.array([1, np.nan, -2], np.float32))\n"
       "    ValueRange(min=-2.0, max=1.0, num_nonfinite=1, first_nonfinite=1)");

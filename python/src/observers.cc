@@ -102,7 +102,7 @@ void bind_state(nb::module_& module) {
           },
           nb::arg("config"), nb::arg("scale_dtype") = "f32",
           nb::sig("def qparams(self, config: QParamsConfig, scale_dtype: object = 'f32') -> "
-                  "list[halfbyte._values.QParams]"),
+                  "list[QParams]"),
           "The (scale, zero_point) of every group. Raises ValueError if a group has seen nothing.")
       .def(
           "__eq__",

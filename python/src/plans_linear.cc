@@ -41,7 +41,13 @@ void bind_linear_plans(nb::module_& module) {
     PlanClass<QuantizeLinear> plan(
         module, "QuantizeLinearPlan",
         "q = clamp(rne(x / scale) + zero_point, q_min, q_max). x -> codes; scale and "
-        "zero_point are read, and written where the descriptor has computed=True. Nothing overlaps.");
+        "zero_point are read, and written where the descriptor has computed=True. Nothing overlaps.\n\n"
+        "    >>> plan = halfbyte.QuantizeLinearPlan.select(\"cpu\", halfbyte.LinearDescriptor(shape=[3]))\n"
+        "    >>> x, scale, codes = np.array([1, -2, 3], np.float32), np.array(0.5, np.float32), np.empty(3, "
+        "np.int8)\n"
+        "    >>> plan.run(x=x, scale=scale, codes=codes)\n"
+        "    >>> codes\n"
+        "    array([ 2, -4,  6], dtype=int8)");
     plan.read("x", &Args::x).write("scale", &Args::scale);
     add_codes(plan, "codes", &Args::codes, true, false);
     add_codes(plan, "zero_point", &Args::zero_point, true, true);
@@ -51,8 +57,14 @@ void bind_linear_plans(nb::module_& module) {
   }
   {
     using Args = DequantizeLinear::Args;
-    PlanClass<DequantizeLinear> plan(module, "DequantizeLinearPlan",
-                                     "y = (q - zero_point) * scale. Nothing overlaps.");
+    PlanClass<DequantizeLinear> plan(
+        module, "DequantizeLinearPlan",
+        "y = (q - zero_point) * scale. Nothing overlaps.\n\n"
+        "    >>> plan = halfbyte.DequantizeLinearPlan.select(\"cpu\", halfbyte.LinearDescriptor(shape=[3]))\n"
+        "    >>> y = np.empty(3, np.float32)\n"
+        "    >>> plan.run(codes=np.array([2, -4, 6], np.int8), scale=np.array(0.5, np.float32), y=y)\n"
+        "    >>> y\n"
+        "    array([ 1., -2.,  3.], dtype=float32)");
     plan.read("scale", &Args::scale).write("y", &Args::y);
     add_codes(plan, "codes", &Args::codes, false, false);
     add_codes(plan, "zero_point", &Args::zero_point, false, true);
@@ -62,9 +74,16 @@ void bind_linear_plans(nb::module_& module) {
   }
   {
     using Args = QuantizeLinearBackward::Args;
-    PlanClass<QuantizeLinearBackward> plan(module, "QuantizeLinearBackwardPlan",
-                                           "The straight-through estimator: dx = dy where q_min <= rne(x / "
-                                           "scale) + zero_point <= q_max, else 0. dx may be dy.");
+    PlanClass<QuantizeLinearBackward> plan(
+        module, "QuantizeLinearBackwardPlan",
+        "The straight-through estimator: dx = dy where q_min <= rne(x / "
+        "scale) + zero_point <= q_max, else 0. dx may be dy.\n\n"
+        "    >>> plan = halfbyte.QuantizeLinearBackwardPlan.select(\"cpu\", "
+        "halfbyte.LinearDescriptor(shape=[2]))\n"
+        "    >>> dy = np.ones(2, np.float32)\n"
+        "    >>> plan.run(x=np.array([1, 200], np.float32), dy=dy, scale=np.array(1, np.float32), dx=dy)\n"
+        "    >>> dy\n"
+        "    array([1., 0.], dtype=float32)");
     plan.read("x", &Args::x).read("dy", &Args::dy).read("scale", &Args::scale).write("dx", &Args::dx);
     add_codes(plan, "zero_point", &Args::zero_point, false, true);
     plan.done(
@@ -73,8 +92,16 @@ void bind_linear_plans(nb::module_& module) {
   }
   {
     using Args = Observe::Args;
-    PlanClass<Observe> plan(module, "ObservePlan",
-                            "Adds a batch x to the state min, max, num_batches, which are read and written.");
+    PlanClass<Observe> plan(
+        module, "ObservePlan",
+        "Adds a batch x to the state min, max, num_batches, which are read and written.\n\n"
+        "    >>> plan = halfbyte.ObservePlan.select(\"cpu\", halfbyte.ObserveDescriptor(shape=[2]))\n"
+        "    >>> low, high, count = np.empty((), np.float32), np.empty((), np.float32), np.empty((), "
+        "np.int64)\n"
+        "    >>> halfbyte.reset_observer(low, high, count)\n"
+        "    >>> plan.run(x=np.array([1, -2], np.float32), min=low, max=high, num_batches=count)\n"
+        "    >>> low.item(), high.item(), count.item()\n"
+        "    (-2.0, 1.0, 1)");
     plan.read("x", &Args::x)
         .write("min", &Args::min)
         .write("max", &Args::max)
@@ -85,7 +112,14 @@ void bind_linear_plans(nb::module_& module) {
   }
   {
     using Args = ComputeQParams::Args;
-    PlanClass<ComputeQParams> plan(module, "ComputeQParamsPlan", "min, max -> scale, zero_point.");
+    PlanClass<ComputeQParams> plan(
+        module, "ComputeQParamsPlan",
+        "min, max -> scale, zero_point.\n\n"
+        "    >>> plan = halfbyte.ComputeQParamsPlan.select(\"cpu\", halfbyte.QParamsDescriptor(shape=[1]))\n"
+        "    >>> scale = np.empty(1, np.float32)\n"
+        "    >>> plan.run(min=np.array([-127], np.float32), max=np.array([3], np.float32), scale=scale)\n"
+        "    >>> scale\n"
+        "    array([1.], dtype=float32)");
     plan.read("min", &Args::min)
         .read("max", &Args::max)
         .write("scale", &Args::scale)

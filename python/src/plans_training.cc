@@ -23,7 +23,14 @@ void bind_training_plans(nb::module_& module) {
         module, "FakeQuantizePlan",
         "x -> y, rounded to the values of a quantized tensor. y may be x. scale and zero_point are written "
         "where the "
-        "descriptor has computed=True; mask, min, max and num_batches belong to descriptors that have them.");
+        "descriptor has computed=True; mask, min, max and num_batches belong to descriptors that have "
+        "them.\n\n"
+        "    >>> plan = halfbyte.FakeQuantizePlan.select(\"cpu\", "
+        "halfbyte.FakeQuantizeDescriptor(shape=[2]))\n"
+        "    >>> x = np.array([0.3, 9.0], np.float32)\n"
+        "    >>> plan.run(x=x, y=x, scale=np.array(0.5, np.float32))\n"
+        "    >>> x\n"
+        "    array([0.5, 3.5], dtype=float32)");
     plan.read("x", &Args::x)
         .write("y", &Args::y)
         .write("scale", &Args::scale)
@@ -41,7 +48,14 @@ void bind_training_plans(nb::module_& module) {
     using Args = FakeQuantizeBackward::Args;
     PlanClass<FakeQuantizeBackward> plan(
         module, "FakeQuantizeBackwardPlan",
-        "The straight-through estimator: x (or mask), dy -> dx. dx may be dy.");
+        "The straight-through estimator: x (or mask), dy -> dx. dx may be dy.\n\n"
+        "    >>> plan = halfbyte.FakeQuantizeBackwardPlan.select(\"cpu\", "
+        "halfbyte.FakeQuantizeDescriptor(shape=[2]))\n"
+        "    >>> dx = np.empty(2, np.float32)\n"
+        "    >>> x, scale = np.array([0.3, 9.0], np.float32), np.array(0.5, np.float32)\n"
+        "    >>> plan.run(x=x, dy=np.ones(2, np.float32), scale=scale, dx=dx)\n"
+        "    >>> dx\n"
+        "    array([1., 0.], dtype=float32)");
     plan.read("x", &Args::x).read("mask", &Args::mask).read("dy", &Args::dy).read("scale", &Args::scale);
     plan.read("zero_point", &Args::zero_point).write("dx", &Args::dx);
     plan.done(
@@ -51,9 +65,17 @@ void bind_training_plans(nb::module_& module) {
   }
   {
     using Args = FakeQuantizeLearnedBackward::Args;
-    PlanClass<FakeQuantizeLearnedBackward> plan(module, "FakeQuantizeLearnedBackwardPlan",
-                                                "x, dy -> dx and the gradients of scale and zero point (LSQ, "
-                                                "arXiv:1902.08153; LSQ+, arXiv:2004.09576). dx may be dy.");
+    PlanClass<FakeQuantizeLearnedBackward> plan(
+        module, "FakeQuantizeLearnedBackwardPlan",
+        "x, dy -> dx and the gradients of scale and zero point (LSQ, "
+        "arXiv:1902.08153; LSQ+, arXiv:2004.09576). dx may be dy.\n\n"
+        "    >>> d = halfbyte.FakeQuantizeDescriptor(shape=[2])\n"
+        "    >>> plan = halfbyte.FakeQuantizeLearnedBackwardPlan.select(\"cpu\", d)\n"
+        "    >>> dx, dscale = np.empty(2, np.float32), np.empty((), np.float32)\n"
+        "    >>> x, scale = np.array([0.25, 9.0], np.float32), np.array(1, np.float32)\n"
+        "    >>> plan.run(x=x, dy=np.ones(2, np.float32), scale=scale, dx=dx, dscale=dscale)\n"
+        "    >>> dscale.item()\n"
+        "    6.75");
     plan.read("x", &Args::x)
         .read("dy", &Args::dy)
         .read("scale", &Args::scale)
@@ -66,7 +88,16 @@ void bind_training_plans(nb::module_& module) {
   }
   {
     using Args = AffineInit::Args;
-    PlanClass<AffineInit> plan(module, "AffineInitPlan", "w -> codes, scales, biases, group by group.");
+    PlanClass<AffineInit> plan(module, "AffineInitPlan",
+                               "w -> codes, scales, biases, group by group.\n\n"
+                               "    >>> d = halfbyte.AffineQdqDescriptor(rows=1, cols=4, bits=2)\n"
+                               "    >>> plan = halfbyte.AffineInitPlan.select(\"cpu\", d)\n"
+                               "    >>> codes, scales, biases = np.empty(d.code_shape, np.uint8), "
+                               "*np.empty((2, *d.scale_shape), np.float32)\n"
+                               "    >>> plan.run(w=np.array([[1, 2, 3, 4]], np.float32), codes=codes, "
+                               "scales=scales, biases=biases)\n"
+                               "    >>> codes.tolist(), scales.tolist(), biases.tolist()\n"
+                               "    ([[228]], [[1.0]], [[1.0]])");
     plan.read("w", &Args::w)
         .write("codes", &Args::codes)
         .write("scales", &Args::scales)
@@ -77,7 +108,15 @@ void bind_training_plans(nb::module_& module) {
   }
   {
     using Args = AffineQdq::Args;
-    PlanClass<AffineQdq> plan(module, "AffineQdqPlan", "y = codes * scales + biases.");
+    PlanClass<AffineQdq> plan(
+        module, "AffineQdqPlan",
+        "y = codes * scales + biases.\n\n"
+        "    >>> plan = halfbyte.AffineQdqPlan.select(\"cpu\", halfbyte.AffineQdqDescriptor(rows=1, cols=4, "
+        "bits=2))\n"
+        "    >>> y, one = np.empty((1, 4), np.float32), np.ones((1, 1), np.float32)\n"
+        "    >>> plan.run(codes=np.array([[228]], np.uint8), scales=one, biases=one, y=y)\n"
+        "    >>> y\n"
+        "    array([[1., 2., 3., 4.]], dtype=float32)");
     plan.read("codes", &Args::codes)
         .read("scales", &Args::scales)
         .read("biases", &Args::biases)
@@ -88,10 +127,18 @@ void bind_training_plans(nb::module_& module) {
   }
   {
     using Args = AffineQdqBackward::Args;
-    PlanClass<AffineQdqBackward> plan(module, "AffineQdqBackwardPlan",
-                                      "dscales = sum of codes * dy, dbiases = sum of dy over a group; with "
-                                      "descriptor.adam a step of Adam on scales "
-                                      "and biases in the same pass.");
+    PlanClass<AffineQdqBackward> plan(
+        module, "AffineQdqBackwardPlan",
+        "dscales = sum of codes * dy, dbiases = sum of dy over a group; with "
+        "descriptor.adam a step of Adam on scales "
+        "and biases in the same pass.\n\n"
+        "    >>> plan = halfbyte.AffineQdqBackwardPlan.select(\"cpu\", halfbyte.AffineQdqDescriptor(rows=1, "
+        "cols=4, bits=2))\n"
+        "    >>> dscales, dbiases = np.empty((2, 1, 1), np.float32)\n"
+        "    >>> dy = np.ones((1, 4), np.float32)\n"
+        "    >>> plan.run(codes=np.array([[228]], np.uint8), dy=dy, dscales=dscales, dbiases=dbiases)\n"
+        "    >>> dscales.item(), dbiases.item()\n"
+        "    (6.0, 4.0)");
     plan.read("codes", &Args::codes)
         .read("dy", &Args::dy)
         .write("dscales", &Args::dscales)

@@ -40,8 +40,15 @@ void describe(View& view, const QuantizeDescriptor& d) {
 void bind_weight_plans(nb::module_& module) {
   {
     using Args = Quantize::Args;
-    PlanClass<Quantize> plan(module, "QuantizePlan",
-                             "x [rows, cols] -> codes, scales (and zeros, biases), in the native layout.");
+    PlanClass<Quantize> plan(
+        module, "QuantizePlan",
+        "x [rows, cols] -> codes, scales (and zeros, biases), in the native layout.\n\n"
+        "    >>> d = halfbyte.QuantizeDescriptor(spec=\"int8\", rows=1, cols=2)\n"
+        "    >>> plan = halfbyte.QuantizePlan.select(\"cpu\", d)\n"
+        "    >>> codes, scales = np.empty((1, 2), np.uint8), np.empty((1, 1), np.float32)\n"
+        "    >>> plan.run(x=np.array([[1, -127]], np.float32), codes=codes, scales=scales)\n"
+        "    >>> codes.tolist(), scales.tolist()\n"
+        "    ([[129, 1]], [[1.0]])");
     plan.row("x", [](const QuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
       args.x = run.take(value, "x", false).view;
       describe(args.out, d);
@@ -53,8 +60,15 @@ void bind_weight_plans(nb::module_& module) {
   }
   {
     using Args = Dequantize::Args;
-    PlanClass<Dequantize> plan(module, "DequantizePlan",
-                               "codes, scales (and zeros, biases) -> y [rows, cols].");
+    PlanClass<Dequantize> plan(
+        module, "DequantizePlan",
+        "codes, scales (and zeros, biases) -> y [rows, cols].\n\n"
+        "    >>> d = halfbyte.QuantizeDescriptor(spec=\"int8\", rows=1, cols=2, dtype=\"f16\")\n"
+        "    >>> plan = halfbyte.DequantizePlan.select(\"cpu\", d)\n"
+        "    >>> y = np.empty((1, 2), np.float16)\n"
+        "    >>> plan.run(codes=np.array([[129, 1]], np.uint8), scales=np.ones((1, 1), np.float32), y=y)\n"
+        "    >>> y\n"
+        "    array([[   1., -127.]], dtype=float16)");
     plan.row("y", [](const QuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
       args.y = run.take(value, "y", true).view;
       describe(args.in, d);
@@ -66,10 +80,18 @@ void bind_weight_plans(nb::module_& module) {
   }
   {
     using Args = Qgemm::Args;
-    PlanClass<Qgemm> plan(module, "QgemmPlan",
-                          "y = x . W^T (+ bias), or with descriptor.transposed y = x . W. The weight is "
-                          "`weight`, the bytes of a packed "
-                          "weight; or, with descriptor.packed = False, the parts of a view.");
+    PlanClass<Qgemm> plan(
+        module, "QgemmPlan",
+        "y = x . W^T (+ bias), or with descriptor.transposed y = x . W. The weight is "
+        "`weight`, the bytes of a packed "
+        "weight; or, with descriptor.packed = False, the parts of a view.\n\n"
+        "    >>> w = halfbyte.quantize(np.eye(64, dtype=np.float32), \"int8\")\n"
+        "    >>> d = halfbyte.QgemmDescriptor(spec=w.spec, m=1, n=64, k=64, dtype=\"f32\")\n"
+        "    >>> plan = halfbyte.QgemmPlan.select(\"cpu\", d)\n"
+        "    >>> x, y = np.ones((1, 64), np.float32), np.empty((1, 64), np.float32)\n"
+        "    >>> plan.run(x=x, weight=w.pack().data, y=y)\n"
+        "    >>> bool((x == y).all())\n"
+        "    True");
     plan.read("x", &Args::x).read("bias", &Args::bias).write("y", &Args::y);
     plan.row("weight", [](const QgemmDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
       const Array& array = run.take(value, "weight", false);

@@ -181,7 +181,11 @@ void bind_products(nb::module_& module) {
       "The products of one shape of packed weights: a plan for each number of rows of x.\n\n"
       "    y[..., n] = x[..., k] . W^T (+ bias[n])    transposed: y[..., k] = x[..., n] . W\n\n"
       "x, bias, y: dtype (bf16, f16, f32), contiguous, on the device. W [n, k] is packed; which "
-      "weight it is, each call says. Threads may share the object.")
+      "weight it is, each call says. Threads may share the object.\n\n"
+      "    >>> w = halfbyte.quantize(np.eye(64, dtype=np.float32), \"int8\").pack()\n"
+      "    >>> plans = halfbyte.QgemmPlans(w.spec, w.rows, w.cols, \"f32\")\n"
+      "    >>> plans(np.ones((2, 3, 64), np.float32), w).shape\n"
+      "    (2, 3, 64)")
       .def(
           "__init__",
           [](Products* self, nb::handle spec, int64_t n, int64_t k, nb::handle dtype, bool transposed,

@@ -87,7 +87,7 @@ void bind_system(nb::module_& module) {
       },
       nb::arg("device"), nb::arg("descriptor"),
       nb::sig("def explain_qgemm(device: object, descriptor: QgemmDescriptor) -> "
-              "list[halfbyte._values.QgemmChoice]"),
+              "list[QgemmChoice]"),
       "The (variant, reason) of each implementation of a product, in the order in which they are tried; "
       "reason: "
       "why it refuses, \"\" if it takes the description.\n\n"
@@ -104,7 +104,7 @@ void bind_system(nb::module_& module) {
               make(each.name, to_string(each.kind), each.bits, halfbyte::to_string(each.default_rule)));
         return list;
       },
-      nb::sig("def all_formats() -> list[halfbyte._values.FormatInfo]"),
+      nb::sig("def all_formats() -> list[FormatInfo]"),
       "The (name, kind, bits, default_rule) of every format.\n\n"
       "    >>> halfbyte.all_formats()[0]\n"
       "    FormatInfo(name='nf4', kind='table', bits=4, default_rule='absmax')");

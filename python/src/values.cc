@@ -62,13 +62,17 @@ void bind_specs(nb::module_& module) {
 
   Fields<Encoding> encoding(
       module, "Encoding",
-      "How codes are chosen: what encoding needs beside the spec. A word for scale_rule will do.");
+      "How codes are chosen: what encoding needs beside the spec. A word for scale_rule will do.\n\n"
+      "    >>> halfbyte.Encoding(\"half-range\", code_scale=\"unrounded\")\n"
+      "    Encoding(scale_rule='half-range', code_scale='unrounded')");
   encoding("scale_rule", &Encoding::scale_rule)("code_scale", &Encoding::code_scale);
   encoding.done("def __init__(self, scale_rule: str | None = None, *, code_scale: str = 'stored') -> None",
                 "scale_rule");
 
   Fields<QParamsConfig> qparams(module, "QParamsConfig",
-                                "How a range of values becomes scale and zero point of integer codes.");
+                                "How a range of values becomes scale and zero point of integer codes.\n\n"
+                                "    >>> halfbyte.QParamsConfig.of_bits(4)\n"
+                                "    QParamsConfig(q_min=-8, q_max=7)");
   qparams("q_min", &QParamsConfig::q_min)("q_max", &QParamsConfig::q_max)(
       "asymmetric", &QParamsConfig::asymmetric)("scale_rule", &QParamsConfig::scale_rule)(
       "eps", &QParamsConfig::eps);
@@ -80,7 +84,9 @@ void bind_specs(nb::module_& module) {
                   "All two's complement codes of 2 to 8 bits.");
 
   Fields<ObserverConfig> observer(module, "ObserverConfig",
-                                  "What an observer records: min-max, moving-average, percentile or mse.");
+                                  "What an observer records: min-max, moving-average, percentile or mse.\n\n"
+                                  "    >>> halfbyte.ObserverConfig(\"percentile\", percentile=99.9)\n"
+                                  "    ObserverConfig(kind='percentile', percentile=99.9)");
   observer("kind", &ObserverConfig::kind)("momentum", &ObserverConfig::momentum)(
       "percentile", &ObserverConfig::percentile)("qparams", &ObserverConfig::qparams);
   observer.done(
@@ -88,7 +94,9 @@ void bind_specs(nb::module_& module) {
       "qparams: QParamsConfig = ...) -> None",
       "kind");
   Fields<AdamStep> adam(module, "AdamStep",
-                        "A step of Adam (Kingma and Ba, 2015), with the formula of PyTorch.");
+                        "A step of Adam (Kingma and Ba, 2015), with the formula of PyTorch.\n\n"
+                        "    >>> halfbyte.AdamStep(learning_rate=1e-4).replace(step=2)\n"
+                        "    AdamStep(learning_rate=0.0001, step=2)");
   adam("learning_rate", &AdamStep::learning_rate)("beta1", &AdamStep::beta1)("beta2", &AdamStep::beta2)(
       "epsilon", &AdamStep::epsilon)("step", &AdamStep::step);
   adam.done(
@@ -98,8 +106,12 @@ void bind_specs(nb::module_& module) {
 
 void bind_descriptors(nb::module_& module) {
   using Linear = LinearDescriptor;
-  Fields<Linear> linear(module, "LinearDescriptor",
-                        "Of quantize_linear, dequantize_linear and their gradient.");
+  Fields<Linear> linear(
+      module, "LinearDescriptor",
+      "Of quantize_linear, dequantize_linear and their gradient.\n\n"
+      "    >>> d = halfbyte.LinearDescriptor(shape=[4, 100], granularity=\"group\", group_size=64)\n"
+      "    >>> d.scale_shape, d.num_levels\n"
+      "    ((4, 2), 256)");
   linear("shape", &Linear::shape)("granularity", &Linear::granularity)("axis", &Linear::axis)(
       "group_size", &Linear::group_size)("q_min", &Linear::q_min)("q_max", &Linear::q_max)(
       "dtype", &Linear::dtype)("code_dtype", &Linear::code_dtype)("scale_dtype", &Linear::scale_dtype)(
@@ -118,7 +130,12 @@ void bind_descriptors(nb::module_& module) {
       .def_prop_ro("num_levels", &Linear::num_levels);
 
   using Fake = FakeQuantizeDescriptor;
-  Fields<Fake> fake(module, "FakeQuantizeDescriptor", "Of fake quantization and its gradients.");
+  Fields<Fake> fake(module, "FakeQuantizeDescriptor",
+                    "Of fake quantization and its gradients.\n\n"
+                    "    >>> d = halfbyte.FakeQuantizeDescriptor(shape=[4, 100], granularity=\"channel\", "
+                    "axis=0, mask=True)\n"
+                    "    >>> d.scale_shape, d.mask_shape\n"
+                    "    ((4,), (4, 13))");
   fake("shape", &Fake::shape)("granularity", &Fake::granularity)("axis", &Fake::axis)(
       "group_size", &Fake::group_size)("format", &Fake::format)("table", &Fake::table)("q_min", &Fake::q_min)(
       "q_max", &Fake::q_max)("dtype", &Fake::dtype)("scale_dtype", &Fake::scale_dtype)(
@@ -140,7 +157,11 @@ void bind_descriptors(nb::module_& module) {
       .def_prop_ro("state_dtype", [](const Fake& self) { return to_python(self.state_dtype()); })
       .def_prop_ro("num_levels", &Fake::num_levels);
 
-  Fields<ObserveDescriptor> observe(module, "ObserveDescriptor", "Of observers.");
+  Fields<ObserveDescriptor> observe(module, "ObserveDescriptor",
+                                    "Of observers.\n\n"
+                                    "    >>> halfbyte.ObserveDescriptor(shape=[4, 100], "
+                                    "granularity=\"channel\", axis=0, observer=\"mse\").count_shape\n"
+                                    "    (4,)");
   observe("shape", &ObserveDescriptor::shape)("granularity", &ObserveDescriptor::granularity)(
       "axis", &ObserveDescriptor::axis)("group_size", &ObserveDescriptor::group_size)(
       "dtype", &ObserveDescriptor::dtype)("observer", &ObserveDescriptor::observer)(
@@ -155,7 +176,10 @@ void bind_descriptors(nb::module_& module) {
       .def_prop_ro("state_dtype",
                    [](const ObserveDescriptor& self) { return to_python(self.state_dtype()); });
 
-  Fields<QParamsDescriptor> qparams(module, "QParamsDescriptor", "Of compute_qparams.");
+  Fields<QParamsDescriptor> qparams(module, "QParamsDescriptor",
+                                    "Of compute_qparams.\n\n"
+                                    "    >>> halfbyte.QParamsDescriptor(shape=[4], scale_dtype=\"f16\")\n"
+                                    "    QParamsDescriptor(shape=(4,), scale_dtype='f16')");
   qparams("shape", &QParamsDescriptor::shape)("config", &QParamsDescriptor::config)(
       "dtype", &QParamsDescriptor::dtype)("scale_dtype", &QParamsDescriptor::scale_dtype)(
       "zero_point_dtype", &QParamsDescriptor::zero_point_dtype);
@@ -165,7 +189,10 @@ void bind_descriptors(nb::module_& module) {
 
   using Affine = AffineQdqDescriptor;
   Fields<Affine> affine(module, "AffineQdqDescriptor",
-                        "Of affine quantization with trained scales and biases (DWQ).");
+                        "Of affine quantization with trained scales and biases (DWQ).\n\n"
+                        "    >>> d = halfbyte.AffineQdqDescriptor(rows=4, cols=128, bits=3)\n"
+                        "    >>> d.code_shape, d.scale_shape\n"
+                        "    ((4, 48), (4, 2))");
   affine("rows", &Affine::rows)("cols", &Affine::cols)("bits", &Affine::bits)(
       "group_size", &Affine::group_size)("packed", &Affine::packed)("dtype", &Affine::dtype)(
       "scale_dtype", &Affine::scale_dtype)("scale_rule", &Affine::scale_rule)("rounding", &Affine::rounding)(
@@ -183,7 +210,11 @@ void bind_descriptors(nb::module_& module) {
       .def_prop_ro("num_levels", &Affine::num_levels);
 
   using Weight = QuantizeDescriptor;
-  Fields<Weight> weight(module, "QuantizeDescriptor", "Of quantize and dequantize.");
+  Fields<Weight> weight(
+      module, "QuantizeDescriptor",
+      "Of quantize and dequantize.\n\n"
+      "    >>> halfbyte.QuantizeDescriptor(spec=\"nf4\", rows=4, cols=128).replace(dtype=\"bf16\")\n"
+      "    QuantizeDescriptor(rows=4, cols=128, dtype='bf16')");
   weight("spec", &Weight::spec)("rows", &Weight::rows)("cols", &Weight::cols)("dtype", &Weight::dtype)(
       "alignment", &Weight::alignment)("encoding", &Weight::encoding);
   weight.done(
@@ -191,7 +222,10 @@ void bind_descriptors(nb::module_& module) {
       "alignment: int = 16, encoding: Encoding | str = ...) -> None");
 
   using Product = QgemmDescriptor;
-  Fields<Product> product(module, "QgemmDescriptor", "Of products with a quantized weight [n, k].");
+  Fields<Product> product(module, "QgemmDescriptor",
+                          "Of products with a quantized weight [n, k].\n\n"
+                          "    >>> halfbyte.QgemmDescriptor(spec=\"int4\", m=1, n=64, k=128)\n"
+                          "    QgemmDescriptor(spec=QuantSpec(format='int4'), m=1, n=64, k=128)");
   product("spec", &Product::spec)("m", &Product::m)("n", &Product::n)("k", &Product::k)(
       "transposed", &Product::transposed)("dtype", &Product::dtype)("packed", &Product::packed)(
       "layout", &Product::layout)("bias", &Product::bias)("accumulate", &Product::accumulate)(

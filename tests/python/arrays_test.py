@@ -152,6 +152,50 @@ def test_bf16_of_ml_dtypes():
     assert pickle.loads(pickle.dumps(q)).scales.dtype == ml_dtypes.bfloat16
 
 
+def test_arrays_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    x = random(5, 130)
+    q, wanted = halfbyte.quantize(jnp.asarray(x), "affine4,scale_dtype=bf16"), halfbyte.quantize(x, "affine4,scale_dtype=bf16")
+    assert q.framework == "dlpack" and q.scales.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(q.codes), wanted.codes) and np.array_equal(np.asarray(q.dequantize()), wanted.dequantize())
+    assert {type(each) for each in (q.codes, q.dequantize(), q.pack().data, halfbyte.quantize_linear(jnp.asarray(x)).codes)} == {type(jnp.asarray(x))}
+    w = halfbyte.quantize(jnp.eye(64), "int8").pack()
+    assert np.array_equal(halfbyte.qgemm(jnp.ones((2, 64)), w), np.ones((2, 64)))
+    assert np.array_equal(pickle.loads(pickle.dumps(q)).codes, wanted.codes)
+    with pytest.raises(ValueError, match="immutable"):
+        q.dequantize(out=jnp.asarray(x))
+
+
+def test_arrays_of_cupy():
+    cupy = pytest.importorskip("cupy")
+    if not halfbyte.cuda_info().usable:
+        pytest.skip("no CUDA device")
+    x = random(64, 192)
+    on_device = cupy.asarray(x)
+    for spec in ("nf4", "int4,asymmetric", "affine4,scale_dtype=f16", "nf4,double_quant"):
+        q, wanted = halfbyte.quantize(on_device, spec), halfbyte.quantize(x, spec)
+        assert q.device == "cuda:0" and type(q.codes) is cupy.ndarray
+        assert np.array_equal(q.codes.get(), wanted.codes) and np.array_equal(q.dequantize().get(), wanted.dequantize())
+        packed = q.pack()
+        assert np.array_equal(packed.data.get(), wanted.pack().data)
+        y = cupy.zeros((3, 64), cupy.float32)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            assert halfbyte.qgemm(cupy.ones((3, 192), cupy.float32), packed, out=y) is y
+            stream.synchronize()
+        assert np.allclose(y.get(), np.ones((3, 192)) @ wanted.dequantize().T, rtol=1e-4, atol=1e-3)
+        host = q.to("cpu")
+        assert type(host.codes) is np.ndarray and np.array_equal(host.codes, wanted.codes)
+        assert np.array_equal(host.to("cuda").to("cpu").codes, wanted.codes)
+        assert np.array_equal(pickle.loads(pickle.dumps(q)).codes, wanted.codes)
+        assert q.error(on_device).relative_rmse == pytest.approx(wanted.error(x).relative_rmse)
+    linear, wanted = halfbyte.quantize_linear(on_device, granularity="channel", axis=0), halfbyte.quantize_linear(x, granularity="channel", axis=0)
+    assert np.array_equal(linear.codes.get(), wanted.codes)
+    assert np.array_equal(halfbyte.dequantize_linear(*linear).get(), halfbyte.dequantize_linear(*wanted))
+    assert np.array_equal(halfbyte.quantize(on_device[::2, ::-1], "int4").codes.get(), halfbyte.quantize(x[::2, ::-1], "int4").codes)
+    with pytest.raises(ValueError):
+        q.dequantize(out=np.zeros((64, 192), np.float32))
+
+
 def test_read_only_and_strided_inputs():
     x = random(64, 130)
     x.flags.writeable = False

@@ -1,5 +1,7 @@
 """The examples in the docstrings of the package run and print what they say."""
 
+import ast
+import builtins
 import doctest
 import inspect
 import pkgutil
@@ -48,5 +50,19 @@ PUBLIC = [name for name in dir(halfbyte) if not name.startswith("_") and not ins
 def test_is_documented(name):
     item = getattr(halfbyte, name)
     assert inspect.getdoc(item), name
-    if inspect.isfunction(item) or inspect.isbuiltin(item) or type(item).__name__ == "nb_func":
+    made = inspect.isclass(item) and name.endswith(("Plan", "Plans", "Descriptor", "Config", "Step", "Encoding", "QuantSpec", "QuantizedTensor", "PackedTensor", "Writer", "Checkpoint"))
+    if made or inspect.isfunction(item) or type(item).__name__ == "nb_func":
         assert ">>>" in inspect.getdoc(item), f"{name} has no example"
+
+
+def test_signatures_name_what_there_is():
+    """Those of the module are texts, which nothing compiles."""
+    stubs = ast.parse((Path(halfbyte._core.__file__).parent / "_core.pyi").read_text())
+    known = set(dir(builtins))
+    for node in stubs.body:
+        known |= {each.asname or each.name for each in getattr(node, "names", ())}
+        known |= {getattr(node, "name", "")}
+    functions = [node for node in ast.walk(stubs) if isinstance(node, ast.FunctionDef)]
+    parts = [part for node in functions for part in (*(each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)), node.returns)]
+    used = {each.id for part in parts if part is not None for each in ast.walk(part) if isinstance(each, ast.Name)}
+    assert used <= known, used - known
