@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Linear layers on one GPU, in one process: dense bf16 nn.Linear, Linear4bit of bitsandbytes, and Linear4bit of halfbyte.
+"""Linear layers on one GPU, in one process: dense bf16 nn.Linear, Linear4bit of bitsandbytes, Linear4bit of halfbyte.
 
-Forward and backward (the gradient of x) at 1, 16, 128, 2048 and 8192 tokens, nf4 in groups of 64, by CUDA events around
-several calls on weights that take turns, so that they come from memory; and the peak memory of a QLoRA step with adapters
-of rank 16. Prints tables, and at the end one JSON line. Exit code 77 where there is no GPU; without bitsandbytes its
+Forward and backward (the gradient of x) at 1, 16, 128, 2048 and 8192 tokens, nf4 in groups of 64, by CUDA events
+around several calls on weights that take turns, so that they come from memory; and the peak memory of a QLoRA step with
+adapters of rank 16. Prints tables, and at the end one JSON line. Exit code 77 where there is no GPU; without bitsandbytes its
 columns stay empty.
 """
 

@@ -254,14 +254,15 @@ class _Loader:
                 yield (weight, lambda weight=weight, module=module: self._quantize(weight, module),
                        lambda packed, path=path, module=module: self._put_packed(path, module, packed))
             else:
-                yield from self._dense_jobs(path, module, module._parameters, "weight" if is_linear else "")
+                yield from self._dense_jobs(path, module, module._parameters)
                 continue
-            yield from self._dense_jobs(path, module, {"bias": module.bias}, "")
+            yield from self._dense_jobs(path, module, {"bias": module.bias})
         for path, module in list(self.model.named_modules()):
             kept = {name: of for name, of in module._buffers.items() if name not in module._non_persistent_buffers_set}
-            yield from self._dense_jobs(path, module, kept, "")
+            yield from self._dense_jobs(path, module, kept)
 
-    def _dense_jobs(self, path: str, module: nn.Module, tensors: dict, linear: str) -> Iterator[tuple[object, Callable, Callable]]:
+    def _dense_jobs(self, path: str, module: nn.Module,
+                    tensors: dict) -> Iterator[tuple[object, Callable, Callable]]:
         for own, tensor in tensors.items():
             name = f"{path}.{own}" if path else own
             weight = self.find(name) if tensor is not None else None
@@ -293,8 +294,8 @@ class _Loader:
             return Packed(as_tensor(q.pack().data), self.spec, n, k)
         codes, zeros = as_tensor(q.codes), as_tensor(q.codes).new_empty(0)
         scales, nested = double_quantize(as_tensor(q.scales))
-        return Packed(pack(codes, scales, zeros, scales.new_empty(0, dtype=torch.float32), nested, str(self.spec), n, k),
-                      self.spec, n, k)
+        biases = zeros.new_empty(0, dtype=torch.float32)
+        return Packed(pack(codes, scales, zeros, biases, nested, str(self.spec), n, k), self.spec, n, k)
 
     def _read(self, weight, like: Tensor) -> Tensor:
         word = _WORDS.get(like.dtype)
