@@ -1,6 +1,5 @@
 // The products of one shape of weights, for any number of rows of x: what layers and the operators of PyTorch
 // call.
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -123,54 +122,34 @@ nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle 
   return out.is_none() ? give_back(rows, y.source) : y.source;
 }
 
-// The parts of a view as arrays by name, and the memory of the packed form. They stay where they are.
-template <class Data>
-struct Parts {
-  BasicWeightView<Data> view;
-  std::vector<Array> arrays;
-
-  Parts(const QuantSpec& spec, int64_t n, int64_t k, Layout layout, Device device, nb::kwargs given) {
-    constexpr bool written = !std::is_const_v<Data>;
-    const WeightViewBytes bytes = weight_view_bytes(spec, n, k, layout);
-    const DType scale_dtype = spec.double_quant ? DType::u8 : spec.scale_dtype;
-    view.spec = spec;
-    view.rows = n;
-    view.cols = k;
-    view.layout = layout;
-    view.device = device;
-    const auto take = [&](const char* name, auto& data, std::optional<DType> dtype, int64_t num_bytes) {
-      if (num_bytes == 0 || !given.contains(name)) return;  // reorder says what is missing
-      const Array& array = arrays.emplace_back(to_array(given[name], name, written));
-      data = static_cast<std::remove_reference_t<decltype(data)>>(
-          part_data(array, name, dtype.value_or(array.view.dtype), num_bytes, device));
-    };
-    take("codes", view.codes, {}, bytes.codes);  // in words of any size
-    take("scales", view.scales, scale_dtype, bytes.scales);
-    take("zeros", view.zeros, {}, bytes.zeros);
-    take("biases", view.biases, spec.scale_dtype, bytes.biases);
-    take("absmax", view.absmax, DType::f32, bytes.absmax);
-    take("map", view.map, DType::f32, bytes.map);
-    take("offset", view.offset, DType::f32, bytes.offset);
-  }
-};
-
-template <class Data>
-void reorder_parts(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle layout, nb::handle packed,
-                   nb::kwargs given) {
-  constexpr bool pack = std::is_const_v<Data>;
+// The parts of a packed weight, into arrays by name that the caller has made.
+void unpack_into(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle packed, nb::kwargs parts) {
   const auto spec = from_python<QuantSpec>(spec_or_text, "spec");
-  const Array memory = to_array(packed, "packed", pack);
+  const Array memory = to_array(packed, "packed");
+  const Device device = memory.view.device;
   const int64_t num_bytes = packed_weight_bytes(spec, n, k);
-  void* const data = part_data(memory, "packed", memory.view.dtype, num_bytes, memory.view.device);
-  const PackedWeight weight{spec, n, k, data, memory.view.device, kPackedWeightVersion, num_bytes};
-  const Parts<Data> parts(spec, n, k, from_python<Layout>(layout, "layout"), memory.view.device,
-                          std::move(given));
+  const ConstPackedWeight weight{
+      spec,     n, k, part_data(memory, "packed", DType::u8, num_bytes, device), device, kPackedWeightVersion,
+      num_bytes};
+  const WeightViewBytes bytes = weight_view_bytes(spec, n, k, Layout::halfbyte);
+  WeightView view{spec, n, k};
+  view.device = device;
+  std::vector<Array> arrays;
+  const auto take = [&](const char* name, auto& data, DType dtype, int64_t size) {
+    if (size == 0) return;
+    const Array& array = arrays.emplace_back(to_array(parts[name], name, true));
+    data = static_cast<std::remove_reference_t<decltype(data)>>(part_data(array, name, dtype, size, device));
+  };
+  take("codes", view.codes, DType::u8, bytes.codes);
+  take("scales", view.scales, spec.double_quant ? DType::u8 : spec.scale_dtype, bytes.scales);
+  take("zeros", view.zeros, DType::u8, bytes.zeros);
+  take("biases", view.biases, spec.scale_dtype, bytes.biases);
+  take("absmax", view.absmax, DType::f32, bytes.absmax);
+  take("map", view.map, DType::f32, bytes.map);
+  take("offset", view.offset, DType::f32, bytes.offset);
   const Execution execution{0, to_stream(nb::none(), memory)};
   const nb::gil_scoped_release release;
-  if constexpr (pack)
-    reorder(parts.view, weight, execution);
-  else
-    reorder(ConstPackedWeight(weight), parts.view, execution);
+  reorder(weight, view, execution);
 }
 
 }  // namespace
@@ -230,25 +209,7 @@ void bind_products(nb::module_& module) {
       .def_prop_ro("descriptor", [](const Products& self) { return self.plans.descriptor(); })
       .def_prop_ro("device", [](const Products& self) { return to_python(self.plans.device()); })
       .def_ro("weight_bytes", &Products::weight_bytes, "Bytes of the packed weight.");
-  // For halfbyte.torch, whose operators allocate.
-  module.def("_double_quantize", [](nb::handle scales, nb::handle codes, nb::handle absmax) {
-    const Array from = to_array(scales, "scales"), to = to_array(codes, "codes", true),
-                blocks = to_array(absmax, "absmax", true);
-    const int64_t n = num_elements(from.view);
-    DoubleQuantizedView out;
-    out.codes = static_cast<uint8_t*>(part_data(to, "codes", DType::u8, n, {}));
-    out.absmax = static_cast<float*>(
-        part_data(blocks, "absmax", DType::f32, (n + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, {}));
-    double_quantize(static_cast<const float*>(part_data(from, "scales", DType::f32, 4 * n, {})), n, out);
-    return out.offset;
-  });
-  module.def("_double_quant_map", [] {
-    nb::list map;
-    for (int i = 0; i < 256; ++i) map.append(double_quant_map()[i]);
-    return map;
-  });
-  module.def("_pack", &reorder_parts<const void>);
-  module.def("_unpack", &reorder_parts<void>);
+  module.def("_unpack", &unpack_into);  // for halfbyte.torch, whose operators allocate
   module.attr("_packed_version") = kPackedWeightVersion;
 }
 

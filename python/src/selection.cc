@@ -23,6 +23,18 @@ void bind_selection(nb::module_& module) {
                from_python(exclude, "exclude", options.exclude);
                return to_python(dense_reasons(config, of, options));
              });
+  // A dense weight of a Checkpoint as a QuantizedTensor of PyTorch.
+  module.def("_quantize_weight", [](const Checkpoint& checkpoint, const std::string& name, nb::handle spec,
+                                    nb::handle encoding, nb::handle device, int num_threads) {
+    const auto of = from_python<QuantSpec>(spec, "spec");
+    const auto by = from_python<Encoding>(encoding, "encoding");
+    const auto on = from_python<Device>(device, "device");
+    Quantized result{{}, home_of(Framework::torch, on)};
+    void* const stream = to_stream(nb::none(), result.home);
+    const nb::gil_scoped_release release;
+    result.tensor = quantize_weight(checkpoint, name, of, by, on, {num_threads, stream});
+    return result;
+  });
 }
 
 }  // namespace halfbyte::python

@@ -769,6 +769,17 @@ TEST_F(CheckpointTest, SelectsLinearWeights) {
                                                                : "not selected";
     EXPECT_EQ(weight.reason, reason) << weight.name;
   }
+  // The same without the file.
+  options.layout = Layout::halfbyte;
+  const Checkpoint checkpoint = Checkpoint::open(input);
+  for (const std::vector<std::string>& include : {options.include, std::vector<std::string>()}) {
+    options.include = include;
+    std::vector<std::string> reasons;
+    for (const WeightReport& weight : quantize_checkpoint(input, "", options).weights)
+      reasons.push_back(weight.reason);
+    EXPECT_EQ(dense_reasons("", checkpoint.weights(), options), reasons);
+  }
+  options.layout = {};
   options.include = {"f64"};
   expect_error(ErrorCode::usage, "\"f64.weight\", which is F64", [&] { quantized(); });
   options.include = {"nothing"};
@@ -1574,6 +1585,32 @@ void expect_same_directory(const fs::path& a, const fs::path& b) {
   }
   EXPECT_EQ(names[0], names[1]);
   for (const std::string& name : names[0]) EXPECT_TRUE(read_file(a / name) == read_file(b / name)) << name;
+}
+
+TEST_F(CheckpointTest, DenseWeightsAreQuantizedWhileTheyAreRead) {
+  const StoredValues tensor = random_tensor("a.weight", DType::bf16, {3, 211, 1001}, 7);  // several blocks
+  const StoredValues bad =
+      make_tensor("bad.weight", DType::f32, {2, 64}, std::vector<float>(128, std::nanf("")));
+  const Checkpoint checkpoint = Checkpoint::open(write_input({tensor, bad}));
+  std::vector<std::byte> bytes = tensor.bytes;
+  const ConstTensorView x{bytes.data(), DType::bf16, {3, 211, 1001}};
+  for (const QuantSpec& spec :
+       {QuantSpec{.format = Format::nf4},
+        QuantSpec{.format = Format::int3, .asymmetric = true, .group_size = 128},
+        QuantSpec{.format = Format::affine4, .granularity = Granularity::channel, .scale_dtype = DType::bf16},
+        QuantSpec{.format = Format::int8, .granularity = Granularity::tensor},
+        QuantSpec{.format = Format::fp4, .granularity = Granularity::flat, .group_size = 32}})
+    for (const int num_threads : {1, 3}) {
+      const QuantizedTensor q = quantize_weight(checkpoint, "a.weight", spec, {}, {}, {num_threads});
+      expect_same_parts(q, quantize(x, spec));
+      EXPECT_TRUE(q.spec == spec && q.encoding->scale_rule == default_scale_rule(spec));
+    }
+  expect_error(ErrorCode::bad_input,
+               "weight \"bad.weight\" has elements that are not finite, the first at index 0",
+               [&] { quantize_weight(checkpoint, "bad.weight", {}); });
+  expect_error(ErrorCode::usage, "has no weight \"b\"", [&] { quantize_weight(checkpoint, "b", {}); });
+  expect_error(ErrorCode::usage, "spec.double_quant must be false",
+               [&] { quantize_weight(checkpoint, "a.weight", {.double_quant = true}); });
 }
 
 TEST_F(CheckpointTest, ModelsAreWrittenAsTheyWereQuantized) {

@@ -3,3 +3,4 @@
 from ._ops_training import (affine_adam_step, affine_init, affine_qdq, compute_qparams, dequantize_linear, fake_quantize,
                             observe, quantize_linear)
 from .linear import Linear4bit, LinearAffine, LinearInt, MergeReport, QuantizedLinear, linear_class
+from .model import LayerReport, ModelReport, dense_reasons, quantize_model, replace_linear

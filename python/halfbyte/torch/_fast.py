@@ -12,6 +12,7 @@ from ._ops_weight import Shape, qgemm, qgemm_lora, sum_rows
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _num_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -35,8 +36,17 @@ class _Qgemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple:
         (weight,) = ctx.saved_tensors
-        dx = linear(dy, weight, None, ctx.shape, not ctx.transposed) if ctx.needs_input_grad[0] else None
-        return dx, None, sum_rows(dy) if ctx.needs_input_grad[2] else None, None, None
+        of_x, _, of_bias, _, _ = ctx.needs_input_grad
+        dx = None
+        if of_x and (_is_grad_enabled() or type(dy) is not Tensor or _num_modes() != 0):
+            dx = linear(dy, weight, None, ctx.shape, not ctx.transposed)
+        elif of_x:  # nothing else has changed since forward
+            dx = ctx.shape.multiply(dy, weight, None, not ctx.transposed)
+        return dx, None, sum_rows(dy) if of_bias else None, None, None
+
+
+# Of what Function.apply does before it calls this, is_open has answered all.
+_apply_qgemm = super(torch.autograd.Function, _Qgemm).apply
 
 
 class _QgemmLora(torch.autograd.Function):
@@ -54,9 +64,9 @@ class _QgemmLora(torch.autograd.Function):
         x, rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = of_a = of_b = None
         g = torch.mm(rows, b) * ctx.scaling
-        if torch.is_grad_enabled():  # all that is used here is differentiated again
+        if _is_grad_enabled():  # all that is used here is differentiated again
             h = torch.mm(x, a.t()) * ctx.scaling
-        if ctx.needs_input_grad[0] and torch.is_grad_enabled():
+        if ctx.needs_input_grad[0] and _is_grad_enabled():
             dx = linear_lora(dy, weight, None, b.t(), a.t(), ctx.scaling, ctx.shape, not ctx.transposed)
         elif ctx.needs_input_grad[0]:
             dx = torch.mm(g, a).view(*dy.shape[:-1], a.shape[1])
@@ -73,8 +83,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, transpo
     if not is_open(x, weight):
         refuse_sharded(weight)
         return qgemm(x, weight, bias, shape.spec, shape.n, shape.k, transposed)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Qgemm.apply(x, weight, bias, shape, transposed)
+    if _is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _apply_qgemm(x, weight, bias, shape, transposed)
     return shape.multiply(x, weight, bias, transposed)
 
 
@@ -84,7 +94,7 @@ def linear_lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Te
     if not is_open(x, weight):
         refuse_sharded(weight)
         return qgemm_lora(x, weight, bias, a, b, scaling, shape.spec, shape.n, shape.k, transposed)
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         return _QgemmLora.apply(x, weight, bias, a, b, scaling, shape, transposed)
     return shape.multiply_lora(x, weight, bias, a, b, scaling, transposed)[0]
 

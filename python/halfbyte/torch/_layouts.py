@@ -88,8 +88,8 @@ def from_bitsandbytes_state(state: object, data: Tensor) -> Packed:
 
 
 def from_bitsandbytes_keys(tensors: Mapping[str, Tensor]) -> Packed:
-    """Of the tensors of a file: weight, absmax, quant_map, nested_absmax, nested_quant_map, quant_state.bitsandbytes__*;
-    all but the first may have the prefix `weight.`."""
+    """Of the tensors of a file: weight, absmax, quant_map, quant_state.bitsandbytes__*, nested_absmax,
+    nested_quant_map; all but the first may have the prefix `weight.`."""
     tensors = {name.removeprefix("weight."): tensor for name, tensor in tensors.items()}
     data, absmax, book = _take("bitsandbytes", tensors, "weight", "absmax", "quant_map")
     states = [tensor for name, tensor in tensors.items() if name.startswith("quant_state.bitsandbytes__")]
@@ -103,7 +103,8 @@ def from_bitsandbytes_keys(tensors: Mapping[str, Tensor]) -> Packed:
     return from_bitsandbytes(data, absmax, book, state["quant_type"], state["blocksize"], tuple(state["shape"]), nested)
 
 
-def to_bitsandbytes_keys(packed: Tensor, spec: _core.QuantSpec, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def to_bitsandbytes_keys(packed: Tensor, spec: _core.QuantSpec, n: int, k: int,
+                         dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a file of bitsandbytes, which has nf4 and fp4 with groups of one size."""
     flat = spec.granularity == "flat" or (spec.granularity == "group" and k % spec.group_size == 0)
     if spec.format not in ("nf4", "fp4") or not flat or spec.scale_dtype != "f32":

@@ -177,7 +177,7 @@ def _pack(codes: Tensor, scales: Tensor, zeros: Tensor, biases: Tensor, nested: 
           k: int, layout: str = "halfbyte") -> Tensor:
     packed = codes.new_empty([packed_bytes(spec, n, k)], dtype=torch.uint8)
     parts = _present(codes=codes, scales=scales, zeros=zeros, biases=biases, **dict(zip(_NESTED, nested)))
-    _core._pack(spec, n, k, layout, packed, **parts)
+    _core.reorder(spec, n, k, layout, out=packed, **parts)
     return packed
 
 
@@ -213,7 +213,7 @@ def _unpack(weight: Tensor, spec: str, n: int, k: int) -> tuple[Tensor, ...]:
     packed = as_bytes(weight, spec, n, k)
     parts = _empty_unpacked(weight, spec, n, k)
     names = ("codes", "scales", "zeros", "biases", *_NESTED)
-    _core._unpack(spec, n, k, "halfbyte", packed, **_present(**dict(zip(names, parts))))
+    _core._unpack(spec, n, k, packed, **_present(**dict(zip(names, parts))))
     return parts
 
 
@@ -230,11 +230,9 @@ def expand_scales(scales: Tensor, absmax: Tensor, table: Tensor, offset: Tensor)
 
 def double_quantize(scales: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Scales in f32 as codes of 8 bits; absmax, map and offset. Computed on the host."""
-    host = scales.cpu().contiguous()
-    codes, absmax = torch.empty_like(host, dtype=torch.uint8), torch.empty(-(-host.numel() // 256))
-    offset = torch.tensor([_core._double_quantize(host, codes, absmax)], dtype=torch.float32)
-    table = torch.tensor(_core._double_quant_map(), dtype=torch.float32)
-    return codes.to(scales.device), [part.to(scales.device) for part in (absmax, table, offset)]
+    codes, absmax, offset = _core.double_quantize(scales.cpu().contiguous())
+    nested = (absmax, torch.tensor(_core.double_quant_map()), torch.tensor([offset]))
+    return codes.to(scales.device), [part.to(scales.device) for part in nested]
 
 
 def quantize_packed(x: Tensor, spec: str, scale_rule: str | None = None, code_scale: str = "stored") -> Tensor:

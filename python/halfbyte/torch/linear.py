@@ -306,7 +306,8 @@ class QuantizedLinear(nn.Linear):
         lora_rank, lora_alpha, storage_dtype. Raises ValueError for values that are not finite."""
         spec = spec_of(str(_core.QuantSpec.parse(str(cls._default_spec if spec is None else spec))))
         weight = linear.weight.detach()
-        data = quantize_packed(weight.to(weight.device if device is None else device), str(spec), scale_rule, code_scale)
+        on_device = weight.to(weight.device if device is None else device)
+        data = quantize_packed(on_device, str(spec), scale_rule, code_scale)
         layer = cls._of_packed(_layouts.Packed(data, spec, *weight.shape), linear.bias, weight.dtype, **options)
         return layer.train(linear.training)
 

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import _core
 from ._layouts import Packed
-from ._ops_weight import double_quantize, pack, spec_of, without_double_quant
-from .linear import QuantizedLinear, as_tensor, dtype_of
+from ._ops_weight import double_quantize, pack, quantize_packed, spec_of, without_double_quant
+from .linear import QuantizedLinear, as_tensor, linear_class
 
 
 class LayerReport(NamedTuple):
@@ -119,7 +118,6 @@ def _bytes_of(tensor: Tensor) -> int:
 def _of_linear(module: nn.Module, spec: _core.QuantSpec, device: object, options: dict) -> QuantizedLinear:
     if module.weight.is_meta:
         n, k = _extents(module)
-        from .linear import linear_class
         return linear_class(spec)(k, n, module.bias is not None, spec=spec, device="meta", dtype=module.weight.dtype,
                                   **options).train(module.training)
     if _is_conv1d(module):
@@ -206,6 +204,8 @@ class _Loader:
         self.reasons = reasons
         self.checkpoint = _core.Checkpoint(path)
         self.weights = {weight.name: weight for weight in self.checkpoint.weights}
+        self.stored = self.checkpoint.tensors
+        self.files: dict = {}
         self.layers: list[LayerReport] = []
 
     def find(self, name: str):
@@ -218,14 +218,10 @@ class _Loader:
 
     def run(self) -> ModelReport:
         jobs = list(self._jobs())
-        # While one weight is packed, the next is read.
-        with ThreadPoolExecutor(1) as reader:
-            following = reader.submit(jobs[0][0]) if jobs else None
-            for i, (_, finish) in enumerate(jobs):
-                read = following.result()
-                following = reader.submit(jobs[i + 1][0]) if i + 1 < len(jobs) else None
-                finish(read)
-                del read
+        for i, (_, read, finish) in enumerate(jobs):
+            if i + 1 < len(jobs):
+                self._announce(jobs[i + 1][0])
+            finish(read())
         self._fill_buffers()
         self.model.tie_weights()
         left = [name for name, of in [*self.model.named_parameters(), *self.model.named_buffers()] if of.is_meta]
@@ -235,36 +231,47 @@ class _Loader:
                              + f", which {type(self.model).__name__} has")
         return ModelReport(self.layers)
 
-    def _jobs(self) -> Iterator[tuple[Callable, Callable]]:
-        """For each tensor a function that reads, and one that takes what was read."""
+    def _announce(self, weight) -> None:
+        """Lets the system read the parts of a weight from the disk while others are computed."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for part in weight.parts:
+            stored = self.stored[part]
+            if stored.file not in self.files:
+                self.files[stored.file] = open(os.path.join(self.path, stored.file), "rb", buffering=0)
+            os.posix_fadvise(self.files[stored.file].fileno(), stored.offset, stored.num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def _jobs(self) -> Iterator[tuple[object, Callable, Callable]]:
+        """For each tensor its weight in the file, a function that reads, and one that takes what was read."""
         for path, module in list(self.model.named_modules()):
             is_linear = type(module) is nn.Linear or _is_conv1d(module)
             weight = self.find(path + ".weight") if is_linear else None
             name = path + ".weight"
             if weight is not None and weight.layout is not None and self._is_packable(weight):
-                yield (lambda weight=weight: self._load(weight),
+                yield (weight, lambda weight=weight: self._load(weight),
                        lambda q, path=path, module=module: self._put_quantized(path, module, q))
             elif weight is not None and weight.layout is None and self.spec is not None and not self.reasons[name]:
-                yield (lambda weight=weight, module=module: self._quantize(weight, module),
+                yield (weight, lambda weight=weight, module=module: self._quantize(weight, module),
                        lambda packed, path=path, module=module: self._put_packed(path, module, packed))
             else:
-                yield from self._dense_jobs(path, module, module._parameters, "weight" if is_linear else "")
+                yield from self._dense_jobs(path, module, module._parameters)
                 continue
-            yield from self._dense_jobs(path, module, {"bias": module.bias}, "")
+            yield from self._dense_jobs(path, module, {"bias": module.bias})
         for path, module in list(self.model.named_modules()):
             kept = {name: of for name, of in module._buffers.items() if name not in module._non_persistent_buffers_set}
-            yield from self._dense_jobs(path, module, kept, "")
+            yield from self._dense_jobs(path, module, kept)
 
-    def _dense_jobs(self, path: str, module: nn.Module, tensors: dict, linear: str) -> Iterator[tuple[Callable, Callable]]:
+    def _dense_jobs(self, path: str, module: nn.Module,
+                    tensors: dict) -> Iterator[tuple[object, Callable, Callable]]:
         for own, tensor in tensors.items():
             name = f"{path}.{own}" if path else own
             weight = self.find(name) if tensor is not None else None
             if weight is None:  # tied to another, or missing: said at the end
                 continue
-            yield (lambda weight=weight, tensor=tensor: self._read(weight, tensor),
+            yield (weight, lambda weight=weight, tensor=tensor: self._read(weight, tensor),
                    lambda read, path=path, own=own, name=name: self._put_dense(path, own, name, read))
 
-    # Reading, in a thread of its own
+    # Reading
 
     def _is_packable(self, weight) -> bool:
         try:
@@ -277,7 +284,6 @@ class _Loader:
         return self.checkpoint.load_weight(weight.name, self.device, framework="torch")
 
     def _quantize(self, weight, module: nn.Module) -> Packed:
-        from ._ops_weight import quantize_packed
         n, k = _extents(module)
         if _is_conv1d(module):
             dense = self._read(weight, module.weight)
@@ -288,14 +294,13 @@ class _Loader:
             return Packed(as_tensor(q.pack().data), self.spec, n, k)
         codes, zeros = as_tensor(q.codes), as_tensor(q.codes).new_empty(0)
         scales, nested = double_quantize(as_tensor(q.scales))
-        return Packed(pack(codes, scales, zeros, scales.new_empty(0, dtype=torch.float32), nested, str(self.spec), n, k),
-                      self.spec, n, k)
+        biases = zeros.new_empty(0, dtype=torch.float32)
+        return Packed(pack(codes, scales, zeros, biases, nested, str(self.spec), n, k), self.spec, n, k)
 
     def _read(self, weight, like: Tensor) -> Tensor:
         word = _WORDS.get(like.dtype)
         if word is None:
-            stored = self.checkpoint.tensors[weight.parts[0]]
-            data = as_tensor(self.checkpoint.read(stored)).view(like.dtype).reshape(like.shape)
+            data = as_tensor(self.checkpoint.read(self.stored[weight.parts[0]])).view(like.dtype).reshape(like.shape)
             return data.to(self.device)
         read = as_tensor(self.checkpoint.load_dense(weight.name, word, device=self.device, framework="torch"))
         if list(read.shape) != list(like.shape):
