@@ -1,6 +1,8 @@
 // The products of one shape of weights, for any number of rows of x: what layers and the operators of PyTorch
 // call.
+#include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "halfbyte/error.hpp"
@@ -76,12 +78,11 @@ ConstPackedWeight weight_of(const Products& self, nb::handle weight, nb::handle 
   return {d.spec, d.n, d.k, view.data, view.device, kPackedWeightVersion, given};
 }
 
-nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out,
-                    nb::handle stream) {
+nb::object multiply_rows(Products& self, Array rows, nb::handle weight, nb::handle bias, nb::handle out,
+                         nb::handle stream) {
   const QgemmDescriptor& d = self.plans.descriptor();
   const Device device = self.plans.device();
   Qgemm::Args args;
-  Array rows = to_array(x, "x", false, stream);
   Extents shape = rows.view.shape;
   const int64_t m = fold_rows(rows.view, "x", d.transposed ? d.n : d.k);
   if (rows.view.dtype != d.dtype)
@@ -121,6 +122,65 @@ nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle 
   }
   return out.is_none() ? give_back(rows, y.source) : y.source;
 }
+
+nb::object multiply(Products& self, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out,
+                    nb::handle stream) {
+  return multiply_rows(self, to_array(x, "x", false, stream), weight, bias, out, stream);
+}
+
+// The products of one shape of weights for x of any dtype and device, on as many threads as PyTorch has.
+class AnyProducts {
+ public:
+  AnyProducts(const QuantSpec& spec, int64_t n, int64_t k) : spec_(spec), n_(n), k_(k) {}
+  AnyProducts(const AnyProducts&) = delete;
+
+  nb::object multiply(nb::handle x, nb::handle weight, nb::handle bias, bool transposed, nb::handle out) {
+    Array rows = to_contiguous(x, "x");
+    const Kind kind{rows.view.dtype, rows.view.device, transposed,
+                    !bias.is_none(), !out.is_none(),   num_threads()};
+    Products& products = find(kind);
+    return multiply_rows(products, std::move(rows), weight, bias, out, nb::none());
+  }
+
+ private:
+  struct Kind {
+    DType dtype;
+    Device device;
+    bool transposed, bias, accumulate;
+    int num_threads;
+    bool operator==(const Kind&) const = default;
+  };
+  struct Entry {
+    Kind kind;
+    std::unique_ptr<Products> products;
+  };
+
+  static int num_threads() {
+    static PyObject* const get =
+        nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
+    return nb::cast<int>(nb::steal(PyObject_CallObject(get, nullptr)));
+  }
+
+  // Calls have the GIL.
+  Products& find(const Kind& kind) {
+    for (const Entry& entry : entries_)
+      if (entry.kind == kind) return *entry.products;
+    QgemmDescriptor d;
+    d.spec = spec_;
+    d.n = n_;
+    d.k = k_;
+    d.dtype = kind.dtype;
+    d.transposed = kind.transposed;
+    d.bias = kind.bias;
+    d.accumulate = kind.accumulate;
+    entries_.push_back({kind, std::make_unique<Products>(kind.device, d, kind.num_threads)});
+    return *entries_.back().products;
+  }
+
+  QuantSpec spec_;
+  int64_t n_, k_;
+  std::vector<Entry> entries_;
+};
 
 // The parts of a packed weight, into arrays by name that the caller has made.
 void unpack_into(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle packed, nb::kwargs parts) {
@@ -209,6 +269,11 @@ void bind_products(nb::module_& module) {
       .def_prop_ro("descriptor", [](const Products& self) { return self.plans.descriptor(); })
       .def_prop_ro("device", [](const Products& self) { return to_python(self.plans.device()); })
       .def_ro("weight_bytes", &Products::weight_bytes, "Bytes of the packed weight.");
+  nb::class_<AnyProducts>(module, "_AnyProducts")
+      .def("__init__", [](AnyProducts* self, nb::handle spec, int64_t n,
+                          int64_t k) { new (self) AnyProducts(from_python<QuantSpec>(spec, "spec"), n, k); })
+      .def("multiply", &AnyProducts::multiply, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
+           nb::arg("transposed"), nb::arg("out").none() = nb::none());
   module.def("_unpack", &unpack_into);  // for halfbyte.torch, whose operators allocate
   module.attr("_packed_version") = kPackedWeightVersion;
 }

@@ -70,7 +70,7 @@ class _QgemmLora(torch.autograd.Function):
             dx = linear_lora(dy, weight, None, b.t(), a.t(), ctx.scaling, ctx.shape, not ctx.transposed)
         elif ctx.needs_input_grad[0]:
             dx = torch.mm(g, a).view(*dy.shape[:-1], a.shape[1])
-            dx = ctx.shape.multiply(dy, weight, None, not ctx.transposed, out=dx)
+            dx = ctx.shape.multiply(dy, weight, None, not ctx.transposed, dx)
         if ctx.needs_input_grad[3]:
             of_a = torch.mm(g.t(), x)
         if ctx.needs_input_grad[4]:

@@ -258,36 +258,26 @@ def dequantize_packed(weight: Tensor, spec: str, n: int, k: int, dtype: torch.dt
 
 
 class Shape:
-    """The shape of a weight: its spec, n and k; with its products. Made by shape_of, one for all equal ones."""
+    """The shape of a weight: its spec, n and k; with its products. Made by shape_of, one for all equal ones.
 
-    __slots__ = ("spec", "n", "k", "_products")
+    multiply(x, weight, bias, transposed, out=None): the product, without gradients; added to `out` where it is given.
+    """
+
+    __slots__ = ("spec", "n", "k", "multiply")
 
     def __init__(self, spec: str, n: int, k: int) -> None:
         self.spec, self.n, self.k = spec, n, k
-        self._products: dict = {}
+        self.multiply = _core._AnyProducts(spec, n, k).multiply
 
     def __reduce__(self) -> tuple:
         return shape_of, (self.spec, self.n, self.k)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool,
-                 out: Tensor | None = None) -> Tensor:
-        """The product, without gradients; added to `out` where that is given."""
-        if not x.is_contiguous():
-            x = x.contiguous()
-        key = (x.dtype, x.get_device(), transposed, bias is not None, out is not None, torch.get_num_threads())
-        product = self._products.get(key)
-        if product is None:
-            plans = _core.QgemmPlans(self.spec, self.n, self.k, x.dtype, transposed=transposed, bias=bias is not None,
-                                     accumulate=out is not None, device=x.device, num_threads=key[-1])
-            product = self._products[key] = plans.__call__
-        return product(x, weight, bias, out)
 
     def multiply_lora(self, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float,
                       transposed: bool) -> tuple[Tensor, Tensor]:
         """The product with an adapter, without gradients, and h = scaling * x A^T."""
         h = torch.mm(x.reshape(-1, x.shape[-1]), a.t()).mul_(scaling)
         y = torch.mm(h, b.t()).view(*x.shape[:-1], b.shape[0])
-        return self.multiply(x, weight, bias, transposed, out=y), h
+        return self.multiply(x, weight, bias, transposed, y), h
 
 
 @functools.lru_cache(maxsize=4096)
