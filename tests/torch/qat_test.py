@@ -85,15 +85,18 @@ def test_converted_weights_are_those_of_the_last_forward(spec, dtype, scales):
 
 
 def test_of_f64():
-    model = prepare_qat(network(torch.float64), "int4,asymmetric,group_size=32", learn_scale=True, learn_zero_point=True)
+    linear = nn.Linear(72, 5, device=DEVICE, dtype=torch.float64)
+    rounded = FakeQuantize("int4,asymmetric,group_size=32", shape=linear.weight.shape, learn_scale=True,
+                           learn_zero_point=True).to(DEVICE)
+    model = nn.Sequential(QatLinear.from_linear(linear, rounded))
     train(model, dtype=torch.float64)
-    layer = model[0]
-    stored = layer.quantized_weight()
+    stored = model[0].quantized_weight()
     assert stored.dtype == "f64"
-    assert torch.equal(torch.as_tensor(stored.dequantize("f64")), layer.weight_quantizer(layer.weight).detach())
+    assert torch.equal(torch.as_tensor(stored.dequantize("f64")), rounded(linear.weight).detach())
 
 
-@pytest.mark.parametrize("options", [{}, {"learn_scale": True}, {"learn_scale": True, "learn_zero_point": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"learn_scale": True}, {"learn_scale": True, "learn_zero_point": True}], ids=str)
 def test_it_learns(options):
     spec = "int3,asymmetric,group_size=24" if options else "int3,group_size=24"
     model = prepare_qat(network(), spec, activations="int8,asymmetric,granularity=tensor", **options)
@@ -106,7 +109,8 @@ def test_it_learns(options):
 
 
 @pytest.mark.parametrize("kind", ["min-max", "moving-average", "percentile", "mse"])
-@pytest.mark.parametrize("spec", ["int8,granularity=tensor", "int4,asymmetric,granularity=channel", "int4,group_size=8"])
+@pytest.mark.parametrize(
+    "spec", ["int8,granularity=tensor", "int4,asymmetric,granularity=channel", "int4,group_size=8"])
 def test_observers(kind, spec):
     of = FakeQuantize(spec, shape=(6, 20), observer=ObserverConfig(kind, momentum=0.5, percentile=90.0)).to(DEVICE)
     with pytest.raises(RuntimeError, match="no data"):
@@ -114,7 +118,8 @@ def test_observers(kind, spec):
     of.train()
     batches = [torch.randn(6, 20, device=DEVICE) * k for k in (1, 3, 2)]
     results = [of(x) for x in batches]
-    assert (of.num_batches == 3).all() and of.num_batches.shape == (of.min.shape if kind in ("percentile", "mse") else ())
+    assert (of.num_batches == 3).all()
+    assert of.num_batches.shape == (of.min.shape if kind in ("percentile", "mse") else ())
     assert not torch.equal(results[0], batches[0])
 
     same = FakeQuantize(spec, shape=(6, 20), observer=ObserverConfig(kind, momentum=0.5, percentile=90.0)).to(DEVICE)
@@ -135,12 +140,16 @@ def test_observers(kind, spec):
 
 
 def test_learned_scales_are_stored_and_positive():
-    of = FakeQuantize("int4,asymmetric,group_size=8", shape=(6, 20), learn_scale=True, learn_zero_point=True).to(DEVICE)
+    def make():
+        return FakeQuantize("int4,asymmetric,group_size=8", shape=(6, 20), learn_scale=True, learn_zero_point=True,
+                            device=DEVICE)
+
+    of = make()
     assert of.scale.isnan().all() and not of.is_ready
     x = torch.randn(6, 20, device=DEVICE)
     y = of(x)
     assert set(of.state_dict()) == {"scale", "zero_point"} and (of.scale > 0).all()
-    same = FakeQuantize("int4,asymmetric,group_size=8", shape=(6, 20), learn_scale=True, learn_zero_point=True).to(DEVICE)
+    same = make()
     same.load_state_dict(of.state_dict())
     assert torch.equal(same(x), y)
     with torch.no_grad():
@@ -205,25 +214,29 @@ def test_which_layers():
         def __init__(self):
             super().__init__()
             self.body = network()
-            self.again = self.body[0]
+            self.shared = nn.Linear(5, 5)
+            self.again = self.shared
             self.lm_head = nn.Linear(5, 7)
 
-    names = lambda model: {n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QatLinear)}  # noqa: E731
+    def names(model):
+        return {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, QatLinear)}
+
     model = Net()
     weight = model.body[0].weight
-    prepare_qat(model)
-    assert names(model) == {"body.0", "body.2", "body.4", "again"} and model.again is model.body[0]
-    assert model.again.weight is weight and isinstance(model.again, nn.Linear)
-    assert names(prepare_qat(Net(), exclude=r"body\.[24]")) == {"body.0", "again"}
+    assert prepare_qat(model) is model
+    assert names(model) == {"body.0", "body.2", "body.4"} and model.again is model.shared
+    assert model.body[0].weight is weight and isinstance(model.body[0], nn.Linear)
+    assert names(prepare_qat(Net(), exclude=r"body\.[24]")) == {"body.0"}
     assert names(prepare_qat(Net(), include=["lm_head", r"\.4\.weight"])) == {"lm_head", "body.4"}
-    assert isinstance(prepare_qat(nn.Linear(8, 8)), QatLinear)
-    convert(model)
-    assert model.again is model.body[0] and not names(model)
+    assert convert(model) is model and not names(model)
+    one = QatLinear.from_linear(nn.Linear(64, 8), FakeQuantize("int4"))
+    assert convert(one).spec.format == "int4"
 
 
 @pytest.mark.parametrize("arguments, text", [
     (("affine4",), "integer or table"), (("nf4,double_quant",), "double"), (("int4,granularity=flat",), "flat|tensor"),
-    (("int4,group_size=8", {"observer": "min-max"}), "shape"), (("int4", {"learn_zero_point": True}), "learn_zero_point"),
+    (("int4,group_size=8", {"observer": "min-max"}), "shape"),
+    (("int4", {"learn_zero_point": True}), "learn_zero_point"),
     (("nf4", {"observer": "mse", "shape": (2, 64)}), "observer"),
 ])
 def test_what_is_refused(arguments, text):

@@ -1,7 +1,7 @@
 """Operators of training: integers with scales, fake quantization, observers, affine codes with trained scales.
 
-Each runs one plan, which is kept by its descriptor. On the CPU it uses torch.get_num_threads() threads; the bytes do not
-depend on that, nor on the device. Tensors that are not contiguous are copied.
+Each runs one plan, which is kept by its descriptor. On the CPU it uses torch.get_num_threads() threads; the bytes do
+not depend on that, nor on the device. Tensors that are not contiguous are copied.
 
 What shares a scale is said by `granularity`, `axis` and `group_size`, as LinearDescriptor has them:
 
@@ -192,11 +192,12 @@ def quantize_linear(x: Tensor, scale: Tensor | None = None, zero_point: Tensor |
                     **options: object) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """clamp(rne(x / scale) + zero_point, q_min, q_max).
 
-    x: f32, f64, f16 or bf16, of any shape. scale: f32 or the dtype of x, of the shape that the module says. zero_point:
-    i32 or the dtype of the codes, of the shape of the scale; None: 0. options: q_min=-128, q_max=127, code_dtype="i8"
-    (or "u8"; "i4" and "u4": bytes of two codes along the last axis, the first in the low half), granularity, axis,
-    group_size. Returns the codes. Without a scale it is computed by `scale_rule`: returns (codes, scale, zero_point),
-    with zero points where `zero_point_dtype` is given (needs scale_rule="minmax"). No gradients; raises ValueError.
+    x: f32, f64, f16 or bf16, of any shape. scale: f32 or the dtype of x, of the shape that the module says.
+    zero_point: i32 or the dtype of the codes, of the shape of the scale; None: 0. options: q_min=-128, q_max=127,
+    code_dtype="i8" (or "u8"; "i4" and "u4": bytes of two codes along the last axis, the first in the low half),
+    granularity, axis, group_size. Returns the codes. Without a scale it is computed by `scale_rule`: returns (codes,
+    scale, zero_point), with zero points where `zero_point_dtype` is given (needs scale_rule="minmax"). No gradients;
+    raises ValueError.
 
     >>> codes, scale, _ = quantize_linear(torch.tensor([-1.0, 0.25, 1.0]))
     >>> codes
@@ -383,17 +384,18 @@ _fake_quantize_mask_backward_op = define(
 def fake_quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, *,
                   gradient_scale: float = 1.0, scale_rule: str = "absmax", eps: float = 0.0, asymmetric: bool = False,
                   scale_dtype: torch.dtype | None = None, **options: object) -> Tensor:
-    """x rounded to the values of a quantized tensor: (clamp(rne(x / scale) + zero_point, q_min, q_max) - zero_point) *
-    scale, in the dtype of x. Of a table format, the nearest value times scale.
+    """x rounded to the values of a quantized tensor: (clamp(rne(x / scale) + zero_point, q_min, q_max) - zero_point)
+    * scale, in the dtype of x. Of a table format, the nearest value times scale.
 
-    The gradient passes straight through: dy where the rounded x lies within the codes, else 0. Where scale or zero_point
-    require gradients, they get those of LSQ and LSQ+, times `gradient_scale`.
+    The gradient passes straight through: dy where the rounded x lies within the codes, else 0. Where scale or
+    zero_point require gradients, they get those of LSQ and LSQ+, times `gradient_scale`.
 
-    x: f32, f64, f16 or bf16, of any shape. scale: f32 or the dtype of x, of the shape that the module says; None: computed
-    from x by `scale_rule` ("minmax" with asymmetric=True), at least `eps`, in `scale_dtype`. zero_point: i32; or to be
-    learned f32 (f64 for f64), which is rounded half to even and clamped to the codes where it is used. options: q_min=-8,
-    q_max=7, granularity, axis, group_size; format ("nf4", "fp4", "fp4_e2m1", or "lut4" with table=16 values) instead of
-    integers. A scale that is negative or not finite counts as 0, which gives 0. Raises ValueError.
+    x: f32, f64, f16 or bf16, of any shape. scale: f32 or the dtype of x, of the shape that the module says; None:
+    computed from x by `scale_rule` ("minmax" with asymmetric=True), at least `eps`, in `scale_dtype`. zero_point:
+    i32; or to be learned f32 (f64 for f64), which is rounded half to even and clamped to the codes where it is used.
+    options: q_min=-8, q_max=7, granularity, axis, group_size; format ("nf4", "fp4", "fp4_e2m1", or "lut4" with
+    table=16 values) instead of integers. A scale that is negative or not finite counts as 0, which gives 0. Raises
+    ValueError.
 
     >>> x = torch.tensor([-0.3, 0.26, 9.0], requires_grad=True)
     >>> y = fake_quantize(x, torch.tensor(0.5))
@@ -441,12 +443,12 @@ _observe_op = define(
 
 
 def observe(x: Tensor, min: Tensor, max: Tensor, num_batches: Tensor, **options: object) -> None:
-    """Adds the batch x to what an observer has seen: min and max (f32; f64 for f64; the shape of scales) and num_batches
-    (i64; []; of "percentile" and "mse" the shape of scales) are changed in place. Before the first batch they are +inf,
-    -inf and 0. Values that are not finite are ignored.
+    """Adds the batch x to what an observer has seen: min and max (f32; f64 for f64; the shape of scales) and
+    num_batches (i64; []; of "percentile" and "mse" the shape of scales) are changed in place. Before the first batch
+    they are +inf, -inf and 0. Values that are not finite are ignored.
 
-    options: kind="min-max" ("moving-average" with momentum=0.99, "percentile" with percentile=99.99, "mse" with q_min,
-    q_max, asymmetric and scale_rule of the codes whose error is least), granularity, axis, group_size.
+    options: kind="min-max" ("moving-average" with momentum=0.99, "percentile" with percentile=99.99, "mse" with
+    q_min, q_max, asymmetric and scale_rule of the codes whose error is least), granularity, axis, group_size.
 
     >>> low, high, count = torch.tensor(torch.inf), torch.tensor(-torch.inf), torch.tensor(0)
     >>> observe(torch.tensor([1.0, -2.0, 3.0]), low, high, count)
@@ -485,8 +487,9 @@ _compute_qparams_op = define(
 def compute_qparams(min: Tensor, max: Tensor, *, q_min: int = -128, q_max: int = 127, asymmetric: bool = False,
                     scale_rule: str = "absmax", eps: float = 0.0, scale_dtype: torch.dtype | None = None,
                     zero_point_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points of ranges, as QParamsConfig says. min, max: f32 or f64, any shape, which that of the results
-    is. scale_dtype None: that of min. Zero points are i32, or `zero_point_dtype` (i8, u8); None where they are 0."""
+    """Scales and zero points of ranges, as QParamsConfig says. min, max: f32 or f64, any shape, which that of the
+    results is. scale_dtype None: that of min. Zero points are i32, or `zero_point_dtype` (i8, u8); None where they
+    are 0."""
     if zero_point_dtype is None and (asymmetric or q_min >= 0):
         zero_point_dtype = torch.int32
     scale, zero_point = _compute_qparams_op(min.detach(), max.detach(), q_min=q_min, q_max=q_max,
@@ -532,8 +535,8 @@ def affine_init(w: Tensor, *, scale_dtype: torch.dtype | None = None,
 
     w: f32, f16 or bf16. options: bits=4 (2, 3, 4, 5, 6, 8), group_size=64 (along a row; the last may be short),
     packed=True (codes as QuantSpec.part_shapes says; False: a byte each), n_bins=0 (levels; 0: 2^bits),
-    scale_rule="minmax" or "mlx-edge", rounding="half-even" or "half-away", refit=False (True: scales and biases that fit
-    the codes best). Returns codes (u8), scales and biases ([rows, groups], `scale_dtype`; None: f32).
+    scale_rule="minmax" or "mlx-edge", rounding="half-even" or "half-away", refit=False (True: scales and biases that
+    fit the codes best). Returns codes (u8), scales and biases ([rows, groups], `scale_dtype`; None: f32).
 
     >>> codes, scales, biases = affine_init(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), bits=2, group_size=4)
     >>> codes, scales, biases
@@ -629,9 +632,9 @@ _affine_adam_step_op = define(
 def affine_adam_step(dy: Tensor, codes: Tensor, scales: Tensor, biases: Tensor, scale_m: Tensor, scale_v: Tensor,
                      bias_m: Tensor, bias_v: Tensor, *, step: int, learning_rate: float = 1e-3,
                      **options: object) -> None:
-    """A step of Adam on scales and biases in one pass over dy, the gradient of what `affine_qdq` gave: scales, biases and
-    their four moments (f32, [rows, groups]; the moments 0 before step 1) are changed in place. options: beta1=0.9,
-    beta2=0.999, epsilon=1e-8, and those of `affine_qdq`. The bytes are those of the gradients and PyTorch's formula, each
-    operation rounded to f32."""
+    """A step of Adam on scales and biases in one pass over dy, the gradient of what `affine_qdq` gave: scales, biases
+    and their four moments (f32, [rows, groups]; the moments 0 before step 1) are changed in place. options:
+    beta1=0.9, beta2=0.999, epsilon=1e-8, and those of `affine_qdq`. The bytes are those of the gradients and
+    PyTorch's formula, each operation rounded to f32."""
     state = (t.detach() for t in (scales, biases, scale_m, scale_v, bias_m, bias_v))
     _affine_adam_step_op(dy.detach(), codes, *state, step=step, learning_rate=learning_rate, **options)

@@ -9,7 +9,6 @@ points (LSQ+, arXiv:2004.09576).
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,10 +20,10 @@ from ._layouts import book_of
 from ._ops_training import compute_qparams, fake_quantize, observe, quantize_linear
 from ._ops_weight import dequantize
 from .linear import QuantizedLinear, as_tensor
+from .model import dense_reasons
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 _TABLES = ("nf4", "fp4", "fp4_e2m1", "lut4")
-_KEPT = r"lm_head|^(output|head|score|classifier)\.weight$|norm|(gate|router|router\.layer)\.weight$"
 
 
 def _in_backward() -> bool:
@@ -35,16 +34,16 @@ def _in_backward() -> bool:
 class FakeQuantize(nn.Module):
     """Rounds a tensor to the values that a quantized tensor of `spec` could hold; gradients pass straight through.
 
-    spec: an integer or table format, with granularity "tensor", "channel" or "group", and scale_dtype. axis: of channels
-    and groups; None: 0 of channels, -1 of groups, as weights have them. shape: of what is rounded; needed to keep scales
-    of channels or groups. Where scales come from:
+    spec: an integer or table format, with granularity "tensor", "channel" or "group", and scale_dtype. axis: of
+    channels and groups; None: 0 of channels, -1 of groups, as weights have them. shape: of what is rounded; needed to
+    keep scales of channels or groups. Where scales come from:
 
     - by default from each tensor itself;
-    - observer="min-max", "moving-average", "percentile", "mse" or an ObserverConfig: from what was seen in training mode
-      while `observer_enabled`, which is kept in the buffers min, max and num_batches (integers only);
-    - learn_scale: a parameter `scale`, with learn_zero_point also `zero_point` (asymmetric specs), which the first tensor
-      initializes, by the observer or else the least error. gradient_scale: None: 1 / sqrt(n * q_max) as in LSQ, where n
-      elements share a scale. A learned scale below `eps` is used as `eps`.
+    - observer="min-max", "moving-average", "percentile", "mse" or an ObserverConfig: from what was seen in training
+      mode while `observer_enabled`, which is kept in the buffers min, max and num_batches (integers only);
+    - learn_scale: a parameter `scale`, with learn_zero_point also `zero_point` (asymmetric specs), which the first
+      tensor initializes, by the observer or else the least error. gradient_scale: None: 1 / sqrt(n * q_max) as in LSQ,
+      where n elements share a scale. A learned scale below `eps` is used as `eps`.
 
     `fake_quant_enabled = False` returns what it is given. f32, f64, f16 and bf16.
 
@@ -60,8 +59,8 @@ class FakeQuantize(nn.Module):
         super().__init__()
         self.spec = spec = QuantSpec.parse(spec) if isinstance(spec, str) else spec
         if spec.has_biases or spec.double_quant or spec.granularity == "flat":
-            raise ValueError(f"spec must be an integer or table format without double quantization, whose scales are of a "
-                             f"tensor, channel or group, got {spec}")
+            raise ValueError("spec must be an integer or table format without double quantization, whose scales are of "
+                             f"a tensor, channel or group, got {spec}")
         self.is_table = spec.format in _TABLES
         if self.is_table and observer is not None and not learn_scale:
             raise ValueError(f"observer must be None for a table format, got {spec}")
@@ -221,43 +220,35 @@ class QatLinear(nn.Linear):
         return F.linear(x, self.weight_quantizer(self.weight), self.bias)
 
     def quantized_weight(self) -> QuantizedTensor:
-        """The codes and scales of the weight: decoded to its dtype, they are what the next forward multiplies by, bit by
-        bit."""
+        """The codes and scales of the weight: decoded to its dtype, they are what the next forward multiplies by, bit
+        by bit."""
         return _quantized(self.weight.detach(), self.weight_quantizer)
 
 
-def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module], include: str | Sequence[str] | None,
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module], include: str | Sequence[str] | None,
                     exclude: str | Sequence[str] | None) -> nn.Module:
-    """Puts make(name, linear) in the place of the layers that are exactly nn.Linear, under all their names. include,
-    exclude: regular expressions that are searched in the names of weights ("layers.0.mlp.weight"). Without `include`,
-    heads, routers and norms stay, as they do for the command line tool."""
-    as_list = lambda of: [of] if isinstance(of, str) else list(of or ())  # noqa: E731
-    found = lambda patterns, name: any(re.search(p, name) for p in patterns)  # noqa: E731
-    wanted, unwanted = as_list(include), as_list(exclude)
-    made = {}
-    for name, linear in list(model.named_modules(remove_duplicate=False)):
-        weight = f"{name}.weight"
-        if type(linear) is not nn.Linear or found(unwanted, weight):
-            continue
-        if found(wanted, weight) if wanted else not found([_KEPT], weight):
-            parent, _, child = name.rpartition(".")
-            if linear not in made:
-                made[linear] = make(name, linear)
-            if not name:
-                return made[linear]
-            setattr(model.get_submodule(parent), child, made[linear])
+    """Puts make(linear) in the places of the nn.Linear that `halfbyte quantize` would quantize; see dense_reasons."""
+    for name, reason in dense_reasons(model, include, exclude).items():
+        path = name.rpartition(".")[0]
+        linear = model.get_submodule(path)
+        if not reason and type(linear) is nn.Linear:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, make(linear))
     return model
 
 
 def prepare_qat(model: nn.Module, spec: QuantSpec | str = "int4", *, activations: QuantSpec | str | None = None,
-                observer: ObserverConfig | str | None = None, activation_observer: ObserverConfig | str = "moving-average",
-                learn_scale: bool = False, learn_zero_point: bool = False, include: str | Sequence[str] | None = None,
+                observer: ObserverConfig | str | None = None,
+                activation_observer: ObserverConfig | str = "moving-average", learn_scale: bool = False,
+                learn_zero_point: bool = False, include: str | Sequence[str] | None = None,
                 exclude: str | Sequence[str] | None = None) -> nn.Module:
-    """Replaces the nn.Linear of `model`, in place, by QatLinear layers that share their parameters. Returns the model.
+    """Replaces the nn.Linear of `model`, in place, by QatLinear layers that share their parameters. Returns the
+    model.
 
     spec: of the weights. activations: of the inputs of these layers, "int8,granularity=tensor" say. observer,
     learn_scale, learn_zero_point: as FakeQuantize takes them, of weights; learn_scale is of activations too. include,
-    exclude: as `replace_linears` takes them.
+    exclude: regular expressions that are searched in the names of weights; `include` replaces the choice, which is
+    that of `halfbyte quantize`: heads, embeddings, routers and shared weights stay dense.
 
     >>> model = prepare_qat(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), "int4,group_size=32")
     >>> model(torch.ones(1, 64)).shape
@@ -266,7 +257,7 @@ def prepare_qat(model: nn.Module, spec: QuantSpec | str = "int4", *, activations
     LinearInt(in_features=64, out_features=32, bias=True, spec=int4,group_size=32, 5.00 bits per weight)
     """
 
-    def qat(_: str, linear: nn.Linear) -> QatLinear:
+    def qat(linear: nn.Linear) -> QatLinear:
         learned = {"learn_scale": learn_scale, "device": linear.weight.device}
         weight = FakeQuantize(spec, shape=linear.weight.shape, observer=observer, learn_zero_point=learn_zero_point,
                               **learned)
@@ -395,17 +386,14 @@ def _stored(layer: QatLinear) -> nn.Module:
 
 def convert(model: nn.Module) -> nn.Module:
     """Replaces the QatLinear layers of `model`, in place, by layers of quantized weights: Linear4bit or LinearInt, or
-    DecodedLinear where a format has no packed form. What they decode to is, bit by bit, what the QatLinear would round
-    its weight to now: that of the last forward, unless an optimizer stepped since. Inputs are rounded as before, with
-    observers that no longer change. Returns the model."""
-    made = {}
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
+    DecodedLinear where a format has no packed form. What they decode to is, bit by bit, what the QatLinear would
+    round its weight to now: that of the last forward, unless an optimizer stepped since. Inputs are rounded as
+    before, with observers that no longer change. Returns the model."""
+    for name, layer in list(model.named_modules()):
         if not isinstance(layer, QatLinear):
             continue
-        if layer not in made:
-            made[layer] = _stored(layer)
         if not name:
-            return made[layer]
+            return _stored(layer)
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[layer])
+        setattr(model.get_submodule(parent), child, _stored(layer))
     return model
