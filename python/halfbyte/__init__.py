@@ -19,4 +19,5 @@ from ._functions import (
     quantize_linear,
     quantize_linear_backward,
 )
+from ._report import Report, report
 from ._values import Conversion, FormatInfo, LinearCodes, QgemmChoice, QParams, QuantizationError, ValueRange
