@@ -1,5 +1,5 @@
-"""A model of the Llama type in PyTorch, with the names of transformers: enough for examples/tiny-llama, whose tokens are
-bytes."""
+"""A model of the Llama type in PyTorch, with the names of transformers: enough for examples/tiny-llama, whose tokens
+are bytes."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import halfbyte
 
 TINY_LLAMA = Path(__file__).resolve().parent.parent / "tiny-llama"
 
@@ -86,6 +88,14 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.lm_head(self.model(tokens))
+
+
+def load(path: Path = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> Llama:
+    """A dense or quantized checkpoint, decoded."""
+    checkpoint = halfbyte.Checkpoint(path)
+    model = Llama(json.loads((path / "config.json").read_text())).to(dtype)
+    model.load_state_dict({w.name: checkpoint.load_dense(w, dtype, framework="torch") for w in checkpoint.weights})
+    return model
 
 
 def windows(path: Path, length: int) -> Tensor:

@@ -1,0 +1,69 @@
+"""The programs of examples/python run and do what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import halfbyte
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "python"
+TEXT = ROOT / "examples" / "llama" / "austen.txt"
+
+
+def run(name, *arguments):
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_numpy_round_trip(tmp_path):
+    text = run("numpy_round_trip.py", tmp_path / "nf4")
+    assert text.splitlines()[-1].startswith("28 of 39 weights quantized")
+    assert halfbyte.Checkpoint(tmp_path / "nf4").find("model.layers.0.mlp.up_proj.weight").spec.format == "nf4"
+
+
+def test_qat_mlp(tmp_path):
+    text = run("qat_mlp.py", tmp_path / "qat.safetensors")
+    assert "stored weights are those of the last forward: True" in text
+    assert {w.spec.format for w in halfbyte.Checkpoint(tmp_path / "qat.safetensors").weights} == {"int2"}
+
+
+def test_qlora_tiny_llama():
+    text = run("qlora_tiny_llama.py", ROOT / "README.md", 4)
+    before, adapters, merged = map(float, re.findall(r"\d\.\d{4}", text))
+    assert adapters < before - 0.1 and merged < before - 0.1
+
+
+def test_dwq_tiny_llama(tmp_path):
+    """What is stored is what was trained: codes of rounding, other scales, and a smaller divergence."""
+    text = run("dwq_tiny_llama.py", TEXT, "-o", tmp_path / "dwq", "--bits", 2, "--steps", 6, "--validation", 1)
+    start, end, before, after = map(float, re.findall(r"\d\.\d{6}", text))
+    assert end < 0.8 * start and after < before
+    halfbyte.quantize_checkpoint(ROOT / "examples/tiny-llama", tmp_path / "rtn", "affine2", keep_embeddings=True)
+    trained, rounded = halfbyte.Checkpoint(tmp_path / "dwq"), halfbyte.Checkpoint(tmp_path / "rtn")
+    forms = [[(w.name, w.layout, w.spec) for w in checkpoint.weights] for checkpoint in (trained, rounded)]
+    assert forms[0] == forms[1]
+    changed = 0
+    for weight in trained.weights:
+        if weight.spec is not None:
+            a, b = trained.load_weight(weight), rounded.load_weight(weight.name)
+            assert np.array_equal(a.codes, b.codes)
+            changed += int((np.asarray(a.scales) != np.asarray(b.scales)).sum())
+    assert changed > 1000
+
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import tiny_llama
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    tokens = tiny_llama.windows(TEXT, 128)[:4]
+    with torch.no_grad():
+        losses = [tiny_llama.loss(tiny_llama.load(tmp_path / name), tokens).item() for name in ("rtn", "dwq")]
+    assert losses[1] < losses[0] - 0.2
