@@ -138,7 +138,7 @@ section_python() {
     cmake -S python -B "$package" -DCMAKE_PREFIX_PATH="$from" -DHALFBYTE_PYTHON="$(command -v python3)" || return 1
     cmake --build "$package" -j "$(nproc)" || return 1
   fi
-  PYTHONPATH=$package:$PYTHONPATH python3 -m pytest -q -p no:cacheprovider tests/python tests/torch
+  PYTHONPATH=$package:$PYTHONPATH python3 -m pytest -q -p no:cacheprovider --import-mode=importlib tests/python tests/torch
 }
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {

@@ -383,8 +383,12 @@ nb::object give_back(const Array& like, nb::object array) {
   if (like.framework != Framework::other) return array;
   if (nb::hasattr(like.source, "__array_namespace__"))
     return like.source.attr("__array_namespace__")().attr("from_dlpack")(array);
+  if (!like.source.is_valid()) return array;
   if (is_jax(like.source)) return module_named("jax.numpy").attr("from_dlpack")(array);
-  return array;
+  const std::string module = text_attribute(like.source.type(), "__module__");
+  const nb::object package =
+      module_named("sys").attr("modules").attr("get")(module.substr(0, module.find('.')).c_str());  // "cupy"
+  return nb::hasattr(package, "from_dlpack") ? package.attr("from_dlpack")(array) : array;
 }
 
 std::shared_ptr<void> kept_by(nb::object object) {
