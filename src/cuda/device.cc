@@ -1,5 +1,7 @@
 #include "halfbyte/device.hpp"
 
+#include <sys/mman.h>
+
 #include <array>
 #include <atomic>
 #include <bit>
@@ -82,6 +84,13 @@ std::shared_ptr<std::byte> allocate_on_host(int64_t num_bytes) {
   const size_t rounded = (static_cast<size_t>(num_bytes) + kAlignment - 1) / kAlignment * kAlignment;
   void* data = std::aligned_alloc(kAlignment, rounded);
   HALFBYTE_CHECK(data, no_memory, "no host memory for {} bytes", num_bytes);
+  // Where pages of 2 MB are given to those who ask: the first touch of a large tensor costs more than a read
+  // of it from the page cache otherwise. NumPy asks from the same size on.
+  constexpr size_t kPage = 4096, kLarge = size_t{4} << 20;
+  if (rounded >= kLarge) {
+    const size_t before = (kPage - reinterpret_cast<uintptr_t>(data) % kPage) % kPage;
+    (void)madvise(static_cast<std::byte*>(data) + before, rounded - before, MADV_HUGEPAGE);
+  }
   return {static_cast<std::byte*>(data), [](std::byte* p) { std::free(p); }};
 }
 

@@ -69,10 +69,15 @@ QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& sto
         const bool read = role != Role::codes && weight.spec.granularity == Granularity::tensor && i > 0;
         if (read) continue;
         const StoredRange range = stored_range(weight, block, role);
+        std::byte* const native = part_of(q, role).data() + native_offset(weight, block, role);
+        if (weight.layout == Layout::halfbyte) {  // which stores the native one
+          checkpoint.read(stored.part(role), range, {native, range.num_bytes()});
+          continue;
+        }
         std::byte* const bytes =
             buffers[static_cast<size_t>(worker)].reserve(static_cast<int64_t>(range.num_bytes()));
         checkpoint.read(stored.part(role), range, {bytes, range.num_bytes()});
-        to_native(weight, block, role, bytes, part_of(q, role).data() + native_offset(weight, block, role));
+        to_native(weight, block, role, bytes, native);
       }
     }
   });
