@@ -1,6 +1,7 @@
 """Linear layers over packed weights: where they come from, training, moving and storing them."""
 
 import copy
+import importlib
 import io
 import pickle
 
@@ -347,6 +348,13 @@ def test_bitsandbytes_both_ways(quant_type, nested):
         Linear4bit(256, 96, spec=layer.spec.replace(group_size=32)).load_state_dict(state)
     with pytest.raises(ValueError, match="bitsandbytes: it holds nf4 and fp4"):
         LinearAffine(256, 96).bitsandbytes_state_dict()
+
+
+def test_docstrings():
+    import doctest
+    for module in ("linear", "model"):
+        result = doctest.testmod(importlib.import_module(f"halfbyte.torch.{module}"))
+        assert result.attempted > 0 and result.failed == 0
 
 
 def test_code_books():
