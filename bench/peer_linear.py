@@ -7,6 +7,7 @@ adapters of rank 16. Prints tables, and at the end one JSON line. Exit code 77 w
 columns stay empty.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -137,6 +138,7 @@ def main() -> int:
         for tokens in (128, 2048, 8192):
             row = {"n": n, "k": k, "tokens": tokens}
             for name in ("halfbyte", "bitsandbytes") if peer else ("halfbyte",):
+                gc.collect()  # what the layer before left in cycles
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_allocated()
                 dense = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)

@@ -19,10 +19,14 @@ struct Products {
   QgemmPlans plans;
   int64_t weight_bytes;
   KeptWorkspaces kept;
+  // What a product asks for that works in none: no kernel touches it, so runs on any streams may share it.
+  static constexpr int64_t kUnusedBytes = 16;
+  Memory unused;
 
   Products(Device device, const QgemmDescriptor& descriptor, int num_threads)
       : plans(device, descriptor, {num_threads}),
-        weight_bytes(packed_weight_bytes(descriptor.spec, descriptor.n, descriptor.k)) {}
+        weight_bytes(packed_weight_bytes(descriptor.spec, descriptor.n, descriptor.k)),
+        unused(device, kUnusedBytes) {}
 };
 
 [[noreturn]] void refuse(const char* name, const std::string& rule, const std::string& actual) {
@@ -115,8 +119,9 @@ nb::object multiply_rows(Products& self, Array rows, nb::handle weight, nb::hand
     }
   } else {
     void* const handle = to_stream(stream, rows);
-    const RunWorkspace memory =
-        workspace_of(nb::none(), stream, handle, rows, device, plan.workspace_size(), self.kept);
+    RunWorkspace memory{self.unused, {}};
+    if (plan.workspace_size() > self.unused.num_bytes())
+      memory = workspace_of(nb::none(), stream, handle, rows, device, plan.workspace_size(), self.kept);
     const nb::gil_scoped_release release;
     plan.run(handle, memory.workspace, args);
   }
