@@ -10,7 +10,8 @@
 #       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them.
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
-# the tests of the Python package, those of halfbyte.torch too; packs, which compiles every kernel, some minutes of all CPUs, and
+# the tests of the Python package, those of halfbyte.torch too; layers, which times its linear layers beside dense ones and those of
+# bitsandbytes; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
@@ -131,14 +132,25 @@ section_sanitize() {
 section_engine() {
   python3 -m pytest -q -p no:cacheprovider tests/device_engine_test.py && python3 -m pytest -q -p no:cacheprovider tests/llama_test.py -k cuda
 }
-section_python() {
+# The package: of the bundle, or compiled here.
+use_package() {
   local package=$from/python
   if [[ ! -d $package ]]; then
     package=$work/module
     cmake -S python -B "$package" -DCMAKE_PREFIX_PATH="$from" -DHALFBYTE_PYTHON="$(command -v python3)" || return 1
     cmake --build "$package" -j "$(nproc)" || return 1
   fi
-  PYTHONPATH=$package:$PYTHONPATH python3 -m pytest -q -p no:cacheprovider --import-mode=importlib tests/python tests/torch
+  export PYTHONPATH=$package:$PYTHONPATH
+}
+section_python() {
+  use_package || return 1
+  local workers=()
+  if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
+  python3 -m pytest -q -p no:cacheprovider --import-mode=importlib "${workers[@]}" tests/python tests/torch
+}
+section_layers() {
+  use_package || return 1
+  python3 bench/peer_linear.py | tee "$out/layers.json" && python3 bench/python_overhead.py | tee -a "$out/layers.json"
 }
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
@@ -178,7 +190,7 @@ section_qgemm() {
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480)
+  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480 [layers]=150)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
   [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
 sections=()
@@ -193,9 +205,9 @@ readonly deadline=$((SECONDS + allowed))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm,layers}.json "$out"/summary.txt
 table=() failed=0
-export -f run_tests $(compgen -A function section_)
+export -f run_tests use_package $(compgen -A function section_)
 export tests from out work
 for section in "${sections[@]}"; do
   say "$section"
@@ -213,7 +225,7 @@ for section in "${sections[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section =~ ^(bench|latency|peer|qgemm)$ ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm|layers)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300
