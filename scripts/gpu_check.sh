@@ -192,7 +192,7 @@ declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]=
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
   [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480 [layers]=150)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests [python]=python [layers]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
