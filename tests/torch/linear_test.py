@@ -370,3 +370,21 @@ def test_moving_between_devices():
     assert_near(layer.cuda()(x.cuda()).cpu(), y, 2e-2)
     assert layer.weight.is_cuda and torch.equal(layer.cpu()(x), y)
     assert Linear4bit.from_linear(dense(), device="cuda").weight.is_cuda
+
+
+@for_devices
+def test_error_shows_in_repr_until_the_weight_changes(device):
+    source = dense(192, 96, device=device)
+    layer = Linear4bit.from_linear(source, "nf4")
+    assert "RMSE" not in repr(layer)
+    error = layer.error(source.weight)
+    exact = source.weight.detach().double()
+    difference = layer.dequantized(torch.float32).double() - exact
+    assert error.relative_rmse == pytest.approx(float(difference.norm() / exact.norm()), rel=1e-12)
+    assert error.max_error == float(difference.abs().max())
+    assert error.max_error == float(difference.flatten()[error.max_error_index].abs())
+    assert f"relative RMSE {error.relative_rmse:.3g}" in repr(layer)
+    layer.set_weight(source.weight)
+    assert "RMSE" not in repr(layer)
+    with pytest.raises(ValueError, match=r"the shape \[96, 192\], got \[192, 96\]"):
+        layer.error(source.weight.t())

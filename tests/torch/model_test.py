@@ -205,3 +205,12 @@ def test_memory_of_replacing_is_that_of_one_layer():
 def test_the_config_names_the_architecture():
     assert json.loads(_config_text(llama()))["architectures"] == ["LlamaForCausalLM"]
     assert _config_text(nn.Linear(2, 2)) == ""
+
+
+def test_a_bar_shows_the_progress_of_long_work(directory, monkeypatch, capsys):
+    monkeypatch.setattr("halfbyte._progress._QUIET_SECONDS", -1)
+    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)  # without tqdm, a line
+    quantize_model(directory / "dense", "nf4", progress=True)
+    assert "load: 100 %\n" in capsys.readouterr().err
+    quantize_model(directory / "dense", "nf4", progress=False)
+    assert capsys.readouterr().err == ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from .._values import QuantizationError
 from . import _fast, _layouts
 from ._ops_weight import (_sum_groups, dequantize_packed, group_length, quantize_packed, scale_dtype_of, shape_of,
                           spec_of, unpack)
@@ -67,6 +68,7 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features, self.spec = in_features, out_features, spec
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self._shape = shape_of(str(spec), out_features, in_features)
+        self._error: QuantizationError | None = None
         num_bytes = spec.packed_bytes(out_features, in_features)
         self.weight = nn.Parameter(
             torch.empty(num_bytes // storage_dtype.itemsize, dtype=storage_dtype, device=device), requires_grad=False)
@@ -123,11 +125,26 @@ class QuantizedLinear(nn.Linear):
         if self.weight.device.type != "meta":
             data = data.to(self.weight.device)
         self.weight = nn.Parameter(data, requires_grad=False)
+        self._error = None
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """W, dense: [out_features, in_features] of `dtype`; None: that of the layer. Without the adapter."""
         return dequantize_packed(self.weight.detach(), str(self.spec), self.out_features, self.in_features,
                                  self.dtype if dtype is None else dtype)
+
+    @torch.no_grad()
+    def error(self, dense: Tensor) -> QuantizationError:
+        """The error of W against a dense weight [out_features, in_features], in f64; repr shows it from then on."""
+        self._check_shape(list(dense.shape))
+        dense = dense.detach().double()
+        difference = (self.dequantized(torch.float32).to(dense.device).double() - dense).flatten()
+        largest = int(difference.abs().argmax()) if difference.numel() else 0
+        error, size = float(difference.square().sum()), float(dense.square().sum())
+        relative = math.sqrt(error / size) if size > 0 else math.inf if error > 0 else 0.0
+        snr = -20 * math.log10(relative) if relative > 0 else math.inf
+        self._error = QuantizationError(float(difference[largest].abs()) if difference.numel() else 0.0, largest,
+                                        relative, snr)
+        return self._error
 
     # ---- Adapter
 
@@ -201,8 +218,9 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
+        error = f", relative RMSE {self._error.relative_rmse:.3g}" if self._error else ""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-                f"spec={self.spec}, {self.bits_per_weight:.2f} bits per weight{adapter}")
+                f"spec={self.spec}, {self.bits_per_weight:.2f} bits per weight{adapter}{error}")
 
     # ---- Moving, storing
 
@@ -231,6 +249,7 @@ class QuantizedLinear(nn.Linear):
                               unexpected_keys, error_msgs) -> None:
         # Packed bytes, the keys of bitsandbytes, or a dense weight, which is quantized.
         key = prefix + "weight"
+        self._error = None
         given, described = state_dict.get(key), state_dict.pop(prefix + "weight_spec", None)
         try:
             if described is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from .._progress import Bar
 from ._layouts import Packed
 from ._ops_weight import double_quantize, pack, quantize_packed, spec_of, without_double_quant
 from .linear import QuantizedLinear, as_tensor, linear_class
@@ -216,12 +218,15 @@ class _Loader:
                 return self.weights[candidate]
         return None
 
-    def run(self) -> ModelReport:
+    def run(self, progress: Callable) -> ModelReport:
         jobs = list(self._jobs())
-        for i, (_, read, finish) in enumerate(jobs):
+        done, total = 0, sum(weight.num_bytes for weight, _, _ in jobs)
+        for i, (weight, read, finish) in enumerate(jobs):
             if i + 1 < len(jobs):
                 self._announce(jobs[i + 1][0])
             finish(read())
+            done += weight.num_bytes
+            progress("load", done, total)
         self._fill_buffers()
         self.model.tie_weights()
         left = [name for name, of in [*self.model.named_parameters(), *self.model.named_buffers()] if of.is_meta]
@@ -347,8 +352,8 @@ class _Loader:
 def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.QuantSpec | str | None = "nf4", *,
                    device: torch.device | str | None = None, include: Sequence[str] | str | None = None,
                    exclude: Sequence[str] | str | None = None, dtype: torch.dtype | None = None, lora_rank: int = 0,
-                   lora_alpha: float | None = None,
-                   storage_dtype: torch.dtype = torch.uint8) -> tuple[nn.Module, ModelReport]:
+                   lora_alpha: float | None = None, storage_dtype: torch.dtype = torch.uint8,
+                   progress: bool | None = None) -> tuple[nn.Module, ModelReport]:
     """A model with quantized linear layers, and the report of replace_linear.
 
     Of a module: in place, layer by layer, each on `device` (None: its own), where the model is moved in the end. Of a
@@ -356,7 +361,8 @@ def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.Quan
     downloaded): weights go from the file into packed ones in blocks of rows, so that little more memory is needed than
     that of the result. Weights that the file has quantized, in any layout, are taken exactly as they are, whatever
     `spec`; None: no other weight is quantized. dtype: of what stays dense; None: that of config.json. device: None:
-    the CPU. Raises ValueError for weights that are missing or do not fit.
+    the CPU. progress: of a directory: a bar where it takes long; None: where stderr is a terminal. Raises ValueError
+    for weights that are missing or do not fit.
     """
     options = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "storage_dtype": storage_dtype}
     if isinstance(model_or_dir, nn.Module):
@@ -368,4 +374,9 @@ def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.Quan
     of = None if spec is None else spec_of(str(_core.QuantSpec.parse(str(spec))))
     loader = _Loader(model, path, of, torch.device("cpu" if device is None else device), options,
                      dense_reasons(model, include, exclude))
-    return model, loader.run()
+    bar = Bar() if (sys.stderr.isatty() if progress is None else progress) else None
+    try:
+        return model, loader.run(bar or (lambda *_: None))
+    finally:
+        if bar is not None:
+            bar.close()
