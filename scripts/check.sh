@@ -54,8 +54,12 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   configure
   cmake --build --preset ci --target halfbyte_cli halfbyte_python
   make_readers
-  PYTHONPATH=$PWD/build/release/python PYTHONDONTWRITEBYTECODE=1 "$readers" -m pytest -q -p no:cacheprovider tests/torch
+  export PYTHONDONTWRITEBYTECODE=1
+  PYTHONPATH=$PWD/build/release/python "$readers" -m pytest -q -p no:cacheprovider tests/torch
   scripts/wheel.sh
+  # README and pages with torch, by the wheel.
+  python3 -m zipfile -e build/wheel/dist/*-cp3"$(python3 -c 'import sys; print(sys.version_info.minor)')"-*.whl "$work/site"
+  PYTHONPATH=$work/site "$readers" -m pytest -q -p no:cacheprovider tests/docs_test.py -k run
 }
 
 stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas

@@ -29,7 +29,7 @@ try_wheel() {
   "$environment/bin/pip" install -q "$2"
   alone() { (cd "$work" && env -i PATH="$environment/bin" HOME="$work" "$@"); }
   echo "-- README.md, with NumPy alone"
-  sed -n '/^```python$/,/^```$/{//!p}' README.md >"$work/readme.py"
+  sed -n '/^```python$/,/^```$/{/^```$/q;/^```/!p}' README.md >"$work/readme.py"
   alone python readme.py
   echo "-- The tool"
   alone halfbyte --version
