@@ -55,7 +55,7 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   cmake --build --preset ci --target halfbyte_cli halfbyte_python
   make_readers
   export PYTHONDONTWRITEBYTECODE=1
-  PYTHONPATH=$PWD/build/release/python "$readers" -m pytest -q -p no:cacheprovider tests/torch
+  PYTHONPATH=$PWD/build/release/python "$readers" -m pytest -q -p no:cacheprovider tests/pytorch
   scripts/wheel.sh
   # README and pages with torch, by the wheel.
   python3 -m zipfile -e build/wheel/dist/*-cp3"$(python3 -c 'import sys; print(sys.version_info.minor)')"-*.whl "$work/site"
@@ -117,7 +117,7 @@ find_in_toolkit() {
   done
 }
 
-# The Python of tests/interop and tests/torch, with the readers: that of $HALFBYTE_READERS, or one in the cache, whose name goes by
+# The Python of tests/interop and tests/pytorch, with the readers: that of $HALFBYTE_READERS, or one in the cache, whose name goes by
 # what it has. 3 GB are loaded where the builds of torch for CPUs cannot be reached, a tenth of it otherwise.
 make_readers() {
   readers=${HALFBYTE_READERS:-}

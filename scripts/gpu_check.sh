@@ -147,7 +147,7 @@ section_python() {
   local workers=()
   if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
   local suite failed=0  # apart, as both have files of one name
-  for suite in tests/python tests/torch; do
+  for suite in tests/python tests/pytorch; do
     python3 -m pytest -q -p no:cacheprovider "${workers[@]}" "$suite" || failed=1
   done
   return $failed

@@ -101,7 +101,7 @@ FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "too
 # What is compiled or run, and the file that lists it: by its path from there, or by its name alone.
 LISTS = [
     # Of tests/interop the stage `readers` runs all.
-    (r"src/.*_test\.cc$|tests/(?!interop/|torch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
+    (r"src/.*_test\.cc$|tests/(?!interop/|pytorch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
     (r"(src|cli|bench)/.*\.cc$", "CMakeLists.txt"),
     (r"python/src/.*\.cc$", "python/CMakeLists.txt"),
     (r"examples/.*\.cc?$", "examples/CMakeLists.txt"),
