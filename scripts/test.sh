@@ -6,8 +6,9 @@ source "$(dirname "$0")/lib.sh"
 install_packages "${packages[@]}" "${python_packages[@]}"
 say "Build"
 configure
-python3 tools/build_times.py build/release cmake --build --preset ci --target \
-  halfbyte_cli halfbyte_tests halfbyte_op_hashes halfbyte_python halfbyte_stubs
+build() { python3 tools/build_times.py build/release cmake --build --preset ci --target "$@"; }
+build halfbyte_cli halfbyte_tests halfbyte_op_hashes
+build halfbyte_python halfbyte_stubs
 say "Tests"
 run_ctest tests | tee build/test.log
 grep 'tests passed' build/test.log
