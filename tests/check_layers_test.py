@@ -187,6 +187,7 @@ NAMING = {
     "tests/cuda/negate_test.cc": ["NegatePlan::select({}, d);"],
     "tests/op_hashes.cc": ["p.run<Negate>(d, args);"],
     "src/capi/negate.cc": ["HALFBYTE_PLAN(negate, Negate, halfbyte_negate_descriptor)"],
+    "python/src/plans_negate.cc": ["PlanClass<Negate> plan(module, \"NegatePlan\", doc);"],
     "src/ops/negate/negate_bench.cc": ["return bench_run<Negate>(memory);"],
     "CHANGELOG.md": ["(`<halfbyte/negate.hpp>`)"],
     "ARCHITECTURE.md": ["affine_qdq negate"],

@@ -121,6 +121,7 @@ NAMED = [
             ("tests/cuda/*.cc", r"\bNAME(Plan)?\b"),
             ("tests/op_hashes.cc", r"\bNAME\b"),
             ("src/capi/*.cc", r"^HALFBYTE_PLAN\(\w+, NAME,"),
+            ("python/src/*.cc", r"\bPlanClass<NAME>"),
         ],
     ),
     # Of compute_qparams there is nothing to measure: it takes a value a group.
