@@ -119,7 +119,7 @@ void bind_descriptors(nb::module_& module) {
       "scale_rule", &Linear::scale_rule)("strided", &Linear::strided)("alignment", &Linear::alignment);
   linear
       .done(
-          "def __init__(self, *, shape: Sequence[int], granularity: str = 'group', axis: int = -1, "
+          "def __init__(self, *, shape: Sequence[int], granularity: str = 'tensor', axis: int = -1, "
           "group_size: int = 0, q_min: int = -128, q_max: int = 127, dtype: str = 'f32', code_dtype: str = "
           "'i8', "
           "scale_dtype: str = 'f32', zero_point_dtype: str | None = None, computed: bool = False, "

@@ -1,5 +1,6 @@
 """The one-line functions and the plans: values against plain NumPy, equal bytes of both, outputs, what they raise."""
 
+import ast
 import itertools
 import pickle
 
@@ -372,3 +373,17 @@ def test_what_this_build_is():
     info = halfbyte.system_info()
     assert info.num_threads >= 1 and info.simd_target in info.compiled_targets + ["SCALAR"]
     assert "halfbyte" in repr(info) and repr(halfbyte.cuda_info()).startswith("<CudaInfo")
+
+
+FIELDS = [each for each in vars(halfbyte).values() if isinstance(each, type) and hasattr(each, "replace")]
+
+
+@pytest.mark.parametrize("of", FIELDS, ids=lambda of: of.__name__)
+def test_the_defaults_that_signatures_say(of):
+    arguments = ast.parse(of.__init__.__nb_signature__[0][0] + ": ...").body[0].args
+    positional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+    said = [*zip(positional, arguments.defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    defaults = {each.arg: ast.literal_eval(value) for each, value in said if value is not None}
+    value = of()
+    assert {name: getattr(value, name) for name, default in defaults.items() if default is not ...} == {
+        name: default for name, default in defaults.items() if default is not ...}
