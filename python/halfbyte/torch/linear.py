@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from .. import _core
 from .._values import QuantizationError
 from . import _fast, _layouts
+from ._fast import linear
 from ._ops_weight import (_sum_groups, dequantize_packed, group_length, quantize_packed, scale_dtype_of, shape_of,
                           spec_of, unpack)
+
+
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # one question for all kinds of devices
 
 
 class MergeReport(NamedTuple):
@@ -24,6 +28,11 @@ class MergeReport(NamedTuple):
 
     into: str
     relative_rmse: float
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = "cuda" if x.is_cuda else "cpu"
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
 
 def _relative_rmse(of: Tensor, reference: Tensor) -> float:
@@ -204,17 +213,15 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
-        weight, bias, a, b = parameters["weight"], parameters["bias"], parameters["lora_a"], parameters["lora_b"]
-        kind = "cuda" if x.is_cuda else "cpu"
-        if torch.is_autocast_enabled(kind) and x.is_floating_point():
-            x = x.to(torch.get_autocast_dtype(kind))
-        dtype = x.dtype
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
+        bias, a = parameters["bias"], parameters["lora_a"]
+        if _is_any_autocast_enabled():
+            x = _autocast(x)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         if a is None:
-            return _fast.linear(x, weight, bias, self._shape)
-        return _fast.linear_lora(x, weight, bias, a if a.dtype == dtype else a.to(dtype),
-                                 b if b.dtype == dtype else b.to(dtype), self.scaling, self._shape)
+            return linear(x, parameters["weight"], bias, self._shape)
+        return _fast.linear_lora(x, parameters["weight"], bias, a.to(x.dtype), parameters["lora_b"].to(x.dtype),
+                                 self.scaling, self._shape)
 
     def extra_repr(self) -> str:
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
