@@ -187,8 +187,9 @@ std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& des
   check_device(device);
   const QgemmProblem problem = make_qgemm_problem(device, descriptor, 0);
   std::vector<const QgemmVariant*> variants = qgemm_variants(problem);
-  std::ranges::stable_partition(variants,
-                                [&](const QgemmVariant* variant) { return variant->device == device.kind; });
+  // clang 14 cannot read what the form of std::ranges returns.
+  std::stable_partition(variants.begin(), variants.end(),
+                        [&](const QgemmVariant* variant) { return variant->device == device.kind; });
   std::vector<QgemmChoice> choices;
   for (const QgemmVariant* variant : variants)
     choices.push_back(
