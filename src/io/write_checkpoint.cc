@@ -80,7 +80,7 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
     if (!spec.double_quant || !has_parts) return target;
     const Tensor map = q.scales_map.to({}), offset = q.scales_offset.to({});
     const auto* const values = reinterpret_cast<const float*>(map.data());
-    if (std::memcmp(values, double_quant_map(), 256 * sizeof(float)) != 0) {
+    if (!std::equal(values, values + 256, double_quant_map())) {
       HALFBYTE_CHECK(layout.layout == Layout::bitsandbytes, usage,
                      "layout {}: its scales have a map of their own, which the layout does not store",
                      layout.name);
