@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from . import _core
+from ._values import relative_error
 
 _COLUMNS = ("name", "shape", "format", "group_size", "bits_per_weight", "bytes", "layer", "kind", "module",
             "relative_rmse", "snr_db", "max_error")
@@ -243,8 +244,7 @@ def _error(blocks: Iterable[tuple]) -> dict:
         error += float((difference * difference).sum())
         size += float((x * x).sum())
         largest = max(largest, float(abs(difference).max()))
-    relative = math.sqrt(error / size) if size > 0 else math.inf if error > 0 else 0.0
-    snr = -20 * math.log10(relative) if 0 < relative < math.inf else math.inf if relative == 0 else -math.inf
+    relative, snr = relative_error(error, size)
     return {"relative_rmse": relative, "max_error": largest, "snr_db": snr}
 
 

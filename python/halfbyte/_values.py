@@ -1,5 +1,6 @@
 """Small values that _core gives, and how its classes are pickled: by their fields."""
 
+import math
 from typing import NamedTuple
 
 from . import _core
@@ -15,6 +16,12 @@ class QuantizationError(NamedTuple):
     """sqrt(sum (y - x)^2 / sum x^2); 0 where both are 0."""
     snr_db: float
     """-20 log10(relative_rmse); inf where exact."""
+
+
+def relative_error(noise: float, signal: float) -> tuple[float, float]:
+    """relative_rmse and snr_db of the sums of (y - x)^2 and of x^2."""
+    relative = math.sqrt(noise / signal) if signal > 0 else math.inf if noise > 0 else 0.0
+    return relative, -20 * math.log10(relative) if 0 < relative < math.inf else math.inf if relative == 0 else -math.inf
 
 
 class LinearCodes(NamedTuple):

@@ -7,8 +7,6 @@
 namespace halfbyte::python {
 namespace {
 
-std::vector<int64_t> extents_of(const TensorView& view) { return view.shape; }
-
 void bind_specs(nb::module_& module) {
   Fields<QuantSpec> spec(
       module, "QuantSpec",
@@ -300,7 +298,7 @@ RunWorkspace workspace_of(nb::handle given, nb::handle stream, void* handle, con
   if (!given.is_none()) {
     Array memory = to_array(given, "workspace", true, stream);
     void* const data = part_data(memory, "workspace", DType::u8, num_bytes, device);
-    return {{data, contiguous_bytes(DType::u8, extents_of(memory.view))}, std::move(memory.owner)};
+    return {{data, contiguous_bytes(DType::u8, memory.view.shape)}, std::move(memory.owner)};
   }
   if (device.kind == DeviceKind::cpu) return {};
   if (like.framework == Framework::torch) {  // its allocator knows the stream, and graphs that are captured

@@ -42,6 +42,11 @@ T find_word(std::string_view word, const std::array<T, N>& all) {
   throw Error(ErrorCode::usage, "must be one of " + known + ", got " + std::string(word));
 }
 
+Granularity parse_granularity(std::string_view word) {
+  return find_word(
+      word, std::array{Granularity::tensor, Granularity::channel, Granularity::group, Granularity::flat});
+}
+
 template <class T>
 void from_int(nb::handle object, const char* name, T& value) {
   if (nb::isinstance<nb::bool_>(object) || !PyIndex_Check(object.ptr())) wrong_type(name, "an int", object);
@@ -130,10 +135,7 @@ void from_python(nb::handle object, const char* name, CodeScale& value) {
   });
 }
 void from_python(nb::handle object, const char* name, Granularity& value) {
-  from_word(object, name, value, [](std::string_view word) {
-    return find_word(
-        word, std::array{Granularity::tensor, Granularity::channel, Granularity::group, Granularity::flat});
-  });
+  from_word(object, name, value, parse_granularity);
 }
 void from_python(nb::handle object, const char* name, Layout& value) {
   from_word(object, name, value, parse_layout);
@@ -238,8 +240,7 @@ QuantSpec parse_spec(std::string_view text) {
     } else if (word == "double_quant") {
       spec.double_quant = true;
     } else if (key == "granularity") {
-      spec.granularity = find_word(value, std::array{Granularity::tensor, Granularity::channel,
-                                                     Granularity::group, Granularity::flat});
+      spec.granularity = parse_granularity(value);
     } else if (key == "scale_dtype") {
       spec.scale_dtype = parse_dtype(value);
     } else if (key == "group_size") {

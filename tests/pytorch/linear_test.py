@@ -388,3 +388,18 @@ def test_error_shows_in_repr_until_the_weight_changes(device):
     assert "RMSE" not in repr(layer)
     with pytest.raises(ValueError, match=r"the shape \[96, 192\], got \[192, 96\]"):
         layer.error(source.weight.t())
+
+
+@for_devices
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("k,n", [(0, 8), (8, 0), (0, 0)])
+def test_weights_without_elements(spec, k, n, device):
+    with pytest.warns(UserWarning, match="zero-element"):
+        source = dense(k, n, device=device)
+    layer = QuantizedLinear.from_linear(source, spec)
+    x = torch.ones(3, k, device=device, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, source(x))
+    y.sum().backward()
+    assert x.grad.shape == x.shape and not x.grad.any()
+    assert layer.dequantized().shape == (n, k)

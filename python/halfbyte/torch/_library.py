@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 import torch
 
+# The words of floating dtypes, and the reverse.
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+WORDS = {dtype: word for word, dtype in FLOATS.items()}
+
 _LIBRARY = torch.library.Library("halfbyte", "DEF")
 
 

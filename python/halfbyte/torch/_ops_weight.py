@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ._library import define
+from ._library import FLOATS, WORDS, define
 
 # ---- What is known of a spec
 
@@ -21,12 +21,8 @@ def spec_of(text: str) -> _core.QuantSpec:
     return _core.QuantSpec.parse(text)
 
 
-_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
-_WORDS = {dtype: word for word, dtype in _FLOATS.items()}
-
-
 def scale_dtype_of(spec: _core.QuantSpec) -> torch.dtype:
-    return _FLOATS[spec.scale_dtype]
+    return FLOATS[spec.scale_dtype]
 
 
 def without_double_quant(spec: _core.QuantSpec) -> _core.QuantSpec:
@@ -48,7 +44,7 @@ def part_shapes(spec: _core.QuantSpec, rows: int, cols: int) -> tuple[list, list
     codes = [rows, up(cols * spec.bits, 8)]
     if spec.granularity == "tensor":
         return codes, [1]
-    return codes, [rows, up(cols, spec.group_size if spec.granularity == "group" else cols)]
+    return codes, [rows, up(cols, spec.group_size if spec.granularity == "group" else torch.sym_max(cols, 1))]
 
 
 def rows_of(x: Tensor) -> int:
@@ -86,9 +82,9 @@ def _dequantize_plan(device: torch.device, spec: str, rows: int, cols: int, dtyp
 
 
 def _word(dtype: torch.dtype, name: str) -> str:
-    if dtype not in _WORDS:
+    if dtype not in WORDS:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {dtype}")
-    return _WORDS[dtype]
+    return WORDS[dtype]
 
 
 def _quantize(x: Tensor, spec: str, scale_rule: str | None = None,
@@ -177,6 +173,8 @@ def _pack(codes: Tensor, scales: Tensor, zeros: Tensor, biases: Tensor, nested: 
           k: int, layout: str = "halfbyte") -> Tensor:
     packed = codes.new_empty([packed_bytes(spec, n, k)], dtype=torch.uint8)
     parts = _present(codes=codes, scales=scales, zeros=zeros, biases=biases, **dict(zip(_NESTED, nested)))
+    if not parts:  # of a weight without elements: padding
+        return packed.zero_()
     _core.reorder(spec, n, k, layout, out=packed, **parts)
     return packed
 
@@ -213,7 +211,8 @@ def _unpack(weight: Tensor, spec: str, n: int, k: int) -> tuple[Tensor, ...]:
     packed = as_bytes(weight, spec, n, k)
     parts = _empty_unpacked(weight, spec, n, k)
     names = ("codes", "scales", "zeros", "biases", *_NESTED)
-    _core._unpack(spec, n, k, packed, **_present(**dict(zip(names, parts))))
+    if present := _present(**dict(zip(names, parts))):
+        _core._unpack(spec, n, k, packed, **present)
     return parts
 
 
@@ -303,7 +302,7 @@ def _qgemm_setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 def sum_rows(dy: Tensor) -> Tensor:
     """The gradient of a bias."""
-    return dy.reshape(-1, dy.shape[-1]).sum(0)
+    return dy.sum_to_size(dy.shape[-1:])
 
 
 def _qgemm_backward(ctx, dy: Tensor) -> tuple:

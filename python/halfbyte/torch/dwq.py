@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core import CheckpointReport, CheckpointWriter, QuantizedTensor, QuantSpec
+from ._library import FLOATS, WORDS
 from ._ops_training import affine_init, affine_qdq
 from .linear import as_tensor
 from .qat import replace_linears
-
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DwqLinear(nn.Module):
@@ -36,7 +35,7 @@ class DwqLinear(nn.Module):
         super().__init__()
         self.spec = _affine_spec(spec)
         self.in_features, self.out_features = in_features, out_features
-        self.scale_dtype = _DTYPES[self.spec.scale_dtype]
+        self.scale_dtype = FLOATS[self.spec.scale_dtype]
         codes, groups = self.spec.part_shapes(out_features, in_features)
         self.register_buffer("codes", torch.empty(codes, dtype=torch.uint8, device=device))
         self.scales = nn.Parameter(torch.empty(groups, dtype=torch.float32, device=device))
@@ -49,8 +48,8 @@ class DwqLinear(nn.Module):
         """The codes, scales and biases of the rule mlx-edge, with scales in the dtype of the weight: those that
         `halfbyte quantize` stores in the layout of MLX. refit: instead scales and biases that fit the codes best."""
         weight = linear.weight
-        dtype = next((word for word, dtype in _DTYPES.items() if dtype == weight.dtype), None)
-        if dtype is None:
+        dtype = WORDS.get(weight.dtype)
+        if dtype in (None, "f64"):
             raise TypeError(f"the weight must be f32, f16 or bf16, got {weight.dtype}")
         layer = cls(linear.in_features, linear.out_features, _affine_spec(spec).replace(scale_dtype=dtype),
                     linear.bias is not None, weight.device)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
-from .._values import QuantizationError
+from .._values import QuantizationError, relative_error
 from . import _fast, _layouts
 from ._fast import linear
+from ._library import FLOATS
 from ._ops_weight import (_sum_groups, dequantize_packed, group_length, quantize_packed, scale_dtype_of, shape_of,
                           spec_of, unpack)
 
@@ -149,10 +150,8 @@ class QuantizedLinear(nn.Linear):
         difference = (self.dequantized(torch.float32).to(dense.device).double() - dense).flatten()
         largest = int(difference.abs().argmax()) if difference.numel() else 0
         error, size = float(difference.square().sum()), float(dense.square().sum())
-        relative = math.sqrt(error / size) if size > 0 else math.inf if error > 0 else 0.0
-        snr = -20 * math.log10(relative) if relative > 0 else math.inf
         self._error = QuantizationError(float(difference[largest].abs()) if difference.numel() else 0.0, largest,
-                                        relative, snr)
+                                        *relative_error(error, size))
         return self._error
 
     # ---- Adapter
@@ -389,7 +388,7 @@ class QuantizedLinear(nn.Linear):
         if any(stored.name == module + ".bias" for stored in checkpoint.weights):
             bias = as_tensor(checkpoint.decode(module + ".bias"))
         if dtype is None and weight.dtype is not None:
-            dtype = dtype_of(weight.dtype)
+            dtype = FLOATS[weight.dtype]
         return cls.from_quantized(weight, bias, device=device, dtype=dtype, **options)
 
 
@@ -417,13 +416,6 @@ def linear_class(spec: _core.QuantSpec | str) -> type[QuantizedLinear]:
     """The class of layers of a spec."""
     name = _core.QuantSpec.parse(str(spec)).format
     return next(of for of in (Linear4bit, LinearAffine, LinearInt) if name.startswith(of._kinds))
-
-
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
-
-
-def dtype_of(word: str) -> torch.dtype:
-    return _DTYPES[word]
 
 
 def as_tensor(array: object) -> Tensor:

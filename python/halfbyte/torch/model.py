@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import _core
 from .._progress import Bar
 from ._layouts import Packed
+from ._library import WORDS
 from ._ops_weight import double_quantize, pack, quantize_packed, spec_of, without_double_quant
 from .linear import QuantizedLinear, as_tensor, linear_class
 
@@ -76,7 +77,6 @@ def _config_text(model: nn.Module) -> str:
     return json.dumps(fields, default=str)
 
 
-_WORDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
 
 
 def _names(expressions: Sequence[str] | str | None) -> list[str]:
@@ -95,7 +95,7 @@ def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
     weights = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
                if parameter.dim() >= 2]
     reasons = _core._dense_reasons(_config_text(model), [
-        (name, list(of.shape), _WORDS.get(of.dtype)) for name, of in weights], _names(include), _names(exclude))
+        (name, list(of.shape), WORDS.get(of.dtype)) for name, of in weights], _names(include), _names(exclude))
     result = {}
     for (name, parameter), reason in zip(weights, reasons):
         module = model.get_submodule(name.rpartition(".")[0])
@@ -303,7 +303,7 @@ class _Loader:
         return Packed(pack(codes, scales, zeros, biases, nested, str(self.spec), n, k), self.spec, n, k)
 
     def _read(self, weight, like: Tensor) -> Tensor:
-        word = _WORDS.get(like.dtype)
+        word = WORDS.get(like.dtype)
         if word is None:
             data = as_tensor(self.checkpoint.read(self.stored[weight.parts[0]])).view(like.dtype).reshape(like.shape)
             return data.to(self.device)

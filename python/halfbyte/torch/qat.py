@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from .._core import FakeQuantizeDescriptor, ObserverConfig, QuantizedTensor, QuantSpec
 from ._layouts import book_of
+from ._library import FLOATS, WORDS
 from ._ops_training import compute_qparams, fake_quantize, observe, quantize_linear
 from ._ops_weight import dequantize
 from .linear import QuantizedLinear, as_tensor
 from .model import dense_reasons
 
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 _TABLES = ("nf4", "fp4", "fp4_e2m1", "lut4")
 
 
@@ -72,7 +72,7 @@ class FakeQuantize(nn.Module):
         self.observer_enabled = self.fake_quant_enabled = True
 
         self.q_min, self.q_max = -(1 << spec.bits - 1), (1 << spec.bits - 1) - 1
-        self.scale_dtype = _DTYPES[spec.scale_dtype]
+        self.scale_dtype = FLOATS[spec.scale_dtype]
         self.scale_rule = "minmax" if spec.asymmetric else "absmax"
         self.groups = {"granularity": spec.granularity}
         if spec.granularity != "tensor":
@@ -326,7 +326,7 @@ def _quantized(weight: Tensor, quantizer: FakeQuantize) -> QuantizedTensor:
         codes = quantize_linear(w, scale, zero_point, **quantizer.codes, **quantizer.groups)
         codes = (codes.int() + zero).to(torch.uint8)
     shape = spec.part_shapes(*w.shape)[1]
-    dtype = next(word for word, dtype in _DTYPES.items() if dtype == weight.dtype)
+    dtype = WORDS[weight.dtype]
     return QuantizedTensor(spec, weight.shape, dtype, codes=_pack(codes, spec.bits, zero),
                            scales=scale.to(quantizer.scale_dtype).view(shape),
                            zeros=None if zeros is None else zeros.view(shape))
