@@ -110,14 +110,14 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
   "%" i "0, %" i "1, %" i "2, %" i "3, %" i "4, %" i "5, %" i "6, %" i "7, %" i "8, %" i "9, "
 #define HALFBYTE_TENS_TO_60 \
   HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2") HALFBYTE_TEN("3") HALFBYTE_TEN("4") HALFBYTE_TEN("5")
-#define HALFBYTE_TENS_TO_120                                                                  \
-  HALFBYTE_TENS_TO_60 HALFBYTE_TEN("6") HALFBYTE_TEN("7") HALFBYTE_TEN("8") HALFBYTE_TEN("9") \
-      HALFBYTE_TEN("10") HALFBYTE_TEN("11")
+#define HALFBYTE_TENS_TO_90 HALFBYTE_TENS_TO_60 HALFBYTE_TEN("6") HALFBYTE_TEN("7") HALFBYTE_TEN("8")
+#define HALFBYTE_TENS_TO_120 HALFBYTE_TENS_TO_90 HALFBYTE_TEN("9") HALFBYTE_TEN("10") HALFBYTE_TEN("11")
 #define HALFBYTE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define HALFBYTE_D8(i) HALFBYTE_D4(i), HALFBYTE_D4(i + 4)
 #define HALFBYTE_D16(i) HALFBYTE_D8(i), HALFBYTE_D8(i + 8)
 #define HALFBYTE_D32(i) HALFBYTE_D16(i), HALFBYTE_D16(i + 16)
 #define HALFBYTE_D64(i) HALFBYTE_D32(i), HALFBYTE_D32(i + 32)
+#define HALFBYTE_D96(i) HALFBYTE_D64(i), HALFBYTE_D32(i + 64)
 #define HALFBYTE_D128(i) HALFBYTE_D64(i), HALFBYTE_D64(i + 64)
 #define HALFBYTE_WGMMA_OF(Type, type)                                                                       \
   HALFBYTE_WGMMA(Type, type, 8, "%0, %1, %2, %3", HALFBYTE_D4, 4, 5, 6, 7, 8, 9, 10)                        \
@@ -128,6 +128,8 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
                  HALFBYTE_D32, 32, 33, 34, 35, 36, 37, 38)                                                  \
   HALFBYTE_WGMMA(Type, type, 128, HALFBYTE_TENS_TO_60 "%60, %61, %62, %63", HALFBYTE_D64, 64, 65, 66, 67,   \
                  68, 69, 70)                                                                                \
+  HALFBYTE_WGMMA(Type, type, 192, HALFBYTE_TENS_TO_90 "%90, %91, %92, %93, %94, %95", HALFBYTE_D96, 96, 97, \
+                 98, 99, 100, 101, 102)                                                                     \
   HALFBYTE_WGMMA(Type, type, 256, HALFBYTE_TENS_TO_120 "%120, %121, %122, %123, %124, %125, %126, %127",    \
                  HALFBYTE_D128, 128, 129, 130, 131, 132, 133, 134)
 HALFBYTE_WGMMA_OF(F16, "f16")
@@ -135,12 +137,14 @@ HALFBYTE_WGMMA_OF(BF16, "bf16")
 #undef HALFBYTE_WGMMA
 #undef HALFBYTE_TEN
 #undef HALFBYTE_TENS_TO_60
+#undef HALFBYTE_TENS_TO_90
 #undef HALFBYTE_TENS_TO_120
 #undef HALFBYTE_D4
 #undef HALFBYTE_D8
 #undef HALFBYTE_D16
 #undef HALFBYTE_D32
 #undef HALFBYTE_D64
+#undef HALFBYTE_D96
 #undef HALFBYTE_D128
 #undef HALFBYTE_WGMMA_OF
 

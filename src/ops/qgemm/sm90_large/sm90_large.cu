@@ -165,15 +165,18 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
   wait_for_earlier();
   each_stage(args, block, [&](const Tile& tile, int stage, int place) {
     Barrier* const full = block.full + place;
-    arrive_expecting(full, kTiling.x_bytes());
+    constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
+    arrive_expecting(full, static_cast<u32>(min(kTokens, args.m - tile.tokens * kTokens) * kTokenBytes));
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       u8* const box = block.boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kBoxes);
-      const int token = tile.tokens * kTokens + i * kTiling.box_tokens();
+      const int token = tile.tokens * kTokens + i * kTiling.box_tokens(), tokens = args.m - token;
+      if (tokens <= 0) break;
+      const TensorMap* const x = tokens < kTiling.box_tokens() ? &args.last_x : &args.x;
       if (!loads_for_both(args, tile))
-        load_tile(box, &args.x, token, stage * kLargeStage, full);
+        load_tile(box, x, token, stage * kLargeStage, full);
       else if (i == static_cast<int>(block.rank))
-        load_tile_multicast(box, &args.x, token, stage * kLargeStage, full, 3);
+        load_tile_multicast(box, x, token, stage * kLargeStage, full, 3);
     }
   });
 }

@@ -51,7 +51,9 @@ struct QgemmSm90LargeTiling {
 };
 
 struct QgemmSm90LargeArgs {
-  formats::TensorMap x;  // [m, k], transposed [m, n], boxes of `box_tokens` rows
+  // [m, k], transposed [m, n]: in boxes of `box_tokens` rows; the last, where it has fewer, in boxes of as
+  // many, since a row of a box beyond x takes as long as several within.
+  formats::TensorMap x, last_x;
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;

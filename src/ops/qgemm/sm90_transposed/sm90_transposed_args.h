@@ -65,8 +65,7 @@ struct QgemmSm90TransposedTiling {
 };
 
 struct QgemmSm90TransposedArgs {
-  formats::TensorMap
-      x;  // [m, n], boxes of `tokens` rows and as many columns as a step has rows of the weight
+  formats::TensorMap x;  // [m, n], boxes of m rows and as many columns as a step has rows of the weight
   const formats::u8* weight;
   void* y;                       // [m, k]
   CodeValuesArgs values;         // of codes of 4 bits

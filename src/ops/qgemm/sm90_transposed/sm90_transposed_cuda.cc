@@ -135,7 +135,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
 
  private:
   void place(QgemmSm90TransposedArgs& args, const QgemmTensors& tensors, void*) const override {
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, tiling_.tokens,
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, static_cast<int>(problem_.m),
                               tiling_.strips() * formats::kUnitRows);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.y = tensors.y;

@@ -78,7 +78,8 @@ class Stream {
   // Codes and parameters of a step; `full` waits for x too.
   __device__ __forceinline__ void load_weight(int step, int stage) const {
     constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
-    arrive_expecting(full(stage), kStrips * (code_bytes_ + kApart) + kTiling.box_bytes());
+    const u32 x_bytes = static_cast<u32>(args_.m * (kStrips * kUnitRows * 2));
+    arrive_expecting(full(stage), kStrips * (code_bytes_ + kApart) + x_bytes);
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
       // Behind the last strip: that once more, for rows beyond x, which are zeros.

@@ -145,7 +145,7 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
     for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
       wait(block.empty + place.stage, place.parity);
       Barrier* const full = block.full + place.stage;
-      arrive_expecting(full, kTiling.x_bytes());
+      arrive_expecting(full, static_cast<u32>(args.m * kStageCols * 2));
 #pragma unroll
       for (int i = 0; i < kStageCols / 64; ++i)
         load_tile(block.ring + place.stage * kStageBytes + i * kBoxBytes, &args.x, 0,

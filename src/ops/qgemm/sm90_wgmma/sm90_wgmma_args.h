@@ -40,7 +40,7 @@ struct QgemmSm90WgmmaTiling {
 };
 
 struct QgemmSm90WgmmaArgs {
-  formats::TensorMap x;  // [m, k], boxes of `tokens` rows
+  formats::TensorMap x;  // [m, k], boxes of m rows
   const formats::u8* weight;
   const void* bias;
   void* y;

@@ -149,7 +149,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
 
  private:
   void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void*) const override {
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, problem_.k, tiling_.tokens);
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, problem_.k, static_cast<int>(problem_.m));
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
