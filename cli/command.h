@@ -19,6 +19,7 @@ struct Command {
   std::string name;
   std::string json_path;  // --json; empty: none; "-": stdout, instead of the text
   bool force = false;     // --force
+  std::string output;     // what it writes besides; empty: nothing
   // The report is a line of JSON for the run, then one for each of the document's "rows".
   bool is_json_lines = false;
   // Fills in the text for people and the JSON document. What it has filled in before it throws is

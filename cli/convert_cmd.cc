@@ -64,6 +64,7 @@ void add_convert_command(CLI::App& app, Command& command) {
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);
     command.name = "convert";
+    if (!arguments->destination.dry_run) command.output = arguments->destination.path;
     command.run = [arguments, &command](std::string& text, Json& document) {
       run(*arguments, command.force, text, document);
     };

@@ -50,6 +50,7 @@ void add_dequantize_command(CLI::App& app, Command& command) {
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);
     command.name = "dequantize";
+    if (!arguments->destination.dry_run) command.output = arguments->destination.path;
     command.run = [arguments, &command](std::string& text, Json& document) {
       run(*arguments, command.force, text, document);
     };

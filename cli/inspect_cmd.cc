@@ -10,6 +10,7 @@
 #include "halfbyte/checkpoint.hpp"
 #include "options.h"
 #include "output.h"
+#include "progress.h"
 #include "report.h"
 
 namespace halfbyte::cli {
@@ -66,10 +67,11 @@ std::string foreign_text(const ForeignQuantization& foreign) {
   return text + fmt::format("; from {}", foreign.source);
 }
 
-void run(const std::string& path, std::string& text, Json& document) {
+// `lists`: whether anybody reads the document's weights and tensors.
+void run(const std::string& path, bool lists, std::string& text, Json& document) {
   document["path"] = path;
   document["valid"] = false;
-  const Checkpoint checkpoint = Checkpoint::open(path);
+  const Checkpoint checkpoint = Checkpoint::open(path, [](const Progress&) { return !is_cancelled(); });
   document["valid"] = true;
 
   Table table({{"name"},
@@ -100,9 +102,10 @@ void run(const std::string& path, std::string& text, Json& document) {
                    quantized ? group_name(weight.spec) : "-", quantized ? to_string(*weight.layout) : "-",
                    fmt::format("{:.3f}", bits_per_weight(weight)), fmt::format("{}", weight.num_bytes)});
     if (!weight.note.empty()) ++notes[weight.note];
-    weights.push_back(weight_json(weight));
+    if (lists) weights.push_back(weight_json(weight));
   }
-  for (const StoredTensor& tensor : checkpoint.tensors()) tensors.push_back(tensor_json(tensor));
+  if (lists)
+    for (const StoredTensor& tensor : checkpoint.tensors()) tensors.push_back(tensor_json(tensor));
 
   const int64_t num_dense = static_cast<int64_t>(checkpoint.weights().size()) - num_quantized - num_foreign;
   Json foreign = Json::array();
@@ -140,7 +143,9 @@ void add_inspect_command(CLI::App& app, Command& command) {
   add_report_options(sub, command);
   sub.callback([path, &command] {
     command.name = "inspect";
-    command.run = [path](std::string& text, Json& document) { run(*path, text, document); };
+    command.run = [path, &command](std::string& text, Json& document) {
+      run(*path, !command.json_path.empty(), text, document);
+    };
   });
 }
 

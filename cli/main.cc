@@ -6,13 +6,17 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
+#include <cstdlib>
+#include <exception>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
+#include <string_view>
 
 #include "command.h"
 #include "halfbyte/error.hpp"
+#include "halfbyte/output.hpp"
 #include "halfbyte/system.hpp"
 #include "output.h"
 #include "progress.h"
@@ -34,6 +38,18 @@ struct Failure {
   std::string message;
 };
 
+// Code of others that promises not to throw ends here without memory: CLI11, as it reads the arguments.
+[[noreturn]] void terminate() noexcept {
+  try {
+    if (std::current_exception()) throw;
+  } catch (const std::bad_alloc&) {
+    write_stderr("halfbyte: error: out of memory\n");
+    ::_exit(static_cast<int>(ErrorCode::no_memory));
+  } catch (...) {
+  }
+  std::abort();
+}
+
 // Runs `action`; what it throws is returned.
 template <class Action>
 std::optional<Failure> attempt(const Action& action) {
@@ -49,11 +65,41 @@ std::optional<Failure> attempt(const Action& action) {
   }
 }
 
+// Where there is no memory for one text, in pieces.
 void print_failure(const Failure& failure, const std::string& command) {
-  std::string text = fmt::format("halfbyte: error: {}\n", failure.message);
-  if (failure.code == ErrorCode::usage)
-    text += fmt::format("Try 'halfbyte {}{}--help'.\n", command, command.empty() ? "" : " ");
-  write_stderr(text);
+  const auto write = [&](const auto& write_piece) {
+    for (const std::string_view piece :
+         {std::string_view("halfbyte: error: "), std::string_view(failure.message), std::string_view("\n")})
+      write_piece(piece);
+    if (failure.code != ErrorCode::usage) return;
+    for (const char* const piece :
+         {"Try 'halfbyte ", command.c_str(), command.empty() ? "" : " ", "--help'.\n"})
+      write_piece(piece);
+  };
+  try {
+    std::string text;
+    write([&](std::string_view piece) { text += piece; });
+    write_stderr(text);
+  } catch (const std::bad_alloc&) {
+    write(write_stderr);
+  }
+}
+
+// Removes what runs that were killed left beside what this one writes, and says so.
+void remove_leftovers(const Command& command, Json& document) {
+  std::vector<std::string> paths = {command.output};
+  if (command.json_path != "-") paths.push_back(command.json_path);
+  for (const std::string& path : paths) {
+    if (path.empty()) continue;
+    for (const Leftover& leftover : halfbyte::remove_leftovers(path)) {
+      const bool removed = leftover.why_kept.empty();
+      write_stderr(fmt::format("halfbyte: {} \"{}\", which an earlier run left{}{}\n",
+                               removed ? "removed" : "kept", printable(leftover.path), removed ? "" : ": ",
+                               leftover.why_kept));
+      document["leftovers"].push_back(
+          {{"path", leftover.path}, {"removed", removed}, {"why_kept", leftover.why_kept}});
+    }
+  }
 }
 
 int run(const Command& command) {
@@ -61,6 +107,7 @@ int run(const Command& command) {
   std::string text;
   std::optional<ReportFile> json_file;
   const auto failure = attempt([&] {
+    remove_leftovers(command, document);
     if (!command.json_path.empty() && command.json_path != "-")
       json_file.emplace("--json", command.json_path, command.force);
     command.run(text, document);
@@ -135,6 +182,7 @@ int parse_and_run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   using namespace halfbyte::cli;
+  std::set_terminate(terminate);
   open_missing_standard_streams();
   install_signal_handlers();
   int exit_code = 0;

@@ -1,12 +1,15 @@
 #include "options.h"
 
+#include <dirent.h>
 #include <fmt/format.h>
 
 #include <CLI/App.hpp>
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
+#include <memory>
 #include <optional>
+#include <string_view>
 
 #include "halfbyte/error.hpp"
 #include "output.h"
@@ -29,11 +32,12 @@ uint64_t input_bytes(const std::string& path) {
     return error ? 0 : size;
   }
   uint64_t sum = 0;
-  for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {
-    if (it->path().extension() != ".safetensors") continue;
-    std::error_code size_error;
-    const uint64_t size = it->file_size(size_error);
-    if (!size_error) sum += size;
+  // Not by the iterators of std::filesystem, which end the process for want of memory.
+  const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()), ::closedir);
+  while (const dirent* const entry = directory ? ::readdir(directory.get()) : nullptr) {
+    if (!std::string_view(entry->d_name).ends_with(".safetensors")) continue;
+    const uint64_t size = fs::file_size(fs::path(path) / entry->d_name, error);
+    if (!error) sum += size;
   }
   return sum;
 }

@@ -1,8 +1,6 @@
 #include "output.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,7 +24,7 @@ int write_all(int fd, std::string_view text) noexcept {
   while (!text.empty()) {
     const ssize_t written = ::write(fd, text.data(), text.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return errno;
+    if (written <= 0) return written < 0 ? errno : EIO;
     text.remove_prefix(static_cast<size_t>(written));
   }
   return 0;
@@ -96,39 +94,27 @@ void write_stdout(std::string_view text) {
 
 void write_stderr(std::string_view text) noexcept { write_all(STDERR_FILENO, text); }
 
-std::optional<ReportFile::Identity> ReportFile::existing() const {
-  struct stat status;
-  if (::lstat(path_.c_str(), &status) != 0) return std::nullopt;
-  // Renaming over a device or a pipe would remove it.
-  if (!S_ISREG(status.st_mode))
-    throw Error(ErrorCode::usage, fmt::format("{}: not a regular file (use - for standard output)", name_));
-  return Identity{status.st_dev, status.st_ino};
+namespace {
+
+// Runs `action`; the option goes before what it throws.
+template <class Action>
+auto naming(const std::string& option, const Action& action) {
+  try {
+    return action();
+  } catch (const Error& error) {
+    const char* const hint =
+        error.code() == ErrorCode::exists ? " (--force replaces files; - is standard output)" : "";
+    throw Error(error.code(), fmt::format("{}: {}{}", option, error.what(), hint));
+  }
 }
+
+}  // namespace
 
 ReportFile::ReportFile(const std::string& option, const std::string& path, bool force)
-    : path_(path), name_(fmt::format("{} {}", option, printable(path))), replaced_(existing()) {
-  if (replaced_ && !force)
-    throw Error(ErrorCode::exists, fmt::format("{}: exists already (use --force to replace it)", name_));
-  const size_t name = path.rfind('/') + 1;  // 0 where there is no slash
-  temporary_ = fmt::format("{}.{}.halfbyte-{}", path.substr(0, name), path.substr(name), ::getpid());
-  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
-  if (fd_ < 0) throw_io(name_ + ": cannot create", errno);
-}
-
-ReportFile::~ReportFile() {
-  if (fd_ < 0) return;
-  ::close(fd_);
-  ::unlink(temporary_.c_str());
-}
+    : option_(option), file_(naming(option, [&] { return AtomicFile(path, force); })) {}
 
 void ReportFile::commit(std::string_view text) {
-  if (existing() != replaced_) throw Error(ErrorCode::exists, name_ + ": was written by somebody else");
-  int error = write_all(fd_, text);
-  if (error == 0 && ::fsync(fd_) != 0) error = errno;
-  if (error == 0 && ::rename(temporary_.c_str(), path_.c_str()) != 0) error = errno;
-  if (error != 0) throw_io(name_ + ": cannot write", error);
-  ::close(fd_);
-  fd_ = -1;
+  naming(option_, [&] { file_.commit(text); });
 }
 
 }  // namespace halfbyte::cli

@@ -1,14 +1,13 @@
 // Text, tables and files that the tool writes.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "halfbyte/output.hpp"
 
 namespace halfbyte::cli {
 
@@ -48,31 +47,15 @@ void write_stdout(std::string_view text);
 // Best effort: there is nobody left to tell.
 void write_stderr(std::string_view text) noexcept;
 
-// A text file that appears complete or not at all. Its temporary sibling is opened at once, so that
-// a path that cannot be written is known before hours of work.
+// An AtomicFile that an option names: "--json".
 class ReportFile {
  public:
-  // `option` names the file in messages: "--json". Error(exists) if `path` exists and not force, Error(usage)
-  // if it exists and is not a regular file.
   ReportFile(const std::string& option, const std::string& path, bool force);
-  ReportFile(const ReportFile&) = delete;
-  ReportFile& operator=(const ReportFile&) = delete;
-  ~ReportFile();
-  // Error(exists) if something else has been put there since, such as the output of the run itself.
   void commit(std::string_view text);
 
  private:
-  struct Identity {
-    dev_t device;
-    ino_t inode;
-    bool operator==(const Identity&) const = default;
-  };
-  // Of what lies at `path_`, empty if nothing does.
-  std::optional<Identity> existing() const;
-
-  std::string path_, name_, temporary_;  // name_: with the option, for messages
-  std::optional<Identity> replaced_;
-  int fd_ = -1;
+  std::string option_;
+  AtomicFile file_;
 };
 
 }  // namespace halfbyte::cli

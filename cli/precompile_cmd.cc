@@ -1,6 +1,6 @@
 // halfbyte precompile --arch TARGET -o PACK
 #include <fmt/format.h>
-#include <unistd.h>
+#include <sys/stat.h>
 
 #include <CLI/App.hpp>
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include "command.h"
 #include "halfbyte/error.hpp"
 #include "halfbyte/kernels.hpp"
+#include "halfbyte/output.hpp"
 #include "halfbyte/system.hpp"
 #include "options.h"
 #include "output.h"
@@ -44,35 +45,11 @@ KernelPackOptions to_options(const Arguments& arguments, bool force) {
   return options;
 }
 
-// Beside the output, so that a place that cannot be written is known before the work. Removed with all it
-// holds.
-class WorkDirectory {
- public:
-  explicit WorkDirectory(const std::string& output) {
-    const size_t name = output.rfind('/') + 1;  // 0 where there is no slash
-    path_ = fmt::format("{}.{}.halfbyte-{}", output.substr(0, name), output.substr(name), ::getpid());
-    std::error_code error;
-    fs::create_directory(path_, error);
-    if (error)
-      throw Error(ErrorCode::io, fmt::format("--output {}: cannot create a directory beside it: {}",
-                                             printable(output), error.message()));
-  }
-  WorkDirectory(const WorkDirectory&) = delete;
-  WorkDirectory& operator=(const WorkDirectory&) = delete;
-  ~WorkDirectory() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 // Workers compile; what they have made is loaded, so that writing the pack finds it.
 void compile_in_workers(const Arguments& arguments, int64_t num_jobs,
                         const std::function<bool(int64_t done)>& progress) {
-  const WorkDirectory directory(arguments.output);
+  const WorkDirectory directory(
+      arguments.output);  // beside it: a place that cannot be written is known at once
   std::vector<std::string> paths;
   std::vector<std::vector<std::string>> commands;
   for (int64_t i = 0; i < num_jobs; ++i) {
@@ -90,11 +67,12 @@ void compile_in_workers(const Arguments& arguments, int64_t num_jobs,
     add("--dtypes", arguments.dtypes);
     commands.push_back(std::move(command));
   }
-  run_workers(commands, directory.path(), progress);
+  run_workers(commands, progress);
   for (const std::string& path : paths) load_kernel_pack(path);
 }
 
 void run_worker(const Arguments& arguments, bool force) {
+  ::umask(077);  // its pack is of this run alone
   KernelPackOptions options = to_options(arguments, force);
   char slash = 0;
   std::istringstream shard(arguments.shard);
@@ -127,10 +105,9 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
     return draw({"compile", static_cast<uint64_t>(done), static_cast<uint64_t>(total)});
   };
   const int64_t num_workers = std::min(jobs, total);
-  if (num_workers > 1)
-    compile_in_workers(arguments, num_workers, progress);
-  else
-    options.progress = [&](int64_t done, int64_t) { return progress(done); };
+  // Even one: a process can be ended, while NVRTC cannot be stopped.
+  compile_in_workers(arguments, num_workers, progress);
+  options.progress = [&](int64_t, int64_t) { return progress(total); };
   const KernelPackReport report = write_kernel_pack(arguments.output, options);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
@@ -138,7 +115,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
       summary_line("kernels", fmt::format("{} for {}", report.num_kernels, fmt::join(options.targets, ", ")));
   text += summary_line("output",
                        fmt::format("{} ({})", printable(arguments.output), format_bytes(report.num_bytes)));
-  text += summary_line("time", fmt::format("{:.1f} s, {} jobs", seconds, std::max<int64_t>(num_workers, 1)));
+  text += summary_line("time", fmt::format("{:.1f} s, {} jobs", seconds, num_workers));
   document["output"] = arguments.output;
   document["targets"] = options.targets;
   document["num_kernels"] = report.num_kernels;
@@ -176,6 +153,7 @@ void add_precompile_command(CLI::App& app, Command& command) {
   add_report_options(sub, command);
   sub.callback([arguments, &command] {
     command.name = "precompile";
+    if (arguments->shard.empty()) command.output = arguments->output;
     command.run = [arguments, &command](std::string& text, Json& document) {
       if (arguments->shard.empty())
         run(*arguments, command.force, text, document);

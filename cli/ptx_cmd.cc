@@ -10,6 +10,7 @@
 #include "halfbyte/kernels.hpp"
 #include "options.h"
 #include "output.h"
+#include "progress.h"
 
 namespace halfbyte::cli {
 
@@ -102,6 +103,7 @@ void emit(const Arguments& arguments, bool force, std::string& text, Json& docum
   std::optional<ReportFile> file;
   if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
   const std::string ptx = emit_ptx(kernel, arguments.config, arguments.arch);
+  if (is_cancelled()) throw Error(ErrorCode::cancelled, "cancelled");  // NVRTC cannot be stopped
   Json config = Json::object();
   for (const auto& [key, value] : arguments.config) config[key] = value;
   document["op"] = arguments.op;
@@ -163,6 +165,7 @@ void add_ptx_command(CLI::App& app, Command& command) {
                                    arguments->config.empty() && !arguments->describe))
       throw CLI::RequiredError("OP");
     command.name = "ptx";
+    command.output = arguments->output;
     command.run = [arguments, &command](std::string& text, Json& document) {
       if (arguments->op.empty())
         list(text, document);

@@ -9,10 +9,9 @@ namespace halfbyte::cli {
 
 // Starts this tool once for each list of arguments and waits for all. Each writes a byte to its standard
 // output whenever something is done; `progress` is told how many there were, at least ten times a second, and
-// returns false to cancel. What a worker writes to standard error goes to a file in `directory`. Throws what
-// a failed worker said: Error(its exit code); Error(cancelled); Error(io) where one cannot be started. None
-// is left running.
-void run_workers(const std::vector<std::vector<std::string>>& arguments, const std::string& directory,
+// returns false to cancel. Throws what a failed worker said on standard error: Error(its exit code);
+// Error(cancelled); Error(io) where one cannot be started. None is left running.
+void run_workers(const std::vector<std::vector<std::string>>& arguments,
                  const std::function<bool(int64_t done)>& progress);
 
 }  // namespace halfbyte::cli

@@ -251,6 +251,65 @@ TEST(CApi, StructuresOfOtherVersions) {
   EXPECT_FAILS(HALFBYTE_USAGE, "spec must not be NULL", halfbyte_quant_spec_init(nullptr, sizeof shape));
 }
 
+// A size that ends within a field is of no version.
+TEST(CApi, StructuresThatEndWithinAField) {
+  auto spec = INITIALISED(quant_spec);
+  for (size_t size = sizeof(size_t); size <= sizeof spec; ++size) {
+    spec.struct_size = size;
+    const bool cuts_flag = size < offsetof(halfbyte_quant_spec, table) && size % 4 != 0;
+    const size_t end_of_table = offsetof(halfbyte_quant_spec, table) + sizeof spec.table;
+    const bool cuts_table = size > offsetof(halfbyte_quant_spec, table) && size < end_of_table;
+    const bool cuts_last = size > offsetof(halfbyte_quant_spec, group_size) && size < sizeof spec;
+    if (!cuts_flag && !cuts_table && !cuts_last) {
+      EXPECT_OK(halfbyte_quant_spec_check(&spec));
+      continue;
+    }
+    EXPECT_FAILS(
+        HALFBYTE_USAGE,
+        fmt::format("spec: struct_size must be the sizeof of its structure, {} in this version, got {}",
+                    sizeof spec, size)
+            .c_str(),
+        halfbyte_quant_spec_check(&spec));
+  }
+  // What is written, too.
+  const auto good = INITIALISED(quant_spec);
+  auto shape = output<halfbyte_quant_shape>();
+  shape.struct_size = offsetof(halfbyte_quant_shape, code_bytes) + 3;
+  EXPECT_EQ(halfbyte_quant_shape_of(&good, 2, 100, &shape), HALFBYTE_USAGE);
+  shape.struct_size = sizeof shape;
+  EXPECT_EQ(halfbyte_quant_spec_init(&spec, sizeof spec - 1), HALFBYTE_USAGE);
+}
+
+TEST(CApi, MisalignedPointersAreRefused) {
+  alignas(16) std::array<char, sizeof(halfbyte_quant_spec) + 8> memory{};
+  auto* const spec = reinterpret_cast<halfbyte_quant_spec*>(memory.data() + 4);
+  EXPECT_EQ(halfbyte_quant_spec_init(spec, sizeof *spec), HALFBYTE_USAGE);
+  EXPECT_EQ(std::string(halfbyte_last_error()).find("spec must be aligned to 8 bytes, got 0x"), 0U)
+      << halfbyte_last_error();
+  EXPECT_EQ(halfbyte_quant_spec_check(spec), HALFBYTE_USAGE);
+  std::vector<float> values(9);
+  int64_t shape[] = {8};
+  DLTensor x{values.data(), {kDLCPU, 0}, 1, {kDLFloat, 32, 1}, shape, nullptr, 2};
+  auto range = output<halfbyte_value_range>();
+  EXPECT_EQ(halfbyte_value_range_of(&x, nullptr, &range), HALFBYTE_USAGE);
+  EXPECT_EQ(
+      std::string(halfbyte_last_error()).find("dlpack: x: data with byte_offset must be aligned to 4 bytes"),
+      0U)
+      << halfbyte_last_error();
+}
+
+TEST(CApi, DescriptorsOfAbsurdRank) {
+  auto descriptor = INITIALISED(linear_descriptor);
+  int64_t shape[] = {2, 2};
+  descriptor.shape = shape;
+  halfbyte_plan* plan = nullptr;
+  for (const int32_t ndim : {33, INT32_MAX}) {
+    descriptor.ndim = ndim;
+    EXPECT_FAILS(HALFBYTE_USAGE, fmt::format("descriptor.ndim must be 0 to 32, got {}", ndim).c_str(),
+                 halfbyte_quantize_linear_select({kDLCPU, 0}, &descriptor, nullptr, &plan));
+  }
+}
+
 // ---- Errors
 
 TEST(CApi, VersionAndStatusNames) {
@@ -1230,10 +1289,9 @@ TEST(CApi, PlansOfTheThreeOperations) {
       << halfbyte_last_error();
   args.codes = codes;
   x->byte_offset = 2;
-  EXPECT_EQ(
-      std::string((refused(), halfbyte_last_error())).find("quantize_linear: x must be aligned to 4 bytes"),
-      0u)
-      << halfbyte_last_error();
+  EXPECT_EQ(refused(), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_last_error_kind(), HALFBYTE_ERROR_KIND_MISALIGNED);
+  EXPECT_STREQ(halfbyte_last_error_argument(), "x");
   x->byte_offset = 0;
   args.struct_size = 3;
   EXPECT_EQ(refused(), HALFBYTE_USAGE);
@@ -1481,7 +1539,7 @@ TEST(CApi, PlansOfObservers) {
                halfbyte_compute_qparams_can_implement(compute.get(), &scale_args));
   const auto select = [&] { return halfbyte_observe_select(kCpu, &descriptor, nullptr, &raw); };
   descriptor.ndim = -1;
-  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must not be negative, got -1", select());
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must be 0 to 32, got -1", select());
   descriptor.ndim = 2;
   config.kind = 7;
   EXPECT_FAILS(HALFBYTE_USAGE, "config.kind must be 0 to 3, got 7", select());
@@ -1607,7 +1665,7 @@ TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
                halfbyte_quantize_linear_select(kCpu, &good, nullptr, nullptr));
   auto bad = good;
   bad.ndim = -1;
-  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must not be negative, got -1", select(bad));
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.ndim must be 0 to 32, got -1", select(bad));
   bad = good;
   bad.shape = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.shape must not be NULL", select(bad));

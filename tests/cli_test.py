@@ -5,8 +5,10 @@ import math
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import time
@@ -21,7 +23,7 @@ from independent import safetensors_io as st
 MODEL = TINY_LLAMA
 NUM_LINEAR = 28  # 4 layers of 7 projections; lm_head, the embedding and 9 norms stay dense
 
-OK, USAGE, BAD_INPUT, VERIFY, DEVICE, IO, EXISTS, CANCELLED = 0, 2, 3, 4, 5, 6, 8, 130
+OK, BUG, USAGE, BAD_INPUT, VERIFY, DEVICE, IO, NO_MEMORY, EXISTS, CANCELLED = 0, 1, 2, 3, 4, 5, 6, 7, 8, 130
 
 # What the machine has must not decide what is tested.
 NO_DRIVER = {**os.environ, "HALFBYTE_CUDA_DRIVER": "/nowhere/libcuda.so.1"}
@@ -278,6 +280,21 @@ def test_precompile_cancelled_leaves_nothing(tmp_path, with_stubs):
         assert process.wait(timeout=20) == CANCELLED
         assert "cancelled" in process.stderr.read()
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number, code, words", [(signal.SIGKILL, NO_MEMORY, "fewer --jobs"), (signal.SIGSEGV, BUG, "signal 11")])
+def test_precompile_tells_how_a_worker_ended(tmp_path, with_stubs, number, code, words):
+    slow = {**with_stubs[0], "STUB_NVRTC_SLEEP_MS": "50"}
+    command = [CLI, "precompile", "--arch", "sm_90a", "--jobs", "2", "-o", str(tmp_path / "k.hbk")]
+    process = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
+    children = []
+    while not children and process.poll() is None:
+        time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), number)
+    assert process.wait(timeout=20) == code
+    assert words in process.stderr.read()
+    assert os.listdir(tmp_path) == []
 
 
 def test_kernel_packs_that_cannot_be_used(tmp_path, with_stubs):
@@ -749,7 +766,6 @@ def test_same_bytes_for_any_thread_count(tmp_path):
             ["asymmetric", "zero point"],
         ),
         (["dequantize", "{in}", "-o", "{out}", "--dtype", "i8"], ["i8"]),
-        (["inspect", "{in}", "--json", "/dev/null", "--force"], ["--json", "regular file"]),
         (["ptx", "quantise", "--arch", "sm_90a"], ["quantise", "dequantize, fake_quantize, observe"]),
         (["ptx", "quantize"], ["--arch"]),
         (["ptx", "quantize", "--kernel", "x", "--arch", "sm_90a"], ["'x'", "quantize_groups", "value_range"]),
@@ -833,6 +849,9 @@ def test_existing_output(tmp_path):
     (directory / "mine").write_text("precious")
     fails("quantize", MODEL, "-o", directory, code=EXISTS)
     assert (directory / "mine").read_text() == "precious"
+    assert '"mine"' in fails("quantize", MODEL, "-o", directory, "--force", code=EXISTS)
+    assert (directory / "mine").read_text() == "precious"
+    (directory / "mine").unlink()
     run("quantize", MODEL, "-o", directory, "--force")
     assert run_json("inspect", directory)["num_quantized"] == NUM_LINEAR
     assert sorted(os.listdir(tmp_path)) == ["dir", "out.safetensors"]
@@ -892,6 +911,13 @@ def test_json_file(tmp_path):
 
     fails("inspect", tmp_path, "--json", tmp_path / "failed.json", code=BAD_INPUT)
     assert json.loads((tmp_path / "failed.json").read_text())["error"]["code"] == "BAD_INPUT"
+
+
+def test_json_replaces_files_only(tmp_path):
+    for force in [[], ["--force"]]:
+        message = fails("inspect", MODEL, "--json", "/dev/null", *force, code=EXISTS)
+        assert "--json: " in message and "is a device" in message and "- is standard output" in message
+    assert stat.S_ISCHR(os.lstat("/dev/null").st_mode)
 
 
 def test_json_never_replaces_the_output(tmp_path):
@@ -978,6 +1004,46 @@ def test_signal_cancels(tmp_path, large, number):
     assert process.returncode == CANCELLED, stderr
     assert stdout == "" and stderr.startswith("halfbyte: error: ") and "cancel" in stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_signal_cancels_the_copy_of_a_large_file(tmp_path):
+    """Once the weights are written, when only other files are left to copy: 16 GiB of zeros here, without the space."""
+    shutil.copytree(MODEL, tmp_path / "in")
+    with (tmp_path / "in" / "tokenizer.model").open("wb") as file:
+        file.truncate(2**34)
+    if shutil.disk_usage(tmp_path).free < 2**34 + 2**30:
+        pytest.skip("16 GiB are not free")
+    command = [CLI, "quantize", tmp_path / "in", "-o", tmp_path / "out"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    written = 0
+    while written < 64 * 2**20:  # more than the weights
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+        written = int(re.search(r"wchar: (\d+)", Path(f"/proc/{process.pid}/io").read_text())[1])
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=10)
+    assert process.returncode == CANCELLED, stderr
+    assert stderr == "halfbyte: error: copy was cancelled\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_more_shards_than_descriptors(tmp_path):
+    rng = np.random.default_rng(5)
+    names = [f"model-{i + 1:05}-of-00300.safetensors" for i in range(300)]
+    (tmp_path / "in").mkdir()
+    index = {}
+    for i, name in enumerate(names):
+        weight = st.from_f32(rng.standard_normal((8, 64)), "BF16")
+        index[f"model.layers.{i}.mlp.up_proj.weight"] = name
+        write_file(tmp_path / "in" / name, {f"model.layers.{i}.mlp.up_proj.weight": weight})
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(text)
+    few = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))}
+    run("quantize", tmp_path / "in", "-o", tmp_path / "out", **few)
+    run("dequantize", tmp_path / "out", "-o", tmp_path / "dense", **few)
+    rows = run_json("compare", tmp_path / "in", tmp_path / "dense", **few)["rows"]
+    assert len(rows) == 300 and all(15 < row["snr_db"] < 40 for row in rows)
 
 
 def test_second_signal_kills(tmp_path, large):

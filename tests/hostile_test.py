@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -538,6 +539,194 @@ def test_f13_large_headers(cli, tmp_path, write, codes):
     assert measured.code in codes
     assert measured.seconds < 2 * MAX_SECONDS
     assert measured.peak_bytes < (64 << 20) + 8 * HEADER_BYTES
+
+
+# What a document costs grows with it, and with nothing else: no object is looked through for each of its keys,
+# and no list of tensors for each of them.
+
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+"""
+
+
+def measure_small(command):
+    """As measure, but not from this process, whose own memory would count for that of the command."""
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, *map(str, command)], capture_output=True, timeout=TIMEOUT)
+    code, seconds, peak_bytes = done.stdout.split()
+    return Measured(int(code), float(seconds), int(peak_bytes)), done.stderr.decode()
+
+
+def many_tensors(path, names, shape="[2,32]", dtype="BF16", num_bytes=128):
+    """A file of zeros, with holes where the file system has them."""
+    header = ",".join(
+        f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{i * num_bytes},{(i + 1) * num_bytes}]}}'
+        for i, name in enumerate(names)
+    )
+    with open(path, "wb") as file:
+        file.write(raw("{" + header + "}"))
+        file.truncate(file.tell() + num_bytes * len(names))
+
+
+def linear_names(count, begin=0):
+    return [f"model.layers.{i}.mlp.up_proj.weight" for i in range(begin, begin + count)]
+
+
+def join(count, text):
+    return ",".join(text(i) for i in range(count))
+
+
+def index_of_objects(path, count):
+    many_tensors(path / SHARD, ["w"])
+    objects = join(20_000 * count, lambda i: f'"{i}":{{"a":{{}}}}')
+    write_index(path, f'{{"metadata":{{{objects}}},"weight_map":{{"w":"{SHARD}"}}}}')
+
+
+def index_of_tensors(path, count):
+    """Of which there is only one."""
+    many_tensors(path / SHARD, ["w"])
+    names = join(100_000 * count, lambda i: f'"{i:060}":"{SHARD}"')
+    write_index(path, f'{{"weight_map":{{{names}}}}}')
+
+
+def config_of_objects(path, count):
+    many_tensors(path / "model.safetensors", linear_names(1))
+    (path / "config.json").write_text("{" + join(20_000 * count, lambda i: f'"{i:05}":{{"a":{i}}}') + "}")
+
+
+def config_of_modules(path, count):
+    """A word of its own for the quantization of each."""
+    many_tensors(path / "model.safetensors", linear_names(1))
+    layers = join(10_000 * count, lambda i: f'"{i}":{{"quant_algo":"x{i}","bits":{i}}}')
+    (path / "hf_quant_config.json").write_text(f'{{"quantization":{{"quantized_layers":{{{layers}}}}}}}')
+
+
+def quant_states(path, count):
+    """Descriptions of weights as long as they may be, of many keys."""
+    states = "{" + join(5_000, lambda i: f'"{i}":{{}}') + "}"
+    names = [f"w{i}.quant_state.bitsandbytes__nf4" for i in range(count)]
+    header = {name: {"dtype": "U8", "shape": [len(states)], "data_offsets": [i * len(states), (i + 1) * len(states)]}
+              for i, name in enumerate(names)}  # fmt: skip
+    (path / "model.safetensors").write_bytes(raw(compact(header), states.encode() * count))
+
+
+def metadata_of_keys(path, count):
+    entries = join(50_000 * count, lambda i: f'"{i}":""')
+    (path / "model.safetensors").write_bytes(raw(f'{{"__metadata__":{{{entries}}}}}'))
+
+
+def small_tensors(path, count):
+    many_tensors(path / "model.safetensors", linear_names(4_000 * count))
+
+
+def small_shards(path, count):
+    shards = {f"model-{i:05}.safetensors": linear_names(400, 400 * i) for i in range(5 * count)}
+    for file, names in shards.items():
+        many_tensors(path / file, names)
+    write_index(path, {"weight_map": {name: file for file, names in shards.items() for name in names}})
+
+
+DOCUMENTS = [
+    (index_of_objects, ["inspect"], 0),
+    (index_of_tensors, ["inspect"], BAD_INPUT),
+    (config_of_objects, ["inspect"], 0),
+    (config_of_objects, ["quantize", "--layout", "halfbyte"], 0),
+    (config_of_modules, ["inspect"], 0),
+    (quant_states, ["inspect"], BAD_INPUT),
+    (metadata_of_keys, ["inspect"], 0),
+    (small_tensors, ["inspect"], 0),
+    (small_tensors, ["quantize"], 0),
+    (small_shards, ["quantize", "--shard-size", "1000000"], 0),
+]
+
+
+@pytest.mark.parametrize("write, arguments, code", DOCUMENTS, ids=lambda value: getattr(value, "__name__", None))
+def test_time_and_memory_are_linear(cli, tmp_path, write, arguments, code):
+    measured = {}
+    for size in (1, 2, 4):
+        path = tmp_path / f"{size}"
+        path.mkdir()
+        write(path, size)
+        output = [] if arguments[0] == "inspect" else ["-o", tmp_path / f"out{size}"]
+        measured[size], message = measure_small([cli, arguments[0], path, *output, *arguments[1:]])
+        assert measured[size].code == code, message
+    # Quadratic would be 16 times as much. What every run has is counted in favour, and so is noise.
+    assert measured[4].seconds < 8 * measured[1].seconds + 0.2, measured
+    assert measured[4].peak_bytes < 6 * measured[1].peak_bytes, measured
+
+
+def largest_weight_map(path):
+    many_tensors(path / SHARD, ["w"])
+    name_bytes = 99_000_000 // 1_000_000 - 10
+    with open(path / "model.safetensors.index.json", "w") as file:
+        file.write('{"weight_map":{"w":"' + SHARD + '"')
+        for begin in range(0, 1_000_000, 10_000):
+            file.write("".join(f',"{i:0{name_bytes}}":"a"' for i in range(begin, begin + 10_000)))
+        file.write("}}")
+    return path
+
+
+def largest_metadata(path):
+    many_tensors(path / SHARD, ["w"])
+    with open(path / "model.safetensors.index.json", "w") as file:
+        file.write('{"metadata":[' + "{}," * 33_000_000 + '0],"weight_map":{"w":"' + SHARD + '"}}')
+    return path
+
+
+def largest_header(path):
+    """As many tensors as there may be, with names that fill the header."""
+    count = 1 << 18
+    many_tensors(path / "model.safetensors", [f"{i:0320}" for i in range(count)], "[0]", num_bytes=0)
+    return path
+
+
+@pytest.mark.parametrize("write", [largest_weight_map, largest_metadata, largest_header])
+def test_the_largest_documents(cli, tmp_path, write):
+    """Done or refused in 2 s (machines that run tests are allowed twice that) and 0.9 GB."""
+    measured, message = measure_small([cli, "inspect", write(tmp_path)])
+    assert measured.code in (0, BAD_INPUT), message
+    assert measured.seconds < 2 * MAX_SECONDS
+    assert measured.peak_bytes < 900_000_000
+
+
+# What is written can be read: planning refuses the rest.
+
+
+def test_more_tensors_than_a_file_may_have(halfbyte, tmp_path, out_dir):
+    """Each weight becomes four."""
+    path = tmp_path / "in.safetensors"
+    many_tensors(path, linear_names((1 << 16) + 1))
+    for arguments in ([], ["--dry-run"]):
+        message = halfbyte("quantize", path, "-o", out_dir / "out.safetensors", *arguments, expect=BAD_INPUT).stderr
+        assert "a file would have 262148 tensors, more than the limit of 262144" in message
+    assert not list(out_dir.iterdir())
+
+
+def test_larger_headers_than_are_read(halfbyte, tmp_path, out_dir):
+    (tmp_path / "in").mkdir()
+    names = [f"{'n' * 1000}.{i}.weight" for i in range(30_000)]
+    many_tensors(tmp_path / "in" / "model.safetensors", names)
+    shards = ["--shard-size", "100000"]
+    message = halfbyte("quantize", tmp_path / "in", "-o", out_dir / "out", expect=BAD_INPUT).stderr
+    assert "header would have" in message and "limit of 100000000" in message and "--shard-size" in message
+    assert not list(out_dir.iterdir())
+    message = halfbyte("quantize", tmp_path / "in", "-o", out_dir / "out", *shards, expect=BAD_INPUT).stderr
+    assert "model.safetensors.index.json would have" in message
+    assert not list(out_dir.iterdir())
+
+
+def test_larger_configs_than_are_read(halfbyte, tmp_path, out_dir):
+    """Written with line breaks, it grows."""
+    (tmp_path / "in").mkdir()
+    many_tensors(tmp_path / "in" / "model.safetensors", linear_names(1))
+    nested = "[" * 60 + join(150_000, lambda i: "0") + "]" * 60
+    (tmp_path / "in" / "config.json").write_text(f'{{"a":{nested}}}')
+    for arguments in ([], ["--dry-run"]):
+        message = halfbyte("quantize", tmp_path / "in", "-o", out_dir / "out", *arguments, expect=BAD_INPUT).stderr
+        assert re.search(r"config.json: \d+ bytes, more than the limit of 16777216", message)
+    assert not list(out_dir.iterdir())
 
 
 # F14: names

@@ -35,6 +35,13 @@ def test_nothing_internal_is_exported():
         assert "::Impl" not in name, name
 
 
+def test_nothing_ends_with_the_process():
+    """An object that exit() destroys may be in use by another thread at that moment: `static auto& x = *new X`."""
+    text = subprocess.run(["nm", "-D", "--undefined-only", LIBRARY], capture_output=True, text=True, check=True).stdout
+    assert "__cxa_finalize" in text
+    assert "__cxa_atexit" not in text
+
+
 def declared_in_c():
     text = (INCLUDE / "halfbyte.h").read_text()
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)

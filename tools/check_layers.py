@@ -50,7 +50,7 @@ LAYERS = [
     (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
     (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|benchmark/benchmark_kernels\.h$|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
-    (r"src/capi/", r"(halfbyte|capi)/"),
+    (r"src/capi/", r"(halfbyte|capi)/|core/per_thread\.h$"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/|\w+\.h$"),
     (r"examples/llama/", r"halfbyte/|\w+\.h$"),
@@ -69,8 +69,9 @@ OTHERS = [
     (r"[a-z0-9_]+$", r""),  # <vector>
     (r"stdint\.h$", r"include/halfbyte/\w+\.h$|examples/c/"),  # C
     (r"stddef\.h$", r"include/halfbyte/\w+\.h$"),
-    (r"(math|stdio|string)\.h$", r"examples/c/"),
-    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|poll|pthread|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|{TESTING}"),
+    (r"(errno|execinfo|limits|stdarg|stdbool|stdio|string)\.h$", r"examples/c/|tests/campaign/"),
+    (r"math\.h$", r"examples/c/"),
+    (r"((sys|linux)/\w+|dirent|dlfcn|fcntl|grp|poll|pthread|pwd|sched|signal|spawn|stdlib|unistd)\.h$", rf"(src/(io|cpu|cuda)|cli|examples/c)/|src/core/(directory|fork|per_thread|system_call|temporary)\.|{TESTING}"),
     (r"cpuid\.h$", r"src/cpu/features\.cc$"),
     (r"immintrin\.h$", r"src/(ops|benchmark)/.*_cpu\.cc$|src/ops/qgemm/weight/bf16_decode\.h$"),
     (r"fmt/", r"(src|cli|tests)/"),

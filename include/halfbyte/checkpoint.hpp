@@ -69,12 +69,24 @@ struct ForeignQuantization {
   std::string advice;       // how to make the model dense
 };
 
+struct Progress {
+  const char*
+      phase;  // "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync", "copy"
+  uint64_t done_bytes;
+  uint64_t total_bytes;  // 0: not known
+};
+// Called from any thread, one call at a time, about twenty times a second, and once more right
+// before the output appears. Return false to cancel: the operation throws Error(cancelled) and leaves no
+// output.
+using ProgressFunction = std::function<bool(const Progress&)>;
+
 class Checkpoint {
  public:
   // `path` is a .safetensors file, or a directory with model.safetensors or with an index and shards.
   // Validates every header, and checks that the parts of each quantized weight fit together. Throws
-  // Error(bad_input), naming file, tensor or byte, and Error(io).
-  HALFBYTE_API static Checkpoint open(const std::string& path);
+  // Error(bad_input), naming file, tensor or byte, and Error(io). `progress` is called only while headers of
+  // many tensors are read.
+  HALFBYTE_API static Checkpoint open(const std::string& path, const ProgressFunction& progress = {});
   HALFBYTE_API Checkpoint(Checkpoint&&) noexcept;
   HALFBYTE_API Checkpoint& operator=(Checkpoint&&) noexcept;
   HALFBYTE_API ~Checkpoint();
@@ -114,15 +126,6 @@ HALFBYTE_API QuantizedTensor quantize_weight(const Checkpoint& checkpoint, std::
                                              const QuantSpec& spec, const Encoding& encoding = {},
                                              Device device = {}, Execution execution = {});
 
-struct Progress {
-  const char* phase;  // "quantize", "dequantize", "write", "verify", "compare", "sync"
-  uint64_t done_bytes;
-  uint64_t total_bytes;
-};
-// Called from any thread, one call at a time. Return false to cancel: the operation throws Error(cancelled)
-// and leaves no output.
-using ProgressFunction = std::function<bool(const Progress&)>;
-
 enum class NonFinite : uint8_t { error, keep_dense };
 
 // An option that is not set has the default of the layout (docs/formats.md).
@@ -137,8 +140,9 @@ struct QuantizeOptions {
   std::optional<ScaleRule> scale_rule = {};
   std::optional<DType> scale_dtype = {};
   NonFinite nonfinite = NonFinite::error;
-  std::vector<std::string> include = {};  // ECMAScript regular expressions searched in the names; where
-                                          // given they replace the default choice of linear weights
+  std::vector<std::string> include = {};  // ECMAScript regular expressions searched in the names, without
+                                          // back-references; where given they replace the default choice of
+                                          // linear weights
   std::vector<std::string> exclude = {};
   std::optional<Reader> reader = {};  // default by layout: transformers_5, mlx_lm, or none
   bool force_layout = false;          // include may select what the reader cannot load

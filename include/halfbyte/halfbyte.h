@@ -1144,7 +1144,8 @@ HALFBYTE_API void halfbyte_packed_tensor_destroy(halfbyte_packed_tensor* packed)
  * output. */
 typedef struct halfbyte_progress {
   size_t struct_size;
-  const char* phase; /* "quantize", "dequantize", "write", "verify", "compare", "sync" */
+  const char* phase; /* "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync",
+                        "copy" */
   uint64_t done_bytes;
   uint64_t total_bytes;
 } halfbyte_progress;
@@ -1258,7 +1259,8 @@ typedef struct halfbyte_quantize_options {
   int64_t group_size;
   halfbyte_dtype scale_dtype;
   halfbyte_nonfinite nonfinite;
-  const char* const* include; /* regular expressions; NULL where num_include is 0 */
+  const char* const* include; /* ECMAScript regular expressions without back-references; NULL where
+                                num_include is 0 */
   int64_t num_include;
   const char* const* exclude;
   int64_t num_exclude;

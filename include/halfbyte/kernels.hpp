@@ -122,9 +122,10 @@ struct KernelPackInfo {
 };
 // Loads a pack. From now on, kernels are looked for in it before they are compiled, so later calls on a
 // device that it has kernels for need no NVRTC. The file stays open until the process ends. A pack is machine
-// code: do not load one that somebody else could have written. Thread safe. Throws Error(io),
-// Error(bad_input) if the file is not a pack, and Error(corrupt) if it is damaged. The same holds for packs
-// that HALFBYTE_KERNEL_PACK names.
+// code: one that somebody else could have written, by the owners and modes of the file and its directory, is
+// refused (docs/kernels.md). Thread safe. Throws Error(io), also where it is refused so, Error(bad_input) if
+// the file is not a pack, and Error(corrupt) if it is damaged. The same holds for packs that
+// HALFBYTE_KERNEL_PACK names.
 HALFBYTE_API KernelPackInfo load_kernel_pack(const std::string& path);
 // All loaded packs. First come those that the environment variable HALFBYTE_KERNEL_PACK names, as one or more
 // paths separated by ':'. If one of these cannot be used, this function throws as load_kernel_pack does, and

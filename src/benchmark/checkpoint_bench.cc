@@ -10,6 +10,7 @@
 #include "core/checks.h"
 #include "formats/convert.h"
 #include "halfbyte/checkpoint.hpp"
+#include "halfbyte/output.hpp"
 #include "halfbyte/system.hpp"
 
 namespace halfbyte {
@@ -23,29 +24,18 @@ constexpr int64_t kTensorBytes = kExtent * kExtent * 2;
 
 class SyntheticCheckpoint {
  public:
-  explicit SyntheticCheckpoint(const std::string& directory)
-      : path_(directory + "/halfbyte-bench-" + std::to_string(std::random_device()())) {
-    std::error_code problem;
-    fs::create_directory(path_, problem);
-    HALFBYTE_CHECK(!problem, io, "bench_checkpoint: {}: {}", path_, problem.message());
-    try {
-      write();
-    } catch (...) {
-      fs::remove_all(path_, problem);
-      throw;
-    }
-  }
-  SyntheticCheckpoint(const SyntheticCheckpoint&) = delete;
-  SyntheticCheckpoint& operator=(const SyntheticCheckpoint&) = delete;
-  ~SyntheticCheckpoint() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  std::string model() const { return path_ + "/model"; }
-  std::string output() const { return path_ + "/out"; }
+  explicit SyntheticCheckpoint(const std::string& directory) : work_(clean(directory)) { write(); }
+  std::string model() const { return work_.path() + "/model"; }
+  std::string output() const { return work_.path() + "/out"; }
   std::string shard(int number) const { return model() + "/" + shard_name(number); }
 
  private:
+  // The name that the directory is made beside, without what earlier runs left.
+  static std::string clean(const std::string& directory) {
+    std::string name = directory + "/halfbyte-bench";
+    remove_leftovers(name);
+    return name;
+  }
   static std::string shard_name(int number) {
     return fmt::format("model-{:05}-of-{:05}.safetensors", number + 1, kShards);
   }
@@ -78,7 +68,7 @@ class SyntheticCheckpoint {
     std::ofstream(model() + "/model.safetensors.index.json") << index << "}}";
   }
 
-  std::string path_;
+  WorkDirectory work_;
 };
 
 // Seconds of reading all files by blocks of 1 MiB.

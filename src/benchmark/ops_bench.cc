@@ -16,7 +16,7 @@ struct OpTable {
   BenchProblems (*problems)(DeviceKind);  // of this op, and of others of its folder
 };
 const std::vector<OpTable>& tables() {
-  static const std::vector<OpTable> all = {
+  static const auto& all = *new std::vector<OpTable>{
       {{"quantize", "packed formats"}, quantize_problems},
       {{"dequantize", "packed formats"}, dequantize_problems},
       {{"quantize_linear", "integers with scale and zero point"}, quantize_linear_problems},

@@ -1,6 +1,8 @@
 // Checkpoints, reports and comparisons.
 #include "halfbyte/checkpoint.hpp"
 
+#include <memory>
+
 #include "capi/support.h"
 
 using namespace halfbyte;
@@ -182,9 +184,15 @@ ConvertOptions options_of(const halfbyte_convert_options* given) {
   return options;
 }
 
-// Hands a report to who asked for one.
-void give(CheckpointReport&& report, halfbyte_report** to) {
-  if (to != nullptr) *to = new halfbyte_report{std::move(report)};
+// Hands the report of `run` to who asked for one. Memory for it is taken first: the output is there
+// afterwards.
+template <class Run>
+void give_report(halfbyte_report** to, const Run& run) {
+  std::unique_ptr<halfbyte_report> report = to == nullptr ? nullptr : std::make_unique<halfbyte_report>();
+  CheckpointReport done = run();
+  if (to == nullptr) return;
+  report->report = std::move(done);
+  *to = report.release();
 }
 
 const Weight& weight_of(const halfbyte_checkpoint* checkpoint, int64_t index) {
@@ -354,16 +362,19 @@ halfbyte_status halfbyte_quantize_checkpoint(const char* input, const char* outp
                                              const halfbyte_quantize_options* options,
                                              halfbyte_report** report) {
   return guard([&] {
-    give(quantize_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
-         report);
+    give_report(report, [&] {
+      return quantize_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options));
+    });
   });
 }
 halfbyte_status halfbyte_dequantize_checkpoint(const char* input, const char* output,
                                                const halfbyte_dequantize_options* options,
                                                halfbyte_report** report) {
   return guard([&] {
-    give(dequantize_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
-         report);
+    give_report(report, [&] {
+      return dequantize_checkpoint(&required(input, "input"), &required(output, "output"),
+                                   options_of(options));
+    });
   });
 }
 
@@ -388,7 +399,7 @@ halfbyte_status halfbyte_writer_set_dense(halfbyte_writer* writer, const char* n
   });
 }
 halfbyte_status halfbyte_writer_finish(halfbyte_writer* writer, halfbyte_report** report) {
-  return guard([&] { give(required(writer, "writer").writer.finish(), report); });
+  return guard([&] { give_report(report, [&] { return required(writer, "writer").writer.finish(); }); });
 }
 void halfbyte_writer_destroy(halfbyte_writer* writer) { delete writer; }
 
@@ -396,8 +407,9 @@ halfbyte_status halfbyte_convert_checkpoint(const char* input, const char* outpu
                                             const halfbyte_convert_options* options,
                                             halfbyte_report** report) {
   return guard([&] {
-    give(convert_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options)),
-         report);
+    give_report(report, [&] {
+      return convert_checkpoint(&required(input, "input"), &required(output, "output"), options_of(options));
+    });
   });
 }
 

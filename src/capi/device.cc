@@ -19,13 +19,13 @@ struct halfbyte_memory {
 
 namespace {
 
-// As long as the process.
+// As long as the process, without an end: others may ask while it ends.
 struct SystemText {
   SystemInfo info = system_info();
   std::string compiled_targets = fmt::format("{}", fmt::join(info.compiled_targets, " "));
 };
 const SystemText& system_text() {
-  static const SystemText text;
+  static const SystemText& text = *new SystemText;
   return text;
 }
 

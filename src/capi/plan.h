@@ -41,9 +41,7 @@ const Plan<Op>& plan_of(const halfbyte_plan* plan, const char* op) {
 
 // The extents of a descriptor.
 inline std::vector<int64_t> shape_of(const int64_t* shape, int32_t ndim) {
-  if (ndim < 0) refuse("descriptor.ndim must not be negative, got {}", ndim);
-  if (ndim > 0) required(shape, "descriptor.shape");
-  return {shape, shape + ndim};
+  return extents_of(shape, ndim, 0, "descriptor.shape", "descriptor.ndim");
 }
 // The shape of scales, to C: see halfbyte_linear_descriptor_scale_shape.
 inline void write_shape(const std::vector<int64_t>& from, int32_t* ndim, int64_t* shape) {

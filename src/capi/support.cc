@@ -1,34 +1,50 @@
 #include "capi/support.h"
 
+#include "core/per_thread.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/version.hpp"
 
 namespace halfbyte::capi {
 namespace {
 
-thread_local std::string last_error;
-thread_local ErrorDetails last_details;
-thread_local bool last_error_was_lost = false;
+struct LastError {
+  std::string text;
+  ErrorDetails details;
+  bool was_lost = false;  // for want of memory
+};
+const PerThread<LastError> last_errors;
+
+// Of the calling thread: empty before the first, and where there is no memory for one.
+const LastError& last_error() {
+  alignas(LastError) static std::byte memory[sizeof(LastError)];
+  static const LastError& none = *new (memory) LastError;  // never destroyed, and takes no memory
+  const LastError* const found = last_errors.find();
+  return found == nullptr ? none : *found;
+}
 
 }  // namespace
 
 halfbyte_status fail(ErrorCode code, const char* message) noexcept {
-  last_error_was_lost = false;
-  last_details = {};
-  try {
-    last_error = message;
-  } catch (const std::bad_alloc&) {
-    last_error_was_lost = true;
+  if (LastError* const last = last_errors.get()) {
+    last->was_lost = false;
+    last->details = {};
+    try {
+      last->text = message;
+    } catch (const std::bad_alloc&) {
+      last->was_lost = true;
+    }
   }
   return static_cast<halfbyte_status>(code);
 }
 halfbyte_status fail(const Error& error) noexcept {
   const halfbyte_status status = fail(error.code(), error.what());
-  last_details.kind = error.kind();
-  try {
-    last_details = {error.kind(), error.argument(), error.expected(), error.actual()};
-  } catch (const std::bad_alloc&) {
-    last_error_was_lost = true;
+  if (LastError* const last = last_errors.find()) {
+    last->details.kind = error.kind();
+    try {
+      last->details = {error.kind(), error.argument(), error.expected(), error.actual()};
+    } catch (const std::bad_alloc&) {
+      last->was_lost = true;
+    }
   }
   return status;
 }
@@ -83,7 +99,7 @@ halfbyte_encoding to_c(const Encoding& encoding) {
 
 void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {
   if (tensor == nullptr) return nullptr;
-  const TensorView view = from_dlpack(*tensor, name);
+  const TensorView view = view_of(tensor, name);
   if (view.dtype != dtype) refuse("{} must be {}, got {}", name, to_string(dtype), to_string(view.dtype));
   if (!is_contiguous(view)) refuse("{} must be contiguous", name);
   if (num_elements(view) != n) refuse("{} must have {} elements, got {}", name, n, num_elements(view));
@@ -206,16 +222,16 @@ using namespace halfbyte::capi;
 const char* halfbyte_status_name(halfbyte_status status) { return to_string(static_cast<ErrorCode>(status)); }
 
 const char* halfbyte_last_error(void) {
-  return last_error_was_lost ? "out of memory, for the text of an error too" : last_error.c_str();
+  return last_error().was_lost ? "out of memory, for the text of an error too" : last_error().text.c_str();
 }
 
 const char* halfbyte_error_kind_name(halfbyte_error_kind kind) {
   return word_of(kind, ErrorKind::launch_failed);
 }
-halfbyte_error_kind halfbyte_last_error_kind(void) { return static_cast<int32_t>(last_details.kind); }
-const char* halfbyte_last_error_argument(void) { return last_details.argument.c_str(); }
-const char* halfbyte_last_error_expected(void) { return last_details.expected.c_str(); }
-const char* halfbyte_last_error_actual(void) { return last_details.actual.c_str(); }
+halfbyte_error_kind halfbyte_last_error_kind(void) { return static_cast<int32_t>(last_error().details.kind); }
+const char* halfbyte_last_error_argument(void) { return last_error().details.argument.c_str(); }
+const char* halfbyte_last_error_expected(void) { return last_error().details.expected.c_str(); }
+const char* halfbyte_last_error_actual(void) { return last_error().details.actual.c_str(); }
 
 int32_t halfbyte_version(void) { return HALFBYTE_VERSION; }
 const char* halfbyte_version_string(void) { return kVersion; }

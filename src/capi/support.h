@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <climits>
 #include <concepts>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <new>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "halfbyte/dlpack.hpp"
 #include "halfbyte/error.hpp"
@@ -52,6 +55,9 @@ halfbyte_status guard(const Body& body) noexcept {
 template <class T>
 T& required(T* pointer, const char* name) {
   if (pointer == nullptr) refuse("{} must not be NULL", name);
+  if constexpr (requires { alignof(T); })
+    if (const auto address = reinterpret_cast<uintptr_t>(pointer); address % alignof(T) != 0)
+      refuse("{} must be aligned to {} bytes, got {:#x}", name, alignof(T), address);
   return *pointer;
 }
 
@@ -59,9 +65,23 @@ T& required(T* pointer, const char* name) {
 
 inline constexpr size_t kLargestStruct = 4096;  // more is not a struct_size but uninitialized memory
 
+// Whether a structure of so many bytes ends within a field of T. No version has such a structure.
+template <class T>
+bool cuts_field(size_t size);
+#define HALFBYTE_CUTS(field) || (offsetof(S, field) < size && size < offsetof(S, field) + sizeof(S::field))
+#define HALFBYTE_STRUCT(name, fields)         \
+  template <>                                 \
+  inline bool cuts_field<name>(size_t size) { \
+    using S = name;                           \
+    return false fields;                      \
+  }
+#include "capi/fields.h"
+#undef HALFBYTE_STRUCT
+#undef HALFBYTE_CUTS
+
 template <class T>
 size_t check_struct_size(size_t struct_size, const char* name) {
-  if (struct_size < sizeof(size_t) || struct_size > kLargestStruct)
+  if (struct_size < sizeof(size_t) || struct_size > kLargestStruct || cuts_field<T>(struct_size))
     refuse("{}: struct_size must be the sizeof of its structure, {} in this version, got {}", name, sizeof(T),
            struct_size);
   return struct_size;
@@ -72,7 +92,7 @@ template <class T>
 T read_struct(const T* given, const T& defaults, const char* name) {
   T result = defaults;
   if (given != nullptr) {
-    const size_t size = check_struct_size<T>(given->struct_size, name);
+    const size_t size = check_struct_size<T>(required(given, name).struct_size, name);
     std::memcpy(&result, given, std::min(size, sizeof(T)));
     const char* const bytes = reinterpret_cast<const char*>(given);
     for (size_t i = sizeof(T); i < size; ++i)
@@ -87,8 +107,8 @@ T read_struct(const T* given, const T& defaults, const char* name) {
 // As much of `value` as the structure of the caller has; 0 for what is newer than this version.
 template <class T>
 void write_struct(T* to, T value, size_t struct_size, const char* name) {
-  value.struct_size = check_struct_size<T>(struct_size, name);  // which stays that of the caller
   char* const bytes = reinterpret_cast<char*>(&required(to, name));
+  value.struct_size = check_struct_size<T>(struct_size, name);  // which stays that of the caller
   std::memcpy(bytes, &value, std::min(struct_size, sizeof(T)));
   if (struct_size > sizeof(T)) std::memset(bytes + sizeof(T), 0, struct_size - sizeof(T));
 }
@@ -131,6 +151,17 @@ inline int threads_of(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
+// The extents that a caller gave; more than kMostExtents are not extents but uninitialized memory.
+inline constexpr int64_t kMostExtents = 32;
+inline std::vector<int64_t> extents_of(const int64_t* shape, int64_t ndim, int64_t fewest,
+                                       const char* shape_name, const char* ndim_name) {
+  if (ndim < fewest || ndim > kMostExtents)
+    refuse("{} must be {} to {}, got {}", ndim_name, fewest, kMostExtents, ndim);
+  if (ndim == 0) return {};
+  required(shape, shape_name);
+  return {shape, shape + ndim};
+}
+
 // The element `index` of a list.
 template <class List>
 const auto& element(const List& list, int64_t index, const char* name) {
@@ -144,7 +175,7 @@ inline TensorView view_of(const DLTensor* tensor, const char* name) {
 }
 // A tensor that may be missing.
 inline TensorView optional_view_of(const DLTensor* tensor, const char* name) {
-  return tensor == nullptr ? TensorView{} : from_dlpack(*tensor, name);
+  return tensor == nullptr ? TensorView{} : view_of(tensor, name);
 }
 
 // NULL is an empty list only; `name` for the message.

@@ -31,9 +31,7 @@ class Parts {
 };
 
 std::vector<int64_t> shape_of(const int64_t* shape, int64_t ndim) {
-  if (ndim < 1 || ndim > 32) refuse("ndim must be 1 to 32, got {}", ndim);
-  required(shape, "shape");
-  return {shape, shape + ndim};
+  return extents_of(shape, ndim, 1, "shape", "ndim");
 }
 
 struct View {

@@ -1,7 +1,7 @@
 #include "halfbyte/convert.hpp"
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "core/checks.h"
 #include "core/format.h"
@@ -88,7 +88,7 @@ QuantizedTensor from_linear(const LinearDescriptor& d, const ConstTensorView& co
     HALFBYTE_CHECK(std::isfinite(value) && value >= 0, bad_input,
                    "{}: scale {} is {}, which counts as 0 in the plan and not in a weight", kOp, i, value);
   }
-  std::memcpy(q.scales.data(), scales.data(), static_cast<size_t>(q.scales.num_bytes()));
+  std::copy_n(scales.data(), q.scales.num_bytes(), q.scales.data());
 
   auto* const zeros = reinterpret_cast<uint8_t*>(q.zeros.data());
   if (!d.zero_point_dtype) {
@@ -117,7 +117,7 @@ QuantizedTensor from_linear(const LinearDescriptor& d, const ConstTensorView& co
   const int64_t row_bytes = formats::packed_bytes(cols, bits);
   const int64_t groups_per_row =
       q.spec.granularity == Granularity::tensor || rows == 0 ? 0 : num_groups / rows;
-  std::memset(packed, 0, static_cast<size_t>(q.codes.num_bytes()));
+  std::fill_n(packed, q.codes.num_bytes(), uint8_t{0});
   for (int64_t row = 0; row < rows; ++row) {
     uint8_t* const to = packed + row * row_bytes;
     for (int64_t col = 0; col < cols; ++col) {
@@ -168,12 +168,17 @@ LinearCodes to_linear(const QuantizedTensor& weight, Execution execution) {
   const std::vector<int64_t> scale_shape = d.scale_shape();
   result.codes = Tensor({}, d.code_dtype, q.shape);
   result.scale = Tensor({}, d.scale_dtype, scale_shape);
-  std::memcpy(result.scale.data(), q.scales.data(), static_cast<size_t>(q.scales.num_bytes()));
+  // Rows without elements have a scale in a plan, and none in a weight.
+  const bool has_scales = q.scales.num_elements() > 0;
+  if (has_scales)
+    std::copy_n(q.scales.data(), q.scales.num_bytes(), result.scale.data());
+  else
+    std::fill_n(result.scale.data(), result.scale.num_bytes(), std::byte{0});
   // Offset codes of fewer bits than the dtype has begin higher.
   const int shift = offset_of(d.code_dtype) + d.q_min;
   const auto fill = [&](const Tensor& to, const auto& code_of) {
     const int64_t last = to.shape().empty() ? 1 : to.shape().back(), n = to.num_elements();
-    std::memset(to.data(), 0, static_cast<size_t>(to.num_bytes()));
+    std::fill_n(to.data(), to.num_bytes(), std::byte{0});  // of null for no elements
     for (int64_t i = 0; i < n; ++i)
       put_offset_code(to.data(), d.code_dtype, i / last, i % last, last, code_of(i) + shift);
   };
@@ -185,7 +190,8 @@ LinearCodes to_linear(const QuantizedTensor& weight, Execution execution) {
   });
   if (spec.asymmetric) {
     result.zero_point = Tensor({}, d.code_dtype, scale_shape);
-    fill(result.zero_point, [&](int64_t i) { return std::to_integer<int>(q.zeros.data()[i]); });
+    fill(result.zero_point,
+         [&](int64_t i) { return has_scales ? std::to_integer<int>(q.zeros.data()[i]) : 0; });
   }
   for (Tensor* part : {&result.codes, &result.scale, &result.zero_point})
     if (part->num_elements() > 0) *part = part->to(weight.device(), execution.stream);
@@ -241,7 +247,7 @@ Conversion from_flat_of(const FlatCodes& flat, std::vector<int64_t> shape) {
     if (affine) to_biases[g] = bias + 0.0f;
   }
   auto* const codes = reinterpret_cast<uint8_t*>(q.codes.data());
-  std::memcpy(codes, flat.codes.data, static_cast<size_t>(q.codes.num_bytes()));
+  std::copy_n(static_cast<const uint8_t*>(flat.codes.data), q.codes.num_bytes(), codes);
   const float* const table = spec.format == Format::nf4 ? table_values(Format::nf4).data() : nullptr;
   for (int64_t i = 0; i < n; ++i) {
     const int code = formats::get_code(codes, i, 4);

@@ -180,6 +180,21 @@ TEST(Convert, EveryIntegerWeightIsCodesOfAPlan) {
   }
 }
 
+// Rows without elements have a scale in a plan, and none in a weight.
+TEST(Convert, WeightsWithoutElementsAreCodesOfAPlan) {
+  for (const Granularity granularity : {Granularity::channel, Granularity::group})
+    for (const std::vector<int64_t>& shape : {std::vector<int64_t>{256, 0}, {0, 64}, {2, 3, 0}, {0}}) {
+      const QuantSpec spec{
+          .format = Format::int4, .asymmetric = true, .granularity = granularity, .group_size = 32};
+      SCOPED_TRACE(fmt::format("{} [{}]", to_string(granularity), fmt::join(shape, ", ")));
+      const LinearCodes codes = to_linear(QuantizedTensor(spec, shape, DType::f32));
+      EXPECT_EQ(codes.codes.num_elements(), 0);
+      for (int64_t i = 0; i < codes.scale.num_elements(); ++i) EXPECT_EQ(float_at(codes.scale, i), 0);
+      for (int64_t i = 0; i < codes.zero_point.num_elements(); ++i)
+        EXPECT_EQ(int_at(codes.zero_point, i), -8);
+    }
+}
+
 // A plan's codes per group, multiplied, against sums in f64.
 TEST(Convert, ProductsOfCodesOfPlans) {
   const int64_t m = 3, n = 37, k = 200;

@@ -1,6 +1,6 @@
 #include "halfbyte/dlpack.hpp"
 
-#include "core/checks.h"
+#include "core/expect.h"
 
 namespace halfbyte {
 namespace {
@@ -24,6 +24,17 @@ DType dtype_of(const DLDataType& type, std::string_view name) {
       "dlpack: {}: dtype must be float 16, 32, 64, bfloat 16, int 4, 8, 32, 64 or uint 4, 8, 32 of one "
       "lane, got code {} of {} bits and {} lanes",
       name, type.code, type.bits, type.lanes);
+}
+
+constexpr int32_t kMostDims = 32;  // more is no rank but uninitialized memory
+
+void check_aligned(const void* data, size_t alignment, std::string_view name, const char* part) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  HALFBYTE_CHECK_AS(
+      address % alignment == 0, usage,
+      (ErrorDetails{ErrorKind::misaligned, std::string(name), fmt::format("aligned to {} bytes", alignment),
+                    fmt::format("{:#x}", address)}),
+      "dlpack: {}: {} must be aligned to {} bytes, got {:#x}", name, part, alignment, address);
 }
 
 // DLPack packs a whole tensor, we a row: the same where rows end with a byte, or there is one.
@@ -64,15 +75,21 @@ TensorView from_dlpack(const DLTensor& tensor, std::string_view name) {
   TensorView view;
   view.device = from_dlpack(tensor.device, name);
   view.dtype = dtype_of(tensor.dtype, name);
-  HALFBYTE_CHECK(tensor.ndim >= 0, usage, "dlpack: {}: ndim must not be negative, got {}", name, tensor.ndim);
+  HALFBYTE_CHECK(tensor.ndim >= 0 && tensor.ndim <= kMostDims, usage,
+                 "dlpack: {}: ndim must be 0 to {}, got {}", name, kMostDims, tensor.ndim);
   HALFBYTE_CHECK(tensor.ndim == 0 || tensor.shape != nullptr, usage,
                  "dlpack: {}: shape must not be null, ndim is {}", name, tensor.ndim);
+  check_aligned(tensor.shape, alignof(int64_t), name, "shape");
+  check_aligned(tensor.strides, alignof(int64_t), name, "strides");
   view.shape = Extents(tensor.shape, tensor.shape + tensor.ndim);
   if (tensor.strides != nullptr) view.strides = Extents(tensor.strides, tensor.strides + tensor.ndim);
   for (const int64_t extent : view.shape)
     HALFBYTE_CHECK(extent >= 0, usage, "dlpack: {}: an extent must not be negative, got {}", name, extent);
   check_packing(view, name);
-  if (tensor.data != nullptr) view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  if (tensor.data == nullptr) return view;
+  view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  if (!is_packed(view.dtype) && num_elements(view) > 0)
+    check_aligned(view.data, static_cast<size_t>(size_of(view.dtype)), name, "data with byte_offset");
   return view;
 }
 

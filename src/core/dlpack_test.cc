@@ -78,7 +78,9 @@ TEST(DLPack, WhatIsRefused) {
   EXPECT_NE(message_of(tensor), "");
   tensor = good;
   tensor.ndim = -1;
-  EXPECT_EQ(message_of(tensor), "dlpack: x: ndim must not be negative, got -1");
+  EXPECT_EQ(message_of(tensor), "dlpack: x: ndim must be 0 to 32, got -1");
+  tensor.ndim = 1 << 30;  // read no further
+  EXPECT_EQ(message_of(tensor), "dlpack: x: ndim must be 0 to 32, got 1073741824");
   tensor = good;
   tensor.shape = nullptr;
   EXPECT_EQ(message_of(tensor), "dlpack: x: shape must not be null, ndim is 2");
@@ -91,6 +93,40 @@ TEST(DLPack, WhatIsRefused) {
             "dlpack: x: rows of u4 must have an even number of elements where there is more than one, got 3");
   shape[0] = 1;
   EXPECT_EQ(message_of(tensor), "");
+}
+
+// A read of what is not aligned to its type is undefined, and faults in vector code.
+TEST(DLPack, AddressesAreThoseOfTheirElements) {
+  alignas(16) float memory[16];
+  int64_t shape[] = {2, 3}, *const odd = reinterpret_cast<int64_t*>(reinterpret_cast<char*>(shape) + 4);
+  const DLTensor good{memory, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, shape, nullptr, 0};
+  DLTensor tensor = good;
+  tensor.byte_offset = 6;
+  try {
+    from_dlpack(tensor, "x");
+    ADD_FAILURE() << "taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::misaligned);
+    EXPECT_EQ(error.argument(), "x");
+    EXPECT_EQ(error.expected(), "aligned to 4 bytes");
+  }
+  tensor.dtype = {kDLFloat, 16, 1};
+  EXPECT_EQ(message_of(tensor), "");
+  tensor.dtype = {kDLUInt, 4, 1};
+  tensor.byte_offset = 7;
+  shape[1] = 4;
+  EXPECT_EQ(message_of(tensor), "");
+  tensor = good;
+  tensor.byte_offset = 1;
+  shape[0] = 0;
+  EXPECT_EQ(message_of(tensor), "");  // there are none
+  tensor = good;
+  tensor.shape = odd;
+  EXPECT_NE(message_of(tensor).find("dlpack: x: shape must be aligned to 8 bytes, got 0x"),
+            std::string::npos);
+  tensor.shape = shape;
+  tensor.strides = odd;
+  EXPECT_NE(message_of(tensor).find("dlpack: x: strides must be aligned to 8 bytes"), std::string::npos);
 }
 
 }  // namespace

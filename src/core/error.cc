@@ -1,5 +1,8 @@
 #include "halfbyte/error.hpp"
 
+#include <cstddef>
+#include <new>
+
 #include "core/expect.h"
 
 namespace halfbyte {
@@ -57,7 +60,8 @@ const char* to_string(ErrorKind kind) {
 }
 
 const ErrorDetails& Error::details() const noexcept {
-  static const ErrorDetails none;
+  alignas(ErrorDetails) static std::byte memory[sizeof(ErrorDetails)];
+  static const ErrorDetails& none = *new (memory) ErrorDetails;  // never destroyed, and takes no memory
   return details_ ? *details_ : none;
 }
 

@@ -146,8 +146,8 @@ QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols) {
   HALFBYTE_CHECK(rows >= 0 && cols >= 0, usage, "quant_shape: extents must not be negative, got [{}, {}]",
                  rows, cols);
   const int bits = info(spec.format).bits;
-  int64_t num_bits = 0;
-  HALFBYTE_CHECK(!__builtin_mul_overflow(rows, cols, &num_bits) &&
+  int64_t num_bits = 0;  // of empty matrices too: of a row, or with columns of one
+  HALFBYTE_CHECK(!__builtin_mul_overflow(std::max<int64_t>(rows, 1), std::max<int64_t>(cols, 1), &num_bits) &&
                      !__builtin_mul_overflow(num_bits, bits + 8, &num_bits),
                  usage, "quant_shape: [{}, {}] at {} bits exceeds 2^63 - 1 bits", rows, cols, bits);
   QuantShape shape;

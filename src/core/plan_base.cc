@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/expect.h"
+#include "core/per_thread.h"
 #include "core/plan_device.h"
 #include "halfbyte/device.hpp"
 
@@ -79,11 +80,12 @@ ArgumentRow& ArgumentRow::optional(bool value) {
 
 namespace {
 
-thread_local Memory kept_workspace;
+const PerThread<Memory> kept_workspace;
 
 }  // namespace
 
-ThreadWorkspace::ThreadWorkspace(int64_t num_bytes) : memory_(std::exchange(kept_workspace, {})) {
+ThreadWorkspace::ThreadWorkspace(int64_t num_bytes) {
+  if (Memory* const kept = kept_workspace.find()) memory_ = std::exchange(*kept, {});
   if (memory_.num_bytes() >= num_bytes) return;
   memory_ = {};  // before more is taken
   // By powers of two, as the rows of x grow one by one.
@@ -91,7 +93,8 @@ ThreadWorkspace::ThreadWorkspace(int64_t num_bytes) : memory_(std::exchange(kept
   memory_ = Memory({}, num_bytes > kMostKept ? num_bytes : static_cast<int64_t>(std::bit_ceil(size)));
 }
 ThreadWorkspace::~ThreadWorkspace() {
-  if (memory_.num_bytes() <= kMostKept) kept_workspace = std::move(memory_);
+  if (memory_.num_bytes() > kMostKept) return;
+  if (Memory* const kept = kept_workspace.get()) *kept = std::move(memory_);
 }
 
 PlanBase::PlanBase(const char* name, Device on, DType dtype, const PlanPreference& preference)

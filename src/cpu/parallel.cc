@@ -1,13 +1,24 @@
 #include "cpu/parallel.h"
 
+#include <pthread.h>
 #include <tbb/global_control.h>
-#include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
+#include <tbb/task_group.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <optional>
+#include <span>
 #include <utility>
+#include <vector>
+
+#include "core/fork.h"
+#include "core/per_thread.h"
 
 #ifdef HALFBYTE_TSAN
 #include <sanitizer/tsan_interface.h>
@@ -31,41 +42,238 @@ void acquire(void*) {}
 void release(void*) {}
 #endif
 
-template <void (*action)(void*)>
-struct AtExit {  // of the scope, by an exception too
-  void* order;
-  ~AtExit() { action(order); }
+// The next units that a worker takes: begin in the lower half, end in the upper one. Others steal from its
+// end.
+struct alignas(64) Share {
+  std::atomic<uint64_t> range = 0;
+};
+constexpr uint64_t share_of(uint64_t begin, uint64_t end) { return begin < end ? end << 32 | begin : 0; }
+
+// One call of parallel_for. Everything that several threads touch takes no memory, and no exception reaches
+// TBB: it takes memory to pass one on, and ends the process where there is none.
+struct Job {
+  int64_t n, grain, unit;  // of items; a unit is a number of grains
+  void* context;
+  internal::RangeBody body;
+  std::span<Share> shares;          // of each worker
+  std::atomic<int> num_filled = 0;  // shares that are not empty, about
+  std::atomic<bool> stopped = false;
+  std::exception_ptr exception = nullptr;  // of who set `stopped`
+  char started = 0, finished = 0;  // their addresses name the orders: caller -> bodies, bodies -> return
+
+  Job(int64_t n, int64_t grain, void* context, internal::RangeBody body, std::span<Share> shares)
+      : n(n), grain(grain), context(context), body(body), shares(shares) {
+    constexpr int64_t kMostUnits = INT32_MAX;
+    const int64_t num_grains = (n - 1) / grain + 1, grains = (num_grains - 1) / kMostUnits + 1;
+    const int64_t num_units = (num_grains - 1) / grains + 1;
+    unit = grains * grain;
+    const auto workers = static_cast<int64_t>(shares.size());
+    const int64_t each = num_units / workers, more = num_units % workers;  // the first `more` have one more
+    uint64_t begin = 0;
+    for (int64_t i = 0; i < workers; ++i) {
+      const uint64_t end = begin + static_cast<uint64_t>(each + (i < more));
+      shares[static_cast<size_t>(i)].range = share_of(begin, end);
+      num_filled += begin < end;
+      begin = end;
+    }
+  }
+
+  // The first unit of the worker, or of what it steals. -1: there is none left.
+  int64_t take(size_t worker) {
+    std::atomic<uint64_t>& mine = shares[worker].range;
+    for (uint64_t range = mine; range != 0;) {
+      const uint64_t begin = range & UINT32_MAX, rest = share_of(begin + 1, range >> 32);
+      if (!mine.compare_exchange_weak(range, rest)) continue;
+      if (rest == 0) --num_filled;
+      return static_cast<int64_t>(begin);
+    }
+    for (size_t i = 1; i < shares.size() && num_filled > 0; ++i) {
+      std::atomic<uint64_t>& other = shares[(worker + i) % shares.size()].range;
+      for (uint64_t range = other; range != 0;) {
+        const uint64_t begin = range & UINT32_MAX, end = range >> 32, middle = begin + (end - begin) / 2;
+        const uint64_t rest = share_of(begin, middle), stolen = share_of(middle + 1, end);
+        if (!other.compare_exchange_weak(range, rest)) continue;
+        if (stolen != 0) {
+          mine = stolen;
+          ++num_filled;
+        }
+        if (rest == 0) --num_filled;
+        return static_cast<int64_t>(middle);
+      }
+    }
+    return -1;
+  }
+
+  void work(size_t worker) noexcept {
+    acquire(&started);
+    try {
+      for (int64_t taken = 0; !stopped && (taken = take(worker)) >= 0;)
+        for (int64_t i = taken * unit, end = std::min(n, i + unit); i < end; i += grain)
+          body(context, i, std::min(end, i + grain), static_cast<int>(worker));
+    } catch (...) {
+      if (!stopped.exchange(true)) exception = std::current_exception();
+    }
+    release(&finished);
+  }
 };
 
-// An arena of the calling thread, which keeps it for its next call: making one costs more than a small
-// product takes, and as idle workers leave it late, old ones add up to hundreds of microseconds a call. It is
-// taken away during a call, so one that is nested has another: there it never steals an outer task, and
-// scratch memory that the worker's number indexes stays private. Workers of TBB keep none: they may end after
-// what it needs.
-class Arena {
+// A worker beside the calling thread. tbb::parallel_for and tbb::task_group take memory as they go, in every
+// thread; a task of one's own lies where its owner wants it.
+class Helper final : public tbb::detail::d1::task {
  public:
-  explicit Arena(int threads) : mine_(std::exchange(kept, {})) {
-    if (mine_.threads != threads) mine_ = {threads, std::make_unique<tbb::task_arena>(threads)};
+  void prepare(Job& job, size_t worker, tbb::detail::d1::wait_context& running) {
+    job_ = &job;
+    worker_ = worker;
+    running_ = &running;
   }
-  Arena(const Arena&) = delete;
-  ~Arena() {
-    if (tbb::this_task_arena::current_thread_index() < 1) kept = std::move(mine_);
-  }
-  tbb::task_arena& operator*() const { return *mine_.arena; }
 
  private:
-  struct Kept {
-    int threads = 0;
-    std::unique_ptr<tbb::task_arena> arena;
-  };
-  static thread_local Kept kept;
-  Kept mine_;
+  task* execute(tbb::detail::d1::execution_data&) override {
+    job_->work(worker_);
+    running_->release();
+    return nullptr;
+  }
+  task* cancel(tbb::detail::d1::execution_data&) override {
+    running_->release();
+    return nullptr;
+  }
+
+  Job* job_ = nullptr;
+  size_t worker_ = 0;
+  tbb::detail::d1::wait_context* running_ = nullptr;
 };
-thread_local Arena::Kept Arena::kept;
+
+// The first use of TBB counts the processors. Where there is no memory for that, the next use waits for ever.
+bool tbb_is_usable() {
+  static const bool usable = [] {
+    try {
+      return tbb::this_task_arena::max_concurrency() > 0;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }();
+  return usable;
+}
+
+// An arena and what else a call needs, of the calling thread, which keeps it for its next call: making one
+// costs more than a small product takes, and as idle workers leave it late, old ones add up to hundreds of
+// microseconds a call. It is taken away during a call, so one that is nested has another: there it never
+// steals an outer task, and scratch memory that the worker's number indexes stays private. Workers of TBB
+// keep none: they may end after what it needs.
+class Team {
+ public:
+  explicit Team(int threads)
+      : arena_(threads), shares_(static_cast<size_t>(threads)), helpers_(static_cast<size_t>(threads - 1)) {}
+
+  static std::unique_ptr<Team> take(int threads) {
+    std::unique_ptr<Team> team;
+    if (Kept* const mine = kept.find()) team = std::move(mine->team);
+    if (team == nullptr || team->shares_.size() != static_cast<size_t>(threads))
+      team = std::make_unique<Team>(threads);
+    return team;
+  }
+  static void keep(std::unique_ptr<Team> team) {
+    if (tbb::this_task_arena::current_thread_index() >= 1) return;
+    if (Kept* const mine = kept.get()) mine->team = std::move(team);
+  }
+
+  // The shares of the first `workers`.
+  std::span<Share> shares(size_t workers) { return std::span(shares_).first(workers); }
+
+  // Nothing of the job has been done where this throws.
+  void run(Job& job) {
+    arena_.execute([&] {
+      tbb::detail::d1::wait_context running{0};
+      tbb::task_group_context context(tbb::task_group_context::isolated);
+      try {
+        for (size_t i = 1; i < job.shares.size(); ++i) {
+          Helper& helper = helpers_[i - 1];
+          helper.prepare(job, i, running);
+          running.reserve();
+          const Unless spawned{running};
+          tbb::detail::d1::spawn(helper, context);
+          spawned.is_so = true;
+        }
+      } catch (const std::bad_alloc&) {
+        // Those that are there do the work.
+      }
+      job.work(0);
+      tbb::detail::d1::wait(running, context);
+    });
+  }
+
+ private:
+  struct Unless {
+    tbb::detail::d1::wait_context& running;
+    mutable bool is_so = false;
+    ~Unless() {
+      if (!is_so) running.release();
+    }
+  };
+  struct Kept {
+    std::unique_ptr<Team> team;
+    ~Kept() {
+      if (is_forked()) static_cast<void>(team.release());
+    }
+  };
+  static const PerThread<Kept> kept;
+
+  tbb::task_arena arena_;
+  std::vector<Share> shares_;
+  std::vector<Helper> helpers_;
+};
+const PerThread<Team::Kept> Team::kept;
+
+// Where a thread that TBB wants does not start, it ends the process or waits for ever. So as many as it may
+// want are started here before, and ended again. The number of those that can be, with the calling one; at
+// most `wanted`.
+int startable(int wanted) {
+  static std::atomic<int> proven = 1;
+  static auto& mutex = *new ForkSafeMutex;
+  static bool failed = false;
+  static auto& limit = *new std::optional<tbb::global_control>;  // others may compute while the process ends
+  if (wanted <= proven) return wanted;
+  const std::lock_guard lock(mutex);
+  // All that TBB starts by itself, for several callers at a time.
+  const int all = std::max(wanted, max_threads());
+  if (!failed && proven < all) {
+    std::vector<pthread_t> threads(static_cast<size_t>(all - proven));
+    std::mutex held;
+    size_t num_started = 0;
+    pthread_attr_t attributes;
+    ::pthread_attr_init(&attributes);
+    ::pthread_attr_setstacksize(&attributes, 4 << 20);  // as TBB does
+    {
+      const std::lock_guard until_all_are_there(held);
+      const auto wait = [](void* mutex_held) -> void* {
+        void* const memory = std::malloc(4096);  // a worker of TBB begins with taking some
+        void* const failure = memory == nullptr ? mutex_held : nullptr;
+        std::free(memory);
+        const std::lock_guard all_are_there(*static_cast<std::mutex*>(mutex_held));
+        return failure;
+      };
+      while (num_started < threads.size() &&
+             ::pthread_create(&threads[num_started], &attributes, wait, &held) == 0)
+        ++num_started;
+    }
+    ::pthread_attr_destroy(&attributes);
+    int usable = proven;
+    for (size_t i = 0; i < num_started; ++i) {
+      void* failure = nullptr;
+      ::pthread_join(threads[i], &failure);
+      usable += failure == nullptr;
+    }
+    failed = usable < all;
+    proven = usable;
+  }
+  if (failed && proven > 1 && !limit)
+    limit.emplace(tbb::global_control::max_allowed_parallelism, static_cast<size_t>(proven));
+  return std::min<int>(wanted, proven);
+}
 
 }  // namespace
 
-int max_threads() { return tbb::this_task_arena::max_concurrency(); }
+int max_threads() { return tbb_is_usable() ? tbb::this_task_arena::max_concurrency() : 1; }
 
 int effective_threads(int num_threads) {
   constexpr int kMost = 1024;  // beyond any machine: a request for more is a mistake
@@ -89,26 +297,35 @@ void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, Rang
     for (int64_t begin = 0; begin < n; begin += grain) body(context, begin, std::min(n, begin + grain), 0);
     return;
   }
-  // More threads than the machine has must be allowed first, or TBB runs fewer and says so on stderr.
+  // Without memory or threads for a team, the calling thread does all.
+  std::unique_ptr<Team> team;
   std::optional<tbb::global_control> allow;
-  if (threads > max_threads())
-    allow.emplace(tbb::global_control::max_allowed_parallelism, static_cast<size_t>(threads));
-  char started, finished;  // their addresses name the orders: caller -> bodies, bodies -> return
-  release(&started);
-  const AtExit<acquire> joined{&finished};
-  const Arena arena(threads);  // of so many threads: the limit holds, and worker numbers are dense
-  (*arena).execute([&] {
-    tbb::parallel_for(
-        tbb::blocked_range<int64_t>(0, n, static_cast<size_t>(grain)),
-        [&](const tbb::blocked_range<int64_t>& range) {
-          acquire(&started);
-          const AtExit<release> done{&finished};
-          for (int64_t begin = range.begin(); begin < range.end(); begin += grain)
-            body(context, begin, std::min(range.end(), begin + grain),
-                 tbb::this_task_arena::current_thread_index());
-        },
-        tbb::simple_partitioner());
-  });
+  std::optional<Job> job;
+  try {
+    // In a child of fork() locks of TBB may be held for ever, by threads that are not there.
+    const int started = sees_forks() && !is_forked() && tbb_is_usable() ? startable(threads) : 1;
+    if (started > 1) {
+      // More threads than the machine has must be allowed first, or TBB runs fewer and says so on stderr.
+      if (started > max_threads())
+        allow.emplace(tbb::global_control::max_allowed_parallelism, static_cast<size_t>(started));
+      team = Team::take(started);
+      const int64_t num_grains = (n - 1) / grain + 1;
+      job.emplace(n, grain, context, body,
+                  team->shares(static_cast<size_t>(std::min<int64_t>(started, num_grains))));
+      release(&job->started);
+      team->run(*job);
+    }
+  } catch (const std::bad_alloc&) {
+    team.reset();
+    job.reset();
+  }
+  if (!job) {
+    for (int64_t begin = 0; begin < n; begin += grain) body(context, begin, std::min(n, begin + grain), 0);
+    return;
+  }
+  acquire(&job->finished);
+  Team::keep(std::move(team));
+  if (job->exception) std::rethrow_exception(job->exception);
 }
 
 }  // namespace internal

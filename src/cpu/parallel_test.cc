@@ -1,10 +1,14 @@
 #include "cpu/parallel.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -81,6 +85,69 @@ TEST(Parallel, AnExceptionIsRethrown) {
                               }),
                  std::runtime_error);
 }
+
+#ifndef __SANITIZE_THREAD__  // its runtime allows no threads in a child
+
+// A child of fork() has no workers, and locks of theirs may be held. Others compute meanwhile.
+TEST(Parallel, ComputesInAChildOfFork) {
+  const auto sums = [](int threads) {
+    std::atomic<int64_t> sum = 0;
+    parallel_for(1000, 1, threads, [&](int64_t begin, int64_t, int) { sum += begin; });
+    return sum == 499500;
+  };
+  EXPECT_TRUE(sums(4));
+  std::atomic<bool> done = false;
+  std::vector<std::thread> others;
+  for (int i = 0; i < 3; ++i)
+    others.emplace_back([&] {
+      while (!done) EXPECT_TRUE(sums(4));
+    });
+  for (int round = 0; round < 20; ++round) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(10);
+      ::_exit(sums(4) && sums(3) ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  }
+  done = true;
+  for (std::thread& other : others) other.join();
+}
+
+// Where threads cannot be started, fewer compute. In a process of its own, which has used none before.
+TEST(Parallel, RunsOnFewerThreadsWhereTheyDoNotStart) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::execl("/proc/self/exe", "halfbyte_tests", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+            "--gtest_filter=Parallel.DISABLED_OfLittleAddressSpace", nullptr);
+    ::_exit(127);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+TEST(Parallel, DISABLED_OfLittleAddressSpace) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "its shadow takes the address space";
+#endif
+  // Room for the stacks of two threads, of 4 MiB each.
+  int64_t num_pages = 0;
+  std::ifstream("/proc/self/statm") >> num_pages;
+  const auto now = static_cast<rlim_t>(num_pages * ::sysconf(_SC_PAGESIZE));
+  const struct rlimit limit = {now + (11 << 20), RLIM_INFINITY};
+  ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+  std::vector<std::atomic<int>> seen(1000);
+  for (int round = 0; round < 50; ++round)
+    parallel_for(1000, 1, 16, [&](int64_t begin, int64_t, int worker) {
+      EXPECT_LT(worker, 16);
+      ++seen[static_cast<size_t>(begin)];
+    });
+  EXPECT_TRUE(std::ranges::all_of(seen, [](const auto& count) { return count == 50; }));
+}
+
+#endif
 
 }  // namespace
 }  // namespace halfbyte

@@ -10,11 +10,12 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <random>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "core/directory.h"
+#include "core/temporary.h"
 #include "cuda/file.h"
 #include "cuda/hash.h"
 #include "cuda/library.h"
@@ -30,7 +31,7 @@ constexpr std::string_view kMagic = "halfbyte cubin 1";
 constexpr size_t kHashBytes = 32;
 constexpr uint64_t kMaxEntryBytes = uint64_t{64} << 20;  // far beyond any kernel
 
-constexpr std::string_view kEntry = ".cubin", kLock = ".lock", kTemporary = ".tmp";
+constexpr std::string_view kEntry = ".cubin", kLock = ".lock";
 constexpr std::chrono::hours kAbandoned{1};  // age of a lock or temporary that nobody will remove any more
 
 // What an entry begins with: all up to the size of the cubin.
@@ -82,8 +83,9 @@ struct Lock {
   Descriptor file;
   bool held = false;
   explicit Lock(std::string path)
-      : path(std::move(path)),
-        file(::open(this->path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {}
+      : path(std::move(path)), file(retry_interrupted([this] {
+          return ::open(this->path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+        })) {}
   // Removing the name first is safe: whoever still waits for this file will find the entry, and so will
   // whoever makes a new one.
   ~Lock() {
@@ -132,7 +134,8 @@ std::string CubinCache::path_of(std::string_view key, std::string_view suffix) c
 
 std::optional<std::vector<char>> CubinCache::load(std::string_view key) const {
   if (directory_.empty()) return std::nullopt;
-  const Descriptor file(::open(path_of(key, kEntry).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  const Descriptor file(retry_interrupted(
+      [&] { return ::open(path_of(key, kEntry).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); }));
   struct stat status;
   if (file.fd < 0 || ::fstat(file.fd, &status) != 0 || !S_ISREG(status.st_mode)) return std::nullopt;
   // What others made or can write to, left from when the directory let them.
@@ -156,7 +159,7 @@ void CubinCache::store(std::string_view key, const std::vector<char>& cubin) con
   try {
     publish(key, cubin);
     clean();
-  } catch (const std::exception&) {  // no memory, no random numbers: there is no entry then
+  } catch (const std::exception&) {  // no memory, no place: there is no entry then
   }
 }
 
@@ -166,17 +169,11 @@ void CubinCache::publish(std::string_view key, const std::vector<char>& cubin) c
   entry.append(cubin.begin(), cubin.end());
   entry += hash_hex(entry);
 
-  std::random_device random;  // hosts that share a directory may share process ids
-  const std::string temporary = path_of(
-      key, fmt::format(".{}-{}-{:08x}{:08x}{}", ::getpid(), ::gettid(), random(), random(), kTemporary));
-  bool complete = false;
-  {
-    const Descriptor file(
-        ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-    complete = file.fd >= 0 && write_all(file.fd, entry) && ::fsync(file.fd) == 0;
-  }
-  if (!complete || ::rename(temporary.c_str(), path_of(key, kEntry).c_str()) != 0)
-    ::unlink(temporary.c_str());
+  const std::string path = path_of(key, kEntry);
+  const TemporaryFile temporary = make_temporary_file(path, 0600);
+  const Descriptor file(temporary.fd);
+  const bool complete = write_all(file.fd, entry) && retry_interrupted([&] { return ::fsync(file.fd); }) == 0;
+  if (!complete || ::rename(temporary.path.c_str(), path.c_str()) != 0) ::unlink(temporary.path.c_str());
 }
 
 // Removes the oldest entries beyond max_bytes_, and what killed processes left.
@@ -190,18 +187,19 @@ void CubinCache::clean() const {
   uint64_t total_bytes = 0;
   const auto now = fs::file_time_type::clock::now();
   std::error_code error;
-  for (fs::directory_iterator file(directory_, error), end; !error && file != end; file.increment(error)) {
-    const std::string name = file->path().filename();
-    if (!is_ours(name)) continue;
+  for (const std::string& name : names_in(directory_, error)) {
+    const fs::path file = fs::path(directory_) / name;
+    const bool is_temporary = is_temporary_name(name);
+    if (!is_ours(is_temporary ? std::string_view(name).substr(1) : name)) continue;
     std::error_code gone;  // removed by another process in the meantime
-    const auto time = file->last_write_time(gone);
-    const uint64_t num_bytes = gone ? 0 : file->file_size(gone);
+    const auto time = fs::last_write_time(file, gone);
+    const uint64_t num_bytes = gone ? 0 : fs::file_size(file, gone);
     if (gone) continue;
-    if (name.ends_with(kEntry)) {
-      entries.push_back({time, num_bytes, file->path()});
+    if (!is_temporary && name.ends_with(kEntry)) {
+      entries.push_back({time, num_bytes, file});
       total_bytes += num_bytes;
-    } else if ((name.ends_with(kLock) || name.ends_with(kTemporary)) && now - time > kAbandoned) {
-      fs::remove(file->path(), gone);
+    } else if ((is_temporary || name.ends_with(kLock)) && now - time > kAbandoned) {
+      fs::remove(file, gone);
     }
   }
   std::ranges::sort(entries, {}, &Entry::time);

@@ -189,14 +189,15 @@ TEST(CubinCache, removes_what_killed_processes_left_and_nothing_else) {
   const TestDirectory dir;
   const CubinCache cache(dir.path());
   const std::string name(32, 'a');
-  const std::vector<std::string> abandoned = {name + ".1-2-0123.tmp", name + ".lock"};
-  std::vector<std::string> kept = {"notes.tmp", "notes.cubin", name + ".txt"};
+  const std::vector<std::string> abandoned = {"." + name + ".cubin.halfbyte-1-0123456789abcdef",
+                                              name + ".lock"};
+  std::vector<std::string> kept = {".notes.halfbyte-1-0123456789abcdef", "notes.cubin", name + ".txt"};
   for (const auto& names : {abandoned, kept})
     for (const std::string& file : names) {
       write_file(dir / file, "");
       set_age(dir / file, std::chrono::hours(2));
     }
-  kept.push_back(name + ".3-4-0123.tmp");  // of a process at work
+  kept.push_back("." + name + ".cubin.halfbyte-3-0123456789abcdef");  // of a process at work
   write_file(dir / kept.back(), "");
   cache.store("key", bytes_of("cubin"));
   kept.push_back(hash_hex("key") + ".cubin");
@@ -487,10 +488,11 @@ TEST_F(CudaRuntime, killed_processes_harm_no_other) {
       EXPECT_EQ(children[i]->output(), hashes);
       survivors.insert(std::to_string(children[i]->pid()));
     }
-    for (const auto& file : fs::directory_iterator(dir_ / "cache")) {  // HASH.PID-...
+    for (const auto& file : fs::directory_iterator(dir_ / "cache")) {  // .HASH.cubin.halfbyte-PID-...
       const std::string name = file.path().filename();
-      if (!name.ends_with(".tmp")) continue;
-      EXPECT_FALSE(survivors.contains(name.substr(33, name.find('-') - 33))) << name;
+      if (!name.starts_with('.')) continue;
+      const size_t pid = name.find('-') + 1;
+      EXPECT_FALSE(survivors.contains(name.substr(pid, name.find('-', pid) - pid))) << name;
     }
     EXPECT_EQ(run(eight_kernels()), hashes);
   }
@@ -715,7 +717,18 @@ TEST_F(CudaRuntime, sticky_error_is_told_by_every_call) {
   const auto told = lines(child.output());
   EXPECT_EQ(told.size(), 6u);
   for (const std::string& line : told)
-    EXPECT_NE(line.find("CUDA_ERROR_OF_STUB (700)"), std::string::npos) << line;
+    EXPECT_TRUE(line.find("CUDA_ERROR_OF_STUB (700)") != std::string::npos &&
+                line.ends_with("; nothing more can run on this device in this process"))
+        << line;
+}
+
+TEST_F(CudaRuntime, stream_of_another_device_is_refused_by_name) {
+  Child child({"stream"}, environment({{"STUB_CUDA_DEVICES", "2"}}));
+  EXPECT_EQ(child.wait(), static_cast<int>(ErrorCode::usage)) << child.output();
+  const auto told = lines(child.output());
+  EXPECT_EQ(told.size(), 4u);
+  for (const std::string& line : told)
+    EXPECT_EQ(line, "USAGE: execution: stream must be of the primary context of cuda:0, got one of cuda:1");
 }
 
 // --- In this process ---

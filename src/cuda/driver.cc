@@ -93,11 +93,47 @@ ErrorKind kind_of(std::string_view what) {
   const bool runs = what.starts_with("cuLaunch") || what == "cuGraphLaunch" || what == "cuStreamSynchronize";
   return runs ? ErrorKind::launch_failed : ErrorKind::general;
 }
+
+// CUDA_ERROR_ECC_UNCORRECTABLE, CONTEXT_IS_DESTROYED, those of kernels that were stopped.
+bool ends_context(CUresult result) {
+  return result == 214 || result == 700 || result == 702 || result == 709 || (result >= 714 && result <= 719);
+}
+
+// The device of a context that is not current; -1: not known.
+int device_of(CUcontext context) {
+  CUdevice device = -1;
+  CUcontext ignored;
+  if (driver().cuCtxPushCurrent_v2(context) != 0) return -1;
+  if (driver().cuCtxGetDevice(&device) != 0) device = -1;
+  driver().cuCtxPopCurrent_v2(&ignored);
+  return device;
+}
+
+// After a failure: the driver says an invalid handle, or less.
+void check_stream(CUstream stream) {
+  constexpr uintptr_t kPerThread = 2;  // up to here handles that stand for streams of every context
+  CUcontext own = nullptr, current = nullptr;
+  if (reinterpret_cast<uintptr_t>(stream) <= kPerThread) return;
+  if (driver().cuStreamGetCtx(stream, &own) != 0 || driver().cuCtxGetCurrent(&current) != 0) return;
+  if (own == current) return;
+  const int expected = device_of(current), actual = device_of(own);
+  HALFBYTE_MUST(false, invalid_argument, "execution", "stream", "be",
+                fmt::format("of the primary context of cuda:{}", expected),
+                expected == actual ? fmt::format("one of another context of cuda:{}", actual)
+                                   : fmt::format("one of cuda:{}", actual));
+}
 }  // namespace
 
 void check(CUresult result, const char* what) {
-  HALFBYTE_CHECK_AS(result == 0, device, ErrorDetails{kind_of(what)}, "{}: {}", what,
-                    text_of(driver(), result));
+  HALFBYTE_CHECK_AS(result == 0, device, ErrorDetails{kind_of(what)}, "{}: {}{}", what,
+                    text_of(driver(), result),
+                    ends_context(result) ? "; nothing more can run on this device in this process" : "");
+}
+
+void check_on(void* stream, CUresult result, const char* what) {
+  if (result == 0) return;
+  check_stream(static_cast<CUstream>(stream));
+  check(result, what);
 }
 
 std::string target_of(int capability) {

@@ -54,6 +54,8 @@ struct Driver {
   X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                              \
   X(cuCtxPushCurrent_v2, (CUcontext context))                                                      \
   X(cuCtxPopCurrent_v2, (CUcontext * context))                                                     \
+  X(cuCtxGetCurrent, (CUcontext * context))                                                        \
+  X(cuCtxGetDevice, (CUdevice * device))                                                           \
   X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                  \
   X(cuPointerGetAttributes, (unsigned count, int* attributes, void** values, CUdeviceptr pointer)) \
   X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                      \
@@ -66,6 +68,7 @@ struct Driver {
   X(cuStreamCreate, (CUstream * stream, unsigned flags))                                           \
   X(cuStreamDestroy_v2, (CUstream stream))                                                         \
   X(cuStreamSynchronize, (CUstream stream))                                                        \
+  X(cuStreamGetCtx, (CUstream stream, CUcontext * context))                                        \
   X(cuStreamBeginCapture_v2, (CUstream stream, int mode))                                          \
   X(cuStreamEndCapture, (CUstream stream, CUgraph * graph))                                        \
   X(cuGraphInstantiateWithFlags, (CUgraphExec * exec, CUgraph graph, unsigned long long flags))    \
@@ -105,8 +108,11 @@ const Driver& driver();
 // call of this. Loads and initializes nothing: what is not initialized answers with an error.
 decltype(Driver::cuPointerGetAttributes) find_pointer_attributes();
 
-// Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0.
+// Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0. Says so
+// where nothing works after the error in this process.
 void check(CUresult result, const char* what);
+// Of a call that was given a stream of the caller: Error(usage) where it is no stream of the current context.
+void check_on(void* stream, CUresult result, const char* what);
 
 // One device and its primary context (the one that the runtime API, and so PyTorch, uses). Made on first
 // use and kept: the process ends with it.

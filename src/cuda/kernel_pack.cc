@@ -1,14 +1,19 @@
 #include "cuda/kernel_pack.h"
 
 #include <fcntl.h>
+#include <grp.h>
+#include <pwd.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <array>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <sstream>
 #include <system_error>
+#include <utility>
 
 #include "core/checks.h"
 #include "cuda/hash.h"
@@ -52,6 +57,65 @@ struct Reader {
   }
   std::string_view text() { return bytes(size()); }
 };
+
+// Whether the group is that of this user alone, as systems that give each user a group of the same name make
+// it (and set the umask so that the group may write).
+bool is_own_group(gid_t id) {
+  std::array<char, 16384> user_buffer, group_buffer;
+  passwd user, *found_user = nullptr;
+  group group, *found_group = nullptr;
+  if (::getpwuid_r(::geteuid(), &user, user_buffer.data(), user_buffer.size(), &found_user) != 0 ||
+      ::getgrgid_r(id, &group, group_buffer.data(), group_buffer.size(), &found_group) != 0 || !found_user ||
+      !found_group)
+    return false;
+  const std::string_view name = user.pw_name;
+  bool is_own = name == group.gr_name;
+  for (char** member = group.gr_mem; *member; ++member) is_own = is_own && name == *member;
+  return is_own;
+}
+
+// Why somebody else but root could have written what has this status; empty if nobody could.
+std::string why_not_trusted(const struct stat& status) {
+  if (status.st_uid != 0 && status.st_uid != ::geteuid())
+    return fmt::format("belongs to user {}, not to root or user {}", status.st_uid, ::geteuid());
+  const unsigned mode = status.st_mode & 07777u;
+  const bool is_sticky_directory = S_ISDIR(status.st_mode) && (mode & S_ISVTX) != 0;
+  const bool others = (mode & S_IWOTH) != 0 || ((mode & S_IWGRP) != 0 && !is_own_group(status.st_gid));
+  return others && !is_sticky_directory ? fmt::format("may be written by others (mode {:04o})", mode) : "";
+}
+
+// The file, not yet read. Links are followed first: what counts is where the file lies.
+int open_pack(const std::string& path) {
+  const auto check = [&](bool ok, int error) {
+    HALFBYTE_CHECK(ok, io, "kernel pack \"{}\": {}", path, std::generic_category().message(error));
+  };
+  std::error_code error;
+  const std::filesystem::path real = std::filesystem::canonical(path, error);
+  check(!error, error.value());
+  const Descriptor directory(retry_interrupted(
+      [&] { return ::open(real.parent_path().c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC); }));
+  check(directory.fd >= 0, errno);
+  const int fd = retry_interrupted([&] {
+    return ::openat(directory.fd, real.filename().c_str(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
+  });
+  check(fd >= 0, errno);
+  Descriptor file(fd);
+  struct stat status, directory_status;
+  const bool known = ::fstat(fd, &status) == 0 && ::fstat(directory.fd, &directory_status) == 0;
+  check(known, errno);
+  HALFBYTE_CHECK(S_ISREG(status.st_mode), bad_input, "kernel pack \"{}\": it is not a regular file", path);
+  std::string why = why_not_trusted(status);
+  if (!why.empty())
+    why = "it " + why;
+  else if (why = why_not_trusted(directory_status); !why.empty())
+    why = fmt::format("its directory \"{}\" {}", real.parent_path().native(), why);
+  HALFBYTE_CHECK(
+      why.empty(), io,
+      "kernel pack \"{}\": {}; a pack is machine code, and is loaded only where nobody but root and "
+      "this user could have written it: copy one that you trust to a directory of your own",
+      path, why);
+  return std::exchange(file.fd, -1);
+}
 
 // Within the entries of this library.
 std::string key_of(std::string_view target, std::string_view source, std::string_view function,
@@ -107,17 +171,15 @@ uint64_t KernelPackWriter::finish() {
   return end_ + index.size();
 }
 
-KernelPack::KernelPack(const std::string& path)
-    : file_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+KernelPack::KernelPack(const std::string& path) : file_(open_pack(path)) {
   info_.path = path;
   struct stat status;
-  HALFBYTE_CHECK(file_.fd >= 0 && ::fstat(file_.fd, &status) == 0, io, "kernel pack \"{}\": {}", path,
+  HALFBYTE_CHECK(::fstat(file_.fd, &status) == 0, io, "kernel pack \"{}\": {}", path,
                  std::generic_category().message(errno));
-  HALFBYTE_CHECK(S_ISREG(status.st_mode), bad_input, "kernel pack \"{}\": it is not a regular file", path);
   const auto file_bytes = static_cast<uint64_t>(status.st_size);
 
   std::string header(std::min(file_bytes, kHeaderBytes), '\0');
-  HALFBYTE_CHECK(read_all(file_.fd, 0, header), io, "kernel pack \"{}\": it cannot be read", path);
+  read(0, header);
   HALFBYTE_CHECK(header.starts_with(kMagicOfAll), bad_input, "kernel pack \"{}\": it is no kernel pack",
                  path);
   HALFBYTE_CHECK(header.starts_with(kMagic) || header.size() < kHeaderBytes, bad_input,
@@ -135,10 +197,20 @@ KernelPack::KernelPack(const std::string& path)
                  kMaxIndexBytes);
 
   std::string index(num_bytes, '\0');
-  HALFBYTE_CHECK(read_all(file_.fd, offset, index), io, "kernel pack \"{}\": it cannot be read", path);
+  read(offset, index);
   HALFBYTE_CHECK(header.substr(kRangeEnd) == hash_hex(header.substr(0, kRangeEnd) + index), corrupt,
                  "kernel pack \"{}\": it is damaged: the index is not what was written", path);
   parse(index, offset);
+}
+
+void KernelPack::read(uint64_t offset, std::span<char> bytes) const {
+  errno = 0;
+  if (read_all(file_.fd, offset, bytes)) return;
+  const int error = errno;
+  HALFBYTE_CHECK(error == 0, io, "kernel pack \"{}\": byte {} cannot be read: {}", info_.path, offset,
+                 std::generic_category().message(error));
+  HALFBYTE_FAIL(corrupt, "kernel pack \"{}\": it is damaged: it ends before byte {}", info_.path,
+                offset + bytes.size());
 }
 
 // What the hash guards against is damage: sizes are checked all the same.
@@ -172,10 +244,10 @@ std::optional<std::vector<char>> KernelPack::find(const KernelSpec& spec, const 
   if (found == entries_.end()) return std::nullopt;
   const Entry& entry = found->second;
   std::vector<char> cubin(entry.num_bytes);
-  HALFBYTE_CHECK(
-      read_all(file_.fd, entry.offset, cubin) && hash_hex({cubin.data(), cubin.size()}) == entry.hash,
-      corrupt, "kernel pack \"{}\": it is damaged: the code of {} for {} ({} bytes at byte {})", info_.path,
-      spec.function, target, entry.num_bytes, entry.offset);
+  read(entry.offset, cubin);
+  HALFBYTE_CHECK(hash_hex({cubin.data(), cubin.size()}) == entry.hash, corrupt,
+                 "kernel pack \"{}\": it is damaged: the code of {} for {} ({} bytes at byte {})", info_.path,
+                 spec.function, target, entry.num_bytes, entry.offset);
   return cubin;
 }
 

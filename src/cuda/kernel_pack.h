@@ -34,15 +34,17 @@ class KernelPackWriter {
 // A pack, open. The index is in memory, kernels are read when they are asked for. Thread safe.
 class KernelPack {
  public:
-  // Nothing in the file is trusted. Error(io) where it cannot be read; Error(bad_input) where it is no pack,
-  // or one of another version of the format; Error(corrupt) where it is damaged.
+  // Nothing in the file is trusted. Error(io) where it cannot be read, or where somebody else but root could
+  // have written it: file and directory belong to root or this user, and nobody else may write to them (to
+  // the directory, unless it is sticky). Error(bad_input) where it is no pack, or one of another version of
+  // the format; Error(corrupt) where it is damaged.
   explicit KernelPack(const std::string& path);
 
   const KernelPackInfo& info() const { return info_; }
   // Whether it has kernels of this library for the target.
   bool has(const std::string& target) const { return targets_.contains(target); }
-  // Nothing where it does not have this kernel. Error(corrupt) where its bytes are not those that were
-  // written.
+  // Nothing where it does not have this kernel. Error(io) where it cannot be read, Error(corrupt) where its
+  // bytes are not those that were written.
   std::optional<std::vector<char>> find(const KernelSpec& spec, const std::string& target) const;
 
  private:
@@ -50,7 +52,7 @@ class KernelPack {
     uint64_t offset, num_bytes;
     std::string hash;
   };
-  std::string read_index() const;
+  void read(uint64_t offset, std::span<char> bytes) const;
   void parse(std::string_view index, uint64_t index_offset);
 
   KernelPackInfo info_;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -120,7 +121,7 @@ TEST_F(KernelPackFile, damage_is_an_error) {
 TEST_F(KernelPackFile, a_file_that_shrinks_while_it_is_open) {
   const KernelPack pack = open(good_);
   fs::resize_file(path_, kHeaderBytes + 3);
-  expect_error(ErrorCode::corrupt, "the code of dequantize", [&] { code_of(pack, "config 1"); });
+  expect_error(ErrorCode::corrupt, "it ends before byte", [&] { code_of(pack, "config 1"); });
 }
 
 TEST_F(KernelPackFile, other_versions_do_not_match) {
@@ -175,6 +176,51 @@ TEST_F(KernelPackFile, is_no_regular_file_or_too_large) {
   write_file(path_, huge);
   fs::resize_file(path_, uint64_t{10} << 30);  // sparse
   expect_error(ErrorCode::corrupt, "more than", [&] { KernelPack pack(path_); });
+}
+
+// It is machine code.
+TEST_F(KernelPackFile, that_others_could_have_written_is_refused) {
+  write_file(path_, good_);
+  const std::string refused = "nobody but root and this user could have written it";
+  const auto expect_refused = [&](const std::string& path, const std::string& why) {
+    expect_error(ErrorCode::io, why, [&] { KernelPack pack(path); });
+    expect_error(ErrorCode::io, refused, [&] { KernelPack pack(path); });
+  };
+  for (const mode_t mode : {0400, 0644, 0755}) {
+    ASSERT_EQ(::chmod(path_.c_str(), mode), 0);
+    EXPECT_EQ(KernelPack(path_).info().num_kernels, 3);
+  }
+  ASSERT_EQ(::chmod(path_.c_str(), 0646), 0);
+  expect_refused(path_, "\": it may be written by others (mode 0646)");
+  ASSERT_EQ(::chmod(path_.c_str(), 0644), 0);
+
+  const std::string directory = fs::canonical(dir_.path()).native();
+  ASSERT_EQ(::chmod(dir_.path().c_str(), 0777), 0);
+  expect_refused(path_, "\": its directory \"" + directory + "\" may be written by others (mode 0777)");
+  ASSERT_EQ(::chmod(dir_.path().c_str(), 01777), 0);  // as /tmp
+  EXPECT_EQ(KernelPack(path_).info().num_kernels, 3);
+  ASSERT_EQ(::chmod(dir_.path().c_str(), 0755), 0);
+
+  if (::geteuid() != 0) GTEST_SKIP() << "the rest needs to be root";
+  // Of a group that is not this user's own.
+  constexpr uid_t kNobody = 65534;
+  ASSERT_EQ(::chmod(path_.c_str(), 0664), 0);
+  EXPECT_EQ(KernelPack(path_).info().num_kernels, 3) << "root's own group";
+  ASSERT_EQ(::chown(path_.c_str(), 0, kNobody), 0);
+  expect_refused(path_, "it may be written by others (mode 0664)");
+  ASSERT_EQ(::chown(path_.c_str(), kNobody, kNobody), 0);
+  expect_refused(path_, "it belongs to user 65534, not to root or user 0");
+  ASSERT_EQ(::chown(path_.c_str(), 0, 0), 0);
+  ASSERT_EQ(::chown(dir_.path().c_str(), kNobody, kNobody), 0);
+  expect_refused(path_, "its directory \"" + directory + "\" belongs to user 65534, not to root or user 0");
+  // What a link leads to counts.
+  const TestDirectory own;
+  fs::create_symlink(path_, own / "link.hbk");
+  expect_refused(own / "link.hbk", directory);
+  ASSERT_EQ(::chmod(path_.c_str(), 0644), 0);
+  ASSERT_EQ(::seteuid(kNobody), 0);
+  EXPECT_EQ(KernelPack(path_).info().num_kernels, 3) << "of root, in a directory of this user";
+  ASSERT_EQ(::seteuid(0), 0);
 }
 
 }  // namespace

@@ -45,11 +45,12 @@ void launch(CUfunction function, const Grid& grid, void* stream, void* args, boo
   }
   void* params[] = {args};
   if (config.num_attributes == 0)
-    check(driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1, config.shared_bytes,
-                                  config.stream, params, nullptr),
-          "cuLaunchKernel");
+    check_on(stream,
+             driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1,
+                                     config.shared_bytes, config.stream, params, nullptr),
+             "cuLaunchKernel");
   else
-    check(driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
+    check_on(stream, driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
 }
 
 }  // namespace
@@ -71,15 +72,17 @@ CUdeviceptr pointer(const void* memory) { return reinterpret_cast<CUdeviceptr>(m
 }  // namespace
 
 void copy(void* to, const void* from, int64_t num_bytes, void* stream) {
-  check(driver().cuMemcpyAsync(pointer(to), pointer(from), static_cast<size_t>(num_bytes),
-                               static_cast<CUstream>(stream)),
-        "cuMemcpyAsync");
+  check_on(stream,
+           driver().cuMemcpyAsync(pointer(to), pointer(from), static_cast<size_t>(num_bytes),
+                                  static_cast<CUstream>(stream)),
+           "cuMemcpyAsync");
 }
 
 void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream) {
-  check(driver().cuMemsetD8Async(pointer(memory), value, static_cast<size_t>(num_bytes),
-                                 static_cast<CUstream>(stream)),
-        "cuMemsetD8Async");
+  check_on(stream,
+           driver().cuMemsetD8Async(pointer(memory), value, static_cast<size_t>(num_bytes),
+                                    static_cast<CUstream>(stream)),
+           "cuMemsetD8Async");
 }
 
 void set(void* to, const void* value, int64_t num_bytes, void* stream) {
@@ -89,14 +92,14 @@ void set(void* to, const void* value, int64_t num_bytes, void* stream) {
   for (; i + 4 <= num_bytes; i += 4) {
     unsigned word = 0;
     std::memcpy(&word, bytes + i, sizeof word);
-    check(driver().cuMemsetD32Async(pointer(target + i), word, 1, static_cast<CUstream>(stream)),
-          "cuMemsetD32Async");
+    check_on(stream, driver().cuMemsetD32Async(pointer(target + i), word, 1, static_cast<CUstream>(stream)),
+             "cuMemsetD32Async");
   }
   for (; i < num_bytes; ++i) fill(target + i, bytes[i], 1, stream);
 }
 
 void synchronize(void* stream) {
-  check(driver().cuStreamSynchronize(static_cast<CUstream>(stream)), "cuStreamSynchronize");
+  check_on(stream, driver().cuStreamSynchronize(static_cast<CUstream>(stream)), "cuStreamSynchronize");
 }
 
 }  // namespace halfbyte::cuda

@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "core/checks.h"
+#include "core/directory.h"
 #include "halfbyte/device.hpp"
 
 namespace halfbyte::cuda {
@@ -21,9 +22,8 @@ namespace fs = std::filesystem;
 std::vector<fs::path> entries(const fs::path& directory, const std::string& prefix) {
   std::vector<fs::path> result;
   std::error_code error;
-  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
-    if (entry->path().filename().native().starts_with(prefix)) result.push_back(entry->path());
-  std::ranges::sort(result);
+  for (const std::string& name : names_in(directory, error))
+    if (name.starts_with(prefix)) result.push_back(directory / name);
   return result;
 }
 

@@ -15,6 +15,7 @@
 #include "formats/packed.h"
 #include "formats/pairwise.h"
 #include "halfbyte/error.hpp"
+#include "halfbyte/qgemm.hpp"
 
 namespace halfbyte {
 namespace {
@@ -280,6 +281,17 @@ TEST(Spec, ShapesOfTheParts) {
   EXPECT_EQ(shape.num_groups, 8);
   EXPECT_THROW(quant_shape(spec, -1, 4), Error);
   EXPECT_THROW(quant_shape(spec, int64_t{1} << 40, int64_t{1} << 40), Error);
+  EXPECT_THROW(quant_shape(spec, 0, INT64_MAX), Error);
+  EXPECT_THROW(quant_shape(spec, INT64_MAX, 0), Error);
+}
+
+TEST(WeightView, GroupsMayBeLargerThanTheWeight) {
+  QuantSpec spec{.format = Format::int4, .granularity = Granularity::flat, .group_size = INT64_MAX};
+  spec.scale_dtype = DType::f32;
+  EXPECT_EQ(weight_view_bytes(spec, 3, 50, Layout::halfbyte).scales, 4);
+  spec.group_size = 149;
+  EXPECT_EQ(weight_view_bytes(spec, 3, 50, Layout::halfbyte).scales, 8);
+  EXPECT_EQ(weight_view_bytes(spec, 0, 50, Layout::halfbyte).scales, 0);
 }
 
 TEST(TensorView, CountsAndContiguity) {

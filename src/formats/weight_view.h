@@ -45,7 +45,7 @@ struct WeightViewLayout {
   HALFBYTE_FN i64 num_scales() const {
     if (rows == 0 || cols == 0) return 0;
     if (one_group) return 1;
-    return flat ? (rows * cols + group - 1) / group : rows * groups;
+    return flat ? (rows * cols - 1) / group + 1 : rows * groups;
   }
   HALFBYTE_FN i64 zero_bytes() const {
     return zero_words ? round_up(rows, 32 / bits) * bits / 8 * groups : num_scales();

@@ -1,8 +1,10 @@
 #include "io/architecture.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -49,7 +51,7 @@ struct Table {
 };
 
 const Table& table() {
-  static const Table result;
+  static const Table& result = *new Table;
   return result;
 }
 
@@ -61,7 +63,7 @@ const json& entry_of(const std::string& name) {
 
 // What a class has under a key: its own, or that of the class that it refers to; or null.
 const json& value_of(const std::string& name, const char* key) {
-  static const json none;
+  static const json& none = *new json;
   const json& entry = entry_of(name);
   const auto found = entry.find(key);
   if (found == entry.end()) return none;
@@ -73,7 +75,7 @@ const json& value_of(const std::string& name, const char* key) {
 
 // The configuration within another, by its keys; null if there is none.
 const json& inner_config(const json& config, std::string_view keys) {
-  static const json none;
+  static const json& none = *new json;
   const json* at = &config;
   for (const std::string& key : split(keys, '.')) {
     const auto found = at->is_object() ? at->find(key) : at->end();
@@ -130,10 +132,10 @@ ModuleRole role_of(std::string_view word) {
 
 // The keys of an entry that are no kinds of modules.
 bool is_kind(const std::string& key) {
-  static const std::vector<std::string> others{"apart",  "f32",    "f32-from-f16", "fused", "ignored",
-                                               "may-be", "models", "names",        "reads", "skipped",
-                                               "tie",    "tied",   "uncompressed"};
-  return !std::binary_search(others.begin(), others.end(), key);
+  static constexpr std::array<std::string_view, 13> kOthers = {
+      "apart", "f32",   "f32-from-f16", "fused", "ignored", "may-be",      "models",
+      "names", "reads", "skipped",      "tie",   "tied",    "uncompressed"};
+  return !std::ranges::binary_search(kOthers, key);
 }
 
 }  // namespace

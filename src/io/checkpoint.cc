@@ -14,8 +14,10 @@
 #include "io/config.h"
 #include "io/container.h"
 #include "io/foreign.h"
-#include "io/json.h"
+#include "io/limits.h"
+#include "io/progress.h"
 #include "io/safetensors.h"
+#include "io/shard_index.h"
 
 namespace halfbyte {
 
@@ -27,14 +29,11 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kConfigFile = "config.json";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kModelFile = "model.safetensors";
 constexpr const char* kAdapterConfigFile = "adapter_config.json";
 // Of other tools; config.json can say the same.
 constexpr const char* kQuantizationConfigFiles[] = {"hf_quant_config.json", "quantize_config.json",
                                                     "quant_config.json"};
-constexpr uint64_t kMaxSmallBytes = 64 * 1024;
-constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 std::string lower_case(std::string text) {
   for (char& c : text)
@@ -42,63 +41,49 @@ std::string lower_case(std::string text) {
   return text;
 }
 
-std::vector<std::string> list_names(const std::string& directory) {
-  std::error_code error;
-  std::vector<std::string> names;
-  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
-    names.push_back(it->path().filename().string());
-  HALFBYTE_CHECK(!error, io, "cannot list directory \"{}\": {}", printable(directory), error.message());
-  std::ranges::sort(names);
-  return names;
-}
-
-void add_file(Checkpoint::Impl& checkpoint, const std::string& name, InputFile input) {
-  SafetensorsHeader header = read_safetensors_header(input, name);
+void add_file(Checkpoint::Impl& checkpoint, const std::string& name, InputFile input, const Stop& stop) {
+  SafetensorsHeader header = read_safetensors_header(input, name, stop);
+  HALFBYTE_CHECK(checkpoint.tensors.size() + header.tensors.size() <= kMaxModelTensors, bad_input,
+                 "\"{}\" has more than {} tensors", printable(checkpoint.path), kMaxModelTensors);
   for (StoredTensor& tensor : header.tensors) checkpoint.tensors.push_back(std::move(tensor));
   checkpoint.file_of.resize(checkpoint.tensors.size(), checkpoint.files.size());
   checkpoint.files.push_back({name, std::move(input), std::move(header.metadata)});
 }
 
-// Name of a tensor -> name of its file.
-using WeightMap = std::map<std::string, std::string>;
-
-WeightMap parse_index(const std::string& text) {
-  const auto json = parse_json<nlohmann::json>(text, kIndexFile);
-  const nlohmann::json& map = json_member(json, "weight_map", kIndexFile);
-  HALFBYTE_CHECK(map.is_object(), bad_input, "{}: \"weight_map\" must be an object", kIndexFile);
-  WeightMap files;
-  for (const auto& [tensor, file] : map.items()) {
-    HALFBYTE_CHECK(file.is_string(), bad_input, "{}: the file of tensor \"{}\" must be a string", kIndexFile,
-                   printable(tensor));
-    files[tensor] = file.get<std::string>();
-  }
-  return files;
-}
-
-void add_shards(Checkpoint::Impl& checkpoint, const WeightMap& weight_map) {
+void add_shards(Checkpoint::Impl& checkpoint, const ShardIndex& index, const Stop& stop) {
   std::map<std::string, std::string> shards;  // in lower case -> as written
-  for (const auto& [tensor, file] : weight_map) {
+  for (const std::string& file : index.files) {
     const auto [shard, added] = shards.emplace(lower_case(file), file);
-    HALFBYTE_CHECK(added || shard->second == file, bad_input,
-                   "{}: files \"{}\" and \"{}\" differ by case only", kIndexFile, printable(shard->second),
-                   printable(file));
+    HALFBYTE_CHECK(added, bad_input, "{}: files \"{}\" and \"{}\" differ by case only", kIndexFile,
+                   printable(shard->second), printable(file));
   }
   for (const auto& [key, file] : shards)
-    add_file(checkpoint, file, InputFile::open_beneath(checkpoint.path, file));
+    add_file(checkpoint, file, InputFile::open_beneath(checkpoint.path, file), stop);
 }
 
 // The files must hold what the index says, no more and no less.
-void check_index(const Checkpoint::Impl& checkpoint, const WeightMap& weight_map) {
-  for (const StoredTensor& tensor : checkpoint.tensors) {
-    const auto entry = weight_map.find(tensor.name);
-    HALFBYTE_CHECK(entry != weight_map.end(), bad_input, "{}: tensor \"{}\" of {} is not listed", kIndexFile,
-                   printable(tensor.name), printable(tensor.file));
-    HALFBYTE_CHECK(entry->second == tensor.file, bad_input, "{}: tensor \"{}\" is listed in {} but is in {}",
-                   kIndexFile, printable(tensor.name), printable(entry->second), printable(tensor.file));
+void check_index(const Checkpoint::Impl& checkpoint, const ShardIndex& index) {
+  std::vector<const ShardIndex::Entry*> listed(checkpoint.tensors.size());
+  const ShardIndex::Entry* missing = nullptr;
+  for (const ShardIndex::Entry& entry : index.entries) {
+    const auto tensor = checkpoint.by_name.find(index.name(entry));
+    if (tensor != checkpoint.by_name.end()) {
+      listed[static_cast<size_t>(tensor->second)] = &entry;
+    } else if (missing == nullptr) {
+      missing = &entry;
+    }
   }
-  for (const auto& [tensor, file] : weight_map)
-    HALFBYTE_CHECK(checkpoint.by_name.contains(tensor), bad_input, "{}: tensor \"{}\" is not in {}",
-                   kIndexFile, printable(tensor), printable(file));
+  for (size_t i = 0; i < listed.size(); ++i) {
+    const StoredTensor& tensor = checkpoint.tensors[i];
+    HALFBYTE_CHECK(listed[i] != nullptr, bad_input, "{}: tensor \"{}\" of {} is not listed", kIndexFile,
+                   printable(tensor.name), printable(tensor.file));
+    const std::string& file = index.files[listed[i]->file];
+    HALFBYTE_CHECK(file == tensor.file, bad_input, "{}: tensor \"{}\" is listed in {} but is in {}",
+                   kIndexFile, printable(tensor.name), printable(file), printable(tensor.file));
+  }
+  if (missing != nullptr)
+    HALFBYTE_FAIL(bad_input, "{}: tensor \"{}\" is not in {}", kIndexFile, printable(index.name(*missing)),
+                  printable(index.files[missing->file]));
 }
 
 void index_tensors(Checkpoint::Impl& checkpoint) {
@@ -125,27 +110,27 @@ void index_tensors(Checkpoint::Impl& checkpoint) {
   HALFBYTE_FAIL(bad_input, "directory \"{}\" has no .safetensors file{}", printable(path), instead);
 }
 
-void open_directory(Checkpoint::Impl& checkpoint) {
-  const std::vector<std::string> names = list_names(checkpoint.path);
+void open_directory(Checkpoint::Impl& checkpoint, const Stop& stop) {
+  const std::vector<std::string> names = list_directory(checkpoint.path);
   const auto has = [&](const char* name) { return std::ranges::binary_search(names, name); };
-  if (has(kConfigFile))
-    checkpoint.config = read_text(InputFile::open_beneath(checkpoint.path, kConfigFile), kMaxConfigBytes);
+  const auto text_of = [&](const char* name, uint64_t max_bytes) {
+    checkpoint.text_files.push_back(InputFile::open_beneath(checkpoint.path, name));
+    return read_text(checkpoint.text_files.back(), max_bytes);
+  };
+  if (has(kConfigFile)) checkpoint.config = text_of(kConfigFile, kMaxConfigBytes);
   for (const char* name : kQuantizationConfigFiles)
-    if (has(name))
-      checkpoint.quantization_configs[name] =
-          read_text(InputFile::open_beneath(checkpoint.path, name), kMaxHeaderBytes);
+    if (has(name)) checkpoint.quantization_configs[name] = text_of(name, kMaxConfigBytes);
   if (has(kIndexFile)) {
-    checkpoint.index = read_text(InputFile::open_beneath(checkpoint.path, kIndexFile), kMaxHeaderBytes);
-    const WeightMap weight_map = parse_index(checkpoint.index);
+    ShardIndex index = parse_shard_index(text_of(kIndexFile, kMaxIndexBytes), stop);
+    checkpoint.index = std::move(index.rest);
     // Some tools would read one, some the other.
-    const bool listed =
-        std::ranges::any_of(weight_map, [](const auto& entry) { return entry.second == kModelFile; });
+    const bool listed = std::ranges::find(index.files, kModelFile) != index.files.end();
     HALFBYTE_CHECK(!has(kModelFile) || listed, bad_input,
                    "directory \"{}\" has both {} and an index that does not list it",
                    printable(checkpoint.path), kModelFile);
-    add_shards(checkpoint, weight_map);
+    add_shards(checkpoint, index, stop);
     index_tensors(checkpoint);
-    check_index(checkpoint, weight_map);
+    check_index(checkpoint, index);
     return;
   }
   std::vector<std::string> models;
@@ -158,7 +143,7 @@ void open_directory(Checkpoint::Impl& checkpoint) {
                  "directory \"{}\" has {} .safetensors files but no {}: \"{}\", \"{}\"{}",
                  printable(checkpoint.path), models.size(), kIndexFile, printable(models[0]),
                  printable(models[1]), models.size() > 2 ? ", ..." : "");
-  add_file(checkpoint, models[0], InputFile::open_beneath(checkpoint.path, models[0]));
+  add_file(checkpoint, models[0], InputFile::open_beneath(checkpoint.path, models[0]), stop);
   index_tensors(checkpoint);
 }
 
@@ -167,7 +152,7 @@ void check_shape(const QuantizedWeight& weight) {
     HALFBYTE_FAIL(bad_input, "weight \"{}\" has an impossible shape [{}]", printable(weight.name),
                   fmt::join(weight.shape, ", "));
   };
-  if (weight.shape.empty() || weight.shape.size() > 32) fail();
+  if (weight.shape.empty() || weight.shape.size() > kMaxRank) fail();
   int64_t product = 1;
   for (const int64_t extent : weight.shape)
     if (extent < 0 || __builtin_mul_overflow(product, std::max<int64_t>(extent, 1), &product) ||
@@ -328,19 +313,19 @@ int64_t num_elements(std::span<const int64_t> shape) {
   return product;
 }
 
-std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path) {
+std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop) {
   auto impl = std::make_unique<Checkpoint::Impl>();
   impl->path = path;
-  std::error_code error;
-  impl->is_directory = fs::is_directory(path, error);
+  impl->is_directory = is_directory(path);
   if (impl->is_directory) {
-    open_directory(*impl);
+    open_directory(*impl, stop);
   } else {
-    add_file(*impl, path.substr(path.rfind('/') + 1), InputFile::open(path));
+    add_file(*impl, path.substr(path.rfind('/') + 1), InputFile::open(path), stop);
     index_tensors(*impl);
   }
   make_weights(*impl);
   find_foreign(*impl);
+  impl->check_unchanged();  // what was read is of one moment
   return impl;
 }
 
@@ -425,9 +410,24 @@ const StoredTensor* Checkpoint::Impl::find(const std::string& name) const {
   return found == by_name.end() ? nullptr : &tensors[static_cast<size_t>(found->second)];
 }
 
+void Checkpoint::Impl::check_unchanged() const {
+  for (const io::InputFile& file : text_files) file.check_unchanged();
+  for (const File& file : files) file.input.check_unchanged();
+}
+
+void Checkpoint::Impl::check_unchanged(const Weight& weight) const {
+  for (const io::InputFile& file : text_files) file.check_unchanged();
+  const io::InputFile* checked = nullptr;
+  for (const int part : weight.parts) {
+    const io::InputFile& input = files[file_of[static_cast<size_t>(part)]].input;
+    if (&input != checked) input.check_unchanged();
+    checked = &input;
+  }
+}
+
 const std::string& Checkpoint::Impl::config_text(const std::string& file) const {
   if (file == io::kConfigFile) return config;
-  static const std::string none;
+  static const auto& none = *new std::string;
   const auto found = quantization_configs.find(file);
   return found == quantization_configs.end() ? none : found->second;
 }
@@ -451,15 +451,17 @@ void Checkpoint::Impl::read(const StoredTensor& tensor, const io::StoredRange& r
 }
 
 std::string Checkpoint::Impl::read_text(const StoredTensor& tensor) const {
-  HALFBYTE_CHECK(tensor.num_bytes <= io::kMaxSmallBytes, bad_input,
+  HALFBYTE_CHECK(tensor.num_bytes <= io::kMaxDescriptionBytes, bad_input,
                  "tensor \"{}\" has {} bytes, more than {}", printable(tensor.name), tensor.num_bytes,
-                 io::kMaxSmallBytes);
+                 io::kMaxDescriptionBytes);
   std::string text(tensor.num_bytes, '\0');
   read(tensor, 0, std::as_writable_bytes(std::span(text)));
   return text;
 }
 
-Checkpoint Checkpoint::open(const std::string& path) { return Checkpoint(io::open_checkpoint(path)); }
+Checkpoint Checkpoint::open(const std::string& path, const ProgressFunction& progress) {
+  return Checkpoint(io::open_checkpoint(path, io::stop_of(progress)));
+}
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;

@@ -13,6 +13,7 @@
 #include "halfbyte/checkpoint.hpp"
 #include "io/block_worker.h"
 #include "io/file.h"
+#include "io/json.h"
 #include "io/layout.h"
 
 namespace halfbyte {
@@ -42,10 +43,12 @@ struct Checkpoint::Impl {
   std::string path;
   bool is_directory = false;
   std::vector<File> files;
+  std::vector<io::InputFile> text_files;  // of the texts below
   std::vector<StoredTensor> tensors;
   std::vector<size_t> file_of;                        // for each tensor
   std::unordered_map<std::string_view, int> by_name;  // of the tensors
-  std::string config, index;  // texts of config.json and the index of shards; empty: there is none
+  // Texts of config.json, and of the index of shards without what it says of tensors; empty: there is none.
+  std::string config, index;
   std::map<std::string, std::string> quantization_configs;  // names of other files -> their texts
   bool has_adapter_config = false;                          // of PEFT, and no model beside it
   std::vector<Weight> weights;
@@ -54,6 +57,9 @@ struct Checkpoint::Impl {
   std::map<std::string, std::string> not_read;  // as in FoundWeights
   std::vector<ForeignQuantization> foreign;
 
+  // Error(bad_input) if a file has changed since it was opened: any; one with a text or with `weight`.
+  void check_unchanged() const;
+  void check_unchanged(const Weight& weight) const;
   // Of config.json or one of `quantization_configs`; empty: there is none.
   const std::string& config_text(const std::string& file) const;
   const StoredTensor* find(const std::string& name) const;
@@ -70,7 +76,8 @@ struct Checkpoint::Impl {
 
 namespace io {
 
-std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path);
+// `stop` is asked while long headers are read.
+std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop = {});
 
 int64_t num_elements(std::span<const int64_t> shape);
 inline int64_t num_elements(const Weight& weight) { return num_elements(weight.shape); }

@@ -1,5 +1,7 @@
 // Reading, quantizing, verifying, dequantizing and comparing checkpoints, and everything that is refused.
 #include <gtest/gtest.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -1006,9 +1008,65 @@ TEST_F(CheckpointTest, TensorNamesThatClash) {
                [&] { quantize_checkpoint(input, path("out"), options_for(Format::affine4)); });
 }
 
+// Up to the moment before the output appears: when its last file, config.json, is there already.
+TEST_F(CheckpointTest, CancelAtTheLastMoment) {
+  const std::string model = write_model_directory();
+  const auto is_written = [&] {
+    for (const auto& entry : fs::directory_iterator(dir_))
+      if (entry.path().filename().string().starts_with(".") &&
+          fs::exists(entry.path() / "output/config.json"))
+        return true;
+    return false;
+  };
+  QuantizeOptions options = options_for(Format::nf4);
+  options.progress = [&](const Progress&) { return !is_written(); };
+  expect_error(ErrorCode::cancelled, "cancelled", [&] { quantize_checkpoint(model, path("out"), options); });
+  EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
+  // A single file: it is complete, but for its name.
+  bool synced = false;
+  options.progress = [&](const Progress& progress) {
+    const bool last = synced && progress.phase == std::string("sync");
+    synced |= progress.phase == std::string("sync");
+    return !last;
+  };
+  const std::string shard = model + "/model-00001-of-00002.safetensors";
+  expect_error(ErrorCode::cancelled, "sync", [&] { quantize_checkpoint(shard, path("out"), options); });
+  EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
+}
+
+// Hours of work must not end for want of space that was known at the start.
+TEST_F(CheckpointTest, SpaceOfAllFilesIsReservedFirst) {
+  const std::string model = write_model_directory();
+  write_file(dir_ / "model/tokenizer.model", std::string(300000, 't'));
+  fs::create_directory(dir_ / "small");
+  if (::mount("tmpfs", path("small").c_str(), "tmpfs", 0, "size=256k") != 0)
+    GTEST_SKIP() << "mount needs a privileged user";
+  QuantizeOptions options = options_for(Format::nf4);
+  options.progress = [](const Progress& progress) {
+    EXPECT_STREQ(progress.phase, "plan");
+    return true;
+  };
+  expect_error(ErrorCode::io, "no space", [&] { quantize_checkpoint(model, path("small/out"), options); });
+  EXPECT_TRUE(fs::is_empty(dir_ / "small"));
+  ::umount2(path("small").c_str(), MNT_DETACH);
+}
+
+TEST_F(CheckpointTest, CompareNoticesAChange) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {4, 64})});
+  const std::string other = path("other.safetensors");
+  fs::copy(input, other);
+  const auto touch = [&](const Progress&) {
+    ::chmod(other.c_str(), 0600);
+    return true;
+  };
+  expect_error(ErrorCode::bad_input, "changed while reading",
+               [&] { compare_checkpoints(input, other, 0, touch); });
+}
+
 TEST_F(CheckpointTest, CancelLeavesNothing) {
   const std::string model = write_model_directory();
-  for (const char* phase : {"quantize", "verify", "sync"}) {
+  write_file(dir_ / "model/tokenizer.model", std::string(size_t{9} << 20, 't'));
+  for (const char* phase : {"plan", "quantize", "verify", "sync", "copy"}) {
     QuantizeOptions options = options_for(Format::nf4);
     bool seen = false;
     options.progress = [&](const Progress& progress) {
@@ -1022,7 +1080,7 @@ TEST_F(CheckpointTest, CancelLeavesNothing) {
   quantize_checkpoint(model, path("out"), options_for(Format::nf4));
   DequantizeOptions options;
   options.progress = [](const Progress&) { return false; };
-  expect_error(ErrorCode::cancelled, "dequantize",
+  expect_error(ErrorCode::cancelled, "plan",
                [&] { dequantize_checkpoint(path("out"), path("dense"), options); });
   expect_error(ErrorCode::cancelled, "compare",
                [&] { compare_checkpoints(model, path("out"), 0, options.progress); });
@@ -1843,6 +1901,32 @@ TEST_F(CheckpointTest, CodesStoredAsFloatsComeIn) {
   writer.set("a.weight", q);
   writer.finish();
   EXPECT_TRUE(read_file(path("again")) == read_file(path("out")));
+}
+
+// Patterns that take a backtracking matcher time exponential in the name, or its stack.
+TEST(Patterns, CostNoMoreThanTheirSizeAndThatOfTheName) {
+  const auto reason = [](const std::string& pattern, const std::string& name) {
+    Weight weight;
+    weight.name = name;
+    weight.shape = {2, 64};
+    weight.dtype = DType::bf16;
+    QuantizeOptions options;
+    options.include = {pattern};
+    return dense_reasons("", std::span(&weight, 1), options).front();
+  };
+  EXPECT_EQ(reason("(x+x+)+y", std::string(1024, 'x')), "not selected");
+  EXPECT_EQ(reason("(((a*)*)*)*b", std::string(1024, 'a')), "not selected");
+  EXPECT_EQ(reason("(a?){500}$", std::string(500, 'a')), "");
+  // They are searched for, and anchors are those of the name.
+  EXPECT_EQ(reason("p_p", "a.up_proj"), "");
+  EXPECT_EQ(reason("up|^down", "a.up_proj"), "");
+  EXPECT_EQ(reason("^up", "a.up_proj"), "not selected");
+  EXPECT_EQ(reason("up$|^a\\.", "b.up_proj"), "not selected");
+  EXPECT_EQ(reason("o\\b", "a\nb.o.weight"), "");
+  for (const std::string pattern : {"(a)\\1", "\\2222222222222222222222", "a)|(b", "(", "a{2", "[", "\\",
+                                    "(a{90}){91}", "a{99999}", "(a{1,99}){0,99}"})
+    expect_error(ErrorCode::usage, "include: ", [&] { reason(pattern, "a.up_proj"); });
+  expect_error(ErrorCode::usage, "at most 4096 bytes", [&] { reason(std::string(4097, 'a'), "a"); });
 }
 
 }  // namespace

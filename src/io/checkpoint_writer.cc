@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
+#include <set>
 
 #include "core/checks.h"
+#include "core/temporary.h"
+#include "halfbyte/output.hpp"
 #include "io/container.h"
-#include "io/json.h"
-#include "io/safetensors.h"
+#include "io/limits.h"
+#include "io/shard_index.h"
 
 namespace halfbyte::io {
 namespace {
@@ -15,41 +17,35 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kConfigFile = "config.json";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kModelFile = "model.safetensors";
-// Weights, in other forms too.
+// Weights, in other forms too, and what is not complete.
 bool is_skipped_file(const std::string& name) {
-  return name.ends_with(".safetensors") || container_of_name(name) != nullptr;
+  return name.ends_with(".safetensors") || container_of_name(name) != nullptr || is_temporary_name(name);
 }
 bool is_skipped_directory(const std::string& name) { return name.starts_with('.') || name == "original"; }
 
-// `prefix` is the relative path of the directory, with a slash at its end.
-void find_side_files(const Checkpoint::Impl& input, const std::string& prefix, SideFiles& files) {
+// `own`: files of the model itself, in its directory. `prefix` is the relative path of a directory, with a
+// slash at its end.
+void find_side_files(const Checkpoint::Impl& input, const std::set<std::string_view>& own,
+                     const std::string& prefix, SideFiles& files) {
   std::error_code error;
-  std::vector<fs::directory_entry> entries;
   const fs::path directory = fs::path(input.path) / prefix;
-  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
-    entries.push_back(*it);
-  HALFBYTE_CHECK(!error, io, "cannot list directory \"{}\": {}", printable(directory.string()),
-                 error.message());
-  std::ranges::sort(entries);
-  for (const fs::directory_entry& entry : entries) {
-    const std::string name = entry.path().filename().string(), path = prefix + name;
-    fs::file_status status = entry.symlink_status(error);
+  for (const std::string& name : list_directory(directory)) {
+    const std::string path = prefix + name;
+    const fs::path entry = directory / name;
+    fs::file_status status = fs::symlink_status(entry, error);
     if (fs::is_symlink(status)) {
-      if (!InputFile::is_cache_link(directory.string(), name)) InputFile::refuse_link(entry.path().string());
-      status = entry.status(error);
+      if (!InputFile::is_cache_link(directory.string(), name)) InputFile::refuse_link(entry.string());
+      status = fs::status(entry, error);
     }
-    HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry.path().string()), error.message());
+    HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry.string()), error.message());
     if (fs::is_directory(status)) {
       if (is_skipped_directory(name)) {
         files.skipped.push_back(path + "/");
       } else {
-        find_side_files(input, path + "/", files);
+        find_side_files(input, own, path + "/", files);
       }
-    } else if (prefix.empty() &&
-               (name == kConfigFile || name == kIndexFile ||
-                std::ranges::find(input.files, name, &Checkpoint::Impl::File::name) != input.files.end())) {
+    } else if (prefix.empty() && own.contains(name)) {
       continue;
     } else if (!fs::is_regular_file(status) || is_skipped_file(name)) {
       files.skipped.push_back(path);
@@ -76,18 +72,19 @@ bool is_inside(const std::string& path, const std::string& directory) {
 
 SideFiles find_side_files(const Checkpoint::Impl& input) {
   SideFiles files;
-  if (input.is_directory) find_side_files(input, "", files);
+  std::set<std::string_view> own = {kConfigFile, kIndexFile};
+  for (const Checkpoint::Impl::File& file : input.files) own.insert(file.name);
+  if (input.is_directory) find_side_files(input, own, "", files);
   return files;
 }
 
 void check_output_path(const std::string& input, const std::string& output) {
   HALFBYTE_CHECK(!output.empty(), usage, "the output path is empty");
   HALFBYTE_CHECK(!same_file(input, output), usage, "output \"{}\" is the input", printable(output));
-  std::error_code error;
-  HALFBYTE_CHECK(!fs::is_directory(input, error) || !is_inside(output, input), usage,
+  HALFBYTE_CHECK(!is_directory(input) || !is_inside(output, input), usage,
                  "output \"{}\" is inside of the input \"{}\"", printable(output), printable(input));
   // Replacing it would remove the input.
-  HALFBYTE_CHECK(!fs::is_directory(output, error) || !is_inside(input, output), usage,
+  HALFBYTE_CHECK(!is_directory(output) || !is_inside(input, output), usage,
                  "input \"{}\" is inside of the output \"{}\"", printable(input), printable(output));
 }
 
@@ -135,38 +132,97 @@ OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWe
                                        : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, count));
     files.has_index = count > 1;
   }
+  std::vector<size_t> used_by(input.files.size(), SIZE_MAX);  // the last output file that each is a source of
   for (size_t file = 0; file < files.names.size(); ++file) {
     std::vector<size_t>& sources = files.sources[file];
+    for (const size_t source : sources) used_by[source] = file;
     for (const size_t i : files.weights[file])
       for (const SourceRows& rows : weights[i]->sources)
         for (const int part : input.weights[rows.weight].parts) {
           const size_t source = input.file_of[static_cast<size_t>(part)];
-          if (std::ranges::find(sources, source) == sources.end()) sources.push_back(source);
+          if (used_by[source] != file) sources.push_back(source);
+          used_by[source] = file;
         }
   }
   return files;
 }
 
-OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
-                                   const OutputFiles& files)
-    : input_(input), output_(output), force_(force), files_(files) {
-  if (!input.path.empty()) check_output_path(input.path, output);
-  if (input.is_directory) directory_ = std::make_unique<OutputDirectory>(output, force);
+void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
+                  const std::function<FileContent(size_t file)>& content) {
+  std::vector<std::pair<std::string, size_t>> file_of;  // of each tensor
+  for (size_t file = 0; file < files.names.size(); ++file) {
+    FileContent planned = content(file);
+    try {
+      lay_out_safetensors(planned.tensors, planned.metadata);
+    } catch (const Error& error) {
+      throw Error(error.code(),
+                  fmt::format("output file \"{}\" cannot be written so that it can be read: {}{}",
+                              printable(files.names[file]), error.what(),
+                              input.is_directory ? "; smaller files (--shard-size) hold less each" : ""));
+    }
+    for (StoredTensor& tensor : planned.tensors) file_of.emplace_back(std::move(tensor.name), file);
+  }
+  HALFBYTE_CHECK(file_of.size() <= kMaxModelTensors, bad_input,
+                 "the output would have {} tensors, more than the limit of {}", file_of.size(),
+                 kMaxModelTensors);
+  if (!files.has_index) return;
+  std::ranges::sort(file_of);
+  std::vector<std::pair<std::string_view, std::string_view>> names;
+  for (const auto& [tensor, file] : file_of) names.emplace_back(tensor, files.names[file]);
+  shard_index_text(input.index, UINT64_MAX, names);  // no number of bytes is longer
 }
 
-void OutputCheckpoint::begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata) {
+OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
+                                   const OutputFiles& files, const SideFiles& side_files,
+                                   ProgressReporter& reporter)
+    : input_(input),
+      output_(output),
+      force_(force),
+      files_(files),
+      side_files_(side_files),
+      reporter_(reporter) {
+  if (!input.path.empty()) check_output_path(input.path, output);
+  remove_leftovers(output);
+  if (!input.is_directory) return;
+  directory_ = std::make_unique<OutputDirectory>(output, force, side_files.copied);
+}
+
+InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
+  const fs::path path = fs::path(input_.path) / name;
+  return InputFile::open_beneath(path.parent_path().string(), path.filename().string());
+}
+
+void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> file_bytes) {
+  uint64_t total_bytes = 0;
+  for (const uint64_t bytes : file_bytes) total_bytes += bytes;
+  std::vector<uint64_t> side_bytes;
+  for (const std::string& name : side_files_.copied) side_bytes.push_back(open_side_file(name).size());
+  for (const uint64_t bytes : side_bytes) side_bytes_ += bytes;
+  // First, as it takes no time where there is too little, and is all that some file systems can do.
+  directory_->check_space(total_bytes + side_bytes_, file_bytes.size() + side_bytes.size());
+  for (size_t i = 0; i < file_bytes.size(); ++i) {
+    OutputFile(*directory_, files_.names[i], file_bytes[i]);
+    reporter_.poll();
+  }
+  for (size_t i = 0; i < side_bytes.size(); ++i) {
+    OutputFile(*directory_, side_files_.copied[i], side_bytes[i]);
+    reporter_.poll();
+  }
+}
+
+void OutputCheckpoint::begin_file(size_t index, FileContent content) {
   file_.reset();
   file_index_ = index;
-  tensors_ = std::move(tensors);
-  const SafetensorsLayout layout = lay_out_safetensors(tensors_, metadata);
+  tensors_ = std::move(content.tensors);
+  const SafetensorsLayout layout = lay_out_safetensors(tensors_, content.metadata);
   by_name_.clear();
   for (const StoredTensor& tensor : tensors_) {
     HALFBYTE_CHECK(!weight_map_.contains(tensor.name), bad_input, "tensor \"{}\" would be written twice",
                    printable(tensor.name));
     by_name_[tensor.name] = &tensor;
   }
-  const std::string path = directory_ ? directory_->temporary_path() + "/" + files_.names[index] : output_;
-  file_ = std::make_unique<OutputFile>(path, layout.file_bytes, force_);
+  file_ = directory_ ? std::make_unique<OutputFile>(*directory_, files_.names[index], layout.file_bytes)
+                     : std::make_unique<OutputFile>(output_, layout.file_bytes, force_);
   file_->write(0, std::as_bytes(std::span(layout.prefix)));
 }
 
@@ -193,8 +249,27 @@ void OutputCheckpoint::write_repeated(const StoredTensor& tensor, std::string_vi
           std::as_bytes(std::span(run)).first(std::min<uint64_t>(run.size(), tensor.num_bytes - offset)));
 }
 
-void OutputCheckpoint::commit_file() {
+void OutputCheckpoint::sync() {
+  file_->sync([&] { reporter_.poll(); });
+}
+
+void OutputCheckpoint::check_sources() const {
   for (const size_t source : files_.sources[file_index_]) input_.files[source].input.check_unchanged();
+}
+
+void OutputCheckpoint::verify(std::span<const VerifyItem> items, int num_threads,
+                              ProgressPhase& progress) const {
+  try {
+    verify_file(input_, file_->temporary_path(), items, num_threads, progress);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::verify) check_sources();  // a change is why
+    throw;
+  }
+}
+
+void OutputCheckpoint::commit_file() {
+  if (!directory_) return;  // finish() makes it visible
+  check_sources();
   file_->commit();
   file_.reset();
   for (const StoredTensor& tensor : tensors_) {
@@ -204,48 +279,50 @@ void OutputCheckpoint::commit_file() {
 }
 
 std::string OutputCheckpoint::index_text() const {
-  nlohmann::json index = nlohmann::json::object();
-  if (!input_.index.empty()) index = parse_json<nlohmann::json>(input_.index, kIndexFile);
-  if (!index["metadata"].is_object()) index["metadata"] = nlohmann::json::object();
-  index["metadata"]["total_size"] = total_bytes_;
-  index["weight_map"] = weight_map_;
-  return index.dump(2) + "\n";
+  std::vector<std::pair<std::string_view, std::string_view>> files;
+  files.reserve(weight_map_.size());
+  for (const auto& [tensor, file] : weight_map_) files.emplace_back(tensor, file);
+  return shard_index_text(input_.index, total_bytes_, files);
 }
 
 void OutputCheckpoint::write_text(const std::string& name, const std::string& text) {
-  OutputFile file(directory_->temporary_path() + "/" + name, text.size(), false);
+  OutputFile file(*directory_, name, text.size());
   file.write(0, std::as_bytes(std::span(text)));
   file.commit();
 }
 
-void OutputCheckpoint::copy_file(const std::string& name) {
-  const fs::path target = fs::path(directory_->temporary_path()) / name;
-  std::error_code error;
-  fs::create_directories(target.parent_path(), error);
-  HALFBYTE_CHECK(!error, io, "cannot make directory \"{}\": {}", printable(target.parent_path().string()),
-                 error.message());
-  const fs::path source = fs::path(input_.path) / name;
-  const InputFile from = InputFile::open_beneath(source.parent_path().string(), source.filename().string());
-  OutputFile to(target.string(), from.size(), false);
+void OutputCheckpoint::copy_file(const std::string& name, ProgressPhase& progress) {
+  const InputFile from = open_side_file(name);
+  OutputFile to(*directory_, name, from.size());
+  constexpr int64_t kPart = int64_t{1} << 20;  // the system makes who fills its cache wait in each write
   Buffer buffer;
   for (uint64_t offset = 0; offset < from.size();) {
-    const uint64_t count = std::min<uint64_t>(from.size() - offset, kCopyBytes);
-    const std::span<std::byte> bytes(buffer.reserve(kCopyBytes), count);
+    const uint64_t count = std::min<uint64_t>(from.size() - offset, kPart);
+    const std::span<std::byte> bytes(buffer.reserve(kPart), count);
     from.read(offset, bytes);
     to.write(offset, bytes);
     offset += count;
+    progress.add(count);
   }
   from.check_unchanged();
+  to.sync([&] { reporter_.poll(); });
   to.commit();
 }
 
-void OutputCheckpoint::finish(const SideFiles& side_files, const std::string& config,
-                              const std::map<std::string, std::string>& texts) {
-  if (!directory_) return;
-  for (const std::string& name : side_files.copied) copy_file(name);
+void OutputCheckpoint::finish(const std::string& config, const std::map<std::string, std::string>& texts) {
+  if (!directory_) {
+    reporter_.ask();
+    check_sources();
+    file_->commit();
+    return;
+  }
+  ProgressPhase copying(reporter_, "copy", side_bytes_);
+  for (const std::string& name : side_files_.copied) copy_file(name, copying);
   if (files_.has_index) write_text(kIndexFile, index_text());
   for (const auto& [name, text] : texts) write_text(name, text);
   if (!config.empty()) write_text(kConfigFile, config);  // last: it says what the rest is
+  directory_->sync();
+  reporter_.ask();
   directory_->commit();
 }
 

@@ -1,6 +1,7 @@
 // The files of an output: as those of the checkpoint that it is made from, with other tensors.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -10,6 +11,8 @@
 
 #include "io/output_weight.h"
 #include "io/progress.h"
+#include "io/safetensors.h"
+#include "io/verify.h"
 
 namespace halfbyte::io {
 
@@ -42,16 +45,38 @@ struct OutputFiles {
 OutputFiles output_files(const Checkpoint::Impl& input, std::span<const OutputWeight* const> weights,
                          std::span<const uint64_t> num_bytes, uint64_t shard_bytes);
 
+// What a file of the output holds: offsets and sizes are not set.
+struct FileContent {
+  std::vector<StoredTensor> tensors;
+  Metadata metadata;
+};
+// Error(bad_input), naming limit and value, where the output would be beyond what is read (io/limits.h).
+void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
+                  const std::function<FileContent(size_t file)>& content);
+
 class OutputCheckpoint {
  public:
-  // Checks the output path and makes what keeps the output invisible until it is complete. `files` must
-  // outlive it.
+  // Checks the output path and makes what keeps the output invisible until it is complete. `files`,
+  // `side_files` and `reporter` must outlive it.
   OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
-                   const OutputFiles& files);
+                   const OutputFiles& files, const SideFiles& side_files, ProgressReporter& reporter);
 
+  // Reserves the space of all files, so that want of it shows before the work. `content(file)` is what it is
+  // going to hold, as far as is known; a file that turns out larger needs more when it is begun.
+  template <class Content>
+  void reserve(const Content& content) {
+    if (!directory_) return;  // begin_file() does it
+    std::vector<uint64_t> file_bytes;
+    for (size_t file = 0; file < files_.names.size(); ++file) {
+      FileContent planned = content(file);
+      file_bytes.push_back(lay_out_safetensors(planned.tensors, planned.metadata).file_bytes);
+      reporter_.poll();
+    }
+    reserve_bytes(file_bytes);
+  }
   // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
   // committed is forgotten.
-  void begin_file(size_t index, std::vector<StoredTensor> tensors, const Metadata& metadata);
+  void begin_file(size_t index, FileContent content);
   // A tensor of the current file.
   const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
   // Thread safe for disjoint ranges.
@@ -60,26 +85,34 @@ class OutputCheckpoint {
   void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
   // As often as it fits into the tensor.
   void write_repeated(const StoredTensor& tensor, std::string_view content);
-  // To read it back.
-  const std::string& temporary_path() const { return file_->temporary_path(); }
-  void sync() { file_->sync(); }
+  // Between steps without progress: Error(cancelled) where that is asked for.
+  void poll() { reporter_.poll(); }
+  // Reads the file back, as verify_file.
+  void verify(std::span<const VerifyItem> items, int num_threads, ProgressPhase& progress) const;
+  void sync();
   // The files that it is made of must not have changed.
   void commit_file();
 
-  // Copies the other files, writes index, `texts` (names of files and what they hold) and config (where not
-  // empty), makes the output visible.
-  void finish(const SideFiles& side_files, const std::string& config,
-              const std::map<std::string, std::string>& texts = {});
+  // Copies the side files, writes index, `texts` (names of files and what they hold) and config (where not
+  // empty), makes the output visible. The last step of a run that can fail: memory for what follows is taken
+  // before, so that a run that fails has no output.
+  void finish(const std::string& config, const std::map<std::string, std::string>& texts = {});
 
  private:
+  void reserve_bytes(std::span<const uint64_t> file_bytes);
+  void check_sources() const;
+  InputFile open_side_file(const std::string& name) const;
   void write_text(const std::string& name, const std::string& text);
-  void copy_file(const std::string& name);
+  void copy_file(const std::string& name, ProgressPhase& progress);
   std::string index_text() const;
 
   const Checkpoint::Impl& input_;
   std::string output_;
   bool force_;
   const OutputFiles& files_;
+  const SideFiles& side_files_;
+  ProgressReporter& reporter_;
+  uint64_t side_bytes_ = 0;                     // of side_files_
   std::unique_ptr<OutputDirectory> directory_;  // null for a single file
   std::unique_ptr<OutputFile> file_;            // the current one
   size_t file_index_ = 0;

@@ -132,6 +132,8 @@ std::vector<CompareRow> compare(const Checkpoint::Impl& a, const Checkpoint::Imp
           phase.add(static_cast<uint64_t>(tasks[i].count));
         }
       });
+  a.check_unchanged();
+  b.check_unchanged();
   std::vector<Difference> totals(pairs.size());
   for (size_t i = 0; i < tasks.size(); ++i) {
     totals[tasks[i].pair].sums.merge(differences[i].sums);
@@ -151,7 +153,8 @@ std::vector<CompareRow> compare(const Checkpoint::Impl& a, const Checkpoint::Imp
 std::vector<CompareRow> compare_checkpoints(const std::string& a, const std::string& b, int num_threads,
                                             ProgressFunction progress) {
   HALFBYTE_CHECK(num_threads >= 0, usage, "num_threads must not be negative, got {}", num_threads);
-  const Checkpoint checkpoint_a = Checkpoint::open(a), checkpoint_b = Checkpoint::open(b);
+  const Checkpoint checkpoint_a = Checkpoint::open(a, progress);
+  const Checkpoint checkpoint_b = Checkpoint::open(b, progress);
   return io::compare(checkpoint_a.impl(), checkpoint_b.impl(), num_threads, std::move(progress));
 }
 

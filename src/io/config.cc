@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "core/checks.h"
 #include "core/words.h"
 #include "io/json.h"
+#include "io/limits.h"
 
 namespace halfbyte::io {
 namespace {
@@ -22,6 +24,12 @@ Json parse_config(const std::string& text) {
 }
 
 std::string dump(const Json& config) { return without_marks(config.dump(2)) + "\n"; }
+// What is written must be read again.
+std::string dump_config(const Json& config) {
+  std::string text = dump(config);
+  config_json(text);
+  return text;
+}
 
 Json bitsandbytes_entry(const ModelQuantization& q) {
   return {{"quant_method", "bitsandbytes"},
@@ -61,8 +69,15 @@ Json mlx_entry(const MlxGrid& grid) {
 }
 Json mlx_entry(const QuantSpec& spec) { return mlx_entry({info(spec.format).bits, spec.group_size}); }
 Json mlx_entry(const ModelQuantization& quantization) {
-  Json entry = mlx_entry(quantization.spec);
-  for (const auto& [module, grid] : quantization.modules) entry[module] = mlx_entry(grid);
+  const Json own = mlx_entry(quantization.spec);
+  Json entry = own;
+  auto& members = static_cast<Json::object_t::Container&>(entry.get_ref<Json::object_t&>());
+  for (const auto& [module, grid] : quantization.modules) {
+    if (own.contains(module))
+      entry[module] = mlx_entry(grid);
+    else
+      members.emplace_back(module, mlx_entry(grid));  // entry[module] looks for it among all
+  }
   return entry;
 }
 
@@ -160,8 +175,12 @@ MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& wha
 }  // namespace
 
 nlohmann::json config_json(const std::string& config) {
+  HALFBYTE_CHECK(config.size() <= kMaxConfigBytes, bad_input, "{}: {} bytes, more than the limit of {}",
+                 kName, config.size(), kMaxConfigBytes);
   return parse_json<nlohmann::json>(with_marked_constants(config), kName);
 }
+
+void check_config(const std::string& config) { config_json(config); }
 
 const char* torch_name(DType dtype) { return word_of(kTorchNames, dtype); }
 
@@ -278,7 +297,7 @@ std::string with_quantization(const std::string& config, const ModelQuantization
       json["quantization_config"] = awq_entry(quantization);
       break;
   }
-  return dump(json);
+  return dump_config(json);
 }
 
 std::string without_quantization(const std::string& config, std::optional<DType> dtype) {
@@ -289,7 +308,7 @@ std::string without_quantization(const std::string& config, std::optional<DType>
     text->erase("quantization_config");
   for (const char* key : {"dtype", "torch_dtype"})
     if (dtype && json.contains(key)) json[key] = torch_name(*dtype);
-  return dump(json);
+  return dump_config(json);
 }
 
 }  // namespace halfbyte::io

@@ -13,8 +13,6 @@
 
 namespace halfbyte::io {
 
-inline constexpr uint64_t kMaxConfigBytes = uint64_t{4} << 20;
-
 // "bfloat16": the dtype in PyTorch's words; f32, f16 and bf16 only.
 const char* torch_name(DType dtype);
 std::optional<DType> dtype_from_torch(std::string_view name);
@@ -23,6 +21,8 @@ std::optional<DType> dtype_from_torch(std::string_view name);
 
 // Constants that JSON does not have (io/json.h) are strings in it.
 nlohmann::json config_json(const std::string& config);
+// Error(bad_input) where it is none.
+void check_config(const std::string& config);
 
 // "quant_method" of a config that has a quantization ("mlx" where it names none); empty if it has none.
 std::string quant_method(const std::string& config);

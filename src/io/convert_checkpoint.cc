@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <unordered_map>
 
 #include "core/checks.h"
 #include "core/format.h"
 #include "io/architecture.h"
 #include "io/checkpoint.h"
 #include "io/config.h"
+#include "io/progress.h"
 #include "io/recode.h"
 #include "io/safetensors.h"
 
@@ -133,7 +135,7 @@ CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& item
 
 CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
                                     const ConvertOptions& options) {
-  const Checkpoint from = Checkpoint::open(input);
+  const Checkpoint from = Checkpoint::open(input, options.progress);
   const io::LayoutInfo& layout = io::layout_info(options.layout);
   const std::optional<DType> model_dtype = io::dtype_of_config(from.impl().config);
   const auto dtype_of = [&](const Weight& weight) { return model_dtype.value_or(*weight.dtype); };
@@ -161,7 +163,9 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                                    .shard_bytes = options.shard_bytes,
                                    .num_threads = options.num_threads,
                                    .progress = options.progress});
+  io::ProgressReporter reporter(options.progress);
   for (io::Item& item : items) {
+    reporter.poll();
     const Weight& weight = *item.weight;
     item.lost = io::refuse_form(from, layout, item);
     if (item.lost.empty()) {
@@ -192,25 +196,38 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
     const Weight& weight = *item.weight;
     writer.set(
         weight.name, item.form, [&from, &layout, &item, dtype = dtype_of(weight)]() -> QuantizedTensor {
-          if (!item.lost.empty()) return io::requantized(from, layout, dtype, item);
-          io::Recoded recoded = io::recode(load_weight(from, item.weight->name), layout, dtype);
-          HALFBYTE_CHECK(recoded.weight, bad_input, "convert: weight \"{}\" has changed while it was read",
+          std::optional<QuantizedTensor> made;
+          if (item.lost.empty())
+            made = io::recode(load_weight(from, item.weight->name), layout, dtype).weight;
+          else
+            made = io::requantized(from, layout, dtype, item);
+          from.impl().check_unchanged(*item.weight);  // since `from` was opened: the writer opened it later
+          HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
                          io::printable(item.weight->name));
-          return *std::move(recoded.weight);
+          return *std::move(made);
         });
   }
+  // Memory for what comes after the output is there: taken before.
+  struct Requantized {
+    const io::Item* item;
+    std::string note;
+  };
+  std::unordered_map<std::string_view, Requantized> requantized;
+  for (const io::Item& item : items)
+    if (!item.lost.empty()) requantized.emplace(item.weight->name, Requantized{&item, io::note_of(item)});
+  std::string path = input;
   CheckpointReport report = writer.finish();
-  report.input = input;
-  for (const io::Item& item : items) {
-    if (item.lost.empty()) continue;
-    const auto found = std::ranges::find(report.weights, item.weight->name, &WeightReport::name);
-    if (found == report.weights.end()) continue;
-    found->note = io::note_of(item);
-    found->measured = true;
-    found->max_error = item.max_error;
-    found->max_error_index = item.max_error_index;
-    found->relative_rmse = item.signal == 0 ? 0 : std::sqrt(item.noise / item.signal);
-    found->snr_db =
+  report.input = std::move(path);
+  for (WeightReport& row : report.weights) {
+    const auto found = requantized.find(row.name);
+    if (found == requantized.end()) continue;
+    const io::Item& item = *found->second.item;
+    row.note = std::move(found->second.note);
+    row.measured = true;
+    row.max_error = item.max_error;
+    row.max_error_index = item.max_error_index;
+    row.relative_rmse = item.signal == 0 ? 0 : std::sqrt(item.noise / item.signal);
+    row.snr_db =
         item.noise == 0 ? std::numeric_limits<double>::infinity() : 10 * std::log10(item.signal / item.noise);
   }
   return report;

@@ -50,6 +50,7 @@ class Dequantizer {
   int64_t max_elements(size_t weight) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   Metadata metadata_of(size_t file) const;
+  FileContent content_of(size_t file) const;
   void write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress);
   void copy_bytes(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
   void dequantize_elements(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
@@ -131,6 +132,7 @@ void Dequantizer::plan() {
   HALFBYTE_CHECK(report_.num_quantized > 0, bad_input,
                  "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
   report_.peak_buffer_bytes = static_cast<uint64_t>(num_workers_ * (copy_bytes + block_bytes));
+  check_output(input_, files_, [&](size_t file) { return content_of(file); });
   side_files_ = find_side_files(input_);
   // They describe what is no longer there.
   std::erase_if(side_files_.copied,
@@ -264,7 +266,7 @@ void Dequantizer::dequantize_elements(OutputCheckpoint& writer, const Task& task
   });
 }
 
-void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress) {
+FileContent Dequantizer::content_of(size_t file) const {
   std::vector<StoredTensor> tensors;
   for (const size_t i : files_.weights[file]) {
     const Weight& weight = input_.weights[outputs_[i].sources.front().weight];
@@ -272,7 +274,11 @@ void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhas
     const std::string dtype = weight.layout ? dtype_to_safetensors(dtype_of(weight)) : first.dtype;
     tensors.push_back({outputs_[i].name, dtype, outputs_[i].shape, "", 0, 0});
   }
-  writer.begin_file(file, std::move(tensors), metadata_of(file));
+  return {std::move(tensors), metadata_of(file)};
+}
+
+void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress) {
+  writer.begin_file(file, content_of(file));
   const std::vector<Task>& tasks = tasks_of_file_[file];
   int64_t most = block_elements(options_.device);
   for (const Task& task : tasks)
@@ -305,7 +311,8 @@ CheckpointReport Dequantizer::run() {
   if (options_.dry_run) return std::move(report_);
 
   ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
-  OutputCheckpoint writer(input_, output_, options_.force, files_);
+  OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_);
+  writer.reserve([&](size_t file) { return content_of(file); });
   for (size_t file = 0; file < files_.names.size(); ++file) {
     const auto start = std::chrono::steady_clock::now();
     write_file(writer, file, progress);
@@ -316,7 +323,7 @@ CheckpointReport Dequantizer::run() {
     report_.run_seconds += std::chrono::duration<double>(written - start).count();
     report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
   }
-  writer.finish(side_files_, config);
+  writer.finish(config);
   return std::move(report_);
 }
 
@@ -325,7 +332,7 @@ CheckpointReport Dequantizer::run() {
 
 CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                        const DequantizeOptions& options) {
-  return io::Dequantizer(Checkpoint::open(input), output, options).run();
+  return io::Dequantizer(Checkpoint::open(input, options.progress), output, options).run();
 }
 
 }  // namespace halfbyte

@@ -1,16 +1,29 @@
 #include "io/file.h"
 
 #include <fcntl.h>
-#include <sys/random.h>
+#include <linux/stat.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/checks.h"
+#include "core/directory.h"
+#include "core/fork.h"
+#include "core/system_call.h"
+#include "io/replaced.h"
 
 namespace halfbyte::io {
 namespace {
@@ -23,7 +36,7 @@ constexpr size_t kMaxPrintableBytes = 200;
                 std::generic_category().message(error));
 }
 
-[[noreturn]] void fail_exists(const std::string& path, const char* what) {
+[[noreturn]] void fail_exists(const std::string& path, std::string_view what) {
   HALFBYTE_FAIL(exists, "output \"{}\" {}", printable(path), what);
 }
 
@@ -34,95 +47,127 @@ const char* c_path(const std::string& path) {
   return path.c_str();
 }
 
-// st_mode of what an output would replace, links not followed; 0 if there is nothing.
+bool is_missing(int error) { return error == ENOENT || error == ENOTDIR; }
+
+// Of what an output would replace, links not followed; 0 if there is nothing.
 mode_t target_mode(const std::string& path) {
   struct stat status;
-  if (::lstat(c_path(path), &status) == 0) return status.st_mode;
+  if (retry_interrupted([&] { return ::lstat(c_path(path), &status); }) == 0) return status.st_mode;
   if (errno != ENOENT) fail_io("write", path, errno);
   return 0;
 }
 
-// Calls a system call until no signal interrupts it.
-template <class Call>
-auto retry(const Call& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
+const char* kind_of(mode_t mode) {
+  return S_ISREG(mode)    ? "a file"
+         : S_ISDIR(mode)  ? "a directory"
+         : S_ISLNK(mode)  ? "a link"
+         : S_ISFIFO(mode) ? "a FIFO"
+         : S_ISSOCK(mode) ? "a socket"
+                          : "a device";
 }
 
-struct Descriptor {
-  int fd;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
+// No rename replaces one: it fails, but only after all the work.
+bool is_mount_point(const std::string& path) {
+  struct statx status, parent;
+  if (::statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, 0, &status) != 0) return false;
+  if ((status.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0)
+    return (status.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+  // Linux before 5.8: a mount of the same file system elsewhere is not seen.
+  return ::statx(AT_FDCWD, parent_of(path).c_str(), 0, 0, &parent) == 0 &&
+         (status.stx_dev_major != parent.stx_dev_major || status.stx_dev_minor != parent.stx_dev_minor);
+}
+
+// Why a file is not put in the place of what is there; empty if it may be with force.
+std::string why_not_replaced_by_file(const std::string& path, mode_t mode) {
+  if (S_ISDIR(mode)) return "is an existing directory, and a file does not replace one";
+  struct stat target;
+  if (S_ISLNK(mode) && ::stat(path.c_str(), &target) == 0 && !S_ISREG(target.st_mode))
+    return fmt::format("is a link to {}, which is never replaced", kind_of(target.st_mode));
+  if (!S_ISLNK(mode) && !S_ISREG(mode)) return fmt::format("is {}, which is never replaced", kind_of(mode));
+  return is_mount_point(path) ? "is a mount point, which cannot be replaced" : "";
+}
+
+// `entry`, which must be readable, lies in it: where the directory is not, the whole file system is synced.
+void sync_directory(const std::string& path, const std::string& entry) {
+  const auto open = [](const std::string& name, int flags) {
+    return retry_interrupted([&] { return ::open(name.c_str(), O_RDONLY | O_CLOEXEC | flags); });
+  };
+  const Descriptor directory(open(path, O_DIRECTORY));
+  int error = directory.fd < 0 ? errno : 0;
+  if (error == 0 && retry_interrupted([&] { return ::fsync(directory.fd); }) < 0) error = errno;
+  if (error == EACCES) {
+    const Descriptor inside(open(entry, O_NOFOLLOW | O_NONBLOCK));
+    error = inside.fd < 0 || retry_interrupted([&] { return ::syncfs(inside.fd); }) < 0 ? errno : 0;
   }
-};
-
-void sync_directory(const std::string& path) {
-  const Descriptor directory{retry([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); })};
-  if (directory.fd < 0) fail_io("open directory", path, errno);
   // Some file systems cannot sync directories and say EINVAL.
-  if (retry([&] { return ::fsync(directory.fd); }) < 0 && errno != EINVAL)
-    fail_io("sync directory", path, errno);
+  if (error != 0 && error != EINVAL) fail_io("sync directory", path, error);
 }
 
-std::string parent_of(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : path.substr(0, slash);
-}
-
-// ".NAME.halfbyte-PID-RANDOM" beside `path`; a long name is cut to stay below NAME_MAX.
-std::string temporary_sibling(const std::string& path) {
-  uint64_t random = 0;
-  if (retry([&] { return ::getrandom(&random, sizeof random, 0); }) != sizeof random)
-    fail_io("get random bytes for", path, errno);
-  const std::string name = path.substr(path.rfind('/') + 1).substr(0, 200);
-  return fmt::format("{}/.{}.halfbyte-{}-{:016x}", parent_of(path), name, ::getpid(), random);
+// A directory and those below it, which `entry` stands for as above.
+void sync_tree(const std::string& path, const std::string& entry) {
+  for (const std::string& name : list_directory(path))
+    if (is_directory(path + "/" + name)) sync_tree(path + "/" + name, entry);
+  sync_directory(path, entry);
 }
 
 // Each returns 0 or errno.
 int rename_flags(const std::string& from, const std::string& to, unsigned flags) {
-  return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
+  return retry_interrupted(
+             [&] { return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags); }) == 0
+             ? 0
+             : errno;
 }
 int rename_plain(const std::string& from, const std::string& to) {
-  return ::rename(from.c_str(), to.c_str()) == 0 ? 0 : errno;
+  return retry_interrupted([&] { return ::rename(from.c_str(), to.c_str()); }) == 0 ? 0 : errno;
 }
 // NFS and some FUSE file systems know no flags of renameat2.
 bool flags_unsupported(int error) { return error == EINVAL || error == ENOSYS; }
+// FAT and some FUSE file systems have no hard links.
+bool links_unsupported(int error) { return error == EPERM || error == EOPNOTSUPP || error == ENOSYS; }
+
+// Renames where nothing is there. A directory with content refuses by itself to be replaced. Of a file
+// nothing but the look before it prevents that, and a lock of the directory that a run of halfbyte may have
+// come between.
+int rename_to_nothing(const std::string& temporary, const std::string& path) {
+  const Descriptor directory{
+      retry_interrupted([&] { return ::open(parent_of(path).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); })};
+  // Others may lock it for as long as they like: they are not waited for without end.
+  for (int attempt = 0; attempt < 1000 && directory.fd >= 0; ++attempt) {
+    if (::flock(directory.fd, LOCK_EX | LOCK_NB) == 0 || (errno != EWOULDBLOCK && errno != EINTR)) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  struct stat status;
+  if (retry_interrupted([&] { return ::lstat(path.c_str(), &status); }) == 0) return EEXIST;
+  return errno == ENOENT ? rename_plain(temporary, path) : errno;
+}
 
 // link() refuses an existing target just as atomically.
 int publish_file(const std::string& temporary, const std::string& path) {
   const int error = rename_flags(temporary, path, RENAME_NOREPLACE);
   if (!flags_unsupported(error)) return error;
-  if (::link(temporary.c_str(), path.c_str()) != 0) return errno;
+  if (retry_interrupted([&] { return ::link(temporary.c_str(), path.c_str()); }) != 0)
+    return links_unsupported(errno) ? rename_to_nothing(temporary, path) : errno;
   ::unlink(temporary.c_str());
   return 0;
 }
 
-// rename() itself refuses a target that is a file or a directory with content.
 int publish_directory(const std::string& temporary, const std::string& path) {
   const int error = rename_flags(temporary, path, RENAME_NOREPLACE);
-  if (!flags_unsupported(error)) return error;
-  struct stat status;
-  if (::lstat(path.c_str(), &status) == 0) return EEXIST;
-  return rename_plain(temporary, path);
+  return flags_unsupported(error) ? rename_to_nothing(temporary, path) : error;
 }
 
-// Afterwards `temporary` is the old directory, if there was one.
+// Afterwards the old directory, if there was one, is beside `temporary`, or has its name.
 int exchange_directory(const std::string& temporary, const std::string& path) {
   const int error = rename_flags(temporary, path, RENAME_EXCHANGE);
   if (error == ENOENT) return publish_directory(temporary, path);
   if (!flags_unsupported(error)) return error;
-  const std::string old = temporary_sibling(path);
+  const std::string old = temporary + ".old";
   const int aside_error = rename_plain(path, old);
   if (aside_error == ENOENT) return publish_directory(temporary, path);
   if (aside_error != 0) return aside_error;
   const int rename_error = rename_plain(temporary, path);
-  if (rename_error != 0) {
-    rename_plain(old, path);
-    return rename_error;
-  }
-  return rename_plain(old, temporary);
+  if (rename_error != 0) rename_plain(old, path);
+  return rename_error;
 }
 
 void check_renamed(int error, const std::string& path) {
@@ -185,6 +230,7 @@ std::string blob_of(const std::string& dir, const std::string& name) {
   size_t levels = 0;  // up to the repository
   while (target.compare(3 * levels, 3, "../") == 0) ++levels;
   constexpr std::string_view kBlobs = "blobs/";
+  if (error == std::errc::io_error) fail_io("read link", dir + "/" + name, error.value());
   if (error || levels < 2 || target.compare(3 * levels, kBlobs.size(), kBlobs) != 0) return "";
   const std::string blob = target.substr(3 * levels + kBlobs.size());
   if (blob.empty() || blob.starts_with('.') || blob.find('/') != std::string::npos) return "";
@@ -194,6 +240,7 @@ std::string blob_of(const std::string& dir, const std::string& name) {
   const bool is_cache = !error && snapshots.filename() == "snapshots" &&
                         repository.filename().string().starts_with("models--") &&
                         !fs::is_symlink(repository / "blobs", error);
+  if (error == std::errc::io_error) fail_io("resolve", dir, error.value());
   return is_cache ? target : "";
 }
 
@@ -210,19 +257,128 @@ std::string printable(std::string_view text) {
                      escape(text.substr(tail)));
 }
 
-InputFile::InputFile(int fd, std::string path) : InputFile() {
-  fd_ = fd;
-  path_ = std::move(path);
-  if (::fstat(fd_, &stat_) != 0) fail_io("stat", path_, errno);
-  HALFBYTE_CHECK(S_ISREG(stat_.st_mode), bad_input, "\"{}\" is {}, not a regular file", printable(path_),
-                 S_ISDIR(stat_.st_mode)    ? "a directory"
-                 : S_ISFIFO(stat_.st_mode) ? "a FIFO"
-                                           : "a device");
+// ---- Input
+
+struct InputFile::State {
+  std::string path;
+  struct stat stat = {};
+  std::shared_ptr<const Descriptor> descriptor = {};  // guarded by that of Descriptors; null: closed
+  uint64_t last_use = 0;
+
+  State(std::string path, int fd);
+  ~State();
+};
+
+// Those of all input files of the process.
+struct InputFile::Descriptors {
+  // Half of what the process may have, as it needs others.
+  static size_t most() {
+    constexpr size_t kMost = 64;
+    struct rlimit limit;
+    return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 ? std::min<size_t>(kMost, limit.rlim_cur / 2) : kMost;
+  }
+
+  ForkSafeMutex mutex;
+  std::vector<State*> open;
+  uint64_t num_uses = 0;
+
+  static Descriptors& instance() {
+    static auto& descriptors = *new Descriptors;  // never destroyed: files may be closed later
+    return descriptors;
+  }
+
+  // Closes the one that was not used for the longest time. False if none is open.
+  bool close_one() {
+    const auto oldest = std::ranges::min_element(open, {}, &State::last_use);
+    if (oldest == open.end()) return false;
+    (*oldest)->descriptor.reset();  // whoever reads keeps it until then
+    open.erase(oldest);
+    return true;
+  }
+
+  // A descriptor, or a negative number with errno, as `call` gives it; others are closed where there are too
+  // many.
+  template <class Call>
+  int open_with(const Call& call) {
+    while (true) {
+      const int fd = retry_interrupted(call);
+      if (fd >= 0 || (errno != EMFILE && errno != ENFILE)) return fd;
+      const int error = errno;
+      const std::lock_guard lock(mutex);
+      if (!close_one()) {
+        errno = error;
+        return fd;
+      }
+    }
+  }
+
+  void add(State& state, std::shared_ptr<const Descriptor> descriptor) {
+    const std::lock_guard lock(mutex);
+    if (state.descriptor) return;  // another thread was faster
+    while (open.size() >= most() && close_one()) {
+    }
+    open.push_back(&state);
+    state.descriptor = std::move(descriptor);
+    state.last_use = ++num_uses;
+  }
+
+  std::shared_ptr<const Descriptor> use(State& state) {
+    const std::lock_guard lock(mutex);
+    state.last_use = ++num_uses;
+    return state.descriptor;
+  }
+
+  void remove(State& state) {
+    const std::lock_guard lock(mutex);
+    std::erase(open, &state);
+  }
+};
+
+namespace {
+
+// O_NONBLOCK: opening a FIFO must not wait for its writer.
+constexpr int kReadFlags = O_RDONLY | O_NONBLOCK | O_CLOEXEC;
+
+// Error(bad_input) where the file is not that which was opened.
+void check_same(const std::string& path, const struct stat& then, const struct stat& now) {
+  const auto same = [](const timespec& a, const timespec& b) {
+    return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
+  };
+  const char* const what = "changed while reading: it";
+  HALFBYTE_CHECK(now.st_dev == then.st_dev && now.st_ino == then.st_ino, bad_input,
+                 "\"{}\" {} was replaced by another file", printable(path), what);
+  HALFBYTE_CHECK(now.st_size == then.st_size, bad_input, "\"{}\" {} had {} bytes and has {} now",
+                 printable(path), what, then.st_size, now.st_size);
+  HALFBYTE_CHECK(same(now.st_mtim, then.st_mtim), bad_input, "\"{}\" {} was written to", printable(path),
+                 what);
+  HALFBYTE_CHECK(same(now.st_ctim, then.st_ctim), bad_input,
+                 "\"{}\" {} was written to, renamed, linked, or got another owner or mode (ctime)",
+                 printable(path), what);
 }
 
+[[noreturn]] void fail_removed(const std::string& path) {
+  HALFBYTE_FAIL(bad_input, "\"{}\" changed while reading: it was removed", printable(path));
+}
+
+}  // namespace
+
+InputFile::State::State(std::string its_path, int fd) : path(std::move(its_path)) {
+  auto own = std::make_shared<const Descriptor>(fd);
+  if (::fstat(fd, &stat) != 0) fail_io("stat", path, errno);
+  HALFBYTE_CHECK(S_ISREG(stat.st_mode), bad_input, "\"{}\" is {}, not a regular file", printable(path),
+                 kind_of(stat.st_mode));
+  Descriptors::instance().add(*this, std::move(own));
+}
+
+InputFile::State::~State() { Descriptors::instance().remove(*this); }
+
+InputFile::InputFile(int fd, std::string path) : state_(std::make_shared<State>(std::move(path), fd)) {}
+
+const std::string& InputFile::path() const { return state_->path; }
+const struct stat& InputFile::status() const { return state_->stat; }
+
 InputFile InputFile::open(const std::string& path) {
-  // O_NONBLOCK: opening a FIFO must not wait for its writer.
-  const int fd = retry([&] { return ::open(c_path(path), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
+  const int fd = Descriptors::instance().open_with([&] { return ::open(c_path(path), kReadFlags); });
   if (fd < 0) {
     HALFBYTE_CHECK(errno != ENXIO, bad_input, "\"{}\" is a socket or a device, not a regular file",
                    printable(path));
@@ -236,12 +392,14 @@ InputFile InputFile::open_beneath(const std::string& dir, const std::string& nam
                      name.find('\0') == std::string::npos,
                  bad_input, "file name \"{}\" is not the name of a file within directory \"{}\"",
                  printable(name), printable(dir));
-  const Descriptor directory{retry([&] { return ::open(c_path(dir), O_PATH | O_DIRECTORY | O_CLOEXEC); })};
+  Descriptors& descriptors = Descriptors::instance();
+  const Descriptor directory(
+      descriptors.open_with([&] { return ::open(c_path(dir), O_PATH | O_DIRECTORY | O_CLOEXEC); }));
   if (directory.fd < 0) fail_io("open directory", dir, errno);
   std::string path = (dir.ends_with('/') ? dir : dir + '/') + name;
   const auto open = [&](const std::string& file) {
-    return retry(
-        [&] { return ::openat(directory.fd, file.c_str(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC); });
+    return descriptors.open_with(
+        [&] { return ::openat(directory.fd, file.c_str(), kReadFlags | O_NOFOLLOW); });
   };
   int fd = open(name);
   if (fd < 0 && errno == ELOOP) {
@@ -272,28 +430,26 @@ void InputFile::refuse_link(const std::string& path) {
       printable(path));
 }
 
-InputFile::InputFile(InputFile&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)), stat_(other.stat_) {}
-
-InputFile& InputFile::operator=(InputFile&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  std::swap(path_, other.path_);
-  std::swap(stat_, other.stat_);
-  return *this;
-}
-
-InputFile::~InputFile() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
 void InputFile::read(uint64_t offset, std::span<std::byte> bytes) const {
+  Descriptors& descriptors = Descriptors::instance();
+  std::shared_ptr<const Descriptor> descriptor = descriptors.use(*state_);
+  if (!descriptor) {
+    const int fd = descriptors.open_with([&] { return ::open(path().c_str(), kReadFlags); });
+    if (fd < 0 && errno == ENOENT) fail_removed(path());
+    if (fd < 0) fail_io("open", path(), errno);
+    descriptor = std::make_shared<const Descriptor>(fd);
+    struct stat now;
+    if (::fstat(fd, &now) != 0) fail_io("stat", path(), errno);
+    check_same(path(), status(), now);
+    descriptors.add(*state_, descriptor);
+  }
   // One call transfers 2 GiB at most.
   while (!bytes.empty()) {
-    const ssize_t count =
-        retry([&] { return ::pread(fd_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
-    if (count < 0) fail_io(fmt::format("read at byte {} of", offset), path_, errno);
+    const ssize_t count = retry_interrupted(
+        [&] { return ::pread(descriptor->fd, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
+    if (count < 0) fail_io(fmt::format("read at byte {} of", offset), path(), errno);
     HALFBYTE_CHECK(count > 0, bad_input,
-                   "\"{}\" changed while reading: it had {} bytes, now it ends at byte {}", printable(path_),
+                   "\"{}\" changed while reading: it had {} bytes, now it ends at byte {}", printable(path()),
                    size(), offset);
     bytes = bytes.subspan(static_cast<size_t>(count));
     offset += static_cast<uint64_t>(count);
@@ -303,15 +459,11 @@ void InputFile::read(uint64_t offset, std::span<std::byte> bytes) const {
 void InputFile::check_unchanged() const {
   // By path, not descriptor: this sees also that another file took the name.
   struct stat now;
-  const bool found = ::stat(path_.c_str(), &now) == 0;
-  HALFBYTE_CHECK(found, bad_input, "\"{}\" changed while reading: it was removed", printable(path_));
-  HALFBYTE_CHECK(now.st_dev == stat_.st_dev && now.st_ino == stat_.st_ino, bad_input,
-                 "\"{}\" changed while reading: it was replaced by another file", printable(path_));
-  HALFBYTE_CHECK(now.st_size == stat_.st_size, bad_input,
-                 "\"{}\" changed while reading: it had {} bytes and has {} now", printable(path_),
-                 stat_.st_size, now.st_size);
-  HALFBYTE_CHECK(now.st_mtim.tv_sec == stat_.st_mtim.tv_sec && now.st_mtim.tv_nsec == stat_.st_mtim.tv_nsec,
-                 bad_input, "\"{}\" changed while reading: it was written to", printable(path_));
+  if (retry_interrupted([&] { return ::stat(path().c_str(), &now); }) != 0) {
+    if (!is_missing(errno)) fail_io("stat", path(), errno);
+    fail_removed(path());
+  }
+  check_same(path(), status(), now);
 }
 
 std::string read_text(const InputFile& file, uint64_t max_bytes) {
@@ -319,23 +471,46 @@ std::string read_text(const InputFile& file, uint64_t max_bytes) {
                  printable(file.path()), file.size(), max_bytes);
   std::string text(file.size(), '\0');
   file.read(0, std::as_writable_bytes(std::span(text)));
+  file.check_unchanged();
   return text;
 }
 
-OutputFile::OutputFile(const std::string& path, uint64_t num_bytes, bool force) : force_(force), path_(path) {
+OutputFile::OutputFile(const std::string& path, uint64_t num_bytes, bool force, unsigned permissions)
+    : force_(force), path_(path) {
   const mode_t mode = target_mode(path_);
-  if (S_ISDIR(mode)) fail_exists(path_, "is an existing directory");
-  if (mode != 0 && !force_) fail_exists(path_, "exists, and replacing it was not asked for");
+  if (mode != 0) {
+    if (const std::string why = why_not_replaced_by_file(path_, mode); !why.empty()) fail_exists(path_, why);
+    if (!force_) fail_exists(path_, "exists, and replacing it was not asked for");
+  }
   if (path_.empty() || path_.ends_with('/')) fail_io("write", path_, EISDIR);
-  temporary_ = temporary_sibling(path_);
-  fd_ = retry(
-      [&] { return ::open(temporary_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666); });
-  if (fd_ < 0) fail_io("create a temporary file for", path_, errno);
+  try {
+    TemporaryFile made = make_temporary_file(path_, permissions);
+    fd_ = made.fd;
+    temporary_ = std::move(made.path);
+  } catch (const std::system_error& error) {
+    fail_io("create a temporary file for", path_, error.code().value());
+  }
   const int error = reserve(num_bytes);
   if (error != 0) {
     discard();
     fail_io(fmt::format("reserve {} bytes for", num_bytes), path_, error);
   }
+}
+
+OutputFile::OutputFile(const OutputDirectory& directory, const std::string& name, uint64_t num_bytes)
+    : directory_(&directory), force_(false), path_(directory.temporary_path() + "/" + name) {
+  directory.make_parents(name);
+  temporary_ = path_;
+  fd_ = retry_interrupted(
+      [&] { return ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666); });
+  if (fd_ < 0) fail_io("create", path_, errno);
+  int error = reserve(num_bytes);
+  // What was reserved before may be more.
+  if (error == 0 && retry_interrupted([&] { return ::ftruncate(fd_, static_cast<off_t>(num_bytes)); }) != 0)
+    error = errno;
+  if (error == 0) return;
+  discard();
+  fail_io(fmt::format("reserve {} bytes for", num_bytes), path_, error);
 }
 
 // Returns 0 or errno. fallocate, not posix_fallocate: that one writes to every block where the file
@@ -344,14 +519,15 @@ int OutputFile::reserve(uint64_t num_bytes) {
   if (num_bytes == 0) return 0;
   if (num_bytes > INT64_MAX) return EFBIG;
   const off_t length = static_cast<off_t>(num_bytes);
-  if (retry([&] { return ::fallocate(fd_, 0, 0, length); }) == 0) return 0;
+  if (retry_interrupted([&] { return ::fallocate(fd_, 0, 0, length); }) == 0) return 0;
   if (errno != EOPNOTSUPP && errno != EINVAL && errno != ENOSYS) return errno;
-  return retry([&] { return ::ftruncate(fd_, length); }) == 0 ? 0 : errno;
+  return retry_interrupted([&] { return ::ftruncate(fd_, length); }) == 0 ? 0 : errno;
 }
 
+// Unlocked last: another run may remove what is not locked, and take the name for another.
 void OutputFile::discard() noexcept {
+  if (!temporary_.empty() && directory_ == nullptr) ::unlink(temporary_.c_str());
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-  if (!temporary_.empty()) ::unlink(temporary_.c_str());
   temporary_.clear();
 }
 
@@ -359,59 +535,157 @@ OutputFile::~OutputFile() { discard(); }
 
 void OutputFile::write(uint64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
-    const ssize_t count =
-        retry([&] { return ::pwrite(fd_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
-    if (count < 0) fail_io(fmt::format("write at byte {} of", offset), path_, errno);
+    const ssize_t count = retry_interrupted(
+        [&] { return ::pwrite(fd_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
+    if (count <= 0) fail_io(fmt::format("write at byte {} of", offset), path_, count < 0 ? errno : EIO);
     bytes = bytes.subspan(static_cast<size_t>(count));
     offset += static_cast<uint64_t>(count);
   }
 }
 
-void OutputFile::sync() {
-  if (retry([&] { return ::fsync(fd_); }) < 0) fail_io("sync", path_, errno);
+// Nothing can stop fsync() of gigabytes: it finds them on the disk.
+void OutputFile::write_back(const std::function<void()>& poll) {
+  constexpr off_t kPart = off_t{16} << 20;
+  constexpr off_t kAhead = 8 * kPart;  // so that the disk always has work
+  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;
+  constexpr unsigned kWait = SYNC_FILE_RANGE_WAIT_BEFORE | kStart | SYNC_FILE_RANGE_WAIT_AFTER;
+  struct stat status;
+  if (::fstat(fd_, &status) != 0) fail_io("stat", path_, errno);
+  for (off_t begin = -kAhead; begin < status.st_size; begin += kPart) {
+    poll();
+    const auto sync = [&](off_t at, unsigned flags) {
+      return at < 0 || at >= status.st_size ||
+             retry_interrupted([&] { return ::sync_file_range(fd_, at, kPart, flags); }) == 0;
+    };
+    if (sync(begin + kAhead, kStart) && sync(begin, kWait)) continue;
+    // fsync() need not say an error again. Not every file system has the call.
+    if (errno != EINVAL && errno != ENOSYS && errno != ESPIPE && errno != EOPNOTSUPP)
+      fail_io("sync", path_, errno);
+    return;
+  }
+  poll();
+}
+
+void OutputFile::sync(const std::function<void()>& poll) {
+  if (poll) write_back(poll);
+  if (retry_interrupted([&] { return ::fsync(fd_); }) < 0) fail_io("sync", path_, errno);
   synced_ = true;
 }
 
 void OutputFile::commit() {
   if (!synced_) sync();
+  // Keeps the lock until the file has its name.
+  const Descriptor lock{::fcntl(fd_, F_DUPFD_CLOEXEC, 0)};
+  if (lock.fd < 0) fail_io("keep open", path_, errno);
   // Network file systems report late write errors here.
   if (::close(std::exchange(fd_, -1)) != 0 && errno != EINTR) fail_io("close", path_, errno);
+  if (directory_ != nullptr) return;
+  if (const mode_t mode = force_ ? target_mode(path_) : 0; mode != 0)
+    if (const std::string why = why_not_replaced_by_file(path_, mode); !why.empty())
+      fail_exists(path_, why + ": another process made it in the meantime");
+  const std::string parent = parent_of(path_);  // want of memory must not be an error after the rename
   check_renamed(force_ ? rename_plain(temporary_, path_) : publish_file(temporary_, path_), path_);
   temporary_.clear();
-  sync_directory(parent_of(path_));
+  sync_directory(parent, path_);
 }
 
-OutputDirectory::OutputDirectory(const std::string& path, bool force) : force_(force), path_(path) {
+OutputDirectory::OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files)
+    : force_(force), path_(path), side_files_(std::move(side_files)) {
   while (path_.size() > 1 && path_.ends_with('/')) path_.pop_back();
-  const mode_t mode = target_mode(path_);
-  if (mode != 0 && !S_ISDIR(mode)) fail_exists(path_, "exists and is not a directory");
-  if (mode != 0 && !force_) fail_exists(path_, "exists, and replacing it was not asked for");
+  check_replaced();
   if (path_.empty()) fail_io("make directory", path_, ENOENT);
-  temporary_ = temporary_sibling(path_);
-  if (::mkdir(temporary_.c_str(), 0777) != 0) fail_io("create a temporary directory for", path_, errno);
+  try {
+    directory_.emplace(path_);
+  } catch (const std::system_error& error) {
+    fail_io("create a temporary directory for", path_, error.code().value());
+  }
+  temporary_ = directory_->path() + "/output";
+  if (retry_interrupted([&] { return ::mkdir(temporary_.c_str(), 0777); }) != 0)
+    fail_io("create a temporary directory for", path_, errno);
 }
 
-OutputDirectory::~OutputDirectory() {
-  std::error_code ignored;
-  if (!temporary_.empty()) std::filesystem::remove_all(temporary_, ignored);
+OutputDirectory::~OutputDirectory() = default;
+
+void OutputDirectory::check_replaced() const {
+  const mode_t mode = target_mode(path_);
+  if (mode == 0) return;
+  if (!S_ISDIR(mode)) fail_exists(path_, fmt::format("exists and is not a directory but {}", kind_of(mode)));
+  if (!force_) fail_exists(path_, "exists, and replacing it was not asked for");
+  if (is_mount_point(path_))
+    fail_exists(path_, "is a mount point, which cannot be replaced: name a directory in it");
+  check_replaceable(path_, side_files_);
+  // What is moved to another directory must be writable.
+  if (::faccessat(AT_FDCWD, path_.c_str(), W_OK | X_OK, AT_EACCESS) != 0)
+    fail_io("replace directory", path_, errno);
+}
+
+void OutputDirectory::make_parents(const std::string& name) const {
+  for (size_t slash = name.find('/'); slash != std::string::npos; slash = name.find('/', slash + 1)) {
+    const std::string parent = "/" + name.substr(0, slash);
+    const bool made = retry_interrupted([&] { return ::mkdir((temporary_ + parent).c_str(), 0777); }) == 0;
+    if (!made && errno != EEXIST) fail_io("make directory", path_ + parent, errno);
+  }
+}
+
+void OutputDirectory::check_space(uint64_t num_bytes, uint64_t num_files) const {
+  struct statvfs space;
+  // What a file system does not know, it says as 0.
+  if (retry_interrupted([&] { return ::statvfs(temporary_.c_str(), &space); }) != 0 || space.f_blocks == 0)
+    return;
+  const uint64_t free_bytes = static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
+  HALFBYTE_CHECK(num_bytes <= free_bytes, io,
+                 "cannot write \"{}\": no space: it needs {} bytes, and its file system has {}",
+                 printable(path_), num_bytes, free_bytes);
+  HALFBYTE_CHECK(space.f_files == 0 || num_files <= space.f_favail, io,
+                 "cannot write \"{}\": no space: it needs {} inodes, and its file system has {}",
+                 printable(path_), num_files, space.f_favail);
+}
+
+void OutputDirectory::sync() {
+  sync_tree(temporary_, temporary_);
+  synced_ = true;
 }
 
 void OutputDirectory::commit() {
-  sync_directory(temporary_);
+  if (!synced_) sync();
+  if (force_) check_replaced();
+  const bool has_old = force_ && target_mode(path_) != 0;
+  const std::string parent = parent_of(path_), old = directory_->path();  // as in OutputFile::commit
   check_renamed(force_ ? exchange_directory(temporary_, path_) : publish_directory(temporary_, path_), path_);
-  sync_directory(parent_of(path_));
-  const std::string old = std::exchange(temporary_, {});
-  std::error_code error;
-  if (force_) std::filesystem::remove_all(old, error);
-  HALFBYTE_CHECK(!error, io,
-                 "output \"{}\" is complete, but its old content, now \"{}\", cannot be removed: {}",
-                 printable(path_), printable(old), error.message());
+  sync_directory(parent, path_);
+  const int error = directory_->remove();
+  HALFBYTE_CHECK(!has_old || error == 0, io,
+                 "output \"{}\" is complete, but its old content, in \"{}\", cannot be removed: {}",
+                 printable(path_), printable(old), std::generic_category().message(error));
 }
+
+namespace {
+
+// Whether there is something; its status. Links are followed.
+bool find(const std::string& path, struct stat& status) {
+  if (retry_interrupted([&] { return ::stat(c_path(path), &status); }) == 0) return true;
+  if (!is_missing(errno)) fail_io("stat", path, errno);
+  return false;
+}
+
+}  // namespace
 
 bool same_file(const std::string& a, const std::string& b) {
   struct stat status_a, status_b;
-  return ::stat(a.c_str(), &status_a) == 0 && ::stat(b.c_str(), &status_b) == 0 &&
-         status_a.st_dev == status_b.st_dev && status_a.st_ino == status_b.st_ino;
+  return find(a, status_a) && find(b, status_b) && status_a.st_dev == status_b.st_dev &&
+         status_a.st_ino == status_b.st_ino;
+}
+
+std::vector<std::string> list_directory(const std::string& path) {
+  std::error_code error;
+  std::vector<std::string> names = names_in(path, error);
+  HALFBYTE_CHECK(!error, io, "cannot list directory \"{}\": {}", printable(path), error.message());
+  return names;
+}
+
+bool is_directory(const std::string& path) {
+  struct stat status;
+  return find(path, status) && S_ISDIR(status.st_mode);
 }
 
 }  // namespace halfbyte::io

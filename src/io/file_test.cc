@@ -1,12 +1,15 @@
 #include "io/file.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,9 +17,13 @@
 #include <cerrno>
 #include <climits>
 #include <csignal>
+#include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 
+#include "core/checks.h"
+#include "halfbyte/output.hpp"
 #include "io/test_directory.h"
 
 // Fault injection: these definitions stand in for those of the C library in the whole program. Each
@@ -37,7 +44,8 @@ struct Fault {
     return true;
   }
 };
-Fault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault;
+Fault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault, link_fault,
+    stat_fault;
 
 }  // namespace
 
@@ -63,6 +71,14 @@ int rename(const char* from, const char* to) noexcept {
   if (rename_fault.fails()) return -1;
   return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
 }
+int link(const char* from, const char* to) noexcept {
+  if (link_fault.fails()) return -1;
+  return static_cast<int>(syscall(SYS_linkat, AT_FDCWD, from, AT_FDCWD, to, 0));
+}
+int stat(const char* path, struct stat* status) noexcept {
+  if (stat_fault.fails()) return -1;
+  return static_cast<int>(syscall(SYS_newfstatat, AT_FDCWD, path, status, 0));
+}
 int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned flags) noexcept {
   if (rename_flags_fault.fails()) return -1;
   return static_cast<int>(syscall(SYS_renameat2, from_dir, from, to_dir, to, flags));
@@ -78,8 +94,8 @@ using Names = std::vector<std::string>;
 class File : public testing::Test {
  protected:
   ~File() override {
-    for (Fault* fault :
-         {&read_fault, &write_fault, &allocate_fault, &sync_fault, &rename_fault, &rename_flags_fault})
+    for (Fault* fault : {&read_fault, &write_fault, &allocate_fault, &sync_fault, &rename_fault,
+                         &rename_flags_fault, &link_fault, &stat_fault})
       *fault = {};
   }
   TestDirectory dir_;
@@ -196,6 +212,51 @@ TEST_F(Input, no_descriptor_left_is_io) {
   setrlimit(RLIMIT_NOFILE, &none);
   expect_error(ErrorCode::io, "Too many open files", [&] { InputFile::open(dir_ / "f"); });
   setrlimit(RLIMIT_NOFILE, &old);
+}
+
+// Checkpoints have up to a thousand shards, processes often 256 descriptors.
+TEST_F(Input, more_files_than_descriptors) {
+  constexpr int kFiles = 300;
+  for (int i = 0; i < kFiles; ++i) write_file(dir_ / fmt::format("f{}", i), fmt::format("{:04}", i));
+  rlimit old;
+  getrlimit(RLIMIT_NOFILE, &old);
+  const rlimit few = {40, old.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &few);
+  std::vector<InputFile> files;
+  for (int i = 0; i < kFiles; ++i)
+    files.push_back(i % 2 ? InputFile::open(dir_ / fmt::format("f{}", i))
+                          : InputFile::open_beneath(dir_.path(), fmt::format("f{}", i)));
+  const auto read = [&](int begin) {
+    for (int i = begin; i < kFiles; i += 3) {
+      std::string text(4, ' ');
+      files[static_cast<size_t>(i)].read(0, std::as_writable_bytes(std::span(text)));
+      EXPECT_EQ(text, fmt::format("{:04}", i));
+    }
+  };
+  std::thread first(read, 0), second(read, 1);
+  read(2);
+  first.join();
+  second.join();
+  setrlimit(RLIMIT_NOFILE, &old);
+}
+
+TEST_F(Input, a_file_opened_again_is_the_same_or_refused) {
+  std::vector<InputFile> files;
+  for (int i = 0; i < 70; ++i) {
+    write_file(dir_ / fmt::format("f{}", i), "0123");
+    files.push_back(InputFile::open(dir_ / fmt::format("f{}", i)));
+  }
+  write_file(dir_ / "other", "0123");
+  std::filesystem::rename(dir_ / "other", dir_ / "f0");
+  std::filesystem::remove(dir_ / "f1");
+  ::chmod((dir_ / "f2").c_str(), 0600);
+  std::string text(4, ' ');
+  const auto read = [&](size_t i) { files[i].read(0, std::as_writable_bytes(std::span(text))); };
+  expect_error(ErrorCode::bad_input, "replaced by another file", [&] { read(0); });
+  expect_error(ErrorCode::bad_input, "was removed", [&] { read(1); });
+  expect_error(ErrorCode::bad_input, "ctime", [&] { read(2); });
+  read(3);
+  EXPECT_EQ(text, "0123");
 }
 
 TEST_F(Input, only_regular_files_and_never_waits) {
@@ -318,10 +379,20 @@ TEST_F(Input, check_unchanged_sees_every_change) {
   ::utimensat(AT_FDCWD, (dir_ / "f").c_str(), times, 0);
   expect_error(ErrorCode::bad_input, "it was written to", [&] { rewritten.check_unchanged(); });
 
+  const InputFile touched = open();  // as after a write whose time was set back
+  ::chmod((dir_ / "f").c_str(), 0600);
+  expect_error(ErrorCode::bad_input, "ctime", [&] { touched.check_unchanged(); });
+
   const InputFile replaced = open();
   write_file(dir_ / "g", "9876543210");
   std::filesystem::rename(dir_ / "g", dir_ / "f");
   expect_error(ErrorCode::bad_input, "replaced by another file", [&] { replaced.check_unchanged(); });
+
+  const InputFile unknown = open();
+  stat_fault = {.error = EIO};
+  expect_error(ErrorCode::io, "cannot stat", [&] { unknown.check_unchanged(); });
+  stat_fault = {.error = EINTR, .count = 2};
+  unknown.check_unchanged();
 
   const InputFile removed = open();
   std::filesystem::remove(dir_ / "f");
@@ -396,8 +467,72 @@ TEST_F(Output, force_replaces_file_or_link) {
   EXPECT_EQ(read_file(dir_ / "link"), "new link");
   write_output(dir_ / "out", "new", true);
   EXPECT_EQ(read_file(dir_ / "out"), "new");
-  EXPECT_EQ(read_all(old), "old") << "a reader of the old file must keep it";
+  std::string kept(3, ' ');
+  old.read(0, std::as_writable_bytes(std::span(kept)));
+  EXPECT_EQ(kept, "old") << "a reader of the old file must keep it";
   EXPECT_EQ(dir_.names(), (Names{"link", "out"}));
+}
+
+void make_socket(const std::string& path) {
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address = {AF_UNIX, {}};
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  ASSERT_EQ(::bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  ::close(fd);
+}
+
+// Nor what a link leads to: renaming over it would remove it for everybody.
+TEST_F(Output, what_is_no_file_is_never_replaced) {
+  const auto working = std::filesystem::current_path();
+  std::filesystem::current_path(dir_.path());  // the path of a socket is short
+  ASSERT_EQ(::mkfifo("fifo", 0600), 0);
+  make_socket("socket");
+  std::filesystem::create_directory("directory");
+  std::filesystem::create_symlink("/dev/null", "null");
+  for (const char* name : {"fifo", "socket", "directory"})
+    std::filesystem::create_symlink(name, std::string("link to ") + name);
+  const bool device = ::mknod("device", S_IFCHR | 0600, makedev(1, 3)) == 0;
+  const struct {
+    const char *name, *text;
+  } cases[] = {{"fifo", "is a FIFO, which is never replaced"},
+               {"socket", "is a socket,"},
+               {"null", "is a link to a device,"},
+               {"link to fifo", "is a link to a FIFO,"},
+               {"link to socket", "is a link to a socket,"},
+               {"link to directory", "is a link to a directory,"},
+               {"device", "is a device,"}};
+  const Names before = dir_.names();
+  for (const auto& [name, text] : cases) {
+    if (name == std::string("device") && !device) continue;
+    for (const bool force : {false, true}) {
+      expect_error(ErrorCode::exists, text, [&] { OutputFile(name, 3, force); });
+      expect_error(ErrorCode::exists, "is not a directory but a", [&] { OutputDirectory(name, force); });
+    }
+  }
+  OutputFile late("late", 0, true);
+  ASSERT_EQ(::mkfifo("late", 0600), 0);
+  expect_error(ErrorCode::exists, "is a FIFO, which is never replaced: another process",
+               [&] { late.commit(); });
+  std::filesystem::remove("late");
+  std::filesystem::current_path(working);
+  EXPECT_EQ(dir_.names().size(), before.size() + 1);  // with that of `late`
+}
+
+TEST_F(Output, mount_points_are_refused_before_the_work) {
+  const Mount disk(dir_ / "disk", "size=1m");
+  if (!disk.mounted()) GTEST_SKIP() << "cannot mount a tmpfs";
+  expect_error(ErrorCode::exists, "is a mount point", [&] { OutputDirectory(dir_ / "disk", true); });
+  // One of the same file system has the device of its parent.
+  for (const char* name : {"directory", "mounted directory"}) std::filesystem::create_directory(dir_ / name);
+  for (const char* name : {"file", "mounted file"}) write_file(dir_ / name, "old");
+  for (const std::string name : {"directory", "file"})
+    ASSERT_EQ(::mount((dir_ / name).c_str(), (dir_ / ("mounted " + name)).c_str(), nullptr, MS_BIND, nullptr),
+              0);
+  expect_error(ErrorCode::exists, "is a mount point",
+               [&] { OutputDirectory(dir_ / "mounted directory", true); });
+  expect_error(ErrorCode::exists, "is a mount point", [&] { OutputFile(dir_ / "mounted file", 3, true); });
+  for (const char* name : {"mounted directory", "mounted file"}) ::umount2((dir_ / name).c_str(), MNT_DETACH);
+  EXPECT_EQ(dir_.names(), (Names{"directory", "disk", "file", "mounted directory", "mounted file"}));
 }
 
 TEST_F(Output, directory_as_target_exists_even_with_force) {
@@ -412,12 +547,32 @@ TEST_F(Output, directory_as_target_exists_even_with_force) {
   expect_error(ErrorCode::exists, "another process", [&] { late.commit(); });
 }
 
+// What a file system lacks: nothing; a rename that replaces nothing, as NFS; hard links as well, as some of
+// FUSE.
+const struct Lacks {
+  int rename_error, link_error;
+} kFileSystems[] = {{0, 0}, {EINVAL, 0}, {EINVAL, EPERM}, {ENOSYS, EOPNOTSUPP}};
+void pretend(const Lacks& lacks) {
+  rename_flags_fault = {.error = lacks.rename_error, .count = INT_MAX};
+  link_fault = {.error = lacks.link_error, .count = INT_MAX};
+}
+
+TEST_F(Output, appears_complete_on_every_file_system) {
+  for (const Lacks& lacks : kFileSystems) {
+    pretend(lacks);
+    write_output(dir_ / "out", "abc", false);
+    EXPECT_EQ(read_file(dir_ / "out"), "abc");
+    EXPECT_EQ(dir_.names(), Names{"out"});
+    std::filesystem::remove(dir_ / "out");
+  }
+}
+
 TEST_F(Output, target_made_in_the_meantime_is_kept) {
-  for (const int rename_error : {0, EINVAL}) {
+  for (const Lacks& lacks : kFileSystems) {
     OutputFile file(dir_ / "out", 3, false);
     file.write(0, bytes_of("abc"));
     write_file(dir_ / "out", "theirs");
-    rename_flags_fault = {.error = rename_error};
+    pretend(lacks);
     expect_error(ErrorCode::exists, "another process", [&] { file.commit(); });
     EXPECT_EQ(read_file(dir_ / "out"), "theirs");
     std::filesystem::remove(dir_ / "out");
@@ -435,7 +590,7 @@ TEST_F(Output, missing_parent_is_io) {
 // Of many writers of one name exactly one wins, whole; the others are told.
 void race(const TestDirectory& dir, const auto& write) {
   constexpr int kNumWriters = 8;
-  for (int round = 0; round < 100; ++round) {
+  for (int round = 0; round < 50; ++round) {
     std::barrier ready(kNumWriters);
     std::atomic<int> num_winners = 0, num_losers = 0, winner = -1;
     std::vector<std::thread> threads;
@@ -462,9 +617,8 @@ void race(const TestDirectory& dir, const auto& write) {
 }
 
 TEST_F(Output, one_of_many_writers_wins) {
-  // The second time as on a file system without RENAME_NOREPLACE.
-  for (const int rename_error : {0, EINVAL}) {
-    rename_flags_fault = {.error = rename_error, .count = INT_MAX};
+  for (const Lacks& lacks : kFileSystems) {
+    pretend(lacks);
     race(dir_, [&](int i, auto& ready) {
       OutputFile file(dir_ / "out", 1000, false);
       file.write(0, bytes_of(std::string(1000, static_cast<char>('a' + i))));
@@ -480,6 +634,13 @@ TEST_F(Output, retries_short_writes_and_interrupts) {
   sync_fault = {.error = EINTR, .count = 2};
   write_output(dir_ / "out", "0123456789", false);
   EXPECT_EQ(read_file(dir_ / "out"), "0123456789");
+}
+
+// Some file systems say so instead of an error.
+TEST_F(Output, a_write_of_nothing_is_an_error) {
+  write_fault = {.max_transfer = 0};
+  expect_error(ErrorCode::io, "write at byte 0 of", [&] { write_output(dir_ / "out", "abc", false); });
+  EXPECT_EQ(dir_.names(), Names{});
 }
 
 TEST_F(Output, works_where_space_cannot_be_reserved) {
@@ -602,24 +763,117 @@ TEST_F(OutputTree, existing_target_is_refused_without_force) {
   EXPECT_EQ(dir_.names(), (Names{"empty", "file", "link"}));
 }
 
+using Files = std::map<std::string, std::string>;
+
+void make_tree(const std::string& path, const Files& files) {
+  std::filesystem::create_directories(path);
+  for (const auto& [name, text] : files) {
+    std::filesystem::create_directories(std::filesystem::path(path + "/" + name).parent_path());
+    if (!name.ends_with('/')) write_file(path + "/" + name, text);
+  }
+}
+
+// A checkpoint, and nothing that it does not have.
+TEST_F(OutputTree, force_replaces_checkpoints_only) {
+  const std::string index = R"({"weight_map": {"a": "model-1.safetensors", "b": "x.safetensors"}})";
+  const std::vector<std::string> side_files = {"side.py", "deep/er/side.txt"};
+  const Files model = {{"model.safetensors", ""}, {"config.json", "{}"}};
+  const Files sharded = {
+      {"model.safetensors.index.json", index}, {"model-1.safetensors", ""}, {"x.safetensors", ""}};
+  const auto with = [](Files files, const std::string& name) {
+    files[name] = "mine";
+    return files;
+  };
+  const struct {
+    Files files;
+    const char* refused;  // what the error says; empty: it is replaced
+  } cases[] = {
+      {{}, ""},
+      {model, ""},
+      {sharded, ""},
+      {with(model, "tokenizer.json"), ""},
+      {with(model, "side.py"), ""},
+      {with(model, "deep/er/side.txt"), ""},
+      {with(model, ".model.safetensors.halfbyte-1-0123456789abcdef"), ""},
+      {{{"only.safetensors", ""}}, ""},
+      {with(model, "mine"), "it holds \"mine\""},
+      {with(model, "deep/mine"), "it holds \"deep/mine\""},
+      {with(model, "deep/er/"), ""},
+      {with(model, "other/"), "it holds the directory \"other\""},
+      {with(model, "deep/er/config.json"), "it holds \"deep/er/config.json\""},
+      {with(model, "pytorch_model.bin"), "it holds \"pytorch_model.bin\""},
+      {with(model, ".model.safetensors.halfbyte-1-0123"), "it holds \".model.safetensors.halfbyte-1-0123\""},
+      {with(sharded, "y.safetensors"), "it holds \"y.safetensors\""},
+      {with(model, "y.safetensors"), "2 .safetensors files"},
+      {with(model, "model.safetensors.index.json"), "its index is none"},
+      {{{"config.json", "{}"}}, "it holds \"config.json\" and no checkpoint"},
+      {{{"mine", "mine"}}, "it holds \"mine\" and no checkpoint"},
+  };
+  for (const auto& [files, refused] : cases) {
+    make_tree(dir_ / "out", files);
+    const auto replace = [&] {
+      OutputDirectory tree(dir_ / "out", true, side_files);
+      tree.commit();
+    };
+    if (*refused == '\0') {
+      replace();
+      EXPECT_TRUE(std::filesystem::is_empty(dir_ / "out"));
+    } else {
+      expect_error(ErrorCode::exists, refused, replace);
+      for (const auto& [name, text] : files) {
+        EXPECT_TRUE(std::filesystem::exists(dir_ / ("out/" + name)));
+        if (!name.ends_with('/')) {
+          EXPECT_EQ(read_file(dir_ / ("out/" + name)), text);
+        }
+      }
+      // What comes during the work is kept as well.
+      std::filesystem::remove_all(dir_ / "out");
+      make_tree(dir_ / "out", model);
+      OutputDirectory tree(dir_ / "out", true, side_files);
+      make_tree(dir_ / "out", files);
+      if (files.contains("model.safetensors"))
+        expect_error(ErrorCode::exists, refused, [&] { tree.commit(); });
+    }
+    EXPECT_EQ(dir_.names(), Names{"out"});
+    std::filesystem::remove_all(dir_ / "out");
+  }
+  make_tree(dir_ / "out", model);
+  std::filesystem::create_symlink("model.safetensors", dir_ / "out/vocab.txt");
+  expect_error(ErrorCode::exists, "\"vocab.txt\" in it is not a regular file",
+               [&] { OutputDirectory(dir_ / "out", true); });
+}
+
+// A file synced in a directory that is not is lost with the power.
+TEST_F(OutputTree, syncs_nested_directories) {
+  const char* const synced[] = {"output/a/b\"", "output/a\"", "output\""};
+  for (int i = 0; i < 3; ++i) {
+    OutputDirectory tree(dir_ / "out", false);
+    make_tree(tree.temporary_path(), {{"a/b/file", "abc"}});
+    sync_fault = {.error = EIO, .skip = i};
+    expect_error(ErrorCode::io, synced[i], [&] { tree.commit(); });
+  }
+  EXPECT_EQ(dir_.names(), Names{});
+}
+
 TEST_F(OutputTree, force_replaces_the_tree_and_follows_no_link) {
   // The second time as on a file system without RENAME_EXCHANGE.
   for (const int rename_error : {0, EINVAL}) {
     rename_flags_fault = {.error = rename_error, .count = INT_MAX};
-    std::filesystem::create_directories(dir_ / "out/deep/er");
-    std::filesystem::create_directory(dir_ / "outside");
-    write_file(dir_ / "outside/kept", "kept");
-    write_file(dir_ / "out/old", "old");
-    std::filesystem::create_directory_symlink(dir_ / "outside", dir_ / "out/deep/link");
+    std::filesystem::create_directory(dir_ / "out");
+    write_file(dir_ / "out/model.safetensors", "old");
+    write_file(dir_ / "out/README.md", "old");
     write_tree(dir_ / "out", "new", true);
     EXPECT_EQ(read_file(dir_ / "out/file"), "new");
-    EXPECT_FALSE(std::filesystem::exists(dir_ / "out/old"));
-    EXPECT_EQ(read_file(dir_ / "outside/kept"), "kept");
-    EXPECT_EQ(dir_.names(), (Names{"out", "outside"}));
+    EXPECT_FALSE(std::filesystem::exists(dir_ / "out/README.md"));
+    EXPECT_EQ(dir_.names(), Names{"out"});
+    for (const bool empty : {false, true}) {
+      std::filesystem::remove_all(dir_ / "out");
+      if (empty) std::filesystem::create_directory(dir_ / "out");
+      write_tree(dir_ / "out", "first", true);
+      EXPECT_EQ(read_file(dir_ / "out/file"), "first");
+      EXPECT_EQ(dir_.names(), Names{"out"});
+    }
     std::filesystem::remove_all(dir_ / "out");
-    write_tree(dir_ / "out", "first", true);
-    EXPECT_EQ(read_file(dir_ / "out/file"), "first");
-    EXPECT_EQ(dir_.names(), (Names{"out", "outside"}));
   }
 }
 
@@ -649,6 +903,54 @@ TEST_F(OutputTree, one_of_many_writers_wins) {
   }
 }
 
+TEST_F(OutputTree, files_keep_what_was_reserved_and_written) {
+  OutputDirectory tree(dir_ / "out", false);
+  for (const char* name : {"a", "sub/deep/b"}) {
+    OutputFile(tree, name, 9);
+    EXPECT_EQ(std::filesystem::file_size(tree.temporary_path() + "/" + name), 9u);
+    OutputFile(tree, name, 3).write(0, bytes_of("abc"));
+    OutputFile(tree, name, 6).write(3, bytes_of("def"));
+    OutputFile file(tree, name, 5);
+    file.commit();
+    EXPECT_EQ(read_file(file.temporary_path()), "abcde");
+  }
+  tree.commit();
+  EXPECT_EQ(read_file(dir_ / "out/a"), "abcde");
+  EXPECT_EQ(read_file(dir_ / "out/sub/deep/b"), "abcde");
+  EXPECT_EQ(dir_.names(), Names{"out"});
+}
+
+TEST_F(OutputTree, space_is_checked) {
+  const OutputDirectory tree(dir_ / "out", false);
+  tree.check_space(1, 1);
+  expect_error(ErrorCode::io, "no space: it needs 1152921504606846976 bytes",
+               [&] { tree.check_space(uint64_t{1} << 60, 1); });
+  const Mount mount(dir_ / "small", "size=64k,nr_inodes=9");
+  if (!mount.mounted()) GTEST_SKIP() << "mount needs a privileged user";
+  const OutputDirectory small(dir_ / "small/out", false);
+  small.check_space(40000, 5);
+  expect_error(ErrorCode::io, "no space: it needs 70000 bytes", [&] { small.check_space(70000, 5); });
+  expect_error(ErrorCode::io, "no space: it needs 10 inodes", [&] { small.check_space(1, 10); });
+}
+
+TEST_F(Output, sync_can_be_stopped) {
+  const std::string part(size_t{1} << 20, 'x');
+  int calls = 0;
+  for (const int last : {INT_MAX, 3}) {
+    OutputFile file(dir_ / "out", 40 << 20, false);
+    for (uint64_t i = 0; i < 40; ++i) file.write(i << 20, bytes_of(part));
+    calls = 0;
+    const auto sync = [&] { file.sync([&] { HALFBYTE_CHECK(++calls < last, cancelled, "stopped"); }); };
+    if (last == INT_MAX) {
+      sync();
+      EXPECT_GE(calls, 4);  // 40 MiB are three parts
+    } else {
+      expect_error(ErrorCode::cancelled, "stopped", sync);
+    }
+  }
+  EXPECT_EQ(dir_.names(), Names{});
+}
+
 TEST_F(OutputTree, every_fault_leaves_the_old_tree_and_nothing_else) {
   const struct {
     int flags_error;  // of renameat2
@@ -664,18 +966,140 @@ TEST_F(OutputTree, every_fault_leaves_the_old_tree_and_nothing_else) {
   };
   for (const auto& c : cases) {
     std::filesystem::remove_all(dir_ / "out");
-    write_tree(dir_ / "out", "old", false);
+    make_tree(dir_ / "out", {{"model.safetensors", "old"}});
     const auto replace = [&] {
       OutputDirectory tree(dir_ / "out", true);
-      write_file(tree.temporary_path() + "/file", "new");
+      write_file(tree.temporary_path() + "/model.safetensors", "new");
       rename_flags_fault = {.error = c.flags_error};
       c.fault = c.value;
       tree.commit();
     };
     expect_error(ErrorCode::io, "out", replace);
     c.fault = {};
-    EXPECT_EQ(read_file(dir_ / "out/file"), c.content);
+    EXPECT_EQ(read_file(dir_ / "out/model.safetensors"), c.content);
     EXPECT_EQ(dir_.names(), Names{"out"});
+  }
+}
+
+// ---- What runs leave that are killed
+
+// Runs `body` in a process that ends by SIGKILL when it is done.
+void kill_after(const auto& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    body();
+    ::raise(SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status)) << "the body failed";
+}
+
+using Left = File;
+
+TEST_F(Left, is_removed_by_the_next_run) {
+  kill_after([&] { new OutputFile(dir_ / "out", 100, false); });
+  kill_after([&] {
+    make_tree((new OutputDirectory(dir_ / "out", false))->temporary_path(), {{"a/b", "c"}});
+  });
+  kill_after([&] { new OutputDirectory(dir_ / "another", false); });
+  EXPECT_EQ(dir_.names().size(), 3u);
+  const std::vector<Leftover> left = remove_leftovers(dir_ / "out/");
+  ASSERT_EQ(left.size(), 2u);
+  for (const Leftover& one : left) EXPECT_EQ(one.why_kept, "") << one.path;
+  ASSERT_EQ(dir_.names().size(), 1u);
+  EXPECT_TRUE(dir_.names()[0].starts_with(".another.halfbyte-"));
+  EXPECT_EQ(remove_leftovers(dir_ / "out").size(), 0u);
+  EXPECT_EQ(remove_leftovers(dir_ / "nowhere/out").size(), 0u);
+}
+
+TEST_F(Left, is_kept_while_a_run_lives) {
+  OutputFile file(dir_ / "out", 3, false);
+  const OutputDirectory tree(dir_ / "out", false);
+  const std::vector<Leftover> left = remove_leftovers(dir_ / "out");
+  ASSERT_EQ(left.size(), 2u);
+  for (const Leftover& one : left) EXPECT_EQ(one.why_kept, "a run that has not ended uses it");
+  file.write(0, bytes_of("abc"));
+  file.commit();
+  EXPECT_EQ(read_file(dir_ / "out"), "abc");
+  EXPECT_EQ(remove_leftovers(dir_ / "out").size(), 1u);
+}
+
+// Names alone prove nothing.
+TEST_F(Left, is_kept_where_it_may_not_be_ours) {
+  const auto name = [](int i) { return fmt::format(".out.halfbyte-1-{:016x}", i); };
+  make_tree(dir_ / name(1), {{"file", "mine"}});
+  make_tree(dir_ / name(2), {{"lock", "mine"}});
+  write_file(dir_ / "mine", "mine");
+  std::filesystem::create_hard_link(dir_ / "mine", dir_ / name(3));
+  std::filesystem::create_symlink("mine", dir_ / name(4));
+  ASSERT_EQ(::mkfifo((dir_ / name(5)).c_str(), 0600), 0);
+  make_tree(dir_ / name(6), {{"lock", ""}, {"a/b", "ours"}});
+  make_tree(dir_ / name(7), {});
+  write_file(dir_ / name(8), "ours");
+  for (const char* other :
+       {".out.halfbyte-1-0", ".out.halfbyte-x-0123456789abcdef", ".out-1-0123456789abcdef",
+        ".outer.halfbyte-1-0123456789abcdef", "out.halfbyte-1-0123456789abcdef"})
+    write_file(dir_ / other, "mine");
+  const char* const why[] = {"it has no file \"lock\"",
+                             "its file \"lock\" is not",
+                             "it has other names",
+                             "it is neither a file nor",
+                             "it is neither a file nor",
+                             "",
+                             "",
+                             ""};
+  const std::vector<Leftover> left = remove_leftovers(dir_ / "out");
+  ASSERT_EQ(left.size(), std::size(why));
+  for (size_t i = 0; i < left.size(); ++i) {
+    EXPECT_TRUE(left[i].path.ends_with(name(static_cast<int>(i) + 1)));
+    EXPECT_EQ(left[i].why_kept.substr(0, std::strlen(why[i])), why[i]);
+    EXPECT_EQ(left[i].why_kept.empty(), !*why[i]);
+    std::error_code ignored;
+    EXPECT_NE(std::filesystem::exists(std::filesystem::symlink_status(left[i].path, ignored)), !*why[i]);
+  }
+  EXPECT_EQ(read_file(dir_ / "mine"), "mine");
+  EXPECT_EQ(dir_.names().size(), 5u + 5u + 1u);
+}
+
+TEST_F(Left, of_another_user_is_kept) {
+  if (::geteuid() != 0) GTEST_SKIP() << "needs to be root";
+  const std::string name = dir_ / ".out.halfbyte-1-0123456789abcdef";
+  write_file(name, "theirs");
+  ASSERT_EQ(::chown(name.c_str(), 65534, 65534), 0);
+  const std::vector<Leftover> left = remove_leftovers(dir_ / "out");
+  ASSERT_EQ(left.size(), 1u);
+  EXPECT_EQ(left[0].why_kept, "it belongs to user 65534, not 0");
+  EXPECT_TRUE(std::filesystem::exists(name));
+}
+
+// Cleaning runs and starting ones at once: no run loses what it writes.
+TEST_F(Left, cleaning_harms_no_run_that_starts) {
+  std::atomic<bool> stop = false;
+  std::thread cleaner([&] {
+    while (!stop) remove_leftovers(dir_ / "out");
+  });
+  for (int i = 0; i < 60; ++i) {
+    write_output(dir_ / "out", "abc", true);
+    EXPECT_EQ(read_file(dir_ / "out"), "abc");
+    std::filesystem::remove(dir_ / "out");
+    write_tree(dir_ / "out", "abc", false);
+    EXPECT_EQ(read_file(dir_ / "out/file"), "abc");
+    std::filesystem::remove_all(dir_ / "out");
+  }
+  stop = true;
+  cleaner.join();
+  EXPECT_EQ(dir_.names(), Names{});
+}
+
+TEST_F(Left, names_of_every_length_are_known_again) {
+  for (const std::string& name : {std::string("n"), std::string(255, 'n'), std::string("\xff\n"),
+                                  std::string(99, 'n') + "\xf0\x9f\x99\x82"}) {
+    kill_after([&] { new OutputFile(dir_ / name, 0, false); });
+    ASSERT_EQ(dir_.names().size(), 1u);
+    EXPECT_LE(dir_.names()[0].size(), 143u);
+    EXPECT_EQ(remove_leftovers(dir_ / name).size(), 1u);
+    EXPECT_EQ(dir_.names(), Names{});
   }
 }
 
@@ -690,6 +1114,12 @@ TEST_F(File, same_file_follows_links) {
   EXPECT_TRUE(same_file(dir_.path(), dir_ / "."));
   EXPECT_FALSE(same_file(dir_ / "a", dir_ / "b"));
   EXPECT_FALSE(same_file(dir_ / "gone", dir_ / "gone"));
+  for (const int skip : {0, 1}) {
+    stat_fault = {.error = EIO, .skip = skip};
+    expect_error(ErrorCode::io, "cannot stat", [&] { same_file(dir_ / "a", dir_ / "a"); });
+  }
+  stat_fault = {.error = EIO};
+  expect_error(ErrorCode::io, "cannot stat", [&] { is_directory(dir_.path()); });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "io/foreign.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "core/checks.h"
@@ -151,7 +152,7 @@ struct ConfigPlace {
   bool decides = true;  // false: left over from another model, where no tensor is of this method
 };
 const std::vector<ConfigPlace>& config_places() {
-  static const std::vector<ConfigPlace> places = {
+  static const auto& places = *new std::vector<ConfigPlace>{
       {"config.json", {"quantization_config"}, "mlx"},
       {"config.json", {"compression_config"}, "compressed-tensors"},
       {"config.json", {"text_config", "quantization_config"}, "mlx"},
@@ -255,7 +256,9 @@ bool is_low_bit_matrix(const StoredTensor& tensor) {
          (tensor.name.ends_with(kWeight) || tensor.name.find("experts") != std::string::npos);
 }
 
-// What the configs say of a method, each parameter with the values of all parts of the model.
+// What the configs say of a method, each parameter with the values of all parts of the model. No more methods
+// and values than these are kept: what a config can have is looked through for each.
+constexpr size_t kMaxSaid = 64;
 struct Said {
   ForeignQuantization quantization;
   bool decides = false;
@@ -380,6 +383,7 @@ void Finder::add_config(const Json& object, const std::string& quant_method, con
   };
   auto said = std::ranges::find_if(said_, same);
   if (said == said_.end()) {
+    if (said_.size() == kMaxSaid) return;
     said_.push_back({{method, quant_method, place.file, {}, 0, "", ""}});
     said = said_.end() - 1;
   }
@@ -387,8 +391,9 @@ void Finder::add_config(const Json& object, const std::string& quant_method, con
   for (size_t i = 0; i < std::size(kParameters); ++i) {
     const auto value = object.find(kParameters[i]);
     if (value == object.end() || value->is_null() || value->is_object()) continue;
-    if (std::ranges::find(said->values[i], *value) == said->values[i].end())
-      said->values[i].push_back(*value);
+    std::vector<Json>& values = said->values[i];
+    if (values.size() < kMaxSaid && std::ranges::find(values, *value) == values.end())
+      values.push_back(*value);
   }
 }
 
@@ -446,14 +451,17 @@ void Finder::read_config(const Json& config, const ConfigPlace& place) {
 }
 
 void Finder::find_configs() {
+  std::map<std::string, Json> documents;  // of the files; null: it cannot be understood
   for (const ConfigPlace& place : config_places()) {
     const std::string& text = checkpoint_.config_text(place.file);
     if (text.empty()) continue;
-    try {
-      read_config(parse_json<Json>(with_marked_constants(text), place.file), place);
-    } catch (const Error&) {
-      // The tensors can be shown without it. Whoever writes a checkpoint parses it again, and says so.
-    }
+    const auto [document, added] = documents.emplace(place.file, nullptr);
+    if (added) try {
+        document->second = parse_json<Json>(with_marked_constants(text), place.file);
+      } catch (const Error&) {
+        // The tensors can be shown without it. Whoever writes a checkpoint parses it again, and says so.
+      }
+    read_config(document->second, place);
   }
 }
 

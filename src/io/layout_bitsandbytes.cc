@@ -124,20 +124,20 @@ void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
 }  // namespace
 
 const LayoutInfo& bitsandbytes_layout() {
-  static const LayoutInfo layout = {.layout = Layout::bitsandbytes,
-                                    .name = "bitsandbytes",
-                                    .formats = {Format::nf4, Format::fp4},
-                                    .double_quant = true,
-                                    .granularities = {Granularity::flat},
-                                    .group_sizes = {32, 64, 128, 256, 512, 1024, 2048, 4096},
-                                    .default_group_size = 64,
-                                    .scale_rules = {ScaleRule::absmax},
-                                    .scale_dtypes = ScaleDTypes::f32,
-                                    .many_specs = false,
-                                    .turns_conv1d = true,
-                                    .high_nibble_first = true,
-                                    .parts = parts,
-                                    .match = match};
+  static const LayoutInfo& layout = *new LayoutInfo{.layout = Layout::bitsandbytes,
+                                                    .name = "bitsandbytes",
+                                                    .formats = {Format::nf4, Format::fp4},
+                                                    .double_quant = true,
+                                                    .granularities = {Granularity::flat},
+                                                    .group_sizes = {32, 64, 128, 256, 512, 1024, 2048, 4096},
+                                                    .default_group_size = 64,
+                                                    .scale_rules = {ScaleRule::absmax},
+                                                    .scale_dtypes = ScaleDTypes::f32,
+                                                    .many_specs = false,
+                                                    .turns_conv1d = true,
+                                                    .high_nibble_first = true,
+                                                    .parts = parts,
+                                                    .match = match};
   return layout;
 }
 

@@ -163,22 +163,23 @@ void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
 }  // namespace
 
 const LayoutInfo& compressed_tensors_layout() {
-  static const LayoutInfo layout = {.layout = Layout::compressed_tensors,
-                                    .name = "compressed-tensors",
-                                    .formats = {Format::int4, Format::int8},
-                                    .asymmetric = true,
-                                    .granularities = {Granularity::group, Granularity::channel},
-                                    .default_group_size = 128,
-                                    .whole_groups = true,
-                                    .min_cols = 5,  // below, the words do not tell 4 from 8 bits
-                                    .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
-                                    .scale_dtypes = ScaleDTypes::of_weight,
-                                    .many_specs = false,
-                                    .row_align_bytes = 4,
-                                    .packs_zeros = true,
-                                    .zero_scale_is_eps = true,
-                                    .parts = parts,
-                                    .match = match};
+  static const LayoutInfo& layout =
+      *new LayoutInfo{.layout = Layout::compressed_tensors,
+                      .name = "compressed-tensors",
+                      .formats = {Format::int4, Format::int8},
+                      .asymmetric = true,
+                      .granularities = {Granularity::group, Granularity::channel},
+                      .default_group_size = 128,
+                      .whole_groups = true,
+                      .min_cols = 5,  // below, the words do not tell 4 from 8 bits
+                      .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
+                      .scale_dtypes = ScaleDTypes::of_weight,
+                      .many_specs = false,
+                      .row_align_bytes = 4,
+                      .packs_zeros = true,
+                      .zero_scale_is_eps = true,
+                      .parts = parts,
+                      .match = match};
   return layout;
 }
 

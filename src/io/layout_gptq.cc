@@ -301,41 +301,43 @@ void match(const Checkpoint::Impl& checkpoint, Layout layout, FoundWeights& foun
 }  // namespace
 
 const LayoutInfo& gptq_layout() {
-  static const LayoutInfo layout = {.layout = Layout::gptq,
-                                    .name = "gptq",
-                                    .formats = {Format::int4, Format::int2, Format::int3, Format::int8},
-                                    .asymmetric = true,
-                                    .granularities = {Granularity::group, Granularity::channel},
-                                    .default_group_size = 128,
-                                    .whole_groups = true,
-                                    .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
-                                    .scale_dtypes = ScaleDTypes::f16,
-                                    .many_specs = false,
-                                    .turns_conv1d = true,
-                                    .packing = Packing::gptq,
-                                    .parts = parts,
-                                    .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
-                                      match(checkpoint, Layout::gptq, found);
-                                    }};
+  static const LayoutInfo& layout =
+      *new LayoutInfo{.layout = Layout::gptq,
+                      .name = "gptq",
+                      .formats = {Format::int4, Format::int2, Format::int3, Format::int8},
+                      .asymmetric = true,
+                      .granularities = {Granularity::group, Granularity::channel},
+                      .default_group_size = 128,
+                      .whole_groups = true,
+                      .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
+                      .scale_dtypes = ScaleDTypes::f16,
+                      .many_specs = false,
+                      .turns_conv1d = true,
+                      .packing = Packing::gptq,
+                      .parts = parts,
+                      .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
+                        match(checkpoint, Layout::gptq, found);
+                      }};
   return layout;
 }
 
 const LayoutInfo& awq_layout() {
-  static const LayoutInfo layout = {.layout = Layout::awq,
-                                    .name = "awq",
-                                    .formats = {Format::int4},
-                                    .asymmetric = true,
-                                    .granularities = {Granularity::group, Granularity::channel},
-                                    .default_group_size = 128,
-                                    .whole_groups = true,
-                                    .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
-                                    .scale_dtypes = ScaleDTypes::f16,
-                                    .many_specs = false,
-                                    .packing = Packing::awq,
-                                    .parts = parts,
-                                    .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
-                                      match(checkpoint, Layout::awq, found);
-                                    }};
+  static const LayoutInfo& layout =
+      *new LayoutInfo{.layout = Layout::awq,
+                      .name = "awq",
+                      .formats = {Format::int4},
+                      .asymmetric = true,
+                      .granularities = {Granularity::group, Granularity::channel},
+                      .default_group_size = 128,
+                      .whole_groups = true,
+                      .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
+                      .scale_dtypes = ScaleDTypes::f16,
+                      .many_specs = false,
+                      .packing = Packing::awq,
+                      .parts = parts,
+                      .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
+                        match(checkpoint, Layout::awq, found);
+                      }};
   return layout;
 }
 

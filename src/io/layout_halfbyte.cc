@@ -132,7 +132,7 @@ void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
 }  // namespace
 
 const LayoutInfo& halfbyte_layout() {
-  static const LayoutInfo layout = {
+  static const LayoutInfo& layout = *new LayoutInfo{
       .layout = Layout::halfbyte,
       .name = "halfbyte",
       .asymmetric = true,

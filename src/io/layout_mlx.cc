@@ -79,19 +79,20 @@ Format mlx_format(int bits, const std::string& tensor) {
 }
 
 const LayoutInfo& mlx_layout() {
-  static const LayoutInfo layout = {.layout = Layout::mlx,
-                                    .name = "mlx",
-                                    .formats = {Format::affine2, Format::affine3, Format::affine4,
-                                                Format::affine5, Format::affine6, Format::affine8},
-                                    .granularities = {Granularity::group},
-                                    .group_sizes = {32, 64, 128},
-                                    .default_group_size = 64,
-                                    .whole_groups = true,
-                                    .scale_rules = {ScaleRule::mlx_edge, ScaleRule::minmax},
-                                    .scale_dtypes = ScaleDTypes::of_weight,
-                                    .code_scale = CodeScale::unrounded,
-                                    .parts = parts,
-                                    .match = match};
+  static const LayoutInfo& layout =
+      *new LayoutInfo{.layout = Layout::mlx,
+                      .name = "mlx",
+                      .formats = {Format::affine2, Format::affine3, Format::affine4, Format::affine5,
+                                  Format::affine6, Format::affine8},
+                      .granularities = {Granularity::group},
+                      .group_sizes = {32, 64, 128},
+                      .default_group_size = 64,
+                      .whole_groups = true,
+                      .scale_rules = {ScaleRule::mlx_edge, ScaleRule::minmax},
+                      .scale_dtypes = ScaleDTypes::of_weight,
+                      .code_scale = CodeScale::unrounded,
+                      .parts = parts,
+                      .match = match};
   return layout;
 }
 

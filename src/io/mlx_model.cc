@@ -113,11 +113,11 @@ struct Listed {
 
 // "linear bits=8 group_size=64", "experts dense"
 Listed listed_of(const std::string& key) {
-  static const std::map<std::string, MlxWeight::Kind, std::less<>> kinds{
-      {"linear", MlxWeight::Kind::linear},
-      {"embedding", MlxWeight::Kind::embedding},
-      {"experts", MlxWeight::Kind::experts},
-      {"MultiLinear", MlxWeight::Kind::heads}};
+  static const auto& kinds =
+      *new std::map<std::string, MlxWeight::Kind, std::less<>>{{"linear", MlxWeight::Kind::linear},
+                                                               {"embedding", MlxWeight::Kind::embedding},
+                                                               {"experts", MlxWeight::Kind::experts},
+                                                               {"MultiLinear", MlxWeight::Kind::heads}};
   const Parts words = split(key, ' ');
   const auto kind = kinds.find(words.front());
   HALFBYTE_CHECK(kind != kinds.end(), bug, "architectures.json: no kind {} of mlx-lm", key);

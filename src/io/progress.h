@@ -1,4 +1,4 @@
-// Progress of a long operation: told to one caller at a time, about ten times a second.
+// Progress of a long operation: told to one caller at a time, about twenty times a second.
 #pragma once
 
 #include <atomic>
@@ -8,10 +8,13 @@
 
 #include "core/checks.h"
 #include "halfbyte/checkpoint.hpp"
+#include "io/json.h"
 
 namespace halfbyte::io {
 
 class ProgressReporter {
+  static constexpr int64_t kInterval = 50;  // milliseconds
+
  public:
   explicit ProgressReporter(ProgressFunction function) : function_(std::move(function)) {}
 
@@ -27,15 +30,39 @@ class ProgressReporter {
     } else if (!lock.try_lock()) {
       return;
     }
-    next_ = now + 100;
+    next_ = now + kInterval;
+    last_ = progress;
     HALFBYTE_CHECK(function_(progress), cancelled, "{} was cancelled", progress.phase);
+  }
+  // Where there is work without progress: the last report once more, as often.
+  void poll() {
+    const int64_t now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::milliseconds(1);
+    if (!function_ || now < next_) return;
+    const std::lock_guard lock(mutex_);
+    next_ = now + kInterval;
+    HALFBYTE_CHECK(function_(last_), cancelled, "{} was cancelled", last_.phase);
+  }
+  // The last chance to cancel: what follows cannot be taken back.
+  void ask() {
+    next_ = 0;
+    poll();
   }
 
  private:
   ProgressFunction function_;
   std::mutex mutex_;
+  Progress last_ = {"plan", 0, 0};
   std::atomic<int64_t> next_ = 0;
 };
+
+// Asks the caller whether to stop reading headers, whose sizes say nothing of the time.
+inline Stop stop_of(const ProgressFunction& function) {
+  if (!function) return {};
+  return [&function] {
+    const Progress progress{"open", 0, 0};
+    HALFBYTE_CHECK(function(progress), cancelled, "{} was cancelled", progress.phase);
+  };
+}
 
 // Counts the bytes of one phase of the operation.
 class ProgressPhase {

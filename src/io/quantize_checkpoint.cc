@@ -54,6 +54,7 @@ class Quantizer {
   };
 
   void plan();
+  void complete_report();
   void refuse_adapter() const;
   void refuse_quantized() const;
   void select();
@@ -255,6 +256,9 @@ void Quantizer::plan() {
       HALFBYTE_CHECK(names.insert(tensor.name).second, bad_input,
                      "layout {} would write tensor \"{}\", but the input has one of this name", layout_.name,
                      printable(tensor.name));
+  check_output(input_, files_, [&](size_t file) {
+    return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
+  });
   side_files_ = find_side_files(input_);
   const auto replaced = quantization_files();
   std::erase_if(side_files_.copied, [&](const std::string& name) { return replaced.contains(name); });
@@ -451,6 +455,7 @@ void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWor
       const Item& item = items_[task.item];
       worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
         merge(ranges[i], value_range(read_block(item, block, worker), worker.execution()));
+        reporter_.poll();
       });
     }
   });
@@ -460,7 +465,7 @@ void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWor
 
 void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
   const std::vector<size_t>& items = files_.weights[file];
-  writer.begin_file(file, tensors_of(items), metadata_of(file));
+  writer.begin_file(file, {tensors_of(items), metadata_of(file)});
   const std::vector<Task> tasks = tasks_of(items);
   for (const size_t i : items)
     if (items_[i].quantize && items_[i].target.spec.double_quant)
@@ -493,7 +498,10 @@ void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
   parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
                [&](int64_t begin, int64_t end, int) {
                  for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-                   if (items_[items[i]].quantize) finish_weight(writer, items_[items[i]]);
+                   if (items_[items[i]].quantize) {
+                     finish_weight(writer, items_[items[i]]);
+                     reporter_.poll();
+                   }
                });
 }
 
@@ -543,7 +551,7 @@ void Quantizer::verify(OutputCheckpoint& writer, size_t file) {
   for (const size_t i : files_.weights[file])
     checks.push_back(
         {&items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
-  verify_file(input_, writer.temporary_path(), checks, options_.num_threads, *verify_phase_);
+  writer.verify(checks, options_.num_threads, *verify_phase_);
 }
 
 void Quantizer::run_file(OutputCheckpoint& writer, size_t file) {
@@ -580,10 +588,20 @@ CheckpointReport Quantizer::run() {
     for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
-    OutputCheckpoint writer(input_, output_, options_.force, files_);
+    OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_);
+    writer.reserve([&](size_t file) {
+      return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
+    });
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
-    writer.finish(side_files_, input_.config.empty() ? "" : config_text(), quantization_files());
+    complete_report();
+    writer.finish(input_.config.empty() ? "" : config_text(), quantization_files());
+  } else {
+    complete_report();
   }
+  return std::move(report_);
+}
+
+void Quantizer::complete_report() {
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
   for (const size_t weight : selection_.left_out) report_.left_out.push_back(input_.weights[weight].name);
@@ -593,7 +611,6 @@ CheckpointReport Quantizer::run() {
     report_.quantized_source_bytes += weight.quantized ? weight.source_bytes : 0;
     report_.num_quantized += weight.quantized ? 1 : 0;
   }
-  return std::move(report_);
 }
 
 }  // namespace
@@ -601,7 +618,7 @@ CheckpointReport Quantizer::run() {
 
 CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                      const QuantizeOptions& options) {
-  return io::Quantizer(Checkpoint::open(input), output, options).run();
+  return io::Quantizer(Checkpoint::open(input, options.progress), output, options).run();
 }
 
 }  // namespace halfbyte

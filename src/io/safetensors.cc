@@ -9,20 +9,12 @@
 
 #include "core/checks.h"
 #include "io/container.h"
+#include "io/limits.h"
 
 namespace halfbyte::io {
 namespace {
 
 constexpr uint64_t kLengthBytes = 8;
-constexpr size_t kMaxRank = 32;
-// The largest models have some 200,000 tensors, spread over many files. More in one file only costs memory.
-constexpr size_t kMaxTensors = size_t{1} << 18;
-constexpr int kMaxDepth = 4;
-// Bounds of what a hostile header can make us keep or compare; real ones are far below.
-constexpr size_t kMaxMetadataEntries = size_t{1} << 20;
-constexpr size_t kMaxEntryKeys = 16;
-constexpr size_t kMaxBlankControls = size_t{1} << 20;
-
 constexpr std::string_view kMetadata = "__metadata__";
 
 struct DTypeRow {
@@ -67,68 +59,48 @@ uint64_t data_bytes(const StoredTensor& tensor, const std::string& where) {
   return num_bits / 8;
 }
 
-// The first name that occurs twice among names(0) .. names(count - 1), or null. Sorts by hash first:
-// comparing a million long names is slow.
-template <class Names>
-const std::string* find_duplicate(size_t count, const Names& names) {
-  struct Key {
-    size_t hash, index;
-  };
-  std::vector<Key> keys(count);
-  for (size_t i = 0; i < count; ++i) keys[i] = {std::hash<std::string>()(names(i)), i};
-  std::ranges::sort(keys, [&](const Key& a, const Key& b) {
-    return a.hash != b.hash ? a.hash < b.hash : names(a.index) < names(b.index);
-  });
-  const auto same = std::ranges::adjacent_find(
-      keys, [&](const Key& a, const Key& b) { return a.hash == b.hash && names(a.index) == names(b.index); });
-  return same == keys.end() ? nullptr : &names(same->index);
-}
-
 // Builds a SafetensorsHeader from the events of the JSON parser. The accepted grammar is
 // {"__metadata__": {key: string} or null, NAME: {"dtype": string, "shape": [u64], "data_offsets": [u64, u64],
 // any other key: any value}}. Offsets stay relative to the data.
-class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
+class HeaderHandler final : public JsonEvents {
  public:
   explicit HeaderHandler(const std::string& where) : where_(where) {}
 
   SafetensorsHeader header;
 
   // MLX writes this for a file without metadata, and the library of safetensors reads it.
-  bool null() override { return (place_ == Place::header && key_ == kMetadata) || scalar("null"); }
-  bool boolean(bool value) override { return scalar(value ? "true" : "false"); }
-  bool number_integer(number_integer_t value) override { return scalar(fmt::to_string(value)); }
-  bool number_float(number_float_t, const string_t& text) override { return scalar(printable(text)); }
-  bool binary(binary_t&) override { return scalar("binary data"); }  // not in JSON
+  void null() override {
+    if (place_ != Place::header || key_ != kMetadata) scalar("null");
+  }
+  void boolean(bool value) override { scalar(value ? "true" : "false"); }
+  void negative(int64_t value) override { scalar(fmt::to_string(value)); }
+  void real(double, const std::string& text) override { scalar(printable(text)); }
 
-  bool number_unsigned(number_unsigned_t value) override {
+  void natural(uint64_t value) override {
     if (place_ == Place::shape) {
       HALFBYTE_CHECK(value <= INT64_MAX, bad_input, "{} has extent {}, more than 2^63 - 1", tensor(), value);
       HALFBYTE_CHECK(current_.shape.size() < kMaxRank, bad_input, "{} has more than {} dimensions", tensor(),
                      kMaxRank);
       current_.shape.push_back(static_cast<int64_t>(value));
-      return true;
-    }
-    if (place_ == Place::data_offsets) {
+    } else if (place_ == Place::data_offsets) {
       HALFBYTE_CHECK(num_offsets_ < 2, bad_input, "{} has more than 2 data_offsets", tensor());
       offsets_[num_offsets_++] = value;
-      return true;
+    } else {
+      scalar(fmt::to_string(value));
     }
-    return scalar(fmt::to_string(value));
   }
 
-  bool string(string_t& value) override {
+  void string(std::string& value) override {
     if (place_ == Place::metadata) {
-      header.metadata.emplace_back(key_, value);
-      return true;
-    }
-    if (place_ == Place::entry && key_ == "dtype") {
+      header.metadata.emplace_back(std::move(key_), std::move(value));
+    } else if (place_ == Place::entry && key_ == "dtype") {
       current_.dtype = value;
-      return true;
+    } else if (place_ != Place::ignored) {
+      scalar(fmt::format("\"{}\"", printable(value)));
     }
-    return scalar(fmt::format("\"{}\"", printable(value)));
   }
 
-  bool key(string_t& key) override {
+  void key(std::string& key) override {
     if (place_ == Place::header && key == kMetadata) {
       HALFBYTE_CHECK(!has_metadata_, bad_input, "{}: duplicate key \"{}\"", where_, kMetadata);
       has_metadata_ = true;
@@ -143,19 +115,17 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
       HALFBYTE_CHECK(header.metadata.size() < kMaxMetadataEntries, bad_input, "{}: {} has more than {} keys",
                      where_, kMetadata, kMaxMetadataEntries);
     }
-    if (place_ != Place::ignored) key_ = key;
-    return true;
+    if (place_ != Place::ignored) key_ = std::move(key);
   }
 
-  bool start_object(std::size_t) override {
-    enter();
+  void begin_object() override {
     if (place_ == Place::document) {
       place_ = Place::header;
     } else if (place_ == Place::header && key_ == kMetadata) {
       place_ = Place::metadata;
     } else if (place_ == Place::header) {
-      HALFBYTE_CHECK(header.tensors.size() < kMaxTensors, bad_input, "{}: has more than {} tensors", where_,
-                     kMaxTensors);
+      HALFBYTE_CHECK(header.tensors.size() < kMaxFileTensors, bad_input, "{}: has more than {} tensors",
+                     where_, kMaxFileTensors);
       place_ = Place::entry;
       current_ = {};
       current_.name = key_;
@@ -163,11 +133,9 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     } else {
       ignore("an object");
     }
-    return true;
   }
 
-  bool start_array(std::size_t) override {
-    enter();
+  void begin_array() override {
     if (place_ == Place::entry && key_ == "shape") {
       place_ = Place::shape;
     } else if (place_ == Place::entry && key_ == "data_offsets") {
@@ -176,22 +144,18 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     } else {
       ignore("an array");
     }
-    return true;
   }
 
-  bool end_object() override {
-    --depth_;
+  void end_object() override {
     if (place_ == Place::entry) end_entry();
     if (place_ == Place::ignored) {
       end_ignored();
     } else {
       place_ = place_ == Place::header ? Place::document : Place::header;
     }
-    return true;
   }
 
-  bool end_array() override {
-    --depth_;
+  void end_array() override {
     if (place_ == Place::data_offsets) {
       HALFBYTE_CHECK(num_offsets_ == 2, bad_input, "{} has {} data_offsets instead of 2", tensor(),
                      num_offsets_);
@@ -201,17 +165,6 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     } else {
       place_ = Place::entry;
     }
-    return true;
-  }
-
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::json::exception& exception) override {
-    // Without what the library puts around the reason: its own name, line, column and the token.
-    std::string_view reason = exception.what();
-    reason.remove_prefix(std::min(reason.find("syntax error"), reason.size()));
-    reason = reason.substr(0, reason.find("; last read"));
-    HALFBYTE_FAIL(bad_input, "{}: the header is not valid JSON at byte {}: {}", where_,
-                  kLengthBytes + position - 1, reason.empty() ? "number out of range" : reason);
   }
 
  private:
@@ -223,14 +176,9 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     return std::ranges::find(entry_keys_, key) != entry_keys_.end();
   }
 
-  void enter() {
-    HALFBYTE_CHECK(++depth_ <= kMaxDepth, bad_input, "{}: the header is nested deeper than {} levels", where_,
-                   kMaxDepth);
-  }
-
   // A value that only an unknown key of an entry may have.
-  bool scalar(std::string_view value) {
-    if (place_ == Place::ignored) return true;
+  void scalar(std::string_view value) {
+    if (place_ == Place::ignored) return;
     if (place_ == Place::document)
       HALFBYTE_FAIL(bad_input, "{}: the header is {}, not an object", where_, value);
     if (place_ == Place::header)
@@ -244,7 +192,6 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     if (key_ == "dtype") HALFBYTE_FAIL(bad_input, "{}: dtype is {}, not a string", tensor(), value);
     if (key_ == "shape" || key_ == "data_offsets")
       HALFBYTE_FAIL(bad_input, "{}: {} is {}, not an array", tensor(), key_, value);
-    return true;
   }
 
   void ignore(std::string_view value) {
@@ -272,7 +219,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
 
   std::string where_;
   Place place_ = Place::document;
-  int depth_ = 0, ignored_depth_ = 0;
+  int ignored_depth_ = 0;
   bool has_metadata_ = false;
   std::string key_;
   StoredTensor current_;
@@ -290,22 +237,11 @@ void check_length(uint64_t length, uint64_t file_bytes, const std::string& where
                  file_bytes);
 }
 
-// What the JSON library takes silently (a byte order mark, NUL as the end) or makes costly: it spells
-// out each control character since the last string in its errors.
-void check_text(std::string_view json, const std::string& where) {
+// Not a byte order mark, which the JSON library takes.
+void check_first(std::string_view json, const std::string& where) {
   HALFBYTE_CHECK(json[0] == '{' || json[0] == ' ' || json[0] == '\t' || json[0] == '\n' || json[0] == '\r',
                  bad_input, "{}: the header does not start with {{ but with byte 0x{:02x}", where,
                  static_cast<uint8_t>(json[0]));
-  size_t num_controls = 0;
-  for (size_t i = 0; i < json.size(); ++i) {
-    if (json[i] == '"') num_controls = 0;
-    if (static_cast<uint8_t>(json[i]) >= ' ') continue;
-    HALFBYTE_CHECK(json[i] != '\0', bad_input, "{}: the header has a NUL at byte {}", where,
-                   kLengthBytes + i);
-    HALFBYTE_CHECK(++num_controls <= kMaxBlankControls, bad_input,
-                   "{}: the header has more than {} line breaks or tabs between two strings at byte {}",
-                   where, kMaxBlankControls, kLengthBytes + i);
-  }
 }
 
 // By offset; empty tensors come before the one that begins where they do.
@@ -353,20 +289,21 @@ void check_tiling(const std::vector<StoredTensor>& tensors, uint64_t num_bytes, 
 }  // namespace
 
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_bytes,
-                                           const std::string& file) {
+                                           const std::string& file, const Stop& stop) {
   const std::string where = printable(file);
   check_length(json.size(), file_bytes, where);
-  check_text(json, where);
+  check_first(json, where);
   HeaderHandler handler(where);
-  nlohmann::json::sax_parse(json.data(), json.data() + json.size(), &handler);
+  parse_json_events({json, where + ": the header", kLengthBytes, kMaxHeaderDepth, SIZE_MAX}, handler, stop);
   SafetensorsHeader header = std::move(handler.header);
 
   const auto tensor_name = [&](size_t i) -> const std::string& { return header.tensors[i].name; };
-  if (const std::string* name = find_duplicate(header.tensors.size(), tensor_name))
-    HALFBYTE_FAIL(bad_input, "{} occurs twice", in_tensor(where, *name));
+  if (const auto twice = find_duplicate(header.tensors.size(), tensor_name))
+    HALFBYTE_FAIL(bad_input, "{} occurs twice", in_tensor(where, tensor_name(*twice)));
   const auto metadata_key = [&](size_t i) -> const std::string& { return header.metadata[i].first; };
-  if (const std::string* key = find_duplicate(header.metadata.size(), metadata_key))
-    HALFBYTE_FAIL(bad_input, "{}: duplicate key \"{}\" in {}", where, printable(*key), kMetadata);
+  if (const auto twice = find_duplicate(header.metadata.size(), metadata_key))
+    HALFBYTE_FAIL(bad_input, "{}: duplicate key \"{}\" in {}", where, printable(metadata_key(*twice)),
+                  kMetadata);
 
   sort_by_offset(header.tensors);
   const uint64_t data_begin = kLengthBytes + json.size();
@@ -378,7 +315,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_
   return header;
 }
 
-SafetensorsHeader read_safetensors_header(const InputFile& input, const std::string& file) {
+SafetensorsHeader read_safetensors_header(const InputFile& input, const std::string& file, const Stop& stop) {
   const std::string where = printable(file);
   HALFBYTE_CHECK(input.size() >= kLengthBytes, bad_input,
                  "{}: {} bytes are too short for a safetensors file, which starts with a header length of {}",
@@ -393,7 +330,7 @@ SafetensorsHeader read_safetensors_header(const InputFile& input, const std::str
   check_length(length, input.size(), where);  // before memory for it is allocated
   std::string json(length, '\0');
   input.read(kLengthBytes, std::as_writable_bytes(std::span(json)));
-  return parse_safetensors_header(json, input.size(), file);
+  return parse_safetensors_header(json, input.size(), file, stop);
 }
 
 int safetensors_dtype_bits(std::string_view dtype) {
@@ -414,31 +351,38 @@ const char* dtype_to_safetensors(DType dtype) {
 
 SafetensorsLayout lay_out_safetensors(std::vector<StoredTensor>& tensors,
                                       const std::vector<std::pair<std::string, std::string>>& metadata) {
+  HALFBYTE_CHECK(tensors.size() <= kMaxFileTensors, bad_input,
+                 "a file would have {} tensors, more than the limit of {}", tensors.size(), kMaxFileTensors);
+  HALFBYTE_CHECK(metadata.size() <= kMaxMetadataEntries, bad_input,
+                 "{} would have {} keys, more than the limit of {}", kMetadata, metadata.size(),
+                 kMaxMetadataEntries);
   std::ranges::sort(tensors, [](const StoredTensor& a, const StoredTensor& b) {
     const int bits_a = safetensors_dtype_bits(a.dtype), bits_b = safetensors_dtype_bits(b.dtype);
     return bits_a != bits_b ? bits_a > bits_b : a.name < b.name;
   });
   const auto tensor_name = [&](size_t i) -> const std::string& { return tensors[i].name; };
-  if (const std::string* name = find_duplicate(tensors.size(), tensor_name))
-    HALFBYTE_FAIL(bad_input, "{} would be written twice", in_tensor("", *name));
+  if (const auto twice = find_duplicate(tensors.size(), tensor_name))
+    HALFBYTE_FAIL(bad_input, "{} would be written twice", in_tensor("", tensor_name(*twice)));
 
-  const auto quoted = [](std::string_view text) { return nlohmann::json(text).dump(); };
   std::vector<std::string> entries;
   if (!metadata.empty()) {
     std::vector<std::string> pairs;
-    for (const auto& [key, value] : metadata) pairs.push_back(quoted(key) + ":" + quoted(value));
-    entries.push_back(fmt::format("{}:{{{}}}", quoted(kMetadata), fmt::join(pairs, ",")));
+    for (const auto& [key, value] : metadata) pairs.push_back(json_quoted(key) + ":" + json_quoted(value));
+    entries.push_back(fmt::format("{}:{{{}}}", json_quoted(kMetadata), fmt::join(pairs, ",")));
   }
   uint64_t num_bytes = 0;
   for (StoredTensor& tensor : tensors) {
+    HALFBYTE_CHECK(tensor.shape.size() <= kMaxRank, bad_input,
+                   "{} has {} dimensions, more than the limit of {}", in_tensor("", tensor.name),
+                   tensor.shape.size(), kMaxRank);
     tensor.offset = num_bytes;
     tensor.num_bytes = data_bytes(tensor, "");
     num_bytes += tensor.num_bytes;
     HALFBYTE_CHECK(num_bytes <= INT64_MAX, bad_input, "{} makes the file larger than 2^63 - 1 bytes",
                    in_tensor("", tensor.name));
     entries.push_back(fmt::format(R"({}:{{"dtype":{},"shape":[{}],"data_offsets":[{},{}]}})",
-                                  quoted(tensor.name), quoted(tensor.dtype), fmt::join(tensor.shape, ","),
-                                  tensor.offset, num_bytes));
+                                  json_quoted(tensor.name), json_quoted(tensor.dtype),
+                                  fmt::join(tensor.shape, ","), tensor.offset, num_bytes));
   }
   std::string json = fmt::format("{{{}}}", fmt::join(entries, ","));
   json.resize((json.size() + 7) / 8 * 8, ' ');

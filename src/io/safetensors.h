@@ -11,10 +11,9 @@
 
 #include "halfbyte/checkpoint.hpp"
 #include "io/file.h"
+#include "io/json.h"
 
 namespace halfbyte::io {
-
-inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference
 
 struct SafetensorsHeader {
   std::vector<StoredTensor> tensors;  // in the order of their data; offsets from the file's start
@@ -24,9 +23,10 @@ struct SafetensorsHeader {
 // Parses the JSON text of a header of a file of `file_bytes` bytes. `file` is for StoredTensor::file
 // and messages. Error(bad_input) naming the tensor or the byte.
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t file_bytes,
-                                           const std::string& file);
+                                           const std::string& file, const Stop& stop = {});
 // Reads and parses the header of an open file.
-SafetensorsHeader read_safetensors_header(const InputFile& input, const std::string& file);
+SafetensorsHeader read_safetensors_header(const InputFile& input, const std::string& file,
+                                          const Stop& stop = {});
 
 // Bits of one element of a safetensors dtype word; 0 if unknown.
 int safetensors_dtype_bits(std::string_view dtype);
@@ -36,7 +36,8 @@ const char* dtype_to_safetensors(DType dtype);
 
 // Lays out `tensors` (name, dtype, shape set) as writers do: by descending dtype size, then name;
 // fills offset and num_bytes, reorders the vector; returns the first bytes of the file (length and
-// header, padded with spaces to 8) and the total size of the file.
+// header, padded with spaces to 8) and the total size of the file. Error(bad_input) naming what is beyond the
+// limits of reading (io/limits.h).
 struct SafetensorsLayout {
   std::string prefix;
   uint64_t file_bytes = 0;

@@ -31,13 +31,55 @@ namespace io {
 namespace {
 
 constexpr size_t kMaxMatchedName = 1024;  // std::regex recurses
+// Bytes of a pattern of others, and how often braces may repeat them in all: the states of its automaton.
+constexpr size_t kMaxPatternBytes = 4096, kMaxPatternStates = 8192;
 
-// The regular expressions of --include or --exclude.
+// No fewer than the automaton of the pattern has. Other braces are errors of the pattern.
+size_t num_states(const std::string& pattern) {
+  size_t states = pattern.size();
+  for (size_t at = 0; (at = pattern.find('{', at)) != std::string::npos && states <= kMaxPatternStates;
+       ++at) {
+    size_t most = 1;
+    for (size_t begin = at + 1, end; begin < pattern.size(); begin = end + 1) {
+      end = std::min(pattern.find_first_not_of("0123456789", begin), pattern.size());
+      if (end - begin > 4) return kMaxPatternStates + 1;
+      if (end > begin) most = std::max<size_t>(most, std::stoul(pattern.substr(begin, end - begin)));
+      if (end == pattern.size() || pattern[end] != ',') break;
+    }
+    states *= most;
+  }
+  return states;
+}
+
+// A backslash and a number. std::regex does not see numbers that overflow.
+bool has_back_reference(const std::string& pattern) {
+  for (size_t at = 0; (at = pattern.find('\\', at)) != std::string::npos && at + 1 < pattern.size(); at += 2)
+    if (pattern[at + 1] >= '1' && pattern[at + 1] <= '9') return true;
+  return false;
+}
+
+// Regular expressions that are searched in names.
 class NameFilter {
  public:
-  NameFilter(const char* option, const std::vector<std::string>& expressions) : option_(option) {
+  // Ours, of few states.
+  NameFilter(const char* name, const char* expression)
+      : option_(name), expressions_{std::regex(expression, std::regex::ECMAScript | std::regex::optimize)} {}
+
+  // Those of --include or --exclude. Anything that backtracks would take time exponential in a name for some,
+  // so all are followed at once, and a match is one of the whole name. There are no back-references then.
+  NameFilter(const char* option, const std::vector<std::string>& expressions)
+      : option_(option), is_whole_(true) {
+    constexpr auto kSyntax = std::regex::ECMAScript | std::regex_constants::__polynomial;
     for (const std::string& text : expressions) try {
-        expressions_.emplace_back(text, std::regex::ECMAScript | std::regex::optimize);
+        HALFBYTE_CHECK(
+            text.size() <= kMaxPatternBytes && num_states(text) <= kMaxPatternStates, usage,
+            "{}: \"{}\" is too long, or repeats too much: at most {} bytes, and with repetitions in "
+            "braces {}",
+            option_, printable(text), kMaxPatternBytes, kMaxPatternStates);
+        HALFBYTE_CHECK(!has_back_reference(text), usage, "{}: \"{}\" has a back-reference, as \\1", option_,
+                       printable(text));
+        std::regex alone(text, kSyntax);  // which must be an expression
+        expressions_.emplace_back("[\\s\\S]*(?:" + text + ")[\\s\\S]*", kSyntax | std::regex::optimize);
       } catch (const std::regex_error& error) {
         HALFBYTE_FAIL(usage, "{}: \"{}\" is not a regular expression: {}", option_, printable(text),
                       error.what());
@@ -46,8 +88,9 @@ class NameFilter {
   bool matches(const std::string& name) const {
     if (name.size() > kMaxMatchedName) return false;
     try {
-      return std::ranges::any_of(expressions_,
-                                 [&](const std::regex& e) { return std::regex_search(name, e); });
+      return std::ranges::any_of(expressions_, [&](const std::regex& e) {
+        return is_whole_ ? std::regex_match(name, e) : std::regex_search(name, e);
+      });
     } catch (const std::regex_error& error) {
       HALFBYTE_FAIL(usage, "{}: too complex for \"{}\": {}", option_, printable(name), error.what());
     }
@@ -55,20 +98,21 @@ class NameFilter {
 
  private:
   const char* option_;
+  bool is_whole_ = false;
   std::vector<std::regex> expressions_;
 };
 
 // For architectures that the table does not have. Names of embeddings; of heads, norms and routers, which
 // lose more than they save.
 const NameFilter& embedding_names() {
-  static const NameFilter filter("embeddings",
-                                 {R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)"});
+  static const auto& filter =
+      *new NameFilter("embeddings", R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)");
   return filter;
 }
 const NameFilter& kept_names() {
-  static const NameFilter filter(
+  static const auto& filter = *new NameFilter(
       "kept",
-      {R"(lm_head|^(output|head|score|classifier)\.weight$|norm|(gate|router|router\.layer)\.weight$)"});
+      R"(lm_head|^(output|head|score|classifier)\.weight$|norm|(gate|router|router\.layer)\.weight$)");
   return filter;
 }
 
@@ -484,12 +528,16 @@ std::string with_digits(const std::string& pattern) {
 // the end of it.
 std::vector<std::string> spelled_for_bitsandbytes(const std::set<std::string>& skips,
                                                   const std::set<std::string>& quantized) {
+  const auto reversed = [](const std::string& text) { return std::string(text.rbegin(), text.rend()); };
+  std::set<std::string> endings;  // of the quantized modules, each from its end on
+  for (const std::string& module : quantized) endings.insert(reversed(module));
   std::vector<std::string> result;
   for (std::string skip : skips) {
     if (skip.ends_with(kBelow)) skip.pop_back();
     skip = with_digits(skip);
-    const bool covers_more =
-        std::ranges::any_of(quantized, [&](const std::string& module) { return module.ends_with(skip); });
+    const std::string ending = reversed(skip);
+    const auto module = endings.lower_bound(ending);
+    const bool covers_more = module != endings.end() && module->starts_with(ending);
     result.push_back(covers_more ? skip + "$" : skip);
   }
   return result;

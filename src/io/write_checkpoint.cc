@@ -145,11 +145,12 @@ struct CheckpointWriter::Impl {
   io::Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(const io::Item& item) const;
   uint64_t output_bytes(const io::Item& item) const;
-  io::ModelQuantization quantization() const;
+  const io::ModelQuantization& quantization() const;  // of the items, which are complete
   void take_quantized(io::Item& item) const;
   void write_block(io::OutputCheckpoint& to, const io::Item& item, const io::Block& block,
                    io::BlockWorker& worker) const;
   void write_constants(io::OutputCheckpoint& to, const io::Item& item) const;
+  io::FileContent content_of(size_t file) const;
   void write_file(io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress);
   void verify(const io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress) const;
 
@@ -157,6 +158,7 @@ struct CheckpointWriter::Impl {
   std::vector<const io::Given*> given_of_;  // of the weights of input_; null: of the base
   io::Selection selection_;
   std::vector<io::Item> items_;  // one for each weight of selection_
+  mutable std::optional<io::ModelQuantization> quantization_;
   io::OutputFiles files_;
   CheckpointReport report_;
 };
@@ -165,7 +167,7 @@ struct CheckpointWriter::Impl {
 
 void CheckpointWriter::Impl::open_base() {
   if (!options.base.empty()) {
-    input_ = io::open_checkpoint(options.base);
+    input_ = io::open_checkpoint(options.base, io::stop_of(options.progress));
     io::refuse_foreign(*input_);
   } else {
     input_ = std::make_unique<Checkpoint::Impl>();
@@ -337,10 +339,13 @@ uint64_t CheckpointWriter::Impl::output_bytes(const io::Item& item) const {
   return sum;
 }
 
-io::ModelQuantization CheckpointWriter::Impl::quantization() const {
-  std::vector<const io::QuantizedWeight*> targets;
-  for (const io::Item& item : items_) targets.push_back(item.target);
-  return io::model_quantization(selection_, layout, options.force_layout, targets);
+const io::ModelQuantization& CheckpointWriter::Impl::quantization() const {
+  if (!quantization_) {
+    std::vector<const io::QuantizedWeight*> targets;
+    for (const io::Item& item : items_) targets.push_back(item.target);
+    quantization_ = io::model_quantization(selection_, layout, options.force_layout, targets);
+  }
+  return *quantization_;
 }
 
 void CheckpointWriter::Impl::plan_files() {
@@ -383,6 +388,7 @@ void CheckpointWriter::Impl::plan_files() {
   files_ = io::output_files(*input_, weights, bytes, options.shard_bytes);
   if (options.base.empty())
     for (auto& sources : files_.sources) sources.clear();
+  io::check_output(*input_, files_, [&](size_t file) { return content_of(file); });
   report_.reader = selection_.reader;
   report_.architecture = selection_.architecture;
   report_.readers = io::reader_verdicts(selection_, layout, as, is_dense);
@@ -404,7 +410,7 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   }
   io::set_metadata(metadata, "format", "mlx");
   if (report_.num_quantized == 0) return metadata;
-  const io::ModelQuantization all = quantization();
+  const io::ModelQuantization& all = quantization();
   for (const size_t i : files_.weights[file])
     if (items_[i].target != nullptr && !all.modules.contains(io::module_of(items_[i].target->name))) {
       io::set_metadata(metadata, "quantization", io::mlx_quantization(all.spec));
@@ -461,13 +467,19 @@ void CheckpointWriter::Impl::take_quantized(io::Item& item) const {
   io::check_values(item.source.name, *item.quantized);
 }
 
+io::FileContent CheckpointWriter::Impl::content_of(size_t file) const {
+  std::vector<StoredTensor> tensors;
+  for (const size_t i : files_.weights[file])
+    for (StoredTensor& tensor : tensors_of(items_[i])) tensors.push_back(std::move(tensor));
+  return {std::move(tensors), metadata_of(file)};
+}
+
 void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress) {
   struct Task {
     size_t item;
     const io::OutputWeight* copy;  // null: of what is given
     int64_t begin, count;          // elements of what is quantized, otherwise bytes
   };
-  std::vector<StoredTensor> tensors;
   std::vector<Task> tasks;
   const auto add_bytes = [&](size_t i, const io::OutputWeight* copy, uint64_t num_bytes) {
     for (int64_t begin = 0, end = static_cast<int64_t>(num_bytes); begin < end; begin += io::kCopyBytes)
@@ -475,8 +487,8 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
   };
   for (const size_t i : files_.weights[file]) {
     io::Item& item = items_[i];
+    to.poll();
     if (item.given != nullptr && item.target != nullptr) take_quantized(item);
-    for (StoredTensor& tensor : tensors_of(item)) tensors.push_back(std::move(tensor));
     for (const io::OutputWeight& copy : item.copies) add_bytes(i, &copy, io::num_bytes(*input_, copy));
     if (item.given == nullptr) continue;
     if (item.target == nullptr) {
@@ -488,7 +500,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
     for (int64_t begin = 0, n = io::num_elements(item.source.shape); begin < n; begin += tasks.back().count)
       tasks.push_back({i, nullptr, begin, io::block_at(*item.target, begin, most).count});
   }
-  to.begin_file(file, std::move(tensors), metadata_of(file));
+  to.begin_file(file, content_of(file));
   std::vector<io::BlockWorker> workers(static_cast<size_t>(effective_threads(options.num_threads)));
   parallel_for(std::ssize(tasks), 1, options.num_threads, [&](int64_t first, int64_t last, int w) {
     io::BlockWorker& worker = workers[static_cast<size_t>(w)];
@@ -510,7 +522,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
     }
   });
   for (const size_t i : files_.weights[file])
-    if (items_[i].quantized) write_constants(to, items_[i]);
+    if (items_[i].quantized) to.poll(), write_constants(to, items_[i]);
 }
 
 void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, size_t file,
@@ -528,7 +540,7 @@ void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, size_t file,
     }
     for (const io::OutputWeight& copy : item.copies) checks.push_back({&copy, nullptr, nullptr});
   }
-  io::verify_file(*input_, to.temporary_path(), checks, options.num_threads, progress);
+  to.verify(checks, options.num_threads, progress);
 }
 
 CheckpointReport CheckpointWriter::Impl::finish() {
@@ -550,13 +562,14 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   std::map<std::string, std::string> texts;  // of other files
   if (report_.num_quantized > 0) {
     report_.layout = options.layout;
-    const io::ModelQuantization all = quantization();
+    const io::ModelQuantization& all = quantization();
     HALFBYTE_CHECK(
         all.modules.empty() || !config.empty(), usage,
         "writer: weights of layout mlx differ in bits or group size, which only config.json can tell");
     if (!config.empty()) config = io::with_quantization(config, all);
     if (input_->is_directory) texts = io::files_beside_config(all);
   }
+  if (!config.empty()) io::check_config(config);  // it must be valid before hours of work
   std::erase_if(side_files.copied, [&](const std::string& name) { return texts.contains(name); });
   report_.copied_files = side_files.copied;
   report_.skipped_files = side_files.skipped;
@@ -569,7 +582,8 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   }
   io::ProgressReporter reporter(options.progress);
   io::ProgressPhase writing(reporter, "write", written), verifying(reporter, "verify", verified);
-  io::OutputCheckpoint to(*input_, output, options.force, files_);
+  io::OutputCheckpoint to(*input_, output, options.force, files_, side_files, reporter);
+  to.reserve([&](size_t file) { return content_of(file); });
   for (size_t file = 0; file < files_.names.size(); ++file) {
     write_file(to, file, writing);
     if (options.verify) verify(to, file, verifying);
@@ -577,7 +591,7 @@ CheckpointReport CheckpointWriter::Impl::finish() {
     to.commit_file();
     for (const size_t i : files_.weights[file]) items_[i].quantized.reset(), items_[i].dense = {};
   }
-  to.finish(side_files, config, texts);
+  to.finish(config, texts);
   return std::move(report_);
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/checks.h"
 #include "cuda/kernel_pack.h"
+#include "halfbyte/output.hpp"
 #include "io/file.h"
 #include "kernels/kernels.h"
 
@@ -86,7 +87,9 @@ KernelPackReport write_kernel_pack(const std::string& path, const KernelPackOpti
   const std::vector<PackKernel> kernels = kernels_of(options);
   const int64_t total = count_of_shard(options, kernels.size());
 
-  io::OutputFile file(path, 0, options.force);
+  remove_leftovers(path);
+  // A pack that others may write to would be refused.
+  io::OutputFile file(path, 0, options.force, 0644);
   cuda::KernelPackWriter writer(
       [&](uint64_t offset, std::string_view bytes) { file.write(offset, std::as_bytes(std::span(bytes))); });
   KernelPackReport report;

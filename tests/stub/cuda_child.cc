@@ -7,6 +7,7 @@
 //   cuda_child pack PACK TARGET CONFIG...  writes a pack of such kernels
 //   cuda_child memory BYTES             allocates, copies there and back
 //   cuda_child matmul              products by cuBLASLt: how many were right
+//   cuda_child stream              calls with a stream of another device
 //   cuda_child sticky                   an error that the device keeps, then everything else
 //
 // An Error is printed; its code is the exit code.
@@ -152,6 +153,25 @@ void matmul() {
   fmt::print("{} right\n", num_right);
 }
 
+int stream() {
+  const Device other{DeviceKind::cuda, 1};
+  const Memory memory(kDevice, 64);
+  const Stream stream(other);
+  const cuda::CUfunction function = cuda::get_kernel(cuda::context(0), spec_of("first"));
+  const cuda::Scope scope(cuda::context(0));
+  const std::function<void()> calls[] = {
+      [&] {
+        cuda::launch(function, {1, 32}, stream.handle(), 0);
+      },
+      [&] { cuda::synchronize(stream.handle()); },
+      [&] { copy(kDevice, memory.data(), memory.data(), 1, stream.handle()); },
+      [&] { cuda::fill(memory.data(), 0, 1, stream.handle()); },
+  };
+  int code = 0;
+  for (const auto& call : calls) code = report(call);
+  return code;
+}
+
 int sticky() {
   const Memory before(kDevice, 64);
   const Stream stream(kDevice);
@@ -185,5 +205,6 @@ int main(int argc, char** argv) {
     return report([&] { write_pack(words[1], words[2], {words.begin() + 3, words.end()}); });
   if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
   if (words[0] == "matmul") return report(matmul);
+  if (words[0] == "stream") return stream();
   return sticky();
 }

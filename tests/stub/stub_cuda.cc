@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <vector>
 
 #include "stub/stub.h"
 
@@ -19,6 +21,21 @@ constexpr int kOutOfMemory = 2;
 constexpr size_t kMemoryBytes = size_t{1} << 30;
 
 int sticky = 0;
+
+constexpr int kInvalidHandle = 400;
+struct Context {
+  int device;
+};
+thread_local std::vector<Context*> contexts;  // the last is current
+
+struct Stream {
+  Context* context;
+};
+// Of a call that is given a stream.
+int result_on(const Stream* stream) {
+  const bool is_foreign = stream != nullptr && !contexts.empty() && stream->context != contexts.back();
+  return is_foreign ? kInvalidHandle : sticky;
+}
 
 // And its only function: cuda_child prints the hash of the image.
 struct Module {
@@ -65,13 +82,28 @@ int cuDeviceTotalMem_v2(size_t* num_bytes, int) {
   *num_bytes = kMemoryBytes;
   return 0;
 }
-int cuDevicePrimaryCtxRetain(void** context, int) {
-  static int the_context;
-  *context = &the_context;
+int cuDevicePrimaryCtxRetain(Context** context, int device) {
+  static std::map<int, Context> primary;
+  *context = &primary.emplace(device, Context{device}).first->second;
   return 0;
 }
-int cuCtxPushCurrent_v2(void*) { return 0; }
-int cuCtxPopCurrent_v2(void**) { return 0; }
+int cuCtxPushCurrent_v2(Context* context) {
+  contexts.push_back(context);
+  return 0;
+}
+int cuCtxPopCurrent_v2(Context** context) {
+  *context = contexts.back();
+  contexts.pop_back();
+  return 0;
+}
+int cuCtxGetCurrent(Context** context) {
+  *context = contexts.empty() ? nullptr : contexts.back();
+  return sticky;
+}
+int cuCtxGetDevice(int* device) {
+  *device = contexts.back()->device;
+  return sticky;
+}
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
   *free_bytes = *total_bytes = kMemoryBytes;
   return sticky;
@@ -84,7 +116,10 @@ int cuPointerGetAttributes(unsigned count, int* attributes, void** values, unsig
 int cuMemAlloc_v2(unsigned long long* pointer, size_t num_bytes) {
   if (sticky != 0) return sticky;
   if (num_bytes > kMemoryBytes) return kOutOfMemory;
-  *pointer = reinterpret_cast<unsigned long long>(std::aligned_alloc(256, (num_bytes + 255) / 256 * 256));
+  const size_t rounded = (num_bytes + 255) / 256 * 256;
+  void* const memory = std::aligned_alloc(256, rounded);
+  std::memset(memory, 0, rounded);  // what kernels leave there must not differ from run to run
+  *pointer = reinterpret_cast<unsigned long long>(memory);
   return 0;
 }
 int cuMemFree_v2(unsigned long long pointer) {
@@ -98,11 +133,13 @@ int cuMemHostAlloc(void** pointer, size_t num_bytes, unsigned) {
   return result;
 }
 int cuMemFreeHost(void* pointer) { return cuMemFree_v2(reinterpret_cast<unsigned long long>(pointer)); }
-int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t num_bytes, void*) {
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t num_bytes, Stream* stream) {
+  if (const int result = result_on(stream); result != 0) return result;
   std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), num_bytes);
   return sticky;
 }
-int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes, void*) {
+int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes, Stream* stream) {
+  if (const int result = result_on(stream); result != 0) return result;
   std::memset(reinterpret_cast<void*>(to), value, num_bytes);
   return sticky;
 }
@@ -110,13 +147,19 @@ int cuMemsetD32Async(unsigned long long to, unsigned value, size_t num_words, vo
   for (size_t i = 0; i < num_words; ++i) std::memcpy(reinterpret_cast<void*>(to + 4 * i), &value, 4);
   return sticky;
 }
-int cuStreamCreate(void** stream, unsigned) {
-  static int the_stream;
-  *stream = &the_stream;
+int cuStreamCreate(Stream** stream, unsigned) {
+  *stream = new Stream{contexts.back()};
   return sticky;
 }
-int cuStreamDestroy_v2(void*) { return sticky; }
-int cuStreamSynchronize(void*) { return sticky; }
+int cuStreamDestroy_v2(Stream* stream) {
+  delete stream;
+  return sticky;
+}
+int cuStreamGetCtx(Stream* stream, Context** context) {
+  *context = stream->context;
+  return sticky;
+}
+int cuStreamSynchronize(Stream* stream) { return result_on(stream); }
 int cuStreamBeginCapture_v2(void*, int) { return sticky; }
 int cuStreamEndCapture(void*, void**) { return sticky; }
 int cuGraphInstantiateWithFlags(void**, void*, unsigned long long) { return sticky; }
@@ -150,8 +193,9 @@ int cuModuleGetFunction(const Module** function, Module* module, const char*) {
   return sticky;
 }
 int cuFuncSetAttribute(void*, int, int) { return sticky; }
-int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-                   void**) {
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   Stream* stream, void**, void**) {
+  if (const int result = result_on(stream); result != 0) return result;
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
 int cuLaunchKernelEx(const void*, void*, void**, void**) {

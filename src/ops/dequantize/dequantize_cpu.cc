@@ -211,7 +211,9 @@ HWY_INLINE void decode_nibbles(const DequantizeProblem& problem, int64_t row, in
                                uint8_t* out) {
   const formats::Codec codec = problem.codec;
   const uint8_t* packed = problem.codes + row * problem.shape.row_bytes + begin / 2;
-  const int64_t group_size = problem.one_group ? problem.shape.cols : problem.shape.group_size;
+  // A group may be said to be as long as there are numbers: the ends of those in the row are no overflow.
+  const int64_t group_size =
+      problem.one_group ? problem.shape.cols : std::min(problem.shape.group_size, problem.shape.cols);
   int64_t group = group_of(problem, row, begin);
   int64_t end = group_size - begin % group_size;
   const __m512i mask = _mm512_set1_epi32(0x000F000F);

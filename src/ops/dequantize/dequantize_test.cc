@@ -110,8 +110,9 @@ TEST(Dequantize, EveryGranularityAndThreadCountEqualsTheOracle) {
   for (int i = 0; i < (testing::kSanitized ? 60 : 600); ++i) {
     QuantSpec spec = specs[random() % specs.size()];
     spec.granularity = static_cast<Granularity>(random() % 4);
-    const int64_t sizes[] = {1, 3, 7, 8, 16, 32, 50, 64, 96, 100, 128, 256, 1000};
-    spec.group_size = sizes[random() % 13];
+    const int64_t sizes[] = {1,  3,  7,   8,   16,  32,   50,
+                             64, 96, 100, 128, 256, 1000, std::numeric_limits<int64_t>::max() / 32 * 32};
+    spec.group_size = sizes[random() % std::size(sizes)];
     const auto rows = static_cast<int64_t>(random() % 20), cols = static_cast<int64_t>(random() % 9000);
     const DType dtype = testing::kFloatDTypes[random() % 4];
     Parts parts = random_parts(spec, rows, cols, random);

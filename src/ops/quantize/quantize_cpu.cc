@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 
+#include "core/fork.h"
 #include "ops/quantize/quantize_ref.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -663,8 +664,8 @@ std::shared_ptr<const void> PrepareCpu(const QuantizeProblem& problem) {
       formats::Codec codec;
       std::shared_ptr<const Bf16Lookup> lookup;
     };
-    static std::mutex mutex;
-    static std::array<Entry, 4> entries;
+    static auto& mutex = *new ForkSafeMutex;
+    static auto& entries = *new std::array<Entry, 4>;
     static size_t oldest = 0;
     const std::lock_guard lock(mutex);
     for (const Entry& entry : entries)

@@ -244,7 +244,7 @@ TEST(Reorder, NoPackedForm) {
   spec.granularity = Granularity::group;
   // 32 rows of them are too many.
   EXPECT_NE(message(spec, 1, int64_t{1} << 59).find("exceeds 2^63 - 1 bytes"), std::string::npos);
-  EXPECT_NE(message(spec, INT64_MAX, 0).find("exceeds 2^63 - 1 bytes"), std::string::npos);
+  EXPECT_NE(message(spec, INT64_MAX, 0).find("exceeds 2^63 - 1 bits"), std::string::npos);
   EXPECT_NE(message(spec, -1, 64).find("negative"), std::string::npos);
 }
 

@@ -1,0 +1,52 @@
+// Temporary names: of what is written before it is complete. All of them are made here, so that nobody can
+// guess one, nothing that is there is opened, and a later run can tell what a killed one left.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace halfbyte {
+
+// Whether it has the form of a temporary name, ".NAME.halfbyte-PID-RANDOM": NAME is the beginning of the name
+// of what is written, RANDOM 64 bits of the system's random numbers in hexadecimal digits.
+bool is_temporary_name(std::string_view name);
+// And whether it is one of an output of this name.
+bool is_temporary_name_of(std::string_view name, std::string_view output_name);
+
+// "." for a name without a slash.
+std::string parent_of(const std::string& path);
+
+// A new file beside `path`, open for reading and writing, and locked (flock) until the last descriptor of it
+// is closed: what is locked is in use. Not locked where the file system has no locks. `mode` as open() takes
+// it. Throws std::system_error.
+struct TemporaryFile {
+  int fd;  // the caller's to close
+  std::string path;
+};
+TemporaryFile make_temporary_file(const std::string& path, unsigned mode);
+
+// A new directory beside `path`, of mode 0700. A file "lock" in it is locked as long as this lives, and shows
+// that the directory is one of these.
+class LockedDirectory {
+ public:
+  explicit LockedDirectory(const std::string& path);  // throws std::system_error
+  LockedDirectory(LockedDirectory&&) = delete;
+  ~LockedDirectory();                                // remove()
+  const std::string& path() const { return path_; }  // empty once it is removed
+  // Removes it with all it holds; links in it are not followed. The error of what could not be removed, or 0.
+  int remove() noexcept;
+
+ private:
+  std::string path_;
+  int directory_ = -1, lock_ = -1;
+};
+
+// What is there under a temporary name of the output: removed, if it is one of ours that nobody uses.
+struct LeftoverState {
+  bool gone = false;     // somebody else removed it, or it is complete by now
+  std::string why_kept;  // empty: it was removed
+};
+LeftoverState remove_leftover(const std::string& directory, const std::string& name,
+                              const std::string& output_name);
+
+}  // namespace halfbyte
