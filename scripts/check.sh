@@ -104,6 +104,12 @@ stage_sanitizers() {  # unit tests under AddressSanitizer and UndefinedBehaviorS
   run_sanitizer tsan src/{cpu,cuda,io}
 }
 
+stage_campaign() {  # attacks on the tool and the library: a part of each section of scripts/campaign.sh
+  local part=(--quick --seed "$seed")
+  if ((full)); then part=(--seed "$seed"); fi
+  scripts/campaign.sh "${part[@]}"
+}
+
 # ---- What they use
 
 # find_in_toolkit GIVEN NAME WHEEL_NAME: GIVEN, or the path of NAME in a CUDA toolkit, or of WHEEL_NAME in a wheel.

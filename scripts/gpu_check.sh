@@ -10,7 +10,7 @@
 #       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them.
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
-# the tests of the Python package, those of halfbyte.torch too; layers, which times its linear layers beside dense ones and those of
+# the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
 # bitsandbytes; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
@@ -31,6 +31,7 @@ bundle() {
   fi
   rm -rf "$to"/lib/pkgconfig
   cp "$build"/halfbyte_cuda_tests "$to/bin"
+  cp "$build"/tests/libdriver_proxy.so "$to/lib"
   strip "$to"/bin/*
   du -sh "$to"
 }
@@ -152,6 +153,10 @@ section_python() {
   done
   return $failed
 }
+section_devices() {
+  HALFBYTE_BUILD=$from HALFBYTE_CAMPAIGN=$work/campaign HALFBYTE_PROXY=$from/lib/libdriver_proxy.so HALFBYTE_PROXY_DRIVER=libcuda.so.1 \
+    PYTHONPATH=tests:$PYTHONPATH python3 -m campaign --quick devices
+}
 section_layers() {
   use_package || return 1
   python3 bench/peer_linear.py | tee "$out/layers.json" && python3 bench/python_overhead.py | tee -a "$out/layers.json"
@@ -194,9 +199,9 @@ section_qgemm() {
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480 [layers]=150)
+  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests [python]=python [layers]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do

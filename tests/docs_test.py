@@ -1,5 +1,5 @@
 """What the pages say compiles, runs and exists: every block of C++, C and Python of README.md and docs/, the programs and
-tests that docs/migrating.md names.
+tests that docs/migrating.md names, the tests of the catalogues in docs/reliability.md and docs/security.md.
 
 A block is part of a program. What it uses and does not declare, a comment in front of it declares, which readers do not
 see: <!-- compile: DECLARATIONS -->. `...` stands for code that is left out. The blocks of Python of a page are one program;
@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from campaign.base import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,3 +72,47 @@ def test_migrating_names_what_there_is():
     assert named and named <= tests, named - tests
     for link in re.findall(r"\]\(\.\./([^)#]+)\)", page):
         assert (ROOT / link).exists(), link
+
+
+def known_tests():
+    """As the catalogues name them."""
+    known = {f"campaign `{section}`" for section in SECTIONS}
+    script = (ROOT / "scripts" / "gpu_check.sh").read_text()
+    known |= {f"gpu_check `{section}`" for section in re.findall(r"^section_(\w+)\(\)", script, re.MULTILINE)}
+    for source in [*(ROOT / "src").rglob("*_test.cc"), *(ROOT / "tests").glob("*_test.cc")]:
+        found = re.findall(r"^TEST(?:_F|_P)?\((\w+),\s*(\w+)\)", source.read_text(), re.MULTILINE)
+        known |= {f"`{suite}.{test}`" for suite, test in found}
+    for source in (ROOT / "tests").rglob("*_test.py"):
+        name = source.relative_to(ROOT / "tests")
+        known.add(f"`{name}`")
+        known |= {f"`{name}::{test}`" for test in re.findall(r"^def (test_\w+)", source.read_text(), re.MULTILINE)}
+    return known
+
+
+def rows_with_tests(page):
+    """Of the tables whose last column is "test": their cells."""
+    inside = False
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not cells:
+            inside = False
+        elif cells[-1] == "test":
+            inside = True
+        elif inside and set(cells[-1]) != {"-"}:
+            yield cells
+
+
+@pytest.mark.parametrize("page", ["reliability.md", "security.md"])
+def test_every_row_has_a_test_that_exists(page):
+    known, rows = known_tests(), list(rows_with_tests(page))
+    assert rows
+    for cells in rows:
+        named = re.split(r",\s*", cells[-1]) if cells[-1] else []
+        assert named or cells[-2].startswith("does not apply: "), f"{cells[0]} names no test"
+        assert set(named) <= known, f"{cells[0]} names {set(named) - known}"
+
+
+def test_the_catalogue_is_whole():
+    ids = [cells[0] for cells in rows_with_tests("reliability.md")]
+    last = {"F": 20, "O": 11, "C": 10, "P": 11, "V": 11}
+    assert ids == [f"{letter}{number}" for letter, count in last.items() for number in range(1, count + 1)]
