@@ -34,6 +34,7 @@ uint64_t input_bytes(const std::string& path) {
   uint64_t sum = 0;
   // Not by the iterators of std::filesystem, which end the process for want of memory.
   const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()), ::closedir);
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): of `directory`
   while (const dirent* const entry = directory ? ::readdir(directory.get()) : nullptr) {
     if (!std::string_view(entry->d_name).ends_with(".safetensors")) continue;
     const uint64_t size = fs::file_size(fs::path(path) / entry->d_name, error);

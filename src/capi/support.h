@@ -69,12 +69,14 @@ inline constexpr size_t kLargestStruct = 4096;  // more is not a struct_size but
 template <class T>
 bool cuts_field(size_t size);
 #define HALFBYTE_CUTS(field) || (offsetof(S, field) < size && size < offsetof(S, field) + sizeof(S::field))
+// NOLINTBEGIN(bugprone-macro-parentheses)
 #define HALFBYTE_STRUCT(name, fields)         \
   template <>                                 \
   inline bool cuts_field<name>(size_t size) { \
     using S = name;                           \
     return false fields;                      \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 #include "capi/fields.h"
 #undef HALFBYTE_STRUCT
 #undef HALFBYTE_CUTS

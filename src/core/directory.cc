@@ -23,7 +23,7 @@ std::vector<std::string> names_in(const std::string& directory, std::error_code&
   if (!entries && errno == ENOMEM) throw std::bad_alloc();
   // An error and the end are told apart by errno alone.
   while (entries && (errno = 0) == 0) {
-    const dirent* const entry = ::readdir(entries.get());
+    const dirent* const entry = ::readdir(entries.get());  // NOLINT(concurrency-mt-unsafe): of `entries`
     if (entry == nullptr) break;
     const std::string_view name = entry->d_name;
     if (name != "." && name != "..") names.emplace_back(name);

@@ -201,11 +201,11 @@ void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> file_bytes) {
   // First, as it takes no time where there is too little, and is all that some file systems can do.
   directory_->check_space(total_bytes + side_bytes_, file_bytes.size() + side_bytes.size());
   for (size_t i = 0; i < file_bytes.size(); ++i) {
-    OutputFile(*directory_, files_.names[i], file_bytes[i]);
+    const OutputFile created(*directory_, files_.names[i], file_bytes[i]);
     reporter_.poll();
   }
   for (size_t i = 0; i < side_bytes.size(); ++i) {
-    OutputFile(*directory_, side_files_.copied[i], side_bytes[i]);
+    const OutputFile created(*directory_, side_files_.copied[i], side_bytes[i]);
     reporter_.poll();
   }
 }

@@ -145,7 +145,7 @@ class Builder final : public JsonEvents {
   }
 
  private:
-  struct Member {
+  struct Member {  // NOLINT(bugprone-exception-escape): as nlohmann says, a value that moves throws nothing
     std::string key;
     Json value;
   };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -768,7 +769,7 @@ void compare_given(const VerifyItem& item, const Block& block, VerifyBuffers& bu
   const auto* const y = reinterpret_cast<const float*>(buffers.y.data());
   if (std::memcmp(x, y, static_cast<size_t>(block.count) * 4) == 0) return;
   for (int64_t i = 0; i < block.count; ++i)
-    HALFBYTE_CHECK(std::memcmp(x + i, y + i, 4) == 0, verify,
+    HALFBYTE_CHECK(std::bit_cast<uint32_t>(x[i]) == std::bit_cast<uint32_t>(y[i]), verify,
                    "verify: weight \"{}\" element {} is {} but decodes to {}",
                    printable(item.quantized->name), block.begin + i, x[i], y[i]);
 }

@@ -65,10 +65,10 @@ struct Division {
 };
 
 // A kind of tile, as large as registers hold its sums. Clocks that a stage of it takes, forward and
-// transposed; 0: there is no such kernel, since it would gain 1 % (256 features) or two fifths of what it does
-// forward (192 tokens). All clocks are those of blocks on an H200, with nf4 in groups of 64:
-// `halfbyte bench qgemm --variant qgemm_sm90_large --format nf4 --m 128,256 --shape 16896x4096,16896x16384`
-// times products of one round of tiles, of few stages and of many.
+// transposed; 0: there is no such kernel, since it would gain 1 % (256 features) or two fifths of what it
+// does forward (192 tokens). All clocks are those of blocks on an H200, with nf4 in groups of 64: `halfbyte
+// bench qgemm --variant qgemm_sm90_large --format nf4 --m 128,256 --shape 16896x4096,16896x16384` times
+// products of one round of tiles, of few stages and of many.
 struct Candidate {
   int tokens, blocks;
   double forward, transposed;
