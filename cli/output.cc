@@ -34,9 +34,13 @@ int write_all(int fd, std::string_view text) noexcept {
 
 std::string printable(std::string_view text) {
   constexpr size_t kMaxLength = 200;
-  const std::string json =
-      nlohmann::json(text).dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
-  std::string escaped = json.substr(1, json.size() - 2);
+  const auto is_plain = [](char c) { return ' ' <= c && c <= '~' && c != '"' && c != '\\'; };
+  std::string escaped(text);
+  if (!std::all_of(text.begin(), text.end(), is_plain)) {
+    const std::string json =
+        nlohmann::json(text).dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
+    escaped = json.substr(1, json.size() - 2);
+  }
   if (escaped.size() <= kMaxLength) return escaped;
   const size_t half = (kMaxLength - 3) / 2;
   return escaped.substr(0, half) + "..." + escaped.substr(escaped.size() - half);

@@ -25,14 +25,14 @@ const LastError& last_error() {
 }  // namespace
 
 halfbyte_status fail(ErrorCode code, const char* message) noexcept {
-  if (LastError* const last = last_errors.get()) {
-    last->was_lost = false;
-    last->details = {};
-    try {
-      last->text = message;
-    } catch (const std::bad_alloc&) {
-      last->was_lost = true;
-    }
+  LastError* const last = last_errors.get();
+  if (last == nullptr) return HALFBYTE_NO_MEMORY;  // without a text: the status says what it would
+  last->was_lost = false;
+  last->details = {};
+  try {
+    last->text = message;
+  } catch (const std::bad_alloc&) {
+    last->was_lost = true;
   }
   return static_cast<halfbyte_status>(code);
 }

@@ -14,6 +14,7 @@
 #include <new>
 #include <optional>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -125,11 +126,23 @@ class Helper final : public tbb::detail::d1::task {
     job_ = &job;
     worker_ = worker;
     running_ = &running;
+    state_ = State::waits;
+  }
+  // On return it does not touch the job any more, and does nothing if it has not begun.
+  void withdraw() {
+    State state = State::waits;
+    if (state_.compare_exchange_strong(state, State::ended)) return;
+    while (state_ != State::ended) std::this_thread::yield();
   }
 
  private:
+  enum class State : uint8_t { waits, works, ended };
+
   task* execute(tbb::detail::d1::execution_data&) override {
+    State state = State::waits;
+    if (!state_.compare_exchange_strong(state, State::works)) return nullptr;
     job_->work(worker_);
+    state_ = State::ended;
     running_->release();
     return nullptr;
   }
@@ -141,6 +154,7 @@ class Helper final : public tbb::detail::d1::task {
   Job* job_ = nullptr;
   size_t worker_ = 0;
   tbb::detail::d1::wait_context* running_ = nullptr;
+  std::atomic<State> state_ = State::ended;
 };
 
 // The first use of TBB counts the processors. Where there is no memory for that, the next use waits for ever.
@@ -173,6 +187,7 @@ class Team {
     return team;
   }
   static void keep(std::unique_ptr<Team> team) {
+    if (team->is_lost_) return static_cast<void>(team.release());
     if (tbb::this_task_arena::current_thread_index() >= 1) return;
     if (Kept* const mine = kept.get()) mine->team = std::move(team);
   }
@@ -183,33 +198,26 @@ class Team {
   // Nothing of the job has been done where this throws.
   void run(Job& job) {
     arena_.execute([&] {
-      tbb::detail::d1::wait_context running{0};
-      tbb::task_group_context context(tbb::task_group_context::isolated);
+      const std::span helpers = std::span(helpers_).first(job.shares.size() - 1);
+      for (size_t i = 0; i < helpers.size(); ++i) helpers[i].prepare(job, i + 1, running_);
       try {
-        for (size_t i = 1; i < job.shares.size(); ++i) {
-          Helper& helper = helpers_[i - 1];
-          helper.prepare(job, i, running);
-          running.reserve();
-          const Unless spawned{running};
-          tbb::detail::d1::spawn(helper, context);
-          spawned.is_so = true;
+        for (Helper& helper : helpers) {
+          running_.reserve();
+          tbb::detail::d1::spawn(helper, context_);
         }
-      } catch (const std::bad_alloc&) {
-        // Those that are there do the work.
+        job.work(0);
+        tbb::detail::d1::wait(running_, context_);
+      } catch (...) {
+        // Without memory TBB throws before it has the task, or after, as it starts a thread for it. Then the
+        // task may run at any time later, so what it needs stays for ever.
+        is_lost_ = true;
+        job.work(0);
+        for (Helper& helper : helpers) helper.withdraw();
       }
-      job.work(0);
-      tbb::detail::d1::wait(running, context);
     });
   }
 
  private:
-  struct Unless {
-    tbb::detail::d1::wait_context& running;
-    mutable bool is_so = false;
-    ~Unless() {
-      if (!is_so) running.release();
-    }
-  };
   struct Kept {
     std::unique_ptr<Team> team;
     ~Kept() {
@@ -219,6 +227,9 @@ class Team {
   static const PerThread<Kept> kept;
 
   tbb::task_arena arena_;
+  tbb::task_group_context context_{tbb::task_group_context::isolated};
+  tbb::detail::d1::wait_context running_{0};
+  bool is_lost_ = false;
   std::vector<Share> shares_;
   std::vector<Helper> helpers_;
 };

@@ -3,8 +3,9 @@
 Each run ends well with the right bytes, or says NO_MEMORY (IO for descriptors and file sizes), and leaves nothing. Not
 counted: what happens before main(), in the loader and in static initialisers, NVRTC's and the driver's included. Not
 ours either, and left out: glibc ends the process where it has no memory for the thread-local data of a library at its
-first use in a thread (the C++ runtime has some), and oneTBB where a worker thread has none to begin with; each is
-ruled out before a run by what the host does first, or recognised by its message.
+first use in a thread (the C++ runtime has some), or for the error of the first dlopen() of a thread that fails (oneTBB
+looks for an allocator so), and oneTBB where a worker thread has none to begin with; each is ruled out before a run by
+what the host does first, or recognised by its message.
 """
 
 import hashlib
