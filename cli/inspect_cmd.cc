@@ -109,7 +109,8 @@ void run(const std::string& path, bool lists, std::string& text, Json& document)
 
   const int64_t num_dense = static_cast<int64_t>(checkpoint.weights().size()) - num_quantized - num_foreign;
   Json foreign = Json::array();
-  text += table.text() + "\n";
+  text += table.text();
+  text += "\n";
   text += summary_line("quantized",
                        fmt::format("{} weights, {:.3f} bits per weight", num_quantized, bits.value()));
   for (const auto& [note, count] : notes)

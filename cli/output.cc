@@ -74,17 +74,17 @@ std::string Table::text() const {
 
   std::string result;
   const auto add_line = [&](const auto& cell) {
-    std::string line;
     for (size_t i = 0; i < columns_.size(); ++i) {
-      if (i > 0) line += "  ";
-      line += columns_[i].align == Align::left ? fmt::format("{:<{}}", cell(i), widths[i])
-                                               : fmt::format("{:>{}}", cell(i), widths[i]);
+      const std::string_view text = cell(i);
+      const size_t padding = widths[i] - text.size(), left = columns_[i].align == Align::left ? 0 : padding;
+      if (i > 0) result += "  ";
+      result.append(left, ' ').append(text).append(padding - left, ' ');
     }
-    line.erase(line.find_last_not_of(' ') + 1);
-    result += line + "\n";
+    result.erase(result.find_last_not_of(' ') + 1);
+    result += '\n';
   };
-  add_line([&](size_t i) { return columns_[i].title; });
-  for (const auto& row : rows_) add_line([&](size_t i) { return row[i]; });
+  add_line([&](size_t i) { return std::string_view(columns_[i].title); });
+  for (const auto& row : rows_) add_line([&](size_t i) { return std::string_view(row[i]); });
   return result;
 }
 
