@@ -37,7 +37,7 @@ uint64_t input_bytes(const std::string& path) {
   // NOLINTNEXTLINE(concurrency-mt-unsafe): of `directory`
   while (const dirent* const entry = directory ? ::readdir(directory.get()) : nullptr) {
     if (!std::string_view(entry->d_name).ends_with(".safetensors")) continue;
-    const uint64_t size = fs::file_size(fs::path(path) / entry->d_name, error);
+    const uint64_t size = fs::file_size(path + "/" + entry->d_name, error);
     if (!error) sum += size;
   }
   return sum;

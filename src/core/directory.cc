@@ -36,4 +36,10 @@ std::vector<std::string> names_in(const std::string& directory, std::error_code&
   return names;
 }
 
+std::string join(std::string_view directory, std::string_view name) {
+  std::string path(directory);
+  if (!path.ends_with('/')) path += '/';
+  return path += name;
+}
+
 }  // namespace halfbyte

@@ -181,14 +181,14 @@ void CubinCache::clean() const {
   struct Entry {
     fs::file_time_type time;
     uint64_t num_bytes;
-    fs::path path;
+    std::string path;
   };
   std::vector<Entry> entries;
   uint64_t total_bytes = 0;
   const auto now = fs::file_time_type::clock::now();
   std::error_code error;
   for (const std::string& name : names_in(directory_, error)) {
-    const fs::path file = fs::path(directory_) / name;
+    const std::string file = join(directory_, name);
     const bool is_temporary = is_temporary_name(name);
     if (!is_ours(is_temporary ? std::string_view(name).substr(1) : name)) continue;
     std::error_code gone;  // removed by another process in the meantime

@@ -19,17 +19,17 @@ namespace {
 namespace fs = std::filesystem;
 
 // Entries of a directory whose names start with `prefix`, sorted; none if it cannot be read.
-std::vector<fs::path> entries(const fs::path& directory, const std::string& prefix) {
-  std::vector<fs::path> result;
+std::vector<std::string> entries(const std::string& directory, const std::string& prefix) {
+  std::vector<std::string> result;
   std::error_code error;
   for (const std::string& name : names_in(directory, error))
-    if (name.starts_with(prefix)) result.push_back(directory / name);
+    if (name.starts_with(prefix)) result.push_back(join(directory, name));
   return result;
 }
 
 // The directory above the bin/ that holds the python3 on PATH; empty if there is none. Links are not
 // followed: the python3 of a virtual environment is a link, and the environment is what is asked for.
-fs::path python_prefix() {
+std::string python_prefix() {
   std::istringstream path(environment("PATH"));
   std::error_code error;
   for (std::string directory; std::getline(path, directory, ':');)
@@ -38,35 +38,35 @@ fs::path python_prefix() {
   return {};
 }
 
-void add_existing(const fs::path& directory, std::span<const char* const> names,
+void add_existing(const std::string& directory, std::span<const char* const> names,
                   std::vector<std::string>& candidates) {
   std::error_code error;
   for (const char* name : names)
-    if (const fs::path path = directory / name; fs::exists(path, error)) candidates.push_back(path);
+    if (const std::string path = join(directory, name); fs::exists(path, error)) candidates.push_back(path);
 }
 
 // What add_site_packages has added.
 struct SitePackages {
   std::mutex mutex;
-  std::vector<fs::path> directories;
+  std::vector<std::string> directories;
 };
 SitePackages& site_packages() {
   static SitePackages& added = *new SitePackages;  // never destroyed: threads may ask until the process ends
   return added;
 }
 
-void add_packages(const fs::path& packages, std::span<const char* const> names,
+void add_packages(const std::string& packages, std::span<const char* const> names,
                   std::vector<std::string>& candidates) {
-  for (const fs::path& wheel : entries(packages / "nvidia", ""))
-    add_existing(wheel / "lib", names, candidates);
+  for (const std::string& wheel : entries(join(packages, "nvidia"), ""))
+    add_existing(join(wheel, "lib"), names, candidates);
 }
 
-void add_wheels(const fs::path& prefix, std::span<const char* const> names,
+void add_wheels(const std::string& prefix, std::span<const char* const> names,
                 std::vector<std::string>& candidates) {
-  if (!prefix.is_absolute()) return;
-  for (const fs::path& python : entries(prefix / "lib", "python3"))
+  if (!prefix.starts_with('/')) return;
+  for (const std::string& python : entries(join(prefix, "lib"), "python3"))
     for (const char* packages : {"site-packages", "dist-packages"})
-      add_packages(python / packages, names, candidates);
+      add_packages(join(python, packages), names, candidates);
 }
 
 }  // namespace
@@ -89,14 +89,14 @@ std::vector<std::string> library_candidates(const char* variable, std::span<cons
   {
     SitePackages& added = site_packages();
     const std::lock_guard lock(added.mutex);
-    for (const fs::path& packages : added.directories) add_packages(packages, names, candidates);
+    for (const std::string& packages : added.directories) add_packages(packages, names, candidates);
   }
   candidates.insert(candidates.end(), names.begin(), names.end());
   if (const std::string home = environment("CUDA_HOME"); !home.empty())
     add_existing(home + "/lib64", names, candidates);
   add_existing("/usr/local/cuda/lib64", names, candidates);
-  std::vector<fs::path> prefixes = {environment("VIRTUAL_ENV"), environment("CONDA_PREFIX"), python_prefix(),
-                                    "/usr/local", "/usr"};
+  std::vector<std::string> prefixes = {environment("VIRTUAL_ENV"), environment("CONDA_PREFIX"),
+                                       python_prefix(), "/usr/local", "/usr"};
   if (const std::string home = environment("HOME"); !home.empty()) prefixes.push_back(home + "/.local");
   for (auto prefix = prefixes.begin(); prefix != prefixes.end(); ++prefix)
     if (std::find(prefixes.begin(), prefix, *prefix) == prefix) add_wheels(*prefix, names, candidates);

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "core/checks.h"
+#include "core/directory.h"
 #include "core/temporary.h"
 #include "halfbyte/output.hpp"
 #include "io/container.h"
@@ -29,16 +30,16 @@ bool is_skipped_directory(const std::string& name) { return name.starts_with('.'
 void find_side_files(const Checkpoint::Impl& input, const std::set<std::string_view>& own,
                      const std::string& prefix, SideFiles& files) {
   std::error_code error;
-  const fs::path directory = fs::path(input.path) / prefix;
+  const std::string directory = join(input.path, prefix);
   for (const std::string& name : list_directory(directory)) {
     const std::string path = prefix + name;
-    const fs::path entry = directory / name;
+    const std::string entry = join(directory, name);
     fs::file_status status = fs::symlink_status(entry, error);
     if (fs::is_symlink(status)) {
-      if (!InputFile::is_cache_link(directory.string(), name)) InputFile::refuse_link(entry.string());
+      if (!InputFile::is_cache_link(directory, name)) InputFile::refuse_link(entry);
       status = fs::status(entry, error);
     }
-    HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry.string()), error.message());
+    HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry), error.message());
     if (fs::is_directory(status)) {
       if (is_skipped_directory(name)) {
         files.skipped.push_back(path + "/");
@@ -188,7 +189,7 @@ OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::str
 }
 
 InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
-  const fs::path path = fs::path(input_.path) / name;
+  const fs::path path = join(input_.path, name);
   return InputFile::open_beneath(path.parent_path().string(), path.filename().string());
 }
 

@@ -106,7 +106,7 @@ void sync_directory(const std::string& path, const std::string& entry) {
 // A directory and those below it, which `entry` stands for as above.
 void sync_tree(const std::string& path, const std::string& entry) {
   for (const std::string& name : list_directory(path))
-    if (is_directory(path + "/" + name)) sync_tree(path + "/" + name, entry);
+    if (is_directory(join(path, name))) sync_tree(join(path, name), entry);
   sync_directory(path, entry);
 }
 
@@ -226,11 +226,11 @@ std::string escape(std::string_view text) {
 std::string blob_of(const std::string& dir, const std::string& name) {
   namespace fs = std::filesystem;
   std::error_code error;
-  const std::string target = fs::read_symlink(fs::path(dir) / name, error).string();
+  const std::string target = fs::read_symlink(join(dir, name), error).string();
   size_t levels = 0;  // up to the repository
   while (target.compare(3 * levels, 3, "../") == 0) ++levels;
   constexpr std::string_view kBlobs = "blobs/";
-  if (error == std::errc::io_error) fail_io("read link", dir + "/" + name, error.value());
+  if (error == std::errc::io_error) fail_io("read link", join(dir, name), error.value());
   if (error || levels < 2 || target.compare(3 * levels, kBlobs.size(), kBlobs) != 0) return "";
   const std::string blob = target.substr(3 * levels + kBlobs.size());
   if (blob.empty() || blob.starts_with('.') || blob.find('/') != std::string::npos) return "";
@@ -239,7 +239,7 @@ std::string blob_of(const std::string& dir, const std::string& name) {
   const fs::path repository = snapshots.parent_path();
   const bool is_cache = !error && snapshots.filename() == "snapshots" &&
                         repository.filename().string().starts_with("models--") &&
-                        !fs::is_symlink(repository / "blobs", error);
+                        !fs::is_symlink(join(repository.native(), "blobs"), error);
   if (error == std::errc::io_error) fail_io("resolve", dir, error.value());
   return is_cache ? target : "";
 }
@@ -498,7 +498,7 @@ OutputFile::OutputFile(const std::string& path, uint64_t num_bytes, bool force, 
 }
 
 OutputFile::OutputFile(const OutputDirectory& directory, const std::string& name, uint64_t num_bytes)
-    : directory_(&directory), force_(false), path_(directory.temporary_path() + "/" + name) {
+    : directory_(&directory), force_(false), path_(join(directory.temporary_path(), name)) {
   directory.make_parents(name);
   temporary_ = path_;
   fd_ = retry_interrupted(

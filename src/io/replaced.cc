@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/checks.h"
+#include "core/directory.h"
 #include "core/temporary.h"
 #include "io/file.h"
 #include "io/shard_index.h"
@@ -74,8 +75,8 @@ struct Listing {
 
 // `prefix` is the relative path of the directory, with a slash at its end.
 void check_entries(const Listing& listing, const std::string& prefix) {
-  for (const std::string& name : list_directory(listing.directory + "/" + prefix)) {
-    const std::string path = prefix + name, entry = listing.directory + "/" + path;
+  for (const std::string& name : list_directory(join(listing.directory, prefix))) {
+    const std::string path = prefix + name, entry = join(listing.directory, path);
     std::error_code error;
     const fs::file_status status = fs::symlink_status(entry, error);
     HALFBYTE_CHECK(!error, io, "cannot stat \"{}\": {}", printable(entry), error.message());
