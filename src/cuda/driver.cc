@@ -109,15 +109,16 @@ int device_of(CUcontext context) {
   return device;
 }
 
-// After a failure: the driver says an invalid handle, or less.
-void check_stream(CUstream stream) {
+// Error(usage) where `stream` is of another device than the current context, and where `any_other` is true
+// also where it is of another context of the same device.
+void refuse_foreign(CUstream stream, bool any_other) {
   constexpr uintptr_t kPerThread = 2;  // up to here handles that stand for streams of every context
   CUcontext own = nullptr, current = nullptr;
   if (reinterpret_cast<uintptr_t>(stream) <= kPerThread) return;
   if (driver().cuStreamGetCtx(stream, &own) != 0 || driver().cuCtxGetCurrent(&current) != 0) return;
   if (own == current) return;
   const int expected = device_of(current), actual = device_of(own);
-  HALFBYTE_MUST(false, invalid_argument, "execution", "stream", "be",
+  HALFBYTE_MUST(expected == actual && !any_other, invalid_argument, "execution", "stream", "be",
                 fmt::format("of the primary context of cuda:{}", expected),
                 expected == actual ? fmt::format("one of another context of cuda:{}", actual)
                                    : fmt::format("one of cuda:{}", actual));
@@ -130,9 +131,11 @@ void check(CUresult result, const char* what) {
                     ends_context(result) ? "; nothing more can run on this device in this process" : "");
 }
 
+void check_stream(void* stream) { refuse_foreign(static_cast<CUstream>(stream), false); }
+
 void check_on(void* stream, CUresult result, const char* what) {
   if (result == 0) return;
-  check_stream(static_cast<CUstream>(stream));
+  refuse_foreign(static_cast<CUstream>(stream), true);
   check(result, what);
 }
 

@@ -111,7 +111,12 @@ decltype(Driver::cuPointerGetAttributes) find_pointer_attributes();
 // Throws Error(device), "what: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory", unless `result` is 0. Says so
 // where nothing works after the error in this process.
 void check(CUresult result, const char* what);
-// Of a call that was given a stream of the caller: Error(usage) where it is no stream of the current context.
+// Error(usage) where a stream of the caller is one of another device than the current context. Before work is
+// enqueued: the driver runs copies on streams of every device, and says of a launch no more than that a
+// handle is invalid.
+void check_stream(void* stream);
+// Of a call that was given such a stream. Where it failed, the stream must be one of the current context:
+// green contexts are others on the same device, and what they can take the driver knows.
 void check_on(void* stream, CUresult result, const char* what);
 
 // One device and its primary context (the one that the runtime API, and so PyTorch, uses). Made on first

@@ -9,6 +9,13 @@ namespace halfbyte::cuda {
 
 namespace {
 
+// A function of the driver that is given a stream of the caller.
+template <class Call>
+void call_on(void* stream, const char* what, const Call& call) {
+  check_stream(stream);
+  check_on(stream, call(), what);
+}
+
 struct Extent {
   unsigned x = 0, y = 0, threads = 0;
 };
@@ -45,12 +52,13 @@ void launch(CUfunction function, const Grid& grid, void* stream, void* args, boo
   }
   void* params[] = {args};
   if (config.num_attributes == 0)
-    check_on(stream,
-             driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1,
-                                     config.shared_bytes, config.stream, params, nullptr),
-             "cuLaunchKernel");
+    call_on(stream, "cuLaunchKernel", [&] {
+      return driver().cuLaunchKernel(function, extent.x, extent.y, 1, extent.threads, 1, 1,
+                                     config.shared_bytes, config.stream, params, nullptr);
+    });
   else
-    check_on(stream, driver().cuLaunchKernelEx(&config, function, params, nullptr), "cuLaunchKernelEx");
+    call_on(stream, "cuLaunchKernelEx",
+            [&] { return driver().cuLaunchKernelEx(&config, function, params, nullptr); });
 }
 
 }  // namespace
@@ -72,17 +80,17 @@ CUdeviceptr pointer(const void* memory) { return reinterpret_cast<CUdeviceptr>(m
 }  // namespace
 
 void copy(void* to, const void* from, int64_t num_bytes, void* stream) {
-  check_on(stream,
-           driver().cuMemcpyAsync(pointer(to), pointer(from), static_cast<size_t>(num_bytes),
-                                  static_cast<CUstream>(stream)),
-           "cuMemcpyAsync");
+  call_on(stream, "cuMemcpyAsync", [&] {
+    return driver().cuMemcpyAsync(pointer(to), pointer(from), static_cast<size_t>(num_bytes),
+                                  static_cast<CUstream>(stream));
+  });
 }
 
 void fill(void* memory, uint8_t value, int64_t num_bytes, void* stream) {
-  check_on(stream,
-           driver().cuMemsetD8Async(pointer(memory), value, static_cast<size_t>(num_bytes),
-                                    static_cast<CUstream>(stream)),
-           "cuMemsetD8Async");
+  call_on(stream, "cuMemsetD8Async", [&] {
+    return driver().cuMemsetD8Async(pointer(memory), value, static_cast<size_t>(num_bytes),
+                                    static_cast<CUstream>(stream));
+  });
 }
 
 void set(void* to, const void* value, int64_t num_bytes, void* stream) {
@@ -92,14 +100,16 @@ void set(void* to, const void* value, int64_t num_bytes, void* stream) {
   for (; i + 4 <= num_bytes; i += 4) {
     unsigned word = 0;
     std::memcpy(&word, bytes + i, sizeof word);
-    check_on(stream, driver().cuMemsetD32Async(pointer(target + i), word, 1, static_cast<CUstream>(stream)),
-             "cuMemsetD32Async");
+    call_on(stream, "cuMemsetD32Async", [&] {
+      return driver().cuMemsetD32Async(pointer(target + i), word, 1, static_cast<CUstream>(stream));
+    });
   }
   for (; i < num_bytes; ++i) fill(target + i, bytes[i], 1, stream);
 }
 
 void synchronize(void* stream) {
-  check_on(stream, driver().cuStreamSynchronize(static_cast<CUstream>(stream)), "cuStreamSynchronize");
+  call_on(stream, "cuStreamSynchronize",
+          [&] { return driver().cuStreamSynchronize(static_cast<CUstream>(stream)); });
 }
 
 }  // namespace halfbyte::cuda

@@ -111,6 +111,7 @@ Matmul::Description Matmul::describe(const void* bias) const {
 
 void Matmul::run(const void* x, const void* w, const void* bias, void* y, void* workspace,
                  void* stream) const {
+  check_stream(stream);
   const float alpha = 1, beta = 0;
   const Description description = describe(bias);
   check_cublas(find_cublas_lt().cublasLtMatmul(handle_, description.get(), &alpha, w, w_.get(), x, x_.get(),

@@ -6,8 +6,8 @@
 //   cuda_child load PACK CONFIG...      the same, one thread, once the pack is loaded
 //   cuda_child pack PACK TARGET CONFIG...  writes a pack of such kernels
 //   cuda_child memory BYTES             allocates, copies there and back
-//   cuda_child matmul              products by cuBLASLt: how many were right
-//   cuda_child stream              calls with a stream of another device
+//   cuda_child matmul                   products by cuBLASLt: how many were right
+//   cuda_child stream                   what comes of each call with a stream of another device
 //   cuda_child sticky                   an error that the device keeps, then everything else
 //
 // An Error is printed; its code is the exit code.
@@ -19,11 +19,13 @@
 #include <fstream>
 #include <functional>
 #include <random>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "benchmark/problem.h"
 #include "cuda/jit.h"
 #include "cuda/kernel_pack.h"
 #include "cuda/launch.h"
@@ -31,6 +33,8 @@
 #include "formats/convert.h"
 #include "halfbyte/device.hpp"
 #include "halfbyte/error.hpp"
+#include "halfbyte/observe.hpp"
+#include "halfbyte/qgemm.hpp"
 
 namespace {
 
@@ -153,29 +157,69 @@ void matmul() {
   fmt::print("{} right\n", num_right);
 }
 
-int stream() {
-  const Device other{DeviceKind::cuda, 1};
-  const Memory memory(kDevice, 64);
-  const Stream stream(other);
-  const cuda::CUfunction function = cuda::get_kernel(cuda::context(0), spec_of("first"));
-  const cuda::Scope scope(cuda::context(0));
-  const std::function<void()> calls[] = {
-      [&] {
-        cuda::launch(function, {1, 32}, stream.handle(), 0);
-      },
-      [&] { cuda::synchronize(stream.handle()); },
-      [&] { copy(kDevice, memory.data(), memory.data(), 1, stream.handle()); },
-      [&] { cuda::fill(memory.data(), 0, 1, stream.handle()); },
+// Everything that takes a stream, on cuda:0, with a stream of cuda:1.
+void stream() {
+  const Stream other({DeviceKind::cuda, 1});
+  void* const handle = other.handle();
+  const auto try_call = [](const std::string& name, const std::function<void()>& call) {
+    fmt::print("{}: ", name);
+    if (report(call) == 0) fmt::print("is done\n");
   };
-  int code = 0;
-  for (const auto& call : calls) code = report(call);
-  return code;
+
+  // Every op that is measured: its first problem. Nothing is at the addresses.
+  std::set<std::string> ops;
+  for (const auto problems :
+       {quantize_problems, dequantize_problems, reorder_problems, quantize_linear_problems,
+        fake_quantize_problems, learned_scale_problems, observe_problems, affine_qdq_problems})
+    for (const BenchProblem& problem : problems(DeviceKind::cuda)) {
+      if (!ops.insert(problem.op).second) continue;
+      uintptr_t address = 1 << 20;
+      std::vector<std::byte*> arrays;
+      for (const BenchProblem::Array& array : problem.arrays) {
+        arrays.push_back(reinterpret_cast<std::byte*>(address));
+        address += static_cast<uintptr_t>(array.num_bytes / 256 + 1) * 256;
+      }
+      const BenchRun run = problem.bind({kDevice, arrays}, {});
+      const Memory workspace(kDevice, run.workspace_bytes);
+      try_call(problem.op, [&] { run.run(handle, workspace); });
+    }
+
+  const Tensor x(kDevice, DType::bf16, {2, 64}), y(kDevice, DType::bf16, {2, 64});
+  const Tensor min(kDevice, DType::f32, {}), max(kDevice, DType::f32, {}), scale(kDevice, DType::f32, {});
+  const auto qparams = ComputeQParamsPlan::select(kDevice, {});
+  const Memory workspace(kDevice, 1 << 20);
+  try_call("compute_qparams", [&] {
+    qparams.run(handle, workspace, {.min = min.view(), .max = max.view(), .scale = scale.view()});
+  });
+  try_call("status", [&] { qparams.status(handle, workspace); });
+
+  const PackedTensor w({}, 64, 64, kDevice);
+  const auto product =
+      QgemmPlan::select(kDevice, {.spec = w.view().spec, .m = 2, .n = 64, .k = 64, .variant = "qgemm_simt"});
+  try_call("qgemm",
+           [&] { product.run(handle, workspace, {.x = x.view(), .weight = w.view(), .y = y.view()}); });
+  const auto early = QgemmPlan::select(
+      kDevice,
+      {.spec = w.view().spec, .m = 2, .n = 64, .k = 64, .early_start = true, .variant = "qgemm_sm80"});
+  try_call("qgemm early",
+           [&] { early.run(handle, workspace, {.x = x.view(), .weight = w.view(), .y = y.view()}); });
+
+  try_call("quantize()", [&] { quantize(x.view(), QuantSpec(), {}, {.stream = handle}); });
+  try_call("copy", [&] { copy(kDevice, y.data(), x.data(), 1, handle); });
+  try_call("to", [&] { x.to({}, handle); });
+  const cuda::Scope scope(cuda::context(0));
+  try_call("fill", [&] { cuda::fill(y.data(), 0, 1, handle); });
+  try_call("set", [&] { cuda::set(y.data(), "1234", 4, handle); });
+  const cuda::Matmul matmul(cuda::context(0),
+                            {.m = 1, .n = 1, .k = 1, .x_stride = 1, .w_stride = 1, .y_stride = 1}, 1 << 20);
+  try_call("matmul", [&] { matmul.run(x.data(), x.data(), nullptr, y.data(), nullptr, handle); });
 }
 
 int sticky() {
   const Memory before(kDevice, 64);
   const Stream stream(kDevice);
   const auto function = cuda::get_kernel(cuda::context(0), spec_of("first"));
+  const cuda::Scope scope(cuda::context(0));
   int code = report([&] { cuda::launch(function, {1, 32}, stream.handle(), 0); });
   const std::function<void()> later[] = {
       [&] {
@@ -195,7 +239,7 @@ int sticky() {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words[0] == "info") return report(info);
+  if (words[0] == "info") return report([] { info(); });
   if (words[0] == "kernels") return kernels(std::stoi(words[1]), {words.begin() + 2, words.end()});
   if (words[0] == "load") {
     const int code = report([&] { load_kernel_pack(words[1]); });
@@ -205,6 +249,6 @@ int main(int argc, char** argv) {
     return report([&] { write_pack(words[1], words[2], {words.begin() + 3, words.end()}); });
   if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
   if (words[0] == "matmul") return report(matmul);
-  if (words[0] == "stream") return stream();
+  if (words[0] == "stream") return report(stream);
   return sticky();
 }

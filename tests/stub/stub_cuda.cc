@@ -11,6 +11,7 @@
 #include <map>
 #include <vector>
 
+#include "cuda/driver.h"
 #include "stub/stub.h"
 
 namespace {
@@ -31,7 +32,7 @@ thread_local std::vector<Context*> contexts;  // the last is current
 struct Stream {
   Context* context;
 };
-// Of a call that is given a stream.
+// Of a launch. What copies, fills and waits, the driver takes on streams of every context.
 int result_on(const Stream* stream) {
   const bool is_foreign = stream != nullptr && !contexts.empty() && stream->context != contexts.back();
   return is_foreign ? kInvalidHandle : sticky;
@@ -133,13 +134,11 @@ int cuMemHostAlloc(void** pointer, size_t num_bytes, unsigned) {
   return result;
 }
 int cuMemFreeHost(void* pointer) { return cuMemFree_v2(reinterpret_cast<unsigned long long>(pointer)); }
-int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t num_bytes, Stream* stream) {
-  if (const int result = result_on(stream); result != 0) return result;
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t num_bytes, Stream*) {
   std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), num_bytes);
   return sticky;
 }
-int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes, Stream* stream) {
-  if (const int result = result_on(stream); result != 0) return result;
+int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t num_bytes, Stream*) {
   std::memset(reinterpret_cast<void*>(to), value, num_bytes);
   return sticky;
 }
@@ -159,7 +158,7 @@ int cuStreamGetCtx(Stream* stream, Context** context) {
   *context = stream->context;
   return sticky;
 }
-int cuStreamSynchronize(Stream* stream) { return result_on(stream); }
+int cuStreamSynchronize(Stream*) { return sticky; }
 int cuStreamBeginCapture_v2(void*, int) { return sticky; }
 int cuStreamEndCapture(void*, void**) { return sticky; }
 int cuGraphInstantiateWithFlags(void**, void*, unsigned long long) { return sticky; }
@@ -198,7 +197,9 @@ int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
   if (const int result = result_on(stream); result != 0) return result;
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
-int cuLaunchKernelEx(const void*, void*, void**, void**) {
+int cuLaunchKernelEx(const halfbyte::cuda::CUlaunchConfig* config, void*, void**, void**) {
+  if (const int result = result_on(reinterpret_cast<const Stream*>(config->stream)); result != 0)
+    return result;
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
 
