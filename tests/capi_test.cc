@@ -903,6 +903,7 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   const std::string lines = static_cast<const char*>(halfbyte_blob_data(text));
   EXPECT_NE(lines.find("\nqgemm_ref: \nqgemm_sm90_wgmma: it is for CUDA devices\n"), std::string::npos)
       << lines;
+  EXPECT_NE(lines.find("qgemm_simd (packs the view first): \n"), std::string::npos) << lines;
   halfbyte_blob_destroy(text);
   descriptor.variant = "qgemm_sm60";
   EXPECT_EQ(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);

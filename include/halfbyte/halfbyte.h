@@ -994,7 +994,7 @@ typedef struct halfbyte_qgemm_descriptor {
   halfbyte_qgemm_math math;
   int32_t tile_m, tile_n; /* 0: chosen */
   int32_t transposed;     /* flag */
-  int32_t packed;         /* flag */
+  int32_t packed;         /* flag; 0: a view, which most variants pack into the workspace first */
   int32_t bias;           /* flag */
   int32_t accumulate;     /* flag */
   int32_t early_start;    /* flag */
@@ -1003,7 +1003,8 @@ typedef struct halfbyte_qgemm_descriptor {
 HALFBYTE_API halfbyte_status halfbyte_qgemm_descriptor_init(halfbyte_qgemm_descriptor* descriptor,
                                                             size_t struct_size);
 /* One line for each variant, in the order in which they are tried, those of the device's kind first: its
- * name, and if it refuses the description, ": " and the reason. */
+ * name, " (packs the view first)" where each run does that, ": ", and the reason if it refuses the
+ * description. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_explain(DLDevice device,
                                                     const halfbyte_qgemm_descriptor* descriptor,
                                                     halfbyte_blob** text);

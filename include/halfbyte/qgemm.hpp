@@ -128,7 +128,10 @@ struct HALFBYTE_API QgemmDescriptor {
   int64_t m = 0, n = 0, k = 0;  // each may be 0
   bool transposed = false;
   DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32
-  bool packed = true;         // the weight is a PackedWeight; false: a WeightView, which fewer kernels take
+  // The weight is a PackedWeight; false: a WeightView. Few kernels read one. For the others a run first packs
+  // it into the workspace, which is larger by the packed weight: on the CPU, and on CUDA devices for m
+  // above 8.
+  bool packed = true;
   Layout layout = Layout::halfbyte;  // of the WeightView
   bool bias = false;                 // forward only
   bool accumulate = false;           // y += instead of y =; the sum is rounded once
@@ -156,6 +159,7 @@ HALFBYTE_API void check_descriptor(const QgemmDescriptor& descriptor);
 struct QgemmChoice {
   std::string variant;
   std::string reason;  // empty: it takes the description
+  bool packs = false;  // it takes a view by packing it first, in each run
 };
 HALFBYTE_API std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor);
 

@@ -63,6 +63,8 @@ class QgemmChoice(NamedTuple):
 
     variant: str
     reason: str
+    packs: bool
+    """It takes a view by packing it first, in each run."""
 
 
 class FormatInfo(NamedTuple):

@@ -82,15 +82,15 @@ void bind_system(nb::module_& module) {
         const nb::object make = nb::module_::import_("halfbyte._values").attr("QgemmChoice");
         nb::list list;
         for (const QgemmChoice& each : explain_qgemm(from_python<Device>(device, "device"), descriptor))
-          list.append(make(each.variant, each.reason));
+          list.append(make(each.variant, each.reason, each.packs));
         return list;
       },
       nb::arg("device"), nb::arg("descriptor"),
       nb::sig("def explain_qgemm(device: object, descriptor: QgemmDescriptor) -> "
               "list[QgemmChoice]"),
-      "The (variant, reason) of each implementation of a product, in the order in which they are tried; "
-      "reason: "
-      "why it refuses, \"\" if it takes the description.\n\n"
+      "The (variant, reason, packs) of each implementation of a product, in the order in which they are "
+      "tried; reason: why it refuses, \"\" if it takes the description; packs: it takes a view by packing it "
+      "first, in each run.\n\n"
       "    >>> d = halfbyte.QgemmDescriptor(spec=\"nf4\", m=1, n=64, k=64, dtype=\"f32\")\n"
       "    >>> next(each.variant for each in halfbyte.explain_qgemm(\"cpu\", d) if not each.reason)\n"
       "    'qgemm_simd'");

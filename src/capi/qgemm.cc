@@ -164,7 +164,8 @@ halfbyte_status halfbyte_qgemm_explain(DLDevice device, const halfbyte_qgemm_des
     required(text, "text");
     std::string lines;
     for (const QgemmChoice& choice : explain_qgemm(from_dlpack(device), descriptor_of(descriptor)))
-      lines += fmt::format("{}: {}\n", choice.variant, choice.reason);
+      lines += fmt::format("{}{}: {}\n", choice.variant, choice.packs ? " (packs the view first)" : "",
+                           choice.reason);
     *text = new halfbyte_blob{std::move(lines)};
   });
 }

@@ -552,6 +552,54 @@ TEST_P(QgemmCudaShapes, Graphs) {
   }
 }
 
+class QgemmCudaChoice : public testing::CudaTest {};
+
+// Of more than 8 rows of x a view is packed first: the bytes of a weight that was packed by hand, in graphs
+// and with kernels that may start early, too.
+TEST_F(QgemmCudaChoice, AViewIsPackedFirst) {
+  for (const int64_t m : {8, 9, 64, 70, 512})
+    for (QgemmDescriptor d : testing::view_products(m)) {
+      SCOPED_TRACE(testing::describe(d));
+      QgemmDescriptor packed = d;
+      packed.packed = true;
+      packed.layout = Layout::halfbyte;
+      for (const QgemmChoice& choice : explain_qgemm(kCuda, d)) {
+        SCOPED_TRACE(choice.variant);
+        EXPECT_TRUE(m > 8 || !choice.packs);
+        if (!choice.packs) continue;
+        d.variant = packed.variant = choice.variant;
+        d.early_start = choice.variant == "qgemm_sm80";
+        const auto plan = QgemmPlan::select(kCuda, d), of_packed = QgemmPlan::select(kCuda, packed);
+        EXPECT_EQ(plan.sku().kernel, of_packed.sku().kernel);
+        const QgemmCase test(d, static_cast<uint64_t>(m));
+        const std::vector<uint8_t> y = run(test, plan, false);
+        const Surrounded by_hand(packed_weight_bytes(d.spec, d.n, d.k), 256, false);
+        const Surrounded workspace = workspace_of(of_packed), of_view = workspace_of(plan);
+        OnDevice memory(test, false);
+        of_packed.run(nullptr, {workspace.data(), of_packed.workspace_size()},
+                      testing::pack_by_hand(d, memory.args(), by_hand.data()));
+        EXPECT_TRUE(memory.y() == y);
+
+        const Stream stream(kCuda);
+        testing::Graph graph;
+        const cuda::Scope scope(cuda::context(kCuda.index));
+        graph.capture(stream.handle(), [&] {
+          plan.run(stream.handle(), {of_view.data(), plan.workspace_size()}, memory.args());
+        });
+        for (int i = 0; i < 2; ++i) {
+          memory.reset();
+          graph.launch(stream.handle());
+          stream.synchronize();
+          EXPECT_TRUE(memory.y() == y);
+        }
+      }
+      d.variant.clear();
+      d.early_start = false;
+      const bool reads_views = QgemmPlan::select(kCuda, d).sku().kernel.starts_with("qgemm_simt");
+      EXPECT_TRUE(m > 8 ? !reads_views || d.dtype == DType::f32 : reads_views);
+    }
+}
+
 // ---- Chains: a kernel that starts early reads what the one before it wrote, and writes what that one read
 
 TEST_P(QgemmCudaShapes, ChainsThatStartEarly) {
@@ -622,8 +670,6 @@ INSTANTIATE_TEST_SUITE_P(, QgemmCudaShapes, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "transposed" : "forward"; });
 
 // ---- What is chosen and refused
-
-class QgemmCudaChoice : public testing::CudaTest {};
 
 TEST_F(QgemmCudaChoice, EveryVariantTakesOrSaysWhy) {
   std::mt19937_64 random(3);

@@ -246,6 +246,12 @@ def test_products_give_the_bytes_of_their_plan():
     assert np.allclose(out, y, rtol=1e-5, atol=1e-5)
     variant = next(each.variant for each in halfbyte.explain_qgemm("cpu", d) if not each.reason)
     assert np.array_equal(halfbyte.qgemm(x, packed, variant=variant, num_threads=1), y)
+    of_view = halfbyte.QgemmPlan.select("cpu", d.replace(packed=False), num_threads=1)
+    out[:] = np.nan
+    of_view.run(x=x, codes=q.codes, scales=q.scales, y=out)
+    assert np.array_equal(out, y) and of_view.workspace_size > plan.workspace_size
+    packs = {each.variant: each.packs for each in halfbyte.explain_qgemm("cpu", of_view.descriptor)}
+    assert packs[variant] and not packs["qgemm_ref"]
 
 
 def test_products_that_do_not_fit():

@@ -74,6 +74,15 @@ bool loading_x_pays(const QgemmProblem& p) { return p.k <= 8192 && (p.m == 1 || 
 // and more, where it is as fast.
 bool decoding_pays(const QgemmProblem& p) { return p.m >= 6144 && (p.transposed || p.group < 128); }
 
+// A view is read by qgemm_simt and qgemm_ref only. To pack it first takes as long as to read and write the
+// weight. On an H200, qgemm_simt streams a view past at most 8 rows of x; with more it takes 68 us for 16
+// rows and 821 for 512 where a packed weight of 4096 x 4096 takes 7 and 28. On the CPU qgemm_ref takes 12 to
+// 20 times as long as packing and the product with one row of x, 5 to 8 times with 64.
+constexpr int64_t kStreamedRows = 8;
+bool packing_pays(const QgemmProblem& p) {
+  return !p.packed && p.weight.num_bytes > 0 && (p.device.kind == DeviceKind::cpu || p.m > kStreamedRows);
+}
+
 // A tile of AMX takes as long for one row of x as for 16: 1.6 times what qgemm_avx512 takes for one row, as
 // much for two, 0.7 times for four.
 bool tiles_are_empty(const QgemmProblem& p) { return p.m <= 2; }
@@ -119,10 +128,10 @@ std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem) {
 namespace {
 
 // For threads_for. Vectors decode four weights in the time of an element, and then add 16 products; qgemm_ref
-// takes about 16 times as long, and has the views and the sums in f64.
-double work_of(const QgemmDescriptor& d) {
-  const bool by_vectors = d.packed && d.math != QgemmMath::f64;
-  return static_cast<double>(d.n) * static_cast<double>(d.k) * static_cast<double>(d.m + 3) /
+// takes about 16 times as long, and has the views that cannot be packed and the sums in f64.
+double work_of(const QgemmProblem& p) {
+  const bool by_vectors = p.weight.num_bytes > 0 && p.math != QgemmMath::f64;
+  return static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.m + 3) /
          (by_vectors ? 16 : 1);
 }
 
@@ -131,7 +140,6 @@ double work_of(const QgemmDescriptor& d) {
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {
   QgemmProblem problem;
   problem.device = device;
-  problem.num_threads = threads_for(num_threads, work_of(d));
   problem.transposed = d.transposed;
   problem.m = d.m;
   problem.n = d.n;
@@ -145,6 +153,7 @@ QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num
     problem.weight = packed_layout_of(d.spec, d.n, d.k);
   else
     problem.view = view_layout_of(d.spec, d.n, d.k, d.layout);
+  if (!d.packed && !problem.view.flat) problem.weight = packed_layout_of(d.spec, d.n, d.k);
   problem.group = d.packed ? problem.weight.group : problem.view.group;
   problem.bias = d.bias;
   problem.accumulate = d.accumulate;
@@ -152,6 +161,7 @@ QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num
   problem.early_start = d.early_start;
   problem.alignment = d.alignment;
   problem.tile = d.tile;
+  problem.num_threads = threads_for(num_threads, work_of(problem));
   return problem;
 }
 
@@ -165,15 +175,32 @@ std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) 
   return variant.refuse(problem);
 }
 
+// With the weight packed by the kernels before this one, which may therefore not start early.
+QgemmProblem packed_first(QgemmProblem problem) {
+  problem.packed = true;
+  problem.group = problem.weight.group;
+  problem.early_start = false;
+  return problem;
+}
+
+// What a variant takes: the problem as it is, else with the view packed first; else the reason why not.
+QgemmChoice choice_of(const QgemmVariant& variant, const QgemmProblem& problem) {
+  QgemmChoice choice{variant.name, reason_of(variant, problem)};
+  if (choice.reason.empty() || !packing_pays(problem)) return choice;
+  choice.reason = reason_of(variant, packed_first(problem));
+  choice.packs = choice.reason.empty();
+  return choice;
+}
+
 }  // namespace
 
-const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name) {
+QgemmChosen choose_qgemm(const QgemmProblem& problem, const std::string& name) {
   std::string reasons;
   for (const QgemmVariant* variant : qgemm_variants(problem)) {
     if (name.empty() ? variant->device != problem.device.kind : name != variant->name) continue;
-    const std::string reason = reason_of(*variant, problem);
-    if (reason.empty()) return *variant;
-    reasons += fmt::format("; {}: {}", variant->name, reason);
+    const QgemmChoice choice = choice_of(*variant, problem);
+    if (choice.reason.empty()) return {*variant, choice.packs ? packed_first(problem) : problem};
+    reasons += fmt::format("; {}: {}", variant->name, choice.reason);
   }
   throw Error(
       ErrorCode::device,
@@ -192,8 +219,8 @@ std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& des
                         [&](const QgemmVariant* variant) { return variant->device == device.kind; });
   std::vector<QgemmChoice> choices;
   for (const QgemmVariant* variant : variants)
-    choices.push_back(
-        {variant->name, problem.is_empty() ? "y has no elements" : reason_of(*variant, problem)});
+    choices.push_back(problem.is_empty() ? QgemmChoice{variant->name, "y has no elements"}
+                                         : choice_of(*variant, problem));
   return choices;
 }
 

@@ -30,8 +30,9 @@ struct QgemmProblem {
   bool double_quant = false;
   int64_t group = 0;  // columns that share a scale; k where a row, or the whole matrix, has one
   bool packed = true;
-  formats::PackedLayout weight;    // of a packed weight: one scale for all is in each row
-  formats::WeightViewLayout view;  // else
+  formats::PackedLayout weight;  // of a packed weight, and of what a view is packed to: one scale for all is
+                                 // in each row
+  formats::WeightViewLayout view;  // of a view
   bool bias = false, accumulate = false;
   QgemmMath math = QgemmMath::automatic;
   bool early_start = false;
@@ -75,8 +76,13 @@ struct QgemmVariant : Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>> 
 std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem);
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& descriptor, int num_threads);
-// The variant of this name, or the first that does not refuse. Throws Error(device) with the reasons.
-const QgemmVariant& choose_qgemm(const QgemmProblem& problem, const std::string& name);
+// The variant of this name, or the first that does not refuse, and the problem that it takes: the one that is
+// given, or the same with the packed form of its view. Throws Error(device) with the reasons.
+struct QgemmChosen {
+  const QgemmVariant& variant;
+  QgemmProblem problem;
+};
+QgemmChosen choose_qgemm(const QgemmProblem& problem, const std::string& name);
 
 // Those of the table in qgemm.cc. A folder each.
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers

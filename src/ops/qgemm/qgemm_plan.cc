@@ -3,6 +3,7 @@
 
 #include "core/expect.h"
 #include "core/format.h"
+#include "core/pack_step.h"
 #include "core/packed_weight.h"
 #include "core/plan.h"
 #include "core/weight_view.h"
@@ -31,6 +32,9 @@ std::string text_of_dtypes(const QgemmDescriptor& d) {
 
 struct QgemmImpl : QgemmPlan::Impl {
   std::shared_ptr<const QgemmKernel> kernel;  // null: there is nothing to write
+  // Packs a view into the workspace, for the kernel; null: it reads the weight as it is given.
+  std::shared_ptr<const PackStep> pack;
+  int64_t packed_bytes = 0;
 
   QgemmImpl(Device on, const QgemmDescriptor& d, const PlanPreference& preference)
       : Impl("qgemm", on, d, preference) {
@@ -64,11 +68,19 @@ struct QgemmImpl : QgemmPlan::Impl {
     sku.aux_element = DType::u8;
     if (!d.packed) sku.layout = d.layout;
     if (problem.is_empty()) return;
-    kernel = choose_qgemm(problem, d.variant).run(problem);
+    const QgemmChosen chosen = choose_qgemm(problem, d.variant);
+    kernel = chosen.variant.run(chosen.problem);
+    int64_t bytes = kernel->workspace_bytes();
+    if (chosen.problem.packed && !d.packed) {
+      const ConstWeightView view{.spec = d.spec, .rows = d.n, .cols = d.k, .layout = d.layout, .device = on};
+      pack = PackStep::make(view, d.alignment, num_threads);
+      packed_bytes = chosen.problem.weight.num_bytes;
+      bytes += packed_bytes + packed_alignment(on);  // wherever the workspace lies
+    }
     sku.kernel = kernel->name();
     sku.backend = kernel->backend();
     guarantee = kernel->guarantee();
-    workspace_size = std::max(workspace_size, kernel->workspace_bytes());
+    workspace_size = std::max(workspace_size, bytes);
   }
 
   // That the weight is the one of the descriptor.
@@ -110,6 +122,14 @@ struct QgemmImpl : QgemmPlan::Impl {
     tensors.offset = args.view.offset;
     tensors.bias = args.bias.data;
     tensors.y = args.y.data;
+    if (pack) {
+      const auto alignment = static_cast<uintptr_t>(packed_alignment(device));
+      auto* const packed = static_cast<std::byte*>(workspace) +
+                           (alignment - reinterpret_cast<uintptr_t>(workspace) % alignment) % alignment;
+      pack->run(args.view, packed, stream);
+      tensors.weight = packed;
+      workspace = packed + packed_bytes;
+    }
     kernel->run(tensors, stream, workspace);
   }
 };

@@ -138,7 +138,13 @@ TEST(QgemmSimd, Refusals) {
     }
     EXPECT_EQ(reason([](D& d) { d.math = QgemmMath::tf32; }), "");
     EXPECT_EQ(reason([](D& d) { d.math = QgemmMath::f64; }), "its sums are f32, not f64");
-    EXPECT_EQ(reason([](D& d) { d.packed = false; }), "it takes packed weights, not views");
+    EXPECT_EQ(reason([](D& d) { d.packed = false; }), "");
+    EXPECT_EQ(reason([](D& d) {
+                d.packed = false;
+                d.spec.granularity = Granularity::flat;
+                d.k = 100;
+              }),
+              "it takes packed weights, not views");
     EXPECT_EQ(reason([](D& d) { d.spec.group_size = 100; }),
               "its groups are multiples of 32 columns, or rows, not 100");
     EXPECT_EQ(reason([](D& d) { d.spec.group_size = 96; }), "");
@@ -184,13 +190,11 @@ TEST(QgemmPlan, LayoutsByHand) {
     d.dtype = DType::f32;
     const auto plan = QgemmPlan::select({}, d);
     std::vector<float> y(6, NAN);
-    alignas(16) uint8_t workspace[64];
-    EXPECT_LE(plan.workspace_size(), 64);
     Qgemm::Args args;
     args.x = {const_cast<float*>(identity), DType::f32, {3, 3}, {}, {}};
     args.y = {y.data(), DType::f32, {3, 2}, {}, {}};
     args.view = view;
-    plan.run(nullptr, workspace, args);
+    plan.run(nullptr, {}, args);
     return y;
   };
   const std::vector<float> expected{1, 4, 2, 5, 3, 6};
@@ -234,6 +238,55 @@ TEST(QgemmPlan, LayoutsByHand) {
   view.zeros = nullptr;
   view.biases = biases;
   EXPECT_EQ(decoded(view), expected);
+}
+
+// What reads no views gets them packed: the same kernel gives the bytes that it gives of a weight that was
+// packed by hand, and says the same of itself.
+TEST(QgemmPlan, AViewIsPackedFirst) {
+  for (const int64_t m : {1, 9, 70})
+    for (QgemmDescriptor d : testing::view_products(m)) {
+      const QgemmCase test(d, static_cast<uint64_t>(m));
+      QgemmDescriptor packed = d;
+      packed.packed = true;
+      packed.layout = Layout::halfbyte;
+      const int64_t packed_bytes = packed_weight_bytes(d.spec, d.n, d.k);
+      testing::GuardedMemory by_hand(packed_bytes, 64);
+      int num_packing = 0;
+      for (const QgemmChoice& choice : explain_qgemm({}, d)) {
+        SCOPED_TRACE(testing::describe(d) + " " + choice.variant);
+        EXPECT_EQ(choice.reason, testing::reason_of(choice.variant, packed));
+        EXPECT_EQ(choice.packs, choice.reason.empty() && choice.variant != "qgemm_ref");
+        if (!choice.packs) continue;
+        d.variant = packed.variant = choice.variant;
+        const auto plan = QgemmPlan::select({}, d, {1}), of_packed = QgemmPlan::select({}, packed, {1});
+        EXPECT_EQ(plan.sku().kernel, of_packed.sku().kernel);
+        EXPECT_EQ(plan.precision_guarantee().weight_rounding,
+                  of_packed.precision_guarantee().weight_rounding);
+        EXPECT_GE(plan.workspace_size(), packed_bytes + of_packed.workspace_size());
+        QgemmCase given = test;
+        given.descriptor = d;
+        const std::vector<uint8_t> y = testing::run_on_cpu(given, 1).y;
+        EXPECT_TRUE(y == testing::run_guarded(
+                             given, of_packed.workspace_size(), [&](const QgemmTensors& t, void* workspace) {
+                               of_packed.run(nullptr, {workspace, of_packed.workspace_size()},
+                                             testing::pack_by_hand(d, testing::qgemm_args(given, t, {}),
+                                                                   by_hand.data()));
+                             }));
+        testing::expect_same_bytes(given, y, {3});
+        if (num_packing++ > 0) continue;
+        d.variant.clear();
+        EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, choice.variant) << "another is chosen";
+      }
+      EXPECT_GT(num_packing, 0) << testing::describe(d);
+    }
+}
+// Groups that run across rows have no packed form: qgemm_ref reads them.
+TEST(QgemmPlan, AViewWithoutAPackedFormIsReadAsItIs) {
+  QgemmDescriptor d = testing::view_products(70).front();
+  d.k = 100;
+  for (const QgemmChoice& choice : explain_qgemm({}, d))
+    EXPECT_TRUE(!choice.packs && choice.reason.empty() == (choice.variant == "qgemm_ref")) << choice.variant;
+  EXPECT_EQ(QgemmPlan::select({}, d).sku().kernel, "qgemm_ref");
 }
 
 // ---- What is refused
@@ -459,7 +512,8 @@ TEST(QgemmPlan, Variants) {
   const auto choices = explain_qgemm({}, d);
   ASSERT_EQ(choices.size(), qgemm_variants({}).size());
   bool is_cpu = true;  // those of the device come first
-  for (const auto& [variant, reason] : choices) {
+  for (const auto& [variant, reason, packs] : choices) {
+    EXPECT_FALSE(packs) << variant;
     const std::vector<const QgemmVariant*> known_variants = qgemm_variants({});
     const auto found = std::ranges::find_if(
         known_variants, [&](const QgemmVariant* known) { return known->name == variant; });

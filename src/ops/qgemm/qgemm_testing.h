@@ -395,6 +395,38 @@ inline void expect_same_bytes(const QgemmCase& test, const std::vector<uint8_t>&
         << describe(test.descriptor) << ": with " << threads << " threads";
 }
 
+// The same product with the weight packed by hand; `packed`: memory for it.
+inline Qgemm::Args pack_by_hand(const QgemmDescriptor& d, Qgemm::Args args, void* packed) {
+  const PackedWeight weight{d.spec, d.n, d.k, packed, args.view.device};
+  reorder(args.view, weight);
+  args.weight = weight;
+  args.view = {};
+  return args;
+}
+// Products of views in several layouts, of m rows: with scales of each kind, and tails.
+inline std::vector<QgemmDescriptor> view_products(int64_t m) {
+  std::vector<QgemmDescriptor> products;
+  const auto add = [&](const QuantSpec& spec, Layout layout, int64_t n, int64_t k) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+      for (const bool transposed : {false, true}) {
+        QgemmDescriptor d{.spec = spec, .m = m, .n = n, .k = k, .transposed = transposed, .dtype = dtype};
+        d.packed = false;
+        d.layout = layout;
+        d.bias = !transposed;
+        d.accumulate = dtype == DType::bf16;
+        products.push_back(d);
+      }
+  };
+  add({.format = Format::nf4, .granularity = Granularity::flat}, Layout::bitsandbytes, 136, 512);
+  add({.format = Format::nf4, .granularity = Granularity::flat, .double_quant = true}, Layout::bitsandbytes,
+      129, 576);
+  add({.format = Format::int4, .asymmetric = true, .group_size = 128, .scale_dtype = DType::bf16},
+      Layout::compressed_tensors, 200, 520);
+  add({.format = Format::affine4, .group_size = 32, .scale_dtype = DType::f16}, Layout::mlx, 96, 320);
+  add({.format = Format::int8, .granularity = Granularity::tensor}, Layout::halfbyte, 64, 200);
+  return products;
+}
+
 // Why a variant of the CPU does not take a product; empty if it does.
 inline std::string reason_of(std::string_view variant, const QgemmDescriptor& descriptor) {
   for (const QgemmChoice& choice : explain_qgemm({}, descriptor))

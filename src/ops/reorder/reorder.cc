@@ -4,6 +4,7 @@
 
 #include "core/expect.h"
 #include "core/format.h"
+#include "core/pack_step.h"
 #include "core/packed_weight.h"
 #include "core/tensor_check.h"
 #include "core/weight_view.h"
@@ -149,15 +150,11 @@ void move_sections(const ReorderArgs& args, bool to_packed) {
 
 }  // namespace
 
-ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
+void place_reorder(ReorderArgs& args, const ConstWeightView& view, const void* packed) {
   // One description for both directions: which of the two a kernel writes is its own.
   const auto pointer = [](auto* data) {
     return const_cast<std::remove_const_t<std::remove_pointer_t<decltype(data)>>*>(data);
   };
-  const PackedLayout p = packed_layout_of(view.spec, view.rows, view.cols);
-  ReorderArgs args{};
-  args.layout = p;
-  find_gaps(p, args.gaps);
   args.packed = static_cast<uint8_t*>(pointer(packed));
   args.codes = static_cast<uint8_t*>(pointer(view.codes));
   args.scales = pointer(view.scales);
@@ -166,6 +163,13 @@ ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
   args.absmax = pointer(view.absmax);
   args.map = pointer(view.map);
   args.offset = pointer(view.offset);
+}
+
+ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
+  ReorderArgs args{};
+  args.layout = packed_layout_of(view.spec, view.rows, view.cols);
+  find_gaps(args.layout, args.gaps);
+  place_reorder(args, view, packed);
   const formats::WeightViewLayout v = view_layout_of(view.spec, view.rows, view.cols, view.layout);
   args.row_codes = v.flat_codes ? v.cols : v.row_bytes * 8 / v.bits;
   args.num_code_bytes = v.code_bytes();
@@ -177,7 +181,9 @@ ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
   return args;
 }
 
-void reorder_cpu(const ReorderProblem& problem) {
+namespace {
+
+void move_all(const ReorderProblem& problem) {
   const ReorderArgs& args = problem.args;
   const int64_t tiles = args.layout.tiles_per_strip();
   const bool split = problem.to_packed || rows_begin_at_bytes(args);
@@ -194,11 +200,48 @@ void reorder_cpu(const ReorderProblem& problem) {
   move_sections(args, problem.to_packed);
 }
 
+}  // namespace
+
+ReorderRun reorder_cpu(const ReorderProblem& problem) {
+  return [problem](const ReorderArgs& args, void*) {
+    ReorderProblem placed = problem;
+    placed.args = args;
+    move_all(placed);
+  };
+}
+
 namespace {
 
-constexpr Variant<ReorderProblem, void> kVariants[] = {
+constexpr Variant<ReorderProblem, ReorderRun> kVariants[] = {
     {"reorder_cpu", DeviceKind::cpu, [](const ReorderProblem&) { return std::string(); }, reorder_cpu},
     {"reorder_cuda", DeviceKind::cuda, refuse_reorder_cuda, reorder_cuda},
+};
+
+// Of checked arguments.
+ReorderProblem problem_of(const ConstWeightView& view, const void* packed, bool to_packed, int num_threads) {
+  ReorderProblem problem;
+  problem.args = make_reorder_args(view, packed);
+  problem.to_packed = to_packed;
+  problem.device = view.device;
+  // Codes are moved by vectors, 4 in the time of an element that is rounded.
+  problem.num_threads =
+      threads_for(num_threads, static_cast<double>(view.rows) * static_cast<double>(view.cols) / 4);
+  return problem;
+}
+ReorderRun prepare(const ReorderProblem& problem) {
+  return choose<ReorderProblem, ReorderRun>(kOp, kVariants, problem, problem.device.kind).run(problem);
+}
+
+struct PreparedStep : PackStep {
+  const ReorderArgs args;
+  const ReorderRun prepared;
+
+  explicit PreparedStep(const ReorderProblem& problem) : args(problem.args), prepared(prepare(problem)) {}
+  void run(const ConstWeightView& view, void* packed, void* stream) const override {
+    ReorderArgs placed = args;
+    place_reorder(placed, view, packed);
+    prepared(placed, stream);
+  }
 };
 
 // Groups that run across rows are those of rows where they divide them, and there is no packed form where
@@ -242,18 +285,17 @@ void run(const ConstWeightView& view, const ConstPackedWeight& packed, bool to_p
   arguments.push_back(check_packed(kOp, names.packed, packed, device, to_packed));
   check_all_apart(kOp, arguments);
 
-  ReorderProblem problem;
-  problem.args = make_reorder_args(view, packed.data);
-  problem.to_packed = to_packed;
-  problem.device = device;
-  // Codes are moved by vectors, 4 in the time of an element that is rounded.
-  problem.num_threads =
-      threads_for(execution.num_threads, static_cast<double>(view.rows) * static_cast<double>(view.cols) / 4);
-  problem.stream = execution.stream;
-  choose<ReorderProblem, void>(kOp, kVariants, problem, device.kind).run(problem);
+  const ReorderProblem problem = problem_of(view, packed.data, to_packed, execution.num_threads);
+  prepare(problem)(problem.args, execution.stream);
 }
 
 }  // namespace
+
+std::shared_ptr<const PackStep> PackStep::make(ConstWeightView view, int64_t alignment, int num_threads) {
+  // The address of the codes says how they are aligned.
+  view.codes = reinterpret_cast<const void*>(alignment);  // NOLINT(performance-no-int-to-ptr)
+  return std::make_shared<PreparedStep>(problem_of(view, nullptr, true, num_threads));
+}
 
 void reorder(const ConstWeightView& from, const PackedWeight& to, Execution execution) {
   run(from, to, true, execution);

@@ -1,6 +1,8 @@
 // What the variants of `reorder` share.
 #pragma once
 
+#include <functional>
+
 #include "core/variant.h"
 #include "halfbyte/qgemm.hpp"
 #include "ops/reorder/reorder_args.h"
@@ -12,9 +14,11 @@ struct ReorderProblem {
   ReorderArgs args{};
   bool to_packed = false;
   Device device = {};
-  int num_threads = 0;     // CPU
-  void* stream = nullptr;  // CUDA
+  int num_threads = 0;  // CPU
 };
+// What a variant has made for a problem: compiled, ready to run on arguments that differ from those of the
+// problem in nothing but addresses, and on a CUDA device to enqueue it.
+using ReorderRun = std::function<void(const ReorderArgs& args, void* stream)>;
 
 // Rows of codes of the view begin at bytes.
 inline bool rows_begin_at_bytes(const ReorderArgs& args) {
@@ -23,8 +27,10 @@ inline bool rows_begin_at_bytes(const ReorderArgs& args) {
 
 // Of checked parts that fit together, and packed memory.
 ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed);
+// Their addresses only.
+void place_reorder(ReorderArgs& args, const ConstWeightView& view, const void* packed);
 
-void reorder_cpu(const ReorderProblem& problem);
+ReorderRun reorder_cpu(const ReorderProblem& problem);
 
 // The codes of tiles [first, last) of a strip. SIMD kernels, dispatched at run time. From the packed form:
 // where rows do not begin at bytes, all tiles of a strip at once.
@@ -33,8 +39,7 @@ struct ReorderTiles {
 };
 void reorder_tiles_cpu(const ReorderProblem& problem, const ReorderTiles& tiles);
 
-// CUDA: enqueued on problem.stream.
 std::string refuse_reorder_cuda(const ReorderProblem& problem);
-void reorder_cuda(const ReorderProblem& problem);
+ReorderRun reorder_cuda(const ReorderProblem& problem);
 
 }  // namespace halfbyte

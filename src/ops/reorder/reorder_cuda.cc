@@ -35,20 +35,27 @@ ReorderKernels reorder_kernels_of(const ReorderProblem& problem) {
 
 std::string refuse_reorder_cuda(const ReorderProblem&) { return ""; }
 
-void reorder_cuda(const ReorderProblem& problem) {
+ReorderRun reorder_cuda(const ReorderProblem& problem) {
   const cuda::Context& context = cuda::context(problem.device.index);
   const cuda::Scope scope(context);
   const formats::PackedLayout& p = problem.args.layout;
   const ReorderKernels kernels = reorder_kernels_of(problem);
-  const auto launch = [&](const cuda::KernelSpec& spec, int64_t num_threads) {
-    if (num_threads == 0) return;
-    cuda::launch(cuda::get_kernel(context, spec), {ceil_div(num_threads, kReorderThreads), kReorderThreads},
-                 problem.stream, problem.args);
+  struct Launch {
+    cuda::CUfunction function = nullptr;
+    cuda::Grid grid;
   };
-  launch(kernels.codes, code_threads(problem));
+  const auto launch_of = [&](const cuda::KernelSpec& spec, int64_t num_threads) {
+    if (num_threads == 0) return Launch();
+    return Launch{cuda::get_kernel(context, spec), {ceil_div(num_threads, kReorderThreads), kReorderThreads}};
+  };
+  const Launch codes = launch_of(kernels.codes, code_threads(problem));
   // Sections and gaps are there without groups too.
-  launch(kernels.parameters,
-         std::max<int64_t>(1, p.strips * ceil_div(p.padded_groups(), kGroupsPerWarp)) * 32);
+  const Launch parameters = launch_of(
+      kernels.parameters, std::max<int64_t>(1, p.strips * ceil_div(p.padded_groups(), kGroupsPerWarp)) * 32);
+  return [&context, codes, parameters](const ReorderArgs& args, void* stream) {
+    const cuda::Scope current(context);
+    for (const Launch& launch : {codes, parameters}) cuda::launch(launch.function, launch.grid, stream, args);
+  };
 }
 
 }  // namespace halfbyte
