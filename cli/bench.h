@@ -25,7 +25,7 @@ struct BenchArguments {
   int64_t lora = 0;
   std::string direction = "both";
   std::string scale_dtype, variant;
-  bool double_quant = false, asymmetric = false, explain = false;
+  bool double_quant = false, asymmetric = false, explain = false, cliffs = false;
 };
 
 // A table whose lines are printed as they come.

@@ -277,6 +277,9 @@ void add_bench_command(CLI::App& app, Command& command) {
                "CUDA: also measure with a low-rank adapter: two thin products by cuBLAS, then the product "
                "adds to them")
                ->check(CLI::NonNegativeNumber));
+  of_qgemm(sub.add_flag("--cliffs", arguments->cliffs,
+                        "Times many M and odd shapes against cuBLAS and the bare read, and against M - 1; "
+                        "values are not checked. Has other defaults, see docs/qgemm.md"));
   of_qgemm(sub.add_flag("--explain", arguments->explain,
                         "Only print which variant takes each case, and why the others do not"));
   add_report_options(sub, command);

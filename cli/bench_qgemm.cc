@@ -1,8 +1,12 @@
 // halfbyte bench qgemm
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <tuple>
 
 #include "bench.h"
@@ -18,15 +22,31 @@ namespace {
 
 // What is measured where nothing is asked for.
 struct Defaults {
-  std::vector<std::string> shapes, dtypes;
+  std::vector<std::string> shapes, models = {}, dtypes;
   std::vector<int64_t> m;
   struct Weight {
     const char* format;
     bool double_quant;
+    const char* group_size = nullptr;  // null: that of the format
   };
   std::vector<Weight> weights;
+  // Where neither shapes nor formats are asked for, weights but the first have only these; empty: all.
+  std::vector<std::string> other_shapes = {};
+  // Multiply-adds of a product that is measured where M is not asked for.
+  double most_products = std::numeric_limits<double>::infinity();
 };
-const Defaults& defaults_of(Device device) {
+
+// One below, at and above the borders of tiles, from those of 8 rows of x to blocks of several; what lies
+// between.
+std::vector<int64_t> cliff_rows(int64_t most) {
+  std::set<int64_t> rows = {1, 2, 3, 4, 5, 24, 48, 96, 320, 384, 768, 1536};
+  for (const int64_t border : {8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048})
+    rows.insert({border - 1, border, border + 1});
+  rows.erase(rows.upper_bound(most), rows.end());
+  return {rows.begin(), rows.end()};
+}
+
+const Defaults& defaults_of(Device device, bool cliffs) {
   static const Defaults cuda = {
       .shapes = {"4096x4096", "14336x4096", "8192x8192", "28672x8192"},
       .dtypes = {"bf16", "f16"},
@@ -39,7 +59,26 @@ const Defaults& defaults_of(Device device) {
       .m = {1, 2, 4, 8, 16, 32, 128, 512},
       .weights = {{"nf4", false}, {"int4", false}},
   };
-  return device.kind == DeviceKind::cpu ? cpu : cuda;
+  // Odd, small and narrow shapes, an output head, layers.
+  static const Defaults cliffs_cuda = {
+      .shapes = {"4099x4099", "4098x4098", "4096x4100", "4097x4096", "1024x1024", "2048x2048", "1536x2048",
+                 "256x4096", "4096x256", "128256x4096"},
+      .models = {"llama-8b"},
+      .dtypes = {"bf16"},
+      .m = cliff_rows(2049),
+      .weights = {{"nf4", false}, {"int4", false}, {"affine4", false, "32"}, {"nf4", true}},
+      .other_shapes = {"4099x4099", "llama-8b o"},
+      .most_products = 0x1p36,
+  };
+  static const Defaults cliffs_cpu = {
+      .shapes = {"1024x1024", "1027x1027"},
+      .dtypes = {"bf16"},
+      .m = cliff_rows(129),
+      .weights = {{"nf4", false}, {"int4", false}},
+  };
+  const bool is_cpu = device.kind == DeviceKind::cpu;
+  if (cliffs) return is_cpu ? cliffs_cpu : cliffs_cuda;
+  return is_cpu ? cpu : cuda;
 }
 template <class T>
 const std::vector<T>& given_or(const std::vector<T>& given, const std::vector<T>& defaults) {
@@ -91,14 +130,15 @@ std::vector<Shape> shapes_of(const BenchArguments& arguments, const Defaults& de
   std::vector<Shape> shapes;
   for (const std::string& text : arguments.shapes) shapes.push_back(parse_shape(text));
   for (const std::string& model : arguments.models) add_layers(model, shapes);
-  if (shapes.empty())
-    for (const std::string& text : defaults.shapes) shapes.push_back(parse_shape(text));
+  if (!shapes.empty()) return shapes;
+  for (const std::string& text : defaults.shapes) shapes.push_back(parse_shape(text));
+  for (const std::string& model : defaults.models) add_layers(model, shapes);
   return shapes;
 }
 
 std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults& defaults) {
   std::vector<QuantSpec> specs;
-  const auto add = [&](const std::string& name, bool double_quant) {
+  const auto add = [&](const std::string& name, bool double_quant, const char* default_group_size) {
     QuantSpec spec;
     spec.format = find_format(name).format;
     if (spec.format == Format::lut4)
@@ -109,7 +149,10 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
                        : arguments.scale_dtype.empty() ? DType::f16
                                                        : parse_dtype(arguments.scale_dtype);
     std::vector<std::string> group_sizes = arguments.group_sizes;
-    if (group_sizes.empty()) group_sizes = {find_format(name).kind == FormatKind::integer ? "128" : "64"};
+    if (group_sizes.empty())
+      group_sizes = {default_group_size                              ? default_group_size
+                     : find_format(name).kind == FormatKind::integer ? "128"
+                                                                     : "64"};
     for (const std::string& text : group_sizes) {
       const GroupSize group = parse_group_size(text);
       spec.granularity = group.granularity;
@@ -118,23 +161,32 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
       specs.push_back(spec);
     }
   };
-  for (const std::string& name : arguments.formats) add(name, arguments.double_quant);
+  for (const std::string& name : arguments.formats) add(name, arguments.double_quant, nullptr);
   if (!specs.empty()) return specs;
   if (arguments.double_quant || arguments.asymmetric)
     throw Error(ErrorCode::usage, "--double-quant and --asymmetric: --format must say of which");
-  for (const Defaults::Weight& weight : defaults.weights) add(weight.format, weight.double_quant);
+  for (const auto& [format, double_quant, group_size] : defaults.weights)
+    add(format, double_quant, group_size);
   return specs;
 }
 
 // Those of a weight follow each other.
 std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defaults& defaults) {
   std::vector<QgemmBenchCase> cases;
+  const std::vector<QuantSpec> specs = specs_of(arguments, defaults);
+  const auto& others = defaults.other_shapes;
+  const bool all_shapes =
+      others.empty() || !arguments.shapes.empty() || !arguments.models.empty() || !arguments.formats.empty();
   for (const Shape& shape : shapes_of(arguments, defaults))
-    for (const QuantSpec& spec : specs_of(arguments, defaults))
+    for (const QuantSpec& spec : specs) {
+      if (!all_shapes && spec != specs[0] && std::ranges::find(others, shape.name) == others.end()) continue;
       for (const std::string& dtype : given_or(arguments.dtypes, defaults.dtypes))
         for (const bool transposed : {false, true}) {
           if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
           for (const int64_t rows : given_or(arguments.m, defaults.m)) {
+            const double products =
+                static_cast<double>(rows) * static_cast<double>(shape.n) * static_cast<double>(shape.k);
+            if (arguments.m.empty() && products > defaults.most_products) continue;
             QgemmDescriptor descriptor;
             descriptor.spec = spec;
             descriptor.m = rows;
@@ -147,6 +199,7 @@ std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defa
             cases.push_back({shape.name, descriptor, arguments.lora});
           }
         }
+    }
   return cases;
 }
 
@@ -171,8 +224,8 @@ Json case_json(const QgemmBenchCase& test) {
           {"spec", spec_json(d.spec)}};
 }
 
-// Ratios of a row to others: to the same product forward, and to the same with one row of x, where they were
-// measured before it.
+// Ratios of a row to others: to the same product forward, and to the same with one row of x, or with one row
+// fewer, where they were measured before it.
 class Compared {
  public:
   void add(const QgemmBenchRow& row) {
@@ -182,15 +235,17 @@ class Compared {
     const QgemmDescriptor& d = row.test.descriptor;
     return d.transposed ? us(key(row, false, d.m)) / row.plain_us : QgemmBenchRow::kNone;
   }
-  double times_one_row(const QgemmBenchRow& row) const {
-    return row.plain_us / us(key(row, row.test.descriptor.transposed, 1));
-  }
+  double times_one_row(const QgemmBenchRow& row) const { return times(row, 1); }
+  double times_one_fewer(const QgemmBenchRow& row) const { return times(row, row.test.descriptor.m - 1); }
 
  private:
   using Key = std::tuple<int64_t, int64_t, std::string, DType, bool, int64_t>;
   static Key key(const QgemmBenchRow& row, bool transposed, int64_t m) {
     const QgemmDescriptor& d = row.test.descriptor;
     return {d.n, d.k, format_of(d.spec), d.dtype, transposed, m};
+  }
+  double times(const QgemmBenchRow& row, int64_t m) const {
+    return row.plain_us / us(key(row, row.test.descriptor.transposed, m));
   }
   double us(const Key& key) const {
     const auto found = us_.find(key);
@@ -253,7 +308,8 @@ std::string title_of(const QgemmBenchCase& test) {
                      d.m);
 }
 
-Json row_json(const QgemmBenchRow& row, const Compared& compared, const std::string& device) {
+// What all rows have.
+Json times_json(const QgemmBenchRow& row, const char* ceiling, double ceiling_us, const std::string& device) {
   Json json = {{"op", "qgemm"}, {"problem", title_of(row.test)}, {"device", device}};
   json.update(case_json(row.test));
   json["kernel"] = row.sku.kernel;
@@ -261,19 +317,24 @@ Json row_json(const QgemmBenchRow& row, const Compared& compared, const std::str
   json["failure"] = row.problem;
   json["median_us"] = bench_number(row.plain_us);
   json["spread"] = bench_number(row.plain_spread);
-  json["ceiling"] = "floor";
-  json["ceiling_us"] = bench_number(row.floor_us);
-  json["share"] = bench_number(row.floor_us / row.plain_us);
+  json["ceiling"] = ceiling;
+  json["ceiling_us"] = bench_number(ceiling_us);
+  json["share"] = bench_number(ceiling_us / row.plain_us);
   json["weight_bytes"] = row.weight_bytes;
   json["plain_us"] = bench_number(row.plain_us);
-  json["chained_us"] = bench_number(row.chained_us);
   json["read_us"] = bench_number(row.read_us);
+  json["cublas_us"] = bench_number(row.cublas_us);
+  return json;
+}
+
+Json row_json(const QgemmBenchRow& row, const Compared& compared, const std::string& device) {
+  Json json = times_json(row, "floor", row.floor_us, device);
+  json["chained_us"] = bench_number(row.chained_us);
   json["read_chained_us"] = bench_number(row.read_chained_us);
   json["read_of_plain"] = bench_number(row.read_us / row.plain_us);
   json["read_of_chained"] = bench_number(row.read_us / row.chained_us);
   json["forward_of_plain"] = bench_number(compared.of_forward(row));
   json["plain_of_one_row"] = bench_number(compared.times_one_row(row));
-  json["cublas_us"] = bench_number(row.cublas_us);
   json["cublas_of_plain"] = bench_number(row.cublas_us / row.plain_us);
   json["cublas_of_chained"] = bench_number(row.cublas_us / row.chained_us);
   json["lora"] = row.test.lora;
@@ -354,13 +415,123 @@ void measure(Device device, const BenchArguments& arguments, const std::vector<Q
                                                num_wrong, cases.size()));
 }
 
+// ---- Cliffs: the same at many M and odd shapes, by times alone
+
+// What a product may take: the time of a dense one, or of reading the weight at 0.7 of the rate of a bare
+// read, whichever is longer.
+double goal_of(const QgemmBenchRow& row) { return std::fmax(row.cublas_us, row.read_us / 0.7); }
+
+std::vector<BenchColumn> cliff_columns(const QgemmBenchRow& row, const Compared& compared) {
+  const QgemmDescriptor& d = row.test.descriptor;
+  const auto us = [](double value) { return bench_text(value, "{:.2f}"); };
+  return {{"shape (n x k)", -18, row.test.shape},
+          {"weight", -14, format_of(d.spec)},
+          {"x, y", -4, to_string(d.dtype)},
+          {"direction", -10, direction_of(d)},
+          {"M", 4, std::to_string(d.m)},
+          {"kernel", -21, row.sku.kernel.empty() ? "-" : row.sku.kernel},
+          {"plain", 9, us(row.plain_us)},
+          {"spread", 6, bench_percent(row.plain_spread)},
+          {"read", 8, us(row.read_us)},
+          {"cuBLAS", 8, us(row.cublas_us)},
+          {"p/goal", 6, us(row.plain_us / goal_of(row))},
+          {"jump", 5, us(compared.times_one_fewer(row))}};
+}
+
+// The worst of some rows, by a ratio that may be NaN: not measured.
+struct Worst {
+  double ratio = QgemmBenchRow::kNone;
+  std::string problem;
+  void add(double value, const QgemmBenchRow& row) {
+    if (std::isnan(value) || value <= ratio) return;
+    ratio = value;
+    problem = title_of(row.test);
+  }
+};
+
+// Of rows that were measured.
+struct CliffSummary {
+  static constexpr int64_t kManyRows = 128;
+  static constexpr double kWithin = 1.15;
+
+  int num_many = 0, num_within = 0;  // with kManyRows and more rows of x; within kWithin of the goal
+  Worst of_many, jump;
+
+  void add(const QgemmBenchRow& row, const Compared& compared) {
+    if (row.test.descriptor.m >= kManyRows && std::isfinite(row.plain_us)) {
+      const double ratio = row.plain_us / goal_of(row);
+      ++num_many;
+      num_within += ratio <= kWithin;
+      of_many.add(ratio, row);
+    }
+    jump.add(compared.times_one_fewer(row), row);
+  }
+  std::string text() const {
+    const auto of = [](const Worst& worst) {
+      return worst.problem.empty() ? "-" : fmt::format("{:.2f} at {}", worst.ratio, worst.problem);
+    };
+    return summary_line("M >= 128", fmt::format("{} of {} rows within {} of the goal", bench_percent(share()),
+                                                num_many, kWithin)) +
+           summary_line("worst", of(of_many)) + summary_line("worst jump", of(jump));
+  }
+  Json json() const {
+    return {{"rows", num_many},
+            {"within", num_within},
+            {"share_within", bench_number(share())},
+            {"worst", bench_number(of_many.ratio)},
+            {"worst_problem", of_many.problem},
+            {"worst_jump", bench_number(jump.ratio)},
+            {"worst_jump_problem", jump.problem}};
+  }
+
+ private:
+  double share() const {
+    return num_many == 0 ? QgemmBenchRow::kNone : static_cast<double>(num_within) / num_many;
+  }
+};
+
+void measure_cliffs(Device device, const BenchArguments& arguments, const std::vector<QgemmBenchCase>& cases,
+                    bool print, Json& document) {
+  const auto say = [&](const std::string& text) {
+    if (print) write_stdout(text);
+  };
+  say(describe_bench_device(device, arguments, document) +
+      "Times are microseconds. read: only reading the packed weight. goal: the longer of cuBLAS and\n"
+      "read / 0.7. jump: plain / plain of one row of x fewer.\n");
+  document["rows"] = Json::array();
+  Compared compared;
+  CliffSummary summary;
+  int num_failed = 0;
+  say(bench_line(cliff_columns({}, compared), true));
+  bench_qgemm(device, cases, {.quick = true, .num_threads = arguments.num_threads, .times_only = true},
+              [&](const QgemmBenchRow& row) {
+                compared.add(row);
+                summary.add(row, compared);
+                say(bench_line(cliff_columns(row, compared), false));
+                if (!row.problem.empty()) say("  " + row.problem + "\n");
+                num_failed += !row.problem.empty();
+                Json json = times_json(row, "goal", goal_of(row), document["device"]);
+                json["plain_of_goal"] = bench_number(row.plain_us / goal_of(row));
+                json["jump"] = bench_number(compared.times_one_fewer(row));
+                document["rows"].push_back(std::move(json));
+                return !is_cancelled();
+              });
+  document["summary"] = summary.json();
+  say(summary.text());
+  if (num_failed > 0)
+    throw Error(ErrorCode::device, fmt::format("{} of {} cases were not measured", num_failed, cases.size()));
+}
+
 }  // namespace
 
 void run_qgemm_bench(Device device, const BenchArguments& arguments, bool print, std::string& text,
                      Json& document) {
-  const std::vector<QgemmBenchCase> cases = cases_of(arguments, defaults_of(device));
+  if (arguments.cliffs && arguments.lora > 0) throw Error(ErrorCode::usage, "--lora: not with --cliffs");
+  const std::vector<QgemmBenchCase> cases = cases_of(arguments, defaults_of(device, arguments.cliffs));
   if (arguments.explain)
     explain(device, cases, text, document);
+  else if (arguments.cliffs)
+    measure_cliffs(device, arguments, cases, print, document);
   else
     measure(device, arguments, cases, print, document);
 }

@@ -11,7 +11,7 @@
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
-# bitsandbytes; packs, which compiles every kernel, some minutes of all CPUs, and
+# bitsandbytes; cliffs, which times products at many M and odd shapes; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
@@ -193,15 +193,16 @@ section_bench() {
 section_qgemm() {
   "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json" --force
 }
+section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
 
 # ---- Their order, time limits and logs
 
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
+  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
@@ -214,7 +215,7 @@ readonly deadline=$((SECONDS + allowed))
 
 say "Device"
 "$HALFBYTE_CLI" doctor
-rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm,layers}.json "$out"/summary.txt
+rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm,cliffs,layers}.json "$out"/summary.txt
 table=() failed=0
 export -f run_tests use_package $(compgen -A function section_)
 export tests from out work
@@ -234,7 +235,7 @@ for section in "${sections[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section =~ ^(bench|latency|peer|qgemm|layers)$ ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|layers)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300

@@ -412,6 +412,57 @@ def test_bench_measures(tmp_path, with_stubs):
     assert "--threads" in message and "--device cuda" in message
 
 
+def test_bench_cliffs_cases(with_stubs):
+    """Both sides of every border of tiles, odd shapes, four weights; what is asked for restricts it."""
+    environment = {**with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"]}
+
+    def cases(*options):
+        return run_json("bench", "qgemm", "--cliffs", "--explain", *options, env=environment)["cases"]
+
+    def values(of, *names):
+        return {tuple(case[name] for name in names) for case in of}
+
+    default = cases()
+    rows = {m for (m,) in values(default, "m")}
+    assert {border + side for border in [8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048] for side in [-1, 0, 1]} <= rows
+    assert {3, 5, 24, 48, 96, 192, 320, 384, 768, 1536} <= rows
+    assert {(4098, 4098), (4096, 4100), (4097, 4096), (4099, 4099), (1024, 1024), (2048, 2048), (1536, 2048), (128256, 4096),
+            (28672, 4096)} <= values(default, "n", "k")  # fmt: skip
+    assert {(case["spec"]["format"], case["spec"]["group_size"], case["spec"]["double_quant"]) for case in default} == {
+        ("nf4", 64, False), ("int4", 128, False), ("affine4", 32, False), ("nf4", 64, True)}  # fmt: skip
+    assert values(default, "direction", "dtype") == {("forward", "bf16"), ("transposed", "bf16")}
+    assert max(m for m, n in values(default, "m", "n") if n == 128256) == 129  # what takes long is left out
+    assert len({case["shape"] for case in default if case["spec"]["format"] == "affine4"}) == 2
+
+    given = cases("--shape", "128256x4096", "--m", "2048", "--direction", "forward")
+    assert len(given) == 4 and values(given, "n", "m", "direction") == {(128256, 2048, "forward")}
+    layers = cases("--model", "llama-70b", "--format", "int4", "--m", "1")
+    assert len(layers) == 4 * 2 and all(case["shape"].startswith("llama-70b ") for case in layers)
+    assert "--lora" in fails("bench", "qgemm", "--cliffs", "--lora", "8", code=USAGE, env=environment)
+
+
+def test_bench_cliffs_on_the_cpu():
+    case = ["bench", "qgemm", "--cliffs", "--device", "cpu", "--shape", "96x128", "--format", "nf4", "--m", "1,3,128,129"]
+    document, rows = run_lines(*case, "--direction", "forward", "--threads", "1", env=NO_CUDA)
+    assert [row["m"] for row in rows] == [1, 3, 128, 129]
+    for row in rows:
+        assert row["failure"] == "" and row["cublas_us"] is None and row["ceiling"] == "goal"
+        assert math.isclose(row["ceiling_us"], row["read_us"] / 0.7, rel_tol=1e-6)
+        assert math.isclose(row["plain_of_goal"], row["plain_us"] / row["ceiling_us"], rel_tol=1e-6)
+        assert "correct" not in row and "error" not in row
+    assert [row["jump"] is None for row in rows] == [True, True, True, False]
+    assert math.isclose(rows[3]["jump"], rows[3]["plain_us"] / rows[2]["plain_us"], rel_tol=1e-6)
+    summary = document["summary"]
+    worst = max(rows[2:], key=lambda row: row["plain_of_goal"])
+    assert (summary["worst"], summary["worst_problem"]) == (worst["plain_of_goal"], worst["problem"])
+    assert (summary["worst_jump"], summary["worst_jump_problem"]) == (rows[3]["jump"], rows[3]["problem"])
+    within = sum(row["plain_of_goal"] <= 1.15 for row in rows[2:])
+    assert (summary["rows"], summary["within"], summary["share_within"]) == (2, within, within / 2)
+    lines = run(*case, "--direction", "transposed", "--threads", "1", env=NO_CUDA).stdout.splitlines()
+    assert len([line for line in lines if line.startswith("96x128")]) == 4
+    assert [re.split(r"  +", line)[0] for line in lines[-3:]] == ["M >= 128", "worst", "worst jump"]
+
+
 def test_bench_measures_the_cpu():
     case = [*CASE, "--device", "cpu", "--m", "1,3", "--threads", "2", "--quick"]
     document, rows = run_lines(*case, env=NO_CUDA)

@@ -17,6 +17,8 @@ namespace halfbyte {
 struct BenchOptions {
   bool quick = false;   // fewer repetitions
   int num_threads = 0;  // CPU: 0: all
+  // qgemm: only plain_us, read_us and cublas_us; y is not checked.
+  bool times_only = false;
 };
 
 // ---- Operations that are bound by memory

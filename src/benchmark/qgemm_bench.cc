@@ -52,7 +52,8 @@ class QgemmBench {
       : device_(device),
         harness_(device, options),
         backend_(&harness_.backend()),
-        stream_(backend_->stream()) {
+        stream_(backend_->stream()),
+        times_only_(options.times_only) {
     std::mt19937_64 random(1);
     std::vector<uint64_t> words(static_cast<size_t>(kBenchPoolValues / 8));
     for (uint64_t& word : words) word = random();
@@ -179,7 +180,7 @@ class QgemmBench {
     read_ = plain[best];
     read_us_ = timings[best].us;
     read_chained_us_ = QgemmBenchRow::kNone;
-    if (!backend_->has_early_start()) return;
+    if (times_only_ || !backend_->has_early_start()) return;
     const std::vector<std::shared_ptr<Work>> chained = readers(true);
     read_chained_us_ = harness_.medians({&chained[best], 1}, harness_.rounds())[0].us;
   }
@@ -260,7 +261,8 @@ class QgemmBench {
     };
     std::vector<QgemmPlan> plans = {select(false)};
     row.sku = plans[0].sku();
-    if (backend_->has_early_start()) noting(row, "chained: ", [&] { plans.push_back(select(true)); });
+    if (!times_only_ && backend_->has_early_start())
+      noting(row, "chained: ", [&] { plans.push_back(select(true)); });
     row.cublas_flops = cublas_flops(d.dtype);
     const double flop = 2.0 * static_cast<double>(d.m) * static_cast<double>(d.n) * static_cast<double>(d.k);
     const double least_us = std::fmax(row.read_us, 1e6 * flop / row.cublas_flops);
@@ -287,7 +289,7 @@ class QgemmBench {
       }));
     const std::vector<int64_t> rows = checked_rows(d.m);
     const std::vector<float>* expected = nullptr;
-    noting(row, "values not checked: ", [&] { expected = &reference(d, in, out, rows); });
+    if (!times_only_) noting(row, "values not checked: ", [&] { expected = &reference(d, in, out, rows); });
     if (expected) row.error = 0;
     double seconds = 0;
     for (const std::shared_ptr<Work>& work : works) {
@@ -330,7 +332,8 @@ class QgemmBench {
     }
     const size_t read = works.size(), first_loop = read + 1;
     works.push_back(read_);
-    const std::vector<MultiplyLoop> loops = backend_->multiply_loops(d.dtype);
+    const std::vector<MultiplyLoop> loops =
+        times_only_ ? std::vector<MultiplyLoop>() : backend_->multiply_loops(d.dtype);
     for (const MultiplyLoop& loop : loops) works.push_back(loop.work);
 
     // What takes long is steady.
@@ -418,6 +421,7 @@ class QgemmBench {
   const BenchHarness harness_;
   const BenchBackend* backend_;
   const Stream& stream_;
+  const bool times_only_;
   std::map<DType, double> cublas_flops_;
   std::vector<uint8_t> random_bytes_;
   std::vector<float> pool_;                      // -1 to 1
