@@ -24,7 +24,7 @@ struct BenchArguments {
   std::vector<int64_t> m;
   int64_t lora = 0;
   std::string direction = "both";
-  std::string scale_dtype, variant;
+  std::string scale_dtype, variant, view;
   bool double_quant = false, asymmetric = false, explain = false, cliffs = false;
 };
 

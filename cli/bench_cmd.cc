@@ -282,6 +282,8 @@ void add_bench_command(CLI::App& app, Command& command) {
                         "values are not checked. Has other defaults, see docs/qgemm.md"));
   of_qgemm(sub.add_flag("--explain", arguments->explain,
                         "Only print which variant takes each case, and why the others do not"));
+  of_qgemm(add("--view", arguments->view, "LAYOUT",
+               "With --explain: the weight is not packed but in this layout, such as bitsandbytes"));
   add_report_options(sub, command);
   sub.footer(
       "The JSON report has a line for the run, then one for each row. docs/benchmarks.md says how it is "

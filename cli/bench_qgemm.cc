@@ -195,6 +195,8 @@ std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defa
             descriptor.transposed = transposed;
             descriptor.dtype = parse_dtype(dtype);
             descriptor.variant = arguments.variant;
+            descriptor.packed = arguments.view.empty();
+            if (!descriptor.packed) descriptor.layout = parse_layout(arguments.view);
             check_descriptor(descriptor);
             cases.push_back({shape.name, descriptor, arguments.lora});
           }
@@ -304,8 +306,9 @@ std::vector<BenchColumn> columns_of(const QgemmBenchRow& row, const Compared& co
 }
 std::string title_of(const QgemmBenchCase& test) {
   const QgemmDescriptor& d = test.descriptor;
-  return fmt::format("{} {} {} {} M {}", test.shape, format_of(d.spec), to_string(d.dtype), direction_of(d),
-                     d.m);
+  return fmt::format("{} {}{} {} {} M {}", test.shape, format_of(d.spec),
+                     d.packed ? "" : fmt::format(" {}", to_string(d.layout)), to_string(d.dtype),
+                     direction_of(d), d.m);
 }
 
 // What all rows have.
@@ -363,15 +366,17 @@ void explain(Device device, const std::vector<QgemmBenchCase>& cases, std::strin
     bool is_chosen = false;
     for (const QgemmChoice& choice : explain_qgemm(device, d)) {
       const bool takes = choice.reason.empty();
-      text += fmt::format("  {:<22} {}\n", choice.variant,
+      text += fmt::format("  {:<22} {}{}\n", choice.variant,
                           !takes      ? choice.reason
                           : is_chosen ? "would take it"
-                                      : "is chosen");
+                                      : "is chosen",
+                          choice.packs ? ", packs the view first" : "");
       is_chosen |= takes;
-      variants.push_back({{"variant", choice.variant}, {"reason", choice.reason}});
+      variants.push_back({{"variant", choice.variant}, {"reason", choice.reason}, {"packs", choice.packs}});
     }
     if (!is_chosen) text += "  none\n";
     Json json = case_json(test);
+    json["layout"] = d.packed ? Json(nullptr) : Json(to_string(d.layout));
     json["variants"] = std::move(variants);
     results.push_back(std::move(json));
   }
@@ -526,6 +531,8 @@ void measure_cliffs(Device device, const BenchArguments& arguments, const std::v
 
 void run_qgemm_bench(Device device, const BenchArguments& arguments, bool print, std::string& text,
                      Json& document) {
+  if (!arguments.view.empty() && !arguments.explain)
+    throw Error(ErrorCode::usage, "--view: only with --explain");
   if (arguments.cliffs && arguments.lora > 0) throw Error(ErrorCode::usage, "--lora: not with --cliffs");
   const std::vector<QgemmBenchCase> cases = cases_of(arguments, defaults_of(device, arguments.cliffs));
   if (arguments.explain)

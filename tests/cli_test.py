@@ -370,6 +370,28 @@ def test_bench_explains_on_the_cpu():
     assert len(re.findall(r"^  qgemm_\w+ +is chosen$", text, re.M)) == 2
 
 
+def test_bench_explains_views(with_stubs):
+    """On a CUDA device they are packed above 8 rows of x; on the CPU, always."""
+    cuda = {**with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"]}
+    case = [*CASE, "--explain", "--view", "bitsandbytes", "--m", "1,8,9,64,65,512"]
+    for case_of in run_json(*case, env=cuda)["cases"]:
+        assert case_of["layout"] == "bitsandbytes"
+        packs = {choice["variant"]: choice["packs"] for choice in case_of["variants"] if not choice["reason"]}
+        if case_of["m"] <= 8:
+            assert packs == {"qgemm_simt": False}
+        else:
+            assert packs["qgemm_sm80"] and not packs["qgemm_simt"]
+    text = run(*case, "--direction", "forward", env=cuda).stdout
+    chosen = re.findall(r"^  (qgemm_\w+) +is chosen(, packs the view first)?$", text, re.M)
+    assert [(variant == "qgemm_simt", packs != "") for variant, packs in chosen] == 2 * [(True, False)] + 4 * [(False, True)]
+    assert text.startswith("96x128 nf4 g64 f16 bitsandbytes bf16 forward M 1\n")
+    for case_of in run_json(*case, "--device", "cpu", env=NO_CUDA)["cases"]:
+        packs = {choice["variant"]: choice["packs"] for choice in case_of["variants"] if not choice["reason"]}
+        assert packs.pop("qgemm_ref") is False and all(packs.values())
+    assert "--explain" in fails(*CASE, "--view", "mlx", "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "transposed" in fails(*CASE, "--explain", "--view", "gptq", "--device", "cpu", code=USAGE, env=NO_CUDA)
+
+
 def test_bench_cases():
     def cases(*options):
         arguments = ["bench", "qgemm", "--explain", "--device", "cpu", "--m", "1", "--direction", "forward", *options]
