@@ -324,7 +324,8 @@ TEST_P(QgemmCudaShapes, EveryNumberOfRows) {
   d.k = 328;
   for (d.m = 1; d.m <= 66; ++d.m) check_variants(d, static_cast<uint64_t>(d.m));
   d.n = 136;
-  for (const int64_t m : {65, 72, 127, 128, 129, 192, 200, 256, 257, 300}) {
+  for (const int64_t m :
+       {65, 72, 96, 97, 127, 128, 129, 160, 161, 192, 200, 224, 225, 256, 257, 288, 289, 321}) {
     d.m = m;
     EXPECT_GE(check_variants(d, static_cast<uint64_t>(m)), 3u);
   }
@@ -335,7 +336,7 @@ TEST_P(QgemmCudaShapes, ManyRowsTails) {
   for (int i = 0; i < 24; ++i) {
     QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
     const int64_t sum = 8 * (1 + below(130)), out = 2 * (1 + below(300));
-    d.m = 65 + below(240);
+    d.m = 65 + below(300);
     d.n = d.transposed ? sum : out;
     d.k = d.transposed ? out : sum;
     d.bias = !d.transposed && i % 2 == 0;

@@ -77,7 +77,7 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
 }
 
 // d += a * b, or d = a * b where not `accumulate`: a [64 rows][16 k], b [16 k][N columns], N / 2 = the size
-// of d: N = 8, 16, 32, 64, 128, 256. Summed as in mma().
+// of d: N = 8, 16, 32, 64, 96, 128, 144, 160, 192, 224, 256. Summed as in mma().
 //   wgmma<major of b>(type, d, a in registers, tile of b)
 //   wgmma<major of a, major of b>(type, d, tile of a, tile of b)
 // Who holds what, by PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk16", the figures of the register
@@ -116,8 +116,12 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
 #define HALFBYTE_D8(i) HALFBYTE_D4(i), HALFBYTE_D4(i + 4)
 #define HALFBYTE_D16(i) HALFBYTE_D8(i), HALFBYTE_D8(i + 8)
 #define HALFBYTE_D32(i) HALFBYTE_D16(i), HALFBYTE_D16(i + 16)
+#define HALFBYTE_D48(i) HALFBYTE_D32(i), HALFBYTE_D16(i + 32)
 #define HALFBYTE_D64(i) HALFBYTE_D32(i), HALFBYTE_D32(i + 32)
+#define HALFBYTE_D72(i) HALFBYTE_D64(i), HALFBYTE_D8(i + 64)
+#define HALFBYTE_D80(i) HALFBYTE_D64(i), HALFBYTE_D16(i + 64)
 #define HALFBYTE_D96(i) HALFBYTE_D64(i), HALFBYTE_D32(i + 64)
+#define HALFBYTE_D112(i) HALFBYTE_D96(i), HALFBYTE_D16(i + 96)
 #define HALFBYTE_D128(i) HALFBYTE_D64(i), HALFBYTE_D64(i + 64)
 #define HALFBYTE_WGMMA_OF(Type, type)                                                                       \
   HALFBYTE_WGMMA(Type, type, 8, "%0, %1, %2, %3", HALFBYTE_D4, 4, 5, 6, 7, 8, 9, 10)                        \
@@ -126,10 +130,21 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
                  19, 20, 21, 22)                                                                            \
   HALFBYTE_WGMMA(Type, type, 64, HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2") "%30, %31",           \
                  HALFBYTE_D32, 32, 33, 34, 35, 36, 37, 38)                                                  \
+  HALFBYTE_WGMMA(Type, type, 96,                                                                            \
+                 HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2")                                       \
+                     HALFBYTE_TEN("3") "%40, %41, %42, %43, %44, %45, %46, %47",                            \
+                 HALFBYTE_D48, 48, 49, 50, 51, 52, 53, 54)                                                  \
   HALFBYTE_WGMMA(Type, type, 128, HALFBYTE_TENS_TO_60 "%60, %61, %62, %63", HALFBYTE_D64, 64, 65, 66, 67,   \
                  68, 69, 70)                                                                                \
+  HALFBYTE_WGMMA(Type, type, 144, HALFBYTE_TENS_TO_60 HALFBYTE_TEN("6") "%70, %71", HALFBYTE_D72, 72, 73,   \
+                 74, 75, 76, 77, 78)                                                                        \
+  HALFBYTE_WGMMA(Type, type, 160,                                                                           \
+                 HALFBYTE_TENS_TO_60 HALFBYTE_TEN("6") "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79",  \
+                 HALFBYTE_D80, 80, 81, 82, 83, 84, 85, 86)                                                  \
   HALFBYTE_WGMMA(Type, type, 192, HALFBYTE_TENS_TO_90 "%90, %91, %92, %93, %94, %95", HALFBYTE_D96, 96, 97, \
                  98, 99, 100, 101, 102)                                                                     \
+  HALFBYTE_WGMMA(Type, type, 224, HALFBYTE_TENS_TO_90 HALFBYTE_TEN("9") HALFBYTE_TEN("10") "%110, %111",    \
+                 HALFBYTE_D112, 112, 113, 114, 115, 116, 117, 118)                                          \
   HALFBYTE_WGMMA(Type, type, 256, HALFBYTE_TENS_TO_120 "%120, %121, %122, %123, %124, %125, %126, %127",    \
                  HALFBYTE_D128, 128, 129, 130, 131, 132, 133, 134)
 HALFBYTE_WGMMA_OF(F16, "f16")
@@ -143,8 +158,12 @@ HALFBYTE_WGMMA_OF(BF16, "bf16")
 #undef HALFBYTE_D8
 #undef HALFBYTE_D16
 #undef HALFBYTE_D32
+#undef HALFBYTE_D48
 #undef HALFBYTE_D64
+#undef HALFBYTE_D72
+#undef HALFBYTE_D80
 #undef HALFBYTE_D96
+#undef HALFBYTE_D112
 #undef HALFBYTE_D128
 #undef HALFBYTE_WGMMA_OF
 

@@ -40,7 +40,9 @@ constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
 using Registers = DealtRegisters<kMultipliers / 128>;
 using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
-constexpr int kSums = kTokens / 2;                 // of a thread, in 64 features
+// A matrix instruction has at most 256 columns. Of a thread, in 64 features: sums of one, and of all.
+constexpr int kHalves = kTokens > 256 ? 2 : 1, kColumns = kTokens / kHalves;
+constexpr int kSums = kTokens / 2;
 constexpr int kGroups = kTiling.unit_groups();     // of a unit
 constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
 constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
@@ -166,13 +168,14 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
   each_stage(args, block, [&](const Tile& tile, int stage, int place) {
     Barrier* const full = block.full + place;
     constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
-    arrive_expecting(full, static_cast<u32>(min(kTokens, args.m - tile.tokens * kTokens) * kTokenBytes));
+    const int first = tile.tokens * args.tokens, box_tokens = args.tokens / kBoxes;
+    arrive_expecting(full, static_cast<u32>(min(args.tokens, args.m - first) * kTokenBytes));
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      u8* const box = block.boxes + place * kTiling.x_bytes() + i * (kTiling.x_bytes() / kBoxes);
-      const int token = tile.tokens * kTokens + i * kTiling.box_tokens(), tokens = args.m - token;
+      u8* const box = block.boxes + place * kTiling.x_bytes() + i * box_tokens * kTokenBytes;
+      const int token = first + i * box_tokens, tokens = args.m - token;
       if (tokens <= 0) break;
-      const TensorMap* const x = tokens < kTiling.box_tokens() ? &args.last_x : &args.x;
+      const TensorMap* const x = tokens < box_tokens ? &args.last_x : &args.x;
       if (!loads_for_both(args, tile))
         load_tile(box, x, token, stage * kLargeStage, full);
       else if (i == static_cast<int>(block.rank))
@@ -375,7 +378,16 @@ class Operand {
 
 // Of a lane, of the features of its fragment rows: sum i of 64 features is of token i / 4 * 8 + 2t + i % 2,
 // and of the second feature where i & 2.
-using Sums = float[kBlocks][kSums];
+struct Sums {
+  float of[kBlocks][kHalves][kColumns / 2];
+
+  __device__ __forceinline__ float& at(int block, int i) {
+    return of[block][i / (kColumns / 2)][i % (kColumns / 2)];
+  }
+  __device__ __forceinline__ float at(int block, int i) const {
+    return of[block][i / (kColumns / 2)][i % (kColumns / 2)];
+  }
+};
 
 // Goes through the stages of all tiles. A turn is two stages, or the two blocks of one: what is next is
 // decoded to a[1] while the products of a[0] are under way, then the other way round.
@@ -412,7 +424,7 @@ class Multiplier {
       } else {
         operand_.load(tile, stage, place, 1);
       }
-      start_products(sums[0], a_[0], place, !begins);
+      start_products(sums.of[0], a_[0], place, !begins);
       wgmma_wait<1>();
       if (!begins) release(before);
       operand_.decode(a_[1]);
@@ -422,7 +434,7 @@ class Multiplier {
       loaded_.advance();
       // Behind the last stage, what was loaded is decoded once more.
       if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
-      start_products(sums[kBlocks - 1], a_[1], place, kTurn == 2 || !begins);
+      start_products(sums.of[kBlocks - 1], a_[1], place, kTurn == 2 || !begins);
       wgmma_wait<1>();
       if (kTurn == 2) release(before);
       operand_.decode(a_[0]);
@@ -431,7 +443,9 @@ class Multiplier {
     wgmma_wait<0>();
     release(place);
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) pin(sums[b]);
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) pin(sums.of[b][half]);
   }
 
  private:
@@ -442,12 +456,16 @@ class Multiplier {
   }
 
   // Adds the products with what is in `place` to the sums of a block, or starts with them.
-  __device__ __forceinline__ void start_products(float (&sums)[kSums], const u32 (&a)[kSteps][4], int place,
-                                                 bool adds) const {
+  __device__ __forceinline__ void start_products(float (&sums)[kHalves][kColumns / 2],
+                                                 const u32 (&a)[kSteps][4], int place, bool adds) const {
+    constexpr int kHalfBytes = kTiling.x_bytes() / kHalves;
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i)
-      wgmma<Major::k>(Element(), sums, a[i], x_.at(place * (kTiling.x_bytes() / 16) + i * 2), adds || i > 0);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        wgmma<Major::k>(Element(), sums[half], a[i],
+                        x_.at((place * kTiling.x_bytes() + half * kHalfBytes) / 16 + i * 2), adds || i > 0);
     wgmma_commit();
   }
 
@@ -517,9 +535,9 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
       float sent[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float low = sums[b][i + e], high = sums[b][i + e + kHalf];
+        const float low = sums.at(b, i + e), high = sums.at(b, i + e + kHalf);
         sent[e] = rank == 0 ? high : low;
-        sums[b][i + e] = rank == 0 ? low : high;
+        sums.at(b, i + e) = rank == 0 ? low : high;
       }
       store_cluster(there + static_cast<u32>(offset(b, i)), sent[0], sent[1], sent[2], sent[3]);
     }
@@ -531,14 +549,15 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
     for (int i = 0; i < kHalf; i += 4) {
       const Words4 received = load_words(exchange + offset(b, i));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[b][i + e] += __uint_as_float(received.word[e]);
+      for (int e = 0; e < 4; ++e) sums.at(b, i + e) += __uint_as_float(received.word[e]);
     }
 }
 
-// The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum.
+// The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum;
+// `last_token`: behind the tile's.
 template <int kCount>
 __device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, int part, int feature,
-                                               int token) {
+                                               int token, int last_token) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     if (feature >= args.features) return;
@@ -548,15 +567,16 @@ __device__ __forceinline__ void store_partials(const Sums& sums, const Args& arg
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int offset = i * 2 + e;
-        store_where(token + offset < args.m, to + i64{args.features} * offset, sums[b][i + e],
-                    sums[b][i + e + 2]);
+        store_where(token + offset < last_token, to + i64{args.features} * offset, sums.at(b, i + e),
+                    sums.at(b, i + e + 2));
       }
   }
 }
 
 // Stores the first kCount sums of each block as y.
 template <int kCount>
-__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, int feature, int token) {
+__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, int feature, int token,
+                                           int last_token) {
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
@@ -567,7 +587,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
     u8* const y = static_cast<u8*>(args.y) + token * i64{y_stride} + feature * 2;
     // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
     // time of a load once; for more there are no registers beside the sums.
-    constexpr int kAtOnce = 16;
+    constexpr int kAtOnce = kCount % 16 == 0 ? 16 : 8;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kAtOnce) {
       u32 before[kAtOnce / 2];
@@ -575,8 +595,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
 #pragma unroll
         for (int i = 0; i < kAtOnce / 2; ++i) {
           const int first = begin + i / 2 * 4 + i % 2, offset = first * 2 - i % 2;  // of a sum, of its token
-          f(before[i], sums[b][first] + bias[0], sums[b][first + 2] + bias[1], y + u64{y_stride} * offset,
-            token + offset < args.m);
+          f(before[i], sums.at(b, first) + bias[0], sums.at(b, first + 2) + bias[1],
+            y + u64{y_stride} * offset, token + offset < last_token);
         }
       };
       if (args.accumulate) {
@@ -601,11 +621,12 @@ __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, c
                                            const Block& block, int token) {
   const int feature = tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
                       feature_of(block.warp % 4, block.lane / 4);
-  token += tile.tokens * kTokens + block.lane % 4 * 2;
+  const int first = tile.tokens * args.tokens, last_token = min(first + args.tokens, args.m);
+  token += first + block.lane % 4 * 2;
   if (args.partials != nullptr)
-    store_partials<kCount>(sums, args, tile.part, feature, token);
+    store_partials<kCount>(sums, args, tile.part, feature, token, last_token);
   else
-    store_sums<kCount>(sums, args, feature, token);
+    store_sums<kCount>(sums, args, feature, token, last_token);
 }
 
 #endif

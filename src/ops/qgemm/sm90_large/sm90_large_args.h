@@ -16,7 +16,7 @@ inline constexpr int kLargeStage = 64;
 // stage has x [tokens][64], of one or two boxes, and units of the packed weight: forward, one of each of some
 // strips, transposed, some of each of two strips.
 struct QgemmSm90LargeTiling {
-  int tokens;  // 64, 128 or 256
+  int tokens;  // at most; a multiple of 16, above 256 of 32
   int blocks;  // of 64 features, that a warpgroup multiplies: 1 or 2
   int bits;
   int group;            // columns that share a scale; 0: a row
@@ -37,7 +37,6 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN bool joint() const { return group == 32 || group == 64; }
   // A unit in a stage: codes, and behind them its parameters.
   HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
-  HALFBYTE_FN int box_tokens() const { return multicast ? tokens / 2 : tokens; }  // copied at a time
   HALFBYTE_FN int x_bytes() const { return tokens * kLargeStage * 2; }
   HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
 
@@ -51,8 +50,8 @@ struct QgemmSm90LargeTiling {
 };
 
 struct QgemmSm90LargeArgs {
-  // [m, k], transposed [m, n]: in boxes of `box_tokens` rows; the last, where it has fewer, in boxes of as
-  // many, since a row of a box beyond x takes as long as several within.
+  // [m, k], transposed [m, n]: in boxes of `tokens` rows, or half as many; the last, where it has fewer, in
+  // boxes of as many, since a row of a box beyond x takes as long as several within.
   formats::TensorMap x, last_x;
   const formats::u8* weight;
   const void* bias;  // null: none
@@ -69,6 +68,7 @@ struct QgemmSm90LargeArgs {
   formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
   formats::i32 part_stages;  // of a part but the last, a multiple of 2
   formats::i32 feature_tiles, token_tiles;
+  formats::i32 tokens;  // of a tile: at most those of the tiling; even
   // 1: the blocks of a cluster have neighbouring features and load x for each other; feature_tiles and
   // `whole` are multiples of 2. 0: each loads its own.
   formats::i32 multicast;

@@ -46,7 +46,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
   tiling.bits = problem.codec.bits;
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
-  tiling.multicast = tokens == 256;  // x of so many takes as long to load as the weight
+  tiling.multicast = tokens > 128;  // x of so many takes longer to load than the weight
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -56,6 +56,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
 struct Division {
   QgemmSm90LargeTiling tiling{};
   int64_t feature_tiles = 0, token_tiles = 0, stages = 0;
+  int64_t tokens = 0;                  // of a tile: all have as many, but the last one
   int64_t parts = 1, part_stages = 0;  // of what is summed; stages of a part but the last
   int64_t whole = 0;                   // tiles of one block each; two blocks share one of the others
   int64_t blocks = 0;                  // of the grid
@@ -64,17 +65,17 @@ struct Division {
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
 };
 
-// A kind of tile, as large as registers hold its sums. Clocks that a stage of it takes, forward and
-// transposed; 0: there is no such kernel, since it would gain 1 % (256 features) or two fifths of what it
-// does forward (192 tokens). All clocks are those of blocks on an H200, with nf4 in groups of 64: `halfbyte
-// bench qgemm --variant qgemm_sm90_large --format nf4 --m 128,256 --shape 16896x4096,16896x16384` times
-// products of one round of tiles, of few stages and of many.
+// A kind of tile, of up to so many tokens: as large as registers hold its sums. Clocks that a stage of it
+// takes, forward and transposed; 0: there is no such kernel, since it would gain 1 %. All clocks are those of
+// blocks on an H200, with nf4 in groups of 64: `halfbyte bench qgemm --cliffs --variant qgemm_sm90_large
+// --format nf4 --m 96,128,160,192,224,256,288 --shape 16896x4096` times products of one round of tiles.
 struct Candidate {
   int tokens, blocks;
   double forward, transposed;
 };
-constexpr Candidate kCandidates[] = {
-    {256, 1, 1090, 1090}, {192, 1, 890, 0}, {128, 2, 1260, 0}, {128, 1, 685, 775}, {64, 1, 490, 585}};
+constexpr Candidate kCandidates[] = {{288, 1, 1245, 1310}, {256, 1, 1090, 1135}, {224, 1, 955, 1020},
+                                     {192, 1, 830, 945},   {160, 1, 735, 840},   {128, 2, 1260, 0},
+                                     {128, 1, 670, 745},   {96, 1, 600, 620},    {64, 1, 490, 585}};
 double clocks_of(const Candidate& candidate, bool transposed) {
   return transposed ? candidate.transposed : candidate.forward;
 }
@@ -93,6 +94,7 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   d.tiling = tiling;
   d.feature_tiles = ceil_div(p.out_cols(), tiling.features());
   d.token_tiles = ceil_div(p.m, tiling.tokens);
+  d.tokens = formats::round_up(ceil_div(p.m, d.token_tiles), 16);
   d.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
   d.part_stages = formats::round_up(ceil_div(d.stages, parts), 2);
   d.parts = ceil_div(d.stages, d.part_stages);
@@ -123,7 +125,7 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
       const Division d = divide(p, tiling, parts, num_multiprocessors);
       // Workspace and the sum of parts are for one round.
       if (d.parts != parts || (parts > 1 && d.tiles() > num_multiprocessors)) continue;
-      const auto stages = static_cast<double>(d.part_stages), sums = static_cast<double>(tokens * blocks);
+      const auto stages = static_cast<double>(d.part_stages), sums = static_cast<double>(d.tokens * blocks);
       const auto rounds = static_cast<double>(ceil_div(d.whole, d.blocks));
       double time = rounds * (stages * clocks + kEndClocks * sums);
       if (d.whole < d.tiles()) time += stages / 2 * clocks + kSharedEndClocks * sums;
@@ -170,8 +172,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.part_stages = static_cast<int>(division.part_stages);
     args_.feature_tiles = static_cast<int>(division.feature_tiles);
     args_.token_tiles = static_cast<int>(division.token_tiles);
-    args_.panel = static_cast<int>(
-        std::clamp<int64_t>(kPanelBytes / (tiling_.tokens * problem.in_cols() * 2), 1, division.token_tiles));
+    args_.tokens = static_cast<int>(division.tokens);
+    args_.panel = static_cast<int>(std::clamp<int64_t>(
+        kPanelBytes / (division.tokens * problem.in_cols() * 2), 1, division.token_tiles));
     args_.tiles = static_cast<int>(division.tiles());
     args_.multicast = division.multicast;
     args_.whole = static_cast<int>(division.whole);
@@ -192,8 +195,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
       return cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), problem_.in_cols(),
                               static_cast<int>(rows));
     };
-    const int64_t last_tokens = problem_.m % tiling_.box_tokens();
-    args.x = map(tiling_.box_tokens());
+    const int64_t box_tokens = args.tokens / (tiling_.multicast ? 2 : 1);
+    const int64_t last_tokens = problem_.m % box_tokens;
+    args.x = map(box_tokens);
     args.last_x = last_tokens == 0 ? args.x : map(last_tokens);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
@@ -234,7 +238,8 @@ std::vector<cuda::Kernel> kernels() {
   for (KernelKey& key : keys)
     if (key.name == "dtype") std::erase(key.values, "f32");
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
-  keys.push_back(number_key("tokens", {256, 192, 128, 64}, "Rows of x in a tile."));
+  keys.push_back(
+      number_key("tokens", {256, 288, 224, 192, 160, 128, 96, 64}, "Rows of x in a tile, at most."));
   keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
