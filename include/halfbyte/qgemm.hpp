@@ -19,12 +19,12 @@
 namespace halfbyte {
 
 // A quantized matrix [rows, cols] in one of the layouts. Non-owning: WeightView, or of what is only read
-// ConstWeightView. Parts that the spec does not have are null. qgemm takes formats of 4 and 8 bits.
+// ConstWeightView. Parts that the spec does not have are null.
 //   halfbyte            as QuantShape describes them
 //   bitsandbytes        4 bits: the same, the first element of a pair in the high half of the byte;
 //                       codes and groups (Granularity::flat) run across rows
 //   compressed_tensors  rows of codes padded to words of 32 bits; zero points packed like codes, along the
-//                       rows: word [r / 8][group] of 4 bits
+//                       rows: word [r * bits / 32][group]
 //   mlx                 rows of codes padded to words of 32 bits; biases beside the scales
 template <class Data>  // void, const void
 struct BasicWeightView {
@@ -49,8 +49,8 @@ using WeightView = BasicWeightView<void>;
 using ConstWeightView = BasicWeightView<const void>;
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: of gptq and
-// awq, formats of other than 4 or 8 bits (bitsandbytes: 4), f64 scales, and in compressed-tensors zero points
-// whose groups do not lie within rows.
+// awq, in bitsandbytes formats of other than 4 bits, f64 scales, and in compressed-tensors zero points whose
+// groups do not lie within rows.
 struct WeightViewBytes {
   int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
 };
@@ -77,8 +77,8 @@ struct BasicPackedWeight {
 };
 using PackedWeight = BasicPackedWeight<void>;
 using ConstPackedWeight = BasicPackedWeight<const void>;
-// Throws Error(usage) if there is no packed form: for formats of other than 4 or 8 bits, for f64 scales, and
-// for Granularity::flat with groups that do not divide the rows.
+// Throws Error(usage) if there is no packed form: for f64 scales, and for Granularity::flat with groups that
+// do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
 
 // A packed weight with its memory. Copies of the object share it; the last one frees it. Work on it must be
@@ -124,7 +124,7 @@ struct QgemmTile {
 };
 
 struct HALFBYTE_API QgemmDescriptor {
-  QuantSpec spec = {};          // of the weight [n, k]; 4 or 8 bits
+  QuantSpec spec = {};          // of the weight [n, k]
   int64_t m = 0, n = 0, k = 0;  // each may be 0
   bool transposed = false;
   DType dtype = DType::bf16;  // of x, y and bias: bf16, f16, f32

@@ -25,9 +25,6 @@ bool fits_in_memory(int64_t rows, int64_t cols) {
 formats::PackedLayout packed_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols) {
   quant_shape(spec, rows, cols);  // throws for what no layout holds
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(format.bits == 4 || format.bits == 8, usage,
-                 "packed weight: spec.format must have 4 or 8 bits, got {} with {}", format.name,
-                 format.bits);
   HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
                  "packed weight: spec.scale_dtype must be f32, f16 or bf16, got f64");
   HALFBYTE_CHECK(spec.granularity != Granularity::flat || cols % spec.group_size == 0, usage,

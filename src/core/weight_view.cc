@@ -13,8 +13,6 @@ namespace halfbyte {
 formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout) {
   check_spec(spec);
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(format.bits == 4 || format.bits == 8, usage,
-                 "weight view: spec.format must have 4 or 8 bits, got {} with {}", format.name, format.bits);
   HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
                  "weight view: spec.scale_dtype must be f32, f16 or bf16, got f64");
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,

@@ -12,8 +12,7 @@ namespace halfbyte {
 
 inline constexpr int64_t kMaxWeightExtent = int64_t{1} << 40;
 
-// Throws Error(usage) for formats of other than 4 or 8 bits, scales of f64, what the layout does not hold,
-// and extents beyond kMaxWeightExtent.
+// Throws Error(usage) for scales of f64, what the layout does not hold, and extents beyond kMaxWeightExtent.
 formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout);
 
 // Checked but for what a descriptor says: the memory of their parts. Throw Error(usage) that names operation,

@@ -21,14 +21,22 @@ HALFBYTE_FN u64 unpack8(u64 packed, int bits) {
   return (pairs & one) | ((pairs & (one << bits)) << (8 - bits));
 }
 
+// The code that begins at bit `shift` of a byte and may end in the next.
+HALFBYTE_FN int code_at(const u8* bytes, int shift, int bits) {
+  u32 word = bytes[0];
+  if (shift + bits > 8) word |= static_cast<u32>(bytes[1]) << 8;
+  return static_cast<int>((word >> shift) & ((1u << bits) - 1u));
+}
+HALFBYTE_FN void set_code_at(u8* bytes, int shift, int bits, int code) {
+  const u32 mask = ((1u << bits) - 1u) << shift, word = static_cast<u32>(code) << shift;
+  bytes[0] = static_cast<u8>((bytes[0] & ~mask) | word);
+  if (shift + bits > 8) bytes[1] = static_cast<u8>((bytes[1] & ~(mask >> 8)) | word >> 8);
+}
+
 // One code. `bytes` must reach to packed_bytes(i + 1, bits); for put_code the bits must be 0.
 HALFBYTE_FN int get_code(const u8* bytes, i64 i, int bits) {
   const i64 bit = i * bits;
-  const i64 byte = bit / 8;
-  const int shift = static_cast<int>(bit % 8);
-  u32 word = bytes[byte];
-  if (shift + bits > 8) word |= static_cast<u32>(bytes[byte + 1]) << 8;
-  return static_cast<int>((word >> shift) & ((1u << bits) - 1u));
+  return code_at(bytes + bit / 8, static_cast<int>(bit % 8), bits);
 }
 HALFBYTE_FN void put_code(u8* bytes, i64 i, int bits, int code) {
   const i64 bit = i * bits;

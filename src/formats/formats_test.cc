@@ -348,6 +348,10 @@ static_assert(is_at(code_place(0, 8, 8), 4, 0) && is_at(code_place(0, 16, 8), 8,
 static_assert(is_at(code_place(0, 2, 8), 16, 0) && is_at(code_place(0, 32, 8), 1024, 0));
 static_assert(is_at(code_place(31, 63, 8), 2015, 0));
 
+static_assert(is_at(code_place(0, 0, 3), 0, 0) && is_at(code_place(0, 2, 3), 0, 6));  // a bit stream
+static_assert(is_at(code_place(0, 63, 3), 23, 5) && is_at(code_place(1, 0, 3), 24, 0));
+static_assert(is_at(code_place(31, 63, 2), 511, 6) && is_at(code_place(31, 63, 6), 1535, 2));
+
 constexpr PackedLayout kGroups64 = packed_layout(64, 128, 4, 64, 4, false, false, false);
 static_assert(kGroups64.block_bytes == 1152 && kGroups64.strip_bytes == 2304 && kGroups64.num_bytes == 4608);
 static_assert(kGroups64.code(33, 65) == 3457 && kGroups64.scale(0, 0) == 1024 &&
@@ -371,6 +375,10 @@ constexpr PackedLayout kLong = packed_layout(1, 40, 4, 256, 4, false, false, fal
 static_assert(kLong.inlined && kLong.block_cols == 256 && kLong.groups == 1 && kLong.num_bytes == 4352);
 static_assert(kLong.scale(0, 0) == 4096 && kLong.padded_groups() == 1 && kLong.tiles_per_strip() == 4);
 static_assert(packed_layout(1, 64, 4, 64, 4, false, false, false).inlined);
+constexpr PackedLayout kAffine3 = packed_layout(64, 128, 3, 64, 2, false, true, false);
+static_assert(kAffine3.block_bytes == 768 + 64 + 64 && kAffine3.tiles_per_strip() == 2);
+static_assert(kAffine3.code(33, 66) == 2712 && kAffine3.place_in_unit(33, 66).shift == 6);
+static_assert(kAffine3.scale(33, 1) == 3458 && kAffine3.bias(33, 1) == 3522 && kAffine3.num_bytes == 3584);
 // Offsets beyond 2^31 and 2^32.
 constexpr PackedLayout kHuge = packed_layout(1 << 20, 1 << 20, 8, 32, 4, false, true, false);
 static_assert(kHuge.strip_bytes == (i64{1} << 25) + (i64{1} << 23));
@@ -379,7 +387,7 @@ static_assert(kHuge.bias((1 << 20) - 1, (1 << 15) - 1) == kHuge.num_bytes - 4);
 
 // Every code and parameter of a matrix has bits of its own within the memory.
 TEST(Packed, PlacesAreDisjoint) {
-  for (const int bits : {4, 8})
+  for (const int bits : {2, 3, 4, 5, 6, 8})
     for (const i64 group : {1, 7, 32, 48, 64, 100, 128, 256, 1000})
       for (const auto& [n, k] : {std::pair<i64, i64>{32, 256}, {33, 300}, {70, 65}, {1, 1}})
         for (int parts = 0; parts < 4; ++parts) {  // none, zero points, biases, double quantization
@@ -396,9 +404,9 @@ TEST(Packed, PlacesAreDisjoint) {
           };
           for (i64 row = 0; row < n; ++row) {
             for (i64 col = 0; col < k; ++col) {
-              const CodePlace place =
-                  code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), bits);
-              use(p.code(row, col), 1, ((1 << bits) - 1) << place.shift);
+              const int mask = ((1 << bits) - 1) << p.place_in_unit(row, col).shift;
+              use(p.code(row, col), 1, mask & 255);
+              if (mask > 255) use(p.code(row, col) + 1, 1, mask >> 8);
             }
             for (i64 g = 0; g < p.groups; ++g) {
               use(p.scale(row, g), p.scale_bytes, 255);
@@ -418,10 +426,10 @@ TEST(Packed, PlacesAreDisjoint) {
 }
 
 TEST(Packed, TilesAreWhereTheirCodesBegin) {
-  for (const int bits : {4, 8})
+  for (const int bits : {2, 3, 4, 5, 6, 8})
     for (const i64 group : {32, 64, 256, 100}) {
       const PackedLayout p = packed_layout(70, 700, bits, group, 2, false, true, false);
-      const int cols = 256 / bits;
+      const int cols = bits == 8 ? 32 : 64;
       for (i64 strip = 0; strip < p.strips; ++strip)
         for (i64 tile = 0; tile < p.tiles_per_strip(); ++tile)
           EXPECT_EQ(p.tile(strip, tile), p.code(strip * 32, tile * cols));

@@ -1,40 +1,55 @@
 // The packed layout of a weight [n, k] for qgemm, version 1: one form for products along k (forward) and
-// along n (transposed), for every number of rows of the other operand. 4 or 8 bits a code.
+// along n (transposed), for every number of rows of the other operand. 2 to 6 or 8 bits a code.
 //
 // A unit is 32 rows (n) by 64 columns (k); a strip is the units of 32 rows, one behind the other along k;
 // rows and columns are padded to whole units (whole blocks) with codes and parameters that are 0 bytes.
 //
-// Within a unit the codes lie as the fragments of the matrix instructions want them. Rows 2a and 2a + 1 and
+// Within a unit, codes of 4 and 8 bits lie as the fragments of the matrix instructions want them. Rows 2a and
+// 2a + 1 and
 // the pairs of columns 2t, 2t + 1 and 2t + 8, 2t + 9 of each 16 columns j are a word of 4-bit codes: register
 // fragments a0..a3 of A of mma.m16n8k16 (wgmma m64k16), lane g * 4 + t of the warp that has rows 2g (fragment
 // row g) and 2g + 1 (fragment row g + 8). The words of j = 0..3 lie together, 16 bytes, in slot(a, t) of 64:
 // a lane reads them at once, without bank conflicts, and so are the words read that a lane of the transposed
 // product needs. Of 8-bit codes the 16 bytes hold 32 columns, and a unit is two such halves of 1024 bytes.
 //
+// Codes of other widths are bit streams (bits.h), one of 64 columns for each row of a unit, one row behind
+// the other: 8 columns are `bits` bytes, and a row of a unit is a multiple of 8 bytes.
+//
 // The parameters of a group (scales; zero points or biases) of the 32 rows lie behind the codes of their
 // columns where groups are 32, 64, 128 or 256 columns long: a block, see PackedLayout; in sections of their
 // own otherwise.
 #pragma once
 
-#include "formats/common.h"
+#include "formats/bits.h"
 
 namespace halfbyte::formats {
 
 inline constexpr int kPackedVersion = 1;
 inline constexpr int kUnitRows = 32, kUnitCols = 64;
 inline constexpr int kMaxBlockCols = 256;     // columns of the longest block
-inline constexpr int kTileBytes = 1024;       // 32 bytes of codes of 32 rows
+inline constexpr int kTileBytes = 1024;       // of codes in fragments: 32 bytes of 32 rows
 inline constexpr int kPackedAlignment = 256;  // bytes, of the memory and of its sections
+
+// Whether codes lie as fragments; else they are bit streams.
+HALFBYTE_FN bool in_fragments(int bits) { return bits == 4 || bits == 8; }
+// Codes of 32 rows that lie together: a unit, or half of one of 8 bits.
+HALFBYTE_FN int tile_bytes(int bits) {
+  return in_fragments(bits) ? kTileBytes : kUnitRows * kUnitCols * bits / 8;
+}
 
 // Of the 16 bytes of rows 2a, 2a + 1 and pairs t, t + 4: 0..63.
 HALFBYTE_FN int packed_slot(int a, int t) { return 4 * a + (t ^ (a & 2)); }
 
-// Where a code lies within its unit.
+// Where a code lies within its unit; code_at reads it.
 struct CodePlace {
-  int byte;   // 0 .. 1024 * bits / 4 - 1
-  int shift;  // of 4-bit codes: 0 or 4
+  int byte;   // 0 .. 256 * bits - 1
+  int shift;  // 0 .. 7
 };
 HALFBYTE_FN CodePlace code_place(int row, int col, int bits) {
+  if (!in_fragments(bits)) {
+    const int bit = (row * kUnitCols + col) * bits;
+    return {bit / 8, bit % 8};
+  }
   const int odd = row & 1, second = col >> 3 & 1, t = col >> 1 & 3;
   const int slot = packed_slot(row >> 1, t) * 16;
   if (bits == 4) return {slot + (col >> 4) * 4 + odd + 2 * second, (col & 1) * 4};
@@ -72,12 +87,12 @@ struct PackedLayout {
   i64 absmax = 0, map = 0, offset = 0;    // sections of double quantization
   i64 num_bytes = 0;                      // in all
 
-  // Tiles of 1024 bytes of codes of a strip, 32 bytes of each row: a unit of 4 bits, half of one of 8.
-  HALFBYTE_FN i64 tiles_per_strip() const { return blocks_per_strip * (block_code_bytes / kTileBytes); }
+  // Tiles of codes of a strip, of tile_bytes() each.
+  HALFBYTE_FN i64 tiles_per_strip() const { return blocks_per_strip * (block_code_bytes / tile_bytes(bits)); }
   HALFBYTE_FN i64 tile(i64 strip, i64 tile_of_strip) const {  // where it begins
-    const int tiles_per_block = block_code_bytes / kTileBytes;
+    const int tiles_per_block = block_code_bytes / tile_bytes(bits);
     return strip * strip_bytes + tile_of_strip / tiles_per_block * block_bytes +
-           tile_of_strip % tiles_per_block * kTileBytes;
+           tile_of_strip % tiles_per_block * tile_bytes(bits);
   }
   // Groups of a row that there is memory for.
   HALFBYTE_FN i64 padded_groups() const { return inlined ? blocks_per_strip * (block_cols / group) : groups; }
@@ -87,9 +102,15 @@ struct PackedLayout {
     return strip * strip_bytes + unit_of_strip / units_per_block * block_bytes +
            unit_of_strip % units_per_block * (kUnitRows * kUnitCols * bits / 8);
   }
-  HALFBYTE_FN i64 code(i64 row, i64 col) const {  // its byte; which bits: code_place
-    return unit(row / kUnitRows, col / kUnitCols) +
-           code_place(static_cast<int>(row % kUnitRows), static_cast<int>(col % kUnitCols), bits).byte;
+  HALFBYTE_FN CodePlace place_in_unit(i64 row, i64 col) const {
+    return code_place(static_cast<int>(row % kUnitRows), static_cast<int>(col % kUnitCols), bits);
+  }
+  HALFBYTE_FN i64 code(i64 row, i64 col) const {  // its byte; which bits: place_in_unit
+    return unit(row / kUnitRows, col / kUnitCols) + place_in_unit(row, col).byte;
+  }
+  // A code of the packed weight at `memory`.
+  HALFBYTE_FN int load_code(const u8* memory, i64 row, i64 col) const {
+    return code_at(memory + code(row, col), place_in_unit(row, col).shift, bits);
   }
   // Of a parameter that takes `size` bytes; `before`: bytes a group of the parameters before it in a block.
   HALFBYTE_FN i64 parameter(i64 row, i64 group_of_row, i64 section, int before, int size) const {

@@ -1,9 +1,20 @@
-// Where the parts of a quantized matrix lie in the layouts of WeightView (halfbyte/qgemm.hpp). 4 or 8 bits.
+// Where the parts of a quantized matrix lie in the layouts of WeightView (halfbyte/qgemm.hpp).
 #pragma once
 
 #include "formats/packed.h"
 
 namespace halfbyte::formats {
+
+// Zero points of 32-bit words: those of the rows of a group are one bit stream, whose words are `groups`
+// apart.
+HALFBYTE_FN int zero_of_words(const u32* words, i64 groups, i64 row, i64 group, int bits) {
+  const i64 bit = row * bits;
+  const u32* const word = words + bit / 32 * groups + group;
+  const int shift = static_cast<int>(bit % 32);
+  u64 two = *word;
+  if (shift + bits > 32) two |= static_cast<u64>(word[groups]) << 32;
+  return static_cast<int>(two >> shift & ((1u << bits) - 1));
+}
 
 struct WeightViewLayout {
   i64 rows = 0, cols = 0;
@@ -23,23 +34,17 @@ struct WeightViewLayout {
     return (flat_codes ? 0 : row * row_bytes) + element * bits / 8;
   }
   HALFBYTE_FN int code_shift(i64 row, i64 col) const {
-    if (bits == 8) return 0;
-    return static_cast<int>(((flat_codes ? row * cols + col : col) & 1) ^ (high_first ? 1 : 0)) * 4;
+    return static_cast<int>((flat_codes ? row * cols + col : col) * bits % 8) ^ (high_first ? 4 : 0);
   }
-  // The number of a scale, of a bias and, but for zero_words, of the byte of a zero point.
+  // The number of a scale, of a bias and, but for zero_words, of a zero point.
   HALFBYTE_FN i64 scale(i64 row, i64 col) const {
     if (one_group) return 0;
     return flat ? (row * cols + col) / group : row * groups + col / group;
   }
-  HALFBYTE_FN i64 zero(i64 row, i64 col) const {
-    if (!zero_words) return scale(row, col);
-    const int rows_per_word = 32 / bits;
-    return (row / rows_per_word * groups + col / group) * 4 + row % rows_per_word * bits / 8;
+  HALFBYTE_FN int load_zero(const void* zeros, i64 row, i64 col) const {
+    if (!zero_words) return static_cast<const u8*>(zeros)[scale(row, col)];
+    return zero_of_words(static_cast<const u32*>(zeros), groups, row, col / group, bits);
   }
-  HALFBYTE_FN int zero_shift(i64 row) const {
-    return zero_words && bits == 4 ? static_cast<int>(row & 1) * 4 : 0;
-  }
-  HALFBYTE_FN int zero_mask() const { return zero_words && bits == 4 ? 15 : 255; }
 
   HALFBYTE_FN i64 code_bytes() const { return flat_codes ? (rows * cols * bits + 7) / 8 : rows * row_bytes; }
   HALFBYTE_FN i64 num_scales() const {
@@ -48,7 +53,7 @@ struct WeightViewLayout {
     return flat ? (rows * cols - 1) / group + 1 : rows * groups;
   }
   HALFBYTE_FN i64 zero_bytes() const {
-    return zero_words ? round_up(rows, 32 / bits) * bits / 8 * groups : num_scales();
+    return zero_words ? round_up(rows * bits, 32) / 8 * groups : num_scales();
   }
 };
 

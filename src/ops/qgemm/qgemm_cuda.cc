@@ -23,16 +23,20 @@ std::vector<KernelKey> qgemm_keys() {
   std::erase_if(keys, [](const KernelKey& key) { return key.name == "table"; });
   for (KernelKey& key : keys) {
     if (key.name == "scale-dtype") std::erase(key.values, "f64");
-    if (key.name != "format") continue;
-    std::erase_if(key.values, [](const std::string& word) {
-      const int bits = find_format(word).bits;
-      return bits != 4 && bits != 8;
-    });
   }
   keys.push_back(
       {"group-size", {"64", "32", "128", "256", "channel"}, true, "Any number, channel or tensor."});
   keys.push_back(cuda::flag_key("double-quant", "The scales are 8-bit codes."));
   keys.push_back({"dtype", {"bf16", "f16", "f32"}, false, "The dtype of x and y."});
+  return keys;
+}
+
+std::vector<KernelKey> qgemm_fragment_keys() {
+  std::vector<KernelKey> keys = qgemm_keys();
+  for (KernelKey& key : keys)
+    if (key.name == "format")
+      std::erase_if(key.values,
+                    [](const std::string& word) { return !formats::in_fragments(find_format(word).bits); });
   return keys;
 }
 

@@ -18,6 +18,7 @@ cuda::Kernel qgemm_plain_kernel();  // one of them
 // dtype, and the problem of their values: packed, forward, m = 1, n = k = 4096. Error(usage) where the values
 // do not go together.
 std::vector<KernelKey> qgemm_keys();
+std::vector<KernelKey> qgemm_fragment_keys();  // the same, but for formats whose codes are bit streams
 QgemmProblem qgemm_problem(const cuda::KernelValues& values);
 // A key whose values are numbers; the value of one.
 KernelKey number_key(const char* name, const std::vector<int>& values, const char* description);

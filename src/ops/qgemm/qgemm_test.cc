@@ -315,13 +315,6 @@ TEST(QgemmPlan, BadDescriptors) {
             "qgemm descriptor: k must be 0 to 2^40, got 2199023255552");
   EXPECT_EQ(refused([](D& d) { d.dtype = DType::f64; }),
             "qgemm descriptor: dtype must be bf16, f16 or f32, got f64");
-  EXPECT_EQ(refused([](D& d) { d.spec.format = Format::int3; }),
-            "packed weight: spec.format must have 4 or 8 bits, got int3 with 3");
-  EXPECT_EQ(refused([](D& d) {
-              d.spec.format = Format::int3;
-              d.packed = false;
-            }),
-            "weight view: spec.format must have 4 or 8 bits, got int3 with 3");
   EXPECT_EQ(refused([](D& d) {
               d.spec.scale_dtype = DType::f64;
               d.packed = false;

@@ -8,11 +8,10 @@
 
 namespace halfbyte::testing {
 
-// The formats of products, with everything that they can be.
+// All formats, with everything that they can be.
 inline std::vector<QuantSpec> qgemm_formats() {
   std::vector<QuantSpec> specs;
   for (const FormatInfo& format : all_formats()) {
-    if (format.bits != 4 && format.bits != 8) continue;
     QuantSpec spec;
     spec.format = format.format;
     spec.scale_dtype = DType::f16;
@@ -23,6 +22,12 @@ inline std::vector<QuantSpec> qgemm_formats() {
     spec.asymmetric = true;
     specs.push_back(spec);
   }
+  return specs;
+}
+// Those whose codes lie in fragments, which kernels by instructions for matrices take.
+inline std::vector<QuantSpec> fragment_formats() {
+  std::vector<QuantSpec> specs = qgemm_formats();
+  std::erase_if(specs, [](const QuantSpec& spec) { return !formats::in_fragments(info(spec.format).bits); });
   return specs;
 }
 inline std::string short_text(const QuantSpec& spec) {
@@ -179,10 +184,8 @@ struct QgemmCase {
     };
     for (int64_t row = 0; row < problem.n; ++row)
       for (int64_t col = 0; col < problem.k; ++col) {
-        const int shift =
-            formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
-        uint8_t& byte = packed[static_cast<size_t>(p.code(row, col))];
-        byte = static_cast<uint8_t>(byte | code_of[static_cast<size_t>(row * problem.k + col)] << shift);
+        formats::set_code_at(&packed[static_cast<size_t>(p.code(row, col))], p.place_in_unit(row, col).shift,
+                             p.bits, code_of[static_cast<size_t>(row * problem.k + col)]);
         if (col % p.group != 0) continue;
         const int64_t group = col / p.group;
         const auto from = static_cast<size_t>(one ? 0 : row * p.groups + group);
@@ -206,18 +209,20 @@ struct QgemmCase {
     codes.assign(static_cast<size_t>(v.code_bytes()), 0);
     for (int64_t row = 0; row < problem.n; ++row)
       for (int64_t col = 0; col < problem.k; ++col) {
-        uint8_t& byte = codes[static_cast<size_t>(v.code(row, col))];
-        byte = static_cast<uint8_t>(byte | code_of[static_cast<size_t>(row * problem.k + col)]
-                                               << v.code_shift(row, col));
+        formats::set_code_at(&codes[static_cast<size_t>(v.code(row, col))], v.code_shift(row, col), v.bits,
+                             code_of[static_cast<size_t>(row * problem.k + col)]);
       }
     if (!has_zeros(descriptor.spec) || !v.zero_words) return;
     const std::vector<uint8_t> zero_of = zeros;
     zeros.assign(static_cast<size_t>(v.zero_bytes()), 0);
     for (int64_t row = 0; row < problem.n; ++row)
       for (int64_t col = 0; col < problem.k; col += v.group) {
-        uint8_t& byte = zeros[static_cast<size_t>(v.zero(row, col))];
-        byte =
-            static_cast<uint8_t>(byte | zero_of[static_cast<size_t>(v.scale(row, col))] << v.zero_shift(row));
+        const int zero = zero_of[static_cast<size_t>(v.scale(row, col))];
+        for (int64_t i = 0; i < v.bits; ++i) {  // bit by bit: words of a group are v.groups apart
+          const int64_t bit = row * v.bits + i, word = bit / 32 * v.groups + col / v.group;
+          uint8_t& byte = zeros[static_cast<size_t>(word * 4 + bit % 32 / 8)];
+          byte = static_cast<uint8_t>(byte | (zero >> i & 1) << bit % 8);
+        }
       }
   }
 

@@ -170,8 +170,8 @@ TEST(PackedTensor, RefusesMemoryThatCannotHoldIt) {
   expect_usage("packed tensor: memory must be aligned to", [&] {
     make(Tensor::of({memory.data() + 32, DType::u8, {num_bytes}, {}, {}}, nullptr));
   });
-  expect_usage("packed weight: spec.format must have 4 or 8 bits",
-               [&] { PackedTensor::of({.format = Format::int2}, 64, 64, memory); });
+  expect_usage("packed weight: spec.scale_dtype must be",
+               [&] { PackedTensor::of({.scale_dtype = DType::f64}, 64, 64, memory); });
 }
 
 TEST(QuantizedTensor, MayBeEmpty) {

@@ -89,27 +89,12 @@ void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip, voi
 
 void move_zero_words(const ReorderArgs& args, bool to_packed, int64_t strip) {
   const PackedLayout& p = args.layout;
-  const int64_t per_word = rows_per_word(args), first = strip * formats::kUnitRows;
-  const uint32_t mask = (1u << p.bits) - 1;
-  uint32_t* const words = static_cast<uint32_t*>(args.zeros);
-  if (to_packed) {
-    for (int64_t group = 0; group < p.padded_groups(); ++group)
-      for (int64_t row = first; row < first + formats::kUnitRows; ++row) {
-        const int64_t r = args.one_group ? 0 : row;
-        const bool exists = row < p.n && group < p.groups;
-        const uint32_t word = exists ? words[r / per_word * p.groups + group] : 0;
-        args.packed[p.zero(row, group)] = static_cast<uint8_t>(word >> (r % per_word * p.bits) & mask);
-      }
-    return;
-  }
-  const int64_t end = std::min<int64_t>(first + formats::kUnitRows, zero_rows(args));
-  for (int64_t row = first; row < end; row += per_word)
-    for (int64_t group = 0; group < p.groups; ++group) {
-      uint32_t word = 0;
-      for (int64_t i = 0; i < std::min(per_word, end - row); ++i)
-        word |= (args.packed[p.zero(row + i, group)] & mask) << (i * p.bits);
-      words[row / per_word * p.groups + group] = word;
-    }
+  const int64_t first = strip * formats::kUnitRows;
+  for (int64_t group = 0; to_packed && group < p.padded_groups(); ++group)
+    for (int64_t row = first; row < first + formats::kUnitRows; ++row)
+      args.packed[p.zero(row, group)] = zero_from_words(args, row, group);
+  for (int word = 0; !to_packed && word < p.bits; ++word)
+    for (int64_t group = 0; group < p.groups; ++group) put_zero_word(args, strip, word, group);
 }
 
 void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip) {
@@ -171,7 +156,7 @@ ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
   find_gaps(args.layout, args.gaps);
   place_reorder(args, view, packed);
   const formats::WeightViewLayout v = view_layout_of(view.spec, view.rows, view.cols, view.layout);
-  args.row_codes = v.flat_codes ? v.cols : v.row_bytes * 8 / v.bits;
+  args.row_bits = v.flat_codes ? v.cols * v.bits : v.row_bytes * 8;
   args.num_code_bytes = v.code_bytes();
   args.scale_type = scale_type(view.spec.scale_dtype);
   args.high_first = v.high_first;

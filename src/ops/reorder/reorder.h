@@ -22,7 +22,7 @@ using ReorderRun = std::function<void(const ReorderArgs& args, void* stream)>;
 
 // Rows of codes of the view begin at bytes.
 inline bool rows_begin_at_bytes(const ReorderArgs& args) {
-  return args.layout.n <= 1 || args.row_codes * args.layout.bits % 8 == 0;
+  return args.layout.n <= 1 || args.row_bits % 8 == 0;
 }
 
 // Of checked parts that fit together, and packed memory.

@@ -4,7 +4,7 @@
 // 32 rows of a strip 128 bytes, four tiles. A lane has half a tile of rows 2a and 2a + 1: words of the four
 // slots of these rows, of which its neighbour has the other halves. They exchange them, so that each has two
 // slots, and loads and stores are whole sectors on both sides. Else code by code: the weight is small or of
-// an odd shape.
+// an odd shape, or its codes are bit streams.
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "halfbyte_config.h"
@@ -111,7 +111,7 @@ __device__ __forceinline__ void reorder_vectors(const ReorderArgs& args) {
   const i64 tiles = p.tiles_per_strip(), warps_per_strip = (tiles + kTilesPerWarp - 1) / kTilesPerWarp;
   const i64 strip = warp / warps_per_strip, first_tile = warp % warps_per_strip * kTilesPerWarp;
   if (strip >= p.strips) return;  // all lanes
-  const i64 tile = first_tile + in_row / 2, row_bytes = args.row_codes * kBits / 8;
+  const i64 tile = first_tile + in_row / 2, row_bytes = args.row_bits / 8;
   const i64 row_byte = first_tile * (kTileBytes / kUnitRows) + in_row * kVectorBytes;
   const bool in_view = row_byte < p.k * kBits / 8, in_packed = tile < tiles;
   u8* const packed = args.packed + p.tile(strip, tile);
@@ -161,31 +161,34 @@ __device__ __forceinline__ void reorder_vectors(const ReorderArgs& args) {
   }
 }
 
-// A thread takes a pair of codes of the packed form, or a byte of the view.
+// A thread takes some columns of a row of the packed form, or a byte of the view.
 __device__ __forceinline__ void reorder_bytes(const ReorderArgs& args) {
   const PackedLayout& p = args.layout;
   const i64 thread = block_index() * kReorderThreads + threadIdx.x;
   if constexpr (kToPacked) {
-    const i64 pairs = p.blocks_per_strip * (p.block_cols / 2), row = thread / pairs, col = thread % pairs * 2;
+    constexpr int kCols = reorder_columns(kBits);
+    const i64 parts = p.blocks_per_strip * (p.block_cols / kCols), row = thread / parts,
+              col = thread % parts * kCols;
     if (row >= p.strips * kUnitRows) return;
-    int codes[2] = {};
-    for (int i = 0; i < 2; ++i)
-      if (row < p.n && col + i < p.k) codes[i] = view_code(args, row, col + i);
+    u64 codes = 0;
+    for (int i = 0; i < kCols; ++i)
+      if (row < p.n && col + i < p.k) codes |= static_cast<u64>(view_code(args, row, col + i)) << (i * kBits);
     u8* const packed = args.packed + p.code(row, col);
-    if constexpr (kBits == 4) {
-      *packed = static_cast<u8>(codes[0] | codes[1] << 4);
-    } else {
-      packed[0] = static_cast<u8>(codes[0]);
-      packed[1] = static_cast<u8>(codes[1]);
-    }
+    for (int i = 0; i < kCols * kBits / 8; ++i) packed[i] = static_cast<u8>(codes >> (8 * i));
   } else {
     if (thread >= args.num_code_bytes) return;
+    const bool joined = args.row_bits == p.k * kBits;  // a row may end amid a byte
+    i64 row = min(thread * 8 / args.row_bits, p.n - 1), col = (thread * 8 - row * args.row_bits) / kBits;
     int byte = 0;
-    for (int k = 0; k < 8 / kBits; ++k) {
-      const i64 i = thread * (8 / kBits) + k, row = min(i / args.row_codes, p.n - 1),
-                col = i - row * args.row_codes;
-      const int code = col < p.k ? packed_code(args, row, col) : padding_code(args, row);
-      byte |= code << view_place(args, i).shift;
+    // `at`: the bit of the byte that a code begins at, which may be in the byte before.
+    for (int at = static_cast<int>(view_bit(args, row, col) - thread * 8); at < 8; at += kBits, ++col) {
+      if (joined && col == p.k && row + 1 < p.n) {
+        ++row;
+        col = 0;
+      }
+      const int code = col < p.k ? p.load_code(args.packed, row, col) : padding_code(args, row);
+      const int shift = args.high_first ? at ^ 4 : at;
+      byte |= shift >= 0 ? code << shift : code >> -shift;
     }
     args.codes[thread] = static_cast<u8>(byte);
   }

@@ -1,5 +1,6 @@
-// SIMD kernels of `reorder`: of two rows the 32 bytes of a tile to four slots of 16 bytes, and back. What is
-// not whole goes through a buffer, code by code. Large outputs are written past the caches.
+// SIMD kernels of `reorder`: of two rows the 32 bytes of a tile to four slots of 16 bytes, and back; bit
+// streams as they are. What is not whole goes through a buffer, code by code. Large outputs are written past
+// the caches.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
 
@@ -17,16 +18,16 @@
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
 
-constexpr int kRowBytes = formats::kTileBytes / formats::kUnitRows;  // of a tile
+constexpr int kRowBytes = formats::kTileBytes / formats::kUnitRows;  // of a tile in fragments
 constexpr int kPairBytes = 2 * kRowBytes;                            // of two rows: four slots
+constexpr int kMostRowBytes = 64;                                    // of any tile
 constexpr int64_t kTilesAtOnce = 64;
 // An output beyond this does not stay in the caches.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
 // Tiles of rows of the view lie at multiples of their size.
 bool are_rows_aligned(const ReorderArgs& args) {
-  return reinterpret_cast<uintptr_t>(args.codes) % kRowBytes == 0 &&
-         args.row_codes * args.layout.bits % (8 * kRowBytes) == 0;
+  return reinterpret_cast<uintptr_t>(args.codes) % kRowBytes == 0 && args.row_bits % (8 * kRowBytes) == 0;
 }
 
 // Of two rows of a tile, which are one behind the other, and their four slots: byte i of the slots is byte
@@ -57,6 +58,7 @@ constexpr PairBytes kPairBytes8[] = {make_pair_bytes(8, false), make_pair_bytes(
 // One permute of bytes.
 class Pairs {
  public:
+  static constexpr int row_bytes() { return kRowBytes; }
   Pairs(int bits, bool swap) : swap_(swap) {
     const PairBytes* const bytes = bits == 4 ? kPairBytes4 : kPairBytes8;
     for (int turned = 0; turned < 2; ++turned) {
@@ -106,6 +108,7 @@ class Pairs {
 // orders it, and a transposition of words makes slots.
 class Pairs {
  public:
+  static constexpr int row_bytes() { return kRowBytes; }
   Pairs(int bits, bool swap) : swap_(swap) {
     const PairBytes& bytes = bits == 4 ? kPairBytes4[0] : kPairBytes8[0];
     alignas(16) uint8_t to_words[16], to_octets[16];
@@ -188,6 +191,7 @@ class Pairs {
 
 class Pairs {
  public:
+  static constexpr int row_bytes() { return kRowBytes; }
   Pairs(int bits, bool swap) : bytes_(bits == 4 ? kPairBytes4 : kPairBytes8), swap_(swap) {}
   template <bool>
   void pack(const uint8_t* row0, const uint8_t* row1, uint8_t* slots, bool turned) const {
@@ -212,8 +216,28 @@ class Pairs {
 
 #endif
 
+// Pairs of rows of bit streams, one behind the other in the packed form, too.
+class StreamPairs {
+ public:
+  StreamPairs(int bits, bool) : row_bytes_(formats::tile_bytes(bits) / formats::kUnitRows) {}
+  int row_bytes() const { return row_bytes_; }
+  template <bool>
+  void pack(const uint8_t* row0, const uint8_t* row1, uint8_t* pair, bool) const {
+    std::copy_n(row0, row_bytes_, pair);
+    std::copy_n(row1, row_bytes_, pair + row_bytes_);
+  }
+  template <bool>
+  void unpack(const uint8_t* pair, uint8_t* row0, uint8_t* row1, bool) const {
+    std::copy_n(pair, row_bytes_, row0);
+    std::copy_n(pair + row_bytes_, row_bytes_, row1);
+  }
+
+ private:
+  int row_bytes_;
+};
+
 // What a row of the view has of a tile. Its bytes are those of the view if it is whole, else `count` codes of
-// a buffer, number `first` of the view being in its first byte.
+// a buffer, the first of them at bit `first` of the view.
 struct Piece {
   int64_t first, count;
   bool whole;
@@ -221,76 +245,80 @@ struct Piece {
 };
 class Row {
  public:
-  Row(const ReorderArgs& args, int64_t row)
-      : tile_cols_(kRowBytes * 8 / args.layout.bits),
+  Row(const ReorderArgs& args, int64_t row, int row_bytes)
+      : row_bytes_(row_bytes),
+        tile_cols_(row_bytes * 8 / args.layout.bits),
         cols_(row < args.layout.n ? args.layout.k : 0),
-        first_(row * args.row_codes),
-        num_whole_(first_ * args.layout.bits % 8 == 0 ? cols_ / tile_cols_ : 0),
-        bytes_(args.codes + first_ * args.layout.bits / 8) {}
+        first_(row * args.row_bits),
+        num_whole_(first_ % 8 == 0 ? cols_ / tile_cols_ : 0),
+        bytes_(args.codes + first_ / 8) {}
   HWY_INLINE Piece piece(int64_t tile, uint8_t* buffer) const {
-    if (tile < num_whole_) return {first_, tile_cols_, true, bytes_ + tile * kRowBytes};
-    return {first_ + tile * tile_cols_, std::clamp<int64_t>(cols_ - tile * tile_cols_, 0, tile_cols_), false,
-            buffer};
+    if (tile < num_whole_) return {first_, tile_cols_, true, bytes_ + tile * row_bytes_};
+    return {first_ + tile * row_bytes_ * 8, std::clamp<int64_t>(cols_ - tile * tile_cols_, 0, tile_cols_),
+            false, buffer};
   }
 
  private:
-  int64_t tile_cols_, cols_, first_, num_whole_;
+  int64_t row_bytes_, tile_cols_, cols_, first_, num_whole_;
   uint8_t* bytes_;
 };
 
-HWY_INLINE void put_code(const ReorderArgs& args, uint8_t* bytes, int64_t i, int code) {
-  const ViewPlace place = view_place(args, i);
-  const int mask = ((1 << args.layout.bits) - 1) << place.shift;
-  bytes[place.byte] = static_cast<uint8_t>((bytes[place.byte] & ~mask) | code << place.shift);
+HWY_INLINE void put_code(const ReorderArgs& args, uint8_t* bytes, int64_t bit, int bits, int code) {
+  const ViewPlace place = view_place(args, bit);
+  formats::set_code_at(bytes + place.byte, place.shift, bits, code);
 }
-HWY_INLINE int get_code(const ReorderArgs& args, const uint8_t* bytes, int64_t i) {
-  const ViewPlace place = view_place(args, i);
-  return bytes[place.byte] >> place.shift & ((1 << args.layout.bits) - 1);
+HWY_INLINE int get_code(const ReorderArgs& args, const uint8_t* bytes, int64_t bit) {
+  const ViewPlace place = view_place(args, bit);
+  return formats::code_at(bytes + place.byte, place.shift, args.layout.bits);
 }
 // From the view to the buffer of a piece that is not whole, and back.
 void gather(const ReorderArgs& args, const Piece& piece) {
-  std::fill_n(piece.bytes, kRowBytes, uint8_t{0});
-  for (int64_t i = 0; i < piece.count; ++i)
-    put_code(args, piece.bytes, i, get_code(args, args.codes, piece.first + i));
+  const int bits = args.layout.bits;
+  std::fill_n(piece.bytes, kMostRowBytes, uint8_t{0});
+  for (int64_t i = 0; i < piece.count * bits; i += bits)
+    put_code(args, piece.bytes, i, bits, get_code(args, args.codes, piece.first + i));
 }
 void scatter(const ReorderArgs& args, const Piece& piece) {
-  for (int64_t i = 0; i < piece.count; ++i)
-    put_code(args, args.codes, piece.first + i, get_code(args, piece.bytes, i));
+  const int bits = args.layout.bits;
+  for (int64_t i = 0; i < piece.count * bits; i += bits)
+    put_code(args, args.codes, piece.first + i, bits, get_code(args, piece.bytes, i));
 }
 
-// Behind the codes of a row, up to the next.
+// Behind the codes of a row, up to the next; of the last code what there is room for.
 void put_padding(const ReorderArgs& args, int64_t row) {
   const formats::PackedLayout& p = args.layout;
-  const int64_t begin = row * args.row_codes;
-  const int64_t end = row + 1 < p.n ? begin + args.row_codes : args.num_code_bytes * 8 / p.bits;
-  for (int64_t i = begin + p.k; i < end; ++i) put_code(args, args.codes, i, padding_code(args, row));
+  const int64_t end = row + 1 < p.n ? (row + 1) * args.row_bits : args.num_code_bytes * 8;
+  for (int64_t bit = view_bit(args, row, p.k); bit < end; bit += p.bits) {
+    const int bits = static_cast<int>(std::min<int64_t>(p.bits, end - bit));
+    put_code(args, args.codes, bit, bits, padding_code(args, row) & ((1 << bits) - 1));
+  }
 }
 
 // At most kTilesAtOnce. What the next pair of rows reads is fetched meanwhile.
-template <bool kToPacked, bool kStream>
+template <class AnyPairs, bool kToPacked, bool kStream>
 void reorder_tiles(const ReorderArgs& args, const ReorderTiles& tiles) {
   const formats::PackedLayout& p = args.layout;
-  const Pairs pairs(p.bits, args.high_first);
+  const AnyPairs pairs(p.bits, args.high_first);
   const int64_t num_tiles = tiles.last - tiles.first;
-  const int64_t row_bytes = args.row_codes * p.bits / 8;
+  const int64_t row_bytes = args.row_bits / 8;
   uint8_t* packed[kTilesAtOnce];
   for (int64_t i = 0; i < num_tiles; ++i) packed[i] = args.packed + p.tile(tiles.strip, tiles.first + i);
-  alignas(16) uint8_t buffers[2][kRowBytes];
+  alignas(16) uint8_t buffers[2][kMostRowBytes];
   for (int a = 0; a < formats::kUnitRows / 2; ++a) {
     const int64_t row = tiles.strip * formats::kUnitRows + 2 * a;
     const bool turned = (a & 2) != 0;
-    const Row rows[] = {Row(args, row), Row(args, row + 1)};
+    const Row rows[] = {Row(args, row, pairs.row_bytes()), Row(args, row + 1, pairs.row_bytes())};
     for (int64_t i = 0; i < num_tiles; ++i) {
       const Piece pieces[] = {rows[0].piece(tiles.first + i, buffers[0]),
                               rows[1].piece(tiles.first + i, buffers[1])};
-      uint8_t* const slots = packed[i] + a * kPairBytes;
+      uint8_t* const slots = packed[i] + a * 2 * pairs.row_bytes();
       if constexpr (kToPacked) {
         for (const Piece& piece : pieces)
           if (!piece.whole) gather(args, piece);
         for (const Piece& piece : pieces) hwy::Prefetch(piece.bytes + 2 * row_bytes);
         pairs.template pack<kStream>(pieces[0].bytes, pieces[1].bytes, slots, turned);
       } else {
-        hwy::Prefetch(slots + kPairBytes);
+        hwy::Prefetch(slots + 2 * pairs.row_bytes());
         if (kStream && pieces[0].whole && pieces[1].whole)
           pairs.template unpack<true>(slots, pieces[0].bytes, pieces[1].bytes, turned);
         else
@@ -305,19 +333,24 @@ void reorder_tiles(const ReorderArgs& args, const ReorderTiles& tiles) {
 void ReorderTilesCpu(const ReorderProblem& problem, const ReorderTiles& tiles) {
   const ReorderArgs& args = problem.args;
   const formats::PackedLayout& p = args.layout;
-  const auto run = [&]<bool kToPacked, bool kStream>() {
+  const auto run = [&]<class AnyPairs, bool kToPacked, bool kStream>() {
     for (int64_t first = tiles.first; first < tiles.last; first += kTilesAtOnce)
-      reorder_tiles<kToPacked, kStream>(
+      reorder_tiles<AnyPairs, kToPacked, kStream>(
           args, {tiles.strip, first, std::min<int64_t>(tiles.last, first + kTilesAtOnce)});
   };
-  const bool past_caches = p.num_bytes >= kStreamBytes;
+  const bool fragments = formats::in_fragments(p.bits);
+  const bool past_caches = fragments && p.num_bytes >= kStreamBytes;
   // Lines of the packed form are those of two rows.
   const bool stream =
       past_caches && (problem.to_packed ? p.block_bytes % kPairBytes == 0 : are_rows_aligned(args));
-  if (problem.to_packed)
-    stream ? run.template operator()<true, true>() : run.template operator()<true, false>();
+  if (!fragments && problem.to_packed)
+    run.template operator()<StreamPairs, true, false>();
+  else if (!fragments)
+    run.template operator()<StreamPairs, false, false>();
+  else if (problem.to_packed)
+    stream ? run.template operator()<Pairs, true, true>() : run.template operator()<Pairs, true, false>();
   else
-    stream ? run.template operator()<false, true>() : run.template operator()<false, false>();
+    stream ? run.template operator()<Pairs, false, true>() : run.template operator()<Pairs, false, false>();
   if (stream) hwy::FlushStream();
   if (problem.to_packed || tiles.last < p.tiles_per_strip()) return;
   const int64_t first_row = tiles.strip * formats::kUnitRows;

@@ -10,16 +10,17 @@ namespace {
 
 bool is_aligned(const ReorderArgs& args) {
   const int64_t bits = args.layout.bits, vector_bits = 8 * kVectorBytes;
-  return args.layout.k * bits % vector_bits == 0 && args.row_codes * bits % vector_bits == 0 &&
-         cuda::is_aligned(args.codes, kVectorBytes);
+  return formats::in_fragments(args.layout.bits) && args.layout.k * bits % vector_bits == 0 &&
+         args.row_bits % vector_bits == 0 && cuda::is_aligned(args.codes, kVectorBytes);
 }
 
 int64_t code_threads(const ReorderProblem& problem) {
   const ReorderArgs& args = problem.args;
   const formats::PackedLayout& p = args.layout;
   if (is_aligned(args)) return p.strips * ceil_div(p.tiles_per_strip(), kTilesPerWarp) * 32;
-  return problem.to_packed ? p.strips * p.blocks_per_strip * (p.block_cols / 2) * formats::kUnitRows
-                           : args.num_code_bytes;
+  return problem.to_packed
+             ? p.strips * p.blocks_per_strip * (p.block_cols / reorder_columns(p.bits)) * formats::kUnitRows
+             : args.num_code_bytes;
 }
 
 }  // namespace

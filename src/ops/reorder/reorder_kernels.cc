@@ -15,7 +15,7 @@ ReorderProblem problem_of(const KernelValues& values) {
   view.cols = 64;
   view.codes = memory;
   if (const auto bits = values.find("bits"); bits != values.end()) {
-    if (bits->second == "8") view.spec.format = Format::int8;
+    view.spec.format = find_format("int" + bits->second).format;
     if (cuda::is_set(values, "unaligned")) view.cols = 63;
   }
   ReorderProblem problem;
@@ -29,7 +29,7 @@ ReorderProblem problem_of(const KernelValues& values) {
 std::vector<cuda::Kernel> reorder_kernels() {
   const KernelKey direction = {
       "direction", {"pack", "unpack"}, false, "From a view to the packed form, or back."};
-  const KernelKey bits = {"bits", {"4", "8"}, false, "Of a code."};
+  const KernelKey bits = {"bits", {"4", "8", "2", "3", "5", "6"}, false, "Of a code."};
   return {{{"reorder",
             "reorder_codes",
             "Moves the codes of a weight.",

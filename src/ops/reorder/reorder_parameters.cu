@@ -64,24 +64,14 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
 
 __device__ __forceinline__ void move_zero_words(const ReorderArgs& args, i64 row, i64 first) {
   const PackedLayout& p = args.layout;
-  const int per_word = rows_per_word(args);
-  const u32 mask = (1u << p.bits) - 1;
-  u32* const words = static_cast<u32*>(args.zeros);
   if constexpr (kToPacked) {
-    const i64 r = args.one_group ? 0 : row;
-    for (i64 group = first; group < min(first + kGroupsPerWarp, p.padded_groups()); ++group) {
-      const bool exists = row < p.n && group < p.groups;
-      const u32 word = exists ? words[r / per_word * p.groups + group] : 0;
-      args.packed[p.zero(row, group)] = static_cast<u8>(word >> (r % per_word * p.bits) & mask);
-    }
+    for (i64 group = first; group < min(first + kGroupsPerWarp, p.padded_groups()); ++group)
+      args.packed[p.zero(row, group)] = zero_from_words(args, row, group);
   } else {
-    if (row % per_word != 0 || row >= zero_rows(args)) return;
-    for (i64 group = first; group < min(first + kGroupsPerWarp, p.groups); ++group) {
-      u32 word = 0;
-      for (int i = 0; i < per_word && row + i < zero_rows(args); ++i)
-        word |= (args.packed[p.zero(row + i, group)] & mask) << (i * p.bits);
-      words[row / per_word * p.groups + group] = word;
-    }
+    const int lane = static_cast<int>(row % kUnitRows);
+    if (lane >= p.bits) return;
+    for (i64 group = first; group < min(first + kGroupsPerWarp, p.groups); ++group)
+      put_zero_word(args, row / kUnitRows, lane, group);
   }
 }
 

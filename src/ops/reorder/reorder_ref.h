@@ -16,10 +16,8 @@ inline void reorder_ref_to_packed(const ReorderArgs& args) {
   };
   for (int64_t row = 0; row < p.n; ++row) {
     for (int64_t col = 0; col < p.k; ++col) {
-      const int shift =
-          formats::code_place(static_cast<int>(row % 32), static_cast<int>(col % 64), p.bits).shift;
-      uint8_t& byte = args.packed[p.code(row, col)];
-      byte = static_cast<uint8_t>(byte | view_code(args, row, col) << shift);
+      formats::set_code_at(args.packed + p.code(row, col), p.place_in_unit(row, col).shift, p.bits,
+                           view_code(args, row, col));
     }
     for (int64_t group = 0; group < p.groups; ++group) {
       const int64_t i = args.one_group ? 0 : row * p.groups + group;
@@ -30,14 +28,13 @@ inline void reorder_ref_to_packed(const ReorderArgs& args) {
         put(p.zero(row, group), args.zeros, i, 1);
         continue;
       }
-      const int64_t per_word = 32 / p.bits, r = args.one_group ? 0 : row, g = args.one_group ? 0 : group;
-      uint32_t word;
-      std::memcpy(
-          &word,
-          static_cast<const uint8_t*>(args.zeros) + (r / per_word * (args.one_group ? 1 : p.groups) + g) * 4,
-          4);
-      args.packed[p.zero(row, group)] =
-          static_cast<uint8_t>(word >> (r % per_word * p.bits) & ((1u << p.bits) - 1));
+      int zero = 0;  // bit by bit: the words of a group are p.groups apart
+      for (int64_t bit = 0; bit < p.bits; ++bit) {
+        const int64_t at = row * p.bits + bit;
+        const uint32_t word = static_cast<const uint32_t*>(args.zeros)[at / 32 * p.groups + group];
+        zero |= static_cast<int>(word >> at % 32 & 1) << bit;
+      }
+      args.packed[p.zero(row, group)] = static_cast<uint8_t>(zero);
     }
   }
   if (!p.double_quant) return;

@@ -52,7 +52,7 @@ struct StoredWeight {
   Layout layout;
   int bits;
   bool words, joined;  // rows of codes: padded to words; one behind the other
-  int64_t row_codes, groups, num_scales;
+  int64_t row_bits, groups, num_scales;
   GuardedBytes parts[kParts];
 
   StoredWeight(const QuantSpec& s, int64_t n, int64_t k, Layout l)
@@ -60,20 +60,19 @@ struct StoredWeight {
     words = layout == Layout::compressed_tensors || layout == Layout::mlx;
     joined = layout == Layout::bitsandbytes ||
              (layout == Layout::halfbyte && spec.granularity == Granularity::flat);
-    const int64_t unit = words ? 32 / bits : 8 / bits;
-    row_codes = joined ? cols : (cols + unit - 1) / unit * unit;
+    const int64_t unit = joined ? 1 : words ? 32 : 8;
+    row_bits = (cols * bits + unit - 1) / unit * unit;
     const bool one = spec.granularity == Granularity::tensor;
     const bool sized = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
     groups = sized ? (cols + spec.group_size - 1) / spec.group_size : cols > 0 ? 1 : 0;
     num_scales = one ? (rows * cols > 0 ? 1 : 0) : rows * groups;
     const int64_t size = spec.double_quant ? 1 : size_of(spec.scale_dtype);
-    const int64_t zero_rows = one ? std::min<int64_t>(1, num_scales) : rows, per_word = 32 / bits;
-    parts[kCodes] = GuardedBytes((rows * row_codes * bits + 7) / 8);
+    const int64_t zero_rows = one ? std::min<int64_t>(1, num_scales) : rows;
+    parts[kCodes] = GuardedBytes((rows * row_bits + 7) / 8);
     parts[kScales] = GuardedBytes(num_scales * size);
     if (has_zeros(spec))
-      parts[kZeros] = GuardedBytes(layout == Layout::compressed_tensors
-                                       ? (zero_rows + per_word - 1) / per_word * groups * 4
-                                       : num_scales);
+      parts[kZeros] = GuardedBytes(
+          layout == Layout::compressed_tensors ? (zero_rows * bits + 31) / 32 * groups * 4 : num_scales);
     if (has_biases(spec)) parts[kBiases] = GuardedBytes(num_scales * size);
     if (!spec.double_quant) return;
     parts[kAbsmax] = GuardedBytes((num_scales + 255) / 256 * 4);
@@ -98,22 +97,31 @@ struct StoredWeight {
     return v;
   }
 
-  // Code number i of all.
-  int shift(int64_t i) const {
-    if (bits == 8) return 0;
-    return (i % 2 == 0) == (layout == Layout::bitsandbytes) ? 4 : 0;
+  // Bit by bit, from number `at` of `bytes` on: in bitsandbytes the halves of bytes change places.
+  void set_bits(uint8_t* bytes, int64_t at, int num_bits, int value) const {
+    for (int i = 0; i < num_bits; ++i) {
+      const int64_t bit = (at + i) ^ (layout == Layout::bitsandbytes ? 4 : 0);
+      uint8_t& byte = bytes[bit / 8];
+      byte = static_cast<uint8_t>((byte & ~(1 << bit % 8)) | (value >> i & 1) << bit % 8);
+    }
   }
-  int code(int64_t i) const { return parts[kCodes].data()[i * bits / 8] >> shift(i) & ((1 << bits) - 1); }
-  void set_code(int64_t i, int value) {
-    uint8_t& byte = parts[kCodes].data()[i * bits / 8];
-    byte = static_cast<uint8_t>((byte & ~(((1 << bits) - 1) << shift(i))) | value << shift(i));
+  void set_code(int64_t row, int64_t col, int value) {
+    set_bits(parts[kCodes].data(), row * row_bits + col * bits, bits, value);
   }
-  int zero(int64_t row) const {  // of the last group
-    const int64_t r = spec.granularity == Granularity::tensor ? 0 : row;
-    if (layout != Layout::compressed_tensors) return parts[kZeros].data()[(r + 1) * groups - 1];
-    uint32_t word;
-    std::memcpy(&word, parts[kZeros].data() + ((r * bits / 32 + 1) * groups - 1) * 4, 4);
-    return static_cast<int>(word >> (r * bits % 32) & ((1u << bits) - 1));
+  // In words, zero points of a group are one stream of words that are `groups` apart.
+  void set_zero(int64_t row, int64_t group, int value) {
+    uint8_t* const zeros = parts[kZeros].data();
+    if (layout != Layout::compressed_tensors) {
+      zeros[row * groups + group] = static_cast<uint8_t>(value);
+      return;
+    }
+    for (int i = 0; i < bits; ++i) {
+      const int64_t bit = row * bits + i;
+      set_bits(zeros + (bit / 32 * groups + group) * 4, bit % 32, 1, value >> i);
+    }
+  }
+  int last_zero(int64_t row) const {  // but in words
+    return parts[kZeros].data()[(spec.granularity == Granularity::tensor ? 1 : row + 1) * groups - 1];
   }
   // What quantize() puts behind the codes of a row.
   int padding(int64_t row) const {
@@ -121,12 +129,14 @@ struct StoredWeight {
     if (words) return 0;
     if (format.kind == FormatKind::table)
       return spec.format == Format::nf4 ? 7 : make_codec(spec).book.zero_code;
-    if (format.kind == FormatKind::integer) return has_zeros(spec) ? zero(row) : 1 << (bits - 1);
+    if (format.kind == FormatKind::integer) return has_zeros(spec) ? last_zero(row) : 1 << (bits - 1);
     const int64_t last = spec.granularity == Granularity::tensor ? 0 : (row + 1) * groups - 1;
     const auto type = scale_type(spec.scale_dtype);
     const float q = (0 - formats::load_scale<float>(parts[kBiases].data(), last, type)) /
                     formats::load_scale<float>(parts[kScales].data(), last, type);
-    return std::isnan(q) ? 0 : static_cast<int>(std::nearbyint(std::clamp(q, 0.0f, 15.0f)));
+    return std::isnan(q)
+               ? 0
+               : static_cast<int>(std::nearbyint(std::clamp(q, 0.0f, static_cast<float>((1 << bits) - 1))));
   }
 
   void fill(uint64_t seed) {
@@ -145,11 +155,8 @@ struct StoredWeight {
     if (layout == Layout::compressed_tensors) {
       const int64_t zero_rows = num_scales > 0 && has_zeros(spec) ? num_scales / groups : 0;
       for (int64_t row = 0; row < zero_rows; ++row)
-        for (int64_t group = 0; group < groups; ++group) {
-          uint8_t* const word = parts[kZeros].data() + (row * bits / 32 * groups + group) * 4;
-          const auto bit = row * bits % 32;
-          word[bit / 8] = static_cast<uint8_t>(word[bit / 8] | (random() & mask) << (bit % 8));
-        }
+        for (int64_t group = 0; group < groups; ++group)
+          set_zero(row, group, static_cast<int>(random() & mask));
     } else {
       for (int64_t i = 0; i < parts[kZeros].num_bytes(); ++i)
         parts[kZeros].data()[i] = static_cast<uint8_t>(random() & mask);
@@ -157,10 +164,14 @@ struct StoredWeight {
     for (const Part part : {kAbsmax, kMap, kOffset})
       for (int64_t i = 0; i < parts[part].num_bytes(); ++i)
         parts[part].data()[i] = static_cast<uint8_t>(random());
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < row_codes; ++i)
-        set_code(row * row_codes + i, i < cols ? static_cast<int>(random() & mask) : padding(row));
-    if (joined && rows * cols % 2 != 0 && bits == 4) set_code(rows * cols, padding(rows - 1));
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t col = 0; col < cols; ++col) set_code(row, col, static_cast<int>(random() & mask));
+      // Of the last code of padding what there is room for.
+      const int64_t end = row + 1 < rows ? (row + 1) * row_bits : parts[kCodes].num_bytes() * 8;
+      for (int64_t bit = row * row_bits + cols * bits; bit < end; bit += bits)
+        set_bits(parts[kCodes].data(), bit, static_cast<int>(std::min<int64_t>(bits, end - bit)),
+                 padding(row));
+    }
   }
 };
 
@@ -188,7 +199,7 @@ inline ::testing::AssertionResult same_packed(const GuardedBytes& expected, cons
                         expected.num_bytes(), actual.data()[at], expected.data()[at]);
 }
 
-// Of every format of 4 and 8 bits that has other parts.
+// Of every number of bits formats that have other parts.
 inline std::vector<QuantSpec> packed_specs() {
   const auto spec = [](Format format, DType scale, bool asymmetric = false, bool double_quant = false) {
     QuantSpec s;
@@ -209,7 +220,16 @@ inline std::vector<QuantSpec> packed_specs() {
           spec(Format::int8, DType::f16),
           spec(Format::int8, DType::f32, true),
           spec(Format::int8, DType::f32, true, true),
-          spec(Format::affine8, DType::f16)};
+          spec(Format::affine8, DType::f16),
+          spec(Format::int2, DType::f16),
+          spec(Format::affine2, DType::bf16),
+          spec(Format::int3, DType::f32, true),
+          spec(Format::affine3, DType::f16),
+          spec(Format::int5, DType::bf16, true),
+          spec(Format::int5, DType::f32, true, true),
+          spec(Format::affine5, DType::f32),
+          spec(Format::int6, DType::f32, false, true),
+          spec(Format::affine6, DType::bf16)};
 }
 
 struct WeightCase {

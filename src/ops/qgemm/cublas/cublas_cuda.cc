@@ -39,7 +39,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
           cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
                             fmt::format("constexpr bool kWideGroups = {};\n",
                                         weight.groups == 1 || weight.group % formats::kUnitCols == 0 ||
-                                            (weight.bits == 4 && weight.group % 32 == 0)))};
+                                            (weight.bits != 8 && weight.group % 32 == 0)))};
 }
 
 class QgemmCublas : public QgemmKernel {

@@ -3,8 +3,8 @@
 //
 // 64 threads have a unit of 32 rows by 64 columns (packed.h), a thread two rows of it, and of their columns
 // two chunks of 8: one half h of two steps of 16. It reads them from the slots of all four pairs of columns,
-// and with the thread that has the other half it writes whole sectors.
-#include "cuda/device/memory.cuh"
+// or from the bit streams of its rows, and with the thread that has the other half it writes whole sectors.
+#include "cuda/device/codes.cuh"
 #include "ops/qgemm/cublas/cublas_args.h"
 #include "ops/qgemm/weight/pairs.cuh"
 #include "ops/qgemm/weight/table.cuh"
@@ -17,39 +17,61 @@ namespace halfbyte::device {
 
 // ---- 1. Codes of a chunk: from the words of a unit
 
-// The codes of a chunk: column i at bits kBits * i.
+// The codes of a chunk: column i at bits 4 * i, or in byte i where codes do not have 4 bits.
+constexpr int kChunkWords = kBits == 4 ? 1 : 2;
 struct ChunkCodes {
-  u32 word[kBits / 4];
+  u32 word[kChunkWords];
 };
 // Of the first column of chunk `i`.
 __device__ __forceinline__ u32 column_of(u32 i, u32 p, u32 h) {
-  return (kBits == 4 ? 32 * p + 16 * i : 32 * i + 16 * p) + 8 * h;
+  return (kBits == 8 ? 32 * i + 16 * p : 32 * p + 16 * i) + 8 * h;
 }
-// The words that chunk i of both rows is in, of each pair of columns t.
+// The words that chunk i of both rows is in, of each pair of columns t; of bit streams two for each row.
 __device__ __forceinline__ void load_words(u32 (&words)[2][4], const u8* unit, u32 a, u32 p, u32 h) {
+  if constexpr (in_fragments(kBits)) {
 #pragma unroll
-  for (u32 t = 0; t < 4; ++t) {
-    const u8* const steps = unit + packed_slot(static_cast<int>(a), static_cast<int>(t)) * 16 + p * 8;
-    if constexpr (kBits == 4) {
-      const u64 both = *reinterpret_cast<const u64*>(steps);
-      words[0][t] = static_cast<u32>(both);
-      words[1][t] = static_cast<u32>(both >> 32);
-    } else {
+    for (u32 t = 0; t < 4; ++t) {
+      const u8* const steps = unit + packed_slot(static_cast<int>(a), static_cast<int>(t)) * 16 + p * 8;
+      if constexpr (kBits == 4) {
+        const u64 both = *reinterpret_cast<const u64*>(steps);
+        words[0][t] = static_cast<u32>(both);
+        words[1][t] = static_cast<u32>(both >> 32);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) words[i][t] = *reinterpret_cast<const u32*>(steps + i * kTileBytes + 4 * h);
+        for (int i = 0; i < 2; ++i)
+          words[i][t] = *reinterpret_cast<const u32*>(steps + i * kTileBytes + 4 * h);
+      }
     }
+  } else {
+    constexpr int kRowBytes = kUnitCols * kBits / 8;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+      for (u32 r = 0; r < 2; ++r) {
+        const u64 stream = load_codes<8 * kBits>(unit + (2 * a + r) * kRowBytes, column_of(i, p, h) / 8,
+                                                 kUnitRows * kRowBytes);
+        words[i][2 * r] = static_cast<u32>(stream);
+        words[i][2 * r + 1] = static_cast<u32>(stream >> 32);
+      }
   }
 }
 // The chunk of the even row and that of the odd one.
 __device__ __forceinline__ void make_chunks(ChunkCodes (&codes)[2], const u32 (&words)[4], u32 h) {
-  if constexpr (kBits == 4) {
+  if constexpr (!in_fragments(kBits)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u64 bytes = unpack8(words[2 * r] | static_cast<u64>(words[2 * r + 1]) << 32, kBits);
+      codes[r].word[0] = static_cast<u32>(bytes);
+      codes[r].word[kChunkWords - 1] = static_cast<u32>(bytes >> 32);
+    }
+  } else if constexpr (kBits == 4) {
     const u32 half = h == 0 ? 0x5410 : 0x7632;
     const u32 first = __byte_perm(words[0], words[1], half), second = __byte_perm(words[2], words[3], half);
     codes[0].word[0] = __byte_perm(first, second, 0x6420);
     codes[1].word[0] = __byte_perm(first, second, 0x7531);
   } else {
 #pragma unroll
-    for (int i = 0; i < kBits / 4; ++i) {
+    for (int i = 0; i < kChunkWords; ++i) {
       codes[0].word[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
       codes[1].word[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
     }
@@ -119,7 +141,7 @@ __device__ __forceinline__ Words4 decode_chunk(const QgemmCublasArgs& args, cons
     compute_pairs(values.word, codes.word[0], args.values);
   } else {
 #pragma unroll
-    for (int i = 0; i < kBits / 4; ++i) {
+    for (int i = 0; i < kChunkWords; ++i) {
       values.word[2 * i] = byte_pair<0, 1>(Element(), codes.word[i]);
       values.word[2 * i + 1] = byte_pair<2, 3>(Element(), codes.word[i]);
     }

@@ -67,8 +67,9 @@ std::string scales_config(const QgemmProblem& problem, bool known) {
 cuda::KernelSpec rows_kernel(const QgemmProblem& problem) {
   const auto rows = std::bit_ceil(static_cast<uint64_t>(problem.m));
   // Asking costs 6 instructions for 8 columns of 4 rows of the weight, which take 190 with one row of x; of a
-  // packed weight 390.
-  const bool known = !problem.packed && rows <= 2 && problem.math != QgemmMath::f64;
+  // packed weight 390, and more of bit streams.
+  const bool known = !problem.packed && formats::in_fragments(problem.codec.bits) && rows <= 2 &&
+                     problem.math != QgemmMath::f64;
   return simt_kernel(
       "ops/qgemm/simt/simt_rows.cu", "qgemm_simt_rows", problem,
       weight_config(problem) + scales_config(problem, known) + fmt::format("constexpr int kM = {};\n", rows));
@@ -220,8 +221,8 @@ bool has_simt_rows(const QgemmProblem& problem) {
   const WeightArgs weight = weight_args(problem);
   constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
   return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
-         weight.whole_chunks && !problem.transposed && problem.tile == QgemmTile{} &&
-         problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
+         weight.whole_chunks && (problem.packed || weight.wide) && !problem.transposed &&
+         problem.tile == QgemmTile{} && problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 
 const QgemmVariant kQgemmSimt = {{"qgemm_simt", DeviceKind::cuda, &refuse, &make}, &kernels, true};

@@ -45,6 +45,17 @@ TEST(QgemmSimt, RowsOrTiles) {
     other.dtype = DType::f32;
     other.math = QgemmMath::f64;
   }));
+  // Bit streams: rows of views begin at words.
+  const auto has_rows = [&](bool packed, int64_t k) {
+    QgemmDescriptor other = d;
+    other.spec.format = Format::int3;
+    other.packed = packed;
+    other.n = 256;
+    other.k = k;
+    return has_simt_rows(make_qgemm_problem({DeviceKind::cuda, 0}, other, 0));
+  };
+  EXPECT_TRUE(has_rows(true, 256) && has_rows(true, 264) && has_rows(false, 256));
+  EXPECT_FALSE(has_rows(false, 264));
 }
 
 }  // namespace

@@ -3,13 +3,14 @@
 
 #include "cuda/device/codes.cuh"
 #include "cuda/device/reduce.cuh"
-#include "formats/packed.h"
+#include "formats/weight_view.h"
 #include "ops/qgemm/simt/simt.cuh"
 
 namespace halfbyte::device {
 
 constexpr int kChunk = kSimtChunk;
 constexpr int kRowsPerWord = 32 / kBits;  // of zero points, where they are in words
+constexpr bool kStreams = !in_fragments(kBits);
 constexpr u32 kCodeMask = (1u << kBits) - 1;
 constexpr bool kTable = kKind == Kind::table, kAffine = kKind == Kind::affine;
 
@@ -82,10 +83,8 @@ __device__ __forceinline__ StoredParameters load_scale(const WeightArgs& w, Stor
 }
 __device__ __forceinline__ u32 load_zero(const WeightArgs& w, i64 row, i64 group) {
   if (w.zeros == nullptr) return static_cast<u32>(w.zero);
-  if (w.zero_words) {
-    const u32 word = static_cast<const u32*>(w.zeros)[row / kRowsPerWord * w.groups + group];
-    return word >> (row % kRowsPerWord * kBits) & kCodeMask;
-  }
+  if (w.zero_words)
+    return static_cast<u32>(zero_of_words(static_cast<const u32*>(w.zeros), w.groups, row, group, kBits));
   const GroupPlace at = group_place(w, row, group);
   return static_cast<const u8*>(w.zeros)[at.others + at.index];
 }
@@ -111,11 +110,16 @@ __device__ __forceinline__ Parameters convert(const WeightArgs& w, Storage stora
 // ---- 2. Codes of a chunk
 
 // The codes of a chunk: code i at bits kBits * place_of(i).
-using Codes = Select<kBits == 8, u64, u32>;
+using Codes = Select<(kBits > 4), u64, u32>;
 __device__ __forceinline__ constexpr int place_of(int i) { return kHighFirst ? i ^ 1 : i; }
 
 __device__ __forceinline__ u64 swap_halves(u64 bytes) {
   return (bytes & 0x0F0F0F0F0F0F0F0Full) << 4 | (bytes >> 4 & 0x0F0F0F0F0F0F0F0Full);
+}
+
+// Of a bit stream of `num_bytes` bytes, which is aligned to 4: chunk number `chunk`.
+__device__ __forceinline__ Codes load_chunk(const u8* stream, i64 chunk, i64 num_bytes) {
+  return static_cast<Codes>(load_codes<kChunk * kBits>(stream, chunk, num_bytes));
 }
 
 // `col`: a multiple of kChunk. What lies behind the row is undefined.
@@ -127,25 +131,32 @@ __device__ __forceinline__ Codes load_codes(const WeightArgs& w, i64 row, i64 co
     const int in_block = static_cast<int>(col - (block << w.block_shift)), c = in_block % kUnitCols;
     const u8* const unit =
         w.codes + row / kUnitRows * w.strip_bytes + block * w.block_bytes + in_block / kUnitCols * kUnitBytes;
+    if constexpr (kStreams) {
+      codes = load_chunk(unit + row % kUnitRows * (kUnitCols * kBits / 8), c / kChunk, kUnitBytes);
+    } else {
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const u8* const pair = unit + code_place(static_cast<int>(row % kUnitRows), c + 2 * t, kBits).byte;
-      if constexpr (kBits == 4)
-        codes |= static_cast<Codes>(*pair) << (8 * t);
-      else
-        codes |= static_cast<Codes>(*reinterpret_cast<const u16*>(pair)) << (16 * t);
+      for (int t = 0; t < 4; ++t) {
+        const u8* const pair = unit + code_place(static_cast<int>(row % kUnitRows), c + 2 * t, kBits).byte;
+        if constexpr (kBits == 4)
+          codes |= static_cast<Codes>(*pair) << (8 * t);
+        else
+          codes |= static_cast<Codes>(*reinterpret_cast<const u16*>(pair)) << (16 * t);
+      }
     }
   } else {
-    const i64 bit = (row * w.row_codes + col) * kBits, byte = bit / 8;
+    const i64 bit = row * w.row_bits + col * kBits, byte = bit / 8;
     const u32* const words = reinterpret_cast<const u32*>(w.codes + byte);
-    if (w.wide) {
+    if (kStreams && w.wide) {
+      const i64 first = row * (w.row_bits / 8);
+      codes = load_chunk(w.codes + first, col / kChunk, w.num_bytes - first);
+    } else if (w.wide) {
       codes = load_once(words);
       if constexpr (kBits == 8)
         if (col + 4 < w.k) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
     } else {
       u64 bytes = 0;
 #pragma unroll 1
-      for (int i = 0; i < (kBits == 4 ? 5 : 8); ++i)
+      for (int i = 0; i < (kBits == 8 ? 8 : kBits + 1); ++i)
         if (byte + i < w.num_bytes) bytes |= static_cast<u64>(w.codes[byte + i]) << (8 * i);
       // A row may begin amid a byte.
       if (kHighFirst && bit % 8 != 0)
@@ -176,10 +187,10 @@ class WholeRows {
     if constexpr (!kPacked) {
       first_group_ = first * w.groups;
       const int size = storage_ == Storage::double_quant ? 1 : storage_ == Storage::f32 ? 4 : 2;
-      codes_ = w.codes + first * (w.row_codes / kChunk) * kBits;
+      codes_ = w.codes + first * (w.row_bits / 8);
       scales_ = static_cast<const u8*>(w.scales) + first_group_ * size;
       if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;
-      // All rows are in one row of words.
+      // All rows are in one row of words, but for bit streams that these do not divide.
       if constexpr (kKind == Kind::integer)
         others_ = static_cast<const u8*>(w.zeros) +
                   (w.zero_words ? first / kRowsPerWord * w.groups * 4 : first_group_);
@@ -187,8 +198,10 @@ class WholeRows {
   }
   __device__ __forceinline__ Codes codes(u32 r, u32 chunk) const {
     if constexpr (kPacked) return load_codes(w_, row(r), static_cast<i64>(chunk) * kChunk);
-    const u32 offset = (min(r, last_) * static_cast<u32>(w_.row_codes / kChunk) + chunk) * kBits;
-    const u32* const words = reinterpret_cast<const u32*>(codes_ + offset);
+    const u32 row_offset = min(r, last_) * static_cast<u32>(w_.row_bits / 8);
+    if constexpr (kStreams)
+      return load_chunk(codes_ + row_offset, chunk, w_.codes + w_.num_bytes - (codes_ + row_offset));
+    const u32* const words = reinterpret_cast<const u32*>(codes_ + row_offset + chunk * kBits);
     Codes codes = load_once(words);
     if constexpr (kBits == 8) codes |= static_cast<Codes>(load_once(words + 1)) << (4 * kBits);
     return codes;
@@ -228,6 +241,7 @@ class WholeRows {
   __device__ __forceinline__ u32 zero(u32 r, u32 group) const {
     if constexpr (kPacked) return load_zero(w_, row(r), group);
     if (w_.zeros == nullptr) return static_cast<u32>(w_.zero);
+    if (32 % kBits != 0 && w_.zero_words) return load_zero(w_, row(r), group);
     if (w_.zero_words)
       return reinterpret_cast<const u32*>(others_)[group] >> (row(r) % kRowsPerWord * kBits) & kCodeMask;
     return others_[index(r, group)];

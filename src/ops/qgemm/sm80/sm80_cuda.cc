@@ -45,6 +45,7 @@ QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
 }
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
+  if (std::string reason = refuse_streams(problem); !reason.empty()) return reason;
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   if (problem.dtype == DType::f32 && problem.math != QgemmMath::tf32)
     return fmt::format("math must be tf32 where dtype is f32, got {}", to_string(problem.math));
@@ -176,7 +177,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys = qgemm_keys();
+  std::vector<KernelKey> keys = qgemm_fragment_keys();
   for (KernelKey& key : keys) {
     if (key.name == "dtype") key.description = "The dtype of x and y; f32 with math tf32.";
   }

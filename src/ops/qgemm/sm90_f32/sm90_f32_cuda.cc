@@ -119,7 +119,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& given) {
 
 std::vector<cuda::Kernel> kernels() {
   std::vector<KernelKey> keys;
-  for (const KernelKey& key : qgemm_keys())
+  for (const KernelKey& key : qgemm_fragment_keys())
     if (key.name == "format" || key.name == "asymmetric" || key.name == "scale-dtype") keys.push_back(key);
   for (KernelKey& key : keys)
     if (key.name == "format")

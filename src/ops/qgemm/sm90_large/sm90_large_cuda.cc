@@ -234,7 +234,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys = qgemm_keys();
+  std::vector<KernelKey> keys = qgemm_fragment_keys();
   for (KernelKey& key : keys)
     if (key.name == "dtype") std::erase(key.values, "f32");
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));

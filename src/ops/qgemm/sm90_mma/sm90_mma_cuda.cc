@@ -122,7 +122,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys = qgemm_keys();
+  std::vector<KernelKey> keys = qgemm_fragment_keys();
   for (KernelKey& key : keys)
     if (key.name == "dtype") key.values = {"bf16", "f16"};
   keys.push_back(number_key("units", {4, 8, 1, 2, 3, 5, 6, 7}, "Columns / 1024, rounded up."));

@@ -163,7 +163,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys = qgemm_keys();
+  std::vector<KernelKey> keys = qgemm_fragment_keys();
   for (KernelKey& key : keys) {
     if (key.name == "dtype") std::erase(key.values, "f32");
     if (key.name == "format") std::erase(key.values, "affine8");

@@ -178,7 +178,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys = qgemm_keys();
+  std::vector<KernelKey> keys = qgemm_fragment_keys();
   for (KernelKey& key : keys)
     if (key.name == "dtype") std::erase(key.values, "f32");
   keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));

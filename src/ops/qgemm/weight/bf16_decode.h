@@ -55,6 +55,8 @@ constexpr int transposed_column(int j, int i, int pair) {
 // Why there is no decoder for the weight of a problem; empty if there is.
 inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
+  if (!formats::in_fragments(problem.codec.bits))
+    return fmt::format("codes must have 4 or 8 bits, got {}", problem.codec.bits);
   if (problem.dtype != DType::bf16)
     return fmt::format("dtype must be bf16, got {}", to_string(problem.dtype));
   if (problem.weight.group != 32 && problem.weight.group % formats::kUnitCols != 0 &&

@@ -84,7 +84,13 @@ bool is_common_weight(const QgemmProblem& problem) {
   });
 }
 
+std::string refuse_streams(const QgemmProblem& problem) {
+  const int bits = problem.codec.bits;
+  return formats::in_fragments(bits) ? "" : fmt::format("codes must have 4 or 8 bits, got {}", bits);
+}
+
 std::string refuse_rare_weight(const QgemmProblem& problem) {
+  if (std::string reason = refuse_streams(problem); !reason.empty()) return reason;
   if (is_common_weight(problem)) return "";
   constexpr std::array kKinds = {"a table", "integers", "affine integers"};
   constexpr std::array kScales = {"f32", "f16", "bf16", "f64"};

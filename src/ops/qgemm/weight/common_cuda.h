@@ -13,6 +13,9 @@ namespace halfbyte {
 // or sections of scales.
 int inlined_group(const QgemmProblem& problem);
 
+// Why there are no matrix instructions for the codes, which they take in fragments; empty if there are.
+std::string refuse_streams(const QgemmProblem& problem);
+
 // Whether the weight is one that layouts store, with x of a dtype that goes with it: those that variants have
 // kernels of every tile for. Why not; empty if it is.
 bool is_common_weight(const QgemmProblem& problem);

@@ -57,6 +57,8 @@ TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
       "x and the weight must go together as in a layout (docs/kernels.md), got f16 x, a table of 4 bits, "
       "f32 scales, double quantized, for 32 columns");
   EXPECT_NE(refuse_rare_weight(problem_of({.format = Format::int8, .asymmetric = true})), "");
+  EXPECT_EQ(refuse_rare_weight(problem_of({.format = Format::affine3})),
+            "codes must have 4 or 8 bits, got 3");
 }
 
 TEST(QgemmWeights, SpillingTilesAreRefused) {

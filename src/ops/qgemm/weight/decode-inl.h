@@ -29,9 +29,9 @@ HWY_INLINE void convert(const void* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kLanes) hn::StoreU(E::load(Tag(), memory + i), Tag(), to + i);
 }
 
-// Whether what stands for a code, or the code of 8 bits, is not all that the scale is multiplied with.
+// Whether what stands for a code of 4 bits, or another code, is not all that the scale is multiplied with.
 inline bool is_shifted(const formats::Codec& codec) {
-  return codec.bits == 8 || codec.asymmetric || codec.kind == formats::Kind::affine;
+  return codec.bits != 4 || codec.asymmetric || codec.kind == formats::Kind::affine;
 }
 // What stands for a code of 4 bits: a weight is value * scale or (value - offset) * scale + bias.
 inline float value_of_code(const formats::Codec& codec, int code) {
@@ -120,11 +120,12 @@ class ParameterLoader {
   int64_t scales_per_strip_, offsets_per_strip_;
 };
 
-// A line of a unit: 64 bytes, the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i + kLanes
-// of it and calls sink(vector, even, odd) with kVectors vectors of values of each of the two rows, which are
-// columns (tile * kVectors + vector) * 16 + i and following of column_order.
+// A line of a unit: line_bytes(), the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i +
+// kLanes of it and calls sink(vector, even, odd) with kVectors vectors of values of each of the two rows,
+// which are columns (tile * kVectors + vector) * 16 + i and following of column_order.
 
 using Words = hn::Vec<hn::RebindToUnsigned<Tag>>;
+constexpr int kFragmentLine = 2 * formats::kTileBytes / kRows;
 
 // Words i to i + kLanes of a line of 16, in the same order for all lines.
 HWY_INLINE Words load_words(const uint8_t* line, int a, int i) {
@@ -160,6 +161,7 @@ struct RowParameters {
 class ByteCodes {
  public:
   static constexpr int kTiles = 2, kVectors = 2;
+  static constexpr int line_bytes() { return kFragmentLine; }
   explicit ByteCodes(const formats::Codec&) {}
 
   template <class Sink>
@@ -182,12 +184,62 @@ class ByteCodes {
   }
 };
 
+// Formats of 2, 3, 5 and 6 bits: 16 codes, which are 2 * bits bytes, make a vector of 16.
+class StreamCodes {
+ public:
+  static constexpr int kTiles = 1, kVectors = 4;
+  int line_bytes() const { return 2 * row_bytes_; }
+  explicit StreamCodes(const formats::Codec& codec)
+      : vector_bytes_(2 * codec.bits), row_bytes_(kVectors * vector_bytes_), mask_((1u << codec.bits) - 1) {
+    for (int code = 0; code < 16; ++code) {
+      const int bit = code * codec.bits;
+      shifts_[code] = static_cast<uint32_t>(bit % 8);
+      for (int byte = 0; byte < 4; ++byte)
+        bytes_[4 * code + byte] = byte < 2 ? static_cast<uint8_t>(bit / 8 + byte) : kNone;
+    }
+  }
+
+  template <class Sink>
+  HWY_INLINE void decode(const uint8_t* line, int a, int, int i, const UnitParameters& parameters,
+                         Sink& sink) const {
+    HWY_UNROLL(2)
+    for (int half = 0; half < 2; ++half) {
+      const int of = parameters.split ? half : 0;
+      const RowParameters even(parameters, of, 2 * a), odd(parameters, of, 2 * a + 1);
+      HWY_UNROLL(2)
+      for (int vector = 2 * half; vector < 2 * half + 2; ++vector) {
+        const uint8_t* const codes = line + vector * vector_bytes_;
+        sink(vector, even.value(load(codes, i)), odd.value(load(codes + row_bytes_, i)));
+      }
+    }
+  }
+
+ private:
+  static constexpr uint8_t kNone = 0x80;  // a byte of 0
+
+  // Codes i to i + kLanes of a vector of 16. The 16 bytes that are read end behind the codes of the weight by
+  // less than the 32 scales that are there.
+  HWY_INLINE Floats load(const uint8_t* codes, int i) const {
+    const hn::RebindToUnsigned<Tag> d;
+    const hn::Repartition<uint8_t, Tag> d8;
+    const auto pairs = hn::TableLookupBytesOr0(hn::LoadDup128(d8, codes), hn::Load(d8, bytes_ + 4 * i));
+    const auto shifted = hn::Shr(hn::BitCast(d, pairs), hn::Load(d, shifts_ + i));
+    return hn::ConvertTo(Tag(), hn::BitCast(hn::RebindToSigned<Tag>(), hn::And(shifted, hn::Set(d, mask_))));
+  }
+
+  const int vector_bytes_, row_bytes_;
+  const uint32_t mask_;
+  alignas(64) uint8_t bytes_[64];  // of each code the two bytes that it is in
+  alignas(64) uint32_t shifts_[16];
+};
+
 #if HALFBYTE_AVX512
 
 // Formats of 4 bits: a row has 16 values in a group, looked up at once.
 class NibbleCodes {
  public:
   static constexpr int kTiles = 1, kVectors = 4;
+  static constexpr int line_bytes() { return kFragmentLine; }
   explicit NibbleCodes(const formats::Codec& codec) : shifted_(is_shifted(codec)) {
     for (int code = 0; code < 16; ++code) values_[code] = value_of_code(codec, code);
   }
@@ -242,6 +294,7 @@ template <int kBytes, bool kShifted>
 class NibbleCodes {
  public:
   static constexpr int kTiles = 1, kVectors = 4;
+  static constexpr int line_bytes() { return kFragmentLine; }
   explicit NibbleCodes(const formats::Codec& codec) {
     for (int code = 0; code < 16; ++code) {
       const float value = value_of_code(codec, code);

@@ -60,9 +60,10 @@ __device__ __forceinline__ u32 decode_bytes(u32 low, u32 high, float zero) {
   return store_pair(Element(), byte_above_2_23<kLow>(low) - zero, byte_above_2_23<kHigh>(high) - zero);
 }
 
-// What code 0 of 8 bits stands for; of asymmetric integers and affine formats codes are as stored.
-[[maybe_unused]] constexpr int kLowestCode = kAsymmetric || kAffine ? 0 : -128;
-// The values of two bytes of a word of 8-bit codes.
+// What code 0 stands for, but for codes of 4 bits; of asymmetric integers and affine formats codes are as
+// stored.
+[[maybe_unused]] constexpr int kLowestCode = kAsymmetric || kAffine ? 0 : -(1 << (kBits - 1));
+// The values of two bytes of a word of codes, one a byte.
 template <int kByte>
 __device__ __forceinline__ float byte_value(u32 word) {
   return byte_above_2_23<kByte>(word) - (kMagic - kLowestCode);

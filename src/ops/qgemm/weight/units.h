@@ -30,16 +30,16 @@ inline void find_units(const formats::PackedLayout& layout, UnitPlace* units) {
   }
 }
 
-// The columns of a unit in the order in which vectors of its words have them: 16 words make vectors, one of
+// The columns of a unit in the order in which vectors have them. Of fragments, 16 words make vectors, one of
 // each nibble or byte of a row; number 16 v + w of the result is the column of word w in vector v. Every
-// other order of columns is made of this one.
+// other order of columns is made of this one. Bit streams have theirs as they are.
 constexpr std::array<uint8_t, formats::kUnitCols> column_order(int bits) {
   std::array<uint8_t, formats::kUnitCols> columns{};
   for (int col = 0; col < formats::kUnitCols; ++col) {
     const auto [byte, shift] = formats::code_place(0, col, bits);
     const int word = byte % formats::kTileBytes / 4, of_word = byte % 4;
     const int vector = bits == 4 ? of_word / 2 * 2 + shift / 4 : byte / formats::kTileBytes * 2 + of_word;
-    const int number = vector * 16 + word;
+    const int number = formats::in_fragments(bits) ? vector * 16 + word : col;
     columns[static_cast<size_t>(number)] = static_cast<uint8_t>(col);
   }
   return columns;

@@ -6,15 +6,10 @@
 namespace halfbyte {
 
 inline int load_code(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col) {
-  const int bits = problem.codec.bits, mask = (1 << bits) - 1;
-  if (problem.packed) {
-    const auto* bytes = static_cast<const uint8_t*>(tensors.weight);
-    const auto place = formats::code_place(static_cast<int>(row % formats::kUnitRows),
-                                           static_cast<int>(col % formats::kUnitCols), bits);
-    return bytes[problem.weight.code(row, col)] >> place.shift & mask;
-  }
+  if (problem.packed) return problem.weight.load_code(static_cast<const uint8_t*>(tensors.weight), row, col);
+  const formats::WeightViewLayout& view = problem.view;
   const auto* bytes = static_cast<const uint8_t*>(tensors.codes);
-  return bytes[problem.view.code(row, col)] >> problem.view.code_shift(row, col) & mask;
+  return formats::code_at(bytes + view.code(row, col), view.code_shift(row, col), view.bits);
 }
 
 // The parameters of a group, in the type the arithmetic is done in.
@@ -49,10 +44,8 @@ WeightGroup<F> load_group(const QgemmProblem& problem, const QgemmTensors& tenso
     result.scale = formats::load_scale<F>(scale, index, codec.scale_type);
   }
   if (codec.asymmetric) {
-    const int stored = problem.packed ? memory[packed.zero(row, group)]
-                                      : static_cast<const uint8_t*>(tensors.zeros)[view.zero(row, col)] >>
-                                                view.zero_shift(row) &
-                                            view.zero_mask();
+    const int stored =
+        problem.packed ? memory[packed.zero(row, group)] : view.load_zero(tensors.zeros, row, col);
     result.zero_point = stored + codec.q_min;
   }
   if (codec.kind == formats::Kind::affine)

@@ -27,20 +27,20 @@ struct WeightArgs {
   const void* biases;
   const float *absmax, *map, *offset;  // null but for double quantization
   formats::i64 n, k;
-  formats::i64 group, groups;         // columns of a group; groups of a row, 0 where all rows have one
-  formats::Divider group_chunks;      // by the chunks of a group, where groups are whole chunks
-  formats::i64 row_codes, num_bytes;  // view: from row to row, of the codes in all
-  formats::i64 strip_bytes;           // packed
-  int block_bytes, block_shift;       // packed; columns of a block: 1 << block_shift
-  int group_shift;                    // packed; groups of a block: 1 << group_shift
-  PackedParameterArgs scale, other;   // packed; other: zero points or biases
-  float values[16];                   // of a table
-  int zero;                           // the code of 0, of symmetric integers
-  formats::u8 scale_type;             // ScaleType
-  bool whole_chunks;                  // the columns of a chunk share their group
-  bool flat;                          // groups run across rows
-  bool zero_words;                    // zero points as compressed-tensors has them
-  bool wide;                          // view: chunks are aligned to 4 bytes
+  formats::i64 group, groups;        // columns of a group; groups of a row, 0 where all rows have one
+  formats::Divider group_chunks;     // by the chunks of a group, where groups are whole chunks
+  formats::i64 row_bits, num_bytes;  // view: from row to row, of the codes in all
+  formats::i64 strip_bytes;          // packed
+  int block_bytes, block_shift;      // packed; columns of a block: 1 << block_shift
+  int group_shift;                   // packed; groups of a block: 1 << group_shift
+  PackedParameterArgs scale, other;  // packed; other: zero points or biases
+  float values[16];                  // of a table
+  int zero;                          // the code of 0, of symmetric integers
+  formats::u8 scale_type;            // ScaleType
+  bool whole_chunks;                 // the columns of a chunk share their group
+  bool flat;                         // groups run across rows
+  bool zero_words;                   // zero points as compressed-tensors has them
+  bool wide;                         // view: rows of codes are aligned to 4 bytes
 };
 
 }  // namespace halfbyte

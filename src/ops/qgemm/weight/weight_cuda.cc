@@ -83,9 +83,9 @@ WeightArgs weight_args(const QgemmProblem& p) {
     if (layout.has_biases) w.other = place(layout.biases, layout.scale_bytes, layout.bias_bytes);
     return w;
   }
-  w.row_codes = view.flat_codes ? p.k : view.row_bytes * 8 / view.bits;
+  w.row_bits = view.flat_codes ? p.k * view.bits : view.row_bytes * 8;
   w.num_bytes = view.code_bytes();
-  w.wide = p.alignment >= 4 && w.row_codes * view.bits % 32 == 0;
+  w.wide = p.alignment >= 4 && w.row_bits % 32 == 0;
   w.zero_words = view.zero_words;
   return w;
 }

@@ -14,7 +14,7 @@ class QgemmAvx512 : public ::testing::TestWithParam<size_t> {
   }
   QgemmDescriptor descriptor(bool transposed) const {
     QgemmDescriptor d;
-    d.spec = testing::qgemm_formats()[GetParam()];
+    d.spec = testing::fragment_formats()[GetParam()];
     d.transposed = transposed;
     d.variant = "qgemm_avx512";
     return d;
@@ -67,7 +67,7 @@ TEST_P(QgemmAvx512, EveryGroupAndNumberOfRows) {
 
 // Integers times powers of two: f32 sums are exact, and so is the result but for the rounding of the output.
 TEST_P(QgemmAvx512, IntegersAreExact) {
-  const Format format = testing::qgemm_formats()[GetParam()].format;
+  const Format format = testing::fragment_formats()[GetParam()].format;
   if (format == Format::nf4 || format == Format::fp4) return;  // their values are not short
   std::mt19937_64 random(GetParam() + 200);
   for (int i = 0; i < 16; ++i) {
@@ -78,9 +78,9 @@ TEST_P(QgemmAvx512, IntegersAreExact) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, QgemmAvx512, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+INSTANTIATE_TEST_SUITE_P(, QgemmAvx512, ::testing::Range(size_t{0}, testing::fragment_formats().size()),
                          [](const auto& info) {
-                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                           return testing::short_text(testing::fragment_formats()[info.param]);
                          });
 
 TEST(QgemmPlan, Avx512Refuses) {
@@ -102,6 +102,7 @@ TEST(QgemmPlan, Avx512Refuses) {
   EXPECT_EQ(reason([](D& d) { d.packed = false; }), "the weight must be packed");
   EXPECT_EQ(reason([](D& d) { d.spec.group_size = 100; }),
             "groups must be rows, 32 or a multiple of 64 columns, got 100");
+  EXPECT_EQ(reason([](D& d) { d.spec.format = Format::affine3; }), "codes must have 4 or 8 bits, got 3");
   EXPECT_EQ(reason([](D& d) { d.k = 0; }), "there is nothing to sum");
 }
 

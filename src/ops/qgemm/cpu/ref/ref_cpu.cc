@@ -26,7 +26,6 @@ void decode_row(const QgemmProblem& problem, const QgemmTensors& tensors, int64_
   std::array<uint8_t, kCols> codes;
   if (problem.packed) {
     const auto* bytes = static_cast<const uint8_t*>(tensors.weight);
-    const int mask = (1 << codec.bits) - 1;
     std::array<formats::CodePlace, formats::kUnitCols> places;
     for (int i = 0; i < formats::kUnitCols; ++i)
       places[static_cast<size_t>(i)] =
@@ -37,7 +36,7 @@ void decode_row(const QgemmProblem& problem, const QgemmTensors& tensors, int64_
       if (col == 0)
         unit = bytes + problem.weight.unit(row / formats::kUnitRows, (begin + i) / formats::kUnitCols);
       codes[static_cast<size_t>(i)] =
-          static_cast<uint8_t>(unit[places[col].byte] >> places[col].shift & mask);
+          static_cast<uint8_t>(formats::code_at(unit + places[col].byte, places[col].shift, codec.bits));
     }
   } else {
     for (int64_t i = 0; i < n; ++i)

@@ -96,8 +96,9 @@ struct Unit {
   const uint8_t* codes;
   UnitParameters parameters;
 
-  HWY_INLINE const uint8_t* line(int tile, int a) const {
-    return codes + tile * formats::kTileBytes + a * 64;
+  template <class Codes>
+  HWY_INLINE const uint8_t* line(const Codes& of, int tile, int a) const {
+    return codes + tile * formats::kTileBytes + a * of.line_bytes();
   }
 };
 
@@ -108,7 +109,7 @@ HWY_NOINLINE void decode_unit(const Codes& codes, const Unit& unit, int64_t ahea
                               int64_t row_floats) {
   for (int a = 0; a < kRows / 2; ++a)
     for (int tile = 0; tile < Codes::kTiles; ++tile) {
-      const uint8_t* line = unit.line(tile, a);
+      const uint8_t* line = unit.line(codes, tile, a);
       hwy::Prefetch(line + ahead);
       HWY_UNROLL(4)
       for (int i = 0; i < 16; i += kLanes) {
@@ -164,7 +165,7 @@ HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* un
     }
     for (int64_t u = 0; u < num_units; ++u)
       for (int tile = 0; tile < Codes::kTiles; ++tile) {
-        const uint8_t* line = units[u].line(tile, a);
+        const uint8_t* line = units[u].line(codes, tile, a);
         hwy::Prefetch(line + ahead);
         HWY_UNROLL(4)
         for (int i = 0; i < 16; i += kLanes) {
@@ -214,7 +215,7 @@ HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit*
       }
       for (int64_t u = 0; u < num_units; ++u)
         for (int a = 0; a < kRows / 2; ++a) {
-          const uint8_t* line = units[u].line(tile, a);
+          const uint8_t* line = units[u].line(codes, tile, a);
           hwy::Prefetch(line + ahead);
           const float* const factors = x + (u * kRows + 2 * a) * M;
           HWY_UNROLL(8)
@@ -295,6 +296,8 @@ class Product {
     find_units(problem_.weight, places_);
     if (problem_.codec.bits == 8)
       run_codes(ByteCodes(problem_.codec));
+    else if (problem_.codec.bits != 4)
+      run_codes(StreamCodes(problem_.codec));
     else if (problem_.codec.kind == formats::Kind::table)
       run_codes(TableCodes(problem_.codec));
     else if (is_shifted(problem_.codec))
