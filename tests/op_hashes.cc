@@ -544,9 +544,10 @@ PackedWeight make_packed_weight(Problem& p, const QuantSpec& spec, int64_t rows,
   return {spec, rows, cols, p.packed_weight(num_bytes), p.device, kPackedWeightVersion, num_bytes};
 }
 
+template <bool kStreams>
 void run_reorder(Problem& p) {
   Random& r = p.random;
-  const EncodedSpec spec = draw_weight_spec(r);
+  const EncodedSpec spec = draw_weight_spec(r, kStreams);
   const Shape shape = draw_weight_shape(r, spec);
   const Layout from = draw_layout(r, spec), to = r.one_in(2) ? from : draw_layout(r, spec);
   p.draw_alignment(DType::f32);
@@ -558,10 +559,10 @@ void run_reorder(Problem& p) {
   });
 }
 
-QgemmDescriptor draw_qgemm(Problem& p) {
+QgemmDescriptor draw_qgemm(Problem& p, bool streams) {
   Random& r = p.random;
   QgemmDescriptor d;
-  const EncodedSpec spec = draw_weight_spec(r);
+  const EncodedSpec spec = draw_weight_spec(r, streams);
   d.spec = spec;
   const Shape shape = draw_weight_shape(r, d.spec);
   d.n = shape[0];
@@ -585,8 +586,8 @@ QgemmDescriptor draw_qgemm(Problem& p) {
 }
 
 // Returns the other variants that take the problem.
-std::vector<std::string> run_product(Problem& p, const std::string& variant) {
-  QgemmDescriptor d = draw_qgemm(p);
+std::vector<std::string> run_product(Problem& p, bool streams, const std::string& variant) {
+  QgemmDescriptor d = draw_qgemm(p, streams);
   d.variant = variant;
   std::vector<std::string> others;
   Qgemm::Args args;
@@ -618,12 +619,13 @@ std::vector<std::string> run_product(Problem& p, const std::string& variant) {
 }
 
 // Each variant has the problem anew, so that its line does not depend on who else takes it.
+template <bool kStreams>
 void run_qgemm(Problem& p) {
-  const std::vector<std::string> others = run_product(p, p.options.variant);
+  const std::vector<std::string> others = run_product(p, kStreams, p.options.variant);
   if (!p.options.variant.empty()) return;
   for (const std::string& variant : others) {
     Problem again(&p);
-    run_product(again, variant);
+    run_product(again, kStreams, variant);
   }
 }
 
@@ -652,8 +654,10 @@ constexpr OpEntry kOps[] = {
     {"affine_init", run_affine_init},
     {"affine_qdq", run_affine_qdq},
     {"affine_qdq_backward", run_affine_qdq_backward},
-    {"reorder", run_reorder},
-    {"qgemm", run_qgemm},
+    {"reorder", run_reorder<false>},
+    {"qgemm", run_qgemm<false>},
+    {"reorder_streams", run_reorder<true>},
+    {"qgemm_streams", run_qgemm<true>},
 };
 
 [[noreturn]] void fail_usage() {

@@ -503,12 +503,14 @@ inline std::ostream& operator<<(std::ostream& out, const ObserverConfig& config)
   return out;
 }
 
-// Of a weight that can be packed, nearly always.
-inline EncodedSpec draw_weight_spec(Random& random) {
+// Of a weight that can be packed, nearly always; its codes in fragments, or bit streams.
+inline EncodedSpec draw_weight_spec(Random& random, bool streams) {
   EncodedSpec spec;
+  int bits = 0;
   do {
     spec = draw_spec(random, DType::f32);
-  } while (info(spec.format).bits != 4 && info(spec.format).bits != 8);
+    bits = info(spec.format).bits;
+  } while ((bits != 4 && bits != 8) != streams);
   spec.encoding.code_scale = CodeScale::stored;
   spec.group_size = random.pick<int64_t>({32, 32, 64, 64, 64, 128, 128, 256, 16, 48, 100, 1, 7, 512});
   spec.double_quant = spec.scale_dtype == DType::f32 && !has_biases(spec) && random.one_in(2);
