@@ -358,8 +358,8 @@ void bind_quantized(nb::module_& module) {
           nb::sig("def pack(self, expert: int = 0, *, out: object = None, num_threads: int = 0, "
                   "stream: object = None) -> PackedTensor"),
           "The form that products read, of the matrix of one expert; a copy. `out`: its memory, u8, "
-          "spec.packed_bytes(rows, cols) bytes. Raises ValueError where there is none: formats of other than "
-          "4 or 8 bits, f64 scales.\n\n"
+          "spec.packed_bytes(rows, cols) bytes. Raises ValueError where there is none: f64 scales, groups "
+          "that cross rows.\n\n"
           "    >>> q = halfbyte.quantize(np.ones((32, 64), np.float32), \"int4\")\n"
           "    >>> q.pack()\n"
           "    <PackedTensor int4: (32, 64), 5 bits per weight, cpu>")

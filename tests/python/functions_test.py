@@ -262,8 +262,18 @@ def test_products_that_do_not_fit():
         with pytest.raises((ValueError, halfbyte.Error)) as caught:
             halfbyte.qgemm(x, packed, **options)
         assert isinstance(caught.value, halfbyte.Error), caught.value
-    with pytest.raises(ValueError, match="3-bit|4 or 8 bits"):
-        halfbyte.quantize(random(64, 128), "int3").pack()
+    with pytest.raises(ValueError, match="must divide the columns"):
+        halfbyte.quantize(random(64, 96), "int3,granularity=flat").pack()
+
+
+@pytest.mark.parametrize("spec", ["int2", "int3,asymmetric", "int5", "int6,granularity=channel",
+                                  "affine2", "affine3", "affine5,group_size=32", "affine6,scale_dtype=bf16"])
+def test_products_of_bit_streams(spec):
+    q = halfbyte.quantize(random(70, 192), spec)
+    packed, dense = q.pack(), halfbyte.dequantize(q, "f32")
+    x, dy = random(3, 192), random(5, 70)
+    assert np.allclose(halfbyte.qgemm(x, packed), x @ dense.T, rtol=1e-5, atol=1e-4)
+    assert np.allclose(halfbyte.qgemm(dy, packed, transposed=True), dy @ dense, rtol=1e-5, atol=1e-4)
 
 
 # Flat buffers

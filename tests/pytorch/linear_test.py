@@ -62,8 +62,9 @@ def test_classes_hold_their_formats():
         "nf4", "affine4", "int4"]
     with pytest.raises(ValueError, match="Linear4bit holds nf4"):
         Linear4bit(64, 8, spec="int4")
+    assert LinearInt(128, 64, spec="int3").bits_per_weight == 3.5
     with pytest.raises(ValueError):
-        LinearInt(64, 8, spec="int3")  # has no packed form
+        LinearInt(48, 8, spec="int3,granularity=flat")  # has no packed form
     assert repr(Linear4bit(128, 64, False, spec="nf4,group_size=128")) == (
         "Linear4bit(in_features=128, out_features=64, bias=False, spec=nf4,group_size=128, 4.25 bits per weight)")
 
@@ -249,9 +250,9 @@ def codes_of(n, k, bits):
 
 
 def words_of(codes, bits):
-    """[..., columns] -> i32 words, the first column in the low bits."""
-    fields = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
-    words = (fields << torch.arange(0, 32, bits)).sum(-1)
+    """[..., columns] -> i32 words of a bit stream, the first column in the low bits."""
+    stream = (codes.unsqueeze(-1) >> torch.arange(bits) & 1).flatten(-2).unflatten(-1, (-1, 32))
+    words = (stream.to(torch.int64) << torch.arange(32)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -277,6 +278,8 @@ def test_gptq_tensors(bits, version, symmetric):
         LinearInt.from_tensors("gptq", {**tensors, "g_idx": tensors["g_idx"].flip(0)}, bits=bits)
     with pytest.raises(ValueError, match="gptq: tensor qzeros is missing"):
         LinearInt.from_tensors("gptq", {name: of for name, of in tensors.items() if name != "qzeros"})
+    with pytest.raises(ValueError, match="gptq: codes of 4 and 8 bits are read, not of 3"):
+        LinearInt.from_tensors("gptq", tensors, bits=3)
 
 
 def test_awq_tensors():
@@ -292,7 +295,7 @@ def test_awq_tensors():
     assert torch.equal(layer.bias, torch.arange(n).half()) and layer.dtype == torch.float16
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_mlx_tensors(bits):
     n, k, length = 32, 128, 64
     codes = codes_of(n, k, bits)
@@ -302,7 +305,7 @@ def test_mlx_tensors(bits):
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_compressed_tensors(bits, groups):
     n, k = 64, 128
     codes = codes_of(n, k, bits)

@@ -11,8 +11,9 @@ from halfbyte.torch._ops_weight import dequantize_packed, part_shapes, quantize_
 ops = torch.ops.halfbyte
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 PACKED = ["nf4", "fp4,group_size=32", "nf4,granularity=flat", "int4,asymmetric,group_size=128", "int8,granularity=channel",
-          "int8,granularity=tensor", "affine4,scale_dtype=bf16", "affine8", "nf4,double_quant"]
-PLAIN = [spec for spec in PACKED if "double" not in spec] + ["int3", "affine5,group_size=96", "int2,granularity=flat"]
+          "int8,granularity=tensor", "affine4,scale_dtype=bf16", "affine8", "nf4,double_quant", "int3,asymmetric", "affine2,scale_dtype=bf16",
+          "affine5,group_size=96", "int6,granularity=channel"]
+PLAIN = [spec for spec in PACKED if "double" not in spec] + ["int2,granularity=flat"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES),
@@ -39,7 +40,7 @@ def test_quantize_gives_the_shapes_and_values_of_the_library(spec, shape, device
     host = ops.quantize(x.cpu(), spec)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(parts, host))
     y = ops.dequantize(*parts, spec, list(shape), torch.float32)
-    assert y.shape == x.shape and relative(y, x) < {2: 0.95, 3: 0.5, 4: 0.2, 5: 0.1, 8: 0.02}[of.bits]
+    assert y.shape == x.shape and relative(y, x) < {2: 0.95, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[of.bits]
 
 
 def test_quantize_refuses_what_is_not_finite(device):
@@ -58,7 +59,7 @@ def test_unpack_undoes_pack(spec, device):
     codes, scales, zeros, biases, *nested = ops.unpack(packed, spec, n, k)
     nested = nested if "double" in spec else []
     assert torch.equal(ops.pack(codes, scales, zeros, biases, nested, spec, n, k), packed)
-    assert relative(dequantize_packed(packed, spec, n, k, torch.float32), x) < 0.2
+    assert relative(dequantize_packed(packed, spec, n, k, torch.float32), x) < (0.5 if "affine2" in spec else 0.2)
 
 
 @pytest.mark.parametrize("spec", ["affine4,group_size=32", "int4,asymmetric,granularity=channel", "nf4,granularity=flat",

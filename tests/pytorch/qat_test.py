@@ -11,7 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 import halfbyte.torch.qat as qat
 from halfbyte import ObserverConfig
-from halfbyte.torch.qat import FakeQuantize, QatLinear, convert, enable_fake_quantize, enable_observer, prepare_qat
+from halfbyte.torch.qat import (
+    DecodedLinear,
+    FakeQuantize,
+    QatLinear,
+    convert,
+    enable_fake_quantize,
+    enable_observer,
+    prepare_qat,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +101,15 @@ def test_of_f64():
     stored = model[0].quantized_weight()
     assert stored.dtype == "f64"
     assert torch.equal(torch.as_tensor(stored.dequantize("f64")), rounded(linear.weight).detach())
+
+
+def test_scales_of_f64_have_no_packed_form():
+    linear = nn.Linear(72, 5, device=DEVICE, dtype=torch.float64)
+    model = nn.Sequential(QatLinear.from_linear(linear, FakeQuantize("int3,scale_dtype=f64,group_size=24")))
+    x = torch.randn(8, 72, device=DEVICE, dtype=torch.float64)
+    y = model.eval()(x)
+    assert isinstance(convert(model)[0], DecodedLinear)
+    assert torch.equal(model(x), y)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def _of_columns(layout: str, codes: Tensor, zeros: Tensor, scales: Tensor, grid:
 
 def _from_gptq(tensors: Mapping[str, Tensor], grid: Grid) -> Packed:
     words, zero_words, scales = _take("gptq", tensors, "qweight", "qzeros", "scales")
+    if grid.bits not in (4, 8):
+        _refuse("gptq", f"codes of 4 and 8 bits are read, not of {grid.bits}")
     codes = _fields(words.t().contiguous(), grid.bits).flatten(1).t()
     zeros = _fields(zero_words, grid.bits).flatten(1)[:, : scales.shape[-1]]
     if grid.version == 1:  # stores one less
@@ -203,6 +205,6 @@ _READERS: dict[str, Callable[[Mapping[str, Tensor], Grid], Packed]] = {
 def from_tensors(layout: str, tensors: Mapping[str, Tensor], grid: Grid) -> Packed:
     if layout not in _READERS:
         raise ValueError(f"layout must be one of {', '.join(_READERS)}, got {layout}")
-    if grid.bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, got {grid.bits}")
+    if grid.bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"bits must be 2 to 6 or 8, got {grid.bits}")
     return _READERS[layout](tensors, grid)

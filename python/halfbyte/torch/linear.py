@@ -67,8 +67,8 @@ class QuantizedLinear(nn.Linear):
                  spec: _core.QuantSpec | str | None = None, lora_rank: int = 0, lora_alpha: float | None = None,
                  storage_dtype: torch.dtype = torch.uint8, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        """spec: of W; 4 or 8 bits. dtype: of bias and adapter, and of dequantized(). storage_dtype: a floating dtype
-        lets FSDP2 of torch < 2.13 shard the weight. Raises ValueError where the class does not hold the format, and
+        """spec: of W. dtype: of bias and adapter, and of dequantized(). storage_dtype: a floating dtype lets FSDP2 of
+        torch < 2.13 shard the weight. Raises ValueError where the class does not hold the format, and
         where there is no packed form."""
         nn.Module.__init__(self)
         spec = spec_of(str(_core.QuantSpec.parse(str(self._default_spec if spec is None else spec))))

@@ -333,7 +333,8 @@ def _quantized(weight: Tensor, quantizer: FakeQuantize) -> QuantizedTensor:
 
 
 class DecodedLinear(nn.Module):
-    """A linear layer whose weight is stored quantized and decoded in each forward: for formats without a packed form.
+    """A linear layer whose weight is stored quantized and decoded in each forward: for scales of f64, which have no
+    packed form.
 
     codes, scales, zeros: buffers, the parts of a QuantizedTensor of two axes. bias: a parameter or None."""
 
@@ -386,7 +387,7 @@ def _stored(layer: QatLinear) -> nn.Module:
 
 def convert(model: nn.Module) -> nn.Module:
     """Replaces the QatLinear layers of `model`, in place, by layers of quantized weights: Linear4bit or LinearInt, or
-    DecodedLinear where a format has no packed form. What they decode to is, bit by bit, what the QatLinear would
+    DecodedLinear where a weight has no packed form. What they decode to is, bit by bit, what the QatLinear would
     round its weight to now: that of the last forward, unless an optimizer stepped since. Inputs are rounded as
     before, with observers that no longer change. Returns the model."""
     for name, layer in list(model.named_modules()):
