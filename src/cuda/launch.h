@@ -1,5 +1,6 @@
 // Starting kernels. A kernel takes one struct by value, declared in a freestanding header that both sides
-// include. A stream is the caller's: one of another device is refused with Error(usage), here and nowhere else.
+// include. A stream is the caller's: one of another device is refused with Error(usage), here and nowhere
+// else.
 #pragma once
 
 #include <cstdint>

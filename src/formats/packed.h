@@ -5,12 +5,12 @@
 // rows and columns are padded to whole units (whole blocks) with codes and parameters that are 0 bytes.
 //
 // Within a unit, codes of 4 and 8 bits lie as the fragments of the matrix instructions want them. Rows 2a and
-// 2a + 1 and
-// the pairs of columns 2t, 2t + 1 and 2t + 8, 2t + 9 of each 16 columns j are a word of 4-bit codes: register
-// fragments a0..a3 of A of mma.m16n8k16 (wgmma m64k16), lane g * 4 + t of the warp that has rows 2g (fragment
-// row g) and 2g + 1 (fragment row g + 8). The words of j = 0..3 lie together, 16 bytes, in slot(a, t) of 64:
-// a lane reads them at once, without bank conflicts, and so are the words read that a lane of the transposed
-// product needs. Of 8-bit codes the 16 bytes hold 32 columns, and a unit is two such halves of 1024 bytes.
+// 2a + 1 and the pairs of columns 2t, 2t + 1 and 2t + 8, 2t + 9 of each 16 columns j are a word of 4-bit
+// codes: register fragments a0..a3 of A of mma.m16n8k16 (wgmma m64k16), lane g * 4 + t of the warp that has
+// rows 2g (fragment row g) and 2g + 1 (fragment row g + 8). The words of j = 0..3 lie together, 16 bytes, in
+// slot(a, t) of 64: a lane reads them at once, without bank conflicts, and so are the words read that a lane
+// of the transposed product needs. Of 8-bit codes the 16 bytes hold 32 columns, and a unit is two such halves
+// of 1024 bytes.
 //
 // Codes of other widths are bit streams (bits.h), one of 64 columns for each row of a unit, one row behind
 // the other: 8 columns are `bits` bytes, and a row of a unit is a multiple of 8 bytes.
