@@ -282,6 +282,42 @@ int startable(int wanted) {
   return std::min<int>(wanted, proven);
 }
 
+// Allows more threads than the machine has, or TBB runs fewer and says so on stderr. What TBB keeps of this
+// ends with the process, while others may still compute: who comes then computes alone.
+class Allowance {
+ public:
+  explicit Allowance(int threads) {
+    static const bool hears_of_exit = [] {
+      // Called before the destructors of TBB, which was loaded before.
+      if (::on_exit([](int, void*) { end(); }, nullptr) != 0) throw std::bad_alloc();
+      return true;
+    }();
+    static_cast<void>(hears_of_exit);
+    const std::lock_guard lock(mutex());
+    if (has_ended_) throw std::bad_alloc();
+    control_ = std::make_unique<tbb::global_control>(tbb::global_control::max_allowed_parallelism,
+                                                     static_cast<size_t>(threads));
+  }
+  ~Allowance() {
+    const std::lock_guard lock(mutex());
+    if (has_ended_) static_cast<void>(control_.release());
+    control_.reset();
+  }
+  Allowance(const Allowance&) = delete;
+
+ private:
+  static void end() {
+    const std::lock_guard lock(mutex());
+    has_ended_ = true;
+  }
+  static ForkSafeMutex& mutex() {
+    static auto& mutex = *new ForkSafeMutex;
+    return mutex;
+  }
+  static inline bool has_ended_ = false;
+  std::unique_ptr<tbb::global_control> control_;
+};
+
 }  // namespace
 
 int max_threads() { return tbb_is_usable() ? tbb::this_task_arena::max_concurrency() : 1; }
@@ -310,15 +346,13 @@ void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, Rang
   }
   // Without memory or threads for a team, the calling thread does all.
   std::unique_ptr<Team> team;
-  std::optional<tbb::global_control> allow;
+  std::unique_ptr<const Allowance> allow;
   std::optional<Job> job;
   try {
     // In a child of fork() locks of TBB may be held for ever, by threads that are not there.
     const int started = sees_forks() && !is_forked() && tbb_is_usable() ? startable(threads) : 1;
     if (started > 1) {
-      // More threads than the machine has must be allowed first, or TBB runs fewer and says so on stderr.
-      if (started > max_threads())
-        allow.emplace(tbb::global_control::max_allowed_parallelism, static_cast<size_t>(started));
+      if (started > max_threads()) allow = std::make_unique<Allowance>(started);
       team = Team::take(started);
       const int64_t num_grains = (n - 1) / grain + 1;
       job.emplace(n, grain, context, body,
