@@ -51,20 +51,23 @@ __device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
+// Not 0, which is that of a cluster, too, where the block is the only one.
+constexpr int kRingBarrier = 14;
+
 // How a block with such a ring starts, by all threads. The first warp that copies makes the barriers, by
 // init_barriers() of one lane; it waits for nobody and starts to copy. Those that multiply have much to do
 // before they wait for it, by wait_for_ring().
 template <int kMultipliers, class F>
 __device__ __forceinline__ void start_ring(bool copies_codes, bool copies_x, const TensorMap* x,
                                            const F& init_barriers) {
-  constexpr int kMade = 0, kMadeForX = 15;
+  constexpr int kMadeForX = 15;
   if (copies_codes) {
     if (elect_lane()) {
       init_barriers();
       fence_barrier_init();
     }
     __syncwarp();
-    arrive_some(kMade, kMultipliers + 32);
+    arrive_some(kRingBarrier, kMultipliers + 32);
     arrive_some(kMadeForX, 64);
   } else if (copies_x) {
     if (elect_lane()) prefetch_map(x);
@@ -73,7 +76,7 @@ __device__ __forceinline__ void start_ring(bool copies_codes, bool copies_x, con
 }
 template <int kMultipliers>
 __device__ __forceinline__ void wait_for_ring() {
-  sync_some(0, kMultipliers + 32);
+  sync_some(kRingBarrier, kMultipliers + 32);
 }
 
 #endif
