@@ -1,4 +1,5 @@
-// What tools/build_times.py compiles to learn how fast the machine is: like a unit of halfbyte, and always the same.
+// What tools/build_times.py compiles to learn how fast the machine is: like a unit of halfbyte, and always
+// the same.
 #include <algorithm>
 #include <functional>
 #include <map>
