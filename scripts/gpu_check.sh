@@ -30,6 +30,7 @@ bundle() {
     ln -s ../../lib ../../bin "$to/python/halfbyte"
   fi
   rm -rf "$to"/lib/pkgconfig
+  cmake --build "$build" --target halfbyte_cuda_tests driver_proxy
   cp "$build"/halfbyte_cuda_tests "$to/bin"
   cp "$build"/tests/libdriver_proxy.so "$to/lib"
   strip "$to"/bin/*
