@@ -6,10 +6,11 @@
 Prints the CPU seconds of the slowest translation units that COMMAND compiled. .ninja_log knows wall clock
 times; they are scaled to the CPU time that the whole build took. CPU time itself doubles on a slow or a shared
 machine, so it is divided by how much slower than the machine of the budget this one compiles
-tools/reference_unit.cc, on all CPUs at once, before and after the build. Warns above the budget of
-ARCHITECTURE.md and exits 1 above the limit.
+tools/reference_unit.cc, again and again during the build. Warns above the budget of ARCHITECTURE.md and exits 1
+above the limit.
 """
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -22,6 +23,7 @@ UNIT_BUDGET, UNIT_LIMIT = 15, 60  # seconds of one translation unit
 TOTAL_BUDGET, TOTAL_LIMIT = 180, 480  # of the build
 # CPU seconds of the reference unit where these hold: where the Python module takes 45 s.
 REFERENCE_SECONDS = 2.1
+SAMPLE_INTERVAL = 15  # seconds: costs a few percent
 REFERENCE_UNIT = Path(__file__).with_name("reference_unit.cc")
 
 
@@ -30,19 +32,23 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def reference_seconds():
-    """CPU seconds of the reference unit, while each CPU compiles it."""
+def reference_seconds(folder):
+    before = cpu_seconds()
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, "-std=c++20", "-O1", "-c", REFERENCE_UNIT, "-o", f"{folder}/unit.o"], check=True)
+    return cpu_seconds() - before
+
+
+def run_build(command):
+    """Its status and CPU seconds; those of the reference unit, which is compiled again and again meanwhile."""
+    before, samples = cpu_seconds(), []
     with tempfile.TemporaryDirectory() as folder:
-        compiler = os.environ.get("CXX", "g++")
-        before, copies = cpu_seconds(), os.cpu_count()
-        running = [
-            subprocess.Popen([compiler, "-std=c++20", "-O1", "-c", REFERENCE_UNIT, "-o", f"{folder}/{i}.o"])
-            for i in range(copies)
-        ]
-        for process in running:
-            if process.wait():
-                sys.exit(f"{REFERENCE_UNIT} does not compile")
-        return (cpu_seconds() - before) / copies
+        build = subprocess.Popen(command)
+        while build.poll() is None:
+            samples.append(reference_seconds(folder))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                build.wait(SAMPLE_INTERVAL)
+    return build.returncode, cpu_seconds() - before - sum(samples), sum(samples) / len(samples)
 
 
 def wall_seconds(build, since):
@@ -64,12 +70,11 @@ def within(what, seconds, budget, limit):
 
 def main():
     build, command = Path(sys.argv[1]), sys.argv[2:]
-    reference = reference_seconds()
-    since, before = time.time(), cpu_seconds()
-    if status := subprocess.run(command).returncode:
+    since = time.time()
+    status, cpu, reference = run_build(command)
+    if status:
         return status
-    cpu = cpu_seconds() - before
-    slowness = (reference + reference_seconds()) / 2 / REFERENCE_SECONDS
+    slowness = reference / REFERENCE_SECONDS
     total = cpu / slowness
 
     steps = wall_seconds(build, since)
