@@ -61,7 +61,7 @@ HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t ro
 // of 256 on a CUDA device. Its content is opaque; `version` says which form it is. If the rows are a multiple
 // of 32 and the columns a multiple of max(64, group size), it is at most 2 KB longer than the native layout.
 // The exception is one scale for the whole tensor: it is stored once for each row.
-inline constexpr int kPackedWeightVersion = 1;
+inline constexpr int kPackedWeightVersion = 2;
 template <class Data>  // void, const void
 struct BasicPackedWeight {
   QuantSpec spec;

@@ -333,7 +333,7 @@ TEST(TensorView, ExtentsOfAnyRank) {
 }
 
 // The packed layout is stored by others: these numbers, worked out by hand, are version 1 for good.
-static_assert(kPackedVersion == 1);
+static_assert(kPackedVersion == 2);
 constexpr bool is_at(CodePlace place, int byte, int shift) {
   return place.byte == byte && place.shift == shift;
 }
@@ -372,8 +372,17 @@ static_assert(kOdd.scales == 2048 && kOdd.biases == 2304 && kOdd.num_bytes == 25
               kOdd.bias(1, 1) == 2370);
 // A group longer than the row, in a block of its own length; a row as long as a group that has blocks.
 constexpr PackedLayout kLong = packed_layout(1, 40, 4, 256, 4, false, false, false);
-static_assert(kLong.inlined && kLong.block_cols == 256 && kLong.groups == 1 && kLong.num_bytes == 4352);
-static_assert(kLong.scale(0, 0) == 4096 && kLong.padded_groups() == 1 && kLong.tiles_per_strip() == 4);
+static_assert(kLong.inlined && kLong.block_cols == 128 && kLong.groups == 1 && kLong.num_bytes == 2304);
+static_assert(kLong.scale(0, 0) == 2048 && kLong.padded_groups() == 1 && kLong.tiles_per_strip() == 2);
+// Groups that are stored as several; of double quantization they are not.
+constexpr PackedLayout kThrice = packed_layout(64, 320, 4, 96, 2, true, false, false);
+static_assert(kThrice.inlined && kThrice.group == 32 && kThrice.repeats == 3 && kThrice.groups == 10);
+static_assert(kThrice.weight_groups() == 4 && kThrice.scale(33, 3) == kThrice.strip_bytes + 2306);
+constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false);
+static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups() == 2);
+static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true).inlined);
+static_assert(packed_layout(32, 2048, 4, 256, 4, false, false, true).block_cols == 256);
+static_assert(packed_layout(32, 96, 4, 96, 4, false, false, false).groups == 1);  // a row
 static_assert(packed_layout(1, 64, 4, 64, 4, false, false, false).inlined);
 constexpr PackedLayout kAffine3 = packed_layout(64, 128, 3, 64, 2, false, true, false);
 static_assert(kAffine3.block_bytes == 768 + 64 + 64 && kAffine3.tiles_per_strip() == 2);
@@ -388,7 +397,7 @@ static_assert(kHuge.bias((1 << 20) - 1, (1 << 15) - 1) == kHuge.num_bytes - 4);
 // Every code and parameter of a matrix has bits of its own within the memory.
 TEST(Packed, PlacesAreDisjoint) {
   for (const int bits : {2, 3, 4, 5, 6, 8})
-    for (const i64 group : {1, 7, 32, 48, 64, 100, 128, 256, 1000})
+    for (const i64 group : {1, 7, 32, 48, 64, 96, 100, 128, 192, 256, 512, 1000})
       for (const auto& [n, k] : {std::pair<i64, i64>{32, 256}, {33, 300}, {70, 65}, {1, 1}})
         for (int parts = 0; parts < 4; ++parts) {  // none, zero points, biases, double quantization
           const PackedLayout p =
@@ -427,7 +436,7 @@ TEST(Packed, PlacesAreDisjoint) {
 
 TEST(Packed, TilesAreWhereTheirCodesBegin) {
   for (const int bits : {2, 3, 4, 5, 6, 8})
-    for (const i64 group : {32, 64, 256, 100}) {
+    for (const i64 group : {32, 64, 192, 256, 100}) {
       const PackedLayout p = packed_layout(70, 700, bits, group, 2, false, true, false);
       const int cols = bits == 8 ? 32 : 64;
       for (i64 strip = 0; strip < p.strips; ++strip)

@@ -1,4 +1,4 @@
-// The packed layout of a weight [n, k] for qgemm, version 1: one form for products along k (forward) and
+// The packed layout of a weight [n, k] for qgemm, version 2: one form for products along k (forward) and
 // along n (transposed), for every number of rows of the other operand. 2 to 6 or 8 bits a code.
 //
 // A unit is 32 rows (n) by 64 columns (k); a strip is the units of 32 rows, one behind the other along k;
@@ -17,14 +17,15 @@
 //
 // The parameters of a group (scales; zero points or biases) of the 32 rows lie behind the codes of their
 // columns where groups are 32, 64, 128 or 256 columns long: a block, see PackedLayout; in sections of their
-// own otherwise.
+// own otherwise. A group of another multiple of 32 columns is stored as several of 32, 64 or 128 with the
+// same parameters, and so is one of 256: products are tuned for these.
 #pragma once
 
 #include "formats/bits.h"
 
 namespace halfbyte::formats {
 
-inline constexpr int kPackedVersion = 1;
+inline constexpr int kPackedVersion = 2;
 inline constexpr int kUnitRows = 32, kUnitCols = 64;
 inline constexpr int kMaxBlockCols = 256;     // columns of the longest block
 inline constexpr int kTileBytes = 1024;       // of codes in fragments: 32 bytes of 32 rows
@@ -69,7 +70,8 @@ HALFBYTE_FN i64 round_up(i64 x, i64 multiple) { return (x + multiple - 1) / mult
 // group), the map of codes (256 f32) and the offset (f32) lie in sections of their own.
 struct PackedLayout {
   i64 n = 0, k = 0;
-  i64 group = 0;  // columns that share a scale: k where a row has one
+  i64 group = 0;    // columns that share a scale, as they are stored: k where a row has one
+  i64 repeats = 1;  // stored groups that a group of the weight makes
   int bits = 4;
   int scale_bytes = 4;     // of a scale: 1 where it is a code of double quantization
   int bias_bytes = 0;      // of a bias; 0: none
@@ -78,7 +80,7 @@ struct PackedLayout {
   bool double_quant = false;
   bool inlined = false;
 
-  i64 groups = 0;  // of a row, the padding not counted
+  i64 groups = 0;  // of a row as they are stored, the padding not counted
   i64 strips = 0, blocks_per_strip = 0;
   int block_cols = kUnitCols;  // columns of a block
   int block_code_bytes = 0, block_bytes = 0;
@@ -94,6 +96,8 @@ struct PackedLayout {
     return strip * strip_bytes + tile_of_strip / tiles_per_block * block_bytes +
            tile_of_strip % tiles_per_block * tile_bytes(bits);
   }
+  // Of a row of the weight.
+  HALFBYTE_FN i64 weight_groups() const { return (groups + repeats - 1) / repeats; }
   // Groups of a row that there is memory for.
   HALFBYTE_FN i64 padded_groups() const { return inlined ? blocks_per_strip * (block_cols / group) : groups; }
 
@@ -147,9 +151,15 @@ HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int pa
   p.double_quant = double_quant;
   p.inlined = (group == 32 || group == 64 || group == 128 || group == 256) && k > 0;
   if (p.inlined) p.group = group;
+  // The absmax of double quantization belong to scales by their number.
+  if (group >= 96 && group % 32 == 0 && (group < k || group == 256) && k > 0 && !double_quant) {
+    p.inlined = true;
+    p.group = group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+    p.repeats = group / p.group;
+  }
   p.groups = (k + p.group - 1) / p.group;
   p.strips = (n + kUnitRows - 1) / kUnitRows;
-  if (p.inlined) p.block_cols = static_cast<int>(max<i64>(kUnitCols, group));
+  if (p.inlined) p.block_cols = static_cast<int>(max<i64>(kUnitCols, p.group));
   p.blocks_per_strip = (k + p.block_cols - 1) / p.block_cols;
   p.block_code_bytes = kUnitRows * p.block_cols * bits / 8;
   const int group_bytes = kUnitRows * (p.scale_bytes + p.bias_bytes + (has_zeros ? 1 : 0));

@@ -553,6 +553,82 @@ TEST_P(QgemmCudaShapes, Graphs) {
   }
 }
 
+// f32 on tensor cores: on random data the error is at most 4 times that of sums in f32, term by term.
+TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
+  const auto error_of = [](const std::vector<double>& expected, const auto& value) {
+    double sum = 0;
+    for (size_t i = 0; i < expected.size(); ++i) sum += std::pow(value(i) - expected[i], 2);
+    return std::sqrt(sum / static_cast<double>(expected.size()));
+  };
+  for (const Format format : {Format::nf4, Format::int4, Format::int8, Format::affine4})
+    for (const int64_t sums : {256, 4096}) {
+      QuantSpec spec = grouped(nf4(), 64);
+      spec.format = format;
+      spec.scale_dtype = DType::f16;
+      QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
+      d.m = 40;
+      d.n = d.transposed ? sums : 96;
+      d.k = d.transposed ? 128 : sums;
+      d.variant = "qgemm_sm80";
+      const QgemmCase test(d, static_cast<uint64_t>(sums));
+      SCOPED_TRACE(testing::describe(d));
+      const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), WeightRounding::none);
+      std::vector<float> term_by_term;
+      for (int64_t i = 0; i < d.m; ++i)
+        for (int64_t j = 0; j < test.problem.out_cols(); ++j) {
+          float sum = 0;
+          for (int64_t l = 0; l < sums; ++l) {
+            const auto weight =
+                d.transposed ? reference_weight(test.problem, test.tensors(), l, j, WeightRounding::none)
+                             : reference_weight(test.problem, test.tensors(), j, l, WeightRounding::none);
+            sum = std::fma(load_element<float>(test.x.bytes.data(), i * sums + l, DType::f32),
+                           static_cast<float>(weight.value), sum);
+          }
+          term_by_term.push_back(sum);
+        }
+      const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, d), false);
+      const double ours = error_of(expected.y, [&](size_t i) {
+        return load_element<double>(y.data(), static_cast<int64_t>(i), DType::f32);
+      });
+      const double theirs =
+          error_of(expected.y, [&](size_t i) { return static_cast<double>(term_by_term[i]); });
+      EXPECT_LE(ours, 4 * theirs);
+      RecordProperty(fmt::format("{}_{}", info(format).name, sums), fmt::format("{:.3}", ours / theirs));
+    }
+}
+// What has no parts: infinity, NaN, and values that 8 bits would round to infinity.
+TEST_P(QgemmCudaShapes, SplitF32KeepsWhatIsNotFinite) {
+  for (const Format format : {Format::nf4, Format::int4}) {
+    QuantSpec spec = grouped(nf4(), 64);
+    spec.format = format;
+    QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
+    d.m = 4;
+    d.n = d.k = 64;
+    d.variant = "qgemm_sm80";
+    QgemmCase test(d, 3);
+    const float values[] = {INFINITY, NAN, 0x1.fp127f, 0x1p-126f};
+    for (int64_t i = 0; i < 4; ++i)
+      for (int64_t l = 0; l < 64; ++l)
+        store_element(test.x.bytes.data(), i * 64 + l, l == 5 ? values[i] : 0.0f, DType::f32);
+    const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, d), false);
+    for (int64_t j = 0; j < 64; ++j) {
+      const auto weight = d.transposed
+                              ? reference_weight(test.problem, test.tensors(), 5, j, WeightRounding::none)
+                              : reference_weight(test.problem, test.tensors(), j, 5, WeightRounding::none);
+      for (int64_t i = 0; i < 4; ++i) {
+        const double expected = static_cast<double>(values[i]) * weight.value,
+                     actual = load_element<double>(y.data(), i * 64 + j, DType::f32);
+        if (std::isnan(expected))
+          EXPECT_TRUE(std::isnan(actual)) << i << " " << j;
+        else if (std::isinf(expected))
+          EXPECT_EQ(actual, expected) << i << " " << j;
+        else
+          EXPECT_NEAR(actual, expected, std::fabs(expected) * 0x1p-21 + 0x1p-130) << i << " " << j;
+      }
+    }
+  }
+}
+
 class QgemmCudaChoice : public testing::CudaTest {};
 
 // Of more than 8 rows of x a view is packed first: the bytes of a weight that was packed by hand, in graphs

@@ -146,7 +146,9 @@ class Decoder {
       const hn::Rebind<int32_t, D> d32;
       const auto code = hn::PromoteTo(d32, hn::LoadU(d8, codes));
 #if HWY_MAX_BYTES >= 64
-      return hn::TableLookupLanes(hn::Load(d, values), hn::IndicesFromVec(d, code));
+      // Behind the last code there may be anything.
+      const auto index = hn::IndicesFromVec(d, hn::And(code, hn::Set(d32, 15)));
+      return hn::TableLookupLanes(hn::Load(d, values), index);
 #else
       const auto index = hn::IndicesFromVec(d, hn::And(code, hn::Set(d32, 7)));
       const auto upper = hn::RebindMask(d, hn::Gt(code, hn::Set(d32, 7)));

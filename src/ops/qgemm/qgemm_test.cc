@@ -404,7 +404,7 @@ TEST(QgemmPlan, BadArguments) {
   EXPECT_EQ(refused([](A& a) { a.weight.data = nullptr; }), "qgemm: weight needs 4608 bytes but has no data");
   EXPECT_EQ(refused([](A& a) { a.weight.num_bytes = 4607; }),
             "qgemm: weight needs 4608 bytes, its memory has 4607");
-  EXPECT_EQ(refused([](A& a) { a.weight.version = 2; }), "qgemm: weight.version must be 1, got 2");
+  EXPECT_EQ(refused([](A& a) { a.weight.version = 3; }), "qgemm: weight.version must be 2, got 3");
   EXPECT_EQ(refused([](A& a) { a.weight.rows = 32; }),
             "qgemm: weight.rows must be 64 as in the descriptor, got 32");
   EXPECT_EQ(refused([](A& a) { a.weight.spec.group_size = 32; }),

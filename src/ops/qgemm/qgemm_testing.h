@@ -286,7 +286,7 @@ inline bool is_valid(const QgemmDescriptor& descriptor) {
 
 // Everything but extents, variant and tile; `packed` or in one of the layouts.
 inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& format, bool packed) {
-  constexpr int64_t kGroups[] = {32, 64, 128, 256, 100};
+  constexpr int64_t kGroups[] = {32, 64, 128, 256, 100, 96};
   constexpr Granularity kGranularities[] = {Granularity::group,   Granularity::group,  Granularity::group,
                                             Granularity::channel, Granularity::tensor, Granularity::flat};
   constexpr Layout kLayouts[] = {Layout::halfbyte, Layout::bitsandbytes, Layout::compressed_tensors,

@@ -60,17 +60,21 @@ void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip, voi
                                ? 1  // the first is that of all
                                : std::min<int64_t>(formats::kUnitRows, p.n - first_row);
   T* packed[kGroupsAtOnce];
+  int64_t places[kGroupsAtOnce];  // in a row of the view
   for (int64_t first = 0; first < p.padded_groups(); first += kGroupsAtOnce) {
     const int64_t num_padded = std::min<int64_t>(kGroupsAtOnce, p.padded_groups() - first),
                   num_groups = std::clamp<int64_t>(p.groups - first, 0, num_padded);
-    for (int64_t i = 0; i < num_padded; ++i) packed[i] = at<T>(args.packed, begin(first + i));
+    for (int64_t i = 0; i < num_padded; ++i) {
+      packed[i] = at<T>(args.packed, begin(first + i));
+      places[i] = (first + i) / p.repeats;
+    }
     for (int64_t r = 0; r < num_rows; ++r) {
-      T* const row = static_cast<T*>(view) + view_parameter(args, first_row + r, first);
+      T* const row = static_cast<T*>(view) + view_parameter(args, first_row + r, 0);
       for (int64_t i = 0; i < num_groups; ++i) {
         if (to_packed)
-          packed[i][r] = row[i];
+          packed[i][r] = row[places[i]];
         else
-          row[i] = packed[i][r];
+          row[places[i]] = packed[i][r];
       }
     }
     for (int64_t i = 0; to_packed && i < num_padded; ++i) {
@@ -94,7 +98,7 @@ void move_zero_words(const ReorderArgs& args, bool to_packed, int64_t strip) {
     for (int64_t row = first; row < first + formats::kUnitRows; ++row)
       args.packed[p.zero(row, group)] = zero_from_words(args, row, group);
   for (int word = 0; !to_packed && word < p.bits; ++word)
-    for (int64_t group = 0; group < p.groups; ++group) put_zero_word(args, strip, word, group);
+    for (int64_t group = 0; group < p.weight_groups(); ++group) put_zero_word(args, strip, word, group);
 }
 
 void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip) {

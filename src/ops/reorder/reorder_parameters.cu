@@ -21,9 +21,12 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
                                                 const Place& place) {
   const PackedLayout& p = args.layout;
   T* const of_view = static_cast<T*>(view) + view_parameter(args, row, first);
+  const auto at = [&](int i) -> T& {
+    return p.repeats == 1 ? of_view[i] : static_cast<T*>(view)[view_parameter(args, row, first + i)];
+  };
   const auto packed = [&](int i) { return reinterpret_cast<T*>(args.packed + place(row, first + i)); };
   const bool in_view = row < (kToPacked ? p.n : zero_rows(args));
-  const bool whole = in_view && first + kGroupsPerWarp <= p.groups && !args.one_group &&
+  const bool whole = in_view && first + kGroupsPerWarp <= p.groups && !args.one_group && p.repeats == 1 &&
                      reinterpret_cast<u64>(of_view) % alignof(Run<T>) == 0;
   Run<T> run = {};
   if constexpr (kToPacked) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
     } else if (in_view) {
 #pragma unroll
       for (int i = 0; i < kGroupsPerWarp; ++i)
-        if (first + i < p.groups) run.value[i] = of_view[i];
+        if (first + i < p.groups) run.value[i] = at(i);
     }
 #pragma unroll
     for (int i = 0; i < kGroupsPerWarp; ++i)
@@ -47,7 +50,7 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
     } else {
 #pragma unroll
       for (int i = 0; i < kGroupsPerWarp; ++i)
-        if (first + i < p.groups) of_view[i] = run.value[i];
+        if (first + i < p.groups && (first + i) % p.repeats == 0) at(i) = run.value[i];
     }
   }
 }
@@ -70,7 +73,7 @@ __device__ __forceinline__ void move_zero_words(const ReorderArgs& args, i64 row
   } else {
     const int lane = static_cast<int>(row % kUnitRows);
     if (lane >= p.bits) return;
-    for (i64 group = first; group < min(first + kGroupsPerWarp, p.groups); ++group)
+    for (i64 group = first; group < min(first + kGroupsPerWarp, p.weight_groups()); ++group)
       put_zero_word(args, row / kUnitRows, lane, group);
   }
 }

@@ -194,14 +194,16 @@ TEST(Reorder, SizesOfThePackedForm) {
   EXPECT_EQ(packed_weight_bytes(spec, 4096, 4096), 4096 * 4096 / 2 + 4096 * 64 + 1024 * 4 + 1280);
   for (QuantSpec s : testing::packed_specs())
     for (const Granularity granularity : {Granularity::group, Granularity::channel, Granularity::tensor})
-      for (const int64_t group_size : {32, 64, 128, 256}) {
+      for (const int64_t group_size : {32, 64, 128, 256, 512}) {
         s.granularity = granularity;
         s.group_size = group_size;
         const StoredWeight native(s, 1024, 2048, Layout::halfbyte);
         int64_t num_bytes = 0;
         for (const GuardedBytes& part : native.parts) num_bytes += part.num_bytes();
+        // Scales and biases in f32 of 2-bit codes lie there once for 128 columns.
+        const double most = granularity == Granularity::group && group_size > 128 ? 1.2 : 1.01;
         EXPECT_LE(static_cast<double>(packed_weight_bytes(s, 1024, 2048)),
-                  1.01 * static_cast<double>(num_bytes))
+                  most * static_cast<double>(num_bytes))
             << testing::describe(s);
       }
 }
@@ -253,7 +255,7 @@ TEST(Reorder, Errors) {
   using V = WeightView&;
   using P = PackedWeight&;
   const std::pair<const char*, std::string> cases[] = {
-      {"reorder: to.version must be 1, got 2", message([](V, P p) { p.version = 2; })},
+      {"reorder: to.version must be 2, got 3", message([](V, P p) { p.version = 3; })},
       {"reorder: from.spec.format must be int8 as in to, got int4",
        message([](V, P p) { p.spec.format = Format::int8; })},
       {"reorder: from.spec.group_size must be 128 as in to, got 64",

@@ -266,7 +266,7 @@ inline bool is_held(const QuantSpec& spec, Layout layout) {
 // where there is one.
 inline std::vector<WeightCase> weight_cases(uint64_t seed, int per_spec) {
   std::mt19937_64 random(seed);
-  constexpr int64_t kGroups[] = {32, 64, 128, 256, 1, 7, 16, 48, 100, 512};
+  constexpr int64_t kGroups[] = {32, 64, 128, 256, 1, 7, 16, 48, 100, 512, 96, 192};
   std::vector<WeightCase> cases;
   for (const QuantSpec& base : packed_specs())
     for (int i = 0; i < per_spec; ++i) {

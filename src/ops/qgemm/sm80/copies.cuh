@@ -22,7 +22,7 @@ __device__ __forceinline__ u8* params_of(S, u8* stage, int q, int group) {
 // Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
 constexpr int kChunkElements = 16 / sizeof(Memory), kRowChunks = kQgemmSm80Step / kChunkElements;
 __device__ __forceinline__ u32 x_chunk(int token, int chunk) {
-  const int swizzle = kTf32 ? token % 4 * 2 : token % 8;
+  const int swizzle = kFloat ? token % 4 * 2 : token % 8;
   return static_cast<u32>((token * kRowChunks + (chunk ^ swizzle)) * 16);
 }
 __device__ __forceinline__ u32 element_bits(u16 x) { return x; }
@@ -80,14 +80,14 @@ class Copies : Traits {
       const Memory* const address = kRoomy ? x_ + moved : x_address(i, step);
       const Memory* const from = valid ? address : static_cast<const Memory*>(args_.x);
       u8* const to = stage + kStage.code_bytes + x_chunk(token, i % kRowChunks);
-      if (kTf32 || stored.aligned) {
+      if (kFloat || stored.aligned) {
         copy_async_or_zero(to, from, valid);
       } else {
         Words4 chunk = {};
 #pragma unroll
         for (int j = 0; j < kChunkElements; ++j)
           if (valid && j < left)
-            chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kTf32 ? 0 : j % 2 * 16);
+            chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kFloat ? 0 : j % 2 * 16);
         *reinterpret_cast<Words4*>(to) = chunk;
       }
     }

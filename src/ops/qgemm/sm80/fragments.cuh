@@ -49,9 +49,9 @@ struct Factors {
 };
 // Of rows i and j of a pair.
 __device__ __forceinline__ Factors make_factors(const RowPair& rows, int i, int j) {
-  Factors f = {make_pair(Element(), rows.scale[i], rows.scale[j]), kMinusZeros, kMinusZeros};
-  if (kAffine) f.added = make_pair(Element(), rows.bias[i], rows.bias[j]);
-  if (kAsymmetric) f.minus_zero = make_pair(Element(), -rows.zero[i], -rows.zero[j]);
+  Factors f = {make_pair(Decoded(), rows.scale[i], rows.scale[j]), kMinusZeros, kMinusZeros};
+  if (kAffine) f.added = make_pair(Decoded(), rows.bias[i], rows.bias[j]);
+  if (kAsymmetric) f.minus_zero = make_pair(Decoded(), -rows.zero[i], -rows.zero[j]);
   return f;
 }
 // Of both. Parameters that are stored as elements are pairs already.
@@ -66,56 +66,63 @@ __device__ __forceinline__ Factors load_factors(S, const u8* params, int row, co
   }
   return f;
 }
+__device__ __forceinline__ Pair less_zero(Pair value, const Factors& f) {
+  return kAsymmetric ? fma_pair(Decoded(), value, kOnes, f.minus_zero) : value;
+}
 __device__ __forceinline__ Pair scaled(Pair value, const Factors& f) {
-  if (kAsymmetric) value = fma_pair(Element(), value, kOnes, f.minus_zero);
-  return fma_pair(Element(), value, f.scale, f.added);
+  return fma_pair(Decoded(), less_zero(value, f), f.scale, f.added);
+}
+// What is multiplied, from a pair of values: scaled where the scale goes into the weight.
+template <class W>
+__device__ __forceinline__ void make_weight(W& to, const Pair& value, const Factors& f) {
+  to_operand(to, kScaledWeight ? scaled(value, f) : less_zero(value, f));
+}
+// Parts of a table have neither scale nor zero point here.
+template <class W>
+__device__ __forceinline__ void make_weight(W& to, const Parts<3>& parts, const Factors&) {
+  to = parts;
 }
 
 // Tile `half` of 16 rows of unit `unit` for steps chunk * kDeep and on.
 template <class S>
-__device__ __forceinline__ void forward_fragments(S, Pair (&a)[kDeep][4], const u8* unit, const u8* params,
+__device__ __forceinline__ void forward_fragments(S, Weights (&a)[kDeep][4], const u8* unit, const u8* params,
                                                   int half, int chunk, const Lane& lane) {
   const u8* const slot = unit + packed_slot(8 * half + lane.g, lane.t) * 16;
+  const RowPair rows = load_rows(S(), params, 16 * half + 2 * lane.g, lane, lane.bf16_scales);
+  const Factors factors[2] = {make_factors(rows, 0, 0), make_factors(rows, 1, 1)};
+  const auto make = [&](int j, const auto& v0, const auto& v1, const auto& v2, const auto& v3) {
+    make_weight(a[j][0], v0, factors[0]);
+    make_weight(a[j][1], v1, factors[1]);
+    make_weight(a[j][2], v2, factors[0]);
+    make_weight(a[j][3], v3, factors[1]);
+  };
   if constexpr (kBits == 4) {
     const auto words = *reinterpret_cast<const WordsOf<kDeep>*>(slot + chunk * kDeep * 4);
 #pragma unroll
     for (int j = 0; j < kDeep; ++j) {
-      a[j][0] = look_up<0>(words.word[j], lane.table);
-      a[j][1] = look_up<1>(words.word[j], lane.table);
-      a[j][2] = look_up<2>(words.word[j], lane.table);
-      a[j][3] = look_up<3>(words.word[j], lane.table);
+      const u32 word = words.word[j];
+      make(j, look_up<0>(word, lane.table), look_up<1>(word, lane.table), look_up<2>(word, lane.table),
+           look_up<3>(word, lane.table));
     }
   } else {
-    constexpr int kWide = min(kDeep, 2);  // steps in 16 bytes
+    constexpr int kWords = 2 * min(kDeep, 2);  // of the steps in 16 bytes
 #pragma unroll
     for (int j = 0; j < kDeep; ++j) {
       const int step = chunk * kDeep + j;
-      const auto words = *reinterpret_cast<const WordsOf<2 * kWide>*>(slot + step / 2 * 1024 +
-                                                                      (kWide == 2 ? 0 : step % 2 * 8));
-      const int first = kWide == 2 ? j % 2 * 2 : 0;
-      a[j][0] = byte_pair<0, 1>(Element(), words.word[first]);
-      a[j][1] = byte_pair<2, 3>(Element(), words.word[first]);
-      a[j][2] = byte_pair<0, 1>(Element(), words.word[first + 1]);
-      a[j][3] = byte_pair<2, 3>(Element(), words.word[first + 1]);
-    }
-  }
-  const RowPair rows = load_rows(S(), params, 16 * half + 2 * lane.g, lane, lane.bf16_scales);
-  const Factors factors[2] = {make_factors(rows, 0, 0), make_factors(rows, 1, 1)};
-#pragma unroll
-  for (int j = 0; j < kDeep; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (kScaledWeight)
-        a[j][i] = rounded_pair(scaled(a[j][i], factors[i % 2]));
-      else if (kAsymmetric)
-        a[j][i] = fma_pair(Element(), a[j][i], kOnes, factors[i % 2].minus_zero);
+      const auto words = *reinterpret_cast<const WordsOf<kWords>*>(slot + step / 2 * 1024 +
+                                                                   (kWords == 4 ? 0 : step % 2 * 8));
+      const int first = kWords == 4 ? j % 2 * 2 : 0;
+      make(j, byte_pair<0, 1>(Decoded(), words.word[first]), byte_pair<2, 3>(Decoded(), words.word[first]),
+           byte_pair<0, 1>(Decoded(), words.word[first + 1]),
+           byte_pair<2, 3>(Decoded(), words.word[first + 1]));
     }
   }
 }
 
 // Rows 2 * pair and the next of half `half` of a unit: [tile][column] of this lane, see
 // transposed_fragments().
-__device__ __forceinline__ void load_row_pairs(Pair (&values)[2][2], const u8* unit, int pair, int half,
+template <class V>
+__device__ __forceinline__ void load_row_pairs(V (&values)[2][2], const u8* unit, int pair, int half,
                                                const Lane& lane) {
   const u8* const slot = unit + packed_slot(pair, lane.g % 4) * 16;
   if constexpr (kBits == 4) {
@@ -131,8 +138,8 @@ __device__ __forceinline__ void load_row_pairs(Pair (&values)[2][2], const u8* u
     const auto words = *reinterpret_cast<const WordsOf<2>*>(slot + half * 1024 + lane.g / 4 * 8);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      values[i][0] = byte_pair<0, 2>(Element(), words.word[i]);
-      values[i][1] = byte_pair<1, 3>(Element(), words.word[i]);
+      values[i][0] = byte_pair<0, 2>(Decoded(), words.word[i]);
+      values[i][1] = byte_pair<1, 3>(Decoded(), words.word[i]);
     }
   }
 }
@@ -140,19 +147,18 @@ __device__ __forceinline__ void load_row_pairs(Pair (&values)[2][2], const u8* u
 // The 32 columns of half `half` of a unit, 16 a tile, for the 32 rows of its strip. Lane (g, t) has of tile i
 // columns 16 (g / 4) + 2 (g % 4) + 8 i and the next, its fragments' rows g and g + 8.
 template <class S>
-__device__ __forceinline__ void transposed_fragments(S, Pair (&a)[2][kDeep][4], const u8* unit,
+__device__ __forceinline__ void transposed_fragments(S, Weights (&a)[2][kDeep][4], const u8* unit,
                                                      const u8* params, int half, const Lane& lane) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
     for (int second = 0; second < 2; ++second) {  // half of the 16 rows
       const int pair = 8 * j + 4 * second + lane.t;
-      Pair values[2][2];
+      Entry values[2][2];
       load_row_pairs(values, unit, pair, half, lane);
       const Factors factors = load_factors(S(), params, 2 * pair, lane);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[i / 2][j][2 * second + i % 2] = rounded_pair(scaled(values[i / 2][i % 2], factors));
+      for (int i = 0; i < 4; ++i) make_weight(a[i / 2][j][2 * second + i % 2], values[i / 2][i % 2], factors);
     }
   }
 }
@@ -175,14 +181,15 @@ __device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x,
     }
   }
 }
-__device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const u8* x, int first_token,
-                                                int step, const Lane& lane) {
+template <class T>
+__device__ __forceinline__ void token_fragments(T (&b)[kDeep][2], const u8* x, int first_token, int step,
+                                                const Lane& lane) {
 #pragma unroll
   for (int j = 0; j < kDeep; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 chunk = x_chunk(first_token + lane.g, (step + j) * 4 + 2 * i + lane.t / 2);
-      b[j][i] = rounded_pair(*reinterpret_cast<const FloatPair*>(x + chunk + lane.t % 2 * 8));
+      to_operand(b[j][i], *reinterpret_cast<const FloatPair*>(x + chunk + lane.t % 2 * 8));
     }
   }
 }
@@ -192,7 +199,7 @@ using Sums = float[kWarpBlocks][2][kTokenTiles][4];
 // The weight of steps of 16 number chunk * kDeep and on, for the 32 features of a warp; the scales and biases
 // of its sums, where these are scaled.
 struct Weight {
-  Pair a[2][kDeep][4];
+  Weights a[2][kDeep][4];
   float scales[2][2], biases[2][2];
 
   // `block`: of 32 features of the tile.
@@ -223,20 +230,20 @@ struct Weight {
   }
 
   // sum += the products of 16 features and eight tokens b; x_sums: of the tokens 2t and 2t + 1 over the
-  // group.
-  __device__ __forceinline__ void multiply(float (&sum)[4], int half, const Pair (&b)[kDeep][2],
+  // group. What is split has short sums of its own, which f32 adds up: matrix instructions do not round.
+  __device__ __forceinline__ void multiply(float (&sum)[4], int half, const Xs (&b)[kDeep][2],
                                            const float (&x_sums)[4]) const {
-    if constexpr (kScaledWeight) {
+    if constexpr (kScaledWeight && !kSplit) {
 #pragma unroll
-      for (int j = 0; j < kDeep; ++j) mma(Element(), sum, a[half][j], b[j]);
+      for (int j = 0; j < kDeep; ++j) multiply_add(Decoded(), sum, a[half][j], b[j]);
     } else {
       float group_sum[4] = {};
 #pragma unroll
-      for (int j = 0; j < kDeep; ++j) mma(Element(), group_sum, a[half][j], b[j]);
+      for (int j = 0; j < kDeep; ++j) multiply_add(Decoded(), group_sum, a[half][j], b[j]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sum[i] = __fmaf_rn(scales[half][i / 2], group_sum[i], sum[i]);
-        if (kAffine) sum[i] = __fmaf_rn(biases[half][i / 2], x_sums[i], sum[i]);
+        sum[i] = kScaledWeight ? sum[i] + group_sum[i] : __fmaf_rn(scales[half][i / 2], group_sum[i], sum[i]);
+        if (kAffine && !kScaledWeight) sum[i] = __fmaf_rn(biases[half][i / 2], x_sums[i], sum[i]);
       }
     }
   }
@@ -253,13 +260,15 @@ __device__ __forceinline__ void multiply(const QgemmSm80Args& args, Sums& sums, 
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       if (tile % kTilesTogether == 0 && tile * 8 >= tokens) break;
-      Pair b[kDeep][2];
+      Xs b[kDeep][2];
       token_fragments(b, stage + kStage.code_bytes, warp_token + tile * 8, chunk * kDeep, lane);
       float x_sums[4] = {};
-      if (kAffine && !kScaledWeight) {
-        const Pair ones[4] = {kOnes, kOnes, kOnes, kOnes};
+      if constexpr (kAffine && !kScaledWeight) {
+        Weights ones[4];
 #pragma unroll
-        for (int j = 0; j < kDeep; ++j) mma(Element(), x_sums, ones, b[j]);
+        for (Weights& of_row : ones) to_operand(of_row, kOnes);
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) multiply_add(Decoded(), x_sums, ones, b[j]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) weight.multiply(sums[0][half][tile], half, b, x_sums);

@@ -68,14 +68,17 @@ constexpr bool kWide = kTokens == kQgemmSm80WideTokens;
 constexpr int kWarpBlocks = kWide ? 2 : 1;
 constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
 constexpr int kTokenTiles = min(kTokens, 64) / 8;
+// Whether x is f32; whether its products are those of parts (see Parts), else of tf32.
+constexpr bool kFloat = sizeof(Memory) == 4, kTf32 = kFloat && !kSplit;
 // Whether the scale goes into the weight.
-constexpr bool kTf32 = sizeof(Memory) == 4, kScaledWeight = kTransposed || kTf32 || kWide;
+constexpr bool kScaledWeight = kTransposed || kTf32 || kWide;
 // Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
-constexpr int kDeepest = kTransposed || kTf32 || kTokens == 32 ? 2 : 4;
+constexpr int kDeepest = kTransposed || kFloat || kTokens == 32 ? 2 : 4;
 constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
 // One block has all registers.
-constexpr bool kRoomy = qgemm_sm80_blocks(kTokens, sizeof(Memory)) == 1;
+constexpr int kBlocks = qgemm_sm80_blocks(kTokens, sizeof(Memory), kAffine&& kTransposed);
+constexpr bool kRoomy = kBlocks == 1;
 // Between two branches, for the scheduler to mix: more would take more registers.
 constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
 
@@ -85,7 +88,9 @@ __device__ __forceinline__ float* shared_map() {
   return reinterpret_cast<float*>(shared_bytes() + kStage.table_bytes);
 }
 
-using Pair = Select<kTf32, FloatPair, u32>;
+// What codes are decoded to: what is multiplied, but f32 where that is rounded or split once it is scaled.
+using Decoded = Select<kSplit && !kScaledWeight, BF16, Element>;
+using Pair = Select<sizeof(Decoded::Memory) == 4, FloatPair, u32>;
 
 __device__ __forceinline__ FloatPair fma_pair(F32, const FloatPair& a, const FloatPair& b,
                                               const FloatPair& c) {
@@ -98,7 +103,7 @@ __device__ __forceinline__ u32 make_pair(T, float first, float second) {
   return store_pair(T(), first, second);
 }
 HALFBYTE_FN FloatPair same_pair(F32, float x) { return {x, x}; }
-constexpr Pair kOnes = same_pair(Element(), 1), kMinusZeros = same_pair(Element(), -0.0f);
+constexpr Pair kOnes = same_pair(Decoded(), 1), kMinusZeros = same_pair(Decoded(), -0.0f);
 
 // See weight/pairs.cuh.
 template <int kFirst, int kSecond>
@@ -106,15 +111,61 @@ __device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
   return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
 }
 
+// f32 as sums of bf16, pairs of them: a part is what is left, rounded to the nearest bf16, so that three have
+// all 24 bits. Integers up to 256 are one part.
+template <int n>
+struct alignas(n == 3 ? 16 : 4) Parts {
+  u32 part[n];
+};
+// Infinity is one part, as are values beyond the largest of bf16, 2^128 - 2^119.5.
+__device__ __forceinline__ float left_of(float x, float part) {
+  return fabsf(part) == bit_cast<float>(0x7F800000u) ? 0 : x - part;
+}
+__device__ __forceinline__ Parts<3> split_pair(FloatPair pair) {
+  Parts<3> parts;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const u32 part = store_pair(BF16(), pair.first, pair.second);
+    parts.part[i] = part;
+    if (i == 2) break;
+    pair.first = left_of(pair.first, bit_cast<float>(part << 16));
+    pair.second = left_of(pair.second, bit_cast<float>(part & 0xFFFF0000u));
+  }
+  return parts;
+}
+
+// Pairs as they are multiplied: of the weight, and of x.
+using Weights = Select<kSplit, Parts<kScaledWeight ? 3 : kCodeParts>, Pair>;
+using Xs = Select<kSplit, Parts<3>, Pair>;
+__device__ __forceinline__ void to_operand(u32& to, u32 pair) { to = pair; }
+__device__ __forceinline__ void to_operand(FloatPair& to, const FloatPair& pair) {
+  to = {to_tf32(pair.first), to_tf32(pair.second)};
+}
+__device__ __forceinline__ void to_operand(Parts<1>& to, u32 pair) { to.part[0] = pair; }
+__device__ __forceinline__ void to_operand(Parts<3>& to, u32 pair) { to = {pair, 0, 0}; }
+__device__ __forceinline__ void to_operand(Parts<3>& to, const FloatPair& pair) { to = split_pair(pair); }
+
 // The table of pairs: a row of 128 bytes for each byte of codes, full of copies, so that the lanes that
-// shared memory serves at a time do not meet in a bank.
+// shared memory serves at a time do not meet in a bank. An entry is a pair, or the parts of one.
+constexpr bool kPartsInTable = kSplit && !kScaledWeight && kCodeParts == 3;
+using Entry = Select<kPartsInTable, Parts<3>, Pair>;
+template <class T>
+__device__ __forceinline__ void make_entry(T, u32& to, float first, float second) {
+  to = make_pair(T(), first, second);
+}
+__device__ __forceinline__ void make_entry(F32, FloatPair& to, float first, float second) {
+  to = {first, second};
+}
+__device__ __forceinline__ void make_entry(BF16, Parts<3>& to, float first, float second) {
+  to = split_pair({first, second});
+}
 __device__ __forceinline__ void build_table(const QgemmSm80Args& args, int thread) {
-  constexpr int kCopies = 128 / sizeof(Pair);
+  constexpr int kCopies = 128 / sizeof(Entry);
 #pragma unroll 4
-  for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Pair)); i += kThreads) {
+  for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Entry)); i += kThreads) {
     const int byte = i / kCopies;
-    reinterpret_cast<Pair*>(shared_words)[i] =
-        make_pair(Element(), args.values[byte & 15], args.values[byte >> 4]);
+    make_entry(Decoded(), reinterpret_cast<Entry*>(shared_words)[i], args.values[byte & 15],
+               args.values[byte >> 4]);
   }
 }
 __device__ __forceinline__ void load_shared(u32& pair, u32 address) {
@@ -123,26 +174,48 @@ __device__ __forceinline__ void load_shared(u32& pair, u32 address) {
 __device__ __forceinline__ void load_shared(FloatPair& pair, u32 address) {
   asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.first), "=f"(pair.second) : "r"(address));
 }
+__device__ __forceinline__ void load_shared(Parts<3>& parts, u32 address) {
+  [[maybe_unused]] u32 none;
+  asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(parts.part[0]), "=r"(parts.part[1]), "=r"(parts.part[2]), "=r"(none)
+      : "r"(address));
+}
 // `table`: the lane's entry of row 0, an address of shared memory. A permute and a multiplication, which
 // compilers would make three instructions of.
 template <int kByte>
-__device__ __forceinline__ Pair look_up(u32 word, u32 table) {
-  Pair pair;
-  load_shared(pair, table + __byte_perm(word, 0, 0x4440 | kByte) * 128);
-  return pair;
+__device__ __forceinline__ Entry look_up(u32 word, u32 table) {
+  Entry entry;
+  load_shared(entry, table + __byte_perm(word, 0, 0x4440 | kByte) * 128);
+  return entry;
 }
 
-// Of two steps of 8 the first has the pairs 2t, 2t + 1 of the 16, the second 2t + 8, 2t + 9: any order will
-// do.
-__device__ __forceinline__ void mma(F32, float (&d)[4], const FloatPair (&a)[4], const FloatPair (&b)[2]) {
+// d += a * b of the element type; of tf32 in two steps of 8. Of these the first has the pairs 2t, 2t + 1 of
+// the 16, the second 2t + 8, 2t + 9: any order will do.
+template <class T>
+__device__ __forceinline__ void multiply_add(T, float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  mma(T(), d, a, b);
+}
+__device__ __forceinline__ void multiply_add(F32, float (&d)[4], const FloatPair (&a)[4],
+                                             const FloatPair (&b)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     mma_tf32(d, {a[2 * i].first, a[2 * i + 1].first, a[2 * i].second, a[2 * i + 1].second},
              {b[i].first, b[i].second});
 }
-__device__ __forceinline__ u32 rounded_pair(u32 pair) { return pair; }
-__device__ __forceinline__ FloatPair rounded_pair(const FloatPair& pair) {
-  return {to_tf32(pair.first), to_tf32(pair.second)};
+// Small products first. Those that are left out are below 2^-23 of the whole.
+template <class T, int n>
+__device__ __forceinline__ void multiply_add(T, float (&d)[4], const Parts<n> (&a)[4],
+                                             const Parts<3> (&b)[2]) {
+#pragma unroll
+  for (int sum = 2; sum >= 0; --sum) {
+#pragma unroll
+    for (int i = min(sum, n - 1); i >= 0; --i) {
+      const int j = sum - i;
+      const u32 parts_of_a[4] = {a[0].part[i], a[1].part[i], a[2].part[i], a[3].part[i]};
+      const u32 parts_of_b[2] = {b[0].part[j], b[1].part[j]};
+      mma(BF16(), d, parts_of_a, parts_of_b);
+    }
+  }
 }
 
 #endif

@@ -6,8 +6,11 @@
 // words of a lane are its fragments, and x in rows whose 16-byte chunks are swizzled.
 //
 // Forward, each group of columns is summed by itself and its scale applied to the sum. Transposed, where a
-// sum runs across groups, the scale goes into the weight. So it does for f32, which is multiplied as tf32,
-// and for many tokens, where sums that are not interrupted matter more than what it takes to scale a weight.
+// sum runs across groups, the scale goes into the weight. So it does where f32 is multiplied as tf32, and for
+// many tokens, where sums that are not interrupted matter more than what it takes to scale a weight.
+//
+// f32 is otherwise split into three parts of bf16 each, x and what of the weight is no integer, and six
+// products of parts, of integers three, make one of f32.
 //
 // How groups of 64 columns and more lie in the weight is an argument. A kernel for what is common is made for
 // one way to store scales. Those for what is rare (is_rare() of sm80_cuda.cc) take it as an argument, and
@@ -62,7 +65,7 @@ __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums
 // The table and, of double quantization, the map; and what a lane needs of them.
 __device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, int thread) {
   build_table(args, thread);
-  const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Pair) % 128);
+  const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Entry) % 128);
   Lane lane = {
       thread % 32, thread % 32 / 4, thread % 4, table, 0, kRare ? args.bf16_scales : has_bf16_scales(args)};
   if (Traits(args).stored.double_quant) {
@@ -85,8 +88,7 @@ __device__ __forceinline__ void wait_steps(int pending) {
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads,
-                                             qgemm_sm80_blocks(kTokens, sizeof(Element::Memory)))
+extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, kBlocks)
     qgemm_sm80(const __grid_constant__ QgemmSm80Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
   const Tile at(args);

@@ -90,9 +90,10 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   return s;
 }
 
-// Blocks that the registers of a multiprocessor hold.
-HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes) {
-  return tokens * element_bytes <= 64 ? 2 : 1;
+// Blocks that the registers of a multiprocessor hold. `affine_columns`: the product along the rows of an
+// affine weight, whose kernels for f32 need more of them.
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes, bool affine_columns) {
+  return tokens * element_bytes <= 64 && !(element_bytes == 4 && affine_columns) ? 2 : 1;
 }
 
 }  // namespace halfbyte

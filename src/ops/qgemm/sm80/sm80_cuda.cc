@@ -37,6 +37,12 @@ int tokens_of(const QgemmProblem& problem) {
   const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
   return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
 }
+// f32 is multiplied in parts of bf16; so many has a value that a code stands for, before it is scaled.
+bool is_split(const QgemmProblem& problem) {
+  return problem.dtype == DType::f32 && problem.math == QgemmMath::automatic;
+}
+int code_parts(const QgemmProblem& problem) { return problem.codec.kind == formats::Kind::table ? 3 : 1; }
+
 QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
@@ -47,8 +53,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
   if (std::string reason = refuse_streams(problem); !reason.empty()) return reason;
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
-  if (problem.dtype == DType::f32 && problem.math != QgemmMath::tf32)
-    return fmt::format("math must be tf32 where dtype is f32, got {}", to_string(problem.math));
+  if (problem.math == QgemmMath::f64) return "math must not be f64";
   if (!problem.weight.inlined && problem.weight.groups != 1)
     return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
   if (problem.dtype == DType::f32 || !is_aligned(problem))
@@ -74,9 +79,11 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
           cuda::config_text(
               cuda::element_config(problem.dtype) +
               fmt::format("constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
-                          "constexpr bool kAsymmetric = {}, kAffine = {}, kTransposed = {}, kRare = {};\n",
+                          "constexpr bool kAsymmetric = {}, kAffine = {}, kTransposed = {}, kRare = {};\n"
+                          "constexpr bool kSplit = {};\nconstexpr int kCodeParts = {};\n",
                           static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem),
-                          codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare) +
+                          codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare,
+                          is_split(problem), is_split(problem) ? code_parts(problem) : 1) +
               cuda::struct_config("QgemmSm80Stored", "kStored",
                                   {{"parameter_bytes", stored.parameter_bytes},
                                    {"double_quant", stored.double_quant},
@@ -126,8 +133,9 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args_.token_tiles = ceil_div(args_.m, tokens);
     args_.steps = ceil_div(args_.in_cols, kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
-    const int64_t resident = int64_t{qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)))} *
-                             context_.num_multiprocessors;
+    const bool affine_columns = problem_.transposed && problem_.codec.kind == formats::Kind::affine;
+    const int blocks = qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)), affine_columns);
+    const int64_t resident = int64_t{blocks} * context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
     const QgemmSm80Stage stage = stage_of(problem_, context_.capability);
     args_.map_bytes = stage.map_bytes;
@@ -164,7 +172,9 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   problem.m = number_of(values, "tokens");
-  if (problem.dtype == DType::f32) problem.math = QgemmMath::tf32;
+  problem.math = parse_qgemm_math(values.at("math"));
+  HALFBYTE_CHECK(problem.math == QgemmMath::automatic || problem.dtype == DType::f32, usage,
+                 "qgemm_sm80: math tf32 needs dtype f32, got {}", to_string(problem.dtype));
   problem.transposed = cuda::is_set(values, "transposed");
   if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
   const std::string reason = refuse_problem(problem);
@@ -178,11 +188,9 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 
 std::vector<cuda::Kernel> kernels() {
   std::vector<KernelKey> keys = qgemm_fragment_keys();
-  for (KernelKey& key : keys) {
-    if (key.name == "dtype") key.description = "The dtype of x and y; f32 with math tf32.";
-  }
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
   keys.push_back(number_key("tokens", {16, 8, 32, 64, 128}, "Rows of x in the tile of a block."));
+  keys.push_back({"math", {"auto", "tf32"}, false, "Of f32: in parts of bf16, or as tf32."});
   keys.push_back(
       cuda::flag_key("unaligned", "Rows of x are no multiple of 8, or memory is not aligned to 16 bytes."));
   return {{{"qgemm", "qgemm_sm80", "Both directions, any shape, by mma.sync.", std::move(keys)}, specialise}};

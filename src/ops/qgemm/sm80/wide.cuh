@@ -14,7 +14,7 @@ class WideWeight {
       : stage_(stage), warp_feature_(warp_feature), lane_(lane) {}
 
   // Those number `step`, 0 to 3: in order, as some of what is loaded serves several.
-  __device__ __forceinline__ void load(Pair (&a)[4][4], int step) {
+  __device__ __forceinline__ void load(Weights (&a)[4][4], int step) {
     if constexpr (kTransposed)
       load_transposed(a, step / 2, step % 2);
     else
@@ -22,7 +22,7 @@ class WideWeight {
   }
 
  private:
-  __device__ __forceinline__ void load_forward(Pair (&a)[4][4], int step) {
+  __device__ __forceinline__ void load_forward(Weights (&a)[4][4], int step) {
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
       const int feature = warp_feature_ + tile / 2, row = 16 * (tile % 2) + 2 * lane_.g;
@@ -35,27 +35,26 @@ class WideWeight {
 #pragma unroll
         for (int i = 0; i < 2; ++i) factors_[tile][i] = make_factors(rows, i, i);
       }
+      const auto& factors = factors_[tile];
       if constexpr (kBits == 4) {
         const u32 word = words_[tile].word[step];
-        a[tile][0] = look_up<0>(word, lane_.table);
-        a[tile][1] = look_up<1>(word, lane_.table);
-        a[tile][2] = look_up<2>(word, lane_.table);
-        a[tile][3] = look_up<3>(word, lane_.table);
+        make_weight(a[tile][0], look_up<0>(word, lane_.table), factors[0]);
+        make_weight(a[tile][1], look_up<1>(word, lane_.table), factors[1]);
+        make_weight(a[tile][2], look_up<2>(word, lane_.table), factors[0]);
+        make_weight(a[tile][3], look_up<3>(word, lane_.table), factors[1]);
       } else {
         const auto words = *reinterpret_cast<const WordsOf<2>*>(slot + step / 2 * kTileBytes + step % 2 * 8);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          a[tile][2 * i] = byte_pair<0, 1>(Element(), words.word[i]);
-          a[tile][2 * i + 1] = byte_pair<2, 3>(Element(), words.word[i]);
+          make_weight(a[tile][2 * i], byte_pair<0, 1>(Decoded(), words.word[i]), factors[0]);
+          make_weight(a[tile][2 * i + 1], byte_pair<2, 3>(Decoded(), words.word[i]), factors[1]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[tile][i] = scaled(a[tile][i], factors_[tile][i % 2]);
     }
   }
 
   // As transposed_fragments(), of rows 16 * j and up of a strip.
-  __device__ __forceinline__ void load_transposed(Pair (&a)[4][4], int strip, int j) {
+  __device__ __forceinline__ void load_transposed(Weights (&a)[4][4], int strip, int j) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const int feature = warp_feature_ + block, q = strip * 4 + feature / 2, half = feature % 2;
@@ -64,12 +63,12 @@ class WideWeight {
 #pragma unroll
       for (int second = 0; second < 2; ++second) {
         const int pair = 8 * j + 4 * second + lane_.t;
-        Pair values[2][2];
+        Entry values[2][2];
         load_row_pairs(values, stage_ + q * kUnitBytes, pair, half, lane_);
         const Factors factors = load_factors(KnownScales(), params, 2 * pair, lane_);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          a[2 * block + i / 2][2 * second + i % 2] = scaled(values[i / 2][i % 2], factors);
+          make_weight(a[2 * block + i / 2][2 * second + i % 2], values[i / 2][i % 2], factors);
       }
     }
   }
@@ -88,7 +87,7 @@ __device__ __forceinline__ void multiply_wide(T element, Sums& sums, u8* stage, 
                                               int warp_token, const Lane& lane) {
   WideWeight weight(stage, warp_feature, lane);
   constexpr int kAhead = kBits == 4 ? 1 : 0;
-  Pair a[1 + kAhead][4][4];
+  Weights a[1 + kAhead][4][4];
   if (kAhead == 1) weight.load(a[0], 0);
   const u8* const x = stage + kStage.code_bytes;
   const int token = warp_token + lane.index / 16 * 8 + lane.index % 8, chunk = lane.index / 8 % 2;
@@ -102,7 +101,7 @@ __device__ __forceinline__ void multiply_wide(T element, Sums& sums, u8* stage, 
       const u32 b[2][2] = {{m[0], m[1]}, {m[2], m[3]}};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const Pair(&tile)[4] = a[step % (1 + kAhead)][i];
+        const Weights(&tile)[4] = a[step % (1 + kAhead)][i];
         mma(element, sums[i / 2][i % 2][tiles], tile, b[0]);
         mma(element, sums[i / 2][i % 2][tiles + 1], tile, b[1]);
       }

@@ -21,7 +21,8 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
   };
   using enum Format;
   for (const Format format : {nf4, fp4}) {  // bitsandbytes
-    for (const int64_t size : {32, 64, 128}) EXPECT_TRUE(is_common({.format = format, .group_size = size}));
+    for (const int64_t size : {32, 64, 96, 128, 256, 512})
+      EXPECT_TRUE(is_common({.format = format, .group_size = size}));
     EXPECT_TRUE(is_common({.format = format, .group_size = 64, .double_quant = true}));
   }
   for (const int64_t size : {32, 64, 128})
@@ -49,9 +50,9 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
 TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
   EXPECT_EQ(refuse_rare_weight(problem_of({.group_size = 64})), "");
   EXPECT_EQ(
-      refuse_rare_weight(problem_of({.group_size = 256})),
+      refuse_rare_weight(problem_of({.group_size = 48})),
       "x and the weight must go together as in a layout (docs/kernels.md), got bf16 x, a table of 4 bits, "
-      "f32 scales for 256 columns");
+      "f32 scales for 48 columns");
   EXPECT_EQ(
       refuse_rare_weight(problem_of({.group_size = 32, .double_quant = true}, DType::f16)),
       "x and the weight must go together as in a layout (docs/kernels.md), got f16 x, a table of 4 bits, "
