@@ -377,9 +377,9 @@ static_assert(kLong.scale(0, 0) == 2048 && kLong.padded_groups() == 1 && kLong.t
 // Groups that are stored as several; of double quantization they are not.
 constexpr PackedLayout kThrice = packed_layout(64, 320, 4, 96, 2, true, false, false);
 static_assert(kThrice.inlined && kThrice.group == 32 && kThrice.repeats == 3 && kThrice.groups == 10);
-static_assert(kThrice.weight_groups() == 4 && kThrice.scale(33, 3) == kThrice.strip_bytes + 2306);
+static_assert(kThrice.weight_groups == 4 && kThrice.scale(33, 3) == kThrice.strip_bytes + 2306);
 constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false);
-static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups() == 2);
+static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups == 2);
 static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true).inlined);
 static_assert(packed_layout(32, 2048, 4, 256, 4, false, false, true).block_cols == 256);
 static_assert(packed_layout(32, 96, 4, 96, 4, false, false, false).groups == 1);  // a row

@@ -80,7 +80,8 @@ struct PackedLayout {
   bool double_quant = false;
   bool inlined = false;
 
-  i64 groups = 0;  // of a row as they are stored, the padding not counted
+  i64 groups = 0;         // of a row as they are stored, the padding not counted
+  i64 weight_groups = 0;  // of a row of the weight
   i64 strips = 0, blocks_per_strip = 0;
   int block_cols = kUnitCols;  // columns of a block
   int block_code_bytes = 0, block_bytes = 0;
@@ -96,8 +97,6 @@ struct PackedLayout {
     return strip * strip_bytes + tile_of_strip / tiles_per_block * block_bytes +
            tile_of_strip % tiles_per_block * tile_bytes(bits);
   }
-  // Of a row of the weight.
-  HALFBYTE_FN i64 weight_groups() const { return (groups + repeats - 1) / repeats; }
   // Groups of a row that there is memory for.
   HALFBYTE_FN i64 padded_groups() const { return inlined ? blocks_per_strip * (block_cols / group) : groups; }
 
@@ -158,6 +157,7 @@ HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int pa
     p.repeats = group / p.group;
   }
   p.groups = (k + p.group - 1) / p.group;
+  p.weight_groups = (p.groups + p.repeats - 1) / p.repeats;
   p.strips = (n + kUnitRows - 1) / kUnitRows;
   if (p.inlined) p.block_cols = static_cast<int>(max<i64>(kUnitCols, p.group));
   p.blocks_per_strip = (k + p.block_cols - 1) / p.block_cols;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ops/qgemm/weight/stage_x_cuda.h"
 #include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
@@ -14,6 +15,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
   };
   for (const QgemmVariant* variant : qgemm_variants({}))
     if (variant->kernels) add(variant->kernels());
+  add(qgemm_stage_x_kernels());
   add(qgemm_sum_kernels());
   return table;
 }
@@ -63,6 +65,10 @@ KernelKey number_key(const char* name, const std::vector<int>& values, const cha
 }
 int number_of(const cuda::KernelValues& values, std::string_view key) {
   return std::stoi(values.find(key)->second);
+}
+
+bool has_pairs_of_y(const QgemmProblem& problem) {
+  return problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
 }
 
 std::string refuse_other_than_sm90(const QgemmProblem& problem) {

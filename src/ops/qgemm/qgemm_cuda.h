@@ -6,6 +6,7 @@
 #include "cuda/kernel.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/weight/stage_x_cuda.h"
 #include "ops/qgemm/weight/sum_cuda.h"
 
 namespace halfbyte {
@@ -28,6 +29,8 @@ int number_of(const cuda::KernelValues& values, std::string_view key);
 // if it is not.
 inline constexpr const char* kSm90Target = "sm_90a";
 std::string refuse_other_than_sm90(const QgemmProblem& problem);
+// Two neighbours of y are at a multiple of their bytes.
+bool has_pairs_of_y(const QgemmProblem& problem);
 
 // A kernel of a product; `early`: it may start before the kernel before it has ended, where the device can.
 template <class Args>
@@ -38,47 +41,68 @@ void launch_qgemm(bool early, cuda::CUfunction function, cuda::Grid grid, void* 
     cuda::launch(function, grid, stream, args);
 }
 
-// A product by one kernel, and by qgemm_sum where it leaves parts of sums. A variant's constructor fills in
-// args_ but for addresses, which place() adds for each run, and ends with load().
+// A product by one kernel; by qgemm_stage_x before it where it needs x in another form, and by qgemm_sum
+// after it where it leaves parts of sums. A variant's constructor calls stage_x() if need be, fills in args_
+// but for addresses, which place() adds for each run, and ends with load().
 template <class Args>
 class QgemmOneKernel : public QgemmKernel {
  public:
   std::string name() const override { return name_; }
   std::string backend() const override { return "cuda " + context_.target; }
-  int64_t workspace_bytes() const override { return sum_.workspace_bytes(); }
+  int64_t workspace_bytes() const override { return staged_x_.workspace_bytes() + sum_.workspace_bytes(); }
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
+    const bool can_start_early = context_.capability >= 90;
+    bool early = problem_.early_start && can_start_early;
+    QgemmTensors loaded = tensors;
+    void* const parts = static_cast<std::byte*>(workspace) + staged_x_.workspace_bytes();
+    if (staged_x_.is_used()) {
+      staged_x_.run(tensors.x, workspace, early, stream);
+      loaded.x = workspace;
+      early = can_start_early;  // the weight is there before x is staged
+    }
     Args args = args_;
-    place(args, tensors, workspace);
-    launch_qgemm(problem_.early_start && context_.capability >= 90, function_, grid_, stream, args);
-    sum_.run(tensors, stream, workspace);
+    place(args, loaded, sum_.workspace_bytes() == 0 ? nullptr : parts);
+    launch_qgemm(early, function_, grid_, stream, args);
+    sum_.run(tensors, stream, parts);
   }
 
  protected:
   explicit QgemmOneKernel(const QgemmProblem& problem)
       : problem_(problem), context_(cuda::context(problem.device.index)) {}
 
-  // `parts`: of the sums of a tile, that the kernel leaves in the workspace.
-  void load(const cuda::KernelSpec& spec, const cuda::Grid& grid, int64_t parts = 1,
-            QgemmSumTypes types = {}) {
+  // `parts`: of an element of x, 3 or 1.
+  void stage_x(int parts) {
+    const cuda::Scope scope(context_);
+    staged_x_ = QgemmStageX(context_, problem_, parts);
+  }
+  // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
+  // stored by pairs.
+  void load(const cuda::KernelSpec& spec, const cuda::Grid& grid, int64_t parts = 1, QgemmSumTypes types = {},
+            bool stores_y = true) {
     const cuda::Scope scope(context_);
     name_ = spec.function;
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, grid.shared_bytes);
     grid_ = grid;
-    sum_ = QgemmSum(context_, problem_, parts, types);
+    if (parts > 1 || !stores_y) sum_ = QgemmSum(context_, problem_, parts, types);
   }
 
   const QgemmProblem problem_;
   const cuda::Context& context_;
+  // Elements from one row to the next, of x as it is loaded.
+  int64_t x_stride() const { return staged_x_.is_used() ? staged_x_.stride() : problem_.in_cols(); }
+
   Args args_{};
 
  private:
-  virtual void place(Args& args, const QgemmTensors& tensors, void* workspace) const = 0;
+  // tensors.x: as it was staged. `parts`: memory for parts of sums; null where there is one.
+  virtual void place(Args& args, const QgemmTensors& tensors, void* parts) const = 0;
 
   std::string name_;
   cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
+  QgemmStageX staged_x_;
   QgemmSum sum_;
 };
 

@@ -98,7 +98,7 @@ void move_zero_words(const ReorderArgs& args, bool to_packed, int64_t strip) {
     for (int64_t row = first; row < first + formats::kUnitRows; ++row)
       args.packed[p.zero(row, group)] = zero_from_words(args, row, group);
   for (int word = 0; !to_packed && word < p.bits; ++word)
-    for (int64_t group = 0; group < p.weight_groups(); ++group) put_zero_word(args, strip, word, group);
+    for (int64_t group = 0; group < p.weight_groups; ++group) put_zero_word(args, strip, word, group);
 }
 
 void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip) {

@@ -66,7 +66,7 @@ HALFBYTE_FN int padding_code(const ReorderArgs& args, formats::i64 row) {
 
 // The number of the parameter of the view that a group of the packed form has.
 HALFBYTE_FN formats::i64 view_parameter(const ReorderArgs& args, formats::i64 row, formats::i64 group) {
-  return args.one_group ? 0 : row * args.layout.weight_groups() + group / args.layout.repeats;
+  return args.one_group ? 0 : row * args.layout.weight_groups + group / args.layout.repeats;
 }
 HALFBYTE_FN formats::i64 zero_rows(const ReorderArgs& args) { return args.one_group ? 1 : args.layout.n; }
 // Zero points in words. From the view to the packed form: that of a row; 0 where there is none.
@@ -74,7 +74,7 @@ HALFBYTE_FN formats::u8 zero_from_words(const ReorderArgs& args, formats::i64 ro
   const formats::PackedLayout& p = args.layout;
   if (row >= p.n || group >= p.groups) return 0;
   return static_cast<formats::u8>(formats::zero_of_words(static_cast<const formats::u32*>(args.zeros),
-                                                         p.weight_groups(), args.one_group ? 0 : row,
+                                                         p.weight_groups, args.one_group ? 0 : row,
                                                          group / p.repeats, p.bits));
 }
 // Back: of a strip, whose zero points of a group are as many words as a code has bits, word number `word`.
@@ -89,7 +89,7 @@ HALFBYTE_FN void put_zero_word(const ReorderArgs& args, formats::i64 strip, int 
     const int at = row * p.bits - word * 32;
     value |= at >= 0 ? zero << at : zero >> -at;
   }
-  static_cast<formats::u32*>(args.zeros)[(strip * p.bits + word) * p.weight_groups() + group] = value;
+  static_cast<formats::u32*>(args.zeros)[(strip * p.bits + word) * p.weight_groups + group] = value;
 }
 // In f32, one for 256 scales of the view.
 HALFBYTE_FN formats::i64 num_absmax(const ReorderArgs& args) {

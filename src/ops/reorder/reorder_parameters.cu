@@ -20,13 +20,10 @@ template <class T, class Place>
 __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row, i64 first, void* view,
                                                 const Place& place) {
   const PackedLayout& p = args.layout;
-  T* const of_view = static_cast<T*>(view) + view_parameter(args, row, first);
-  const auto at = [&](int i) -> T& {
-    return p.repeats == 1 ? of_view[i] : static_cast<T*>(view)[view_parameter(args, row, first + i)];
-  };
+  T* const of_view = static_cast<T*>(view) + (args.one_group ? 0 : row * p.weight_groups + first);
   const auto packed = [&](int i) { return reinterpret_cast<T*>(args.packed + place(row, first + i)); };
   const bool in_view = row < (kToPacked ? p.n : zero_rows(args));
-  const bool whole = in_view && first + kGroupsPerWarp <= p.groups && !args.one_group && p.repeats == 1 &&
+  const bool whole = in_view && first + kGroupsPerWarp <= p.groups && !args.one_group &&
                      reinterpret_cast<u64>(of_view) % alignof(Run<T>) == 0;
   Run<T> run = {};
   if constexpr (kToPacked) {
@@ -35,7 +32,7 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
     } else if (in_view) {
 #pragma unroll
       for (int i = 0; i < kGroupsPerWarp; ++i)
-        if (first + i < p.groups) run.value[i] = at(i);
+        if (first + i < p.groups) run.value[i] = of_view[i];
     }
 #pragma unroll
     for (int i = 0; i < kGroupsPerWarp; ++i)
@@ -50,19 +47,43 @@ __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row
     } else {
 #pragma unroll
       for (int i = 0; i < kGroupsPerWarp; ++i)
-        if (first + i < p.groups && (first + i) % p.repeats == 0) at(i) = run.value[i];
+        if (first + i < p.groups) of_view[i] = run.value[i];
     }
   }
+}
+// The same where a group of the view is several of the packed form.
+template <class T, class Place>
+__device__ __forceinline__ void repeat_parameters(const ReorderArgs& args, i64 row, i64 first, void* view,
+                                                  const Place& place) {
+  const PackedLayout& p = args.layout;
+#pragma unroll 1
+  for (i64 group = first; group < min(first + kGroupsPerWarp, kToPacked ? p.padded_groups() : p.groups);
+       ++group) {
+    T& packed = *reinterpret_cast<T*>(args.packed + place(row, group));
+    T* const of_view = static_cast<T*>(view) + view_parameter(args, row, group);
+    if constexpr (kToPacked)
+      packed = row < p.n && group < p.groups ? *of_view : T{};
+    else if (row < zero_rows(args) && group % p.repeats == 0)
+      *of_view = packed;
+  }
+}
+template <class T, class Place>
+__device__ __forceinline__ void move_or_repeat(const ReorderArgs& args, i64 row, i64 first, void* view,
+                                               const Place& place) {
+  if (args.layout.repeats == 1)
+    move_parameters<T>(args, row, first, view, place);
+  else
+    repeat_parameters<T>(args, row, first, view, place);
 }
 template <class Place>
 __device__ __forceinline__ void move_parameters(const ReorderArgs& args, i64 row, i64 first, void* view,
                                                 int size, const Place& place) {
   if (size == 1)
-    move_parameters<u8>(args, row, first, view, place);
+    move_or_repeat<u8>(args, row, first, view, place);
   else if (size == 2)
-    move_parameters<u16>(args, row, first, view, place);
+    move_or_repeat<u16>(args, row, first, view, place);
   else
-    move_parameters<u32>(args, row, first, view, place);
+    move_or_repeat<u32>(args, row, first, view, place);
 }
 
 __device__ __forceinline__ void move_zero_words(const ReorderArgs& args, i64 row, i64 first) {
@@ -73,7 +94,7 @@ __device__ __forceinline__ void move_zero_words(const ReorderArgs& args, i64 row
   } else {
     const int lane = static_cast<int>(row % kUnitRows);
     if (lane >= p.bits) return;
-    for (i64 group = first; group < min(first + kGroupsPerWarp, p.weight_groups()); ++group)
+    for (i64 group = first; group < min(first + kGroupsPerWarp, p.weight_groups); ++group)
       put_zero_word(args, row / kUnitRows, lane, group);
   }
 }
@@ -102,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kReorderThreads)
     if (p.has_zeros && args.zero_words)
       move_zero_words(args, row, first);
     else if (p.has_zeros)
-      move_parameters<u8>(args, row, first, args.zeros, [&](i64 r, i64 group) { return p.zero(r, group); });
+      move_or_repeat<u8>(args, row, first, args.zeros, [&](i64 r, i64 group) { return p.zero(r, group); });
     if (p.has_biases)
       move_parameters(args, row, first, args.biases, p.bias_bytes,
                       [&](i64 r, i64 group) { return p.bias(r, group); });

@@ -20,7 +20,7 @@ inline void reorder_ref_to_packed(const ReorderArgs& args) {
                            view_code(args, row, col));
     }
     for (int64_t group = 0; group < p.groups; ++group) {
-      const int64_t i = args.one_group ? 0 : row * p.weight_groups() + group / p.repeats;
+      const int64_t i = args.one_group ? 0 : row * p.weight_groups + group / p.repeats;
       put(p.scale(row, group), args.scales, i, p.scale_bytes);
       if (p.has_biases) put(p.bias(row, group), args.biases, i, p.bias_bytes);
       if (!p.has_zeros) continue;
@@ -28,11 +28,11 @@ inline void reorder_ref_to_packed(const ReorderArgs& args) {
         put(p.zero(row, group), args.zeros, i, 1);
         continue;
       }
-      int zero = 0;  // bit by bit: the words of a group are weight_groups() apart
+      int zero = 0;  // bit by bit: the words of a group are weight_groups apart
       for (int64_t bit = 0; bit < p.bits; ++bit) {
         const int64_t at = row * p.bits + bit;
         const uint32_t word =
-            static_cast<const uint32_t*>(args.zeros)[at / 32 * p.weight_groups() + group / p.repeats];
+            static_cast<const uint32_t*>(args.zeros)[at / 32 * p.weight_groups + group / p.repeats];
         zero |= static_cast<int>(word >> at % 32 & 1) << bit;
       }
       args.packed[p.zero(row, group)] = static_cast<uint8_t>(zero);

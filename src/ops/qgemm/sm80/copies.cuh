@@ -20,13 +20,12 @@ __device__ __forceinline__ u8* params_of(S, u8* stage, int q, int group) {
 }
 
 // Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
-constexpr int kChunkElements = 16 / sizeof(Memory), kRowChunks = kQgemmSm80Step / kChunkElements;
+constexpr int kXPartBytes = kTokens * kQgemmSm80Step * sizeof(XMemory);
+constexpr int kChunkElements = 16 / sizeof(XMemory), kRowChunks = kQgemmSm80Step / kChunkElements;
 __device__ __forceinline__ u32 x_chunk(int token, int chunk) {
-  const int swizzle = kFloat ? token % 4 * 2 : token % 8;
+  const int swizzle = kTf32 ? token % 4 * 2 : token % 8;
   return static_cast<u32>((token * kRowChunks + (chunk ^ swizzle)) * 16);
 }
-__device__ __forceinline__ u32 element_bits(u16 x) { return x; }
-__device__ __forceinline__ u32 element_bits(float x) { return bit_cast<u32>(x); }
 
 // What a block makes: a tile of features for some tokens, over the steps of a split.
 struct Tile {
@@ -70,25 +69,18 @@ class Copies : Traits {
   __device__ __forceinline__ void load_x(u8* stage, i64 step) const {
     constexpr int kPassTokens = kThreads / kRowChunks;
     const i64 left =
-        args_.in_cols - step * kQgemmSm80Step - thread_ % kRowChunks * kChunkElements;  // columns
-#pragma unroll kRoomy ? kUnits : 1
-    for (int first = 0; first < kTokens; first += kPassTokens) {
-      const int i = first * kRowChunks + thread_, token = i / kRowChunks;
-      if (kTokens < kPassTokens && token >= kTokens) break;
-      const bool valid = token < num_tokens_ && left > 0;
-      const i64 moved = step * kQgemmSm80Step + first * args_.in_cols;
-      const Memory* const address = kRoomy ? x_ + moved : x_address(i, step);
-      const Memory* const from = valid ? address : static_cast<const Memory*>(args_.x);
-      u8* const to = stage + kStage.code_bytes + x_chunk(token, i % kRowChunks);
-      if (kFloat || stored.aligned) {
-        copy_async_or_zero(to, from, valid);
-      } else {
-        Words4 chunk = {};
+        args_.x_stride - step * kQgemmSm80Step - thread_ % kRowChunks * kChunkElements;  // columns
 #pragma unroll
-        for (int j = 0; j < kChunkElements; ++j)
-          if (valid && j < left)
-            chunk.word[j * 4 / kChunkElements] |= element_bits(from[j]) << (kFloat ? 0 : j % 2 * 16);
-        *reinterpret_cast<Words4*>(to) = chunk;
+    for (int part = 0; part < kXParts; ++part) {
+#pragma unroll kRoomy ? kUnits : 1
+      for (int first = 0; first < kTokens; first += kPassTokens) {
+        const int i = first * kRowChunks + thread_, token = i / kRowChunks;
+        if (kTokens < kPassTokens && token >= kTokens) break;
+        const bool valid = token < num_tokens_ && left > 0;
+        const i64 moved = step * kQgemmSm80Step + first * args_.x_stride;
+        const XMemory* const address = (kRoomy ? x_ + moved : x_address(i, step)) + part * args_.x_part;
+        copy_async_or_zero(stage + kStage.code_bytes + part * kXPartBytes + x_chunk(token, i % kRowChunks),
+                           valid ? address : static_cast<const XMemory*>(args_.x), valid);
       }
     }
   }
@@ -124,8 +116,8 @@ class Copies : Traits {
     return args_.weight + (first_strip() + strip_of_step(step) + strip_of(q)) * args_.strip_bytes +
            unit_offset(first_unit() + unit_of_step(step) + unit_of(q)) + i % kCodeChunks * 16;
   }
-  __device__ __forceinline__ const Memory* x_address(int i, i64 step) const {
-    return static_cast<const Memory*>(args_.x) + (first_token_ + i / kRowChunks) * args_.in_cols +
+  __device__ __forceinline__ const XMemory* x_address(int i, i64 step) const {
+    return static_cast<const XMemory*>(args_.x) + (first_token_ + i / kRowChunks) * args_.x_stride +
            step * kQgemmSm80Step + i % kRowChunks * kChunkElements;
   }
 
@@ -215,7 +207,7 @@ class Copies : Traits {
   i64 tile_, first_token_;
   int left_, num_tokens_;  // strips or, transposed, units from the first of the tile on; tokens
   const u8 *codes_ = nullptr, *params_ = nullptr;
-  const Memory* x_ = nullptr;
+  const XMemory* x_ = nullptr;
 };
 
 #endif

@@ -164,8 +164,8 @@ __device__ __forceinline__ void transposed_fragments(S, Weights (&a)[2][kDeep][4
 }
 
 // Columns of operand B, the tokens of an eight, for steps of 16 from `step` on.
-__device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x, int first_token, int step,
-                                                const Lane& lane) {
+__device__ __forceinline__ void load_tokens(u32 (&b)[kDeep][2], const u8* x, int first_token, int step,
+                                            const Lane& lane) {
 #pragma unroll
   for (int i = 0; i < (kDeep + 1) / 2; ++i) {
     u32 m[4];
@@ -181,9 +181,24 @@ __device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x,
     }
   }
 }
-template <class T>
-__device__ __forceinline__ void token_fragments(T (&b)[kDeep][2], const u8* x, int first_token, int step,
+__device__ __forceinline__ void token_fragments(u32 (&b)[kDeep][2], const u8* x, int first_token, int step,
                                                 const Lane& lane) {
+  load_tokens(b, x, first_token, step, lane);
+}
+__device__ __forceinline__ void token_fragments(Parts<3> (&b)[kDeep][2], const u8* x, int first_token,
+                                                int step, const Lane& lane) {
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {
+    u32 of_part[kDeep][2];
+    load_tokens(of_part, x + part * kXPartBytes, first_token, step, lane);
+#pragma unroll
+    for (int j = 0; j < kDeep; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[j][i].part[part] = of_part[j][i];
+  }
+}
+__device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const u8* x, int first_token,
+                                                int step, const Lane& lane) {
 #pragma unroll
   for (int j = 0; j < kDeep; ++j) {
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
+#include "ops/qgemm/weight/parts.cuh"
 #include "ops/qgemm/weight/scales.cuh"
 
 namespace halfbyte::device {
@@ -15,6 +16,11 @@ namespace halfbyte::device {
 
 constexpr int kThreads = kQgemmSm80Threads, kUnits = kQgemmSm80Units;
 constexpr int kUnitBytes = kUnitRows * kUnitCols * kBits / 8;
+
+// Whether f32 is multiplied as tf32. Else it is split: x lies there as three matrices of its parts.
+constexpr bool kTf32 = sizeof(Memory) == 4 && !kSplit;
+constexpr int kXParts = kSplit ? 3 : 1;
+using XMemory = Select<kSplit, u16, Memory>;
 
 // How scales are stored, and with them all parameters of a group of the 32 rows of a unit.
 template <int parameter_bytes, bool double_quant>
@@ -26,7 +32,7 @@ struct Scales {
   static constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
   static constexpr QgemmSm80Stage kStage =
       qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, double_quant, kUnitGroups, kTokens,
-                       sizeof(Memory), HALFBYTE_DEVICE_ARCH / 10);
+                       kXParts * sizeof(XMemory), HALFBYTE_DEVICE_ARCH / 10);
   static_assert(kStage.stages >= 2);
 };
 // Those of kStored. A rare kernel, which has no kStored, takes from kStage what has nothing to do with
@@ -68,16 +74,15 @@ constexpr bool kWide = kTokens == kQgemmSm80WideTokens;
 constexpr int kWarpBlocks = kWide ? 2 : 1;
 constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
 constexpr int kTokenTiles = min(kTokens, 64) / 8;
-// Whether x is f32; whether its products are those of parts (see Parts), else of tf32.
-constexpr bool kFloat = sizeof(Memory) == 4, kTf32 = kFloat && !kSplit;
 // Whether the scale goes into the weight.
 constexpr bool kScaledWeight = kTransposed || kTf32 || kWide;
 // Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
-constexpr int kDeepest = kTransposed || kFloat || kTokens == 32 ? 2 : 4;
+constexpr int kDeepest = kTransposed || kTf32 || kSplit || kTokens == 32 ? 2 : 4;
 constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
 // One block has all registers.
-constexpr int kBlocks = qgemm_sm80_blocks(kTokens, sizeof(Memory), kAffine&& kTransposed);
+constexpr int kBlocks =
+    qgemm_sm80_blocks(kTokens, sizeof(Memory) == 4 && kTransposed, kAffine, HALFBYTE_DEVICE_ARCH / 10);
 constexpr bool kRoomy = kBlocks == 1;
 // Between two branches, for the scheduler to mix: more would take more registers.
 constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
@@ -109,29 +114,6 @@ constexpr Pair kOnes = same_pair(Decoded(), 1), kMinusZeros = same_pair(Decoded(
 template <int kFirst, int kSecond>
 __device__ __forceinline__ FloatPair byte_pair(F32, u32 word) {
   return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
-}
-
-// f32 as sums of bf16, pairs of them: a part is what is left, rounded to the nearest bf16, so that three have
-// all 24 bits. Integers up to 256 are one part.
-template <int n>
-struct alignas(n == 3 ? 16 : 4) Parts {
-  u32 part[n];
-};
-// Infinity is one part, as are values beyond the largest of bf16, 2^128 - 2^119.5.
-__device__ __forceinline__ float left_of(float x, float part) {
-  return fabsf(part) == bit_cast<float>(0x7F800000u) ? 0 : x - part;
-}
-__device__ __forceinline__ Parts<3> split_pair(FloatPair pair) {
-  Parts<3> parts;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const u32 part = store_pair(BF16(), pair.first, pair.second);
-    parts.part[i] = part;
-    if (i == 2) break;
-    pair.first = left_of(pair.first, bit_cast<float>(part << 16));
-    pair.second = left_of(pair.second, bit_cast<float>(part & 0xFFFF0000u));
-  }
-  return parts;
 }
 
 // Pairs as they are multiplied: of the weight, and of x.
@@ -202,20 +184,10 @@ __device__ __forceinline__ void multiply_add(F32, float (&d)[4], const FloatPair
     mma_tf32(d, {a[2 * i].first, a[2 * i + 1].first, a[2 * i].second, a[2 * i + 1].second},
              {b[i].first, b[i].second});
 }
-// Small products first. Those that are left out are below 2^-23 of the whole.
 template <class T, int n>
 __device__ __forceinline__ void multiply_add(T, float (&d)[4], const Parts<n> (&a)[4],
                                              const Parts<3> (&b)[2]) {
-#pragma unroll
-  for (int sum = 2; sum >= 0; --sum) {
-#pragma unroll
-    for (int i = min(sum, n - 1); i >= 0; --i) {
-      const int j = sum - i;
-      const u32 parts_of_a[4] = {a[0].part[i], a[1].part[i], a[2].part[i], a[3].part[i]};
-      const u32 parts_of_b[2] = {b[0].part[j], b[1].part[j]};
-      mma(BF16(), d, parts_of_a, parts_of_b);
-    }
-  }
+  multiply_parts(d, a, b);
 }
 
 #endif

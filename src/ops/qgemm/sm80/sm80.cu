@@ -88,7 +88,10 @@ __device__ __forceinline__ void wait_steps(int pending) {
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kQgemmSm80Threads, kBlocks)
+extern "C" __global__ void
+#if HALFBYTE_DEVICE_ARCH >= 800
+__launch_bounds__(kQgemmSm80Threads, kBlocks)
+#endif
     qgemm_sm80(const __grid_constant__ QgemmSm80Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
   const Tile at(args);

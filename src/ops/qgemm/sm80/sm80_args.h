@@ -34,17 +34,17 @@ struct QgemmSm80Stage {
 struct QgemmSm80Stored {
   int parameter_bytes = 4;  // of a bias, or a scale that is not quantized
   bool double_quant;        // scales are quantized
-  bool aligned;             // rows of x are whole chunks of 16 bytes, aligned to them
 };
 
 struct QgemmSm80Args {
-  const void* x;
+  const void* x;  // rows of whole chunks of 16 bytes; of f32 that is split the parts, one behind the other
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;
   float values[16];  // that codes of 4 bits stand for but for the scale, rounded to the dtype of x
   float* partials;   // [splits][m][out_stride]; null where there is one split
-  formats::i64 m, in_cols, out_cols;
+  formats::i64 m, out_cols;
+  formats::i64 x_stride, x_part;            // elements, from row to row and from part to part
   formats::i64 out_stride;                  // out_cols rounded up to pairs
   formats::i64 feature_tiles, token_tiles;  // of a block: ((split * feature_tiles) + ...) * token_tiles + ...
   formats::i64 steps, splits;               // split s walks steps s * steps / splits up to those of s + 1
@@ -72,9 +72,9 @@ HALFBYTE_FN int qgemm_sm80_most_shared_bytes(int capability) {
          1024;
 }
 
-// `scale_bytes`, `bias_bytes`: as PackedLayout has them.
+// `scale_bytes`, `bias_bytes`: as PackedLayout has them. `x_bytes`: of an element of x, with all its parts.
 HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_zeros, int bias_bytes,
-                                            bool double_quant, int groups, int tokens, int element_bytes,
+                                            bool double_quant, int groups, int tokens, int x_bytes,
                                             int capability) {
   // Of the narrower tiles one does on every device.
   const int most = qgemm_sm80_most_shared_bytes(tokens == kQgemmSm80WideTokens ? capability : 0);
@@ -83,17 +83,18 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   s.param_bytes =
       formats::kUnitRows * (scale_bytes + (has_zeros ? 1 : 0) + bias_bytes + (double_quant ? 4 : 0));
   s.groups = groups;
-  s.x_bytes = tokens * kQgemmSm80Step * element_bytes;
+  s.x_bytes = tokens * kQgemmSm80Step * x_bytes;
   s.table_bytes = bits == 4 ? 32768 : 0;
   s.map_bytes = double_quant ? 1024 : 0;
   s.stages = formats::min(4, (most - s.shared_bytes()) / s.bytes());
   return s;
 }
 
-// Blocks that the registers of a multiprocessor hold. `affine_columns`: the product along the rows of an
-// affine weight, whose kernels for f32 need more of them.
-HALFBYTE_FN int qgemm_sm80_blocks(int tokens, int element_bytes, bool affine_columns) {
-  return tokens * element_bytes <= 64 && !(element_bytes == 4 && affine_columns) ? 2 : 1;
+// Blocks that the registers of a multiprocessor hold. `f32_columns`: f32 along the rows of the weight, which
+// needs more of them; where shared memory holds one block only, it gets these.
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens, bool f32_columns, bool affine, int capability) {
+  const bool crowded = f32_columns && (affine || qgemm_sm80_most_shared_bytes(capability) < 128 * 1024);
+  return tokens <= 32 && !crowded ? 2 : 1;
 }
 
 }  // namespace halfbyte

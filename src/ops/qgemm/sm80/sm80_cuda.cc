@@ -15,39 +15,36 @@ namespace {
 // Groups that the 64 columns of a unit can have parameters of.
 int unit_groups(const QgemmProblem& problem) { return inlined_group(problem) == 32 ? 2 : 1; }
 
-// Rows of x are whole chunks of 16 bytes.
-bool is_aligned(const QgemmProblem& problem) {
-  return problem.alignment >= 16 && problem.in_cols() * size_of(problem.dtype) % 16 == 0;
-}
-
-// Weights that no layout stores, rows of x that are not aligned, f32. How these are stored is an argument of
-// their kernels, which are few.
-bool is_rare(const QgemmProblem& problem) {
-  return problem.dtype == DType::f32 || !is_aligned(problem) || !is_common_weight(problem);
-}
-QgemmSm80Stored stored_of(const QgemmProblem& problem) {
-  return {.parameter_bytes = formats::scale_bytes(problem.codec.scale_type),
-          .double_quant = problem.double_quant,
-          .aligned = is_aligned(problem)};
-}
-
-// Rows of x in the tile of a block. What is rare has two kinds of tile.
-int tokens_of(const QgemmProblem& problem) {
-  if (is_rare(problem)) return problem.m <= 16 ? 16 : 64;
-  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
-}
 // f32 is multiplied in parts of bf16; so many has a value that a code stands for, before it is scaled.
 bool is_split(const QgemmProblem& problem) {
   return problem.dtype == DType::f32 && problem.math == QgemmMath::automatic;
 }
 int code_parts(const QgemmProblem& problem) { return problem.codec.kind == formats::Kind::table ? 3 : 1; }
+int x_bytes(const QgemmProblem& problem) {
+  return is_split(problem) ? static_cast<int>(3 * size_of(DType::bf16))
+                           : static_cast<int>(size_of(problem.dtype));
+}
 
+// Weights that no layout stores, f32. How scales are stored is an argument of their kernels, which are few.
+bool is_rare(const QgemmProblem& problem) {
+  return problem.dtype == DType::f32 || !is_common_weight(problem);
+}
+QgemmSm80Stored stored_of(const QgemmProblem& problem) {
+  return {.parameter_bytes = formats::scale_bytes(problem.codec.scale_type),
+          .double_quant = problem.double_quant};
+}
+
+// Rows of x in the tile of a block. What is rare has two kinds of tile.
+int tokens_of(const QgemmProblem& problem) {
+  if (is_rare(problem)) return problem.m <= 16 ? 16 : is_split(problem) ? 32 : 64;
+  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
+}
 QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
-                          weight.double_quant, unit_groups(problem), tokens_of(problem),
-                          static_cast<int>(size_of(problem.dtype)), capability);
+                          weight.double_quant, unit_groups(problem), tokens_of(problem), x_bytes(problem),
+                          capability);
 }
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
@@ -56,11 +53,8 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (problem.math == QgemmMath::f64) return "math must not be f64";
   if (!problem.weight.inlined && problem.weight.groups != 1)
     return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
-  if (problem.dtype == DType::f32 || !is_aligned(problem))
+  if (problem.dtype == DType::f32)
     if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
-  if (problem.dtype == DType::f32 && !is_aligned(problem))
-    return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}",
-                       problem.in_cols(), problem.alignment);
   return "";
 }
 std::string refuse(const QgemmProblem& problem) {
@@ -84,19 +78,19 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
                           static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem),
                           codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare,
                           is_split(problem), is_split(problem) ? code_parts(problem) : 1) +
-              cuda::struct_config("QgemmSm80Stored", "kStored",
-                                  {{"parameter_bytes", stored.parameter_bytes},
-                                   {"double_quant", stored.double_quant},
-                                   {"aligned", stored.aligned}}))};
+              cuda::struct_config(
+                  "QgemmSm80Stored", "kStored",
+                  {{"parameter_bytes", stored.parameter_bytes}, {"double_quant", stored.double_quant}}))};
 }
 
 class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
  public:
   explicit QgemmSm80(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     args_.stored = stored_of(problem);
+    if (is_split(problem) || !has_aligned_x(problem)) stage_x(is_split(problem) ? 3 : 1);
     const cuda::Grid grid = place_tiles();
     describe_weight();
-    args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
+    args_.pairs = has_pairs_of_y(problem);
     std::ranges::copy(code_values(problem.codec, problem.dtype), args_.values);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
@@ -112,12 +106,12 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
   }
 
  private:
-  void place(QgemmSm80Args& args, const QgemmTensors& tensors, void* workspace) const override {
+  void place(QgemmSm80Args& args, const QgemmTensors& tensors, void* parts) const override {
     args.x = tensors.x;
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
-    if (args.splits > 1) args.partials = static_cast<float*>(workspace);
+    args.partials = static_cast<float*>(parts);
   }
 
   // A block a tile; where these are too few for the device, several share the sums of a tile.
@@ -126,15 +120,16 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     constexpr int64_t kFewestSteps = 4;  // of a block, which has some to begin with
     const int tokens = tokens_of(problem_);
     args_.m = problem_.m;
-    args_.in_cols = problem_.in_cols();
+    args_.x_stride = x_stride();
+    args_.x_part = problem_.m * args_.x_stride;
     args_.out_cols = problem_.out_cols();
     args_.out_stride = formats::round_up(args_.out_cols, 2);
     args_.feature_tiles = ceil_div(args_.out_cols, kQgemmSm80Features);
     args_.token_tiles = ceil_div(args_.m, tokens);
-    args_.steps = ceil_div(args_.in_cols, kQgemmSm80Step);
+    args_.steps = ceil_div(problem_.in_cols(), kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
-    const bool affine_columns = problem_.transposed && problem_.codec.kind == formats::Kind::affine;
-    const int blocks = qgemm_sm80_blocks(tokens, static_cast<int>(size_of(problem_.dtype)), affine_columns);
+    const int blocks = qgemm_sm80_blocks(tokens, problem_.dtype == DType::f32 && problem_.transposed,
+                                         problem_.codec.kind == formats::Kind::affine, context_.capability);
     const int64_t resident = int64_t{blocks} * context_.num_multiprocessors;
     args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
     const QgemmSm80Stage stage = stage_of(problem_, context_.capability);
@@ -176,13 +171,12 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(problem.math == QgemmMath::automatic || problem.dtype == DType::f32, usage,
                  "qgemm_sm80: math tf32 needs dtype f32, got {}", to_string(problem.dtype));
   problem.transposed = cuda::is_set(values, "transposed");
-  if (cuda::is_set(values, "unaligned")) problem.alignment = size_of(problem.dtype);
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm80: {}", reason);
-  HALFBYTE_CHECK(
-      tokens_of(problem) == problem.m, usage,
-      "tokens must be 16 or 64 with dtype f32, unaligned, or a weight that no layout stores, got {}",
-      problem.m);
+  HALFBYTE_CHECK(tokens_of(problem) == problem.m, usage,
+                 "tokens must be 16 or 64, with dtype f32 and math auto 32, for a weight that no layout "
+                 "stores, and f32, got {}",
+                 problem.m);
   return kernel_of(problem);
 }
 
@@ -191,8 +185,6 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
   keys.push_back(number_key("tokens", {16, 8, 32, 64, 128}, "Rows of x in the tile of a block."));
   keys.push_back({"math", {"auto", "tf32"}, false, "Of f32: in parts of bf16, or as tf32."});
-  keys.push_back(
-      cuda::flag_key("unaligned", "Rows of x are no multiple of 8, or memory is not aligned to 16 bytes."));
   return {{{"qgemm", "qgemm_sm80", "Both directions, any shape, by mma.sync.", std::move(keys)}, specialise}};
 }
 

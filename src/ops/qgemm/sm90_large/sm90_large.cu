@@ -561,13 +561,13 @@ __device__ __forceinline__ void store_partials(const Sums& sums, const Args& arg
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     if (feature >= args.features) return;
-    float* const to = args.partials + (part * i64{args.m} + token) * args.features + feature;
+    float* const to = args.partials + (part * i64{args.m} + token) * args.partial_stride + feature;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int offset = i * 2 + e;
-        store_where(token + offset < last_token, to + i64{args.features} * offset, sums.at(b, i + e),
+        store_where(token + offset < last_token, to + i64{args.partial_stride} * offset, sums.at(b, i + e),
                     sums.at(b, i + e + 2));
       }
   }

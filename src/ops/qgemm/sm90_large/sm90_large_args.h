@@ -56,15 +56,16 @@ struct QgemmSm90LargeArgs {
   const formats::u8* weight;
   const void* bias;  // null: none
   void* y;
-  CodeValuesArgs values;  // of codes of 4 bits
-  float* partials;  // [parts][m][features]: of tiles of parts of what is summed; null where there is one part
+  CodeValuesArgs values;             // of codes of 4 bits
+  float* partials;                   // [parts][m][partial_stride]: sums, or parts of them; null: y is stored
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
   formats::i32 block_bytes;
-  formats::i32 strips, units;  // of the weight; of a strip
-  formats::i32 n, groups;      // of the weight; of a row
-  formats::i32 m, features;    // of y
+  formats::i32 strips, units;   // of the weight; of a strip
+  formats::i32 n, groups;       // of the weight; of a row
+  formats::i32 m, features;     // of y
+  formats::i32 partial_stride;  // even
   formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
   formats::i32 part_stages;  // of a part but the last, a multiple of 2
   formats::i32 feature_tiles, token_tiles;

@@ -24,11 +24,6 @@ std::string refuse(const QgemmProblem& p) {
   if (p.m < kFewestTokens) return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
-  if (p.in_cols() % 8 != 0 || p.out_cols() % 2 != 0 || p.alignment < 16)
-    return fmt::format(
-        "the columns of x must be a multiple of 8, those of y of 2, both aligned to 16 bytes, got {}, {} and "
-        "{}",
-        p.in_cols(), p.out_cols(), p.alignment);
   // 32 bits hold extents, numbers of scales and of tiles.
   constexpr int64_t kMostScales = int64_t{1} << 30, kLongest = int64_t{1} << 24;
   if (std::max({p.m, p.n, p.k}) > kLongest || p.n * p.weight.groups > kMostScales)
@@ -158,6 +153,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
   explicit QgemmSm90Large(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
+    if (!has_aligned_x(problem)) stage_x(1);
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
     describe_sections(args_, layout);
@@ -168,6 +164,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.groups = static_cast<int>(layout.groups);
     args_.m = static_cast<int>(problem.m);
     args_.features = static_cast<int>(problem.out_cols());
+    args_.partial_stride = static_cast<int>(formats::round_up(problem.out_cols(), 2));
     args_.stages = static_cast<int>(division.stages);
     args_.part_stages = static_cast<int>(division.part_stages);
     args_.feature_tiles = static_cast<int>(division.feature_tiles);
@@ -182,7 +179,8 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem, tiling_),
-         {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster}, division.parts);
+         {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster}, division.parts, {},
+         has_pairs_of_y(problem));
   }
 
   PrecisionGuarantee guarantee() const override {
@@ -190,10 +188,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
   }
 
  private:
-  void place(QgemmSm90LargeArgs& args, const QgemmTensors& tensors, void* workspace) const override {
+  void place(QgemmSm90LargeArgs& args, const QgemmTensors& tensors, void* parts) const override {
     const auto map = [&](int64_t rows) {
-      return cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), problem_.in_cols(),
-                              static_cast<int>(rows));
+      return cuda::matrix_map(tensors.x, problem_.m, problem_.in_cols(), x_stride(), static_cast<int>(rows));
     };
     const int64_t box_tokens = args.tokens / (tiling_.multicast ? 2 : 1);
     const int64_t last_tokens = problem_.m % box_tokens;
@@ -202,7 +199,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
-    args.partials = workspace_bytes() == 0 ? nullptr : static_cast<float*>(workspace);
+    args.partials = static_cast<float*>(parts);
   }
 
   QgemmSm90LargeTiling tiling_{};

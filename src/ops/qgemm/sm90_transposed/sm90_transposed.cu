@@ -17,6 +17,7 @@
 // row g, e = 1 row g + 8.
 #include "ops/qgemm/sm90_transposed/warp_product.cuh"
 #include "ops/qgemm/sm90_transposed/warpgroup_product.cuh"
+#include "ops/qgemm/weight/output.cuh"
 
 namespace halfbyte::device {
 
@@ -91,12 +92,9 @@ class Meeting {
         even += load_shared(sent(at));
         odd += load_shared(sent(at) + 4);
       }
-      u32* const y = reinterpret_cast<u32*>(static_cast<u16*>(args_.y) + place.token * args_.k + column);
-      if (args_.accumulate) {
-        even += load(Element(), static_cast<u16>(*y));
-        odd += load(Element(), static_cast<u16>(*y >> 16));
-      }
-      *y = store_pair(Element(), even, odd);
+      float v[2] = {even, odd};
+      store_two(static_cast<u16*>(args_.y) + place.token * args_.k + column, v, column + 1 < args_.k,
+                args_.accumulate, args_.pairs);
     }
   }
 

@@ -82,6 +82,7 @@ struct QgemmSm90TransposedArgs {
   int cluster;       // blocks, which share the rows of the weight: 1 or 2
   bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
+  bool pairs;  // two neighbours of y are at a multiple of their bytes
 };
 
 }  // namespace halfbyte

@@ -31,9 +31,6 @@ std::string refuse(const QgemmProblem& p) {
   if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (std::string reason = refuse_weight(p); !reason.empty()) return reason;
-  if (p.n % 8 != 0 || p.k % 2 != 0 || p.alignment < 16)
-    return fmt::format("n must be a multiple of 8, k of 2, x and y aligned to 16 bytes, got {}, {} and {}",
-                       p.n, p.k, p.alignment);
   constexpr int64_t kLongest = int64_t{1} << 24;  // a strip of 8-bit codes then has less than 2^32 bytes
   if (p.n > kLongest || p.k > kLongest)
     return fmt::format("n and k must be at most {}, got {} and {}", kLongest, p.n, p.k);
@@ -108,6 +105,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
   explicit QgemmSm90Transposed(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
     tiling_ = tiling_of(problem, tokens_of(problem.m), division.units);
+    if (!has_aligned_x(problem)) stage_x(1);
     const formats::PackedLayout& layout = problem.weight;
     describe_sections(args_, layout);
     args_.absmax_count = static_cast<formats::u32>(ceil_div(layout.n * layout.groups, 256));
@@ -124,6 +122,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
+    args_.pairs = has_pairs_of_y(problem);
     const int clusters = std::min(args_.tiles, context_.num_multiprocessors / division.cluster);
     load(kernel_of(problem, tiling_), {int64_t{clusters} * division.cluster, kTransposedThreads,
                                        tiling_.shared_bytes(), division.cluster});
@@ -135,7 +134,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
 
  private:
   void place(QgemmSm90TransposedArgs& args, const QgemmTensors& tensors, void*) const override {
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, problem_.n, static_cast<int>(problem_.m),
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, x_stride(), static_cast<int>(problem_.m),
                               tiling_.strips() * formats::kUnitRows);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.y = tensors.y;

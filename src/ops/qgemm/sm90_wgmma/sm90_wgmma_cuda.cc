@@ -25,9 +25,6 @@ std::string refuse(const QgemmProblem& p) {
   if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
-  if (p.k == 0 || p.k % 8 != 0 || p.alignment < 16)
-    return fmt::format("rows of x must be multiples of 16 bytes, aligned to them, got {} elements at {}", p.k,
-                       p.alignment);
   // 32 bits hold the bytes of a strip, and indexes.
   constexpr int64_t kMost = int64_t{1} << 30, kMostCols = int64_t{1} << 24;
   if (p.n > kMost || p.k > kMostCols || p.n * p.weight.groups > kMost)
@@ -119,6 +116,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
   explicit QgemmSm90Wgmma(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const auto [tiling, cluster] = choose_division(problem, context_.num_multiprocessors);
     tiling_ = tiling;
+    if (!has_aligned_x(problem)) stage_x(1);
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
     describe_sections(args_, layout);
@@ -137,7 +135,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
-    args_.pairs = problem.n % 2 == 0;
+    args_.pairs = has_pairs_of_y(problem);
     load(kernel_of(problem, tiling), {workers * cluster, tiling.threads(), tiling.shared_bytes(), cluster});
   }
 
@@ -149,7 +147,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
 
  private:
   void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void*) const override {
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, problem_.k, static_cast<int>(problem_.m));
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, x_stride(), static_cast<int>(problem_.m));
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;

@@ -2,6 +2,7 @@
 
 #include "core/arithmetic.h"
 #include "cuda/config.h"
+#include "ops/qgemm/qgemm_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -16,13 +17,12 @@ cuda::KernelSpec sum_kernel(DType dtype, QgemmSumTypes types) {
 
 QgemmSum::QgemmSum(const cuda::Context& context, const QgemmProblem& problem, int64_t parts,
                    QgemmSumTypes types) {
-  if (parts == 1) return;
   const int64_t outputs = types.total == DType::f32 ? 2 : 1;  // of a thread
   args_.m = problem.m;
   args_.out_cols = problem.out_cols();
   args_.stride = formats::round_up(args_.out_cols, outputs);
   args_.parts = parts;
-  args_.pairs = problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
+  args_.pairs = has_pairs_of_y(problem);
   args_.accumulate = problem.accumulate;
   function_ = cuda::get_kernel(context, sum_kernel(problem.dtype, types));
   grid_ = {ceil_div(args_.m * args_.stride / outputs, kQgemmSumThreads), kQgemmSumThreads};

@@ -16,16 +16,16 @@ struct QgemmSumTypes {
 
 class QgemmSum {
  public:
-  QgemmSum() = default;  // there is one part: nothing is left
+  QgemmSum() = default;  // nothing is left
   // In the current context, which is `context`. `parts`: at least 1.
   QgemmSum(const cuda::Context& context, const QgemmProblem& problem, int64_t parts, QgemmSumTypes types);
 
   int64_t workspace_bytes() const;
-  // After the kernel that leaves the parts in `workspace`; nothing where there is one.
+  // After the kernel that leaves the parts in `workspace`; nothing where none are left.
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const;
 
  private:
-  cuda::CUfunction function_ = nullptr;  // null: there is one part
+  cuda::CUfunction function_ = nullptr;  // null: nothing is left
   cuda::Grid grid_;
   bool early_ = false;
   int64_t num_bytes_ = 0;
