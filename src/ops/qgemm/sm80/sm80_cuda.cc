@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
@@ -131,12 +132,31 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     const int blocks = qgemm_sm80_blocks(tokens, problem_.dtype == DType::f32 && problem_.transposed,
                                          problem_.codec.kind == formats::Kind::affine, context_.capability);
     const int64_t resident = int64_t{blocks} * context_.num_multiprocessors;
-    args_.splits = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, args_.steps / kFewestSteps));
+    const int64_t most = std::max<int64_t>(1, args_.steps / kFewestSteps);
+    args_.splits = is_split(problem_) ? splits_of_f32(tiles, resident, most)
+                                      : std::clamp<int64_t>(resident / tiles, 1, most);
     const QgemmSm80Stage stage = stage_of(problem_, context_.capability);
     args_.map_bytes = stage.map_bytes;
     args_.stage_bytes = stage.bytes();
     args_.stages = stage.stages;
     return {tiles * args_.splits, kQgemmSm80Threads, stage.shared_bytes()};
+  }
+
+  // What takes the least time by this model: rounds of blocks, and what it takes to write and add up the
+  // parts. Microseconds of an H100.
+  int64_t splits_of_f32(int64_t tiles, int64_t resident, int64_t most) const {
+    constexpr double kStep = 3, kSum = 3, kBytes = 2.5e6;
+    int64_t best = 1;
+    double least = std::numeric_limits<double>::max();
+    for (int64_t splits = 1; splits <= std::min<int64_t>(most, 16); ++splits) {
+      const auto rounds = static_cast<double>(ceil_div(tiles * splits, resident));
+      double time = rounds * static_cast<double>(ceil_div(args_.steps, splits)) * kStep;
+      if (splits > 1) time += kSum + static_cast<double>(8 * splits * args_.m * args_.out_stride) / kBytes;
+      if (time >= least) continue;
+      best = splits;
+      least = time;
+    }
+    return best;
   }
 
   void describe_weight() {
