@@ -889,9 +889,9 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 5, got 6", refused(plan_of_view.get()));
   args.view = nullptr;
   args.weight = &packed;
-  packed.version = 2;
-  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: weight.version must be 1, got 2", refused(plan.get()));
-  EXPECT_FAILS(HALFBYTE_USAGE, "reorder: to.version must be 1, got 2",
+  packed.version = 3;
+  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: weight.version must be 2, got 3", refused(plan.get()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "reorder: to.version must be 2, got 3",
                halfbyte_reorder_to_packed(&back, &packed, nullptr));
   packed.data = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "weight->data must not be NULL", refused(plan.get()));
