@@ -146,8 +146,8 @@ def test_state_dict_round_trip(spec, storage, tmp_path):
     with pytest.raises(RuntimeError, match=r"must have the shape \[32, 128\], got \[64, 128\]"):
         type(layer)(128, 32, **options).load_state_dict(state)
     old = dict(state, weight_spec=torch.tensor(list(
-        bytes(state["weight_spec"].tolist()).replace(b'"packed_version": 1', b'"packed_version": 0')), dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="packed form must have version 1, got 0"):
+        bytes(state["weight_spec"].tolist()).replace(b'"packed_version": 2', b'"packed_version": 1')), dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="packed form must have version 2, got 1"):
         fresh.load_state_dict(old)
 
 
