@@ -332,7 +332,7 @@ TEST(TensorView, ExtentsOfAnyRank) {
   EXPECT_EQ(read.num_bytes, 160);
 }
 
-// The packed layout is stored by others: these numbers, worked out by hand, are version 1 for good.
+// The packed layout is stored by others: these numbers, worked out by hand, are version 2 for good.
 static_assert(kPackedVersion == 2);
 constexpr bool is_at(CodePlace place, int byte, int shift) {
   return place.byte == byte && place.shift == shift;

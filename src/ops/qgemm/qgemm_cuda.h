@@ -88,15 +88,15 @@ class QgemmOneKernel : public QgemmKernel {
     if (parts > 1 || !stores_y) sum_ = QgemmSum(context_, problem_, parts, types);
   }
 
-  const QgemmProblem problem_;
-  const cuda::Context& context_;
   // Elements from one row to the next, of x as it is loaded.
   int64_t x_stride() const { return staged_x_.is_used() ? staged_x_.stride() : problem_.in_cols(); }
 
+  const QgemmProblem problem_;
+  const cuda::Context& context_;
   Args args_{};
 
  private:
-  // tensors.x: as it was staged. `parts`: memory for parts of sums; null where there is one.
+  // tensors.x: as it was staged. `parts`: memory for sums that are left; null where none are.
   virtual void place(Args& args, const QgemmTensors& tensors, void* parts) const = 0;
 
   std::string name_;

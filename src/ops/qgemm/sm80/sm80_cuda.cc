@@ -143,7 +143,8 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
   }
 
   // What takes the least time by this model: rounds of blocks, and what it takes to write and add up the
-  // parts. Microseconds of an H100.
+  // parts. Microseconds and bytes a microsecond of an H100: `halfbyte bench qgemm --dtype f32 --m
+  // 64,65,128,129` times what they choose.
   int64_t splits_of_f32(int64_t tiles, int64_t resident, int64_t most) const {
     constexpr double kStep = 3, kSum = 3, kBytes = 2.5e6;
     int64_t best = 1;
@@ -194,8 +195,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm80: {}", reason);
   HALFBYTE_CHECK(tokens_of(problem) == problem.m, usage,
-                 "tokens must be 16 or 64, with dtype f32 and math auto 32, for a weight that no layout "
-                 "stores, and f32, got {}",
+                 "tokens must be 16 or 64 with math tf32 or a weight that no layout stores, 16 or 32 with "
+                 "dtype f32 and math auto, got {}",
                  problem.m);
   return kernel_of(problem);
 }
