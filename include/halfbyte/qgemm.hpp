@@ -60,8 +60,8 @@ HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t ro
 // A packed weight: one array that products in both directions read, at a multiple of 64 bytes on the CPU and
 // of 256 on a CUDA device. Its content is opaque; `version` says which form it is. If the rows are a multiple
 // of 32 and the columns a multiple of max(64, group size), it is at most 2 KB longer than the native layout.
-// The exceptions are one scale for the whole tensor, which is stored once for each row, and groups of 96,
-// 160, 192 and more columns that are multiples of 32, which are stored as several of 32, 64 or 128
+// The exceptions are one scale for the whole tensor, which is stored once for each row, and groups of 48, 80,
+// 96 and more columns that are multiples of 16, which are stored as several of 16, 32, 64 or 128
 // (docs/formats.md).
 inline constexpr int kPackedWeightVersion = 2;
 template <class Data>  // void, const void

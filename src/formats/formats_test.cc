@@ -367,7 +367,7 @@ static_assert(kNested.offset == 2308 && kNested.num_bytes == 2560 && kNested.sca
 constexpr PackedLayout kRows = packed_layout(40, 100, 8, 100, 4, false, false, false);  // a scale a row
 static_assert(kRows.strip_bytes == 4096 && kRows.scales == 8192 && kRows.num_bytes == 8448);
 static_assert(kRows.code(32, 64) == 6144 && kRows.scale(33, 0) == 8324);
-constexpr PackedLayout kOdd = packed_layout(32, 96, 4, 48, 2, false, true, false);  // sections
+constexpr PackedLayout kOdd = packed_layout(32, 96, 4, 40, 2, false, true, false);  // sections
 static_assert(kOdd.scales == 2048 && kOdd.biases == 2304 && kOdd.num_bytes == 2560 &&
               kOdd.bias(1, 1) == 2370);
 // A group longer than the row, in a block of its own length; a row as long as a group that has blocks.
@@ -378,6 +378,11 @@ static_assert(kLong.scale(0, 0) == 2048 && kLong.padded_groups() == 1 && kLong.t
 constexpr PackedLayout kThrice = packed_layout(64, 320, 4, 96, 2, true, false, false);
 static_assert(kThrice.inlined && kThrice.group == 32 && kThrice.repeats == 3 && kThrice.groups == 10);
 static_assert(kThrice.weight_groups == 4 && kThrice.scale(33, 3) == kThrice.strip_bytes + 2306);
+constexpr PackedLayout kSixteens = packed_layout(64, 100, 4, 48, 2, true, false, false);
+static_assert(kSixteens.inlined && kSixteens.group == 16 && kSixteens.repeats == 3 && kSixteens.groups == 7);
+static_assert(kSixteens.block_bytes == 1024 + 4 * 32 * 3 && kSixteens.padded_groups() == 8);
+static_assert(kSixteens.scale(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 66 &&
+              kSixteens.zero(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 256 + 33);
 constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false);
 static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups == 2);
 static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true).inlined);
@@ -397,7 +402,7 @@ static_assert(kHuge.bias((1 << 20) - 1, (1 << 15) - 1) == kHuge.num_bytes - 4);
 // Every code and parameter of a matrix has bits of its own within the memory.
 TEST(Packed, PlacesAreDisjoint) {
   for (const int bits : {2, 3, 4, 5, 6, 8})
-    for (const i64 group : {1, 7, 32, 48, 64, 96, 100, 128, 192, 256, 512, 1000})
+    for (const i64 group : {1, 7, 16, 32, 40, 48, 64, 96, 100, 128, 192, 256, 512, 1000})
       for (const auto& [n, k] : {std::pair<i64, i64>{32, 256}, {33, 300}, {70, 65}, {1, 1}})
         for (int parts = 0; parts < 4; ++parts) {  // none, zero points, biases, double quantization
           const PackedLayout p =

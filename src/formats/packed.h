@@ -16,9 +16,9 @@
 // the other: 8 columns are `bits` bytes, and a row of a unit is a multiple of 8 bytes.
 //
 // The parameters of a group (scales; zero points or biases) of the 32 rows lie behind the codes of their
-// columns where groups are 32, 64, 128 or 256 columns long: a block, see PackedLayout; in sections of their
-// own otherwise. A group of another multiple of 32 columns is stored as several of 32, 64 or 128 with the
-// same parameters, and so is one of 256: products are tuned for these.
+// columns where groups are 16, 32, 64 or 128 columns long: a block, see PackedLayout; in sections of their
+// own otherwise. A group of another multiple of 16 columns is stored as several of these with the same
+// parameters: products are tuned for them.
 #pragma once
 
 #include "formats/bits.h"
@@ -148,12 +148,12 @@ HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int pa
   p.has_zeros = has_zeros;
   p.has_biases = has_biases;
   p.double_quant = double_quant;
-  p.inlined = (group == 32 || group == 64 || group == 128 || group == 256) && k > 0;
+  p.inlined = (group == 16 || group == 32 || group == 64 || group == 128 || group == 256) && k > 0;
   if (p.inlined) p.group = group;
   // The absmax of double quantization belong to scales by their number.
-  if (group >= 96 && group % 32 == 0 && (group < k || group == 256) && k > 0 && !double_quant) {
+  if (group >= 48 && group % 16 == 0 && (group < k || group == 256) && k > 0 && !double_quant) {
     p.inlined = true;
-    p.group = group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+    p.group = group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16;
     p.repeats = group / p.group;
   }
   p.groups = (k + p.group - 1) / p.group;

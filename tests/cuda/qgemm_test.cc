@@ -405,6 +405,50 @@ TEST_P(QgemmCudaShapes, Large) {
     check_variants(d, static_cast<uint64_t>(n));
   }
 }
+// Few tiles, which clusters of 2, 4 and 8 blocks share; with a table of values and without, scales of 8 bits.
+TEST_P(QgemmCudaShapes, SharedTiles) {
+  QuantSpec wide = grouped(nf4(), 128);
+  wide.format = Format::int8;
+  QuantSpec nested = grouped(nf4(), 64);
+  nested.scale_dtype = DType::f32;
+  nested.double_quant = true;
+  for (const QuantSpec& spec : {nf4(), wide, nested})
+    for (const auto& [m, features, sums] :
+         {std::array<int64_t, 3>{100, 1000, 1024}, {72, 250, 4090}, {200, 330, 2048}}) {
+      QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
+      d.m = m;
+      d.n = d.transposed ? sums : features;
+      d.k = d.transposed ? features : sums;
+      d.bias = !d.transposed;
+      d.accumulate = m == 72;
+      check_variants(d, static_cast<uint64_t>(sums));
+    }
+}
+// Groups that are stored as such of 16 columns.
+TEST_P(QgemmCudaShapes, GroupsOf16) {
+  QuantSpec wide = grouped(nf4(), 48);
+  wide.format = Format::int4;
+  wide.asymmetric = true;
+  wide.scale_dtype = DType::bf16;
+  const QuantSpec specs[] = {grouped(nf4(), 16), wide};
+  uint64_t turn = 0;
+  for (const int64_t m : {1, 8, 13, 16, 27, 33, 64, 65, 128, 200, 300})
+    for (const DType dtype : {DType::bf16, DType::f32}) {
+      if (dtype == DType::f32 && m > 64) continue;
+      QgemmDescriptor d = descriptor(specs[turn % 2], dtype, GetParam());
+      d.m = m;
+      d.n = turn % 3 == 0 ? 200 : 264;
+      d.k = turn % 3 == 0 ? 712 : 130;
+      d.accumulate = turn % 4 == 0;
+      check_variants(d, ++turn);
+      if (dtype == DType::f32 || cuda::context(kCuda.index).target != "sm_90a") continue;
+      const std::vector<std::string> takers = variants_of(d);
+      const char* const expected = m > 64         ? "qgemm_sm90_large"
+                                   : d.transposed ? "qgemm_sm90_transposed"
+                                                  : "qgemm_sm90_wgmma";
+      EXPECT_NE(std::ranges::find(takers, expected), takers.end()) << testing::describe(d);
+    }
+}
 // Several rounds, tiles and slices a block, which take many rows or columns; tails everywhere.
 TEST_P(QgemmCudaShapes, ManyTiles) {
   QuantSpec wide = grouped(nf4(), 128);

@@ -81,8 +81,8 @@ constexpr int kDeepest = kTransposed || kTf32 || kSplit || kTokens == 32 ? 2 : 4
 constexpr int kDeep = min(kDeepest, kTransposed ? 4 : 4 / kUnitGroups);
 
 // One block has all registers.
-constexpr int kBlocks =
-    qgemm_sm80_blocks(kTokens, sizeof(Memory) == 4 && kTransposed, kAffine, HALFBYTE_DEVICE_ARCH / 10);
+constexpr int kBlocks = qgemm_sm80_blocks(kTokens, sizeof(Memory) == 4, kTransposed, kAffine, kUnitGroups,
+                                          HALFBYTE_DEVICE_ARCH / 10);
 constexpr bool kRoomy = kBlocks == 1;
 // Between two branches, for the scheduler to mix: more would take more registers.
 constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;

@@ -90,10 +90,12 @@ HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_
   return s;
 }
 
-// Blocks that the registers of a multiprocessor hold. `f32_columns`: f32 along the rows of the weight, which
-// needs more of them; where shared memory holds one block only, it gets these.
-HALFBYTE_FN int qgemm_sm80_blocks(int tokens, bool f32_columns, bool affine, int capability) {
-  const bool crowded = f32_columns && (affine || qgemm_sm80_most_shared_bytes(capability) < 128 * 1024);
+// Blocks that the registers of a multiprocessor hold. `groups`: of a unit. f32 needs more of them along the
+// rows of the weight and with many groups; where shared memory holds one block only, it gets these.
+HALFBYTE_FN int qgemm_sm80_blocks(int tokens, bool is_f32, bool transposed, bool affine, int groups,
+                                  int capability) {
+  const bool is_small = qgemm_sm80_most_shared_bytes(capability) < 128 * 1024;
+  const bool crowded = is_f32 && (groups == 4 || (transposed && (affine || is_small)));
   return tokens <= 32 && !crowded ? 2 : 1;
 }
 

@@ -14,7 +14,10 @@ namespace halfbyte {
 namespace {
 
 // Groups that the 64 columns of a unit can have parameters of.
-int unit_groups(const QgemmProblem& problem) { return inlined_group(problem) == 32 ? 2 : 1; }
+int unit_groups(const QgemmProblem& problem) {
+  const int group = inlined_group(problem);
+  return group == 0 ? 1 : std::max(formats::kUnitCols / group, 1);
+}
 
 // f32 is multiplied in parts of bf16; so many has a value that a code stands for, before it is scaled.
 bool is_split(const QgemmProblem& problem) {
@@ -53,7 +56,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   if (problem.math == QgemmMath::f64) return "math must not be f64";
   if (!problem.weight.inlined && problem.weight.groups != 1)
-    return fmt::format("groups must be of 32, 64, 128 or 256 columns, or rows, got {}", problem.group);
+    return fmt::format("groups must be multiples of 16 columns, or rows, got {}", problem.group);
   if (problem.dtype == DType::f32)
     if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
   return "";
@@ -129,8 +132,9 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args_.token_tiles = ceil_div(args_.m, tokens);
     args_.steps = ceil_div(problem_.in_cols(), kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
-    const int blocks = qgemm_sm80_blocks(tokens, problem_.dtype == DType::f32 && problem_.transposed,
-                                         problem_.codec.kind == formats::Kind::affine, context_.capability);
+    const int blocks = qgemm_sm80_blocks(tokens, problem_.dtype == DType::f32, problem_.transposed,
+                                         problem_.codec.kind == formats::Kind::affine, unit_groups(problem_),
+                                         context_.capability);
     const int64_t resident = int64_t{blocks} * context_.num_multiprocessors;
     const int64_t most = std::max<int64_t>(1, args_.steps / kFewestSteps);
     args_.splits = is_split(problem_) ? splits_of_f32(tiles, resident, most)

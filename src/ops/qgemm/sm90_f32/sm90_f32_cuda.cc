@@ -5,6 +5,7 @@
 #include "cuda/config.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
+#include "ops/qgemm/weight/common_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -46,7 +47,8 @@ std::string refuse(const QgemmProblem& p) {
   if (!p.packed) return "the weight must be packed";
   if (p.codec.bits != 4) return fmt::format("codes must have 4 bits, got {}", p.codec.bits);
   if (p.double_quant) return "scales must not be quantized";
-  if (!p.weight.inlined) return fmt::format("groups must be of 32, 64, 128 or 256 columns, got {}", p.group);
+  if (inlined_group(p) < 32)
+    return fmt::format("groups must be multiples of 32 columns, got those of {}", p.group);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (stages_of(p) < kFewestStages)
     return fmt::format("{} rows of x of {} columns are too many for shared memory", p.m, p.k);

@@ -6,9 +6,9 @@
 // A warpgroup of its own keeps a ring of stages full, of codes and of x, through all tiles of the block. The
 // two others have half of the features each; they decode what comes next while the tensor cores multiply what
 // is there. Where a block has several tiles one of them is a little ahead, so that the tensor cores have work
-// while the other one stores. What tiles are left when all blocks had as many are shared by two blocks of a
-// cluster, each of which has half of what is summed, and stores half of the tokens. Where tiles are few, each
-// becomes several, of parts of what is summed: then another kernel adds up their sums.
+// while the other one stores. What tiles are left when all blocks had as many are shared by the blocks of a
+// cluster, two or more: each has its share of what is summed, and stores its share of the tokens. Where tiles
+// are few, each becomes several, of parts of what is summed: then another kernel adds up their sums.
 //
 // Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each
 // loads half of a stage's x to the shared memory of both, when the warps of both are done with what was
@@ -46,6 +46,7 @@ constexpr int kSums = kTokens / 2;
 constexpr int kGroups = kTiling.unit_groups();     // of a unit
 constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
 constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
+constexpr int kSharers = kTiling.sharers;          // blocks
 
 // What a thread knows of its block: shared memory, and its own place.
 struct Block {
@@ -87,7 +88,7 @@ struct Tile {
 __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int number) {
   const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
   tile.shared = index >= args.whole;
-  int i = tile.shared ? args.whole + (index - args.whole) / 2 : index;
+  int i = tile.shared ? args.whole + (index - args.whole) / kSharers : index;
   if (i >= args.tiles) return false;
   const int of_part = args.feature_tiles * args.token_tiles;
   tile.part = i / of_part;
@@ -100,8 +101,11 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
   tile.tokens = first + pair % width;
   tile.first_stage = tile.part * args.part_stages;
   tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
-  const int middle = tile.first_stage + (tile.last_stage - tile.first_stage) / 4 * 2;
-  if (tile.shared) (index % 2 == 0 ? tile.last_stage : tile.first_stage) = middle;
+  if (tile.shared) {
+    const int sharer = index % kSharers, turns = (tile.last_stage - tile.first_stage) / 2;
+    tile.last_stage = tile.first_stage + turns * (sharer + 1) / kSharers * 2;
+    tile.first_stage += turns * sharer / kSharers * 2;
+  }
   return true;
 }
 
@@ -208,7 +212,8 @@ class Operand {
       codes_at_ = code_place(2 * t, feature_of(warp, g), kBits).byte / 4 * 4;
       strip_ = lane / 16;
       row_ = lane % 16 * 2;
-      group_ = kGroups == 2 ? warp / 2 : 0;
+      group_ = kGroups > 1 ? warp / 2 * kParameters : 0;
+      has_second_ = g >= 4;
       const int second = g / 2 % 2;
       even_ = pair_selector(2 * second);
       odd_ = pair_selector(2 * second + 1);
@@ -229,7 +234,7 @@ class Operand {
     load_codes(words_, pair + codes_at_);
 #pragma unroll
     for (int i = 0; i < kParameters; ++i) {
-      const int group = kTransposed ? group_ : i;
+      const int group = kTransposed ? group_ + i : i;
       const u8* const scales = pair + strip_ * kSlotBytes + kUnitBytes;
       const u8* const seconds = scales + kGroups * kUnitRows * kScaleBytes;
       StoredParameters& stored = stored_[i];
@@ -247,8 +252,12 @@ class Operand {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) look_up(a[i], i);
     if constexpr (kTransposed) {
-      const RowParameters rows = unpack(stored_[0]);
-      const ParameterPairs pairs = pair_rows(rows, 0, rows, 1);
+      ParameterPairs pairs[kParameters];
+#pragma unroll
+      for (int group = 0; group < kParameters; ++group) {
+        const RowParameters rows = unpack(stored_[group]);
+        pairs[group] = pair_rows(rows, 0, rows, 1);
+      }
       scale_rows<0>(a[0], pairs);
       scale_rows<8>(a[1], pairs);
       scale_rows<16>(a[2], pairs);
@@ -277,8 +286,9 @@ class Operand {
     StoredSeconds seconds;
     float absmax[2];
   };
-  // Of a lane in a stage: groups with parameters; words of codes.
-  static constexpr int kParameters = kTransposed ? 1 : kGroups;
+  // Of a lane in a stage: groups with parameters, transposed those of 32 columns, of which it has 16; words
+  // of codes.
+  static constexpr int kParameters = !kTransposed ? kGroups : kGroups == 4 ? 2 : 1;
   static constexpr int kNumWords = kTransposed || kBits == 8 ? 8 : 4;
 
   __device__ __forceinline__ void load_codes(u32 (&words)[kNumWords], const u8* from) const {
@@ -327,8 +337,14 @@ class Operand {
     }
   }
   template <int kFirst>
-  __device__ __forceinline__ void scale_rows(u32 (&a)[4], const ParameterPairs& pairs) const {
-    const ParameterPairs low = shuffle<kFirst>(pairs), high = shuffle<kFirst + 4>(pairs);
+  __device__ __forceinline__ ParameterPairs of_lanes(const ParameterPairs (&pairs)[kParameters]) const {
+    const ParameterPairs first = shuffle<kFirst>(pairs[0]);
+    if constexpr (kParameters == 1) return first;
+    return select(has_second_, shuffle<kFirst>(pairs[kParameters - 1]), first);
+  }
+  template <int kFirst>
+  __device__ __forceinline__ void scale_rows(u32 (&a)[4], const ParameterPairs (&pairs)[kParameters]) const {
+    const ParameterPairs low = of_lanes<kFirst>(pairs), high = of_lanes<kFirst + 4>(pairs);
     a[0] = weight_pair(a[0], low);
     a[1] = weight_pair(a[1], low);
     a[2] = weight_pair(a[2], high);
@@ -369,6 +385,7 @@ class Operand {
   int first_pair_;                       // of units of a stage, that the warpgroup has
   int codes_at_;                         // from a pair of units on
   int strip_, row_, group_ = 0;          // of the parameters that the lane loads; strip_ of the pair
+  bool has_second_ = false;              // its columns are in the second group of those
   float offset_ = 0;
   u32 words_[kNumWords];
   StoredParameters stored_[kParameters];
@@ -518,39 +535,63 @@ __device__ __forceinline__ void unpack_pair(float (&to)[2], u32 pair) {
   to[1] = load(Element(), static_cast<u16>(pair >> 16));
 }
 
-// Adds the sums of the other block of the cluster to those of half of the tokens, which become the first.
-// These of two blocks are added once: their order does not matter.
+// Of a block that shares a tile: of the tokens it stores, and of the sums of 64 features.
+constexpr int kShareTokens = kTokens / kSharers, kShareSums = kSums / kSharers;
+static_assert(kShareSums % 4 == 0);
+
+// Sum i of the tokens that the block `rank` stores.
+__device__ __forceinline__ float share_of(const Sums& sums, int block, int i, u32 rank) {
+  float sum = sums.at(block, i);
+#pragma unroll
+  for (u32 other = 1; other < kSharers; ++other)
+    if (rank == other) sum = sums.at(block, i + static_cast<int>(other) * kShareSums);
+  return sum;
+}
+
+// Adds the sums of the other blocks of the cluster to those of this block's share of the tokens, which become
+// the first; in the order of their ranks.
 __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u32 rank) {
-  constexpr int kHalf = kSums / 2;
-  // The other block has used up its stages.
+  // The other blocks have used up their stages.
   cluster_arrive();
   cluster_wait();
   u8* const exchange = boxes + thread * 16;
-  const u32 there = shared_address_of(exchange, rank ^ 1);
-  const auto offset = [](int b, int i) { return (b * kHalf + i) / 4 * kMultipliers * 16; };
+  const auto offset = [](u32 from, int b, int i) {
+    return (static_cast<int>(from) * kBlocks * kShareSums + b * kShareSums + i) / 4 * kMultipliers * 16;
+  };
+  // Where each of the others has its place: one's own is left out.
+  const auto each_other = [&](const auto& f) {
+#pragma unroll
+    for (u32 other = 0; other < kSharers - 1; ++other) f(other, other + (other >= rank));
+  };
+  each_other([&](u32, u32 other) {
+    const u32 there = shared_address_of(exchange, other);
+    const u32 place = rank - (rank > other);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int i = 0; i < kShareSums; i += 4) {
+        float sent[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sent[e] = share_of(sums, b, i + e, other);
+        store_cluster(there + static_cast<u32>(offset(place, b, i)), sent[0], sent[1], sent[2], sent[3]);
+      }
+  });
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-    for (int i = 0; i < kHalf; i += 4) {
-      float sent[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float low = sums.at(b, i + e), high = sums.at(b, i + e + kHalf);
-        sent[e] = rank == 0 ? high : low;
-        sums.at(b, i + e) = rank == 0 ? low : high;
-      }
-      store_cluster(there + static_cast<u32>(offset(b, i)), sent[0], sent[1], sent[2], sent[3]);
-    }
+    for (int i = 0; i < kShareSums; ++i) sums.at(b, i) = share_of(sums, b, i, rank);
   cluster_arrive();
   cluster_wait();
+  each_other([&](u32 place, u32) {
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b)
+    for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-    for (int i = 0; i < kHalf; i += 4) {
-      const Words4 received = load_words(exchange + offset(b, i));
+      for (int i = 0; i < kShareSums; i += 4) {
+        const Words4 received = load_words(exchange + offset(place, b, i));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums.at(b, i + e) += __uint_as_float(received.word[e]);
-    }
+        for (int e = 0; e < 4; ++e) sums.at(b, i + e) += __uint_as_float(received.word[e]);
+      }
+  });
 }
 
 // The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum;
@@ -587,7 +628,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
     u8* const y = static_cast<u8*>(args.y) + token * i64{y_stride} + feature * 2;
     // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
     // time of a load once; for more there are no registers beside the sums.
-    constexpr int kAtOnce = kCount % 16 == 0 ? 16 : 8;
+    constexpr int kAtOnce = kCount % 16 == 0 ? 16 : kCount % 8 == 0 ? 8 : 4;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kAtOnce) {
       u32 before[kAtOnce / 2];
@@ -681,7 +722,7 @@ __launch_bounds__(kLargeThreads, 1)
     tile = next;
   }
   share_sums(sums, block.boxes, block.thread, block.rank);
-  store_tile<kSums / 2>(sums, args, tile, block, static_cast<int>(block.rank) * (kTokens / 2));
+  store_tile<kShareSums>(sums, args, tile, block, static_cast<int>(block.rank) * kShareTokens);
 #endif
 }
 

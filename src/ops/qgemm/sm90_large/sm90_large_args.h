@@ -23,6 +23,7 @@ struct QgemmSm90LargeTiling {
   int parameter_bytes;  // of the parameters of a row and group
   int stages;
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
+  int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared
 
   HALFBYTE_FN int features() const { return blocks * 128; }
   HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
@@ -32,21 +33,28 @@ struct QgemmSm90LargeTiling {
     return formats::max(group, formats::kUnitCols) / formats::kUnitCols;
   }
   HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
-  HALFBYTE_FN int unit_groups() const { return group == 32 ? 2 : 1; }
+  HALFBYTE_FN int unit_groups() const { return group == 0 ? 1 : formats::max(formats::kUnitCols / group, 1); }
   // Whether a unit and its parameters lie together.
-  HALFBYTE_FN bool joint() const { return group == 32 || group == 64; }
+  HALFBYTE_FN bool joint() const { return group != 0 && group <= formats::kUnitCols; }
   // A unit in a stage: codes, and behind them its parameters.
   HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
   HALFBYTE_FN int x_bytes() const { return tokens * kLargeStage * 2; }
   HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
 
-  // Bytes of shared memory from its begin: the table of pairs; the boxes of x of all stages; their units; the
-  // map of double quantization; the barriers. Blocks of a cluster exchange sums where the boxes were.
-  HALFBYTE_FN int box_offset() const { return bits == 4 ? 65536 : 0; }
+  // Bytes of shared memory from its begin: the table of pairs, which uses half of each of its rows of 256
+  // bytes; the boxes of x of all stages; their units; the map of double quantization; the barriers, with a
+  // table in the other half of its first row. Blocks of a cluster exchange sums where the boxes were.
+  HALFBYTE_FN bool has_table() const { return bits == 4; }
+  HALFBYTE_FN bool has_map() const { return parameter_bytes == 1; }
+  HALFBYTE_FN int barrier_bytes() const { return stages * 16; }
+  HALFBYTE_FN int box_offset() const { return has_table() ? 65536 : 0; }
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
-  HALFBYTE_FN int barrier_offset() const { return map_offset() + 1024; }
-  HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
+  HALFBYTE_FN int end_offset() const { return map_offset() + (has_map() ? 1024 : 0); }
+  HALFBYTE_FN int barrier_offset() const { return has_table() ? 128 : end_offset(); }
+  HALFBYTE_FN int shared_bytes() const { return end_offset() + (has_table() ? 0 : barrier_bytes()); }
+  // Of the sums, four bytes each, that the other blocks which share a tile send to one.
+  HALFBYTE_FN int exchange_bytes() const { return tokens * features() / sharers * (sharers - 1) * 4; }
 };
 
 struct QgemmSm90LargeArgs {
@@ -66,7 +74,9 @@ struct QgemmSm90LargeArgs {
   formats::i32 n, groups;       // of the weight; of a row
   formats::i32 m, features;     // of y
   formats::i32 partial_stride;  // even
-  formats::i32 stages;  // of a tile, a multiple of 2: the last may lie beyond x; of 4 where tiles are shared
+  // Of a tile, a multiple of 2: the last may lie beyond x. Tiles that are shared have two or more for each of
+  // those who share it.
+  formats::i32 stages;
   formats::i32 part_stages;  // of a part but the last, a multiple of 2
   formats::i32 feature_tiles, token_tiles;
   formats::i32 tokens;  // of a tile: at most those of the tiling; even

@@ -33,7 +33,7 @@ std::string refuse(const QgemmProblem& p) {
 }
 
 // All that a tile needs, with as many stages as fit.
-QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks) {
+QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks, int sharers) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
   tiling.tokens = tokens;
@@ -42,6 +42,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
   tiling.multicast = tokens > 128;  // x of so many takes longer to load than the weight
+  tiling.sharers = sharers;
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -53,7 +54,7 @@ struct Division {
   int64_t feature_tiles = 0, token_tiles = 0, stages = 0;
   int64_t tokens = 0;                  // of a tile: all have as many, but the last one
   int64_t parts = 1, part_stages = 0;  // of what is summed; stages of a part but the last
-  int64_t whole = 0;                   // tiles of one block each; two blocks share one of the others
+  int64_t whole = 0;                   // tiles of one block each; a cluster shares each of the others
   int64_t blocks = 0;                  // of the grid
   int cluster = 1;
   bool multicast = false;
@@ -74,16 +75,33 @@ constexpr Candidate kCandidates[] = {{288, 1, 1245, 1310}, {256, 1, 1090, 1135},
 double clocks_of(const Candidate& candidate, bool transposed) {
   return transposed ? candidate.transposed : candidate.forward;
 }
-// That the end of a tile takes, for each token and block; where it is shared.
-constexpr double kEndClocks = 9, kSharedEndClocks = 28;
+// That the end of a tile takes, for each token and block of features. Where tiles are shared, what their
+// cluster takes, and the exchange of sums, which grows with the share that goes to other blocks: they are
+// written to at some 14 bytes a clock, by stores or by bulk copies.
+constexpr double kEndClocks = 9, kShareClocks = 900, kExchangeClocks = 54;
 
 // That adding up parts takes; bytes of them a clock.
 constexpr double kSumClocks = 4400, kSumBytes = 1700;
 
-constexpr int kFewestStages = 3;  // else there is no such kernel
+// Whether there is such a kernel. With three stages that of 288 tokens takes twice as long. Many blocks share
+// small tiles only: others gain nothing by it. Sums are exchanged by rows of four, where x was.
+bool can_be(const QgemmSm90LargeTiling& t) {
+  constexpr int kFewestStages = 4, kMostTokens = 96;
+  return t.stages >= kFewestStages && (t.sharers == 2 || t.tokens <= kMostTokens) &&
+         t.tokens % (8 * t.sharers) == 0 && t.exchange_bytes() <= t.stages * t.x_bytes();
+}
 
-// Multicast where the tiling allows it and tiles have a neighbour.
-Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64_t parts,
+// How many clusters of so many blocks there is room for at once. A block has a multiprocessor, a cluster
+// those of one GPC, whose number is not always a multiple: an H100 had no room for 32 clusters of 4 or 16
+// of 8.
+int64_t clusters_at_once(int num_multiprocessors, int blocks) {
+  const int64_t clusters = num_multiprocessors / blocks;
+  return blocks <= 2 ? clusters : clusters * 3 / 4;
+}
+
+// Multicast where the tiling allows it and tiles have a neighbour. `sharers`: blocks that share what tiles
+// are left, all tiles where more than 2; 1: none are shared.
+Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64_t parts, int sharers,
                 int num_multiprocessors) {
   Division d;
   d.tiling = tiling;
@@ -94,42 +112,54 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   d.part_stages = formats::round_up(ceil_div(d.stages, parts), 2);
   d.parts = ceil_div(d.stages, d.part_stages);
   const int64_t last_stages = d.stages - (d.parts - 1) * d.part_stages;
-  const int64_t at_once = num_multiprocessors / 2 * 2, rest = d.tiles() % at_once;
-  const bool shares = rest > 0 && rest <= at_once / 2 && last_stages >= 4;
+  const int64_t clusters = clusters_at_once(num_multiprocessors, sharers), at_once = clusters * sharers;
+  const int64_t rest = sharers > 2 ? d.tiles() : d.tiles() % at_once;
+  const bool shares = sharers > 1 && rest > 0 && rest <= clusters && last_stages >= 2 * sharers;
   d.whole = d.tiles() - (shares ? rest : 0);
   d.multicast = tiling.multicast && d.feature_tiles % 2 == 0 && d.whole > 0;
-  d.cluster = shares || d.multicast ? 2 : 1;
+  d.cluster = shares ? sharers : d.multicast ? 2 : 1;
   const int64_t most = num_multiprocessors / d.cluster * d.cluster;
   if (shares)
-    d.blocks = d.whole > 0 ? most : 2 * rest;
+    d.blocks = d.whole > 0 ? most : sharers * rest;
   else
     d.blocks = formats::round_up(ceil_div(d.tiles(), ceil_div(d.tiles(), most)), d.cluster);
   return d;
 }
 
-// What takes the least time by this model.
+// By this model.
+double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks) {
+  const auto stages = static_cast<double>(d.part_stages);
+  const auto sums = static_cast<double>(d.tokens * d.tiling.blocks);
+  const auto rounds = static_cast<double>(ceil_div(d.whole, d.blocks));
+  double time = rounds * (stages * stage_clocks + kEndClocks * sums);
+  if (d.whole < d.tiles())
+    time += stages / d.cluster * stage_clocks + kShareClocks +
+            kExchangeClocks * sums * (d.cluster - 1) / d.cluster;
+  if (d.parts > 1) time += kSumClocks + static_cast<double>(d.parts * p.m * p.out_cols() * 8) / kSumBytes;
+  return time;
+}
+
+// What takes the least time.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
-  for (const Candidate& candidate : kCandidates) {
-    const auto [tokens, blocks] = std::pair(candidate.tokens, candidate.blocks);
-    const double clocks = clocks_of(candidate, p.transposed);
-    const QgemmSm90LargeTiling tiling = tiling_of(p, tokens, blocks);
-    if (clocks == 0 || tiling.stages < kFewestStages) continue;
-    for (const int64_t parts : {1, 2, 4, 8}) {
-      const Division d = divide(p, tiling, parts, num_multiprocessors);
-      // Workspace and the sum of parts are for one round.
-      if (d.parts != parts || (parts > 1 && d.tiles() > num_multiprocessors)) continue;
-      const auto stages = static_cast<double>(d.part_stages), sums = static_cast<double>(d.tokens * blocks);
-      const auto rounds = static_cast<double>(ceil_div(d.whole, d.blocks));
-      double time = rounds * (stages * clocks + kEndClocks * sums);
-      if (d.whole < d.tiles()) time += stages / 2 * clocks + kSharedEndClocks * sums;
-      if (parts > 1) time += kSumClocks + static_cast<double>(parts * p.m * p.out_cols() * 8) / kSumBytes;
-      if (time >= least) continue;
-      best = d;
-      least = time;
+  for (const Candidate& candidate : kCandidates)
+    for (const int sharers : {1, 2, 4, 8}) {
+      const double stage_clocks = clocks_of(candidate, p.transposed);
+      const QgemmSm90LargeTiling tiling =
+          tiling_of(p, candidate.tokens, candidate.blocks, std::max(sharers, 2));
+      if (stage_clocks == 0 || !can_be(tiling)) continue;
+      for (const int64_t parts : {1, 2, 4, 8}) {
+        const Division d = divide(p, tiling, parts, sharers, num_multiprocessors);
+        // Workspace and the sum of parts are for one round.
+        if (d.parts != parts || (parts > 1 && d.tiles() > num_multiprocessors)) continue;
+        if ((d.whole < d.tiles()) != (sharers > 1)) continue;
+        const double time = clocks_of(d, p, stage_clocks);
+        if (time >= least) continue;
+        best = d;
+        least = time;
+      }
     }
-  }
   return best;
 }
 
@@ -145,7 +175,8 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                                                  {"group", t.group},
                                                  {"parameter_bytes", t.parameter_bytes},
                                                  {"stages", t.stages},
-                                                 {"multicast", t.multicast}}))};
+                                                 {"multicast", t.multicast},
+                                                 {"sharers", t.sharers}}))};
 }
 
 class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
@@ -217,16 +248,17 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const std::string reason = refuse_rare_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
   const QgemmSm90LargeTiling tiling =
-      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128);
-  HALFBYTE_CHECK(tiling.stages >= kFewestStages &&
-                     std::ranges::any_of(kCandidates,
-                                         [&](const Candidate& candidate) {
-                                           return candidate.tokens == tiling.tokens &&
-                                                  candidate.blocks == tiling.blocks &&
-                                                  clocks_of(candidate, problem.transposed) > 0;
-                                         }),
-                 usage, "qgemm_sm90_large: tokens {} and features {} do not go together{}", tiling.tokens,
-                 tiling.features(), problem.transposed ? " where transposed" : "");
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
+                number_of(values, "sharers"));
+  HALFBYTE_CHECK(can_be(tiling) && std::ranges::any_of(kCandidates,
+                                                       [&](const Candidate& candidate) {
+                                                         return candidate.tokens == tiling.tokens &&
+                                                                candidate.blocks == tiling.blocks &&
+                                                                clocks_of(candidate, problem.transposed) > 0;
+                                                       }),
+                 usage, "qgemm_sm90_large: tokens {}, features {} and sharers {} do not go together{}",
+                 tiling.tokens, tiling.features(), tiling.sharers,
+                 problem.transposed ? " where transposed" : "");
   return kernel_of(problem, tiling);
 }
 
@@ -238,6 +270,7 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(
       number_key("tokens", {256, 288, 224, 192, 160, 128, 96, 64}, "Rows of x in a tile, at most."));
   keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
+  keys.push_back(number_key("sharers", {2, 4, 8}, "Blocks that share the tiles that are left."));
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }

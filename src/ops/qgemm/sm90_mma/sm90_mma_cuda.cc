@@ -52,6 +52,7 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return fmt::format("dtype must be bf16 or f16, got {}", to_string(problem.dtype));
   if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
+  if (inlined_group(problem) == 16) return "groups must be rows or multiples of 32 columns, got those of 16";
   if (problem.k > kMaxCols) return fmt::format("k must be at most {}, got {}", kMaxCols, problem.k);
   if (problem.k % 2 != 0) return fmt::format("k must be even, got {}", problem.k);
   if (problem.alignment < 4) return fmt::format("alignment must be at least 4, got {}", problem.alignment);

@@ -8,7 +8,7 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The parameters of two rows, `row` (even) and the next of strip `strip` of a step, in one group: number
-// `group` (of 32 columns) of unit `unit`.
+// `group`, where there are several, of unit `unit`.
 class Parameters {
  public:
   Parameters() = default;
@@ -17,7 +17,7 @@ class Parameters {
       : args_(&args),
         map_(reinterpret_cast<const float*>(shared + kTiling.map())),
         unit_(unit),
-        group_(kGroup == 32 ? group : 0),
+        group_(kTiling.groups_per_block() > 1 ? group : 0),
         strip_(strip),
         row_(row) {
     if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);

@@ -32,7 +32,7 @@ class WarpProduct {
     for (int i = 0; i < kSets; ++i) {
 #pragma unroll
       for (int q = 0; q < 4; ++q)
-        parameters_[i][q] = Parameters(args, shared, unit, kGroups == 2 ? i : half, kGroups == 2 ? 0 : i,
+        parameters_[i][q] = Parameters(args, shared, unit, i % kGroups + half * kHalfGroups, i / kGroups,
                                        2 * quad_lane + q * 8);
     }
   }
@@ -95,8 +95,9 @@ class WarpProduct {
   // chunks.
   static constexpr int kWords = kBits == 8 ? 4 : 2 * kUnits, kCols = kBits == 8 ? 2 : kWords;
   static constexpr int kChunks = 2 * kUnits / kCols;
-  // Of parameters of a lane: there are two groups, or two strips, or one of each.
-  static constexpr int kGroups = kGroup == 32 && kUnits == 2 ? 2 : 1, kSets = kGroups * kStrips;
+  // Of parameters of a lane: a set for each group of its columns, half of a unit or all of one, and strip.
+  static constexpr int kHalfGroups = kGroup == 16 ? 2 : kGroup == 32 ? 1 : 0;
+  static constexpr int kGroups = max(kHalfGroups * kUnits, 1), kSets = kGroups * kStrips;
 
   // ---- What a stage holds, to registers
 
@@ -163,7 +164,7 @@ class WarpProduct {
         for (int i = 0; i < 2; ++i) {  // 16 rows of the weight
 #pragma unroll
           for (int j = 0; j < kCols; ++j) {  // 16 columns
-            const int col = chunk * kCols + j, set = kGroups == 2 ? col / 2 : strip;
+            const int col = chunk * kCols + j, set = strip * kGroups + col * kGroups / (2 * kUnits);
             u32 a[2][4];
             load_codes(a, words[strip][chunk][2 * i], words[strip][chunk][2 * i + 1], j);
 #pragma unroll

@@ -34,10 +34,11 @@ class WarpgroupProduct {
  public:
   __device__ __forceinline__ WarpgroupProduct(const QgemmSm90TransposedArgs& args, const u8* shared, int warp,
                                               int lane, u32 rank)
-      : table_lane_(pair_table_lane(lane, rank)),
-        warp_(warp),
-        lane_(lane),
-        parameters_(args, shared, kUnits == 2 ? warp / 2 : 0, warp % 2, lane / 16, lane % 16 * 2) {
+      : table_lane_(pair_table_lane(lane, rank)), warp_(warp), lane_(lane), is_odd_(lane / 4 % 2 == 1) {
+#pragma unroll
+    for (int i = 0; i < kSets; ++i)
+      parameters_[i] = Parameters(args, shared, kUnits == 2 ? warp / 2 : 0, warp % 2 * kSets + i, lane / 16,
+                                  lane % 16 * 2);
     const int high = warp / 2, unit = kUnits == 2 ? high : 0;
     const WordPlace place = word_place(warp % 2, lane / 4);
     constexpr int kUnitsPerBlock = kTiling.units_per_block();
@@ -53,8 +54,11 @@ class WarpgroupProduct {
     for (auto& block : sums_)
 #pragma unroll
       for (float& sum : block) sum = 0;
-    parameters_.set_tile(tile, first_strip);
-    parameters_.load_ahead();
+#pragma unroll
+    for (Parameters& parameters : parameters_) {
+      parameters.set_tile(tile, first_strip);
+      parameters.load_ahead();
+    }
   }
 
   // Adds the products of a stage but for those under way, which finish() waits for: at most of that stage.
@@ -67,9 +71,13 @@ class WarpgroupProduct {
       for (int q = 0; q < 2; ++q)
         words_of[i][q] = *reinterpret_cast<const Words<kWords>*>(words + i / 2 * kTiling.slot_bytes() +
                                                                  (i % 2 * 2 + q) * 4 * 64);
-    const RowParameters rows = parameters_.load(stream.slot(stage, 0));
-    const ParameterPairs pairs = pair_rows(rows, 0, rows, 1);
-    parameters_.load_ahead();
+    ParameterPairs pairs[kSets];
+#pragma unroll
+    for (int i = 0; i < kSets; ++i) {
+      const RowParameters rows = parameters_[i].load(stream.slot(stage, 0));
+      pairs[i] = pair_rows(rows, 0, rows, 1);
+      parameters_[i].load_ahead();
+    }
     wgmma_wait<3>();
     load_codes(a_[0], words_of[0]);
     multiply_rows<0>(stream, stage, words_of, pairs);
@@ -124,8 +132,10 @@ class WarpgroupProduct {
  private:
   static constexpr int kSums = kTokens / 2;
 
-  // A warp has columns of one group of 32, or of 64 where its loads of words then meet in no bank.
-  static constexpr bool kHalfUnits = kBits == 8 || kGroup == 32;
+  // A warp has columns of one group of 32, or two of 16, or of 64 where its loads of words then meet in no
+  // bank. Of groups of 16 a lane has one, the odd ones the second.
+  static constexpr bool kHalfUnits = kBits == 8 || kGroup == 32 || kGroup == 16;
+  static constexpr int kSets = kGroup == 16 ? 2 : 1;
   struct WordPlace {
     int j, t;
   };
@@ -148,8 +158,8 @@ class WarpgroupProduct {
   template <int i>
   __device__ __forceinline__ void multiply_rows(const Stream& stream, int stage,
                                                 const Words<kWords> (&words)[4][2],
-                                                const ParameterPairs& pairs) {
-    const ParameterPairs of_rows[2] = {shuffle<8 * i>(pairs), shuffle<8 * i + 4>(pairs)};
+                                                const ParameterPairs (&pairs)[kSets]) {
+    const ParameterPairs of_rows[2] = {of_lanes<8 * i>(pairs), of_lanes<8 * i + 4>(pairs)};
     if constexpr (i < 3) {
       wgmma_wait<2>();  // three products ago a_[i + 1] was read
       load_codes(a_[i + 1], words[i + 1]);
@@ -166,6 +176,13 @@ class WarpgroupProduct {
     for (int block = 0; block < kUnits; ++block)
       wgmma<Major::k>(Element(), sums_[block], a[block], stream.box(stage, i));
     wgmma_commit();
+  }
+
+  template <int kFirst>
+  __device__ __forceinline__ ParameterPairs of_lanes(const ParameterPairs (&pairs)[kSets]) const {
+    const ParameterPairs first = shuffle<kFirst>(pairs[0]);
+    if constexpr (kSets == 1) return first;
+    return select(is_odd_, shuffle<kFirst>(pairs[kSets - 1]), first);
   }
 
   __device__ __forceinline__ void load_codes(u32 (&values)[kUnits][4],
@@ -198,7 +215,8 @@ class WarpgroupProduct {
   u32 table_lane_, selector_;
   u32 parities_ = 0;  // a bit a stage: of the phase of `empty`
   int warp_, lane_, at_;
-  Parameters parameters_;
+  Parameters parameters_[kSets];
+  bool is_odd_;
   u32 a_[4][kUnits][4];
   float sums_[kUnits][kSums];
 };

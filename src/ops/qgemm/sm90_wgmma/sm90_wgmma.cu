@@ -4,8 +4,8 @@
 // A warpgroup of its own keeps a ring of stages full of the codes of the block's tiles, one behind the other,
 // and of x. Each of the others has 64 rows, or twice 64, and some of the columns of each stage; it decodes
 // the next chunk of its columns while the tensor cores multiply this one. The sums of a chunk start at zero
-// and are scaled in f32 when they are added to those of the tile; affine formats are scaled as they are
-// decoded.
+// and are scaled in f32 when they are added to those of the tile; affine formats, and groups of 16 columns,
+// are scaled as they are decoded.
 #include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
 
 #include "ops/qgemm/weight/output.cuh"
@@ -38,9 +38,9 @@ constexpr int kChunkCols = kGroup == 32 ? 32 : 64, kChunkSteps = kChunkCols / 16
 constexpr int kChunks = kGroupCols / kChunkCols * kPairs;
 constexpr int kChunkWords = (kChunkCols + kWordsCols - 1) / kWordsCols;  // 16 bytes of codes each
 static_assert(kGroupCols / kChunkCols % 2 == 0 && kPairs <= 2);
-constexpr bool kScalesChunks = kGroup != 0 && !kAffine;  // else rows, at the end, or codes
-constexpr int kSums = kTokens / 2;                       // of a thread and a pair of strips
-constexpr int kBoxBytes = kTokens * 128;                 // of x: 64 columns
+constexpr bool kScalesChunks = kGroup != 0 && !kScalesWeights;  // else rows, at the end, or weights
+constexpr int kSums = kTokens / 2;                              // of a thread and a pair of strips
+constexpr int kBoxBytes = kTokens * 128;                        // of x: 64 columns
 // Of scratch memory: lines of the sums of a warpgroup; of those of all but the first along the columns, which
 // those of the other block follow.
 constexpr int kGroupLines = 4 * kPairs * kSums;
@@ -304,16 +304,17 @@ class Multiplier {
     const int b = c % kPairs, first = c / kPairs * kChunkCols;
     const u8* const from = block_.ring + place_.stage * kStageBytes + b * 2 * kStripBytes;
     RowPair& rows = tile.rows[c % 2];
-    if constexpr (kGroup != 0) {
-      const int col = stage * kStageCols + lane_.first_col + first;
-      load_rows(rows, from + lane_.scales + group_offset(first) - group_offset(0),
-                from + lane_.seconds + second_offset(first) - second_offset(0), tile.row + 64 * b,
-                col / kGroupSize, col < args_.num_blocks * kBlockCols);
-    }
 #pragma unroll
-    for (int j = 0; j < kChunkSteps; ++j)
+    for (int j = 0; j < kChunkSteps; ++j) {
+      if (const int of_chunk = 16 * j; kGroup != 0 && of_chunk % min(kGroupSize, kChunkCols) == 0) {
+        const int of_lane = first + of_chunk, col = stage * kStageCols + lane_.first_col + of_lane;
+        load_rows(rows, from + lane_.scales + group_offset(of_lane) - group_offset(0),
+                  from + lane_.seconds + second_offset(of_lane) - second_offset(0), tile.row + 64 * b,
+                  col / kGroupSize, col < args_.num_blocks * kBlockCols);
+      }
       decode(chunks.a[c % 2][j], chunks.words[b][16 * j / kWordsCols], (first + 16 * j) % kWordsCols / 16,
              rows, lane_.table);
+    }
 #pragma unroll
     for (int j = 0; j < kChunkSteps; ++j) pin(chunks.a[c % 2][j]);
   }
@@ -343,14 +344,14 @@ class Multiplier {
       for (int i = 0; i < 2; ++i)
         to.zero_pair[i] = store_pair(Element(), to.zero[i] - kMagic, to.zero[i] - kMagic);
     }
+    if constexpr (kScalesWeights)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);
     if constexpr (kAffine) {
       float bias[2];
       load_scales<kParameterBytes>(bias, seconds, has_bf16_scales(args_));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        to.scale_pair[i] = store_pair(Element(), to.scale[i], to.scale[i]);
-        to.bias_pair[i] = inside ? store_pair(Element(), bias[i], bias[i]) : 0;
-      }
+      for (int i = 0; i < 2; ++i) to.bias_pair[i] = inside ? store_pair(Element(), bias[i], bias[i]) : 0;
     }
   }
 

@@ -141,8 +141,9 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
 
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
-            problem_.codec.kind == formats::Kind::affine ? WeightRounding::weight_rounded
-                                                         : WeightRounding::code_rounded};
+            problem_.codec.kind == formats::Kind::affine || inlined_group(problem_) == 16
+                ? WeightRounding::weight_rounded
+                : WeightRounding::code_rounded};
   }
 
  private:

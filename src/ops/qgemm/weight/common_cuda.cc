@@ -17,7 +17,7 @@ using formats::ScaleType;
 constexpr unsigned bit(ScaleType type) { return 1u << static_cast<int>(type); }
 constexpr unsigned kF32 = bit(ScaleType::f32), kF16 = bit(ScaleType::f16), kBf16 = bit(ScaleType::bf16);
 // Sets of groups; kRow: a row has one scale.
-constexpr unsigned k32 = 1, k64 = 2, k128 = 4, kRow = 8;
+constexpr unsigned k16 = 1, k32 = 2, k64 = 4, k128 = 8, kRow = 16;
 
 struct CommonWeight {
   int bits;
@@ -27,8 +27,8 @@ struct CommonWeight {
 // What layouts store: bitsandbytes, halfbyte, compressed-tensors, mlx.
 constexpr CommonWeight kCommonWeights[] = {
     {4, false, false, true, kF32, k64},  // tables and int4 alike: they have the same kernels
-    {4, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
-    {4, true, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {4, false, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
+    {4, true, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
     {8, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
     {8, true, false, false, kF16 | kBf16, k128 | kRow},
     {4, false, true, false, kF16 | kBf16, k32 | k64 | k128},
@@ -37,6 +37,8 @@ constexpr CommonWeight kCommonWeights[] = {
 
 unsigned group_bit(const QgemmProblem& problem) {
   switch (inlined_group(problem)) {
+    case 16:
+      return k16;
     case 32:
       return k32;
     case 64:

@@ -50,9 +50,9 @@ TEST(QgemmWeights, OfLayoutsAreCommon) {
 TEST(QgemmWeights, OthersAreRefusedWithWhatTheyAre) {
   EXPECT_EQ(refuse_rare_weight(problem_of({.group_size = 64})), "");
   EXPECT_EQ(
-      refuse_rare_weight(problem_of({.group_size = 48})),
+      refuse_rare_weight(problem_of({.group_size = 40})),
       "x and the weight must go together as in a layout (docs/kernels.md), got bf16 x, a table of 4 bits, "
-      "f32 scales for 48 columns");
+      "f32 scales for 40 columns");
   EXPECT_EQ(
       refuse_rare_weight(problem_of({.group_size = 32, .double_quant = true}, DType::f16)),
       "x and the weight must go together as in a layout (docs/kernels.md), got f16 x, a table of 4 bits, "

@@ -26,11 +26,14 @@ constexpr int kScaleBytes = kDoubleQuant ? 1 : kParameterBytes;
 constexpr int kSecondBytes = kAsymmetric ? 1 : kAffine ? kParameterBytes : 0;
 // Columns that have one scale; where a row has one, kGroup is 0 and this is not used.
 constexpr int kGroupSize = kGroup == 0 ? 64 : kGroup;
+// Forward with few rows of x: whether weights are scaled, else their sums. Of groups of 16, sums would be as
+// many as instructions.
+constexpr bool kScalesWeights = kAffine || kGroup == 16;
 
 struct RowPair {
   float scale[2];
   // Of what the codes are decoded to: zero points as pairs of twice the same value (of 8 bits: as f32, with
-  // 2^23 added), scales and biases of affine formats as such pairs.
+  // 2^23 added), scales and biases of what is scaled before it is multiplied as such pairs.
   u32 zero_pair[2], scale_pair[2], bias_pair[2];
   float zero[2];
 };
@@ -51,7 +54,8 @@ __device__ __forceinline__ Words4 load_words(const u8* shared) {
 template <int kOdd>
 __device__ __forceinline__ u32 finish_pair(u32 pair, const RowPair& rows) {
   if constexpr (kAsymmetric && kBits == 4) pair = subtract_pair(Element(), pair, rows.zero_pair[kOdd]);
-  if constexpr (kAffine) pair = fma_pair(Element(), pair, rows.scale_pair[kOdd], rows.bias_pair[kOdd]);
+  if constexpr (kAffine) return fma_pair(Element(), pair, rows.scale_pair[kOdd], rows.bias_pair[kOdd]);
+  if constexpr (kScalesWeights) return multiply_pair(Element(), pair, rows.scale_pair[kOdd]);
   return pair;
 }
 // Of 8-bit codes: bytes kFirst and kFirst + 1 of a word.
@@ -108,6 +112,11 @@ __device__ __forceinline__ ParameterPairs shuffle(const ParameterPairs& pairs) {
   if constexpr (kAsymmetric) result.zero = shuffle<kFirst>(pairs.zero);
   if constexpr (kAffine) result.bias = shuffle<kFirst>(pairs.bias);
   return result;
+}
+
+__device__ __forceinline__ ParameterPairs select(bool second, const ParameterPairs& a,
+                                                 const ParameterPairs& b) {
+  return {second ? a.scale : b.scale, second ? a.zero : b.zero, second ? a.bias : b.bias};
 }
 
 // Columns whose codes are 16 bytes of a lane.
