@@ -16,7 +16,7 @@ class Section(base.Section):
     def __init__(self, folder):
         os.environ["HALFBYTE_CAMPAIGN"] = str(folder / "report")
         os.environ["HALFBYTE_BUILD"] = str(Path(os.environ["HALFBYTE_STUBS"]).parent)
-        state = {"done": [], "runs": 0, "counts": {}, "findings": []}
+        state = {"done": [], "runs": 0, "counts": {}, "findings": [], "seconds": 0.0}
         super().__init__(base.Campaign(True, "0", None, False), "test", state)
 
     def finding(self, text):
@@ -131,3 +131,24 @@ def test_the_model_of_power_loss(bench, what):
     new = {"a": b"new"} if "directory" in what else b"new"
     safe = all(content == new or (content == old and not complete) for complete, content in contents)
     assert safe == what.startswith("safe")
+
+
+def test_a_killed_campaign_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALFBYTE_CAMPAIGN", str(tmp_path))
+    monkeypatch.setattr(base, "SAVE_SECONDS", -1)
+    ran = []
+
+    def section(section, killed_at):
+        for case in section.cases(range(4)):
+            if case == killed_at:
+                raise KeyboardInterrupt
+            ran.append(case)
+            section.count("things", 10)
+
+    with pytest.raises(KeyboardInterrupt):
+        base.Campaign(False, "k", None, False).run("fuzz", lambda s: section(s, "2"))
+    campaign = base.Campaign(False, "k", None, False)
+    assert campaign.states["fuzz"]["done"] == ["0", "1"] and not campaign.states["fuzz"]["complete"]
+    campaign.run("fuzz", lambda s: section(s, None))
+    assert ran == ["0", "1", "2", "3"]
+    assert campaign.states["fuzz"]["counts"] == {"things": 40} and campaign.states["fuzz"]["complete"]

@@ -31,6 +31,8 @@ CODES = {
     "CORRUPT": 9, "CANCELLED": 130,
 }  # fmt: skip
 
+SAVE_SECONDS = 5  # at most, of cases that a killed run does again
+
 
 class Section:
     """One section of a campaign, as its function run() sees it."""
@@ -42,8 +44,11 @@ class Section:
         self.build = campaign.build
         self.started = time.monotonic()
         self.limit = campaign.seconds
+        self.is_complete = True
         self.current = None
         self.done = set(state["done"])
+        self.seconds_before = state["seconds"]
+        self.saved = self.started
 
     @property
     def expired(self):
@@ -58,13 +63,25 @@ class Section:
             if name in self.done if only is None else name != only:
                 continue
             if self.expired:
-                self.state["complete"] = False
+                self.is_complete = False
                 return
             self.current = name
             yield name
             self.done.add(name)
             self.state["runs"] += 1
             self.current = None
+            if time.monotonic() - self.saved > SAVE_SECONDS:
+                self.save()
+
+    def save(self):
+        """What was done so far, for the run after one that is killed."""
+        self.saved = time.monotonic()
+        found = {finding.split(":")[0] for finding in self.state["findings"]}
+        self.state["done"] = sorted(self.done - found)
+        self.state["seconds"] = self.seconds_before + self.saved - self.started
+        path = self.campaign.state_path
+        path.with_suffix(".new").write_text(json.dumps(self.campaign.states, indent=1))
+        path.with_suffix(".new").replace(path)
 
     def sample(self, names, number):
         """Names of cases for a quick run: `number` of them, drawn by the seed, in their order. Otherwise all."""
@@ -133,7 +150,7 @@ class Campaign:
 
     def run(self, name, function):
         state = self.states.setdefault(name, {"done": [], "runs": 0, "counts": {}, "findings": [], "seconds": 0.0})
-        state["complete"] = True
+        state["complete"] = False
         state["findings"] = []  # a case with a finding runs again
         section = Section(self, name, state)
         self.ran.append(name)
@@ -142,10 +159,8 @@ class Campaign:
             function(section)
         except Exception:  # a section that breaks is a finding, and the others still run
             section.finding(traceback.format_exc())
-        found = {finding.split(":")[0] for finding in state["findings"]}
-        state["done"] = sorted(section.done - found)
-        state["seconds"] += time.monotonic() - section.started
-        self.state_path.write_text(json.dumps(self.states, indent=1))
+        state["complete"] = section.is_complete
+        section.save()
         print(line_of(name, state), flush=True)
 
     def finish(self):
