@@ -732,6 +732,19 @@ TEST_F(CudaRuntime, stream_of_another_device_is_refused_by_name) {
   for (const std::string& line : told) EXPECT_TRUE(line.ends_with(rule)) << line;
 }
 
+// The driver takes copies on streams of every device, so a stream that it does not know is not taken for
+// ours.
+TEST_F(CudaRuntime, stream_of_an_unknown_device_is_refused) {
+  Child child({"stream"}, environment({{"STUB_CUDA_DEVICES", "2"},
+                                       {"STUB_CUDA_STREAM_OF", "400"},
+                                       {"HALFBYTE_CUBLASLT", STUB_CUBLASLT}}));
+  EXPECT_EQ(child.wait(), 0) << child.output();
+  const auto told = lines(child.output());
+  EXPECT_EQ(told.size(), 23u) << child.output();
+  for (const std::string& line : told)
+    EXPECT_TRUE(line.find(": DEVICE: cuStreamGetCtx: CUDA_ERROR_OF_STUB (400)") != std::string::npos) << line;
+}
+
 // --- In this process ---
 
 TEST(Launch, refuses_impossible_grids) {

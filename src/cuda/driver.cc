@@ -90,7 +90,8 @@ namespace {
 // Of a function of the driver that failed.
 ErrorKind kind_of(std::string_view what) {
   if (what.starts_with("cuModule")) return ErrorKind::compilation_failed;
-  const bool runs = what.starts_with("cuLaunch") || what == "cuGraphLaunch" || what == "cuStreamSynchronize";
+  const bool runs = what.starts_with("cuLaunch") || what == "cuGraphLaunch" ||
+                    what == "cuStreamSynchronize" || what == "cuStreamGetCtx";
   return runs ? ErrorKind::launch_failed : ErrorKind::general;
 }
 
@@ -99,29 +100,34 @@ bool ends_context(CUresult result) {
   return result == 214 || result == 700 || result == 702 || result == 709 || (result >= 714 && result <= 719);
 }
 
-// The device of a context that is not current; -1: not known.
-int device_of(CUcontext context) {
-  CUdevice device = -1;
+// The device of a context that is not current.
+CUresult find_device(CUcontext context, CUdevice& device) {
   CUcontext ignored;
-  if (driver().cuCtxPushCurrent_v2(context) != 0) return -1;
-  if (driver().cuCtxGetDevice(&device) != 0) device = -1;
+  if (const CUresult result = driver().cuCtxPushCurrent_v2(context); result != 0) return result;
+  const CUresult result = driver().cuCtxGetDevice(&device);
   driver().cuCtxPopCurrent_v2(&ignored);
-  return device;
+  return result;
 }
 
 // Error(usage) where `stream` is of another device than the current context, and where `any_other` is true
-// also where it is of another context of the same device.
-void refuse_foreign(CUstream stream, bool any_other) {
+// also where it is of another context of the same device. Otherwise 0, or what the driver says where it does
+// not tell whose the stream is.
+CUresult refuse_foreign(CUstream stream, bool any_other) {
   constexpr uintptr_t kPerThread = 2;  // up to here handles that stand for streams of every context
   CUcontext own = nullptr, current = nullptr;
-  if (reinterpret_cast<uintptr_t>(stream) <= kPerThread) return;
-  if (driver().cuStreamGetCtx(stream, &own) != 0 || driver().cuCtxGetCurrent(&current) != 0) return;
-  if (own == current) return;
-  const int expected = device_of(current), actual = device_of(own);
+  CUdevice expected = -1, actual = -1;
+  if (reinterpret_cast<uintptr_t>(stream) <= kPerThread) return 0;
+  CUresult result = driver().cuStreamGetCtx(stream, &own);
+  if (result == 0) result = driver().cuCtxGetCurrent(&current);
+  if (result != 0 || own == current) return result;
+  result = find_device(current, expected);
+  if (result == 0) result = find_device(own, actual);
+  if (result != 0) return result;
   HALFBYTE_MUST(expected == actual && !any_other, invalid_argument, "execution", "stream", "be",
                 fmt::format("of the primary context of cuda:{}", expected),
                 expected == actual ? fmt::format("one of another context of cuda:{}", actual)
                                    : fmt::format("one of cuda:{}", actual));
+  return 0;
 }
 }  // namespace
 
@@ -131,11 +137,13 @@ void check(CUresult result, const char* what) {
                     ends_context(result) ? "; nothing more can run on this device in this process" : "");
 }
 
-void check_stream(void* stream) { refuse_foreign(static_cast<CUstream>(stream), false); }
+void check_stream(void* stream) {
+  check(refuse_foreign(static_cast<CUstream>(stream), false), "cuStreamGetCtx");
+}
 
 void check_on(void* stream, CUresult result, const char* what) {
   if (result == 0) return;
-  refuse_foreign(static_cast<CUstream>(stream), true);
+  static_cast<void>(refuse_foreign(static_cast<CUstream>(stream), true));
   check(result, what);
 }
 

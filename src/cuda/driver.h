@@ -113,7 +113,7 @@ decltype(Driver::cuPointerGetAttributes) find_pointer_attributes();
 void check(CUresult result, const char* what);
 // Error(usage) where a stream of the caller is one of another device than the current context. Before work is
 // enqueued: the driver runs copies on streams of every device, and says of a launch no more than that a
-// handle is invalid.
+// handle is invalid. Error(device) where the driver does not tell whose it is: it may be one of these.
 void check_stream(void* stream);
 // Of a call that was given such a stream. Where it failed, the stream must be one of the current context:
 // green contexts are others on the same device, and what they can take the driver knows.

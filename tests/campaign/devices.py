@@ -20,7 +20,6 @@ STICKY = ("ECC_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_FAILED")
 HARMLESS = ("cuMemFree_v2", "cuMemFreeHost", "cuStreamDestroy_v2", "cuCtxPopCurrent_v2", "cuModuleUnload", "cuGetErrorName",
             "cuGetErrorString", "cuMemGetInfo_v2", "cuPointerGetAttributes", "cuDriverGetVersion", "cuEventDestroy_v2",
             "cuDeviceGetName", "cuDeviceTotalMem_v2",
-            "cuStreamGetCtx", "cuCtxGetCurrent",  # whose stream it is: the call that is given it tells the error
             "cuCtxPushCurrent_v2")  # fmt: skip
 
 COMMANDS = {

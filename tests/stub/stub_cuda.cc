@@ -4,6 +4,7 @@
 //   STUB_CUDA_CAPABILITY   10 * major + minor; 90
 //   STUB_CUDA_REFUSE       images that contain this word are refused
 //   STUB_CUDA_REFUSAL      with this result; 209
+//   STUB_CUDA_STREAM_OF    result of cuStreamGetCtx; 0
 //   STUB_CUDA_STICKY       result of every call once a kernel was started; 0
 #include <cstddef>
 #include <cstring>
@@ -156,7 +157,7 @@ int cuStreamDestroy_v2(Stream* stream) {
 }
 int cuStreamGetCtx(Stream* stream, Context** context) {
   *context = stream->context;
-  return sticky;
+  return stub::number("STUB_CUDA_STREAM_OF", sticky);
 }
 int cuStreamSynchronize(Stream*) { return sticky; }
 int cuStreamBeginCapture_v2(void*, int) { return sticky; }
