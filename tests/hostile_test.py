@@ -657,6 +657,17 @@ def test_time_and_memory_are_linear(cli, tmp_path, write, arguments, code):
     assert measured[4].peak_bytes < 6 * measured[1].peak_bytes, measured
 
 
+def test_side_files_are_not_parsed(halfbyte, tmp_path):
+    """Whatever is in them: the largest are of the tokenizer."""
+    (tmp_path / "in").mkdir()
+    many_tensors(tmp_path / "in" / "model.safetensors", linear_names(1))
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        (tmp_path / "in" / name).write_bytes(b'{"a": NaN, "a": \xff\0')
+    halfbyte("quantize", tmp_path / "in", "-o", tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+
+
 def largest_weight_map(path):
     many_tensors(path / SHARD, ["w"])
     name_bytes = 99_000_000 // 1_000_000 - 10

@@ -4,6 +4,7 @@ without threads, called wrongly. scripts/campaign.sh does the same at length (me
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,29 +53,47 @@ def test_exit_while_others_compute(host, microseconds):
 
 
 @pytest.mark.parametrize("forever", [0, 1])
-@pytest.mark.parametrize("operation", ["errors", "quantize_plans", "training_plans", "products", "read_checkpoint"])
-def test_an_allocation_fails(host, operation, forever):
-    text = host("memory", operation, 3, 1, 1 << 40, 13, forever, 0, shim=True)
+@pytest.mark.parametrize(
+    "operation, step",
+    [("errors", 1), ("quantize_plans", 13), ("training_plans", 13), ("products", 13), ("read_checkpoint", 13)],
+)
+def test_an_allocation_fails(host, operation, step, forever):
+    text = host("memory", operation, 3, 1, 1 << 40, step, forever, 0, shim=True)
     assert int(re.search(r"(\d+) failures", text)[1]) >= 2
 
 
+@pytest.mark.parametrize("forever", [0, 1])
+def test_an_allocation_of_the_first_error_fails(host, forever):
+    """Before the thread has memory for a text."""
+    for number in range(1, 1000):
+        if "\n0 failures" in "\n" + host("memory", "errors", 1, number, number, 1, forever, 1, shim=True):
+            break
+    assert 20 < number < 999
+
+
+def content(path):
+    """Of a file, or of all in a directory."""
+    return path.read_bytes() if path.is_file() else {p.name: p.read_bytes() for p in path.iterdir()}
+
+
 @pytest.mark.parametrize("forever", [False, True])
-def test_the_tool_when_an_allocation_fails(cli, stubs, tmp_path, forever):
+@pytest.mark.parametrize("model", [MODEL, MODEL.parent], ids=["file", "directory"])
+def test_the_tool_when_an_allocation_fails(cli, stubs, tmp_path, model, forever):
     shim = stubs / "libcampaign_memory_shim.so"
     if not shim.exists():
         pytest.skip("the library is not a shared one")
     output, count = tmp_path / "out", tmp_path / "count"
     environment = os.environ | {"LD_PRELOAD": str(shim), "CAMPAIGN_MEMORY_COUNT": str(count)}
     environment["HALFBYTE_NVRTC"] = "/nonexistent"
-    command = [cli, "quantize", MODEL, "-o", output, "--format", "int4", "--layout", "halfbyte", "--threads", "1"]
+    command = [cli, "quantize", model, "-o", output, "--format", "int4", "--layout", "halfbyte", "--threads", "1"]
 
     def run(number):
         failing = environment | {"CAMPAIGN_MEMORY_FAIL": str(number)}
         return subprocess.run(command, capture_output=True, timeout=60, env=failing)
 
     assert run(0).returncode == 0
-    expected = output.read_bytes()
-    output.unlink()
+    expected = content(output)
+    output.unlink() if output.is_file() else shutil.rmtree(output)
     total = int(count.read_text().split()[0])
     if forever:
         environment["CAMPAIGN_MEMORY_FOREVER"] = "1"
@@ -84,8 +103,8 @@ def test_the_tool_when_an_allocation_fails(cli, stubs, tmp_path, forever):
         if done.returncode != 0:
             assert done.stderr == b"halfbyte: error: out of memory\n"
         if output.exists():  # complete, also where only the report of it failed
-            assert output.read_bytes() == expected
-            output.unlink()
+            assert content(output) == expected
+            output.unlink() if output.is_file() else shutil.rmtree(output)
         assert list(tmp_path.iterdir()) == [count], f"allocation {number} leaves something"
 
 

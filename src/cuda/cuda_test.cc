@@ -115,6 +115,24 @@ TEST(CubinCache, refuses_directories_of_others_and_read_only_ones) {
   ASSERT_EQ(::seteuid(0), 0);
 }
 
+// Left from when its directory let them.
+TEST(CubinCache, entries_that_others_could_have_written_are_misses) {
+  const TestDirectory dir;
+  const CubinCache cache(dir.path());
+  cache.store("key", bytes_of("code"));
+  const std::string path = entry_path(cache, "key");
+  ASSERT_TRUE(cache.load("key"));
+  for (const mode_t mode : {0620, 0602}) {
+    ASSERT_EQ(::chmod(path.c_str(), mode), 0);
+    EXPECT_FALSE(cache.load("key")) << mode;
+  }
+  ASSERT_EQ(::chmod(path.c_str(), 0600), 0);
+  EXPECT_TRUE(cache.load("key"));
+  if (::geteuid() != 0) GTEST_SKIP() << "needs to be root";
+  ASSERT_EQ(::chown(path.c_str(), kNobody, kNobody), 0);
+  EXPECT_FALSE(cache.load("key"));
+}
+
 TEST(CubinCache, full_disk_leaves_nothing) {
   const TestDirectory dir;
   const CubinCache cache(dir.path());

@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <thread>
 
 #include "core/checks.h"
 #include "core/format.h"
@@ -1032,6 +1035,59 @@ TEST_F(CheckpointTest, CancelAtTheLastMoment) {
   const std::string shard = model + "/model-00001-of-00002.safetensors";
   expect_error(ErrorCode::cancelled, "sync", [&] { quantize_checkpoint(shard, path("out"), options); });
   EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
+}
+
+// A file whose header takes so long to read that the caller is asked meanwhile.
+void write_many_tensors(const std::string& path) {
+  std::string header = "{";
+  for (int i = 0; i < 20'000; ++i)
+    header += fmt::format(R"("t{}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}},)", i);
+  header.back() = '}';
+  const uint64_t length = header.size();
+  write_file(path, std::string(reinterpret_cast<const char*>(&length), sizeof length) + header);
+}
+
+TEST_F(CheckpointTest, CancelWhileItIsOpened) {
+  const std::string input = path("many.safetensors");
+  write_many_tensors(input);
+  const auto cancel = [](const Progress& progress) { return progress.phase != std::string("open"); };
+  QuantizeOptions options = options_for(Format::nf4);
+  options.progress = cancel;
+  expect_error(ErrorCode::cancelled, "open", [&] { Checkpoint::open(input, cancel); });
+  expect_error(ErrorCode::cancelled, "open", [&] { quantize_checkpoint(input, path("out"), options); });
+  expect_error(ErrorCode::cancelled, "open", [&] { compare_checkpoints(input, input, 0, cancel); });
+}
+
+TEST_F(CheckpointTest, OpenNoticesAChange) {
+  const std::string input = path("many.safetensors");
+  write_many_tensors(input);
+  const auto touch = [&](const Progress&) {
+    ::chmod(input.c_str(), 0600);
+    return true;
+  };
+  expect_error(ErrorCode::bad_input, "changed while reading", [&] { Checkpoint::open(input, touch); });
+}
+
+// Gigabytes may be on the way to the disk then. Of a file, two calls bring it there.
+TEST_F(CheckpointTest, CancelWhileFilesAreSynced) {
+  const std::string model = write_model_directory();
+  write_file(dir_ / "model/tokenizer.model", "side file");
+  const std::string shard = model + "/model-00001-of-00002.safetensors";
+  constexpr int kOfShards = 2 * 2;
+  for (const auto& [input, last] : {std::pair(shard, 1), std::pair(model, 1 + kOfShards)}) {
+    std::atomic<int> calls = 0;
+    before_sync_range = [&] {
+      ++calls;
+      std::this_thread::sleep_for(std::chrono::milliseconds(60));  // longer than between two reports
+    };
+    QuantizeOptions options = options_for(Format::nf4);
+    options.progress = [&, last = last](const Progress&) { return calls < last; };
+    expect_error(ErrorCode::cancelled, "cancelled",
+                 [&, input = input] { quantize_checkpoint(input, path("out"), options); });
+    EXPECT_EQ(calls, last);
+    before_sync_range = {};
+    EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
+  }
 }
 
 // Hours of work must not end for want of space that was known at the start.

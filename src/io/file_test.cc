@@ -46,6 +46,7 @@ struct Fault {
 };
 Fault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault, link_fault,
     stat_fault;
+std::vector<uint64_t> random_numbers;  // the next ones; empty: those of the system
 
 }  // namespace
 
@@ -82,6 +83,16 @@ int stat(const char* path, struct stat* status) noexcept {
 int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned flags) noexcept {
   if (rename_flags_fault.fails()) return -1;
   return static_cast<int>(syscall(SYS_renameat2, from_dir, from, to_dir, to, flags));
+}
+int sync_file_range(int fd, off_t offset, off_t length, unsigned flags) {
+  if (halfbyte::before_sync_range) halfbyte::before_sync_range();
+  return static_cast<int>(syscall(SYS_sync_file_range, fd, offset, length, flags));
+}
+ssize_t getrandom(void* buffer, size_t length, unsigned flags) {
+  if (random_numbers.empty()) return syscall(SYS_getrandom, buffer, length, flags);
+  std::memcpy(buffer, &random_numbers.front(), sizeof(uint64_t));
+  random_numbers.erase(random_numbers.begin());
+  return sizeof(uint64_t);
 }
 
 }  // extern "C"
@@ -237,6 +248,28 @@ TEST_F(Input, more_files_than_descriptors) {
   read(2);
   first.join();
   second.join();
+  setrlimit(RLIMIT_NOFILE, &old);
+}
+
+TEST_F(Input, gives_up_a_descriptor_where_all_are_taken) {
+  std::vector<InputFile> files;
+  for (const char* name : {"f0", "f1"}) {
+    write_file(dir_ / name, name);
+    files.push_back(InputFile::open(dir_ / name));
+  }
+  write_file(dir_ / "f2", "f2");
+  const int next = ::dup(STDERR_FILENO);
+  ::close(next);
+  rlimit old;
+  getrlimit(RLIMIT_NOFILE, &old);
+  const rlimit taken = {static_cast<rlim_t>(next), old.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &taken);
+  std::string text(2, ' ');
+  EXPECT_NO_THROW(files.push_back(InputFile::open(dir_ / "f2")));
+  for (size_t i = 0; i < files.size(); ++i) {
+    EXPECT_NO_THROW(files[i].read(0, std::as_writable_bytes(std::span(text))));
+    EXPECT_EQ(text, fmt::format("f{}", i));
+  }
   setrlimit(RLIMIT_NOFILE, &old);
 }
 
@@ -841,6 +874,28 @@ TEST_F(OutputTree, force_replaces_checkpoints_only) {
   std::filesystem::create_symlink("model.safetensors", dir_ / "out/vocab.txt");
   expect_error(ErrorCode::exists, "\"vocab.txt\" in it is not a regular file",
                [&] { OutputDirectory(dir_ / "out", true); });
+}
+
+// What others have put under the name that would be next is neither opened, followed nor waited for.
+TEST_F(OutputTree, temporary_names_are_random_and_nobody_else_has_them) {
+  const auto name = [&](uint64_t random) {
+    return fmt::format("{}/.out.halfbyte-{}-{:016x}", dir_.path(), ::getpid(), random);
+  };
+  constexpr uint64_t kFree = 0xfedcba9876543210;
+  write_file(dir_ / "theirs", "theirs");
+  std::filesystem::create_symlink("theirs", name(1));
+  std::filesystem::create_directory(name(2));
+  write_file(name(3), "theirs");
+  ASSERT_EQ(::mkfifo(name(4).c_str(), 0600), 0);
+  const Names before = dir_.names();
+  random_numbers = {1, 2, 3, 4, kFree};
+  EXPECT_EQ(OutputFile(dir_ / "out", 3, false).temporary_path(), name(kFree));
+  random_numbers = {1, 2, 3, 4, kFree};
+  EXPECT_EQ(OutputDirectory(dir_ / "out", false).temporary_path(), name(kFree) + "/output");
+  EXPECT_EQ(dir_.names(), before);
+  EXPECT_EQ(read_file(dir_ / "theirs"), "theirs");
+  EXPECT_TRUE(std::filesystem::is_empty(name(2)));
+  EXPECT_EQ(read_file(name(3)), "theirs");
 }
 
 // A file synced in a directory that is not is lost with the power.

@@ -136,6 +136,8 @@ TEST(ShardIndex, WritesWhatItReads) {
   const std::string long_name(kMaxIndexBytes, 'n');
   const std::vector<std::pair<std::string_view, std::string_view>> large = {{long_name, "f"}};
   expect_refused("more than the limit of 100000000", [&] { shard_index_text("", 0, large); });
+  const std::vector<std::pair<std::string_view, std::string_view>> many(kMaxModelTensors + 1);
+  expect_refused("1048577 tensors, more than the limit of 1048576", [&] { shard_index_text("", 0, many); });
 }
 
 TEST(ShardIndex, CanBeStopped) {

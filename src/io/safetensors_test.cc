@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "core/checks.h"
 #include "io/test_directory.h"
 
 namespace halfbyte::io {
@@ -331,6 +332,17 @@ TEST(SafetensorsReader, F13_large_headers) {
             1'000'000u);
   expect_bad("line breaks or tabs between two strings at byte 1048585",
              "{" + std::string(10'000'000, '\n') + "?");
+}
+
+TEST(SafetensorsReader, can_be_stopped) {
+  std::string json = "{";
+  for (int i = 0; i < 50'000; ++i) json += entry("t" + std::to_string(i), "U8", "0", "0,0") + ",";
+  json.back() = '}';
+  int asked = 0;
+  const auto stop = [&] { HALFBYTE_CHECK(++asked < 3, cancelled, "stopped"); };
+  expect_error(ErrorCode::cancelled, "stopped",
+               [&] { parse_safetensors_header(json, 8 + json.size(), "f", stop); });
+  EXPECT_EQ(asked, 3);
 }
 
 TEST(SafetensorsReader, F14_names_are_text_and_escaped_in_messages) {

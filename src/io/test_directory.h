@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <string>
 #include <vector>
@@ -47,6 +48,9 @@ inline std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
+
+// Called before each sync_file_range() of the program, where it is set: file_test.cc stands in for that.
+inline std::function<void()> before_sync_range;
 
 // Expects Error(code) with `text` in its message.
 template <class Body>

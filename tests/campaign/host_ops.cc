@@ -122,6 +122,11 @@ halfbyte_status errors(Run& run) {
   args.x = &x;
   status = halfbyte_quantize_can_implement(plan, &args);
   if (status != HALFBYTE_USAGE || halfbyte_last_error_kind() < 0) return status;
+  DLTensor misaligned = x;  // its rule is no small string
+  misaligned.byte_offset = 1;
+  args.x = &misaligned;
+  status = halfbyte_quantize_can_implement(plan, &args);
+  if (status != HALFBYTE_USAGE) return status;
   halfbyte_checkpoint* none = nullptr;
   status = halfbyte_checkpoint_open("/a/path/that/leads/nowhere/and/is/no/small/string", &none);
   return status == HALFBYTE_IO ? HALFBYTE_OK : status;
