@@ -13,7 +13,7 @@
 source "$(dirname "$0")/lib.sh"
 
 install_packages "${packages[@]}" "${python_packages[@]}"
-if [[ " $* " != *" --quick "* ]]; then install_packages clang-14 libclang-rt-14-dev; fi  # libFuzzer
+if [[ " $* " != *" --quick "* ]]; then install_packages clang-14 libclang-rt-14-dev dosfstools; fi  # libFuzzer, VFAT
 configure
 cmake --build --preset ci --target halfbyte_cli halfbyte_campaign
 PYTHONPATH=tests PYTHONDONTWRITEBYTECODE=1 exec "$venv/bin/python" -m campaign "$@"
