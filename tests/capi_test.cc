@@ -95,11 +95,11 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quant_spec, group_size);
   EXPECT_NO_TAIL(encoding, code_scale);
   EXPECT_NO_TAIL(convert_options, user_data);
-  EXPECT_NO_TAIL(quant_shape, has_biases);
+  EXPECT_NO_TAIL(quant_shape, has_global_scale);
   EXPECT_NO_TAIL(execution, stream);
   EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
   EXPECT_NO_TAIL(value_range, first_nonfinite);
-  EXPECT_NO_TAIL(quantized, biases);
+  EXPECT_NO_TAIL(quantized, global_scale);
   EXPECT_NO_TAIL(plan_preference, num_threads);
   EXPECT_NO_TAIL(sku, device_type);
   EXPECT_NO_TAIL(precision_guarantee, weight_rounding);
@@ -131,7 +131,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(qgemm_descriptor, early_start);
   EXPECT_NO_TAIL(qgemm_args, y);
   EXPECT_NO_TAIL(quantized_weight_info, device);
-  EXPECT_NO_TAIL(quantized_weight_parts, offset);
+  EXPECT_NO_TAIL(quantized_weight_parts, global_scale);
   EXPECT_NO_TAIL(linear_codes_parts, descriptor);
   EXPECT_NO_TAIL(progress, total_bytes);
   EXPECT_NO_TAIL(checkpoint_info, num_foreign);
@@ -357,7 +357,7 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_EQ(found, static_cast<int32_t>(format.format));
     EXPECT_STREQ(halfbyte_format_name(found), format.name);
   }
-  for (int32_t i = 0; i <= HALFBYTE_DTYPE_U4; ++i) {
+  for (int32_t i = 0; i <= HALFBYTE_DTYPE_F8_E8M0; ++i) {
     halfbyte_dtype found = -1;
     EXPECT_OK(halfbyte_dtype_find(halfbyte_dtype_name(i), &found));
     EXPECT_EQ(found, i);
@@ -448,6 +448,37 @@ TEST(CApi, QuantizeGivesTheBytesOfCppAndComesBack) {
     dequantize(q, {expected.data(), DType::f32, {3, 100}, {}, {}});
     EXPECT_EQ(y.values, expected);
   }
+}
+
+TEST(CApi, BlockFloatsHaveScalesOfEightBitsAndAGlobalScale) {
+  Array<float> x({3, 96}, some_values(288)), y({3, 96}), global_scale({1});
+  auto spec = INITIALISED(quant_spec);
+  spec.format = HALFBYTE_FORMAT_NVFP4;
+  EXPECT_FAILS(HALFBYTE_USAGE, "spec: scale dtype of nvfp4 must be f8_e4m3, got f32",
+               halfbyte_quant_spec_check(&spec));
+  spec.scale_dtype = HALFBYTE_DTYPE_F8_E4M3;
+  spec.group_size = 16;
+  auto shape = output<halfbyte_quant_shape>();
+  EXPECT_OK(halfbyte_quant_shape_of(&spec, 3, 96, &shape));
+  EXPECT_EQ(shape.has_global_scale, 1);
+  Array<uint8_t> codes({shape.code_bytes}), scales({shape.num_groups});
+  scales->dtype = {kDLFloat8_e4m3fn, 8, 1};
+  auto parts = INITIALISED(quantized);
+  parts.codes = codes;
+  parts.scales = scales;
+  EXPECT_FAILS(HALFBYTE_USAGE, "quantize: out.global_scale must be given exactly for nvfp4",
+               halfbyte_quantize(x, &spec, nullptr, &parts, nullptr, nullptr, nullptr));
+  parts.global_scale = global_scale;
+  EXPECT_OK(halfbyte_quantize(x, &spec, nullptr, &parts, nullptr, nullptr, nullptr));
+  EXPECT_OK(halfbyte_dequantize(&parts, &spec, y, nullptr));
+  const QuantizedTensor q =
+      quantize({x.values.data(), DType::f32, {3, 96}, {}, {}}, capi::spec_of(&spec, "spec"));
+  EXPECT_EQ(0, std::memcmp(codes.values.data(), q.codes.data(), codes.values.size()));
+  EXPECT_EQ(0, std::memcmp(scales.values.data(), q.scales.data(), scales.values.size()));
+  EXPECT_EQ(0, std::memcmp(global_scale.values.data(), q.global_scale.data(), sizeof(float)));
+  std::vector<float> expected(288);
+  dequantize(q, {expected.data(), DType::f32, {3, 96}, {}, {}});
+  EXPECT_EQ(y.values, expected);
 }
 
 TEST(CApi, AnEncodingSaysHowCodesAreChosen) {
@@ -885,8 +916,8 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   Array<float> more_scales({41, 3});
   view.scales = more_scales;
   EXPECT_FAILS(HALFBYTE_USAGE, "view->scales must have 480 bytes, got 492", refused(plan_of_view.get()));
-  view.layout = 6;
-  EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 5, got 6", refused(plan_of_view.get()));
+  view.layout = 7;
+  EXPECT_FAILS(HALFBYTE_USAGE, "view->layout must be 0 to 6, got 7", refused(plan_of_view.get()));
   args.view = nullptr;
   args.weight = &packed;
   packed.version = 3;
@@ -1643,7 +1674,7 @@ TEST(CApi, PlansOfPackedFormats) {
   EXPECT_FAILS(HALFBYTE_USAGE, "descriptor must not be NULL",
                halfbyte_dequantize_select(kCpu, nullptr, nullptr, &raw));
   descriptor.dtype = 77;
-  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 10, got 77", select());
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 12, got 77", select());
   descriptor.dtype = HALFBYTE_DTYPE_F32;
   descriptor.alignment = 3;
   EXPECT_EQ(select(), HALFBYTE_USAGE);
@@ -1672,7 +1703,7 @@ TEST(CApi, SelectRefusesBadDescriptorsAndDevices) {
   EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.shape must not be NULL", select(bad));
   bad = good;
   bad.dtype = 77;
-  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 10, got 77", select(bad));
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.dtype must be 0 to 12, got 77", select(bad));
   bad = good;
   bad.q_max = 300;
   EXPECT_EQ(select(bad), HALFBYTE_USAGE);

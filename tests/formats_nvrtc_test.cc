@@ -80,7 +80,7 @@ __device__ void round_trip(const F* x, u8* codes, void* scales, void* biases, u8
 #define affine_KERNELS(name, bits)                                                         \
   KERNELS(name##_minmax, Kind::affine, Rule::minmax, bits, false, CodeBook{})              \
   KERNELS(name##_mlx_edge, Kind::affine, Rule::mlx_edge, bits, false, CodeBook{})
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) kind##_KERNELS(name, bits)
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) kind##_KERNELS(name, bits)
 #include "halfbyte/formats.def"
 
 extern "C" __global__ void pack(const u64* x, u64* y) {
@@ -91,7 +91,8 @@ extern "C" __global__ void pack(const u64* x, u64* y) {
 extern "C" __global__ void convert(const double* x, double* y) {
   const i64 i = threadIdx.x;
   const float f = static_cast<float>(x[i]);
-  y[i] = f16_to_f32(to_f16(f)) + bf16_to_f32(to_bf16(f)) + f16_to_f32(to_f16(x[i])) + bf16_to_f32(to_bf16(x[i]));
+  y[i] = f16_to_f32(to_f16(f)) + bf16_to_f32(to_bf16(f)) + f16_to_f32(to_f16(x[i])) + bf16_to_f32(to_bf16(x[i])) +
+         e4m3_to_f32(to_e4m3(f)) + e4m3_to_f32(to_e4m3(x[i])) + e8m0_to_f32(to_e8m0(f)) + e8m0_to_f32(to_e8m0(x[i]));
 }
 )";
 

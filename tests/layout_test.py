@@ -64,6 +64,8 @@ class Case:
     def resolved_group_size(self):
         if type(self.group_size) is int:
             return self.group_size
+        if self.format in enc.BLOCK_FLOATS:
+            return enc.BLOCK_FLOATS[self.format]
         return 128 if self.layout in ("compressed-tensors", "gptq", "awq") else 64
 
     @property
@@ -72,6 +74,8 @@ class Case:
             return self.rule
         if self.asymmetric:
             return "minmax"
+        if self.format in enc.BLOCK_FLOATS:
+            return "absmax"
         if self.format.startswith("affine"):
             return "mlx-edge" if self.layout == "mlx" else "minmax"
         return "half-range" if self.layout in ("compressed-tensors", "gptq", "awq") else "absmax"
@@ -79,6 +83,8 @@ class Case:
     def resolved_scale_dtype(self, tensor):
         if self.scale_dtype is not None:
             return self.scale_dtype
+        if self.format in enc.BLOCK_FLOATS:
+            return {"nvfp4": "f8_e4m3", "mxfp4": "f8_e8m0"}[self.format]
         if self.layout in ("mlx", "compressed-tensors"):
             return SHORT_DTYPE[tensor.dtype]
         if self.layout == "bitsandbytes" or self.double_quant:
@@ -93,9 +99,12 @@ class Case:
             scales = scales[groups.min != groups.max]
         return "f16" if enc.holds(scales, "f16") else "f32"
 
-    def encode(self, tensor, scale_dtype):
-        """The weight by the independent encoder."""
+    def encode(self, tensor, scale_dtype, fused=()):
+        """The weight by the independent encoder. fused: all weights of the same product."""
         dtype = SHORT_DTYPE[tensor.dtype]
+        if self.format == "nvfp4":
+            absmax = max((np.abs(st.to_f32(each)).max(initial=0) for each in fused), default=None)
+            return enc.encode_nvfp4(enc.Groups(st.to_f32(tensor), "group", 16), absmax)
         return enc.encode(
             st.to_f32(tensor),
             self.format,
@@ -188,6 +197,15 @@ def cases():
         yield Case("experts", "halfbyte", format)
     yield Case("experts", "halfbyte", "nf4", double_quant=True)
 
+    for format in ("nvfp4", "mxfp4"):
+        yield Case("tiny-llama", "compressed-tensors", format)
+        yield Case("grouped", "compressed-tensors", format)
+        yield Case("experts", "compressed-tensors", format)
+        yield Case("odd", "halfbyte", format)
+        yield Case("experts", "halfbyte", format)
+    yield Case("tiny-llama", "modelopt", "nvfp4")
+    yield Case("grouped", "modelopt", "nvfp4")
+
 
 CASES = {case.id(): case for case in cases()}
 
@@ -275,7 +293,14 @@ def expected_parts(case, name, tensor):
     groups = num_groups(case, shape)
     scale_count = int(np.prod(groups))
     bits = enc.bits_of(case.format)
-    scale_dtype = enc.FILE_DTYPE[case.resolved_scale_dtype(tensor)]
+    scale_dtype = (enc.FILE_DTYPE | {"f8_e4m3": "F8_E4M3", "f8_e8m0": "F8_E8M0"})[case.resolved_scale_dtype(tensor)]
+    if case.format in enc.BLOCK_FLOATS and case.layout != "halfbyte":
+        codes = ("U8", [*shape[:-1], shape[-1] // 2])
+        scales = ("F8_E4M3" if case.format == "nvfp4" else "U8", groups)
+        if case.layout == "modelopt":
+            return {name: codes, f"{name}_scale": scales, f"{name}_scale_2": ("F32", [])}
+        parts = {f"{name}_packed": codes, f"{name}_scale": scales}
+        return parts | ({f"{name}_global_scale": ("F32", [1])} if case.format == "nvfp4" else {})
     if case.layout == "bitsandbytes":
         parts = {
             name: ("U8", [-(-int(np.prod(shape)) // 2), 1]),
@@ -321,6 +346,8 @@ def expected_parts(case, name, tensor):
             parts[f"{name}.scales_absmax"] = ("F32", [-(-scale_count // 256)])
         if case.asymmetric:
             parts[f"{name}.zeros"] = ("U8", groups)
+        if case.format == "nvfp4":
+            parts[f"{name}.global_scale"] = ("F32", [1])
         if case.format.startswith("affine"):
             parts[f"{name}.biases"] = (scale_dtype, groups)
         if case.format == "lut4":
@@ -367,7 +394,16 @@ def test_every_code(run):
     case = run.case
     for name, unpacked in run.unpacked.items():
         tensor = run.source.tensors[name]
-        encoded = case.encode(tensor, case.resolved_scale_dtype(tensor))
+        products = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
+        fused = fused_weights(run.source, name, products)
+        encoded = case.encode(tensor, case.resolved_scale_dtype(tensor), fused)
+        if encoded.global_scale is not None and case.layout == "modelopt":
+            assert abs(encoded.global_scale / unpacked.global_scale - 1) < 2**-22
+            assert_same(name, "byte of the scale", encoded.scale_codes, run.quantized.tensors[f"{name}_scale"].data)
+            assert_same(name, "code", encoded.codes, unpacked.codes, st.to_f32(tensor))
+            continue
+        if encoded.global_scale is not None:
+            assert encoded.global_scale == unpacked.global_scale, name
         if case.double_quant:
             check_double_quant(name, encoded, unpacked)
         else:
@@ -379,6 +415,16 @@ def test_every_code(run):
         if encoded.biases is not None:
             assert_same(name, "bias", encoded.biases, unpacked.biases)
         assert_same(name, "code", encoded.codes, unpacked.codes, st.to_f32(tensor))
+
+
+def fused_weights(source, name, products):
+    """Those that runtimes multiply by as one: q, k, v; gate, up."""
+    module, _, last = name.removesuffix(".weight").rpartition(".")
+    for product in products:
+        if last in product:
+            names = [f"{module}.{each}.weight" for each in sorted(product)]
+            return [source.tensors[each] for each in names if each in source.tensors]
+    return [source.tensors[name]]
 
 
 def check_double_quant(name, encoded, unpacked):

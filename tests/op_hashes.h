@@ -426,7 +426,7 @@ void draw_grouping(Problem& p, Descriptor& d) {
 }
 
 // Formats are the first sixteen: a new one changes no problem.
-inline constexpr int64_t kNumFormats = 16;
+inline constexpr int64_t kNumFormats = 16;  // the first, so that draws are the same
 
 inline void draw_table(Random& random, Format format, std::array<float, 16>& table) {
   if (format != Format::lut4) return;

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import TINY_LLAMA
 from independent import safetensors_io as st
+from independent import unpack
 
 BAD_INPUT = 3
 
@@ -78,6 +79,10 @@ NVFP4_MODELOPT = {
 }
 MXFP4 = {f"{P}.weight_packed": zeros("U8", 64, 128), f"{P}.weight_scale": zeros("U8", 64, 8)}
 GPT_OSS = {f"{E}_blocks": zeros("U8", 2, 64, 8, 16), f"{E}_scales": zeros("U8", 2, 64, 8)}
+
+
+def random_bytes(dtype, *shape, below=256, seed=1):
+    return st.Tensor(dtype, np.random.default_rng(seed).integers(0, below, shape, np.uint8))
 
 
 def mlx(words, groups):
@@ -188,20 +193,6 @@ FOREIGN = {
         {"llm_int8_threshold": 6.0, "granularity": "channel"},
     ),
     "llm.int8-tensors": (LLM_INT8, {}, ("llm.int8", "bitsandbytes", "tensors"), {"granularity": "channel"}),
-    "nvfp4": (
-        NVFP4,
-        compressed(("nvfp4-pack-quantized", GROUP_FP4, None)),
-        ("nvfp4", "compressed-tensors", "config.json"),
-        GROUP_FP4,
-    ),
-    "nvfp4-tensors": (NVFP4, {}, ("nvfp4", "compressed-tensors", "tensors"), {"group_size": 16}),
-    "nvfp4-modelopt": (
-        NVFP4_MODELOPT,
-        {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}},
-        ("nvfp4", "modelopt", "hf_quant_config.json"),
-        {"group_size": 16, "quant_algo": "NVFP4"},
-    ),
-    "mxfp4": (MXFP4, {}, ("mxfp4", "compressed-tensors", "tensors"), {"group_size": 32}),
     "gpt-oss": (
         GPT_OSS,
         {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
@@ -309,13 +300,100 @@ def test_foreign_quantization_beside_a_layout(halfbyte, tmp_path):
     assert "mxfp4 of mlx" in message and "mlx_lm.convert --dequantize" in message
 
 
+def with_random_values(tensors):
+    """The tensors of a block float weight, with values: scales between 2^-6 and 2^0, or about that."""
+    values = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == "F8_E4M3":
+            values[name] = st.Tensor("F8_E4M3", random_bytes("U8", *tensor.data.shape, below=48, seed=2).data + 8)
+        elif tensor.dtype == "F32":
+            values[name] = st.Tensor("F32", np.full(tensor.data.shape, 0.37 if "_scale_2" in name else 2.7, "<f4"))
+        elif name.endswith("_scale"):
+            values[name] = st.Tensor("U8", random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120)
+        else:
+            values[name] = random_bytes("U8", *tensor.data.shape)
+    return values
+
+
+BLOCK_FLOATS = {
+    "nvfp4": (NVFP4, compressed(("nvfp4-pack-quantized", GROUP_FP4 | {"symmetric": True}, None))),
+    "mxfp4": (
+        MXFP4,
+        compressed(
+            (
+                "mxfp4-pack-quantized",
+                GROUP_FP4 | {"symmetric": True, "strategy": "group", "group_size": 32},
+                None,
+            )
+        ),
+    ),
+    "modelopt": (NVFP4_MODELOPT, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
+}
+
+
+@pytest.mark.parametrize("form", BLOCK_FLOATS)
+def test_block_floats_are_a_source(halfbyte, tmp_path, form):
+    """Decoded by rows and quantized: with codes of 8 bits the error is small against the decoded weight."""
+    tensors, config = BLOCK_FLOATS[form]
+    tensors = with_random_values(tensors)
+    hf_quant_config = {"quantization": {"quant_algo": "NVFP4"}} if form == "modelopt" else None
+    files = {"hf_quant_config": hf_quant_config} if hf_quant_config else {}
+    path = write_model(tmp_path / "in", tensors | {"lm_head.weight": dense()}, config, **files)
+    document = inspect(halfbyte, path)
+    assert document["num_quantized"] == 1 and document["foreign"] == []
+    (weight,) = unpack.weights(tensors, config).values()
+
+    halfbyte("dequantize", path, "-o", tmp_path / "dense", "--dtype", "f32")
+    decoded, _ = st.read_directory(tmp_path / "dense")
+    assert set(decoded) == {f"{P}.weight", "lm_head.weight"}
+    assert np.array_equal(decoded[f"{P}.weight"].data, weight.weights)
+
+    report = json.loads(
+        halfbyte("quantize", path, "-o", tmp_path / "int8", "--format", "int8", "--json", "-").stdout
+    )
+    (row,) = [row for row in report["weights"] if row["quantized"]]
+    name = "mxfp4" if form == "mxfp4" else "nvfp4"
+    layout = "modelopt" if form == "modelopt" else "compressed-tensors"
+    assert row["note"] == f"decoded from {name} ({layout}), against which the error is"
+    quantized, _ = st.read_directory(tmp_path / "int8")
+    output = json.loads((tmp_path / "int8" / "config.json").read_text())
+    assert output["quantization_config"]["format"] == "pack-quantized"
+    assert not (tmp_path / "int8" / "hf_quant_config.json").exists()
+    (again,) = unpack.weights(quantized, output).values()
+    source = st.to_f32(st.from_f32(weight.weights, "BF16"))
+    error = np.abs(again.weights - source).max() / np.abs(source).max()
+    assert error < 1 / 127
+    assert quantized["lm_head.weight"].data.tobytes() == dense().data.tobytes()
+
+
+def test_conversions_between_block_floats_keep_codes_and_scales(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "ct", "--format", "nvfp4")
+    halfbyte("convert", tmp_path / "ct", "-o", tmp_path / "modelopt", "--layout", "modelopt")
+    halfbyte("convert", tmp_path / "modelopt", "-o", tmp_path / "back", "--layout", "compressed-tensors")
+    halfbyte("convert", tmp_path / "ct", "-o", tmp_path / "own", "--layout", "halfbyte")
+    halfbyte("convert", tmp_path / "own", "-o", tmp_path / "same", "--layout", "compressed-tensors")
+    ct, modelopt, back, same = (st.read_directory(tmp_path / each)[0] for each in ("ct", "modelopt", "back", "same"))
+    names = [name.removesuffix("_packed") for name in ct if name.endswith("_packed")]
+    assert len(names) == 28 and set(same) == set(ct) == set(back)
+    for name in names:
+        assert modelopt[name].data.tobytes() == ct[f"{name}_packed"].data.tobytes()
+        assert modelopt[f"{name}_scale"].data.tobytes() == ct[f"{name}_scale"].data.tobytes()
+        reciprocal = np.float32(1) / ct[f"{name}_global_scale"].data[0]
+        assert modelopt[f"{name}_scale_2"].data[()] == reciprocal
+        assert back[f"{name}_global_scale"].data[0] == np.float32(1) / reciprocal
+    for name in ct:
+        assert same[name].data.tobytes() == ct[name].data.tobytes(), name
+        if not name.endswith("_global_scale"):
+            assert back[name].data.tobytes() == ct[name].data.tobytes(), name
+
+
 def test_groups_of_several_methods(halfbyte, tmp_path):
     other = {name.replace("up_proj", "down_proj"): tensor for name, tensor in FP8_CHANNELS.items()}
     groups = [("nvfp4-pack-quantized", GROUP_FP4, None), ("float-quantized", CHANNEL_FP8, None)]
     groups.append(("float-quantized", CHANNEL_FP8 | {"strategy": "tensor"}, None))
     path = write_model(tmp_path / "in", NVFP4 | other, compressed(*groups))
     found = {entry["method"]: entry for entry in inspect(halfbyte, path)["foreign"]}
-    assert set(found) == {"nvfp4", "fp8"} and {entry["num_weights"] for entry in found.values()} == {1}
+    assert set(found) == {"fp8"} and found["fp8"]["num_weights"] == 1  # nvfp4 is read
     assert found["fp8"]["parameters"]["strategy"] == ["channel", "tensor"]
     assert "CompressedTensorsDequantizer" in found["fp8"]["advice"]
 

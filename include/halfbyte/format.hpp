@@ -13,7 +13,7 @@
 namespace halfbyte {
 
 enum class Format : uint8_t {
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) name,
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) name,
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
 };
@@ -23,7 +23,8 @@ enum class FormatKind : uint8_t { table, integer, affine };
 // How a group gets its scale (and zero point or bias) from its statistics. qmin and qmax are the bounds of
 // the signed codes, and L = 2^bits - 1. src/formats/codec.h has the definition.
 enum class ScaleRule : uint8_t {
-  absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table)
+  absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table). Scales that are
+               // powers of two: absmax / 4, with a mantissa below 1.75 rounded down and others up
   half_range,  // absmax / ((qmax - qmin) / 2)
   signed_max,  // (the value of largest magnitude) / qmin: the scale may be negative
   minmax,      // integer: (max - min) / L over the range extended to contain 0, with a zero point;
@@ -51,6 +52,10 @@ struct FormatInfo {
   FormatKind kind;
   int bits;
   ScaleRule default_rule;
+  // Of formats whose scales are of 8 bits the only ones that a spec has, with Granularity::group; of others
+  // unset and 0.
+  std::optional<DType> scale_dtype;
+  int64_t group_size;
 };
 
 HALFBYTE_API std::span<const FormatInfo> all_formats();
@@ -69,8 +74,9 @@ struct QuantSpec {
   Format format = Format::nf4;
   bool asymmetric = false;  // integer formats: with an integer zero point
   Granularity granularity = Granularity::group;
-  int64_t group_size = 64;           // elements; used by Granularity::group and flat
-  DType scale_dtype = DType::f32;    // of scales and biases: f32, f16, bf16; f64 only for f64 data
+  int64_t group_size = 64;  // elements; used by Granularity::group and flat; of nvfp4 16, of mxfp4 32
+  // Of scales and biases: f32, f16, bf16; f64 only for f64 data; of nvfp4 f8_e4m3, of mxfp4 f8_e8m0.
+  DType scale_dtype = DType::f32;
   bool double_quant = false;         // the scales are quantized too, to 8 bits (needs f32 scales)
   std::array<float, 16> table = {};  // lut4 only: the values, ascending
 
@@ -94,7 +100,7 @@ HALFBYTE_API void check_encoding(const QuantSpec& spec, const Encoding& encoding
 
 // How quantized weights are stored: where codes, scales, zero points and biases lie, in files and in memory
 // (docs/formats.md).
-enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx, gptq, awq };
+enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx, gptq, awq, modelopt };
 HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
 HALFBYTE_API Layout parse_layout(std::string_view word);
 
@@ -106,6 +112,7 @@ HALFBYTE_API Layout parse_layout(std::string_view word);
 //   scales  [rows, groups_per_row] of spec.scale_dtype (one value for Granularity::tensor)
 //   zeros   like scales, u8: zero point - qmin (asymmetric integer formats)
 //   biases  like scales (affine formats)
+//   global_scale  f32, one (nvfp4): the scale of a group is what `scales` has, divided by it
 struct QuantShape {
   int64_t rows = 0;            // rows of codes (1 for Granularity::flat)
   int64_t cols = 0;            // elements of such a row
@@ -121,5 +128,8 @@ HALFBYTE_API QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t
 
 HALFBYTE_API bool has_zeros(const QuantSpec& spec);   // asymmetric integer
 HALFBYTE_API bool has_biases(const QuantSpec& spec);  // affine
+// nvfp4: 448 * 6 / (largest magnitude of the tensor), so that the largest scale of a group is the largest
+// f8_e4m3.
+HALFBYTE_API bool has_global_scale(const QuantSpec& spec);
 
 }  // namespace halfbyte

@@ -99,6 +99,8 @@ enum {
   HALFBYTE_DTYPE_I64 = 8,
   HALFBYTE_DTYPE_I4 = 9,  /* two elements a byte, the first in the low half */
   HALFBYTE_DTYPE_U4 = 10, /* likewise */
+  HALFBYTE_DTYPE_F8_E4M3 = 11,
+  HALFBYTE_DTYPE_F8_E8M0 = 12,
 };
 
 typedef int32_t halfbyte_format;
@@ -119,6 +121,8 @@ enum {
   HALFBYTE_FORMAT_AFFINE5 = 13,
   HALFBYTE_FORMAT_AFFINE6 = 14,
   HALFBYTE_FORMAT_AFFINE8 = 15,
+  HALFBYTE_FORMAT_NVFP4 = 16,
+  HALFBYTE_FORMAT_MXFP4 = 17,
 };
 
 typedef int32_t halfbyte_scale_rule;
@@ -152,6 +156,7 @@ enum {
   HALFBYTE_LAYOUT_MLX = 3,
   HALFBYTE_LAYOUT_GPTQ = 4,
   HALFBYTE_LAYOUT_AWQ = 5,
+  HALFBYTE_LAYOUT_MODELOPT = 6,
 };
 
 /* What a checkpoint is to load in. */
@@ -217,15 +222,16 @@ HALFBYTE_API halfbyte_status halfbyte_encoding_init(halfbyte_encoding* encoding,
  * parts. */
 typedef struct halfbyte_quant_shape {
   size_t struct_size;
-  int64_t rows;           /* of codes: 1 for granularity flat */
-  int64_t cols;           /* elements of such a row */
-  int64_t row_bytes;      /* bytes of codes of such a row */
-  int64_t group_size;     /* elements that share a scale */
-  int64_t groups_per_row; /* 0 for an empty row */
-  int64_t num_groups;     /* scales, zeros and biases: elements in all */
-  int64_t code_bytes;     /* codes: bytes in all */
-  int32_t has_zeros;      /* flag */
-  int32_t has_biases;     /* flag */
+  int64_t rows;             /* of codes: 1 for granularity flat */
+  int64_t cols;             /* elements of such a row */
+  int64_t row_bytes;        /* bytes of codes of such a row */
+  int64_t group_size;       /* elements that share a scale */
+  int64_t groups_per_row;   /* 0 for an empty row */
+  int64_t num_groups;       /* scales, zeros and biases: elements in all */
+  int64_t code_bytes;       /* codes: bytes in all */
+  int32_t has_zeros;        /* flag */
+  int32_t has_biases;       /* flag */
+  int64_t has_global_scale; /* flag */
 } halfbyte_quant_shape;
 HALFBYTE_API halfbyte_status halfbyte_quant_shape_of(const halfbyte_quant_spec* spec, int64_t rows,
                                                      int64_t cols, halfbyte_quant_shape* shape);
@@ -264,10 +270,11 @@ HALFBYTE_API halfbyte_status halfbyte_value_range_of(const DLTensor* x, const ha
  * halfbyte_quant_shape. A part that the spec does not have is NULL. */
 typedef struct halfbyte_quantized {
   size_t struct_size;
-  const DLTensor* codes;  /* u8, code_bytes elements */
-  const DLTensor* scales; /* spec->scale_dtype, num_groups elements */
-  const DLTensor* zeros;  /* u8, num_groups elements: asymmetric integers */
-  const DLTensor* biases; /* spec->scale_dtype, num_groups elements: affine formats */
+  const DLTensor* codes;        /* u8, code_bytes elements */
+  const DLTensor* scales;       /* spec->scale_dtype, num_groups elements */
+  const DLTensor* zeros;        /* u8, num_groups elements: asymmetric integers */
+  const DLTensor* biases;       /* spec->scale_dtype, num_groups elements: affine formats */
+  const DLTensor* global_scale; /* f32, one element: nvfp4 */
 } halfbyte_quantized;
 HALFBYTE_API halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantized, size_t struct_size);
 
@@ -1076,13 +1083,14 @@ HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_spec(const halfbyte_q
  * NULL: the spec does not have it. */
 typedef struct halfbyte_quantized_weight_parts {
   size_t struct_size;
-  const DLTensor* codes;  /* u8 */
-  const DLTensor* scales; /* of spec->scale_dtype; double quantization: u8 */
-  const DLTensor* zeros;  /* u8 */
-  const DLTensor* biases; /* of spec->scale_dtype */
-  const DLTensor* absmax; /* double quantization: f32 [ceil(number of scales / 256)] */
-  const DLTensor* map;    /* likewise: f32 [256] */
-  const DLTensor* offset; /* likewise: f32 [1] */
+  const DLTensor* codes;        /* u8 */
+  const DLTensor* scales;       /* of spec->scale_dtype; double quantization: u8 */
+  const DLTensor* zeros;        /* u8 */
+  const DLTensor* biases;       /* of spec->scale_dtype */
+  const DLTensor* absmax;       /* double quantization: f32 [ceil(number of scales / 256)] */
+  const DLTensor* map;          /* likewise: f32 [256] */
+  const DLTensor* offset;       /* likewise: f32 [1] */
+  const DLTensor* global_scale; /* nvfp4: f32 [1] */
 } halfbyte_quantized_weight_parts;
 HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_parts(const halfbyte_quantized_weight* weight,
                                                                  halfbyte_quantized_weight_parts* parts);

@@ -37,9 +37,10 @@ struct BasicQuantizedView {
   Data* scales = nullptr;
   ConstAs<Data, uint8_t>* zeros = nullptr;
   Data* biases = nullptr;
+  ConstAs<Data, float>* global_scale = nullptr;
 
   operator BasicQuantizedView<const void>() const requires(!std::is_const_v<Data>) {
-    return {spec, rows, cols, codes, scales, zeros, biases};
+    return {spec, rows, cols, codes, scales, zeros, biases, global_scale};
   }
 };
 using QuantizedView = BasicQuantizedView<void>;
@@ -52,7 +53,8 @@ struct QuantizeStatus {
   // Groups whose scale or bias is larger than the largest finite value of spec.scale_dtype, or so large that
   // a code decodes to infinity.
   int64_t num_unheld_scales = 0;
-  // Groups whose stored scale keeps fewer than 8 significant bits: below 2^-17 for f16, 2^-126 for bf16.
+  // Groups whose stored scale keeps fewer than 8 significant bits: below 2^-17 for f16, 2^-126 for bf16. Not
+  // of scales of 8 bits, which never have so many.
   int64_t num_coarse_scales = 0;
   // Given scales that are negative or not finite, and learned zero points outside the range of the codes.
   int64_t num_invalid_scales = 0;
@@ -79,15 +81,15 @@ HALFBYTE_API ValueRange value_range(const ConstTensorView& x, Execution executio
 // format is clamp(rne(x / scale) + zero_point). The code of a table format is the nearest value of the code
 // book (ties go to the lower value; fp4: toward zero; fp4_e2m1: to the even code). f64 input is computed in
 // f64, everything else in f32. Throws Error(usage) for bad arguments only; the status reports what was found
-// in the data. With Granularity::tensor, if x is only a block of the tensor, `range` gives the range of the
-// whole tensor.
+// in the data. With Granularity::tensor and for nvfp4, if x is only a block of the tensor, `range` gives the
+// range of the whole tensor; for nvfp4 it may be that of several tensors which share their global scale.
 HALFBYTE_API QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out,
                                      const Encoding& encoding = {}, Execution execution = {},
                                      const ValueRange* range = nullptr);
 
 // Decodes into y [..., cols] of dtype f32, f16, bf16 or f64 (contiguous, rows as in.rows).
-// integer: (q - zp) * s; affine: q * s + b (two roundings); table: v * s. Computed in f32 (f64 if
-// y is f64), rounded once to the dtype of y. Nothing overlaps.
+// integer: (q - zp) * s; affine: q * s + b (two roundings); table: v * s; nvfp4: v * (s / global scale).
+// Computed in f32 (f64 if y is f64), rounded once to the dtype of y. Nothing overlaps.
 HALFBYTE_API void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution execution = {});
 
 // Double quantization of scales (QLoRA, section 3; the layout of bitsandbytes), in host memory. offset is the
@@ -137,6 +139,7 @@ struct HALFBYTE_API QuantizedTensor {
   Tensor biases;  // spec.scale_dtype
   // Double quantization, f32: [ceil(scales / 256)], [256], [1]. DoubleQuantizedView describes them.
   Tensor scales_absmax, scales_map, scales_offset;
+  Tensor global_scale;  // nvfp4: f32 [1]
 
   QuantizedTensor() = default;
   // Parts that are uninitialized, but for scales_map, which is double_quant_map(). Throws as quant_shape, and

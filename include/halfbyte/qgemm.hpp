@@ -49,8 +49,8 @@ using WeightView = BasicWeightView<void>;
 using ConstWeightView = BasicWeightView<const void>;
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: of gptq and
-// awq, in bitsandbytes formats of other than 4 bits, f64 scales, and in compressed-tensors zero points whose
-// groups do not lie within rows.
+// awq, in bitsandbytes formats of other than 4 bits, f64 scales, those of 8 bits (nvfp4, mxfp4), and in
+// compressed-tensors zero points whose groups do not lie within rows.
 struct WeightViewBytes {
   int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
 };
@@ -79,8 +79,8 @@ struct BasicPackedWeight {
 };
 using PackedWeight = BasicPackedWeight<void>;
 using ConstPackedWeight = BasicPackedWeight<const void>;
-// Throws Error(usage) if there is no packed form: for f64 scales, and for Granularity::flat with groups that
-// do not divide the rows.
+// Throws Error(usage) if there is no packed form: for f64 scales, those of 8 bits (nvfp4, mxfp4), and for
+// Granularity::flat with groups that do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
 
 // A packed weight with its memory. Copies of the object share it; the last one frees it. Work on it must be

@@ -17,8 +17,9 @@
 
 namespace halfbyte {
 
-// i4 (two's complement) and u4 have two elements in a byte, see contiguous_bytes.
-enum class DType : uint8_t { f32, f16, bf16, f64, i8, u8, i32, u32, i64, i4, u4 };
+// i4 (two's complement) and u4 have two elements in a byte, see contiguous_bytes. Of the OCP types of 8 bits,
+// f8_e4m3 is "E4M3" with NaN and without infinity ("fn"), f8_e8m0 a power of two, 2^(byte - 127), 255 NaN.
+enum class DType : uint8_t { f32, f16, bf16, f64, i8, u8, i32, u32, i64, i4, u4, f8_e4m3, f8_e8m0 };
 
 // "f32", "bf16", ...: the words used by the command line, Python and reports.
 HALFBYTE_API const char* to_string(DType dtype);
@@ -27,6 +28,7 @@ HALFBYTE_API DType parse_dtype(std::string_view word);
 // Bytes of one element. Throws Error(usage) for i4 and u4, whose elements take half a byte.
 HALFBYTE_API int64_t size_of(DType dtype);
 inline bool is_packed(DType dtype) { return dtype == DType::i4 || dtype == DType::u4; }
+// What is computed with: not the types of 8 bits.
 inline bool is_floating(DType dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f64;
 }

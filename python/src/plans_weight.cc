@@ -14,9 +14,12 @@ void add_parts(PlanClass<Op>& plan, View Op::Args::*member, bool written) {
         name, [=](const QuantizeDescriptor& d, typename Op::Args& args, RunArguments& run, nb::handle value) {
           const QuantShape s = quant_shape(d.spec, d.rows, d.cols);
           const std::string_view word = name;
-          const bool bytes = word == "codes" || word == "zeros";
-          const DType dtype = bytes ? DType::u8 : d.spec.scale_dtype;
-          const int64_t size = word == "codes" ? s.code_bytes() : s.num_groups * size_of(dtype);
+          const bool bytes = word == "codes" || word == "zeros" || size_of(d.spec.scale_dtype) == 1;
+          const bool global = word == "global_scale";
+          const DType dtype = global ? DType::f32 : bytes ? DType::u8 : d.spec.scale_dtype;
+          const int64_t size = global            ? size_of(dtype)
+                               : word == "codes" ? s.code_bytes()
+                                                 : s.num_groups * size_of(dtype);
           void* const memory = part_data(run.take(value, name, written), name, dtype, size, run.device);
           (args.*member).*data = static_cast<std::remove_reference_t<decltype((args.*member).*data)>>(memory);
         });
@@ -25,6 +28,7 @@ void add_parts(PlanClass<Op>& plan, View Op::Args::*member, bool written) {
   part("scales", &View::scales);
   part("zeros", &View::zeros);
   part("biases", &View::biases);
+  part("global_scale", &View::global_scale);
 }
 
 // What a view of the descriptor says of itself.
@@ -56,7 +60,7 @@ void bind_weight_plans(nb::module_& module) {
     add_parts(plan, &Args::out, true);
     plan.done(
         "def run(self, *, workspace: object = None, stream: object = None, x: object, codes: object, "
-        "scales: object, zeros: object = None, biases: object = None) -> None");
+        "scales: object, zeros: object = None, biases: object = None, global_scale: object = None) -> None");
   }
   {
     using Args = Dequantize::Args;
@@ -76,7 +80,7 @@ void bind_weight_plans(nb::module_& module) {
     add_parts(plan, &Args::in, false);
     plan.done(
         "def run(self, *, workspace: object = None, stream: object = None, codes: object, scales: object, "
-        "zeros: object = None, biases: object = None, y: object) -> None");
+        "zeros: object = None, biases: object = None, global_scale: object = None, y: object) -> None");
   }
   {
     using Args = Qgemm::Args;

@@ -23,7 +23,8 @@ constexpr Part kParts[] = {{"codes", &QuantizedTensor::codes},
                            {"biases", &QuantizedTensor::biases},
                            {"scales_absmax", &QuantizedTensor::scales_absmax},
                            {"scales_map", &QuantizedTensor::scales_map},
-                           {"scales_offset", &QuantizedTensor::scales_offset}};
+                           {"scales_offset", &QuantizedTensor::scales_offset},
+                           {"global_scale", &QuantizedTensor::global_scale}};
 
 nb::object values_module() { return nb::module_::import_("halfbyte._values"); }
 
@@ -191,6 +192,11 @@ std::string repr(const Quantized& self) {
   return text.str();
 }
 
+// Scales of 8 bits are arrays of bytes in Python.
+void as_scales(const QuantSpec& spec, Array& array) {
+  if (size_of(spec.scale_dtype) == 1 && array.view.dtype == DType::u8) array.view.dtype = spec.scale_dtype;
+}
+
 void make_quantized(Quantized* self, nb::handle spec, nb::handle shape, nb::handle dtype, nb::kwargs parts) {
   QuantizedTensor q;
   from_python(spec, "spec", q.spec);
@@ -208,7 +214,8 @@ void make_quantized(Quantized* self, nb::handle spec, nb::handle shape, nb::hand
         std::ranges::find_if(kParts, [&](const Part& each) { return name == each.name; });
     if (part == std::end(kParts)) throw nb::type_error(("QuantizedTensor has no part " + name).c_str());
     if (value.is_none()) continue;
-    const Array array = to_contiguous(value, part->name);
+    Array array = to_contiguous(value, part->name);
+    if (part->tensor == &QuantizedTensor::scales) as_scales(q.spec, array);
     q.*part->tensor = to_tensor(array);
     // bf16 of ml_dtypes is seen on the parts that have it.
     if (!home || array.view.dtype == DType::bf16) home = home_of(array);
@@ -255,7 +262,10 @@ QuantizedTensor empty_beside_in(const Array& like, const QuantSpec& spec, const 
   const Extents groups = by_rows ? Extents{s.rows, s.groups_per_row} : Extents{s.num_groups};
   q.codes = make(DType::u8,
                  spec.granularity == Granularity::flat ? Extents{s.row_bytes} : Extents{s.rows, s.row_bytes});
-  q.scales = make(spec.scale_dtype, groups);
+  Array scales = to_array(empty_beside(like, spec.scale_dtype, groups), "part", true);
+  as_scales(spec, scales);
+  q.scales = to_tensor(scales);
+  if (has_global_scale(spec)) q.global_scale = make(DType::f32, Extents{1});
   if (has_zeros(spec)) q.zeros = make(DType::u8, groups);
   if (has_biases(spec)) q.biases = make(spec.scale_dtype, groups);
   return q;
@@ -301,6 +311,7 @@ void bind_quantized(nb::module_& module) {
       "quantization\n"
       "  zeros   u8, like scales: asymmetric integers     biases  like scales: affine formats\n"
       "  scales_absmax f32 [blocks], scales_map f32 [256], scales_offset f32 [1]: double quantization\n"
+      "  global_scale f32 [1]: nvfp4, whose scales are bytes (E4M3), as those of mxfp4 (E8M0)\n"
       "Parts have the shapes that they were given with; None: the spec does not have them.");
   quantized.def(
       "__init__",
@@ -311,7 +322,7 @@ void bind_quantized(nb::module_& module) {
       nb::sig("def __init__(self, spec: QuantSpec | str, shape: Sequence[int], dtype: object = 'f32', *, "
               "codes: object, scales: object, zeros: object = None, biases: object = None, "
               "scales_absmax: object = None, scales_map: object = None, scales_offset: object = None, "
-              "encoding: Encoding | str | None = None) -> None"),
+              "global_scale: object = None, encoding: Encoding | str | None = None) -> None"),
       "Of arrays, whose memory is shared. dtype: of the dense weight (f32, f16, bf16, f64). Raises "
       "ValueError for parts that do not fit the spec, naming them.");
   for (const Part& part : kParts)

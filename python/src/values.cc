@@ -31,6 +31,7 @@ void bind_specs(nb::module_& module) {
       "bits", [](const QuantSpec& self) { return info(self.format).bits; }, "Of a code.");
   of_spec.def_prop_ro("has_zeros", [](const QuantSpec& self) { return has_zeros(self); });
   of_spec.def_prop_ro("has_biases", [](const QuantSpec& self) { return has_biases(self); });
+  of_spec.def_prop_ro("has_global_scale", [](const QuantSpec& self) { return has_global_scale(self); });
   of_spec.def(
       "num_groups",
       [](const QuantSpec& self, int64_t rows, int64_t cols) {

@@ -112,7 +112,10 @@ void from_python(nb::handle object, const char* name, DType& value) {
       value = dtype;
       return;
     }
-  wrong_type(name, "a dtype or one of the words f32, f16, bf16, f64, i8, u8, i32, u32, i64, i4, u4", object);
+  wrong_type(
+      name,
+      "a dtype or one of the words f32, f16, bf16, f64, i8, u8, i32, u32, i64, i4, u4, f8_e4m3, f8_e8m0",
+      object);
 }
 void from_python(nb::handle object, const char* name, Device& value) {
   if (nb::isinstance<nb::str>(object)) return from_word(object, name, value, parse_device);
@@ -234,7 +237,12 @@ QuantSpec parse_spec(std::string_view text) {
     const std::string_view key = word.substr(0, equals);
     const std::string_view value = equals == word.npos ? std::string_view() : word.substr(equals + 1);
     if (first) {
-      spec.format = find_format(word).format;
+      const FormatInfo& format = find_format(word);
+      spec.format = format.format;
+      if (format.scale_dtype) {
+        spec.scale_dtype = *format.scale_dtype;
+        spec.group_size = format.group_size;
+      }
     } else if (word == "asymmetric") {
       spec.asymmetric = true;
     } else if (word == "double_quant") {

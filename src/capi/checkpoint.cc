@@ -38,6 +38,8 @@ constexpr halfbyte_layout layout_of(Layout layout) {
       return HALFBYTE_LAYOUT_GPTQ;
     case Layout::awq:
       return HALFBYTE_LAYOUT_AWQ;
+    case Layout::modelopt:
+      return HALFBYTE_LAYOUT_MODELOPT;
   }
   return HALFBYTE_UNSET;
 }
@@ -98,7 +100,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.granularity = optional_of(c.granularity, Granularity::flat, "options.granularity");
   if (c.group_size != 0) options.group_size = c.group_size;
   options.scale_rule = optional_of(c.scale_rule, ScaleRule::mlx_edge, "options.scale_rule");
-  options.scale_dtype = optional_of(c.scale_dtype, DType::u4, "options.scale_dtype");
+  options.scale_dtype = optional_of(c.scale_dtype, DType::f8_e8m0, "options.scale_dtype");
   options.nonfinite = enum_of(c.nonfinite, NonFinite::keep_dense, "options.nonfinite");
   options.include = words_of(c.include, c.num_include, "options.include");
   options.exclude = words_of(c.exclude, c.num_exclude, "options.exclude");
@@ -126,7 +128,7 @@ halfbyte_dequantize_options default_dequantize_options() {
 DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
   const halfbyte_dequantize_options c = read_struct(given, default_dequantize_options(), "options");
   DequantizeOptions options;
-  options.dtype = optional_of(c.dtype, DType::u4, "options.dtype");
+  options.dtype = optional_of(c.dtype, DType::f8_e8m0, "options.dtype");
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");

@@ -56,10 +56,11 @@ halfbyte_status halfbyte_quant_shape_of(const halfbyte_quant_spec* spec, int64_t
   return guard([&] {
     const QuantSpec checked = spec_of(spec, "spec");
     const QuantShape sizes = quant_shape(checked, rows, cols);
-    write_struct(shape,
-                 {0, sizes.rows, sizes.cols, sizes.row_bytes, sizes.group_size, sizes.groups_per_row,
-                  sizes.num_groups, sizes.code_bytes(), has_zeros(checked), has_biases(checked)},
-                 "shape");
+    write_struct(
+        shape,
+        {0, sizes.rows, sizes.cols, sizes.row_bytes, sizes.group_size, sizes.groups_per_row, sizes.num_groups,
+         sizes.code_bytes(), has_zeros(checked), has_biases(checked), has_global_scale(checked)},
+        "shape");
   });
 }
 

@@ -129,6 +129,7 @@ QuantizedView parts_of(const halfbyte_quantized* given, const QuantSpec& spec, i
   view.scales = get(parts.scales, "scales", spec.scale_dtype, shape.num_groups);
   view.zeros = static_cast<uint8_t*>(get(parts.zeros, "zeros", DType::u8, shape.num_groups));
   view.biases = get(parts.biases, "biases", spec.scale_dtype, shape.num_groups);
+  view.global_scale = static_cast<float*>(get(parts.global_scale, "global_scale", DType::f32, 1));
   return view;
 }
 
@@ -167,6 +168,8 @@ HALFBYTE_SAME(HALFBYTE_DTYPE_U32, DType::u32);
 HALFBYTE_SAME(HALFBYTE_DTYPE_I64, DType::i64);
 HALFBYTE_SAME(HALFBYTE_DTYPE_I4, DType::i4);
 HALFBYTE_SAME(HALFBYTE_DTYPE_U4, DType::u4);
+HALFBYTE_SAME(HALFBYTE_DTYPE_F8_E4M3, DType::f8_e4m3);
+HALFBYTE_SAME(HALFBYTE_DTYPE_F8_E8M0, DType::f8_e8m0);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_ABSMAX, ScaleRule::absmax);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_HALF_RANGE, ScaleRule::half_range);
 HALFBYTE_SAME(HALFBYTE_SCALE_RULE_SIGNED_MAX, ScaleRule::signed_max);
@@ -202,9 +205,10 @@ constexpr FormatId kFormatIds[] = {
     {HALFBYTE_FORMAT_AFFINE2, Format::affine2},   {HALFBYTE_FORMAT_AFFINE3, Format::affine3},
     {HALFBYTE_FORMAT_AFFINE4, Format::affine4},   {HALFBYTE_FORMAT_AFFINE5, Format::affine5},
     {HALFBYTE_FORMAT_AFFINE6, Format::affine6},   {HALFBYTE_FORMAT_AFFINE8, Format::affine8},
+    {HALFBYTE_FORMAT_NVFP4, Format::nvfp4},       {HALFBYTE_FORMAT_MXFP4, Format::mxfp4},
 };
 constexpr Format kFormats[] = {
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) Format::name,
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) Format::name,
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
 };
@@ -250,7 +254,7 @@ halfbyte_status halfbyte_scale_rule_find(const char* word, halfbyte_scale_rule* 
       [&] { required(rule, "rule") = static_cast<int32_t>(parse_scale_rule(&required(word, "word"))); });
 }
 
-const char* halfbyte_dtype_name(halfbyte_dtype dtype) { return word_of(dtype, DType::u4); }
+const char* halfbyte_dtype_name(halfbyte_dtype dtype) { return word_of(dtype, DType::f8_e8m0); }
 const char* halfbyte_scale_rule_name(halfbyte_scale_rule rule) { return word_of(rule, ScaleRule::mlx_edge); }
 const char* halfbyte_format_name(halfbyte_format format) {
   return format < 0 || format >= kNumFormats ? nullptr : info(static_cast<Format>(format)).name;

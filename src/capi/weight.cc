@@ -26,8 +26,8 @@ class Parts {
 
  private:
   size_t count_ = 0;
-  std::array<DLTensor, 7> tensors_ = {};
-  std::array<std::vector<int64_t>, 7> storage_ = {};
+  std::array<DLTensor, 8> tensors_ = {};
+  std::array<std::vector<int64_t>, 8> storage_ = {};
 };
 
 std::vector<int64_t> shape_of(const int64_t* shape, int64_t ndim) {
@@ -50,7 +50,8 @@ struct halfbyte_quantized_weight {
                parts.add(tensor.biases.view()),
                parts.add(tensor.scales_absmax.view()),
                parts.add(tensor.scales_map.view()),
-               parts.add(tensor.scales_offset.view())};
+               parts.add(tensor.scales_offset.view()),
+               parts.add(tensor.global_scale.view())};
   }
 
   const QuantizedTensor tensor;

@@ -10,10 +10,19 @@ struct DTypeRow {
   uint8_t code, bits;
 };
 constexpr DTypeRow kDTypes[] = {
-    {DType::f32, kDLFloat, 32}, {DType::f16, kDLFloat, 16}, {DType::bf16, kDLBfloat, 16},
-    {DType::f64, kDLFloat, 64}, {DType::i8, kDLInt, 8},     {DType::u8, kDLUInt, 8},
-    {DType::i32, kDLInt, 32},   {DType::u32, kDLUInt, 32},  {DType::i64, kDLInt, 64},
-    {DType::i4, kDLInt, 4},     {DType::u4, kDLUInt, 4},
+    {DType::f32, kDLFloat, 32},
+    {DType::f16, kDLFloat, 16},
+    {DType::bf16, kDLBfloat, 16},
+    {DType::f64, kDLFloat, 64},
+    {DType::i8, kDLInt, 8},
+    {DType::u8, kDLUInt, 8},
+    {DType::i32, kDLInt, 32},
+    {DType::u32, kDLUInt, 32},
+    {DType::i64, kDLInt, 64},
+    {DType::i4, kDLInt, 4},
+    {DType::u4, kDLUInt, 4},
+    {DType::f8_e4m3, kDLFloat8_e4m3fn, 8},
+    {DType::f8_e8m0, kDLFloat8_e8m0fnu, 8},
 };
 
 DType dtype_of(const DLDataType& type, std::string_view name) {
@@ -21,8 +30,8 @@ DType dtype_of(const DLDataType& type, std::string_view name) {
     if (type.code == row.code && type.bits == row.bits && type.lanes == 1) return row.dtype;
   HALFBYTE_FAIL(
       usage,
-      "dlpack: {}: dtype must be float 16, 32, 64, bfloat 16, int 4, 8, 32, 64 or uint 4, 8, 32 of one "
-      "lane, got code {} of {} bits and {} lanes",
+      "dlpack: {}: dtype must be float 16, 32, 64, bfloat 16, float8 e4m3fn, e8m0fnu, int 4, 8, 32, 64 or "
+      "uint 4, 8, 32 of one lane, got code {} of {} bits and {} lanes",
       name, type.code, type.bits, type.lanes);
 }
 

@@ -70,10 +70,11 @@ TEST(DLPack, WhatIsRefused) {
   DLTensor tensor = good;
   EXPECT_EQ(message_of(tensor), "");
   tensor.dtype = {kDLBool, 8, 1};
-  EXPECT_EQ(
-      message_of(tensor),
-      "dlpack: x: dtype must be float 16, 32, 64, bfloat 16, int 4, 8, 32, 64 or uint 4, 8, 32 of one lane, "
-      "got code 6 of 8 bits and 1 lanes");
+  EXPECT_EQ(message_of(tensor),
+            "dlpack: x: dtype must be float 16, 32, 64, bfloat 16, float8 e4m3fn, e8m0fnu, int 4, 8, 32, 64 "
+            "or uint "
+            "4, 8, 32 of one lane, "
+            "got code 6 of 8 bits and 1 lanes");
   tensor.dtype = {kDLFloat, 32, 4};
   EXPECT_NE(message_of(tensor), "");
   tensor = good;

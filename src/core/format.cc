@@ -11,10 +11,16 @@ namespace halfbyte {
 namespace {
 
 constexpr FormatInfo kFormats[] = {
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) \
-  {Format::name, #name, FormatKind::kind, bits, ScaleRule::default_rule},
+#define HALFBYTE_SCALES_any std::nullopt
+#define HALFBYTE_SCALES_f8_e4m3 DType::f8_e4m3
+#define HALFBYTE_SCALES_f8_e8m0 DType::f8_e8m0
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) \
+  {Format::name, #name, FormatKind::kind, bits, ScaleRule::default_rule, HALFBYTE_SCALES_##scales, group},
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
+#undef HALFBYTE_SCALES_any
+#undef HALFBYTE_SCALES_f8_e4m3
+#undef HALFBYTE_SCALES_f8_e8m0
 };
 
 // By format; null where the kind is not table.
@@ -22,7 +28,7 @@ constexpr const formats::CodeBook* kBooks[] = {
 #define HALFBYTE_BOOK_table(name) &formats::books::name
 #define HALFBYTE_BOOK_integer(name) nullptr
 #define HALFBYTE_BOOK_affine(name) nullptr
-#define HALFBYTE_FORMAT(name, kind, bits, default_rule) HALFBYTE_BOOK_##kind(name),
+#define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) HALFBYTE_BOOK_##kind(name),
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
 #undef HALFBYTE_BOOK_table
@@ -41,12 +47,13 @@ constexpr std::array<Word<Granularity>, 4> kGranularities{{{Granularity::tensor,
                                                            {Granularity::group, "group"},
                                                            {Granularity::flat, "flat"}}};
 
-constexpr std::array<Word<Layout>, 6> kLayouts{{{Layout::halfbyte, "halfbyte"},
+constexpr std::array<Word<Layout>, 7> kLayouts{{{Layout::halfbyte, "halfbyte"},
                                                 {Layout::bitsandbytes, "bitsandbytes"},
                                                 {Layout::compressed_tensors, "compressed-tensors"},
                                                 {Layout::mlx, "mlx"},
                                                 {Layout::gptq, "gptq"},
-                                                {Layout::awq, "awq"}}};
+                                                {Layout::awq, "awq"},
+                                                {Layout::modelopt, "modelopt"}}};
 
 bool rule_fits(const FormatInfo& format, bool asymmetric, ScaleRule rule) {
   switch (format.kind) {
@@ -109,8 +116,17 @@ void check_spec(const QuantSpec& spec) {
                  "spec: asymmetric needs an integer format, got {}", format.name);
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat)
     HALFBYTE_CHECK(spec.group_size > 0, usage, "spec: group_size must be positive, got {}", spec.group_size);
-  HALFBYTE_CHECK(is_floating(spec.scale_dtype), usage,
-                 "spec: scale dtype must be f32, f16, bf16 or f64, got {}", to_string(spec.scale_dtype));
+  if (format.scale_dtype) {
+    HALFBYTE_CHECK(spec.scale_dtype == *format.scale_dtype, usage,
+                   "spec: scale dtype of {} must be {}, got {}", format.name, to_string(*format.scale_dtype),
+                   to_string(spec.scale_dtype));
+    HALFBYTE_CHECK(spec.granularity == Granularity::group && spec.group_size == format.group_size, usage,
+                   "spec: {} has granularity group and group_size {}, got {} and {}", format.name,
+                   format.group_size, to_string(spec.granularity), spec.group_size);
+  } else {
+    HALFBYTE_CHECK(is_floating(spec.scale_dtype), usage,
+                   "spec: scale dtype must be f32, f16, bf16 or f64, got {}", to_string(spec.scale_dtype));
+  }
   HALFBYTE_CHECK(
       !spec.double_quant || (format.kind != FormatKind::affine && spec.scale_dtype == DType::f32), usage,
       "spec: double quantization needs f32 scales and a format without biases, got {} with {} scales",
@@ -139,6 +155,7 @@ void check_encoding(const QuantSpec& spec, const Encoding& encoding) {
 }
 
 bool has_zeros(const QuantSpec& spec) { return spec.asymmetric; }
+bool has_global_scale(const QuantSpec& spec) { return info(spec.format).scale_dtype == DType::f8_e4m3; }
 bool has_biases(const QuantSpec& spec) { return info(spec.format).kind == FormatKind::affine; }
 
 QuantShape quant_shape(const QuantSpec& spec, int64_t rows, int64_t cols) {
@@ -172,6 +189,10 @@ formats::ScaleType scale_type(DType dtype) {
       return formats::ScaleType::bf16;
     case DType::f64:
       return formats::ScaleType::f64;
+    case DType::f8_e4m3:
+      return formats::ScaleType::e4m3;
+    case DType::f8_e8m0:
+      return formats::ScaleType::e8m0;
     default:
       HALFBYTE_FAIL(bug, "scale_type: {} is not a scale dtype", to_string(dtype));
   }

@@ -44,6 +44,9 @@ struct PackedImpl : Plan<Op>::Impl {
     part(".biases", &View::biases, scale_bytes)
         .aligned(scale_size)
         .null_unless(has_biases(d.spec), "only affine formats have biases");
+    part(".global_scale", &View::global_scale, int64_t{sizeof(float)})
+        .aligned(sizeof(float))
+        .null_unless(has_global_scale(d.spec), "only nvfp4 has a global scale");
   }
 
   void check_values(const Args& args) const override {

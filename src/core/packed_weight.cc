@@ -25,8 +25,9 @@ bool fits_in_memory(int64_t rows, int64_t cols) {
 formats::PackedLayout packed_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols) {
   quant_shape(spec, rows, cols);  // throws for what no layout holds
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
-                 "packed weight: spec.scale_dtype must be f32, f16 or bf16, got f64");
+  HALFBYTE_CHECK(is_floating(spec.scale_dtype) && spec.scale_dtype != DType::f64, usage,
+                 "packed weight: spec.scale_dtype must be f32, f16 or bf16, got {}",
+                 to_string(spec.scale_dtype));
   HALFBYTE_CHECK(spec.granularity != Granularity::flat || cols % spec.group_size == 0, usage,
                  "packed weight: spec.group_size of granularity flat must divide the columns, got {} for {}",
                  spec.group_size, cols);

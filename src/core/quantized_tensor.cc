@@ -41,13 +41,14 @@ std::vector<QuantizedPart> parts_of(const QuantizedTensor& q) {
           {"biases", &Q::biases, spec.scale_dtype, groups, has_biases(spec)},
           {"scales_absmax", &Q::scales_absmax, DType::f32, {num_scale_blocks(s.num_groups)}, nested},
           {"scales_map", &Q::scales_map, DType::f32, {256}, nested},
-          {"scales_offset", &Q::scales_offset, DType::f32, {1}, nested}};
+          {"scales_offset", &Q::scales_offset, DType::f32, {1}, nested},
+          {"global_scale", &Q::global_scale, DType::f32, {1}, has_global_scale(spec)}};
 }
 
-constexpr Tensor QuantizedTensor::*kParts[] = {&QuantizedTensor::codes,         &QuantizedTensor::scales,
-                                               &QuantizedTensor::zeros,         &QuantizedTensor::biases,
-                                               &QuantizedTensor::scales_absmax, &QuantizedTensor::scales_map,
-                                               &QuantizedTensor::scales_offset};
+constexpr Tensor QuantizedTensor::*kParts[] = {
+    &QuantizedTensor::codes,         &QuantizedTensor::scales,        &QuantizedTensor::zeros,
+    &QuantizedTensor::biases,        &QuantizedTensor::scales_absmax, &QuantizedTensor::scales_map,
+    &QuantizedTensor::scales_offset, &QuantizedTensor::global_scale};
 
 // Of the extents but the last `count`.
 int64_t product_before(std::span<const int64_t> shape, size_t count) {
@@ -112,7 +113,8 @@ QuantizedView QuantizedTensor::view() const {
           data_of<uint8_t>(codes),
           data_of<void>(scales),
           data_of<uint8_t>(zeros),
-          data_of<void>(biases)};
+          data_of<void>(biases),
+          data_of<float>(global_scale)};
 }
 
 WeightView QuantizedTensor::weight_view(int64_t expert) const {

@@ -5,7 +5,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr std::array<Word<DType>, 11> kDTypes{{{DType::f32, "f32"},
+constexpr std::array<Word<DType>, 13> kDTypes{{{DType::f32, "f32"},
                                                {DType::f16, "f16"},
                                                {DType::bf16, "bf16"},
                                                {DType::f64, "f64"},
@@ -15,7 +15,9 @@ constexpr std::array<Word<DType>, 11> kDTypes{{{DType::f32, "f32"},
                                                {DType::u32, "u32"},
                                                {DType::i64, "i64"},
                                                {DType::i4, "i4"},
-                                               {DType::u4, "u4"}}};
+                                               {DType::u4, "u4"},
+                                               {DType::f8_e4m3, "f8_e4m3"},
+                                               {DType::f8_e8m0, "f8_e8m0"}}};
 
 }  // namespace
 
@@ -26,6 +28,8 @@ int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::i8:
     case DType::u8:
+    case DType::f8_e4m3:
+    case DType::f8_e8m0:
       return 1;
     case DType::f16:
     case DType::bf16:

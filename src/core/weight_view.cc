@@ -13,14 +13,17 @@ namespace halfbyte {
 formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout) {
   check_spec(spec);
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
-                 "weight view: spec.scale_dtype must be f32, f16 or bf16, got f64");
+  HALFBYTE_CHECK(is_floating(spec.scale_dtype) && spec.scale_dtype != DType::f64, usage,
+                 "weight view: spec.scale_dtype must be f32, f16 or bf16, got {}",
+                 to_string(spec.scale_dtype));
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
                  "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
   quant_shape(spec, rows, formats::round_up(cols, 8));  // throws for too many bits; of whole words
   HALFBYTE_CHECK(layout != Layout::gptq && layout != Layout::awq, usage,
                  "weight view: layout {} is transposed, which products do not read: give the native parts",
                  to_string(layout));
+  HALFBYTE_CHECK(layout != Layout::modelopt, usage,
+                 "weight view: layout {} has formats that products do not take", to_string(layout));
   HALFBYTE_CHECK(layout != Layout::bitsandbytes || format.bits == 4, usage,
                  "weight view: layout bitsandbytes has codes of 4 bits, got {}", format.name);
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;

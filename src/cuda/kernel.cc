@@ -31,6 +31,10 @@ KernelKey scale_dtype_key(const char* description) {
   return {"scale-dtype", {"f32", "f16", "bf16", "f64"}, false, description};
 }
 
+std::string any_scale_dtype(const KernelValues& values) {
+  return to_string(find_format(values.at("format")).scale_dtype.value_or(DType::f32));
+}
+
 QuantSpec spec_of(const KernelValues& values) {
   QuantSpec spec;
   const FormatInfo& format = find_format(values.at("format"));
@@ -42,11 +46,13 @@ QuantSpec spec_of(const KernelValues& values) {
   if (!table.empty()) spec.table = parse_table(table);
   spec.asymmetric = is_set(values, "asymmetric");
   spec.scale_dtype = parse_dtype(values.at("scale-dtype"));
+  if (format.group_size != 0) spec.group_size = format.group_size;
   check_spec(spec);
   return spec;
 }
 
 void set_group_size(QuantSpec& spec, const std::string& value) {
+  if (info(spec.format).group_size != 0) return;
   if (value == "channel" || value == "tensor") {
     spec.granularity = value == "channel" ? Granularity::channel : Granularity::tensor;
     return;

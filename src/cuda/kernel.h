@@ -35,8 +35,11 @@ bool is_set(const KernelValues& values, std::string_view flag);
 // What a codec is made of: format, table, asymmetric and scale-dtype.
 std::vector<KernelKey> codec_keys();
 KernelKey scale_dtype_key(const char* description);
+// For kernels to which the dtype of scales is an argument: one that the format may have.
+std::string any_scale_dtype(const KernelValues& values);
 QuantSpec spec_of(const KernelValues& values);
-// A value of group-size: "128", "channel" or "tensor". Error(usage) for others.
+// A value of group-size: "128", "channel" or "tensor". Error(usage) for others. Formats of one group size
+// keep it.
 void set_group_size(QuantSpec& spec, const std::string& value);
 
 }  // namespace halfbyte::cuda

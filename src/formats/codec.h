@@ -21,6 +21,7 @@ struct Codec {
   i32 q_min = -8, q_max = 7;          // integer: bounds of the signed codes, stored as q - q_min
   CodeBook book = {};                 // table formats
   double eps = 0;                     // no scale is less (rules absmax, half_range, minmax of integers)
+  float global_scale = 1;             // scale_type e4m3: what stored scales are divided by
 
   constexpr bool operator==(const Codec&) const = default;
 
@@ -52,13 +53,18 @@ HALFBYTE_FN F decode(int code, F scale, F bias, int zero_point, const Codec& cod
   return static_cast<F>(code) * scale + bias;
 }
 
-// `scale` as stored, never 0 for a scale that is not 0.
+// `scale` as stored, never 0 for a scale that is not 0. What is stored as e4m3 is never 0: readers take that
+// for a fault. A group of zeros has 1/8, as compressed-tensors writes it.
 template <class F>
-HALFBYTE_FN F stored_scale(F scale, ScaleType type) {
-  const F result = stored(scale, type);
-  if (result != 0 || scale == 0) return result;
+HALFBYTE_FN F stored_scale(F scale, ScaleType type, float global_scale = 1) {
+  const F result = stored(scale, type, global_scale);
+  if (result != 0 || (scale == 0 && type != ScaleType::e4m3)) return result;
   F smallest = 0;
   switch (type) {
+    case ScaleType::e4m3:
+      return static_cast<F>(scale == 0 ? 0x1p-3f : 0x1p-9f) / static_cast<F>(global_scale);
+    case ScaleType::e8m0:
+      break;  // has no 0
     case ScaleType::f16:
       smallest = static_cast<F>(5.9604644775390625e-8);
       break;  // 2^-24
@@ -92,6 +98,14 @@ HALFBYTE_FN bool is_coarse(F scale, const Codec& codec) {
                                                                           : 0);
   return scale != 0 && abs(scale) < smallest;
 }
+// What maps the scale of a group of this absmax, the largest of the tensor, to the largest e4m3: 448 * 6 /
+// absmax, within the normal f32. 1 for a tensor of zeros. Source: compressed-tensors.
+template <class F>
+HALFBYTE_FN float global_scale_of(F absmax) {
+  if (absmax == 0) return 1;
+  constexpr F kLeast = static_cast<F>(0x1p-126f), kMost = static_cast<F>(Float<float>::kMax);
+  return static_cast<float>(clamp(static_cast<F>(2688) / absmax, kLeast, kMost));
+}
 // (max - min) / levels without overflow; 0 only for an empty range.
 template <class F>
 HALFBYTE_FN F range_step(F min, F max, F levels) {
@@ -122,8 +136,10 @@ HALFBYTE_FN RuleParams<F> rule_params(F min, F max, const Codec& codec) {
   bool may_underflow = true;
   switch (codec.rule) {
     case Rule::absmax: {
-      const F largest =
-          codec.kind == Kind::table ? static_cast<F>(codec.book.max_magnitude) : static_cast<F>(codec.q_max);
+      // A power of two is that of absmax over that of the largest value, 4: rounding it decides the rest.
+      const F largest = codec.scale_type == ScaleType::e8m0 ? 4
+                        : codec.kind == Kind::table         ? static_cast<F>(codec.book.max_magnitude)
+                                                            : static_cast<F>(codec.q_max);
       if (absmax != 0) scale = nonzero_quotient(absmax, largest);
       break;
     }
@@ -181,7 +197,7 @@ HALFBYTE_FN void decide_codes(GroupParams<F>& params, const RuleParams<F>& by_ru
 template <class F>
 HALFBYTE_FN GroupParams<F> stored_params(const RuleParams<F>& by_rule, const Codec& codec) {
   GroupParams<F> params;
-  params.scale = stored_scale(by_rule.scale, codec.scale_type);
+  params.scale = stored_scale(by_rule.scale, codec.scale_type, codec.global_scale);
   params.bias = stored(by_rule.bias, codec.scale_type);
   params.coarse = by_rule.may_underflow && is_coarse(by_rule.scale, codec);
   decide_codes(params, by_rule, codec.unrounded_code_scale, codec);

@@ -79,13 +79,65 @@ HALFBYTE_FN u16 to_bf16(double x) { return f32_to_bf16(round_to_odd(x)); }
 HALFBYTE_FN u16 to_f16(float x) { return f32_to_f16(x); }
 HALFBYTE_FN u16 to_f16(double x) { return f32_to_f16(round_to_odd(x)); }
 
-// The types a scale or bias can be stored in.
-enum class ScaleType : u8 { f32, f16, bf16, f64 };
+// E4M3 without infinity (OCP 8-bit floating point 1.0): bias 7, largest 448 (0x7E), NaN 0x7F, subnormals in
+// steps of 2^-9. What rounds to more than 448 is NaN.
+HALFBYTE_FN float e4m3_to_f32(u8 bits) {
+  const u32 magnitude = bits & 0x7Fu;
+  const u32 sign = (bits & 0x80u) << 24;
+  if (magnitude == 0x7F) return bit_cast<float>(sign | 0x7FC00000u);
+  if (magnitude < 8) {
+    const float value = static_cast<float>(magnitude) * 0.001953125f;  // 2^-9
+    return bit_cast<float>(sign | bit_cast<u32>(value));
+  }
+  return bit_cast<float>(sign | ((magnitude << 20) + 0x3C000000u));
+}
+HALFBYTE_FN u8 f32_to_e4m3(float x) {
+  const u32 bits = bit_cast<u32>(x);
+  const u32 sign = (bits >> 24) & 0x80u;
+  const u32 magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x43E80000u) return static_cast<u8>(sign | 0x7Fu);  // above 464, NaN
+  if (magnitude < 0x3C800000u) {                                      // below 2^-6: subnormal
+    // Adding 2^14 makes the unit in the last place 2^-9, the step of the subnormals.
+    const float shifted = bit_cast<float>(magnitude) + 16384.0f;
+    return static_cast<u8>(sign | (bit_cast<u32>(shifted) - 0x46800000u));
+  }
+  const u32 rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u);
+  return static_cast<u8>(sign | ((rounded - 0x3C000000u) >> 20));
+}
+HALFBYTE_FN u8 to_e4m3(float x) { return f32_to_e4m3(x); }
+HALFBYTE_FN u8 to_e4m3(double x) { return f32_to_e4m3(round_to_odd(x)); }
 
-// x after being stored as `type` and loaded again.
+// E8M0 (OCP Microscaling Formats 1.0): 2^(bits - 127), NaN 0xFF.
+HALFBYTE_FN float e8m0_to_f32(u8 bits) {
+  if (bits == 0xFF) return bit_cast<float>(0x7FC00000u);
+  return bit_cast<float>(bits == 0 ? 0x00400000u : static_cast<u32>(bits) << 23);
+}
+// The power of two for x >= 0: a mantissa below 1.75 is dropped, others are rounded up, as compressed-tensors
+// does. What is less than 2^-127 gives that, what is too large NaN.
+HALFBYTE_FN u8 f32_to_e8m0(float x) {
+  const u32 bits = bit_cast<u32>(x);
+  if (bits < 0x00400000u) return 0;
+  // In subnormals, which 2^-127 is one of, the leading bit is that of 1/2: 1.75 is 0x700000.
+  if (bits < 0x00800000u) return bits < 0x00700000u ? 0 : 1;
+  const u32 exponent = (bits + 0x00200000u) >> 23;
+  return static_cast<u8>(min(exponent, 0xFFu));
+}
+HALFBYTE_FN u8 to_e8m0(float x) { return f32_to_e8m0(x); }
+HALFBYTE_FN u8 to_e8m0(double x) { return f32_to_e8m0(round_to_odd(x)); }
+
+// The types a scale or bias can be stored in.
+enum class ScaleType : u8 { f32, f16, bf16, f64, e4m3, e8m0 };
+
+// x after being stored as `type` and loaded again. What is stored as e4m3 is multiplied by the global scale
+// before, and divided by it when it is loaded.
 template <class F>
-HALFBYTE_FN F stored(F x, ScaleType type) {
+HALFBYTE_FN F stored(F x, ScaleType type, float global_scale = 1) {
   switch (type) {
+    case ScaleType::e4m3:
+      return static_cast<F>(e4m3_to_f32(to_e4m3(x * static_cast<F>(global_scale)))) /
+             static_cast<F>(global_scale);
+    case ScaleType::e8m0:
+      return static_cast<F>(e8m0_to_f32(to_e8m0(x)));
     case ScaleType::f16:
       return static_cast<F>(f16_to_f32(to_f16(x)));
     case ScaleType::bf16:
@@ -99,13 +151,31 @@ HALFBYTE_FN F stored(F x, ScaleType type) {
 }
 
 HALFBYTE_FN int scale_bytes(ScaleType type) {
-  return type == ScaleType::f64 ? 8 : type == ScaleType::f32 ? 4 : 2;
+  switch (type) {
+    case ScaleType::f64:
+      return 8;
+    case ScaleType::f32:
+      return 4;
+    case ScaleType::f16:
+    case ScaleType::bf16:
+      return 2;
+    case ScaleType::e4m3:
+    case ScaleType::e8m0:
+      break;
+  }
+  return 1;
 }
 
 // Element `index` of an array of scales. `value` must be representable (see `stored`).
 template <class F>
-HALFBYTE_FN void store_scale(void* scales, i64 index, F value, ScaleType type) {
+HALFBYTE_FN void store_scale(void* scales, i64 index, F value, ScaleType type, float global_scale = 1) {
   switch (type) {
+    case ScaleType::e4m3:  // the quotient by the global scale is so near that the product finds its e4m3
+      static_cast<u8*>(scales)[index] = to_e4m3(value * static_cast<F>(global_scale));
+      break;
+    case ScaleType::e8m0:
+      static_cast<u8*>(scales)[index] = to_e8m0(value);
+      break;
     case ScaleType::f32:
       static_cast<float*>(scales)[index] = static_cast<float>(value);
       break;
@@ -121,8 +191,13 @@ HALFBYTE_FN void store_scale(void* scales, i64 index, F value, ScaleType type) {
   }
 }
 template <class F>
-HALFBYTE_FN F load_scale(const void* scales, i64 index, ScaleType type) {
+HALFBYTE_FN F load_scale(const void* scales, i64 index, ScaleType type, float global_scale = 1) {
   switch (type) {
+    case ScaleType::e4m3:
+      return static_cast<F>(e4m3_to_f32(static_cast<const u8*>(scales)[index])) /
+             static_cast<F>(global_scale);
+    case ScaleType::e8m0:
+      return static_cast<F>(e8m0_to_f32(static_cast<const u8*>(scales)[index]));
     case ScaleType::f16:
       return static_cast<F>(f16_to_f32(static_cast<const u16*>(scales)[index]));
     case ScaleType::bf16:

@@ -243,6 +243,42 @@ TEST(Codec, StoredScalesNeverBecomeZero) {
   EXPECT_EQ(nonzero_quotient(0x1p-149f, 7.0f), 0x1p-149f);
 }
 
+// By the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; 2^(bits - 127).
+TEST(Convert, TypesOfEightBits) {
+  for (int bits = 0; bits < 256; ++bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    double value = exponent == 0 ? mantissa * 0x1p-9 : std::ldexp(8 + mantissa, exponent - 10);
+    if (bits & 128) value = -value;
+    const auto byte = static_cast<u8>(bits);
+    if ((bits & 127) == 127) {
+      EXPECT_TRUE(std::isnan(e4m3_to_f32(byte)));
+    } else {
+      EXPECT_EQ(bit_cast<u32>(e4m3_to_f32(byte)), bit_cast<u32>(static_cast<float>(value))) << bits;
+      EXPECT_EQ(int{to_e4m3(value)}, bits);
+    }
+    if (bits < 255) {
+      EXPECT_EQ(e8m0_to_f32(byte), std::ldexp(1.0f, bits - 127));
+      EXPECT_EQ(int{to_e8m0(std::ldexp(1.0f, bits - 127))}, bits);
+      EXPECT_EQ(int{to_e8m0(std::ldexp(1.7499999, bits - 127))}, bits);
+      EXPECT_EQ(int{to_e8m0(std::ldexp(1.75, bits - 127))}, bits + 1);
+    }
+    // Ties go to the even code, all else to the nearest.
+    if (bits < 126) {
+      const float below = e4m3_to_f32(byte), above = e4m3_to_f32(static_cast<u8>(bits + 1));
+      const float middle = (below + above) / 2;
+      EXPECT_EQ(int{to_e4m3(middle)}, bits % 2 == 0 ? bits : bits + 1);
+      EXPECT_EQ(int{to_e4m3(std::nextafter(middle, 0.0f))}, bits);
+      EXPECT_EQ(int{to_e4m3(std::nextafter(middle, 1e9f))}, bits + 1);
+      EXPECT_EQ(int{to_e4m3(std::nextafter(static_cast<double>(-middle), -1e9))}, bits + 1 + 128);
+    }
+  }
+  EXPECT_EQ(to_e4m3(464.0f), 0x7E);
+  for (const float large : {std::nextafter(464.0f, 500.0f), INFINITY, NAN}) EXPECT_EQ(to_e4m3(large), 0x7F);
+  EXPECT_TRUE(std::isnan(e8m0_to_f32(255)));
+  for (const float large : {0x1.cp127f, INFINITY, NAN}) EXPECT_EQ(to_e8m0(large), 0xFF);
+  EXPECT_EQ(to_e8m0(0.0f), 0);
+}
+
 TEST(Spec, EveryFormatHasARowAndAWord) {
   for (const FormatInfo& format : all_formats()) {
     EXPECT_EQ(&find_format(format.name), &format);

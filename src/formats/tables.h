@@ -118,6 +118,11 @@ constexpr float kFp4E2m1Values[16] = {0.0f, 0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4
                                       0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 constexpr CodeBook fp4_e2m1 = make_code_book(kFp4E2m1Values, Tie::even);
 
+// Those of fp4_e2m1 with other scales: NVFP4 (NVIDIA Model Optimizer, compressed-tensors), and MXFP4 of the
+// OCP specification.
+constexpr CodeBook nvfp4 = fp4_e2m1;
+constexpr CodeBook mxfp4 = fp4_e2m1;
+
 // The values are the user's (QuantSpec::table); only the tie rule is the format's.
 constexpr CodeBook lut4 = {.tie = Tie::lower};
 

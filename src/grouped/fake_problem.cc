@@ -85,6 +85,12 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
                 to_string(d.scale_dtype));
   grouping_of(d);  // throws
   if (d.format)
+    HALFBYTE_CHECK_AS(
+        !info(*d.format).scale_dtype, usage,
+        (ErrorDetails{ErrorKind::unsupported, "format", "one with floating scales", info(*d.format).name}),
+        "{}: format must be one with floating scales, got {}: its codes are those of fp4_e2m1", kDescriptor,
+        info(*d.format).name);
+  if (d.format)
     check_table(d);
   else
     check_integers(d);

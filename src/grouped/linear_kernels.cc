@@ -16,7 +16,8 @@ constexpr const char* kIntegers = "integers";
 std::vector<std::string> format_words() {
   std::vector<std::string> words = {kIntegers, "lut4"};
   for (const FormatInfo& format : all_formats())
-    if (format.kind == FormatKind::table && format.format != Format::lut4) words.push_back(format.name);
+    if (format.kind == FormatKind::table && !format.scale_dtype && format.format != Format::lut4)
+      words.push_back(format.name);
   return words;
 }
 

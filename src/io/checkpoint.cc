@@ -188,6 +188,12 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
     weight.parts.push_back(found->second);
     weight.num_bytes += tensor.num_bytes;
   }
+  for (const std::string& name : quantized.others) {
+    const int index = checkpoint.by_name.at(name);
+    used[static_cast<size_t>(index)] = 1;
+    weight.parts.push_back(index);
+    weight.num_bytes += checkpoint.tensors[static_cast<size_t>(index)].num_bytes;
+  }
   return weight;
 }
 
@@ -257,6 +263,8 @@ void with_type(DType dtype, const Body& body) {
       return body(std::integral_constant<ScaleType, ScaleType::bf16>());
     case ScaleType::f64:
       return body(std::integral_constant<ScaleType, ScaleType::f64>());
+    default:
+      HALFBYTE_FAIL(bug, "no weight has elements of {}", to_string(dtype));
   }
 }
 
@@ -306,6 +314,15 @@ void convert_elements(const std::byte* from, DType from_dtype, int64_t count, st
   });
 }
 
+float read_f32(const Checkpoint::Impl& checkpoint, const std::string& name, const std::string& what) {
+  const StoredTensor* tensor = checkpoint.find(name);
+  HALFBYTE_CHECK(tensor != nullptr && tensor->dtype == "F32" && tensor->num_bytes == sizeof(float), bad_input,
+                 "{}: no \"{}\" of one F32 beside it", what, printable(name));
+  float value = 0;
+  checkpoint.read(*tensor, 0, std::as_writable_bytes(std::span(&value, 1)));
+  return value;
+}
+
 int64_t num_elements(std::span<const int64_t> shape) {
   if (std::ranges::find(shape, 0) != shape.end()) return 0;  // the others may overflow
   int64_t product = 1;
@@ -340,6 +357,7 @@ void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quanti
     }
     worker.native.of(role).upload(worker.stream);
   }
+  if (has_global_scale(quantized.weight.spec)) worker.native.global_scale.upload(worker.stream);
   dequantize(view, y, worker.execution());
 }
 

@@ -80,6 +80,8 @@ namespace io {
 std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop = {});
 
 int64_t num_elements(std::span<const int64_t> shape);
+// A tensor of one F32 beside others; Error(bad_input), for the reader of `what`, where there is none.
+float read_f32(const Checkpoint::Impl& checkpoint, const std::string& name, const std::string& what);
 inline int64_t num_elements(const Weight& weight) { return num_elements(weight.shape); }
 // One rounding, half to even, between f32, f16, bf16 and f64.
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);

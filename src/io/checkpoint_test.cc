@@ -230,9 +230,11 @@ std::vector<Case> all_cases() {
   for (const FormatInfo& format : all_formats())
     for (const Granularity granularity :
          {Granularity::group, Granularity::channel, Granularity::tensor, Granularity::flat}) {
+      if (format.scale_dtype && granularity != Granularity::group) continue;
       QuantizeOptions options = options_for(format.format, Layout::halfbyte);
       options.granularity = granularity;
       add(options, any);
+      if (format.scale_dtype) continue;
       if (format.kind == FormatKind::integer) {
         options.asymmetric = true;
         add(options, {{7, 65}, {3, 1}});
@@ -832,7 +834,7 @@ TEST_F(CheckpointTest, LayoutsRefuseWhatTheyCannotSay) {
   refused("layout mlx: format must be affine2 or", Format::nf4, Layout::mlx, none);
   refused("layout bitsandbytes: format must be nf4 or fp4, got int4", Format::int4, Layout::bitsandbytes,
           none);
-  refused("layout compressed-tensors: format must be int4 or int8, got int3", Format::int3,
+  refused("layout compressed-tensors: format must be int4 or int8 or nvfp4 or mxfp4, got int3", Format::int3,
           Layout::compressed_tensors, none);
   refused("layout mlx: group size must be 32 or 64 or 128, got 48", Format::affine4, {},
           [](auto& o) { o.group_size = 48; });
@@ -889,10 +891,99 @@ TEST_F(CheckpointTest, ShapesThatDoNotFit) {
                [&] { quantize_checkpoint(input, path("out"), options); });
 }
 
+// Of x_i = (i - 20) / 16, as compressed-tensors 0.18 writes it.
+TEST_F(CheckpointTest, BytesOfBlockFloats) {
+  std::vector<float> values;
+  for (int i = 0; i < 32; ++i) values.push_back(static_cast<float>(i - 20) / 16);
+  const std::string input = write_input({make_tensor("a.weight", DType::f32, {1, 32}, values)});
+  quantize_checkpoint(input, path("nvfp4"), options_for(Format::nvfp4));
+  const Checkpoint nvfp4 = Checkpoint::open(path("nvfp4"));
+  EXPECT_EQ(hex_of(nvfp4, "a.weight_packed"), "ffffeeeededdccbcbc9a103254657677");
+  EXPECT_EQ(hex_of(nvfp4, "a.weight_scale"), "7e77");
+  EXPECT_EQ(hex_of(nvfp4, "a.weight_global_scale"), "66660645");
+  quantize_checkpoint(input, path("modelopt"), options_for(Format::nvfp4, Layout::modelopt));
+  const Checkpoint modelopt = Checkpoint::open(path("modelopt"));
+  EXPECT_EQ(hex_of(modelopt, "a.weight"), "ffffeeeededdccbcbc9a103254657677");
+  EXPECT_EQ(hex_of(modelopt, "a.weight_scale"), "7e77");
+  EXPECT_EQ(hex_of(modelopt, "a.weight_scale_2"), "3dcff339");
+  quantize_checkpoint(input, path("mxfp4"), options_for(Format::mxfp4));
+  const Checkpoint mxfp4 = Checkpoint::open(path("mxfp4"));
+  EXPECT_EQ(hex_of(mxfp4, "a.weight_packed"), "eeeeeededdccccabaa89002122434454");
+  EXPECT_EQ(hex_of(mxfp4, "a.weight_scale"), "7d");
+}
+
+// Weights of one product share the global scale; blocks of a weight are as the whole.
+TEST_F(CheckpointTest, GlobalScalesAreShared) {
+  std::vector<StoredValues> tensors;
+  for (const char* name : {"q_proj", "k_proj", "o_proj"}) {
+    StoredValues tensor = random_tensor(fmt::format("model.layers.0.self_attn.{}.weight", name), DType::bf16,
+                                        {1300, 256}, static_cast<unsigned>(tensors.size()));
+    const float largest = tensors.empty() ? 3.0f : 1.0f;
+    io::convert_elements(reinterpret_cast<const std::byte*>(&largest), DType::f32, 1,
+                         tensor.bytes.data() + tensor.bytes.size() - 2, DType::bf16);
+    tensors.push_back(tensor);
+  }
+  const std::string input = write_input(tensors);
+  quantize_checkpoint(input, path("out"), options_for(Format::nvfp4));
+  const Checkpoint out = Checkpoint::open(path("out"));
+  const auto value = [](const Tensor& scale) { return *reinterpret_cast<const float*>(scale.data()); };
+  const auto global = [&](const std::string& name) {
+    return value(load_weight(out, "model.layers.0.self_attn." + name + ".weight").global_scale);
+  };
+  EXPECT_EQ(global("q_proj"), 896);
+  EXPECT_EQ(global("k_proj"), 896);
+  EXPECT_EQ(global("o_proj"), 2688);
+  const QuantSpec spec{.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3};
+  const QuantizedTensor whole = quantize_weight(Checkpoint::open(input), tensors[2].name, spec);
+  const QuantizedTensor stored = load_weight(out, tensors[2].name);
+  const auto same = [](const Tensor& a, const Tensor& b) {
+    return a.num_bytes() == b.num_bytes() &&
+           std::memcmp(a.data(), b.data(), static_cast<size_t>(a.num_bytes())) == 0;
+  };
+  EXPECT_TRUE(same(whole.codes, stored.codes));
+  EXPECT_TRUE(same(whole.scales, stored.scales));
+  EXPECT_TRUE(same(whole.global_scale, stored.global_scale));
+}
+
+// Whatever a file holds, reading it ends with values or with BAD_INPUT.
+TEST_F(CheckpointTest, BlockFloatsSurviveEveryTruncationAndFlippedBit) {
+  const std::string input = write_input({random_tensor("a.weight", DType::bf16, {2, 32})});
+  const auto survives = [&](const std::string& bytes) {
+    write_file(dir_ / "damaged", bytes);
+    try {
+      const Checkpoint checkpoint = Checkpoint::open(path("damaged"));
+      for (const Weight& weight : checkpoint.weights()) {
+        if (!weight.dtype || !is_floating(*weight.dtype)) continue;
+        std::vector<float> values(static_cast<size_t>(product(weight.shape)));
+        checkpoint.decode(weight, 0, std::ssize(values), DType::f32, values.data());
+      }
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::bad_input) << error.what();
+      return false;
+    }
+  };
+  for (const auto& [format, layout] :
+       {std::pair(Format::nvfp4, Layout::compressed_tensors),
+        std::pair(Format::mxfp4, Layout::compressed_tensors), std::pair(Format::nvfp4, Layout::modelopt),
+        std::pair(Format::nvfp4, Layout::halfbyte)}) {
+    const std::string output = path(fmt::format("{}-{}", info(format).name, to_string(layout)));
+    quantize_checkpoint(input, output, options_for(format, layout));
+    const std::string bytes = read_file(output);
+    EXPECT_TRUE(survives(bytes));
+    for (size_t size = 0; size < bytes.size(); ++size) EXPECT_FALSE(survives(bytes.substr(0, size)));
+    for (size_t bit = 0; bit < 8 * bytes.size(); ++bit) {
+      std::string flipped = bytes;
+      flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << bit % 8));
+      survives(flipped);
+    }
+  }
+}
+
 TEST_F(CheckpointTest, QuantizedInputIsRefused) {
   const StoredValues tensor = random_tensor("a.weight", DType::bf16, {4, 128});
   const std::string input = write_input({tensor});
-  for (const Format format : {Format::nf4, Format::int4, Format::affine4, Format::int3}) {
+  for (const Format format : {Format::nf4, Format::affine4, Format::int3}) {
     const std::string output = path(info(format).name);
     quantize_checkpoint(input, output, options_for(format));
     expect_error(ErrorCode::bad_input, "weight \"a.weight\" is already quantized",

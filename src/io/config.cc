@@ -44,22 +44,26 @@ Json bitsandbytes_entry(const ModelQuantization& q) {
 
 // Its readers refuse keys that they do not know: no more than these.
 Json compressed_tensors_entry(const ModelQuantization& q) {
-  const bool grouped = q.spec.granularity == Granularity::group;
-  const Json weights = {{"num_bits", info(q.spec.format).bits},
-                        {"type", "int"},
-                        {"symmetric", !q.spec.asymmetric},
-                        {"strategy", to_string(q.spec.granularity)},
-                        {"group_size", grouped ? Json(q.spec.group_size) : Json()},
-                        {"dynamic", false}};
+  const bool grouped = q.spec.granularity == Granularity::group, global = has_global_scale(q.spec);
+  const FormatInfo& format = info(q.spec.format);
+  Json weights = {{"num_bits", format.bits},
+                  {"type", format.scale_dtype ? "float" : "int"},
+                  {"symmetric", !q.spec.asymmetric},
+                  {"strategy", global ? "tensor_group" : to_string(q.spec.granularity)},
+                  {"group_size", grouped ? Json(q.spec.group_size) : Json()},
+                  {"dynamic", false}};
+  if (format.scale_dtype)
+    weights["scale_dtype"] = weights["zp_dtype"] = global ? "torch.float8_e4m3fn" : "torch.uint8";
   const Json group = {{"targets", Json::array({"Linear"})},
                       {"input_activations", nullptr},
                       {"output_activations", nullptr},
                       {"weights", weights}};
-  Json entry = {{"quant_method", "compressed-tensors"},
-                {"format", "pack-quantized"},
-                {"quantization_status", "compressed"},
-                {"ignore", q.dense_modules},
-                {"config_groups", Json::object({{"group_0", group}})}};
+  Json entry = {
+      {"quant_method", "compressed-tensors"},
+      {"format", format.scale_dtype ? fmt::format("{}-pack-quantized", format.name) : "pack-quantized"},
+      {"quantization_status", "compressed"},
+      {"ignore", q.dense_modules},
+      {"config_groups", Json::object({{"group_0", group}})}};
   if (q.decompressed) entry["run_compressed"] = false;
   return entry;
 }
@@ -117,6 +121,25 @@ Json awq_entry(const ModelQuantization& q) {
           {"version", "gemm"},
           {"lm_head", q.head},
           {"modules_to_not_convert", q.dense_modules}};
+}
+
+// Of hf_quant_config.json.
+Json modelopt_quantization(const ModelQuantization& q) {
+  return {{"quant_algo", "NVFP4"},
+          {"kv_cache_quant_algo", nullptr},
+          {"group_size", q.spec.group_size},
+          {"exclude_modules", q.dense_modules}};
+}
+Json modelopt_entry(const ModelQuantization& q) {
+  const Json weights = {{"num_bits", info(q.spec.format).bits},
+                        {"type", "float"},
+                        {"dynamic", false},
+                        {"group_size", q.spec.group_size}};
+  return {{"quant_method", "modelopt"},
+          {"quant_algo", "NVFP4"},
+          {"config_groups",
+           Json::object({{"group_0", {{"targets", Json::array({"Linear"})}, {"weights", weights}}}})},
+          {"ignore", q.dense_modules}};
 }
 
 std::string lower_case(std::string text) {
@@ -262,12 +285,18 @@ std::optional<DType> dtype_of_config(const std::string& config) {
 }
 
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype) {
-  Json entry = quantization.layout == Layout::gptq ? gptq_entry(quantization) : awq_entry(quantization);
+  Json entry = quantization.layout == Layout::gptq       ? gptq_entry(quantization)
+               : quantization.layout == Layout::awq      ? awq_entry(quantization)
+               : quantization.layout == Layout::modelopt ? modelopt_entry(quantization)
+                                                         : compressed_tensors_entry(quantization);
   if (with_dtype) entry["dtype"] = torch_name(quantization.weight_dtype);
   return with_dtype ? entry.dump() : dump(entry);
 }
 
 std::map<std::string, std::string> files_beside_config(const ModelQuantization& quantization) {
+  if (quantization.layout == Layout::modelopt)
+    return {{kModeloptFile, dump({{"producer", {{"name", "modelopt"}}},
+                                  {"quantization", modelopt_quantization(quantization)}})}};
   if (quantization.layout != Layout::gptq) return {};
   return {{kWordFile, word_quantization(quantization, /*with_dtype=*/false)}};
 }
@@ -295,6 +324,9 @@ std::string with_quantization(const std::string& config, const ModelQuantization
       break;
     case Layout::awq:
       json["quantization_config"] = awq_entry(quantization);
+      break;
+    case Layout::modelopt:
+      json["quantization_config"] = modelopt_entry(quantization);
       break;
   }
   return dump_config(json);

@@ -60,6 +60,7 @@ std::optional<WordConfig> word_config_of_config(const std::string& config);
 // The key in the metadata of a file that stands alone, and the other file of a directory that has it.
 inline constexpr const char* kWordMetadata = "quantization_config";
 inline constexpr const char* kWordFile = "quantize_config.json";
+inline constexpr const char* kModeloptFile = "hf_quant_config.json";
 
 // Of the weights that are not quantized, as the config says.
 std::optional<DType> dtype_of_config(const std::string& config);
@@ -76,8 +77,8 @@ struct ModelQuantization {
   bool decompressed = false;               // of compressed-tensors: when the model is loaded
 };
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
-// The "quantization_config" of that alone, of gptq and awq: what other files say, and, with the dtype of the
-// weights, the metadata of a file that stands alone.
+// The "quantization_config" of that alone, of gptq, awq, and block floats of compressed-tensors and modelopt:
+// what other files say, and, with the dtype of the weights, the metadata of a file that stands alone.
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype);
 // Other files of a model directory that say so: of gptq, for old readers. Their names and texts.
 std::map<std::string, std::string> files_beside_config(const ModelQuantization& quantization);

@@ -63,10 +63,6 @@ constexpr Form kForms[] = {
     {"nvfp4", "mlx", ".weight", "U32", ".scales", "U8", "", 8, has_words<2>},
     {"mxfp4", "mlx", ".weight", "U32", ".scales", "U8", "", 8, has_words<4>},
     {"mxfp8", "mlx", ".weight", "U32", ".scales", "U8", "", 4, has_words<8>},
-    {"nvfp4", "compressed-tensors", "_packed", "U8", "_scale", "F8_E4M3", "_global_scale .input_global_scale",
-     2},
-    {"mxfp4", "compressed-tensors", "_packed", "U8", "_scale", "U8", "", 2},
-    {"nvfp4", "modelopt", "", "U8", "_scale", "F8_E4M3", "_scale_2 .input_scale", 2},
     {"bitnet", "bitnet", "", "U8", "_scale", "F16 BF16 F32", "", 4},
     {"fp8", "fp8", "", "F8_E4M3 F8_E5M2", "_scale_inv", "", "", 1},
     {"mxfp8", "compressed-tensors", "", "F8_E4M3", "_scale", "U8", "", 1},
@@ -102,8 +98,8 @@ constexpr ConfigWord kConfigWords[] = {
     {"compressed-tensors", "pack-quantized", nullptr},
     {"compressed-tensors", "float-quantized", "fp8"},
     {"compressed-tensors", "int-quantized", "int8"},
-    {"compressed-tensors", "nvfp4-pack-quantized", "nvfp4"},
-    {"compressed-tensors", "mxfp4-pack-quantized", "mxfp4"},
+    {"compressed-tensors", "nvfp4-pack-quantized", nullptr},
+    {"compressed-tensors", "mxfp4-pack-quantized", nullptr},
     {"compressed-tensors", "mxfp8-quantized", "mxfp8"},
     {"fbgemm_fp8", "", "fp8"},
     {"mlx", "", nullptr},
@@ -111,7 +107,7 @@ constexpr ConfigWord kConfigWords[] = {
     {"modelopt", "", nullptr},
     {"modelopt", "FP8", "fp8"},
     {"modelopt", "FP8_PB_WO", "fp8"},
-    {"modelopt", "NVFP4", "nvfp4"},
+    {"modelopt", "NVFP4", nullptr},
     {"modelopt", "MIXED_PRECISION", nullptr},  // its layers say
 };
 
@@ -175,9 +171,6 @@ constexpr const char* kDequantizer =
 constexpr Advice kAdvice[] = {
     {"", "compressed-tensors", kDequantizer},
     {"", "mlx", "make it dense with mlx_lm.convert --dequantize"},
-    {"nvfp4", "modelopt",
-     "convert it with convert_checkpoint of compressed-tensors and its ModelOptNvfp4Converter, and make that "
-     "dense with its CompressedTensorsDequantizer"},
     {"mxfp4", "gpt-oss", "load it in transformers with Mxfp4Config(dequantize=True), and save that"},
     {"llm.int8", "", "load it in transformers, call dequantize() of the model, and save that"},
     {"fp8", "fp8",

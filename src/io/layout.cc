@@ -102,9 +102,11 @@ int64_t QuantizedWeight::rows() const {
 
 std::span<const LayoutInfo* const> all_layouts() {
   // In the order of preference for a format that several hold.
-  static const std::array<const LayoutInfo*, 6> layouts = {
-      &bitsandbytes_layout(), &compressed_tensors_layout(), &mlx_layout(), &halfbyte_layout(), &gptq_layout(),
-      &awq_layout()};
+  static const std::array<const LayoutInfo*, 7> layouts = {
+      &bitsandbytes_layout(), &compressed_tensors_layout(),
+      &mlx_layout(),          &halfbyte_layout(),
+      &gptq_layout(),         &awq_layout(),
+      &modelopt_layout()};
   return layouts;
 }
 
@@ -133,6 +135,14 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
   HALFBYTE_CHECK(layout.double_quant || !spec.double_quant, usage,
                  "layout {}: double quantization must be off", layout.name);
 
+  const FormatInfo& format = info(spec.format);
+  if (format.scale_dtype) {  // which has one form
+    spec.granularity = options.granularity.value_or(Granularity::group);
+    spec.group_size = options.group_size.value_or(format.group_size);
+    spec.scale_dtype = options.scale_dtype.value_or(*format.scale_dtype);
+    check_spec(spec);
+    return spec;
+  }
   spec.granularity = options.granularity.value_or(layout.granularities.front());
   check_allowed(layout, "granularity", layout.granularities, spec.granularity, word);
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat) {
@@ -169,10 +179,11 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
 }
 
 Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& options, const QuantSpec& spec) {
-  const ScaleRule rule =
-      !layout.scale_rules.empty() && !spec.asymmetric ? layout.scale_rules.front() : default_scale_rule(spec);
+  const bool of_layout =
+      !layout.scale_rules.empty() && !spec.asymmetric && info(spec.format).kind != FormatKind::table;
+  const ScaleRule rule = of_layout ? layout.scale_rules.front() : default_scale_rule(spec);
   const Encoding encoding{options.scale_rule.value_or(rule), layout.code_scale};
-  if (!spec.asymmetric)
+  if (of_layout)
     check_allowed(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
                   [](ScaleRule value) { return to_string(value); });
   check_encoding(spec, encoding);
@@ -206,6 +217,11 @@ QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DTy
   // Loaders of transformers make one of uninitialised memory where a file has none.
   weight.words.has_group_index = layout == Layout::gptq;
   return weight;
+}
+
+bool hides_dtype(const LayoutInfo& layout, Format format) {
+  return layout.packing != Packing::rows ||
+         (info(format).scale_dtype.has_value() && layout.layout != Layout::halfbyte);
 }
 
 std::string module_of(const std::string& weight) {
@@ -356,7 +372,7 @@ void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t
 }
 
 void replace_zero_scales(const QuantizedWeight& weight, const Block& block, std::byte* native) {
-  if (!layout_info(weight.layout).zero_scale_is_eps) return;
+  if (!layout_info(weight.layout).zero_scale_is_eps || info(weight.spec.format).scale_dtype) return;
   const auto type = scale_type(weight.spec.scale_dtype);
   for (int64_t i = 0; i < block.shape.num_groups; ++i)
     if (formats::load_scale<float>(native, i, type) == 0)
@@ -408,6 +424,10 @@ QuantizedView native_view(const QuantizedWeight& weight, const Block& block, Nat
   view.scales = buffers.scales.mirror();
   if (has_zeros(weight.spec)) view.zeros = reinterpret_cast<uint8_t*>(buffers.zeros.mirror());
   if (has_biases(weight.spec)) view.biases = buffers.biases.mirror();
+  if (has_global_scale(weight.spec)) {
+    std::memcpy(buffers.global_scale.reserve(sizeof(float)), &weight.global_scale, sizeof(float));
+    view.global_scale = reinterpret_cast<float*>(buffers.global_scale.mirror());
+  }
   return view;
 }
 
@@ -418,6 +438,7 @@ QuantizedView view_of(const QuantizedTensor& q, const QuantizedWeight& weight, c
   view.scales = at(Role::scales);
   if (has_zeros(q.spec)) view.zeros = reinterpret_cast<uint8_t*>(at(Role::zeros));
   if (has_biases(q.spec)) view.biases = at(Role::biases);
+  if (has_global_scale(q.spec)) view.global_scale = reinterpret_cast<float*>(q.global_scale.data());
   return view;
 }
 

@@ -23,7 +23,7 @@ enum class Role : uint8_t {
   zeros,
   biases,
   scales_absmax,  // double quantization: one value for 256 scales
-  constant,       // all bytes follow from the description of the weight
+  constant,       // all bytes follow from the description of the weight, the global scale among it
 };
 
 struct Part {
@@ -53,10 +53,14 @@ struct QuantizedWeight {
   QuantSpec spec;
   std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
   float scales_offset = 0;                // double quantization
+  float global_scale = 1;                 // of formats that have one
+  float global_reciprocal = 1;            // likewise: as stored, by layouts that store its reciprocal
   std::vector<float> scales_map = {};     // double quantization: 256 values; empty: double_quant_map()
   std::string codes_dtype = "U8";         // bitsandbytes can store the bytes of the codes as floats
   WordForm words = {};                    // gptq, awq
   std::string note = {};                  // as in Weight
+  std::vector<std::string> others =
+      {};  // tensors that belong to it and do not decode it: scales of activations
 
   int64_t cols() const { return shape.back(); }
   int64_t rows() const;  // product of the leading extents
@@ -93,14 +97,16 @@ struct LayoutInfo {
   ScaleDTypes scale_dtypes = ScaleDTypes::any;
   CodeScale code_scale = CodeScale::stored;
   bool many_specs = true;  // weights of a model may differ: files or config say the spec of each
+  bool is_source = false;  // models are published in it: `quantize` decodes their weights
   bool turns_conv1d =
       false;  // a Conv1D [in, out] is held as the linear layer [out, in] that readers make of it
   // How what it stores differs from the native layout (QuantShape).
   Packing packing = Packing::rows;
   bool high_nibble_first = false;
-  int64_t row_align_bytes = 1;     // rows of codes are padded to it with zero bits
-  bool packs_zeros = false;        // zero points like codes, in words of 32 bits along the rows
-  bool zero_scale_is_eps = false;  // the scale of an all-zero group is the epsilon of its dtype
+  int64_t row_align_bytes = 1;        // rows of codes are padded to it with zero bits
+  bool packs_zeros = false;           // zero points like codes, in words of 32 bits along the rows
+  bool zero_scale_is_eps = false;     // the scale of an all-zero group is the epsilon of its dtype
+  bool global_is_reciprocal = false;  // the reciprocal of the global scale is stored
 
   std::vector<Part> (*parts)(const QuantizedWeight& weight);
   // Appends the weights that it recognises by their tensors.
@@ -115,10 +121,23 @@ const LayoutInfo& mlx_layout();
 const LayoutInfo& halfbyte_layout();
 const LayoutInfo& gptq_layout();
 const LayoutInfo& awq_layout();
+const LayoutInfo& modelopt_layout();
+
+// Whether the tensors of a weight do not tell its dtype: then the model's config does, or what a file that
+// stands alone has in its metadata.
+bool hides_dtype(const LayoutInfo& layout, Format format);
 
 // A weight as the layout is written.
 QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DType dtype, Layout layout,
                                const QuantSpec& spec);
+
+// Of nvfp4 or mxfp4 as found in a file: codes U8 [..., cols / 2], two in a byte. Its dtype is that of the
+// model's config, or bf16. Error(bad_input) for no rows of whole groups.
+QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format format, Layout layout,
+                                   const std::string& name, const StoredTensor& codes);
+// Where there is a tensor of this name, it belongs to the weight.
+void add_activation_scale(const Checkpoint::Impl& checkpoint, const std::string& name,
+                          QuantizedWeight& weight);
 
 // "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight".
 std::string module_of(const std::string& weight);
@@ -136,8 +155,8 @@ Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& optio
 // Why the layout cannot hold a weight of this shape; empty if it can.
 std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape);
 
-// The tensors of a weight. Those of scales_absmax and constants are known only with scales_offset; their
-// sizes do not depend on it.
+// The tensors of a weight. Those of scales_absmax and constants are known only with scales_offset and
+// global_scale; their sizes do not depend on it.
 std::vector<Part> parts_of(const QuantizedWeight& weight);
 
 // shape[:-1] + [last]
@@ -198,8 +217,9 @@ const Tensor& part_of(const QuantizedTensor& q, Role role);
 // The native form of a block.
 struct NativeBuffers {
   NativeBuffers() = default;  // of the CPU
-  explicit NativeBuffers(Device device) : codes(device), scales(device), zeros(device), biases(device) {}
-  Buffer codes, scales, zeros, biases;
+  explicit NativeBuffers(Device device)
+      : codes(device), scales(device), zeros(device), biases(device), global_scale(device) {}
+  Buffer codes, scales, zeros, biases, global_scale;
   Buffer& of(Role role);
 };
 // What quantize and dequantize work on: the mirrors of the buffers, large enough.

@@ -1,5 +1,6 @@
-// The pack-quantized format of compressed-tensors: codes in words of 32 bits along the rows, zero points in
-// such words along the columns.
+// compressed-tensors. Its format pack-quantized: codes in words of 32 bits along the rows, zero points in
+// such words along the columns. nvfp4-pack-quantized and mxfp4-pack-quantized: codes in bytes, scales of 8
+// bits.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -16,7 +17,24 @@ constexpr std::string_view kPacked = "_packed";
 
 int64_t words(int64_t num_codes, int bits) { return (num_codes * bits + 31) / 32; }
 
+std::vector<Part> block_float_parts(const QuantizedWeight& weight) {
+  const std::string& name = weight.name;
+  const bool global = has_global_scale(weight.spec);
+  std::vector<Part> parts = {
+      {Role::codes, name + "_packed", "U8", with_last(weight.shape, weight.shape.back() / 2)},
+      {Role::scales, name + "_scale", global ? "F8_E4M3" : "U8",
+       with_last(weight.shape, weight.quant_shape().groups_per_row)}};
+  if (global)
+    parts.push_back({Role::constant,
+                     name + "_global_scale",
+                     "F32",
+                     {1},
+                     std::string(reinterpret_cast<const char*>(&weight.global_scale), sizeof(float))});
+  return parts;
+}
+
 std::vector<Part> parts(const QuantizedWeight& weight) {
+  if (info(weight.spec.format).scale_dtype) return block_float_parts(weight);
   const int bits = info(weight.spec.format).bits;
   const std::vector<int64_t>& shape = weight.shape;
   const int64_t groups = weight.quant_shape().groups_per_row;
@@ -142,6 +160,21 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
   return weight;
 }
 
+// The dtype of its scales tells the format.
+QuantizedWeight read_block_float(const Checkpoint::Impl& checkpoint, const StoredTensor& packed) {
+  const std::string name = packed.name.substr(0, packed.name.size() - kPacked.size());
+  const StoredTensor& scale = required(checkpoint, name + "_scale", packed.name);
+  HALFBYTE_CHECK(scale.dtype == "F8_E4M3" || scale.dtype == "U8", bad_input,
+                 "tensor \"{}\" must be F8_E4M3 or U8, got {}", printable(scale.name), scale.dtype);
+  QuantizedWeight weight = block_float_weight(checkpoint, scale.dtype == "U8" ? Format::mxfp4 : Format::nvfp4,
+                                              Layout::compressed_tensors, name, packed);
+  if (has_global_scale(weight.spec))
+    weight.global_scale =
+        read_f32(checkpoint, name + "_global_scale", fmt::format("weight \"{}\"", printable(name)));
+  add_activation_scale(checkpoint, module_of(name) + ".input_global_scale", weight);
+  return weight;
+}
+
 std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
   if (checkpoint.config.empty()) return {};
   try {
@@ -154,7 +187,9 @@ std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
 void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   std::optional<std::vector<int>> bits;  // of the config; read where it is needed
   for (const StoredTensor& tensor : checkpoint.tensors) {
-    if (!tensor.name.ends_with(kPacked) || tensor.dtype != "I32") continue;  // other formats pack into U8
+    if (!tensor.name.ends_with(kPacked)) continue;
+    if (tensor.dtype == "U8") found.weights.push_back(read_block_float(checkpoint, tensor));
+    if (tensor.dtype != "I32") continue;
     if (!bits) bits = bits_of_config(checkpoint);
     found.weights.push_back(read_weight(checkpoint, tensor, *bits));
   }
@@ -166,7 +201,7 @@ const LayoutInfo& compressed_tensors_layout() {
   static const LayoutInfo& layout =
       *new LayoutInfo{.layout = Layout::compressed_tensors,
                       .name = "compressed-tensors",
-                      .formats = {Format::int4, Format::int8},
+                      .formats = {Format::int4, Format::int8, Format::nvfp4, Format::mxfp4},
                       .asymmetric = true,
                       .granularities = {Granularity::group, Granularity::channel},
                       .default_group_size = 128,
@@ -175,6 +210,7 @@ const LayoutInfo& compressed_tensors_layout() {
                       .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                       .scale_dtypes = ScaleDTypes::of_weight,
                       .many_specs = false,
+                      .is_source = true,
                       .row_align_bytes = 4,
                       .packs_zeros = true,
                       .zero_scale_is_eps = true,

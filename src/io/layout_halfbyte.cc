@@ -58,6 +58,12 @@ std::vector<Part> parts(const QuantizedWeight& weight) {
                      "F32",
                      {16},
                      std::string(reinterpret_cast<const char*>(spec.table.data()), sizeof spec.table)});
+  if (has_global_scale(spec))
+    parts.push_back({Role::constant,
+                     name + ".global_scale",
+                     "F32",
+                     {1},
+                     std::string(reinterpret_cast<const char*>(&weight.global_scale), sizeof(float))});
   parts.push_back(
       {Role::constant, name + std::string(kSpec), "U8", {static_cast<int64_t>(json.size())}, json});
   return parts;
@@ -112,13 +118,16 @@ QuantizedWeight read_weight(const Checkpoint::Impl& checkpoint, const StoredTens
       checkpoint.read(*table, 0, std::as_writable_bytes(std::span(weight.spec.table)));
     }
     check_spec(weight.spec);
+    if (has_global_scale(weight.spec))
+      weight.global_scale = read_f32(checkpoint, weight.name + ".global_scale", what);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::usage) throw;
     HALFBYTE_FAIL(bad_input, "{}: {}", what, error.what());  // an unknown word is the file's fault here
   }
   for (const DType dtype : {weight.dtype, weight.spec.scale_dtype})
-    HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, bad_input,
-                   "{}: dtypes must be f32, f16 or bf16, got {}", what, to_string(dtype));
+    HALFBYTE_CHECK(
+        (is_floating(dtype) && dtype != DType::f64) || info(weight.spec.format).scale_dtype == dtype,
+        bad_input, "{}: dtypes must be f32, f16 or bf16, got {}", what, to_string(dtype));
   if (weight.spec.double_quant)
     weight.scales_offset = static_cast<float>(json_number(json, "scales_offset", what));
   return weight;

@@ -58,6 +58,8 @@ QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& sto
       std::memcpy(q.scales_map.data(), weight.scales_map.data(), 256 * sizeof(float));
     std::memcpy(q.scales_offset.data(), &weight.scales_offset, sizeof weight.scales_offset);
   }
+  if (has_global_scale(weight.spec))
+    std::memcpy(q.global_scale.data(), &weight.global_scale, sizeof weight.global_scale);
   std::vector<Block> blocks;
   for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += blocks.back().count)
     blocks.push_back(block_at(weight, begin, preferred_elements(weight, kBlockElements)));

@@ -18,6 +18,15 @@ const StoredTensor& tensor_of(const Checkpoint::Impl& input, const SourceRows& r
   return input.tensors[static_cast<size_t>(input.weights[rows.weight].parts.front())];
 }
 
+bool is_decoded(const Checkpoint::Impl& input, const SourceRows& rows) {
+  return input.weights[rows.weight].layout.has_value();
+}
+
+std::string dtype_of(const Checkpoint::Impl& input, const SourceRows& rows) {
+  return is_decoded(input, rows) ? dtype_to_safetensors(*input.weights[rows.weight].dtype)
+                                 : tensor_of(input, rows).dtype;
+}
+
 bool is_contiguous(const SourceRows& rows, int64_t cols) {
   return rows.col_stride == 1 && (rows.row_stride == cols || rows.num_rows <= 1);
 }
@@ -66,9 +75,10 @@ class SourceReader {
         tensor_(tensor_of(input, rows)),
         cols_(cols),
         size_(size),
-        scratch_(scratch) {}
+        scratch_(scratch),
+        decoder_(input) {}
 
-  void read(int64_t begin, int64_t count, std::byte* out) const {
+  void read(int64_t begin, int64_t count, std::byte* out) {
     if (is_contiguous(rows_, cols_)) {
       read_run(rows_.first + begin, count, out);
     } else if (rows_.col_stride == 1) {
@@ -79,11 +89,13 @@ class SourceReader {
   }
 
  private:
-  void read_run(int64_t first, int64_t count, std::byte* out) const {
+  void read_run(int64_t first, int64_t count, std::byte* out) {
+    const Weight& weight = input_.weights[rows_.weight];
+    if (weight.layout) return decoder_.decode(weight, first, count, *weight.dtype, out);
     input_.read(tensor_, static_cast<uint64_t>(first * size_), {out, static_cast<size_t>(count * size_)});
   }
 
-  void read_rows(int64_t begin, int64_t end, std::byte* out) const {
+  void read_rows(int64_t begin, int64_t end, std::byte* out) {
     const auto at = [&](int64_t element) {
       return rows_.first + element / cols_ * rows_.row_stride + element % cols_;
     };
@@ -105,7 +117,7 @@ class SourceReader {
     }
   }
 
-  void read_columns(int64_t begin, int64_t end, std::byte* out) const {
+  void read_columns(int64_t begin, int64_t end, std::byte* out) {
     const int64_t stride = rows_.row_stride, most = ceil_div(end - begin, cols_);
     const int64_t span = (most - 1) * stride + 1;
     std::byte* const lanes = scratch_.reserve(std::min(kLanes, cols_) * span * size_);
@@ -145,6 +157,7 @@ class SourceReader {
   const StoredTensor& tensor_;
   const int64_t cols_, size_;
   Buffer& scratch_;
+  Decoder decoder_;  // of a quantized weight
 };
 
 }  // namespace
@@ -175,16 +188,16 @@ void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weig
   };
   if (weight.sources.empty()) fail("it has no sources");
   const StoredTensor& first = tensor_of(input, weight.sources.front());
+  const std::string dtype = stored_dtype(input, weight);
   const int64_t n = num_elements(weight.shape), cols = weight.cols();
   int64_t total = 0;
   for (const SourceRows& rows : weight.sources) {
     const Weight& source = input.weights[rows.weight];
     const StoredTensor& tensor = tensor_of(input, rows);
-    if (source.layout) fail("a source is quantized");
-    HALFBYTE_CHECK(tensor.dtype == first.dtype, bad_input,
+    HALFBYTE_CHECK(dtype_of(input, rows) == dtype, bad_input,
                    "weight \"{}\" would be made of \"{}\", which is {}, and of \"{}\", which is {}",
-                   printable(weight.name), printable(first.name), first.dtype, printable(tensor.name),
-                   tensor.dtype);
+                   printable(weight.name), printable(first.name), dtype, printable(tensor.name),
+                   dtype_of(input, rows));
     if (n == 0) continue;
     if (rows.num_rows <= 0 || rows.row_stride <= 0 || rows.col_stride <= 0) fail("no rows, or no strides");
     const int64_t last = rows.first + (rows.num_rows - 1) * rows.row_stride + (cols - 1) * rows.col_stride;
@@ -192,18 +205,18 @@ void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weig
     total += rows.num_rows * cols;
   }
   if (total != n) fail("the sources do not make up the shape");
-  HALFBYTE_CHECK(weight.plus == 0 || first.dtype == "F32" || first.dtype == "F16" || first.dtype == "BF16",
-                 bad_input, "weight \"{}\" would be that of the input plus {}, but it is {}",
-                 printable(weight.name), weight.plus, first.dtype);
+  HALFBYTE_CHECK(weight.plus == 0 || dtype == "F32" || dtype == "F16" || dtype == "BF16", bad_input,
+                 "weight \"{}\" would be that of the input plus {}, but it is {}", printable(weight.name),
+                 weight.plus, dtype);
   HALFBYTE_CHECK(
-      safetensors_dtype_bits(first.dtype) % 8 == 0 || is_whole(input, weight), bad_input,
+      safetensors_dtype_bits(dtype) % 8 == 0 || is_whole(input, weight), bad_input,
       "weight \"{}\" would be a part of \"{}\" or several weights, but elements of {} are not whole "
       "bytes",
-      printable(weight.name), printable(first.name), first.dtype);
+      printable(weight.name), printable(first.name), dtype);
 }
 
-const std::string& stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight) {
-  return tensor_of(input, weight.sources.front()).dtype;
+std::string stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  return dtype_of(input, weight.sources.front());
 }
 
 uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight) {
@@ -213,7 +226,7 @@ uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight) {
 
 bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight) {
   const SourceRows& rows = weight.sources.front();
-  return weight.plus == 0 && weight.sources.size() == 1 && rows.first == 0 &&
+  return weight.plus == 0 && weight.sources.size() == 1 && rows.first == 0 && !is_decoded(input, rows) &&
          is_contiguous(rows, weight.cols()) &&
          num_elements(weight.shape) == num_elements(input.weights[rows.weight]);
 }

@@ -12,7 +12,8 @@
 
 namespace halfbyte::io {
 
-// Rows of the row-major matrix of an output weight, from those of one dense weight of the input.
+// Rows of the row-major matrix of an output weight, from those of one weight of the input. A quantized one is
+// decoded where it is read, to its dtype.
 struct SourceRows {
   size_t weight;      // of Checkpoint::Impl::weights
   int64_t first = 0;  // its element that is the first of the first row
@@ -34,16 +35,16 @@ struct OutputWeight {
 OutputWeight whole_weight(const Weight& weight, size_t index);
 OutputWeight transposed_weight(const Weight& weight, size_t index);
 
-// The sources must be dense, lie within their weights and make up the shape, Error(bug); and be of one dtype,
+// The sources must lie within their weights and make up the shape, Error(bug); and be of one dtype,
 // of whole bytes unless they are a whole weight, and F32, F16 or BF16 for `plus`, Error(bad_input).
 void check_output_weight(const Checkpoint::Impl& input, const OutputWeight& weight);
 
 // As safetensors spells it: DType need not have it.
-const std::string& stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight);
+std::string stored_dtype(const Checkpoint::Impl& input, const OutputWeight& weight);
 uint64_t num_bytes(const Checkpoint::Impl& input, const OutputWeight& weight);
 
-// Whether it has all elements of an input weight in their order, as they are: then its bytes are those of the
-// tensor.
+// Whether it has all elements of a dense input weight in their order, as they are: then its bytes are those
+// of the tensor.
 bool is_whole(const Checkpoint::Impl& input, const OutputWeight& weight);
 // Whether a row of it is a column in the input. A block is then read in runs as long as it has rows, and
 // should have many: kTransposedElements.

@@ -11,9 +11,11 @@
 #include "core/checks.h"
 #include "core/counts.h"
 #include "cpu/parallel.h"
+#include "formats/codec.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
+#include "io/fused.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
 #include "io/verify.h"
@@ -30,7 +32,7 @@ struct Item {
   QuantizedWeight target = {};
   std::vector<Part> parts = {};
   // What running has brought.
-  ValueRange range = {};  // Granularity::tensor
+  ValueRange range = {};  // Granularity::tensor; with a global scale, of all weights that share it
   QuantizeStatus status = {};
   std::vector<float> scales = {};  // double quantization
 };
@@ -43,7 +45,11 @@ class Quantizer {
         options_(options),
         layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
         num_workers_(num_workers(options.device, options.num_threads)),
-        reporter_(options.progress) {}
+        reporter_(options.progress),
+        decodes_(std::ranges::any_of(input_.weights,
+                                     [](const Weight& weight) { return weight.layout.has_value(); })),
+        config_(decodes_ && !input_.config.empty() ? without_quantization(input_.config, {})
+                                                   : input_.config) {}
 
   CheckpointReport run();
 
@@ -62,6 +68,8 @@ class Quantizer {
   std::vector<bool> is_dense() const;
   QuantizeOptions options_of(const Item& item) const;
   void keep_dense(Item& item, const std::string& reason);
+  std::string decoded_note(const Item& item) const;
+  void set_note(const Item& item, const std::string& note = "");
   void set_target(Item& item, const QuantSpec& spec);
   std::optional<ModelQuantization> quantization() const;
   std::string config_text() const;
@@ -75,7 +83,8 @@ class Quantizer {
 
   void run_file(OutputCheckpoint& writer, size_t file);
   void write_file(OutputCheckpoint& writer, size_t file);
-  void find_ranges(const std::vector<Task>& tasks, std::vector<BlockWorker>& workers);
+  void find_ranges();
+  std::vector<BlockWorker> make_workers(std::span<const size_t> items) const;
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
   void copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
   QuantizeStatus quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
@@ -85,6 +94,10 @@ class Quantizer {
   void verify(OutputCheckpoint& writer, size_t file);
 
   WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
+  // Some scale is that of the whole weight.
+  static bool needs_range(const Item& item) {
+    return item.target.spec.granularity == Granularity::tensor || has_global_scale(item.target.spec);
+  }
   DType dtype_of(const Item& item) const { return *input_.weights[item.source.sources.front().weight].dtype; }
 
   const Checkpoint::Impl& input_;
@@ -93,6 +106,8 @@ class Quantizer {
   const LayoutInfo& layout_;
   const int num_workers_;
   ProgressReporter reporter_;
+  const bool decodes_;        // some weights of the input are quantized
+  const std::string config_;  // of the input, as if none were
   Selection selection_;
   std::vector<Item> items_;  // one for each weight of selection_
   OutputFiles files_;
@@ -106,6 +121,14 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 // ---- The plan
+
+// What the error of a weight is measured against, where that is not what was trained.
+std::string Quantizer::decoded_note(const Item& item) const {
+  const Weight& source = input_.weights[item.source.sources.front().weight];
+  if (!source.layout) return "";
+  return fmt::format("decoded from {} ({}), against which the error is", info(source.spec.format).name,
+                     to_string(*source.layout));
+}
 
 // Adapters of PEFT are small, and their readers do not look for quantized ones.
 void Quantizer::refuse_adapter() const {
@@ -122,15 +145,16 @@ void Quantizer::refuse_adapter() const {
       is_adapter ? fmt::format("tensor \"{}\"", printable(own->name)) : "adapter_config.json");
 }
 
-// Quantizing what was quantized before measures its error against the wrong weights.
+// Quantizing what was quantized before measures its error against the wrong weights, unless there are no
+// others.
 void Quantizer::refuse_quantized() const {
   for (const Weight& weight : input_.weights)
     HALFBYTE_CHECK(
-        !weight.layout, bad_input,
+        !weight.layout || layout_info(*weight.layout).is_source, bad_input,
         "weight \"{}\" is already quantized (layout {}): make it dense first, with halfbyte dequantize",
         printable(weight.name), to_string(*weight.layout));
   refuse_foreign(input_);
-  const std::string method = input_.config.empty() ? "" : quant_method(input_.config);
+  const std::string method = config_.empty() ? "" : quant_method(config_);
   HALFBYTE_CHECK(method.empty(), bad_input,
                  "\"{}\": config.json says that the model is already quantized ({}), but none of its tensors "
                  "is: remove \"quantization_config\" and \"quantization\" if the weights are dense",
@@ -162,12 +186,17 @@ std::string Quantizer::main_reason() const {
   return most == elements.end() ? "it has no weights" : most->first;
 }
 
+void Quantizer::set_note(const Item& item, const std::string& note) {
+  const std::string decoded = decoded_note(item);
+  report_of(item).note = decoded + (decoded.empty() || note.empty() ? "" : "; ") + note;
+}
+
 void Quantizer::keep_dense(Item& item, const std::string& reason) {
   item.quantize = false;
   WeightReport& report = report_of(item);
   report.quantized = false;
   report.reason = reason;
-  report.note.clear();
+  set_note(item);
   report.spec = {};
   report.encoding = {};
   report.output_bytes = report.source_bytes;
@@ -183,6 +212,7 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
   item.parts = parts_of(item.target);
   for (Part& part : item.parts) part.content = {};  // made again when it is written
   report.quantized = true;
+  set_note(item);
   report.spec = spec;
   report.encoding = encoding;
   report.output_bytes = 0;
@@ -262,7 +292,9 @@ void Quantizer::plan() {
   side_files_ = find_side_files(input_);
   const auto replaced = quantization_files();
   std::erase_if(side_files_.copied, [&](const std::string& name) { return replaced.contains(name); });
-  if (!input_.config.empty()) config_text();  // it must be valid before hours of work
+  if (decodes_)
+    std::erase_if(side_files_.copied, [](const std::string& name) { return name == kModeloptFile; });
+  if (!config_.empty()) config_text();  // it must be valid before hours of work
 }
 
 std::vector<bool> Quantizer::is_dense() const {
@@ -281,7 +313,7 @@ std::optional<ModelQuantization> Quantizer::quantization() const {
 
 std::string Quantizer::config_text() const {
   const std::optional<ModelQuantization> all = quantization();
-  return all ? with_quantization(input_.config, *all) : input_.config;
+  return all ? with_quantization(config_, *all) : config_;
 }
 
 // Other files of the output that say how it is quantized.
@@ -302,8 +334,9 @@ Metadata Quantizer::metadata_of(size_t file) const {
       }
   } else {
     set_metadata(metadata, "format", "pt");  // older readers demand it
-    const bool of_words = layout_.packing != Packing::rows;
-    if (const auto all = of_words && !input_.is_directory ? quantization() : std::nullopt)
+    std::erase_if(metadata, [](const auto& entry) { return entry.first == kWordMetadata; });
+    const bool tells = hides_dtype(layout_, options_.format) && !input_.is_directory;
+    if (const auto all = tells ? quantization() : std::nullopt)
       set_metadata(metadata, kWordMetadata, word_quantization(*all, /*with_dtype=*/true));
   }
   return metadata;
@@ -397,8 +430,8 @@ QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, c
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
   const QuantizedView view = native_view(item.target, block, worker.native);
-  QuantizeStatus status = quantize(x, view, *item.target.encoding, worker.execution(),
-                                   spec.granularity == Granularity::tensor ? &item.range : nullptr);
+  QuantizeStatus status =
+      quantize(x, view, *item.target.encoding, worker.execution(), needs_range(item) ? &item.range : nullptr);
   if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
   for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
   worker.stream.synchronize();
@@ -437,21 +470,32 @@ void Quantizer::finish_weight(OutputCheckpoint& writer, Item& item) const {
   }
 }
 
+std::vector<BlockWorker> Quantizer::make_workers(std::span<const size_t> items) const {
+  int64_t most = block_elements(options_.device);
+  for (const size_t i : items)
+    if (items_[i].quantize) most = std::max(most, max_elements(items_[i]));
+  std::vector<BlockWorker> workers;
+  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
+  return workers;
+}
+
 // The range of every weight with one scale for all of it.
-void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWorker>& workers) {
-  std::vector<Task> wanted;
-  for (const Task& task : tasks)
-    if (items_[task.item].quantize && items_[task.item].target.spec.granularity == Granularity::tensor)
-      wanted.push_back(task);
-  std::vector<ValueRange> ranges(wanted.size());
+void Quantizer::find_ranges() {
+  std::vector<size_t> wanted;
+  for (size_t i = 0; i < items_.size(); ++i)
+    if (items_[i].quantize && needs_range(items_[i])) wanted.push_back(i);
+  if (wanted.empty()) return;
+  const std::vector<Task> tasks = tasks_of(wanted);
+  std::vector<BlockWorker> workers = make_workers(wanted);
+  std::vector<ValueRange> ranges(tasks.size());
   const auto merge = [](ValueRange& total, const ValueRange& part) {  // quantize counts non-finite elements
     total.min = std::min(total.min, part.min);
     total.max = std::max(total.max, part.max);
   };
-  parallel_for(static_cast<int64_t>(wanted.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[static_cast<size_t>(w)];
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      const Task& task = wanted[i];
+      const Task& task = tasks[i];
       const Item& item = items_[task.item];
       worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
         merge(ranges[i], value_range(read_block(item, block, worker), worker.execution()));
@@ -459,8 +503,26 @@ void Quantizer::find_ranges(const std::vector<Task>& tasks, std::vector<BlockWor
       });
     }
   });
-  for (const Task& task : wanted) items_[task.item].range = {};
-  for (size_t i = 0; i < wanted.size(); ++i) merge(items_[wanted[i].item].range, ranges[i]);
+  std::map<std::string, ValueRange> shared;
+  const auto range_of = [&](size_t i) -> ValueRange& {
+    const Item& item = items_[i];
+    return shared[has_global_scale(item.target.spec) ? fused_name(item.source.name) : item.source.name];
+  };
+  for (size_t i = 0; i < tasks.size(); ++i) merge(range_of(tasks[i].item), ranges[i]);
+  for (const size_t i : wanted) {
+    Item& item = items_[i];
+    item.range = range_of(i);
+    if (!has_global_scale(item.target.spec)) continue;
+    const double absmax = std::max({-item.range.min, item.range.max, 0.0});
+    item.target.global_scale = dtype_of(item) == DType::f64
+                                   ? formats::global_scale_of(absmax)
+                                   : formats::global_scale_of(static_cast<float>(absmax));
+    if (!layout_.global_is_reciprocal) continue;
+    // As ModelOpt computes it: no quotient of a quotient.
+    const auto reciprocal = static_cast<float>(absmax / 2688);
+    item.target.global_reciprocal = reciprocal >= 0x1p-126f ? reciprocal : 1 / item.target.global_scale;
+    item.target.global_scale = 1 / item.target.global_reciprocal;
+  }
 }
 
 void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
@@ -470,12 +532,7 @@ void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
   for (const size_t i : items)
     if (items_[i].quantize && items_[i].target.spec.double_quant)
       items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
-  int64_t most = block_elements(options_.device);
-  for (const size_t i : items)
-    if (items_[i].quantize) most = std::max(most, max_elements(items_[i]));
-  std::vector<BlockWorker> workers;
-  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
-  find_ranges(tasks, workers);
+  std::vector<BlockWorker> workers = make_workers(items);
   std::vector<QuantizeStatus> status(tasks.size());
   parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[static_cast<size_t>(w)];
@@ -522,7 +579,7 @@ bool Quantizer::plan_again(size_t file) {
       QuantSpec wide = spec;
       wide.scale_dtype = DType::f32;
       set_target(item, wide);
-      report_of(item).note = "scales in f32: f16 cannot hold them";
+      set_note(item, "scales in f32: f16 cannot hold them");
       changed = true;
     } else if (!status.ok()) {
       const bool nonfinite = status.num_nonfinite > 0;
@@ -538,8 +595,8 @@ bool Quantizer::plan_again(size_t file) {
         if (first_reason.empty()) first_reason = reason;
       }
     } else if (status.num_coarse_scales > 0) {
-      report_of(item).note =
-          fmt::format("{} scales keep fewer than 8 significant bits in {}", status.num_coarse_scales, dtype);
+      set_note(item, fmt::format("{} scales keep fewer than 8 significant bits in {}",
+                                 status.num_coarse_scales, dtype));
     }
   }
   HALFBYTE_CHECK(failed.empty(), bad_input, "cannot quantize {} ({})", name_list(failed), first_reason);
@@ -592,9 +649,10 @@ CheckpointReport Quantizer::run() {
     writer.reserve([&](size_t file) {
       return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
     });
+    find_ranges();
     for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
     complete_report();
-    writer.finish(input_.config.empty() ? "" : config_text(), quantization_files());
+    writer.finish(config_.empty() ? "" : config_text(), quantization_files());
   } else {
     complete_report();
   }

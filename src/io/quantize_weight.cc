@@ -29,11 +29,11 @@ class WeightQuantizer {
   }
 
   QuantizedTensor run() {
-    if (target_.spec.granularity == Granularity::tensor) find_range();
+    if (needs_range()) find_range();
     std::vector<QuantizeStatus> status(blocks_.size());
     for_each_block([&](const Block& block, size_t i, BlockWorker& worker) {
       status[i] = quantize(read(block, worker), view_of(block, worker), encoding_, worker.execution(),
-                           target_.spec.granularity == Granularity::tensor ? &range_ : nullptr);
+                           needs_range() ? &range_ : nullptr);
     });
     for (size_t i = 0; i < blocks_.size(); ++i) {
       HALFBYTE_CHECK(status[i].num_nonfinite == 0, bad_input,
@@ -67,6 +67,11 @@ class WeightQuantizer {
     return {worker.dense.mirror(), target_.dtype, {block.rows, block.cols}, {}, worker.device};
   }
 
+  // Some scale is that of the whole.
+  bool needs_range() const {
+    return target_.spec.granularity == Granularity::tensor || has_global_scale(target_.spec);
+  }
+
   // The block's place in the result. Blocks that share the scale of the whole each have one of their own.
   QuantizedView view_of(const Block& block, BlockWorker& worker) const {
     const bool shared = target_.spec.granularity == Granularity::tensor && block.begin > 0;
@@ -83,7 +88,15 @@ class WeightQuantizer {
             reinterpret_cast<uint8_t*>(part(Role::codes, q_.codes)),
             part(Role::scales, q_.scales),
             reinterpret_cast<uint8_t*>(part(Role::zeros, q_.zeros)),
-            part(Role::biases, q_.biases)};
+            part(Role::biases, q_.biases),
+            global_scale(block, worker)};
+  }
+
+  float* global_scale(const Block& block, BlockWorker& worker) const {
+    if (!has_global_scale(target_.spec)) return nullptr;
+    if (block.begin == 0) return reinterpret_cast<float*>(q_.global_scale.data());
+    worker.native.global_scale.reserve(sizeof(float));
+    return reinterpret_cast<float*>(worker.native.global_scale.mirror());
   }
 
   void find_range() {

@@ -206,6 +206,7 @@ Recoded recode(const QuantizedTensor& from, const LayoutInfo& to, DType model_dt
 
   if (format.kind == FormatKind::table) {
     if (!holds(to, format.format, false)) return lost(fmt::format("does not hold {}", format.name));
+    if (format.scale_dtype) return {weight, cannot_hold(to, weight.spec, weight.shape)};
     const std::vector<float> scales = floats_of(from.scales);
     for (const DType dtype : scale_dtypes(to, from.spec.scale_dtype, model_dtype))
       if (auto tensor = tensor_of(scales, dtype)) {

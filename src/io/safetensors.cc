@@ -23,12 +23,28 @@ struct DTypeRow {
   std::optional<DType> dtype;
 };
 constexpr DTypeRow kDTypes[] = {
-    {"F4", 4, {}},           {"F6_E2M3", 6, {}},      {"F6_E3M2", 6, {}},        {"BOOL", 8, {}},
-    {"U8", 8, DType::u8},    {"I8", 8, DType::i8},    {"F8_E5M2", 8, {}},        {"F8_E4M3", 8, {}},
-    {"F8_E8M0", 8, {}},      {"F8_E4M3FNUZ", 8, {}},  {"F8_E5M2FNUZ", 8, {}},    {"I16", 16, {}},
-    {"U16", 16, {}},         {"F16", 16, DType::f16}, {"BF16", 16, DType::bf16}, {"I32", 32, DType::i32},
-    {"U32", 32, DType::u32}, {"F32", 32, DType::f32}, {"C64", 64, {}},           {"F64", 64, DType::f64},
-    {"I64", 64, DType::i64}, {"U64", 64, {}},
+    {"F4", 4, {}},
+    {"F6_E2M3", 6, {}},
+    {"F6_E3M2", 6, {}},
+    {"BOOL", 8, {}},
+    {"U8", 8, DType::u8},
+    {"I8", 8, DType::i8},
+    {"F8_E5M2", 8, {}},
+    {"F8_E4M3", 8, DType::f8_e4m3},
+    {"F8_E8M0", 8, DType::f8_e8m0},
+    {"F8_E4M3FNUZ", 8, {}},
+    {"F8_E5M2FNUZ", 8, {}},
+    {"I16", 16, {}},
+    {"U16", 16, {}},
+    {"F16", 16, DType::f16},
+    {"BF16", 16, DType::bf16},
+    {"I32", 32, DType::i32},
+    {"U32", 32, DType::u32},
+    {"F32", 32, DType::f32},
+    {"C64", 64, {}},
+    {"F64", 64, DType::f64},
+    {"I64", 64, DType::i64},
+    {"U64", 64, {}},
 };
 
 const DTypeRow* find_dtype(std::string_view word) {
@@ -340,7 +356,8 @@ int safetensors_dtype_bits(std::string_view dtype) {
 
 std::optional<DType> dtype_from_safetensors(std::string_view word) {
   const DTypeRow* row = find_dtype(word);
-  return row ? row->dtype : std::nullopt;
+  const bool is_scale = row && (row->dtype == DType::f8_e4m3 || row->dtype == DType::f8_e8m0);
+  return row && !is_scale ? row->dtype : std::nullopt;
 }
 
 const char* dtype_to_safetensors(DType dtype) {

@@ -30,7 +30,8 @@ SafetensorsHeader read_safetensors_header(const InputFile& input, const std::str
 
 // Bits of one element of a safetensors dtype word; 0 if unknown.
 int safetensors_dtype_bits(std::string_view dtype);
-// Our dtype for a word ("BF16" -> bf16), empty if we have none, and the reverse.
+// Our dtype for a word ("BF16" -> bf16), empty if there is none that elements of weights have, and the
+// reverse.
 std::optional<DType> dtype_from_safetensors(std::string_view word);
 const char* dtype_to_safetensors(DType dtype);
 

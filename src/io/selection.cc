@@ -175,6 +175,8 @@ std::vector<Reader> readers_of(Layout layout) {
       return {Reader::transformers_5, Reader::transformers_4, Reader::vllm};
     case Layout::mlx:
       return {Reader::mlx_lm};
+    case Layout::modelopt:
+      return {Reader::vllm};
     case Layout::halfbyte:
       return {};
   }

@@ -81,7 +81,21 @@ class WrittenFile {
   size_t num_taken_ = 0;
 };
 
-// Largest difference between x and x as a scale of `dtype`, which is never rounded to 0.
+// Values of the types of 8 bits, by their definitions.
+float e4m3_value(std::byte byte) {
+  const int bits = std::to_integer<int>(byte), exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 127) == 127) return std::numeric_limits<float>::quiet_NaN();
+  const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                    : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return bits >= 128 ? -value : value;
+}
+float e8m0_value(std::byte byte) {
+  const int bits = std::to_integer<int>(byte);
+  return bits == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, bits - 127);
+}
+
+// Largest difference between x and x as a scale of `dtype`, which is never rounded to 0. Of e4m3: in units of
+// the global scale.
 double rounding(DType dtype, double x) {
   x = std::abs(x);
   switch (dtype) {
@@ -89,6 +103,10 @@ double rounding(DType dtype, double x) {
       return std::max(x * 0x1p-11, 0x1p-24);
     case DType::bf16:
       return std::max(x * 0x1p-8, 0x1p-133);
+    case DType::f8_e4m3:
+      return std::max(x * 0x1p-4, 0x1p-9);
+    case DType::f8_e8m0:
+      return std::max(x * 0.75, 0x1p-127);
     default:
       return std::max(x * 0x1p-24, kTiny);
   }
@@ -134,14 +152,16 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
   const int64_t cols = weight.cols(), size = bits / 8;
   int64_t end = 0;  // of the source, in elements of the weight
   for (const SourceRows& rows : weight.sources) {
-    const StoredTensor& tensor =
-        source.tensors[static_cast<size_t>(source.weights[rows.weight].parts.front())];
+    const Weight& stored = source.weights[rows.weight];
+    const StoredTensor& tensor = source.tensors[static_cast<size_t>(stored.parts.front())];
     if (bits % 8 != 0) return source.read(tensor, static_cast<uint64_t>(offset), bytes);  // it is all of it
     const int64_t begin = end;
     end += rows.num_rows * cols;
     const int64_t low = std::max(offset / size, begin), high = std::min((offset + num_bytes) / size, end);
     if (low >= high) continue;
+    Decoder decoder(source);
     const auto read = [&](int64_t element, int64_t count, std::byte* out) {
+      if (stored.layout) return decoder.decode(stored, element, count, *stored.dtype, out);
       source.read(tensor, static_cast<uint64_t>(element * size), {out, static_cast<size_t>(count * size)});
     };
     if (is_one_run(rows, cols)) {
@@ -201,7 +221,10 @@ class Unpacker {
   void open_compressed_tensors();
   void open_mlx();
   void open_halfbyte();
+  void open_block_float(const std::string& codes, const std::string& scales, const char* scale_dtype);
+  void open_global_scale(const std::string& name);
   void open_gptq();
+  void open_modelopt();
   void open_awq();
   void open_columns(bool symmetric_zeros_less_one);
   void find_cells();
@@ -240,6 +263,7 @@ class Unpacker {
   std::array<float, 16> table_ = {};
   std::array<Cell, 16> cells_ = {};
   float largest_ = 0;
+  float global_scale_ = 1;
   std::vector<float> scale_map_;  // double quantization
   float scale_offset_ = 0;
 };
@@ -293,6 +317,9 @@ void Unpacker::open() {
     case Layout::awq:
       open_awq();
       break;
+    case Layout::modelopt:
+      open_modelopt();
+      break;
   }
 }
 
@@ -337,6 +364,12 @@ void Unpacker::open_bitsandbytes() {
 void Unpacker::open_compressed_tensors() {
   const std::string& name = weight_.name;
   std::vector<int64_t> shape = weight_.shape;
+  if (spec_.format == Format::nvfp4 || spec_.format == Format::mxfp4) {
+    const bool nvfp4 = spec_.format == Format::nvfp4;
+    if (nvfp4) open_global_scale(name + "_global_scale");
+    open_block_float(name + "_packed", name + "_scale", nvfp4 ? "F8_E4M3" : "U8");
+    return;
+  }
   const auto rank = static_cast<int64_t>(shape.size());
   file_.take_constant(name + "_shape", "I64", {rank}, std::as_bytes(std::span(weight_.shape)));
   shape.back() = ceil_div(cols_ * bits_, 32);
@@ -348,6 +381,32 @@ void Unpacker::open_compressed_tensors() {
   zeros_in_words_ = true;
   shape[shape.size() - 2] = ceil_div(shape[shape.size() - 2] * bits_, 32);
   zeros_ = &file_.take(name + "_zero_point", "I32", shape);
+}
+
+// Two codes in a byte, the first in its low half.
+void Unpacker::open_block_float(const std::string& codes, const std::string& scales,
+                                const char* scale_dtype) {
+  std::vector<int64_t> shape = weight_.shape;
+  shape.back() = row_bytes_ = cols_ / 2;
+  codes_ = &file_.take(codes, "U8", shape);
+  shape.back() = groups_per_row_;
+  scales_ = &file_.take(scales, scale_dtype, shape);
+  std::ranges::copy(table_values(spec_.format), table_.begin());
+}
+
+void Unpacker::open_global_scale(const std::string& name) {
+  const std::vector<std::byte> bytes = file_.read_all(file_.take(name, "F32", {1}));
+  std::memcpy(&global_scale_, bytes.data(), sizeof global_scale_);
+  HALFBYTE_CHECK(global_scale_ == weight_.global_scale, verify, "verify: \"{}\" is {}, not {}",
+                 printable(name), global_scale_, weight_.global_scale);
+}
+
+void Unpacker::open_modelopt() {
+  const std::string& name = weight_.name;
+  const float reciprocal = weight_.global_reciprocal;
+  file_.take_constant(name + "_scale_2", "F32", {}, std::as_bytes(std::span(&reciprocal, 1)));
+  global_scale_ = 1 / reciprocal;
+  open_block_float(name, name + "_scale", "F8_E4M3");
 }
 
 void Unpacker::open_mlx() {
@@ -383,6 +442,7 @@ void Unpacker::open_halfbyte() {
   } else if (info(spec_.format).kind == FormatKind::table) {
     std::ranges::copy(table_values(spec_.format), table_.begin());
   }
+  if (spec_.format == Format::nvfp4) open_global_scale(name + ".global_scale");
   const nlohmann::json json = file_.take_json(name + ".quant_spec");
   const bool sized = flat || spec_.granularity == Granularity::group;
   const bool fits = json.value("version", 0) == 1 && json.value("format", "") == info(spec_.format).name &&
@@ -566,8 +626,13 @@ void Unpacker::read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers)
     file_.read(tensor, first * size, num * size, raw);
     float value = 0;
     for (int64_t i = 0; i < num; ++i) {
-      convert_elements(raw + i * size, spec_.scale_dtype, 1, reinterpret_cast<std::byte*>(&value),
-                       DType::f32);
+      if (spec_.scale_dtype == DType::f8_e4m3)
+        value = e4m3_value(raw[i]) / global_scale_;
+      else if (spec_.scale_dtype == DType::f8_e8m0)
+        value = e8m0_value(raw[i]);
+      else
+        convert_elements(raw + i * size, spec_.scale_dtype, 1, reinterpret_cast<std::byte*>(&value),
+                         DType::f32);
       buffers.groups[static_cast<size_t>(i)].*field = value;
     }
   };
@@ -657,7 +722,8 @@ void Unpacker::decode_table(const Group& group, const uint8_t* codes, const floa
   }
   const double scale = group.scale;
   const double slack = largest_ * (scale * kF32Slack + 2 * group.scale_error) + kTiny;
-  const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale);
+  const double global = global_scale_;
+  const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale * global) / global;
   float level[16], lower[16], upper[16];
   for (size_t c = 0; c < 16; ++c) {
     const Cell& cell = cells_[c];

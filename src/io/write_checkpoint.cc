@@ -65,11 +65,13 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
     options.double_quant = q.spec.double_quant;
     options.table = q.spec.table;
     options.granularity = q.spec.granularity;
+    const bool own_scales = info(q.spec.format).scale_dtype.has_value();  // which do not say the dtype
     if (q.spec.granularity == Granularity::group || q.spec.granularity == Granularity::flat)
       options.group_size = q.spec.group_size;
     options.scale_dtype = q.spec.scale_dtype;
     // Some files say the dtype of the weight by that of its scales.
-    const DType dtype = layout.scale_dtypes == ScaleDTypes::of_weight ? q.spec.scale_dtype : q.dtype;
+    const DType dtype =
+        layout.scale_dtypes == ScaleDTypes::of_weight && !own_scales ? q.spec.scale_dtype : q.dtype;
     HALFBYTE_CHECK(dtype != DType::f64, usage,
                    "layout {}: the dtype of a weight is f32, f16 or bf16, got f64", layout.name);
     QuantSpec spec = resolve_spec(layout, options, dtype);
@@ -77,6 +79,12 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
     HALFBYTE_CHECK(reason.empty(), usage, "{}", reason);
     QuantizedWeight target = written_weight(name, q.shape, dtype, layout.layout, spec);
     target.encoding = q.encoding;
+    if (has_global_scale(spec) && has_parts) {
+      const Tensor scale = q.global_scale.to({});
+      std::memcpy(&target.global_scale, scale.data(), sizeof(float));
+      HALFBYTE_CHECK(std::isfinite(target.global_scale) && target.global_scale > 0, bad_input,
+                     "global_scale is {}", target.global_scale);
+    }
     if (!spec.double_quant || !has_parts) return target;
     const Tensor map = q.scales_map.to({}), offset = q.scales_offset.to({});
     const auto* const values = reinterpret_cast<const float*>(map.data());
@@ -400,10 +408,14 @@ void CheckpointWriter::Impl::plan_files() {
 io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   io::Metadata metadata;
   if (!files_.sources[file].empty()) metadata = input_->files[files_.sources[file].front()].metadata;
-  std::erase_if(metadata, [](const auto& entry) { return entry.first == "quantization"; });
+  std::erase_if(metadata, [](const auto& entry) {
+    return entry.first == "quantization" || entry.first == io::kWordMetadata;
+  });
   if (options.layout != Layout::mlx) {
     io::set_metadata(metadata, "format", "pt");
-    if (layout.packing != io::Packing::rows && !input_->is_directory && report_.num_quantized > 0)
+    const auto first =
+        std::ranges::find_if(items_, [](const io::Item& item) { return item.target != nullptr; });
+    if (!input_->is_directory && first != items_.end() && io::hides_dtype(layout, first->target->spec.format))
       io::set_metadata(metadata, io::kWordMetadata,
                        io::word_quantization(quantization(), /*with_dtype=*/true));
     return metadata;
@@ -463,6 +475,15 @@ void CheckpointWriter::Impl::take_quantized(io::Item& item) const {
                    printable(item.source.name));
     item.made = io::target_of(item.source.name, layout, made);
     item.target = &item.made;
+  }
+  if (has_global_scale(form.spec) && layout.global_is_reciprocal) {
+    // As it is read again: at most one unit in the last place away.
+    item.made = *item.target;
+    item.made.global_reciprocal = 1 / item.made.global_scale;
+    item.made.global_scale = 1 / item.made.global_reciprocal;
+    item.target = &item.made;
+    item.quantized->global_scale = Tensor({}, DType::f32, {1});
+    std::memcpy(item.quantized->global_scale.data(), &item.made.global_scale, sizeof(float));
   }
   io::check_values(item.source.name, *item.quantized);
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <hwy/highway.h>
 
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -50,12 +51,21 @@ struct EncodedSpec : QuantSpec {
   EncodedSpec(const QuantSpec& spec = {}, const Encoding& how = {}) : QuantSpec(spec), encoding(how) {}
 };
 
+// Of a format whose scales have a type of their own: that, and its groups.
+inline void fit_format(QuantSpec& spec) {
+  if (!info(spec.format).scale_dtype) return;
+  spec.scale_dtype = *info(spec.format).scale_dtype;
+  spec.granularity = Granularity::group;
+  spec.group_size = info(spec.format).group_size;
+}
+
 // Every format with every way to choose its scale.
 inline std::vector<EncodedSpec> all_specs() {
   std::vector<EncodedSpec> specs;
   for (const FormatInfo& format : all_formats()) {
     EncodedSpec spec;
     spec.format = format.format;
+    fit_format(spec);
     if (format.format == Format::lut4)
       spec.table = {-7, -5, -3.5f, -3, -2.25f, -2, -1, -0.125f, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     for (const bool asymmetric : {false, true}) {
@@ -76,10 +86,11 @@ inline std::vector<EncodedSpec> all_specs() {
   return specs;
 }
 
+// With floating scales.
 inline std::vector<Format> table_formats() {
   std::vector<Format> tables;
   for (const FormatInfo& format : all_formats())
-    if (format.kind == FormatKind::table) tables.push_back(format.format);
+    if (format.kind == FormatKind::table && !format.scale_dtype) tables.push_back(format.format);
   return tables;
 }
 
@@ -196,7 +207,7 @@ struct Parts {
   static constexpr size_t kGuard = 64;
   EncodedSpec spec;
   int64_t rows = 0, cols = 0;
-  std::vector<uint8_t> codes, scales, zeros, biases;
+  std::vector<uint8_t> codes, scales, zeros, biases, global_scale;
   QuantizeStatus status;
 
   Parts(const EncodedSpec& s, int64_t r, int64_t c) : spec(s), rows(r), cols(c) {
@@ -207,6 +218,7 @@ struct Parts {
     scales.assign(scale_bytes + kGuard, kPoison);
     zeros.assign((has_zeros(s) ? groups : 0) + kGuard, kPoison);
     biases.assign((has_biases(s) ? scale_bytes : 0) + kGuard, kPoison);
+    global_scale.assign((has_global_scale(s) ? sizeof(float) : 0) + kGuard, kPoison);
   }
   QuantizedView view() {
     return {spec,
@@ -215,16 +227,18 @@ struct Parts {
             codes.data(),
             scales.data(),
             has_zeros(spec) ? zeros.data() : nullptr,
-            has_biases(spec) ? biases.data() : nullptr};
+            has_biases(spec) ? biases.data() : nullptr,
+            has_global_scale(spec) ? reinterpret_cast<float*>(global_scale.data()) : nullptr};
   }
   bool guards_intact() const {
-    for (const auto* part : {&codes, &scales, &zeros, &biases})
+    for (const auto* part : {&codes, &scales, &zeros, &biases, &global_scale})
       for (size_t i = part->size() - kGuard; i < part->size(); ++i)
         if ((*part)[i] != kPoison) return false;
     return true;
   }
   bool same_bytes(const Parts& other) const {
-    return codes == other.codes && scales == other.scales && zeros == other.zeros && biases == other.biases;
+    return codes == other.codes && scales == other.scales && zeros == other.zeros && biases == other.biases &&
+           global_scale == other.global_scale;
   }
 };
 
@@ -232,7 +246,7 @@ struct Parts {
 template <class F>
 void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = nullptr) {
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
-  const formats::Codec codec = make_codec(out.spec, out.spec.encoding);
+  formats::Codec codec = make_codec(out.spec, out.spec.encoding);
   std::fill(out.codes.begin(), out.codes.end() - Parts::kGuard, uint8_t{0});
   const bool one = out.spec.granularity == Granularity::tensor;
   const auto range_of = [&](int64_t begin, int64_t end) {
@@ -245,10 +259,17 @@ void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = null
     }
     return std::pair(low, high);
   };
+  if (has_global_scale(out.spec)) {
+    auto range = range_of(0, out.rows * out.cols);
+    if (given) range = {static_cast<F>(given->min), static_cast<F>(given->max)};
+    const F absmax = range.first > range.second ? 0 : std::max(-range.first, range.second);
+    codec.global_scale = absmax == 0 ? 1 : static_cast<float>(std::clamp<F>(2688 / absmax, FLT_MIN, FLT_MAX));
+    std::memcpy(out.global_scale.data(), &codec.global_scale, sizeof(float));
+  }
   const auto store = [&](int64_t index, const formats::GroupParams<F>& params) {
     out.status.num_unheld_scales += params.held ? 0 : 1;
     out.status.num_coarse_scales += params.coarse ? 1 : 0;
-    formats::store_scale(out.scales.data(), index, params.scale, codec.scale_type);
+    formats::store_scale(out.scales.data(), index, params.scale, codec.scale_type, codec.global_scale);
     if (has_zeros(out.spec))
       out.zeros[static_cast<size_t>(index)] = static_cast<uint8_t>(params.zero_point - codec.q_min);
     if (has_biases(out.spec)) formats::store_scale(out.biases.data(), index, params.bias, codec.scale_type);

@@ -15,7 +15,9 @@ using Exhaustive = testing::CudaTest;
 constexpr int64_t kGroup = 64;
 
 testing::EncodedSpec spec_of(Format format) {
-  return {{.format = format, .group_size = kGroup}, {info(format).default_rule}};
+  testing::EncodedSpec spec{{.format = format, .group_size = kGroup}, {info(format).default_rule}};
+  testing::fit_format(spec);
+  return spec;
 }
 // Every table format but that of the user, and `others`.
 std::vector<testing::EncodedSpec> tables_and(std::initializer_list<Format> others) {

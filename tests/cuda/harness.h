@@ -98,13 +98,15 @@ class DeviceParts {
             codes_.data(),
             scales_.data(),
             has_zeros(spec_) ? zeros_.data() : nullptr,
-            has_biases(spec_) ? biases_.data() : nullptr};
+            has_biases(spec_) ? biases_.data() : nullptr,
+            has_global_scale(spec_) ? reinterpret_cast<float*>(global_scale_.data()) : nullptr};
   }
   void upload(const Parts& parts) const {
     codes_.upload(parts.codes.data());
     scales_.upload(parts.scales.data());
     zeros_.upload(parts.zeros.data());
     biases_.upload(parts.biases.data());
+    global_scale_.upload(parts.global_scale.data());
   }
   Parts download() const {
     Parts parts(spec_, rows_, cols_);
@@ -112,6 +114,7 @@ class DeviceParts {
     scales_.download(parts.scales.data());
     zeros_.download(parts.zeros.data());
     biases_.download(parts.biases.data());
+    global_scale_.download(parts.global_scale.data());
     return parts;
   }
 
@@ -126,11 +129,12 @@ class DeviceParts {
                 place.exact),
         zeros_(has_zeros(spec) ? shape.num_groups : 0, place.scales, place.exact),
         biases_(has_biases(spec) ? shape.num_groups * size_of(spec.scale_dtype) : 0,
-                place.scales * size_of(spec.scale_dtype), place.exact) {}
+                place.scales * size_of(spec.scale_dtype), place.exact),
+        global_scale_(has_global_scale(spec) ? int64_t{sizeof(float)} : 0, 0, place.exact) {}
 
   EncodedSpec spec_;
   int64_t rows_, cols_;
-  DeviceBytes codes_, scales_, zeros_, biases_;
+  DeviceBytes codes_, scales_, zeros_, biases_, global_scale_;
 };
 
 using cuda::Graph;
@@ -199,10 +203,12 @@ inline ::testing::AssertionResult same(const QuantizeStatus& cpu, const Quantize
 }
 // Bytes and status.
 inline ::testing::AssertionResult same(const Parts& cpu, const Parts& cuda) {
-  const std::pair<const char*, std::vector<uint8_t> Parts::*> members[] = {{"scales", &Parts::scales},
-                                                                           {"zeros", &Parts::zeros},
-                                                                           {"biases", &Parts::biases},
-                                                                           {"codes", &Parts::codes}};
+  const std::pair<const char*, std::vector<uint8_t> Parts::*> members[] = {
+      {"scales", &Parts::scales},
+      {"zeros", &Parts::zeros},
+      {"biases", &Parts::biases},
+      {"global_scale", &Parts::global_scale},
+      {"codes", &Parts::codes}};
   for (const auto& [name, member] : members)
     if (auto result = same_bytes(name, (cpu.*member).data(), (cuda.*member).data(), (cpu.*member).size());
         !result)

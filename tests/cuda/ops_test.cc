@@ -117,6 +117,7 @@ TEST_F(Quantize, AGivenRangeIsThatOfTheTensor) {
       // One per format and dtype: the kernels are the same for all rules of one.
       if (spec.encoding.scale_rule != info(spec.format).default_rule) continue;
       spec.granularity = Granularity::tensor;
+      testing::fit_format(spec);
       for (const ValueRange& range : ranges) {
         SCOPED_TRACE(fmt::format("{} {} range {} {}", testing::describe(spec), to_string(dtype), range.min,
                                  range.max));
@@ -133,7 +134,8 @@ TEST_F(Quantize, ScalarsAndEmptyTensors) {
   const testing::EncodedSpec specs[] = {
       {{.format = Format::nf4}},
       {{.format = Format::int4, .asymmetric = true}, {ScaleRule::minmax}},
-      {{.format = Format::affine4, .scale_dtype = DType::f16}, {ScaleRule::minmax}}};
+      {{.format = Format::affine4, .scale_dtype = DType::f16}, {ScaleRule::minmax}},
+      {{.format = Format::nvfp4}}};
   Values x = testing::random_values(DType::bf16, 8, 7);
   const ValueRange given{-0.5, 0.25};
   struct Grouping {
@@ -146,6 +148,7 @@ TEST_F(Quantize, ScalarsAndEmptyTensors) {
           Grouping{Granularity::channel}, Grouping{Granularity::group}, Grouping{Granularity::flat}})
       for (const auto& shape : shapes) {
         spec.granularity = grouping.granularity;
+        testing::fit_format(spec);
         SCOPED_TRACE(fmt::format("{} [{}]", testing::describe(spec), fmt::join(shape, ", ")));
         int64_t rows = 1;
         for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];

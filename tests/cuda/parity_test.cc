@@ -93,6 +93,7 @@ TEST_P(Parity, quantize_and_dequantize) {
       spec_.granularity = kGroupings[g].granularity;
       spec_.group_size = kGroupings[g].size;
       spec_.scale_dtype = dtypes[(index_ + g + s) % dtypes.size()];
+      testing::fit_format(spec_);
       check_shapes();
       if (HasFailure()) return;
     }

@@ -85,6 +85,7 @@ void compare_with_cpu(testing::EncodedSpec spec, DType dtype, const Grouping& gr
   spec.granularity = grouping.granularity;
   spec.group_size = grouping.size;
   spec.scale_dtype = kScales[random() % (dtype == DType::f64 ? 4 : 3)];
+  testing::fit_format(spec);
   const auto& [rows, cols] = kShapes[random() % 3];
   const Values x = testing::with_nonfinite(testing::random_values(dtype, rows * cols, random()));
   Placement place;
@@ -146,6 +147,7 @@ TEST_F(PackedPlan, EmptyTensors) {
           spec.granularity = granularity;
           spec.group_size = size;
           spec.scale_dtype = scale_dtype;
+          testing::fit_format(spec);
           compare(nullptr, {spec, rows, cols, scale_dtype == DType::f64 ? DType::f64 : DType::f32}, {},
                   stream.handle());
         }

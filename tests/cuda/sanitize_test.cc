@@ -46,6 +46,7 @@ TEST_P(Sanitize, quantize_and_dequantize) {
     spec.granularity = test.granularity;
     spec.group_size = test.group_size;
     spec.scale_dtype = testing::kFloatDTypes[(index / 4 + c) % (dtype == DType::f64 ? 4 : 3)];
+    testing::fit_format(spec);
     SCOPED_TRACE(
         fmt::format("{} {} [{}, {}]", testing::describe(spec), to_string(dtype), test.rows, test.cols));
     const Values clean = testing::random_values(dtype, test.rows * test.cols, index * 8 + c);

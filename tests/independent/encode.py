@@ -22,6 +22,8 @@ class Encoded:
     scales: np.ndarray  # f32 values of the stored scales
     zeros: np.ndarray | None = None  # signed zero points
     biases: np.ndarray | None = None
+    scale_codes: np.ndarray | None = None  # nvfp4, mxfp4: the bytes of the scales
+    global_scale: np.float32 | None = None  # nvfp4
 
 
 def stored(x, dtype):
@@ -84,7 +86,14 @@ def holds(scales, dtype):
 
 
 # Which of two values takes a number in their middle: the lower one, the one nearer to zero, that of even code.
-TIES = {"nf4": "lower", "fp4": "toward-zero", "fp4_e2m1": "even", "lut4": "lower"}
+TIES = {
+    "nf4": "lower",
+    "fp4": "toward-zero",
+    "fp4_e2m1": "even",
+    "lut4": "lower",
+    "nvfp4": "even",
+    "mxfp4": "even",
+}
 
 
 def table_codes(y, format, table=None):
@@ -134,6 +143,45 @@ def encode_table(groups, format, scale_dtype, table):
     y = _divide(groups.rows, groups.spread(scales))
     codes = table_codes(y, format, table)
     return Encoded(codes.reshape(groups.shape), scales)
+
+
+# The values of E4M3 by code, without sign and NaN.
+E4M3 = np.array(
+    [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:127],
+    np.float32,
+)
+BLOCK_FLOATS = {"nvfp4": 16, "mxfp4": 32}  # elements of a group
+
+
+def global_scale_of(absmax):
+    """Of tensors with this largest magnitude."""
+    if absmax == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        return np.clip(np.float32(2688) / absmax, np.float32(2.0**-126), np.finfo(np.float32).max)
+
+
+def encode_nvfp4(groups, absmax=None):
+    """absmax: the largest magnitude of all tensors that share the global scale."""
+    scale = global_scale_of(groups.absmax.max(initial=0) if absmax is None else np.float32(absmax))
+    wanted = groups.absmax / np.float32(6) * scale
+    ties = np.where(np.arange(126) % 2 == 0, np.arange(126), np.arange(1, 127))
+    stored_codes = nearest(wanted, E4M3, ties)
+    stored_codes = np.where(stored_codes == 0, np.where(groups.absmax == 0, 0x20, 1), stored_codes)
+    scales = E4M3[stored_codes] / scale
+    codes = table_codes(_divide(groups.rows, groups.spread(scales)), "nvfp4")
+    return Encoded(
+        codes.reshape(groups.shape), scales, scale_codes=stored_codes.astype(np.uint8), global_scale=scale
+    )
+
+
+def encode_mxfp4(groups):
+    mantissa, exponent = np.frexp(groups.absmax.astype(np.float64) / 4)  # mantissa in [1/2, 1)
+    exponent = np.where(groups.absmax == 0, -127, exponent - 1 + (mantissa >= 1.75 / 2))
+    exponent = np.maximum(exponent, -127)
+    scales = np.ldexp(np.float32(1), exponent)
+    codes = table_codes(_divide(groups.rows, groups.spread(scales)), "mxfp4")
+    return Encoded(codes.reshape(groups.shape), scales, scale_codes=(exponent + 127).astype(np.uint8))
 
 
 def symmetric_scale(groups, bits, rule):
@@ -217,6 +265,9 @@ def encode(
 ):
     """Encodes an f32 weight. zero_group_scale: the scale of an all-zero group (integer formats)."""
     assert weight.dtype == np.float32
+    if format in BLOCK_FLOATS:
+        groups = Groups(weight, "group", BLOCK_FLOATS[format])
+        return encode_nvfp4(groups) if format == "nvfp4" else encode_mxfp4(groups)
     groups = Groups(weight, granularity, group_size)
     bits = bits_of(format)
     if format.startswith("affine"):

@@ -18,6 +18,7 @@ STORAGE = {
     "I8": np.dtype("i1"),
     "F8_E4M3": np.dtype("u1"),
     "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
     "U16": np.dtype("<u2"),
     "I16": np.dtype("<i2"),
     "F16": np.dtype("<f2"),

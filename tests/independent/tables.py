@@ -25,7 +25,7 @@ def _signed(magnitudes):
 FP4 = _signed(FP4_MAGNITUDES)
 FP4_E2M1 = _signed(E2M1_MAGNITUDES)
 
-BY_NAME = {"nf4": NF4, "fp4": FP4, "fp4_e2m1": FP4_E2M1}
+BY_NAME = {"nf4": NF4, "fp4": FP4, "fp4_e2m1": FP4_E2M1, "nvfp4": FP4_E2M1, "mxfp4": FP4_E2M1}
 
 
 def _linspace(num):

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import safetensors_io as st
 from . import words
-from .encode import FILE_DTYPE, bits_of
+from .encode import BLOCK_FLOATS, E4M3, FILE_DTYPE, bits_of
 from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
 
 
@@ -28,6 +28,7 @@ class Unpacked:
     biases: np.ndarray | None = None
     dtype: str | None = None  # of the dense weight, where the layout records it
     keys: list = field(default_factory=list)  # of all its parts
+    global_scale: np.float32 | None = None  # nvfp4
     double_quant: tuple | None = None  # (codes, absmax, offset) of the scales
 
 
@@ -83,6 +84,50 @@ def double_dequantize(codes, absmax, offset, table):
     return table[codes.reshape(-1)] * block + np.float32(offset)
 
 
+def block_float(format, packed, scale_codes, global_scale=None, **extra):
+    """Of nvfp4 and mxfp4: two codes in a byte, the first in its low half. weight = value * (scale / global scale)."""
+    cols = packed.shape[-1] * 2
+    if format == "nvfp4":
+        assert np.all(scale_codes < 0x7F)
+        scales = E4M3[scale_codes] / np.float32(global_scale)
+    else:
+        assert np.all(scale_codes < 0xFF)
+        scales = np.ldexp(np.float32(1), scale_codes.astype(np.int32) - 127)
+    spec = {
+        "format": format,
+        "granularity": "group",
+        "group_size": BLOCK_FLOATS[format],
+        "shape": [*packed.shape[:-1], cols],
+    }
+    codes = bit_stream(packed, 4, cols)
+    return _decode(spec, codes, scales, table=BY_NAME[format], global_scale=global_scale, **extra)
+
+
+def compressed_tensors_floats(tensors, name, config):
+    """nvfp4-pack-quantized and mxfp4-pack-quantized. `name` is P.weight."""
+    entry = config["quantization_config"]
+    args = entry["config_groups"]["group_0"]["weights"]
+    format = entry["format"].removesuffix("-pack-quantized")
+    assert args["num_bits"] == 4 and args["type"] == "float" and args["symmetric"]
+    assert args["strategy"] == ("tensor_group" if format == "nvfp4" else "group")
+    assert args["group_size"] == BLOCK_FLOATS[format]
+    keys = [f"{name}_packed", f"{name}_scale"]
+    assert tensors[keys[1]].dtype == ("F8_E4M3" if format == "nvfp4" else "U8")
+    global_scale = None
+    if format == "nvfp4":
+        keys.append(f"{name}_global_scale")
+        (global_scale,) = tensors[keys[2]].data
+    return block_float(format, tensors[keys[0]].data, tensors[keys[1]].data, global_scale, keys=keys)
+
+
+def modelopt(tensors, name):
+    """`name` is P.weight; the reciprocal of the global scale is stored."""
+    keys = [name, f"{name}_scale", f"{name}_scale_2"]
+    assert tensors[keys[1]].dtype == "F8_E4M3" and tensors[keys[2]].data.shape == ()
+    global_scale = np.float32(1) / tensors[keys[2]].data[()]
+    return block_float("nvfp4", tensors[name].data, tensors[keys[1]].data, global_scale, keys=keys)
+
+
 def bitsandbytes(tensors, name):
     """`name` is P.weight; its parts are P.weight.absmax, ..."""
     states = [k for k in tensors if k.startswith(f"{name}.quant_state.bitsandbytes__")]
@@ -121,6 +166,8 @@ def bitsandbytes(tensors, name):
 def compressed_tensors(tensors, name, config):
     """`name` is P.weight; its parts are P.weight_packed, ..."""
     args = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    if args.get("type") == "float":
+        return compressed_tensors_floats(tensors, name, config)
     bits = args["num_bits"]
     keys = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
     shape = tensors[keys[2]].data.tolist()
@@ -242,6 +289,20 @@ def halfbyte(tensors, name):
     codes = bit_stream(tensors[name].data, bits, cols)
 
     scales = tensors[keys[1]]
+    if format in BLOCK_FLOATS:
+        assert scales.dtype == {"nvfp4": "F8_E4M3", "mxfp4": "F8_E8M0"}[format]
+        assert spec["scale_dtype"] == {"nvfp4": "f8_e4m3", "mxfp4": "f8_e8m0"}[format]
+        global_scale = part("global_scale").data[0] if format == "nvfp4" else None
+        # Rows may have a short group.
+        scale_codes = scales.data.reshape(-1, scales.data.shape[-1])
+        values = (
+            E4M3[scale_codes] / global_scale
+            if format == "nvfp4"
+            else np.ldexp(np.float32(1), scale_codes.astype(np.int32) - 127)
+        )
+        return _decode(
+            spec, codes, values, table=BY_NAME[format], dtype=spec["dtype"], keys=keys, global_scale=global_scale
+        )
     double_quant = None
     if spec["double_quant"]:
         absmax = part("scales_absmax").data
@@ -288,6 +349,9 @@ def weights(tensors, config):
         elif method == "compressed-tensors" and key.endswith("_packed"):
             name = key.removesuffix("_packed")
             found[name] = compressed_tensors(tensors, name, config)
+        elif method == "modelopt" and key.endswith("_scale_2"):
+            name = key.removesuffix("_scale_2")
+            found[name] = modelopt(tensors, name)
         elif method in ("gptq", "awq") and key.endswith(".qweight"):
             name = key.removesuffix(".qweight") + ".weight"
             found[name] = (gptq if method == "gptq" else awq)(tensors, name, config)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from independent import encode as enc
 from independent import safetensors_io as st
-from independent import unpack
+from independent import tables, unpack
 
 try:
     import ml_dtypes
@@ -88,6 +88,31 @@ def test_error_is_that_of_the_decoded_weight(spec):
     assert np.abs(difference).ravel()[error.max_error_index] == error.max_error
     assert "relative RMSE" in repr(q)
     assert q.error(x.astype(np.float16)).relative_rmse == pytest.approx(error.relative_rmse, rel=0.02)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_block_floats(format):
+    """Scales are bytes; nvfp4 has a global scale beside them. Parts make the same weight again."""
+    x = random(5, 96)
+    x[0, :48] = 0
+    q = halfbyte.quantize(x, format)
+    wanted = enc.encode(x, format)
+    assert np.array_equal(codes_of(q), wanted.codes)
+    assert q.scales.dtype == np.uint8 and np.array_equal(q.scales, wanted.scale_codes)
+    assert q.spec.has_global_scale == (format == "nvfp4") == (q.global_scale is not None)
+    parts = {"codes": q.codes, "scales": q.scales}
+    if format == "nvfp4":
+        assert q.global_scale.tolist() == [wanted.global_scale]
+        parts["global_scale"] = q.global_scale
+    again = halfbyte.QuantizedTensor(str(q.spec), x.shape, **parts)
+    value = tables.BY_NAME[format][wanted.codes] * np.repeat(wanted.scales, q.spec.group_size, axis=1)
+    assert np.array_equal(again.dequantize("f32"), value) and np.array_equal(q.dequantize("f32"), value)
+    plan = halfbyte.QuantizePlan.select("cpu", halfbyte.QuantizeDescriptor(spec=format, rows=5, cols=96))
+    outputs = {name: np.zeros_like(part) for name, part in parts.items()}
+    plan.run(x=x, **outputs)
+    assert all(np.array_equal(outputs[name], part) for name, part in parts.items())
+    with pytest.raises(ValueError, match="spec.scale_dtype must be f32, f16 or bf16, got f8"):
+        q.pack()
 
 
 def test_error_of_what_is_exact():

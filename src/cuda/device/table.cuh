@@ -72,15 +72,15 @@ constexpr TableBins place_edges(const float* edges, int n, const u8* codes, bool
   return bins;
 }
 
-constexpr TableBins make_table_bins(const CodeBook& book) {
+// least: by how much |y| exceeds the largest magnitude at most, in 128ths of it.
+constexpr TableBins make_table_bins(const CodeBook& book, int least) {
   bool symmetric = book.values[0] == 0 && book.values[8] == 0;
   for (int code = 0; code < 8; ++code)
     symmetric = symmetric && book.values[code] >= 0 && book.values[8 + code] == -book.values[code];
   TableBins best;
   best.num_edges = TableBins::kMaxEdges + 1;
   if (!(book.max_magnitude > 0x1p-60f && book.max_magnitude < 0x1p60f)) return best;
-  for (int i = 1; i <= 16; ++i) {
-    // A stored scale is at most 2^-8 from absmax / max_magnitude.
+  for (int i = least; i < least + 16; ++i) {
     const float limit = book.max_magnitude * (1.0f + static_cast<float>(i) / 128);
     const TableBins whole = place_edges(book.edges_f32, 15, book.code_of_rank, false, limit);
     if (whole.num_edges < best.num_edges) best = whole;

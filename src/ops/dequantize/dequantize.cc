@@ -17,7 +17,9 @@ constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
 }  // namespace
 
-void dequantize_cpu(const DequantizeProblem& problem) {
+void dequantize_cpu(const DequantizeProblem& checked) {
+  DequantizeProblem problem = checked;
+  if (problem.global_scale != nullptr) problem.codec.global_scale = *problem.global_scale;
   const QuantShape& shape = problem.shape;
   const int64_t spans_per_row = (shape.cols + kSpanElements - 1) / kSpanElements;
   const int64_t grain = std::max<int64_t>(1, kTaskElements * spans_per_row / shape.cols);
@@ -48,6 +50,7 @@ DequantizeProblem make_dequantize_problem(const ConstQuantizedView& in, void* y,
   problem.scales = in.scales;
   problem.zeros = in.zeros;
   problem.biases = in.biases;
+  problem.global_scale = in.global_scale;
   problem.y = y;
   problem.dtype = dtype;
   problem.past_caches = in.rows * in.cols * size_of(dtype) >= kStreamBytes;
@@ -73,6 +76,8 @@ void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution exe
   HALFBYTE_CHECK(
       (in.zeros != nullptr) == has_zeros(in.spec) && (in.biases != nullptr) == has_biases(in.spec), usage,
       "dequantize: in.zeros must be given exactly for asymmetric integer formats, in.biases for affine ones");
+  HALFBYTE_CHECK((in.global_scale != nullptr) == has_global_scale(in.spec), usage,
+                 "dequantize: in.global_scale must be given exactly for nvfp4");
   DequantizeProblem problem = make_dequantize_problem(in, y.data, y.dtype);
   problem.num_threads = threads_for(execution.num_threads, dequantize_work(problem));
   problem.device = y.device;

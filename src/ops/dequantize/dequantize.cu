@@ -32,7 +32,8 @@ struct Group {
   u32 zero;  // the code of 0 of integer formats
 };
 __device__ __forceinline__ Group load_group(const DequantizeArgs& args, i64 index, ScaleType type) {
-  Group group{load_scale<F>(args.scales, index, type), 0, 1u << (kBits - 1)};
+  const float global_scale = type == ScaleType::e4m3 ? *args.global_scale : 1;
+  Group group{load_scale<F>(args.scales, index, type, global_scale), 0, 1u << (kBits - 1)};
   if constexpr (kAffine) group.bias = load_scale<F>(args.biases, index, type);
   if constexpr (kAsymmetric) group.zero = args.zeros[index];
   return group;
@@ -131,6 +132,12 @@ __device__ __forceinline__ void load_groups(const DequantizeArgs& args, const Pl
       return load_groups<ScaleType::bf16>(args, places, groups);
     case ScaleType::f64:
       return load_groups<ScaleType::f64>(args, places, groups);
+    case ScaleType::e4m3:
+      if constexpr (kTable) return load_groups<ScaleType::e4m3>(args, places, groups);
+      break;
+    case ScaleType::e8m0:
+      if constexpr (kTable) return load_groups<ScaleType::e8m0>(args, places, groups);
+      break;
   }
 }
 

@@ -19,6 +19,7 @@ struct DequantizeProblem {
   const void* scales = nullptr;
   const uint8_t* zeros = nullptr;
   const void* biases = nullptr;
+  const float* global_scale = nullptr;  // null: the format has none
   void* y = nullptr;
   DType dtype = DType::f32;
   bool past_caches = false;  // CPU: what is written does not stay in them
@@ -48,7 +49,7 @@ struct GroupDecode {
 template <class F>
 inline GroupDecode<F> load_group(const DequantizeProblem& problem, int64_t group) {
   const formats::Codec& codec = problem.codec;
-  return {formats::load_scale<F>(problem.scales, group, codec.scale_type),
+  return {formats::load_scale<F>(problem.scales, group, codec.scale_type, codec.global_scale),
           problem.biases ? formats::load_scale<F>(problem.biases, group, codec.scale_type) : F{0},
           problem.zeros ? problem.zeros[group] + codec.q_min : 0};
 }

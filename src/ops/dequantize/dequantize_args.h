@@ -16,6 +16,7 @@ struct DequantizeArgs {
   // Where groups are whole chunks of y and rows whole groups, and there are less than 2^31 chunks; else 0.
   formats::i64 chunks_per_group;
   formats::i32 group_shift;       // whole groups: 2^group_shift chunks are one
+  const float* global_scale;      // of scales that are e4m3
   formats::ScaleType scale_type;  // of scales and biases
   float values[16];               // of a table, by code
 };

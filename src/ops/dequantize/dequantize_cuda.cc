@@ -90,6 +90,7 @@ void run_dequantize_cuda(const DequantizeCuda& selected, const DequantizeProblem
   args.scales = problem.scales;
   args.zeros = problem.zeros;
   args.biases = problem.biases;
+  args.global_scale = problem.global_scale;
   args.y = problem.y;
   cuda::launch(selected.function, selected.grid, problem.stream, args);
 }

@@ -14,7 +14,7 @@ using cuda::KernelValues;
 cuda::KernelSpec specialise(const KernelValues& given) {
   alignas(64) static uint8_t memory[64];
   KernelValues values = given;
-  values["scale-dtype"] = "f32";
+  values["scale-dtype"] = cuda::any_scale_dtype(values);
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   // Whole groups of all listed sizes; a row is no power of two of chunks.

@@ -28,6 +28,7 @@ struct DequantizeImpl : PackedImpl<Dequantize, &Dequantize::Args::y, &Dequantize
     run.scales = args.in.scales;
     run.zeros = args.in.zeros;
     run.biases = args.in.biases;
+    run.global_scale = args.in.global_scale;
     run.y = args.y.data;
     run.stream = stream;
     if (cuda)

@@ -24,6 +24,12 @@ Parts random_parts(const QuantSpec& spec, int64_t rows, int64_t cols, std::mt199
     if (has_zeros(spec))
       parts.zeros[static_cast<size_t>(i)] = static_cast<uint8_t>(random() % (1u << info(spec.format).bits));
   }
+  if (has_global_scale(spec)) {
+    const float special[] = {1, 0, 1e-40f, 3e38f, INFINITY, NAN};
+    const float scale =
+        random() % 3 == 0 ? special[random() % 6] : static_cast<float>(std::exp(normal(random)));
+    std::memcpy(parts.global_scale.data(), &scale, sizeof scale);
+  }
   return parts;
 }
 
@@ -31,6 +37,8 @@ Parts random_parts(const QuantSpec& spec, int64_t rows, int64_t cols, std::mt199
 std::vector<uint8_t> oracle(Parts& parts, DType dtype) {
   const QuantShape shape = quant_shape(parts.spec, parts.rows, parts.cols);
   const formats::Codec codec = make_codec(parts.spec);
+  float global = 1;
+  if (has_global_scale(parts.spec)) std::memcpy(&global, parts.global_scale.data(), sizeof global);
   std::vector<uint8_t> bytes(static_cast<size_t>(shape.rows * shape.cols * size_of(dtype)));
   for (int64_t row = 0; row < shape.rows; ++row)
     for (int64_t column = 0; column < shape.cols; ++column) {
@@ -41,7 +49,7 @@ std::vector<uint8_t> oracle(Parts& parts, DType dtype) {
       const int zero = has_zeros(parts.spec) ? parts.zeros[static_cast<size_t>(group)] + codec.q_min : 0;
       const int64_t index = row * shape.cols + column;
       const auto value = [&]<class F>(F) {
-        const F scale = formats::load_scale<F>(parts.scales.data(), group, codec.scale_type);
+        const F scale = formats::load_scale<F>(parts.scales.data(), group, codec.scale_type, global);
         const F bias =
             has_biases(parts.spec) ? formats::load_scale<F>(parts.biases.data(), group, codec.scale_type) : 0;
         return formats::decode(code, scale, bias, zero, codec);
@@ -92,6 +100,7 @@ TEST(Dequantize, EveryFormatDTypeAndLengthEqualsTheOracleOnEveryTarget) {
       for (int64_t n = 0; n <= 1100; n += 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(step))) {
         spec.group_size = n % 3 == 0 ? 64 : n % 3 == 1 ? 32 : 1 + n % 150;
         spec.scale_dtype = n % 5 == 0 ? DType::f16 : n % 5 == 1 ? DType::bf16 : DType::f32;
+        testing::fit_format(spec);
         Parts parts = random_parts(spec, 1, n, random);
         const std::vector<uint8_t> expected = oracle(parts, dtype);
         testing::for_each_target([&](const char*) {
@@ -113,6 +122,7 @@ TEST(Dequantize, EveryGranularityAndThreadCountEqualsTheOracle) {
     const int64_t sizes[] = {1,  3,  7,   8,   16,  32,   50,
                              64, 96, 100, 128, 256, 1000, std::numeric_limits<int64_t>::max() / 32 * 32};
     spec.group_size = sizes[random() % std::size(sizes)];
+    testing::fit_format(spec);
     const auto rows = static_cast<int64_t>(random() % 20), cols = static_cast<int64_t>(random() % 9000);
     const DType dtype = testing::kFloatDTypes[random() % 4];
     Parts parts = random_parts(spec, rows, cols, random);

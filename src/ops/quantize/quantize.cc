@@ -71,6 +71,9 @@ ValueRange range_of_all(const QuantizeProblem& problem) {
 
 QuantizeStatus quantize_cpu(const QuantizeProblem& checked) {
   QuantizeProblem problem = checked;
+  if (problem.global_scale != nullptr)
+    *problem.global_scale = problem.codec.global_scale =
+        global_scale_of_range(problem.dtype, problem.range ? *problem.range : range_of_all(problem));
   std::shared_ptr<const void> prepared;
   if (!problem.is_prepared) {
     prepared = prepare_quantize_cpu(problem);
@@ -169,6 +172,8 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
                  "quantize: out.zeros must be given exactly for asymmetric integer formats");
   HALFBYTE_CHECK((out.biases != nullptr) == has_biases(out.spec) || shape.num_groups == 0, usage,
                  "quantize: out.biases must be given exactly for affine formats");
+  HALFBYTE_CHECK((out.global_scale != nullptr) == has_global_scale(out.spec), usage,
+                 "quantize: out.global_scale must be given exactly for nvfp4");
 
   QuantizeProblem problem = make_quantize_problem(out.spec, encoding, out.rows, out.cols, x.dtype);
   problem.x = x.data;
@@ -176,6 +181,7 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
   problem.scales = out.scales;
   problem.zeros = out.zeros;
   problem.biases = out.biases;
+  problem.global_scale = out.global_scale;
   problem.num_threads = threads_for(execution.num_threads, quantize_work(problem));
   problem.device = x.device;
   problem.x_alignment = alignment_of(x.data);
@@ -188,7 +194,7 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
 QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out, const Encoding& encoding,
                         Execution execution, const ValueRange* range) {
   const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range);
-  if (problem.shape.num_groups == 0) return {};
+  if (problem.shape.num_groups == 0 && problem.global_scale == nullptr) return {};
   const auto& variant =
       choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
   return variant.run(problem);

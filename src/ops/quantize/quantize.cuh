@@ -25,7 +25,11 @@ constexpr bool kAffine = kCodec.kind == Kind::affine;
 constexpr bool kTable = kCodec.kind == Kind::table;
 constexpr int kBits = kCodec.bits;
 
-constexpr TableBins kBins = kTable ? make_table_bins(kCodec.book) : TableBins{};
+// The scale of most types is at most 2^-8 below absmax / max_magnitude.
+constexpr int kLargestQuotient = kCodec.scale_type == ScaleType::e4m3   ? 9   // of 128: 17 / 16
+                                 : kCodec.scale_type == ScaleType::e8m0 ? 22  // 7 / 6
+                                                                        : 1;
+constexpr TableBins kBins = kTable ? make_table_bins(kCodec.book, kLargestQuotient) : TableBins{};
 constexpr bool kFast = kFastType && !(kTable && kBins.num_edges > TableBins::kMaxEdges);
 // Up to this scale no quotient of a negative element underflows to 0, which has another code.
 constexpr float kLargestSignedScale = !(kTable && kBins.signed_zero) ? 0x1p100f : kPairs ? 0x1p16f : 1.0f;
@@ -135,20 +139,35 @@ __device__ __forceinline__ RuleParams<F> params_by_rule(Rule rule, const Range<F
   return rule_params(-range.low, range.high, kWithRule<kFirstRule>);
 }
 
+constexpr bool kHasGlobalScale = kCodec.scale_type == ScaleType::e4m3;
+__device__ __forceinline__ float global_scale(const QuantizeArgs& args) {
+  if constexpr (kHasGlobalScale) {
+    const RangeKeys keys = *args.tensor_range;
+    if (keys.high == 0) return global_scale_of(F{0});
+    return global_scale_of(static_cast<F>(max(from_order_key(keys.low), from_order_key(keys.high))));
+  } else {
+    return 1;
+  }
+}
+
 // Rounds scale and bias to args.scale_type and stores them as those of group `index`: a branch for both.
 template <ScaleType kType>
 __device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
                                              const RuleParams<F>& by_rule, bool store,
                                              GroupParams<F>& params) {
-  params.scale = stored_scale(by_rule.scale, kType);
+  const float global = global_scale(args);
+  params.scale = stored_scale(by_rule.scale, kType, global);
   if constexpr (kAffine) params.bias = stored(by_rule.bias, kType);
   if (!store) return;
-  store_scale(args.scales, index, params.scale, kType);
+  if (kHasGlobalScale && index == 0) *args.global_scale = global;
+  store_scale(args.scales, index, params.scale, kType, global);
   if constexpr (kAffine) store_scale(args.biases, index, params.bias, kType);
 }
 __device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
                                              const RuleParams<F>& by_rule, bool store,
                                              GroupParams<F>& params) {
+  if constexpr (scale_bytes(kCodec.scale_type) == 1)  // the only one of the format
+    return store_params<kCodec.scale_type>(args, index, by_rule, store, params);
   switch (args.scale_type) {
     case ScaleType::f16:
       return store_params<ScaleType::f16>(args, index, by_rule, store, params);

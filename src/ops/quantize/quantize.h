@@ -1,6 +1,7 @@
 // What the variants of `quantize` share.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <span>
 
@@ -17,13 +18,15 @@ struct QuantizeProblem {
   DType dtype = DType::f32;
   QuantShape shape;
   formats::Codec codec;
-  // Granularity::tensor: one group of all elements. `range`: that of its values; null: of those of x.
+  // Granularity::tensor: one group of all elements. `range`: that of its values, or of those that share the
+  // global scale; null: of those of x.
   bool one_group = false;
   const ValueRange* range = nullptr;
   uint8_t* codes = nullptr;
   void* scales = nullptr;
   uint8_t* zeros = nullptr;
   void* biases = nullptr;
+  float* global_scale = nullptr;  // null: the format has none
   int num_threads = 0;
   Device device = {};  // of all pointers but `range`
   // Bytes that the addresses of x and codes are multiples of: CUDA kernels are chosen by them, to 16.
@@ -57,7 +60,8 @@ void count(QuantizeStatus& status, const formats::GroupParams<F>& params) {
 // Writes the parameters of group `index`; the stored values are exact in every F.
 template <class F>
 void store_params(const QuantizeProblem& problem, int64_t index, const formats::GroupParams<F>& params) {
-  formats::store_scale(problem.scales, index, params.scale, problem.codec.scale_type);
+  formats::store_scale(problem.scales, index, params.scale, problem.codec.scale_type,
+                       problem.codec.global_scale);
   if (problem.zeros) problem.zeros[index] = static_cast<uint8_t>(params.zero_point - problem.codec.q_min);
   if (problem.biases) formats::store_scale(problem.biases, index, params.bias, problem.codec.scale_type);
 }
@@ -78,6 +82,14 @@ inline formats::GroupParams<double> params_of_range(const QuantizeProblem& probl
   if (problem.dtype == DType::f64) return formats::group_params(range.min, range.max, problem.codec);
   return convert_params<double>(
       formats::group_params(static_cast<float>(range.min), static_cast<float>(range.max), problem.codec));
+}
+
+// The global scale of all values in a range, in the arithmetic of the data.
+inline float global_scale_of_range(DType dtype, const ValueRange& range) {
+  if (range.min > range.max) return formats::global_scale_of(0.0f);
+  const double absmax = std::max(-range.min, range.max);
+  return dtype == DType::f64 ? formats::global_scale_of(absmax)
+                             : formats::global_scale_of(static_cast<float>(absmax));
 }
 
 // SIMD kernels, dispatched at run time. The preparation is shared by all spans of a problem; null if it has

@@ -14,7 +14,9 @@ struct QuantizeArgs {
   formats::u8* zeros;
   void* biases;
   QuantizeCounts* counts;
-  const RangeKeys* ranges;  // quantize_spans: of every group, where they are known before; else null
+  const RangeKeys* ranges;        // quantize_spans: of every group, where they are known before; else null
+  float* global_scale;            // written, where the format has one: that of
+  const RangeKeys* tensor_range;  // the values that share it
   formats::i64 rows, cols, row_bytes, group_size, groups_per_row;
   // quantize_groups: chunks of kQuantizeChunk elements; 2^group_shift of them are a group.
   formats::i64 num_chunks;

@@ -53,6 +53,7 @@ std::vector<BenchSpec> bench_specs_cuda() {
       add(rows, "int4", int4, 0.9, DType::bf16, half_range);
       add(rows, "affine4", affine4, 0.9);
       for (const FormatInfo& format : all_formats()) {
+        if (format.scale_dtype) continue;
         QuantSpec spec{.format = format.format, .group_size = group_size};
         if (format.kind != FormatKind::table) spec.scale_dtype = DType::f16;
         if (format.format == Format::lut4)

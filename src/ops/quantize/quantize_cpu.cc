@@ -657,8 +657,9 @@ QuantizeStatus QuantizeSpanCpu(const QuantizeProblem& problem, const QuantizeSpa
 
 std::shared_ptr<const void> PrepareCpu(const QuantizeProblem& problem) {
 #if HALFBYTE_VBMI
+  // With a global scale, what is stored does not scale with powers of two.
   if (problem.dtype == DType::bf16 && problem.codec.kind == formats::Kind::table &&
-      problem.shape.group_size % 32 == 0) {
+      problem.codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0) {
     // Making a lookup costs as much as encoding 100,000 elements: keep the last ones.
     struct Entry {
       formats::Codec codec;

@@ -13,16 +13,23 @@
 
 namespace halfbyte {
 
+// Finds ranges.
+struct RangesCuda {
+  cuda::CUfunction function = nullptr;
+  cuda::Grid grid;
+  ValueRangeArgs args{};
+};
+
 // The arguments are complete but for addresses.
 struct QuantizeCuda {
   const cuda::Context* context = nullptr;
-  const char* name = "none";          // of `codes`
-  cuda::CUfunction codes = nullptr;   // null: there are no elements
-  cuda::CUfunction ranges = nullptr;  // before it; null: ranges are not needed, or given
-  cuda::Grid codes_grid, ranges_grid;
+  const char* name = "none";         // of `codes`
+  cuda::CUfunction codes = nullptr;  // null: there are no elements
+  cuda::Grid codes_grid;
   QuantizeArgs args{};
-  ValueRangeArgs ranges_args{};
-  bool needs_ranges = false;
+  // Before it: those of groups, and that of all elements. No function: not needed, or given.
+  RangesCuda ranges, tensor_range;
+  bool needs_ranges = false, needs_tensor_range = false;
   // Without elements there may be one group all the same (Granularity::tensor).
   bool stores_params = false;
   formats::GroupParams<double> params{};
@@ -65,24 +72,29 @@ const cuda::Context& context_of(const QuantizeProblem& problem) {
 }
 
 // Kernel and grid for arguments but the addresses.
-void select_ranges(QuantizeCuda& selected, DType dtype, int64_t num_groups, int64_t cols, int64_t group_size,
-                   int64_t groups_per_row) {
-  ValueRangeArgs& args = selected.ranges_args;
+RangesCuda select_ranges(const cuda::Context& context, DType dtype, int64_t num_groups, int64_t cols,
+                         int64_t group_size, int64_t groups_per_row) {
+  RangesCuda selected;
+  ValueRangeArgs& args = selected.args;
   args.num_groups = num_groups;
   args.cols = cols;
   args.group_size = group_size;
   args.groups_per_row = groups_per_row;
   args.spans_per_group = ceil_div(group_size, kRangeSpan);
-  selected.ranges = cuda::get_kernel(*selected.context, value_range_kernel(dtype));
-  selected.ranges_grid = {num_groups * args.spans_per_group, kRangeThreads};
+  selected.function = cuda::get_kernel(context, value_range_kernel(dtype));
+  selected.grid = {num_groups * args.spans_per_group, kRangeThreads};
+  return selected;
 }
-void launch_ranges(const QuantizeCuda& selected, const void* x, RangeKeys* ranges, QuantizeCounts* counts,
+RangesCuda select_tensor_range(const cuda::Context& context, DType dtype, int64_t n) {
+  return select_ranges(context, dtype, 1, n, n, 1);
+}
+void launch_ranges(const RangesCuda& selected, const void* x, RangeKeys* ranges, QuantizeCounts* counts,
                    void* stream) {
-  ValueRangeArgs args = selected.ranges_args;
+  ValueRangeArgs args = selected.args;
   args.x = x;
   args.ranges = ranges;
   args.counts = counts;
-  cuda::launch(selected.ranges, selected.ranges_grid, stream, args);
+  cuda::launch(selected.function, selected.grid, stream, args);
 }
 
 RangeKeys keys_of(const ValueRange& range) {
@@ -121,10 +133,10 @@ QuantizeCuda select(const QuantizeProblem& problem) {
       args.span_cols = kRangedSpan;
       selected.workspace_bytes += shape.num_groups * static_cast<int64_t>(sizeof(RangeKeys));
       if (problem.one_group && problem.range == nullptr)
-        select_ranges(selected, problem.dtype, 1, shape.rows * shape.cols, shape.rows * shape.cols, 1);
+        selected.ranges = select_tensor_range(*selected.context, problem.dtype, shape.rows * shape.cols);
       else if (!problem.one_group)
-        select_ranges(selected, problem.dtype, shape.num_groups, shape.cols, args.group_size,
-                      shape.groups_per_row);
+        selected.ranges = select_ranges(*selected.context, problem.dtype, shape.num_groups, shape.cols,
+                                        args.group_size, shape.groups_per_row);
     } else {
       // The fewest groups that fill whole chunks, and as many of those as make a span.
       const int64_t groups = kChunk / std::gcd(args.group_size, kChunk);
@@ -134,6 +146,12 @@ QuantizeCuda select(const QuantizeProblem& problem) {
     args.spans_per_row = ceil_div(shape.cols, args.span_cols);
     selected.name = "quantize_spans";
     selected.codes_grid = {shape.rows * args.spans_per_row, kSpansThreads};
+  }
+  if (problem.codec.scale_type == formats::ScaleType::e4m3) {
+    selected.needs_tensor_range = true;
+    selected.workspace_bytes += static_cast<int64_t>(sizeof(RangeKeys));
+    if (problem.range == nullptr)
+      selected.tensor_range = select_tensor_range(*selected.context, problem.dtype, shape.rows * shape.cols);
   }
   selected.codes = cuda::get_kernel(*selected.context, quantize_kernel(problem));
   return selected;
@@ -164,7 +182,7 @@ void enqueue_params(const QuantizeCuda& selected, const QuantizeProblem& problem
 cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
   formats::Codec codec = problem.codec;  // the rule and how parameters are stored are arguments
   codec.rule = {};
-  codec.scale_type = {};
+  if (formats::scale_bytes(codec.scale_type) > 1) codec.scale_type = {};
   codec.unrounded_code_scale = false;
   const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
   if (const int batch = batch_of_groups(problem); batch > 0)
@@ -189,7 +207,11 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
   auto* const counts = static_cast<QuantizeCounts*>(workspace);
   cuda::fill(workspace, 0, selected.workspace_bytes, problem.stream);
   if (selected.stores_params) enqueue_params(selected, problem, counts);
-  if (selected.codes == nullptr) return;
+  if (selected.codes == nullptr) {
+    const float global = global_scale_of_range(problem.dtype, problem.range ? *problem.range : ValueRange{});
+    if (problem.global_scale) cuda::set(problem.global_scale, &global, sizeof global, problem.stream);
+    return;
+  }
   QuantizeArgs args = selected.args;
   args.x = problem.x;
   args.codes = problem.codes;
@@ -197,15 +219,21 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
   args.zeros = problem.zeros;
   args.biases = problem.biases;
   args.counts = counts;
+  auto* ranges = reinterpret_cast<RangeKeys*>(counts + 1);
+  const auto find_ranges = [&](const RangesCuda& finder) {
+    if (finder.function != nullptr) return launch_ranges(finder, problem.x, ranges, nullptr, problem.stream);
+    const RangeKeys keys = keys_of(*problem.range);
+    cuda::set(ranges, &keys, sizeof keys, problem.stream);
+  };
+  if (selected.needs_tensor_range) {
+    args.global_scale = problem.global_scale;
+    args.tensor_range = ranges;
+    find_ranges(selected.tensor_range);
+    ++ranges;
+  }
   if (selected.needs_ranges) {
-    auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
     args.ranges = ranges;
-    if (selected.ranges != nullptr) {
-      launch_ranges(selected, problem.x, ranges, nullptr, problem.stream);
-    } else {
-      const RangeKeys keys = keys_of(*problem.range);
-      cuda::set(ranges, &keys, sizeof keys, problem.stream);
-    }
+    find_ranges(selected.ranges);
   }
   cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
 }
@@ -225,10 +253,7 @@ ValueRange value_range_cuda(const ConstTensorView& x, void* stream) {
   const cuda::Scratch scratch(context, sizeof(Found));
   auto* const device = static_cast<Found*>(scratch.data());
   cuda::fill(device, 0, sizeof(Found), stream);
-  QuantizeCuda selected;
-  selected.context = &context;
-  select_ranges(selected, x.dtype, 1, n, n, 1);
-  launch_ranges(selected, x.data, &device->keys, &device->counts, stream);
+  launch_ranges(select_tensor_range(context, x.dtype, n), x.data, &device->keys, &device->counts, stream);
   cuda::copy(&found, device, sizeof(found), stream);
   cuda::synchronize(stream);
   if (found.keys.high != 0) {

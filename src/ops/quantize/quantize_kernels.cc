@@ -17,7 +17,7 @@ constexpr int64_t kWholeGroups = 4096, kCutGroups = 4072, kUnaligned = 4095;
 // are arguments.
 cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
   alignas(64) static uint8_t memory[64];
-  values["scale-dtype"] = "f32";
+  values["scale-dtype"] = cuda::any_scale_dtype(values);
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   const TensorView x = {memory, cuda::dtype_of(values), {16, cols}, {}, {DeviceKind::cuda, 0}};
@@ -27,7 +27,8 @@ cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
                              memory,
                              memory,
                              has_zeros(spec) ? memory : nullptr,
-                             has_biases(spec) ? memory : nullptr};
+                             has_biases(spec) ? memory : nullptr,
+                             has_global_scale(spec) ? reinterpret_cast<float*>(memory) : nullptr};
   return quantize_kernel(make_quantize_problem(x, out, {}, {}, nullptr));
 }
 
@@ -102,7 +103,12 @@ std::vector<cuda::Kernel> quantize_kernels() {
                {"64", "32", "128", "256"},
                false,
                "Elements of a group, of which some have the same kernel."}})},
-       [](const KernelValues& values) { return specialise(values, kWholeGroups); },
+       [](const KernelValues& values) {
+         cuda::KernelSpec spec = specialise(values, kWholeGroups);
+         HALFBYTE_CHECK(spec.function == "quantize_groups", usage, "groups of format {} are too small",
+                        values.at("format"));
+         return spec;
+       },
        true},
       {{"quantize", "quantize_spans", "Everything else: other groups, groups that a row cuts, whole tensors.",
         keys({{"group-size", {"channel"}, true, "Any number, channel or tensor: the kernel is the same."},

@@ -41,11 +41,13 @@ struct QuantizeImpl : PackedImpl<Quantize, &Quantize::Args::x, &Quantize::Args::
     run.scales = args.out.scales;
     run.zeros = args.out.zeros;
     run.biases = args.out.biases;
+    run.global_scale = args.out.global_scale;
     run.stream = stream;
     if (cuda)
       run_quantize_cuda(*cuda, run, workspace);
     else
-      status_in(workspace) = run.shape.num_groups == 0 ? QuantizeStatus() : quantize_cpu(run);
+      status_in(workspace) =
+          run.shape.num_groups == 0 && run.global_scale == nullptr ? QuantizeStatus() : quantize_cpu(run);
   }
 };
 

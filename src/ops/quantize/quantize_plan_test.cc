@@ -63,6 +63,7 @@ TEST(QuantizePlan, EqualsTheFunctions) {
           spec.granularity = granularity;
           spec.scale_dtype = scale_dtype;
           spec.group_size = granularity == Granularity::flat ? 24 : 32;
+          testing::fit_format(spec);
           Values x = testing::random_values(dtype, 5 * 77, ++seed);
           compare(x, spec, 5, 77, {1});
         }
@@ -73,6 +74,7 @@ TEST(QuantizePlan, AnyAddressOnTheCpu) {
   for (QuantSpec spec : testing::all_specs())
     for (const DType dtype : testing::kFloatDTypes) {
       spec.group_size = 64;
+      testing::fit_format(spec);
       const int64_t size = size_of(dtype), rows = 3, cols = 320, num_bytes = rows * cols * size;
       Values x = testing::random_values(dtype, rows * cols, 8);
       Parts expected = testing::quantize_parts(x, spec, rows, cols);
@@ -116,6 +118,7 @@ TEST(QuantizePlan, EmptyTensors) {
     for (const Granularity granularity : kGranularities)
       for (const auto& [rows, cols] : {std::pair(0, 64), std::pair(3, 0), std::pair(0, 0)}) {
         spec.granularity = granularity;
+        testing::fit_format(spec);
         Values x;
         compare(x, spec, rows, cols, {});
       }

@@ -27,6 +27,7 @@ TEST(Quantize, EveryFormatDTypeAndLengthEqualsTheOracleOnEveryTarget) {
       for (int64_t n = 0; n <= 1100; n += step) {
         spec.group_size = n % 3 == 0 ? 64 : n % 3 == 1 ? 32 : 1 + n % 150;
         spec.scale_dtype = n % 5 == 0 ? DType::f16 : n % 5 == 1 ? DType::bf16 : DType::f32;
+        testing::fit_format(spec);
         const Parts expected = testing::oracle_quantize(x, spec, 1, n);
         testing::for_each_target([&](const char*) {
           expect_equal(expected, testing::quantize_parts(x, spec, 1, n));
@@ -54,6 +55,7 @@ TEST(Quantize, EveryGranularityGroupSizeAndThreadCountEqualsTheOracle) {
       spec.encoding.code_scale = CodeScale::unrounded;
     const DType dtype = testing::kFloatDTypes[random() % 4];
     if (dtype == DType::f64 && random() % 2) spec.scale_dtype = DType::f64;
+    testing::fit_format(spec);
     const auto rows = static_cast<int64_t>(random() % 40), cols = static_cast<int64_t>(random() % 3000);
     Values x = testing::random_values(dtype, rows * cols, random());
     SCOPED_TRACE(fmt::format("{} {} [{}, {}]", testing::describe(spec), to_string(dtype), rows, cols));
@@ -151,6 +153,7 @@ TEST(Quantize, LargeBf16TablesEqualTheOracle) {
         spec.scale_dtype = scale_dtype;
         spec.group_size = group_size;
         spec.granularity = group_size % 64 == 0 ? Granularity::group : Granularity::flat;
+        testing::fit_format(spec);
         const int64_t rows = 9, cols = 8192 + 64 + static_cast<int64_t>(random() % 3);
         Values x = testing::random_values(DType::bf16, rows * cols, random());
         if (group_size == 96)
@@ -481,6 +484,99 @@ TEST(QuantizeGolden, IntegerRounding) {
   EXPECT_EQ(code_with_scale(2.5000000001, 1, DType::f32), 2);
 }
 
+// Of x_i = (i - 20) / 16: compressed-tensors 0.18, nvfp4-pack-quantized and mxfp4-pack-quantized.
+TEST(QuantizeGolden, BlockFloatVectors) {
+  Values x;
+  for (int i = 0; i < 32; ++i) x.push_back((i - 20) / 16.0);
+  const auto hex = [](const Tensor& part) {
+    return fmt::format("{:02x}", fmt::join(testing::bytes_of(part), ""));
+  };
+  EncodedSpec spec{{.format = Format::nvfp4}};
+  testing::fit_format(spec);
+  QuantizedTensor q = quantize(x.view({32}), spec);
+  EXPECT_EQ(hex(q.global_scale), "66660645");
+  EXPECT_EQ(hex(q.scales), "7e77");
+  EXPECT_EQ(hex(q.codes), "ffffeeeededdccbcbc9a103254657677");
+  std::vector<float> y(32);
+  dequantize(q, {y.data(), DType::f32, {32}, {}, {}});
+  EXPECT_EQ(std::vector(y.begin(), y.begin() + 5),
+            (std::vector<float>{-1.25f, -1.25f, -1.25f, -1.25f, -0.8333333f}));
+  spec.format = Format::mxfp4;
+  testing::fit_format(spec);
+  q = quantize(x.view({32}), spec);
+  EXPECT_EQ(hex(q.scales), "7d");
+  EXPECT_EQ(hex(q.codes), "eeeeeededdccccabaa89002122434454");
+  EXPECT_EQ(q.global_scale.num_elements(), 0);
+}
+
+TEST(Quantize, BlockFloatsAtTheEdges) {
+  EncodedSpec nvfp4{{.format = Format::nvfp4}}, mxfp4{{.format = Format::mxfp4}};
+  testing::fit_format(nvfp4);
+  testing::fit_format(mxfp4);
+  const auto group = [](Values& x, const EncodedSpec& spec, double value) {
+    for (int64_t i = 0; i < spec.group_size; ++i) x.push_back(i % 3 == 1 ? value : 0);
+  };
+  const auto decoded = [](Parts& parts) {
+    std::vector<double> y(static_cast<size_t>(parts.cols));
+    dequantize(parts.view(), {y.data(), DType::f64, {1, parts.cols}, {}, {}});
+    return y;
+  };
+  const auto global_of = [](const Parts& parts) {
+    float value = 0;
+    std::memcpy(&value, parts.global_scale.data(), sizeof value);
+    return value;
+  };
+  testing::for_each_target([&](const char*) {
+    // A group of zeros has a scale that is not 0; a tensor of zeros the global scale 1.
+    Values x;
+    group(x, nvfp4, 0);
+    Parts parts = testing::quantize_parts(x, nvfp4, 1, 16);
+    EXPECT_EQ(global_of(parts), 1);
+    EXPECT_EQ(parts.scales[0], 0x20);
+    // A group too small for a normal scale has the smallest: 2^-9.
+    group(x, nvfp4, -3);
+    group(x, nvfp4, 3 * 0x1p-16);
+    parts = testing::quantize_parts(x, nvfp4, 1, 48);
+    EXPECT_EQ(global_of(parts), 896);
+    EXPECT_EQ(std::vector(parts.scales.begin(), parts.scales.begin() + 3),
+              (std::vector<uint8_t>{0x20, 0x7E, 0x01}));
+    EXPECT_EQ(decoded(parts)[17], -3);
+    EXPECT_TRUE(parts.status.ok());
+    // Blocks with the range of the whole are as the whole, and a smaller range does not hold them.
+    const ValueRange range{-3, 0x1p-16, 0, -1}, small{-1, 1, 0, -1};
+    Values block;
+    group(block, nvfp4, -3);
+    EXPECT_EQ(testing::quantize_parts(block, nvfp4, 1, 16, 1, &range).scales[0], 0x7E);
+    EXPECT_EQ(testing::quantize_parts(block, nvfp4, 1, 16, 1, &small).status.num_unheld_scales, 1);
+    // The largest and the smallest values.
+    for (const double value : {double{FLT_MAX}, double{FLT_MIN}, 0x1p-149, 1e-36}) {
+      Values single;
+      group(single, nvfp4, value);
+      parts = testing::quantize_parts(single, nvfp4, 1, 16);
+      EXPECT_TRUE(std::isfinite(global_of(parts)) && global_of(parts) > 0) << value;
+      if (value >= FLT_MIN) {
+        EXPECT_NEAR(decoded(parts)[1] / value, 1, 0.07) << value;
+      }
+    }
+    for (const auto& [value, exponent] : std::initializer_list<std::pair<double, int>>{{0, 0},
+                                                                                       {1, 125},
+                                                                                       {1.749, 125},
+                                                                                       {1.75, 126},
+                                                                                       {2, 126},
+                                                                                       {0x1p-149, 0},
+                                                                                       {0x1.8p-126, 0},
+                                                                                       {0x1.cp-125, 1}}) {
+      Values single;
+      group(single, mxfp4, value);
+      parts = testing::quantize_parts(single, mxfp4, 1, 32);
+      EXPECT_EQ(int{parts.scales[0]}, exponent) << value;
+    }
+    Values most;
+    group(most, mxfp4, FLT_MAX);  // 6 * 2^126
+    EXPECT_EQ(testing::quantize_parts(most, mxfp4, 1, 32).status.num_unheld_scales, 1);
+  });
+}
+
 TEST(QuantizeGolden, CompressedTensorsVectors) {
   const std::vector<double> w = {0.7, -0.8, 0.05, 0.0, -0.33, 0.66, 0.12, -0.5,
                                  0.1, 0.2,  0.3,  0.4, 0.5,   0.6,  0.7,  0.8};
@@ -527,7 +623,8 @@ TEST(Quantize, DefaultsOfEveryFormatWork) {
   for (const FormatInfo& format : all_formats())
     for (const bool asymmetric : {false, true}) {
       if (format.format == Format::lut4 || (asymmetric && format.kind != FormatKind::integer)) continue;
-      const QuantSpec spec{.format = format.format, .asymmetric = asymmetric};
+      QuantSpec spec{.format = format.format, .asymmetric = asymmetric};
+      testing::fit_format(spec);
       const QuantizedTensor q = quantize(x.view({2, 64}), spec);
       const QuantizedTensor same = quantize(x.view({2, 64}), spec, {default_scale_rule(spec)});
       EXPECT_EQ(testing::bytes_of(q.codes), testing::bytes_of(same.codes)) << testing::describe(spec);
@@ -556,6 +653,11 @@ TEST(QuantizeGolden, BadArgumentsAreNamed) {
   EXPECT_NE(message({.scale_dtype = DType::f64}).find("f64 scales need f64 data, got f32"),
             std::string::npos);
   EXPECT_NE(message({.format = Format::lut4}).find("ascending"), std::string::npos);
+  EXPECT_NE(message({.format = Format::nvfp4}).find("scale dtype of nvfp4 must be f8_e4m3, got f32"),
+            std::string::npos);
+  EXPECT_NE(message({.format = Format::mxfp4, .scale_dtype = DType::f8_e8m0})
+                .find("mxfp4 has granularity group and group_size 32, got group and 64"),
+            std::string::npos);
 }
 
 }  // namespace

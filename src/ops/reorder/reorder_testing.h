@@ -255,6 +255,7 @@ inline bool is_held(const QuantSpec& spec, Layout layout) {
       return kind == FormatKind::affine && spec.granularity == Granularity::group;
     case Layout::gptq:
     case Layout::awq:
+    case Layout::modelopt:
       return false;
     case Layout::halfbyte:
       break;
