@@ -36,6 +36,8 @@ void add_compare_command(CLI::App& app, Command& command);
 void add_ptx_command(CLI::App& app, Command& command);
 void add_precompile_command(CLI::App& app, Command& command);
 void add_bench_command(CLI::App& app, Command& command);
+void add_verify_command(CLI::App& app, Command& command);
+void add_repair_command(CLI::App& app, Command& command);
 void add_doctor_command(CLI::App& app, Command& command);
 
 }  // namespace halfbyte::cli

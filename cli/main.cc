@@ -153,6 +153,8 @@ int parse_and_run(int argc, char** argv) {
   add_convert_command(app, command);
   add_inspect_command(app, command);
   add_compare_command(app, command);
+  add_verify_command(app, command);
+  add_repair_command(app, command);
   add_ptx_command(app, command);
   add_precompile_command(app, command);
   add_bench_command(app, command);

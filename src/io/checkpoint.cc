@@ -330,7 +330,7 @@ int64_t num_elements(std::span<const int64_t> shape) {
   return product;
 }
 
-std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop) {
+std::unique_ptr<Checkpoint::Impl> open_tensors(const std::string& path, const Stop& stop) {
   auto impl = std::make_unique<Checkpoint::Impl>();
   impl->path = path;
   impl->is_directory = is_directory(path);
@@ -340,6 +340,11 @@ std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const
     add_file(*impl, path.substr(path.rfind('/') + 1), InputFile::open(path), stop);
     index_tensors(*impl);
   }
+  return impl;
+}
+
+std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop) {
+  auto impl = open_tensors(path, stop);
   make_weights(*impl);
   find_foreign(*impl);
   impl->check_unchanged();  // what was read is of one moment

@@ -78,6 +78,8 @@ namespace io {
 
 // `stop` is asked while long headers are read.
 std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const Stop& stop = {});
+// Its files and tensors, without what they mean: no weights.
+std::unique_ptr<Checkpoint::Impl> open_tensors(const std::string& path, const Stop& stop = {});
 
 int64_t num_elements(std::span<const int64_t> shape);
 // A tensor of one F32 beside others; Error(bad_input), for the reader of `what`, where there is none.

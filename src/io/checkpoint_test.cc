@@ -13,6 +13,7 @@
 #include "core/checks.h"
 #include "core/format.h"
 #include "halfbyte/ops.hpp"
+#include "halfbyte/verify.hpp"
 #include "io/checkpoint.h"
 #include "io/checkpoint_writer.h"
 #include "io/columnwise.h"
@@ -951,6 +952,7 @@ TEST_F(CheckpointTest, BlockFloatsSurviveEveryTruncationAndFlippedBit) {
   const auto survives = [&](const std::string& bytes) {
     write_file(dir_ / "damaged", bytes);
     try {
+      verify_checkpoint(path("damaged"));
       const Checkpoint checkpoint = Checkpoint::open(path("damaged"));
       for (const Weight& weight : checkpoint.weights()) {
         if (!weight.dtype || !is_floating(*weight.dtype)) continue;

@@ -1,0 +1,449 @@
+// The rules that readers of quantized checkpoints rely on.
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "core/checks.h"
+#include "core/format.h"
+#include "halfbyte/verify.hpp"
+#include "io/checkpoint.h"
+#include "io/config.h"
+#include "io/fused.h"
+#include "io/progress.h"
+#include "io/safetensors.h"
+#include "io/shard_index.h"
+
+namespace halfbyte {
+namespace io {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::string_view kWeight = ".weight";
+
+// How the tensors of block floats are called, after the name of the weight, and what they must be.
+struct BlockForm {
+  Layout layout;
+  const char* codes;
+  const char* scales;
+  const char* global;
+  int global_rank;
+};
+constexpr BlockForm kBlockForms[] = {
+    {Layout::compressed_tensors, "_packed", "_scale", "_global_scale", 1},
+    {Layout::modelopt, "", "_scale", "_scale_2", 0},
+};
+
+bool is_usable(float scale) { return scale > 0 && std::isfinite(scale); }
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+// "model.layers.7.mlp.experts.3.up_proj" -> "model.layers.", 7, ".mlp.experts.3.up_proj" for list ".layers.".
+struct InList {
+  std::string before;
+  int64_t number = -1;
+  std::string after;
+};
+std::optional<InList> in_list(const std::string& name, std::string_view list) {
+  const size_t at = name.find(list);
+  if (at == std::string::npos) return std::nullopt;
+  const size_t begin = at + list.size(), end = std::min(name.find('.', begin), name.size());
+  InList result{name.substr(0, begin), -1, name.substr(end)};
+  const auto [rest, error] = std::from_chars(name.data() + begin, name.data() + end, result.number);
+  if (error != std::errc() || rest != name.data() + end || result.number < 0) return std::nullopt;
+  return result;
+}
+
+class Verifier {
+ public:
+  Verifier(const std::string& path, const ProgressFunction& progress)
+      : path_(path), progress_(progress), reporter_(progress) {}
+
+  std::vector<Fault> run() {
+    if (open()) {
+      check_parts();
+      check_lists();
+      if (faults_.empty() && complete()) {
+        check_values();
+        check_global_scales();
+        check_dense();
+        check_config();
+      }
+    }
+    std::ranges::sort(faults_, [](const Fault& a, const Fault& b) {
+      return std::tie(a.rule, a.name) < std::tie(b.rule, b.name);
+    });
+    return std::move(faults_);
+  }
+
+ private:
+  template <class... Values>
+  void fault(const char* rule, const std::string& name, fmt::format_string<Values...> text,
+             Values&&... values) {
+    faults_.push_back({rule, name, fmt::format(text, std::forward<Values>(values)...)});
+  }
+
+  // Files, headers and the index; false where there is nothing to look at.
+  bool open() {
+    try {
+      checkpoint_ = open_tensors(path_, stop_of(progress_));
+      return true;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::bad_input) throw;
+      const std::string_view text = error.what();
+      fault(text.find(kIndexFile) == std::string_view::npos ? "file" : "index", path_, "{}", text);
+      return false;
+    }
+  }
+  // The weights; all that is found until then are faults that keep weights from being read.
+  bool complete() {
+    try {
+      checkpoint_ = open_checkpoint(path_, stop_of(progress_));
+      return true;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::bad_input) throw;
+      fault("weight", path_, "{}", error.what());
+      return false;
+    }
+  }
+
+  // ---- What tensors there are
+
+  void check_parts() {
+    for (const StoredTensor& tensor : checkpoint_->tensors)
+      for (const BlockForm& form : kBlockForms) {
+        if (is_codes(tensor, form)) check_block(tensor, form);
+        check_orphan(tensor, form);
+      }
+  }
+
+  std::string weight_of(const StoredTensor& tensor, std::string_view ending) const {
+    return tensor.name.substr(0, tensor.name.size() - ending.size());
+  }
+
+  bool is_codes(const StoredTensor& tensor, const BlockForm& form) const {
+    if (tensor.dtype != "U8" || !tensor.name.ends_with(form.codes)) return false;
+    if (form.layout == Layout::compressed_tensors) return true;
+    const StoredTensor* scale = checkpoint_->find(tensor.name + form.scales);
+    return (scale != nullptr && scale->dtype == "F8_E4M3") ||
+           checkpoint_->find(tensor.name + form.global) != nullptr;
+  }
+
+  void check_block(const StoredTensor& codes, const BlockForm& form) {
+    const std::string weight = weight_of(codes, form.codes);
+    const StoredTensor* scale = checkpoint_->find(weight + form.scales);
+    const StoredTensor* global = checkpoint_->find(weight + form.global);
+    if (scale == nullptr) return fault("scale-missing", weight, "there is no \"{}{}\"", weight, form.scales);
+    const bool nvfp4 = scale->dtype == "F8_E4M3" || form.layout == Layout::modelopt;
+    if (scale->dtype != "F8_E4M3" && (nvfp4 || scale->dtype != "U8"))
+      return fault("scale-dtype", weight, "\"{}\" is {}", scale->name, scale->dtype);
+    if (nvfp4 && global == nullptr)
+      fault("global-scale-missing", weight, "there is no \"{}{}\"", weight, form.global);
+    if (global != nullptr && (global->dtype != "F32" || global->num_bytes != sizeof(float)))
+      fault("global-scale-shape", weight, "\"{}\" is {} {}, not one F32", global->name, global->dtype,
+            shape_text(global->shape));
+    const int64_t group = info(nvfp4 ? Format::nvfp4 : Format::mxfp4).group_size;
+    if (codes.shape.size() < 2 || codes.shape.back() % (group / 2) != 0)
+      return fault("codes-shape", weight, "\"{}\" {} has no rows of groups of {}", codes.name,
+                   shape_text(codes.shape), group);
+    const std::vector<int64_t> expected = with_last(codes.shape, codes.shape.back() / (group / 2));
+    if (scale->shape != expected)
+      fault("scale-shape", weight, "\"{}\" is {}, but codes {} have scales {}", scale->name,
+            shape_text(scale->shape), shape_text(codes.shape), shape_text(expected));
+  }
+
+  // Scales of codes that are not there.
+  void check_orphan(const StoredTensor& tensor, const BlockForm& form) {
+    if (!tensor.name.ends_with(form.global)) return;
+    const std::string weight = weight_of(tensor, form.global);
+    if (!weight.ends_with(kWeight)) return;
+    const StoredTensor* codes = checkpoint_->find(weight + form.codes);
+    if (codes == nullptr)
+      fault("codes-missing", weight, "there is \"{}\", and no \"{}{}\"", tensor.name, weight, form.codes);
+    else if (codes->dtype != "U8")
+      fault("codes-dtype", weight, "\"{}\" is {}, not U8", codes->name, codes->dtype);
+  }
+
+  Json config() const {
+    return checkpoint_->config.empty() ? Json::object() : config_json(checkpoint_->config);
+  }
+  static const Json* member(const Json& object, std::initializer_list<const char*> keys) {
+    for (const Json* place : {&object, object.contains("text_config") ? &object["text_config"] : nullptr})
+      for (const char* key : keys)
+        if (place != nullptr && place->is_object() && place->contains(key)) return &(*place)[key];
+    return nullptr;
+  }
+  static std::optional<int64_t> number(const Json& object, std::initializer_list<const char*> keys) {
+    const Json* value = member(object, keys);
+    if (value == nullptr || !value->is_number_integer()) return std::nullopt;
+    return value->get<int64_t>();
+  }
+
+  // Layers and experts are numbered from 0 without gaps, as many as the config says, and experts of a layer
+  // have the same tensors.
+  void check_lists() {
+    const Json json = config();
+    if (const auto layers = number(json, {"num_hidden_layers", "n_layer"}))
+      check_list(".layers.", "layers-incomplete", layers, false);
+    check_list(".experts.", "experts-incomplete",
+               number(json, {"num_local_experts", "num_experts", "n_routed_experts"}), true);
+  }
+  void check_list(std::string_view list, const char* rule, std::optional<int64_t> count, bool alike) {
+    std::map<std::string, std::map<int64_t, std::set<std::string>>> lists;
+    for (const StoredTensor& tensor : checkpoint_->tensors)
+      if (auto found = in_list(tensor.name, list))
+        lists[found->before][found->number].insert(std::move(found->after));
+    for (const auto& [before, members] : lists) {
+      const int64_t wanted = std::max(count.value_or(0), members.rbegin()->first + 1);
+      std::set<std::string> all;
+      for (const auto& [index, parts] : members) all.insert(parts.begin(), parts.end());
+      for (int64_t i = 0; i < wanted && std::ssize(faults_) < kMostFaults; ++i) {
+        const auto found = members.find(i);
+        if (found == members.end())
+          fault(rule, fmt::format("{}{}", before, i), "of {} there is nothing", wanted);
+        else if (alike)
+          for (const std::string& part : all)
+            if (!found->second.contains(part))
+              fault(rule, fmt::format("{}{}", before, i), "there is no \"{}{}{}\", which others have", before,
+                    i, part);
+      }
+      if (count && members.rbegin()->first >= *count)
+        fault(rule, fmt::format("{}{}", before, members.rbegin()->first),
+              "config.json says that there are {}", *count);
+    }
+  }
+
+  // ---- What they hold
+
+  void check_values() {
+    for (const StoredWeight& stored : checkpoint_->quantized) {
+      const QuantizedWeight& weight = stored.weight;
+      check_scales(stored);
+      if (has_global_scale(weight.spec) && !is_usable(weight.global_scale))
+        fault("global-scale-invalid", weight.name, "the global scale is {}", weight.global_scale);
+      for (const std::string& name : weight.others) {
+        const StoredTensor& tensor = *checkpoint_->find(name);
+        if (tensor.dtype != "F32" || tensor.num_bytes != sizeof(float)) continue;
+        const float value = read_f32(*checkpoint_, name, "verify");
+        if (!is_usable(value)) fault("activation-scale-invalid", weight.name, "\"{}\" is {}", name, value);
+      }
+    }
+  }
+
+  void check_scales(const StoredWeight& stored) {
+    const QuantizedWeight& weight = stored.weight;
+    if (weight.spec.double_quant) return;  // of other values
+    const StoredTensor& tensor = stored.part(Role::scales);
+    const auto type = scale_type(weight.spec.scale_dtype);
+    const int64_t size = formats::scale_bytes(type);
+    constexpr uint64_t kPart = uint64_t{1} << 20;
+    std::vector<std::byte> buffer(std::min(kPart, tensor.num_bytes));
+    int64_t num_nan = 0, num_zero = 0, num_negative = 0, first = -1;
+    for (uint64_t offset = 0; offset < tensor.num_bytes; offset += buffer.size()) {
+      const std::span<std::byte> bytes(buffer.data(),
+                                       std::min<uint64_t>(buffer.size(), tensor.num_bytes - offset));
+      checkpoint_->read(tensor, offset, bytes);
+      for (int64_t i = 0, n = std::ssize(bytes) / size; i < n; ++i) {
+        const float value = formats::load_scale<float>(bytes.data(), i, type);
+        const bool nan = !std::isfinite(value), zero = value == 0 && info(weight.spec.format).scale_dtype,
+                   negative = std::signbit(value) && !nan && info(weight.spec.format).scale_dtype;
+        num_nan += nan, num_zero += zero, num_negative += negative;
+        if (first < 0 && (nan || zero || negative)) first = static_cast<int64_t>(offset) / size + i;
+      }
+      reporter_.poll();
+    }
+    const auto report = [&](const char* rule, int64_t count, const char* what) {
+      if (count > 0)
+        fault(rule, weight.name, "{} of {} scales in \"{}\" are {}, the first fault at {}", count,
+              tensor.num_bytes / static_cast<uint64_t>(size), tensor.name, what, first);
+    };
+    report("scale-nan", num_nan, "NaN or infinite");
+    report("scale-zero", num_zero, "0");
+    report("scale-negative", num_negative, "negative");
+  }
+
+  void check_global_scales() {
+    std::map<std::string, const QuantizedWeight*> of_product;
+    for (const StoredWeight& stored : checkpoint_->quantized) {
+      const QuantizedWeight& weight = stored.weight;
+      if (!has_global_scale(weight.spec) || !is_usable(weight.global_scale)) continue;
+      const auto [entry, added] = of_product.emplace(fused_name(weight.name), &weight);
+      const float other = entry->second->global_scale;
+      if (!added && weight.global_scale != other)
+        fault("global-scale-mismatch", weight.name, "the global scale is {}, but that of \"{}\" is {}",
+              weight.global_scale, entry->second->name, other);
+    }
+  }
+
+  void check_dense() {
+    Decoder decoder(*checkpoint_);
+    std::vector<float> values;
+    for (size_t w = 0; w < checkpoint_->weights.size(); ++w) {
+      const Weight& weight = checkpoint_->weights[w];
+      if (weight.layout || !weight.dtype || !is_floating(*weight.dtype) || !weight.foreign.empty()) continue;
+      for (int64_t begin = 0, n = num_elements(weight), count; begin < n; begin += count) {
+        count = std::min(n - begin, kBlockElements);
+        values.resize(static_cast<size_t>(count));
+        decoder.decode(weight, begin, count, DType::f32, reinterpret_cast<std::byte*>(values.data()));
+        const ValueRange range = value_range({values.data(), DType::f32, {count}, {}, {}}, {1});
+        reporter_.poll();
+        if (range.num_nonfinite == 0) continue;
+        fault("dense-nonfinite", weight.name, "element {} is NaN or infinite", begin + range.first_nonfinite);
+        break;
+      }
+    }
+  }
+
+  // ---- What the config says
+
+  const Weight* find(const std::string& ending) const {
+    for (const Weight& weight : checkpoint_->weights)
+      if (weight.name.ends_with(ending)) return &weight;
+    return nullptr;
+  }
+
+  void check_config() {
+    if (checkpoint_->config.empty()) {
+      if (checkpoint_->is_directory) fault("config-missing", "config.json", "there is none");
+      return;
+    }
+    const Json json = config();
+    check_shapes(json);
+    check_tied(json);
+    const Json* quantization = member(json, {"quantization_config", "compression_config", "quantization"});
+    const auto quantized = std::ranges::find_if(
+        checkpoint_->weights, [](const Weight& weight) { return weight.layout.has_value(); });
+    if (quantized == checkpoint_->weights.end()) return;
+    if (quantization == nullptr || !quantization->is_object())
+      return fault("config-missing", "config.json", "it has no quantization_config, but \"{}\" is quantized",
+                   quantized->name);
+    check_format(*quantization);
+    check_ignored(*quantization);
+  }
+
+  // The groups and formats of compressed-tensors and modelopt.
+  void check_format(const Json& quantization) {
+    const auto text = [&](const char* key) {
+      const auto value = quantization.find(key);
+      return value != quantization.end() && value->is_string() ? value->get<std::string>() : std::string();
+    };
+    const std::string format = text("format"), method = text("quant_method");
+    std::optional<int64_t> group_size, bits;
+    if (const Json::json_pointer weights("/config_groups/group_0/weights");
+        quantization.contains(weights) && quantization[weights].is_object()) {
+      group_size = number(quantization[weights], {"group_size"});
+      bits = number(quantization[weights], {"num_bits"});
+    }
+    for (const Weight& weight : checkpoint_->weights) {
+      if (!weight.layout || !info(weight.spec.format).scale_dtype) continue;
+      const FormatInfo& own = info(weight.spec.format);
+      if (method != to_string(*weight.layout) || (weight.layout == Layout::compressed_tensors &&
+                                                  format != fmt::format("{}-pack-quantized", own.name)))
+        return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
+                     weight.name, own.name, to_string(*weight.layout));
+      if (group_size && *group_size != own.group_size)
+        return fault("config-group-size", "config.json", "it says {}, but \"{}\" has groups of {}",
+                     *group_size, weight.name, own.group_size);
+      if (bits && *bits != own.bits)
+        return fault("config-bits", "config.json", "it says {}, but \"{}\" has codes of {}", *bits,
+                     weight.name, own.bits);
+    }
+  }
+
+  // A reader makes a dense layer of what is listed, and a quantized one of what is not.
+  void check_ignored(const Json& quantization) {
+    std::set<std::string> ignored;
+    bool patterns = false;
+    for (const char* key : {"ignore", "exclude_modules", "modules_to_not_convert"})
+      if (const auto list = quantization.find(key); list != quantization.end() && list->is_array())
+        for (const Json& entry : *list) {
+          if (!entry.is_string()) continue;
+          const auto& word = entry.get_ref<const std::string&>();
+          patterns |= word.starts_with("re:") || word.find('*') != std::string::npos;
+          ignored.insert(word);
+        }
+    std::set<std::string> kinds;  // "q_proj" of modules that are quantized somewhere
+    for (const Weight& weight : checkpoint_->weights) {
+      if (!weight.layout) continue;
+      const std::string module = module_of(weight.name);
+      kinds.insert(module.substr(module.rfind('.') + 1));
+      if (ignored.contains(module))
+        fault("config-ignore", weight.name, "it is quantized, but config.json lists \"{}\" as dense", module);
+    }
+    if (patterns) return;
+    for (const Weight& weight : checkpoint_->weights) {
+      const std::string module = module_of(weight.name);
+      if (weight.layout || weight.shape.size() != 2 || !weight.name.ends_with(kWeight) ||
+          !kinds.contains(module.substr(module.rfind('.') + 1)) || ignored.contains(module))
+        continue;
+      fault("dense-unlisted", weight.name, "it is dense, but config.json does not list \"{}\"", module);
+    }
+  }
+
+  void check_shapes(const Json& json) {
+    struct Rule {
+      const char* ending;
+      size_t axis;
+      const char* key;
+    };
+    static constexpr Rule kRules[] = {
+        {"embed_tokens.weight", 0, "vocab_size"},      {"embed_tokens.weight", 1, "hidden_size"},
+        {"self_attn.q_proj.weight", 1, "hidden_size"}, {"self_attn.o_proj.weight", 0, "hidden_size"},
+        {".mlp.gate_proj.weight", 1, "hidden_size"},   {".mlp.down_proj.weight", 0, "hidden_size"}};
+    for (const Rule& rule : kRules) {
+      const auto wanted = number(json, {rule.key});
+      if (!wanted) continue;
+      for (const Weight& weight : checkpoint_->weights)
+        if (weight.name.ends_with(rule.ending) && weight.shape.size() == 2 &&
+            weight.shape[rule.axis] != *wanted)
+          fault("config-shape", weight.name, "it is {}, but config.json says {} {}", shape_text(weight.shape),
+                rule.key, *wanted);
+    }
+  }
+
+  void check_tied(const Json& json) {
+    const Json* tied = member(json, {"tie_word_embeddings"});
+    const Weight *head = find("lm_head.weight"), *embedding = find("embed_tokens.weight");
+    if (tied == nullptr || *tied != Json(true) || head == nullptr || embedding == nullptr) return;
+    const auto differ = [&] {
+      if (head->shape != embedding->shape) return true;
+      Decoder decoder(*checkpoint_);
+      std::vector<float> a, b;
+      for (int64_t begin = 0, n = num_elements(*head), count; begin < n; begin += count) {
+        count = std::min(n - begin, kBlockElements);
+        a.resize(static_cast<size_t>(count));
+        b.resize(a.size());
+        decoder.decode(*head, begin, count, DType::f32, reinterpret_cast<std::byte*>(a.data()));
+        decoder.decode(*embedding, begin, count, DType::f32, reinterpret_cast<std::byte*>(b.data()));
+        if (std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) != 0) return true;
+      }
+      return false;
+    };
+    if (differ())
+      fault("tied-weights", head->name, "config.json says tie_word_embeddings, but it is not \"{}\"",
+            embedding->name);
+  }
+
+  static constexpr int64_t kMostFaults = 10000;  // of lists
+
+  const std::string path_;
+  const ProgressFunction& progress_;
+  ProgressReporter reporter_;
+  std::unique_ptr<Checkpoint::Impl> checkpoint_;
+  std::vector<Fault> faults_;
+};
+
+}  // namespace
+}  // namespace io
+
+std::vector<Fault> verify_checkpoint(const std::string& path, const ProgressFunction& progress) {
+  return io::Verifier(path, progress).run();
+}
+
+}  // namespace halfbyte

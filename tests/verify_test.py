@@ -1,0 +1,268 @@
+"""halfbyte verify finds planted faults by name; halfbyte repair mends global scales."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from conftest import TINY_LLAMA
+from independent import safetensors_io as st
+from independent.encode import E4M3, nearest
+
+VERIFY, USAGE = 4, 2
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+class Checkpoint:
+    def __init__(self, path):
+        self.path = path
+        self.tensors, self.metadata = st.read_directory(path)
+        self.config = json.loads((path / "config.json").read_text())
+
+    def save(self):
+        st.write(self.path / "model.safetensors", self.tensors, self.metadata)
+        (self.path / "config.json").write_text(json.dumps(self.config))
+
+    def edit(self, name):
+        dtype, data = self.tensors[name]
+        self.tensors[name] = st.Tensor(dtype, data.copy())
+        return self.tensors[name].data
+
+    @property
+    def weights(self):
+        return self.config["quantization_config"]["config_groups"]["group_0"]["weights"]
+
+
+@pytest.fixture(scope="module")
+def quantized(halfbyte, tmp_path_factory):
+    """Of each layout a model without faults."""
+    path = tmp_path_factory.mktemp("quantized")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "compressed-tensors", "--format", "nvfp4")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "modelopt", "--format", "nvfp4", "--layout", "modelopt")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "mxfp4", "--format", "mxfp4", "--layout", "compressed-tensors")
+    return path
+
+
+def rename(c, before, after):
+    c.tensors[after] = c.tensors.pop(before)
+
+
+def reshape_scale(c):
+    dtype, data = c.tensors[f"{Q}_scale"]
+    c.tensors[f"{Q}_scale"] = st.Tensor(dtype, np.ascontiguousarray(data[:, 1:]))
+
+
+def reshape_codes(c):
+    dtype, data = c.tensors[f"{Q}_packed"]
+    c.tensors[f"{Q}_packed"] = st.Tensor(dtype, np.ascontiguousarray(data[:, 1:]))
+
+
+def put(c, name, value, index=5):
+    c.edit(name).reshape(-1)[index] = value
+
+
+def drop(c, ending):
+    for name in [name for name in c.tensors if name.startswith(ending)]:
+        del c.tensors[name]
+
+
+def set_config(c, **values):
+    c.config |= values
+
+
+def tie(c):
+    c.config["tie_word_embeddings"] = True
+
+
+def activation_scale(c, value):
+    c.tensors["model.layers.0.self_attn.q_proj.input_global_scale"] = st.Tensor("F32", np.full(1, value, "<f4"))
+
+
+def experts(c):
+    """Three experts, of which the second lacks a projection."""
+    for i in range(3):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            if (i, part) != (1, "up_proj"):
+                c.tensors[f"model.layers.0.mlp.experts.{i}.{part}.weight"] = st.Tensor("BF16", np.zeros((16, 16), "<u2"))
+    c.config["num_experts"] = 3
+
+
+def forget_expert(c):
+    experts(c)
+    c.tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = st.Tensor("BF16", np.zeros((16, 16), "<u2"))
+    c.config["num_experts"] = 4
+
+
+NAN = float("nan")
+# The layout, what is done to it, the rule that finds it, and the name that the fault has.
+FAULTS = {
+    "missing scale": ("compressed-tensors", lambda c: c.tensors.pop(f"{Q}_scale"), "scale-missing", Q),
+    "missing global scale": (
+        "compressed-tensors",
+        lambda c: c.tensors.pop(f"{Q}_global_scale"),
+        "global-scale-missing",
+        Q,
+    ),
+    "missing codes": ("compressed-tensors", lambda c: c.tensors.pop(f"{Q}_packed"), "codes-missing", Q),
+    "shape of scales": ("compressed-tensors", reshape_scale, "scale-shape", Q),
+    "shape of codes": ("compressed-tensors", reshape_codes, "codes-shape", Q),
+    "NaN scale": ("compressed-tensors", lambda c: put(c, f"{Q}_scale", 0x7F), "scale-nan", Q),
+    "zero scale": ("compressed-tensors", lambda c: put(c, f"{Q}_scale", 0), "scale-zero", Q),
+    "negative scale": ("compressed-tensors", lambda c: put(c, f"{Q}_scale", 0xB0), "scale-negative", Q),
+    "NaN exponent": ("mxfp4", lambda c: put(c, f"{Q}_scale", 0xFF), "scale-nan", Q),
+    "global scale 0": ("compressed-tensors", lambda c: put(c, f"{Q}_global_scale", 0, 0), "global-scale-invalid", Q),
+    "global scale NaN": (
+        "compressed-tensors",
+        lambda c: put(c, f"{Q}_global_scale", NAN, 0),
+        "global-scale-invalid",
+        Q,
+    ),
+    "global scales of q and k": (
+        "compressed-tensors",
+        lambda c: put(c, f"{Q}_global_scale", 99, 0),
+        "global-scale-mismatch",
+        Q,
+    ),
+    "global scales of gate and up": (
+        "modelopt",
+        lambda c: c.edit(f"{UP}_scale_2").fill(0.5),
+        "global-scale-mismatch",
+        UP,
+    ),
+    "modelopt without scale": ("modelopt", lambda c: c.tensors.pop(f"{UP}_scale"), "scale-missing", UP),
+    "modelopt without global scale": (
+        "modelopt",
+        lambda c: c.tensors.pop(f"{UP}_scale_2"),
+        "global-scale-missing",
+        UP,
+    ),
+    "NaN norm": (
+        "compressed-tensors",
+        lambda c: put(c, "model.norm.weight", 0x7FC0),
+        "dense-nonfinite",
+        "model.norm.weight",
+    ),
+    "activation scale": ("compressed-tensors", lambda c: activation_scale(c, NAN), "activation-scale-invalid", Q),
+    "missing layer": ("compressed-tensors", lambda c: drop(c, "model.layers.2."), "layers-incomplete", "model.layers.2"),
+    "expert without a part": (
+        "compressed-tensors",
+        experts,
+        "experts-incomplete",
+        "model.layers.0.mlp.experts.1",
+    ),
+    "missing expert": (
+        "compressed-tensors",
+        forget_expert,
+        "experts-incomplete",
+        "model.layers.0.mlp.experts.3",
+    ),
+    "tied head": ("compressed-tensors", tie, "tied-weights", "lm_head.weight"),
+    "no quantization_config": (
+        "compressed-tensors",
+        lambda c: c.config.pop("quantization_config"),
+        "config-missing",
+        "config.json",
+    ),
+    "format of config": (
+        "compressed-tensors",
+        lambda c: c.config["quantization_config"].update(format="mxfp4-pack-quantized"),
+        "config-format",
+        "config.json",
+    ),
+    "group size of config": (
+        "compressed-tensors",
+        lambda c: c.weights.update(group_size=32),
+        "config-group-size",
+        "config.json",
+    ),
+    "bits of config": ("mxfp4", lambda c: c.weights.update(num_bits=8), "config-bits", "config.json"),
+    "quantized and ignored": (
+        "compressed-tensors",
+        lambda c: c.config["quantization_config"]["ignore"].append(Q.removesuffix(".weight")),
+        "config-ignore",
+        Q,
+    ),
+    "hidden size": ("compressed-tensors", lambda c: set_config(c, hidden_size=512), "config-shape", Q),
+    "vocabulary": (
+        "compressed-tensors",
+        lambda c: set_config(c, vocab_size=300),
+        "config-shape",
+        "model.embed_tokens.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "mxfp4"])
+def test_what_is_written_has_no_faults(halfbyte, quantized, layout):
+    assert json.loads(halfbyte("verify", quantized / layout, "--json", "-").stdout)["faults"] == []
+
+
+@pytest.mark.parametrize("planted", FAULTS)
+def test_planted_fault_is_found(halfbyte, quantized, tmp_path, planted):
+    layout, plant, rule, name = FAULTS[planted]
+    shutil.copytree(quantized / layout, tmp_path / "in")
+    checkpoint = Checkpoint(tmp_path / "in")
+    plant(checkpoint)
+    checkpoint.save()
+    document = json.loads(halfbyte("verify", tmp_path / "in", "--json", "-", expect=VERIFY).stdout)
+    found = {(fault["rule"], fault["name"]) for fault in document["faults"]}
+    if rule == "global-scale-mismatch":  # either is named
+        assert {found_rule for found_rule, _ in found} == {rule}
+    else:
+        assert (rule, name) in found, found
+        assert {found_rule for found_rule, _ in found} <= {rule, "config-shape"}, found
+
+
+def test_damaged_file(halfbyte, quantized, tmp_path):
+    shutil.copytree(quantized / "mxfp4", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    document = json.loads(halfbyte("verify", tmp_path / "in", "--json", "-", expect=VERIFY).stdout)
+    assert [fault["rule"] for fault in document["faults"]] == ["file"]
+
+
+def test_incomplete_index(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "in", "--format", "nvfp4", "--shard-size", "1MB")
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"].pop(f"{Q}_scale")
+    index.write_text(json.dumps(content))
+    document = json.loads(halfbyte("verify", tmp_path / "in", "--json", "-", expect=VERIFY).stdout)
+    assert [fault["rule"] for fault in document["faults"]] == ["index"]
+
+
+def rescale(codes, ratio):
+    """E4M3 times ratio, to nearest even, not to 0."""
+    ties = np.where(np.arange(126) % 2 == 0, np.arange(126), np.arange(1, 127))
+    return np.maximum(nearest(E4M3[codes] * np.float32(ratio), E4M3, ties), 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_repair(halfbyte, quantized, tmp_path, layout):
+    """g = the larger weight_scale_2; the scales of the other are multiplied by own / g."""
+    shutil.copytree(quantized / layout, tmp_path / "in")
+    before = Checkpoint(tmp_path / "in")
+    ending = "_scale_2" if layout == "modelopt" else "_global_scale"
+    before.edit(f"{K}{ending}")[...] *= np.float32(0.3 if layout == "modelopt" else 3.7)
+    before.save()
+    halfbyte("verify", tmp_path / "in", expect=VERIFY)
+    halfbyte("repair", tmp_path / "in", "-o", tmp_path / "out")
+    halfbyte("verify", tmp_path / "out")
+    after = Checkpoint(tmp_path / "out")
+    assert after.config == before.config and set(after.tensors) == set(before.tensors)
+    shared, own = before.tensors[f"{Q}{ending}"].data, before.tensors[f"{K}{ending}"].data
+    ratio = own / shared if layout == "modelopt" else shared / own
+    assert after.tensors[f"{K}{ending}"].data.tobytes() == shared.tobytes()
+    expected = rescale(before.tensors[f"{K}_scale"].data, np.float32(ratio.reshape(())))
+    assert np.array_equal(after.tensors[f"{K}_scale"].data, expected)
+    changed = {name for name in after.tensors if after.tensors[name].data.tobytes() != before.tensors[name].data.tobytes()}
+    assert changed == {f"{K}{ending}", f"{K}_scale"}
+
+
+def test_nothing_to_repair(halfbyte, quantized, tmp_path):
+    message = halfbyte("repair", quantized / "modelopt", "-o", tmp_path / "out", expect=USAGE).stderr
+    assert "no weights of one product with several global scales" in message
+    assert not (tmp_path / "out").exists()
