@@ -16,7 +16,8 @@ namespace {
 
 void run(const std::string& path, std::string& text, Json& document) {
   Json rows = Json::array();
-  const std::vector<Fault> faults = verify_checkpoint(path);
+  ProgressBar progress(true);
+  const std::vector<Fault> faults = verify_checkpoint(path, progress.function());
   for (const Fault& fault : faults) {
     text += fmt::format("{}  {}: {}\n", fault.rule, printable(fault.name), printable(fault.text));
     rows.push_back({{"rule", fault.rule}, {"name", fault.name}, {"text", fault.text}});

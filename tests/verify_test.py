@@ -262,6 +262,29 @@ def test_repair(halfbyte, quantized, tmp_path, layout):
     assert changed == {f"{K}{ending}", f"{K}_scale"}
 
 
+def test_numbers_beyond_any_list(halfbyte, quantized, tmp_path):
+    shutil.copytree(quantized / "mxfp4", tmp_path / "in")
+    c = Checkpoint(tmp_path / "in")
+    c.tensors["model.layers.9223372036854775807.norm.weight"] = c.tensors["model.norm.weight"]
+    c.save()
+    document = json.loads(halfbyte("verify", c.path, "--json", "-", expect=VERIFY).stdout)
+    assert {fault["rule"] for fault in document["faults"]} == {"layers-incomplete"}
+    assert any(fault["name"] == "model.layers.9223372036854775807" for fault in document["faults"])
+
+
+def test_repair_copies_all_files(halfbyte, quantized, tmp_path):
+    shutil.copytree(quantized / "compressed-tensors", tmp_path / "in")
+    c = Checkpoint(tmp_path / "in")
+    c.edit(f"{Q}_global_scale")[0] *= 2
+    c.save()
+    (c.path / "tokenizer.model").write_bytes(np.random.default_rng(5).bytes(3 * 2**20 + 17))
+    halfbyte("repair", c.path, "-o", tmp_path / "mended")
+    assert sorted(f.name for f in (tmp_path / "mended").iterdir()) == sorted(f.name for f in c.path.iterdir())
+    for file in c.path.iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "mended" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_nothing_to_repair(halfbyte, quantized, tmp_path):
     message = halfbyte("repair", quantized / "modelopt", "-o", tmp_path / "out", expect=USAGE).stderr
     assert "no weights of one product with several global scales" in message

@@ -54,25 +54,30 @@ class Repairer {
     remove_leftovers(output);
     uint64_t total = 0;
     for (const Checkpoint::Impl::File& file : input_.files) total += file.input.size();
-    ProgressPhase phase(reporter_, "copy", total);
     if (!input_.is_directory) {
-      OutputFile file(output, input_.files.front().input.size(), force);
-      copy(0, file, phase);
+      ProgressPhase phase(reporter_, "copy", total);
+      OutputFile file(output, total, force);
+      copy(input_.files.front().input, patches_[0], file, phase);
+      reporter_.ask();
       file.commit();
       return std::move(report_);
     }
-    const SideFiles side = find_side_files(input_);
-    OutputDirectory directory(output, force, side.copied);
-    directory.check_space(total, input_.files.size() + side.copied.size());
-    for (size_t i = 0; i < input_.files.size(); ++i) {
-      OutputFile file(directory, input_.files[i].name, input_.files[i].input.size());
-      copy(i, file, phase);
-      file.commit();
-    }
-    std::vector<std::string> texts = side.copied;
+    std::vector<std::string> others = find_side_files(input_).copied;
     for (const std::string& name : list_directory(input_.path))
-      if (name == "config.json" || name == kIndexFile) texts.push_back(name);
-    for (const std::string& name : texts) copy_text(directory, name);
+      if (name == "config.json" || name == kIndexFile) others.push_back(name);
+    for (const std::string& name : others) total += open_beside(name).size();
+    ProgressPhase phase(reporter_, "copy", total);
+    OutputDirectory directory(output, force, others);
+    directory.check_space(total, input_.files.size() + others.size());
+    const auto copy_to = [&](const std::string& name, const InputFile& from, std::vector<Patch>& patches) {
+      OutputFile file(directory, name, from.size());
+      copy(from, patches, file, phase);
+      file.commit();
+    };
+    for (size_t i = 0; i < input_.files.size(); ++i)
+      copy_to(input_.files[i].name, input_.files[i].input, patches_[i]);
+    std::vector<Patch> none;
+    for (const std::string& name : others) copy_to(name, open_beside(name), none);
     directory.sync();
     reporter_.ask();
     directory.commit();
@@ -130,10 +135,14 @@ class Repairer {
     patches_[input_.file_of[index]].push_back(patch);
   }
 
-  void copy(size_t file, OutputFile& to, ProgressPhase& phase) {
-    constexpr uint64_t kPart = uint64_t{4} << 20;
-    const InputFile& from = input_.files[file].input;
-    std::vector<Patch>& patches = patches_[file];
+  InputFile open_beside(const std::string& name) const {
+    const size_t slash = name.rfind('/');
+    const std::string parent = slash == std::string::npos ? "" : "/" + name.substr(0, slash);
+    return InputFile::open_beneath(input_.path + parent, name.substr(slash + 1));
+  }
+
+  void copy(const InputFile& from, std::vector<Patch>& patches, OutputFile& to, ProgressPhase& phase) {
+    constexpr uint64_t kPart = uint64_t{1} << 20;
     std::ranges::sort(patches, {}, &Patch::begin);
     std::vector<std::byte> buffer(std::min(kPart, from.size()));
     size_t next = 0;  // the first patch that ends behind `offset`
@@ -149,18 +158,6 @@ class Repairer {
     }
     from.check_unchanged();
     to.sync([&] { reporter_.poll(); });
-  }
-
-  void copy_text(const OutputDirectory& directory, const std::string& name) const {
-    const size_t slash = name.rfind('/');
-    const std::string parent = slash == std::string::npos ? "" : "/" + name.substr(0, slash);
-    const InputFile from = InputFile::open_beneath(input_.path + parent, name.substr(slash + 1));
-    OutputFile to(directory, name, from.size());
-    std::vector<std::byte> buffer(from.size());
-    from.read(0, buffer);
-    to.write(0, buffer);
-    from.check_unchanged();
-    to.commit();
   }
 
   const Checkpoint::Impl& input_;

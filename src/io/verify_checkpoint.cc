@@ -200,7 +200,8 @@ class Verifier {
       if (auto found = in_list(tensor.name, list))
         lists[found->before][found->number].insert(std::move(found->after));
     for (const auto& [before, members] : lists) {
-      const int64_t wanted = std::max(count.value_or(0), members.rbegin()->first + 1);
+      const int64_t last = std::min<int64_t>(members.rbegin()->first, INT32_MAX);
+      const int64_t wanted = std::max(count.value_or(0), last + 1);
       std::set<std::string> all;
       for (const auto& [index, parts] : members) all.insert(parts.begin(), parts.end());
       for (int64_t i = 0; i < wanted && std::ssize(faults_) < kMostFaults; ++i) {
@@ -209,7 +210,7 @@ class Verifier {
           fault(rule, fmt::format("{}{}", before, i), "of {} there is nothing", wanted);
         else if (alike)
           for (const std::string& part : all)
-            if (!found->second.contains(part))
+            if (!found->second.contains(part) && std::ssize(faults_) < kMostFaults)
               fault(rule, fmt::format("{}{}", before, i), "there is no \"{}{}{}\", which others have", before,
                     i, part);
       }
