@@ -19,14 +19,14 @@ void run(const std::string& path, std::string& text, Json& document) {
   ProgressBar progress(true);
   const std::vector<Fault> faults = verify_checkpoint(path, progress.function());
   for (const Fault& fault : faults) {
-    text += fmt::format("{}  {}: {}\n", fault.rule, printable(fault.name), printable(fault.text));
+    text += fmt::format("{}  {}: {}\n", fault.rule, printable(fault.name), fault.text);
     rows.push_back({{"rule", fault.rule}, {"name", fault.name}, {"text", fault.text}});
   }
   text += summary_line("faults", fmt::format("{}", faults.size()));
   document["faults"] = std::move(rows);
   if (!faults.empty())
     throw Error(ErrorCode::verify,
-                fmt::format("verify: \"{}\" has {} faults, the first: {}: {}", printable(path), faults.size(),
+                fmt::format("verify: \"{}\" has faults: {}, the first {}: {}", printable(path), faults.size(),
                             faults.front().rule, printable(faults.front().name)));
 }
 

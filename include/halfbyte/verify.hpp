@@ -13,7 +13,7 @@ namespace halfbyte {
 struct Fault {
   std::string rule;  // "scale-zero", "global-scale-mismatch", ...
   std::string name;  // of the tensor, module or file
-  std::string text;  // what is wrong, with the values
+  std::string text;  // what is wrong, with the values; printable
 };
 
 // All faults, by rule and name; none: the checkpoint keeps the rules. What is damaged so that nothing else

@@ -83,10 +83,18 @@ class Verifier {
   }
 
  private:
+  // Names come from files.
+  template <class Value>
+  static auto shown(const Value& value) {
+    if constexpr (std::is_convertible_v<Value, std::string_view>)
+      return printable(value);
+    else
+      return value;
+  }
   template <class... Values>
-  void fault(const char* rule, const std::string& name, fmt::format_string<Values...> text,
-             Values&&... values) {
-    faults_.push_back({rule, name, fmt::format(text, std::forward<Values>(values)...)});
+  void fault(const char* rule, const std::string& name,
+             fmt::format_string<decltype(shown(std::declval<Values>()))...> text, const Values&... values) {
+    faults_.push_back({rule, name, fmt::format(text, shown(values)...)});
   }
 
   // Files, headers and the index; false where there is nothing to look at.
@@ -97,7 +105,8 @@ class Verifier {
     } catch (const Error& error) {
       if (error.code() != ErrorCode::bad_input) throw;
       const std::string_view text = error.what();
-      fault(text.find(kIndexFile) == std::string_view::npos ? "file" : "index", path_, "{}", text);
+      faults_.push_back(
+          {text.find(kIndexFile) == std::string_view::npos ? "file" : "index", path_, std::string(text)});
       return false;
     }
   }
@@ -108,7 +117,7 @@ class Verifier {
       return true;
     } catch (const Error& error) {
       if (error.code() != ErrorCode::bad_input) throw;
-      fault("weight", path_, "{}", error.what());
+      faults_.push_back({"weight", path_, error.what()});
       return false;
     }
   }
