@@ -38,6 +38,10 @@ HALFBYTE_FN int tile_bytes(int bits) {
   return in_fragments(bits) ? kTileBytes : kUnitRows * kUnitCols * bits / 8;
 }
 
+// Groups of the 64 columns of a unit that have parameters of their own; `group`: columns, 0 where a row has
+// one.
+HALFBYTE_FN int unit_groups(int group) { return group == 0 ? 1 : max(kUnitCols / group, 1); }
+
 // Of the 16 bytes of rows 2a, 2a + 1 and pairs t, t + 4: 0..63.
 HALFBYTE_FN int packed_slot(int a, int t) { return 4 * a + (t ^ (a & 2)); }
 

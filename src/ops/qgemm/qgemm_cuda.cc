@@ -35,10 +35,12 @@ std::vector<KernelKey> qgemm_keys() {
 
 std::vector<KernelKey> qgemm_fragment_keys() {
   std::vector<KernelKey> keys = qgemm_keys();
-  for (KernelKey& key : keys)
+  for (KernelKey& key : keys) {
+    if (key.name == "group-size") key.values.insert(key.values.end() - 1, "16");
     if (key.name == "format")
       std::erase_if(key.values,
                     [](const std::string& word) { return !formats::in_fragments(find_format(word).bits); });
+  }
   return keys;
 }
 

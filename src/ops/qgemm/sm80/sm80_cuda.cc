@@ -14,10 +14,7 @@ namespace halfbyte {
 namespace {
 
 // Groups that the 64 columns of a unit can have parameters of.
-int unit_groups(const QgemmProblem& problem) {
-  const int group = inlined_group(problem);
-  return group == 0 ? 1 : std::max(formats::kUnitCols / group, 1);
-}
+int unit_groups(const QgemmProblem& problem) { return formats::unit_groups(inlined_group(problem)); }
 
 // f32 is multiplied in parts of bf16; so many has a value that a code stands for, before it is scaled.
 bool is_split(const QgemmProblem& problem) {

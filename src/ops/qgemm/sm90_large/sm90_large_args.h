@@ -33,7 +33,7 @@ struct QgemmSm90LargeTiling {
     return formats::max(group, formats::kUnitCols) / formats::kUnitCols;
   }
   HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
-  HALFBYTE_FN int unit_groups() const { return group == 0 ? 1 : formats::max(formats::kUnitCols / group, 1); }
+  HALFBYTE_FN int unit_groups() const { return formats::unit_groups(group); }
   // Whether a unit and its parameters lie together.
   HALFBYTE_FN bool joint() const { return group != 0 && group <= formats::kUnitCols; }
   // A unit in a stage: codes, and behind them its parameters.

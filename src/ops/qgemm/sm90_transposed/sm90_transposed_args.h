@@ -26,9 +26,7 @@ struct QgemmSm90TransposedTiling {
   }
   HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
   HALFBYTE_FN int code_bytes() const { return units_per_block() * unit_bytes(); }
-  HALFBYTE_FN int groups_per_block() const {
-    return group == 0 ? 1 : formats::max(formats::kUnitCols / group, 1);
-  }
+  HALFBYTE_FN int groups_per_block() const { return formats::unit_groups(group); }
   HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
   HALFBYTE_FN int block_bytes() const { return code_bytes() + groups_per_block() * group_bytes(); }
   HALFBYTE_FN int slot_bytes() const { return units / units_per_block() * block_bytes(); }
