@@ -145,14 +145,16 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
       throw Error(ErrorCode::usage, "--format: lut4 is not measured: its kernels are those of nf4");
     spec.asymmetric = arguments.asymmetric;
     spec.double_quant = double_quant;
+    const FormatInfo& format = find_format(name);
     spec.scale_dtype = double_quant                    ? DType::f32
-                       : arguments.scale_dtype.empty() ? DType::f16
+                       : arguments.scale_dtype.empty() ? format.scale_dtype.value_or(DType::f16)
                                                        : parse_dtype(arguments.scale_dtype);
     std::vector<std::string> group_sizes = arguments.group_sizes;
     if (group_sizes.empty())
-      group_sizes = {default_group_size                              ? default_group_size
-                     : find_format(name).kind == FormatKind::integer ? "128"
-                                                                     : "64"};
+      group_sizes = {format.group_size != 0               ? std::to_string(format.group_size)
+                     : default_group_size                 ? default_group_size
+                     : format.kind == FormatKind::integer ? "128"
+                                                          : "64"};
     for (const std::string& text : group_sizes) {
       const GroupSize group = parse_group_size(text);
       spec.granularity = group.granularity;

@@ -948,13 +948,14 @@ typedef struct halfbyte_weight_view {
   int64_t rows, cols;
   /* Contiguous; codes and zeros of any dtype, with as many bytes as the layout has. */
   const DLTensor* codes;
-  const DLTensor* scales; /* of spec->scale_dtype; double quantization: u8 */
-  const DLTensor* zeros;  /* asymmetric integers */
-  const DLTensor* biases; /* of spec->scale_dtype: affine formats */
-  const DLTensor* absmax; /* double quantization: f32 [ceil(number of scales / 256)] */
-  const DLTensor* map;    /* likewise: f32 [256] */
-  const DLTensor* offset; /* likewise: f32, one element */
-  int64_t layout;         /* halfbyte_layout */
+  const DLTensor* scales;       /* of spec->scale_dtype; double quantization: u8 */
+  const DLTensor* zeros;        /* asymmetric integers */
+  const DLTensor* biases;       /* of spec->scale_dtype: affine formats */
+  const DLTensor* absmax;       /* double quantization: f32 [ceil(number of scales / 256)] */
+  const DLTensor* map;          /* likewise: f32 [256] */
+  const DLTensor* offset;       /* likewise: f32, one element */
+  int64_t layout;               /* halfbyte_layout */
+  const DLTensor* global_scale; /* nvfp4: f32, one element */
 } halfbyte_weight_view;
 HALFBYTE_API halfbyte_status halfbyte_weight_view_init(halfbyte_weight_view* view, size_t struct_size);
 

@@ -39,20 +39,23 @@ struct BasicWeightView {
   ConstAs<Data, float>* absmax = nullptr;  // [ceil(number of scales / 256)]
   ConstAs<Data, float>* map = nullptr;     // [256]
   ConstAs<Data, float>* offset = nullptr;  // [1]
+  // [1]: only of nvfp4, as in QuantShape; in memory of the same device.
+  ConstAs<Data, float>* global_scale = nullptr;
   Device device = {};
 
   operator BasicWeightView<const void>() const requires(!std::is_const_v<Data>) {
-    return {spec, rows, cols, layout, codes, scales, zeros, biases, absmax, map, offset, device};
+    return {spec,   rows,   cols, layout, codes,        scales, zeros,
+            biases, absmax, map,  offset, global_scale, device};
   }
 };
 using WeightView = BasicWeightView<void>;
 using ConstWeightView = BasicWeightView<const void>;
 
 // Bytes of each part; 0: the spec does not have it. Throws Error(usage) if there is no such view: of gptq and
-// awq, in bitsandbytes formats of other than 4 bits, f64 scales, those of 8 bits (nvfp4, mxfp4), and in
-// compressed-tensors zero points whose groups do not lie within rows.
+// awq, in bitsandbytes formats of other than 4 bits, f64 scales, and in compressed-tensors zero points whose
+// groups do not lie within rows.
 struct WeightViewBytes {
-  int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0;
+  int64_t codes = 0, scales = 0, zeros = 0, biases = 0, absmax = 0, map = 0, offset = 0, global_scale = 0;
 };
 HALFBYTE_API WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t cols,
                                                Layout layout);
@@ -79,8 +82,8 @@ struct BasicPackedWeight {
 };
 using PackedWeight = BasicPackedWeight<void>;
 using ConstPackedWeight = BasicPackedWeight<const void>;
-// Throws Error(usage) if there is no packed form: for f64 scales, those of 8 bits (nvfp4, mxfp4), and for
-// Granularity::flat with groups that do not divide the rows.
+// Throws Error(usage) if there is no packed form: for f64 scales, and for Granularity::flat with groups that
+// do not divide the rows.
 HALFBYTE_API int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols);
 
 // A packed weight with its memory. Copies of the object share it; the last one frees it. Work on it must be
@@ -107,7 +110,8 @@ class HALFBYTE_API PackedTensor {
 // the functions in ops.hpp do. `from` and `to` have the same spec, rows, cols and device, and do not overlap.
 // (For spec, Granularity::flat and group are the same if groups divide the rows.) Padding is written too:
 // zeros in the packed form; after the rows of a view what its layout defines, the code of zero, or 0 bits in
-// words. For a weight without elements, only absmax, map and offset of double quantization are moved.
+// words. For a weight without elements, only absmax, map and offset of double quantization, or the global
+// scale, are moved.
 HALFBYTE_API void reorder(const ConstWeightView& from, const PackedWeight& to, Execution execution = {});
 HALFBYTE_API void reorder(const ConstPackedWeight& from, const WeightView& to, Execution execution = {});
 

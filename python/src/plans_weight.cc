@@ -108,11 +108,11 @@ void bind_weight_plans(nb::module_& module) {
       plan.row(name, [=](const QgemmDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
         const std::string_view word = name;
         const bool scale = word == "biases" || (word == "scales" && !d.spec.double_quant);
-        const bool nested = word == "absmax" || word == "map" || word == "offset";
+        const bool floats = word == "absmax" || word == "map" || word == "offset" || word == "global_scale";
         const Array& array = run.take(value, name, false);
-        DType dtype = scale ? d.spec.scale_dtype : nested ? DType::f32 : DType::u8;
+        DType dtype = scale ? d.spec.scale_dtype : floats ? DType::f32 : DType::u8;
         // Codes come in words of any size: what counts is their bytes.
-        if (!scale && !nested) dtype = array.view.dtype;
+        if (!scale && !floats) dtype = array.view.dtype;
         const int64_t size = weight_view_bytes(d.spec, d.n, d.k, d.layout).*bytes;
         const void* const memory = part_data(array, name, dtype, size, run.device);
         args.view.spec = d.spec;
@@ -130,6 +130,7 @@ void bind_weight_plans(nb::module_& module) {
     part("absmax", &ConstWeightView::absmax, &WeightViewBytes::absmax);
     part("map", &ConstWeightView::map, &WeightViewBytes::map);
     part("offset", &ConstWeightView::offset, &WeightViewBytes::offset);
+    part("global_scale", &ConstWeightView::global_scale, &WeightViewBytes::global_scale);
     plan.done(
         "def run(self, *, workspace: object = None, stream: object = None, x: object, y: object, "
         "weight: object = None, bias: object = None, codes: object = None, scales: object = None, "

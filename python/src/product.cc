@@ -212,6 +212,7 @@ void unpack_into(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle packe
   take("absmax", view.absmax, DType::f32, bytes.absmax);
   take("map", view.map, DType::f32, bytes.map);
   take("offset", view.offset, DType::f32, bytes.offset);
+  take("global_scale", view.global_scale, DType::f32, bytes.global_scale);
   const Execution execution{0, to_stream(nb::none(), memory)};
   const nb::gil_scoped_release release;
   reorder(weight, view, execution);

@@ -438,7 +438,7 @@ Tensor memory_of(const Packed& self) {
 struct ViewPart {
   const char* name;
   void* WeightView::*data;
-  float* WeightView::*nested = nullptr;  // instead of data
+  float* WeightView::*floats = nullptr;  // instead of data
   int64_t num_bytes;
   DType dtype;
   Extents shape = {};
@@ -459,7 +459,8 @@ std::vector<ViewPart> view_parts(const QuantSpec& spec, int64_t rows, int64_t co
       {"biases", &WeightView::biases, nullptr, bytes.biases, spec.scale_dtype},
       {"absmax", nullptr, &WeightView::absmax, bytes.absmax, DType::f32},
       {"map", nullptr, &WeightView::map, bytes.map, DType::f32},
-      {"offset", nullptr, &WeightView::offset, bytes.offset, DType::f32}};
+      {"offset", nullptr, &WeightView::offset, bytes.offset, DType::f32},
+      {"global_scale", nullptr, &WeightView::global_scale, bytes.global_scale, DType::f32}};
   for (ViewPart& part : parts) {
     const int64_t length = part.num_bytes / size_of(part.dtype);
     const std::string_view name = part.name;
@@ -501,7 +502,7 @@ nb::object unpack(const Packed& self, nb::handle layout_word, nb::handle dtype, 
     if (part.data != nullptr)
       view.*part.data = data;
     else
-      view.*part.nested = static_cast<float*>(data);
+      view.*part.floats = static_cast<float*>(data);
   }
   {
     const nb::gil_scoped_release release;
@@ -534,7 +535,7 @@ Packed reorder_arrays(nb::handle spec_text, int64_t rows, int64_t cols, nb::hand
     if (part->data != nullptr)
       view.*part->data = data;
     else
-      view.*part->nested = static_cast<float*>(data);
+      view.*part->floats = static_cast<float*>(data);
   }
   if (arrays.empty()) throw nb::type_error("reorder needs codes and scales");
   const Array home = home_of(arrays.front());

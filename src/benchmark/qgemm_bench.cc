@@ -130,7 +130,7 @@ class QgemmBench {
     weight_ = weight_sets_of(packed_weight_bytes(spec_, n_, k_));
     packed_.reserve(device_, weight_.all());
     const Memory codes = filled(shape.code_bytes() + weight_.count * kShift, random_bytes_);
-    Memory scales, zeros, biases, absmax, map, offset;
+    Memory scales, zeros, biases, absmax, map, offset, global_scale;
     if (spec_.double_quant) {
       const auto block = values(DType::f32, 0.001f, 0.005f), mean = values(DType::f32, 0, 0.01f);
       std::vector<uint8_t> entries(256 * sizeof(float));
@@ -139,6 +139,9 @@ class QgemmBench {
       absmax = filled((shape.num_groups + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4, block);
       map = filled(static_cast<int64_t>(entries.size()), entries);
       offset = filled(4, mean);
+    } else if (size_of(spec_.scale_dtype) == 1) {
+      scales = filled(shape.num_groups, byte_scales());
+      if (has_global_scale(spec_)) global_scale = filled(4, values(DType::f32, 0, 2e4f));
     } else {
       scales =
           filled(shape.num_groups * size_of(spec_.scale_dtype), values(spec_.scale_dtype, 0.005f, 0.01f));
@@ -160,11 +163,19 @@ class QgemmBench {
       view.absmax = reinterpret_cast<float*>(absmax.data());
       view.map = reinterpret_cast<float*>(map.data());
       view.offset = reinterpret_cast<float*>(offset.data());
+      view.global_scale = reinterpret_cast<float*>(global_scale.data());
       view.device = device_;
       reorder(view, packed(set), {.stream = stream_.handle()});
     }
     stream_.synchronize();
     find_fastest_read();
+  }
+  // Scales of one byte: e4m3 from 2 up, before the global scale; e8m0 from 2^-10 to 2^-7.
+  std::vector<uint8_t> byte_scales() const {
+    std::vector<uint8_t> scales = random_bytes_;
+    for (uint8_t& scale : scales)
+      scale = static_cast<uint8_t>(has_global_scale(spec_) ? 0x40 + scale % 0x3F : 117 + scale % 4);
+    return scales;
   }
   void find_fastest_read() {
     std::vector<const void*> sets;

@@ -77,6 +77,8 @@ WeightView weight_view_of(const halfbyte_weight_view* given, const char* name) {
   view.absmax = static_cast<float*>(get(c.absmax, "absmax", bytes.absmax, DType::f32));
   view.map = static_cast<float*>(get(c.map, "map", bytes.map, DType::f32));
   view.offset = static_cast<float*>(get(c.offset, "offset", bytes.offset, DType::f32));
+  view.global_scale =
+      static_cast<float*>(get(c.global_scale, "global_scale", bytes.global_scale, DType::f32));
   return view;
 }
 

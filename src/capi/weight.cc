@@ -147,7 +147,8 @@ halfbyte_status halfbyte_quantized_weight_get_view(const halfbyte_quantized_weig
                      add(own.absmax, DType::f32, bytes.absmax),
                      add(own.map, DType::f32, bytes.map),
                      add(own.offset, DType::f32, bytes.offset),
-                     static_cast<int64_t>(own.layout)};
+                     static_cast<int64_t>(own.layout),
+                     add(own.global_scale, DType::f32, bytes.global_scale)};
     }
     write_struct(view, place->view, "view");
   });

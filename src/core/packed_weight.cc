@@ -25,8 +25,8 @@ bool fits_in_memory(int64_t rows, int64_t cols) {
 formats::PackedLayout packed_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols) {
   quant_shape(spec, rows, cols);  // throws for what no layout holds
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(is_floating(spec.scale_dtype) && spec.scale_dtype != DType::f64, usage,
-                 "packed weight: spec.scale_dtype must be f32, f16 or bf16, got {}",
+  HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
+                 "packed weight: spec.scale_dtype must have 32 bits at most, got {}",
                  to_string(spec.scale_dtype));
   HALFBYTE_CHECK(spec.granularity != Granularity::flat || cols % spec.group_size == 0, usage,
                  "packed weight: spec.group_size of granularity flat must divide the columns, got {} for {}",
@@ -37,7 +37,7 @@ formats::PackedLayout packed_layout_of(const QuantSpec& spec, int64_t rows, int6
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
   const int64_t group = grouped ? spec.group_size : std::max<int64_t>(cols, 1);
   return formats::packed_layout(rows, cols, format.bits, group, static_cast<int>(size_of(spec.scale_dtype)),
-                                has_zeros(spec), has_biases(spec), spec.double_quant);
+                                has_zeros(spec), has_biases(spec), spec.double_quant, has_global_scale(spec));
 }
 
 int64_t packed_weight_bytes(const QuantSpec& spec, int64_t rows, int64_t cols) {

@@ -153,6 +153,7 @@ WeightView QuantizedTensor::weight_view(int64_t expert) const {
   view.absmax = floats(at(scales_absmax, first_group / kDoubleQuantBlock * int64_t{sizeof(float)}));
   view.map = floats(at(scales_map, 0));
   view.offset = floats(at(scales_offset, 0));
+  view.global_scale = floats(at(global_scale, 0));
   view.device = device();
   return view;
 }

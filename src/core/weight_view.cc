@@ -13,8 +13,8 @@ namespace halfbyte {
 formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, int64_t cols, Layout layout) {
   check_spec(spec);
   const FormatInfo& format = info(spec.format);
-  HALFBYTE_CHECK(is_floating(spec.scale_dtype) && spec.scale_dtype != DType::f64, usage,
-                 "weight view: spec.scale_dtype must be f32, f16 or bf16, got {}",
+  HALFBYTE_CHECK(spec.scale_dtype != DType::f64, usage,
+                 "weight view: spec.scale_dtype must have 32 bits at most, got {}",
                  to_string(spec.scale_dtype));
   HALFBYTE_CHECK(rows >= 0 && cols >= 0 && rows <= kMaxWeightExtent && cols <= kMaxWeightExtent, usage,
                  "weight view: extents must be 0 to 2^40, got [{}, {}]", rows, cols);
@@ -57,6 +57,7 @@ WeightViewBytes weight_view_bytes(const QuantSpec& spec, int64_t rows, int64_t c
   bytes.scales = spec.double_quant ? num_scales : scale_bytes;
   if (has_zeros(spec)) bytes.zeros = v.zero_bytes();
   if (has_biases(spec)) bytes.biases = scale_bytes;
+  if (has_global_scale(spec)) bytes.global_scale = 4;
   if (!spec.double_quant) return bytes;
   bytes.absmax = (num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock * 4;
   bytes.map = 256 * 4;
@@ -85,7 +86,7 @@ ArgumentMemory check_packed(const char* op, const char* name, const ConstPackedW
   return memory;
 }
 
-std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
+std::array<WeightViewPart, 8> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
                                                 int64_t rows, int64_t cols, Layout layout,
                                                 int64_t code_alignment) {
   using View = const ConstWeightView&;
@@ -103,6 +104,8 @@ std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, co
       {names.absmax, [](View v) -> const void* { return v.absmax; }, nested, bytes.absmax, 4},
       {names.map, [](View v) -> const void* { return v.map; }, nested, bytes.map, 4},
       {names.offset, [](View v) -> const void* { return v.offset; }, nested, bytes.offset, 4},
+      {names.global_scale, [](View v) -> const void* { return v.global_scale; }, has_global_scale(spec),
+       bytes.global_scale, 4},
   }};
 }
 

@@ -24,7 +24,7 @@ void check_packed_form(const char* op, const char* name, const ConstPackedWeight
 
 // The names of a view and of its parts.
 struct WeightViewNames {
-  const char *view, *codes, *scales, *zeros, *biases, *absmax, *map, *offset;
+  const char *view, *codes, *scales, *zeros, *biases, *absmax, *map, *offset, *global_scale;
 };
 // `code_alignment`: in bytes.
 std::vector<ArgumentMemory> check_view(const char* op, const WeightViewNames& names,
@@ -41,7 +41,7 @@ struct WeightViewPart {
   int64_t num_bytes, alignment;
 };
 inline constexpr const char* kNoWeightPart = "spec has none";
-std::array<WeightViewPart, 7> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
+std::array<WeightViewPart, 8> weight_view_parts(const WeightViewNames& names, const QuantSpec& spec,
                                                 int64_t rows, int64_t cols, Layout layout,
                                                 int64_t code_alignment);
 

@@ -388,49 +388,50 @@ static_assert(is_at(code_place(0, 0, 3), 0, 0) && is_at(code_place(0, 2, 3), 0, 
 static_assert(is_at(code_place(0, 63, 3), 23, 5) && is_at(code_place(1, 0, 3), 24, 0));
 static_assert(is_at(code_place(31, 63, 2), 511, 6) && is_at(code_place(31, 63, 6), 1535, 2));
 
-constexpr PackedLayout kGroups64 = packed_layout(64, 128, 4, 64, 4, false, false, false);
+constexpr PackedLayout kGroups64 = packed_layout(64, 128, 4, 64, 4, false, false, false, false);
 static_assert(kGroups64.block_bytes == 1152 && kGroups64.strip_bytes == 2304 && kGroups64.num_bytes == 4608);
 static_assert(kGroups64.code(33, 65) == 3457 && kGroups64.scale(0, 0) == 1024 &&
               kGroups64.scale(33, 1) == 4484);
-constexpr PackedLayout kInt4Zeros = packed_layout(32, 256, 4, 128, 2, true, false, false);
+constexpr PackedLayout kInt4Zeros = packed_layout(32, 256, 4, 128, 2, true, false, false, false);
 static_assert(kInt4Zeros.block_bytes == 2144 && kInt4Zeros.num_bytes == 4352);
 static_assert(kInt4Zeros.scale(5, 1) == 4202 && kInt4Zeros.zero(5, 1) == 4261);
-constexpr PackedLayout kAffine8 = packed_layout(32, 64, 8, 32, 2, false, true, false);
+constexpr PackedLayout kAffine8 = packed_layout(32, 64, 8, 32, 2, false, true, false, false);
 static_assert(kAffine8.num_bytes == 2304 && kAffine8.scale(3, 1) == 2118 && kAffine8.bias(3, 1) == 2246);
-constexpr PackedLayout kNested = packed_layout(32, 64, 4, 64, 4, false, false, true);
+constexpr PackedLayout kNested = packed_layout(32, 64, 4, 64, 4, false, false, true, false);
 static_assert(kNested.block_bytes == 1056 && kNested.absmax == 1280 && kNested.map == 1284);
 static_assert(kNested.offset == 2308 && kNested.num_bytes == 2560 && kNested.scale(31, 0) == 1055);
-constexpr PackedLayout kRows = packed_layout(40, 100, 8, 100, 4, false, false, false);  // a scale a row
+constexpr PackedLayout kRows =
+    packed_layout(40, 100, 8, 100, 4, false, false, false, false);  // a scale a row
 static_assert(kRows.strip_bytes == 4096 && kRows.scales == 8192 && kRows.num_bytes == 8448);
 static_assert(kRows.code(32, 64) == 6144 && kRows.scale(33, 0) == 8324);
-constexpr PackedLayout kOdd = packed_layout(32, 96, 4, 40, 2, false, true, false);  // sections
+constexpr PackedLayout kOdd = packed_layout(32, 96, 4, 40, 2, false, true, false, false);  // sections
 static_assert(kOdd.scales == 2048 && kOdd.biases == 2304 && kOdd.num_bytes == 2560 &&
               kOdd.bias(1, 1) == 2370);
 // A group longer than the row, in a block of its own length; a row as long as a group that has blocks.
-constexpr PackedLayout kLong = packed_layout(1, 40, 4, 256, 4, false, false, false);
+constexpr PackedLayout kLong = packed_layout(1, 40, 4, 256, 4, false, false, false, false);
 static_assert(kLong.inlined && kLong.block_cols == 128 && kLong.groups == 1 && kLong.num_bytes == 2304);
 static_assert(kLong.scale(0, 0) == 2048 && kLong.padded_groups() == 1 && kLong.tiles_per_strip() == 2);
 // Groups that are stored as several; of double quantization they are not.
-constexpr PackedLayout kThrice = packed_layout(64, 320, 4, 96, 2, true, false, false);
+constexpr PackedLayout kThrice = packed_layout(64, 320, 4, 96, 2, true, false, false, false);
 static_assert(kThrice.inlined && kThrice.group == 32 && kThrice.repeats == 3 && kThrice.groups == 10);
 static_assert(kThrice.weight_groups == 4 && kThrice.scale(33, 3) == kThrice.strip_bytes + 2306);
-constexpr PackedLayout kSixteens = packed_layout(64, 100, 4, 48, 2, true, false, false);
+constexpr PackedLayout kSixteens = packed_layout(64, 100, 4, 48, 2, true, false, false, false);
 static_assert(kSixteens.inlined && kSixteens.group == 16 && kSixteens.repeats == 3 && kSixteens.groups == 7);
 static_assert(kSixteens.block_bytes == 1024 + 4 * 32 * 3 && kSixteens.padded_groups() == 8);
 static_assert(kSixteens.scale(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 66 &&
               kSixteens.zero(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 256 + 33);
-constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false);
+constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false, false);
 static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups == 2);
-static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true).inlined);
-static_assert(packed_layout(32, 2048, 4, 256, 4, false, false, true).block_cols == 256);
-static_assert(packed_layout(32, 96, 4, 96, 4, false, false, false).groups == 1);  // a row
-static_assert(packed_layout(1, 64, 4, 64, 4, false, false, false).inlined);
-constexpr PackedLayout kAffine3 = packed_layout(64, 128, 3, 64, 2, false, true, false);
+static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true, false).inlined);
+static_assert(packed_layout(32, 2048, 4, 256, 4, false, false, true, false).block_cols == 256);
+static_assert(packed_layout(32, 96, 4, 96, 4, false, false, false, false).groups == 1);  // a row
+static_assert(packed_layout(1, 64, 4, 64, 4, false, false, false, false).inlined);
+constexpr PackedLayout kAffine3 = packed_layout(64, 128, 3, 64, 2, false, true, false, false);
 static_assert(kAffine3.block_bytes == 768 + 64 + 64 && kAffine3.tiles_per_strip() == 2);
 static_assert(kAffine3.code(33, 66) == 2712 && kAffine3.place_in_unit(33, 66).shift == 6);
 static_assert(kAffine3.scale(33, 1) == 3458 && kAffine3.bias(33, 1) == 3522 && kAffine3.num_bytes == 3584);
 // Offsets beyond 2^31 and 2^32.
-constexpr PackedLayout kHuge = packed_layout(1 << 20, 1 << 20, 8, 32, 4, false, true, false);
+constexpr PackedLayout kHuge = packed_layout(1 << 20, 1 << 20, 8, 32, 4, false, true, false, false);
 static_assert(kHuge.strip_bytes == (i64{1} << 25) + (i64{1} << 23));
 static_assert(kHuge.num_bytes == (i64{1} << 40) + (i64{1} << 38));
 static_assert(kHuge.bias((1 << 20) - 1, (1 << 15) - 1) == kHuge.num_bytes - 4);
@@ -440,9 +441,10 @@ TEST(Packed, PlacesAreDisjoint) {
   for (const int bits : {2, 3, 4, 5, 6, 8})
     for (const i64 group : {1, 7, 16, 32, 40, 48, 64, 96, 100, 128, 192, 256, 512, 1000})
       for (const auto& [n, k] : {std::pair<i64, i64>{32, 256}, {33, 300}, {70, 65}, {1, 1}})
-        for (int parts = 0; parts < 4; ++parts) {  // none, zero points, biases, double quantization
-          const PackedLayout p =
-              packed_layout(n, k, bits, group, 1 << (parts + 1) % 3, parts == 1, parts == 2, parts == 3);
+        for (int parts = 0; parts < 5;
+             ++parts) {  // none, zero points, biases, double quantization, global scale
+          const PackedLayout p = packed_layout(n, k, bits, group, 1 << (parts + 1) % 3, parts == 1,
+                                               parts == 2, parts == 3, parts == 4);
           std::vector<u8> used(static_cast<size_t>(p.num_bytes));
           int64_t overlaps = 0;
           const auto use = [&](i64 byte, int size, int mask) {
@@ -478,7 +480,7 @@ TEST(Packed, PlacesAreDisjoint) {
 TEST(Packed, TilesAreWhereTheirCodesBegin) {
   for (const int bits : {2, 3, 4, 5, 6, 8})
     for (const i64 group : {32, 64, 192, 256, 100}) {
-      const PackedLayout p = packed_layout(70, 700, bits, group, 2, false, true, false);
+      const PackedLayout p = packed_layout(70, 700, bits, group, 2, false, true, false, false);
       const int cols = bits == 8 ? 32 : 64;
       for (i64 strip = 0; strip < p.strips; ++strip)
         for (i64 tile = 0; tile < p.tiles_per_strip(); ++tile)

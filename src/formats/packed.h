@@ -71,7 +71,8 @@ HALFBYTE_FN i64 round_up(i64 x, i64 multiple) { return (x + multiple - 1) / mult
 //   biases
 //             likewise from `zeros` / `biases`.
 // Double quantization: scales are u8 codes; their absmax (f32, one for 256 scales in the order n * groups +
-// group), the map of codes (256 f32) and the offset (f32) lie in sections of their own.
+// group), the map of codes (256 f32) and the offset (f32) lie in sections of their own. So does the global
+// scale (f32) of formats that have one.
 struct PackedLayout {
   i64 n = 0, k = 0;
   i64 group = 0;    // columns that share a scale, as they are stored: k where a row has one
@@ -82,6 +83,7 @@ struct PackedLayout {
   bool has_zeros = false;  // u8 zero points
   bool has_biases = false;
   bool double_quant = false;
+  bool has_global_scale = false;
   bool inlined = false;
 
   i64 groups = 0;         // of a row as they are stored, the padding not counted
@@ -92,6 +94,7 @@ struct PackedLayout {
   i64 strip_bytes = 0;
   i64 scales = 0, zeros = 0, biases = 0;  // sections; 0 where inlined
   i64 absmax = 0, map = 0, offset = 0;    // sections of double quantization
+  i64 global_scale = 0;                   // section
   i64 num_bytes = 0;                      // in all
 
   // Tiles of codes of a strip, of tile_bytes() each.
@@ -141,7 +144,7 @@ struct PackedLayout {
 // `group`: columns that share a scale, at least k where a row has one. `parameter_bytes`: of a scale and a
 // bias as they are stored, 1 for the scales of double quantization.
 HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int parameter_bytes, bool has_zeros,
-                                       bool has_biases, bool double_quant) {
+                                       bool has_biases, bool double_quant, bool has_global_scale) {
   PackedLayout p;
   p.n = n;
   p.k = k;
@@ -152,6 +155,7 @@ HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int pa
   p.has_zeros = has_zeros;
   p.has_biases = has_biases;
   p.double_quant = double_quant;
+  p.has_global_scale = has_global_scale;
   p.inlined = (group == 16 || group == 32 || group == 64 || group == 128 || group == 256) && k > 0;
   if (p.inlined) p.group = group;
   // The absmax of double quantization belong to scales by their number.
@@ -189,6 +193,10 @@ HALFBYTE_FN PackedLayout packed_layout(i64 n, i64 k, int bits, i64 group, int pa
     p.map = p.absmax + (n * p.groups + 255) / 256 * 4;
     p.offset = p.map + 256 * 4;
     end = p.offset + 4;
+  }
+  if (has_global_scale) {
+    p.global_scale = round_up(end, kPackedAlignment);
+    end = p.global_scale + 4;
   }
   p.num_bytes = round_up(end, kPackedAlignment);
   return p;

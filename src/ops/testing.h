@@ -57,6 +57,7 @@ inline void fit_format(QuantSpec& spec) {
   spec.scale_dtype = *info(spec.format).scale_dtype;
   spec.granularity = Granularity::group;
   spec.group_size = info(spec.format).group_size;
+  spec.double_quant = false;
 }
 
 // Every format with every way to choose its scale.

@@ -33,6 +33,7 @@ class DeviceWeight {
     v.absmax = static_cast<float*>(address(StoredWeight::kAbsmax));
     v.map = static_cast<float*>(address(StoredWeight::kMap));
     v.offset = static_cast<float*>(address(StoredWeight::kOffset));
+    v.global_scale = static_cast<float*>(address(StoredWeight::kGlobalScale));
     return v;
   }
   void upload(const StoredWeight& weight) {

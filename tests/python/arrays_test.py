@@ -111,8 +111,11 @@ def test_block_floats(format):
     outputs = {name: np.zeros_like(part) for name, part in parts.items()}
     plan.run(x=x, **outputs)
     assert all(np.array_equal(outputs[name], part) for name, part in parts.items())
-    with pytest.raises(ValueError, match="spec.scale_dtype must be f32, f16 or bf16, got f8"):
-        q.pack()
+    packed = q.pack()
+    again = packed.unpack()
+    assert all(np.array_equal(getattr(again, name), part) for name, part in parts.items())
+    rows = np.eye(96, dtype=np.float32)[:7]
+    assert np.allclose(halfbyte.qgemm(rows, packed), value.T[:7], rtol=1e-6)
 
 
 def test_error_of_what_is_exact():

@@ -48,7 +48,7 @@ struct QgemmTensors {
   const void* x = nullptr;
   const void* weight = nullptr;                                                         // packed
   const void *codes = nullptr, *scales = nullptr, *zeros = nullptr, *biases = nullptr;  // else
-  const float *absmax = nullptr, *map = nullptr, *offset = nullptr;
+  const float *absmax = nullptr, *map = nullptr, *offset = nullptr, *global_scale = nullptr;
   const void* bias = nullptr;
   void* y = nullptr;
 };

@@ -48,6 +48,8 @@ QgemmProblem qgemm_problem(const cuda::KernelValues& given) {
   cuda::KernelValues values = given;
   if (values["format"] == "lut4") values["format"] = "nf4";  // any table: it is an argument
   values["table"] = "";
+  if (const auto scale_dtype = find_format(values["format"]).scale_dtype)
+    values["scale-dtype"] = to_string(*scale_dtype);
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
   spec.double_quant = cuda::is_set(values, "double-quant");

@@ -13,8 +13,9 @@
 namespace halfbyte {
 namespace {
 
-constexpr WeightViewNames kViewNames{"view",        "view.codes",  "view.scales", "view.zeros",
-                                     "view.biases", "view.absmax", "view.map",    "view.offset"};
+constexpr WeightViewNames kViewNames{"view",       "view.codes",  "view.scales",
+                                     "view.zeros", "view.biases", "view.absmax",
+                                     "view.map",   "view.offset", "view.global_scale"};
 
 // "bf16 x nf4 (g64, scale f16) -> bf16"
 std::string text_of_dtypes(const QgemmDescriptor& d) {
@@ -120,6 +121,7 @@ struct QgemmImpl : QgemmPlan::Impl {
     tensors.absmax = args.view.absmax;
     tensors.map = args.view.map;
     tensors.offset = args.view.offset;
+    tensors.global_scale = args.view.global_scale;
     tensors.bias = args.bias.data;
     tensors.y = args.y.data;
     if (pack) {

@@ -31,7 +31,9 @@ inline ReferenceWeight reference_weight(const QgemmProblem& problem, const Qgemm
   if (codec.kind == formats::Kind::integer) value = code + codec.q_min - zero_point;
   if (rounding == WeightRounding::weight_rounded) {
     const auto rounded = [&](double x) { return round_to(x, problem.dtype); };
-    const double weight = rounded(rounded(value) * rounded(scale) + rounded(bias));
+    // A global scale is applied to sums.
+    const double global = load_global_scale(problem, tensors);
+    const double weight = rounded(rounded(value) * rounded(scale * global) + rounded(bias)) / global;
     return {weight, std::fabs(weight)};
   }
   if (rounding == WeightRounding::code_rounded) value = round_to(value, problem.dtype);
@@ -66,8 +68,9 @@ inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors&
       values.push_back(weight.value);
       magnitudes.push_back(weight.magnitude);
     }
-  // Each term brings two roundings; tf32 rounds both factors.
-  const auto terms = static_cast<double>(num_in + problem.bias + problem.accumulate);
+  // Each term brings two roundings, and so does a global scale; tf32 rounds both factors.
+  const bool has_global_scale = problem.codec.scale_type == formats::ScaleType::e4m3;
+  const auto terms = static_cast<double>(num_in + problem.bias + problem.accumulate + has_global_scale);
   const double tf32 = problem.math == QgemmMath::tf32 ? 0x1.01p-10 : 0;
   QgemmReference result;
   for (int64_t i = 0; i < problem.m; ++i)

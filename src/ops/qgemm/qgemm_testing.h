@@ -12,10 +12,10 @@ namespace halfbyte::testing {
 inline std::vector<QuantSpec> qgemm_formats() {
   std::vector<QuantSpec> specs;
   for (const FormatInfo& format : all_formats()) {
-    if (format.scale_dtype) continue;  // not multiplied
     QuantSpec spec;
     spec.format = format.format;
     spec.scale_dtype = DType::f16;
+    fit_format(spec);
     if (format.format == Format::lut4)
       spec.table = {-20, -13, -8, -7, -5, -3, -2, -1, 0, 1, 2, 4, 6, 7, 11, 16};
     specs.push_back(spec);
@@ -87,7 +87,7 @@ struct QgemmCase {
   Values x, bias;
   Values before;  // y, where the descriptor says to accumulate
   std::vector<uint8_t> packed, codes, scales, zeros, biases;
-  std::vector<float> absmax, map, offset;
+  std::vector<float> absmax, map, offset, global_scale;
 
   QgemmCase(const QgemmDescriptor& d, uint64_t seed, QgemmData data = QgemmData::random)
       : descriptor(d), random_(seed), data_(data) {
@@ -114,6 +114,7 @@ struct QgemmCase {
     t.absmax = absmax.data();
     t.map = map.data();
     t.offset = offset.data();
+    t.global_scale = global_scale.data();
     return t;
   }
 
@@ -127,7 +128,8 @@ struct QgemmCase {
     return result;
   }
   float scale() {
-    const double sign = random_() % 4 == 0 ? -1 : 1;
+    const bool may_be_negative = descriptor.spec.scale_dtype != DType::f8_e8m0;
+    const double sign = may_be_negative && random_() % 4 == 0 ? -1 : 1;
     if (data_ == QgemmData::integers)
       return static_cast<float>(sign * std::ldexp(1.0, static_cast<int>(random_() % 3) - 2));
     return static_cast<float>(sign * std::uniform_real_distribution<double>(0.01, 0.05)(random_));
@@ -155,12 +157,14 @@ struct QgemmCase {
     scales.resize(count * (spec.double_quant ? 1 : scale_size));
     zeros.resize(has_zeros(spec) ? count : 0);
     if (has_biases(spec)) biases.resize(count * scale_size);
+    if (has_global_scale(spec)) global_scale = {data_ == QgemmData::integers ? 8.0f : 1234.5f};
     for (int64_t i = 0; i < num_scales; ++i) {
       const auto at = static_cast<size_t>(i);
       if (spec.double_quant)
         scales[at] = static_cast<uint8_t>(random_());
       else
-        formats::store_scale(scales.data(), i, scale(), scale_type);
+        formats::store_scale(scales.data(), i, scale(), scale_type,
+                             global_scale.empty() ? 1 : global_scale[0]);
       if (has_zeros(spec)) zeros[at] = random_code();
       if (has_biases(spec)) formats::store_scale(biases.data(), i, scale() * 4, scale_type);
     }
@@ -200,8 +204,9 @@ struct QgemmCase {
       put(p.map, map.data(), 256 * 4);
       put(p.offset, offset.data(), 4);
     }
+    if (has_global_scale(spec)) put(p.global_scale, global_scale.data(), 4);
     for (auto* part : {&scales, &zeros, &biases}) part->clear();
-    for (auto* part : {&absmax, &map, &offset}) part->clear();
+    for (auto* part : {&absmax, &map, &offset, &global_scale}) part->clear();
   }
 
   // Codes to `codes`, zero points as the layout has them.
@@ -287,7 +292,7 @@ inline bool is_valid(const QgemmDescriptor& descriptor) {
 
 // Everything but extents, variant and tile; `packed` or in one of the layouts.
 inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& format, bool packed) {
-  constexpr int64_t kGroups[] = {32, 64, 128, 256, 100, 96};
+  constexpr int64_t kGroups[] = {16, 32, 64, 128, 256, 100, 96};
   constexpr Granularity kGranularities[] = {Granularity::group,   Granularity::group,  Granularity::group,
                                             Granularity::channel, Granularity::tensor, Granularity::flat};
   constexpr Layout kLayouts[] = {Layout::halfbyte, Layout::bitsandbytes, Layout::compressed_tensors,
@@ -302,6 +307,7 @@ inline QgemmDescriptor random_qgemm(std::mt19937_64& random, const QuantSpec& fo
     d.spec.group_size = pick(random, kGroups);
     d.spec.scale_dtype = pick(random, kQgemmDTypes);
     d.spec.double_quant = random() % 4 == 0;
+    fit_format(d.spec);
     d.dtype = pick(random, kQgemmDTypes);
     d.transposed = random() % 2 == 0;
     d.packed = packed;
@@ -352,6 +358,7 @@ inline Qgemm::Args qgemm_args(const QgemmCase& test, const QgemmTensors& t, Devi
                static_cast<float*>(part(t.absmax, nested)),
                static_cast<float*>(part(t.map, nested)),
                static_cast<float*>(part(t.offset, nested)),
+               static_cast<float*>(part(t.global_scale, has_global_scale(d.spec))),
                device};
   return args;
 }

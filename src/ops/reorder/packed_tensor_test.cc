@@ -170,7 +170,7 @@ TEST(PackedTensor, RefusesMemoryThatCannotHoldIt) {
   expect_usage("packed tensor: memory must be aligned to", [&] {
     make(Tensor::of({memory.data() + 32, DType::u8, {num_bytes}, {}, {}}, nullptr));
   });
-  expect_usage("packed weight: spec.scale_dtype must be",
+  expect_usage("packed weight: spec.scale_dtype must have 32 bits at most, got f64",
                [&] { PackedTensor::of({.scale_dtype = DType::f64}, 64, 64, memory); });
 }
 

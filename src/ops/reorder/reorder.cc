@@ -41,6 +41,7 @@ void find_gaps(const PackedLayout& p, ReorderGap* gaps) {
     if (p.has_biases) section(p.biases, num_parameters * p.bias_bytes);
   }
   if (p.double_quant) section(p.absmax, p.offset + int64_t{sizeof(float)} - p.absmax);
+  if (p.has_global_scale) section(p.global_scale, int64_t{sizeof(float)});
   section(p.num_bytes, 0);
 }
 
@@ -116,7 +117,7 @@ void move_parameters(const ReorderArgs& args, bool to_packed, int64_t strip) {
                     [&](int64_t group) { return p.bias(row, group); });
 }
 
-// What double quantization has beside the scales, and the gaps.
+// What there is beside the scales, and the gaps.
 void move_sections(const ReorderArgs& args, bool to_packed) {
   const PackedLayout& p = args.layout;
   const auto move = [&](int64_t section, float* view, int64_t count) {
@@ -132,6 +133,7 @@ void move_sections(const ReorderArgs& args, bool to_packed) {
     move(p.map, args.map, 256);
     move(p.offset, args.offset, 1);
   }
+  if (p.has_global_scale) move(p.global_scale, args.global_scale, 1);
   if (!to_packed) return;
   for (const ReorderGap& gap : args.gaps)
     std::fill_n(args.packed + gap.begin, gap.end - gap.begin, uint8_t{0});
@@ -152,6 +154,7 @@ void place_reorder(ReorderArgs& args, const ConstWeightView& view, const void* p
   args.absmax = pointer(view.absmax);
   args.map = pointer(view.map);
   args.offset = pointer(view.offset);
+  args.global_scale = pointer(view.global_scale);
 }
 
 ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed) {
@@ -258,10 +261,11 @@ struct Names {
   const char* packed;
 };
 constexpr Names kToPacked = {{"from", "from.codes", "from.scales", "from.zeros", "from.biases", "from.absmax",
-                              "from.map", "from.offset"},
+                              "from.map", "from.offset", "from.global_scale"},
                              "to"};
-constexpr Names kFromPacked = {
-    {"to", "to.codes", "to.scales", "to.zeros", "to.biases", "to.absmax", "to.map", "to.offset"}, "from"};
+constexpr Names kFromPacked = {{"to", "to.codes", "to.scales", "to.zeros", "to.biases", "to.absmax", "to.map",
+                                "to.offset", "to.global_scale"},
+                               "from"};
 
 void run(const ConstWeightView& view, const ConstPackedWeight& packed, bool to_packed, Execution execution) {
   const Names& names = to_packed ? kToPacked : kFromPacked;

@@ -22,7 +22,7 @@ struct ReorderArgs {
   void* scales;
   void* zeros;
   void* biases;
-  float *absmax, *map, *offset;
+  float *absmax, *map, *offset, *global_scale;
   formats::i64 row_bits, num_code_bytes;
   formats::ScaleType scale_type;
   bool high_first;  // 4 bits: the first code of a byte is in its high half

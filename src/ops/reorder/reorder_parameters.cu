@@ -1,5 +1,5 @@
 // reorder_parameters: scales, zero points and biases of a weight from a view to the packed form, or back
-// (kToPacked), and what double quantization has beside them.
+// (kToPacked), and what double quantization has beside them, or the global scale.
 //
 // A warp takes kGroupsPerWarp groups of the 32 rows of a strip, a lane a row: the packed side is contiguous,
 // of the view each lane has a sector.
@@ -134,6 +134,8 @@ extern "C" __global__ void __launch_bounds__(kReorderThreads)
     move_section(args, p.map, args.map, 256, false, thread, num_threads);
     move_section(args, p.offset, args.offset, 1, false, thread, num_threads);
   }
+  if (p.has_global_scale)
+    move_section(args, p.global_scale, args.global_scale, 1, false, thread, num_threads);
   if constexpr (kToPacked) {
     for (const ReorderGap& gap : args.gaps)
       for (i64 i = gap.begin + thread; i < gap.end; i += num_threads) args.packed[i] = 0;

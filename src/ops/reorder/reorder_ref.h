@@ -38,6 +38,7 @@ inline void reorder_ref_to_packed(const ReorderArgs& args) {
       args.packed[p.zero(row, group)] = static_cast<uint8_t>(zero);
     }
   }
+  if (p.has_global_scale) std::memcpy(args.packed + p.global_scale, args.global_scale, 4);
   if (!p.double_quant) return;
   for (int64_t i = 0; i < (p.n * p.groups + 255) / 256; ++i)
     put(p.absmax + i * 4, args.absmax, args.one_group ? 0 : i, 4);

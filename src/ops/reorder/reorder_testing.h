@@ -43,9 +43,9 @@ class GuardedBytes {
 
 // What is stored of a weight in a layout, poisoned.
 struct StoredWeight {
-  enum Part { kCodes, kScales, kZeros, kBiases, kAbsmax, kMap, kOffset, kParts };
-  static constexpr const char* kNames[kParts] = {"codes",  "scales", "zeros", "biases",
-                                                 "absmax", "map",    "offset"};
+  enum Part { kCodes, kScales, kZeros, kBiases, kAbsmax, kMap, kOffset, kGlobalScale, kParts };
+  static constexpr const char* kNames[kParts] = {"codes",  "scales", "zeros",  "biases",
+                                                 "absmax", "map",    "offset", "global_scale"};
 
   QuantSpec spec;
   int64_t rows, cols;
@@ -74,6 +74,7 @@ struct StoredWeight {
       parts[kZeros] = GuardedBytes(
           layout == Layout::compressed_tensors ? (zero_rows * bits + 31) / 32 * groups * 4 : num_scales);
     if (has_biases(spec)) parts[kBiases] = GuardedBytes(num_scales * size);
+    if (has_global_scale(spec)) parts[kGlobalScale] = GuardedBytes(4);
     if (!spec.double_quant) return;
     parts[kAbsmax] = GuardedBytes((num_scales + 255) / 256 * 4);
     parts[kMap] = GuardedBytes(256 * 4);
@@ -94,6 +95,7 @@ struct StoredWeight {
     v.absmax = reinterpret_cast<float*>(of(kAbsmax));
     v.map = reinterpret_cast<float*>(of(kMap));
     v.offset = reinterpret_cast<float*>(of(kOffset));
+    v.global_scale = reinterpret_cast<float*>(of(kGlobalScale));
     return v;
   }
 
@@ -143,7 +145,7 @@ struct StoredWeight {
     std::mt19937_64 random(seed);
     const auto mask = (1u << bits) - 1;
     for (const Part part : {kScales, kBiases}) {
-      if (spec.double_quant) {
+      if (spec.double_quant || size_of(spec.scale_dtype) == 1) {
         for (int64_t i = 0; i < parts[part].num_bytes(); ++i)
           parts[part].data()[i] = static_cast<uint8_t>(random());
       } else if (parts[part].num_bytes() > 0) {
@@ -161,7 +163,7 @@ struct StoredWeight {
       for (int64_t i = 0; i < parts[kZeros].num_bytes(); ++i)
         parts[kZeros].data()[i] = static_cast<uint8_t>(random() & mask);
     }
-    for (const Part part : {kAbsmax, kMap, kOffset})
+    for (const Part part : {kAbsmax, kMap, kOffset, kGlobalScale})
       for (int64_t i = 0; i < parts[part].num_bytes(); ++i)
         parts[part].data()[i] = static_cast<uint8_t>(random());
     for (int64_t row = 0; row < rows; ++row) {
@@ -229,7 +231,9 @@ inline std::vector<QuantSpec> packed_specs() {
           spec(Format::int5, DType::f32, true, true),
           spec(Format::affine5, DType::f32),
           spec(Format::int6, DType::f32, false, true),
-          spec(Format::affine6, DType::bf16)};
+          spec(Format::affine6, DType::bf16),
+          spec(Format::nvfp4, DType::f8_e4m3),
+          spec(Format::mxfp4, DType::f8_e8m0)};
 }
 
 struct WeightCase {
@@ -278,6 +282,7 @@ inline std::vector<WeightCase> weight_cases(uint64_t seed, int per_spec) {
       for (const Layout layout : {Layout::bitsandbytes, Layout::compressed_tensors, Layout::mlx})
         if (i % 2 == 0 && is_held(c.spec, layout)) c.layout = layout;
       c.spec.group_size = kGroups[random() % std::size(kGroups)];
+      fit_format(c.spec);
       const auto pick = [&](auto... sizes) {
         const int64_t all[] = {sizes...};
         return all[random() % sizeof...(sizes)];

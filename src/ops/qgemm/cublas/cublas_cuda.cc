@@ -8,6 +8,7 @@
 #include "cuda/matmul.h"
 #include "ops/qgemm/cublas/cublas_args.h"
 #include "ops/qgemm/qgemm_cuda.h"
+#include "ops/qgemm/weight/common_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -157,6 +158,9 @@ std::string refuse_qgemm_cublas(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
   if (problem.tile != QgemmTile()) return "tile is for qgemm_simt";
   if (problem.dtype == DType::f32) return "dtype must be bf16 or f16, got f32";
+  if (problem.codec.scale_type == formats::ScaleType::e4m3)
+    return "there must be no global scale: weights would be rounded with it";
+  if (std::string reason = refuse_range(problem); !reason.empty()) return reason;
   if (problem.m < kFewestRows) return fmt::format("m must be at least {}, got {}", kFewestRows, problem.m);
   if (problem.weight.groups > 1 && problem.weight.group % 8 != 0)
     return fmt::format("the group size must be a multiple of 8, got {}", problem.weight.group);

@@ -90,6 +90,7 @@ __device__ __forceinline__ void load_two(u32 (&stored)[2], const u8* from) {
   stored[1] = static_cast<u32>(both >> kShift);
 }
 __device__ __forceinline__ float from_stored(u32 bits, ScaleType type) {
+  if (kParameterBytes == 1) return e8m0_to_f32(static_cast<u8>(bits));
   if (kParameterBytes == 4) return bit_cast<float>(bits);
   const u16 half = static_cast<u16>(bits);
   return type == ScaleType::f16 ? f16_to_f32(half) : bf16_to_f32(half);

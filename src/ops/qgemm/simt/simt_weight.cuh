@@ -25,10 +25,12 @@ struct Parameters {
 };
 
 // How scales and biases are stored: a constant where the kernel is made for it, kScales.
-enum class Storage { f32, f16, bf16, double_quant };
+enum class Storage { f32, f16, bf16, e4m3, e8m0, double_quant };
 __device__ __forceinline__ Storage storage_of(const WeightArgs& w) {
   if (kScales ? kDoubleQuant : !kAffine && w.absmax != nullptr) return Storage::double_quant;
   const auto type = kScales ? kScaleType : static_cast<ScaleType>(w.scale_type);
+  if (kTable && type == ScaleType::e4m3) return Storage::e4m3;
+  if (kTable && type == ScaleType::e8m0) return Storage::e8m0;
   return type == ScaleType::f32 ? Storage::f32 : type == ScaleType::f16 ? Storage::f16 : Storage::bf16;
 }
 // use(storage), where it is a constant: what it does has one branch for all.
@@ -40,17 +42,26 @@ __device__ __forceinline__ void with_constant(Storage storage, const Use& use) {
     use(Storage::f16);
   else if (kAffine || storage == Storage::bf16)
     use(Storage::bf16);
+  else if (kTable && storage == Storage::e4m3)
+    use(Storage::e4m3);
+  else if (kTable && storage == Storage::e8m0)
+    use(Storage::e8m0);
   else
     use(Storage::double_quant);
 }
 
+__device__ __forceinline__ int bytes_of(Storage storage) {
+  return storage == Storage::f32 ? 4 : storage == Storage::f16 || storage == Storage::bf16 ? 2 : 1;
+}
 __device__ __forceinline__ u32 load_stored(const void* scales, i64 index, Storage storage) {
-  if (storage == Storage::double_quant) return static_cast<const u8*>(scales)[index];
+  if (bytes_of(storage) == 1) return static_cast<const u8*>(scales)[index];
   return storage == Storage::f32 ? static_cast<const u32*>(scales)[index]
                                  : static_cast<const u16*>(scales)[index];
 }
 __device__ __forceinline__ F from_stored(u32 bits, Storage storage) {
   if (storage == Storage::f32) return static_cast<F>(bit_cast<float>(bits));
+  if (storage == Storage::e4m3) return static_cast<F>(e4m3_to_f32(static_cast<u8>(bits)));
+  if (storage == Storage::e8m0) return static_cast<F>(e8m0_to_f32(static_cast<u8>(bits)));
   const u16 half = static_cast<u16>(bits);
   return static_cast<F>(storage == Storage::f16 ? f16_to_f32(half) : bf16_to_f32(half));
 }
@@ -101,6 +112,7 @@ __device__ __forceinline__ Parameters convert(const WeightArgs& w, Storage stora
     p.scale = static_cast<F>(__fadd_rn(__fmul_rn(w.map[stored.scale], absmax), *w.offset));
   } else {
     p.scale = from_stored(stored.scale, storage);
+    if (storage == Storage::e4m3) p.scale = p.scale / static_cast<F>(*w.global_scale);
   }
   if constexpr (kAffine) p.other = from_stored(stored.other, storage);
   if constexpr (kKind == Kind::integer) p.other = static_cast<F>(static_cast<int>(stored.other));
@@ -186,7 +198,7 @@ class WholeRows {
         last_(static_cast<u32>(min<i64>(w.n - 1 - first, kSimtRows - 1))) {
     if constexpr (!kPacked) {
       first_group_ = first * w.groups;
-      const int size = storage_ == Storage::double_quant ? 1 : storage_ == Storage::f32 ? 4 : 2;
+      const int size = bytes_of(storage_);
       codes_ = w.codes + first * (w.row_bits / 8);
       scales_ = static_cast<const u8*>(w.scales) + first_group_ * size;
       if constexpr (kAffine) others_ = static_cast<const u8*>(w.biases) + first_group_ * size;

@@ -30,6 +30,7 @@ namespace halfbyte::device {
 // lane.
 __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums& sums, const Tile& at,
                                            int warp_feature, i64 row, int tokens, const Lane& lane) {
+  const float factor = global_factor(args.weight, args.global_scale);
 #pragma unroll
   for (int i = 0; i < kWarpBlocks * 2; ++i) {
     const int in_block =
@@ -41,7 +42,11 @@ __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums
       for (int j = 0; j < kTokenTiles * 2; ++j) {
         const int token = j / 2 * 8 + j % 2;
         const float(&sum)[4] = sums[i / 2][i % 2][j / 2];
-        if (2 * lane.t + token < tokens) store(token, sum[j % 2], sum[2 + j % 2]);
+        if (2 * lane.t + token >= tokens) continue;
+        if constexpr (kGlobalScale)
+          store(token, sum[j % 2] * factor, sum[2 + j % 2] * factor);
+        else
+          store(token, sum[j % 2], sum[2 + j % 2]);
       }
     };
     if (args.partials != nullptr) {

@@ -55,9 +55,10 @@ struct QgemmSm80Args {
   bool inlined;                        // else a row has one group
   formats::i64 scales, zeros, biases;  // sections; 0 where inlined
   formats::i64 absmax, map, offset;    // sections of double quantization
-  formats::i64 groups, last_absmax;    // of a row; index of the last absmax
-  bool pairs;                          // two neighbours of y are at a multiple of their bytes
-  bool bf16_scales;                    // parameters of two bytes are bf16, else f16
+  formats::i64 global_scale;
+  formats::i64 groups, last_absmax;  // of a row; index of the last absmax
+  bool pairs;                        // two neighbours of y are at a multiple of their bytes
+  bool bf16_scales;                  // parameters of two bytes are bf16, else f16
   bool accumulate;
   // For a rare kernel; as QgemmSm80Stage has them.
   QgemmSm80Stored stored;

@@ -26,19 +26,23 @@ int x_bytes(const QgemmProblem& problem) {
                            : static_cast<int>(size_of(problem.dtype));
 }
 
-// Weights that no layout stores, f32. How scales are stored is an argument of their kernels, which are few.
+// Weights that no layout stores, f32. How scales are stored is an argument of their kernels, which are few;
+// scales of one byte are of few formats.
 bool is_rare(const QgemmProblem& problem) {
-  return problem.dtype == DType::f32 || !is_common_weight(problem);
+  if (!is_common_weight(problem)) return true;
+  return problem.dtype == DType::f32 && formats::scale_bytes(problem.codec.scale_type) > 1;
 }
 QgemmSm80Stored stored_of(const QgemmProblem& problem) {
   return {.parameter_bytes = formats::scale_bytes(problem.codec.scale_type),
           .double_quant = problem.double_quant};
 }
 
-// Rows of x in the tile of a block. What is rare has two kinds of tile.
+// Rows of x in the tile of a block. f32 and what is rare have two kinds of tile. The widest scales weights.
 int tokens_of(const QgemmProblem& problem) {
-  if (is_rare(problem)) return problem.m <= 16 ? 16 : is_split(problem) ? 32 : 64;
-  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, kQgemmSm80WideTokens);
+  if (is_rare(problem) || problem.dtype == DType::f32)
+    return problem.m <= 16 ? 16 : is_split(problem) ? 32 : 64;
+  const int64_t most = refuse_range(problem).empty() ? kQgemmSm80WideTokens : kQgemmSm80WideTokens / 2;
+  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, most);
   return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
 }
 QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
@@ -54,9 +58,9 @@ std::string refuse_problem(const QgemmProblem& problem) {
   if (problem.math == QgemmMath::f64) return "math must not be f64";
   if (!problem.weight.inlined && problem.weight.groups != 1)
     return fmt::format("groups must be multiples of 16 columns, or rows, got {}", problem.group);
-  if (problem.dtype == DType::f32)
+  if (problem.dtype == DType::f32 || formats::scale_bytes(problem.codec.scale_type) == 1)
     if (std::string reason = refuse_rare_weight(problem); !reason.empty()) return reason;
-  return "";
+  return problem.transposed ? refuse_range(problem) : "";
 }
 std::string refuse(const QgemmProblem& problem) {
   const int capability = cuda::context(problem.device.index).capability;
@@ -72,7 +76,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   const QgemmSm80Stored stored = rare ? QgemmSm80Stored{} : stored_of(problem);
   return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
           cuda::config_text(
-              cuda::element_config(problem.dtype) +
+              cuda::element_config(problem.dtype) + byte_scales_config(problem) +
               fmt::format("constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
                           "constexpr bool kAsymmetric = {}, kAffine = {}, kTransposed = {}, kRare = {};\n"
                           "constexpr bool kSplit = {};\nconstexpr int kCodeParts = {};\n",
@@ -175,6 +179,7 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args_.absmax = weight.absmax;
     args_.map = weight.map;
     args_.offset = weight.offset;
+    args_.global_scale = weight.global_scale;
     args_.groups = weight.groups;
     args_.last_absmax = (weight.n * weight.groups - 1) / 256;
   }

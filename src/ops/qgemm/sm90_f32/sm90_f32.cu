@@ -10,6 +10,7 @@
 #include "cuda/device/sum.cuh"
 #include "halfbyte_config.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
+#include "ops/qgemm/weight/byte_scales.cuh"
 #include "ops/qgemm/weight/f32_table.cuh"
 
 namespace halfbyte::device {
@@ -129,7 +130,11 @@ struct TwoFloats {
   float first, second;
 };
 __device__ __forceinline__ TwoFloats load_two(const u8* from, int a) {
-  if constexpr (kParameterBytes == 4) {
+  if constexpr (kParameterBytes == 1) {
+    float both[2];
+    unpack_byte_scales(both, reinterpret_cast<const u16*>(from)[a]);
+    return {both[0], both[1]};
+  } else if constexpr (kParameterBytes == 4) {
     const u64 both = reinterpret_cast<const u64*>(from)[a];
     return {bit_cast<float>(static_cast<u32>(both)), bit_cast<float>(static_cast<u32>(both >> 32))};
   } else {

@@ -35,6 +35,7 @@ constexpr int kTokens = kTiling.tokens, kBlocks = kTiling.blocks, kStages = kTil
 // a tile.
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
+static_assert(kTiling.double_quant == kDoubleQuant);
 constexpr int kMultipliers = kLargeThreads - 128;  // threads
 constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
 using Registers = DealtRegisters<kMultipliers / 128>;
@@ -404,6 +405,12 @@ struct Sums {
   __device__ __forceinline__ float at(int block, int i) const {
     return of[block][i / (kColumns / 2)][i % (kColumns / 2)];
   }
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) at(b, i) *= factor;
+  }
 };
 
 // Goes through the stages of all tiles. A turn is two stages, or the two blocks of one: what is next is
@@ -716,6 +723,7 @@ __launch_bounds__(kLargeThreads, 1)
   for (int number = 1;; ++number) {
     const bool goes_on = find_tile(next, args, number);
     multiplier.multiply(sums, tile, next, goes_on, leads && number == 1);
+    if constexpr (kGlobalScale) sums.scale(global_factor(args.weight, args.global_scale));
     if (tile.shared) break;  // the last one
     store_tile<kSums>(sums, args, tile, block, 0);
     if (!goes_on) return;

@@ -21,6 +21,7 @@ struct QgemmSm90LargeTiling {
   int bits;
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
+  bool double_quant;
   int stages;
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
   int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared
@@ -45,12 +46,11 @@ struct QgemmSm90LargeTiling {
   // bytes; the boxes of x of all stages; their units; the map of double quantization; the barriers, with a
   // table in the other half of its first row. Blocks of a cluster exchange sums where the boxes were.
   HALFBYTE_FN bool has_table() const { return bits == 4; }
-  HALFBYTE_FN bool has_map() const { return parameter_bytes == 1; }
   HALFBYTE_FN int barrier_bytes() const { return stages * 16; }
   HALFBYTE_FN int box_offset() const { return has_table() ? 65536 : 0; }
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
-  HALFBYTE_FN int end_offset() const { return map_offset() + (has_map() ? 1024 : 0); }
+  HALFBYTE_FN int end_offset() const { return map_offset() + (double_quant ? 1024 : 0); }
   HALFBYTE_FN int barrier_offset() const { return has_table() ? 128 : end_offset(); }
   HALFBYTE_FN int shared_bytes() const { return end_offset() + (has_table() ? 0 : barrier_bytes()); }
   // Of the sums, four bytes each, that the other blocks which share a tile send to one.
@@ -69,6 +69,7 @@ struct QgemmSm90LargeArgs {
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
+  formats::i64 global_scale;
   formats::i32 block_bytes;
   formats::i32 strips, units;   // of the weight; of a strip
   formats::i32 n, groups;       // of the weight; of a row

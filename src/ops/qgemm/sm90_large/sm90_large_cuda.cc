@@ -17,13 +17,19 @@ constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
+// Why there are no kernels for the weight; empty if there are.
+std::string refuse_weight(const QgemmProblem& p) {
+  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
+  return refuse_range(p);
+}
+
 std::string refuse(const QgemmProblem& p) {
   if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
   if (p.m < kFewestTokens) return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
+  if (std::string reason = refuse_weight(p); !reason.empty()) return reason;
   // 32 bits hold extents, numbers of scales and of tiles.
   constexpr int64_t kMostScales = int64_t{1} << 30, kLongest = int64_t{1} << 24;
   if (std::max({p.m, p.n, p.k}) > kLongest || p.n * p.weight.groups > kMostScales)
@@ -41,6 +47,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
   tiling.bits = problem.codec.bits;
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
+  tiling.double_quant = problem.double_quant;
   tiling.multicast = tokens > 128;  // x of so many takes longer to load than the weight
   tiling.sharers = sharers;
   tiling.stages = kMaxStages;
@@ -174,6 +181,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                                                  {"bits", t.bits},
                                                  {"group", t.group},
                                                  {"parameter_bytes", t.parameter_bytes},
+                                                 {"double_quant", t.double_quant},
                                                  {"stages", t.stages},
                                                  {"multicast", t.multicast},
                                                  {"sharers", t.sharers}}))};
@@ -245,7 +253,7 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   problem.transposed = cuda::is_set(values, "transposed");
-  const std::string reason = refuse_rare_weight(problem);
+  const std::string reason = refuse_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
   const QgemmSm90LargeTiling tiling =
       tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,

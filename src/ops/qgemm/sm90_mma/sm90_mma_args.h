@@ -18,7 +18,7 @@ HALFBYTE_FN formats::PackedLayout sm90_mma_stage(int bits, int parameter_bytes, 
                                                  int group, bool double_quant) {
   const int cols = kSm90MmaWarps * formats::kUnitCols;
   return formats::packed_layout(formats::kUnitRows, cols, bits, group > 0 ? group : cols, parameter_bytes,
-                                asymmetric, affine, double_quant);
+                                asymmetric, affine, double_quant, false);
 }
 
 // Where things are in shared memory: the table of pairs (none for codes of 8 bits), with the sums of warps in

@@ -116,7 +116,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   problem.weight = formats::packed_layout(problem.n, problem.k, weight.bits,
                                           problem.group == weight.k ? problem.k : problem.group,
                                           formats::scale_bytes(problem.codec.scale_type), weight.has_zeros,
-                                          weight.has_biases, weight.double_quant);
+                                          weight.has_biases, weight.double_quant, false);
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_mma: {}", reason);
   return kernel_of(problem);

@@ -81,6 +81,7 @@ class Meeting {
     }
   }
   __device__ __forceinline__ void store() const {
+    const float factor = global_factor(args_.weight, args_.global_scale);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = thread_ + i * kTransposedThreads;
@@ -92,6 +93,7 @@ class Meeting {
         even += load_shared(sent(at));
         odd += load_shared(sent(at) + 4);
       }
+      if constexpr (kGlobalScale) even *= factor, odd *= factor;
       float v[2] = {even, odd};
       store_two(static_cast<u16*>(args_.y) + place.token * args_.k + column, v, column + 1 < args_.k,
                 args_.accumulate, args_.pairs);

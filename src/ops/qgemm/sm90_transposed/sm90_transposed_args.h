@@ -71,6 +71,7 @@ struct QgemmSm90TransposedArgs {
   CodeValuesArgs values;         // of codes of 4 bits
   formats::i64 scales, seconds;  // sections of the weight: where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
+  formats::i64 global_scale;
   formats::u32 absmax_count;
   formats::i64 groups;  // of a row
   formats::i64 k;

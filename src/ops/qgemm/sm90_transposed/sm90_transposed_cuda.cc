@@ -20,6 +20,7 @@ constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
 // Why there are no kernels for the weight; empty if there are.
 std::string refuse_weight(const QgemmProblem& p) {
   if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
+  if (std::string reason = refuse_range(p); !reason.empty()) return reason;
   return refuse_spilling(p, {"qgemm_sm90_transposed"});
 }
 

@@ -448,6 +448,7 @@ __device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const
 __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const Lane& lane) {
   using Memory = Element::Memory;
   Memory* const y = static_cast<Memory*>(args.y) + 2 * lane.t * i64{args.n} + tile.row;
+  const float factor = global_factor(args.weight, args.global_scale);
 #pragma unroll
   for (int b = 0; b < kPairs; ++b) {
     const int row = tile.row + 64 * b;
@@ -469,6 +470,10 @@ __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, c
         if constexpr (kGroup == 0 && !kAffine) {
           v[0] *= tile.rows[b].scale[0];
           v[1] *= tile.rows[b].scale[1];
+        }
+        if constexpr (kGlobalScale) {
+          v[0] *= factor;
+          v[1] *= factor;
         }
         v[0] += bias[0];
         v[1] += bias[1];

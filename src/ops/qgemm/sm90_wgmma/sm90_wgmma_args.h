@@ -48,8 +48,9 @@ struct QgemmSm90WgmmaArgs {
   formats::i64 strip_bytes;          // of the weight, and its sections:
   formats::i64 scales, seconds;      // where a row has one scale; zero points or biases
   formats::i64 absmax, map, offset;  // of double quantization
-  formats::i32 groups;               // of a row
-  formats::i32 last_scale;           // the number of the last one
+  formats::i64 global_scale;
+  formats::i32 groups;      // of a row
+  formats::i32 last_scale;  // the number of the last one
   formats::i32 m, n;
   formats::i32 num_strips, num_blocks;  // num_blocks: of a strip
   formats::i32 num_stages;              // of a row, all blocks of the cluster together

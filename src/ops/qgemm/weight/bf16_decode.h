@@ -59,16 +59,46 @@ inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
     return fmt::format("codes must have 4 or 8 bits, got {}", problem.codec.bits);
   if (problem.dtype != DType::bf16)
     return fmt::format("dtype must be bf16, got {}", to_string(problem.dtype));
-  if (problem.weight.group != 32 && problem.weight.group % formats::kUnitCols != 0 &&
+  const int64_t group = problem.weight.group;
+  if (group != 32 && group % formats::kUnitCols != 0 && (group != 16 || problem.codec.bits != 4) &&
       problem.weight.groups > 1)
-    return fmt::format("groups must be rows, 32 or a multiple of 64 columns, got {}", problem.weight.group);
+    return fmt::format("groups must be rows, 16 (of 4 bits), 32 or a multiple of 64 columns, got {}", group);
   if (problem.k > INT32_MAX) return fmt::format("k must be at most {}, got {}", INT32_MAX, problem.k);
   return {};
+}
+
+// 16 scales of one byte, as formats/convert.h has them; without the global scale.
+HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::ScaleType type) {
+  const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(scales)));
+  const __m512i nan = _mm512_set1_epi32(0x7FC00000);
+  if (type == formats::ScaleType::e8m0) {
+    const __m512i value = _mm512_mask_mov_epi32(
+        _mm512_slli_epi32(bits, 23), _mm512_testn_epi32_mask(bits, bits), _mm512_set1_epi32(0x00400000));
+    return _mm512_castsi512_ps(
+        _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(0xFF)), nan));
+  }
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7F));
+  const __m512i subnormal =
+      _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1p-9f)));
+  __m512i value = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(0x3C000000));
+  value = _mm512_mask_mov_epi32(value, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8)), subnormal);
+  value = _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7F)), nan);
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x80)), 24);
+  return _mm512_castsi512_ps(_mm512_or_si512(value, sign));
+}
+// What sums are multiplied by when they are complete: the reciprocal of the global scale, where there is one.
+inline float global_factor(const QgemmProblem& problem, const QgemmTensors& tensors) {
+  if (problem.codec.scale_type != formats::ScaleType::e4m3) return 1;
+  float global = 0;
+  std::memcpy(&global, static_cast<const uint8_t*>(tensors.weight) + problem.weight.global_scale,
+              sizeof global);
+  return 1 / global;
 }
 
 // 16 scales or biases, as they are stored.
 HALFBYTE_AVX512 inline __m512 load_parameters(const void* parameters, formats::ScaleType type) {
   if (type == formats::ScaleType::f32) return _mm512_loadu_ps(parameters);
+  if (formats::scale_bytes(type) == 1) return load_byte_scales(parameters, type);
   const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(parameters));
   if (type == formats::ScaleType::f16) return _mm512_cvtph_ps(bits);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -142,7 +172,7 @@ class UnitDecoder {
                               WeightRounding rounding)
       : problem_(problem),
         tensors_(tensors),
-        two_groups_(problem.weight.inlined && problem.weight.group < formats::kUnitCols),
+        groups_(problem.weight.inlined ? formats::unit_groups(static_cast<int>(problem.weight.group)) : 1),
         has_scales_(rounding == WeightRounding::weight_rounded),
         has_biases_(has_scales_ && problem.weight.has_biases) {
     for (int code = 0; code < 16; ++code)
@@ -155,14 +185,14 @@ class UnitDecoder {
   HALFBYTE_AVX512 void select(int64_t strip, int64_t unit) {
     const formats::PackedLayout& p = problem_.weight;
     codes_ = static_cast<const uint8_t*>(tensors_.weight) + p.unit(strip, unit);
-    const int64_t group = two_groups_ ? 2 * unit : p.groups == 1 ? 0 : unit * formats::kUnitCols / p.group;
+    const int64_t group = p.groups == 1 ? 0 : unit * formats::kUnitCols / p.group;
     if (group_ >= 0 && !has_scales_ && !problem_.codec.asymmetric) return;  // every group is the same
     if (group == group_ && strip == strip_) return;
     strip_ = strip;
     group_ = group;
-    for (int half = 0; half <= two_groups_; ++half) {
-      GroupParameters& parameters = parameters_[half];
-      parameters.load(problem_, tensors_, strip, group + half);
+    for (int i = 0; i < groups_; ++i) {
+      GroupParameters& parameters = parameters_[i];
+      parameters.load(problem_, tensors_, strip, group + i);
       if (has_scales_) parameters.round_to_bf16();
       for (int row = 0; row < formats::kUnitRows; ++row) {
         if (!has_scales_) parameters.scales[row] = 1;
@@ -171,12 +201,14 @@ class UnitDecoder {
     }
     if (problem_.codec.bits == 8) return;
     const __m512 values = _mm512_load_ps(code_values_);
-    const bool two_groups = two_groups_, has_biases = has_biases_;  // known not to change in the loop
-    for (int row = 0; row < formats::kUnitRows; ++row) {
-      const __m512 first = weights(values, parameters_[0], row, has_biases);
-      const __m512 second = two_groups ? weights(values, parameters_[1], row, has_biases) : first;
-      store(tables_[row], _mm512_cvtne2ps_pbh(second, first));
-    }
+    const int groups = groups_;  // known not to change in the loop
+    const bool has_biases = has_biases_;
+    for (int row = 0; row < formats::kUnitRows; ++row)
+      for (int i = 0; i < groups; i += 2) {
+        const __m512 first = weights(values, parameters_[i], row, has_biases);
+        const __m512 second = groups > 1 ? weights(values, parameters_[i + 1], row, has_biases) : first;
+        store(tables_[row] + 16 * i, _mm512_cvtne2ps_pbh(second, first));
+      }
   }
 
   // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes: to
@@ -196,10 +228,12 @@ class UnitDecoder {
         decode_line8<kTransposed>(0, line, first);
         decode_line8<kTransposed>(1, line, second);
       }
-    } else if (two_groups_) {
-      for (int line = begin; line < end; ++line) decode_line4<kTransposed, true>(line, first, second);
+    } else if (groups_ == 4) {
+      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 4>(line, first, second);
+    } else if (groups_ == 2) {
+      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 2>(line, first, second);
     } else {
-      for (int line = begin; line < end; ++line) decode_line4<kTransposed, false>(line, first, second);
+      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 1>(line, first, second);
     }
   }
 
@@ -232,23 +266,29 @@ class UnitDecoder {
     return _mm512_mask_blend_ps(odd, above, below);
   }
 
-  // The bits of a table's index: those above are not looked at, but for the one that says which group.
-  template <bool kTwoGroups>
-  HALFBYTE_AVX512 static __m512i index(__m512i codes) {
-    if (!kTwoGroups) return codes;
-    const __m512i group = _mm512_maskz_set1_epi64(0xAA, 0x0010001000100010);      // of columns 32 .. 63
-    return _mm512_ternarylogic_epi64(codes, _mm512_set1_epi16(15), group, 0xEA);  // codes & 15 | group
+  // The values of codes of a row, of each 16 bits. Of their bits those above 4 are not looked at, but for
+  // those that say which group: word w of a line is of 16 columns w % 4.
+  template <int kGroups>
+  HALFBYTE_AVX512 static __m512i look_up(__m512i codes, const uint16_t* table) {
+    const __m512i first = _mm512_load_si512(table);
+    if (kGroups == 1) return _mm512_permutexvar_epi16(codes, first);
+    const __m512i group = kGroups == 2 ? _mm512_set4_epi32(0x00100010, 0x00100010, 0, 0)
+                                       : _mm512_set4_epi32(0x00300030, 0x00200020, 0x00100010, 0);
+    const __m512i index =
+        _mm512_ternarylogic_epi64(codes, _mm512_set1_epi16(15), group, 0xEA);  // codes & 15 | group
+    if (kGroups == 2) return _mm512_permutexvar_epi16(index, first);
+    return _mm512_permutex2var_epi16(first, index, _mm512_load_si512(table + 32));
   }
 
-  template <bool kTransposed, bool kTwoGroups>
+  template <bool kTransposed, int kGroups>
   HALFBYTE_AVX512 void decode_line4(int line, Bf16Tile* first, Bf16Tile* second) const {
     const __m512i codes = load_line(codes_, line);
-    const __m512i even = _mm512_load_si512(tables_[2 * line]), odd = _mm512_load_si512(tables_[2 * line + 1]);
+    const uint16_t *const even = tables_[2 * line], *const odd = tables_[2 * line + 1];
     // Row 2 * line: even columns, odd ones; row 2 * line + 1.
-    const __m512i v0 = _mm512_permutexvar_epi16(index<kTwoGroups>(codes), even);
-    const __m512i v1 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 4)), even);
-    const __m512i v2 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 8)), odd);
-    const __m512i v3 = _mm512_permutexvar_epi16(index<kTwoGroups>(_mm512_srli_epi16(codes, 12)), odd);
+    const __m512i v0 = look_up<kGroups>(codes, even);
+    const __m512i v1 = look_up<kGroups>(_mm512_srli_epi16(codes, 4), even);
+    const __m512i v2 = look_up<kGroups>(_mm512_srli_epi16(codes, 8), odd);
+    const __m512i v3 = look_up<kGroups>(_mm512_srli_epi16(codes, 12), odd);
     if (kTransposed) {
       store(first[0].lines[line], _mm512_unpacklo_epi16(v0, v2));
       store(first[1].lines[line], _mm512_unpacklo_epi16(v1, v3));
@@ -272,7 +312,7 @@ class UnitDecoder {
     for (int i = 0; i < 4; ++i) {
       const __m512i bits = _mm512_ternarylogic_epi32(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
                                                      byte, magic, 0xEA);
-      values[i] = weights(_mm512_castsi512_ps(bits), parameters_[two_groups_ ? half : 0], 2 * line + i / 2,
+      values[i] = weights(_mm512_castsi512_ps(bits), parameters_[groups_ > 1 ? half : 0], 2 * line + i / 2,
                           has_biases_);
     }
     if (kTransposed) {
@@ -291,13 +331,13 @@ class UnitDecoder {
 
   const QgemmProblem& problem_;
   const QgemmTensors& tensors_;
-  bool two_groups_;  // in a unit
+  int groups_;  // of a unit
   bool has_scales_, has_biases_;
-  alignas(64) float code_values_[16];  // of codes of 4 bits
-  const uint8_t* codes_ = nullptr;     // of the selected unit
-  int64_t strip_ = -1, group_ = -1;    // of parameters_ and tables_
-  GroupParameters parameters_[2];  // of columns 0 .. 31, 32 .. 63; the first of all, if there is one group
-  alignas(64) uint16_t tables_[formats::kUnitRows][32];  // bf16: of the 16 codes of each half
+  alignas(64) float code_values_[16];                    // of codes of 4 bits
+  const uint8_t* codes_ = nullptr;                       // of the selected unit
+  int64_t strip_ = -1, group_ = -1;                      // of parameters_ and tables_
+  GroupParameters parameters_[4];                        // of the groups of a unit
+  alignas(64) uint16_t tables_[formats::kUnitRows][64];  // bf16: of the 16 codes of each group
 };
 
 }  // namespace halfbyte

@@ -16,6 +16,7 @@ using formats::ScaleType;
 
 constexpr unsigned bit(ScaleType type) { return 1u << static_cast<int>(type); }
 constexpr unsigned kF32 = bit(ScaleType::f32), kF16 = bit(ScaleType::f16), kBf16 = bit(ScaleType::bf16);
+constexpr unsigned kE4m3 = bit(ScaleType::e4m3), kE8m0 = bit(ScaleType::e8m0);
 // Sets of groups; kRow: a row has one scale.
 constexpr unsigned k16 = 1, k32 = 2, k64 = 4, k128 = 8, kRow = 16;
 
@@ -28,6 +29,8 @@ struct CommonWeight {
 constexpr CommonWeight kCommonWeights[] = {
     {4, false, false, true, kF32, k64},  // tables and int4 alike: they have the same kernels
     {4, false, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
+    {4, false, false, false, kE4m3, k16},
+    {4, false, false, false, kE8m0, k32},
     {4, true, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
     {8, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
     {8, true, false, false, kF16 | kBf16, k128 | kRow},
@@ -95,7 +98,7 @@ std::string refuse_rare_weight(const QgemmProblem& problem) {
   if (std::string reason = refuse_streams(problem); !reason.empty()) return reason;
   if (is_common_weight(problem)) return "";
   constexpr std::array kKinds = {"a table", "integers", "affine integers"};
-  constexpr std::array kScales = {"f32", "f16", "bf16", "f64"};
+  constexpr std::array kScales = {"f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e8m0"};
   const Codec& codec = problem.codec;
   return fmt::format(
       "x and the weight must go together as in a layout (docs/kernels.md), got {} x, {}{} of {} bits, {} "
@@ -104,6 +107,12 @@ std::string refuse_rare_weight(const QgemmProblem& problem) {
       to_string(problem.dtype), kKinds[static_cast<size_t>(codec.kind)],
       codec.asymmetric ? " with zero points" : "", codec.bits, kScales[static_cast<size_t>(codec.scale_type)],
       problem.double_quant ? ", double quantized," : "", problem.group);
+}
+
+std::string refuse_range(const QgemmProblem& problem) {
+  if (problem.codec.scale_type != ScaleType::e8m0 || problem.dtype != DType::f16) return "";
+  return "weights are rounded to the dtype of x: with scales f8_e8m0, which f16 does not hold, it must be "
+         "bf16";
 }
 
 std::string refuse_spilling(const QgemmProblem& problem, const QgemmTileOf& tile) {

@@ -21,6 +21,9 @@ std::string refuse_streams(const QgemmProblem& problem);
 bool is_common_weight(const QgemmProblem& problem);
 std::string refuse_rare_weight(const QgemmProblem& problem);
 
+// Why weights cannot be rounded to the dtype of x, scale and all; empty if they can.
+std::string refuse_range(const QgemmProblem& problem);
+
 // A kernel with a tile: what the variant calls them, 0 where it has none.
 struct QgemmTileOf {
   std::string_view kernel;

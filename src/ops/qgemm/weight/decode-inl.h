@@ -39,13 +39,14 @@ inline float value_of_code(const formats::Codec& codec, int code) {
   return static_cast<float>(is_shifted(codec) ? code : code + codec.q_min);
 }
 
-// Of the 32 rows of a unit, for each half of its columns.
+// Of the 32 rows of a unit, for each part of its columns.
 struct UnitParameters {
-  bool split;  // the halves differ; else the first is that of both
-  float scales[2][kRows];
+  int parts;  // 1, 2 or, where codes have 4 bits, 4
+  // Of part p and row r at p * kRows + r; where there are four, at 4 * r + p.
+  alignas(64) float scales[4 * kRows];
   // Only where is_shifted.
-  float offsets[2][kRows];  // 0 for affine formats
-  float biases[2][kRows];   // 0 for the others
+  alignas(64) float offsets[4 * kRows];  // 0 for affine formats
+  alignas(64) float biases[4 * kRows];   // 0 for the others
 };
 
 class ParameterLoader {
@@ -58,6 +59,9 @@ class ParameterLoader {
         units_(units) {
     const int64_t parameters = layout_.groups * kRows;
     const int offset_bytes = layout_.has_biases ? layout_.bias_bytes : 1;
+    global_scale_ = codec_.scale_type == formats::ScaleType::e4m3
+                        ? *reinterpret_cast<const float*>(memory_ + layout_.global_scale)
+                        : 1;
     scales_per_strip_ = layout_.inlined ? layout_.strip_bytes : parameters * layout_.scale_bytes;
     offsets_per_strip_ = layout_.inlined ? layout_.strip_bytes : parameters * offset_bytes;
   }
@@ -69,9 +73,13 @@ class ParameterLoader {
   // Scales of rows beyond the weight are 0.
   void load(int64_t strip, int64_t unit, UnitParameters& to) const {
     const UnitPlace& place = units_[unit];
-    to.split = place.groups[0] != place.groups[1];
-    load_half(strip, place, 0, to);
-    if (to.split) load_half(strip, place, 1, to);
+    to.parts = static_cast<int>(place.parts);
+    for (size_t part = 0; part < static_cast<size_t>(place.parts); ++part) load_part(strip, place, part, to);
+    if (to.parts < 4) return;
+    order_by_rows(to.scales);
+    if (!is_shifted(codec_)) return;
+    order_by_rows(to.offsets);
+    order_by_rows(to.biases);
   }
 
  private:
@@ -81,14 +89,55 @@ class ParameterLoader {
         return convert<F16>(from, kRows, to);
       case formats::ScaleType::bf16:
         return convert<BF16>(from, kRows, to);
+      case formats::ScaleType::e4m3:
+      case formats::ScaleType::e8m0:
+        return load_bytes(from, to);
       default:
         return convert<F32>(from, kRows, to);
     }
   }
 
-  void load_half(int64_t strip, const UnitPlace& place, size_t half, UnitParameters& to) const {
-    const uint8_t* scales = memory_ + place.scales[half] + strip * scales_per_strip_;
-    const uint8_t* offsets = memory_ + place.offsets[half] + strip * offsets_per_strip_;
+  // Numbers of one byte, as formats/convert.h has them.
+  void load_bytes(const uint8_t* from, float* to) const {
+    const hn::RebindToUnsigned<Tag> d;
+    const hn::Rebind<uint8_t, Tag> d8;
+    const auto nan = hn::Set(d, 0x7FC00000u);
+    for (int i = 0; i < kRows; i += kLanes) {
+      const auto bits = hn::PromoteTo(d, hn::LoadU(d8, from + i));
+      if (codec_.scale_type == formats::ScaleType::e8m0) {
+        const auto value =
+            hn::IfThenElse(hn::Eq(bits, hn::Zero(d)), hn::Set(d, 0x00400000u), hn::ShiftLeft<23>(bits));
+        hn::StoreU(hn::BitCast(Tag(), hn::IfThenElse(hn::Eq(bits, hn::Set(d, 0xFFu)), nan, value)), Tag(),
+                   to + i);
+        continue;
+      }
+      const auto magnitude = hn::And(bits, hn::Set(d, 0x7Fu));
+      const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(d, 0x80u)));
+      const hn::RebindToSigned<Tag> di;
+      const auto subnormal =
+          hn::BitCast(d, hn::Mul(hn::ConvertTo(Tag(), hn::BitCast(di, magnitude)), hn::Set(Tag(), 0x1p-9f)));
+      const auto normal = hn::Add(hn::ShiftLeft<20>(magnitude), hn::Set(d, 0x3C000000u));
+      const auto finite = hn::IfThenElse(hn::Lt(magnitude, hn::Set(d, 8u)), subnormal, normal);
+      const auto value = hn::Or(hn::IfThenElse(hn::Eq(magnitude, hn::Set(d, 0x7Fu)), nan, finite), sign);
+      hn::StoreU(hn::Div(hn::BitCast(Tag(), value), hn::Set(Tag(), global_scale_)), Tag(), to + i);
+    }
+  }
+
+  // From parts of rows to rows of four parts.
+  static void order_by_rows(float* values) {
+    Floats parts[4][kRows / kLanes];
+    for (int part = 0; part < 4; ++part)
+      for (int i = 0; i < kRows / kLanes; ++i)
+        parts[part][i] = hn::Load(Tag(), values + part * kRows + i * kLanes);
+    for (int i = 0; i < kRows / kLanes; ++i)
+      hn::StoreInterleaved4(parts[0][i], parts[1][i], parts[2][i], parts[3][i], Tag(),
+                            values + 4 * i * kLanes);
+  }
+
+  void load_part(int64_t strip, const UnitPlace& place, size_t part, UnitParameters& to) const {
+    const uint8_t* scales = memory_ + place.scales[part] + strip * scales_per_strip_;
+    const uint8_t* offsets = memory_ + place.offsets[part] + strip * offsets_per_strip_;
+    float* const to_scales = to.scales + part * kRows;
     if (layout_.double_quant) {
       const auto* absmax = reinterpret_cast<const float*>(memory_ + layout_.absmax);
       const auto* map = reinterpret_cast<const float*>(memory_ + layout_.map);
@@ -96,21 +145,22 @@ class ParameterLoader {
       // Rows of padding have no absmax.
       const int64_t first = strip * kRows, rows = std::min<int64_t>(kRows, layout_.n - first);
       for (int64_t r = 0; r < kRows; ++r)
-        to.scales[half][r] =
+        to_scales[r] =
             r < rows
-                ? map[scales[r]] * absmax[((first + r) * layout_.groups + place.groups[half]) / 256] + offset
+                ? map[scales[r]] * absmax[((first + r) * layout_.groups + place.groups[part]) / 256] + offset
                 : 0;
     } else {
-      load_stored(scales, to.scales[half]);
+      load_stored(scales, to_scales);
     }
     if (!is_shifted(codec_)) return;
-    std::fill_n(to.offsets[half], kRows, 0.0f);
-    std::fill_n(to.biases[half], kRows, 0.0f);
+    float *const to_offsets = to.offsets + part * kRows, *const to_biases = to.biases + part * kRows;
+    std::fill_n(to_offsets, kRows, 0.0f);
+    std::fill_n(to_biases, kRows, 0.0f);
     if (layout_.has_biases)
-      load_stored(offsets, to.biases[half]);
+      load_stored(offsets, to_biases);
     else
       for (int r = 0; r < kRows; ++r)
-        to.offsets[half][r] = static_cast<float>(layout_.has_zeros ? offsets[r] : -codec_.q_min);
+        to_offsets[r] = static_cast<float>(layout_.has_zeros ? offsets[r] : -codec_.q_min);
   }
 
   const formats::PackedLayout& layout_;
@@ -118,6 +168,7 @@ class ParameterLoader {
   const uint8_t* memory_;
   const UnitPlace* units_;
   int64_t scales_per_strip_, offsets_per_strip_;
+  float global_scale_;
 };
 
 // A line of a unit: line_bytes(), the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i +
@@ -150,11 +201,35 @@ HWY_INLINE hn::Mask<Tag> second_half() {
 struct RowParameters {
   Floats scale, offset, bias;
 
-  HWY_INLINE RowParameters(const UnitParameters& from, int half, int row)
-      : scale(hn::Set(Tag(), from.scales[half][row])),
-        offset(hn::Set(Tag(), from.offsets[half][row])),
-        bias(hn::Set(Tag(), from.biases[half][row])) {}
+  HWY_INLINE RowParameters(const UnitParameters& from, int part, int row)
+      : scale(hn::Set(Tag(), from.scales[part * kRows + row])),
+        offset(hn::Set(Tag(), from.offsets[part * kRows + row])),
+        bias(hn::Set(Tag(), from.biases[part * kRows + row])) {}
   HWY_INLINE Floats value(Floats code) const { return hn::MulAdd(hn::Sub(code, offset), scale, bias); }
+};
+
+// Likewise of codes of 4 bits, where lanes have columns of several parts: lane l, which has words l, l + 4
+// and so on, those of 16 columns l % 4.
+struct LaneParameters {
+  Floats scale, offset, bias;
+  bool shifted;
+
+  HWY_INLINE LaneParameters(const UnitParameters& from, int row, bool is_shifted)
+      : scale(spread(from, from.scales, row)), offset(scale), bias(scale), shifted(is_shifted) {
+    if (!shifted) return;
+    offset = spread(from, from.offsets, row);
+    bias = spread(from, from.biases, row);
+  }
+  HWY_INLINE Floats value(Floats code) const {
+    return shifted ? hn::MulAdd(hn::Sub(code, offset), scale, bias) : hn::Mul(code, scale);
+  }
+
+ private:
+  static HWY_INLINE Floats spread(const UnitParameters& from, const float* of, int row) {
+    if (from.parts == 4) return hn::LoadDup128(Tag(), of + 4 * row);
+    const Floats first = hn::Set(Tag(), of[row]);
+    return from.parts == 2 ? hn::IfThenElse(second_half(), hn::Set(Tag(), of[kRows + row]), first) : first;
+  }
 };
 
 // Formats of 8 bits. A unit is two tiles, halves of its columns.
@@ -167,7 +242,7 @@ class ByteCodes {
   template <class Sink>
   HWY_INLINE void decode(const uint8_t* line, int a, int tile, int i, const UnitParameters& parameters,
                          Sink& sink) const {
-    const int half = parameters.split ? tile : 0;
+    const int half = parameters.parts > 1 ? tile : 0;
     const RowParameters even(parameters, half, 2 * a), odd(parameters, half, 2 * a + 1);
     const Words words = load_words(line, a, i);
     sink(0, even.value(code<0>(words)), odd.value(code<16>(words)));
@@ -204,7 +279,7 @@ class StreamCodes {
                          Sink& sink) const {
     HWY_UNROLL(2)
     for (int half = 0; half < 2; ++half) {
-      const int of = parameters.split ? half : 0;
+      const int of = parameters.parts > 1 ? half : 0;
       const RowParameters even(parameters, of, 2 * a), odd(parameters, of, 2 * a + 1);
       HWY_UNROLL(2)
       for (int vector = 2 * half; vector < 2 * half + 2; ++vector) {
@@ -247,9 +322,18 @@ class NibbleCodes {
   template <class Sink>
   HWY_INLINE void decode(const uint8_t* line, int a, int, int, const UnitParameters& parameters,
                          Sink& sink) const {
-    const Floats even = values(parameters, 0, 2 * a), odd = values(parameters, 0, 2 * a + 1);
     const Words words = load_words(line, a, 0);
-    if (!parameters.split) {
+    if (parameters.parts == 4) {
+      const Floats codes = hn::Load(Tag(), values_);
+      const LaneParameters even(parameters, 2 * a, shifted_), odd(parameters, 2 * a + 1, shifted_);
+      sink(0, even.value(lookup<0>(codes, words)), odd.value(lookup<8>(codes, words)));
+      sink(1, even.value(lookup<4>(codes, words)), odd.value(lookup<12>(codes, words)));
+      sink(2, even.value(lookup<16>(codes, words)), odd.value(lookup<24>(codes, words)));
+      sink(3, even.value(lookup<20>(codes, words)), odd.value(lookup<28>(codes, words)));
+      return;
+    }
+    const Floats even = values(parameters, 0, 2 * a), odd = values(parameters, 0, 2 * a + 1);
+    if (parameters.parts == 1) {
       sink(0, lookup<0>(even, words), lookup<8>(odd, words));
       sink(1, lookup<4>(even, words), lookup<12>(odd, words));
       sink(2, lookup<16>(even, words), lookup<24>(odd, words));
@@ -276,7 +360,7 @@ class NibbleCodes {
   HWY_INLINE Floats values(const UnitParameters& parameters, int half, int row) const {
     const Floats codes = hn::Load(Tag(), values_);
     if (shifted_) return RowParameters(parameters, half, row).value(codes);
-    return hn::Mul(codes, hn::Set(Tag(), parameters.scales[half][row]));
+    return hn::Mul(codes, hn::Set(Tag(), parameters.scales[half * kRows + row]));
   }
 
   const bool shifted_;
@@ -308,7 +392,7 @@ class NibbleCodes {
   HWY_INLINE void decode(const uint8_t* line, int a, int, int i, const UnitParameters& parameters,
                          Sink& sink) const {
     alignas(16) constexpr uint8_t kTransposed[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const Row even(parameters, 2 * a), odd(parameters, 2 * a + 1);
+    const LaneParameters even(parameters, 2 * a, kShifted), odd(parameters, 2 * a + 1, kShifted);
     // Byte b of four words become neighbours: they are codes of one row each, of four lanes.
     const auto bytes = hn::TableLookupBytes(hn::BitCast(Bytes(), load_words(line, a, i)),
                                             hn::LoadDup128(Bytes(), kTransposed));
@@ -326,10 +410,10 @@ class NibbleCodes {
         lower_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b0, b1));
         lower_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b0, b1));
       }
-      sink(high, even.value(hn::InterleaveLower(Pairs(), lower_a, upper_a)),
-           odd.value(hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
-      sink(high + 2, even.value(hn::InterleaveLower(Pairs(), lower_b, upper_b)),
-           odd.value(hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
+      sink(high, value(even, hn::InterleaveLower(Pairs(), lower_a, upper_a)),
+           value(odd, hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
+      sink(high + 2, value(even, hn::InterleaveLower(Pairs(), lower_b, upper_b)),
+           value(odd, hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
     }
   }
 
@@ -337,22 +421,8 @@ class NibbleCodes {
   using Bytes = hn::Repartition<uint8_t, Tag>;
   using Pairs = hn::Repartition<uint16_t, Tag>;
 
-  // The parameters of a row, for the lanes of a vector.
-  struct Row {
-    Floats scale, offset, bias;
-    HWY_INLINE Row(const UnitParameters& from, int row) : scale(spread(from, from.scales, row)) {
-      if (!kShifted) return;
-      offset = spread(from, from.offsets, row);
-      bias = spread(from, from.biases, row);
-    }
-    HWY_INLINE Floats value(hn::Vec<Pairs> bits) const {
-      const Floats code = hn::BitCast(Tag(), bits);
-      return kShifted ? hn::MulAdd(hn::Sub(code, offset), scale, bias) : hn::Mul(code, scale);
-    }
-  };
-  static HWY_INLINE Floats spread(const UnitParameters& from, const float (&of)[2][kRows], int row) {
-    const Floats first = hn::Set(Tag(), of[0][row]);
-    return from.split ? hn::IfThenElse(second_half(), hn::Set(Tag(), of[1][row]), first) : first;
+  static HWY_INLINE Floats value(const LaneParameters& row, hn::Vec<Pairs> bits) {
+    return row.value(hn::BitCast(Tag(), bits));
   }
   HWY_INLINE hn::Vec<Bytes> plane(int byte, hn::Vec<Bytes> code) const {
     return hn::TableLookupBytes(hn::LoadDup128(Bytes(), planes_[byte]), code);

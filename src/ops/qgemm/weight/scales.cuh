@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/device/types.cuh"
+#include "ops/qgemm/weight/byte_scales.cuh"
 
 #include "halfbyte_config.h"
 
@@ -38,7 +39,9 @@ __device__ __forceinline__ bool has_bf16_scales(const Args& args) {
 // Two neighbouring scales or biases, the first of an even row, from how they are stored.
 template <int kBytes>
 __device__ __forceinline__ void unpack_scales(float (&to)[2], typename Stored<kBytes>::Type bits, bool bf16) {
-  if constexpr (kBytes == 4) {
+  if constexpr (kBytes == 1) {
+    unpack_byte_scales(to, bits);
+  } else if constexpr (kBytes == 4) {
     to[0] = bit_cast<float>(static_cast<u32>(bits));
     to[1] = bit_cast<float>(static_cast<u32>(bits >> 32));
   } else if (bf16) {

@@ -11,21 +11,27 @@ namespace halfbyte {
 // Where the codes and parameters of a unit of the first strip lie, in bytes.
 struct alignas(64) UnitPlace {
   int64_t codes;
-  std::array<int64_t, 2> groups, scales, offsets;  // of the halves of its columns
+  int64_t parts;                                   // of its columns, with parameters of their own: 1, 2 or 4
+  std::array<int64_t, 4> groups, scales, offsets;  // of these
 };
 
-// Of the units of a strip, in order; offsets: zero points or biases. Groups are multiples of 32 columns, or
+// Of the units of a strip, in order; offsets: zero points or biases. Groups are multiples of 16 columns, or
 // rows.
 inline void find_units(const formats::PackedLayout& layout, UnitPlace* units) {
   for (int64_t unit = 0; unit * formats::kUnitCols < layout.k; ++unit) {
     UnitPlace& place = units[unit];
     place.codes = layout.unit(0, unit);
-    for (size_t half = 0; half < 2; ++half) {
-      const int64_t col = unit * formats::kUnitCols + static_cast<int64_t>(half) * (formats::kUnitCols / 2);
-      const int64_t group = std::min(col / layout.group, layout.groups - 1);  // padding: as the last
-      place.groups[half] = group;
-      place.scales[half] = layout.scale(0, group);
-      place.offsets[half] = layout.has_biases ? layout.bias(0, group) : layout.zero(0, group);
+    const auto group_of = [&](int64_t part, int64_t parts) {
+      const int64_t col = unit * formats::kUnitCols + part * (formats::kUnitCols / parts);
+      return std::min(col / layout.group, layout.groups - 1);  // padding: as the last
+    };
+    place.parts = group_of(0, 1) == group_of(3, 4) ? 1 : layout.group % (formats::kUnitCols / 2) == 0 ? 2 : 4;
+    for (int64_t part = 0; part < place.parts; ++part) {
+      const int64_t group = group_of(part, place.parts);
+      const auto at = static_cast<size_t>(part);
+      place.groups[at] = group;
+      place.scales[at] = layout.scale(0, group);
+      place.offsets[at] = layout.has_biases ? layout.bias(0, group) : layout.zero(0, group);
     }
   }
 }

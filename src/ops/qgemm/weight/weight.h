@@ -12,6 +12,14 @@ inline int load_code(const QgemmProblem& problem, const QgemmTensors& tensors, i
   return formats::code_at(bytes + view.code(row, col), view.code_shift(row, col), view.bits);
 }
 
+// 1 where there is none.
+inline float load_global_scale(const QgemmProblem& problem, const QgemmTensors& tensors) {
+  if (problem.codec.scale_type != formats::ScaleType::e4m3) return 1;
+  return *(problem.packed ? reinterpret_cast<const float*>(static_cast<const uint8_t*>(tensors.weight) +
+                                                           problem.weight.global_scale)
+                          : tensors.global_scale);
+}
+
 // The parameters of a group, in the type the arithmetic is done in.
 template <class F>
 struct WeightGroup {
@@ -41,7 +49,8 @@ WeightGroup<F> load_group(const QgemmProblem& problem, const QgemmTensors& tenso
     const int code = static_cast<const uint8_t*>(scale)[index];
     result.scale = static_cast<F>(map[code] * absmax[number / 256] + *offset);
   } else {
-    result.scale = formats::load_scale<F>(scale, index, codec.scale_type);
+    result.scale =
+        formats::load_scale<F>(scale, index, codec.scale_type, load_global_scale(problem, tensors));
   }
   if (codec.asymmetric) {
     const int stored =

@@ -26,6 +26,7 @@ struct WeightArgs {
   const void* zeros;  // null: the zero point is `zero` everywhere
   const void* biases;
   const float *absmax, *map, *offset;  // null but for double quantization
+  const float* global_scale;           // null: none
   formats::i64 n, k;
   formats::i64 group, groups;        // columns of a group; groups of a row, 0 where all rows have one
   formats::Divider group_chunks;     // by the chunks of a group, where groups are whole chunks

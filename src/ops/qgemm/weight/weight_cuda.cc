@@ -11,14 +11,22 @@ namespace halfbyte {
 using formats::Codec;
 using formats::Divider;
 using formats::Kind;
+using formats::ScaleType;
+
+std::string byte_scales_config(const QgemmProblem& problem) {
+  const ScaleType type = problem.codec.scale_type;
+  return fmt::format("constexpr ScaleType kByteScales = ScaleType({});\n",
+                     static_cast<int>(formats::scale_bytes(type) == 1 ? type : ScaleType::f32));
+}
 
 std::string packed_config(const QgemmProblem& problem) {
   const Codec& codec = problem.codec;
-  return fmt::format(
-      "constexpr int kBits = {};\nconstexpr bool kAsymmetric = {}, kAffine = {}, kDoubleQuant = {};\n"
-      "constexpr int kParameterBytes = {};\n",
-      static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine, problem.double_quant,
-      formats::scale_bytes(codec.scale_type));
+  return byte_scales_config(problem) +
+         fmt::format(
+             "constexpr int kBits = {};\nconstexpr bool kAsymmetric = {}, kAffine = {}, kDoubleQuant = {};\n"
+             "constexpr int kParameterBytes = {};\n",
+             static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine, problem.double_quant,
+             formats::scale_bytes(codec.scale_type));
 }
 
 std::string bf16_scales_config(const QgemmProblem& problem) {
@@ -96,10 +104,12 @@ void place_weight(WeightArgs& w, const QgemmProblem& problem, const QgemmTensors
   w.scales = packed ? tensors.weight : tensors.scales;
   if (problem.codec.asymmetric) w.zeros = packed ? tensors.weight : tensors.zeros;
   w.biases = packed ? tensors.weight : tensors.biases;
-  if (!problem.double_quant) return;
   const auto section = [&](int64_t offset) {
     return reinterpret_cast<const float*>(static_cast<const char*>(tensors.weight) + offset);
   };
+  if (problem.codec.scale_type == ScaleType::e4m3)
+    w.global_scale = packed ? section(problem.weight.global_scale) : tensors.global_scale;
+  if (!problem.double_quant) return;
   w.absmax = packed ? section(problem.weight.absmax) : tensors.absmax;
   w.map = packed ? section(problem.weight.map) : tensors.map;
   w.offset = packed ? section(problem.weight.offset) : tensors.offset;

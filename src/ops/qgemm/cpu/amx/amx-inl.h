@@ -99,7 +99,7 @@ class AmxKernel : public QgemmKernel {
         blocks_(problem, num_threads_),
         units_per_group_(problem.weight.groups == 1 ? blocks_.units
                                                     : problem.weight.group / formats::kUnitCols),
-        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_two_groups()),
+        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_short_groups()),
         order_(problem.codec.bits) {
     for (int column = 0; column < 32; ++column)
       for (int tile = 0; tile < 2; ++tile)
@@ -152,7 +152,9 @@ class AmxKernel : public QgemmKernel {
   static constexpr int kQuarter = kTileLines / 4;  // lines of a unit that are decoded between products
   static constexpr int64_t kPrefetchBytes = 4096, kPrefetchStrips = 4;  // ahead of the decoder
 
-  bool has_two_groups() const { return problem_.weight.inlined && problem_.weight.group == 32; }
+  bool has_short_groups() const {
+    return problem_.weight.inlined && problem_.weight.group < formats::kUnitCols;
+  }
   int64_t x_bytes() const {
     return blocks_.chunks * blocks_.m_tiles * blocks_.chunk_tiles * int64_t{sizeof(Bf16Tile)};
   }
@@ -221,6 +223,7 @@ class AmxKernel : public QgemmKernel {
   // Columns 32 * pair of up to 16 rows from their two tiles; forward: tiles of [out][m].
   HALFBYTE_AVX512 void store(const QgemmTensors& tensors, const F32Tile* sums, int64_t m_tile,
                              int64_t pair) const {
+    const __m512 factor = _mm512_set1_ps(global_factor(problem_, tensors));
     F32Tile rows[2];
     if (!problem_.transposed)
       for (int i = 0; i < 2; ++i) transpose(sums[i], rows[i]);
@@ -234,6 +237,7 @@ class AmxKernel : public QgemmKernel {
                                                                     _mm512_load_si512(out_places_[half]),
                                                                     _mm512_load_ps(sums[1].lines[line]))
                                            : _mm512_load_ps(rows[half].lines[line]);
+        value = _mm512_mul_ps(value, factor);
         if (problem_.bias)
           value = _mm512_add_ps(value, load_bf16(static_cast<const uint16_t*>(tensors.bias) + col, valid));
         uint16_t* const y =
@@ -470,7 +474,7 @@ class AmxKernel : public QgemmKernel {
   std::string backend_;
   int num_threads_;
   AmxBlocks blocks_;
-  int64_t units_per_group_;                // 0: a unit has two groups
+  int64_t units_per_group_;                // 0: a unit has several groups
   bool few_rows_;                          // scales are applied to sums
   UnitOrder order_;                        // forward
   alignas(64) int32_t out_places_[2][16];  // transposed: of columns 0 .. 15, 16 .. 31 in the two tiles

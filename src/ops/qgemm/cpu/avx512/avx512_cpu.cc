@@ -8,7 +8,8 @@
 //                         else to the cache; 16 columns lie across the lanes, and pairs of x are broadcast.
 //
 // Forward, sums of a group are of codes and multiplied with its scale in f32 (code_rounded); transposed, what
-// is summed has many scales, so they are in the weights (weight_rounded). The order of a sum depends on
+// is summed has many scales, so they are in the weights (weight_rounded), and so they are for many rows where
+// groups have 16 columns. The order of a sum depends on
 // neither threads nor what else is computed. vdpbf16ps takes denormal inputs as zeros and makes zeros of
 // denormal sums.
 #include <algorithm>
@@ -46,14 +47,17 @@ class QgemmAvx512 : public QgemmKernel {
     rows_ = m <= kFewRows ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(m)))
                           : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
-    if (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)) sums_ = p.groups;
+    const bool scales_weights = m > kFewRows && panel_rounding(problem) == WeightRounding::weight_rounded;
+    if (!scales_weights && (p.has_biases || (problem.codec.asymmetric && m <= kFewRows))) sums_ = p.groups;
   }
 
   std::string name() const override { return "qgemm_avx512"; }
   std::string backend() const override { return "cpu AVX512_BF16"; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
-            problem_.transposed ? WeightRounding::weight_rounded : WeightRounding::code_rounded};
+            problem_.transposed      ? WeightRounding::weight_rounded
+            : problem_.m <= kFewRows ? WeightRounding::code_rounded
+                                     : panel_rounding(problem_)};
   }
   int64_t workspace_bytes() const override {
     return x_bytes_ + sums_ * rows_ * static_cast<int64_t>(sizeof(float)) + kAlignment;
@@ -67,7 +71,8 @@ class QgemmAvx512 : public QgemmKernel {
                   reinterpret_cast<uint16_t*>(memory),
                   reinterpret_cast<float*>(memory + x_bytes_),
                   rows_,
-                  row_stride_};
+                  row_stride_,
+                  global_factor(problem_, tensors)};
     if (problem_.transposed)
       run_transposed(run);
     else
@@ -89,9 +94,11 @@ class QgemmAvx512 : public QgemmKernel {
     if (few) {
       parallel_for(units, 64, threads,
                    [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
-      const StripFunction multiply = p.bits == 8               ? strip_function<8>(rows_)
-                                     : BlockGroups(p).num == 2 ? strip_function<4, true>(rows_)
-                                                               : strip_function<4>(rows_);
+      const int groups = BlockGroups(p).num;
+      const StripFunction multiply = p.bits == 8   ? strip_function<8>(rows_)
+                                     : groups == 4 ? strip_function<4, 4>(rows_)
+                                     : groups == 2 ? strip_function<4, 2>(rows_)
+                                                   : strip_function<4>(rows_);
       // Strips behind each other: what a thread fetches ahead is its own.
       const int64_t grain = std::clamp<int64_t>(p.strips / (16 * effective_threads(threads)), 1, 8);
       parallel_for(p.strips, grain, threads, [&](int64_t begin, int64_t end, int) {

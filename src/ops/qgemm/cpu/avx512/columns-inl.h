@@ -209,8 +209,9 @@ HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int6
   alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
   std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases) {
-    const bool two_groups = p.inlined && p.group < kUnitCols;
+  const int groups = BlockGroups(p).num;
+  if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases && groups <= 2) {
+    const bool two_groups = groups == 2;
     const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
                             : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
                             : two_groups ? multiply_few<4, true>

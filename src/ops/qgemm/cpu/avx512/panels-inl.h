@@ -129,6 +129,11 @@ HALFBYTE_AVX512 inline void store_panel(const Run& run, int64_t strip, const Pan
     }
 }
 
+// Groups of 16 columns are too few for sums of their own: their scales are in the weights.
+inline WeightRounding panel_rounding(const QgemmProblem& problem) {
+  return BlockGroups(problem.weight).num > 2 ? WeightRounding::weight_rounded : WeightRounding::code_rounded;
+}
+
 // Outputs of strips and panels: decoded units are used for all the panels, and a unit of x for all the
 // strips.
 class PanelTask {
@@ -137,10 +142,14 @@ class PanelTask {
                             int num_panels)
       : run_(run),
         block_groups_(run.problem.weight),
-        decoder_(run.problem, run.tensors, WeightRounding::code_rounded),
+        scales_weights_(panel_rounding(run.problem) == WeightRounding::weight_rounded),
+        folds_(scales_weights_ ? 1 : block_groups_.num),
+        decoder_(run.problem, run.tensors, panel_rounding(run.problem)),
         first_strip_(first_strip),
         num_strips_(num_strips),
         num_panels_(num_panels) {
+    if (scales_weights_)
+      for (auto& parameters : parameters_) std::ranges::fill(parameters[0].scales, 1.0F);
     for (int i = 0; i < num_panels; ++i) {
       panels_[i] = panel_of(run, first_panel + i);
       for (int strip = 0; strip < num_strips; ++strip)
@@ -168,7 +177,7 @@ class PanelTask {
       decoder_.select(strip, unit);
       decoder_.prefetch(kAhead);
       decoder_.decode<false>(0, kTileLines, decoded_[i][0], decoded_[i][1]);
-      for (int half = 0; half < block_groups_.num; ++half) {
+      for (int half = 0; half < folds_ && !scales_weights_; ++half) {
         const int64_t group = block_groups_.load(parameters_[i][half], run_, strip, unit / block_units, half);
         groups_[half] = unit % block_units == 0 ? group : -1;
       }
@@ -176,7 +185,7 @@ class PanelTask {
   }
 
   Fold fold_of(int half) const {
-    if (block_groups_.num == 1) return {0, 2, 0, 1, kLanes};
+    if (folds_ == 1) return {0, 2, 0, 1, kLanes};
     return run_.problem.weight.bits == 4 ? Fold{0, 2, 2 * half, 4, 2} : Fold{half, half + 1, 0, 1, kLanes};
   }
 
@@ -188,7 +197,7 @@ class PanelTask {
         number + 1 < num_panels_ ? panels_[number + 1].x + unit * x_unit : panels_[0].x + (unit + 1) * x_unit;
     const auto multiply = unit_function(panel.blocks);
     for (int i = 0; i < num_strips_; ++i)
-      for (int half = 0; half < block_groups_.num; ++half) {
+      for (int half = 0; half < folds_; ++half) {
         if (run_.problem.weight.has_biases && groups_[half] >= 0)
           add_biases(parameters_[i][half].biases, run_.sums + groups_[half] * run_.rows + panel.row,
                      panel.blocks, totals_[number][i]);
@@ -198,6 +207,8 @@ class PanelTask {
 
   const Run& run_;
   const BlockGroups block_groups_;
+  const bool scales_weights_;
+  const int folds_;  // of a unit: groups whose sums are scaled
   UnitDecoder decoder_;
   const int64_t first_strip_;
   const int num_strips_, num_panels_;

@@ -26,6 +26,7 @@ struct Run {
   float* sums;         // forward: of x over groups: [groups][rows]
   int64_t rows;        // m, padded
   int64_t row_stride;  // transposed, in elements
+  float factor;        // of complete sums
 };
 
 HALFBYTE_AVX512 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
@@ -41,6 +42,7 @@ HALFBYTE_AVX512 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   };
   const int64_t at = row * run.problem.out_cols() + col;
+  sum = _mm512_mul_ps(sum, _mm512_set1_ps(run.factor));
   if (run.problem.bias) sum = _mm512_add_ps(sum, load(run.tensors.bias, col));
   if (run.problem.accumulate) sum = _mm512_add_ps(sum, load(run.tensors.y, at));
   _mm256_mask_storeu_epi16(static_cast<uint16_t*>(run.tensors.y) + at, mask,
@@ -72,10 +74,11 @@ HALFBYTE_AVX512 inline void sum_group(const Run& run, int64_t group) {
   }
 }
 
-// The groups that the columns of a block belong to: two of 32 columns, or one.
+// The groups that the columns of a block belong to: four of 16 columns, two of 32, or one.
 struct BlockGroups {
   int num;
-  explicit BlockGroups(const formats::PackedLayout& p) : num(p.inlined && p.group < kUnitCols ? 2 : 1) {}
+  explicit BlockGroups(const formats::PackedLayout& p)
+      : num(p.inlined ? formats::unit_groups(static_cast<int>(p.group)) : 1) {}
 
   // Loads the parameters of group `i` of a block. Returns its number if it begins there, else -1.
   HALFBYTE_AVX512 int64_t load(GroupParameters& parameters, const Run& run, int64_t strip, int64_t block,

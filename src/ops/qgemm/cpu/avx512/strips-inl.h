@@ -99,7 +99,7 @@ struct StripSums {
 
   // Loads the parameters of a block's groups, and adds factors of sums of x where there are any.
   HALFBYTE_AVX512 void begin_block(const Run& run, const BlockGroups& block_groups, int64_t strip,
-                                   int64_t block, GroupParameters (&groups)[2]) {
+                                   int64_t block, GroupParameters (&groups)[4]) {
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
       if (!has_factors(run.problem) || group < 0) continue;
@@ -125,13 +125,23 @@ constexpr int tile_of_x(int tile) {
   return kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32;
 }
 
-// Adds line `line` of tiles that have one scale to the totals of its two rows. ahead: where what is fetched
-// meanwhile begins.
-template <int kBits, int kRows, bool kTwoInLanes>
+// The scales of a row for the lanes of a word of codes each, of 16 columns l % 4.
+template <int kGroups>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline __m512 scales_of_lanes(const GroupParameters* groups, int row) {
+  __m512 scale = _mm512_set1_ps(groups[0].scales[row]);
+  if (kGroups == 2) return _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(groups[1].scales[row]));
+  if (kGroups == 1) return scale;
+  scale = _mm512_mask_blend_ps(0x2222, scale, _mm512_set1_ps(groups[1].scales[row]));
+  scale = _mm512_mask_blend_ps(0x4444, scale, _mm512_set1_ps(groups[2].scales[row]));
+  return _mm512_mask_blend_ps(0x8888, scale, _mm512_set1_ps(groups[3].scales[row]));
+}
+
+// Adds line `line` of tiles that have one scale, or several in lanes, to the totals of its two rows. ahead:
+// where what is fetched meanwhile begins.
+template <int kBits, int kRows, int kInLanes>
 [[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(
     const LineDecoder<kBits>& decoder, const uint8_t* codes, const uint8_t* ahead, const uint16_t* x,
-    int line, bool swapped, int first, int num_tiles, const GroupParameters& scales,
-    const GroupParameters& second, StripSums<kRows>& to) {
+    int line, bool swapped, int first, int num_tiles, const GroupParameters* groups, StripSums<kRows>& to) {
   constexpr int kVectors = LineDecoder<kBits>::kVectors;
   __m512 sums[2][kRows];
   for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
@@ -150,8 +160,7 @@ template <int kBits, int kRows, bool kTwoInLanes>
   }
   for (int j = 0; j < 2; ++j) {
     const int row = 2 * line + j;
-    __m512 scale = _mm512_set1_ps(scales.scales[row]);
-    if (kTwoInLanes) scale = _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(second.scales[row]));
+    const __m512 scale = scales_of_lanes<kInLanes>(groups, row);
     for (int m = 0; m < kRows; ++m)
       _mm512_store_ps(to.totals[row][m],
                       _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(to.totals[row][m])));
@@ -159,15 +168,15 @@ template <int kBits, int kRows, bool kTwoInLanes>
 }
 
 // Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
-// kTwoInLanes: blocks are one tile of two groups, the second one of lanes 4 i + 2 and 4 i + 3.
-template <int kBits, int kRows, bool kTwoInLanes>
+// kInLanes: blocks are one tile of so many groups, each of lanes of its own.
+template <int kBits, int kRows, int kInLanes>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
   const LineDecoder<kBits> decoder(run.problem.codec);
   const BlockGroups block_groups(p);
   const int block_tiles = p.block_code_bytes / formats::kTileBytes;
-  const int fold_tiles = block_groups.num == 2 ? 1 : block_tiles;  // that have one scale
-  GroupParameters groups[2];
+  const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
+  GroupParameters groups[4];
   StripSums<kRows> sums;
   const uint16_t* x = run.x;
   for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
@@ -178,12 +187,12 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
       _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
       const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
-      const GroupParameters& scales = groups[kTwoInLanes ? 0 : first / fold_tiles];
+      const GroupParameters* const scales = groups + (kInLanes > 1 ? 0 : first / fold_tiles);
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
-          multiply_line<kBits, kRows, kTwoInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0, first,
-                                                   fold_tiles, scales, groups[1], sums);
+          multiply_line<kBits, kRows, kInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0, first,
+                                                fold_tiles, scales, sums);
     }
     x += p.block_cols * kRows;
   }
@@ -191,12 +200,12 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits, bool kTwoInLanes = false>
+template <int kBits, int kInLanes = 1>
 StripFunction strip_function(int64_t rows) {
-  return rows == 1   ? multiply_strip<kBits, 1, kTwoInLanes>
-         : rows == 2 ? multiply_strip<kBits, 2, kTwoInLanes>
-         : rows == 4 ? multiply_strip<kBits, 4, kTwoInLanes>
-                     : multiply_strip<kBits, 8, kTwoInLanes>;
+  return rows == 1   ? multiply_strip<kBits, 1, kInLanes>
+         : rows == 2 ? multiply_strip<kBits, 2, kInLanes>
+         : rows == 4 ? multiply_strip<kBits, 4, kInLanes>
+                     : multiply_strip<kBits, 8, kInLanes>;
 }
 
 }  // namespace halfbyte::avx512

@@ -631,9 +631,9 @@ std::string refuse(const QgemmProblem& problem) {
   if (!HWY_DYNAMIC_DISPATCH(HasQgemmSimd)()) return "the CPU has none of the vectors that it is compiled for";
   if (!problem.packed) return "it takes packed weights, not views";
   if (problem.math == QgemmMath::f64) return "its sums are f32, not f64";
-  if (problem.group < problem.k && problem.group % (formats::kUnitCols / 2) != 0)
-    return fmt::format("its groups are multiples of {} columns, or rows, not {}", formats::kUnitCols / 2,
-                       problem.group);
+  const int64_t least = formats::kUnitCols / (problem.codec.bits == 4 ? 4 : 2);
+  if (problem.group < problem.k && problem.group % least != 0)
+    return fmt::format("its groups are multiples of {} columns, or rows, not {}", least, problem.group);
   return {};
 }
 
