@@ -97,15 +97,18 @@ TEST_F(Reorder, WholeVectors) {
       for (const int64_t cols : {128, 1152, 4096}) {
         WeightCase c{spec, 70, cols, layout};
         c.spec.group_size = cols == 1152 ? 32 : 128;
+        testing::fit_format(c.spec);
         if (layout == Layout::bitsandbytes) c.spec.granularity = Granularity::flat;
         if (testing::is_held(c.spec, layout)) check_case(c, {}, ++seed);
       }
 }
 
 TEST_F(Reorder, EmptyWeights) {
-  for (const QuantSpec& spec : testing::packed_specs())
-    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{0, 64}, {32, 0}})
+  for (QuantSpec spec : testing::packed_specs())
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{0, 64}, {32, 0}}) {
+      testing::fit_format(spec);
       check_case({spec, rows, cols, Layout::halfbyte}, {}, 1);
+    }
 }
 
 // More than 2^32 bytes: offsets of 64 bits.

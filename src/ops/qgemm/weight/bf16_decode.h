@@ -69,22 +69,22 @@ inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
 
 // 16 scales of one byte, as formats/convert.h has them; without the global scale.
 HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::ScaleType type) {
-  const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(scales)));
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(scales));
   const __m512i nan = _mm512_set1_epi32(0x7FC00000);
   if (type == formats::ScaleType::e8m0) {
+    const __m512i bits = _mm512_cvtepu8_epi32(bytes);
     const __m512i value = _mm512_mask_mov_epi32(
         _mm512_slli_epi32(bits, 23), _mm512_testn_epi32_mask(bits, bits), _mm512_set1_epi32(0x00400000));
     return _mm512_castsi512_ps(
         _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(0xFF)), nan));
   }
-  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7F));
-  const __m512i subnormal =
-      _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1p-9f)));
-  __m512i value = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(0x3C000000));
-  value = _mm512_mask_mov_epi32(value, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8)), subnormal);
-  value = _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7F)), nan);
-  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x80)), 24);
-  return _mm512_castsi512_ps(_mm512_or_si512(value, sign));
+  // The bits of an f16 of 2^-8 times the value.
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                        _mm256_set1_epi16(static_cast<int16_t>(0xBF80)));
+  const __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
+  const __mmask16 is_nan =
+      _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
+  return _mm512_mask_mov_ps(value, is_nan, _mm512_castsi512_ps(nan));
 }
 // What sums are multiplied by when they are complete: the reciprocal of the global scale, where there is one.
 inline float global_factor(const QgemmProblem& problem, const QgemmTensors& tensors) {
@@ -125,6 +125,7 @@ struct GroupParameters {
       if (p.has_biases)
         _mm512_store_ps(biases + i,
                         load_parameters(memory + p.bias(row, group) + i * p.bias_bytes, codec.scale_type));
+      if (codec.kind == formats::Kind::table) continue;
       const float zero = codec.kind == formats::Kind::integer ? static_cast<float>(-codec.q_min) : 0;
       _mm512_store_ps(offsets + i, codec.asymmetric
                                        ? _mm512_cvtepi32_ps(load_bytes(memory + p.zero(row, group) + i))

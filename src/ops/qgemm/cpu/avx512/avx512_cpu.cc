@@ -6,12 +6,12 @@
 //                         weights are broadcast.
 //   transposed            Units are decoded to pairs of rows of the weight, for few rows of x in registers,
 //                         else to the cache; 16 columns lie across the lanes, and pairs of x are broadcast.
+//                         Few rows and groups of 16 columns: in f32, x times the scales.
 //
 // Forward, sums of a group are of codes and multiplied with its scale in f32 (code_rounded); transposed, what
-// is summed has many scales, so they are in the weights (weight_rounded), and so they are for many rows where
-// groups have 16 columns. The order of a sum depends on
-// neither threads nor what else is computed. vdpbf16ps takes denormal inputs as zeros and makes zeros of
-// denormal sums.
+// is summed has many scales, so they are in the weights (weight_rounded). Groups of 16 columns have it the
+// other way round, but for few rows. The order of a sum depends on neither threads nor what else is computed.
+// vdpbf16ps takes denormal inputs as zeros and makes zeros of denormal sums.
 #include <algorithm>
 #include <bit>
 #include <memory>
@@ -33,6 +33,12 @@ namespace {
 
 using namespace avx512;
 
+WeightRounding rounding_of(const QgemmProblem& problem) {
+  if (problem.transposed)
+    return has_short_groups(problem) ? WeightRounding::code_rounded : WeightRounding::weight_rounded;
+  return problem.m <= kFewRows ? WeightRounding::code_rounded : panel_rounding(problem);
+}
+
 class QgemmAvx512 : public QgemmKernel {
  public:
   explicit QgemmAvx512(const QgemmProblem& problem) : problem_(problem) {
@@ -47,17 +53,15 @@ class QgemmAvx512 : public QgemmKernel {
     rows_ = m <= kFewRows ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(m)))
                           : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
-    const bool scales_weights = m > kFewRows && panel_rounding(problem) == WeightRounding::weight_rounded;
-    if (!scales_weights && (p.has_biases || (problem.codec.asymmetric && m <= kFewRows))) sums_ = p.groups;
+    if (rounding_of(problem) == WeightRounding::code_rounded &&
+        (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)))
+      sums_ = p.groups;
   }
 
   std::string name() const override { return "qgemm_avx512"; }
   std::string backend() const override { return "cpu AVX512_BF16"; }
   PrecisionGuarantee guarantee() const override {
-    return {DType::f32, DType::f32, true, false,
-            problem_.transposed      ? WeightRounding::weight_rounded
-            : problem_.m <= kFewRows ? WeightRounding::code_rounded
-                                     : panel_rounding(problem_)};
+    return {DType::f32, DType::f32, true, false, rounding_of(problem_)};
   }
   int64_t workspace_bytes() const override {
     return x_bytes_ + sums_ * rows_ * static_cast<int64_t>(sizeof(float)) + kAlignment;

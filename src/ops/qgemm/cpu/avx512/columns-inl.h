@@ -171,6 +171,56 @@ HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, fl
     }
 }
 
+// Few rows of x, and units of four groups that have nothing but scales.
+inline bool has_short_groups(const QgemmProblem& problem) {
+  return problem.transposed && problem.m <= kFewTransposedRows && has_four_scales(problem);
+}
+// The products of these, in f32: a weight is its code's value times what its lane has of x times
+// scale. sums[row][64]: of column column_order(4)[i] at i.
+template <int kRows>
+HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const QgemmProblem& problem = run.problem;
+  const formats::PackedLayout& p = problem.weight;
+  alignas(64) float values[16];
+  for (int code = 0; code < 16; ++code) {
+    values[code] = problem.codec.kind == formats::Kind::table
+                       ? formats::bf16_to_f32(formats::to_bf16(problem.codec.book.values[code]))
+                       : static_cast<float>(code + problem.codec.q_min);
+  }
+  const __m512 table = _mm512_load_ps(values);
+  LaneScales scales;
+  for (int64_t strip = 0; strip < p.strips; ++strip)
+    for (int64_t unit = begin; unit < end; ++unit) {
+      scales.load(run, strip, unit);
+      const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
+      float* const to = sums + (unit - begin) * kRows * kUnitCols;
+      __m512 s[kRows][4];
+      for (int i = 0; i < kRows; ++i)
+        for (int v = 0; v < 4; ++v) s[i][v] = _mm512_load_ps(to + i * kUnitCols + v * kLanes);
+      for (int line = 0; line < kTileLines; ++line) {
+        _mm_prefetch(codes + p.strip_bytes + line * 64, _MM_HINT_T0);
+        __m512i words = _mm512_loadu_si512(codes + line * 64);
+        if ((line & 2) != 0) words = _mm512_shuffle_i64x2(words, words, 0x4E);
+        for (int odd = 0; odd < 2; ++odd, words = _mm512_srli_epi32(words, 8)) {
+          const int row = 2 * line + odd;
+          const __m512 scale = scales.of(row);
+          __m512 factors[kRows];
+          for (int i = 0; i < kRows; ++i)
+            factors[i] = _mm512_mul_ps(
+                scale,
+                _mm512_set1_ps(formats::bf16_to_f32(run.x[i * run.row_stride + strip * kUnitRows + row])));
+          for (int v = 0; v < 4; ++v) {
+            const auto shift = static_cast<unsigned>(v / 2 * 16 + v % 2 * 4);
+            const __m512 value = _mm512_permutexvar_ps(_mm512_srli_epi32(words, shift), table);
+            for (int i = 0; i < kRows; ++i) s[i][v] = _mm512_fmadd_ps(value, factors[i], s[i][v]);
+          }
+        }
+      }
+      for (int i = 0; i < kRows; ++i)
+        for (int v = 0; v < 4; ++v) _mm512_store_ps(to + i * kUnitCols + v * kLanes, s[i][v]);
+    }
+}
+
 constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }
 
 // The same of any rows and codes.
@@ -209,9 +259,15 @@ HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int6
   alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
   std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  const int groups = BlockGroups(p).num;
-  if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases && groups <= 2) {
-    const bool two_groups = groups == 2;
+  if (has_short_groups(problem)) {
+    const auto multiply = num_rows == 1   ? multiply_short_groups<1>
+                          : num_rows == 2 ? multiply_short_groups<2>
+                                          : multiply_short_groups<4>;
+    multiply(run, begin, end, sums);
+    constexpr auto kOrder = column_order(4);
+    for (int i = 0; i < kUnitCols; ++i) places[kOrder[static_cast<size_t>(i)]] = i;
+  } else if (problem.m <= kFewTransposedRows && p.bits == 4 && !p.has_biases && BlockGroups(p).num <= 2) {
+    const bool two_groups = BlockGroups(p).num == 2;
     const auto multiply = num_rows == 1   ? two_groups ? multiply_few<1, true> : multiply_few<1, false>
                             : num_rows == 2 ? two_groups ? multiply_few<2, true> : multiply_few<2, false>
                             : two_groups ? multiply_few<4, true>

@@ -91,6 +91,12 @@ struct LineDecoder {
   }
 };
 
+// The parameters of the groups of a block.
+struct BlockParameters {
+  GroupParameters groups[4];
+  LaneScales lanes;  // of four groups
+};
+
 // What is summed for the outputs of a strip: 16 lanes for each, and what groups add beside.
 template <int kRows>
 struct StripSums {
@@ -99,7 +105,9 @@ struct StripSums {
 
   // Loads the parameters of a block's groups, and adds factors of sums of x where there are any.
   HALFBYTE_AVX512 void begin_block(const Run& run, const BlockGroups& block_groups, int64_t strip,
-                                   int64_t block, GroupParameters (&groups)[4]) {
+                                   int64_t block, BlockParameters& parameters) {
+    if (has_four_scales(run.problem)) return parameters.lanes.load(run, strip, block);
+    GroupParameters(&groups)[4] = parameters.groups;
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
       if (!has_factors(run.problem) || group < 0) continue;
@@ -110,6 +118,7 @@ struct StripSums {
                                                           _mm512_load_ps(added[m] + row)));
       }
     }
+    if (block_groups.num == 4) parameters.lanes.make(groups);
   }
   HALFBYTE_AVX512 void finish(const Run& run, int64_t strip) const {
     for (int m = 0; m < run.problem.m; ++m)
@@ -125,23 +134,25 @@ constexpr int tile_of_x(int tile) {
   return kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32;
 }
 
-// The scales of a row for the lanes of a word of codes each, of 16 columns l % 4.
+// The scales of a row for the lanes of 16 words of codes, of groups from number `first` on.
 template <int kGroups>
-[[gnu::always_inline]] HALFBYTE_AVX512 inline __m512 scales_of_lanes(const GroupParameters* groups, int row) {
-  __m512 scale = _mm512_set1_ps(groups[0].scales[row]);
-  if (kGroups == 2) return _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(groups[1].scales[row]));
-  if (kGroups == 1) return scale;
-  scale = _mm512_mask_blend_ps(0x2222, scale, _mm512_set1_ps(groups[1].scales[row]));
-  scale = _mm512_mask_blend_ps(0x4444, scale, _mm512_set1_ps(groups[2].scales[row]));
-  return _mm512_mask_blend_ps(0x8888, scale, _mm512_set1_ps(groups[3].scales[row]));
+[[gnu::always_inline]] HALFBYTE_AVX512 inline __m512 scales_of_lanes(const BlockParameters& parameters,
+                                                                     int first, int row) {
+  if constexpr (kGroups == 4) return parameters.lanes.of(row);
+  const __m512 scale = _mm512_set1_ps(parameters.groups[first].scales[row]);
+  if constexpr (kGroups == 1) return scale;
+  return _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(parameters.groups[1].scales[row]));
 }
 
 // Adds line `line` of tiles that have one scale, or several in lanes, to the totals of its two rows. ahead:
 // where what is fetched meanwhile begins.
 template <int kBits, int kRows, int kInLanes>
-[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(
-    const LineDecoder<kBits>& decoder, const uint8_t* codes, const uint8_t* ahead, const uint16_t* x,
-    int line, bool swapped, int first, int num_tiles, const GroupParameters* groups, StripSums<kRows>& to) {
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(const LineDecoder<kBits>& decoder,
+                                                                 const uint8_t* codes, const uint8_t* ahead,
+                                                                 const uint16_t* x, int line, bool swapped,
+                                                                 int first, int num_tiles,
+                                                                 const BlockParameters& parameters, int group,
+                                                                 StripSums<kRows>& to) {
   constexpr int kVectors = LineDecoder<kBits>::kVectors;
   __m512 sums[2][kRows];
   for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
@@ -160,7 +171,7 @@ template <int kBits, int kRows, int kInLanes>
   }
   for (int j = 0; j < 2; ++j) {
     const int row = 2 * line + j;
-    const __m512 scale = scales_of_lanes<kInLanes>(groups, row);
+    const __m512 scale = scales_of_lanes<kInLanes>(parameters, group, row);
     for (int m = 0; m < kRows; ++m)
       _mm512_store_ps(to.totals[row][m],
                       _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(to.totals[row][m])));
@@ -176,23 +187,23 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const BlockGroups block_groups(p);
   const int block_tiles = p.block_code_bytes / formats::kTileBytes;
   const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
-  GroupParameters groups[4];
+  BlockParameters parameters;
   StripSums<kRows> sums;
   const uint16_t* x = run.x;
   for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
-    sums.begin_block(run, block_groups, strip, block, groups);
+    sums.begin_block(run, block_groups, strip, block, parameters);
     const uint8_t* codes =
         static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
     for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
       _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
       const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
-      const GroupParameters* const scales = groups + (kInLanes > 1 ? 0 : first / fold_tiles);
+      const int group = kInLanes > 1 ? 0 : first / fold_tiles;
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
           multiply_line<kBits, kRows, kInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0, first,
-                                                fold_tiles, scales, sums);
+                                                fold_tiles, parameters, group, sums);
     }
     x += p.block_cols * kRows;
   }
