@@ -97,29 +97,31 @@ class ParameterLoader {
     }
   }
 
-  // Numbers of one byte, as formats/convert.h has them.
+  // Numbers of one byte, as formats/convert.h has them, times the reciprocal of the global scale.
   void load_bytes(const uint8_t* from, float* to) const {
-    const hn::RebindToUnsigned<Tag> d;
-    const hn::Rebind<uint8_t, Tag> d8;
-    const auto nan = hn::Set(d, 0x7FC00000u);
-    for (int i = 0; i < kRows; i += kLanes) {
-      const auto bits = hn::PromoteTo(d, hn::LoadU(d8, from + i));
-      if (codec_.scale_type == formats::ScaleType::e8m0) {
+    if (codec_.scale_type == formats::ScaleType::e8m0) {
+      const hn::RebindToUnsigned<Tag> d;
+      for (int i = 0; i < kRows; i += kLanes) {
+        const auto bits = hn::PromoteTo(d, hn::LoadU(hn::Rebind<uint8_t, Tag>(), from + i));
         const auto value =
             hn::IfThenElse(hn::Eq(bits, hn::Zero(d)), hn::Set(d, 0x00400000u), hn::ShiftLeft<23>(bits));
-        hn::StoreU(hn::BitCast(Tag(), hn::IfThenElse(hn::Eq(bits, hn::Set(d, 0xFFu)), nan, value)), Tag(),
-                   to + i);
-        continue;
+        const auto is_nan = hn::Eq(bits, hn::Set(d, 0xFFu));
+        hn::StoreU(hn::BitCast(Tag(), hn::IfThenElse(is_nan, hn::Set(d, 0x7FC00000u), value)), Tag(), to + i);
       }
-      const auto magnitude = hn::And(bits, hn::Set(d, 0x7Fu));
-      const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(d, 0x80u)));
-      const hn::RebindToSigned<Tag> di;
-      const auto subnormal =
-          hn::BitCast(d, hn::Mul(hn::ConvertTo(Tag(), hn::BitCast(di, magnitude)), hn::Set(Tag(), 0x1p-9f)));
-      const auto normal = hn::Add(hn::ShiftLeft<20>(magnitude), hn::Set(d, 0x3C000000u));
-      const auto finite = hn::IfThenElse(hn::Lt(magnitude, hn::Set(d, 8u)), subnormal, normal);
-      const auto value = hn::Or(hn::IfThenElse(hn::Eq(magnitude, hn::Set(d, 0x7Fu)), nan, finite), sign);
-      hn::StoreU(hn::Div(hn::BitCast(Tag(), value), hn::Set(Tag(), global_scale_)), Tag(), to + i);
+      return;
+    }
+    // First the bits of an f16 of 2^-8 times the value.
+    const hn::Rebind<int16_t, Tag> d;
+    const auto magnitude = hn::Set(d, int16_t{0x3F80});
+    const auto factor = hn::Set(Tag(), 256 / global_scale_);
+    for (int i = 0; i < kRows; i += kLanes) {
+      const auto wide =
+          hn::PromoteTo(d, hn::LoadU(hn::Rebind<int8_t, Tag>(), reinterpret_cast<const int8_t*>(from) + i));
+      const auto value = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d, static_cast<int16_t>(0xBF80)));
+      const auto is_nan = hn::Eq(hn::And(value, magnitude), magnitude);
+      const auto half = hn::IfThenElse(is_nan, hn::Set(d, int16_t{0x7E00}), value);
+      const auto floats = hn::PromoteTo(Tag(), hn::BitCast(hn::Rebind<hwy::float16_t, Tag>(), half));
+      hn::StoreU(hn::Mul(floats, factor), Tag(), to + i);
     }
   }
 
