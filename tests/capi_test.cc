@@ -126,7 +126,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(affine_qdq_args, y);
   EXPECT_NO_TAIL(adam_step, step);
   EXPECT_NO_TAIL(affine_qdq_backward_args, adam);
-  EXPECT_NO_TAIL(weight_view, layout);
+  EXPECT_NO_TAIL(weight_view, global_scale);
   EXPECT_NO_TAIL(packed_weight, version);
   EXPECT_NO_TAIL(qgemm_descriptor, early_start);
   EXPECT_NO_TAIL(qgemm_args, y);

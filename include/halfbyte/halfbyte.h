@@ -966,7 +966,7 @@ typedef struct halfbyte_packed_weight {
   const halfbyte_quant_spec* spec;
   int64_t rows, cols;
   const DLTensor* data; /* u8, of at least halfbyte_packed_weight_bytes */
-  int64_t version;      /* of the form, 1 */
+  int64_t version;      /* of the form, 2 */
 } halfbyte_packed_weight;
 HALFBYTE_API halfbyte_status halfbyte_packed_weight_init(halfbyte_packed_weight* weight, size_t struct_size);
 HALFBYTE_API halfbyte_status halfbyte_packed_weight_bytes(const halfbyte_quant_spec* spec, int64_t rows,

@@ -135,7 +135,7 @@ void bind_weight_plans(nb::module_& module) {
         "def run(self, *, workspace: object = None, stream: object = None, x: object, y: object, "
         "weight: object = None, bias: object = None, codes: object = None, scales: object = None, "
         "zeros: object = None, biases: object = None, absmax: object = None, map: object = None, "
-        "offset: object = None) -> None");
+        "offset: object = None, global_scale: object = None) -> None");
   }
 }
 

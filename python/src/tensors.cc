@@ -727,10 +727,11 @@ void bind_tensors(nb::module_& module) {
       nb::sig("def reorder(spec: QuantSpec | str, rows: int, cols: int, layout: str = 'halfbyte', *, "
               "out: object = None, num_threads: int = 0, stream: object = None, codes: object, "
               "scales: object, zeros: object = None, biases: object = None, absmax: object = None, "
-              "map: object = None, offset: object = None) -> PackedTensor"),
+              "map: object = None, offset: object = None, global_scale: object = None) -> PackedTensor"),
       "The packed form of the tensors that a layout has of a weight [rows, cols]: halfbyte, bitsandbytes, "
       "compressed-tensors or mlx. Codes and zeros: contiguous, any dtype, counted in bytes; scales and "
-      "biases: spec.scale_dtype (u8 with double quantization); absmax, map, offset: f32, on the device. "
+      "biases: spec.scale_dtype (u8 with double quantization); absmax, map, offset, global_scale: f32, on "
+      "the device. "
       "`out`: the memory of the result. Exact. Raises ValueError naming the part.\n\n"
       "    >>> q = halfbyte.quantize(np.ones((32, 64), np.float32), \"affine4\")\n"
       "    >>> mlx = q.pack().unpack(\"mlx\")\n"

@@ -420,6 +420,9 @@ static_assert(kSixteens.inlined && kSixteens.group == 16 && kSixteens.repeats ==
 static_assert(kSixteens.block_bytes == 1024 + 4 * 32 * 3 && kSixteens.padded_groups() == 8);
 static_assert(kSixteens.scale(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 66 &&
               kSixteens.zero(33, 5) == kSixteens.strip_bytes + 1408 + 1024 + 256 + 33);
+constexpr PackedLayout kNvfp4 = packed_layout(64, 128, 4, 16, 1, false, false, false, true);
+static_assert(kNvfp4.block_bytes == 1024 + 4 * 32 && kNvfp4.scale(33, 5) == 4513);
+static_assert(kNvfp4.global_scale == 4608 && kNvfp4.num_bytes == 4864);
 constexpr PackedLayout kEight = packed_layout(32, 2048, 4, 1024, 4, false, false, false, false);
 static_assert(kEight.group == 128 && kEight.repeats == 8 && kEight.weight_groups == 2);
 static_assert(!packed_layout(32, 2048, 4, 1024, 4, false, false, true, false).inlined);
