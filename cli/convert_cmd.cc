@@ -49,7 +49,7 @@ void add_convert_command(CLI::App& app, Command& command) {
   add("IN", arguments->input, "REQUIRED", "A .safetensors file or a model directory")->required();
   add_destination_options(sub, arguments->destination);
   add("--layout", arguments->layout, "LAYOUT",
-      "halfbyte, bitsandbytes, compressed-tensors, mlx, gptq, awq or modelopt")
+      "halfbyte, bitsandbytes, compressed-tensors, mlx, gptq, awq, modelopt, fp8 or gpt-oss")
       ->required();
   sub.add_flag("--requantize", arguments->requantize,
                "Decode what cannot keep its codes, and quantize it as the layout does it");

@@ -101,8 +101,8 @@ void add_quantize_command(CLI::App& app, Command& command) {
   add_destination_options(sub, arguments->destination);
   add("--format", arguments->format, "FORMAT", fmt::format("{} (default nf4)", formats));
   add("--layout", arguments->layout, "LAYOUT",
-      "How the file stores the weights: halfbyte, bitsandbytes, compressed-tensors, mlx, gptq, awq or "
-      "modelopt (default: by format)");
+      "How the file stores the weights: halfbyte, bitsandbytes, compressed-tensors, mlx, gptq, awq, "
+      "modelopt, fp8 or gpt-oss (default: by format)");
   add("--reader", arguments->reader, "NAME",
       "What the output must load in: transformers-5, transformers-4, vllm, mlx-lm or none (default: by "
       "layout)");

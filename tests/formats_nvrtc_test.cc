@@ -80,6 +80,7 @@ __device__ void round_trip(const F* x, u8* codes, void* scales, void* biases, u8
 #define affine_KERNELS(name, bits)                                                         \
   KERNELS(name##_minmax, Kind::affine, Rule::minmax, bits, false, CodeBook{})              \
   KERNELS(name##_mlx_edge, Kind::affine, Rule::mlx_edge, bits, false, CodeBook{})
+#define floating_KERNELS(name, bits) KERNELS(name, Kind::floating, Rule::absmax, bits, false, CodeBook{})
 #define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) kind##_KERNELS(name, bits)
 #include "halfbyte/formats.def"
 

@@ -1249,3 +1249,112 @@ def test_words_with_odd_configs(invoke, tmp_path, key):
         path = gptq_file(tmp_path / f"{number}", {key: value})
         assert invoke("inspect", path).code in (0, BAD_INPUT)
         assert invoke("dequantize", path, "-o", tmp_path / f"out{number}").code in (0, BAD_INPUT)
+
+
+# The tensors of published models: fp8 in rows and in blocks, experts of gpt-oss
+
+
+def published(**changes):
+    """A weight of each form, and what is changed or missing of them."""
+    tensors = {
+        "a.weight": st.Tensor("F8_E4M3", np.arange(8, dtype=np.uint8).reshape(2, 4)),
+        "a.weight_scale": st.from_f32(np.ones((2, 1)), "BF16"),
+        "b.weight": st.Tensor("F8_E4M3", np.arange(6, dtype=np.uint8).reshape(2, 3)),
+        "b.weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32"),
+        "x.experts.c_blocks": st.Tensor("U8", np.arange(16, dtype=np.uint8).reshape(1, 1, 1, 16)),
+        "x.experts.c_scales": st.Tensor("U8", np.full((1, 1, 1), 127, np.uint8)),
+    } | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    header, order = st.header_of(tensors)
+    text = compact(header).encode()
+    text += b" " * (-len(text) % 8)
+    return raw(text, b"".join(tensors[name].data.tobytes() for name in order))
+
+
+def test_published_forms_truncated_anywhere(invoke, tmp_path):
+    content = published()
+    path = tmp_path / "cut.safetensors"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        outcome = invoke("inspect", path)
+        assert outcome.code == BAD_INPUT and outcome.message, f"cut to {length} bytes"
+    path.write_bytes(content)
+    assert json.loads(invoke("inspect", path, "--json", "-").stdout)["num_quantized"] == 3
+
+
+def test_published_forms_with_flipped_bits(invoke, tmp_path):
+    """A bit of every byte: read, or refused with a message; what is read is decoded, too."""
+    content = published()
+    path = tmp_path / "flipped.safetensors"
+    for byte in range(len(content)):
+        flipped = bytearray(content)
+        flipped[byte] ^= 1 << (byte * 3 % 8)
+        path.write_bytes(flipped)
+        outcome = invoke("dequantize", path, "-o", tmp_path / "out.safetensors", "--force")
+        assert outcome.code in (0, BAD_INPUT), f"byte {byte}: exit {outcome.code}: {outcome.message}"
+        assert outcome.code == 0 or outcome.message, f"byte {byte}"
+
+
+def u8(*shape):
+    return st.Tensor("U8", np.zeros(shape, np.uint8))
+
+
+WRONG_PUBLISHED = {
+    "gpt-oss: scales of fewer groups": ({"x__experts__c_scales": u8(1, 1, 2)}, r"must be U8 \[1, 1, 1\]"),
+    "gpt-oss: scales of two axes": ({"x__experts__c_scales": u8(1, 1)}, r"must be U8 \[1, 1, 1\]"),
+    "a weight in two forms": ({"a__weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32")}, "two quantized weights"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PUBLISHED)
+def test_published_forms_that_do_not_fit(refused, tmp_path, name):
+    changes, pattern = WRONG_PUBLISHED[name]
+    path = tmp_path / "in" / "in.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(published(**changes))
+    refused(path, pattern)
+
+
+# Not read: named as quantized by another tool.
+NOT_READ = {
+    "no scales": {"b__weight_scale_inv": None},
+    "scales of bytes": {"b__weight_scale_inv": u8(1, 1)},
+    "scales of other blocks": {"b__weight_scale_inv": st.from_f32(np.ones((2, 1)), "F32")},
+    "scales of one axis": {"a__weight_scale": st.from_f32(np.ones(2), "BF16")},
+    "scales of f64": {"a__weight_scale": st.Tensor("F64", np.ones((2, 1)))},
+    "no columns": {"a__weight": st.Tensor("F8_E4M3", np.zeros((2, 0), np.uint8))},
+    "blocks of 15 bytes": {"x__experts__c_blocks": u8(1, 1, 1, 15)},
+    "blocks of three axes": {"x__experts__c_blocks": u8(1, 1, 16)},
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_published_forms_that_are_not_read(invoke, tmp_path, name):
+    path = tmp_path / "in.safetensors"
+    path.write_bytes(published(**NOT_READ[name]))
+    document = json.loads(invoke("inspect", path, "--json", "-").stdout)
+    assert document["num_quantized"] == 2 and len(document["foreign"]) == 1
+    outcome = invoke("dequantize", path, "-o", tmp_path / "out.safetensors")
+    assert outcome.code == BAD_INPUT and "halfbyte does not read that" in outcome.message
+
+
+@pytest.mark.parametrize("extent", [2**20, 2**40, 2**58, 2**62, 2**63 - 1])
+def test_published_forms_of_huge_extents(invoke, tmp_path, extent):
+    """Tensors without bytes: nothing is allocated for what their shapes say, and no product overflows."""
+    shapes = {
+        "a.weight": ("F8_E4M3", [extent, 0]),
+        "a.weight_scale": ("BF16", [extent, 0]),
+        "b.weight": ("F8_E4M3", [0, extent]),
+        "b.weight_scale_inv": ("F32", [0, extent]),
+        "c.experts.d_blocks": ("U8", [extent, extent, 0, 16]),
+        "c.experts.d_scales": ("U8", [extent, extent, 0]),
+        "c.experts.e_blocks": ("U8", [0, extent, extent, 16]),
+        "c.experts.e_scales": ("U8", [0, extent, extent]),
+    }
+    for names in ([name for name in shapes if name[0] == each] for each in "abc"):
+        header = {name: {"dtype": shapes[name][0], "shape": shapes[name][1], "data_offsets": [0, 0]} for name in names}
+        path = tmp_path / "in.safetensors"
+        path.write_bytes(raw(json.dumps(header)))
+        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # noqa: E731
+        for command in (["inspect", path], ["verify", path], ["dequantize", path, "-o", tmp_path / "out", "--force"]):
+            assert invoke(*command, preexec_fn=limit).code in (0, BAD_INPUT, 4)

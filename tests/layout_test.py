@@ -58,7 +58,14 @@ class Case:
     def granularity(self):
         if self.group_size in ("channel", "tensor"):
             return self.group_size
+        if self.format == "fp8" and self.layout == "compressed-tensors" and self.group_size is None:
+            return "channel"
         return "flat" if self.layout == "bitsandbytes" else "group"
+
+    @property
+    def blocks(self):
+        """Scales are those of 128 rows, too."""
+        return self.format == "fp8" and self.layout != "halfbyte" and self.granularity == "group"
 
     @property
     def resolved_group_size(self):
@@ -66,6 +73,8 @@ class Case:
             return self.group_size
         if self.format in enc.BLOCK_FLOATS:
             return enc.BLOCK_FLOATS[self.format]
+        if self.blocks:
+            return enc.FP8_BLOCK
         return 128 if self.layout in ("compressed-tensors", "gptq", "awq") else 64
 
     @property
@@ -85,6 +94,8 @@ class Case:
             return self.scale_dtype
         if self.format in enc.BLOCK_FLOATS:
             return {"nvfp4": "f8_e4m3", "mxfp4": "f8_e8m0"}[self.format]
+        if self.layout == "fp8":
+            return "f32"
         if self.layout in ("mlx", "compressed-tensors"):
             return SHORT_DTYPE[tensor.dtype]
         if self.layout == "bitsandbytes" or self.double_quant:
@@ -102,6 +113,13 @@ class Case:
     def encode(self, tensor, scale_dtype, fused=()):
         """The weight by the independent encoder. fused: all weights of the same product."""
         dtype = SHORT_DTYPE[tensor.dtype]
+        zero_group_scale = enc.EPSILON.get(scale_dtype) if self.layout in ("compressed-tensors", "fp8") else 0
+        if self.blocks:
+            return enc.encode_fp8_blocks(st.to_f32(tensor), scale_dtype, zero_group_scale)
+        if self.layout == "gpt-oss":
+            encoded = enc.encode(np.ascontiguousarray(np.swapaxes(st.to_f32(tensor), 1, 2)), self.format)
+            encoded.codes = np.swapaxes(encoded.codes, 1, 2)
+            return encoded
         if self.format == "nvfp4":
             absmax = max((np.abs(st.to_f32(each)).max(initial=0) for each in fused), default=None)
             return enc.encode_nvfp4(enc.Groups(st.to_f32(tensor), "group", 16), absmax)
@@ -114,7 +132,7 @@ class Case:
             asymmetric=self.asymmetric,
             rule=self.resolved_rule,
             code_scale="unrounded" if self.layout == "mlx" else "stored",
-            zero_group_scale=enc.EPSILON[dtype] if self.layout == "compressed-tensors" else 0,
+            zero_group_scale=zero_group_scale,
             table=LUT4_TABLE,
         )
 
@@ -206,6 +224,18 @@ def cases():
     yield Case("tiny-llama", "modelopt", "nvfp4")
     yield Case("grouped", "modelopt", "nvfp4")
 
+    yield Case("tiny-llama", "compressed-tensors", "fp8")
+    for group_size in (None, 128, "tensor"):
+        yield Case("blocks", "compressed-tensors", "fp8", group_size)
+    yield Case("blocks", "compressed-tensors", "fp8", 128, scale_dtype="f32")
+    yield Case("tiny-llama", "fp8", "fp8")
+    yield Case("blocks", "fp8", "fp8")
+    for group_size in (None, 128, "channel", "tensor"):
+        yield Case("odd", "halfbyte", "fp8", group_size)
+    yield Case("odd", "halfbyte", "fp8", scale_dtype="bf16")
+    yield Case("experts", "halfbyte", "fp8")
+    yield Case("turned_experts", "gpt-oss", "mxfp4")
+
 
 CASES = {case.id(): case for case in cases()}
 
@@ -269,8 +299,9 @@ def selected(source, layout="bitsandbytes"):
     suffixes = ("_proj.weight",)
     if layout == "mlx" and source.config.get("model_type") == "llama":
         suffixes += ("embed_tokens.weight", "lm_head.weight")
+    rank = 3 if layout == "gpt-oss" else 2
     return {
-        name for name, tensor in source.tensors.items() if name.endswith(suffixes) and tensor.data.ndim >= 2
+        name for name, tensor in source.tensors.items() if name.endswith(suffixes) and tensor.data.ndim >= rank
     }
 
 
@@ -281,6 +312,8 @@ def num_groups(case, shape):
     if case.granularity == "channel":
         return [*shape[:-1], 1]
     size = case.resolved_group_size
+    if case.blocks:
+        return [*shape[:-2], *(-(-extent // size) for extent in shape[-2:])]
     if case.granularity == "flat":
         return [-(-int(np.prod(shape)) // size)]
     return [*shape[:-1], -(-shape[-1] // size)]
@@ -294,6 +327,12 @@ def expected_parts(case, name, tensor):
     scale_count = int(np.prod(groups))
     bits = enc.bits_of(case.format)
     scale_dtype = (enc.FILE_DTYPE | {"f8_e4m3": "F8_E4M3", "f8_e8m0": "F8_E8M0"})[case.resolved_scale_dtype(tensor)]
+    if case.format == "fp8" and case.layout != "halfbyte":
+        ending = "_scale_inv" if case.layout == "fp8" else "_scale"
+        return {name: ("F8_E4M3", shape), f"{name}{ending}": (scale_dtype, groups)}
+    if case.layout == "gpt-oss":
+        scales = [shape[0], shape[2], shape[1] // 32]
+        return {f"{name}_blocks": ("U8", [*scales, 16]), f"{name}_scales": ("U8", scales)}
     if case.format in enc.BLOCK_FLOATS and case.layout != "halfbyte":
         codes = ("U8", [*shape[:-1], shape[-1] // 2])
         scales = ("F8_E4M3" if case.format == "nvfp4" else "U8", groups)

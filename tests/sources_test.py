@@ -53,6 +53,7 @@ AWQ = {
     f"{P}.scales": zeros("F16", 2, 64),
 }
 FP8_BLOCKS = {f"{P}.weight": zeros("F8_E4M3", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
+FP8_E5M2 = {f"{P}.weight": zeros("F8_E5M2", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
 FP8_CHANNELS = {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale": zeros("BF16", 64, 1)}
 FP8_TENSOR = {
     f"{P}.weight": zeros("F8_E4M3", 64, 256),
@@ -78,7 +79,6 @@ NVFP4_MODELOPT = {
     f"{P}.input_scale": zeros("F32"),
 }
 MXFP4 = {f"{P}.weight_packed": zeros("U8", 64, 128), f"{P}.weight_scale": zeros("U8", 64, 8)}
-GPT_OSS = {f"{E}_blocks": zeros("U8", 2, 64, 8, 16), f"{E}_scales": zeros("U8", 2, 64, 8)}
 
 
 def random_bytes(dtype, *shape, below=256, seed=1):
@@ -140,25 +140,19 @@ FOREIGN = {
     ),
     "awq-tensors": (AWQ, {}, ("awq", "awq", "tensors"), {"bits": 8, "group_size": 128}),
     "fp8-blocks": (
-        FP8_BLOCKS,
+        FP8_E5M2,
         {
             "quantization_config": {
                 "quant_method": "fp8",
-                "fmt": "e4m3",
+                "fmt": "e5m2",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128],
             }
         },
         ("fp8", "fp8", "config.json"),
-        {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
+        {"weight_block_size": [128, 128], "fmt": "e5m2", "activation_scheme": "dynamic"},
     ),
-    "fp8-blocks-tensors": (FP8_BLOCKS, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [128, 128]}),
-    "fp8-compressed-tensors": (
-        FP8_CHANNELS,
-        compressed(("float-quantized", CHANNEL_FP8, DYNAMIC_FP8)),
-        ("fp8", "compressed-tensors", "config.json"),
-        SCHEME_FP8 | {"activations": "float8 token dynamic"},
-    ),
+    "fp8-blocks-tensors": (FP8_E5M2, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [128, 128]}),
     "fp8-tensors": (FP8_TENSOR, {}, ("fp8", None, "tensors"), {"granularity": "tensor"}),
     "fp8-modelopt": (
         FP8_TENSOR,
@@ -167,7 +161,7 @@ FOREIGN = {
         {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "granularity": "tensor"},
     ),
     "fp8-experts": (
-        {E: zeros("F8_E4M3", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 2, 1)},
+        {E: zeros("F8_E5M2", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 2, 1)},
         {},
         ("fp8", "fp8", "tensors"),
         {"weight_block_size": [128, 128]},
@@ -194,9 +188,9 @@ FOREIGN = {
     ),
     "llm.int8-tensors": (LLM_INT8, {}, ("llm.int8", "bitsandbytes", "tensors"), {"granularity": "channel"}),
     "gpt-oss": (
-        GPT_OSS,
+        {"block.0.mlp.mlp1_weight.blocks": zeros("U8", 2, 64, 8, 16), "block.0.mlp.mlp1_weight.scales": zeros("U8", 2, 64, 8)},
         {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
-        ("mxfp4", "gpt-oss", "config.json"),
+        ("mxfp4", "gpt-oss", "tensors"),
         {"group_size": 32},
     ),
     "mlx-mxfp4": (
@@ -301,14 +295,20 @@ def test_foreign_quantization_beside_a_layout(halfbyte, tmp_path):
 
 
 def with_random_values(tensors):
-    """The tensors of a block float weight, with values: scales between 2^-6 and 2^0, or about that."""
+    """The tensors of a weight, with values: scales between 2^-6 and 2^0, or about that."""
     values = {}
     for name, tensor in tensors.items():
-        if tensor.dtype == "F8_E4M3":
+        if tensor.dtype == "F8_E4M3" and not name.endswith("_scale"):  # codes: any but NaN
+            codes = random_bytes("U8", *tensor.data.shape).data
+            values[name] = st.Tensor("F8_E4M3", np.where(codes & 0x7F == 0x7F, 0x10, codes).astype(np.uint8))
+        elif tensor.dtype in ("BF16", "F32") and "global" not in name and "scale_2" not in name:
+            scales = np.random.default_rng(3).uniform(0.5, 2, tensor.data.shape).astype(np.float32)
+            values[name] = st.from_f32(scales, tensor.dtype)
+        elif tensor.dtype == "F8_E4M3":
             values[name] = st.Tensor("F8_E4M3", random_bytes("U8", *tensor.data.shape, below=48, seed=2).data + 8)
         elif tensor.dtype == "F32":
             values[name] = st.Tensor("F32", np.full(tensor.data.shape, 0.37 if "_scale_2" in name else 2.7, "<f4"))
-        elif name.endswith("_scale"):
+        elif name.endswith(("_scale", "_scales")):
             values[name] = st.Tensor("U8", random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120)
         else:
             values[name] = random_bytes("U8", *tensor.data.shape)
@@ -329,12 +329,30 @@ BLOCK_FLOATS = {
     ),
     "modelopt": (NVFP4_MODELOPT, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
 }
+FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+BLOCK_FP8 = CHANNEL_FP8 | {"strategy": "block", "block_structure": [128, 128]}
+FP8 = {
+    "fp8-channels": (FP8_CHANNELS, compressed(("float-quantized", CHANNEL_FP8, DYNAMIC_FP8))),
+    "fp8-tensor": (
+        FP8_CHANNELS | {f"{P}.weight_scale": zeros("F32", 1), f"{P}.input_scale": zeros("F32", 1)},
+        compressed(("float-quantized", CHANNEL_FP8 | {"strategy": "tensor"}, None)),
+    ),
+    "fp8-ct-blocks": (
+        {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale": zeros("BF16", 3, 3)},
+        compressed(("float-quantized", BLOCK_FP8, None)),
+    ),
+    "fp8-blocks": (FP8_BLOCKS, FP8_CONFIG),
+    "fp8-short-blocks": (
+        {f"{P}.weight": zeros("F8_E4M3", 300, 256), f"{P}.weight_scale_inv": zeros("F32", 3, 2)},
+        FP8_CONFIG,
+    ),
+}
 
 
-@pytest.mark.parametrize("form", BLOCK_FLOATS)
-def test_block_floats_are_a_source(halfbyte, tmp_path, form):
+@pytest.mark.parametrize("form", BLOCK_FLOATS | FP8)
+def test_published_models_are_a_source(halfbyte, tmp_path, form):
     """Decoded by rows and quantized: with codes of 8 bits the error is small against the decoded weight."""
-    tensors, config = BLOCK_FLOATS[form]
+    tensors, config = (BLOCK_FLOATS | FP8)[form]
     tensors = with_random_values(tensors)
     hf_quant_config = {"quantization": {"quant_algo": "NVFP4"}} if form == "modelopt" else None
     files = {"hf_quant_config": hf_quant_config} if hf_quant_config else {}
@@ -352,8 +370,8 @@ def test_block_floats_are_a_source(halfbyte, tmp_path, form):
         halfbyte("quantize", path, "-o", tmp_path / "int8", "--format", "int8", "--json", "-").stdout
     )
     (row,) = [row for row in report["weights"] if row["quantized"]]
-    name = "mxfp4" if form == "mxfp4" else "nvfp4"
-    layout = "modelopt" if form == "modelopt" else "compressed-tensors"
+    name = "fp8" if form in FP8 else "mxfp4" if form == "mxfp4" else "nvfp4"
+    layout = {"modelopt": "modelopt", "fp8-blocks": "fp8", "fp8-short-blocks": "fp8"}.get(form, "compressed-tensors")
     assert row["note"] == f"decoded from {name} ({layout}), against which the error is"
     quantized, _ = st.read_directory(tmp_path / "int8")
     output = json.loads((tmp_path / "int8" / "config.json").read_text())
@@ -387,15 +405,114 @@ def test_conversions_between_block_floats_keep_codes_and_scales(halfbyte, tmp_pa
             assert back[name].data.tobytes() == ct[name].data.tobytes(), name
 
 
+def test_conversions_between_fp8_keep_codes_and_scales(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "fp8", "--format", "fp8", "--layout", "fp8")
+    halfbyte("convert", tmp_path / "fp8", "-o", tmp_path / "ct", "--layout", "compressed-tensors")
+    halfbyte("convert", tmp_path / "ct", "-o", tmp_path / "own", "--layout", "halfbyte")
+    halfbyte("convert", tmp_path / "own", "-o", tmp_path / "back", "--layout", "fp8")
+    config = json.loads((tmp_path / "ct" / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert weights["strategy"] == "block" and weights["block_structure"] == [128, 128]
+    fp8, ct, back = (st.read_directory(tmp_path / each)[0] for each in ("fp8", "ct", "back"))
+    names = [name.removesuffix("_scale_inv") for name in fp8 if name.endswith("_scale_inv")]
+    assert len(names) == 28 and set(fp8) == set(back)
+    for name in names:
+        assert ct[name].data.tobytes() == fp8[name].data.tobytes()
+        assert st.to_f32(ct[f"{name}_scale"]).tobytes() == fp8[f"{name}_scale_inv"].data.tobytes()
+    for name in fp8:
+        assert back[name].data.tobytes() == fp8[name].data.tobytes(), name
+    # Rows with scales of their own are no blocks.
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "rows", "--format", "fp8", "--layout", "halfbyte", "--group-size", 128)
+    message = halfbyte("convert", tmp_path / "rows", "-o", tmp_path / "no", "--layout", "fp8", expect=BAD_INPUT).stderr
+    assert "layout fp8: has a scale for a group of 128 rows, in which they differ" in message
+
+
+def gpt_oss_model(path, experts=3, width=96, hidden=64):
+    """Experts of two layers as gpt-oss has them, with biases."""
+    rng = np.random.default_rng(5)
+    tensors = {"lm_head.weight": dense(32, hidden)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for name, rows, cols in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+            shape = (experts, rows, cols // 32)
+            tensors[f"{prefix}.{name}_blocks"] = st.Tensor("U8", rng.integers(0, 256, (*shape, 16), np.uint8))
+            tensors[f"{prefix}.{name}_scales"] = st.Tensor("U8", rng.integers(110, 130, shape, np.uint8))
+            tensors[f"{prefix}.{name}_bias"] = st.from_f32(rng.standard_normal((experts, rows)), "BF16")
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return write_model(path, tensors, config), tensors, config
+
+
+def test_experts_of_gpt_oss_are_converted_exactly(halfbyte, tmp_path):
+    """One tensor of all experts, whose gate and up take turns, and a matrix for each: the same codes and exponents."""
+    path, tensors, config = gpt_oss_model(tmp_path / "in")
+    assert inspect(halfbyte, path)["foreign"] == []
+    options = ["--layout", "compressed-tensors", "--reader", "none"]
+    halfbyte("convert", path, "-o", tmp_path / "ct", *options)
+    ct, _ = st.read_directory(tmp_path / "ct")
+    rows = {"gate_proj": ("gate_up_proj", slice(0, None, 2)), "up_proj": ("gate_up_proj", slice(1, None, 2))}
+    rows["down_proj"] = ("down_proj", slice(None))
+    seen = {"lm_head.weight"}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for expert in range(3):
+            for own, (fused, part) in rows.items():
+                name = f"{prefix}.{expert}.{own}"
+                packed, scale, bias = (ct[f"{name}.{each}"] for each in ("weight_packed", "weight_scale", "bias"))
+                blocks = tensors[f"{prefix}.{fused}_blocks"].data[expert][part]
+                assert np.array_equal(packed.data, blocks.reshape(len(blocks), -1))
+                assert scale.dtype == "U8" and np.array_equal(scale.data, tensors[f"{prefix}.{fused}_scales"].data[expert][part])
+                assert np.array_equal(bias.data, tensors[f"{prefix}.{fused}_bias"].data[expert][part])
+                seen |= {f"{name}.weight_packed", f"{name}.weight_scale", f"{name}.bias"}
+    assert set(ct) == seen
+    halfbyte("convert", tmp_path / "ct", "-o", tmp_path / "back", "--layout", "gpt-oss")
+    back, _ = st.read_directory(tmp_path / "back")
+    assert set(back) == set(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and back[name].data.tobytes() == tensor.data.tobytes(), name
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_gpt_oss_is_a_source(halfbyte, tmp_path):
+    path, tensors, config = gpt_oss_model(tmp_path / "in")
+    found = unpack.weights(tensors, config)
+    halfbyte("dequantize", path, "-o", tmp_path / "dense", "--dtype", "f32")
+    decoded, _ = st.read_directory(tmp_path / "dense")
+    assert set(decoded) == {"lm_head.weight", *found, *(f"{name}_bias" for name in found)}
+    for name, weight in found.items():  # the transpose
+        assert np.array_equal(decoded[name].data, weight.weights), name
+    # From the dense model to the same values; and each expert of either model for itself.
+    halfbyte("quantize", tmp_path / "dense", "-o", tmp_path / "again", "--format", "mxfp4", "--layout", "gpt-oss")
+    again, _ = st.read_directory(tmp_path / "again")
+    other = unpack.weights(again, config)
+    for name, weight in found.items():
+        bound = 2.0**-2 * np.abs(weight.weights).max()
+        assert np.abs(other[name].weights - weight.weights).max() <= bound
+        assert again[f"{name}_blocks"].data.shape == tensors[f"{name}_blocks"].data.shape
+    for source in ("in", "dense"):
+        options = ["--format", "fp8", "--layout", "fp8", "--reader", "none"]
+        halfbyte("quantize", tmp_path / source, "-o", tmp_path / f"{source}-fp8", *options)
+        fp8, _ = st.read_directory(tmp_path / f"{source}-fp8")
+        config = json.loads((tmp_path / f"{source}-fp8" / "config.json").read_text())
+        experts = unpack.weights(fp8, config)
+        assert len(experts) == 2 * 3 * 3
+        for name, weight in experts.items():
+            layer, expert, part = re.fullmatch(r"model\.layers\.(\d)\.mlp\.experts\.(\d)\.(\w+)\.weight", name).groups()
+            fused = "down_proj" if part == "down_proj" else "gate_up_proj"
+            rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}[part]
+            wanted = found[f"model.layers.{layer}.mlp.experts.{fused}"].weights[int(expert)].T[rows]
+            assert np.abs(weight.weights - wanted).max() <= 2.0**-4 * np.abs(wanted).max()
+
+
 def test_groups_of_several_methods(halfbyte, tmp_path):
-    other = {name.replace("up_proj", "down_proj"): tensor for name, tensor in FP8_CHANNELS.items()}
-    groups = [("nvfp4-pack-quantized", GROUP_FP4, None), ("float-quantized", CHANNEL_FP8, None)]
-    groups.append(("float-quantized", CHANNEL_FP8 | {"strategy": "tensor"}, None))
+    other = {name.replace("up_proj", "down_proj"): tensor for name, tensor in INT8.items()}
+    groups = [("nvfp4-pack-quantized", GROUP_FP4, None), ("int-quantized", CHANNEL_INT8, None)]
+    groups.append(("int-quantized", CHANNEL_INT8 | {"strategy": "tensor"}, None))
     path = write_model(tmp_path / "in", NVFP4 | other, compressed(*groups))
     found = {entry["method"]: entry for entry in inspect(halfbyte, path)["foreign"]}
-    assert set(found) == {"fp8"} and found["fp8"]["num_weights"] == 1  # nvfp4 is read
-    assert found["fp8"]["parameters"]["strategy"] == ["channel", "tensor"]
-    assert "CompressedTensorsDequantizer" in found["fp8"]["advice"]
+    assert set(found) == {"int8"} and found["int8"]["num_weights"] == 1  # nvfp4 is read
+    assert found["int8"]["parameters"]["strategy"] == ["channel", "tensor"]
+    assert "CompressedTensorsDequantizer" in found["int8"]["advice"]
 
 
 def test_a_config_left_over_refuses_nothing(halfbyte, tmp_path):
@@ -414,7 +531,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("tensors", [FP8_BLOCKS, READ], ids=["foreign", "read"])
+@pytest.mark.parametrize("tensors", [FP8_TENSOR, READ], ids=["foreign", "read"])
 def test_configs_of_strangers(cli, tmp_path, tensors):
     """Whatever a config says, the tool answers with a weight, or an error of its input."""
     odd = [None, 1, "x", [], {}, [1], {"a": 1}, True, -1e300]

@@ -14,6 +14,8 @@ VERIFY, USAGE = 4, 2
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
+EXPERTS = "model.layers.0.mlp.experts"
+GATE_UP = f"{EXPERTS}.gate_up_proj"
 
 
 class Checkpoint:
@@ -43,7 +45,23 @@ def quantized(halfbyte, tmp_path_factory):
     halfbyte("quantize", TINY_LLAMA, "-o", path / "compressed-tensors", "--format", "nvfp4")
     halfbyte("quantize", TINY_LLAMA, "-o", path / "modelopt", "--format", "nvfp4", "--layout", "modelopt")
     halfbyte("quantize", TINY_LLAMA, "-o", path / "mxfp4", "--format", "mxfp4", "--layout", "compressed-tensors")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "fp8", "--format", "fp8", "--layout", "fp8")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "float-quantized", "--format", "fp8")
+    make_gpt_oss(path / "gpt-oss")
     return path
+
+
+def make_gpt_oss(path):
+    """Experts of a layer in one tensor, and what a config says of them."""
+    path.mkdir()
+    tensors = {"lm_head.weight": st.from_f32(np.ones((8, 32)), "BF16")}
+    for name, rows in (("gate_up_proj", 8), ("down_proj", 4)):
+        shape = (2, rows, 1)
+        tensors[f"{EXPERTS}.{name}_blocks"] = st.Tensor("U8", np.full((*shape, 16), 0x21, np.uint8))
+        tensors[f"{EXPERTS}.{name}_scales"] = st.Tensor("U8", np.full(shape, 120, np.uint8))
+    st.write(path / "model.safetensors", tensors)
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def rename(c, before, after):
@@ -53,6 +71,11 @@ def rename(c, before, after):
 def reshape_scale(c):
     dtype, data = c.tensors[f"{Q}_scale"]
     c.tensors[f"{Q}_scale"] = st.Tensor(dtype, np.ascontiguousarray(data[:, 1:]))
+
+
+def cut_scales(c, name):
+    dtype, data = c.tensors[name]
+    c.tensors[name] = st.Tensor(dtype, np.ascontiguousarray(data[..., :-1]))
 
 
 def reshape_codes(c):
@@ -185,6 +208,55 @@ FAULTS = {
         "config-ignore",
         Q,
     ),
+    "fp8 without scale": ("fp8", lambda c: c.tensors.pop(f"{Q}_scale_inv"), "scale-missing", Q),
+    "fp8 without codes": ("fp8", lambda c: c.tensors.pop(Q), "codes-missing", Q),
+    "shape of block scales": ("fp8", lambda c: cut_scales(c, f"{Q}_scale_inv"), "scale-shape", Q),
+    "block scales of another dtype": (
+        "fp8",
+        lambda c: c.tensors.update({f"{Q}_scale_inv": st.Tensor("U8", np.zeros((2, 2), np.uint8))}),
+        "scale-dtype",
+        Q,
+    ),
+    "NaN block scale": ("fp8", lambda c: put(c, f"{Q}_scale_inv", NAN, 1), "scale-nan", Q),
+    "negative block scale": ("fp8", lambda c: put(c, f"{Q}_scale_inv", -1, 1), "scale-negative", Q),
+    "NaN code": ("fp8", lambda c: put(c, Q, 0xFF), "code-nan", Q),
+    "blocks of config": (
+        "fp8",
+        lambda c: c.config["quantization_config"].update(weight_block_size=[64, 64]),
+        "config-group-size",
+        "config.json",
+    ),
+    "method of config": (
+        "fp8",
+        lambda c: c.config["quantization_config"].update(quant_method="modelopt"),
+        "config-format",
+        "config.json",
+    ),
+    "rows without scale": ("float-quantized", lambda c: c.tensors.pop(f"{Q}_scale"), "scale-missing", Q),
+    "infinite scale of a row": (
+        "float-quantized",
+        lambda c: put(c, f"{Q}_scale", 0x7F80),
+        "scale-nan",
+        Q,
+    ),
+    "NaN code of a row": ("float-quantized", lambda c: put(c, Q, 0x7F), "code-nan", Q),
+    "format of config, float-quantized": (
+        "float-quantized",
+        lambda c: c.config["quantization_config"].update(format="pack-quantized"),
+        "config-format",
+        "config.json",
+    ),
+    "experts without scales": ("gpt-oss", lambda c: c.tensors.pop(f"{GATE_UP}_scales"), "scale-missing", GATE_UP),
+    "experts without codes": ("gpt-oss", lambda c: c.tensors.pop(f"{GATE_UP}_blocks"), "codes-missing", GATE_UP),
+    "shape of scales of experts": ("gpt-oss", lambda c: cut_scales(c, f"{GATE_UP}_scales"), "scale-shape", GATE_UP),
+    "shape of codes of experts": ("gpt-oss", lambda c: cut_scales(c, f"{GATE_UP}_blocks"), "codes-shape", GATE_UP),
+    "NaN exponent of experts": ("gpt-oss", lambda c: put(c, f"{GATE_UP}_scales", 0xFF), "scale-nan", GATE_UP),
+    "method of config, gpt-oss": (
+        "gpt-oss",
+        lambda c: c.config["quantization_config"].update(quant_method="fp8"),
+        "config-format",
+        "config.json",
+    ),
     "hidden size": ("compressed-tensors", lambda c: set_config(c, hidden_size=512), "config-shape", Q),
     "vocabulary": (
         "compressed-tensors",
@@ -195,7 +267,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "mxfp4"])
+@pytest.mark.parametrize(
+    "layout", ["compressed-tensors", "modelopt", "mxfp4", "fp8", "float-quantized", "gpt-oss"]
+)
 def test_what_is_written_has_no_faults(halfbyte, quantized, layout):
     assert json.loads(halfbyte("verify", quantized / layout, "--json", "-").stdout)["faults"] == []
 

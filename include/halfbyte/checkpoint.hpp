@@ -280,6 +280,9 @@ class CheckpointWriter {
   HALFBYTE_API void set(const std::string& name, const QuantizedTensor& form,
                         std::function<QuantizedTensor()> make);
 
+  // A weight of base that the output does not have. One that base does not have either is passed over.
+  HALFBYTE_API void leave_out(const std::string& name);
+
   // Writes all; once. Error(bad_input) for scales or biases that are not finite, for zero points that are no
   // codes, and for weights of base that are neither given nor in the layout; Error(usage) where the reader
   // cannot load a weight as it was given. Unless options.verify is false, an independent unpacker reads the
@@ -311,7 +314,8 @@ struct ConvertOptions {
 // biases become those that make every code decode to the same f32. Where the layout cannot hold them so,
 // throws Error(bad_input) that names the first weight and what it would lose, unless options.requantize.
 // Scales have the dtype of the model's weights where the layout wants it and it holds them, otherwise the one
-// that they have. Other weights and files are copied. Memory: the weights of one file of the output. The
+// that they have. Experts that gpt-oss has in one tensor become a weight each in other layouts, and the
+// reverse, biases too. Other weights and files are copied. Memory: the weights of one file of the output. The
 // report has the notes "requantized: ...", with the error against the decoded input.
 HALFBYTE_API CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
                                                  const ConvertOptions& options);

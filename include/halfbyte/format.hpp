@@ -18,13 +18,13 @@ enum class Format : uint8_t {
 #undef HALFBYTE_FORMAT
 };
 
-enum class FormatKind : uint8_t { table, integer, affine };
+enum class FormatKind : uint8_t { table, integer, affine, floating };
 
 // How a group gets its scale (and zero point or bias) from its statistics. qmin and qmax are the bounds of
 // the signed codes, and L = 2^bits - 1. src/formats/codec.h has the definition.
 enum class ScaleRule : uint8_t {
-  absmax,      // absmax / qmax; table formats: absmax / (largest magnitude of the table). Scales that are
-               // powers of two: absmax / 4, with a mantissa below 1.75 rounded down and others up
+  absmax,      // absmax / qmax; tables and floating codes: absmax / (the largest magnitude of a code). Scales
+               // that are powers of two: absmax / 4, with a mantissa below 1.75 rounded down and others up
   half_range,  // absmax / ((qmax - qmin) / 2)
   signed_max,  // (the value of largest magnitude) / qmin: the scale may be negative
   minmax,      // integer: (max - min) / L over the range extended to contain 0, with a zero point;
@@ -100,7 +100,17 @@ HALFBYTE_API void check_encoding(const QuantSpec& spec, const Encoding& encoding
 
 // How quantized weights are stored: where codes, scales, zero points and biases lie, in files and in memory
 // (docs/formats.md).
-enum class Layout : uint8_t { halfbyte, bitsandbytes, compressed_tensors, mlx, gptq, awq, modelopt };
+enum class Layout : uint8_t {
+  halfbyte,
+  bitsandbytes,
+  compressed_tensors,
+  mlx,
+  gptq,
+  awq,
+  modelopt,
+  fp8,
+  gpt_oss
+};
 HALFBYTE_API const char* to_string(Layout layout);  // "halfbyte", "compressed-tensors", ...
 HALFBYTE_API Layout parse_layout(std::string_view word);
 

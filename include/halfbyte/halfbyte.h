@@ -123,6 +123,7 @@ enum {
   HALFBYTE_FORMAT_AFFINE8 = 15,
   HALFBYTE_FORMAT_NVFP4 = 16,
   HALFBYTE_FORMAT_MXFP4 = 17,
+  HALFBYTE_FORMAT_FP8 = 18,
 };
 
 typedef int32_t halfbyte_scale_rule;
@@ -157,6 +158,8 @@ enum {
   HALFBYTE_LAYOUT_GPTQ = 4,
   HALFBYTE_LAYOUT_AWQ = 5,
   HALFBYTE_LAYOUT_MODELOPT = 6,
+  HALFBYTE_LAYOUT_FP8 = 7,
+  HALFBYTE_LAYOUT_GPT_OSS = 8,
 };
 
 /* What a checkpoint is to load in. */

@@ -12,7 +12,17 @@ namespace halfbyte::python {
 namespace {
 
 const char* to_string(FormatKind kind) {
-  return kind == FormatKind::table ? "table" : kind == FormatKind::integer ? "integer" : "affine";
+  switch (kind) {
+    case FormatKind::table:
+      return "table";
+    case FormatKind::integer:
+      return "integer";
+    case FormatKind::affine:
+      return "affine";
+    case FormatKind::floating:
+      return "floating";
+  }
+  return "";
 }
 
 // Where this interpreter imports packages from, and so those of CUDA. Only the names are read here.

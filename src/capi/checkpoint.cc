@@ -40,6 +40,10 @@ constexpr halfbyte_layout layout_of(Layout layout) {
       return HALFBYTE_LAYOUT_AWQ;
     case Layout::modelopt:
       return HALFBYTE_LAYOUT_MODELOPT;
+    case Layout::fp8:
+      return HALFBYTE_LAYOUT_FP8;
+    case Layout::gpt_oss:
+      return HALFBYTE_LAYOUT_GPT_OSS;
   }
   return HALFBYTE_UNSET;
 }

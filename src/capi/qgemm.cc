@@ -49,8 +49,8 @@ WeightView weight_view_of(const halfbyte_weight_view* given, const char* name) {
   view.spec = spec_of(c.spec, (prefix + "spec").c_str());
   view.rows = c.rows;
   view.cols = c.cols;
-  if (c.layout < 0 || c.layout > HALFBYTE_LAYOUT_MODELOPT)
-    refuse("{}layout must be 0 to {}, got {}", prefix, int{HALFBYTE_LAYOUT_MODELOPT}, c.layout);
+  if (c.layout < 0 || c.layout > HALFBYTE_LAYOUT_GPT_OSS)
+    refuse("{}layout must be 0 to {}, got {}", prefix, int{HALFBYTE_LAYOUT_GPT_OSS}, c.layout);
   view.layout = static_cast<Layout>(c.layout);
   view.device = codes.device;
   const WeightViewBytes bytes = weight_view_bytes(view.spec, view.rows, view.cols, view.layout);
@@ -104,7 +104,7 @@ QgemmDescriptor descriptor_of(const halfbyte_qgemm_descriptor* given) {
   descriptor.transposed = flag_of(c.transposed, "descriptor.transposed");
   descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");
   descriptor.packed = flag_of(c.packed, "descriptor.packed");
-  descriptor.layout = enum_of(c.layout, Layout::modelopt, "descriptor.layout");
+  descriptor.layout = enum_of(c.layout, Layout::gpt_oss, "descriptor.layout");
   descriptor.bias = flag_of(c.bias, "descriptor.bias");
   descriptor.accumulate = flag_of(c.accumulate, "descriptor.accumulate");
   descriptor.math = enum_of(c.math, QgemmMath::f64, "descriptor.math");

@@ -206,6 +206,7 @@ constexpr FormatId kFormatIds[] = {
     {HALFBYTE_FORMAT_AFFINE4, Format::affine4},   {HALFBYTE_FORMAT_AFFINE5, Format::affine5},
     {HALFBYTE_FORMAT_AFFINE6, Format::affine6},   {HALFBYTE_FORMAT_AFFINE8, Format::affine8},
     {HALFBYTE_FORMAT_NVFP4, Format::nvfp4},       {HALFBYTE_FORMAT_MXFP4, Format::mxfp4},
+    {HALFBYTE_FORMAT_FP8, Format::fp8},
 };
 constexpr Format kFormats[] = {
 #define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) Format::name,

@@ -28,12 +28,14 @@ constexpr const formats::CodeBook* kBooks[] = {
 #define HALFBYTE_BOOK_table(name) &formats::books::name
 #define HALFBYTE_BOOK_integer(name) nullptr
 #define HALFBYTE_BOOK_affine(name) nullptr
+#define HALFBYTE_BOOK_floating(name) nullptr
 #define HALFBYTE_FORMAT(name, kind, bits, default_rule, scales, group) HALFBYTE_BOOK_##kind(name),
 #include "halfbyte/formats.def"
 #undef HALFBYTE_FORMAT
 #undef HALFBYTE_BOOK_table
 #undef HALFBYTE_BOOK_integer
 #undef HALFBYTE_BOOK_affine
+#undef HALFBYTE_BOOK_floating
 };
 
 constexpr std::array<Word<ScaleRule>, 5> kScaleRules{{{ScaleRule::absmax, "absmax"},
@@ -47,17 +49,20 @@ constexpr std::array<Word<Granularity>, 4> kGranularities{{{Granularity::tensor,
                                                            {Granularity::group, "group"},
                                                            {Granularity::flat, "flat"}}};
 
-constexpr std::array<Word<Layout>, 7> kLayouts{{{Layout::halfbyte, "halfbyte"},
+constexpr std::array<Word<Layout>, 9> kLayouts{{{Layout::halfbyte, "halfbyte"},
                                                 {Layout::bitsandbytes, "bitsandbytes"},
                                                 {Layout::compressed_tensors, "compressed-tensors"},
                                                 {Layout::mlx, "mlx"},
                                                 {Layout::gptq, "gptq"},
                                                 {Layout::awq, "awq"},
-                                                {Layout::modelopt, "modelopt"}}};
+                                                {Layout::modelopt, "modelopt"},
+                                                {Layout::fp8, "fp8"},
+                                                {Layout::gpt_oss, "gpt-oss"}}};
 
 bool rule_fits(const FormatInfo& format, bool asymmetric, ScaleRule rule) {
   switch (format.kind) {
     case FormatKind::table:
+    case FormatKind::floating:
       return rule == ScaleRule::absmax;
     case FormatKind::affine:
       return rule == ScaleRule::minmax || rule == ScaleRule::mlx_edge;
@@ -229,7 +234,7 @@ formats::Codec make_codec(const QuantSpec& spec, const Encoding& encoding) {
   return codec;
 }
 
-static_assert(static_cast<int>(FormatKind::affine) == static_cast<int>(formats::Kind::affine));
+static_assert(static_cast<int>(FormatKind::floating) == static_cast<int>(formats::Kind::floating));
 static_assert(static_cast<int>(ScaleRule::mlx_edge) == static_cast<int>(formats::Rule::mlx_edge));
 
 }  // namespace halfbyte

@@ -7,7 +7,7 @@
 
 namespace halfbyte::formats {
 
-enum class Kind : u8 { table, integer, affine };
+enum class Kind : u8 { table, integer, affine, floating };
 enum class Rule : u8 { absmax, half_range, signed_max, minmax, mlx_edge };
 
 // A format with all its choices made: what a kernel needs to know of a QuantSpec.
@@ -26,7 +26,9 @@ struct Codec {
   constexpr bool operator==(const Codec&) const = default;
 
   HALFBYTE_FN int levels() const { return q_max - q_min; }  // largest stored code
-  HALFBYTE_FN int highest_code() const { return kind == Kind::table ? book.code_of_rank[15] : levels(); }
+  HALFBYTE_FN int highest_code() const {
+    return kind == Kind::table ? book.code_of_rank[15] : kind == Kind::floating ? kLargestE4m3 : levels();
+  }
 };
 
 // The parameters of a group. `scale` and `bias` are stored; codes are decided by code_scale, code_bias.
@@ -47,6 +49,8 @@ HALFBYTE_FN F decode(int code, F scale, F bias, int zero_point, const Codec& cod
       return static_cast<F>(codec.book.values[code]) * scale;
     case Kind::integer:
       return static_cast<F>(code + codec.q_min - zero_point) * scale;
+    case Kind::floating:
+      return static_cast<F>(e4m3_to_f32(static_cast<u8>(code))) * scale;
     case Kind::affine:
       break;
   }
@@ -139,6 +143,7 @@ HALFBYTE_FN RuleParams<F> rule_params(F min, F max, const Codec& codec) {
       // A power of two is that of absmax over that of the largest value, 4: rounding it decides the rest.
       const F largest = codec.scale_type == ScaleType::e8m0 ? 4
                         : codec.kind == Kind::table         ? static_cast<F>(codec.book.max_magnitude)
+                        : codec.kind == Kind::floating      ? static_cast<F>(kMaxE4m3)
                                                             : static_cast<F>(codec.q_max);
       if (absmax != 0) scale = nonzero_quotient(absmax, largest);
       break;
@@ -230,6 +235,10 @@ HALFBYTE_FN int encode(F x, const GroupParams<F>& params, const Codec& codec) {
       const F low = static_cast<F>(codec.q_min - params.zero_point);
       const F high = static_cast<F>(codec.q_max - params.zero_point);
       return static_cast<int>(round_half_even(clamp(x / scale, low, high)) - low);
+    }
+    case Kind::floating: {
+      constexpr F kMost = static_cast<F>(kMaxE4m3);
+      return scale == 0 ? 0 : to_e4m3(clamp(x / scale, -kMost, kMost));
     }
     case Kind::affine:
       break;

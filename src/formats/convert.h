@@ -81,6 +81,8 @@ HALFBYTE_FN u16 to_f16(double x) { return f32_to_f16(round_to_odd(x)); }
 
 // E4M3 without infinity (OCP 8-bit floating point 1.0): bias 7, largest 448 (0x7E), NaN 0x7F, subnormals in
 // steps of 2^-9. What rounds to more than 448 is NaN.
+inline constexpr u8 kLargestE4m3 = 0x7E;
+inline constexpr float kMaxE4m3 = 448;
 HALFBYTE_FN float e4m3_to_f32(u8 bits) {
   const u32 magnitude = bits & 0x7Fu;
   const u32 sign = (bits & 0x80u) << 24;

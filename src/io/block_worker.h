@@ -57,6 +57,7 @@ struct BlockWorker {
   Buffer dense;          // the elements of a block: as read, or as decoded
   NativeBuffers native;  // what is between
   Buffer stored;         // bytes as they are in the file; has no mirror
+  Buffer untiled;        // elements of a block that are still to be tiles; likewise
 
  private:
   // After a failure: what is in flight must not outlive its memory.

@@ -166,7 +166,7 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   check_shape(quantized);
   Weight weight{quantized.name, quantized.shape, quantized.dtype, quantized.layout, quantized.spec, {}, 0};
   weight.note = quantized.note;
-  if (stored.transposed) std::ranges::reverse(weight.shape);
+  weight.shape = stored.model_shape();
   for (const Part& part : parts_of(quantized)) {
     const auto found = checkpoint.by_name.find(part.name);
     HALFBYTE_CHECK(found != checkpoint.by_name.end(), bad_input,
@@ -199,6 +199,8 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
 
 void find_transposed(Checkpoint::Impl& checkpoint) {
   std::optional<Architecture> architecture;
+  for (StoredWeight& stored : checkpoint.quantized)
+    stored.transposed = layout_info(stored.weight.layout).turns_experts;
   const auto may_be = [](const StoredWeight& stored) {
     return layout_info(stored.weight.layout).turns_conv1d && stored.weight.shape.size() == 2;
   };
@@ -212,7 +214,20 @@ void find_transposed(Checkpoint::Impl& checkpoint) {
   }
 }
 
+// Of config.json, or of the metadata of a file that stands alone.
+std::optional<DType> find_model_dtype(const Checkpoint::Impl& checkpoint) {
+  if (!checkpoint.config.empty()) return dtype_of_config(checkpoint.config);
+  for (const auto& [key, value] : checkpoint.files.front().metadata) try {
+      if (key == kWordMetadata)
+        if (const auto config = word_config(value, "__metadata__: " + key)) return config->dtype;
+    } catch (const Error&) {
+      // The tensors tell the rest.
+    }
+  return std::nullopt;
+}
+
 void make_weights(Checkpoint::Impl& checkpoint) {
+  checkpoint.model_dtype = find_model_dtype(checkpoint).value_or(DType::bf16);
   FoundWeights found;
   for (const LayoutInfo* layout : all_layouts()) layout->match(checkpoint, found);
   for (QuantizedWeight& weight : found.weights) checkpoint.quantized.push_back({std::move(weight)});
@@ -373,17 +388,23 @@ void Decoder::decode(const Weight& weight, int64_t begin, int64_t count, DType d
   decode_stored(*quantized, begin, count, dtype, out);
 }
 
-// Each column [in] of the range is a run of a row of what is stored.
+// Each column [in] of the range is a run of a row of what is stored, in each of its matrices.
 void Decoder::decode_transposed(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
                                 std::byte* out) {
-  const int64_t in = quantized.weight.shape[1], cols = quantized.weight.shape[0], size = size_of(dtype);
-  for (int64_t column = 0; column < cols; ++column) {
-    const RowRange rows = rows_of_column(begin, begin + count, column, cols);
-    std::byte* const run = column_.reserve((rows.end - rows.begin) * size);
-    decode_stored(quantized, column * in + rows.begin, rows.end - rows.begin, dtype, run);
-    for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memcpy(out + (row * cols + column - begin) * size, run + (row - rows.begin) * size,
-                  static_cast<size_t>(size));
+  const std::vector<int64_t>& shape = quantized.weight.shape;
+  const int64_t in = shape.back(), cols = shape[shape.size() - 2], size = size_of(dtype), matrix = in * cols;
+  for (const int64_t end = begin + count; begin < end;) {
+    const int64_t first = begin / matrix * matrix, low = begin - first, high = std::min(end - first, matrix);
+    for (int64_t column = 0; column < cols; ++column) {
+      const RowRange rows = rows_of_column(low, high, column, cols);
+      std::byte* const run = column_.reserve((rows.end - rows.begin) * size);
+      decode_stored(quantized, first + column * in + rows.begin, rows.end - rows.begin, dtype, run);
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        std::memcpy(out + (row * cols + column - low) * size, run + (row - rows.begin) * size,
+                    static_cast<size_t>(size));
+    }
+    out += (high - low) * size;
+    begin = first + high;
   }
 }
 
@@ -422,6 +443,12 @@ void Decoder::decode_dense(const Weight& weight, int64_t begin, int64_t count, D
 }
 
 }  // namespace io
+
+std::vector<int64_t> io::StoredWeight::model_shape() const {
+  std::vector<int64_t> shape = weight.shape;
+  if (transposed) std::swap(shape[shape.size() - 2], shape[shape.size() - 1]);
+  return shape;
+}
 
 const io::StoredWeight* Checkpoint::Impl::quantized_weight(const Weight& weight) const {
   const int index = quantized_of[static_cast<size_t>(&weight - weights.data())];

@@ -25,10 +25,12 @@ using Metadata = std::vector<std::pair<std::string, std::string>>;
 struct StoredWeight {
   QuantizedWeight weight;                         // as stored
   std::array<const StoredTensor*, 5> parts = {};  // by role, without the constants
-  // The model has the transpose of what is stored, [in, out]: a Conv1D that bitsandbytes made a linear layer.
+  // The model has the transpose of what is stored, [in, out] or [E, in, out]: a Conv1D that bitsandbytes made
+  // a linear layer, experts of gpt-oss.
   bool transposed = false;
 
   const StoredTensor& part(Role role) const { return *parts[static_cast<size_t>(role)]; }
+  std::vector<int64_t> model_shape() const;
 };
 
 }  // namespace io
@@ -51,6 +53,9 @@ struct Checkpoint::Impl {
   std::string config, index;
   std::map<std::string, std::string> quantization_configs;  // names of other files -> their texts
   bool has_adapter_config = false;                          // of PEFT, and no model beside it
+  // Of weights whose tensors do not tell it: that of the config, or of the metadata of a file that stands
+  // alone; bf16 where neither says it.
+  DType model_dtype = DType::bf16;
   std::vector<Weight> weights;
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;
@@ -99,11 +104,12 @@ class Decoder {
   explicit Decoder(const Checkpoint::Impl& checkpoint) : checkpoint_(checkpoint) {}
   // As Checkpoint::decode; `weight` must be one of the checkpoint's own, the range within it.
   void decode(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
+  // Elements in the order of what is stored, which is another where the model has the transpose.
+  void decode_stored(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
+                     std::byte* out);
 
  private:
   void decode_dense(const Weight& weight, int64_t begin, int64_t count, DType dtype, std::byte* out);
-  void decode_stored(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
-                     std::byte* out);
   void decode_transposed(const StoredWeight& quantized, int64_t begin, int64_t count, DType dtype,
                          std::byte* out);
 

@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "core/words.h"
 #include "io/json.h"
+#include "io/layout.h"
 #include "io/limits.h"
 
 namespace halfbyte::io {
@@ -42,28 +43,33 @@ Json bitsandbytes_entry(const ModelQuantization& q) {
           {"llm_int8_skip_modules", q.dense_modules}};
 }
 
+Json fp8_block() { return Json::array({kFp8Block, kFp8Block}); }
+
 // Its readers refuse keys that they do not know: no more than these.
 Json compressed_tensors_entry(const ModelQuantization& q) {
   const bool grouped = q.spec.granularity == Granularity::group, global = has_global_scale(q.spec);
   const FormatInfo& format = info(q.spec.format);
+  const bool fp8 = q.spec.format == Format::fp8, blocks = fp8 && grouped;
   Json weights = {{"num_bits", format.bits},
-                  {"type", format.scale_dtype ? "float" : "int"},
+                  {"type", format.scale_dtype || fp8 ? "float" : "int"},
                   {"symmetric", !q.spec.asymmetric},
-                  {"strategy", global ? "tensor_group" : to_string(q.spec.granularity)},
-                  {"group_size", grouped ? Json(q.spec.group_size) : Json()},
+                  {"strategy", global   ? "tensor_group"
+                               : blocks ? "block"
+                                        : to_string(q.spec.granularity)},
+                  {"group_size", grouped && !blocks ? Json(q.spec.group_size) : Json()},
                   {"dynamic", false}};
+  if (blocks) weights["block_structure"] = fp8_block();
   if (format.scale_dtype)
     weights["scale_dtype"] = weights["zp_dtype"] = global ? "torch.float8_e4m3fn" : "torch.uint8";
   const Json group = {{"targets", Json::array({"Linear"})},
                       {"input_activations", nullptr},
                       {"output_activations", nullptr},
                       {"weights", weights}};
-  Json entry = {
-      {"quant_method", "compressed-tensors"},
-      {"format", format.scale_dtype ? fmt::format("{}-pack-quantized", format.name) : "pack-quantized"},
-      {"quantization_status", "compressed"},
-      {"ignore", q.dense_modules},
-      {"config_groups", Json::object({{"group_0", group}})}};
+  Json entry = {{"quant_method", "compressed-tensors"},
+                {"format", compressed_tensors_format(q.spec.format)},
+                {"quantization_status", "compressed"},
+                {"ignore", q.dense_modules},
+                {"config_groups", Json::object({{"group_0", group}})}};
   if (q.decompressed) entry["run_compressed"] = false;
   return entry;
 }
@@ -142,6 +148,43 @@ Json modelopt_entry(const ModelQuantization& q) {
           {"ignore", q.dense_modules}};
 }
 
+Json fp8_entry(const ModelQuantization& q) {
+  return {{"quant_method", "fp8"},
+          {"fmt", "e4m3"},
+          {"activation_scheme", "dynamic"},
+          {"weight_block_size", fp8_block()},
+          {"modules_to_not_convert", q.dense_modules}};
+}
+
+Json gpt_oss_entry(const ModelQuantization& q) {
+  return {{"quant_method", "mxfp4"}, {"modules_to_not_convert", q.dense_modules}};
+}
+
+// The "quantization_config" of a layout.
+Json entry_of(const ModelQuantization& q) {
+  switch (q.layout) {
+    case Layout::bitsandbytes:
+      return bitsandbytes_entry(q);
+    case Layout::compressed_tensors:
+      return compressed_tensors_entry(q);
+    case Layout::mlx:
+      return mlx_entry(q);
+    case Layout::halfbyte:
+      return halfbyte_entry(q.spec);
+    case Layout::gptq:
+      return gptq_entry(q);
+    case Layout::awq:
+      return awq_entry(q);
+    case Layout::modelopt:
+      return modelopt_entry(q);
+    case Layout::fp8:
+      return fp8_entry(q);
+    case Layout::gpt_oss:
+      return gpt_oss_entry(q);
+  }
+  HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(q.layout));
+}
+
 std::string lower_case(std::string text) {
   for (char& c : text)
     if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
@@ -204,6 +247,13 @@ nlohmann::json config_json(const std::string& config) {
 }
 
 void check_config(const std::string& config) { config_json(config); }
+
+std::string compressed_tensors_format(Format format) {
+  if (format == Format::fp8) return "float-quantized";
+  return info(format).scale_dtype ? fmt::format("{}-pack-quantized", info(format).name) : "pack-quantized";
+}
+
+const char* quant_method(Layout layout) { return layout == Layout::gpt_oss ? "mxfp4" : to_string(layout); }
 
 const char* torch_name(DType dtype) { return word_of(kTorchNames, dtype); }
 
@@ -285,10 +335,7 @@ std::optional<DType> dtype_of_config(const std::string& config) {
 }
 
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype) {
-  Json entry = quantization.layout == Layout::gptq       ? gptq_entry(quantization)
-               : quantization.layout == Layout::awq      ? awq_entry(quantization)
-               : quantization.layout == Layout::modelopt ? modelopt_entry(quantization)
-                                                         : compressed_tensors_entry(quantization);
+  Json entry = entry_of(quantization);
   if (with_dtype) entry["dtype"] = torch_name(quantization.weight_dtype);
   return with_dtype ? entry.dump() : dump(entry);
 }
@@ -305,30 +352,8 @@ std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dum
 
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization) {
   Json json = parse_config(config);
-  switch (quantization.layout) {
-    case Layout::bitsandbytes:
-      json["quantization_config"] = bitsandbytes_entry(quantization);
-      break;
-    case Layout::compressed_tensors:
-      json["quantization_config"] = compressed_tensors_entry(quantization);
-      break;
-    case Layout::mlx:
-      json["quantization"] = mlx_entry(quantization);
-      json["quantization_config"] = mlx_entry(quantization);
-      break;
-    case Layout::halfbyte:
-      json["quantization_config"] = halfbyte_entry(quantization.spec);
-      break;
-    case Layout::gptq:
-      json["quantization_config"] = gptq_entry(quantization);
-      break;
-    case Layout::awq:
-      json["quantization_config"] = awq_entry(quantization);
-      break;
-    case Layout::modelopt:
-      json["quantization_config"] = modelopt_entry(quantization);
-      break;
-  }
+  if (quantization.layout == Layout::mlx) json["quantization"] = mlx_entry(quantization);
+  json["quantization_config"] = entry_of(quantization);
   return dump_config(json);
 }
 

@@ -27,6 +27,10 @@ void check_config(const std::string& config);
 // "quant_method" of a config that has a quantization ("mlx" where it names none); empty if it has none.
 std::string quant_method(const std::string& config);
 
+// What configs call a layout, and what those of compressed-tensors call the form of a format.
+const char* quant_method(Layout layout);
+std::string compressed_tensors_format(Format format);
+
 // How many bits and which groups an MLX model has: its tensors alone do not tell.
 struct MlxGrid {
   int bits = 0;
@@ -77,8 +81,8 @@ struct ModelQuantization {
   bool decompressed = false;               // of compressed-tensors: when the model is loaded
 };
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization);
-// The "quantization_config" of that alone, of gptq, awq, and block floats of compressed-tensors and modelopt:
-// what other files say, and, with the dtype of the weights, the metadata of a file that stands alone.
+// The "quantization_config" of that alone, of weights whose tensors do not tell their dtype: what other files
+// say, and, with the dtype of the weights, the metadata of a file that stands alone.
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype);
 // Other files of a model directory that say so: of gptq, for old readers. Their names and texts.
 std::map<std::string, std::string> files_beside_config(const ModelQuantization& quantization);

@@ -1,6 +1,8 @@
 // Writes the weights of a checkpoint in another layout, with the codes that they have.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 
@@ -9,6 +11,7 @@
 #include "io/architecture.h"
 #include "io/checkpoint.h"
 #include "io/config.h"
+#include "io/experts.h"
 #include "io/progress.h"
 #include "io/recode.h"
 #include "io/safetensors.h"
@@ -20,13 +23,134 @@ namespace {
 // One weight on its way to the other layout. Its loading is repeated where it is written, so that no more
 // than the weights of a file are in memory.
 struct Item {
-  const Weight* weight;
-  bool turned = false;        // is [in, out] in the model, and [out, in] in the other layout
+  std::string name;                     // in the output
+  const Weight* weight;                 // of the input: of experts that become one tensor the first
+  bool turned = false;                  // is [in, out] in the model, and [out, in] in the other layout
+  std::optional<ExpertRows> rows = {};  // of the tensor of all experts, which this one is of
+  std::vector<std::pair<const Weight*, ExpertRows>> experts = {};  // that this is made of
   std::string lost = {};      // why it cannot keep its codes; empty: it does
   QuantizedTensor form = {};  // in the other layout, without its parts
   double signal = 0, noise = 0, max_error = 0;
   int64_t max_error_index = 0;
 };
+
+// Error(bad_input) where experts do not make up a tensor.
+QuantizedTensor all_experts(const Checkpoint& from, const Item& item) {
+  const int64_t step = item.experts.front().second.step, count = std::ssize(item.experts);
+  const Weight& first = *item.weight;
+  const int64_t rows = first.shape[0];
+  std::vector<char> seen(static_cast<size_t>(count));
+  const auto check = [&](const Weight& weight, bool fits) {
+    HALFBYTE_CHECK(fits, bad_input, "convert: \"{}\" does not fit the other experts of \"{}\"",
+                   printable(weight.name), printable(item.name));
+  };
+  for (const auto& [weight, own] : item.experts) {
+    const int64_t place = own.expert * step + own.first;
+    check(*weight, weight->shape == first.shape && weight->spec == first.spec && weight->shape.size() == 2 &&
+                       own.expert < count && place < count && seen[static_cast<size_t>(place)]++ == 0);
+  }
+  check(first, count % step == 0 && first.spec.granularity == Granularity::group &&
+                   !first.spec.double_quant && !has_global_scale(first.spec));
+  QuantizedTensor all(first.spec, {count / step, rows * step, first.shape[1]}, *first.dtype);
+  for (const auto& [weight, own] : item.experts) put_rows(load_weight(from, weight->name), own, all);
+  return all;
+}
+
+// As it is in the input, but for the form of experts.
+QuantizedTensor load(const Checkpoint& from, const Item& item) {
+  if (!item.experts.empty()) return all_experts(from, item);
+  if (!item.rows) return load_weight(from, item.weight->name);
+  const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
+  return take_rows(load_expert(from.impl(), stored, item.rows->expert), *item.rows,
+                   stored.weight.shape[1] / item.rows->step);
+}
+
+// The biases of experts in the form that their weights get, and what they were. `made`: the names of weights
+// that change theirs.
+struct Biases {
+  std::vector<std::pair<std::string, Tensor>> tensors;
+  std::vector<std::string> replaced;
+};
+Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
+  const Checkpoint::Impl& impl = from.impl();
+  Biases biases;
+  const auto read = [&](const Weight& bias) {
+    Tensor tensor({}, *bias.dtype, bias.shape);
+    impl.read(impl.tensors[static_cast<size_t>(bias.parts.front())], 0,
+              {tensor.data(), static_cast<size_t>(tensor.num_bytes())});
+    return tensor;
+  };
+  const auto copy = [](const Tensor& of_one, const ExpertRows& rows, const Tensor& all, bool apart) {
+    const int64_t size = size_of(all.dtype()), cols = all.shape()[1];
+    for (int64_t i = 0; i < of_one.num_elements(); ++i) {
+      std::byte* const one = of_one.data() + i * size;
+      std::byte* const other = all.data() + (rows.expert * cols + rows.first + i * rows.step) * size;
+      std::memcpy(apart ? one : other, apart ? other : one, static_cast<size_t>(size));
+    }
+  };
+  for (const Item& item : items) {
+    if (item.rows) {
+      const Weight* bias = from.find(item.weight->name + "_bias");
+      if (bias == nullptr || bias->layout || !bias->dtype || bias->shape.size() != 2) continue;
+      const std::string name = module_of(item.name) + ".bias";
+      const auto own = expert_of(name);
+      HALFBYTE_CHECK(own && bias->shape[0] > own->rows.expert && bias->shape[1] % own->rows.step == 0,
+                     bad_input, "convert: \"{}\" does not fit \"{}\"", printable(bias->name),
+                     printable(item.weight->name));
+      const Tensor tensor({}, *bias->dtype, {bias->shape[1] / own->rows.step});
+      copy(tensor, own->rows, read(*bias), true);
+      biases.tensors.emplace_back(name, tensor);
+      biases.replaced.push_back(bias->name);
+    } else if (!item.experts.empty()) {
+      std::optional<Tensor> all;
+      size_t found = 0;
+      for (const auto& [weight, rows] : item.experts) {
+        const Weight* bias = from.find(module_of(weight->name) + ".bias");
+        if (bias == nullptr || bias->layout || !bias->dtype || bias->shape.size() != 1) continue;
+        const int64_t count = std::ssize(item.experts) / rows.step, out = weight->shape[0];
+        if (!all) all.emplace(Device{}, *bias->dtype, std::vector<int64_t>{count, out * rows.step});
+        HALFBYTE_CHECK(bias->shape[0] == out && *bias->dtype == all->dtype(), bad_input,
+                       "convert: \"{}\" does not fit the other experts of \"{}\"", printable(bias->name),
+                       printable(item.name));
+        copy(read(*bias), rows, *all, false);
+        biases.replaced.push_back(bias->name);
+        ++found;
+      }
+      if (!all) continue;
+      HALFBYTE_CHECK(found == item.experts.size(), bad_input,
+                     "convert: of the experts of \"{}\" some have a bias, and some have none",
+                     printable(item.name));
+      biases.tensors.emplace_back(item.name + "_bias", *all);
+    }
+  }
+  return biases;
+}
+
+// What the output has for the quantized weights of the input.
+std::vector<Item> items_of(const Checkpoint& from, const LayoutInfo& layout) {
+  std::vector<Item> items;
+  std::map<std::string, size_t> fused;  // where they are among the items
+  for (const Weight& weight : from.weights()) {
+    if (!weight.layout) continue;
+    const StoredWeight& stored = *from.impl().quantized_weight(weight);
+    const bool of_all = layout_info(*weight.layout).turns_experts;
+    if (of_all && !layout.turns_experts) {
+      for (ExpertName& name : experts_of(weight.name, stored.weight.shape[0]))
+        items.push_back({std::move(name.own), &weight, false, name.rows});
+      HALFBYTE_CHECK(!items.empty() && items.back().weight == &weight &&
+                         stored.weight.shape[1] % items.back().rows->step == 0,
+                     bad_input, "convert: \"{}\" [{}] is no tensor of experts that have names in layout {}",
+                     printable(weight.name), fmt::join(stored.weight.shape, ", "), layout.name);
+    } else if (const auto name = layout.turns_experts && !of_all ? expert_of(weight.name) : std::nullopt) {
+      const auto [place, added] = fused.emplace(name->fused, items.size());
+      if (added) items.push_back({name->fused, &weight});
+      items[place->second].experts.emplace_back(&weight, name->rows);
+    } else {
+      items.push_back({weight.name, &weight});
+    }
+  }
+  return items;
+}
 
 // The rule and groups of the layout for codes of as many bits.
 QuantizeOptions nearest_options(const LayoutInfo& layout, const Weight& weight) {
@@ -53,10 +177,12 @@ QuantizeOptions nearest_options(const LayoutInfo& layout, const Weight& weight) 
 // The values of the weight, quantized as the layout does it; what this changes, in `item`.
 QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DType dtype, Item& item) {
   const Weight& weight = *item.weight;
-  const int64_t n = num_elements(weight);
-  std::vector<float> x(static_cast<size_t>(n)), y(x.size());
-  from.decode(weight, 0, n, DType::f32, x.data());
   const std::vector<int64_t>& shape = item.form.shape;
+  std::vector<float> x(static_cast<size_t>(num_elements(shape))), y(x.size());
+  if (item.rows || !item.experts.empty())
+    dequantize(load(from, item), {x.data(), DType::f32, shape, {}, {}});
+  else
+    from.decode(weight, 0, std::ssize(x), DType::f32, x.data());
   if (item.turned) {
     for (int64_t row = 0; row < shape[0]; ++row)
       for (int64_t col = 0; col < shape[1]; ++col)
@@ -84,10 +210,11 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
 
 // What is not of the codes themselves; empty where nothing keeps them from being used.
 std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const Item& item) {
+  if (item.rows || !item.experts.empty()) return "";
   const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
   if (!stored.weight.words.order.empty())
     return "its groups are of columns in another order (act-order), which is not written";
-  if (stored.transposed != item.turned)
+  if (stored.transposed != item.turned && !layout_info(stored.weight.layout).turns_experts)
     return fmt::format("layout {}: holds this Conv1D as {}, and its groups are of the other axis",
                        layout.name, item.turned ? "[out, in]" : "[in, out]");
   return "";
@@ -109,8 +236,8 @@ CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& item
   report.layout = layout.layout;
   for (const Item& item : items) {
     WeightReport& row = report.weights.emplace_back();
-    row.name = item.weight->name;
-    row.shape = item.weight->shape;
+    row.name = item.name;
+    row.shape = item.rows || !item.experts.empty() ? item.form.shape : item.weight->shape;
     row.dtype = dtype_to_safetensors(*item.weight->dtype);
     row.quantized = true;
     row.note = note_of(item);
@@ -148,11 +275,10 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
     return module && module->kind == io::ModuleKind::conv1d && weight.shape.size() == 2;
   };
 
-  std::vector<io::Item> items;
+  std::vector<io::Item> items = io::items_of(from, layout);
+  for (io::Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
   const io::Item* first_lost = nullptr;
   int64_t num_lost = 0;
-  for (const Weight& weight : from.weights())
-    if (weight.layout) items.push_back({&weight, is_turned(weight)});
   HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", io::printable(input));
   CheckpointWriter writer(output, {.layout = options.layout,
                                    .base = input,
@@ -169,13 +295,14 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
     const Weight& weight = *item.weight;
     item.lost = io::refuse_form(from, layout, item);
     if (item.lost.empty()) {
-      const io::Recoded recoded = io::recode(load_weight(from, weight.name), layout, dtype_of(weight));
+      const io::Recoded recoded = io::recode(io::load(from, item), layout, dtype_of(weight));
       item.lost = recoded.lost;
       if (recoded.weight)
         item.form = io::form_of(recoded.weight->spec, recoded.weight->shape, recoded.weight->dtype);
     }
     if (!item.lost.empty() && options.requantize) {
       std::vector<int64_t> shape = weight.shape;
+      if (item.rows || !item.experts.empty()) shape = io::load(from, item).shape;
       if (item.turned) std::ranges::reverse(shape);
       item.form = io::form_of(io::resolve_spec(layout, io::nearest_options(layout, weight), dtype_of(weight)),
                               shape, dtype_of(weight));
@@ -185,27 +312,33 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   HALFBYTE_CHECK(num_lost == 0 || options.requantize, bad_input,
                  "convert: {} of {} weights cannot be converted with the codes that they have; the first is "
                  "\"{}\": {}. With requantize (--requantize) they are decoded and quantized anew",
-                 num_lost, items.size(), io::printable(first_lost->weight->name), first_lost->lost);
+                 num_lost, items.size(), io::printable(first_lost->name), first_lost->lost);
   if (options.dry_run) {
     CheckpointReport report = io::planned(layout, items);
     report.input = input;
     report.output = output;
     return report;
   }
+  for (const io::Item& item : items) {
+    if (item.rows) writer.leave_out(item.weight->name);
+    for (const auto& expert : item.experts) writer.leave_out(expert.first->name);
+  }
+  io::Biases biases = io::convert_biases(from, items);
+  for (const std::string& name : biases.replaced) writer.leave_out(name);
+  for (auto& [name, tensor] : biases.tensors) writer.set(name, std::move(tensor));
   for (io::Item& item : items) {
     const Weight& weight = *item.weight;
-    writer.set(
-        weight.name, item.form, [&from, &layout, &item, dtype = dtype_of(weight)]() -> QuantizedTensor {
-          std::optional<QuantizedTensor> made;
-          if (item.lost.empty())
-            made = io::recode(load_weight(from, item.weight->name), layout, dtype).weight;
-          else
-            made = io::requantized(from, layout, dtype, item);
-          from.impl().check_unchanged(*item.weight);  // since `from` was opened: the writer opened it later
-          HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
-                         io::printable(item.weight->name));
-          return *std::move(made);
-        });
+    writer.set(item.name, item.form, [&from, &layout, &item, dtype = dtype_of(weight)]() -> QuantizedTensor {
+      std::optional<QuantizedTensor> made;
+      if (item.lost.empty())
+        made = io::recode(io::load(from, item), layout, dtype).weight;
+      else
+        made = io::requantized(from, layout, dtype, item);
+      from.impl().check_unchanged(*item.weight);  // since `from` was opened: the writer opened it later
+      HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
+                     io::printable(item.weight->name));
+      return *std::move(made);
+    });
   }
   // Memory for what comes after the output is there: taken before.
   struct Requantized {
@@ -214,7 +347,7 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   };
   std::unordered_map<std::string_view, Requantized> requantized;
   for (const io::Item& item : items)
-    if (!item.lost.empty()) requantized.emplace(item.weight->name, Requantized{&item, io::note_of(item)});
+    if (!item.lost.empty()) requantized.emplace(item.name, Requantized{&item, io::note_of(item)});
   std::string path = input;
   CheckpointReport report = writer.finish();
   report.input = std::move(path);

@@ -151,7 +151,7 @@ void Dequantizer::find_places() {
     const int64_t cols = weight.shape.empty() ? 1 : weight.shape.back();
     Place place{outputs_.size(), 0, cols, 1};
     if (const StoredWeight* quantized = input_.quantized_weight(weight); quantized && quantized->transposed)
-      place = {outputs_.size(), 0, 1, quantized->weight.shape[0]};
+      place = {outputs_.size(), 0, 1, weight.shape.back()};
     places_.push_back(place);
     outputs_.push_back(whole_weight(weight, i));
   }
@@ -224,19 +224,25 @@ void Dequantizer::write_elements(OutputCheckpoint& writer, size_t weight, int64_
   const StoredTensor& tensor = writer.tensor(outputs_[place.output].name);
   if (!place.turned())
     return writer.write(tensor, static_cast<uint64_t>((place.first + begin) * size), bytes);
-  // Rows as they are stored: of those that are turned when they are read, the columns.
+  // Rows as they are stored: of those that are turned when they are read, the columns. Matrix by matrix.
   const StoredWeight* quantized = input_.quantized_weight(input_.weights[weight]);
-  const int64_t cols = quantized ? quantized->weight.cols() : input_.weights[weight].shape.back();
-  const int64_t end = begin + static_cast<int64_t>(bytes.size()) / size;
+  const std::vector<int64_t>& shape = quantized ? quantized->weight.shape : input_.weights[weight].shape;
+  const int64_t cols = shape.back(), matrix = shape[shape.size() - 2] * cols;
+  const std::byte* from = bytes.data();
   std::vector<std::byte> run;
-  for (int64_t column = 0; column < cols; ++column) {
-    const RowRange rows = rows_of_column(begin, end, column, cols);
-    run.resize(static_cast<size_t>((rows.end - rows.begin) * size));
-    for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memcpy(run.data() + (row - rows.begin) * size, bytes.data() + (row * cols + column - begin) * size,
-                  static_cast<size_t>(size));
-    writer.write(tensor, static_cast<uint64_t>((place.first + column * place.col_stride + rows.begin) * size),
-                 run);
+  for (const int64_t end = begin + static_cast<int64_t>(bytes.size()) / size; begin < end;) {
+    const int64_t first = begin / matrix * matrix, low = begin - first, high = std::min(end - first, matrix);
+    for (int64_t column = 0; column < cols; ++column) {
+      const RowRange rows = rows_of_column(low, high, column, cols);
+      run.resize(static_cast<size_t>((rows.end - rows.begin) * size));
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        std::memcpy(run.data() + (row - rows.begin) * size, from + (row * cols + column - low) * size,
+                    static_cast<size_t>(size));
+      const int64_t at = place.first + first + column * place.col_stride + rows.begin;
+      writer.write(tensor, static_cast<uint64_t>(at * size), run);
+    }
+    from += (high - low) * size;
+    begin = first + high;
   }
 }
 

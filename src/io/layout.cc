@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/format.h"
 #include "io/columnwise.h"
@@ -12,7 +13,9 @@
 namespace halfbyte::io {
 namespace {
 
-constexpr int64_t kWordBytes = 4;  // of packed zero points
+constexpr int64_t kWordBytes = 4;                                        // of packed zero points
+constexpr DType kScaleDTypes[] = {DType::f32, DType::f16, DType::bf16};  // that files have
+constexpr DType kF32[] = {DType::f32}, kF16[] = {DType::f16};
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -30,7 +33,13 @@ int64_t zeros_unit(const QuantizedWeight& weight) {
 // Words for the zero points of so many rows, in one group.
 int64_t zero_words(int64_t rows, int bits) { return (rows * bits + 8 * kWordBytes - 1) / (8 * kWordBytes); }
 
+// Of the scales of a row.
+int64_t scale_row_bytes(const QuantizedWeight& weight, const Block& block) {
+  return block.shape.groups_per_row * size_of(weight.spec.scale_dtype);
+}
+
 int64_t stored_row_bytes(const QuantizedWeight& weight, const QuantShape& shape) {
+  if (weight.spec.format == Format::fp8) return shape.row_bytes;  // no layout has words of them
   return round_up(shape.row_bytes, layout_info(weight.layout).row_align_bytes);
 }
 
@@ -40,7 +49,7 @@ int64_t rows_per_matrix(const QuantizedWeight& weight) {
 }
 
 template <class T, class ToText>
-void check_allowed(const LayoutInfo& layout, const char* what, const std::vector<T>& allowed, T value,
+void check_allowed(const LayoutInfo& layout, const char* what, std::span<const T> allowed, T value,
                    const ToText& text) {
   if (allowed.empty() || std::ranges::find(allowed, value) != allowed.end()) return;
   std::string words;
@@ -102,11 +111,9 @@ int64_t QuantizedWeight::rows() const {
 
 std::span<const LayoutInfo* const> all_layouts() {
   // In the order of preference for a format that several hold.
-  static const std::array<const LayoutInfo*, 7> layouts = {
-      &bitsandbytes_layout(), &compressed_tensors_layout(),
-      &mlx_layout(),          &halfbyte_layout(),
-      &gptq_layout(),         &awq_layout(),
-      &modelopt_layout()};
+  static const std::array<const LayoutInfo*, 9> layouts = {
+      &bitsandbytes_layout(), &compressed_tensors_layout(), &mlx_layout(), &halfbyte_layout(), &gptq_layout(),
+      &awq_layout(),          &modelopt_layout(),           &fp8_layout(), &gpt_oss_layout()};
   return layouts;
 }
 
@@ -122,6 +129,23 @@ const LayoutInfo& default_layout(Format format) {
   HALFBYTE_FAIL(bug, "no layout for format {}", info(format).name);
 }
 
+std::span<const Granularity> granularities_of(const LayoutInfo& layout, Format format) {
+  return format == Format::fp8 && !layout.fp8_granularities.empty() ? layout.fp8_granularities
+                                                                    : layout.granularities;
+}
+
+std::span<const int64_t> group_sizes_of(const LayoutInfo& layout, Format format) {
+  static constexpr int64_t kBlocks[] = {kFp8Block};
+  if (format == Format::fp8 && !layout.fp8_granularities.empty()) return kBlocks;
+  return layout.group_sizes;
+}
+
+int64_t scale_rows_of(const LayoutInfo& layout, const QuantSpec& spec) {
+  const bool blocks = spec.format == Format::fp8 && !layout.fp8_granularities.empty() &&
+                      spec.granularity == Granularity::group;
+  return blocks ? kFp8Block : 1;
+}
+
 QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options, DType dtype) {
   const auto word = [](auto value) { return to_string(value); };
   QuantSpec spec;
@@ -129,7 +153,7 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
   spec.asymmetric = options.asymmetric;
   spec.double_quant = options.double_quant;
   spec.table = options.table;
-  check_allowed(layout, "format", layout.formats, spec.format, [](Format f) { return info(f).name; });
+  check_allowed<Format>(layout, "format", layout.formats, spec.format, [](Format f) { return info(f).name; });
   HALFBYTE_CHECK(layout.asymmetric || !spec.asymmetric, usage,
                  "layout {}: has no zero points: asymmetric must be off", layout.name);
   HALFBYTE_CHECK(layout.double_quant || !spec.double_quant, usage,
@@ -143,12 +167,17 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
     check_spec(spec);
     return spec;
   }
-  spec.granularity = options.granularity.value_or(layout.granularities.front());
-  check_allowed(layout, "granularity", layout.granularities, spec.granularity, word);
+  const std::span<const Granularity> granularities = granularities_of(layout, spec.format);
+  const std::span<const int64_t> group_sizes = group_sizes_of(layout, spec.format);
+  // Who wants groups of a size wants groups.
+  const bool has_groups = std::ranges::find(granularities, Granularity::group) != granularities.end();
+  spec.granularity = options.granularity.value_or(options.group_size && has_groups ? Granularity::group
+                                                                                   : granularities.front());
+  check_allowed(layout, "granularity", granularities, spec.granularity, word);
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat) {
-    spec.group_size = options.group_size.value_or(layout.default_group_size);
-    check_allowed(layout, "group size", layout.group_sizes, spec.group_size,
-                  [](int64_t size) { return size; });
+    spec.group_size = options.group_size.value_or(group_sizes.size() == 1 ? group_sizes.front()
+                                                                          : layout.default_group_size);
+    check_allowed(layout, "group size", group_sizes, spec.group_size, [](int64_t size) { return size; });
   } else {
     HALFBYTE_CHECK(!options.group_size, usage, "group size {} does not go with granularity {}",
                    *options.group_size, to_string(spec.granularity));
@@ -157,46 +186,51 @@ QuantSpec resolve_spec(const LayoutInfo& layout, const QuantizeOptions& options,
   switch (layout.scale_dtypes) {
     case ScaleDTypes::f32:
       spec.scale_dtype = options.scale_dtype.value_or(DType::f32);
-      check_allowed(layout, "scale dtype", {DType::f32}, spec.scale_dtype, word);
+      check_allowed<DType>(layout, "scale dtype", kF32, spec.scale_dtype, word);
       break;
     case ScaleDTypes::f16:
       spec.scale_dtype = options.scale_dtype.value_or(DType::f16);
-      check_allowed(layout, "scale dtype", {DType::f16}, spec.scale_dtype, word);
+      check_allowed<DType>(layout, "scale dtype", kF16, spec.scale_dtype, word);
       break;
     case ScaleDTypes::of_weight:
       spec.scale_dtype = options.scale_dtype.value_or(dtype);
-      HALFBYTE_CHECK(spec.scale_dtype == dtype, usage,
+      HALFBYTE_CHECK(spec.scale_dtype == dtype || hides_dtype(layout, spec.format), usage,
                      "layout {}: scale dtype must be that of the weights, which is {}, got {}", layout.name,
                      to_string(dtype), to_string(spec.scale_dtype));
       break;
     case ScaleDTypes::any:
       spec.scale_dtype = options.scale_dtype.value_or(spec.double_quant ? DType::f32 : DType::f16);
-      check_allowed(layout, "scale dtype", {DType::f32, DType::f16, DType::bf16}, spec.scale_dtype, word);
       break;
   }
+  check_allowed<DType>(layout, "scale dtype", kScaleDTypes, spec.scale_dtype, word);
   check_spec(spec);
   return spec;
 }
 
 Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& options, const QuantSpec& spec) {
-  const bool of_layout =
-      !layout.scale_rules.empty() && !spec.asymmetric && info(spec.format).kind != FormatKind::table;
+  const FormatKind kind = info(spec.format).kind;
+  const bool of_layout = !layout.scale_rules.empty() && !spec.asymmetric &&
+                         (kind == FormatKind::integer || kind == FormatKind::affine);
   const ScaleRule rule = of_layout ? layout.scale_rules.front() : default_scale_rule(spec);
   const Encoding encoding{options.scale_rule.value_or(rule), layout.code_scale};
   if (of_layout)
-    check_allowed(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
-                  [](ScaleRule value) { return to_string(value); });
+    check_allowed<ScaleRule>(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
+                             [](ScaleRule value) { return to_string(value); });
   check_encoding(spec, encoding);
   return encoding;
 }
 
 std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::span<const int64_t> shape) {
   const int64_t cols = shape.back();
-  if (layout.whole_groups && spec.granularity == Granularity::group && cols % spec.group_size != 0)
+  if (layout.whole_groups && spec.granularity == Granularity::group && cols % spec.group_size != 0 &&
+      scale_rows_of(layout, spec) == 1)
     return fmt::format("layout {}: {} columns are not a multiple of the group size {}", layout.name, cols,
                        spec.group_size);
   if (cols < layout.min_cols)
     return fmt::format("layout {}: {} columns are fewer than {}", layout.name, cols, layout.min_cols);
+  if (layout.turns_experts && shape.size() != 3)
+    return fmt::format("layout {}: holds experts in one tensor of three axes, not tensors of {}", layout.name,
+                       shape.size());
   if (layout.packing == Packing::rows) return "";
   if (shape.size() != 2)
     return fmt::format("layout {}: holds matrices, not tensors of {} axes", layout.name, shape.size());
@@ -209,6 +243,18 @@ std::string cannot_hold(const LayoutInfo& layout, const QuantSpec& spec, std::sp
   return "";
 }
 
+bool shares_scales(const QuantizedTensor& q, int64_t scale_rows) {
+  if (scale_rows == 1) return true;
+  const halfbyte::Tensor scales = q.scales.to({});
+  const int64_t rows = q.rows() / q.num_experts(), row_bytes = scales.num_bytes() / q.rows();
+  for (int64_t row = 0; row < q.rows(); ++row) {
+    const std::byte* const own = scales.data() + row * row_bytes;
+    const int64_t behind = row % rows % scale_rows;  // the first row of the block
+    if (std::memcmp(own, own - behind * row_bytes, static_cast<size_t>(row_bytes)) != 0) return false;
+  }
+  return true;
+}
+
 QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DType dtype, Layout layout,
                                const QuantSpec& spec) {
   QuantizedWeight weight{std::move(name), std::move(shape), dtype, layout, spec};
@@ -216,12 +262,13 @@ QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DTy
   weight.words.zeros_less_one = layout == Layout::gptq && !spec.asymmetric;
   // Loaders of transformers make one of uninitialised memory where a file has none.
   weight.words.has_group_index = layout == Layout::gptq;
+  weight.scale_rows = scale_rows_of(layout_info(layout), spec);
   return weight;
 }
 
 bool hides_dtype(const LayoutInfo& layout, Format format) {
-  return layout.packing != Packing::rows ||
-         (info(format).scale_dtype.has_value() && layout.layout != Layout::halfbyte);
+  const bool by_scales = !info(format).scale_dtype && format != Format::fp8;
+  return layout.packing != Packing::rows || (!by_scales && layout.layout != Layout::halfbyte);
 }
 
 std::string module_of(const std::string& weight) {
@@ -248,11 +295,12 @@ Block block_at(const QuantizedWeight& weight, int64_t element, int64_t max_eleme
     block.cols = block.count;
     block.first_group = block.begin / weight.spec.group_size;
   } else {
-    // Words of zero points hold rows of one matrix.
+    // Words of zero points and blocks of scales hold rows of one matrix.
     const int64_t unit = is_columnwise(weight) ? columnwise_unit(weight)
                          : packs_zeros(weight) ? zeros_unit(weight)
-                                               : 1;
-    const int64_t matrix_rows = packs_zeros(weight) ? rows_per_matrix(weight) : num_rows;
+                                               : weight.scale_rows;
+    const bool of_matrix = packs_zeros(weight) || weight.scale_rows > 1;
+    const int64_t matrix_rows = of_matrix ? rows_per_matrix(weight) : num_rows;
     const int64_t row = element / cols;
     const int64_t matrix = row / matrix_rows * matrix_rows;
     block.first_row = matrix + (row - matrix) / unit * unit;
@@ -288,6 +336,12 @@ StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role
                               zero_words(block.first_row % matrix_rows, bits);
     offset = word_rows * block.shape.groups_per_row * kWordBytes;
     num_bytes = zero_words(block.rows, bits) * block.shape.groups_per_row * kWordBytes;
+  } else if (role == Role::scales && weight.scale_rows > 1) {
+    const int64_t matrix_rows = rows_per_matrix(weight), row_bytes = scale_row_bytes(weight, block);
+    offset = (block.first_row / matrix_rows * ceil_div(matrix_rows, weight.scale_rows) +
+              block.first_row % matrix_rows / weight.scale_rows) *
+             row_bytes;
+    num_bytes = ceil_div(block.rows, weight.scale_rows) * row_bytes;
   } else {
     const int64_t size = role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype);
     offset = block.first_group * size;
@@ -334,6 +388,12 @@ std::span<const std::byte> to_stored(const QuantizedWeight& weight, const Block&
     stored = scratch.reserve(num_bytes);
     pack_zeros(reinterpret_cast<const uint8_t*>(native), block.rows, block.shape.groups_per_row,
                bits_of(weight), stored);
+  } else if (role == Role::scales && weight.scale_rows > 1) {  // the same of all rows of a block
+    const int64_t row_bytes = scale_row_bytes(weight, block);
+    stored = scratch.reserve(num_bytes);
+    for (int64_t row = 0; row < block.rows; row += weight.scale_rows)
+      std::memcpy(stored + row / weight.scale_rows * row_bytes, native + row * row_bytes,
+                  static_cast<size_t>(row_bytes));
   }
   return {stored, static_cast<size_t>(num_bytes)};
 }
@@ -353,6 +413,11 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
   } else if (role == Role::zeros && packs_zeros(weight)) {
     unpack_zeros(stored, block.rows, block.shape.groups_per_row, bits_of(weight),
                  reinterpret_cast<uint8_t*>(native));
+  } else if (role == Role::scales && weight.scale_rows > 1) {
+    const int64_t row_bytes = scale_row_bytes(weight, block);
+    for (int64_t row = 0; row < block.rows; ++row)
+      std::memcpy(native + row * row_bytes, stored + row / weight.scale_rows * row_bytes,
+                  static_cast<size_t>(row_bytes));
   } else {
     std::memcpy(native, stored, static_cast<size_t>(num_bytes));
   }
@@ -371,12 +436,12 @@ void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t
   }
 }
 
-void replace_zero_scales(const QuantizedWeight& weight, const Block& block, std::byte* native) {
+void replace_zero_scales(const QuantizedWeight& weight, int64_t num_scales, std::byte* scales) {
   if (!layout_info(weight.layout).zero_scale_is_eps || info(weight.spec.format).scale_dtype) return;
   const auto type = scale_type(weight.spec.scale_dtype);
-  for (int64_t i = 0; i < block.shape.num_groups; ++i)
-    if (formats::load_scale<float>(native, i, type) == 0)
-      formats::store_scale(native, i, epsilon(weight.spec.scale_dtype), type);
+  for (int64_t i = 0; i < num_scales; ++i)
+    if (formats::load_scale<float>(scales, i, type) == 0)
+      formats::store_scale(scales, i, epsilon(weight.spec.scale_dtype), type);
 }
 
 const Tensor& part_of(const QuantizedTensor& q, Role role) {

@@ -53,12 +53,14 @@ struct QuantizedWeight {
   QuantSpec spec;
   std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
   float scales_offset = 0;                // double quantization
-  float global_scale = 1;                 // of formats that have one
-  float global_reciprocal = 1;            // likewise: as stored, by layouts that store its reciprocal
-  std::vector<float> scales_map = {};     // double quantization: 256 values; empty: double_quant_map()
-  std::string codes_dtype = "U8";         // bitsandbytes can store the bytes of the codes as floats
-  WordForm words = {};                    // gptq, awq
-  std::string note = {};                  // as in Weight
+  int64_t scale_rows =
+      1;  // rows of a matrix for which a scale of a group is stored once: 128 of fp8 in blocks
+  float global_scale = 1;              // of formats that have one
+  float global_reciprocal = 1;         // likewise: as stored, by layouts that store its reciprocal
+  std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
+  std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
+  WordForm words = {};                 // gptq, awq
+  std::string note = {};               // as in Weight
   std::vector<std::string> others =
       {};  // tensors that belong to it and do not decode it: scales of activations
 
@@ -91,6 +93,8 @@ struct LayoutInfo {
   std::vector<Granularity> granularities = {};
   std::vector<int64_t> group_sizes = {};
   int64_t default_group_size = 64;
+  // Of fp8, where it has others than those above. Groups are then blocks of 128 rows, too, and may be short.
+  std::vector<Granularity> fp8_granularities = {};
   bool whole_groups = false;                // a row is a multiple of the group size
   int64_t min_cols = 0;                     // a row has at least so many elements
   std::vector<ScaleRule> scale_rules = {};  // with a zero point it is always minmax
@@ -100,6 +104,7 @@ struct LayoutInfo {
   bool is_source = false;  // models are published in it: `quantize` decodes their weights
   bool turns_conv1d =
       false;  // a Conv1D [in, out] is held as the linear layer [out, in] that readers make of it
+  bool turns_experts = false;  // experts [E, in, out] of a tensor are held as [E, out, in]
   // How what it stores differs from the native layout (QuantShape).
   Packing packing = Packing::rows;
   bool high_nibble_first = false;
@@ -122,19 +127,38 @@ const LayoutInfo& halfbyte_layout();
 const LayoutInfo& gptq_layout();
 const LayoutInfo& awq_layout();
 const LayoutInfo& modelopt_layout();
+const LayoutInfo& fp8_layout();
+const LayoutInfo& gpt_oss_layout();
 
 // Whether the tensors of a weight do not tell its dtype: then the model's config does, or what a file that
 // stands alone has in its metadata.
 bool hides_dtype(const LayoutInfo& layout, Format format);
 
+// What shares a scale of this format in the layout: the first is the default, none allows all. Of groups
+// their sizes, likewise.
+std::span<const Granularity> granularities_of(const LayoutInfo& layout, Format format);
+std::span<const int64_t> group_sizes_of(const LayoutInfo& layout, Format format);
+// QuantizedWeight::scale_rows as the layout has it.
+int64_t scale_rows_of(const LayoutInfo& layout, const QuantSpec& spec);
+inline constexpr int64_t kFp8Block = 128;  // rows and columns
+// Whether the scales of so many rows of a matrix, from its first on, are the same: then they are stored once.
+bool shares_scales(const QuantizedTensor& q, int64_t scale_rows);
+
 // A weight as the layout is written.
 QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DType dtype, Layout layout,
                                const QuantSpec& spec);
 
-// Of nvfp4 or mxfp4 as found in a file: codes U8 [..., cols / 2], two in a byte. Its dtype is that of the
-// model's config, or bf16. Error(bad_input) for no rows of whole groups.
+// Of nvfp4 or mxfp4 as found in a file: codes U8 [..., cols / 2], two in a byte. Error(bad_input) for no rows
+// of whole groups.
 QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format format, Layout layout,
                                    const std::string& name, const StoredTensor& codes);
+// Of fp8, by the shapes of its tensors: a scale for all, for each row, for groups of a row or for blocks.
+// Nothing where they are none of these, or no F8_E4M3 and floating scales.
+std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, Layout layout,
+                                          const std::string& name, const StoredTensor& codes,
+                                          const StoredTensor& scales);
+// The shape of its scales.
+std::vector<int64_t> fp8_scale_shape(const QuantizedWeight& weight);
 // Where there is a tensor of this name, it belongs to the weight.
 void add_activation_scale(const Checkpoint::Impl& checkpoint, const std::string& name,
                           QuantizedWeight& weight);
@@ -209,7 +233,7 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
 // of the native form (WordForm::order).
 void restore_columns(const QuantizedWeight& weight, std::byte* elements, int64_t rows, int64_t size);
 // As some layouts want it of scales that were computed: the scale of an all-zero group is no zero.
-void replace_zero_scales(const QuantizedWeight& weight, const Block& block, std::byte* native);
+void replace_zero_scales(const QuantizedWeight& weight, int64_t num_scales, std::byte* scales);
 
 // The part of this role (no constant) of a whole weight in the native layout.
 const Tensor& part_of(const QuantizedTensor& q, Role role);

@@ -1,24 +1,8 @@
 // What the layouts of block floats, nvfp4 and mxfp4, share when they read.
 #include "core/checks.h"
 #include "io/checkpoint.h"
-#include "io/config.h"
 
 namespace halfbyte::io {
-namespace {
-
-// Of config.json, or of the metadata of a file that stands alone.
-std::optional<DType> model_dtype(const Checkpoint::Impl& checkpoint) {
-  if (!checkpoint.config.empty()) return dtype_of_config(checkpoint.config);
-  for (const auto& [key, value] : checkpoint.files.front().metadata) try {
-      if (key == kWordMetadata)
-        if (const auto config = word_config(value, "__metadata__: " + key)) return config->dtype;
-    } catch (const Error&) {
-      // The tensors tell the rest.
-    }
-  return std::nullopt;
-}
-
-}  // namespace
 
 QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format format, Layout layout,
                                    const std::string& name, const StoredTensor& codes) {
@@ -34,7 +18,7 @@ QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format fo
   weight.spec.format = format;
   weight.spec.group_size = of.group_size;
   weight.spec.scale_dtype = *of.scale_dtype;
-  weight.dtype = model_dtype(checkpoint).value_or(DType::bf16);
+  weight.dtype = checkpoint.model_dtype;
   return weight;
 }
 

@@ -1,6 +1,6 @@
 // compressed-tensors. Its format pack-quantized: codes in words of 32 bits along the rows, zero points in
 // such words along the columns. nvfp4-pack-quantized and mxfp4-pack-quantized: codes in bytes, scales of 8
-// bits.
+// bits. float-quantized: codes of E4M3.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace halfbyte::io {
 namespace {
 
-constexpr std::string_view kPacked = "_packed";
+constexpr std::string_view kPacked = "_packed", kScale = "_scale";
 
 int64_t words(int64_t num_codes, int bits) { return (num_codes * bits + 31) / 32; }
 
@@ -35,6 +35,10 @@ std::vector<Part> block_float_parts(const QuantizedWeight& weight) {
 
 std::vector<Part> parts(const QuantizedWeight& weight) {
   if (info(weight.spec.format).scale_dtype) return block_float_parts(weight);
+  if (weight.spec.format == Format::fp8)
+    return {{Role::codes, weight.name, "F8_E4M3", weight.shape},
+            {Role::scales, weight.name + std::string(kScale), dtype_to_safetensors(weight.spec.scale_dtype),
+             fp8_scale_shape(weight)}};
   const int bits = info(weight.spec.format).bits;
   const std::vector<int64_t>& shape = weight.shape;
   const int64_t groups = weight.quant_shape().groups_per_row;
@@ -187,6 +191,12 @@ std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
 void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   std::optional<std::vector<int>> bits;  // of the config; read where it is needed
   for (const StoredTensor& tensor : checkpoint.tensors) {
+    if (tensor.dtype == "F8_E4M3")
+      if (const StoredTensor* scale = checkpoint.find(tensor.name + std::string(kScale)))
+        if (auto weight = fp8_weight(checkpoint, Layout::compressed_tensors, tensor.name, tensor, *scale)) {
+          add_activation_scale(checkpoint, module_of(tensor.name) + ".input_scale", *weight);
+          found.weights.push_back(*std::move(weight));
+        }
     if (!tensor.name.ends_with(kPacked)) continue;
     if (tensor.dtype == "U8") found.weights.push_back(read_block_float(checkpoint, tensor));
     if (tensor.dtype != "I32") continue;
@@ -201,10 +211,11 @@ const LayoutInfo& compressed_tensors_layout() {
   static const LayoutInfo& layout =
       *new LayoutInfo{.layout = Layout::compressed_tensors,
                       .name = "compressed-tensors",
-                      .formats = {Format::int4, Format::int8, Format::nvfp4, Format::mxfp4},
+                      .formats = {Format::int4, Format::int8, Format::nvfp4, Format::mxfp4, Format::fp8},
                       .asymmetric = true,
                       .granularities = {Granularity::group, Granularity::channel},
                       .default_group_size = 128,
+                      .fp8_granularities = {Granularity::channel, Granularity::group, Granularity::tensor},
                       .whole_groups = true,
                       .min_cols = 5,  // below, the words do not tell 4 from 8 bits
                       .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},

@@ -91,6 +91,8 @@ class SourceReader {
  private:
   void read_run(int64_t first, int64_t count, std::byte* out) {
     const Weight& weight = input_.weights[rows_.weight];
+    if (rows_.as_stored)
+      return decoder_.decode_stored(*input_.quantized_weight(weight), first, count, *weight.dtype, out);
     if (weight.layout) return decoder_.decode(weight, first, count, *weight.dtype, out);
     input_.read(tensor_, static_cast<uint64_t>(first * size_), {out, static_cast<size_t>(count * size_)});
   }
@@ -169,12 +171,17 @@ OutputWeight whole_weight(const Weight& weight, size_t index) {
   return output;
 }
 
-OutputWeight transposed_weight(const Weight& weight, size_t index) {
+OutputWeight transposed_weight(const Checkpoint::Impl& input, size_t index) {
+  const Weight& weight = input.weights[index];
   OutputWeight output{weight.name, weight.shape, {}};
   const size_t rank = weight.shape.size();
   HALFBYTE_CHECK(rank >= 2, bug, "weight \"{}\" has no two axes to exchange", printable(weight.name));
   std::swap(output.shape[rank - 2], output.shape[rank - 1]);
   const int64_t n = num_elements(weight), rows = output.shape[rank - 2], cols = output.shape[rank - 1];
+  if (const StoredWeight* quantized = input.quantized_weight(weight); quantized && quantized->transposed) {
+    output.sources.push_back({index, 0, n / cols, cols, 1, true});
+    return output;
+  }
   for (int64_t first = 0; first < n; first += rows * cols)
     output.sources.push_back({index, first, rows, 1, rows});
   if (n == 0) output.sources.push_back({index, 0, 0, 1, rows});

@@ -19,6 +19,7 @@ struct SourceRows {
   int64_t first = 0;  // its element that is the first of the first row
   int64_t num_rows = 0;
   int64_t row_stride = 0, col_stride = 1;  // between its elements
+  bool as_stored = false;  // elements of a quantized weight are counted in the order in which it is stored
 };
 
 struct OutputWeight {
@@ -30,10 +31,10 @@ struct OutputWeight {
   int64_t cols() const { return shape.empty() ? 1 : shape.back(); }
 };
 
-// `weight` is number `index` of the input. As it is, and with its last two axes exchanged: a source for each
-// matrix.
+// Weight number `index` of the input. As it is, and with its last two axes exchanged: a source for each
+// matrix, or all of one that is stored so.
 OutputWeight whole_weight(const Weight& weight, size_t index);
-OutputWeight transposed_weight(const Weight& weight, size_t index);
+OutputWeight transposed_weight(const Checkpoint::Impl& input, size_t index);
 
 // The sources must lie within their weights and make up the shape, Error(bug); and be of one dtype,
 // of whole bytes unless they are a whole weight, and F32, F16 or BF16 for `plus`, Error(bad_input).

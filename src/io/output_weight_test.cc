@@ -99,8 +99,8 @@ TEST_F(OutputWeightTest, AllFormsOfRandomShapes) {
           {"a", dtype, {half, cols}},
           {"b", dtype, {half, cols}}});
     expect_gathered(whole_weight(*checkpoint_->find("fused"), index_of("fused")));
-    expect_gathered(transposed_weight(*checkpoint_->find("conv1d"), index_of("conv1d")));
-    expect_gathered(transposed_weight(*checkpoint_->find("turned"), index_of("turned")));
+    expect_gathered(transposed_weight(checkpoint_->impl(), index_of("conv1d")));
+    expect_gathered(transposed_weight(checkpoint_->impl(), index_of("turned")));
     const size_t fused = index_of("fused"), turned = index_of("turned");
     const int64_t last = (experts - 1) * 2 * half * cols;  // the last expert
     const std::vector<int64_t> shape = {half, cols};
@@ -141,14 +141,14 @@ TEST_F(OutputWeightTest, WhatIsOne) {
     checkpoint_->read(*input.find(name), 0, expected);
     EXPECT_EQ(bytes, expected) << name;
   }
-  check_output_weight(input, transposed_weight(*checkpoint_->find("empty"), index_of("empty")));
+  check_output_weight(input, transposed_weight(checkpoint_->impl(), index_of("empty")));
   EXPECT_EQ(scratch.data(), nullptr);
   OutputWeight reshaped = whole("m");
   reshaped.name = "other", reshaped.shape = {18};
   reshaped.sources.front().num_rows = 1, reshaped.sources.front().row_stride = 18;
   EXPECT_TRUE(is_whole(input, reshaped));
   EXPECT_FALSE(is_transposed(reshaped));
-  const OutputWeight turned = transposed_weight(*checkpoint_->find("m"), index_of("m"));
+  const OutputWeight turned = transposed_weight(checkpoint_->impl(), index_of("m"));
   EXPECT_EQ(turned.shape, (std::vector<int64_t>{6, 3}));
   EXPECT_FALSE(is_whole(input, turned));
   EXPECT_TRUE(is_transposed(turned));

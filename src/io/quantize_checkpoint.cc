@@ -18,6 +18,7 @@
 #include "io/fused.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
+#include "io/tiles.h"
 #include "io/verify.h"
 
 namespace halfbyte {
@@ -88,6 +89,8 @@ class Quantizer {
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
   void copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
   QuantizeStatus quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
+                                BlockWorker& worker);
+  QuantizeStatus quantize_tiles(OutputCheckpoint& writer, Item& item, const Block& block,
                                 BlockWorker& worker);
   void finish_weight(OutputCheckpoint& writer, Item& item) const;
   bool plan_again(size_t file);
@@ -392,6 +395,8 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
     }
     const Block block = block_at(item.target, 0, max_elements(item));  // none is larger
     int64_t bytes = block.count * size_of(item.target.dtype);
+    if (item.target.scale_rows > 1)
+      bytes += 2 * Tiles(item.target, block).num_elements() * size_of(item.target.dtype);
     if (!whole) bytes += scratch_bytes(bytes);
     for (const Role role : block_roles(item.target.spec))
       bytes += native_bytes(item.target, block, role) +
@@ -427,6 +432,7 @@ void Quantizer::copy_block(OutputCheckpoint& writer, const Task& task, BlockWork
 
 QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
                                          BlockWorker& worker) {
+  if (item.target.scale_rows > 1) return quantize_tiles(writer, item, block, worker);
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
   const QuantizedView view = native_view(item.target, block, worker.native);
@@ -443,10 +449,48 @@ QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, c
       std::memcpy(item.scales.data() + block.first_group, native,
                   static_cast<size_t>(block.shape.num_groups) * sizeof(float));
     } else {
-      if (part.role == Role::scales) replace_zero_scales(item.target, block, native);
+      if (part.role == Role::scales) replace_zero_scales(item.target, block.shape.num_groups, native);
       writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role),
                    to_stored(item.target, block, part.role, native, worker.stored));
     }
+  }
+  return status;
+}
+
+// Blocks with a scale of their own are the rows of a matrix, filled up with zeros, that has a scale a row.
+QuantizeStatus Quantizer::quantize_tiles(OutputCheckpoint& writer, Item& item, const Block& block,
+                                         BlockWorker& worker) {
+  const QuantizedWeight& target = item.target;
+  const Tiles tiles(target, block);
+  const int64_t size = size_of(target.dtype), num_bytes = block.count * size;
+  std::byte* const x = worker.untiled.reserve(num_bytes);
+  read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
+              {x, static_cast<size_t>(num_bytes)}, worker.stored);
+  tiles.gather(x, size, worker.dense.reserve(tiles.num_elements() * size));
+  worker.dense.upload(worker.stream);
+  QuantizedView view{tiles.spec(), tiles.count(), tiles.num_elements() / tiles.count()};
+  worker.native.codes.reserve(tiles.num_elements());
+  view.codes = reinterpret_cast<uint8_t*>(worker.native.codes.mirror());
+  worker.native.scales.reserve(tiles.count() * size_of(target.spec.scale_dtype));
+  view.scales = worker.native.scales.mirror();
+  QuantizeStatus status =
+      quantize({worker.dense.mirror(), target.dtype, {view.rows, view.cols}, {}, worker.device}, view,
+               *target.encoding, worker.execution());
+  if (status.num_nonfinite > 0) status.first_nonfinite = block.begin + tiles.element(status.first_nonfinite);
+  worker.native.codes.download(worker.stream);
+  worker.native.scales.download(worker.stream);
+  worker.stream.synchronize();
+  std::byte* const scales = worker.native.scales.data();
+  replace_zero_scales(target, tiles.count(), scales);
+  for (const Part& part : item.parts) {
+    const StoredRange range = stored_range(target, block, part.role);
+    const std::byte* stored = scales;
+    if (part.role == Role::codes) {
+      std::byte* const codes = worker.stored.reserve(block.count);
+      tiles.scatter(worker.native.codes.data(), codes);
+      stored = codes;
+    }
+    writer.write(writer.tensor(part.name), range, {stored, range.num_bytes()});
   }
   return status;
 }

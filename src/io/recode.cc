@@ -152,8 +152,8 @@ std::optional<QuantSpec> regrouped(const QuantSpec& spec, const LayoutInfo& layo
   for (const QuantSpec& candidate : candidates) {
     const bool sized =
         candidate.granularity == Granularity::group || candidate.granularity == Granularity::flat;
-    if (allows(layout.granularities, candidate.granularity) &&
-        (!sized || allows(layout.group_sizes, candidate.group_size)))
+    if (allows(granularities_of(layout, spec.format), candidate.granularity) &&
+        (!sized || allows(group_sizes_of(layout, spec.format), candidate.group_size)))
       return candidate;
   }
   return std::nullopt;
@@ -204,7 +204,7 @@ Recoded recode(const QuantizedTensor& from, const LayoutInfo& to, DType model_dt
     return {weight, {}};
   }
 
-  if (format.kind == FormatKind::table) {
+  if (format.kind == FormatKind::table || format.kind == FormatKind::floating) {
     if (!holds(to, format.format, false)) return lost(fmt::format("does not hold {}", format.name));
     if (format.scale_dtype) return {weight, cannot_hold(to, weight.spec, weight.shape)};
     const std::vector<float> scales = floats_of(from.scales);
@@ -212,7 +212,10 @@ Recoded recode(const QuantizedTensor& from, const LayoutInfo& to, DType model_dt
       if (auto tensor = tensor_of(scales, dtype)) {
         weight.scales = *std::move(tensor);
         weight.spec.scale_dtype = dtype;
-        if (to.scale_dtypes == ScaleDTypes::of_weight) weight.dtype = dtype;
+        if (to.scale_dtypes == ScaleDTypes::of_weight && !hides_dtype(to, format.format))
+          weight.dtype = dtype;
+        if (!shares_scales(weight, scale_rows_of(to, weight.spec)))
+          return lost("has a scale for a group of 128 rows, in which they differ");
         return {weight, cannot_hold(to, weight.spec, weight.shape)};
       }
     return lost(fmt::format("does not hold its scales in {}", to_string(from.spec.scale_dtype)));

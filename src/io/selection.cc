@@ -177,10 +177,20 @@ std::vector<Reader> readers_of(Layout layout) {
       return {Reader::mlx_lm};
     case Layout::modelopt:
       return {Reader::vllm};
+    case Layout::fp8:
+    case Layout::gpt_oss:
+      return {Reader::transformers_5, Reader::vllm};
     case Layout::halfbyte:
       return {};
   }
   HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(layout));
+}
+
+// Whether layout gpt-oss holds these experts: all of a layer in one tensor [E, in, out]. Without a module, of
+// which nothing but the name is known.
+bool is_turned(const LayoutInfo& layout, const Weight& weight, const std::optional<ModuleInfo>& module) {
+  return layout.turns_experts && weight.shape.size() == 3 &&
+         (!module || (module->kind == ModuleKind::experts && module->transposed));
 }
 
 // Whether the experts of a tensor [E, ...] are written as a linear layer each: only those whose parts have
@@ -188,11 +198,12 @@ std::vector<Reader> readers_of(Layout layout) {
 bool takes_apart(Reader reader, Layout layout, const Weight& weight, const ModuleInfo& module) {
   const std::string own = without_suffix(weight.name, ".weight");
   const std::string& name = own.empty() ? weight.name : own;
-  if (module.kind != ModuleKind::experts || weight.shape.size() != 3 || module.interleaved ||
-      !module.operations.empty() ||
+  if (module.kind != ModuleKind::experts || weight.shape.size() != 3 || !module.operations.empty() ||
       !(name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj")))
     return false;
-  if (is_of_words(layout)) return reader == Reader::vllm || reader == Reader::none;
+  const bool of_matrices = is_of_words(layout) || layout == Layout::modelopt || layout == Layout::fp8;
+  if (of_matrices && reader != Reader::transformers_5)
+    return reader == Reader::vllm || reader == Reader::none;
   if (reader == Reader::transformers_5) return module.apart;
   return reader == Reader::vllm && layout == Layout::compressed_tensors;
 }
@@ -219,6 +230,7 @@ std::string list_of_layers(const std::string& module) {
 std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const ModuleInfo& module,
                         bool one_expert, bool tied) {
   if (reader == Reader::none || layout == Layout::halfbyte || layout == Layout::mlx) return "";
+  if (layout == Layout::gpt_oss) return "";
   if (tied && !module.tied_to.empty())
     return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
   const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
@@ -254,7 +266,9 @@ std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const Mod
 }
 
 // A linear layer for each expert of a tensor [E, ...].
-std::vector<OutputWeight> experts_apart(const Weight& weight, size_t index, const ModuleInfo& module) {
+std::vector<OutputWeight> experts_apart(const Checkpoint::Impl& checkpoint, size_t index,
+                                        const ModuleInfo& module) {
+  const Weight& weight = checkpoint.weights[index];
   const std::string name =
       without_suffix(weight.name, ".weight").empty() ? weight.name : without_suffix(weight.name, ".weight");
   const size_t dot = name.rfind('.');
@@ -263,22 +277,24 @@ std::vector<OutputWeight> experts_apart(const Weight& weight, size_t index, cons
                                                    ? std::vector<std::string>{"gate_proj", "up_proj"}
                                                    : std::vector<std::string>{"down_proj"};
   const auto parts = static_cast<int64_t>(projections.size());
-  const int64_t experts = weight.shape[0], stored_rows = weight.shape[1], stored_cols = weight.shape[2];
-  const int64_t rows = (module.transposed ? stored_cols : stored_rows) / parts,
-                cols = module.transposed ? stored_rows : stored_cols;
-  HALFBYTE_CHECK((module.transposed ? stored_cols : stored_rows) % parts == 0, bad_input,
-                 "weight \"{}\" [{}] cannot be divided into gate and up", printable(weight.name),
-                 fmt::join(weight.shape, ", "));
+  // Rows of a matrix of the weight, or of what is stored of it, where that has rows.
+  const StoredWeight* quantized = checkpoint.quantized_weight(weight);
+  const bool as_stored = quantized != nullptr && quantized->transposed;
+  const std::vector<int64_t>& shape = as_stored ? quantized->weight.shape : weight.shape;
+  const bool in_columns = module.transposed && !as_stored;
+  const int64_t experts = shape[0], all_rows = in_columns ? shape[2] : shape[1],
+                cols = in_columns ? shape[1] : shape[2], rows = all_rows / parts;
+  HALFBYTE_CHECK(all_rows % parts == 0, bad_input, "weight \"{}\" [{}] cannot be divided into gate and up",
+                 printable(weight.name), fmt::join(weight.shape, ", "));
+  const int64_t row_stride = in_columns ? 1 : cols, col_stride = in_columns ? all_rows : 1;
+  const int64_t step = module.interleaved ? parts : 1, next = module.interleaved ? 1 : rows;
   std::vector<OutputWeight> result;
   for (int64_t e = 0; e < experts; ++e)
-    for (int64_t p = 0; p < parts; ++p) {
-      const int64_t row_stride = module.transposed ? 1 : stored_cols,
-                    col_stride = module.transposed ? stored_cols : 1;
-      result.push_back(
-          {fmt::format("{}.{}.{}.weight", path, e, projections[static_cast<size_t>(p)]),
-           {rows, cols},
-           {{index, e * stored_rows * stored_cols + p * rows * row_stride, rows, row_stride, col_stride}}});
-    }
+    for (int64_t p = 0; p < parts; ++p)
+      result.push_back({fmt::format("{}.{}.{}.weight", path, e, projections[static_cast<size_t>(p)]),
+                        {rows, cols},
+                        {{index, e * all_rows * cols + p * next * row_stride, rows, step * row_stride,
+                          col_stride, as_stored}}});
   return result;
 }
 
@@ -423,6 +439,9 @@ void Selector::select(const Weight& weight, size_t index) {
   }
   if (reason.empty() && excluded) reason = "excluded";
   if (reason.empty() && num_elements(weight) == 0) reason = "empty";
+  const bool turned = is_turned(layout_, weight, module);
+  if (reason.empty() && !by_include && layout_.turns_experts && !turned)
+    reason = fmt::format("layout {} holds experts of one tensor only", layout_.name);
 
   const Reader reader = selection_.reader;
   const bool apart =
@@ -441,10 +460,10 @@ void Selector::select(const Weight& weight, size_t index) {
 
   std::vector<OutputWeight> outputs;
   if (apart) {
-    outputs = experts_apart(weight, index, *module);
-  } else if (reason.empty() && module && module->kind == ModuleKind::conv1d && rank == 2 &&
-             layout_.turns_conv1d) {
-    outputs = {transposed_weight(weight, index)};
+    outputs = experts_apart(checkpoint_, index, *module);
+  } else if (reason.empty() && (turned || (module && module->kind == ModuleKind::conv1d && rank == 2 &&
+                                           layout_.turns_conv1d))) {
+    outputs = {transposed_weight(checkpoint_, index)};
   } else {
     outputs = {whole_weight(weight, index)};
   }
@@ -557,9 +576,9 @@ std::vector<std::string> spelled_for_compressed_tensors(const std::set<std::stri
   return result;
 }
 
-// In transformers an entry of awq is a regular expression for the beginning of a module's name up to a dot,
-// or an end of it; in vLLM a part of it.
-std::vector<std::string> spelled_for_awq(const std::set<std::string>& skips) {
+// In transformers an entry of awq, fp8 and mxfp4 is a regular expression for the beginning of a module's name
+// up to a dot, or an end of it; in vLLM a part of it.
+std::vector<std::string> spelled_for_names(const std::set<std::string>& skips) {
   std::vector<std::string> result;
   for (std::string skip : skips) {
     if (skip.ends_with(kBelow)) skip.pop_back();
@@ -618,7 +637,9 @@ std::vector<std::string> skips_of(const Selection& selection, const LayoutInfo& 
     case Layout::bitsandbytes:
       return spelled_for_bitsandbytes(skips, quantized);
     case Layout::awq:
-      return spelled_for_awq(skips);
+    case Layout::fp8:
+    case Layout::gpt_oss:
+      return spelled_for_names(skips);
     default:
       return spelled_for_compressed_tensors(skips);
   }

@@ -161,6 +161,8 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
     if (low >= high) continue;
     Decoder decoder(source);
     const auto read = [&](int64_t element, int64_t count, std::byte* out) {
+      if (rows.as_stored)
+        return decoder.decode_stored(*source.quantized_weight(stored), element, count, *stored.dtype, out);
       if (stored.layout) return decoder.decode(stored, element, count, *stored.dtype, out);
       source.read(tensor, static_cast<uint64_t>(element * size), {out, static_cast<size_t>(count * size)});
     };
@@ -221,10 +223,14 @@ class Unpacker {
   void open_compressed_tensors();
   void open_mlx();
   void open_halfbyte();
+  void set_table(std::span<const float> values) { table_.assign(values.begin(), values.end()); }
+  void set_e4m3_table();
   void open_block_float(const std::string& codes, const std::string& scales, const char* scale_dtype);
   void open_global_scale(const std::string& name);
   void open_gptq();
   void open_modelopt();
+  void open_fp8(const std::string& scales);
+  void open_gpt_oss();
   void open_awq();
   void open_columns(bool symmetric_zeros_less_one);
   void find_cells();
@@ -252,16 +258,17 @@ class Unpacker {
   int64_t rows_, cols_, groups_per_row_, num_groups_;
   const StoredTensor *codes_ = nullptr, *scales_ = nullptr, *zeros_ = nullptr, *biases_ = nullptr,
                      *absmax_ = nullptr;
-  int64_t row_bytes_ = 0;  // stored, where not flat
+  int64_t row_bytes_ = 0;   // stored, where not flat
+  int64_t scale_rows_ = 1;  // rows of a matrix that share stored scales
   bool high_nibble_first_ = false;
   bool zeros_in_words_ = false;
   enum class Columns : uint8_t { none, gptq, awq } columns_ = Columns::none;  // tensors are transposed
-  // Table formats: the values, what is nearest to each of them, the largest magnitude.
+  // Tables and floating codes: the values, what is nearest to each of them, the largest magnitude.
   struct Cell {
     float low, high;
   };
-  std::array<float, 16> table_ = {};
-  std::array<Cell, 16> cells_ = {};
+  std::vector<float> table_;
+  std::vector<Cell> cells_;
   float largest_ = 0;
   float global_scale_ = 1;
   std::vector<float> scale_map_;  // double quantization
@@ -320,19 +327,29 @@ void Unpacker::open() {
     case Layout::modelopt:
       open_modelopt();
       break;
+    case Layout::fp8:
+      open_fp8(weight_.name + "_scale_inv");
+      break;
+    case Layout::gpt_oss:
+      open_gpt_oss();
+      break;
   }
 }
 
 // Half way to the neighbours; at the ends, to the largest magnitude that a scale stands for.
 void Unpacker::find_cells() {
-  for (const float value : table_) largest_ = std::max(largest_, std::abs(value));
-  for (size_t c = 0; c < 16; ++c) {
-    std::optional<float> below, above;
-    for (const float value : table_) {
-      if (value < table_[c]) below = std::max(below.value_or(value), value);
-      if (value > table_[c]) above = std::min(above.value_or(value), value);
-    }
-    cells_[c] = {below ? (table_[c] + *below) / 2 : -largest_, above ? (table_[c] + *above) / 2 : largest_};
+  std::vector<float> values;  // ascending, each once
+  for (const float value : table_)
+    if (!std::isnan(value)) values.push_back(value);
+  std::ranges::sort(values);
+  values.erase(std::unique(values.begin(), values.end()), values.end());
+  for (const float value : values) largest_ = std::max(largest_, std::abs(value));
+  for (const float value : table_) {
+    Cell& cell = cells_.emplace_back(Cell{largest_, -largest_});  // of NaN: nothing is nearest to it
+    if (std::isnan(value)) continue;
+    const auto at = std::ranges::lower_bound(values, value);
+    cell.low = at == values.begin() ? -largest_ : (value + at[-1]) / 2;
+    cell.high = at + 1 == values.end() ? largest_ : (value + at[1]) / 2;
   }
 }
 
@@ -341,7 +358,7 @@ void Unpacker::open_bitsandbytes() {
   high_nibble_first_ = true;
   codes_ = &file_.take(name, "U8", {ceil_div(rows_ * cols_, 2), 1});
   scales_ = &file_.take(name + ".absmax", spec_.double_quant ? "U8" : "F32", {num_groups_});
-  std::ranges::copy(table_values(spec_.format), table_.begin());
+  set_table(table_values(spec_.format));
   file_.take_constant(name + ".quant_map", "F32", {16}, std::as_bytes(std::span(table_)));
   const std::string type = info(spec_.format).name;
   const nlohmann::json state = file_.take_json(name + ".quant_state.bitsandbytes__" + type);
@@ -364,6 +381,7 @@ void Unpacker::open_bitsandbytes() {
 void Unpacker::open_compressed_tensors() {
   const std::string& name = weight_.name;
   std::vector<int64_t> shape = weight_.shape;
+  if (spec_.format == Format::fp8) return open_fp8(name + "_scale");
   if (spec_.format == Format::nvfp4 || spec_.format == Format::mxfp4) {
     const bool nvfp4 = spec_.format == Format::nvfp4;
     if (nvfp4) open_global_scale(name + "_global_scale");
@@ -391,7 +409,34 @@ void Unpacker::open_block_float(const std::string& codes, const std::string& sca
   codes_ = &file_.take(codes, "U8", shape);
   shape.back() = groups_per_row_;
   scales_ = &file_.take(scales, scale_dtype, shape);
-  std::ranges::copy(table_values(spec_.format), table_.begin());
+  set_table(table_values(spec_.format));
+}
+
+// A byte a code. A scale of a group may be that of 128 rows of a matrix.
+void Unpacker::open_fp8(const std::string& scales) {
+  row_bytes_ = cols_;
+  codes_ = &file_.take(weight_.name, "F8_E4M3", weight_.shape);
+  std::vector<int64_t> shape = weight_.shape;
+  if (spec_.granularity == Granularity::group) scale_rows_ = 128;
+  shape[shape.size() - 2] = ceil_div(shape[shape.size() - 2], scale_rows_);
+  shape.back() = groups_per_row_;
+  if (spec_.granularity == Granularity::tensor) shape = {1};
+  scales_ = &file_.take(scales, dtype_to_safetensors(spec_.scale_dtype), shape);
+  set_e4m3_table();
+}
+
+void Unpacker::set_e4m3_table() {
+  for (int code = 0; code < 256; ++code) table_.push_back(e4m3_value(static_cast<std::byte>(code)));
+}
+
+void Unpacker::open_gpt_oss() {
+  std::vector<int64_t> shape = weight_.shape;
+  row_bytes_ = cols_ / 2;
+  shape.back() = groups_per_row_;
+  scales_ = &file_.take(weight_.name + "_scales", "U8", shape);
+  shape.push_back(16);
+  codes_ = &file_.take(weight_.name + "_blocks", "U8", shape);
+  set_table(table_values(spec_.format));
 }
 
 void Unpacker::open_global_scale(const std::string& name) {
@@ -438,9 +483,11 @@ void Unpacker::open_halfbyte() {
   if (info(spec_.format).kind == FormatKind::affine) biases_ = &file_.take(name + ".biases", dtype, shape);
   if (spec_.format == Format::lut4) {
     file_.take_constant(name + ".table", "F32", {16}, std::as_bytes(std::span(spec_.table)));
-    table_ = spec_.table;
+    set_table(spec_.table);
   } else if (info(spec_.format).kind == FormatKind::table) {
-    std::ranges::copy(table_values(spec_.format), table_.begin());
+    set_table(table_values(spec_.format));
+  } else if (info(spec_.format).kind == FormatKind::floating) {
+    set_e4m3_table();
   }
   if (spec_.format == Format::nvfp4) open_global_scale(name + ".global_scale");
   const nlohmann::json json = file_.take_json(name + ".quant_spec");
@@ -623,7 +670,17 @@ void Unpacker::read_groups(int64_t begin, int64_t count, VerifyBuffers& buffers)
   const int64_t size = size_of(spec_.scale_dtype);
   const auto read_values = [&](const StoredTensor& tensor, float Group::*field) {
     std::byte* raw = buffers.raw.reserve(num * size);
-    file_.read(tensor, first * size, num * size, raw);
+    if (scale_rows_ == 1) {
+      file_.read(tensor, first * size, num * size, raw);
+    } else {
+      const int64_t matrix_rows = weight_.shape[weight_.shape.size() - 2], row_size = groups_per_row_ * size;
+      for (int64_t row = begin / cols_, last = row + count / cols_; row < last; ++row, raw += row_size) {
+        const int64_t stored =
+            row / matrix_rows * ceil_div(matrix_rows, scale_rows_) + row % matrix_rows / scale_rows_;
+        file_.read(tensor, stored * row_size, row_size, raw);
+      }
+      raw = buffers.raw.data();
+    }
     float value = 0;
     for (int64_t i = 0; i < num; ++i) {
       if (spec_.scale_dtype == DType::f8_e4m3)
@@ -695,7 +752,7 @@ void Unpacker::decode(int64_t begin, int64_t count, const float* x, VerifyBuffer
   read_groups(begin, count, buffers);
   const auto* codes = reinterpret_cast<const uint8_t*>(buffers.codes.data());
   auto* y = reinterpret_cast<float*>(buffers.y.reserve(count * 4));
-  const bool table = info(spec_.format).kind == FormatKind::table;
+  const bool table = !table_.empty();
   const bool flat = spec_.granularity == Granularity::flat, one = spec_.granularity == Granularity::tensor;
   const int64_t row_length = flat ? count : cols_;
   const bool sized = flat || spec_.granularity == Granularity::group;
@@ -724,8 +781,8 @@ void Unpacker::decode_table(const Group& group, const uint8_t* codes, const floa
   const double slack = largest_ * (scale * kF32Slack + 2 * group.scale_error) + kTiny;
   const double global = global_scale_;
   const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale * global) / global;
-  float level[16], lower[16], upper[16];
-  for (size_t c = 0; c < 16; ++c) {
+  float level[256], lower[256], upper[256];
+  for (size_t c = 0; c < table_.size(); ++c) {
     const Cell& cell = cells_[c];
     level[c] = table_[c] * group.scale;
     lower[c] = finite_bound(cell.low * scale - (cell.low == -largest_ ? end_slack : slack));

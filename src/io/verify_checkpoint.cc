@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/format.h"
 #include "halfbyte/verify.hpp"
@@ -130,7 +131,68 @@ class Verifier {
         if (is_codes(tensor, form)) check_block(tensor, form);
         check_orphan(tensor, form);
       }
+    for (const StoredTensor& tensor : checkpoint_->tensors) {
+      if (is_fp8(tensor)) check_fp8(tensor);
+      if (is_of_experts(tensor, "_blocks")) check_experts(tensor);
+      check_orphan(tensor, "_scale_inv", "");
+      if (is_of_experts(tensor, "_scales")) check_orphan(tensor, "_scales", "_blocks");
+    }
   }
+
+  // ---- fp8
+
+  static bool is_fp8(const StoredTensor& tensor) {
+    return tensor.dtype == "F8_E4M3" && tensor.shape.size() >= 2 && !tensor.name.ends_with("_scale") &&
+           !tensor.name.ends_with("scales");
+  }
+
+  void check_fp8(const StoredTensor& codes) {
+    const StoredTensor* inverse = checkpoint_->find(codes.name + "_scale_inv");
+    const StoredTensor* scale = inverse != nullptr ? inverse : checkpoint_->find(codes.name + "_scale");
+    if (scale == nullptr)
+      return fault("scale-missing", codes.name, "there is no \"{}_scale_inv\" and no \"{}_scale\"",
+                   codes.name, codes.name);
+    const auto dtype = dtype_from_safetensors(scale->dtype);
+    if (!dtype || !is_floating(*dtype) || *dtype == DType::f64)
+      return fault("scale-dtype", codes.name, "\"{}\" is {}", scale->name, scale->dtype);
+    const auto weight = fp8_weight(*checkpoint_, Layout::fp8, codes.name, codes, *scale);
+    if (weight && (inverse == nullptr || weight->scale_rows > 1)) return;
+    std::vector<int64_t> blocks = codes.shape;
+    for (size_t axis = blocks.size() - 2; axis < blocks.size(); ++axis)
+      blocks[axis] = ceil_div(blocks[axis], kFp8Block);
+    fault("scale-shape", codes.name, "\"{}\" is {}, but blocks of codes {} have scales {}", scale->name,
+          shape_text(scale->shape), shape_text(codes.shape), shape_text(blocks));
+  }
+
+  // ---- Experts of gpt-oss
+
+  static bool is_of_experts(const StoredTensor& tensor, std::string_view ending) {
+    return tensor.dtype == "U8" && tensor.name.ends_with(ending) &&
+           tensor.name.find(".experts.") != std::string::npos;
+  }
+
+  void check_experts(const StoredTensor& codes) {
+    const std::string weight = weight_of(codes, "_blocks");
+    const StoredTensor* scale = checkpoint_->find(weight + "_scales");
+    if (scale == nullptr) return fault("scale-missing", weight, "there is no \"{}_scales\"", weight);
+    if (scale->dtype != "U8") return fault("scale-dtype", weight, "\"{}\" is {}", scale->name, scale->dtype);
+    if (codes.shape.size() != 4 || codes.shape.back() != 16)
+      return fault("codes-shape", weight, "\"{}\" {} is not [experts, rows, groups, 16]", codes.name,
+                   shape_text(codes.shape));
+    const std::vector<int64_t> expected(codes.shape.begin(), codes.shape.end() - 1);
+    if (scale->shape != expected)
+      fault("scale-shape", weight, "\"{}\" is {}, but codes {} have scales {}", scale->name,
+            shape_text(scale->shape), shape_text(codes.shape), shape_text(expected));
+  }
+
+  void check_orphan(const StoredTensor& tensor, std::string_view ending, std::string_view codes) {
+    if (!tensor.name.ends_with(ending)) return;
+    const std::string weight = weight_of(tensor, ending);
+    if (checkpoint_->find(weight + std::string(codes)) == nullptr)
+      fault("codes-missing", weight, "there is \"{}\", and no \"{}{}\"", tensor.name, weight, codes);
+  }
+
+  // ---- Block floats
 
   std::string weight_of(const StoredTensor& tensor, std::string_view ending) const {
     return tensor.name.substr(0, tensor.name.size() - ending.size());
@@ -235,6 +297,7 @@ class Verifier {
     for (const StoredWeight& stored : checkpoint_->quantized) {
       const QuantizedWeight& weight = stored.weight;
       check_scales(stored);
+      if (weight.spec.format == Format::fp8) check_codes(stored);
       if (has_global_scale(weight.spec) && !is_usable(weight.global_scale))
         fault("global-scale-invalid", weight.name, "the global scale is {}", weight.global_scale);
       for (const std::string& name : weight.others) {
@@ -246,28 +309,50 @@ class Verifier {
     }
   }
 
+  // Calls body(bytes, their offset) for all of a tensor.
+  template <class Body>
+  void for_each_part(const StoredTensor& tensor, const Body& body) {
+    constexpr uint64_t kPart = uint64_t{1} << 20;
+    std::vector<std::byte> buffer(std::min(kPart, tensor.num_bytes));
+    for (uint64_t offset = 0; offset < tensor.num_bytes; offset += buffer.size()) {
+      const std::span<std::byte> bytes(buffer.data(),
+                                       std::min<uint64_t>(buffer.size(), tensor.num_bytes - offset));
+      checkpoint_->read(tensor, offset, bytes);
+      body(bytes, offset);
+      reporter_.poll();
+    }
+  }
+
+  void check_codes(const StoredWeight& stored) {
+    const StoredTensor& tensor = stored.part(Role::codes);
+    uint64_t num_nan = 0, first = 0;
+    for_each_part(tensor, [&](std::span<const std::byte> bytes, uint64_t offset) {
+      for (size_t i = 0; i < bytes.size(); ++i)
+        if ((bytes[i] & std::byte{0x7F}) == std::byte{0x7F} && num_nan++ == 0) first = offset + i;
+    });
+    if (num_nan > 0)
+      fault("code-nan", stored.weight.name, "{} of {} codes in \"{}\" are NaN, the first at {}", num_nan,
+            tensor.num_bytes, tensor.name, first);
+  }
+
   void check_scales(const StoredWeight& stored) {
     const QuantizedWeight& weight = stored.weight;
     if (weight.spec.double_quant) return;  // of other values
     const StoredTensor& tensor = stored.part(Role::scales);
     const auto type = scale_type(weight.spec.scale_dtype);
     const int64_t size = formats::scale_bytes(type);
-    constexpr uint64_t kPart = uint64_t{1} << 20;
-    std::vector<std::byte> buffer(std::min(kPart, tensor.num_bytes));
+    const bool own = info(weight.spec.format).scale_dtype.has_value(),
+               positive = own || weight.spec.format == Format::fp8;
     int64_t num_nan = 0, num_zero = 0, num_negative = 0, first = -1;
-    for (uint64_t offset = 0; offset < tensor.num_bytes; offset += buffer.size()) {
-      const std::span<std::byte> bytes(buffer.data(),
-                                       std::min<uint64_t>(buffer.size(), tensor.num_bytes - offset));
-      checkpoint_->read(tensor, offset, bytes);
+    for_each_part(tensor, [&](std::span<const std::byte> bytes, uint64_t offset) {
       for (int64_t i = 0, n = std::ssize(bytes) / size; i < n; ++i) {
         const float value = formats::load_scale<float>(bytes.data(), i, type);
-        const bool nan = !std::isfinite(value), zero = value == 0 && info(weight.spec.format).scale_dtype,
-                   negative = std::signbit(value) && !nan && info(weight.spec.format).scale_dtype;
+        const bool nan = !std::isfinite(value), zero = value == 0 && own,
+                   negative = std::signbit(value) && !nan && positive;
         num_nan += nan, num_zero += zero, num_negative += negative;
         if (first < 0 && (nan || zero || negative)) first = static_cast<int64_t>(offset) / size + i;
       }
-      reporter_.poll();
-    }
+    });
     const auto report = [&](const char* rule, int64_t count, const char* what) {
       if (count > 0)
         fault(rule, weight.name, "{} of {} scales in \"{}\" are {}, the first fault at {}", count,
@@ -337,7 +422,7 @@ class Verifier {
     check_ignored(*quantization);
   }
 
-  // The groups and formats of compressed-tensors and modelopt.
+  // The groups and formats of what is published.
   void check_format(const Json& quantization) {
     const auto text = [&](const char* key) {
       const auto value = quantization.find(key);
@@ -351,15 +436,21 @@ class Verifier {
       bits = number(quantization[weights], {"num_bits"});
     }
     for (const Weight& weight : checkpoint_->weights) {
-      if (!weight.layout || !info(weight.spec.format).scale_dtype) continue;
+      if (!weight.layout || weight.layout == Layout::halfbyte) continue;
       const FormatInfo& own = info(weight.spec.format);
-      if (method != to_string(*weight.layout) || (weight.layout == Layout::compressed_tensors &&
-                                                  format != fmt::format("{}-pack-quantized", own.name)))
+      const bool fp8 = own.format == Format::fp8;
+      if (!own.scale_dtype && !fp8) continue;
+      if (method != quant_method(*weight.layout) ||
+          (weight.layout == Layout::compressed_tensors && format != compressed_tensors_format(own.format)))
         return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
                      weight.name, own.name, to_string(*weight.layout));
-      if (group_size && *group_size != own.group_size)
+      if (const auto block = quantization.find("weight_block_size");
+          fp8 && block != quantization.end() && *block != Json::array({kFp8Block, kFp8Block}))
+        return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {}",
+                     block->dump(), weight.name, kFp8Block);
+      if (group_size && *group_size != weight.spec.group_size)
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has groups of {}",
-                     *group_size, weight.name, own.group_size);
+                     *group_size, weight.name, weight.spec.group_size);
       if (bits && *bits != own.bits)
         return fault("config-bits", "config.json", "it says {}, but \"{}\" has codes of {}", *bits,
                      weight.name, own.bits);

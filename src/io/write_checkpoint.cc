@@ -65,18 +65,21 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
     options.double_quant = q.spec.double_quant;
     options.table = q.spec.table;
     options.granularity = q.spec.granularity;
-    const bool own_scales = info(q.spec.format).scale_dtype.has_value();  // which do not say the dtype
     if (q.spec.granularity == Granularity::group || q.spec.granularity == Granularity::flat)
       options.group_size = q.spec.group_size;
     options.scale_dtype = q.spec.scale_dtype;
     // Some files say the dtype of the weight by that of its scales.
-    const DType dtype =
-        layout.scale_dtypes == ScaleDTypes::of_weight && !own_scales ? q.spec.scale_dtype : q.dtype;
+    const DType dtype = layout.scale_dtypes == ScaleDTypes::of_weight && !hides_dtype(layout, q.spec.format)
+                            ? q.spec.scale_dtype
+                            : q.dtype;
     HALFBYTE_CHECK(dtype != DType::f64, usage,
                    "layout {}: the dtype of a weight is f32, f16 or bf16, got f64", layout.name);
     QuantSpec spec = resolve_spec(layout, options, dtype);
     const std::string reason = cannot_hold(layout, spec, q.shape);
     HALFBYTE_CHECK(reason.empty(), usage, "{}", reason);
+    HALFBYTE_CHECK(!has_parts || shares_scales(q, scale_rows_of(layout, spec)), usage,
+                   "layout {}: has a scale for a group of {} rows, in which they differ", layout.name,
+                   kFp8Block);
     QuantizedWeight target = written_weight(name, q.shape, dtype, layout.layout, spec);
     target.encoding = q.encoding;
     if (has_global_scale(spec) && has_parts) {
@@ -140,6 +143,7 @@ struct CheckpointWriter::Impl {
   WriterOptions options;
   const io::LayoutInfo& layout;
   std::map<std::string, io::Given> given;
+  std::set<std::string> left_out;
   bool finished = false;
 
  private:
@@ -210,15 +214,17 @@ void CheckpointWriter::Impl::add_given() {
   auto next = given.begin();
   std::vector<io::StoredWeight> kept;
   std::vector<int> quantized_of;
-  const auto add_new = [&](const auto& end) {
+  // What base does not have lies beside the weight of base that follows in the order of names.
+  const auto add_new = [&](size_t file, const auto& end) {
     for (; next != given.end() && !end(next->first); ++next) {
-      add(next->first, next->second, in.files.size() - 1);
+      add(next->first, next->second, file);
       quantized_of.push_back(-1);
     }
   };
   for (size_t i = 0; i < in.weights.size(); ++i) {
     const Weight& weight = in.weights[i];
-    add_new([&](const std::string& name) { return name >= weight.name; });
+    add_new(in.file_index(weight), [&](const std::string& name) { return name >= weight.name; });
+    if (left_out.contains(weight.name)) continue;
     if (next != given.end() && next->first == weight.name) {
       add(next->first, next->second, in.file_index(weight));
       quantized_of.push_back(-1);
@@ -233,7 +239,7 @@ void CheckpointWriter::Impl::add_given() {
     quantized_of.push_back(in.quantized_of[i]);
     given_of_.push_back(nullptr);
   }
-  add_new([](const std::string&) { return false; });
+  add_new(in.files.size() - 1, [](const std::string&) { return false; });
   in.weights = std::move(weights);
   in.quantized_of = std::move(quantized_of);
   in.by_name.clear();  // the names have moved
@@ -649,6 +655,8 @@ void CheckpointWriter::set(const std::string& name, Tensor dense) {
   HALFBYTE_CHECK(impl_->given.emplace(name, io::Given{{}, std::move(dense)}).second, usage,
                  "writer: weight \"{}\" was given before", printable(name));
 }
+
+void CheckpointWriter::leave_out(const std::string& name) { impl_->left_out.insert(name); }
 
 CheckpointReport CheckpointWriter::finish() { return impl_->finish(); }
 

@@ -146,6 +146,32 @@ def experts():
     )
 
 
+def blocks():
+    """Matrices and experts that blocks of 128 x 128 divide, and that they do not."""
+    return _checkpoint(
+        [
+            ("0.mlp.up_proj", (128, 384), "BF16"),
+            ("0.mlp.gate_proj", (300, 200), "F32"),
+            ("0.mlp.down_proj", (5, 7), "F16"),
+            ("0.self_attn.q_proj", (129, 128), "BF16"),
+            ("0.mlp.experts.up_proj", (3, 130, 140), "BF16"),
+            ("1.mlp.up_proj", (1100, 1300), "BF16"),
+        ]
+    )
+
+
+def turned_experts():
+    """As gpt-oss has them: [experts, in, out]."""
+    return _checkpoint(
+        [
+            ("0.mlp.experts.gate_up_proj", (3, 96, 22), "BF16"),
+            ("0.mlp.experts.down_proj", (3, 32, 7), "F32"),
+            ("1.mlp.experts.gate_up_proj", (2, 1280, 640), "BF16"),
+            ("0.self_attn.q_proj", (6, 256), "F16"),
+        ]
+    )
+
+
 def write_model(path, tensors, metadata=None, num_shards=1):
     """A model directory with its config and the files around it."""
     path.mkdir()

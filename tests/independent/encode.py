@@ -152,6 +152,49 @@ E4M3 = np.array(
 )
 BLOCK_FLOATS = {"nvfp4": 16, "mxfp4": 32}  # elements of a group
 
+# By all 256 codes.
+E4M3_VALUES = np.concatenate([E4M3, [np.nan], -E4M3, [np.nan]]).astype(np.float32)
+
+
+def e4m3_codes(y):
+    """Nearest, ties to even codes, saturated; -0 and what rounds to it keep their sign."""
+    y = np.asarray(y, np.float32)
+    even = np.where(np.arange(126) % 2 == 0, np.arange(126), np.arange(1, 127))
+    magnitudes = nearest(np.minimum(np.abs(y), 448), E4M3, even)
+    return (magnitudes | np.signbit(y) * 0x80).astype(np.uint8)
+
+
+def fp8_scales(absmax, scale_dtype, zero_group_scale):
+    scales = stored_scale(absmax / np.float32(448), scale_dtype, absmax == 0)
+    return np.where(absmax == 0, np.float32(zero_group_scale), scales)
+
+
+def encode_fp8(groups, scale_dtype, zero_group_scale=0.0):
+    scales = fp8_scales(groups.absmax, scale_dtype, 0)
+    codes = e4m3_codes(_divide(groups.rows, groups.spread(scales)))
+    codes = np.where(groups.spread(scales) == 0, 0, codes).astype(np.uint8)
+    return Encoded(codes.reshape(groups.shape), np.where(scales == 0, np.float32(zero_group_scale), scales))
+
+
+FP8_BLOCK = 128
+
+
+def block_rows(per_block, rows):
+    """What blocks of 128 rows share, repeated for each row: [..., ceil(rows / 128), n] to [..., rows, n]."""
+    return np.repeat(per_block, FP8_BLOCK, axis=-2)[..., :rows, :]
+
+
+def encode_fp8_blocks(weight, scale_dtype, zero_group_scale=0.0):
+    """A scale for blocks of 128 x 128 of each matrix; those of Encoded are of every row."""
+    rows, cols = weight.shape[-2:]
+    groups = Groups(weight, "group", FP8_BLOCK)
+    absmax = groups.absmax.reshape(*weight.shape[:-1], -1)
+    absmax = np.maximum.reduceat(absmax, np.arange(0, rows, FP8_BLOCK), axis=-2)
+    scales = block_rows(fp8_scales(absmax, scale_dtype, 0), rows).reshape(-1, absmax.shape[-1])
+    codes = e4m3_codes(_divide(groups.rows, groups.spread(scales)))
+    codes = np.where(groups.spread(scales) == 0, 0, codes).astype(np.uint8)
+    return Encoded(codes.reshape(weight.shape), np.where(scales == 0, np.float32(zero_group_scale), scales))
+
 
 def global_scale_of(absmax):
     """Of tensors with this largest magnitude."""
@@ -269,6 +312,8 @@ def encode(
         groups = Groups(weight, "group", BLOCK_FLOATS[format])
         return encode_nvfp4(groups) if format == "nvfp4" else encode_mxfp4(groups)
     groups = Groups(weight, granularity, group_size)
+    if format == "fp8":
+        return encode_fp8(groups, scale_dtype, zero_group_scale)
     bits = bits_of(format)
     if format.startswith("affine"):
         return encode_affine(groups, bits, rule or "minmax", scale_dtype, code_scale)

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import safetensors_io as st
 from . import words
-from .encode import BLOCK_FLOATS, E4M3, FILE_DTYPE, bits_of
+from .encode import BLOCK_FLOATS, E4M3, E4M3_VALUES, FILE_DTYPE, FP8_BLOCK, bits_of, block_rows
 from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
 
 
@@ -126,6 +126,41 @@ def modelopt(tensors, name):
     assert tensors[keys[1]].dtype == "F8_E4M3" and tensors[keys[2]].data.shape == ()
     global_scale = np.float32(1) / tensors[keys[2]].data[()]
     return block_float("nvfp4", tensors[name].data, tensors[keys[1]].data, global_scale, keys=keys)
+
+
+def fp8(tensors, name, config):
+    """`name` is P.weight: codes of E4M3, a scale for the tensor, a row, or blocks of 128 x 128."""
+    entry = config["quantization_config"]
+    if entry["quant_method"] == "fp8":
+        assert entry["weight_block_size"] == [FP8_BLOCK, FP8_BLOCK] and entry["fmt"] == "e4m3"
+        keys, strategy = [name, f"{name}_scale_inv"], "block"
+    else:
+        args = entry["config_groups"]["group_0"]["weights"]
+        assert entry["format"] == "float-quantized" and (args["num_bits"], args["type"]) == (8, "float")
+        keys, strategy = [name, f"{name}_scale"], args["strategy"]
+        assert strategy != "block" or args["block_structure"] == [FP8_BLOCK, FP8_BLOCK]
+    codes, scale = tensors[name], tensors[keys[1]]
+    assert codes.dtype == "F8_E4M3"
+    shape, scales = list(codes.data.shape), st.to_f32(scale)
+    spec = {"format": "fp8", "granularity": strategy, "group_size": None, "shape": shape}
+    if strategy == "block":
+        assert scales.shape[-2:] == (-(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
+        scales = block_rows(scales, shape[-2])
+        spec |= {"granularity": "group", "group_size": FP8_BLOCK}
+    else:
+        assert scales.shape == ((1,) if strategy == "tensor" else (*shape[:-1], 1))
+    return _decode(spec, codes.data, scales, table=E4M3_VALUES, keys=keys)
+
+
+def gpt_oss(tensors, name):
+    """`name` is X.gate_up_proj: [experts, out, in], of which the model has the transpose."""
+    keys = [f"{name}_blocks", f"{name}_scales"]
+    blocks, scales = (tensors[key].data for key in keys)
+    assert blocks.shape[-1] == 16 and blocks.shape[:-1] == scales.shape
+    found = block_float("mxfp4", blocks.reshape(*blocks.shape[:2], -1), scales, keys=keys)
+    found.codes, found.weights = (np.swapaxes(each, 1, 2) for each in (found.codes, found.weights))
+    found.spec["shape"] = list(found.codes.shape)
+    return found
 
 
 def bitsandbytes(tensors, name):
@@ -321,7 +356,7 @@ def halfbyte(tensors, name):
     elif format.startswith("affine"):
         biases = st.to_f32(part("biases"))
     else:
-        table = part("table").data if format == "lut4" else BY_NAME[format]
+        table = part("table").data if format == "lut4" else E4M3_VALUES if format == "fp8" else BY_NAME[format]
     return _decode(
         spec,
         codes,
@@ -352,6 +387,14 @@ def weights(tensors, config):
         elif method == "modelopt" and key.endswith("_scale_2"):
             name = key.removesuffix("_scale_2")
             found[name] = modelopt(tensors, name)
+        elif method == "fp8" and key.endswith("_scale_inv"):
+            name = key.removesuffix("_scale_inv")
+            found[name] = fp8(tensors, name, config)
+        elif method == "compressed-tensors" and f"{key}_scale" in tensors and tensors[key].dtype == "F8_E4M3":
+            found[key] = fp8(tensors, key, config)
+        elif method == "mxfp4" and key.endswith("_blocks"):
+            name = key.removesuffix("_blocks")
+            found[name] = gpt_oss(tensors, name)
         elif method in ("gptq", "awq") and key.endswith(".qweight"):
             name = key.removesuffix(".qweight") + ".weight"
             found[name] = (gptq if method == "gptq" else awq)(tensors, name, config)

@@ -23,6 +23,7 @@ using Memory = Element::Memory;
 constexpr int kThreads = kDequantizeThreads;
 constexpr bool kTable = kKind == Kind::table;
 constexpr bool kAffine = kKind == Kind::affine;
+constexpr bool kFloating = kKind == Kind::floating;
 constexpr int kChunk = dequantize_chunk(kAligned, sizeof(Memory));
 constexpr int kChunkBits = kChunk * kBits;
 constexpr int kBatch = dequantize_batch(kAligned, kWholeGroups, sizeof(Memory));
@@ -62,6 +63,8 @@ __device__ __forceinline__ Raw raw_value(u64 codes, int i, float lane_value) {
 __device__ __forceinline__ F decode(Raw raw, const Group& group) {
   if constexpr (kTable) {
     return static_cast<F>(raw) * group.scale;
+  } else if constexpr (kFloating) {
+    return static_cast<F>(e4m3_to_f32(static_cast<u8>(raw))) * group.scale;
   } else if constexpr (sizeof(F) == 8) {
     const int q = static_cast<int>(raw) - static_cast<int>(kAffine ? 0 : group.zero);
     if constexpr (kAffine) return static_cast<F>(q) * group.scale + group.bias;

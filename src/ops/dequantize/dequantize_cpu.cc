@@ -87,6 +87,10 @@ class Decoder {
       for (int64_t i = 0; i < n; i += N) store<kDType>(lookup(d, values, codes + i), i, out);
       return;
     }
+    if (codec_.kind == formats::Kind::floating) {
+      for (int64_t i = 0; i < n; i += N) store<kDType>(hn::Mul(load_e4m3(d, codes + i), scale), i, out);
+      return;
+    }
     const bool affine = codec_.kind == formats::Kind::affine;
     const auto zero = hn::Set(d, affine ? F{0} : static_cast<F>(codec_.q_min - group.zero_point));
     const auto value = [&](int64_t i) HWY_ATTR {
@@ -136,6 +140,26 @@ class Decoder {
       return hn::PromoteTo(d, v);
     else
       return hn::ConvertTo(d, v);
+  }
+
+  // Their values, as formats::e4m3_to_f32 has them.
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load_e4m3(D d, const uint8_t* codes) {
+    const hn::Rebind<float, D> df;
+    const hn::Rebind<uint8_t, D> d8;
+    const hn::Rebind<int32_t, D> di;
+    const auto code = hn::PromoteTo(di, hn::LoadU(d8, codes));
+    const auto magnitude = hn::And(code, hn::Set(di, 0x7F));
+    const auto sign = hn::ShiftLeft<24>(hn::And(code, hn::Set(di, 0x80)));
+    const auto normal = hn::Add(hn::ShiftLeft<20>(magnitude), hn::Set(di, 0x3C000000));
+    const auto subnormal = hn::BitCast(di, hn::Mul(hn::ConvertTo(df, magnitude), hn::Set(df, 0x1p-9f)));
+    auto bits = hn::IfThenElse(hn::Lt(magnitude, hn::Set(di, 8)), subnormal, normal);
+    bits = hn::IfThenElse(hn::Eq(magnitude, hn::Set(di, 0x7F)), hn::Set(di, 0x7FC00000), bits);
+    const auto value = hn::BitCast(df, hn::Or(bits, sign));
+    if constexpr (sizeof(F) == 8)
+      return hn::PromoteTo(d, value);
+    else
+      return value;
   }
 
   template <class D>

@@ -23,6 +23,7 @@ constexpr bool kPairs = sizeof(Memory) == 2;
 constexpr bool kFastType = sizeof(F) == 4;
 constexpr bool kAffine = kCodec.kind == Kind::affine;
 constexpr bool kTable = kCodec.kind == Kind::table;
+constexpr bool kFloating = kCodec.kind == Kind::floating;
 constexpr int kBits = kCodec.bits;
 
 // The scale of most types is at most 2^-8 below absmax / max_magnitude.
@@ -45,11 +46,11 @@ __device__ __forceinline__ F load_element(const void* x, i64 index) {
 
 // Without a zero point: of these formats and of affine ones there are several rules.
 constexpr bool kSignedInteger = kCodec.kind == Kind::integer && !kCodec.asymmetric;
-constexpr Rule kFirstRule = kTable || kSignedInteger ? Rule::absmax : Rule::minmax;
+constexpr Rule kFirstRule = kTable || kFloating || kSignedInteger ? Rule::absmax : Rule::minmax;
 
 // The parameters depend on the largest magnitude alone.
 __device__ __forceinline__ bool is_symmetric(const QuantizeArgs& args) {
-  return kTable || (kSignedInteger && args.rule != Rule::signed_max);
+  return kTable || kFloating || (kSignedInteger && args.rule != Rule::signed_max);
 }
 // Other rules bring the largest quotient into the codes but for rounding (then the group is slow).
 __device__ __forceinline__ bool clamps_high(const QuantizeArgs& args) {
@@ -103,7 +104,9 @@ __device__ __forceinline__ bool is_fast(const QuantizeArgs& args, const Range<F>
     const float scale = formats::abs(e.scale);
     const float magnitude = max(range.low, range.high), largest = magnitude + formats::abs(e.bias);
     bool within;
-    if (is_symmetric(args)) {
+    if (kFloating) {  // codes saturate
+      within = true;
+    } else if (is_symmetric(args)) {
       constexpr float kLowest = limit_of(-kCodec.q_min), kHighest = limit_of(kCodec.q_max);
       const float limit = kTable ? kBins.limit : clamps_high(args) ? kLowest : kHighest;
       within = fabsf(quotient(magnitude, e.scale, e.reciprocal)) <= limit;
@@ -299,6 +302,14 @@ __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e,
       sums[0] += rank << (4 * i);
     }
     return {codes_of_ranks(sums[0]), 0};
+  } else if constexpr (kFloating) {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const float y = min(fabsf(quotient(x[i], e.scale, e.reciprocal)), kMaxE4m3);
+      const u32 sign = bit_cast<u32>(x[i]) >> 24 & 0x80u;  // the quotient of -0 is +0
+      sums[i / Packed::kLow] |= (f32_to_e4m3(y) | sign) << (kBits * (i % Packed::kLow));
+    }
+    return {sums[0], sums[1]};
   } else {
     const u32 offset = static_cast<u32>(kAffine ? 0 : e.zero_point - kCodec.q_min) - kRoundToIntegerBits;
     const float high = static_cast<float>(kAffine ? kCodec.levels() : kCodec.q_max - e.zero_point);

@@ -6,6 +6,7 @@
 //                    (Markstein): a multiple of the rate of a division, valid away from under- and overflow
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
 //                    four compares walk the sorted T
+//   floating         the quotient, rounded in the integer domain of its bits
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
@@ -264,6 +265,41 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
   }
 }
 
+// ---- Floating formats -------------------------------------------------------------------------
+
+// E4M3 of x / scale, saturated, one a byte; n rounded up to whole vectors.
+template <class Type>
+HWY_INLINE void floating_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
+                               typename Type::Compute scale, uint8_t* HWY_RESTRICT codes) {
+  using F = typename Type::Compute;
+  const hn::ScalableTag<F> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto s = hn::Set(d, scale);
+  const auto most = hn::Set(d, static_cast<F>(formats::kMaxE4m3)),
+             least = hn::Set(d, static_cast<F>(-formats::kMaxE4m3));
+  for (int64_t i = 0; i < n; i += N) {
+    const auto y = hn::Min(most, hn::Max(least, hn::Div(Type::load(d, x + i), s)));
+    if constexpr (sizeof(F) == 4) {  // as formats::f32_to_e4m3
+      const hn::RebindToSigned<decltype(d)> di;
+      const hn::Rebind<uint8_t, decltype(d)> d8;
+      const auto bits = hn::BitCast(di, y), magnitude = hn::And(bits, hn::Set(di, 0x7FFFFFFF));
+      const auto sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(di, 0x80));
+      const auto odd = hn::And(hn::ShiftRight<20>(magnitude), hn::Set(di, 1));
+      const auto normal =
+          hn::ShiftRight<20>(hn::Add(magnitude, hn::Add(odd, hn::Set(di, 0x7FFFF - 0x3C000000))));
+      const auto shifted = hn::BitCast(di, hn::Add(hn::BitCast(d, magnitude), hn::Set(d, 16384.0f)));
+      const auto subnormal = hn::Sub(shifted, hn::Set(di, 0x46800000));
+      const auto is_small = hn::Lt(magnitude, hn::Set(di, 0x3C800000));
+      const auto code = hn::Or(sign, hn::IfThenElse(is_small, subnormal, normal));
+      hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
+    } else {
+      HWY_ALIGN double out[HWY_MAX_BYTES / sizeof(double)];
+      hn::Store(y, d, out);
+      for (int64_t j = 0; j < N; ++j) codes[i + j] = formats::to_e4m3(out[j]);
+    }
+  }
+}
+
 // Whether the corrections of scaled_codes (and the f32 tables) are exact for |x| <= absmax: the residual
 // must not underflow where it matters, nor the quotient overflow.
 template <class F>
@@ -272,7 +308,8 @@ bool in_fast_range(const formats::GroupParams<F>& params, double absmax, formats
   const double largest = absmax + formats::abs(static_cast<double>(params.code_bias));
   if (!formats::is_finite(static_cast<double>(params.code_scale)) || !formats::is_finite(largest))
     return false;
-  if (kind == formats::Kind::table || sizeof(F) == 8) return scale > 0 && largest < 0x1p1020;
+  if (kind == formats::Kind::table || kind == formats::Kind::floating || sizeof(F) == 8)
+    return scale > 0 && largest < 0x1p1020;
   return scale > 0x1p-90 && scale < 0x1p100 && largest < scale * 0x1p20;
 }
 
@@ -597,6 +634,9 @@ class SpanQuantizer {
         break;
       case formats::Kind::affine:
         scaled_codes<Type>(x, n, params.code_scale, params.code_bias, 0, codec_.levels(), codes);
+        break;
+      case formats::Kind::floating:
+        floating_codes<Type>(x, n, params.code_scale, codes);
         break;
     }
   }

@@ -260,6 +260,8 @@ inline bool is_held(const QuantSpec& spec, Layout layout) {
     case Layout::gptq:
     case Layout::awq:
     case Layout::modelopt:
+    case Layout::fp8:
+    case Layout::gpt_oss:
       return false;
     case Layout::halfbyte:
       break;
