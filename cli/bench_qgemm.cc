@@ -151,10 +151,10 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
                                                        : parse_dtype(arguments.scale_dtype);
     std::vector<std::string> group_sizes = arguments.group_sizes;
     if (group_sizes.empty())
-      group_sizes = {format.group_size != 0               ? std::to_string(format.group_size)
-                     : default_group_size                 ? default_group_size
-                     : format.kind == FormatKind::integer ? "128"
-                                                          : "64"};
+      group_sizes = {format.group_size != 0 ? std::to_string(format.group_size)
+                     : default_group_size   ? default_group_size
+                     : format.bits == 8 || format.kind == FormatKind::integer ? "128"
+                                                                              : "64"};
     for (const std::string& text : group_sizes) {
       const GroupSize group = parse_group_size(text);
       spec.granularity = group.granularity;

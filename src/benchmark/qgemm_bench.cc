@@ -129,7 +129,7 @@ class QgemmBench {
     const QuantShape shape = quant_shape(spec_, n_, k_);
     weight_ = weight_sets_of(packed_weight_bytes(spec_, n_, k_));
     packed_.reserve(device_, weight_.all());
-    const Memory codes = filled(shape.code_bytes() + weight_.count * kShift, random_bytes_);
+    const Memory codes = filled(shape.code_bytes() + weight_.count * kShift, codes_without_nan());
     Memory scales, zeros, biases, absmax, map, offset, global_scale;
     if (spec_.double_quant) {
       const auto block = values(DType::f32, 0.001f, 0.005f), mean = values(DType::f32, 0, 0.01f);
@@ -169,6 +169,12 @@ class QgemmBench {
     }
     stream_.synchronize();
     find_fastest_read();
+  }
+  std::vector<uint8_t> codes_without_nan() const {
+    std::vector<uint8_t> codes = random_bytes_;
+    if (info(spec_.format).kind == FormatKind::floating)
+      for (uint8_t& code : codes) code &= 0xF7;  // below 2^8
+    return codes;
   }
   // Scales of one byte: e4m3 from 2 up, before the global scale; e8m0 from 2^-10 to 2^-7.
   std::vector<uint8_t> byte_scales() const {

@@ -22,8 +22,8 @@ formats::WeightViewLayout view_layout_of(const QuantSpec& spec, int64_t rows, in
   HALFBYTE_CHECK(layout != Layout::gptq && layout != Layout::awq, usage,
                  "weight view: layout {} is transposed, which products do not read: give the native parts",
                  to_string(layout));
-  HALFBYTE_CHECK(layout != Layout::modelopt, usage,
-                 "weight view: layout {} has formats that products do not take", to_string(layout));
+  HALFBYTE_CHECK(layout != Layout::modelopt && layout != Layout::fp8 && layout != Layout::gpt_oss, usage,
+                 "weight view: layout {} is one of files: give the native parts", to_string(layout));
   HALFBYTE_CHECK(layout != Layout::bitsandbytes || format.bits == 4, usage,
                  "weight view: layout bitsandbytes has codes of 4 bits, got {}", format.name);
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;

@@ -264,6 +264,21 @@ TEST_P(QgemmCuda, IntegersAreExact) {
 INSTANTIATE_TEST_SUITE_P(, QgemmCuda, ::testing::ValuesIn(all_configs()),
                          [](const auto& info) { return name_of(info.param); });
 
+using QgemmCudaNan = testing::CudaTest;
+
+TEST_F(QgemmCudaNan, OfTheWeightIsNan) {
+  for (const DType dtype : testing::kQgemmDTypes)
+    for (QgemmDescriptor d : testing::nan_products(dtype)) {
+      QgemmCase test = testing::nan_case(d, 7);
+      for (const std::string& variant : variants_of(d)) {
+        test.descriptor.variant = variant;
+        const auto plan = QgemmPlan::select(kCuda, test.descriptor);
+        EXPECT_TRUE(testing::nan_as_reference(test, run(test, plan, false),
+                                              plan.precision_guarantee().weight_rounding));
+      }
+    }
+}
+
 // ---- The rest of what kernels are compiled for: groups, double quantization, views, maths
 
 class QgemmCudaFormat : public testing::CudaTest, public ::testing::WithParamInterface<size_t> {

@@ -29,6 +29,8 @@ inline ReferenceWeight reference_weight(const QgemmProblem& problem, const Qgemm
   double value = code;
   if (codec.kind == formats::Kind::table) value = static_cast<double>(codec.book.values[code]);
   if (codec.kind == formats::Kind::integer) value = code + codec.q_min - zero_point;
+  if (codec.kind == formats::Kind::floating)
+    value = static_cast<double>(formats::e4m3_to_f32(static_cast<uint8_t>(code)));
   if (rounding == WeightRounding::weight_rounded) {
     const auto rounded = [&](double x) { return round_to(x, problem.dtype); };
     // A global scale is applied to sums.

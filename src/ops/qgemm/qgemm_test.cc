@@ -96,6 +96,22 @@ INSTANTIATE_TEST_SUITE_P(, QgemmCpu, ::testing::Range(size_t{0}, testing::qgemm_
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
 
+TEST(Qgemm, NanOfTheWeightIsNan) {
+  for (const DType dtype : {DType::bf16, DType::f32})
+    for (QgemmDescriptor d : testing::nan_products(dtype)) {
+      QgemmCase test = testing::nan_case(d, 7);
+      const auto check = [&] {
+        for (const QgemmChoice& choice : explain_qgemm({}, d)) {
+          if (!choice.reason.empty()) continue;
+          test.descriptor.variant = choice.variant;
+          const testing::CpuRun run = testing::run_on_cpu(test, 1);
+          EXPECT_TRUE(testing::nan_as_reference(test, run.y, run.guarantee.weight_rounding));
+        }
+      };
+      testing::for_each_target([&](const char*) { check(); });
+    }
+}
+
 // Blocks and panels of every width, some of each: the same bytes for every number of threads and every run,
 // with each SIMD target.
 TEST(QgemmSimd, SameBytes) {

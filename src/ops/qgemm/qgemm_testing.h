@@ -135,7 +135,13 @@ struct QgemmCase {
     return static_cast<float>(sign * std::uniform_real_distribution<double>(0.01, 0.05)(random_));
   }
 
-  uint8_t random_code() { return static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1)); }
+  // But NaN; of integers, floating codes are of few exponents, so that sums are exact.
+  uint8_t random_code() {
+    const auto code = static_cast<uint8_t>(random_() & ((1u << problem.codec.bits) - 1));
+    if (problem.codec.kind != formats::Kind::floating) return code;
+    if (data_ == QgemmData::integers) return static_cast<uint8_t>((code & 0x80) | (0x30 + (code & 0x1F)));
+    return (code & 0x7F) == 0x7F ? static_cast<uint8_t>(code - 1) : code;
+  }
 
   // Codes at random, all of them equally often, and as many parameters as the weight has groups.
   void make_weight() {
@@ -268,6 +274,43 @@ inline ::testing::AssertionResult near_reference(const QgemmCase& test, const st
                                                  WeightRounding rounding,
                                                  QgemmData data = QgemmData::random) {
   return near_reference(test, y, qgemm_ref(test.problem, test.tensors(), rounding), data);
+}
+
+// A product with a weight in which one number is NaN: a code of fp8, a scale of nvfp4 and mxfp4.
+inline std::vector<QgemmDescriptor> nan_products(DType dtype) {
+  std::vector<QgemmDescriptor> products;
+  for (const Format format : {Format::fp8, Format::nvfp4, Format::mxfp4})
+    for (const bool transposed : {false, true})
+      for (const int64_t m : {1, 3, 12, 70}) {
+        QgemmDescriptor d{.m = m, .n = 72, .k = 256, .transposed = transposed, .dtype = dtype};
+        d.spec.format = format;
+        d.spec.group_size = 128;
+        fit_format(d.spec);
+        products.push_back(d);
+      }
+  return products;
+}
+inline QgemmCase nan_case(const QgemmDescriptor& d, uint64_t seed) {
+  constexpr int64_t kRow = 37, kCol = 150;
+  QgemmCase test(d, seed);
+  const formats::PackedLayout& p = test.problem.weight;
+  const int64_t at = d.spec.format == Format::fp8 ? p.code(kRow, kCol) : p.scale(kRow, kCol / p.group);
+  test.packed[static_cast<size_t>(at)] = d.spec.format == Format::mxfp4 ? 0xFF : 0x7F;
+  return test;
+}
+// NaN where the reference has it, and near it elsewhere.
+inline ::testing::AssertionResult nan_as_reference(const QgemmCase& test, const std::vector<uint8_t>& y,
+                                                   WeightRounding rounding) {
+  const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), rounding);
+  for (size_t i = 0; i < expected.y.size(); ++i) {
+    const auto actual = load_element<double>(y.data(), static_cast<int64_t>(i), test.descriptor.dtype);
+    if (std::isnan(expected.y[i]) ? std::isnan(actual)
+                                  : std::fabs(actual - expected.y[i]) <= expected.bound[i])
+      continue;
+    return ::testing::AssertionFailure() << fmt::format("{}: output {} is {}, expected {}",
+                                                        describe(test.descriptor), i, actual, expected.y[i]);
+  }
+  return ::testing::AssertionSuccess();
 }
 
 // ---- Descriptions at random

@@ -276,7 +276,9 @@ __device__ __forceinline__ float lane_value(const WeightArgs& w) {
 // Before scale and bias.
 __device__ __forceinline__ F code_value(Codes codes, int i, float table_value) {
   const u32 code = static_cast<u32>(codes >> (kBits * place_of(i)));
-  if constexpr (kTable)
+  if constexpr (kKind == Kind::floating)
+    return static_cast<F>(e4m3_to_f32(static_cast<u8>(code)));
+  else if constexpr (kTable)
     return static_cast<F>(shuffle(table_value, static_cast<int>(code)));  // bit 4 and up do not matter
   else
     return static_cast<F>(__fsub_rn(above_2_23(code & kCodeMask), 0x1p23f));

@@ -74,18 +74,20 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   const formats::Codec& codec = problem.codec;
   const bool rare = is_rare(problem);
   const QgemmSm80Stored stored = rare ? QgemmSm80Stored{} : stored_of(problem);
-  return {"ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + byte_scales_config(problem) +
-              fmt::format("constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
-                          "constexpr bool kAsymmetric = {}, kAffine = {}, kTransposed = {}, kRare = {};\n"
-                          "constexpr bool kSplit = {};\nconstexpr int kCodeParts = {};\n",
-                          static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem),
-                          codec.asymmetric, codec.kind == formats::Kind::affine, problem.transposed, rare,
-                          is_split(problem), is_split(problem) ? code_parts(problem) : 1) +
-              cuda::struct_config(
-                  "QgemmSm80Stored", "kStored",
-                  {{"parameter_bytes", stored.parameter_bytes}, {"double_quant", stored.double_quant}}))};
+  return {
+      "ops/qgemm/sm80/sm80.cu", "qgemm_sm80",
+      cuda::config_text(
+          cuda::element_config(problem.dtype) + byte_scales_config(problem) +
+          fmt::format(
+              "constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
+              "constexpr bool kAsymmetric = {}, kAffine = {}, kFloating = {}, kTransposed = {}, kRare = {};\n"
+              "constexpr bool kSplit = {};\nconstexpr int kCodeParts = {};\n",
+              static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem), codec.asymmetric,
+              codec.kind == formats::Kind::affine, codec.kind == formats::Kind::floating, problem.transposed,
+              rare, is_split(problem), is_split(problem) ? code_parts(problem) : 1) +
+          cuda::struct_config(
+              "QgemmSm80Stored", "kStored",
+              {{"parameter_bytes", stored.parameter_bytes}, {"double_quant", stored.double_quant}}))};
 }
 
 class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {

@@ -60,31 +60,37 @@ inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
   if (problem.dtype != DType::bf16)
     return fmt::format("dtype must be bf16, got {}", to_string(problem.dtype));
   const int64_t group = problem.weight.group;
-  if (group != 32 && group % formats::kUnitCols != 0 && (group != 16 || problem.codec.bits != 4) &&
-      problem.weight.groups > 1)
+  const bool is_row = problem.weight.groups <= 1 && !problem.weight.inlined;
+  if (!is_row && group != 32 && group % formats::kUnitCols != 0 && (group != 16 || problem.codec.bits != 4))
     return fmt::format("groups must be rows, 16 (of 4 bits), 32 or a multiple of 64 columns, got {}", group);
   if (problem.k > INT32_MAX) return fmt::format("k must be at most {}, got {}", INT32_MAX, problem.k);
   return {};
 }
 
-// 16 scales of one byte, as formats/convert.h has them; without the global scale.
-HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::ScaleType type) {
-  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(scales));
-  const __m512i nan = _mm512_set1_epi32(0x7FC00000);
-  if (type == formats::ScaleType::e8m0) {
-    const __m512i bits = _mm512_cvtepu8_epi32(bytes);
-    const __m512i value = _mm512_mask_mov_epi32(
-        _mm512_slli_epi32(bits, 23), _mm512_testn_epi32_mask(bits, bits), _mm512_set1_epi32(0x00400000));
-    return _mm512_castsi512_ps(
-        _mm512_mask_mov_epi32(value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(0xFF)), nan));
-  }
+// 16 numbers of E4M3, exactly; NaN stays NaN.
+HALFBYTE_AVX512 inline __m512 convert_e4m3(__m128i bytes) {
   // The bits of an f16 of 2^-8 times the value.
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
                                         _mm256_set1_epi16(static_cast<int16_t>(0xBF80)));
-  const __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
-  const __mmask16 is_nan =
-      _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
-  return _mm512_mask_mov_ps(value, is_nan, _mm512_castsi512_ps(nan));
+  const __m128i magnitude = _mm_set1_epi8(0x7F);
+  const __mmask16 is_nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, magnitude), magnitude);
+  return _mm512_mask_mov_ps(_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256)), is_nan,
+                            _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
+}
+// Those of byte kByte of 16 words.
+template <int kByte>
+HALFBYTE_AVX512 inline __m512 convert_e4m3(__m512i words) {
+  return convert_e4m3(_mm512_cvtepi32_epi8(_mm512_srli_epi32(words, 8 * kByte)));
+}
+// 16 scales of one byte, as formats/convert.h has them; without the global scale.
+HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::ScaleType type) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(scales));
+  if (type == formats::ScaleType::e4m3) return convert_e4m3(bytes);
+  const __m512i bits = _mm512_cvtepu8_epi32(bytes);
+  const __m512i value = _mm512_mask_mov_epi32(
+      _mm512_slli_epi32(bits, 23), _mm512_testn_epi32_mask(bits, bits), _mm512_set1_epi32(0x00400000));
+  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(
+      value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(0xFF)), _mm512_set1_epi32(0x7FC00000)));
 }
 // What sums are multiplied by when they are complete: the reciprocal of the global scale, where there is one.
 inline float global_factor(const QgemmProblem& problem, const QgemmTensors& tensors) {
@@ -174,6 +180,7 @@ class UnitDecoder {
       : problem_(problem),
         tensors_(tensors),
         groups_(problem.weight.inlined ? formats::unit_groups(static_cast<int>(problem.weight.group)) : 1),
+        is_floating_(problem.codec.kind == formats::Kind::floating),
         has_scales_(rounding == WeightRounding::weight_rounded),
         has_biases_(has_scales_ && problem.weight.has_biases) {
     for (int code = 0; code < 16; ++code)
@@ -197,7 +204,7 @@ class UnitDecoder {
       if (has_scales_) parameters.round_to_bf16();
       for (int row = 0; row < formats::kUnitRows; ++row) {
         if (!has_scales_) parameters.scales[row] = 1;
-        if (problem_.codec.bits == 8) parameters.offsets[row] += kMagic;
+        if (problem_.codec.bits == 8 && !is_floating_) parameters.offsets[row] += kMagic;
       }
     }
     if (problem_.codec.bits == 8) return;
@@ -310,12 +317,18 @@ class UnitDecoder {
     const __m512i codes = load_line(codes_ + half * formats::kTileBytes, line);
     const __m512i magic = _mm512_castps_si512(_mm512_set1_ps(kMagic)), byte = _mm512_set1_epi32(0xFF);
     __m512 values[4];  // of each byte of the words: row 2 * line: even columns, odd ones; row 2 * line + 1
-    for (int i = 0; i < 4; ++i) {
-      const __m512i bits = _mm512_ternarylogic_epi32(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
-                                                     byte, magic, 0xEA);
-      values[i] = weights(_mm512_castsi512_ps(bits), parameters_[groups_ > 1 ? half : 0], 2 * line + i / 2,
-                          has_biases_);
+    if (is_floating_) {
+      values[0] = convert_e4m3<0>(codes);
+      values[1] = convert_e4m3<1>(codes);
+      values[2] = convert_e4m3<2>(codes);
+      values[3] = convert_e4m3<3>(codes);
+    } else {
+      for (int i = 0; i < 4; ++i)
+        values[i] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+            _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), byte, magic, 0xEA));
     }
+    for (int i = 0; i < 4; ++i)
+      values[i] = weights(values[i], parameters_[groups_ > 1 ? half : 0], 2 * line + i / 2, has_biases_);
     if (kTransposed) {
       const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                                   8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -333,6 +346,7 @@ class UnitDecoder {
   const QgemmProblem& problem_;
   const QgemmTensors& tensors_;
   int groups_;  // of a unit
+  bool is_floating_;
   bool has_scales_, has_biases_;
   alignas(64) float code_values_[16];                    // of codes of 4 bits
   const uint8_t* codes_ = nullptr;                       // of the selected unit

@@ -22,20 +22,22 @@ constexpr unsigned k16 = 1, k32 = 2, k64 = 4, k128 = 8, kRow = 16;
 
 struct CommonWeight {
   int bits;
-  bool asymmetric, affine, double_quant;
+  Kind kind;  // integers, and tables alike: they have the same kernels
+  bool asymmetric, double_quant;
   unsigned scales, groups;
 };
-// What layouts store: bitsandbytes, halfbyte, compressed-tensors, mlx.
+// What layouts store.
 constexpr CommonWeight kCommonWeights[] = {
-    {4, false, false, true, kF32, k64},  // tables and int4 alike: they have the same kernels
-    {4, false, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
-    {4, false, false, false, kE4m3, k16},
-    {4, false, false, false, kE8m0, k32},
-    {4, true, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
-    {8, false, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
-    {8, true, false, false, kF16 | kBf16, k128 | kRow},
-    {4, false, true, false, kF16 | kBf16, k32 | k64 | k128},
-    {8, false, true, false, kF16 | kBf16, k32 | k64 | k128},
+    {4, Kind::integer, false, true, kF32, k64},
+    {4, Kind::integer, false, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
+    {4, Kind::integer, false, false, kE4m3, k16},
+    {4, Kind::integer, false, false, kE8m0, k32},
+    {4, Kind::integer, true, false, kF32 | kF16 | kBf16, k16 | k32 | k64 | k128 | kRow},
+    {8, Kind::integer, false, false, kF32 | kF16 | kBf16, k32 | k64 | k128 | kRow},
+    {8, Kind::integer, true, false, kF16 | kBf16, k128 | kRow},
+    {4, Kind::affine, false, false, kF16 | kBf16, k32 | k64 | k128},
+    {8, Kind::affine, false, false, kF16 | kBf16, k32 | k64 | k128},
+    {8, Kind::floating, false, false, kF32 | kF16 | kBf16, k128 | kRow},
 };
 
 unsigned group_bit(const QgemmProblem& problem) {
@@ -82,10 +84,11 @@ bool is_common_weight(const QgemmProblem& problem) {
   const Codec& codec = problem.codec;
   // Scales have the dtype of x, are f16 as in layout halfbyte, or f32.
   if (codec.scale_type == ScaleType::bf16 && problem.dtype != DType::bf16) return false;
+  const Kind kind = codec.kind == Kind::table ? Kind::integer : codec.kind;
   return std::ranges::any_of(kCommonWeights, [&](const CommonWeight& common) {
-    return common.bits == codec.bits && common.asymmetric == codec.asymmetric &&
-           common.affine == (codec.kind == Kind::affine) && common.double_quant == problem.double_quant &&
-           (common.scales & bit(codec.scale_type)) != 0 && (common.groups & group_bit(problem)) != 0;
+    return common.bits == codec.bits && common.kind == kind && common.asymmetric == codec.asymmetric &&
+           common.double_quant == problem.double_quant && (common.scales & bit(codec.scale_type)) != 0 &&
+           (common.groups & group_bit(problem)) != 0;
   });
 }
 
@@ -97,7 +100,7 @@ std::string refuse_streams(const QgemmProblem& problem) {
 std::string refuse_rare_weight(const QgemmProblem& problem) {
   if (std::string reason = refuse_streams(problem); !reason.empty()) return reason;
   if (is_common_weight(problem)) return "";
-  constexpr std::array kKinds = {"a table", "integers", "affine integers"};
+  constexpr std::array kKinds = {"a table", "integers", "affine integers", "floating codes"};
   constexpr std::array kScales = {"f32", "f16", "bf16", "f64", "f8_e4m3", "f8_e8m0"};
   const Codec& codec = problem.codec;
   return fmt::format(

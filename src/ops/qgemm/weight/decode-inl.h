@@ -29,6 +29,18 @@ HWY_INLINE void convert(const void* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kLanes) hn::StoreU(E::load(Tag(), memory + i), Tag(), to + i);
 }
 
+// Numbers of E4M3, of which NaN stays NaN, by way of f16, which has 2^-8 times their value: `factor` is 2^8
+// or a multiple of it.
+HWY_INLINE Floats e4m3_floats(hn::Vec<hn::Rebind<uint8_t, Tag>> bytes, Floats factor) {
+  const hn::Rebind<int16_t, Tag> d;
+  const auto magnitude = hn::Set(d, int16_t{0x3F80});
+  const auto wide = hn::PromoteTo(d, hn::BitCast(hn::Rebind<int8_t, Tag>(), bytes));
+  const auto value = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d, static_cast<int16_t>(0xBF80)));
+  const auto is_nan = hn::Eq(hn::And(value, magnitude), magnitude);
+  const auto half = hn::IfThenElse(is_nan, hn::Set(d, int16_t{0x7E00}), value);
+  return hn::Mul(hn::PromoteTo(Tag(), hn::BitCast(hn::Rebind<hwy::float16_t, Tag>(), half)), factor);
+}
+
 // Whether what stands for a code of 4 bits, or another code, is not all that the scale is multiplied with.
 inline bool is_shifted(const formats::Codec& codec) {
   return codec.bits != 4 || codec.asymmetric || codec.kind == formats::Kind::affine;
@@ -110,19 +122,9 @@ class ParameterLoader {
       }
       return;
     }
-    // First the bits of an f16 of 2^-8 times the value.
-    const hn::Rebind<int16_t, Tag> d;
-    const auto magnitude = hn::Set(d, int16_t{0x3F80});
     const auto factor = hn::Set(Tag(), 256 / global_scale_);
-    for (int i = 0; i < kRows; i += kLanes) {
-      const auto wide =
-          hn::PromoteTo(d, hn::LoadU(hn::Rebind<int8_t, Tag>(), reinterpret_cast<const int8_t*>(from) + i));
-      const auto value = hn::And(hn::ShiftLeft<7>(wide), hn::Set(d, static_cast<int16_t>(0xBF80)));
-      const auto is_nan = hn::Eq(hn::And(value, magnitude), magnitude);
-      const auto half = hn::IfThenElse(is_nan, hn::Set(d, int16_t{0x7E00}), value);
-      const auto floats = hn::PromoteTo(Tag(), hn::BitCast(hn::Rebind<hwy::float16_t, Tag>(), half));
-      hn::StoreU(hn::Mul(floats, factor), Tag(), to + i);
-    }
+    for (int i = 0; i < kRows; i += kLanes)
+      hn::StoreU(e4m3_floats(hn::LoadU(hn::Rebind<uint8_t, Tag>(), from + i), factor), Tag(), to + i);
   }
 
   // From parts of rows to rows of four parts.
@@ -162,7 +164,9 @@ class ParameterLoader {
       load_stored(offsets, to_biases);
     else
       for (int r = 0; r < kRows; ++r)
-        to_offsets[r] = static_cast<float>(layout_.has_zeros ? offsets[r] : -codec_.q_min);
+        to_offsets[r] = static_cast<float>(layout_.has_zeros                       ? offsets[r]
+                                           : codec_.kind == formats::Kind::integer ? -codec_.q_min
+                                                                                   : 0);
   }
 
   const formats::PackedLayout& layout_;
@@ -234,7 +238,8 @@ struct LaneParameters {
   }
 };
 
-// Formats of 8 bits. A unit is two tiles, halves of its columns.
+// Formats of 8 bits. A unit is two tiles, halves of its columns. kFloating: codes are numbers of E4M3.
+template <bool kFloating>
 class ByteCodes {
  public:
   static constexpr int kTiles = 2, kVectors = 2;
@@ -256,8 +261,12 @@ class ByteCodes {
   template <int kShift>
   static HWY_INLINE Floats code(Words words) {
     const hn::RebindToSigned<Tag> di;
-    const auto bytes = hn::And(hn::ShiftRight<kShift>(words), hn::Set(hn::RebindToUnsigned<Tag>(), 255u));
-    return hn::ConvertTo(Tag(), hn::BitCast(di, bytes));
+    const hn::RebindToUnsigned<Tag> du;
+    const auto bytes = hn::And(hn::ShiftRight<kShift>(words), hn::Set(du, 255u));
+    if constexpr (kFloating)
+      return e4m3_floats(hn::TruncateTo(hn::Rebind<uint8_t, Tag>(), bytes), hn::Set(Tag(), 256.0f));
+    else
+      return hn::ConvertTo(Tag(), hn::BitCast(di, bytes));
   }
 };
 

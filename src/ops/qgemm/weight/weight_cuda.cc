@@ -23,10 +23,11 @@ std::string packed_config(const QgemmProblem& problem) {
   const Codec& codec = problem.codec;
   return byte_scales_config(problem) +
          fmt::format(
-             "constexpr int kBits = {};\nconstexpr bool kAsymmetric = {}, kAffine = {}, kDoubleQuant = {};\n"
+             "constexpr int kBits = {};\n"
+             "constexpr bool kAsymmetric = {}, kAffine = {}, kFloating = {}, kDoubleQuant = {};\n"
              "constexpr int kParameterBytes = {};\n",
-             static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine, problem.double_quant,
-             formats::scale_bytes(codec.scale_type));
+             static_cast<int>(codec.bits), codec.asymmetric, codec.kind == Kind::affine,
+             codec.kind == Kind::floating, problem.double_quant, formats::scale_bytes(codec.scale_type));
 }
 
 std::string bf16_scales_config(const QgemmProblem& problem) {

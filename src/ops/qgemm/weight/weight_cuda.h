@@ -11,9 +11,9 @@ namespace halfbyte {
 
 // kByteScales: which numbers scales of one byte are, e4m3 or e8m0; f32 where scales have more bytes.
 std::string byte_scales_config(const QgemmProblem& problem);
-// Lines of the configuration of a kernel for packed weights: this, kBits, kAsymmetric, kAffine, kDoubleQuant,
-// and kParameterBytes, of a bias or a scale that is not quantized. What symmetric codes of 4 bits stand for
-// is an argument: their formats share kernels.
+// Lines of the configuration of a kernel for packed weights: this, kBits, kAsymmetric, kAffine, kFloating,
+// kDoubleQuant, and kParameterBytes, of a bias or a scale that is not quantized. What symmetric codes of 4
+// bits stand for is an argument: their formats share kernels.
 std::string packed_config(const QgemmProblem& problem);
 // kBf16Scales: whether parameters of two bytes are bf16, else f16, where this is no argument.
 std::string bf16_scales_config(const QgemmProblem& problem);

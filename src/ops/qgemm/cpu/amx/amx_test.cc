@@ -18,6 +18,8 @@ double value_of(const QgemmCase& test, int64_t row, int64_t col) {
   if (codec.kind == formats::Kind::table)
     return round_to(static_cast<double>(codec.book.values[code]), DType::bf16);
   if (codec.kind == formats::Kind::affine) return code;
+  if (codec.kind == formats::Kind::floating)
+    return static_cast<double>(formats::e4m3_to_f32(static_cast<uint8_t>(code)));
   return code + codec.q_min - load_group<double>(test.problem, test.tensors(), row, col).zero_point;
 }
 

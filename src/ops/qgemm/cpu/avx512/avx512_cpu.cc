@@ -99,7 +99,9 @@ class QgemmAvx512 : public QgemmKernel {
       parallel_for(units, 64, threads,
                    [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
       const int groups = BlockGroups(p).num;
-      const StripFunction multiply = p.bits == 8   ? strip_function<8>(rows_)
+      const bool floating = problem_.codec.kind == formats::Kind::floating;
+      const StripFunction multiply = floating      ? strip_function<8, 1, true>(rows_)
+                                     : p.bits == 8 ? strip_function<8>(rows_)
                                      : groups == 4 ? strip_function<4, 4>(rows_)
                                      : groups == 2 ? strip_function<4, 2>(rows_)
                                                    : strip_function<4>(rows_);

@@ -50,7 +50,8 @@ HALFBYTE_AVX512 inline __m512 factors(const QgemmProblem& problem, const GroupPa
 }
 
 // Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x.
-template <int kBits>
+// kFloating: of 8 bits, numbers of E4M3.
+template <int kBits, bool kFloating>
 struct LineDecoder {
   static constexpr int kVectors = kBits == 4 ? 2 : 1;  // of a row
   __m512i table;  // of 4 bits: values twice; of 8 bits: 2^23 plus the code that stands for 0
@@ -79,12 +80,19 @@ struct LineDecoder {
             _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, static_cast<unsigned>(4 * i)), table);
     } else {
       __m512 bytes[4];
-      for (int i = 0; i < 4; ++i)
-        bytes[i] =
-            _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-                              _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(0xFF),
-                              _mm512_castps_si512(_mm512_set1_ps(0x1p23f)), 0xEA)),
-                          _mm512_castsi512_ps(table));
+      if constexpr (kFloating) {
+        bytes[0] = convert_e4m3<0>(codes);
+        bytes[1] = convert_e4m3<1>(codes);
+        bytes[2] = convert_e4m3<2>(codes);
+        bytes[3] = convert_e4m3<3>(codes);
+      } else {
+        for (int i = 0; i < 4; ++i)
+          bytes[i] =
+              _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+                                _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
+                                _mm512_set1_epi32(0xFF), _mm512_castps_si512(_mm512_set1_ps(0x1p23f)), 0xEA)),
+                            _mm512_castsi512_ps(table));
+      }
       for (int i = 0; i < 2; ++i)
         values[i][0] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(bytes[2 * i + 1], bytes[2 * i]));
     }
@@ -146,14 +154,14 @@ template <int kGroups>
 
 // Adds line `line` of tiles that have one scale, or several in lanes, to the totals of its two rows. ahead:
 // where what is fetched meanwhile begins.
-template <int kBits, int kRows, int kInLanes>
-[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(const LineDecoder<kBits>& decoder,
+template <int kBits, bool kFloating, int kRows, int kInLanes>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(const LineDecoder<kBits, kFloating>& decoder,
                                                                  const uint8_t* codes, const uint8_t* ahead,
                                                                  const uint16_t* x, int line, bool swapped,
                                                                  int first, int num_tiles,
                                                                  const BlockParameters& parameters, int group,
                                                                  StripSums<kRows>& to) {
-  constexpr int kVectors = LineDecoder<kBits>::kVectors;
+  constexpr int kVectors = LineDecoder<kBits, kFloating>::kVectors;
   __m512 sums[2][kRows];
   for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
   for (int tile = first; tile < first + num_tiles; ++tile) {
@@ -180,10 +188,10 @@ template <int kBits, int kRows, int kInLanes>
 
 // Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
 // kInLanes: blocks are one tile of so many groups, each of lanes of its own.
-template <int kBits, int kRows, int kInLanes>
+template <int kBits, bool kFloating, int kRows, int kInLanes>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
-  const LineDecoder<kBits> decoder(run.problem.codec);
+  const LineDecoder<kBits, kFloating> decoder(run.problem.codec);
   const BlockGroups block_groups(p);
   const int block_tiles = p.block_code_bytes / formats::kTileBytes;
   const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
@@ -202,8 +210,8 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
-          multiply_line<kBits, kRows, kInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0, first,
-                                                fold_tiles, parameters, group, sums);
+          multiply_line<kBits, kFloating, kRows, kInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0,
+                                                           first, fold_tiles, parameters, group, sums);
     }
     x += p.block_cols * kRows;
   }
@@ -211,12 +219,12 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits, int kInLanes = 1>
+template <int kBits, int kInLanes = 1, bool kFloating = false>
 StripFunction strip_function(int64_t rows) {
-  return rows == 1   ? multiply_strip<kBits, 1, kInLanes>
-         : rows == 2 ? multiply_strip<kBits, 2, kInLanes>
-         : rows == 4 ? multiply_strip<kBits, 4, kInLanes>
-                     : multiply_strip<kBits, 8, kInLanes>;
+  return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes>
+         : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes>
+         : rows == 4 ? multiply_strip<kBits, kFloating, 4, kInLanes>
+                     : multiply_strip<kBits, kFloating, 8, kInLanes>;
 }
 
 }  // namespace halfbyte::avx512

@@ -294,8 +294,10 @@ class Product {
 
   void run() {
     find_units(problem_.weight, places_);
-    if (problem_.codec.bits == 8)
-      run_codes(ByteCodes(problem_.codec));
+    if (problem_.codec.kind == formats::Kind::floating)
+      run_codes(ByteCodes<true>(problem_.codec));
+    else if (problem_.codec.bits == 8)
+      run_codes(ByteCodes<false>(problem_.codec));
     else if (problem_.codec.bits != 4)
       run_codes(StreamCodes(problem_.codec));
     else if (problem_.codec.kind == formats::Kind::table)
