@@ -29,10 +29,16 @@ CASES = [
     ("grouped", "--format affine8 --scale-rule minmax"),
     ("experts", "--format int4 --asymmetric"),
     ("experts", "--format nf4 --double-quant"),
+    ("odd", "--format fp8 --layout halfbyte"),
+    ("blocks", "--format fp8"),
+    ("blocks", "--format fp8 --group-size 128"),
+    ("blocks", "--format fp8 --layout fp8"),
+    ("turned_experts", "--format mxfp4 --layout gpt-oss"),
     # Several blocks of several workers.
     ("large", "--format nf4 --double-quant"),
     ("large", "--format int4 --asymmetric"),
     ("large", "--format int5 --group-size tensor"),
+    ("large", "--format fp8 --layout fp8"),
 ]
 
 

@@ -318,6 +318,16 @@ def test_code_book(name):
     assert enc.table_codes(numbers, name).tolist() == list(case["codes"].values())
 
 
+def test_fp8():
+    """torch 2.15, float8_e4m3fn: x / (absmax / 448), cast, and what is decoded; a cast saturates here."""
+    case = GOLDEN["fp8_torch"]
+    encoded = enc.encode(ramp(case)[None], "fp8", granularity="channel")
+    assert encoded.scales.astype("<f4").tobytes().hex() == case["scale_le"]
+    assert encoded.codes.tobytes().hex() == case["codes_hex"]
+    numbers = np.array([int(word, 16) for word in case["codes"]], "<u4").view("<f4")
+    assert enc.e4m3_codes(numbers).tolist() == list(case["codes"].values())
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/formats.md", "docs/numerics.md", "CHANGELOG.md"])
 def test_documents_name_every_table(document):
     text = (Path(__file__).parent.parent / document).read_text()

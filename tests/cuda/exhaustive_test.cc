@@ -54,7 +54,8 @@ TEST_F(Exhaustive, AllBf16ValuesAgainst4096Scales) {
       }
     });
     const auto* const bytes = reinterpret_cast<const uint8_t*>(x.data());
-    for (const testing::EncodedSpec& spec : tables_and({Format::int4, Format::int8, Format::affine4})) {
+    for (const testing::EncodedSpec& spec :
+         tables_and({Format::int4, Format::int8, Format::affine4, Format::fp8})) {
       SCOPED_TRACE(fmt::format("{} scales from {}", testing::describe(spec), first));
       const auto n = static_cast<int64_t>(x.size());
       const Parts cpu = testing::quantize_on_cpu(bytes, DType::bf16, spec, 1, n);
@@ -131,6 +132,10 @@ void fill_group(Random& random, const formats::Codec& codec, Bits* group) {
     double threshold = 0;
     if (codec.kind == formats::Kind::table)
       threshold = codec.book.edges_f64[r % 15] * static_cast<double>(params.code_scale);
+    else if (codec.kind == formats::Kind::floating)  // half way to the next code
+      threshold = (static_cast<double>(formats::e4m3_to_f32(static_cast<formats::u8>(r % 126))) +
+                   static_cast<double>(formats::e4m3_to_f32(static_cast<formats::u8>(r % 126 + 1)))) /
+                  2 * static_cast<double>(params.code_scale);
     else
       threshold = (static_cast<double>(r % 17) - (codec.kind == formats::Kind::affine ? 0.5 : 8.5)) *
                       static_cast<double>(params.code_scale) +
@@ -168,7 +173,7 @@ void check_many(const testing::EncodedSpec& chosen, DType dtype) {
 
 // 2^29 values for each dtype of each format.
 TEST_F(Exhaustive, ABillionRandomAndAdversarialValues) {
-  for (const testing::EncodedSpec& spec : tables_and({Format::int4, Format::affine4})) {
+  for (const testing::EncodedSpec& spec : tables_and({Format::int4, Format::affine4, Format::fp8})) {
     check_many<uint32_t>(spec, DType::f32);
     check_many<uint16_t>(spec, DType::bf16);
     if (HasFailure()) return;

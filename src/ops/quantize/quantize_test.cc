@@ -100,7 +100,7 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
   std::vector<uint16_t> scales;  // half of them where weights are, half anywhere
   for (int i = 0; i < num_scales; ++i)
     scales.push_back(static_cast<uint16_t>(i % 2 ? 1 + random() % 0x7F7F : 0x3800 + random() % 0x800));
-  std::vector<EncodedSpec> specs(5);
+  std::vector<EncodedSpec> specs(6);
   specs[0].format = Format::nf4;
   specs[1].format = Format::fp4;
   specs[2].format = Format::int4;
@@ -108,6 +108,7 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
   specs[3].encoding.scale_rule = ScaleRule::minmax;
   specs[4].format = Format::int8;
   specs[4].encoding.scale_rule = ScaleRule::half_range;
+  specs[5].format = Format::fp8;
   std::vector<uint16_t> x(4 * n);
   std::vector<uint8_t> expected(4 * n);
   for (EncodedSpec spec : specs) {
@@ -493,6 +494,32 @@ TEST(QuantizeGolden, IntegerRounding) {
   EXPECT_EQ(code_with_scale(0.15, 0.1, DType::f64), 1);
   EXPECT_EQ(code_with_scale(2.5000000001, 1, DType::f64), 3);
   EXPECT_EQ(code_with_scale(2.5000000001, 1, DType::f32), 2);
+}
+
+// The golden file has it from torch: x_i = (i - 20) / 16, and numbers by themselves.
+TEST(QuantizeGolden, Fp8) {
+  Values x;
+  for (int i = 0; i < 32; ++i) x.push_back((i - 20) / 16.0);
+  const QuantSpec spec{.format = Format::fp8, .granularity = Granularity::channel};
+  const QuantizedTensor q = quantize(x.view({32}), spec);
+  const auto hex = [](const Tensor& part) {
+    return fmt::format("{:02x}", fmt::join(testing::bytes_of(part), ""));
+  };
+  EXPECT_EQ(hex(q.scales), "6edb363b");
+  EXPECT_EQ(hex(q.codes), "fefdfdfcfbfafaf9f8f7f6f5f3f2f0eeebe8e3db005b63686b6e707273757677");
+  // Saturated, ties to even codes, with the sign of what rounds to 0.
+  Values numbers;
+  for (const double value : {-0.0, 1e-30, -1e-30, 0x1p-10, 0x1.001p-10, 464.0, 465.0, 1e9, 3 * 0x1p-10})
+    numbers.push_back(value);
+  const ValueRange range{-448, 448, 0, -1};
+  Parts parts = testing::quantize_parts(
+      numbers, QuantSpec{.format = Format::fp8, .granularity = Granularity::tensor}, 1, 9, 1, &range);
+  EXPECT_EQ(std::vector(parts.codes.begin(), parts.codes.begin() + 9),
+            (std::vector<uint8_t>{128, 0, 128, 0, 1, 126, 126, 126, 2}));
+  float y[9];
+  dequantize(parts.view(), {y, DType::f32, {1, 9}, {}, {}});
+  EXPECT_TRUE(std::signbit(y[0]) && y[0] == 0);
+  EXPECT_EQ(y[5], 448);
 }
 
 // Of x_i = (i - 20) / 16: compressed-tensors 0.18, nvfp4-pack-quantized and mxfp4-pack-quantized.
