@@ -473,6 +473,43 @@ def test_experts_of_gpt_oss_are_converted_exactly(halfbyte, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
 
 
+def test_fused_experts_are_taken_apart_exactly(halfbyte, tmp_path):
+    """Where readers want a matrix for each expert: gate comes first, and all have the global scale of the tensor."""
+    experts, width, hidden = 2, 128, 256
+    prefix = "model.layers.0.mlp.experts"
+    rng = np.random.default_rng(6)
+    shapes = {"gate_up_proj": (experts, 2 * width, hidden), "down_proj": (experts, hidden, width)}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    tensors = {f"{prefix}.{name}": st.from_f32(rng.standard_normal(shape) * 0.02, "BF16") for name, shape in shapes.items()}
+    rows = {"gate_proj": ("gate_up_proj", slice(0, width)), "up_proj": ("gate_up_proj", slice(width, None))}
+    rows["down_proj"] = ("down_proj", slice(None))
+    matrices = [(f"{prefix}.{e}.{own}.weight", f"{prefix}.{fused}", e, part) for e in range(experts) for own, (fused, part) in rows.items()]
+
+    path = write_model(tmp_path / "dense", tensors, config)
+    halfbyte("quantize", path, "-o", tmp_path / "own", "--format", "nvfp4", "--layout", "halfbyte")
+    halfbyte("convert", tmp_path / "own", "-o", tmp_path / "modelopt", "--layout", "modelopt")
+    own, modelopt = (st.read_directory(tmp_path / each)[0] for each in ("own", "modelopt"))
+    assert len(modelopt) == 3 * len(matrices)
+    for name, fused, expert, part in matrices:
+        assert np.array_equal(modelopt[name].data, own[fused].data[expert, part])
+        assert np.array_equal(modelopt[f"{name}_scale"].data, own[f"{fused}.scales"].data[expert, part])
+        assert modelopt[f"{name}_scale_2"].data[()] == np.float32(1) / own[f"{fused}.global_scale"].data[0]
+
+    fp8 = {}
+    for name, (_, out, cols) in shapes.items():
+        fp8[f"{prefix}.{name}"] = zeros("F8_E4M3", experts, out, cols)
+        fp8[f"{prefix}.{name}_scale_inv"] = zeros("F32", experts, out // 128, cols // 128)
+    fp8 = with_random_values(fp8)
+    path = write_model(tmp_path / "fused", fp8, config | FP8_CONFIG)
+    halfbyte("convert", path, "-o", tmp_path / "fp8", "--layout", "fp8")
+    apart, _ = st.read_directory(tmp_path / "fp8")
+    assert len(apart) == 2 * len(matrices)
+    for name, fused, expert, part in matrices:
+        blocks = slice(part.start and part.start // 128, part.stop and part.stop // 128)
+        assert np.array_equal(apart[name].data, fp8[fused].data[expert, part])
+        assert np.array_equal(apart[f"{name}_scale_inv"].data, fp8[f"{fused}_scale_inv"].data[expert, blocks])
+
+
 def test_gpt_oss_is_a_source(halfbyte, tmp_path):
     path, tensors, config = gpt_oss_model(tmp_path / "in")
     found = unpack.weights(tensors, config)

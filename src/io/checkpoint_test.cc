@@ -1969,6 +1969,70 @@ TEST_F(CheckpointTest, GivenScalesComeBack) {
   }
 }
 
+// Held as the transpose of what the model has.
+TEST_F(CheckpointTest, ExpertsOfGptOss) {
+  const std::string name = "model.layers.0.mlp.experts.gate_up_proj";
+  const StoredValues tensor = random_tensor(name, DType::bf16, {3, 64, 10});
+  const std::string input = write_input({tensor, random_tensor("norm.weight", DType::f32, {7})});
+  const CheckpointReport report =
+      quantize_checkpoint(input, path("out"), options_for(Format::mxfp4, Layout::gpt_oss));
+  EXPECT_EQ(report.num_quantized, 1);
+  const Checkpoint out = Checkpoint::open(path("out"));
+  EXPECT_EQ(out.find(name)->shape, tensor.shape);
+  EXPECT_EQ(out.find(name)->dtype, DType::bf16);
+  const QuantizedTensor q = load_weight(out, name);
+  EXPECT_EQ(q.shape, (std::vector<int64_t>{3, 10, 64}));
+  std::vector<float> stored(3 * 10 * 64), model(stored.size());
+  dequantize(q, {stored.data(), DType::f32, {3, 10, 64}, {}, {}});
+  for (size_t e = 0; e < 3; ++e)
+    for (size_t row = 0; row < 10; ++row)
+      for (size_t col = 0; col < 64; ++col)
+        model[(e * 64 + col) * 10 + row] = stored[(e * 10 + row) * 64 + col];
+  std::mt19937 rng(7);
+  for (int i = 0; i < 50; ++i) {
+    const int64_t begin = std::uniform_int_distribution<int64_t>(0, 1920)(rng);
+    const int64_t count = std::uniform_int_distribution<int64_t>(0, 1920 - begin)(rng);
+    std::vector<float> part(static_cast<size_t>(count));
+    out.decode(*out.find(name), begin, count, DType::f32, part.data());
+    ASSERT_TRUE(std::ranges::equal(part, std::span(model).subspan(static_cast<size_t>(begin), part.size())))
+        << begin << " " << count;
+  }
+  CheckpointWriter writer(path("again"), {.layout = Layout::gpt_oss, .base = input});
+  writer.set(name, q);
+  writer.finish();
+  EXPECT_TRUE(read_file(path("again")) == read_file(path("out")));
+}
+
+TEST_F(CheckpointTest, WeightsOfTheBaseAreLeftOut) {
+  const std::string model = write_model_directory();
+  const std::string gone = "model.layers.0.mlp.up_proj.weight", beside = "model.layers.0.mlp.new.weight";
+  CheckpointWriter writer(path("out"), {.layout = Layout::halfbyte, .base = model});
+  writer.leave_out(gone);
+  writer.leave_out("no such weight");
+  std::vector<float> values(4, 0.5f);
+  const TensorView view{values.data(), DType::f32, {2, 2}, {}, {}};
+  writer.set(beside, halfbyte::Tensor::copy_of(view));
+  writer.finish();
+  const Checkpoint base = Checkpoint::open(model), out = Checkpoint::open(path("out"));
+  EXPECT_EQ(out.weights().size(), base.weights().size());
+  EXPECT_EQ(out.find(gone), nullptr);
+  ASSERT_NE(out.find(beside), nullptr);
+  const auto file_of = [](const Checkpoint& checkpoint, const std::string& name) {
+    return checkpoint.tensors()[static_cast<size_t>(checkpoint.find(name)->parts.front())].file;
+  };
+  EXPECT_EQ(file_of(out, beside), file_of(base, gone));  // which is the next by name
+}
+
+// The index of an element that is not finite is that of the weight, not of its blocks.
+TEST_F(CheckpointTest, NonFiniteElementsOfBlocksAreFound) {
+  std::vector<float> values(300 * 200, 0.5f);
+  values[270 * 200 + 131] = std::nanf("");
+  const std::string input = write_input({make_tensor("a.weight", DType::f32, {300, 200}, values)});
+  expect_error(ErrorCode::bad_input,
+               fmt::format("non-finite: 1 elements, the first at index {}", 270 * 200 + 131),
+               [&] { quantize_checkpoint(input, path("out"), options_for(Format::fp8, Layout::fp8)); });
+}
+
 TEST_F(CheckpointTest, ACheckpointIsMadeFromNothing) {
   const StoredValues x = random_tensor("x", DType::f32, {6, 128});
   std::vector<std::byte> bytes = x.bytes;
@@ -2018,7 +2082,13 @@ TEST_F(CheckpointTest, WhatALayoutCannotHoldIsRefusedByName) {
           "compressed-tensors: format must");
   refused(Layout::halfbyte, QuantizedTensor({.scale_dtype = DType::f64}, {4, 64}, DType::f32),
           "halfbyte: scale dtype must be");
-  QuantizedTensor q = weight({.granularity = Granularity::flat, .double_quant = true}, {4, 64});
+  refused(Layout::gpt_oss,
+          weight({.format = Format::mxfp4, .group_size = 32, .scale_dtype = DType::f8_e8m0}, {4, 64}),
+          "gpt-oss: holds experts in one tensor of three axes");
+  QuantizedTensor q = weight({.format = Format::fp8, .group_size = 128}, {4, 128});
+  reinterpret_cast<float*>(q.scales.data())[1] *= 2;
+  refused(Layout::fp8, q, "fp8: has a scale for a group of 128 rows, in which they differ");
+  q = weight({.granularity = Granularity::flat, .double_quant = true}, {4, 64});
   q.scales_map = halfbyte::Tensor({}, DType::f32, {256});
   std::memset(q.scales_map.data(), 0, 1024);
   refused(Layout::halfbyte, q, "halfbyte: its scales have a map of their own");

@@ -36,22 +36,22 @@ struct Item {
 
 // Error(bad_input) where experts do not make up a tensor.
 QuantizedTensor all_experts(const Checkpoint& from, const Item& item) {
-  const int64_t step = item.experts.front().second.step, count = std::ssize(item.experts);
+  const int64_t parts = item.experts.front().second.num_parts, count = std::ssize(item.experts);
   const Weight& first = *item.weight;
-  const int64_t rows = first.shape[0];
   std::vector<char> seen(static_cast<size_t>(count));
   const auto check = [&](const Weight& weight, bool fits) {
     HALFBYTE_CHECK(fits, bad_input, "convert: \"{}\" does not fit the other experts of \"{}\"",
                    printable(weight.name), printable(item.name));
   };
   for (const auto& [weight, own] : item.experts) {
-    const int64_t place = own.expert * step + own.first;
-    check(*weight, weight->shape == first.shape && weight->spec == first.spec && weight->shape.size() == 2 &&
-                       own.expert < count && place < count && seen[static_cast<size_t>(place)]++ == 0);
+    const int64_t place = own.expert < count ? own.expert * parts + own.part : count;
+    check(*weight, weight->shape == first.shape && weight->spec == first.spec &&
+                       weight->dtype == first.dtype && weight->shape.size() == 2 && place < count &&
+                       seen[static_cast<size_t>(place)]++ == 0);
   }
-  check(first, count % step == 0 && first.spec.granularity == Granularity::group &&
+  check(first, count % parts == 0 && first.spec.granularity == Granularity::group &&
                    !first.spec.double_quant && !has_global_scale(first.spec));
-  QuantizedTensor all(first.spec, {count / step, rows * step, first.shape[1]}, *first.dtype);
+  QuantizedTensor all(first.spec, {count / parts, first.shape[0] * parts, first.shape[1]}, *first.dtype);
   for (const auto& [weight, own] : item.experts) put_rows(load_weight(from, weight->name), own, all);
   return all;
 }
@@ -61,12 +61,10 @@ QuantizedTensor load(const Checkpoint& from, const Item& item) {
   if (!item.experts.empty()) return all_experts(from, item);
   if (!item.rows) return load_weight(from, item.weight->name);
   const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
-  return take_rows(load_expert(from.impl(), stored, item.rows->expert), *item.rows,
-                   stored.weight.shape[1] / item.rows->step);
+  return take_rows(load_expert(from.impl(), stored, item.rows->expert), *item.rows);
 }
 
-// The biases of experts in the form that their weights get, and what they were. `made`: the names of weights
-// that change theirs.
+// The biases of experts in the form that their weights get, and the names of what they were.
 struct Biases {
   std::vector<std::pair<std::string, Tensor>> tensors;
   std::vector<std::string> replaced;
@@ -84,7 +82,7 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
     const int64_t size = size_of(all.dtype()), cols = all.shape()[1];
     for (int64_t i = 0; i < of_one.num_elements(); ++i) {
       std::byte* const one = of_one.data() + i * size;
-      std::byte* const other = all.data() + (rows.expert * cols + rows.first + i * rows.step) * size;
+      std::byte* const other = all.data() + (rows.expert * cols + rows.row(i, cols)) * size;
       std::memcpy(apart ? one : other, apart ? other : one, static_cast<size_t>(size));
     }
   };
@@ -92,14 +90,12 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
     if (item.rows) {
       const Weight* bias = from.find(item.weight->name + "_bias");
       if (bias == nullptr || bias->layout || !bias->dtype || bias->shape.size() != 2) continue;
-      const std::string name = module_of(item.name) + ".bias";
-      const auto own = expert_of(name);
-      HALFBYTE_CHECK(own && bias->shape[0] > own->rows.expert && bias->shape[1] % own->rows.step == 0,
+      HALFBYTE_CHECK(bias->shape[0] > item.rows->expert && bias->shape[1] % item.rows->num_parts == 0,
                      bad_input, "convert: \"{}\" does not fit \"{}\"", printable(bias->name),
                      printable(item.weight->name));
-      const Tensor tensor({}, *bias->dtype, {bias->shape[1] / own->rows.step});
-      copy(tensor, own->rows, read(*bias), true);
-      biases.tensors.emplace_back(name, tensor);
+      const Tensor tensor({}, *bias->dtype, {item.rows->count(bias->shape[1])});
+      copy(tensor, *item.rows, read(*bias), true);
+      biases.tensors.emplace_back(module_of(item.name) + ".bias", tensor);
       biases.replaced.push_back(bias->name);
     } else if (!item.experts.empty()) {
       std::optional<Tensor> all;
@@ -107,8 +103,8 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
       for (const auto& [weight, rows] : item.experts) {
         const Weight* bias = from.find(module_of(weight->name) + ".bias");
         if (bias == nullptr || bias->layout || !bias->dtype || bias->shape.size() != 1) continue;
-        const int64_t count = std::ssize(item.experts) / rows.step, out = weight->shape[0];
-        if (!all) all.emplace(Device{}, *bias->dtype, std::vector<int64_t>{count, out * rows.step});
+        const int64_t count = std::ssize(item.experts) / rows.num_parts, out = weight->shape[0];
+        if (!all) all.emplace(Device{}, *bias->dtype, std::vector<int64_t>{count, out * rows.num_parts});
         HALFBYTE_CHECK(bias->shape[0] == out && *bias->dtype == all->dtype(), bad_input,
                        "convert: \"{}\" does not fit the other experts of \"{}\"", printable(bias->name),
                        printable(item.name));
@@ -126,21 +122,33 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
   return biases;
 }
 
+// Whether a tensor of all experts is taken apart for the layout, as gpt-oss and where readers want matrices.
+bool is_taken_apart(const StoredWeight& stored, const LayoutInfo& layout,
+                    const std::optional<Architecture>& architecture) {
+  const QuantizedWeight& weight = stored.weight;
+  if (layout_info(weight.layout).turns_experts) return !layout.turns_experts;
+  if (!layout.apart || weight.shape.size() != 3 || weight.spec.double_quant ||
+      (weight.spec.granularity != Granularity::group && weight.spec.granularity != Granularity::channel))
+    return false;
+  const auto module = architecture ? architecture->find_tensor(weight.name) : std::nullopt;
+  return module && module->kind == ModuleKind::experts && !module->transposed && !module->interleaved;
+}
+
 // What the output has for the quantized weights of the input.
-std::vector<Item> items_of(const Checkpoint& from, const LayoutInfo& layout) {
+std::vector<Item> items_of(const Checkpoint& from, const LayoutInfo& layout,
+                           const std::optional<Architecture>& architecture) {
   std::vector<Item> items;
   std::map<std::string, size_t> fused;  // where they are among the items
   for (const Weight& weight : from.weights()) {
     if (!weight.layout) continue;
     const StoredWeight& stored = *from.impl().quantized_weight(weight);
     const bool of_all = layout_info(*weight.layout).turns_experts;
-    if (of_all && !layout.turns_experts) {
-      for (ExpertName& name : experts_of(weight.name, stored.weight.shape[0]))
-        items.push_back({std::move(name.own), &weight, false, name.rows});
-      HALFBYTE_CHECK(!items.empty() && items.back().weight == &weight &&
-                         stored.weight.shape[1] % items.back().rows->step == 0,
-                     bad_input, "convert: \"{}\" [{}] is no tensor of experts that have names in layout {}",
+    if (is_taken_apart(stored, layout, architecture)) {
+      std::vector<ExpertName> names = experts_of(module_of(weight.name), stored.weight.shape[0], of_all);
+      HALFBYTE_CHECK(!names.empty() && stored.weight.shape[1] % names.front().rows.num_parts == 0, bad_input,
+                     "convert: \"{}\" [{}] is no tensor of experts that have names in layout {}",
                      printable(weight.name), fmt::join(stored.weight.shape, ", "), layout.name);
+      for (ExpertName& name : names) items.push_back({std::move(name.own), &weight, false, name.rows});
     } else if (const auto name = layout.turns_experts && !of_all ? expert_of(weight.name) : std::nullopt) {
       const auto [place, added] = fused.emplace(name->fused, items.size());
       if (added) items.push_back({name->fused, &weight});
@@ -268,14 +276,15 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   const auto dtype_of = [&](const Weight& weight) { return model_dtype.value_or(*weight.dtype); };
 
   std::optional<io::Architecture> architecture;
-  if (layout.turns_conv1d && !from.impl().config.empty())
+  if ((layout.turns_conv1d || layout.apart) && !from.impl().config.empty())
     architecture = io::Architecture::find(io::config_json(from.impl().config));
   const auto is_turned = [&](const Weight& weight) {
-    const auto module = architecture ? architecture->find_tensor(weight.name) : std::nullopt;
+    const auto module =
+        architecture && layout.turns_conv1d ? architecture->find_tensor(weight.name) : std::nullopt;
     return module && module->kind == io::ModuleKind::conv1d && weight.shape.size() == 2;
   };
 
-  std::vector<io::Item> items = io::items_of(from, layout);
+  std::vector<io::Item> items = io::items_of(from, layout, architecture);
   for (io::Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
   const io::Item* first_lost = nullptr;
   int64_t num_lost = 0;

@@ -11,7 +11,7 @@ namespace {
 
 struct Projection {
   std::string_view own, fused;
-  int64_t first, step;
+  int64_t part, num_parts;
 };
 constexpr std::array<Projection, 3> kProjections = {{{"gate_proj", "gate_up_proj", 0, 2},
                                                      {"up_proj", "gate_up_proj", 1, 2},
@@ -24,10 +24,11 @@ struct Kind {
 };
 constexpr std::array<Kind, 2> kKinds = {{{".weight", ""}, {".bias", "_bias"}}};
 
-ExpertName name_of(std::string_view path, int64_t expert, const Projection& projection, const Kind& kind) {
+ExpertName name_of(std::string_view path, int64_t expert, const Projection& projection, const Kind& kind,
+                   bool in_turns) {
   return {fmt::format("{}{}{}", path, projection.fused, kind.fused),
           fmt::format("{}{}.{}{}", path, expert, projection.own, kind.own),
-          {expert, projection.first, projection.step}};
+          {expert, projection.part, projection.num_parts, in_turns}};
 }
 
 // Calls body(part of `to`, part of `from`) for the parts that have a row for each row.
@@ -40,7 +41,7 @@ void for_each_part(To& to, From& from, const Body& body) {
 
 }  // namespace
 
-std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts) {
+std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts, bool in_turns) {
   std::vector<ExpertName> names;
   const size_t at = fused.rfind(kExperts);
   if (at == std::string::npos) return names;
@@ -48,7 +49,7 @@ std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts
   for (int64_t expert = 0; expert < num_experts; ++expert)
     for (const Projection& projection : kProjections)
       for (const Kind& kind : kKinds)
-        if (ExpertName name = name_of(path, expert, projection, kind); name.fused == fused)
+        if (ExpertName name = name_of(path, expert, projection, kind, in_turns); name.fused == fused)
           names.push_back(std::move(name));
   return names;
 }
@@ -62,7 +63,7 @@ std::optional<ExpertName> expert_of(const std::string& own) {
   if (error != std::errc() || expert < 0) return std::nullopt;
   for (const Projection& projection : kProjections)
     for (const Kind& kind : kKinds)
-      if (ExpertName name = name_of(std::string_view(own).substr(0, begin), expert, projection, kind);
+      if (ExpertName name = name_of(std::string_view(own).substr(0, begin), expert, projection, kind, true);
           name.own == own)
         return name;
   return std::nullopt;
@@ -91,25 +92,26 @@ QuantizedTensor load_expert(const Checkpoint::Impl& checkpoint, const StoredWeig
   return matrix;
 }
 
-QuantizedTensor take_rows(const QuantizedTensor& matrix, const ExpertRows& rows, int64_t count) {
+QuantizedTensor take_rows(const QuantizedTensor& matrix, const ExpertRows& rows) {
+  const int64_t count = rows.count(matrix.rows());
   QuantizedTensor taken(matrix.spec, {count, matrix.cols()}, matrix.dtype);
   taken.encoding = matrix.encoding;
   taken.global_scale = matrix.global_scale;
   for_each_part(taken, matrix, [&](const Tensor& to, const Tensor& from) {
     const int64_t row_bytes = to.num_bytes() / count;
     for (int64_t row = 0; row < count; ++row)
-      std::memcpy(to.data() + row * row_bytes, from.data() + (rows.first + row * rows.step) * row_bytes,
+      std::memcpy(to.data() + row * row_bytes, from.data() + rows.row(row, matrix.rows()) * row_bytes,
                   static_cast<size_t>(row_bytes));
   });
   return taken;
 }
 
 void put_rows(const QuantizedTensor& matrix, const ExpertRows& rows, QuantizedTensor& all) {
-  const int64_t before = rows.expert * all.shape[1] + rows.first;
+  const int64_t all_rows = all.shape[1], before = rows.expert * all_rows;
   for_each_part(all, matrix, [&](const Tensor& to, const Tensor& from) {
     const int64_t row_bytes = from.num_bytes() / matrix.rows();
     for (int64_t row = 0; row < matrix.rows(); ++row)
-      std::memcpy(to.data() + (before + row * rows.step) * row_bytes, from.data() + row * row_bytes,
+      std::memcpy(to.data() + (before + rows.row(row, all_rows)) * row_bytes, from.data() + row * row_bytes,
                   static_cast<size_t>(row_bytes));
   });
 }

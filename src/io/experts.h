@@ -1,5 +1,5 @@
-// Experts of a layer in the two forms that models have: all in one tensor [experts, out, in], in which rows
-// of gate and up take turns (gpt-oss), and a matrix for each expert and projection.
+// Experts of a layer in the forms that models have: all in one tensor [experts, out, in], in which rows of
+// gate and up take turns (gpt-oss) or gate comes first, and a matrix for each expert and projection.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,17 @@
 
 namespace halfbyte::io {
 
-// Rows of a matrix of one expert: of the tensor of all those first, first + step, ... of that expert.
+// Which rows of an expert's matrix in the tensor of all are those of one projection: of gate and up the one
+// or the other part.
 struct ExpertRows {
-  int64_t expert = 0, first = 0, step = 1;
+  int64_t expert = 0, part = 0, num_parts = 1;
+  bool in_turns = true;
+
+  // Of a matrix of so many rows.
+  int64_t count(int64_t all_rows) const { return all_rows / num_parts; }
+  int64_t row(int64_t index, int64_t all_rows) const {
+    return in_turns ? index * num_parts + part : part * count(all_rows) + index;
+  }
 };
 // One matrix, by both names.
 struct ExpertName {
@@ -24,15 +32,15 @@ struct ExpertName {
 };
 
 // Of a tensor of all experts; empty: the name is none of one.
-std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts);
-// Of a matrix, or a bias; nothing where the name is none of one.
+std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts, bool in_turns);
+// Of a matrix, or a bias, for a tensor in which rows take turns; nothing where the name is none of one.
 std::optional<ExpertName> expert_of(const std::string& own);
 
 // A matrix of a quantized tensor [experts, out, in] in which each row has scales of its own, without double
 // quantization.
 QuantizedTensor load_expert(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, int64_t expert);
-// Of those rows of it `count`, as a matrix; and back, into a tensor of all experts.
-QuantizedTensor take_rows(const QuantizedTensor& matrix, const ExpertRows& rows, int64_t count);
+// Those rows of it as a matrix; and back, into a tensor of all experts.
+QuantizedTensor take_rows(const QuantizedTensor& matrix, const ExpertRows& rows);
 void put_rows(const QuantizedTensor& matrix, const ExpertRows& rows, QuantizedTensor& all);
 
 }  // namespace halfbyte::io

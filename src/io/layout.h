@@ -105,6 +105,7 @@ struct LayoutInfo {
   bool turns_conv1d =
       false;  // a Conv1D [in, out] is held as the linear layer [out, in] that readers make of it
   bool turns_experts = false;  // experts [E, in, out] of a tensor are held as [E, out, in]
+  bool apart = false;          // readers look for a matrix for each expert
   // How what it stores differs from the native layout (QuantShape).
   Packing packing = Packing::rows;
   bool high_nibble_first = false;

@@ -76,6 +76,7 @@ const LayoutInfo& fp8_layout() {
                                                     .fp8_granularities = {Granularity::group},
                                                     .scale_dtypes = ScaleDTypes::f32,
                                                     .is_source = true,
+                                                    .apart = true,
                                                     .zero_scale_is_eps = true,
                                                     .parts = parts,
                                                     .match = match};

@@ -45,6 +45,7 @@ const LayoutInfo& modelopt_layout() {
                                                     .default_group_size = 16,
                                                     .whole_groups = true,
                                                     .is_source = true,
+                                                    .apart = true,
                                                     .global_is_reciprocal = true,
                                                     .parts = parts,
                                                     .match = match};

@@ -201,7 +201,7 @@ bool takes_apart(Reader reader, Layout layout, const Weight& weight, const Modul
   if (module.kind != ModuleKind::experts || weight.shape.size() != 3 || !module.operations.empty() ||
       !(name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj")))
     return false;
-  const bool of_matrices = is_of_words(layout) || layout == Layout::modelopt || layout == Layout::fp8;
+  const bool of_matrices = is_of_words(layout) || layout_info(layout).apart;
   if (of_matrices && reader != Reader::transformers_5)
     return reader == Reader::vllm || reader == Reader::none;
   if (reader == Reader::transformers_5) return module.apart;

@@ -21,9 +21,6 @@ class Published(readers.CompressedTensors):
         "mxfp4": ["--format", "mxfp4"],
     }
 
-    def weights(self, model):
-        return {k: v for k, v in super().weights(model).items() if not k.endswith("weight_global_scale")}
-
 
 class Fp8(readers.Transformers):
     name, formats = "fp8", {"fp8": ["--format", "fp8"]}

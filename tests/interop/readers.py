@@ -172,7 +172,7 @@ class CompressedTensors(Transformers):
         for module in model.modules():
             if getattr(module, "quantization_status", None) == QuantizationStatus.COMPRESSED:
                 decompress_module(module)
-        parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+        parts = ("weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
         return {k: v for k, v in super().weights(model).items() if not k.endswith(parts)}
 
     def quantized(self, model):

@@ -51,6 +51,7 @@ def test_bitsandbytes(name, form, double, dense, compare, tmp_path):
     compare(BITSANDBYTES, BITSANDBYTES.load(tmp_path / "saved"), tmp_path / "saved")
 
 
+SCALES_E4M3 = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 SCHEMES = {  # targets: arguments of the weights
     "W4A16": {"Linear": {"num_bits": 4, "strategy": "group", "group_size": 64}},
     "W4A16 asymmetric": {"Linear": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}},
@@ -59,6 +60,10 @@ SCHEMES = {  # targets: arguments of the weights
     "W3A16": {"Linear": {"num_bits": 3, "strategy": "group", "group_size": 128}},
     "W5A16": {"Linear": {"num_bits": 5, "strategy": "group", "group_size": 128}},
     "W6A16": {"Linear": {"num_bits": 6, "strategy": "channel"}},
+    "FP8 channel": {"Linear": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+    "FP8 tensor": {"Linear": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+    "FP8 block": {"Linear": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}},
+    "NVFP4": {"Linear": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, **SCALES_E4M3}},
     "mixed": {
         r"re:.*down_proj$": {"num_bits": 8, "strategy": "channel"},
         "Linear": {"num_bits": 4, "strategy": "group", "group_size": 64},
@@ -72,6 +77,8 @@ def test_compressed_tensors(name, scheme, dense, compare, tmp_path):
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
+    if (name, scheme) == ("Qwen3ForCausalLM", "NVFP4"):
+        pytest.skip("compressed-tensors makes it bf16 in a model of f16, and then cannot compute with it")
     model = zoo.model(name).cls.from_pretrained(dense)
     groups = {
         f"group_{i}": {"targets": [target], "weights": arguments} for i, (target, arguments) in enumerate(SCHEMES[scheme].items())
@@ -89,14 +96,22 @@ def test_compressed_tensors(name, scheme, dense, compare, tmp_path):
 
 def observe(module):
     """Sets scales and zero points from the range of each group."""
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     arguments, weight = module.quantization_scheme.weights, module.weight.data
-    size = {"group": arguments.group_size, "channel": weight.shape[1], "tensor": weight.numel()}[arguments.strategy]
+    size = arguments.group_size or (weight.numel() if arguments.strategy == "tensor" else weight.shape[1])
     groups = weight.reshape(-1, size)
-    scale, zero_point = calculate_qparams(groups.amin(1), groups.amax(1), arguments)
+    low, high, global_scale = groups.amin(1), groups.amax(1), None
+    if arguments.strategy == "block":  # no more of a block than there is
+        blocks = [block for rows in weight.split(128) for block in rows.split(128, dim=1)]
+        low, high = (torch.stack([each(block) for block in blocks]) for each in (torch.amin, torch.amax))
+    if arguments.strategy == "tensor_group":
+        global_scale = generate_gparam(weight.amin(), weight.amax())
+        module.weight_global_scale.data.copy_(global_scale)
+    scale, zero_point = calculate_qparams(low, high, arguments, global_scale=global_scale)
     module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
-    module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
+    if hasattr(module, "weight_zero_point"):
+        module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
 
 
 @pytest.mark.parametrize("recipe", ["affine4", "mixed_4_6", "mixed_3_4"])
