@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1251,18 +1252,27 @@ def test_words_with_odd_configs(invoke, tmp_path, key):
         assert invoke("dequantize", path, "-o", tmp_path / f"out{number}").code in (0, BAD_INPUT)
 
 
-# The tensors of published models: fp8 in rows and in blocks, experts of gpt-oss
+# The tensors of published models: fp8 in rows and in blocks, experts of gpt-oss, block floats
 
 
 def published(**changes):
     """A weight of each form, and what is changed or missing of them."""
+    codes = np.arange(32, dtype=np.uint8)
     tensors = {
-        "a.weight": st.Tensor("F8_E4M3", np.arange(8, dtype=np.uint8).reshape(2, 4)),
+        "a.weight": st.Tensor("F8_E4M3", codes[:8].reshape(2, 4)),
         "a.weight_scale": st.from_f32(np.ones((2, 1)), "BF16"),
-        "b.weight": st.Tensor("F8_E4M3", np.arange(6, dtype=np.uint8).reshape(2, 3)),
+        "b.weight": st.Tensor("F8_E4M3", codes[:6].reshape(2, 3)),
         "b.weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32"),
-        "x.experts.c_blocks": st.Tensor("U8", np.arange(16, dtype=np.uint8).reshape(1, 1, 1, 16)),
+        "x.experts.c_blocks": st.Tensor("U8", codes[:16].reshape(1, 1, 1, 16)),
         "x.experts.c_scales": st.Tensor("U8", np.full((1, 1, 1), 127, np.uint8)),
+        "d.weight_packed": st.Tensor("U8", codes[:8].reshape(1, 8)),
+        "d.weight_scale": st.Tensor("F8_E4M3", np.full((1, 1), 0x38, np.uint8)),
+        "d.weight_global_scale": st.from_f32(np.ones(1), "F32"),
+        "e.weight_packed": st.Tensor("U8", codes[:16].reshape(1, 16)),
+        "e.weight_scale": st.Tensor("U8", np.full((1, 1), 127, np.uint8)),
+        "f.weight": st.Tensor("U8", codes[:8].reshape(1, 8)),
+        "f.weight_scale": st.Tensor("F8_E4M3", np.full((1, 1), 0x38, np.uint8)),
+        "f.weight_scale_2": st.Tensor("F32", np.array(1, np.float32)),
     } | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     header, order = st.header_of(tensors)
@@ -1271,26 +1281,51 @@ def published(**changes):
     return raw(text, b"".join(tensors[name].data.tobytes() for name in order))
 
 
-def test_published_forms_truncated_anywhere(invoke, tmp_path):
+NUM_PUBLISHED = 6
+
+
+def run_many(cli, tmp_path, contents, *command):
+    """The tool on each of many files, several at a time: outcomes in order, none of a signal."""
+
+    def run(number_and_content):
+        number, content = number_and_content
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(content)
+        arguments = [str(path) if each == "IN" else f"{path}.out" if each == "OUT" else each for each in command]
+        done = subprocess.run([cli, *arguments], capture_output=True, timeout=TIMEOUT)
+        path.unlink()
+        assert done.returncode >= 0, f"file {number}: killed by signal {-done.returncode}"
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    before = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = list(pool.map(run, enumerate(contents)))
+    seconds = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
+    assert seconds < MAX_SECONDS * len(outcomes) / 10, f"{len(outcomes)} files took {seconds:.1f} s"
+    return outcomes
+
+
+def test_published_forms_truncated_anywhere(cli, invoke, tmp_path):
     content = published()
-    path = tmp_path / "cut.safetensors"
-    for length in range(len(content)):
-        path.write_bytes(content[:length])
-        outcome = invoke("inspect", path)
+    outcomes = run_many(cli, tmp_path, (content[:length] for length in range(len(content))), "inspect", "IN")
+    for length, outcome in enumerate(outcomes):
         assert outcome.code == BAD_INPUT and outcome.message, f"cut to {length} bytes"
+    path = tmp_path / "whole.safetensors"
     path.write_bytes(content)
-    assert json.loads(invoke("inspect", path, "--json", "-").stdout)["num_quantized"] == 3
+    assert json.loads(invoke("inspect", path, "--json", "-").stdout)["num_quantized"] == NUM_PUBLISHED
 
 
-def test_published_forms_with_flipped_bits(invoke, tmp_path):
+def test_published_forms_with_flipped_bits(cli, tmp_path):
     """A bit of every byte: read, or refused with a message; what is read is decoded, too."""
     content = published()
-    path = tmp_path / "flipped.safetensors"
-    for byte in range(len(content)):
-        flipped = bytearray(content)
-        flipped[byte] ^= 1 << (byte * 3 % 8)
-        path.write_bytes(flipped)
-        outcome = invoke("dequantize", path, "-o", tmp_path / "out.safetensors", "--force")
+
+    def flipped(byte):
+        changed = bytearray(content)
+        changed[byte] ^= 1 << (byte * 3 % 8)
+        return bytes(changed)
+
+    outcomes = run_many(cli, tmp_path, map(flipped, range(len(content))), "dequantize", "IN", "-o", "OUT")
+    for byte, outcome in enumerate(outcomes):
         assert outcome.code in (0, BAD_INPUT), f"byte {byte}: exit {outcome.code}: {outcome.message}"
         assert outcome.code == 0 or outcome.message, f"byte {byte}"
 
@@ -1303,6 +1338,15 @@ WRONG_PUBLISHED = {
     "gpt-oss: scales of fewer groups": ({"x__experts__c_scales": u8(1, 1, 2)}, r"must be U8 \[1, 1, 1\]"),
     "gpt-oss: scales of two axes": ({"x__experts__c_scales": u8(1, 1)}, r"must be U8 \[1, 1, 1\]"),
     "a weight in two forms": ({"a__weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32")}, "two quantized weights"),
+    "nvfp4: scales of fewer rows": ({"d__weight_scale": st.Tensor("F8_E4M3", np.zeros((2, 1), np.uint8))}, r"must be F8_E4M3 \[1, 1\]"),
+    "nvfp4: rows of no whole groups": ({"d__weight_packed": u8(1, 7)}, "whole groups of 16 codes"),
+    "nvfp4: no global scale": ({"d__weight_global_scale": None}, "of one F32"),
+    "nvfp4: two global scales": ({"d__weight_global_scale": st.from_f32(np.ones(2), "F32")}, "of one F32"),
+    "nvfp4: scales of another dtype": ({"d__weight_scale": st.from_f32(np.ones((1, 1)), "F16")}, "must be F8_E4M3 or U8"),
+    "mxfp4: no scales": ({"e__weight_scale": None}, "has no"),
+    "mxfp4: rows of no whole groups": ({"e__weight_packed": u8(1, 8)}, "whole groups of 32 codes"),
+    "modelopt: no global scale": ({"f__weight_scale_2": None}, "of one F32"),
+    "modelopt: codes of one axis": ({"f__weight": u8(8)}, "whole groups of 16 codes"),
 }
 
 
@@ -1333,7 +1377,7 @@ def test_published_forms_that_are_not_read(invoke, tmp_path, name):
     path = tmp_path / "in.safetensors"
     path.write_bytes(published(**NOT_READ[name]))
     document = json.loads(invoke("inspect", path, "--json", "-").stdout)
-    assert document["num_quantized"] == 2 and len(document["foreign"]) == 1
+    assert document["num_quantized"] == NUM_PUBLISHED - 1 and len(document["foreign"]) == 1
     outcome = invoke("dequantize", path, "-o", tmp_path / "out.safetensors")
     assert outcome.code == BAD_INPUT and "halfbyte does not read that" in outcome.message
 
