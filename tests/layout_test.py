@@ -58,8 +58,8 @@ class Case:
     def granularity(self):
         if self.group_size in ("channel", "tensor"):
             return self.group_size
-        if self.format == "fp8" and self.layout == "compressed-tensors" and self.group_size is None:
-            return "channel"
+        if self.format == "fp8" and self.layout in ("compressed-tensors", "modelopt") and self.group_size is None:
+            return "channel" if self.layout == "compressed-tensors" else "tensor"
         return "flat" if self.layout == "bitsandbytes" else "group"
 
     @property
@@ -94,7 +94,7 @@ class Case:
             return self.scale_dtype
         if self.format in enc.BLOCK_FLOATS:
             return {"nvfp4": "f8_e4m3", "mxfp4": "f8_e8m0"}[self.format]
-        if self.layout == "fp8":
+        if self.layout in ("fp8", "modelopt"):
             return "f32"
         if self.layout in ("mlx", "compressed-tensors"):
             return SHORT_DTYPE[tensor.dtype]
@@ -113,7 +113,7 @@ class Case:
     def encode(self, tensor, scale_dtype, fused=()):
         """The weight by the independent encoder. fused: all weights of the same product."""
         dtype = SHORT_DTYPE[tensor.dtype]
-        zero_group_scale = enc.EPSILON.get(scale_dtype) if self.layout in ("compressed-tensors", "fp8") else 0
+        zero_group_scale = enc.EPSILON.get(scale_dtype) if self.layout in ("compressed-tensors", "fp8", "modelopt") else 0
         if self.blocks:
             return enc.encode_fp8_blocks(st.to_f32(tensor), scale_dtype, zero_group_scale)
         if self.layout == "gpt-oss":
@@ -228,6 +228,8 @@ def cases():
     for group_size in (None, 128, "tensor"):
         yield Case("blocks", "compressed-tensors", "fp8", group_size)
     yield Case("blocks", "compressed-tensors", "fp8", 128, scale_dtype="f32")
+    yield Case("tiny-llama", "modelopt", "fp8")
+    yield Case("blocks", "modelopt", "fp8")
     yield Case("tiny-llama", "fp8", "fp8")
     yield Case("blocks", "fp8", "fp8")
     for group_size in (None, 128, "channel", "tensor"):
@@ -329,7 +331,7 @@ def expected_parts(case, name, tensor):
     scale_dtype = (enc.FILE_DTYPE | {"f8_e4m3": "F8_E4M3", "f8_e8m0": "F8_E8M0"})[case.resolved_scale_dtype(tensor)]
     if case.format == "fp8" and case.layout != "halfbyte":
         ending = "_scale_inv" if case.layout == "fp8" else "_scale"
-        return {name: ("F8_E4M3", shape), f"{name}{ending}": (scale_dtype, groups)}
+        return {name: ("F8_E4M3", shape), f"{name}{ending}": (scale_dtype, [] if case.layout == "modelopt" else groups)}
     if case.layout == "gpt-oss":
         scales = [shape[0], shape[2], shape[1] // 32]
         return {f"{name}_blocks": ("U8", [*scales, 16]), f"{name}_scales": ("U8", scales)}

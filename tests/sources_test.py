@@ -60,6 +60,7 @@ FP8_TENSOR = {
     f"{P}.weight_scale": zeros("F32"),
     f"{P}.input_scale": zeros("F32"),
 }
+FP8_ROWS = FP8_TENSOR | {f"{P}.weight_scale": zeros("F32", 64)}  # of one axis: not read
 INT8 = {f"{P}.weight": zeros("I8", 64, 256), f"{P}.weight_scale": zeros("BF16", 64, 1)}
 LLM_INT8 = {
     f"{P}.weight": zeros("I8", 64, 256),
@@ -153,12 +154,12 @@ FOREIGN = {
         {"weight_block_size": [128, 128], "fmt": "e5m2", "activation_scheme": "dynamic"},
     ),
     "fp8-blocks-tensors": (FP8_E5M2, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [128, 128]}),
-    "fp8-tensors": (FP8_TENSOR, {}, ("fp8", None, "tensors"), {"granularity": "tensor"}),
+    "fp8-tensors": (FP8_ROWS, {}, ("fp8", None, "tensors"), {"granularity": "channel"}),
     "fp8-modelopt": (
-        FP8_TENSOR,
-        {"hf_quant_config": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}},
+        FP8_ROWS,
+        {"hf_quant_config": {"quantization": {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "FP8"}}},
         ("fp8", "modelopt", "hf_quant_config.json"),
-        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "granularity": "tensor"},
+        {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "FP8", "granularity": "channel"},
     ),
     "fp8-experts": (
         {E: zeros("F8_E5M2", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 2, 1)},
@@ -337,6 +338,7 @@ FP8 = {
         FP8_CHANNELS | {f"{P}.weight_scale": zeros("F32", 1), f"{P}.input_scale": zeros("F32", 1)},
         compressed(("float-quantized", CHANNEL_FP8 | {"strategy": "tensor"}, None)),
     ),
+    "fp8-modelopt": (FP8_TENSOR, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}),
     "fp8-ct-blocks": (
         {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale": zeros("BF16", 3, 3)},
         compressed(("float-quantized", BLOCK_FP8, None)),
@@ -371,7 +373,7 @@ def test_published_models_are_a_source(halfbyte, tmp_path, form):
     )
     (row,) = [row for row in report["weights"] if row["quantized"]]
     name = "fp8" if form in FP8 else "mxfp4" if form == "mxfp4" else "nvfp4"
-    layout = {"modelopt": "modelopt", "fp8-blocks": "fp8", "fp8-short-blocks": "fp8"}.get(form, "compressed-tensors")
+    layout = {"modelopt": "modelopt", "fp8-modelopt": "modelopt", "fp8-blocks": "fp8", "fp8-short-blocks": "fp8"}.get(form, "compressed-tensors")
     assert row["note"] == f"decoded from {name} ({layout}), against which the error is"
     quantized, _ = st.read_directory(tmp_path / "int8")
     output = json.loads((tmp_path / "int8" / "config.json").read_text())
@@ -568,7 +570,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("tensors", [FP8_TENSOR, READ], ids=["foreign", "read"])
+@pytest.mark.parametrize("tensors", [FP8_ROWS, READ], ids=["foreign", "read"])
 def test_configs_of_strangers(cli, tmp_path, tensors):
     """Whatever a config says, the tool answers with a weight, or an error of its input."""
     odd = [None, 1, "x", [], {}, [1], {"a": 1}, True, -1e300]

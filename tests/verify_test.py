@@ -47,6 +47,7 @@ def quantized(halfbyte, tmp_path_factory):
     halfbyte("quantize", TINY_LLAMA, "-o", path / "mxfp4", "--format", "mxfp4", "--layout", "compressed-tensors")
     halfbyte("quantize", TINY_LLAMA, "-o", path / "fp8", "--format", "fp8", "--layout", "fp8")
     halfbyte("quantize", TINY_LLAMA, "-o", path / "float-quantized", "--format", "fp8")
+    halfbyte("quantize", TINY_LLAMA, "-o", path / "modelopt-fp8", "--format", "fp8", "--layout", "modelopt")
     make_gpt_oss(path / "gpt-oss")
     return path
 
@@ -246,6 +247,8 @@ FAULTS = {
         "config-format",
         "config.json",
     ),
+    "NaN scale of a tensor": ("modelopt-fp8", lambda c: c.edit(f"{Q}_scale").fill(NAN), "scale-nan", Q),
+    "tensor without scale": ("modelopt-fp8", lambda c: c.tensors.pop(f"{Q}_scale"), "scale-missing", Q),
     "experts without scales": ("gpt-oss", lambda c: c.tensors.pop(f"{GATE_UP}_scales"), "scale-missing", GATE_UP),
     "experts without codes": ("gpt-oss", lambda c: c.tensors.pop(f"{GATE_UP}_blocks"), "codes-missing", GATE_UP),
     "shape of scales of experts": ("gpt-oss", lambda c: cut_scales(c, f"{GATE_UP}_scales"), "scale-shape", GATE_UP),
@@ -268,7 +271,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", ["compressed-tensors", "modelopt", "mxfp4", "fp8", "float-quantized", "gpt-oss"]
+    "layout", ["compressed-tensors", "modelopt", "mxfp4", "fp8", "float-quantized", "modelopt-fp8", "gpt-oss"]
 )
 def test_what_is_written_has_no_faults(halfbyte, quantized, layout):
     assert json.loads(halfbyte("verify", quantized / layout, "--json", "-").stdout)["faults"] == []

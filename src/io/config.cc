@@ -129,20 +129,23 @@ Json awq_entry(const ModelQuantization& q) {
           {"modules_to_not_convert", q.dense_modules}};
 }
 
+const char* modelopt_algorithm(const ModelQuantization& q) {
+  return q.spec.format == Format::fp8 ? "FP8" : "NVFP4";
+}
+
 // Of hf_quant_config.json.
 Json modelopt_quantization(const ModelQuantization& q) {
-  return {{"quant_algo", "NVFP4"},
-          {"kv_cache_quant_algo", nullptr},
-          {"group_size", q.spec.group_size},
-          {"exclude_modules", q.dense_modules}};
+  Json entry = {{"quant_algo", modelopt_algorithm(q)},
+                {"kv_cache_quant_algo", nullptr},
+                {"exclude_modules", q.dense_modules}};
+  if (q.spec.granularity == Granularity::group) entry["group_size"] = q.spec.group_size;
+  return entry;
 }
 Json modelopt_entry(const ModelQuantization& q) {
-  const Json weights = {{"num_bits", info(q.spec.format).bits},
-                        {"type", "float"},
-                        {"dynamic", false},
-                        {"group_size", q.spec.group_size}};
+  Json weights = {{"num_bits", info(q.spec.format).bits}, {"type", "float"}, {"dynamic", false}};
+  if (q.spec.granularity == Granularity::group) weights["group_size"] = q.spec.group_size;
   return {{"quant_method", "modelopt"},
-          {"quant_algo", "NVFP4"},
+          {"quant_algo", modelopt_algorithm(q)},
           {"config_groups",
            Json::object({{"group_0", {{"targets", Json::array({"Linear"})}, {"weights", weights}}}})},
           {"ignore", q.dense_modules}};

@@ -106,7 +106,7 @@ constexpr ConfigWord kConfigWords[] = {
     {"mlx", "", nullptr},
     {"mlx", "affine", nullptr},
     {"modelopt", "", nullptr},
-    {"modelopt", "FP8", "fp8"},
+    {"modelopt", "FP8", nullptr},
     {"modelopt", "FP8_PB_WO", "fp8"},
     {"modelopt", "NVFP4", nullptr},
     {"modelopt", "MIXED_PRECISION", nullptr},  // its layers say

@@ -1,5 +1,5 @@
 // FP8 as DeepSeek published it, and Qwen and others since: codes of E4M3, and a scale for blocks of 128 x
-// 128. What this and the form of compressed-tensors, float-quantized, have in common.
+// 128. What this, float-quantized of compressed-tensors and the FP8 of ModelOpt have in common.
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "io/checkpoint.h"
@@ -61,7 +61,8 @@ std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, La
 }
 
 std::vector<int64_t> fp8_scale_shape(const QuantizedWeight& weight) {
-  if (weight.spec.granularity == Granularity::tensor) return {1};
+  if (weight.spec.granularity == Granularity::tensor)
+    return weight.layout == Layout::modelopt ? std::vector<int64_t>{} : std::vector<int64_t>{1};
   std::vector<int64_t> shape = with_last(weight.shape, weight.quant_shape().groups_per_row);
   int64_t& rows = shape[shape.size() - 2];
   rows = ceil_div(rows, weight.scale_rows);

@@ -421,6 +421,7 @@ void Unpacker::open_fp8(const std::string& scales) {
   shape[shape.size() - 2] = ceil_div(shape[shape.size() - 2], scale_rows_);
   shape.back() = groups_per_row_;
   if (spec_.granularity == Granularity::tensor) shape = {1};
+  if (weight_.layout == Layout::modelopt) shape = {};
   scales_ = &file_.take(scales, dtype_to_safetensors(spec_.scale_dtype), shape);
   set_e4m3_table();
 }
@@ -448,6 +449,7 @@ void Unpacker::open_global_scale(const std::string& name) {
 
 void Unpacker::open_modelopt() {
   const std::string& name = weight_.name;
+  if (spec_.format == Format::fp8) return open_fp8(name + "_scale");
   const float reciprocal = weight_.global_reciprocal;
   file_.take_constant(name + "_scale_2", "F32", {}, std::as_bytes(std::span(&reciprocal, 1)));
   global_scale_ = 1 / reciprocal;

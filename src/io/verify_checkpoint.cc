@@ -155,7 +155,8 @@ class Verifier {
     const auto dtype = dtype_from_safetensors(scale->dtype);
     if (!dtype || !is_floating(*dtype) || *dtype == DType::f64)
       return fault("scale-dtype", codes.name, "\"{}\" is {}", scale->name, scale->dtype);
-    const auto weight = fp8_weight(*checkpoint_, Layout::fp8, codes.name, codes, *scale);
+    const Layout layout = scale->shape.empty() ? Layout::modelopt : Layout::fp8;
+    const auto weight = fp8_weight(*checkpoint_, layout, codes.name, codes, *scale);
     if (weight && (inverse == nullptr || weight->scale_rows > 1)) return;
     std::vector<int64_t> blocks = codes.shape;
     for (size_t axis = blocks.size() - 2; axis < blocks.size(); ++axis)

@@ -134,6 +134,9 @@ def fp8(tensors, name, config):
     if entry["quant_method"] == "fp8":
         assert entry["weight_block_size"] == [FP8_BLOCK, FP8_BLOCK] and entry["fmt"] == "e4m3"
         keys, strategy = [name, f"{name}_scale_inv"], "block"
+    elif entry["quant_method"] == "modelopt":
+        assert entry["quant_algo"] == "FP8"
+        keys, strategy = [name, f"{name}_scale"], "tensor"
     else:
         args = entry["config_groups"]["group_0"]["weights"]
         assert entry["format"] == "float-quantized" and (args["num_bits"], args["type"]) == (8, "float")
@@ -148,7 +151,8 @@ def fp8(tensors, name, config):
         scales = block_rows(scales, shape[-2])
         spec |= {"granularity": "group", "group_size": FP8_BLOCK}
     else:
-        assert scales.shape == ((1,) if strategy == "tensor" else (*shape[:-1], 1))
+        of_tensor = () if entry["quant_method"] == "modelopt" else (1,)
+        assert scales.shape == (of_tensor if strategy == "tensor" else (*shape[:-1], 1))
     return _decode(spec, codes.data, scales, table=E4M3_VALUES, keys=keys)
 
 
@@ -390,7 +394,7 @@ def weights(tensors, config):
         elif method == "fp8" and key.endswith("_scale_inv"):
             name = key.removesuffix("_scale_inv")
             found[name] = fp8(tensors, name, config)
-        elif method == "compressed-tensors" and f"{key}_scale" in tensors and tensors[key].dtype == "F8_E4M3":
+        elif method in ("compressed-tensors", "modelopt") and f"{key}_scale" in tensors and tensors[key].dtype == "F8_E4M3":
             found[key] = fp8(tensors, key, config)
         elif method == "mxfp4" and key.endswith("_blocks"):
             name = key.removesuffix("_blocks")

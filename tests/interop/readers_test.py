@@ -281,6 +281,10 @@ Formats:
 
 {formats}
 
+The forms that models are published in have a test of their own, `tests/interop/published_test.py`: `fp8`, `nvfp4` and
+`mxfp4` of `compressed-tensors` and the layouts `fp8` and `gpt-oss` load in transformers, with the weights of
+`halfbyte dequantize`, to the bit, for some of these architectures.
+
 The layouts `gptq` and `awq` are not in the table: transformers reads them with further packages (optimum and gptqmodel),
 and vLLM on GPUs; no test runs either. What is known of them is in [formats.md](formats.md#gptq).
 

@@ -45,6 +45,7 @@ BenchProblems dequantize_problems(DeviceKind device) {
   add("affine4", {.format = Format::affine4, .scale_dtype = DType::bf16});
   add("affine3", {.format = Format::affine3, .scale_dtype = DType::bf16});
   add("int8", {.format = Format::int8});
+  add("fp8", {.format = Format::fp8, .group_size = 128, .scale_dtype = DType::bf16});
   return problems;
 }
 

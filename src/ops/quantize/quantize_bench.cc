@@ -103,6 +103,7 @@ BenchProblems quantize_problems(DeviceKind device) {
   add("int8", {.format = Format::int8, .granularity = Granularity::channel});
   add("affine4", {.format = Format::affine4}, {ScaleRule::mlx_edge});
   add("affine3", {.format = Format::affine3});
+  add("fp8", {.format = Format::fp8, .granularity = Granularity::channel});
   return problems;
 }
 
