@@ -90,6 +90,10 @@ HALFBYTE_API void check_spec(const QuantSpec& spec);
 struct Encoding {
   std::optional<ScaleRule> scale_rule = {};  // unset: default_scale_rule of the spec
   CodeScale code_scale = CodeScale::stored;
+  // Of each group, the rule gives the first of sixteen scales (with zero point or bias); the one with the
+  // least squared error is taken (docs/numerics.md, "Searched scales"). Not with Granularity::tensor, nor
+  // with CodeScale::unrounded.
+  bool search = false;
 
   bool operator==(const Encoding&) const = default;
 };

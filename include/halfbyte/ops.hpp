@@ -75,6 +75,16 @@ struct ValueRange {
 };
 HALFBYTE_API ValueRange value_range(const ConstTensorView& x, Execution execution = {});
 
+// Of searched scales (Encoding::search): how much the squared error of each input channel counts. Element i
+// of the row-major x has weights[(first + i) % count], so that `count` is the number of columns of the
+// weight, and `first`, in [0, count), is 0 where x begins with a row. The weights are finite and not
+// negative, on the device of x. Of scales that are searched without weights every error counts alike.
+struct Importance {
+  const float* weights = nullptr;
+  int64_t count = 0;
+  int64_t first = 0;
+};
+
 // Quantizes x [..., cols] (f32, f16, bf16 or f64; contiguous) into `out` (out.rows = product of the
 // leading extents). spec.double_quant must be false: see double_quantize. Nothing overlaps.
 // In each group, the scale rule of `encoding` computes the scale from min and max. The code of an integer
@@ -85,7 +95,7 @@ HALFBYTE_API ValueRange value_range(const ConstTensorView& x, Execution executio
 // range of the whole tensor; for nvfp4 it may be that of several tensors which share their global scale.
 HALFBYTE_API QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out,
                                      const Encoding& encoding = {}, Execution execution = {},
-                                     const ValueRange* range = nullptr);
+                                     const ValueRange* range = nullptr, const Importance& importance = {});
 
 // Decodes into y [..., cols] of dtype f32, f16, bf16 or f64 (contiguous, rows as in.rows).
 // integer: (q - zp) * s; affine: q * s + b (two roundings); table: v * s; nvfp4: v * (s / global scale).
@@ -173,7 +183,8 @@ struct HALFBYTE_API QuantizedTensor {
 // Error(bad_input) if the data is not finite, naming the count and the first index, or if spec.scale_dtype
 // cannot hold a scale. dequantize waits too with double quantization, which is undone in host memory.
 HALFBYTE_API QuantizedTensor quantize(const ConstTensorView& x, const QuantSpec& spec,
-                                      const Encoding& encoding = {}, Execution execution = {});
+                                      const Encoding& encoding = {}, Execution execution = {},
+                                      const Importance& importance = {});
 HALFBYTE_API void dequantize(const QuantizedTensor& q, const TensorView& y, Execution execution = {});
 
 }  // namespace halfbyte

@@ -105,6 +105,8 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   if (c.group_size != 0) options.group_size = c.group_size;
   options.scale_rule = optional_of(c.scale_rule, ScaleRule::mlx_edge, "options.scale_rule");
   options.scale_dtype = optional_of(c.scale_dtype, DType::f8_e8m0, "options.scale_dtype");
+  options.search = flag_of(c.search, "options.search");
+  if (c.importance != nullptr) options.importance = c.importance;
   options.nonfinite = enum_of(c.nonfinite, NonFinite::keep_dense, "options.nonfinite");
   options.include = words_of(c.include, c.num_include, "options.include");
   options.exclude = words_of(c.exclude, c.num_exclude, "options.exclude");

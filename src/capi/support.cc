@@ -88,13 +88,14 @@ Encoding encoding_of(const halfbyte_encoding* given, const char* name) {
   if (given == nullptr) return {};
   const halfbyte_encoding encoding = read_struct(given, to_c(Encoding{}), name);
   return {optional_of(encoding.scale_rule, ScaleRule::mlx_edge, "encoding.scale_rule"),
-          enum_of(encoding.code_scale, CodeScale::unrounded, "encoding.code_scale")};
+          enum_of(encoding.code_scale, CodeScale::unrounded, "encoding.code_scale"),
+          flag_of(encoding.search, "encoding.search")};
 }
 
 halfbyte_encoding to_c(const Encoding& encoding) {
   return {sizeof(halfbyte_encoding),
           encoding.scale_rule ? static_cast<int32_t>(*encoding.scale_rule) : HALFBYTE_UNSET,
-          static_cast<int32_t>(encoding.code_scale)};
+          static_cast<int32_t>(encoding.code_scale), nullptr, encoding.search};
 }
 
 void* part(const DLTensor* tensor, const char* name, DType dtype, int64_t n, Device device) {

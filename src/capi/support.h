@@ -144,7 +144,7 @@ std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
   return enum_of(value, last, name);
 }
 inline DType dtype_of(int32_t value, const char* name) { return enum_of(value, DType::f8_e8m0, name); }
-inline bool flag_of(int32_t value, const char* name) {
+inline bool flag_of(int64_t value, const char* name) {
   if (value != 0 && value != 1) refuse("{} must be 0 or 1, got {}", name, value);
   return value == 1;
 }

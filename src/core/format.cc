@@ -157,6 +157,13 @@ void check_encoding(const QuantSpec& spec, const Encoding& encoding) {
   HALFBYTE_CHECK(rule_fits(format, spec.asymmetric, rule), usage,
                  "encoding: scale rule {} does not fit format {}{}", to_string(rule), format.name,
                  spec.asymmetric ? " asymmetric" : "");
+  HALFBYTE_CHECK(
+      !encoding.search || spec.granularity != Granularity::tensor, usage,
+      "encoding: search needs a scale for each channel or group, got granularity tensor, whose one "
+      "scale takes all elements at once");
+  HALFBYTE_CHECK(
+      !encoding.search || encoding.code_scale == CodeScale::stored, usage,
+      "encoding: search needs code_scale stored, got unrounded: errors are those of stored scales");
 }
 
 bool has_zeros(const QuantSpec& spec) { return spec.asymmetric; }

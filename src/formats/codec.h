@@ -267,17 +267,23 @@ HALFBYTE_FN bool is_held(const GroupParams<F>& params, F min, F max, const Codec
   return finite(formats::min(min, static_cast<F>(0))) && finite(formats::max(max, static_cast<F>(0)));
 }
 
-// Scale, bias and zero point of a group by its statistics, see rule_params. Where absmax alone decides the
-// scale, it is held if it is for values in all of [-absmax, absmax]: kernels know no more of such a group.
+// The parameters of a group in the range [min, max], from what a rule makes of it. Where absmax alone decides
+// the scale, it is held if it is for values in all of [-absmax, absmax]: kernels know no more of such a group.
 template <class F>
-HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
-  GroupParams<F> params = stored_params(rule_params(min, max, codec), codec);
+HALFBYTE_FN GroupParams<F> held_params(const RuleParams<F>& by_rule, F min, F max, const Codec& codec) {
+  GroupParams<F> params = stored_params(by_rule, codec);
   if (!codec.asymmetric && (codec.rule == Rule::absmax || codec.rule == Rule::half_range)) {
     max = formats::max(-min, max);
     min = -max;
   }
   params.held = is_held(params, min, max, codec);
   return params;
+}
+
+// Scale, bias and zero point of a group by its statistics, see rule_params.
+template <class F>
+HALFBYTE_FN GroupParams<F> group_params(F min, F max, const Codec& codec) {
+  return held_params(rule_params(min, max, codec), min, max, codec);
 }
 
 // The code of zero: what padding and non-finite elements get.

@@ -14,6 +14,7 @@
 #include "core/checks.h"
 #include "core/format.h"
 #include "formats/bits.h"
+#include "formats/scale_search.h"
 #include "halfbyte/ops.hpp"
 
 namespace halfbyte::testing {
@@ -245,7 +246,7 @@ struct Parts {
 
 // The contract in plain loops, one element at a time, sharing only src/formats with the product.
 template <class F>
-void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = nullptr) {
+void oracle_quantize(const Values& x, Parts& out, const ValueRange* given, const Importance& importance) {
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
   formats::Codec codec = make_codec(out.spec, out.spec.encoding);
   std::fill(out.codes.begin(), out.codes.end() - Parts::kGuard, uint8_t{0});
@@ -287,8 +288,17 @@ void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = null
     for (int64_t column = 0; column < shape.cols; ++column) {
       const int64_t index = row * shape.cols + column;
       if (!one && column % shape.group_size == 0) {
-        const auto range = range_of(index, index + std::min(shape.group_size, shape.cols - column));
+        const int64_t n = std::min(shape.group_size, shape.cols - column);
+        const auto range = range_of(index, index + n);
         params = formats::group_params(range.first, range.second, codec);
+        if (out.spec.encoding.search)
+          params = formats::search_params(
+              n, [&](int64_t i) { return static_cast<F>(x.exact[static_cast<size_t>(index + i)]); },
+              [&](int64_t i) {
+                if (importance.weights == nullptr) return 1.0f;
+                return importance.weights[(importance.first + index + i) % importance.count];
+              },
+              range.first, range.second, codec);
         store(row * shape.groups_per_row + column / shape.group_size, params);
       }
       const auto v = static_cast<F>(x.exact[static_cast<size_t>(index)]);
@@ -305,19 +315,21 @@ void oracle_quantize(const Values& x, Parts& out, const ValueRange* given = null
 }
 
 inline Parts oracle_quantize(const Values& x, const EncodedSpec& spec, int64_t rows, int64_t cols,
-                             const ValueRange* given = nullptr) {
+                             const ValueRange* given = nullptr, const Importance& importance = {}) {
   Parts parts(spec, rows, cols);
   if (x.dtype == DType::f64)
-    oracle_quantize<double>(x, parts, given);
+    oracle_quantize<double>(x, parts, given, importance);
   else
-    oracle_quantize<float>(x, parts, given);
+    oracle_quantize<float>(x, parts, given, importance);
   return parts;
 }
 
 inline Parts quantize_parts(Values& x, const EncodedSpec& spec, int64_t rows, int64_t cols,
-                            int num_threads = 1, const ValueRange* given = nullptr) {
+                            int num_threads = 1, const ValueRange* given = nullptr,
+                            const Importance& importance = {}) {
   Parts parts(spec, rows, cols);
-  parts.status = quantize(x.view({rows, cols}), parts.view(), spec.encoding, {num_threads}, given);
+  parts.status =
+      quantize(x.view({rows, cols}), parts.view(), spec.encoding, {num_threads}, given, importance);
   return parts;
 }
 

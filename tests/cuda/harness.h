@@ -145,19 +145,26 @@ inline TensorView matrix(const void* data, DType dtype, int64_t rows, int64_t co
 
 // x: rows * cols elements in host memory.
 inline Parts quantize_on_cpu(const uint8_t* x, DType dtype, const EncodedSpec& spec, int64_t rows,
-                             int64_t cols, const ValueRange* range = nullptr) {
+                             int64_t cols, const ValueRange* range = nullptr,
+                             const Importance& importance = {}) {
   Parts parts(spec, rows, cols);
-  parts.status = quantize(matrix(x, dtype, rows, cols), parts.view(), spec.encoding, {}, range);
+  parts.status = quantize(matrix(x, dtype, rows, cols), parts.view(), spec.encoding, {}, range, importance);
   return parts;
 }
 inline Parts quantize_on_cuda(const uint8_t* x, DType dtype, const EncodedSpec& spec, int64_t rows,
-                              int64_t cols, const Placement& place = {}, const ValueRange* range = nullptr) {
+                              int64_t cols, const Placement& place = {}, const ValueRange* range = nullptr,
+                              Importance importance = {}) {
   const int64_t size = size_of(dtype);
   const DeviceBytes source(rows * cols * size, place.values * size, place.exact);
   source.upload(x);
   const DeviceParts device(spec, rows, cols, place);
-  const QuantizeStatus status =
-      quantize(matrix(source.data(), dtype, rows, cols, kCuda), device.view(), spec.encoding, {}, range);
+  const DeviceBytes weights(importance.count * int64_t{sizeof(float)}, 0, place.exact);
+  if (importance.weights != nullptr) {
+    weights.upload(importance.weights);
+    importance.weights = reinterpret_cast<const float*>(weights.data());
+  }
+  const QuantizeStatus status = quantize(matrix(source.data(), dtype, rows, cols, kCuda), device.view(),
+                                         spec.encoding, {}, range, importance);
   Parts parts = device.download();
   parts.status = status;
   std::vector<uint8_t> after(static_cast<size_t>(source.num_bytes()));

@@ -56,6 +56,16 @@ TEST_P(Sanitize, quantize_and_dequantize) {
           parts, testing::quantize_on_cuda(x.bytes.data(), dtype, spec, test.rows, test.cols, test.place)));
       EXPECT_TRUE(testing::same_values(testing::dequantize_on_cpu(parts, dtype),
                                        testing::dequantize_on_cuda(parts, dtype, test.place), dtype));
+      if (spec.granularity != Granularity::tensor) {
+        testing::EncodedSpec searched = spec;
+        searched.encoding.search = true;
+        const std::vector<float> weights(static_cast<size_t>(test.cols), 0.5f);
+        const Importance importance = c % 2 ? Importance{weights.data(), test.cols, 0} : Importance{};
+        EXPECT_TRUE(testing::same(testing::quantize_on_cpu(x.bytes.data(), dtype, searched, test.rows,
+                                                           test.cols, nullptr, importance),
+                                  testing::quantize_on_cuda(x.bytes.data(), dtype, searched, test.rows,
+                                                            test.cols, test.place, nullptr, importance)));
+      }
       const testing::DeviceBytes device(static_cast<int64_t>(x.bytes.size()), 0, true);
       device.upload(x.bytes.data());
       const ValueRange range =

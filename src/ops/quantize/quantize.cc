@@ -90,7 +90,7 @@ QuantizeStatus quantize_cpu(const QuantizeProblem& checked) {
                                 problem.num_threads, run));
     return status;
   }
-  if (shape.group_size <= kSplitGroup || shape.group_size % 8 != 0)
+  if (problem.search || shape.group_size <= kSplitGroup || shape.group_size % 8 != 0)
     return for_each_span(0, shape.rows, 0, shape.cols, span_columns(shape, true), nullptr,
                          problem.num_threads, run);
   for (int64_t index = 0; index < shape.num_groups; ++index) {
@@ -131,6 +131,21 @@ void check_values(const char* op, const char* name, const ConstTensorView& x) {
   HALFBYTE_CHECK(x.data != nullptr || n == 0, usage, "{}: {} has {} elements but no data", op, name, n);
 }
 
+// On a CUDA device the values are not looked at.
+void check_importance(const Importance& importance, const Encoding& encoding, Device device) {
+  if (importance.weights == nullptr) return;
+  HALFBYTE_CHECK(encoding.search, usage,
+                 "quantize: importance is for searched scales: encoding.search is false");
+  HALFBYTE_CHECK(importance.count > 0 && importance.first >= 0 && importance.first < importance.count, usage,
+                 "quantize: importance.first must be in [0, count), got {} of {}", importance.first,
+                 importance.count);
+  if (device.kind == DeviceKind::cuda) return;
+  for (int64_t i = 0; i < importance.count; ++i)
+    HALFBYTE_CHECK(importance.weights[i] >= 0 && formats::is_finite(importance.weights[i]), bad_input,
+                   "quantize: importance must be finite and not negative, got {} at index {}",
+                   importance.weights[i], i);
+}
+
 }  // namespace
 
 void merge(ValueRange& into, const ValueRange& from) {
@@ -149,12 +164,13 @@ QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& enc
   problem.shape = quant_shape(spec, rows, cols);
   problem.codec = make_codec(spec, encoding);
   problem.one_group = spec.granularity == Granularity::tensor;
+  problem.search = encoding.search;
   return problem;
 }
 
 QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedView& out,
-                                      const Encoding& encoding, Execution execution,
-                                      const ValueRange* range) {
+                                      const Encoding& encoding, Execution execution, const ValueRange* range,
+                                      const Importance& importance) {
   check_values("quantize", "x", x);
   const QuantShape shape = quant_shape(out.spec, out.rows, out.cols);
   const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
@@ -188,12 +204,14 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
   problem.code_alignment = alignment_of(out.codes);
   problem.stream = execution.stream;
   problem.range = range;
+  check_importance(importance, encoding, x.device);
+  problem.importance = importance;
   return problem;
 }
 
 QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out, const Encoding& encoding,
-                        Execution execution, const ValueRange* range) {
-  const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range);
+                        Execution execution, const ValueRange* range, const Importance& importance) {
+  const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range, importance);
   if (problem.shape.num_groups == 0 && problem.global_scale == nullptr) return {};
   const auto& variant =
       choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
@@ -220,7 +238,7 @@ ValueRange value_range(const ConstTensorView& x, Execution execution) {
 }
 
 QuantizedTensor quantize(const ConstTensorView& x, const QuantSpec& spec, const Encoding& encoding,
-                         Execution execution) {
+                         Execution execution, const Importance& importance) {
   check_values("quantize", "x", x);
   check_spec(spec);
   QuantSpec stored = spec;
@@ -228,7 +246,7 @@ QuantizedTensor quantize(const ConstTensorView& x, const QuantSpec& spec, const 
   QuantizedTensor q(stored, x.shape, x.dtype, x.device);
   q.encoding = encoding;
   if (!q.encoding->scale_rule) q.encoding->scale_rule = default_scale_rule(spec);
-  const QuantizeStatus status = quantize(x, q.view(), encoding, execution);
+  const QuantizeStatus status = quantize(x, q.view(), encoding, execution, nullptr, importance);
   HALFBYTE_CHECK(status.num_nonfinite == 0, bad_input,
                  "quantize: x has {} non-finite elements, the first at index {}", status.num_nonfinite,
                  status.first_nonfinite);

@@ -22,6 +22,8 @@ struct QuantizeProblem {
   // global scale; null: of those of x.
   bool one_group = false;
   const ValueRange* range = nullptr;
+  bool search = false;  // as Encoding has it
+  Importance importance;
   uint8_t* codes = nullptr;
   void* scales = nullptr;
   uint8_t* zeros = nullptr;
@@ -98,6 +100,14 @@ std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem)
 QuantizeStatus quantize_span_cpu(const QuantizeProblem& problem, const QuantizeSpan& span);
 ValueRange value_range_cpu(const void* x, DType dtype, int64_t n);
 
+// Searched parameters of a group, elements [first, first + n) of x, all finite and in the range [min, max].
+// problem.prepared is that of prepare_search_cpu.
+std::shared_ptr<const void> prepare_search_cpu(const QuantizeProblem& problem);
+formats::GroupParams<float> search_group_cpu(const QuantizeProblem& problem, int64_t first, int64_t n,
+                                             float min, float max);
+formats::GroupParams<double> search_group_cpu(const QuantizeProblem& problem, int64_t first, int64_t n,
+                                              double min, double max);
+
 // The CPU: returns when all is done.
 QuantizeStatus quantize_cpu(const QuantizeProblem& problem);
 
@@ -121,6 +131,7 @@ QuantizeProblem make_quantize_problem(const QuantSpec& spec, const Encoding& enc
                                       int64_t cols, DType dtype);
 // The checked problem of a call of `quantize`. `range` must outlive it.
 QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedView& out,
-                                      const Encoding& encoding, Execution execution, const ValueRange* range);
+                                      const Encoding& encoding, Execution execution, const ValueRange* range,
+                                      const Importance& importance = {});
 
 }  // namespace halfbyte

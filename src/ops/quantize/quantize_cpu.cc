@@ -517,7 +517,7 @@ class SpanQuantizer {
 #if HALFBYTE_VBMI
       if constexpr (std::is_same_v<Type, BF16>) {
         const auto* lookup = static_cast<const Bf16Lookup*>(problem_.prepared);
-        if (lookup != nullptr && !span_.params && num_codes_ % 8 == 0) {
+        if (lookup != nullptr && !problem_.search && !span_.params && num_codes_ % 8 == 0) {
           flush();
           const int64_t end = lookup->signed_zero ? lookup_groups<true>(begin, *lookup)
                                                   : lookup_groups<false>(begin, *lookup);
@@ -530,16 +530,18 @@ class SpanQuantizer {
 #endif
       const BitsRange<Type> range = bits_range<Type>(x_ + begin, n);
       const bool finite = is_finite(range);
+      const int64_t first = span_.row * shape.cols + begin;
       if (finite && !span_.params) {
-        params = formats::group_params(value_of_sortable<Type>(range.min), value_of_sortable<Type>(range.max),
-                                       codec_);
+        const F min = value_of_sortable<Type>(range.min), max = value_of_sortable<Type>(range.max);
+        params = problem_.search ? search_group_cpu(problem_, first, n, min, max)
+                                 : formats::group_params(min, max, codec_);
         finish_group(group, params);
       } else if (!finite) {
-        const int64_t first = span_.row * shape.cols + begin;
         const ValueRange values = value_range_ref(problem_.x, problem_.dtype, first, n);
         merge(status_, {values.num_nonfinite, first + values.first_nonfinite, 0});
         if (!span_.params) {
-          params = formats::group_params(static_cast<F>(values.min), static_cast<F>(values.max), codec_);
+          params =
+              group_params_ref(problem_, first, n, static_cast<F>(values.min), static_cast<F>(values.max));
           finish_group(group, params);
         }
       }
@@ -611,8 +613,15 @@ class SpanQuantizer {
       std::memcpy(tail, x_ + begin + whole, static_cast<size_t>(n - whole) * sizeof(Memory));
       encode_vectors(tail, N, params, codes + whole);
     }
-    if (codec_.kind == formats::Kind::table)
-      for (int64_t i = 0; i < n; ++i) codes[i] = codec_.book.code_of_rank[codes[i]];
+    if (codec_.kind == formats::Kind::table) codes_of_ranks(codes, n);
+  }
+
+  // Of whole vectors.
+  HWY_INLINE void codes_of_ranks(uint8_t* codes, int64_t n) const {
+    const hn::ScalableTag<uint8_t> d;
+    const auto table = hn::LoadDup128(d, codec_.book.code_of_rank);
+    for (int64_t i = 0, N = static_cast<int64_t>(hn::Lanes(d)); i < n; i += N)
+      hn::StoreU(hn::TableLookupBytes(table, hn::LoadU(d, codes + i)), d, codes + i);
   }
 
   HWY_INLINE void encode_vectors(const Memory* x, int64_t n, const formats::GroupParams<F>& params,
@@ -756,6 +765,7 @@ QuantizeStatus quantize_span_cpu(const QuantizeProblem& problem, const QuantizeS
   return HWY_DYNAMIC_DISPATCH(QuantizeSpanCpu)(problem, span);
 }
 std::shared_ptr<const void> prepare_quantize_cpu(const QuantizeProblem& problem) {
+  if (problem.search) return prepare_search_cpu(problem);
   return HWY_DYNAMIC_DISPATCH(PrepareCpu)(problem);
 }
 ValueRange value_range_cpu(const void* x, DType dtype, int64_t n) {

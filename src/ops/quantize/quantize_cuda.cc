@@ -10,6 +10,7 @@
 #include "core/plan_device.h"
 #include "cuda/config.h"
 #include "cuda/scratch.h"
+#include "ops/quantize/scale_search_args.h"
 
 namespace halfbyte {
 
@@ -27,6 +28,7 @@ struct QuantizeCuda {
   cuda::CUfunction codes = nullptr;  // null: there are no elements
   cuda::Grid codes_grid;
   QuantizeArgs args{};
+  int64_t search_units = 0;  // a row of quantize_search; 0: it is another kernel
   // Before it: those of groups, and that of all elements. No function: not needed, or given.
   RangesCuda ranges, tensor_range;
   bool needs_ranges = false, needs_tensor_range = false;
@@ -122,7 +124,11 @@ QuantizeCuda select(const QuantizeProblem& problem) {
   args.scale_type = problem.codec.scale_type;
   args.unrounded_code_scale = problem.codec.unrounded_code_scale;
   args.rule = problem.codec.rule;
-  if (const int batch = batch_of_groups(problem); batch > 0) {
+  if (problem.search) {
+    selected.search_units = ceil_div(shape.groups_per_row, int64_t{kSearchUnit});
+    selected.name = "quantize_search";
+    selected.codes_grid = {shape.rows * selected.search_units, kSearchThreads};
+  } else if (const int batch = batch_of_groups(problem); batch > 0) {
     args.group_shift = std::countr_zero(static_cast<uint64_t>(shape.group_size / kChunk));
     args.num_chunks = shape.rows * shape.cols / kChunk;
     selected.name = "quantize_groups";
@@ -185,6 +191,7 @@ cuda::KernelSpec quantize_kernel(const QuantizeProblem& problem) {
   if (formats::scale_bytes(codec.scale_type) > 1) codec.scale_type = {};
   codec.unrounded_code_scale = false;
   const std::string lines = cuda::element_config(problem.dtype) + cuda::codec_config(codec);
+  if (problem.search) return {"ops/quantize/quantize_search.cu", "quantize_search", cuda::config_text(lines)};
   if (const int batch = batch_of_groups(problem); batch > 0)
     return {"ops/quantize/quantize_groups.cu", "quantize_groups",
             cuda::config_text(lines + fmt::format("constexpr int kBatch = {};\n", batch))};
@@ -235,7 +242,12 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
     args.ranges = ranges;
     find_ranges(selected.ranges);
   }
-  cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
+  if (selected.search_units == 0)
+    return cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
+  const Importance& importance = problem.importance;
+  cuda::launch(
+      selected.codes, selected.codes_grid, problem.stream,
+      ScaleSearchArgs{args, selected.search_units, importance.weights, importance.count, importance.first});
 }
 
 ValueRange value_range_cuda(const ConstTensorView& x, void* stream) {
@@ -273,6 +285,8 @@ std::string refuse_quantize_cuda(const QuantizeProblem& problem) {
     return fmt::format("x is not aligned to its elements of {} bytes", size);
   if (!cuda::is_aligned(problem.scales, scale_size) || !cuda::is_aligned(problem.biases, scale_size))
     return fmt::format("scales or biases are not aligned to their elements of {} bytes", scale_size);
+  if (!cuda::is_aligned(problem.importance.weights, sizeof(float)))
+    return "importance is not aligned to its elements of 4 bytes";
   return "";
 }
 

@@ -15,7 +15,7 @@ constexpr int64_t kWholeGroups = 4096, kCutGroups = 4072, kUnaligned = 4095;
 
 // Only addresses and extents count: nothing is at them. The scale rule and how parameters are stored
 // are arguments.
-cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
+cuda::KernelSpec specialise(KernelValues values, int64_t cols, const Encoding& encoding = {}) {
   alignas(64) static uint8_t memory[64];
   values["scale-dtype"] = cuda::any_scale_dtype(values);
   QuantSpec spec = cuda::spec_of(values);
@@ -29,7 +29,7 @@ cuda::KernelSpec specialise(KernelValues values, int64_t cols) {
                              has_zeros(spec) ? memory : nullptr,
                              has_biases(spec) ? memory : nullptr,
                              has_global_scale(spec) ? reinterpret_cast<float*>(memory) : nullptr};
-  return quantize_kernel(make_quantize_problem(x, out, {}, {}, nullptr));
+  return quantize_kernel(make_quantize_problem(x, out, encoding, {}, nullptr));
 }
 
 std::vector<KernelKey> keys(std::initializer_list<KernelKey> more) {
@@ -116,6 +116,14 @@ std::vector<cuda::Kernel> quantize_kernels() {
                              "Rows are no multiple of 8, or memory is not aligned to 16 bytes.")})},
        [](const KernelValues& values) {
          return specialise(values, cuda::is_set(values, "unaligned") ? kUnaligned : kCutGroups);
+       },
+       true},
+      {{"quantize", "quantize_search", "Searched scales, of any groups.",
+        keys({{"group-size", {"channel"}, true, "Any number or channel: the kernel is the same."}})},
+       [](const KernelValues& values) {
+         Encoding encoding;
+         encoding.search = true;
+         return specialise(values, kWholeGroups, encoding);
        },
        true},
       {{"quantize",

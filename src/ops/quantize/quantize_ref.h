@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/bits.h"
+#include "formats/scale_search.h"
 #include "ops/quantize/quantize.h"
 
 namespace halfbyte {
@@ -37,6 +38,22 @@ inline ValueRange value_range_ref(const void* x, DType dtype, int64_t begin, int
   return range;
 }
 
+// The parameters of a group, elements [first, first + n) of x, whose finite values are in the range [min,
+// max].
+template <class F>
+formats::GroupParams<F> group_params_ref(const QuantizeProblem& problem, int64_t first, int64_t n, F min,
+                                         F max) {
+  if (!problem.search) return formats::group_params(min, max, problem.codec);
+  const Importance& importance = problem.importance;
+  return formats::search_params(
+      n, [&](int64_t i) { return load_element<F>(problem.x, problem.dtype, first + i); },
+      [&](int64_t i) {
+        return importance.weights ? importance.weights[(importance.first + first + i) % importance.count]
+                                  : 1.0f;
+      },
+      min, max, problem.codec);
+}
+
 // One code a byte.
 template <class F>
 void encode_ref(const void* x, DType dtype, int64_t begin, int64_t n, const formats::GroupParams<F>& params,
@@ -64,7 +81,7 @@ QuantizeStatus quantize_span_ref(const QuantizeProblem& problem, const QuantizeS
     const ValueRange range = value_range_ref(problem.x, problem.dtype, first, n);
     merge(status, {range.num_nonfinite, range.first_nonfinite < 0 ? -1 : first + range.first_nonfinite, 0});
     if (!span.params) {
-      params = formats::group_params(static_cast<F>(range.min), static_cast<F>(range.max), codec);
+      params = group_params_ref(problem, first, n, static_cast<F>(range.min), static_cast<F>(range.max));
       count(status, params);
       store_params(problem, span.row * shape.groups_per_row + begin / shape.group_size, params);
     }
