@@ -19,12 +19,12 @@ namespace {
 struct Arguments {
   std::string input;
   std::string format = "nf4";
-  std::string group_size, layout, reader, scale_rule, scale_dtype, table;
+  std::string group_size, layout, reader, scale_rule, scale_dtype, table, importance;
   std::string nonfinite = "error";
   std::string fallback;
   std::vector<std::string> include, exclude;
-  bool asymmetric = false, double_quant = false, force_layout = false, keep_embeddings = false,
-       no_verify = false;
+  bool asymmetric = false, double_quant = false, search = false, force_layout = false,
+       keep_embeddings = false, no_verify = false;
   Destination destination;
   ComputeArguments compute;
 };
@@ -61,6 +61,10 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   options.keep_embeddings = arguments.keep_embeddings;
   if (!arguments.scale_rule.empty()) options.scale_rule = parse_scale_rule(arguments.scale_rule);
   if (!arguments.scale_dtype.empty()) options.scale_dtype = parse_dtype(arguments.scale_dtype);
+  if (!arguments.importance.empty() && !arguments.search)
+    throw Error(ErrorCode::usage, "--importance is for searched scales: it needs --search");
+  options.search = arguments.search;
+  options.importance = arguments.importance;
   options.nonfinite = arguments.nonfinite == "error" ? NonFinite::error : NonFinite::keep_dense;
   options.include = arguments.include;
   options.exclude = arguments.exclude;
@@ -77,7 +81,8 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   QuantizeOptions options = to_options(arguments, force);
   const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
   options.device = device.device;
-  const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run};
+  const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run,
+                        options.importance};
   ProgressBar progress(arguments.compute.progress == "auto");
   options.progress = progress.function();
   describe(quantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);
@@ -113,6 +118,12 @@ void add_quantize_command(CLI::App& app, Command& command) {
   add("--scale-rule", arguments->scale_rule, "RULE",
       "absmax, half-range, signed-max, minmax or mlx-edge (default: by format and layout)");
   add("--scale-dtype", arguments->scale_dtype, "DTYPE", "f32, f16 or bf16 (default: by layout)");
+  sub.add_flag("--search", arguments->search,
+               "Of sixteen scales of each group, take the one with the least squared error");
+  add("--importance", arguments->importance, "FILE",
+      "With --search: a .safetensors file with the importance of the input channels of each weight, F32 "
+      "[columns] "
+      "under its name");
   add("--table", arguments->table, "V0,...,V15", "The 16 values of lut4, in ascending order");
   add("--include", arguments->include, "REGEX",
       "Quantize the weights whose names match, instead of the linear layers (repeatable)")

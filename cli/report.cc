@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -96,7 +97,8 @@ std::string readers_text(const CheckpointReport& report, bool vouched) {
 
 Json encoding_json(const Encoding& encoding) {
   return {{"scale_rule", encoding.scale_rule ? Json(to_string(*encoding.scale_rule)) : Json()},
-          {"code_scale", encoding.code_scale == CodeScale::stored ? "stored" : "unrounded"}};
+          {"code_scale", encoding.code_scale == CodeScale::stored ? "stored" : "unrounded"},
+          {"search", encoding.search}};
 }
 
 Json weight_json(const WeightReport& weight) {
@@ -196,6 +198,10 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
         summary_line("left out", fmt::format("{} weights that {} does not load: {}{}", report.left_out.size(),
                                              to_string(report.reader), printable(report.left_out.front()),
                                              report.left_out.size() > 1 ? ", ..." : ""));
+  if (std::ranges::any_of(report.weights, [](const WeightReport& weight) { return weight.encoding.search; }))
+    text += summary_line("scales", run.importance.empty()
+                                       ? "searched"
+                                       : fmt::format("searched by {}", printable(run.importance)));
   text += summary_line("layout", report.layout ? to_string(*report.layout) : "-");
   text += summary_line("bytes",
                        fmt::format("{} -> {} ({} -> {})", report.source_bytes, report.output_bytes,
@@ -222,6 +228,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["verified"] = run.verified;
   document["device"] = to_string(report.device);
   document["device_note"] = run.device.note;
+  document["importance"] = run.importance.empty() ? Json() : Json(run.importance);
   document["architecture"] = report.architecture;
   document["reader"] = to_string(report.reader);
   document["readers"] = Json::array();

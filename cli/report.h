@@ -24,6 +24,7 @@ struct RunInfo {
   const char* verb;  // what happened to the weights: "quantized" or "dequantized"
   DeviceChoice device;
   bool dry_run, verified;
+  std::string importance = {};  // the file that scales were searched by
 };
 // The result of quantize and dequantize: appends to the text, adds the fields of the report to the
 // document.

@@ -139,6 +139,11 @@ struct QuantizeOptions {
   std::optional<int64_t> group_size = {};       // with Granularity::group (or when only this is set)
   std::optional<ScaleRule> scale_rule = {};
   std::optional<DType> scale_dtype = {};
+  bool search = false;  // Encoding::search, of all weights
+  // With search: a .safetensors file with the importance of the input channels of each weight that is
+  // quantized, F32 [columns of the weight], under the name that the weight has in the report. Empty: all
+  // count alike.
+  std::string importance = {};
   NonFinite nonfinite = NonFinite::error;
   std::vector<std::string> include = {};  // ECMAScript regular expressions searched in the names, without
                                           // back-references; where given they replace the default choice of

@@ -22,7 +22,7 @@ int num_workers(Device device, int num_threads);
 struct BlockWorker {
   explicit BlockWorker(Device device = {}) : BlockWorker(device, block_elements(device)) {}
   BlockWorker(Device device, int64_t max_elements)
-      : device(device), stream(device), max_elements(max_elements), dense(device), native(device) {}
+      : device(device), stream(device), max_elements(max_elements), dense(device), importance(device), native(device) {}
 
   Execution execution() const { return {1, stream.handle()}; }
 
@@ -55,6 +55,7 @@ struct BlockWorker {
   Stream stream;
   int64_t max_elements;  // of a block
   Buffer dense;          // the elements of a block: as read, or as decoded
+  Buffer importance;     // of its columns, where scales are searched by it
   NativeBuffers native;  // what is between
   Buffer stored;         // bytes as they are in the file; has no mirror
   Buffer untiled;        // elements of a block that are still to be tiles; likewise

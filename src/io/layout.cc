@@ -212,7 +212,8 @@ Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& optio
   const bool of_layout = !layout.scale_rules.empty() && !spec.asymmetric &&
                          (kind == FormatKind::integer || kind == FormatKind::affine);
   const ScaleRule rule = of_layout ? layout.scale_rules.front() : default_scale_rule(spec);
-  const Encoding encoding{options.scale_rule.value_or(rule), layout.code_scale};
+  const Encoding encoding{options.scale_rule.value_or(rule),
+                          options.search ? CodeScale::stored : layout.code_scale, options.search};
   if (of_layout)
     check_allowed<ScaleRule>(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
                              [](ScaleRule value) { return to_string(value); });

@@ -16,6 +16,7 @@
 #include "io/config.h"
 #include "io/foreign.h"
 #include "io/fused.h"
+#include "io/importance.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
 #include "io/tiles.h"
@@ -72,6 +73,7 @@ class Quantizer {
   std::string decoded_note(const Item& item) const;
   void set_note(const Item& item, const std::string& note = "");
   void set_target(Item& item, const QuantSpec& spec);
+  void open_importance();
   std::optional<ModelQuantization> quantization() const;
   std::string config_text() const;
   std::map<std::string, std::string> quantization_files() const;
@@ -111,6 +113,7 @@ class Quantizer {
   ProgressReporter reporter_;
   const bool decodes_;        // some weights of the input are quantized
   const std::string config_;  // of the input, as if none were
+  std::optional<ImportanceFile> importance_;
   Selection selection_;
   std::vector<Item> items_;  // one for each weight of selection_
   OutputFiles files_;
@@ -275,6 +278,7 @@ void Quantizer::plan() {
                  : selection_.architecture.empty()
                      ? "none is a matrix of F32, F16 or BF16 of a linear layer that is not excluded"
                      : fmt::format("of {}: {}", selection_.architecture, main_reason()));
+  open_importance();
   std::vector<const OutputWeight*> weights;
   std::vector<uint64_t> output_bytes;
   for (const Item& item : items_) {
@@ -298,6 +302,16 @@ void Quantizer::plan() {
   if (decodes_)
     std::erase_if(side_files_.copied, [](const std::string& name) { return name == kModeloptFile; });
   if (!config_.empty()) config_text();  // it must be valid before hours of work
+}
+
+void Quantizer::open_importance() {
+  if (options_.importance.empty()) return;
+  HALFBYTE_CHECK(options_.search, usage, "importance is for searched scales: search is false");
+  importance_.emplace(options_.importance);
+  std::vector<const QuantizedWeight*> targets;
+  for (const Item& item : items_)
+    if (item.quantize) targets.push_back(&item.target);
+  importance_->check(targets);
 }
 
 std::vector<bool> Quantizer::is_dense() const {
@@ -436,8 +450,9 @@ QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, c
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
   const QuantizedView view = native_view(item.target, block, worker.native);
-  QuantizeStatus status =
-      quantize(x, view, *item.target.encoding, worker.execution(), needs_range(item) ? &item.range : nullptr);
+  const Importance importance = importance_ ? importance_->read(item.target, block, worker) : Importance();
+  QuantizeStatus status = quantize(x, view, *item.target.encoding, worker.execution(),
+                                   needs_range(item) ? &item.range : nullptr, importance);
   if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
   for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
   worker.stream.synchronize();

@@ -245,6 +245,8 @@ class Unpacker {
                     float* y) const;
   void decode_integer(const Group& group, const uint8_t* codes, const float* x, int64_t count, int64_t index,
                       float* y) const;
+  // Searched scales may leave values far outside of the levels.
+  bool clips() const { return weight_.encoding && weight_.encoding->search; }
   [[noreturn]] void fail(int64_t index, float x, float y) const {
     HALFBYTE_FAIL(verify,
                   "verify: weight \"{}\" element {} is {} but decodes to {}, which is not the nearest level",
@@ -782,7 +784,8 @@ void Unpacker::decode_table(const Group& group, const uint8_t* codes, const floa
   const double scale = group.scale;
   const double slack = largest_ * (scale * kF32Slack + 2 * group.scale_error) + kTiny;
   const double global = global_scale_;
-  const double end_slack = slack + largest_ * rounding(spec_.scale_dtype, scale * global) / global;
+  const double end_slack = clips() ? std::numeric_limits<double>::infinity()
+                                   : slack + largest_ * rounding(spec_.scale_dtype, scale * global) / global;
   float level[256], lower[256], upper[256];
   for (size_t c = 0; c < table_.size(); ++c) {
     const Cell& cell = cells_[c];
@@ -822,7 +825,8 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
   // Of a value within the levels to its own; of a value outside to the last one: no rule clips more than one
   // step.
   const float near = finite_bound(step / 2 + slack + unrounded),
-              far = finite_bound(step + slack + stored_error);
+              far = finite_bound(clips() ? std::numeric_limits<double>::infinity()
+                                         : step + slack + stored_error);
   bool good = true;
   for (int64_t i = 0; i < count; ++i) good &= std::abs(x[i] - y[i]) <= near;
   if (good) return;
