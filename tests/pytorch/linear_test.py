@@ -17,7 +17,7 @@ from halfbyte.torch._ops_weight import quantize_packed
 ops = torch.ops.halfbyte
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SPECS = ["nf4", "nf4,double_quant", "fp4,group_size=32", "affine4,scale_dtype=f16", "int8,asymmetric",
-         "int4,granularity=channel,scale_dtype=bf16"]
+         "int4,granularity=channel,scale_dtype=bf16", "nvfp4", "mxfp4", "fp8,granularity=channel"]
 for_devices = pytest.mark.parametrize("device", DEVICES)
 
 

@@ -6,13 +6,13 @@ import torch
 
 import halfbyte
 from halfbyte.torch import _fast
-from halfbyte.torch._ops_weight import dequantize_packed, part_shapes, quantize_packed, shape_of, sum_rows
+from halfbyte.torch._ops_weight import dequantize_packed, nested_of, part_shapes, quantize_packed, shape_of, sum_rows
 
 ops = torch.ops.halfbyte
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 PACKED = ["nf4", "fp4,group_size=32", "nf4,granularity=flat", "int4,asymmetric,group_size=128", "int8,granularity=channel",
           "int8,granularity=tensor", "affine4,scale_dtype=bf16", "affine8", "nf4,double_quant", "int3,asymmetric", "affine2,scale_dtype=bf16",
-          "affine5,group_size=96", "int6,granularity=channel"]
+          "affine5,group_size=96", "int6,granularity=channel", "nvfp4", "mxfp4", "fp8,group_size=128"]
 PLAIN = [spec for spec in PACKED if "double" not in spec] + ["int2,granularity=flat"]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -32,14 +32,15 @@ def relative(of, reference):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 192), (2, 3, 320)])
 def test_quantize_gives_the_shapes_and_values_of_the_library(spec, shape, device):
     x = randn(*shape, device=device)
-    codes, scales, zeros, biases = parts = ops.quantize(x, spec)
+    codes, scales, zeros, biases, global_scale = parts = ops.quantize(x, spec)
     of, rows, cols = halfbyte.QuantSpec.parse(spec), x.numel() // shape[-1], shape[-1]
     assert tuple(map(tuple, part_shapes(of, rows, cols))) == of.part_shapes(rows, cols)
     assert tuple(codes.shape) == of.part_shapes(rows, cols)[0]
     assert (zeros.numel() > 0, biases.numel() > 0) == (of.has_zeros, of.has_biases)
+    assert global_scale.numel() == of.has_global_scale
     host = ops.quantize(x.cpu(), spec)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(parts, host))
-    y = ops.dequantize(*parts, spec, list(shape), torch.float32)
+    y = ops.dequantize(*parts[:4], spec, list(shape), torch.float32, global_scale)
     assert y.shape == x.shape and relative(y, x) < {2: 0.95, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[of.bits]
 
 
@@ -57,7 +58,7 @@ def test_unpack_undoes_pack(spec, device):
     packed = quantize_packed(x, spec)
     assert packed.numel() == halfbyte.QuantSpec.parse(spec).packed_bytes(n, k)
     codes, scales, zeros, biases, *nested = ops.unpack(packed, spec, n, k)
-    nested = nested if "double" in spec else []
+    nested = nested_of(halfbyte.QuantSpec.parse(spec), *nested)
     assert torch.equal(ops.pack(codes, scales, zeros, biases, nested, spec, n, k), packed)
     assert relative(dequantize_packed(packed, spec, n, k, torch.float32), x) < (0.5 if "affine2" in spec else 0.2)
 
@@ -66,7 +67,8 @@ def test_unpack_undoes_pack(spec, device):
                                   "affine3,group_size=48", "int8,granularity=tensor"])
 def test_dequantize_has_the_gradients_of_scales_and_biases(spec, device):
     n, k = 5, 64
-    codes, scales, zeros, biases = ops.quantize(randn(n, k, device=device, dtype=torch.float64), f"{spec},scale_dtype=f64")
+    x = randn(n, k, device=device, dtype=torch.float64)
+    codes, scales, zeros, biases, _ = ops.quantize(x, f"{spec},scale_dtype=f64")
     scales.requires_grad_()
     biases.requires_grad_(biases.numel() > 0)
 
@@ -169,7 +171,7 @@ def test_opcheck(spec, device):
     n, k, check = 32, 128, torch.library.opcheck
     x = randn(n, k, device=device)
     if "double" not in spec:
-        parts = ops.quantize(x, spec)
+        *parts, _ = ops.quantize(x, spec)
         check(ops.quantize.default, (x, spec))
         check(ops.pack.default, (*parts, [], spec, n, k))
         trained = [part.requires_grad_() if part.is_floating_point() and part.numel() else part for part in parts]

@@ -110,7 +110,7 @@ def to_bitsandbytes_keys(packed: Tensor, spec: _core.QuantSpec, n: int, k: int,
     if spec.format not in ("nf4", "fp4") or not flat or spec.scale_dtype != "f32":
         _refuse("bitsandbytes", f"it holds nf4 and fp4 with scales in f32 and groups that divide the rows, not {spec} "
                                 f"with rows of {k}")
-    codes, scales, _, _, absmax, table, offset = unpack(packed, str(spec), n, k)
+    codes, scales, _, _, absmax, table, offset, _ = unpack(packed, str(spec), n, k)
     codes = codes.reshape(-1, 1)
     state = {"quant_type": spec.format, "blocksize": spec.group_size, "dtype": str(dtype).removeprefix("torch."),
              "shape": [n, k]}

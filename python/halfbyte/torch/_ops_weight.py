@@ -15,6 +15,8 @@ from ._library import FLOATS, WORDS, define
 
 # ---- What is known of a spec
 
+_BYTES = {"f8_e4m3": "float8_e4m3fn", "f8_e8m0": "float8_e8m0fnu"}  # the second: torch 2.7 and later
+
 
 @functools.lru_cache(maxsize=1024)
 def spec_of(text: str) -> _core.QuantSpec:
@@ -22,7 +24,7 @@ def spec_of(text: str) -> _core.QuantSpec:
 
 
 def scale_dtype_of(spec: _core.QuantSpec) -> torch.dtype:
-    return FLOATS[spec.scale_dtype]
+    return FLOATS.get(spec.scale_dtype) or getattr(torch, _BYTES[spec.scale_dtype])
 
 
 def without_double_quant(spec: _core.QuantSpec) -> _core.QuantSpec:
@@ -90,12 +92,12 @@ def _word(dtype: torch.dtype, name: str) -> str:
 def _quantize(x: Tensor, spec: str, scale_rule: str | None = None,
               code_scale: str = "stored") -> tuple[Tensor, ...]:
     of, rows, cols = spec_of(spec), rows_of(x), x.shape[-1]
-    parts = codes, scales, zeros, biases = _empty_parts(x, of, rows, cols)
+    parts = *_empty_parts(x, of, rows, cols), _empty_global_scale(x, of)
     if x.numel() == 0:
         return parts
     plan = _quantize_plan(x.device, spec, rows, cols, _word(x.dtype, "x"), scale_rule, code_scale)
     workspace = x.new_empty([plan.workspace_size], dtype=torch.uint8)
-    plan.run(x=x.contiguous(), workspace=workspace, **_present(codes=codes, scales=scales, zeros=zeros, biases=biases))
+    plan.run(x=x.contiguous(), workspace=workspace, **_present(**dict(zip(_PARTS, parts))))
     status = plan.status(workspace)
     if not status.ok:
         raise ValueError(f"quantize: x cannot be held by {spec}: {status}")
@@ -104,30 +106,32 @@ def _quantize(x: Tensor, spec: str, scale_rule: str | None = None,
 
 def _quantize_fake(x: Tensor, spec: str, scale_rule: str | None = None,
                    code_scale: str = "stored") -> tuple[Tensor, ...]:
-    return _empty_parts(x, spec_of(spec), rows_of(x), x.shape[-1])
+    of = spec_of(spec)
+    return *_empty_parts(x, of, rows_of(x), x.shape[-1]), _empty_global_scale(x, of)
 
 
 quantize = define(
     "quantize(Tensor x, str spec, str? scale_rule=None, str code_scale='stored') "
-    "-> (Tensor codes, Tensor scales, Tensor zeros, Tensor biases)", _quantize, _quantize_fake)
+    "-> (Tensor codes, Tensor scales, Tensor zeros, Tensor biases, Tensor global_scale)", _quantize, _quantize_fake)
 
 
 def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, biases: Tensor, spec: str, shape: list[int],
-                dtype: torch.dtype) -> Tensor:
+                dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
     y = codes.new_empty(shape, dtype=dtype)
     if y.numel() > 0:
         plan = _dequantize_plan(codes.device, spec, rows_of(y), y.shape[-1], _word(dtype, "dtype"))
-        plan.run(y=y, **_present(codes=codes, scales=scales, zeros=zeros, biases=biases))
+        parts = codes, scales, zeros, biases, codes.new_empty(0) if global_scale is None else global_scale
+        plan.run(y=y, **_present(**dict(zip(_PARTS, parts))))
     return y
 
 
 def _dequantize_fake(codes: Tensor, scales: Tensor, zeros: Tensor, biases: Tensor, spec: str, shape: list[int],
-                     dtype: torch.dtype) -> Tensor:
+                     dtype: torch.dtype, global_scale: Tensor | None = None) -> Tensor:
     return codes.new_empty(shape, dtype=dtype)
 
 
 def _dequantize_setup(ctx, inputs: tuple, output: Tensor) -> None:
-    codes, scales, zeros, biases, ctx.spec, ctx.shape, _ = inputs
+    codes, scales, zeros, biases, ctx.spec, ctx.shape, *_ = inputs
     ctx.save_for_backward(codes, scales, zeros, biases)
 
 
@@ -152,12 +156,12 @@ def _dequantize_backward(ctx, dy: Tensor) -> tuple:
         of_scales = _sum_groups(dy * units, spec, scales.shape).to(scales.dtype)
     if ctx.needs_input_grad[3] and spec.has_biases:
         of_biases = _sum_groups(dy, spec, biases.shape).to(biases.dtype)
-    return None, of_scales, None, of_biases, None, None, None
+    return None, of_scales, None, of_biases, None, None, None, None
 
 
 dequantize = define(
-    "dequantize(Tensor codes, Tensor scales, Tensor zeros, Tensor biases, str spec, SymInt[] shape, ScalarType dtype) "
-    "-> Tensor", _dequantize, _dequantize_fake, setup_context=_dequantize_setup, backward=_dequantize_backward)
+    "dequantize(Tensor codes, Tensor scales, Tensor zeros, Tensor biases, str spec, SymInt[] shape, ScalarType dtype, "
+    "Tensor? global_scale=None) -> Tensor", _dequantize, _dequantize_fake, setup_context=_dequantize_setup, backward=_dequantize_backward)
 
 # ---- pack, unpack
 
@@ -166,13 +170,27 @@ def packed_bytes(spec: str, n: int, k: int) -> int:
     return spec_of(spec).packed_bytes(n, k)
 
 
+_PARTS = ("codes", "scales", "zeros", "biases", "global_scale")
 _NESTED = ("absmax", "map", "offset")
+
+
+def _empty_global_scale(like: Tensor, spec: _core.QuantSpec) -> Tensor:
+    return like.new_empty([int(spec.has_global_scale)], dtype=torch.float32)
+
+
+def nested_of(spec: _core.QuantSpec, absmax: Tensor, table: Tensor, offset: Tensor,
+              global_scale: Tensor) -> list[Tensor]:
+    """What pack takes beside the parts of groups: that of double quantization, or the global scale."""
+    if spec.double_quant:
+        return [absmax, table, offset]
+    return [global_scale] if spec.has_global_scale else []
 
 
 def _pack(codes: Tensor, scales: Tensor, zeros: Tensor, biases: Tensor, nested: list[Tensor], spec: str, n: int,
           k: int, layout: str = "halfbyte") -> Tensor:
     packed = codes.new_empty([packed_bytes(spec, n, k)], dtype=torch.uint8)
-    parts = _present(codes=codes, scales=scales, zeros=zeros, biases=biases, **dict(zip(_NESTED, nested)))
+    names = _PARTS[4:] if spec_of(spec).has_global_scale else _NESTED
+    parts = _present(codes=codes, scales=scales, zeros=zeros, biases=biases, **dict(zip(names, nested)))
     if not parts:  # of a weight without elements: padding
         return packed.zero_()
     _core.reorder(spec, n, k, layout, out=packed, **parts)
@@ -204,13 +222,13 @@ def _empty_unpacked(weight: Tensor, spec: str, n: int, k: int) -> tuple[Tensor, 
     parts = _empty_parts(weight, of, n, k)
     blocks = -(-parts[1].numel() // 256)
     sizes = [blocks, 256, 1] if of.double_quant else [0, 0, 0]
-    return *parts, *(weight.new_empty([size], dtype=torch.float32) for size in sizes)
+    return *parts, *(weight.new_empty([size], dtype=torch.float32) for size in sizes), _empty_global_scale(weight, of)
 
 
 def _unpack(weight: Tensor, spec: str, n: int, k: int) -> tuple[Tensor, ...]:
     packed = as_bytes(weight, spec, n, k)
     parts = _empty_unpacked(weight, spec, n, k)
-    names = ("codes", "scales", "zeros", "biases", *_NESTED)
+    names = (*_PARTS[:4], *_NESTED, *_PARTS[4:])
     if present := _present(**dict(zip(names, parts))):
         _core._unpack(spec, n, k, packed, **present)
     return parts
@@ -218,7 +236,7 @@ def _unpack(weight: Tensor, spec: str, n: int, k: int) -> tuple[Tensor, ...]:
 
 unpack = define(
     "unpack(Tensor weight, str spec, int n, int k) -> (Tensor codes, Tensor scales, Tensor zeros, Tensor biases, "
-    "Tensor absmax, Tensor map, Tensor offset)", _unpack, _empty_unpacked)
+    "Tensor absmax, Tensor map, Tensor offset, Tensor global_scale)", _unpack, _empty_unpacked)
 
 
 def expand_scales(scales: Tensor, absmax: Tensor, table: Tensor, offset: Tensor) -> Tensor:
@@ -237,8 +255,8 @@ def double_quantize(scales: Tensor) -> tuple[Tensor, list[Tensor]]:
 def quantize_packed(x: Tensor, spec: str, scale_rule: str | None = None, code_scale: str = "stored") -> Tensor:
     """The packed weight of a dense one [n, k]."""
     of = spec_of(spec)
-    codes, scales, zeros, biases = quantize(x, str(without_double_quant(of)), scale_rule, code_scale)
-    nested: list[Tensor] = []
+    codes, scales, zeros, biases, global_scale = quantize(x, str(without_double_quant(of)), scale_rule, code_scale)
+    nested = [global_scale] if of.has_global_scale else []
     if of.double_quant:
         scales, nested = double_quantize(scales)
     return pack(codes, scales, zeros, biases, nested, spec, *x.shape)
@@ -247,10 +265,10 @@ def quantize_packed(x: Tensor, spec: str, scale_rule: str | None = None, code_sc
 def dequantize_packed(weight: Tensor, spec: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """W [n, k] of a packed weight."""
     of = spec_of(spec)
-    codes, scales, zeros, biases, *nested = unpack(weight, spec, n, k)
+    codes, scales, zeros, biases, *nested, global_scale = unpack(weight, spec, n, k)
     if of.double_quant:
         scales = expand_scales(scales, *nested)
-    return dequantize(codes, scales, zeros, biases, str(without_double_quant(of)), [n, k], dtype)
+    return dequantize(codes, scales, zeros, biases, str(without_double_quant(of)), [n, k], dtype, global_scale)
 
 
 # ---- qgemm

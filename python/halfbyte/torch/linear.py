@@ -13,7 +13,7 @@ from .._values import QuantizationError, relative_error
 from . import _fast, _layouts
 from ._fast import linear
 from ._library import FLOATS
-from ._ops_weight import (_sum_groups, dequantize_packed, group_length, quantize_packed, scale_dtype_of, shape_of,
+from ._ops_weight import (_sum_groups, dequantize_packed, group_length, nested_of, quantize_packed, scale_dtype_of, shape_of,
                           spec_of, unpack)
 
 
@@ -205,7 +205,7 @@ class QuantizedLinear(nn.Linear):
         if not torch.allclose(spread, change, rtol=1e-6, atol=1e-6 * float(change.abs().max())):
             return None
         biases = (biases.double() + means).to(scale_dtype_of(self.spec))
-        return torch.ops.halfbyte.pack(codes, scales, zeros, biases, nested if self.spec.double_quant else [],
+        return torch.ops.halfbyte.pack(codes, scales, zeros, biases, nested_of(self.spec, *nested),
                                        str(self.spec), n, k)
 
     # ---- Forward
