@@ -103,11 +103,13 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 #if HALFBYTE_DEVICE_ARCH >= 800
-// As copy_async; zeros where not `valid`, and `from`, some address of global memory, is not read.
-__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(valid ? 16 : 0)
+// As copy_async; zeros where not `valid`, and `from` is not read. `to`: an address of shared memory.
+__device__ __forceinline__ void copy_async_or_zero(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
+  copy_async_or_zero(shared_address(to), from, valid);
 }
 // 4 bytes.
 __device__ __forceinline__ void copy_async(u32* to, const void* from) {

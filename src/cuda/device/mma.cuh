@@ -53,11 +53,14 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], con
 // quarters in the order (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows 8-15, k 8-15) are
 // the a of mma(); two matrices (columns 0-7, k 0-7), (columns 0-7, k 8-15) of a b stored [column][k] are its
 // b, and so are, transposed, (k 0-7, columns 0-7), (k 8-15, columns 0-7) of a b stored [k][column].
-__device__ __forceinline__ void load_matrices(u32 (&m)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 row) {  // an address of shared memory
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 (&m)[4], const void* row) {
+  load_matrices(m, shared_address(row));
 }
 __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

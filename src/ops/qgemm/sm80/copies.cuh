@@ -15,8 +15,12 @@ __device__ __forceinline__ i64 unit_of_block(i64 unit, int shift) {
 
 // Group `group` of unit q: 32 scales, then 32 zero points or biases, then 32 absmax.
 template <class S>
+__device__ __forceinline__ int params_place(S, int q, int group) {
+  return kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * S::kStage.param_bytes;
+}
+template <class S>
 __device__ __forceinline__ u8* params_of(S, u8* stage, int q, int group) {
-  return stage + kStage.code_bytes + kStage.x_bytes + (q * kUnitGroups + group) * S::kStage.param_bytes;
+  return stage + params_place(S(), q, group);
 }
 
 // Where a 16-byte chunk of x lies: what a warp reads together does not meet in a bank.
@@ -27,28 +31,33 @@ __device__ __forceinline__ u32 x_chunk(int token, int chunk) {
   return static_cast<u32>((token * kRowChunks + (chunk ^ swizzle)) * 16);
 }
 
-// What a block makes: a tile of features for some tokens, over the steps of a split.
+// What a block makes: a tile of features for some tokens, over the steps of a split. Blocks that run at the
+// same time share what they read, if tiles are taken band by band of some tiles of tokens.
 struct Tile {
   i64 first_token, tile, split;
 
   __device__ __forceinline__ explicit Tile(const QgemmSm80Args& args) {
-    i64 block = block_index();
-    first_token = block % args.token_tiles * kTokens;
-    block /= args.token_tiles;
-    tile = block % args.feature_tiles;
-    split = block / args.feature_tiles;
+    constexpr u32 kBand = 8;  // of 32 bits, as y has fewer tiles
+    const u32 block = static_cast<u32>(block_index()), features = static_cast<u32>(args.feature_tiles),
+              tokens = static_cast<u32>(args.token_tiles);
+    const u32 in_split = block % (features * tokens);
+    const u32 first = in_split / (kBand * features) * kBand, in_band = in_split - first * features;
+    const u32 height = min(kBand, tokens - first);
+    split = block / (features * tokens);
+    tile = in_band / height;
+    first_token = i64{first + in_band % height} * kTokens;
   }
 };
 
 // What a thread copies in each step: of codes, parameters and x every kThreads-th 16 bytes. Where registers
 // allow, addresses of the first step come once; those of others differ by what is the same for all threads.
-class Copies : Traits {
+class Copies : protected Traits {
  public:
-  __device__ __forceinline__ Copies(const QgemmSm80Args& args, i64 tile, i64 first_token)
-      : Traits(args), args_(args), tile_(tile), first_token_(first_token) {
+  __device__ __forceinline__ Copies(const QgemmSm80Args& args, const Tile& at)
+      : Traits(args), args_(args), tile_(at.tile), first_token_(at.first_token) {
     left_ = static_cast<int>(
         min<i64>(kTransposed ? args.units_per_strip - first_unit() : args.strips - first_strip(), kUnits));
-    num_tokens_ = static_cast<int>(min<i64>(args.m - first_token, kTokens));
+    num_tokens_ = static_cast<int>(min<i64>(args.m - first_token_, kTokens));
     if constexpr (kRoomy) {
       codes_ = code_address(thread_, 0);
       x_ = x_address(thread_, 0);
@@ -85,7 +94,7 @@ class Copies : Traits {
     }
   }
 
- private:
+ protected:
   static constexpr int kCodeChunks = kUnitBytes / 16;  // of a unit
   // Unit q of a step: of strip q of the tile; transposed, of the first or second strip of the step, four
   // units of each.
@@ -159,9 +168,7 @@ class Copies : Traits {
       return (is_scale() ? 0 : kUnitGroups * kUnitRows * S::kScaleBytes) + group * kUnitRows * size() +
              offset();
     }
-    __device__ __forceinline__ u8* place(u8* stage) const {
-      return params_of(S(), stage, q, group) + chunk * 16;
-    }
+    __device__ __forceinline__ int place() const { return params_place(S(), q, group) + chunk * 16; }
   };
   // Whether their addresses are known ahead: inlined, and there are registers for it.
   template <class S>
@@ -185,7 +192,7 @@ class Copies : Traits {
       const Param param(S(), i);
       const bool valid = is_valid(step, param.q);
       const u8* const from = is_inlined() && kParamsAhead<S> ? params_ + moved : param_address(param, step);
-      copy_async_or_zero(param.place(stage), valid ? from : args_.weight, valid);
+      copy_async_or_zero(stage + param.place(), valid ? from : args_.weight, valid);
     }
   }
   template <class S>
@@ -208,6 +215,96 @@ class Copies : Traits {
   int left_, num_tokens_;  // strips or, transposed, units from the first of the tile on; tokens
   const u8 *codes_ = nullptr, *params_ = nullptr;
   const XMemory* x_ = nullptr;
+};
+
+// The same for steps that come in order, `begin` to `end`, and zeros after these. Addresses move from step to
+// step, and a number says for each before which step it must stop.
+class MovingCopies : public Copies {
+ public:
+  __device__ __forceinline__ MovingCopies(const QgemmSm80Args& args, const Tile& at, i64 begin, i64 end)
+      : Copies(args, at), end_(end) {
+    const Params param(KnownScales(), thread_);
+    codes_ = code_address(thread_, begin);
+    params_ = param_address(param, begin);
+    x_ = x_address(thread_, begin);
+    if constexpr (KnownScales::kDoubleQuant) {
+      const int q = thread_ / kUnitRows;
+      const i64 strip = first_strip() + strip_of_step(begin) + strip_of(q);
+      absmax_ = (strip * kUnitRows + thread_ % kUnitRows) * args.groups +
+                (kTransposed ? group_of(first_unit() + unit_of(q), 0) : 0);
+    }
+    param_place_ = param.place();
+    param_end_ = end_of(param.q);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) code_end_[i] = end_of(i * kPassUnits + thread_ / kCodeChunks);
+    const i64 cols = args.x_stride - thread_ % kRowChunks * kChunkElements;
+    x_end_ = static_cast<int>(min(end, (cols + kQgemmSm80Step - 1) / kQgemmSm80Step));
+  }
+
+  __device__ __forceinline__ void load_weight(u8* stage, i64 step) {
+    const u32 to = shared_address(stage);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int q = i * kPassUnits;
+      copy_async_or_zero(to + (i * kThreads + thread_) * 16,
+                         codes_ + strip_of(q) * args_.strip_bytes + unit_offset(unit_of(q)),
+                         static_cast<int>(step) < code_end_[i]);
+    }
+    if (thread_ < Params::kCopies)
+      copy_async_or_zero(to + param_place_, params_, static_cast<int>(step) < param_end_);
+    if constexpr (Params::kCopies > kThreads) {
+      static_assert(Params::kCopies <= 2 * kThreads);
+      const Params param(KnownScales(), thread_ + kThreads);
+      if (thread_ < Params::kCopies - kThreads)
+        copy_async_or_zero(to + param.place(), param_address(param, step), step < end_of(param.q));
+    }
+    if (KnownScales::kDoubleQuant) load_absmax(stage, step);
+    if constexpr (kTransposed) {
+      codes_ += 2 * args_.strip_bytes;
+      params_ += 2 * (is_inlined() ? args_.strip_bytes : kUnitRows * Params(KnownScales(), thread_).size());
+    } else {
+      const bool ends_block = unit_of_block(step + 1, args_.block_shift) == 0;
+      codes_ += ends_block ? args_.block_bytes - unit_offset((1 << args_.block_shift) - 1) : kUnitBytes;
+      params_ += ends_block && is_inlined() ? args_.block_bytes : 0;
+    }
+  }
+
+  __device__ __forceinline__ void load_x(u8* stage, i64 step) {
+    const u32 to =
+        shared_address(stage) + kStage.code_bytes + x_chunk(thread_ / kRowChunks, thread_ % kRowChunks);
+#pragma unroll
+    for (int first = 0; first < kTokens; first += kThreads / kRowChunks) {
+      const bool valid = static_cast<int>(step) < x_end_ && first + thread_ / kRowChunks < num_tokens_;
+      copy_async_or_zero(to + x_chunk(first, 0), x_ + first * args_.x_stride, valid);
+    }
+    x_ += kQgemmSm80Step;
+  }
+
+ private:
+  using Params = Param<KnownScales>;
+  static constexpr int kPassUnits = kThreads / kCodeChunks, kPasses = kUnits / kPassUnits;
+
+  // A thread has a row of a unit, whose groups are numbered from absmax_ on.
+  __device__ __forceinline__ void load_absmax(u8* stage, i64 step) {
+    static_assert(!KnownScales::kDoubleQuant || kUnitGroups == 1);
+    static_assert(kUnits * kUnitRows == kThreads);
+    u8* const to = params_of(KnownScales(), stage, thread_ / kUnitRows, 0) + KnownScales::kGroupBytes;
+    const i64 group = absmax_ + (kTransposed ? 0 : group_of(step, 0));
+    copy_async(reinterpret_cast<u32*>(to) + thread_ % kUnitRows,
+               args_.weight + args_.absmax + min(group >> 8, args_.last_absmax) * 4);
+    if (kTransposed) absmax_ += 2 * kUnitRows * args_.groups;
+  }
+
+  // The first step in which there is no unit q.
+  __device__ __forceinline__ int end_of(int q) const {
+    if constexpr (kTransposed)
+      return unit_of(q) < left_ ? static_cast<int>(min(end_, (args_.strips - strip_of(q) + 1) / 2)) : 0;
+    else
+      return q < left_ ? static_cast<int>(end_) : 0;
+  }
+
+  i64 end_, absmax_ = 0;
+  int param_place_, param_end_, code_end_[kPasses], x_end_;
 };
 
 #endif

@@ -119,6 +119,10 @@ __device__ __forceinline__ void forward_fragments(S, Weights (&a)[kDeep][4], con
   }
 }
 
+// From pairs of columns to pairs of rows: the high code of each even byte and the low one of the next change
+// places.
+__device__ __forceinline__ u32 pair_rows(u32 word) { return word ^ ((word ^ word >> 4) & 0x00F000F0u) * 17; }
+
 // Rows 2 * pair and the next of half `half` of a unit: [tile][column] of this lane, see
 // transposed_fragments().
 template <class V>
@@ -126,10 +130,7 @@ __device__ __forceinline__ void load_row_pairs(V (&values)[2][2], const u8* unit
                                                const Lane& lane) {
   const u8* const slot = unit + packed_slot(pair, lane.g % 4) * 16;
   if constexpr (kBits == 4) {
-    u32 word = *reinterpret_cast<const u32*>(slot + (2 * half + lane.g / 4) * 4);
-    // From pairs of columns to pairs of rows: the high code of each even byte and the low one of the next
-    // change places.
-    word ^= ((word ^ word >> 4) & 0x00F000F0u) * 17;
+    const u32 word = pair_rows(*reinterpret_cast<const u32*>(slot + (2 * half + lane.g / 4) * 4));
     values[0][0] = look_up<0>(word, lane.table);
     values[0][1] = look_up<1>(word, lane.table);
     values[1][0] = look_up<2>(word, lane.table);
@@ -209,7 +210,7 @@ __device__ __forceinline__ void token_fragments(FloatPair (&b)[kDeep][2], const 
   }
 }
 
-using Sums = float[kWarpBlocks][2][kTokenTiles][4];
+using Sums = float[2][kTokenTiles][4];
 
 // The weight of steps of 16 number chunk * kDeep and on, for the 32 features of a warp; the scales and biases
 // of its sums, where these are scaled.
@@ -264,19 +265,18 @@ struct Weight {
   }
 };
 
-// Adds a step. The warp begins with block `warp_feature` of 32 features and token `warp_token` of the tile,
-// and has `tokens` tokens.
-__device__ __forceinline__ void multiply(const QgemmSm80Args& args, Sums& sums, u8* stage, int warp_feature,
-                                         int warp_token, int tokens, const Lane& lane) {
+// Adds a step, for block `warp` of 32 features and `tokens` tokens.
+__device__ __forceinline__ void multiply(const QgemmSm80Args& args, Sums& sums, u8* stage, int warp,
+                                         int tokens, const Lane& lane) {
 #pragma unroll
   for (int chunk = 0; chunk < 4 / kDeep; ++chunk) {
     Weight weight;
-    weight.load(args, stage, warp_feature, chunk, lane);
+    weight.load(args, stage, warp, chunk, lane);
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       if (tile % kTilesTogether == 0 && tile * 8 >= tokens) break;
       Xs b[kDeep][2];
-      token_fragments(b, stage + kStage.code_bytes, warp_token + tile * 8, chunk * kDeep, lane);
+      token_fragments(b, stage + kStage.code_bytes, tile * 8, chunk * kDeep, lane);
       float x_sums[4] = {};
       if constexpr (kAffine && !kScaledWeight) {
         Weights ones[4];
@@ -286,7 +286,7 @@ __device__ __forceinline__ void multiply(const QgemmSm80Args& args, Sums& sums, 
         for (int j = 0; j < kDeep; ++j) multiply_add(Decoded(), x_sums, ones, b[j]);
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) weight.multiply(sums[0][half][tile], half, b, x_sums);
+      for (int half = 0; half < 2; ++half) weight.multiply(sums[half][tile], half, b, x_sums);
     }
   }
 }

@@ -69,11 +69,11 @@ __device__ __forceinline__ void with_scales(const QgemmSm80Args& args, Body&& bo
   }
 }
 
-// A warp has kWarpBlocks times 32 features, two tiles of 16 each, and kTokenTiles times 8 tokens.
+// A warp has 32 features, two tiles of 16, and all tokens of the tile, kTokenTiles times 8: so no weight is
+// decoded twice in a block.
 constexpr bool kWide = kTokens == kQgemmSm80WideTokens;
-constexpr int kWarpBlocks = kWide ? 2 : 1;
-constexpr int kFeatureWarps = kQgemmSm80Features / 32 / kWarpBlocks;
-constexpr int kTokenTiles = min(kTokens, 64) / 8;
+constexpr int kTokenTiles = kTokens / 8;
+static_assert(kQgemmSm80Features == kThreads);
 // Whether the scale goes into the weight.
 constexpr bool kScaledWeight = kTransposed || kTf32 || kWide;
 // Steps of 16 along the sum that are decoded at once: within a group, or a strip, and as registers allow.
@@ -141,14 +141,19 @@ __device__ __forceinline__ void make_entry(F32, FloatPair& to, float first, floa
 __device__ __forceinline__ void make_entry(BF16, Parts<3>& to, float first, float second) {
   to = split_pair({first, second});
 }
+// A thread makes a row. It begins where its neighbours do not, as rows begin in the same bank.
 __device__ __forceinline__ void build_table(const QgemmSm80Args& args, int thread) {
-  constexpr int kCopies = 128 / sizeof(Entry);
-#pragma unroll 4
-  for (int i = thread; i < kStage.table_bytes / static_cast<int>(sizeof(Entry)); i += kThreads) {
-    const int byte = i / kCopies;
-    make_entry(Decoded(), reinterpret_cast<Entry*>(shared_words)[i], args.values[byte & 15],
-               args.values[byte >> 4]);
-  }
+  if (kStage.table_bytes == 0) return;
+  static_assert(kThreads == 256);
+  struct alignas(16) Copies16 {
+    Entry entries[16 / sizeof(Entry)];
+  } copies;
+  make_entry(Decoded(), copies.entries[0], args.values[thread & 15], args.values[thread >> 4]);
+#pragma unroll
+  for (Entry& entry : copies.entries) entry = copies.entries[0];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    reinterpret_cast<Copies16*>(shared_words)[thread * 8 + (i + thread) % 8] = copies;
 }
 __device__ __forceinline__ void load_shared(u32& pair, u32 address) {
   asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address));

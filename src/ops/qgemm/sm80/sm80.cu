@@ -16,6 +16,9 @@
 // one way to store scales. Those for what is rare (is_rare() of sm80_cuda.cc) take it as an argument, and
 // branch where parameters are copied and where they are read.
 //
+// Up to 64 tokens, a weight is used for few products, and two blocks share a multiprocessor where registers
+// allow. For more (wide.cuh), one block loads and decodes ahead of its products all the time.
+//
 // Phases: pair.cuh, types and the table of codes (1); copies.cuh, what a step brings to shared memory (2);
 // fragments.cuh and, for many tokens, wide.cuh, its products (3); outputs (4) and the kernel (5) are here.
 #include "ops/qgemm/sm80/wide.cuh"
@@ -29,37 +32,42 @@ namespace halfbyte::device {
 // Lane (g, t) has two neighbours in a row of y, of rows 2t, 2t + 1 of every eight. `row`: the first of the
 // lane.
 __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums& sums, const Tile& at,
-                                           int warp_feature, i64 row, int tokens, const Lane& lane) {
+                                           int warp, i64 row, int tokens, const Lane& lane) {
   const float factor = global_factor(args.weight, args.global_scale);
 #pragma unroll
-  for (int i = 0; i < kWarpBlocks * 2; ++i) {
-    const int in_block =
-        kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * (i % 2) : 16 * (i % 2) + 2 * lane.g;
-    const i64 col = at.tile * kQgemmSm80Features + (warp_feature + i / 2) * 32 + in_block;
+  for (int i = 0; i < 2; ++i) {
+    const int in_block = kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * i : 16 * i + 2 * lane.g;
+    const i64 col = at.tile * kQgemmSm80Features + warp * 32 + in_block;
     if (col >= args.out_cols) continue;
-    const auto each = [&](auto&& store) {
+    // store(address, first, second), `to` being where the sums of row 2t go.
+    const auto each = [&](auto* to, i64 stride, auto&& store) {
 #pragma unroll
-      for (int j = 0; j < kTokenTiles * 2; ++j) {
-        const int token = j / 2 * 8 + j % 2;
-        const float(&sum)[4] = sums[i / 2][i % 2][j / 2];
-        if (2 * lane.t + token >= tokens) continue;
-        if constexpr (kGlobalScale)
-          store(token, sum[j % 2] * factor, sum[2 + j % 2] * factor);
-        else
-          store(token, sum[j % 2], sum[2 + j % 2]);
+      for (int j = 0; j < kTokenTiles; ++j) {
+        float sum[4];
+#pragma unroll
+        for (int l = 0; l < 4; ++l) sum[l] = kGlobalScale ? sums[i][j][l] * factor : sums[i][j][l];
+        if (2 * lane.t + 8 * j < tokens) store(to, sum[0], sum[2]);
+        if (2 * lane.t + 8 * j + 1 < tokens) store(to + stride, sum[1], sum[3]);
+        to += 8 * stride;
       }
     };
     if (args.partials != nullptr) {
-      float* const to = args.partials + (at.split * args.m + row) * args.out_stride + col;
-      each([&](int token, float first, float second) {
-        *reinterpret_cast<FloatPair*>(to + token * args.out_stride) = {first, second};
+      each(args.partials + (at.split * args.m + row) * args.out_stride + col, args.out_stride,
+           [](float* to, float first, float second) {
+             store_neighbours(F32(), to, {first, second});
+           });
+      continue;
+    }
+    const FloatPair bias = load_bias(args, col);
+    Memory* const y = static_cast<Memory*>(args.y);
+    if (args.pairs && !args.accumulate) {
+      each(y + row * args.out_cols + col, args.out_cols, [&](Memory* to, float first, float second) {
+        store_neighbours(Element(), to, {first + bias.first, second + bias.second});
       });
     } else {
-      const i64 index = row * args.out_cols + col;
       const bool two = col + 1 < args.out_cols;
-      const FloatPair bias = load_bias(args, col);
-      each([&](int token, float first, float second) {
-        finish(args, index + token * args.out_cols, two, bias, {first, second});
+      each(y + row * args.out_cols + col, args.out_cols, [&](Memory* to, float first, float second) {
+        finish(args, to - y, two, bias, {first, second});
       });
     }
   }
@@ -91,6 +99,28 @@ __device__ __forceinline__ void wait_steps(int pending) {
     wait_copies<0>();
 }
 
+// The products of steps `begin` to `end`, of tiles that are not the widest.
+__device__ __forceinline__ void multiply_steps(const QgemmSm80Args& args, Sums& sums, const Copies& copies,
+                                               u8* stages, i64 begin, i64 end, int warp, int tokens,
+                                               const Lane& lane) {
+  const Traits traits(args);
+  const int ahead = traits.stages - 1;
+  int slot = 0;
+#pragma unroll 1
+  for (i64 next = begin + ahead; next < end + ahead; ++next) {
+    wait_steps(ahead - 1);
+    __syncthreads();  // the step is there, and all are done with the one before
+    if (next < end) {
+      u8* const free = stages + (slot == 0 ? ahead : slot - 1) * traits.stage_bytes;
+      copies.load_weight(free, next);
+      copies.load_x(free, next);
+    }
+    commit_copies();
+    multiply(args, sums, stages + slot * traits.stage_bytes, warp, tokens, lane);
+    slot = slot == ahead ? 0 : slot + 1;
+  }
+}
+
 #endif
 
 extern "C" __global__ void
@@ -109,7 +139,12 @@ __launch_bounds__(kQgemmSm80Threads, kBlocks)
   const Traits traits(args);
   u8* const stages = shared_bytes() + kStage.table_bytes + traits.map_bytes;
   const int ahead = traits.stages - 1;
-  const Copies copies(args, at.tile, at.first_token);
+  auto copies = [&] {
+    if constexpr (kWide)
+      return MovingCopies(args, at, begin, end);
+    else
+      return Copies(args, at);
+  }();
   // The weight is there before earlier kernels have ended; x may not be.
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
@@ -125,29 +160,13 @@ __launch_bounds__(kQgemmSm80Threads, kBlocks)
     commit_copies();
   }
 
-  const int warp_feature = warp % kFeatureWarps * kWarpBlocks, warp_token = warp / kFeatureWarps * 64;
-  const int tokens = static_cast<int>(min<i64>(args.m - at.first_token - warp_token, 64));
+  const int tokens = static_cast<int>(min<i64>(args.m - at.first_token, kTokens));
   Sums sums = {};
-  int slot = 0;
-#pragma unroll 1
-  for (i64 next = begin + ahead; next < end + ahead; ++next) {
-    wait_steps(ahead - 1);
-    __syncthreads();  // the step is there, and all are done with the one before
-    if (next < end) {
-      u8* const free = stages + (slot == 0 ? ahead : slot - 1) * traits.stage_bytes;
-      copies.load_weight(free, next);
-      copies.load_x(free, next);
-    }
-    commit_copies();
-    u8* const full = stages + slot * traits.stage_bytes;
-    if constexpr (kWide) {
-      if (tokens > 0) multiply_wide(Element(), sums, full, warp_feature, warp_token, lane);
-    } else {
-      multiply(args, sums, full, warp_feature, warp_token, tokens, lane);
-    }
-    slot = slot == ahead ? 0 : slot + 1;
-  }
-  store_sums(args, sums, at, warp_feature, at.first_token + warp_token + 2 * lane.t, tokens, lane);
+  if constexpr (kWide)
+    multiply_wide(Element(), sums, copies, stages, begin, end, warp, lane);
+  else
+    multiply_steps(args, sums, copies, stages, begin, end, warp, tokens, lane);
+  store_sums(args, sums, at, warp, at.first_token + 2 * lane.t, tokens, lane);
 #endif
 }
 
