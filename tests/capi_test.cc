@@ -481,6 +481,44 @@ TEST(CApi, BlockFloatsHaveScalesOfEightBitsAndAGlobalScale) {
   EXPECT_EQ(y.values, expected);
 }
 
+TEST(CApi, AnEncodingSearchesScalesByImportance) {
+  Array<float> x({2, 4}, {1, -7.5, 2, 0.3f, 3, 4, 5, 0.7f}), scales({2}), importance({4}, {0, 0, 0, 1});
+  Array<uint8_t> codes({4});
+  auto spec = INITIALISED(quant_spec);
+  spec.format = HALFBYTE_FORMAT_INT4;
+  spec.group_size = 4;
+  auto out = INITIALISED(quantized);
+  out.codes = codes;
+  out.scales = scales;
+  auto encoding = INITIALISED(encoding);
+  EXPECT_EQ(encoding.search, 0);
+  encoding.search = 1;
+  EXPECT_OK(halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  const float alike = scales.values[0];
+  encoding.importance = importance;
+  EXPECT_OK(halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  EXPECT_NE(scales.values[0], alike);
+  Array<float> longer({5});
+  encoding.importance = longer;
+  EXPECT_FAILS(HALFBYTE_USAGE, "encoding->importance must have 4 elements, got 5",
+               halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  importance.values[2] = -1;
+  encoding.importance = importance;
+  EXPECT_FAILS(HALFBYTE_BAD_INPUT, "quantize: importance must be finite and not negative, got -1 at index 2",
+               halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+  auto descriptor = INITIALISED(quantize_descriptor);
+  descriptor.spec = &spec;
+  descriptor.encoding = &encoding;
+  descriptor.rows = 2;
+  descriptor.cols = 4;
+  halfbyte_plan* plan = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.encoding->importance must be NULL: plans search without it",
+               halfbyte_quantize_select(kCpu, &descriptor, nullptr, &plan));
+  encoding.search = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "encoding.search must be 0 or 1, got 2",
+               halfbyte_quantize(x, &spec, &encoding, &out, nullptr, nullptr, nullptr));
+}
+
 TEST(CApi, AnEncodingSaysHowCodesAreChosen) {
   Array<float> x({8}, {1, -7.5, 2, 0, 3, 4, 5, 7}), scales({1});
   Array<uint8_t> codes({4});

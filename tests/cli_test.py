@@ -822,6 +822,11 @@ def test_same_bytes_for_any_thread_count(tmp_path):
         (["quantize", "{in}", "-o", "{out}", "--group-size", "-64"], ["-64"]),
         (["quantize", "{in}", "-o", "{out}", "--scale-rule", "max"], ["max", "half-range"]),
         (["quantize", "{in}", "-o", "{out}", "--scale-dtype", "f8"], ["f8", "bf16"]),
+        (["quantize", "{in}", "-o", "{out}", "--importance", "{in}"], ["--importance", "--search"]),
+        (
+            ["quantize", "{in}", "-o", "{out}", "--layout", "halfbyte", "--search", "--group-size", "tensor"],
+            ["search", "tensor"],
+        ),
         (["quantize", "{in}", "-o", "{out}", "--threads", "-1"], ["--threads", "-1"]),
         (["quantize", "{in}", "-o", "{out}", "--threads", "two"], ["--threads", "two"]),
         (["quantize", "{in}", "-o", "{out}", "--nonfinite", "skip"], ["--nonfinite", "keep-dense"]),

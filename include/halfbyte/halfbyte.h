@@ -218,8 +218,8 @@ typedef struct halfbyte_encoding {
   size_t struct_size;
   halfbyte_scale_rule scale_rule; /* HALFBYTE_UNSET: the default */
   halfbyte_code_scale code_scale;
-  /* With search, of halfbyte_quantize: f32 [cols], on the device of x, how much the squared error of each column
-   * counts, finite and not negative; NULL: all alike. Elsewhere NULL. */
+  /* With search, of halfbyte_quantize: f32 [cols], on the device of x, how much the squared error of each
+   * column counts, finite and not negative; NULL: all alike. Elsewhere NULL. */
   const DLTensor* importance;
   int64_t search; /* flag: of sixteen scales of each group, the one with the least squared error */
 } halfbyte_encoding;
@@ -1294,8 +1294,9 @@ typedef struct halfbyte_quantize_options {
   void* user_data;
   float table[16];      /* lut4 */
   uint64_t shard_bytes; /* of a directory: at most so many in an output file; 0: the files of the input */
-  const char* importance; /* with search: a file, as QuantizeOptions in halfbyte/checkpoint.hpp has it, or NULL */
-  int64_t search;         /* flag: as in halfbyte_encoding */
+  const char*
+      importance; /* with search: a file, as QuantizeOptions in halfbyte/checkpoint.hpp has it, or NULL */
+  int64_t search; /* flag: as in halfbyte_encoding */
 } halfbyte_quantize_options;
 HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options,
                                                             size_t struct_size);

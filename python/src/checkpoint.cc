@@ -511,8 +511,9 @@ void bind_functions_of_files(nb::module_& module) {
   using Q = QuantizeOptions;
   quantize_rows("asymmetric", &Q::asymmetric)("double_quant", &Q::double_quant)("table", &Q::table)(
       "layout", &Q::layout)("granularity", &Q::granularity)("group_size", &Q::group_size)(
-      "scale_rule", &Q::scale_rule)("scale_dtype", &Q::scale_dtype)("nonfinite", &Q::nonfinite)(
-      "include", &Q::include)("exclude", &Q::exclude)("reader", &Q::reader)("force_layout", &Q::force_layout)(
+      "scale_rule", &Q::scale_rule)("scale_dtype", &Q::scale_dtype)("search", &Q::search)(
+      "importance", &Q::importance)("nonfinite", &Q::nonfinite)("include", &Q::include)(
+      "exclude", &Q::exclude)("reader", &Q::reader)("force_layout", &Q::force_layout)(
       "keep_embeddings", &Q::keep_embeddings)("fallback_dense", &Q::fallback_dense)("dry_run", &Q::dry_run)(
       "verify", &Q::verify)("force", &Q::force)("shard_bytes", &Q::shard_bytes)("device", &Q::device)(
       "num_threads", &Q::num_threads);
@@ -533,7 +534,8 @@ void bind_functions_of_files(nb::module_& module) {
               "'nf4', *, progress: Callable[[str, int, int], bool | None] | bool | None = None, "
               "asymmetric: bool = False, double_quant: bool = False, table: Sequence[float] = ..., "
               "layout: str | None = None, granularity: str | None = None, group_size: int | None = None, "
-              "scale_rule: str | None = None, scale_dtype: str | None = None, nonfinite: str = 'error', "
+              "scale_rule: str | None = None, scale_dtype: str | None = None, search: bool = False, "
+              "importance: str = '', nonfinite: str = 'error', "
               "include: Sequence[str] = (), exclude: Sequence[str] = (), reader: str | None = None, "
               "force_layout: bool = False, keep_embeddings: bool = False, fallback_dense: bool = False, "
               "dry_run: bool = False, verify: bool = True, force: bool = False, shard_bytes: int = 0, "

@@ -271,9 +271,20 @@ QuantizedTensor empty_beside_in(const Array& like, const QuantSpec& spec, const 
   return q;
 }
 
-Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, int num_threads,
-                         nb::handle stream) {
+Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, nb::handle importance,
+                         int num_threads, nb::handle stream) {
   const Array array = to_contiguous(x, "x", stream);
+  std::optional<Array> weights;
+  Importance by;
+  if (!importance.is_none()) {
+    weights = to_contiguous(importance, "importance", stream);
+    const int64_t cols = array.view.shape.empty() ? 1 : array.view.shape.back();
+    if (weights->view.dtype != DType::f32 || weights->view.shape != std::vector<int64_t>{cols} ||
+        weights->view.device != array.view.device)
+      throw nb::value_error(
+          ("importance must be f32 [" + std::to_string(cols) + "], on the device of x").c_str());
+    by = {static_cast<const float*>(weights->view.data), cols, 0};
+  }
   const QuantSpec of = from_python<QuantSpec>(spec, "spec");
   const std::optional<Encoding> chosen = from_python<std::optional<Encoding>>(encoding, "encoding");
   const Execution execution = execution_of(num_threads, stream, array);
@@ -281,7 +292,7 @@ Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, int
   const bool on_cuda = array.view.device.kind == DeviceKind::cuda;
   if (!on_cuda || array.framework != Framework::torch || of.double_quant || !is_floating(array.view.dtype)) {
     const nb::gil_scoped_release release;
-    result.tensor = quantize(array.view, of, chosen.value_or(Encoding{}), execution);
+    result.tensor = quantize(array.view, of, chosen.value_or(Encoding{}), execution, by);
     return result;
   }
   check_spec(of);
@@ -289,8 +300,8 @@ Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, int
   q.encoding = chosen.value_or(Encoding{});
   if (!q.encoding->scale_rule) q.encoding->scale_rule = default_scale_rule(of);
   const nb::gil_scoped_release release;
-  if (!quantize(array.view, q.view(), *q.encoding, execution).ok())
-    q = quantize(array.view, of, *q.encoding, execution);  // throws what there is to say
+  if (!quantize(array.view, q.view(), *q.encoding, execution, nullptr, by).ok())
+    q = quantize(array.view, of, *q.encoding, execution, by);  // throws what there is to say
   return result;
 }
 
@@ -686,9 +697,11 @@ void bind_tensors(nb::module_& module) {
   bind_quantized(module);
   module.def(
       "quantize", &quantize_array, nb::arg("x"), nb::arg("spec") = "nf4", nb::kw_only(),
-      nb::arg("encoding") = nb::none(), nb::arg("num_threads") = 0, nb::arg("stream") = nb::none(),
+      nb::arg("encoding") = nb::none(), nb::arg("importance") = nb::none(), nb::arg("num_threads") = 0,
+      nb::arg("stream") = nb::none(),
       nb::sig("def quantize(x: object, spec: QuantSpec | str = 'nf4', *, encoding: Encoding | str | None "
-              "= None, num_threads: int = 0, stream: object = None) -> QuantizedTensor"),
+              "= None, importance: object = None, num_threads: int = 0, stream: object = None) -> "
+              "QuantizedTensor"),
       "Quantizes x [..., cols] (f32, f16, bf16, f64) on its device; a strided x is copied first.\n\n"
       "    >>> x = np.array([[-1.0, 0.25, 0.0, 1.0]], np.float32)\n"
       "    >>> q = halfbyte.quantize(x, \"int4,group_size=2\")\n"
@@ -696,7 +709,9 @@ void bind_tensors(nb::module_& module) {
       "    array([[-1.       ,  0.2857143,  0.       ,  1.       ]], dtype=float32)\n\n"
       "spec: a QuantSpec or its text: the format (nf4, int4, affine4, ...), then group_size=, "
       "scale_dtype=, granularity=, asymmetric, double_quant. encoding: how codes are chosen, an "
-      "Encoding or a rule: \"half-range\". num_threads: of the CPU; 0: all. stream: of CUDA arrays; "
+      "Encoding or a rule: \"half-range\"; Encoding(search=True) finds the scales of least squared error. "
+      "importance: then f32 [cols], how much the error of each column counts. num_threads: of the CPU; 0: "
+      "all. stream: of CUDA arrays; "
       "None: the current one of their framework. Waits for it. Raises Error (BAD_INPUT) if x is not "
       "finite or spec.scale_dtype cannot hold a scale, ValueError for bad arguments.");
   module.def(

@@ -64,9 +64,13 @@ void bind_specs(nb::module_& module) {
       "How codes are chosen: what encoding needs beside the spec. A word for scale_rule will do.\n\n"
       "    >>> halfbyte.Encoding(\"half-range\", code_scale=\"unrounded\")\n"
       "    Encoding(scale_rule='half-range', code_scale='unrounded')");
-  encoding("scale_rule", &Encoding::scale_rule)("code_scale", &Encoding::code_scale);
-  encoding.done("def __init__(self, scale_rule: str | None = None, *, code_scale: str = 'stored') -> None",
-                "scale_rule");
+  encoding("scale_rule", &Encoding::scale_rule)("code_scale", &Encoding::code_scale)("search",
+                                                                                     &Encoding::search);
+  encoding.done(
+      "def __init__(self, scale_rule: str | None = None, *, code_scale: str = 'stored', search: bool = "
+      "False) -> "
+      "None",
+      "scale_rule");
 
   Fields<QParamsConfig> qparams(module, "QParamsConfig",
                                 "How a range of values becomes scale and zero point of integer codes.\n\n"

@@ -39,6 +39,16 @@ T* host_array(const DLTensor* tensor, const char* name, DType dtype, int64_t n) 
   return static_cast<T*>(part(tensor, name, dtype, n, Device{}));
 }
 
+// Null: none. The columns are those of x.
+Importance importance_of(const halfbyte_encoding* given, const TensorView& x) {
+  if (given == nullptr) return {};
+  const DLTensor* const tensor = read_struct(given, capi::to_c(Encoding{}), "encoding").importance;
+  if (tensor == nullptr) return {};
+  const int64_t cols = x.shape.empty() ? 1 : x.shape.back();
+  return {static_cast<const float*>(part(tensor, "encoding->importance", DType::f32, cols, x.device)), cols,
+          0};
+}
+
 }  // namespace
 
 halfbyte_status halfbyte_quant_spec_init(halfbyte_quant_spec* spec, size_t struct_size) {
@@ -90,8 +100,9 @@ halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* 
     const halfbyte_value_range given = read_struct(range, to_c(ValueRange{}), "range");
     const ValueRange whole{given.min, given.max, given.num_nonfinite, given.first_nonfinite};
     if (status != nullptr) check_struct_size<halfbyte_quantize_status>(status->struct_size, "status");
-    const QuantizeStatus found = quantize(dense, view, encoding_of(encoding, "encoding"),
-                                          execution_of(execution), range == nullptr ? nullptr : &whole);
+    const QuantizeStatus found =
+        quantize(dense, view, encoding_of(encoding, "encoding"), execution_of(execution),
+                 range == nullptr ? nullptr : &whole, importance_of(encoding, dense));
     if (status != nullptr) {
       write_struct(status, capi::to_c(found), "status");
       return;

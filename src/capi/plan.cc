@@ -88,6 +88,9 @@ QuantizeDescriptor descriptor_of(const halfbyte_quantize_descriptor* given) {
   QuantizeDescriptor descriptor;
   descriptor.spec = spec_of(c.spec, "descriptor.spec");
   descriptor.encoding = encoding_of(c.encoding, "descriptor.encoding");
+  if (c.encoding != nullptr &&
+      read_struct(c.encoding, to_c(Encoding{}), "descriptor.encoding").importance != nullptr)
+    refuse("descriptor.encoding->importance must be NULL: plans search without it");
   descriptor.rows = c.rows;
   descriptor.cols = c.cols;
   descriptor.dtype = dtype_of(c.dtype, "descriptor.dtype");

@@ -268,7 +268,8 @@ HALFBYTE_FN bool is_held(const GroupParams<F>& params, F min, F max, const Codec
 }
 
 // The parameters of a group in the range [min, max], from what a rule makes of it. Where absmax alone decides
-// the scale, it is held if it is for values in all of [-absmax, absmax]: kernels know no more of such a group.
+// the scale, it is held if it is for values in all of [-absmax, absmax]: kernels know no more of such a
+// group.
 template <class F>
 HALFBYTE_FN GroupParams<F> held_params(const RuleParams<F>& by_rule, F min, F max, const Codec& codec) {
   GroupParams<F> params = stored_params(by_rule, codec);

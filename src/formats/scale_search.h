@@ -47,16 +47,20 @@ struct SearchGrid {
       case Form::factors:
         return static_cast<float>(i - 1);
       case Form::ends:
-        return static_cast<float>(i / 4 + i % 4);
+        return static_cast<float>(low_steps(i) + i % 4);
       case Form::powers:
         break;
     }
     return i == 1 ? 0.5f : i == 2 ? -1.0f : 0.0f;
   }
   HALFBYTE_FN float factor(int i) const { return i == 0 ? 1 : base - step * count(i); }
-  HALFBYTE_FN float shift(int i) const { return form == Form::ends ? step * static_cast<float>(i / 4) : 0; }
+  HALFBYTE_FN float shift(int i) const {
+    return form == Form::ends ? step * static_cast<float>(low_steps(i)) : 0;
+  }
 
  private:
+  static HALFBYTE_FN int low_steps(int i) { return i / 4; }
+
   // Of integer and affine formats: the least factor of scales; the steps of ends.
   struct Row {
     float least, long_least, step, long_step;
@@ -90,9 +94,11 @@ HALFBYTE_FN RuleParams<F> search_candidate(const RuleParams<F>& by_rule, const S
   if (i == 0) return params;
   params.scale = by_rule.scale * static_cast<F>(grid.factor(i));
   if (grid.form == SearchGrid::Form::ends) {
-    const F moved = by_rule.scale * static_cast<F>(codec.levels()) * static_cast<F>(grid.shift(i));
-    params.bias = by_rule.bias + moved;
-    params.min = min(static_cast<F>(0), by_rule.min + moved);  // of integers, whose range contains 0
+    const F moved = by_rule.scale * (static_cast<F>(codec.levels()) * static_cast<F>(grid.shift(i)));
+    if (codec.kind == Kind::affine)
+      params.bias = by_rule.bias + moved;
+    else  // the range of integers contains 0
+      params.min = min(static_cast<F>(0), by_rule.min + moved);
   }
   return params;
 }
@@ -142,24 +148,43 @@ HALFBYTE_FN float search_error(float x, const SearchScale& by, const Codec& code
   return error * error;
 }
 
+// Of y >= 0 the nearest value of E2M1, as its code book has it: y is rounded to one bit behind the leading
+// one, or below 2 to halves, ties to the even code. That is what adding 2^22 times the power of two does.
+HALFBYTE_FN float nearest_e2m1(float y) {
+  const float within = min(y, 6.0f);
+  const u32 power = max(bit_cast<u32>(within) & 0x7F800000u, 0x3F800000u);
+  const float shift = bit_cast<float>(power + (22u << 23));
+  return (within + shift) - shift;
+}
+
 // The ranks of a table format by lookup: y falls into one of 64 bins of equal width, none of which has more
-// than one edge.
+// than one edge. Where the values have both signs, |y| does, which is as far from its value.
 struct SearchBins {
-  static constexpr int kBins = 64, kCenter = 32;
-  bool usable = false;
-  float per_unit = 0;    // the bin of y is rint(y * per_unit) + kCenter
-  u8 ranks[kBins] = {};  // at the low end of each
+  static constexpr int kBins = 64;
+  bool usable = false, of_magnitude = false;
+  float per_unit = 0, center = 0;  // the bin of y is rint(y * per_unit + center)
+  u8 ranks[kBins] = {};            // at the low end of each
 
   // For |y| up to `limit`.
   static HALFBYTE_FN SearchBins of(const CodeBook& book, float limit) {
     SearchBins bins;
     bins.usable = book.max_magnitude > 0x1p-60f && book.max_magnitude < 0x1p60f;
     if (!bins.usable) return bins;
-    bins.per_unit = (kBins / 2 - 1) / limit;
+    bins.of_magnitude = book.values[0] == 0 && book.values[8] == 0;
+    for (int code = 0; code < 8; ++code)
+      bins.of_magnitude =
+          bins.of_magnitude && book.values[code] >= 0 && book.values[8 + code] == -book.values[code];
+    bins.per_unit = static_cast<float>(bins.of_magnitude ? kBins - 1 : kBins / 2 - 1) / limit;
+    bins.center = bins.of_magnitude ? 0 : kBins / 2;
     for (int bin = 0; bin < kBins; ++bin) {
       int below = 0, within = 0;
-      for (const float edge : book.edges_f32) {
-        const float place = edge * bins.per_unit - (static_cast<float>(bin - kCenter) - 0.5f);
+      for (int i = 0; i < 15; ++i) {
+        if (bins.of_magnitude && i < 8) {  // the edges of negative numbers, and the one below 0
+          ++below;
+          continue;
+        }
+        const float place =
+            book.edges_f32[i] * bins.per_unit + bins.center - (static_cast<float>(bin) - 0.5f);
         below += place < 0 ? 1 : 0;
         within += place >= 0 && place < 1 ? 1 : 0;
         if (abs(place) < 1e-4f) bins.usable = false;  // bins are found to 1e-5

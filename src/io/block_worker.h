@@ -22,7 +22,12 @@ int num_workers(Device device, int num_threads);
 struct BlockWorker {
   explicit BlockWorker(Device device = {}) : BlockWorker(device, block_elements(device)) {}
   BlockWorker(Device device, int64_t max_elements)
-      : device(device), stream(device), max_elements(max_elements), dense(device), importance(device), native(device) {}
+      : device(device),
+        stream(device),
+        max_elements(max_elements),
+        dense(device),
+        importance(device),
+        native(device) {}
 
   Execution execution() const { return {1, stream.handle()}; }
 

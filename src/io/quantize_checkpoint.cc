@@ -412,6 +412,7 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
     if (item.target.scale_rows > 1)
       bytes += 2 * Tiles(item.target, block).num_elements() * size_of(item.target.dtype);
     if (!whole) bytes += scratch_bytes(bytes);
+    if (importance_) bytes += item.target.cols() * int64_t{sizeof(float)};
     for (const Role role : block_roles(item.target.spec))
       bytes += native_bytes(item.target, block, role) +
                static_cast<int64_t>(stored_range(item.target, block, role).num_bytes());

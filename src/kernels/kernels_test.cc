@@ -271,7 +271,7 @@ TEST(Kernels, errors_name_what_is_known) {
   for (const char* size : {"", "0", "-1", "1x", "99999999999999999999", "Channel"})
     expect_usage("group-size must be", of("dequantize", {{"group-size", size}}));
   // Of several kernels, what the one that takes the most refuses.
-  expect_usage("has no key 'x': must be one of format, table, asymmetric, dtype, group-size, unaligned", [] {
+  expect_usage("has no key 'x': must be one of format, table, asymmetric, dtype, group-size, search", [] {
     choose_kernel("quantize", {{"x", "1"}});
   });
 }

@@ -73,7 +73,7 @@ def search(weight, format, *, group_size, rule, scale_dtype="f16", importance=No
         w = np.broadcast_to(importance, weight.shape).reshape(x.shape)
     best = None
     for factor, shift in zip(*factors_and_shifts(format, affine or asymmetric)):
-        scales, moved = stored(scale * factor), scale * levels * shift
+        scales, moved = stored(scale * factor), scale * (levels * shift)
         biases, zeros = np.zeros_like(scales), np.zeros(len(scales), np.int32)
         if affine:
             biases = st.to_f32(st.from_f32(bias + moved, enc.FILE_DTYPE[scale_dtype]))

@@ -76,6 +76,28 @@ def test_quantize_has_the_codes_of_the_contract(spec, shape):
     assert q.bits_per_weight == 8 * q.num_bytes / x.size
 
 
+def test_quantize_searches_scales_by_importance():
+    w = np.random.default_rng(7).normal(size=(64, 256)).astype(np.float32)
+    importance = np.geomspace(1, 1000, 256, dtype=np.float32)
+    searched = halfbyte.Encoding(search=True)
+    assert str(searched) == "Encoding(search=True)" and searched.search and not halfbyte.Encoding().search
+    plain, alike, by = (
+        halfbyte.quantize(w, "nf4", encoding=encoding, importance=weights)
+        for encoding, weights in [(None, None), (searched, None), (searched, importance)]
+    )
+    assert alike.error(w).snr_db > plain.error(w).snr_db + 0.5
+    error = [(importance * (q.dequantize() - w) ** 2).sum() for q in (plain, alike, by)]
+    assert error[0] > error[1] > error[2]
+    assert by.encoding.search
+    for wrong in (importance[:255], importance[None], importance.astype(np.float64)):
+        with pytest.raises(ValueError, match=r"importance must be f32 \[256\]"):
+            halfbyte.quantize(w, "nf4", encoding=searched, importance=wrong)
+    with pytest.raises(ValueError, match="importance is for searched scales"):
+        halfbyte.quantize(w, "nf4", importance=importance)
+    with pytest.raises(halfbyte.Error, match="must be finite and not negative, got -1 at index 0"):
+        halfbyte.quantize(w, "nf4", encoding=searched, importance=-importance)
+
+
 @pytest.mark.parametrize("spec", [*SPECS, "nf4,double_quant", "int4,granularity=flat,group_size=64,double_quant"])
 def test_error_is_that_of_the_decoded_weight(spec):
     x = random(33, 192)

@@ -154,11 +154,11 @@ __device__ __forceinline__ float global_scale(const QuantizeArgs& args) {
 }
 
 // Rounds scale and bias to args.scale_type and stores them as those of group `index`: a branch for both.
+// `global` is global_scale(args).
 template <ScaleType kType>
 __device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
-                                             const RuleParams<F>& by_rule, bool store,
+                                             const RuleParams<F>& by_rule, bool store, float global,
                                              GroupParams<F>& params) {
-  const float global = global_scale(args);
   params.scale = stored_scale(by_rule.scale, kType, global);
   if constexpr (kAffine) params.bias = stored(by_rule.bias, kType);
   if (!store) return;
@@ -167,19 +167,20 @@ __device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index
   if constexpr (kAffine) store_scale(args.biases, index, params.bias, kType);
 }
 __device__ __forceinline__ void store_params(const QuantizeArgs& args, i64 index,
-                                             const RuleParams<F>& by_rule, bool store,
+                                             const RuleParams<F>& by_rule, bool store, float global,
                                              GroupParams<F>& params) {
   if constexpr (scale_bytes(kCodec.scale_type) == 1)  // the only one of the format
-    return store_params<kCodec.scale_type>(args, index, by_rule, store, params);
+    return store_params<kCodec.scale_type>(args, index, by_rule, store, global, params);
   switch (args.scale_type) {
     case ScaleType::f16:
-      return store_params<ScaleType::f16>(args, index, by_rule, store, params);
+      return store_params<ScaleType::f16>(args, index, by_rule, store, global, params);
     case ScaleType::bf16:
-      return store_params<ScaleType::bf16>(args, index, by_rule, store, params);
+      return store_params<ScaleType::bf16>(args, index, by_rule, store, global, params);
     case ScaleType::f64:
-      if constexpr (!kFastType) return store_params<ScaleType::f64>(args, index, by_rule, store, params);
+      if constexpr (!kFastType)
+        return store_params<ScaleType::f64>(args, index, by_rule, store, global, params);
     default:
-      return store_params<ScaleType::f32>(args, index, by_rule, store, params);
+      return store_params<ScaleType::f32>(args, index, by_rule, store, global, params);
   }
 }
 
@@ -216,7 +217,7 @@ __device__ __forceinline__ Encoding finish_group(const QuantizeArgs& args, i64 i
                                                  bool store) {
   const RuleParams<F> by_rule = params_by_rule(args.rule, range);
   GroupParams<F> params;
-  store_params(args, index, by_rule, store, params);
+  store_params(args, index, by_rule, store, global_scale(args), params);
   decide_codes(params, by_rule, args.unrounded_code_scale, kCodec);
   if (store) {
     if constexpr (kCodec.asymmetric) args.zeros[index] = static_cast<u8>(params.zero_point - kCodec.q_min);

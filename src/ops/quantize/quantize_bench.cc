@@ -89,13 +89,19 @@ std::vector<BenchSpec> bench_specs_cuda() {
 
 BenchProblems quantize_problems(DeviceKind device) {
   BenchProblems problems;
-  if (device == DeviceKind::cuda) {
-    for (const BenchSpec& test : bench_specs_cuda()) problems.push_back(make_problem(test));
-    return problems;
-  }
+  const int64_t rows = device == DeviceKind::cuda ? 8192 : 65536;
   const auto add = [&](const char* name, const QuantSpec& spec, const Encoding& encoding = {}) {
-    problems.push_back(make_problem({name, spec, 0, DType::bf16, 65536, encoding}));
+    problems.push_back(make_problem({name, spec, 0, DType::bf16, rows, encoding}));
   };
+  const auto add_searched = [&](const char* name, const QuantSpec& spec, ScaleRule rule) {
+    add(name, spec, {rule, CodeScale::stored, true});
+  };
+  if (device == DeviceKind::cuda)
+    for (const BenchSpec& test : bench_specs_cuda()) problems.push_back(make_problem(test));
+  add_searched("nf4_search", {.format = Format::nf4}, ScaleRule::absmax);
+  add_searched("int4_search", {.format = Format::int4, .group_size = 128}, ScaleRule::half_range);
+  add_searched("affine4_search", {.format = Format::affine4}, ScaleRule::mlx_edge);
+  if (device == DeviceKind::cuda) return problems;
   add("nf4", {.format = Format::nf4});
   add("fp4", {.format = Format::fp4});
   add("int4", {.format = Format::int4, .group_size = 128}, {ScaleRule::half_range});

@@ -28,7 +28,7 @@ struct QuantizeCuda {
   cuda::CUfunction codes = nullptr;  // null: there are no elements
   cuda::Grid codes_grid;
   QuantizeArgs args{};
-  int64_t search_units = 0;  // a row of quantize_search; 0: it is another kernel
+  int64_t units_per_row = 0;  // of quantize_search; 0: it is another kernel
   // Before it: those of groups, and that of all elements. No function: not needed, or given.
   RangesCuda ranges, tensor_range;
   bool needs_ranges = false, needs_tensor_range = false;
@@ -125,9 +125,11 @@ QuantizeCuda select(const QuantizeProblem& problem) {
   args.unrounded_code_scale = problem.codec.unrounded_code_scale;
   args.rule = problem.codec.rule;
   if (problem.search) {
-    selected.search_units = ceil_div(shape.groups_per_row, int64_t{kSearchUnit});
+    selected.units_per_row = ceil_div(shape.groups_per_row, int64_t{kSearchUnit});
     selected.name = "quantize_search";
-    selected.codes_grid = {shape.rows * selected.search_units, kSearchThreads};
+    selected.codes_grid = {
+        ceil_div(shape.rows * selected.units_per_row, int64_t{search_units(args.group_size)}),
+        kSearchThreads};
   } else if (const int batch = batch_of_groups(problem); batch > 0) {
     args.group_shift = std::countr_zero(static_cast<uint64_t>(shape.group_size / kChunk));
     args.num_chunks = shape.rows * shape.cols / kChunk;
@@ -242,12 +244,12 @@ void run_quantize_cuda(const QuantizeCuda& selected, const QuantizeProblem& prob
     args.ranges = ranges;
     find_ranges(selected.ranges);
   }
-  if (selected.search_units == 0)
+  if (selected.units_per_row == 0)
     return cuda::launch(selected.codes, selected.codes_grid, problem.stream, args);
   const Importance& importance = problem.importance;
-  cuda::launch(
-      selected.codes, selected.codes_grid, problem.stream,
-      ScaleSearchArgs{args, selected.search_units, importance.weights, importance.count, importance.first});
+  cuda::launch(selected.codes, selected.codes_grid, problem.stream,
+               ScaleSearchArgs{args, selected.units_per_row, search_units(args.group_size),
+                               importance.weights, importance.count, importance.first});
 }
 
 ValueRange value_range_cuda(const ConstTensorView& x, void* stream) {

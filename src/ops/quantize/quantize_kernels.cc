@@ -119,8 +119,13 @@ std::vector<cuda::Kernel> quantize_kernels() {
        },
        true},
       {{"quantize", "quantize_search", "Searched scales, of any groups.",
-        keys({{"group-size", {"channel"}, true, "Any number or channel: the kernel is the same."}})},
+        keys({{"group-size", {"channel"}, true, "Any number or channel: the kernel is the same."},
+              {"search",
+               {"yes", "no"},
+               false,
+               "Of sixteen scales of a group, the one of least squared error."}})},
        [](const KernelValues& values) {
+         HALFBYTE_CHECK(cuda::is_set(values, "search"), usage, "quantize_search is for searched scales only");
          Encoding encoding;
          encoding.search = true;
          return specialise(values, kWholeGroups, encoding);

@@ -1,7 +1,7 @@
 // quantize with searched scales (formats/scale_search.h), for any group size, row length and alignment. A
-// block has 8 groups of a row, whose codes begin at a byte. 16 lanes have a candidate each and walk the
-// elements of a group in order, which they share in shared memory, so that no sum crosses lanes. In a group
-// of more than kSearchTile elements each of the 8 teams of lanes sums one of the kSearchParts.
+// block has some units of 8 groups of a row, whose codes begin at a byte. 16 lanes, a team, have a candidate
+// each and walk the elements of a group in order, which they share in shared memory, so that no sum crosses
+// lanes. In a group of more than kSearchTile elements each of the 8 teams sums one of the kSearchParts.
 #include "formats/scale_search.h"
 #include "ops/quantize/quantize.cuh"
 #include "ops/quantize/scale_search_args.h"
@@ -10,11 +10,15 @@ namespace halfbyte::device {
 
 constexpr int kLanes = kSearchCandidates, kTeams = kSearchUnit, kThreads = kSearchThreads;
 static_assert(kTeams == kSearchParts && kThreads == kTeams * kLanes);
-constexpr int kPiece = 128;            // elements that a team has in shared memory
-constexpr int kPieceRow = kPiece + 4;  // so that the two teams of a warp read from different banks
+constexpr i64 kSmallGroup = i64{1} << 28;  // a unit's offsets have 32 bits
+constexpr int kPiece = 128;                // elements that a team has in shared memory
+constexpr int kPieceRow = kPiece + 4;      // so that the two teams of a warp read from different banks
 
+constexpr bool kE2m1 = kTable && kCodec.book == books::fp4_e2m1;
+// A little wider than the values, so that no edge is between two bins.
 constexpr SearchBins kSearchBins =
-    kTable ? SearchBins::of(kCodec.book, kCodec.book.max_magnitude) : SearchBins{};
+    kTable && !kE2m1 ? SearchBins::of(kCodec.book, kCodec.book.max_magnitude * 1.03f) : SearchBins{};
+constexpr float kLastBin = SearchBins::kBins - 1;
 
 // A table format, by rank.
 struct SearchTable {
@@ -32,24 +36,22 @@ constexpr SearchTable make_search_table() {
 }
 __device__ const SearchTable kSearchTable = make_search_table();
 
-// The value that is nearest to y. Beyond the bins the rank is that of the last one.
-__device__ __forceinline__ float nearest_value(const SearchTable& table, float y) {
-  if constexpr (kSearchBins.usable) {
-    constexpr float kMost = SearchBins::kBins / 2 - 1;
-    const float place = clamp(__fmul_rn(y, kSearchBins.per_unit), -kMost - 1, kMost);
-    const u32 bin = bit_cast<u32>(place + (kRoundToInteger + SearchBins::kCenter)) - kRoundToIntegerBits;
-    u32 rank = table.ranks[bin];
-    if (y > table.above[rank]) ++rank;
-    return table.values[rank];
-  } else {
-    return kCodec.book.values[table_encode(kCodec.book, y)];
-  }
-}
-
 // search_error, with the table in shared memory.
 __device__ __forceinline__ float error_of(float x, const SearchScale& by, const SearchTable& table) {
-  if constexpr (!kTable) return search_error(x, by, kCodec);
-  const float y = __fmul_rn(x, by.reciprocal), error = y - nearest_value(table, y);
+  if constexpr (!kSearchBins.usable && !kE2m1) return search_error(x, by, kCodec);
+  float y = __fmul_rn(x, by.reciprocal);
+  if constexpr (kSearchBins.of_magnitude || kE2m1) y = fabsf(y);
+  if constexpr (kE2m1) {
+    const float error = y - nearest_e2m1(y);
+    return error * error;
+  }
+  // Beyond the bins the rank is that of the last one.
+  const float place =
+      clamp(__fmul_rn(y, kSearchBins.per_unit), -kSearchBins.center, kLastBin - kSearchBins.center);
+  const u32 bin = bit_cast<u32>(place + (kRoundToInteger + kSearchBins.center)) - kRoundToIntegerBits;
+  u32 rank = table.ranks[bin];
+  if (y > table.above[rank]) ++rank;
+  const float error = y - table.values[rank];
   return error * error;
 }
 
@@ -77,21 +79,29 @@ __device__ __forceinline__ bool holds(const QuantizeArgs& args, const Range<F>& 
   return is_held(params, -held.low, held.high, kCodec);
 }
 
-// The parameters of candidate i as they are stored.
-__device__ __forceinline__ GroupParams<F> candidate_params(const QuantizeArgs& args,
-                                                           const RuleParams<F>& by_rule,
-                                                           const SearchGrid& grid, int i) {
-  const RuleParams<F> candidate = search_candidate(by_rule, grid, i, kCodec);
+// A candidate, and how it is stored.
+struct Candidate {
+  RuleParams<F> by_rule;
   GroupParams<F> params;
-  store_params(args, 0, candidate, false, params);
-  decide_codes(params, candidate, false, kCodec);
-  return params;
+};
+__device__ __forceinline__ Candidate make_candidate(const QuantizeArgs& args, const RuleParams<F>& by_rule,
+                                                    const SearchGrid& grid, int i, float global) {
+  Candidate candidate = {search_candidate(by_rule, grid, i, kCodec), {}};
+  store_params(args, 0, candidate.by_rule, false, global, candidate.params);
+  decide_codes(candidate.params, candidate.by_rule, false, kCodec);
+  return candidate;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, sizeof(F) == 4 ? 8 : 4)
+// Eight groups of a row.
+struct Unit {
+  i64 row, first_group;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, sizeof(F) == 4 ? 7 : 4)
     quantize_search(const __grid_constant__ ScaleSearchArgs all) {
+  __shared__ Unit units[kMaxSearchUnits];
+  __shared__ Encoding encodings[kMaxSearchUnits * kSearchUnit];
   __shared__ Team teams[kTeams];
-  __shared__ Encoding encodings[kSearchUnit];
   __shared__ Range<F> ranges[kTeams];
   __shared__ float parts[kTeams][kLanes];
   __shared__ int broken[kTeams];
@@ -99,21 +109,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(F) == 4 ? 8 : 4)
   const QuantizeArgs& args = all.quantize;
   const int thread = static_cast<int>(threadIdx.x), team = thread / kLanes, lane = thread % kLanes;
   const u32 lanes = team % 2 == 0 ? 0xFFFFu : 0xFFFF0000u;
-  const i64 unit = block_index(), row = unit / all.units_per_row;
-  if (row >= args.rows) return;
-  const i64 first_group = unit % all.units_per_row * kSearchUnit, size = args.group_size;
-  const i64 begin = first_group * size, end = min(args.cols, begin + kSearchUnit * size);
-  const int num_groups = static_cast<int>((end - begin + size - 1) / size);
-  if constexpr (kTable)
+  const i64 size = args.group_size;
+  if (thread < all.units) {
+    const i64 unit = block_index() * all.units + thread, row = unit / all.units_per_row;
+    units[thread] = {row, (unit - row * all.units_per_row) * kSearchUnit};
+  }
+  if constexpr (kSearchBins.usable)
     for (int i = thread; i < static_cast<int>(sizeof(SearchTable) / 4); i += kThreads)
       reinterpret_cast<u32*>(&table)[i] = reinterpret_cast<const u32*>(&kSearchTable)[i];
   __syncthreads();
 
+  const float global = global_scale(args);
   const bool is_long = size > kSearchTile;  // then all teams have one group after the other
 #pragma unroll 1
-  for (int g = is_long ? 0 : team; g < num_groups; g += is_long ? 1 : kTeams) {
-    const i64 from = begin + g * size, n = min(size, end - from);
-    const i64 index = row * args.cols + from;  // of the first element
+  for (int slot = is_long ? 0 : team; slot < all.units * kSearchUnit; slot += is_long ? 1 : kTeams) {
+    const Unit unit = units[slot / kSearchUnit];
+    const i64 in_row = unit.first_group + slot % kSearchUnit, from = in_row * size;
+    if (unit.row >= args.rows || in_row >= args.groups_per_row) continue;
+    const i64 n = min(size, args.cols - from);
+    const i64 index = unit.row * args.cols + from;  // of the first element
 
     Range<F> range = no_range<F>();
     bool all_finite = true;
@@ -145,12 +159,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(F) == 4 ? 8 : 4)
     }
 
     const RuleParams<F> by_rule = params_by_rule(args.rule, range);
-    const SearchGrid grid = SearchGrid::of(kCodec, n);
+    Candidate candidate = make_candidate(args, by_rule, SearchGrid::of(kCodec, n), lane, global);
     const F absmax = max(range.low, range.high);
     int best = 0;
     if (absmax > 0) {
       const F per_unit = search_per_unit(absmax);
-      const auto by = SearchScale::of(candidate_params(args, by_rule, grid, lane), per_unit, kCodec);
+      const auto by = SearchScale::of(candidate.params, per_unit, kCodec);
       const bool weighted = all.importance != nullptr || !all_finite || n % kSearchChunk != 0;
       float sum = 0;
 #pragma unroll 1
@@ -210,31 +224,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(F) == 4 ? 8 : 4)
         if (error < least || (error == least && other < best)) least = error, best = other;
       }
     }
-    if (lane == 0 && (!is_long || team == 0)) {
-      GroupParams<F> params = candidate_params(args, by_rule, grid, best);
-      if (!holds(args, range, params)) {
-        best = 0;
-        params = candidate_params(args, by_rule, grid, 0);
-      }
-      const RuleParams<F> chosen = search_candidate(by_rule, grid, best, kCodec);
-      const i64 group = row * args.groups_per_row + first_group + g;
-      store_params(args, group, chosen, true, params);
+    if (lane == best && (!is_long || team == 0)) {
+      if (best != 0 && !holds(args, range, candidate.params))
+        candidate = make_candidate(args, by_rule, SearchGrid::of(kCodec, n), 0, global);
+      GroupParams<F>& params = candidate.params;
+      const i64 group = unit.row * args.groups_per_row + in_row;
+      store_params(args, group, candidate.by_rule, true, global, params);
       if constexpr (kCodec.asymmetric) args.zeros[group] = static_cast<u8>(params.zero_point - kCodec.q_min);
-      if (!is_usual(params)) count_losses(args, chosen, range, params);
-      encodings[g] = {params.code_scale, params.code_bias, 0, params.zero_point, true};
+      if (!is_usual(params)) count_losses(args, candidate.by_rule, range, params);
+      encodings[slot] = {params.code_scale, params.code_bias, 0, params.zero_point, true};
     }
     if (is_long) __syncthreads();  // before the next group takes ranges, broken and parts
   }
   __syncthreads();
 
+  // A unit has as many chunks as a group has elements.
 #pragma unroll 1
-  for (i64 col = begin + kChunk * thread; col < end; col += kChunk * kThreads) {
-    const i64 index = row * args.cols + col;
-    const int n = static_cast<int>(min<i64>(kChunk, end - col));
+  for (i64 chunk = thread; chunk < all.units * size; chunk += kThreads) {
+    const int of = all.units == 1 ? 0 : static_cast<int>(static_cast<u32>(chunk) / static_cast<u32>(size));
+    const Unit unit = units[of];
+    const i64 offset = (chunk - of * size) * kChunk, col = unit.first_group * size + offset;
+    if (unit.row >= args.rows || col >= args.cols) continue;
+    const i64 index = unit.row * args.cols + col;
+    const int n = static_cast<int>(min<i64>(kChunk, args.cols - col));
+    const int group = size < kSmallGroup ? static_cast<int>(static_cast<u32>(offset) / static_cast<u32>(size))
+                                         : static_cast<int>(offset / size);
+    const int in_group = static_cast<int>(min<i64>(kChunk, (group + 1) * size - offset));
     const u64 bits = encode_slow(
         args, index, n, [&](int i) { return load_element(args.x, index + i); },
-        [&](int i) { return encodings[static_cast<int>((col + i - begin) / size)]; });
-    u8* const to = args.codes + row * args.row_bytes + col / kChunk * kBits;
+        [&](int i) {
+          const int behind = i < in_group ? 0 : 1 + (i - in_group) / static_cast<int>(min<i64>(size, kChunk));
+          return encodings[of * kSearchUnit + group + behind];
+        });
+    u8* const to = args.codes + unit.row * args.row_bytes + col / kChunk * kBits;
     const int num_bytes = (n * kBits + 7) / 8;
 #pragma unroll
     for (int i = 0; i < kBits; ++i)

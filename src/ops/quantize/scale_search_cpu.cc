@@ -26,8 +26,8 @@ using formats::SearchBins;
 using formats::SearchGrid;
 
 // |y| at most, in multiples of the largest value of the table: the reciprocal of the least factor, with what
-// the rounding of a scale can add. Of powers of two, of short and of long groups.
-constexpr float kPowersLimit = 2.4f, kShortLimit = 1.35f, kLongLimit = 3.2f;
+// the rounding of a scale can add. Of short and of long groups.
+constexpr float kShortLimit = 1.35f, kLongLimit = 3.2f;
 
 // What all groups of a problem share.
 struct Prepared {
@@ -42,8 +42,9 @@ struct Prepared {
   // of them by the path so far.
   alignas(64) float values[16] = {}, above[16] = {}, level1[16] = {}, level2[16] = {}, level3[16] = {};
   float level0 = 0;
+  bool is_e2m1 = false;
 
-  explicit Prepared(const formats::Codec& codec) {
+  explicit Prepared(const formats::Codec& codec) : is_e2m1(codec.book == formats::books::fp4_e2m1) {
     for (const bool is_long : {false, true}) {
       Grid& to = grids[is_long ? 1 : 0];
       to.grid = SearchGrid::of(codec, is_long ? SearchGrid::kLong + 1 : 1);
@@ -52,9 +53,7 @@ struct Prepared {
         to.shift[i] = to.grid.shift(i);
       }
       if (codec.kind != formats::Kind::table) continue;
-      const float limit = codec.scale_type == formats::ScaleType::e8m0 ? kPowersLimit
-                          : is_long                                    ? kLongLimit
-                                                                       : kShortLimit;
+      const float limit = is_long ? kLongLimit : kShortLimit;
       to.bins = SearchBins::of(codec.book, codec.book.max_magnitude * limit);
     }
     const float* const edges = codec.book.edges_f32;
@@ -155,10 +154,10 @@ HWY_INLINE void set_usual_scales(const formats::RuleParams<float>& by_rule, cons
                                  float per_unit, const formats::Codec& codec, Scales& scales) {
   const Lanes d;
   const auto unit = hn::Set(d, per_unit), one = hn::Set(d, 1.0f);
-  const auto span = hn::Set(d, by_rule.scale * static_cast<float>(codec.levels()));
+  const auto levels = hn::Set(d, static_cast<float>(codec.levels()));
   const auto least = hn::Set(d, 0x1p-40f), most = hn::Set(d, 0x1p40f);
   for (size_t i = 0; i < kSearchCandidates; i += hn::Lanes(d)) {
-    const auto moved = hn::Mul(span, hn::Load(d, grid.shift + i));
+    const auto moved = hn::Mul(hn::Set(d, by_rule.scale), hn::Mul(levels, hn::Load(d, grid.shift + i)));
     const auto code_scale = stored<kType>(d, hn::Mul(hn::Set(d, by_rule.scale), hn::Load(d, grid.factor + i)),
                                           codec.global_scale);
     auto scale = hn::Mul(code_scale, unit), bias = hn::Zero(d);
@@ -227,13 +226,16 @@ HWY_INLINE bool set_vector_scales(const formats::RuleParams<double>&, const Prep
 
 // ---- Errors
 
-// The values of a table format that are nearest to y.
+// y less the value of a table format that is nearest to it, but for the sign.
 class ByTree {
  public:
   explicit HWY_INLINE ByTree(const Prepared& prepared, const SearchBins&) : prepared_(prepared) {}
 
+  HWY_INLINE V operator()(Lanes d, V y) const { return hn::Sub(y, nearest(d, y)); }
+
+ private:
 #if HALFBYTE_TABLE_LANES
-  HWY_INLINE V operator()(Lanes d, V y) const {
+  HWY_INLINE V nearest(Lanes d, V y) const {
     const hn::RebindToSigned<Lanes> di;
     const auto step = [&](hn::Vec<decltype(di)> path, V edge) HWY_ATTR {
       return hn::Sub(hn::Add(path, path), hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(y, edge))));
@@ -251,7 +253,7 @@ class ByTree {
                           at(prepared_.values, low));
   }
 #else
-  HWY_INLINE V operator()(Lanes d, V y) const {
+  HWY_INLINE V nearest(Lanes d, V y) const {
     auto value = hn::Set(d, prepared_.values[0]);
     for (int i = 0; i < 15; ++i)
       value = hn::IfThenElse(hn::Gt(y, hn::Set(d, prepared_.above[i])), hn::Set(d, prepared_.values[i + 1]),
@@ -260,8 +262,22 @@ class ByTree {
   }
 #endif
 
- private:
   const Prepared& prepared_;
+};
+
+// The same of E2M1: formats::nearest_e2m1 of |y|.
+class OfE2m1 {
+ public:
+  HWY_INLINE OfE2m1(const Prepared&, const SearchBins&) {}
+
+  HWY_INLINE V operator()(Lanes d, V signed_y) const {
+    const hn::RebindToUnsigned<Lanes> du;
+    const auto y = hn::Abs(signed_y), within = hn::Min(y, hn::Set(d, 6.0f));
+    const auto power =
+        hn::Max(hn::And(hn::BitCast(du, within), hn::Set(du, 0x7F800000u)), hn::Set(du, 0x3F800000u));
+    const auto shift = hn::BitCast(d, hn::Add(power, hn::Set(du, 22u << 23)));
+    return hn::Sub(y, hn::Sub(hn::Add(within, shift), shift));
+  }
 };
 
 #if HALFBYTE_VBMI
@@ -272,20 +288,23 @@ class ByBins {
         above_(_mm512_load_ps(prepared.above)),
         values_(_mm512_load_ps(prepared.values)),
         per_unit_(_mm512_set1_ps(bins.per_unit)),
-        center_(_mm512_set1_ps(formats::Float<float>::kUnit * 1.5f + SearchBins::kCenter)) {}
+        center_(_mm512_set1_ps(formats::Float<float>::kUnit * 1.5f + bins.center)),
+        sign_(_mm512_set1_epi32(bins.of_magnitude ? std::numeric_limits<int32_t>::min() : 0)) {}
 
-  HWY_INLINE V operator()(Lanes, V y) const {
+  HWY_INLINE V operator()(Lanes, V signed_y) const {
+    const __m512 y = _mm512_castsi512_ps(_mm512_andnot_si512(sign_, _mm512_castps_si512(signed_y.raw)));
     // The bin in the low byte.
-    const __m512i bin = _mm512_castps_si512(_mm512_fmadd_ps(y.raw, per_unit_, center_));
+    const __m512i bin = _mm512_castps_si512(_mm512_fmadd_ps(y, per_unit_, center_));
     const __m512i rank = _mm512_permutexvar_epi8(bin, ranks_);  // in the low four bits
-    const __mmask16 is_above = _mm512_cmp_ps_mask(y.raw, _mm512_permutexvar_ps(rank, above_), _CMP_GT_OQ);
+    const __mmask16 is_above = _mm512_cmp_ps_mask(y, _mm512_permutexvar_ps(rank, above_), _CMP_GT_OQ);
     const __m512i next = _mm512_mask_add_epi32(rank, is_above, rank, _mm512_set1_epi32(1));
-    return V{_mm512_permutexvar_ps(next, values_)};
+    return V{_mm512_sub_ps(y, _mm512_permutexvar_ps(next, values_))};
   }
 
  private:
   const __m512i ranks_;
   const __m512 above_, values_, per_unit_, center_;
+  const __m512i sign_;
 };
 #else
 using ByBins = ByTree;
@@ -304,6 +323,7 @@ struct Errors {
   void add(int64_t begin, int64_t n, float* sums) const {
     switch (codec.kind) {
       case formats::Kind::table:
+        if (prepared.is_e2m1) return add<formats::Kind::table, kWeighted, OfE2m1>(begin, n, sums);
         if (by_bins) return add<formats::Kind::table, kWeighted, ByBins>(begin, n, sums);
         return add<formats::Kind::table, kWeighted, ByTree>(begin, n, sums);
       case formats::Kind::integer:
@@ -313,10 +333,10 @@ struct Errors {
     }
   }
 
-  template <formats::Kind kKind, bool kWeighted, class Nearest>
+  template <formats::Kind kKind, bool kWeighted, class OfTable>
   void add(int64_t begin, int64_t n, float* sums) const {
     const Lanes d;
-    const Nearest nearest(prepared, bins);
+    const OfTable of_table(prepared, bins);
     const auto round = hn::Set(d, formats::Float<float>::kUnit * 1.5f);
     const auto levels = hn::Set(d, static_cast<float>(codec.levels()));
     for (size_t c = 0; c < kSearchCandidates; c += hn::Lanes(d)) {
@@ -325,12 +345,12 @@ struct Errors {
       const auto term = [&](int64_t i) HWY_ATTR {
         const auto x = hn::Set(d, tile.x[i]);
         const auto y = hn::Mul(kKind == formats::Kind::affine ? hn::Sub(x, bias) : x, reciprocal);
-        V value;
+        V error;
         if constexpr (kKind == formats::Kind::table)
-          value = nearest(d, y);
+          error = of_table(d, y);
         else
-          value = hn::Sub(hn::Add(hn::Min(high, hn::Max(low, y)), round), round);
-        const auto error = hn::Sub(y, value), square = hn::Mul(error, error);
+          error = hn::Sub(y, hn::Sub(hn::Add(hn::Min(high, hn::Max(low, y)), round), round));
+        const auto square = hn::Mul(error, error);
         return kWeighted ? hn::Mul(hn::Set(d, tile.weight[i]), square) : square;
       };
       auto sum = hn::Load(d, sums + c);

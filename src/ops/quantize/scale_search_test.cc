@@ -8,6 +8,17 @@ using testing::EncodedSpec;
 using testing::Parts;
 using testing::Values;
 
+TEST(ScaleSearch, TheNearestE2m1IsThatOfTheCodeBook) {
+  const formats::CodeBook& book = formats::books::fp4_e2m1;
+  const auto check = [&](uint32_t bits) {
+    const auto y = formats::bit_cast<float>(bits);
+    ASSERT_EQ(formats::nearest_e2m1(y), book.values[formats::table_encode(book, y)]) << y;
+  };
+  for (uint64_t bits = 0; bits < 0x7F800000; bits += 997) check(static_cast<uint32_t>(bits));
+  for (const float edge : book.edges_f32)
+    for (uint32_t near = 0; edge > 0 && near < 9; ++near) check(formats::bit_cast<uint32_t>(edge) + near - 4);
+}
+
 // Every format and rule, searched.
 std::vector<EncodedSpec> searched_specs() {
   std::vector<EncodedSpec> specs = testing::all_specs();
