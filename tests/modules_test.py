@@ -239,6 +239,11 @@ def test_experts_of_llama_4_come_apart(halfbyte, tmp_path):
             error = np.abs(st.to_f32(written[f"{experts}{name}"]) - st.to_f32(expected))
             assert error.max() < 0.04 and error.mean() < 0.01
         assert not any(".experts.0." in name for name in written)
+    # transformers loads no experts in layouts of words, and gpt-oss has them in its own form only.
+    report = quantize(halfbyte, source, tmp_path / "gptq", "--format", "int4", "--group-size", "64", "--layout", "gptq")
+    assert {f"{experts}gate_up_proj", f"{experts}down_proj"} <= reasons(report).keys()
+    refused = halfbyte("quantize", source, "-o", tmp_path / "gpt-oss", "--format", "mxfp4", "--layout", "gpt-oss", expect=2)
+    assert "nothing to quantize" in refused.stderr and "experts as gpt-oss has them" in refused.stderr
 
 
 def test_experts_for_vllm(halfbyte, tmp_path):

@@ -186,11 +186,10 @@ std::vector<Reader> readers_of(Layout layout) {
   HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(layout));
 }
 
-// Whether layout gpt-oss holds these experts: all of a layer in one tensor [E, in, out]. Without a module, of
-// which nothing but the name is known.
-bool is_turned(const LayoutInfo& layout, const Weight& weight, const std::optional<ModuleInfo>& module) {
-  return layout.turns_experts && weight.shape.size() == 3 &&
-         (!module || (module->kind == ModuleKind::experts && module->transposed));
+// Whether these experts are of the form that gpt-oss has: all of a layer in one tensor [E, in, out], for
+// which readers of quantized weights have one tensor, too.
+bool are_turned(const ModuleInfo& module) {
+  return module.kind == ModuleKind::experts && module.transposed && !module.apart;
 }
 
 // Whether the experts of a tensor [E, ...] are written as a linear layer each: only those whose parts have
@@ -201,11 +200,9 @@ bool takes_apart(Reader reader, Layout layout, const Weight& weight, const Modul
   if (module.kind != ModuleKind::experts || weight.shape.size() != 3 || !module.operations.empty() ||
       !(name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj")))
     return false;
-  const bool of_matrices = is_of_words(layout) || layout_info(layout).apart;
-  if (of_matrices && reader != Reader::transformers_5)
-    return reader == Reader::vllm || reader == Reader::none;
+  if (is_of_words(layout)) return reader == Reader::vllm || reader == Reader::none;
   if (reader == Reader::transformers_5) return module.apart;
-  return reader == Reader::vllm && layout == Layout::compressed_tensors;
+  return layout_info(layout).apart || (reader == Reader::vllm && layout == Layout::compressed_tensors);
 }
 
 // Why the reader does not load the format in this layout; empty: it does.
@@ -230,7 +227,8 @@ std::string list_of_layers(const std::string& module) {
 std::string cannot_load(Reader reader, Layout layout, bool asymmetric, const ModuleInfo& module,
                         bool one_expert, bool tied) {
   if (reader == Reader::none || layout == Layout::halfbyte || layout == Layout::mlx) return "";
-  if (layout == Layout::gpt_oss) return "";
+  if (layout == Layout::gpt_oss)
+    return are_turned(module) ? "" : "it is no tensor of experts as gpt-oss has them";
   if (tied && !module.tied_to.empty())
     return fmt::format("it shares its weight with {}, which is dense", module.tied_to);
   const bool bitsandbytes = layout == Layout::bitsandbytes, version5 = reader == Reader::transformers_5;
@@ -439,9 +437,10 @@ void Selector::select(const Weight& weight, size_t index) {
   }
   if (reason.empty() && excluded) reason = "excluded";
   if (reason.empty() && num_elements(weight) == 0) reason = "empty";
-  const bool turned = is_turned(layout_, weight, module);
+  // Of experts without a module no more is known than the name.
+  const bool turned = layout_.turns_experts && rank == 3 && (module ? are_turned(*module) : experts);
   if (reason.empty() && !by_include && layout_.turns_experts && !turned)
-    reason = fmt::format("layout {} holds experts of one tensor only", layout_.name);
+    reason = fmt::format("layout {0} holds only experts as {0} has them", layout_.name);
 
   const Reader reader = selection_.reader;
   const bool apart =
