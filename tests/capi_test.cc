@@ -93,7 +93,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
 #define EXPECT_NO_TAIL(type, member) \
   EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
   EXPECT_NO_TAIL(quant_spec, group_size);
-  EXPECT_NO_TAIL(encoding, code_scale);
+  EXPECT_NO_TAIL(encoding, search);
   EXPECT_NO_TAIL(convert_options, user_data);
   EXPECT_NO_TAIL(quant_shape, has_global_scale);
   EXPECT_NO_TAIL(execution, stream);
@@ -138,7 +138,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, note);
-  EXPECT_NO_TAIL(quantize_options, shard_bytes);
+  EXPECT_NO_TAIL(quantize_options, search);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(writer_options, user_data);
   EXPECT_NO_TAIL(report_info, num_left_out);

@@ -161,6 +161,9 @@ void check_encoding(const QuantSpec& spec, const Encoding& encoding) {
       !encoding.search || spec.granularity != Granularity::tensor, usage,
       "encoding: search needs a scale for each channel or group, got granularity tensor, whose one "
       "scale takes all elements at once");
+  HALFBYTE_CHECK(!encoding.search || format.kind != FormatKind::floating, usage,
+                 "encoding: search is for formats of code books, integers and affine codes, got {}",
+                 format.name);
   HALFBYTE_CHECK(
       !encoding.search || encoding.code_scale == CodeScale::stored, usage,
       "encoding: search needs code_scale stored, got unrounded: errors are those of stored scales");

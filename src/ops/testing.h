@@ -88,6 +88,15 @@ inline std::vector<EncodedSpec> all_specs() {
   return specs;
 }
 
+// Those whose scales can be searched, searching.
+inline std::vector<EncodedSpec> searched_specs() {
+  std::vector<EncodedSpec> specs = all_specs();
+  std::erase_if(specs,
+                [](const EncodedSpec& spec) { return info(spec.format).kind == FormatKind::floating; });
+  for (EncodedSpec& spec : specs) spec.encoding.search = true;
+  return specs;
+}
+
 // With floating scales.
 inline std::vector<Format> table_formats() {
   std::vector<Format> tables;

@@ -97,8 +97,8 @@ TEST_F(Reorder, WholeVectors) {
       for (const int64_t cols : {128, 1152, 4096}) {
         WeightCase c{spec, 70, cols, layout};
         c.spec.group_size = cols == 1152 ? 32 : 128;
-        testing::fit_format(c.spec);
         if (layout == Layout::bitsandbytes) c.spec.granularity = Granularity::flat;
+        testing::fit_format(c.spec);
         if (testing::is_held(c.spec, layout)) check_case(c, {}, ++seed);
       }
 }
@@ -149,8 +149,10 @@ TEST_F(Reorder, LargeWeight) {
 TEST_F(SanitizeReorder, every_kernel) {
   uint64_t seed = 1;
   for (const WeightCase& c : testing::weight_cases(12, 8)) check_case(c, {.exact = true}, ++seed);
-  for (const QuantSpec& spec : testing::packed_specs())
+  for (QuantSpec spec : testing::packed_specs()) {
+    testing::fit_format(spec);
     check_case({spec, 33, 192, Layout::halfbyte}, {.exact = true}, ++seed);
+  }
 }
 
 }  // namespace

@@ -10,12 +10,6 @@ using testing::kCuda;
 using testing::Parts;
 using testing::Values;
 
-std::vector<EncodedSpec> searched_specs() {
-  std::vector<EncodedSpec> specs = testing::all_specs();
-  for (EncodedSpec& spec : specs) spec.encoding.search = true;
-  return specs;
-}
-
 struct Shape {
   Granularity granularity;
   int64_t group_size, rows, cols;
@@ -33,7 +27,7 @@ class ScaleSearch : public testing::CudaTest, public ::testing::WithParamInterfa
 
 TEST_P(ScaleSearch, EqualsTheCpu) {
   std::mt19937_64 random(GetParam());
-  EncodedSpec spec = searched_specs()[GetParam()];
+  EncodedSpec spec = testing::searched_specs()[GetParam()];
   for (const DType dtype : testing::kFloatDTypes) {
     for (size_t s = 0; s < std::size(kShapes); ++s) {
       const Shape& shape = kShapes[s];
@@ -65,9 +59,10 @@ TEST_P(ScaleSearch, EqualsTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, ScaleSearch, ::testing::Range(size_t{0}, testing::all_specs().size()),
+INSTANTIATE_TEST_SUITE_P(, ScaleSearch, ::testing::Range(size_t{0}, testing::searched_specs().size()),
                          [](const auto& info) {
-                           return testing::test_name(testing::short_name(testing::all_specs()[info.param]));
+                           return testing::test_name(
+                               testing::short_name(testing::searched_specs()[info.param]));
                          });
 
 using ScaleSearchPlan = testing::CudaTest;

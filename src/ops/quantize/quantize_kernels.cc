@@ -20,6 +20,7 @@ cuda::KernelSpec specialise(KernelValues values, int64_t cols, const Encoding& e
   values["scale-dtype"] = cuda::any_scale_dtype(values);
   QuantSpec spec = cuda::spec_of(values);
   cuda::set_group_size(spec, values.at("group-size"));
+  check_encoding(spec, encoding);
   const TensorView x = {memory, cuda::dtype_of(values), {16, cols}, {}, {DeviceKind::cuda, 0}};
   const QuantizedView out = {spec,
                              16,

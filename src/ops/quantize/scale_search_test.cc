@@ -19,13 +19,6 @@ TEST(ScaleSearch, TheNearestE2m1IsThatOfTheCodeBook) {
     for (uint32_t near = 0; edge > 0 && near < 9; ++near) check(formats::bit_cast<uint32_t>(edge) + near - 4);
 }
 
-// Every format and rule, searched.
-std::vector<EncodedSpec> searched_specs() {
-  std::vector<EncodedSpec> specs = testing::all_specs();
-  for (EncodedSpec& spec : specs) spec.encoding.search = true;
-  return specs;
-}
-
 void expect_equal(const Parts& expected, const Parts& actual) {
   EXPECT_TRUE(actual.guards_intact());
   EXPECT_TRUE(expected.same_bytes(actual));
@@ -74,7 +67,7 @@ double snr_db(Values& x, const EncodedSpec& spec, int64_t rows, int64_t cols) {
 TEST(ScaleSearch, EveryFormatDTypeAndShapeEqualsTheOracleOnEveryTarget) {
   std::mt19937_64 random(3);
   const int cases = testing::kSanitized ? 40 : 500;
-  const auto specs = searched_specs();
+  const auto specs = testing::searched_specs();
   for (int i = 0; i < cases; ++i) {
     EncodedSpec spec = specs[static_cast<size_t>(i) % specs.size()];
     const Granularity granularities[] = {Granularity::channel, Granularity::group, Granularity::flat};
@@ -157,7 +150,7 @@ TEST(ScaleSearch, GainsOnANormalDistribution) {
 // By the error that is minimised, but for the rounding of its sum: plain scales are among the candidates.
 TEST(ScaleSearch, NoGroupIsWorseThanWithTheScaleOfTheRule) {
   std::mt19937_64 random(5);
-  for (const EncodedSpec& searched : searched_specs()) {
+  for (const EncodedSpec& searched : testing::searched_specs()) {
     for (const bool weighted : {false, true}) {
       EncodedSpec plain = searched;
       if (!info(plain.format).scale_dtype) plain.group_size = 1 + static_cast<int64_t>(random() % 200);
@@ -197,7 +190,7 @@ TEST(ScaleSearch, NoGroupIsWorseThanWithTheScaleOfTheRule) {
 
 TEST(ScaleSearch, ImportanceThatIsAllEqualChangesNothing) {
   Values x = normal_values(DType::bf16, 16 * 256, 7);
-  for (EncodedSpec spec : searched_specs()) {
+  for (EncodedSpec spec : testing::searched_specs()) {
     const std::vector<float> weights(256, 0.25f);
     expect_equal(testing::quantize_parts(x, spec, 16, 256),
                  testing::quantize_parts(x, spec, 16, 256, 1, nullptr, {weights.data(), 256, 0}));
@@ -273,6 +266,9 @@ TEST(ScaleSearch, BadArgumentsAreNamed) {
       "encoding: search needs a scale for each channel or group, got granularity tensor, whose one scale "
       "takes all elements at once");
   spec.granularity = Granularity::group;
+  spec.format = Format::fp8;
+  EXPECT_EQ(message(spec, {}),
+            "encoding: search is for formats of code books, integers and affine codes, got fp8");
   spec.format = Format::affine4;
   spec.encoding.code_scale = CodeScale::unrounded;
   EXPECT_EQ(message(spec, {}),
