@@ -107,7 +107,8 @@ void bind_weight_plans(nb::module_& module) {
                               int64_t WeightViewBytes::*bytes) {
       plan.row(name, [=](const QgemmDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
         const std::string_view word = name;
-        const bool scale = word == "biases" || (word == "scales" && !d.spec.double_quant);
+        const bool scale =
+            word == "biases" || (word == "scales" && !d.spec.double_quant && size_of(d.spec.scale_dtype) > 1);
         const bool floats = word == "absmax" || word == "map" || word == "offset" || word == "global_scale";
         const Array& array = run.take(value, name, false);
         DType dtype = scale ? d.spec.scale_dtype : floats ? DType::f32 : DType::u8;

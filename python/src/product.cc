@@ -206,7 +206,8 @@ void unpack_into(nb::handle spec_or_text, int64_t n, int64_t k, nb::handle packe
     data = static_cast<std::remove_reference_t<decltype(data)>>(part_data(array, name, dtype, size, device));
   };
   take("codes", view.codes, DType::u8, bytes.codes);
-  take("scales", view.scales, spec.double_quant ? DType::u8 : spec.scale_dtype, bytes.scales);
+  const bool bytes_of_scales = spec.double_quant || size_of(spec.scale_dtype) == 1;
+  take("scales", view.scales, bytes_of_scales ? DType::u8 : spec.scale_dtype, bytes.scales);
   take("zeros", view.zeros, DType::u8, bytes.zeros);
   take("biases", view.biases, spec.scale_dtype, bytes.biases);
   take("absmax", view.absmax, DType::f32, bytes.absmax);

@@ -461,7 +461,7 @@ std::vector<ViewPart> view_parts(const QuantSpec& spec, int64_t rows, int64_t co
   const bool by_rows = spec.granularity == Granularity::group || spec.granularity == Granularity::channel;
   const bool words = layout == Layout::compressed_tensors || layout == Layout::mlx;
   const DType word = layout == Layout::mlx ? DType::u32 : DType::i32;
-  const DType scale = spec.double_quant ? DType::u8 : spec.scale_dtype;
+  const DType scale = spec.double_quant || size_of(spec.scale_dtype) == 1 ? DType::u8 : spec.scale_dtype;
   std::vector<ViewPart> parts = {
       {"codes", &WeightView::codes, nullptr, bytes.codes, words ? word : DType::u8},
       {"scales", &WeightView::scales, nullptr, bytes.scales, scale},

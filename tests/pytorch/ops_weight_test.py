@@ -41,7 +41,8 @@ def test_quantize_gives_the_shapes_and_values_of_the_library(spec, shape, device
     host = ops.quantize(x.cpu(), spec)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(parts, host))
     y = ops.dequantize(*parts[:4], spec, list(shape), torch.float32, global_scale)
-    assert y.shape == x.shape and relative(y, x) < {2: 0.95, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[of.bits]
+    limit = 0.04 if of.format == "fp8" else {2: 0.95, 3: 0.5, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[of.bits]
+    assert y.shape == x.shape and relative(y, x) < limit
 
 
 def test_quantize_refuses_what_is_not_finite(device):

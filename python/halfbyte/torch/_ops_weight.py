@@ -15,8 +15,6 @@ from ._library import FLOATS, WORDS, define
 
 # ---- What is known of a spec
 
-_BYTES = {"f8_e4m3": "float8_e4m3fn", "f8_e8m0": "float8_e8m0fnu"}  # the second: torch 2.7 and later
-
 
 @functools.lru_cache(maxsize=1024)
 def spec_of(text: str) -> _core.QuantSpec:
@@ -24,7 +22,7 @@ def spec_of(text: str) -> _core.QuantSpec:
 
 
 def scale_dtype_of(spec: _core.QuantSpec) -> torch.dtype:
-    return FLOATS.get(spec.scale_dtype) or getattr(torch, _BYTES[spec.scale_dtype])
+    return FLOATS.get(spec.scale_dtype, torch.uint8)  # block floats: the bytes of E4M3 and E8M0
 
 
 def without_double_quant(spec: _core.QuantSpec) -> _core.QuantSpec:

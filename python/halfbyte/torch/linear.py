@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Linear):
         torch.Size([2, 64])
     """
 
-    _kinds: tuple[str, ...] = ("nf4", "fp4", "lut4", "int", "affine")  # what the names of its formats begin with
+    _kinds: tuple[str, ...] = ("nf4", "fp4", "lut4", "nvfp4", "mxfp4", "int", "affine", "fp8")  # what the names of its formats begin with
     _default_spec = "nf4"
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
@@ -393,9 +393,9 @@ class QuantizedLinear(nn.Linear):
 
 
 class Linear4bit(QuantizedLinear):
-    """A QuantizedLinear of a table format: nf4, fp4, fp4_e2m1, lut4."""
+    """A QuantizedLinear of a table format: nf4, fp4, fp4_e2m1, lut4, nvfp4, mxfp4."""
 
-    _kinds = ("nf4", "fp4", "lut4")
+    _kinds = ("nf4", "fp4", "lut4", "nvfp4", "mxfp4")
 
 
 class LinearAffine(QuantizedLinear):
@@ -412,10 +412,17 @@ class LinearInt(QuantizedLinear):
     _default_spec = "int4"
 
 
+class LinearFp8(QuantizedLinear):
+    """A QuantizedLinear of fp8: a code is a number of E4M3. Its scales are of rows, or of groups."""
+
+    _kinds = ("fp8",)
+    _default_spec = "fp8,granularity=channel"
+
+
 def linear_class(spec: _core.QuantSpec | str) -> type[QuantizedLinear]:
     """The class of layers of a spec."""
     name = _core.QuantSpec.parse(str(spec)).format
-    return next(of for of in (Linear4bit, LinearAffine, LinearInt) if name.startswith(of._kinds))
+    return next(of for of in (Linear4bit, LinearAffine, LinearInt, LinearFp8) if name.startswith(of._kinds))
 
 
 def as_tensor(array: object) -> Tensor:
