@@ -125,6 +125,7 @@ section_sanitize() {
     echo "-- $tool"
     grep -q '^========= ERROR SUMMARY: 0 errors' "$out/$tool.log" || { head -n 60 "$out/$tool.log" && failed=1; }
     tail -n 4 "$out/$tool.log"
+    grep -A 12 ' Failure$' "$out/$tool.log" | grep -v '^=========' | head -n 40
   done
   echo "-- racecheck"
   python3 scripts/racecheck.py "$out/racecheck.log" --print-entries || failed=1

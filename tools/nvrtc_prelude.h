@@ -44,6 +44,7 @@ __device__ float __fsub_rn(float x, float y);
 __device__ float __fmul_rn(float x, float y);
 __device__ float __fmaf_rn(float x, float y, float z);
 __device__ float __fsqrt_rn(float x);
+__device__ float __frcp_rn(float x);
 __device__ double __fma_rn(double x, double y, double z);
 __device__ size_t __cvta_generic_to_shared(const void* pointer);
 __device__ float fabsf(float x);
