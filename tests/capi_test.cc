@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "capi/support.h"
+#include "halfbyte/checkpoint.hpp"
 #include "halfbyte/fake_quantize.hpp"
 #include "halfbyte/halfbyte.h"
 #include "halfbyte/observe.hpp"
@@ -146,6 +147,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(weight_report, snr_db);
   EXPECT_NO_TAIL(compare_options, user_data);
   EXPECT_NO_TAIL(comparison_row, snr_db);
+  EXPECT_NO_TAIL(verify_options, user_data);
+  EXPECT_NO_TAIL(fault, text);
+  EXPECT_NO_TAIL(repair_options, user_data);
+  EXPECT_NO_TAIL(repaired_weight, num_scales);
   EXPECT_NO_TAIL(system_info, num_threads);
   EXPECT_NO_TAIL(cuda_info, num_devices);
   EXPECT_NO_TAIL(cuda_device, memory_bytes);
@@ -2021,6 +2026,79 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_GT(row.snr_db, 15);
   EXPECT_EQ(halfbyte_comparison_get_row(comparison, num_rows, &row), HALFBYTE_USAGE);
   halfbyte_comparison_destroy(comparison);
+}
+
+TEST(CApi, FaultsAreFoundAndMended) {
+  const TestDirectory directory;
+  const std::string path = directory / "quantized", mended = directory / "mended";
+  auto quantize = INITIALISED(quantize_options);
+  quantize.format = HALFBYTE_FORMAT_NVFP4;
+  ASSERT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), path.c_str(), &quantize, nullptr), HALFBYTE_OK)
+      << halfbyte_last_error();
+  halfbyte_verification* verification = nullptr;
+  EXPECT_OK(halfbyte_verify_checkpoint(path.c_str(), nullptr, &verification));
+  int64_t num_faults = -1;
+  EXPECT_OK(halfbyte_verification_num_faults(verification, &num_faults));
+  EXPECT_EQ(num_faults, 0);
+  halfbyte_verification_destroy(verification);
+  EXPECT_EQ(halfbyte_repair_checkpoint(path.c_str(), mended.c_str(), nullptr, nullptr), HALFBYTE_USAGE);
+
+  const std::string name = "model.layers.0.self_attn.k_proj.weight";
+  float global_scale = 0;
+  const Checkpoint checkpoint = Checkpoint::open(path);
+  for (const StoredTensor& tensor : checkpoint.tensors()) {
+    if (tensor.name != name + "_global_scale") continue;
+    std::fstream file(path + "/" + tensor.file, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(tensor.offset));
+    file.read(reinterpret_cast<char*>(&global_scale), sizeof global_scale);
+    const float twice = 2 * global_scale;
+    file.seekp(static_cast<std::streamoff>(tensor.offset));
+    file.write(reinterpret_cast<const char*>(&twice), sizeof twice);
+  }
+  ASSERT_GT(global_scale, 0);
+
+  const auto verify = INITIALISED(verify_options);
+  ASSERT_EQ(halfbyte_verify_checkpoint(path.c_str(), &verify, &verification), HALFBYTE_OK);
+  EXPECT_OK(halfbyte_verification_num_faults(verification, &num_faults));
+  ASSERT_GT(num_faults, 0);
+  auto fault = output<halfbyte_fault>();
+  EXPECT_OK(halfbyte_verification_get_fault(verification, 0, &fault));
+  EXPECT_STREQ(fault.rule, "global-scale-mismatch");
+  EXPECT_NE(std::string(fault.name).find("model.layers.0.self_attn."), std::string::npos) << fault.name;
+  EXPECT_STRNE(fault.text, "");
+  EXPECT_FAILS(HALFBYTE_USAGE,
+               fmt::format("faults: index must be 0 to {}, got {}", num_faults - 1, num_faults).c_str(),
+               halfbyte_verification_get_fault(verification, num_faults, &fault));
+  halfbyte_verification_destroy(verification);
+
+  halfbyte_repair* repair = nullptr;
+  ASSERT_EQ(halfbyte_repair_checkpoint(path.c_str(), mended.c_str(), nullptr, &repair), HALFBYTE_OK)
+      << halfbyte_last_error();
+  int64_t num_weights = 0;
+  EXPECT_OK(halfbyte_repair_num_weights(repair, &num_weights));
+  ASSERT_EQ(num_weights, 1);
+  auto weight = output<halfbyte_repaired_weight>();
+  EXPECT_OK(halfbyte_repair_get_weight(repair, 0, &weight));
+  EXPECT_EQ(weight.name, name);
+  EXPECT_EQ(weight.global_scale_before, 2 * global_scale);
+  EXPECT_EQ(weight.global_scale, global_scale);
+  EXPECT_GT(weight.num_scales, 0);
+  EXPECT_EQ(halfbyte_repair_get_weight(repair, 1, &weight), HALFBYTE_USAGE);
+  halfbyte_repair_destroy(repair);
+  EXPECT_OK(halfbyte_verify_checkpoint(mended.c_str(), nullptr, &verification));
+  EXPECT_OK(halfbyte_verification_num_faults(verification, &num_faults));
+  EXPECT_EQ(num_faults, 0);
+  halfbyte_verification_destroy(verification);
+
+  auto options = INITIALISED(repair_options);
+  EXPECT_EQ(halfbyte_repair_checkpoint(path.c_str(), mended.c_str(), &options, nullptr), HALFBYTE_EXISTS);
+  options.force = 1;
+  EXPECT_OK(halfbyte_repair_checkpoint(path.c_str(), mended.c_str(), &options, nullptr));
+  options.progress = [](const halfbyte_progress*, void*) { return 1; };
+  EXPECT_EQ(halfbyte_repair_checkpoint(path.c_str(), mended.c_str(), &options, nullptr), HALFBYTE_CANCELLED);
+  auto cancelled = INITIALISED(verify_options);
+  cancelled.progress = options.progress;
+  EXPECT_EQ(halfbyte_verify_checkpoint(mended.c_str(), &cancelled, &verification), HALFBYTE_CANCELLED);
 }
 
 // A weight comes in, is changed, multiplied and goes out.

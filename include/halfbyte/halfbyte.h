@@ -1481,6 +1481,67 @@ typedef struct halfbyte_comparison_row {
 HALFBYTE_API halfbyte_status halfbyte_comparison_get_row(const halfbyte_comparison* comparison, int64_t index,
                                                          halfbyte_comparison_row* row);
 
+/* ---- Checking and mending: halfbyte/verify.hpp. docs/verify.md has the rules. */
+
+typedef struct halfbyte_verify_options {
+  size_t struct_size;
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_verify_options;
+HALFBYTE_API halfbyte_status halfbyte_verify_options_init(halfbyte_verify_options* options,
+                                                          size_t struct_size);
+
+typedef struct halfbyte_verification halfbyte_verification;
+/* Finds the faults of a quantized checkpoint, which are no failure of the call. options: NULL means the
+ * defaults. */
+HALFBYTE_API halfbyte_status halfbyte_verify_checkpoint(const char* path,
+                                                        const halfbyte_verify_options* options,
+                                                        halfbyte_verification** verification);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_verification_destroy(halfbyte_verification* verification);
+/* 0: the checkpoint keeps the rules. */
+HALFBYTE_API halfbyte_status halfbyte_verification_num_faults(const halfbyte_verification* verification,
+                                                              int64_t* num_faults);
+/* What it points to lives as long as the verification. */
+typedef struct halfbyte_fault {
+  size_t struct_size;
+  const char* rule; /* "global-scale-mismatch" */
+  const char* name; /* of the tensor, module or file */
+  const char* text; /* what is wrong, with the values */
+} halfbyte_fault;
+/* Faults are in order of rule and name. */
+HALFBYTE_API halfbyte_status halfbyte_verification_get_fault(const halfbyte_verification* verification,
+                                                             int64_t index, halfbyte_fault* fault);
+
+typedef struct halfbyte_repair_options {
+  size_t struct_size;
+  int32_t force;                       /* flag: replaces an output that exists */
+  halfbyte_progress_function progress; /* may be NULL */
+  void* user_data;
+} halfbyte_repair_options;
+HALFBYTE_API halfbyte_status halfbyte_repair_options_init(halfbyte_repair_options* options,
+                                                          size_t struct_size);
+
+typedef struct halfbyte_repair halfbyte_repair;
+/* Writes a copy of `input` in which weights of one product have one global scale. HALFBYTE_USAGE where there
+ * is nothing to mend. A failure leaves no output. options: NULL means the defaults. repair: receives what
+ * changed; may be NULL. */
+HALFBYTE_API halfbyte_status halfbyte_repair_checkpoint(const char* input, const char* output,
+                                                        const halfbyte_repair_options* options,
+                                                        halfbyte_repair** repair);
+/* NULL is fine. */
+HALFBYTE_API void halfbyte_repair_destroy(halfbyte_repair* repair);
+HALFBYTE_API halfbyte_status halfbyte_repair_num_weights(const halfbyte_repair* repair, int64_t* num_weights);
+/* What it points to lives as long as the repair. Global scales are divisors, as in halfbyte_quant_shape. */
+typedef struct halfbyte_repaired_weight {
+  size_t struct_size;
+  const char* name;
+  float global_scale_before, global_scale;
+  int64_t num_scales; /* of groups, which were rounded anew */
+} halfbyte_repaired_weight;
+HALFBYTE_API halfbyte_status halfbyte_repair_get_weight(const halfbyte_repair* repair, int64_t index,
+                                                        halfbyte_repaired_weight* weight);
+
 /* ---- The machine: halfbyte/system.hpp and halfbyte/device.hpp. Nothing here needs the CUDA toolkit. */
 
 /* What it points to lives as long as the process. */

@@ -1,4 +1,4 @@
-// Checkpoints: read, quantized, converted, compared and written.
+// Checkpoints: read, quantized, converted, compared, checked, mended and written.
 #include "halfbyte/checkpoint.hpp"
 
 #include <nanobind/stl/pair.h>
@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "halfbyte/error.hpp"
+#include "halfbyte/verify.hpp"
 #include "tensors.h"
 
 namespace halfbyte::python {
@@ -491,6 +492,23 @@ void bind_reports(nb::module_& module) {
                     : self.problem) +
                ">";
       });
+  nb::class_<Fault>(module, "Fault", "A rule that a quantized checkpoint does not keep: docs/verify.md.")
+      .def_ro("rule", &Fault::rule, "\"scale-zero\", \"global-scale-mismatch\", ...")
+      .def_ro("name", &Fault::name, "Of the tensor, module or file.")
+      .def_ro("text", &Fault::text, "What is wrong, with the values.")
+      .def("__repr__", [](const Fault& self) {
+        return "<Fault " + self.rule + ": " + quoted(self.name) + ": " + self.text + ">";
+      });
+  nb::class_<RepairedWeight>(module, "RepairedWeight",
+                             "A weight whose global scale, a divisor, repair_checkpoint changed.")
+      .def_ro("name", &RepairedWeight::name)
+      .def_ro("global_scale_before", &RepairedWeight::global_scale_before)
+      .def_ro("global_scale", &RepairedWeight::global_scale)
+      .def_ro("num_scales", &RepairedWeight::num_scales, "Scales of groups, which were rounded anew.")
+      .def("__repr__", [](const RepairedWeight& self) {
+        return nb::str("<RepairedWeight {}: global scale {:.9g} -> {:.9g}>")
+            .format(quoted(self.name), self.global_scale_before, self.global_scale);
+      });
 }
 
 // ---- Writing
@@ -629,6 +647,41 @@ void bind_functions_of_files(nb::module_& module) {
       "    >>> rows = halfbyte.compare_checkpoints(model, model)\n"
       "    >>> rows[0].problem, rows[0].max_error\n"
       "    ('', 0.0)");
+  module.def(
+      "verify_checkpoint",
+      [](nb::handle path, nb::handle progress) {
+        const std::string of = to_path(path);
+        const auto callbacks = std::make_shared<Callbacks>(progress);
+        return run_work(callbacks, [&] { return verify_checkpoint(of, progress_of(callbacks)); });
+      },
+      nb::arg("path"), nb::kw_only(), nb::arg("progress") = nb::none(),
+      nb::sig("def verify_checkpoint(path: str | os.PathLike, *, "
+              "progress: Callable[[str, int, int], bool | None] | bool | None = None) -> list[Fault]"),
+      "The faults of a quantized checkpoint, in order of rule and name: rules that its readers rely on "
+      "and do not check. Raises Error (IO) where files cannot be read, (CANCELLED).\n\n"
+      "    >>> report = halfbyte.quantize_checkpoint(model, output, \"nvfp4\")\n"
+      "    >>> halfbyte.verify_checkpoint(output)\n"
+      "    []");
+  module.def(
+      "repair_checkpoint",
+      [](nb::handle input, nb::handle output, bool force, nb::handle progress) {
+        const std::string from = to_path(input), to = to_path(output);
+        const auto callbacks = std::make_shared<Callbacks>(progress);
+        return run_work(callbacks,
+                        [&] { return repair_checkpoint(from, to, force, progress_of(callbacks)).weights; });
+      },
+      nb::arg("input"), nb::arg("output"), nb::kw_only(), nb::arg("force") = false,
+      nb::arg("progress") = nb::none(),
+      nb::sig("def repair_checkpoint(input: str | os.PathLike, output: str | os.PathLike, *, "
+              "force: bool = False, progress: Callable[[str, int, int], bool | None] | bool | None = None) "
+              "-> list[RepairedWeight]"),
+      "Writes a copy in which weights of nvfp4 that runtimes multiply by as one (q, k and v; gate and up) "
+      "have one global scale; codes stay. Returns the weights that changed. Raises ValueError where there is "
+      "nothing to mend, and as quantize_checkpoint.\n\n"
+      "    >>> report = halfbyte.quantize_checkpoint(model, output, \"nvfp4\")\n"
+      "    >>> halfbyte.repair_checkpoint(output, second) if halfbyte.verify_checkpoint(output) else "
+      "\"no faults\"\n"
+      "    'no faults'");
 }
 
 struct Writer {

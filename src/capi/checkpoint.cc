@@ -1,9 +1,10 @@
-// Checkpoints, reports and comparisons.
+// Checkpoints, reports, comparisons, and what is wrong with checkpoints.
 #include "halfbyte/checkpoint.hpp"
 
 #include <memory>
 
 #include "capi/support.h"
+#include "halfbyte/verify.hpp"
 
 using namespace halfbyte;
 using namespace halfbyte::capi;
@@ -19,6 +20,12 @@ struct halfbyte_writer {
 };
 struct halfbyte_comparison {
   std::vector<CompareRow> rows;
+};
+struct halfbyte_verification {
+  std::vector<Fault> faults;
+};
+struct halfbyte_repair {
+  RepairReport report;
 };
 
 namespace {
@@ -194,10 +201,10 @@ ConvertOptions options_of(const halfbyte_convert_options* given) {
 
 // Hands the report of `run` to who asked for one. Memory for it is taken first: the output is there
 // afterwards.
-template <class Run>
-void give_report(halfbyte_report** to, const Run& run) {
-  std::unique_ptr<halfbyte_report> report = to == nullptr ? nullptr : std::make_unique<halfbyte_report>();
-  CheckpointReport done = run();
+template <class Handle, class Run>
+void give_report(Handle** to, const Run& run) {
+  std::unique_ptr<Handle> report = to == nullptr ? nullptr : std::make_unique<Handle>();
+  auto done = run();
   if (to == nullptr) return;
   report->report = std::move(done);
   *to = report.release();
@@ -535,5 +542,64 @@ halfbyte_status halfbyte_comparison_get_row(const halfbyte_comparison* compariso
                  {0, of.name.c_str(), of.problem.c_str(), of.max_error, of.max_error_index, of.relative_rmse,
                   of.snr_db},
                  "row");
+  });
+}
+
+// ---- Checking and mending
+
+halfbyte_status halfbyte_verify_options_init(halfbyte_verify_options* options, size_t struct_size) {
+  return init_struct(options, {}, struct_size, "options");
+}
+
+halfbyte_status halfbyte_verify_checkpoint(const char* path, const halfbyte_verify_options* options,
+                                           halfbyte_verification** verification) {
+  return guard([&] {
+    required(verification, "verification");
+    const halfbyte_verify_options c = read_struct(options, {}, "options");
+    *verification = new halfbyte_verification{
+        verify_checkpoint(&required(path, "path"), progress_of(c.progress, c.user_data))};
+  });
+}
+void halfbyte_verification_destroy(halfbyte_verification* verification) { delete verification; }
+
+halfbyte_status halfbyte_verification_num_faults(const halfbyte_verification* verification,
+                                                 int64_t* num_faults) {
+  return guard(
+      [&] { required(num_faults, "num_faults") = count_of(required(verification, "verification").faults); });
+}
+halfbyte_status halfbyte_verification_get_fault(const halfbyte_verification* verification, int64_t index,
+                                                halfbyte_fault* fault) {
+  return guard([&] {
+    const Fault& of = element(required(verification, "verification").faults, index, "faults");
+    write_struct(fault, {0, of.rule.c_str(), of.name.c_str(), of.text.c_str()}, "fault");
+  });
+}
+
+halfbyte_status halfbyte_repair_options_init(halfbyte_repair_options* options, size_t struct_size) {
+  return init_struct(options, {}, struct_size, "options");
+}
+
+halfbyte_status halfbyte_repair_checkpoint(const char* input, const char* output,
+                                           const halfbyte_repair_options* options, halfbyte_repair** repair) {
+  return guard([&] {
+    const halfbyte_repair_options c = read_struct(options, {}, "options");
+    give_report(repair, [&] {
+      return repair_checkpoint(&required(input, "input"), &required(output, "output"),
+                               flag_of(c.force, "options.force"), progress_of(c.progress, c.user_data));
+    });
+  });
+}
+void halfbyte_repair_destroy(halfbyte_repair* repair) { delete repair; }
+
+halfbyte_status halfbyte_repair_num_weights(const halfbyte_repair* repair, int64_t* num_weights) {
+  return guard(
+      [&] { required(num_weights, "num_weights") = count_of(required(repair, "repair").report.weights); });
+}
+halfbyte_status halfbyte_repair_get_weight(const halfbyte_repair* repair, int64_t index,
+                                           halfbyte_repaired_weight* weight) {
+  return guard([&] {
+    const RepairedWeight& of = element(required(repair, "repair").report.weights, index, "weights");
+    write_struct(weight, {0, of.name.c_str(), of.global_scale_before, of.global_scale, of.num_scales},
+                 "weight");
   });
 }

@@ -187,6 +187,7 @@ class Caller:
         options = self.initialised("halfbyte_quantize_options", dry_run=1)
         self.make("halfbyte_quantize_checkpoint", b"model.safetensors", b"planned", options)
         self.make("halfbyte_compare_checkpoints", b"model.safetensors", b"model.safetensors", None)
+        self.make("halfbyte_verify_checkpoint", b"model.safetensors", None)
 
     # ---- Arguments
 

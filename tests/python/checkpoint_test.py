@@ -193,6 +193,36 @@ def test_convert_keeps_the_codes(layout, tmp_path):
     assert caught.value.code == "BAD_INPUT" and not (tmp_path / "c").exists()
 
 
+def test_verify_and_repair(tmp_path):
+    path, mended = tmp_path / "q", tmp_path / "mended"
+    halfbyte.quantize_checkpoint(MODEL, path, "nvfp4")
+    assert halfbyte.verify_checkpoint(path) == []
+    with pytest.raises(ValueError, match="no weights of one product with several global scales"):
+        halfbyte.repair_checkpoint(path, mended)
+    tensors, metadata = st.read(path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    scale = tensors[f"{name}_global_scale"]
+    tensors[f"{name}_global_scale"] = st.Tensor(scale.dtype, scale.data * np.float32(2))
+    st.write(path / "model.safetensors", tensors, metadata)
+    fault = halfbyte.verify_checkpoint(path)[0]
+    assert fault.rule == "global-scale-mismatch" and fault.text and fault.rule in repr(fault)
+    assert fault.name.startswith("model.layers.0.self_attn.")
+    (weight,) = halfbyte.repair_checkpoint(path, mended)
+    assert weight.name == name and weight.num_scales > 0 and name in repr(weight)
+    assert weight.global_scale_before == 2 * weight.global_scale == 2 * scale.data.reshape(())
+    assert halfbyte.verify_checkpoint(mended) == []
+    with pytest.raises(halfbyte.Error) as caught:
+        halfbyte.repair_checkpoint(path, mended)
+    assert caught.value.code == "EXISTS"
+    assert len(halfbyte.repair_checkpoint(path, mended, force=True)) == 1
+    with pytest.raises(halfbyte.Error) as caught:
+        halfbyte.verify_checkpoint(path, progress=lambda *_: False)
+    assert caught.value.code == "CANCELLED"
+    with pytest.raises(halfbyte.Error) as caught:
+        halfbyte.repair_checkpoint(path, tmp_path / "other", progress=lambda *_: False)
+    assert caught.value.code == "CANCELLED" and not (tmp_path / "other").exists()
+
+
 # Progress
 
 
