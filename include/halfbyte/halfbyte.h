@@ -1532,7 +1532,7 @@ HALFBYTE_API halfbyte_status halfbyte_repair_checkpoint(const char* input, const
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_repair_destroy(halfbyte_repair* repair);
 HALFBYTE_API halfbyte_status halfbyte_repair_num_weights(const halfbyte_repair* repair, int64_t* num_weights);
-/* What it points to lives as long as the repair. Global scales are divisors, as in halfbyte_quant_shape. */
+/* What it points to lives as long as the repair. The scales of groups are divided by a global scale. */
 typedef struct halfbyte_repaired_weight {
   size_t struct_size;
   const char* name;
