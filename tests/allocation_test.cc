@@ -200,6 +200,23 @@ TEST_F(Allocations, OfFakeQuantize) {
   }
 }
 
+TEST_F(Allocations, OfFakeQuantizeOfBlockFloats) {
+  const std::vector<int64_t> shape = {6, 200, 96};
+  const Tensor x = tensor(DType::f32, shape), y = tensor(DType::f32, shape), global = tensor(DType::f32, {1});
+  for (const int axis : {1, 2}) {
+    FakeQuantizeDescriptor d;
+    d.shape = shape;
+    d.format = Format::nvfp4;
+    d.granularity = Granularity::group;
+    d.axis = axis;
+    d.group_size = 16;
+    d.scale_dtype = DType::f8_e4m3;
+    d.computed = d.computed_global_scale = true;
+    const Tensor scale = tensor(DType::f8_e4m3, d.scale_shape());
+    expect_none<FakeQuantize>(d, {x.view(), y.view(), scale.view(), {}, {}, {}, {}, {}, global.view()});
+  }
+}
+
 TEST_F(Allocations, OfObserve) {
   const std::vector<int64_t> shape = {6, 40, 9600};
   const Tensor x = tensor(DType::f32, shape);

@@ -393,6 +393,34 @@ void run_fake_quantize(Problem& p) {
   });
 }
 
+void run_fake_quantize_block_floats(Problem& p) {
+  Random& r = p.random;
+  const FormatInfo& format = info(r.pick({Format::nvfp4, Format::mxfp4}));
+  FakeQuantizeDescriptor d;
+  d.dtype = draw_float(r);
+  d.shape = draw_shape(r, 1, 4);
+  const auto rank = static_cast<int>(d.shape.size());
+  if (r.one_in(3)) d.axis = static_cast<int>(r.between(-rank, rank - 1));
+  p.text << format.name << ' ' << d.dtype << ' ' << d.shape << '@' << d.axis << ' ';
+  d.format = format.format;
+  d.granularity = Granularity::group;
+  d.group_size = format.group_size;
+  d.scale_dtype = *format.scale_dtype;
+  d.alignment = p.draw_alignment(d.dtype);
+  d.computed = !r.one_in(3);
+  const bool has_global = format.format == Format::nvfp4;
+  d.computed_global_scale = has_global && d.computed && r.one_in(2);
+  p.text << (d.computed_global_scale ? "with the global scale" : d.computed ? "computed" : "given");
+  p.print([&] {
+    const TensorView x = p.tensor(d.dtype, d.shape, Data::any), y = p.tensor(d.dtype, d.shape, Data::poison);
+    const TensorView scale = p.tensor(d.scale_dtype, d.scale_shape(), d.computed ? Data::poison : Data::bits);
+    TensorView global;
+    if (has_global)
+      global = p.tensor(DType::f32, {1}, d.computed_global_scale ? Data::poison : Data::invalid_scales);
+    p.run<FakeQuantize>(d, {x, y, scale, {}, {}, {}, {}, {}, global});
+  });
+}
+
 void run_fake_quantize_backward(Problem& p) {
   Random& r = p.random;
   FakeQuantizeDescriptor d = draw_fake_quantize(p);
@@ -651,6 +679,7 @@ constexpr OpEntry kOps[] = {
     {"fake_quantize", run_fake_quantize},
     {"fake_quantize_backward", run_fake_quantize_backward},
     {"fake_quantize_learned_backward", run_fake_quantize_learned_backward},
+    {"fake_quantize_block_floats", run_fake_quantize_block_floats},
     {"affine_init", run_affine_init},
     {"affine_qdq", run_affine_qdq},
     {"affine_qdq_backward", run_affine_qdq_backward},

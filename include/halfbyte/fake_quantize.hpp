@@ -4,9 +4,14 @@
 //   forward          q = clamp(rne(x / scale) + zero_point, q_min, q_max), y = (q - zero_point) * scale
 //   of a table       y = value * scale, with the value of the table nearest to x / scale; ties are those of
 //                    the format
+//   of nvfp4, mxfp4  the same, with scales of 8 bits. Where they are computed, y of a finite x is, bit by
+//   bit,
+//                    what dequantize makes of the codes that quantize gives
 //   backward         dx = dy where q_min <= rne(x / scale) + zero_point <= q_max, else +0; of a table where
 //                    lowest value <= x / scale <= highest value: the straight-through estimator (Bengio et
-//                    al. 2013) with the inclusive mask of PyTorch
+//                    al. 2013) with the inclusive mask of PyTorch. Of nvfp4 and mxfp4 dx = dy everywhere, as
+//                    in torchao (torchao/prototype/qat/nvfp4.py), which needs no plan: computed scales leave
+//                    x outside only by their rounding, by 1/6 of the highest value at most
 //
 // Arithmetic is f32 (f64 for f64 tensors), with correctly rounded quotients; results are rounded once to the
 // dtype. Integer zero points are any i32, and sums with them exact, as in quantize_linear.hpp. The scale is
@@ -34,14 +39,15 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   Granularity granularity = Granularity::tensor;
   int axis = -1;
   int64_t group_size = 0;
-  // Unset: integers in [q_min, q_max]. Set: a format of kind table, without zero points: nf4, fp4, fp4_e2m1
-  // or lut4 (its values are `table`, ascending).
+  // Unset: integers in [q_min, q_max]. Set: a format of kind table, without zero points: nf4, fp4, fp4_e2m1,
+  // lut4 (its values are `table`, ascending), nvfp4 or mxfp4. The last two are for forward only, with groups
+  // and scale_dtype of their own (FormatInfo), along any axis, and without eps, observer and mask.
   std::optional<Format> format = {};
   std::array<float, 16> table = {};
   // q_max - q_min in [2, 255], within [-128, 255]; without a zero point around 0.
   int q_min = -8, q_max = 7;
   DType dtype = DType::f32;        // of x, y and gradients: f32, f64, f16, bf16
-  DType scale_dtype = DType::f32;  // f32, or the same as dtype
+  DType scale_dtype = DType::f32;  // f32, or the same as dtype; of nvfp4 f8_e4m3, of mxfp4 f8_e8m0
   // Unset: the zero point is 0. i32: integer zero points. f32 (f64 for f64 tensors): learned zero points,
   // which are rounded half to even and clamped to [q_min, q_max] when used; NaN counts as q_min. The status
   // counts those that were clamped.
@@ -63,6 +69,10 @@ struct HALFBYTE_API FakeQuantizeDescriptor {
   // sqrt(n * q_max), where n is the number of elements that share a scale.
   double gradient_scale = 1;
   int64_t alignment = 16;  // of x, y and gradients, as LinearDescriptor has it
+  // With `computed`, of nvfp4: the global scale is that of the largest magnitude of x (has_global_scale), and
+  // written; x is read twice. false: it is given, and a scale that is too large for it becomes the largest
+  // f8_e4m3, 448. With one that is not positive and finite all scales count as invalid, and as 0.
+  bool computed_global_scale = false;
 
   // The shape of scale, zero point, their gradients and the observer's state, as in LinearDescriptor. Throws
   // as check_descriptor.
@@ -94,6 +104,8 @@ struct HALFBYTE_API FakeQuantize {
     TensorView mask = {};        // written; without data where the descriptor has none
     // The observer's state as in observe.hpp, read and written; without data where the descriptor has none.
     TensorView min = {}, max = {}, num_batches = {};
+    // f32 [1]: read; written where computed; without data but of nvfp4.
+    TensorView global_scale = {};
   };
   using Status = QuantizeStatus;
 };

@@ -22,6 +22,7 @@ struct Codec {
   CodeBook book = {};                 // table formats
   double eps = 0;                     // no scale is less (rules absmax, half_range, minmax of integers)
   float global_scale = 1;             // scale_type e4m3: what stored scales are divided by
+  bool saturate = false;  // scale_type e4m3: a scale that is too large for global_scale is the largest
 
   constexpr bool operator==(const Codec&) const = default;
 
@@ -181,6 +182,8 @@ HALFBYTE_FN RuleParams<F> rule_params(F min, F max, const Codec& codec) {
     }
   }
   if (codec.eps > 0 && scale < static_cast<F>(codec.eps)) scale = static_cast<F>(codec.eps);
+  if (codec.saturate)
+    scale = formats::min(scale, static_cast<F>(kMaxE4m3) / static_cast<F>(codec.global_scale));
   return {scale, bias, min, may_underflow};
 }
 

@@ -31,5 +31,9 @@ HALFBYTE_FN formats::u64 order_key(double x) {
 HALFBYTE_FN double from_order_key(formats::u64 key) {
   return formats::bit_cast<double>(key ^ (key >> 63 != 0 ? 1ull << 63 : ~0ull));
 }
+// The largest magnitude in a range; 0 where there is none.
+HALFBYTE_FN double absmax_of(const RangeKeys& keys) {
+  return keys.high == 0 ? 0 : formats::max(from_order_key(keys.low), from_order_key(keys.high));
+}
 
 }  // namespace halfbyte

@@ -15,11 +15,20 @@ Grouping grouping_of(const FakeQuantizeDescriptor& d) {
   return make_grouping(kDescriptor, {d.shape, d.granularity, d.axis, d.group_size}, d.dtype);
 }
 
-// Of a table format; its other fields do not matter.
+bool is_block_float(const FakeQuantizeDescriptor& d) {
+  return d.format && info(*d.format).scale_dtype.has_value();
+}
+
+// Of a table format; where its scales are floats, its other fields do not matter.
 QuantSpec spec_of(const FakeQuantizeDescriptor& d) {
   QuantSpec spec;
   spec.format = *d.format;
   spec.table = d.table;
+  if (is_block_float(d)) {
+    spec.granularity = d.granularity;
+    spec.group_size = d.group_size;
+    spec.scale_dtype = d.scale_dtype;
+  }
   return spec;
 }
 
@@ -44,11 +53,17 @@ void check_table(const FakeQuantizeDescriptor& d) {
   const FormatInfo& format = info(*d.format);
   HALFBYTE_CHECK(
       format.kind == FormatKind::table, usage,
-      "{}: format must be a table (nf4, fp4, fp4_e2m1, lut4), got {}: integers have q_min and q_max",
+      "{}: format must be a table (nf4, fp4, fp4_e2m1, lut4, nvfp4, mxfp4), got {}: integers have q_min and "
+      "q_max",
       kDescriptor, format.name);
   check_spec(spec_of(d));
   HALFBYTE_CHECK(!d.zero_point_dtype, usage, "{}: format {} has no zero points, got zero_point_dtype {}",
                  kDescriptor, format.name, to_string(*d.zero_point_dtype));
+  if (!is_block_float(d)) return;
+  HALFBYTE_CHECK(d.eps == 0, usage, "{}: format {} has no eps, got {}", kDescriptor, format.name, d.eps);
+  HALFBYTE_CHECK(!d.observer, usage, "{}: format {} has no observer: its scales are those of x", kDescriptor,
+                 format.name);
+  HALFBYTE_CHECK(!d.mask, usage, "{}: format {} has no mask: dx is dy", kDescriptor, format.name);
 }
 
 void check_computed(const FakeQuantizeDescriptor& d) {
@@ -80,16 +95,11 @@ std::vector<int64_t> FakeQuantizeDescriptor::mask_shape() const {
 void check_descriptor(const FakeQuantizeDescriptor& d) {
   HALFBYTE_MUST(is_floating(d.dtype), unsupported, kDescriptor, "dtype", "be", "f32, f64, f16 or bf16",
                 to_string(d.dtype));
-  HALFBYTE_MUST(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, unsupported, kDescriptor,
-                "scale_dtype", "be", fmt::format("f32 or dtype ({})", to_string(d.dtype)),
-                to_string(d.scale_dtype));
+  if (!is_block_float(d))  // else check_table does
+    HALFBYTE_MUST(d.scale_dtype == DType::f32 || d.scale_dtype == d.dtype, unsupported, kDescriptor,
+                  "scale_dtype", "be", fmt::format("f32 or dtype ({})", to_string(d.dtype)),
+                  to_string(d.scale_dtype));
   grouping_of(d);  // throws
-  if (d.format)
-    HALFBYTE_CHECK_AS(
-        !info(*d.format).scale_dtype, usage,
-        (ErrorDetails{ErrorKind::unsupported, "format", "one with floating scales", info(*d.format).name}),
-        "{}: format must be one with floating scales, got {}: its codes are those of fp4_e2m1", kDescriptor,
-        info(*d.format).name);
   if (d.format)
     check_table(d);
   else
@@ -108,6 +118,8 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
         "{}: observer.kind must be min-max or moving-average; others are plans of their own", kDescriptor);
     check_config(observer);
   }
+  HALFBYTE_CHECK(!d.computed_global_scale || (d.computed && d.format == Format::nvfp4), usage,
+                 "{}: computed_global_scale needs computed scales of format nvfp4", kDescriptor);
   HALFBYTE_MUST(std::isfinite(used(d.gradient_scale)) && used(d.gradient_scale) > 0, invalid_problem,
                 kDescriptor, "gradient_scale", "be", "finite and > 0", d.gradient_scale);
   check_alignment(kDescriptor, d.alignment, d.dtype);
@@ -115,6 +127,8 @@ void check_descriptor(const FakeQuantizeDescriptor& d) {
 
 LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuantizeDescriptor& d,
                                     const PlanPreference& preference) {
+  HALFBYTE_CHECK(op == LinearOp::fake_quantize || !is_block_float(d), usage,
+                 "{}: format {} has no plans of gradients: dx is dy", kDescriptor, info(*d.format).name);
   LinearProblem problem;
   static_cast<Grouping&>(problem) = grouping_of(d);
   problem.op = op;
@@ -135,6 +149,9 @@ LinearProblem fake_quantize_problem(LinearOp op, Device device, const FakeQuanti
   problem.mask.cols = d.shape.empty() ? 1 : d.shape.back();
   problem.mask.row_bytes = d.mask_shape().back();
   problem.computed = d.computed && op == LinearOp::fake_quantize;
+  problem.computed_global_scale = problem.computed && d.computed_global_scale;
+  problem.codec.saturate =
+      problem.codec.scale_type == formats::ScaleType::e4m3 && !problem.computed_global_scale;
   problem.observed = problem.computed && d.observer.has_value();
   if (problem.observed && d.observer->kind == ObserverKind::moving_average)
     problem.history = d.observer->momentum;

@@ -290,7 +290,7 @@ struct Scales {
     const formats::Codec& codec = problem.codec;
     first = index;
     count = n;
-    load_scales(tensors.scale, codec.scale_type, stride);
+    load_scales(tensors.scale, codec.scale_type, stride, global_scale_of(tensors));
     load_zeros(problem, tensors, stride, status);
     const auto one = hn::Set(d, F{1}), infinity = hn::Set(d, std::numeric_limits<F>::infinity());
     const auto q_min = hn::Set(d, static_cast<F>(codec.q_min)),
@@ -364,7 +364,7 @@ struct Scales {
     if (problem.op == LinearOp::quantize) zero[i] = code;                     // gives the same
     if (problem.op == LinearOp::fake_quantize && zero[i] > code) far = true;  // y is -0
   }
-  void load_scales(const void* data, formats::ScaleType type, int64_t stride) {
+  void load_scales(const void* data, formats::ScaleType type, int64_t stride, float global_scale) {
     if (stride == 1 && type == formats::ScaleType::f32)
       return convert<std::conditional_t<sizeof(F) == 4, F32, F32AsF64>>(data, type);
     if constexpr (sizeof(F) == 4) {
@@ -373,7 +373,8 @@ struct Scales {
     } else {
       if (stride == 1 && type == formats::ScaleType::f64) return convert<F64>(data, type);
     }
-    for (int64_t i = 0; i < count; ++i) scale[i] = formats::load_scale<F>(data, first + i * stride, type);
+    for (int64_t i = 0; i < count; ++i)
+      scale[i] = formats::load_scale<F>(data, first + i * stride, type, global_scale);
   }
   template <class Type>
   void convert(const void* data, formats::ScaleType type) {
@@ -524,18 +525,6 @@ class LinearWorker {
     scales_.first = -1;
   }
 
-  // `count` scales from number `first`, `stride` apart, of these ranges.
-  static void store_scales(const LinearProblem& problem, const LinearTensors& tensors, int64_t first,
-                           int64_t count, int64_t stride, const F* low, const F* high,
-                           QuantizeStatus& status) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t index = first + i * stride;
-      const auto params = linear_ref::compute_params<F>(problem, tensors, index, low[i], high[i], status);
-      formats::store_scale(tensors.scale, index, params.scale, problem.codec.scale_type);
-      if (tensors.zero) linear_ref::store_integer(tensors.zero, problem.zeros, index, params.zero_point);
-    }
-  }
-
   // Counts what are none of the scales [first, first + n).
   void check(int64_t first, int64_t n) { scales_.load(problem_, tensors_, first, 1, n, status); }
 
@@ -632,7 +621,7 @@ QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tens
     return total;
   }
   const Grid grid(problem, tensors);
-  std::mutex mutex;  // of total, low and high: held for moments at the end of a tile
+  std::mutex mutex;  // of total, absmax, low and high: held for moments at the end of a tile
   const auto finish = [&](const Worker<Type>& worker) {
     const std::lock_guard lock(mutex);
     merge(total, worker.status);
@@ -647,6 +636,19 @@ QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tens
   } else if (problem.observed) {
     ++*tensors.observer.num_batches;
   }
+  if (problem.computed_global_scale) {
+    F absmax = 0;
+    grid.for_each_tile([&](const Tile& tile) {
+      F largest = 0;
+      Worker<Type>(grid).ranges(tile, [&](int64_t, int64_t count, const F* low, const F* high) {
+        for (int64_t i = 0; i < count; ++i) largest = std::max({largest, -low[i], high[i]});
+      });
+      const std::lock_guard lock(mutex);
+      absmax = std::max(absmax, largest);
+    });
+    *tensors.global_scale = formats::global_scale_of(absmax);
+  }
+  const linear_ref::ParamsOfRanges<F> params(problem, tensors);
   if (problem.computed && !grid.fused()) {
     Scratch own;
     Scratch& scratch = tensors.scratch ? *tensors.scratch : own;
@@ -663,14 +665,14 @@ QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tens
         }
       });
     });
-    Worker<Type>::store_scales(problem, tensors, 0, problem.num_scales, 1, low, high, total);
+    for (int64_t i = 0; i < problem.num_scales; ++i) params.store(i, low[i], high[i], total);
   }
   grid.for_each_tile([&](const Tile& tile) {
     Worker<Type> worker(grid);
     if (grid.fused())
       worker.ranges(tile, [&](int64_t first, int64_t count, const F* low, const F* high) {
-        Worker<Type>::store_scales(problem, tensors, first, count, grid.scale.inner, low, high,
-                                   worker.status);
+        for (int64_t i = 0; i < count; ++i)
+          params.store(first + i * grid.scale.inner, low[i], high[i], worker.status);
       });
     worker.run(tile);
     finish(worker);

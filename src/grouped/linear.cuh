@@ -28,10 +28,17 @@ struct Group {
 // A limit that says that nothing of the group needs to be clamped.
 constexpr float kNoClamp = 0x1p126f;
 
-// Scales are f32 or have the type of the elements: an argument says which.
+// Scales are f32 or have the type of the elements, which an argument says; or, where kByteScales, they are
+// bytes of a type that the kernel is compiled for.
 constexpr ScaleType kElementScale = Element::kScaleType;
 __device__ __forceinline__ bool has_element_scales(const LinearCommon& common) {
   return common.scale_type == kElementScale;
+}
+constexpr bool kHasGlobalScale = kByteScales && kByteScale == ScaleType::e4m3;
+__device__ __forceinline__ float global_scale(const LinearCommon& common) {
+  if constexpr (!kHasGlobalScale) return 1;
+  return common.tensor_range != nullptr ? global_scale_of(static_cast<F>(absmax_of(*common.tensor_range)))
+                                        : *common.global_scale;
 }
 template <ZeroType type>
 struct ZeroTypeOf {};
@@ -81,7 +88,7 @@ __device__ __forceinline__ void prepare(Group& group) {
 
 // What a group takes from memory: loaded early, so that it is there when it is used. It is as it was stored,
 // since what is made of it waits for it, and must not come before other loads.
-using StoredScale = Select<sizeof(Memory) == 2, u32, F>;
+using StoredScale = Select<kByteScales, u8, Select<sizeof(Memory) == 2, u32, F>>;
 struct Loaded {
   StoredScale scale;
   int zero_point;  // packed: its byte
@@ -91,7 +98,9 @@ struct Loaded {
 template <class Index>
 __device__ __forceinline__ StoredScale load_stored_scale(const LinearCommon& common, Index index) {
   const bool whole = !has_element_scales(common);
-  if constexpr (sizeof(Memory) == 2)
+  if constexpr (kByteScales)
+    return static_cast<const u8*>(common.data.scales)[index];
+  else if constexpr (sizeof(Memory) == 2)
     return load_half_or_word(
         static_cast<const u8*>(common.data.scales) + static_cast<u64>(index) * (whole ? 4u : 2u), whole);
   else
@@ -99,7 +108,9 @@ __device__ __forceinline__ StoredScale load_stored_scale(const LinearCommon& com
                  : formats::load_scale<F>(common.data.scales, index, kElementScale);
 }
 __device__ __forceinline__ F scale_of(const LinearCommon& common, StoredScale stored) {
-  if constexpr (kElementScale == ScaleType::bf16 && kOp == LinearOp::dequantize)
+  if constexpr (kByteScales)
+    return formats::load_scale<F>(&stored, 0, kByteScale, global_scale_or_nan(global_scale(common)));
+  else if constexpr (kElementScale == ScaleType::bf16 && kOp == LinearOp::dequantize)
     return bit_cast<float>(static_cast<u32>(stored)
                            << (has_element_scales(common) ? 16 : 0));  // in fewer registers
   else if constexpr (sizeof(Memory) == 2)
@@ -145,7 +156,8 @@ __device__ __forceinline__ void load_parameters(const LinearCommon& common, cons
       load_zeros(static_cast<const F*>(zero_points), [](F value) { return learned_zero_point(value); });
     }
   });
-  if constexpr (sizeof(Memory) == 2 && n > 4) {  // as a branch, in fewer registers; the loads before are few
+  // As a branch, in fewer registers; the loads before are few.
+  if constexpr (!kByteScales && sizeof(Memory) == 2 && n > 4) {
     const auto load_scales = [&](const auto* from) {
 #pragma unroll
       for (int i = 0; i < n; ++i) loaded[i].scale = static_cast<StoredScale>(from[indices[i]]);
@@ -272,7 +284,7 @@ struct ManyGroups {
 __device__ __forceinline__ Codec codec_of(const LinearCommon& common) {
   Codec codec;
   codec.kind = Kind::integer;
-  codec.scale_type = has_element_scales(common) ? kElementScale : ScaleType::f32;
+  codec.scale_type = kByteScales ? kByteScale : has_element_scales(common) ? kElementScale : ScaleType::f32;
   codec.q_min = common.q_min;
   codec.q_max = common.q_max;
   return codec;

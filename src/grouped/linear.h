@@ -33,6 +33,7 @@ struct LinearProblem : Grouping {
   // kind, asymmetric where there are zero points, q_min, q_max, scale_type; where computed rule, eps; book.
   formats::Codec codec;
   bool computed = false;
+  bool computed_global_scale = false;  // of scales of e4m3: it is that of x
   bool fake = false;      // fake quantization, forward or backward; it may have a table (codec.kind)
   bool has_mask = false;  // forward writes it
   LinearCodes mask;       // packed, a bit an element
@@ -53,15 +54,21 @@ void* address_of(const BasicTensorView<Data>& view) {
 struct LinearTensors {
   const void* x = nullptr;
   const void* dy = nullptr;
-  void* codes = nullptr;  // dequantize reads them
-  void* scale = nullptr;  // written where computed
-  void* zero = nullptr;   // null: the zero points are 0
+  void* codes = nullptr;          // dequantize reads them
+  void* scale = nullptr;          // written where computed
+  void* zero = nullptr;           // null: the zero points are 0
+  float* global_scale = nullptr;  // of scales of e4m3; written where computed
   void* y = nullptr;
   void* mask = nullptr;
   ObserverPointers observer;
   Scratch* scratch = nullptr;                                    // CPU; null: all that is needed is allocated
   LinearStrides x_strides, dy_strides, code_strides, y_strides;  // code_strides: of whole bytes
 };
+
+// What scales are loaded with; 1 where there is none.
+inline float global_scale_of(const LinearTensors& tensors) {
+  return tensors.global_scale ? global_scale_or_nan(*tensors.global_scale) : 1;
+}
 
 // ---- CPU: returns when all is done. Each op has its own forward.
 // Of Scratch, at most: minima and maxima of groups whose scales are computed.

@@ -47,6 +47,18 @@ HALFBYTE_FN F code_distance(int q, int zero_point) {
   return static_cast<F>(static_cast<Position>(q) - zero_point);
 }
 
+HALFBYTE_FN bool is_global_scale(float value) { return value > 0 && formats::is_finite(value); }
+// What scales of e4m3 that are loaded are divided by: they are none where it is none.
+HALFBYTE_FN float global_scale_or_nan(float value) {
+  return is_global_scale(value) ? value : formats::bit_cast<float>(0x7FC00000u);
+}
+// Scales of e4m3 are to be computed with a global scale. False: it is none, so that they are none either, and
+// are 0.
+HALFBYTE_FN bool set_global_scale(formats::Codec& codec, float value) {
+  codec.global_scale = is_global_scale(value) ? value : 1;
+  return is_global_scale(value);
+}
+
 // The state of an observer; null: there is none.
 struct ObserverPointers {
   void* min = nullptr;  // of the type that is computed in
@@ -110,7 +122,9 @@ struct LinearCommon {
   // fake_quantize, computed: see Codec; `history` as formats::observed has it.
   double eps, history;
   ObserverPointers observer;
-  LinearTable table;  // where there is one
+  float* global_scale;            // of scales of e4m3: written where
+  const RangeKeys* tensor_range;  // is not null, which it then is that of
+  LinearTable table;              // where there is one
 };
 
 inline constexpr int kLinearThreads = 256;
@@ -163,7 +177,8 @@ struct LinearFusedArgs {
   bool group_divides_axis;
   formats::Divider row_divider;  // by the groups of a row
 };
-// Groups of a team, which has at least as many lanes: each works out the parameters of one.
+// Groups of a team, which but for block floats has at least as many lanes: each works out the parameters of
+// one.
 inline constexpr int kLinearWarpBatch = 4;
 
 // mask_gradients: dx is dy where the bit of the mask is set, else 0. A thread has a chunk of 16 bytes, or an

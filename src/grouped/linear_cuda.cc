@@ -19,14 +19,14 @@ struct LinearCuda {
   std::string name;  // of the last kernel
   cuda::CUfunction function = nullptr;
   cuda::Grid grid;
-  cuda::CUfunction ranges = nullptr, params = nullptr;
-  cuda::Grid ranges_grid, params_grid;
+  cuda::CUfunction tensor_range = nullptr, ranges = nullptr, params = nullptr;
+  cuda::Grid tensor_range_grid, ranges_grid, params_grid;
   int64_t workspace_bytes = 0;
   // The arguments, but for addresses and strides.
   LinearCommon common{};
   std::variant<LinearElementsArgs, LinearChunksArgs, LinearColumnsArgs, LinearFusedArgs, MaskGradientsArgs>
       args;
-  RangesArgs ranges_args{};
+  RangesArgs tensor_range_args{}, ranges_args{};
   LinearParamsArgs params_args{};
 };
 
@@ -61,6 +61,7 @@ class Selection {
       select_mask_gradients();
       return;
     }
+    if (problem.computed_global_scale) select_tensor_range();
     if (problem.computed && select_fused()) return;
     if (problem.computed) select_ranges();
     if (!select_chunks() && !select_columns()) select_elements();
@@ -132,7 +133,7 @@ class Selection {
     args.group_divides_axis = axis_chunks % group_chunks == 0;
     args.row_divider = formats::Divider::of(groups_per_row);
     if (group_chunks <= 32) {
-      const int lanes = std::max(kLinearWarpBatch, args.group);
+      const int lanes = std::max(types_.byte_scales ? 1 : kLinearWarpBatch, args.group);
       args.team = static_cast<int>(std::bit_width(static_cast<unsigned>(lanes - 1)));
       const int64_t per_block = (kThreads >> args.team) * kLinearWarpBatch;
       choose(linear_fused_kernel(types_, p.op, 0), {ceil_div(args.num_groups, per_block), kThreads}, args);
@@ -145,6 +146,17 @@ class Selection {
     return true;
   }
 
+  void select_tensor_range() {
+    const int64_t n = problem_.num_elements();
+    const Grouping tensor =
+        make_grouping("fake_quantize", {{&n, 1}, Granularity::tensor, -1, 0}, problem_.dtype);
+    const RangesCuda range = halfbyte::select_ranges("linear_ranges", tensor, problem_.dtype, false, whole_);
+    made_.tensor_range = load(range.spec);
+    made_.tensor_range_grid = range.grid;
+    made_.tensor_range_args = range.args;
+    made_.workspace_bytes += static_cast<int64_t>(sizeof(RangeKeys));
+  }
+
   void select_ranges() {
     const LinearProblem& p = problem_;
     const RangesCuda ranges = halfbyte::select_ranges("linear_ranges", p, p.dtype, false, whole_);
@@ -155,7 +167,9 @@ class Selection {
     made_.params_args.num_scales = p.num_scales;
     const int64_t params =
         packed_zeros() && p.zeros.cols > 0 ? p.num_scales / p.zeros.cols * p.zeros.row_bytes : p.num_scales;
-    made_.params_grid = {ceil_div(params, kThreads), kThreads};
+    // The first thread writes the global scale, that of an empty tensor too.
+    made_.params_grid = {ceil_div(std::max<int64_t>(params, p.computed_global_scale ? 1 : 0), kThreads),
+                         kThreads};
     made_.workspace_bytes += p.num_scales * static_cast<int64_t>(sizeof(RangeKeys));
   }
 
@@ -249,8 +263,9 @@ cuda::KernelSpec linear_kernel(const char* source, const std::string& name, cons
                                const std::string& lines) {
   const std::string config = fmt::format(
       "constexpr int kBits = {};\nconstexpr ZeroType kZeroType = ZeroType({});\nconstexpr bool kFake = {}, "
-      "kMask = {}, kTable = {};\n",
-      types.bits, static_cast<int>(types.zero_type), types.fake, types.mask, types.book.has_value());
+      "kMask = {}, kTable = {}, kByteScales = {};\nconstexpr ScaleType kByteScale = ScaleType({});\n",
+      types.bits, static_cast<int>(types.zero_type), types.fake, types.mask, types.book.has_value(),
+      types.byte_scales.has_value(), static_cast<int>(types.byte_scales.value_or(formats::ScaleType::e8m0)));
   const bool has_bins = types.book && types.bins && types.dtype != DType::f64;
   return {source, name,
           "#include \"grouped/linear_args.h\"\n" + fmt::format("#define HALFBYTE_KERNEL {}\n", name) +
@@ -286,6 +301,7 @@ LinearTypes types_of(const LinearProblem& problem) {
   types.mask = problem.has_mask && problem.op == LinearOp::fake_quantize;
   types.fake = problem.fake;
   if (problem.codec.kind == formats::Kind::table) types.book = problem.codec.book;
+  if (formats::scale_bytes(problem.codec.scale_type) == 1) types.byte_scales = problem.codec.scale_type;
   return types;
 }
 LinearTable linear_table(const formats::CodeBook& book) {
@@ -344,8 +360,16 @@ void run_linear_cuda(const LinearCuda& selected, const LinearTensors& tensors, v
   common.observer = tensors.observer;
   if (problem.num_elements() == 0) common.observer.num_batches = nullptr;
   common.counts = counts;
+  common.global_scale = tensors.global_scale;
+  auto* ranges = reinterpret_cast<RangeKeys*>(counts + 1);
+  if (selected.tensor_range) {
+    RangesArgs range = selected.tensor_range_args;
+    range.x = tensors.x;
+    range.ranges = ranges;
+    cuda::launch(selected.tensor_range, selected.tensor_range_grid, stream, range);
+    common.tensor_range = ranges++;
+  }
   if (selected.params) {
-    auto* const ranges = reinterpret_cast<RangeKeys*>(counts + 1);
     RangesArgs range = selected.ranges_args;
     range.x = tensors.x;
     range.ranges = ranges;

@@ -12,9 +12,10 @@ struct LinearTypes {
   DType dtype = DType::f32;  // of x, y, gradients
   int bits = 8;              // of a code; 4
   ZeroType zero_type = ZeroType::none;
-  bool fake = false;                           // fake quantization, forward or backward
-  bool mask = false;                           // fake_quantize writes it
-  std::optional<formats::CodeBook> book = {};  // of a table, where it is not integers
+  bool fake = false;                                   // fake quantization, forward or backward
+  bool mask = false;                                   // fake_quantize writes it
+  std::optional<formats::CodeBook> book = {};          // of a table, where it is not integers
+  std::optional<formats::ScaleType> byte_scales = {};  // of scales of 8 bits; others are told by an argument
   bool bins = true;  // values of tables are found by bins, which kernels are compiled for; not of f64
 
   // Of a kernel whose table is an argument.

@@ -36,7 +36,8 @@ __device__ __forceinline__ Group group_of(const LinearCommon& common, i64 index,
   if constexpr (kFast) {
     const float least = round_half_even(quotient(-range.low, group.scale, group.reciprocal));
     const float most = round_half_even(quotient(range.high, group.scale, group.reciprocal));
-    if (!finite)
+    // Quotients may be large where a given global scale is.
+    if (!finite || (kHasGlobalScale && !(max(range.low, range.high) < group.limit)))
       group.limit = 0;
     else if (group.limit > 0 && least >= static_cast<float>(common.q_min - group.zero_point) &&
              most <= static_cast<float>(common.q_max - group.zero_point))
@@ -117,39 +118,46 @@ __device__ __forceinline__ void quantize_in_warp(const LinearFusedArgs& args) {
 #pragma unroll
     for (int b = 0; b < kWarpBatch; ++b) ranges[b] = join(ranges[b], shuffle_xor(ranges[b], mask));
   }
-  // Lane b of a team works out the parameters of its group b.
-  Range<F> range = unpack(ranges[0]);
-#pragma unroll
-  for (int b = 1; b < kWarpBatch; ++b)
-    if (own == b) range = unpack(ranges[b]);
-  const bool finite = is_finite(range);
-  if (__any_sync(kAllLanes, !finite)) {
+  // Lane b of a team works out the parameters of its group b. Teams of block floats may have fewer lanes than
+  // groups: these take turns.
+  const int turn = kByteScales ? 1 << args.team : kWarpBatch;
 #pragma unroll 1
-    for (int b = 0; b < kWarpBatch; ++b) {
-      const int number = first_group + b * teams;
-      const Span span = span_of(args, min(number, args.num_groups - 1));
-      Range<F> r = range_of_nothing();
-      if (number < args.num_groups && own < span.n) r = finite_range(args.common.data.x, span.first + own);
-      for (int mask = 1; mask < 1 << args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
-      if (own == b) range = r;
+  for (int first = 0; first < kWarpBatch; first += turn) {
+    const int mine = first + own;
+    Range<F> range = unpack(ranges[0]);
+#pragma unroll
+    for (int b = 1; b < kWarpBatch; ++b)
+      if (mine == b) range = unpack(ranges[b]);
+    const bool finite = is_finite(range);
+    if (__any_sync(kAllLanes, !finite)) {
+#pragma unroll 1
+      for (int b = 0; b < kWarpBatch; ++b) {
+        const int number = first_group + b * teams;
+        const Span span = span_of(args, min(number, args.num_groups - 1));
+        Range<F> r = range_of_nothing();
+        if (number < args.num_groups && own < span.n) r = finite_range(args.common.data.x, span.first + own);
+        for (int mask = 1; mask < 1 << args.team; mask *= 2) r = join(r, shuffle_xor(r, mask));
+        if (mine == b) range = r;
+      }
     }
-  }
-  Group group{};
-  const int own_group = first_group + own * teams;
-  if (own < kWarpBatch && own_group < args.num_groups)
-    group = group_of(args.common, own_group, range, finite, true);
-  u32 slow = 0;
+    Group group{};
+    const int own_group = first_group + mine * teams;
+    if (mine < kWarpBatch && own_group < args.num_groups)
+      group = group_of(args.common, own_group, range, finite, true);
+    u32 slow = 0;
 #pragma unroll
-  for (int b = 0; b < kWarpBatch; ++b) {
-    const OneGroup shared(args.common, shuffle(group, team_begin + b));
-    if (numbers[b] >= 0 && !quantize_fast(args.common, chunks[b], numbers[b], shared)) slow |= 1u << b;
-  }
-  if (__any_sync(kAllLanes, slow != 0)) {
-#pragma unroll 1
     for (int b = 0; b < kWarpBatch; ++b) {
-      const Group shared = shuffle(group, team_begin + b);
-      const Span span = span_of(args, min(first_group + b * teams, args.num_groups - 1));
-      if (slow >> b & 1) quantize_slow(args.common, span.first + own, shared);
+      if (kByteScales && (b < first || b >= first + turn)) continue;
+      const OneGroup shared(args.common, shuffle(group, team_begin + b - first));
+      if (numbers[b] >= 0 && !quantize_fast(args.common, chunks[b], numbers[b], shared)) slow |= 1u << b;
+    }
+    if (__any_sync(kAllLanes, slow != 0)) {
+#pragma unroll 1
+      for (int b = first; b < min(kWarpBatch, first + turn); ++b) {
+        const Group shared = shuffle(group, team_begin + b - first);
+        const Span span = span_of(args, min(first_group + b * teams, args.num_groups - 1));
+        if (slow >> b & 1) quantize_slow(args.common, span.first + own, shared);
+      }
     }
   }
 }
@@ -208,9 +216,13 @@ __device__ __forceinline__ void quantize_in_block(const LinearFusedArgs& args) {
     if (slow >> b & 1) quantize_slow(args.common, span.first + b * threads + thread, own_group);
 }
 
-extern "C" __global__ void __launch_bounds__(kLinearThreads, kFast&& kBlockBatch < 8 ? (kFake ? 3 : 4) : 2)
+// Of a multiprocessor. Those of block floats, which take turns, would spill with more.
+constexpr int kMinBlocks = !kFast || kBlockBatch == 8 || kByteScales ? 2 : kFake ? 3 : 4;
+
+extern "C" __global__ void __launch_bounds__(kLinearThreads, kMinBlocks)
     HALFBYTE_KERNEL(const __grid_constant__ LinearFusedArgs args) {
   load_bins();
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_global_scale(args.common);
   if constexpr (kFake) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && args.common.observer.num_batches != nullptr)
       ++*args.common.observer.num_batches;

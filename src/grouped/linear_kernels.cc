@@ -13,10 +13,11 @@ constexpr std::array<Word<ZeroType>, 4> kZeroTypes{
     {{ZeroType::none, "none"}, {ZeroType::i32, "i32"}, {ZeroType::f32, "f32"}, {ZeroType::f64, "f64"}}};
 constexpr const char* kIntegers = "integers";
 
-std::vector<std::string> format_words() {
+std::vector<std::string> format_words(bool block_floats) {
   std::vector<std::string> words = {kIntegers, "lut4"};
   for (const FormatInfo& format : all_formats())
-    if (format.kind == FormatKind::table && !format.scale_dtype && format.format != Format::lut4)
+    if (format.kind == FormatKind::table && (block_floats || !format.scale_dtype) &&
+        format.format != Format::lut4)
       words.push_back(format.name);
   return words;
 }
@@ -36,11 +37,11 @@ int fused_block_batch(const KernelValues& values) {
 }
 
 std::vector<KernelKey> fake_keys(const std::vector<std::string>& zero_points,
-                                 std::initializer_list<KernelKey> more) {
+                                 std::initializer_list<KernelKey> more, bool block_floats) {
   std::vector<KernelKey> keys = {
       cuda::dtype_key("The dtype of x, y and gradients."),
       {"zero-point", zero_points, false, "The dtype of zero points: i32, or learned f32 (f64: f64)."},
-      {"format", format_words(), false, "A table has no zero points."},
+      {"format", format_words(block_floats), false, "A table has no zero points."},
       {"table", {}, true, "The 16 ascending values of lut4, separated by commas."}};
   keys.insert(keys.end(), more);
   return keys;
@@ -56,8 +57,14 @@ LinearTypes fake_types_of(const KernelValues& values) {
                  values.at("zero-point"), to_string(types.dtype));
   const std::string &format = values.at("format"), &table = values.at("table");
   if (format != kIntegers) {
+    const FormatInfo& of = find_format(format);
     QuantSpec spec;
-    spec.format = find_format(format).format;
+    spec.format = of.format;
+    if (of.scale_dtype) {
+      spec.scale_dtype = *of.scale_dtype;
+      spec.group_size = of.group_size;
+      types.byte_scales = scale_type(*of.scale_dtype);
+    }
     HALFBYTE_CHECK((spec.format == Format::lut4) == !table.empty(), usage,
                    "format lut4 and table go together, got format {} and {} table", format,
                    table.empty() ? "no" : "a");
@@ -69,10 +76,13 @@ LinearTypes fake_types_of(const KernelValues& values) {
     HALFBYTE_CHECK(table.empty(), usage, "format lut4 and table go together, got format {} and a table",
                    format);
   }
+  const bool backward = values.contains("operation") && values.at("operation") == "backward";
+  HALFBYTE_CHECK(!(backward && types.byte_scales), usage, "format {} has no operation backward: dx is dy",
+                 format);
   if (!values.contains("mask")) return types;
   types.mask = cuda::is_set(values, "mask");
-  HALFBYTE_CHECK(!(types.mask && values.contains("operation") && values.at("operation") == "backward"), usage,
-                 "mask is of operation forward");
+  HALFBYTE_CHECK(!(types.mask && backward), usage, "mask is of operation forward");
+  HALFBYTE_CHECK(!(types.mask && types.byte_scales), usage, "format {} has no mask: dx is dy", format);
   return types;
 }
 

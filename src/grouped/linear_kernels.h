@@ -11,9 +11,10 @@ KernelKey wide_key();
 KernelKey fused_group_key();
 int fused_block_batch(const cuda::KernelValues& values);
 
-// Fake quantization and its gradients: dtypes, format and table, then `more`.
+// Fake quantization and its gradients: dtypes, format and table, then `more`. block_floats: formats whose
+// scales are of 8 bits too.
 std::vector<KernelKey> fake_keys(const std::vector<std::string>& zero_points,
-                                 std::initializer_list<KernelKey> more);
+                                 std::initializer_list<KernelKey> more, bool block_floats = false);
 LinearTypes fake_types_of(const cuda::KernelValues& values);
 
 }  // namespace halfbyte

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(kLinearThreads)
   if constexpr (kOp == LinearOp::fake_quantize) {
     if (item == 0 && common.observer.num_batches != nullptr) ++*common.observer.num_batches;
   }
+  if (item == 0) store_global_scale(common);  // also where there are no groups
   i64 index = item;
   int n = 1;
   if constexpr (kPackedZeros) {

@@ -5,6 +5,12 @@
 
 namespace halfbyte::device {
 
+// By one thread of a kernel, of all that compute scales the first.
+__device__ __forceinline__ void store_global_scale(const LinearCommon& common) {
+  if constexpr (kHasGlobalScale)
+    if (common.tensor_range != nullptr) *common.global_scale = global_scale(common);
+}
+
 // Also stores them where `store` says so, but for a packed zero point, and counts what is wrong with them.
 __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 index, F min, F max,
                                              bool store) {
@@ -26,7 +32,10 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
       codec.book = kBook;
     }
     codec.eps = common.eps;
-    if (store && common.observer.min != nullptr) {
+    codec.saturate = kHasGlobalScale && common.tensor_range == nullptr;
+    if (kHasGlobalScale && !set_global_scale(codec, global_scale(common))) {
+      if (store) atomic_add(&common.counts->num_invalid_scales, 1);
+    } else if (store && common.observer.min != nullptr) {
       if (!observe_params(common.observer, index, range, common.history, codec, params))
         atomic_add(&common.counts->num_invalid_scales, 1);
     } else {
@@ -36,7 +45,7 @@ __device__ __forceinline__ Group make_params(const LinearCommon& common, i64 ind
     params = group_params(min, max, codec);
   }
   if (store) {
-    store_scale(common.data.scales, index, params.scale, codec.scale_type);
+    store_scale(common.data.scales, index, params.scale, codec.scale_type, codec.global_scale);
     if constexpr (kZeroType == ZeroType::i32) static_cast<int*>(common.data.zeros)[index] = params.zero_point;
     if constexpr (kZeroType == ZeroType::byte)
       static_cast<u8*>(common.data.zeros)[index] = static_cast<u8>(params.zero_point);

@@ -80,7 +80,8 @@ template <class F>
 formats::GroupParams<F> load_params(const LinearProblem& problem, const LinearTensors& tensors, int64_t index,
                                     QuantizeStatus& status) {
   formats::GroupParams<F> params;
-  params.code_scale = formats::load_scale<F>(tensors.scale, index, problem.codec.scale_type);
+  params.code_scale =
+      formats::load_scale<F>(tensors.scale, index, problem.codec.scale_type, global_scale_of(tensors));
   if (!(params.code_scale >= 0 && formats::is_finite(params.code_scale))) {
     params.code_scale = 0;
     ++status.num_invalid_scales;
@@ -136,20 +137,38 @@ inline int64_t offset(const LinearStrides& strides, int64_t o, int64_t a, int64_
   return o * strides.outer + a * strides.axis + i * strides.inner;
 }
 
-// From the range of the finite values of a group; low > high: there are none.
+// Computes and stores the parameters of groups, by the codec of a run.
 template <class F>
-formats::GroupParams<F> compute_params(const LinearProblem& problem, const LinearTensors& tensors,
-                                       int64_t index, F low, F high, QuantizeStatus& status) {
-  formats::GroupParams<F> params;
-  formats::Seen<F> range{low, high};
-  if (!problem.observed)
-    params = formats::group_params(low, high, problem.codec);
-  else if (!observe_params(tensors.observer, index, range, problem.history, problem.codec, params))
-    ++status.num_invalid_scales;
-  status.num_unheld_scales += formats::is_held(params, range.min, range.max, problem.codec) ? 0 : 1;
-  status.num_coarse_scales += params.coarse ? 1 : 0;
-  return params;
-}
+class ParamsOfRanges {
+ public:
+  ParamsOfRanges(const LinearProblem& problem, const LinearTensors& tensors)
+      : problem_(problem), tensors_(tensors), codec_(problem.codec) {
+    if (tensors.global_scale) is_usable_ = set_global_scale(codec_, *tensors.global_scale);
+  }
+
+  // From the range of the finite values of a group; low > high: there are none.
+  // Inline: there are as many as groups, some of 16 elements.
+  [[gnu::always_inline]] void store(int64_t index, F low, F high, QuantizeStatus& status) const {
+    formats::GroupParams<F> params;
+    formats::Seen<F> range{low, high};
+    if (!is_usable_)
+      ++status.num_invalid_scales;
+    else if (!problem_.observed)
+      params = formats::stored_params(formats::rule_params(low, high, codec_), codec_);
+    else if (!observe_params(tensors_.observer, index, range, problem_.history, codec_, params))
+      ++status.num_invalid_scales;
+    status.num_unheld_scales += formats::is_held(params, range.min, range.max, codec_) ? 0 : 1;
+    status.num_coarse_scales += params.coarse ? 1 : 0;
+    formats::store_scale(tensors_.scale, index, params.scale, codec_.scale_type, codec_.global_scale);
+    if (tensors_.zero) store_integer(tensors_.zero, problem_.zeros, index, params.zero_point);
+  }
+
+ private:
+  const LinearProblem& problem_;
+  const LinearTensors& tensors_;
+  formats::Codec codec_;
+  bool is_usable_ = true;  // the global scale
+};
 
 // Scales and zero points from the finite values of each group.
 template <class F>
@@ -168,11 +187,13 @@ void compute_params(const LinearProblem& problem, const LinearTensors& tensors, 
     high[index] = std::max(high[index], x);
   });
   if (problem.observed && problem.num_elements() > 0) ++*tensors.observer.num_batches;
-  for (int64_t index = 0; index < n; ++index) {
-    const auto params = compute_params<F>(problem, tensors, index, low[index], high[index], status);
-    formats::store_scale(tensors.scale, index, params.scale, problem.codec.scale_type);
-    if (tensors.zero) store_integer(tensors.zero, problem.zeros, index, params.zero_point);
+  if (problem.computed_global_scale) {
+    F absmax = 0;
+    for (int64_t index = 0; index < n; ++index) absmax = std::max({absmax, -low[index], high[index]});
+    *tensors.global_scale = formats::global_scale_of(absmax);
   }
+  const ParamsOfRanges<F> params(problem, tensors);
+  for (int64_t index = 0; index < n; ++index) params.store(index, low[index], high[index], status);
 }
 
 template <class F>

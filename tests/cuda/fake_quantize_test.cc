@@ -70,6 +70,22 @@ std::vector<FakeCase> usual_cases(int64_t rows, int64_t cols) {
           random.fill(test);
           cases.push_back(std::move(test));
         }
+  // Groups along each axis: scales of x in one pass and in two, and given.
+  for (const DType dtype : testing::kFloatDTypes)
+    for (const int axis : {0, 1})
+      for (const int kind : {0, 1, 2, 3, 4, 5}) {
+        FakeCase test;
+        test.in_place = ++turn % 3 == 0;
+        FakeQuantizeDescriptor& d = test.descriptor;
+        d.shape = {rows, cols};
+        d.axis = axis;
+        d.dtype = dtype;
+        d.computed = kind < 4;
+        if (turn % 2) d.alignment = size_of(dtype);
+        random.make_block_floats(d);
+        random.fill(test);
+        cases.push_back(std::move(test));
+      }
   return cases;
 }
 
@@ -115,6 +131,26 @@ TEST_F(FakeQuantizeShapes, every_value_of_16_bits) {
         }
         if (!compare(test, device)) return;
       }
+}
+
+TEST_F(FakeQuantizeShapes, every_value_of_16_bits_as_block_floats) {
+  OnDevice device(int64_t{1} << 24);
+  FakeCases random(5);
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (int round = 0; round < 8; ++round) {
+      FakeCase test;
+      test.descriptor.shape = {256, 256};
+      test.descriptor.axis = round % 2;
+      test.descriptor.dtype = dtype;
+      test.descriptor.computed = round % 4 < 2;
+      random.make_block_floats(test.descriptor);
+      random.fill(test);
+      for (uint16_t i = 0;; ++i) {
+        std::memcpy(test.x.bytes.data() + test.x.offset + 2 * i, &i, 2);
+        if (i == 0xFFFF) break;
+      }
+      if (!compare(test, device)) return;
+    }
 }
 
 // Every kernel once, at shapes with tails, in memory that nothing lies around.

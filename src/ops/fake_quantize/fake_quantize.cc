@@ -57,6 +57,10 @@ struct FakeImpl : Plan<Op>::Impl {
       state("min", &Args::min, d.state_dtype(), groups);
       state("max", &Args::max, d.state_dtype(), groups);
       state("num_batches", &Args::num_batches, DType::i64, {});
+      this->tensor("global_scale", &Args::global_scale, DType::f32, {1})
+          .written(problem.computed_global_scale)
+          .absent_unless(problem.codec.scale_type == formats::ScaleType::e4m3,
+                         "descriptor.format is not nvfp4");
       this->tensor("y", &Args::y, d.dtype, d.shape).promised(d.alignment).written();
       this->in_place("y", "x");
     } else {
@@ -75,6 +79,7 @@ struct FakeImpl : Plan<Op>::Impl {
     tensors.zero = address_of(args.zero_point);
     if constexpr (kForward) {
       tensors.observer = {args.min.data, args.max.data, static_cast<formats::i64*>(args.num_batches.data)};
+      tensors.global_scale = static_cast<float*>(args.global_scale.data);
       tensors.y = args.y.data;
     } else {
       tensors.dy = args.dy.data;

@@ -29,7 +29,9 @@ BenchProblem make_problem(bool forward, const std::string& name, const FakeQuant
                scale = parameter(!from_mask, d.scale_dtype, largest / 2, largest),
                zero =
                    parameter(d.zero_point_dtype.has_value(), d.zero_point_dtype.value_or(DType::i32), -2, 2),
-               min = p.add(state), max = p.add(state), num_batches = p.add(d.observer ? 8 : 0);
+               min = p.add(state), max = p.add(state), num_batches = p.add(d.observer ? 8 : 0),
+               global_scale =
+                   p.add(d.format == Format::nvfp4 ? 4 : 0, {BenchFill::uniform, DType::f32, 2e4, 2e4});
   if (forward && d.computed)
     p.reads({x, min, max}), p.writes({y, mask, scale, zero, min, max});
   else if (forward)
@@ -39,7 +41,7 @@ BenchProblem make_problem(bool forward, const std::string& name, const FakeQuant
   else
     p.reads({x, dy, scale, zero}), p.writes({y});
   struct Views {
-    TensorView x, dy, y, mask, scale, zero, min, max, num_batches;
+    TensorView x, dy, y, mask, scale, zero, min, max, num_batches, global_scale;
   };
   const auto views = [=](const BenchMemory& memory) {
     Views v;
@@ -50,6 +52,7 @@ BenchProblem make_problem(bool forward, const std::string& name, const FakeQuant
     v.x = memory.view(x, d.dtype, d.shape);
     v.scale = memory.view(scale, d.scale_dtype, groups);
     if (d.zero_point_dtype) v.zero = memory.view(zero, *d.zero_point_dtype, groups);
+    if (d.format == Format::nvfp4) v.global_scale = memory.view(global_scale, DType::f32, {1});
     if (!d.observer) return v;
     v.min = memory.view(min, d.state_dtype(), groups);
     v.max = memory.view(max, d.state_dtype(), groups);
@@ -59,8 +62,9 @@ BenchProblem make_problem(bool forward, const std::string& name, const FakeQuant
   p.bind = [=](const BenchMemory& memory, const PlanPreference& preference) {
     const Views v = views(memory);
     if (forward)
-      return bench_run<FakeQuantize>(memory, preference, d,
-                                     {v.x, v.y, v.scale, v.zero, v.mask, v.min, v.max, v.num_batches});
+      return bench_run<FakeQuantize>(
+          memory, preference, d,
+          {v.x, v.y, v.scale, v.zero, v.mask, v.min, v.max, v.num_batches, v.global_scale});
     return bench_run<FakeQuantizeBackward>(memory, preference, d, {v.x, v.mask, v.dy, v.scale, v.zero, v.y});
   };
   if (d.observer)
@@ -96,6 +100,14 @@ BenchProblems fake_quantize_problems(DeviceKind device) {
       d.computed = true;
       return d;
     };
+    const auto block_floats = [&](Format format, bool computed_global_scale = false) {
+      FakeQuantizeDescriptor d = computed(group);
+      d.format = format;
+      d.group_size = info(format).group_size;
+      d.scale_dtype = *info(format).scale_dtype;
+      d.computed_global_scale = computed_global_scale;
+      return d;
+    };
     constexpr double kTarget = 0.9;
     for (const BenchGrouping& grouping : {kBenchTensor, kBenchChannel, kBenchGroup}) {
       add(grouping.name, grouped(grouping), kTarget);
@@ -105,6 +117,9 @@ BenchProblems fake_quantize_problems(DeviceKind device) {
     add("tensor with mask", masked(tensor), 0);
     add("group 64 with mask", masked(group), 0);
     add("from mask", masked(tensor), kTarget, false);
+    add("mxfp4", block_floats(Format::mxfp4), 0);
+    add("nvfp4", block_floats(Format::nvfp4), 0);
+    add("nvfp4 with the global scale", block_floats(Format::nvfp4, true), 0);
     if (device == DeviceKind::cpu) {
       add("channel axis 1", grouped(kBenchColumn), 0, false);
       add("channel with mask", masked(grouped(kBenchChannel)), 0);

@@ -14,7 +14,8 @@ using cuda::KernelValues;
 std::vector<KernelKey> given_keys() {
   return fake_keys({"none", "i32", "f32", "f64"},
                    {{"operation", {"forward", "backward"}, false, "What is done."},
-                    cuda::flag_key("mask", "Forward writes the mask of the gradient.")});
+                    cuda::flag_key("mask", "Forward writes the mask of the gradient.")},
+                   true);
 }
 LinearOp operation_of(const KernelValues& values) {
   return values.at("operation") == "backward" ? LinearOp::backward : LinearOp::fake_quantize;
@@ -103,13 +104,16 @@ std::vector<cuda::Kernel> fake_quantize_kernels() {
        }},
       {{"fake_quantize", "fake_fused", "Observer, scales, zero points and values in one pass.",
         fake_keys({"none", "i32"},
-                  {cuda::flag_key("mask", "The mask of the gradient is written."), fused_group_key()})},
+                  {cuda::flag_key("mask", "The mask of the gradient is written."), fused_group_key()}, true)},
        [](const KernelValues& values) {
-         return linear_fused_kernel(fake_types_of(values), LinearOp::fake_quantize,
-                                    fused_block_batch(values));
+         const LinearTypes types = fake_types_of(values);
+         const int block_batch = fused_block_batch(values);
+         HALFBYTE_CHECK(!types.byte_scales || block_batch == 0, usage,
+                        "groups of format {} are those of lanes", values.at("format"));
+         return linear_fused_kernel(types, LinearOp::fake_quantize, block_batch);
        }},
       {{"fake_quantize", "fake_params", "Observer, scales and zero points from ranges.",
-        fake_keys({"none", "i32"}, {})},
+        fake_keys({"none", "i32"}, {}, true)},
        [](const KernelValues& values) {
          return linear_params_kernel(fake_types_of(values), LinearOp::fake_quantize);
        }},

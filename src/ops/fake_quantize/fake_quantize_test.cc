@@ -28,6 +28,7 @@ QuantizeStatus run_reference(FakeCase& test) {
   tensors.mask = data(test.mask);
   tensors.scale = data(test.scale);
   tensors.zero = data(test.zero_point);
+  tensors.global_scale = static_cast<float*>(data(test.global_scale));
   tensors.observer = {data(test.min), data(test.max), static_cast<formats::i64*>(data(test.num_batches))};
   tensors.x_strides = tensors.dy_strides =
       tensors.y_strides = {problem.axis * problem.inner, problem.inner, 1};
@@ -326,6 +327,191 @@ TEST(FakeQuantize, AnyAddressOnTheCpu) {
   }
 }
 
+// ---- Block floats --------------------------------------------------------------------------------
+
+FakeQuantizeDescriptor block_floats(Format format, std::vector<int64_t> shape, DType dtype) {
+  FakeQuantizeDescriptor d;
+  d.format = format;
+  d.shape = std::move(shape);
+  d.dtype = dtype;
+  d.granularity = Granularity::group;
+  d.group_size = info(format).group_size;
+  d.scale_dtype = *info(format).scale_dtype;
+  d.computed = true;
+  d.computed_global_scale = format == Format::nvfp4;
+  return d;
+}
+
+// A matrix, its quantized form, and what that decodes to.
+struct Stored {
+  QuantizedTensor q;
+  QuantizeStatus status;
+  std::vector<uint8_t> y;
+};
+Stored store(const TensorView& x, Format format, const ValueRange* range = nullptr) {
+  const QuantSpec spec{
+      .format = format, .group_size = info(format).group_size, .scale_dtype = *info(format).scale_dtype};
+  Stored stored{QuantizedTensor(spec, x.shape, x.dtype), {}, {}};
+  stored.status = quantize(x, stored.q.view(), {}, {}, range);
+  stored.y.resize(static_cast<size_t>(num_elements(x) * size_of(x.dtype)));
+  TensorView y = x;
+  y.data = stored.y.data();
+  dequantize(stored.q.view(), y);
+  return stored;
+}
+std::vector<uint8_t> bytes_of(const Tensor& tensor) {
+  const auto* data = reinterpret_cast<const uint8_t*>(tensor.data());
+  return {data, data + tensor.num_bytes()};
+}
+
+// y, scales, the global scale and what is counted are those of quantize and dequantize, of values that are
+// zeros of both signs, subnormal, constant, of one magnitude or of many.
+TEST(FakeQuantize, BlockFloatsAreWhatIsStored) {
+  uint64_t seed = 1;
+  testing::for_each_target([&](const char*) {
+    for (const Format format : {Format::nvfp4, Format::mxfp4})
+      for (const DType dtype : testing::kFloatDTypes)
+        for (const auto& [rows, cols] : std::initializer_list<std::pair<int64_t, int64_t>>{
+                 {1, 1}, {1, 16}, {5, 31}, {3, 72}, {64, 64}, {7, 1000}, {40, 4096}, {0, 16}, {3, 0}})
+          for (const int kind : {0, 1, 2}) {
+            FakeCase c;
+            FakeQuantizeDescriptor& d = c.descriptor;
+            d = block_floats(format, {rows, cols}, dtype);
+            d.alignment = seed % 2 ? 16 : size_of(dtype);
+            testing::Values x = testing::random_values(dtype, rows * cols, ++seed);
+            for (size_t i = 0; kind == 1 && i < x.exact.size(); i += 3) {  // of bits, -0 too
+              const double value = i % 2 ? -0.0 : x.exact[i] * 1e-3;
+              formats::store_scale(x.bytes.data(), static_cast<int64_t>(i),
+                                   formats::stored(value, scale_type(dtype)), scale_type(dtype));
+            }
+            if (kind == 2)
+              for (size_t i = 0; i < x.exact.size(); ++i)
+                formats::store_scale(x.bytes.data(), static_cast<int64_t>(i), 0.75, scale_type(dtype));
+            c.x = Storage(dtype, d.shape, x.bytes.data());
+            c.y = Storage(dtype, d.shape);
+            c.scale = Storage(d.scale_dtype, d.scale_shape());
+            if (format == Format::nvfp4) c.global_scale = Storage(DType::f32, {1});
+            const QuantizeStatus status = testing::run_on_cpu(c, {seed % 3 == 0 ? 3 : 1});
+            const Stored want = store(x.view(d.shape), format);
+            const auto got = [](Storage& s) {
+              return std::vector<uint8_t>(s.data(), s.data() + s.num_bytes());
+            };
+            if (status.num_unheld_scales == 0) {  // f64 beyond f32; such a scale counts as 0
+              EXPECT_EQ(got(c.y), want.y) << c.text() << " kind " << kind;
+            }
+            EXPECT_EQ(got(c.scale), bytes_of(want.q.scales)) << c.text();
+            if (format == Format::nvfp4) {
+              EXPECT_EQ(got(c.global_scale), bytes_of(want.q.global_scale)) << c.text();
+            }
+            EXPECT_TRUE(testing::same_status(want.status, status)) << c.text();
+            if (::testing::Test::HasFailure()) return;
+          }
+  });
+}
+
+// A given global scale is that of quantize with a range. A scale that is too large for it saturates.
+TEST(FakeQuantize, BlockFloatsWithAGivenGlobalScale) {
+  const Floats x = {-3, 2.9f, 0.1f, -0.0f, 0.2f, 1, 1.5f, -2, 0, 0, 0, 0, 0, 0, 0, 0.75f};
+  FakeQuantizeDescriptor d = block_floats(Format::nvfp4, {1, 16}, DType::f32);
+  d.computed_global_scale = false;
+  d.alignment = 4;
+  Floats y(16);
+  uint8_t scale = 0;
+  std::vector<uint64_t> workspace(64);
+  const auto plan = FakeQuantizePlan::select(kCpu, d);
+  const auto round = [&](float global_scale) {
+    plan.run(nullptr, workspace,
+             {view(x, d.shape),
+              view(y, d.shape),
+              {&scale, DType::f8_e4m3, {1, 1}, {}, {}},
+              {},
+              {},
+              {},
+              {},
+              {},
+              {&global_scale, DType::f32, {1}, {}, {}}});
+    return plan.status(nullptr, workspace);
+  };
+  const ValueRange range{-40, 2, 0, -1};
+  const Stored want = store(view(x, d.shape), Format::nvfp4, &range);
+  float global_scale = 0;
+  std::memcpy(&global_scale, want.q.global_scale.data(), 4);
+  EXPECT_EQ(global_scale, 2688.0f / 40);
+  EXPECT_TRUE(round(global_scale).ok());
+  EXPECT_EQ(std::memcmp(y.data(), want.y.data(), 64), 0);
+  EXPECT_EQ(bytes_of(want.q.scales), std::vector<uint8_t>{scale});
+  // 3 / 6 times 4480 is five times 448: all is within 0.1 * 6.
+  EXPECT_TRUE(round(4480).ok());
+  EXPECT_EQ(scale, 0x7E);
+  const float s = 448.0f / 4480;
+  EXPECT_EQ(y, (Floats{-6 * s, 6 * s, s, 0, 2 * s, 6 * s, 6 * s, -6 * s, 0, 0, 0, 0, 0, 0, 0, 6 * s}));
+  for (const float none : {0.0f, -1.0f, INFINITY, NAN}) {
+    EXPECT_EQ(round(none).num_invalid_scales, 1) << none;
+    EXPECT_EQ(scale, 0);
+    EXPECT_EQ(y, Floats(16)) << none;
+  }
+  d.computed = false;
+  const auto given = FakeQuantizePlan::select(kCpu, d);
+  for (const float none : {0.0f, -1.0f, INFINITY, NAN})
+    for (const uint8_t code : {0x38, 0xB8, 0x00}) {  // 1, -1, 0
+      scale = code;
+      float global = none;
+      given.run(nullptr, workspace,
+                {view(x, d.shape),
+                 view(y, d.shape),
+                 {&scale, DType::f8_e4m3, {1, 1}, {}, {}},
+                 {},
+                 {},
+                 {},
+                 {},
+                 {},
+                 {&global, DType::f32, {1}, {}, {}}});
+      EXPECT_EQ(given.status(nullptr, workspace).num_invalid_scales, 1) << none << " " << int{code};
+      EXPECT_EQ(y, Floats(16)) << none << " " << int{code};
+    }
+}
+
+TEST(FakeQuantize, BlockFloatsKeepNanAndSaturate) {
+  FakeQuantizeDescriptor d = block_floats(Format::mxfp4, {1, 32}, DType::f32);
+  d.alignment = 4;
+  Floats x(32, 1), y(32);
+  x[0] = 6;
+  x[1] = INFINITY;
+  x[2] = -INFINITY;
+  constexpr uint32_t kNan = 0xFFC12345u;
+  std::memcpy(&x[3], &kNan, 4);
+  uint8_t scale = 0;
+  std::vector<uint64_t> workspace(64);
+  const auto plan = FakeQuantizePlan::select(kCpu, d);
+  plan.run(
+      nullptr, workspace,
+      {view(x, d.shape), view(y, d.shape), {&scale, DType::f8_e8m0, {1, 1}, {}, {}}, {}, {}, {}, {}, {}, {}});
+  EXPECT_EQ(scale, 127);  // 2^0
+  EXPECT_EQ(Floats(y.begin(), y.begin() + 3), (Floats{6, 6, -6}));
+  EXPECT_EQ(std::memcmp(&y[3], &kNan, 4), 0);
+  EXPECT_EQ(y[4], 1);
+  EXPECT_EQ(plan.status(nullptr, workspace).num_nonfinite, 3);
+}
+
+// Their gradient is dy itself: no plan computes it.
+TEST(FakeQuantize, BlockFloatsHaveNoPlansOfGradients) {
+  const FakeQuantizeDescriptor d = block_floats(Format::nvfp4, {4, 16}, DType::f32);
+  const auto message = [&](const auto& select) -> std::string {
+    try {
+      select();
+      return "";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage);
+      return error.what();
+    }
+  };
+  const std::string words = "format nvfp4 has no plans of gradients: dx is dy";
+  EXPECT_NE(message([&] { FakeQuantizeBackwardPlan::select(kCpu, d); }).find(words), std::string::npos);
+  EXPECT_NE(message([&] { FakeQuantizeLearnedBackwardPlan::select(kCpu, d); }).find(words),
+            std::string::npos);
+  EXPECT_EQ(FakeQuantizePlan::select(kCpu, d).sku().dtypes, "f32, scale f8_e4m3");
+}
+
 // ---- The observer --------------------------------------------------------------------------------
 
 TEST(FakeQuantize, ObservesWhatPassesBy) {
@@ -521,7 +707,7 @@ TEST(FakeQuantize, RefusesDescriptorsThatBreakARule) {
   expect_refused("0 must be in [q_min, q_max], got [1, 7]", [](D& d) { d.q_min = 1; });
   expect_refused("zero_point_dtype must be i32, or f32 for learned ones, got f64",
                  [](D& d) { d.zero_point_dtype = DType::f64; });
-  expect_refused("format must be a table (nf4, fp4, fp4_e2m1, lut4), got int4",
+  expect_refused("format must be a table (nf4, fp4, fp4_e2m1, lut4, nvfp4, mxfp4), got int4",
                  [](D& d) { d.format = Format::int4; });
   expect_refused("table must be finite and ascending", [](D& d) { d.format = Format::lut4; });
   expect_refused("format nf4 has no zero points, got zero_point_dtype i32", [](D& d) {
@@ -556,6 +742,26 @@ TEST(FakeQuantize, RefusesDescriptorsThatBreakARule) {
     d.observer.emplace().kind = ObserverKind::moving_average;
     d.observer->momentum = NAN;
   });
+  const auto expect_block_refused = [&](const std::string& words, const auto& change) {
+    expect_refused(words, [&](D& d) {
+      d = block_floats(Format::nvfp4, {4, 8}, DType::f32);
+      change(d);
+    });
+  };
+  expect_block_refused("scale dtype of nvfp4 must be f8_e4m3, got f32",
+                       [](D& d) { d.scale_dtype = DType::f32; });
+  expect_block_refused("group_size", [](D& d) { d.group_size = 32; });
+  expect_block_refused("granularity", [](D& d) { d.granularity = Granularity::tensor; });
+  expect_block_refused("format nvfp4 has no zero points", [](D& d) { d.zero_point_dtype = DType::i32; });
+  expect_block_refused("format nvfp4 has no eps, got 0.5", [](D& d) { d.eps = 0.5; });
+  expect_block_refused("format nvfp4 has no observer", [](D& d) { d.observer.emplace(); });
+  expect_block_refused("format nvfp4 has no mask: dx is dy", [](D& d) { d.mask = true; });
+  for (const Format format : {Format::nvfp4, Format::mxfp4})
+    expect_refused("computed_global_scale needs computed scales of format nvfp4", [&](D& d) {
+      d = block_floats(format, {4, 32}, DType::f32);
+      d.computed = format == Format::mxfp4;
+      d.computed_global_scale = true;
+    });
   expect_refused("gradient_scale must be finite and > 0, got 0", [](D& d) { d.gradient_scale = 0; });
   expect_refused("gradient_scale must be finite and > 0, got 1e+39", [](D& d) { d.gradient_scale = 1e39; });
   expect_refused("eps must be finite and >= 0, got 1e+300", [](D& d) { d.eps = 1e300; });
@@ -586,6 +792,8 @@ TEST(FakeQuantize, RefusesTensorsThatBreakARule) {
   expect("zero_point must have no data, as descriptor.zero_point_dtype is not set",
          [&](A& a) { a.zero_point = view(scale, {}); });
   expect("min must have no data, as descriptor.observer is not set", [&](A& a) { a.min = view(state, {}); });
+  expect("global_scale must have no data, as descriptor.format is not nvfp4",
+         [&](A& a) { a.global_scale = view(state, {1}); });
   expect("scale", [&](A& a) { a.scale = view(y, {}); });  // overlaps y
   expect("overlap", [&](A& a) { a.y.data = x.data() + 1; });
   EXPECT_EQ(refusal({good.x, view(x, {2, 12}), good.scale, {}, {}, {}, {}, {}}), "");  // in place

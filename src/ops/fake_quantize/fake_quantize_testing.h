@@ -12,23 +12,25 @@ struct FakeCase {
   bool forward = true;
   bool in_place = false;  // y holds x, or dx dy
   FakeQuantizeDescriptor descriptor;
-  Storage x, mask, dy, scale, zero_point, min, max, num_batches, y;
+  Storage x, mask, dy, scale, zero_point, min, max, num_batches, y, global_scale;
 
   static constexpr std::array kNames = {"x",   "mask", "dy",          "scale", "zero_point",
-                                        "min", "max",  "num_batches", "y"};
-  std::array<Storage*, 9> all() {
-    return {&x, &mask, &dy, &scale, &zero_point, &min, &max, &num_batches, &y};
+                                        "min", "max",  "num_batches", "y",     "global_scale"};
+  std::array<Storage*, 10> all() {
+    return {&x, &mask, &dy, &scale, &zero_point, &min, &max, &num_batches, &y, &global_scale};
   }
   std::string text() const {
     const FakeQuantizeDescriptor& d = descriptor;
     return fmt::format(
-        "{}{} shape [{}] {} axis {} group {} {} [{}, {}] {} scale {} zero {} {}{} {} eps {} mask {} align {}",
+        "{}{} shape [{}] {} axis {} group {} {} [{}, {}] {} scale {} zero {} {}{}{} {} eps {} mask {} align "
+        "{}",
         forward ? "forward" : "backward", in_place ? " in place" : "", fmt::join(d.shape, ", "),
         to_string(d.granularity), d.axis, d.group_size, d.format ? info(*d.format).name : "integer", d.q_min,
         d.q_max, to_string(d.dtype), to_string(d.scale_dtype),
         d.zero_point_dtype ? to_string(*d.zero_point_dtype) : "none", d.computed ? "computed" : "given",
         d.observer ? d.observer->kind == ObserverKind::min_max ? " observed" : " averaged" : "",
-        to_string(d.scale_rule), d.eps, d.mask, d.alignment);
+        d.computed_global_scale ? " with the global scale" : "", to_string(d.scale_rule), d.eps, d.mask,
+        d.alignment);
   }
 };
 
@@ -70,8 +72,24 @@ class FakeCases : RandomCases {
       }
     }
     d.alignment = random_() % 4 ? 16 : size_of(d.dtype);
+    if (result.forward && !d.shape.empty() && random_() % 3 == 0) make_block_floats(d);
     fill(result);
     return result;
+  }
+
+  // Groups are along d.axis.
+  void make_block_floats(FakeQuantizeDescriptor& d) {
+    const FormatInfo& format = info(pick({Format::nvfp4, Format::mxfp4}));
+    d.format = format.format;
+    d.granularity = Granularity::group;
+    d.group_size = format.group_size;
+    d.scale_dtype = *format.scale_dtype;
+    d.zero_point_dtype = {};
+    d.scale_rule = ScaleRule::absmax;
+    d.eps = 0;
+    d.observer.reset();
+    d.mask = false;
+    d.computed_global_scale = d.computed && format.format == Format::nvfp4 && random_() % 2;
   }
 
   // Memory for the tensors of a descriptor that is set.
@@ -140,8 +158,20 @@ class FakeCases : RandomCases {
                      : low + static_cast<double>(below(100)) / 700);
       }
     }
-    if (d.computed) return;
     const bool any = random_() % 4 == 0;
+    if (d.format == Format::nvfp4) {
+      result.global_scale = storage(DType::f32, {1}, 4);
+      if (!d.computed_global_scale)
+        put(result.global_scale, 0,
+            any ? pick<double>({0.0, -0.0, -3.0, NAN, INFINITY, 1e-42, 0x1p-126, 1e-37, 1e37, 3e38})
+                : pick<double>({1.0, 0.37, 896.0, 30000.0, 1e6}));
+    }
+    if (d.computed) return;
+    if (size_of(d.scale_dtype) == 1) {
+      for (int64_t i = 0; i < n; ++i)
+        result.scale.data()[i] = static_cast<uint8_t>(any ? random_() : 0x58 + random_() % 0x26);
+      return;
+    }
     for (int64_t i = 0; i < n; ++i) {
       put(result.scale, i, scale(any));
       if (d.zero_point_dtype) put_zero_point(result.zero_point, i, d.q_min, d.q_max, any);
@@ -149,7 +179,7 @@ class FakeCases : RandomCases {
   }
 };
 
-inline QuantizeStatus run_case(const FakeCase& test, const std::array<void*, 9>& memory, Device device,
+inline QuantizeStatus run_case(const FakeCase& test, const std::array<void*, 10>& memory, Device device,
                                void* workspace, int64_t workspace_bytes, void* stream = nullptr,
                                const PlanPreference& preference = {}) {
   const TensorView y = test.y.at(memory[8], device), mask = test.mask.at(memory[1], device),
@@ -161,10 +191,11 @@ inline QuantizeStatus run_case(const FakeCase& test, const std::array<void*, 9>&
     return run_plan<FakeQuantizeBackward>(test.descriptor, {x, mask, dy, scale, zero, y}, device, workspace,
                                           workspace_bytes, stream, preference);
   }
-  return run_plan<FakeQuantize>(test.descriptor,
-                                {x, y, scale, zero, mask, test.min.at(memory[5], device),
-                                 test.max.at(memory[6], device), test.num_batches.at(memory[7], device)},
-                                device, workspace, workspace_bytes, stream, preference);
+  return run_plan<FakeQuantize>(
+      test.descriptor,
+      {x, y, scale, zero, mask, test.min.at(memory[5], device), test.max.at(memory[6], device),
+       test.num_batches.at(memory[7], device), test.global_scale.at(memory[9], device)},
+      device, workspace, workspace_bytes, stream, preference);
 }
 
 }  // namespace halfbyte::testing

@@ -145,9 +145,7 @@ __device__ __forceinline__ RuleParams<F> params_by_rule(Rule rule, const Range<F
 constexpr bool kHasGlobalScale = kCodec.scale_type == ScaleType::e4m3;
 __device__ __forceinline__ float global_scale(const QuantizeArgs& args) {
   if constexpr (kHasGlobalScale) {
-    const RangeKeys keys = *args.tensor_range;
-    if (keys.high == 0) return global_scale_of(F{0});
-    return global_scale_of(static_cast<F>(max(from_order_key(keys.low), from_order_key(keys.high))));
+    return global_scale_of(static_cast<F>(absmax_of(*args.tensor_range)));
   } else {
     return 1;
   }
