@@ -111,8 +111,8 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(quantize_linear_args, zero_point);
   EXPECT_NO_TAIL(dequantize_linear_args, y);
   EXPECT_NO_TAIL(quantize_linear_backward_args, dx);
-  EXPECT_NO_TAIL(fake_quantize_descriptor, mask);
-  EXPECT_NO_TAIL(fake_quantize_args, num_batches);
+  EXPECT_NO_TAIL(fake_quantize_descriptor, computed_global_scale);
+  EXPECT_NO_TAIL(fake_quantize_args, global_scale);
   EXPECT_NO_TAIL(fake_quantize_backward_args, dx);
   EXPECT_NO_TAIL(fake_quantize_learned_backward_args, dzero_point);
   EXPECT_NO_TAIL(qparams_config, eps);
@@ -1058,6 +1058,53 @@ TEST(CApi, PlansOfFakeQuantization) {
 }
 
 // Every field of the descriptor and of the arguments arrives: the values are those of C++.
+TEST(CApi, FakeQuantizationOfBlockFloats) {
+  const int64_t shape[2] = {3, 40};
+  auto descriptor = INITIALISED(fake_quantize_descriptor);
+  EXPECT_EQ(descriptor.computed_global_scale, 0);
+  descriptor.shape = shape;
+  descriptor.ndim = 2;
+  descriptor.granularity = HALFBYTE_GRANULARITY_GROUP;
+  descriptor.format = HALFBYTE_FORMAT_NVFP4;
+  descriptor.group_size = 16;
+  descriptor.scale_dtype = HALFBYTE_DTYPE_F8_E4M3;
+  descriptor.computed = 1;
+  descriptor.alignment = 4;
+  halfbyte_plan* raw = nullptr;
+  descriptor.computed_global_scale = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.computed_global_scale must be 0 or 1, got 2",
+               halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw));
+  const auto round = [&](int64_t computed_global_scale, const std::vector<float>& values,
+                         const DLTensor* global) {
+    descriptor.computed_global_scale = computed_global_scale;
+    EXPECT_OK(halfbyte_fake_quantize_select(kCpu, &descriptor, nullptr, &raw));
+    const UniquePlan plan(raw);
+    Array<float> x({3, 40}, values), y({3, 40});
+    Array<uint8_t> scale({3, 3});
+    scale->dtype = {kDLFloat8_e4m3fn, 8, 1};
+    auto args = INITIALISED(fake_quantize_args);
+    args.x = x;
+    args.y = y;
+    args.scale = scale;
+    alignas(16) uint64_t workspace[64];
+    EXPECT_EQ(halfbyte_fake_quantize_can_implement(plan.get(), &args), HALFBYTE_USAGE);
+    args.global_scale = global;
+    EXPECT_OK(halfbyte_fake_quantize_run(plan.get(), nullptr, workspace, sizeof workspace, &args));
+    return y.values;
+  };
+  const std::vector<float> values = some_values(120);
+  Array<float> global_scale({1});
+  const std::vector<float> y = round(1, values, global_scale);
+  const QuantizedTensor q =
+      quantize({const_cast<float*>(values.data()), DType::f32, {3, 40}, {}, {}},
+               {.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3});
+  std::vector<float> expected(120);
+  dequantize(q, {expected.data(), DType::f32, {3, 40}, {}, {}});
+  EXPECT_EQ(y, expected);
+  EXPECT_EQ(0, std::memcmp(global_scale.values.data(), q.global_scale.data(), sizeof(float)));
+  EXPECT_EQ(round(0, values, global_scale), expected);
+}
+
 TEST(CApi, FakeQuantizationIsThatOfCpp) {
   const int64_t shape[3] = {2, 3, 10};
   const std::vector<int64_t> shape_of_x(shape, shape + 3);

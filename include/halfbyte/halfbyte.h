@@ -856,7 +856,7 @@ typedef struct halfbyte_fake_quantize_descriptor {
   const float* table;               /* lut4: its 16 values, ascending; else NULL */
   int32_t q_min, q_max;
   halfbyte_dtype dtype;
-  halfbyte_dtype scale_dtype;
+  halfbyte_dtype scale_dtype;               /* f32 or dtype; of nvfp4 f8_e4m3, of mxfp4 f8_e8m0 */
   halfbyte_dtype zero_point_dtype;          /* i32, or learned f32, f64; HALFBYTE_UNSET: none */
   halfbyte_scale_rule scale_rule;           /* where computed */
   double eps;                               /* likewise */
@@ -865,6 +865,7 @@ typedef struct halfbyte_fake_quantize_descriptor {
   int64_t alignment;                        /* bytes */
   int32_t computed;                         /* flag: forward computes scale and zero point and writes them */
   int32_t mask;                             /* flag: forward writes the mask, backward reads it */
+  int64_t computed_global_scale;            /* flag: of nvfp4, where computed: the global scale is, too */
 } halfbyte_fake_quantize_descriptor;
 /* A tensor of rank 0, f32, integers in -8 ... 7, with one given f32 scale. */
 HALFBYTE_API halfbyte_status
@@ -889,7 +890,8 @@ typedef struct halfbyte_fake_quantize_args {
   const DLTensor* mask;       /* written; NULL where the descriptor has none */
   const DLTensor* min;        /* the observer's state, read and written; NULL where the descriptor has none */
   const DLTensor* max;        /* likewise */
-  const DLTensor* num_batches; /* likewise */
+  const DLTensor* num_batches;  /* likewise */
+  const DLTensor* global_scale; /* f32 [1]: read, or written where computed; NULL unless format is nvfp4 */
 } halfbyte_fake_quantize_args;
 HALFBYTE_API halfbyte_status halfbyte_fake_quantize_args_init(halfbyte_fake_quantize_args* args,
                                                               size_t struct_size);

@@ -51,6 +51,7 @@ FakeQuantizeDescriptor descriptor_of(const halfbyte_fake_quantize_descriptor* gi
   descriptor.mask = flag_of(c.mask, "descriptor.mask");
   descriptor.gradient_scale = c.gradient_scale;
   descriptor.alignment = c.alignment;
+  descriptor.computed_global_scale = flag_of(c.computed_global_scale, "descriptor.computed_global_scale");
   return descriptor;
 }
 
@@ -64,7 +65,8 @@ FakeQuantize::Args args_of(const FakeQuantizeDescriptor&, const halfbyte_fake_qu
           optional_view_of(args.mask, "mask"),
           optional_view_of(args.min, "min"),
           optional_view_of(args.max, "max"),
-          optional_view_of(args.num_batches, "num_batches")};
+          optional_view_of(args.num_batches, "num_batches"),
+          optional_view_of(args.global_scale, "global_scale")};
 }
 FakeQuantizeBackward::Args args_of(const FakeQuantizeDescriptor&,
                                    const halfbyte_fake_quantize_backward_args* given) {
