@@ -21,6 +21,7 @@ from ._errors import make_error
 from ._values import LinearCodes
 
 _BAD_INPUT = 3
+_BLOCK_FLOATS = ("nvfp4", "mxfp4")
 _RANGES = {"i8": (-128, 127), "u8": (0, 255), "i4": (-8, 7), "u4": (0, 15)}
 
 
@@ -32,6 +33,7 @@ class FakeQuantized(NamedTuple):
     scale: Any
     zero_point: Any
     mask: Any
+    global_scale: Any = None
 
 
 class Observed(NamedTuple):
@@ -113,7 +115,7 @@ def _bytes_shape(dtype: str, shape: tuple) -> tuple:
 
 
 def _array_dtype(dtype: str) -> str:
-    return "u8" if dtype in ("i4", "u4") else dtype
+    return "u8" if dtype in ("i4", "u4", "f8_e4m3", "f8_e8m0") else dtype
 
 
 def quantize_linear(
@@ -225,6 +227,7 @@ def fake_quantize(
     scale: Any = None,
     zero_point: Any = None,
     *,
+    global_scale: Any = None,
     state: Observed | None = None,
     out: Any = None,
     check: bool = False,
@@ -240,6 +243,10 @@ def fake_quantize(
     updated, where there is an observer. out: y, which may be x. check: wait, and raise Error (BAD_INPUT) for what the
     status counts. NaN stays NaN.
 
+    format "nvfp4" and "mxfp4" say granularity, group_size and scale_dtype by themselves; scale is of bytes. global_scale
+    (f32 [1]) is of nvfp4: given, or where scale and it are None, that of x. Without scale, y is what decoding the
+    quantized x gives, bit by bit. The gradient of x is that of y.
+
     >>> fake = halfbyte.fake_quantize(np.array([0.1, -0.6, 7.0], np.float32))
     >>> fake.y, fake.scale
     (array([ 0., -1.,  7.], dtype=float32), array(1., dtype=float32))
@@ -247,27 +254,37 @@ def fake_quantize(
     x = _core._contiguous(x, "x")
     shape, dtype, _ = _core._describe(x, "x")
     computed = scale is None
-    if computed:
-        if fields.get("zero_point_dtype") is not None:
-            fields.setdefault("scale_rule", "minmax")
-    else:
+    computed_global_scale = computed and global_scale is None and fields.get("format") == "nvfp4"
+    if fields.get("format") in _BLOCK_FLOATS:
+        spec = _core.QuantSpec.parse(fields["format"])
+        for name in "granularity", "group_size", "scale_dtype":
+            fields.setdefault(name, getattr(spec, name))
+    elif not computed:
         fields.update(scale_dtype=_dtype_of(scale, "scale"))
-        if zero_point is not None:
-            fields.update(zero_point_dtype=_dtype_of(zero_point, "zero_point"))
-    d = _descriptor(FakeQuantizeDescriptor, shape=shape, dtype=dtype, computed=computed, **fields)
+    if computed and fields.get("zero_point_dtype") is not None:
+        fields.setdefault("scale_rule", "minmax")
+    elif not computed and zero_point is not None:
+        fields.update(zero_point_dtype=_dtype_of(zero_point, "zero_point"))
+    d = _descriptor(FakeQuantizeDescriptor, shape=shape, dtype=dtype, computed=computed,
+                    computed_global_scale=computed_global_scale, **fields)  # fmt: skip
     y = _new(x, dtype, shape, out)
+    if computed_global_scale:
+        global_scale = _new(x, "f32", (1,))
     if computed:
-        scale = _new(x, d.scale_dtype, d.scale_shape)
+        scale = _new(x, _array_dtype(d.scale_dtype), d.scale_shape)
         if d.zero_point_dtype is not None:
             zero_point = _new(x, d.zero_point_dtype, d.scale_shape)
     mask = _new(x, "u8", d.mask_shape) if d.mask else None
     low, high, count = state or (None, None, None)
     _run(_core.FakeQuantizePlan, d, x, stream, num_threads, check, x=x, y=y, scale=scale, zero_point=zero_point,
-         mask=mask, min=low, max=high, num_batches=count)  # fmt: skip
+         mask=mask, min=low, max=high, num_batches=count, global_scale=global_scale)  # fmt: skip
     give = functools.partial(_core._give_back, x)
     if computed:
         scale, zero_point = give(scale), None if zero_point is None else give(zero_point)
-    return FakeQuantized(d, give(y) if out is None else out, scale, zero_point, None if mask is None else give(mask))
+    if computed_global_scale:
+        global_scale = give(global_scale)
+    return FakeQuantized(d, give(y) if out is None else out, scale, zero_point, None if mask is None else give(mask),
+                         global_scale)  # fmt: skip
 
 
 def fake_quantize_backward(

@@ -23,26 +23,30 @@ void bind_training_plans(nb::module_& module) {
         module, "FakeQuantizePlan",
         "x -> y, rounded to the values of a quantized tensor. y may be x. scale and zero_point are written "
         "where the "
-        "descriptor has computed=True; mask, min, max and num_batches belong to descriptors that have "
-        "them.\n\n"
+        "descriptor has computed=True, global_scale (nvfp4) with computed_global_scale=True; mask, min, max "
+        "and num_batches belong to descriptors that have them.\n\n"
         "    >>> plan = halfbyte.FakeQuantizePlan.select(\"cpu\", "
         "halfbyte.FakeQuantizeDescriptor(shape=[2]))\n"
         "    >>> x = np.array([0.3, 9.0], np.float32)\n"
         "    >>> plan.run(x=x, y=x, scale=np.array(0.5, np.float32))\n"
         "    >>> x\n"
         "    array([0.5, 3.5], dtype=float32)");
-    plan.read("x", &Args::x)
-        .write("y", &Args::y)
-        .write("scale", &Args::scale)
-        .write("zero_point", &Args::zero_point);
+    plan.read("x", &Args::x).write("y", &Args::y);
+    // Scales of 8 bits come as bytes: what they are is in the descriptor.
+    plan.row("scale", [](const FakeQuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
+      args.scale = run.take(value, "scale", true).view;
+      if (args.scale.dtype == DType::u8 && size_of(d.scale_dtype) == 1) args.scale.dtype = d.scale_dtype;
+    });
+    plan.write("zero_point", &Args::zero_point);
     plan.write("mask", &Args::mask)
         .write("min", &Args::min)
         .write("max", &Args::max)
-        .write("num_batches", &Args::num_batches);
+        .write("num_batches", &Args::num_batches)
+        .write("global_scale", &Args::global_scale);
     plan.done(
         "def run(self, *, workspace: object = None, stream: object = None, x: object, y: object, "
         "scale: object, zero_point: object = None, mask: object = None, min: object = None, "
-        "max: object = None, num_batches: object = None) -> None");
+        "max: object = None, num_batches: object = None, global_scale: object = None) -> None");
   }
   {
     using Args = FakeQuantizeBackward::Args;

@@ -144,7 +144,8 @@ void bind_descriptors(nb::module_& module) {
       "q_max", &Fake::q_max)("dtype", &Fake::dtype)("scale_dtype", &Fake::scale_dtype)(
       "zero_point_dtype", &Fake::zero_point_dtype)("computed", &Fake::computed)(
       "scale_rule", &Fake::scale_rule)("eps", &Fake::eps)("observer", &Fake::observer)("mask", &Fake::mask)(
-      "gradient_scale", &Fake::gradient_scale)("alignment", &Fake::alignment);
+      "gradient_scale", &Fake::gradient_scale)("alignment", &Fake::alignment)("computed_global_scale",
+                                                                              &Fake::computed_global_scale);
   fake.done(
           "def __init__(self, *, shape: Sequence[int], granularity: str = 'tensor', axis: int = -1, "
           "group_size: int = 0, format: str | None = None, table: Sequence[float] = ..., q_min: int = -8, "
@@ -152,7 +153,7 @@ void bind_descriptors(nb::module_& module) {
           "None, "
           "computed: bool = False, scale_rule: str = 'absmax', eps: float = 0.0, "
           "observer: ObserverConfig | None = None, mask: bool = False, gradient_scale: float = 1.0, "
-          "alignment: int = 16) -> None")
+          "alignment: int = 16, computed_global_scale: bool = False) -> None")
       .def_prop_ro(
           "scale_shape", [](const Fake& self) { return to_python(self.scale_shape()); },
           "The shape of scale, zero point and the observer's state.")

@@ -119,6 +119,25 @@ def test_fake_quantize_of_a_table(format):
     assert np.array_equal(fake.y, halfbyte.quantize(x, format).dequantize())
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_fake_quantize_of_block_floats(format):
+    x = random(3, 130)
+    fake = halfbyte.fake_quantize(x, format=format)
+    stored = halfbyte.quantize(x, format)
+    assert np.array_equal(fake.y, stored.dequantize())
+    assert fake.scale.dtype == np.uint8 and np.array_equal(fake.scale.ravel(), np.asarray(stored.scales).ravel())
+    assert (fake.global_scale is None) == (format == "mxfp4")
+    if fake.global_scale is not None:
+        assert np.array_equal(fake.global_scale, stored.global_scale)
+        assert np.array_equal(halfbyte.fake_quantize(x, format=format, global_scale=fake.global_scale).y, fake.y)
+    again = halfbyte.fake_quantize(x, fake.scale, format=format, global_scale=fake.global_scale)
+    assert np.array_equal(again.y, fake.y) and again.scale is fake.scale
+    rows = halfbyte.fake_quantize(np.ascontiguousarray(x.T), format=format, axis=0)
+    assert np.array_equal(rows.y.T, fake.y)
+    with pytest.raises(ValueError, match=f"format {format} has no plans of gradients: dx is dy"):
+        halfbyte.fake_quantize_backward(fake.descriptor, x, x=x, scale=fake.scale)
+
+
 def test_learned_backward_sums_its_group():
     x, dy = random(4, 64, seed=7) * 9, random(4, 64, seed=8)
     scale, zero = np.full(4, 0.75, F), np.array([0.0, 1.25, -2.0, 3.0], F)

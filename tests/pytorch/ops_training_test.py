@@ -126,6 +126,24 @@ def test_learned(dtype, learned_zero):
             assert torch.equal(grads[2], -(scale * pairwise(torch.where(passes, 0, g))) * factor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_block_floats(form, dtype):
+    """What is stored, bit by bit; all gradients pass, those of what the rounding of scales clips too."""
+    x, dy = random(9, 83, dtype=dtype).requires_grad_(), random(9, 83, dtype=dtype)
+    y = ops.fake_quantize(x, format=form)
+    codes, scales, zeros, biases, global_scale = OPS.quantize(x.detach(), form)
+    assert torch.equal(y, OPS.dequantize(codes, scales, zeros, biases, form, list(x.shape), dtype, global_scale))
+    assert not torch.equal(y, x)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], dy)
+    assert torch.equal(ops.fake_quantize(x.T, format=form, axis=0).T, y)
+    if form == "nvfp4":
+        assert torch.equal(ops.fake_quantize(x, format=form, global_scale=global_scale), y)
+        assert not torch.equal(ops.fake_quantize(x, format=form, global_scale=global_scale * 64), y)
+    with pytest.raises(ValueError, match=f"format {form} makes its scales of x"):
+        ops.fake_quantize(x, scales, format=form)
+
+
 @pytest.mark.parametrize("form", ["nf4", "fp4", "fp4_e2m1"])
 def test_tables_and_plans(form):
     """Bytes of the plans called directly: computed scales, masks, learned scales of a table."""
@@ -319,6 +337,8 @@ def cases():
         "fake_quantize of a table": ((grad(x), grad(scale), None), {"format": "lut4", "table": [
             i / 8 - 1 for i in range(16)]} | groups),
         "fake_quantize_masked": ((grad(x), scale, zero), groups),
+        "fake_quantize_block_floats": ((grad(x), None), {"format": "nvfp4"}),
+        "fake_quantize_block_floats of mxfp4": ((grad(x), None), {"format": "mxfp4", "axis": 0}),
         "fake_quantize_computed": ((grad(x),), {"asymmetric": True, "scale_rule": "minmax"} | groups),
         "fake_quantize_backward": ((dy, x, scale, zero), groups),
         "fake_quantize_learned_backward": ((dy, x, scale, learned), groups),

@@ -57,7 +57,7 @@ SPECS = [f"int{bits}{zeros},group_size=32" for bits in (2, 3, 4, 5, 6, 8) for ze
 SPECS += ["nf4,group_size=32", "fp4", "fp4_e2m1,granularity=channel",
           "lut4,group_size=16,table=" + ":".join(str(i**3 / 343 - 0.01) for i in range(-8, 8))]
 SPECS += ["int4,granularity=channel", "int4,asymmetric,granularity=tensor", "int4,group_size=32,scale_dtype=bf16",
-          "int4,asymmetric,group_size=32,scale_dtype=f16", "nf4,scale_dtype=f16"]
+          "int4,asymmetric,group_size=32,scale_dtype=f16", "nf4,scale_dtype=f16", "nvfp4", "mxfp4"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -69,6 +69,10 @@ def test_converted_weights_are_those_of_the_last_forward(spec, dtype, scales):
                "learned": {"learn_scale": True, "learn_zero_point": "asymmetric" in spec}}[scales]
     if scales == "observed" and spec[:3] != "int":
         with pytest.raises(ValueError, match="observer"):
+            prepare_qat(model, spec, **options)
+        return
+    if scales == "learned" and spec in ("nvfp4", "mxfp4"):
+        with pytest.raises(ValueError, match="learn_scale must be False for " + spec):
             prepare_qat(model, spec, **options)
         return
     prepare_qat(model, spec, **options)
@@ -261,8 +265,11 @@ def test_what_is_refused(arguments, text):
         FakeQuantize(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
 
 
-def test_compiles():
-    model = prepare_qat(network(), "int4,group_size=32", activations="int8,granularity=tensor", learn_scale=True)
+@pytest.mark.parametrize("options", [
+    {"spec": "int4,group_size=32", "activations": "int8,granularity=tensor", "learn_scale": True},
+    {"spec": "nvfp4", "activations": "nvfp4"}, {"spec": "nvfp4", "activations": "mxfp4"}])
+def test_compiles(options):
+    model = prepare_qat(network(), **options)
     x = torch.randn(16, 72, device=DEVICE)
     y = model(x)  # initializes
     z = torch.compile(model, fullgraph=True, backend="aot_eager")(x)

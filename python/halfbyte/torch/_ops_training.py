@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import _core
 from ._library import define
+from ._ops_weight import spec_of
 
 _GROUPS = 'str granularity="tensor", int axis=-1, SymInt group_size=0'
 _FAKE = f'int q_min=-8, int q_max=7, {_GROUPS}, str? format=None, float[]? table=None'
@@ -368,6 +369,34 @@ _fake_quantize_computed_op = define(
     setup_context=_setup_masked, backward=_masked_gradient)
 
 
+# Block floats: scales of 8 bits, which the format makes of each tensor.
+
+BLOCK_FLOATS = ("nvfp4", "mxfp4")
+
+
+def _fake_quantize_block_floats(x: Tensor, global_scale: Tensor | None, *, format: str, axis: int = -1) -> Tensor:
+    x, global_scale = _contiguous(x, global_scale)
+    spec = spec_of(format)
+    groups = {"granularity": spec.granularity, "axis": axis, "group_size": spec.group_size}
+    y = torch.empty_like(x)
+    scale = x.new_empty(_scale_shape(x.shape, **groups), dtype=torch.uint8)
+    computed = spec.has_global_scale and global_scale is None
+    if computed:
+        global_scale = x.new_empty([1], dtype=torch.float32)
+    _plan("FakeQuantize", "FakeQuantizeDescriptor", x, shape=x.shape, dtype=x.dtype, format=format,
+          scale_dtype=spec.scale_dtype, computed=True, computed_global_scale=computed, alignment=_alignment(x),
+          **groups).run(x=x, y=y, scale=scale, global_scale=global_scale)
+    return y
+
+
+# The straight-through estimator without a mask, as in torchao (torchao/prototype/qat/nvfp4.py): only the rounding of
+# scales clips.
+_fake_quantize_block_floats_op = define(
+    "fake_quantize_block_floats(Tensor x, Tensor? global_scale, *, str format, int axis=-1) -> Tensor",
+    _fake_quantize_block_floats, lambda x, global_scale, **_: _like(x), setup_context=lambda *_, **__: None,
+    backward=lambda ctx, dy: (dy, None))
+
+
 def _fake_quantize_mask_backward(dy: Tensor, mask: Tensor) -> Tensor:
     dy = dy.contiguous()
     dx = torch.empty_like(dy)
@@ -382,8 +411,9 @@ _fake_quantize_mask_backward_op = define(
 
 
 def fake_quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, *,
-                  gradient_scale: float = 1.0, scale_rule: str = "absmax", eps: float = 0.0, asymmetric: bool = False,
-                  scale_dtype: torch.dtype | None = None, **options: object) -> Tensor:
+                  global_scale: Tensor | None = None, gradient_scale: float = 1.0, scale_rule: str = "absmax",
+                  eps: float = 0.0, asymmetric: bool = False, scale_dtype: torch.dtype | None = None,
+                  **options: object) -> Tensor:
     """x rounded to the values of a quantized tensor: (clamp(rne(x / scale) + zero_point, q_min, q_max) - zero_point)
     * scale, in the dtype of x. Of a table format, the nearest value times scale.
 
@@ -397,6 +427,10 @@ def fake_quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     table=16 values) instead of integers. A scale that is negative or not finite counts as 0, which gives 0. Raises
     ValueError.
 
+    Of format "nvfp4" and "mxfp4" the only other option is axis: the format makes the scales of each x, in groups of 16
+    and 32, and the result is, bit by bit, what a quantized x decodes to. global_scale: f32 [1], of nvfp4; None: that of
+    x. The gradient is dy everywhere, as in torchao.
+
     >>> x = torch.tensor([-0.3, 0.26, 9.0], requires_grad=True)
     >>> y = fake_quantize(x, torch.tensor(0.5))
     >>> y.detach()
@@ -405,6 +439,11 @@ def fake_quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     >>> x.grad
     tensor([1., 1., 0.])
     """
+    if options.get("format") in BLOCK_FLOATS:
+        if scale is not None or zero_point is not None:
+            raise ValueError(f"fake_quantize: format {options['format']} makes its scales of x: scale and zero_point must "
+                             "be None")
+        return _fake_quantize_block_floats_op(x, global_scale, **options)
     if scale is None:
         return _fake_quantize_computed_op(x, scale_rule=scale_rule, eps=eps, asymmetric=asymmetric,
                                           scale_dtype=scale_dtype, **options)[0]

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from .._core import FakeQuantizeDescriptor, ObserverConfig, QuantizedTensor, QuantSpec
 from ._layouts import book_of
-from ._library import FLOATS, WORDS
-from ._ops_training import compute_qparams, fake_quantize, observe, quantize_linear
-from ._ops_weight import dequantize
+from ._library import WORDS
+from ._ops_training import BLOCK_FLOATS, compute_qparams, fake_quantize, observe, quantize_linear
+from ._ops_weight import dequantize, quantize, scale_dtype_of, spec_of
 from .linear import QuantizedLinear, as_tensor
 from .model import dense_reasons
 
-_TABLES = ("nf4", "fp4", "fp4_e2m1", "lut4")
+_TABLES = ("nf4", "fp4", "fp4_e2m1", "lut4", *BLOCK_FLOATS)
 
 
 def _in_backward() -> bool:
@@ -45,6 +45,9 @@ class FakeQuantize(nn.Module):
       tensor initializes, by the observer or else the least error. gradient_scale: None: 1 / sqrt(n * q_max) as in LSQ,
       where n elements share a scale. A learned scale below `eps` is used as `eps`.
 
+    Of "nvfp4" and "mxfp4" scales are always those of each tensor, the global scale of nvfp4 too, and gradients pass
+    everywhere.
+
     `fake_quant_enabled = False` returns what it is given. f32, f64, f16 and bf16.
 
     >>> rounded = FakeQuantize("int4,granularity=tensor")
@@ -64,6 +67,9 @@ class FakeQuantize(nn.Module):
         self.is_table = spec.format in _TABLES
         if self.is_table and observer is not None and not learn_scale:
             raise ValueError(f"observer must be None for a table format, got {spec}")
+        self.is_block_float = spec.format in BLOCK_FLOATS
+        if self.is_block_float and learn_scale:
+            raise ValueError(f"learn_scale must be False for {spec.format}, whose scales are those of each tensor")
         if learn_zero_point and not (learn_scale and spec.asymmetric):
             raise ValueError(f"learn_zero_point needs learn_scale and an asymmetric spec, got {spec}")
         self.observer = ObserverConfig(observer) if isinstance(observer, str) else observer
@@ -72,7 +78,7 @@ class FakeQuantize(nn.Module):
         self.observer_enabled = self.fake_quant_enabled = True
 
         self.q_min, self.q_max = -(1 << spec.bits - 1), (1 << spec.bits - 1) - 1
-        self.scale_dtype = FLOATS[spec.scale_dtype]
+        self.scale_dtype = scale_dtype_of(spec)
         self.scale_rule = "minmax" if spec.asymmetric else "absmax"
         self.groups = {"granularity": spec.granularity}
         if spec.granularity != "tensor":
@@ -148,7 +154,9 @@ class FakeQuantize(nn.Module):
         self.is_ready = True
 
     def qparams(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point with which x would be rounded now."""
+        """Scale and zero point with which x would be rounded now; not of nvfp4 and mxfp4."""
+        if self.is_block_float:
+            raise ValueError(f"qparams: the scales of {self.spec.format} are those that quantize gives")
         if not self.learn_scale and self.observer is None:
             return self._of_tensor(x)
         if not self.is_ready:
@@ -172,6 +180,8 @@ class FakeQuantize(nn.Module):
             self.is_ready = True
         if not self.fake_quant_enabled:
             return x
+        if self.is_block_float:
+            return fake_quantize(x, axis=self.groups["axis"], **self.form)
         scale, zero_point = self.qparams(x)
         factor = self.gradient_scale
         if factor is None:
@@ -246,9 +256,10 @@ def prepare_qat(model: nn.Module, spec: QuantSpec | str = "int4", *, activations
     model.
 
     spec: of the weights. activations: of the inputs of these layers, "int8,granularity=tensor" say. observer,
-    learn_scale, learn_zero_point: as FakeQuantize takes them, of weights; learn_scale is of activations too. include,
-    exclude: regular expressions that are searched in the names of weights; `include` replaces the choice, which is
-    that of `halfbyte quantize`: heads, embeddings, routers and shared weights stay dense.
+    learn_scale, learn_zero_point: as FakeQuantize takes them, of weights; learn_scale is of activations too.
+    activation_observer: of activations; "nvfp4" and "mxfp4" take none, as their scales are those of each input.
+    include, exclude: regular expressions that are searched in the names of weights; `include` replaces the choice,
+    which is that of `halfbyte quantize`: heads, embeddings, routers and shared weights stay dense.
 
     >>> model = prepare_qat(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), "int4,group_size=32")
     >>> model(torch.ones(1, 64)).shape
@@ -263,8 +274,10 @@ def prepare_qat(model: nn.Module, spec: QuantSpec | str = "int4", *, activations
                               **learned)
         if learn_scale and linear.weight.device.type != "meta":
             weight.initialize(linear.weight)
-        return QatLinear.from_linear(linear, weight, None if activations is None else FakeQuantize(
-            activations, observer=activation_observer, **learned))
+        if activations is None:
+            return QatLinear.from_linear(linear, weight)
+        of_input = None if spec_of(str(activations)).format in BLOCK_FLOATS else activation_observer
+        return QatLinear.from_linear(linear, weight, FakeQuantize(activations, observer=of_input, **learned))
 
     return replace_linears(model, qat, include, exclude)
 
@@ -313,6 +326,10 @@ def _table_codes(w: Tensor, scale: Tensor, quantizer: FakeQuantize) -> tuple[Ten
 @torch.no_grad()
 def _quantized(weight: Tensor, quantizer: FakeQuantize) -> QuantizedTensor:
     spec = quantizer.spec
+    if quantizer.is_block_float:
+        codes, scales, _, _, global_scale = quantize(weight, str(spec))
+        return QuantizedTensor(spec, weight.shape, WORDS[weight.dtype], codes=codes, scales=scales,
+                               global_scale=global_scale if spec.has_global_scale else None)
     w = weight if weight.dtype == torch.float64 else weight.float()
     scale, zero_point = quantizer.qparams(weight)
     zeros = None
