@@ -13,7 +13,7 @@ namespace halfbyte::cli {
 namespace {
 
 struct Arguments {
-  std::string input, layout, reader;
+  std::string input, layout, experts, reader;
   bool requantize = false, force_layout = false, no_verify = false;
   Destination destination;
   ComputeArguments compute;
@@ -24,6 +24,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   check_cpu(arguments.compute.device, "convert");
   options.layout = parse_layout(arguments.layout);
   options.requantize = arguments.requantize;
+  if (!arguments.experts.empty()) options.experts = parse_expert_form(arguments.experts);
   if (!arguments.reader.empty()) options.reader = parse_reader(arguments.reader);
   options.force_layout = arguments.force_layout;
   options.verify = !arguments.no_verify;
@@ -53,6 +54,8 @@ void add_convert_command(CLI::App& app, Command& command) {
       ->required();
   sub.add_flag("--requantize", arguments->requantize,
                "Decode what cannot keep its codes, and quantize it as the layout does it");
+  add("--experts", arguments->experts, "FORM",
+      "Of layout bitsandbytes, the experts: per-expert, parametrize or experts4bit (default: as they are)");
   add("--reader", arguments->reader, "NAME",
       "What the output must load in: transformers-5, transformers-4, vllm, mlx-lm or none (default: by "
       "layout)");

@@ -95,7 +95,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
   EXPECT_NO_TAIL(quant_spec, group_size);
   EXPECT_NO_TAIL(encoding, search);
-  EXPECT_NO_TAIL(convert_options, user_data);
+  EXPECT_NO_TAIL(convert_options, experts);
   EXPECT_NO_TAIL(quant_shape, has_global_scale);
   EXPECT_NO_TAIL(execution, stream);
   EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
@@ -141,7 +141,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(weight, note);
   EXPECT_NO_TAIL(quantize_options, search);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
-  EXPECT_NO_TAIL(writer_options, user_data);
+  EXPECT_NO_TAIL(writer_options, experts4bit);
   EXPECT_NO_TAIL(report_info, num_left_out);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, snr_db);
@@ -2062,6 +2062,15 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(halfbyte_convert_checkpoint(output_path.c_str(), dense.c_str(), &convert, nullptr),
             HALFBYTE_BAD_INPUT);
   EXPECT_NE(std::string(halfbyte_last_error()).find("layout awq: does not hold nf4"), std::string::npos);
+  EXPECT_EQ(convert.experts, HALFBYTE_UNSET);
+  convert.experts = HALFBYTE_EXPERTS_PARAMETRIZE;
+  EXPECT_EQ(halfbyte_convert_checkpoint(output_path.c_str(), dense.c_str(), &convert, nullptr),
+            HALFBYTE_USAGE);
+  EXPECT_NE(std::string(halfbyte_last_error()).find("only bitsandbytes has parametrize"), std::string::npos);
+  convert.experts = HALFBYTE_EXPERTS_EXPERTS4BIT + 1;
+  EXPECT_EQ(halfbyte_convert_checkpoint(output_path.c_str(), dense.c_str(), &convert, nullptr),
+            HALFBYTE_USAGE);
+  EXPECT_NE(std::string(halfbyte_last_error()).find("options.experts must be 0 to 2"), std::string::npos);
   halfbyte_comparison* comparison = nullptr;
   EXPECT_OK(halfbyte_compare_checkpoints(kModel.c_str(), dense.c_str(), nullptr, &comparison));
   int64_t num_rows = 0;

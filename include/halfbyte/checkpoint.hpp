@@ -26,6 +26,16 @@ HALFBYTE_API const char* to_string(Reader reader);  // "transformers-5", "mlx-lm
 // "transformers" is the newest.
 HALFBYTE_API Reader parse_reader(std::string_view word);
 
+// How layout bitsandbytes stores the experts of a layer (docs/formats.md). The bytes of codes and scales are
+// the same, and so are all values.
+enum class ExpertForm : uint8_t {
+  per_expert,   // a matrix for each expert and projection
+  parametrize,  // of a projection one tensor [E, out, in], as bitsandbytes.nn.parametrize has it
+  experts4bit,  // the same in the tensors of the module Experts4bit
+};
+HALFBYTE_API const char* to_string(ExpertForm form);  // "per-expert", "parametrize", "experts4bit"
+HALFBYTE_API ExpertForm parse_expert_form(std::string_view word);
+
 // One tensor as stored in a safetensors file.
 struct StoredTensor {
   std::string name;
@@ -49,7 +59,7 @@ struct Weight {
   // Where the tensor belongs to a ForeignQuantization: its method.
   std::string foreign = {};
   // What is unusual in how a quantized weight is stored: "act-order" (of gptq: groups of columns that are not
-  // neighbours), or what its config says wrong. Empty: nothing.
+  // neighbours), "Experts4bit" (of bitsandbytes), or what its config says wrong. Empty: nothing.
   std::string note = {};
 };
 
@@ -254,6 +264,8 @@ struct WriterOptions {
   // config.json of an output directory, without or with an entry of a quantization, which is replaced. Unset:
   // that of base.
   std::optional<std::string> config = {};
+  // Of layout bitsandbytes, into a directory: weights [E, out, in] have the tensors of Experts4bit.
+  bool experts4bit = false;
   std::optional<Reader> reader = {};  // as in QuantizeOptions, like all below
   bool force_layout = false;  // weights that the reader cannot load quantized are written all the same
   bool verify = true;
@@ -306,6 +318,9 @@ struct ConvertOptions {
   // Weights that cannot keep their codes are decoded and quantized as the layout does it. Otherwise they are
   // an error.
   bool requantize = false;
+  // Of layout bitsandbytes: the form of the experts in the output. Its reader is then by default the one that
+  // reads this form: transformers_4, or none. Unset: they stay as they are.
+  std::optional<ExpertForm> experts = {};
   bool dry_run = false;
   std::optional<Reader> reader = {};  // as in QuantizeOptions, like all below
   bool force_layout = false;
@@ -320,8 +335,10 @@ struct ConvertOptions {
 // throws Error(bad_input) that names the first weight and what it would lose, unless options.requantize.
 // Scales have the dtype of the model's weights where the layout wants it and it holds them, otherwise the one
 // that they have. Experts that gpt-oss has in one tensor become a weight each in other layouts, and the
-// reverse, biases too. Other weights and files are copied. Memory: the weights of one file of the output. The
-// report has the notes "requantized: ...", with the error against the decoded input.
+// reverse, biases too. Error(usage) for `experts` in another layout than bitsandbytes; Error(bad_input) where
+// experts cannot be divided: config.json must name a known architecture whose experts are [E, out, in], gate
+// first, and groups must divide rows. Other weights and files are copied. Memory: the weights of one file of
+// the output. The report has the notes "requantized: ...", with the error against the decoded input.
 HALFBYTE_API CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
                                                  const ConvertOptions& options);
 

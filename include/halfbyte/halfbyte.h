@@ -1317,6 +1317,14 @@ typedef struct halfbyte_dequantize_options {
 HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options,
                                                               size_t struct_size);
 
+/* ExpertForm in halfbyte/checkpoint.hpp. */
+typedef int32_t halfbyte_expert_form;
+enum {
+  HALFBYTE_EXPERTS_PER_EXPERT = 0,
+  HALFBYTE_EXPERTS_PARAMETRIZE = 1,
+  HALFBYTE_EXPERTS_EXPERTS4BIT = 2,
+};
+
 /* ConvertOptions in halfbyte/checkpoint.hpp describes the fields. */
 typedef struct halfbyte_convert_options {
   size_t struct_size;
@@ -1331,6 +1339,7 @@ typedef struct halfbyte_convert_options {
   uint64_t shard_bytes;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
+  int64_t experts; /* halfbyte_expert_form of layout bitsandbytes; HALFBYTE_UNSET: as they are */
 } halfbyte_convert_options;
 HALFBYTE_API halfbyte_status halfbyte_convert_options_init(halfbyte_convert_options* options,
                                                            size_t struct_size);
@@ -1360,6 +1369,7 @@ typedef struct halfbyte_writer_options {
   int64_t num_threads;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
+  int64_t experts4bit; /* flag */
 } halfbyte_writer_options;
 /* Layout halfbyte, verified. */
 HALFBYTE_API halfbyte_status halfbyte_writer_options_init(halfbyte_writer_options* options,

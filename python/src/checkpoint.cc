@@ -601,8 +601,8 @@ void bind_functions_of_files(nb::module_& module) {
       "    28");
   OptionRows<ConvertOptions> convert_rows;
   using C = ConvertOptions;
-  convert_rows("requantize", &C::requantize)("dry_run", &C::dry_run)("reader", &C::reader)(
-      "force_layout", &C::force_layout)("verify", &C::verify)("force", &C::force)(
+  convert_rows("requantize", &C::requantize)("experts", &C::experts)("dry_run", &C::dry_run)(
+      "reader", &C::reader)("force_layout", &C::force_layout)("verify", &C::verify)("force", &C::force)(
       "shard_bytes", &C::shard_bytes)("num_threads", &C::num_threads);
   module.def(
       "convert_checkpoint",
@@ -619,13 +619,14 @@ void bind_functions_of_files(nb::module_& module) {
       nb::arg("options"),
       nb::sig("def convert_checkpoint(input: str | os.PathLike, output: str | os.PathLike, layout: str, *, "
               "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
-              "requantize: bool = False, dry_run: bool = False, reader: str | None = None, "
-              "force_layout: bool = False, verify: bool = True, force: bool = False, shard_bytes: int = 0, "
+              "requantize: bool = False, experts: str | None = None, dry_run: bool = False, "
+              "reader: str | None = None, force_layout: bool = False, verify: bool = True, force: bool = "
+              "False, shard_bytes: int = 0, "
               "num_threads: int = 0) -> CheckpointReport"),
       "Writes the quantized weights in another layout: the codes stay, and every code decodes to the same "
       "f32. "
       "Where the layout cannot hold them so: Error (BAD_INPUT) that names the first weight, unless "
-      "requantize. "
+      "requantize. experts: of layout bitsandbytes their form, 'per-expert', 'parametrize' or 'experts4bit'. "
       "Raises as quantize_checkpoint.\n\n"
       "    >>> report = halfbyte.quantize_checkpoint(model, output, \"affine4\", layout=\"halfbyte\")\n"
       "    >>> halfbyte.convert_checkpoint(output, second, \"mlx\").layout\n"
@@ -738,8 +739,9 @@ void discard(Writer& self) { self.writer.reset(); }
 void bind_writer(nb::module_& module) {
   OptionRows<WriterOptions> rows;
   using W = WriterOptions;
-  rows("reader", &W::reader)("force_layout", &W::force_layout)("verify", &W::verify)("force", &W::force)(
-      "shard_bytes", &W::shard_bytes)("num_threads", &W::num_threads);
+  rows("experts4bit", &W::experts4bit)("reader", &W::reader)("force_layout", &W::force_layout)(
+      "verify", &W::verify)("force", &W::force)("shard_bytes", &W::shard_bytes)("num_threads",
+                                                                                &W::num_threads);
   nb::class_<Writer>(
       module, "CheckpointWriter",
       "Writes a checkpoint of weights that are given, quantized ones as they are. It becomes visible with "
@@ -774,11 +776,13 @@ void bind_writer(nb::module_& module) {
           nb::sig("def __init__(self, output: str | os.PathLike, layout: str = 'halfbyte', *, "
                   "base: str | os.PathLike | None = None, config: dict | str | None = None, "
                   "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
-                  "reader: str | None = None, force_layout: bool = False, verify: bool = True, "
-                  "force: bool = False, shard_bytes: int = 0, num_threads: int = 0) -> None"),
+                  "experts4bit: bool = False, reader: str | None = None, force_layout: bool = False, "
+                  "verify: bool = True, force: bool = False, shard_bytes: int = 0, num_threads: int = 0) "
+                  "-> None"),
           "base: a checkpoint whose other weights, side files and metadata the output gets too. config: "
           "config.json of an output directory; None: that of base. The output is what base is, or a file if "
-          "its name ends in .safetensors. progress as of quantize_checkpoint.")
+          "its name ends in .safetensors. experts4bit: of layout bitsandbytes, weights [E, out, in] have the "
+          "tensors of Experts4bit. progress as of quantize_checkpoint.")
       .def(
           "set", &set_weight, nb::arg("name"), nb::arg("weight"), nb::kw_only(), nb::arg("spec") = nb::none(),
           nb::arg("shape") = nb::none(), nb::arg("dtype") = "f32",

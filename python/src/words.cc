@@ -146,6 +146,9 @@ void from_python(nb::handle object, const char* name, Layout& value) {
 void from_python(nb::handle object, const char* name, Reader& value) {
   from_word(object, name, value, parse_reader);
 }
+void from_python(nb::handle object, const char* name, ExpertForm& value) {
+  from_word(object, name, value, parse_expert_form);
+}
 void from_python(nb::handle object, const char* name, ObserverKind& value) {
   from_word(object, name, value, parse_observer_kind);
 }

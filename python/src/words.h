@@ -45,6 +45,7 @@ void from_python(nb::handle object, const char* name, CodeScale& value);
 void from_python(nb::handle object, const char* name, Granularity& value);
 void from_python(nb::handle object, const char* name, Layout& value);
 void from_python(nb::handle object, const char* name, Reader& value);
+void from_python(nb::handle object, const char* name, ExpertForm& value);
 void from_python(nb::handle object, const char* name, ObserverKind& value);
 void from_python(nb::handle object, const char* name, AffineRounding& value);
 void from_python(nb::handle object, const char* name, QgemmMath& value);

@@ -66,6 +66,9 @@ static_assert(HALFBYTE_READER_TRANSFORMERS_4 == static_cast<int32_t>(Reader::tra
 static_assert(HALFBYTE_READER_VLLM == static_cast<int32_t>(Reader::vllm));
 static_assert(HALFBYTE_READER_MLX_LM == static_cast<int32_t>(Reader::mlx_lm));
 static_assert(HALFBYTE_READER_NONE == static_cast<int32_t>(Reader::none));
+static_assert(HALFBYTE_EXPERTS_PER_EXPERT == static_cast<int32_t>(ExpertForm::per_expert));
+static_assert(HALFBYTE_EXPERTS_PARAMETRIZE == static_cast<int32_t>(ExpertForm::parametrize));
+static_assert(HALFBYTE_EXPERTS_EXPERTS4BIT == static_cast<int32_t>(ExpertForm::experts4bit));
 static_assert(HALFBYTE_NONFINITE_KEEP_DENSE == static_cast<int32_t>(NonFinite::keep_dense));
 
 template <class T>
@@ -173,12 +176,14 @@ WriterOptions options_of(const halfbyte_writer_options* given) {
   options.shard_bytes = c.shard_bytes;
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
+  options.experts4bit = flag_of(c.experts4bit, "options.experts4bit");
   return options;
 }
 
 halfbyte_convert_options default_convert_options() {
   halfbyte_convert_options options{};
   options.reader = HALFBYTE_UNSET;
+  options.experts = HALFBYTE_UNSET;
   options.verify = 1;
   return options;
 }
@@ -189,6 +194,7 @@ ConvertOptions options_of(const halfbyte_convert_options* given) {
   options.layout = enum_of(c.layout, kLastLayout, "options.layout");
   options.reader = optional_of(c.reader, Reader::none, "options.reader");
   options.requantize = flag_of(c.requantize, "options.requantize");
+  options.experts = optional_of(c.experts, ExpertForm::experts4bit, "options.experts");
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
   options.force_layout = flag_of(c.force_layout, "options.force_layout");
   options.verify = flag_of(c.verify, "options.verify");

@@ -128,7 +128,7 @@ halfbyte_status init_struct(T* to, const T& defaults, size_t struct_size, const 
 // ---- Values
 
 template <class Enum>
-Enum enum_of(int32_t value, Enum last, const char* name) {
+Enum enum_of(int64_t value, Enum last, const char* name) {
   if (value < 0 || value > static_cast<int32_t>(last))
     refuse("{} must be 0 to {}, got {}", name, static_cast<int>(last), value);
   return static_cast<Enum>(value);
@@ -139,7 +139,7 @@ const char* word_of(int32_t value, Enum last) {
   return value < 0 || value > static_cast<int32_t>(last) ? nullptr : to_string(static_cast<Enum>(value));
 }
 template <class Enum>
-std::optional<Enum> optional_of(int32_t value, Enum last, const char* name) {
+std::optional<Enum> optional_of(int64_t value, Enum last, const char* name) {
   if (value == HALFBYTE_UNSET) return std::nullopt;
   return enum_of(value, last, name);
 }

@@ -310,6 +310,21 @@ std::vector<int> compressed_tensors_bits(const std::string& config) {
   return bits;
 }
 
+Experts4bitConfig experts4bit_config(const std::string& config) {
+  const nlohmann::json json = config_json(config);
+  Experts4bitConfig found;
+  for (const char* part : {"", "/text_config"}) {
+    const nlohmann::json::json_pointer type(fmt::format("{}/quantization_config/bnb_4bit_quant_type", part)),
+        size(fmt::format("{}/hidden_size", part));
+    for (const Format format : {Format::nf4, Format::fp4})
+      if (!found.format && json.contains(type) && json[type] == info(format).name) found.format = format;
+    if (!found.hidden_size && json.contains(size) && json[size].is_number_integer() &&
+        json[size].get<int64_t>() > 0)
+      found.hidden_size = json[size].get<int64_t>();
+  }
+  return found;
+}
+
 std::optional<WordConfig> word_config(const std::string& text, const std::string& what) {
   return word_config(parse_json<nlohmann::json>(with_marked_constants(text), what));
 }

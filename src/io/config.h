@@ -50,6 +50,13 @@ std::string mlx_quantization(const QuantSpec& spec);
 // ascending.
 std::vector<int> compressed_tensors_bits(const std::string& config);
 
+// What tells the format and the shapes of experts that bitsandbytes has as Experts4bit.
+struct Experts4bitConfig {
+  std::optional<Format> format;        // "bnb_4bit_quant_type" of the quantization
+  std::optional<int64_t> hidden_size;  // of the model or its text_config; above 0
+};
+Experts4bitConfig experts4bit_config(const std::string& config);
+
 // What says how the words of gptq and awq are meant.
 struct WordConfig {
   std::string method;                 // "gptq", "awq", "auto-round"; empty: it does not say

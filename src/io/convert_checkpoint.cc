@@ -49,9 +49,10 @@ QuantizedTensor all_experts(const Checkpoint& from, const Item& item) {
                        weight->dtype == first.dtype && weight->shape.size() == 2 && place < count &&
                        seen[static_cast<size_t>(place)]++ == 0);
   }
-  check(first, count % parts == 0 && first.spec.granularity == Granularity::group &&
-                   !first.spec.double_quant && !has_global_scale(first.spec));
-  QuantizedTensor all(first.spec, {count / parts, first.shape[0] * parts, first.shape[1]}, *first.dtype);
+  const QuantSpec spec = by_rows(first.spec, first.shape.back());
+  check(first, count % parts == 0 && spec.granularity == Granularity::group && !spec.double_quant &&
+                   !has_global_scale(spec));
+  QuantizedTensor all(spec, {count / parts, first.shape[0] * parts, first.shape[1]}, *first.dtype);
   for (const auto& [weight, own] : item.experts) put_rows(load_weight(from, weight->name), own, all);
   return all;
 }
@@ -122,37 +123,65 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
   return biases;
 }
 
+// The tensor of all experts: [E, out, in], gate first.
+bool is_of_experts(const std::string& name, const std::optional<Architecture>& architecture) {
+  const auto module = architecture ? architecture->find_tensor(name) : std::nullopt;
+  return module && module->kind == ModuleKind::experts && !module->transposed && !module->interleaved;
+}
+
 // Whether a tensor of all experts is taken apart for the layout, as gpt-oss and where readers want matrices.
 bool is_taken_apart(const StoredWeight& stored, const LayoutInfo& layout,
                     const std::optional<Architecture>& architecture) {
   const QuantizedWeight& weight = stored.weight;
   if (layout_info(weight.layout).turns_experts) return !layout.turns_experts;
-  if (!layout.apart || weight.shape.size() != 3 || weight.spec.double_quant ||
-      (weight.spec.granularity != Granularity::group && weight.spec.granularity != Granularity::channel))
-    return false;
-  const auto module = architecture ? architecture->find_tensor(weight.name) : std::nullopt;
-  return module && module->kind == ModuleKind::experts && !module->transposed && !module->interleaved;
+  const Granularity granularity = by_rows(weight.spec, weight.cols()).granularity;
+  return layout.apart && weight.shape.size() == 3 && !weight.spec.double_quant &&
+         (granularity == Granularity::group || granularity == Granularity::channel) &&
+         is_of_experts(weight.name, architecture);
+}
+
+// Where options name the form of experts: whether this weight is of some, and must take another form. Error(
+// bad_input) where it cannot.
+bool changes_form(const QuantizedWeight& weight, ExpertForm form, const std::string& fused,
+                  const std::optional<Architecture>& architecture) {
+  const bool whole = weight.shape.size() == 3;
+  if (whole != (form == ExpertForm::per_expert)) return false;
+  const auto fail = [&](const std::string& why) {
+    HALFBYTE_FAIL(bad_input, "convert: the experts of \"{}\" cannot become {}: {}", printable(weight.name),
+                  to_string(form), why);
+  };
+  if (!is_of_experts(fused, architecture))
+    fail("config.json must name a known architecture whose experts are [E, out, in], gate first");
+  if (weight.spec.double_quant) fail("blocks of double quantized scales are not of one expert");
+  if (by_rows(weight.spec, weight.cols()).granularity == Granularity::flat)
+    fail(fmt::format("groups of {} cross rows: {} columns are not a multiple", weight.spec.group_size,
+                     weight.cols()));
+  return true;
 }
 
 // What the output has for the quantized weights of the input.
 std::vector<Item> items_of(const Checkpoint& from, const LayoutInfo& layout,
-                           const std::optional<Architecture>& architecture) {
+                           const std::optional<Architecture>& architecture,
+                           const std::optional<ExpertForm>& form) {
   std::vector<Item> items;
   std::map<std::string, size_t> fused;  // where they are among the items
   for (const Weight& weight : from.weights()) {
     if (!weight.layout) continue;
     const StoredWeight& stored = *from.impl().quantized_weight(weight);
     const bool of_all = layout_info(*weight.layout).turns_experts;
-    if (is_taken_apart(stored, layout, architecture)) {
+    const auto own = form || layout.turns_experts ? expert_of(weight.name, !form) : std::nullopt;
+    const bool changes = form && !of_all && (own || weight.shape.size() == 3) &&
+                         changes_form(stored.weight, *form, own ? own->fused : weight.name, architecture);
+    if (is_taken_apart(stored, layout, architecture) || (changes && !own)) {
       std::vector<ExpertName> names = experts_of(module_of(weight.name), stored.weight.shape[0], of_all);
       HALFBYTE_CHECK(!names.empty() && stored.weight.shape[1] % names.front().rows.num_parts == 0, bad_input,
                      "convert: \"{}\" [{}] is no tensor of experts that have names in layout {}",
                      printable(weight.name), fmt::join(stored.weight.shape, ", "), layout.name);
       for (ExpertName& name : names) items.push_back({std::move(name.own), &weight, false, name.rows});
-    } else if (const auto name = layout.turns_experts && !of_all ? expert_of(weight.name) : std::nullopt) {
-      const auto [place, added] = fused.emplace(name->fused, items.size());
-      if (added) items.push_back({name->fused, &weight});
-      items[place->second].experts.emplace_back(&weight, name->rows);
+    } else if (own && (changes || !form) && !of_all) {
+      const auto [place, added] = fused.emplace(own->fused, items.size());
+      if (added) items.push_back({own->fused, &weight});
+      items[place->second].experts.emplace_back(&weight, own->rows);
     } else {
       items.push_back({weight.name, &weight});
     }
@@ -236,10 +265,16 @@ QuantizedTensor form_of(const QuantSpec& spec, const std::vector<int64_t>& shape
   return form;
 }
 
+// No reader has experts of bitsandbytes in one tensor; of those that are known one has them one by one.
+std::optional<Reader> reader_of(const ConvertOptions& options) {
+  if (options.reader || !options.experts) return options.reader;
+  return options.experts == ExpertForm::per_expert ? Reader::transformers_4 : Reader::none;
+}
+
 std::string note_of(const Item& item) { return item.lost.empty() ? "" : "requantized: " + item.lost; }
 
 // What a run would do.
-CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& items) {
+CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& items, bool experts4bit) {
   CheckpointReport report;
   report.layout = layout.layout;
   for (const Item& item : items) {
@@ -251,8 +286,10 @@ CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& item
     row.note = note_of(item);
     row.spec = item.form.spec;
     row.source_bytes = item.weight->num_bytes;
-    for (const Part& part :
-         parts_of(written_weight(row.name, row.shape, *item.weight->dtype, layout.layout, item.form.spec)))
+    QuantizedWeight written =
+        written_weight(row.name, row.shape, *item.weight->dtype, layout.layout, item.form.spec);
+    written.experts4bit = experts4bit && row.shape.size() == 3;
+    for (const Part& part : parts_of(written))
       row.output_bytes +=
           static_cast<uint64_t>(safetensors_dtype_bits(part.dtype) / 8 * num_elements(part.shape));
     row.bits_per_weight = 8 * static_cast<double>(row.output_bytes) /
@@ -272,6 +309,10 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                                     const ConvertOptions& options) {
   const Checkpoint from = Checkpoint::open(input, options.progress);
   const io::LayoutInfo& layout = io::layout_info(options.layout);
+  HALFBYTE_CHECK(!options.experts || options.layout == Layout::bitsandbytes, usage,
+                 "convert: layout {} has one form of experts; only bitsandbytes has {}", layout.name,
+                 to_string(*options.experts));
+  const bool experts4bit = options.experts == ExpertForm::experts4bit;
   const std::optional<DType> model_dtype = io::dtype_of_config(from.impl().config);
   const auto dtype_of = [&](const Weight& weight) { return model_dtype.value_or(*weight.dtype); };
 
@@ -284,14 +325,15 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
     return module && module->kind == io::ModuleKind::conv1d && weight.shape.size() == 2;
   };
 
-  std::vector<io::Item> items = io::items_of(from, layout, architecture);
+  std::vector<io::Item> items = io::items_of(from, layout, architecture, options.experts);
   for (io::Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
   const io::Item* first_lost = nullptr;
   int64_t num_lost = 0;
   HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", io::printable(input));
   CheckpointWriter writer(output, {.layout = options.layout,
                                    .base = input,
-                                   .reader = options.reader,
+                                   .experts4bit = experts4bit,
+                                   .reader = io::reader_of(options),
                                    .force_layout = options.force_layout,
                                    .verify = options.verify,
                                    .force = options.force,
@@ -323,7 +365,7 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                  "\"{}\": {}. With requantize (--requantize) they are decoded and quantized anew",
                  num_lost, items.size(), io::printable(first_lost->name), first_lost->lost);
   if (options.dry_run) {
-    CheckpointReport report = io::planned(layout, items);
+    CheckpointReport report = io::planned(layout, items, experts4bit);
     report.input = input;
     report.output = output;
     return report;

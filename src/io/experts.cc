@@ -54,7 +54,14 @@ std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts
   return names;
 }
 
-std::optional<ExpertName> expert_of(const std::string& own) {
+QuantSpec by_rows(const QuantSpec& spec, int64_t cols) {
+  QuantSpec result = spec;
+  if (spec.granularity == Granularity::flat && cols % spec.group_size == 0)
+    result.granularity = Granularity::group;
+  return result;
+}
+
+std::optional<ExpertName> expert_of(const std::string& own, bool in_turns) {
   const size_t at = own.rfind(kExperts);
   if (at == std::string::npos) return std::nullopt;
   const size_t begin = at + kExperts.size();
@@ -63,14 +70,16 @@ std::optional<ExpertName> expert_of(const std::string& own) {
   if (error != std::errc() || expert < 0) return std::nullopt;
   for (const Projection& projection : kProjections)
     for (const Kind& kind : kKinds)
-      if (ExpertName name = name_of(std::string_view(own).substr(0, begin), expert, projection, kind, true);
+      if (ExpertName name =
+              name_of(std::string_view(own).substr(0, begin), expert, projection, kind, in_turns);
           name.own == own)
         return name;
   return std::nullopt;
 }
 
 QuantizedTensor load_expert(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, int64_t expert) {
-  const QuantizedWeight& weight = stored.weight;
+  QuantizedWeight weight = stored.weight;
+  weight.spec = by_rows(weight.spec, weight.cols());
   const int64_t rows = weight.shape[1], cols = weight.shape[2], first = expert * rows * cols;
   QuantizedTensor matrix(weight.spec, {rows, cols}, weight.dtype);
   matrix.encoding = weight.encoding;

@@ -33,11 +33,15 @@ struct ExpertName {
 
 // Of a tensor of all experts; empty: the name is none of one.
 std::vector<ExpertName> experts_of(const std::string& fused, int64_t num_experts, bool in_turns);
-// Of a matrix, or a bias, for a tensor in which rows take turns; nothing where the name is none of one.
-std::optional<ExpertName> expert_of(const std::string& own);
+// Of a matrix, or a bias; nothing where the name is none of one.
+std::optional<ExpertName> expert_of(const std::string& own, bool in_turns);
 
-// A matrix of a quantized tensor [experts, out, in] in which each row has scales of its own, without double
-// quantization.
+// The spec of a weight of so many columns with flat groups that are whole within rows: as groups of a row,
+// which have the same bytes. Others as they are.
+QuantSpec by_rows(const QuantSpec& spec, int64_t cols);
+
+// A matrix of a quantized tensor [experts, out, in] in which each row has scales of its own (by_rows),
+// without double quantization.
 QuantizedTensor load_expert(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, int64_t expert);
 // Those rows of it as a matrix; and back, into a tensor of all experts.
 QuantizedTensor take_rows(const QuantizedTensor& matrix, const ExpertRows& rows);

@@ -68,6 +68,8 @@ constexpr Form kForms[] = {
     {"mxfp8", "compressed-tensors", "", "F8_E4M3", "_scale", "U8", "", 1},
     {"fp8", "", "", "F8_E4M3 F8_E5M2", "_scale", "", ".input_scale .k_scale .v_scale", 1},
     {"fp8", "", ".weight", "F8_E4M3 F8_E5M2", ".scale_weight", "", ".scale_input", 1},
+    {"experts4bit", "bitsandbytes", ".gate_up_proj", "U8", ".gate_up_absmax", "", "", 2},
+    {"experts4bit", "bitsandbytes", ".down_proj", "U8", ".down_absmax", "", "", 2},
     {"llm.int8", "bitsandbytes", ".weight", "I8", ".SCB", "F32", ".weight_format", 1},
     {"int8", "", "", "I8", "_scale", "", "_zero_point .input_scale .input_zero_point", 1},
     {"quanto", "quanto", "._data", "I8 U8 F8_E4M3 F8_E5M2", "._scale", "", "._shift"},

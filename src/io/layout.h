@@ -59,6 +59,7 @@ struct QuantizedWeight {
   float global_reciprocal = 1;         // likewise: as stored, by layouts that store its reciprocal
   std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
   std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
+  bool experts4bit = false;            // bitsandbytes: the tensors of the module Experts4bit
   WordForm words = {};                 // gptq, awq
   std::string note = {};               // as in Weight
   std::vector<std::string> others =
@@ -163,6 +164,19 @@ std::vector<int64_t> fp8_scale_shape(const QuantizedWeight& weight);
 // Where there is a tensor of this name, it belongs to the weight.
 void add_activation_scale(const Checkpoint::Impl& checkpoint, const std::string& name,
                           QuantizedWeight& weight);
+
+// Of bitsandbytes, experts as Experts4bit has them: the name of the tensor of their scales; empty where there
+// is none for a weight of this name.
+std::string experts4bit_scales(const std::string& name);
+// The weight of such codes and scales, which with config.json tell its shape and format. Why there is none,
+// in `why_not`.
+std::optional<QuantizedWeight> experts4bit_weight(const Checkpoint::Impl& checkpoint,
+                                                  const StoredTensor& codes, const StoredTensor& scales,
+                                                  std::string& why_not);
+// `hidden_size` of the model that the weight is of, by its name and shape [E, out, in].
+int64_t experts4bit_hidden_size(const QuantizedWeight& weight);
+// Why a weight cannot be stored so; empty: it can.
+std::string refuse_experts4bit(const QuantizedWeight& weight);
 
 // "model.layers.0.mlp.up_proj" of "model.layers.0.mlp.up_proj.weight".
 std::string module_of(const std::string& weight);

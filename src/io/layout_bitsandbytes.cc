@@ -1,5 +1,6 @@
 // The 4-bit state dictionary of bitsandbytes: flat blocks, the first element in the high nibble, and a JSON
-// text in a tensor whose name tells the format.
+// text in a tensor whose name tells the format. Experts may be stored as the module Experts4bit has them: the
+// same codes and scales as [experts, bytes] and [experts, groups], and no such text.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,6 +17,10 @@ namespace halfbyte::io {
 namespace {
 
 constexpr const char* kStateInfix = ".quant_state.bitsandbytes__";
+
+// The parameters of Experts4bit, and the buffers with their scales.
+constexpr std::string_view kGateUp = ".gate_up_proj", kDown = ".down_proj", kProjection = "_proj",
+                           kAbsmax = "_absmax";
 
 std::string bytes_of(std::span<const float> values) {
   return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
@@ -34,6 +39,11 @@ std::string state_json(const QuantizedWeight& weight) {
 
 std::vector<Part> parts(const QuantizedWeight& weight) {
   const QuantShape shape = weight.quant_shape();
+  if (weight.experts4bit) {
+    const int64_t experts = weight.shape[0];
+    return {{Role::codes, weight.name, "U8", {experts, shape.row_bytes / experts}},
+            {Role::scales, experts4bit_scales(weight.name), "F32", {experts, shape.num_groups / experts}}};
+  }
   const int64_t code_size = safetensors_dtype_bits(weight.codes_dtype) / 8;
   const std::string& name = weight.name;
   const std::string state = state_json(weight);
@@ -116,12 +126,82 @@ QuantizedWeight read_state(const Checkpoint::Impl& checkpoint, const StoredTenso
 }
 
 void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
-  for (const StoredTensor& tensor : checkpoint.tensors)
+  for (const StoredTensor& tensor : checkpoint.tensors) {
     if (const size_t infix = tensor.name.find(kStateInfix); infix != std::string::npos)
       found.weights.push_back(read_state(checkpoint, tensor, infix));
+    if (tensor.dtype != "U8" || tensor.shape.size() != 2) continue;
+    const StoredTensor* scales = checkpoint.find(experts4bit_scales(tensor.name));
+    if (scales == nullptr) continue;
+    std::string why_not;
+    if (auto weight = experts4bit_weight(checkpoint, tensor, *scales, why_not))
+      found.weights.push_back(*std::move(weight));
+    else
+      found.not_read[tensor.name] = why_not;
+  }
 }
 
 }  // namespace
+
+std::string experts4bit_scales(const std::string& name) {
+  if (!name.ends_with(kGateUp) && !name.ends_with(kDown)) return "";
+  return name.substr(0, name.size() - kProjection.size()) + std::string(kAbsmax);
+}
+
+int64_t experts4bit_hidden_size(const QuantizedWeight& weight) {
+  return weight.name.ends_with(kDown) ? weight.shape[1] : weight.shape[2];
+}
+
+std::string refuse_experts4bit(const QuantizedWeight& weight) {
+  if (weight.spec.double_quant) return "Experts4bit has no double quantization";
+  if (experts4bit_scales(weight.name).empty()) return "Experts4bit has gate_up_proj and down_proj only";
+  if (weight.cols() % weight.spec.group_size != 0)
+    return fmt::format("Experts4bit has whole groups in a row: {} columns are not a multiple of {}",
+                       weight.cols(), weight.spec.group_size);
+  return "";
+}
+
+std::optional<QuantizedWeight> experts4bit_weight(const Checkpoint::Impl& checkpoint,
+                                                  const StoredTensor& codes, const StoredTensor& scales,
+                                                  std::string& why_not) {
+  const auto refuse = [&](std::string reason) {
+    why_not = std::move(reason);
+    return std::nullopt;
+  };
+  if (codes.shape.size() != 2 || scales.shape.size() != 2 || scales.dtype != "F32" ||
+      codes.shape[0] != scales.shape[0] || codes.num_bytes == 0 || scales.num_bytes == 0 ||
+      codes.shape[1] > INT64_MAX / 2)
+    return refuse(fmt::format("\"{}\" {} [{}] does not fit codes [{}]: it must be F32 [experts, groups]",
+                              printable(scales.name), scales.dtype, fmt::join(scales.shape, ", "),
+                              fmt::join(codes.shape, ", ")));
+  const int64_t experts = codes.shape[0], n = 2 * codes.shape[1], group_size = n / scales.shape[1];
+  const auto& sizes = bitsandbytes_layout().group_sizes;
+  if (n % scales.shape[1] != 0 || std::ranges::find(sizes, group_size) == sizes.end())
+    return refuse(fmt::format("\"{}\" has {} scales for {} codes: groups must be of {}",
+                              printable(scales.name), scales.shape[1], n, fmt::join(sizes, ", ")));
+  if (checkpoint.config.empty())
+    return refuse(
+        "the format and the shape of experts as Experts4bit are in config.json, which there is not");
+  const Experts4bitConfig config = experts4bit_config(checkpoint.config);
+  if (!config.format || !config.hidden_size)
+    return refuse(fmt::format("config.json has no {} for experts as Experts4bit",
+                              config.format ? "hidden_size" : "bnb_4bit_quant_type of nf4 or fp4"));
+  const int64_t hidden = *config.hidden_size, other = n / hidden;
+  if (n % hidden != 0)
+    return refuse(fmt::format("{} codes of an expert are no rows of hidden_size {}", n, hidden));
+  QuantizedWeight weight;
+  weight.layout = Layout::bitsandbytes;
+  weight.name = codes.name;
+  weight.shape = {experts, other, hidden};
+  if (codes.name.ends_with(kDown)) weight.shape = {experts, hidden, other};
+  weight.dtype = checkpoint.model_dtype;
+  weight.spec.format = *config.format;
+  weight.spec.granularity = Granularity::flat;
+  weight.spec.group_size = group_size;
+  weight.experts4bit = true;
+  weight.note = "Experts4bit";
+  if (std::string reason = refuse_experts4bit(weight); !reason.empty()) return refuse(std::move(reason));
+  return weight;
+}
 
 const LayoutInfo& bitsandbytes_layout() {
   static const LayoutInfo& layout = *new LayoutInfo{.layout = Layout::bitsandbytes,

@@ -14,6 +14,9 @@
 namespace halfbyte {
 namespace {
 
+constexpr std::array<Word<ExpertForm>, 3> kExpertForms{{{ExpertForm::per_expert, "per-expert"},
+                                                        {ExpertForm::parametrize, "parametrize"},
+                                                        {ExpertForm::experts4bit, "experts4bit"}}};
 constexpr std::array<Word<Reader>, 5> kReaders{{{Reader::transformers_5, "transformers-5"},
                                                 {Reader::transformers_4, "transformers-4"},
                                                 {Reader::vllm, "vllm"},
@@ -21,6 +24,11 @@ constexpr std::array<Word<Reader>, 5> kReaders{{{Reader::transformers_5, "transf
                                                 {Reader::none, "none"}}};
 
 }  // namespace
+
+const char* to_string(ExpertForm form) { return word_of(kExpertForms, form); }
+ExpertForm parse_expert_form(std::string_view word) {
+  return value_of(kExpertForms, word, "form of experts");
+}
 
 const char* to_string(Reader reader) { return word_of(kReaders, reader); }
 Reader parse_reader(std::string_view word) {

@@ -358,6 +358,13 @@ void Unpacker::find_cells() {
 void Unpacker::open_bitsandbytes() {
   const std::string& name = weight_.name;
   high_nibble_first_ = true;
+  if (weight_.experts4bit) {  // "X.gate_up_proj" and "X.gate_up_absmax"
+    const int64_t experts = weight_.shape[0];
+    codes_ = &file_.take(name, "U8", {experts, rows_ * cols_ / 2 / experts});
+    scales_ =
+        &file_.take(name.substr(0, name.rfind('_')) + "_absmax", "F32", {experts, num_groups_ / experts});
+    return set_table(table_values(spec_.format));
+  }
   codes_ = &file_.take(name, "U8", {ceil_div(rows_ * cols_, 2), 1});
   scales_ = &file_.take(name + ".absmax", spec_.double_quant ? "U8" : "F32", {num_groups_});
   set_table(table_values(spec_.format));

@@ -136,7 +136,27 @@ class Verifier {
       if (is_of_experts(tensor, "_blocks")) check_experts(tensor);
       check_orphan(tensor, "_scale_inv", "");
       if (is_of_experts(tensor, "_scales")) check_orphan(tensor, "_scales", "_blocks");
+      check_experts4bit(tensor);
     }
+  }
+
+  // ---- Experts of bitsandbytes as Experts4bit
+
+  void check_experts4bit(const StoredTensor& tensor) {
+    const std::string scales = experts4bit_scales(tensor.name);
+    const bool own_state = checkpoint_->find(tensor.name + ".absmax") != nullptr;  // a quant_state beside it
+    if (is_of_experts(tensor, "_proj") && !scales.empty() && tensor.shape.size() == 2 && !own_state) {
+      const StoredTensor* scale = checkpoint_->find(scales);
+      std::string why_not;
+      if (scale == nullptr)
+        fault("scale-missing", tensor.name, "there is no \"{}\"", scales);
+      else if (!experts4bit_weight(*checkpoint_, tensor, *scale, why_not))
+        fault("experts4bit", tensor.name, "{}", why_not);
+    }
+    constexpr std::string_view kAbsmax = "_absmax";
+    if (tensor.name.find(".experts.") == std::string::npos || !tensor.name.ends_with(kAbsmax)) return;
+    const std::string codes = weight_of(tensor, kAbsmax) + "_proj";
+    if (experts4bit_scales(codes) == tensor.name) check_orphan(tensor, kAbsmax, "_proj");
   }
 
   // ---- fp8

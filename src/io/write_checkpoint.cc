@@ -50,8 +50,9 @@ uint64_t stored_bytes(std::span<const Part> parts) {
 }
 
 // What the layout has of a weight. Error(usage) where it cannot hold it.
-QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, const QuantizedTensor& q,
+QuantizedWeight target_of(const std::string& name, const WriterOptions& writer, const QuantizedTensor& q,
                           bool has_parts = true) {
+  const LayoutInfo& layout = layout_info(writer.layout);
   try {
     if (has_parts) check_quantized("parts", q);
     const size_t rank = q.shape.size();
@@ -82,6 +83,11 @@ QuantizedWeight target_of(const std::string& name, const LayoutInfo& layout, con
                    kFp8Block);
     QuantizedWeight target = written_weight(name, q.shape, dtype, layout.layout, spec);
     target.encoding = q.encoding;
+    if (writer.experts4bit && rank == 3) {
+      target.experts4bit = true;
+      const std::string why_not = refuse_experts4bit(target);
+      HALFBYTE_CHECK(why_not.empty(), usage, "{}", why_not);
+    }
     if (has_global_scale(spec) && has_parts) {
       const Tensor scale = q.global_scale.to({});
       std::memcpy(&target.global_scale, scale.data(), sizeof(float));
@@ -151,6 +157,7 @@ struct CheckpointWriter::Impl {
   void add_given();
   void select();
   void make_items();
+  void check_experts4bit() const;
   void plan_files();
   bool keeps_names() const;
   void take(size_t index, const io::OutputWeight& weight);
@@ -187,6 +194,8 @@ void CheckpointWriter::Impl::open_base() {
     input_->files.push_back(
         {input_->is_directory ? "model.safetensors" : output.substr(output.rfind('/') + 1), {}, {}});
   }
+  HALFBYTE_CHECK(!options.experts4bit || options.layout == Layout::bitsandbytes, usage,
+                 "writer: layout {} has no Experts4bit, which bitsandbytes has", layout.name);
   HALFBYTE_CHECK(!options.config || input_->is_directory, usage,
                  "writer: a config goes into a directory, and \"{}\" is a single file", printable(output));
   std::string& config = input_->config;
@@ -329,6 +338,21 @@ void CheckpointWriter::Impl::make_items() {
     }
   }
   for (size_t i = 0; i < num_weights; ++i) report_.source_bytes += input_->weights[i].num_bytes;
+}
+
+// Their tensors do not tell their shape: config.json must.
+void CheckpointWriter::Impl::check_experts4bit() const {
+  std::optional<int64_t> hidden;
+  if (!input_->config.empty()) hidden = io::experts4bit_config(input_->config).hidden_size;
+  for (const io::Item& item : items_) {
+    if (item.target == nullptr || !item.target->experts4bit) continue;
+    const int64_t own = io::experts4bit_hidden_size(*item.target);
+    HALFBYTE_CHECK(hidden == own, usage,
+                   "writer: weight \"{}\": readers of Experts4bit take its shape from \"hidden_size\" of "
+                   "config.json, which must be {}, and {}",
+                   printable(item.target->name), own,
+                   hidden ? fmt::format("is {}", *hidden) : "is not there");
+  }
 }
 
 std::vector<StoredTensor> CheckpointWriter::Impl::tensors_of(const io::Item& item) const {
@@ -479,7 +503,7 @@ void CheckpointWriter::Impl::take_quantized(io::Item& item) const {
     HALFBYTE_CHECK(made.spec == form.spec && made.shape == form.shape && made.dtype == form.dtype, usage,
                    "writer: weight \"{}\" was made of another spec, shape or dtype than it was set",
                    printable(item.source.name));
-    item.made = io::target_of(item.source.name, layout, made);
+    item.made = io::target_of(item.source.name, options, made);
     item.target = &item.made;
   }
   if (has_global_scale(form.spec) && layout.global_is_reciprocal) {
@@ -584,6 +608,7 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   select();
   make_items();
   HALFBYTE_CHECK(!items_.empty(), usage, "writer: \"{}\" would have no weights", printable(output));
+  check_experts4bit();
   plan_files();
   std::string config = input_->config;
   std::map<std::string, std::string> texts;  // of other files
@@ -630,7 +655,7 @@ CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::set(const std::string& name, QuantizedTensor weight) {
   io::Given given{std::move(weight), {}};
-  given.target = io::target_of(name, impl_->layout, *given.quantized);
+  given.target = io::target_of(name, impl_->options, *given.quantized);
   HALFBYTE_CHECK(impl_->given.emplace(name, std::move(given)).second, usage,
                  "writer: weight \"{}\" was given before", printable(name));
 }
@@ -643,7 +668,7 @@ void CheckpointWriter::set(const std::string& name, const QuantizedTensor& form,
   own.shape = form.shape;
   own.dtype = form.dtype;
   io::Given given{std::move(own), {}};
-  given.target = io::target_of(name, impl_->layout, *given.quantized, false);
+  given.target = io::target_of(name, impl_->options, *given.quantized, false);
   given.make = std::move(make);
   HALFBYTE_CHECK(impl_->given.emplace(name, std::move(given)).second, usage,
                  "writer: weight \"{}\" was given before", printable(name));

@@ -202,6 +202,22 @@ def bitsandbytes(tensors, name):
     )
 
 
+def experts4bit(tensors, name, config):
+    """`name` is X.gate_up_proj or X.down_proj: codes [E, bytes], scales [E, groups]; the rest is in the config."""
+    keys = [name, name.removesuffix("_proj") + "_absmax"]
+    codes, absmax = (tensors[key].data for key in keys)
+    hidden, count = config["hidden_size"], 2 * codes.shape[1]
+    rows = hidden if name.endswith("down_proj") else count // hidden
+    spec = {
+        "format": config["quantization_config"]["bnb_4bit_quant_type"],
+        "granularity": "flat",
+        "group_size": count // absmax.shape[1],
+        "shape": [len(codes), rows, count // rows],
+    }
+    table = BY_NAME[spec["format"]] + np.float32(0)
+    return _decode(spec, high_nibble_first(codes, len(codes) * count), absmax.reshape(-1), table=table, keys=keys)
+
+
 def compressed_tensors(tensors, name, config):
     """`name` is P.weight; its parts are P.weight_packed, ..."""
     args = config["quantization_config"]["config_groups"]["group_0"]["weights"]
@@ -385,6 +401,8 @@ def weights(tensors, config):
         elif ".quant_state.bitsandbytes__" in key:
             name = key.split(".quant_state.")[0]
             found[name] = bitsandbytes(tensors, name)
+        elif method == "bitsandbytes" and key.endswith("_proj") and key.removesuffix("_proj") + "_absmax" in tensors:
+            found[key] = experts4bit(tensors, key, config)
         elif method == "compressed-tensors" and key.endswith("_packed"):
             name = key.removesuffix("_packed")
             found[name] = compressed_tensors(tensors, name, config)

@@ -193,6 +193,25 @@ def test_convert_keeps_the_codes(layout, tmp_path):
     assert caught.value.code == "BAD_INPUT" and not (tmp_path / "c").exists()
 
 
+def test_forms_of_experts(tmp_path):
+    """The writer makes Experts4bit of [E, out, in], and convert of that one tensor again."""
+    name, config = "model.layers.0.mlp.experts.gate_up_proj", {"model_type": "qwen3_moe", "dtype": "float32", "hidden_size": 64}
+    w = np.random.default_rng(1).standard_normal((2, 32, 64)).astype(np.float32)
+    q = halfbyte.quantize(w, "nf4,granularity=flat,group_size=64")
+    with halfbyte.CheckpointWriter(tmp_path / "a", "bitsandbytes", config=config, experts4bit=True, reader="none") as writer:
+        writer.set(name, q)
+    assert {tensor.name for tensor in halfbyte.Checkpoint(tmp_path / "a").tensors} == {name, name.replace("proj", "absmax")}
+    halfbyte.convert_checkpoint(tmp_path / "a", tmp_path / "b", "bitsandbytes", experts="parametrize")
+    for path in ("a", "b"):
+        assert np.array_equal(halfbyte.Checkpoint(tmp_path / path).load_weight(name).dequantize("f32"), q.dequantize("f32"))
+    with pytest.raises(ValueError, match="form of experts 'stacked'"):
+        halfbyte.convert_checkpoint(tmp_path / "a", tmp_path / "c", "bitsandbytes", experts="stacked")
+    writer = halfbyte.CheckpointWriter(tmp_path / "c", "mlx", experts4bit=True)
+    writer.set("w", w)
+    with pytest.raises(ValueError, match="layout mlx has no Experts4bit"):
+        writer.finish()
+
+
 def test_verify_and_repair(tmp_path):
     path, mended = tmp_path / "q", tmp_path / "mended"
     halfbyte.quantize_checkpoint(MODEL, path, "nvfp4")
