@@ -34,7 +34,7 @@ Json weight_json(const Weight& weight) {
           {"shape", weight.shape},
           {"dtype", weight.dtype ? Json(to_string(*weight.dtype)) : Json()},
           {"layout", weight.layout ? Json(to_string(*weight.layout)) : Json()},
-          {"spec", weight.layout ? spec_json(weight.spec) : Json()},
+          {"spec", weight.layout ? spec_json(weight.spec, weight.scale_rows) : Json()},
           {"foreign", weight.foreign.empty() ? Json() : Json(weight.foreign)},
           {"note", weight.note.empty() ? Json() : Json(weight.note)},
           {"parts", weight.parts},
@@ -99,7 +99,8 @@ void run(const std::string& path, bool lists, std::string& text, Json& document)
                    quantized                 ? format_name(weight.spec)
                    : !weight.foreign.empty() ? printable(weight.foreign)
                                              : "-",
-                   quantized ? group_name(weight.spec) : "-", quantized ? to_string(*weight.layout) : "-",
+                   quantized ? group_name(weight.spec, weight.scale_rows) : "-",
+                   quantized ? to_string(*weight.layout) : "-",
                    fmt::format("{:.3f}", bits_per_weight(weight)), fmt::format("{}", weight.num_bytes)});
     if (!weight.note.empty()) ++notes[weight.note];
     if (lists) weights.push_back(weight_json(weight));

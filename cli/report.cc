@@ -46,7 +46,7 @@ Table weight_table(const CheckpointReport& report) {
   for (const WeightReport& weight : report.weights) {
     if (!weight.quantized) continue;
     std::vector<std::string> row = {printable(weight.name), format_shape(weight.shape),
-                                    format_name(weight.spec), group_name(weight.spec),
+                                    format_name(weight.spec), group_name(weight.spec, weight.scale_rows),
                                     fmt::format("{:.3f}", weight.bits_per_weight)};
     if (weight.measured)
       row.insert(row.end(), {fmt::format("{:.4g}", weight.max_error),
@@ -108,7 +108,7 @@ Json weight_json(const WeightReport& weight) {
                {"quantized", weight.quantized},
                {"reason", weight.reason},
                {"note", weight.note},
-               {"spec", weight.quantized ? spec_json(weight.spec) : Json()},
+               {"spec", weight.quantized ? spec_json(weight.spec, weight.scale_rows) : Json()},
                {"encoding", weight.quantized ? encoding_json(weight.encoding) : Json()},
                {"source_bytes", weight.source_bytes},
                {"output_bytes", weight.output_bytes},
@@ -130,9 +130,10 @@ std::string format_name(const QuantSpec& spec) {
                      spec.double_quant ? " double-quant" : "");
 }
 
-std::string group_name(const QuantSpec& spec) {
+std::string group_name(const QuantSpec& spec, int64_t scale_rows) {
   switch (spec.granularity) {
     case Granularity::group:
+      if (scale_rows > 1) return fmt::format("{}x{}", scale_rows, spec.group_size);
       return fmt::format("{}", spec.group_size);
     case Granularity::flat:
       return fmt::format("{} flat", spec.group_size);
@@ -141,12 +142,15 @@ std::string group_name(const QuantSpec& spec) {
   }
 }
 
-Json spec_json(const QuantSpec& spec) {
+Json spec_json(const QuantSpec& spec, int64_t scale_rows) {
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
-  Json json = {
-      {"format", info(spec.format).name},           {"asymmetric", spec.asymmetric},
-      {"granularity", to_string(spec.granularity)}, {"group_size", grouped ? Json(spec.group_size) : Json()},
-      {"scale_dtype", to_string(spec.scale_dtype)}, {"double_quant", spec.double_quant}};
+  Json json = {{"format", info(spec.format).name},
+               {"asymmetric", spec.asymmetric},
+               {"granularity", to_string(spec.granularity)},
+               {"group_size", grouped ? Json(spec.group_size) : Json()},
+               {"block_size", scale_rows > 1 ? Json::array({scale_rows, spec.group_size}) : Json()},
+               {"scale_dtype", to_string(spec.scale_dtype)},
+               {"double_quant", spec.double_quant}};
   if (spec.format == Format::lut4) json["table"] = spec.table;
   return json;
 }

@@ -10,8 +10,9 @@
 namespace halfbyte::cli {
 
 std::string format_name(const QuantSpec& spec);  // "nf4", "int4 asymmetric", "nf4 double-quant"
-std::string group_name(const QuantSpec& spec);   // "64", "64 flat", "channel", "tensor"
-Json spec_json(const QuantSpec& spec);
+// "64", "64 flat", "channel", "tensor"; where so many rows share the scale of a group, "128x128"
+std::string group_name(const QuantSpec& spec, int64_t scale_rows = 1);
+Json spec_json(const QuantSpec& spec, int64_t scale_rows = 1);
 
 // Bits per element over all weights added; each adds its bytes and the product of its shape.
 struct BitsPerWeight {

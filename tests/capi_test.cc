@@ -138,13 +138,13 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(checkpoint_info, num_foreign);
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
-  EXPECT_NO_TAIL(weight, note);
+  EXPECT_NO_TAIL(weight, scale_rows);
   EXPECT_NO_TAIL(quantize_options, search);
   EXPECT_NO_TAIL(dequantize_options, shard_bytes);
   EXPECT_NO_TAIL(writer_options, experts4bit);
   EXPECT_NO_TAIL(report_info, num_left_out);
   EXPECT_NO_TAIL(reader_verdict, why_not);
-  EXPECT_NO_TAIL(weight_report, snr_db);
+  EXPECT_NO_TAIL(weight_report, scale_rows);
   EXPECT_NO_TAIL(compare_options, user_data);
   EXPECT_NO_TAIL(comparison_row, snr_db);
   EXPECT_NO_TAIL(verify_options, user_data);

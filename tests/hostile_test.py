@@ -1263,6 +1263,8 @@ def published(**changes):
         "a.weight_scale": st.from_f32(np.ones((2, 1)), "BF16"),
         "b.weight": st.Tensor("F8_E4M3", codes[:6].reshape(2, 3)),
         "b.weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32"),
+        "g.weight": st.Tensor("F8_E4M3", codes[:6].reshape(2, 3)),
+        "g.weight_scale_inv": st.Tensor("F8_E8M0", np.full((1, 1), 127, np.uint8)),
         "x.experts.c_blocks": st.Tensor("U8", codes[:16].reshape(1, 1, 1, 16)),
         "x.experts.c_scales": st.Tensor("U8", np.full((1, 1, 1), 127, np.uint8)),
         "d.weight_packed": st.Tensor("U8", codes[:8].reshape(1, 8)),
@@ -1281,7 +1283,7 @@ def published(**changes):
     return raw(text, b"".join(tensors[name].data.tobytes() for name in order))
 
 
-NUM_PUBLISHED = 6
+NUM_PUBLISHED = 7
 
 
 def run_many(cli, tmp_path, contents, *command):
@@ -1380,6 +1382,27 @@ def test_published_forms_that_are_not_read(invoke, tmp_path, name):
     assert document["num_quantized"] == NUM_PUBLISHED - 1 and len(document["foreign"]) == 1
     outcome = invoke("dequantize", path, "-o", tmp_path / "out.safetensors")
     assert outcome.code == BAD_INPUT and "halfbyte does not read that" in outcome.message
+
+
+@pytest.mark.parametrize("block", [
+    [64, 64], [64], [64, 64, 1], [0, 64], [-64, 64], [2**20, 2**20], [2**70, 1], [64.5, 64], ["64", 64], [None, None], {"0": 64}, "64x64", None,
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("place", ["weight_block_size", "block_structure"])
+def test_blocks_of_fp8_that_a_config_names(invoke, tmp_path, place, block):
+    """Blocks of two extents that fit are read; others are none, and the weight is named as not read."""
+    weights = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}}
+    fp8 = place == "weight_block_size"
+    entry = {"quant_method": "fp8", place: block} if fp8 else {"quant_method": "compressed-tensors", "config_groups": {"group_0": weights}}
+    scales = "a.weight_scale_inv" if fp8 else "a.weight_scale"
+    tensors = {"a.weight": st.Tensor("F8_E4M3", np.full((200, 200), 0x38, np.uint8)), scales: st.from_f32(np.ones((4, 4)), "F32")}
+    path = tmp_path / "in"
+    path.mkdir()
+    st.write(path / "model.safetensors", tensors)
+    (path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    document = json.loads(invoke("inspect", path, "--json", "-").stdout)
+    assert document["num_quantized"] == (block == [64, 64]) and len(document["foreign"]) == (block != [64, 64])
+    assert invoke("dequantize", path, "-o", tmp_path / "out").code == (0 if block == [64, 64] else BAD_INPUT)
+    assert invoke("verify", path).code == (0 if block == [64, 64] and fp8 else 4)
 
 
 @pytest.mark.parametrize("extent", [2**20, 2**40, 2**58, 2**62, 2**63 - 1])

@@ -304,11 +304,15 @@ def with_random_values(tensors):
             values[name] = st.Tensor("F8_E4M3", np.where(codes & 0x7F == 0x7F, 0x10, codes).astype(np.uint8))
         elif tensor.dtype in ("BF16", "F32") and "global" not in name and "scale_2" not in name:
             scales = np.random.default_rng(3).uniform(0.5, 2, tensor.data.shape).astype(np.float32)
-            values[name] = st.from_f32(scales, tensor.dtype)
+            values[name] = st.Tensor(tensor.dtype, st.from_f32(scales, tensor.dtype).data.reshape(tensor.data.shape))
         elif tensor.dtype == "F8_E4M3":
             values[name] = st.Tensor("F8_E4M3", random_bytes("U8", *tensor.data.shape, below=48, seed=2).data + 8)
         elif tensor.dtype == "F32":
             values[name] = st.Tensor("F32", np.full(tensor.data.shape, 0.37 if "_scale_2" in name else 2.7, "<f4"))
+        elif tensor.dtype == "F8_E8M0":  # and the least that there is
+            exponents = random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120
+            exponents.reshape(-1)[-1] = 0
+            values[name] = st.Tensor("F8_E8M0", exponents)
         elif name.endswith(("_scale", "_scales")):
             values[name] = st.Tensor("U8", random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120)
         else:
@@ -331,6 +335,12 @@ BLOCK_FLOATS = {
     "modelopt": (NVFP4_MODELOPT, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
 }
 FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+
+
+def fp8_config(block, **values):
+    return {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block} | values}
+
+
 BLOCK_FP8 = CHANNEL_FP8 | {"strategy": "block", "block_structure": [128, 128]}
 FP8 = {
     "fp8-channels": (FP8_CHANNELS, compressed(("float-quantized", CHANNEL_FP8, DYNAMIC_FP8))),
@@ -347,6 +357,27 @@ FP8 = {
     "fp8-short-blocks": (
         {f"{P}.weight": zeros("F8_E4M3", 300, 256), f"{P}.weight_scale_inv": zeros("F32", 3, 2)},
         FP8_CONFIG,
+    ),
+    "fp8-ue8m0": (FP8_BLOCKS | {f"{P}.weight_scale_inv": zeros("F8_E8M0", 2, 3)}, fp8_config([128, 128], scale_fmt="ue8m0")),
+    "fp8-ue8m0-blocks": (
+        {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale_inv": zeros("F8_E8M0", 5, 3)},
+        fp8_config([64, 160], scale_fmt="ue8m0"),
+    ),
+    "fp8-other-blocks": (
+        {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale_inv": zeros("BF16", 5, 3)},
+        fp8_config([64, 128]),
+    ),
+    "fp8-blocks-of-rows": (
+        {f"{P}.weight": zeros("F8_E4M3", 48, 256), f"{P}.weight_scale_inv": zeros("F32", 48, 2)},
+        fp8_config([1, 128]),
+    ),
+    "fp8-ct-other-blocks": (
+        {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale": zeros("F32", 10, 6)},
+        compressed(("float-quantized", BLOCK_FP8 | {"block_structure": [32, 64]}, None)),
+    ),
+    "fp8-one-scale": (
+        {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale_inv": zeros("BF16"), f"{P}.activation_scale": zeros("BF16")},
+        fp8_config(None, activation_scheme="static"),
     ),
 }
 
@@ -373,7 +404,7 @@ def test_published_models_are_a_source(halfbyte, tmp_path, form):
     )
     (row,) = [row for row in report["weights"] if row["quantized"]]
     name = "fp8" if form in FP8 else "mxfp4" if form == "mxfp4" else "nvfp4"
-    layout = {"modelopt": "modelopt", "fp8-modelopt": "modelopt", "fp8-blocks": "fp8", "fp8-short-blocks": "fp8"}.get(form, "compressed-tensors")
+    layout = config["quantization_config"]["quant_method"]
     assert row["note"] == f"decoded from {name} ({layout}), against which the error is"
     quantized, _ = st.read_directory(tmp_path / "int8")
     output = json.loads((tmp_path / "int8" / "config.json").read_text())
@@ -427,6 +458,60 @@ def test_conversions_between_fp8_keep_codes_and_scales(halfbyte, tmp_path):
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "rows", "--format", "fp8", "--layout", "halfbyte", "--group-size", 128)
     message = halfbyte("convert", tmp_path / "rows", "-o", tmp_path / "no", "--layout", "fp8", expect=BAD_INPUT).stderr
     assert "layout fp8: has a scale for a group of 128 rows, in which they differ" in message
+
+
+OTHER_BLOCKS = ("fp8-ue8m0", "fp8-ue8m0-blocks", "fp8-other-blocks", "fp8-blocks-of-rows", "fp8-ct-other-blocks", "fp8-one-scale")
+
+
+@pytest.mark.parametrize("form", OTHER_BLOCKS)
+def test_forms_of_fp8_that_are_read_and_not_written(halfbyte, tmp_path, form):
+    """Codes and scales stay where a layout has the blocks, and the report names what it has."""
+    tensors, config = FP8[form]
+    tensors = with_random_values(tensors)
+    path = write_model(tmp_path / "in", tensors, config)
+    halfbyte("verify", path)
+    (weight,) = unpack.weights(tensors, config).values()
+    block = {"fp8-ue8m0": "128x128", "fp8-ue8m0-blocks": "64x160", "fp8-other-blocks": "64x128", "fp8-ct-other-blocks": "32x64"}
+    (found,) = [found for found in inspect(halfbyte, path)["weights"] if found["layout"]]
+    words = {"fp8-blocks-of-rows": "128", "fp8-one-scale": "tensor"}
+    extents = [int(extent) for extent in block[form].split("x")] if form in block else None
+    assert found["spec"]["block_size"] == extents and found["spec"]["scale_dtype"] in ("f32", "bf16")
+    row = next(line for line in halfbyte("inspect", path).stdout.splitlines() if line.startswith(f"{P}.weight"))
+    assert (block | words)[form] in row.split()
+    halfbyte("convert", path, "-o", tmp_path / "own", "--layout", "halfbyte")
+    own, _ = st.read_directory(tmp_path / "own")
+    (again,) = unpack.weights(own, {}).values()
+    assert np.array_equal(again.weights, weight.weights) and np.array_equal(again.codes, weight.codes)
+    if form == "fp8-ue8m0":
+        halfbyte("convert", path, "-o", tmp_path / "out", "--layout", "fp8")
+        out, _ = st.read_directory(tmp_path / "out")
+        assert out[f"{P}.weight"].data.tobytes() == tensors[f"{P}.weight"].data.tobytes()
+        scales = np.ldexp(np.float32(1), tensors[f"{P}.weight_scale_inv"].data.astype(np.int32) - 127)
+        assert np.array_equal(out[f"{P}.weight_scale_inv"].data, scales)
+    else:
+        message = halfbyte("convert", path, "-o", tmp_path / "out", "--layout", "fp8", expect=BAD_INPUT).stderr
+        assert "layout fp8: has" in message and not (tmp_path / "out").exists()
+
+
+def test_exponents_that_are_no_scales_are_found(halfbyte, tmp_path):
+    tensors, config = FP8["fp8-ue8m0"]
+    tensors = with_random_values(tensors)
+    tensors[f"{P}.weight_scale_inv"].data[1, 2] = 0xFF
+    path = write_model(tmp_path / "in", tensors, config)
+    faults = json.loads(halfbyte("verify", path, "--json", "-", expect=4).stdout)["faults"]
+    assert [(fault["rule"], "1 of 6 scales" in fault["text"]) for fault in faults] == [("scale-nan", True)]
+
+
+def test_blocks_are_named_as_blocks(halfbyte, tmp_path):
+    report = json.loads(halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "fp8", "--format", "fp8", "--layout", "fp8", "--json", "-").stdout)
+    halfbyte("convert", tmp_path / "fp8", "-o", tmp_path / "ct", "--layout", "compressed-tensors")
+    for weights in (report["weights"], inspect(halfbyte, tmp_path / "fp8")["weights"], inspect(halfbyte, tmp_path / "ct")["weights"]):
+        specs = [weight["spec"] for weight in weights if weight["spec"]]
+        assert specs and all((spec["group_size"], spec["block_size"]) == (128, [128, 128]) for spec in specs)
+    for path in ("fp8", "ct"):
+        assert "128x128" in halfbyte("inspect", tmp_path / path).stdout
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "rows", "--format", "fp8", "--layout", "halfbyte", "--group-size", 128)
+    assert "128x128" not in halfbyte("inspect", tmp_path / "rows").stdout
 
 
 def gpt_oss_model(path, experts=3, width=96, hidden=64):

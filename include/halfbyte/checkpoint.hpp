@@ -61,6 +61,8 @@ struct Weight {
   // What is unusual in how a quantized weight is stored: "act-order" (of gptq: groups of columns that are not
   // neighbours), "Experts4bit" (of bitsandbytes), or what its config says wrong. Empty: nothing.
   std::string note = {};
+  // Rows of a matrix for which the scale of a group is stored once: of fp8 in blocks more than 1.
+  int64_t scale_rows = 1;
 };
 
 // Quantization by another tool in a form that is recognised and not read. Its tensors are weights as stored,
@@ -185,11 +187,12 @@ struct WeightReport {
   std::vector<int64_t> shape;
   std::string dtype;  // of the source, as stored ("BF16")
   bool quantized = false;
-  std::string reason;  // why a weight stayed dense: "embedding", "router", "excluded", "fallback: ...",
-                       // "non-finite: ..."
-  std::string note;    // "scales in f32: f16 cannot hold them"
-  QuantSpec spec;      // where quantized
-  Encoding encoding;   // likewise: the choices made
+  std::string reason;      // why a weight stayed dense: "embedding", "router", "excluded", "fallback: ...",
+                           // "non-finite: ..."
+  std::string note;        // "scales in f32: f16 cannot hold them"
+  QuantSpec spec;          // where quantized
+  int64_t scale_rows = 1;  // as in Weight
+  Encoding encoding;       // likewise: the choices made
   uint64_t source_bytes = 0;
   uint64_t output_bytes = 0;
   double bits_per_weight = 0;  // output bits per element

@@ -1215,6 +1215,7 @@ typedef struct halfbyte_weight {
   double bits_per_weight;
   const char* foreign; /* the method of the foreign quantization that it belongs to; NULL: none */
   const char* note;    /* what is unusual in how it is stored: "act-order", ...; NULL: nothing */
+  int64_t scale_rows;  /* rows of a matrix that share the scale of a group: of fp8 in blocks more than 1 */
 } halfbyte_weight;
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkpoint,
                                                             int64_t index, halfbyte_weight* weight);
@@ -1448,6 +1449,7 @@ typedef struct halfbyte_weight_report {
   int64_t max_error_index;
   double relative_rmse; /* sqrt(sum (x_hat - x)^2 / sum x^2) */
   double snr_db;        /* infinite where exact */
+  int64_t scale_rows;   /* as in halfbyte_weight */
 } halfbyte_weight_report;
 HALFBYTE_API halfbyte_status halfbyte_report_get_weight(const halfbyte_report* report, int64_t index,
                                                         halfbyte_weight_report* weight);

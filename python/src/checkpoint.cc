@@ -264,6 +264,12 @@ std::vector<T> list_of(std::span<const T> items) {
 }
 
 std::string quoted(const std::string& text) { return nb::cast<std::string>(nb::repr(to_python(text))); }
+// Of a Weight or WeightReport.
+std::string spec_text(const auto& weight) {
+  if (weight.scale_rows == 1) return to_string(weight.spec);
+  return to_string(weight.spec) + " in blocks of " + std::to_string(weight.scale_rows) + "x" +
+         std::to_string(weight.spec.group_size);
+}
 std::string shape_text(std::span<const int64_t> shape) {
   return nb::cast<std::string>(nb::repr(to_python(shape)));
 }
@@ -298,6 +304,8 @@ void bind_reading(nb::module_& module) {
           "spec",
           [](const Weight& self) { return self.layout ? to_python(self.spec) : nb::object(nb::none()); },
           nb::sig("def spec(self) -> QuantSpec | None"), "None: dense.")
+      .def_ro("scale_rows", &Weight::scale_rows,
+              "Rows of a matrix that share the scale of a group: of fp8 in blocks more than 1.")
       .def_ro("parts", &Weight::parts, "Indices into Checkpoint.tensors.")
       .def_ro("num_bytes", &Weight::num_bytes, "Of all parts.")
       .def_ro("foreign", &Weight::foreign, "The method of a ForeignQuantization that it belongs to, or \"\".")
@@ -305,7 +313,7 @@ void bind_reading(nb::module_& module) {
       .def_prop_ro("bits_per_weight", [](const Weight& self) { return bits_per_weight(self); })
       .def("__repr__", [](const Weight& self) {
         return "<Weight " + quoted(self.name) + ": " + shape_text(self.shape) + ", " +
-               (self.layout ? to_string(self.spec) + " in " + to_string(*self.layout)
+               (self.layout ? spec_text(self) + " in " + to_string(*self.layout)
                             : "dense " + std::string(self.dtype ? to_string(*self.dtype) : "?")) +
                ">";
       });
@@ -420,6 +428,7 @@ void bind_reports(nb::module_& module) {
       .def_ro("note", &WeightReport::note)
       .def_prop_ro(
           "spec", [](const WeightReport& self) { return self.spec; }, "Where quantized.")
+      .def_ro("scale_rows", &WeightReport::scale_rows, "As of Weight.")
       .def_prop_ro(
           "encoding", [](const WeightReport& self) { return self.encoding; }, "Where quantized.")
       .def_ro("source_bytes", &WeightReport::source_bytes)
@@ -432,8 +441,7 @@ void bind_reports(nb::module_& module) {
       .def_ro("snr_db", &WeightReport::snr_db)
       .def("__repr__", [](const WeightReport& self) {
         std::string text = "<WeightReport " + quoted(self.name) + ": " + shape_text(self.shape) + ", ";
-        text +=
-            self.quantized ? to_string(self.spec) : "dense" + (self.reason.empty() ? "" : ": " + self.reason);
+        text += self.quantized ? spec_text(self) : "dense" + (self.reason.empty() ? "" : ": " + self.reason);
         if (self.measured)
           text += "; " + text_of({self.max_error, self.max_error_index, self.relative_rmse, self.snr_db});
         return text + ">";

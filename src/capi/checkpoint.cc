@@ -275,12 +275,12 @@ halfbyte_status halfbyte_checkpoint_get_weight(const halfbyte_checkpoint* checkp
                                                halfbyte_weight* weight) {
   return guard([&] {
     const Weight& of = weight_of(checkpoint, index);
-    write_struct(
-        weight,
-        {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype), or_unset(of.layout),
-         of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of),
-         of.foreign.empty() ? nullptr : of.foreign.c_str(), of.note.empty() ? nullptr : of.note.c_str()},
-        "weight");
+    write_struct(weight,
+                 {0, of.name.c_str(), of.shape.data(), count_of(of.shape), or_unset(of.dtype),
+                  or_unset(of.layout), of.parts.data(), count_of(of.parts), of.num_bytes, bits_per_weight(of),
+                  of.foreign.empty() ? nullptr : of.foreign.c_str(),
+                  of.note.empty() ? nullptr : of.note.c_str(), of.scale_rows},
+                 "weight");
   });
 }
 
@@ -480,7 +480,7 @@ halfbyte_status halfbyte_report_get_weight(const halfbyte_report* report, int64_
         weight,
         {0, of.name.c_str(), of.shape.data(), count_of(of.shape), of.dtype.c_str(), of.reason.c_str(),
          of.note.c_str(), of.quantized, of.measured, of.source_bytes, of.output_bytes, of.bits_per_weight,
-         of.max_error, of.max_error_index, of.relative_rmse, of.snr_db},
+         of.max_error, of.max_error_index, of.relative_rmse, of.snr_db, of.scale_rows},
         "weight");
   });
 }

@@ -165,6 +165,7 @@ Weight make_weight(const Checkpoint::Impl& checkpoint, StoredWeight& stored, std
   const QuantizedWeight& quantized = stored.weight;
   check_shape(quantized);
   Weight weight{quantized.name, quantized.shape, quantized.dtype, quantized.layout, quantized.spec, {}, 0};
+  weight.scale_rows = quantized.scale_rows;
   weight.note = quantized.note;
   weight.shape = stored.model_shape();
   for (const Part& part : parts_of(quantized)) {
@@ -355,6 +356,7 @@ std::unique_ptr<Checkpoint::Impl> open_tensors(const std::string& path, const St
     add_file(*impl, path.substr(path.rfind('/') + 1), InputFile::open(path), stop);
     index_tensors(*impl);
   }
+  impl->fp8_block = fp8_block_of_config(impl->config);
   return impl;
 }
 

@@ -56,6 +56,7 @@ struct Checkpoint::Impl {
   // Of weights whose tensors do not tell it: that of the config, or of the metadata of a file that stands
   // alone; bf16 where neither says it.
   DType model_dtype = DType::bf16;
+  std::optional<std::array<int64_t, 2>> fp8_block;  // rows and columns of the blocks that the config names
   std::vector<Weight> weights;
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;

@@ -338,6 +338,40 @@ std::optional<WordConfig> word_config_of_config(const std::string& config) {
   return {};
 }
 
+std::optional<std::array<int64_t, 2>> fp8_block_of_config(const std::string& config) {
+  if (config.empty()) return {};
+  const auto block_of = [](const nlohmann::json& object,
+                           const char* key) -> std::optional<std::array<int64_t, 2>> {
+    const auto value = object.find(key);
+    if (value == object.end() || !value->is_array() || value->size() != 2) return {};
+    std::array<int64_t, 2> block{};
+    for (size_t i = 0; i < block.size(); ++i) {
+      if (!(*value)[i].is_number_integer()) return {};
+      block[i] = (*value)[i].get<int64_t>();
+      if (block[i] < 1 || block[i] > kMaxFp8Block) return {};
+    }
+    return block;
+  };
+  try {
+    const nlohmann::json json = config_json(config);
+    for (const char* place :
+         {"/quantization_config", "/compression_config", "/text_config/quantization_config"}) {
+      const nlohmann::json::json_pointer pointer(place);
+      if (!json.contains(pointer) || !json[pointer].is_object()) continue;
+      const nlohmann::json& quantization = json[pointer];
+      if (const auto block = block_of(quantization, "weight_block_size")) return block;
+      const auto groups = quantization.find("config_groups");
+      if (groups == quantization.end() || !groups->is_object()) continue;
+      for (const auto& group : *groups)
+        if (const auto weights = group.find("weights"); weights != group.end() && weights->is_object())
+          if (const auto block = block_of(*weights, "block_structure")) return block;
+    }
+  } catch (const Error&) {
+    // Whoever writes a checkpoint parses it again, and says so.
+  }
+  return {};
+}
+
 std::optional<DType> dtype_of_config(const std::string& config) {
   if (config.empty()) return {};
   try {

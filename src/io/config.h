@@ -1,6 +1,7 @@
 // config.json of a model directory: what it says about quantization. The only place that edits it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
@@ -72,6 +73,11 @@ std::optional<WordConfig> word_config_of_config(const std::string& config);
 inline constexpr const char* kWordMetadata = "quantization_config";
 inline constexpr const char* kWordFile = "quantize_config.json";
 inline constexpr const char* kModeloptFile = "hf_quant_config.json";
+
+// Rows and columns of the blocks of fp8: "weight_block_size", or the first "block_structure" of
+// compressed-tensors. Nothing where it says none, or what is no two extents within [1, kMaxFp8Block].
+inline constexpr int64_t kMaxFp8Block = 1024;
+std::optional<std::array<int64_t, 2>> fp8_block_of_config(const std::string& config);
 
 // Of the weights that are not quantized, as the config says.
 std::optional<DType> dtype_of_config(const std::string& config);

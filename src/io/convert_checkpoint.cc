@@ -289,6 +289,7 @@ CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& item
     QuantizedWeight written =
         written_weight(row.name, row.shape, *item.weight->dtype, layout.layout, item.form.spec);
     written.experts4bit = experts4bit && row.shape.size() == 3;
+    row.scale_rows = written.scale_rows;
     for (const Part& part : parts_of(written))
       row.output_bytes +=
           static_cast<uint64_t>(safetensors_dtype_bits(part.dtype) / 8 * num_elements(part.shape));

@@ -117,6 +117,7 @@ void Dequantizer::plan() {
     report.reason = quantized ? "" : "dense";
     report.note = weight.note;
     report.spec = weight.spec;
+    report.scale_rows = weight.scale_rows;
     report.source_bytes = weight.num_bytes;
     report.output_bytes = static_cast<uint64_t>(n * size);
     const int64_t elements = num_elements(weight);

@@ -33,7 +33,10 @@ int64_t zeros_unit(const QuantizedWeight& weight) {
 // Words for the zero points of so many rows, in one group.
 int64_t zero_words(int64_t rows, int bits) { return (rows * bits + 8 * kWordBytes - 1) / (8 * kWordBytes); }
 
-// Of the scales of a row.
+int64_t stored_scale_size(const QuantizedWeight& weight) {
+  return size_of(weight.e8m0_scales ? DType::f8_e8m0 : weight.spec.scale_dtype);
+}
+// Of the scales of a row, in the native layout.
 int64_t scale_row_bytes(const QuantizedWeight& weight, const Block& block) {
   return block.shape.groups_per_row * size_of(weight.spec.scale_dtype);
 }
@@ -338,13 +341,16 @@ StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role
     offset = word_rows * block.shape.groups_per_row * kWordBytes;
     num_bytes = zero_words(block.rows, bits) * block.shape.groups_per_row * kWordBytes;
   } else if (role == Role::scales && weight.scale_rows > 1) {
-    const int64_t matrix_rows = rows_per_matrix(weight), row_bytes = scale_row_bytes(weight, block);
+    const int64_t matrix_rows = rows_per_matrix(weight),
+                  row_bytes = block.shape.groups_per_row * stored_scale_size(weight);
     offset = (block.first_row / matrix_rows * ceil_div(matrix_rows, weight.scale_rows) +
               block.first_row % matrix_rows / weight.scale_rows) *
              row_bytes;
     num_bytes = ceil_div(block.rows, weight.scale_rows) * row_bytes;
   } else {
-    const int64_t size = role == Role::zeros ? 1 : size_of(weight.spec.scale_dtype);
+    const int64_t size = role == Role::zeros    ? 1
+                         : role == Role::scales ? stored_scale_size(weight)
+                                                : size_of(weight.spec.scale_dtype);
     offset = block.first_group * size;
     num_bytes = block.shape.num_groups * size;
   }
@@ -414,11 +420,20 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
   } else if (role == Role::zeros && packs_zeros(weight)) {
     unpack_zeros(stored, block.rows, block.shape.groups_per_row, bits_of(weight),
                  reinterpret_cast<uint8_t*>(native));
-  } else if (role == Role::scales && weight.scale_rows > 1) {
+  } else if (role == Role::scales && (weight.scale_rows > 1 || weight.e8m0_scales)) {
     const int64_t row_bytes = scale_row_bytes(weight, block);
-    for (int64_t row = 0; row < block.rows; ++row)
-      std::memcpy(native + row * row_bytes, stored + row / weight.scale_rows * row_bytes,
-                  static_cast<size_t>(row_bytes));
+    const auto num_stored = static_cast<int64_t>(stored_range(weight, block, role).num_bytes());
+    if (weight.e8m0_scales) {
+      for (int64_t i = 0; i < num_stored; ++i)
+        formats::store_scale(native, i, formats::load_scale<float>(stored, i, scale_type(DType::f8_e8m0)),
+                             scale_type(DType::f32));
+    } else {
+      std::memcpy(native, stored, static_cast<size_t>(num_stored));
+    }
+    // From the last row on: each comes from one that is not behind it.
+    for (int64_t row = weight.scale_rows > 1 ? block.rows - 1 : 0; row > 0; --row)
+      std::memmove(native + row * row_bytes, native + row / weight.scale_rows * row_bytes,
+                   static_cast<size_t>(row_bytes));
   } else {
     std::memcpy(native, stored, static_cast<size_t>(num_bytes));
   }

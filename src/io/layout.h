@@ -53,9 +53,9 @@ struct QuantizedWeight {
   QuantSpec spec;
   std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
   float scales_offset = 0;                // double quantization
-  int64_t scale_rows =
-      1;  // rows of a matrix for which a scale of a group is stored once: 128 of fp8 in blocks
-  float global_scale = 1;              // of formats that have one
+  int64_t scale_rows = 1;    // rows of a matrix for which a scale of a group is stored once: of fp8 in blocks
+  bool e8m0_scales = false;  // fp8, read only: stored scales are F8_E8M0; those of `spec` are f32
+  float global_scale = 1;    // of formats that have one
   float global_reciprocal = 1;         // likewise: as stored, by layouts that store its reciprocal
   std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
   std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
@@ -140,9 +140,9 @@ bool hides_dtype(const LayoutInfo& layout, Format format);
 // their sizes, likewise.
 std::span<const Granularity> granularities_of(const LayoutInfo& layout, Format format);
 std::span<const int64_t> group_sizes_of(const LayoutInfo& layout, Format format);
-// QuantizedWeight::scale_rows as the layout has it.
+// QuantizedWeight::scale_rows as the layout is written.
 int64_t scale_rows_of(const LayoutInfo& layout, const QuantSpec& spec);
-inline constexpr int64_t kFp8Block = 128;  // rows and columns
+inline constexpr int64_t kFp8Block = 128;  // rows and columns, as written
 // Whether the scales of so many rows of a matrix, from its first on, are the same: then they are stored once.
 bool shares_scales(const QuantizedTensor& q, int64_t scale_rows);
 
@@ -154,13 +154,18 @@ QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DTy
 // of whole groups.
 QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format format, Layout layout,
                                    const std::string& name, const StoredTensor& codes);
-// Of fp8, by the shapes of its tensors: a scale for all, for each row, for groups of a row or for blocks.
-// Nothing where they are none of these, or no F8_E4M3 and floating scales.
+// Of fp8, by the shapes of its tensors: a scale for all, for each row, for blocks as config.json has them or
+// of 128 x 128, or for groups of a row. Nothing where they are none of these, or no F8_E4M3 and floating
+// scales.
 std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, Layout layout,
                                           const std::string& name, const StoredTensor& codes,
                                           const StoredTensor& scales);
-// The shape of its scales.
-std::vector<int64_t> fp8_scale_shape(const QuantizedWeight& weight);
+// Whether layout fp8 reads it: rows have no scales of their own there, but for blocks of one row.
+bool is_of_fp8_layout(const Checkpoint::Impl& checkpoint, const QuantizedWeight& weight);
+// Its scales, under this name.
+Part fp8_scales(const QuantizedWeight& weight, std::string name);
+// Why its layout does not write a weight in the form that this one was read in; empty: it does.
+std::string refuse_written_form(const QuantizedWeight& weight);
 // Where there is a tensor of this name, it belongs to the weight.
 void add_activation_scale(const Checkpoint::Impl& checkpoint, const std::string& name,
                           QuantizedWeight& weight);

@@ -37,8 +37,7 @@ std::vector<Part> parts(const QuantizedWeight& weight) {
   if (info(weight.spec.format).scale_dtype) return block_float_parts(weight);
   if (weight.spec.format == Format::fp8)
     return {{Role::codes, weight.name, "F8_E4M3", weight.shape},
-            {Role::scales, weight.name + std::string(kScale), dtype_to_safetensors(weight.spec.scale_dtype),
-             fp8_scale_shape(weight)}};
+            fp8_scales(weight, weight.name + std::string(kScale))};
   const int bits = info(weight.spec.format).bits;
   const std::vector<int64_t>& shape = weight.shape;
   const int64_t groups = weight.quant_shape().groups_per_row;

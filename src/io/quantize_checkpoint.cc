@@ -220,6 +220,7 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
   report.quantized = true;
   set_note(item);
   report.spec = spec;
+  report.scale_rows = item.target.scale_rows;
   report.encoding = encoding;
   report.output_bytes = 0;
   for (const Part& part : item.parts) {

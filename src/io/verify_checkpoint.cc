@@ -173,14 +173,17 @@ class Verifier {
       return fault("scale-missing", codes.name, "there is no \"{}_scale_inv\" and no \"{}_scale\"",
                    codes.name, codes.name);
     const auto dtype = dtype_from_safetensors(scale->dtype);
-    if (!dtype || !is_floating(*dtype) || *dtype == DType::f64)
+    if (scale->dtype != "F8_E8M0" && (!dtype || !is_floating(*dtype) || *dtype == DType::f64))
       return fault("scale-dtype", codes.name, "\"{}\" is {}", scale->name, scale->dtype);
     const Layout layout = scale->shape.empty() ? Layout::modelopt : Layout::fp8;
     const auto weight = fp8_weight(*checkpoint_, layout, codes.name, codes, *scale);
-    if (weight && (inverse == nullptr || weight->scale_rows > 1)) return;
+    if (weight && (inverse == nullptr || is_of_fp8_layout(*checkpoint_, *weight))) return;
     std::vector<int64_t> blocks = codes.shape;
-    for (size_t axis = blocks.size() - 2; axis < blocks.size(); ++axis)
-      blocks[axis] = ceil_div(blocks[axis], kFp8Block);
+    const auto block = checkpoint_->fp8_block.value_or(std::array{kFp8Block, kFp8Block});
+    for (size_t axis = 0; axis < block.size(); ++axis) {
+      int64_t& extent = blocks[blocks.size() - block.size() + axis];
+      extent = ceil_div(extent, block[axis]);
+    }
     fault("scale-shape", codes.name, "\"{}\" is {}, but blocks of codes {} have scales {}", scale->name,
           shape_text(scale->shape), shape_text(codes.shape), shape_text(blocks));
   }
@@ -360,7 +363,7 @@ class Verifier {
     const QuantizedWeight& weight = stored.weight;
     if (weight.spec.double_quant) return;  // of other values
     const StoredTensor& tensor = stored.part(Role::scales);
-    const auto type = scale_type(weight.spec.scale_dtype);
+    const auto type = scale_type(weight.e8m0_scales ? DType::f8_e8m0 : weight.spec.scale_dtype);
     const int64_t size = formats::scale_bytes(type);
     const bool own = info(weight.spec.format).scale_dtype.has_value(),
                positive = own || weight.spec.format == Format::fp8;
@@ -466,9 +469,10 @@ class Verifier {
         return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
                      weight.name, own.name, to_string(*weight.layout));
       if (const auto block = quantization.find("weight_block_size");
-          fp8 && block != quantization.end() && *block != Json::array({kFp8Block, kFp8Block}))
-        return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {}",
-                     block->dump(), weight.name, kFp8Block);
+          fp8 && block != quantization.end() && weight.spec.granularity == Granularity::group &&
+          *block != Json::array({weight.scale_rows, weight.spec.group_size}))
+        return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {} x {}",
+                     block->dump(), weight.name, weight.scale_rows, weight.spec.group_size);
       if (group_size && *group_size != weight.spec.group_size)
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has groups of {}",
                      *group_size, weight.name, weight.spec.group_size);

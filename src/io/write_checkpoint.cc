@@ -244,6 +244,13 @@ void CheckpointWriter::Impl::add_given() {
         !weight.layout || weight.layout == options.layout, bad_input,
         "writer: weight \"{}\" of \"{}\" is quantized in layout {}, and was not given for layout {}",
         printable(weight.name), printable(options.base), to_string(*weight.layout), layout.name);
+    if (weight.layout) {
+      const std::string form = io::refuse_written_form(in.quantized_weight(weight)->weight);
+      HALFBYTE_CHECK(form.empty(), bad_input,
+                     "writer: weight \"{}\" of \"{}\" has {}, which layout {} reads and does not write, and "
+                     "was not given",
+                     printable(weight.name), printable(options.base), form, layout.name);
+    }
     weights.push_back(weight);
     quantized_of.push_back(in.quantized_of[i]);
     given_of_.push_back(nullptr);
@@ -415,6 +422,7 @@ void CheckpointWriter::Impl::plan_files() {
                     : item.given != nullptr ? "given"
                                             : selection_.weights[i].reason;
     if (item.target != nullptr) report.spec = item.target->spec;
+    if (item.target != nullptr) report.scale_rows = item.target->scale_rows;
     if (item.target != nullptr && item.target->encoding) report.encoding = *item.target->encoding;
     report.source_bytes = report.output_bytes = bytes.back();
     const int64_t n = io::num_elements(item.source.shape);

@@ -179,9 +179,9 @@ def encode_fp8(groups, scale_dtype, zero_group_scale=0.0):
 FP8_BLOCK = 128
 
 
-def block_rows(per_block, rows):
-    """What blocks of 128 rows share, repeated for each row: [..., ceil(rows / 128), n] to [..., rows, n]."""
-    return np.repeat(per_block, FP8_BLOCK, axis=-2)[..., :rows, :]
+def block_rows(per_block, rows, block=FP8_BLOCK):
+    """What blocks of so many rows share, repeated for each row: [..., ceil(rows / block), n] to [..., rows, n]."""
+    return np.repeat(per_block, block, axis=-2)[..., :rows, :]
 
 
 def encode_fp8_blocks(weight, scale_dtype, zero_group_scale=0.0):

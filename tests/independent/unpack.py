@@ -129,11 +129,12 @@ def modelopt(tensors, name):
 
 
 def fp8(tensors, name, config):
-    """`name` is P.weight: codes of E4M3, a scale for the tensor, a row, or blocks of 128 x 128."""
-    entry = config["quantization_config"]
+    """`name` is P.weight: codes of E4M3, a scale for the tensor, a row, or blocks. Scales of E8M0 are powers of two."""
+    entry, block = config["quantization_config"], [FP8_BLOCK, FP8_BLOCK]
     if entry["quant_method"] == "fp8":
-        assert entry["weight_block_size"] == [FP8_BLOCK, FP8_BLOCK] and entry["fmt"] == "e4m3"
-        keys, strategy = [name, f"{name}_scale_inv"], "block"
+        assert entry["fmt"] == "e4m3"
+        block = entry["weight_block_size"]
+        keys, strategy = [name, f"{name}_scale_inv"], "block" if block else "tensor"
     elif entry["quant_method"] == "modelopt":
         assert entry["quant_algo"] == "FP8"
         keys, strategy = [name, f"{name}_scale"], "tensor"
@@ -141,17 +142,22 @@ def fp8(tensors, name, config):
         args = entry["config_groups"]["group_0"]["weights"]
         assert entry["format"] == "float-quantized" and (args["num_bits"], args["type"]) == (8, "float")
         keys, strategy = [name, f"{name}_scale"], args["strategy"]
-        assert strategy != "block" or args["block_structure"] == [FP8_BLOCK, FP8_BLOCK]
+        block = args.get("block_structure", block)
     codes, scale = tensors[name], tensors[keys[1]]
     assert codes.dtype == "F8_E4M3"
-    shape, scales = list(codes.data.shape), st.to_f32(scale)
+    shape = list(codes.data.shape)
+    if scale.dtype == "F8_E8M0":
+        assert np.all(scale.data < 0xFF)
+        scales = np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127)
+    else:
+        scales = st.to_f32(scale)
     spec = {"format": "fp8", "granularity": strategy, "group_size": None, "shape": shape}
     if strategy == "block":
-        assert scales.shape[-2:] == (-(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
-        scales = block_rows(scales, shape[-2])
-        spec |= {"granularity": "group", "group_size": FP8_BLOCK}
+        assert scales.shape[-2:] == (-(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+        scales = block_rows(scales, shape[-2], block[0])
+        spec |= {"granularity": "group", "group_size": block[1]}
     else:
-        of_tensor = () if entry["quant_method"] == "modelopt" else (1,)
+        of_tensor = (1,) if entry["quant_method"] == "compressed-tensors" else ()
         assert scales.shape == (of_tensor if strategy == "tensor" else (*shape[:-1], 1))
     return _decode(spec, codes.data, scales, table=E4M3_VALUES, keys=keys)
 

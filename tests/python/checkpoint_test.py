@@ -212,6 +212,24 @@ def test_forms_of_experts(tmp_path):
         writer.finish()
 
 
+def test_a_base_in_a_form_that_is_not_written(tmp_path):
+    """config.json of the output would say other blocks and scales than a copy of the weight has."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}
+    for form, dtype in (("scales of F8_E8M0", "F8_E8M0"), ("blocks of 64 x 64", "F32")):
+        base = tmp_path / dtype
+        base.mkdir()
+        scales = np.full((2, 2), 127, np.uint8) if dtype == "F8_E8M0" else np.ones((2, 2), np.float32)
+        codes = st.Tensor("F8_E4M3", np.full((128, 128), 0x38, np.uint8))
+        st.write(base / "model.safetensors", {"a.weight": codes, "a.weight_scale_inv": st.Tensor(dtype, scales)})
+        (base / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+        (weight,) = halfbyte.Checkpoint(base).weights
+        assert weight.scale_rows == 64 and "in blocks of 64x64" in repr(weight)
+        writer = halfbyte.CheckpointWriter(tmp_path / "out", "fp8", base=base, reader="none")
+        writer.set("b", np.ones(4, np.float32))
+        with pytest.raises(halfbyte.Error, match=f"has {form}, which layout fp8 reads and does not write"):
+            writer.finish()
+
+
 def test_verify_and_repair(tmp_path):
     path, mended = tmp_path / "q", tmp_path / "mended"
     halfbyte.quantize_checkpoint(MODEL, path, "nvfp4")
