@@ -892,8 +892,11 @@ TEST_F(CheckpointTest, LayoutsRefuseWhatTheyCannotSay) {
           [](auto& o) { o.scale_dtype = DType::f16; });
   refused("layout halfbyte: scale dtype must be", Format::int3, {},
           [](auto& o) { o.scale_dtype = DType::f64; });
-  refused("layout compressed-tensors: scale rule must be half-range or absmax, got signed-max", Format::int4,
-          {}, [](auto& o) { o.scale_rule = ScaleRule::signed_max; });
+  refused("layout compressed-tensors: scale rule must be half-range or absmax, got minmax", Format::int4, {},
+          [](auto& o) { o.scale_rule = ScaleRule::minmax; });
+  for (const Layout layout : {Layout::compressed_tensors, Layout::gptq, Layout::awq})
+    refused("scale rule signed-max makes negative scales, which its readers are not known to take",
+            Format::int4, layout, [](auto& o) { o.scale_rule = ScaleRule::signed_max; });
   refused("layout gptq: format must be int4 or int2 or int3 or int8, got int5", Format::int5, Layout::gptq,
           none);
   refused("layout awq: format must be int4, got int8", Format::int8, Layout::awq, none);

@@ -217,6 +217,11 @@ Encoding resolve_encoding(const LayoutInfo& layout, const QuantizeOptions& optio
   const ScaleRule rule = of_layout ? layout.scale_rules.front() : default_scale_rule(spec);
   const Encoding encoding{options.scale_rule.value_or(rule),
                           options.search ? CodeScale::stored : layout.code_scale, options.search};
+  HALFBYTE_CHECK(!of_layout || kind != FormatKind::integer || encoding.scale_rule != ScaleRule::signed_max,
+                 usage,
+                 "layout {}: scale rule signed-max makes negative scales, which its readers are not known to "
+                 "take; layout halfbyte has them",
+                 layout.name);
   if (of_layout)
     check_allowed<ScaleRule>(layout, "scale rule", layout.scale_rules, *encoding.scale_rule,
                              [](ScaleRule value) { return to_string(value); });
