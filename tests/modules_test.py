@@ -254,6 +254,10 @@ def test_experts_for_vllm(halfbyte, tmp_path):
     report = quantize(halfbyte, source, tmp_path / "out", *int4)
     shapes = {w["name"]: w["shape"] for w in report["weights"]}
     assert shapes[f"{experts}2.up_proj.weight"] == [128, 64] and shapes[f"{experts}0.down_proj.weight"] == [64, 128]
+    report = quantize(halfbyte, source, tmp_path / "none", *int4[:-1], "none")
+    assert {w["name"] for w in report["weights"]} == shapes.keys()
+    report = quantize(halfbyte, source, tmp_path / "four", *int4[:-1], "transformers-4")
+    assert "in one tensor" in reasons(report)[f"{experts}gate_up_proj"]
     # Experts whose parts have other names stay as they are.
     granite = f"{LAYER}block_sparse_moe."
     tensors = LLAMA | {f"{granite}input_linear.weight": matrix(3, 256, 64), f"{granite}output_linear.weight": matrix(3, 64, 128)}

@@ -560,6 +560,39 @@ def test_experts_of_gpt_oss_are_converted_exactly(halfbyte, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
 
 
+FUSED = {
+    "nvfp4": ("compressed-tensors", ["--format", "nvfp4"]),
+    "mxfp4": ("compressed-tensors", ["--format", "mxfp4"]),
+    "int4": ("compressed-tensors", ["--format", "int4", "--group-size", 64, "--scale-dtype", "bf16"]),
+    "int4-asymmetric": ("compressed-tensors", ["--format", "int4", "--group-size", 64, "--scale-dtype", "bf16", "--asymmetric"]),
+    "int8-rows": ("compressed-tensors", ["--format", "int8", "--group-size", "channel", "--scale-dtype", "bf16"]),
+    "fp8-rows": ("compressed-tensors", ["--format", "fp8", "--group-size", "channel", "--scale-dtype", "bf16"]),
+    "int3": ("gptq", ["--format", "int3", "--group-size", 64]),
+    "int4-awq": ("awq", ["--format", "int4", "--group-size", 64, "--asymmetric"]),
+}
+
+
+@pytest.mark.parametrize("form", FUSED)
+def test_fused_experts_become_linear_layers(halfbyte, tmp_path, form):
+    """A weight for each expert and projection, with the codes and values that the tensor of all has."""
+    (layout, arguments), (experts, width, hidden), rng = FUSED[form], (3, 64, 128), np.random.default_rng(7)
+    prefix = "model.layers.0.mlp.experts"
+    shapes = {"gate_up_proj": (experts, 2 * width, hidden), "down_proj": (experts, hidden, width)}
+    tensors = {f"{prefix}.{name}": st.from_f32(rng.standard_normal(shape) * 0.02, "BF16") for name, shape in shapes.items()}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    path = write_model(tmp_path / "dense", tensors, config)
+    halfbyte("quantize", path, "-o", tmp_path / "own", "--layout", "halfbyte", *arguments)
+    halfbyte("convert", tmp_path / "own", "-o", tmp_path / "out", "--layout", layout, "--reader", "vllm")
+    before = unpack.weights(st.read_directory(tmp_path / "own")[0], {})
+    after = unpack.weights(st.read_directory(tmp_path / "out")[0], json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert len(after) == 3 * experts
+    for e in range(experts):
+        both = [after[f"{prefix}.{e}.{name}_proj.weight"] for name in ("gate", "up")]
+        down = after[f"{prefix}.{e}.down_proj.weight"]
+        assert np.array_equal(np.concatenate([part.weights for part in both]), before[f"{prefix}.gate_up_proj"].weights[e])
+        assert np.array_equal(down.weights, before[f"{prefix}.down_proj"].weights[e])
+
+
 def test_fused_experts_are_taken_apart_exactly(halfbyte, tmp_path):
     """Where readers want a matrix for each expert: gate comes first, and all have the global scale of the tensor."""
     experts, width, hidden = 2, 128, 256

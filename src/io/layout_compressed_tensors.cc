@@ -221,6 +221,7 @@ const LayoutInfo& compressed_tensors_layout() {
                       .scale_dtypes = ScaleDTypes::of_weight,
                       .many_specs = false,
                       .is_source = true,
+                      .apart = true,
                       .row_align_bytes = 4,
                       .packs_zeros = true,
                       .zero_scale_is_eps = true,

@@ -313,6 +313,7 @@ const LayoutInfo& gptq_layout() {
                       .scale_dtypes = ScaleDTypes::f16,
                       .many_specs = false,
                       .turns_conv1d = true,
+                      .apart = true,
                       .packing = Packing::gptq,
                       .parts = parts,
                       .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {
@@ -333,6 +334,7 @@ const LayoutInfo& awq_layout() {
                       .scale_rules = {ScaleRule::half_range, ScaleRule::absmax},
                       .scale_dtypes = ScaleDTypes::f16,
                       .many_specs = false,
+                      .apart = true,
                       .packing = Packing::awq,
                       .parts = parts,
                       .match = [](const Checkpoint::Impl& checkpoint, FoundWeights& found) {

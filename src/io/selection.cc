@@ -210,7 +210,8 @@ bool takes_apart(Reader reader, Layout layout, const Weight& weight, const Modul
     return false;
   if (is_of_words(layout)) return reader == Reader::vllm || reader == Reader::none;
   if (reader == Reader::transformers_5) return module.apart;
-  return layout_info(layout).apart || (reader == Reader::vllm && layout == Layout::compressed_tensors);
+  // transformers 4 has them as they are stored.
+  return reader != Reader::transformers_4 && layout_info(layout).apart;
 }
 
 // Why the reader does not load the format in this layout; empty: it does.
