@@ -1903,10 +1903,10 @@ TEST(CApi, ForeignQuantizationIsNamed) {
   const TestDirectory directory;
   const std::string path = directory / "fp8.safetensors";
   const std::string header = R"({"a.weight":{"dtype":"F8_E5M2","shape":[1,2],"data_offsets":[0,2]},)"
-                             R"("a.weight_scale":{"dtype":"F16","shape":[1],"data_offsets":[2,4]}})";
+                             R"("a.weight_scale":{"dtype":"F64","shape":[1],"data_offsets":[2,10]}})";
   std::string file(8, '\0');
   file[0] = static_cast<char>(header.size());
-  std::ofstream(path, std::ios::binary) << file << header << std::string(4, '\0');
+  std::ofstream(path, std::ios::binary) << file << header << std::string(10, '\0');
   halfbyte_checkpoint* checkpoint = nullptr;
   ASSERT_EQ(halfbyte_checkpoint_open(path.c_str(), &checkpoint), HALFBYTE_OK) << halfbyte_last_error();
   auto info = output<halfbyte_checkpoint_info>();

@@ -1265,6 +1265,8 @@ def published(**changes):
         "b.weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32"),
         "g.weight": st.Tensor("F8_E4M3", codes[:6].reshape(2, 3)),
         "g.weight_scale_inv": st.Tensor("F8_E8M0", np.full((1, 1), 127, np.uint8)),
+        "h.weight": st.Tensor("F8_E5M2", codes[:6].reshape(2, 3)),
+        "h.weight_scale": st.from_f32(np.ones((2, 1)), "F32"),
         "x.experts.c_blocks": st.Tensor("U8", codes[:16].reshape(1, 1, 1, 16)),
         "x.experts.c_scales": st.Tensor("U8", np.full((1, 1, 1), 127, np.uint8)),
         "d.weight_packed": st.Tensor("U8", codes[:8].reshape(1, 8)),
@@ -1283,7 +1285,7 @@ def published(**changes):
     return raw(text, b"".join(tensors[name].data.tobytes() for name in order))
 
 
-NUM_PUBLISHED = 7
+NUM_PUBLISHED = 8
 
 
 def run_many(cli, tmp_path, contents, *command):

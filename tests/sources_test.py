@@ -53,7 +53,7 @@ AWQ = {
     f"{P}.scales": zeros("F16", 2, 64),
 }
 FP8_BLOCKS = {f"{P}.weight": zeros("F8_E4M3", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
-FP8_E5M2 = {f"{P}.weight": zeros("F8_E5M2", 256, 384), f"{P}.weight_scale_inv": zeros("F32", 2, 3)}
+FP8_OTHER = FP8_BLOCKS | {f"{P}.weight_scale_inv": zeros("F32", 4, 6)}  # of blocks that no config names
 FP8_CHANNELS = {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale": zeros("BF16", 64, 1)}
 FP8_TENSOR = {
     f"{P}.weight": zeros("F8_E4M3", 64, 256),
@@ -141,7 +141,7 @@ FOREIGN = {
     ),
     "awq-tensors": (AWQ, {}, ("awq", "awq", "tensors"), {"bits": 8, "group_size": 128}),
     "fp8-blocks": (
-        FP8_E5M2,
+        FP8_OTHER,
         {
             "quantization_config": {
                 "quant_method": "fp8",
@@ -153,7 +153,7 @@ FOREIGN = {
         ("fp8", "fp8", "config.json"),
         {"weight_block_size": [128, 128], "fmt": "e5m2", "activation_scheme": "dynamic"},
     ),
-    "fp8-blocks-tensors": (FP8_E5M2, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [128, 128]}),
+    "fp8-blocks-tensors": (FP8_OTHER, {}, ("fp8", "fp8", "tensors"), {"weight_block_size": [64, 64]}),
     "fp8-tensors": (FP8_ROWS, {}, ("fp8", None, "tensors"), {"granularity": "channel"}),
     "fp8-modelopt": (
         FP8_ROWS,
@@ -162,10 +162,10 @@ FOREIGN = {
         {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": "FP8", "granularity": "channel"},
     ),
     "fp8-experts": (
-        {E: zeros("F8_E5M2", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 2, 1)},
+        {E: zeros("F8_E4M3", 2, 256, 128), f"{E}_scale_inv": zeros("F32", 2, 4, 2)},
         {},
         ("fp8", "fp8", "tensors"),
-        {"weight_block_size": [128, 128]},
+        {"weight_block_size": [64, 64]},
     ),
     "w8a8": (
         INT8,
@@ -299,7 +299,10 @@ def with_random_values(tensors):
     """The tensors of a weight, with values: scales between 2^-6 and 2^0, or about that."""
     values = {}
     for name, tensor in tensors.items():
-        if tensor.dtype == "F8_E4M3" and not name.endswith("_scale"):  # codes: any but NaN
+        if tensor.dtype == "F8_E5M2":  # any but NaN and infinity
+            codes = random_bytes("U8", *tensor.data.shape).data
+            values[name] = st.Tensor("F8_E5M2", np.where(codes & 0x7C == 0x7C, 0x3D, codes).astype(np.uint8))
+        elif tensor.dtype == "F8_E4M3" and not name.endswith("_scale"):  # codes: any but NaN
             codes = random_bytes("U8", *tensor.data.shape).data
             values[name] = st.Tensor("F8_E4M3", np.where(codes & 0x7F == 0x7F, 0x10, codes).astype(np.uint8))
         elif tensor.dtype in ("BF16", "F32") and "global" not in name and "scale_2" not in name:
@@ -374,6 +377,15 @@ FP8 = {
     "fp8-ct-other-blocks": (
         {f"{P}.weight": zeros("F8_E4M3", 300, 384), f"{P}.weight_scale": zeros("F32", 10, 6)},
         compressed(("float-quantized", BLOCK_FP8 | {"block_structure": [32, 64]}, None)),
+    ),
+    "fp8-e5m2": (FP8_BLOCKS | {f"{P}.weight": zeros("F8_E5M2", 256, 384)}, fp8_config([128, 128], fmt="e5m2")),
+    "fp8-e5m2-rows": (
+        FP8_CHANNELS | {f"{P}.weight": zeros("F8_E5M2", 64, 256)},
+        compressed(("float-quantized", CHANNEL_FP8, None)),
+    ),
+    "fp8-e5m2-modelopt": (
+        FP8_TENSOR | {f"{P}.weight": zeros("F8_E5M2", *FP8_TENSOR[f"{P}.weight"].data.shape)},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
     ),
     "fp8-one-scale": (
         {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale_inv": zeros("BF16"), f"{P}.activation_scale": zeros("BF16")},
@@ -491,6 +503,27 @@ def test_forms_of_fp8_that_are_read_and_not_written(halfbyte, tmp_path, form):
     else:
         message = halfbyte("convert", path, "-o", tmp_path / "out", "--layout", "fp8", expect=BAD_INPUT).stderr
         assert "layout fp8: has" in message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["fp8-e5m2", "fp8-e5m2-rows", "fp8-e5m2-modelopt"])
+def test_codes_of_e5m2_are_decoded_only(halfbyte, tmp_path, form):
+    """No format has them: what would keep codes says so, and quantizes the decoded values where it may."""
+    tensors, config = FP8[form]
+    tensors = with_random_values(tensors)
+    path = write_model(tmp_path / "in", tensors, config)
+    halfbyte("verify", path)
+    assert "1 weights: codes of E5M2" in halfbyte("inspect", path).stdout
+    convert = ["convert", path, "-o", tmp_path / "out", "--layout", "halfbyte"]
+    message = halfbyte(*convert, expect=BAD_INPUT).stderr
+    assert "its codes are of E5M2, which no format of halfbyte has" in message and not (tmp_path / "out").exists()
+    halfbyte(*convert, "--requantize")
+    rows = json.loads(halfbyte("compare", path, tmp_path / "out", "--json", "-").stdout)["rows"]
+    assert not rows[0]["problem"] and 0 < rows[0]["relative_rmse"] < 0.1
+    for code in (0x7C, 0x7E, 0xFF):
+        tensors[f"{P}.weight"].data[3, 5] = code
+        st.write(path / "model.safetensors", tensors)
+        faults = json.loads(halfbyte("verify", path, "--json", "-", expect=4).stdout)["faults"]
+        assert [fault["rule"] for fault in faults] == ["code-nan"]
 
 
 def test_exponents_that_are_no_scales_are_found(halfbyte, tmp_path):

@@ -368,6 +368,30 @@ std::unique_ptr<Checkpoint::Impl> open_checkpoint(const std::string& path, const
   return impl;
 }
 
+namespace {
+
+// Codes that no format has: the upper halves of f16. In f32, as dequantize() computes.
+void decode_e5m2(const QuantizedWeight& weight, const Block& block, const NativeBuffers& native, DType dtype,
+                 std::byte* out) {
+  const QuantSpec& spec = weight.spec;
+  const int64_t groups = block.shape.groups_per_row;
+  const auto type = scale_type(spec.scale_dtype);
+  std::vector<float> values(static_cast<size_t>(block.cols));
+  for (int64_t row = 0; row < block.rows; ++row) {
+    for (int64_t col = 0; col < block.cols; ++col) {
+      const int64_t group = spec.granularity == Granularity::group ? col / spec.group_size : 0;
+      const int64_t index = spec.granularity == Granularity::tensor ? 0 : row * groups + group;
+      const int code = std::to_integer<int>(native.codes.data()[row * block.cols + col]);
+      values[static_cast<size_t>(col)] = formats::f16_to_f32(static_cast<uint16_t>(code << 8)) *
+                                         formats::load_scale<float>(native.scales.data(), index, type);
+    }
+    convert_elements(reinterpret_cast<const std::byte*>(values.data()), DType::f32, block.cols,
+                     out + row * block.cols * size_of(dtype), dtype);
+  }
+}
+
+}  // namespace
+
 void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
                   BlockWorker& worker, const TensorView& y) {
   const QuantizedView view = native_view(quantized.weight, block, worker.native);
@@ -378,6 +402,13 @@ void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quanti
       read_part(checkpoint, quantized, block, role, worker);
     }
     worker.native.of(role).upload(worker.stream);
+  }
+  if (quantized.weight.e5m2_codes) {
+    const bool on_cpu = y.device.kind == DeviceKind::cpu;  // otherwise y is the mirror of worker.dense
+    decode_e5m2(quantized.weight, block, worker.native, y.dtype,
+                on_cpu ? static_cast<std::byte*>(y.data) : worker.dense.data());
+    if (!on_cpu) worker.dense.upload(worker.stream);
+    return;
   }
   if (has_global_scale(quantized.weight.spec)) worker.native.global_scale.upload(worker.stream);
   dequantize(view, y, worker.execution());

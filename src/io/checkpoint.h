@@ -95,7 +95,8 @@ inline int64_t num_elements(const Weight& weight) { return num_elements(weight.s
 void convert_elements(const std::byte* from, DType from_dtype, int64_t count, std::byte* to, DType to_dtype);
 
 // Reads a block of a quantized weight and decodes it into y [block.rows, block.cols], memory of the worker's
-// device: enqueued on its stream. Uses its buffers but `dense`. On the host, restore_columns() is left to do.
+// device: enqueued on its stream. Uses its buffers but `dense`, whose mirror y must be on a CUDA device. On
+// the host, restore_columns() is left to do.
 void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quantized, const Block& block,
                   BlockWorker& worker, const TensorView& y);
 

@@ -134,6 +134,7 @@ bool is_taken_apart(const StoredWeight& stored, const LayoutInfo& layout,
                     const std::optional<Architecture>& architecture) {
   const QuantizedWeight& weight = stored.weight;
   if (layout_info(weight.layout).turns_experts) return !layout.turns_experts;
+  if (weight.e5m2_codes) return false;
   const Granularity granularity = by_rows(weight.spec, weight.cols()).granularity;
   return layout.apart && weight.shape.size() == 3 && !weight.spec.double_quant &&
          (granularity == Granularity::group || granularity == Granularity::channel) &&
@@ -249,6 +250,7 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
 std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const Item& item) {
   if (item.rows || !item.experts.empty()) return "";
   const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
+  if (stored.weight.e5m2_codes) return "its codes are of E5M2, which no format of halfbyte has";
   if (!stored.weight.words.order.empty())
     return "its groups are of columns in another order (act-order), which is not written";
   if (stored.transposed != item.turned && !layout_info(stored.weight.layout).turns_experts)

@@ -54,6 +54,7 @@ struct QuantizedWeight {
   std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
   float scales_offset = 0;                // double quantization
   int64_t scale_rows = 1;    // rows of a matrix for which a scale of a group is stored once: of fp8 in blocks
+  bool e5m2_codes = false;   // fp8, read only: decode_block() decodes these, not dequantize()
   bool e8m0_scales = false;  // fp8, read only: stored scales are F8_E8M0; those of `spec` are f32
   float global_scale = 1;    // of formats that have one
   float global_reciprocal = 1;         // likewise: as stored, by layouts that store its reciprocal
@@ -162,7 +163,8 @@ std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, La
                                           const StoredTensor& scales);
 // Whether layout fp8 reads it: rows have no scales of their own there, but for blocks of one row.
 bool is_of_fp8_layout(const Checkpoint::Impl& checkpoint, const QuantizedWeight& weight);
-// Its scales, under this name.
+// Its codes and its scales, under this name.
+Part fp8_codes(const QuantizedWeight& weight);
 Part fp8_scales(const QuantizedWeight& weight, std::string name);
 // Why its layout does not write a weight in the form that this one was read in; empty: it does.
 std::string refuse_written_form(const QuantizedWeight& weight);

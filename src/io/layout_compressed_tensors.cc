@@ -36,8 +36,7 @@ std::vector<Part> block_float_parts(const QuantizedWeight& weight) {
 std::vector<Part> parts(const QuantizedWeight& weight) {
   if (info(weight.spec.format).scale_dtype) return block_float_parts(weight);
   if (weight.spec.format == Format::fp8)
-    return {{Role::codes, weight.name, "F8_E4M3", weight.shape},
-            fp8_scales(weight, weight.name + std::string(kScale))};
+    return {fp8_codes(weight), fp8_scales(weight, weight.name + std::string(kScale))};
   const int bits = info(weight.spec.format).bits;
   const std::vector<int64_t>& shape = weight.shape;
   const int64_t groups = weight.quant_shape().groups_per_row;
@@ -190,7 +189,7 @@ std::vector<int> bits_of_config(const Checkpoint::Impl& checkpoint) {
 void match(const Checkpoint::Impl& checkpoint, FoundWeights& found) {
   std::optional<std::vector<int>> bits;  // of the config; read where it is needed
   for (const StoredTensor& tensor : checkpoint.tensors) {
-    if (tensor.dtype == "F8_E4M3")
+    if (tensor.dtype == "F8_E4M3" || tensor.dtype == "F8_E5M2")
       if (const StoredTensor* scale = checkpoint.find(tensor.name + std::string(kScale)))
         if (auto weight = fp8_weight(checkpoint, Layout::compressed_tensors, tensor.name, tensor, *scale)) {
           add_activation_scale(checkpoint, module_of(tensor.name) + ".input_scale", *weight);

@@ -14,8 +14,7 @@ namespace {
 constexpr std::string_view kScale = "_scale_inv";  // despite its name what codes are multiplied by
 
 std::vector<Part> parts(const QuantizedWeight& weight) {
-  return {{Role::codes, weight.name, "F8_E4M3", weight.shape},
-          fp8_scales(weight, weight.name + std::string(kScale))};
+  return {fp8_codes(weight), fp8_scales(weight, weight.name + std::string(kScale))};
 }
 
 std::vector<int64_t> scale_shape(const QuantizedWeight& weight) {
@@ -48,8 +47,10 @@ std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, La
                                           const StoredTensor& scales) {
   const bool e8m0 = scales.dtype == "F8_E8M0";
   const auto scale_dtype = e8m0 ? DType::f32 : dtype_from_safetensors(scales.dtype);
-  if (codes.dtype != "F8_E4M3" || codes.shape.size() < 2 || codes.shape.size() > 3 || !scale_dtype ||
-      !is_floating(*scale_dtype) || *scale_dtype == DType::f64 || io::num_elements(codes.shape) == 0)
+  const bool e5m2 = codes.dtype == "F8_E5M2";
+  if ((codes.dtype != "F8_E4M3" && !e5m2) || codes.shape.size() < 2 || codes.shape.size() > 3 ||
+      !scale_dtype || !is_floating(*scale_dtype) || *scale_dtype == DType::f64 ||
+      io::num_elements(codes.shape) == 0)
     return std::nullopt;
   QuantizedWeight weight;
   weight.name = name;
@@ -59,6 +60,8 @@ std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, La
   weight.spec.format = Format::fp8;
   weight.spec.scale_dtype = *scale_dtype;
   weight.e8m0_scales = e8m0;
+  weight.e5m2_codes = e5m2;
+  if (e5m2) weight.note = "codes of E5M2";
   const int64_t cols = codes.shape.back(), groups = scales.shape.empty() ? 0 : scales.shape.back();
   const auto fits = [&](Granularity granularity, int64_t group_size, int64_t scale_rows) {
     weight.spec.granularity = granularity;
@@ -82,6 +85,10 @@ bool is_of_fp8_layout(const Checkpoint::Impl& checkpoint, const QuantizedWeight&
          (weight.spec.granularity == Granularity::group && of_rows);
 }
 
+Part fp8_codes(const QuantizedWeight& weight) {
+  return {Role::codes, weight.name, weight.e5m2_codes ? "F8_E5M2" : "F8_E4M3", weight.shape};
+}
+
 Part fp8_scales(const QuantizedWeight& weight, std::string name) {
   return {Role::scales, std::move(name),
           weight.e8m0_scales ? "F8_E8M0" : dtype_to_safetensors(weight.spec.scale_dtype),
@@ -92,6 +99,7 @@ std::string refuse_written_form(const QuantizedWeight& weight) {
   const LayoutInfo& layout = layout_info(weight.layout);
   const std::span<const Granularity> granularities = granularities_of(layout, weight.spec.format);
   if (weight.spec.format != Format::fp8 || granularities.empty()) return "";
+  if (weight.e5m2_codes) return "codes of E5M2";
   if (weight.e8m0_scales) return "scales of F8_E8M0";
   if (std::ranges::find(granularities, weight.spec.granularity) == granularities.end())
     return fmt::format("a scale a {}", to_string(weight.spec.granularity));

@@ -11,7 +11,7 @@ constexpr std::string_view kScale = "_scale", kGlobal = "_scale_2";
 std::vector<Part> parts(const QuantizedWeight& weight) {
   const std::string& name = weight.name;
   if (weight.spec.format == Format::fp8)
-    return {{Role::codes, name, "F8_E4M3", weight.shape}, fp8_scales(weight, name + std::string(kScale))};
+    return {fp8_codes(weight), fp8_scales(weight, name + std::string(kScale))};
   return {{Role::codes, name, "U8", with_last(weight.shape, weight.shape.back() / 2)},
           {Role::scales, name + std::string(kScale), "F8_E4M3",
            with_last(weight.shape, weight.quant_shape().groups_per_row)},

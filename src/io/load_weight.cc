@@ -104,6 +104,10 @@ QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
       "load_weight: the groups of weight \"{}\" are of columns in another order (act-order), which a "
       "QuantizedTensor does not have: decode it",
       io::printable(name));
+  HALFBYTE_CHECK(
+      !impl.quantized_weight(*weight)->weight.e5m2_codes, bad_input,
+      "load_weight: the codes of weight \"{}\" are of E5M2, which no format of halfbyte has: decode it",
+      io::printable(name));
   return io::load(impl, *impl.quantized_weight(*weight), execution.num_threads).to(device, execution.stream);
 }
 

@@ -162,8 +162,8 @@ class Verifier {
   // ---- fp8
 
   static bool is_fp8(const StoredTensor& tensor) {
-    return tensor.dtype == "F8_E4M3" && tensor.shape.size() >= 2 && !tensor.name.ends_with("_scale") &&
-           !tensor.name.ends_with("scales");
+    return (tensor.dtype == "F8_E4M3" || tensor.dtype == "F8_E5M2") && tensor.shape.size() >= 2 &&
+           !tensor.name.ends_with("_scale") && !tensor.name.ends_with("scales");
   }
 
   void check_fp8(const StoredTensor& codes) {
@@ -349,14 +349,16 @@ class Verifier {
 
   void check_codes(const StoredWeight& stored) {
     const StoredTensor& tensor = stored.part(Role::codes);
+    // The least code, without its sign, that is no number; of E5M2 those of infinity too.
+    const int least = stored.weight.e5m2_codes ? 0x7C : 0x7F;
     uint64_t num_nan = 0, first = 0;
     for_each_part(tensor, [&](std::span<const std::byte> bytes, uint64_t offset) {
       for (size_t i = 0; i < bytes.size(); ++i)
-        if ((bytes[i] & std::byte{0x7F}) == std::byte{0x7F} && num_nan++ == 0) first = offset + i;
+        if (std::to_integer<int>(bytes[i] & std::byte{0x7F}) >= least && num_nan++ == 0) first = offset + i;
     });
     if (num_nan > 0)
-      fault("code-nan", stored.weight.name, "{} of {} codes in \"{}\" are NaN, the first at {}", num_nan,
-            tensor.num_bytes, tensor.name, first);
+      fault("code-nan", stored.weight.name, "{} of {} codes in \"{}\" are NaN or infinite, the first at {}",
+            num_nan, tensor.num_bytes, tensor.name, first);
   }
 
   void check_scales(const StoredWeight& stored) {

@@ -132,7 +132,7 @@ def fp8(tensors, name, config):
     """`name` is P.weight: codes of E4M3, a scale for the tensor, a row, or blocks. Scales of E8M0 are powers of two."""
     entry, block = config["quantization_config"], [FP8_BLOCK, FP8_BLOCK]
     if entry["quant_method"] == "fp8":
-        assert entry["fmt"] == "e4m3"
+        assert entry["fmt"] in ("e4m3", "e5m2")
         block = entry["weight_block_size"]
         keys, strategy = [name, f"{name}_scale_inv"], "block" if block else "tensor"
     elif entry["quant_method"] == "modelopt":
@@ -144,7 +144,10 @@ def fp8(tensors, name, config):
         keys, strategy = [name, f"{name}_scale"], args["strategy"]
         block = args.get("block_structure", block)
     codes, scale = tensors[name], tensors[keys[1]]
-    assert codes.dtype == "F8_E4M3"
+    assert codes.dtype in ("F8_E4M3", "F8_E5M2")
+    table = E4M3_VALUES
+    if codes.dtype == "F8_E5M2":  # the upper half of f16
+        table = (np.arange(256, dtype="<u2") << 8).view("<f2").astype(np.float32)
     shape = list(codes.data.shape)
     if scale.dtype == "F8_E8M0":
         assert np.all(scale.data < 0xFF)
@@ -159,7 +162,7 @@ def fp8(tensors, name, config):
     else:
         of_tensor = (1,) if entry["quant_method"] == "compressed-tensors" else ()
         assert scales.shape == (of_tensor if strategy == "tensor" else (*shape[:-1], 1))
-    return _decode(spec, codes.data, scales, table=E4M3_VALUES, keys=keys)
+    return _decode(spec, codes.data, scales, table=table, keys=keys)
 
 
 def gpt_oss(tensors, name):
@@ -418,7 +421,7 @@ def weights(tensors, config):
         elif method == "fp8" and key.endswith("_scale_inv"):
             name = key.removesuffix("_scale_inv")
             found[name] = fp8(tensors, name, config)
-        elif method in ("compressed-tensors", "modelopt") and f"{key}_scale" in tensors and tensors[key].dtype == "F8_E4M3":
+        elif method in ("compressed-tensors", "modelopt") and f"{key}_scale" in tensors and tensors[key].dtype in ("F8_E4M3", "F8_E5M2"):
             found[key] = fp8(tensors, key, config)
         elif method == "mxfp4" and key.endswith("_blocks"):
             name = key.removesuffix("_blocks")

@@ -215,12 +215,12 @@ def test_forms_of_experts(tmp_path):
 def test_a_base_in_a_form_that_is_not_written(tmp_path):
     """config.json of the output would say other blocks and scales than a copy of the weight has."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}
-    for form, dtype in (("scales of F8_E8M0", "F8_E8M0"), ("blocks of 64 x 64", "F32")):
+    for form, dtype in (("scales of F8_E8M0", "F8_E8M0"), ("blocks of 64 x 64", "F32"), ("codes of E5M2", "BF16")):
         base = tmp_path / dtype
         base.mkdir()
-        scales = np.full((2, 2), 127, np.uint8) if dtype == "F8_E8M0" else np.ones((2, 2), np.float32)
-        codes = st.Tensor("F8_E4M3", np.full((128, 128), 0x38, np.uint8))
-        st.write(base / "model.safetensors", {"a.weight": codes, "a.weight_scale_inv": st.Tensor(dtype, scales)})
+        scales = st.Tensor(dtype, np.full((2, 2), 127, np.uint8)) if dtype == "F8_E8M0" else st.from_f32(np.ones((2, 2), np.float32), dtype)
+        codes = st.Tensor("F8_E5M2" if dtype == "BF16" else "F8_E4M3", np.full((128, 128), 0x38, np.uint8))
+        st.write(base / "model.safetensors", {"a.weight": codes, "a.weight_scale_inv": scales})
         (base / "config.json").write_text(json.dumps({"quantization_config": fp8}))
         (weight,) = halfbyte.Checkpoint(base).weights
         assert weight.scale_rows == 64 and "in blocks of 64x64" in repr(weight)
@@ -228,6 +228,9 @@ def test_a_base_in_a_form_that_is_not_written(tmp_path):
         writer.set("b", np.ones(4, np.float32))
         with pytest.raises(halfbyte.Error, match=f"has {form}, which layout fp8 reads and does not write"):
             writer.finish()
+    assert weight.note == form and np.all(halfbyte.Checkpoint(base).load_dense("a.weight", "f32") == 0.5)
+    with pytest.raises(halfbyte.Error, match="are of E5M2, which no format of halfbyte has"):
+        halfbyte.Checkpoint(base).load_weight("a.weight")
 
 
 def test_verify_and_repair(tmp_path):
