@@ -20,7 +20,7 @@ from ._core import (
 from ._errors import make_error
 from ._values import LinearCodes
 
-_BAD_INPUT = 3
+_USAGE, _BAD_INPUT = 2, 3
 _BLOCK_FLOATS = ("nvfp4", "mxfp4")
 _RANGES = {"i8": (-128, 127), "u8": (0, 255), "i4": (-8, 7), "u4": (0, 15)}
 
@@ -67,6 +67,15 @@ def _plan(of: type, device: str, num_threads: int, descriptor: Any) -> Any:
 def _products(spec, n, k, dtype, transposed, bias, accumulate, device, num_threads) -> _core.QgemmPlans:
     return _core.QgemmPlans(spec, n, k, dtype, transposed=transposed, bias=bias, accumulate=accumulate, device=device,
                             num_threads=num_threads)  # fmt: skip
+
+
+def _bad_argument(name: str, rule: str, actual: Any) -> Exception:
+    return make_error(f"{name} must {rule}, got {actual}", _USAGE, "invalid-argument", name, rule, str(actual))
+
+
+def _need_out(out: Any, accumulate: bool) -> None:
+    if accumulate and out is None:
+        raise _bad_argument("out", "be given to products that accumulate", None)
 
 
 def _product(extents: tuple) -> int:
@@ -488,6 +497,7 @@ def qgemm(
     """
     if not isinstance(weight, PackedTensor):
         raise TypeError(f"weight must be a PackedTensor, got {type(weight).__name__}")
+    _need_out(out, accumulate)
     x = _core._contiguous(x, "x")
     shape, dtype, device = _core._describe(x, "x")
     n, k = weight.rows, weight.cols

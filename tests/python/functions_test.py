@@ -276,6 +276,7 @@ def test_products_give_the_bytes_of_their_plan():
 def test_products_that_do_not_fit():
     packed = halfbyte.quantize(random(64, 128), "nf4").pack()
     for x, options in ((random(2, 127), {}), (random(2, 128), {"transposed": True}), (random(2, 128), {"accumulate": True}),
+                       (random(2, 128), {"accumulate": True, "variant": "qgemm_ref"}),
                        (random(2, 128), {"out": np.zeros((2, 65), F)}), (random(2, 128), {"bias": random(63)}),
                        (random(2, 128, dtype=np.float64), {}), (random(2, 128), {"variant": "qgemm_none"})):  # fmt: skip
         with pytest.raises((ValueError, halfbyte.Error)) as caught:
