@@ -277,6 +277,14 @@ void add_bench_command(CLI::App& app, Command& command) {
                "CUDA: also measure with a low-rank adapter: two thin products by cuBLAS, then the product "
                "adds to them")
                ->check(CLI::NonNegativeNumber));
+  of_qgemm(add("--experts", arguments->experts, "INT",
+               "Products with the weights of so many experts; --m: tokens (default 1, 4, 16, ... 4096)")
+               ->check(CLI::PositiveNumber));
+  of_qgemm(add("--top-k", arguments->top_k, "INT", "With --experts: of a token (default 1)")
+               ->check(CLI::PositiveNumber));
+  of_qgemm(add("--skew", arguments->skew, "NUMBER",
+               "With --experts: the i-th is chosen in proportion to i^-NUMBER (default 0: all alike)")
+               ->check(CLI::NonNegativeNumber));
   of_qgemm(sub.add_flag("--cliffs", arguments->cliffs,
                         "Times many M and odd shapes against cuBLAS and the bare read, and against M - 1; "
                         "values are not checked. Has other defaults, see docs/qgemm.md"));

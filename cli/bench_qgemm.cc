@@ -9,7 +9,7 @@
 #include <set>
 #include <tuple>
 
-#include "bench.h"
+#include "bench_qgemm.h"
 #include "halfbyte/error.hpp"
 #include "options.h"
 #include "output.h"
@@ -17,6 +17,12 @@
 #include "report.h"
 
 namespace halfbyte::cli {
+
+std::string weight_text(const QuantSpec& spec) {
+  return fmt::format("{}{} {}{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "",
+                     spec.granularity == Granularity::group ? "g" : "", group_name(spec),
+                     spec.double_quant ? "dq" : to_string(spec.scale_dtype));
+}
 
 namespace {
 
@@ -210,13 +216,6 @@ std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defa
 const char* direction_of(const QgemmDescriptor& descriptor) {
   return descriptor.transposed ? "transposed" : "forward";
 }
-// "nf4 g64 f16", "nf4 g64 dq"
-std::string format_of(const QuantSpec& spec) {
-  return fmt::format("{}{} {}{} {}", info(spec.format).name, spec.asymmetric ? " asym" : "",
-                     spec.granularity == Granularity::group ? "g" : "", group_name(spec),
-                     spec.double_quant ? "dq" : to_string(spec.scale_dtype));
-}
-
 Json case_json(const QgemmBenchCase& test) {
   const QgemmDescriptor& d = test.descriptor;
   return {{"shape", test.shape},
@@ -246,7 +245,7 @@ class Compared {
   using Key = std::tuple<int64_t, int64_t, std::string, DType, bool, int64_t>;
   static Key key(const QgemmBenchRow& row, bool transposed, int64_t m) {
     const QgemmDescriptor& d = row.test.descriptor;
-    return {d.n, d.k, format_of(d.spec), d.dtype, transposed, m};
+    return {d.n, d.k, weight_text(d.spec), d.dtype, transposed, m};
   }
   double times(const QgemmBenchRow& row, int64_t m) const {
     return row.plain_us / us(key(row, row.test.descriptor.transposed, m));
@@ -275,7 +274,7 @@ std::vector<BenchColumn> columns_of(const QgemmBenchRow& row, const Compared& co
   const auto ratio = [](double value) { return bench_text(value, "{:.3f}"); };
   const auto times = [](double value) { return bench_text(value, "{:.2f}"); };
   std::vector<BenchColumn> columns = {
-      {"shape (n x k)", -18, row.test.shape}, {"weight", -13, format_of(d.spec)},
+      {"shape (n x k)", -18, row.test.shape}, {"weight", -13, weight_text(d.spec)},
       {"x, y", -4, to_string(d.dtype)},       {"direction", -10, direction_of(d)},
       {"M", 4, std::to_string(d.m)},          {"kernel", -21, row.sku.kernel.empty() ? "-" : row.sku.kernel},
       {"plain", 9, us(row.plain_us)},         {"spread", 6, bench_percent(row.plain_spread)},
@@ -308,7 +307,7 @@ std::vector<BenchColumn> columns_of(const QgemmBenchRow& row, const Compared& co
 }
 std::string title_of(const QgemmBenchCase& test) {
   const QgemmDescriptor& d = test.descriptor;
-  return fmt::format("{} {}{} {} {} M {}", test.shape, format_of(d.spec),
+  return fmt::format("{} {}{} {} {} M {}", test.shape, weight_text(d.spec),
                      d.packed ? "" : fmt::format(" {}", to_string(d.layout)), to_string(d.dtype),
                      direction_of(d), d.m);
 }
@@ -432,7 +431,7 @@ std::vector<BenchColumn> cliff_columns(const QgemmBenchRow& row, const Compared&
   const QgemmDescriptor& d = row.test.descriptor;
   const auto us = [](double value) { return bench_text(value, "{:.2f}"); };
   return {{"shape (n x k)", -18, row.test.shape},
-          {"weight", -14, format_of(d.spec)},
+          {"weight", -14, weight_text(d.spec)},
           {"x, y", -4, to_string(d.dtype)},
           {"direction", -10, direction_of(d)},
           {"M", 4, std::to_string(d.m)},
@@ -531,10 +530,28 @@ void measure_cliffs(Device device, const BenchArguments& arguments, const std::v
 
 }  // namespace
 
+std::vector<QgemmBenchCase> cases_of_qgemm(const BenchArguments& arguments,
+                                           const std::vector<std::string>& shapes,
+                                           const std::vector<int64_t>& m) {
+  return cases_of(
+      arguments,
+      {.shapes = shapes, .dtypes = {"bf16"}, .m = m, .weights = {{"nf4", false}, {"int4", false}}});
+}
+
 void run_qgemm_bench(Device device, const BenchArguments& arguments, bool print, std::string& text,
                      Json& document) {
   if (!arguments.view.empty() && !arguments.explain)
     throw Error(ErrorCode::usage, "--view: only with --explain");
+  if (arguments.experts == 0 && (arguments.top_k > 1 || arguments.skew > 0))
+    throw Error(ErrorCode::usage, "--top-k and --skew: only with --experts");
+  if (arguments.experts > 0) {
+    if (arguments.cliffs || arguments.explain || arguments.lora > 0)
+      throw Error(ErrorCode::usage, "--experts: not with --cliffs, --explain and --lora");
+    if (arguments.top_k > arguments.experts)
+      throw Error(ErrorCode::usage, fmt::format("--top-k: at most as many as --experts, got {} of {}",
+                                                arguments.top_k, arguments.experts));
+    return run_grouped_bench(device, arguments, print, document);
+  }
   if (arguments.cliffs && arguments.lora > 0) throw Error(ErrorCode::usage, "--lora: not with --cliffs");
   const std::vector<QgemmBenchCase> cases = cases_of(arguments, defaults_of(device, arguments.cliffs));
   if (arguments.explain)

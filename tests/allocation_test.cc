@@ -12,7 +12,7 @@
 #include "halfbyte/device.hpp"
 #include "halfbyte/fake_quantize.hpp"
 #include "halfbyte/observe.hpp"
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/quantize_plan.hpp"
 
@@ -300,6 +300,50 @@ TEST_F(Allocations, OfQgemm) {
             ++num_runs;
           }
         }
+  EXPECT_GE(num_runs, 16);
+}
+
+TEST_F(Allocations, OfQgemmGrouped) {
+  constexpr int64_t kExperts = 5, kTokens = 12, kTopK = 3;
+  for (const DType dtype : {DType::i32, DType::i64}) {
+    const Tensor experts = tensor(dtype, {kTokens, kTopK}), offsets = tensor(DType::i32, {kExperts}),
+                 slots = tensor(DType::i32, {kTokens * kTopK});
+    const RouteDescriptor d{.tokens = kTokens, .top_k = kTopK, .num_experts = kExperts, .dtype = dtype};
+    expect_none<Route>(d, {experts.view(), offsets.view(), slots.view()});
+    expect_none_of_its_own<Route>(d, {experts.view(), offsets.view(), slots.view()});
+  }
+  int num_runs = 0;
+  for (const DType dtype : {DType::bf16, DType::f32})
+    for (const bool transposed : {false, true})
+      for (const bool indices : {false, true}) {
+        QgemmGroupedDescriptor d{.num_experts = kExperts, .m = kTokens, .n = 96, .k = 256};
+        d.transposed = transposed;
+        d.dtype = dtype;
+        if (indices) {
+          d.rows = ExpertRows::indices;
+          d.top_k = kTopK;
+          d.sum_slots = true;
+        }
+        const PackedExperts weights(d.spec, kExperts, d.n, d.k);
+        std::memset(weights.stack().data, 0, static_cast<size_t>(weights.stack().num_bytes));
+        const Tensor experts = tensor(DType::i32, {kTokens, d.top_k}),
+                     offsets = tensor(DType::i32, {kExperts}),
+                     slots = tensor(DType::i32, {kTokens * d.top_k}),
+                     x = tensor(dtype, {d.m, transposed ? d.n : d.k}),
+                     y = tensor(dtype, {d.m, transposed ? d.k : d.n});
+        RoutePlan::select(Device{}, {.tokens = kTokens, .top_k = d.top_k, .num_experts = kExperts})
+            .run(nullptr, {}, {experts.view(), offsets.view(), slots.view()});
+        QgemmGrouped::Args args{.x = x.view(), .weight = weights.stack(), .offsets = offsets.view()};
+        if (indices) args.slots = slots.view();
+        args.y = y.view();
+        for (const QgemmChoice& choice : explain_qgemm_grouped(Device{}, d)) {
+          if (!choice.reason.empty()) continue;
+          d.variant = choice.variant;
+          expect_none<QgemmGrouped>(d, args);
+          expect_none_of_its_own<QgemmGrouped>(d, args);
+          ++num_runs;
+        }
+      }
   EXPECT_GE(num_runs, 16);
 }
 

@@ -17,7 +17,7 @@
 #include "halfbyte/halfbyte.h"
 #include "halfbyte/observe.hpp"
 #include "halfbyte/ops.hpp"
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/version.hpp"
 #include "io/test_directory.h"
@@ -131,6 +131,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(packed_weight, version);
   EXPECT_NO_TAIL(qgemm_descriptor, early_start);
   EXPECT_NO_TAIL(qgemm_args, y);
+  EXPECT_NO_TAIL(route_descriptor, num_experts);
+  EXPECT_NO_TAIL(route_args, slots);
+  EXPECT_NO_TAIL(qgemm_grouped_descriptor, alignment);
+  EXPECT_NO_TAIL(qgemm_grouped_args, y);
   EXPECT_NO_TAIL(quantized_weight_info, device);
   EXPECT_NO_TAIL(quantized_weight_parts, global_scale);
   EXPECT_NO_TAIL(linear_codes_parts, descriptor);
@@ -210,6 +214,16 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(qgemm.alignment, 16);
   EXPECT_EQ(qgemm.variant, nullptr);
   EXPECT_EQ(INITIALISED(qgemm_args).weight, nullptr);
+  EXPECT_EQ(INITIALISED(route_descriptor).dtype, HALFBYTE_DTYPE_I32);
+  EXPECT_EQ(INITIALISED(route_descriptor).top_k, 1);
+  EXPECT_EQ(INITIALISED(route_args).slots, nullptr);
+  const auto grouped = INITIALISED(qgemm_grouped_descriptor);
+  EXPECT_EQ(grouped.dtype, HALFBYTE_DTYPE_BF16);
+  EXPECT_EQ(grouped.rows, HALFBYTE_EXPERT_ROWS_OFFSETS);
+  EXPECT_EQ(grouped.top_k, 1);
+  EXPECT_EQ(grouped.alignment, 16);
+  EXPECT_EQ(grouped.variant, nullptr);
+  EXPECT_EQ(INITIALISED(qgemm_grouped_args).weight, nullptr);
 }
 
 // As a later version of the library would see this one's callers, and the other way round.
@@ -387,13 +401,22 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_OK(halfbyte_qgemm_math_find(halfbyte_qgemm_math_name(i), &found));
     EXPECT_EQ(found, i);
   }
+  for (int32_t i = 0; i <= HALFBYTE_EXPERT_ROWS_MASKED; ++i) {
+    halfbyte_expert_rows found = -1;
+    EXPECT_OK(halfbyte_expert_rows_find(halfbyte_expert_rows_name(i), &found));
+    EXPECT_EQ(found, i);
+  }
+  EXPECT_STREQ(halfbyte_expert_rows_name(HALFBYTE_EXPERT_ROWS_INDICES), "indices");
   EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_CODE_ROUNDED), "code-rounded");
   EXPECT_STREQ(halfbyte_error_kind_name(HALFBYTE_ERROR_KIND_MISALIGNED), "misaligned");
   EXPECT_STREQ(halfbyte_op_kind_name(HALFBYTE_OP_QGEMM), "qgemm");
+  EXPECT_STREQ(halfbyte_op_kind_name(HALFBYTE_OP_ROUTE), "route");
+  EXPECT_STREQ(halfbyte_op_kind_name(HALFBYTE_OP_QGEMM_GROUPED), "qgemm_grouped");
   EXPECT_STREQ(halfbyte_arch_name(HALFBYTE_ARCH_SM_90A), "sm_90a");
   EXPECT_STREQ(halfbyte_weight_rounding_name(HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED), "weight-rounded");
   for (const int32_t none : {-1, 99}) {
     EXPECT_EQ(halfbyte_qgemm_math_name(none), nullptr);
+    EXPECT_EQ(halfbyte_expert_rows_name(none), nullptr);
     EXPECT_EQ(halfbyte_weight_rounding_name(none), nullptr);
     EXPECT_EQ(halfbyte_error_kind_name(none), nullptr);
     EXPECT_EQ(halfbyte_op_kind_name(none), nullptr);
@@ -967,6 +990,8 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   EXPECT_FAILS(HALFBYTE_USAGE, "qgemm: weight.version must be 2, got 3", refused(plan.get()));
   EXPECT_FAILS(HALFBYTE_USAGE, "reorder: to.version must be 2, got 3",
                halfbyte_reorder_to_packed(&back, &packed, nullptr));
+  packed.version = int64_t{1} << 40;
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight->version must be 2, got 1099511627776", refused(plan.get()));
   packed.data = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "weight->data must not be NULL", refused(plan.get()));
   EXPECT_FAILS(HALFBYTE_USAGE, "num_bytes must not be NULL",
@@ -985,6 +1010,199 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   descriptor.math = 3;
   EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.math must be 0 to 2, got 3",
                halfbyte_qgemm_explain(kCpu, &descriptor, &text));
+}
+
+TEST(CApi, ProductsWithTheWeightsOfExperts) {
+  constexpr int64_t kExperts = 3, kTokens = 5, kTopK = 2, kRows = 40, kCols = 96;
+  auto spec = INITIALISED(quant_spec);
+  spec.group_size = 32;
+  int64_t num_bytes = 0;
+  EXPECT_OK(halfbyte_packed_weight_bytes(&spec, kRows, kCols, &num_bytes));
+  Array<uint8_t> memory({kExperts * num_bytes + 256});
+  const auto first = static_cast<uint64_t>(256 - reinterpret_cast<uintptr_t>(memory.values.data()) % 256);
+  DLTensor data = *static_cast<const DLTensor*>(memory);
+  auto packed = INITIALISED(packed_weight);
+  packed.spec = &spec;
+  packed.rows = kRows;
+  packed.cols = kCols;
+  packed.data = &data;
+  int64_t data_bytes = num_bytes;
+  data.shape = &data_bytes;
+  for (int64_t e = 0; e < kExperts; ++e) {
+    Array<float> w({kRows, kCols}, some_values(kRows * kCols)), scales({kRows, 3});
+    for (float& value : w.values) value += static_cast<float>(e);
+    Array<uint8_t> codes({kRows, kCols / 2});
+    auto parts = INITIALISED(quantized);
+    parts.codes = codes;
+    parts.scales = scales;
+    EXPECT_OK(halfbyte_quantize(w, &spec, nullptr, &parts, nullptr, nullptr, nullptr));
+    auto view = INITIALISED(weight_view);
+    view.spec = &spec;
+    view.rows = kRows;
+    view.cols = kCols;
+    view.codes = codes;
+    view.scales = scales;
+    data.byte_offset = first + static_cast<uint64_t>(e * num_bytes);
+    EXPECT_OK(halfbyte_reorder_to_packed(&view, &packed, nullptr));
+  }
+
+  // Each slot by a product of one row with the weight of its expert.
+  const std::vector<int32_t> chosen = {2, 0, 0, 2, 2, 0, 2, 1, 0, 2};
+  Array<float> x({kTokens, kCols}, some_values(kTokens * kCols)), y({kTokens * kTopK, kRows});
+  auto one = INITIALISED(qgemm_descriptor);
+  one.spec = &spec;
+  one.m = 1;
+  one.n = kRows;
+  one.k = kCols;
+  one.dtype = HALFBYTE_DTYPE_F32;
+  one.variant = "qgemm_ref";
+  halfbyte_plan* raw = nullptr;
+  EXPECT_OK(halfbyte_qgemm_select(kCpu, &one, nullptr, &raw));
+  const UniquePlan plan_of_one(raw);
+  std::vector<float> expected;
+  for (size_t slot = 0; slot < chosen.size(); ++slot) {
+    const auto token = static_cast<ptrdiff_t>(slot / kTopK);
+    Array<float> row({1, kCols}, {x.values.begin() + token * kCols, x.values.begin() + (token + 1) * kCols});
+    Array<float> product({1, kRows});
+    data.byte_offset = first + static_cast<uint64_t>(chosen[slot] * num_bytes);
+    auto args = INITIALISED(qgemm_args);
+    args.x = row;
+    args.weight = &packed;
+    args.y = product;
+    EXPECT_OK(halfbyte_qgemm_run(plan_of_one.get(), nullptr, nullptr, 0, &args));
+    expected.insert(expected.end(), product.values.begin(), product.values.end());
+  }
+  data.byte_offset = first;
+  data_bytes = kExperts * num_bytes;
+
+  Array<int32_t> experts({kTokens, kTopK}, chosen), offsets({kExperts}), slots({kTokens * kTopK});
+  auto route = INITIALISED(route_descriptor);
+  route.tokens = kTokens;
+  route.top_k = kTopK;
+  route.num_experts = kExperts;
+  EXPECT_OK(halfbyte_route_select(kCpu, &route, nullptr, &raw));
+  const UniquePlan routing(raw);
+  auto sku = output<halfbyte_sku>();
+  EXPECT_OK(halfbyte_plan_sku(routing.get(), &sku));
+  EXPECT_EQ(sku.op_kind, HALFBYTE_OP_ROUTE);
+  auto route_args = INITIALISED(route_args);
+  route_args.experts = experts;
+  route_args.offsets = offsets;
+  route_args.slots = slots;
+  EXPECT_OK(halfbyte_route_can_implement(routing.get(), &route_args));
+  EXPECT_OK(halfbyte_route_run(routing.get(), nullptr, nullptr, 0, &route_args));
+  EXPECT_EQ(offsets.values, (std::vector<int32_t>{4, 5, 10}));
+  EXPECT_EQ(slots.values, (std::vector<int32_t>{1, 2, 5, 8, 7, 0, 3, 4, 6, 9}));
+
+  auto descriptor = INITIALISED(qgemm_grouped_descriptor);
+  descriptor.spec = &spec;
+  descriptor.num_experts = kExperts;
+  descriptor.m = kTokens;
+  descriptor.n = kRows;
+  descriptor.k = kCols;
+  descriptor.top_k = kTopK;
+  descriptor.dtype = HALFBYTE_DTYPE_F32;
+  descriptor.variant = "qgemm_ref";
+  EXPECT_FAILS(HALFBYTE_USAGE, "qgemm_grouped descriptor: top_k above 1 needs rows indices, got offsets",
+               halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  descriptor.rows = HALFBYTE_EXPERT_ROWS_INDICES;
+  EXPECT_OK(halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan plan(raw);
+  EXPECT_OK(halfbyte_plan_sku(plan.get(), &sku));
+  EXPECT_EQ(sku.op_kind, HALFBYTE_OP_QGEMM_GROUPED);
+  auto args = INITIALISED(qgemm_grouped_args);
+  args.x = x;
+  args.weight = &packed;
+  args.offsets = offsets;
+  args.slots = slots;
+  args.y = y;
+  EXPECT_OK(halfbyte_qgemm_grouped_can_implement(plan.get(), &args));
+  EXPECT_OK(halfbyte_qgemm_grouped_run(plan.get(), nullptr, nullptr, 0, &args));
+  EXPECT_EQ(y.values, expected);
+  EXPECT_NE(y.values[0], 0);
+
+  // Slots of a token, each times its routing weight, plus a bias, one after the other.
+  descriptor.sum_slots = descriptor.routing_weights = descriptor.bias = 1;
+  EXPECT_OK(halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan summing(raw);
+  Array<float> routing_weights({kTokens, kTopK}, some_values(kTokens * kTopK));
+  Array<float> bias({kExperts, kRows}, some_values(kExperts * kRows)), total({kTokens, kRows});
+  args.y = total;
+  const auto refused = [&](const halfbyte_plan* of) {
+    return halfbyte_qgemm_grouped_can_implement(of, &args);
+  };
+  EXPECT_FAILS(HALFBYTE_USAGE, "routing_weights must not be NULL", refused(summing.get()));
+  args.routing_weights = routing_weights;
+  EXPECT_FAILS(HALFBYTE_USAGE, "bias must not be NULL", refused(summing.get()));
+  args.bias = bias;
+  EXPECT_OK(halfbyte_qgemm_grouped_run(summing.get(), nullptr, nullptr, 0, &args));
+  for (size_t token = 0; token < kTokens; ++token)
+    for (size_t col = 0; col < kRows; ++col) {
+      float sum = 0;
+      for (size_t slot = token * kTopK; slot < (token + 1) * kTopK; ++slot) {
+        const size_t at = static_cast<size_t>(chosen[slot]) * kRows + col;
+        sum += (expected[slot * kRows + col] + bias.values[at]) * routing_weights.values[slot];
+      }
+      EXPECT_EQ(total.values[token * kRows + col], sum) << token << ' ' << col;
+    }
+
+  // The gradient of the routing weights.
+  descriptor.sum_slots = descriptor.bias = 0;
+  descriptor.transposed = descriptor.routing_gradient = 1;
+  EXPECT_OK(halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan backward(raw);
+  Array<float> dy({kTokens, kRows}, some_values(kTokens * kRows)), dx({kTokens * kTopK, kCols});
+  Array<float> forward_x({kTokens * kTopK, kCols}), gradient({kTokens, kTopK});
+  for (size_t i = 0; i < forward_x.values.size(); ++i)
+    forward_x.values[i] = x.values[i / kCols / kTopK * kCols + i % kCols];
+  args.x = dy;
+  args.bias = nullptr;
+  args.y = dx;
+  EXPECT_FAILS(HALFBYTE_USAGE, "forward_x must not be NULL", refused(backward.get()));
+  args.forward_x = forward_x;
+  EXPECT_FAILS(HALFBYTE_USAGE, "routing_grad must not be NULL", refused(backward.get()));
+  args.routing_grad = gradient;
+  EXPECT_OK(halfbyte_qgemm_grouped_run(backward.get(), nullptr, nullptr, 0, &args));
+  for (size_t slot = 0; slot < chosen.size(); ++slot) {
+    double by_forward = 0;  // dy . (W . x)
+    for (size_t col = 0; col < kRows; ++col)
+      by_forward += static_cast<double>(dy.values[slot / kTopK * kRows + col] * expected[slot * kRows + col]);
+    EXPECT_NEAR(gradient.values[slot], by_forward, 1e-4 * std::fabs(by_forward) + 1e-2) << slot;
+  }
+
+  // The tensors that descriptors speak of, and no others.
+  EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL", (args.weight = nullptr, refused(backward.get())));
+  args.weight = &packed;
+  EXPECT_FAILS(HALFBYTE_USAGE, "slots must not be NULL", (args.slots = nullptr, refused(backward.get())));
+  args.slots = slots;
+  data_bytes = 2 * num_bytes;
+  const std::string short_of = fmt::format("qgemm_grouped: weight needs {} bytes, its memory has {}",
+                                           kExperts * num_bytes, data_bytes);
+  EXPECT_FAILS(HALFBYTE_USAGE, short_of.c_str(), refused(backward.get()));
+  EXPECT_FAILS(HALFBYTE_USAGE, "args must not be NULL",
+               halfbyte_qgemm_grouped_run(plan.get(), nullptr, nullptr, 0, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "plan must be one of route, got one of qgemm_grouped",
+               halfbyte_route_run(plan.get(), nullptr, nullptr, 0, &route_args));
+  route_args.slots = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "slots must not be NULL",
+               halfbyte_route_can_implement(routing.get(), &route_args));
+  route.dtype = HALFBYTE_DTYPE_I8;
+  EXPECT_FAILS(HALFBYTE_USAGE, "route descriptor: dtype must be i32 or i64, got i8",
+               halfbyte_route_select(kCpu, &route, nullptr, &raw));
+
+  halfbyte_blob* text = nullptr;
+  EXPECT_OK(halfbyte_qgemm_grouped_explain(kCpu, &descriptor, &text));
+  const std::string lines = static_cast<const char*>(halfbyte_blob_data(text));
+  EXPECT_NE(lines.find("\nqgemm_ref: \n"), std::string::npos) << lines;
+  halfbyte_blob_destroy(text);
+  EXPECT_FAILS(HALFBYTE_USAGE, "text must not be NULL",
+               halfbyte_qgemm_grouped_explain(kCpu, &descriptor, nullptr));
+  descriptor.rows = 3;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.rows must be 0 to 2, got 3",
+               halfbyte_qgemm_grouped_explain(kCpu, &descriptor, &text));
+  halfbyte_expert_rows rows = -1;
+  EXPECT_EQ(halfbyte_expert_rows_find("sorted", &rows), HALFBYTE_USAGE);
+  EXPECT_FAILS(HALFBYTE_USAGE, "word must not be NULL", halfbyte_expert_rows_find(nullptr, &rows));
 }
 
 TEST(CApi, PlansOfFakeQuantization) {

@@ -463,6 +463,29 @@ def test_bench_cliffs_cases(with_stubs):
     assert "--lora" in fails("bench", "qgemm", "--cliffs", "--lora", "8", code=USAGE, env=environment)
 
 
+def test_bench_experts_on_the_cpu():
+    case = ["bench", "qgemm", "--device", "cpu", "--shape", "96x128", "--format", "nf4", "--m", "1,20", "--quick"]
+    experts = ["--experts", "4", "--top-k", "2", "--skew", "1", "--threads", "1"]
+    _, rows = run_lines(*case, *experts, env=NO_CUDA)
+    assert [(row["direction"], row["m"]) for row in rows] == [(direction, m) for direction in ("forward", "transposed") for m in (1, 20)]
+    for row in rows:
+        assert row["op"] == "qgemm_grouped" and row["failure"] == "" and row["ceiling"] == "read"
+        assert row["problem"] == f"E4 top 2, 96x128 nf4 g64 f16 {row['direction']} {row['m']} tokens"
+        assert (row["experts"], row["top_k"], row["skew"], row["n"], row["k"]) == (4, 2, 1, 96, 128)
+        assert row["used_experts"] == (2 if row["m"] == 1 else 4) and row["flops"] == 2 * row["m"] * 2 * 96 * 128
+        assert min(row[name] for name in ("median_us", "ceiling_us", "loop_us", "route_us")) > 0
+        assert math.isclose(row["share"], row["ceiling_us"] / row["median_us"], rel_tol=1e-6)
+    for options in (["--top-k", "2"], ["--skew", "1"]):
+        assert "--top-k and --skew: only with --experts" in fails(*case, *options, code=USAGE, env=NO_CUDA)
+    for options in (["--cliffs"], ["--explain"], ["--lora", "8"]):
+        message = fails(*case, "--experts", "4", *options, code=USAGE, env=NO_CUDA)
+        assert "--experts: not with --cliffs, --explain and --lora" in message
+    message = fails(*case, "--experts", "2", "--top-k", "3", code=USAGE, env=NO_CUDA)
+    assert "--top-k: at most as many as --experts, got 3 of 2" in message
+    for option in ("--experts", "--top-k", "--skew"):
+        assert f"{option}: only with qgemm" in fails("bench", "observe", option, "1", "--device", "cpu", code=USAGE, env=NO_CUDA)
+
+
 def test_bench_cliffs_on_the_cpu():
     case = ["bench", "qgemm", "--cliffs", "--device", "cpu", "--shape", "96x128", "--format", "nf4", "--m", "1,3,128,129"]
     document, rows = run_lines(*case, "--direction", "forward", "--threads", "1", env=NO_CUDA)

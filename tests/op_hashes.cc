@@ -9,6 +9,7 @@
 
 #include "halfbyte/affine_qdq.hpp"
 #include "halfbyte/fake_quantize.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/quantize_plan.hpp"
 #include "halfbyte/simple.hpp"
@@ -587,6 +588,8 @@ void run_reorder(Problem& p) {
   });
 }
 
+// ---- Products
+
 QgemmDescriptor draw_qgemm(Problem& p, bool streams) {
   Random& r = p.random;
   QgemmDescriptor d;
@@ -613,9 +616,19 @@ QgemmDescriptor draw_qgemm(Problem& p, bool streams) {
   return d;
 }
 
+// Of all variants that take the problem, those that are not chosen.
+std::vector<std::string> others_of(const std::vector<QgemmChoice>& choices) {
+  std::vector<std::string> others;
+  for (const QgemmChoice& choice : choices)
+    if (choice.reason.empty()) others.push_back(choice.variant);
+  if (!others.empty()) others.erase(others.begin());
+  return others;
+}
+
 // Returns the other variants that take the problem.
-std::vector<std::string> run_product(Problem& p, bool streams, const std::string& variant) {
-  QgemmDescriptor d = draw_qgemm(p, streams);
+template <bool kStreams>
+std::vector<std::string> run_product(Problem& p, const std::string& variant) {
+  QgemmDescriptor d = draw_qgemm(p, kStreams);
   d.variant = variant;
   std::vector<std::string> others;
   Qgemm::Args args;
@@ -631,9 +644,7 @@ std::vector<std::string> run_product(Problem& p, bool streams, const std::string
     args.x = p.tensor(d.dtype, {d.m, d.transposed ? d.n : d.k}, Data::normal);
     if (d.bias) args.bias = p.tensor(d.dtype, {d.n}, Data::normal);
     args.y = p.tensor(d.dtype, {d.m, d.transposed ? d.k : d.n}, d.accumulate ? Data::normal : Data::poison);
-    for (const QgemmChoice& choice : explain_qgemm(p.device, d))
-      if (choice.reason.empty()) others.push_back(choice.variant);
-    if (!others.empty()) others.erase(others.begin());  // is what is chosen
+    others = others_of(explain_qgemm(p.device, d));
   } catch (const Error&) {
     others.clear();  // selecting the plan says why
   }
@@ -646,18 +657,123 @@ std::vector<std::string> run_product(Problem& p, bool streams, const std::string
   return others;
 }
 
+void run_route(Problem& p) {
+  Random& r = p.random;
+  RouteDescriptor d;
+  d.top_k = r.between(1, 8);
+  d.tokens = r.one_in(20) ? 0 : draw_extent(r, 3000);
+  d.num_experts = draw_extent(r, 300);
+  d.dtype = r.pick({DType::i32, DType::i64});
+  p.draw_alignment(d.dtype);
+  p.text << d.dtype << ' ' << d.tokens << " top" << d.top_k << " of " << d.num_experts;
+  p.print([&] {
+    // Those of no expert too, but not always.
+    const int64_t beyond = r.one_in(2) ? 1 + d.num_experts / 8 : 0;
+    const TensorView experts = p.integers(d.dtype, {d.tokens, d.top_k}, -beyond, d.num_experts - 1 + beyond);
+    const TensorView offsets = p.tensor(DType::i32, {d.num_experts}, Data::poison);
+    p.run<Route>(d, {experts, offsets, p.tensor(DType::i32, {d.tokens * d.top_k}, Data::poison)});
+  });
+}
+
+QgemmGroupedDescriptor draw_grouped(Problem& p) {
+  Random& r = p.random;
+  QgemmGroupedDescriptor d;
+  const EncodedSpec spec = draw_weight_spec(r, r.one_in(4));
+  d.spec = spec;
+  const Shape shape = draw_weight_shape(r, d.spec);
+  d.n = shape[0];
+  d.k = shape[1];
+  const int64_t size = std::max<int64_t>(1, d.n * d.k);
+  d.num_experts = std::min(draw_extent(r, 40), std::max<int64_t>(1, 2000000 / size));
+  d.transposed = r.one_in(3);
+  d.dtype = r.pick({DType::bf16, DType::bf16, DType::f16, DType::f32});
+  d.rows = r.pick({ExpertRows::offsets, ExpertRows::indices, ExpertRows::indices, ExpertRows::masked});
+  if (d.rows == ExpertRows::indices) {
+    d.top_k = r.between(1, 6);
+    d.x_per_slot = r.one_in(2);
+    d.sum_slots = r.one_in(2);
+    d.routing_weights = r.one_in(2);
+    d.routing_gradient = d.transposed && d.k > 0 && r.one_in(2);
+  }
+  const int64_t rows_of_m = d.rows == ExpertRows::masked ? d.num_experts : d.top_k;
+  d.m = std::min(draw_extent(r, 300), std::max<int64_t>(1, 8000000 / size)) / rows_of_m + 1;
+  d.bias = !d.transposed && r.one_in(2);
+  d.accumulate = r.one_in(3);
+  d.alignment = p.draw_alignment(d.dtype);
+  p.text << d.dtype << ' ' << d.num_experts << 'x' << d.m << 'x' << d.n << 'x' << d.k << ' ' << spec << ' '
+         << to_string(d.rows);
+  if (d.rows == ExpertRows::indices) p.text << " top" << d.top_k;
+  p.text << (d.x_per_slot ? " per-slot" : "") << (d.sum_slots ? " sum" : "")
+         << (d.routing_weights ? " weights" : "") << (d.routing_gradient ? " gradient" : "")
+         << (d.transposed ? " transposed" : "") << (d.bias ? " bias" : "")
+         << (d.accumulate ? " accumulate" : "") << (d.alignment == 16 ? "" : " unaligned");
+  return d;
+}
+
+// Returns the other variants that take the problem.
+std::vector<std::string> run_grouped(Problem& p, const std::string& variant) {
+  QgemmGroupedDescriptor d = draw_grouped(p);
+  d.variant = variant;
+  std::vector<std::string> others;
+  const RouteDescriptor route{d.m, d.top_k, d.num_experts};
+  Route::Args routing;
+  QgemmGrouped::Args args;
+  try {
+    const int64_t num_bytes = packed_weight_bytes(d.spec, d.n, d.k), slots = d.m * d.top_k;
+    std::byte* const stack = p.packed_weight(d.num_experts * num_bytes);
+    for (int64_t e = 0; e < d.num_experts; ++e)
+      reorder(
+          make_weight_view(p, d.spec, d.n, d.k, Layout::halfbyte, false),
+          PackedWeight{d.spec, d.n, d.k, stack + e * num_bytes, p.device, kPackedWeightVersion, num_bytes},
+          p.execution);
+    args.weight =
+        PackedWeight{d.spec, d.n, d.k, stack, p.device, kPackedWeightVersion, d.num_experts * num_bytes};
+    if (d.rows == ExpertRows::masked) {
+      args.offsets = p.integers(DType::i32, {d.num_experts}, 0, d.m);
+    } else {
+      routing = {p.integers(DType::i32, {d.m, d.top_k}, p.random.one_in(2) ? -1 : 0, d.num_experts - 1),
+                 p.tensor(DType::i32, {d.num_experts}, Data::poison),
+                 p.tensor(DType::i32, {slots}, Data::poison)};
+      args.offsets = routing.offsets;
+      if (d.rows == ExpertRows::indices) args.slots = routing.slots;
+    }
+    const auto shape = [&](int64_t rows, int64_t cols) {
+      return d.rows == ExpertRows::masked ? Shape{d.num_experts, d.m, cols} : Shape{rows, cols};
+    };
+    const int64_t in = d.transposed ? d.n : d.k, out = d.transposed ? d.k : d.n;
+    args.x = p.tensor(d.dtype, shape(d.x_per_slot ? slots : d.m, in), Data::normal);
+    if (d.routing_weights) args.routing_weights = p.tensor(DType::f32, {d.m, d.top_k}, Data::normal);
+    if (d.bias) args.bias = p.tensor(d.dtype, {d.num_experts, d.n}, Data::normal);
+    if (d.routing_gradient) {
+      args.forward_x = p.tensor(d.dtype, {slots, d.k}, Data::normal);
+      args.routing_grad = p.tensor(DType::f32, {d.m, d.top_k}, Data::poison);
+    }
+    args.y =
+        p.tensor(d.dtype, shape(d.sum_slots ? d.m : slots, out), d.accumulate ? Data::normal : Data::poison);
+    others = others_of(explain_qgemm_grouped(p.device, d));
+  } catch (const Error&) {
+    others.clear();  // selecting the plan says why
+  }
+  p.text << ' ';
+  p.print([&] {
+    const QgemmGroupedPlan plan = p.select<QgemmGrouped>(d);
+    p.text << plan.sku().kernel;
+    if (d.rows != ExpertRows::masked) p.run<Route>(route, routing);
+    p.run(plan, args);
+  });
+  return others;
+}
+
 // Each variant has the problem anew, so that its line does not depend on who else takes it.
-template <bool kStreams>
-void run_qgemm(Problem& p) {
-  const std::vector<std::string> others = run_product(p, kStreams, p.options.variant);
+template <std::vector<std::string> (*kRun)(Problem& p, const std::string& variant)>
+void run_variants(Problem& p) {
+  const std::vector<std::string> others = kRun(p, p.options.variant);
   if (!p.options.variant.empty()) return;
   for (const std::string& variant : others) {
     Problem again(&p);
-    run_product(again, kStreams, variant);
+    kRun(again, variant);
   }
 }
-
-// ---- The program
 
 struct OpEntry {
   const char* name;
@@ -684,9 +800,11 @@ constexpr OpEntry kOps[] = {
     {"affine_qdq", run_affine_qdq},
     {"affine_qdq_backward", run_affine_qdq_backward},
     {"reorder", run_reorder<false>},
-    {"qgemm", run_qgemm<false>},
+    {"qgemm", run_variants<run_product<false>>},
     {"reorder_streams", run_reorder<true>},
-    {"qgemm_streams", run_qgemm<true>},
+    {"qgemm_streams", run_variants<run_product<true>>},
+    {"route", run_route},
+    {"qgemm_grouped", run_variants<run_grouped>},
 };
 
 [[noreturn]] void fail_usage() {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 
 namespace halfbyte {
 
@@ -141,5 +141,35 @@ using QgemmBenchOptions = BenchOptions;
 HALFBYTE_API void bench_qgemm(Device device, std::span<const QgemmBenchCase> cases,
                               const QgemmBenchOptions& options,
                               const std::function<bool(const QgemmBenchRow&)>& progress);
+
+// ---- Products with the weights of experts
+
+struct QgemmGroupedBenchCase {
+  std::string name;                   // of experts and weights: "E128 top 8, 1536x2048"
+  QgemmGroupedDescriptor descriptor;  // rows are indices; without bias and accumulate
+  // How much more often experts are chosen than others: the i-th in proportion to i^-skew. 0: all alike.
+  double skew = 0;
+};
+
+// Times are microseconds of one product, out of many in a row, with other routing in each. NaN: not measured.
+struct QgemmGroupedBenchRow {
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+
+  QgemmGroupedBenchCase test;
+  std::string problem;  // why something was not measured; empty if everything was
+  Sku sku;
+  double experts = 0;       // that have rows, on average
+  double weight_bytes = 0;  // of these
+  double plain_us = kNone, plain_spread = kNone;
+  double read_us = kNone;   // only reading as many bytes, by the fastest of several ways
+  double loop_us = kNone;   // a product with one weight for each expert that has rows, gathered before
+  double route_us = kNone;  // RoutePlan
+  double flops = 0;         // of the product
+};
+
+// As bench_qgemm. Weights and routing rotate.
+HALFBYTE_API void bench_qgemm_grouped(Device device, std::span<const QgemmGroupedBenchCase> cases,
+                                      const BenchOptions& options,
+                                      const std::function<bool(const QgemmGroupedBenchRow&)>& progress);
 
 }  // namespace halfbyte

@@ -370,6 +370,8 @@ enum {
   HALFBYTE_OP_AFFINE_QDQ = 12,
   HALFBYTE_OP_AFFINE_QDQ_BACKWARD = 13,
   HALFBYTE_OP_QGEMM = 14,
+  HALFBYTE_OP_ROUTE = 15,
+  HALFBYTE_OP_QGEMM_GROUPED = 16,
 };
 
 /* What a kernel was compiled for. */
@@ -1062,6 +1064,98 @@ HALFBYTE_API halfbyte_status halfbyte_qgemm_plans_run(const halfbyte_qgemm_plans
                                                       const halfbyte_qgemm_args* args);
 /* NULL is fine. */
 HALFBYTE_API void halfbyte_qgemm_plans_destroy(halfbyte_qgemm_plans* plans);
+
+/* ---- Products with the weights of experts: halfbyte/qgemm_grouped.hpp has the formulas and describes the
+ * fields */
+
+typedef struct halfbyte_route_descriptor {
+  size_t struct_size;
+  halfbyte_dtype dtype; /* of experts: i32 or i64 */
+  int64_t tokens, top_k, num_experts;
+} halfbyte_route_descriptor;
+/* i32, one slot for each token. The caller sets tokens and num_experts. */
+HALFBYTE_API halfbyte_status halfbyte_route_descriptor_init(halfbyte_route_descriptor* descriptor,
+                                                            size_t struct_size);
+
+/* Slots in the order of their experts. Nothing overlaps. */
+typedef struct halfbyte_route_args {
+  size_t struct_size;
+  const DLTensor* experts; /* [tokens, top_k] */
+  const DLTensor* offsets; /* written: i32 [num_experts]: where the slots of an expert end */
+  const DLTensor* slots;   /* written: i32 [tokens * top_k] */
+} halfbyte_route_args;
+HALFBYTE_API halfbyte_status halfbyte_route_args_init(halfbyte_route_args* args, size_t struct_size);
+HALFBYTE_API halfbyte_status halfbyte_route_select(DLDevice device,
+                                                   const halfbyte_route_descriptor* descriptor,
+                                                   const halfbyte_plan_preference* preference,
+                                                   halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_route_can_implement(const halfbyte_plan* plan,
+                                                          const halfbyte_route_args* args);
+HALFBYTE_API halfbyte_status halfbyte_route_run(const halfbyte_plan* plan, void* stream, void* workspace,
+                                                int64_t workspace_bytes, const halfbyte_route_args* args);
+
+typedef int32_t halfbyte_expert_rows;
+enum {
+  HALFBYTE_EXPERT_ROWS_OFFSETS = 0,
+  HALFBYTE_EXPERT_ROWS_INDICES = 1,
+  HALFBYTE_EXPERT_ROWS_MASKED = 2,
+};
+/* "offsets", "indices", "masked". HALFBYTE_USAGE for other words; NULL for a number that is none of these. */
+HALFBYTE_API halfbyte_status halfbyte_expert_rows_find(const char* word, halfbyte_expert_rows* rows);
+HALFBYTE_API const char* halfbyte_expert_rows_name(halfbyte_expert_rows rows);
+
+typedef struct halfbyte_qgemm_grouped_descriptor {
+  size_t struct_size;
+  const halfbyte_quant_spec* spec; /* of the weights [n, k]; only _select and _explain use it */
+  const char* variant;             /* the variant to use; NULL: the first that does not refuse */
+  int64_t num_experts;
+  int64_t m, n, k;
+  halfbyte_dtype dtype; /* of x, y, bias and forward_x */
+  halfbyte_expert_rows rows;
+  int32_t transposed;       /* flag */
+  int32_t x_per_slot;       /* flag; it, the next three and top_k above 1: only with indices */
+  int32_t sum_slots;        /* flag */
+  int32_t routing_weights;  /* flag */
+  int32_t routing_gradient; /* flag */
+  int32_t bias;             /* flag */
+  int32_t accumulate;       /* flag */
+  int64_t top_k;            /* slots of a token */
+  int64_t alignment;        /* bytes: of x, y, bias and forward_x */
+} halfbyte_qgemm_grouped_descriptor;
+/* Forward, bf16, rows in the order of the experts, one slot for each token. The caller sets spec, num_experts
+ * and extents. */
+HALFBYTE_API halfbyte_status
+halfbyte_qgemm_grouped_descriptor_init(halfbyte_qgemm_grouped_descriptor* descriptor, size_t struct_size);
+/* As halfbyte_qgemm_explain. */
+HALFBYTE_API halfbyte_status halfbyte_qgemm_grouped_explain(
+    DLDevice device, const halfbyte_qgemm_grouped_descriptor* descriptor, halfbyte_blob** text);
+
+/* y[row] = x[row] . W[e]^T (+ bias[e]), transposed: x[row] . W[e], of the expert e of the row. y and
+ * routing_grad overlap nothing. */
+typedef struct halfbyte_qgemm_grouped_args {
+  size_t struct_size;
+  const DLTensor* x;
+  /* The weights of all experts: rows and cols are those of one, data has all of them, that of expert e at e
+   * times halfbyte_packed_weight_bytes. */
+  const halfbyte_packed_weight* weight;
+  const DLTensor* offsets;         /* i32 [num_experts] */
+  const DLTensor* slots;           /* i32 [m * top_k]; NULL where descriptor.rows is not indices */
+  const DLTensor* routing_weights; /* f32 [m, top_k]; NULL where descriptor.routing_weights is 0 */
+  const DLTensor* bias;            /* [num_experts, n]; NULL where descriptor.bias is 0 */
+  const DLTensor* forward_x;       /* [m * top_k, k]; NULL where descriptor.routing_gradient is 0 */
+  const DLTensor* routing_grad;    /* written: f32 [m, top_k]; likewise */
+  const DLTensor* y;               /* written; read too to accumulate */
+} halfbyte_qgemm_grouped_args;
+HALFBYTE_API halfbyte_status halfbyte_qgemm_grouped_args_init(halfbyte_qgemm_grouped_args* args,
+                                                              size_t struct_size);
+HALFBYTE_API halfbyte_status
+halfbyte_qgemm_grouped_select(DLDevice device, const halfbyte_qgemm_grouped_descriptor* descriptor,
+                              const halfbyte_plan_preference* preference, halfbyte_plan** plan);
+HALFBYTE_API halfbyte_status halfbyte_qgemm_grouped_can_implement(const halfbyte_plan* plan,
+                                                                  const halfbyte_qgemm_grouped_args* args);
+HALFBYTE_API halfbyte_status halfbyte_qgemm_grouped_run(const halfbyte_plan* plan, void* stream,
+                                                        void* workspace, int64_t workspace_bytes,
+                                                        const halfbyte_qgemm_grouped_args* args);
 
 /* ---- Quantized weights that own their memory: QuantizedTensor in halfbyte/ops.hpp */
 

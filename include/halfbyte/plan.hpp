@@ -40,6 +40,8 @@ enum class OpKind : uint8_t {
   affine_qdq,
   affine_qdq_backward,
   qgemm,
+  route,
+  qgemm_grouped,
 };
 HALFBYTE_API const char* to_string(OpKind kind);  // as Sku::op
 

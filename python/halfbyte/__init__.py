@@ -7,6 +7,7 @@ from ._functions import (
     AffineCodes,
     FakeQuantized,
     Observed,
+    Routing,
     affine_init,
     affine_qdq,
     affine_qdq_backward,
@@ -16,8 +17,10 @@ from ._functions import (
     fake_quantize_learned_backward,
     observe,
     qgemm,
+    qgemm_grouped,
     quantize_linear,
     quantize_linear_backward,
+    route,
 )
 from ._report import Report, report
 from ._values import Conversion, FormatInfo, LinearCodes, QgemmChoice, QParams, QuantizationError, ValueRange

@@ -14,8 +14,11 @@ from ._core import (
     FakeQuantizeDescriptor,
     LinearDescriptor,
     ObserveDescriptor,
+    PackedExperts,
     PackedTensor,
     QgemmDescriptor,
+    QgemmGroupedDescriptor,
+    RouteDescriptor,
 )
 from ._errors import make_error
 from ._values import LinearCodes
@@ -51,6 +54,15 @@ class AffineCodes(NamedTuple):
     codes: Any
     scales: Any
     biases: Any
+
+
+class Routing(NamedTuple):
+    """Slots in the order of their experts. Slot t * top_k + j is the j-th expert of token t."""
+
+    offsets: Any
+    """i32 [num_experts]: where the slots of an expert end."""
+    slots: Any
+    """i32 [tokens * top_k]; those of no expert come last."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -511,4 +523,95 @@ def qgemm(
     y = _new(x, dtype, (*shape[:-1], outer), out)
     rows, to = (each if len(shape) == 2 else each.reshape(m, -1) for each in (x, y))
     _run(_core.QgemmPlan, d, x, stream, num_threads, x=rows, weight=weight.data, bias=bias, y=to)
+    return _core._give_back(x, y) if out is None else out
+
+
+def route(experts: Any, num_experts: int, *, num_threads: int = 0, stream: Any = None) -> Routing:
+    """Who gets which row: the slots of experts [tokens, top_k] (i32 or i64), sorted by their expert.
+
+    Those of one expert are in the order of their numbers. Slots of what is no expert, a negative number or one that is
+    too large, come last: offsets count only the others. Nothing waits for the device. Raises ValueError for other dtypes
+    and ranks.
+
+    >>> halfbyte.route(np.array([[2, 0], [0, 2]]), 3)
+    Routing(offsets=array([2, 2, 4], dtype=int32), slots=array([1, 2, 0, 3], dtype=int32))
+    """
+    experts = _core._contiguous(experts, "experts")
+    shape, dtype, device = _core._describe(experts, "experts")
+    if len(shape) != 2:
+        raise _bad_argument("experts", "have the shape [tokens, top_k]", list(shape))
+    d = _descriptor(RouteDescriptor, tokens=shape[0], top_k=shape[1], num_experts=num_experts, dtype=dtype)
+    _plan(_core.RoutePlan, device, num_threads, d)  # checks num_experts, before there are arrays of that length
+    offsets, slots = _new(experts, "i32", (num_experts,)), _new(experts, "i32", (shape[0] * shape[1],))
+    _run(_core.RoutePlan, d, experts, stream, num_threads, experts=experts, offsets=offsets, slots=slots)
+    return Routing(_core._give_back(experts, offsets), _core._give_back(experts, slots))
+
+
+def qgemm_grouped(
+    x: Any,
+    weights: PackedExperts,
+    offsets: Any,
+    slots: Any = None,
+    routing_weights: Any = None,
+    *,
+    top_k: int | None = None,
+    bias: Any = None,
+    transposed: bool = False,
+    sum_slots: bool = False,
+    out: Any = None,
+    accumulate: bool = False,
+    variant: str = "",
+    num_threads: int = 0,
+    stream: Any = None,
+) -> Any:
+    """y[row] = x[row] W[e]^T (+ bias[e]), or transposed x[row] W[e], of the expert e that the row was given to.
+
+    x: bf16, f16 or f32; y of its dtype; bias: [num_experts, rows of a weight]. Which rows an expert has, the device reads:
+
+    - offsets alone: rows of x [m, in] and y [m, out] lie in the order of the experts, those of expert e end before
+      offsets[e];
+    - slots too, as `route` gives them: x has a row for each token, or for each slot; y has a row for each slot, or with
+      sum_slots for each token, the sum of its slots. routing_weights: then f32 [tokens, top_k], which products are
+      multiplied by. top_k: None: as many as routing_weights have columns, or as there are slots for a row of x;
+    - x [num_experts, m, in]: of each expert offsets[e] rows. The others of y [num_experts, m, out] are not written.
+
+    accumulate: out += instead of a new y. variant: only that implementation; see explain_qgemm_grouped. Raises ValueError
+    for shapes, dtypes and devices that do not fit, and Error (DEVICE) where no implementation takes them. Gradients of
+    routing weights: QgemmGroupedPlan.
+
+    >>> w = halfbyte.pack_experts([halfbyte.quantize(i * np.eye(64, dtype=np.float32), "int8") for i in (1, 2, 3)])
+    >>> x = np.ones((2, 64), np.float32)
+    >>> offsets, slots = halfbyte.route(np.array([[2, 0], [0, 1]]), 3)
+    >>> halfbyte.qgemm_grouped(x, w, offsets, slots)[:, 0].round(3)
+    array([3., 1., 1., 2.], dtype=float32)
+    >>> halfbyte.qgemm_grouped(x, w, offsets, slots, np.full((2, 2), 0.5, np.float32), sum_slots=True)[:, 0].round(3)
+    array([2. , 1.5], dtype=float32)
+    """
+    if not isinstance(weights, PackedExperts):
+        raise TypeError(f"weights must be PackedExperts, got {type(weights).__name__}")
+    _need_out(out, accumulate)
+    x = _core._contiguous(x, "x")
+    shape, dtype, device = _core._describe(x, "x")
+    if len(shape) not in ((2,) if slots is not None else (2, 3)):
+        rule = "have the shape [rows, in]" + ("" if slots is not None else ", or [num_experts, m, in]")
+        raise _bad_argument("x", rule, list(shape))
+    outer = weights.cols if transposed else weights.rows
+    rows = "offsets" if len(shape) == 2 else "masked"
+    m, y_shape, of_slots = shape[-2], (*shape[:-1], outer), {}
+    if slots is not None:
+        rows, num_slots = "indices", _product(_core._describe(slots, "slots")[0])
+        if top_k is None and routing_weights is not None:
+            top_k = _product(_core._describe(routing_weights, "routing_weights")[0][-1:])
+        elif top_k is None:
+            top_k = max(1, num_slots // max(1, m))
+        x_per_slot = top_k > 1 and m == num_slots
+        m = num_slots // max(1, top_k)
+        y_shape = (m if sum_slots else num_slots, outer)
+        of_slots = {"top_k": top_k, "x_per_slot": x_per_slot, "routing_weights": routing_weights is not None}
+    d = _descriptor(QgemmGroupedDescriptor, spec=weights.spec, num_experts=weights.num_experts, m=m, n=weights.rows,
+                    k=weights.cols, transposed=transposed, dtype=dtype, rows=rows, sum_slots=sum_slots,
+                    bias=bias is not None, accumulate=accumulate, variant=variant, **of_slots)  # fmt: skip
+    y = _new(x, dtype, y_shape, out)
+    _run(_core.QgemmGroupedPlan, d, x, stream, num_threads, x=x, weight=weights.data, offsets=offsets, slots=slots,
+         routing_weights=routing_weights, bias=bias, y=y)  # fmt: skip
     return _core._give_back(x, y) if out is None else out

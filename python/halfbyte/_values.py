@@ -87,3 +87,7 @@ def rebuild_quantized(spec: object, shape: tuple, dtype: str, parts: dict) -> ob
 
 def rebuild_packed(spec: object, rows: int, cols: int, data: object) -> object:
     return _core.PackedTensor.copy_of(spec, rows, cols, data)
+
+
+def rebuild_experts(spec: object, rows: int, cols: int, data: object) -> object:
+    return _core.PackedExperts.copy_of(spec, rows, cols, data)

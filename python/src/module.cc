@@ -39,7 +39,9 @@ NB_MODULE(_core, module) {
   bind_linear_plans(module);
   bind_training_plans(module);
   bind_weight_plans(module);
+  bind_expert_plans(module);
   bind_tensors(module);
+  bind_experts(module);
   bind_functions(module);
   bind_observers(module);
   bind_system(module);

@@ -21,6 +21,7 @@ void bind_values(nb::module_& module);
 void bind_linear_plans(nb::module_& module);
 void bind_training_plans(nb::module_& module);
 void bind_weight_plans(nb::module_& module);
+void bind_expert_plans(nb::module_& module);
 void bind_products(nb::module_& module);
 void bind_selection(nb::module_& module);
 

@@ -4,7 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "halfbyte/device.hpp"
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 #include "plans.h"
 #include "tensors.h"
 
@@ -23,6 +23,13 @@ const char* to_string(FormatKind kind) {
       return "floating";
   }
   return "";
+}
+
+nb::list choices_of(const std::vector<QgemmChoice>& choices) {
+  const nb::object make = nb::module_::import_("halfbyte._values").attr("QgemmChoice");
+  nb::list list;
+  for (const QgemmChoice& each : choices) list.append(make(each.variant, each.reason, each.packs));
+  return list;
 }
 
 // Where this interpreter imports packages from, and so those of CUDA. Only the names are read here.
@@ -89,11 +96,7 @@ void bind_system(nb::module_& module) {
   module.def(
       "explain_qgemm",
       [](nb::handle device, const QgemmDescriptor& descriptor) {
-        const nb::object make = nb::module_::import_("halfbyte._values").attr("QgemmChoice");
-        nb::list list;
-        for (const QgemmChoice& each : explain_qgemm(from_python<Device>(device, "device"), descriptor))
-          list.append(make(each.variant, each.reason, each.packs));
-        return list;
+        return choices_of(explain_qgemm(from_python<Device>(device, "device"), descriptor));
       },
       nb::arg("device"), nb::arg("descriptor"),
       nb::sig("def explain_qgemm(device: object, descriptor: QgemmDescriptor) -> "
@@ -103,6 +106,19 @@ void bind_system(nb::module_& module) {
       "first, in each run.\n\n"
       "    >>> d = halfbyte.QgemmDescriptor(spec=\"nf4\", m=1, n=64, k=64, dtype=\"f32\")\n"
       "    >>> next(each.variant for each in halfbyte.explain_qgemm(\"cpu\", d) if not each.reason)\n"
+      "    'qgemm_simd'");
+  module.def(
+      "explain_qgemm_grouped",
+      [](nb::handle device, const QgemmGroupedDescriptor& descriptor) {
+        return choices_of(explain_qgemm_grouped(from_python<Device>(device, "device"), descriptor));
+      },
+      nb::arg("device"), nb::arg("descriptor"),
+      nb::sig("def explain_qgemm_grouped(device: object, descriptor: QgemmGroupedDescriptor) -> "
+              "list[QgemmChoice]"),
+      "The same of products with the weights of experts.\n\n"
+      "    >>> d = halfbyte.QgemmGroupedDescriptor(spec=\"nf4\", num_experts=2, m=1, n=64, k=64, "
+      "dtype=\"f32\")\n"
+      "    >>> next(each.variant for each in halfbyte.explain_qgemm_grouped(\"cpu\", d) if not each.reason)\n"
       "    'qgemm_simd'");
   module.def(
       "all_formats",

@@ -50,25 +50,7 @@ double bits_per_weight(const QuantizedTensor& q) {
   return n == 0 ? 0 : 8.0 * static_cast<double>(q.num_bytes()) / static_cast<double>(n);
 }
 
-std::string shape_text(std::span<const int64_t> shape) {
-  return nb::cast<std::string>(nb::repr(to_python(shape)));
-}
-
 // ---- Other devices
-
-// By the framework, whose memory it then is.
-Tensor moved(const Tensor& part, const Array& home, Device device, void* stream) {
-  if (part.num_bytes() == 0 || home.framework != Framework::torch || part.device() == device)
-    return part.to(device, stream);
-  const nb::object array = to_python(part, home).attr("to")(halfbyte::to_string(device));
-  return to_tensor(to_array(array, "part"));
-}
-
-Array home_on(const Array& home, Device device) {
-  if (home.view.device == device) return home;
-  const bool from_cuda = home.framework == Framework::other && device.kind == DeviceKind::cpu;
-  return home_of(from_cuda ? Framework::numpy : home.framework, device);
-}
 
 Quantized move_to(const Quantized& self, nb::handle device, nb::handle stream) {
   const Device to = from_python<Device>(device, "device");
@@ -438,13 +420,6 @@ void bind_quantized(nb::module_& module) {
 
 // ---- PackedTensor
 
-// The memory of a packed weight as a tensor of bytes.
-Tensor memory_of(const Packed& self) {
-  const PackedWeight& w = self.view();
-  const TensorView view{w.data, DType::u8, {w.num_bytes}, {}, w.device, w.num_bytes};
-  return Tensor::of(view, std::make_shared<PackedTensor>(self));
-}
-
 // A part of a weight in a layout: bytes, and the array that it is given as.
 struct ViewPart {
   const char* name;
@@ -665,14 +640,39 @@ Execution execution_of(int num_threads, nb::handle stream, const Array& like) {
   return {num_threads, to_stream(stream, like)};
 }
 
-Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out) {
-  const int64_t num_bytes = packed_weight_bytes(spec, rows, cols);
+Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out,
+                    int64_t count) {
+  const int64_t num_bytes = count * packed_weight_bytes(spec, rows, cols);
   const bool by_framework = like.framework == Framework::torch && like.view.device.kind == DeviceKind::cuda;
-  if (out.is_none() && !by_framework) return {PackedTensor(spec, rows, cols, like.view.device), like};
+  if (out.is_none() && !by_framework)
+    return {PackedTensor::of(spec, rows, cols, Tensor(like.view.device, DType::u8, {num_bytes})), like};
   const nb::object made =
       out.is_none() ? empty_beside(like, DType::u8, std::array{num_bytes}) : nb::borrow(out);
   const Array array = to_array(made, "out", true);
   return {PackedTensor::of(spec, rows, cols, to_tensor(array)), home_of(array)};
+}
+
+std::string shape_text(std::span<const int64_t> shape) {
+  return nb::cast<std::string>(nb::repr(to_python(shape)));
+}
+
+Tensor moved(const Tensor& part, const Array& home, Device device, void* stream) {
+  if (part.num_bytes() == 0 || home.framework != Framework::torch || part.device() == device)
+    return part.to(device, stream);
+  const nb::object array = to_python(part, home).attr("to")(halfbyte::to_string(device));
+  return to_tensor(to_array(array, "part"));
+}
+
+Array home_on(const Array& home, Device device) {
+  if (home.view.device == device) return home;
+  const bool from_cuda = home.framework == Framework::other && device.kind == DeviceKind::cpu;
+  return home_of(from_cuda ? Framework::numpy : home.framework, device);
+}
+
+Tensor memory_of(const Packed& self) {
+  const PackedWeight& w = self.view();
+  const TensorView view{w.data, DType::u8, {w.num_bytes}, {}, w.device, w.num_bytes};
+  return Tensor::of(view, std::make_shared<PackedTensor>(self));
 }
 
 Quantized to_device(const Quantized& q, Device device, void* stream) {

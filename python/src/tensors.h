@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,14 +36,22 @@ struct Packed : PackedTensor {
 const Quantized& to_quantized(nb::handle object, const char* name);
 // The number of threads, and the stream of the framework where none is given.
 Execution execution_of(int num_threads, nb::handle stream, const Array& like);
-// A packed weight without content beside `like`; its memory is `out`, where that is not None.
-Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out);
+// A packed weight without content beside `like`; its memory is `out`, where that is not None. With memory for
+// `count` of them, one behind the other.
+Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Array& like, nb::handle out,
+                    int64_t count = 1);
+Tensor memory_of(const Packed& packed);  // u8 [num_bytes]
+// On another device, in memory of its framework. Waits for the stream.
+Tensor moved(const Tensor& tensor, const Array& home, Device device, void* stream);
+Array home_on(const Array& home, Device device);
+std::string shape_text(std::span<const int64_t> shape);  // "(2, 3)"
 // The same weight on another device, in memory of its framework. Waits for the stream.
 Quantized to_device(const Quantized& q, Device device, void* stream);
 // A row of a report: "relative RMSE 0.0917, SNR 20.8 dB".
 std::string text_of(const QuantizationError& error);
 
 void bind_tensors(nb::module_& module);
+void bind_experts(nb::module_& module);
 void bind_functions(nb::module_& module);
 void bind_observers(nb::module_& module);
 void bind_system(nb::module_& module);

@@ -240,6 +240,35 @@ void bind_descriptors(nb::module_& module) {
       "dtype: str = 'bf16', packed: bool = True, layout: str = 'halfbyte', bias: bool = False, "
       "accumulate: bool = False, math: str = 'auto', early_start: bool = False, alignment: int = 16, "
       "variant: str = '', tile: tuple[int, int] = (0, 0)) -> None");
+
+  Fields<RouteDescriptor> route(module, "RouteDescriptor",
+                                "Of slots in the order of their experts.\n\n"
+                                "    >>> halfbyte.RouteDescriptor(tokens=4, top_k=2, num_experts=8)\n"
+                                "    RouteDescriptor(tokens=4, top_k=2, num_experts=8)");
+  route("tokens", &RouteDescriptor::tokens)("top_k", &RouteDescriptor::top_k)(
+      "num_experts", &RouteDescriptor::num_experts)("dtype", &RouteDescriptor::dtype);
+  route.done(
+      "def __init__(self, *, tokens: int, top_k: int = 1, num_experts: int, dtype: str = 'i32') -> None");
+
+  using Grouped = QgemmGroupedDescriptor;
+  Fields<Grouped> grouped(module, "QgemmGroupedDescriptor",
+                          "Of products with the quantized weights [n, k] of experts.\n\n"
+                          "    >>> halfbyte.QgemmGroupedDescriptor(spec=\"nf4\", num_experts=8, m=4, n=64, "
+                          "k=128, rows=\"indices\", top_k=2)\n"
+                          "    QgemmGroupedDescriptor(num_experts=8, m=4, n=64, k=128, rows='indices', "
+                          "top_k=2)");
+  grouped("spec", &Grouped::spec)("num_experts", &Grouped::num_experts)("m", &Grouped::m)("n", &Grouped::n)(
+      "k", &Grouped::k)("transposed", &Grouped::transposed)("dtype", &Grouped::dtype)("rows", &Grouped::rows)(
+      "top_k", &Grouped::top_k)("x_per_slot", &Grouped::x_per_slot)("sum_slots", &Grouped::sum_slots)(
+      "routing_weights", &Grouped::routing_weights)("routing_gradient", &Grouped::routing_gradient)(
+      "bias", &Grouped::bias)("accumulate", &Grouped::accumulate)("alignment", &Grouped::alignment)(
+      "variant", &Grouped::variant);
+  grouped.done(
+      "def __init__(self, *, spec: QuantSpec | str, num_experts: int, m: int = 0, n: int, k: int, "
+      "transposed: bool = False, dtype: str = 'bf16', rows: str = 'offsets', top_k: int = 1, "
+      "x_per_slot: bool = False, sum_slots: bool = False, routing_weights: bool = False, "
+      "routing_gradient: bool = False, bias: bool = False, accumulate: bool = False, alignment: int = 16, "
+      "variant: str = '') -> None");
 }
 
 }  // namespace

@@ -160,6 +160,9 @@ void from_python(nb::handle object, const char* name, AffineRounding& value) {
 void from_python(nb::handle object, const char* name, QgemmMath& value) {
   from_word(object, name, value, parse_qgemm_math);
 }
+void from_python(nb::handle object, const char* name, ExpertRows& value) {
+  from_word(object, name, value, parse_expert_rows);
+}
 void from_python(nb::handle object, const char* name, QgemmTile& value) {
   const std::vector<int64_t> tile = to_list<int64_t>(object, name, "a tuple (m, n)");
   if (tile.size() != 2) refuse(std::string(name) + " must have two extents", name, text_of(object));

@@ -20,7 +20,7 @@
 #include "halfbyte/device.hpp"
 #include "halfbyte/format.hpp"
 #include "halfbyte/observe.hpp"
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 
 namespace halfbyte::python {
 
@@ -49,6 +49,7 @@ void from_python(nb::handle object, const char* name, ExpertForm& value);
 void from_python(nb::handle object, const char* name, ObserverKind& value);
 void from_python(nb::handle object, const char* name, AffineRounding& value);
 void from_python(nb::handle object, const char* name, QgemmMath& value);
+void from_python(nb::handle object, const char* name, ExpertRows& value);
 void from_python(nb::handle object, const char* name, QgemmTile& value);  // (m, n)
 void from_python(nb::handle object, const char* name, NonFinite& value);  // "error", "keep-dense"
 void from_python(nb::handle object, const char* name, std::vector<int64_t>& value);

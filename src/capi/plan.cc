@@ -203,12 +203,12 @@ halfbyte_status halfbyte_linear_descriptor_num_levels(const halfbyte_linear_desc
 
 // ---- What all plans have
 
-static_assert(HALFBYTE_OP_QGEMM == static_cast<int>(OpKind::qgemm));
+static_assert(HALFBYTE_OP_QGEMM_GROUPED == static_cast<int>(OpKind::qgemm_grouped));
 static_assert(HALFBYTE_OP_OBSERVE == static_cast<int>(OpKind::observe));
 static_assert(HALFBYTE_ARCH_AMX_BF16 == static_cast<int>(Arch::amx_bf16));
 static_assert(HALFBYTE_ARCH_SM_121A == static_cast<int>(Arch::sm_121a));
 
-const char* halfbyte_op_kind_name(halfbyte_op_kind kind) { return word_of(kind, OpKind::qgemm); }
+const char* halfbyte_op_kind_name(halfbyte_op_kind kind) { return word_of(kind, OpKind::qgemm_grouped); }
 const char* halfbyte_arch_name(halfbyte_arch arch) { return word_of(arch, Arch::sm_121a); }
 
 halfbyte_status halfbyte_plan_preference_init(halfbyte_plan_preference* preference, size_t struct_size) {

@@ -1,9 +1,8 @@
 // Products with quantized weights, and their packed form.
+#include "capi/qgemm.h"
+
 #include <optional>
 
-#include "halfbyte/qgemm.hpp"
-
-#include "capi/plan.h"
 #include "halfbyte/device.hpp"
 
 using namespace halfbyte;
@@ -17,25 +16,6 @@ namespace {
 halfbyte_packed_weight default_packed() {
   halfbyte_packed_weight weight{};
   weight.version = kPackedWeightVersion;
-  return weight;
-}
-
-PackedWeight packed_of(const halfbyte_packed_weight* given, const char* name) {
-  required(given, name);
-  const halfbyte_packed_weight c = read_struct(given, default_packed(), name);
-  const std::string prefix = fmt::format("{}->", name);
-  const TensorView data = view_of(c.data, (prefix + "data").c_str());
-  if (data.dtype != DType::u8) refuse("{}data must be u8, got {}", prefix, to_string(data.dtype));
-  if (!is_contiguous(data)) refuse("{}data must be contiguous", prefix);
-  if (c.version < INT_MIN || c.version > INT_MAX) refuse("{}version must be 1, got {}", prefix, c.version);
-  PackedWeight weight;
-  weight.spec = spec_of(c.spec, (prefix + "spec").c_str());
-  weight.rows = c.rows;
-  weight.cols = c.cols;
-  weight.data = data.data;
-  weight.device = data.device;
-  weight.version = static_cast<int>(c.version);
-  weight.num_bytes = num_elements(data);
   return weight;
 }
 
@@ -129,6 +109,34 @@ Qgemm::Args args_of(const QgemmDescriptor& descriptor, const halfbyte_qgemm_args
 
 }  // namespace
 
+PackedWeight halfbyte::capi::packed_of(const halfbyte_packed_weight* given, const char* name) {
+  required(given, name);
+  const halfbyte_packed_weight c = read_struct(given, default_packed(), name);
+  const std::string prefix = fmt::format("{}->", name);
+  const TensorView data = view_of(c.data, (prefix + "data").c_str());
+  if (data.dtype != DType::u8) refuse("{}data must be u8, got {}", prefix, to_string(data.dtype));
+  if (!is_contiguous(data)) refuse("{}data must be contiguous", prefix);
+  if (c.version < INT_MIN || c.version > INT_MAX)
+    refuse("{}version must be {}, got {}", prefix, kPackedWeightVersion, c.version);
+  PackedWeight weight;
+  weight.spec = spec_of(c.spec, (prefix + "spec").c_str());
+  weight.rows = c.rows;
+  weight.cols = c.cols;
+  weight.data = data.data;
+  weight.device = data.device;
+  weight.version = static_cast<int>(c.version);
+  weight.num_bytes = num_elements(data);
+  return weight;
+}
+
+halfbyte_blob* halfbyte::capi::new_explanation(const std::vector<QgemmChoice>& choices) {
+  std::string lines;
+  for (const QgemmChoice& choice : choices)
+    lines += fmt::format("{}{}: {}\n", choice.variant, choice.packs ? " (packs the view first)" : "",
+                         choice.reason);
+  return new halfbyte_blob{std::move(lines)};
+}
+
 HALFBYTE_PLAN(qgemm, Qgemm, halfbyte_qgemm_descriptor)
 
 struct halfbyte_qgemm_plans {
@@ -164,11 +172,7 @@ halfbyte_status halfbyte_qgemm_explain(DLDevice device, const halfbyte_qgemm_des
                                        halfbyte_blob** text) {
   return guard([&] {
     required(text, "text");
-    std::string lines;
-    for (const QgemmChoice& choice : explain_qgemm(from_dlpack(device), descriptor_of(descriptor)))
-      lines += fmt::format("{}{}: {}\n", choice.variant, choice.packs ? " (packs the view first)" : "",
-                           choice.reason);
-    *text = new halfbyte_blob{std::move(lines)};
+    *text = new_explanation(explain_qgemm(from_dlpack(device), descriptor_of(descriptor)));
   });
 }
 halfbyte_status halfbyte_qgemm_math_find(const char* word, halfbyte_qgemm_math* math) {

@@ -6,7 +6,7 @@ namespace halfbyte {
 
 namespace {
 
-constexpr std::array<Word<OpKind>, 15> kOps{
+constexpr std::array<Word<OpKind>, 17> kOps{
     {{OpKind::other, "other"},
      {OpKind::quantize, "quantize"},
      {OpKind::dequantize, "dequantize"},
@@ -21,7 +21,9 @@ constexpr std::array<Word<OpKind>, 15> kOps{
      {OpKind::affine_init, "affine_init"},
      {OpKind::affine_qdq, "affine_qdq"},
      {OpKind::affine_qdq_backward, "affine_qdq_backward"},
-     {OpKind::qgemm, "qgemm"}}};
+     {OpKind::qgemm, "qgemm"},
+     {OpKind::route, "route"},
+     {OpKind::qgemm_grouped, "qgemm_grouped"}}};
 constexpr std::array<Word<Arch>, 19> kArchs{{{Arch::none, "none"},
                                              {Arch::other, "other"},
                                              {Arch::scalar, "SCALAR"},

@@ -17,6 +17,7 @@
 #include "ops/quantize/quantize_cuda.h"
 #include "ops/quantize_linear/quantize_linear_cuda.h"
 #include "ops/reorder/reorder_cuda.h"
+#include "ops/route/route_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -38,6 +39,7 @@ std::vector<Kernel> make_table() {
            affine_qdq_kernels(),
            qgemm_kernels(),
            reorder_kernels(),
+           route_kernels(),
            benchmark_kernels(),
        })
     table.insert(table.end(), rows.begin(), rows.end());

@@ -151,6 +151,7 @@ TEST(Kernels, the_configuration_chooses) {
                                                             {"quantize", "halfbyte_quantize"},
                                                             {"quantize_linear", "linear_elements"},
                                                             {"reorder", "reorder_codes"},
+                                                            {"route", "route"},
                                                             {"workspace", "clear_workspace"}}));
   EXPECT_EQ(chosen("quantize", {{"group-size", "128"}, {"dtype", "bf16"}}), "quantize_groups");
   EXPECT_EQ(chosen("quantize", {{"group-size", "100"}}), "quantize_spans");

@@ -35,7 +35,8 @@ FITTING = {
     "min": [(2, 32, [])], "max": [(2, 32, [])], "num_batches": [(0, 64, [])], "dscales": [(2, 32, [8, 1])],
     "dbiases": [(2, 32, [8, 1])], "absmax": [None, (2, 32, [1])], "map": [None], "offset": [None],
     "scale_m": [None], "scale_v": [None], "bias_m": [None], "bias_v": [None], "data": [(1, 8, [4096])],
-    "dense": [MATRIX],
+    "dense": [MATRIX], "experts": [(0, 32, [4, 2])], "offsets": [(0, 32, [3])], "slots": [(0, 32, [8]), None],
+    "routing_weights": [None], "forward_x": [None], "routing_grad": [None],
 }  # fmt: skip
 
 
@@ -161,6 +162,8 @@ class Caller:
             "quantize": {"spec": spec, "rows": 8, "cols": 64},
             "dequantize": {"spec": spec, "rows": 8, "cols": 64},
             "qgemm": {"spec": spec, "n": 8, "k": 64, "m": 2, "dtype": 0},
+            "route": {"tokens": 4, "top_k": 2, "num_experts": 3},
+            "qgemm_grouped": {"spec": spec, "num_experts": 3, "n": 8, "k": 64, "m": 2, "dtype": 0},
             "affine_init": {"rows": 8, "cols": 64},
             "affine_qdq": {"rows": 8, "cols": 64},
             "affine_qdq_backward": {"rows": 8, "cols": 64},
@@ -178,6 +181,8 @@ class Caller:
         weight = self.make("halfbyte_quantized_weight_create", spec, shape, 2, 0, cpu)
         self.make("halfbyte_quantized_weight_pack", weight, 0, None)
         self.make("halfbyte_qgemm_explain", cpu, qgemm)
+        grouped = self.initialised("halfbyte_qgemm_grouped_descriptor", **fields["qgemm_grouped"])
+        self.make("halfbyte_qgemm_grouped_explain", cpu, grouped)
         self.make("halfbyte_quantized_weight_to_linear", weight, None)
         self.make("halfbyte_writer_create", b"written", None)
         self.make("halfbyte_stream_create", cpu)

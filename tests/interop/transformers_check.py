@@ -31,6 +31,9 @@ CASES = {  # name: options, layout
     "ct int4": ("--format int4", "compressed-tensors"),
     "ct int8": ("--format int8", "compressed-tensors"),
     "ct int4 asymmetric": ("--format int4 --asymmetric", "compressed-tensors"),
+    "ct nvfp4": ("--format nvfp4", "compressed-tensors"),
+    "ct mxfp4": ("--format mxfp4", "compressed-tensors"),
+    "ct fp8": ("--format fp8", "compressed-tensors"),
 }
 
 try:
@@ -94,7 +97,8 @@ def check_quantized(model, layout, compressed):
         else:
             assert module.quantization_scheme is not None, name
             assert module.quantization_status == compressed_tensors.quantization.QuantizationStatus.COMPRESSED, name
-            assert module.weight_packed.dtype == torch.int32, name
+            codes = module.weight_packed if hasattr(module, "weight_packed") else module.weight
+            assert codes.dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn), f"{name}: {codes.dtype}"
 
 
 def num_different_weights(model, dense, layout):

@@ -137,6 +137,16 @@ double work_of(const QgemmProblem& p) {
 
 }  // namespace
 
+QgemmProblem product_of_expert(const QgemmProblem& problem, int64_t m, int num_threads) {
+  QgemmProblem one = problem;
+  one.m = m;
+  one.experts = {};
+  one.bias = one.accumulate = false;
+  one.f32_sums = true;
+  one.num_threads = threads_for(num_threads, work_of(one));
+  return one;
+}
+
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& d, int num_threads) {
   QgemmProblem problem;
   problem.device = device;
@@ -172,6 +182,8 @@ std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) 
   if (variant.device != problem.device.kind)
     return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
   if (problem.in_cols() == 0 && !variant.takes_empty_sums) return "there is nothing to sum";
+  if (problem.experts.num > 0 && variant.device == DeviceKind::cuda && !variant.takes_experts)
+    return "it takes one weight, not those of experts";
   return variant.refuse(problem);
 }
 
@@ -209,19 +221,22 @@ QgemmChosen choose_qgemm(const QgemmProblem& problem, const std::string& name) {
       ErrorDetails{ErrorKind::unsupported});
 }
 
-std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor) {
-  check_descriptor(descriptor);
-  check_device(device);
-  const QgemmProblem problem = make_qgemm_problem(device, descriptor, 0);
+std::vector<QgemmChoice> explain_problem(const QgemmProblem& problem) {
   std::vector<const QgemmVariant*> variants = qgemm_variants(problem);
   // clang 14 cannot read what the form of std::ranges returns.
   std::stable_partition(variants.begin(), variants.end(),
-                        [&](const QgemmVariant* variant) { return variant->device == device.kind; });
+                        [&](const QgemmVariant* variant) { return variant->device == problem.device.kind; });
   std::vector<QgemmChoice> choices;
   for (const QgemmVariant* variant : variants)
     choices.push_back(problem.is_empty() ? QgemmChoice{variant->name, "y has no elements"}
                                          : choice_of(*variant, problem));
   return choices;
+}
+
+std::vector<QgemmChoice> explain_qgemm(Device device, const QgemmDescriptor& descriptor) {
+  check_descriptor(descriptor);
+  check_device(device);
+  return explain_problem(make_qgemm_problem(device, descriptor, 0));
 }
 
 }  // namespace halfbyte

@@ -9,13 +9,24 @@
 #include "formats/codec.h"
 #include "formats/packed.h"
 #include "formats/weight_view.h"
-#include "halfbyte/qgemm.hpp"
+#include "halfbyte/qgemm_grouped.hpp"
 
 namespace halfbyte {
 
 namespace cuda {
 struct Kernel;
 }
+
+// Of a product with the weights of several experts (halfbyte/qgemm_grouped.hpp). Rows of a problem, of which
+// it has m, are then slots, or those of the matrices of all experts.
+struct QgemmExperts {
+  int64_t num = 0;  // 0: one weight, which all rows meet
+  ExpertRows rows = ExpertRows::offsets;
+  int64_t rows_per_expert = 0;  // masked
+  int64_t rows_of_x = 0;
+  int64_t slots_per_x = 1, slots_per_y = 1;  // rows that share a row of x, and that are summed in one of y
+  bool routing_weights = false, routing_gradient = false;
+};
 
 // A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
 // in_cols(), what is summed, may be 0 for a variant that takes_empty_sums: y is then the bias, 0 or as it
@@ -34,11 +45,14 @@ struct QgemmProblem {
                                  // in each row
   formats::WeightViewLayout view;  // of a view
   bool bias = false, accumulate = false;
+  bool f32_sums = false;  // the CPU: y is f32, without bias, for others to finish
+  QgemmExperts experts;
   QgemmMath math = QgemmMath::automatic;
   bool early_start = false;
   int64_t alignment = 16;
   QgemmTile tile;
 
+  int64_t rows_of_x() const { return experts.num > 0 ? experts.rows_of_x : m; }
   int64_t in_cols() const { return transposed ? n : k; }       // columns of x: what is summed
   int64_t out_cols() const { return transposed ? k : n; }      // columns of y
   bool is_empty() const { return m == 0 || out_cols() == 0; }  // a problem that no variant is given
@@ -51,6 +65,11 @@ struct QgemmTensors {
   const float *absmax = nullptr, *map = nullptr, *offset = nullptr, *global_scale = nullptr;
   const void* bias = nullptr;
   void* y = nullptr;
+  // Of experts. weight: of the first, the others behind it.
+  const int32_t *offsets = nullptr, *slots = nullptr;
+  const float* routing_weights = nullptr;
+  const void* forward_x = nullptr;
+  float* routing_grad = nullptr;
 };
 
 // What a variant has made for a problem: chosen, compiled, ready to run.
@@ -70,12 +89,17 @@ struct QgemmVariant : Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>> 
   std::vector<cuda::Kernel> (*kernels)() = nullptr;
   // It takes problems that have nothing to sum, too: in_cols() is 0.
   bool takes_empty_sums = false;
+  // On CUDA: it takes the weights of experts, too.
+  bool takes_experts = false;
 };
 
 // All, in the order in which they are tried for the problem.
 std::vector<const QgemmVariant*> qgemm_variants(const QgemmProblem& problem);
 
 QgemmProblem make_qgemm_problem(Device device, const QgemmDescriptor& descriptor, int num_threads);
+QgemmProblem make_qgemm_problem(Device device, const QgemmGroupedDescriptor& descriptor, int num_threads);
+// A product with one weight for `m` rows of a product of experts, on the CPU.
+QgemmProblem product_of_expert(const QgemmProblem& problem, int64_t m, int num_threads);
 // The variant of this name, or the first that does not refuse, and the problem that it takes: the one that is
 // given, or the same with the packed form of its view. Throws Error(device) with the reasons.
 struct QgemmChosen {
@@ -83,6 +107,13 @@ struct QgemmChosen {
   QgemmProblem problem;
 };
 QgemmChosen choose_qgemm(const QgemmProblem& problem, const std::string& name);
+// All variants, those of the device first, and why they do not take it.
+std::vector<QgemmChoice> explain_problem(const QgemmProblem& problem);
+
+// A product of experts on the CPU: one after the other, by the variant of this name, or the first that takes
+// so many rows. Throws as choose_qgemm.
+std::shared_ptr<const QgemmKernel> make_experts_cpu(const QgemmProblem& problem, const std::string& variant,
+                                                    int num_threads);
 
 // Those of the table in qgemm.cc. A folder each.
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers

@@ -85,7 +85,9 @@ class QgemmOneKernel : public QgemmKernel {
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, grid.shared_bytes);
     grid_ = grid;
-    if (parts > 1 || !stores_y) sum_ = QgemmSum(context_, problem_, parts, types);
+    const QgemmExperts& experts = problem_.experts;
+    if (parts > 1 || !stores_y || experts.slots_per_y > 1 || experts.routing_gradient)
+      sum_ = QgemmSum(context_, problem_, parts, types);
   }
 
   // Elements from one row to the next, of x as it is loaded.

@@ -55,6 +55,7 @@ inline double half_ulp(double value, DType dtype) {
 
 struct QgemmReference {
   std::vector<double> y, bound;  // |result - y| <= bound
+  std::vector<double> error;     // the bound without the rounding to the dtype of y
 };
 // tensors.y: as it was before, of which `accumulate` makes use. All in host memory.
 inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors& tensors,
@@ -93,6 +94,7 @@ inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors&
       }
       const double error = 2 * terms * 0x1p-24 * (magnitude + products) + tf32 * products;
       result.y.push_back(sum);
+      result.error.push_back(error);
       result.bound.push_back(error + half_ulp(std::fabs(sum) + error, problem.dtype));
     }
   return result;

@@ -1,6 +1,7 @@
 // The packed form of an owning weight.
 #include "core/expect.h"
 #include "core/weight_view.h"
+#include "halfbyte/qgemm_grouped.hpp"
 
 namespace halfbyte {
 
@@ -25,6 +26,33 @@ PackedTensor PackedTensor::to(Device device, void* stream) const {
   result.memory_ = memory_.to(device, stream);
   result.weight_.data = result.memory_.data();
   result.weight_.device = device;
+  return result;
+}
+
+PackedExperts::PackedExperts(const QuantSpec& spec, int64_t num_experts, int64_t rows, int64_t cols,
+                             Device device)
+    : num_experts_(num_experts) {
+  constexpr const char* kOp = "packed experts";
+  HALFBYTE_MUST(num_experts >= 0, invalid_argument, kOp, "num_experts", "be", ">= 0", num_experts);
+  const int64_t num_bytes = packed_weight_bytes(spec, rows, cols);
+  memory_ = Tensor(device, DType::u8, {num_experts, num_bytes});
+  stack_ = {spec, rows, cols, memory_.data(), device, kPackedWeightVersion, memory_.num_bytes()};
+}
+
+PackedWeight PackedExperts::view(int64_t expert) const {
+  HALFBYTE_MUST(expert >= 0 && expert < num_experts_, invalid_argument, "packed experts", "expert", "be",
+                fmt::format("one of {}", num_experts_), expert);
+  PackedWeight weight = stack_;
+  weight.num_bytes = stack_.num_bytes / num_experts_;
+  weight.data = static_cast<std::byte*>(stack_.data) + expert * weight.num_bytes;
+  return weight;
+}
+
+PackedExperts PackedExperts::to(Device device, void* stream) const {
+  PackedExperts result = *this;
+  result.memory_ = memory_.to(device, stream);
+  result.stack_.data = result.memory_.data();
+  result.stack_.device = device;
   return result;
 }
 

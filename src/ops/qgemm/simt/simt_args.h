@@ -1,6 +1,7 @@
 // What the kernels of variant qgemm_simt are given: shared by host and device, freestanding.
 #pragma once
 
+#include "ops/qgemm/weight/experts_args.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
@@ -13,6 +14,7 @@ HALFBYTE_FN int simt_step(int tile_n) { return kSimtThreads * kSimtChunk / tile_
 
 struct SimtArgs {
   WeightArgs weight;
+  ExpertsArgs experts;  // of a kernel for experts: tiles of rows are found on the device, m is all rows
   const void* x;
   const void* bias;  // null: none
   void* y;

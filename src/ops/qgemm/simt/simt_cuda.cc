@@ -9,6 +9,7 @@
 #include "cuda/config.h"
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/simt/simt_args.h"
+#include "ops/qgemm/weight/experts_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -75,9 +76,11 @@ cuda::KernelSpec rows_kernel(const QgemmProblem& problem) {
       weight_config(problem) + scales_config(problem, known) + fmt::format("constexpr int kM = {};\n", rows));
 }
 cuda::KernelSpec tiles_kernel(const QgemmProblem& problem, QgemmTile tile) {
-  return simt_kernel("ops/qgemm/simt/simt_tiles.cu", "qgemm_simt_tiles", problem,
-                     weight_config(problem) + scales_config(problem, false) +
-                         fmt::format("constexpr int kTileM = {}, kTileN = {};\n", tile.m, tile.n));
+  return simt_kernel(
+      "ops/qgemm/simt/simt_tiles.cu", "qgemm_simt_tiles", problem,
+      weight_config(problem) + scales_config(problem, false) +
+          fmt::format("constexpr int kTileM = {}, kTileN = {};\nconstexpr bool kExperts = {};\n", tile.m,
+                      tile.n, problem.experts.num > 0));
 }
 class QgemmSimt : public QgemmOneKernel<SimtArgs> {
  public:
@@ -89,6 +92,7 @@ class QgemmSimt : public QgemmOneKernel<SimtArgs> {
     args_.splits = 1;
     args_.transposed = problem.transposed;
     args_.accumulate = problem.accumulate;
+    if (problem.experts.num > 0) args_.experts = experts_args(problem);
     if (has_simt_rows(problem)) {
       load(rows_kernel(problem), {ceil_div(args_.out_cols, kSimtRows), kSimtThreads});
     } else {
@@ -109,18 +113,19 @@ class QgemmSimt : public QgemmOneKernel<SimtArgs> {
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
     args.partials = workspace;
+    place_experts(args.experts, tensors);
   }
 
   DType sum_type() const { return problem_.math == QgemmMath::f64 ? DType::f64 : DType::f32; }
 
   int64_t num_tiles(QgemmTile tile) const {
-    return ceil_div(args_.m, tile.m) * ceil_div(args_.out_cols, tile.n);
+    return tiles_of_rows(problem_, tile.m) * ceil_div(args_.out_cols, tile.n);
   }
 
   QgemmTile choose_tile() const {
     if (problem_.tile != QgemmTile{}) return *find_tile(problem_);
     const auto tiles = tiles_of(problem_.math);
-    if (args_.m <= tiles[0].m) return tiles[0];
+    if (rows_of_weight(problem_) <= tiles[0].m) return tiles[0];
     return num_tiles(tiles.back()) >= context_.num_multiprocessors ? tiles.back() : tiles[1];
   }
 
@@ -128,7 +133,7 @@ class QgemmSimt : public QgemmOneKernel<SimtArgs> {
   // `halfbyte bench qgemm --variant qgemm_simt --m 16,64,128` times what the constants choose.
   cuda::Grid place_tiles(QgemmTile tile) {
     constexpr int64_t kBlocksPerMultiprocessor = 2, kFewestSteps = 8;
-    args_.tiles_m = ceil_div(args_.m, tile.m);
+    args_.tiles_m = tiles_of_rows(problem_, tile.m);
     args_.tiles_n = ceil_div(args_.out_cols, tile.n);
     const int64_t tiles = args_.tiles_m * args_.tiles_n;
     const int64_t steps = ceil_div(args_.in_cols, simt_step(tile.n));
@@ -196,7 +201,10 @@ cuda::KernelSpec specialise_rows(const KernelValues& values) {
 }
 
 cuda::KernelSpec specialise_tiles(const KernelValues& values) {
-  const QgemmProblem problem = simt_problem(values);
+  QgemmProblem problem = simt_problem(values);
+  problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
+  HALFBYTE_CHECK(problem.experts.num == 0 || problem.packed, usage, "experts go with layout packed, got {}",
+                 values.at("layout"));
   for (const QgemmTile& tile : tiles_of(problem.math))
     if (word_of(tile) == values.at("tile")) return tiles_kernel(problem, tile);
   HALFBYTE_FAIL(usage, "tile {} does not go with math f64", values.at("tile"));
@@ -209,6 +217,7 @@ std::vector<cuda::Kernel> kernels() {
   rows.push_back(number_key("rows", {1, 2, 4, 8}, "Of x, rounded up."));
   tiles.push_back(
       {"tile", {"16x64", "64x64", "128x128"}, false, "Rows and columns of y that a block makes."});
+  tiles.push_back(experts_key());
   return {{{"qgemm", "qgemm_simt_rows", "Forward, at most 8 rows of x, by CUDA cores.", std::move(rows)},
            specialise_rows},
           {{"qgemm", "qgemm_simt_tiles", "Both directions, any shape, by CUDA cores.", std::move(tiles)},
@@ -222,9 +231,10 @@ bool has_simt_rows(const QgemmProblem& problem) {
   constexpr int64_t kLongest = int64_t{1} << 29;  // of a row: offsets have 32 bits
   return problem.k % kSimtChunk == 0 && problem.k <= kLongest && problem.alignment >= 16 &&
          weight.whole_chunks && (problem.packed || weight.wide) && !problem.transposed &&
-         problem.tile == QgemmTile{} && problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
+         problem.tile == QgemmTile{} && problem.experts.num == 0 &&
+         problem.m <= (problem.math == QgemmMath::f64 ? 4 : 8);
 }
 
-const QgemmVariant kQgemmSimt = {{"qgemm_simt", DeviceKind::cuda, &refuse, &make}, &kernels, true};
+const QgemmVariant kQgemmSimt = {{"qgemm_simt", DeviceKind::cuda, &refuse, &make}, &kernels, true, true};
 
 }  // namespace halfbyte

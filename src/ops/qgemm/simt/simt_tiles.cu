@@ -3,6 +3,7 @@
 // the next part of them in registers, and sums kTileM / 16 by kTileN / 16 outputs in the order of the axis.
 // Where the axis is split, the blocks of a tile leave partial sums to qgemm_sum.
 #include "ops/qgemm/simt/simt_weight.cuh"
+#include "ops/qgemm/weight/experts.cuh"
 
 namespace halfbyte::device {
 
@@ -14,10 +15,28 @@ using TileOfWeight = F[kStep][kTileN + kPad];
 
 // ---- 1. The weight: a chunk a thread
 
+template <class T>
+__device__ __forceinline__ const T* behind(const T* part, i64 offset) {
+  return part == nullptr ? part : reinterpret_cast<const T*>(reinterpret_cast<const u8*>(part) + offset);
+}
+// The packed weight `offset` bytes behind another one: its parts are at the same places of its memory.
+__device__ __forceinline__ WeightArgs weight_behind(WeightArgs w, i64 offset) {
+  w.codes = behind(w.codes, offset);
+  w.scales = behind(w.scales, offset);
+  w.zeros = behind(w.zeros, offset);
+  w.biases = behind(w.biases, offset);
+  w.absmax = behind(w.absmax, offset);
+  w.map = behind(w.map, offset);
+  w.offset = behind(w.offset, offset);
+  w.global_scale = behind(w.global_scale, offset);
+  return w;
+}
+
 class ChunkOfTile {
  public:
-  __device__ __forceinline__ ChunkOfTile(const SimtArgs& args, TileOfWeight& tile, i64 first_n)
-      : args_(args), first_n_(first_n), table_value_(lane_value(args.weight)) {
+  // `offset`: bytes from the first weight to that of the tile.
+  __device__ __forceinline__ ChunkOfTile(const SimtArgs& args, TileOfWeight& tile, i64 first_n, i64 offset)
+      : args_(args), first_n_(first_n), offset_(offset), table_value_(lane_value(args.weight)) {
     const int thread = static_cast<int>(threadIdx.x);
     const int chunks_per_row = (args.transposed ? kTileN : kStep) / kChunk;
     of_row_ = thread / chunks_per_row;
@@ -28,14 +47,14 @@ class ChunkOfTile {
 
   // Of the tile that begins at `s` on the summed axis: to registers.
   __device__ __forceinline__ void load(i64 s) {
-    const WeightArgs& w = args_.weight;
+    const WeightArgs w = weight();
     const i64 row = row_of(s), col = col_of(s);
     codes_ = load_codes(w, row, col);
     if (w.whole_chunks) stored_ = load_parameters(w, row, group_of(w, col));
   }
   // ... decoded to shared memory. Behind `end` weights are 0.
   __device__ __forceinline__ void store(i64 s, i64 end) const {
-    const WeightArgs& w = args_.weight;
+    const WeightArgs w = weight();
     F values[kChunk];
     const i64 row = row_of(s), col = col_of(s);
     if (w.whole_chunks) {
@@ -52,6 +71,9 @@ class ChunkOfTile {
   }
 
  private:
+  __device__ __forceinline__ WeightArgs weight() const {
+    return kExperts ? weight_behind(args_.weight, offset_) : args_.weight;
+  }
   __device__ __forceinline__ i64 row_of(i64 s) const {
     return min((args_.transposed ? s : first_n_) + of_row_, args_.weight.n - 1);
   }
@@ -60,7 +82,7 @@ class ChunkOfTile {
   }
 
   const SimtArgs& args_;
-  i64 first_n_;
+  i64 first_n_, offset_;
   float table_value_;
   int of_row_, of_col_;  // within the tile
   F* to_;                // in shared memory
@@ -71,13 +93,37 @@ class ChunkOfTile {
 
 // ---- 2. x: kThreadX elements a thread
 
-__device__ __forceinline__ void load_x(Memory (&x)[kThreadX], const SimtArgs& args, i64 first_m, i64 s,
-                                       i64 end) {
+// The rows of a tile.
+struct RowLists {
+  i32 x[kTileM], y[kTileM];  // y below 0: none
+};
+struct TileRows {
+  i64 first;
+  int count, expert;
+  const RowLists* lists;  // of experts
+
+  __device__ __forceinline__ i64 of_x(int m) const {
+    if constexpr (kExperts)
+      return lists->x[m];
+    else
+      return first + m;
+  }
+  __device__ __forceinline__ i64 of_y(int m) const {
+    if constexpr (kExperts)
+      return lists->y[m];
+    else
+      return first + m;
+  }
+};
+
+__device__ __forceinline__ void load_x(Memory (&x)[kThreadX], const SimtArgs& args, const TileRows& rows,
+                                       i64 s, i64 end) {
 #pragma unroll
   for (int i = 0; i < kThreadX; ++i) {
-    const int at = i * kSimtThreads + static_cast<int>(threadIdx.x);
-    const i64 m = first_m + at / kStep, col = s + at % kStep;
-    x[i] = m < args.m && col < end ? static_cast<const Memory*>(args.x)[m * args.in_cols + col] : Memory{0};
+    const int at = i * kSimtThreads + static_cast<int>(threadIdx.x), m = at / kStep;
+    const i64 col = s + at % kStep;
+    x[i] = m < rows.count && col < end ? static_cast<const Memory*>(args.x)[rows.of_x(m) * args.in_cols + col]
+                                       : Memory{0};
   }
 }
 __device__ __forceinline__ void store_x(TileOfX& to, const Memory (&x)[kThreadX]) {
@@ -110,18 +156,33 @@ __device__ __forceinline__ void multiply(F (&sums)[kThreadM][kThreadN], const Ti
 // ---- 4. Outputs, or partial sums of split `split`; from row m0 and column n0 on.
 
 __device__ __forceinline__ void write_sums(const F (&sums)[kThreadM][kThreadN], const SimtArgs& args,
-                                           i64 split, i64 m0, i64 n0) {
+                                           const TileRows& rows, i64 split, int m0, i64 n0) {
 #pragma unroll
-  for (int m = 0; m < kThreadM; ++m)
+  for (int m = 0; m < kThreadM; ++m) {
+    if (m0 + m >= rows.count) break;
+    const i64 row = rows.of_y(m0 + m);
+    if (row < 0) continue;
 #pragma unroll
     for (int n = 0; n < kThreadN; ++n) {
-      const i64 row = m0 + m, col = n0 + n;
-      if (row >= args.m || col >= args.out_cols) continue;
-      if (args.splits > 1)
-        static_cast<F*>(args.partials)[(split * args.m + row) * args.out_cols + col] = sums[m][n];
-      else
+      const i64 col = n0 + n;
+      if (col >= args.out_cols) continue;
+      if (args.partials == nullptr && !kExperts) {
         write_sum(args, row, col, sums[m][n]);
+        continue;
+      }
+      F sum = sums[m][n];
+      if (kExperts && args.bias != nullptr && split == 0 && rows.expert < args.experts.num)
+        sum = sum + load(Element(), static_cast<const Memory*>(args.bias)[rows.expert * args.out_cols + col]);
+      if (args.partials != nullptr) {
+        static_cast<F*>(args.partials)[(split * args.m + row) * args.out_cols + col] = sum;
+        continue;
+      }
+      if (args.experts.routing_weights != nullptr) sum = sum * args.experts.routing_weights[row];
+      Memory& y = static_cast<Memory*>(args.y)[row * args.out_cols + col];
+      const double before = args.accumulate ? static_cast<double>(load(Element(), y)) : 0;
+      y = rounded(Element(), static_cast<double>(sum) + before);
     }
+  }
 }
 
 // ---- 5. The kernel
@@ -135,18 +196,38 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kT
   const i64 tile_m = tile % args.tiles_m, tile_n = tile / args.tiles_m % args.tiles_n;
   const i64 split = tile / args.tiles_m / args.tiles_n;
   if (split >= args.splits) return;
-  const i64 first_m = tile_m * kTileM, first_n = tile_n * kTileN;
-  const i64 begin = split * args.split_steps * kStep,
-            end = min(begin + args.split_steps * kStep, args.in_cols);
+  const i64 first_n = tile_n * kTileN;
+  const i64 begin = split * args.split_steps * kStep;
+  i64 end = min(begin + args.split_steps * kStep, args.in_cols), offset = 0;
+  TileRows rows = {tile_m * kTileM, 0, 0, nullptr};
+  if constexpr (kExperts) {
+    __shared__ RowLists lists;
+    wait_for_earlier();  // for who gets which row
+    const ExpertTile of = find_expert_tile<kTileM>(args.experts, static_cast<i32>(tile_m));
+    if (of.count <= 0) return;
+    rows = {of.first, of.count, of.expert, &lists};
+    for (int m = static_cast<int>(threadIdx.x); m < kTileM; m += kSimtThreads) {
+      const i32 slot = m < of.count ? slot_of(args.experts, of.first + m) : -1;
+      lists.x[m] = max(slot, 0) / args.experts.slots_per_x;
+      lists.y[m] = slot;
+    }
+    __syncthreads();
+    if (of.expert < args.experts.num)
+      offset = of.expert * args.experts.weight_bytes;
+    else
+      end = begin;  // no expert: sums of nothing
+  } else {
+    rows.count = static_cast<int>(min<i64>(args.m - rows.first, kTileM));
+  }
 
-  ChunkOfTile chunk(args, ws, first_n);
+  ChunkOfTile chunk(args, ws, first_n, offset);
   Memory x[kThreadX];
   F sums[kThreadM][kThreadN] = {};
   const int thread = static_cast<int>(threadIdx.x);
   const int m_in = thread / 16 * kThreadM, n_in = thread % 16 * kThreadN;
   if (begin < end) chunk.load(begin);
-  wait_for_earlier();
-  if (begin < end) load_x(x, args, first_m, begin, end);
+  if (!kExperts) wait_for_earlier();
+  if (begin < end) load_x(x, args, rows, begin, end);
 #pragma unroll 1
   for (i64 s = begin; s < end; s += kStep) {
     chunk.store(s, end);
@@ -154,12 +235,12 @@ extern "C" __global__ void __launch_bounds__(kSimtThreads, kF64 || kPacked || kT
     __syncthreads();
     if (s + kStep < end) {  // meanwhile
       chunk.load(s + kStep);
-      load_x(x, args, first_m, s + kStep, end);
+      load_x(x, args, rows, s + kStep, end);
     }
     multiply(sums, xs, ws, m_in, n_in);
     __syncthreads();
   }
-  write_sums(sums, args, split, first_m + m_in, first_n + n_in);
+  write_sums(sums, args, rows, split, m_in, first_n + n_in);
 }
 
 }  // namespace halfbyte::device

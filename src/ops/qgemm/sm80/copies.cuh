@@ -35,8 +35,14 @@ __device__ __forceinline__ u32 x_chunk(int token, int chunk) {
 // same time share what they read, if tiles are taken band by band of some tiles of tokens.
 struct Tile {
   i64 first_token, tile, split;
+  int num_tokens, expert;  // no tokens: there is no such tile; expert: where it is no number of one, none
+  const u8* weight;
 
   __device__ __forceinline__ explicit Tile(const QgemmSm80Args& args) {
+    if constexpr (kExperts) {
+      find(args);
+      return;
+    }
     constexpr u32 kBand = 8;  // of 32 bits, as y has fewer tiles
     const u32 block = static_cast<u32>(block_index()), features = static_cast<u32>(args.feature_tiles),
               tokens = static_cast<u32>(args.token_tiles);
@@ -46,6 +52,23 @@ struct Tile {
     split = block / (features * tokens);
     tile = in_band / height;
     first_token = i64{first + in_band % height} * kTokens;
+    num_tokens = static_cast<int>(min<i64>(args.m - first_token, kTokens));
+    expert = 0;
+    weight = args.weight;
+  }
+
+ private:
+  // Tiles of features of the same tokens follow each other.
+  __device__ __forceinline__ void find(const QgemmSm80Args& args) {
+    const u32 features = static_cast<u32>(args.feature_tiles), tiles = static_cast<u32>(args.token_tiles);
+    const u32 block = static_cast<u32>(block_index()), number = block / features;
+    const ExpertTile of = find_expert_tile<kTokens>(args.experts, static_cast<i32>(number % tiles));
+    split = number / tiles;
+    tile = block % features;
+    first_token = of.first;
+    num_tokens = of.count;
+    expert = of.expert;
+    weight = args.weight + (of.expert < args.experts.num ? of.expert : 0) * args.experts.weight_bytes;
   }
 };
 
@@ -53,11 +76,16 @@ struct Tile {
 // allow, addresses of the first step come once; those of others differ by what is the same for all threads.
 class Copies : protected Traits {
  public:
-  __device__ __forceinline__ Copies(const QgemmSm80Args& args, const Tile& at)
-      : Traits(args), args_(args), tile_(at.tile), first_token_(at.first_token) {
+  __device__ __forceinline__ Copies(const QgemmSm80Args& args, const Tile& at, const TokenRows* rows)
+      : Traits(args),
+        args_(args),
+        tile_(at.tile),
+        first_token_(at.first_token),
+        weight_(at.weight),
+        rows_(rows),
+        num_tokens_(at.num_tokens) {
     left_ = static_cast<int>(
         min<i64>(kTransposed ? args.units_per_strip - first_unit() : args.strips - first_strip(), kUnits));
-    num_tokens_ = static_cast<int>(min<i64>(args.m - first_token_, kTokens));
     if constexpr (kRoomy) {
       codes_ = code_address(thread_, 0);
       x_ = x_address(thread_, 0);
@@ -87,7 +115,8 @@ class Copies : protected Traits {
         if (kTokens < kPassTokens && token >= kTokens) break;
         const bool valid = token < num_tokens_ && left > 0;
         const i64 moved = step * kQgemmSm80Step + first * args_.x_stride;
-        const XMemory* const address = (kRoomy ? x_ + moved : x_address(i, step)) + part * args_.x_part;
+        const XMemory* const address =
+            (kRoomy && !kExperts ? x_ + moved : x_address(i, step)) + part * args_.x_part;
         copy_async_or_zero(stage + kStage.code_bytes + part * kXPartBytes + x_chunk(token, i % kRowChunks),
                            valid ? address : static_cast<const XMemory*>(args_.x), valid);
       }
@@ -122,13 +151,20 @@ class Copies : protected Traits {
   // Of copy i of a step.
   __device__ __forceinline__ const u8* code_address(int i, i64 step) const {
     const int q = i / kCodeChunks;
-    return args_.weight + (first_strip() + strip_of_step(step) + strip_of(q)) * args_.strip_bytes +
+    return weight() + (first_strip() + strip_of_step(step) + strip_of(q)) * args_.strip_bytes +
            unit_offset(first_unit() + unit_of_step(step) + unit_of(q)) + i % kCodeChunks * 16;
   }
   __device__ __forceinline__ const XMemory* x_address(int i, i64 step) const {
-    return static_cast<const XMemory*>(args_.x) + (first_token_ + i / kRowChunks) * args_.x_stride +
+    return static_cast<const XMemory*>(args_.x) + row_of_x(i / kRowChunks) * args_.x_stride +
            step * kQgemmSm80Step + i % kRowChunks * kChunkElements;
   }
+  __device__ __forceinline__ i64 row_of_x(int token) const {
+    if constexpr (kExperts)
+      return rows_->x[token];
+    else
+      return first_token_ + token;
+  }
+  __device__ __forceinline__ const u8* weight() const { return kExperts ? weight_ : args_.weight; }
 
   __device__ __forceinline__ void load_codes(u8* stage, i64 step) const {
     const i64 moved = strip_of_step(step) * args_.strip_bytes + unit_offset(unit_of_step(step));
@@ -139,7 +175,7 @@ class Copies : protected Traits {
       const u8* const from =
           kRoomy ? codes_ + moved + strip_of(first) * args_.strip_bytes + unit_offset(unit_of(first))
                  : code_address(i, step);
-      copy_async_or_zero(stage + i * 16, valid ? from : args_.weight, valid);
+      copy_async_or_zero(stage + i * 16, valid ? from : weight(), valid);
     }
   }
 
@@ -178,11 +214,11 @@ class Copies : protected Traits {
     const i64 strip = first_strip() + strip_of_step(step) + strip_of(param.q);
     const i64 unit = first_unit() + unit_of_step(step) + unit_of(param.q);
     if (is_inlined())
-      return args_.weight + strip * args_.strip_bytes + block_offset(unit) +
+      return weight() + strip * args_.strip_bytes + block_offset(unit) +
              (u32{kUnitBytes} << args_.block_shift) + param.in_block();
     const i64 first = (strip * args_.groups + group_of(unit, param.group)) * kUnitRows;
     const i64 section = param.is_scale() ? args_.scales : kAsymmetric ? args_.zeros : args_.biases;
-    return args_.weight + section + first * param.size() + param.offset();
+    return weight() + section + first * param.size() + param.offset();
   }
   template <class S>
   __device__ __forceinline__ void load_params(S, u8* stage, i64 step) const {
@@ -192,12 +228,12 @@ class Copies : protected Traits {
       const Param param(S(), i);
       const bool valid = is_valid(step, param.q);
       const u8* const from = is_inlined() && kParamsAhead<S> ? params_ + moved : param_address(param, step);
-      copy_async_or_zero(stage + param.place(), valid ? from : args_.weight, valid);
+      copy_async_or_zero(stage + param.place(), valid ? from : weight(), valid);
     }
   }
   template <class S>
   __device__ __forceinline__ void load_absmax(S, u8* stage, i64 step) const {
-    const u8* const absmax = args_.weight + args_.absmax;
+    const u8* const absmax = weight() + args_.absmax;
 #pragma unroll 1
     for (int i = thread_; i < kUnits * kUnitGroups * kUnitRows; i += kThreads) {
       const int row = i % kUnitRows, group = i / kUnitRows % kUnitGroups, q = i / (kUnitRows * kUnitGroups);
@@ -212,7 +248,10 @@ class Copies : protected Traits {
   const QgemmSm80Args& args_;
   const int thread_ = static_cast<int>(threadIdx.x);
   i64 tile_, first_token_;
-  int left_, num_tokens_;  // strips or, transposed, units from the first of the tile on; tokens
+  const u8* weight_;
+  const TokenRows* rows_;
+  int num_tokens_;
+  int left_;  // strips or, transposed, units from the first of the tile on
   const u8 *codes_ = nullptr, *params_ = nullptr;
   const XMemory* x_ = nullptr;
 };
@@ -221,12 +260,15 @@ class Copies : protected Traits {
 // step, and a number says for each before which step it must stop.
 class MovingCopies : public Copies {
  public:
-  __device__ __forceinline__ MovingCopies(const QgemmSm80Args& args, const Tile& at, i64 begin, i64 end)
-      : Copies(args, at), end_(end) {
+  __device__ __forceinline__ MovingCopies(const QgemmSm80Args& args, const Tile& at, const TokenRows* rows,
+                                          i64 begin, i64 end)
+      : Copies(args, at, rows), end_(end) {
     const Params param(KnownScales(), thread_);
     codes_ = code_address(thread_, begin);
     params_ = param_address(param, begin);
-    x_ = x_address(thread_, begin);
+    x_ = kExperts ? static_cast<const XMemory*>(args.x) + begin * kQgemmSm80Step +
+                        thread_ % kRowChunks * kChunkElements
+                  : x_address(thread_, begin);
     if constexpr (KnownScales::kDoubleQuant) {
       const int q = thread_ / kUnitRows;
       const i64 strip = first_strip() + strip_of_step(begin) + strip_of(q);
@@ -274,8 +316,10 @@ class MovingCopies : public Copies {
         shared_address(stage) + kStage.code_bytes + x_chunk(thread_ / kRowChunks, thread_ % kRowChunks);
 #pragma unroll
     for (int first = 0; first < kTokens; first += kThreads / kRowChunks) {
-      const bool valid = static_cast<int>(step) < x_end_ && first + thread_ / kRowChunks < num_tokens_;
-      copy_async_or_zero(to + x_chunk(first, 0), x_ + first * args_.x_stride, valid);
+      const int token = first + thread_ / kRowChunks;
+      const bool valid = static_cast<int>(step) < x_end_ && token < num_tokens_;
+      const i64 row = kExperts ? rows_->x[token] : first;
+      copy_async_or_zero(to + x_chunk(first, 0), x_ + row * args_.x_stride, valid);
     }
     x_ += kQgemmSm80Step;
   }
@@ -291,7 +335,7 @@ class MovingCopies : public Copies {
     u8* const to = params_of(KnownScales(), stage, thread_ / kUnitRows, 0) + KnownScales::kGroupBytes;
     const i64 group = absmax_ + (kTransposed ? 0 : group_of(step, 0));
     copy_async(reinterpret_cast<u32*>(to) + thread_ % kUnitRows,
-               args_.weight + args_.absmax + min(group >> 8, args_.last_absmax) * 4);
+               weight() + args_.absmax + min(group >> 8, args_.last_absmax) * 4);
     if (kTransposed) absmax_ += 2 * kUnitRows * args_.groups;
   }
 

@@ -5,6 +5,7 @@
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/mma.cuh"
 #include "ops/qgemm/sm80/sm80_args.h"
+#include "ops/qgemm/weight/experts.cuh"
 #include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/pairs.cuh"
 #include "ops/qgemm/weight/parts.cuh"
@@ -32,7 +33,7 @@ struct Scales {
   static constexpr int kGroupBytes = kUnitRows * (kScaleBytes + kAsymmetric + kBiasBytes);
   static constexpr QgemmSm80Stage kStage =
       qgemm_sm80_stage(kBits, kScaleBytes, kAsymmetric, kBiasBytes, double_quant, kUnitGroups, kTokens,
-                       kXParts * sizeof(XMemory), HALFBYTE_DEVICE_ARCH / 10);
+                       kXParts * sizeof(XMemory), kExperts, HALFBYTE_DEVICE_ARCH / 10);
   static_assert(kStage.stages >= 2);
 };
 // Those of kStored. A rare kernel, which has no kStored, takes from kStage what has nothing to do with
@@ -86,6 +87,11 @@ constexpr int kBlocks = qgemm_sm80_blocks(kTokens, sizeof(Memory) == 4, kTranspo
 constexpr bool kRoomy = kBlocks == 1;
 // Between two branches, for the scheduler to mix: more would take more registers.
 constexpr int kTilesTogether = kTokens == 64 ? 2 : 1;
+
+// Of experts: the rows of the tokens of the tile, of x and of y; below 0: none.
+struct TokenRows {
+  i32 x[kTokens], y[kTokens];
+};
 
 extern __shared__ Words4 shared_words[];
 __device__ __forceinline__ u8* shared_bytes() { return reinterpret_cast<u8*>(shared_words); }

@@ -29,45 +29,68 @@ namespace halfbyte::device {
 
 // ---- 4. Outputs
 
-// Lane (g, t) has two neighbours in a row of y, of rows 2t, 2t + 1 of every eight. `row`: the first of the
-// lane.
+// Lane (g, t) has two neighbours in a row of y, of rows 2t, 2t + 1 of every eight.
 __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums& sums, const Tile& at,
-                                           int warp, i64 row, int tokens, const Lane& lane) {
-  const float factor = global_factor(args.weight, args.global_scale);
+                                           const TokenRows* rows, int warp, const Lane& lane) {
+  const float factor = global_factor(at.weight, args.global_scale);
+  const bool has_weight = !kExperts || at.expert < args.experts.num;
+  const i64 first = kExperts ? 0 : at.first_token + 2 * lane.t;  // row of the first of the lane
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int in_block = kTransposed ? 16 * (lane.g / 4) + 2 * (lane.g % 4) + 8 * i : 16 * i + 2 * lane.g;
     const i64 col = at.tile * kQgemmSm80Features + warp * 32 + in_block;
     if (col >= args.out_cols) continue;
-    // store(address, first, second), `to` being where the sums of row 2t go.
+    // store(address, first, second, row), `to` being where the sums of row `first` go.
     const auto each = [&](auto* to, i64 stride, auto&& store) {
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
         float sum[4];
 #pragma unroll
         for (int l = 0; l < 4; ++l) sum[l] = kGlobalScale ? sums[i][j][l] * factor : sums[i][j][l];
-        if (2 * lane.t + 8 * j < tokens) store(to, sum[0], sum[2]);
-        if (2 * lane.t + 8 * j + 1 < tokens) store(to + stride, sum[1], sum[3]);
-        to += 8 * stride;
+        const int token = 2 * lane.t + 8 * j;
+        if constexpr (kExperts) {
+#pragma unroll
+          for (int l = 0; l < 2; ++l) {
+            const i32 row = token + l < at.num_tokens ? rows->y[token + l] : -1;
+            if (row >= 0) store(to + row * stride, sum[l], sum[2 + l], row);
+          }
+        } else {
+          if (token < at.num_tokens) store(to, sum[0], sum[2], 0);
+          if (token + 1 < at.num_tokens) store(to + stride, sum[1], sum[3], 0);
+          to += 8 * stride;
+        }
       }
     };
+    FloatPair bias = {0, 0};
+    if (has_weight && (args.partials == nullptr || (kExperts && at.split == 0)))
+      bias = load_bias(args, col, kExperts ? at.expert * args.out_cols : 0);
     if (args.partials != nullptr) {
-      each(args.partials + (at.split * args.m + row) * args.out_stride + col, args.out_stride,
-           [](float* to, float first, float second) {
-             store_neighbours(F32(), to, {first, second});
+      each(args.partials + (at.split * args.m + first) * args.out_stride + col, args.out_stride,
+           [&](float* to, float one, float other, i32) {
+             if (kExperts)
+               store_neighbours(F32(), to, {one + bias.first, other + bias.second});
+             else
+               store_neighbours(F32(), to, {one, other});
            });
       continue;
     }
-    const FloatPair bias = load_bias(args, col);
     Memory* const y = static_cast<Memory*>(args.y);
+    const auto weighted = [&](float one, float other, i32 row) {
+      FloatPair pair = {one + bias.first, other + bias.second};
+      if (kExperts && args.experts.routing_weights != nullptr) {
+        const float weight = args.experts.routing_weights[row];
+        pair = {pair.first * weight, pair.second * weight};
+      }
+      return pair;
+    };
     if (args.pairs && !args.accumulate) {
-      each(y + row * args.out_cols + col, args.out_cols, [&](Memory* to, float first, float second) {
-        store_neighbours(Element(), to, {first + bias.first, second + bias.second});
+      each(y + first * args.out_cols + col, args.out_cols, [&](Memory* to, float one, float other, i32 row) {
+        store_neighbours(Element(), to, weighted(one, other, row));
       });
     } else {
       const bool two = col + 1 < args.out_cols;
-      each(y + row * args.out_cols + col, args.out_cols, [&](Memory* to, float first, float second) {
-        finish(args, to - y, two, bias, {first, second});
+      each(y + first * args.out_cols + col, args.out_cols, [&](Memory* to, float one, float other, i32 row) {
+        finish(args, to - y, two, {0, 0}, weighted(one, other, row));
       });
     }
   }
@@ -76,17 +99,28 @@ __device__ __forceinline__ void store_sums(const QgemmSm80Args& args, const Sums
 // ---- 5. The kernel
 
 // The table and, of double quantization, the map; and what a lane needs of them.
-__device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, int thread) {
+__device__ __forceinline__ Lane make_tables(const QgemmSm80Args& args, const u8* weight, int thread) {
   build_table(args, thread);
   const u32 table = shared_address(shared_words) + static_cast<u32>(thread * sizeof(Entry) % 128);
   Lane lane = {
       thread % 32, thread % 32 / 4, thread % 4, table, 0, kRare ? args.bf16_scales : has_bf16_scales(args)};
   if (Traits(args).stored.double_quant) {
     static_assert(kThreads == 256);
-    shared_map()[thread] = reinterpret_cast<const float*>(args.weight + args.map)[thread];
-    lane.offset = *reinterpret_cast<const float*>(args.weight + args.offset);
+    shared_map()[thread] = reinterpret_cast<const float*>(weight + args.map)[thread];
+    lane.offset = *reinterpret_cast<const float*>(weight + args.offset);
   }
   return lane;
+}
+
+// The rows of the tokens of a tile. Those of x are some row where a token has none.
+__device__ __forceinline__ void find_rows(const QgemmSm80Args& args, TokenRows& rows, const Tile& at,
+                                          int thread) {
+  if (thread < kTokens) {
+    const i32 slot = thread < at.num_tokens ? slot_of(args.experts, at.first_token + thread) : -1;
+    rows.x[thread] = max(slot, 0) / args.experts.slots_per_x;
+    rows.y[thread] = slot;
+  }
+  __syncthreads();
 }
 
 // Until no more than the last `pending` steps are under way.
@@ -129,21 +163,30 @@ __launch_bounds__(kQgemmSm80Threads, kBlocks)
 #endif
     qgemm_sm80(const __grid_constant__ QgemmSm80Args args) {
 #if HALFBYTE_DEVICE_ARCH >= 800
-  const Tile at(args);
-  if (at.split >= args.splits) return;
-  const i64 begin = at.split * args.steps / args.splits, end = (at.split + 1) * args.steps / args.splits;
 #if HALFBYTE_DEVICE_ARCH >= 900
   let_next_start();
 #endif
+  if (kExperts) wait_for_earlier();  // for who gets which row
+  const Tile at(args);
+  if (at.split >= args.splits || at.num_tokens <= 0) return;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const TokenRows* rows = nullptr;
+  i64 begin = at.split * args.steps / args.splits, end = (at.split + 1) * args.steps / args.splits;
+  if constexpr (kExperts) {
+    __shared__ TokenRows shared_rows;
+    find_rows(args, shared_rows, at, thread);
+    rows = &shared_rows;
+    if (at.expert >= args.experts.num) end = begin;  // no expert: sums of nothing
+  }
 
   const Traits traits(args);
   u8* const stages = shared_bytes() + kStage.table_bytes + traits.map_bytes;
   const int ahead = traits.stages - 1;
   auto copies = [&] {
     if constexpr (kWide)
-      return MovingCopies(args, at, begin, end);
+      return MovingCopies(args, at, rows, begin, end);
     else
-      return Copies(args, at);
+      return Copies(args, at, rows);
   }();
   // The weight is there before earlier kernels have ended; x may not be.
 #pragma unroll 1
@@ -151,22 +194,20 @@ __launch_bounds__(kQgemmSm80Threads, kBlocks)
     if (begin + i >= end) break;
     copies.load_weight(stages + i * traits.stage_bytes, begin + i);
   }
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  const Lane lane = make_tables(args, thread);
-  wait_for_earlier();
+  const Lane lane = make_tables(args, at.weight, thread);
+  if (!kExperts) wait_for_earlier();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
     if (begin + i < end) copies.load_x(stages + i * traits.stage_bytes, begin + i);
     commit_copies();
   }
 
-  const int tokens = static_cast<int>(min<i64>(args.m - at.first_token, kTokens));
   Sums sums = {};
   if constexpr (kWide)
     multiply_wide(Element(), sums, copies, stages, begin, end, warp, lane);
   else
-    multiply_steps(args, sums, copies, stages, begin, end, warp, tokens, lane);
-  store_sums(args, sums, at, warp, at.first_token + 2 * lane.t, tokens, lane);
+    multiply_steps(args, sums, copies, stages, begin, end, warp, at.num_tokens, lane);
+  store_sums(args, sums, at, rows, warp, lane);
 #endif
 }
 

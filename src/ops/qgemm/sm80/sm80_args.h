@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/experts_args.h"
 
 namespace halfbyte {
 
@@ -60,6 +61,7 @@ struct QgemmSm80Args {
   bool pairs;                        // two neighbours of y are at a multiple of their bytes
   bool bf16_scales;                  // parameters of two bytes are bf16, else f16
   bool accumulate;
+  ExpertsArgs experts;  // of a kernel for experts: tiles of tokens are found on the device, m is all rows
   // For a rare kernel; as QgemmSm80Stage has them.
   QgemmSm80Stored stored;
   int map_bytes, stage_bytes, stages;
@@ -76,9 +78,10 @@ HALFBYTE_FN int qgemm_sm80_most_shared_bytes(int capability) {
 // `scale_bytes`, `bias_bytes`: as PackedLayout has them. `x_bytes`: of an element of x, with all its parts.
 HALFBYTE_FN QgemmSm80Stage qgemm_sm80_stage(int bits, int scale_bytes, bool has_zeros, int bias_bytes,
                                             bool double_quant, int groups, int tokens, int x_bytes,
-                                            int capability) {
-  // Of the narrower tiles one does on every device.
-  const int most = qgemm_sm80_most_shared_bytes(tokens == kQgemmSm80WideTokens ? capability : 0);
+                                            bool experts, int capability) {
+  // Of the narrower tiles one does on every device. Of experts, a token has its rows of x and y there.
+  const int most = qgemm_sm80_most_shared_bytes(tokens == kQgemmSm80WideTokens ? capability : 0) -
+                   (experts ? tokens * 8 : 0);
   QgemmSm80Stage s;
   s.code_bytes = kQgemmSm80Features * kQgemmSm80Step * bits / 8;
   s.param_bytes =

@@ -8,6 +8,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm80/sm80_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/experts_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -39,17 +40,17 @@ QgemmSm80Stored stored_of(const QgemmProblem& problem) {
 
 // Rows of x in the tile of a block. f32 and what is rare have two kinds of tile. The widest scales weights.
 int tokens_of(const QgemmProblem& problem) {
-  if (is_rare(problem) || problem.dtype == DType::f32)
-    return problem.m <= 16 ? 16 : is_split(problem) ? 32 : 64;
+  const int64_t rows = rows_of_weight(problem);
+  if (is_rare(problem) || problem.dtype == DType::f32) return rows <= 16 ? 16 : is_split(problem) ? 32 : 64;
   const int64_t most = refuse_range(problem).empty() ? kQgemmSm80WideTokens : kQgemmSm80WideTokens / 2;
-  const int64_t tokens = std::clamp<int64_t>(problem.m, 8, most);
+  const int64_t tokens = std::clamp<int64_t>(rows, 8, most);
   return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(tokens)));
 }
 QgemmSm80Stage stage_of(const QgemmProblem& problem, int capability) {
   const formats::PackedLayout& weight = problem.weight;
   return qgemm_sm80_stage(weight.bits, weight.scale_bytes, weight.has_zeros, weight.bias_bytes,
                           weight.double_quant, unit_groups(problem), tokens_of(problem), x_bytes(problem),
-                          capability);
+                          problem.experts.num > 0, capability);
 }
 std::string refuse_problem(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
@@ -81,10 +82,10 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
           fmt::format(
               "constexpr int kBits = {}, kUnitGroups = {}, kTokens = {};\n"
               "constexpr bool kAsymmetric = {}, kAffine = {}, kFloating = {}, kTransposed = {}, kRare = {};\n"
-              "constexpr bool kSplit = {};\nconstexpr int kCodeParts = {};\n",
+              "constexpr bool kSplit = {}, kExperts = {};\nconstexpr int kCodeParts = {};\n",
               static_cast<int>(codec.bits), unit_groups(problem), tokens_of(problem), codec.asymmetric,
               codec.kind == formats::Kind::affine, codec.kind == formats::Kind::floating, problem.transposed,
-              rare, is_split(problem), is_split(problem) ? code_parts(problem) : 1) +
+              rare, is_split(problem), problem.experts.num > 0, is_split(problem) ? code_parts(problem) : 1) +
           cuda::struct_config(
               "QgemmSm80Stored", "kStored",
               {{"parameter_bytes", stored.parameter_bytes}, {"double_quant", stored.double_quant}}))};
@@ -101,6 +102,7 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     std::ranges::copy(code_values(problem.codec, problem.dtype), args_.values);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
+    if (problem.experts.num > 0) args_.experts = experts_args(problem);
     load(kernel_of(problem), grid, args_.splits);
   }
 
@@ -119,6 +121,7 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     args.bias = problem_.bias ? tensors.bias : nullptr;
     args.y = tensors.y;
     args.partials = static_cast<float*>(parts);
+    place_experts(args.experts, tensors);
   }
 
   // A block a tile; where these are too few for the device, several share the sums of a tile.
@@ -128,11 +131,11 @@ class QgemmSm80 : public QgemmOneKernel<QgemmSm80Args> {
     const int tokens = tokens_of(problem_);
     args_.m = problem_.m;
     args_.x_stride = x_stride();
-    args_.x_part = problem_.m * args_.x_stride;
+    args_.x_part = problem_.rows_of_x() * args_.x_stride;
     args_.out_cols = problem_.out_cols();
     args_.out_stride = formats::round_up(args_.out_cols, 2);
     args_.feature_tiles = ceil_div(args_.out_cols, kQgemmSm80Features);
-    args_.token_tiles = ceil_div(args_.m, tokens);
+    args_.token_tiles = tiles_of_rows(problem_, tokens);
     args_.steps = ceil_div(problem_.in_cols(), kQgemmSm80Step);
     const int64_t tiles = args_.feature_tiles * args_.token_tiles;
     const int blocks = qgemm_sm80_blocks(tokens, problem_.dtype == DType::f32, problem_.transposed,
@@ -200,6 +203,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(problem.math == QgemmMath::automatic || problem.dtype == DType::f32, usage,
                  "qgemm_sm80: math tf32 needs dtype f32, got {}", to_string(problem.dtype));
   problem.transposed = cuda::is_set(values, "transposed");
+  problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
   const std::string reason = refuse_problem(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm80: {}", reason);
   HALFBYTE_CHECK(tokens_of(problem) == problem.m, usage,
@@ -214,11 +218,12 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
   keys.push_back(number_key("tokens", {16, 8, 32, 64, 128}, "Rows of x in the tile of a block."));
   keys.push_back({"math", {"auto", "tf32"}, false, "Of f32: in parts of bf16, or as tf32."});
+  keys.push_back(experts_key());
   return {{{"qgemm", "qgemm_sm80", "Both directions, any shape, by mma.sync.", std::move(keys)}, specialise}};
 }
 
 }  // namespace
 
-const QgemmVariant kQgemmSm80 = {{"qgemm_sm80", DeviceKind::cuda, &refuse, &make}, &kernels};
+const QgemmVariant kQgemmSm80 = {{"qgemm_sm80", DeviceKind::cuda, &refuse, &make}, &kernels, false, true};
 
 }  // namespace halfbyte

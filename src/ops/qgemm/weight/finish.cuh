@@ -32,11 +32,11 @@ __device__ __forceinline__ void store_neighbours(T, u16* x, const FloatPair& pai
   *reinterpret_cast<u32*>(x) = store_pair(T(), pair.first, pair.second);
 }
 
-// What is added to columns `col` and, where there is one, col + 1.
+// What is added to columns `col` and, where there is one, col + 1; `first`: of the bias, its first element.
 template <class Args>
-__device__ __forceinline__ FloatPair load_bias(const Args& args, i64 col) {
+__device__ __forceinline__ FloatPair load_bias(const Args& args, i64 col, i64 first = 0) {
   if (args.bias == nullptr) return {0, 0};
-  const Memory* const bias = static_cast<const Memory*>(args.bias) + col;
+  const Memory* const bias = static_cast<const Memory*>(args.bias) + first + col;
   return {load(Element(), bias[0]), col + 1 < args.out_cols ? load(Element(), bias[1]) : 0};
 }
 

@@ -19,7 +19,7 @@ bool has_aligned_x(const QgemmProblem& problem) {
 }
 
 QgemmStageX::QgemmStageX(const cuda::Context& context, const QgemmProblem& problem, int parts) {
-  args_.m = problem.m;
+  args_.m = problem.rows_of_x();
   args_.cols = problem.in_cols();
   args_.stride = formats::round_up(args_.cols, kStageXCols);
   args_.aligned = has_aligned_x(problem);

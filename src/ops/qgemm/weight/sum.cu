@@ -1,34 +1,64 @@
-// Adds up the parts of sums that the blocks of a variant left, in their order, and makes outputs of them.
+// Adds up the parts of sums that the blocks of a variant left, in their order, and makes outputs of them. Of
+// experts, a sum of a row may then be multiplied by its routing weight, and those of a token are added up, in
+// the order of its slots.
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/sum_args.h"
 
 namespace halfbyte::device {
 
+__device__ __forceinline__ FloatPair operator+(const FloatPair& a, const FloatPair& b) {
+  return {a.first + b.first, a.second + b.second};
+}
+__device__ __forceinline__ FloatPair operator*(const FloatPair& a, float b) {
+  return {a.first * b, a.second * b};
+}
+
+// Number `i` of the sums of a row of `count`, from all parts.
+template <class T>
+__device__ __forceinline__ T sum_parts(const QgemmSumArgs& args, i64 row, i64 i, i64 count) {
+  const T* from = static_cast<const T*>(args.partials) + row * count + i;
+  T sum = *from;
+  for (i64 part = 1; part < args.parts; ++part) {
+    from += args.m * count;
+    sum = sum + *from;
+  }
+  return sum;
+}
+// The same for a row of y.
+template <class T>
+__device__ __forceinline__ T sum_slots(const QgemmSumArgs& args, i64 row, i64 i, i64 count) {
+  if constexpr (!kExperts) return sum_parts<T>(args, row, i, count);
+  T total{};
+  for (i32 j = 0; j < args.slots; ++j) {
+    const i64 slot = row * args.slots + j;
+    T sum = sum_parts<T>(args, slot, i, count);
+    if (args.experts.routing_weights != nullptr) sum = sum * args.experts.routing_weights[slot];
+    total = j == 0 ? sum : total + sum;
+  }
+  return total;
+}
+// Whether there are sums of a row of y: not where its expert has fewer.
+__device__ __forceinline__ bool has_sums(const QgemmSumArgs& args, i64 row) {
+  if constexpr (!kExperts) return true;
+  const i32 rows = args.experts.rows_per_expert;
+  return rows == 0 || row % rows < args.experts.offsets[row / rows];
+}
+
 // A thread makes two neighbours.
 __device__ __forceinline__ void add_parts(const QgemmSumArgs& args, i64 pair, F32) {
   const i64 pairs = args.stride / 2;
-  if (pair >= args.m * pairs) return;
-  const FloatPair* from = static_cast<const FloatPair*>(args.partials) + pair;
-  FloatPair sums = *from;
-  for (i64 part = 1; part < args.parts; ++part) {
-    from += args.m * pairs;
-    const FloatPair more = *from;
-    sums.first += more.first;
-    sums.second += more.second;
-  }
   const i64 row = pair / pairs, col = (pair - row * pairs) * 2;
-  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col), sums);
+  if (row * args.slots >= args.m || !has_sums(args, row)) return;
+  finish(args, row * args.out_cols + col, col + 1 < args.out_cols, load_bias(args, col),
+         sum_slots<FloatPair>(args, row, col / 2, pairs));
 }
 
 // A thread makes one.
 __device__ __forceinline__ void add_parts(const QgemmSumArgs& args, i64 i, F64) {
-  const i64 count = args.m * args.out_cols;
-  if (i >= count) return;
-  const Sum::Memory* const partials = static_cast<const Sum::Memory*>(args.partials);
-  Sum::Memory sum = partials[i];
-  for (i64 part = 1; part < args.parts; ++part) sum = sum + partials[part * count + i];
-  write_sum(args, i / args.out_cols, i % args.out_cols, sum);
+  const i64 row = i / args.out_cols, col = i - row * args.out_cols;
+  if (row * args.slots >= args.m || !has_sums(args, row)) return;
+  write_sum(args, row, col, sum_slots<Sum::Memory>(args, row, col, args.out_cols));
 }
 
 extern "C" __global__ void __launch_bounds__(kQgemmSumThreads)

@@ -25,7 +25,8 @@ class QgemmSum {
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const;
 
  private:
-  cuda::CUfunction function_ = nullptr;  // null: nothing is left
+  cuda::CUfunction function_ = nullptr;      // null: nothing is left
+  cuda::CUfunction routing_grad_ = nullptr;  // null: no gradient of routing weights
   cuda::Grid grid_;
   bool early_ = false;
   int64_t num_bytes_ = 0;

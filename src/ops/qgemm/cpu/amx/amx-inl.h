@@ -238,10 +238,14 @@ class AmxKernel : public QgemmKernel {
                                                                     _mm512_load_ps(sums[1].lines[line]))
                                            : _mm512_load_ps(rows[half].lines[line]);
         value = _mm512_mul_ps(value, factor);
+        const int64_t at = (m_tile * kTileLines + line) * problem_.out_cols() + col;
+        if (problem_.f32_sums) {
+          _mm512_mask_storeu_ps(static_cast<float*>(tensors.y) + at, valid, value);
+          continue;
+        }
         if (problem_.bias)
           value = _mm512_add_ps(value, load_bf16(static_cast<const uint16_t*>(tensors.bias) + col, valid));
-        uint16_t* const y =
-            static_cast<uint16_t*>(tensors.y) + (m_tile * kTileLines + line) * problem_.out_cols() + col;
+        uint16_t* const y = static_cast<uint16_t*>(tensors.y) + at;
         if (problem_.accumulate) value = _mm512_add_ps(value, load_bf16(y, valid));
         store_bf16(y, value, valid);
       }

@@ -43,6 +43,7 @@ HALFBYTE_AVX512 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
   };
   const int64_t at = row * run.problem.out_cols() + col;
   sum = _mm512_mul_ps(sum, _mm512_set1_ps(run.factor));
+  if (run.problem.f32_sums) return _mm512_mask_storeu_ps(static_cast<float*>(run.tensors.y) + at, mask, sum);
   if (run.problem.bias) sum = _mm512_add_ps(sum, load(run.tensors.bias, col));
   if (run.problem.accumulate) sum = _mm512_add_ps(sum, load(run.tensors.y, at));
   _mm256_mask_storeu_epi16(static_cast<uint16_t*>(run.tensors.y) + at, mask,

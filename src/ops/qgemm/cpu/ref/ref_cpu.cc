@@ -88,6 +88,7 @@ const F* rows_of_x(const QgemmProblem& problem, const QgemmTensors& tensors, voi
 template <class F>
 void store(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col, F sum) {
   const int64_t index = row * problem.out_cols() + col;
+  if (problem.f32_sums) return store_element(tensors.y, index, sum, DType::f32);
   if (problem.bias) sum += load_element<F>(tensors.bias, col, problem.dtype);
   if (problem.accumulate) sum += load_element<F>(tensors.y, index, problem.dtype);
   store_element(tensors.y, index, sum, problem.dtype);

@@ -274,7 +274,7 @@ void store_sums(const QgemmProblem& problem, const QgemmTensors& tensors, int64_
     float sum = sums[i];
     if (problem.bias) sum += load_element<float>(tensors.bias, col + i, problem.dtype);
     if (problem.accumulate) sum += load_element<float>(tensors.y, index + i, problem.dtype);
-    store_element(tensors.y, index + i, sum, problem.dtype);
+    store_element(tensors.y, index + i, sum, problem.f32_sums ? DType::f32 : problem.dtype);
   }
 }
 
@@ -377,7 +377,7 @@ class Product {
     }
   }
   void store(int64_t row, int64_t col, int64_t n, const float* sums) const {
-    switch (problem_.dtype) {
+    switch (problem_.f32_sums ? DType::f32 : problem_.dtype) {
       case DType::f32:
         return store_sums<F32>(problem_, tensors_, row, col, n, sums);
       case DType::f16:

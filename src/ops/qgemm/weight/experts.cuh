@@ -1,0 +1,75 @@
+// Tiles of rows of one expert, found on the device: whatever routing says, rows are those of the tensors.
+#pragma once
+
+#include "cuda/device/reduce.cuh"
+#include "ops/qgemm/weight/experts_args.h"
+
+namespace halfbyte::device {
+
+// Rows `first` up to first + count in the order of experts. expert == num: rows that no expert has.
+struct ExpertTile {
+  i64 first;
+  int count, expert;  // count 0: there is no such tile
+};
+
+// Rows [begin, end) of an expert in the order of experts.
+struct ExpertRange {
+  i32 begin, end;
+};
+__device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int expert) {
+  const i32 begin = expert == 0 ? 0 : clamp(args.offsets[expert - 1], 0, args.rows);
+  return {begin, expert == args.num ? args.rows : clamp(args.offsets[expert], begin, args.rows)};
+}
+
+// Tile number `number` of kRows rows. All lanes of a warp take part.
+template <int kRows>
+__device__ __forceinline__ ExpertTile find_expert_tile(const ExpertsArgs& args, i32 number) {
+  if (args.rows_per_expert > 0) {
+    const i32 tiles = (args.rows_per_expert + kRows - 1) / kRows;
+    const i32 expert = number / tiles, first = number % tiles * kRows;
+    const i32 left = min(args.offsets[expert], args.rows_per_expert) - first;
+    return {i64{expert} * args.rows_per_expert + first, clamp(left, 0, kRows), expert};
+  }
+  const auto tiles_of = [&](int expert) {
+    const ExpertRange range = expert_range(args, expert);
+    return (range.end - range.begin + kRows - 1) / kRows;
+  };
+  // A lane has some experts that follow each other.
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int per_lane = args.num / 32 + 1, parts = args.num + 1;
+  i32 tiles = 0;
+  for (int i = 0; i < per_lane; ++i) {
+    const int expert = lane * per_lane + i;
+    if (expert < parts) tiles += tiles_of(expert);
+  }
+  i32 sum = tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const i32 before = __shfl_up_sync(kAllLanes, sum, static_cast<unsigned>(distance));
+    if (lane >= distance) sum += before;
+  }
+  const u32 beyond = __ballot_sync(kAllLanes, sum > number);
+  if (beyond == 0) return {0, 0, 0};
+  const int owner = __ffs(static_cast<int>(beyond)) - 1;
+  i32 left = number - shuffle(sum - tiles, owner);
+  for (int expert = owner * per_lane; expert < parts; ++expert) {
+    const ExpertRange range = expert_range(args, expert);
+    const i32 num_tiles = (range.end - range.begin + kRows - 1) / kRows;
+    if (left >= num_tiles) {
+      left -= num_tiles;
+      continue;
+    }
+    const i32 first = range.begin + left * kRows;
+    return {first, min(range.end - first, kRows), expert};
+  }
+  return {0, 0, 0};
+}
+
+// Where row number `i` of the order lies; below 0: nowhere.
+__device__ __forceinline__ i32 slot_of(const ExpertsArgs& args, i64 i) {
+  if (args.slots == nullptr) return static_cast<i32>(i);
+  const i32 slot = args.slots[i];
+  return slot < args.rows ? slot : -1;
+}
+
+}  // namespace halfbyte::device
