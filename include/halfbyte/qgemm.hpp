@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "halfbyte/format.hpp"
@@ -97,6 +98,13 @@ class HALFBYTE_API PackedTensor {
   // and aligned as a PackedWeight. It is shared, not copied. Throws Error(usage) for other memory, and as
   // packed_weight_bytes.
   static PackedTensor of(const QuantSpec& spec, int64_t rows, int64_t cols, Tensor memory);
+  // The rows of all of them, one behind the other, as one weight: products of the same x with several
+  // weights (queries, keys and values; gate and up) are then one, and the columns of its y those of each.
+  // They are as they were to the bit. The weights have one spec, the same columns and device, and but for the
+  // last whole strips of 32 rows; their scales are not double quantized, and not one for the whole tensor,
+  // and a global scale is the same for all. Throws Error(usage) where they are not so, naming the weight.
+  // Waits for `stream`.
+  static PackedTensor concat_rows(std::span<const ConstPackedWeight> weights, void* stream = nullptr);
   const PackedWeight& view() const { return weight_; }  // valid as long as the memory
   // The same weight on another device, as Tensor::to.
   PackedTensor to(Device device, void* stream = nullptr) const;

@@ -1,5 +1,7 @@
 // The packed form of an owning weight.
 #include "core/expect.h"
+#include "core/packed_weight.h"
+#include "core/plan_device.h"
 #include "core/weight_view.h"
 #include "halfbyte/qgemm_grouped.hpp"
 
@@ -18,6 +20,65 @@ PackedTensor PackedTensor::of(const QuantSpec& spec, int64_t rows, int64_t cols,
   const Tensor& held = result.memory_;
   result.weight_ = {spec, rows, cols, held.data(), held.device(), kPackedWeightVersion, held.num_bytes()};
   check_packed(kOp, "memory", result.weight_, held.device(), false);
+  return result;
+}
+
+PackedTensor PackedTensor::concat_rows(std::span<const ConstPackedWeight> weights, void* stream) {
+  constexpr const char* kOp = "concat_rows";
+  HALFBYTE_CHECK(!weights.empty(), usage, "{}: weights must not be empty", kOp);
+  const ConstPackedWeight& first = weights[0];
+  HALFBYTE_CHECK(
+      !first.spec.double_quant && first.spec.granularity != Granularity::tensor, usage,
+      "{}: scales must not be double quantized, or one for a tensor: those of several weights differ", kOp);
+  const auto global_scale_of = [&](const ConstPackedWeight& weight) {
+    float scale = 0;
+    const int64_t at = packed_layout_of(weight.spec, weight.rows, weight.cols).global_scale;
+    copy(weight.device, &scale, static_cast<const std::byte*>(weight.data) + at, sizeof scale, stream);
+    wait_for(weight.device, stream);
+    return scale;
+  };
+  int64_t rows = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const ConstPackedWeight& weight = weights[i];
+    const std::string name = fmt::format("weights[{}]", i);
+    check_same_spec(kOp, name.c_str(), weight.spec, first.spec);
+    check_packed(kOp, name.c_str(), weight, first.device, false);
+    HALFBYTE_CHECK(weight.cols == first.cols, usage, "{}: {}.cols must be {} as of the first, got {}", kOp,
+                   name, first.cols, weight.cols);
+    HALFBYTE_CHECK(weight.rows % formats::kUnitRows == 0 || i + 1 == weights.size(), usage,
+                   "{}: {}.rows must be a multiple of {} but for the last weight, got {}", kOp, name,
+                   formats::kUnitRows, weight.rows);
+    if (has_global_scale(first.spec)) {
+      const float expected = global_scale_of(first), actual = global_scale_of(weight);
+      HALFBYTE_CHECK(actual == expected, usage,
+                     "{}: the global scale of {} must be {} as of the first, got {}", kOp, name, expected,
+                     actual);
+    }
+    rows += weight.rows;
+  }
+  PackedTensor result(first.spec, rows, first.cols, first.device);
+  const formats::PackedLayout to = packed_layout_of(first.spec, rows, first.cols);
+  int64_t strip = 0;
+  for (const ConstPackedWeight& weight : weights) {
+    const formats::PackedLayout from = packed_layout_of(weight.spec, weight.rows, weight.cols);
+    // What a strip has of a part, which lies strip by strip.
+    const auto move = [&](int64_t to_part, int64_t from_part, int64_t strip_bytes) {
+      copy(first.device, static_cast<std::byte*>(result.weight_.data) + to_part + strip * strip_bytes,
+           static_cast<const std::byte*>(weight.data) + from_part, from.strips * strip_bytes, stream);
+    };
+    move(0, 0, from.strip_bytes);
+    if (!from.inlined) {
+      const int64_t parameters = from.groups * formats::kUnitRows;  // of a strip
+      move(to.scales, from.scales, parameters * from.scale_bytes);
+      if (from.has_zeros) move(to.zeros, from.zeros, parameters);
+      if (from.has_biases) move(to.biases, from.biases, parameters * from.bias_bytes);
+    }
+    if (from.has_global_scale && strip == 0)
+      copy(first.device, static_cast<std::byte*>(result.weight_.data) + to.global_scale,
+           static_cast<const std::byte*>(weight.data) + from.global_scale, sizeof(float), stream);
+    strip += from.strips;
+  }
+  wait_for(first.device, stream);
   return result;
 }
 

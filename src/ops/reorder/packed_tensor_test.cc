@@ -183,5 +183,73 @@ TEST(QuantizedTensor, MayBeEmpty) {
   EXPECT_NO_THROW(QuantizedTensor().expanded());
 }
 
+// The parts of a concatenated weight are those of a weight that is packed as one.
+TEST(PackedTensor, ConcatenatesRows) {
+  for (const FormatInfo& format : all_formats()) {
+    if (format.format == Format::lut4) continue;
+    for (const Granularity granularity : {Granularity::group, Granularity::channel}) {
+      QuantSpec spec{.format = format.format, .granularity = granularity, .group_size = 32};
+      testing::fit_format(spec);
+      constexpr int64_t kCols = 200;
+      const std::vector<int64_t> rows = {64, 32, 0, 45};
+      std::vector<float> values = some_values(141 * kCols);
+      const QuantizedTensor whole = quantize(of(values, {141, kCols}), spec);
+      const PackedTensor expected = whole.pack();
+      std::vector<PackedTensor> parts;
+      std::vector<ConstPackedWeight> views;
+      int64_t row = 0;
+      for (const int64_t n : rows) {
+        const WeightViewBytes bytes = weight_view_bytes(spec, row, kCols, Layout::halfbyte);
+        WeightView view = whole.weight_view();
+        const auto behind = [](void* part, int64_t num_bytes) -> void* {
+          return part == nullptr ? nullptr : static_cast<std::byte*>(part) + num_bytes;
+        };
+        view.rows = n;
+        view.codes = behind(view.codes, bytes.codes);
+        view.scales = behind(view.scales, bytes.scales);
+        view.zeros = behind(view.zeros, bytes.zeros);
+        view.biases = behind(view.biases, bytes.biases);
+        parts.emplace_back(spec, n, kCols);
+        reorder(view, parts.back().view());
+        views.push_back(parts.back().view());
+        row += n;
+      }
+      const PackedTensor joined = PackedTensor::concat_rows(views);
+      EXPECT_EQ(joined.view().rows, 141);
+      ASSERT_EQ(joined.view().num_bytes, expected.view().num_bytes);
+      // What lies between sections is not defined: the weights are compared as they decode to parts.
+      const QuantizedTensor again(spec, {141, kCols}, DType::f32);
+      reorder(joined.view(), again.weight_view());
+      EXPECT_EQ(bytes_of(again.codes), bytes_of(whole.codes)) << format.name;
+      EXPECT_EQ(bytes_of(again.scales), bytes_of(whole.scales)) << format.name;
+      EXPECT_EQ(bytes_of(again.zeros), bytes_of(whole.zeros)) << format.name;
+      EXPECT_EQ(bytes_of(again.biases), bytes_of(whole.biases)) << format.name;
+    }
+  }
+}
+
+TEST(PackedTensor, RefusesRowsThatDoNotGoTogether) {
+  const PackedTensor a({}, 32, 64), b({}, 40, 64), wide({}, 32, 128);
+  const PackedTensor other({.format = Format::int4}, 32, 64), nested({.double_quant = true}, 32, 64);
+  const auto concat = [](std::vector<ConstPackedWeight> weights) { PackedTensor::concat_rows(weights); };
+  expect_usage("weights must not be empty", [&] { concat({}); });
+  expect_usage("weights[1].rows must be a multiple of 32", [&] { concat({a.view(), b.view(), a.view()}); });
+  expect_usage("weights[1].cols must be 64", [&] { concat({a.view(), wide.view()}); });
+  expect_usage("weights[1]", [&] { concat({a.view(), other.view()}); });
+  expect_usage("must not be double quantized", [&] { concat({nested.view(), nested.view()}); });
+  PackedTensor one({.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3}, 32, 64),
+      two = one;
+  two = PackedTensor(one.view().spec, 32, 64);
+  const auto set = [](PackedTensor& weight, float scale) {
+    const int64_t at = weight.view().num_bytes - 256;  // the last section
+    std::memcpy(static_cast<std::byte*>(weight.view().data) + at, &scale, sizeof scale);
+  };
+  set(one, 2.0f);
+  set(two, 3.0f);
+  expect_usage("the global scale of weights[1] must be 2 as of the first, got 3", [&] {
+    concat({one.view(), two.view()});
+  });
+}
+
 }  // namespace
 }  // namespace halfbyte
