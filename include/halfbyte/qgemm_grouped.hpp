@@ -96,7 +96,11 @@ struct HALFBYTE_API QgemmGroupedDescriptor {
   bool routing_weights = false;   // the product of a slot is multiplied by its routing weight
   bool routing_gradient = false;  // transposed only: the gradient of the routing weights too
 
-  bool bias = false;         // forward only: of each expert
+  bool bias = false;  // forward only: of each expert
+  // Forward only: the first n / 2 rows of a weight are a gate, the others what it opens. y has n / 2 columns,
+  // silu(gate) * other with silu(v) = v / (1 + e^-v), in f32 and before the routing weight (Shazeer 2020,
+  // "GLU Variants Improve Transformer").
+  bool swiglu = false;
   bool accumulate = false;   // y += instead of y =; the sum is rounded once
   int64_t alignment = 16;    // as in QgemmDescriptor
   std::string variant = {};  // as in QgemmDescriptor; empty: the first that does not refuse
@@ -133,7 +137,7 @@ struct HALFBYTE_API QgemmGrouped {
     ConstTensorView forward_x = {};  // read: [m * top_k, k]
     TensorView routing_grad = {};    // written: f32 [m, top_k]
     // written (with accumulate read too): [m, out]; indices without sum_slots: [m * top_k, out]; masked:
-    // [num_experts, m, out]. out: n, or k where transposed.
+    // [num_experts, m, out]. out: n, n / 2 with swiglu, or k where transposed.
     TensorView y = {};
   };
   using Status = QuantizeStatus;

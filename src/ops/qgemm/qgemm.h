@@ -26,6 +26,7 @@ struct QgemmExperts {
   int64_t rows_of_x = 0;
   int64_t slots_per_x = 1, slots_per_y = 1;  // rows that share a row of x, and that are summed in one of y
   bool routing_weights = false, routing_gradient = false;
+  bool swiglu = false;  // two columns of the product make one of y
 };
 
 // A checked descriptor, as variants see it. There is something to write: m and out_cols() are at least 1.
@@ -53,8 +54,9 @@ struct QgemmProblem {
   QgemmTile tile;
 
   int64_t rows_of_x() const { return experts.num > 0 ? experts.rows_of_x : m; }
-  int64_t in_cols() const { return transposed ? n : k; }       // columns of x: what is summed
-  int64_t out_cols() const { return transposed ? k : n; }      // columns of y
+  int64_t in_cols() const { return transposed ? n : k; }   // columns of x: what is summed
+  int64_t out_cols() const { return transposed ? k : n; }  // columns of the product
+  int64_t y_cols() const { return experts.swiglu ? n / 2 : out_cols(); }
   bool is_empty() const { return m == 0 || out_cols() == 0; }  // a problem that no variant is given
 };
 

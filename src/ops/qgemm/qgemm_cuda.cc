@@ -72,7 +72,7 @@ int number_of(const cuda::KernelValues& values, std::string_view key) {
 }
 
 bool has_pairs_of_y(const QgemmProblem& problem) {
-  return problem.out_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
+  return problem.y_cols() % 2 == 0 && problem.alignment >= 2 * size_of(problem.dtype);
 }
 
 std::string refuse_other_than_sm90(const QgemmProblem& problem) {

@@ -86,7 +86,7 @@ class QgemmOneKernel : public QgemmKernel {
     cuda::allow_shared_bytes(function_, grid.shared_bytes);
     grid_ = grid;
     const QgemmExperts& experts = problem_.experts;
-    if (parts > 1 || !stores_y || experts.slots_per_y > 1 || experts.routing_gradient)
+    if (parts > 1 || !stores_y || experts.slots_per_y > 1 || experts.routing_gradient || experts.swiglu)
       sum_ = QgemmSum(context_, problem_, parts, types);
   }
 

@@ -56,6 +56,9 @@ void check_descriptor(const QgemmGroupedDescriptor& d) {
   only_indices("sum_slots", d.sum_slots);
   only_indices("routing_weights", d.routing_weights);
   only_indices("routing_gradient", d.routing_gradient);
+  HALFBYTE_CHECK(!d.swiglu || (!d.transposed && d.n % 2 == 0), usage,
+                 "{}: swiglu needs transposed to be false and n to be even, got {} and {}", kWhat,
+                 d.transposed, d.n);
   HALFBYTE_CHECK(!d.routing_gradient || (d.transposed && d.k > 0), usage,
                  "{}: routing_gradient needs transposed and k of at least 1, got {} and {}", kWhat,
                  d.transposed, d.k);
@@ -74,6 +77,7 @@ QgemmProblem make_qgemm_problem(Device device, const QgemmGroupedDescriptor& d, 
   experts.slots_per_y = d.sum_slots ? d.top_k : 1;
   experts.routing_weights = d.routing_weights;
   experts.routing_gradient = d.routing_gradient;
+  experts.swiglu = d.swiglu;
   return problem;
 }
 

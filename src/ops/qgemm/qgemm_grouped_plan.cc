@@ -54,7 +54,7 @@ struct QgemmGroupedImpl : QgemmGroupedPlan::Impl {
     tensor("routing_grad", &Args::routing_grad, DType::f32, {d.m, d.top_k})
         .written()
         .absent_unless(d.routing_gradient, kNoGradient);
-    tensor("y", &Args::y, d.dtype, shape_of(d, problem.m / experts.slots_per_y, problem.out_cols()))
+    tensor("y", &Args::y, d.dtype, shape_of(d, problem.m / experts.slots_per_y, problem.y_cols()))
         .promised(d.alignment)
         .written();
     finds_nothing();

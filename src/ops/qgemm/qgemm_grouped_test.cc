@@ -85,7 +85,7 @@ TEST_P(QgemmGroupedCpu, IntegersAreExact) {
   if (format().format == Format::nf4 || format().format == Format::fp4) return;  // their values are not short
   std::mt19937_64 random(GetParam() + 100);
   for (int i = 0; i < (testing::kSanitized ? 3 : 12); ++i) {
-    const QgemmGroupedDescriptor d = testing::random_grouped(random, format(), 40);
+    const QgemmGroupedDescriptor d = testing::random_grouped(random, format(), 40, QgemmData::integers);
     check(d, random(), testing::pick(random, testing::kRoutings), QgemmData::integers);
   }
 }

@@ -18,13 +18,13 @@ inline constexpr Routing kRoutings[] = {Routing::random, Routing::even, Routing:
                                         Routing::none};
 
 inline std::string describe(const QgemmGroupedDescriptor& d, Routing routing) {
-  return fmt::format("{}{} {}{} g{} {} x {}, m {} n {} k {}, {} top_k {}{}{}{}{}{}{}{}, routing {}",
+  return fmt::format("{}{} {}{} g{} {} x {}, m {} n {} k {}, {} top_k {}{}{}{}{}{}{}{}{}, routing {}",
                      d.variant.empty() ? "" : d.variant + ": ", to_string(d.dtype), short_text(d.spec),
                      d.spec.double_quant ? " double quantized" : "", d.spec.group_size,
                      to_string(d.spec.granularity), d.num_experts, d.m, d.n, d.k, to_string(d.rows), d.top_k,
                      d.transposed ? " transposed" : "", d.x_per_slot ? " x per slot" : "",
                      d.sum_slots ? " sum" : "", d.routing_weights ? " weights" : "",
-                     d.routing_gradient ? " gradient" : "", d.bias ? " bias" : "",
+                     d.routing_gradient ? " gradient" : "", d.bias ? " bias" : "", d.swiglu ? " swiglu" : "",
                      d.accumulate ? " accumulate" : "", static_cast<int>(routing));
 }
 
@@ -58,7 +58,7 @@ struct GroupedCase {
     make_routing();
   }
 
-  int64_t num_outputs() const { return problem.m / problem.experts.slots_per_y * problem.out_cols(); }
+  int64_t num_outputs() const { return problem.m / problem.experts.slots_per_y * problem.y_cols(); }
 
   // The expert of each row; -1: none.
   std::vector<int64_t> expert_of_rows() const {
@@ -160,7 +160,7 @@ inline QgemmGrouped::Args grouped_args(const GroupedCase& test, const GroupedTen
     args.forward_x = view(t.forward_x, d.dtype, {p.m, d.k});
     args.routing_grad = view(t.routing_grad, DType::f32, {d.m, d.top_k});
   }
-  args.y = rows(t.y, p.m / p.experts.slots_per_y, p.out_cols());
+  args.y = rows(t.y, p.m / p.experts.slots_per_y, p.y_cols());
   return args;
 }
 
@@ -205,19 +205,35 @@ GroupedReference grouped_ref(const GroupedCase& test, const RoundingOf& rounding
   const auto load = [&](const Values& from, int64_t i) { return from.exact[static_cast<size_t>(i)]; };
   for (int64_t row = 0; row < p.m / slots; ++row) {
     result.is_written.push_back(d.rows != ExpertRows::masked || expert_of[static_cast<size_t>(row)] >= 0);
-    for (int64_t col = 0; col < out; ++col) {
+    for (int64_t col = 0; col < p.y_cols(); ++col) {
       double sum = 0, bound = 0, magnitude = 0;
       for (int64_t slot = row * slots; slot < (row + 1) * slots; ++slot) {
-        const auto at = static_cast<size_t>(slot * out + col);
         const int64_t e = expert_of[static_cast<size_t>(slot)];
         const double weight =
             d.routing_weights ? static_cast<double>(test.routing_weights[static_cast<size_t>(slot)]) : 1;
-        const double bias = d.bias && e >= 0 ? load(test.bias, e * out + col) : 0;
-        sum += weight * (product[at] + bias);
-        bound += std::fabs(weight) * error[at];
-        magnitude += std::fabs(weight) * (std::fabs(product[at]) + std::fabs(bias));
+        struct Term {
+          double value, error, magnitude;
+        };
+        const auto term = [&](int64_t of_col) -> Term {
+          const auto at = static_cast<size_t>(slot * out + of_col);
+          const double bias = d.bias && e >= 0 ? load(test.bias, e * out + of_col) : 0;
+          const double size = std::fabs(product[at]) + std::fabs(bias);
+          return {product[at] + bias, error[at] + 0x1p-24 * size, size};
+        };
+        Term of_slot = term(col);
+        if (d.swiglu) {
+          const auto [gate, gate_error, gate_size] = of_slot;
+          const auto [up, up_error, up_size] = term(p.y_cols() + col);
+          const double silu = gate / (1 + std::exp(-gate));
+          // The slope of silu is at most 1.1.
+          of_slot = {silu * up, 1.1 * gate_error * (std::fabs(up) + up_error) + std::fabs(silu) * up_error,
+                     8 * std::fabs(silu * up)};
+        }
+        sum += weight * of_slot.value;
+        bound += std::fabs(weight) * of_slot.error;
+        magnitude += std::fabs(weight) * of_slot.magnitude;
       }
-      const double before = d.accumulate ? load(test.before, row * out + col) : 0;
+      const double before = d.accumulate ? load(test.before, row * p.y_cols() + col) : 0;
       sum += before;
       magnitude += std::fabs(before);
       bound += static_cast<double>(slots + 3) * 0x1p-23 * magnitude;
@@ -247,7 +263,7 @@ inline ::testing::AssertionResult near_grouped(const GroupedCase& test, const st
                                                const GroupedReference& expected,
                                                QgemmData data = QgemmData::random) {
   const DType dtype = test.descriptor.dtype;
-  const int64_t out = test.problem.out_cols();
+  const int64_t out = test.problem.y_cols();
   std::vector<uint8_t> exact(8);
   const auto text = describe(test.descriptor, test.routing);
   for (int64_t i = 0; i < static_cast<int64_t>(expected.y.size()); ++i) {
@@ -282,8 +298,8 @@ inline ::testing::AssertionResult near_grouped(const GroupedCase& test, const st
 
 // ---- Descriptions at random
 
-inline QgemmGroupedDescriptor random_grouped(std::mt19937_64& random, const QuantSpec& format,
-                                             int64_t most_m) {
+inline QgemmGroupedDescriptor random_grouped(std::mt19937_64& random, const QuantSpec& format, int64_t most_m,
+                                             QgemmData data = QgemmData::random) {
   const auto flip = [&] { return random() % 2 == 0; };
   QgemmDescriptor one = random_qgemm(random, format, true);
   set_random_extents(random, one);
@@ -298,6 +314,7 @@ inline QgemmGroupedDescriptor random_grouped(std::mt19937_64& random, const Quan
   d.rows = pick(random, kKinds);
   d.bias = !d.transposed && flip();
   d.accumulate = flip();
+  d.swiglu = !d.transposed && data == QgemmData::random && d.n % 2 == 0 && random() % 3 == 0;
   if (random() % 3 == 0) d.alignment = size_of(d.dtype);
   if (d.rows == ExpertRows::masked) d.m = std::min<int64_t>(d.m, 1 + 200 / d.num_experts);
   if (d.rows != ExpertRows::indices) return d;

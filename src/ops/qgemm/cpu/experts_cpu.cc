@@ -2,6 +2,7 @@
 // multiplied by the variants for one weight, which leave f32 sums, and finished where they belong.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 #include "cpu/parallel.h"
@@ -184,7 +185,7 @@ class ExpertsCpu : public QgemmKernel {
   // Rows of y, or sums of slots, from the sums of rows [begin, end) of the order. No expert: -1.
   void finish(const Run& run, int64_t expert, int64_t begin, int64_t end) const {
     const QgemmTensors& t = run.tensors;
-    const int64_t cols = problem_.out_cols();
+    const int64_t cols = problem_.out_cols(), y_cols = problem_.y_cols();
     parallel_for(end - begin, 4, problem_.num_threads, [&](int64_t from, int64_t to, int) {
       for (int64_t i = from; i < to; ++i) {
         const int64_t slot = slot_of(run, begin + i);
@@ -193,19 +194,22 @@ class ExpertsCpu : public QgemmKernel {
         if (problem_.experts.routing_gradient)
           t.routing_grad[slot] = functions_.dot(row, cols, t.forward_x, slot);
         if (problem_.bias && expert >= 0) functions_.add(row, cols, t.bias, expert);
+        if (problem_.experts.swiglu)
+          for (int64_t col = 0; col < y_cols; ++col)
+            row[col] = row[col] / (1 + std::exp(-row[col])) * row[y_cols + col];
         if (problem_.experts.routing_weights)
-          for (int64_t col = 0; col < cols; ++col) row[col] *= t.routing_weights[slot];
+          for (int64_t col = 0; col < y_cols; ++col) row[col] *= t.routing_weights[slot];
         if (problem_.experts.slots_per_y > 1)
-          std::copy(row, row + cols, floats(run, slot_sums_) + slot * cols);
+          std::copy(row, row + y_cols, floats(run, slot_sums_) + slot * y_cols);
         else
-          functions_.store(row, cols, problem_.accumulate, t.y, slot);
+          functions_.store(row, y_cols, problem_.accumulate, t.y, slot);
       }
     });
   }
 
   // y from the sums of slots, in their order.
   void sum_slots(const Run& run) const {
-    const int64_t cols = problem_.out_cols(), top_k = problem_.experts.slots_per_y;
+    const int64_t cols = problem_.y_cols(), top_k = problem_.experts.slots_per_y;
     parallel_for(problem_.m / top_k, 4, problem_.num_threads, [&](int64_t begin, int64_t end, int) {
       for (int64_t token = begin; token < end; ++token) {
         float* const total = floats(run, slot_sums_) + token * top_k * cols;

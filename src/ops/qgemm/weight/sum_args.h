@@ -15,9 +15,11 @@ struct QgemmSumArgs {
   float* routing_grad;
   const void* bias;  // null: none
   void* y;
-  formats::i64 m, out_cols, stride;  // stride: out_cols, rounded up to pairs where outputs are made in f32
+  formats::i64 m, out_cols,
+      stride;  // stride: of the product, rounded up to pairs where outputs are made in f32
   formats::i64 parts;
   formats::i32 slots;  // rows of sums that make one of y
+  bool swiglu;         // of experts: the product has 2 * out_cols columns
   bool pairs;          // in f32: two neighbours of y are at a multiple of their bytes
   bool accumulate;
 };

@@ -25,8 +25,9 @@ QgemmSum::QgemmSum(const cuda::Context& context, const QgemmProblem& problem, in
                    QgemmSumTypes types) {
   const int64_t outputs = types.total == DType::f32 ? 2 : 1;  // of a thread
   args_.m = problem.m;
-  args_.out_cols = problem.out_cols();
-  args_.stride = formats::round_up(args_.out_cols, outputs);
+  args_.out_cols = problem.y_cols();
+  args_.stride = formats::round_up(problem.out_cols(), outputs);
+  args_.swiglu = problem.experts.swiglu;
   args_.parts = parts;
   args_.pairs = has_pairs_of_y(problem);
   args_.accumulate = problem.accumulate;
@@ -36,7 +37,8 @@ QgemmSum::QgemmSum(const cuda::Context& context, const QgemmProblem& problem, in
   function_ = cuda::get_kernel(context, sum_kernel(problem.dtype, types, experts.num > 0));
   if (experts.routing_gradient)
     routing_grad_ = cuda::get_kernel(context, routing_grad_kernel(problem.dtype, types.sum));
-  grid_ = {ceil_div(args_.m / args_.slots * (args_.stride / outputs), kQgemmSumThreads), kQgemmSumThreads};
+  grid_ = {ceil_div(args_.m / args_.slots * ceil_div(args_.out_cols, outputs), kQgemmSumThreads),
+           kQgemmSumThreads};
   early_ = context.capability >= 90;
   num_bytes_ = parts * args_.m * args_.stride * size_of(types.sum);
 }
