@@ -241,7 +241,7 @@ class Multiplier {
     Chunks chunks;
     const int last_stage = block_.last_stage;
     wait(block_.full + place_.stage, place_.parity);
-    load_chunk(chunks, 0);
+    load_chunk(chunks, 0, block_.first_stage);
     decode_chunk(chunks, tile, 0, block_.first_stage);
     for (int stage = block_.first_stage; stage < last_stage; ++stage) {
       const int done = place_.stage;
@@ -255,7 +255,7 @@ class Multiplier {
             place_.advance();
             wait(block_.full + place_.stage, place_.parity);
           }
-          load_chunk(chunks, next);
+          load_chunk(chunks, next, ends_stage ? stage + 1 : stage);
         }
         if (c > 0) {
           wgmma_wait<1>();
@@ -292,14 +292,24 @@ class Multiplier {
   };
 
   // First its codes, which take a while; then decode_chunk() makes them a[c % 2].
-  __device__ __forceinline__ void load_chunk(Chunks& chunks, int c) const {
+  __device__ __forceinline__ void load_chunk(Chunks& chunks, int c, int stage) const {
     const u8* const from =
         block_.ring + place_.stage * kStageBytes + c % kPairs * 2 * kStripBytes + lane_.codes;
 #pragma unroll
     for (int i = 0; i < kChunkWords; ++i)
       if (const int col = c / kPairs * kChunkCols + i * kWordsCols; col % kWordsCols == 0)
         chunks.words[c % kPairs][i] = load_words(from + code_offset(col));
+    // What was not copied may be anything: of floating codes NaN, which times x, zero there, is not zero.
+    if (kFloating && !is_inside(column_of(c, stage)))
+#pragma unroll
+      for (Words4& words : chunks.words[c % kPairs]) words = {};
   }
+  // The first column of chunk c of a stage; whether columns from there on were copied.
+  __device__ __forceinline__ int column_of(int c, int stage) const {
+    return stage * kStageCols + lane_.first_col + c / kPairs * kChunkCols;
+  }
+  __device__ __forceinline__ bool is_inside(int col) const { return col < args_.num_blocks * kBlockCols; }
+
   __device__ __forceinline__ void decode_chunk(Chunks& chunks, Tile& tile, int c, int stage) const {
     const int b = c % kPairs, first = c / kPairs * kChunkCols;
     const u8* const from = block_.ring + place_.stage * kStageBytes + b * 2 * kStripBytes;
@@ -307,10 +317,10 @@ class Multiplier {
 #pragma unroll
     for (int j = 0; j < kChunkSteps; ++j) {
       if (const int of_chunk = 16 * j; kGroup != 0 && of_chunk % min(kGroupSize, kChunkCols) == 0) {
-        const int of_lane = first + of_chunk, col = stage * kStageCols + lane_.first_col + of_lane;
+        const int of_lane = first + of_chunk, col = column_of(c, stage) + of_chunk;
         load_rows(rows, from + lane_.scales + group_offset(of_lane) - group_offset(0),
                   from + lane_.seconds + second_offset(of_lane) - second_offset(0), tile.row + 64 * b,
-                  col / kGroupSize, col < args_.num_blocks * kBlockCols);
+                  col / kGroupSize, is_inside(col));
       }
       decode(chunks.a[c % 2][j], chunks.words[b][16 * j / kWordsCols], (first + 16 * j) % kWordsCols / 16,
              rows, lane_.table);
