@@ -72,6 +72,7 @@ struct QgemmTensors {
   const float* routing_weights = nullptr;
   const void* forward_x = nullptr;
   float* routing_grad = nullptr;
+  const void* expert_tiles = nullptr;  // the list of qgemm_expert_rows, on CUDA
 };
 
 // What a variant has made for a problem: chosen, compiled, ready to run.

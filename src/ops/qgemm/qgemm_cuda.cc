@@ -17,6 +17,7 @@ std::vector<cuda::Kernel> qgemm_kernels() {
     if (variant->kernels) add(variant->kernels());
   add(qgemm_stage_x_kernels());
   add(qgemm_sum_kernels());
+  add(qgemm_expert_rows_kernels());
   return table;
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/kernel.h"
 #include "cuda/launch.h"
 #include "ops/qgemm/qgemm.h"
+#include "ops/qgemm/weight/experts_cuda.h"
 #include "ops/qgemm/weight/stage_x_cuda.h"
 #include "ops/qgemm/weight/sum_cuda.h"
 
@@ -49,20 +50,27 @@ class QgemmOneKernel : public QgemmKernel {
  public:
   std::string name() const override { return name_; }
   std::string backend() const override { return "cuda " + context_.target; }
-  int64_t workspace_bytes() const override { return staged_x_.workspace_bytes() + sum_.workspace_bytes(); }
+  int64_t workspace_bytes() const override { return before_bytes() + sum_.workspace_bytes(); }
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const override {
     const cuda::Scope scope(context_);
     const bool can_start_early = context_.capability >= 90;
     bool early = problem_.early_start && can_start_early;
     QgemmTensors loaded = tensors;
-    void* const parts = static_cast<std::byte*>(workspace) + staged_x_.workspace_bytes();
+    void* const parts =
+        sum_.workspace_bytes() == 0 ? nullptr : static_cast<std::byte*>(workspace) + before_bytes();
     if (staged_x_.is_used()) {
       staged_x_.run(tensors.x, workspace, early, stream);
       loaded.x = workspace;
       early = can_start_early;  // the weight is there before x is staged
     }
+    if (expert_rows_.is_used()) {
+      expert_rows_.run(tensors, workspace, parts, sum_.parts(), sum_.stride(), stream);
+      loaded.x = expert_rows_.x(tensors, workspace);
+      loaded.expert_tiles = expert_rows_.list(workspace);
+      early = can_start_early;
+    }
     Args args = args_;
-    place(args, loaded, sum_.workspace_bytes() == 0 ? nullptr : parts);
+    place(args, loaded, parts);
     launch_qgemm(early, function_, grid_, stream, args);
     sum_.run(tensors, stream, parts);
   }
@@ -75,6 +83,11 @@ class QgemmOneKernel : public QgemmKernel {
   void stage_x(int parts) {
     const cuda::Scope scope(context_);
     staged_x_ = QgemmStageX(context_, problem_, parts);
+  }
+  // Of experts: tiles of so many rows, listed before.
+  void list_expert_rows(int64_t tile) {
+    const cuda::Scope scope(context_);
+    expert_rows_ = QgemmExpertRows(context_, problem_, tile);
   }
   // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
   // stored by pairs.
@@ -101,10 +114,13 @@ class QgemmOneKernel : public QgemmKernel {
   // tensors.x: as it was staged. `parts`: memory for sums that are left; null where none are.
   virtual void place(Args& args, const QgemmTensors& tensors, void* parts) const = 0;
 
+  int64_t before_bytes() const { return staged_x_.workspace_bytes() + expert_rows_.workspace_bytes(); }
+
   std::string name_;
   cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
   QgemmStageX staged_x_;
+  QgemmExpertRows expert_rows_;  // one of the two at most
   QgemmSum sum_;
 };
 

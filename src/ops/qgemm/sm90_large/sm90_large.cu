@@ -21,6 +21,7 @@
 // directions fragment rows g and g + 8 are neighbouring features.
 #include "ops/qgemm/sm90_large/sm90_large_args.h"
 
+#include "ops/qgemm/weight/experts.cuh"
 #include "ops/qgemm/weight/sm90.cuh"
 
 namespace halfbyte::device {
@@ -35,7 +36,7 @@ constexpr int kTokens = kTiling.tokens, kBlocks = kTiling.blocks, kStages = kTil
 // a tile.
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
-static_assert(kTiling.double_quant == kDoubleQuant);
+static_assert(kTiling.double_quant == kDoubleQuant && !(kExperts && kDoubleQuant));
 constexpr int kMultipliers = kLargeThreads - 128;  // threads
 constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
 using Registers = DealtRegisters<kMultipliers / 128>;
@@ -79,15 +80,38 @@ struct Block {
 
 // ---- 2. Tiles of a block, one after the other.
 
+struct NoEntry {
+  static constexpr i32 expert = 0, first = 0, count = 0;
+  __device__ __forceinline__ NoEntry& operator=(const ExpertTileEntry&) { return *this; }
+};
+using Rows = Select<kExperts, ExpertTileEntry, NoEntry>;  // of a tile
 struct Tile {
   int features, tokens;         // its number along y
   int part;                     // of what is summed
   int first_stage, last_stage;  // an even number of stages
   bool shared;
+  Rows rows;
 };
+// Tile `index` of all: those of the same tokens follow each other.
+__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int index) {
+  const int of_part = args.expert_tiles[0].expert * args.feature_tiles;
+  tile.part = of_part == 0 ? 0 : index / of_part;
+  tile.first_stage = tile.part * args.part_stages;
+  if (of_part == 0 || tile.first_stage >= args.stages) return false;
+  tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
+  tile.tokens = index % of_part / args.feature_tiles;
+  tile.features = index % of_part % args.feature_tiles;
+  tile.shared = false;
+  tile.rows = args.expert_tiles[1 + tile.tokens];
+  return true;
+}
+__device__ __forceinline__ const u8* weight_of(const Args& args, const Tile& tile) {
+  return kExperts ? args.weight + tile.rows.expert * args.experts.weight_bytes : args.weight;
+}
 // The tile `number` of this block; false behind the last one.
 __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int number) {
   const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
+  if constexpr (kExperts) return find_tile_of_experts(tile, args, index);
   tile.shared = index >= args.whole;
   int i = tile.shared ? args.whole + (index - args.whole) / kSharers : index;
   if (i >= args.tiles) return false;
@@ -112,7 +136,7 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
 
 // Whether the blocks of the cluster go through the tile together.
 __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& tile) {
-  return kTiling.multicast && args.multicast != 0 && !tile.shared;
+  return kTiling.multicast && !kExperts && args.multicast != 0 && !tile.shared;
 }
 
 // ---- 3. The ring is filled: by one lane each.
@@ -126,7 +150,7 @@ __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& 
   const int unit = min(kTransposed ? first * 2 + i / 2 : stage, args.units - 1);
   constexpr int kUnitsPerBlock = kTiling.units_per_block();
   const u8* const block =
-      args.weight + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
+      weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
   if constexpr (kTiling.joint()) {
     copy_bulk(to, block, kSlotBytes, full);
   } else {
@@ -136,9 +160,10 @@ __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& 
       copy_bulk(parameters, block + kUnitsPerBlock * kUnitBytes, kTiling.group_bytes(), full);
     } else {
       constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
-      copy_bulk(parameters, args.weight + args.scales + i64{strip} * kScales, kScales, full);
+      copy_bulk(parameters, weight_of(args, tile) + args.scales + i64{strip} * kScales, kScales, full);
       if constexpr (kSeconds != 0)
-        copy_bulk(parameters + kScales, args.weight + args.seconds + i64{strip} * kSeconds, kSeconds, full);
+        copy_bulk(parameters + kScales, weight_of(args, tile) + args.seconds + i64{strip} * kSeconds,
+                  kSeconds, full);
     }
   }
 }
@@ -159,6 +184,7 @@ __device__ __forceinline__ void each_stage(const Args& args, const Block& block,
 }
 
 __device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
+  if (kExperts) wait_for_earlier();  // for the list of tiles
   each_stage(args, block, [&](const Tile& tile, int stage, int place) {
     arrive_expecting(block.full + place, kTiling.weight_bytes());
     u8* const units = block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
@@ -173,14 +199,17 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
   each_stage(args, block, [&](const Tile& tile, int stage, int place) {
     Barrier* const full = block.full + place;
     constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
-    const int first = tile.tokens * args.tokens, box_tokens = args.tokens / kBoxes;
-    arrive_expecting(full, static_cast<u32>(min(args.tokens, args.m - first) * kTokenBytes));
+    // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
+    const int first = kExperts ? tile.rows.first : tile.tokens * args.tokens,
+              box_tokens = args.tokens / kBoxes;
+    arrive_expecting(
+        full, static_cast<u32>((kExperts ? args.tokens : min(args.tokens, args.m - first)) * kTokenBytes));
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       u8* const box = block.boxes + place * kTiling.x_bytes() + i * box_tokens * kTokenBytes;
       const int token = first + i * box_tokens, tokens = args.m - token;
-      if (tokens <= 0) break;
-      const TensorMap* const x = tokens < box_tokens ? &args.last_x : &args.x;
+      if (!kExperts && tokens <= 0) break;
+      const TensorMap* const x = !kExperts && tokens < box_tokens ? &args.last_x : &args.x;
       if (!loads_for_both(args, tile))
         load_tile(box, x, token, stage * kLargeStage, full);
       else if (i == static_cast<int>(block.rank))
@@ -601,38 +630,59 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
   });
 }
 
+// Of y. Of experts it lies anywhere, and `token` counts from the first of the tile on.
+struct Row {
+  bool inside;
+  int number;  // from that of `token` on; of experts: from the first row on
+};
+__device__ __forceinline__ Row row_of(const Args& args, Rows rows, int token, int offset, int last_token) {
+  if constexpr (!kExperts) return {token + offset < last_token, offset};
+  if (token + offset >= last_token) return {false, 0};
+  const i32 slot = slot_of(args.experts, rows.first + token + offset);
+  return {slot >= 0, max(slot, 0)};
+}
+// Of two neighbouring features; zeros where there is none.
+__device__ __forceinline__ u32 load_bias(const Args& args, Rows rows, int feature) {
+  if (args.bias == nullptr) return 0;
+  const i64 first = kExperts ? i64{rows.expert} * args.features : 0;
+  return *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + first + feature);
+}
+
 // The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum;
 // `last_token`: behind the tile's.
 template <int kCount>
-__device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, int part, int feature,
-                                               int token, int last_token) {
+__device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, int part, Rows rows,
+                                               int feature, int token, int last_token) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     if (feature >= args.features) return;
-    float* const to = args.partials + (part * i64{args.m} + token) * args.partial_stride + feature;
+    const i64 first_row = part * i64{args.m} + (kExperts ? 0 : token);
+    float* const to = args.partials + first_row * args.partial_stride + feature;
+    float bias[2];  // of experts: in the first part
+    unpack_pair(bias, kExperts && part == 0 ? load_bias(args, rows, feature) : 0);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int offset = i * 2 + e;
-        store_where(token + offset < last_token, to + i64{args.partial_stride} * offset, sums.at(b, i + e),
-                    sums.at(b, i + e + 2));
+        const Row row = row_of(args, rows, token, offset, last_token);
+        store_where(row.inside, to + i64{args.partial_stride} * row.number, sums.at(b, i + e) + bias[0],
+                    sums.at(b, i + e + 2) + bias[1]);
       }
   }
 }
 
 // Stores the first kCount sums of each block as y.
 template <int kCount>
-__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, int feature, int token,
-                                           int last_token) {
+__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, Rows rows, int feature,
+                                           int token, int last_token) {
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     if (feature >= args.features) return;
-    float bias[2] = {};
-    if (args.bias != nullptr)
-      unpack_pair(bias, *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + feature));
-    u8* const y = static_cast<u8*>(args.y) + token * i64{y_stride} + feature * 2;
+    float bias[2];
+    unpack_pair(bias, load_bias(args, rows, feature));
+    u8* const y = static_cast<u8*>(args.y) + (kExperts ? 0 : token) * i64{y_stride} + feature * 2;
     // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
     // time of a load once; for more there are no registers beside the sums.
     constexpr int kAtOnce = kCount % 16 == 0 ? 16 : kCount % 8 == 0 ? 8 : 4;
@@ -643,8 +693,13 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, i
 #pragma unroll
         for (int i = 0; i < kAtOnce / 2; ++i) {
           const int first = begin + i / 2 * 4 + i % 2, offset = first * 2 - i % 2;  // of a sum, of its token
-          f(before[i], sums.at(b, first) + bias[0], sums.at(b, first + 2) + bias[1],
-            y + u64{y_stride} * offset, token + offset < last_token);
+          const Row row = row_of(args, rows, token, offset, last_token);
+          float weight = 1;
+          if (kExperts && args.experts.routing_weights != nullptr && row.inside)
+            weight = args.experts.routing_weights[row.number];
+          const auto weighted = [weight](float v) { return kExperts ? v * weight : v; };
+          f(before[i], weighted(sums.at(b, first) + bias[0]), weighted(sums.at(b, first + 2) + bias[1]),
+            y + u64{y_stride} * row.number, row.inside);
         }
       };
       if (args.accumulate) {
@@ -669,12 +724,13 @@ __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, c
                                            const Block& block, int token) {
   const int feature = tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
                       feature_of(block.warp % 4, block.lane / 4);
-  const int first = tile.tokens * args.tokens, last_token = min(first + args.tokens, args.m);
+  const int first = kExperts ? 0 : tile.tokens * args.tokens,
+            last_token = kExperts ? tile.rows.count : min(first + args.tokens, args.m);
   token += first + block.lane % 4 * 2;
   if (args.partials != nullptr)
-    store_partials<kCount>(sums, args, tile.part, feature, token, last_token);
+    store_partials<kCount>(sums, args, tile.part, tile.rows, feature, token, last_token);
   else
-    store_sums<kCount>(sums, args, feature, token, last_token);
+    store_sums<kCount>(sums, args, tile.rows, feature, token, last_token);
 }
 
 #endif
@@ -715,7 +771,7 @@ __launch_bounds__(kLargeThreads, 1)
   Multiplier multiplier(args, block, {k_major_tile(block.boxes, 1024)});
   Sums sums = {};
   Tile tile, next;
-  find_tile(tile, args, 0);
+  if (!find_tile(tile, args, 0)) return;  // of experts
   // Where the block has several tiles warpgroup 1 begins when 0 is a turn ahead.
   const bool staggered = find_tile(next, args, 1), leads = staggered && block.warpgroup == 0;
   if (staggered && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
@@ -723,7 +779,7 @@ __launch_bounds__(kLargeThreads, 1)
   for (int number = 1;; ++number) {
     const bool goes_on = find_tile(next, args, number);
     multiplier.multiply(sums, tile, next, goes_on, leads && number == 1);
-    if constexpr (kGlobalScale) sums.scale(global_factor(args.weight, args.global_scale));
+    if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
     if (tile.shared) break;  // the last one
     store_tile<kSums>(sums, args, tile, block, 0);
     if (!goes_on) return;

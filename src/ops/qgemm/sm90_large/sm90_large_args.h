@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/expert_rows_args.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
@@ -89,6 +90,10 @@ struct QgemmSm90LargeArgs {
       whole;         // whole: tiles of one block each. The blocks of a cluster share one of the others.
   bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
+  // Of a kernel for experts, whose tiles of tokens are in a list: neither token_tiles, panel, tiles and whole
+  // nor last_x are used, and m is all rows.
+  ExpertsArgs experts;
+  const ExpertTileEntry* expert_tiles;
 };
 
 }  // namespace halfbyte

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "core/arithmetic.h"
@@ -13,6 +14,8 @@ namespace halfbyte {
 namespace {
 
 constexpr int kFewestTokens = 65;  // the other variants of sm_90 take fewer
+constexpr int64_t kFewestExpertRows = 16;
+constexpr int kMostExpertTokens = 256;  // of a tile
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
@@ -23,13 +26,26 @@ std::string refuse_weight(const QgemmProblem& p) {
   return refuse_range(p);
 }
 
+// Of experts.
+std::string refuse_experts(const QgemmProblem& p) {
+  if (p.double_quant) return "of experts, scales must not be double quantized";
+  if (!has_aligned_x(p)) return "of experts, rows of x must be whole chunks of 16 bytes, aligned to them";
+  const int64_t rows = ceil_div(p.m, p.experts.num);
+  if (rows < kFewestExpertRows)
+    return fmt::format("experts must have {} rows on average, got {}", kFewestExpertRows, rows);
+  return "";
+}
+
 std::string refuse(const QgemmProblem& p) {
   if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
-  if (p.m < kFewestTokens) return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
+  if (p.experts.num == 0 && p.m < kFewestTokens)
+    return fmt::format("m must be at least {}, got {}", kFewestTokens, p.m);
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (std::string reason = refuse_weight(p); !reason.empty()) return reason;
+  if (p.experts.num > 0)
+    if (std::string reason = refuse_experts(p); !reason.empty()) return reason;
   // 32 bits hold extents, numbers of scales and of tiles.
   constexpr int64_t kMostScales = int64_t{1} << 30, kLongest = int64_t{1} << 24;
   if (std::max({p.m, p.n, p.k}) > kLongest || p.n * p.weight.groups > kMostScales)
@@ -146,6 +162,45 @@ double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks) 
   return time;
 }
 
+// Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
+// give or take what chance does. Where tiles are few, parts of what is summed.
+Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
+  const QgemmExperts& experts = p.experts;
+  const bool is_masked = experts.rows == ExpertRows::masked;
+  const double rows = is_masked ? static_cast<double>(experts.rows_per_expert)
+                                : static_cast<double>(p.m) / static_cast<double>(experts.num);
+  const auto tiles_of_expert = [&](int tokens) {
+    double tiles = 0;
+    for (const double deviation : {-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0})
+      tiles += std::ceil((rows + (is_masked ? 0 : deviation * std::sqrt(rows))) / tokens);
+    return tiles / 8;
+  };
+  Division best;
+  double least = std::numeric_limits<double>::max();
+  for (const Candidate& candidate : kCandidates) {
+    const QgemmSm90LargeTiling tiling = tiling_of(p, candidate.tokens, candidate.blocks, 2);
+    const double clocks = clocks_of(candidate, p.transposed);
+    if (clocks == 0 || candidate.tokens > kMostExpertTokens || !can_be(tiling)) continue;
+    const double time = tiles_of_expert(candidate.tokens) * clocks / candidate.blocks;
+    if (time >= least) continue;
+    least = time;
+    best = {};
+    best.tiling = tiling;
+  }
+  best.feature_tiles = ceil_div(p.out_cols(), best.tiling.features());
+  best.tokens = best.tiling.tokens;
+  best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
+  const double tiles =
+      tiles_of_expert(best.tiling.tokens) * static_cast<double>(experts.num * best.feature_tiles);
+  constexpr int64_t kFewestStages = 8;  // of a part
+  best.parts = std::clamp<int64_t>(static_cast<int64_t>(num_multiprocessors / tiles), 1,
+                                   std::max<int64_t>(1, best.stages / kFewestStages));
+  best.part_stages = formats::round_up(ceil_div(best.stages, best.parts), 2);
+  best.parts = ceil_div(best.stages, best.part_stages);
+  best.blocks = num_multiprocessors;
+  return best;
+}
+
 // What takes the least time.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
@@ -172,27 +227,35 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTiling& t) {
   return {"ops/qgemm/sm90_large/sm90_large.cu", "qgemm_sm90_large",
-          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
-                            fmt::format("constexpr bool kTransposed = {};\nconstexpr int kGroup = {};\n",
-                                        problem.transposed, t.group) +
-                            cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
-                                                {{"tokens", t.tokens},
-                                                 {"blocks", t.blocks},
-                                                 {"bits", t.bits},
-                                                 {"group", t.group},
-                                                 {"parameter_bytes", t.parameter_bytes},
-                                                 {"double_quant", t.double_quant},
-                                                 {"stages", t.stages},
-                                                 {"multicast", t.multicast},
-                                                 {"sharers", t.sharers}}))};
+          cuda::config_text(
+              cuda::element_config(problem.dtype) + packed_config(problem) +
+              fmt::format("constexpr bool kTransposed = {}, kExperts = {};\nconstexpr int kGroup = {};\n",
+                          problem.transposed, problem.experts.num > 0, t.group) +
+              cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
+                                  {{"tokens", t.tokens},
+                                   {"blocks", t.blocks},
+                                   {"bits", t.bits},
+                                   {"group", t.group},
+                                   {"parameter_bytes", t.parameter_bytes},
+                                   {"double_quant", t.double_quant},
+                                   {"stages", t.stages},
+                                   {"multicast", t.multicast},
+                                   {"sharers", t.sharers}}))};
 }
 
 class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
  public:
   explicit QgemmSm90Large(const QgemmProblem& problem) : QgemmOneKernel(problem) {
-    const Division division = choose_division(problem, context_.num_multiprocessors);
+    const bool has_experts = problem.experts.num > 0;
+    const Division division = has_experts ? choose_for_experts(problem, context_.num_multiprocessors)
+                                          : choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
-    if (!has_aligned_x(problem)) stage_x(1);
+    if (has_experts) {
+      args_.experts = experts_args(problem);
+      list_expert_rows(division.tokens);
+    } else if (!has_aligned_x(problem)) {
+      stage_x(1);
+    }
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
     describe_sections(args_, layout);
@@ -209,8 +272,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.feature_tiles = static_cast<int>(division.feature_tiles);
     args_.token_tiles = static_cast<int>(division.token_tiles);
     args_.tokens = static_cast<int>(division.tokens);
-    args_.panel = static_cast<int>(std::clamp<int64_t>(
-        kPanelBytes / (division.tokens * problem.in_cols() * 2), 1, division.token_tiles));
+    if (!has_experts)
+      args_.panel = static_cast<int>(std::clamp<int64_t>(
+          kPanelBytes / (division.tokens * problem.in_cols() * 2), 1, division.token_tiles));
     args_.tiles = static_cast<int>(division.tiles());
     args_.multicast = division.multicast;
     args_.whole = static_cast<int>(division.whole);
@@ -234,7 +298,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     const int64_t box_tokens = args.tokens / (tiling_.multicast ? 2 : 1);
     const int64_t last_tokens = problem_.m % box_tokens;
     args.x = map(box_tokens);
-    args.last_x = last_tokens == 0 ? args.x : map(last_tokens);
+    if (problem_.experts.num == 0) args.last_x = last_tokens == 0 ? args.x : map(last_tokens);
+    place_experts(args.experts, tensors);
+    args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
@@ -253,11 +319,17 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   problem.transposed = cuda::is_set(values, "transposed");
+  problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
   const std::string reason = refuse_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
   const QgemmSm90LargeTiling tiling =
       tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
                 number_of(values, "sharers"));
+  HALFBYTE_CHECK(problem.experts.num == 0 ||
+                     (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= kMostExpertTokens),
+                 usage,
+                 "qgemm_sm90_large: experts go with sharers 2, at most {} tokens and without double-quant",
+                 kMostExpertTokens);
   HALFBYTE_CHECK(can_be(tiling) && std::ranges::any_of(kCandidates,
                                                        [&](const Candidate& candidate) {
                                                          return candidate.tokens == tiling.tokens &&
@@ -279,12 +351,14 @@ std::vector<cuda::Kernel> kernels() {
       number_key("tokens", {256, 288, 224, 192, 160, 128, 96, 64}, "Rows of x in a tile, at most."));
   keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
   keys.push_back(number_key("sharers", {2, 4, 8}, "Blocks that share the tiles that are left."));
+  keys.push_back(experts_key());
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
 
 }  // namespace
 
-const QgemmVariant kQgemmSm90Large = {{"qgemm_sm90_large", DeviceKind::cuda, &refuse, &make}, &kernels};
+const QgemmVariant kQgemmSm90Large = {
+    {"qgemm_sm90_large", DeviceKind::cuda, &refuse, &make}, &kernels, false, true};
 
 }  // namespace halfbyte

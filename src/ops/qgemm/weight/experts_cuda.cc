@@ -41,4 +41,58 @@ KernelKey experts_key() {
   return cuda::flag_key("experts", "Rows of x meet the weights of experts, as the device says.");
 }
 
+namespace {
+
+cuda::KernelSpec rows_kernel() { return {"ops/qgemm/weight/expert_rows.cu", "qgemm_expert_rows", ""}; }
+
+}  // namespace
+
+QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile) {
+  const QgemmExperts& experts = problem.experts;
+  const int64_t row_bytes = problem.in_cols() * size_of(problem.dtype);
+  args_.experts = experts_args(problem);
+  args_.tile = static_cast<int32_t>(tile);
+  args_.most_tiles = static_cast<int32_t>(tiles_of_rows(problem, tile));
+  args_.chunks = row_bytes / 16;
+  // Rows that no expert has are zeros; masked, they are not written.
+  if (experts.rows != ExpertRows::masked) {
+    args_.zero_bytes = problem.y_cols() * size_of(problem.dtype);
+    args_.zero_parts = problem.accumulate ? 0 : 1;
+  }
+  const bool gathers = experts.rows == ExpertRows::indices;
+  function_ = cuda::get_kernel(context, rows_kernel());
+  const bool has_rows = gathers || experts.rows == ExpertRows::offsets;
+  grid_ = {1 + (has_rows ? ceil_div(problem.m, kExpertRowsThreads / 32) : 0), kExpertRowsThreads};
+  list_bytes_ =
+      formats::round_up((1 + args_.most_tiles) * static_cast<int64_t>(sizeof(ExpertTileEntry)), 256);
+  num_bytes_ = list_bytes_ + (gathers ? formats::round_up(problem.m * row_bytes, 256) : 0);
+}
+
+const void* QgemmExpertRows::x(const QgemmTensors& tensors, void* workspace) const {
+  return num_bytes_ > list_bytes_ ? static_cast<std::byte*>(workspace) + list_bytes_ : tensors.x;
+}
+
+void QgemmExpertRows::run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts,
+                          int64_t stride, void* stream) const {
+  QgemmExpertRowsArgs args = args_;
+  place_experts(args.experts, tensors);
+  args.list = static_cast<ExpertTileEntry*>(workspace);
+  args.x = tensors.x;
+  if (num_bytes_ > list_bytes_) args.to = static_cast<std::byte*>(workspace) + list_bytes_;
+  if (args.zero_bytes > 0) {
+    args.zeros = tensors.y;
+    if (sums != nullptr) {
+      args.zeros = sums;
+      args.zero_bytes = stride * static_cast<int64_t>(sizeof(float));
+      args.zero_parts = static_cast<int32_t>(parts);
+    }
+  }
+  cuda::launch(function_, grid_, stream, args);
+}
+
+std::vector<cuda::Kernel> qgemm_expert_rows_kernels() {
+  return {{{"qgemm", "qgemm_expert_rows", "Tiles of the rows of experts, and x in their order.", {}},
+           [](const cuda::KernelValues&) { return rows_kernel(); }}};
+}
+
 }  // namespace halfbyte

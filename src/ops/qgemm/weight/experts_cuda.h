@@ -2,8 +2,9 @@
 #pragma once
 
 #include "cuda/kernel.h"
+#include "cuda/launch.h"
 #include "ops/qgemm/qgemm.h"
-#include "ops/qgemm/weight/experts_args.h"
+#include "ops/qgemm/weight/expert_rows_args.h"
 
 namespace halfbyte {
 
@@ -19,5 +20,34 @@ int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile);
 
 // The key of their kernels.
 KernelKey experts_key();
+
+// The kernel qgemm_expert_rows, before that of a product whose blocks have several tiles.
+class QgemmExpertRows {
+ public:
+  QgemmExpertRows() = default;  // not needed
+  // In the current context, which is `context`. Rows of x are whole chunks of 16 bytes.
+  QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile);
+
+  bool is_used() const { return function_ != nullptr; }
+  int64_t workspace_bytes() const { return num_bytes_; }
+  // `sums`: f32 [parts][m][stride], where the product leaves them; null: it stores y.
+  void run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts, int64_t stride,
+           void* stream) const;
+  const ExpertTileEntry* list(void* workspace) const {
+    return static_cast<const ExpertTileEntry*>(workspace);
+  }
+  // In the order of experts.
+  const void* x(const QgemmTensors& tensors, void* workspace) const;
+
+ private:
+  cuda::CUfunction function_ = nullptr;
+  cuda::Grid grid_;
+  bool accumulate_ = false;
+  int64_t list_bytes_ = 0, num_bytes_ = 0;
+  QgemmExpertRowsArgs args_{};  // but for addresses
+};
+
+// Its row of the table of kernels.
+std::vector<cuda::Kernel> qgemm_expert_rows_kernels();
 
 }  // namespace halfbyte

@@ -21,6 +21,8 @@ class QgemmSum {
   QgemmSum(const cuda::Context& context, const QgemmProblem& problem, int64_t parts, QgemmSumTypes types);
 
   int64_t workspace_bytes() const;
+  int64_t parts() const { return args_.parts; }
+  int64_t stride() const { return args_.stride; }  // of a row of a part
   // After the kernel that leaves the parts in `workspace`; nothing where none are left.
   void run(const QgemmTensors& tensors, void* stream, void* workspace) const;
 

@@ -1,0 +1,28 @@
+// What qgemm_expert_rows is given: shared by host and device, freestanding.
+#pragma once
+
+#include "ops/qgemm/weight/experts_args.h"
+
+namespace halfbyte {
+
+inline constexpr int kExpertRowsThreads = 256;
+
+// Rows [first, first + count) in the order of experts; of entry 0 of a list, expert is how many others there
+// are.
+struct ExpertTileEntry {
+  formats::i32 expert, first, count;
+};
+
+struct QgemmExpertRowsArgs {
+  ExpertsArgs experts;
+  ExpertTileEntry* list;  // [1 + most_tiles]
+  formats::i32 tile, most_tiles;
+  const void* x;
+  void* to;             // x in the order of experts, [rows][chunks]; null: it lies in it
+  formats::i64 chunks;  // of 16 bytes, of a row of x
+  void* zeros;  // [zero_parts][rows], of zero_bytes: y or sums; null: rows that no expert has are not written
+  formats::i64 zero_bytes;
+  formats::i32 zero_parts;
+};
+
+}  // namespace halfbyte
