@@ -297,18 +297,20 @@ TEST_F(QgemmGroupedDevice, RouteAsTheCpu) {
       }
 }
 
-// For compute-sanitizer: both variants, each way to give rows, without guards.
+// For compute-sanitizer: every variant, each way to give rows, without guards.
 using SanitizeGrouped = testing::CudaTest;
 TEST_F(SanitizeGrouped, EveryVariant) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
     for (const bool transposed : {false, true}) {
-      QgemmGroupedDescriptor d{.num_experts = 3, .m = 20, .n = 72, .k = 200, .transposed = transposed};
+      QgemmGroupedDescriptor d{.num_experts = 3, .m = 60, .n = 72, .k = 200, .transposed = transposed};
       d.rows = rows;
       if (rows == ExpertRows::indices) {
         d.top_k = 2;
+        d.m = 30;
         d.sum_slots = d.routing_weights = true;
         d.routing_gradient = transposed;
       }
+      if (rows == ExpertRows::masked) d.m = 20;
       check(d, 1, Routing::random, QgemmData::random, true);
     }
 }

@@ -85,9 +85,9 @@ class QgemmOneKernel : public QgemmKernel {
     staged_x_ = QgemmStageX(context_, problem_, parts);
   }
   // Of experts: tiles of so many rows, listed before.
-  void list_expert_rows(int64_t tile) {
+  void list_expert_rows(int64_t tile, int64_t most_width) {
     const cuda::Scope scope(context_);
-    expert_rows_ = QgemmExpertRows(context_, problem_, tile);
+    expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width);
   }
   // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
   // stored by pairs.

@@ -92,15 +92,20 @@ struct Tile {
   bool shared;
   Rows rows;
 };
-// Tile `index` of all: those of the same tokens follow each other.
+// Tile `index` of all: panel by panel of tiles of tokens of one expert, which share what they read, and in a
+// panel as find_tile() has them.
 __device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int index) {
   const int of_part = args.expert_tiles[0].expert * args.feature_tiles;
   tile.part = of_part == 0 ? 0 : index / of_part;
   tile.first_stage = tile.part * args.part_stages;
   if (of_part == 0 || tile.first_stage >= args.stages) return false;
   tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
-  tile.tokens = index % of_part / args.feature_tiles;
-  tile.features = index % of_part % args.feature_tiles;
+  const int in_part = index % of_part;
+  const ExpertTileEntry first = args.expert_tiles[1 + in_part / args.feature_tiles];
+  const int rest = in_part - first.panel * args.feature_tiles;
+  const int multicast = kTiling.multicast ? args.multicast : 0, pair = rest >> multicast;
+  tile.features = (pair / first.width << multicast) + (rest & multicast);
+  tile.tokens = first.panel + pair % first.width;
   tile.shared = false;
   tile.rows = args.expert_tiles[1 + tile.tokens];
   return true;
@@ -136,7 +141,7 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
 
 // Whether the blocks of the cluster go through the tile together.
 __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& tile) {
-  return kTiling.multicast && !kExperts && args.multicast != 0 && !tile.shared;
+  return kTiling.multicast && args.multicast != 0 && !tile.shared;
 }
 
 // ---- 3. The ring is filled: by one lane each.
@@ -630,17 +635,44 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
   });
 }
 
-// Of y. Of experts it lies anywhere, and `token` counts from the first of the tile on.
-struct Row {
-  bool inside;
-  int number;  // from that of `token` on; of experts: from the first row on
+// Sum i of a lane is of the token so many behind the lane's first.
+__device__ __forceinline__ constexpr int token_of_sum(int i) { return i / 4 * 8 + i % 2; }
+
+// Rows of y of the tokens of kSome sums from `begin` on. Of experts they lie anywhere: they are asked for
+// together, as stores and loads keep their order. `token` is then from the first of the tile on.
+template <int kSome>
+class RowsOfY {
+ public:
+  __device__ __forceinline__ RowsOfY(const Args& args, Rows rows, int begin, int token, int last_token)
+      : token_(token), last_token_(last_token) {
+    if constexpr (kExperts) {
+#pragma unroll
+      for (int i = 0; i < kSome / 2; ++i) {
+        const int at = token + token_of_sum(begin + first_sum(i));
+        slots_[i] = at < last_token ? slot_of(args.experts, rows.first + at) : -1;
+      }
+    }
+  }
+  // Of token i of these: which of kSome sums is its first; whether it has a row, and the number of that, from
+  // the row of `token` on, of experts from the first row on.
+  static __device__ __forceinline__ constexpr int first_sum(int i) { return i / 2 * 4 + i % 2; }
+  __device__ __forceinline__ bool inside(int begin, int i) const {
+    return kExperts ? slots_[i] >= 0 : token_ + token_of_sum(begin + first_sum(i)) < last_token_;
+  }
+  __device__ __forceinline__ int number(int begin, int i) const {
+    return kExperts ? max(slots_[i], 0) : token_of_sum(begin + first_sum(i));
+  }
+
+ private:
+  int token_, last_token_;
+  i32 slots_[kExperts ? kSome / 2 : 1];
 };
-__device__ __forceinline__ Row row_of(const Args& args, Rows rows, int token, int offset, int last_token) {
-  if constexpr (!kExperts) return {token + offset < last_token, offset};
-  if (token + offset >= last_token) return {false, 0};
-  const i32 slot = slot_of(args.experts, rows.first + token + offset);
-  return {slot >= 0, max(slot, 0)};
-}
+// So many sums are stored at a time.
+template <int kCount>
+constexpr int kStoredAtOnce = kCount % 16 == 0  ? 16
+                              : kCount % 8 == 0 ? 8
+                                                : 4;
+
 // Of two neighbouring features; zeros where there is none.
 __device__ __forceinline__ u32 load_bias(const Args& args, Rows rows, int feature) {
   if (args.bias == nullptr) return 0;
@@ -660,15 +692,18 @@ __device__ __forceinline__ void store_partials(const Sums& sums, const Args& arg
     float* const to = args.partials + first_row * args.partial_stride + feature;
     float bias[2];  // of experts: in the first part
     unpack_pair(bias, kExperts && part == 0 ? load_bias(args, rows, feature) : 0);
+    constexpr int kAtOnce = kStoredAtOnce<kCount>;
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4)
+    for (int begin = 0; begin < kCount; begin += kAtOnce) {
+      const RowsOfY<kAtOnce> of_y(args, rows, begin, token, last_token);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int offset = i * 2 + e;
-        const Row row = row_of(args, rows, token, offset, last_token);
-        store_where(row.inside, to + i64{args.partial_stride} * row.number, sums.at(b, i + e) + bias[0],
-                    sums.at(b, i + e + 2) + bias[1]);
+      for (int i = 0; i < kAtOnce / 2; ++i) {
+        const int first = begin + of_y.first_sum(i);
+        const auto biased = [](float v, float bias) { return kExperts ? v + bias : v; };
+        store_where(of_y.inside(begin, i), to + i64{args.partial_stride} * of_y.number(begin, i),
+                    biased(sums.at(b, first), bias[0]), biased(sums.at(b, first + 2), bias[1]));
       }
+    }
   }
 }
 
@@ -685,21 +720,25 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, R
     u8* const y = static_cast<u8*>(args.y) + (kExperts ? 0 : token) * i64{y_stride} + feature * 2;
     // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
     // time of a load once; for more there are no registers beside the sums.
-    constexpr int kAtOnce = kCount % 16 == 0 ? 16 : kCount % 8 == 0 ? 8 : 4;
+    constexpr int kAtOnce = kStoredAtOnce<kCount>;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kAtOnce) {
       u32 before[kAtOnce / 2];
+      const RowsOfY<kAtOnce> of_y(args, rows, begin, token, last_token);
+      float weights[kExperts ? kAtOnce / 2 : 1];
+      if constexpr (kExperts)
+#pragma unroll
+        for (int i = 0; i < kAtOnce / 2; ++i)
+          weights[i] = args.experts.routing_weights == nullptr
+                           ? 1
+                           : args.experts.routing_weights[of_y.number(begin, i)];
       const auto each = [&](const auto& f) {
 #pragma unroll
         for (int i = 0; i < kAtOnce / 2; ++i) {
-          const int first = begin + i / 2 * 4 + i % 2, offset = first * 2 - i % 2;  // of a sum, of its token
-          const Row row = row_of(args, rows, token, offset, last_token);
-          float weight = 1;
-          if (kExperts && args.experts.routing_weights != nullptr && row.inside)
-            weight = args.experts.routing_weights[row.number];
-          const auto weighted = [weight](float v) { return kExperts ? v * weight : v; };
+          const int first = begin + of_y.first_sum(i);
+          const auto weighted = [&](float v) { return kExperts ? v * weights[i] : v; };
           f(before[i], weighted(sums.at(b, first) + bias[0]), weighted(sums.at(b, first + 2) + bias[1]),
-            y + u64{y_stride} * row.number, row.inside);
+            y + u64{y_stride} * of_y.number(begin, i), of_y.inside(begin, i));
         }
       };
       if (args.accumulate) {

@@ -83,7 +83,7 @@ struct QgemmSm90LargeArgs {
   formats::i32 feature_tiles, token_tiles;
   formats::i32 tokens;  // of a tile: at most those of the tiling; even
   // 1: the blocks of a cluster have neighbouring features and load x for each other; feature_tiles and
-  // `whole` are multiples of 2. 0: each loads its own.
+  // `whole` are multiples of 2, of experts feature_tiles. 0: each loads its own.
   formats::i32 multicast;
   formats::i32 panel;  // tiles of tokens that are gone through before the next ones
   formats::i32 tiles,

@@ -14,8 +14,9 @@ namespace halfbyte {
 namespace {
 
 constexpr int kFewestTokens = 65;  // the other variants of sm_90 take fewer
-constexpr int64_t kFewestExpertRows = 16;
-constexpr int kMostExpertTokens = 256;  // of a tile
+// Of an expert, on average: with fewer, qgemm_sm80 is ahead, forward and transposed
+// (`halfbyte bench qgemm --experts 128 --top-k 8 --m 256,512` with --variant of one and the other).
+constexpr int64_t kFewestExpertRows = 24, kFewestTransposedRows = 16;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
@@ -31,8 +32,8 @@ std::string refuse_experts(const QgemmProblem& p) {
   if (p.double_quant) return "of experts, scales must not be double quantized";
   if (!has_aligned_x(p)) return "of experts, rows of x must be whole chunks of 16 bytes, aligned to them";
   const int64_t rows = ceil_div(p.m, p.experts.num);
-  if (rows < kFewestExpertRows)
-    return fmt::format("experts must have {} rows on average, got {}", kFewestExpertRows, rows);
+  const int64_t fewest = p.transposed ? kFewestTransposedRows : kFewestExpertRows;
+  if (rows < fewest) return fmt::format("experts must have {} rows on average, got {}", fewest, rows);
   return "";
 }
 
@@ -162,6 +163,12 @@ double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks) 
   return time;
 }
 
+// Rows of a tile of experts' rows, at most: with more, ptxas spills registers.
+int most_expert_tokens(const QgemmProblem& p) {
+  const bool crowded = p.transposed || p.weight.has_zeros || p.weight.has_biases || inlined_group(p) == 16;
+  return crowded ? 256 : 288;
+}
+
 // Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
 // give or take what chance does. Where tiles are few, parts of what is summed.
 Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
@@ -180,7 +187,7 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   for (const Candidate& candidate : kCandidates) {
     const QgemmSm90LargeTiling tiling = tiling_of(p, candidate.tokens, candidate.blocks, 2);
     const double clocks = clocks_of(candidate, p.transposed);
-    if (clocks == 0 || candidate.tokens > kMostExpertTokens || !can_be(tiling)) continue;
+    if (clocks == 0 || candidate.tokens > most_expert_tokens(p) || !can_be(tiling)) continue;
     const double time = tiles_of_expert(candidate.tokens) * clocks / candidate.blocks;
     if (time >= least) continue;
     least = time;
@@ -188,6 +195,7 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
     best.tiling = tiling;
   }
   best.feature_tiles = ceil_div(p.out_cols(), best.tiling.features());
+  best.token_tiles = tiles_of_rows(p, best.tiling.tokens);  // at most
   best.tokens = best.tiling.tokens;
   best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
   const double tiles =
@@ -197,7 +205,9 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
                                    std::max<int64_t>(1, best.stages / kFewestStages));
   best.part_stages = formats::round_up(ceil_div(best.stages, best.parts), 2);
   best.parts = ceil_div(best.stages, best.part_stages);
-  best.blocks = num_multiprocessors;
+  best.multicast = best.tiling.multicast && best.feature_tiles % 2 == 0;
+  best.cluster = best.multicast ? 2 : 1;
+  best.blocks = num_multiprocessors / best.cluster * best.cluster;
   return best;
 }
 
@@ -250,9 +260,11 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     const Division division = has_experts ? choose_for_experts(problem, context_.num_multiprocessors)
                                           : choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
+    const int64_t panel = std::clamp<int64_t>(kPanelBytes / (division.tokens * problem.in_cols() * 2), 1,
+                                              std::max<int64_t>(division.token_tiles, 1));
     if (has_experts) {
       args_.experts = experts_args(problem);
-      list_expert_rows(division.tokens);
+      list_expert_rows(division.tokens, panel);
     } else if (!has_aligned_x(problem)) {
       stage_x(1);
     }
@@ -272,9 +284,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.feature_tiles = static_cast<int>(division.feature_tiles);
     args_.token_tiles = static_cast<int>(division.token_tiles);
     args_.tokens = static_cast<int>(division.tokens);
-    if (!has_experts)
-      args_.panel = static_cast<int>(std::clamp<int64_t>(
-          kPanelBytes / (division.tokens * problem.in_cols() * 2), 1, division.token_tiles));
+    args_.panel = static_cast<int>(panel);
     args_.tiles = static_cast<int>(division.tiles());
     args_.multicast = division.multicast;
     args_.whole = static_cast<int>(division.whole);
@@ -325,11 +335,10 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const QgemmSm90LargeTiling tiling =
       tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
                 number_of(values, "sharers"));
-  HALFBYTE_CHECK(problem.experts.num == 0 ||
-                     (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= kMostExpertTokens),
-                 usage,
-                 "qgemm_sm90_large: experts go with sharers 2, at most {} tokens and without double-quant",
-                 kMostExpertTokens);
+  const int most = most_expert_tokens(problem);
+  HALFBYTE_CHECK(
+      problem.experts.num == 0 || (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= most),
+      usage, "qgemm_sm90_large: experts go with sharers 2, at most {} tokens and without double-quant", most);
   HALFBYTE_CHECK(can_be(tiling) && std::ranges::any_of(kCandidates,
                                                        [&](const Candidate& candidate) {
                                                          return candidate.tokens == tiling.tokens &&

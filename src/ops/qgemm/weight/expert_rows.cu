@@ -34,13 +34,17 @@ __device__ __forceinline__ void list_tiles(const QgemmExpertRowsArgs& args, int 
       const i32 before = __shfl_up_sync(kAllLanes, sum, static_cast<unsigned>(distance));
       if (lane >= distance) sum += before;
     }
-    i32 at = listed + sum - tiles;
+    const i32 first_tile = listed + sum - tiles;
     // Offsets that do not ascend could give more than there is room for.
-    for (i32 row = 0; row < count && at < args.most_tiles; row += args.tile)
-      args.list[1 + at++] = {expert, static_cast<i32>(begin + row), min(args.tile, count - row)};
+    const i32 room = clamp(args.most_tiles - first_tile, 0, tiles);
+    for (i32 tile = 0; tile < room; ++tile) {
+      const i32 row = tile * args.tile, panel = tile / args.most_width * args.most_width;
+      args.list[1 + first_tile + tile] = {expert, static_cast<i32>(begin + row), min(args.tile, count - row),
+                                          first_tile + panel, min(args.most_width, room - panel)};
+    }
     listed += shuffle(sum, 31);
   }
-  if (lane == 0) args.list[0] = {min(listed, args.most_tiles), 0, 0};
+  if (lane == 0) args.list[0] = {min(listed, args.most_tiles), 0, 0, 0, 0};
 }
 
 extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)

@@ -7,16 +7,17 @@ namespace halfbyte {
 
 inline constexpr int kExpertRowsThreads = 256;
 
-// Rows [first, first + count) in the order of experts; of entry 0 of a list, expert is how many others there
-// are.
+// Rows [first, first + count) in the order of experts, and the tiles of the expert that are gone through
+// together: `width` from number `panel` on. Of entry 0 of a list, expert is how many others there are; they
+// have numbers from 0.
 struct ExpertTileEntry {
-  formats::i32 expert, first, count;
+  formats::i32 expert, first, count, panel, width;
 };
 
 struct QgemmExpertRowsArgs {
   ExpertsArgs experts;
   ExpertTileEntry* list;  // [1 + most_tiles]
-  formats::i32 tile, most_tiles;
+  formats::i32 tile, most_tiles, most_width;
   const void* x;
   void* to;             // x in the order of experts, [rows][chunks]; null: it lies in it
   formats::i64 chunks;  // of 16 bytes, of a row of x

@@ -47,11 +47,13 @@ cuda::KernelSpec rows_kernel() { return {"ops/qgemm/weight/expert_rows.cu", "qge
 
 }  // namespace
 
-QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile) {
+QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile,
+                                 int64_t most_width) {
   const QgemmExperts& experts = problem.experts;
   const int64_t row_bytes = problem.in_cols() * size_of(problem.dtype);
   args_.experts = experts_args(problem);
   args_.tile = static_cast<int32_t>(tile);
+  args_.most_width = static_cast<int32_t>(most_width);
   args_.most_tiles = static_cast<int32_t>(tiles_of_rows(problem, tile));
   args_.chunks = row_bytes / 16;
   // Rows that no expert has are zeros; masked, they are not written.

@@ -25,8 +25,10 @@ KernelKey experts_key();
 class QgemmExpertRows {
  public:
   QgemmExpertRows() = default;  // not needed
-  // In the current context, which is `context`. Rows of x are whole chunks of 16 bytes.
-  QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile);
+  // In the current context, which is `context`. Rows of x are whole chunks of 16 bytes. `tile`: rows;
+  // `most_width`: tiles of an expert that are gone through together.
+  QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile,
+                  int64_t most_width);
 
   bool is_used() const { return function_ != nullptr; }
   int64_t workspace_bytes() const { return num_bytes_; }
