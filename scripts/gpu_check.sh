@@ -11,7 +11,8 @@
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
-# bitsandbytes; cliffs, which times products at many M and odd shapes; packs, which compiles every kernel, some minutes of all CPUs, and
+# bitsandbytes; cliffs, which times products at many M and odd shapes; experts, which times those with the weights of experts
+# beside torch's grouped_mm; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
@@ -48,7 +49,7 @@ while (($#)); do
     --from) from=$2 && shift ;;
     --out) out=$2 && shift ;;
     -*)
-      sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+      sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
       exit 2
       ;;
     *) chosen+=("$1") ;;
@@ -196,15 +197,30 @@ section_qgemm() {
   "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json" --force
 }
 section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
+# Each case in a process that compiles first, all at once, then in one that measures.
+section_experts() {
+  local cases=("128 8 1536x2048" "128 8 2048x768" "8 2 28672x4096" "8 2 4096x14336" "256 8 512x7168" "256 8 7168x256") case
+  local experts top_k shape warm=0
+  for warm in 1 0; do
+    for case in "${cases[@]}"; do
+      read -r experts top_k shape <<<"$case"
+      local command=("$HALFBYTE_CLI" bench qgemm --quick --experts "$experts" --top-k "$top_k" --shape "$shape" --format nf4
+        --json "$out/experts_${experts}_$shape.json" --force)
+      if ((warm)); then "${command[@]}" >/dev/null & else "${command[@]}" || return 1; fi
+    done
+    wait
+  done
+  python3 bench/peer_grouped.py | tee "$out/peer_grouped.json"
+}
 
 # ---- Their order, time limits and logs
 
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
+  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
@@ -237,7 +253,7 @@ for section in "${sections[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|layers)$ ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|experts|layers)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300
