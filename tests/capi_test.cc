@@ -221,6 +221,7 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(grouped.dtype, HALFBYTE_DTYPE_BF16);
   EXPECT_EQ(grouped.rows, HALFBYTE_EXPERT_ROWS_OFFSETS);
   EXPECT_EQ(grouped.top_k, 1);
+  EXPECT_EQ(grouped.swiglu, 0);
   EXPECT_EQ(grouped.alignment, 16);
   EXPECT_EQ(grouped.variant, nullptr);
   EXPECT_EQ(INITIALISED(qgemm_grouped_args).weight, nullptr);
@@ -901,6 +902,57 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   EXPECT_EQ(codes.values, codes_back.values);
   EXPECT_EQ(scales.values, scales_back.values);
 
+  // A weight of 32 rows and this one, as one of 72.
+  view.rows = 32;
+  Array<uint8_t> some_codes({32, 48}, codes.values);
+  Array<float> some_scales({32, 3}, scales.values);
+  view.codes = some_codes;
+  view.scales = some_scales;
+  const std::array<int64_t, 2> joined_rows = {32, 72};
+  std::array<int64_t, 2> joined_bytes{};
+  for (size_t i = 0; i < 2; ++i)
+    EXPECT_OK(halfbyte_packed_weight_bytes(&spec, joined_rows[i], 96, &joined_bytes[i]));
+  Array<uint8_t> more_memory({joined_bytes[0] + joined_bytes[1] + 256});
+  const auto more_offset =
+      static_cast<uint64_t>(256 - reinterpret_cast<uintptr_t>(more_memory.values.data()) % 256);
+  std::array<DLTensor, 2> joined_data;
+  std::array<halfbyte_packed_weight, 2> joined = {packed, packed};
+  for (size_t i = 0; i < 2; ++i) {
+    joined_data[i] = *static_cast<const DLTensor*>(more_memory);
+    joined_data[i].byte_offset = more_offset + static_cast<uint64_t>(i == 0 ? 0 : joined_bytes[0]);
+    joined_data[i].shape = &joined_bytes[i];
+    joined[i].rows = joined_rows[i];
+    joined[i].data = &joined_data[i];
+  }
+  EXPECT_OK(halfbyte_reorder_to_packed(&view, joined.data(), nullptr));
+  const halfbyte_packed_weight* both[] = {joined.data(), &packed};
+  EXPECT_OK(halfbyte_packed_concat_rows(both, 2, &joined[1], nullptr));
+  Array<uint8_t> all_codes({72, 48});
+  Array<float> all_scales({72, 3});
+  view.rows = 72;
+  view.codes = all_codes;
+  view.scales = all_scales;
+  EXPECT_OK(halfbyte_reorder_from_packed(&joined[1], &view, nullptr));
+  some_codes.values.insert(some_codes.values.end(), codes.values.begin(), codes.values.end());
+  EXPECT_EQ(all_codes.values, some_codes.values);
+  some_scales.values.insert(some_scales.values.end(), scales.values.begin(), scales.values.end());
+  EXPECT_EQ(all_scales.values, some_scales.values);
+  EXPECT_FAILS(HALFBYTE_USAGE, "concat_rows: to must be [32, 96], the rows of all weights, got [72, 96]",
+               halfbyte_packed_concat_rows(both, 1, &joined[1], nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "concat_rows: weights must not be empty",
+               halfbyte_packed_concat_rows(nullptr, 0, &joined[1], nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "weights must not be NULL",
+               halfbyte_packed_concat_rows(nullptr, 2, &joined[1], nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "count must be >= 0, got -1",
+               halfbyte_packed_concat_rows(both, -1, &joined[1], nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "to must not be NULL", halfbyte_packed_concat_rows(both, 2, nullptr, nullptr));
+  both[1] = nullptr;
+  EXPECT_FAILS(HALFBYTE_USAGE, "weights[1] must not be NULL",
+               halfbyte_packed_concat_rows(both, 2, &joined[1], nullptr));
+  view.rows = 40;
+  view.codes = codes;
+  view.scales = scales;
+
   auto descriptor = INITIALISED(qgemm_descriptor);
   descriptor.spec = &spec;
   descriptor.m = 3;
@@ -1120,6 +1172,26 @@ TEST(CApi, ProductsWithTheWeightsOfExperts) {
   EXPECT_OK(halfbyte_qgemm_grouped_run(plan.get(), nullptr, nullptr, 0, &args));
   EXPECT_EQ(y.values, expected);
   EXPECT_NE(y.values[0], 0);
+
+  // The first half of the rows of a weight is a gate.
+  constexpr size_t kOpened = kRows / 2;
+  descriptor.swiglu = 1;
+  EXPECT_OK(halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  const UniquePlan gated(raw);
+  Array<float> opened({kTokens * kTopK, kRows / 2});
+  EXPECT_EQ(halfbyte_qgemm_grouped_can_implement(gated.get(), &args), HALFBYTE_USAGE);
+  args.y = opened;
+  EXPECT_OK(halfbyte_qgemm_grouped_run(gated.get(), nullptr, nullptr, 0, &args));
+  for (size_t slot = 0; slot < chosen.size(); ++slot)
+    for (size_t col = 0; col < kOpened; ++col) {
+      const float gate = expected[slot * kRows + col], other = expected[slot * kRows + kOpened + col];
+      const float wanted = gate / (1 + std::exp(-gate)) * other;
+      EXPECT_NEAR(opened.values[slot * kOpened + col], wanted, 1e-5f * std::fabs(wanted) + 1e-5f) << slot;
+    }
+  descriptor.swiglu = 2;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.swiglu must be 0 or 1, got 2",
+               halfbyte_qgemm_grouped_select(kCpu, &descriptor, nullptr, &raw));
+  descriptor.swiglu = 0;
 
   // Slots of a token, each times its routing weight, plus a bias, one after the other.
   descriptor.sum_slots = descriptor.routing_weights = descriptor.bias = 1;

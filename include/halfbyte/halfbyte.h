@@ -992,6 +992,14 @@ HALFBYTE_API halfbyte_status halfbyte_reorder_from_packed(const halfbyte_packed_
                                                           const halfbyte_weight_view* to,
                                                           const halfbyte_execution* execution);
 
+/* The rows of `count` weights, one behind the other, as one: PackedTensor::concat_rows in halfbyte/qgemm.hpp
+ * says which go together. `to`: of their spec, columns and device, with the rows of all; it overlaps none of
+ * them. On a CUDA device it is enqueued on the stream; where there is a global scale, the call waits for it
+ * to compare them. */
+HALFBYTE_API halfbyte_status halfbyte_packed_concat_rows(const halfbyte_packed_weight* const* weights,
+                                                         int64_t count, const halfbyte_packed_weight* to,
+                                                         void* stream);
+
 typedef int32_t halfbyte_qgemm_math;
 enum {
   HALFBYTE_QGEMM_MATH_AUTO = 0,
@@ -1118,6 +1126,7 @@ typedef struct halfbyte_qgemm_grouped_descriptor {
   int32_t routing_weights;  /* flag */
   int32_t routing_gradient; /* flag */
   int32_t bias;             /* flag */
+  int32_t swiglu;           /* flag; forward only: y has n / 2 columns */
   int32_t accumulate;       /* flag */
   int64_t top_k;            /* slots of a token */
   int64_t alignment;        /* bytes: of x, y, bias and forward_x */

@@ -123,6 +123,13 @@ class HALFBYTE_API PackedTensor {
 HALFBYTE_API void reorder(const ConstWeightView& from, const PackedWeight& to, Execution execution = {});
 HALFBYTE_API void reorder(const ConstPackedWeight& from, const WeightView& to, Execution execution = {});
 
+// PackedTensor::concat_rows into memory of the caller. `to` has the spec, columns and device of the weights,
+// the rows of all, and overlaps none of them. Padding is written as `reorder` writes it. On a CUDA device the
+// copies are enqueued on `stream`; where there is a global scale, the call waits for it to compare them.
+// Throws as the member, and Error(usage) for another `to`.
+HALFBYTE_API void concat_rows(std::span<const ConstPackedWeight> weights, const PackedWeight& to,
+                              void* stream = nullptr);
+
 enum class QgemmMath : uint8_t {
   automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums
   tf32,       // f32 only: operands may be rounded to tf32

@@ -558,6 +558,7 @@ def qgemm_grouped(
     bias: Any = None,
     transposed: bool = False,
     sum_slots: bool = False,
+    swiglu: bool = False,
     out: Any = None,
     accumulate: bool = False,
     variant: str = "",
@@ -575,8 +576,9 @@ def qgemm_grouped(
       multiplied by. top_k: None: as many as routing_weights have columns, or as there are slots for a row of x;
     - x [num_experts, m, in]: of each expert offsets[e] rows. The others of y [num_experts, m, out] are not written.
 
-    accumulate: out += instead of a new y. variant: only that implementation; see explain_qgemm_grouped. Raises ValueError
-    for shapes, dtypes and devices that do not fit, and Error (DEVICE) where no implementation takes them. Gradients of
+    swiglu (not transposed): the first half of the rows of a weight is a gate, the others what it opens: y has half as many
+    columns, silu(gate) * other. accumulate: out += instead of a new y. variant: only that implementation; see
+    explain_qgemm_grouped. Raises ValueError for shapes, dtypes and devices that do not fit, and Error (DEVICE) where no implementation takes them. Gradients of
     routing weights: QgemmGroupedPlan.
 
     >>> w = halfbyte.pack_experts([halfbyte.quantize(i * np.eye(64, dtype=np.float32), "int8") for i in (1, 2, 3)])
@@ -595,7 +597,7 @@ def qgemm_grouped(
     if len(shape) not in ((2,) if slots is not None else (2, 3)):
         rule = "have the shape [rows, in]" + ("" if slots is not None else ", or [num_experts, m, in]")
         raise _bad_argument("x", rule, list(shape))
-    outer = weights.cols if transposed else weights.rows
+    outer = weights.cols if transposed else weights.rows // (2 if swiglu else 1)
     rows = "offsets" if len(shape) == 2 else "masked"
     m, y_shape, of_slots = shape[-2], (*shape[:-1], outer), {}
     if slots is not None:
@@ -610,7 +612,7 @@ def qgemm_grouped(
         of_slots = {"top_k": top_k, "x_per_slot": x_per_slot, "routing_weights": routing_weights is not None}
     d = _descriptor(QgemmGroupedDescriptor, spec=weights.spec, num_experts=weights.num_experts, m=m, n=weights.rows,
                     k=weights.cols, transposed=transposed, dtype=dtype, rows=rows, sum_slots=sum_slots,
-                    bias=bias is not None, accumulate=accumulate, variant=variant, **of_slots)  # fmt: skip
+                    bias=bias is not None, swiglu=swiglu, accumulate=accumulate, variant=variant, **of_slots)  # fmt: skip
     y = _new(x, dtype, y_shape, out)
     _run(_core.QgemmGroupedPlan, d, x, stream, num_threads, x=x, weight=weights.data, offsets=offsets, slots=slots,
          routing_weights=routing_weights, bias=bias, y=y)  # fmt: skip

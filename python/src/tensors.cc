@@ -532,6 +532,30 @@ Packed reorder_arrays(nb::handle spec_text, int64_t rows, int64_t cols, nb::hand
   return packed;
 }
 
+Packed concat_rows_of(nb::handle weights, nb::handle stream) {
+  if (!nb::isinstance<nb::sequence>(weights) || nb::isinstance<nb::str>(weights))
+    wrong_type("weights", "a list of PackedTensor", weights);
+  std::vector<Packed> given;
+  std::vector<ConstPackedWeight> views;
+  int64_t rows = 0;
+  for (const nb::handle each : nb::borrow<nb::sequence>(weights)) {
+    if (!nb::isinstance<Packed>(each))
+      wrong_type("weights[" + std::to_string(given.size()) + "]", "a PackedTensor", each);
+    given.push_back(nb::cast<const Packed&>(each));
+    views.push_back(given.back().view());
+    rows += views.back().rows;
+  }
+  if (given.empty())
+    throw Error(ErrorCode::usage, "weights must have at least one weight, got none",
+                ErrorDetails{ErrorKind::invalid_argument, "weights", "at least one weight", "none"});
+  const Packed& first = given.front();
+  Packed packed = empty_packed(views[0].spec, rows, views[0].cols, first.home, nb::none());
+  void* const handle = to_stream(stream, first.home);
+  const nb::gil_scoped_release release;
+  concat_rows(views, packed.view(), handle);
+  return packed;
+}
+
 void bind_packed(nb::module_& module) {
   nb::class_<PackedTensor>(module, "_PackedTensor", "What functions of the library read of a PackedTensor.");
   nb::class_<Packed, PackedTensor>(
@@ -754,6 +778,21 @@ void bind_tensors(nb::module_& module) {
       "    (['biases', 'codes', 'scales'], (32, 8), dtype('uint32'))\n"
       "    >>> halfbyte.reorder(q.spec, 32, 64, \"mlx\", **mlx)\n"
       "    <PackedTensor affine4: (32, 64), 5 bits per weight, cpu>");
+  module.def(
+      "concat_rows", &concat_rows_of, nb::arg("weights"), nb::kw_only(), nb::arg("stream") = nb::none(),
+      nb::sig("def concat_rows(weights: Sequence[PackedTensor], *, stream: object = None) -> PackedTensor"),
+      "The rows of all weights, one behind the other, as one weight, a copy: products of the same x with "
+      "several weights (queries, keys and values; gate and up) are then one, and the columns of its y those "
+      "of each. The weights have one spec, the same columns and device, and but for the last a multiple of "
+      "32 "
+      "rows; their scales are not double quantized, and not one for the whole tensor, and a global scale is "
+      "the same for all. Exact; on CUDA devices it is enqueued on the stream. Raises ValueError naming the "
+      "weight that does not fit.\n\n"
+      "    >>> q = halfbyte.quantize(np.eye(96, 64, dtype=np.float32), \"int8\")\n"
+      "    >>> k = halfbyte.quantize(np.ones((32, 64), np.float32), \"int8\")\n"
+      "    >>> both = halfbyte.concat_rows([q.pack(), k.pack()])\n"
+      "    >>> both.rows, halfbyte.qgemm(np.ones((1, 64), np.float32), both).shape\n"
+      "    (128, (1, 128))");
 }
 
 }  // namespace halfbyte::python

@@ -261,14 +261,14 @@ void bind_descriptors(nb::module_& module) {
       "k", &Grouped::k)("transposed", &Grouped::transposed)("dtype", &Grouped::dtype)("rows", &Grouped::rows)(
       "top_k", &Grouped::top_k)("x_per_slot", &Grouped::x_per_slot)("sum_slots", &Grouped::sum_slots)(
       "routing_weights", &Grouped::routing_weights)("routing_gradient", &Grouped::routing_gradient)(
-      "bias", &Grouped::bias)("accumulate", &Grouped::accumulate)("alignment", &Grouped::alignment)(
-      "variant", &Grouped::variant);
+      "bias", &Grouped::bias)("swiglu", &Grouped::swiglu)("accumulate", &Grouped::accumulate)(
+      "alignment", &Grouped::alignment)("variant", &Grouped::variant);
   grouped.done(
       "def __init__(self, *, spec: QuantSpec | str, num_experts: int, m: int = 0, n: int, k: int, "
       "transposed: bool = False, dtype: str = 'bf16', rows: str = 'offsets', top_k: int = 1, "
       "x_per_slot: bool = False, sum_slots: bool = False, routing_weights: bool = False, "
-      "routing_gradient: bool = False, bias: bool = False, accumulate: bool = False, alignment: int = 16, "
-      "variant: str = '') -> None");
+      "routing_gradient: bool = False, bias: bool = False, swiglu: bool = False, accumulate: bool = False, "
+      "alignment: int = 16, variant: str = '') -> None");
 }
 
 }  // namespace

@@ -208,3 +208,13 @@ halfbyte_status halfbyte_reorder_from_packed(const halfbyte_packed_weight* from,
                                              const halfbyte_execution* execution) {
   return guard([&] { reorder(packed_of(from, "from"), weight_view_of(to, "to"), execution_of(execution)); });
 }
+halfbyte_status halfbyte_packed_concat_rows(const halfbyte_packed_weight* const* weights, int64_t count,
+                                            const halfbyte_packed_weight* to, void* stream) {
+  return guard([&] {
+    if (count < 0) refuse("count must be >= 0, got {}", count);
+    std::vector<ConstPackedWeight> given;
+    for (int64_t i = 0; i < count; ++i)
+      given.push_back(packed_of((&required(weights, "weights"))[i], fmt::format("weights[{}]", i).c_str()));
+    concat_rows(given, packed_of(to, "to"), stream);
+  });
+}

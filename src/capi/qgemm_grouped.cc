@@ -58,6 +58,7 @@ QgemmGroupedDescriptor descriptor_of(const halfbyte_qgemm_grouped_descriptor* gi
   descriptor.routing_weights = flag_of(c.routing_weights, "descriptor.routing_weights");
   descriptor.routing_gradient = flag_of(c.routing_gradient, "descriptor.routing_gradient");
   descriptor.bias = flag_of(c.bias, "descriptor.bias");
+  descriptor.swiglu = flag_of(c.swiglu, "descriptor.swiglu");
   descriptor.accumulate = flag_of(c.accumulate, "descriptor.accumulate");
   descriptor.alignment = c.alignment;
   if (c.variant != nullptr) descriptor.variant = c.variant;

@@ -366,6 +366,35 @@ def test_mlx_and_bitsandbytes_parts_are_those_of_their_files():
     assert np.array_equal(codes.reshape(x.shape), codes_of(nf4))
 
 
+@pytest.mark.parametrize("spec", ["nf4", "int4,group_size=32,asymmetric", "affine4", "int8,granularity=channel", "mxfp4"])
+def test_rows_of_several_weights_as_one(spec):
+    w = random(32 + 96 + 21, 192)
+    parts = [halfbyte.quantize(each, spec).pack() for each in np.split(w, [32, 128])]
+    joined = halfbyte.concat_rows(parts)
+    assert np.array_equal(joined.data, halfbyte.quantize(w, spec).pack().data)
+    assert (joined.rows, joined.cols, joined.spec, joined.framework) == (149, 192, parts[0].spec, "numpy")
+    x = random(3, 192)
+    beside = np.concatenate([halfbyte.qgemm(x, each) for each in parts], axis=1)
+    assert np.allclose(halfbyte.qgemm(x, joined), beside, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(halfbyte.concat_rows(tuple(parts[:1])).data, parts[0].data)
+
+
+def test_rows_that_do_not_go_together():
+    w = random(48, 64)
+    packed, other = halfbyte.quantize(w, "int4").pack(), halfbyte.quantize(w, "int8").pack()
+    for weights, text in (
+        ([], "weights must have at least one weight"),
+        ([packed, packed], r"weights\[0\].rows must be a multiple of 32 but for the last weight, got 48"),
+        ([halfbyte.quantize(random(32, 64), "int4").pack(), other], r"weights\[1\].spec.format must be int4"),
+        ([halfbyte.quantize(w, "nf4,double_quant").pack()], "double quantized"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            halfbyte.concat_rows(weights)
+    for wrong in (packed, [packed.data], "int4"):
+        with pytest.raises(TypeError):
+            halfbyte.concat_rows(wrong)
+
+
 def test_experts_are_packed_one_by_one():
     x = random(3, 32, 64)
     q = halfbyte.quantize(x, "int4")

@@ -184,6 +184,36 @@ def test_rows_where_they_lie(weights, dense, tokens, top_k, per_slot):
     assert near(out, 2 * total)
 
 
+def silu(v):
+    return v / (1 + np.exp(-v))
+
+
+def test_gates_of_rows_where_they_lie(weights, dense):
+    experts = chosen(7, 2)
+    routing = halfbyte.route(experts, EXPERTS)
+    x, bias, routing_weights = random(7, K, seed=13) / 8, random(EXPERTS, N, seed=14), random(7, 2, seed=15)
+    product = np.einsum("si,soi->so", np.repeat(x, 2, axis=0), dense[experts.reshape(-1)]) + bias[experts.reshape(-1)]
+    wanted = silu(product[:, : N // 2]) * product[:, N // 2 :]
+    assert near(halfbyte.qgemm_grouped(x, weights, *routing, top_k=2, bias=bias, swiglu=True), wanted)
+    wanted = (wanted * routing_weights.reshape(-1, 1)).reshape(7, 2, N // 2).sum(axis=1)
+    y = halfbyte.qgemm_grouped(x, weights, *routing, routing_weights, bias=bias, sum_slots=True, swiglu=True)
+    assert near(y, wanted)
+    out = wanted.copy()
+    halfbyte.qgemm_grouped(x, weights, *routing, routing_weights, bias=bias, sum_slots=True, swiglu=True, out=out, accumulate=True)
+    assert near(out, 2 * wanted)
+
+
+def test_gates_of_rows_in_the_order_of_experts(weights, dense):
+    counts = np.array([1, 0, 3, 2, 1], np.int32)
+    x = random(EXPERTS, 3, K, seed=16) / 8
+    product = x @ dense.swapaxes(1, 2)
+    wanted = silu(product[..., : N // 2]) * product[..., N // 2 :]
+    counted = np.arange(3) < counts[:, None]
+    assert near(halfbyte.qgemm_grouped(x, weights, counts, swiglu=True)[counted], wanted[counted])
+    y = halfbyte.qgemm_grouped(x[counted], weights, np.cumsum(counts).astype(np.int32), swiglu=True)
+    assert near(y, wanted[counted])
+
+
 def test_slots_of_a_token_are_counted(weights):
     x, routing = random(6, K), halfbyte.route(chosen(6, 2), EXPERTS)
     y = halfbyte.qgemm_grouped(x, weights, *routing, sum_slots=True)
@@ -241,6 +271,8 @@ def test_products_that_do_not_fit(weights):
         ((x, weights, offsets), {"accumulate": True, "out": np.zeros((4, N + 1), F)}),
         ((x, weights, offsets), {"bias": random(N)}),
         ((x, weights, offsets), {"sum_slots": True}),
+        ((x, weights, offsets), {"swiglu": True, "out": np.zeros((4, N), F)}),
+        ((random(4, N), weights, offsets), {"swiglu": True, "transposed": True}),
         ((x, weights, offsets), {"variant": "qgemm_none"}),
         ((x.astype(np.float64), weights, offsets), {}),
         ((random(K), weights, offsets), {}),

@@ -183,7 +183,7 @@ TEST(QuantizedTensor, MayBeEmpty) {
   EXPECT_NO_THROW(QuantizedTensor().expanded());
 }
 
-// The parts of a concatenated weight are those of a weight that is packed as one.
+// The bytes of a concatenated weight are those of a weight that is packed as one.
 TEST(PackedTensor, ConcatenatesRows) {
   for (const FormatInfo& format : all_formats()) {
     if (format.format == Format::lut4) continue;
@@ -217,13 +217,12 @@ TEST(PackedTensor, ConcatenatesRows) {
       const PackedTensor joined = PackedTensor::concat_rows(views);
       EXPECT_EQ(joined.view().rows, 141);
       ASSERT_EQ(joined.view().num_bytes, expected.view().num_bytes);
-      // What lies between sections is not defined: the weights are compared as they decode to parts.
-      const QuantizedTensor again(spec, {141, kCols}, DType::f32);
-      reorder(joined.view(), again.weight_view());
-      EXPECT_EQ(bytes_of(again.codes), bytes_of(whole.codes)) << format.name;
-      EXPECT_EQ(bytes_of(again.scales), bytes_of(whole.scales)) << format.name;
-      EXPECT_EQ(bytes_of(again.zeros), bytes_of(whole.zeros)) << format.name;
-      EXPECT_EQ(bytes_of(again.biases), bytes_of(whole.biases)) << format.name;
+      const auto num_bytes = static_cast<size_t>(expected.view().num_bytes);
+      EXPECT_EQ(std::memcmp(joined.view().data, expected.view().data, num_bytes), 0) << format.name;
+      const PackedTensor given(spec, 141, kCols);
+      std::memset(given.view().data, 0x5a, num_bytes);
+      concat_rows(views, given.view());
+      EXPECT_EQ(std::memcmp(given.view().data, expected.view().data, num_bytes), 0) << format.name;
     }
   }
 }
@@ -248,6 +247,23 @@ TEST(PackedTensor, RefusesRowsThatDoNotGoTogether) {
   set(two, 3.0f);
   expect_usage("the global scale of weights[1] must be 2 as of the first, got 3", [&] {
     concat({one.view(), two.view()});
+  });
+
+  const PackedTensor twice({}, 64, 64), thrice({}, 96, 64);
+  const auto into = [&](const PackedWeight& to) {
+    const ConstPackedWeight weights[] = {a.view(), a.view()};
+    concat_rows(weights, to);
+  };
+  EXPECT_NO_THROW(into(twice.view()));
+  expect_usage("to must be [64, 64], the rows of all weights, got [96, 64]", [&] { into(thrice.view()); });
+  expect_usage("to must be [64, 64], the rows of all weights, got [32, 128]", [&] { into(wide.view()); });
+  expect_usage("to.spec.format must be nf4 as in weights[0], got int4",
+               [&] { into(PackedTensor({.format = Format::int4}, 64, 64).view()); });
+  expect_usage("overlap", [&] {
+    PackedWeight over = twice.view();
+    const ConstPackedWeight part = {{}, 32, 64, over.data, {}};
+    const ConstPackedWeight weights[] = {a.view(), part};
+    concat_rows(weights, over);
   });
 }
 

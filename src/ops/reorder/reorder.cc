@@ -27,24 +27,6 @@ int padding_of(const ConstWeightView& view) {
   return codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : kPaddingOfGroup;
 }
 
-// What lies between and behind the sections.
-void find_gaps(const PackedLayout& p, ReorderGap* gaps) {
-  const int64_t num_parameters = p.strips * p.groups * formats::kUnitRows;
-  int64_t end = p.strips * p.strip_bytes;
-  const auto section = [&](int64_t begin, int64_t num_bytes) {
-    *gaps++ = {end, begin};
-    end = begin + num_bytes;
-  };
-  if (!p.inlined) {
-    section(p.scales, num_parameters * p.scale_bytes);
-    if (p.has_zeros) section(p.zeros, num_parameters);
-    if (p.has_biases) section(p.biases, num_parameters * p.bias_bytes);
-  }
-  if (p.double_quant) section(p.absmax, p.offset + int64_t{sizeof(float)} - p.absmax);
-  if (p.has_global_scale) section(p.global_scale, int64_t{sizeof(float)});
-  section(p.num_bytes, 0);
-}
-
 template <class T>
 T* at(void* memory, int64_t byte) {
   return reinterpret_cast<T*>(static_cast<uint8_t*>(memory) + byte);
@@ -140,6 +122,23 @@ void move_sections(const ReorderArgs& args, bool to_packed) {
 }
 
 }  // namespace
+
+void find_gaps(const PackedLayout& p, ReorderGap* gaps) {
+  const int64_t num_parameters = p.strips * p.groups * formats::kUnitRows;
+  int64_t end = p.strips * p.strip_bytes;
+  const auto section = [&](int64_t begin, int64_t num_bytes) {
+    *gaps++ = {end, begin};
+    end = begin + num_bytes;
+  };
+  if (!p.inlined) {
+    section(p.scales, num_parameters * p.scale_bytes);
+    if (p.has_zeros) section(p.zeros, num_parameters);
+    if (p.has_biases) section(p.biases, num_parameters * p.bias_bytes);
+  }
+  if (p.double_quant) section(p.absmax, p.offset + int64_t{sizeof(float)} - p.absmax);
+  if (p.has_global_scale) section(p.global_scale, int64_t{sizeof(float)});
+  section(p.num_bytes, 0);
+}
 
 void place_reorder(ReorderArgs& args, const ConstWeightView& view, const void* packed) {
   // One description for both directions: which of the two a kernel writes is its own.

@@ -25,6 +25,8 @@ inline bool rows_begin_at_bytes(const ReorderArgs& args) {
   return args.layout.n <= 1 || args.row_bits % 8 == 0;
 }
 
+// What lies between and behind the sections: kReorderGaps at most.
+void find_gaps(const formats::PackedLayout& layout, ReorderGap* gaps);
 // Of checked parts that fit together, and packed memory.
 ReorderArgs make_reorder_args(const ConstWeightView& view, const void* packed);
 // Their addresses only.
