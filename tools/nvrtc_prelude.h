@@ -38,6 +38,7 @@ __device__ unsigned __reduce_add_sync(unsigned mask, unsigned value);
 __device__ unsigned __byte_perm(unsigned x, unsigned y, unsigned selector);
 __device__ int __clz(int x);
 __device__ int __ffs(int x);
+__device__ int __popc(unsigned x);
 __device__ float __uint_as_float(unsigned x);
 __device__ float __fadd_rn(float x, float y);
 __device__ float __fsub_rn(float x, float y);
@@ -55,6 +56,8 @@ __device__ float fmaxf(float x, float y);
 __device__ double fmax(double x, double y);
 __device__ float sqrtf(float x);
 __device__ double sqrt(double x);
+__device__ float exp(float x);
+__device__ double exp(double x);
 template <class T>
 __device__ T atomicAdd(T* to, T value);
 __device__ long long clock64();
