@@ -177,11 +177,28 @@ MODELS = {
 }
 
 
-def make_model(path, changes={}, dtype="BF16", biases="", num_shards=1):
+def feed_forward(config, layer):
+    """Names and shapes of the linear layers behind attention."""
+    hidden, inner, is_mixtral = config["hidden_size"], config.get("intermediate_size"), config["model_type"] == "mixtral"
+    block = f"model.layers.{layer}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    modules = [block]
+    if llama.has_experts(config, layer):
+        inner = config.get("moe_intermediate_size", inner)
+        experts = config["num_local_experts" if is_mixtral else "num_experts"]
+        modules = [f"{block}.experts.{expert}" for expert in range(experts)]
+        yield f"{block}.gate", experts, hidden
+    for module in modules:
+        yield f"{module}.{gate}", inner, hidden
+        yield f"{module}.{up}", inner, hidden
+        yield f"{module}.{down}", hidden, inner
+
+
+def make_model(path, changes={}, dtype="BF16", biases="", num_shards=1, seed=None):
     """A model with random weights."""
     config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
-    rng = np.random.default_rng()
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    rng = np.random.default_rng(seed)
+    hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     kv_size = config.get("num_key_value_heads", heads) * head_dim
@@ -199,18 +216,19 @@ def make_model(path, changes={}, dtype="BF16", biases="", num_shards=1):
         layer = f"model.layers.{i}"
         add(f"{layer}.input_layernorm.weight", hidden, mean=1, deviation=0.2)
         add(f"{layer}.post_attention_layernorm.weight", hidden, mean=1, deviation=0.2)
+        if config["model_type"] == "qwen3_moe":
+            add(f"{layer}.self_attn.q_norm.weight", head_dim, mean=1, deviation=0.2)
+            add(f"{layer}.self_attn.k_norm.weight", head_dim, mean=1, deviation=0.2)
         for module, n, k in [
-            ("self_attn.q_proj", heads * head_dim, hidden),
-            ("self_attn.k_proj", kv_size, hidden),
-            ("self_attn.v_proj", kv_size, hidden),
-            ("self_attn.o_proj", hidden, heads * head_dim),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
+            (f"{layer}.self_attn.q_proj", heads * head_dim, hidden),
+            (f"{layer}.self_attn.k_proj", kv_size, hidden),
+            (f"{layer}.self_attn.v_proj", kv_size, hidden),
+            (f"{layer}.self_attn.o_proj", hidden, heads * head_dim),
+            *feed_forward(config, i),
         ]:
-            add(f"{layer}.{module}.weight", n, k, deviation=1.5 / np.sqrt(k))
-            if module.split(".")[1][0] in biases:
-                add(f"{layer}.{module}.bias", n, deviation=0.5)
+            add(f"{module}.weight", n, k, deviation=1.5 / np.sqrt(k))
+            if module.split(".")[-1][0] in biases:
+                add(f"{module}.bias", n, deviation=0.5)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     checkpoints.write_shards(path, tensors, {"format": "pt"}, num_shards)
@@ -237,7 +255,153 @@ def test_groups_that_cross_rows_have_no_packed_form(halfbyte, tmp_path):
     assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=2e-5)
 
 
+# ---- Models with experts
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "intermediate_size": None,
+    },
+}
+
+
+def make_experts(path, model_type, changes={}, **how):
+    """The same in each run: where two experts are almost equally likely, the last bit chooses one."""
+    base = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    return make_model(path, base | EXPERTS[model_type] | changes, seed=1, **how)
+
+
+def grouped(document):
+    """Linear layers of experts that are multiplied together: those of products with gate and up as one weight and with
+    down, and those with gate or up alone."""
+    rows = [row for row in document["products"] if row["kind"] == "grouped"]
+    assert all(row["kernel"].startswith("qgemm_") for row in rows)
+    alone = [row for row in rows if row.get("reason", "").startswith("concat_rows: ")]
+    return tuple(sum(row["layers"] for row in some) for some in ([row for row in rows if row not in alone], alone))
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize(
+    "options, alone",
+    [
+        ("--format nf4 --layout halfbyte", False),
+        ("--format int4 --group-size 32", False),
+        ("--format nvfp4", False),
+        ("--format affine4 --group-size 32", False),  # MLX has them in one tensor
+        ("--format nf4 --double-quant --layout halfbyte", True),
+        ("--format fp4_e2m1 --group-size tensor", True),
+    ],
+)
+def test_experts_are_multiplied_together(model_type, options, alone, halfbyte, tmp_path):
+    model = tmp_path / "model"
+    halfbyte("quantize", make_experts(tmp_path / "dense", model_type), "-o", model, *options.split())
+    loss = expected(model)
+    fused, dequantized = (evaluate(model, "--matmul", kind) for kind in ("fused", "dequantize"))
+    assert grouped(fused) == ((16, 32) if alone else (48, 0))  # 2 layers of 8 experts
+    assert grouped(dequantized) == (0, 0)
+    assert fused["eval"]["nats_per_byte"] == pytest.approx(loss, abs=2e-5)
+    assert dequantized["eval"]["nats_per_byte"] == pytest.approx(loss, abs=2e-5)
+    assert fused["memory_bytes"] < dequantized["memory_bytes"] / 2
+
+
+def test_experts_of_bitsandbytes(halfbyte, tmp_path):
+    dense = make_experts(tmp_path / "dense", "mixtral")
+    halfbyte("quantize", dense, "-o", tmp_path / "model", "--format", "nf4", "--reader", "transformers-4")
+    document = evaluate(tmp_path / "model")
+    assert grouped(document) == (48, 0)
+    assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=2e-5)
+
+
+SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4, "intermediate_size": 80}
+EXPERT_MODELS = {  # the type, changes, how it is made, and linear layers as of grouped()
+    "top 1": ("mixtral", {"num_experts_per_tok": 1}, {"num_shards": 3}, (48, 0)),
+    "all experts": ("mixtral", {"num_experts_per_tok": 8, "tie_word_embeddings": True}, {}, (48, 0)),
+    "weights as they are": ("qwen3_moe", {"norm_topk_prob": None}, {"dtype": "F16"}, (48, 0)),
+    "some layers only": ("qwen3_moe", SPARSE, {}, (24, 0)),
+    "biases of attention": ("qwen3_moe", {"attention_bias": True}, {"biases": "qkvo"}, (48, 0)),
+    "narrow experts": ("qwen3_moe", {"moe_intermediate_size": 48}, {}, (16, 32)),  # rows that are no strips of 32
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_other_models_with_experts(name, halfbyte, tmp_path):
+    model_type, changes, how, layers = EXPERT_MODELS[name]
+    dense = make_experts(tmp_path / "dense", model_type, changes, **how)
+    document = evaluate(dense)
+    assert {row["kind"] for row in document["products"]} == {"dense"}
+    assert document["eval"]["nats_per_byte"] == pytest.approx(expected(dense), abs=2e-5)
+    halfbyte("quantize", dense, "-o", tmp_path / "model", *"--format int4 --layout halfbyte --group-size 16".split())
+    document = evaluate(tmp_path / "model")
+    assert grouped(document) == layers
+    assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--format int4 --layout halfbyte --exclude experts.3.up_proj",
+        "--format affine4 --exclude layers.1.*down_proj",  # of experts in one tensor
+    ],
+)
+def test_experts_of_which_some_are_dense(options, halfbyte, tmp_path):
+    dense = make_experts(tmp_path / "dense", "qwen3_moe", {"moe_intermediate_size": 64})
+    halfbyte("quantize", dense, "-o", tmp_path / "model", *options.split())
+    document = evaluate(tmp_path / "model")
+    assert "dense" in {row["kind"] for row in document["products"]}
+    assert grouped(document) == ((0, 0) if "int4" in options else (24, 0))
+    assert document["eval"]["nats_per_byte"] == pytest.approx(expected(tmp_path / "model"), abs=2e-5)
+
+
+def test_experts_of_different_formats(halfbyte, tmp_path):
+    dense, model, other = make_experts(tmp_path / "dense", "qwen3_moe"), tmp_path / "model", tmp_path / "other"
+    for path, format in ((model, "int4"), (other, "int8")):
+        halfbyte("quantize", dense, "-o", path, "--layout", "halfbyte", "--group-size", 32, "--format", format)
+    tensors, metadata = st.read_directory(model)
+    module = "model.layers.0.mlp.experts.3.up_proj."
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    others = {name: tensor for name, tensor in st.read_directory(other)[0].items() if name.startswith(module)}
+    checkpoints.write_shards(model, tensors | others, metadata, 1)
+    document = evaluate(model)
+    fused = {row["weight"]: row["layers"] for row in document["products"] if row["kind"] == "fused"}
+    assert fused == {"int4 g32, halfbyte": 8 + 23, "int8 g32, halfbyte": 1}
+    assert grouped(document) == (24, 0)  # those of the other layer
+    assert document["eval"]["nats_per_byte"] == pytest.approx(expected(model), abs=2e-5)
+
+
+@pytest.mark.parametrize("options", ["--format nf4", "--format nf4 --double-quant"])
+def test_experts_with_bf16_activations(options, halfbyte, tmp_path):
+    # All experts: rounding changes none.
+    dense = make_experts(tmp_path / "dense", "mixtral", {"num_experts_per_tok": 8})
+    halfbyte("quantize", dense, "-o", tmp_path / "model", "--layout", "halfbyte", *options.split())
+    loss = evaluate(tmp_path / "model")["eval"]["nats_per_byte"]
+    for kind in ("fused", "dequantize"):
+        document = evaluate(tmp_path / "model", "--dtype", "bf16", "--matmul", kind)
+        assert 1e-7 < abs(document["eval"]["nats_per_byte"] - loss) < 2e-2
+
+
+def test_any_number_of_threads_gives_the_same_loss_of_experts(halfbyte, tmp_path):
+    dense = make_experts(tmp_path / "dense", "qwen3_moe")
+    halfbyte("quantize", dense, "-o", tmp_path / "model", "--format", "int4", "--group-size", 32)
+    for kind in ("fused", "dequantize"):
+        documents = [evaluate(tmp_path / "model", "--matmul", kind, "--threads", n) for n in (1, 2, 5)]
+        assert len({document["eval"]["nats_per_byte"] for document in documents}) == 1
+
+
 # ---- Generation
+
+
+def likeliest(model, prompt, count):
+    config, weights = read_model(model)
+    text = prompt.encode()
+    for _ in range(count):
+        tokens = np.frombuffer(text, np.uint8).astype(np.int64)
+        text += bytes([int(llama.logits(config, weights, tokens)[-1].argmax())])
+    return text
 
 
 @pytest.mark.parametrize("format", [None, "int4"])
@@ -247,15 +411,22 @@ def test_the_likeliest_text(format, halfbyte, tmp_path):
         model = tmp_path / "model"
         halfbyte("quantize", TINY_LLAMA, "-o", model, "--format", format)
     prompt, count = "It is a truth ", 12
-    config, weights = read_model(model)
-    text = prompt.encode()
-    for _ in range(count):
-        tokens = np.frombuffer(text, np.uint8).astype(np.int64)
-        text += bytes([int(llama.logits(config, weights, tokens)[-1].argmax())])
+    text = likeliest(model, prompt, count)
     result = run_json("--prompt", prompt, "--tokens", count, model)["generate"]
     assert (result["prompt"] + result["text"]).encode() == text
     assert bytes(result["tokens"]) == text[len(prompt) :]
     assert run("--prompt", prompt, "--tokens", count, model).stdout.startswith(text + b"\n")
+
+
+@pytest.mark.parametrize("options", ["int4", "nf4", "nf4 --double-quant"])
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_the_likeliest_text_of_experts(model_type, options, halfbyte, tmp_path):
+    dense = make_experts(tmp_path / "dense", model_type)
+    model, prompt, count = tmp_path / "model", "It is a truth ", 12
+    halfbyte("quantize", dense, "-o", model, "--layout", "halfbyte", "--group-size", 32, "--format", *options.split())
+    text = likeliest(model, prompt, count)
+    result = run_json("--prompt", prompt, "--tokens", count, model)["generate"]
+    assert prompt.encode() + bytes(result["tokens"]) == text
 
 
 def test_texts_at_a_temperature():
@@ -283,6 +454,16 @@ def test_a_cuda_device_gives_the_loss_of_the_cpu(format, device, halfbyte, tmp_p
     prompt = ["--prompt", "It is a truth ", "--tokens", 20]
     texts = {run_json(*prompt, "--device", where, tmp_path / "model")["generate"]["text"] for where in ("cpu", device)}
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("options", ["nf4", "nf4 --double-quant", "int4 --group-size 32"])
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_a_cuda_device_gives_the_loss_of_experts_on_the_cpu(model_type, options, device, halfbyte, tmp_path):
+    dense = make_experts(tmp_path / "dense", model_type)
+    halfbyte("quantize", dense, "-o", tmp_path / "model", "--layout", "halfbyte", "--format", *options.split())
+    cpu, cuda = (evaluate(tmp_path / "model", "--device", where) for where in ("cpu", device))
+    assert grouped(cuda) == grouped(cpu) != (0, 0)
+    assert cuda["eval"]["nats_per_byte"] == pytest.approx(cpu["eval"]["nats_per_byte"], abs=1e-4)
 
 
 def test_a_cuda_device_must_have_something_to_compute(device):
@@ -325,7 +506,7 @@ def test_what_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, '"model_type" must be llama, mistral or qwen2, got "gpt2"'),
+        ({"model_type": "gpt2"}, '"model_type" must be llama, mistral, mixtral, qwen2 or qwen3_moe, got "gpt2"'),
         ({"hidden_act": "gelu"}, '"hidden_act" must be silu, got "gelu"'),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, '"rope_type" must be default, linear or llama3, got "yarn"'),
         ({"rope_scaling": {"rope_type": "linear"}}, 'no "factor"'),
@@ -349,6 +530,46 @@ def test_models_that_are_not_supported(changes, message, tmp_path):
         assert "64 positions" in fails("--eval", TEXT, "--window", 65, path, code=USAGE)
     else:
         assert message in fails("--eval", TEXT, "--window", 65, path, code=BAD_INPUT)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, message",
+    [
+        ("mixtral", {"num_local_experts": None}, 'no "num_local_experts"'),
+        ("mixtral", {"num_local_experts": 9}, ".gate.weight: must have the shape [9, 64] by config.json, got [8, 64]"),
+        ("mixtral", {"num_experts_per_tok": 9}, '"num_experts_per_tok" must be at most "num_local_experts", got 9 and 8'),
+        ("mixtral", {"num_experts_per_tok": 0}, '"num_experts_per_tok" must be from 1'),
+        ("mixtral", {"intermediate_size": 96}, "experts.0.w1.weight: must have the shape [96, 64]"),
+        ("qwen3_moe", {"num_experts": None}, 'no "num_experts"'),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, '"num_experts_per_tok" must be at most "num_experts", got 9 and 8'),
+        ("qwen3_moe", {"moe_intermediate_size": None}, 'no "moe_intermediate_size"'),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "must be boolean"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, '"decoder_sparse_step" must be from 1'),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, 'no "intermediate_size"'),
+        ("qwen3_moe", {"mlp_only_layers": [1], "intermediate_size": 96}, 'no weight "model.layers.1.mlp.gate_proj.weight"'),
+        ("qwen3_moe", {"head_dim": None, "hidden_size": 32}, "embed_tokens.weight: must have the shape [256, 32]"),
+        ("qwen3_moe", {"model_type": "qwen2_moe"}, 'got "qwen2_moe"'),
+        ("qwen3_moe", {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 96}, "block_sparse_moe.gate"),
+    ],
+)
+def test_models_with_experts_that_are_not_supported(model_type, changes, message, tmp_path):
+    path = make_experts(tmp_path / "model", model_type)
+    config = json.loads((path / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    assert message in fails("--eval", TEXT, "--window", 65, path, code=BAD_INPUT)
+
+
+def test_an_expert_that_is_missing_or_has_a_bias(tmp_path):
+    path = make_experts(tmp_path / "model", "qwen3_moe")
+    tensors, metadata = st.read_directory(path)
+    name = "model.layers.1.mlp.experts.7.down_proj"
+    without = {key: tensor for key, tensor in tensors.items() if key != f"{name}.weight"}
+    checkpoints.write_shards(path, without, metadata, 1)
+    assert f'no weight "{name}.weight"' in fails("--eval", TEXT, path, code=BAD_INPUT)
+    bias = {f"{name}.bias": tensors["model.norm.weight"]}
+    checkpoints.write_shards(path, tensors | bias, metadata, 1)
+    assert f'weight "{name}.bias" is none of a model of the type "qwen3_moe"' in fails("--eval", TEXT, path, code=BAD_INPUT)
 
 
 def test_tokens_are_bytes(tmp_path):

@@ -77,12 +77,32 @@ std::vector<float> rope_frequencies(const json& config, int64_t head_dim) {
   return frequencies;
 }
 
+// What experts there are, and in which layers.
+void parse_experts(const json& object, Config& config) {
+  const auto get = [&](const char* key) { return extent(key, required<int64_t>(object, key)); };
+  const bool is_mixtral = config.model_type == "mixtral";
+  const char* const num_experts = is_mixtral ? "num_local_experts" : "num_experts";
+  config.num_experts = get(num_experts);
+  config.experts_per_token = get("num_experts_per_tok");
+  if (config.experts_per_token > config.num_experts)
+    refuse(std::string("\"num_experts_per_tok\" must be at most \"") + num_experts + "\", got " +
+           std::to_string(config.experts_per_token) + " and " + std::to_string(config.num_experts));
+  config.expert_intermediate_size = get(is_mixtral ? "intermediate_size" : "moe_intermediate_size");
+  config.normalizes_routing = is_mixtral || value_or(object, "norm_topk_prob", false);
+  if (is_mixtral) return;
+  config.sparse_step = extent("decoder_sparse_step", value_or<int64_t>(object, "decoder_sparse_step", 1));
+  config.dense_layers = value_or(object, "mlp_only_layers", std::vector<int64_t>());
+}
+
 Config parse(const json& object) {
   Config config;
   config.model_type = required<std::string>(object, "model_type");
-  // The last two are the first with other biases and a window of attention.
-  if (config.model_type != "llama" && config.model_type != "mistral" && config.model_type != "qwen2")
-    refuse("\"model_type\" must be llama, mistral or qwen2, got \"" + config.model_type + "\"");
+  // mistral and qwen2 are llama with other biases and a window of attention.
+  const bool is_mixture = config.model_type == "mixtral" || config.model_type == "qwen3_moe";
+  if (config.model_type != "llama" && config.model_type != "mistral" && config.model_type != "qwen2" &&
+      !is_mixture)
+    refuse("\"model_type\" must be llama, mistral, mixtral, qwen2 or qwen3_moe, got \"" + config.model_type +
+           "\"");
   const auto act = value_or<std::string>(object, "hidden_act", "silu");
   if (act != "silu") refuse("\"hidden_act\" must be silu, got \"" + act + "\"");
   if (value_or(object, "partial_rotary_factor", 1.0) != 1) refuse("\"partial_rotary_factor\" must be 1");
@@ -94,8 +114,11 @@ Config parse(const json& object) {
   if (config.vocab_size != 256)
     refuse("\"vocab_size\" must be 256, as bytes are the tokens, got " + std::to_string(config.vocab_size));
   config.hidden_size = get("hidden_size");
-  config.intermediate_size = get("intermediate_size");
   config.num_layers = get("num_hidden_layers");
+  if (is_mixture) parse_experts(object, config);
+  // Only layers without experts have it.
+  if (!is_mixture || config.sparse_step > 1 || !config.dense_layers.empty())
+    config.intermediate_size = get("intermediate_size");
   config.num_heads = get("num_attention_heads");
   config.num_kv_heads = get_or("num_key_value_heads", config.num_heads);
   config.head_dim = get_or("head_dim", config.hidden_size / config.num_heads);
@@ -108,11 +131,17 @@ Config parse(const json& object) {
     config.max_positions = std::min(config.max_positions, get_or("sliding_window", INT32_MAX));
   config.rms_norm_eps = static_cast<float>(value_or(object, "rms_norm_eps", 1e-6));
   config.tie_word_embeddings = value_or(object, "tie_word_embeddings", false);
+  config.normalizes_heads = config.model_type == "qwen3_moe";
   config.rope_frequencies = rope_frequencies(object, config.head_dim);
   return config;
 }
 
 }  // namespace
+
+bool Config::has_experts(int64_t layer) const {
+  return num_experts > 0 && (layer + 1) % sparse_step == 0 &&
+         std::find(dense_layers.begin(), dense_layers.end(), layer) == dense_layers.end();
+}
 
 Config read_config(const std::string& directory) {
   const std::string path = directory + "/config.json";

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 // The function is compiled for each of these, and the best is chosen when the program starts.
@@ -126,6 +127,26 @@ void silu_multiply(float* gate, const float* up, int64_t count, int num_threads)
   parallel_for(count, kElementwiseGrain, num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) gate[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
   });
+}
+
+Routing route(const float* logits, int64_t m, int64_t num_experts, int64_t per_token, bool normalized) {
+  Routing routing{per_token, {}, {}};
+  std::vector<int32_t> order(static_cast<size_t>(num_experts));
+  for (const float* row = logits; row < logits + m * num_experts; row += num_experts) {
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + per_token, order.end(),
+                      [row](int32_t a, int32_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
+    // What the weights are divided by: the sum over the experts that are used, or over all.
+    float sum = 0;
+    for (int64_t j = 0; j < (normalized ? per_token : num_experts); ++j)
+      sum += std::exp(row[order[static_cast<size_t>(j)]] - row[order[0]]);
+    for (int64_t j = 0; j < per_token; ++j) {
+      const int32_t expert = order[static_cast<size_t>(j)];
+      routing.experts.push_back(expert);
+      routing.weights.push_back(std::exp(row[expert] - row[order[0]]) / sum);
+    }
+  }
+  return routing;
 }
 
 void rope(float* x, int64_t m, int64_t num_heads, const std::vector<float>& frequencies, int64_t first,

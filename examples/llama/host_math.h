@@ -30,12 +30,22 @@ class DenseMatrix {
   std::vector<float> panels_;  // [ceil(n / 16)][k][16]
 };
 
-// y[m, n] = x / sqrt(mean of the squares of its row + eps) * weight[n]
+// y[m, n] = x / sqrt(mean of the squares of its row + eps) * weight[n]. y may be x.
 void rms_norm(const float* x, int64_t m, int64_t n, const float* weight, float eps, float* y,
               int num_threads);
 
 // gate = silu(gate) * up, of `count` elements
 void silu_multiply(float* gate, const float* up, int64_t count, int num_threads);
+
+// Which experts each of m tokens is given to, and what the output of each counts.
+struct Routing {
+  int64_t per_token = 0;
+  std::vector<int32_t> experts;  // [m, per_token], the likeliest first
+  std::vector<float> weights;    // [m, per_token]
+};
+// By the softmax of logits[m, num_experts]; of equal ones the first. normalized: the weights of a token sum
+// to 1.
+Routing route(const float* logits, int64_t m, int64_t num_experts, int64_t per_token, bool normalized);
 
 // Rotates the pairs (i, i + head_dim / 2) of each of `num_heads` heads of each row by the row's position
 // times frequencies[i]. x[m, num_heads * head_dim]; rows are at positions first, first + 1, ...

@@ -11,26 +11,15 @@ namespace {
 
 using namespace halfbyte;
 
-std::string describe(const Weight& weight) {
-  if (!weight.layout) return to_string(*weight.dtype);
-  const QuantSpec& spec = weight.spec;
-  std::string text = info(spec.format).name;
-  if (spec.asymmetric) text += " asymmetric";
-  const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
-  text += grouped ? " g" + std::to_string(spec.group_size) : std::string(" ") + to_string(spec.granularity);
-  if (spec.double_quant) text += " double-quant";
-  return text + ", " + to_string(*weight.layout);
-}
-
 // ---- Dense, or decoded when it is loaded
 
 class DenseLinear : public Linear {
  public:
   DenseLinear(const Checkpoint& checkpoint, const Weight& weight, std::vector<float> bias, Product product,
-              Workplace& workplace)
-      : n_(weight.shape[0]),
-        k_(weight.shape[1]),
-        matrix_(decoded(checkpoint, weight).data(), n_, k_),
+              Workplace& workplace, int64_t expert)
+      : n_(weight.shape.end()[-2]),
+        k_(weight.shape.end()[-1]),
+        matrix_(decoded(checkpoint, weight, n_ * k_, expert).data(), n_, k_),
         bias_(std::move(bias)),
         product_(std::move(product)),
         workplace_(workplace) {}
@@ -51,9 +40,10 @@ class DenseLinear : public Linear {
   int64_t memory_bytes() const override { return matrix_.num_bytes(); }
 
  private:
-  static std::vector<float> decoded(const Checkpoint& checkpoint, const Weight& weight) {
-    std::vector<float> values(static_cast<size_t>(weight.shape[0] * weight.shape[1]));
-    checkpoint.decode(weight, 0, static_cast<int64_t>(values.size()), DType::f32, values.data());
+  static std::vector<float> decoded(const Checkpoint& checkpoint, const Weight& weight, int64_t count,
+                                    int64_t expert) {
+    std::vector<float> values(static_cast<size_t>(count));
+    checkpoint.decode(weight, expert * count, count, DType::f32, values.data());
     return values;
   }
 
@@ -69,12 +59,12 @@ class DenseLinear : public Linear {
 class QuantizedLinear : public Linear {
  public:
   QuantizedLinear(const Checkpoint& checkpoint, const Weight& weight, const std::vector<float>& bias,
-                  Workplace& workplace)
+                  Workplace& workplace, int64_t expert)
       : product_{describe(weight), "fused", "", ""}, workplace_(workplace) {
     const Options& options = workplace.options;
     const Execution execution{.num_threads = options.num_threads};
     packed_ = load_weight(checkpoint, weight.name, {}, execution)
-                  .pack(execution)
+                  .pack(execution, expert)
                   .to(options.device, workplace.stream.handle());
     if (bias.empty()) return;
     const Tensor host({}, options.dtype, {packed_.view().rows});
@@ -87,39 +77,14 @@ class QuantizedLinear : public Linear {
   }
 
   void forward(const float* x, int64_t m, float* y) override {
-    const auto& [device, dtype, matmul, num_threads] = workplace_.options;
-    const int64_t n = packed_.view().rows, k = packed_.view().cols;
     select(m);
-    const void* from = x;
-    void* to = y;
-    if (dtype == DType::bf16) {
-      workplace_.x_bf16.resize(static_cast<size_t>(m * k));
-      workplace_.y_bf16.resize(static_cast<size_t>(m * n));
-      std::transform(x, x + m * k, workplace_.x_bf16.begin(), to_bf16);
-      from = workplace_.x_bf16.data();
-      to = workplace_.y_bf16.data();
-    }
     Qgemm::Args args{.weight = packed_.view()};
-    args.x = {from, dtype, {m, k}, {}, device};
-    args.y = {to, dtype, {m, n}, {}, device};
+    args.x = workplace_.upload(x, m, packed_.view().cols);
+    args.y = workplace_.output(y, m, packed_.view().rows);
     if (plan_->descriptor().bias) args.bias = bias_.view();
-    const int64_t x_bytes = m * k * size_of(dtype), y_bytes = m * n * size_of(dtype);
-    const bool elsewhere = device != Device{};
-    void* stream = workplace_.stream.handle();
-    if (elsewhere) {
-      void* const x_memory = grown(workplace_.x, x_bytes);
-      copy(device, x_memory, from, x_bytes, stream);
-      args.x.data = x_memory;
-      args.y.data = grown(workplace_.y, y_bytes);
-    }
-    grown(workplace_.workspace, plan_->workspace_size());
-    plan_->run(stream, workplace_.workspace, args);
-    if (elsewhere) {
-      copy(device, to, args.y.data, y_bytes, stream);
-      workplace_.stream.synchronize();
-    }
-    if (dtype == DType::bf16)
-      std::transform(workplace_.y_bf16.begin(), workplace_.y_bf16.end(), y, from_bf16);
+    workplace_.reserve(workplace_.workspace, plan_->workspace_size());
+    plan_->run(workplace_.stream.handle(), workplace_.workspace, args);
+    workplace_.download(args.y, y);
   }
   Product product() const override { return product_; }
   int64_t memory_bytes() const override { return packed_.view().num_bytes; }
@@ -137,13 +102,7 @@ class QuantizedLinear : public Linear {
                                .dtype = options.dtype,
                                .bias = bias_.num_elements() > 0},
                               {.num_threads = options.num_threads});
-    const std::string& kernel = plan_->sku().kernel;
-    if (product_.kernel.find(kernel) == std::string::npos)
-      product_.kernel += (product_.kernel.empty() ? "" : ", ") + kernel;
-  }
-  std::byte* grown(Memory& memory, int64_t num_bytes) const {
-    if (memory.num_bytes() < num_bytes) memory = Memory(workplace_.options.device, num_bytes);
-    return memory.data();
+    product_.add_kernel(plan_->sku().kernel);
   }
 
   Product product_;
@@ -153,10 +112,72 @@ class QuantizedLinear : public Linear {
   std::optional<QgemmPlan> plan_;
 };
 
-// Why products cannot read the codes of a weight; empty: they can.
-std::string refusal(const Weight& weight) {
+}  // namespace
+
+void Product::add_kernel(const std::string& name) {
+  if (kernel.find(name) == std::string::npos) kernel += (kernel.empty() ? "" : ", ") + name;
+}
+
+Workplace::Workplace(const Options& wanted) : options(wanted), stream(wanted.device) {}
+
+std::byte* Workplace::reserve(Memory& memory, int64_t num_bytes) const {
+  if (memory.num_bytes() < num_bytes) memory = Memory(options.device, num_bytes);
+  return memory.data();
+}
+
+ConstTensorView Workplace::upload(const float* x_values, int64_t m, int64_t columns) {
+  const auto& [device, dtype, matmul, num_threads] = options;
+  const void* from = x_values;
+  if (dtype == DType::bf16) {
+    x_bf16.resize(static_cast<size_t>(m * columns));
+    std::transform(x_values, x_values + m * columns, x_bf16.begin(), to_bf16);
+    from = x_bf16.data();
+  }
+  if (device != Device{}) {
+    const int64_t num_bytes = m * columns * size_of(dtype);
+    void* const memory = reserve(x, num_bytes);
+    copy(device, memory, from, num_bytes, stream.handle());
+    from = memory;
+  }
+  return {from, dtype, {m, columns}, {}, device};
+}
+
+TensorView Workplace::output(float* y_values, int64_t m, int64_t columns) {
+  const auto& [device, dtype, matmul, num_threads] = options;
+  void* to = y_values;
+  if (dtype == DType::bf16) {
+    y_bf16.resize(static_cast<size_t>(m * columns));
+    to = y_bf16.data();
+  }
+  if (device != Device{}) to = reserve(y, m * columns * size_of(dtype));
+  return {to, dtype, {m, columns}, {}, device};
+}
+
+void Workplace::download(const TensorView& from, float* y_values) {
+  const bool is_bf16 = options.dtype == DType::bf16;
+  const int64_t count = num_elements(from);
+  if (options.device != Device{}) {
+    void* const to = is_bf16 ? static_cast<void*>(y_bf16.data()) : y_values;
+    copy(options.device, to, from.data, count * size_of(from.dtype), stream.handle());
+    stream.synchronize();
+  }
+  if (is_bf16) std::transform(y_bf16.begin(), y_bf16.begin() + count, y_values, from_bf16);
+}
+
+std::string describe(const Weight& weight) {
+  if (!weight.layout) return to_string(*weight.dtype);
+  const QuantSpec& spec = weight.spec;
+  std::string text = info(spec.format).name;
+  if (spec.asymmetric) text += " asymmetric";
+  const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
+  text += grouped ? " g" + std::to_string(spec.group_size) : std::string(" ") + to_string(spec.granularity);
+  if (spec.double_quant) text += " double-quant";
+  return text + ", " + to_string(*weight.layout);
+}
+
+std::string why_not_packed(const Weight& weight) {
   try {
-    packed_weight_bytes(weight.spec, weight.shape[0], weight.shape[1]);
+    packed_weight_bytes(weight.spec, weight.shape.end()[-2], weight.shape.end()[-1]);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::usage) throw;
     return error.what();
@@ -164,18 +185,16 @@ std::string refusal(const Weight& weight) {
   return "";
 }
 
-}  // namespace
-
-Workplace::Workplace(const Options& wanted) : options(wanted), stream(wanted.device) {}
-
 std::unique_ptr<Linear> make_linear(const Checkpoint& checkpoint, const Weight& weight,
-                                    std::vector<float> bias, Workplace& workplace) {
+                                    std::vector<float> bias, Workplace& workplace, int64_t expert) {
   Product product{describe(weight), weight.layout ? "dequantized" : "dense", "", ""};
   if (weight.layout && workplace.options.matmul == Matmul::fused) {
-    product.reason = refusal(weight);
-    if (product.reason.empty()) return std::make_unique<QuantizedLinear>(checkpoint, weight, bias, workplace);
+    product.reason = why_not_packed(weight);
+    if (product.reason.empty())
+      return std::make_unique<QuantizedLinear>(checkpoint, weight, bias, workplace, expert);
   }
-  return std::make_unique<DenseLinear>(checkpoint, weight, std::move(bias), std::move(product), workplace);
+  return std::make_unique<DenseLinear>(checkpoint, weight, std::move(bias), std::move(product), workplace,
+                                       expert);
 }
 
 }  // namespace llama

@@ -23,10 +23,13 @@ struct Options {
 // How a linear layer is computed.
 struct Product {
   std::string weight;  // "nf4 g64, bitsandbytes"; "bf16"
-  std::string kind;    // "fused", "dequantized" (to f32, when it was loaded) or "dense"
+  // "fused"; "grouped", fused and together with those of other experts; "dequantized" (to f32, when it was
+  // loaded) or "dense"
+  std::string kind;
   std::string kernel;  // of fused products that have run; several are separated by commas
-  std::string reason;  // why it is dequantized, where that was not asked for
+  std::string reason;  // why it is dequantized, or gate apart from up, where that was not asked for
   auto operator<=>(const Product&) const = default;
+  void add_kernel(const std::string& name);  // unless it is there
 };
 
 class Linear {
@@ -43,12 +46,24 @@ struct Workplace {
   explicit Workplace(const Options& options);
   Options options;
   halfbyte::Stream stream;
-  halfbyte::Memory workspace, x, y;      // of the device
-  std::vector<uint16_t> x_bf16, y_bf16;  // on the host
+  halfbyte::Memory workspace, x, y, hidden, routing;  // of the device
+  std::vector<uint16_t> x_bf16, y_bf16;               // on the host
+
+  // Makes memory at least that long. What was in it is lost.
+  std::byte* reserve(halfbyte::Memory& memory, int64_t num_bytes) const;
+  // x[m, columns] as products read it: in their dtype, on the device. Valid until the next call.
+  halfbyte::ConstTensorView upload(const float* x_values, int64_t m, int64_t columns);
+  // Where products write y[m, columns]. Once they are enqueued, `download` waits and moves it to y.
+  halfbyte::TensorView output(float* y_values, int64_t m, int64_t columns);
+  void download(const halfbyte::TensorView& from, float* y_values);
 };
 
-// `weight` is of two axes; bias is empty or [n].
+std::string describe(const halfbyte::Weight& weight);
+// Why products cannot read the codes of a quantized weight; empty: they can.
+std::string why_not_packed(const halfbyte::Weight& weight);
+
+// `weight` is of two axes, or of three: then it is that of one expert. bias is empty or [n].
 std::unique_ptr<Linear> make_linear(const halfbyte::Checkpoint& checkpoint, const halfbyte::Weight& weight,
-                                    std::vector<float> bias, Workplace& workplace);
+                                    std::vector<float> bias, Workplace& workplace, int64_t expert = 0);
 
 }  // namespace llama

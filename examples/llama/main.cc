@@ -1,4 +1,5 @@
-// Evaluates a model of the Llama type over a text, or lets it write one. Bytes are the tokens.
+// Evaluates a model of the Llama type, with experts or without, over a text, or lets it write one. Bytes are
+// the tokens.
 #include <algorithm>
 #include <charconv>
 #include <chrono>

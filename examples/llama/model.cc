@@ -18,24 +18,31 @@ Model::Model(const std::string& directory, const Options& options)
   embedding_ = &take("model.embed_tokens.weight", {c.vocab_size, hidden});
   for (int64_t i = 0; i < c.num_layers; ++i) {
     const std::string layer = "model.layers." + std::to_string(i) + ".";
-    layers_.push_back(
-        {.input_norm = take_values(layer + "input_layernorm.weight", {hidden}),
-         .post_attention_norm = take_values(layer + "post_attention_layernorm.weight", {hidden}),
-         .q = take_linear(layer + "self_attn.q_proj", q_size, hidden),
-         .k = take_linear(layer + "self_attn.k_proj", kv_size, hidden),
-         .v = take_linear(layer + "self_attn.v_proj", kv_size, hidden),
-         .o = take_linear(layer + "self_attn.o_proj", hidden, q_size),
-         .gate = take_linear(layer + "mlp.gate_proj", c.intermediate_size, hidden),
-         .up = take_linear(layer + "mlp.up_proj", c.intermediate_size, hidden),
-         .down = take_linear(layer + "mlp.down_proj", hidden, c.intermediate_size)});
+    Layer& added = layers_.emplace_back();
+    added.input_norm = take_values(layer + "input_layernorm.weight", {hidden});
+    added.post_attention_norm = take_values(layer + "post_attention_layernorm.weight", {hidden});
+    if (c.normalizes_heads) {
+      added.q_norm = take_values(layer + "self_attn.q_norm.weight", {c.head_dim});
+      added.k_norm = take_values(layer + "self_attn.k_norm.weight", {c.head_dim});
+    }
+    added.q = take_linear(layer + "self_attn.q_proj", q_size, hidden);
+    added.k = take_linear(layer + "self_attn.k_proj", kv_size, hidden);
+    added.v = take_linear(layer + "self_attn.v_proj", kv_size, hidden);
+    added.o = take_linear(layer + "self_attn.o_proj", hidden, q_size);
+    if (c.has_experts(i))
+      take_experts(layer, added);
+    else
+      take_feed_forward(layer, added);
   }
   norm_ = take_values("model.norm.weight", {hidden});
   head_ = c.tie_word_embeddings ? make_linear(checkpoint_, *embedding_, {}, workplace_)
                                 : take_linear("lm_head", c.vocab_size, hidden);
   refuse_unused();
-  const auto fused = [](const Linear* linear) { return linear->product().kind == "fused"; };
-  const std::vector<const Linear*> all = linears();
-  if (options.device != halfbyte::Device{} && std::none_of(all.begin(), all.end(), fused))
+  const auto is_fused = [](const auto& entry) {
+    return entry.first.kind == "fused" || entry.first.kind == "grouped";
+  };
+  const std::map<Product, int64_t> all = products();
+  if (options.device != halfbyte::Device{} && std::none_of(all.begin(), all.end(), is_fused))
     throw Error(ErrorCode::usage,
                 to_string(options.device) +
                     ": must have fused products with quantized weights to compute; this model "
@@ -75,6 +82,36 @@ std::unique_ptr<Linear> Model::take_linear(const std::string& module, int64_t n,
   return make_linear(checkpoint_, weight, std::move(bias), workplace_);
 }
 
+void Model::take_feed_forward(const std::string& layer, Layer& result) {
+  const int64_t hidden = config_.hidden_size, intermediate = config_.intermediate_size;
+  result.gate = take_linear(layer + "mlp.gate_proj", intermediate, hidden);
+  result.up = take_linear(layer + "mlp.up_proj", intermediate, hidden);
+  result.down = take_linear(layer + "mlp.down_proj", hidden, intermediate);
+}
+
+void Model::take_experts(const std::string& layer, Layer& result) {
+  const int64_t hidden = config_.hidden_size, intermediate = config_.expert_intermediate_size;
+  const bool is_mixtral = config_.model_type == "mixtral";
+  const std::string block = layer + (is_mixtral ? "block_sparse_moe." : "mlp.");
+  result.router = take_linear(block + "gate", config_.num_experts, hidden);
+  ExpertWeights weights{.num_experts = config_.num_experts};
+  const auto take_all = [&](const std::string& name, const char* mixtral_name, int64_t n, int64_t k) {
+    // MLX has the experts of a layer in one tensor.
+    const std::string stack = block + "switch_mlp." + name + ".weight";
+    if (checkpoint_.find(stack) != nullptr) return std::vector{&take(stack, {config_.num_experts, n, k})};
+    std::vector<const Weight*> all;
+    for (int64_t expert = 0; expert < config_.num_experts; ++expert)
+      all.push_back(&take(
+          block + "experts." + std::to_string(expert) + "." + (is_mixtral ? mixtral_name : name) + ".weight",
+          {n, k}));
+    return all;
+  };
+  weights.gate = take_all("gate_proj", "w1", intermediate, hidden);
+  weights.up = take_all("up_proj", "w3", intermediate, hidden);
+  weights.down = take_all("down_proj", "w2", hidden, intermediate);
+  result.experts = make_experts(checkpoint_, weights, workplace_);
+}
+
 // A weight that nothing reads belongs to a model that computes something else.
 void Model::refuse_unused() const {
   for (const Weight& weight : checkpoint_.weights()) {
@@ -89,20 +126,26 @@ void Model::refuse_unused() const {
 std::vector<const Linear*> Model::linears() const {
   std::vector<const Linear*> all{head_.get()};
   for (const Layer& layer : layers_)
-    for (const auto* linear : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
-      all.push_back(linear->get());
+    for (const auto* linear :
+         {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down, &layer.router})
+      if (*linear) all.push_back(linear->get());
   return all;
 }
 
 std::map<Product, int64_t> Model::products() const {
   std::map<Product, int64_t> counts;
   for (const Linear* linear : linears()) ++counts[linear->product()];
+  for (const Layer& layer : layers_)
+    if (layer.experts)
+      for (const auto& [product, count] : layer.experts->products()) counts[product] += count;
   return counts;
 }
 
 int64_t Model::memory_bytes() const {
   int64_t bytes = 0;
   for (const Linear* linear : linears()) bytes += linear->memory_bytes();
+  for (const Layer& layer : layers_)
+    if (layer.experts) bytes += layer.experts->memory_bytes();
   return bytes;
 }
 
@@ -125,8 +168,14 @@ std::vector<float> Model::forward(std::span<const uint8_t> tokens, Cache& cache,
   std::vector<float> q = matrix(m, c.num_heads * c.head_dim), attended = q;
   std::vector<float> k = matrix(m, c.num_kv_heads * c.head_dim), v = k;
   std::vector<float> gate = matrix(m, c.intermediate_size), up = gate;
+  std::vector<float> router_logits = matrix(m, c.num_experts);
   const auto normalize = [&](const std::vector<float>& weight) {
     rms_norm(x.data(), m, hidden, weight.data(), c.rms_norm_eps, normed.data(), threads);
+  };
+  const auto normalize_heads = [&](std::vector<float>& heads, const std::vector<float>& weight) {
+    if (!weight.empty())
+      rms_norm(heads.data(), static_cast<int64_t>(heads.size()) / c.head_dim, c.head_dim, weight.data(),
+               c.rms_norm_eps, heads.data(), threads);
   };
   const auto add_output = [&] {
     for (size_t i = 0; i < x.size(); ++i) x[i] += output[i];
@@ -141,6 +190,8 @@ std::vector<float> Model::forward(std::span<const uint8_t> tokens, Cache& cache,
     layer.q->forward(normed.data(), m, q.data());
     layer.k->forward(normed.data(), m, k.data());
     layer.v->forward(normed.data(), m, v.data());
+    normalize_heads(q, layer.q_norm);
+    normalize_heads(k, layer.k_norm);
     rope(q.data(), m, c.num_heads, c.rope_frequencies, first, threads);
     rope(k.data(), m, c.num_kv_heads, c.rope_frequencies, first, threads);
     cache.layers[i].store(k.data(), v.data(), m, first);
@@ -148,10 +199,18 @@ std::vector<float> Model::forward(std::span<const uint8_t> tokens, Cache& cache,
     layer.o->forward(attended.data(), m, output.data());
     add_output();
     normalize(layer.post_attention_norm);
-    layer.gate->forward(normed.data(), m, gate.data());
-    layer.up->forward(normed.data(), m, up.data());
-    silu_multiply(gate.data(), up.data(), static_cast<int64_t>(gate.size()), threads);
-    layer.down->forward(gate.data(), m, output.data());
+    if (layer.experts) {
+      layer.router->forward(normed.data(), m, router_logits.data());
+      layer.experts->forward(
+          normed.data(), m,
+          route(router_logits.data(), m, c.num_experts, c.experts_per_token, c.normalizes_routing),
+          output.data());
+    } else {
+      layer.gate->forward(normed.data(), m, gate.data());
+      layer.up->forward(normed.data(), m, up.data());
+      silu_multiply(gate.data(), up.data(), static_cast<int64_t>(gate.size()), threads);
+      layer.down->forward(gate.data(), m, output.data());
+    }
     add_output();
   }
   cache.length += m;

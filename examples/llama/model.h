@@ -1,4 +1,4 @@
-// A model of the Llama type: a checkpoint, and what it says comes next.
+// A model of the Llama type, with experts or without: a checkpoint, and what it says comes next.
 #pragma once
 
 #include <map>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "config.h"
+#include "experts.h"
 #include "host_math.h"
 #include "linear.h"
 
@@ -38,13 +39,18 @@ class Model {
 
  private:
   struct Layer {
-    std::vector<float> input_norm, post_attention_norm;
-    std::unique_ptr<Linear> q, k, v, o, gate, up, down;
+    std::vector<float> input_norm, post_attention_norm, q_norm, k_norm;  // empty: there is none
+    std::unique_ptr<Linear> q, k, v, o;
+    std::unique_ptr<Linear> gate, up, down;  // of a layer without experts
+    std::unique_ptr<Linear> router;          // of one with experts
+    std::unique_ptr<Experts> experts;
   };
 
   const halfbyte::Weight& take(const std::string& name, std::vector<int64_t> shape);
   std::vector<float> take_values(const std::string& name, std::vector<int64_t> shape);
   std::unique_ptr<Linear> take_linear(const std::string& module, int64_t n, int64_t k);
+  void take_feed_forward(const std::string& layer, Layer& result);
+  void take_experts(const std::string& layer, Layer& result);
   void refuse_unused() const;
   std::vector<const Linear*> linears() const;
 

@@ -1,4 +1,4 @@
-"""A second implementation of models of the Llama type: weights and activations in f32."""
+"""A second implementation of models of the Llama type, Mixtral and Qwen3-MoE: weights and activations in f32."""
 
 import numpy as np
 
@@ -26,6 +26,41 @@ def _norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
 
 
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def has_experts(config, layer):
+    if config["model_type"] == "mixtral":
+        return True
+    is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", [])
+    return config["model_type"] == "qwen3_moe" and is_sparse
+
+
+def _experts(config, weights, layer, x):
+    is_mixtral = config["model_type"] == "mixtral"
+    block = f"{layer}.block_sparse_moe" if is_mixtral else f"{layer}.mlp"
+
+    def expert(number):  # gate, up, down
+        if f"{block}.switch_mlp.up_proj.weight" in weights:  # as MLX has them
+            return (weights[f"{block}.switch_mlp.{name}_proj.weight"][number] for name in ("gate", "up", "down"))
+        names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        return (weights[f"{block}.experts.{number}.{name}.weight"] for name in names)
+
+    scores = np.exp(x @ weights[f"{block}.gate.weight"].T)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : config["num_experts_per_tok"]]
+    shares = np.take_along_axis(scores, chosen, axis=-1)
+    if is_mixtral or config.get("norm_topk_prob"):
+        shares /= shares.sum(axis=-1, keepdims=True)
+    y = np.zeros_like(x)
+    for number in range(scores.shape[-1]):
+        gate, up, down = expert(number)
+        rows, slots = np.nonzero(chosen == number)
+        y[rows] += shares[rows, slots, None] * (_silu(x[rows] @ gate.T) * (x[rows] @ up.T) @ down.T)
+    return y
+
+
 def logits(config, weights, tokens):
     """[len(tokens), vocab] after each of `tokens`; weights: {name: f32 array}."""
     heads = config["num_attention_heads"]
@@ -51,6 +86,8 @@ def logits(config, weights, tokens):
         layer = f"model.layers.{i}"
         h = _norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
         q, k, v = (split(linear(h, f"{layer}.self_attn.{p}_proj")) for p in "qkv")
+        if config["model_type"] == "qwen3_moe":
+            q, k = (_norm(rows, weights[f"{layer}.self_attn.{p}_norm.weight"], eps) for p, rows in (("q", q), ("k", k)))
         q, k = rotate(q), np.repeat(rotate(k), heads // kv_heads, axis=0)
         scores = q @ k.transpose(0, 2, 1) / np.float32(np.sqrt(head_dim)) + mask
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -58,8 +95,11 @@ def logits(config, weights, tokens):
         attended = scores @ np.repeat(v, heads // kv_heads, axis=0)
         x = x + linear(attended.transpose(1, 0, 2).reshape(count, -1), f"{layer}.self_attn.o_proj")
         h = _norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
-        gate = linear(h, f"{layer}.mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+        if has_experts(config, i):
+            x = x + _experts(config, weights, layer, h)
+        else:
+            inner = _silu(linear(h, f"{layer}.mlp.gate_proj")) * linear(h, f"{layer}.mlp.up_proj")
+            x = x + linear(inner, f"{layer}.mlp.down_proj")
     x = _norm(x, weights["model.norm.weight"], eps)
     head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     return linear(x, head)
