@@ -8,17 +8,12 @@
 namespace halfbyte {
 namespace {
 
+using testing::bytes_of;
 using testing::GroupedCase;
 using testing::kCuda;
 using testing::QgemmData;
 using testing::Routing;
 using testing::Surrounded;
-
-template <class T>
-std::vector<uint8_t> bytes_of(const std::vector<T>& values) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(values.data());
-  return {begin, begin + values.size() * sizeof(T)};
-}
 
 // The tensors of a case on the device. exact: without guards, for a checker of memory accesses.
 class OnDevice {

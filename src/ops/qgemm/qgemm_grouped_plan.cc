@@ -19,7 +19,7 @@ std::string text_of_dtypes(const QgemmGroupedDescriptor& d) {
                      to_string(d.spec.scale_dtype));
 }
 
-// Of rows: those of y where `sums` slots make one.
+// Of x or y: a masked layout has rows for each expert.
 std::vector<int64_t> shape_of(const QgemmGroupedDescriptor& d, int64_t rows, int64_t cols) {
   if (d.rows == ExpertRows::masked) return {d.num_experts, d.m, cols};
   return {rows, cols};

@@ -4,6 +4,7 @@
 namespace halfbyte {
 namespace {
 
+using testing::bytes_of;
 using testing::GroupedCase;
 using testing::GroupedTensors;
 using testing::GuardedMemory;
@@ -13,12 +14,6 @@ using testing::Routing;
 struct Results {
   std::vector<uint8_t> y, before, grad;
 };
-
-template <class T>
-std::vector<uint8_t> bytes_of(const std::vector<T>& values) {
-  const auto* const begin = reinterpret_cast<const uint8_t*>(values.data());
-  return {begin, begin + values.size() * sizeof(T)};
-}
 
 Results run_on_cpu(const GroupedCase& test, int threads) {
   const QgemmGroupedDescriptor& d = test.descriptor;

@@ -28,6 +28,12 @@ inline std::string describe(const QgemmGroupedDescriptor& d, Routing routing) {
                      d.accumulate ? " accumulate" : "", static_cast<int>(routing));
 }
 
+template <class T>
+std::vector<uint8_t> bytes_of(const std::vector<T>& values) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(values.data());
+  return {begin, begin + values.size() * sizeof(T)};
+}
+
 // A product: its tensors in host memory.
 struct GroupedCase {
   QgemmGroupedDescriptor descriptor;
@@ -77,14 +83,7 @@ struct GroupedCase {
   }
 
  private:
-  Values values(int64_t n) {
-    Values result;
-    result.dtype = descriptor.dtype;
-    std::normal_distribution<double> normal;
-    for (int64_t i = 0; i < n; ++i)
-      result.push_back(data_ == QgemmData::random ? normal(random_) : static_cast<double>(random_() % 9) - 4);
-    return result;
-  }
+  Values values(int64_t n) { return random_values(descriptor.dtype, n, data_, random_); }
   int64_t random_expert(int64_t row) {
     const auto num = static_cast<uint64_t>(descriptor.num_experts);
     switch (routing) {

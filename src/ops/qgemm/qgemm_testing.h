@@ -80,6 +80,16 @@ class GuardedMemory {
   std::vector<uint8_t> bytes_;
 };
 
+// n values of x, a bias or y.
+inline Values random_values(DType dtype, int64_t n, QgemmData data, std::mt19937_64& random) {
+  Values result;
+  result.dtype = dtype;
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < n; ++i)
+    result.push_back(data == QgemmData::random ? normal(random) : static_cast<double>(random() % 9) - 4);
+  return result;
+}
+
 // A product: its tensors in host memory. The weight is in the form that the descriptor says.
 struct QgemmCase {
   QgemmDescriptor descriptor;
@@ -119,14 +129,7 @@ struct QgemmCase {
   }
 
  private:
-  Values values(int64_t n) {
-    Values result;
-    result.dtype = descriptor.dtype;
-    std::normal_distribution<double> normal;
-    for (int64_t i = 0; i < n; ++i)
-      result.push_back(data_ == QgemmData::random ? normal(random_) : static_cast<double>(random_() % 9) - 4);
-    return result;
-  }
+  Values values(int64_t n) { return random_values(descriptor.dtype, n, data_, random_); }
   float scale() {
     const bool may_be_negative = descriptor.spec.scale_dtype != DType::f8_e8m0;
     const double sign = may_be_negative && random_() % 4 == 0 ? -1 : 1;

@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t kMostRows = 512;  // of a product: its x and sums stay in the cache
 constexpr int64_t kAlignment = 64;  // of the parts of the workspace
 
-// Rows of a product that is made for at least `rows`: plans for every number of rows would be many, and rows
-// too many, which are zeros, cost at most a quarter more above 16.
+// Rows of a product that is made for at least `rows`: kernels for every number of rows would be many. Rows
+// too many are zeros.
 int64_t planned_rows(int64_t rows) {
   const int64_t step = rows <= 16 ? 1 : rows <= 64 ? 8 : rows <= 256 ? 16 : 64;
   return formats::round_up(rows, step);
@@ -83,26 +83,26 @@ class ExpertsCpu : public QgemmKernel {
     int64_t kernel_bytes = 0;
     for (int64_t rows = 1; rows <= planned_rows(most); rows = planned_rows(rows + 1)) {
       const QgemmProblem product = product_of_expert(problem, rows, num_threads);
-      kernels_.push_back(choose_qgemm(product, variant).variant.run(product));
-      kernel_bytes = std::max(kernel_bytes, kernels_.back()->workspace_bytes());
+      kernels_.push_back({rows, choose_qgemm(product, variant).variant.run(product)});
+      kernel_bytes = std::max(kernel_bytes, kernels_.back().kernel->workspace_bytes());
       guarantee_.weight_rounding =
-          std::max(guarantee_.weight_rounding, kernels_.back()->guarantee().weight_rounding);
+          std::max(guarantee_.weight_rounding, kernels_.back().kernel->guarantee().weight_rounding);
     }
     const auto take = [&](int64_t num_bytes) {
       const int64_t begin = bytes_;
       bytes_ += formats::round_up(num_bytes, kAlignment);
       return begin;
     };
-    const int64_t rows = planned_rows(most),
-                  sum_bytes = problem.out_cols() * static_cast<int64_t>(sizeof(float));
+    const int64_t rows = planned_rows(most);
+    constexpr auto kSumBytes = static_cast<int64_t>(sizeof(float));
     x_ = take(rows * problem.in_cols() * size_of(problem.dtype));
-    sums_ = take(rows * sum_bytes);
-    if (experts.slots_per_y > 1) slot_sums_ = take(problem.m * sum_bytes);
+    sums_ = take(rows * problem.out_cols() * kSumBytes);
+    if (experts.slots_per_y > 1) slot_sums_ = take(problem.m * problem.y_cols() * kSumBytes);
     kernel_ = take(kernel_bytes);
   }
 
-  std::string name() const override { return kernels_.back()->name(); }
-  std::string backend() const override { return kernels_.back()->backend(); }
+  std::string name() const override { return kernels_.back().kernel->name(); }
+  std::string backend() const override { return kernels_.back().kernel->backend(); }
   PrecisionGuarantee guarantee() const override { return guarantee_; }
   int64_t workspace_bytes() const override { return bytes_ + kAlignment; }
 
@@ -133,6 +133,10 @@ class ExpertsCpu : public QgemmKernel {
   }
 
  private:
+  struct PlannedKernel {
+    int64_t rows;
+    std::shared_ptr<const QgemmKernel> kernel;
+  };
   struct Run {
     const QgemmTensors& tensors;
     std::byte* workspace;
@@ -153,7 +157,9 @@ class ExpertsCpu : public QgemmKernel {
     const int64_t num_bytes = problem_.in_cols() * size_of(problem_.dtype);
     std::byte* const x = run.workspace + x_;
     for (int64_t first = begin; first < end; first += kMostRows) {
-      const int64_t rows = std::min(kMostRows, end - first), planned = planned_rows(rows);
+      const int64_t rows = std::min(kMostRows, end - first);
+      const auto of_rows =
+          std::ranges::lower_bound(kernels_, rows, std::ranges::less{}, &PlannedKernel::rows);
       if (num_bytes > 0) {
         parallel_for(rows, 16, problem_.num_threads, [&](int64_t from, int64_t to, int) {
           for (int64_t i = from; i < to; ++i) {
@@ -162,24 +168,15 @@ class ExpertsCpu : public QgemmKernel {
                         static_cast<size_t>(num_bytes));
           }
         });
-        std::memset(x + rows * num_bytes, 0, static_cast<size_t>((planned - rows) * num_bytes));
+        std::memset(x + rows * num_bytes, 0, static_cast<size_t>((of_rows->rows - rows) * num_bytes));
       }
       QgemmTensors tensors;
       tensors.x = x;
       tensors.weight = static_cast<const std::byte*>(run.tensors.weight) + expert * problem_.weight.num_bytes;
       tensors.y = floats(run, sums_);
-      kernels_[kernel_of(planned)]->run(tensors, nullptr, run.workspace + kernel_);
+      of_rows->kernel->run(tensors, nullptr, run.workspace + kernel_);
       finish(run, expert, first, first + rows);
     }
-  }
-
-  // The number of the kernel for planned rows.
-  static size_t kernel_of(int64_t planned) {
-    const int64_t p = planned;
-    return static_cast<size_t>(p <= 16    ? p - 1
-                               : p <= 64  ? 15 + (p - 16) / 8
-                               : p <= 256 ? 21 + (p - 64) / 16
-                                          : 33 + (p - 256) / 64);
   }
 
   // Rows of y, or sums of slots, from the sums of rows [begin, end) of the order. No expert: -1.
@@ -223,7 +220,7 @@ class ExpertsCpu : public QgemmKernel {
   QgemmProblem problem_;
   RowFunctions functions_;
   PrecisionGuarantee guarantee_;
-  std::vector<std::shared_ptr<const QgemmKernel>> kernels_;            // of each number of planned rows
+  std::vector<PlannedKernel> kernels_;                                 // in ascending order of rows
   int64_t x_ = 0, sums_ = 0, slot_sums_ = 0, kernel_ = 0, bytes_ = 0;  // of the workspace, in bytes
 };
 
