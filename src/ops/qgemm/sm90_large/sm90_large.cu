@@ -23,6 +23,7 @@
 
 #include "ops/qgemm/weight/experts.cuh"
 #include "ops/qgemm/weight/sm90.cuh"
+#include "ops/qgemm/weight/tile_ring.cuh"
 
 namespace halfbyte::device {
 
@@ -32,6 +33,7 @@ namespace halfbyte::device {
 
 using Args = QgemmSm90LargeArgs;
 constexpr int kTokens = kTiling.tokens, kBlocks = kTiling.blocks, kStages = kTiling.stages;
+constexpr bool kExperts = kTiling.experts;
 // While a stage is waited for, one is multiplied and one was; the boxes of all have room for the sums of half
 // a tile.
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
@@ -49,6 +51,13 @@ constexpr int kGroups = kTiling.unit_groups();     // of a unit
 constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
 constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
 constexpr int kSharers = kTiling.sharers;          // blocks
+
+// A tile, of experts, as it lies in shared memory; last_stage 0: there is no other.
+struct alignas(16) TileSlot {
+  i32 features, first, part, first_stage, last_stage, expert, count;
+};
+static_assert(sizeof(TileSlot) == kLargeTileBytes);
+using LargeTileRing = TileRing<TileSlot, kLargeTileSlots>;
 
 // What a thread knows of its block: shared memory, and its own place.
 struct Block {
@@ -75,27 +84,27 @@ struct Block {
       init_barrier(full + stage, 2);
       init_barrier(empty + stage, kBoxes * kMultipliers / 32);
     }
+    if constexpr (kExperts) tile_ring().init_barriers(2 + kMultipliers / 32);
+  }
+  __device__ __forceinline__ LargeTileRing tile_ring() const {
+    return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
   }
 };
 
 // ---- 2. Tiles of a block, one after the other.
 
-struct NoEntry {
-  static constexpr i32 expert = 0, first = 0, count = 0;
-  __device__ __forceinline__ NoEntry& operator=(const ExpertTileEntry&) { return *this; }
-};
-using Rows = Select<kExperts, ExpertTileEntry, NoEntry>;  // of a tile
 struct Tile {
-  int features, tokens;         // its number along y
+  int features, tokens;         // its number along y; tokens, of experts: the first row, in their order
   int part;                     // of what is summed
   int first_stage, last_stage;  // an even number of stages
+  int expert, count;            // of experts; count: rows
   bool shared;
-  Rows rows;
 };
-// Tile `index` of all: panel by panel of tiles of tokens of one expert, which share what they read, and in a
-// panel as find_tile() has them.
-__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int index) {
-  const int of_part = args.expert_tiles[0].expert * args.feature_tiles;
+
+// Tile `index` of all, of experts: panel by panel of tiles of tokens of one expert, which share what they
+// read, and in a panel as find_tile() has them.
+__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int num_tiles, int index) {
+  const int of_part = num_tiles * args.feature_tiles;
   tile.part = of_part == 0 ? 0 : index / of_part;
   tile.first_stage = tile.part * args.part_stages;
   if (of_part == 0 || tile.first_stage >= args.stages) return false;
@@ -104,19 +113,20 @@ __device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& arg
   const ExpertTileEntry first = args.expert_tiles[1 + in_part / args.feature_tiles];
   const int rest = in_part - first.panel * args.feature_tiles;
   const int multicast = kTiling.multicast ? args.multicast : 0, pair = rest >> multicast;
+  const ExpertTileEntry rows = args.expert_tiles[1 + first.panel + pair % first.width];
   tile.features = (pair / first.width << multicast) + (rest & multicast);
-  tile.tokens = first.panel + pair % first.width;
+  tile.tokens = rows.first;
+  tile.expert = rows.expert;
+  tile.count = rows.count;
   tile.shared = false;
-  tile.rows = args.expert_tiles[1 + tile.tokens];
   return true;
 }
 __device__ __forceinline__ const u8* weight_of(const Args& args, const Tile& tile) {
-  return kExperts ? args.weight + tile.rows.expert * args.experts.weight_bytes : args.weight;
+  return kExperts ? args.weight + tile.expert * args.experts.weight_bytes : args.weight;
 }
-// The tile `number` of this block; false behind the last one.
+// The tile `number` of this block, of one weight; false behind the last one.
 __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int number) {
   const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
-  if constexpr (kExperts) return find_tile_of_experts(tile, args, index);
   tile.shared = index >= args.whole;
   int i = tile.shared ? args.whole + (index - args.whole) / kSharers : index;
   if (i >= args.tiles) return false;
@@ -138,6 +148,49 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
   }
   return true;
 }
+
+// Of experts, all of them, into the ring. By one lane.
+__device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
+  wait_for_earlier();
+  const int num_tiles = args.expert_tiles[0].expert;
+  const LargeTileRing ring = block.tile_ring();
+  LargeTileRing::Place place;
+  for (int index = static_cast<int>(blockIdx.x);; index += static_cast<int>(gridDim.x), place.advance()) {
+    Tile tile;
+    const bool found = find_tile_of_experts(tile, args, num_tiles, index);
+    if (!found) tile = {};
+    ring.wait_empty(place) = {tile.features,   tile.tokens, tile.part, tile.first_stage,
+                              tile.last_stage, tile.expert, tile.count};
+    ring.say_full(place);
+    if (!found) return;
+  }
+}
+
+// The tiles of the block, one after the other: by a warp, or by one lane of it.
+template <bool kByWarp>
+class Tiles {
+ public:
+  __device__ __forceinline__ Tiles(const Args& args, const Block& block) : args_(args), block_(block) {}
+
+  // False behind the last one, of which there must be no other.
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if constexpr (!kExperts) return find_tile(tile, args_, number_++);
+    const LargeTileRing ring = block_.tile_ring();
+    const TileSlot slot = ring.wait_full(place_);
+    if constexpr (kByWarp) __syncwarp();
+    if (!kByWarp || block_.lane == 0) ring.release(place_);
+    place_.advance();
+    tile = {slot.features,   slot.first,  slot.part,  slot.first_stage,
+            slot.last_stage, slot.expert, slot.count, false};
+    return slot.last_stage > 0;
+  }
+
+ private:
+  const Args& args_;
+  const Block& block_;
+  int number_ = 0;
+  LargeTileRing::Place place_;
+};
 
 // Whether the blocks of the cluster go through the tile together.
 __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& tile) {
@@ -178,7 +231,7 @@ template <class F>
 __device__ __forceinline__ void each_stage(const Args& args, const Block& block, const F& copy) {
   Place place;
   Tile tile;
-  for (int number = 0; find_tile(tile, args, number); ++number)
+  for (Tiles<false> tiles(args, block); tiles.next(tile);)
     for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
       wait(block.empty + place.stage, place.parity ^ 1);
       copy(tile, stage, place.stage);
@@ -189,7 +242,6 @@ __device__ __forceinline__ void each_stage(const Args& args, const Block& block,
 }
 
 __device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
-  if (kExperts) wait_for_earlier();  // for the list of tiles
   each_stage(args, block, [&](const Tile& tile, int stage, int place) {
     arrive_expecting(block.full + place, kTiling.weight_bytes());
     u8* const units = block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
@@ -205,8 +257,7 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
     Barrier* const full = block.full + place;
     constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
     // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
-    const int first = kExperts ? tile.rows.first : tile.tokens * args.tokens,
-              box_tokens = args.tokens / kBoxes;
+    const int first = kExperts ? tile.tokens : tile.tokens * args.tokens, box_tokens = args.tokens / kBoxes;
     arrive_expecting(
         full, static_cast<u32>((kExperts ? args.tokens : min(args.tokens, args.m - first)) * kTokenBytes));
 #pragma unroll
@@ -550,14 +601,12 @@ class Multiplier {
 
 // ---- 6. The sums become y.
 
-// Pairs of y: without a branch, so that many are under way.
-__device__ __forceinline__ u32 load_where(bool inside, const u8* from) {
-  u32 pair = 0;
+// Words of global memory: without a branch, so that many are under way.
+__device__ __forceinline__ void load_where(u32& to, bool inside, const void* from) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p ld.global.u32 %0, [%2];\n}\n"
-               : "+r"(pair)
+               : "+r"(to)
                : "r"(static_cast<int>(inside)), "l"(from)
                : "memory");
-  return pair;
 }
 __device__ __forceinline__ void store_where(bool inside, u8* to, u32 pair) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.u32 [%1], %2;\n}\n" ::"r"(
@@ -635,38 +684,56 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
   });
 }
 
-// Sum i of a lane is of the token so many behind the lane's first.
-__device__ __forceinline__ constexpr int token_of_sum(int i) { return i / 4 * 8 + i % 2; }
-
-// Rows of y of the tokens of kSome sums from `begin` on. Of experts they lie anywhere: they are asked for
-// together, as stores and loads keep their order. `token` is then from the first of the tile on.
-template <int kSome>
+// Rows of y of the tokens of a tile. Of experts they lie anywhere: each lane asks for those of some tokens,
+// and for their routing weights, all at once, and the others get them from it. `token`: that of the lane's
+// first sum; of experts both count from the first of the tile.
 class RowsOfY {
  public:
-  __device__ __forceinline__ RowsOfY(const Args& args, Rows rows, int begin, int token, int last_token)
+  __device__ __forceinline__ RowsOfY(const Args& args, const Tile& tile, int token, int last_token)
       : token_(token), last_token_(last_token) {
     if constexpr (kExperts) {
+      const ExpertsArgs& experts = args.experts;
+      const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-      for (int i = 0; i < kSome / 2; ++i) {
-        const int at = token + token_of_sum(begin + first_sum(i));
-        slots_[i] = at < last_token ? slot_of(args.experts, rows.first + at) : -1;
+      for (int i = 0; i < kOfLane; ++i) {
+        slots_[i] = static_cast<u32>(tile.tokens + 32 * i + lane);
+        load_where(slots_[i], 32 * i + lane < last_token && experts.slots != nullptr,
+                   experts.slots + tile.tokens + 32 * i + lane);
+      }
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        weights_[i] = bit_cast<u32>(1.0f);
+        if (32 * i + lane >= last_token || static_cast<i32>(slots_[i]) >= experts.rows) slots_[i] = kNone;
+        load_where(weights_[i], slots_[i] < kNone && experts.routing_weights != nullptr,
+                   experts.routing_weights + slots_[i]);
       }
     }
   }
-  // Of token i of these: which of kSome sums is its first; whether it has a row, and the number of that, from
-  // the row of `token` on, of experts from the first row on.
-  static __device__ __forceinline__ constexpr int first_sum(int i) { return i / 2 * 4 + i % 2; }
-  __device__ __forceinline__ bool inside(int begin, int i) const {
-    return kExperts ? slots_[i] >= 0 : token_ + token_of_sum(begin + first_sum(i)) < last_token_;
-  }
-  __device__ __forceinline__ int number(int begin, int i) const {
-    return kExperts ? max(slots_[i], 0) : token_of_sum(begin + first_sum(i));
+
+  struct Row {
+    bool inside;   // there is one
+    u32 number;    // from the row of `token` on, of experts from the first of y on
+    float weight;  // by routing
+  };
+  // Of the token of sum i. Of experts by all lanes.
+  __device__ __forceinline__ Row of_sum(int i) const {
+    const int at = i / 4 * 8 + i % 2;  // tokens behind the lane's first
+    if constexpr (!kExperts) return {token_ + at < last_token_, static_cast<u32>(at), 1};
+    const int lane = at % 32 + static_cast<int>(threadIdx.x % 4) * 2;
+    const u32 slot = shuffle(slots_[at / 32], lane);
+    return {slot < kNone, slot, bit_cast<float>(shuffle(weights_[at / 32], lane))};
   }
 
  private:
+  static constexpr int kOfLane = kExperts ? (kTokens + 31) / 32 : 1;
+  static constexpr u32 kNone = 0x80000000;  // and more: slots below 0
   int token_, last_token_;
-  i32 slots_[kExperts ? kSome / 2 : 1];
+  u32 slots_[kOfLane], weights_[kOfLane];
 };
+
+// The sums that are stored at a time begin with number 0, 1, 4, 5 and so on: each has that of the second
+// feature two behind it.
+__device__ __forceinline__ constexpr int first_sum(int i) { return i / 2 * 4 + i % 2; }
 // So many sums are stored at a time.
 template <int kCount>
 constexpr int kStoredAtOnce = kCount % 16 == 0  ? 16
@@ -674,75 +741,65 @@ constexpr int kStoredAtOnce = kCount % 16 == 0  ? 16
                                                 : 4;
 
 // Of two neighbouring features; zeros where there is none.
-__device__ __forceinline__ u32 load_bias(const Args& args, Rows rows, int feature) {
+__device__ __forceinline__ u32 load_bias(const Args& args, const Tile& tile, int feature) {
   if (args.bias == nullptr) return 0;
-  const i64 first = kExperts ? i64{rows.expert} * args.features : 0;
+  const i64 first = kExperts ? i64{tile.expert} * args.features : 0;
   return *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + first + feature);
 }
 
-// The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum;
-// `last_token`: behind the tile's.
+// The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum.
 template <int kCount>
-__device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, int part, Rows rows,
-                                               int feature, int token, int last_token) {
+__device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, const Tile& tile,
+                                               const RowsOfY& rows_of_y, int feature, int token) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
-    if (feature >= args.features) return;
-    const i64 first_row = part * i64{args.m} + (kExperts ? 0 : token);
+    const bool is_feature = feature < args.features;
+    if (!kExperts && !is_feature) return;
+    const i64 first_row = tile.part * i64{args.m} + (kExperts ? 0 : token);
     float* const to = args.partials + first_row * args.partial_stride + feature;
     float bias[2];  // of experts: in the first part
-    unpack_pair(bias, kExperts && part == 0 ? load_bias(args, rows, feature) : 0);
-    constexpr int kAtOnce = kStoredAtOnce<kCount>;
+    unpack_pair(bias, kExperts && tile.part == 0 && is_feature ? load_bias(args, tile, feature) : 0);
 #pragma unroll
-    for (int begin = 0; begin < kCount; begin += kAtOnce) {
-      const RowsOfY<kAtOnce> of_y(args, rows, begin, token, last_token);
-#pragma unroll
-      for (int i = 0; i < kAtOnce / 2; ++i) {
-        const int first = begin + of_y.first_sum(i);
-        const auto biased = [](float v, float bias) { return kExperts ? v + bias : v; };
-        store_where(of_y.inside(begin, i), to + i64{args.partial_stride} * of_y.number(begin, i),
-                    biased(sums.at(b, first), bias[0]), biased(sums.at(b, first + 2), bias[1]));
-      }
+    for (int i = 0; i < kCount / 2; ++i) {
+      const int first = first_sum(i);
+      const RowsOfY::Row row = rows_of_y.of_sum(first);
+      const auto biased = [](float v, float bias) { return kExperts ? v + bias : v; };
+      store_where(row.inside && is_feature, to + u64{static_cast<u32>(args.partial_stride)} * row.number,
+                  biased(sums.at(b, first), bias[0]), biased(sums.at(b, first + 2), bias[1]));
     }
   }
 }
 
 // Stores the first kCount sums of each block as y.
 template <int kCount>
-__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, Rows rows, int feature,
-                                           int token, int last_token) {
+__device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, const Tile& tile,
+                                           const RowsOfY& rows_of_y, int feature, int token) {
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
-    if (feature >= args.features) return;
+    const bool is_feature = feature < args.features;
+    if (!kExperts && !is_feature) return;
     float bias[2];
-    unpack_pair(bias, load_bias(args, rows, feature));
+    unpack_pair(bias, is_feature ? load_bias(args, tile, feature) : 0);
     u8* const y = static_cast<u8*>(args.y) + (kExperts ? 0 : token) * i64{y_stride} + feature * 2;
     // So many at a time: what they are added to is loaded before anything is stored, so that it takes the
     // time of a load once; for more there are no registers beside the sums.
     constexpr int kAtOnce = kStoredAtOnce<kCount>;
 #pragma unroll
     for (int begin = 0; begin < kCount; begin += kAtOnce) {
-      u32 before[kAtOnce / 2];
-      const RowsOfY<kAtOnce> of_y(args, rows, begin, token, last_token);
-      float weights[kExperts ? kAtOnce / 2 : 1];
-      if constexpr (kExperts)
-#pragma unroll
-        for (int i = 0; i < kAtOnce / 2; ++i)
-          weights[i] = args.experts.routing_weights == nullptr
-                           ? 1
-                           : args.experts.routing_weights[of_y.number(begin, i)];
+      u32 before[kAtOnce / 2] = {};
       const auto each = [&](const auto& f) {
 #pragma unroll
         for (int i = 0; i < kAtOnce / 2; ++i) {
-          const int first = begin + of_y.first_sum(i);
-          const auto weighted = [&](float v) { return kExperts ? v * weights[i] : v; };
+          const int first = begin + first_sum(i);
+          const RowsOfY::Row row = rows_of_y.of_sum(first);
+          const auto weighted = [&](float v) { return kExperts ? v * row.weight : v; };
           f(before[i], weighted(sums.at(b, first) + bias[0]), weighted(sums.at(b, first + 2) + bias[1]),
-            y + u64{y_stride} * of_y.number(begin, i), of_y.inside(begin, i));
+            y + u64{y_stride} * row.number, row.inside && is_feature);
         }
       };
       if (args.accumulate) {
-        each([](u32& pair, float, float, const u8* y, bool inside) { pair = load_where(inside, y); });
+        each([](u32& pair, float, float, const u8* y, bool inside) { load_where(pair, inside, y); });
         each([](u32 pair, float first, float second, u8* y, bool inside) {
           float v[2];
           unpack_pair(v, pair);
@@ -764,12 +821,13 @@ __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, c
   const int feature = tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
                       feature_of(block.warp % 4, block.lane / 4);
   const int first = kExperts ? 0 : tile.tokens * args.tokens,
-            last_token = kExperts ? tile.rows.count : min(first + args.tokens, args.m);
+            last_token = kExperts ? tile.count : min(first + args.tokens, args.m);
   token += first + block.lane % 4 * 2;
+  const RowsOfY rows_of_y(args, tile, token, last_token);
   if (args.partials != nullptr)
-    store_partials<kCount>(sums, args, tile.part, tile.rows, feature, token, last_token);
+    store_partials<kCount>(sums, args, tile, rows_of_y, feature, token);
   else
-    store_sums<kCount>(sums, args, tile.rows, feature, token, last_token);
+    store_sums<kCount>(sums, args, tile, rows_of_y, feature, token);
 }
 
 #endif
@@ -795,6 +853,8 @@ __launch_bounds__(kLargeThreads, 1)
       copy_codes(args, block);
     else if (copies_x && elect_lane())
       copy_x(args, block);
+    else if (kExperts && block.warp == kMultipliers / 32 + 2 && elect_lane())
+      list_tiles(args, block);
     return;
   }
 
@@ -810,16 +870,17 @@ __launch_bounds__(kLargeThreads, 1)
   Multiplier multiplier(args, block, {k_major_tile(block.boxes, 1024)});
   Sums sums = {};
   Tile tile, next;
-  if (!find_tile(tile, args, 0)) return;  // of experts
+  Tiles<true> tiles(args, block);
+  if (!tiles.next(tile)) return;  // of experts
+  bool goes_on = tiles.next(next);
   // Where the block has several tiles warpgroup 1 begins when 0 is a turn ahead.
-  const bool staggered = find_tile(next, args, 1), leads = staggered && block.warpgroup == 0;
-  if (staggered && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
+  bool leads = goes_on && block.warpgroup == 0;
+  if (goes_on && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
   multiplier.begin(tile);
-  for (int number = 1;; ++number) {
-    const bool goes_on = find_tile(next, args, number);
-    multiplier.multiply(sums, tile, next, goes_on, leads && number == 1);
+  for (;; leads = false, goes_on = tiles.next(next)) {
+    multiplier.multiply(sums, tile, next, goes_on, leads);
     if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
-    if (tile.shared) break;  // the last one
+    if (!kExperts && tile.shared) break;  // the last one
     store_tile<kSums>(sums, args, tile, block, 0);
     if (!goes_on) return;
     tile = next;

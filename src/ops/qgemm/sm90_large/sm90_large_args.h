@@ -12,6 +12,8 @@ namespace halfbyte {
 inline constexpr int kLargeThreads = 384;
 // What is summed in a stage: columns (forward) or rows (transposed) of the weight.
 inline constexpr int kLargeStage = 64;
+// Of experts, tiles that are found ahead, and bytes of each in shared memory.
+inline constexpr int kLargeTileSlots = 4, kLargeTileBytes = 32;
 
 // A tile of y: tokens are rows of x, features are rows (forward) or columns (transposed) of the weight. A
 // stage has x [tokens][64], of one or two boxes, and units of the packed weight: forward, one of each of some
@@ -26,6 +28,7 @@ struct QgemmSm90LargeTiling {
   int stages;
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
   int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared
+  bool experts;    // rows of x meet the weights of experts: their tiles are in a list
 
   HALFBYTE_FN int features() const { return blocks * 128; }
   HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
@@ -44,8 +47,9 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
 
   // Bytes of shared memory from its begin: the table of pairs, which uses half of each of its rows of 256
-  // bytes; the boxes of x of all stages; their units; the map of double quantization; the barriers, with a
-  // table in the other half of its first row. Blocks of a cluster exchange sums where the boxes were.
+  // bytes; the boxes of x of all stages; their units; the map of double quantization; the barriers, and of
+  // experts the tiles and their barriers, with a table in the other halves of its first rows. Blocks of a
+  // cluster exchange sums where the boxes were.
   HALFBYTE_FN bool has_table() const { return bits == 4; }
   HALFBYTE_FN int barrier_bytes() const { return stages * 16; }
   HALFBYTE_FN int box_offset() const { return has_table() ? 65536 : 0; }
@@ -53,7 +57,13 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
   HALFBYTE_FN int end_offset() const { return map_offset() + (double_quant ? 1024 : 0); }
   HALFBYTE_FN int barrier_offset() const { return has_table() ? 128 : end_offset(); }
-  HALFBYTE_FN int shared_bytes() const { return end_offset() + (has_table() ? 0 : barrier_bytes()); }
+  HALFBYTE_FN int tile_bytes() const { return experts ? kLargeTileSlots * kLargeTileBytes : 0; }
+  HALFBYTE_FN int tile_barrier_bytes() const { return experts ? kLargeTileSlots * 16 : 0; }
+  HALFBYTE_FN int tile_offset() const { return barrier_offset() + (has_table() ? 256 : barrier_bytes()); }
+  HALFBYTE_FN int tile_barrier_offset() const { return tile_offset() + (has_table() ? 256 : tile_bytes()); }
+  HALFBYTE_FN int shared_bytes() const {
+    return end_offset() + (has_table() ? 0 : barrier_bytes() + tile_bytes() + tile_barrier_bytes());
+  }
   // Of the sums, four bytes each, that the other blocks which share a tile send to one.
   HALFBYTE_FN int exchange_bytes() const { return tokens * features() / sharers * (sharers - 1) * 4; }
 };

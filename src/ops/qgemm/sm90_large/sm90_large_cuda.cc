@@ -16,7 +16,7 @@ namespace {
 constexpr int kFewestTokens = 65;  // the other variants of sm_90 take fewer
 // Of an expert, on average: with fewer, qgemm_sm80 is ahead, forward and transposed
 // (`halfbyte bench qgemm --experts 128 --top-k 8 --m 256,512` with --variant of one and the other).
-constexpr int64_t kFewestExpertRows = 24, kFewestTransposedRows = 16;
+constexpr int64_t kFewestExpertRows = 16, kFewestTransposedRows = 12;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
@@ -29,8 +29,7 @@ std::string refuse_weight(const QgemmProblem& p) {
 
 // Of experts.
 std::string refuse_experts(const QgemmProblem& p) {
-  if (p.double_quant) return "of experts, scales must not be double quantized";
-  if (!has_aligned_x(p)) return "of experts, rows of x must be whole chunks of 16 bytes, aligned to them";
+  if (std::string reason = refuse_sm90_experts(p); !reason.empty()) return reason;
   const int64_t rows = ceil_div(p.m, p.experts.num);
   const int64_t fewest = p.transposed ? kFewestTransposedRows : kFewestExpertRows;
   if (rows < fewest) return fmt::format("experts must have {} rows on average, got {}", fewest, rows);
@@ -67,6 +66,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int bloc
   tiling.double_quant = problem.double_quant;
   tiling.multicast = tokens > 128;  // x of so many takes longer to load than the weight
   tiling.sharers = sharers;
+  tiling.experts = problem.experts.num > 0;
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -237,20 +237,20 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTiling& t) {
   return {"ops/qgemm/sm90_large/sm90_large.cu", "qgemm_sm90_large",
-          cuda::config_text(
-              cuda::element_config(problem.dtype) + packed_config(problem) +
-              fmt::format("constexpr bool kTransposed = {}, kExperts = {};\nconstexpr int kGroup = {};\n",
-                          problem.transposed, problem.experts.num > 0, t.group) +
-              cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
-                                  {{"tokens", t.tokens},
-                                   {"blocks", t.blocks},
-                                   {"bits", t.bits},
-                                   {"group", t.group},
-                                   {"parameter_bytes", t.parameter_bytes},
-                                   {"double_quant", t.double_quant},
-                                   {"stages", t.stages},
-                                   {"multicast", t.multicast},
-                                   {"sharers", t.sharers}}))};
+          cuda::config_text(cuda::element_config(problem.dtype) + packed_config(problem) +
+                            fmt::format("constexpr bool kTransposed = {};\nconstexpr int kGroup = {};\n",
+                                        problem.transposed, t.group) +
+                            cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
+                                                {{"tokens", t.tokens},
+                                                 {"blocks", t.blocks},
+                                                 {"bits", t.bits},
+                                                 {"group", t.group},
+                                                 {"parameter_bytes", t.parameter_bytes},
+                                                 {"double_quant", t.double_quant},
+                                                 {"stages", t.stages},
+                                                 {"multicast", t.multicast},
+                                                 {"sharers", t.sharers},
+                                                 {"experts", t.experts}}))};
 }
 
 class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {

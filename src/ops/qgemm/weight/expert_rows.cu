@@ -11,40 +11,15 @@ constexpr int kWarps = kExpertRowsThreads / 32;
 
 // By one warp. Entry 0 has the number of the others.
 __device__ __forceinline__ void list_tiles(const QgemmExpertRowsArgs& args, int lane) {
-  const ExpertsArgs& experts = args.experts;
-  i32 listed = 0;
-  for (i32 first = 0; first < experts.num; first += 32) {
-    const i32 expert = first + lane;
-    i64 begin = 0;
-    i32 count = 0;
-    if (expert < experts.num) {
-      if (experts.rows_per_expert > 0) {
-        begin = i64{expert} * experts.rows_per_expert;
-        count = clamp(experts.offsets[expert], 0, experts.rows_per_expert);
-      } else {
-        const ExpertRange range = expert_range(experts, expert);
-        begin = range.begin;
-        count = range.end - range.begin;
-      }
-    }
-    const i32 tiles = (count + args.tile - 1) / args.tile;
-    i32 sum = tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const i32 before = __shfl_up_sync(kAllLanes, sum, static_cast<unsigned>(distance));
-      if (lane >= distance) sum += before;
-    }
-    const i32 first_tile = listed + sum - tiles;
-    // Offsets that do not ascend could give more than there is room for.
-    const i32 room = clamp(args.most_tiles - first_tile, 0, tiles);
-    for (i32 tile = 0; tile < room; ++tile) {
-      const i32 row = tile * args.tile, panel = tile / args.most_width * args.most_width;
-      args.list[1 + first_tile + tile] = {expert, static_cast<i32>(begin + row), min(args.tile, count - row),
-                                          first_tile + panel, min(args.most_width, room - panel)};
-    }
-    listed += shuffle(sum, 31);
-  }
-  if (lane == 0) args.list[0] = {min(listed, args.most_tiles), 0, 0, 0, 0};
+  const auto put = [&](i32 number, i32 first, i32 expert, const ExpertRange& rows) {
+    const i32 begin = rows.begin + (number - first) * args.tile;
+    const i32 tiles = min((rows.end - rows.begin + args.tile - 1) / args.tile, args.most_tiles - first);
+    const i32 panel = (number - first) / args.most_width * args.most_width;
+    args.list[1 + number] = {expert, begin, min(args.tile, rows.end - begin), first + panel,
+                             min(args.most_width, tiles - panel)};
+  };
+  const i32 listed = list_expert_tiles(args.experts, args.tile, args.most_tiles, put);
+  if (lane == 0) args.list[0] = {listed, 0, 0, 0, 0};
 }
 
 extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
@@ -65,14 +40,18 @@ extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
   if (args.to != nullptr) {
     const auto* const from =
         static_cast<const Words4*>(args.x) + i64{slot / args.experts.slots_per_x} * args.chunks;
+    auto* const to = static_cast<Words4*>(args.to) + row * args.chunks;
     for (i64 i = lane; i < args.chunks; i += 32)
-      static_cast<Words4*>(args.to)[row * args.chunks + i] = from[i];
+      if (args.once)
+        store_once(to + i, from[i]);
+      else
+        to[i] = from[i];
   }
   if (args.zeros == nullptr || row < clamp(args.experts.offsets[args.experts.num - 1], 0, args.experts.rows))
     return;
   for (i32 part = 0; part < args.zero_parts; ++part) {
     const i64 to = (i64{part} * args.experts.rows + slot) * args.zero_bytes / 2;
-    for (i64 i = lane; i < args.zero_bytes / 2; i += 32) static_cast<u16*>(args.zeros)[to + i] = 0;
+    clear_row(static_cast<u16*>(args.zeros) + to, args.zero_bytes / 2);
   }
 }
 

@@ -21,6 +21,7 @@ struct QgemmExpertRowsArgs {
   const void* x;
   void* to;             // x in the order of experts, [rows][chunks]; null: it lies in it
   formats::i64 chunks;  // of 16 bytes, of a row of x
+  bool once;            // the copy is more than the second-level cache keeps: rather x is to stay there
   void* zeros;  // [zero_parts][rows], of zero_bytes: y or sums; null: rows that no expert has are not written
   formats::i64 zero_bytes;
   formats::i32 zero_parts;

@@ -17,8 +17,39 @@ struct ExpertRange {
   i32 begin, end;
 };
 __device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int expert) {
+  if (args.rows_per_expert > 0) {
+    const i32 begin = expert * args.rows_per_expert;
+    return {begin, begin + clamp(args.offsets[expert], 0, args.rows_per_expert)};
+  }
   const i32 begin = expert == 0 ? 0 : clamp(args.offsets[expert - 1], 0, args.rows);
   return {begin, expert == args.num ? args.rows : clamp(args.offsets[expert], begin, args.rows)};
+}
+
+// All tiles of `tile` rows of experts: put(number, number of the expert's first tile, expert, its rows), for
+// no more than there is room for, which offsets that do not ascend may exceed; returns how many. By a warp.
+template <class F>
+__device__ __forceinline__ i32 list_expert_tiles(const ExpertsArgs& args, i32 tile, i32 room, const F& put) {
+  const auto tiles_of = [&](const ExpertRange& rows) { return (rows.end - rows.begin + tile - 1) / tile; };
+  // A lane has some experts that follow each other.
+  const int lane = static_cast<int>(threadIdx.x % 32), per_lane = (args.num + 31) / 32;
+  const int first_expert = lane * per_lane, last_expert = min(first_expert + per_lane, args.num);
+  i32 tiles = 0;
+  for (int expert = first_expert; expert < last_expert; ++expert)
+    tiles += tiles_of(expert_range(args, expert));
+  i32 sum = tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const i32 before = __shfl_up_sync(kAllLanes, sum, static_cast<unsigned>(distance));
+    if (lane >= distance) sum += before;
+  }
+  i32 first = sum - tiles;
+  for (int expert = first_expert; expert < last_expert; ++expert) {
+    const ExpertRange rows = expert_range(args, expert);
+    const i32 count = clamp(room - first, 0, tiles_of(rows));
+    for (i32 i = 0; i < count; ++i) put(first + i, first, expert, rows);
+    first += count;
+  }
+  return min(shuffle(sum, 31), room);
 }
 
 // Tile number `number` of kRows rows. All lanes of a warp take part.
@@ -63,6 +94,12 @@ __device__ __forceinline__ ExpertTile find_expert_tile(const ExpertsArgs& args, 
     return {first, min(range.end - first, kRows), expert};
   }
   return {0, 0, 0};
+}
+
+// Zeros in a row of y or of sums, of so many T; by a warp.
+template <class T>
+__device__ __forceinline__ void clear_row(T* to, i64 count) {
+  for (i64 i = threadIdx.x % 32; i < count; i += 32) to[i] = 0;
 }
 
 // Where row number `i` of the order lies; below 0: nowhere.

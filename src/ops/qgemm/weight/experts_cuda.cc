@@ -1,8 +1,10 @@
 #include "ops/qgemm/weight/experts_cuda.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/arithmetic.h"
+#include "ops/qgemm/weight/stage_x_cuda.h"
 
 namespace halfbyte {
 
@@ -31,10 +33,25 @@ int64_t rows_of_weight(const QgemmProblem& problem) {
   return std::min(problem.m, rows + rows / 2);
 }
 
+int64_t likely_expert_tiles(const QgemmProblem& problem, int64_t tile) {
+  const QgemmExperts& experts = problem.experts;
+  if (experts.num == 0) return 1;
+  if (experts.rows == ExpertRows::masked) return experts.num * ceil_div(experts.rows_per_expert, tile);
+  const auto num = static_cast<double>(experts.num), rows = static_cast<double>(problem.m);
+  const double used = num * (1 - std::pow(1 - 1 / num, rows));  // experts that have a row
+  return static_cast<int64_t>(std::ceil(std::max(used, rows / static_cast<double>(tile))));
+}
+
 int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile) {
   const QgemmExperts& experts = problem.experts;
   return experts.num == 0 ? ceil_div(problem.m, tile)
                           : most_expert_tiles(problem.m, experts.num, experts.rows_per_expert, tile);
+}
+
+std::string refuse_sm90_experts(const QgemmProblem& p) {
+  if (p.double_quant) return "of experts, scales must not be double quantized";
+  if (!has_aligned_x(p)) return "of experts, rows of x must be whole chunks of 16 bytes, aligned to them";
+  return "";
 }
 
 KernelKey experts_key() {
@@ -44,6 +61,9 @@ KernelKey experts_key() {
 namespace {
 
 cuda::KernelSpec rows_kernel() { return {"ops/qgemm/weight/expert_rows.cu", "qgemm_expert_rows", ""}; }
+
+// Of a copy of x that the second-level cache keeps, 50 MB of an H100, beside x and weights.
+constexpr int64_t kKeptBytes = 32 << 20;
 
 }  // namespace
 
@@ -56,6 +76,7 @@ QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProble
   args_.most_width = static_cast<int32_t>(most_width);
   args_.most_tiles = static_cast<int32_t>(tiles_of_rows(problem, tile));
   args_.chunks = row_bytes / 16;
+  args_.once = problem.m * row_bytes > kKeptBytes;
   // Rows that no expert has are zeros; masked, they are not written.
   if (experts.rows != ExpertRows::masked) {
     args_.zero_bytes = problem.y_cols() * size_of(problem.dtype);

@@ -15,8 +15,15 @@ void place_experts(ExpertsArgs& args, const QgemmTensors& tensors);
 // Rows that a weight is likely to meet: what tiles are chosen by. Those of experts are a half more than if
 // all had as many, as some have more than others.
 int64_t rows_of_weight(const QgemmProblem& problem);
+// Tiles of `tile` rows that there are likely to be, where experts are chosen by chance; 1 where there are no
+// experts.
+int64_t likely_expert_tiles(const QgemmProblem& problem, int64_t tile);
 // Tiles of `tile` rows, at most.
 int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile);
+
+// Why the variants of sm_90, which list tiles and copy x in the order of experts, do not take the problem;
+// empty if they do.
+std::string refuse_sm90_experts(const QgemmProblem& problem);
 
 // The key of their kernels.
 KernelKey experts_key();
