@@ -17,6 +17,8 @@
 // row g, e = 1 row g + 8.
 #include "ops/qgemm/sm90_transposed/warp_product.cuh"
 #include "ops/qgemm/sm90_transposed/warpgroup_product.cuh"
+#include "ops/qgemm/weight/experts.cuh"
+#include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/output.cuh"
 
 namespace halfbyte::device {
@@ -49,7 +51,7 @@ class Meeting {
  public:
   // `sums`: of the teams. `parity`: of the number of the tile: what is sent stays until the other block has
   // come to the end of the next tile.
-  __device__ __forceinline__ Meeting(const QgemmSm90TransposedArgs& args, const float* sums, int tile,
+  __device__ __forceinline__ Meeting(const QgemmSm90TransposedArgs& args, const float* sums, const Tile& tile,
                                      int rank, int parity)
       : args_(args),
         sums_(sums),
@@ -66,7 +68,7 @@ class Meeting {
     const int other = 1 - rank_;
     for (int at = thread_; at < count_; at += kTransposedThreads) {
       const SumPlace place = Product::place(at, other, 2);
-      if (place.token >= args_.m) continue;
+      if (place.token >= num_rows()) continue;
       const Pair sum = add_teams(sums_ + place.word);
       store_cluster(address_in(static_cast<u32>(other), sent(at)), sum.even, sum.odd);
     }
@@ -77,25 +79,37 @@ class Meeting {
     for (int i = 0; i < kOwn; ++i) {
       const int at = thread_ + i * kTransposedThreads;
       const SumPlace place = Product::place(at, rank_, args_.cluster);
-      if (at < count_ && place.token < args_.m) own_[i] = add_teams(sums_ + place.word);
+      const bool inside = at < count_ && place.token < num_rows();
+      if constexpr (kExperts) rows_[i] = inside ? slot_of(args_.experts, tile_.first_row + place.token) : -1;
+      if (inside) own_[i] = add_teams(sums_ + place.word);
     }
   }
   __device__ __forceinline__ void store() const {
-    const float factor = global_factor(args_.weight, args_.global_scale);
+    const float factor = global_factor(weight_of(args_, tile_), args_.global_scale);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = thread_ + i * kTransposedThreads;
       const SumPlace place = Product::place(at, rank_, args_.cluster);
-      const i64 column = static_cast<i64>(tile_) * kUnits * kUnitCols + place.pair * 2;
-      if (at >= count_ || place.token >= args_.m || column >= args_.k) continue;
+      const i64 column = static_cast<i64>(tile_.columns) * kUnits * kUnitCols + place.pair * 2;
+      if (at >= count_ || place.token >= num_rows() || column >= args_.k) continue;
+      const i64 row = kExperts ? rows_[i] : place.token;
+      if (kExperts && row < 0) continue;
       float even = own_[i].even, odd = own_[i].odd;
       if (args_.cluster == 2) {  // the sum of two does not depend on their order
         even += load_shared(sent(at));
         odd += load_shared(sent(at) + 4);
       }
       if constexpr (kGlobalScale) even *= factor, odd *= factor;
+      if constexpr (kExperts) {
+        if (args_.partials != nullptr) {
+          *reinterpret_cast<FloatPair*>(args_.partials + row * args_.partial_stride + column) = {even, odd};
+          continue;
+        }
+        const float* const weights = args_.experts.routing_weights;
+        if (weights != nullptr) even *= weights[row], odd *= weights[row];
+      }
       float v[2] = {even, odd};
-      store_two(static_cast<u16*>(args_.y) + place.token * args_.k + column, v, column + 1 < args_.k,
+      store_two(static_cast<u16*>(args_.y) + row * args_.k + column, v, column + 1 < args_.k,
                 args_.accumulate, args_.pairs);
     }
   }
@@ -103,6 +117,8 @@ class Meeting {
  private:
   static constexpr int kPairs = kTokens * kUnits * kUnitCols / 2;  // as many words are sent
   static constexpr int kOwn = (kPairs + kTransposedThreads - 1) / kTransposedThreads;
+
+  __device__ __forceinline__ int num_rows() const { return kExperts ? tile_.num_rows : args_.m; }
 
   // Where pair number `at` of those that a block finishes comes from the other block.
   __device__ __forceinline__ u32 sent(int at) const {
@@ -112,8 +128,10 @@ class Meeting {
 
   const QgemmSm90TransposedArgs& args_;
   const float* sums_;
-  int tile_, rank_, parity_, count_, thread_;
+  const Tile& tile_;
+  int rank_, parity_, count_, thread_;
   Pair own_[kOwn];
+  i32 rows_[kExperts ? kOwn : 1];  // of y, of experts
 };
 
 // ---- 5. The kernel
@@ -153,9 +171,9 @@ __device__ __forceinline__ void fill_tables(const QgemmSm90TransposedArgs& args,
   }
 }
 
-__device__ __forceinline__ void multiply_tile(Product& product, const Stream& stream, int tile,
+__device__ __forceinline__ void multiply_tile(Product& product, const Stream& stream, const Tile& tile,
                                               TeamStage& ring) {
-  product.set_tile(tile, stream.strip_of(0));
+  product.set_tile(tile.columns, stream.strip_of(0));
   for (int step = 0; step < stream.steps(); ++step) {
     wait(stream.full(ring.stage), ring.parity);
     product.multiply(stream, step, ring.stage);
@@ -167,7 +185,7 @@ __device__ __forceinline__ void multiply_tile(Product& product, const Stream& st
 
 // `number`: of the tile, of those of this cluster.
 __device__ __forceinline__ void finish_tile(const QgemmSm90TransposedArgs& args, u8* shared,
-                                            const Product& product, const Position& at, int tile,
+                                            const Product& product, const Position& at, const Tile& tile,
                                             int number) {
   // The exchange lies where the stages do: all of them are done with, and the next tile's come after.
   __syncthreads();
@@ -185,17 +203,23 @@ __device__ __forceinline__ void finish_tile(const QgemmSm90TransposedArgs& args,
 __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
   const Position at(args);
   let_next_start();
-  int tile = at.cluster;
   Stream stream(args, shared, at.team, at.rank);
-  stream.set_tile(tile);
   if (at.copies) {
     stream.init();
     prefetch_map(&args.x);
-    stream.start_weight();
   }
+  Tile tile;
+  const auto start = [&] {
+    if (!find_tile(tile, args, at.cluster)) return false;
+    stream.set_tile(tile);
+    if (at.copies) stream.start_weight();
+    return true;
+  };
+  if (!kExperts) start();
   fill_tables(args, shared, at.rank);
   Product product(args, shared, at.warp, at.lane, static_cast<u32>(at.rank));
   wait_for_earlier();
+  if (kExperts && !start()) return;  // only now is known what there is to do
   if (at.copies) stream.start_rest();
   // The other block of a cluster has begun when sums are sent there.
   if (args.cluster == 2) cluster_arrive_relaxed();
@@ -203,10 +227,17 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
 
   TeamStage ring{stream.first()};
   for (int number = 0;; ++number) {
+    Tile next;
+    bool goes_on = false;
+    const auto find_next = [&] {
+      goes_on = find_tile(next, args, at.cluster + (number + 1) * at.num_clusters);
+    };
+    if (kExperts) find_next();  // early: it takes a while
     multiply_tile(product, stream, tile, ring);
     finish_tile(args, shared, product, at, tile, number);
-    tile += at.num_clusters;
-    if (tile >= args.tiles) return;
+    if (!kExperts) find_next();
+    if (!goes_on) return;
+    tile = next;
     fence_proxy_async();
     __syncthreads();
     stream.set_tile(tile);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/expert_rows_args.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
@@ -16,6 +17,7 @@ struct QgemmSm90TransposedTiling {
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
   bool double_quant;
+  bool experts;
   int stages;
 
   // The columns of a strip lie in a slot as blocks: codes, and behind them the parameters of each group. They
@@ -65,7 +67,9 @@ struct QgemmSm90TransposedTiling {
 };
 
 struct QgemmSm90TransposedArgs {
-  formats::TensorMap x;  // [m, n], boxes of m rows and as many columns as a step has rows of the weight
+  // [m, n], boxes of m rows, of experts of as many as a tile has, and as many columns as a step has rows of
+  // the weight.
+  formats::TensorMap x;
   const formats::u8* weight;
   void* y;                       // [m, k]
   CodeValuesArgs values;         // of codes of 4 bits
@@ -84,6 +88,11 @@ struct QgemmSm90TransposedArgs {
   bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
   bool pairs;  // two neighbours of y are at a multiple of their bytes
+  // Of experts. partials: [m][partial_stride]; null: y is stored.
+  ExpertsArgs experts;
+  const ExpertTileEntry* expert_tiles;
+  float* partials;
+  formats::i32 partial_stride;  // even
 };
 
 }  // namespace halfbyte

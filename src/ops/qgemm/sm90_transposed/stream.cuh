@@ -12,11 +12,32 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
+constexpr bool kExperts = kTiling.experts;
 constexpr int kTeams = kTiling.teams(), kTeamWarps = kTransposedThreads / 32 / kTeams,
               kStrips = kTiling.strips();
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
-static_assert(kTiling.fits());
+static_assert(kTiling.fits() && !(kExperts && kDoubleQuant));
 static_assert(kTiling.bits == 8 || kTiling.table_bytes() == kPairTableBytes);
+
+// Columns of a weight, times some rows of x.
+struct Tile {
+  int columns;                    // their number
+  i32 expert = 0, first_row = 0;  // of experts; the rows in their order
+  i32 num_rows = 0;
+};
+__device__ __forceinline__ const u8* weight_of(const QgemmSm90TransposedArgs& args, const Tile& tile) {
+  return kExperts ? args.weight + tile.expert * args.experts.weight_bytes : args.weight;
+}
+// Tile `number` of all; false behind the last one. Of experts those of the same rows follow each other.
+__device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90TransposedArgs& args, int number) {
+  tile = {number};
+  if constexpr (!kExperts) return number < args.tiles;
+  const int of_rows = number / args.tiles;
+  if (of_rows >= args.expert_tiles[0].expert) return false;
+  const ExpertTileEntry entry = args.expert_tiles[1 + of_rows];
+  tile = {number - of_rows * args.tiles, entry.expert, entry.first, entry.count};
+  return true;
+}
 
 // The copies of a team: a ring of stages, numbers first() and up, each of which holds a step. One thread of
 // the team starts them.
@@ -44,11 +65,13 @@ class Stream {
     fence_barrier_init();
   }
 
-  __device__ __forceinline__ void set_tile(int tile) {
-    const int unit = tile * kUnits, units = min(kUnits, args_.units - unit);
+  __device__ __forceinline__ void set_tile(const Tile& tile) {
+    weight_ = weight_of(args_, tile);
+    first_row_ = tile.first_row;
+    const int unit = tile.columns * kUnits, units = min(kUnits, args_.units - unit);
     code_bytes_ = static_cast<u32>(kTiling.joint() ? units / kTiling.units_per_block() * kTiling.block_bytes()
                                                    : units * kTiling.unit_bytes());
-    const u8* const block = args_.weight + static_cast<i64>(unit / kPackedUnits) * args_.block_bytes;
+    const u8* const block = weight_ + static_cast<i64>(unit / kPackedUnits) * args_.block_bytes;
     codes_ = block + unit % kPackedUnits * kTiling.unit_bytes();
     parameters_ = block + kPackedUnits * kTiling.unit_bytes();
   }
@@ -78,7 +101,8 @@ class Stream {
   // Codes and parameters of a step; `full` waits for x too.
   __device__ __forceinline__ void load_weight(int step, int stage) const {
     constexpr u32 kApart = kTiling.joint() ? 0 : kTiling.group_bytes();
-    const u32 x_bytes = static_cast<u32>(args_.m * (kStrips * kUnitRows * 2));
+    // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
+    const u32 x_bytes = static_cast<u32>((kExperts ? kTokens : args_.m) * (kStrips * kUnitRows * 2));
     arrive_expecting(full(stage), kStrips * (code_bytes_ + kApart) + x_bytes);
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
@@ -90,7 +114,8 @@ class Stream {
     }
   }
   __device__ __forceinline__ void load_x(int step, int stage) const {
-    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, 0, strip_of(step) * kUnitRows, full(stage));
+    load_tile(boxes_ + stage * kTiling.box_bytes(), &args_.x, first_row_, strip_of(step) * kUnitRows,
+              full(stage));
   }
 
   // ---- What lies where
@@ -130,9 +155,9 @@ class Stream {
                 barrier);
     } else {
       constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
-      copy_bulk(to, args_.weight + args_.scales + static_cast<i64>(strip) * kScales, kScales, barrier);
+      copy_bulk(to, weight_ + args_.scales + static_cast<i64>(strip) * kScales, kScales, barrier);
       if constexpr (kSeconds != 0)
-        copy_bulk(to + kScales, args_.weight + args_.seconds + static_cast<i64>(strip) * kSeconds, kSeconds,
+        copy_bulk(to + kScales, weight_ + args_.seconds + static_cast<i64>(strip) * kSeconds, kSeconds,
                   barrier);
     }
   }
@@ -142,6 +167,8 @@ class Stream {
   Barrier* full_;
   int team_, first_strip_, steps_;
   u64 first_box_;
+  i32 first_row_ = 0;  // of x
+  const u8* weight_ = nullptr;
   const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
   u32 code_bytes_ = 0;
 };

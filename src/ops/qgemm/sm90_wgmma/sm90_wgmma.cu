@@ -8,8 +8,11 @@
 // are scaled as they are decoded.
 #include "ops/qgemm/sm90_wgmma/sm90_wgmma_args.h"
 
+#include "ops/qgemm/weight/experts.cuh"
+#include "ops/qgemm/weight/finish.cuh"
 #include "ops/qgemm/weight/output.cuh"
 #include "ops/qgemm/weight/sm90.cuh"
+#include "ops/qgemm/weight/tile_ring.cuh"
 
 namespace halfbyte::device {
 
@@ -19,7 +22,10 @@ namespace halfbyte::device {
 
 using Args = QgemmSm90WgmmaArgs;
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages;
-static_assert(kStages > 1);
+constexpr bool kExperts = kTiling.experts;
+// Whether it may find the tiles of experts and rows of x by itself.
+constexpr bool kFindsRows = kTiling.finds_rows();
+static_assert(kStages > 1 && !(kExperts && kDoubleQuant));
 constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
 constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
 using Registers = DealtRegisters<kWarpgroups>;
@@ -65,6 +71,28 @@ __device__ constexpr int second_offset(int col) {
          col % kBlockCols / kGroupSize * (kUnitRows * kSecondBytes);
 }
 
+// Pairs of strips of a weight, which the cluster makes for some rows of x; last_pair 0: there are no others.
+struct Work {
+  i32 pair = 0, last_pair = 0;
+  i32 expert = 0, first_row = 0;  // of experts; the rows of x in their order
+  __device__ __forceinline__ i32 num_strips(const Args& args) const {
+    return min(2 * last_pair, args.num_strips) - 2 * pair;
+  }
+};
+__device__ __forceinline__ const u8* weight_of(const Args& args, const Work& work) {
+  return kExperts ? args.weight + work.expert * args.experts.weight_bytes : args.weight;
+}
+// The same in shared memory, with what its rows are.
+struct alignas(16) TileSlot {
+  Work work;
+  alignas(16) i32 count;   // of rows
+  i32 rows[kTokens];       // of y; below 0: none
+  i32 rows_of_x[kTokens];  // at least 0
+  float weights[kTokens];  // by routing
+};
+static_assert(!kExperts || sizeof(TileSlot) == kTiling.tile_bytes());
+using WgmmaTileRing = TileRing<TileSlot, kWgmmaTileSlots>;
+
 // What a thread knows of its block: shared memory, its own place, and the work.
 struct Block {
   u8* ring;
@@ -73,7 +101,7 @@ struct Block {
   // Of the sums of a tile that the other block of the cluster sends; when they may be overwritten.
   Barrier *received, *taken;
   int thread, lane, warp, warpgroup;
-  int first_pair, last_pair;    // of strips of the cluster
+  int first_pair, last_pair;    // of strips of the cluster, of one weight
   int first_stage, last_stage;  // of a tile, of this block
 
   __device__ __forceinline__ Block(const Args& args, u8* shared)
@@ -99,7 +127,13 @@ struct Block {
   // loop over stages, which then has up to a sixth more instructions.
   __device__ __forceinline__ u32 rank() const { return kTiling.shared ? cluster_rank() : 0; }
 
+  __device__ __forceinline__ WgmmaTileRing tile_ring() const {
+    u8* const shared = ring - kTiling.ring_offset();
+    return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
+  }
+
   __device__ __forceinline__ void init_barriers() const {
+    if constexpr (kExperts) tile_ring().init_barriers(2 + kWarpgroups * 4);
 #pragma unroll
     for (int slot = 0; slot < kStages; ++slot) {
       init_barrier(full + slot, 2);
@@ -110,17 +144,140 @@ struct Block {
   }
 };
 
-// ---- 2. The ring is filled: by one lane each.
+// ---- 2. Tiles of a block, one after the other.
+
+// Whether tiles are found here, not in a list, and rows of x lie where they were given.
+__device__ __forceinline__ bool finds_rows(const Args& args) {
+  return kFindsRows && args.expert_tiles == nullptr;
+}
+
+// Of experts, all of them, into their ring. By a warp. All clusters have as many, give or take one.
+__device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
+  struct Found {
+    i32 expert, first, count;
+  };
+  auto* const found = reinterpret_cast<Found*>(block.ring - kTiling.ring_offset() + kTiling.found_offset());
+  wait_for_earlier();
+  const auto count_tiles = [&] {
+    if (!finds_rows(args)) return args.expert_tiles[0].expert;
+    const i32 count = list_expert_tiles(args.experts, kTokens, kWgmmaFoundRows,
+                                        [&](i32 number, i32 first, i32 expert, const ExpertRange& rows) {
+                                          const i32 begin = rows.begin + (number - first) * kTokens;
+                                          found[number] = {expert, begin, min(kTokens, rows.end - begin)};
+                                        });
+    __syncwarp();
+    return count;
+  };
+  const u32 log2_cluster = kTiling.shared ? static_cast<u32>(args.log2_cluster) : 0;
+  const u64 worker = blockIdx.x >> log2_cluster, num_workers = gridDim.x >> log2_cluster;
+  const u32 of_weight = static_cast<u32>(args.num_pairs);
+  const u64 all = static_cast<u64>(count_tiles()) * of_weight;
+  u32 at = static_cast<u32>(all * worker / num_workers);
+  const u32 end = static_cast<u32>(all * (worker + 1) / num_workers);
+  const WgmmaTileRing ring = block.tile_ring();
+  for (WgmmaTileRing::Place place;; place.advance()) {
+    Work work;
+    i32 count = 0;
+    if (at < end) {
+      const u32 number = at / of_weight;
+      const i32 pair = static_cast<i32>(at - number * of_weight) * kTilePairs;
+      work = {pair, min(pair + kTilePairs, (args.num_strips + 1) / 2)};
+      if (finds_rows(args)) {
+        const Found tile = found[number];
+        work.expert = tile.expert;
+        work.first_row = tile.first;
+        count = tile.count;
+      } else {
+        const ExpertTileEntry entry = args.expert_tiles[1 + number];
+        work.expert = entry.expert;
+        work.first_row = entry.first;
+        count = entry.count;
+      }
+      ++at;
+    }
+    TileSlot& slot = ring.wait_empty(place);
+#pragma unroll
+    for (int first = 0; first < kTokens; first += 32) {
+      const int token = first + block.lane;
+      if (token >= kTokens) break;
+      const i32 row = token < count ? slot_of(args.experts, work.first_row + token) : -1;
+      const bool is_weighted = row >= 0 && args.experts.routing_weights != nullptr;
+      slot.rows[token] = row;
+      if constexpr (kFindsRows) slot.rows_of_x[token] = max(row, 0) / args.experts.slots_per_x;
+      slot.weights[token] = is_weighted ? args.experts.routing_weights[row] : 1;
+    }
+    if (block.lane == 0) slot.work = work, slot.count = count;
+    __syncwarp();
+    if (block.lane == 0) ring.say_full(place);
+    if (work.last_pair == 0) return;
+  }
+}
+
+// Zeros for rows that no expert has, where no other kernel makes them. By a warp of each block.
+__device__ __forceinline__ void clear_rows(const Args& args) {
+  wait_for_earlier();
+  const ExpertsArgs& experts = args.experts;
+  const i32 first = clamp(experts.offsets[experts.num - 1], 0, experts.rows);
+  for (i64 i = first + i64{blockIdx.x}; i < experts.rows; i += gridDim.x) {
+    const i32 row = slot_of(experts, i);
+    if (row < 0) continue;
+    if (args.partials != nullptr)
+      clear_row(args.partials + i64{row} * args.partial_stride, args.partial_stride);
+    else if (!args.accumulate)
+      clear_row(static_cast<Memory*>(args.y) + i64{row} * args.n, args.n);
+  }
+}
+
+// What a block does: by a warp, or by one lane of it.
+template <bool kByWarp>
+class Tiles {
+ public:
+  __device__ __forceinline__ explicit Tiles(const Block& block) : block_(block), next_{block.first_pair} {}
+
+  // False behind the last one. Of experts the tile keeps its slot until it is released.
+  __device__ __forceinline__ bool next(Work& work) {
+    if constexpr (kExperts) {
+      work = slot().work;
+    } else {
+      work.pair = next_;
+      next_ += kTilePairs;
+      work.last_pair = min(next_, block_.last_pair);
+      if (work.pair >= block_.last_pair) return false;
+    }
+    return work.last_pair > 0;
+  }
+  // Of experts.
+  __device__ __forceinline__ const TileSlot& slot() const { return block_.tile_ring().wait_full(place_); }
+  __device__ __forceinline__ bool has_next() const {
+    WgmmaTileRing::Place after = place_;
+    after.advance();
+    return block_.tile_ring().wait_full(after).work.last_pair > 0;
+  }
+  __device__ __forceinline__ void release() {
+    if constexpr (kByWarp) __syncwarp();
+    if (!kByWarp || block_.lane == 0) block_.tile_ring().release(place_);
+    place_.advance();
+  }
+
+ private:
+  const Block& block_;
+  int next_;
+  WgmmaTileRing::Place place_;
+};
+
+// ---- 3. The ring is filled: by one lane each.
 
 __device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
   RingPlace<kStages> place{0, 1};
-  const int last_strip = min(2 * block.last_pair, args.num_strips);
   int before_x = kStages / 2;  // stages; those behind them would hold up x
-  for (int strip = 2 * block.first_pair; strip < last_strip; strip += kTiling.strips) {
-    const u8* from = args.weight + strip * args.strip_bytes + i64{block.first_stage} * kStripBytes;
+  Work work;
+  for (Tiles<false> tiles(block); tiles.next(work);) {
+    if constexpr (kExperts) tiles.release();
+    const u8* from =
+        weight_of(args, work) + 2 * work.pair * args.strip_bytes + i64{block.first_stage} * kStripBytes;
     // To the end of the strip.
     int num_bytes = (args.num_blocks - block.first_stage * kStageBlocks) * kBlockBytes;
-    const int num_strips = min(kTiling.strips, last_strip - strip);
+    const int num_strips = work.num_strips(args);
     for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
       if (before_x-- == 0) wait_for_earlier();
       const u32 size = static_cast<u32>(min(num_bytes, kStripBytes));
@@ -141,19 +298,67 @@ __device__ __forceinline__ void copy_codes(const Args& args, const Block& block)
 __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
   RingPlace<kStages> place{0, 1};
   wait_for_earlier();
-  for (int pair = block.first_pair; pair < block.last_pair; pair += kTilePairs)
+  Work work;
+  for (Tiles<false> tiles(block); tiles.next(work);) {
+    if constexpr (kExperts) tiles.release();
     for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
       wait(block.empty + place.stage, place.parity);
       Barrier* const full = block.full + place.stage;
-      arrive_expecting(full, static_cast<u32>(args.m * kStageCols * 2));
+      // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
+      arrive_expecting(full, static_cast<u32>((kExperts ? kTokens : args.m) * kStageCols * 2));
 #pragma unroll
       for (int i = 0; i < kStageCols / 64; ++i)
-        load_tile(block.ring + place.stage * kStageBytes + i * kBoxBytes, &args.x, 0,
+        load_tile(block.ring + place.stage * kStageBytes + i * kBoxBytes, &args.x, work.first_row,
                   stage * kStageCols + i * 64, full);
     }
+  }
 }
 
-// ---- 3. What a lane has of a tile.
+// Rows of x that lie anywhere, by a warp. Some stages are under way: a stage is full when those behind it
+// were asked for.
+__device__ __forceinline__ void gather_x(const Args& args, const Block& block) {
+  constexpr int kUnderWay = min(3, kStages - 1);
+  const auto* const x = static_cast<const Memory*>(args.rows_of_x);
+  RingPlace<kStages> place{0, 1}, asked_for;
+  int under_way = 0;
+  const auto finish_stage = [&] {
+    fence_proxy_async();
+    __syncwarp();
+    if (block.lane == 0) arrive(block.full + asked_for.stage);
+    asked_for.advance();
+  };
+  wait_for_earlier();
+  Work work;
+  for (Tiles<true> tiles(block); tiles.next(work); tiles.release()) {
+    const TileSlot& slot = tiles.slot();
+    for (int stage = block.first_stage; stage < block.last_stage; ++stage, place.advance()) {
+      wait(block.empty + place.stage, place.parity);
+      const u32 boxes = shared_address(block.ring) + static_cast<u32>(place.stage * kStageBytes);
+#pragma unroll 1
+      for (int row = 0; row < slot.count; ++row) {
+        const Memory* const from = x + i64{slot.rows_of_x[row]} * args.k;
+#pragma unroll 1
+        for (int i = block.lane * 8; i < kStageCols; i += 32 * 8) {
+          const int col = stage * kStageCols + i;
+          const u32 offset = swizzle_128(static_cast<u32>(row * 128 + i % 64 * 2));
+          copy_async_or_zero(boxes + static_cast<u32>(i / 64 * kBoxBytes) + offset,
+                             from + min(col, static_cast<int>(args.k) - 8), col < args.k);
+        }
+      }
+      commit_copies();
+      if (under_way < kUnderWay) {
+        ++under_way;
+      } else {
+        wait_copies<kUnderWay>();
+        finish_stage();
+      }
+    }
+  }
+  wait_copies();
+  for (; under_way > 0; --under_way) finish_stage();
+}
+
+// ---- 4. What a lane has of a tile.
 
 // Of every tile: a lane has rows 2a and 2a + 1 of a strip, and of a second one 64 rows on where kPairs is 2.
 struct Lane {
@@ -187,15 +392,19 @@ struct Tile {
   int pair;                   // of strips: the first
   int num_pairs;              // that this warpgroup has, and those of later tiles
   bool active, active_again;  // whether it has any, now and in the next tile
+  bool active_before;         // in the one before
   int strip, row;             // the first of the lane
   float sums[kPairs][kSums] = {};
   RowPair rows[2];  // of two pairs of strips, or of every other chunk of one
 
-  __device__ __forceinline__ Tile(const Block& block, const Lane& lane, int first)
-      : pair(first),
-        num_pairs(block.last_pair - pair - lane.pair_of_tile),
-        active(num_pairs > 0),
+  // Of experts, any tile may have fewer pairs than others. So all warpgroups multiply what is in the ring,
+  // and each stores the pairs that there are. active_again is found later.
+  __device__ __forceinline__ Tile(const Block& block, const Lane& lane, const Work& work, bool is_first)
+      : pair(work.pair),
+        num_pairs((kExperts ? work.last_pair : block.last_pair) - pair - lane.pair_of_tile),
+        active(kExperts || num_pairs > 0),
         active_again(num_pairs > kTilePairs),
+        active_before(kExperts ? !is_first : pair > block.first_pair),
         strip(2 * pair + lane.strip_of_tile),
         row(strip * 32 + 2 * lane.a) {}
 
@@ -207,7 +416,7 @@ struct Tile {
   }
 };
 
-// ---- 4. Chunks are decoded and multiplied.
+// ---- 5. Chunks are decoded and multiplied.
 
 class Multiplier {
  public:
@@ -215,19 +424,19 @@ class Multiplier {
       : args_(args), block_(block), lane_(lane) {}
 
   // The parameters of rows that have one scale.
-  __device__ __forceinline__ void load_tile_rows(Tile& tile) const {
+  __device__ __forceinline__ void load_tile_rows(Tile& tile, const u8* weight) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int b = i % kPairs;
       const i64 at = min(tile.strip + 2 * b, args_.num_strips - 1) * i64{kUnitRows} + 2 * lane_.a;
-      load_rows(tile.rows[i], args_.weight + args_.scales + at * kScaleBytes,
-                args_.weight + args_.seconds + at * kSecondBytes, tile.row + 64 * b, 0, true);
+      load_rows(tile.rows[i], weight + args_.scales + at * kScaleBytes,
+                weight + args_.seconds + at * kSecondBytes, tile.row + 64 * b, 0, true);
     }
   }
 
   // The sums of a tile over the stages of the block.
-  __device__ __forceinline__ void run(Tile& tile) {
-    if constexpr (kGroup == 0) load_tile_rows(tile);
+  __device__ __forceinline__ void run(Tile& tile, const Work& work) {
+    if constexpr (kGroup == 0) load_tile_rows(tile, weight_of(args_, work));
     if (tile.active)
       multiply(tile);
     else
@@ -402,7 +611,7 @@ class Multiplier {
   RingPlace<kStages> place_;
 };
 
-// ---- 5. The sums of the warpgroups, then of the blocks, are added up.
+// ---- 6. The sums of the warpgroups, then of the blocks, are added up.
 
 // Sum i of the lane in the scratch memory that begins at line `first`.
 __device__ __forceinline__ u32 line_of(const Block& block, const Lane& lane, int first, int i) {
@@ -416,7 +625,7 @@ __device__ __forceinline__ void add_warpgroups(Tile& tile, const Block& block, c
   const int stored = 1 + 2 * lane.row_group, read = stored + 1,
             lines = lane.row_group * (kColGroups - 1) * kGroupLines;
   if (tile.active && lane.col_group > 0) {
-    if (tile.pair > block.first_pair) sync_some(read, kNumThreads);
+    if (tile.active_before) sync_some(read, kNumThreads);
     tile.each_sum([&](float& sum, int i) {
       store_shared(line_of(block, lane, lines + (lane.col_group - 1) * kGroupLines, i), sum);
     });
@@ -437,7 +646,7 @@ __device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const
                                            u32 parity) {
   const u32 finisher = kRowGroups > 1 ? static_cast<u32>(lane.row_group) : 0;
   if (stores && block.rank() != finisher) {
-    if (tile.pair > block.first_pair) wait_cluster(block.taken, parity ^ 1);
+    if (tile.active_before) wait_cluster(block.taken, parity ^ 1);
     const u32 barrier = address_in(finisher, shared_address(block.received));
     tile.each_sum([&](float& sum, int i) {
       store_async(address_in(finisher, line_of(block, lane, kClusterLines, i)), sum, barrier);
@@ -453,18 +662,21 @@ __device__ __forceinline__ void add_blocks(Tile& tile, const Block& block, const
     arrive_cluster(address_in(finisher ^ 1, shared_address(block.taken)));
 }
 
-// ---- 6. y is stored.
+// ---- 7. y is stored.
 
-__device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const Lane& lane) {
-  using Memory = Element::Memory;
-  Memory* const y = static_cast<Memory*>(args.y) + 2 * lane.t * i64{args.n} + tile.row;
-  const float factor = global_factor(args.weight, args.global_scale);
+// `slot`: of experts.
+__device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const Lane& lane,
+                                           const TileSlot* slot) {
+  Memory* const y = static_cast<Memory*>(args.y) + (kExperts ? 0 : 2 * lane.t * i64{args.n}) + tile.row;
+  const i64 expert = kExperts ? slot->work.expert : 0;
+  const float factor =
+      global_factor(args.weight + (kExperts ? expert * args.experts.weight_bytes : 0), args.global_scale);
 #pragma unroll
   for (int b = 0; b < kPairs; ++b) {
     const int row = tile.row + 64 * b;
     if (b >= tile.num_pairs || row >= args.n) break;
     const bool second = row + 1 < args.n;
-    const Memory* const biases = static_cast<const Memory*>(args.bias) + row;
+    const Memory* const biases = static_cast<const Memory*>(args.bias) + expert * args.n + row;
     float bias[2] = {};
     if (args.bias != nullptr) {
       bias[0] = load(Element(), biases[0]);
@@ -475,7 +687,8 @@ __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, c
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int token = 2 * i + 2 * lane.t + e;
-        if (token >= args.m) continue;
+        const i64 row_of_y = kExperts ? slot->rows[token] : 2 * i + e;
+        if (kExperts ? row_of_y < 0 : token >= args.m) continue;
         float v[2] = {tile.sums[b][i + e], tile.sums[b][i + e + 2]};
         if constexpr (kGroup == 0 && !kAffine) {
           v[0] *= tile.rows[b].scale[0];
@@ -487,7 +700,16 @@ __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, c
         }
         v[0] += bias[0];
         v[1] += bias[1];
-        store_two(y + (2 * i + e) * i64{args.n} + 64 * b, v, second, args.accumulate, args.pairs);
+        if constexpr (kExperts) {
+          if (args.partials != nullptr) {
+            *reinterpret_cast<FloatPair*>(args.partials + row_of_y * args.partial_stride + row) = {v[0],
+                                                                                                   v[1]};
+            continue;
+          }
+          v[0] *= slot->weights[token];
+          v[1] *= slot->weights[token];
+        }
+        store_two(y + row_of_y * args.n + 64 * b, v, second, args.accumulate, args.pairs);
       }
     }
   }
@@ -514,8 +736,14 @@ __launch_bounds__(kThreads, 1)
     keep_registers<Registers::kCopy>();
     if (copies_codes && elect_lane())
       copy_codes(args, block);
+    else if (copies_x && finds_rows(args))
+      gather_x(args, block);
     else if (copies_x && elect_lane())
       copy_x(args, block);
+    else if (kExperts && block.warp == kWarpgroups * 4 + 2)
+      list_tiles(args, block);
+    else if (finds_rows(args) && block.warp == kWarpgroups * 4 + 3)
+      clear_rows(args);
     return;
   }
 
@@ -530,15 +758,17 @@ __launch_bounds__(kThreads, 1)
 
   const Lane lane(block);
   Multiplier multiplier(args, block, lane);
-  for (int pair = block.first_pair; pair < block.last_pair; pair += kTilePairs) {
-    Tile tile(block, lane, pair);
-    multiplier.run(tile);
+  Tiles<true> tiles(block);
+  Work work;
+  for (u32 number = 0; tiles.next(work); ++number) {
+    Tile tile(block, lane, work, number == 0);
+    multiplier.run(tile, work);
+    if constexpr (kExperts) tile.active_again = tiles.has_next();
     if constexpr (kColGroups > 1) add_warpgroups(tile, block, lane);
     bool stores = tile.active && lane.col_group == 0;
-    if (shares()) {
-      add_blocks(tile, block, lane, stores, static_cast<u32>((pair - block.first_pair) / kTilePairs % 2));
-    }
-    if (stores) store_tile(args, tile, lane);
+    if (shares()) add_blocks(tile, block, lane, stores, number % 2);
+    if (stores) store_tile(args, tile, lane, kExperts ? &tiles.slot() : nullptr);
+    if constexpr (kExperts) tiles.release();
   }
 #endif
 }

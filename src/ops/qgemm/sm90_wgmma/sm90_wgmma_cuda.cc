@@ -14,15 +14,36 @@ namespace halfbyte {
 namespace {
 
 constexpr int kMaxTokens = 64;
+// Of an expert, on average: with more, qgemm_sm90_large is ahead
+// (`halfbyte bench qgemm --experts 128 --top-k 8 --direction forward --m 256,512,1024` with --variant of one
+// and the other).
+constexpr int64_t kMostExpertRows = 21;
+constexpr int kMaxExpertTokens = 32;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
+
+std::string refuse_experts(const QgemmProblem& p) {
+  if (std::string reason = refuse_sm90_experts(p); !reason.empty()) return reason;
+  if (const int64_t rows = ceil_div(p.m, p.experts.num); rows > kMostExpertRows)
+    return fmt::format("experts must have at most {} rows on average, got {}", kMostExpertRows, rows);
+  // 32 bits hold the numbers of pairs of strips of all tiles.
+  if (const int64_t pairs = ceil_div(p.weight.strips, 2);
+      tiles_of_rows(p, 1) > std::numeric_limits<int32_t>::max() / std::max<int64_t>(pairs, 1))
+    return fmt::format(
+        "of experts, rows of x times pairs of strips must be at most 2^31 - 1, got {} times {}",
+        tiles_of_rows(p, 1), pairs);
+  return "";
+}
 
 std::string refuse(const QgemmProblem& p) {
   if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (p.transposed) return "it is for forward products";
   if (!p.packed) return "the weight is not packed";
   if (p.dtype == DType::f32) return "it is for bf16 and f16, got f32";
-  if (p.m > kMaxTokens) return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
+  if (p.experts.num == 0 && p.m > kMaxTokens)
+    return fmt::format("m must be at most {}, got {}", kMaxTokens, p.m);
+  if (p.experts.num > 0)
+    if (std::string reason = refuse_experts(p); !reason.empty()) return reason;
   if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
   if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
   // 32 bits hold the bytes of a strip, and indexes.
@@ -34,8 +55,9 @@ std::string refuse(const QgemmProblem& p) {
 }
 
 // m rounded up.
-int tokens_of(int64_t m) {
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(m, 8))));
+int tokens_of(const QgemmProblem& p) {
+  const auto rows = static_cast<uint64_t>(std::max<int64_t>(rows_of_weight(p), 8));
+  return std::min(static_cast<int>(std::bit_ceil(rows)), p.experts.num > 0 ? kMaxExpertTokens : kMaxTokens);
 }
 
 // Whether there is code for clusters of two blocks.
@@ -51,6 +73,7 @@ QgemmSm90WgmmaTiling tiling_of(const QgemmProblem& problem, int tokens, int stri
   tiling.block_cols = problem.weight.block_cols;
   tiling.block_bytes = problem.weight.block_bytes;
   tiling.bits = problem.codec.bits;
+  tiling.experts = problem.experts.num > 0;
   // Code that does both costs the loop nothing but with 64 rows of x, where it has 5 to 8 % more
   // instructions.
   tiling.shared = (cluster > 1 || tokens < 64) && can_share(problem, tiling);
@@ -59,9 +82,14 @@ QgemmSm90WgmmaTiling tiling_of(const QgemmProblem& problem, int tokens, int stri
   return tiling;
 }
 
-// How many pairs of strips a cluster has, at most.
-int64_t pairs_of_worker(const QgemmProblem& p, int cluster, int num_multiprocessors) {
-  return ceil_div(ceil_div(p.weight.strips, 2), num_multiprocessors / cluster);
+// How many pairs of strips a cluster has, at most; of experts, whole tiles of the likely number.
+int64_t pairs_of_worker(const QgemmProblem& p, const QgemmSm90WgmmaTiling& tiling, int cluster,
+                        int num_multiprocessors) {
+  const int64_t pairs = ceil_div(p.weight.strips, 2), workers = num_multiprocessors / cluster;
+  if (p.experts.num == 0) return ceil_div(pairs, workers);
+  const int64_t pairs_of_tile = tiling.strips / 2;
+  return ceil_div(likely_expert_tiles(p, tiling.tokens) * ceil_div(pairs, pairs_of_tile), workers) *
+         pairs_of_tile;
 }
 
 struct Division {
@@ -77,15 +105,17 @@ struct Division {
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   constexpr double kTokensOfPair = 80;  // x of so many tokens takes as long as a pair of strips
   constexpr double kClusterUnits = 50;
-  const int tokens = tokens_of(p.m);
+  const int tokens = tokens_of(p);
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int cluster : {1, 2})
     for (const int strips : {2, 4, 8}) {
+      if (!refuse_spilling(p, {"qgemm_sm90_wgmma", tokens, strips, false}).empty()) continue;
       const QgemmSm90WgmmaTiling tiling = tiling_of(p, tokens, strips, cluster);
       if (cluster > 1 && (!tiling.shared || ceil_div(p.k, tiling.stage_cols()) < cluster)) continue;
       const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
-      const int64_t pairs = ceil_div(pairs_of_worker(p, cluster, num_multiprocessors), at_once) * at_once;
+      const int64_t pairs =
+          ceil_div(pairs_of_worker(p, tiling, cluster, num_multiprocessors), at_once) * at_once;
       const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
       const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
       const double time = (static_cast<double>(pairs) + tiles * tokens / kTokensOfPair) * units / cluster +
@@ -105,6 +135,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90WgmmaTili
                                                 {{"tokens", t.tokens},
                                                  {"strips", t.strips},
                                                  {"shared", t.shared},
+                                                 {"experts", t.experts},
                                                  {"block_cols", t.block_cols},
                                                  {"block_bytes", t.block_bytes},
                                                  {"bits", t.bits},
@@ -116,7 +147,13 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
   explicit QgemmSm90Wgmma(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const auto [tiling, cluster] = choose_division(problem, context_.num_multiprocessors);
     tiling_ = tiling;
-    if (!has_aligned_x(problem)) stage_x(1);
+    const bool has_experts = problem.experts.num > 0;
+    if (has_experts) {
+      args_.experts = experts_args(problem);
+      if (!finds_rows()) list_expert_rows(tiling.tokens, 1);
+    } else if (!has_aligned_x(problem)) {
+      stage_x(1);
+    }
     const formats::PackedLayout& layout = problem.weight;
     args_.strip_bytes = layout.strip_bytes;
     describe_sections(args_, layout);
@@ -128,10 +165,14 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
     args_.num_blocks = static_cast<int>(layout.blocks_per_strip);
     args_.num_stages = static_cast<int>(ceil_div(problem.k, tiling_.stage_cols()));
     const int64_t pairs = ceil_div(layout.strips, 2);
-    const int64_t workers = ceil_div(pairs, pairs_of_worker(problem, cluster, context_.num_multiprocessors));
+    const int most = context_.num_multiprocessors;
+    const int64_t workers =
+        has_experts ? most / cluster : ceil_div(pairs, pairs_of_worker(problem, tiling, cluster, most));
     args_.log2_cluster = cluster - 1;
-    args_.num_pairs = static_cast<int>(pairs / workers);
-    args_.num_longer = static_cast<int>(pairs % workers);
+    args_.num_pairs = static_cast<int>(has_experts ? ceil_div(pairs, tiling.strips / 2) : pairs / workers);
+    args_.num_longer = static_cast<int>(has_experts ? 0 : pairs % workers);
+    args_.k = problem.k;
+    args_.partial_stride = static_cast<int>(formats::round_up(problem.n, 2));
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
@@ -147,8 +188,18 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
   }
 
  private:
-  void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void*) const override {
-    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, x_stride(), static_cast<int>(problem_.m));
+  // Without qgemm_expert_rows before it, which takes as long as the weights of some experts.
+  bool finds_rows() const {
+    return tiling_.finds_rows() && problem_.experts.rows != ExpertRows::masked &&
+           problem_.m <= kWgmmaFoundRows;
+  }
+  void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void* sums) const override {
+    args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, x_stride(),
+                              problem_.experts.num > 0 ? tiling_.tokens : static_cast<int>(problem_.m));
+    args.rows_of_x = tensors.x;
+    place_experts(args.experts, tensors);
+    args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
+    args.partials = static_cast<float*>(sums);
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
@@ -164,9 +215,18 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 // ---- The rows of the table of kernels
 
 cuda::KernelSpec specialise(const cuda::KernelValues& values) {
-  const QgemmProblem problem = qgemm_problem(values);
+  QgemmProblem problem = qgemm_problem(values);
+  problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
   const std::string reason = refuse_rare_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_wgmma: {}", reason);
+  HALFBYTE_CHECK(
+      problem.experts.num == 0 || (!problem.double_quant && number_of(values, "tokens") <= kMaxExpertTokens),
+      usage, "qgemm_sm90_wgmma: experts go with at most {} tokens and without double-quant",
+      kMaxExpertTokens);
+  const std::string spilling =
+      refuse_spilling(problem, {"qgemm_sm90_wgmma", number_of(values, "tokens"),
+                                number_of(values, "rows") / formats::kUnitRows, false});
+  HALFBYTE_CHECK(spilling.empty(), usage, "qgemm_sm90_wgmma: {}", spilling);
   const int cluster = number_of(values, "cluster");
   const QgemmSm90WgmmaTiling tiling = tiling_of(problem, number_of(values, "tokens"),
                                                 number_of(values, "rows") / formats::kUnitRows, cluster);
@@ -183,12 +243,14 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
   keys.push_back(number_key("rows", {128, 256, 64}, "Of the weight, in a tile."));
   keys.push_back(number_key("cluster", {2, 1}, "Blocks that share the columns of a tile."));
+  keys.push_back(experts_key());
   return {{{"qgemm", "qgemm_sm90_wgmma", "Forward, at most 64 rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
 
 }  // namespace
 
-const QgemmVariant kQgemmSm90Wgmma = {{"qgemm_sm90_wgmma", DeviceKind::cuda, &refuse, &make}, &kernels};
+const QgemmVariant kQgemmSm90Wgmma = {
+    {"qgemm_sm90_wgmma", DeviceKind::cuda, &refuse, &make}, &kernels, false, true};
 
 }  // namespace halfbyte
