@@ -168,8 +168,8 @@ TEST_F(QgemmGroupedDevice, EmptyExtents) {
     }
 }
 
-QgemmGroupedDescriptor layer(bool transposed) {
-  QgemmGroupedDescriptor d{.num_experts = 16, .m = 24, .n = 256, .k = 512, .transposed = transposed};
+QgemmGroupedDescriptor layer(bool transposed, int64_t m) {
+  QgemmGroupedDescriptor d{.num_experts = 16, .m = m, .n = 256, .k = 512, .transposed = transposed};
   d.rows = ExpertRows::indices;
   d.top_k = 4;
   d.sum_slots = d.routing_weights = true;
@@ -177,8 +177,7 @@ QgemmGroupedDescriptor layer(bool transposed) {
 }
 
 // A graph reads routing where it is when it runs.
-TEST_F(QgemmGroupedDevice, GraphsFollowTheRouting) {
-  const QgemmGroupedDescriptor d = layer(false);
+void expect_graphs_follow(const QgemmGroupedDescriptor& d) {
   const auto plan = QgemmGroupedPlan::select(kCuda, d);
   const auto route =
       RoutePlan::select(kCuda, {.tokens = d.m, .top_k = d.top_k, .num_experts = d.num_experts});
@@ -233,11 +232,16 @@ TEST_F(QgemmGroupedDevice, GraphsFollowTheRouting) {
   }
 }
 
+TEST_F(QgemmGroupedDevice, GraphsFollowTheRouting) {
+  for (const int64_t m : {5, 24, 100}) expect_graphs_follow(layer(false, m));
+}
+
 // Whatever routing says, nothing else is touched: guards see it, and under compute-sanitizer nothing hides.
 TEST_F(QgemmGroupedDevice, RoutingOfAnyContent) {
   std::mt19937_64 random(5);
   for (int i = 0; i < 60; ++i) {
-    QgemmGroupedDescriptor d = layer(i % 2 == 1);
+    constexpr int64_t kTokens[] = {5, 24, 100};
+    QgemmGroupedDescriptor d = layer(i % 2 == 1, kTokens[i % 3]);
     d.routing_gradient = d.transposed;
     GroupedCase test(d, 1, Routing::random);
     const auto anything = [&]() -> int32_t {
@@ -296,16 +300,18 @@ TEST_F(QgemmGroupedDevice, RouteAsTheCpu) {
 using SanitizeGrouped = testing::CudaTest;
 TEST_F(SanitizeGrouped, EveryVariant) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
-    for (const bool transposed : {false, true}) {
+    for (const int i : {0, 1, 2, 3}) {
+      const bool transposed = i % 2 == 1;
       QgemmGroupedDescriptor d{.num_experts = 3, .m = 60, .n = 72, .k = 200, .transposed = transposed};
       d.rows = rows;
+      if (i >= 2) d.m = 8;
       if (rows == ExpertRows::indices) {
         d.top_k = 2;
-        d.m = 30;
+        d.m /= 2;
         d.sum_slots = d.routing_weights = true;
         d.routing_gradient = transposed;
       }
-      if (rows == ExpertRows::masked) d.m = 20;
+      if (rows == ExpertRows::masked) d.m = (d.m + 2) / 3;
       check(d, 1, Routing::random, QgemmData::random, true);
     }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "core/arithmetic.h"
 #include "core/expect.h"
 #include "core/format.h"
 #include "core/packed_weight.h"
@@ -69,6 +70,13 @@ namespace {
 // beyond 8192 columns, where it loads x anew for each slice, it is behind with one row, too.
 bool loading_x_pays(const QgemmProblem& p) { return p.k <= 8192 && (p.m == 1 || p.n > 16384); }
 
+// Of experts, qgemm_sm90_transposed begins anew with each tile of columns, and needs many tiles: of a weight
+// of 512 rows it is no faster than qgemm_sm80 on an H100, and slower where it has 32 tiles.
+bool tiles_are_short_or_few(const QgemmProblem& p) {
+  if (p.experts.num == 0 || !p.transposed) return false;
+  return p.n < 1024 || std::min(p.m, p.experts.num) * (ceil_div(p.k, formats::kUnitCols)) < 64;
+}
+
 // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
 // qgemm_sm90_large is 4 to 8 % behind cuBLAS on an H200, but for forward products of groups of 128 columns
 // and more, where it is as fast.
@@ -95,6 +103,7 @@ struct Row {
 };
 constexpr Row kOrder[] = {
     // CUDA: few rows of x
+    {&kQgemmSm80, &tiles_are_short_or_few},
     {&kQgemmSm90Mma, &loading_x_pays},
     {&kQgemmSm90Wgmma},
     {&kQgemmSm90Mma},

@@ -32,15 +32,6 @@ std::string refuse_experts(const QgemmProblem& p) {
   if (std::string reason = refuse_sm90_experts(p); !reason.empty()) return reason;
   if (const int64_t rows = ceil_div(p.m, p.experts.num); rows > kMostExpertRows)
     return fmt::format("experts must have at most {} rows on average, got {}", kMostExpertRows, rows);
-  // A tile starts the ring anew; with fewer rows of the weight qgemm_sm80 is as fast.
-  constexpr int64_t kFewestRows = 1024;
-  if (p.n < kFewestRows) return fmt::format("of experts, n must be at least {}, got {}", kFewestRows, p.n);
-  // With fewer, most multiprocessors have nothing to do: qgemm_sm80 divides what is summed.
-  constexpr int64_t kFewestTiles = 64;
-  if (const int64_t tiles = ceil_div(p.k, formats::kUnitCols) * likely_expert_tiles(p, kMaxExpertTokens);
-      tiles < kFewestTiles)
-    return fmt::format("of experts, tiles of 64 columns must be at least {}, got about {}", kFewestTiles,
-                       tiles);
   // 32 bits hold the number of a tile.
   if (const int64_t tiles = ceil_div(p.k, formats::kUnitCols), rows = tiles_of_rows(p, 1);
       rows > std::numeric_limits<int32_t>::max() / tiles)
