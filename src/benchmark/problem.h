@@ -119,7 +119,7 @@ BenchProblems affine_qdq_problems(DeviceKind device);
 struct BenchMatrix {
   QuantSpec spec;
   int64_t rows = 0, cols = 0;
-  size_t codes = 0, scales = 0, zeros = 0, biases = 0;
+  size_t codes = 0, scales = 0, zeros = 0, biases = 0, global_scale = 0;
 
   BenchMatrix(BenchProblem& problem, const QuantSpec& s, int64_t r, int64_t c, bool filled)
       : spec(s), rows(r), cols(c) {
@@ -133,6 +133,9 @@ struct BenchMatrix {
         fill({BenchFill::uniform, DType::u8, 0, static_cast<double>((1 << info(s.format).bits) - 1)}));
     biases =
         problem.add(has_biases(s) ? scale_bytes : 0, fill({BenchFill::uniform, s.scale_dtype, -0.1, -0.05}));
+    // Given, also where the others are written; about that of values of up to 5.
+    global_scale =
+        problem.add(has_global_scale(s) ? size_of(DType::f32) : 0, {BenchFill::uniform, DType::f32, 500, 550});
   }
   QuantizedView view(const BenchMemory& memory) const {
     const auto at = [&](size_t array, bool has) { return has ? memory.at(array) : nullptr; };
@@ -142,7 +145,8 @@ struct BenchMatrix {
             reinterpret_cast<uint8_t*>(memory.at(codes)),
             memory.at(scales),
             reinterpret_cast<uint8_t*>(at(zeros, has_zeros(spec))),
-            at(biases, has_biases(spec))};
+            at(biases, has_biases(spec)),
+            reinterpret_cast<float*>(at(global_scale, has_global_scale(spec)))};
   }
 };
 // The specifications of packed formats that are measured: quantized and decoded; a name each.

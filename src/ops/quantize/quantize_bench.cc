@@ -101,6 +101,8 @@ BenchProblems quantize_problems(DeviceKind device) {
   add_searched("nf4_search", {.format = Format::nf4}, ScaleRule::absmax);
   add_searched("int4_search", {.format = Format::int4, .group_size = 128}, ScaleRule::half_range);
   add_searched("affine4_search", {.format = Format::affine4}, ScaleRule::mlx_edge);
+  add_searched("nvfp4_search", {.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3},
+               ScaleRule::absmax);
   if (device == DeviceKind::cuda) return problems;
   add("nf4", {.format = Format::nf4});
   add("fp4", {.format = Format::fp4});
