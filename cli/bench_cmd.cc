@@ -285,6 +285,11 @@ void add_bench_command(CLI::App& app, Command& command) {
   of_qgemm(add("--skew", arguments->skew, "NUMBER",
                "With --experts: the i-th is chosen in proportion to i^-NUMBER (default 0: all alike)")
                ->check(CLI::NonNegativeNumber));
+  of_qgemm(
+      add("--y", arguments->y, "WHAT",
+          "With --experts, a row of y: slots (default: of each slot), sum (those of a token, by its routing "
+          "weights) or swiglu (of each slot, with --direction forward)")
+          ->check(CLI::IsMember({"slots", "sum", "swiglu"})));
   of_qgemm(sub.add_flag("--cliffs", arguments->cliffs,
                         "Times many M and odd shapes against cuBLAS and the bare read, and against M - 1; "
                         "values are not checked. Has other defaults, see docs/qgemm.md"));

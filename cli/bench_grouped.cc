@@ -34,9 +34,12 @@ std::vector<QgemmGroupedBenchCase> cases_of(const BenchArguments& arguments) {
     grouped.rows = ExpertRows::indices;
     grouped.top_k = arguments.top_k;
     grouped.variant = d.variant;
+    grouped.swiglu = arguments.y == "swiglu";
+    grouped.sum_slots = grouped.routing_weights = arguments.y == "sum";
     check_descriptor(grouped);
-    cases.push_back({fmt::format("E{} top {}, {}", arguments.experts, arguments.top_k, one.shape), grouped,
-                     arguments.skew});
+    cases.push_back({fmt::format("E{} top {}, {}{}", arguments.experts, arguments.top_k, one.shape,
+                                 arguments.y == "slots" ? "" : " " + arguments.y),
+                     grouped, arguments.skew});
   }
   return cases;
 }
@@ -45,7 +48,7 @@ std::vector<BenchColumn> columns_of(const QgemmGroupedBenchRow& row) {
   const QgemmGroupedDescriptor& d = row.test.descriptor;
   const auto us = [](double value) { return bench_text(value, "{:.2f}"); };
   const auto ratio = [](double value) { return bench_text(value, "{:.3f}"); };
-  return {{"experts, n x k", -26, row.test.name},
+  return {{"experts, n x k", -28, row.test.name},
           {"weight", -13, weight_text(d.spec)},
           {"x, y", -4, to_string(d.dtype)},
           {"direction", -10, d.transposed ? "transposed" : "forward"},
@@ -71,6 +74,9 @@ Json row_json(const QgemmGroupedBenchRow& row, const Json& device) {
                {"experts", d.num_experts},
                {"top_k", d.top_k},
                {"skew", row.test.skew},
+               {"y", d.swiglu      ? "swiglu"
+                     : d.sum_slots ? "sum"
+                                   : "slots"},
                {"n", d.n},
                {"k", d.k},
                {"m", d.m},

@@ -542,14 +542,16 @@ void run_qgemm_bench(Device device, const BenchArguments& arguments, bool print,
                      Json& document) {
   if (!arguments.view.empty() && !arguments.explain)
     throw Error(ErrorCode::usage, "--view: only with --explain");
-  if (arguments.experts == 0 && (arguments.top_k > 1 || arguments.skew > 0))
-    throw Error(ErrorCode::usage, "--top-k and --skew: only with --experts");
+  if (arguments.experts == 0 && (arguments.top_k > 1 || arguments.skew > 0 || arguments.y != "slots"))
+    throw Error(ErrorCode::usage, "--top-k, --skew and --y: only with --experts");
   if (arguments.experts > 0) {
     if (arguments.cliffs || arguments.explain || arguments.lora > 0)
       throw Error(ErrorCode::usage, "--experts: not with --cliffs, --explain and --lora");
     if (arguments.top_k > arguments.experts)
       throw Error(ErrorCode::usage, fmt::format("--top-k: at most as many as --experts, got {} of {}",
                                                 arguments.top_k, arguments.experts));
+    if (arguments.y == "swiglu" && arguments.direction != "forward")
+      throw Error(ErrorCode::usage, "--y swiglu: only with --direction forward");
     return run_grouped_bench(device, arguments, print, document);
   }
   if (arguments.cliffs && arguments.lora > 0) throw Error(ErrorCode::usage, "--lora: not with --cliffs");

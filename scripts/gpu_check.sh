@@ -210,6 +210,10 @@ section_experts() {
     done
     wait
   done
+  # What makes rows of y of several sums.
+  local rest=(--format nf4 --dtype bf16 --experts 128 --top-k 8 --direction forward --quick --force)
+  "$HALFBYTE_CLI" bench qgemm "${rest[@]}" --shape 1536x2048 --y swiglu --json "$out/experts_swiglu.json" || return 1
+  "$HALFBYTE_CLI" bench qgemm "${rest[@]}" --shape 2048x768 --y sum --json "$out/experts_sum.json" || return 1
   python3 bench/peer_grouped.py | tee "$out/peer_grouped.json"
 }
 

@@ -475,8 +475,13 @@ def test_bench_experts_on_the_cpu():
         assert row["used_experts"] == (2 if row["m"] == 1 else 4) and row["flops"] == 2 * row["m"] * 2 * 96 * 128
         assert min(row[name] for name in ("median_us", "ceiling_us", "loop_us", "route_us")) > 0
         assert math.isclose(row["share"], row["ceiling_us"] / row["median_us"], rel_tol=1e-6)
-    for options in (["--top-k", "2"], ["--skew", "1"]):
-        assert "--top-k and --skew: only with --experts" in fails(*case, *options, code=USAGE, env=NO_CUDA)
+    for y, directions in (("sum", "both"), ("swiglu", "forward")):
+        _, rows = run_lines(*case, *experts, "--y", y, "--direction", directions, env=NO_CUDA)
+        assert len(rows) == (4 if directions == "both" else 2)
+        assert all(row["failure"] == "" and row["y"] == y and row["problem"].startswith(f"E4 top 2, 96x128 {y} nf4") for row in rows)
+    assert "--y swiglu: only with --direction forward" in fails(*case, *experts, "--y", "swiglu", code=USAGE, env=NO_CUDA)
+    for options in (["--top-k", "2"], ["--skew", "1"], ["--y", "sum"]):
+        assert "--top-k, --skew and --y: only with --experts" in fails(*case, *options, code=USAGE, env=NO_CUDA)
     for options in (["--cliffs"], ["--explain"], ["--lora", "8"]):
         message = fails(*case, "--experts", "4", *options, code=USAGE, env=NO_CUDA)
         assert "--experts: not with --cliffs, --explain and --lora" in message

@@ -146,8 +146,8 @@ class QgemmGroupedBench {
     const Memory experts = upload(&Routing::experts), offsets = upload(&Routing::offsets),
                  slots = upload(&Routing::slots);
     const int64_t rows_of_x = d.x_per_slot ? num_slots : d.m, rows_of_y = d.sum_slots ? d.m : num_slots;
-    const int64_t x_bytes = bench_padded(rows_of_x * in * size),
-                  y_bytes = bench_padded(rows_of_y * out * size);
+    const int64_t x_bytes = bench_padded(rows_of_x * in * size), y_cols = d.swiglu ? out / 2 : out,
+                  y_bytes = bench_padded(rows_of_y * y_cols * size);
     constexpr int kSets = 2;  // of x and y
     const Memory x = filled(kSets * x_bytes, values(d.dtype, 1, 0)), y(device_, kSets * y_bytes),
                  workspace(device_, plan.workspace_size()),
@@ -172,7 +172,7 @@ class QgemmGroupedBench {
       args.slots = i32(slots, r * num_slots, {num_slots});
       if (d.routing_weights)
         args.routing_weights = TensorView{routing_weights.data(), DType::f32, {d.m, d.top_k}, {}, device_};
-      args.y = TensorView{y.data() + i % kSets * y_bytes, d.dtype, {rows_of_y, out}, {}, device_};
+      args.y = TensorView{y.data() + i % kSets * y_bytes, d.dtype, {rows_of_y, y_cols}, {}, device_};
       plan.run(stream_.handle(), workspace, args);
     };
     const QgemmPlans plans(device_,
