@@ -11,7 +11,7 @@
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
-# bitsandbytes; cliffs, which times products at many M and odd shapes; experts, which times those with the weights of experts
+# bitsandbytes; model, which decodes with and trains a model of 8 B weights, beside dense and bitsandbytes; cliffs, which times products at many M and odd shapes; experts, which times those with the weights of experts
 # beside torch's grouped_mm; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
@@ -164,6 +164,10 @@ section_layers() {
   use_package || return 1
   python3 bench/peer_linear.py | tee "$out/layers.json" && python3 bench/python_overhead.py | tee -a "$out/layers.json"
 }
+section_model() {
+  use_package || return 1
+  python3 bench/peer_model.py | tee "$out/model.json"
+}
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
   local peer code result=77
@@ -222,9 +226,9 @@ section_experts() {
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150)
+  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
