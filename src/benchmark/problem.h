@@ -134,8 +134,8 @@ struct BenchMatrix {
     biases =
         problem.add(has_biases(s) ? scale_bytes : 0, fill({BenchFill::uniform, s.scale_dtype, -0.1, -0.05}));
     // Given, also where the others are written; about that of values of up to 5.
-    global_scale =
-        problem.add(has_global_scale(s) ? size_of(DType::f32) : 0, {BenchFill::uniform, DType::f32, 500, 550});
+    global_scale = problem.add(has_global_scale(s) ? size_of(DType::f32) : 0,
+                               {BenchFill::uniform, DType::f32, 500, 550});
   }
   QuantizedView view(const BenchMemory& memory) const {
     const auto at = [&](size_t array, bool has) { return has ? memory.at(array) : nullptr; };

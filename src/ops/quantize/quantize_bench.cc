@@ -90,26 +90,34 @@ std::vector<BenchSpec> bench_specs_cuda() {
 BenchProblems quantize_problems(DeviceKind device) {
   BenchProblems problems;
   const int64_t rows = device == DeviceKind::cuda ? 8192 : 65536;
-  const auto add = [&](const char* name, const QuantSpec& spec, const Encoding& encoding = {}) {
-    problems.push_back(make_problem({name, spec, 0, DType::bf16, rows, encoding}));
+  const auto add = [&](const char* name, const QuantSpec& spec, const Encoding& encoding = {},
+                       DType dtype = DType::bf16) {
+    problems.push_back(make_problem({name, spec, 0, dtype, rows, encoding}));
   };
-  const auto add_searched = [&](const char* name, const QuantSpec& spec, ScaleRule rule) {
-    add(name, spec, {rule, CodeScale::stored, true});
+  const QuantSpec nf4{.format = Format::nf4}, int4{.format = Format::int4, .group_size = 128},
+      affine4{.format = Format::affine4},
+      nvfp4{.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3};
+  const auto add_searched = [&](DType dtype) {
+    const auto searched = [](ScaleRule rule) { return Encoding{rule, CodeScale::stored, true}; };
+    add("nf4_search", nf4, searched(ScaleRule::absmax), dtype);
+    add("int4_search", int4, searched(ScaleRule::half_range), dtype);
+    add("affine4_search", affine4, searched(ScaleRule::mlx_edge), dtype);
+    add("nvfp4_search", nvfp4, searched(ScaleRule::absmax), dtype);
   };
   if (device == DeviceKind::cuda)
     for (const BenchSpec& test : bench_specs_cuda()) problems.push_back(make_problem(test));
-  add_searched("nf4_search", {.format = Format::nf4}, ScaleRule::absmax);
-  add_searched("int4_search", {.format = Format::int4, .group_size = 128}, ScaleRule::half_range);
-  add_searched("affine4_search", {.format = Format::affine4}, ScaleRule::mlx_edge);
-  add_searched("nvfp4_search", {.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3},
-               ScaleRule::absmax);
+  add_searched(DType::bf16);
   if (device == DeviceKind::cuda) return problems;
-  add("nf4", {.format = Format::nf4});
+  add_searched(DType::f32);
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    add("nf4", nf4, {}, dtype);
+    add("int4", int4, {ScaleRule::half_range}, dtype);
+    add("affine4", affine4, {ScaleRule::mlx_edge}, dtype);
+    add("nvfp4", nvfp4, {}, dtype);
+  }
   add("fp4", {.format = Format::fp4});
-  add("int4", {.format = Format::int4, .group_size = 128}, {ScaleRule::half_range});
   add("int4_asymmetric", {.format = Format::int4, .asymmetric = true, .group_size = 128});
   add("int8", {.format = Format::int8, .granularity = Granularity::channel});
-  add("affine4", {.format = Format::affine4}, {ScaleRule::mlx_edge});
   add("affine3", {.format = Format::affine3});
   add("fp8", {.format = Format::fp8, .granularity = Granularity::channel});
   return problems;
