@@ -196,6 +196,45 @@ struct SearchBins {
   }
 };
 
+// Errors of a table format by lookup without ranks: y falls into one of 32 bins, each of which has the values
+// on both sides of its edge. The nearer one is that of the code of y, as is checked of each edge.
+struct SearchPairs {
+  static constexpr int kBins = 32;
+  static constexpr float kCenter = kBins / 2;
+  bool usable = false;
+  float per_unit = 0;  // the bin of y is rint(y * per_unit + kCenter)
+  float low[kBins] = {}, high[kBins] = {};
+
+  // For |y| up to `limit`.
+  static HALFBYTE_FN SearchPairs of(const CodeBook& book, float limit) {
+    SearchPairs pairs;
+    pairs.usable = book.max_magnitude > 0x1p-60f && book.max_magnitude < 0x1p60f;
+    if (!pairs.usable) return pairs;
+    pairs.per_unit = (kCenter - 0.51f) / limit;
+    const auto value = [&](int rank) { return book.values[book.code_of_rank[rank]]; };
+    for (int bin = 0; bin < kBins; ++bin) {
+      int below = 0, within = 0;
+      for (int i = 0; i < 15; ++i) {
+        const float place = book.edges_f32[i] * pairs.per_unit + kCenter - (static_cast<float>(bin) - 0.5f);
+        below += place < 0 ? 1 : 0;
+        within += place >= 0 && place < 1 ? 1 : 0;
+        if (abs(place) < 1e-4f) pairs.usable = false;  // bins are found to 1e-5
+      }
+      pairs.low[bin] = value(below);
+      pairs.high[bin] = value(below + (within == 1 ? 1 : 0));
+      if (within > 1) pairs.usable = false;
+    }
+    // The last y below an edge, and the first above it: away from the edge both distances only grow apart.
+    for (int i = 0; i < 15; ++i) {
+      const float edge = book.edges_f32[i] + 0.0f, above = -next_below(-edge);
+      if (abs(edge - value(i)) > abs(edge - value(i + 1)) ||
+          abs(above - value(i + 1)) > abs(above - value(i)))
+        pairs.usable = false;
+    }
+    return pairs;
+  }
+};
+
 // The sum of the errors of a group: chunks of 8 elements pairwise, those of each 1024 elements one after the
 // other; the sums of these go into eight parts in turn, which are added pairwise. Elements that a chunk lacks
 // add 0.

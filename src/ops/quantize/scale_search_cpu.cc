@@ -24,10 +24,13 @@ using formats::kSearchChunk;
 using formats::kSearchTile;
 using formats::SearchBins;
 using formats::SearchGrid;
+using formats::SearchPairs;
 
 // |y| at most, in multiples of the largest value of the table: the reciprocal of the least factor, with what
 // the rounding of a scale can add. Of short and of long groups.
 constexpr float kShortLimit = 1.35f, kLongLimit = 3.2f;
+// The same of short groups, as near as bf16 scales allow: 1 / 0.8, and 2^-8 of it.
+constexpr float kPairsLimit = 1.256f;
 
 // What all groups of a problem share.
 struct Prepared {
@@ -36,6 +39,7 @@ struct Prepared {
     SearchGrid grid;
     alignas(64) float factor[kSearchCandidates], shift[kSearchCandidates];
     SearchBins bins;
+    SearchPairs pairs;
   };
   Grid grids[2];
   // Of a table format, by rank: the values, and the edges above. Level k of a search tree over the edges, 2^k
@@ -55,6 +59,7 @@ struct Prepared {
       if (codec.kind != formats::Kind::table) continue;
       const float limit = is_long ? kLongLimit : kShortLimit;
       to.bins = SearchBins::of(codec.book, codec.book.max_magnitude * limit);
+      if (!is_long) to.pairs = SearchPairs::of(codec.book, codec.book.max_magnitude * kPairsLimit);
     }
     const float* const edges = codec.book.edges_f32;
     level0 = edges[7];
@@ -229,7 +234,7 @@ HWY_INLINE bool set_vector_scales(const formats::RuleParams<double>&, const Prep
 // y less the value of a table format that is nearest to it, but for the sign.
 class ByTree {
  public:
-  explicit HWY_INLINE ByTree(const Prepared& prepared, const SearchBins&) : prepared_(prepared) {}
+  explicit HWY_INLINE ByTree(const Prepared& prepared, const Prepared::Grid&) : prepared_(prepared) {}
 
   HWY_INLINE V operator()(Lanes d, V y) const { return hn::Sub(y, nearest(d, y)); }
 
@@ -268,7 +273,7 @@ class ByTree {
 // The same of E2M1: formats::nearest_e2m1 of |y|.
 class OfE2m1 {
  public:
-  HWY_INLINE OfE2m1(const Prepared&, const SearchBins&) {}
+  HWY_INLINE OfE2m1(const Prepared&, const Prepared::Grid&) {}
 
   HWY_INLINE V operator()(Lanes d, V signed_y) const {
     const hn::RebindToUnsigned<Lanes> du;
@@ -283,13 +288,13 @@ class OfE2m1 {
 #if HALFBYTE_VBMI
 class ByBins {
  public:
-  HWY_INLINE ByBins(const Prepared& prepared, const SearchBins& bins)
-      : ranks_(_mm512_loadu_si512(bins.ranks)),
+  HWY_INLINE ByBins(const Prepared& prepared, const Prepared::Grid& grid)
+      : ranks_(_mm512_loadu_si512(grid.bins.ranks)),
         above_(_mm512_load_ps(prepared.above)),
         values_(_mm512_load_ps(prepared.values)),
-        per_unit_(_mm512_set1_ps(bins.per_unit)),
-        center_(_mm512_set1_ps(formats::Float<float>::kUnit * 1.5f + bins.center)),
-        sign_(_mm512_set1_epi32(bins.of_magnitude ? std::numeric_limits<int32_t>::min() : 0)) {}
+        per_unit_(_mm512_set1_ps(grid.bins.per_unit)),
+        center_(_mm512_set1_ps(formats::Float<float>::kUnit * 1.5f + grid.bins.center)),
+        sign_(_mm512_set1_epi32(grid.bins.of_magnitude ? std::numeric_limits<int32_t>::min() : 0)) {}
 
   HWY_INLINE V operator()(Lanes, V signed_y) const {
     const __m512 y = _mm512_castsi512_ps(_mm512_andnot_si512(sign_, _mm512_castps_si512(signed_y.raw)));
@@ -306,16 +311,38 @@ class ByBins {
   const __m512 above_, values_, per_unit_, center_;
   const __m512i sign_;
 };
+
+class ByPairs {
+ public:
+  HWY_INLINE ByPairs(const Prepared&, const Prepared::Grid& grid)
+      : low_{_mm512_loadu_ps(grid.pairs.low), _mm512_loadu_ps(grid.pairs.low + 16)},
+        high_{_mm512_loadu_ps(grid.pairs.high), _mm512_loadu_ps(grid.pairs.high + 16)},
+        per_unit_(_mm512_set1_ps(grid.pairs.per_unit)),
+        center_(_mm512_set1_ps(formats::Float<float>::kUnit * 1.5f + SearchPairs::kCenter)) {}
+
+  HWY_INLINE V operator()(Lanes, V y) const {
+    // The bin in the low five bits.
+    const __m512i bin = _mm512_castps_si512(_mm512_fmadd_ps(y.raw, per_unit_, center_));
+    const __m512 low = _mm512_sub_ps(y.raw, _mm512_permutex2var_ps(low_[0], bin, low_[1]));
+    const __m512 high = _mm512_sub_ps(y.raw, _mm512_permutex2var_ps(high_[0], bin, high_[1]));
+    return V{_mm512_range_ps(low, high, 2)};  // the one of smaller magnitude
+  }
+
+ private:
+  const __m512 low_[2], high_[2];
+  const __m512 per_unit_, center_;
+};
 #else
 using ByBins = ByTree;
+using ByPairs = ByTree;
 #endif
 
 // Adds the errors of n elements of the tile, a multiple of kSearchChunk, to those of all candidates.
 struct Errors {
   const formats::Codec& codec;
   const Prepared& prepared;
-  const SearchBins& bins;
-  const bool by_bins;  // of table formats
+  const Prepared::Grid& grid;
+  const bool by_bins, by_pairs;  // of table formats
   const Scales& scales;
   const Tile& tile;
 
@@ -324,6 +351,7 @@ struct Errors {
     switch (codec.kind) {
       case formats::Kind::table:
         if (prepared.is_e2m1) return add<formats::Kind::table, kWeighted, OfE2m1>(begin, n, sums);
+        if (by_pairs) return add<formats::Kind::table, kWeighted, ByPairs>(begin, n, sums);
         if (by_bins) return add<formats::Kind::table, kWeighted, ByBins>(begin, n, sums);
         return add<formats::Kind::table, kWeighted, ByTree>(begin, n, sums);
       case formats::Kind::integer:
@@ -336,7 +364,7 @@ struct Errors {
   template <formats::Kind kKind, bool kWeighted, class OfTable>
   void add(int64_t begin, int64_t n, float* sums) const {
     const Lanes d;
-    const OfTable of_table(prepared, bins);
+    const OfTable of_table(prepared, grid);
     const auto round = hn::Set(d, formats::Float<float>::kUnit * 1.5f);
     const auto levels = hn::Set(d, static_cast<float>(codec.levels()));
     for (size_t c = 0; c < kSearchCandidates; c += hn::Lanes(d)) {
@@ -429,8 +457,12 @@ formats::GroupParams<F> SearchGroup(const QuantizeProblem& problem, int64_t firs
     alignas(64) float parts[formats::kSearchParts][kSearchCandidates];
     std::fill_n(&parts[0][0], n > kSearchTile ? sizeof parts / sizeof(float) : kSearchCandidates, 0.0f);
     const bool weighted = problem.importance.weights != nullptr;
+    // Scales below the normal f16 are rounded by more than the limit of pairs allows.
+    const bool by_pairs =
+        usual && grid.pairs.usable &&
+        (codec.scale_type != formats::ScaleType::f16 || formats::abs(by_rule.scale) >= 0x1p-13f);
     Tile tile;
-    const Errors errors{codec, prepared, grid.bins, usual && grid.bins.usable, scales, tile};
+    const Errors errors{codec, prepared, grid, usual && grid.bins.usable, by_pairs, scales, tile};
     for (int64_t begin = 0, part = 0; begin < n; begin += kSearchTile, ++part) {
       const int64_t count = std::min<int64_t>(kSearchTile, n - begin),
                     whole = count / kSearchChunk * kSearchChunk;

@@ -19,6 +19,34 @@ TEST(ScaleSearch, TheNearestE2m1IsThatOfTheCodeBook) {
     for (uint32_t near = 0; edge > 0 && near < 9; ++near) check(formats::bit_cast<uint32_t>(edge) + near - 4);
 }
 
+TEST(ScaleSearch, TheNearerOfAPairIsTheValueOfTheCode) {
+  const formats::CodeBook& book = formats::books::nf4;
+  const float limit = 1.256f;
+  const auto pairs = formats::SearchPairs::of(book, limit);
+  ASSERT_TRUE(pairs.usable);
+  const auto check = [&](float y) {
+    const auto bin = static_cast<int>(std::lrint(y * pairs.per_unit + formats::SearchPairs::kCenter));
+    ASSERT_TRUE(bin >= 0 && bin < formats::SearchPairs::kBins) << y;
+    const float low = std::abs(y - pairs.low[bin]), high = std::abs(y - pairs.high[bin]);
+    ASSERT_EQ(std::min(low, high), std::abs(y - book.values[formats::table_encode(book, y)])) << y;
+  };
+  for (int i = -1'000'000; i <= 1'000'000; ++i) check(limit * static_cast<float>(i) / 1'000'000);
+  for (const float edge : book.edges_f32) {
+    float y = edge;
+    for (int i = 0; i < 4; ++i) y = formats::next_below(y);
+    for (int i = 0; i < 9; ++i, y = -formats::next_below(-y)) check(y);
+  }
+  // Two edges in a bin: 0.01 and 0.03.
+  formats::CodeBook close = book;
+  close.edges_f32[7] = 0.01f;
+  close.edges_f32[8] = 0.03f;
+  EXPECT_FALSE(formats::SearchPairs::of(close, limit).usable);
+  // An edge away from the middle.
+  formats::CodeBook moved = book;
+  moved.edges_f32[3] += 0.01f;
+  EXPECT_FALSE(formats::SearchPairs::of(moved, limit).usable);
+}
+
 void expect_equal(const Parts& expected, const Parts& actual) {
   EXPECT_TRUE(actual.guards_intact());
   EXPECT_TRUE(expected.same_bytes(actual));
@@ -102,6 +130,24 @@ TEST(ScaleSearch, EveryFormatDTypeAndShapeEqualsTheOracleOnEveryTarget) {
         expect_equal(expected, testing::quantize_parts(x, spec, rows, cols, threads, nullptr, importance));
     });
     if (HasFailure()) return;
+  }
+}
+
+// Rounding such scales moves values further beyond the code book than that of others.
+TEST(ScaleSearch, ScalesNearTheLeastF16EqualTheOracle) {
+  const formats::CodeBook& book = formats::books::nf4;
+  for (int octave = -24; octave <= -10; ++octave) {
+    Values x;  // one value of a group is far from what is best for the others: the least factor
+    for (int group = 0; group < 64; ++group)
+      for (int i = 0; i < 64; ++i)
+        x.push_back(std::ldexp(1 + group / 64.0, octave) * (i == 9 ? 1 : 0.8 * book.values[i % 16]));
+    EncodedSpec spec;
+    spec.format = Format::nf4;
+    spec.scale_dtype = DType::f16;
+    spec.encoding.search = true;
+    const Parts expected = testing::oracle_quantize(x, spec, 64, 64);
+    testing::for_each_target(
+        [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 64, 64, 1)); });
   }
 }
 
