@@ -250,6 +250,12 @@ def double_quantize(scales: Tensor) -> tuple[Tensor, list[Tensor]]:
     return codes.to(scales.device), [part.to(scales.device) for part in nested]
 
 
+def aligned(weight: Tensor) -> Tensor:
+    """A packed weight where products take it: a copy, if it is of a mapped file and lies at no multiple of 64."""
+    is_plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_cpu
+    return weight.clone() if is_plain and weight.data_ptr() % 64 != 0 else weight
+
+
 def quantize_packed(x: Tensor, spec: str, scale_rule: str | None = None, code_scale: str = "stored") -> Tensor:
     """The packed weight of a dense one [n, k]."""
     of = spec_of(spec)

@@ -13,7 +13,7 @@ from .._values import QuantizationError, relative_error
 from . import _fast, _layouts
 from ._fast import linear
 from ._library import FLOATS
-from ._ops_weight import (_sum_groups, dequantize_packed, group_length, nested_of, quantize_packed, scale_dtype_of, shape_of,
+from ._ops_weight import (_sum_groups, aligned, dequantize_packed, group_length, nested_of, quantize_packed, scale_dtype_of, shape_of,
                           spec_of, unpack)
 
 
@@ -31,7 +31,7 @@ class MergeReport(NamedTuple):
     relative_rmse: float
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     kind = "cuda" if x.is_cuda else "cpu"
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
@@ -62,6 +62,7 @@ class QuantizedLinear(nn.Linear):
 
     _kinds: tuple[str, ...] = ("nf4", "fp4", "lut4", "nvfp4", "mxfp4", "int", "affine", "fp8")  # what the names of its formats begin with
     _default_spec = "nf4"
+    packed_names = ("weight",)  # the parameters that hold packed weights
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
                  spec: _core.QuantSpec | str | None = None, lora_rank: int = 0, lora_alpha: float | None = None,
@@ -127,6 +128,11 @@ class QuantizedLinear(nn.Linear):
                              f"{list(dense.shape)}")
         dense = dense.detach().to(self.weight.device)
         self._set_packed(quantize_packed(dense, str(self.spec), scale_rule, code_scale))
+
+    def packed_of(self, name: str, dense: Tensor) -> Tensor:
+        """What the parameter `name`, "weight", holds of a dense weight [out_features, in_features]."""
+        self._check_shape(list(dense.shape))
+        return quantize_packed(dense.detach(), str(self.spec)).view(self.weight.dtype)
 
     def _set_packed(self, data: Tensor) -> None:
         """Takes the bytes without a copy, where they are on the device of the layer or that is meta."""
@@ -214,7 +220,7 @@ class QuantizedLinear(nn.Linear):
         parameters = self._parameters
         bias, a = parameters["bias"], parameters["lora_a"]
         if _is_any_autocast_enabled():
-            x = _autocast(x)
+            x = autocast(x)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if a is None:
@@ -259,23 +265,19 @@ class QuantizedLinear(nn.Linear):
         given, described = state_dict.get(key), state_dict.pop(prefix + "weight_spec", None)
         try:
             if described is not None:
-                self._check_described(bytes(described.cpu().tolist()))
+                self.check_description(bytes(described.cpu().tolist()))
             elif key + ".absmax" in state_dict:
                 names = [name for name in state_dict if name.startswith(key + ".")]
                 tensors = {name.removeprefix(prefix): state_dict.pop(name) for name in names}
                 state_dict[key] = self._stored(_layouts.from_bitsandbytes_keys({**tensors, "weight": given}))
             elif given is not None and given.dim() == 2 and given.is_floating_point():
                 if given.device.type != "meta":
-                    self._check_shape(list(given.shape))
-                    if self.weight.device.type != "meta":
-                        given = given.to(self.weight.device)
-                    packed = quantize_packed(given.detach(), str(self.spec))
-                    state_dict[key] = packed.view(self.weight.dtype)
+                    on_device = given if self.weight.device.type == "meta" else given.to(self.weight.device)
+                    state_dict[key] = self.packed_of("weight", on_device)
             elif given is not None:
                 missing_keys.append(prefix + "weight_spec")
-            loaded = state_dict.get(key)
-            if type(loaded) in (Tensor, nn.Parameter) and loaded.is_cpu and loaded.data_ptr() % 64 != 0:
-                state_dict[key] = loaded.clone()  # of a mapped file; products want multiples of 64
+            if key in state_dict:
+                state_dict[key] = aligned(state_dict[key])
         except ValueError as error:
             error_msgs.append(f"{key}: {error}")
             state_dict[key] = self.weight.detach()  # reported once
@@ -286,7 +288,8 @@ class QuantizedLinear(nn.Linear):
         if shape != [self.out_features, self.in_features]:
             raise ValueError(f"the weight must have the shape [{self.out_features}, {self.in_features}], got {shape}")
 
-    def _check_described(self, text: bytes) -> None:
+    def check_description(self, text: bytes) -> None:
+        """Raises ValueError if a weight_spec is not that of this layer."""
         described = json.loads(text)
         self._check_shape(described["shape"])
         if _core.QuantSpec.parse(described["spec"]) != self.spec:

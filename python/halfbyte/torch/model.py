@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from .._progress import Bar
 from ._layouts import Packed
 from ._library import WORDS
 from ._ops_weight import double_quantize, pack, quantize_packed, spec_of, without_double_quant
+from .experts import QuantizedExperts
 from .linear import QuantizedLinear, as_tensor, linear_class
 
 
@@ -58,14 +60,33 @@ class ModelReport(NamedTuple):
 # ---- Which layers
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """The linear layer of transformers with its weight turned."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it is a module of transformers 5 whose forward is the same for all experts, and no more than that."""
+    return hasattr(module, "_is_expert_parallel") and not module.has_post_expert_norm
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Whether it is a module of transformers that has its weights turned, [in, out]."""
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return is_conv1d or (_is_experts(module) and module.is_transposed)
+
+
+def _weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a module that can be quantized, by their names in it."""
+    if _is_experts(module):
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        return {up: module.get_parameter(up), "down_proj": module.down_proj}
+    is_linear = type(module) is nn.Linear or is_turned(module)
+    return {"weight": module.weight} if is_linear else {}
+
+
+def _turned(module: nn.Module, weight: Tensor) -> Tensor:
+    """A weight of a module as [..., out, in]."""
+    return weight.transpose(-1, -2) if is_turned(module) else weight
 
 
 def _extents(module: nn.Module) -> tuple[int, int]:
-    n, k = module.weight.shape
-    return (k, n) if _is_conv1d(module) else (n, k)
+    return tuple(_turned(module, module.weight).shape)
 
 
 def _config_text(model: nn.Module) -> str:
@@ -77,10 +98,12 @@ def _config_text(model: nn.Module) -> str:
     return json.dumps(fields, default=str)
 
 
-
-
 def _names(expressions: Sequence[str] | str | None) -> list[str]:
     return [expressions] if isinstance(expressions, str) else list(expressions or ())
+
+
+_NO_LAYER = "for which there is no quantized layer"
+_NOT_READ = "which from_pretrained with HalfbyteConfig quantizes"
 
 
 def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
@@ -93,7 +116,7 @@ def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name)
     weights = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
-               if parameter.dim() >= 2]
+               if parameter.dim() >= 2 and not name.endswith("bias")]  # experts have a row of bias each
     reasons = _core._dense_reasons(_config_text(model), [
         (name, list(of.shape), WORDS.get(of.dtype)) for name, of in weights], _names(include), _names(exclude))
     result = {}
@@ -102,13 +125,18 @@ def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
         others = [other for other in owners[id(parameter)] if other != name]
         if not reason and others:
             reason = f"shared with {others[0]}"
-        elif not reason and not (name.endswith("weight") and (type(module) is nn.Linear or _is_conv1d(module))):
-            reason = f"of {type(module).__name__}, not nn.Linear"
+        elif not reason and name.rpartition(".")[2] not in _weights_of(module):
+            reason = f"of {type(module).__name__}, {_NO_LAYER}"
         result[name] = reason
+    for name in result:  # experts are quantized as a whole
+        path, _, own = name.rpartition(".")
+        others = _weights_of(model.get_submodule(path))
+        if own in others:
+            result[name] = next((result[f"{path}.{other}"] for other in others if result[f"{path}.{other}"]), "")
     return result
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
 
@@ -117,12 +145,37 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _of_linear(module: nn.Module, spec: _core.QuantSpec, device: object, options: dict) -> QuantizedLinear:
+def _quantized_experts(module: nn.Module, spec: _core.QuantSpec | str, device: object) -> QuantizedExperts:
+    weights = {name: _turned(module, weight) for name, weight in _weights_of(module).items()}
+    up_name, up = next(iter(weights.items()))
+    num_experts, hidden_size, intermediate_size = weights["down_proj"].shape
+    # The activation is a method of the module, which keeps its other fields, not its weights.
+    experts = QuantizedExperts(num_experts, hidden_size, intermediate_size,
+                               module._apply_gate if module.has_gate else module.act_fn, up_features=up.shape[1],
+                               up_name=up_name, bias=module.has_bias, spec=spec, device="meta", dtype=up.dtype)
+    for name, weight in weights.items():
+        device = weight.device if device is None else device
+        if not weight.is_meta:
+            packed = experts.packed_of(name, weight.to(device))
+            experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+            if module.has_bias:
+                bias = module.get_parameter(name + "_bias")
+                experts.register_parameter(name + "_bias", nn.Parameter(bias.detach().to(device), bias.requires_grad))
+    module._parameters.clear()
+    return experts.train(module.training)
+
+
+def quantized_module(module: nn.Module, spec: _core.QuantSpec | str, device: object = None,
+                     **options) -> QuantizedLinear | QuantizedExperts:
+    """The quantized layer of a linear one, or of experts, whose dense weights are gone then; of a module on the meta
+    device, one there. options: of a linear layer, as in QuantizedLinear."""
+    if _is_experts(module):
+        return _quantized_experts(module, spec, device)
     if module.weight.is_meta:
         n, k = _extents(module)
         return linear_class(spec)(k, n, module.bias is not None, spec=spec, device="meta", dtype=module.weight.dtype,
                                   **options).train(module.training)
-    if _is_conv1d(module):
+    if is_turned(module):
         turned = nn.Linear(1, 1, device="meta")
         turned.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
         turned.bias = module.bias
@@ -133,10 +186,12 @@ def _of_linear(module: nn.Module, spec: _core.QuantSpec, device: object, options
 def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, include: Sequence[str] | str | None = None,
                    exclude: Sequence[str] | str | None = None, lora_rank: int = 0, lora_alpha: float | None = None,
                    storage_dtype: torch.dtype = torch.uint8, device: torch.device | str | None = None) -> ModelReport:
-    """Replaces the linear layers of a model, in place, by quantized ones, one after the other: each dense weight is
-    freed before the next is touched. The choice is that of `halfbyte quantize`; see dense_reasons. device: of the new
-    layers; None: that of each. On the meta device nothing is computed. Raises ValueError, before any layer is
-    replaced, for a spec that cannot hold one of them.
+    """Replaces the linear layers of a model, and the experts of transformers 5 that hold their weights in tensors of
+    three axes, in place, by quantized ones, one after the other: each dense weight is freed before the next is touched.
+    The choice is that of `halfbyte quantize`; see dense_reasons. Warns of weights that it would take and that are in
+    modules for which there is no quantized layer. Adapters are those of linear layers. device: of the new layers; None:
+    that of each. On the meta device nothing is computed. Raises ValueError, before any layer is replaced, for a spec
+    that cannot hold one of them.
 
         >>> import torch, halfbyte.torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
@@ -147,24 +202,27 @@ def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, inc
     spec = spec_of(str(_core.QuantSpec.parse(str(spec))))
     options = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "storage_dtype": storage_dtype}
     reasons = dense_reasons(model, include, exclude)
+    layers, chosen = [], {}
     for name, reason in reasons.items():
-        if not reason:
-            spec.packed_bytes(*_extents(model.get_submodule(name.rpartition(".")[0])))
-    layers = []
-    for name, reason in reasons.items():
-        path = name.rpartition(".")[0]
-        module = model.get_submodule(path)
+        path, _, own = name.rpartition(".")
         weight = model.get_parameter(name)
-        shape, size = tuple(weight.shape), _bytes_of(weight)
-        del weight
-        if reason:
-            layers.append(LayerReport(name, shape, None, reason, size, size))
-            continue
-        layer = _of_linear(module, spec, device, options)
-        _put(model, path, layer)
-        del module
-        layers.append(LayerReport(name, shape, spec, "", size, _bytes_of(layer.weight)))
-    return ModelReport(layers)
+        layers.append(LayerReport(name, tuple(weight.shape), None, reason, _bytes_of(weight), _bytes_of(weight)))
+        if not reason:
+            module = model.get_submodule(path)
+            spec.packed_bytes(*_turned(module, weight).shape[-2:])
+            chosen[path] = None
+    _warn_of_dense(layers)
+    for path in chosen:
+        put_module(model, path, quantized_module(model.get_submodule(path), spec, device, **options))
+    return ModelReport([layer if layer.reason else layer._replace(
+        spec=spec, num_bytes=_bytes_of(model.get_parameter(layer.name))) for layer in layers])
+
+
+def _warn_of_dense(layers: Sequence[LayerReport]) -> None:
+    dense = [layer for layer in layers if layer.reason.endswith((_NO_LAYER, _NOT_READ))]
+    if dense:
+        warnings.warn(f"{len(dense)} weights stay dense that halfbyte quantize would quantize: "
+                      + ", ".join(f"{layer.name} ({layer.reason})" for layer in dense), stacklevel=3)
 
 
 # ---- From a checkpoint
@@ -234,6 +292,7 @@ class _Loader:
             raise ValueError(f"{self.path}: the checkpoint has no weight {left[0]}"
                              + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
                              + f", which {type(self.model).__name__} has")
+        _warn_of_dense(self.layers)
         return ModelReport(self.layers)
 
     def _announce(self, weight) -> None:
@@ -249,7 +308,7 @@ class _Loader:
     def _jobs(self) -> Iterator[tuple[object, Callable, Callable]]:
         """For each tensor its weight in the file, a function that reads, and one that takes what was read."""
         for path, module in list(self.model.named_modules()):
-            is_linear = type(module) is nn.Linear or _is_conv1d(module)
+            is_linear = type(module) is nn.Linear or is_turned(module)
             weight = self.find(path + ".weight") if is_linear else None
             name = path + ".weight"
             if weight is not None and weight.layout is not None and self._is_packable(weight):
@@ -290,7 +349,7 @@ class _Loader:
 
     def _quantize(self, weight, module: nn.Module) -> Packed:
         n, k = _extents(module)
-        if _is_conv1d(module):
+        if is_turned(module):
             dense = self._read(weight, module.weight)
             return Packed(quantize_packed(dense.t().contiguous(), str(self.spec)), self.spec, n, k)
         spec = without_double_quant(self.spec)
@@ -324,7 +383,7 @@ class _Loader:
         layer = QuantizedLinear._of_packed(packed, None, module.weight.dtype, **self.options)
         if module.bias is not None:
             layer.bias = module.bias
-        _put(self.model, path, layer.train(module.training))
+        put_module(self.model, path, layer.train(module.training))
         self.layers.append(LayerReport(path + ".weight", tuple(module.weight.shape), packed.spec, "",
                                        _bytes_of(module.weight), _bytes_of(layer.weight)))
 
@@ -335,8 +394,9 @@ class _Loader:
             return
         like = module._parameters[own]
         module._parameters[own] = nn.Parameter(read, requires_grad=like.requires_grad)
-        if read.dim() >= 2:
-            reason = self.reasons.get(name) or "no packed form of it"
+        if read.dim() >= 2 and not own.endswith("bias"):
+            reason = self.reasons.get(name) or (
+                f"of {type(module).__name__}, {_NOT_READ}" if _is_experts(module) else "no packed form of it")
             self.layers.append(LayerReport(name, tuple(read.shape), None, reason, _bytes_of(read), _bytes_of(read)))
 
     def _fill_buffers(self) -> None:
