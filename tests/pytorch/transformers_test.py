@@ -9,64 +9,22 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 import halfbyte
-from halfbyte.torch import QuantizedExperts, QuantizedLinear, quantize_model, replace_linear
+from halfbyte.torch import QuantizedExperts, quantize_model, replace_linear
 
 transformers = pytest.importorskip("transformers", "5")
 from halfbyte.torch.transformers import HalfbyteConfig, make_savable  # noqa: E402
+from tiny_models import SMALL, TINY, load, logits, quantized_modules  # noqa: E402
 
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0}
-TINY = {
-    "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, attention_bias=True)),
-    "tied": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "gemma": lambda t: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**SMALL, head_dim=32, bos_token_id=1, eos_token_id=2)),
-    "qwen3-moe": lambda t: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(
-        **SMALL, head_dim=32, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)),
-    "mixtral": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**SMALL, num_local_experts=4)),
-    "gpt-oss": lambda t: t.GptOssForCausalLM(t.GptOssConfig(
-        **SMALL, head_dim=32, num_local_experts=4, num_experts_per_tok=2)),
-    "gpt2": lambda t: t.GPT2LMHeadModel(t.GPT2Config(
-        n_embd=128, n_layer=2, n_head=4, vocab_size=512, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
-}
 WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss"]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A dense model of each kind, in bf16."""
-    path = tmp_path_factory.mktemp("models")
-    for name, make in TINY.items():
-        torch.manual_seed(1)
-        model = make(transformers)
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                nn.init.normal_(parameter, std=0.02)
-        model.bfloat16().save_pretrained(path / name)
-    return path
-
-
-def load(path, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(torch.arange(24).reshape(2, 12)).logits
-
-
-def quantized_modules(model):
-    return {name: module for name, module in model.named_modules()
-            if isinstance(module, (QuantizedLinear, QuantizedExperts))}
-
-
 @pytest.mark.parametrize("name", TINY)
-def test_quantized_while_loading_saved_reloaded_generating(name, directory, tmp_path):
+def test_quantized_while_loading_saved_reloaded_generating(name, models, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no expert stays dense: that would be said
-        model, info = load(directory / name, quantization_config=HalfbyteConfig("nf4"), device_map="cpu",
+        model, info = load(models / name, quantization_config=HalfbyteConfig("nf4"), device_map="cpu",
                            output_loading_info=True)
     assert not any(info.values()), info
     report = model.hf_quantizer.report
@@ -76,7 +34,7 @@ def test_quantized_while_loading_saved_reloaded_generating(name, directory, tmp_
     assert not any(type(module).__name__ in ("Linear", "Conv1D") for path, module in model.named_modules()
                    if path != "lm_head")
     # The bytes are those of the model that is quantized after it was loaded.
-    expected = load(directory / name)
+    expected = load(models / name)
     replace_linear(expected, "nf4")
     state, wanted = model.state_dict(), expected.state_dict()
     assert state.keys() == wanted.keys() and all(torch.equal(state[key], wanted[key]) for key in wanted)
@@ -99,9 +57,9 @@ def test_quantized_while_loading_saved_reloaded_generating(name, directory, tmp_
 @pytest.mark.parametrize("spec", ["nf4,double_quant", "int4,granularity=channel,scale_dtype=bf16", "affine4", "nvfp4",
                                   "mxfp4", "fp8,granularity=channel"])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
-def test_specs(name, spec, directory, tmp_path):
-    model = load(directory / name, quantization_config=HalfbyteConfig(spec))
-    expected = load(directory / name)
+def test_specs(name, spec, models, tmp_path):
+    model = load(models / name, quantization_config=HalfbyteConfig(spec))
+    expected = load(models / name)
     replace_linear(expected, spec)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == {
@@ -109,17 +67,17 @@ def test_specs(name, spec, directory, tmp_path):
     assert torch.equal(logits(load(tmp_path)), logits(expected))
 
 
-def test_include_and_exclude(directory):
-    model = load(directory / "llama", quantization_config=HalfbyteConfig("int8", include="mlp|lm_head", exclude="down"))
+def test_include_and_exclude(models):
+    model = load(models / "llama", quantization_config=HalfbyteConfig("int8", include="mlp|lm_head", exclude="down"))
     names = quantized_modules(model)
     assert sorted(names) == ["lm_head", *sorted(f"model.layers.{i}.mlp.{part}_proj" for i in (0, 1)
                                                 for part in ("gate", "up"))]
-    model = load(directory / "mixtral", quantization_config=HalfbyteConfig("int8", exclude="down_proj"))
+    model = load(models / "mixtral", quantization_config=HalfbyteConfig("int8", exclude="down_proj"))
     assert not any("experts" in name for name in quantized_modules(model))  # experts are quantized as a whole
 
 
-def test_a_base_model_of_a_saved_model_with_a_head(directory, tmp_path):
-    load(directory / "llama", quantization_config=HalfbyteConfig("nf4")).save_pretrained(tmp_path)
+def test_a_base_model_of_a_saved_model_with_a_head(models, tmp_path):
+    load(models / "llama", quantization_config=HalfbyteConfig("nf4")).save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path)
     assert len(quantized_modules(base)) == 14
     whole = load(tmp_path)
@@ -128,15 +86,15 @@ def test_a_base_model_of_a_saved_model_with_a_head(directory, tmp_path):
         assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
 
 
-def test_bad_input_is_named(directory, tmp_path):
+def test_bad_input_is_named(models, tmp_path):
     with pytest.raises(ValueError, match="must have quantized layers, got a LlamaForCausalLM without"):
-        make_savable(load(directory / "llama"))
+        make_savable(load(models / "llama"))
     with pytest.raises(ValueError, match="nf5"):
         HalfbyteConfig("nf5")
-    halfbyte.quantize_checkpoint(directory / "llama", tmp_path / "tool", "nf4", layout="halfbyte")
+    halfbyte.quantize_checkpoint(models / "llama", tmp_path / "tool", "nf4", layout="halfbyte")
     with pytest.raises(ValueError, match="load it by halfbyte.torch.quantize_model"):
         load(tmp_path / "tool")
-    model = load(directory / "llama", quantization_config=HalfbyteConfig("nf4"))
+    model = load(models / "llama", quantization_config=HalfbyteConfig("nf4"))
     model.save_pretrained(tmp_path / "saved")
     from safetensors.torch import load_file, save_file
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
@@ -150,8 +108,8 @@ def test_bad_input_is_named(directory, tmp_path):
 
 @pytest.mark.parametrize("layout,format", [("bitsandbytes", "nf4"), ("halfbyte", "affine4"), ("mlx", "affine4"),
                                            ("compressed-tensors", "int4"), ("gptq", "int4")])
-def test_checkpoints_of_other_layouts_are_saved_as_packed_weights(layout, format, directory, tmp_path):
-    halfbyte.quantize_checkpoint(directory / "llama", tmp_path / "quantized", format, layout=layout)
+def test_checkpoints_of_other_layouts_are_saved_as_packed_weights(layout, format, models, tmp_path):
+    halfbyte.quantize_checkpoint(models / "llama", tmp_path / "quantized", format, layout=layout)
     model, _ = quantize_model(tmp_path / "quantized", None)
     make_savable(model)
     model.save_pretrained(tmp_path / "packed")
@@ -160,9 +118,9 @@ def test_checkpoints_of_other_layouts_are_saved_as_packed_weights(layout, format
     assert torch.equal(logits(again), logits(model))
 
 
-def test_experts_that_quantize_model_does_not_read_are_said_to_be_dense(directory):
+def test_experts_that_quantize_model_does_not_read_are_said_to_be_dense(models):
     with pytest.warns(UserWarning, match="4 weights stay dense .*experts.gate_up_proj .of GptOssExperts, which from_pretr"):
-        quantize_model(directory / "gpt-oss")
+        quantize_model(models / "gpt-oss")
 
 
 # ---- Memory
@@ -189,12 +147,12 @@ print(max(peaks) - before, sum(p.numel() * p.element_size() for p in model.param
 """
 
 
-def test_memory_of_loading_is_that_of_the_result_and_one_weight(directory, tmp_path):
+def test_memory_of_loading_is_that_of_the_result_and_one_weight(models, tmp_path):
     config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12})
     model = transformers.LlamaForCausalLM(config).bfloat16()
     assert sum(p.numel() * p.element_size() for p in model.parameters()) > 360e6
     model.save_pretrained(tmp_path)
-    command = [sys.executable, "-c", LOAD, directory / "llama", tmp_path]
+    command = [sys.executable, "-c", LOAD, models / "llama", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     peak, size = map(int, result.stdout.split()[-2:])

@@ -21,7 +21,7 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # one question for
 
 
 class MergeReport(NamedTuple):
-    """What merge_adapter did.
+    """What merge_adapter or add_to_weight did.
 
     into: "biases" (the codes stay) or "codes" (the weight was quantized again).
     relative_rmse: of the new weight against the old one with the adapter added: what the merge lost.
@@ -182,19 +182,24 @@ class QuantizedLinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         self.lora_b.zero_()
 
-    @torch.no_grad()
     def merge_adapter(self) -> MergeReport:
-        """Adds the adapter to the weight, and removes it. Of an affine format, an adapter that is constant within
-        groups goes into the biases, and the codes stay; everything else is quantized again."""
+        """Adds the adapter to the weight, as add_to_weight does, and removes it."""
         if self.lora_a is None:
             raise ValueError("the layer has no adapter")
-        change = self.scaling * (self.lora_b.float() @ self.lora_a.float())
+        report = self.add_to_weight(self.scaling * (self.lora_b.detach().float() @ self.lora_a.detach().float()))
+        self.lora_a = self.lora_b = None
+        self.lora_rank, self.lora_alpha = 0, 0.0
+        return report
+
+    @torch.no_grad()
+    def add_to_weight(self, change: Tensor) -> MergeReport:
+        """W += change, f32 [out_features, in_features]. Of an affine format, a change that is constant within groups
+        goes into the biases, and the codes stay; by any other the weight is quantized again."""
+        self._check_shape(list(change.shape))
         exact = self.dequantized(torch.float32) + change
         merged = self._merged_biases(change)
         into = "codes" if merged is None else "biases"
         self._set_packed(quantize_packed(exact, str(self.spec)) if merged is None else merged)
-        self.lora_a = self.lora_b = None
-        self.lora_rank, self.lora_alpha = 0, 0.0
         return MergeReport(into, _relative_rmse(self.dequantized(torch.float32), exact))
 
     def _merged_biases(self, change: Tensor) -> Tensor | None:
