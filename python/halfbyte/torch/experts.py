@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ._fast import refuse_sharded
 from ._ops_experts import qgemm_grouped, qgemm_grouped_sum, quantize_experts, route
 from ._ops_weight import aligned, dequantize_packed, spec_of
 from .linear import autocast
@@ -93,6 +94,7 @@ class QuantizedExperts(nn.Module):
         """x: f32, f16 or bf16 [tokens, hidden_size]; experts: the numbers of the experts of each token,
         i32 or i64 [tokens, top_k]; routing_weights: [tokens, top_k]. y: as x."""
         x, top_k, spec = autocast(x), experts.shape[1], self._spec
+        refuse_sharded(self.down_proj)
         offsets, slots = route(experts, self.num_experts)
         h = qgemm_grouped(x, self.get_parameter(self.up_name), offsets, slots, spec, *self.extents[self.up_name], top_k)
         if (bias := self._parameters[self.up_name + "_bias"]) is not None:
