@@ -41,6 +41,18 @@ def test_qlora_tiny_llama():
     assert adapters < before - 0.1 and merged < before  # NF4 rounds away much of what four steps change
 
 
+def test_transformers_generate():
+    text = run("transformers_generate.py", "It is a truth ")
+    assert "nf4: model.layers.0" in text and "\nIt is a truth " in text
+    assert text.endswith("the saved model writes the same: True\n")
+
+
+def test_peft_qlora():
+    text = run("peft_qlora.py", ROOT / "README.md", 4)
+    before, adapters, merged = map(float, re.findall(r"\d\.\d{4}", text))
+    assert adapters < before - 0.1 and merged < before
+
+
 def test_dwq_tiny_llama(tmp_path):
     """What is stored is what was trained: codes of rounding, other scales, and a smaller divergence."""
     text = run("dwq_tiny_llama.py", TEXT, "-o", tmp_path / "dwq", "--bits", 2, "--steps", 6, "--validation", 1)

@@ -1,5 +1,6 @@
 """Whole models: which layers are quantized, and models from checkpoints."""
 
+import contextlib
 import json
 import os
 import sys
@@ -279,12 +280,13 @@ class _Loader:
     def run(self, progress: Callable) -> ModelReport:
         jobs = list(self._jobs())
         done, total = 0, sum(weight.num_bytes for weight, _, _ in jobs)
-        for i, (weight, read, finish) in enumerate(jobs):
-            if i + 1 < len(jobs):
-                self._announce(jobs[i + 1][0])
-            finish(read())
-            done += weight.num_bytes
-            progress("load", done, total)
+        with contextlib.ExitStack() as self.open_files:
+            for i, (weight, read, finish) in enumerate(jobs):
+                if i + 1 < len(jobs):
+                    self._announce(jobs[i + 1][0])
+                finish(read())
+                done += weight.num_bytes
+                progress("load", done, total)
         self._fill_buffers()
         self.model.tie_weights()
         left = [name for name, of in [*self.model.named_parameters(), *self.model.named_buffers()] if of.is_meta]
@@ -302,7 +304,8 @@ class _Loader:
         for part in weight.parts:
             stored = self.stored[part]
             if stored.file not in self.files:
-                self.files[stored.file] = open(os.path.join(self.path, stored.file), "rb", buffering=0)
+                file = open(os.path.join(self.path, stored.file), "rb", buffering=0)
+                self.files[stored.file] = self.open_files.enter_context(file)
             os.posix_fadvise(self.files[stored.file].fileno(), stored.offset, stored.num_bytes, os.POSIX_FADV_WILLNEED)
 
     def _jobs(self) -> Iterator[tuple[object, Callable, Callable]]:
