@@ -1,8 +1,5 @@
 """Training over two processes with gloo: FSDP2 and DDP give what one process gives."""
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +19,7 @@ class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(64, 3)
-        self.experts = QuantizedExperts(3, 64, 64, nn.GELU(), up_features=64, up_name="up_proj", bias=True)
+        self.experts = QuantizedExperts(3, 64, 64, nn.GELU(), up_features=64, up_name="up_proj", bias=True, lora_rank=2)
         for name in self.experts.packed_names:
             self.experts.set_weight(name, torch.randn(3, 64, 64) / 8)
 
@@ -130,21 +127,16 @@ def checkpoint(rank, folder):
     assert all(torch.equal(of, saved[name]) for name, of in whole(model.state_dict()).items())
 
 
-def _process(rank, port, of, arguments):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _process(rank, of, folder, *arguments):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        of(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
+    of(rank, folder, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def spawn(of, *arguments):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_process, (port, of, arguments), nprocs=WORLD)
+def spawn(of, folder, *arguments):
+    mp.spawn(_process, (of, folder, *arguments), nprocs=WORLD)
 
 
 def assert_is_that_of_one_process(folder, storage_dtype=torch.uint8, tolerance=1e-5):

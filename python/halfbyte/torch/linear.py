@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,9 +36,17 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
 
-def _relative_rmse(of: Tensor, reference: Tensor) -> float:
+def relative_rmse(of: Tensor, reference: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(reference))
     return float(torch.linalg.vector_norm(of - reference)) / norm if norm > 0 else 0.0
+
+
+def refuse_cast(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raises TypeError if fn, which nn.Module._apply applies, casts what a packed weight is stored as."""
+    storage = weight.dtype
+    if storage != torch.uint8 and fn(torch.empty(0, dtype=storage, device=weight.device)).dtype != storage:
+        raise TypeError(f"a cast to another dtype would destroy the packed weight, which is stored as {storage}: "
+                        "cast x instead, or make the layer with storage_dtype=torch.uint8")
 
 
 class QuantizedLinear(nn.Linear):
@@ -200,7 +208,7 @@ class QuantizedLinear(nn.Linear):
         merged = self._merged_biases(change)
         into = "codes" if merged is None else "biases"
         self._set_packed(quantize_packed(exact, str(self.spec)) if merged is None else merged)
-        return MergeReport(into, _relative_rmse(self.dequantized(torch.float32), exact))
+        return MergeReport(into, relative_rmse(self.dequantized(torch.float32), exact))
 
     def _merged_biases(self, change: Tensor) -> Tensor | None:
         """The packed weight with `change` in its biases; None if it is not constant within groups."""
@@ -242,10 +250,7 @@ class QuantizedLinear(nn.Linear):
     # ---- Moving, storing
 
     def _apply(self, fn, recurse: bool = True):
-        storage = self.weight.dtype
-        if storage != torch.uint8 and fn(torch.empty(0, dtype=storage, device=self.weight.device)).dtype != storage:
-            raise TypeError(f"a cast to another dtype would destroy the packed weight, which is stored as {storage}: "
-                            "cast x instead, or make the layer with storage_dtype=torch.uint8")
+        refuse_cast(self.weight, fn)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         return super()._apply(fn, recurse)
 

@@ -146,14 +146,15 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _quantized_experts(module: nn.Module, spec: _core.QuantSpec | str, device: object) -> QuantizedExperts:
+def _quantized_experts(module: nn.Module, spec: _core.QuantSpec | str, device: object, lora_rank: int = 0,
+                       lora_alpha: float | None = None, **options) -> QuantizedExperts:
     weights = {name: _turned(module, weight) for name, weight in _weights_of(module).items()}
     up_name, up = next(iter(weights.items()))
     num_experts, hidden_size, intermediate_size = weights["down_proj"].shape
     # The activation is a method of the module, which keeps its other fields, not its weights.
     experts = QuantizedExperts(num_experts, hidden_size, intermediate_size,
                                module._apply_gate if module.has_gate else module.act_fn, up_features=up.shape[1],
-                               up_name=up_name, bias=module.has_bias, spec=spec, device="meta", dtype=up.dtype)
+                               up_name=up_name, bias=module.has_bias, spec=spec, device="meta", dtype=up.dtype, **options)
     for name, weight in weights.items():
         device = weight.device if device is None else device
         if not weight.is_meta:
@@ -163,15 +164,17 @@ def _quantized_experts(module: nn.Module, spec: _core.QuantSpec | str, device: o
                 bias = module.get_parameter(name + "_bias")
                 experts.register_parameter(name + "_bias", nn.Parameter(bias.detach().to(device), bias.requires_grad))
     module._parameters.clear()
+    if lora_rank > 0:
+        experts.add_adapter(lora_rank, lora_alpha)
     return experts.train(module.training)
 
 
 def quantized_module(module: nn.Module, spec: _core.QuantSpec | str, device: object = None,
                      **options) -> QuantizedLinear | QuantizedExperts:
     """The quantized layer of a linear one, or of experts, whose dense weights are gone then; of a module on the meta
-    device, one there. options: of a linear layer, as in QuantizedLinear."""
+    device, one there. options: lora_rank, lora_alpha, storage_dtype."""
     if _is_experts(module):
-        return _quantized_experts(module, spec, device)
+        return _quantized_experts(module, spec, device, **options)
     if module.weight.is_meta:
         n, k = _extents(module)
         return linear_class(spec)(k, n, module.bias is not None, spec=spec, device="meta", dtype=module.weight.dtype,
@@ -190,9 +193,8 @@ def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, inc
     """Replaces the linear layers of a model, and the experts of transformers 5 that hold their weights in tensors of
     three axes, in place, by quantized ones, one after the other: each dense weight is freed before the next is touched.
     The choice is that of `halfbyte quantize`; see dense_reasons. Warns of weights that it would take and that are in
-    modules for which there is no quantized layer. Adapters are those of linear layers. device: of the new layers; None:
-    that of each. On the meta device nothing is computed. Raises ValueError, before any layer is replaced, for a spec
-    that cannot hold one of them.
+    modules for which there is no quantized layer. device: of the new layers; None: that of each. On the meta device nothing
+    is computed. Raises ValueError, before any layer is replaced, for a spec that cannot hold one of them.
 
         >>> import torch, halfbyte.torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
