@@ -200,7 +200,7 @@ struct SearchBins {
 // on both sides of its edge. The nearer one is that of the code of y, as is checked of each edge.
 struct SearchPairs {
   static constexpr int kBins = 32;
-  static constexpr float kCenter = kBins / 2;
+  static constexpr float kCenter = 0.5f * kBins;
   bool usable = false;
   float per_unit = 0;  // the bin of y is rint(y * per_unit + kCenter)
   float low[kBins] = {}, high[kBins] = {};
