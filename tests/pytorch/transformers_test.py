@@ -86,6 +86,28 @@ def test_a_base_model_of_a_saved_model_with_a_head(models, tmp_path):
         assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
 
 
+def test_memory_of_an_accelerator_is_asked_for_ahead(models, tmp_path, monkeypatch):
+    # As from_pretrained does for device_map="cuda": it sums up the bytes of what it will load.
+    asked = []
+    sum_up = transformers.modeling_utils.get_total_byte_count
+
+    def get_total_byte_count(*args):
+        asked.append(sum_up(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(transformers.modeling_utils, "is_accelerator_device", lambda device: True)
+    monkeypatch.setattr(transformers.modeling_utils, "get_total_byte_count", get_total_byte_count)
+    for name in "llama", "mixtral":
+        model = load(models / name, quantization_config=HalfbyteConfig("nf4"), device_map="cpu")
+        model.save_pretrained(tmp_path / name)
+        assert any(key.endswith("weight_spec") for key in model.state_dict())
+        again, info = load(tmp_path / name, device_map="cpu", output_loading_info=True)
+        assert not any(info.values()) and torch.equal(logits(again), logits(model))
+        held = sum(tensor.nbytes for tensor in (*again.parameters(), *again.buffers()))
+        assert 0.9 * held < sum(asked[-1].values()) <= held
+    assert len(asked) == 4
+
+
 def test_bad_input_is_named(models, tmp_path):
     with pytest.raises(ValueError, match="must have quantized layers, got a LlamaForCausalLM without"):
         make_savable(load(models / "llama"))

@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 try:
-    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.core_model_loading import ConversionOps
 except ImportError as error:
     raise ImportError("halfbyte.torch.transformers needs transformers 5 or later") from error
 from safetensors import safe_open
@@ -71,7 +72,7 @@ class _Quantize(ConversionOps):
     def __init__(self, quantizer: "HalfbyteQuantizer") -> None:
         self.quantizer = quantizer
 
-    def convert(self, input_dict: dict, *, model: nn.Module, missing_keys: set | None = None, **_) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict, *, model: nn.Module, **_) -> dict[str, Tensor]:
         result = {}
         for name, dense in input_dict.items():
             path, _, own = name.rpartition(".")
@@ -79,19 +80,12 @@ class _Quantize(ConversionOps):
             if path in self.quantizer.turned:
                 dense = dense.transpose(-1, -2)
             result[name] = model.get_submodule(path).packed_of(own, dense)
-            if missing_keys is not None:
-                missing_keys.discard(f"{path}.{_DESCRIPTION}")
         return result
 
 
-class _PassDescription(ConversionOps):
-    """Takes what a file says of a packed weight, which was compared before: no parameter holds it."""
-
-    def convert(self, input_dict: dict, *, full_layer_name: str, missing_keys: set | None = None,
-                **_) -> dict[str, Tensor]:
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        return {}
+def _drop_descriptions(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    for name in [name for name in state_dict if name.endswith("." + _DESCRIPTION)]:
+        del state_dict[name]
 
 
 def _descriptions(files: Sequence[str]) -> dict[str, bytes]:
@@ -120,9 +114,15 @@ class HalfbyteQuantizer(HfQuantizer):
 
     requires_calibration = False
     report: ModelReport | None = None
+    _hook: RemovableHandle | None = None  # while the model is loaded
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Sequence[str] | None = None,
                                              **kwargs) -> None:
+        # No parameter holds a description, and those of files are compared here: transformers, which takes each key
+        # for a tensor that it loads, is not to see them.
+        self._hook = model.register_state_dict_post_hook(_drop_descriptions)
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{_DESCRIPTION}$"}
         config = self.quantization_config
         if not self.pre_quantized:
             self.turned = {path for path, module in model.named_modules() if is_turned(module)}
@@ -142,10 +142,10 @@ class HalfbyteQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        return [WeightConverter(_DESCRIPTION, _DESCRIPTION, [_PassDescription()])] if self.pre_quantized else []
-
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         # Packed weights are saved under the names of the modules: they cannot be turned, split and merged as the
         # tensors of the original checkpoint.
         model._weight_conversions = []
