@@ -842,18 +842,18 @@ __launch_bounds__(kLargeThreads, 1)
   const Block block(reinterpret_cast<u8*>(shared_words));
 
   let_next_start();
-  const bool copies_codes = block.warp == kMultipliers / 32, copies_x = block.warp == kMultipliers / 32 + 1;
-  start_ring<kMultipliers>(copies_codes, copies_x, &args.x, [&] { block.init_barriers(); });
+  const int copier = block.warp - kMultipliers / 32;
+  start_ring<kMultipliers, kExperts ? 3 : 2>(copier, &args.x, [&] { block.init_barriers(); });
   if constexpr (kTiling.multicast) cluster_arrive_relaxed();
 
   if (block.warpgroup == kMultipliers / 128) {
     keep_registers<Registers::kCopy>();
     if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
-    if (copies_codes && elect_lane())
+    if (copier == 0 && elect_lane())
       copy_codes(args, block);
-    else if (copies_x && elect_lane())
+    else if (copier == 1 && elect_lane())
       copy_x(args, block);
-    else if (kExperts && block.warp == kMultipliers / 32 + 2 && elect_lane())
+    else if (kExperts && copier == 2 && elect_lane())
       list_tiles(args, block);
     return;
   }

@@ -727,22 +727,22 @@ __launch_bounds__(kThreads, 1)
   const Block block(args, reinterpret_cast<u8*>(shared_words));
 
   let_next_start();
-  const bool copies_codes = block.warp == kWarpgroups * 4, copies_x = block.warp == kWarpgroups * 4 + 1;
-  start_ring<kMultipliers>(copies_codes, copies_x, &args.x, [&] { block.init_barriers(); });
+  const int copier = block.warp - kWarpgroups * 4;
+  start_ring<kMultipliers, kExperts ? 3 : 2>(copier, &args.x, [&] { block.init_barriers(); });
   const auto shares = [&] { return kTiling.shared && args.log2_cluster > 0; };
   if (shares()) cluster_arrive_relaxed();
 
   if (block.warpgroup == kWarpgroups) {
     keep_registers<Registers::kCopy>();
-    if (copies_codes && elect_lane())
+    if (copier == 0 && elect_lane())
       copy_codes(args, block);
-    else if (copies_x && finds_rows(args))
+    else if (copier == 1 && finds_rows(args))
       gather_x(args, block);
-    else if (copies_x && elect_lane())
+    else if (copier == 1 && elect_lane())
       copy_x(args, block);
-    else if (kExperts && block.warp == kWarpgroups * 4 + 2)
+    else if (kExperts && copier == 2)
       list_tiles(args, block);
-    else if (finds_rows(args) && block.warp == kWarpgroups * 4 + 3)
+    else if (finds_rows(args) && copier == 3)
       clear_rows(args);
     return;
   }

@@ -54,24 +54,24 @@ __device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
 // Not 0, which is that of a cluster, too, where the block is the only one.
 constexpr int kRingBarrier = 14;
 
-// How a block with such a ring starts, by all threads. The first warp that copies makes the barriers, by
-// init_barriers() of one lane; it waits for nobody and starts to copy. Those that multiply have much to do
-// before they wait for it, by wait_for_ring().
-template <int kMultipliers, class F>
-__device__ __forceinline__ void start_ring(bool copies_codes, bool copies_x, const TensorMap* x,
-                                           const F& init_barriers) {
-  constexpr int kMadeForX = 15;
-  if (copies_codes) {
+// How a block with such a ring starts, by all threads. `copier`: the warp's number among those that do not
+// multiply. The first of the kCopiers that use barriers makes them, by init_barriers() of one lane; it waits
+// for nobody and starts to copy. The second copies x. Those that multiply, of a number below 0, have much to
+// do before they wait for it, by wait_for_ring().
+template <int kMultipliers, int kCopiers, class F>
+__device__ __forceinline__ void start_ring(int copier, const TensorMap* x, const F& init_barriers) {
+  constexpr int kMadeForCopiers = 15;
+  if (copier == 0) {
     if (elect_lane()) {
       init_barriers();
       fence_barrier_init();
     }
     __syncwarp();
     arrive_some(kRingBarrier, kMultipliers + 32);
-    arrive_some(kMadeForX, 64);
-  } else if (copies_x) {
-    if (elect_lane()) prefetch_map(x);
-    sync_some(kMadeForX, 64);
+    arrive_some(kMadeForCopiers, kCopiers * 32);
+  } else if (copier > 0 && copier < kCopiers) {
+    if (copier == 1 && elect_lane()) prefetch_map(x);
+    sync_some(kMadeForCopiers, kCopiers * 32);
   }
 }
 template <int kMultipliers>
