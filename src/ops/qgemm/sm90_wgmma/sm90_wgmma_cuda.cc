@@ -188,10 +188,11 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
   }
 
  private:
-  // Without qgemm_expert_rows before it, which takes as long as the weights of some experts.
+  // Without qgemm_expert_rows before it, which takes as long as the weights of some experts. One warp gathers
+  // rows of x anew for each tile: with four an expert that takes longer than reading the weights.
   bool finds_rows() const {
     return tiling_.finds_rows() && problem_.experts.rows != ExpertRows::masked &&
-           problem_.m <= kWgmmaFoundRows;
+           problem_.m <= std::min<int64_t>(kWgmmaFoundRows, 2 * problem_.experts.num);
   }
   void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void* sums) const override {
     args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, x_stride(),
