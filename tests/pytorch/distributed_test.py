@@ -1,5 +1,7 @@
 """Training over two processes with gloo: FSDP2 and DDP give what one process gives."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +135,9 @@ def _process(rank, of, folder, *arguments):
     of(rank, folder, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo may still have the last reference of a tensor, for which it takes the lock of an interpreter that
+    # is being shut down: the process then ends by SIGABRT, one time in 30 of a plain model with torch 2.15.
+    os._exit(0)
 
 
 def spawn(of, folder, *arguments):
