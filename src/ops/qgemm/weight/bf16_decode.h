@@ -21,6 +21,7 @@
 #pragma GCC diagnostic pop
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -139,12 +140,14 @@ struct GroupParameters {
     }
   }
 
-  HALFBYTE_AVX512 void round_to_bf16() {
-    for (float* values : {scales, biases})
+  HALFBYTE_AVX512 void round_to_bf16(bool has_biases) {
+    for (float* values : {scales, biases}) {
       for (int i = 0; i < formats::kUnitRows; i += 16) {
         const auto rounded = _mm512_cvtneps_pbh(_mm512_load_ps(values + i));
         _mm512_store_ps(values + i, load_parameters(&rounded, formats::ScaleType::bf16));
       }
+      if (!has_biases) return;
+    }
   }
 
  private:
@@ -201,11 +204,12 @@ class UnitDecoder {
     for (int i = 0; i < groups_; ++i) {
       GroupParameters& parameters = parameters_[i];
       parameters.load(problem_, tensors_, strip, group + i);
-      if (has_scales_) parameters.round_to_bf16();
-      for (int row = 0; row < formats::kUnitRows; ++row) {
-        if (!has_scales_) parameters.scales[row] = 1;
-        if (problem_.codec.bits == 8 && !is_floating_) parameters.offsets[row] += kMagic;
-      }
+      if (has_scales_)
+        parameters.round_to_bf16(has_biases_);
+      else
+        std::fill_n(parameters.scales, formats::kUnitRows, 1.0F);
+      if (problem_.codec.bits == 8 && !is_floating_)
+        for (float& offset : parameters.offsets) offset += kMagic;
     }
     if (problem_.codec.bits == 8) return;
     const __m512 values = _mm512_load_ps(code_values_);

@@ -100,10 +100,9 @@ class QgemmAvx512 : public QgemmKernel {
                    [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
       const int groups = BlockGroups(p).num;
       const bool floating = problem_.codec.kind == formats::Kind::floating;
-      const StripFunction multiply = floating      ? strip_function<8, 1, true>(rows_)
+      const StripFunction multiply = floating      ? strip_function<8, false, true>(rows_)
                                      : p.bits == 8 ? strip_function<8>(rows_)
-                                     : groups == 4 ? strip_function<4, 4>(rows_)
-                                     : groups == 2 ? strip_function<4, 2>(rows_)
+                                     : groups > 1  ? strip_function<4, true>(rows_)
                                                    : strip_function<4>(rows_);
       // Strips behind each other: what a thread fetches ahead is its own.
       const int64_t grain = std::clamp<int64_t>(p.strips / (16 * effective_threads(threads)), 1, 8);

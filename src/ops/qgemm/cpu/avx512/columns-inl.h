@@ -81,10 +81,7 @@ class PairLookup {
     const int64_t group = kTwoGroups ? 2 * unit : p.groups == 1 ? 0 : unit * kUnitCols / p.group;
     for (int i = 0; i <= kTwoGroups; ++i) {
       groups[i].load(run.problem, run.tensors, strip, group + i);
-      for (int row = 0; row < kUnitRows; row += kLanes) {
-        const auto scales = _mm512_cvtneps_pbh(_mm512_load_ps(groups[i].scales + row));
-        _mm512_store_ps(groups[i].scales + row, load_parameters(&scales, formats::ScaleType::bf16));
-      }
+      groups[i].round_to_bf16(false);
     }
   }
 
@@ -118,6 +115,14 @@ class PairLookup {
   __m512i low_, high_;
   __m512i table_of_lane_;
 };
+
+// Of the block of a unit.
+HALFBYTE_AVX512 inline void prefetch_parameters(const Run& run, int64_t strip, int64_t unit) {
+  const formats::PackedLayout& p = run.problem.weight;
+  const uint8_t* const block = static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes +
+                               unit * kUnitCols / p.block_cols * p.block_bytes;
+  for (int at = p.block_code_bytes; at < p.block_bytes; at += 64) _mm_prefetch(block + at, _MM_HINT_T0);
+}
 
 // Adds the products of kRows rows of x and a unit, whose codes and x are those of its first row.
 // `next_strip`: bytes to the unit that is fetched meanwhile.
@@ -164,6 +169,7 @@ HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, fl
       const bool last = unit + 1 == end;
       if (!last || strip + 1 < p.strips)
         lookup.load(run, last ? strip + 1 : strip, last ? begin : unit + 1, parameters[current ^ 1]);
+      prefetch_parameters(run, strip + 1, unit);
       multiply_looked_up<kRows, kTwoGroups>(
           lookup, parameters[current], static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit),
           p.strip_bytes, run.x + strip * kUnitRows, run.row_stride,
@@ -173,7 +179,8 @@ HALFBYTE_AVX512 void multiply_few(const Run& run, int64_t begin, int64_t end, fl
 
 // Few rows of x, and units of four groups that have nothing but scales.
 inline bool has_short_groups(const QgemmProblem& problem) {
-  return problem.transposed && problem.m <= kFewTransposedRows && has_four_scales(problem);
+  return problem.transposed && problem.m <= kFewTransposedRows && BlockGroups(problem.weight).num == 4 &&
+         has_scales_only(problem);
 }
 // The products of these, in f32: a weight is its code's value times what its lane has of x times
 // scale. sums[row][64]: of column column_order(4)[i] at i.
@@ -189,11 +196,17 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
   }
   const __m512 table = _mm512_load_ps(values);
   LaneScales scales;
-  for (int64_t strip = 0; strip < p.strips; ++strip)
+  alignas(64) float x[kRows][kUnitRows];  // of the rows of a strip
+  for (int64_t strip = 0; strip < p.strips; ++strip) {
+    for (int i = 0; i < kRows; ++i)
+      for (int row = 0; row < kUnitRows; row += kLanes)
+        _mm512_store_ps(x[i] + row, load_parameters(run.x + i * run.row_stride + strip * kUnitRows + row,
+                                                    formats::ScaleType::bf16));
     for (int64_t unit = begin; unit < end; ++unit) {
-      scales.load(run, strip, unit);
+      scales.load(run, strip, unit, 4);
       const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
       float* const to = sums + (unit - begin) * kRows * kUnitCols;
+      prefetch_parameters(run, strip + 1, unit);
       __m512 s[kRows][4];
       for (int i = 0; i < kRows; ++i)
         for (int v = 0; v < 4; ++v) s[i][v] = _mm512_load_ps(to + i * kUnitCols + v * kLanes);
@@ -205,10 +218,7 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
           const int row = 2 * line + odd;
           const __m512 scale = scales.of(row);
           __m512 factors[kRows];
-          for (int i = 0; i < kRows; ++i)
-            factors[i] = _mm512_mul_ps(
-                scale,
-                _mm512_set1_ps(formats::bf16_to_f32(run.x[i * run.row_stride + strip * kUnitRows + row])));
+          for (int i = 0; i < kRows; ++i) factors[i] = _mm512_mul_ps(scale, _mm512_set1_ps(x[i][row]));
           for (int v = 0; v < 4; ++v) {
             const auto shift = static_cast<unsigned>(v / 2 * 16 + v % 2 * 4);
             const __m512 value = _mm512_permutexvar_ps(_mm512_srli_epi32(words, shift), table);
@@ -219,6 +229,7 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
       for (int i = 0; i < kRows; ++i)
         for (int v = 0; v < 4; ++v) _mm512_store_ps(to + i * kUnitCols + v * kLanes, s[i][v]);
     }
+  }
 }
 
 constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : (m + 3) / 4 * 4; }

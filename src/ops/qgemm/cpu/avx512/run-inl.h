@@ -91,32 +91,35 @@ struct BlockGroups {
   }
 };
 
-// Whether units have four groups with nothing but scales.
-inline bool has_four_scales(const QgemmProblem& problem) {
-  return BlockGroups(problem.weight).num == 4 && !problem.weight.has_biases && !problem.codec.asymmetric &&
-         !problem.double_quant;
+// Whether groups have nothing but scales, as they are stored.
+inline bool has_scales_only(const QgemmProblem& problem) {
+  return !problem.weight.has_biases && !problem.codec.asymmetric && !problem.double_quant;
 }
 
-// The scales of the four groups of a unit, for the lanes of 16 words of codes of a row: lane l has columns of
-// group l % 4.
+// The scales of the groups of a unit, two or four, for the lanes of 16 words of codes of a row: lane l has
+// columns of quarter l % 4.
 struct LaneScales {
-  alignas(64) float scales[4 * kUnitRows];  // of the groups of row 16 b + 4 l + r: from 64 b + 16 r + 4 l on
+  // Of the quarters of row 16 b + 4 l + r: from 64 b + 16 r + 4 l on.
+  alignas(64) float scales[4 * kUnitRows];
 
-  HALFBYTE_AVX512 void make(const GroupParameters (&groups)[4]) {
+  HALFBYTE_AVX512 void make(const GroupParameters (&groups)[4], int num_groups) {
+    const auto of_quarter = [&](int quarter, int row) HALFBYTE_AVX512 {
+      return _mm512_load_ps(groups[quarter * num_groups / 4].scales + row);
+    };
     for (int row = 0; row < kUnitRows; row += kLanes)
-      put(row, _mm512_load_ps(groups[0].scales + row), _mm512_load_ps(groups[1].scales + row),
-          _mm512_load_ps(groups[2].scales + row), _mm512_load_ps(groups[3].scales + row));
+      put(row, of_quarter(0, row), of_quarter(1, row), of_quarter(2, row), of_quarter(3, row));
   }
   // As they are stored, of codes that have no other parameters.
-  HALFBYTE_AVX512 void load(const Run& run, int64_t strip, int64_t unit) {
+  HALFBYTE_AVX512 void load(const Run& run, int64_t strip, int64_t unit, int num_groups) {
     const formats::PackedLayout& p = run.problem.weight;
     const uint8_t* const block = static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes +
                                  unit * p.block_bytes + p.block_code_bytes;
-    const auto of_group = [&](int group, int row) HALFBYTE_AVX512 {
-      return load_parameters(block + (group * kUnitRows + row) * p.scale_bytes, run.problem.codec.scale_type);
+    const auto of_quarter = [&](int quarter, int row) HALFBYTE_AVX512 {
+      return load_parameters(block + (quarter * num_groups / 4 * kUnitRows + row) * p.scale_bytes,
+                             run.problem.codec.scale_type);
     };
     for (int row = 0; row < kUnitRows; row += kLanes)
-      put(row, of_group(0, row), of_group(1, row), of_group(2, row), of_group(3, row));
+      put(row, of_quarter(0, row), of_quarter(1, row), of_quarter(2, row), of_quarter(3, row));
   }
   [[gnu::always_inline]] HALFBYTE_AVX512 __m512 of(int row) const {
     return _mm512_broadcast_f32x4(_mm_load_ps(scales + row / 16 * 64 + row % 4 * 16 + row / 4 % 4 * 4));

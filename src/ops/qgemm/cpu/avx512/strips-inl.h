@@ -102,7 +102,7 @@ struct LineDecoder {
 // The parameters of the groups of a block.
 struct BlockParameters {
   GroupParameters groups[4];
-  LaneScales lanes;  // of four groups
+  LaneScales lanes;  // of several groups of 4 bits
 };
 
 // What is summed for the outputs of a strip: 16 lanes for each, and what groups add beside.
@@ -114,7 +114,9 @@ struct StripSums {
   // Loads the parameters of a block's groups, and adds factors of sums of x where there are any.
   HALFBYTE_AVX512 void begin_block(const Run& run, const BlockGroups& block_groups, int64_t strip,
                                    int64_t block, BlockParameters& parameters) {
-    if (has_four_scales(run.problem)) return parameters.lanes.load(run, strip, block);
+    const bool in_lanes = run.problem.weight.bits == 4 && block_groups.num > 1;
+    if (in_lanes && has_scales_only(run.problem))
+      return parameters.lanes.load(run, strip, block, block_groups.num);
     GroupParameters(&groups)[4] = parameters.groups;
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
@@ -126,7 +128,7 @@ struct StripSums {
                                                           _mm512_load_ps(added[m] + row)));
       }
     }
-    if (block_groups.num == 4) parameters.lanes.make(groups);
+    if (in_lanes) parameters.lanes.make(groups, block_groups.num);
   }
   HALFBYTE_AVX512 void finish(const Run& run, int64_t strip) const {
     for (int m = 0; m < run.problem.m; ++m)
@@ -142,19 +144,9 @@ constexpr int tile_of_x(int tile) {
   return kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32;
 }
 
-// The scales of a row for the lanes of 16 words of codes, of groups from number `first` on.
-template <int kGroups>
-[[gnu::always_inline]] HALFBYTE_AVX512 inline __m512 scales_of_lanes(const BlockParameters& parameters,
-                                                                     int first, int row) {
-  if constexpr (kGroups == 4) return parameters.lanes.of(row);
-  const __m512 scale = _mm512_set1_ps(parameters.groups[first].scales[row]);
-  if constexpr (kGroups == 1) return scale;
-  return _mm512_mask_blend_ps(0xCCCC, scale, _mm512_set1_ps(parameters.groups[1].scales[row]));
-}
-
 // Adds line `line` of tiles that have one scale, or several in lanes, to the totals of its two rows. ahead:
 // where what is fetched meanwhile begins.
-template <int kBits, bool kFloating, int kRows, int kInLanes>
+template <int kBits, bool kFloating, int kRows, bool kInLanes>
 [[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(const LineDecoder<kBits, kFloating>& decoder,
                                                                  const uint8_t* codes, const uint8_t* ahead,
                                                                  const uint16_t* x, int line, bool swapped,
@@ -179,7 +171,8 @@ template <int kBits, bool kFloating, int kRows, int kInLanes>
   }
   for (int j = 0; j < 2; ++j) {
     const int row = 2 * line + j;
-    const __m512 scale = scales_of_lanes<kInLanes>(parameters, group, row);
+    const __m512 scale =
+        kInLanes ? parameters.lanes.of(row) : _mm512_set1_ps(parameters.groups[group].scales[row]);
     for (int m = 0; m < kRows; ++m)
       _mm512_store_ps(to.totals[row][m],
                       _mm512_fmadd_ps(sums[j][m], scale, _mm512_load_ps(to.totals[row][m])));
@@ -187,8 +180,8 @@ template <int kBits, bool kFloating, int kRows, int kInLanes>
 }
 
 // Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
-// kInLanes: blocks are one tile of so many groups, each of lanes of its own.
-template <int kBits, bool kFloating, int kRows, int kInLanes>
+// kInLanes: blocks are one tile of several groups, each of lanes of its own.
+template <int kBits, bool kFloating, int kRows, bool kInLanes>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
   const LineDecoder<kBits, kFloating> decoder(run.problem.codec);
@@ -206,7 +199,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
       _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
       const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
-      const int group = kInLanes > 1 ? 0 : first / fold_tiles;
+      const int group = kInLanes ? 0 : first / fold_tiles;
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
@@ -219,7 +212,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits, int kInLanes = 1, bool kFloating = false>
+template <int kBits, bool kInLanes = false, bool kFloating = false>
 StripFunction strip_function(int64_t rows) {
   return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes>
          : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes>
