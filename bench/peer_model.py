@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A model of the shape of Llama 3 8B with random weights, on one GPU: dense in bf16, and in NF4 by bitsandbytes and by
-halfbyte, one after the other in one process.
+halfbyte (scales of f32, as those of bitsandbytes, and of f16), one after the other in one process.
 
 A step of decoding under a CUDA graph, with 512 tokens of context; and a step of QLoRA with 4 x 2048 tokens, adapters of rank
 16 beside all linear layers and checkpointed layers: its time and its peak memory. Positions are not encoded, as that costs
@@ -40,8 +40,12 @@ class Shape:
         return self.hidden // self.heads
 
 
-def of_halfbyte(dense: nn.Linear, rank: int) -> nn.Module:
-    return halfbyte.torch.Linear4bit.from_linear(dense, lora_rank=rank)
+def of_halfbyte(dense: nn.Linear, rank: int, spec: str = "nf4") -> nn.Module:
+    return halfbyte.torch.Linear4bit.from_linear(dense, spec, lora_rank=rank)
+
+
+def of_halfbyte_f16(dense: nn.Linear, rank: int) -> nn.Module:
+    return of_halfbyte(dense, rank, "nf4,scale_dtype=f16")
 
 
 def of_bitsandbytes(dense: nn.Linear, rank: int) -> nn.Module:
@@ -54,7 +58,8 @@ def of_bitsandbytes(dense: nn.Linear, rank: int) -> nn.Module:
     return Adapter(layer, n, k) if rank else layer
 
 
-KINDS = {"dense": lambda dense, rank: dense, "bitsandbytes": of_bitsandbytes, "halfbyte": of_halfbyte}
+KINDS = {"dense": lambda dense, rank: dense, "bitsandbytes": of_bitsandbytes, "halfbyte": of_halfbyte,
+         "halfbyte f16": of_halfbyte_f16}
 
 
 class Layer(nn.Module):
