@@ -108,6 +108,40 @@ def test_memory_of_an_accelerator_is_asked_for_ahead(models, tmp_path, monkeypat
     assert len(asked) == 4
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+# Experts in f32: a token may go to others where the router's scores are rounded to bf16.
+@needs_gpu
+@pytest.mark.parametrize("name,dtype", [("llama", "bfloat16"), ("qwen3-moe", "float32"), ("mixtral", "float32")])
+def test_on_a_gpu(name, dtype, models, tmp_path):
+    model = load(models / name, quantization_config=HalfbyteConfig("nf4"), device_map="cuda", dtype=dtype)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device_map="cuda", dtype=dtype)
+    tokens = torch.arange(8, device="cuda").unsqueeze(0)
+    with torch.no_grad():
+        on_gpu = model(tokens).logits.float()
+        on_cpu = load(tmp_path, dtype=dtype)(tokens.cpu()).logits.float()
+        assert torch.equal(again(tokens).logits.float(), on_gpu)
+    assert (on_gpu.cpu() - on_cpu).norm() < 0.02 * on_cpu.norm()
+    written = [of.generate(tokens, max_new_tokens=6, do_sample=False) for of in (model, again)]
+    assert written[0].shape == (1, 14) and torch.equal(*written)
+
+
+@needs_gpu
+def test_a_captured_step_of_decoding_writes_the_bytes_of_the_eager_one(models):
+    model = load(models / "llama", quantization_config=HalfbyteConfig("nf4"), device_map="cuda", dtype=torch.bfloat16)
+    stream, graph, token = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.tensor([[7]], device="cuda")
+    with torch.no_grad(), torch.cuda.stream(stream):
+        eager = model(token, use_cache=False).logits
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = model(token, use_cache=False).logits
+        graph.replay()
+        stream.synchronize()
+    assert torch.equal(captured, eager)
+
+
 def test_bad_input_is_named(models, tmp_path):
     with pytest.raises(ValueError, match="must have quantized layers, got a LlamaForCausalLM without"):
         make_savable(load(models / "llama"))
