@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from peer_linear import Adapter
@@ -44,10 +45,6 @@ def of_halfbyte(dense: nn.Linear, rank: int, spec: str = "nf4") -> nn.Module:
     return halfbyte.torch.Linear4bit.from_linear(dense, spec, lora_rank=rank)
 
 
-def of_halfbyte_f16(dense: nn.Linear, rank: int) -> nn.Module:
-    return of_halfbyte(dense, rank, "nf4,scale_dtype=f16")
-
-
 def of_bitsandbytes(dense: nn.Linear, rank: int) -> nn.Module:
     import bitsandbytes
 
@@ -59,7 +56,7 @@ def of_bitsandbytes(dense: nn.Linear, rank: int) -> nn.Module:
 
 
 KINDS = {"dense": lambda dense, rank: dense, "bitsandbytes": of_bitsandbytes, "halfbyte": of_halfbyte,
-         "halfbyte f16": of_halfbyte_f16}
+         "halfbyte f16": partial(of_halfbyte, spec="nf4,scale_dtype=f16")}
 
 
 class Layer(nn.Module):

@@ -135,7 +135,8 @@ def _process(rank, of, folder, *arguments):
     if on_gpu:
         torch.cuda.set_device(rank)
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # needs rights that a container may lack
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank,
+                            world_size=WORLD)
     of(rank, folder, *arguments)
     dist.barrier()
     dist.destroy_process_group()

@@ -603,6 +603,33 @@ TEST(QgemmPlan, OrderOfVariants) {
   }
 }
 
+// Of experts qgemm_sm80 comes first where tiles are short or few, but for many rows, which qgemm_sm90_large
+// takes.
+TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
+  struct Case {
+    int64_t experts, m, n, k;
+    bool transposed, sm80_first;
+  };
+  constexpr Case kCases[] = {
+      {256, 8, 512, 7168, true, true},     {256, 5120, 512, 7168, true, true},
+      {256, 5121, 512, 7168, true, false}, {256, 32768, 512, 7168, true, false},
+      {256, 8, 1024, 7168, true, false},   {256, 8, 7168, 256, true, true},
+      {256, 16, 7168, 256, true, false},   {256, 32, 7168, 256, false, true},
+      {256, 33, 7168, 256, false, false},  {256, 32, 7168, 512, false, false},
+  };
+  QgemmProblem problem;
+  problem.device.kind = DeviceKind::cuda;
+  for (const auto& [experts, m, n, k, transposed, sm80_first] : kCases) {
+    SCOPED_TRACE(fmt::format("{} experts, m {} n {} k {} transposed {}", experts, m, n, k, transposed));
+    problem.experts.num = experts;
+    problem.m = m;
+    problem.n = n;
+    problem.k = k;
+    problem.transposed = transposed;
+    EXPECT_EQ(order_of(problem).starts_with("sm80"), sm80_first);
+  }
+}
+
 TEST(QgemmPlan, Words) {
   for (const auto math : {QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64})
     EXPECT_EQ(parse_qgemm_math(to_string(math)), math);
