@@ -151,12 +151,7 @@ class ParamsOfRanges {
   [[gnu::always_inline]] void store(int64_t index, F low, F high, QuantizeStatus& status) const {
     formats::GroupParams<F> params;
     formats::Seen<F> range{low, high};
-    if (!is_usable_)
-      ++status.num_invalid_scales;
-    else if (!problem_.observed)
-      params = formats::stored_params(formats::rule_params(low, high, codec_), codec_);
-    else if (!observe_params(tensors_.observer, index, range, problem_.history, codec_, params))
-      ++status.num_invalid_scales;
+    status.num_invalid_scales += set_params(index, range, params) ? 0 : 1;
     status.num_unheld_scales += formats::is_held(params, range.min, range.max, codec_) ? 0 : 1;
     status.num_coarse_scales += params.coarse ? 1 : 0;
     formats::store_scale(tensors_.scale, index, params.scale, codec_.scale_type, codec_.global_scale);
@@ -164,6 +159,16 @@ class ParamsOfRanges {
   }
 
  private:
+  // Whether there are valid ones. An observer joins its history to the range.
+  [[gnu::always_inline]] bool set_params(int64_t index, formats::Seen<F>& range,
+                                         formats::GroupParams<F>& params) const {
+    if (!is_usable_) return false;
+    if (problem_.observed)
+      return observe_params(tensors_.observer, index, range, problem_.history, codec_, params);
+    params = formats::stored_params(formats::rule_params(range.min, range.max, codec_), codec_);
+    return true;
+  }
+
   const LinearProblem& problem_;
   const LinearTensors& tensors_;
   formats::Codec codec_;
