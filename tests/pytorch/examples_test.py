@@ -53,6 +53,23 @@ def test_peft_qlora():
     assert adapters < before - 0.1 and merged < before
 
 
+def test_fsdp_qlora():
+    """Two processes start where one does, and each keeps half of the weights."""
+    results = []
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+                   EXAMPLES / "fsdp_qlora.py", ROOT / "README.md", "4"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600,
+                                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        # Processes of gloo can abort when all is done: see distributed_test.py.
+        assert result.returncode == 0 or "SIGABRT" in result.stderr, result.stderr
+        numbers = re.findall(r"[\d.]+", result.stdout.partition("README.md: ")[2])
+        results.append([float(number.rstrip(".")) for number in numbers if number.strip(".")])
+    (before, after, kept, whole, *_), (before_of_two, after_of_two, kept_of_two, *_) = results
+    assert after < before - 0.1 and abs(before_of_two - before) <= 2e-4 and abs(after_of_two - after) <= 2e-2
+    assert kept == whole == 2 * kept_of_two
+
+
 def test_dwq_tiny_llama(tmp_path):
     """What is stored is what was trained: codes of rounding, other scales, and a smaller divergence."""
     text = run("dwq_tiny_llama.py", TEXT, "-o", tmp_path / "dwq", "--bits", 2, "--steps", 6, "--validation", 1)
