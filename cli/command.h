@@ -6,6 +6,8 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "halfbyte/checkpoint.hpp"
+
 namespace CLI {
 class App;
 }
@@ -17,9 +19,10 @@ using Json = nlohmann::ordered_json;
 // The chosen subcommand.
 struct Command {
   std::string name;
-  std::string json_path;  // --json; empty: none; "-": stdout, instead of the text
-  bool force = false;     // --force
-  std::string output;     // what it writes besides; empty: nothing
+  std::string json_path;                     // --json; empty: none; "-": stdout, instead of the text
+  bool force = false;                        // --force
+  std::string output;                        // what it writes besides; empty: nothing
+  Unfinished unfinished = Unfinished::keep;  // --resume, --discard
   // The report is a line of JSON for the run, then one for each of the document's "rows".
   bool is_json_lines = false;
   // Fills in the text for people and the JSON document. What it has filled in before it throws is

@@ -30,6 +30,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   options.verify = !arguments.no_verify;
   options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
   options.force = force;
+  options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
   options.dry_run = arguments.destination.dry_run;
   const RunInfo info = {"converted", {}, options.dry_run, options.verify};
@@ -69,6 +70,7 @@ void add_convert_command(CLI::App& app, Command& command) {
     check_destination(arguments->destination);
     command.name = "convert";
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
+    command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
       run(*arguments, command.force, text, document);
     };

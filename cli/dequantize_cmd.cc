@@ -24,6 +24,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   options.dry_run = arguments.destination.dry_run;
   options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
   options.force = force;
+  options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
   const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
   options.device = device.device;
@@ -51,6 +52,7 @@ void add_dequantize_command(CLI::App& app, Command& command) {
     check_destination(arguments->destination);
     command.name = "dequantize";
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
+    command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
       run(*arguments, command.force, text, document);
     };

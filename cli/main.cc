@@ -91,13 +91,20 @@ void remove_leftovers(const Command& command, Json& document) {
   if (command.json_path != "-") paths.push_back(command.json_path);
   for (const std::string& path : paths) {
     if (path.empty()) continue;
-    for (const Leftover& leftover : halfbyte::remove_leftovers(path)) {
+    const bool discards = command.unfinished == Unfinished::discard;
+    for (const Leftover& leftover : halfbyte::remove_leftovers(path, discards)) {
+      if (leftover.unfinished && command.unfinished == Unfinished::resume)
+        continue;  // the command takes it up
       const bool removed = leftover.why_kept.empty();
       write_stderr(fmt::format("halfbyte: {} \"{}\", which an earlier run left{}{}\n",
                                removed ? "removed" : "kept", printable(leftover.path), removed ? "" : ": ",
                                leftover.why_kept));
-      document["leftovers"].push_back(
-          {{"path", leftover.path}, {"removed", removed}, {"why_kept", leftover.why_kept}});
+      if (leftover.unfinished && !removed)
+        write_stderr("halfbyte: --resume goes on with it, --discard removes it\n");
+      document["leftovers"].push_back({{"path", leftover.path},
+                                       {"removed", removed},
+                                       {"why_kept", leftover.why_kept},
+                                       {"unfinished", leftover.unfinished}});
     }
   }
 }
@@ -108,8 +115,12 @@ int run(const Command& command) {
   std::optional<ReportFile> json_file;
   const auto failure = attempt([&] {
     remove_leftovers(command, document);
-    if (!command.json_path.empty() && command.json_path != "-")
-      json_file.emplace("--json", command.json_path, command.force);
+    if (!command.json_path.empty() && command.json_path != "-") {
+      // The report of the run that is gone on with makes room.
+      const bool resumes = command.unfinished == Unfinished::resume;
+      const bool force = command.force || (resumes && is_failed_report(command.json_path, command.name));
+      json_file.emplace("--json", command.json_path, force);
+    }
     command.run(text, document);
   });
   if (failure) {

@@ -85,6 +85,11 @@ void add_destination_options(CLI::App& app, Destination& destination) {
          "--shard-size", destination.shard_size,
          "Of a directory: at most so many bytes in a file, such as 5GB or 512MiB (default: the files of IN)")
       ->option_text("SIZE");
+  CLI::Option* const resume =
+      app.add_flag("--resume", destination.resume,
+                   "Go on with what an interrupted run with this OUT left unfinished, if there is something");
+  app.add_flag("--discard", destination.discard, "Remove what interrupted runs with this OUT left unfinished")
+      ->excludes(resume);
 }
 
 void check_destination(const Destination& destination) {

@@ -14,9 +14,13 @@ void add_report_options(CLI::App& app, Command& command);
 
 struct Destination {
   std::string path, shard_size;
-  bool dry_run = false;
+  bool dry_run = false, resume = false, discard = false;
+
+  Unfinished unfinished() const {
+    return resume ? Unfinished::resume : discard ? Unfinished::discard : Unfinished::keep;
+  }
 };
-// -o, --dry-run and --shard-size.
+// -o, --dry-run, --shard-size, --resume and --discard.
 void add_destination_options(CLI::App& app, Destination& destination);
 // Bytes of --shard-size; 0 where it is not given. Error(usage) for what is no size.
 uint64_t parse_shard_size(const std::string& text);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <system_error>
 
@@ -116,6 +118,18 @@ auto naming(const std::string& option, const Action& action) {
 
 ReportFile::ReportFile(const std::string& option, const std::string& path, bool force)
     : option_(option), file_(naming(option, [&] { return AtomicFile(path, force); })) {}
+
+bool is_failed_report(const std::string& path, const std::string& command) {
+  constexpr uintmax_t kMaxBytes = 1 << 20;  // one of a failure is short
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error) || std::filesystem::file_size(path, error) > kMaxBytes)
+    return false;
+  std::ifstream file(path);
+  const auto report = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  return report.is_object() && report.contains("schema_version") &&
+         report.value("ok", nlohmann::json()) == false &&
+         report.value("command", nlohmann::json()) == command;
+}
 
 void ReportFile::commit(std::string_view text) {
   naming(option_, [&] { file_.commit(text); });

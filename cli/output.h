@@ -58,4 +58,7 @@ class ReportFile {
   AtomicFile file_;
 };
 
+// Whether `path` is the JSON report of a run of this command that has failed.
+bool is_failed_report(const std::string& path, const std::string& command);
+
 }  // namespace halfbyte::cli

@@ -73,6 +73,7 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
   options.verify = !arguments.no_verify;
   options.force = force;
+  options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
   return options;
 }
@@ -148,6 +149,7 @@ void add_quantize_command(CLI::App& app, Command& command) {
     check_destination(arguments->destination);
     command.name = "quantize";
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
+    command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
       run(*arguments, command.force, text, document);
     };

@@ -220,6 +220,8 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   } else {
     const std::string verify =
         run.verified ? fmt::format("verify {:.2f} s", report.verify_seconds) : "not verified";
+    if (report.num_resumed_files > 0)
+      text += summary_line("resumed", fmt::format("{} files of an earlier run", report.num_resumed_files));
     text += summary_line("time", fmt::format("run {:.2f} s, sync {:.2f} s, {}", report.run_seconds,
                                              report.sync_seconds, verify));
     text += summary_line("output", printable(report.output));
@@ -251,6 +253,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["quantized_share"] = share;
   document["bits_per_weight"] = bits.value();
   document["num_quantized"] = report.num_quantized;
+  document["num_resumed_files"] = report.num_resumed_files;
   document["peak_buffer_bytes"] = report.peak_buffer_bytes;
   document["run_seconds"] = report.run_seconds;
   document["sync_seconds"] = report.sync_seconds;

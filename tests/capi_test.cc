@@ -95,7 +95,10 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_EQ(offsetof(halfbyte_##type, member) + sizeof(halfbyte_##type::member), sizeof(halfbyte_##type))
   EXPECT_NO_TAIL(quant_spec, group_size);
   EXPECT_NO_TAIL(encoding, search);
-  EXPECT_NO_TAIL(convert_options, experts);
+  EXPECT_NO_TAIL(convert_options, unfinished);
+  EXPECT_NO_TAIL(writer_options, unfinished);
+  EXPECT_NO_TAIL(quantize_options, unfinished);
+  EXPECT_NO_TAIL(dequantize_options, unfinished);
   EXPECT_NO_TAIL(quant_shape, has_global_scale);
   EXPECT_NO_TAIL(execution, stream);
   EXPECT_NO_TAIL(quantize_status, num_invalid_zero_points);
@@ -143,10 +146,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, scale_rows);
-  EXPECT_NO_TAIL(quantize_options, search);
-  EXPECT_NO_TAIL(dequantize_options, shard_bytes);
-  EXPECT_NO_TAIL(writer_options, experts4bit);
-  EXPECT_NO_TAIL(report_info, num_left_out);
+  EXPECT_NO_TAIL(report_info, num_resumed_files);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, scale_rows);
   EXPECT_NO_TAIL(compare_options, user_data);

@@ -81,7 +81,7 @@ def test_a_kill_between_the_two_names_of_a_link(bench):
     assert bench.section.state["counts"]["kills"] == 1
 
 
-@pytest.mark.parametrize("name", ["quantize-file --force", "ptx"])
+@pytest.mark.parametrize("name", ["quantize-file --force", "quantize-shards", "ptx"])
 def test_kills(bench, name):
     command = command_of(bench, name)
     bench.run(command, faults={})
@@ -93,7 +93,8 @@ def test_kills(bench, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["quantize-file", "quantize-mlx", "convert --force", "inspect", "precompile-jobs"]
+    "name",
+    ["quantize-file", "quantize-mlx", "quantize-shards", "convert --force", "inspect", "precompile-jobs"],
 )
 def test_power_loss(bench, name):
     power.check_command(bench.section, bench, command_of(bench, name), most=20)

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import ROOT, TINY_LLAMA
 
-IO, EXISTS = 6, 8
+USAGE, IO, EXISTS, CANCELLED = 2, 6, 8, 130
 NOBODY = 65534
 TEMPORARY = re.compile(r"\.(.+)\.halfbyte-\d+-[0-9a-f]{16}$")
 DENSE = TINY_LLAMA / "model.safetensors"
@@ -176,6 +176,7 @@ def test_temporary_names_are_made_in_one_place():
         "src/cuda/cubin_cache.cc",  # the directory of the cache, and its locks in it
         "src/io/file.cc",  # in a directory of temporary.cc
         "src/io/checkpoint_writer.cc",  # likewise
+        "src/io/journal.cc",  # likewise
         "src/benchmark/checkpoint_bench.cc",  # likewise
     }
     found = set()
@@ -239,7 +240,15 @@ def at_work(directory):
     return False
 
 
-def start_and_stop(cli, environment, directory, *arguments):
+def has_complete_files(directory):
+    """Whether a run has complete files there, three at least."""
+    journals = [path / "journal" for path in directory.iterdir() if (path / "journal").exists()]
+    with contextlib.suppress(FileNotFoundError):
+        return any(path.read_bytes().count(b"\n") > 3 for path in journals)
+    return False
+
+
+def start_and_stop(cli, environment, directory, *arguments, at_work=at_work):
     """Starts the tool and stops it at work."""
     for _ in range(20):
         process = subprocess.Popen([cli, *map(str, arguments)], env=environment, stdout=subprocess.DEVNULL)
@@ -290,11 +299,63 @@ def test_what_a_living_run_uses_is_kept(cli, run, environment, tmp_path):
     (name,) = os.listdir(tmp_path)
     done = run("quantize", TINY_LLAMA, "-o", out, "--json", "-")
     why = "a run that has not ended uses it"
-    assert leftovers(done) == [{"path": str(tmp_path / name), "removed": False, "why_kept": why}]
+    assert leftovers(done) == [
+        {"path": str(tmp_path / name), "removed": False, "why_kept": why, "unfinished": False}
+    ]
     assert done.stderr == f'halfbyte: kept "{tmp_path / name}", which an earlier run left: {why}\n'
     living.send_signal(signal.SIGCONT)
     assert living.wait(60) == EXISTS, "the other was first"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def content_of(out):
+    return {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_an_interrupted_run(cli, run, environment, tmp_path):
+    """It is left alone, resumed, or discarded."""
+    work, want, report = tmp_path / "work", tmp_path / "want", tmp_path / "report.json"
+    work.mkdir()
+    out = work / "out"
+    quantize = ["quantize", TINY_LLAMA, "--shard-size", "100KB", "--threads", "1", "-o"]
+    run(*quantize, want)
+
+    def interrupt(*options):
+        process = start_and_stop(cli, environment, work, *quantize, out, *options, at_work=has_complete_files)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == CANCELLED
+        (name,) = os.listdir(work)
+        return work / name
+
+    left = interrupt("--json", report)
+    assert "files are complete and kept" in json.loads(report.read_text())["error"]["message"]
+    assert run(*quantize, out, "--resume", "--discard", code=USAGE).stderr.count("--resume excludes --discard")
+    refused = run(*quantize, out, "--resume", "--group-size", "128", code=USAGE).stderr
+    assert f'cannot resume "{left}": options/group_size is not set there and 128 here' in refused
+    run(*quantize, out, "--resume", "--dry-run")
+    assert os.listdir(work) == [left.name]
+
+    done = run(*quantize, out)
+    hint = "halfbyte: --resume goes on with it, --discard removes it\n"
+    assert done.stderr == (
+        f'halfbyte: kept "{left}", which an earlier run left: it is unfinished, and some of its files are complete\n{hint}'
+    )
+    assert content_of(out) == content_of(want)
+    shutil.rmtree(out)
+
+    # The report of the run that was interrupted makes room.
+    assert run(*quantize, out, "--json", report, code=EXISTS)
+    text = run(*quantize, out, "--resume", "--json", report).stdout
+    count = json.loads(report.read_text())["num_resumed_files"]
+    assert count >= 3 and f"resumed      {count} files of an earlier run" in text
+    assert content_of(out) == content_of(want) and os.listdir(work) == ["out"]
+    shutil.rmtree(out)
+
+    left = interrupt()
+    found = leftovers(run(*quantize, out, "--discard", "--json", "-"))
+    assert found == [{"path": str(left), "removed": True, "why_kept": "", "unfinished": True}]
+    assert content_of(out) == content_of(want) and os.listdir(work) == ["out"]
 
 
 @pytest.mark.parametrize("option", ["report", "pack"])

@@ -82,8 +82,8 @@ struct ForeignQuantization {
 };
 
 struct Progress {
-  const char*
-      phase;  // "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync", "copy"
+  const char* phase;  // "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync",
+                      // "check", "copy"
   uint64_t done_bytes;
   uint64_t total_bytes;  // 0: not known
 };
@@ -140,6 +140,17 @@ HALFBYTE_API QuantizedTensor quantize_weight(const Checkpoint& checkpoint, std::
 
 enum class NonFinite : uint8_t { error, keep_dense };
 
+// An output of several files that a run had to leave is unfinished: the files that are complete, and a
+// journal of them, stay beside its path, hidden (docs/output.md). What the next run with this output does
+// with it. It is gone on with only by the same operation with the same options, of the same input: else
+// Error(usage) names the difference. The result is what a run without interruption writes, to the byte.
+// Error(exists) where a run still uses it. Without an unfinished output all three are the same.
+enum class Unfinished : uint8_t {
+  keep,     // leaves it alone, and begins anew
+  resume,   // checks its complete files, and writes what is missing
+  discard,  // removes it, and begins anew
+};
+
 // An option that is not set has the default of the layout (docs/formats.md).
 struct QuantizeOptions {
   Format format = Format::nf4;
@@ -169,6 +180,7 @@ struct QuantizeOptions {
   bool dry_run = false;         // plan and report only
   bool verify = true;
   bool force = false;  // replace an existing output
+  Unfinished unfinished = Unfinished::keep;
   // Of a directory: the output has files of at most so many bytes of tensors, but for a larger tensor with
   // what belongs to it; 0: the files of the input. What is known only after quantizing (a weight that stays
   // dense by its values, scales in f32) can make a file larger.
@@ -222,17 +234,19 @@ struct CheckpointReport {
   std::vector<WeightReport> weights;
   std::vector<std::string> left_out;                     // weights of the input that the reader does not load
   std::vector<std::string> copied_files, skipped_files;  // of a directory
-  uint64_t source_bytes = 0, output_bytes = 0;           // of tensors
-  uint64_t quantized_source_bytes = 0;                   // share = this / source_bytes
+  int64_t num_resumed_files = 0;                // files with tensors that an earlier run had completed
+  uint64_t source_bytes = 0, output_bytes = 0;  // of tensors
+  uint64_t quantized_source_bytes = 0;          // share = this / source_bytes
   int64_t num_quantized = 0;
   uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory on the host, as planned
   double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
 };
 
 // Reads `input` and writes `output`: file -> file, directory -> directory. The output is written to a
-// temporary sibling, synced and renamed; a failure leaves no output. Unless options.verify is false, an
-// independent unpacker first reads the written files back and compares them with the source. Memory use
-// depends on blocks of rows (and on the scales of double-quantized weights), not on the model.
+// temporary sibling, synced and renamed; a failure leaves no output, but for an unfinished one. Unless
+// options.verify is false, an independent unpacker first reads the written files back and compares them with
+// the source. Memory use depends on blocks of rows (and on the scales of double-quantized weights), not on
+// the model.
 HALFBYTE_API CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                                   const QuantizeOptions& options);
 
@@ -248,6 +262,7 @@ struct DequantizeOptions {
   std::optional<DType> dtype = {};  // f32, f16, bf16; default: the dtype that each weight had before
   bool dry_run = false;
   bool force = false;
+  Unfinished unfinished = Unfinished::keep;
   uint64_t shard_bytes = 0;  // as above
   Device device = {};        // as above
   int num_threads = 0;
@@ -273,6 +288,10 @@ struct WriterOptions {
   bool force_layout = false;  // weights that the reader cannot load quantized are written all the same
   bool verify = true;
   bool force = false;
+  // With an identity, an output of several files can be unfinished: text that says what is given, and changes
+  // with it (a program, its options, its version). Empty: after an error the output is removed.
+  std::string identity = {};
+  Unfinished unfinished = Unfinished::keep;
   uint64_t shard_bytes = 0;
   int num_threads = 0;
   ProgressFunction progress = {};
@@ -299,6 +318,9 @@ class CheckpointWriter {
   // Error(usage) if `make` returns a weight of another form, and what `make` throws.
   HALFBYTE_API void set(const std::string& name, const QuantizedTensor& form,
                         std::function<QuantizedTensor()> make);
+  // `make` may set the note and the error that the report has of the weight.
+  HALFBYTE_API void set(const std::string& name, const QuantizedTensor& form,
+                        std::function<QuantizedTensor(WeightReport&)> make);
 
   // A weight of base that the output does not have. One that base does not have either is passed over.
   HALFBYTE_API void leave_out(const std::string& name);
@@ -329,6 +351,7 @@ struct ConvertOptions {
   bool force_layout = false;
   bool verify = true;
   bool force = false;
+  Unfinished unfinished = Unfinished::keep;
   uint64_t shard_bytes = 0;
   int num_threads = 0;
   ProgressFunction progress = {};

@@ -1267,7 +1267,7 @@ HALFBYTE_API void halfbyte_packed_tensor_destroy(halfbyte_packed_tensor* packed)
 typedef struct halfbyte_progress {
   size_t struct_size;
   const char* phase; /* "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync",
-                        "copy" */
+                        "check", "copy" */
   uint64_t done_bytes;
   uint64_t total_bytes;
 } halfbyte_progress;
@@ -1363,6 +1363,15 @@ HALFBYTE_API halfbyte_status halfbyte_checkpoint_load(const halfbyte_checkpoint*
                                                       const halfbyte_execution* execution,
                                                       halfbyte_quantized_weight** weight);
 
+/* What a run does with what an earlier one with its output left unfinished: Unfinished in
+ * halfbyte/checkpoint.hpp. */
+typedef int32_t halfbyte_unfinished;
+enum {
+  HALFBYTE_UNFINISHED_KEEP = 0, /* leaves it alone, and begins anew */
+  HALFBYTE_UNFINISHED_RESUME = 1,
+  HALFBYTE_UNFINISHED_DISCARD = 2,
+};
+
 typedef int32_t halfbyte_nonfinite;
 enum {
   HALFBYTE_NONFINITE_ERROR = 0,
@@ -1401,8 +1410,9 @@ typedef struct halfbyte_quantize_options {
   float table[16];      /* lut4 */
   uint64_t shard_bytes; /* of a directory: at most so many in an output file; 0: the files of the input */
   const char*
-      importance; /* with search: a file, as QuantizeOptions in halfbyte/checkpoint.hpp has it, or NULL */
-  int64_t search; /* flag: as in halfbyte_encoding */
+      importance;     /* with search: a file, as QuantizeOptions in halfbyte/checkpoint.hpp has it, or NULL */
+  int64_t search;     /* flag: as in halfbyte_encoding */
+  int64_t unfinished; /* halfbyte_unfinished */
 } halfbyte_quantize_options;
 HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options,
                                                             size_t struct_size);
@@ -1417,6 +1427,7 @@ typedef struct halfbyte_dequantize_options {
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
   uint64_t shard_bytes; /* as above */
+  int64_t unfinished;   /* halfbyte_unfinished */
 } halfbyte_dequantize_options;
 HALFBYTE_API halfbyte_status halfbyte_dequantize_options_init(halfbyte_dequantize_options* options,
                                                               size_t struct_size);
@@ -1443,7 +1454,8 @@ typedef struct halfbyte_convert_options {
   uint64_t shard_bytes;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
-  int64_t experts; /* halfbyte_expert_form of layout bitsandbytes; HALFBYTE_UNSET: as they are */
+  int64_t experts;    /* halfbyte_expert_form of layout bitsandbytes; HALFBYTE_UNSET: as they are */
+  int64_t unfinished; /* halfbyte_unfinished */
 } halfbyte_convert_options;
 HALFBYTE_API halfbyte_status halfbyte_convert_options_init(halfbyte_convert_options* options,
                                                            size_t struct_size);
@@ -1473,7 +1485,9 @@ typedef struct halfbyte_writer_options {
   int64_t num_threads;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
-  int64_t experts4bit; /* flag */
+  int64_t experts4bit;  /* flag */
+  const char* identity; /* as WriterOptions in halfbyte/checkpoint.hpp has it; NULL: none */
+  int64_t unfinished;   /* halfbyte_unfinished: with an identity */
 } halfbyte_writer_options;
 /* Layout halfbyte, verified. */
 HALFBYTE_API halfbyte_status halfbyte_writer_options_init(halfbyte_writer_options* options,
@@ -1516,9 +1530,10 @@ typedef struct halfbyte_report_info {
   uint64_t quantized_source_bytes;
   uint64_t peak_buffer_bytes; /* upper bound of the working memory on the host, as planned */
   double run_seconds, sync_seconds, verify_seconds;
-  const char* architecture; /* that the weights were selected by; "": config.json names none that is known */
-  int64_t num_readers;      /* that read the layout */
-  int64_t num_left_out;     /* weights of the input that the reader does not load */
+  const char* architecture;  /* that the weights were selected by; "": config.json names none that is known */
+  int64_t num_readers;       /* that read the layout */
+  int64_t num_left_out;      /* weights of the input that the reader does not load */
+  int64_t num_resumed_files; /* with tensors, that an earlier run had completed */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);

@@ -14,13 +14,14 @@ namespace halfbyte {
 // What a run that was killed left: ".NAME.halfbyte-PID-RANDOM" beside the output NAME.
 struct Leftover {
   std::string path;
-  std::string why_kept;  // empty: it was removed
+  std::string why_kept;     // empty: it was removed
+  bool unfinished = false;  // a checkpoint of which some files are complete: Unfinished of checkpoint.hpp
 };
 // Looks for what earlier runs left beside `output`, which need not exist, and removes what is provably of
 // halfbyte and of this user and used by nobody: a run that lives holds a lock of it. The rest is kept, with
-// the reason. What writes a checkpoint, a kernel pack or an AtomicFile calls this first. Empty where the
-// directory cannot be read.
-HALFBYTE_API std::vector<Leftover> remove_leftovers(const std::string& output);
+// the reason, and so is what is unfinished, unless `discards`. What writes a checkpoint, a kernel pack or an
+// AtomicFile calls this first. Empty where the directory cannot be read.
+HALFBYTE_API std::vector<Leftover> remove_leftovers(const std::string& output, bool discards = false);
 
 // A file that is written at once and appears complete or not at all. Its temporary sibling is made by the
 // constructor, so that a path that cannot be written is known before the work.

@@ -477,6 +477,8 @@ void bind_reports(nb::module_& module) {
       .def_ro("output_bytes", &CheckpointReport::output_bytes)
       .def_ro("quantized_source_bytes", &CheckpointReport::quantized_source_bytes)
       .def_ro("num_quantized", &CheckpointReport::num_quantized)
+      .def_ro("num_resumed_files", &CheckpointReport::num_resumed_files,
+              "Files with tensors that an earlier run had completed.")
       .def_ro("peak_buffer_bytes", &CheckpointReport::peak_buffer_bytes)
       .def_ro("run_seconds", &CheckpointReport::run_seconds)
       .def_ro("sync_seconds", &CheckpointReport::sync_seconds)
@@ -541,8 +543,8 @@ void bind_functions_of_files(nb::module_& module) {
       "importance", &Q::importance)("nonfinite", &Q::nonfinite)("include", &Q::include)(
       "exclude", &Q::exclude)("reader", &Q::reader)("force_layout", &Q::force_layout)(
       "keep_embeddings", &Q::keep_embeddings)("fallback_dense", &Q::fallback_dense)("dry_run", &Q::dry_run)(
-      "verify", &Q::verify)("force", &Q::force)("shard_bytes", &Q::shard_bytes)("device", &Q::device)(
-      "num_threads", &Q::num_threads);
+      "verify", &Q::verify)("force", &Q::force)("unfinished", &Q::unfinished)("shard_bytes", &Q::shard_bytes)(
+      "device", &Q::device)("num_threads", &Q::num_threads);
   module.def(
       "quantize_checkpoint",
       [rows = quantize_rows](nb::handle input, nb::handle output, nb::handle format, nb::handle progress,
@@ -564,7 +566,8 @@ void bind_functions_of_files(nb::module_& module) {
               "importance: str = '', nonfinite: str = 'error', "
               "include: Sequence[str] = (), exclude: Sequence[str] = (), reader: str | None = None, "
               "force_layout: bool = False, keep_embeddings: bool = False, fallback_dense: bool = False, "
-              "dry_run: bool = False, verify: bool = True, force: bool = False, shard_bytes: int = 0, "
+              "dry_run: bool = False, verify: bool = True, force: bool = False, unfinished: str = 'keep', "
+              "shard_bytes: int = 0, "
               "device: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
       "Quantizes a checkpoint, file to file or directory to directory, as `halfbyte quantize` does: the "
       "output "
@@ -579,6 +582,9 @@ void bind_functions_of_files(nb::module_& module) {
       "cpu>\n\n"
       "progress: called with (phase, done_bytes, total_bytes) from any thread; False cancels, exceptions end "
       "the work. True: a bar of tqdm where it is installed, else a line, on work of more than a second. "
+      "unfinished: what to do with an output of several files that an interrupted run left: 'keep' leaves "
+      "it, "
+      "'resume' goes on with its complete files, 'discard' removes it. "
       "Raises "
       "Error (EXISTS) if the output exists and not force, (BAD_INPUT), (IO), (VERIFY), (CANCELLED); "
       "ValueError "
@@ -586,7 +592,8 @@ void bind_functions_of_files(nb::module_& module) {
   OptionRows<DequantizeOptions> dequantize_rows;
   using D = DequantizeOptions;
   dequantize_rows("dtype", &D::dtype)("dry_run", &D::dry_run)("force", &D::force)(
-      "shard_bytes", &D::shard_bytes)("device", &D::device)("num_threads", &D::num_threads);
+      "unfinished", &D::unfinished)("shard_bytes", &D::shard_bytes)("device", &D::device)("num_threads",
+                                                                                          &D::num_threads);
   module.def(
       "dequantize_checkpoint",
       [rows = dequantize_rows](nb::handle input, nb::handle output, nb::handle progress, nb::kwargs given) {
@@ -599,7 +606,8 @@ void bind_functions_of_files(nb::module_& module) {
       nb::arg("options"),
       nb::sig("def dequantize_checkpoint(input: str | os.PathLike, output: str | os.PathLike, *, "
               "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
-              "dtype: object = None, dry_run: bool = False, force: bool = False, shard_bytes: int = 0, "
+              "dtype: object = None, dry_run: bool = False, force: bool = False, unfinished: str = 'keep', "
+              "shard_bytes: int = 0, "
               "device: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
       "Makes every quantized weight dense: dtype f32, f16 or bf16; None: that each weight had before. Raises "
       "as "
@@ -611,7 +619,7 @@ void bind_functions_of_files(nb::module_& module) {
   using C = ConvertOptions;
   convert_rows("requantize", &C::requantize)("experts", &C::experts)("dry_run", &C::dry_run)(
       "reader", &C::reader)("force_layout", &C::force_layout)("verify", &C::verify)("force", &C::force)(
-      "shard_bytes", &C::shard_bytes)("num_threads", &C::num_threads);
+      "unfinished", &C::unfinished)("shard_bytes", &C::shard_bytes)("num_threads", &C::num_threads);
   module.def(
       "convert_checkpoint",
       [rows = convert_rows](nb::handle input, nb::handle output, nb::handle layout, nb::handle progress,
@@ -629,7 +637,7 @@ void bind_functions_of_files(nb::module_& module) {
               "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
               "requantize: bool = False, experts: str | None = None, dry_run: bool = False, "
               "reader: str | None = None, force_layout: bool = False, verify: bool = True, force: bool = "
-              "False, shard_bytes: int = 0, "
+              "False, unfinished: str = 'keep', shard_bytes: int = 0, "
               "num_threads: int = 0) -> CheckpointReport"),
       "Writes the quantized weights in another layout: the codes stay, and every code decodes to the same "
       "f32. "
@@ -748,8 +756,8 @@ void bind_writer(nb::module_& module) {
   OptionRows<WriterOptions> rows;
   using W = WriterOptions;
   rows("experts4bit", &W::experts4bit)("reader", &W::reader)("force_layout", &W::force_layout)(
-      "verify", &W::verify)("force", &W::force)("shard_bytes", &W::shard_bytes)("num_threads",
-                                                                                &W::num_threads);
+      "verify", &W::verify)("force", &W::force)("identity", &W::identity)("unfinished", &W::unfinished)(
+      "shard_bytes", &W::shard_bytes)("num_threads", &W::num_threads);
   nb::class_<Writer>(
       module, "CheckpointWriter",
       "Writes a checkpoint of weights that are given, quantized ones as they are. It becomes visible with "
@@ -785,12 +793,16 @@ void bind_writer(nb::module_& module) {
                   "base: str | os.PathLike | None = None, config: dict | str | None = None, "
                   "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
                   "experts4bit: bool = False, reader: str | None = None, force_layout: bool = False, "
-                  "verify: bool = True, force: bool = False, shard_bytes: int = 0, num_threads: int = 0) "
-                  "-> None"),
+                  "verify: bool = True, force: bool = False, identity: str = '', unfinished: str = 'keep', "
+                  "shard_bytes: int = 0, num_threads: int = 0) -> None"),
           "base: a checkpoint whose other weights, side files and metadata the output gets too. config: "
           "config.json of an output directory; None: that of base. The output is what base is, or a file if "
           "its name ends in .safetensors. experts4bit: of layout bitsandbytes, weights [E, out, in] have the "
-          "tensors of Experts4bit. progress as of quantize_checkpoint.")
+          "tensors of Experts4bit. identity: text that says what is given; with it an interrupted writer can "
+          "be "
+          "gone on with by unfinished='resume', and functions are called for missing files only. progress "
+          "and "
+          "unfinished as of quantize_checkpoint.")
       .def(
           "set", &set_weight, nb::arg("name"), nb::arg("weight"), nb::kw_only(), nb::arg("spec") = nb::none(),
           nb::arg("shape") = nb::none(), nb::arg("dtype") = "f32",

@@ -173,6 +173,11 @@ void from_python(nb::handle object, const char* name, NonFinite& value) {
     return find_word(word, std::array{NonFinite::error, NonFinite::keep_dense});
   });
 }
+void from_python(nb::handle object, const char* name, Unfinished& value) {
+  from_word(object, name, value, [](std::string_view word) {
+    return find_word(word, std::array{Unfinished::keep, Unfinished::resume, Unfinished::discard});
+  });
+}
 void from_python(nb::handle object, const char* name, std::vector<int64_t>& value) {
   value = to_list<int64_t>(object, name, "a list of ints");
 }
@@ -209,6 +214,9 @@ void from_python(nb::handle object, const char* name, ObserverConfig& value) {
 const char* to_string(CodeScale scale) { return scale == CodeScale::stored ? "stored" : "unrounded"; }
 const char* to_string(AffineRounding rounding) {
   return rounding == AffineRounding::half_even ? "half-even" : "half-away";
+}
+const char* to_string(Unfinished unfinished) {
+  return unfinished == Unfinished::keep ? "keep" : unfinished == Unfinished::resume ? "resume" : "discard";
 }
 const char* to_string(NonFinite nonfinite) { return nonfinite == NonFinite::error ? "error" : "keep-dense"; }
 

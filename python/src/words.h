@@ -52,6 +52,7 @@ void from_python(nb::handle object, const char* name, QgemmMath& value);
 void from_python(nb::handle object, const char* name, ExpertRows& value);
 void from_python(nb::handle object, const char* name, QgemmTile& value);  // (m, n)
 void from_python(nb::handle object, const char* name, NonFinite& value);  // "error", "keep-dense"
+void from_python(nb::handle object, const char* name, Unfinished& value);
 void from_python(nb::handle object, const char* name, std::vector<int64_t>& value);
 void from_python(nb::handle object, const char* name, std::vector<std::string>& value);
 void from_python(nb::handle object, const char* name, std::array<float, 16>& value);
@@ -76,6 +77,7 @@ T from_python(nb::handle object, const char* name) {
 const char* to_string(CodeScale scale);
 const char* to_string(AffineRounding rounding);
 const char* to_string(NonFinite nonfinite);
+const char* to_string(Unfinished unfinished);
 // "int4,group_size=32,scale_dtype=f16": the format, then what differs from a QuantSpec of it.
 std::string to_string(const QuantSpec& spec);
 QuantSpec parse_spec(std::string_view text);  // throws Error(usage)

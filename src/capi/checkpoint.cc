@@ -69,6 +69,8 @@ static_assert(HALFBYTE_READER_NONE == static_cast<int32_t>(Reader::none));
 static_assert(HALFBYTE_EXPERTS_PER_EXPERT == static_cast<int32_t>(ExpertForm::per_expert));
 static_assert(HALFBYTE_EXPERTS_PARAMETRIZE == static_cast<int32_t>(ExpertForm::parametrize));
 static_assert(HALFBYTE_EXPERTS_EXPERTS4BIT == static_cast<int32_t>(ExpertForm::experts4bit));
+static_assert(HALFBYTE_UNFINISHED_RESUME == static_cast<int32_t>(Unfinished::resume));
+static_assert(HALFBYTE_UNFINISHED_DISCARD == static_cast<int32_t>(Unfinished::discard));
 static_assert(HALFBYTE_NONFINITE_KEEP_DENSE == static_cast<int32_t>(NonFinite::keep_dense));
 
 template <class T>
@@ -128,6 +130,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.verify = flag_of(c.verify, "options.verify");
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
+  options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
   options.device = from_dlpack(c.device, "options.device");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
@@ -148,6 +151,7 @@ DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
   options.dry_run = flag_of(c.dry_run, "options.dry_run");
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
+  options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
   options.device = from_dlpack(c.device, "options.device");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
@@ -169,10 +173,12 @@ WriterOptions options_of(const halfbyte_writer_options* given) {
   options.layout = enum_of(c.layout, kLastLayout, "options.layout");
   if (c.base != nullptr) options.base = c.base;
   if (c.config != nullptr) options.config = c.config;
+  if (c.identity != nullptr) options.identity = c.identity;
   options.reader = optional_of(c.reader, Reader::none, "options.reader");
   options.force_layout = flag_of(c.force_layout, "options.force_layout");
   options.verify = flag_of(c.verify, "options.verify");
   options.force = flag_of(c.force, "options.force");
+  options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
   options.shard_bytes = c.shard_bytes;
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
@@ -199,6 +205,7 @@ ConvertOptions options_of(const halfbyte_convert_options* given) {
   options.force_layout = flag_of(c.force_layout, "options.force_layout");
   options.verify = flag_of(c.verify, "options.verify");
   options.force = flag_of(c.force, "options.force");
+  options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.shard_bytes = c.shard_bytes;
   options.progress = progress_of(c.progress, c.user_data);
@@ -459,7 +466,8 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   of.verify_seconds,
                   of.architecture.c_str(),
                   count_of(of.readers),
-                  count_of(of.left_out)},
+                  count_of(of.left_out),
+                  of.num_resumed_files},
                  "info");
   });
 }

@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::string_view kMark = ".halfbyte-";
 constexpr const char* kLock = "lock";
+constexpr const char* kInUse = "a run that has not ended uses it";
 constexpr size_t kRandomDigits = 16;
 // Of NAME. With what is around it, this fits into the 143 bytes that eCryptfs leaves of a name.
 constexpr size_t kMaxNameBytes = 100;
@@ -142,12 +143,14 @@ bool is_local(int fd) {
          std::ranges::find(kLocal, static_cast<uint32_t>(status.f_type)) != std::end(kLocal);
 }
 
-// Why a lock cannot be had that shows that nobody uses what it is of; empty: it is held now.
-std::string why_not_locked(int fd) {
-  if (!is_local(fd)) return "other machines may use its file system, so whether a run needs it is not known";
+// Why a lock cannot be had that shows that nobody (else `on_this_machine` alone) uses what it is of; empty:
+// it is held now.
+std::string why_not_locked(int fd, bool on_this_machine = false) {
+  if (!on_this_machine && !is_local(fd))
+    return "other machines may use its file system, so whether a run needs it is not known";
   if (retry_interrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }) == 0) return "";
   return errno == EWOULDBLOCK
-             ? "a run that has not ended uses it"
+             ? kInUse
              : fmt::format("it cannot be locked: {}", std::generic_category().message(errno));
 }
 
@@ -173,23 +176,45 @@ LeftoverState remove_leftover_file(int parent, const std::string& name, const st
   return error == 0 ? LeftoverState{} : kept(error);
 }
 
+int open_lock(int directory) {
+  return retry_interrupted(
+      [&] { return ::openat(directory, kLock, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); });
+}
+// Why it is none of a LockedDirectory of this status; empty if it is.
+std::string why_no_lock(int lock, const struct stat& directory) {
+  struct stat status;
+  if (::fstat(lock, &status) != 0) return std::generic_category().message(errno);
+  const bool is_one = S_ISREG(status.st_mode) && status.st_uid == directory.st_uid && status.st_size == 0;
+  return is_one ? "" : "its file \"lock\" is not one of halfbyte's";
+}
+
+// Whether a run can go on with what a directory holds.
+bool is_unfinished(int directory) {
+  struct stat journal, output;
+  return ::fstatat(directory, kJournal, &journal, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(journal.st_mode) &&
+         ::fstatat(directory, kUnfinishedOutput, &output, AT_SYMLINK_NOFOLLOW) == 0 &&
+         S_ISDIR(output.st_mode);
+}
+
 LeftoverState remove_leftover_directory(int parent, const std::string& name, int fd,
-                                        const struct stat& status) {
-  const Descriptor lock{
-      retry_interrupted([&] { return ::openat(fd, kLock, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC); })};
+                                        const struct stat& status, bool discards) {
+  const Descriptor lock{open_lock(fd)};
   if (lock.fd < 0 && errno != ENOENT) return kept(errno);
+  bool unfinished = false;
   if (lock.fd >= 0) {
-    struct stat lock_status;
-    if (::fstat(lock.fd, &lock_status) != 0) return kept(errno);
-    if (!S_ISREG(lock_status.st_mode) || lock_status.st_uid != status.st_uid || lock_status.st_size != 0)
-      return kept("its file \"lock\" is not one of halfbyte's");
-    if (std::string why = why_not_locked(lock.fd); !why.empty()) return kept(std::move(why));
+    if (std::string why = why_no_lock(lock.fd, status); !why.empty()) return kept(std::move(why));
+    unfinished = is_unfinished(fd);
+    // What is asked for by name needs no proof that other machines do not use it.
+    std::string why = why_not_locked(lock.fd, unfinished && discards);
+    if (why.empty() && unfinished && !discards) why = "it is unfinished, and some of its files are complete";
+    if (!why.empty()) return {false, std::move(why), unfinished};
     if (!is_same(parent, name, status)) return {true, ""};
     if (const int error = remove_entries(fd, kLock); error != 0) return kept(error);
     if (const int error = remove_entry(fd, kLock); error != 0) return kept(error);
   }
   // Without its lock it is one of ours only while it is empty: a run ended between two calls.
-  if (retry_interrupted([&] { return ::unlinkat(parent, name.c_str(), AT_REMOVEDIR); }) == 0) return {};
+  if (retry_interrupted([&] { return ::unlinkat(parent, name.c_str(), AT_REMOVEDIR); }) == 0)
+    return {false, "", unfinished};
   return errno == ENOTEMPTY || errno == EEXIST ? kept("it has no file \"lock\", so it may not be halfbyte's")
                                                : kept(errno);
 }
@@ -237,8 +262,7 @@ LockedDirectory::LockedDirectory(const std::string& path) {
       });
     const int error = lock_ < 0 ? errno : 0;
     if (error == 0 && lock_new(lock_) && has_name(lock_)) return;
-    for (int* fd : {&lock_, &directory_})
-      if (*fd >= 0) ::close(std::exchange(*fd, -1));
+    close();
     if (error != 0 && error != ENOENT) {  // ENOENT: a cleaning run saw it while it was empty
       ::rmdir(path_.c_str());
       fail(error);
@@ -247,19 +271,54 @@ LockedDirectory::LockedDirectory(const std::string& path) {
   fail(EEXIST);
 }
 
-LockedDirectory::~LockedDirectory() { remove(); }
+LockedDirectory::~LockedDirectory() {
+  if (is_kept_)
+    close();
+  else
+    remove();
+}
 
 int LockedDirectory::remove() noexcept {
   int error = 0;
   if (directory_ >= 0) error = remove_locked(directory_, path_);
-  for (int* fd : {&lock_, &directory_})
-    if (*fd >= 0) ::close(std::exchange(*fd, -1));
+  close();
   path_.clear();
   return error;
 }
 
+void LockedDirectory::close() noexcept {
+  for (int* fd : {&lock_, &directory_})
+    if (*fd >= 0) ::close(std::exchange(*fd, -1));
+}
+
+std::unique_ptr<LockedDirectory> LockedDirectory::take_over(const std::string& path, std::string& why_not) {
+  const auto refuse = [&](std::string why) {
+    why_not = std::move(why);
+    return nullptr;
+  };
+  Descriptor directory{retry_interrupted(
+      [&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); })};
+  struct stat status;
+  if (directory.fd < 0 || ::fstat(directory.fd, &status) != 0)
+    return refuse(std::generic_category().message(errno));
+  if (status.st_uid != ::geteuid())
+    return refuse(fmt::format("it belongs to user {}, not {}", status.st_uid, ::geteuid()));
+  Descriptor lock{open_lock(directory.fd)};
+  if (lock.fd < 0) return refuse(std::generic_category().message(errno));
+  if (std::string why = why_no_lock(lock.fd, status); !why.empty()) return refuse(std::move(why));
+  // A file system without locks locks nothing, as when it was made.
+  if (!lock_new(lock.fd)) return refuse(kInUse);
+  if (!has_name(lock.fd)) return refuse("another run has removed it");
+  std::unique_ptr<LockedDirectory> taken(new LockedDirectory);
+  taken->path_ = path;
+  taken->is_kept_ = true;
+  taken->directory_ = std::exchange(directory.fd, -1);
+  taken->lock_ = std::exchange(lock.fd, -1);
+  return taken;
+}
+
 LeftoverState remove_leftover(const std::string& directory, const std::string& name,
-                              const std::string& output_name) {
+                              const std::string& output_name, bool discards) {
   const Descriptor parent{
       retry_interrupted([&] { return ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); })};
   if (parent.fd < 0) return kept(errno);
@@ -277,7 +336,7 @@ LeftoverState remove_leftover(const std::string& directory, const std::string& n
   struct stat opened;
   if (::fstat(found.fd, &opened) != 0) return kept(errno);
   if (opened.st_dev != status.st_dev || opened.st_ino != status.st_ino) return {true, ""};
-  return is_directory ? remove_leftover_directory(parent.fd, name, found.fd, opened)
+  return is_directory ? remove_leftover_directory(parent.fd, name, found.fd, opened, discards)
                       : remove_leftover_file(parent.fd, name, output_name, found.fd, opened);
 }
 

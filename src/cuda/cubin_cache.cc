@@ -17,7 +17,7 @@
 #include "core/directory.h"
 #include "core/temporary.h"
 #include "cuda/file.h"
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "cuda/library.h"
 
 namespace halfbyte::cuda {

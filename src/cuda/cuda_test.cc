@@ -18,7 +18,7 @@
 #include <thread>
 
 #include "cuda/cubin_cache.h"
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "cuda/jit.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"

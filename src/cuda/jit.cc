@@ -13,7 +13,7 @@
 
 #include "core/expect.h"
 #include "cuda/cubin_cache.h"
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "cuda/kernel_pack.h"
 #include "cuda/library.h"
 #include "cuda/nvrtc.h"

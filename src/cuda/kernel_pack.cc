@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "core/checks.h"
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "cuda/library.h"
 #include "halfbyte/version.hpp"
 

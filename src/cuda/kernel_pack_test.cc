@@ -8,7 +8,7 @@
 #include <cstring>
 #include <map>
 
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "io/test_directory.h"
 
 namespace halfbyte::cuda {

@@ -13,6 +13,7 @@
 #include "core/checks.h"
 #include "core/format.h"
 #include "halfbyte/ops.hpp"
+#include "halfbyte/output.hpp"
 #include "halfbyte/verify.hpp"
 #include "io/checkpoint.h"
 #include "io/checkpoint_writer.h"
@@ -1161,7 +1162,9 @@ TEST_F(CheckpointTest, CancelAtTheLastMoment) {
   };
   QuantizeOptions options = options_for(Format::nf4);
   options.progress = [&](const Progress&) { return !is_written(); };
-  expect_error(ErrorCode::cancelled, "cancelled", [&] { quantize_checkpoint(model, path("out"), options); });
+  expect_error(ErrorCode::cancelled, "2 of 2 files are complete",
+               [&] { quantize_checkpoint(model, path("out"), options); });
+  remove_leftovers(path("out"), /*discards=*/true);
   EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
   // A single file: it is complete, but for its name.
   bool synced = false;
@@ -1224,6 +1227,7 @@ TEST_F(CheckpointTest, CancelWhileFilesAreSynced) {
                  [&, input = input] { quantize_checkpoint(input, path("out"), options); });
     EXPECT_EQ(calls, last);
     before_sync_range = {};
+    remove_leftovers(path("out"), /*discards=*/true);
     EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
   }
 }
@@ -1257,7 +1261,7 @@ TEST_F(CheckpointTest, CompareNoticesAChange) {
                [&] { compare_checkpoints(input, other, 0, touch); });
 }
 
-TEST_F(CheckpointTest, CancelLeavesNothing) {
+TEST_F(CheckpointTest, CancelLeavesNothingButWhatIsUnfinished) {
   const std::string model = write_model_directory();
   write_file(dir_ / "model/tokenizer.model", std::string(size_t{9} << 20, 't'));
   for (const char* phase : {"plan", "quantize", "verify", "sync", "copy"}) {
@@ -1269,6 +1273,8 @@ TEST_F(CheckpointTest, CancelLeavesNothing) {
       return !seen;
     };
     expect_error(ErrorCode::cancelled, phase, [&] { quantize_checkpoint(model, path("out"), options); });
+    for (const Leftover& leftover : remove_leftovers(path("out"), /*discards=*/true))
+      EXPECT_TRUE(leftover.unfinished);
     EXPECT_EQ(names(), (std::vector<std::string>{"model"}));
   }
   quantize_checkpoint(model, path("out"), options_for(Format::nf4));

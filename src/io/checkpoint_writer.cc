@@ -8,7 +8,9 @@
 #include "core/directory.h"
 #include "core/temporary.h"
 #include "halfbyte/output.hpp"
+#include "halfbyte/version.hpp"
 #include "io/container.h"
+#include "io/journal.h"
 #include "io/limits.h"
 #include "io/shard_index.h"
 
@@ -16,6 +18,7 @@ namespace halfbyte::io {
 namespace {
 
 namespace fs = std::filesystem;
+using Json = nlohmann::json;
 
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kModelFile = "model.safetensors";
@@ -175,17 +178,131 @@ void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
 
 OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                                    const OutputFiles& files, const SideFiles& side_files,
-                                   ProgressReporter& reporter)
+                                   ProgressReporter& reporter, const Resumption& resumption)
     : input_(input),
       output_(output),
       force_(force),
       files_(files),
       side_files_(side_files),
-      reporter_(reporter) {
+      reporter_(reporter),
+      num_threads_(resumption.num_threads) {
   if (!input.path.empty()) check_output_path(input.path, output);
-  remove_leftovers(output);
+  // Of one file there is nothing to go on with.
+  if (files.names.size() > 1 && !resumption.identity.is_null()) {
+    identity_ = std::make_unique<Json>(resumption.identity);
+    (*identity_)["version"] = kVersion;
+    (*identity_)["source"] = source_identity(input, side_files.copied);
+  }
+  std::unique_ptr<LockedDirectory> unfinished;
+  if (resumption.unfinished == Unfinished::resume && identity_)
+    unfinished = take_unfinished();
+  else
+    remove_leftovers(output, resumption.unfinished == Unfinished::discard);
   if (!input.is_directory) return;
-  directory_ = std::make_unique<OutputDirectory>(output, force, side_files.copied);
+  directory_ = std::make_unique<OutputDirectory>(output, force, side_files.copied, std::move(unfinished));
+}
+
+OutputCheckpoint::~OutputCheckpoint() = default;
+
+// Of what earlier runs left, that which this run can go on with, the one with the most files; null: there is
+// none.
+std::unique_ptr<LockedDirectory> OutputCheckpoint::take_unfinished() {
+  std::unique_ptr<LockedDirectory> taken;
+  std::string refused;
+  ErrorCode code = ErrorCode::usage;
+  for (const Leftover& leftover : remove_leftovers(output_)) {
+    if (!leftover.unfinished) continue;
+    std::string why;
+    auto found = LockedDirectory::take_over(leftover.path, why);
+    auto journal = found ? Journal::open(leftover.path) : nullptr;
+    if (!found)
+      code = ErrorCode::exists;
+    else
+      why = journal ? difference(journal->identity(), *identity_) : "its journal is damaged";
+    if (!why.empty()) {
+      refused = fmt::format("\"{}\": {}", printable(leftover.path), why);
+    } else if (!taken || journal->num_records() > journal_->num_records()) {
+      taken = std::move(found);
+      journal_ = std::move(journal);
+    }
+  }
+  if (!taken && !refused.empty())
+    throw Error(code, fmt::format("cannot resume {} (discard removes what is unfinished)", refused));
+  return taken;
+}
+
+// What an earlier run completed must be there as it was.
+void OutputCheckpoint::check_resumed() {
+  resumed_.resize(files_.names.size());
+  uint64_t total = 0;
+  for (size_t file = 0; file < files_.names.size(); ++file) {
+    const Json* const record = journal_->find(files_.names[file]);
+    const uint64_t bytes = directory_->size_of(files_.names[file]).bytes;
+    if (record == nullptr || record->at("bytes") != bytes) continue;
+    resumed_[file] = record;
+    total += bytes;
+  }
+  ProgressPhase checking(reporter_, "check", total);
+  for (size_t file = 0; file < files_.names.size(); ++file) {
+    if (resumed_[file] == nullptr) continue;
+    const auto input = InputFile::open_beneath(directory_->temporary_path(), files_.names[file]);
+    const bool same = resumed_[file]->at("hash") == hash_file(input, num_threads_, reporter_);
+    if (!same) resumed_[file] = nullptr;
+    checking.add(input.size());
+  }
+}
+
+bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
+  if (resumed(file) == nullptr) return false;
+  const std::string& name = files_.names[file];
+  const std::vector<StoredTensor> tensors =
+      read_safetensors_header(InputFile::open_beneath(directory_->temporary_path(), name), name).tensors;
+  std::set<std::string_view> planned;
+  for (const StoredTensor& tensor : content.tensors) planned.insert(tensor.name);
+  const bool same =
+      planned.size() == tensors.size() &&
+      std::ranges::all_of(tensors, [&](const StoredTensor& own) { return planned.contains(own.name); });
+  if (same) count_tensors(file, tensors);
+  return same;
+}
+
+void OutputCheckpoint::add_record(const std::string& name, const Json& record) {
+  if (!identity_) return;
+  LockedDirectory& locked = directory_->locked();
+  if (!journal_) {
+    journal_ = std::make_unique<Journal>(locked.path(), *identity_);
+    directory_->sync_names();
+    locked.set_kept(true);
+  }
+  journal_->add(name, record);
+}
+
+const Json* OutputCheckpoint::find_record(const std::string& name) const {
+  return journal_ ? journal_->find(name) : nullptr;
+}
+
+void OutputCheckpoint::run(const std::function<void()>& work) {
+  try {
+    if (journal_) check_resumed();
+    work();
+  } catch (const Error& error) {
+    give_up(error);
+  } catch (const Json::exception& error) {
+    give_up(Error(ErrorCode::corrupt,
+                  fmt::format("the journal of the unfinished output is damaged: {}", error.what())));
+  }
+}
+
+void OutputCheckpoint::give_up(const Error& error) {
+  int64_t complete = 0;
+  for (const std::string& name : files_.names) complete += journal_ && journal_->find(name) ? 1 : 0;
+  const bool would_fail_again = error.code() == ErrorCode::bad_input || error.code() == ErrorCode::usage;
+  if (journal_ && directory_ && would_fail_again) directory_->locked().set_kept(false);
+  if (complete == 0 || would_fail_again) throw error;
+  throw Error(error.code(),
+              fmt::format("{} ({} of {} files are complete and kept: a run that resumes goes on with them)",
+                          error.what(), complete, files_.names.size()),
+              error);
 }
 
 InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
@@ -193,20 +310,18 @@ InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
   return InputFile::open_beneath(path.parent_path().string(), path.filename().string());
 }
 
-void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> file_bytes) {
-  uint64_t total_bytes = 0;
-  for (const uint64_t bytes : file_bytes) total_bytes += bytes;
-  std::vector<uint64_t> side_bytes;
-  for (const std::string& name : side_files_.copied) side_bytes.push_back(open_side_file(name).size());
-  for (const uint64_t bytes : side_bytes) side_bytes_ += bytes;
-  // First, as it takes no time where there is too little, and is all that some file systems can do.
-  directory_->check_space(total_bytes + side_bytes_, file_bytes.size() + side_bytes.size());
-  for (size_t i = 0; i < file_bytes.size(); ++i) {
-    const OutputFile created(*directory_, files_.names[i], file_bytes[i]);
-    reporter_.poll();
+void OutputCheckpoint::reserve_bytes(std::vector<std::pair<std::string, uint64_t>> planned) {
+  for (const std::string& name : side_files_.copied) {
+    planned.emplace_back(name, open_side_file(name).size());
+    side_bytes_ += planned.back().second;
   }
-  for (size_t i = 0; i < side_bytes.size(); ++i) {
-    const OutputFile created(*directory_, side_files_.copied[i], side_bytes[i]);
+  uint64_t missing = 0;
+  for (const auto& [name, bytes] : planned)
+    missing += bytes - std::min(bytes, directory_->size_of(name).allocated);
+  // First, as it takes no time where there is too little, and is all that some file systems can do.
+  directory_->check_space(missing, planned.size());
+  for (const auto& [name, bytes] : planned) {
+    const OutputFile created(*directory_, name, bytes);
     reporter_.poll();
   }
 }
@@ -251,6 +366,9 @@ void OutputCheckpoint::write_repeated(const StoredTensor& tensor, std::string_vi
 }
 
 void OutputCheckpoint::sync() {
+  uint64_t num_bytes = 0;
+  for (const StoredTensor& tensor : tensors_) num_bytes += tensor.num_bytes;
+  reporter_.report({"sync", num_bytes, num_bytes});
   file_->sync([&] { reporter_.poll(); });
 }
 
@@ -268,13 +386,23 @@ void OutputCheckpoint::verify(std::span<const VerifyItem> items, int num_threads
   }
 }
 
-void OutputCheckpoint::commit_file() {
+void OutputCheckpoint::commit_file(const Json* records) {
   if (!directory_) return;  // finish() makes it visible
   check_sources();
   file_->commit();
   file_.reset();
-  for (const StoredTensor& tensor : tensors_) {
-    weight_map_[tensor.name] = files_.names[file_index_];
+  count_tensors(file_index_, tensors_);
+  if (!identity_) return;
+  const std::string& name = files_.names[file_index_];
+  const auto file = InputFile::open_beneath(directory_->temporary_path(), name);
+  add_record(name, {{"bytes", file.size()},
+                    {"hash", hash_file(file, num_threads_, reporter_)},
+                    {"weights", records ? *records : Json::array()}});
+}
+
+void OutputCheckpoint::count_tensors(size_t file, std::span<const StoredTensor> tensors) {
+  for (const StoredTensor& tensor : tensors) {
+    weight_map_[tensor.name] = files_.names[file];
     total_bytes_ += tensor.num_bytes;
   }
 }
@@ -324,7 +452,15 @@ void OutputCheckpoint::finish(const std::string& config, const std::map<std::str
   if (!config.empty()) write_text(kConfigFile, config);  // last: it says what the rest is
   directory_->sync();
   reporter_.ask();
-  directory_->commit();
+  if (!journal_ || !force_) return directory_->commit();
+  // The older output is going to lie where this one does: no run may take it for what is unfinished.
+  try {
+    directory_->commit([&] { journal_->hide(); });
+  } catch (...) {
+    LockedDirectory& locked = directory_->locked();
+    if (locked.is_kept() && !journal_->show()) locked.set_kept(false);
+    throw;
+  }
 }
 
 }  // namespace halfbyte::io

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -54,25 +55,49 @@ struct FileContent {
 void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
                   const std::function<FileContent(size_t file)>& content);
 
+class Journal;
+
+// What a run does with what an earlier one left unfinished.
+struct Resumption {
+  Unfinished unfinished = Unfinished::keep;
+  const nlohmann::json& identity;  // what both have in common, but for the input; null: there is no journal
+  int num_threads = 0;             // of checking files
+};
+
 class OutputCheckpoint {
  public:
-  // Checks the output path and makes what keeps the output invisible until it is complete. `files`,
-  // `side_files` and `reporter` must outlive it.
+  // Checks the output path and makes what keeps the output invisible until it is complete, or takes over what
+  // an earlier run left unfinished. `files`, `side_files` and `reporter` must outlive it.
   OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
-                   const OutputFiles& files, const SideFiles& side_files, ProgressReporter& reporter);
+                   const OutputFiles& files, const SideFiles& side_files, ProgressReporter& reporter,
+                   const Resumption& resumption);
+  ~OutputCheckpoint();
+
+  // Within run(): the record of a file that an earlier run completed; null: it must be written.
+  const nlohmann::json* resumed(size_t file) const { return resumed_.empty() ? nullptr : resumed_[file]; }
+  // Whether such a file has these tensors, and so takes part in the output as it is.
+  bool take_resumed(size_t file, const FileContent& content);
+  // What a run has found out that another one need not, under a name that no file has; null: nothing.
+  const nlohmann::json* find_record(const std::string& name) const;
+  void add_record(const std::string& name, const nlohmann::json& record);
+
+  // Runs what is left of the run, finish() included. Where it fails, files that are complete stay unfinished,
+  // and the message says so, unless another run would fail likewise.
+  void run(const std::function<void()>& work);
 
   // Reserves the space of all files, so that want of it shows before the work. `content(file)` is what it is
   // going to hold, as far as is known; a file that turns out larger needs more when it is begun.
   template <class Content>
   void reserve(const Content& content) {
     if (!directory_) return;  // begin_file() does it
-    std::vector<uint64_t> file_bytes;
+    std::vector<std::pair<std::string, uint64_t>> planned;
     for (size_t file = 0; file < files_.names.size(); ++file) {
-      FileContent planned = content(file);
-      file_bytes.push_back(lay_out_safetensors(planned.tensors, planned.metadata).file_bytes);
+      if (resumed(file)) continue;
+      FileContent own = content(file);
+      planned.emplace_back(files_.names[file], lay_out_safetensors(own.tensors, own.metadata).file_bytes);
       reporter_.poll();
     }
-    reserve_bytes(file_bytes);
+    reserve_bytes(std::move(planned));
   }
   // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
   // committed is forgotten.
@@ -90,8 +115,9 @@ class OutputCheckpoint {
   // Reads the file back, as verify_file.
   void verify(std::span<const VerifyItem> items, int num_threads, ProgressPhase& progress) const;
   void sync();
-  // The files that it is made of must not have changed.
-  void commit_file();
+  // The files that it is made of must not have changed. `records`: of its weights, for a run that resumes, if
+  // there is something to say of them.
+  void commit_file(const nlohmann::json* records = nullptr);
 
   // Copies the side files, writes index, `texts` (names of files and what they hold) and config (where not
   // empty), makes the output visible. The last step of a run that can fail: memory for what follows is taken
@@ -99,7 +125,11 @@ class OutputCheckpoint {
   void finish(const std::string& config, const std::map<std::string, std::string>& texts = {});
 
  private:
-  void reserve_bytes(std::span<const uint64_t> file_bytes);
+  std::unique_ptr<LockedDirectory> take_unfinished();
+  void check_resumed();
+  [[noreturn]] void give_up(const Error& error);
+  void count_tensors(size_t file, std::span<const StoredTensor> tensors);
+  void reserve_bytes(std::vector<std::pair<std::string, uint64_t>> planned);
   void check_sources() const;
   InputFile open_side_file(const std::string& name) const;
   void write_text(const std::string& name, const std::string& text);
@@ -114,6 +144,10 @@ class OutputCheckpoint {
   ProgressReporter& reporter_;
   uint64_t side_bytes_ = 0;                     // of side_files_
   std::unique_ptr<OutputDirectory> directory_;  // null for a single file
+  std::unique_ptr<nlohmann::json> identity_;    // null: there is no journal
+  int num_threads_;
+  std::unique_ptr<Journal> journal_;            // from the first record on
+  std::vector<const nlohmann::json*> resumed_;  // by file; of journal_
   std::unique_ptr<OutputFile> file_;            // the current one
   size_t file_index_ = 0;
   std::vector<StoredTensor> tensors_;  // of the current file

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <unordered_map>
 
 #include "core/checks.h"
 #include "core/format.h"
@@ -30,8 +29,6 @@ struct Item {
   std::vector<std::pair<const Weight*, ExpertRows>> experts = {};  // that this is made of
   std::string lost = {};      // why it cannot keep its codes; empty: it does
   QuantizedTensor form = {};  // in the other layout, without its parts
-  double signal = 0, noise = 0, max_error = 0;
-  int64_t max_error_index = 0;
 };
 
 // Error(bad_input) where experts do not make up a tensor.
@@ -212,8 +209,11 @@ QuantizeOptions nearest_options(const LayoutInfo& layout, const Weight& weight) 
   return options;
 }
 
-// The values of the weight, quantized as the layout does it; what this changes, in `item`.
-QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DType dtype, Item& item) {
+std::string note_of(const Item& item) { return item.lost.empty() ? "" : "requantized: " + item.lost; }
+
+// The values of the weight, quantized as the layout does it; what this changes, in `row`.
+QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DType dtype, const Item& item,
+                            WeightReport& row) {
   const Weight& weight = *item.weight;
   const std::vector<int64_t>& shape = item.form.shape;
   std::vector<float> x(static_cast<size_t>(num_elements(shape))), y(x.size());
@@ -234,15 +234,19 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
   q.dtype = dtype;
   q.encoding = encoding;
   dequantize(q, {y.data(), DType::f32, shape, {}, {}});
-  item.signal = item.noise = item.max_error = 0;
+  double signal = 0, noise = 0;
   for (size_t i = 0; i < x.size(); ++i) {
     const double value = static_cast<double>(x[i]), error = static_cast<double>(y[i]) - value;
-    item.signal += value * value;
-    item.noise += error * error;
-    if (std::fabs(error) <= item.max_error) continue;
-    item.max_error = std::fabs(error);
-    item.max_error_index = static_cast<int64_t>(i);
+    signal += value * value;
+    noise += error * error;
+    if (std::fabs(error) <= row.max_error) continue;
+    row.max_error = std::fabs(error);
+    row.max_error_index = static_cast<int64_t>(i);
   }
+  row.note = note_of(item);
+  row.measured = true;
+  row.relative_rmse = signal == 0 ? 0 : std::sqrt(noise / signal);
+  row.snr_db = noise == 0 ? std::numeric_limits<double>::infinity() : 10 * std::log10(signal / noise);
   return q;
 }
 
@@ -272,8 +276,6 @@ std::optional<Reader> reader_of(const ConvertOptions& options) {
   if (options.reader || !options.experts) return options.reader;
   return options.experts == ExpertForm::per_expert ? Reader::transformers_4 : Reader::none;
 }
-
-std::string note_of(const Item& item) { return item.lost.empty() ? "" : "requantized: " + item.lost; }
 
 // What a run would do.
 CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& items, bool experts4bit) {
@@ -340,6 +342,8 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                                    .force_layout = options.force_layout,
                                    .verify = options.verify,
                                    .force = options.force,
+                                   .identity = options.requantize ? "convert --requantize" : "convert",
+                                   .unfinished = options.unfinished,
                                    .shard_bytes = options.shard_bytes,
                                    .num_threads = options.num_threads,
                                    .progress = options.progress});
@@ -380,43 +384,25 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   io::Biases biases = io::convert_biases(from, items);
   for (const std::string& name : biases.replaced) writer.leave_out(name);
   for (auto& [name, tensor] : biases.tensors) writer.set(name, std::move(tensor));
-  for (io::Item& item : items) {
+  for (const io::Item& item : items) {
     const Weight& weight = *item.weight;
-    writer.set(item.name, item.form, [&from, &layout, &item, dtype = dtype_of(weight)]() -> QuantizedTensor {
-      std::optional<QuantizedTensor> made;
-      if (item.lost.empty())
-        made = io::recode(io::load(from, item), layout, dtype).weight;
-      else
-        made = io::requantized(from, layout, dtype, item);
-      from.impl().check_unchanged(*item.weight);  // since `from` was opened: the writer opened it later
-      HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
-                     io::printable(item.weight->name));
-      return *std::move(made);
-    });
+    writer.set(item.name, item.form,
+               [&from, &layout, &item, dtype = dtype_of(weight)](WeightReport& row) -> QuantizedTensor {
+                 std::optional<QuantizedTensor> made;
+                 if (item.lost.empty())
+                   made = io::recode(io::load(from, item), layout, dtype).weight;
+                 else
+                   made = io::requantized(from, layout, dtype, item, row);
+                 // Since `from` was opened: the writer opened it later.
+                 from.impl().check_unchanged(*item.weight);
+                 HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
+                                io::printable(item.weight->name));
+                 return *std::move(made);
+               });
   }
-  // Memory for what comes after the output is there: taken before.
-  struct Requantized {
-    const io::Item* item;
-    std::string note;
-  };
-  std::unordered_map<std::string_view, Requantized> requantized;
-  for (const io::Item& item : items)
-    if (!item.lost.empty()) requantized.emplace(item.name, Requantized{&item, io::note_of(item)});
-  std::string path = input;
+  std::string path = input;  // memory for what comes after the output is there: taken before
   CheckpointReport report = writer.finish();
   report.input = std::move(path);
-  for (WeightReport& row : report.weights) {
-    const auto found = requantized.find(row.name);
-    if (found == requantized.end()) continue;
-    const io::Item& item = *found->second.item;
-    row.note = std::move(found->second.note);
-    row.measured = true;
-    row.max_error = item.max_error;
-    row.max_error_index = item.max_error_index;
-    row.relative_rmse = item.signal == 0 ? 0 : std::sqrt(item.noise / item.signal);
-    row.snr_db =
-        item.noise == 0 ? std::numeric_limits<double>::infinity() : 10 * std::log10(item.signal / item.noise);
-  }
   return report;
 }
 

@@ -13,6 +13,7 @@
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
+#include "io/journal.h"
 #include "io/name_patterns.h"
 #include "io/safetensors.h"
 
@@ -49,6 +50,10 @@ class Dequantizer {
   bool place_expert(size_t weight, const Architecture& architecture, std::map<std::string, size_t>& outputs);
   int64_t max_elements(size_t weight) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
+  uint64_t output_bytes(const Task& task) const {
+    const Weight& weight = input_.weights[task.weight];
+    return static_cast<uint64_t>(weight.layout ? task.count * size_of(dtype_of(weight)) : task.count);
+  }
   Metadata metadata_of(size_t file) const;
   FileContent content_of(size_t file) const;
   void write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress);
@@ -296,13 +301,11 @@ void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhas
     BlockWorker& worker = workers[static_cast<size_t>(w)];
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       const Task& task = tasks[i];
-      if (const Weight& weight = input_.weights[task.weight]; weight.layout) {
+      if (input_.weights[task.weight].layout)
         dequantize_elements(writer, task, worker);
-        progress.add(static_cast<uint64_t>(task.count * size_of(dtype_of(weight))));
-      } else {
+      else
         copy_bytes(writer, task, worker);
-        progress.add(static_cast<uint64_t>(task.count));
-      }
+      progress.add(output_bytes(task));
     }
   });
 }
@@ -318,19 +321,30 @@ CheckpointReport Dequantizer::run() {
   if (options_.dry_run) return std::move(report_);
 
   ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
-  OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_);
-  writer.reserve([&](size_t file) { return content_of(file); });
-  for (size_t file = 0; file < files_.names.size(); ++file) {
-    const auto start = std::chrono::steady_clock::now();
-    write_file(writer, file, progress);
-    const auto written = std::chrono::steady_clock::now();
-    writer.sync();
-    writer.commit_file();
-    const auto synced = std::chrono::steady_clock::now();
-    report_.run_seconds += std::chrono::duration<double>(written - start).count();
-    report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
-  }
-  writer.finish(config);
+  const nlohmann::json identity = {
+      {"operation", "dequantize"},
+      {"options", {{"dtype", option_json(options_.dtype)}, {"shard_bytes", options_.shard_bytes}}}};
+  OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
+                          {options_.unfinished, identity, options_.num_threads});
+  writer.run([&] {
+    writer.reserve([&](size_t file) { return content_of(file); });
+    for (size_t file = 0; file < files_.names.size(); ++file) {
+      if (writer.take_resumed(file, content_of(file))) {
+        ++report_.num_resumed_files;
+        for (const Task& task : tasks_of_file_[file]) progress.add(output_bytes(task));
+        continue;
+      }
+      const auto start = std::chrono::steady_clock::now();
+      write_file(writer, file, progress);
+      const auto written = std::chrono::steady_clock::now();
+      writer.sync();
+      writer.commit_file();
+      const auto synced = std::chrono::steady_clock::now();
+      report_.run_seconds += std::chrono::duration<double>(written - start).count();
+      report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
+    }
+    writer.finish(config);
+  });
   return std::move(report_);
 }
 

@@ -589,19 +589,27 @@ void OutputFile::commit() {
   sync_directory(parent, path_);
 }
 
-OutputDirectory::OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files)
-    : force_(force), path_(path), side_files_(std::move(side_files)) {
+OutputDirectory::OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files,
+                                 std::unique_ptr<LockedDirectory> unfinished)
+    : force_(force), path_(path), side_files_(std::move(side_files)), directory_(std::move(unfinished)) {
   while (path_.size() > 1 && path_.ends_with('/')) path_.pop_back();
   check_replaced();
   if (path_.empty()) fail_io("make directory", path_, ENOENT);
+  const bool has_output = directory_ != nullptr;
   try {
-    directory_.emplace(path_);
+    if (!directory_) directory_ = std::make_unique<LockedDirectory>(path_);
   } catch (const std::system_error& error) {
     fail_io("create a temporary directory for", path_, error.code().value());
   }
-  temporary_ = directory_->path() + "/output";
-  if (retry_interrupted([&] { return ::mkdir(temporary_.c_str(), 0777); }) != 0)
+  temporary_ = join(directory_->path(), kUnfinishedOutput);
+  if (!has_output && retry_interrupted([&] { return ::mkdir(temporary_.c_str(), 0777); }) != 0)
     fail_io("create a temporary directory for", path_, errno);
+}
+
+OutputDirectory::FileSize OutputDirectory::size_of(const std::string& name) const {
+  struct stat status;
+  if (::lstat(join(temporary_, name).c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return {};
+  return {static_cast<uint64_t>(status.st_size), static_cast<uint64_t>(status.st_blocks) * 512};
 }
 
 OutputDirectory::~OutputDirectory() = default;
@@ -646,12 +654,20 @@ void OutputDirectory::sync() {
   synced_ = true;
 }
 
-void OutputDirectory::commit() {
+void OutputDirectory::sync_names() const {
+  sync_tree(temporary_, temporary_);
+  sync_directory(directory_->path(), temporary_);
+  sync_directory(parent_of(directory_->path()), directory_->path());
+}
+
+void OutputDirectory::commit(const std::function<void()>& last) {
   if (!synced_) sync();
   if (force_) check_replaced();
   const bool has_old = force_ && target_mode(path_) != 0;
   const std::string parent = parent_of(path_), old = directory_->path();  // as in OutputFile::commit
+  if (last) last();
   check_renamed(force_ ? exchange_directory(temporary_, path_) : publish_directory(temporary_, path_), path_);
+  directory_->set_kept(false);  // what is there now is the older output, if any
   sync_directory(parent, path_);
   const int error = directory_->remove();
   HALFBYTE_CHECK(!has_old || error == 0, io,

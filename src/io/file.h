@@ -104,11 +104,19 @@ class OutputFile {
 class OutputDirectory {
  public:
   // `side_files`: relative paths that the directory which is replaced may have, besides those of any
-  // checkpoint.
-  OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files = {});
+  // checkpoint. `unfinished`: what an earlier run left; null: there is nothing.
+  OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files = {},
+                  std::unique_ptr<LockedDirectory> unfinished = nullptr);
   OutputDirectory(OutputDirectory&&) = delete;
   ~OutputDirectory();
   const std::string& temporary_path() const { return temporary_; }
+  // What the temporary directory lies in.
+  LockedDirectory& locked() const { return *directory_; }
+  // Of a file in it, the size and the bytes that it has on the disk; zeros where it does not exist.
+  struct FileSize {
+    uint64_t bytes = 0, allocated = 0;
+  };
+  FileSize size_of(const std::string& name) const;
   // The directories between it and a file in it.
   void make_parents(const std::string& name) const;
   // Error(io) where the file system has less than `num_bytes` free, or fewer than `num_files` inodes, as far
@@ -116,8 +124,11 @@ class OutputDirectory {
   void check_space(uint64_t num_bytes, uint64_t num_files) const;
   // Syncs the directory and those in it; files were synced by their writers.
   void sync();
-  // sync() if it was not yet done, then renames it. What force may replace is looked at again.
-  void commit();
+  // Syncs the names of its files, and its own.
+  void sync_names() const;
+  // sync() if it was not yet done, then renames it. What force may replace is looked at again. `last` is
+  // called right before the rename.
+  void commit(const std::function<void()>& last = {});
 
  private:
   void check_replaced() const;
@@ -125,7 +136,7 @@ class OutputDirectory {
   bool force_, synced_ = false;
   std::string path_, temporary_;
   std::vector<std::string> side_files_;
-  std::optional<LockedDirectory> directory_;  // that temporary_ lies in
+  std::unique_ptr<LockedDirectory> directory_;  // that temporary_ lies in
 };
 
 // Whether both paths name one existing file or directory (links followed). Error(io) where that cannot be

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/checks.h"
+#include "io/journal.h"
 #include "io/selection.h"
 
 namespace halfbyte::io {
@@ -25,6 +26,8 @@ std::span<const float> ImportanceFile::values(const QuantizedWeight& weight, Buf
   file_.read(tensor, 0, {data, static_cast<size_t>(tensor.num_bytes)});
   return {reinterpret_cast<const float*>(data), static_cast<size_t>(weight.cols())};
 }
+
+nlohmann::json ImportanceFile::identity() const { return source_identity(file_.impl(), {}); }
 
 void ImportanceFile::check(std::span<const QuantizedWeight* const> weights) const {
   const std::string path = printable(file_.impl().path);

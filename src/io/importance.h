@@ -20,6 +20,9 @@ class ImportanceFile {
   // another dtype or length, or has a value that is negative or not finite.
   void check(std::span<const QuantizedWeight* const> weights) const;
 
+  // What tells it from other files.
+  nlohmann::json identity() const;
+
   // That of a block of a weight that was checked, on the device of the worker, as long as that reads no
   // other.
   Importance read(const QuantizedWeight& weight, const Block& block, BlockWorker& worker) const;

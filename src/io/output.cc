@@ -37,7 +37,7 @@ std::optional<Identity> identity_of(const std::string& path) {
 
 }  // namespace
 
-std::vector<Leftover> remove_leftovers(const std::string& output) {
+std::vector<Leftover> remove_leftovers(const std::string& output, bool discards) {
   const std::string path = without_slashes(output), parent = parent_of(path);
   const std::string name = path.substr(path.rfind('/') + 1);
   std::vector<std::string> names;
@@ -46,9 +46,8 @@ std::vector<Leftover> remove_leftovers(const std::string& output) {
     if (is_temporary_name_of(found, name)) names.push_back(std::move(found));
   std::vector<Leftover> leftovers;
   for (const std::string& found : names)
-    if (LeftoverState state = remove_leftover(parent, found, name); !state.gone)
-      leftovers.push_back(
-          {(parent.ends_with('/') ? parent : parent + "/") + found, std::move(state.why_kept)});
+    if (LeftoverState state = remove_leftover(parent, found, name, discards); !state.gone)
+      leftovers.push_back({join(parent, found), std::move(state.why_kept), state.unfinished});
   return leftovers;
 }
 

@@ -17,6 +17,7 @@
 #include "io/foreign.h"
 #include "io/fused.h"
 #include "io/importance.h"
+#include "io/journal.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
 #include "io/tiles.h"
@@ -56,6 +57,8 @@ class Quantizer {
   CheckpointReport run();
 
  private:
+  using Json = nlohmann::json;
+
   struct Task {
     size_t item;
     int64_t begin, count;  // elements to quantize, or bytes to copy
@@ -84,9 +87,14 @@ class Quantizer {
   std::vector<Task> tasks_of(std::span<const size_t> items) const;
   uint64_t buffer_bytes(std::span<const size_t> items) const;
 
+  uint64_t source_bytes_of(size_t file) const;
+  Json identity() const;
+  void resume_file(const Json& records, size_t file);
   void run_file(OutputCheckpoint& writer, size_t file);
   void write_file(OutputCheckpoint& writer, size_t file);
   void find_ranges();
+  void set_global_scale(Item& item) const;
+  void share_ranges(OutputCheckpoint& writer);
   std::vector<BlockWorker> make_workers(std::span<const size_t> items) const;
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
   void copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
@@ -571,19 +579,45 @@ void Quantizer::find_ranges() {
   };
   for (size_t i = 0; i < tasks.size(); ++i) merge(range_of(tasks[i].item), ranges[i]);
   for (const size_t i : wanted) {
-    Item& item = items_[i];
-    item.range = range_of(i);
-    if (!has_global_scale(item.target.spec)) continue;
-    const double absmax = std::max({-item.range.min, item.range.max, 0.0});
-    item.target.global_scale = dtype_of(item) == DType::f64
-                                   ? formats::global_scale_of(absmax)
-                                   : formats::global_scale_of(static_cast<float>(absmax));
-    if (!layout_.global_is_reciprocal) continue;
-    // As ModelOpt computes it: no quotient of a quotient.
-    const auto reciprocal = static_cast<float>(absmax / 2688);
-    item.target.global_reciprocal = reciprocal >= 0x1p-126f ? reciprocal : 1 / item.target.global_scale;
-    item.target.global_scale = 1 / item.target.global_reciprocal;
+    items_[i].range = range_of(i);
+    set_global_scale(items_[i]);
   }
+}
+
+// From the range.
+void Quantizer::set_global_scale(Item& item) const {
+  if (!has_global_scale(item.target.spec)) return;
+  const double absmax = std::max({-item.range.min, item.range.max, 0.0});
+  item.target.global_scale = dtype_of(item) == DType::f64
+                                 ? formats::global_scale_of(absmax)
+                                 : formats::global_scale_of(static_cast<float>(absmax));
+  if (!layout_.global_is_reciprocal) return;
+  // As ModelOpt computes it: no quotient of a quotient.
+  const auto reciprocal = static_cast<float>(absmax / 2688);
+  item.target.global_reciprocal = reciprocal >= 0x1p-126f ? reciprocal : 1 / item.target.global_scale;
+  item.target.global_scale = 1 / item.target.global_reciprocal;
+}
+
+// They take a pass over the weights, which another run can spare.
+void Quantizer::share_ranges(OutputCheckpoint& writer) {
+  const std::string name = "ranges";
+  std::vector<Item*> items;
+  for (Item& item : items_)
+    if (item.quantize && needs_range(item)) items.push_back(&item);
+  if (items.empty()) return;
+  if (const Json* record = writer.find_record(name)) {
+    for (Item* item : items) {
+      const Json& range = record->at("weights").at(item->source.name);
+      item->range = {exact_value(range.at(0)), exact_value(range.at(1))};
+      set_global_scale(*item);
+    }
+    return;
+  }
+  find_ranges();
+  Json ranges;
+  for (const Item* item : items)
+    ranges[item->source.name] = {exact_text(item->range.min), exact_text(item->range.max)};
+  writer.add_record(name, {{"weights", std::move(ranges)}});
 }
 
 void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
@@ -672,9 +706,55 @@ void Quantizer::verify(OutputCheckpoint& writer, size_t file) {
   writer.verify(checks, options_.num_threads, *verify_phase_);
 }
 
+uint64_t Quantizer::source_bytes_of(size_t file) const {
+  uint64_t sum = 0;
+  for (const size_t i : files_.weights[file]) sum += report_.weights[items_[i].report].source_bytes;
+  return sum;
+}
+
+// Every option that the bytes or the report depend on.
+Quantizer::Json Quantizer::identity() const {
+  Json options = {{"format", info(options_.format).name},
+                  {"asymmetric", options_.asymmetric},
+                  {"double_quant", options_.double_quant},
+                  {"layout", to_string(layout_.layout)},
+                  {"granularity", option_json(options_.granularity)},
+                  {"group_size", option_json(options_.group_size)},
+                  {"scale_rule", option_json(options_.scale_rule)},
+                  {"scale_dtype", option_json(options_.scale_dtype)},
+                  {"search", options_.search},
+                  {"importance", importance_ ? importance_->identity() : Json()},
+                  {"nonfinite", options_.nonfinite == NonFinite::error ? "error" : "keep-dense"},
+                  {"include", options_.include},
+                  {"exclude", options_.exclude},
+                  {"reader", option_json(options_.reader)},
+                  {"force_layout", options_.force_layout},
+                  {"keep_embeddings", options_.keep_embeddings},
+                  {"fallback_dense", options_.fallback_dense},
+                  {"verify", options_.verify},
+                  {"shard_bytes", options_.shard_bytes}};
+  if (options_.format == Format::lut4) options["table"] = options_.table;
+  return {{"operation", "quantize"}, {"options", std::move(options)}};
+}
+
+// Brings the plan and the report to what they were when an earlier run had written the file.
+void Quantizer::resume_file(const Json& records, size_t file) {
+  for (size_t i = 0; i < files_.weights[file].size(); ++i) {
+    const Json& record = records.at(i);
+    Item& item = items_[files_.weights[file][i]];
+    if (item.quantize && !record.at("quantized")) {
+      keep_dense(item, record.at("reason"));
+    } else if (item.quantize && record.at("scale_dtype") != to_string(item.target.spec.scale_dtype)) {
+      QuantSpec wide = item.target.spec;
+      wide.scale_dtype = DType::f32;
+      set_target(item, wide);
+    }
+    from_record(record, report_of(item));
+  }
+}
+
 void Quantizer::run_file(OutputCheckpoint& writer, size_t file) {
-  uint64_t source_bytes = 0;
-  for (const size_t i : files_.weights[file]) source_bytes += report_of(items_[i]).source_bytes;
+  const uint64_t source_bytes = source_bytes_of(file);
   const auto start = std::chrono::steady_clock::now();
   for (write_file(writer, file); plan_again(file); write_file(writer, file))
     quantize_phase_->take_back(source_bytes);
@@ -685,9 +765,10 @@ void Quantizer::run_file(OutputCheckpoint& writer, size_t file) {
   report_.verify_seconds += seconds_since(verify_start);
 
   const auto sync_start = std::chrono::steady_clock::now();
-  reporter_.report({"sync", source_bytes, source_bytes});
   writer.sync();
-  writer.commit_file();
+  Json records = Json::array();
+  for (const size_t i : files_.weights[file]) records.push_back(to_record(report_of(items_[i])));
+  writer.commit_file(&records);
   report_.sync_seconds += seconds_since(sync_start);
 }
 
@@ -706,14 +787,28 @@ CheckpointReport Quantizer::run() {
     for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
-    OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_);
-    writer.reserve([&](size_t file) {
-      return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
+    OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
+                            {options_.unfinished, identity(), options_.num_threads});
+    writer.run([&] {
+      const auto content = [&](size_t file) {
+        return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
+      };
+      for (size_t file = 0; file < files_.names.size(); ++file)
+        if (const Json* record = writer.resumed(file)) resume_file(record->at("weights"), file);
+      writer.reserve(content);
+      share_ranges(writer);
+      for (size_t file = 0; file < files_.names.size(); ++file) {
+        if (writer.take_resumed(file, content(file))) {
+          ++report_.num_resumed_files;
+          quantize_phase_->add(source_bytes_of(file));
+          if (options_.verify) verify_phase_->add(source_bytes_of(file));
+        } else {
+          run_file(writer, file);
+        }
+      }
+      complete_report();
+      writer.finish(config_.empty() ? "" : config_text(), quantization_files());
     });
-    find_ranges();
-    for (size_t file = 0; file < files_.names.size(); ++file) run_file(writer, file);
-    complete_report();
-    writer.finish(config_.empty() ? "" : config_text(), quantization_files());
   } else {
     complete_report();
   }

@@ -12,6 +12,7 @@
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
+#include "io/journal.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
 #include "io/verify.h"
@@ -26,8 +27,8 @@ constexpr const char* kSingleFile = ".safetensors";
 struct Given {
   std::optional<QuantizedTensor> quantized;
   Tensor dense;
-  QuantizedWeight target = {};                 // of quantized
-  std::function<QuantizedTensor()> make = {};  // then `quantized` has no parts
+  QuantizedWeight target = {};                              // of quantized
+  std::function<QuantizedTensor(WeightReport&)> make = {};  // then `quantized` has no parts
 };
 
 // One weight of the output.
@@ -164,8 +165,11 @@ struct CheckpointWriter::Impl {
   io::Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(const io::Item& item) const;
   uint64_t output_bytes(const io::Item& item) const;
+  uint64_t written_bytes(const io::Item& item) const;
+  uint64_t verified_bytes(const io::Item& item) const;
+  nlohmann::json identity() const;
   const io::ModelQuantization& quantization() const;  // of the items, which are complete
-  void take_quantized(io::Item& item) const;
+  void take_quantized(io::Item& item, WeightReport& report) const;
   void write_block(io::OutputCheckpoint& to, const io::Item& item, const io::Block& block,
                    io::BlockWorker& worker) const;
   void write_constants(io::OutputCheckpoint& to, const io::Item& item) const;
@@ -469,6 +473,46 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   return metadata;
 }
 
+// Progress counts elements of what is quantized, which is then decoded.
+uint64_t CheckpointWriter::Impl::written_bytes(const io::Item& item) const {
+  const bool codes = item.given != nullptr && item.target != nullptr;
+  return codes ? static_cast<uint64_t>(io::num_elements(item.source.shape)) : output_bytes(item);
+}
+uint64_t CheckpointWriter::Impl::verified_bytes(const io::Item& item) const {
+  const bool codes = item.given != nullptr && item.target != nullptr;
+  return written_bytes(item) * (codes ? static_cast<uint64_t>(size_of(item.target->dtype)) : 1);
+}
+
+// Null where nothing says what is given.
+nlohmann::json CheckpointWriter::Impl::identity() const {
+  if (options.identity.empty()) return {};
+  nlohmann::json weights;
+  for (const auto& [name, own] : given) {
+    nlohmann::json& weight = weights[name];
+    weight["dtype"] = to_string(own.quantized ? own.quantized->dtype : own.dense.dtype());
+    weight["shape"] = own.quantized ? own.quantized->shape : own.dense.shape();
+    if (!own.quantized) continue;
+    const QuantSpec& spec = own.quantized->spec;
+    weight["format"] = info(spec.format).name;
+    weight["asymmetric"] = spec.asymmetric;
+    weight["double_quant"] = spec.double_quant;
+    weight["granularity"] = to_string(spec.granularity);
+    weight["group_size"] = spec.group_size;
+    weight["scale_dtype"] = to_string(spec.scale_dtype);
+  }
+  return {{"operation", options.identity},
+          {"options",
+           {{"layout", to_string(options.layout)},
+            {"reader", io::option_json(options.reader)},
+            {"config", io::option_json(options.config)},
+            {"experts4bit", options.experts4bit},
+            {"force_layout", options.force_layout},
+            {"verify", options.verify},
+            {"shard_bytes", options.shard_bytes}}},
+          {"weights", std::move(weights)},
+          {"left_out", left_out}};
+}
+
 void CheckpointWriter::Impl::write_block(io::OutputCheckpoint& to, const io::Item& item,
                                          const io::Block& block, io::BlockWorker& worker) const {
   const io::QuantizedWeight& target = *item.target;
@@ -502,10 +546,10 @@ void CheckpointWriter::Impl::write_constants(io::OutputCheckpoint& to, const io:
   }
 }
 
-void CheckpointWriter::Impl::take_quantized(io::Item& item) const {
+void CheckpointWriter::Impl::take_quantized(io::Item& item, WeightReport& report) const {
   const io::Given& own = *item.given;
   const QuantizedTensor& form = *own.quantized;
-  item.quantized = (own.make ? own.make() : form).to({});
+  item.quantized = (own.make ? own.make(report) : form).to({});
   if (own.make) {
     const QuantizedTensor& made = *item.quantized;
     HALFBYTE_CHECK(made.spec == form.spec && made.shape == form.shape && made.dtype == form.dtype, usage,
@@ -547,7 +591,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
   for (const size_t i : files_.weights[file]) {
     io::Item& item = items_[i];
     to.poll();
-    if (item.given != nullptr && item.target != nullptr) take_quantized(item);
+    if (item.given != nullptr && item.target != nullptr) take_quantized(item, report_.weights[i]);
     for (const io::OutputWeight& copy : item.copies) add_bytes(i, &copy, io::num_bytes(*input_, copy));
     if (item.given == nullptr) continue;
     if (item.target == nullptr) {
@@ -635,23 +679,40 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   report_.skipped_files = side_files.skipped;
   uint64_t written = 0, verified = 0;  // as the phases count them
   for (const io::Item& item : items_) {
-    const bool codes = item.given != nullptr && item.target != nullptr;
-    const auto n = static_cast<uint64_t>(io::num_elements(item.source.shape));
-    written += codes ? n : output_bytes(item);
-    verified += codes ? n * static_cast<uint64_t>(size_of(item.target->dtype)) : output_bytes(item);
+    written += written_bytes(item);
+    verified += verified_bytes(item);
   }
   io::ProgressReporter reporter(options.progress);
   io::ProgressPhase writing(reporter, "write", written), verifying(reporter, "verify", verified);
-  io::OutputCheckpoint to(*input_, output, options.force, files_, side_files, reporter);
-  to.reserve([&](size_t file) { return content_of(file); });
-  for (size_t file = 0; file < files_.names.size(); ++file) {
-    write_file(to, file, writing);
-    if (options.verify) verify(to, file, verifying);
-    to.sync();
-    to.commit_file();
-    for (const size_t i : files_.weights[file]) items_[i].quantized.reset(), items_[i].dense = {};
-  }
-  to.finish(config, texts);
+  io::OutputCheckpoint to(*input_, output, options.force, files_, side_files, reporter,
+                          {options.unfinished, identity(), options.num_threads});
+  to.run([&] {
+    to.reserve([&](size_t file) { return content_of(file); });
+    for (size_t file = 0; file < files_.names.size(); ++file) {
+      if (to.take_resumed(file, content_of(file))) {
+        ++report_.num_resumed_files;
+        const nlohmann::json& records = to.resumed(file)->at("weights");
+        for (size_t i = 0; i < files_.weights[file].size(); ++i) {
+          const size_t item = files_.weights[file][i];
+          io::from_record(records.at(i), report_.weights[item]);
+          writing.add(written_bytes(items_[item]));
+          if (options.verify) verifying.add(verified_bytes(items_[item]));
+        }
+        continue;
+      }
+      write_file(to, file, writing);
+      if (options.verify) verify(to, file, verifying);
+      to.sync();
+      nlohmann::json records = nlohmann::json::array();
+      for (const size_t i : files_.weights[file]) {
+        items_[i].quantized.reset();
+        items_[i].dense = {};
+        records.push_back(io::to_record(report_.weights[i]));
+      }
+      to.commit_file(&records);
+    }
+    to.finish(config, texts);
+  });
   return std::move(report_);
 }
 
@@ -670,6 +731,12 @@ void CheckpointWriter::set(const std::string& name, QuantizedTensor weight) {
 
 void CheckpointWriter::set(const std::string& name, const QuantizedTensor& form,
                            std::function<QuantizedTensor()> make) {
+  HALFBYTE_CHECK(make != nullptr, usage, "writer: weight \"{}\": make must not be empty", printable(name));
+  set(name, form, [make = std::move(make)](WeightReport&) { return make(); });
+}
+
+void CheckpointWriter::set(const std::string& name, const QuantizedTensor& form,
+                           std::function<QuantizedTensor(WeightReport&)> make) {
   HALFBYTE_CHECK(make != nullptr, usage, "writer: weight \"{}\": make must not be empty", printable(name));
   QuantizedTensor own;
   own.spec = form.spec;

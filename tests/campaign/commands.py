@@ -61,9 +61,16 @@ class Command:
         self.name = name + " --force" * force + (f" without {' '.join(lacks.split()[::2])}" if lacks else "")
         self.arguments = [*arguments, "--force"] if force else arguments
         self.outputs, self.force, self.environment, self.lacks = outputs, force, environment or {}, lacks
+        self.can_resume = self.arguments[0] in ("quantize", "dequantize", "convert")
         # Whether the older output is there until the new one is: without a rename that exchanges, directories
         # are renamed one after the other.
         self.keeps_older = force and not (lacks and "out" in outputs)
+
+    def with_options(self, *options):
+        """The same, on a file system that lacks nothing."""
+        same = Command(self.name, [*self.arguments, *options], self.outputs, False, self.environment)
+        same.force = self.force
+        return same
 
 
 def content_of(path):
@@ -81,7 +88,8 @@ def report_of(content):
         report = json.loads(content)
     except ValueError:
         return None
-    kept = {k: v for k, v in report.items() if not k.endswith("seconds") and k != "leftovers"}
+    varying = ("leftovers", "num_resumed_files")
+    kept = {k: v for k, v in report.items() if not k.endswith("seconds") and k not in varying}
     return kept if report["ok"] else "failed"
 
 
@@ -296,6 +304,20 @@ class Bench:
 
     def leftovers(self, command):
         return sorted({entry.name for entry in self.work.iterdir()} - set(command.outputs))
+
+    def unfinished(self, command):
+        """Leftovers that a run can go on with."""
+        return [name for name in self.leftovers(command)
+                if (self.work / name / "journal").is_file() and (self.work / name / "output").is_dir()]  # fmt: skip
+
+    def check_resumed(self, command, what):
+        """That a run goes on with what is unfinished, ends, and leaves nothing."""
+        self.section.count("resumed")
+        done = self.run(command.with_options("--resume"), restore=False)
+        if self.section.check(done.returncode == 0, f"{what}: resumed, it ends with {done.returncode}: {done.stderr!r}"):
+            self.check_outputs(command, complete=True)
+        left = self.leftovers(command)
+        self.section.check(not left, f"{what}: resumed, it leaves {left}")
 
     def check_code(self, code):
         if code is not None and code < 0:

@@ -3,7 +3,8 @@
 A case is a command, a call of it by number, and what happens to that call (tests/campaign/libfaults.c).
 Afterwards each output is the older one, none, or, byte for byte, that of an undisturbed run; exit code 0 only
 with the last; otherwise a code that the error may have, and a message with a path and a reason; nothing
-temporary is left where it could be removed; the input is as it was. An interrupted call (EINTR) is no error
+temporary is left where it could be removed, but for what is unfinished, which a run that resumes completes; the
+input is as it was. An interrupted call (EINTR) is no error
 at all. Then the input changes under the command.
 """
 
@@ -176,9 +177,13 @@ def fail_call(section, bench, command, removing, name):
     removal_fails = (call.number, call.kind) in removing or (what == "lasting" and value != "ENOSPC")
     # Which of its processes does what differs from run to run.
     removal_fails |= "jobs" in command.name and call.kind in REMOVALS | WALKS
+    unfinished = bench.unfinished(command) if done.returncode != 0 else []
+    left = [name for name in left if name not in unfinished]
     if left and not removal_fails:
         section.finding(f"{call}: leaves {left}")
     bench.check_input()
+    if unfinished:
+        bench.check_resumed(command, call)
 
 
 def _fail_calls(section, bench):
@@ -274,7 +279,7 @@ def change_input(section, bench, command, number, change):
         section.check("halfbyte: error: " in message, f"says only {message!r}")
     # What was read before it changed, and is not read again, may change.
     bench.check_outputs(command, complete=code == 0)
-    left = bench.leftovers(command)
+    left = set(bench.leftovers(command)) - set(bench.unfinished(command) if code == CODES["IO"] else [])
     section.check(not left, f"{call}: leaves {left}")
     bench.restore_input()
 

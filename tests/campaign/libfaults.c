@@ -519,11 +519,19 @@ EXPORT int sync_file_range(int fd, off64_t offset, off64_t size,
 
 // Names.
 
+// Files that are open go on under their new name.
+static void renamed(const char* kind, const char* from, const char* to, unsigned flags) {
+  record(kind, from, to, flags, NULL, 0);
+  if (strcmp(kind, "rename") != 0 || !from || !to) return;
+  for (int fd = 0; fd < MAX_FDS; ++fd)
+    if (paths[fd] && strcmp(paths[fd], from) == 0) set_path(fd, to);
+}
+
 #define RENAME(name, kind, from_fd, to_fd, flags, parameters, arguments)                                    \
   EXPORT int name parameters {                                                                              \
     Path from_buffer, to_buffer;                                                                            \
     const char *whole = absolute(&from_buffer, from_fd, from), *whole_to = absolute(&to_buffer, to_fd, to); \
-    CALL(kind, whole, int, name, arguments, -1, record(kind, whole, whole_to, flags, NULL, 0));             \
+    CALL(kind, whole, int, name, arguments, -1, renamed(kind, whole, whole_to, flags));                     \
   }
 RENAME(rename, "rename", AT_FDCWD, AT_FDCWD, 0, (const char* from, const char* to), (from, to))
 RENAME(renameat, "rename", from_fd, to_fd, 0, (int from_fd, const char* from, int to_fd, const char* to),

@@ -2,7 +2,8 @@
 
 The changes that a command makes are recorded (tests/campaign/libfaults.c). Then for every prefix of that
 record the disk is made as it may be found after a crash, and each output must be the older one, none, or
-complete; after the end of a command that has succeeded it must be complete.
+complete; after the end of a command that has succeeded it must be complete. On some of these disks the command runs
+once more and resumes: it must end well, and leave nothing but its outputs.
 
 The model of a file system, weaker than ext4, XFS or Btrfs promise:
 
@@ -20,12 +21,14 @@ otherwise 1,000 at random (full run). A torn write counts as a lost one.
 """
 
 import itertools
+import shutil
 
 from . import commands
 
 EXCHANGE = 2  # RENAME_EXCHANGE
 EVERY_SUBSET = 10
 SECTOR = 512
+RESUMED = 0.2  # of the moments
 
 
 class Change:
@@ -83,6 +86,18 @@ def directory_of(path):
     for entry in path.iterdir():
         root.entries[entry.name] = directory_of(entry) if entry.is_dir() else File(entry.read_bytes())
     return root
+
+
+def write_directory(path, root):
+    """Makes `path` what `root` is."""
+    shutil.rmtree(path)
+    path.mkdir()
+    for name, node in root.entries.items():
+        if isinstance(node, Directory):
+            (path / name).mkdir()
+            write_directory(path / name, node)
+        else:
+            (path / name).write_bytes(node.data)
 
 
 class Steps:
@@ -222,6 +237,7 @@ def _check_crashes(section, bench, command, steps, new, most):
     bad = 0
     for end in range(len(steps.steps) + 1):
         complete = end == len(steps.steps)
+        resumes = command.can_resume and section.random.random() < RESUMED
         for lost in subsets(section, steps.uncertain(end), most):
             torn = {i: SECTOR * section.random.randrange(0, 8) for i in lost if section.random.random() < 0.2}
             root = steps.disk(end, lost, lambda i: torn.get(i, 0))
@@ -237,6 +253,11 @@ def _check_crashes(section, bench, command, steps, new, most):
                         f"{name} is broken by a crash after step {end} of {len(steps.steps)}, "
                         f"where these of its changes are lost: {what[:12]}"
                     )
+            if resumes and not complete:
+                resumes = False
+                write_directory(bench.work, root)
+                if all(bench.state_of(command, name) in ("old", "absent") for name in command.outputs):
+                    bench.check_resumed(command, f"after step {end}")
     if bad > 3:
         section.finding(f"{bad} crashes break an output")
 

@@ -274,6 +274,54 @@ def test_progress_is_called(tmp_path):
     assert all(0 <= done <= total for _, done, total in calls)
 
 
+def test_an_interrupted_run_is_resumed(tmp_path):
+    """By the functions, and by a writer whose functions are called for what is missing only."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    options = {"shard_bytes": 200_000, "num_threads": 1}
+    syncs = []
+
+    def interrupt(phase, done, total):
+        syncs.append(phase == "sync")
+        return sum(syncs) <= 4
+
+    def content(folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    halfbyte.quantize_checkpoint(MODEL, whole, **options)
+    with pytest.raises(halfbyte.Error, match="4 of .* files are complete and kept"):
+        halfbyte.quantize_checkpoint(MODEL, out, progress=interrupt, **options)
+    with pytest.raises(ValueError, match="options/format is nf4 there and fp4 here"):
+        halfbyte.quantize_checkpoint(MODEL, out, "fp4", unfinished="resume", **options)
+    with pytest.raises(ValueError, match="must be one of keep, resume, discard"):
+        halfbyte.quantize_checkpoint(MODEL, out, unfinished="yes", **options)
+    assert halfbyte.quantize_checkpoint(MODEL, out, unfinished="resume", **options).num_resumed_files == 4
+    assert content(out) == content(whole)
+
+    dense = np.random.default_rng(1).standard_normal((6, 64, 128)).astype(np.float32)
+
+    def write(to, fails_at=None, **options):
+        made = []
+
+        def make(i):
+            if i == fails_at:
+                raise RuntimeError("no power")
+            made.append(i)
+            return halfbyte.quantize(dense[i], "nf4")
+
+        writer = halfbyte.CheckpointWriter(to, shard_bytes=1, identity="a test", **options)
+        for i in range(len(dense)):
+            writer.set(f"w{i}.weight", lambda i=i: make(i), spec="nf4", shape=(64, 128))
+        writer.finish()
+        return made
+
+    assert write(tmp_path / "w") == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="no power"):
+        write(tmp_path / "again", fails_at=4)
+    assert write(tmp_path / "again", unfinished="resume") == [4, 5]
+    assert content(tmp_path / "again") == content(tmp_path / "w")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out", "w", "whole"]
+
+
 @pytest.mark.parametrize("work", ["quantize", "dequantize", "convert", "compare", "write"])
 def test_progress_cancels_and_raises(work, quantized, tmp_path):
     def run(progress):

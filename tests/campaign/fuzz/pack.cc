@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "cuda/cubin_cache.h"
-#include "cuda/hash.h"
+#include "core/hash.h"
 #include "cuda/kernel_pack.h"
 #include "fuzz.h"
 
@@ -22,7 +22,7 @@ void read_pack(std::string bytes, bool hash) {
     uint64_t begin = 0;
     std::string_view(bytes).copy(reinterpret_cast<char*>(&begin), sizeof begin, 16);
     if (begin >= kHeaderBytes && begin <= bytes.size()) {
-      const std::string good = cuda::hash_hex(bytes.substr(0, kRangeEnd) + bytes.substr(begin));
+      const std::string good = hash_hex(bytes.substr(0, kRangeEnd) + bytes.substr(begin));
       bytes.replace(kRangeEnd, kHashBytes, good);
     }
   }
@@ -51,10 +51,10 @@ void read_entry(std::string entry, bool hash) {
   }();
   static const cuda::CubinCache cache(directory);
   static const std::string key = "key";
-  static const std::string path = directory + "/" + cuda::hash_hex(key) + ".cubin";
+  static const std::string path = directory + "/" + hash_hex(key) + ".cubin";
   if (hash && entry.size() >= kHashBytes)
     entry.replace(entry.size() - kHashBytes, kHashBytes,
-                  cuda::hash_hex(std::string_view(entry).substr(0, entry.size() - kHashBytes)));
+                  hash_hex(std::string_view(entry).substr(0, entry.size() - kHashBytes)));
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   if (fd < 0 || ::write(fd, entry.data(), entry.size()) != static_cast<ssize_t>(entry.size()))
     fuzz::fail("cannot write an entry");
