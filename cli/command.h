@@ -23,6 +23,8 @@ struct Command {
   bool force = false;                        // --force
   std::string output;                        // what it writes besides; empty: nothing
   Unfinished unfinished = Unfinished::keep;  // --resume, --discard
+  bool takes_processes = false;              // may be run by several processes, which `group` connects
+  std::shared_ptr<ProcessGroup> group;       // null: there is one
   // The report is a line of JSON for the run, then one for each of the document's "rows".
   bool is_json_lines = false;
   // Fills in the text for people and the JSON document. What it has filled in before it throws is

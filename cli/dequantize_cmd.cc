@@ -5,6 +5,7 @@
 #include "command.h"
 #include "halfbyte/checkpoint.hpp"
 #include "options.h"
+#include "process_group.h"
 #include "progress.h"
 #include "report.h"
 
@@ -18,20 +19,25 @@ struct Arguments {
   ComputeArguments compute;
 };
 
-void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
   DequantizeOptions options;
-  if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+  DeviceChoice device;
+  before_all(command.group.get(), [&] {
+    if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+    options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
+    device = select_device(arguments.compute.device, arguments.input);
+  });
   options.dry_run = arguments.destination.dry_run;
-  options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
-  options.force = force;
+  options.force = command.force;
   options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
-  const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
   options.device = device.device;
+  options.process_group = command.group;
   const RunInfo info = {"dequantized", device, options.dry_run, /*verified=*/false};
-  ProgressBar progress(arguments.compute.progress == "auto");
+  ProgressBar progress(arguments.compute.progress == "auto" && leads(command.group.get()));
   options.progress = progress.function();
-  describe(dequantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);
+  const CheckpointReport report = dequantize_checkpoint(arguments.input, arguments.destination.path, options);
+  if (leads(command.group.get())) describe(report, info, text, document);  // others have a part
 }
 
 }  // namespace
@@ -51,10 +57,11 @@ void add_dequantize_command(CLI::App& app, Command& command) {
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);
     command.name = "dequantize";
+    command.takes_processes = true;
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
     command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
-      run(*arguments, command.force, text, document);
+      run(*arguments, command, text, document);
     };
   });
 }

@@ -19,6 +19,7 @@
 #include "halfbyte/output.hpp"
 #include "halfbyte/system.hpp"
 #include "output.h"
+#include "process_group.h"
 #include "progress.h"
 
 namespace halfbyte::cli {
@@ -109,20 +110,38 @@ void remove_leftovers(const Command& command, Json& document) {
   }
 }
 
-int run(const Command& command) {
+// Before the work: what can be known to fail.
+void prepare(const Command& command, Json& document, std::optional<ReportFile>& json_file) {
+  remove_leftovers(command, document);
+  if (command.json_path.empty() || command.json_path == "-") return;
+  // The report of the run that is gone on with makes room.
+  const bool resumes = command.unfinished == Unfinished::resume;
+  const bool force = command.force || (resumes && is_failed_report(command.json_path, command.name));
+  json_file.emplace("--json", command.json_path, force);
+}
+
+int run(Command& command) {
   Json document = {{"schema_version", kSchemaVersion}, {"command", command.name}, {"ok", true}};
   std::string text;
   std::optional<ReportFile> json_file;
+  bool leads = true;  // what others find is of no interest
   const auto failure = attempt([&] {
-    remove_leftovers(command, document);
-    if (!command.json_path.empty() && command.json_path != "-") {
-      // The report of the run that is gone on with makes room.
-      const bool resumes = command.unfinished == Unfinished::resume;
-      const bool force = command.force || (resumes && is_failed_report(command.json_path, command.name));
-      json_file.emplace("--json", command.json_path, force);
+    if (num_launched_processes() > 1) {
+      if (!command.takes_processes)
+        throw Error(ErrorCode::usage, fmt::format("{} runs in one process, and {} were started", command.name,
+                                                  num_launched_processes()));
+      command.group = process_group();
+      leads = command.group->rank() == 0;
     }
+    if (leads) before_all(command.group.get(), [&] { prepare(command, document, json_file); });
     command.run(text, document);
   });
+  if (!leads) {
+    // An error of all is said once.
+    if (failure && failure->code == ErrorCode::bug) print_failure(*failure, command.name);
+    command.group.reset();
+    return static_cast<int>(failure ? failure->code : ErrorCode::ok);
+  }
   if (failure) {
     document["ok"] = false;
     document["error"] = {{"code", to_string(failure->code)}, {"message", failure->message}};
@@ -151,6 +170,7 @@ int run(const Command& command) {
     print_failure(*problem, command.name);
     if (exit_code == ErrorCode::ok) exit_code = problem->code;
   }
+  command.group.reset();
   return static_cast<int>(exit_code);
 }
 

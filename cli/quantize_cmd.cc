@@ -8,6 +8,7 @@
 #include "halfbyte/checkpoint.hpp"
 #include "options.h"
 #include "output.h"
+#include "process_group.h"
 #include "progress.h"
 #include "report.h"
 
@@ -78,15 +79,21 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   return options;
 }
 
-void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
-  QuantizeOptions options = to_options(arguments, force);
-  const DeviceChoice device = select_device(arguments.compute.device, arguments.input);
+void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
+  QuantizeOptions options;
+  DeviceChoice device;
+  before_all(command.group.get(), [&] {
+    options = to_options(arguments, command.force);
+    device = select_device(arguments.compute.device, arguments.input);
+  });
   options.device = device.device;
+  options.process_group = command.group;
   const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run,
                         options.importance};
-  ProgressBar progress(arguments.compute.progress == "auto");
+  ProgressBar progress(arguments.compute.progress == "auto" && leads(command.group.get()));
   options.progress = progress.function();
-  describe(quantize_checkpoint(arguments.input, arguments.destination.path, options), info, text, document);
+  const CheckpointReport report = quantize_checkpoint(arguments.input, arguments.destination.path, options);
+  if (leads(command.group.get())) describe(report, info, text, document);  // others have a part
 }
 
 }  // namespace
@@ -148,10 +155,11 @@ void add_quantize_command(CLI::App& app, Command& command) {
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);
     command.name = "quantize";
+    command.takes_processes = true;
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
     command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
-      run(*arguments, command.force, text, document);
+      run(*arguments, command, text, document);
     };
   });
 }

@@ -62,6 +62,16 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   PYTHONPATH=$work/site "$readers" -m pytest -q -p no:cacheprovider tests/docs_test.py -k run
 }
 
+stage_mpi() {  # several processes of the tool, connected by Open MPI and by MPICH
+  install_packages "${packages[@]}" "${python_packages[@]}" libopenmpi-dev openmpi-bin libmpich-dev mpich
+  configure
+  cmake --build --preset ci --target halfbyte_cli
+  # As root in a container, with more processes than cores.
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  test_mpi openmpi "mpirun.openmpi --oversubscribe"
+  test_mpi mpich mpirun.mpich
+}
+
 stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
   install_packages "${packages[@]}" "${python_packages[@]}"
   configure
@@ -111,6 +121,15 @@ stage_campaign() {  # attacks on the tool and the library: a part of each sectio
 }
 
 # ---- What they use
+
+# test_mpi NAME LAUNCHER: the plug-in for one implementation of MPI, and its tests.
+test_mpi() {
+  cmake -S . -B "build/mpi-$1" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHALFBYTE_MPI=ON -DHALFBYTE_CLI=OFF \
+    -DHALFBYTE_TESTS=OFF -DHALFBYTE_WERROR=ON -DMPI_CXX_COMPILER="mpicxx.$1" >/dev/null
+  cmake --build "build/mpi-$1" --target halfbyte_mpi
+  HALFBYTE_MPI=$PWD/build/mpi-$1/libhalfbyte_mpi.so HALFBYTE_MPIRUN=$2 \
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/mpi
+}
 
 # find_in_toolkit GIVEN NAME WHEEL_NAME: GIVEN, or the path of NAME in a CUDA toolkit, or of WHEEL_NAME in a wheel.
 find_in_toolkit() {

@@ -50,6 +50,7 @@ LAYERS = [
     (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
     (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|benchmark/benchmark_kernels\.h$|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
+    (r"src/mpi/", r"halfbyte/"),
     (r"src/capi/", r"(halfbyte|capi)/|core/per_thread\.h$"),
     (r"cli/", r"halfbyte/|\w+\.h$"),
     (r"python/", r"halfbyte/|\w+\.h$"),
@@ -81,6 +82,7 @@ OTHERS = [
     (r"nlohmann/", rf"(src/io|src/kernels|cli|examples/llama)/.*\.cc$|src/io/journal\.h$|{TESTING}"),
     (r"xxhash\.h$", r"src/core/.*\.cc$"),
     (r"CLI/", r"cli/.*\.cc$"),
+    (r"mpi\.h$", r"src/mpi/"),
     (r"(gtest|gmock)/", TESTING),
     (r"nanobind/", r"python/"),
 ]
@@ -101,8 +103,8 @@ FOLDERS = ("include", "src", "cli", "python", "examples", "tests", "bench", "too
 
 # What is compiled or run, and the file that lists it: by its path from there, or by its name alone.
 LISTS = [
-    # Of tests/interop the stage `readers` runs all.
-    (r"src/.*_test\.cc$|tests/(?!interop/|pytorch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
+    # Of tests/interop the stage `readers` runs all, of tests/mpi the stage `mpi`.
+    (r"src/.*_test\.cc$|tests/(?!interop/|mpi/|pytorch/).*(\.cc|_test\.py)$", "tests/CMakeLists.txt"),
     (r"(src|cli|bench)/.*\.cc$", "CMakeLists.txt"),
     (r"python/src/.*\.cc$", "python/CMakeLists.txt"),
     (r"examples/.*\.cc?$", "examples/CMakeLists.txt"),

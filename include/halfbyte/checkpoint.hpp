@@ -15,6 +15,7 @@
 #include "halfbyte/error.hpp"
 #include "halfbyte/format.hpp"
 #include "halfbyte/ops.hpp"
+#include "halfbyte/process_group.hpp"
 #include "halfbyte/tensor.hpp"
 
 namespace halfbyte {
@@ -191,6 +192,8 @@ struct QuantizeOptions {
   Device device = {};
   int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress = {};
+  // Processes that write the output together; null: this one alone. The report of rank 0 is whole.
+  std::shared_ptr<ProcessGroup> process_group = {};
 };
 
 // What happened (or would happen) to one weight.
@@ -267,6 +270,7 @@ struct DequantizeOptions {
   Device device = {};        // as above
   int num_threads = 0;
   ProgressFunction progress = {};
+  std::shared_ptr<ProcessGroup> process_group = {};  // as above
 };
 // Makes every quantized weight dense, and removes from config.json what quantization had added.
 // Error(bad_input) for weights of a ForeignQuantization.

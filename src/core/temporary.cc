@@ -71,8 +71,8 @@ bool has_name(int fd) {
 }
 
 // False where another process holds it. A file system without locks locks nothing.
-bool lock_new(int fd) {
-  return retry_interrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }) == 0 || errno != EWOULDBLOCK;
+bool lock_new(int fd, int kind = LOCK_EX) {
+  return retry_interrupted([&] { return ::flock(fd, kind | LOCK_NB); }) == 0 || errno != EWOULDBLOCK;
 }
 
 // Each of the following removes entries of an open directory, so that nobody can lead it elsewhere. They
@@ -292,6 +292,22 @@ void LockedDirectory::close() noexcept {
 }
 
 std::unique_ptr<LockedDirectory> LockedDirectory::take_over(const std::string& path, std::string& why_not) {
+  return open(path, LOCK_EX, why_not);
+}
+
+std::unique_ptr<LockedDirectory> LockedDirectory::join(const std::string& path, std::string& why_not) {
+  return open(path, LOCK_SH, why_not);
+}
+
+void LockedDirectory::share() {
+  // Linux gives up one lock before it takes the other. Who comes between finds a journal, and keeps what it
+  // is of.
+  const bool is_shared = retry_interrupted([&] { return ::flock(lock_, LOCK_SH | LOCK_NB); }) == 0;
+  if (!is_shared && errno == EWOULDBLOCK) fail(errno);
+}
+
+std::unique_ptr<LockedDirectory> LockedDirectory::open(const std::string& path, int lock_kind,
+                                                       std::string& why_not) {
   const auto refuse = [&](std::string why) {
     why_not = std::move(why);
     return nullptr;
@@ -307,7 +323,7 @@ std::unique_ptr<LockedDirectory> LockedDirectory::take_over(const std::string& p
   if (lock.fd < 0) return refuse(std::generic_category().message(errno));
   if (std::string why = why_no_lock(lock.fd, status); !why.empty()) return refuse(std::move(why));
   // A file system without locks locks nothing, as when it was made.
-  if (!lock_new(lock.fd)) return refuse(kInUse);
+  if (!lock_new(lock.fd, lock_kind)) return refuse(kInUse);
   if (!has_name(lock.fd)) return refuse("another run has removed it");
   std::unique_ptr<LockedDirectory> taken(new LockedDirectory);
   taken->path_ = path;

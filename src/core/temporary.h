@@ -41,6 +41,10 @@ class LockedDirectory {
   // The directory at `path`, which a run left. Null, with the reason, where a run uses it, or it is not one
   // of this user's.
   static std::unique_ptr<LockedDirectory> take_over(const std::string& path, std::string& why_not);
+  // From share() on, other processes may join it: it is in use as long as one of them lives. What joins
+  // leaves it where it is. share() throws std::system_error.
+  void share();
+  static std::unique_ptr<LockedDirectory> join(const std::string& path, std::string& why_not);
   const std::string& path() const { return path_; }  // empty once it is removed
   // Removes it with all it holds; links in it are not followed. The error of what could not be removed, or 0.
   int remove() noexcept;
@@ -50,6 +54,7 @@ class LockedDirectory {
 
  private:
   LockedDirectory() = default;
+  static std::unique_ptr<LockedDirectory> open(const std::string& path, int lock, std::string& why_not);
   void close() noexcept;
 
   std::string path_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 #include <set>
 
 #include "core/checks.h"
@@ -178,14 +179,15 @@ void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
 
 OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                                    const OutputFiles& files, const SideFiles& side_files,
-                                   ProgressReporter& reporter, const Resumption& resumption)
+                                   ProgressReporter& reporter, const Resumption& resumption, Team& team)
     : input_(input),
       output_(output),
       force_(force),
       files_(files),
       side_files_(side_files),
       reporter_(reporter),
-      num_threads_(resumption.num_threads) {
+      num_threads_(resumption.num_threads),
+      team_(team) {
   if (!input.path.empty()) check_output_path(input.path, output);
   // Of one file there is nothing to go on with.
   if (files.names.size() > 1 && !resumption.identity.is_null()) {
@@ -193,13 +195,34 @@ OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::str
     (*identity_)["version"] = kVersion;
     (*identity_)["source"] = source_identity(input, side_files.copied);
   }
-  std::unique_ptr<LockedDirectory> unfinished;
-  if (resumption.unfinished == Unfinished::resume && identity_)
-    unfinished = take_unfinished();
-  else
-    remove_leftovers(output, resumption.unfinished == Unfinished::discard);
-  if (!input.is_directory) return;
-  directory_ = std::make_unique<OutputDirectory>(output, force, side_files.copied, std::move(unfinished));
+  if (team_.leads()) {
+    std::unique_ptr<LockedDirectory> unfinished;
+    if (resumption.unfinished == Unfinished::resume && identity_)
+      unfinished = take_unfinished();
+    else
+      remove_leftovers(output, resumption.unfinished == Unfinished::discard);
+    if (input.is_directory)
+      directory_ = std::make_unique<OutputDirectory>(output, force, side_files.copied, std::move(unfinished));
+  }
+}
+
+// The process that leads says where the output is made, if others can take a part of it.
+void OutputCheckpoint::join_team() {
+  std::string path;
+  if (team_.leads() && identity_) {
+    if (!journal_) begin_journal();
+    directory_->locked().share();
+    path = fs::absolute(directory_->locked().path()).string();
+  }
+  path = team_.meet(path).front();
+  if (team_.leads() || path.empty()) return;
+  std::string why_not;
+  auto joined = LockedDirectory::join(path, why_not);
+  HALFBYTE_CHECK(joined, io,
+                 "cannot work in \"{}\", where another process makes the output: {} (all must see it)",
+                 printable(path), why_not);
+  directory_ = std::make_unique<OutputDirectory>(output_, std::move(joined));
+  earlier_ = Journal::open(path);
 }
 
 OutputCheckpoint::~OutputCheckpoint() = default;
@@ -252,8 +275,51 @@ void OutputCheckpoint::check_resumed() {
   }
 }
 
+// The others learn of it from what leads, which has read the files.
+void OutputCheckpoint::share_resumed() {
+  Json names = Json::array();
+  for (size_t file = 0; file < resumed_.size(); ++file)
+    if (resumed_[file] != nullptr) names.push_back(files_.names[file]);
+  names = Json::parse(team_.meet(names.dump(-1, ' ', true, Json::error_handler_t::replace)).front());
+  if (team_.leads()) return;
+  resumed_.resize(files_.names.size());
+  for (size_t file = 0; file < files_.names.size(); ++file)
+    if (std::find(names.begin(), names.end(), files_.names[file]) != names.end())
+      resumed_[file] = earlier_->find(files_.names[file]);
+}
+
+// The largest file goes to the process with the least to do, and so on.
+void OutputCheckpoint::deal(std::span<const uint64_t> num_bytes) {
+  if (team_.is_alone() || !identity_) return;
+  std::vector<size_t> files(num_bytes.size());
+  std::iota(files.begin(), files.end(), size_t{0});
+  std::ranges::stable_sort(files, std::greater(), [&](size_t file) { return num_bytes[file]; });
+  std::vector<uint64_t> sums(static_cast<size_t>(team_.size()));
+  owner_.resize(num_bytes.size());
+  for (const size_t file : files) {
+    const auto least = std::ranges::min_element(sums);
+    *least += num_bytes[file];
+    owner_[file] = static_cast<int>(least - sums.begin());
+  }
+}
+
+void OutputCheckpoint::gather_files() {
+  if (team_.is_alone() || !identity_) return;
+  if (!team_.leads()) directory_.reset();  // nothing may keep its files open when it is renamed
+  others_ = std::make_unique<Json>(Json::array());
+  for (const std::string& text :
+       team_.meet(written_ ? written_->dump(-1, ' ', true, Json::error_handler_t::replace) : "{}"))
+    others_->push_back(Json::parse(text));
+  if (!team_.leads()) return;
+  gathered_.resize(files_.names.size());
+  for (size_t file = 0; file < files_.names.size(); ++file) {
+    const Json& own = (*others_)[static_cast<size_t>(owner_[file])];
+    if (!is_mine(file) && own.contains(files_.names[file])) gathered_[file] = &own[files_.names[file]];
+  }
+}
+
 bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
-  if (resumed(file) == nullptr) return false;
+  if (resumed(file) == nullptr && gathered(file) == nullptr) return false;
   const std::string& name = files_.names[file];
   const std::vector<StoredTensor> tensors =
       read_safetensors_header(InputFile::open_beneath(directory_->temporary_path(), name), name).tensors;
@@ -268,37 +334,51 @@ bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
 
 void OutputCheckpoint::add_record(const std::string& name, const Json& record) {
   if (!identity_) return;
-  LockedDirectory& locked = directory_->locked();
-  if (!journal_) {
-    journal_ = std::make_unique<Journal>(locked.path(), *identity_);
-    directory_->sync_names();
-    locked.set_kept(true);
-  }
+  if (!journal_) begin_journal();
   journal_->add(name, record);
+  if (team_.is_alone()) return;
+  if (!written_) written_ = std::make_unique<Json>(Json::object());
+  (*written_)[name] = record;
+}
+
+void OutputCheckpoint::begin_journal() {
+  LockedDirectory& locked = directory_->locked();
+  journal_ = std::make_unique<Journal>(locked.path(), *identity_, team_.rank());
+  directory_->sync_names();
+  locked.set_kept(true);
 }
 
 const Json* OutputCheckpoint::find_record(const std::string& name) const {
-  return journal_ ? journal_->find(name) : nullptr;
+  const Journal* const journal = team_.leads() ? journal_.get() : earlier_.get();
+  return journal ? journal->find(name) : nullptr;
 }
 
 void OutputCheckpoint::run(const std::function<void()>& work) {
   try {
-    if (journal_) check_resumed();
+    if (!team_.is_alone()) join_team();
+    if (journal_ && team_.leads()) check_resumed();
+    if (!team_.is_alone() && identity_) share_resumed();
     work();
   } catch (const Error& error) {
-    give_up(error);
+    give_up(team_.agreed(error));
   } catch (const Json::exception& error) {
-    give_up(Error(ErrorCode::corrupt,
-                  fmt::format("the journal of the unfinished output is damaged: {}", error.what())));
+    give_up(team_.agreed({ErrorCode::corrupt,
+                          fmt::format("the journal of the unfinished output is damaged: {}", error.what())}));
   }
 }
 
 void OutputCheckpoint::give_up(const Error& error) {
+  if (!journal_ || !directory_ || !team_.leads()) throw error;
+  LockedDirectory& locked = directory_->locked();
+  if (error.code() == ErrorCode::bad_input ||
+      error.code() == ErrorCode::usage) {  // another run would fail again
+    locked.set_kept(false);
+    throw error;
+  }
+  const std::unique_ptr<Journal> all = team_.is_alone() ? nullptr : Journal::open(locked.path());
   int64_t complete = 0;
-  for (const std::string& name : files_.names) complete += journal_ && journal_->find(name) ? 1 : 0;
-  const bool would_fail_again = error.code() == ErrorCode::bad_input || error.code() == ErrorCode::usage;
-  if (journal_ && directory_ && would_fail_again) directory_->locked().set_kept(false);
-  if (complete == 0 || would_fail_again) throw error;
+  for (const std::string& name : files_.names) complete += (all ? all : journal_)->find(name) ? 1 : 0;
+  if (complete == 0) throw error;
   throw Error(error.code(),
               fmt::format("{} ({} of {} files are complete and kept: a run that resumes goes on with them)",
                           error.what(), complete, files_.names.size()),
@@ -310,7 +390,10 @@ InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
   return InputFile::open_beneath(path.parent_path().string(), path.filename().string());
 }
 
-void OutputCheckpoint::reserve_bytes(std::vector<std::pair<std::string, uint64_t>> planned) {
+void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
+  std::vector<std::pair<std::string, uint64_t>> planned;
+  for (size_t file = 0; file < num_bytes.size(); ++file)
+    if (!resumed(file)) planned.emplace_back(files_.names[file], num_bytes[file]);
   for (const std::string& name : side_files_.copied) {
     planned.emplace_back(name, open_side_file(name).size());
     side_bytes_ += planned.back().second;
@@ -439,6 +522,11 @@ void OutputCheckpoint::copy_file(const std::string& name, ProgressPhase& progres
 }
 
 void OutputCheckpoint::finish(const std::string& config, const std::map<std::string, std::string>& texts) {
+  if (team_.leads()) finish_alone(config, texts);
+}
+
+void OutputCheckpoint::finish_alone(const std::string& config,
+                                    const std::map<std::string, std::string>& texts) {
   if (!directory_) {
     reporter_.ask();
     check_sources();

@@ -13,6 +13,7 @@
 #include "io/output_weight.h"
 #include "io/progress.h"
 #include "io/safetensors.h"
+#include "io/team.h"
 #include "io/verify.h"
 
 namespace halfbyte::io {
@@ -67,16 +68,25 @@ struct Resumption {
 class OutputCheckpoint {
  public:
   // Checks the output path and makes what keeps the output invisible until it is complete, or takes over what
-  // an earlier run left unfinished. `files`, `side_files` and `reporter` must outlive it.
+  // an earlier run left unfinished. Of a team, the process that leads does, and the others join. `files`,
+  // `side_files`, `reporter` and `team` must outlive it.
   OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                    const OutputFiles& files, const SideFiles& side_files, ProgressReporter& reporter,
-                   const Resumption& resumption);
+                   const Resumption& resumption, Team& team);
   ~OutputCheckpoint();
 
   // Within run(): the record of a file that an earlier run completed; null: it must be written.
   const nlohmann::json* resumed(size_t file) const { return resumed_.empty() ? nullptr : resumed_[file]; }
   // Whether such a file has these tensors, and so takes part in the output as it is.
   bool take_resumed(size_t file, const FileContent& content);
+  // Whether this process writes the file. Of a team, each has about as many bytes to write: known after
+  // reserve().
+  bool is_mine(size_t file) const { return owner_.empty() ? team_.leads() : owner_[file] == team_.rank(); }
+  // When the files of this process are written: what leads gets the records of what the others have written,
+  // by gathered(), and then take_resumed().
+  void gather_files();
+  const nlohmann::json* gathered(size_t file) const { return gathered_.empty() ? nullptr : gathered_[file]; }
+
   // What a run has found out that another one need not, under a name that no file has; null: nothing.
   const nlohmann::json* find_record(const std::string& name) const;
   void add_record(const std::string& name, const nlohmann::json& record);
@@ -90,14 +100,15 @@ class OutputCheckpoint {
   template <class Content>
   void reserve(const Content& content) {
     if (!directory_) return;  // begin_file() does it
-    std::vector<std::pair<std::string, uint64_t>> planned;
+    std::vector<uint64_t> planned(files_.names.size());
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (resumed(file)) continue;
       FileContent own = content(file);
-      planned.emplace_back(files_.names[file], lay_out_safetensors(own.tensors, own.metadata).file_bytes);
+      planned[file] = lay_out_safetensors(own.tensors, own.metadata).file_bytes;
       reporter_.poll();
     }
-    reserve_bytes(std::move(planned));
+    deal(planned);
+    if (team_.leads()) reserve_bytes(planned);
   }
   // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
   // committed is forgotten.
@@ -121,16 +132,23 @@ class OutputCheckpoint {
 
   // Copies the side files, writes index, `texts` (names of files and what they hold) and config (where not
   // empty), makes the output visible. The last step of a run that can fail: memory for what follows is taken
-  // before, so that a run that fails has no output.
+  // before, so that a run that fails has no output. Of a team, the process that leads does it, and the others
+  // wait.
   void finish(const std::string& config, const std::map<std::string, std::string>& texts = {});
 
  private:
   std::unique_ptr<LockedDirectory> take_unfinished();
+  void begin_journal();
+  void join_team();
   void check_resumed();
+  void share_resumed();
+  void deal(std::span<const uint64_t> num_bytes);
   [[noreturn]] void give_up(const Error& error);
   void count_tensors(size_t file, std::span<const StoredTensor> tensors);
-  void reserve_bytes(std::vector<std::pair<std::string, uint64_t>> planned);
+  // Of each file; 0: it is complete.
+  void reserve_bytes(std::span<const uint64_t> num_bytes);
   void check_sources() const;
+  void finish_alone(const std::string& config, const std::map<std::string, std::string>& texts);
   InputFile open_side_file(const std::string& name) const;
   void write_text(const std::string& name, const std::string& text);
   void copy_file(const std::string& name, ProgressPhase& progress);
@@ -146,9 +164,15 @@ class OutputCheckpoint {
   std::unique_ptr<OutputDirectory> directory_;  // null for a single file
   std::unique_ptr<nlohmann::json> identity_;    // null: there is no journal
   int num_threads_;
-  std::unique_ptr<Journal> journal_;            // from the first record on
-  std::vector<const nlohmann::json*> resumed_;  // by file; of journal_
-  std::unique_ptr<OutputFile> file_;            // the current one
+  Team& team_;
+  std::unique_ptr<Journal> journal_;  // of this process, from the first record on
+  std::unique_ptr<Journal> earlier_;  // of a process that does not lead: what earlier runs have recorded
+  std::unique_ptr<nlohmann::json> written_,
+      others_;              // records of this run: of this process, and of all, by rank
+  std::vector<int> owner_;  // by file: the rank that writes it; empty: the one that leads
+  std::vector<const nlohmann::json*> gathered_;  // by file; of others_
+  std::vector<const nlohmann::json*> resumed_;   // by file; of journal_
+  std::unique_ptr<OutputFile> file_;             // the current one
   size_t file_index_ = 0;
   std::vector<StoredTensor> tensors_;  // of the current file
   std::unordered_map<std::string_view, const StoredTensor*> by_name_;

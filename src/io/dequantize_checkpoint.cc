@@ -35,12 +35,14 @@ struct Task {
 
 class Dequantizer {
  public:
-  Dequantizer(const Checkpoint& input, const std::string& output, const DequantizeOptions& options)
+  Dequantizer(const Checkpoint& input, const std::string& output, const DequantizeOptions& options,
+              Team& team)
       : input_(input.impl()),
         output_(output),
         options_(options),
         num_workers_(num_workers(options.device, options.num_threads)),
-        reporter_(options.progress) {}
+        team_(team),
+        reporter_(team.watched(options.progress)) {}
 
   CheckpointReport run();
 
@@ -66,6 +68,7 @@ class Dequantizer {
   const std::string& output_;
   const DequantizeOptions& options_;
   const int num_workers_;
+  Team& team_;
   ProgressReporter reporter_;
   std::vector<OutputWeight> outputs_;
   std::vector<Place> places_;  // of each weight of the input
@@ -325,7 +328,7 @@ CheckpointReport Dequantizer::run() {
       {"operation", "dequantize"},
       {"options", {{"dtype", option_json(options_.dtype)}, {"shard_bytes", options_.shard_bytes}}}};
   OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
-                          {options_.unfinished, identity, options_.num_threads});
+                          {options_.unfinished, identity, options_.num_threads}, team_);
   writer.run([&] {
     writer.reserve([&](size_t file) { return content_of(file); });
     for (size_t file = 0; file < files_.names.size(); ++file) {
@@ -334,6 +337,7 @@ CheckpointReport Dequantizer::run() {
         for (const Task& task : tasks_of_file_[file]) progress.add(output_bytes(task));
         continue;
       }
+      if (!writer.is_mine(file)) continue;
       const auto start = std::chrono::steady_clock::now();
       write_file(writer, file, progress);
       const auto written = std::chrono::steady_clock::now();
@@ -343,6 +347,9 @@ CheckpointReport Dequantizer::run() {
       report_.run_seconds += std::chrono::duration<double>(written - start).count();
       report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
     }
+    writer.gather_files();
+    for (size_t file = 0; file < files_.names.size(); ++file)
+      if (writer.gathered(file)) writer.take_resumed(file, content_of(file));
     writer.finish(config);
   });
   return std::move(report_);
@@ -353,7 +360,11 @@ CheckpointReport Dequantizer::run() {
 
 CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                        const DequantizeOptions& options) {
-  return io::Dequantizer(Checkpoint::open(input, options.progress), output, options).run();
+  io::Team team(options.process_group);
+  return team.run([&] {
+    return io::Dequantizer(Checkpoint::open(input, team.watched(options.progress)), output, options, team)
+        .run();
+  });
 }
 
 }  // namespace halfbyte

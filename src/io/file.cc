@@ -606,6 +606,12 @@ OutputDirectory::OutputDirectory(const std::string& path, bool force, std::vecto
     fail_io("create a temporary directory for", path_, errno);
 }
 
+OutputDirectory::OutputDirectory(const std::string& path, std::unique_ptr<LockedDirectory> joined)
+    : force_(false),
+      path_(path),
+      temporary_(join(joined->path(), kUnfinishedOutput)),
+      directory_(std::move(joined)) {}
+
 OutputDirectory::FileSize OutputDirectory::size_of(const std::string& name) const {
   struct stat status;
   if (::lstat(join(temporary_, name).c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return {};

@@ -107,6 +107,8 @@ class OutputDirectory {
   // checkpoint. `unfinished`: what an earlier run left; null: there is nothing.
   OutputDirectory(const std::string& path, bool force, std::vector<std::string> side_files = {},
                   std::unique_ptr<LockedDirectory> unfinished = nullptr);
+  // One that another process has made, and commits.
+  OutputDirectory(const std::string& path, std::unique_ptr<LockedDirectory> joined);
   OutputDirectory(OutputDirectory&&) = delete;
   ~OutputDirectory();
   const std::string& temporary_path() const { return temporary_; }

@@ -47,14 +47,20 @@ Json parse_line(std::string_view line) {
 
 }  // namespace
 
-Journal::Journal(const std::string& directory)
-    : path_(join(directory, kJournal)), hidden_(path_ + ".hidden") {}
+Journal::Journal(const std::string& directory, const std::string& name)
+    : path_(join(directory, name)), hidden_(path_ + ".hidden") {}
 
-Journal::Journal(const std::string& directory, const Json& identity) : Journal(directory) {
+Journal::Journal(const std::string& directory, const Json& identity, int rank)
+    : Journal(directory, rank == 0 ? kJournal : fmt::format("{}-{}", kJournal, rank)) {
+  // That of a rank of an earlier run, which this one goes on with.
+  if (rank > 0 && ::access(path_.c_str(), F_OK) == 0 && read() && difference(identity_, identity).empty())
+    return;
   identity_ = normal(identity);
+  if (fd_ >= 0) ::close(fd_);
   fd_ = retry_interrupted(
-      [&] { return ::open(hidden_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600); });
+      [&] { return ::open(hidden_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); });
   if (fd_ < 0) fail("create", hidden_, errno);
+  end_ = 0;
   append(identity_);  // without it the journal would say nothing
   if (::rename(hidden_.c_str(), path_.c_str()) != 0) fail("rename", hidden_, errno);
 }
@@ -63,26 +69,38 @@ Journal::~Journal() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-std::unique_ptr<Journal> Journal::open(const std::string& directory) {
-  std::unique_ptr<Journal> journal(new Journal(directory));
-  const std::string text = read_text(InputFile::open_beneath(directory, kJournal), kMaxBytes);
+// False where the first line is damaged.
+bool Journal::read() {
+  const std::string text =
+      read_text(InputFile::open_beneath(parent_of(path_), path_.substr(path_.rfind('/') + 1)), kMaxBytes);
   for (size_t begin = 0, end = 0; (end = text.find('\n', begin)) != std::string::npos; begin = end + 1) {
     Json line = parse_line(std::string_view(text).substr(begin, end - begin));
-    if (journal->identity_.is_null()) {
-      journal->identity_ = std::move(line);
+    if (begin == 0) {
+      if (line.is_null()) return false;
+      identity_ = std::move(line);
     } else if (line.is_object() && line.contains("name") && line["name"].is_string()) {
       const std::string name = line["name"];
-      journal->records_[name] = std::move(line);
+      records_[name] = std::move(line);
     } else {
       break;
     }
-    if (journal->identity_.is_null()) return nullptr;
-    journal->end_ = end + 1;
+    end_ = end + 1;
   }
-  if (journal->identity_.is_null()) return nullptr;
-  journal->fd_ =
-      retry_interrupted([&] { return ::open(journal->path_.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC); });
-  if (journal->fd_ < 0) fail("open", journal->path_, errno);
+  if (end_ == 0) return false;
+  fd_ = retry_interrupted([&] { return ::open(path_.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC); });
+  if (fd_ < 0) fail("open", path_, errno);
+  return true;
+}
+
+std::unique_ptr<Journal> Journal::open(const std::string& directory) {
+  std::unique_ptr<Journal> journal(new Journal(directory, std::string(kJournal)));
+  if (!journal->read()) return nullptr;
+  const std::string prefix = fmt::format("{}-", kJournal);
+  for (const std::string& name : list_directory(directory)) {
+    if (!name.starts_with(prefix) || name.ends_with(".hidden")) continue;
+    Journal other(directory, name);
+    if (other.read() && other.identity_ == journal->identity_) journal->records_.merge(other.records_);
+  }
   return journal;
 }
 

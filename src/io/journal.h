@@ -15,12 +15,13 @@ namespace halfbyte::io {
 
 class Journal {
  public:
-  // Begins one. `identity` is what two runs must have in common, so that one goes on with the output of the
-  // other. Error(io).
-  Journal(const std::string& directory, const nlohmann::json& identity);
+  // Begins one, of this process among several (rank), or goes on with that of the rank. `identity` is what
+  // two runs must have in common, so that one goes on with the output of the other. Error(io).
+  Journal(const std::string& directory, const nlohmann::json& identity, int rank = 0);
   Journal(Journal&&) = delete;
   ~Journal();
-  // That of a directory; null where its first line is damaged. Error(io).
+  // That of a directory, with the records of those of the other ranks; null where its first line is damaged.
+  // Error(io).
   static std::unique_ptr<Journal> open(const std::string& directory);
 
   const nlohmann::json& identity() const { return identity_; }
@@ -34,7 +35,8 @@ class Journal {
   bool show() noexcept;  // false where it cannot
 
  private:
-  explicit Journal(const std::string& directory);
+  Journal(const std::string& directory, const std::string& name);
+  bool read();
   void append(const nlohmann::json& line);
 
   std::string path_, hidden_;

@@ -42,13 +42,14 @@ struct Item {
 
 class Quantizer {
  public:
-  Quantizer(const Checkpoint& input, const std::string& output, const QuantizeOptions& options)
+  Quantizer(const Checkpoint& input, const std::string& output, const QuantizeOptions& options, Team& team)
       : input_(input.impl()),
         output_(output),
         options_(options),
         layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
         num_workers_(num_workers(options.device, options.num_threads)),
-        reporter_(options.progress),
+        team_(team),
+        reporter_(team.watched(options.progress)),
         decodes_(std::ranges::any_of(input_.weights,
                                      [](const Weight& weight) { return weight.layout.has_value(); })),
         config_(decodes_ && !input_.config.empty() ? without_quantization(input_.config, {})
@@ -94,6 +95,7 @@ class Quantizer {
   void write_file(OutputCheckpoint& writer, size_t file);
   void find_ranges();
   void set_global_scale(Item& item) const;
+  void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
   std::vector<BlockWorker> make_workers(std::span<const size_t> items) const;
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
@@ -118,6 +120,7 @@ class Quantizer {
   const QuantizeOptions& options_;
   const LayoutInfo& layout_;
   const int num_workers_;
+  Team& team_;
   ProgressReporter reporter_;
   const bool decodes_;        // some weights of the input are quantized
   const std::string config_;  // of the input, as if none were
@@ -557,13 +560,16 @@ void Quantizer::find_ranges() {
   const std::vector<Task> tasks = tasks_of(wanted);
   std::vector<BlockWorker> workers = make_workers(wanted);
   std::vector<ValueRange> ranges(tasks.size());
+  // Of a team, each has a part of the tasks.
+  const auto part = [&](int rank) { return std::ssize(tasks) * rank / team_.size(); };
+  const int64_t first = part(team_.rank());
   const auto merge = [](ValueRange& total, const ValueRange& part) {  // quantize counts non-finite elements
     total.min = std::min(total.min, part.min);
     total.max = std::max(total.max, part.max);
   };
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
+  parallel_for(part(team_.rank() + 1) - first, 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[static_cast<size_t>(w)];
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+    for (auto i = static_cast<size_t>(first + begin); i < static_cast<size_t>(first + end); ++i) {
       const Task& task = tasks[i];
       const Item& item = items_[task.item];
       worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
@@ -572,6 +578,7 @@ void Quantizer::find_ranges() {
       });
     }
   });
+  share(ranges, part);
   std::map<std::string, ValueRange> shared;
   const auto range_of = [&](size_t i) -> ValueRange& {
     const Item& item = items_[i];
@@ -582,6 +589,18 @@ void Quantizer::find_ranges() {
     items_[i].range = range_of(i);
     set_global_scale(items_[i]);
   }
+}
+
+// Completes what each process of a team has of `ranges`.
+void Quantizer::share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const {
+  if (team_.is_alone()) return;
+  const int64_t begin = part(team_.rank()), end = part(team_.rank() + 1);
+  const auto size = [](int64_t count) { return static_cast<size_t>(count) * sizeof(ValueRange); };
+  const std::vector<std::string> parts =
+      team_.meet({reinterpret_cast<const char*>(ranges.data() + begin), size(end - begin)});
+  for (int rank = 0; rank < team_.size(); ++rank)
+    std::memcpy(ranges.data() + part(rank), parts[static_cast<size_t>(rank)].data(),
+                size(part(rank + 1) - part(rank)));
 }
 
 // From the range.
@@ -617,7 +636,7 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
   Json ranges;
   for (const Item* item : items)
     ranges[item->source.name] = {exact_text(item->range.min), exact_text(item->range.max)};
-  writer.add_record(name, {{"weights", std::move(ranges)}});
+  if (team_.leads()) writer.add_record(name, {{"weights", std::move(ranges)}});
 }
 
 void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
@@ -788,7 +807,7 @@ CheckpointReport Quantizer::run() {
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
     verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
     OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
-                            {options_.unfinished, identity(), options_.num_threads});
+                            {options_.unfinished, identity(), options_.num_threads}, team_);
     writer.run([&] {
       const auto content = [&](size_t file) {
         return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
@@ -802,10 +821,16 @@ CheckpointReport Quantizer::run() {
           ++report_.num_resumed_files;
           quantize_phase_->add(source_bytes_of(file));
           if (options_.verify) verify_phase_->add(source_bytes_of(file));
-        } else {
+        } else if (writer.is_mine(file)) {
           run_file(writer, file);
         }
       }
+      writer.gather_files();
+      for (size_t file = 0; file < files_.names.size(); ++file)
+        if (const Json* record = writer.gathered(file)) {
+          resume_file(record->at("weights"), file);
+          writer.take_resumed(file, content(file));
+        }
       complete_report();
       writer.finish(config_.empty() ? "" : config_text(), quantization_files());
     });
@@ -832,7 +857,11 @@ void Quantizer::complete_report() {
 
 CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                      const QuantizeOptions& options) {
-  return io::Quantizer(Checkpoint::open(input, options.progress), output, options).run();
+  io::Team team(options.process_group);
+  return team.run([&] {
+    return io::Quantizer(Checkpoint::open(input, team.watched(options.progress)), output, options, team)
+        .run();
+  });
 }
 
 }  // namespace halfbyte

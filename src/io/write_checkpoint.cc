@@ -684,8 +684,9 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   }
   io::ProgressReporter reporter(options.progress);
   io::ProgressPhase writing(reporter, "write", written), verifying(reporter, "verify", verified);
+  io::Team alone(nullptr);
   io::OutputCheckpoint to(*input_, output, options.force, files_, side_files, reporter,
-                          {options.unfinished, identity(), options.num_threads});
+                          {options.unfinished, identity(), options.num_threads}, alone);
   to.run([&] {
     to.reserve([&](size_t file) { return content_of(file); });
     for (size_t file = 0; file < files_.names.size(); ++file) {

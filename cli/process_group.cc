@@ -1,0 +1,66 @@
+#include "process_group.h"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "halfbyte/error.hpp"
+#include "output.h"
+
+namespace halfbyte::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kLibrary = "libhalfbyte_mpi.so";
+
+int number_in(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text == nullptr ? 0 : std::atoi(text);
+}
+
+std::vector<std::string> candidates() {
+  if (const char* const path = std::getenv("HALFBYTE_MPI"); path != nullptr && *path != '\0') return {path};
+  std::error_code error;
+  const fs::path folder = fs::read_symlink("/proc/self/exe", error).parent_path();
+  return {(folder / kLibrary).string(), kLibrary};  // the latter by the run path, too: where the library lies
+}
+
+}  // namespace
+
+int num_launched_processes() {
+  for (const char* const variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
+    if (const int count = number_in(variable); count > 0) return count;
+  return std::getenv("PMIX_RANK") != nullptr ? std::max(1, number_in("SLURM_NTASKS")) : 1;
+}
+
+std::shared_ptr<ProcessGroup> process_group() {
+  const int count = num_launched_processes();
+  if (count < 2) return nullptr;
+  std::string why;
+  for (const std::string& path : candidates()) {
+    // Never closed: MPI may have threads.
+    void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL | RTLD_NODELETE);
+    if (library == nullptr) {
+      why += (why.empty() ? "" : "; ") + std::string(::dlerror());
+      continue;
+    }
+    auto* const make = reinterpret_cast<ProcessGroup* (*)()>(::dlsym(library, "halfbyte_mpi_group"));
+    if (make == nullptr)
+      throw Error(ErrorCode::usage, fmt::format("\"{}\" is no {}", printable(path), kLibrary));
+    return std::shared_ptr<ProcessGroup>(make());
+  }
+  throw Error(
+      ErrorCode::usage,
+      fmt::format(
+          "{} processes were started, which MPI connects, and {} cannot be opened ({}): build it with "
+          "-DHALFBYTE_MPI=ON, or start one process",
+          count, kLibrary, why));
+}
+
+}  // namespace halfbyte::cli
