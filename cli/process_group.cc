@@ -19,13 +19,15 @@ namespace fs = std::filesystem;
 
 constexpr const char* kLibrary = "libhalfbyte_mpi.so";
 
-int number_in(const char* variable) {
-  const char* const text = std::getenv(variable);
-  return text == nullptr ? 0 : std::atoi(text);
+// Empty where it is not set.
+std::string variable(const char* name) {
+  const char* const value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe): nothing here changes it
+  return value == nullptr ? "" : value;
 }
+int number_in(const char* name) { return static_cast<int>(std::strtol(variable(name).c_str(), nullptr, 10)); }
 
 std::vector<std::string> candidates() {
-  if (const char* const path = std::getenv("HALFBYTE_MPI"); path != nullptr && *path != '\0') return {path};
+  if (std::string path = variable("HALFBYTE_MPI"); !path.empty()) return {std::move(path)};
   std::error_code error;
   const fs::path folder = fs::read_symlink("/proc/self/exe", error).parent_path();
   return {(folder / kLibrary).string(), kLibrary};  // the latter by the run path, too: where the library lies
@@ -34,9 +36,9 @@ std::vector<std::string> candidates() {
 }  // namespace
 
 int num_launched_processes() {
-  for (const char* const variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
-    if (const int count = number_in(variable); count > 0) return count;
-  return std::getenv("PMIX_RANK") != nullptr ? std::max(1, number_in("SLURM_NTASKS")) : 1;
+  for (const char* const name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
+    if (const int count = number_in(name); count > 0) return count;
+  return variable("PMIX_RANK").empty() ? 1 : std::max(1, number_in("SLURM_NTASKS"));
 }
 
 std::shared_ptr<ProcessGroup> process_group() {
@@ -47,7 +49,8 @@ std::shared_ptr<ProcessGroup> process_group() {
     // Never closed: MPI may have threads.
     void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL | RTLD_NODELETE);
     if (library == nullptr) {
-      why += (why.empty() ? "" : "; ") + std::string(::dlerror());
+      why += (why.empty() ? "" : "; ") +
+             std::string(::dlerror());  // NOLINT(concurrency-mt-unsafe): of the thread
       continue;
     }
     auto* const make = reinterpret_cast<ProcessGroup* (*)()>(::dlsym(library, "halfbyte_mpi_group"));

@@ -92,7 +92,7 @@ stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
 }
 
 stage_lint() {  # clang-tidy over kernels, changed units, and a part of the others
-  install_packages "${packages[@]}" "${python_packages[@]}" clang-tidy-14
+  install_packages "${packages[@]}" "${python_packages[@]}" clang-tidy-14 libopenmpi-dev
   configure
   cmake --build --preset ci --target halfbyte_kernel_configs
   # Not these: clang refuses shared memory of types with initial values, which NVRTC takes.
@@ -100,7 +100,7 @@ stage_lint() {  # clang-tidy over kernels, changed units, and a part of the othe
   find src cli -name '*.cc' ! -name '*_test.cc' ! -name '*_bench.cc' | sort >"$work/units"
   { changed_units <"$work/units" | sort -u | part 24 && part 12 <"$work/units"; } | sort -u >"$work/chosen"
   echo "$(wc -l <"$work/kernels") kernels, $(wc -l <"$work/chosen") of $(wc -l <"$work/units") units"
-  cmake --preset lint >/dev/null
+  cmake --preset lint -DHALFBYTE_MPI=ON >/dev/null
   local failed=0
   xargs -P "$(nproc)" -n 1 bash -c 'lint_unit "$@"' lint <"$work/chosen" || failed=1
   xargs -P "$(nproc)" -L 1 bash -c 'lint_kernel "$@"' lint <"$work/kernels" || failed=1

@@ -22,11 +22,9 @@ Error error_of(const std::string& word) {
 std::vector<std::string> Team::exchange(const std::string& word) {
   std::vector<std::string> words = group_->gather(word);
   const std::string* worst = nullptr;  // the first that has failed; else one that only follows
-  for (const std::string& each : words)
-    if (each.front() == kFailed && (worst == nullptr || worst->front() == kFollows))
-      worst = &each;
-    else if (each.front() == kFollows && worst == nullptr)
-      worst = &each;
+  for (const char kind : {kFailed, kFollows})
+    for (const std::string& each : words)
+      if (worst == nullptr && each.front() == kind) worst = &each;
   if (worst != nullptr) {
     is_over_ = true;
     throw error_of(*worst);
