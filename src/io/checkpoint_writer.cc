@@ -259,33 +259,27 @@ void OutputCheckpoint::check_resumed() {
   resumed_.resize(files_.names.size());
   uint64_t total = 0;
   for (size_t file = 0; file < files_.names.size(); ++file) {
-    const Json* const record = journal_->find(files_.names[file]);
     const uint64_t bytes = directory_->size_of(files_.names[file]).bytes;
-    if (record == nullptr || record->at("bytes") != bytes) continue;
-    resumed_[file] = record;
+    if (!journal_->contains(files_.names[file]) || journal_->find(files_.names[file]).at("bytes") != bytes)
+      continue;
+    resumed_[file] = 1;
     total += bytes;
   }
   ProgressPhase checking(reporter_, "check", total);
   for (size_t file = 0; file < files_.names.size(); ++file) {
-    if (resumed_[file] == nullptr) continue;
-    const auto input = InputFile::open_beneath(directory_->temporary_path(), files_.names[file]);
-    const bool same = resumed_[file]->at("hash") == hash_file(input, num_threads_, reporter_);
-    if (!same) resumed_[file] = nullptr;
+    if (resumed_[file] == 0) continue;
+    const std::string& name = files_.names[file];
+    const auto input = InputFile::open_beneath(directory_->temporary_path(), name);
+    if (journal_->find(name).at("hash") != hash_file(input, num_threads_, reporter_)) resumed_[file] = 0;
     checking.add(input.size());
   }
 }
 
 // The others learn of it from what leads, which has read the files.
 void OutputCheckpoint::share_resumed() {
-  Json names = Json::array();
-  for (size_t file = 0; file < resumed_.size(); ++file)
-    if (resumed_[file] != nullptr) names.push_back(files_.names[file]);
-  names = Json::parse(team_.meet(names.dump(-1, ' ', true, Json::error_handler_t::replace)).front());
-  if (team_.leads()) return;
   resumed_.resize(files_.names.size());
-  for (size_t file = 0; file < files_.names.size(); ++file)
-    if (std::find(names.begin(), names.end(), files_.names[file]) != names.end())
-      resumed_[file] = earlier_->find(files_.names[file]);
+  const std::string of_leader = team_.meet({resumed_.begin(), resumed_.end()}).front();
+  resumed_.assign(of_leader.begin(), of_leader.end());
 }
 
 // The largest file goes to the process with the least to do, and so on.
@@ -306,20 +300,16 @@ void OutputCheckpoint::deal(std::span<const uint64_t> num_bytes) {
 void OutputCheckpoint::gather_files() {
   if (team_.is_alone() || !identity_) return;
   if (!team_.leads()) directory_.reset();  // nothing may keep its files open when it is renamed
-  others_ = std::make_unique<Json>(Json::array());
-  for (const std::string& text :
-       team_.meet(written_ ? written_->dump(-1, ' ', true, Json::error_handler_t::replace) : "{}"))
-    others_->push_back(Json::parse(text));
+  const std::vector<std::string> lines = team_.meet(journal_ ? journal_->added() : "");
   if (!team_.leads()) return;
+  for (const std::string& of_rank : lines) journal_->take(of_rank);
   gathered_.resize(files_.names.size());
-  for (size_t file = 0; file < files_.names.size(); ++file) {
-    const Json& own = (*others_)[static_cast<size_t>(owner_[file])];
-    if (!is_mine(file) && own.contains(files_.names[file])) gathered_[file] = &own[files_.names[file]];
-  }
+  for (size_t file = 0; file < files_.names.size(); ++file)
+    gathered_[file] = !is_resumed(file) && !is_mine(file) && journal_->contains(files_.names[file]) ? 1 : 0;
 }
 
 bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
-  if (resumed(file) == nullptr && gathered(file) == nullptr) return false;
+  if (!is_resumed(file) && !is_gathered(file)) return false;
   const std::string& name = files_.names[file];
   const std::vector<StoredTensor> tensors =
       read_safetensors_header(InputFile::open_beneath(directory_->temporary_path(), name), name).tensors;
@@ -336,9 +326,6 @@ void OutputCheckpoint::add_record(const std::string& name, const Json& record) {
   if (!identity_) return;
   if (!journal_) begin_journal();
   journal_->add(name, record);
-  if (team_.is_alone()) return;
-  if (!written_) written_ = std::make_unique<Json>(Json::object());
-  (*written_)[name] = record;
 }
 
 void OutputCheckpoint::begin_journal() {
@@ -348,10 +335,12 @@ void OutputCheckpoint::begin_journal() {
   locked.set_kept(true);
 }
 
-const Json* OutputCheckpoint::find_record(const std::string& name) const {
+Json OutputCheckpoint::find_record(const std::string& name) const {
   const Journal* const journal = team_.leads() ? journal_.get() : earlier_.get();
-  return journal ? journal->find(name) : nullptr;
+  return journal ? journal->find(name) : Json();
 }
+
+Json OutputCheckpoint::records_of(size_t file) const { return find_record(files_.names[file]).at("weights"); }
 
 void OutputCheckpoint::run(const std::function<void()>& work) {
   try {
@@ -377,7 +366,7 @@ void OutputCheckpoint::give_up(const Error& error) {
   }
   const std::unique_ptr<Journal> all = team_.is_alone() ? nullptr : Journal::open(locked.path());
   int64_t complete = 0;
-  for (const std::string& name : files_.names) complete += (all ? all : journal_)->find(name) ? 1 : 0;
+  for (const std::string& name : files_.names) complete += (all ? all : journal_)->contains(name) ? 1 : 0;
   if (complete == 0) throw error;
   throw Error(error.code(),
               fmt::format("{} ({} of {} files are complete and kept: a run that resumes goes on with them)",
@@ -393,7 +382,7 @@ InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
 void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
   std::vector<std::pair<std::string, uint64_t>> planned;
   for (size_t file = 0; file < num_bytes.size(); ++file)
-    if (!resumed(file)) planned.emplace_back(files_.names[file], num_bytes[file]);
+    if (!is_resumed(file)) planned.emplace_back(files_.names[file], num_bytes[file]);
   for (const std::string& name : side_files_.copied) {
     planned.emplace_back(name, open_side_file(name).size());
     side_bytes_ += planned.back().second;

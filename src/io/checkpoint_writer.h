@@ -75,20 +75,22 @@ class OutputCheckpoint {
                    const Resumption& resumption, Team& team);
   ~OutputCheckpoint();
 
-  // Within run(): the record of a file that an earlier run completed; null: it must be written.
-  const nlohmann::json* resumed(size_t file) const { return resumed_.empty() ? nullptr : resumed_[file]; }
-  // Whether such a file has these tensors, and so takes part in the output as it is.
+  // Within run(): whether an earlier run has completed the file; and whether it has these tensors, and so
+  // takes part in the output as it is.
+  bool is_resumed(size_t file) const { return !resumed_.empty() && resumed_[file] != 0; }
   bool take_resumed(size_t file, const FileContent& content);
   // Whether this process writes the file. Of a team, each has about as many bytes to write: known after
   // reserve().
   bool is_mine(size_t file) const { return owner_.empty() ? team_.leads() : owner_[file] == team_.rank(); }
-  // When the files of this process are written: what leads gets the records of what the others have written,
-  // by gathered(), and then take_resumed().
+  // When the files of this process are written: what leads gets the records of those that the others have
+  // written.
   void gather_files();
-  const nlohmann::json* gathered(size_t file) const { return gathered_.empty() ? nullptr : gathered_[file]; }
+  bool is_gathered(size_t file) const { return !gathered_.empty() && gathered_[file] != 0; }
 
+  // What was said of the weights of a file that is resumed or gathered.
+  nlohmann::json records_of(size_t file) const;
   // What a run has found out that another one need not, under a name that no file has; null: nothing.
-  const nlohmann::json* find_record(const std::string& name) const;
+  nlohmann::json find_record(const std::string& name) const;
   void add_record(const std::string& name, const nlohmann::json& record);
 
   // Runs what is left of the run, finish() included. Where it fails, files that are complete stay unfinished,
@@ -102,7 +104,7 @@ class OutputCheckpoint {
     if (!directory_) return;  // begin_file() does it
     std::vector<uint64_t> planned(files_.names.size());
     for (size_t file = 0; file < files_.names.size(); ++file) {
-      if (resumed(file)) continue;
+      if (is_resumed(file)) continue;
       FileContent own = content(file);
       planned[file] = lay_out_safetensors(own.tensors, own.metadata).file_bytes;
       reporter_.poll();
@@ -165,14 +167,11 @@ class OutputCheckpoint {
   std::unique_ptr<nlohmann::json> identity_;    // null: there is no journal
   int num_threads_;
   Team& team_;
-  std::unique_ptr<Journal> journal_;  // of this process, from the first record on
-  std::unique_ptr<Journal> earlier_;  // of a process that does not lead: what earlier runs have recorded
-  std::unique_ptr<nlohmann::json> written_,
-      others_;              // records of this run: of this process, and of all, by rank
-  std::vector<int> owner_;  // by file: the rank that writes it; empty: the one that leads
-  std::vector<const nlohmann::json*> gathered_;  // by file; of others_
-  std::vector<const nlohmann::json*> resumed_;   // by file; of journal_
-  std::unique_ptr<OutputFile> file_;             // the current one
+  std::unique_ptr<Journal> journal_;      // of this process, from the first record on
+  std::unique_ptr<Journal> earlier_;      // of a process that does not lead: what earlier runs have recorded
+  std::vector<int> owner_;                // by file: the rank that writes it; empty: the one that leads
+  std::vector<char> resumed_, gathered_;  // by file
+  std::unique_ptr<OutputFile> file_;      // the current one
   size_t file_index_ = 0;
   std::vector<StoredTensor> tensors_;  // of the current file
   std::unordered_map<std::string_view, const StoredTensor*> by_name_;

@@ -349,7 +349,7 @@ CheckpointReport Dequantizer::run() {
     }
     writer.gather_files();
     for (size_t file = 0; file < files_.names.size(); ++file)
-      if (writer.gathered(file)) writer.take_resumed(file, content_of(file));
+      if (writer.is_gathered(file)) writer.take_resumed(file, content_of(file));
     writer.finish(config);
   });
   return std::move(report_);

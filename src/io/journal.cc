@@ -38,11 +38,11 @@ std::string text_of(const Json& json) {
 // As it is read again.
 Json normal(const Json& json) { return Json::parse(text_of(json)); }
 
-// One line, or nothing.
-Json parse_line(std::string_view line) {
-  if (line.size() <= kHashDigits || hash_hex(line.substr(kHashDigits)) != line.substr(0, kHashDigits))
-    return {};
-  return Json::parse(line.substr(kHashDigits), nullptr, /*allow_exceptions=*/false);
+// What a line says, without its hash; empty where that does not fit.
+std::string_view content_of(std::string_view line) {
+  const bool fits =
+      line.size() > kHashDigits && hash_hex(line.substr(kHashDigits)) == line.substr(0, kHashDigits);
+  return fits ? line.substr(kHashDigits) : std::string_view();
 }
 
 }  // namespace
@@ -74,14 +74,11 @@ bool Journal::read() {
   const std::string text =
       read_text(InputFile::open_beneath(parent_of(path_), path_.substr(path_.rfind('/') + 1)), kMaxBytes);
   for (size_t begin = 0, end = 0; (end = text.find('\n', begin)) != std::string::npos; begin = end + 1) {
-    Json line = parse_line(std::string_view(text).substr(begin, end - begin));
+    const std::string_view line = content_of(std::string_view(text).substr(begin, end - begin));
     if (begin == 0) {
-      if (line.is_null()) return false;
-      identity_ = std::move(line);
-    } else if (line.is_object() && line.contains("name") && line["name"].is_string()) {
-      const std::string name = line["name"];
-      records_[name] = std::move(line);
-    } else {
+      identity_ = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+      if (!identity_.is_object()) return false;
+    } else if (!take_line(line)) {
       break;
     }
     end_ = end + 1;
@@ -104,9 +101,22 @@ std::unique_ptr<Journal> Journal::open(const std::string& directory) {
   return journal;
 }
 
-const Json* Journal::find(const std::string& name) const {
+// False for what is no record.
+bool Journal::take_line(std::string_view line) {
+  const Json record = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!record.is_object() || !record.contains("name") || !record["name"].is_string()) return false;
+  records_[record["name"]] = line;
+  return true;
+}
+
+void Journal::take(std::string_view lines) {
+  for (size_t end = 0; (end = lines.find('\n')) != std::string_view::npos; lines.remove_prefix(end + 1))
+    take_line(lines.substr(0, end));
+}
+
+Json Journal::find(const std::string& name) const {
   const auto found = records_.find(name);
-  return found == records_.end() ? nullptr : &found->second;
+  return found == records_.end() ? Json() : Json::parse(found->second);
 }
 
 void Journal::append(const Json& line) {
@@ -129,7 +139,8 @@ void Journal::add(const std::string& name, const Json& record) {
   Json line = record;
   line["name"] = name;
   append(line);
-  records_[name] = normal(line);
+  records_[name] = text_of(line);
+  added_ += records_[name] + "\n";
 }
 
 void Journal::hide() {

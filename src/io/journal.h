@@ -26,10 +26,14 @@ class Journal {
 
   const nlohmann::json& identity() const { return identity_; }
   size_t num_records() const { return records_.size(); }
+  bool contains(const std::string& name) const { return records_.contains(name); }
   // Null where there is none of this name.
-  const nlohmann::json* find(const std::string& name) const;
+  nlohmann::json find(const std::string& name) const;
   // Takes the place of an earlier one of this name. Error(io).
   void add(const std::string& name, const nlohmann::json& record);
+  // Those that were added, a line each; and such lines of another process, which its own journal has.
+  std::string added() const { return added_; }
+  void take(std::string_view lines);
   // From hide() to show(), what it is of does not count as unfinished. hide(): Error(io).
   void hide();
   bool show() noexcept;  // false where it cannot
@@ -37,13 +41,16 @@ class Journal {
  private:
   Journal(const std::string& directory, const std::string& name);
   bool read();
+  bool take_line(std::string_view line);
   void append(const nlohmann::json& line);
 
   std::string path_, hidden_;
   int fd_ = -1;
   uint64_t end_ = 0;  // of the last whole line
   nlohmann::json identity_;
-  std::map<std::string, nlohmann::json> records_;
+  // Lines, which take a sixth of the memory of what they say.
+  std::map<std::string, std::string> records_;
+  std::string added_;
 };
 
 // The first difference of two identities: "options/group_size is 64 there and 32 here"; empty: there is none.

@@ -624,9 +624,9 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
   for (Item& item : items_)
     if (item.quantize && needs_range(item)) items.push_back(&item);
   if (items.empty()) return;
-  if (const Json* record = writer.find_record(name)) {
+  if (const Json record = writer.find_record(name); !record.is_null()) {
     for (Item* item : items) {
-      const Json& range = record->at("weights").at(item->source.name);
+      const Json& range = record.at("weights").at(item->source.name);
       item->range = {exact_value(range.at(0)), exact_value(range.at(1))};
       set_global_scale(*item);
     }
@@ -813,7 +813,7 @@ CheckpointReport Quantizer::run() {
         return FileContent{tensors_of(files_.weights[file]), metadata_of(file)};
       };
       for (size_t file = 0; file < files_.names.size(); ++file)
-        if (const Json* record = writer.resumed(file)) resume_file(record->at("weights"), file);
+        if (writer.is_resumed(file)) resume_file(writer.records_of(file), file);
       writer.reserve(content);
       share_ranges(writer);
       for (size_t file = 0; file < files_.names.size(); ++file) {
@@ -827,8 +827,8 @@ CheckpointReport Quantizer::run() {
       }
       writer.gather_files();
       for (size_t file = 0; file < files_.names.size(); ++file)
-        if (const Json* record = writer.gathered(file)) {
-          resume_file(record->at("weights"), file);
+        if (writer.is_gathered(file)) {
+          resume_file(writer.records_of(file), file);
           writer.take_resumed(file, content(file));
         }
       complete_report();

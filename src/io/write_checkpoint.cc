@@ -692,7 +692,7 @@ CheckpointReport CheckpointWriter::Impl::finish() {
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (to.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
-        const nlohmann::json& records = to.resumed(file)->at("weights");
+        const nlohmann::json records = to.records_of(file);
         for (size_t i = 0; i < files_.weights[file].size(); ++i) {
           const size_t item = files_.weights[file][i];
           io::from_record(records.at(i), report_.weights[item]);
