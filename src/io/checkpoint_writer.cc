@@ -322,10 +322,10 @@ bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
   return same;
 }
 
-void OutputCheckpoint::add_record(const std::string& name, const Json& record) {
+void OutputCheckpoint::add_record(const std::string& name, Json&& record) {
   if (!identity_) return;
   if (!journal_) begin_journal();
-  journal_->add(name, record);
+  journal_->add(name, std::move(record));
 }
 
 void OutputCheckpoint::begin_journal() {
@@ -458,7 +458,7 @@ void OutputCheckpoint::verify(std::span<const VerifyItem> items, int num_threads
   }
 }
 
-void OutputCheckpoint::commit_file(const Json* records) {
+void OutputCheckpoint::commit_file(Json* records) {
   if (!directory_) return;  // finish() makes it visible
   check_sources();
   file_->commit();
@@ -467,9 +467,9 @@ void OutputCheckpoint::commit_file(const Json* records) {
   if (!identity_) return;
   const std::string& name = files_.names[file_index_];
   const auto file = InputFile::open_beneath(directory_->temporary_path(), name);
-  add_record(name, {{"bytes", file.size()},
-                    {"hash", hash_file(file, num_threads_, reporter_)},
-                    {"weights", records ? *records : Json::array()}});
+  Json record = {{"bytes", file.size()}, {"hash", hash_file(file, num_threads_, reporter_)}};
+  record["weights"] = records ? std::move(*records) : Json::array();
+  add_record(name, std::move(record));
 }
 
 void OutputCheckpoint::count_tensors(size_t file, std::span<const StoredTensor> tensors) {

@@ -91,7 +91,7 @@ class OutputCheckpoint {
   nlohmann::json records_of(size_t file) const;
   // What a run has found out that another one need not, under a name that no file has; null: nothing.
   nlohmann::json find_record(const std::string& name) const;
-  void add_record(const std::string& name, const nlohmann::json& record);
+  void add_record(const std::string& name, nlohmann::json&& record);
 
   // Runs what is left of the run, finish() included. Where it fails, files that are complete stay unfinished,
   // and the message says so, unless another run would fail likewise.
@@ -128,9 +128,9 @@ class OutputCheckpoint {
   // Reads the file back, as verify_file.
   void verify(std::span<const VerifyItem> items, int num_threads, ProgressPhase& progress) const;
   void sync();
-  // The files that it is made of must not have changed. `records`: of its weights, for a run that resumes, if
-  // there is something to say of them.
-  void commit_file(const nlohmann::json* records = nullptr);
+  // The files that it is made of must not have changed. `records`: of its weights, taken for a run that
+  // resumes, if there is something to say of them.
+  void commit_file(nlohmann::json* records = nullptr);
 
   // Copies the side files, writes index, `texts` (names of files and what they hold) and config (where not
   // empty), makes the output visible. The last step of a run that can fail: memory for what follows is taken

@@ -332,7 +332,7 @@ CheckpointReport Dequantizer::run() {
   writer.run([&] {
     writer.reserve([&](size_t file) { return content_of(file); });
     for (size_t file = 0; file < files_.names.size(); ++file) {
-      if (writer.take_resumed(file, content_of(file))) {
+      if (writer.is_resumed(file) && writer.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
         for (const Task& task : tasks_of_file_[file]) progress.add(output_bytes(task));
         continue;

@@ -61,7 +61,7 @@ Journal::Journal(const std::string& directory, const Json& identity, int rank)
       [&] { return ::open(hidden_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); });
   if (fd_ < 0) fail("create", hidden_, errno);
   end_ = 0;
-  append(identity_);  // without it the journal would say nothing
+  append(text_of(identity_));  // without it the journal would say nothing
   if (::rename(hidden_.c_str(), path_.c_str()) != 0) fail("rename", hidden_, errno);
 }
 
@@ -119,8 +119,8 @@ Json Journal::find(const std::string& name) const {
   return found == records_.end() ? Json() : Json::parse(found->second);
 }
 
-void Journal::append(const Json& line) {
-  const std::string json = text_of(line), text = hash_hex(json) + json + "\n";
+void Journal::append(const std::string& json) {
+  const std::string text = hash_hex(json) + json + "\n";
   // What an interrupted run had begun.
   if (retry_interrupted([&] { return ::ftruncate(fd_, static_cast<off_t>(end_)); }) != 0)
     fail("truncate", path_, errno);
@@ -135,12 +135,18 @@ void Journal::append(const Json& line) {
   end_ += text.size();
 }
 
-void Journal::add(const std::string& name, const Json& record) {
-  Json line = record;
-  line["name"] = name;
+void Journal::add(const std::string& name, Json record) {
+  record["name"] = name;
+  std::string line = text_of(record);
   append(line);
-  records_[name] = text_of(line);
-  added_ += records_[name] + "\n";
+  records_[name] = std::move(line);
+  added_.push_back(name);
+}
+
+std::string Journal::added() const {
+  std::string lines;
+  for (const std::string& name : added_) lines += records_.at(name) + "\n";
+  return lines;
 }
 
 void Journal::hide() {

@@ -30,9 +30,9 @@ class Journal {
   // Null where there is none of this name.
   nlohmann::json find(const std::string& name) const;
   // Takes the place of an earlier one of this name. Error(io).
-  void add(const std::string& name, const nlohmann::json& record);
+  void add(const std::string& name, nlohmann::json record);
   // Those that were added, a line each; and such lines of another process, which its own journal has.
-  std::string added() const { return added_; }
+  std::string added() const;
   void take(std::string_view lines);
   // From hide() to show(), what it is of does not count as unfinished. hide(): Error(io).
   void hide();
@@ -42,7 +42,7 @@ class Journal {
   Journal(const std::string& directory, const std::string& name);
   bool read();
   bool take_line(std::string_view line);
-  void append(const nlohmann::json& line);
+  void append(const std::string& json);
 
   std::string path_, hidden_;
   int fd_ = -1;
@@ -50,7 +50,7 @@ class Journal {
   nlohmann::json identity_;
   // Lines, which take a sixth of the memory of what they say.
   std::map<std::string, std::string> records_;
-  std::string added_;
+  std::vector<std::string> added_;  // names
 };
 
 // The first difference of two identities: "options/group_size is 64 there and 32 here"; empty: there is none.

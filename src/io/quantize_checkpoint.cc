@@ -817,7 +817,7 @@ CheckpointReport Quantizer::run() {
       writer.reserve(content);
       share_ranges(writer);
       for (size_t file = 0; file < files_.names.size(); ++file) {
-        if (writer.take_resumed(file, content(file))) {
+        if (writer.is_resumed(file) && writer.take_resumed(file, content(file))) {
           ++report_.num_resumed_files;
           quantize_phase_->add(source_bytes_of(file));
           if (options_.verify) verify_phase_->add(source_bytes_of(file));

@@ -690,7 +690,7 @@ CheckpointReport CheckpointWriter::Impl::finish() {
   to.run([&] {
     to.reserve([&](size_t file) { return content_of(file); });
     for (size_t file = 0; file < files_.names.size(); ++file) {
-      if (to.take_resumed(file, content_of(file))) {
+      if (to.is_resumed(file) && to.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
         const nlohmann::json records = to.records_of(file);
         for (size_t i = 0; i < files_.weights[file].size(); ++i) {
