@@ -304,8 +304,12 @@ void OutputCheckpoint::gather_files() {
   if (!team_.leads()) return;
   for (const std::string& of_rank : lines) journal_->take(of_rank);
   gathered_.resize(files_.names.size());
-  for (size_t file = 0; file < files_.names.size(); ++file)
-    gathered_[file] = !is_resumed(file) && !is_mine(file) && journal_->contains(files_.names[file]) ? 1 : 0;
+  for (size_t file = 0; file < files_.names.size(); ++file) {
+    if (is_resumed(file) || is_mine(file)) continue;
+    HALFBYTE_CHECK(journal_->contains(files_.names[file]), bug, "process {} has not written \"{}\"",
+                   owner_[file], printable(files_.names[file]));
+    gathered_[file] = 1;
+  }
 }
 
 bool OutputCheckpoint::take_resumed(size_t file, const FileContent& content) {
@@ -351,8 +355,10 @@ void OutputCheckpoint::run(const std::function<void()>& work) {
   } catch (const Error& error) {
     give_up(team_.agreed(error));
   } catch (const Json::exception& error) {
-    give_up(team_.agreed({ErrorCode::corrupt,
-                          fmt::format("the journal of the unfinished output is damaged: {}", error.what())}));
+    give_up(
+        team_.agreed({ErrorCode::corrupt,
+                      fmt::format("the journal of the unfinished output is damaged: {} (discard removes it)",
+                                  error.what())}));
   }
 }
 
@@ -364,9 +370,12 @@ void OutputCheckpoint::give_up(const Error& error) {
     locked.set_kept(false);
     throw error;
   }
-  const std::unique_ptr<Journal> all = team_.is_alone() ? nullptr : Journal::open(locked.path());
+  if (!team_.is_alone()) try {
+      if (auto all = Journal::open(locked.path())) journal_ = std::move(all);
+    } catch (const Error&) {  // the first error says more
+    }
   int64_t complete = 0;
-  for (const std::string& name : files_.names) complete += (all ? all : journal_)->contains(name) ? 1 : 0;
+  for (const std::string& name : files_.names) complete += journal_->contains(name) ? 1 : 0;
   if (complete == 0) throw error;
   throw Error(error.code(),
               fmt::format("{} ({} of {} files are complete and kept: a run that resumes goes on with them)",
