@@ -68,7 +68,7 @@ stage_mpi() {  # several processes of the tool, connected by Open MPI and by MPI
   cmake --build --preset ci --target halfbyte_cli
   # As root in a container, with more processes than cores.
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  test_mpi openmpi "mpirun.openmpi --oversubscribe"
+  test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none"
   test_mpi mpich mpirun.mpich
 }
 
