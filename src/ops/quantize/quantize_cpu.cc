@@ -5,7 +5,7 @@
 //   integer, affine  the correctly rounded quotient by reciprocal and an exact residual correction
 //                    (Markstein): a multiple of the rate of a division, valid away from under- and overflow
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
-//                    four compares walk the sorted T
+//                    four compares walk the sorted T. fp4_e2m1: the quotient, rounded as a float
 //   floating         the quotient, rounded in the integer domain of its bits
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
@@ -211,6 +211,43 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
     hn::StoreU(hn::DemoteTo(d8, rank), d8, ranks + i);
   }
 #endif
+}
+
+// Codes of fp4_e2m1 for n elements (rounded up to whole vectors), one a byte: the correctly rounded quotient,
+// as in scaled_codes, rounded as formats::nearest_e2m1 does it. No tables, which cost groups of 16 most of
+// their time.
+template <class Type>
+HWY_INLINE void e2m1_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n, float scale,
+                           uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const auto s = hn::Set(d, scale), r = hn::Set(d, 1.0f / scale), most = hn::Set(d, 6.0f);
+  const auto one = hn::Set(di, 0x3F800000);
+  for (int64_t i = 0, N = static_cast<int64_t>(hn::Lanes(d)); i < n; i += N) {
+    const auto v = Type::load(d, x + i);
+    auto q = hn::Mul(v, r);
+    q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+    const auto y = hn::Min(hn::Abs(q), most);
+    const auto power = hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), one);
+    const auto shift = hn::BitCast(d, hn::Add(power, hn::Set(di, 22 << 23)));
+    const auto bits = hn::BitCast(di, hn::Sub(hn::Add(y, shift), shift));
+    // From 1 on, the exponent and the first digit; below, only 1/2 has a digit.
+    const auto normal = hn::Sub(hn::ShiftRight<22>(bits), hn::Set(di, 0xFC));
+    const auto subnormal = hn::And(hn::ShiftRight<24>(bits), hn::Set(di, 1));
+    const auto code = hn::IfThenElse(hn::Lt(bits, one), subnormal, normal);
+    const auto sign = hn::IfThenElseZero(hn::RebindMask(di, hn::Lt(q, hn::Zero(d))), hn::Set(di, 8));
+    hn::StoreU(hn::DemoteTo(d8, hn::Or(code, sign)), d8, codes + i);
+  }
+}
+// Whether that gives the codes of the quotients: their corrections are exact near every edge, and none but 0
+// is so small that it rounds to 0, whose code has no sign.
+template <class Type>
+bool has_exact_e2m1(float scale, double absmax) {
+  constexpr float kMost = std::is_same_v<Type, F32>    ? 0x1p0f
+                          : std::is_same_v<Type, BF16> ? 0x1p16f
+                                                       : 0x1p100f;
+  return scale > 0x1p-90f && scale <= kMost && absmax < static_cast<double>(scale) * 0x1p20;
 }
 
 // f64: the division itself.
@@ -546,6 +583,8 @@ class SpanQuantizer {
         }
       }
       const bool fast = finite && in_fast_range(params, absmax(range), codec_.kind);
+      if constexpr (sizeof(F) == 4)
+        by_rounding_ = fast && is_e2m1_ && has_exact_e2m1<Type>(params.code_scale, absmax(range));
       for (int64_t i = begin; i < begin + n; i += kCodes)
         encode(i, std::min(kCodes, begin + n - i), params, fast);
       begin += n;
@@ -613,7 +652,7 @@ class SpanQuantizer {
       std::memcpy(tail, x_ + begin + whole, static_cast<size_t>(n - whole) * sizeof(Memory));
       encode_vectors(tail, N, params, codes + whole);
     }
-    if (codec_.kind == formats::Kind::table) codes_of_ranks(codes, n);
+    if (codec_.kind == formats::Kind::table && !by_rounding_) codes_of_ranks(codes, n);
   }
 
   // Of whole vectors.
@@ -630,6 +669,8 @@ class SpanQuantizer {
       case formats::Kind::table:
         if constexpr (sizeof(F) == 8) {
           table_ranks_f64(x, n, params.code_scale, codec_.book, codes);
+        } else if (by_rounding_) {
+          e2m1_codes<Type>(x, n, params.code_scale, codes);
         } else {
           HWY_ALIGN float thresholds[16];
           if (!bounds_) bounds_.emplace(codec_.book);
@@ -673,6 +714,8 @@ class SpanQuantizer {
   const QuantizeProblem& problem_;
   const formats::Codec& codec_;
   const QuantizeSpan span_;
+  const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
+  bool by_rounding_ = false;           // of the group: e2m1_codes
   std::optional<TableBounds> bounds_;  // made when first needed
   const Memory* x_;                    // the row
   uint8_t* out_;                       // codes of the row

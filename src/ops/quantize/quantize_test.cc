@@ -206,6 +206,45 @@ TEST(Quantize, NeighboursOfEveryThreshold) {
   }
 }
 
+// And what is so small that its quotient is 0, or nearly: the code of 0 has no sign.
+TEST(Quantize, NeighboursOfEveryThresholdOfBlockFloats) {
+  std::mt19937_64 random(6);
+  const int num_tensors = testing::kSanitized ? 10 : 400;
+  for (EncodedSpec spec : {EncodedSpec{{.format = Format::nvfp4}}, EncodedSpec{{.format = Format::mxfp4}}}) {
+    testing::fit_format(spec);
+    for (int t = 0; t < num_tensors; ++t) {
+      const auto draw = [&](int exponent) {
+        return static_cast<float>(
+            std::ldexp(1 + static_cast<double>(random() % (1 << 23)) / (1 << 23), exponent));
+      };
+      const int exponent =
+          t % 4 == 0 ? static_cast<int>(random() % 240) - 120 : static_cast<int>(random() % 12) - 8;
+      const float largest = draw(exponent);
+      formats::Codec codec = make_codec(spec, spec.encoding);
+      if (spec.format == Format::nvfp4) codec.global_scale = formats::global_scale_of(largest);
+      Values x;
+      for (int group = 0; group < 8; ++group) {
+        const float absmax = group == 0 ? largest : std::min(largest, draw(exponent - group));
+        const float scale = formats::group_params(-absmax, absmax, codec).code_scale;
+        x.push_back(static_cast<double>(group % 2 == 0 ? absmax : -absmax));
+        for (int64_t i = 1; i < spec.group_size; ++i) {
+          float v = static_cast<float>(codec.book.edges_f64[random() % 15] * static_cast<double>(scale));
+          for (auto steps = random() % 3; steps > 0; --steps)
+            v = std::nextafter(v, i % 2 == 0 ? INFINITY : -INFINITY);
+          if (i % 5 == 0) v = std::copysign(std::ldexp(1.0f, -149 + static_cast<int>(random() % 8)), v);
+          if (i % 7 == 0) v = -0.0f;
+          x.push_back(std::fabs(v) < absmax ? static_cast<double>(v) : 0.0);
+        }
+      }
+      const auto n = static_cast<int64_t>(x.exact.size());
+      const Parts expected = testing::oracle_quantize(x, spec, 1, n);
+      testing::for_each_target(
+          [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 1, n)); });
+      if (HasFailure()) FAIL() << testing::describe(spec) << " absmax " << largest;
+    }
+  }
+}
+
 TEST(Quantize, ReadsNothingBeyondItsInputAndWritesEveryByte) {
   const size_t page = 4096;
   auto* memory = static_cast<uint8_t*>(
