@@ -15,9 +15,9 @@
 #include <utility>
 
 #include "core/directory.h"
+#include "core/hash.h"
 #include "core/temporary.h"
 #include "cuda/file.h"
-#include "core/hash.h"
 #include "cuda/library.h"
 
 namespace halfbyte::cuda {

@@ -17,8 +17,8 @@
 #include <sstream>
 #include <thread>
 
-#include "cuda/cubin_cache.h"
 #include "core/hash.h"
+#include "cuda/cubin_cache.h"
 #include "cuda/jit.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"

@@ -12,8 +12,8 @@
 #include <unordered_map>
 
 #include "core/expect.h"
-#include "cuda/cubin_cache.h"
 #include "core/hash.h"
+#include "cuda/cubin_cache.h"
 #include "cuda/kernel_pack.h"
 #include "cuda/library.h"
 #include "cuda/nvrtc.h"

@@ -4,8 +4,8 @@
 
 #include <filesystem>
 
-#include "cuda/cubin_cache.h"
 #include "core/hash.h"
+#include "cuda/cubin_cache.h"
 #include "cuda/kernel_pack.h"
 #include "fuzz.h"
 
