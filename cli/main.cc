@@ -126,12 +126,15 @@ int run(Command& command) {
   std::optional<ReportFile> json_file;
   bool leads = true;  // what others find is of no interest
   const auto failure = attempt([&] {
-    if (num_launched_processes() > 1) {
-      if (!command.takes_processes)
-        throw Error(ErrorCode::usage, fmt::format("{} runs in one process, and {} were started", command.name,
-                                                  num_launched_processes()));
+    const int count = num_launched_processes();
+    if (count > 1 && command.takes_processes) {
       command.group = process_group();
       leads = command.group->rank() == 0;
+    } else if (count > 1 && !command.output.empty()) {  // each would do the whole work
+      throw Error(ErrorCode::usage,
+                  fmt::format("{} runs in one process, and {} were started (HALFBYTE_MPI= says "
+                              "that this one is alone)",
+                              command.name, count));
     }
     if (leads) before_all(command.group.get(), [&] { prepare(command, document, json_file); });
     command.run(text, document);

@@ -3,8 +3,10 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,15 +21,16 @@ namespace fs = std::filesystem;
 
 constexpr const char* kLibrary = "libhalfbyte_mpi.so";
 
-// Empty where it is not set.
-std::string variable(const char* name) {
+std::optional<std::string> variable(const char* name) {
   const char* const value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe): nothing here changes it
-  return value == nullptr ? "" : value;
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
-int number_in(const char* name) { return static_cast<int>(std::strtol(variable(name).c_str(), nullptr, 10)); }
+int number_in(const char* name) {
+  return static_cast<int>(std::strtol(variable(name).value_or("").c_str(), nullptr, 10));
+}
 
 std::vector<std::string> candidates() {
-  if (std::string path = variable("HALFBYTE_MPI"); !path.empty()) return {std::move(path)};
+  if (auto path = variable("HALFBYTE_MPI")) return {*std::move(path)};
   std::error_code error;
   const fs::path folder = fs::read_symlink("/proc/self/exe", error).parent_path();
   return {(folder / kLibrary).string(), kLibrary};  // the latter by the run path, too: where the library lies
@@ -36,9 +39,10 @@ std::vector<std::string> candidates() {
 }  // namespace
 
 int num_launched_processes() {
+  if (variable("HALFBYTE_MPI") == "") return 1;
   for (const char* const name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
     if (const int count = number_in(name); count > 0) return count;
-  return variable("PMIX_RANK").empty() ? 1 : std::max(1, number_in("SLURM_NTASKS"));
+  return variable("PMIX_RANK") ? std::max(1, number_in("SLURM_NTASKS")) : 1;
 }
 
 std::shared_ptr<ProcessGroup> process_group() {

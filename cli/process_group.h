@@ -8,7 +8,7 @@
 namespace halfbyte::cli {
 
 // How many processes mpirun, mpiexec or srun has started, by the variables of Open MPI, of MPICH and those
-// like it, and of Slurm; 1: there are no others.
+// like it, and of Slurm; 1: there are no others, or HALFBYTE_MPI is set and empty.
 int num_launched_processes();
 
 // By MPI. Null for one process. Error(usage) where libhalfbyte_mpi.so (HALFBYTE_MPI, or beside the tool or

@@ -143,8 +143,8 @@ bool is_local(int fd) {
          std::ranges::find(kLocal, static_cast<uint32_t>(status.f_type)) != std::end(kLocal);
 }
 
-// Why a lock cannot be had that shows that nobody (else `on_this_machine` alone) uses what it is of; empty:
-// it is held now.
+// Why a lock cannot be had that shows that nobody uses what it is of, or with `on_this_machine` nobody here;
+// empty: it is held now.
 std::string why_not_locked(int fd, bool on_this_machine = false) {
   if (!on_this_machine && !is_local(fd))
     return "other machines may use its file system, so whether a run needs it is not known";

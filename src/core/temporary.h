@@ -37,9 +37,9 @@ class LockedDirectory {
  public:
   explicit LockedDirectory(const std::string& path);  // throws std::system_error
   LockedDirectory(LockedDirectory&&) = delete;
-  ~LockedDirectory();  // remove()
-  // The directory at `path`, which a run left. Null, with the reason, where a run uses it, or it is not one
-  // of this user's.
+  ~LockedDirectory();  // remove(), unless it is kept
+  // The directory at `path`, which a run left: it is kept. Null, with the reason, where a run uses it, or it
+  // is not one of this user's.
   static std::unique_ptr<LockedDirectory> take_over(const std::string& path, std::string& why_not);
   // From share() on, other processes may join it: it is in use as long as one of them lives. What joins
   // leaves it where it is. share() throws std::system_error.

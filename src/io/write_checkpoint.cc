@@ -499,6 +499,7 @@ nlohmann::json CheckpointWriter::Impl::identity() const {
     weight["granularity"] = to_string(spec.granularity);
     weight["group_size"] = spec.group_size;
     weight["scale_dtype"] = to_string(spec.scale_dtype);
+    if (spec.format == Format::lut4) weight["table"] = spec.table;
   }
   return {{"operation", options.identity},
           {"options",

@@ -80,10 +80,20 @@ def test_errors_are_of_all_and_said_once(run, want, tmp_path):
     _, errors = run(2, *QUANTIZE, tmp_path / "new", "--group-size", "5", code=USAGE)
     assert len(errors) == 1
     _, errors = run(2, "convert", want, "-o", tmp_path / "new", "--layout", "mlx", code=USAGE)
-    assert "halfbyte: error: convert runs in one process, and 2 were started" in errors
+    assert errors[0].startswith("halfbyte: error: convert runs in one process, and 2 were started")
     _, errors = run(2, *QUANTIZE, tmp_path / "new", code=USAGE, HALFBYTE_MPI="/nowhere/libhalfbyte_mpi.so")
     assert "2 processes were started, which MPI connects, and libhalfbyte_mpi.so cannot be opened" in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["out", "report.json"]
+
+
+def test_what_is_alone(cli, run, want, tmp_path):
+    """What only reads; and a process that a program of MPI has started."""
+    out, _ = run(2, "inspect", want)
+    assert out.count("nvfp4") > 1
+    command = [cli, *QUANTIZE, tmp_path / "out"]
+    launched = os.environ | {"OMPI_COMM_WORLD_SIZE": "8", "HALFBYTE_MPI": ""}
+    assert subprocess.run(command, env=launched, stdout=subprocess.DEVNULL).returncode == 0
+    assert content_of(tmp_path / "out") == content_of(want)
 
 
 def ranks_of(cli, out):
