@@ -6,8 +6,8 @@ explained.
 
 A hazard has a kind (RAW, WAR, WAW; "race" in reports of --racecheck-report analysis, which tells no more) and two
 accesses: of each whether it reads or writes, and the line of source it is in, by file, function and text, so that an
-entry outlives edits elsewhere. A read by the first lane of a warp, which is the one that arrives at barriers for it, is told
-from those by others. Kernels must have been compiled with lines (HALFBYTE_LINE_INFO=1). How often a hazard is reported depends on
+entry outlives edits elsewhere. Where the access that comes first (the read of a WAR, the write of a RAW) is by the first lane of a
+warp, which is the one that arrives at barriers for it, the kind says so. Kernels must have been compiled with lines (HALFBYTE_LINE_INFO=1). How often a hazard is reported depends on
 the run and is not compared.
 
 Exit code 1 for hazards that are not listed, a log that is not complete, and lines that this does not
@@ -94,6 +94,7 @@ OTHER = re.compile(r"and (.*)")
 # A hazard by itself, then its accesses: "Read Thread (1,0,0) at PLACE".
 HAZARD = re.compile(r"(?i:error|warning|warn|info): (?:\(Warp Level Programming\) )?Potential (RAW|WAR|WAW) hazard detected at .*")
 BY_THREAD = re.compile(r"(Read|Write) Thread \((\d+), ?\d+, ?\d+\) at (.*)")
+EARLIER = {"RAW": "Write", "WAR": "Read"}
 # What may follow it.
 DETAIL = re.compile(r"Current Value : .*|Saved host backtrace up to driver entry point .*|Host Frame: .*")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \(\d+ errors?, \d+ warnings?\)")
@@ -133,8 +134,8 @@ def parse_log(text, sources):
                 if not (match := BY_THREAD.fullmatch(line)):
                     raise Failure(f"not an access of a hazard: {line}")
                 accesses.append(access_at(match[1], match[3], sources))
-                if match[1] == "Read" and int(match[2]) % 32 == 0:
-                    kind += ", read by a first lane"
+                if EARLIER.get(kind) == match[1] and int(match[2]) % 32 == 0:
+                    kind += ", the earlier by a first lane"
                 if len(accesses) == 2:
                     num_pairs += 1
                     add(hazards, kind, *accesses, sources)

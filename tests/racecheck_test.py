@@ -71,10 +71,10 @@ def test_a_hazard_fails_until_it_is_listed(check, log):
     assert result.returncode == 0, result.stdout
 
 
-def hazard(thread, kind="WAR"):
+def hazard(thread, kind="WAR", writer=256):
     return f"""========= Error: Potential {kind} hazard detected at __shared__ 0x18410 in block (0,0,0) :
 =========     Read Thread ({thread},0,0) at sum_all+0x13b0 in sum.cu:8
-=========     Write Thread (256,0,0) at device::put(int *, int)+0x5240 in sum.cu:3
+=========     Write Thread ({writer},0,0) at device::put(int *, int)+0x5240 in sum.cu:3
 =========     Current Value : 0, Incoming Value : ?
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========         Host Frame: cuLaunchKernelEx [0x39fc2f] in libcuda.so.1
@@ -87,9 +87,13 @@ def test_hazards_by_themselves(check):
     allowed = ENTRY.replace("race", "WAR") + "  It is ordered.\n"
     assert check(hazard(1) + hazard(33) + PASSED + summary(2), allowed).returncode == 0
     result = check(hazard(1) + hazard(64) + PASSED + summary(2), allowed)  # the lane that arrives
-    assert result.returncode == 1 and "kernel sum_all: WAR, read by a first lane\n" in result.stdout
-    result = check(hazard(1, "RAW") + PASSED + summary(1), allowed)
+    assert result.returncode == 1 and "kernel sum_all: WAR, the earlier by a first lane\n" in result.stdout
+    result = check(hazard(1, "RAW", 257) + PASSED + summary(1), allowed)
     assert result.returncode == 1 and "kernel sum_all: RAW\n" in result.stdout
+    allowed = allowed.replace("WAR", "RAW")
+    assert check(hazard(32, "RAW", 257) + PASSED + summary(1), allowed).returncode == 0
+    result = check(hazard(1, "RAW", 256) + PASSED + summary(1), allowed)
+    assert result.returncode == 1 and "kernel sum_all: RAW, the earlier by a first lane\n" in result.stdout
 
 
 def test_each_pair_counts(check):
