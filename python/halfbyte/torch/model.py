@@ -63,7 +63,8 @@ class ModelReport(NamedTuple):
 
 def _is_experts(module: nn.Module) -> bool:
     """Whether it is a module of transformers 5 whose forward is the same for all experts, and no more than that."""
-    return hasattr(module, "_is_expert_parallel") and not module.has_post_expert_norm
+    says_its_form = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+    return says_its_form and not getattr(module, "has_post_expert_norm", False)  # to version 5.17 there was none
 
 
 def is_turned(module: nn.Module) -> bool:

@@ -8,7 +8,9 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -83,11 +85,6 @@ class _Quantize(ConversionOps):
         return result
 
 
-def _drop_descriptions(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    for name in [name for name in state_dict if name.endswith("." + _DESCRIPTION)]:
-        del state_dict[name]
-
-
 def _descriptions(files: Sequence[str]) -> dict[str, bytes]:
     """What files of packed weights say of each module, by its name."""
     found = {}
@@ -108,6 +105,18 @@ def _described_module(path: str, module: nn.Module, text: bytes) -> nn.Module:
     return layer
 
 
+def _show_what_is_read(quantizer: "HalfbyteQuantizer", model: nn.Module, state_dict: dict, prefix: str,
+                       local_metadata: dict) -> None:
+    """Makes of the state of a model what transformers is to load. It takes each key for a tensor of a file: no parameter
+    holds a description, and those of files are compared here. To version 5.17 it converts what it reads to the dtype of the
+    parameter of that name, also where the dense weight is read that is to be packed."""
+    for name in list(state_dict):
+        if name.endswith("." + _DESCRIPTION):
+            del state_dict[name]
+        elif not quantizer.pre_quantized and quantizer.param_needs_quantization(model, name):
+            state_dict[name] = torch.empty_like(state_dict[name], dtype=quantizer.dense_dtype, device="meta")
+
+
 @register_quantizer("halfbyte")
 class HalfbyteQuantizer(HfQuantizer):
     """Loads models into the layers of halfbyte.torch. `report`: the ModelReport of a dense model that was quantized."""
@@ -118,9 +127,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Sequence[str] | None = None,
                                              **kwargs) -> None:
-        # No parameter holds a description, and those of files are compared here: transformers, which takes each key
-        # for a tensor that it loads, is not to see them.
-        self._hook = model.register_state_dict_post_hook(_drop_descriptions)
+        self._hook = model.register_state_dict_post_hook(partial(_show_what_is_read, self))
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{_DESCRIPTION}$"}
         config = self.quantization_config
@@ -134,6 +141,10 @@ class HalfbyteQuantizer(HfQuantizer):
             names = [name for name in (path, path.removeprefix(prefix), prefix + path) if name in modules]
             if names:  # else a part that this model does not have, such as a head
                 put_module(model, names[0], _described_module(path, modules[names[0]], text))
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self.dense_dtype = dtype
+        return dtype
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs) -> bool:
         path, _, own = param_name.rpartition(".")
