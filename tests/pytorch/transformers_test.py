@@ -174,9 +174,84 @@ def test_checkpoints_of_other_layouts_are_saved_as_packed_weights(layout, format
     assert torch.equal(logits(again), logits(model))
 
 
-def test_experts_that_quantize_model_does_not_read_are_said_to_be_dense(models):
-    with pytest.warns(UserWarning, match="4 weights stay dense .*experts.gate_up_proj .of GptOssExperts, which from_pretr"):
-        quantize_model(models / "gpt-oss")
+EXPERTS = [("mixtral", "bitsandbytes", "nf4", {"reader": "transformers-4"}),
+           ("mixtral", "bitsandbytes", "nf4", {"reader": "transformers-4", "double_quant": True}),
+           ("mixtral", "compressed-tensors", "int4", {"group_size": 32}), ("mixtral", "halfbyte", "affine4", {}),
+           ("mixtral", "halfbyte", "int3", {"granularity": "channel"}), ("mixtral", "gptq", "int4", {"reader": "none", "group_size": 64}),
+           ("mixtral", "fp8", "fp8", {}), ("qwen3-moe", "modelopt", "nvfp4", {}),
+           ("qwen3-moe", "compressed-tensors", "mxfp4", {}), ("qwen3-moe", "awq", "int4", {"reader": "none", "group_size": 32}),
+           ("gpt-oss", "gpt-oss", "mxfp4", {})]
+
+
+@pytest.mark.parametrize("name,layout,format,options", EXPERTS)
+def test_experts_of_quantized_checkpoints_are_taken_as_they_are(name, layout, format, options, models, tmp_path):
+    halfbyte.quantize_checkpoint(models / name, tmp_path / "quantized", format, layout=layout, **options)
+    halfbyte.dequantize_checkpoint(tmp_path / "quantized", tmp_path / "dense", dtype="f32")
+    model, report = quantize_model(tmp_path / "quantized", None, dtype=torch.float32)
+    exact = load(tmp_path / "dense", dtype=torch.float32)
+    modules = quantized_modules(model)
+    assert sum(isinstance(module, QuantizedExperts) for module in modules.values()) == 2
+    assert {layer.name for layer in report.quantized if "experts" in layer.name} == {
+        f"model.layers.{layer}.mlp.experts.{own}" for layer in (0, 1) for own in ("gate_up_proj", "down_proj")}
+    for path, module in modules.items():
+        for own in module.packed_names if isinstance(module, QuantizedExperts) else ():
+            want = exact.get_submodule(path).get_parameter(own)
+            want = want.transpose(-1, -2) if name == "gpt-oss" else want
+            assert torch.equal(module.dequantized(own, torch.float32), want), f"{path}.{own}"
+    assert (logits(model) - logits(exact)).norm() < 1e-4 * logits(exact).norm()
+    make_savable(model)
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+
+
+def test_experts_as_mlx_names_them(models, tmp_path):
+    halfbyte.quantize_checkpoint(models / "qwen3-moe", tmp_path / "mlx", "affine4", layout="mlx")
+    model, _ = quantize_model(tmp_path / "mlx", None, dtype=torch.float32)
+    checkpoint = halfbyte.Checkpoint(tmp_path / "mlx")
+    for layer in (0, 1):
+        module, path = model.model.layers[layer].mlp.experts, f"model.layers.{layer}.mlp.switch_mlp"
+        gate, up, down = (torch.from_numpy(checkpoint.load_dense(f"{path}.{own}_proj.weight", "f32"))
+                          for own in ("gate", "up", "down"))
+        assert torch.equal(module.dequantized("gate_up_proj", torch.float32), torch.cat([gate, up], 1))
+        assert torch.equal(module.dequantized("down_proj", torch.float32), down)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("spec", ["nf4", "nf4,double_quant", "nvfp4"])
+def test_dense_experts_of_a_directory_are_quantized_as_by_from_pretrained(name, spec, models):
+    model, report = quantize_model(models / name, spec)
+    expected = load(models / name, quantization_config=HalfbyteConfig(spec))
+    assert report.quantized == sorted(expected.hf_quantizer.report.quantized, key=report.quantized.index)
+    state, wanted = model.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys() and all(torch.equal(state[key], wanted[key]) for key in wanted)
+    dense, report = quantize_model(models / name, None)
+    assert not report.quantized and torch.equal(logits(dense), logits(load(models / name)))
+    adapted, _ = quantize_model(models / name, spec, lora_rank=4)
+    assert torch.equal(logits(adapted), logits(model))
+    assert not any(parameter.is_meta for parameter in adapted.parameters())
+
+
+def test_quantized_experts_that_have_no_packed_form_stay_dense_and_are_named(models, tmp_path):
+    # The groups of gpt-oss in layout halfbyte lie along the outputs.
+    halfbyte.quantize_checkpoint(models / "gpt-oss", tmp_path / "quantized", "nf4", layout="halfbyte")
+    halfbyte.dequantize_checkpoint(tmp_path / "quantized", tmp_path / "dense")
+    with pytest.warns(UserWarning, match="4 weights stay dense .*experts.gate_up_proj .of GptOssExperts, which have no packed"):
+        model, _ = quantize_model(tmp_path / "quantized")
+    exact = load(tmp_path / "dense").state_dict()
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj, exact["model.layers.1.mlp.experts.down_proj"])
+
+
+def test_rows_of_one_weight_share_a_global_scale(models, tmp_path):
+    from safetensors.torch import load_file, save_file
+    halfbyte.quantize_checkpoint(models / "qwen3-moe", tmp_path, "nvfp4", layout="modelopt", force=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.2.up_proj.weight_scale_2"] *= 2
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="experts.0.gate_proj.weight and .*up_proj.weight must have one global scale"):
+        quantize_model(tmp_path, None)
+    halfbyte.quantize_checkpoint(models / "qwen3-moe", tmp_path / "int8", "int8", layout="halfbyte", granularity="tensor")
+    with pytest.raises(ValueError, match="experts.0.gate_proj.weight and .* must have one scale and zero point"):
+        quantize_model(tmp_path / "int8", None)
 
 
 # ---- Memory

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from .. import _core
 from .._progress import Bar
 from ._layouts import Packed
 from ._library import WORDS
-from ._ops_weight import double_quantize, pack, quantize_packed, spec_of, without_double_quant
+from ._ops_weight import double_quantize, expand_scales, pack, quantize_packed, spec_of, without_double_quant
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear, as_tensor, linear_class
 
@@ -105,7 +106,7 @@ def _names(expressions: Sequence[str] | str | None) -> list[str]:
 
 
 _NO_LAYER = "for which there is no quantized layer"
-_NOT_READ = "which from_pretrained with HalfbyteConfig quantizes"
+_NOT_PACKED = "which have no packed form together"
 
 
 def dense_reasons(model: nn.Module, include: Sequence[str] | str | None = None,
@@ -223,7 +224,7 @@ def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, inc
 
 
 def _warn_of_dense(layers: Sequence[LayerReport]) -> None:
-    dense = [layer for layer in layers if layer.reason.endswith((_NO_LAYER, _NOT_READ))]
+    dense = [layer for layer in layers if layer.reason.endswith((_NO_LAYER, _NOT_PACKED))]
     if dense:
         warnings.warn(f"{len(dense)} weights stay dense that halfbyte quantize would quantize: "
                       + ", ".join(f"{layer.name} ({layer.reason})" for layer in dense), stacklevel=3)
@@ -259,6 +260,71 @@ def _empty_model(path: str, dtype: torch.dtype | None) -> nn.Module:
     return model.eval()
 
 
+class _Source(NamedTuple):
+    """What a tensor of a model is made of in a checkpoint."""
+
+    weights: list[list]  # the whole, as [[weight]]; or of each projection those of the experts, one after the other
+    operations: tuple = ()  # by which transformers makes one tensor of several
+
+    @property
+    def all(self) -> list:
+        return [weight for of_projection in self.weights for weight in of_projection]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each weight is of all experts."""
+        return all(len(weight.shape) == 3 for weight in self.all)
+
+    @property
+    def is_joined_by_rows(self) -> bool:
+        """Whether experts are stacked, and then the rows of projections follow each other."""
+        return all((type(operation).__name__, getattr(operation, "dim", None)) in (("MergeModulelist", 0), ("Concatenate", 1))
+                   for operation in self.operations)
+
+
+def _natural(name: str) -> list:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def _renames(model: nn.Module) -> Callable[[str], tuple[str, object, str | None]]:
+    """Of the name of a weight in a checkpoint: that of the tensor of the model, and what transformers makes it by of
+    several (None: it is the tensor), with the pattern of that weight."""
+    names, prefix = model.state_dict(), model.base_model_prefix
+
+    def by_prefix(name: str) -> tuple[str, object, str | None]:
+        found = (other for other in (name, name.removeprefix(prefix + "."), f"{prefix}.{name}") if other in names)
+        return next(found, name), None, None
+
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # transformers 4 names its modules as files do
+        return by_prefix
+    mapping = get_model_conversion_mapping(model)
+    renamings = [of for of in mapping if isinstance(of, WeightRenaming)]
+    converters = [of for of in mapping if isinstance(of, WeightConverter)]
+    by_pattern = {pattern: of for of in converters for pattern in of.source_patterns}
+
+    def by_transformers(name: str) -> tuple[str, object, str | None]:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, names)
+        if renamed not in names:
+            return by_prefix(name)
+        return renamed, by_pattern.get(pattern), pattern
+
+    return by_transformers
+
+
+def _parts_of(q: object, num: int) -> list[tuple[Tensor, ...]]:
+    """What pack takes of each of the `num` weights of which q has the rows: codes, scales (not quantized ones), zero
+    points, biases, global scale."""
+    codes, scales = as_tensor(q.codes), as_tensor(q.scales)
+    if q.spec.double_quant:
+        scales = expand_scales(scales, *(as_tensor(of) for of in (q.scales_absmax, q.scales_map, q.scales_offset)))
+    rest = [scales.new_empty(0) if of is None else as_tensor(of) for of in (q.zeros, q.biases, q.global_scale)]
+    split = [[part] * num if part.numel() <= 1 else part.chunk(num) for part in (codes, scales, *rest)]
+    return list(zip(*split))
+
+
 class _Loader:
     """Fills a model on the meta device from a checkpoint."""
 
@@ -267,28 +333,33 @@ class _Loader:
         self.model, self.path, self.spec, self.device, self.options = model, path, spec, device, options
         self.reasons = reasons
         self.checkpoint = _core.Checkpoint(path)
-        self.weights = {weight.name: weight for weight in self.checkpoint.weights}
         self.stored = self.checkpoint.tensors
+        self.sources = self._find_sources()
         self.files: dict = {}
         self.layers: list[LayerReport] = []
 
-    def find(self, name: str):
-        """The weight of a tensor of the model, which may lack the prefix of the base model, or have it."""
-        prefix = getattr(self.model, "base_model_prefix", "") + "."
-        for candidate in (name, name.removeprefix(prefix), prefix + name):
-            if candidate in self.weights:
-                return self.weights[candidate]
-        return None
+    def _find_sources(self) -> dict[str, _Source]:
+        renamed, found = _renames(self.model), {}
+        for weight in sorted(self.checkpoint.weights, key=lambda weight: _natural(weight.name)):
+            # As mlx-lm names those of all experts in one tensor.
+            name, converter, pattern = renamed(weight.name.replace(".switch_mlp.", ".experts.0."))
+            if converter is None:
+                found[name] = _Source([[weight]])
+                continue
+            patterns = converter.source_patterns
+            source = found.setdefault(name, _Source([[] for _ in patterns], tuple(converter.operations)))
+            source.weights[patterns.index(pattern)].append(weight)
+        return found
 
     def run(self, progress: Callable) -> ModelReport:
         jobs = list(self._jobs())
-        done, total = 0, sum(weight.num_bytes for weight, _, _ in jobs)
+        done, total = 0, sum(weight.num_bytes for weights, _, _ in jobs for weight in weights)
         with contextlib.ExitStack() as self.open_files:
-            for i, (weight, read, finish) in enumerate(jobs):
+            for i, (weights, read, finish) in enumerate(jobs):
                 if i + 1 < len(jobs):
                     self._announce(jobs[i + 1][0])
                 finish(read())
-                done += weight.num_bytes
+                done += sum(weight.num_bytes for weight in weights)
                 progress("load", done, total)
         self._fill_buffers()
         self.model.tie_weights()
@@ -300,28 +371,32 @@ class _Loader:
         _warn_of_dense(self.layers)
         return ModelReport(self.layers)
 
-    def _announce(self, weight) -> None:
-        """Lets the system read the parts of a weight from the disk while others are computed."""
+    def _announce(self, weights: list) -> None:
+        """Lets the system read the parts of weights from the disk while others are computed."""
         if not hasattr(os, "posix_fadvise"):
             return
-        for part in weight.parts:
+        for part in (part for weight in weights for part in weight.parts):
             stored = self.stored[part]
             if stored.file not in self.files:
                 file = open(os.path.join(self.path, stored.file), "rb", buffering=0)
                 self.files[stored.file] = self.open_files.enter_context(file)
             os.posix_fadvise(self.files[stored.file].fileno(), stored.offset, stored.num_bytes, os.POSIX_FADV_WILLNEED)
 
-    def _jobs(self) -> Iterator[tuple[object, Callable, Callable]]:
-        """For each tensor its weight in the file, a function that reads, and one that takes what was read."""
+    def _jobs(self) -> Iterator[tuple[list, Callable, Callable]]:
+        """Of tensors of the model: their weights in the files, a function that reads, and one that takes what was read."""
         for path, module in list(self.model.named_modules()):
-            is_linear = type(module) is nn.Linear or is_turned(module)
-            weight = self.find(path + ".weight") if is_linear else None
+            if _is_experts(module):
+                yield from self._jobs_of_experts(path, module)
+                continue
             name = path + ".weight"
-            if weight is not None and weight.layout is not None and self._is_packable(weight):
-                yield (weight, lambda weight=weight: self._load(weight),
+            is_linear = type(module) is nn.Linear or is_turned(module)
+            source = self.sources.get(name) if is_linear else None
+            weight = source.weights[0][0] if source is not None and not source.operations else None
+            if weight is not None and weight.layout is not None and self._is_packable(weight, weight.shape):
+                yield ([weight], lambda weight=weight: self._load(weight),
                        lambda q, path=path, module=module: self._put_quantized(path, module, q))
             elif weight is not None and weight.layout is None and self.spec is not None and not self.reasons[name]:
-                yield (weight, lambda weight=weight, module=module: self._quantize(weight, module),
+                yield ([weight], lambda weight=weight, module=module: self._quantize(weight, module),
                        lambda packed, path=path, module=module: self._put_packed(path, module, packed))
             else:
                 yield from self._dense_jobs(path, module, module._parameters)
@@ -331,21 +406,109 @@ class _Loader:
             kept = {name: of for name, of in module._buffers.items() if name not in module._non_persistent_buffers_set}
             yield from self._dense_jobs(path, module, kept)
 
-    def _dense_jobs(self, path: str, module: nn.Module,
-                    tensors: dict) -> Iterator[tuple[object, Callable, Callable]]:
+    def _dense_jobs(self, path: str, module: nn.Module, tensors: dict,
+                    reason: str = "") -> Iterator[tuple[list, Callable, Callable]]:
         for own, tensor in tensors.items():
             name = f"{path}.{own}" if path else own
-            weight = self.find(name) if tensor is not None else None
-            if weight is None:  # tied to another, or missing: said at the end
+            source = self.sources.get(name) if tensor is not None else None
+            if source is None or not source.is_joined_by_rows:  # tied to another, or missing: said at the end
                 continue
-            yield (weight, lambda weight=weight, tensor=tensor: self._read(weight, tensor),
-                   lambda read, path=path, own=own, name=name: self._put_dense(path, own, name, read))
+            yield (source.all, lambda source=source, tensor=tensor: self._read_dense(source, tensor),
+                   lambda read, path=path, own=own, name=name: self._put_dense(path, own, name, read, reason))
+
+    # Experts: those of a layer have one spec, and are quantized together or not at all
+
+    def _jobs_of_experts(self, path: str, module: nn.Module) -> Iterator[tuple[list, Callable, Callable]]:
+        sources = {name: self.sources.get(f"{path}.{name}") for name in _weights_of(module)}
+        reason = self.reasons[f"{path}.down_proj"]
+        of = [] if None in sources.values() else [weight for source in sources.values() for weight in source.all]
+        if of and all(weight.layout is None for weight in of):
+            spec, read = None if reason else self.spec, self._quantize_experts
+        else:
+            spec, read = self._spec_of_experts(module, of), self._load_experts
+            reason = "" if spec is not None or not of else f"of {type(module).__name__}, {_NOT_PACKED}"
+        joined = all(source is not None and source.is_joined_by_rows for source in sources.values())
+        if spec is None or not joined:
+            yield from self._dense_jobs(path, module, module._parameters, reason)
+            return
+        dense = {name: module.get_parameter(name) for name in sources}
+        experts = quantized_module(module, spec, storage_dtype=self.options["storage_dtype"])
+        put_module(self.model, path, experts)
+        for name, source in sources.items():
+            yield (source.all, lambda read=read, source=source, name=name: read(experts, module, source, name),
+                   lambda packed, name=name: self._put_experts(path, experts, name, dense[name], packed))
+        biases = {name + "_bias": experts.get_parameter(name + "_bias") for name in sources if module.has_bias}
+        yield from self._dense_jobs(path, experts, biases)
+
+    def _spec_of_experts(self, module: nn.Module, weights: list) -> _core.QuantSpec | None:
+        """The spec that quantized weights have as packed ones; None: they have none in common."""
+        turned = is_turned(module)
+        specs = {str(without_double_quant(weight.spec)) for weight in weights if weight.layout is not None}
+        fits = len(specs) == 1 and all(
+            weight.layout is not None and turned == (weight.layout == "gpt-oss") and
+            self._is_packable(weight, weight.shape[-2:] if not turned else weight.shape[:-3:-1]) for weight in weights)
+        return spec_of(specs.pop()) if fits else None
+
+    def _load_experts(self, experts: QuantizedExperts, _: nn.Module, source: _Source, name: str) -> Tensor:
+        """What the file has quantized: codes and scales as they are, the rows of projections one below the other."""
+        n, k = experts.extents[name]
+        spec, num = experts.spec, experts.num_experts
+        rows, of_projections = 0, []
+        for weights in source.weights:
+            loaded = [self._load(weight) for weight in weights]
+            of_each = num // len(loaded)
+            all_rows = sum(q.rows for q in loaded)
+            if {q.shape[-1] for q in loaded} != {k} or all_rows % num != 0 or of_each * len(loaded) != num:
+                raise ValueError(f"weight {weights[0].name}: {len(loaded)} of {list(loaded[0].shape)} do not make those of "
+                                 f"{num} experts {[n, k]}")
+            own_rows = all_rows // num
+            if spec.granularity == "flat" and own_rows * k % spec.group_size != 0:
+                raise ValueError(f"weight {weights[0].name}: groups of {spec.group_size} cross rows of the next projection")
+            rows += own_rows
+            of_projections.append([parts for q in loaded for parts in _parts_of(q, of_each)])
+        if rows != n:
+            raise ValueError(f"weight {source.all[0].name}: {rows} rows in all do not make those of {[n, k]}")
+        packed = [self._pack_joined(parts, spec, n, k, source) for parts in zip(*of_projections)]
+        return torch.stack(packed)
+
+    @staticmethod
+    def _pack_joined(parts: Sequence[tuple[Tensor, ...]], spec: _core.QuantSpec, n: int, k: int,
+                     source: _Source) -> Tensor:
+        def common(values: Sequence[Tensor], what: str) -> Tensor:
+            if any(not torch.equal(value, values[0]) for value in values):
+                raise ValueError(f"{' and '.join(of[0].name for of in source.weights)} must have one {what}, which they "
+                                 "share as rows of one weight; halfbyte repair makes those of nvfp4 equal")
+            return values[0]
+
+        codes, *of_groups, global_scales = zip(*parts)
+        if spec.granularity == "tensor":
+            joined = [common(of, "scale and zero point") for of in of_groups]
+        else:
+            joined = [torch.cat(of) for of in of_groups]
+        nested = [common(global_scales, "global scale").reshape(1)] if spec.has_global_scale else []
+        return pack(torch.cat(codes), *joined, nested, str(spec), n, k)
+
+    def _quantize_experts(self, experts: QuantizedExperts, module: nn.Module, source: _Source, name: str) -> Tensor:
+        if source.is_stacked:
+            return experts.packed_of(name, _turned(module, self._read_stacked(source, experts.dtype)))
+        return torch.stack([quantize_packed(torch.cat([self._read(weight, experts.dtype) for weight in of_expert]),
+                                            str(self.spec)) for of_expert in zip(*source.weights)])
+
+    def _put_experts(self, path: str, experts: QuantizedExperts, name: str, dense: Tensor, packed: Tensor) -> None:
+        packed = packed.view(self.options["storage_dtype"])
+        if packed.shape != experts.get_parameter(name).shape:
+            raise ValueError(f"weight {path}.{name} must be of {experts.num_experts} experts, got {len(packed)}")
+        experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+        if self.options["lora_rank"] > 0 and not any(experts.get_parameter(of).is_meta for of in experts.packed_names):
+            experts.add_adapter(self.options["lora_rank"], self.options["lora_alpha"])
+        self.layers.append(LayerReport(f"{path}.{name}", tuple(dense.shape), experts.spec, "", _bytes_of(dense),
+                                       _bytes_of(packed)))
 
     # Reading
 
-    def _is_packable(self, weight) -> bool:
+    def _is_packable(self, weight, shape: Sequence[int]) -> bool:
         try:
-            weight.spec.packed_bytes(*weight.shape)
+            weight.spec.packed_bytes(*shape)
         except ValueError:
             return False
         return weight.note != "act-order"
@@ -356,7 +519,7 @@ class _Loader:
     def _quantize(self, weight, module: nn.Module) -> Packed:
         n, k = _extents(module)
         if is_turned(module):
-            dense = self._read(weight, module.weight)
+            dense = self._read_dense(_Source([[weight]]), module.weight)
             return Packed(quantize_packed(dense.t().contiguous(), str(self.spec)), self.spec, n, k)
         spec = without_double_quant(self.spec)
         q = _core._quantize_weight(self.checkpoint, weight.name, spec, _core.Encoding(), self.device, 0)
@@ -367,14 +530,26 @@ class _Loader:
         biases = zeros.new_empty(0, dtype=torch.float32)
         return Packed(pack(codes, scales, zeros, biases, nested, str(self.spec), n, k), self.spec, n, k)
 
-    def _read(self, weight, like: Tensor) -> Tensor:
-        word = WORDS.get(like.dtype)
+    def _read(self, weight, dtype: torch.dtype) -> Tensor:
+        word = WORDS.get(dtype)
         if word is None:
-            data = as_tensor(self.checkpoint.read(self.stored[weight.parts[0]])).view(like.dtype).reshape(like.shape)
-            return data.to(self.device)
-        read = as_tensor(self.checkpoint.load_dense(weight.name, word, device=self.device, framework="torch"))
+            data = as_tensor(self.checkpoint.read(self.stored[weight.parts[0]])).view(dtype)
+            return data.reshape(weight.shape).to(self.device)
+        return as_tensor(self.checkpoint.load_dense(weight.name, word, device=self.device, framework="torch"))
+
+    def _read_stacked(self, source: _Source, dtype: torch.dtype) -> Tensor:
+        return torch.cat([self._read(weight, dtype) for weight in source.all], dim=-2)
+
+    def _read_dense(self, source: _Source, like: Tensor) -> Tensor:
+        if not source.operations:
+            read = self._read(source.all[0], like.dtype)
+        elif source.is_stacked:
+            read = self._read_stacked(source, like.dtype)
+        else:
+            read = torch.stack([torch.cat([self._read(weight, like.dtype) for weight in of_expert])
+                                for of_expert in zip(*source.weights)])
         if list(read.shape) != list(like.shape):
-            raise ValueError(f"weight {weight.name} must have the shape {list(like.shape)}, got {list(read.shape)}")
+            raise ValueError(f"weight {source.all[0].name} must have the shape {list(like.shape)}, got {list(read.shape)}")
         return read
 
     # Placing
@@ -393,7 +568,7 @@ class _Loader:
         self.layers.append(LayerReport(path + ".weight", tuple(module.weight.shape), packed.spec, "",
                                        _bytes_of(module.weight), _bytes_of(layer.weight)))
 
-    def _put_dense(self, path: str, own: str, name: str, read: Tensor) -> None:
+    def _put_dense(self, path: str, own: str, name: str, read: Tensor, reason: str) -> None:
         module = self.model.get_submodule(path)
         if own in module._buffers:
             module._buffers[own] = read
@@ -401,8 +576,8 @@ class _Loader:
         like = module._parameters[own]
         module._parameters[own] = nn.Parameter(read, requires_grad=like.requires_grad)
         if read.dim() >= 2 and not own.endswith("bias"):
-            reason = self.reasons.get(name) or (
-                f"of {type(module).__name__}, {_NOT_READ}" if _is_experts(module) else "no packed form of it")
+            reason = reason or self.reasons.get(name) or (
+                "dense in the checkpoint" if self.spec is None else "no packed form of it")
             self.layers.append(LayerReport(name, tuple(read.shape), None, reason, _bytes_of(read), _bytes_of(read)))
 
     def _fill_buffers(self) -> None:
@@ -426,9 +601,9 @@ def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.Quan
     directory with a model of transformers, or of a model in the cache of the hub ("org/name", which is not
     downloaded): weights go from the file into packed ones in blocks of rows, so that little more memory is needed than
     that of the result. Weights that the file has quantized, in any layout, are taken exactly as they are, whatever
-    `spec`; None: no other weight is quantized. dtype: of what stays dense; None: that of config.json. device: None:
-    the CPU. progress: of a directory: a bar where it takes long; None: where stderr is a terminal. Raises ValueError
-    for weights that are missing or do not fit.
+    `spec`, experts among them; None: no other weight is quantized. dtype: of what stays dense; None: that of
+    config.json. device: None: the CPU. progress: of a directory: a bar where it takes long; None: where stderr is a
+    terminal. Raises ValueError for weights that are missing or do not fit.
     """
     options = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "storage_dtype": storage_dtype}
     if isinstance(model_or_dir, nn.Module):
