@@ -317,7 +317,10 @@ void add_bench_command(CLI::App& app, Command& command) {
       if (what.empty()) selection_of(*arguments);
       if (what != "qgemm" && !given.empty())
         throw Error(ErrorCode::usage, fmt::format("{}: only with qgemm", given));
-      const Device device = select_device(arguments->device, "").device;
+      const std::vector<Device> devices = select_devices(arguments->device, "").devices;
+      if (devices.size() != 1)
+        throw Error(ErrorCode::usage, fmt::format("--device: bench takes one, got {}", arguments->device));
+      const Device device = devices.front();
       if (device.kind != DeviceKind::cpu && arguments->num_threads != 0)
         throw Error(ErrorCode::usage,
                     fmt::format("--threads: only with --device cpu, got --device {}", arguments->device));

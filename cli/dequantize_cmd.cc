@@ -25,13 +25,13 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
   before_all(command.group.get(), [&] {
     if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
     options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
-    device = select_device(arguments.compute.device, arguments.input);
+    device = select_devices(arguments.compute.device, arguments.input);
   });
   options.dry_run = arguments.destination.dry_run;
   options.force = command.force;
   options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
-  options.device = device.device;
+  options.devices = device.devices;
   options.process_group = command.group;
   const RunInfo info = {"dequantized", device, options.dry_run, /*verified=*/false};
   ProgressBar progress(arguments.compute.progress == "auto" && leads(command.group.get()));

@@ -44,13 +44,18 @@ uint64_t input_bytes(const std::string& path) {
 }
 
 // Empty: "auto".
-std::optional<Device> parse_device_option(const std::string& word) {
-  if (word == "auto") return std::nullopt;
+std::vector<Device> parse_device_option(const std::string& words) {
+  if (words == "auto") return {};
   try {
-    return parse_device(word);
+    return parse_devices(words);
   } catch (const Error& error) {
-    throw Error(error.code(),
-                fmt::format("--device: expected auto, cpu, cuda or cuda:N, got '{}'", printable(word)));
+    if (error.code() != ErrorCode::usage)
+      throw Error(error.code(), fmt::format("--device: {}", error.what()));
+    throw Error(
+        error.code(),
+        fmt::format("--device: expected auto, or cpu, cuda, cuda:N and cuda:all, each once and divided by "
+                    "commas, got '{}'",
+                    printable(words)));
   }
 }
 
@@ -62,11 +67,12 @@ std::string describe(const CudaInfo& info, const CudaDevice& device) {
 
 DeviceChoice select_automatically(const std::string& input) {
   if (input_bytes(input) < kMinAutoCudaBytes)
-    return {{}, fmt::format("input below {}; --device cuda forces CUDA", format_bytes(kMinAutoCudaBytes))};
+    return {{Device{}},
+            fmt::format("input below {}; --device cuda forces CUDA", format_bytes(kMinAutoCudaBytes))};
   const CudaInfo info = cuda_info();
   const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
-  if (!info.usable() || usable == info.devices.end()) return {{}, info.problem};
-  return {{DeviceKind::cuda, usable->index}, describe(info, *usable)};
+  if (!info.usable() || usable == info.devices.end()) return {{Device{}}, info.problem};
+  return {{Device{}, {DeviceKind::cuda, usable->index}}, describe(info, *usable)};
 }
 
 }  // namespace
@@ -97,7 +103,9 @@ void check_destination(const Destination& destination) {
 }
 
 void add_compute_options(CLI::App& app, ComputeArguments& arguments) {
-  app.add_option("--device", arguments.device, "auto (default), cpu, cuda or cuda:N")->option_text("DEVICE");
+  app.add_option("--device", arguments.device,
+                 "auto (default), or cpu, cuda, cuda:N and cuda:all, divided by commas")
+      ->option_text("DEVICES");
   app.add_option("--threads", arguments.num_threads, "Number of CPU threads (default 0: all)")
       ->check(CLI::Range(0, 4096))
       ->option_text("N");
@@ -107,27 +115,31 @@ void add_compute_options(CLI::App& app, ComputeArguments& arguments) {
 }
 
 std::string to_string(const DeviceChoice& choice) {
-  const std::string device = to_string(choice.device);
+  const std::string device = to_string(std::span(choice.devices));
   return choice.note.empty() ? device : fmt::format("{} ({})", device, choice.note);
 }
 
-DeviceChoice select_device(const std::string& word, const std::string& input) {
-  const std::optional<Device> device = parse_device_option(word);
-  if (!device) return select_automatically(input);
-  if (device->kind == DeviceKind::cpu) return {*device};
-  try {
-    check_device(*device);
-  } catch (const Error& error) {
-    throw Error(error.code(), fmt::format("--device {}: {}", word, error.what()));
+DeviceChoice select_devices(const std::string& words, const std::string& input) {
+  DeviceChoice choice = {parse_device_option(words)};
+  if (choice.devices.empty()) return select_automatically(input);
+  for (const Device device : choice.devices) {
+    if (device.kind == DeviceKind::cpu) continue;
+    try {
+      check_device(device);
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("--device {}: {}", words, error.what()));
+    }
+    const CudaInfo info = cuda_info();
+    const auto found = std::ranges::find(info.devices, device.index, &CudaDevice::index);
+    if (found != info.devices.end())
+      choice.note += (choice.note.empty() ? "" : ", ") + describe(info, *found);
   }
-  const CudaInfo info = cuda_info();
-  const auto found = std::ranges::find(info.devices, device->index, &CudaDevice::index);
-  return {*device, found == info.devices.end() ? "" : describe(info, *found)};
+  return choice;
 }
 
 void check_cpu(const std::string& word, const std::string& command) {
-  const std::optional<Device> device = parse_device_option(word);
-  if (device && device->kind != DeviceKind::cpu)
+  const std::vector<Device> devices = parse_device_option(word);
+  if (std::ranges::any_of(devices, [](Device device) { return device.kind != DeviceKind::cpu; }))
     throw Error(ErrorCode::device, fmt::format("--device {}: {} runs on the CPU only", word, command));
 }
 

@@ -36,16 +36,17 @@ struct ComputeArguments {
 void add_compute_options(CLI::App& app, ComputeArguments& arguments);
 
 struct DeviceChoice {
-  Device device;
-  std::string note = {};  // the name of a CUDA device; why "auto" took the CPU
+  std::vector<Device> devices;
+  std::string note = {};  // the names of CUDA devices; why "auto" took the CPU alone
 };
 // "cpu", "cpu (no CUDA driver: ...)", "cuda:0 (NVIDIA H200)"
 std::string to_string(const DeviceChoice& choice);
 
-// The device that works on the checkpoint `input`. "auto" takes the first usable CUDA device where the input
-// is large enough to be worth starting it, else the CPU. Throws Error(usage) for unknown words, and
-// Error(device) where the device asked for cannot be used: an explicit request never falls back.
-DeviceChoice select_device(const std::string& word, const std::string& input);
+// The devices that work on the checkpoint `input`. "auto" takes the CPU, and beside it the first usable CUDA
+// device where the input is large enough to be worth starting it: each takes work as fast as it does it.
+// Throws Error(usage) for unknown words, and Error(device) where a device asked for cannot be used: an
+// explicit request never falls back.
+DeviceChoice select_devices(const std::string& words, const std::string& input);
 // For a command that runs on the CPU only: Error(device) where another device is asked for.
 void check_cpu(const std::string& word, const std::string& command);
 

@@ -84,9 +84,9 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
   DeviceChoice device;
   before_all(command.group.get(), [&] {
     options = to_options(arguments, command.force);
-    device = select_device(arguments.compute.device, arguments.input);
+    device = select_devices(arguments.compute.device, arguments.input);
   });
-  options.device = device.device;
+  options.devices = device.devices;
   options.process_group = command.group;
   const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run,
                         options.importance};

@@ -12,6 +12,16 @@ namespace halfbyte::cli {
 
 namespace {
 
+// ", limited by compute (82 %; read 12 %, write 6 %)"
+std::string limit_text(const CheckpointReport& report) {
+  const std::string_view limit = bottleneck(report);
+  if (limit.empty()) return "";
+  const double all = report.compute_seconds + report.read_seconds + report.write_seconds;
+  const auto share = [&](double seconds) { return all > 0 ? 100 * seconds / all : 0; };
+  return fmt::format("; limited by {} (run: compute {:.0f} %, read {:.0f} %, write {:.0f} %)", limit,
+                     share(report.compute_seconds), share(report.read_seconds), share(report.write_seconds));
+}
+
 // "reason: 3 (a, b, c)", a line for each text that `field` has; the names only where they are few.
 std::string by_text(std::span<const WeightReport> weights, std::string WeightReport::*field) {
   constexpr size_t kMaxNames = 8;
@@ -222,8 +232,8 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
         run.verified ? fmt::format("verify {:.2f} s", report.verify_seconds) : "not verified";
     if (report.num_resumed_files > 0)
       text += summary_line("resumed", fmt::format("{} files of an earlier run", report.num_resumed_files));
-    text += summary_line("time", fmt::format("run {:.2f} s, sync {:.2f} s, {}", report.run_seconds,
-                                             report.sync_seconds, verify));
+    text += summary_line("time", fmt::format("run {:.2f} s, sync {:.2f} s, {}{}", report.run_seconds,
+                                             report.sync_seconds, verify, limit_text(report)));
     text += summary_line("output", printable(report.output));
   }
   if (!report.readers.empty()) text += summary_line("loads in", readers_text(report, vouched));
@@ -232,7 +242,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["output"] = report.output;
   document["dry_run"] = run.dry_run;
   document["verified"] = run.verified;
-  document["device"] = to_string(report.device);
+  document["device"] = to_string(std::span(report.devices));
   document["device_note"] = run.device.note;
   document["importance"] = run.importance.empty() ? Json() : Json(run.importance);
   document["architecture"] = report.architecture;
@@ -258,6 +268,10 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["run_seconds"] = report.run_seconds;
   document["sync_seconds"] = report.sync_seconds;
   document["verify_seconds"] = report.verify_seconds;
+  document["read_seconds"] = report.read_seconds;
+  document["write_seconds"] = report.write_seconds;
+  document["compute_seconds"] = report.compute_seconds;
+  document["bottleneck"] = bottleneck(report);
 }
 
 }  // namespace halfbyte::cli

@@ -146,7 +146,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, scale_rows);
-  EXPECT_NO_TAIL(report_info, num_resumed_files);
+  EXPECT_NO_TAIL(report_info, bottleneck);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, scale_rows);
   EXPECT_NO_TAIL(compare_options, user_data);
@@ -172,7 +172,7 @@ TEST(CApi, TheDefaultsAreThoseOfCpp) {
   EXPECT_EQ(options.format, HALFBYTE_FORMAT_NF4);
   EXPECT_EQ(options.layout, HALFBYTE_UNSET);
   EXPECT_EQ(options.verify, 1);
-  EXPECT_EQ(options.device.device_type, kDLCPU);
+  EXPECT_EQ(options.num_devices, 0);
   EXPECT_EQ(INITIALISED(dequantize_options).dtype, HALFBYTE_UNSET);
   EXPECT_EQ(INITIALISED(compare_options).num_threads, 0);
   EXPECT_EQ(INITIALISED(execution).stream, nullptr);
@@ -2259,6 +2259,13 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(halfbyte_report_get_reader(report, 3, &verdict), HALFBYTE_USAGE);
   EXPECT_EQ(info.num_left_out, 0);
   EXPECT_EQ(halfbyte_report_left_out(report, 0), nullptr);
+  ASSERT_EQ(info.num_devices, 1);
+  DLDevice device = kNoDevice;
+  EXPECT_OK(halfbyte_report_get_device(report, 0, &device));
+  EXPECT_EQ(device.device_type, kDLCPU);
+  EXPECT_EQ(halfbyte_report_get_device(report, 1, &device), HALFBYTE_USAGE);
+  EXPECT_GT(info.compute_seconds, 0);
+  EXPECT_STRNE(info.bottleneck, "");
   EXPECT_GT(info.num_copied_files, 0);
   EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);
   EXPECT_EQ(halfbyte_report_copied_file(report, info.num_copied_files), nullptr);
@@ -2568,9 +2575,10 @@ TEST(CApi, CheckpointFailuresHaveTheirStatus) {
   EXPECT_EQ(directory.names(), std::vector<std::string>{"damaged.safetensors"})
       << "no output after a failure";
   options.progress = nullptr;
-  options.device = kNoDevice;
+  options.devices = &kNoDevice;
+  options.num_devices = 1;
   EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_DEVICE);
-  options.device = kCpu;
+  options.devices = &kCpu;
   options.layout = 17;
   EXPECT_FAILS(HALFBYTE_USAGE,
                fmt::format("options.layout must be 0 to {}, got 17", num_layouts() - 1).c_str(),

@@ -645,7 +645,8 @@ def test_quantize_report(nf4):
         r"^layout +bitsandbytes$",
         r"^bytes +6558208 -> \d+ \(6\.25 MiB -> \d\.\d\d MiB\)$",
         r"^device +cpu \(input below 1\.00 GiB; --device cuda forces CUDA\)$",
-        r"^time +run \d+\.\d\d s, sync \d+\.\d\d s, verify \d+\.\d\d s$",
+        r"^time +run \d+\.\d\d s, sync \d+\.\d\d s, verify \d+\.\d\d s; "
+        r"limited by (compute|read|write|verify|sync) \(run: compute \d+ %, read \d+ %, write \d+ %\)$",
         rf"^output +{re.escape(str(output))}$",
     ]:
         assert re.search(pattern, text, re.M), pattern
@@ -914,6 +915,11 @@ def test_device_is_never_a_silent_choice(tmp_path, nf4):
             assert list(tmp_path.iterdir()) == []
     text = run("quantize", MODEL, "-o", tmp_path / "out", "--device", "cpu").stdout
     assert re.search(r"^device +cpu$", text, re.M)
+    for words in ["gpu", "cpu,cpu", "cuda,cuda:0", "cpu,", "auto,cpu"]:
+        assert f"got '{words}'" in fails("quantize", MODEL, "-o", tmp_path / "x", "--device", words, code=USAGE)
+    for words in ["cpu,cuda:0", "cuda:all"]:
+        fails("quantize", MODEL, "-o", tmp_path / "x", "--device", words, code=DEVICE, env=NO_DRIVER)
+    assert not (tmp_path / "x").exists()
     message = fails("compare", MODEL, MODEL, "--device", "cuda:0", code=DEVICE)
     assert "--device cuda:0" in message and "compare runs on the CPU" in message
     assert run_json("compare", MODEL, MODEL, "--device", "cpu")["device"] == "cpu"

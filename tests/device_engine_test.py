@@ -96,6 +96,28 @@ def test_same_bytes_as_on_the_cpu(halfbyte, device, source_of, tmp_path, source,
     assert_same(tmp_path / "dense-cpu", tmp_path / f"dense-{device}")
 
 
+@pytest.mark.parametrize("options", ["--format nf4 --double-quant", "--format nvfp4", "--format int5 --group-size tensor",
+                                     "--format fp8 --layout fp8"])
+def test_devices_side_by_side_write_the_same_bytes(halfbyte, device, source_of, tmp_path, options):
+    together = f"cpu,{device}"
+    reports = [run_on(halfbyte, name, "quantize", source_of("large"), tmp_path / f"q-{name}", *options.split())
+               for name in ("cpu", together)]
+    assert reports[0]["weights"] == reports[1]["weights"]
+    assert_same(tmp_path / "q-cpu", tmp_path / f"q-{together}")
+    run_on(halfbyte, "cpu", "dequantize", tmp_path / "q-cpu", tmp_path / "dense-cpu")
+    run_on(halfbyte, together, "dequantize", tmp_path / "q-cpu", tmp_path / f"dense-{together}")
+    assert_same(tmp_path / "dense-cpu", tmp_path / f"dense-{together}")
+
+
+def test_all_devices(halfbyte, device, source_of, tmp_path):
+    usable = [of["index"] for of in json.loads(halfbyte("doctor", "--json", "-").stdout)["cuda"]["devices"] if not of["problem"]]
+    run_on(halfbyte, "cpu", "quantize", source_of("large"), tmp_path / "cpu")
+    report = json.loads(halfbyte("quantize", source_of("large"), "-o", tmp_path / "all", "--device", "cuda:all", "--json",
+                                 "-").stdout)
+    assert report["device"] == ",".join(f"cuda:{index}" for index in usable) and report["compute_seconds"] > 0
+    assert_same(tmp_path / "cpu", tmp_path / "all")
+
+
 def test_nonfinite_elements_are_found(halfbyte, device, tmp_path):
     tensors = large()
     data = tensors["model.layers.0.mlp.down_proj.weight"].data

@@ -13,6 +13,12 @@ TEST(Device, Words) {
   EXPECT_EQ(parse_device("cuda"), (Device{DeviceKind::cuda, 0}));
   EXPECT_EQ(parse_device("cuda:0"), (Device{DeviceKind::cuda, 0}));
   EXPECT_EQ(parse_device("cuda:12"), (Device{DeviceKind::cuda, 12}));
+  const std::vector<Device> several = {{DeviceKind::cuda, 1}, {}, {DeviceKind::cuda, 0}};
+  EXPECT_EQ(parse_devices("cuda:1,cpu,cuda"), several);
+  EXPECT_EQ(to_string(several), "cuda:1,cpu,cuda:0");
+  EXPECT_EQ(parse_devices("cpu"), std::vector<Device>{{}});
+  for (const char* words : {"", ",", "cpu,", "cpu,cpu", "cuda,cuda:0", "cpu;cuda", "all"})
+    expect_error(ErrorCode::usage, "", [&] { parse_devices(words); });
   EXPECT_EQ(to_string(Device{}), "cpu");
   EXPECT_EQ(to_string(Device{DeviceKind::cuda, 0}), "cuda:0");
   EXPECT_EQ(to_string(Device{DeviceKind::cuda, 12}), "cuda:12");

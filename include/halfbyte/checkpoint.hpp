@@ -186,10 +186,11 @@ struct QuantizeOptions {
   // what belongs to it; 0: the files of the input. What is known only after quantizing (a weight that stays
   // dense by its values, scales in f32) can make a file larger.
   uint64_t shard_bytes = 0;
-  // The device that computes. Every device gives the same bytes. Throws Error(device) if it cannot be used,
-  // or if its memory is too small even for small blocks; nothing falls back. Verification always runs on the
-  // CPU.
-  Device device = {};
+  // The devices that compute, side by side: each takes work as fast as it does it. Empty: the CPU. All give
+  // the same bytes. Throws Error(device) if one cannot be used, or if its memory is too small even for small
+  // blocks; nothing falls back. Verification always runs on the CPU, beside the rest where there are several
+  // files and threads.
+  std::vector<Device> devices = {};
   int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress = {};
   // Processes that write the output together; null: this one alone. The report of rank 0 is whole.
@@ -233,7 +234,7 @@ struct CheckpointReport {
   std::vector<ReaderVerdict> readers;
   std::string architecture;
   std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
-  Device device;                 // that computed
+  std::vector<Device> devices;   // that computed
   std::vector<WeightReport> weights;
   std::vector<std::string> left_out;                     // weights of the input that the reader does not load
   std::vector<std::string> copied_files, skipped_files;  // of a directory
@@ -242,8 +243,15 @@ struct CheckpointReport {
   uint64_t quantized_source_bytes = 0;          // share = this / source_bytes
   int64_t num_quantized = 0;
   uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory on the host, as planned
+  // Of writing the files, of syncing them, and of verifying them: they overlap where there are several.
   double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
+  // Of run_seconds, on all workers together: waiting for what they read, and for what they write, and the
+  // rest, which is computing (with the copies to a CUDA device and back).
+  double read_seconds = 0, write_seconds = 0, compute_seconds = 0;
 };
+// What a run would have to be quicker at to be quicker: "read", "compute", "write", "verify" or "sync";
+// empty: nothing was run.
+HALFBYTE_API const char* bottleneck(const CheckpointReport& report);
 
 // Reads `input` and writes `output`: file -> file, directory -> directory. The output is written to a
 // temporary sibling, synced and renamed; a failure leaves no output, but for an unfinished one. Unless
@@ -266,8 +274,8 @@ struct DequantizeOptions {
   bool dry_run = false;
   bool force = false;
   Unfinished unfinished = Unfinished::keep;
-  uint64_t shard_bytes = 0;  // as above
-  Device device = {};        // as above
+  uint64_t shard_bytes = 0;          // as above
+  std::vector<Device> devices = {};  // as above
   int num_threads = 0;
   ProgressFunction progress = {};
   std::shared_ptr<ProcessGroup> process_group = {};  // as above

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -51,6 +52,10 @@ HALFBYTE_API void add_site_packages(const std::string& directory);
 // device exists.
 HALFBYTE_API std::string to_string(Device device);
 HALFBYTE_API Device parse_device(std::string_view word);
+// Several, divided by commas: "cpu,cuda:1"; "cuda:all" is every CUDA device that can be used. Throws
+// Error(usage) for other words and for one that is named twice, Error(device) where "cuda:all" is none.
+HALFBYTE_API std::vector<Device> parse_devices(std::string_view words);
+HALFBYTE_API std::string to_string(std::span<const Device> devices);  // as parse_devices takes it
 // Throws Error(device), with the reason, if the device cannot be used. The CPU always can.
 HALFBYTE_API void check_device(Device device);
 

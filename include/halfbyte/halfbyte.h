@@ -1403,7 +1403,8 @@ typedef struct halfbyte_quantize_options {
   halfbyte_reader reader;  /* HALFBYTE_UNSET: that of the layout */
   int32_t force_layout;    /* flag: include may select what the reader cannot load */
   int32_t keep_embeddings; /* flag: embeddings and head stay dense, which mlx-lm quantizes */
-  DLDevice device;
+  const DLDevice* devices; /* that compute, side by side; NULL where num_devices is 0: the CPU */
+  int64_t num_devices;
   int64_t num_threads;                 /* of the CPU; 0: all */
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
@@ -1419,10 +1420,11 @@ HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_op
 
 typedef struct halfbyte_dequantize_options {
   size_t struct_size;
-  halfbyte_dtype dtype; /* HALFBYTE_UNSET: the dtype that each weight had before */
-  int32_t dry_run;      /* flag */
-  int32_t force;        /* flag */
-  DLDevice device;
+  halfbyte_dtype dtype;    /* HALFBYTE_UNSET: the dtype that each weight had before */
+  int32_t dry_run;         /* flag */
+  int32_t force;           /* flag */
+  const DLDevice* devices; /* as above */
+  int64_t num_devices;
   int64_t num_threads;
   halfbyte_progress_function progress; /* may be NULL */
   void* user_data;
@@ -1520,7 +1522,7 @@ typedef struct halfbyte_report_info {
   const char* input;
   const char* output;
   halfbyte_layout layout; /* of the output (quantize) or the input (dequantize); HALFBYTE_UNSET: none */
-  DLDevice device;        /* that computed */
+  int64_t num_devices;    /* that computed */
   halfbyte_reader reader; /* of quantize: what the output is for */
   int64_t num_weights;
   int64_t num_quantized;
@@ -1534,9 +1536,15 @@ typedef struct halfbyte_report_info {
   int64_t num_readers;       /* that read the layout */
   int64_t num_left_out;      /* weights of the input that the reader does not load */
   int64_t num_resumed_files; /* with tensors, that an earlier run had completed */
+  double read_seconds, write_seconds, compute_seconds; /* of run_seconds, on all workers together */
+  const char* bottleneck; /* "read", "compute", "write", "verify" or "sync"; "": nothing was run */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);
+
+/* One of those that computed. */
+HALFBYTE_API halfbyte_status halfbyte_report_get_device(const halfbyte_report* report, int64_t index,
+                                                        DLDevice* device);
 
 /* The name of a weight that was left out; NULL outside of them. */
 HALFBYTE_API const char* halfbyte_report_left_out(const halfbyte_report* report, int64_t index);

@@ -467,8 +467,8 @@ void bind_reports(nb::module_& module) {
           "layout", [](const CheckpointReport& self) { return to_python(self.layout); },
           nb::sig("def layout(self) -> str | None"))
       .def_prop_ro(
-          "device", [](const CheckpointReport& self) { return to_python(self.device); },
-          nb::sig("def device(self) -> str"))
+          "devices", [](const CheckpointReport& self) { return halfbyte::to_string(self.devices); },
+          nb::sig("def devices(self) -> str"), "That computed: \"cuda:0,cuda:1\".")
       .def_ro("weights", &CheckpointReport::weights)
       .def_ro("left_out", &CheckpointReport::left_out, "Weights that the reader does not load.")
       .def_ro("copied_files", &CheckpointReport::copied_files)
@@ -483,6 +483,13 @@ void bind_reports(nb::module_& module) {
       .def_ro("run_seconds", &CheckpointReport::run_seconds)
       .def_ro("sync_seconds", &CheckpointReport::sync_seconds)
       .def_ro("verify_seconds", &CheckpointReport::verify_seconds)
+      .def_ro("read_seconds", &CheckpointReport::read_seconds, "Of run_seconds, on all workers together.")
+      .def_ro("write_seconds", &CheckpointReport::write_seconds, "Likewise.")
+      .def_ro("compute_seconds", &CheckpointReport::compute_seconds, "Likewise.")
+      .def_prop_ro(
+          "bottleneck", [](const CheckpointReport& self) { return bottleneck(self); },
+          nb::sig("def bottleneck(self) -> str"),
+          "\"read\", \"compute\", \"write\", \"verify\" or \"sync\"; \"\": nothing was run.")
       .def("__repr__", [](const CheckpointReport& self) {
         return "<CheckpointReport " + quoted(self.output) + ": " + std::to_string(self.num_quantized) +
                " of " + std::to_string(self.weights.size()) + " weights quantized, " +
@@ -544,7 +551,7 @@ void bind_functions_of_files(nb::module_& module) {
       "exclude", &Q::exclude)("reader", &Q::reader)("force_layout", &Q::force_layout)(
       "keep_embeddings", &Q::keep_embeddings)("fallback_dense", &Q::fallback_dense)("dry_run", &Q::dry_run)(
       "verify", &Q::verify)("force", &Q::force)("unfinished", &Q::unfinished)("shard_bytes", &Q::shard_bytes)(
-      "device", &Q::device)("num_threads", &Q::num_threads);
+      "devices", &Q::devices)("num_threads", &Q::num_threads);
   module.def(
       "quantize_checkpoint",
       [rows = quantize_rows](nb::handle input, nb::handle output, nb::handle format, nb::handle progress,
@@ -568,11 +575,11 @@ void bind_functions_of_files(nb::module_& module) {
               "force_layout: bool = False, keep_embeddings: bool = False, fallback_dense: bool = False, "
               "dry_run: bool = False, verify: bool = True, force: bool = False, unfinished: str = 'keep', "
               "shard_bytes: int = 0, "
-              "device: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
+              "devices: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
       "Quantizes a checkpoint, file to file or directory to directory, as `halfbyte quantize` does: the "
       "output "
       "is complete and verified, or there is none. Options that are not given have the defaults of the "
-      "layout.\n\n"
+      "layout. devices: that compute, side by side: \"cpu\", \"cuda:1\", \"cpu,cuda:all\", or a sequence.\n\n"
       "    >>> report = halfbyte.quantize_checkpoint(model, output, \"int4\", group_size=32)\n"
       "    >>> report.num_quantized, report.weights[0].name\n"
       "    (28, 'lm_head.weight')\n"
@@ -592,8 +599,8 @@ void bind_functions_of_files(nb::module_& module) {
   OptionRows<DequantizeOptions> dequantize_rows;
   using D = DequantizeOptions;
   dequantize_rows("dtype", &D::dtype)("dry_run", &D::dry_run)("force", &D::force)(
-      "unfinished", &D::unfinished)("shard_bytes", &D::shard_bytes)("device", &D::device)("num_threads",
-                                                                                          &D::num_threads);
+      "unfinished", &D::unfinished)("shard_bytes", &D::shard_bytes)("devices", &D::devices)("num_threads",
+                                                                                            &D::num_threads);
   module.def(
       "dequantize_checkpoint",
       [rows = dequantize_rows](nb::handle input, nb::handle output, nb::handle progress, nb::kwargs given) {
@@ -608,7 +615,7 @@ void bind_functions_of_files(nb::module_& module) {
               "progress: Callable[[str, int, int], bool | None] | bool | None = None, "
               "dtype: object = None, dry_run: bool = False, force: bool = False, unfinished: str = 'keep', "
               "shard_bytes: int = 0, "
-              "device: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
+              "devices: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
       "Makes every quantized weight dense: dtype f32, f16 or bf16; None: that each weight had before. Raises "
       "as "
       "quantize_checkpoint.\n\n"

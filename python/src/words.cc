@@ -126,6 +126,15 @@ void from_python(nb::handle object, const char* name, Device& value) {
   if (!index.is_none() && word != "cpu") word += ":" + text_of(index);
   from_word(nb::str(word.c_str()), name, value, parse_device);
 }
+void from_python(nb::handle object, const char* name, std::vector<Device>& value) {
+  if (nb::isinstance<nb::str>(object)) return from_word(object, name, value, parse_devices);
+  value.clear();
+  if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object)) {
+    for (const nb::handle each : object) from_python(each, name, value.emplace_back());
+  } else {
+    from_python(object, name, value.emplace_back());
+  }
+}
 void from_python(nb::handle object, const char* name, Format& value) {
   from_word(object, name, value, [](std::string_view word) { return find_format(word).format; });
 }

@@ -39,6 +39,8 @@ void from_python(nb::handle object, const char* name, double& value);
 void from_python(nb::handle object, const char* name, std::string& value);
 void from_python(nb::handle object, const char* name, DType& value);   // "bf16", also numpy and torch dtypes
 void from_python(nb::handle object, const char* name, Device& value);  // "cuda:1", also torch.device
+// "cpu,cuda:1", a device, or a sequence of them.
+void from_python(nb::handle object, const char* name, std::vector<Device>& value);
 void from_python(nb::handle object, const char* name, Format& value);
 void from_python(nb::handle object, const char* name, ScaleRule& value);
 void from_python(nb::handle object, const char* name, CodeScale& value);

@@ -112,8 +112,9 @@ void bench_checkpoint(Device device, const std::string& directory, const std::ve
     QuantizeOptions quantize;
     quantize.format = find_format(format).format;
     quantize.num_threads = options.num_threads;
-    quantize.device = device;
+    quantize.devices = {device};
     quantize.force = true;
+    quantize.verify = false;  // it would take threads from what is measured
     BenchRow row;
     row.op = "checkpoint";
     row.problem = format;

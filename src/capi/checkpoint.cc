@@ -90,6 +90,14 @@ ProgressFunction progress_of(halfbyte_progress_function function, void* user_dat
   };
 }
 
+std::vector<Device> devices_of(const DLDevice* devices, int64_t num_devices) {
+  if (num_devices < 0) refuse("options.devices: their number must not be negative, got {}", num_devices);
+  if (num_devices > 0) required(devices, "options.devices");
+  std::vector<Device> result;
+  for (int64_t i = 0; i < num_devices; ++i) result.push_back(from_dlpack(devices[i], "options.devices"));
+  return result;
+}
+
 halfbyte_quantize_options default_quantize_options() {
   const QuantizeOptions defaults;
   halfbyte_quantize_options options{};
@@ -100,7 +108,6 @@ halfbyte_quantize_options default_quantize_options() {
   options.scale_dtype = HALFBYTE_UNSET;
   options.nonfinite = static_cast<int32_t>(defaults.nonfinite);
   options.verify = defaults.verify;
-  options.device = to_dlpack(defaults.device);
   options.reader = HALFBYTE_UNSET;
   return options;
 }
@@ -131,7 +138,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
   options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
-  options.device = from_dlpack(c.device, "options.device");
+  options.devices = devices_of(c.devices, c.num_devices);
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
   return options;
@@ -140,7 +147,6 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
 halfbyte_dequantize_options default_dequantize_options() {
   halfbyte_dequantize_options options{};
   options.dtype = HALFBYTE_UNSET;
-  options.device = to_dlpack(Device{});
   return options;
 }
 
@@ -152,7 +158,7 @@ DequantizeOptions options_of(const halfbyte_dequantize_options* given) {
   options.shard_bytes = c.shard_bytes;
   options.force = flag_of(c.force, "options.force");
   options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
-  options.device = from_dlpack(c.device, "options.device");
+  options.devices = devices_of(c.devices, c.num_devices);
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
   return options;
@@ -451,7 +457,7 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   of.input.c_str(),
                   of.output.c_str(),
                   or_unset(of.layout),
-                  to_dlpack(of.device),
+                  count_of(of.devices),
                   static_cast<int32_t>(of.reader),
                   count_of(of.weights),
                   of.num_quantized,
@@ -467,7 +473,11 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   of.architecture.c_str(),
                   count_of(of.readers),
                   count_of(of.left_out),
-                  of.num_resumed_files},
+                  of.num_resumed_files,
+                  of.read_seconds,
+                  of.write_seconds,
+                  of.compute_seconds,
+                  bottleneck(of)},
                  "info");
   });
 }
@@ -507,6 +517,13 @@ halfbyte_status halfbyte_report_get_encoding(const halfbyte_report* report, int6
     const WeightReport& of = element(required(report, "report").report.weights, index, "weights");
     if (!of.quantized) refuse("weight {} stayed dense: it has no encoding", index);
     write_struct(encoding, to_c(of.encoding), "encoding");
+  });
+}
+
+halfbyte_status halfbyte_report_get_device(const halfbyte_report* report, int64_t index, DLDevice* device) {
+  return guard([&] {
+    required(device, "device") =
+        to_dlpack(element(required(report, "report").report.devices, index, "devices"));
   });
 }
 

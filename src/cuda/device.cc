@@ -141,6 +141,35 @@ Device parse_device(std::string_view word) {
   return device;
 }
 
+std::vector<Device> parse_devices(std::string_view words) {
+  std::vector<Device> devices;
+  const auto add = [&](Device device) {
+    HALFBYTE_CHECK(std::ranges::find(devices, device) == devices.end(), usage,
+                   "devices must differ, got {} twice in \"{}\"", to_string(device), words);
+    devices.push_back(device);
+  };
+  for (size_t begin = 0; begin <= words.size();) {
+    const size_t end = std::min(words.find(',', begin), words.size());
+    const std::string_view word = words.substr(begin, end - begin);
+    begin = end + 1;
+    if (word != "cuda:all") {
+      add(parse_device(word));
+      continue;
+    }
+    const CudaInfo info = cuda_info();
+    HALFBYTE_CHECK(info.usable(), device, "no CUDA device can be used: {}", info.problem);
+    for (const CudaDevice& device : info.devices)
+      if (device.problem.empty()) add({DeviceKind::cuda, device.index});
+  }
+  return devices;
+}
+
+std::string to_string(std::span<const Device> devices) {
+  std::string words;
+  for (const Device& device : devices) words += (words.empty() ? "" : ",") + to_string(device);
+  return words;
+}
+
 void check_device(Device device) {
   if (is_cuda(device)) usable_device(device.index);
 }

@@ -19,6 +19,20 @@ int num_workers(Device device, int num_threads) {
   return device.kind == DeviceKind::cpu ? threads : std::min(threads, kMaxCudaWorkers);
 }
 
+std::vector<Device> worker_devices(std::span<const Device> devices, int num_threads) {
+  std::vector<Device> of_each;
+  bool on_cpu = devices.empty();
+  for (const Device device : devices) {
+    const bool is_cpu = device.kind == DeviceKind::cpu;
+    on_cpu |= is_cpu;
+    if (!is_cpu) of_each.insert(of_each.end(), static_cast<size_t>(num_workers(device, num_threads)), device);
+  }
+  if (!on_cpu) return of_each;
+  const auto threads = static_cast<size_t>(effective_threads(num_threads));
+  of_each.resize(std::max(threads, of_each.size() + 1));
+  return of_each;
+}
+
 void BlockWorker::drain() const noexcept {
   try {
     stream.synchronize();

@@ -3,7 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
+#include <memory>
+#include <span>
+#include <vector>
 
 #include "io/layout.h"
 
@@ -17,6 +21,24 @@ int64_t block_elements(Device device);
 // As many as threads. On a CUDA device at most 8: they keep a link to the device busy, and each holds
 // page-locked memory, which the rest of the machine lacks.
 int num_workers(Device device, int num_threads);
+
+// The devices of the workers that work side by side: of each CUDA device as above, of the CPU as many as
+// threads remain, and at least one. No devices: the CPU.
+std::vector<Device> worker_devices(std::span<const Device> devices, int num_threads);
+
+// Adds the time that it exists.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  Stopwatch(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  double& seconds_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 // What one worker holds.
 struct BlockWorker {
@@ -64,12 +86,47 @@ struct BlockWorker {
   NativeBuffers native;  // what is between
   Buffer stored;         // bytes as they are in the file; has no mirror
   Buffer untiled;        // elements of a block that are still to be tiles; likewise
+  double seconds = 0, read_seconds = 0, write_seconds = 0;  // of its work: in all, in reading, in writing
 
  private:
   // After a failure: what is in flight must not outlive its memory.
   void drain() const noexcept;
   // Halves max_elements and gives the memory back. False where blocks are as small as they get.
   bool shrink();
+};
+
+// Those of one call of parallel_for, by the number of its worker.
+class BlockWorkers {
+ public:
+  // `max_elements(device)`: of a block there.
+  template <class MaxElements>
+  BlockWorkers(std::span<const Device> of_each, const MaxElements& max_elements) {
+    for (const Device device : of_each) plans_.push_back({device, max_elements(device), nullptr});
+  }
+  int size() const { return static_cast<int>(plans_.size()); }
+  // Made when it is first asked for, by the thread that works: starting a device takes long, and others begin
+  // meanwhile.
+  BlockWorker& operator[](int number) {
+    Plan& plan = plans_[static_cast<size_t>(number)];
+    if (!plan.worker) plan.worker = std::make_unique<BlockWorker>(plan.device, plan.max_elements);
+    return *plan.worker;
+  }
+  void add_seconds(CheckpointReport& report) const {
+    for (const Plan& plan : plans_) {
+      if (!plan.worker) continue;
+      report.read_seconds += plan.worker->read_seconds;
+      report.write_seconds += plan.worker->write_seconds;
+      report.compute_seconds += plan.worker->seconds - plan.worker->read_seconds - plan.worker->write_seconds;
+    }
+  }
+
+ private:
+  struct Plan {
+    Device device;
+    int64_t max_elements;
+    std::unique_ptr<BlockWorker> worker;
+  };
+  std::vector<Plan> plans_;
 };
 
 }  // namespace halfbyte::io

@@ -97,6 +97,37 @@ TEST(BlockWorker, NumberOfWorkers) {
   EXPECT_EQ(io::num_workers({}, 64), 64);
   EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 5), 5);
   EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 64), 8);
+
+  const Device cpu, first{DeviceKind::cuda, 0}, second{DeviceKind::cuda, 1};
+  const auto count = [](const std::vector<Device>& workers, Device device) {
+    return std::ranges::count(workers, device);
+  };
+  EXPECT_EQ(io::worker_devices({}, 3), (std::vector<Device>{cpu, cpu, cpu}));
+  EXPECT_EQ(io::worker_devices({{second, first}}, 64).size(), 16u);
+  const std::vector<Device> all = io::worker_devices({{cpu, first, second}}, 32);
+  EXPECT_EQ(all.size(), 32u);
+  EXPECT_EQ(count(all, first), 8);
+  EXPECT_EQ(count(all, cpu), 16);
+  EXPECT_EQ(all.front(), first) << "whose blocks are the larger ones";
+  const std::vector<Device> few = io::worker_devices({{cpu, first}}, 2);
+  EXPECT_EQ(count(few, first), 2);
+  EXPECT_EQ(count(few, cpu), 1) << "devices must not starve the CPU";
+}
+
+TEST(CheckpointReport, Bottleneck) {
+  CheckpointReport report;
+  EXPECT_STREQ(bottleneck(report), "");
+  report.run_seconds = 2;
+  report.compute_seconds = 3, report.read_seconds = 4, report.write_seconds = 1;
+  EXPECT_STREQ(bottleneck(report), "read");
+  report.compute_seconds = 5;
+  EXPECT_STREQ(bottleneck(report), "compute");
+  report.write_seconds = 6;
+  EXPECT_STREQ(bottleneck(report), "write");
+  report.verify_seconds = 1, report.sync_seconds = 1.5;
+  EXPECT_STREQ(bottleneck(report), "sync");
+  report.verify_seconds = 2;
+  EXPECT_STREQ(bottleneck(report), "verify");
 }
 
 }  // namespace

@@ -396,10 +396,12 @@ void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quanti
                   BlockWorker& worker, const TensorView& y) {
   const QuantizedView view = native_view(quantized.weight, block, worker.native);
   for (const Role role : block_roles(quantized.weight.spec)) {
-    if (role == Role::scales && quantized.weight.spec.double_quant) {
-      read_quantized_scales(checkpoint, quantized, block, worker);
-    } else {
-      read_part(checkpoint, quantized, block, role, worker);
+    {
+      const Stopwatch reading(worker.read_seconds);
+      if (role == Role::scales && quantized.weight.spec.double_quant)
+        read_quantized_scales(checkpoint, quantized, block, worker);
+      else
+        read_part(checkpoint, quantized, block, role, worker);
     }
     worker.native.of(role).upload(worker.stream);
   }

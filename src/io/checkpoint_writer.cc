@@ -407,37 +407,31 @@ void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
   }
 }
 
-void OutputCheckpoint::begin_file(size_t index, FileContent content) {
-  file_.reset();
-  file_index_ = index;
-  tensors_ = std::move(content.tensors);
-  const SafetensorsLayout layout = lay_out_safetensors(tensors_, content.metadata);
-  by_name_.clear();
-  for (const StoredTensor& tensor : tensors_) {
-    HALFBYTE_CHECK(!weight_map_.contains(tensor.name), bad_input, "tensor \"{}\" would be written twice",
-                   printable(tensor.name));
-    by_name_[tensor.name] = &tensor;
-  }
-  file_ = directory_ ? std::make_unique<OutputFile>(*directory_, files_.names[index], layout.file_bytes)
-                     : std::make_unique<OutputFile>(output_, layout.file_bytes, force_);
-  file_->write(0, std::as_bytes(std::span(layout.prefix)));
+std::unique_ptr<TensorFile> OutputCheckpoint::begin_file(size_t index, FileContent content) {
+  std::unique_ptr<TensorFile> file(new TensorFile(index, std::move(content.tensors)));
+  const SafetensorsLayout layout = lay_out_safetensors(file->tensors_, content.metadata);
+  for (const StoredTensor& tensor : file->tensors_) file->by_name_[tensor.name] = &tensor;
+  file->file_ = directory_ ? std::make_unique<OutputFile>(*directory_, files_.names[index], layout.file_bytes)
+                           : std::make_unique<OutputFile>(output_, layout.file_bytes, force_);
+  file->file_->write(0, std::as_bytes(std::span(layout.prefix)));
+  return file;
 }
 
-void OutputCheckpoint::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {
+void TensorFile::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {
   HALFBYTE_CHECK(offset <= tensor.num_bytes && bytes.size() <= tensor.num_bytes - offset, bug,
                  "bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset, bytes.size(),
                  printable(tensor.name), tensor.num_bytes);
   file_->write(tensor.offset + offset, bytes);
 }
 
-void OutputCheckpoint::write(const StoredTensor& tensor, const StoredRange& range,
-                             std::span<const std::byte> bytes) {
+void TensorFile::write(const StoredTensor& tensor, const StoredRange& range,
+                       std::span<const std::byte> bytes) {
   for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
     write(tensor, offset, bytes.subspan(begin, size));
   });
 }
 
-void OutputCheckpoint::write_repeated(const StoredTensor& tensor, std::string_view content) {
+void TensorFile::write_repeated(const StoredTensor& tensor, std::string_view content) {
   constexpr uint64_t kRunBytes = 64 * 1024;  // of a short content, written at once
   std::string run(content);
   while (!run.empty() && run.size() < std::min<uint64_t>(tensor.num_bytes, kRunBytes)) run += run;
@@ -446,44 +440,46 @@ void OutputCheckpoint::write_repeated(const StoredTensor& tensor, std::string_vi
           std::as_bytes(std::span(run)).first(std::min<uint64_t>(run.size(), tensor.num_bytes - offset)));
 }
 
-void OutputCheckpoint::sync() {
+void OutputCheckpoint::sync(TensorFile& file) {
   uint64_t num_bytes = 0;
-  for (const StoredTensor& tensor : tensors_) num_bytes += tensor.num_bytes;
+  for (const StoredTensor& tensor : file.tensors_) num_bytes += tensor.num_bytes;
   reporter_.report({"sync", num_bytes, num_bytes});
-  file_->sync([&] { reporter_.poll(); });
+  file.file_->sync([&] { reporter_.poll(); });
 }
 
-void OutputCheckpoint::check_sources() const {
-  for (const size_t source : files_.sources[file_index_]) input_.files[source].input.check_unchanged();
+void OutputCheckpoint::check_sources(size_t file) const {
+  for (const size_t source : files_.sources[file]) input_.files[source].input.check_unchanged();
 }
 
-void OutputCheckpoint::verify(std::span<const VerifyItem> items, int num_threads,
+void OutputCheckpoint::verify(const TensorFile& file, std::span<const VerifyItem> items, int num_threads,
                               ProgressPhase& progress) const {
   try {
-    verify_file(input_, file_->temporary_path(), items, num_threads, progress);
+    verify_file(input_, file.file_->temporary_path(), items, num_threads, progress);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::verify) check_sources();  // a change is why
+    if (error.code() == ErrorCode::verify) check_sources(file.index_);  // a change is why
     throw;
   }
 }
 
-void OutputCheckpoint::commit_file(Json* records) {
-  if (!directory_) return;  // finish() makes it visible
-  check_sources();
-  file_->commit();
-  file_.reset();
-  count_tensors(file_index_, tensors_);
+void OutputCheckpoint::commit_file(std::unique_ptr<TensorFile> file, Json* records) {
+  if (!directory_) return static_cast<void>(single_ = std::move(file));
+  check_sources(file->index_);
+  file->file_->commit();
+  count_tensors(file->index_, file->tensors_);
   if (!identity_) return;
-  const std::string& name = files_.names[file_index_];
-  const auto file = InputFile::open_beneath(directory_->temporary_path(), name);
-  Json record = {{"bytes", file.size()}, {"hash", hash_file(file, num_threads_, reporter_)}};
+  const std::string& name = files_.names[file->index_];
+  file.reset();
+  const auto complete = InputFile::open_beneath(directory_->temporary_path(), name);
+  Json record = {{"bytes", complete.size()}, {"hash", hash_file(complete, num_threads_, reporter_)}};
   record["weights"] = records ? std::move(*records) : Json::array();
   add_record(name, std::move(record));
 }
 
 void OutputCheckpoint::count_tensors(size_t file, std::span<const StoredTensor> tensors) {
+  const std::lock_guard lock(mutex_);
   for (const StoredTensor& tensor : tensors) {
-    weight_map_[tensor.name] = files_.names[file];
+    HALFBYTE_CHECK(weight_map_.emplace(tensor.name, files_.names[file]).second, bad_input,
+                   "tensor \"{}\" would be written twice", printable(tensor.name));
     total_bytes_ += tensor.num_bytes;
   }
 }
@@ -527,8 +523,8 @@ void OutputCheckpoint::finish_alone(const std::string& config,
                                     const std::map<std::string, std::string>& texts) {
   if (!directory_) {
     reporter_.ask();
-    check_sources();
-    file_->commit();
+    check_sources(single_->index_);
+    single_->file_->commit();
     return;
   }
   ProgressPhase copying(reporter_, "copy", side_bytes_);

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
@@ -65,6 +66,27 @@ struct Resumption {
   int num_threads = 0;             // of checking files
 };
 
+// A file of the output with tensors, while it is written.
+class TensorFile {
+ public:
+  const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
+  // Thread safe for disjoint ranges.
+  void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
+  // One run behind the other.
+  void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
+  // As often as it fits into the tensor.
+  void write_repeated(const StoredTensor& tensor, std::string_view content);
+
+ private:
+  friend class OutputCheckpoint;
+  TensorFile(size_t index, std::vector<StoredTensor> tensors) : index_(index), tensors_(std::move(tensors)) {}
+
+  size_t index_;
+  std::vector<StoredTensor> tensors_;
+  std::unordered_map<std::string_view, const StoredTensor*> by_name_;
+  std::unique_ptr<OutputFile> file_;
+};
+
 class OutputCheckpoint {
  public:
   // Checks the output path and makes what keeps the output invisible until it is complete, or takes over what
@@ -112,25 +134,19 @@ class OutputCheckpoint {
     deal(planned);
     if (team_.leads()) reserve_bytes(planned);
   }
-  // Begins file `index` of the output: reserves its space, writes its header. A file that was begun and not
-  // committed is forgotten.
-  void begin_file(size_t index, FileContent content);
-  // A tensor of the current file.
-  const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
-  // Thread safe for disjoint ranges.
-  void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
-  // One run behind the other.
-  void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
-  // As often as it fits into the tensor.
-  void write_repeated(const StoredTensor& tensor, std::string_view content);
+  // Begins file `index` of the output: reserves its space, writes its header. It is forgotten if it is not
+  // committed, and must be before it is begun again. Files may be written and completed side by side, as long
+  // as one is completed at a time.
+  std::unique_ptr<TensorFile> begin_file(size_t index, FileContent content);
   // Between steps without progress: Error(cancelled) where that is asked for.
   void poll() { reporter_.poll(); }
   // Reads the file back, as verify_file.
-  void verify(std::span<const VerifyItem> items, int num_threads, ProgressPhase& progress) const;
-  void sync();
+  void verify(const TensorFile& file, std::span<const VerifyItem> items, int num_threads,
+              ProgressPhase& progress) const;
+  void sync(TensorFile& file);
   // The files that it is made of must not have changed. `records`: of its weights, taken for a run that
   // resumes, if there is something to say of them.
-  void commit_file(nlohmann::json* records = nullptr);
+  void commit_file(std::unique_ptr<TensorFile> file, nlohmann::json* records = nullptr);
 
   // Copies the side files, writes index, `texts` (names of files and what they hold) and config (where not
   // empty), makes the output visible. The last step of a run that can fail: memory for what follows is taken
@@ -149,7 +165,7 @@ class OutputCheckpoint {
   void count_tensors(size_t file, std::span<const StoredTensor> tensors);
   // Of each file; 0: it is complete.
   void reserve_bytes(std::span<const uint64_t> num_bytes);
-  void check_sources() const;
+  void check_sources(size_t file) const;
   void finish_alone(const std::string& config, const std::map<std::string, std::string>& texts);
   InputFile open_side_file(const std::string& name) const;
   void write_text(const std::string& name, const std::string& text);
@@ -171,10 +187,8 @@ class OutputCheckpoint {
   std::unique_ptr<Journal> earlier_;      // of a process that does not lead: what earlier runs have recorded
   std::vector<int> owner_;                // by file: the rank that writes it; empty: the one that leads
   std::vector<char> resumed_, gathered_;  // by file
-  std::unique_ptr<OutputFile> file_;      // the current one
-  size_t file_index_ = 0;
-  std::vector<StoredTensor> tensors_;  // of the current file
-  std::unordered_map<std::string_view, const StoredTensor*> by_name_;
+  std::unique_ptr<TensorFile> single_;    // where there is no directory, the one that finish() makes visible
+  std::mutex mutex_;                      // of what follows
   std::map<std::string, std::string> weight_map_;  // of the committed files
   uint64_t total_bytes_ = 0;
 };

@@ -10,6 +10,7 @@
 #include "core/checks.h"
 #include "cpu/parallel.h"
 #include "io/architecture.h"
+#include "io/background.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
@@ -40,7 +41,7 @@ class Dequantizer {
       : input_(input.impl()),
         output_(output),
         options_(options),
-        num_workers_(num_workers(options.device, options.num_threads)),
+        devices_(worker_devices(options.devices, options.num_threads)),
         team_(team),
         reporter_(team.watched(options.progress)) {}
 
@@ -50,7 +51,7 @@ class Dequantizer {
   void plan();
   void find_places();
   bool place_expert(size_t weight, const Architecture& architecture, std::map<std::string, size_t>& outputs);
-  int64_t max_elements(size_t weight) const;  // of a block
+  int64_t max_elements(size_t weight, Device device) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
   uint64_t output_bytes(const Task& task) const {
     const Weight& weight = input_.weights[task.weight];
@@ -58,16 +59,16 @@ class Dequantizer {
   }
   Metadata metadata_of(size_t file) const;
   FileContent content_of(size_t file) const;
-  void write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress);
-  void copy_bytes(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
-  void dequantize_elements(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
-  void write_elements(OutputCheckpoint& writer, size_t weight, int64_t begin,
-                      std::span<const std::byte> bytes, int64_t size) const;
+  std::unique_ptr<TensorFile> write_file(OutputCheckpoint& writer, size_t index, ProgressPhase& progress);
+  void copy_bytes(TensorFile& file, const Task& task, BlockWorker& worker) const;
+  void dequantize_elements(TensorFile& file, const Task& task, BlockWorker& worker) const;
+  void write_elements(TensorFile& file, size_t weight, int64_t begin, std::span<const std::byte> bytes,
+                      int64_t size) const;
 
   const Checkpoint::Impl& input_;
   const std::string& output_;
   const DequantizeOptions& options_;
-  const int num_workers_;
+  const std::vector<Device> devices_;  // of each worker
   Team& team_;
   ProgressReporter reporter_;
   std::vector<OutputWeight> outputs_;
@@ -81,7 +82,7 @@ class Dequantizer {
 void Dequantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
-  check_device(options_.device);
+  for (const Device device : options_.devices) check_device(device);
   const auto dtype = options_.dtype.value_or(DType::f32);
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));
@@ -108,8 +109,9 @@ void Dequantizer::plan() {
     const int64_t size = quantized ? size_of(dtype_of(weight)) : 1;
     const int64_t n = quantized ? num_elements(weight) : static_cast<int64_t>(weight.num_bytes);
     for (int64_t begin = 0; begin < n;) {
-      const int64_t count = quantized ? block_at(quantized->weight, begin, max_elements(number)).count
-                                      : std::min(kCopyBytes, n - begin);
+      const int64_t count =
+          quantized ? block_at(quantized->weight, begin, max_elements(number, devices_.front())).count
+                    : std::min(kCopyBytes, n - begin);
       tasks_of_file_[file].push_back({number, begin, count});
       // Decoded, and at most once more for the parts, in their stored and their native form.
       if (quantized) block_bytes = std::max(block_bytes, count * (size + 8));
@@ -140,7 +142,7 @@ void Dequantizer::plan() {
   }
   HALFBYTE_CHECK(report_.num_quantized > 0, bad_input,
                  "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
-  report_.peak_buffer_bytes = static_cast<uint64_t>(num_workers_ * (copy_bytes + block_bytes));
+  report_.peak_buffer_bytes = static_cast<uint64_t>(std::ssize(devices_) * (copy_bytes + block_bytes));
   check_output(input_, files_, [&](size_t file) { return content_of(file); });
   side_files_ = find_side_files(input_);
   // They describe what is no longer there.
@@ -209,9 +211,9 @@ bool Dequantizer::place_expert(size_t weight, const Architecture& architecture,
   return true;
 }
 
-int64_t Dequantizer::max_elements(size_t weight) const {
+int64_t Dequantizer::max_elements(size_t weight, Device device) const {
   const StoredWeight* quantized = input_.quantized_weight(input_.weights[weight]);
-  int64_t most = block_elements(options_.device);
+  int64_t most = block_elements(device);
   if (quantized) most = preferred_elements(quantized->weight, most);
   return places_[weight].turned() ? std::max(most, kTransposedElements) : most;
 }
@@ -227,12 +229,11 @@ Metadata Dequantizer::metadata_of(size_t file) const {
 }
 
 // Elements of the weight from `begin` on.
-void Dequantizer::write_elements(OutputCheckpoint& writer, size_t weight, int64_t begin,
+void Dequantizer::write_elements(TensorFile& file, size_t weight, int64_t begin,
                                  std::span<const std::byte> bytes, int64_t size) const {
   const Place& place = places_[weight];
-  const StoredTensor& tensor = writer.tensor(outputs_[place.output].name);
-  if (!place.turned())
-    return writer.write(tensor, static_cast<uint64_t>((place.first + begin) * size), bytes);
+  const StoredTensor& tensor = file.tensor(outputs_[place.output].name);
+  if (!place.turned()) return file.write(tensor, static_cast<uint64_t>((place.first + begin) * size), bytes);
   // Rows as they are stored: of those that are turned when they are read, the columns. Matrix by matrix.
   const StoredWeight* quantized = input_.quantized_weight(input_.weights[weight]);
   const std::vector<int64_t>& shape = quantized ? quantized->weight.shape : input_.weights[weight].shape;
@@ -248,23 +249,27 @@ void Dequantizer::write_elements(OutputCheckpoint& writer, size_t weight, int64_
         std::memcpy(run.data() + (row - rows.begin) * size, from + (row * cols + column - low) * size,
                     static_cast<size_t>(size));
       const int64_t at = place.first + first + column * place.col_stride + rows.begin;
-      writer.write(tensor, static_cast<uint64_t>(at * size), run);
+      file.write(tensor, static_cast<uint64_t>(at * size), run);
     }
     from += (high - low) * size;
     begin = first + high;
   }
 }
 
-void Dequantizer::copy_bytes(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
+void Dequantizer::copy_bytes(TensorFile& file, const Task& task, BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
-  input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
-              bytes);
+  {
+    const Stopwatch reading(worker.read_seconds);
+    input_.read(input_.tensors[static_cast<size_t>(weight.parts.front())], static_cast<uint64_t>(task.begin),
+                bytes);
+  }
+  const Stopwatch writing(worker.write_seconds);
   const int64_t size = places_[task.weight].turned() ? size_of(*weight.dtype) : 1;
-  write_elements(writer, task.weight, task.begin / size, bytes, size);
+  write_elements(file, task.weight, task.begin / size, bytes, size);
 }
 
-void Dequantizer::dequantize_elements(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
+void Dequantizer::dequantize_elements(TensorFile& file, const Task& task, BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const StoredWeight& quantized = *input_.quantized_weight(weight);
   const DType dtype = dtype_of(weight);
@@ -277,7 +282,8 @@ void Dequantizer::dequantize_elements(OutputCheckpoint& writer, const Task& task
     worker.dense.download(worker.stream);
     worker.stream.synchronize();
     restore_columns(quantized.weight, worker.dense.data(), block.rows, size);
-    write_elements(writer, task.weight, block.begin, bytes, size);
+    const Stopwatch writing(worker.write_seconds);
+    write_elements(file, task.weight, block.begin, bytes, size);
   });
 }
 
@@ -292,31 +298,36 @@ FileContent Dequantizer::content_of(size_t file) const {
   return {std::move(tensors), metadata_of(file)};
 }
 
-void Dequantizer::write_file(OutputCheckpoint& writer, size_t file, ProgressPhase& progress) {
-  writer.begin_file(file, content_of(file));
-  const std::vector<Task>& tasks = tasks_of_file_[file];
-  int64_t most = block_elements(options_.device);
-  for (const Task& task : tasks)
-    if (input_.weights[task.weight].layout) most = std::max(most, max_elements(task.weight));
-  std::vector<BlockWorker> workers;
-  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
-    BlockWorker& worker = workers[static_cast<size_t>(w)];
+std::unique_ptr<TensorFile> Dequantizer::write_file(OutputCheckpoint& writer, size_t index,
+                                                    ProgressPhase& progress) {
+  auto file = writer.begin_file(index, content_of(index));
+  const std::vector<Task>& tasks = tasks_of_file_[index];
+  BlockWorkers workers(devices_, [&](Device device) {
+    int64_t most = block_elements(device);
+    for (const Task& task : tasks)
+      if (input_.weights[task.weight].layout) most = std::max(most, max_elements(task.weight, device));
+    return most;
+  });
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[w];
+    const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       const Task& task = tasks[i];
       if (input_.weights[task.weight].layout)
-        dequantize_elements(writer, task, worker);
+        dequantize_elements(*file, task, worker);
       else
-        copy_bytes(writer, task, worker);
+        copy_bytes(*file, task, worker);
       progress.add(output_bytes(task));
     }
   });
+  workers.add_seconds(report_);
+  return file;
 }
 
 CheckpointReport Dequantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
-  report_.device = options_.device;
+  report_.devices = options_.devices.empty() ? std::vector<Device>{{}} : options_.devices;
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;
@@ -331,6 +342,7 @@ CheckpointReport Dequantizer::run() {
                           {options_.unfinished, identity, options_.num_threads}, team_);
   writer.run([&] {
     writer.reserve([&](size_t file) { return content_of(file); });
+    Background completion(effective_threads(options_.num_threads) > 1);
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (writer.is_resumed(file) && writer.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
@@ -339,14 +351,16 @@ CheckpointReport Dequantizer::run() {
       }
       if (!writer.is_mine(file)) continue;
       const auto start = std::chrono::steady_clock::now();
-      write_file(writer, file, progress);
-      const auto written = std::chrono::steady_clock::now();
-      writer.sync();
-      writer.commit_file();
-      const auto synced = std::chrono::steady_clock::now();
-      report_.run_seconds += std::chrono::duration<double>(written - start).count();
-      report_.sync_seconds += std::chrono::duration<double>(synced - written).count();
+      auto written = std::make_shared<std::unique_ptr<TensorFile>>(write_file(writer, file, progress));
+      report_.run_seconds += seconds_since(start);
+      completion.start([this, &writer, written] {
+        const auto sync_start = std::chrono::steady_clock::now();
+        writer.sync(**written);
+        writer.commit_file(std::move(*written));
+        report_.sync_seconds += seconds_since(sync_start);
+      });
     }
+    completion.wait();
     writer.gather_files();
     for (size_t file = 0; file < files_.names.size(); ++file)
       if (writer.is_gathered(file)) writer.take_resumed(file, content_of(file));

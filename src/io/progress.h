@@ -32,7 +32,7 @@ class ProgressReporter {
     }
     next_ = now + kInterval;
     last_ = progress;
-    HALFBYTE_CHECK(function_(progress), cancelled, "{} was cancelled", progress.phase);
+    call();
   }
   // Where there is work without progress: the last report once more, as often.
   void poll() {
@@ -40,7 +40,7 @@ class ProgressReporter {
     if (!function_ || now < next_) return;
     const std::lock_guard lock(mutex_);
     next_ = now + kInterval;
-    HALFBYTE_CHECK(function_(last_), cancelled, "{} was cancelled", last_.phase);
+    call();
   }
   // The last chance to cancel: what follows cannot be taken back.
   void ask() {
@@ -49,9 +49,16 @@ class ProgressReporter {
   }
 
  private:
+  // Under the lock. What one phase was told holds for those beside it, too.
+  void call() {
+    if (cancelled_ == nullptr && !function_(last_)) cancelled_ = last_.phase;
+    HALFBYTE_CHECK(cancelled_ == nullptr, cancelled, "{} was cancelled", cancelled_);
+  }
+
   ProgressFunction function_;
   std::mutex mutex_;
   Progress last_ = {"plan", 0, 0};
+  const char* cancelled_ = nullptr;  // the phase that was
   std::atomic<int64_t> next_ = 0;
 };
 
@@ -64,23 +71,34 @@ inline Stop stop_of(const ProgressFunction& function) {
   };
 }
 
+inline double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 // Counts the bytes of one phase of the operation.
 class ProgressPhase {
  public:
-  ProgressPhase(ProgressReporter& reporter, const char* name, uint64_t total_bytes)
-      : reporter_(reporter), name_(name), total_bytes_(total_bytes) {}
+  // `before`: a phase beside which this one runs, and which alone is reported until it is done.
+  ProgressPhase(ProgressReporter& reporter, const char* name, uint64_t total_bytes,
+                const ProgressPhase* before = nullptr)
+      : reporter_(reporter), name_(name), total_bytes_(total_bytes), before_(before) {}
 
   void add(uint64_t num_bytes) {
     const uint64_t done = done_bytes_ += num_bytes;
-    reporter_.report({name_, done, total_bytes_});
+    if (before_ != nullptr && !before_->is_done())
+      reporter_.poll();
+    else
+      reporter_.report({name_, done, total_bytes_});
   }
   // What was added must be done again.
   void take_back(uint64_t num_bytes) { done_bytes_ -= num_bytes; }
+  bool is_done() const { return done_bytes_ >= total_bytes_; }
 
  private:
   ProgressReporter& reporter_;
   const char* name_;
   uint64_t total_bytes_;
+  const ProgressPhase* before_;
   std::atomic<uint64_t> done_bytes_ = 0;
 };
 

@@ -12,6 +12,7 @@
 #include "core/counts.h"
 #include "cpu/parallel.h"
 #include "formats/codec.h"
+#include "io/background.h"
 #include "io/checkpoint_writer.h"
 #include "io/config.h"
 #include "io/foreign.h"
@@ -47,7 +48,7 @@ class Quantizer {
         output_(output),
         options_(options),
         layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
-        num_workers_(num_workers(options.device, options.num_threads)),
+        devices_(worker_devices(options.devices, options.num_threads)),
         team_(team),
         reporter_(team.watched(options.progress)),
         decodes_(std::ranges::any_of(input_.weights,
@@ -83,30 +84,33 @@ class Quantizer {
   std::map<std::string, std::string> quantization_files() const;
   Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(std::span<const size_t> items) const;
-  // Of a block, on the device.
+  // Of a block, on a device.
+  int64_t max_elements(const Item& item, Device device) const;
+  // Of a block on the device that takes the largest.
   int64_t max_elements(const Item& item) const;
   std::vector<Task> tasks_of(std::span<const size_t> items) const;
   uint64_t buffer_bytes(std::span<const size_t> items) const;
 
   uint64_t source_bytes_of(size_t file) const;
+  // Whether a file is verified and completed while the next one is written.
+  bool overlaps() const { return files_.names.size() > 1 && effective_threads(options_.num_threads) > 1; }
   Json identity() const;
   void resume_file(const Json& records, size_t file);
-  void run_file(OutputCheckpoint& writer, size_t file);
-  void write_file(OutputCheckpoint& writer, size_t file);
+  void run_file(OutputCheckpoint& writer, size_t file, Background& completion);
+  void complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file);
+  std::unique_ptr<TensorFile> write_file(OutputCheckpoint& writer, size_t index);
   void find_ranges();
   void set_global_scale(Item& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
-  std::vector<BlockWorker> make_workers(std::span<const size_t> items) const;
+  BlockWorkers make_workers(std::span<const size_t> items) const;
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
-  void copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const;
-  QuantizeStatus quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
-                                BlockWorker& worker);
-  QuantizeStatus quantize_tiles(OutputCheckpoint& writer, Item& item, const Block& block,
-                                BlockWorker& worker);
-  void finish_weight(OutputCheckpoint& writer, Item& item) const;
+  void copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const;
+  QuantizeStatus quantize_block(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
+  QuantizeStatus quantize_tiles(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
+  void finish_weight(TensorFile& file, Item& item) const;
   bool plan_again(size_t file);
-  void verify(OutputCheckpoint& writer, size_t file);
+  void verify(OutputCheckpoint& writer, const TensorFile& written, size_t file);
 
   WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
   // Some scale is that of the whole weight.
@@ -119,7 +123,7 @@ class Quantizer {
   const std::string& output_;
   const QuantizeOptions& options_;
   const LayoutInfo& layout_;
-  const int num_workers_;
+  const std::vector<Device> devices_;  // of each worker
   Team& team_;
   ProgressReporter reporter_;
   const bool decodes_;        // some weights of the input are quantized
@@ -132,10 +136,6 @@ class Quantizer {
   CheckpointReport report_;
   std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
 };
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 // ---- The plan
 
@@ -256,7 +256,7 @@ QuantizeOptions Quantizer::options_of(const Item& item) const {
 void Quantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
-  check_device(options_.device);
+  for (const Device device : options_.devices) check_device(device);
   // Wrong options are reported even where nothing would be quantized.
   resolve_encoding(layout_, options_,
                    resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16)));
@@ -384,9 +384,13 @@ std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) c
   return tensors;
 }
 
-int64_t Quantizer::max_elements(const Item& item) const {
-  const int64_t most = preferred_elements(item.target, block_elements(options_.device));
+int64_t Quantizer::max_elements(const Item& item, Device device) const {
+  const int64_t most = preferred_elements(item.target, block_elements(device));
   return is_transposed(item.source) ? std::max(most, kTransposedElements) : most;
+}
+
+int64_t Quantizer::max_elements(const Item& item) const {
+  return max_elements(item, devices_.front());  // CUDA devices are first
 }
 
 std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) const {
@@ -433,9 +437,9 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
     // As f32, and as the codes that they become.
     if (item.target.spec.double_quant) scales += 5 * item.target.quant_shape().num_groups;
   }
-  return static_cast<uint64_t>(std::max(num_workers_ * (copy_bytes + block_bytes),
-                                        effective_threads(options_.num_threads) * verify_bytes) +
-                               scales);
+  const int64_t writing = std::ssize(devices_) * (copy_bytes + block_bytes);
+  const int64_t verifying = effective_threads(options_.num_threads) * verify_bytes;
+  return static_cast<uint64_t>((overlaps() ? writing + verifying : std::max(writing, verifying)) + scales);
 }
 
 // ---- The run
@@ -444,22 +448,29 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
 TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWorker& worker) const {
   const int64_t size = size_of(item.target.dtype);
   std::byte* data = worker.dense.reserve(block.count * size);
-  read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
-              {data, static_cast<size_t>(block.count * size)}, worker.stored);
+  {
+    const Stopwatch reading(worker.read_seconds);
+    read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
+                {data, static_cast<size_t>(block.count * size)}, worker.stored);
+  }
   worker.dense.upload(worker.stream);
   return {worker.dense.mirror(), item.target.dtype, {block.rows, block.cols}, {}, worker.device};
 }
 
-void Quantizer::copy_block(OutputCheckpoint& writer, const Task& task, BlockWorker& worker) const {
+void Quantizer::copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const {
   const Item& item = items_[task.item];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
-  read_output(input_, item.source, static_cast<uint64_t>(task.begin), bytes, worker.dense);
-  writer.write(writer.tensor(item.source.name), static_cast<uint64_t>(task.begin), bytes);
+  {
+    const Stopwatch reading(worker.read_seconds);
+    read_output(input_, item.source, static_cast<uint64_t>(task.begin), bytes, worker.dense);
+  }
+  const Stopwatch writing(worker.write_seconds);
+  file.write(file.tensor(item.source.name), static_cast<uint64_t>(task.begin), bytes);
 }
 
-QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, const Block& block,
+QuantizeStatus Quantizer::quantize_block(TensorFile& file, Item& item, const Block& block,
                                          BlockWorker& worker) {
-  if (item.target.scale_rows > 1) return quantize_tiles(writer, item, block, worker);
+  if (item.target.scale_rows > 1) return quantize_tiles(file, item, block, worker);
   const QuantSpec& spec = item.target.spec;
   const TensorView x = read_block(item, block, worker);
   const QuantizedView view = native_view(item.target, block, worker.native);
@@ -478,22 +489,26 @@ QuantizeStatus Quantizer::quantize_block(OutputCheckpoint& writer, Item& item, c
                   static_cast<size_t>(block.shape.num_groups) * sizeof(float));
     } else {
       if (part.role == Role::scales) replace_zero_scales(item.target, block.shape.num_groups, native);
-      writer.write(writer.tensor(part.name), stored_range(item.target, block, part.role),
-                   to_stored(item.target, block, part.role, native, worker.stored));
+      const auto stored = to_stored(item.target, block, part.role, native, worker.stored);
+      const Stopwatch writing(worker.write_seconds);
+      file.write(file.tensor(part.name), stored_range(item.target, block, part.role), stored);
     }
   }
   return status;
 }
 
 // Blocks with a scale of their own are the rows of a matrix, filled up with zeros, that has a scale a row.
-QuantizeStatus Quantizer::quantize_tiles(OutputCheckpoint& writer, Item& item, const Block& block,
+QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, Item& item, const Block& block,
                                          BlockWorker& worker) {
   const QuantizedWeight& target = item.target;
   const Tiles tiles(target, block);
   const int64_t size = size_of(target.dtype), num_bytes = block.count * size;
   std::byte* const x = worker.untiled.reserve(num_bytes);
-  read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
-              {x, static_cast<size_t>(num_bytes)}, worker.stored);
+  {
+    const Stopwatch reading(worker.read_seconds);
+    read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
+                {x, static_cast<size_t>(num_bytes)}, worker.stored);
+  }
   tiles.gather(x, size, worker.dense.reserve(tiles.num_elements() * size));
   worker.dense.upload(worker.stream);
   QuantizedView view{tiles.spec(), tiles.count(), tiles.num_elements() / tiles.count()};
@@ -518,13 +533,14 @@ QuantizeStatus Quantizer::quantize_tiles(OutputCheckpoint& writer, Item& item, c
       tiles.scatter(worker.native.codes.data(), codes);
       stored = codes;
     }
-    writer.write(writer.tensor(part.name), range, {stored, range.num_bytes()});
+    const Stopwatch writing(worker.write_seconds);
+    file.write(file.tensor(part.name), range, {stored, range.num_bytes()});
   }
   return status;
 }
 
 // What is known only after the last block.
-void Quantizer::finish_weight(OutputCheckpoint& writer, Item& item) const {
+void Quantizer::finish_weight(TensorFile& file, Item& item) const {
   const auto num_scales = static_cast<int64_t>(item.scales.size());
   std::vector<uint8_t> codes(item.scales.size());
   std::vector<float> absmax(static_cast<size_t>((num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock));
@@ -535,20 +551,20 @@ void Quantizer::finish_weight(OutputCheckpoint& writer, Item& item) const {
     item.scales = {};
   }
   for (const Part& part : parts_of(item.target)) {
-    const StoredTensor& tensor = writer.tensor(part.name);
-    if (part.role == Role::constant) writer.write_repeated(tensor, part.content);
-    if (part.role == Role::scales) writer.write(tensor, 0, std::as_bytes(std::span(codes)));
-    if (part.role == Role::scales_absmax) writer.write(tensor, 0, std::as_bytes(std::span(absmax)));
+    const StoredTensor& tensor = file.tensor(part.name);
+    if (part.role == Role::constant) file.write_repeated(tensor, part.content);
+    if (part.role == Role::scales) file.write(tensor, 0, std::as_bytes(std::span(codes)));
+    if (part.role == Role::scales_absmax) file.write(tensor, 0, std::as_bytes(std::span(absmax)));
   }
 }
 
-std::vector<BlockWorker> Quantizer::make_workers(std::span<const size_t> items) const {
-  int64_t most = block_elements(options_.device);
-  for (const size_t i : items)
-    if (items_[i].quantize) most = std::max(most, max_elements(items_[i]));
-  std::vector<BlockWorker> workers;
-  for (int i = 0; i < num_workers_; ++i) workers.emplace_back(options_.device, most);
-  return workers;
+BlockWorkers Quantizer::make_workers(std::span<const size_t> items) const {
+  return {devices_, [&](Device device) {
+            int64_t most = block_elements(device);
+            for (const size_t i : items)
+              if (items_[i].quantize) most = std::max(most, max_elements(items_[i], device));
+            return most;
+          }};
 }
 
 // The range of every weight with one scale for all of it.
@@ -558,7 +574,7 @@ void Quantizer::find_ranges() {
     if (items_[i].quantize && needs_range(items_[i])) wanted.push_back(i);
   if (wanted.empty()) return;
   const std::vector<Task> tasks = tasks_of(wanted);
-  std::vector<BlockWorker> workers = make_workers(wanted);
+  BlockWorkers workers = make_workers(wanted);
   std::vector<ValueRange> ranges(tasks.size());
   // Of a team, each has a part of the tasks.
   const auto part = [&](int rank) { return std::ssize(tasks) * rank / team_.size(); };
@@ -567,8 +583,9 @@ void Quantizer::find_ranges() {
     total.min = std::min(total.min, part.min);
     total.max = std::max(total.max, part.max);
   };
-  parallel_for(part(team_.rank() + 1) - first, 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
-    BlockWorker& worker = workers[static_cast<size_t>(w)];
+  parallel_for(part(team_.rank() + 1) - first, 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[w];
+    const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(first + begin); i < static_cast<size_t>(first + end); ++i) {
       const Task& task = tasks[i];
       const Item& item = items_[task.item];
@@ -578,6 +595,7 @@ void Quantizer::find_ranges() {
       });
     }
   });
+  workers.add_seconds(report_);
   share(ranges, part);
   std::map<std::string, ValueRange> shared;
   const auto range_of = [&](size_t i) -> ValueRange& {
@@ -639,41 +657,44 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
   if (team_.leads()) writer.add_record(name, {{"weights", std::move(ranges)}});
 }
 
-void Quantizer::write_file(OutputCheckpoint& writer, size_t file) {
-  const std::vector<size_t>& items = files_.weights[file];
-  writer.begin_file(file, {tensors_of(items), metadata_of(file)});
+std::unique_ptr<TensorFile> Quantizer::write_file(OutputCheckpoint& writer, size_t index) {
+  const std::vector<size_t>& items = files_.weights[index];
+  auto file = writer.begin_file(index, {tensors_of(items), metadata_of(index)});
   const std::vector<Task> tasks = tasks_of(items);
   for (const size_t i : items)
     if (items_[i].quantize && items_[i].target.spec.double_quant)
       items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
-  std::vector<BlockWorker> workers = make_workers(items);
+  BlockWorkers workers = make_workers(items);
   std::vector<QuantizeStatus> status(tasks.size());
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, num_workers_, [&](int64_t begin, int64_t end, int w) {
-    BlockWorker& worker = workers[static_cast<size_t>(w)];
+  parallel_for(static_cast<int64_t>(tasks.size()), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+    BlockWorker& worker = workers[w];
+    const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       const Task& task = tasks[i];
       Item& item = items_[task.item];
       if (item.quantize) {
         worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
-          merge(status[i], quantize_block(writer, item, block, worker));
+          merge(status[i], quantize_block(*file, item, block, worker));
         });
         quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
       } else {
-        copy_block(writer, task, worker);
+        copy_block(*file, task, worker);
         quantize_phase_->add(static_cast<uint64_t>(task.count));
       }
     }
   });
+  workers.add_seconds(report_);
   for (const size_t i : items) items_[i].status = {};
   for (size_t i = 0; i < tasks.size(); ++i) merge(items_[tasks[i].item].status, status[i]);
   parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
                [&](int64_t begin, int64_t end, int) {
                  for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
                    if (items_[items[i]].quantize) {
-                     finish_weight(writer, items_[items[i]]);
+                     finish_weight(*file, items_[items[i]]);
                      reporter_.poll();
                    }
                });
+  return file;
 }
 
 // After a file was written: whether what its data brought changes the plan, so that it must be written again.
@@ -717,12 +738,12 @@ bool Quantizer::plan_again(size_t file) {
   return changed;
 }
 
-void Quantizer::verify(OutputCheckpoint& writer, size_t file) {
+void Quantizer::verify(OutputCheckpoint& writer, const TensorFile& written, size_t file) {
   std::vector<VerifyItem> checks;
   for (const size_t i : files_.weights[file])
     checks.push_back(
         {&items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
-  writer.verify(checks, options_.num_threads, *verify_phase_);
+  writer.verify(written, checks, options_.num_threads, *verify_phase_);
 }
 
 uint64_t Quantizer::source_bytes_of(size_t file) const {
@@ -772,22 +793,29 @@ void Quantizer::resume_file(const Json& records, size_t file) {
   }
 }
 
-void Quantizer::run_file(OutputCheckpoint& writer, size_t file) {
+void Quantizer::run_file(OutputCheckpoint& writer, size_t file, Background& completion) {
   const uint64_t source_bytes = source_bytes_of(file);
   const auto start = std::chrono::steady_clock::now();
-  for (write_file(writer, file); plan_again(file); write_file(writer, file))
+  const auto written = std::make_shared<std::unique_ptr<TensorFile>>(write_file(writer, file));
+  while (plan_again(file)) {
     quantize_phase_->take_back(source_bytes);
+    written->reset();
+    *written = write_file(writer, file);
+  }
   report_.run_seconds += seconds_since(start);
+  completion.start([this, &writer, written, file] { complete_file(writer, std::move(*written), file); });
+}
 
+void Quantizer::complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file) {
   const auto verify_start = std::chrono::steady_clock::now();
-  if (options_.verify) verify(writer, file);
+  if (options_.verify) verify(writer, *written, file);
   report_.verify_seconds += seconds_since(verify_start);
 
   const auto sync_start = std::chrono::steady_clock::now();
-  writer.sync();
+  writer.sync(*written);
   Json records = Json::array();
   for (const size_t i : files_.weights[file]) records.push_back(to_record(report_of(items_[i])));
-  writer.commit_file(&records);
+  writer.commit_file(std::move(written), &records);
   report_.sync_seconds += seconds_since(sync_start);
 }
 
@@ -795,7 +823,7 @@ CheckpointReport Quantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
   report_.layout = layout_.layout;
-  report_.device = options_.device;
+  report_.devices = options_.devices.empty() ? std::vector<Device>{{}} : options_.devices;
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;
@@ -805,7 +833,7 @@ CheckpointReport Quantizer::run() {
     uint64_t total_bytes = 0;
     for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
     quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "quantize", total_bytes);
-    verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes);
+    verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "verify", total_bytes, quantize_phase_.get());
     OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
                             {options_.unfinished, identity(), options_.num_threads}, team_);
     writer.run([&] {
@@ -816,15 +844,17 @@ CheckpointReport Quantizer::run() {
         if (writer.is_resumed(file)) resume_file(writer.records_of(file), file);
       writer.reserve(content);
       share_ranges(writer);
+      Background completion(overlaps());
       for (size_t file = 0; file < files_.names.size(); ++file) {
         if (writer.is_resumed(file) && writer.take_resumed(file, content(file))) {
           ++report_.num_resumed_files;
           quantize_phase_->add(source_bytes_of(file));
           if (options_.verify) verify_phase_->add(source_bytes_of(file));
         } else if (writer.is_mine(file)) {
-          run_file(writer, file);
+          run_file(writer, file, completion);
         }
       }
+      completion.wait();
       writer.gather_files();
       for (size_t file = 0; file < files_.names.size(); ++file)
         if (writer.is_gathered(file)) {

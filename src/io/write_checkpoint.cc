@@ -170,12 +170,14 @@ struct CheckpointWriter::Impl {
   nlohmann::json identity() const;
   const io::ModelQuantization& quantization() const;  // of the items, which are complete
   void take_quantized(io::Item& item, WeightReport& report) const;
-  void write_block(io::OutputCheckpoint& to, const io::Item& item, const io::Block& block,
+  void write_block(io::TensorFile& to, const io::Item& item, const io::Block& block,
                    io::BlockWorker& worker) const;
-  void write_constants(io::OutputCheckpoint& to, const io::Item& item) const;
+  void write_constants(io::TensorFile& to, const io::Item& item) const;
   io::FileContent content_of(size_t file) const;
-  void write_file(io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress);
-  void verify(const io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress) const;
+  std::unique_ptr<io::TensorFile> write_file(io::OutputCheckpoint& to, size_t index,
+                                             io::ProgressPhase& progress);
+  void verify(const io::OutputCheckpoint& to, const io::TensorFile& file, size_t index,
+              io::ProgressPhase& progress) const;
 
   std::unique_ptr<Checkpoint::Impl> input_;
   std::vector<const io::Given*> given_of_;  // of the weights of input_; null: of the base
@@ -514,8 +516,8 @@ nlohmann::json CheckpointWriter::Impl::identity() const {
           {"left_out", left_out}};
 }
 
-void CheckpointWriter::Impl::write_block(io::OutputCheckpoint& to, const io::Item& item,
-                                         const io::Block& block, io::BlockWorker& worker) const {
+void CheckpointWriter::Impl::write_block(io::TensorFile& to, const io::Item& item, const io::Block& block,
+                                         io::BlockWorker& worker) const {
   const io::QuantizedWeight& target = *item.target;
   for (const io::Part& part : io::parts_of(target)) {
     const io::Role role = part.role;
@@ -533,7 +535,7 @@ void CheckpointWriter::Impl::write_block(io::OutputCheckpoint& to, const io::Ite
 }
 
 // What is not cut into blocks.
-void CheckpointWriter::Impl::write_constants(io::OutputCheckpoint& to, const io::Item& item) const {
+void CheckpointWriter::Impl::write_constants(io::TensorFile& to, const io::Item& item) const {
   for (const io::Part& part : io::parts_of(*item.target)) {
     const StoredTensor& tensor = to.tensor(part.name);
     const bool nested = item.target->spec.double_quant &&
@@ -578,7 +580,8 @@ io::FileContent CheckpointWriter::Impl::content_of(size_t file) const {
   return {std::move(tensors), metadata_of(file)};
 }
 
-void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, io::ProgressPhase& progress) {
+std::unique_ptr<io::TensorFile> CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t index,
+                                                                   io::ProgressPhase& progress) {
   struct Task {
     size_t item;
     const io::OutputWeight* copy;  // null: of what is given
@@ -589,7 +592,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
     for (int64_t begin = 0, end = static_cast<int64_t>(num_bytes); begin < end; begin += io::kCopyBytes)
       tasks.push_back({i, copy, begin, std::min(io::kCopyBytes, end - begin)});
   };
-  for (const size_t i : files_.weights[file]) {
+  for (const size_t i : files_.weights[index]) {
     io::Item& item = items_[i];
     to.poll();
     if (item.given != nullptr && item.target != nullptr) take_quantized(item, report_.weights[i]);
@@ -604,7 +607,7 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
     for (int64_t begin = 0, n = io::num_elements(item.source.shape); begin < n; begin += tasks.back().count)
       tasks.push_back({i, nullptr, begin, io::block_at(*item.target, begin, most).count});
   }
-  to.begin_file(file, content_of(file));
+  auto file = to.begin_file(index, content_of(index));
   std::vector<io::BlockWorker> workers(static_cast<size_t>(effective_threads(options.num_threads)));
   parallel_for(std::ssize(tasks), 1, options.num_threads, [&](int64_t first, int64_t last, int w) {
     io::BlockWorker& worker = workers[static_cast<size_t>(w)];
@@ -614,27 +617,28 @@ void CheckpointWriter::Impl::write_file(io::OutputCheckpoint& to, size_t file, i
       if (copy != nullptr) {
         const std::span<std::byte> bytes(worker.stored.reserve(count), static_cast<size_t>(count));
         io::read_output(*input_, *copy, static_cast<uint64_t>(begin), bytes, worker.dense);
-        to.write(to.tensor(copy->name), static_cast<uint64_t>(begin), bytes);
+        file->write(file->tensor(copy->name), static_cast<uint64_t>(begin), bytes);
       } else if (item.quantized) {
         const int64_t most = io::preferred_elements(*item.target, io::kBlockElements);
-        write_block(to, item, io::block_at(*item.target, begin, most), worker);
+        write_block(*file, item, io::block_at(*item.target, begin, most), worker);
       } else {
-        to.write(to.tensor(item.source.name), static_cast<uint64_t>(begin),
-                 {item.dense.data() + begin, static_cast<size_t>(count)});
+        file->write(file->tensor(item.source.name), static_cast<uint64_t>(begin),
+                    {item.dense.data() + begin, static_cast<size_t>(count)});
       }
       progress.add(static_cast<uint64_t>(count));
     }
   });
-  for (const size_t i : files_.weights[file])
-    if (items_[i].quantized) to.poll(), write_constants(to, items_[i]);
+  for (const size_t i : files_.weights[index])
+    if (items_[i].quantized) to.poll(), write_constants(*file, items_[i]);
+  return file;
 }
 
-void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, size_t file,
+void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, const io::TensorFile& file, size_t index,
                                     io::ProgressPhase& progress) const {
   std::vector<io::VerifyItem> checks;
   std::vector<QuantizedTensor> expanded;
-  expanded.reserve(files_.weights[file].size());
-  for (const size_t i : files_.weights[file]) {
+  expanded.reserve(files_.weights[index].size());
+  for (const size_t i : files_.weights[index]) {
     const io::Item& item = items_[i];
     if (item.quantized) {
       expanded.push_back(item.quantized->expanded());
@@ -644,7 +648,7 @@ void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, size_t file,
     }
     for (const io::OutputWeight& copy : item.copies) checks.push_back({&copy, nullptr, nullptr});
   }
-  to.verify(checks, options.num_threads, progress);
+  to.verify(file, checks, options.num_threads, progress);
 }
 
 CheckpointReport CheckpointWriter::Impl::finish() {
@@ -702,16 +706,16 @@ CheckpointReport CheckpointWriter::Impl::finish() {
         }
         continue;
       }
-      write_file(to, file, writing);
-      if (options.verify) verify(to, file, verifying);
-      to.sync();
+      std::unique_ptr<io::TensorFile> written = write_file(to, file, writing);
+      if (options.verify) verify(to, *written, file, verifying);
+      to.sync(*written);
       nlohmann::json records = nlohmann::json::array();
       for (const size_t i : files_.weights[file]) {
         items_[i].quantized.reset();
         items_[i].dense = {};
         records.push_back(io::to_record(report_.weights[i]));
       }
-      to.commit_file(&records);
+      to.commit_file(std::move(written), &records);
     }
     to.finish(config, texts);
   });

@@ -41,7 +41,7 @@ TEST_F(DeviceMemory, TheSameBytesWhereItIsShort) {
   options.verify = false;
   options.force = true;
   quantize_checkpoint(directory / "in", directory / "cpu", options);
-  options.device = device;
+  options.devices = {device};
   quantize_checkpoint(directory / "in", directory / "warm", options);  // the kernels are loaded now
 
   // 16 MiB: a quarter of the memory that blocks of the usual size take.

@@ -135,7 +135,7 @@ def test_quantize_has_the_codes_of_the_contract(tensors, tmp_path):
     assert row.measured and row.relative_rmse == pytest.approx(error.relative_rmse) and row.snr_db == pytest.approx(error.snr_db)
     assert row.max_error == error.max_error and row.spec == q.spec and row.quantized
     assert report.num_quantized == sum(each.quantized for each in report.weights)
-    assert report.output_bytes < report.source_bytes and report.layout == "halfbyte" and report.device == "cpu"
+    assert report.output_bytes < report.source_bytes and report.layout == "halfbyte" and report.devices == "cpu"
     assert next(each for each in report.weights if not each.quantized).reason
     assert f"{report.num_quantized} of {len(report.weights)} weights" in repr(report) and "relative RMSE" in repr(row)
     assert all(each.why_not == "" or each.why_not in repr(each) for each in report.readers)
