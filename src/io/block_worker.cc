@@ -33,6 +33,8 @@ std::vector<Device> worker_devices(std::span<const Device> devices, int num_thre
   return of_each;
 }
 
+int files_at_once(int num_workers) { return std::clamp(num_workers / 8, 1, 4); }
+
 void BlockWorker::drain() const noexcept {
   try {
     stream.synchronize();

@@ -59,7 +59,11 @@ class Dequantizer {
   }
   Metadata metadata_of(size_t file) const;
   FileContent content_of(size_t file) const;
-  std::unique_ptr<TensorFile> write_file(OutputCheckpoint& writer, size_t index, ProgressPhase& progress);
+  void make_workers();
+  // Files side by side.
+  std::vector<std::unique_ptr<TensorFile>> write_files(OutputCheckpoint& writer,
+                                                       std::span<const size_t> indices,
+                                                       ProgressPhase& progress);
   void copy_bytes(TensorFile& file, const Task& task, BlockWorker& worker) const;
   void dequantize_elements(TensorFile& file, const Task& task, BlockWorker& worker) const;
   void write_elements(TensorFile& file, size_t weight, int64_t begin, std::span<const std::byte> bytes,
@@ -69,6 +73,7 @@ class Dequantizer {
   const std::string& output_;
   const DequantizeOptions& options_;
   const std::vector<Device> devices_;  // of each worker
+  std::optional<BlockWorkers> workers_;
   Team& team_;
   ProgressReporter reporter_;
   std::vector<OutputWeight> outputs_;
@@ -298,30 +303,38 @@ FileContent Dequantizer::content_of(size_t file) const {
   return {std::move(tensors), metadata_of(file)};
 }
 
-std::unique_ptr<TensorFile> Dequantizer::write_file(OutputCheckpoint& writer, size_t index,
-                                                    ProgressPhase& progress) {
-  auto file = writer.begin_file(index, content_of(index));
-  const std::vector<Task>& tasks = tasks_of_file_[index];
-  BlockWorkers workers(devices_, [&](Device device) {
-    int64_t most = block_elements(device);
-    for (const Task& task : tasks)
-      if (input_.weights[task.weight].layout) most = std::max(most, max_elements(task.weight, device));
-    return most;
-  });
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+std::vector<std::unique_ptr<TensorFile>> Dequantizer::write_files(OutputCheckpoint& writer,
+                                                                  std::span<const size_t> indices,
+                                                                  ProgressPhase& progress) {
+  std::vector<std::unique_ptr<TensorFile>> files;
+  std::vector<std::pair<const Task*, TensorFile*>> tasks;
+  for (const size_t index : indices) {
+    files.push_back(writer.begin_file(index, content_of(index)));
+    for (const Task& task : tasks_of_file_[index]) tasks.emplace_back(&task, files.back().get());
+  }
+  BlockWorkers& workers = *workers_;
+  parallel_for(std::ssize(tasks), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[w];
     const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      const Task& task = tasks[i];
-      if (input_.weights[task.weight].layout)
-        dequantize_elements(*file, task, worker);
+      const auto [task, file] = tasks[i];
+      if (input_.weights[task->weight].layout)
+        dequantize_elements(*file, *task, worker);
       else
-        copy_bytes(*file, task, worker);
-      progress.add(output_bytes(task));
+        copy_bytes(*file, *task, worker);
+      progress.add(output_bytes(*task));
     }
   });
-  workers.add_seconds(report_);
-  return file;
+  return files;
+}
+
+void Dequantizer::make_workers() {
+  workers_.emplace(devices_, [&](Device device) {
+    int64_t most = block_elements(device);
+    for (size_t i = 0; i < input_.weights.size(); ++i)
+      if (input_.weights[i].layout) most = std::max(most, max_elements(i, device));
+    return most;
+  });
 }
 
 CheckpointReport Dequantizer::run() {
@@ -342,25 +355,34 @@ CheckpointReport Dequantizer::run() {
                           {options_.unfinished, identity, options_.num_threads}, team_);
   writer.run([&] {
     writer.reserve([&](size_t file) { return content_of(file); });
+    make_workers();
     Background completion(effective_threads(options_.num_threads) > 1);
+    std::vector<size_t> mine;
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (writer.is_resumed(file) && writer.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
         for (const Task& task : tasks_of_file_[file]) progress.add(output_bytes(task));
-        continue;
+      } else if (writer.is_mine(file)) {
+        mine.push_back(file);
       }
-      if (!writer.is_mine(file)) continue;
+    }
+    const auto at_once = static_cast<size_t>(files_at_once(workers_->size()));
+    for (size_t first = 0; first < mine.size(); first += at_once) {
       const auto start = std::chrono::steady_clock::now();
-      auto written = std::make_shared<std::unique_ptr<TensorFile>>(write_file(writer, file, progress));
+      auto files = std::make_shared<std::vector<std::unique_ptr<TensorFile>>>(write_files(
+          writer, std::span(mine).subspan(first, std::min(at_once, mine.size() - first)), progress));
       report_.run_seconds += seconds_since(start);
-      completion.start([this, &writer, written] {
+      completion.start([this, &writer, files] {
         const auto sync_start = std::chrono::steady_clock::now();
-        writer.sync(**written);
-        writer.commit_file(std::move(*written));
+        for (std::unique_ptr<TensorFile>& file : *files) {
+          writer.sync(*file);
+          writer.commit_file(std::move(file));
+        }
         report_.sync_seconds += seconds_since(sync_start);
       });
     }
     completion.wait();
+    workers_->add_seconds(report_);
     writer.gather_files();
     for (size_t file = 0; file < files_.names.size(); ++file)
       if (writer.is_gathered(file)) writer.take_resumed(file, content_of(file));

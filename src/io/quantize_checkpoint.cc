@@ -96,14 +96,16 @@ class Quantizer {
   bool overlaps() const { return files_.names.size() > 1 && effective_threads(options_.num_threads) > 1; }
   Json identity() const;
   void resume_file(const Json& records, size_t file);
-  void run_file(OutputCheckpoint& writer, size_t file, Background& completion);
+  // Files side by side.
+  void run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion);
   void complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file);
-  std::unique_ptr<TensorFile> write_file(OutputCheckpoint& writer, size_t index);
+  std::vector<std::unique_ptr<TensorFile>> write_files(OutputCheckpoint& writer,
+                                                       std::span<const size_t> indices);
   void find_ranges();
   void set_global_scale(Item& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
-  BlockWorkers make_workers(std::span<const size_t> items) const;
+  void make_workers();
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
   void copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const;
   QuantizeStatus quantize_block(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
@@ -124,6 +126,7 @@ class Quantizer {
   const QuantizeOptions& options_;
   const LayoutInfo& layout_;
   const std::vector<Device> devices_;  // of each worker
+  std::optional<BlockWorkers> workers_;
   Team& team_;
   ProgressReporter reporter_;
   const bool decodes_;        // some weights of the input are quantized
@@ -439,7 +442,8 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
   }
   const int64_t writing = std::ssize(devices_) * (copy_bytes + block_bytes);
   const int64_t verifying = effective_threads(options_.num_threads) * verify_bytes;
-  return static_cast<uint64_t>((overlaps() ? writing + verifying : std::max(writing, verifying)) + scales);
+  return static_cast<uint64_t>((overlaps() ? writing + verifying : std::max(writing, verifying)) +
+                               scales * files_at_once(static_cast<int>(devices_.size())));
 }
 
 // ---- The run
@@ -558,13 +562,13 @@ void Quantizer::finish_weight(TensorFile& file, Item& item) const {
   }
 }
 
-BlockWorkers Quantizer::make_workers(std::span<const size_t> items) const {
-  return {devices_, [&](Device device) {
-            int64_t most = block_elements(device);
-            for (const size_t i : items)
-              if (items_[i].quantize) most = std::max(most, max_elements(items_[i], device));
-            return most;
-          }};
+void Quantizer::make_workers() {
+  workers_.emplace(devices_, [&](Device device) {
+    int64_t most = block_elements(device);
+    for (const Item& item : items_)
+      if (item.quantize) most = std::max(most, max_elements(item, device));
+    return most;
+  });
 }
 
 // The range of every weight with one scale for all of it.
@@ -574,7 +578,7 @@ void Quantizer::find_ranges() {
     if (items_[i].quantize && needs_range(items_[i])) wanted.push_back(i);
   if (wanted.empty()) return;
   const std::vector<Task> tasks = tasks_of(wanted);
-  BlockWorkers workers = make_workers(wanted);
+  BlockWorkers& workers = *workers_;
   std::vector<ValueRange> ranges(tasks.size());
   // Of a team, each has a part of the tasks.
   const auto part = [&](int rank) { return std::ssize(tasks) * rank / team_.size(); };
@@ -595,7 +599,6 @@ void Quantizer::find_ranges() {
       });
     }
   });
-  workers.add_seconds(report_);
   share(ranges, part);
   std::map<std::string, ValueRange> shared;
   const auto range_of = [&](size_t i) -> ValueRange& {
@@ -657,24 +660,36 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
   if (team_.leads()) writer.add_record(name, {{"weights", std::move(ranges)}});
 }
 
-std::unique_ptr<TensorFile> Quantizer::write_file(OutputCheckpoint& writer, size_t index) {
-  const std::vector<size_t>& items = files_.weights[index];
-  auto file = writer.begin_file(index, {tensors_of(items), metadata_of(index)});
-  const std::vector<Task> tasks = tasks_of(items);
-  for (const size_t i : items)
-    if (items_[i].quantize && items_[i].target.spec.double_quant)
-      items_[i].scales.resize(static_cast<size_t>(items_[i].target.quant_shape().num_groups));
-  BlockWorkers workers = make_workers(items);
+std::vector<std::unique_ptr<TensorFile>> Quantizer::write_files(OutputCheckpoint& writer,
+                                                                std::span<const size_t> indices) {
+  std::vector<std::unique_ptr<TensorFile>> files;
+  std::vector<std::pair<Task, TensorFile*>> tasks;
+  std::vector<std::pair<Item*, TensorFile*>> quantized;
+  for (const size_t index : indices) {
+    const std::vector<size_t>& items = files_.weights[index];
+    files.push_back(writer.begin_file(index, {tensors_of(items), metadata_of(index)}));
+    TensorFile* const file = files.back().get();
+    for (const Task& task : tasks_of(items)) tasks.emplace_back(task, file);
+    for (const size_t i : items) {
+      Item& item = items_[i];
+      item.status = {};
+      if (!item.quantize) continue;
+      quantized.emplace_back(&item, file);
+      if (item.target.spec.double_quant)
+        item.scales.resize(static_cast<size_t>(item.target.quant_shape().num_groups));
+    }
+  }
   std::vector<QuantizeStatus> status(tasks.size());
-  parallel_for(static_cast<int64_t>(tasks.size()), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+  BlockWorkers& workers = *workers_;
+  parallel_for(std::ssize(tasks), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
     BlockWorker& worker = workers[w];
     const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      const Task& task = tasks[i];
+      const auto& [task, file] = tasks[i];
       Item& item = items_[task.item];
       if (item.quantize) {
-        worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
-          merge(status[i], quantize_block(*file, item, block, worker));
+        worker.for_each_block(item.target, task.begin, task.count, [&, to = file](const Block& block) {
+          merge(status[i], quantize_block(*to, item, block, worker));
         });
         quantize_phase_->add(static_cast<uint64_t>(task.count * size_of(item.target.dtype)));
       } else {
@@ -683,18 +698,14 @@ std::unique_ptr<TensorFile> Quantizer::write_file(OutputCheckpoint& writer, size
       }
     }
   });
-  workers.add_seconds(report_);
-  for (const size_t i : items) items_[i].status = {};
-  for (size_t i = 0; i < tasks.size(); ++i) merge(items_[tasks[i].item].status, status[i]);
-  parallel_for(static_cast<int64_t>(items.size()), 1, options_.num_threads,
-               [&](int64_t begin, int64_t end, int) {
-                 for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-                   if (items_[items[i]].quantize) {
-                     finish_weight(*file, items_[items[i]]);
-                     reporter_.poll();
-                   }
-               });
-  return file;
+  for (size_t i = 0; i < tasks.size(); ++i) merge(items_[tasks[i].first.item].status, status[i]);
+  parallel_for(std::ssize(quantized), 1, options_.num_threads, [&](int64_t begin, int64_t end, int) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      finish_weight(*quantized[i].second, *quantized[i].first);
+      reporter_.poll();
+    }
+  });
+  return files;
 }
 
 // After a file was written: whether what its data brought changes the plan, so that it must be written again.
@@ -793,17 +804,27 @@ void Quantizer::resume_file(const Json& records, size_t file) {
   }
 }
 
-void Quantizer::run_file(OutputCheckpoint& writer, size_t file, Background& completion) {
-  const uint64_t source_bytes = source_bytes_of(file);
+void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion) {
   const auto start = std::chrono::steady_clock::now();
-  const auto written = std::make_shared<std::unique_ptr<TensorFile>>(write_file(writer, file));
-  while (plan_again(file)) {
-    quantize_phase_->take_back(source_bytes);
-    written->reset();
-    *written = write_file(writer, file);
-  }
+  auto written = write_files(writer, files);
+  const auto again = [&] {
+    std::vector<size_t> changed;
+    for (size_t i = 0; i < files.size(); ++i) {
+      if (!plan_again(files[i])) continue;
+      quantize_phase_->take_back(source_bytes_of(files[i]));
+      written[i].reset();
+      changed.push_back(i);
+    }
+    return changed;
+  };
+  std::vector<size_t> changed = again();
+  for (; !changed.empty(); changed = again())
+    for (const size_t i : changed) written[i] = std::move(write_files(writer, files.subspan(i, 1)).front());
   report_.run_seconds += seconds_since(start);
-  completion.start([this, &writer, written, file] { complete_file(writer, std::move(*written), file); });
+  completion.start([this, &writer, numbers = std::vector(files.begin(), files.end()),
+                    files = std::make_shared<decltype(written)>(std::move(written))] {
+    for (size_t i = 0; i < numbers.size(); ++i) complete_file(writer, std::move((*files)[i]), numbers[i]);
+  });
 }
 
 void Quantizer::complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file) {
@@ -843,17 +864,22 @@ CheckpointReport Quantizer::run() {
       for (size_t file = 0; file < files_.names.size(); ++file)
         if (writer.is_resumed(file)) resume_file(writer.records_of(file), file);
       writer.reserve(content);
+      make_workers();
       share_ranges(writer);
       Background completion(overlaps());
+      std::vector<size_t> mine;
       for (size_t file = 0; file < files_.names.size(); ++file) {
         if (writer.is_resumed(file) && writer.take_resumed(file, content(file))) {
           ++report_.num_resumed_files;
           quantize_phase_->add(source_bytes_of(file));
           if (options_.verify) verify_phase_->add(source_bytes_of(file));
         } else if (writer.is_mine(file)) {
-          run_file(writer, file, completion);
+          mine.push_back(file);
         }
       }
+      const auto at_once = static_cast<size_t>(files_at_once(workers_->size()));
+      for (size_t first = 0; first < mine.size(); first += at_once)
+        run_files(writer, std::span(mine).subspan(first, std::min(at_once, mine.size() - first)), completion);
       completion.wait();
       writer.gather_files();
       for (size_t file = 0; file < files_.names.size(); ++file)
@@ -861,6 +887,7 @@ CheckpointReport Quantizer::run() {
           resume_file(writer.records_of(file), file);
           writer.take_resumed(file, content(file));
         }
+      workers_->add_seconds(report_);
       complete_report();
       writer.finish(config_.empty() ? "" : config_text(), quantization_files());
     });
