@@ -18,6 +18,7 @@
 #include "io/progress.h"
 #include "io/safetensors.h"
 #include "io/shard_index.h"
+#include "io/verify_span.h"
 
 namespace halfbyte {
 
@@ -320,6 +321,10 @@ void convert_elements(const std::byte* from, DType from_dtype, int64_t count, st
     std::memcpy(to, from, static_cast<size_t>(count * size_of(to_dtype)));
     return;
   }
+  if (to_dtype == DType::f32 && from_dtype == DType::f16)
+    return widen_f16(from, count, reinterpret_cast<float*>(to));
+  if (to_dtype == DType::f32 && from_dtype == DType::bf16)
+    return widen_bf16(from, count, reinterpret_cast<float*>(to));
   with_type(from_dtype, [&](auto from_type) {
     with_type(to_dtype, [&](auto to_type) {
       constexpr bool kWide = from_type() == formats::ScaleType::f64 || to_type() == formats::ScaleType::f64;

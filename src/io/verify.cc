@@ -15,6 +15,7 @@
 #include "cpu/parallel.h"
 #include "io/config.h"
 #include "io/safetensors.h"
+#include "io/verify_span.h"
 
 namespace halfbyte::io {
 namespace {
@@ -793,13 +794,22 @@ void Unpacker::decode_table(const Group& group, const uint8_t* codes, const floa
   const double global = global_scale_;
   const double end_slack = clips() ? std::numeric_limits<double>::infinity()
                                    : slack + largest_ * rounding(spec_.scale_dtype, scale * global) / global;
-  float level[256], lower[256], upper[256];
-  for (size_t c = 0; c < table_.size(); ++c) {
+  const auto bounds = [&](size_t c, float& level, float& lower, float& upper) {
     const Cell& cell = cells_[c];
-    level[c] = table_[c] * group.scale;
-    lower[c] = finite_bound(cell.low * scale - (cell.low == -largest_ ? end_slack : slack));
-    upper[c] = finite_bound(cell.high * scale + (cell.high == largest_ ? end_slack : slack));
+    level = table_[c] * group.scale;
+    lower = finite_bound(cell.low * scale - (cell.low == -largest_ ? end_slack : slack));
+    upper = finite_bound(cell.high * scale + (cell.high == largest_ ? end_slack : slack));
+  };
+  if (table_.size() == 16) {
+    Levels levels;
+    for (size_t c = 0; c < 16; ++c) bounds(c, levels.level[c], levels.lower[c], levels.upper[c]);
+    if (decode_levels(levels, codes, x, count, y)) return;
+    for (int64_t i = 0; i < count; ++i)
+      if (!(x[i] >= levels.lower[codes[i]] && x[i] <= levels.upper[codes[i]])) fail(index + i, x[i], y[i]);
+    return;
   }
+  float level[256], lower[256], upper[256];
+  for (size_t c = 0; c < table_.size(); ++c) bounds(c, level[c], lower[c], upper[c]);
   bool good = true;
   for (int64_t i = 0; i < count; ++i) {
     const uint8_t c = codes[i];
@@ -816,12 +826,13 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
   const bool affine = biases_ != nullptr;
   const float scale = group.scale, bias = group.bias;
   const int zero = affine ? 0 : group.zero;
-  if (affine) {
-    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<float>(codes[i]) * scale + bias;
-  } else {
-    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<float>(codes[i] - zero) * scale;
+  if (x == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = static_cast<float>(codes[i] - zero) * scale;
+      if (affine) y[i] += bias;
+    }
+    return;
   }
-  if (x == nullptr) return;
   const double step = std::abs(scale), levels = (1 << bits_) - 1;
   const double stored_error =
       levels * rounding(spec_.scale_dtype, scale) + (affine ? rounding(spec_.scale_dtype, bias) : 0);
@@ -834,9 +845,7 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
   const float near = finite_bound(step / 2 + slack + unrounded),
               far = finite_bound(clips() ? std::numeric_limits<double>::infinity()
                                          : step + slack + stored_error);
-  bool good = true;
-  for (int64_t i = 0; i < count; ++i) good &= std::abs(x[i] - y[i]) <= near;
-  if (good) return;
+  if (decode_steps({scale, bias, zero, affine, near}, codes, x, count, y)) return;
   const float end_a = static_cast<float>(-zero) * scale + bias;
   const float end_b = static_cast<float>((1 << bits_) - 1 - zero) * scale + bias;
   for (int64_t i = 0; i < count; ++i) {
@@ -848,25 +857,13 @@ void Unpacker::decode_integer(const Group& group, const uint8_t* codes, const fl
 }  // namespace
 
 void ErrorSums::add(const float* source, const float* decoded, int64_t count, int64_t first_index) {
-  // Four sums each, so that additions need not wait for each other.
-  double error2[4] = {}, source2[4] = {}, largest[4] = {};
-  const int64_t whole = count / 4 * 4;
-  const auto add_one = [&](int64_t i, int lane) {
-    const double x = source[i], error = static_cast<double>(decoded[i]) - x;
-    error2[lane] += error * error;
-    source2[lane] += x * x;
-    largest[lane] = std::max(largest[lane], std::abs(error));
-  };
-  for (int64_t i = 0; i < whole; i += 4)
-    for (int lane = 0; lane < 4; ++lane) add_one(i + lane, lane);
-  for (int64_t i = whole; i < count; ++i) add_one(i, 0);
-  squared_error += (error2[0] + error2[1]) + (error2[2] + error2[3]);
-  squared_source += (source2[0] + source2[1]) + (source2[2] + source2[3]);
-  const double most = std::max(std::max(largest[0], largest[1]), std::max(largest[2], largest[3]));
-  if (most <= max_error) return;
-  max_error = most;
+  const ErrorTotals totals = total_errors(source, decoded, count);
+  squared_error += totals.squared_error;
+  squared_source += totals.squared_source;
+  if (totals.largest <= max_error) return;
+  max_error = totals.largest;
   for (int64_t i = 0; i < count; ++i)
-    if (std::abs(static_cast<double>(decoded[i]) - static_cast<double>(source[i])) == most) {
+    if (std::abs(static_cast<double>(decoded[i]) - static_cast<double>(source[i])) == totals.largest) {
       max_error_index = first_index + i;
       return;
     }
