@@ -55,6 +55,7 @@ ALLOWED = [
     ("src/benchmark/read_bulk.cu", '#include "benchmark/benchmark_args.h"\n#include "cuda/device/bulk.cuh"'),
     ("src/kernels/pack.cc", '#include "io/file.h"'),
     ("src/core/hash.cc", "#include <xxhash.h>"),
+    ("src/io/verify_cpu.cc", '#include "cpu/simd-inl.h"'),
     ("src/io/file.cc", '#include <sys/stat.h>\n#include "cpu/parallel.h"'),
     ("cli/main.cc", '#include <CLI/CLI.hpp>\n#include "halfbyte/checkpoint.hpp"\n#include "output.h"'),
     ("src/formats/tables.h", "float x = 0.6961928f;"),
