@@ -26,6 +26,8 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
     if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
     options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
     device = select_devices(arguments.compute.device, arguments.input);
+    // 2.4 GB of codes to 17 GB: 3.7 s on 32 threads of a CPU, 5.9 s with two H200.
+    if (device.is_automatic) device = {{Device{}}, "what is written limits the run"};
   });
   options.dry_run = arguments.destination.dry_run;
   options.force = command.force;

@@ -72,7 +72,7 @@ DeviceChoice select_automatically(const std::string& input) {
   const CudaInfo info = cuda_info();
   const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
   if (!info.usable() || usable == info.devices.end()) return {{Device{}}, info.problem};
-  return {{Device{}, {DeviceKind::cuda, usable->index}}, describe(info, *usable)};
+  return {{Device{}, {DeviceKind::cuda, usable->index}}, describe(info, *usable), /*is_automatic=*/true};
 }
 
 }  // namespace

@@ -36,8 +36,9 @@ struct ComputeArguments {
 void add_compute_options(CLI::App& app, ComputeArguments& arguments);
 
 struct DeviceChoice {
-  std::vector<Device> devices;
-  std::string note = {};  // the names of CUDA devices; why "auto" took the CPU alone
+  std::vector<Device> devices = {Device{}};
+  std::string note = {};      // the names of CUDA devices; why "auto" took the CPU alone
+  bool is_automatic = false;  // what is asked for is the faster of them
 };
 // "cpu", "cpu (no CUDA driver: ...)", "cuda:0 (NVIDIA H200)"
 std::string to_string(const DeviceChoice& choice);

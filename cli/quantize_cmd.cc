@@ -87,6 +87,7 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
     device = select_devices(arguments.compute.device, arguments.input);
   });
   options.devices = device.devices;
+  options.choose_devices = device.is_automatic;
   options.process_group = command.group;
   const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run,
                         options.importance};

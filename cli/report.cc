@@ -222,7 +222,10 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
                                    format_bytes(report.source_bytes), format_bytes(report.output_bytes)));
   text +=
       summary_line("memory", fmt::format("at most {} of buffers", format_bytes(report.peak_buffer_bytes)));
-  text += summary_line("device", to_string(run.device));
+  DeviceChoice device = run.device;
+  if (device.devices != report.devices)
+    device = {report.devices, fmt::format("faster than what feeds {}, as measured", to_string(device))};
+  text += summary_line("device", to_string(device));
   if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
   if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));
   if (run.dry_run) {
@@ -243,7 +246,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["dry_run"] = run.dry_run;
   document["verified"] = run.verified;
   document["device"] = to_string(std::span(report.devices));
-  document["device_note"] = run.device.note;
+  document["device_note"] = device.note;
   document["importance"] = run.importance.empty() ? Json() : Json(run.importance);
   document["architecture"] = report.architecture;
   document["reader"] = to_string(report.reader);

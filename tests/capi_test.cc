@@ -97,7 +97,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(encoding, search);
   EXPECT_NO_TAIL(convert_options, unfinished);
   EXPECT_NO_TAIL(writer_options, unfinished);
-  EXPECT_NO_TAIL(quantize_options, unfinished);
+  EXPECT_NO_TAIL(quantize_options, choose_devices);
   EXPECT_NO_TAIL(dequantize_options, unfinished);
   EXPECT_NO_TAIL(quant_shape, has_global_scale);
   EXPECT_NO_TAIL(execution, stream);

@@ -109,6 +109,20 @@ def test_devices_side_by_side_write_the_same_bytes(halfbyte, device, source_of, 
     assert_same(tmp_path / "dense-cpu", tmp_path / f"dense-{together}")
 
 
+def test_what_is_slow_on_the_cpu_goes_to_the_device(halfbyte, device, tmp_path):
+    """auto, of input that is large enough: what it chooses is measured."""
+    rng = np.random.default_rng(0)
+    weight = st.from_f32(rng.standard_normal((1 << 14, 1 << 14), np.float32), "F32")  # 1 GiB
+    st.write(tmp_path / "in.safetensors", {"model.layers.0.mlp.up_proj.weight": weight})
+    arguments = ["quantize", tmp_path / "in.safetensors", "-o", tmp_path / "out", "--force", "--no-verify", "--json", "-"]
+    searched, plain, few = (json.loads(halfbyte(*arguments, *options).stdout)
+                            for options in (["--search"], ["--format", "int8"], ["--format", "int8", "--threads", "1"]))
+    assert searched["device"] == f"cpu,{device}"
+    for report in (plain, few):
+        assert report["device"] in ("cpu", f"cpu,{device}")
+        assert report["device"] != "cpu" or "faster than what feeds" in report["device_note"]
+
+
 def test_all_devices(halfbyte, device, source_of, tmp_path):
     usable = [of["index"] for of in json.loads(halfbyte("doctor", "--json", "-").stdout)["cuda"]["devices"] if not of["problem"]]
     run_on(halfbyte, "cpu", "quantize", source_of("large"), tmp_path / "cpu")

@@ -1414,6 +1414,7 @@ typedef struct halfbyte_quantize_options {
       importance;     /* with search: a file, as QuantizeOptions in halfbyte/checkpoint.hpp has it, or NULL */
   int64_t search;     /* flag: as in halfbyte_encoding */
   int64_t unfinished; /* halfbyte_unfinished */
+  int64_t choose_devices; /* flag: as in QuantizeOptions */
 } halfbyte_quantize_options;
 HALFBYTE_API halfbyte_status halfbyte_quantize_options_init(halfbyte_quantize_options* options,
                                                             size_t struct_size);

@@ -551,7 +551,7 @@ void bind_functions_of_files(nb::module_& module) {
       "exclude", &Q::exclude)("reader", &Q::reader)("force_layout", &Q::force_layout)(
       "keep_embeddings", &Q::keep_embeddings)("fallback_dense", &Q::fallback_dense)("dry_run", &Q::dry_run)(
       "verify", &Q::verify)("force", &Q::force)("unfinished", &Q::unfinished)("shard_bytes", &Q::shard_bytes)(
-      "devices", &Q::devices)("num_threads", &Q::num_threads);
+      "devices", &Q::devices)("choose_devices", &Q::choose_devices)("num_threads", &Q::num_threads);
   module.def(
       "quantize_checkpoint",
       [rows = quantize_rows](nb::handle input, nb::handle output, nb::handle format, nb::handle progress,
@@ -565,21 +565,24 @@ void bind_functions_of_files(nb::module_& module) {
       },
       nb::arg("input"), nb::arg("output"), nb::arg("format") = "nf4", nb::kw_only(),
       nb::arg("progress") = nb::none(), nb::arg("options"),
-      nb::sig("def quantize_checkpoint(input: str | os.PathLike, output: str | os.PathLike, format: str = "
-              "'nf4', *, progress: Callable[[str, int, int], bool | None] | bool | None = None, "
-              "asymmetric: bool = False, double_quant: bool = False, table: Sequence[float] = ..., "
-              "layout: str | None = None, granularity: str | None = None, group_size: int | None = None, "
-              "scale_rule: str | None = None, scale_dtype: str | None = None, search: bool = False, "
-              "importance: str = '', nonfinite: str = 'error', "
-              "include: Sequence[str] = (), exclude: Sequence[str] = (), reader: str | None = None, "
-              "force_layout: bool = False, keep_embeddings: bool = False, fallback_dense: bool = False, "
-              "dry_run: bool = False, verify: bool = True, force: bool = False, unfinished: str = 'keep', "
-              "shard_bytes: int = 0, "
-              "devices: object = 'cpu', num_threads: int = 0) -> CheckpointReport"),
+      nb::sig(
+          "def quantize_checkpoint(input: str | os.PathLike, output: str | os.PathLike, format: str = "
+          "'nf4', *, progress: Callable[[str, int, int], bool | None] | bool | None = None, "
+          "asymmetric: bool = False, double_quant: bool = False, table: Sequence[float] = ..., "
+          "layout: str | None = None, granularity: str | None = None, group_size: int | None = None, "
+          "scale_rule: str | None = None, scale_dtype: str | None = None, search: bool = False, "
+          "importance: str = '', nonfinite: str = 'error', "
+          "include: Sequence[str] = (), exclude: Sequence[str] = (), reader: str | None = None, "
+          "force_layout: bool = False, keep_embeddings: bool = False, fallback_dense: bool = False, "
+          "dry_run: bool = False, verify: bool = True, force: bool = False, unfinished: str = 'keep', "
+          "shard_bytes: int = 0, "
+          "devices: object = 'cpu', choose_devices: bool = False, num_threads: int = 0) -> CheckpointReport"),
       "Quantizes a checkpoint, file to file or directory to directory, as `halfbyte quantize` does: the "
       "output "
       "is complete and verified, or there is none. Options that are not given have the defaults of the "
-      "layout. devices: that compute, side by side: \"cpu\", \"cuda:1\", \"cpu,cuda:all\", or a sequence.\n\n"
+      "layout. devices: that compute, side by side: \"cpu\", \"cuda:1\", \"cpu,cuda:all\", or a sequence; "
+      "choose_devices: the CUDA devices among them only where a measurement shows that they make it "
+      "faster.\n\n"
       "    >>> report = halfbyte.quantize_checkpoint(model, output, \"int4\", group_size=32)\n"
       "    >>> report.num_quantized, report.weights[0].name\n"
       "    (28, 'lm_head.weight')\n"

@@ -139,6 +139,7 @@ QuantizeOptions options_of(const halfbyte_quantize_options* given) {
   options.force = flag_of(c.force, "options.force");
   options.unfinished = enum_of(c.unfinished, Unfinished::discard, "options.unfinished");
   options.devices = devices_of(c.devices, c.num_devices);
+  options.choose_devices = flag_of(c.choose_devices, "options.choose_devices");
   options.num_threads = threads_of(c.num_threads, "options.num_threads");
   options.progress = progress_of(c.progress, c.user_data);
   return options;

@@ -33,6 +33,10 @@ std::vector<Device> worker_devices(std::span<const Device> devices, int num_thre
   return of_each;
 }
 
+double device_rate(int num_threads) {
+  return 6.4e9 * num_workers({DeviceKind::cuda, 0}, num_threads) / kMaxCudaWorkers;
+}
+
 int files_at_once(int num_workers) { return std::clamp(num_workers / 8, 1, 4); }
 
 void BlockWorker::drain() const noexcept {

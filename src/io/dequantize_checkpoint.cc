@@ -340,7 +340,7 @@ void Dequantizer::make_workers() {
 CheckpointReport Dequantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
-  report_.devices = options_.devices.empty() ? std::vector<Device>{{}} : options_.devices;
+  if (!options_.devices.empty()) report_.devices = options_.devices;
   plan();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;

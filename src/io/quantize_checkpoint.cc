@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "core/checks.h"
@@ -105,6 +106,7 @@ class Quantizer {
   void set_global_scale(Item& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
+  void choose_devices();
   void make_workers();
   TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
   void copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const;
@@ -125,7 +127,7 @@ class Quantizer {
   const std::string& output_;
   const QuantizeOptions& options_;
   const LayoutInfo& layout_;
-  const std::vector<Device> devices_;  // of each worker
+  std::vector<Device> devices_;  // of each worker
   std::optional<BlockWorkers> workers_;
   Team& team_;
   ProgressReporter reporter_;
@@ -562,6 +564,49 @@ void Quantizer::finish_weight(TensorFile& file, Item& item) const {
   }
 }
 
+void Quantizer::choose_devices() {
+  const auto is_cpu = [](Device device) { return device.kind == DeviceKind::cpu; };
+  if (!options_.choose_devices || options_.dry_run || std::ranges::none_of(report_.devices, is_cpu) ||
+      std::ranges::all_of(report_.devices, is_cpu))
+    return;
+  const Item* largest = nullptr;
+  for (const Item& item : items_)
+    if (item.quantize &&
+        (largest == nullptr || num_elements(item.source.shape) > num_elements(largest->source.shape)))
+      largest = &item;
+  if (largest->target.scale_rows > 1) return;  // tiles: not measured
+  Item item = *largest;
+  item.range = {-1, 1};
+  set_global_scale(item);
+  const std::vector<Device> threads = worker_devices({}, options_.num_threads);
+  const Block block = block_at(item.target, 0, max_elements(item, {}));
+  const auto num_bytes = static_cast<double>(block.count * size_of(item.target.dtype));
+  BlockWorkers workers(threads, [&](Device) { return block.count; });
+  std::vector<double> rates(threads.size());
+  for (int round = 0; round < 2; ++round)  // the first one fills caches and takes memory
+    parallel_for(std::ssize(threads), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
+      BlockWorker& worker = workers[w];
+      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+        const TensorView x = read_block(item, block, worker);
+        const QuantizedView view = native_view(item.target, block, worker.native);
+        const Importance importance =
+            importance_ ? importance_->read(item.target, block, worker) : Importance();
+        double seconds = 0;
+        {
+          const Stopwatch computing(seconds);
+          quantize(x, view, *item.target.encoding, worker.execution(),
+                   needs_range(item) ? &item.range : nullptr, importance);
+        }
+        rates[i] = num_bytes / seconds;
+        reporter_.poll();
+      }
+    });
+  const double on_cpu = std::accumulate(rates.begin(), rates.end(), 0.0);
+  if (on_cpu < device_rate(options_.num_threads)) return;
+  report_.devices = {Device{}};
+  devices_ = threads;
+}
+
 void Quantizer::make_workers() {
   workers_.emplace(devices_, [&](Device device) {
     int64_t most = block_elements(device);
@@ -844,8 +889,9 @@ CheckpointReport Quantizer::run() {
   report_.input = input_.path;
   report_.output = output_;
   report_.layout = layout_.layout;
-  report_.devices = options_.devices.empty() ? std::vector<Device>{{}} : options_.devices;
+  if (!options_.devices.empty()) report_.devices = options_.devices;
   plan();
+  choose_devices();
   report_.copied_files = side_files_.copied;
   report_.skipped_files = side_files_.skipped;
   for (const auto& items : files_.weights)
