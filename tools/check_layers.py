@@ -50,6 +50,7 @@ LAYERS = [
     (r"src/benchmark/", r"(halfbyte|formats|core|cuda|benchmark)/"),
     (r"src/kernels/", r"(halfbyte|core|cuda|kernels)/|benchmark/benchmark_kernels\.h$|ops/\w+/\w+_cuda\.h$|io/(file|test_directory)\.h$"),
     (r"src/io/\w+_cpu\.cc$", r"(halfbyte|formats|core|cpu|io)/"),
+    (r"src/io/\w+_test\.cc$", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$|ops/testing\.h$"),
     (r"src/io/", r"(halfbyte|formats|core|io)/|cpu/parallel\.h$"),
     (r"src/mpi/", r"halfbyte/"),
     (r"src/capi/", r"(halfbyte|capi)/|core/per_thread\.h$"),

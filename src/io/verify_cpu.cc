@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "io/verify_cpu.cc"
@@ -19,9 +20,12 @@ namespace halfbyte::io {
 inline constexpr int kErrorLanes = 16;
 
 // By one element after the other: the ends of what vectors do, and all where there are none.
-inline bool level_of(const Levels& levels, uint8_t code, float x, float& y) {
-  y = levels.level[code];
-  return x >= levels.lower[code] && x <= levels.upper[code];
+inline bool level_of(const Levels& levels, const Span& span, uint8_t code, float x, float& y) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  y = levels.value[code] * span.scale;
+  const float lower = levels.low[code] * span.scale - (levels.low_end[code] * span.at_ends + span.slack);
+  const float upper = levels.high[code] * span.scale + (levels.high_end[code] * span.at_ends + span.slack);
+  return x >= std::max(lower, -kMost) && x <= std::min(upper, kMost);
 }
 inline bool step_of(const Steps& steps, uint8_t code, float x, float& y) {
   y = static_cast<float>(code - steps.zero) * steps.scale;
@@ -54,18 +58,22 @@ HWY_INLINE hn::Vec<I> load_codes(const uint8_t* codes) {
   return hn::PromoteTo(I(), hn::LoadU(hn::Rebind<uint8_t, I>(), codes));
 }
 
-// A table of 16 values in as many vectors as hold it: up to two.
+// 16 values in as many vectors as hold them: up to two.
 class Table16 {
  public:
   static constexpr bool kFits = hn::MaxLanes(F()) >= 8;
-  HWY_INLINE explicit Table16(const float* values)
-      : low_(hn::Load(F(), values)), high_(hn::Load(F(), values + kHigh)) {}
+  // make(first): the vector from that value on.
+  template <class Make>
+  HWY_INLINE explicit Table16(const Make& make) : low_(make(0)), high_(make(kHigh)) {}
   HWY_INLINE hn::Vec<F> operator[](hn::Vec<I> code) const {
-    if constexpr (hn::MaxLanes(F()) >= 16) return hn::TableLookupLanes(low_, hn::IndicesFromVec(F(), code));
-    const auto seven = hn::Set(I(), 7);
-    const auto index = hn::IndicesFromVec(F(), hn::And(code, seven));
-    return hn::IfThenElse(hn::RebindMask(F(), hn::Gt(code, seven)), hn::TableLookupLanes(high_, index),
-                          hn::TableLookupLanes(low_, index));
+    if constexpr (kHigh == 0) {
+      return hn::TableLookupLanes(low_, hn::IndicesFromVec(F(), code));
+    } else {
+      const auto seven = hn::Set(I(), 7);
+      const auto index = hn::IndicesFromVec(F(), hn::And(code, seven));
+      return hn::IfThenElse(hn::RebindMask(F(), hn::Gt(code, seven)), hn::TableLookupLanes(high_, index),
+                            hn::TableLookupLanes(low_, index));
+    }
   }
 
  private:
@@ -73,21 +81,37 @@ class Table16 {
   hn::Vec<F> low_, high_;
 };
 
-int64_t decode_levels_in_vectors(const io::Levels& levels, const uint8_t* codes, const float* x,
-                                 int64_t count, float* y, bool& good) {
-  if constexpr (!Table16::kFits) return 0;
-  constexpr auto kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
-  const Table16 level(levels.level), lower(levels.lower), upper(levels.upper);
-  auto inside = hn::Eq(hn::Zero(F()), hn::Zero(F()));
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const auto code = load_codes(codes + i);
-    const auto own = hn::LoadU(F(), x + i);
-    hn::StoreU(level[code], F(), y + i);
-    inside = hn::And(inside, hn::And(hn::Ge(own, lower[code]), hn::Le(own, upper[code])));
+int64_t decode_levels_in_vectors(const io::Levels& levels, const io::Span& span, const uint8_t* codes,
+                                 const float* x, int64_t count, float* y, bool& good) {
+  if constexpr (Table16::kFits) {
+    constexpr auto kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
+    const auto scale = hn::Set(F(), span.scale), slack = hn::Set(F(), span.slack);
+    const auto at_ends = hn::Set(F(), span.at_ends), most = hn::Set(F(), std::numeric_limits<float>::max());
+    const auto beyond = [&](const float* end) {
+      return hn::Add(hn::Mul(hn::Load(F(), end), at_ends), slack);
+    };
+    const Table16 level([&](int first) { return hn::Mul(hn::Load(F(), levels.value + first), scale); });
+    const Table16 lower([&](int first) {
+      const auto edge = hn::Mul(hn::Load(F(), levels.low + first), scale);
+      return hn::Max(hn::Sub(edge, beyond(levels.low_end + first)), hn::Neg(most));
+    });
+    const Table16 upper([&](int first) {
+      const auto edge = hn::Mul(hn::Load(F(), levels.high + first), scale);
+      return hn::Min(hn::Add(edge, beyond(levels.high_end + first)), most);
+    });
+    auto inside = hn::Eq(hn::Zero(F()), hn::Zero(F()));
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      const auto code = load_codes(codes + i);
+      const auto own = hn::LoadU(F(), x + i);
+      hn::StoreU(level[code], F(), y + i);
+      inside = hn::And(inside, hn::And(hn::Ge(own, lower[code]), hn::Le(own, upper[code])));
+    }
+    good = hn::AllTrue(F(), inside);
+    return i;
+  } else {
+    return 0;
   }
-  good = hn::AllTrue(F(), inside);
-  return i;
 }
 
 int64_t decode_steps_in_vectors(const io::Steps& steps, const uint8_t* codes, const float* x, int64_t count,
@@ -144,7 +168,8 @@ int64_t total_errors_in_vectors(const float* source, const float* decoded, int64
 
 #else
 
-int64_t decode_levels_in_vectors(const io::Levels&, const uint8_t*, const float*, int64_t, float*, bool&) {
+int64_t decode_levels_in_vectors(const io::Levels&, const io::Span&, const uint8_t*, const float*, int64_t,
+                                 float*, bool&) {
   return 0;
 }
 int64_t decode_steps_in_vectors(const io::Steps&, const uint8_t*, const float*, int64_t, float*, bool&) {
@@ -170,11 +195,12 @@ HWY_EXPORT(total_errors_in_vectors);
 
 namespace io {
 
-bool decode_levels(const Levels& levels, const uint8_t* codes, const float* x, int64_t count, float* y) {
+bool decode_levels(const Levels& levels, const Span& span, const uint8_t* codes, const float* x,
+                   int64_t count, float* y) {
   bool good = true;
-  for (int64_t i = HWY_DYNAMIC_DISPATCH(decode_levels_in_vectors)(levels, codes, x, count, y, good);
+  for (int64_t i = HWY_DYNAMIC_DISPATCH(decode_levels_in_vectors)(levels, span, codes, x, count, y, good);
        i < count; ++i)
-    good &= level_of(levels, codes[i], x[i], y[i]);
+    good &= level_of(levels, span, codes[i], x[i], y[i]);
   return good;
 }
 

@@ -5,11 +5,18 @@
 
 namespace halfbyte::io {
 
-// y[i] = level[codes[i]] for codes below 16. Returns whether each x[i] is within [lower, upper] of its code.
+// The values of codes below 16, and what is nearest to each: from low to high. Where that is the first or the
+// last one, the end is 1, else 0.
 struct Levels {
-  alignas(64) float level[16], lower[16], upper[16];
+  alignas(64) float value[16], low[16], high[16], low_end[16], high_end[16];
 };
-bool decode_levels(const Levels& levels, const uint8_t* codes, const float* x, int64_t count, float* y);
+// y[i] = value[codes[i]] * scale. Returns whether each x[i] is within [low, high] * scale of its code, or
+// beyond by at most `slack`, and by `at_ends` more where it is beyond an end; computed in f32, finite.
+struct Span {
+  float scale = 0, slack = 0, at_ends = 0;
+};
+bool decode_levels(const Levels& levels, const Span& span, const uint8_t* codes, const float* x,
+                   int64_t count, float* y);
 
 // y[i] = (codes[i] - zero) * scale + bias, each rounded, and without the addition where bias is not `added`.
 // Returns whether each x[i] is at most `near` away.
