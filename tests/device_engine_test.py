@@ -109,18 +109,16 @@ def test_devices_side_by_side_write_the_same_bytes(halfbyte, device, source_of, 
     assert_same(tmp_path / "dense-cpu", tmp_path / f"dense-{together}")
 
 
-def test_what_is_slow_on_the_cpu_goes_to_the_device(halfbyte, device, tmp_path):
-    """auto, of input that is large enough: what it chooses is measured."""
+def test_auto_says_what_it_chose(halfbyte, device, tmp_path):
+    """Of input that is large enough, by a measurement."""
     rng = np.random.default_rng(0)
     weight = st.from_f32(rng.standard_normal((1 << 14, 1 << 14), np.float32), "F32")  # 1 GiB
     st.write(tmp_path / "in.safetensors", {"model.layers.0.mlp.up_proj.weight": weight})
     arguments = ["quantize", tmp_path / "in.safetensors", "-o", tmp_path / "out", "--force", "--no-verify", "--json", "-"]
-    searched, plain, few = (json.loads(halfbyte(*arguments, *options).stdout)
-                            for options in (["--search"], ["--format", "int8"], ["--format", "int8", "--threads", "1"]))
-    assert searched["device"] == f"cpu,{device}"
-    for report in (plain, few):
+    for options in (["--search"], ["--format", "nvfp4"], ["--format", "int8"], ["--format", "int8", "--threads", "1"]):
+        report = json.loads(halfbyte(*arguments, *options).stdout)
         assert report["device"] in ("cpu", f"cpu,{device}")
-        assert report["device"] != "cpu" or "faster than what feeds" in report["device_note"]
+        assert (report["device"] == "cpu") == ("faster than what feeds" in report["device_note"])
 
 
 def test_all_devices(halfbyte, device, source_of, tmp_path):

@@ -191,8 +191,8 @@ struct QuantizeOptions {
   // blocks; nothing falls back. Verification always runs on the CPU, beside the rest where there are several
   // files and threads.
   std::vector<Device> devices = {};
-  // Where both are among them: leaves out the CUDA devices if a measurement of a block shows that the threads that
-  // would feed them compute faster.
+  // Where both are among them: leaves out the CUDA devices if a measurement of a block shows that the threads
+  // that would feed them compute faster.
   bool choose_devices = false;
   int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress = {};
@@ -236,7 +236,7 @@ struct CheckpointReport {
   Reader reader = Reader::none;
   std::vector<ReaderVerdict> readers;
   std::string architecture;
-  std::optional<Layout> layout;  // of the output (quantize) or the input (dequantize)
+  std::optional<Layout> layout;              // of the output (quantize) or the input (dequantize)
   std::vector<Device> devices = {Device{}};  // that computed
   std::vector<WeightReport> weights;
   std::vector<std::string> left_out;                     // weights of the input that the reader does not load

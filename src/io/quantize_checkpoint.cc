@@ -602,7 +602,8 @@ void Quantizer::choose_devices() {
       }
     });
   const double on_cpu = std::accumulate(rates.begin(), rates.end(), 0.0);
-  if (on_cpu < device_rate(options_.num_threads)) return;
+  // Verifying takes about as long of the same threads.
+  if (on_cpu < (options_.verify ? 2 : 1) * device_rate(options_.num_threads)) return;
   report_.devices = {Device{}};
   devices_ = threads;
 }

@@ -164,7 +164,7 @@ def test_leaks(device):
 
 
 def test_checkpoints(device, tmp_path):
-    halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", "int4", device=device)
+    halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", "int4", devices=device)
     checkpoint = halfbyte.Checkpoint(tmp_path / "q")
     q = checkpoint.load_weight(UP, torch.device(device))
     assert q.framework == "torch" and q.codes.device.type == device
