@@ -224,7 +224,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
       summary_line("memory", fmt::format("at most {} of buffers", format_bytes(report.peak_buffer_bytes)));
   DeviceChoice device = run.device;
   if (device.devices != report.devices)
-    device = {report.devices, fmt::format("faster than what feeds {}, as measured", to_string(device))};
+    device = {report.devices, fmt::format("faster without {}, as measured", device.note)};
   text += summary_line("device", to_string(device));
   if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
   if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));
