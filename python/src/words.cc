@@ -27,6 +27,7 @@ void from_word(nb::handle object, const char* name, T& value, Parse parse) {
   try {
     value = parse(word);
   } catch (const Error& error) {
+    if (error.code() != ErrorCode::usage) throw;
     refuse(std::string(name) + ": " + error.what(), name, word);
   }
 }

@@ -1,5 +1,6 @@
 #include "io/block_worker.h"
 
+#include "core/checks.h"
 #include "cpu/parallel.h"
 
 namespace halfbyte::io {
@@ -17,6 +18,15 @@ int64_t block_elements(Device device) {
 int num_workers(Device device, int num_threads) {
   const int threads = effective_threads(num_threads);
   return device.kind == DeviceKind::cpu ? threads : std::min(threads, kMaxCudaWorkers);
+}
+
+void check_devices(std::span<const Device> devices) {
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const auto before = devices.first(i);
+    HALFBYTE_CHECK(std::ranges::find(before, devices[i]) == before.end(), usage,
+                   "devices must differ, got {} twice", to_string(devices[i]));
+    check_device(devices[i]);
+  }
 }
 
 std::vector<Device> worker_devices(std::span<const Device> devices, int num_threads) {

@@ -22,6 +22,9 @@ int64_t block_elements(Device device);
 // page-locked memory, which the rest of the machine lacks.
 int num_workers(Device device, int num_threads);
 
+// Error(usage) where one is named twice, Error(device) where one cannot be used.
+void check_devices(std::span<const Device> devices);
+
 // The devices of the workers that work side by side: of each CUDA device as above, of the CPU as many as
 // threads remain, and at least one. No devices: the CPU.
 std::vector<Device> worker_devices(std::span<const Device> devices, int num_threads);

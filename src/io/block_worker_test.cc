@@ -114,6 +114,14 @@ TEST(BlockWorker, NumberOfWorkers) {
   EXPECT_EQ(count(few, cpu), 1) << "devices must not starve the CPU";
 }
 
+TEST(BlockWorker, DevicesDiffer) {
+  io::check_devices({});
+  io::check_devices({{Device{}}});
+  expect_error(ErrorCode::usage, "devices must differ, got cpu twice", [] {
+    io::check_devices({{Device{}, Device{}}});
+  });
+}
+
 TEST(CheckpointReport, Bottleneck) {
   CheckpointReport report;
   EXPECT_STREQ(bottleneck(report), "");

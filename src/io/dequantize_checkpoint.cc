@@ -87,7 +87,7 @@ class Dequantizer {
 void Dequantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
-  for (const Device device : options_.devices) check_device(device);
+  check_devices(options_.devices);
   const auto dtype = options_.dtype.value_or(DType::f32);
   HALFBYTE_CHECK(is_floating(dtype) && dtype != DType::f64, usage, "dtype must be f32, f16 or bf16, got {}",
                  to_string(dtype));

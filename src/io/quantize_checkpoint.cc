@@ -261,7 +261,7 @@ QuantizeOptions Quantizer::options_of(const Item& item) const {
 void Quantizer::plan() {
   HALFBYTE_CHECK(options_.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options_.num_threads);
-  for (const Device device : options_.devices) check_device(device);
+  check_devices(options_.devices);
   // Wrong options are reported even where nothing would be quantized.
   resolve_encoding(layout_, options_,
                    resolve_spec(layout_, options_, options_.scale_dtype.value_or(DType::bf16)));

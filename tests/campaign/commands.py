@@ -88,7 +88,7 @@ def report_of(content):
         report = json.loads(content)
     except ValueError:
         return None
-    varying = ("leftovers", "num_resumed_files")
+    varying = ("leftovers", "num_resumed_files", "bottleneck")
     kept = {k: v for k, v in report.items() if not k.endswith("seconds") and k not in varying}
     return kept if report["ok"] else "failed"
 

@@ -146,6 +146,10 @@ def test_options(tmp_path):
     assert not (tmp_path / "q").exists()
     names = [each.name for each in report.weights if each.quantized]
     assert names and all("up_proj" in name and "layers.1." not in name for name in names)
+    with pytest.raises(ValueError, match="devices must differ, got cpu twice"):
+        halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", devices=["cpu", "cpu"])
+    with pytest.raises(ValueError, match="devices: device must be cpu, cuda or cuda:N, got"):
+        halfbyte.dequantize_checkpoint(MODEL, tmp_path / "q", devices="gpu")
     with pytest.raises(TypeError, match="no option grup_size; it has asymmetric, "):
         halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", grup_size=32)
     for options in ({"group_size": 0}, {"layout": "nothing"}, {"format": "nf5"}, {"nonfinite": "ignore"}, {"reader": "x"}):
