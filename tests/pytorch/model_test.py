@@ -122,6 +122,17 @@ def test_conv1d_is_turned():
     assert (logits(model) - exact).norm() < 0.02 * exact.norm()
 
 
+def test_a_model_that_multiplies_by_weights_unless_it_is_quantized():
+    model = transformers.JambaForCausalLM(transformers.JambaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+        num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, pad_token_id=0)).eval()
+    exact = logits(model)
+    report = replace_linear(model, "int8,granularity=channel")
+    assert any("mamba.dt_proj" in layer.name for layer in report.quantized)
+    assert (logits(model) - exact).norm() < 0.05 * exact.norm()
+    assert "_is_quantized" not in model.config.to_dict()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spec", ["nf4", "nf4,double_quant", "int8,granularity=tensor", "affine4,scale_dtype=bf16"])
 def test_a_dense_directory_gives_the_bytes_of_replace_linear(spec, device, directory):

@@ -231,6 +231,19 @@ def test_dense_experts_of_a_directory_are_quantized_as_by_from_pretrained(name, 
     assert not any(parameter.is_meta for parameter in adapted.parameters())
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_what_a_directory_has_is_loaded(name, models):
+    """No weight is random: of embeddings, too, whose modules compute a buffer."""
+    model, report = quantize_model(models / name, None)
+    expected = load(models / name)
+    state, wanted = model.state_dict(), expected.state_dict()
+    assert not report.quantized and state.keys() == wanted.keys()
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    for (of, buffer), (_, want) in zip(model.named_buffers(), expected.named_buffers()):
+        assert torch.equal(buffer, want), of
+    assert torch.equal(logits(model), logits(expected))
+
+
 def test_quantized_experts_that_have_no_packed_form_stay_dense_and_are_named(models, tmp_path):
     # The groups of gpt-oss in layout halfbyte lie along the outputs.
     halfbyte.quantize_checkpoint(models / "gpt-oss", tmp_path / "quantized", "nf4", layout="halfbyte")

@@ -219,8 +219,17 @@ def replace_linear(model: nn.Module, spec: _core.QuantSpec | str = "nf4", *, inc
     _warn_of_dense(layers)
     for path in chosen:
         put_module(model, path, quantized_module(model.get_submodule(path), spec, device, **options))
+    if chosen:
+        _say_quantized(model)
     return ModelReport([layer if layer.reason else layer._replace(
         spec=spec, num_bytes=_bytes_of(model.get_parameter(layer.name))) for layer in layers])
+
+
+def _say_quantized(model: nn.Module) -> None:
+    """Some models of transformers, such as Jamba, multiply by the weight of a layer unless their config says this."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "to_dict"):
+            module.config._is_quantized = True
 
 
 def _warn_of_dense(layers: Sequence[LayerReport]) -> None:
@@ -369,6 +378,8 @@ class _Loader:
                              + (f", nor {len(left) - 1} more" if len(left) > 1 else "")
                              + f", which {type(self.model).__name__} has")
         _warn_of_dense(self.layers)
+        if any(layer.spec is not None for layer in self.layers):
+            _say_quantized(self.model)
         return ModelReport(self.layers)
 
     def _announce(self, weights: list) -> None:
@@ -584,10 +595,22 @@ class _Loader:
         """Buffers that are computed and not stored, as the frequencies of rotary embeddings."""
         for module in self.model.modules():
             empty = [name for name, of in module._buffers.items() if of is not None and of.is_meta]
-            if empty:
-                for name in empty:
-                    module._buffers[name] = torch.zeros_like(module._buffers[name], device=self.device)
+            if not empty:
+                continue
+            for name in empty:
+                module._buffers[name] = torch.zeros_like(module._buffers[name], device=self.device)
+            # What was read must be out of its reach: it would give an embedding new random weights.
+            parameters = {name: of for name, of in module._parameters.items() if of is not None}
+            buffers = {name: of for name, of in module._buffers.items() if of is not None and name not in empty}
+            for name, of in parameters.items():
+                module._parameters[name] = nn.Parameter(torch.empty_like(of, device="meta"), requires_grad=False)
+            for name, of in buffers.items():
+                module._buffers[name] = torch.empty_like(of, device="meta")
+            try:
                 self.model._init_weights(module)
+            finally:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
 
 
 def quantize_model(model_or_dir: nn.Module | str | os.PathLike, spec: _core.QuantSpec | str | None = "nf4", *,
