@@ -44,7 +44,7 @@ struct DeviceChoice {
 std::string to_string(const DeviceChoice& choice);
 
 // The devices that work on the checkpoint `input`. "auto" takes the CPU, and beside it the first usable CUDA
-// device where the input is large enough to be worth starting it: each takes work as fast as it does it.
+// device where the input is large enough to be worth starting it; a measurement may then leave it out.
 // Throws Error(usage) for unknown words, and Error(device) where a device asked for cannot be used: an
 // explicit request never falls back.
 DeviceChoice select_devices(const std::string& words, const std::string& input);

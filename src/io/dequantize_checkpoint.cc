@@ -1,7 +1,6 @@
 // Makes the quantized weights of a checkpoint dense, file by file; everything else is copied.
 #include <algorithm>
 #include <charconv>
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -368,17 +367,18 @@ CheckpointReport Dequantizer::run() {
     }
     const auto at_once = static_cast<size_t>(files_at_once(workers_->size()));
     for (size_t first = 0; first < mine.size(); first += at_once) {
-      const auto start = std::chrono::steady_clock::now();
-      auto files = std::make_shared<std::vector<std::unique_ptr<TensorFile>>>(write_files(
-          writer, std::span(mine).subspan(first, std::min(at_once, mine.size() - first)), progress));
-      report_.run_seconds += seconds_since(start);
+      const auto files = std::make_shared<std::vector<std::unique_ptr<TensorFile>>>();
+      {
+        const Stopwatch running(report_.run_seconds);
+        *files = write_files(writer, std::span(mine).subspan(first, std::min(at_once, mine.size() - first)),
+                             progress);
+      }
       completion.start([this, &writer, files] {
-        const auto sync_start = std::chrono::steady_clock::now();
+        const Stopwatch syncing(report_.sync_seconds);
         for (std::unique_ptr<TensorFile>& file : *files) {
           writer.sync(*file);
           writer.commit_file(std::move(file));
         }
-        report_.sync_seconds += seconds_since(sync_start);
       });
     }
     completion.wait();

@@ -71,10 +71,6 @@ inline Stop stop_of(const ProgressFunction& function) {
   };
 }
 
-inline double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 // Counts the bytes of one phase of the operation.
 class ProgressPhase {
  public:

@@ -2,7 +2,6 @@
 // read, so blocks of all weights of a file are read, quantized and written in any order, in parallel. A CUDA
 // device takes the quantizing; reading, converting for the layout, writing and verifying stay on the CPU.
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -851,22 +850,23 @@ void Quantizer::resume_file(const Json& records, size_t file) {
 }
 
 void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion) {
-  const auto start = std::chrono::steady_clock::now();
-  auto written = write_files(writer, files);
-  const auto again = [&] {
-    std::vector<size_t> changed;
-    for (size_t i = 0; i < files.size(); ++i) {
-      if (!plan_again(files[i])) continue;
-      quantize_phase_->take_back(source_bytes_of(files[i]));
-      written[i].reset();
-      changed.push_back(i);
-    }
-    return changed;
-  };
-  std::vector<size_t> changed = again();
-  for (; !changed.empty(); changed = again())
-    for (const size_t i : changed) written[i] = std::move(write_files(writer, files.subspan(i, 1)).front());
-  report_.run_seconds += seconds_since(start);
+  std::vector<std::unique_ptr<TensorFile>> written;
+  {
+    const Stopwatch running(report_.run_seconds);
+    written = write_files(writer, files);
+    const auto again = [&] {
+      std::vector<size_t> changed;
+      for (size_t i = 0; i < files.size(); ++i) {
+        if (!plan_again(files[i])) continue;
+        quantize_phase_->take_back(source_bytes_of(files[i]));
+        written[i].reset();
+        changed.push_back(i);
+      }
+      return changed;
+    };
+    for (std::vector<size_t> changed = again(); !changed.empty(); changed = again())
+      for (const size_t i : changed) written[i] = std::move(write_files(writer, files.subspan(i, 1)).front());
+  }
   completion.start([this, &writer, numbers = std::vector(files.begin(), files.end()),
                     files = std::make_shared<decltype(written)>(std::move(written))] {
     for (size_t i = 0; i < numbers.size(); ++i) complete_file(writer, std::move((*files)[i]), numbers[i]);
@@ -874,16 +874,15 @@ void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> file
 }
 
 void Quantizer::complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file) {
-  const auto verify_start = std::chrono::steady_clock::now();
-  if (options_.verify) verify(writer, *written, file);
-  report_.verify_seconds += seconds_since(verify_start);
-
-  const auto sync_start = std::chrono::steady_clock::now();
+  if (options_.verify) {
+    const Stopwatch verifying(report_.verify_seconds);
+    verify(writer, *written, file);
+  }
+  const Stopwatch syncing(report_.sync_seconds);
   writer.sync(*written);
   Json records = Json::array();
   for (const size_t i : files_.weights[file]) records.push_back(to_record(report_of(items_[i])));
   writer.commit_file(std::move(written), &records);
-  report_.sync_seconds += seconds_since(sync_start);
 }
 
 CheckpointReport Quantizer::run() {
