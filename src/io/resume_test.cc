@@ -66,12 +66,16 @@ class Resume : public ::testing::Test {
     return "";
   }
 
-  // Cancels when the file of this number is synced, or what is beside them copied.
+  // Cancels when the file of this number is synced, or what is beside them copied. A file that takes long to
+  // sync is reported again; the next one has another length.
   static ProgressFunction cancel_at(int file) {
-    return [file, count = std::make_shared<int>(0)](const Progress& progress) {
-      const std::string phase = progress.phase;
-      if (phase == "sync" || phase == "copy") ++*count;
-      return *count <= file;
+    return [file, count = 0, last = std::pair<std::string, uint64_t>()](const Progress& progress) mutable {
+      const std::pair<std::string, uint64_t> now(progress.phase, progress.total_bytes);
+      if ((now.first == "sync" || now.first == "copy") && now != last) {
+        ++count;
+        last = now;
+      }
+      return count <= file;
     };
   }
 
